@@ -1,0 +1,44 @@
+# `make lab` runs the course, `make test` passes its tests; `make help` lists the rest.
+.DEFAULT_GOAL := help
+SHELL := /bin/sh
+LAB ?= lab1
+VENV ?= .venv
+# One thread for each process: two multi-threaded torch processes on two cores slow each other down tenfold.
+TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} MPLBACKEND=Agg PYTHONPATH=
+
+# The first Python that the course runs on; `make PYTHON=...` names another.
+PYTHON ?= $(shell for python in python3 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$python && break; \
+	done)
+
+.PHONY: help env lab test test-gpu labs lint lock clean
+
+help: ## list the verbs
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@echo "  LAB=lab3_gluon chooses a lab; PYTHON=/path/to/python3.12 chooses a Python."
+
+env: ## create the environment in .venv, or leave it if it is current
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "error: Python 3.11 or 3.12 is needed and neither python3, python3.12 nor python3.11 is one: install it, or name it with make PYTHON=/path/to/python3.12." >&2; exit 1; fi
+	@"$(PYTHON)" tools/environment.py sync --venv "$(VENV)"
+
+lab: env ## open JupyterLab on lab1.ipynb (LAB=... for another)
+	@"$(VENV)/bin/labs" open "$(LAB)"
+
+test: env ## run the tests (no GPU needed)
+	@$(TEST_ENV) "$(VENV)/bin/python" -m pytest
+
+test-gpu: env ## run the tests that need an NVIDIA GPU
+	@$(TEST_ENV) "$(VENV)/bin/python" -m pytest -m gpu
+
+labs: env ## build the notebooks from instructor/labs
+	@"$(VENV)/bin/labs" build
+
+lint: env ## check style
+	@"$(VENV)/bin/ruff" check .
+
+lock: env ## resolve versions anew: constraints.txt, environment.yml
+	@"$(VENV)/bin/python" tools/environment.py lock
+
+clean: ## remove the environment and build products
+	rm -rf "$(VENV)" build *.egg-info
