@@ -1,0 +1,247 @@
+"""GPU facts against each other and against unit counts and clocks; the Gemma-3 configuration."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from utils.config import DTYPES, GPU_SPECS, dtype_name, get_ridge_point, gpu_spec, peak_tflops
+
+FIELDS = {f"{name}_tflops" for name in DTYPES} | {
+    "memory_bandwidth_tb_s", "memory_gb", "l2_mb", "sm_count", "sram_per_sm_kb", "compute_capability",
+    "full_name", "source",
+}  # fmt: skip
+DATA_CENTRE = ["A10", "A100", "A100-40GB", "H100", "H100-PCIe", "H200", "L4", "L40S", "B200"]
+
+# (GHz under tensor load, dense bf16 FLOPs per clock and SM). An SM of GA100 has 4 tensor cores of 256 FMA,
+# twice the rate of GA102 and Ada; GH100 doubles it, GB100 again. GeForce has FP32 accumulation at half rate.
+TENSOR = {
+    "A6000": (1.800, 1024),
+    "A10": (1.695, 1024),
+    "A100": (1.410, 2048),
+    "A100-40GB": (1.410, 2048),
+    "H100": (1.830, 4096),
+    "H100-PCIe": (1.620, 4096),
+    "H200": (1.830, 4096),
+    "4090": (2.520, 512),
+    "L4": (2.040, 1024),
+    "L40S": (2.490, 1024),
+    "B200": (1.860, 8192),
+    "GB10": (2.525, 1024),
+}
+# (boost GHz, FP32 lanes in an SM), 2 FLOPs for a lane and clock.
+FMA = {
+    "A6000": (1.800, 128),
+    "A10": (1.695, 128),
+    "A100": (1.410, 64),
+    "A100-40GB": (1.410, 64),
+    "H100": (1.980, 128),
+    "H100-PCIe": (1.755, 128),
+    "H200": (1.980, 128),
+    "4090": (2.520, 128),
+    "L4": (2.040, 128),
+    "L40S": (2.520, 128),
+    "B200": (1.980, 128),
+    "GB10": (2.525, 128),
+}
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_documented_gpus_and_the_added_ones_are_there():
+    names = "A6000 A10 A100 A100-40GB H100 H100-PCIe H200 4090 L4 L40S B200 GB10"
+    assert list(GPU_SPECS) == names.split()
+
+
+@pytest.mark.parametrize("name", GPU_SPECS)
+def test_a_row_is_complete(name):
+    spec = GPU_SPECS[name]
+    assert set(spec) == FIELDS
+    numbers = FIELDS - {"fp8_tflops", "compute_capability", "full_name", "source"}
+    assert all(isinstance(spec[field], (int, float)) and spec[field] > 0 for field in numbers)
+    assert len(spec["compute_capability"]) == 2
+    assert "NVIDIA" in spec["source"] and "dense" in spec["source"]
+    assert "20" in spec["source"], "the source carries no year"
+
+
+@pytest.mark.parametrize("name", GPU_SPECS)
+def test_tensor_rate_is_units_times_clock(name):
+    ghz, flops_per_clock = TENSOR[name]
+    computed = GPU_SPECS[name]["sm_count"] * ghz * flops_per_clock / 1e3
+    # 2%: clocks are printed to three digits. A sparse rate would be off by a factor of two.
+    assert GPU_SPECS[name]["bf16_tflops"] == pytest.approx(computed, rel=0.02)
+
+
+@pytest.mark.parametrize("name", GPU_SPECS)
+def test_fp32_rate_is_lanes_times_clock(name):
+    ghz, lanes = FMA[name]
+    computed = GPU_SPECS[name]["sm_count"] * ghz * lanes * 2 / 1e3
+    assert GPU_SPECS[name]["fp32_tflops"] == pytest.approx(computed, rel=0.01)
+
+
+@pytest.mark.parametrize("name", GPU_SPECS)
+def test_tensor_rates_keep_their_ratios(name):
+    spec = GPU_SPECS[name]
+    assert spec["fp16_tflops"] == spec["bf16_tflops"]
+    # Half the rate for twice the width; the B200 sheet rounds 1,125 down to 1,100.
+    assert spec["tf32_tflops"] == pytest.approx(spec["bf16_tflops"] / 2, rel=0.03)
+    if spec["compute_capability"] >= (8, 9):
+        assert spec["fp8_tflops"] == pytest.approx(2 * spec["bf16_tflops"], rel=0.03)
+    else:
+        assert spec["fp8_tflops"] is None
+
+
+@pytest.mark.parametrize("name", DATA_CENTRE)
+def test_tensor_cores_beat_fp32_lanes_on_data_centre_parts(name):
+    assert GPU_SPECS[name]["tf32_tflops"] > 1.9 * GPU_SPECS[name]["fp32_tflops"]
+
+
+def test_figures_the_course_quotes():
+    assert GPU_SPECS["A100"]["fp32_tflops"] == 19.5
+    assert round(GPU_SPECS["A100"]["memory_bandwidth_tb_s"], 1) == 2.0
+    assert GPU_SPECS["A6000"]["bf16_tflops"] == 154.8  # not 309.7, the sparse rate
+    assert get_ridge_point("A100") == pytest.approx(153.0, abs=0.05)
+    assert get_ridge_point("H100", "bf16") == pytest.approx(295, abs=0.5)
+    assert get_ridge_point("H200", "bf16") == pytest.approx(206, abs=0.5)
+    assert get_ridge_point("A6000", "fp32") == pytest.approx(50.4, abs=0.05)
+
+
+@pytest.mark.parametrize("name", GPU_SPECS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ridge_point_is_peak_over_bandwidth(name, dtype):
+    spec = GPU_SPECS[name]
+    if spec[f"{dtype}_tflops"] is None:
+        with pytest.raises(ValueError, match=r"has no fp8 unit; choose one of fp16, bf16, fp32, tf32\."):
+            get_ridge_point(name, dtype)
+    else:
+        ridge = get_ridge_point(name, dtype)
+        assert ridge == spec[f"{dtype}_tflops"] / spec["memory_bandwidth_tb_s"]
+        assert math.isclose(ridge * spec["memory_bandwidth_tb_s"], peak_tflops(name, dtype))
+
+
+def test_ridge_point_defaults_to_fp16_and_takes_torch_dtypes():
+    assert get_ridge_point("4090") == get_ridge_point("4090", "fp16")
+    assert get_ridge_point("4090") == get_ridge_point("4090", torch.float16)
+    assert get_ridge_point("4090", torch.float32) == get_ridge_point(gpu_name="4090", dtype="fp32")
+    assert get_ridge_point("H100", torch.float8_e4m3fn) == get_ridge_point("H100", "fp8")
+
+
+@pytest.mark.parametrize(
+    ("given", "short"),
+    [
+        (torch.float16, "fp16"), (torch.half, "fp16"), ("float16", "fp16"), ("fp16", "fp16"),
+        (torch.bfloat16, "bf16"), ("bfloat16", "bf16"), ("torch.bfloat16", "bf16"),
+        (torch.float32, "fp32"), ("float32", "fp32"), ("tf32", "tf32"),
+        (torch.float8_e5m2, "fp8"), ("fp8", "fp8"),
+    ],
+)  # fmt: skip
+def test_dtype_names(given, short):
+    assert dtype_name(given) == short
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"), [("h100", "H100"), ("RTX 4090", "4090"), ("RTX A6000", "A6000"), ("L40", "L40S")]
+)
+def test_an_unknown_gpu_names_the_nearest_and_the_known(given, nearest):
+    with pytest.raises(ValueError) as caught:
+        get_ridge_point(given)
+    message = str(caught.value)
+    assert repr(given) in message and f"did you mean {nearest!r}?" in message
+    assert all(name in message for name in GPU_SPECS)
+
+
+@pytest.mark.parametrize("given", ["MI300X", "", None, 100, ["A100"]])
+def test_a_gpu_unlike_any_is_an_error_without_a_guess(given):
+    with pytest.raises(ValueError, match=r"is not a known GPU\. Known: A6000, A10"):
+        gpu_spec(given)
+
+
+def test_an_unknown_dtype_names_the_nearest_and_the_known():
+    message = r"'bf61' is not a known dtype: did you mean 'bf16'\? Known: fp16, bf16"
+    with pytest.raises(ValueError, match=message):
+        get_ridge_point("A100", "bf61")
+    for wrong in (torch.int8, torch.float64, None, "FP16 "):
+        with pytest.raises(ValueError, match="is not a known dtype"):
+            get_ridge_point("A100", wrong)
+
+
+def test_gemma_config_is_gemma_3_270m():
+    from transformers import Gemma3TextConfig
+
+    from utils.config import GEMMA_CONFIG
+
+    assert isinstance(GEMMA_CONFIG, Gemma3TextConfig)
+    documented = {
+        "hidden_size": 640, "intermediate_size": 2048, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "head_dim": 256, "num_hidden_layers": 18, "sliding_window": 512, "vocab_size": 262_144,
+        "max_position_embeddings": 32_768, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "attn_logit_softcapping": None,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    assert {name: getattr(GEMMA_CONFIG, name) for name in documented} == documented
+    full = [layer for layer, kind in enumerate(GEMMA_CONFIG.layer_types) if kind == "full_attention"]
+    assert full == [5, 11, 17]
+    assert len(GEMMA_CONFIG.layer_types) == 18
+    assert set(GEMMA_CONFIG.layer_types) == {"full_attention", "sliding_attention"}
+
+
+def test_gemma_config_rotates_with_its_two_bases():
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+
+    from utils.config import GEMMA_CONFIG
+
+    rotary = Gemma3RotaryEmbedding(GEMMA_CONFIG)
+    positions = torch.tensor([[0, 1, 700]])
+    for layer_type, theta in (("full_attention", 1e6), ("sliding_attention", 1e4)):
+        cos, sin = rotary(torch.zeros(1, 3, 1), positions, layer_type)
+        frequencies = theta ** (-torch.arange(0, 256, 2, dtype=torch.float64) / 256)
+        angles = positions[0, :, None].double() * frequencies
+        torch.testing.assert_close(cos[0, :, :128].double(), angles.cos(), atol=1e-4, rtol=0)
+        torch.testing.assert_close(sin[0, :, 128:].double(), angles.sin(), atol=1e-4, rtol=0)
+
+
+def test_gemma_config_is_built_once_and_on_demand():
+    import utils.config
+
+    assert utils.config.GEMMA_CONFIG is utils.config.GEMMA_CONFIG
+    assert "GEMMA_CONFIG" in dir(utils.config)
+    with pytest.raises(AttributeError, match="GEMMA_CONFIGS"):
+        _ = utils.config.GEMMA_CONFIGS
+    out = run_python(
+        "import sys, utils.config as c; before = 'transformers' in sys.modules; c.GEMMA_CONFIG.head_dim;"
+        "print(before, 'transformers' in sys.modules)"
+    )
+    assert out == "False True"
+
+
+def test_facts_cost_no_heavy_import():
+    heavy = ["torch", "transformers", "matplotlib", "pandas", "triton"]
+    out = run_python(
+        "import sys, utils.config as c; c.get_ridge_point('A100', 'bf16');"
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    assert out == "[]"
+
+
+@pytest.mark.gpu
+def test_the_row_of_this_gpu_agrees_with_the_driver():
+    from utils.device import detect_gpu
+
+    row = detect_gpu()
+    if row is None:
+        pytest.skip(f"{torch.cuda.get_device_name()} has no row in GPU_SPECS")
+    spec, properties = GPU_SPECS[row], torch.cuda.get_device_properties()
+    assert spec["sm_count"] == properties.multi_processor_count
+    assert spec["compute_capability"] == (properties.major, properties.minor)
+    assert spec["l2_mb"] * 2**20 == pytest.approx(properties.L2_cache_size, rel=0.02)
+    # The driver keeps a part of the memory for itself; GB and GiB are 7% apart.
+    assert spec["memory_gb"] * 1e9 == pytest.approx(properties.total_memory, rel=0.1)
+    # CUDA keeps a part of it as L1.
+    shared_kb = properties.shared_memory_per_multiprocessor / 1024
+    assert 0.5 * spec["sram_per_sm_kb"] < shared_kb < spec["sram_per_sm_kb"]
