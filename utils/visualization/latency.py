@@ -1,0 +1,221 @@
+"""Latencies: over matrix sizes, and side by side with their intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from . import checks
+from .style import INK, SOFT, log_axis, name_axes, open_axes, plain, series, size_axis
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def plot_gemm_torch_matmul_latency(
+    sizes: Sequence[int],
+    gemm_tiled_latency_ms: Sequence[float],
+    torch_matmul_latency_ms: Sequence[float],
+    *,
+    ax: Axes | None = None,
+    peak_flops: float | None = None,
+    labels: tuple[str, str] = ("gemm_tiled", "torch.matmul"),
+    title: str | None = None,
+) -> tuple[Figure, Axes]:
+    """Plot the latency of `gemm_tiled` and `torch.matmul` over the size of square matrices.
+
+    Args:
+        sizes: n of each (n, n) @ (n, n).
+        gemm_tiled_latency_ms: one latency a size, in ms: numbers, Measurements, or (median, low, high).
+        torch_matmul_latency_ms: likewise.
+        ax: Axes to draw in; a new Figure without.
+        peak_flops: this machine's peak in TFLOP/s; a latency that would beat it is refused as seconds.
+        labels: names of the two lines.
+        title: instead of the default one.
+
+    Returns:
+        (Figure, Axes).
+    """
+    order = checks.sizes("sizes", sizes)
+    limit = None if peak_flops is None else checks.tflops("peak_flops", peak_flops)
+    given = {
+        "gemm_tiled_latency_ms": gemm_tiled_latency_ms,
+        "torch_matmul_latency_ms": torch_matmul_latency_ms,
+    }
+    if len(labels) != 2:
+        raise ValueError(f"labels must be two names, one a line; got {labels!r}.")
+    curves: dict[str, dict[int, Any]] = {}
+    for label, (argument, values) in zip(labels, given.items(), strict=True):
+        row = checks.sequence(argument, values, "latencies in ms")
+        if len(row) != len(order):
+            raise ValueError(
+                f"{argument} holds {len(row)} latencies for {len(order)} sizes; pass one a size."
+            )
+        for size, value in zip(order, row, strict=True):
+            median, _ = checks.median_and_interval(f"{argument} at n={size}", value)
+            _plausible(argument, size, median, limit)
+        curves[str(label)] = dict(zip(order, row, strict=True))
+    figure, axes = plot_latency(
+        curves,
+        ax=ax,
+        size_name="matrix size n, for (n, n) @ (n, n)   (numbers: ratio of the two)",
+        title="GEMM latency" if title is None else title,
+    )
+    return figure, axes
+
+
+def _plausible(argument: str, size: int, median_ms: float, peak_tflops: float | None) -> None:
+    """Refuse a latency that no machine, or not this one, reaches: 2 n^3 FLOPs in that time."""
+    implied = 2 * size**3 / (median_ms * 1e-3) / 1e12
+    limit, owner = (checks.MAX_TFLOPS, "any machine") if peak_tflops is None else (peak_tflops, "peak_flops")
+    if implied > limit * (1.0 if peak_tflops is None else 1.1):  # a measured peak may be a little low
+        raise ValueError(
+            f"{argument} at n={size} is {median_ms:g} ms, which means {implied:.3g} TFLOP/s; {owner} allows "
+            f"{limit:g}. It looks like seconds: multiply by 1000."
+        )
+
+
+def plot_latency(
+    results: Mapping[str, Any],
+    *,
+    ax: Axes | None = None,
+    size_name: str = "size",
+    title: str | None = None,
+) -> tuple[Figure, Axes]:
+    """Plot medians with their intervals: a row a label, or a line a label over sizes.
+
+    Args:
+        results: {label: latency} for rows, {label: {size: latency}} for lines. A latency is a Measurement,
+            a median in ms, or (median, low, high) in ms.
+        ax: Axes to draw in; a new Figure without.
+        size_name: what the sizes are, for the axis of lines.
+        title: a title; none without.
+
+    Returns:
+        (Figure, Axes).
+    """
+    rows = checks.mapping("results", results, '{"eager": 1.93, "compiled": (0.71, 0.70, 0.73)}')
+    nested = [isinstance(value, Mapping) for value in rows.values()]
+    if any(nested) and not all(nested):
+        raise ValueError("results mixes {label: latency} and {label: {size: latency}}; use one of the two.")
+    if not any(nested):
+        return _rows(
+            {name: checks.median_and_interval(name, value) for name, value in rows.items()}, ax, title
+        )
+    lines: dict[str, dict[int, tuple]] = {}
+    for name, value in rows.items():
+        curve = checks.mapping(f"results[{name!r}]", value, "{1024: 0.02}")
+        order = checks.sizes(f"results[{name!r}]", list(value))
+        lines[name] = {
+            size: checks.median_and_interval(f"{name} at {size}", item)
+            for size, item in sorted(zip(order, curve.values(), strict=True), key=lambda pair: pair[0])
+        }
+    return _lines(lines, ax, size_name, title)
+
+
+def _rows(rows: dict[str, tuple], ax: Any, title: str | None) -> tuple[Any, Any]:
+    figure, (axes,) = open_axes(ax, (7.0, 0.9 + 0.36 * len(rows)))
+    ends = [end for median, interval in rows.values() for end in (median, *(interval or ()))]
+    low, high = min(ends), max(ends)
+    if high / low > 12:
+        log_axis(axes.xaxis, low / 1.6, high * 4)
+    else:
+        axes.set_xlim(0, high * 1.32)
+    look = series(0)
+    for y, (median, interval) in enumerate(rows.values()):
+        axes.plot([axes.get_xlim()[0], median], [y, y], color="#dddddd", linewidth=1.2, zorder=1)
+        text = f"{plain(median)} ms"
+        if interval is not None:
+            axes.plot(
+                interval, [y, y], color=look.color, linewidth=4, alpha=0.35, solid_capstyle="butt", zorder=2
+            )
+            axes.plot(
+                interval, [y, y], color=look.color, linestyle="none", marker="|", markersize=9, zorder=2
+            )
+            text += f"  [{plain(interval[0])}, {plain(interval[1])}]"
+        axes.plot([median], [y], color=look.color, marker="o", markersize=6, zorder=3)
+        axes.annotate(
+            text,
+            (max(median, (interval or (median,))[-1]), y),
+            xytext=(9, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8.5,
+            color=INK,
+        )
+    axes.set_yticks(range(len(rows)), labels=list(rows), fontsize=9)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(False, axis="y")
+    axes.spines["left"].set_visible(False)
+    name_axes(axes, ax is None, x="median latency (ms)", title=title)
+    return figure, axes
+
+
+def _lines(lines: dict[str, dict[int, tuple]], ax: Any, size_name: str, title: str | None) -> tuple[Any, Any]:
+    figure, (axes,) = open_axes(ax, (7.0, 4.3))
+    from .labels import LabelLayer
+
+    every = sorted({size for curve in lines.values() for size in curve})
+    ends = [
+        end
+        for curve in lines.values()
+        for median, interval in curve.values()
+        for end in (median, *(interval or ()))
+    ]
+    size_axis(axes.xaxis, every)
+    left, right = axes.get_xlim()
+    axes.set_xlim(left, right * (right / left) ** 0.16)  # room for the lines' names
+    log_axis(axes.yaxis, min(ends) / 2, max(ends) * 2)
+    layer = LabelLayer(axes)
+    for i, (name, curve) in enumerate(lines.items()):
+        look = series(i)
+        sizes, medians = list(curve), [median for median, _ in curve.values()]
+        axes.plot(
+            sizes,
+            medians,
+            color=look.color,
+            linestyle=look.linestyle,
+            linewidth=1.7,
+            marker=look.marker,
+            markersize=6,
+            markeredgecolor="white",
+            markeredgewidth=0.6,
+            label=name,
+            zorder=3,
+        )
+        layer.avoid_line(sizes, medians)
+        for size, (median, interval) in curve.items():
+            layer.avoid_point(size, median)
+            if interval is not None:
+                axes.plot(
+                    [size, size],
+                    interval,
+                    color=look.color,
+                    linewidth=1.2,
+                    marker="_",
+                    markersize=6,
+                    zorder=2,
+                )
+        layer.add(name, (sizes[-1], medians[-1]), prefer="E", gap=8, size=9, fontweight="bold")
+    if len(lines) == 2:
+        _ratios(layer, *lines.values())
+    name_axes(axes, ax is None, x=size_name, y="median latency (ms)", title=title)
+    return figure, axes
+
+
+def _ratios(layer: Any, first: dict[int, tuple], second: dict[int, tuple]) -> None:
+    """The gap between two lines as a factor, beside the upper one."""
+    for size in first:
+        if size in second:
+            a, b = first[size][0], second[size][0]
+            layer.add(
+                f"{max(a, b) / min(a, b):.3g}x",
+                (size, max(a, b)),
+                prefer="N",
+                gap=7,
+                size=8,
+                color=SOFT,
+                leader=False,
+            )

@@ -1,0 +1,303 @@
+"""The roofline: attainable TFLOP/s against arithmetic intensity, with predicted and measured points."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import checks
+from .style import ALARM, HAIR, INK, SOFT, key_above, log_axis, name_axes, open_axes, plain, series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+class _Roof(NamedTuple):
+    dtype: str  # "" for a main roof without a name
+    tflops: float
+    ridge: float  # FLOPs/Byte
+
+
+class _Point(NamedTuple):
+    name: str
+    intensity: float  # FLOPs/Byte
+    attainable: float  # TFLOP/s on its roof
+    measured: float | None  # TFLOP/s
+
+    @property
+    def share(self) -> float:
+        """Measured over attainable."""
+        return (self.measured or 0.0) / self.attainable
+
+    @property
+    def beyond(self) -> bool:
+        """Above its roof by more than rounding."""
+        return self.measured is not None and self.share > 1 + 1e-9
+
+
+def plot_roofline(
+    gpu_name: str,
+    peak_flops: float,
+    peak_bandwidth: float,
+    operations: Mapping[str, float] | None = None,
+    *,
+    measured: Mapping[str, tuple] | None = None,
+    peaks: Mapping[str, float] | None = None,
+    ax: Axes | None = None,
+    title: str | None = None,
+) -> tuple[Figure, Axes]:
+    """Plot a roofline model, predicted points on it and measured points under it.
+
+    Args:
+        gpu_name: name of the machine, for the title.
+        peak_flops: peak compute in TFLOP/s.
+        peak_bandwidth: peak memory bandwidth in TB/s.
+        operations: {name: arithmetic intensity in FLOPs/Byte}; drawn hollow, on the roof.
+        measured: {name: (FLOPs/Byte, TFLOP/s)}; drawn solid, joined to the roof, with its share of it.
+            A third element names the roof of `peaks` to compare with: `(212.5, 610.0, "bf16")`.
+        peaks: {dtype: peak compute in TFLOP/s}, more roofs over the same memory.
+        ax: Axes to draw in; a new Figure without.
+        title: instead of "Roofline: <gpu_name>".
+
+    Returns:
+        (Figure, Axes).
+    """
+    main = checks.tflops("peak_flops", peak_flops)
+    slope = checks.bandwidth("peak_bandwidth", peak_bandwidth)
+    roofs = _roofs(main, slope, peaks)
+    points = _points(roofs, main, slope, operations, measured)
+
+    figure, (axes,) = open_axes(ax, (7.4, 4.7))
+    from .labels import LabelLayer  # after the arguments are known to be good: it imports matplotlib
+
+    _limits(axes, roofs, slope, points)
+    layer = LabelLayer(axes)
+    _draw_roofs(axes, layer, roofs, slope)
+    _draw_points(axes, layer, points)
+    name_axes(
+        axes,
+        ax is None,
+        x="arithmetic intensity (FLOPs/Byte)",
+        y="performance (TFLOP/s)",
+        title=f"Roofline: {gpu_name}" if title is None else title,
+    )
+    handles = _key(points)
+    if handles:
+        key_above(axes, ax is None, handles)
+    return figure, axes
+
+
+def _roofs(main: float, slope: float, peaks: Mapping[str, float] | None) -> list[_Roof]:
+    """The main roof first; dtypes with equal peaks share one line."""
+    by_peak: dict[float, list[str]] = {main: []}
+    if peaks is not None:
+        for dtype, peak in checks.mapping("peaks", peaks, '{"bf16": 989.0}').items():
+            by_peak.setdefault(checks.tflops(f"peaks[{dtype!r}]", peak), []).append(dtype)
+    return [_Roof(", ".join(dtypes), peak, peak / slope) for peak, dtypes in by_peak.items()]
+
+
+def _points(roofs: list[_Roof], main: float, slope: float, operations: Any, measured: Any) -> list[_Point]:
+    points = []
+    if measured is not None:
+        for name, item in checks.mapping("measured", measured, '{"gemm_1024": (341.3, 14.2)}').items():
+            parts = list(item) if isinstance(item, tuple | list) else [item]
+            if len(parts) not in (2, 3):
+                raise ValueError(f"measured[{name!r}] must be (FLOPs/Byte, TFLOP/s), got {item!r}.")
+            intensity = checks.number(f"measured[{name!r}][0]", parts[0], "FLOPs/Byte")
+            rate = checks.tflops(f"measured[{name!r}][1]", parts[1])
+            peak = main
+            if len(parts) == 3:
+                known = {dtype: roof.tflops for roof in roofs for dtype in roof.dtype.split(", ") if dtype}
+                if parts[2] not in known:
+                    raise ValueError(
+                        f"measured[{name!r}] names roof {parts[2]!r}; peaks has {sorted(known) or 'none'}."
+                    )
+                peak = known[parts[2]]
+            points.append(_Point(name, intensity, min(peak, intensity * slope), rate))
+    seen = {(point.name, point.intensity) for point in points}
+    if operations is not None:
+        for name, value in checks.mapping("operations", operations, '{"gemm_1024": 341.3}').items():
+            intensity = checks.number(f"operations[{name!r}]", value, "FLOPs/Byte")
+            if (name, intensity) not in seen:
+                points.append(_Point(name, intensity, min(main, intensity * slope), None))
+    return points
+
+
+def _limits(ax: Any, roofs: list[_Roof], slope: float, points: list[_Point]) -> None:
+    """Room for every point, a decade and a half on both sides of the ridges, and air above the roofs."""
+    ridges = [roof.ridge for roof in roofs]
+    intensities = [point.intensity for point in points]
+    low = min([min(ridges) / 30, *(i / 2.5 for i in intensities)])
+    high = max([max(ridges) * 25, *(i * 4 for i in intensities)])
+    rates = [rate for point in points for rate in (point.attainable, point.measured) if rate]
+    bottom = min([low * slope, *(rate / 2.5 for rate in rates)])
+    top = max([roof.tflops for roof in roofs] + rates) * 3.2
+    log_axis(ax.xaxis, low, high)
+    log_axis(ax.yaxis, bottom, top)
+
+
+def _draw_roofs(ax: Any, layer: Any, roofs: list[_Roof], slope: float) -> None:
+    low, high = ax.get_xlim()
+    bottom, _ = ax.get_ylim()
+    main = roofs[0]
+    highest = max(roofs, key=lambda roof: roof.tflops)
+    start = max(low, bottom / slope)
+    ax.plot(
+        [start, highest.ridge],
+        [start * slope, highest.tflops],
+        color=INK,
+        linewidth=1.8,
+        zorder=3,
+        solid_capstyle="round",
+    )
+    layer.avoid_line([start, highest.ridge], [start * slope, highest.tflops])
+    # Memory-bound is where the slope is the lower roof: left of the ridge.
+    ax.axvspan(low, main.ridge, color="#f4f4f4", linewidth=0, zorder=0)
+    ax.plot(
+        [main.ridge] * 2, [bottom, main.tflops], color=HAIR, linewidth=0.9, linestyle=(0, (2, 2)), zorder=2
+    )
+    layer.avoid_line([main.ridge] * 2, [bottom, main.tflops])
+    for i, roof in enumerate(roofs):
+        look = series(i)
+        color, style, width = (INK, "-", 1.8) if i == 0 else (look.color, look.linestyle, 1.5)
+        ax.plot(
+            [roof.ridge, high], [roof.tflops] * 2, color=color, linestyle=style, linewidth=width, zorder=3
+        )
+        ax.plot([roof.ridge], [roof.tflops], marker="o", markersize=3.5, color=color, zorder=3.5)
+        layer.avoid_line([roof.ridge, high], [roof.tflops] * 2)
+        layer.avoid_point(roof.ridge, roof.tflops)
+        name = f"{roof.dtype}  " if roof.dtype else ""
+        ridge = "" if i == 0 else f", ridge {plain(roof.ridge)}"
+        line = [
+            (roof.ridge * (high / roof.ridge) ** share, roof.tflops) for share in (0.98, 0.85, 0.7, 0.55, 0.4)
+        ]
+        layer.add(
+            f"{name}{plain(roof.tflops)} TFLOP/s{ridge}",
+            line,
+            prefer="NW",
+            gap=4,
+            fontweight="bold" if i == 0 else "normal",
+        )
+    layer.add(
+        f"ridge {plain(main.ridge)} FLOPs/Byte", (main.ridge, main.tflops), prefer="NW", gap=7, size=8.5
+    )
+    edge = 0.02
+    at = (math.log(main.ridge) - math.log(low)) / (math.log(high) - math.log(low))
+    for x, ha, words in ((at - edge / 2, "right", "memory-bound"), (at + edge / 2, "left", "compute-bound")):
+        ax.text(
+            x,
+            0.02,
+            words,
+            transform=ax.transAxes,
+            ha=ha,
+            va="bottom",
+            fontsize=8.5,
+            color=SOFT,
+            style="italic",
+        )
+    layer.add_along(
+        f"{plain(slope)} TB/s", (start, start * slope), (main.ridge, main.tflops), fontweight="bold"
+    )
+
+
+def _draw_points(ax: Any, layer: Any, points: list[_Point]) -> None:
+    solid, hollow = series(0), INK
+    for point in sorted(points, key=lambda p: (p.intensity, p.attainable)):
+        ax.plot(
+            [point.intensity],
+            [point.attainable],
+            marker="o",
+            markersize=6.5,
+            markerfacecolor="white",
+            markeredgecolor=hollow,
+            markeredgewidth=1.3,
+            linestyle="none",
+            zorder=4,
+        )
+        layer.avoid_point(point.intensity, point.attainable)
+        if point.measured is None:
+            below = "SE" if point.intensity < point.attainable else "S"
+            layer.add(point.name, (point.intensity, point.attainable), prefer=below)
+            continue
+        color, marker, size = (ALARM, "X", 9) if point.beyond else (solid.color, "o", 6.5)
+        ax.plot(
+            [point.intensity] * 2, [point.attainable, point.measured], color=color, linewidth=0.9, zorder=3.2
+        )
+        ax.plot(
+            [point.intensity],
+            [point.measured],
+            marker=marker,
+            markersize=size,
+            color=color,
+            markeredgecolor="white",
+            markeredgewidth=0.6,
+            linestyle="none",
+            zorder=4.5,
+        )
+        layer.avoid_point(point.intensity, point.measured)
+        layer.avoid_line([point.intensity] * 2, [point.attainable, point.measured])
+        layer.add(
+            f"{point.name}  {_percent(point.share)}",
+            (point.intensity, point.measured),
+            color=color if point.beyond else INK,
+            prefer="NW" if point.beyond else "E",
+            fontweight="bold" if point.beyond else "normal",
+        )
+    beyond = [point for point in points if point.beyond]
+    if beyond:
+        worst = max(beyond, key=lambda p: p.share)
+        text = (
+            f"Above the roof: {worst.name} at {_percent(worst.share)}.\n"
+            if len(beyond) == 1
+            else f"Above the roof: {len(beyond)} points, up to {_percent(worst.share)}.\n"
+        )
+        text += "No measurement beats its roof: check\nbytes (warm cache?), FLOPs and peaks."
+        layer.add(text, (0.0, 1.0), coords="axes fraction", prefer="SE", color=ALARM, leader=False, size=8.5)
+
+
+def _percent(share: float) -> str:
+    """A share of the roof, never rounded across 100%."""
+    percent = 100 * share
+    if 99.5 <= percent < 100.5 and percent != 100:
+        return f"{percent:.2f}%" if f"{percent:.1f}" == "100.0" else f"{percent:.1f}%"
+    return f"{percent:.0f}%" if percent >= 9.95 else f"{percent:.2g}%"
+
+
+def _key(points: list[_Point]) -> list[Any]:
+    """What hollow and solid mean."""
+    from matplotlib.lines import Line2D
+
+    if not points:
+        return []
+    handles = [
+        Line2D(
+            [],
+            [],
+            marker="o",
+            linestyle="none",
+            markersize=6.5,
+            markerfacecolor="white",
+            markeredgecolor=INK,
+            markeredgewidth=1.3,
+            label="predicted, on the roof",
+        )
+    ]
+    if any(point.measured is not None for point in points):
+        handles.append(
+            Line2D(
+                [],
+                [],
+                marker="o",
+                linestyle="none",
+                markersize=6.5,
+                color=series(0).color,
+                label="measured, with its share of the roof",
+            )
+        )
+    if any(point.beyond for point in points):
+        handles.append(
+            Line2D([], [], marker="X", linestyle="none", markersize=8, color=ALARM, label="above the roof")
+        )
+    return handles

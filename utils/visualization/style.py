@@ -1,0 +1,180 @@
+"""Colours, markers and axes: set artist by artist, so that matplotlib's global style stays untouched."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+INK = "#1b1b1b"  # text and roofs
+SOFT = "#5f5f5f"  # secondary text: contrast 6:1 on white
+HAIR = "#9a9a9a"  # leader and drop lines
+GRID = "#e8e8e8"
+PAPER = "#ffffff"
+ALARM = "#b3261e"  # a number that cannot be
+
+
+class Series(NamedTuple):
+    """How one series looks: four independent marks, so that no reader depends on colour."""
+
+    color: str
+    marker: str
+    linestyle: Any
+    hatch: str
+
+
+# Okabe and Ito's palette, ordered and in part darkened: neighbours differ in lightness on a grey printer too.
+SERIES = (
+    Series("#0072b2", "o", "-", ""),  # blue
+    Series("#f0a830", "s", (0, (5, 2)), "///"),  # orange
+    Series("#00543d", "^", (0, (1, 1.5)), "..."),  # dark green
+    Series("#cc79a7", "D", (0, (5, 1.5, 1, 1.5)), "xxx"),  # purple
+    Series("#8a3c00", "v", (0, (8, 2)), "\\\\\\"),  # dark vermilion
+    Series("#56b4e9", "P", (0, (3, 1, 1, 1, 1, 1)), "++"),  # sky
+)
+
+
+def series(i: int) -> Series:
+    """The look of the i-th series."""
+    return SERIES[i % len(SERIES)]
+
+
+def luminance(color: Any) -> float:
+    """Relative luminance of a colour, 0 black to 1 white (WCAG 2)."""
+    from matplotlib.colors import to_rgb
+
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def ink_on(color: Any) -> str:
+    """Black or white, whichever reads better on `color`."""
+    return PAPER if luminance(color) < 0.22 else INK
+
+
+def open_axes(ax: Any, figsize: tuple[float, float], count: int = 1) -> tuple[Any, list[Any]]:
+    """`ax` and its Figure, or a new white pyplot figure with `count` Axes."""
+    if ax is not None:
+        axes = list(ax.flat) if hasattr(ax, "flat") else list(ax) if isinstance(ax, list | tuple) else [ax]
+        if len(axes) != count or not all(hasattr(a, "get_figure") and hasattr(a, "plot") for a in axes):
+            what = "one matplotlib Axes" if count == 1 else f"{count} matplotlib Axes"
+            raise ValueError(f"ax must be {what}, got {ax!r}; leave it out for a new figure.")
+        figure = axes[0].get_figure(root=True)
+    else:
+        # Through pyplot on purpose: Jupyter's inline backend shows and closes pyplot figures at a cell's
+        # end, once, whether the returned tuple is the last expression or assigned.
+        import matplotlib.pyplot as plt
+
+        figure, grid = plt.subplots(
+            1, count, figsize=figsize, facecolor=PAPER, layout="constrained", squeeze=False
+        )
+        axes = list(grid.flat)
+    for a in axes:
+        _clean(a, own=ax is None)
+    return figure, axes
+
+
+def _clean(ax: Any, own: bool) -> None:
+    ax.set_facecolor(PAPER)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.set_axisbelow(True)
+    ax.grid(True, which="major", color=GRID, linewidth=0.8, linestyle="-", alpha=1)
+    ax.grid(False, which="minor")
+    if own:  # in somebody else's figure the margins keep their owner's colours
+        ax.spines[["left", "bottom"]].set(color=SOFT, linewidth=0.8)
+        ax.tick_params(which="both", color=SOFT, labelcolor=INK, labelsize=9, direction="out")
+    ax.tick_params(which="minor", length=2)
+
+
+def name_axes(
+    ax: Any, own: bool, *, x: str | None = None, y: str | None = None, title: str | None = None
+) -> None:
+    """Axis labels and a left-aligned title."""
+    color = {"color": INK} if own else {}
+    if x:
+        ax.set_xlabel(x, fontsize=9.5, **color)
+    if y:
+        ax.set_ylabel(y, fontsize=9.5, **color)
+    if title:
+        ax.set_title(title, loc="left", fontsize=11, fontweight="bold", **color)
+
+
+def key_above(ax: Any, own: bool, handles: list[Any], columns: int = 4) -> None:
+    """A one-line key between title and axes, outside the data."""
+    legend = ax.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0, 1.0),
+        ncols=min(columns, len(handles)),
+        frameon=False,
+        fontsize=8.5,
+        borderaxespad=0.1,
+        borderpad=0.1,
+        handletextpad=0.5,
+        columnspacing=1.6,
+        handlelength=1.8,
+        labelcolor=SOFT if own else None,
+    )
+    legend.set_in_layout(True)
+    rows = math.ceil(len(handles) / columns)
+    ax.set_title(
+        ax.get_title(loc="left"),
+        loc="left",
+        pad=8 + 14 * rows,
+        fontsize=11,
+        fontweight="bold",
+        color=ax.title.get_color() if not own else INK,
+    )
+
+
+def plain(value: float) -> str:
+    """A number for a tick or a label: three digits, no powers of ten between 0.001 and a million."""
+    if value == 0 or not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.3g}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    text = f"{value:.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def log_axis(axis: Any, low: float, high: float) -> None:
+    """A log axis over [low, high] with plain numbers, and 2s and 5s named where decades are few."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
+
+    if axis.axis_name == "x":
+        axis.axes.set_xscale("log")
+        axis.axes.set_xlim(low, high)
+    else:
+        axis.axes.set_yscale("log")
+        axis.axes.set_ylim(low, high)
+    decades = math.log10(high / low)
+    steps = (1,) if decades > 2.2 else (1, 2, 5) if decades > 0.8 else (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    every = 1 if len(exponents) <= 9 else 2
+    ticks = [s * 10.0**e for e in exponents if e % every == 0 for s in steps if low <= s * 10.0**e <= high]
+    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
+    axis.set_minor_locator(LogLocator(base=10, subs=range(2, 10), numticks=20))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def size_axis(axis: Any, values: list[int]) -> None:
+    """A base-2 log axis whose ticks are the sizes themselves, thinned where their names would collide."""
+    from matplotlib.ticker import FixedFormatter, FixedLocator, NullFormatter
+
+    ax = axis.axes
+    ax.set_xscale("log", base=2)
+    low, high = min(values), max(values)
+    margin = (high / low) ** 0.06 if high > low else 2.0
+    ax.set_xlim(low / margin, high * margin)
+    span = math.log(high / low) + 2 * math.log(margin)
+    width = (
+        ax.get_position().width * ax.get_figure(root=True).bbox.width / ax.get_figure(root=True).dpi * 72
+    )  # points
+    kept: list[int] = []
+    for value in sorted(values, reverse=True):  # the largest size is always named
+        room = 6.0 * (len(str(value)) + 1.5)  # points: 9-point digits and a gap
+        if not kept or math.log(kept[-1] / value) / span * width > room:
+            kept.append(value)
+    axis.set_major_locator(FixedLocator(kept))
+    axis.set_major_formatter(FixedFormatter([str(value) for value in kept]))
+    axis.set_minor_locator(FixedLocator(sorted(set(values) - set(kept))))
+    axis.set_minor_formatter(NullFormatter())

@@ -1,0 +1,239 @@
+"""A profiler trace as a picture: a band of rows a thread or stream, a bar an operator or kernel."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .style import SOFT, key_above, name_axes, open_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Chrome-trace categories and kernel classes that stand for the same kind of work share a colour.
+_COLORS = {
+    "cpu_op": "#8cc5e8",
+    "python_function": "#dcdcdc",
+    "user_annotation": "#f7e7a1",
+    "gpu_user_annotation": "#f7e7a1",
+    "cuda_runtime": "#a8a8a8",
+    "cuda_driver": "#a8a8a8",
+    "kernel": "#0072b2",
+    "gpu_memcpy": "#f0a830",
+    "gpu_memset": "#f0a830",
+    "gemm": "#0072b2",
+    "attention": "#00543d",
+    "elementwise": "#e58a3c",
+    "softmax": "#cc79a7",
+    "layernorm": "#56b4e9",
+    "memory": "#f0a830",
+    "other": "#b5b5b5",
+}
+_SPARE = ("#009e73", "#d55e00", "#7a5195", "#f0e442", "#8a3c00", "#003f5c", "#bc5090", "#4d4d4d")
+_KEYS = ("name", "category", "start_us", "duration_us", "lane")
+MOST_NAMES = 120  # bars that may carry a name, the longest ones
+
+
+class _Bar(NamedTuple):
+    name: str
+    category: str
+    start: float  # ms since the window's start
+    end: float
+    lane: str
+    depth: int
+
+
+def plot_timeline(
+    events_or_trace: Iterable[Mapping[str, Any]] | str | PathLike,
+    *,
+    ax: Axes | None = None,
+    window_ms: tuple[float, float] | None = None,
+    max_depth: int = 4,
+    title: str | None = None,
+) -> tuple[Figure, Axes]:
+    """Draw a profiler trace: rows are threads and streams, bars are operators and kernels.
+
+    Args:
+        events_or_trace: a finished profile, the path of a Chrome trace, or events with name, category, start_us,
+            duration_us and lane, as keys or attributes (what `read_trace` returns).
+        ax: Axes to draw in; a new Figure without.
+        window_ms: (start, end) to show, in ms since the first event; all of it without.
+        max_depth: levels of nested operators to draw in a lane.
+        title: a title; none without.
+
+    Returns:
+        (Figure, Axes).
+    """
+    if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < 1:
+        raise ValueError(f"max_depth must be a whole number of levels from 1, got {max_depth!r}.")
+    events = _events(events_or_trace)
+    first = min(event["start_us"] for event in events)
+    last = max(event["start_us"] + event["duration_us"] for event in events)
+    window = _window(window_ms, (last - first) / 1e3)
+    every = _nest(events, first)
+    visible = [bar for bar in every if bar.end >= window[0] and bar.start <= window[1]]
+    if not visible:
+        raise ValueError(
+            f"window_ms {window} holds none of the {len(every)} events; they end at {every[-1].end:g} ms."
+        )
+    bars = [bar for bar in visible if bar.depth < max_depth]
+    lanes: dict[str, int] = {}  # levels of each lane, in order of first event
+    for bar in sorted(bars, key=lambda bar: bar.start):
+        lanes[bar.lane] = max(lanes.get(bar.lane, 0), bar.depth + 1)
+    tops, rows = {}, 0.0
+    for lane, depth in lanes.items():
+        tops[lane] = rows
+        rows += depth + 0.6
+
+    figure, (axes,) = open_axes(ax, (9.6, 1.0 + 0.27 * rows))
+    axes.set_xlim(window)
+    axes.set_ylim(rows - 0.3, -0.4)
+    colors = _colors(bars)
+    _draw(axes, bars, tops, colors)
+    labels = [f"{lane}\n{100 * _busy(every, lane, window):.0f}% busy" for lane in lanes]
+    axes.set_yticks(
+        [tops[lane] + depth / 2 - 0.5 for lane, depth in lanes.items()], labels=labels, fontsize=8.5
+    )
+    axes.tick_params(axis="y", length=0)
+    axes.grid(False, axis="y")
+    axes.spines["left"].set_visible(False)
+    deeper = len(visible) - len(bars)
+    note = f"   ({deeper} events nested deeper than {max_depth} are not drawn)" if deeper else ""
+    name_axes(axes, ax is None, x=f"time (ms){note}", title=title)
+    key_above(axes, ax is None, _key(colors), columns=6)
+    return figure, axes
+
+
+def _events(given: Any) -> list[Mapping[str, Any]]:
+    """Events, read from a trace file or a profile if given one, each checked."""
+    if isinstance(given, str | PathLike) or hasattr(given, "key_averages"):
+        from ..profiling import read_trace
+
+        given = read_trace(given)
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        raise ValueError(
+            f"events_or_trace must be events, a profile or a Chrome trace's path, got {type(given).__name__}."
+        )
+    events = list(given)
+    if not events:
+        raise ValueError(
+            "events_or_trace holds no events: nothing was recorded while the profiler was active."
+        )
+    rows = []
+    for i, event in enumerate(events):
+        row = (
+            dict(event)
+            if isinstance(event, Mapping)
+            else {k: getattr(event, k) for k in _KEYS if hasattr(event, k)}
+        )
+        missing = [key for key in _KEYS if key not in row]
+        if missing:
+            raise ValueError(
+                f"event {i} lacks {', '.join(missing)}; each needs {', '.join(_KEYS)}: {event!r}."
+            )
+        for key, floor, words in (
+            ("start_us", -math.inf, "finite"),
+            ("duration_us", 0, "finite and not negative"),
+        ):
+            value = row[key]
+            if not isinstance(value, int | float) or not math.isfinite(value) or value < floor:
+                raise ValueError(f"event {i} ({row['name']}): {key} must be {words}, in us; got {value!r}.")
+        rows.append(row)
+    return rows
+
+
+def _window(given: Any, length: float) -> tuple[float, float]:
+    if given is None:
+        return (0.0, length if length > 0 else 1e-3)
+    try:
+        start, end = (float(value) for value in given)
+    except (TypeError, ValueError):
+        start, end = math.nan, math.nan
+    if not (math.isfinite(start) and math.isfinite(end) and start < end):
+        raise ValueError(f"window_ms must be (start, end) in ms with start before end, got {given!r}.")
+    return start, end
+
+
+def _nest(events: list[Mapping[str, Any]], first: float) -> list[_Bar]:
+    """Bars with their depth: an event that starts inside another of its lane lies one level below it."""
+    bars, stacks = [], {}
+    for event in sorted(events, key=lambda e: (e["start_us"], -e["duration_us"])):
+        start = (event["start_us"] - first) / 1e3
+        end = start + event["duration_us"] / 1e3
+        stack = stacks.setdefault(str(event["lane"]), [])
+        # Concurrent bars keep their level: a level is free again once its own bar has ended.
+        depth = next((i for i, until in enumerate(stack) if until <= start + 1e-9), len(stack))
+        if any(until > start + 1e-9 for until in stack[depth:]):
+            depth = len(stack)
+        stack[depth:] = [end]
+        bars.append(_Bar(str(event["name"]), str(event["category"]), start, end, str(event["lane"]), depth))
+    return bars
+
+
+def _busy(bars: list[_Bar], lane: str, window: tuple[float, float]) -> float:
+    """Share of the window in which the lane has at least one event."""
+    total, until = 0.0, window[0]
+    for bar in sorted(bars, key=lambda bar: bar.start):
+        if bar.lane == lane:
+            end = min(bar.end, window[1])
+            total += max(0.0, end - max(bar.start, until))
+            until = max(until, end)
+    return total / (window[1] - window[0])
+
+
+def _colors(bars: list[_Bar]) -> dict[str, str]:
+    spare = iter(_SPARE * (1 + len(bars) // len(_SPARE)))
+    colors: dict[str, str] = {}
+    for bar in bars:
+        if bar.category not in colors:
+            colors[bar.category] = _COLORS.get(bar.category) or next(spare)
+    return colors
+
+
+def _draw(ax: Any, bars: list[_Bar], tops: dict[str, float], colors: dict[str, str]) -> None:
+    from matplotlib.collections import PolyCollection
+
+    from .fitted import BarNames
+
+    low, high = ax.get_xlim()
+    pixel = (high - low) / ax.bbox.width
+    for category, color in colors.items():
+        mine = [bar for bar in bars if bar.category == category]
+        corners = []
+        for bar in mine:
+            y = tops[bar.lane] + bar.depth
+            corners.append(
+                [(bar.start, y - 0.44), (bar.end, y - 0.44), (bar.end, y + 0.44), (bar.start, y + 0.44)]
+            )
+        # A white edge parts neighbours; on a bar of a few pixels it would leave nothing.
+        edges = ["white" if bar.end - bar.start > 4 * pixel else color for bar in mine]
+        ax.add_collection(
+            PolyCollection(corners, facecolors=color, edgecolors=edges, linewidths=0.5, zorder=3),
+            autolim=False,
+        )
+    names = BarNames(ax)
+    for bar in sorted(bars, key=lambda bar: bar.start - bar.end)[:MOST_NAMES]:
+        names.add(_short(bar.name), bar.start, bar.end, tops[bar.lane] + bar.depth, colors[bar.category])
+
+
+def _short(name: str) -> str:
+    """A kernel's or operator's name without return type, namespaces, template and call arguments."""
+    bare = re.sub(r"[<(\[].*", "", name).strip()
+    bare = bare.split(" ")[-1].split("::")[-1] if "::" in bare and not bare.startswith("aten::") else bare
+    return bare or name
+
+
+def _key(colors: dict[str, str]) -> list[Any]:
+    from matplotlib.patches import Patch
+
+    named: dict[str, list[str]] = {}
+    for category, color in colors.items():
+        named.setdefault(color, []).append(category.replace("_", " "))
+    return [
+        Patch(facecolor=color, edgecolor=SOFT, linewidth=0.4, label=", ".join(categories))
+        for color, categories in named.items()
+    ]
