@@ -1,0 +1,200 @@
+"""What a static KV cache holds: which slot a token goes to, which slots it may see, and what is refused.
+
+transformers' `StaticCache` keeps its own position and moves it on at every call. Here the position is an
+argument:
+
+| layer              | slots                                | token at position p goes to slot |
+|--------------------|--------------------------------------|----------------------------------|
+| full attention     | `max_cache_len`                      | p                                |
+| sliding attention  | `min(sliding_window, max_cache_len)` | p mod slots, a ring              |
+
+Left to itself, `StaticCache` moves a full sliding window down by one slot for each token. A ring writes one
+slot instead, and writing the same position twice leaves the same cache, so a decode step can be repeated and
+timed.
+
+The slot and the mask of a decode step are computed on the device from the position, so that the step need not
+wait for the GPU.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import Gemma3TextConfig, StaticCache
+    from transformers.cache_utils import StaticLayer
+
+
+def initialize_kv_cache(config: "Gemma3TextConfig", max_cache_len: int) -> "StaticCache":
+    """Make an empty static KV cache for `max_cache_len` tokens, prompt and decoded tokens together.
+
+    A layer's slots are allocated at its first prefill, which fixes their batch size, dtype and device.
+
+    Returns:
+        A transformers `StaticCache`. A full-attention layer has (B, Hkv, max_cache_len, D) keys and as many
+        values, a sliding-window layer no more than `config.sliding_window` slots.
+    """
+    if not isinstance(max_cache_len, int) or max_cache_len < 1:
+        raise ValueError(f"max_cache_len is {max_cache_len!r}; it must be a whole number, 1 or more")
+    from transformers import StaticCache
+
+    cache = StaticCache(config=config, max_cache_len=max_cache_len)
+    cache.capacity = max_cache_len  # tokens; where every layer slides, the slots would not tell
+    return cache
+
+
+def start_prefill(cache: "StaticCache", layer: torch.nn.Module, hidden_states: torch.Tensor) -> "StaticLayer":
+    """Empty the layer's slots, or allocate them, for a prompt (B, S, hidden_size)."""
+    slots, capacity = _slots(cache, layer), _capacity(cache)
+    length = hidden_states.shape[1]
+    if length > capacity:
+        raise ValueError(
+            f"the prompt has {length} tokens and the cache has room for {capacity}: make a longer one with "
+            f"initialize_kv_cache(config, max_cache_len={length}) or more"
+        )
+    if slots.is_initialized:
+        _check_allocation(slots, hidden_states)
+        slots.reset()
+    else:
+        # Before the layer runs, so that a compiled or captured layer finds them there.
+        head_dim = layer.self_attn.head_dim
+        heads = layer.self_attn.k_proj.out_features // head_dim
+        with torch.inference_mode(False):  # an inference tensor could not be written outside that mode
+            no_keys = hidden_states.new_empty(hidden_states.shape[0], heads, 0, head_dim)
+            slots.lazy_initialization(no_keys, no_keys)
+            slots.slot_numbers = torch.arange(slots.max_cache_len, device=hidden_states.device)
+    slots.tokens_held = 0
+    return slots
+
+
+def finish_prefill(slots: "StaticLayer", length: int) -> None:
+    """Note that the slots hold the last of `length` tokens, and put them in ring order."""
+    if length > slots.max_cache_len and (shift := length % slots.max_cache_len):
+        # transformers left the newest tokens in order from slot 0.
+        slots.keys.copy_(slots.keys.roll(shift, dims=2))
+        slots.values.copy_(slots.values.roll(shift, dims=2))
+    slots.tokens_held = length
+
+
+def start_decode(
+    cache: "StaticCache", layer: torch.nn.Module, hidden_states: torch.Tensor, cache_positions: torch.Tensor
+) -> tuple["StaticLayer", torch.Tensor, int | None]:
+    """Point the layer's slots at the position to write.
+
+    Returns:
+        `(slots, visible, position)`: the layer's slots; which of them the token may see, (slots,), boolean;
+        the position as a Python int if it is known without waiting for the GPU.
+    """
+    slots = _slots(cache, layer)
+    if not hasattr(slots, "tokens_held"):
+        raise ValueError("the cache is empty: run prefill_forward on it before decode_forward")
+    _check_allocation(slots, hidden_states)
+    position = _position_on_host(cache_positions, hidden_states.device)
+    if position is not None:
+        _check_position(slots, position, _capacity(cache))
+    # transformers writes where this tensor says, as long as the int says that the window is not full.
+    slot = cache_positions.view(())
+    if slots.is_sliding:
+        torch.remainder(slot, slots.max_cache_len, out=slots.cumulative_length)
+        slots.cumulative_length_int = 0
+    else:
+        slots.cumulative_length.copy_(slot)
+    # Once a ring has gone round, every slot number is at or below the position, and every slot is in the
+    # window.
+    return slots, slots.slot_numbers <= cache_positions, position
+
+
+def finish_decode(slots: "StaticLayer", position: int | None) -> None:
+    """Note that the slots hold the tokens up to `position`."""
+    if slots.is_sliding and position is not None:
+        slots.cumulative_length_int = position + 1  # what cache.get_seq_length() answers
+    # A captured step is replayed at positions unseen here: what is held is unknown until the next prefill.
+    slots.tokens_held = None if position is None or is_capturing(slots.keys) else position + 1
+
+
+def remember_position(cache_positions: torch.Tensor, position: int) -> None:
+    """Note the value of a device tensor beside it, so that it need not be read back."""
+    cache_positions.known_position = (position, _version(cache_positions))
+
+
+def is_capturing(tensor: torch.Tensor) -> bool:
+    """Whether work on this tensor's device is being captured in a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version  # inference tensors do not count their changes
+
+
+def _position_on_host(cache_positions: torch.Tensor, device: torch.device) -> int | None:
+    """The position as an int; None if it is unknown and cannot be read, in a graph capture or a trace.
+
+    `create_decode_inputs_with_cache` notes it. Another tensor is read once, and again only after a change in
+    place, so the timed calls of a benchmark do not wait for the GPU.
+    """
+    if tuple(cache_positions.shape) != (1,) or cache_positions.dtype != torch.int64:
+        raise ValueError(
+            f"cache_positions is {cache_positions.dtype} of shape {tuple(cache_positions.shape)}; it must be "
+            "one position, torch.tensor([position], device=...)"
+        )
+    if cache_positions.device != device:
+        raise ValueError(f"cache_positions is on {cache_positions.device} and hidden_states on {device}")
+    known = getattr(cache_positions, "known_position", None)
+    if known is not None and known[1] == _version(cache_positions):
+        return known[0]
+    if torch.compiler.is_compiling() or is_capturing(cache_positions):
+        return None
+    position = int(cache_positions)
+    remember_position(cache_positions, position)
+    return position
+
+
+def _slots(cache: "StaticCache", layer: torch.nn.Module) -> "StaticLayer":
+    from transformers import StaticCache
+
+    if not isinstance(cache, StaticCache):
+        raise TypeError(
+            f"past_key_values is a {type(cache).__name__}; make a StaticCache with "
+            "initialize_kv_cache(config, max_cache_len)"
+        )
+    layer_idx = layer.self_attn.layer_idx
+    if layer_idx >= len(cache.layers):
+        raise ValueError(
+            f"the cache has {len(cache.layers)} layers and this is layer {layer_idx}: make it from the "
+            "layer's own config, initialize_kv_cache(layer.config, max_cache_len)"
+        )
+    return cache.layers[layer_idx]
+
+
+def _capacity(cache: "StaticCache") -> int:
+    return getattr(cache, "capacity", None) or cache.get_max_length()
+
+
+def _check_allocation(slots: "StaticLayer", hidden_states: torch.Tensor) -> None:
+    allocated, given = ((t.shape[0], t.dtype, t.device) for t in (slots.keys, hidden_states))
+    if allocated != given:
+        raise ValueError(
+            "the cache was allocated for batch {}, {} on {}, and hidden_states has batch {}, {} on {}: make "
+            "a new cache with initialize_kv_cache(config, max_cache_len)".format(*allocated, *given)
+        )
+
+
+def _check_position(slots: "StaticLayer", position: int, capacity: int) -> None:
+    if position >= capacity:
+        raise IndexError(
+            f"position {position} is past the end of the cache, which has room for {capacity} tokens, "
+            f"positions 0 to {capacity - 1}: make a longer one, initialize_kv_cache(config, max_cache_len), "
+            "and prefill it"
+        )
+    held = slots.tokens_held
+    if held is None:
+        return
+    if not 0 <= position <= held:
+        raise ValueError(
+            f"cache_positions says {position}, and the cache holds {held} tokens: the next position is {held}"
+        )
+    if slots.is_sliding and held > slots.max_cache_len and position < held - 1:
+        raise ValueError(
+            f"position {position} cannot be decoded again: the sliding window's {slots.max_cache_len} slots "
+            f"have moved on to position {held - 1}; run prefill_forward afresh"
+        )
