@@ -1,0 +1,62 @@
+"""The course's helper package: what the notebooks use, by `from utils import *`.
+
+Each name is loaded from its module when it is first used, so `import utils` costs next to nothing.
+"""
+
+from importlib import import_module
+
+_MODULE_OF = {
+    # facts and roofs
+    "GEMMA_CONFIG": "config",
+    "GPU_SPECS": "config",
+    "get_ridge_point": "config",
+    "detect_gpu": "device",
+    "default_device": "device",
+    "Roofs": "roofs",
+    "datasheet_roofs": "roofs",
+    "machine_roofs": "roofs",
+    "measure_roofs": "roofs",
+    # measuring
+    "measure": "measuring",
+    "compare": "measuring",
+    "Measurement": "measurement",
+    "Comparison": "measurement",
+    "benchmark_latency": "benchmark",
+    "benchmark_memory": "benchmark",
+    "count_cuda_kernels": "benchmark",
+    "default_schedule": "benchmark",
+    "export_chrome_trace": "profiling",
+    "nvtx_range": "profiling",
+    "profile": "profiling",
+    "read_trace": "profiling",
+    "summarize_trace": "profiling",
+    # the Gemma-3 decoder layer
+    "build_decoder_layer": "model",
+    "create_decode_inputs_with_cache": "model",
+    "create_decode_inputs_without_cache": "model",
+    "create_prefill_inputs": "model",
+    "decode_forward": "model",
+    "get_position_embeddings": "model",
+    "initialize_kv_cache": "model",
+    "prefill_forward": "model",
+    # plots
+    "plot_flash_attn_improvement": "visualization",
+    "plot_gemm_torch_matmul_latency": "visualization",
+    "plot_latency": "visualization",
+    "plot_roofline": "visualization",
+    "plot_timeline": "visualization",
+}
+
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str):
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'utils' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    value = getattr(import_module(f"utils.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

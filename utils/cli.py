@@ -1,0 +1,94 @@
+"""`labs`: the course's command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="The GPU efficiency labs: check, open, measure.")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@app.callback()
+def labs() -> None:
+    """The GPU efficiency labs: check, open, measure."""
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Say what of each lab this machine can run, and the remedy for what it cannot."""
+    from utils.doctor import examine_machine, print_report
+
+    report = examine_machine()
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        print_report(report)
+    if report["faults"]:
+        raise typer.Exit(1)
+
+
+def has_display() -> bool:
+    """Whether a browser window could open here."""
+    if sys.platform in ("darwin", "win32"):
+        return "SSH_CONNECTION" not in os.environ
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+def jupyter_command(notebook: Path, port: int | None) -> list[str]:
+    """JupyterLab on one notebook, started from the folder of the labs."""
+    command = [sys.executable, "-m", "jupyterlab", str(notebook.relative_to(ROOT)), f"--ServerApp.root_dir={ROOT}"]
+    if port is not None:
+        command.append(f"--ServerApp.port={port}")
+    if not has_display():
+        command.append("--no-browser")
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        command.append("--allow-root")
+    return command
+
+
+@app.command("open")
+def open_lab(
+    lab: Annotated[str, typer.Argument(help="lab1, lab2_flexattention, lab3_gluon or lab4_sdpa")] = "lab1",
+    port: Annotated[int | None, typer.Option(help="The port to serve on; JupyterLab chooses one if not given.")] = None,
+) -> None:
+    """Open JupyterLab on a lab; without a display, print the address to open elsewhere."""
+    name = lab.removesuffix(".ipynb")
+    notebook = ROOT / f"{name}.ipynb"
+    if not notebook.exists():
+        present = ", ".join(sorted(path.stem for path in ROOT.glob("lab*.ipynb"))) or "none"
+        typer.echo(f"error: there is no {name}.ipynb in {ROOT}; the labs here are: {present}.", err=True)
+        raise typer.Exit(2)
+    if not has_display():
+        typer.echo("No display here: open the address below in a browser.")
+    raise typer.Exit(subprocess.run(jupyter_command(notebook, port), cwd=ROOT, check=False).returncode)
+
+
+def mount_plugins() -> None:
+    """Adds the commands that other installed packages offer, such as the instructor's `labs build`."""
+    for entry in metadata.entry_points(group="labs.commands"):
+        if find_spec(entry.module.split(".")[0]) is None:
+            continue  # a student's copy has no instructor/
+        plugin = entry.load()
+        app.registered_commands.extend(plugin.registered_commands)
+        app.registered_groups.extend(plugin.registered_groups)
+
+
+def main() -> None:
+    mount_plugins()
+    app()
+
+
+if __name__ == "__main__":
+    main()
