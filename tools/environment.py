@@ -21,7 +21,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-if sys.version_info < (3, 11):
+if sys.version_info < (3, 11):  # noqa: UP036  (an older Python gets a sentence, not a traceback)
     sys.exit(
         f"error: Python {sys.version_info[0]}.{sys.version_info[1]} was given and Python 3.11 or 3.12 is needed: "
         "install one, or name it with make PYTHON=/path/to/python3.12."
@@ -177,12 +177,13 @@ def constraint_lines(text: str, lifted: set[str]) -> str:
     return "".join(f"{line}\n" for line in lines if requirement_name(line) not in lifted)
 
 
-def pip_install(python: Path, constraints: Path, extras: list[str]) -> int:
+def pip_install(python: Path, constraints: Path, extras: list[str], log: Path) -> int:
     target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
     # A person sees pip's progress, for torch is a large download; a log gets errors only.
     quiet = [] if sys.stdout.isatty() else ["-qq"]
     command = [str(python), "-m", "pip", "install", *quiet, "--disable-pip-version-check"]
-    return subprocess.run([*command, "-c", str(constraints), "-e", target], check=False).returncode
+    command += ["--log", str(log), "-c", str(constraints), "-e", target]
+    return subprocess.run(command, check=False).returncode
 
 
 def sync(venv: Path) -> None:
@@ -212,11 +213,12 @@ def sync(venv: Path) -> None:
     constraints = venv / "constraints.txt"
     constraints.write_text(constraint_lines(CONSTRAINTS.read_text(encoding="utf-8"), host_names))
 
-    if pip_install(python, constraints, extras) != 0:
-        if not gpu or pip_install(python, constraints, ["test"]) != 0:
+    log = venv / "install.log"
+    if pip_install(python, constraints, extras, log) != 0:
+        if not gpu or pip_install(python, constraints, ["test"], log) != 0:
             raise SetupError(
-                "pip could not install the packages (its own message is above): check the network or the "
-                "package index, then run the same command again."
+                f"pip could not install the packages (its own message is above, all it did is in {log}): check "
+                "the network or the package index, then run the same command again."
             )
         print(
             "Note: flash-attn-4 could not be installed, so the `cute` and `flex_flash` providers will say that "

@@ -140,7 +140,8 @@ def print_report(report: dict) -> None:
     row = machine["gpu_specs_row"]
     known = f", GPU_SPECS row {row}" if row else ""
     versions = " · ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
-    console.print(f"[bold]{machine['name']}[/] ({machine['device']}{known}) · Python {machine['python']} · {versions}\n")
+    console.print(f"[bold]{machine['name']}[/] ({machine['device']}{known})")
+    console.print(f"Python {machine['python']} · {versions}\n")
 
     table = Table(pad_edge=False)
     table.add_column("Lab", no_wrap=True)

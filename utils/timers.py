@@ -264,6 +264,10 @@ class CudaTimer(Timer):
             groups = [[call.inputs[i % count] for i in range(unrolled)]]
         graphs = []
         self.synchronize()
+        # A capture that fails leaves the random generator believing that it is still captured, and every later
+        # torch.randn on the GPU raises: a failure puts this copy of its state back.
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        random_state = generator.clone_state()
         for group in groups:
             graph = torch.cuda.CUDAGraph()
             try:
@@ -271,6 +275,7 @@ class CudaTimer(Timer):
                     for args in group:
                         call.fn(*args, **call.kwargs)
             except Exception as error:
+                generator.graphsafe_set_state(random_state)
                 error.add_note(f"raised while {call.label!r} was captured into a CUDA graph: a captured function must "
                                "not synchronize, copy to the CPU or choose shapes from data. graph=False runs it.")
                 raise

@@ -1,6 +1,7 @@
 """`labs doctor`: one table of the four labs, a reason and a remedy for what does not run, JSON for scripts."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -11,12 +12,14 @@ from utils import device, doctor
 
 
 def run_doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    import os
-
     return subprocess.run(
         [sys.executable, "-m", "utils.cli", "doctor", *arguments],
-        cwd=doctor.ROOT, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "100", **environment},
-    )  # fmt: skip
+        cwd=doctor.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "100", **environment},
+    )
 
 
 def test_json_lists_the_four_labs_with_reasons_and_remedies():
@@ -55,7 +58,8 @@ def test_a_missing_notebook_is_said(tmp_path, monkeypatch):
 
 
 def test_a_package_outside_its_range_is_a_fault_with_a_remedy(monkeypatch):
-    monkeypatch.setattr(doctor.metadata, "requires", lambda name: ["torch>=99", "no-such-package>=1", "rich", "x; extra == 'gpu'"])
+    required = ["torch>=99", "no-such-package>=1", "rich", "x; extra == 'gpu'"]
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: required)
     torch_fault, missing_fault = doctor.installation_faults()
     assert torch.__version__ in torch_fault and "torch>=99" in torch_fault and "make env" in torch_fault
     assert "no-such-package is missing" in missing_fault

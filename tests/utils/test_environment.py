@@ -123,3 +123,9 @@ def test_a_mix_of_torchs_two_precision_switches_is_no_crash():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "high"
+
+
+@pytest.mark.parametrize(("named", "dirty"), [("abc123", False), ("abc123-dirty", True)])
+def test_a_copy_without_history_names_its_commit(monkeypatch, tmp_path, named, dirty):
+    monkeypatch.setenv("LABS_COMMIT", named)
+    assert env.git_state(tmp_path) == {"commit": "abc123", "dirty": dirty}

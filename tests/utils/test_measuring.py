@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from utils import device
+from utils.measurement import Comparison, Measurement, format_ms
 from utils.measuring import compare as compare_anywhere
 from utils.measuring import measure as measure_anywhere
 from utils.measuring import pick_device
-from utils.measurement import Comparison, Measurement, format_ms
 
 ROOFS = SimpleNamespace(name="test part", origin="datasheet", tflops={"fp32": 1.0, "bf16": 4.0, "fp8": None},
                         memory_bandwidth_tb_s=0.5)

@@ -1,0 +1,161 @@
+"""tanh-GELU, four versions against float64: values, extremes, shapes, strides, and what each one launches."""
+
+import importlib.util
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from utils.device import compile_support
+from utils.kernels import gelu
+from utils.kernels.interpreter import run_interpreted_cases
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ROUNDING = {torch.float32: 2.0**-23, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+EXTREMES = [0.0, -0.0, 1e-30, -1e-30, 1e-7, 3.0, -3.0, 12.0, -12.0, 90.0, -90.0, 6e4, -6e4]
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+needs_compiler = pytest.mark.skipif(not compile_support(), reason=compile_support().reason)
+
+
+def inputs(device="cpu"):
+    """Random values, extremes up to infinity, and tensors of every kind of strides."""
+    tensors = []
+    for dtype in DTYPES:
+        def randn(*shape, dtype=dtype):
+            return (torch.randn(*shape, device=device) * 4).to(dtype)
+
+        extremes = [*EXTREMES, math.inf, -math.inf, math.nan]
+        if dtype != torch.float16:
+            extremes += [1e38, -1e38]  # x^3 overflows to infinity
+        tensors += [randn(5000), torch.tensor(extremes, device=device).to(dtype), randn(1), randn(()), randn(0, 3),
+                    randn(3, 5, 7), randn(31, 17).T, randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+                    randn(8, 10)[:, ::2], randn(9, 9)[2:, 3:].T, randn(3, 1, 5).expand(3, 4, 5), randn(100)[7:60]]
+    return tensors
+
+
+def assert_gelu(y, x, what="", steps=1.0):
+    """y is gelu(x), rounded to its dtype `steps` times; shape, dtype and memory order are those of x."""
+    wide = x.double()
+    exact = 0.5 * wide * (1 + torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
+    assert y.shape == x.shape and y.dtype == x.dtype and y.device == x.device, what
+    assert torch.equal(y.isnan(), exact.isnan()), what  # gelu(-inf) is -inf * 0 in every version
+    finite = exact.isfinite() & (exact.abs() < torch.finfo(x.dtype).max)
+    allowed = steps * (2 * ROUNDING[x.dtype] * exact.abs() + 2.0**-24 * wide.abs()) + 1e-7
+    wrong = (y.double() - exact).abs() > allowed
+    assert not (wrong & finite).any(), f"{what}: x {x[wrong & finite][:5]}, got {y[wrong & finite][:5]}"
+    assert torch.equal(y[exact.isinf()].double(), exact[exact.isinf()]), what
+
+
+@needs_triton
+def test_the_fused_kernel_in_the_interpreter():
+    tensors = inputs()
+    for x, y in zip(tensors, run_interpreted_cases("gelu_triton", [(x,) for x in tensors]), strict=True):
+        assert_gelu(y, x, "gelu_triton")
+        assert y.stride() == torch.empty_like(x).stride()
+
+
+@needs_triton
+def test_the_fused_kernel_keeps_the_small_values_of_the_negative_tail():
+    """Where 1 + tanh cancels to 0 in fp32, x / (1 + exp(-2u)) keeps its relative accuracy."""
+    x = torch.linspace(-6, -3, 200)
+    y = run_interpreted_cases("gelu_triton", [(x,)])[0].double()
+    exact = 0.5 * x.double() * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x.double() + 0.044715 * x.double() ** 3)))
+    relative = lambda value: ((value - exact) / exact).abs().max().item()  # noqa: E731
+    assert relative(y) < 1e-5 < relative(gelu.gelu_unfused(x).double())
+
+
+@pytest.mark.parametrize("name", ["gelu_torch", pytest.param("gelu_compiled", marks=needs_compiler)])
+def test_the_other_fused_versions(name):
+    for x in inputs():
+        y = gelu.VERSIONS[name](x)
+        assert_gelu(y, x, name, steps=4 if x.dtype == torch.float32 else 1.5)
+        assert y.stride() == torch.empty_like(x).stride(), name
+
+
+def test_the_unfused_version_rounds_at_every_step():
+    for x in inputs():
+        wide = 0.5 * x.double() * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x.double() + 0.044715 * x.double() ** 3)))
+        y = gelu.gelu_unfused(x)
+        assert y.shape == x.shape and y.dtype == x.dtype
+        usable = wide.isfinite() & (x.abs() < 30)  # beyond it x^3 overflows fp16
+        error = (y.double() - wide).abs()[usable]
+        assert (error <= 6 * ROUNDING[x.dtype] * (1 + x.double().abs()[usable])).all()
+
+
+@needs_compiler
+def test_shapes_do_not_recompile():
+    """One compiled function for each dtype: torch.compile would give up after eight recompilations."""
+    before = gelu._compiled.cache_info().currsize
+    for count in range(2, 22):
+        x = torch.randn(count, count % 5 + 1)
+        assert_gelu(gelu.gelu_compiled(x), x, "gelu_compiled", steps=4)
+    assert gelu._compiled.cache_info().currsize <= before + 1
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function._schema.name)
+        return function(*args, **(kwargs or {}))
+
+
+def test_operations_are_those_the_table_counts():
+    x = torch.randn(64)
+    with _Operations() as unfused:
+        gelu.gelu_unfused(x)
+    assert len(unfused.names) == 9 and set(unfused.names) == {"aten::mul", "aten::add", "aten::tanh"}
+    with _Operations() as fused:
+        gelu.gelu_torch(x)
+    assert fused.names == ["aten::gelu"]
+
+
+@pytest.mark.parametrize("name", list(gelu.VERSIONS))
+def test_refusals_say_what_was_given(name):
+    with pytest.raises(TypeError, match=rf"{name} takes float32, float16 or bfloat16; got x \(2, 3\) in torch.float64"):
+        gelu.VERSIONS[name](torch.ones(2, 3, dtype=torch.float64))
+    with pytest.raises(TypeError, match=f"{name} takes a torch tensor; got a float"):
+        gelu.VERSIONS[name](1.0)
+
+
+@pytest.mark.parametrize("name", ["gelu_triton", "gelu_compiled"])
+def test_gradients_are_not_lost_in_silence(name):
+    with pytest.raises(ValueError, match=r"forward only.*x \(4,\) requires grad"):
+        gelu.VERSIONS[name](torch.ones(4, requires_grad=True))
+
+
+def test_a_cpu_tensor_is_told_how_to_be_interpreted():
+    with pytest.raises(ValueError, match=r"gelu_triton is a GPU kernel; got x \(4,\).*run_interpreted\('gelu_triton'"):
+        gelu.gelu_triton(torch.ones(4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gelu_torch", "gelu_triton", "gelu_compiled"])
+def test_fused_versions_on_a_gpu(name):
+    for x in [*inputs("cuda"), torch.randn(1 << 20, device="cuda") * 5]:
+        y = gelu.VERSIONS[name](x)
+        assert_gelu(y, x, name, steps=4 if x.dtype == torch.float32 else 1.5)
+        assert y.stride() == torch.empty_like(x).stride(), name
+
+
+@pytest.mark.gpu
+def test_kernel_launches_on_a_gpu():
+    """Nine kernels unfused, one for each fused version, and one more for a copy where x has gaps."""
+    from torch.profiler import ProfilerActivity, profile
+
+    def kernels(function, x):
+        function(x)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            function(x)
+            torch.cuda.synchronize()
+        return sum(event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+                   for event in trace.events())
+
+    x = torch.randn(4096, 4096, device="cuda")
+    counts = {name: kernels(version, x) for name, version in gelu.VERSIONS.items()}
+    assert counts == {"gelu_unfused": 9, "gelu_torch": 1, "gelu_triton": 1, "gelu_compiled": 1}
+    assert kernels(gelu.gelu_triton, x.T) == 1 and kernels(gelu.gelu_triton, x[:, ::2]) == 2

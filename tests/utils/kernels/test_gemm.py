@@ -1,0 +1,169 @@
+"""The GEMM ladder: every rung against float64, on a CPU through Triton's interpreter, on a GPU compiled."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from utils.kernels import gemm
+from utils.kernels.interpreter import run_interpreted_cases
+
+TRITON_RUNGS = ["gemm_naive", "gemm_tiled", "gemm_tiled_grouped", "gemm_autotuned"]
+ROUNDING = {torch.float32: 2.0**-23, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def assert_product(c, a, b, what=""):
+    """c is a @ b: one rounding to its dtype, and fp32 sums (TF32, or a missing tile, would be far outside)."""
+    exact = a.double() @ b.double()
+    allowed = ROUNDING[a.dtype] * exact.abs() + 2.0**-20 * (a.double().abs() @ b.double().abs()) + 1e-7
+    assert c.shape == exact.shape and c.dtype == a.dtype and c.device == a.device, what
+    worst = ((c.double() - exact).abs() / allowed).max().item() if c.numel() else 0.0
+    assert worst <= 1.0, f"{what} {tuple(a.shape)} @ {tuple(b.shape)} {a.dtype}: {worst:.3g} times the allowed error"
+
+
+def operands(dtype, device="cpu"):
+    """Pairs with edges of every kind: single elements, primes, views, empty ones, no K."""
+    def randn(*shape):
+        return torch.randn(*shape, dtype=torch.float32, device=device).to(dtype)
+
+    wide = randn(40, 300)
+    return [
+        (randn(1, 1), randn(1, 1)), (randn(37, 29), randn(29, 41)),
+        (randn(1, 70), randn(70, 3)), (randn(19, 5), randn(7, 5).T),           # a row, a transposed view
+        (randn(23, 17).T, randn(23, 11)), (wide[:, 3:291:9], wide[5:37, ::7]),  # columns of a, steps in both
+        (randn(1, 8).expand(9, 8), randn(8, 2)), (randn(3, 0), randn(0, 4)),    # stride 0, K = 0
+        (randn(0, 4), randn(4, 5)), (randn(4, 6), randn(6, 0)),
+    ]
+
+
+@needs_triton
+@pytest.mark.parametrize("name", TRITON_RUNGS)
+def test_rungs_compute_the_product_in_the_interpreter(name):
+    # The interpreter's process also refuses any access outside of the operands.
+    cases = [case for dtype in ROUNDING for case in operands(dtype)]
+    for (a, b), c in zip(cases, run_interpreted_cases(name, cases), strict=True):
+        assert_product(c, a, b, name)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["gemm_tiled", "gemm_tiled_grouped"])
+def test_several_tiles_in_each_direction(name):
+    """130 = 128 + 2: more than one tile along M, N and K, and eleven rows of tiles: more than one group of eight."""
+    cases = [(torch.randn(130, 260), torch.randn(260, 131)), (torch.randn(1300, 20), torch.randn(20, 257))]
+    for (a, b), c in zip(cases, run_interpreted_cases(name, cases), strict=True):
+        assert_product(c, a, b, name)
+
+
+@needs_triton
+def test_a_large_sum_stays_accurate():
+    """The sum of 4096 products of ones in fp16 is 4096: sums in fp16 would stop at 2048."""
+    a, b = torch.ones(2, 4096, dtype=torch.float16), torch.ones(4096, 2, dtype=torch.float16)
+    for name in ("gemm_tiled", "gemm_tiled_grouped"):
+        assert (run_interpreted_cases(name, [(a, b)])[0] == 4096).all()
+
+
+@pytest.mark.parametrize("name", list(gemm.LADDER))
+@pytest.mark.parametrize(("make", "error", "said"), [
+    (lambda: (torch.ones(2, 3, 4), torch.ones(4, 5)), ValueError, r"\(2, 3, 4\) and B \(4, 5\)"),
+    (lambda: (torch.ones(4), torch.ones(4, 5)), ValueError, r"matrices A \(M, K\) and B \(K, N\); got A \(4,\)"),
+    (lambda: (torch.ones(2, 3), torch.ones(4, 5)), ValueError, r"A \(2, 3\) and B \(4, 5\): 3 and 4"),
+    (lambda: (torch.ones(2, 3).half(), torch.ones(3, 5)), TypeError, r"one dtype .*float16 and torch.float32"),
+    (lambda: (torch.ones(2, 3).double(), torch.ones(3, 5).double()), TypeError, r"takes .* got A \(2, 3\).*float64"),
+    (lambda: (torch.ones(2, 3).half(), torch.ones(3, 5, device="meta").half()), ValueError, "one device.*cpu and meta"),
+    (lambda: ([[1.0]], torch.ones(1, 1)), TypeError, "A is a list"),
+    (lambda: (torch.ones(2, 3).half(), torch.ones(3, 5).half().requires_grad_()), ValueError, "forward only"),
+    (lambda: (torch.ones(2, 3).half(), torch.ones(3, 5).half()), ValueError, r"GPU.*A \(2, 3\) and B \(3, 5\).*cuda"),
+])
+def test_refusals_say_what_was_given(name, make, error, said):
+    with pytest.raises(error, match=said) as refusal:
+        gemm.LADDER[name](*make())
+    assert name in str(refusal.value)
+
+
+def test_a_cpu_tensor_is_told_how_to_be_interpreted():
+    with pytest.raises(ValueError, match=r"run_interpreted\('gemm_tiled'"):
+        gemm.gemm_tiled(torch.ones(2, 2), torch.ones(2, 2))
+
+
+def test_importing_the_ladder_imports_no_triton():
+    code = ("import sys, utils.kernels.gemm, utils.kernels.gelu, utils.kernels.interpreter\n"
+            "print('triton' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@needs_triton
+def test_triton_imported_to_compile_refuses_cpu_tensors_even_if_the_variable_comes_later():
+    code = ("import os, triton, torch\nos.environ['TRITON_INTERPRET'] = '1'\n"
+            "from utils.kernels.gemm import gemm_tiled\ngemm_tiled(torch.ones(2, 2), torch.ones(2, 2))")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert "Triton was imported without TRITON_INTERPRET=1 earlier" in done.stderr
+
+
+def test_without_triton_a_sentence_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(RuntimeError, match="gemm_tiled is a Triton kernel, and Triton is not installed"):
+        gemm.need_triton("gemm_tiled")
+
+
+def test_the_table_says_why_it_needs_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gemm.main([]) == 1
+    assert "timed on an NVIDIA GPU, and torch finds none" in capsys.readouterr().err
+
+
+def test_the_table_has_a_line_a_rung_and_a_column_a_size():
+    rows = [{"kernel": "gemm_tiled", "size": 512, "tflops": 10.0, "torch_tflops": 40.0, "ratio": 0.25},
+            {"kernel": "gemm_autotuned", "size": 1024, "tflops": 90.0, "torch_tflops": 100.0, "ratio": 0.9}]
+    lines = gemm.ladder_table({"rows": rows}).splitlines()
+    assert lines[0].split() == ["TFLOP/s", "(ratio)", "512", "1024"]
+    assert [line.split()[0] for line in lines[1:]] == [*gemm.LADDER, "torch.matmul"]
+    assert lines[2].split()[1:] == ["10.0", "(0.25x)", "-"]
+    assert lines[-1].split()[1:] == ["40.0", "(1.00x)", "100.0", "(1.00x)"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize("name", TRITON_RUNGS[:3])
+def test_rungs_compute_the_product_on_a_gpu(name, dtype):
+    shapes = torch.randint(1, 700, (6, 3)).tolist()
+    pairs = [(torch.randn(m, k, device="cuda").to(dtype), torch.randn(k, n, device="cuda").to(dtype))
+             for m, k, n in shapes]
+    for a, b in [*operands(dtype, "cuda"), *pairs]:
+        assert_product(gemm.LADDER[name](a, b), a, b, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_autotuned_rung_on_a_gpu(dtype):
+    a, b = torch.randn(515, 333, device="cuda").to(dtype), torch.randn(257, 333, device="cuda").to(dtype).T
+    assert_product(gemm.gemm_autotuned(a, b), a, b, "gemm_autotuned")
+
+
+@pytest.mark.gpu
+def test_no_rung_writes_outside_of_c():
+    from utils.kernels import gemm_triton
+
+    a, b = torch.randn(131, 77, device="cuda").half(), torch.randn(77, 203, device="cuda").half()
+    for launch in (gemm_triton.launch_naive, gemm_triton.launch_tiled, gemm_triton.launch_tiled_grouped,
+                   gemm_triton.launch_autotuned):
+        zone = torch.full((131 + 64, 203 + 64), 7.0, device="cuda", dtype=torch.float16)
+        c = zone[32:-32, 32:-32]
+        launch(a, b, c)
+        assert_product(c, a, b, launch.__name__)
+        c.fill_(7.0)
+        assert (zone == 7.0).all(), launch.__name__
+
+
+@pytest.mark.gpu
+def test_the_ladder_is_measured_against_torch_matmul():
+    result = gemm.measure_ladder([512], max_seconds=0.3)
+    assert {row["kernel"] for row in result["rows"]} >= set(TRITON_RUNGS)
+    for row in result["rows"]:
+        assert row["relative_error"] < 5e-3 and row["tflops"] > 0 and row["interval"][0] <= row["ratio"]
+        assert len(row["samples_ms"]) == len(row["torch_samples_ms"]) >= 3

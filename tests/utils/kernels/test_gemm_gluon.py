@@ -1,0 +1,201 @@
+"""The Gluon GEMM: without a GPU its assembly for sm_90a and its host side, on a Hopper GPU its results."""
+
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+SHARED_MEMORY = 232448  # bytes a block may have on compute capability 9.0
+ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+                            reason="needs a Hopper GPU")
+
+# In a process of its own: Triton may be interpreting in this one, and a fault of the assembler would end it.
+COMPILE = """
+import json, re, sys
+from triton.tools.disasm import get_sass
+from utils.kernels.gemm_gluon import CONFIGS, Config, compile_for_hopper
+
+reports = []
+for index, dtype, a_column_major, b_column_major, by_tma in json.loads(sys.argv[1]):
+    config = CONFIGS[index] if index >= 0 else Config(256, 128)
+    kernel = compile_for_hopper(config, dtype, a_column_major=a_column_major, b_column_major=b_column_major,
+                                by_tma=by_tma)
+    ptx, sass = kernel.asm["ptx"], get_sass(kernel.asm["cubin"])
+    kind = dtype.replace("fp16", "f16")
+    patterns = {
+        "loads": r"cp\\.async\\.bulk\\.tensor\\.2d\\.shared", "stores": r"cp\\.async\\.bulk\\.tensor\\.2d\\.global",
+        "waits": r"mbarrier\\.try_wait", "setmaxnreg": r"setmaxnreg\\.(?:inc|dec)\\S+\\s+(?:232|24);",
+        "wgmma": r"wgmma\\.mma_async\\.sync\\.aligned\\.m64n%dk16\\.f32\\.%s\\.%s" % (config.block_n, kind, kind),
+    }
+    report = {name: len(re.findall(pattern, ptx)) for name, pattern in patterns.items()}
+    report |= {name: len(re.findall(name, sass)) for name in ("HGMMA", "UTMALDG", "UTMASTG", "LDL", "STL", "HMMA")}
+    in_flight = [int(depth, 16) for depth in re.findall(r"WARPGROUP\\.DEPBAR\\.LE gsb0, (0x[01])", sass)]
+    report |= {"in_flight": in_flight, "target": re.search(r"\\.target (\\S+)", ptx)[1],
+               "registers": int(re.search(r"\\.maxnreg (\\d+)", ptx)[1]), "shared": kernel.metadata.shared,
+               "expected_shared": config.shared_bytes, "block": [config.block_m, config.block_n, config.block_k],
+               "threads": int(re.search(r"\\.reqntid (\\d+)", ptx)[1])}
+    reports.append(report)
+print(json.dumps(reports))
+"""
+# configuration (-1: 256 x 128), dtype, A and B column-major, C stored by TMA
+VARIANTS = [
+    (0, "bf16", False, False, True), (0, "fp16", False, True, True), (0, "bf16", True, False, False),
+    (1, "bf16", False, False, True), (1, "fp16", True, True, True), (2, "bf16", False, False, True),
+    (2, "fp16", False, True, False), (-1, "bf16", False, False, True),
+]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))  # compiled here and now
+    done = subprocess.run([sys.executable, "-c", COMPILE, json.dumps(VARIANTS)], capture_output=True, text=True,
+                          env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(VARIANTS, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_the_assembly_does_what_the_header_says(reports, variant):
+    report, by_tma = reports[variant], variant[-1]
+    assert report["target"] == "sm_90a" and report["threads"] == 3 * 128  # two consumers, a producer warp and 3 idle
+    assert report["loads"] >= 2 and report["UTMALDG"] == report["loads"]
+    assert (report["stores"] > 0) == by_tma and report["UTMASTG"] == report["stores"]
+    assert report["waits"] == 3  # the producer for "empty", each consumer for "full"
+    rows, _, depth = report["block"]
+    assert report["wgmma"] == 2 * (rows // 2 // 64) * (depth // 16) == report["HGMMA"]  # once a consumer, unrolled
+    assert report["HMMA"] == 0
+    assert sorted(report["in_flight"]) == [0, 0, 1, 1]  # one wgmma stays queued in the loop, none after it
+    assert report["setmaxnreg"] >= 2 and report["registers"] == 168
+    assert report["LDL"] == report["STL"] == 0  # nothing spills
+    assert report["shared"] <= SHARED_MEMORY
+    if by_tma:
+        assert report["expected_shared"] <= report["shared"] <= report["expected_shared"] + 1024  # and the barriers
+
+
+def test_every_configuration_fits_and_is_whole():
+    from utils.kernels.gemm_gluon import CONFIGS
+
+    for config in CONFIGS:
+        assert config.shared_bytes <= SHARED_MEMORY - 16 * config.stages
+        assert config.pieces % 2 == 0 and config.block_m >= 128 and config.block_k * 2 == 128
+
+
+def test_the_choice_of_tile_fills_the_gpu():
+    from utils.kernels.gemm_gluon import CONFIGS, choose
+
+    assert choose(8192, 8192, 132) == choose(4096, 4096, 132) == CONFIGS[0]
+    assert choose(512, 512, 132) == CONFIGS[2]  # 32 tiles of the smallest, 8 of the largest
+    assert choose(1, 1, 132) == CONFIGS[2]
+
+
+def test_operands_that_tma_can_copy_and_those_it_cannot():
+    from utils.kernels.gemm_gluon import _operand
+
+    def described(x):
+        descriptor, column_major = _operand("A", x, [128, 64])
+        return descriptor.shape, descriptor.strides, column_major, descriptor.block_shape
+
+    half = lambda *shape: torch.zeros(*shape, dtype=torch.float16)  # noqa: E731
+    assert described(half(10, 24)) == ([10, 24], [24, 1], False, [128, 64])
+    assert described(half(24, 16).T) == ([24, 16], [16, 1], True, [64, 128])
+    assert described(half(10, 40)[:, :33]) == ([10, 33], [40, 1], False, [128, 64])  # the pitch counts, not K
+    assert described(half(1, 33)) == ([1, 33], [40, 1], False, [128, 64])            # one row has no pitch
+    assert described(half(33, 1)) == ([1, 33], [40, 1], True, [64, 128])
+    for x in (half(10, 33), half(10, 40)[:, 1:], half(10, 80)[:, ::2], half(1, 40).expand(10, 40)):
+        with pytest.raises(ValueError, match=r"copies A by TMA.*multiples of 16 bytes; got A \(10, .*gemm_autotuned"):
+            _operand("A", x, [128, 64])
+
+
+def test_without_a_hopper_gpu_the_kernel_says_so(monkeypatch, capsys):
+    from utils.kernels import gemm_gluon
+    from utils.kernels.gemm import gemm_warp_specialized
+
+    with pytest.raises(ValueError, match=r"runs on a Hopper GPU.*A \(2, 8\) and B \(8, 8\) on the CPU"):
+        gemm_warp_specialized(torch.ones(2, 8).half(), torch.ones(8, 8).half())
+    with pytest.raises(TypeError, match=r"takes float16 or bfloat16; got .*float32"):
+        gemm_warp_specialized(torch.ones(2, 8), torch.ones(8, 8))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gemm_gluon.main() == 1 and "Hopper" in capsys.readouterr().err
+
+
+def assert_product(c, a, b, what):
+    exact = a.double() @ b.double()
+    allowed = ROUNDING[a.dtype] * exact.abs() + 2.0**-20 * (a.double().abs() @ b.double().abs()) + 1e-7
+    assert c.shape == exact.shape and c.dtype == a.dtype and c.is_contiguous(), what
+    worst = ((c.double() - exact).abs() / allowed).max().item()
+    assert worst <= 1.0, f"{what}: {worst:.3g} times the allowed error"
+
+
+def matrix(rows, columns, dtype, column_major):
+    """A random matrix whose rows (or columns) start at multiples of 16 bytes, however long they are."""
+    outer, inner = (columns, rows) if column_major else (rows, columns)
+    x = torch.randn(outer, -(-inner // 8) * 8, device="cuda").to(dtype)[:, :inner]
+    return x.T if column_major else x
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("a_column_major", [False, True])
+@pytest.mark.parametrize("b_column_major", [False, True])
+def test_random_shapes_against_float64(index, a_column_major, b_column_major):
+    from utils.kernels import gemm_gluon
+
+    dtype = random.choice(list(ROUNDING))
+    config = gemm_gluon.CONFIGS[index]
+    fixed = [(1, 8, 8), (1, 1, 1), (128, 256, 64), (129, 257, 65), (127, 248, 2048), (3000, 1032, 520)]
+    drawn = [[random.randint(1, limit) for limit in (1500, 1500, 700)] for _ in range(6)]
+    for m, n, k in [*fixed, *drawn]:
+        a, b = matrix(m, k, dtype, a_column_major), matrix(k, n, dtype, b_column_major)
+        c = gemm_gluon.gemm(a, b, config)
+        assert_product(c, a, b, f"{config} {m} x {n} x {k} {dtype} A^T {a_column_major} B^T {b_column_major}")
+        assert torch.equal(c, gemm_gluon.gemm(a, b, config)), "not the same bits twice"
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("size", [1024, 4096])
+def test_many_tiles_an_sm(size):
+    """More tiles than SMs: the ring runs on from tile to tile, and the phases of the barriers wrap many times."""
+    from utils.kernels.gemm import gemm_warp_specialized
+
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in "ab")
+    assert_product(gemm_warp_specialized(a, b), a, b, f"{size} cubed")
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("columns", [256, 203])
+def test_nothing_is_written_outside_of_c(columns):
+    from utils.kernels import gemm_gluon
+
+    a, b = matrix(131, 72, torch.float16, False), matrix(72, columns, torch.float16, False)
+    zone = torch.full((8192 + 131 * columns + 8192,), 7.0, device="cuda", dtype=torch.float16)
+    c = zone[8192:-8192].view(131, columns)
+    for config in gemm_gluon.CONFIGS:
+        gemm_gluon.launch(a, b, c, config)
+        assert_product(c, a, b, str(config))
+        c.fill_(7.0)
+        assert (zone == 7.0).all(), config
+
+
+@pytest.mark.gpu
+@hopper
+def test_empty_products():
+    from utils.kernels.gemm import gemm_warp_specialized
+
+    half = lambda *shape: torch.ones(*shape, device="cuda", dtype=torch.float16)  # noqa: E731
+    assert gemm_warp_specialized(half(0, 8), half(8, 8)).shape == (0, 8)
+    assert (gemm_warp_specialized(half(3, 0), half(0, 5)) == torch.zeros(3, 5, device="cuda")).all()
+    with pytest.raises(ValueError, match="copies A by TMA"):
+        gemm_warp_specialized(half(10, 33), half(33, 8))

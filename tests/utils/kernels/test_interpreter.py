@@ -1,0 +1,165 @@
+"""Kernels through Triton's interpreter in a process of its own: results, failures, and an untouched caller."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from utils.kernels import interpreter
+from utils.kernels.interpreter import (
+    InterpretedKernelError,
+    run_interpreted,
+    run_interpreted_cases,
+    run_interpreted_source,
+)
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+DOUBLE = '''
+    @triton.jit
+    def double_kernel(x, y, count, BLOCK: tl.constexpr):
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        v = tl.load(x + i, mask=i < count)
+        tl.store(y + i, v * 2, mask=i < count)
+
+    def double(x):
+        y = torch.empty_like(x)
+        double_kernel[(triton.cdiv(x.numel(), 64),)](x, y, x.numel(), BLOCK=64)
+        print("launched", x.numel())
+        return y
+'''
+
+DOT = '''
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(a, b, c, K, BLOCK: tl.constexpr):
+        i = tl.arange(0, BLOCK)
+        total = tl.zeros((BLOCK, BLOCK), tl.float32)
+        for k in range(0, K, BLOCK):
+            x = tl.load(a + i[:, None] * K + k + i[None, :])
+            y = tl.load(b + (k + i[:, None]) * BLOCK + i[None, :])
+            total = tl.dot(x, y, total)
+        tl.store(c + i[:, None] * BLOCK + i[None, :], total.to(c.dtype.element_ty))
+
+    def dot(a, b):
+        c = torch.empty(16, 16, dtype=a.dtype)
+        kernel[(1,)](a, b, c, a.shape[1], BLOCK=16)
+        return c
+'''
+
+
+def test_source_text_runs_and_its_prints_arrive(capfd):
+    x = torch.randn(100)
+    before = dict(os.environ)
+    assert torch.equal(run_interpreted_source(DOUBLE, "double", x), 2 * x)
+    assert capfd.readouterr().out == "launched 100\n"
+    assert dict(os.environ) == before
+
+
+def test_the_caller_can_still_compile():
+    """Neither TRITON_INTERPRET nor Triton itself is left behind in the calling process."""
+    code = ("import os, sys, torch\nfrom utils.kernels.interpreter import run_interpreted\n"
+            "run_interpreted('gelu_triton', torch.ones(3))\n"
+            "print('triton' in sys.modules, os.environ.get('TRITON_INTERPRET'))")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == ["False", "None"]
+
+
+def test_bf16_is_computed_as_a_gpu_does():
+    """tl.dot multiplies bf16 values and fp32 to bf16 rounds to nearest even: the bare interpreter does neither."""
+    a, b = torch.randn(16, 48).bfloat16(), torch.randn(48, 16).bfloat16()
+    c = run_interpreted_source(DOT, "dot", a, b)
+    exact = a.double() @ b.double()
+    assert ((c.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-5).all()  # half a unit
+
+    halves = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, 3.3e38, -1e-40, float("inf"), float("nan")])
+    source = DOUBLE.replace("v * 2", "v.to(tl.bfloat16)").replace("torch.empty_like(x)", "x.bfloat16()")
+    rounded = run_interpreted_source(source, "double", halves)
+    assert torch.equal(rounded[:-1], halves.bfloat16()[:-1]) and rounded[-1].isnan()
+
+
+# what to change in DOUBLE, into what, and what the error must say
+FAULTS = [
+    ("v * 2", "w * 2", ["double_kernel[(triton.cdiv", 'student_kernel.py", line 6, in double_kernel',
+                       "NameError: name 'w' is not defined"]),
+    ("empty_like", "emptylike", ['student_kernel.py", line 9, in double', "AttributeError", "emptylike"]),
+    ("BLOCK=64)", "BLOCK=64", ["line 10", "SyntaxError"]),
+    ("return y", "", ["double returned NoneType, not a tensor", "return the output tensor"]),
+    ("def double(", "def twice(", ["defines no function 'double'", "double_kernel, twice"]),
+    ("tl.load(x + i, mask=i < count)", "tl.load(x + i)", ["line 5", "reads outside every tensor", "28 of 64", "mask"]),
+    ("y + i, v * 2, mask=i < count", "y + i + 1, v * 2, mask=i < count", ["line 6", "writes outside", "1 of 64"]),
+    ("v * 2", "v.to(tl.bfloat16) * 2", ["line 6", "no bf16 arithmetic", "x.to(tl.float32)"]),
+    ("y = torch.empty_like(x)", "import os; os._exit(3)", ["exit status 3 before it returned"]),
+    ("y = torch.empty_like(x)", "import os; os.kill(os.getpid(), 11)", ["SIGSEGV", "outside its tensor"]),
+]
+
+
+@pytest.fixture(scope="module")
+def messages():
+    def message(fault):
+        with pytest.raises(InterpretedKernelError) as failure:
+            run_interpreted_source(DOUBLE.replace(fault[0], fault[1]), "double", torch.randn(100))
+        return str(failure.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(message, FAULTS))
+
+
+@pytest.mark.parametrize("index", range(len(FAULTS)), ids=[fault[1] for fault in FAULTS])
+def test_a_failure_comes_back_with_the_sources_own_traceback(messages, index):
+    change, _, said = FAULTS[index]
+    assert change in DOUBLE
+    for text in said:
+        assert text in messages[index]
+    assert "/interpreter.py" not in messages[index] and "/tmp" not in messages[index]
+
+
+def test_an_endless_kernel_is_stopped():
+    begin = time.perf_counter()
+    source = DOUBLE.replace("y = torch.empty_like(x)", "import time; time.sleep(300)")
+    with pytest.raises(InterpretedKernelError, match=r"did not finish within 5 s.*2 ms"):
+        run_interpreted_source(source, "double", torch.randn(100), timeout=5)
+    assert time.perf_counter() - begin < 15
+
+
+def test_several_cases_share_one_process_and_a_failure_names_its_case():
+    cases = [(torch.randn(count),) for count in (1, 64, 65)]
+    results = run_interpreted_cases((DOUBLE, "double"), cases)
+    assert all(torch.equal(y, 2 * x) for (x,), y in zip(cases, results, strict=True))
+    with pytest.raises(InterpretedKernelError) as failure:
+        run_interpreted_cases((DOUBLE, "double"), [*cases, ("text",)])
+    assert failure.value.case == 3 and "must be Tensor, not str" in failure.value.traceback
+
+
+def test_views_arrive_as_views():
+    source = "def strides(x):\n    return torch.tensor(x.stride()), x.sum()"
+    x = torch.randn(6, 8)[::2, 1:].T
+    strides, total = run_interpreted_source(source, "strides", x)
+    assert strides.tolist() == list(x.stride()) and torch.equal(total, x.sum())
+
+
+def test_functions_of_the_package_by_name():
+    x = torch.randn(7)
+    assert torch.equal(run_interpreted("gelu.gelu_torch", x), torch.nn.functional.gelu(x, approximate="tanh"))
+    with pytest.raises(InterpretedKernelError, match="no function 'gemm_tilled' in gemm, gelu"):
+        run_interpreted("gemm_tilled", x)
+    with pytest.raises(InterpretedKernelError, match=r"ValueError: gemm_tiled needs A's columns"):
+        run_interpreted("gemm_tiled", torch.ones(2, 3), torch.ones(2, 3))
+
+
+def test_what_cannot_travel_is_refused_before_a_process_starts(monkeypatch):
+    with pytest.raises(ValueError, match=r"argument 1 is on meta: pass it with \.cpu\(\)"):
+        run_interpreted("gemm_tiled", torch.ones(2, 2), torch.ones(2, 2, device="meta"))
+    with pytest.raises(TypeError, match="argument 0 is a object"):
+        run_interpreted("gemm_tiled", object())
+    monkeypatch.setattr(interpreter.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match="Triton's interpreter needs Triton, which is not installed here"):
+        run_interpreted("gemm_tiled", torch.ones(2, 2), torch.ones(2, 2))

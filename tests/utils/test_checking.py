@@ -1,0 +1,390 @@
+"""Verdicts, closeness and numbers: what a student is told."""
+
+import logging
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from utils.checking import (
+    AnswerNeeded,
+    Verdict,
+    WrongAnswer,
+    check,
+    expect_close,
+    expect_number,
+    is_answered,
+    quiet_stderr,
+    require_answer,
+    watch_operations,
+)
+
+# --- verdicts ---
+
+
+def test_verdict_raises_its_message_if_wrong(capsys):
+    with pytest.raises(AssertionError, match=r"^Question 1\.1: too small$"):
+        Verdict("1.1", False, "too small").raise_if_wrong()
+    assert Verdict("1.1", True).raise_if_wrong() is None
+    assert capsys.readouterr().out == "✓ Question 1.1: passed.\n"
+
+
+def test_verdict_shows_itself():
+    right, wrong = Verdict("1.1", True, "fine"), Verdict("Bonus 1.4", False, "a < b")
+    assert repr(right) == "✓ Question 1.1: fine" and repr(wrong) == "✗ Bonus 1.4: a < b"
+    assert right and not wrong
+    assert "a &lt; b" in wrong._repr_html_()
+
+
+def test_wrong_answer_renders_as_one_line():
+    assert WrongAnswer("Question 1.1: no")._render_traceback_()[-1].endswith("Question 1.1: no")
+
+
+# --- @check ---
+
+
+@check("2.3", "Doubling")
+def check_double(double, seed=None):
+    """Double a tensor."""
+    x = torch.arange(4.0)
+    expect_close(double(x), 2 * x, rtol=0, atol=0, what="double(x)")
+
+
+def verdict_of(answer):
+    verdict = check_double(answer)
+    assert isinstance(verdict, Verdict) and verdict.question == "2.3"
+    return verdict
+
+
+def test_right_answer_passes():
+    assert verdict_of(lambda x: x + x) == Verdict("2.3", True, "Doubling: passed.")
+
+
+def test_check_keeps_name_docstring_and_question():
+    assert check_double.__name__ == "check_double" and check_double.__doc__ == "Double a tensor."
+    assert check_double.question == "2.3" and check_double.title == "Doubling"
+
+
+def test_wrong_answer_fails_with_the_assertion():
+    verdict = verdict_of(lambda x: x)
+    assert not verdict.passed and "wrong in 3 of 4 elements" in verdict.message
+
+
+def test_exception_becomes_a_verdict_with_type_message_and_line():
+    def helper(x):
+        return x.no_such_method()
+
+    def double(x):
+        return helper(x)
+
+    message = verdict_of(double).message
+    assert "Question 2.3" in message and "AttributeError" in message and "no_such_method" in message
+    assert "in helper, line" in message and "return x.no_such_method()" in message
+
+
+def test_exception_inside_torch_points_at_the_students_line():
+    def double(x):
+        return torch.stack([x, torch.ones(2)])
+
+    message = verdict_of(double).message
+    assert "RuntimeError" in message and "in double, line" in message and "torch.stack" in message
+
+
+def test_own_assert_of_the_student():
+    def double(x):
+        assert x.dim() == 2, "want a matrix"
+
+    message = verdict_of(double).message
+    assert message.startswith("want a matrix") and "in double, line" in message
+
+
+def test_unanswered():
+    def stub(x):
+        """Docstring."""
+        # YOUR CODE HERE
+        raise NotImplementedError()
+
+    def late_stub(x):
+        for _ in range(1):
+            raise NotImplementedError
+
+    assert verdict_of(stub).message == "Question 2.3 is not answered yet."
+    assert verdict_of(late_stub).message == "Question 2.3 is not answered yet."
+
+
+def test_answer_that_needs_an_unanswered_one():
+    def earlier(x):
+        raise NotImplementedError()
+
+    def double(x):
+        return earlier(x)
+
+    assert verdict_of(double).message == "Question 2.3 calls earlier, which is not answered yet."
+
+
+def test_operator_that_torch_lacks_is_no_missing_answer():
+    def double(x):
+        return torch.nonzero(x.to("meta"))
+
+    message = verdict_of(double).message
+    assert "NotImplementedError" in message and "not answered" not in message
+
+
+def test_system_exit_fails_and_keyboard_interrupt_passes_through():
+    def leave(x):
+        sys.exit(0)
+
+    def interrupt(x):
+        raise KeyboardInterrupt
+
+    assert "SystemExit" in verdict_of(leave).message
+    with pytest.raises(KeyboardInterrupt):
+        check_double(interrupt)
+
+
+def test_endless_recursion_and_long_messages_are_survived():
+    def forever(x):
+        return forever(x)
+
+    def talkative(x):
+        raise ValueError("long " * 1000)
+
+    assert "RecursionError" in verdict_of(forever).message
+    assert len(verdict_of(talkative).message) < 800
+
+
+def test_wrong_call_of_a_check_is_not_the_students_mistake():
+    with pytest.raises(TypeError):
+        check_double()
+
+
+def test_wrong_number_of_arguments_is_the_students_mistake():
+    assert "TypeError" in verdict_of(lambda: 1).message
+
+
+def test_watch_inside_a_check_is_put_back():
+    run = __import__("threading").Thread.run
+
+    @check("1.1")
+    def watching(answer):
+        with watch_operations():
+            answer()
+
+    assert not watching(lambda: 1 / 0)
+    assert __import__("threading").Thread.run is run
+
+
+def test_stderr_stays_quiet_and_the_text_is_kept(capfd):
+    logger = logging.getLogger("test_checking")
+    handler = logging.StreamHandler()
+    logger.addHandler(handler)
+    with quiet_stderr():
+        print("one", file=sys.stderr)
+        os.write(2, b"two\n")
+        logger.warning("three")
+    logger.removeHandler(handler)
+    print("after", file=sys.stderr)
+    out, err = capfd.readouterr()
+    assert err == "after\n"
+    assert all(word in out for word in ("one", "two", "three"))
+
+
+def test_stderr_comes_back_after_an_error(capfd):
+    with pytest.raises(ValueError), quiet_stderr():
+        raise ValueError
+    os.write(2, b"here\n")
+    assert capfd.readouterr().err == "here\n"
+
+
+# --- answered or not ---
+
+
+def _stub(x):
+    raise NotImplementedError()
+
+
+def _stub_with_start(x):
+    y = x + 1
+    raise NotImplementedError([y])
+
+
+def _stub_generator(x):
+    raise NotImplementedError()
+    yield x
+
+
+def _guarded(x):
+    if x < 0:
+        raise NotImplementedError
+    return x
+
+
+class _Unfinished:
+    def __init__(self):
+        self.x = 1
+
+    def run(self):
+        raise NotImplementedError()
+
+
+@pytest.mark.parametrize("value", [None, ..., _stub, _stub_with_start, _stub_generator, _Unfinished, _Unfinished().run])
+def test_not_answered(value):
+    assert not is_answered(value)
+
+
+@pytest.mark.parametrize(
+    "value", [0, 0.0, "", [], torch.zeros(1), _guarded, lambda x: x, len, torch.mm, torch.nn.Linear]
+)
+def test_answered(value):
+    assert is_answered(value)
+
+
+def test_decorated_stubs_are_seen_through():
+    import functools
+
+    assert not is_answered(torch.no_grad()(_stub))
+    assert not is_answered(functools.partial(_stub, 1))
+    assert not is_answered(functools.cache(_stub))
+    triton = pytest.importorskip("triton", reason="Triton has no wheels for this platform")
+    assert not is_answered(triton.jit(_stub)) and is_answered(triton.jit(_guarded))
+
+
+def test_require_answer():
+    require_answer("gemm", _guarded, "1.1")
+    with pytest.raises(AnswerNeeded, match=r"^This cell needs Question 1\.1 \(gemm\): answer it first\.$"):
+        require_answer("gemm", _stub, "1.1")
+    with pytest.raises(AnswerNeeded, match=r"Question 2\.2 \(macs\)"):
+        require_answer("macs", None, "2.2")
+
+
+# --- closeness ---
+
+EXPECTED = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+
+
+def complaint(got, expected=EXPECTED, rtol=1e-3, atol=1e-3, **kwargs):
+    with pytest.raises(AssertionError) as caught:
+        expect_close(got, expected, rtol, atol, "the result", **kwargs)
+    return str(caught.value)
+
+
+def test_close_enough_passes():
+    expect_close(EXPECTED + 5e-4, EXPECTED, 0, 1e-3)
+    expect_close(EXPECTED * (1 + 5e-4), EXPECTED, 1e-3, 0)
+    expect_close(torch.empty(0, 3), torch.empty(0, 3), 0, 0)
+    expect_close(torch.tensor([1, 2]), torch.tensor([1, 2]), 0, 0)
+    expect_close(torch.tensor([1.0, float("inf"), float("nan")]), torch.tensor([1.0, float("inf"), float("nan")]), 0, 0)
+    expect_close(torch.nn.Parameter(EXPECTED), EXPECTED, 0, 0)
+
+
+def test_tolerances_are_those_given():
+    assert "wrong" in complaint(EXPECTED + 2e-3, rtol=0, atol=1e-3)
+    assert "wrong" in complaint(EXPECTED * 1.002, rtol=1e-3, atol=0)
+
+
+def test_type_dtype_device_and_shape_come_first():
+    assert complaint(None) == "the result is None: is a return missing?"
+    assert complaint(EXPECTED.numpy()) == "the result should be a torch.Tensor, and is a ndarray."
+    assert complaint(EXPECTED.double()) == "the result should have dtype torch.float32, and has torch.float64."
+    assert complaint(EXPECTED.to("meta")) == "the result should have device cpu, and has meta."
+    assert "layout torch.strided" in complaint(EXPECTED.to_sparse())
+    message = complaint(EXPECTED.T)
+    assert "should have shape (2, 3), and has shape (3, 2). It looks transposed." in message
+
+
+@pytest.mark.parametrize(
+    ("value", "name"), [(float("nan"), "NaN"), (float("inf"), "infinite"), (-float("inf"), "infinite")]
+)
+def test_stray_nan_and_infinity_fail_at_any_tolerance(value, name):
+    got = EXPECTED.clone()
+    got[1, 2] = value
+    message = complaint(got, rtol=1e9, atol=1e9)
+    assert f"1 {name} values" in message and "[1, 2]" in message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_missing_nan_or_infinity_fails(value):
+    expected = EXPECTED.clone()
+    expected[0, 1] = value
+    assert "wrong in 1 of 6" in complaint(EXPECTED, expected, rtol=1e9, atol=1e9)
+
+
+def test_worst_position_and_hint():
+    got = EXPECTED.clone()
+    got[0, 0] += 1
+    got[1, 1] += 3
+    message = complaint(got, hint="Look at the last tile.")
+    assert "wrong in 2 of 6 elements" in message and "at [1, 1]: got 8, expected 5" in message
+    assert message.endswith("Look at the last tile.")
+
+
+def test_patterns_of_wrong_values_are_named():
+    assert "Every element is zero." in complaint(torch.zeros_like(EXPECTED))
+    assert "Every element is 2 times the right one." in complaint(2 * EXPECTED)
+    square = torch.randn(4, 4)
+    assert "transpose" in complaint(square.T.contiguous(), square)
+    assert "times" not in complaint(EXPECTED + torch.tensor([[0.0, 1, 0], [2, 0, 0]]))
+
+
+def test_half_precision_is_compared_in_double():
+    expected = torch.full((4,), 60000.0, dtype=torch.float16)
+    expect_close(expected.clone(), expected, 0, 0)
+    assert "wrong" in complaint(-expected, expected)
+
+
+# --- numbers ---
+
+
+def number_complaint(got, expected, **kwargs):
+    with pytest.raises(AssertionError) as caught:
+        expect_number(got, expected, **kwargs)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "got", [200, 200.0, np.float32(200), np.int64(200), torch.tensor(200), torch.tensor([200.0]), 201]
+)
+def test_right_numbers_pass(got):
+    expect_number(got, 200, rel=0.01)
+
+
+def test_what_is_no_number():
+    assert "not answered yet" in number_complaint(None, 1)
+    assert "should be a number in ms, and is '3' (str)" in number_complaint("3", 3, unit="ms")
+    assert "should be a number" in number_complaint(True, 1)
+    assert "finite" in number_complaint(float("nan"), 1)
+    assert "should be a number" in number_complaint(torch.ones(2), 1)
+
+
+def test_the_right_number_is_not_told():
+    assert "12345" not in number_complaint(777, 12345)
+
+
+@pytest.mark.parametrize(
+    ("factor", "unit", "hint"),
+    [
+        (0.5, "FLOPs", "a multiply-accumulate (MAC) is one MAC, and two FLOPs"),
+        (2, "MACs", "twice the right number"),
+        (2, "bytes", "twice the right number: check the bytes an element takes"),
+        (0.25, "bytes", "4 times too small: check the bytes"),
+        (8, "bytes", "bits against bytes"),
+        (1000, "ms", "10^3 times too large"),
+        (1e-3, "ms", "10^3 times too small"),
+        (1e12, "TFLOP/s", "10^12 times too large"),
+        (1.024**3, "GB", "1024/1000"),
+        (1 / 1.024, "kB", "1024/1000"),
+        (-1, "", "sign is wrong"),
+        (3.7, "", "too large"),
+        (0.13, "", "too small"),
+        (0, "", "should not be zero"),
+    ],
+)
+def test_known_factors_are_named(factor, unit, hint):
+    assert hint in number_complaint(171.5 * factor, 171.5, rel=1e-3, unit=unit)
+
+
+def test_zero_is_compared_absolutely():
+    expect_number(1e-9, 0, abs_tol=1e-6)
+    assert "is not 1" in number_complaint(1, 0)

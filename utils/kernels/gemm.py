@@ -1,0 +1,245 @@
+"""GEMM as a ladder: C = A @ B from one element at a time to the speed of the tensor cores.
+
+A is (M, K), B is (K, N), any sizes, any strides (a transposed view costs no copy), fp32, fp16 or bf16. Sums are kept
+in fp32; C has the dtype of its inputs. Every rung is a kernel for the GPU, compared with `torch.matmul`:
+
+    rung                    what it changes                                                  code
+    gemm_naive              the three loops: a lane sums one element of C, nothing is        gemm_triton.py
+                            reused, every product reads two elements from cache
+    gemm_tiled              a program computes 64 x 64 of C from tiles of A and B: each      gemm_triton.py
+                            element read serves 64 products; fp16 and bf16 on tensor cores
+    gemm_tiled_grouped      the same tile; loads run four tiles ahead, and programs that     gemm_triton.py
+                            run together share rows of A and columns of B in the L2
+    gemm_autotuned          the tile, warps and stages that were fastest when tried, for     gemm_triton.py
+                            each size and layout (the first call with a new one pays)
+    gemm_warp_specialized   Hopper: one warp keeps TMA copies in flight, two warpgroups      gemm_gluon.py
+                            multiply 128 x 256 of C, stores overlap; fp16 and bf16
+
+H200 figures: assets/results/h200/gemm.json, written by `python -m utils.kernels.gemm --json PATH`, which measures
+each rung interleaved with torch.matmul.
+
+fp32 stays fp32 (no TF32), as in torch.matmul by default. The kernels compute forward only. On a CPU they run through
+Triton's interpreter: `run_interpreted("gemm_tiled", a, b)` in `utils.kernels.interpreter`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import torch
+
+DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def gemm_naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """C = A @ B by the three loops, one element of C a lane: A (M, K), B (K, N), C (M, N)."""
+    return _launch("naive", a, b)
+
+
+def gemm_tiled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """C = A @ B in tiles of 64 x 64, one a program, stepping along K: A (M, K), B (K, N), C (M, N)."""
+    return _launch("tiled", a, b)
+
+
+def gemm_tiled_grouped(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """C = A @ B in tiles, loads pipelined and programs ordered for the L2: A (M, K), B (K, N), C (M, N)."""
+    return _launch("tiled_grouped", a, b)
+
+
+def gemm_autotuned(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """C = A @ B with the fastest tile found by timing (about a second for a new size): A (M, K), B (K, N), C (M, N)."""
+    return _launch("autotuned", a, b)
+
+
+def gemm_warp_specialized(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """C = A @ B by the warp-specialized Gluon kernel for Hopper: fp16 or bf16 A (M, K), B (K, N), C (M, N).
+
+    TMA copies A and B, so their rows (columns, where column-major) must start at multiples of 16 bytes.
+    """
+    name = "gemm_warp_specialized"
+    check_operands(name, a, b, dtypes=(torch.float16, torch.bfloat16))
+    given = shapes(a, b)
+    if not a.is_cuda:
+        raise ValueError(f"{name} runs on a Hopper GPU (H100, H200) and has no interpreter; got {given} on the CPU. "
+                         "Move both with .to('cuda'), or use torch.matmul.")
+    if torch.cuda.get_device_capability(a.device) != (9, 0):
+        major, minor = torch.cuda.get_device_capability(a.device)
+        raise ValueError(f"{name} uses Hopper's wgmma (compute capability 9.0); got {given} on a GPU of capability "
+                         f"{major}.{minor}. Use gemm_autotuned or torch.matmul there.")
+    need_triton(name)
+    from utils.kernels import gemm_gluon
+
+    return gemm_gluon.gemm(a, b)
+
+
+# From the first rung to the last; `torch.matmul` is what they are measured against.
+LADDER: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "gemm_naive": gemm_naive,
+    "gemm_tiled": gemm_tiled,
+    "gemm_tiled_grouped": gemm_tiled_grouped,
+    "gemm_autotuned": gemm_autotuned,
+    "gemm_warp_specialized": gemm_warp_specialized,
+}
+
+
+def shapes(a: torch.Tensor, b: torch.Tensor) -> str:
+    return f"A {tuple(a.shape)} and B {tuple(b.shape)}"
+
+
+def check_operands(name: str, a: torch.Tensor, b: torch.Tensor, dtypes=tuple(DTYPES)) -> None:
+    """Refuse in one sentence what `name` cannot multiply."""
+    for label, tensor in (("A", a), ("B", b)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} multiplies two torch tensors; {label} is a {type(tensor).__name__}.")
+    given = shapes(a, b)
+    if a.dim() != 2 or b.dim() != 2:
+        raise ValueError(f"{name} multiplies matrices A (M, K) and B (K, N); got {given}. "
+                         "Flatten batch dimensions into M, or use torch.matmul.")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"{name} needs A's columns to match B's rows; got {given}: {a.shape[1]} and {b.shape[0]}. "
+                         "Transpose one of them?")
+    if a.dtype != b.dtype:
+        raise TypeError(f"{name} needs one dtype for both; got {given} in {a.dtype} and {b.dtype}. Convert one.")
+    if a.dtype not in dtypes:
+        allowed = " or ".join(", ".join(str(d).removeprefix("torch.") for d in dtypes).rsplit(", ", 1))
+        raise TypeError(f"{name} takes {allowed}; got {given} in {a.dtype}. Convert both, or use torch.matmul.")
+    if a.device != b.device:
+        raise ValueError(f"{name} needs both matrices on one device; got {given} on {a.device} and {b.device}.")
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        raise ValueError(f"{name} computes forward only, and autograd would lose its result; got {given}, of which one "
+                         "requires grad. Call it under torch.no_grad(), or use torch.matmul.")
+
+
+def need_triton(name: str) -> None:
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError(f"{name} is a Triton kernel, and Triton is not installed here (Linux: pip install "
+                           "'triton>=3.6,<3.9'; no wheels elsewhere). Use torch.matmul.") from error
+
+
+def check_device(name: str, tensor: torch.Tensor, given: str) -> None:
+    """A GPU tensor for compiled kernels, a CPU tensor where TRITON_INTERPRET=1 came before Triton: else an error."""
+    interpreting = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+    if tensor.is_cuda and not interpreting:
+        return
+    if tensor.is_cuda:
+        raise ValueError(f"{name} got {given} on {tensor.device} in a process with TRITON_INTERPRET set, where kernels "
+                         "are interpreted on the CPU: pass CPU tensors, or restart without the variable.")
+    if not interpreting:
+        raise ValueError(f"{name} is a GPU kernel; got {given} on {tensor.device}. Move the input with .to('cuda'), or "
+                         f"see on a CPU what it computes: utils.kernels.interpreter.run_interpreted('{name}', ...).")
+
+
+def check_mode(name: str, tensor: torch.Tensor) -> None:
+    """Triton fixed its mode when it was imported: refuse a CPU tensor if that was to compile, and the reverse."""
+    from triton.language import standard
+
+    interpreted = type(standard.sum).__name__ == "InterpretedFunction"
+    if interpreted == tensor.is_cuda:
+        state, remedy = ("with", "without") if interpreted else ("without", "with")
+        raise RuntimeError(f"{name} cannot run on {tensor.device}: Triton was imported {state} TRITON_INTERPRET=1 "
+                           f"earlier, and a process has one mode. Restart Python {remedy} it, or use "
+                           "utils.kernels.interpreter.run_interpreted.")
+    if interpreted:
+        from utils.kernels.interpreter import repair
+
+        repair()
+
+
+def _launch(kernel: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    name = f"gemm_{kernel}"
+    check_operands(name, a, b)
+    check_device(name, a, shapes(a, b))
+    need_triton(name)
+    check_mode(name, a)
+    from utils.kernels import gemm_triton
+
+    c = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
+    if c.numel():
+        with torch.cuda.device(a.device if a.is_cuda else -1):
+            getattr(gemm_triton, f"launch_{kernel}")(a, b, c)
+    return c
+
+
+# The table -------------------------------------------------------------------------------------------------------
+
+SIZES = (512, 1024, 2048, 4096, 8192)
+NAIVE_UP_TO = 4096  # beyond it one call of the three loops takes too long to repeat
+
+
+def measure_ladder(sizes=SIZES, *, dtype: torch.dtype = torch.bfloat16, max_seconds: float = 1.0) -> dict:
+    """Time every rung against torch.matmul on square matrices, interleaved: rows of TFLOP/s and ratios.
+
+    sizes: M = N = K. max_seconds: time for each pair, warm-up included. Ratio: time of torch.matmul / time of the rung.
+    """
+    from utils.environment import environment
+    from utils.measuring import compare
+
+    rows, skipped = [], {}
+    for size in sizes:
+        a, b = (torch.randn(size, size, device="cuda", dtype=dtype) for _ in "ab")
+        exact = a.double() @ b.double() if size <= 2048 else None
+        for name, rung in LADDER.items():
+            if name == "gemm_naive" and size > NAIVE_UP_TO:
+                skipped[f"{name} {size}"] = f"the three loops are timed up to {NAIVE_UP_TO}"
+                continue
+            try:
+                c = rung(a, b)
+            except ValueError as error:  # the last rung on a GPU that is not a Hopper
+                skipped[f"{name} {size}"] = str(error)
+                continue
+            found = compare(torch.matmul, rung, a, b, flops=2 * size**3, dtype=dtype, max_seconds=max_seconds,
+                            warmup=3, iterations=50, labels=("torch.matmul", name))
+            error = None if exact is None else ((c.double() - exact).norm() / exact.norm()).item()
+            rows.append({"kernel": name, "size": size, "dtype": DTYPES[dtype], "tflops": found.b.tflops,
+                         "torch_tflops": found.a.tflops, "ratio": found.ratio, "interval": list(found.interval),
+                         "verdict": found.verdict, "relative_error": error, "median_ms": found.b.median_ms,
+                         "torch_median_ms": found.a.median_ms, "samples_ms": list(found.b.samples_ms),
+                         "torch_samples_ms": list(found.a.samples_ms), "method": found.b.method})
+    return {"what": "GEMM ladder against torch.matmul", "environment": environment(torch.device("cuda")),
+            "rows": rows, "skipped": skipped}
+
+
+def ladder_table(result: dict) -> str:
+    """The rows of `measure_ladder` as text: a line a rung, a column a size, TFLOP/s and ratio to torch.matmul."""
+    sizes = sorted({row["size"] for row in result["rows"]})
+    cells = {(row["kernel"], row["size"]): f"{row['tflops']:.1f} ({row['ratio']:.2f}x)" for row in result["rows"]}
+    # each rung ran beside its own torch.matmul: the reference line shows the fastest of those runs
+    for size in sizes:
+        best = max(row["torch_tflops"] for row in result["rows"] if row["size"] == size)
+        cells["torch.matmul", size] = f"{best:.1f} (1.00x)"
+    lines = [f"{'TFLOP/s (ratio)':<22}" + "".join(f"{size:>17}" for size in sizes)]
+    for name in (*LADDER, "torch.matmul"):
+        lines.append(f"{name:<22}" + "".join(f"{cells.get((name, size), '-'):>17}" for size in sizes))
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    import argparse
+    import json
+    from pathlib import Path
+
+    parser = argparse.ArgumentParser(prog="python -m utils.kernels.gemm", description="Time the GEMM ladder in bf16.")
+    parser.add_argument("--json", metavar="PATH", type=Path, help="also write every sample there")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("The GEMM ladder is timed on an NVIDIA GPU, and torch finds none here; "
+              "run_interpreted in utils.kernels.interpreter shows what the kernels compute.", file=sys.stderr)
+        return 1
+    result = measure_ladder()
+    print(f"{torch.cuda.get_device_name()}, bf16, M = N = K; ratio: time of torch.matmul / time of the kernel")
+    print(ladder_table(result))
+    for what, reason in result["skipped"].items():
+        print(f"  {what}: {reason}")
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"wrote {options.json}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""The Triton rungs of the GEMM ladder: the device code. `utils/kernels/gemm.py` is the way in.
+
+All three kernels compute C = A @ B from pointers, sizes and strides, so a transposed view costs no copy, and
+accumulate in fp32. What changes from one to the next:
+
+    kernel          a program computes                reads of A and B, in elements      order of programs
+    naive_kernel    1 x 256 of one row of C           2 M N K: nothing is shared          row by row
+    tiled_kernel    BLOCK_M x BLOCK_N of C            M N K (1/BLOCK_M + 1/BLOCK_N)       row of tiles by row of tiles
+    grouped_kernel  the same tile, loads pipelined    the same, more of them out of L2    GROUP_M rows of tiles abreast
+
+Importing this module imports Triton. With TRITON_INTERPRET=1 set before that, the kernels run on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def naive_kernel(a, b, c, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
+                 BLOCK_N: tl.constexpr):
+    """The three loops: `for m` is the grid, `for n` the lanes, `for k` the loop. One element of C a lane."""
+    m = tl.program_id(0).to(tl.int64)  # 64-bit: a row's offset can pass 2^31 elements
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
+    a_element = a + m * stride_am
+    b_row = b + n * stride_bn
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for _ in range(K):
+        total += tl.load(a_element).to(tl.float32) * tl.load(b_row, mask=n < N, other=0.0).to(tl.float32)
+        a_element += stride_ak
+        b_row += stride_bk
+    tl.store(c + m * stride_cm + n * stride_cn, total.to(c.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def tile_of_c(a, b, c, m_tile, n_tile, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr):
+    """One tile of C: load a tile of A and of B, multiply (fp16 and bf16 on the tensor cores), step along K."""
+    m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
+    n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    a_tile = a + m[:, None] * stride_am + k[None, :].to(tl.int64) * stride_ak
+    b_tile = b + k[:, None].to(tl.int64) * stride_bk + n[None, :] * stride_bn
+    a_step = tl.cast(BLOCK_K, tl.int64) * stride_ak
+    b_step = tl.cast(BLOCK_K, tl.int64) * stride_bk
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        left = k < K - start  # the last tile along K may hang over the edge
+        x = tl.load(a_tile, mask=(m < M)[:, None] & left[None, :], other=0.0)
+        y = tl.load(b_tile, mask=left[:, None] & (n < N)[None, :], other=0.0)
+        if WIDEN:  # the interpreter multiplies bf16 wrongly; fp32 holds every fp16 and bf16 exactly
+            x = x.to(tl.float32)
+            y = y.to(tl.float32)
+        # "ieee": fp32 stays fp32. The default would round fp32 operands to TF32.
+        total = tl.dot(x, y, total, input_precision="ieee")
+        a_tile += a_step
+        b_tile += b_step
+    tl.store(c + m[:, None] * stride_cm + n[None, :] * stride_cn, total.to(c.dtype.element_ty),
+             mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def tiled_kernel(a, b, c, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
+                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr):
+    """Programs in row-major order over the tiles of C: neighbours in time share a row of A, not a column of B."""
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tile_of_c(a, b, c, tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n, M, N, K,
+              stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn, BLOCK_M, BLOCK_N, BLOCK_K, WIDEN)
+
+
+@triton.jit
+def grouped_kernel(a, b, c, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+                   GROUP_M: tl.constexpr):
+    """Programs walk GROUP_M rows of tiles abreast, so that those running together cover a squarer patch of C."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    group = tl.program_id(0) // (GROUP_M * tiles_n)
+    within = tl.program_id(0) % (GROUP_M * tiles_n)
+    rows = min(tiles_m - group * GROUP_M, GROUP_M)  # the last group may be shorter
+    tile_of_c(a, b, c, group * GROUP_M + within % rows, within // rows, M, N, K,
+              stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn, BLOCK_M, BLOCK_N, BLOCK_K, WIDEN)
+
+
+def _config(block_m: int, block_n: int, block_k: int, stages: int, warps: int) -> triton.Config:
+    tile = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8}
+    return triton.Config(tile, num_stages=stages, num_warps=warps)
+
+
+# Tiles for large matrices first, for small ones last.
+AUTOTUNE_CONFIGS = [
+    _config(128, 256, 64, 3, 8), _config(128, 128, 64, 4, 4), _config(128, 128, 64, 3, 8),
+    _config(64, 256, 64, 4, 4), _config(128, 64, 64, 4, 4), _config(64, 64, 64, 4, 4),
+    _config(128, 64, 32, 4, 4),
+]
+INTERPRETED = not isinstance(naive_kernel, triton.JITFunction)
+
+
+def _that_fit(configs, arguments, **_):
+    """fp32 takes twice the shared memory, and without tensor cores the larger tiles unroll into too much code."""
+    return configs if arguments["a"].element_size() == 2 else configs[-3:]
+
+
+# Triton times the configs at the first call with new sizes or layouts, and keeps the fastest for the process.
+autotuned_kernel = None if INTERPRETED else triton.autotune(
+    AUTOTUNE_CONFIGS, key=["M", "N", "K", "stride_ak", "stride_bn"],
+    prune_configs_by={"early_config_prune": _that_fit})(grouped_kernel)
+
+
+def _arguments(a, b, c):
+    return (a, b, c, a.shape[0], b.shape[1], a.shape[1], *a.stride(), *b.stride(), *c.stride())
+
+
+def _tiles(c, block_m: int, block_n: int) -> tuple[int]:
+    return (triton.cdiv(c.shape[0], block_m) * triton.cdiv(c.shape[1], block_n),)
+
+
+# The interpreter takes about 2 ms an iteration of the inner loop whatever the tile: give it larger tiles.
+_TILE = (128, 128, 128) if INTERPRETED else (64, 64, 32)
+
+
+def launch_naive(a, b, c) -> None:
+    block_n = 256
+    naive_kernel[(c.shape[0], triton.cdiv(c.shape[1], block_n))](*_arguments(a, b, c), BLOCK_N=block_n)
+
+
+def launch_tiled(a, b, c) -> None:
+    tiled_kernel[_tiles(c, *_TILE[:2])](*_arguments(a, b, c), *_TILE, WIDEN=INTERPRETED, num_stages=1, num_warps=4)
+
+
+def launch_tiled_grouped(a, b, c) -> None:
+    grouped_kernel[_tiles(c, *_TILE[:2])](*_arguments(a, b, c), *_TILE, WIDEN=INTERPRETED, GROUP_M=8,
+                                          num_stages=4, num_warps=4)
+
+
+def launch_autotuned(a, b, c) -> None:
+    if INTERPRETED:  # nothing to time on a CPU: the largest tile
+        config = AUTOTUNE_CONFIGS[0].kwargs
+        grouped_kernel[_tiles(c, config["BLOCK_M"], config["BLOCK_N"])](*_arguments(a, b, c), **config, WIDEN=True)
+    else:
+        autotuned_kernel[lambda meta: _tiles(c, meta["BLOCK_M"], meta["BLOCK_N"])](*_arguments(a, b, c), WIDEN=False)

@@ -1,0 +1,306 @@
+"""Triton kernels on a CPU: Triton's interpreter, in a process of its own.
+
+Triton decides when it is first imported whether kernels are compiled or interpreted, by TRITON_INTERPRET=1, and
+a process cannot have both. Setting the variable here would break every later `torch.compile` of the caller.
+So a kernel is interpreted in a child process: tensors go there and back in a file, the caller stays as it was.
+
+    run_interpreted("gemm_tiled", a, b)                    a function of utils.kernels
+    run_interpreted_source(source, "gemm", a, b)           source text: @triton.jit functions and a launch wrapper
+    run_interpreted_cases("gemm_tiled", [(a, b), ...])     several inputs for the price of one start (about 2 s)
+
+The interpreter takes about 2 ms for each iteration of a kernel's inner loop, whatever the tile: large tiles and
+small matrices. It shows what a kernel computes, never how fast: no races, no shared memory, no registers.
+
+In the child, faults of the interpreter are put right or refused aloud, accesses outside of tensors too: `repair`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+_STUDENT_FILE = "student_kernel.py"
+_ROOT = Path(__file__).resolve().parents[2]
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+
+
+class InterpretedKernelError(RuntimeError):
+    """A kernel failed in the interpreter. `traceback` is the kernel's own, `case` the index of the failing input."""
+
+    def __init__(self, message: str, traceback: str = "", case: int | None = None):
+        super().__init__(message)
+        self.traceback = traceback
+        self.case = case
+
+
+def run_interpreted(function_name: str, *args, timeout: float = 60, **kwargs):
+    """Call a kernel function of `utils.kernels` through Triton's interpreter and return its result.
+
+    function_name: a name in `gemm` or `gelu` ("gemm_tiled"), or "module.function" below `utils.kernels`.
+    args, kwargs: CPU tensors and plain values. timeout: seconds, the start of the process (about 2 s) included.
+    """
+    return run_interpreted_cases(function_name, [args], timeout=timeout, **kwargs)[0]
+
+
+def run_interpreted_source(source: str, entry: str, *tensors, timeout: float = 60):
+    """Run Triton source text through the interpreter: call its function `entry` and return what it returns.
+
+    source: Python text that defines `@triton.jit` kernels and `entry`; `torch`, `triton` and `tl` are there already.
+    tensors: CPU tensors (or plain values) for `entry`, which returns the output tensor. timeout: seconds.
+    An error in the source raises InterpretedKernelError with the source's own traceback.
+    """
+    return run_interpreted_cases((source, entry), [tensors], timeout=timeout)[0]
+
+
+def run_interpreted_cases(call: str | tuple[str, str], cases: Sequence[Sequence], *, timeout: float = 60,
+                          **kwargs) -> list:
+    """Run one kernel on several inputs in a single interpreter process; return one result for each.
+
+    call: a function name as in `run_interpreted`, or (source, entry) as in `run_interpreted_source`.
+    cases: the positional arguments of each call. kwargs: the same for all. timeout: seconds for all together.
+    The first failing case raises InterpretedKernelError; its `case` says which.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise RuntimeError("Triton's interpreter needs Triton, which is not installed here. "
+                           "On Linux: pip install 'triton>=3.6,<3.9'. There are no wheels for other systems.")
+    job = {"call": call if isinstance(call, str) else call[1], "from_source": not isinstance(call, str),
+           "cases": [tuple(_for_child(value, f"argument {i}") for i, value in enumerate(case)) for case in cases],
+           "kwargs": {name: _for_child(value, f"argument {name}") for name, value in kwargs.items()}}
+    with tempfile.TemporaryDirectory(prefix="interpreted-kernel-") as folder:
+        if job["from_source"]:
+            Path(folder, _STUDENT_FILE).write_text(textwrap.dedent(call[0]), encoding="utf-8")
+        torch.save(job, Path(folder, "job.pt"))
+        _run_child(folder, job["call"], timeout)
+        answer = torch.load(Path(folder, "answer.pt"), weights_only=True)
+    if answer["error"]:
+        raise InterpretedKernelError(f"{job['call']} failed in Triton's interpreter.\n{answer['traceback']}",
+                                     answer["traceback"], answer["case"])
+    return answer["results"]
+
+
+def _for_child(value, name: str):
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            raise ValueError(f"the interpreter computes on the CPU, and {name} is on {value.device}: "
+                             "pass it with .cpu(), or call the kernel itself to run it on the GPU")
+        return value.detach()
+    if isinstance(value, _PLAIN) or (isinstance(value, (tuple, list)) and all(isinstance(v, _PLAIN) for v in value)):
+        return value
+    raise TypeError(f"{name} is a {type(value).__name__}; the interpreter's process takes CPU tensors, numbers, "
+                    "strings, dtypes and tuples of them")
+
+
+def _run_child(folder: str, name: str, timeout: float) -> None:
+    """Start the child, wait for its answer, and say in a sentence what happened if there is none."""
+    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths),
+                   # no GPU, one thread: the parent's threads would fight the child's over the cores
+                   "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen([sys.executable, "-m", "utils.kernels.interpreter", folder], cwd=folder, env=environment,
+                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                             errors="replace", start_new_session=True)
+    try:
+        printed, complaints = child.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise InterpretedKernelError(
+            f"{name} did not finish within {timeout:g} s in Triton's interpreter, which takes about 2 ms for each "
+            "iteration of an inner loop: use smaller tensors or larger blocks, look for a loop that never ends, or "
+            "pass a longer timeout=") from None
+    finally:
+        if child.poll() is None:  # also on an interrupt of the caller
+            os.killpg(child.pid, signal.SIGKILL)
+            child.communicate()
+    if printed:
+        print(printed, end="")
+    if Path(folder, "answer.pt").exists():
+        return
+    if child.returncode < 0:
+        signal_name = signal.Signals(-child.returncode).name
+        raise InterpretedKernelError(
+            f"{name} ended Triton's interpreter with {signal_name}. A load or store outside its tensor does that: "
+            "check the pointer arithmetic, and that every load and store at an edge has a mask.")
+    raise InterpretedKernelError(f"{name} ended Triton's interpreter with exit status {child.returncode} before it "
+                                 f"returned. It said:\n{complaints.strip()[-2000:]}", complaints)
+
+
+# The child ------------------------------------------------------------------------------------------------------
+
+
+def repair() -> None:
+    """Put right, in this process, what Triton's interpreter computes wrongly, and refuse what it cannot compute.
+
+    - Triton 3.6 with NumPy 2.4 and later: `range` with a bound known only at run time raises a TypeError.
+    - fp32 to bf16 truncates; a GPU rounds to nearest even, and so does this.
+    - `tl.dot` of bf16 multiplies the bit patterns as integers; here the values, in fp32.
+    - Other bf16 arithmetic computes with the bit patterns too: refused, with the remedy.
+    - A load or store outside every tensor of the launch reads or writes whatever is there: refused.
+    """
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder, handle, executor = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter.GridExecutor
+    if getattr(builder, "repaired", False):
+        return
+    builder.repaired = True
+    patch_tensor, cast, dot = interpreter._patch_lang_tensor, builder.cast_impl, builder.create_dot
+    binary, unary, host_arguments = builder.binary_op, builder.unary_op, executor._init_args_hst
+    load, store = builder.create_masked_load, builder.create_masked_store
+    inside: list[tuple[int, int]] = []  # first and last-plus-one byte address of each tensor of the launch
+
+    def is_bf16(x) -> bool:
+        return x.dtype.scalar == tl.bfloat16
+
+    def widen(x):
+        return handle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32) if is_bf16(x) else x
+
+    def narrow(x):
+        bits = np.ascontiguousarray(x.data).view(np.uint32)
+        nearest_even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return handle(np.where(np.isnan(x.data), (bits >> 16) | 0x40, nearest_even).astype(np.uint16), tl.bfloat16)
+
+    def patch_tensor_with_index(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    def cast_rounding(self, source, target):
+        if is_bf16(source) and target.scalar == tl.float32:
+            return widen(source)
+        if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
+            return narrow(source)
+        return cast(self, source, target)
+
+    def bf16_constant(self, value):
+        return narrow(handle(np.array([value], dtype=np.float32), tl.float32))
+
+    def dot_widening(self, a, b, *rest):
+        return dot(self, widen(a), widen(b), *rest)
+
+    def refuse_bf16(*operands):
+        if any(is_bf16(x) for x in operands):
+            raise TypeError("Triton's interpreter has no bf16 arithmetic (it would compute with the bit patterns): "
+                            "convert first, x.to(tl.float32), and convert the result back when it is stored")
+
+    def binary_checked(self, left, right, operation):
+        refuse_bf16(left, right)
+        return binary(self, left, right, operation)
+
+    def unary_checked(self, x, operation):
+        refuse_bf16(x)
+        return unary(self, x, operation)
+
+    def host_arguments_noted(self, args, kwargs):
+        found = host_arguments(self, args, kwargs)
+        inside.clear()
+        for value in [*found[0], *found[1].values()]:
+            tensor = getattr(value, "base", value)  # a tensor descriptor has its tensor in .base
+            if isinstance(tensor, torch.Tensor) and tensor.numel():
+                reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+                inside.append((tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()))
+        return found
+
+    def refuse_outside(pointers, mask, what: str):
+        addresses = np.broadcast_to(pointers.data, mask.data.shape)[mask.data]
+        element = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
+        outside = np.ones(addresses.shape, dtype=bool)
+        for first, end in inside:
+            outside &= (addresses < first) | (addresses + np.uint64(element) > end)
+        if outside.any():
+            raise IndexError(f"{what} outside every tensor given to the kernel, at {outside.sum()} of "
+                             f"{mask.data.size} elements: check the offsets, and mask the elements past an edge "
+                             "(mask=offsets < size)")
+
+    def load_checked(self, pointers, mask, *rest):
+        refuse_outside(pointers, mask, "tl.load reads")
+        return load(self, pointers, mask, *rest)
+
+    def store_checked(self, pointers, value, mask, *rest):
+        refuse_outside(pointers, mask, "tl.store writes")
+        return store(self, pointers, value, mask, *rest)
+
+    interpreter._patch_lang_tensor = patch_tensor_with_index
+    executor._init_args_hst = host_arguments_noted
+    builder.cast_impl, builder.create_dot, builder.get_bf16 = cast_rounding, dot_widening, bf16_constant
+    builder.binary_op, builder.unary_op = binary_checked, unary_checked
+    builder.create_masked_load, builder.create_masked_store = load_checked, store_checked
+
+
+def _load_function(job: dict, folder: str):
+    name = job["call"]
+    if job["from_source"]:
+        import triton
+        import triton.language as tl
+
+        path = Path(folder, _STUDENT_FILE)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        module.__dict__.update(torch=torch, triton=triton, tl=tl)
+        spec.loader.exec_module(module)
+        function = getattr(module, name, None)
+        if not callable(function):
+            defined = [key for key, value in vars(module).items()
+                       if callable(value) and not isinstance(value, type) and not key.startswith("_")]
+            raise NameError(f"the source defines no function {name!r}; it defines: {', '.join(defined) or 'none'}")
+        return function
+    places = [name.rpartition(".")[0]] if "." in name else ["gemm", "gelu"]
+    for place in places:
+        module = importlib.import_module(f"utils.kernels.{place}")
+        if callable(function := getattr(module, name.rpartition(".")[2], None)):
+            return function
+    raise NameError(f"utils.kernels has no function {name!r} in {', '.join(places)}: "
+                    "name it, or give 'module.function' below utils.kernels")
+
+
+def _own_traceback(error: BaseException, folder: str, from_source: bool) -> str:
+    """The traceback of a failure without the frames of Triton and of this module: the kernel's own lines."""
+    own = str(Path(folder, _STUDENT_FILE)) if from_source else str(_ROOT / "utils")
+    if isinstance(error, SyntaxError):
+        return "".join(traceback.format_exception_only(error)).replace(folder + os.sep, "")
+    frames = []
+    while True:  # Triton wraps what a kernel raises in an InterpreterError: the cause says more
+        frames += [frame for frame in traceback.extract_tb(error.__traceback__)
+                   if frame.filename.startswith(own) and frame.filename != __file__]
+        if type(error).__name__ != "InterpreterError" or error.__cause__ is None:
+            break
+        error = error.__cause__
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
+    return "".join([*lines, *traceback.format_exception_only(error)]).replace(folder + os.sep, "")
+
+
+def _only_tensors(result, name: str):
+    values = result if isinstance(result, (tuple, list)) else [result]
+    if not values or not all(isinstance(value, torch.Tensor) for value in values):
+        raise TypeError(f"{name} returned {type(result).__name__}, not a tensor: return the output tensor")
+    return type(result)(value.detach() for value in values) if isinstance(result, (tuple, list)) else result.detach()
+
+
+def _child(folder: str) -> None:
+    job = torch.load(Path(folder, "job.pt"), weights_only=True)
+    answer = {"error": False, "traceback": "", "case": None, "results": []}
+    try:
+        repair()
+        function = _load_function(job, folder)
+        for index, case in enumerate(job["cases"]):
+            answer["case"] = index
+            answer["results"].append(_only_tensors(function(*case, **job["kwargs"]), job["call"]))
+    except BaseException as error:
+        answer.update(error=True, results=[], traceback=_own_traceback(error, folder, job["from_source"]))
+    sys.stdout.flush()
+    torch.save(answer, Path(folder, "answer.part"))
+    os.replace(Path(folder, "answer.part"), Path(folder, "answer.pt"))  # whole or absent
+
+
+if __name__ == "__main__":
+    _child(sys.argv[1])
