@@ -1,5 +1,6 @@
 """The environment: one source of versions, repeatable, quick the second time, and clear when something is missing."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import environment  # noqa: E402
 
 PROJECT = environment.load_project()
-ALL_REQUIREMENTS = [*PROJECT["dependencies"], *sum(PROJECT["optional-dependencies"].values(), [])]
+ALL_REQUIREMENTS = [*PROJECT["dependencies"], *itertools.chain(*PROJECT["optional-dependencies"].values())]
 
 
 def run_make(*arguments: str, **options) -> subprocess.CompletedProcess:

@@ -164,10 +164,11 @@ def wants_gpu_extra() -> bool:
 
 
 def fingerprint(extras: list[str], host: str) -> str:
-    digest = hashlib.sha256()
-    for part in (PYPROJECT.read_bytes(), CONSTRAINTS.read_bytes(), Path(__file__).read_bytes()):
-        digest.update(part)
-    digest.update(json.dumps([sys.version, sys.executable, str(ROOT), extras, host]).encode())
+    """What the environment depends on: the project's table (no tool's settings), the pins, this file, this Python."""
+    made_from = [load_project(), sys.version, sys.executable, str(ROOT), extras, host]
+    digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode())
+    digest.update(CONSTRAINTS.read_bytes())
+    digest.update(Path(__file__).read_bytes())
     return digest.hexdigest()
 
 
