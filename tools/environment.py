@@ -179,12 +179,16 @@ def constraint_lines(text: str, lifted: set[str]) -> str:
 
 
 def pip_install(python: Path, constraints: Path, extras: list[str], log: Path) -> int:
+    """Installs the course into the environment. A person sees pip's progress; elsewhere it goes to `log`."""
     target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
-    # A person sees pip's progress, for torch is a large download; a log gets errors only.
-    quiet = [] if sys.stdout.isatty() else ["-qq"]
-    command = [str(python), "-m", "pip", "install", *quiet, "--disable-pip-version-check"]
-    command += ["--log", str(log), "-c", str(constraints), "-e", target]
-    return subprocess.run(command, check=False).returncode
+    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-c", str(constraints), "-e", target]
+    if sys.stdout.isatty():
+        return subprocess.run(command, check=False).returncode
+    with log.open("w") as output:
+        code = subprocess.run(command, check=False, stdout=output, stderr=subprocess.STDOUT).returncode
+    if code != 0:
+        print("".join(log.read_text().splitlines(keepends=True)[-15:]), file=sys.stderr)
+    return code
 
 
 def sync(venv: Path) -> None:
@@ -218,8 +222,8 @@ def sync(venv: Path) -> None:
     if pip_install(python, constraints, extras, log) != 0:
         if not gpu or pip_install(python, constraints, ["test"], log) != 0:
             raise SetupError(
-                f"pip could not install the packages (its own message is above, all it did is in {log}): check "
-                "the network or the package index, then run the same command again."
+                "pip could not install the packages (its own message is above): check the network or the "
+                "package index, then run the same command again."
             )
         print(
             "Note: flash-attn-4 could not be installed, so the `cute` and `flex_flash` providers will say that "
