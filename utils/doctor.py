@@ -133,6 +133,7 @@ def examine_machine() -> dict:
 def print_report(report: dict) -> None:
     """The report as one table, with the reason and the remedy for what does not run."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console()
@@ -155,7 +156,7 @@ def print_report(report: dict) -> None:
         table.add_row(f"[bold]{lab['lab']}[/]", "", "[red]no[/]" if missing else "[green]yes[/]", note)
         for part in lab["parts"]:
             note = part["reason"] if part["runs"] else f"{part['reason']} {part['remedy']}".rstrip()
-            table.add_row("", part["part"], "[green]yes[/]" if part["runs"] else "[red]no[/]", note)
+            table.add_row("", part["part"], "[green]yes[/]" if part["runs"] else "[red]no[/]", escape(note))
     console.print(table)
     for fault in report["faults"]:
-        console.print(f"[bold red]Broken installation:[/] {fault}")
+        console.print(f"[bold red]Broken installation:[/] {escape(fault)}")

@@ -65,6 +65,15 @@ def test_a_package_outside_its_range_is_a_fault_with_a_remedy(monkeypatch):
     assert "no-such-package is missing" in missing_fault
 
 
+def test_brackets_in_a_remedy_reach_the_reader(capsys):
+    part = {"part": "CuTe path", "runs": False, "reason": "Not installed.", "remedy": "Run pip install '.[gpu]'."}
+    lab = {"lab": "lab1", "title": "title", "status": "runs in part", "parts": [part]}
+    machine = {"name": "CPU", "device": "cpu", "gpu_specs_row": None, "python": "3.12", "versions": {}}
+    doctor.print_report({"machine": machine, "labs": [lab], "faults": ["torch[extra] is missing."]})
+    text = " ".join(capsys.readouterr().out.split())
+    assert "[gpu]" in text and "torch[extra]" in text
+
+
 def test_an_uninstalled_course_is_a_fault(monkeypatch):
     monkeypatch.setattr(doctor, "DISTRIBUTION", "no-such-distribution")
     (fault,) = doctor.installation_faults()
