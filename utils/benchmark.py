@@ -23,7 +23,7 @@ EVENTS_PER_RECORDING = 300_000  # bounds the memory of one profiler recording
 
 # One step of settling in, three of warming up the profiler, six recorded; for torch.profiler.profile(schedule=...).
 default_schedule = torch.profiler.schedule(wait=1, warmup=3, active=6)
-default_schedule.__doc__ = "Profiler schedule: waits 1 step, warms up for 3, records 6: ten calls, prof.step() after each."
+default_schedule.__doc__ = "Profiler schedule: waits 1 step, warms up for 3, records 6; prof.step() after each call."
 
 
 def _check_counts(n_warmup: int, n_repeat: int) -> None:
