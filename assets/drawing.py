@@ -1,0 +1,118 @@
+"""A card to draw on: boxes, arrows, grids and text in pixels from its upper left corner."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, PathPatch, Polygon, Rectangle
+from matplotlib.path import Path as Outline
+
+INK, SOFT, HAIR, PAPER = "#1b1b1b", "#5f5f5f", "#a9a9a9", "#ffffff"
+BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072b2", "#e39a1f", "#00694d", "#a8548a", "#8c8c8c"
+# Tints of the same hues, apart in lightness as well.
+BLUE_TINT, ORANGE_TINT, GREEN_TINT, PURPLE_TINT, GREY_TINT = "#cfe4f3", "#fbe3b8", "#d3ebdf", "#f0dcea", "#f1f1f1"
+
+# Glyphs as paths look the same in every browser; ids from a fixed salt keep the files the same from run to run.
+SVG_STYLE = {"svg.fonttype": "path", "svg.hashsalt": "gpu-efficiency-labs", "font.family": ["DejaVu Sans"],
+             "mathtext.fontset": "dejavusans", "hatch.linewidth": 0.7}
+
+
+class Card:
+    """A white card of `width` x `height` pixels with a title; it reads on light and dark pages alike."""
+
+    def __init__(self, width: int, height: int, title: str, description: str) -> None:
+        self.size, self.title, self.description = (width, height), title, description
+        self.figure = Figure(figsize=(width / 100, height / 100), dpi=100, facecolor="none")
+        FigureCanvasAgg(self.figure)
+        self.ax = self.figure.add_axes((0, 0, 1, 1))
+        self.ax.set(xlim=(0, width), ylim=(height, 0))
+        self.ax.axis("off")
+        self.box(1, 1, width - 2, height - 2, fill=PAPER, edge="#c4c4c4", round=10, zorder=-10)
+        self.text(22, 27, title, size=12.5, weight="bold", ha="left")
+
+    def box(self, x: float, y: float, w: float, h: float, text: str = "", *, fill: str = PAPER, edge: str = INK,
+            line: float = 1.0, round: float = 3, size: float = 9, color: str = INK, weight: str = "normal",
+            hatch: str = "", zorder: float = 2) -> None:
+        """A box, with its text centred."""
+        self.ax.add_patch(
+            FancyBboxPatch((x + round, y + round), w - 2 * round, h - 2 * round, boxstyle=f"round,pad={round}",
+                           facecolor=fill, edgecolor=edge, linewidth=line, hatch=hatch, zorder=zorder)
+        )
+        if text:
+            self.text(x + w / 2, y + h / 2, text, size=size, color=color, weight=weight)
+
+    def rect(self, x: float, y: float, w: float, h: float, *, fill: str = "none", edge: str = "none",
+             line: float = 1.0, hatch: str = "", style: str = "-", zorder: float = 2) -> None:
+        """A plain rectangle."""
+        self.ax.add_patch(Rectangle((x, y), w, h, facecolor=fill, edgecolor=edge, linewidth=line, hatch=hatch,
+                                    linestyle=style, zorder=zorder))
+
+    def text(self, x: float, y: float, text: str, *, size: float = 9, color: str = INK, ha: str = "center",
+             va: str = "center", weight: str = "normal", style: str = "normal",
+             rotation: float = 0) -> None:
+        """Text at a point."""
+        self.ax.text(x, y, text, fontsize=size, color=color, ha=ha, va=va, fontweight=weight, fontstyle=style,
+                     rotation=rotation, linespacing=1.3, zorder=6)
+
+    def arrow(self, x0: float, y0: float, x1: float, y1: float, *, color: str = SOFT, line: float = 1.2,
+              head: str = "-|>", style: str = "-", bend: float = 0.0) -> None:
+        """An arrow from one point to another; `head` "-" for none."""
+        self.ax.add_patch(
+            FancyArrowPatch((x0, y0), (x1, y1), arrowstyle=head, mutation_scale=9, color=color, linewidth=line,
+                            linestyle=style, shrinkA=0, shrinkB=0, connectionstyle=f"arc3,rad={bend}", zorder=3,
+                            joinstyle="miter", capstyle="butt")
+        )
+
+    def path(self, *points: tuple[float, float], color: str = SOFT, line: float = 1.2, style: str = "-") -> None:
+        """A polyline."""
+        self.ax.plot(*zip(*points, strict=True), color=color, linewidth=line, linestyle=style, zorder=3,
+                     solid_joinstyle="miter", scalex=False, scaley=False)
+
+    def route(self, *points: tuple[float, float], color: str = SOFT, line: float = 1.2, style: str = "-") -> None:
+        """A polyline that ends in an arrow head."""
+        self.path(*points[:-1], color=color, line=line, style=style) if len(points) > 2 else None
+        (x0, y0), (x1, y1) = points[-2:]
+        self.arrow(x0, y0, x1, y1, color=color, line=line, style=style)
+
+    def shape(self, *points: tuple[float, float], fill: str, edge: str = "none", zorder: float = 1) -> None:
+        """A filled polygon."""
+        self.ax.add_patch(Polygon(points, closed=True, facecolor=fill, edgecolor=edge, zorder=zorder))
+
+    def grid(self, x: float, y: float, rows: int, cols: int, cell: float,
+             fill: Callable[[int, int], str] | str = PAPER, *, edge: str = HAIR, line: float = 0.5) -> None:
+        """A matrix of square cells; `fill(row, column)` colours each."""
+        for row in range(rows):
+            colors = [fill if isinstance(fill, str) else fill(row, col) for col in range(cols)]
+            start = 0
+            for end in range(1, cols + 1):  # one rectangle a run of equal cells
+                if end == cols or colors[end] != colors[start]:
+                    if colors[start] != PAPER:
+                        self.rect(x + start * cell, y + row * cell, (end - start) * cell, cell, fill=colors[start])
+                    start = end
+        ends = [((x, y + i * cell), (x + cols * cell, y + i * cell)) for i in range(rows + 1)]
+        ends += [((x + j * cell, y), (x + j * cell, y + rows * cell)) for j in range(cols + 1)]
+        lines = Outline([point for pair in ends for point in pair], [Outline.MOVETO, Outline.LINETO] * len(ends))
+        self.ax.add_patch(PathPatch(lines, facecolor="none", edgecolor=edge, linewidth=line, zorder=2.1))
+
+    def save(self, path: Path) -> None:
+        """Write the SVG, without dates."""
+        metadata = {"Date": None, "Title": self.title, "Description": self.description}
+        text = io.StringIO()
+        with matplotlib.rc_context(SVG_STYLE):
+            self.figure.savefig(text, format="svg", metadata=metadata, facecolor="none")
+        # Hundredths of a pixel are enough; matplotlib writes six decimals and deep indents, half of the file.
+        svg = re.sub(r' d="[^"]+"|translate\([^)]+\)', _shorten, text.getvalue())
+        path.write_text(re.sub(r"\n +", "\n", svg), encoding="utf-8")
+
+
+def _shorten(outline: re.Match) -> str:
+    def short(number: re.Match) -> str:
+        return f"{float(number[0]):.2f}".rstrip("0").rstrip(".")
+
+    return re.sub(r"\s+", " ", re.sub(r"-?\d+\.\d+", short, outline[0])).replace(' "', '"')

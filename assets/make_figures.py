@@ -1,0 +1,46 @@
+"""Draws lab 1's figures: `python assets/make_figures.py [folder]` writes the SVG files, here by default."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import matplotlib
+
+ROOT = Path(__file__).resolve().parent
+sys.path[:0] = [str(ROOT), str(ROOT.parent)]  # run as a script, from anywhere
+
+from drawing import SVG_STYLE, Card  # noqa: E402
+from figures_attention import decoder_layer, flash_attention, kv_cache  # noqa: E402
+from figures_hardware import gemm_tiling, kernel_fusion, memory_hierarchy, roofline_anatomy  # noqa: E402
+
+FIGURES = {
+    "gemm_tiling": gemm_tiling,
+    "memory_hierarchy": memory_hierarchy,
+    "roofline_anatomy": roofline_anatomy,
+    "decoder_layer": decoder_layer,
+    "kv_cache": kv_cache,
+    "kernel_fusion": kernel_fusion,
+    "flash_attention": flash_attention,
+}
+
+
+def draw(name: str) -> Card:
+    """One figure, drawn."""
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "agg", **SVG_STYLE}):
+        return FIGURES[name]()
+
+
+def main(folder: Path = ROOT) -> list[Path]:
+    """Write every figure to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name in FIGURES:
+        paths.append(folder / f"{name}.svg")
+        draw(name).save(paths[-1])
+    return paths
+
+
+if __name__ == "__main__":
+    for written in main(*map(Path, sys.argv[1:2])):
+        print(f"{written}  {written.stat().st_size / 1000:.0f} kB")
