@@ -1,0 +1,192 @@
+"""Build a lab's notebooks: source -> instructor notebook -> student notebook, the same bytes every time.
+
+The student notebook comes out of nbgrader's own preprocessors, so that `nbgrader generate_assignment` on the
+instructor notebook makes the same cells. What must not reach students is looked for in the result.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import nbformat
+from nbformat import NotebookNode
+
+from instructor.points import Question, fill_points, find_questions
+from instructor.source import REGIONS, Cell, Lab, LabError, parse_code, read_lab
+
+ROOT = Path(__file__).resolve().parent.parent
+CANARY_LENGTH = 16  # characters; shorter lines, such as `return c`, say nothing
+QUOTE_LENGTH = 32  # a secret line of this length may not even be part of a longer public line
+PUBLIC = "# public"  # ends a line of a solution that students may see
+MAY_RAISE = "raises-exception"  # JupyterLab's "Run All" and nbclient go on after a cell with this tag
+# Steps of `nbgrader generate_assignment` that only concern a course folder: its header, its autotests, its gradebook.
+COURSE_STEPS = ("IncludeHeaderFooter", "InstantiateTests", "SaveCells")
+
+
+@dataclass(frozen=True)
+class Built:
+    """A lab's two notebooks as text, and its questions."""
+
+    name: str
+    instructor: str = field(repr=False)
+    student: str = field(repr=False)
+    questions: list[Question] = field(repr=False)
+
+    def files(self, root: Path = ROOT) -> dict[Path, str]:
+        """Where each notebook goes."""
+        return {
+            root / "build" / "instructor" / self.name / f"{self.name}.ipynb": self.instructor,
+            root / f"{self.name}.ipynb": self.student,
+        }
+
+
+def build_lab(path: Path) -> Built:
+    """Build both notebooks of the lab at `path`; `LabError` says in sentences what is wrong."""
+    lab = read_lab(path)
+    questions = find_questions(lab)
+    fill_points(lab, questions)
+    secrets = secret_lines(lab)
+    instructor = instructor_notebook(lab)
+    student = student_notebook(instructor)
+    problems = _student_problems(lab, student, secrets)
+    if problems:
+        raise LabError(problems)
+    return Built(lab.name, notebook_text(instructor), notebook_text(student), questions)
+
+
+def instructor_notebook(lab: Lab) -> NotebookNode:
+    """The notebook with solutions, hidden tests and marking schemes."""
+    notebook = nbformat.v4.new_notebook()
+    notebook.nbformat_minor = 5
+    notebook.metadata = NotebookNode(
+        kernelspec={"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+        language_info={"name": "python"},
+    )
+    repeats: dict[str, int] = {}
+    for cell in lab.cells:
+        make = getattr(nbformat.v4, f"new_{cell.cell_type}_cell")
+        node = make(cell.source, id=_cell_id(cell, repeats))
+        tags = sorted({*cell.tags, MAY_RAISE} if _raises_untouched(cell) else cell.tags)
+        if tags:
+            node.metadata["tags"] = tags
+        if cell.nbgrader:
+            node.metadata["nbgrader"] = NotebookNode(cell.nbgrader)
+        notebook.cells.append(node)
+    return notebook
+
+
+def _cell_id(cell: Cell, repeats: dict[str, int]) -> str:
+    """The grade id, or a hash of the content: stable when cells around it come and go."""
+    if cell.grade_id:
+        return cell.grade_id
+    digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:12]
+    repeats[digest] = repeats.get(digest, 0) + 1
+    return digest if repeats[digest] == 1 else f"{digest}-{repeats[digest]}"
+
+
+def _raises_untouched(cell: Cell) -> bool:
+    """True if the cell raises as long as its answer, or one it builds on, is missing."""
+    if cell.cell_type != "code":
+        return False
+    lines = cell.source.splitlines()
+    top_level_stub = any(
+        region.kind == "SOLUTION" and not lines[region.first].startswith((" ", "\t")) for region in cell.regions
+    )
+    return cell.role == "tests" or top_level_stub or "require_answer(" in cell.source
+
+
+def student_notebook(instructor: NotebookNode) -> NotebookNode:
+    """What students get, made by the steps of `nbgrader generate_assignment`."""
+    from nbgrader.converters import GenerateAssignment
+
+    notebook, resources = copy.deepcopy(instructor), {}
+    for step in GenerateAssignment().preprocessors:
+        if step.__name__ not in COURSE_STEPS:
+            notebook, resources = step().preprocess(notebook, resources)
+    return notebook
+
+
+def notebook_text(notebook: NotebookNode) -> str:
+    """The notebook as it is stored: valid, keys sorted, one trailing newline."""
+    nbformat.validate(notebook)
+    return nbformat.writes(notebook, version=4).rstrip("\n") + "\n"
+
+
+def _squeeze(text: str) -> str:
+    """Text without what an editor may change: markup of comments, spaces."""
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def secret_lines(lab: Lab) -> dict[str, tuple[Cell, int]]:
+    """Every line that students may not see, without the short ones and imports: line -> (cell, line of the cell)."""
+    secrets: dict[str, tuple[Cell, int]] = {}
+    for cell in lab.cells:
+        lines = cell.source.splitlines()
+        inside = {n for r in cell.regions for n in range(r.first + 1, r.last)}
+        if cell.role == "manual" and not cell.has("SOLUTION"):
+            inside = set(range(len(lines)))
+        for number in sorted(inside):
+            line = lines[number].strip()
+            secret = _squeeze(line.lstrip("# "))
+            is_import = re.fullmatch(r"(from [\w.]+ )?import [\w.,* ()]+", secret)
+            marker = any(f"{word} {kind}" in line for kind in REGIONS for word in ("BEGIN", "END"))
+            if len(secret) >= CANARY_LENGTH and not is_import and not marker and not line.endswith(PUBLIC):
+                secrets.setdefault(secret, (cell, number))
+    return secrets
+
+
+def _student_problems(lab: Lab, student: NotebookNode, secrets: dict[str, tuple[Cell, int]]) -> list[str]:
+    problems = []
+    everything = nbformat.writes(student, version=4)
+    for kind in REGIONS:
+        if f"BEGIN {kind}" in everything or f"END {kind}" in everything:
+            problems.append(f"{lab.path.name}: a {kind} marker reaches the students' notebook.")
+    public = [
+        (cell, {_squeeze(line.strip().lstrip("# ")) for line in node.source.splitlines()}, _squeeze(node.source))
+        for cell, node in zip(lab.cells, student.cells, strict=True)
+    ]
+    for secret, (origin, number) in secrets.items():
+        seen = [c for c, lines, text in public if secret in lines or (len(secret) >= QUOTE_LENGTH and secret in text)]
+        if seen:
+            problems.append(
+                f"{lab.at(origin)}: line {number + 1} of the cell, {secret!r}, is secret and reaches the students' "
+                f"notebook in {' and '.join(map(lab.at, seen))}. Reword one of them, or end the secret line in "
+                f"{PUBLIC!r}."
+            )
+    for cell, node in zip(lab.cells, student.cells, strict=True):
+        if cell.cell_type == "code":
+            try:
+                parse_code(node.source)
+            except SyntaxError as error:
+                problems.append(
+                    f"{lab.at(cell)}: without the solution the cell is no valid Python: {error.msg} "
+                    f"(line {error.lineno} of the students' cell)."
+                )
+        if cell.source.strip() and not node.source.strip():
+            problems.append(f"{lab.at(cell)}: nothing of the cell is left for students; keep one visible line.")
+        if node.get("outputs"):
+            problems.append(f"{lab.at(cell)}: the students' cell has outputs.")
+    return problems
+
+
+def write_files(files: dict[Path, str]) -> list[Path]:
+    """Write what differs; returns the paths that were written."""
+    changed = [path for path, text in files.items() if not _is_current(path, text)]
+    for path in changed:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(files[path].encode())
+    return changed
+
+
+def stale_files(built: Built, root: Path = ROOT) -> list[Path]:
+    """The committed notebooks that are not, byte for byte, what the source builds."""
+    committed = root / f"{built.name}.ipynb"
+    return [] if _is_current(committed, built.student) else [committed]
+
+
+def _is_current(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_bytes() == text.encode()

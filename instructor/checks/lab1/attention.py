@@ -1,0 +1,361 @@
+"""Part 5: standard attention, layouts, online softmax, flash attention by hand, merging."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from instructor.checks.lab1.common import (
+    DTYPES,
+    Draw,
+    SizeWatch,
+    dtype_name,
+    expect_follows_device,
+    expect_unchanged,
+    expect_value,
+    poisoned_memory,
+)
+from utils.checking import check, expect_close, forbid, forbid_leaving, watch_operations
+
+_FUSED = (r"_?scaled_dot_product_\w+", r"_(?:flash|efficient|cudnn)_attention\w*", r"\w*multi_head_attention\w*",
+          r"flex_attention\w*")  # fmt: skip
+_SOFTMAX = (
+    r"_?(?:log_)?softmax\w*",
+    r"_?safe_softmax",
+    r"\w*logsumexp\w*",
+    r"logcumsumexp",
+    "logaddexp2?",
+    "softmin",
+)
+
+
+def _reference(q, k, v, causal=False):
+    """Attention of (B, H, S, D) in float64."""
+    wide = [t.double() for t in (q, k, v)]
+    scores = wide[0] @ wide[1].transpose(-2, -1) / math.sqrt(q.shape[-1])
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    return (torch.softmax(scores, dim=-1) @ wide[2]).to(q.dtype)
+
+
+def _attention_hint(got, q, k, v, causal) -> str:
+    """Name the mistake if the result is a well-known wrong one."""
+    if not isinstance(got, torch.Tensor) or got.shape != q.shape:
+        return ""
+    wrong = {
+        "The scores are divided by the square root of the head dimension.": (
+            q * math.sqrt(q.shape[-1]),
+            k,
+            v,
+            causal,
+        ),
+        "The scores are divided by sqrt(D), not by D.": (q / math.sqrt(q.shape[-1]), k, v, causal),
+        "No mask was asked for.": (q, k, v, True),
+        "A query may not see the keys after it.": (q, k, v, False),
+    }
+    for hint, inputs in wrong.items():
+        if inputs[3] != causal and q.shape[2] != k.shape[2]:
+            continue
+        answer, right = _reference(*inputs), _reference(q, k, v, causal)
+        telling = not torch.allclose(answer, right, rtol=1e-3, atol=1e-4)
+        if telling and torch.allclose(got.to(answer.dtype), answer, rtol=1e-3, atol=1e-4):
+            return hint
+    return ""
+
+
+@check("5.1", "Standard attention")
+def standard_attention(standard_attention, seed=None):
+    """softmax(q k^T / sqrt(D)) v, not fused, not causal."""
+    draw = Draw(seed)
+    q, k, v = (draw.normal(1, 2, 5, 8) for _ in range(3))
+    with watch_operations() as watch:
+        standard_attention(q, k, v)
+    forbid(watch, _FUSED, hint="write the three lines yourself")
+    for dtype, rtol, atol in ((torch.float32, 1e-4, 1e-5), (torch.float64, 1e-9, 1e-10)):
+        b, h, s, d = draw.sizes(4, 2, 20)
+        q, k, v = (2 * draw.normal(b, h, s, d, dtype=dtype) for _ in range(3))
+        copies = q.clone(), k.clone(), v.clone()
+        got = standard_attention(q, k, v)
+        what = f"standard_attention of ({b}, {h}, {s}, {d}) in {dtype_name(dtype)}"
+        expect_unchanged(copies, (q, k, v), what)
+        hint = _attention_hint(got, q, k, v, causal=False) or "Which dimension is the softmax over?"
+        expect_close(got, _reference(q, k, v), rtol=rtol, atol=atol, what=what, hint=hint)
+    q, k, v = 60 * draw.normal(1, 1, 6, 64), 60 * draw.normal(1, 1, 6, 64), draw.normal(1, 1, 6, 64)
+    got = standard_attention(q, k, v)
+    expect_close(got, _reference(q, k, v), rtol=1e-3, atol=1e-3, what="standard_attention with scores in the thousands",
+                 hint="exp overflows: subtract the largest score first, or use torch.softmax.")  # fmt: skip
+
+
+@check("5.1", "Memory of the scores")
+def attention_memory(score_bytes, longest_length, seed=None):
+    """Bytes of one score matrix; the length at which two of them fill a memory."""
+    draw = Draw(seed)
+    for dtype in DTYPES[:3]:
+        b, h, s = draw.sizes(3, 2, 300)
+        size = dtype.itemsize
+        expect_value(
+            score_bytes(b, h, s, dtype), b * h * s * s * size, "bytes",
+            f"score_bytes({b}, {h}, {s}, {dtype_name(dtype)})",
+            {
+                "One score for each pair of a query and a key.": b * h * s * size,
+                "Each head has scores of its own.": b * s * s * size,
+                "The number of bytes depends on the dtype.": b * h * s * s * 4,
+                "These are elements, not bytes.": b * h * s * s,
+                "One matrix was asked for.": 2 * b * h * s * s * size,
+            },
+        )  # fmt: skip
+        memory = draw.size(10**9, 10**11)
+        s = math.isqrt(memory // (2 * b * h * size))
+        expect_value(
+            longest_length(memory, b, h, dtype), s, "", f"longest_length({memory}, {b}, {h}, {dtype_name(dtype)})",
+            {
+                "Scores and probabilities are both there.": math.isqrt(memory // (b * h * size)),
+                "One more does not fit.": s + 1,
+                "A longer one fits.": s - 1,
+                "Memory grows with the square of the length.": memory // (2 * b * h * size),
+                "A length is an integer.": math.sqrt(memory / (2 * b * h * size)),
+            },
+            rel=1e-9,
+        )  # fmt: skip
+
+
+@check("5.2", "Attention with (B, S, H, D) inputs")
+def attention_bshd(attention_bshd, seed=None):
+    """Right layout, causal, grouped heads."""
+    draw = Draw(seed)
+    for s, heads, kv_heads in (
+        (draw.size(9, 15), 4, 4),
+        (6, 6, 6),
+        (draw.size(9, 15), 6, 2),
+        (draw.size(9, 15), 4, 1),
+    ):
+        b, d = draw.size(2, 3), draw.choice((8, 16))
+        q, k, v = draw.normal(b, s, heads, d), draw.normal(b, s, kv_heads, d), draw.normal(b, s, kv_heads, d)
+        got = attention_bshd(q, k, v)
+        what = f"attention_bshd of q ({b}, {s}, {heads}, {d}) with {kv_heads} key-value heads"
+
+        def attend(causal, q=q, k=k, v=v, group=heads // kv_heads):
+            keys, values = (t.transpose(1, 2).repeat_interleave(group, dim=1) for t in (k, v))
+            return _reference(q.transpose(1, 2), keys, values, causal=causal).transpose(1, 2)
+
+        hint = "Which two dimensions does SDPA take as tokens and head dimension?"
+        if isinstance(got, torch.Tensor) and got.shape == q.shape:
+            if torch.allclose(got, attend(False).to(got.dtype), rtol=1e-3, atol=1e-4):
+                hint = "It is not causal: each token sees the tokens after it."
+            elif heads == kv_heads and torch.allclose(got, _reference(q, k, v, causal=True).to(got.dtype), atol=1e-4):
+                hint = "This is attention over HEADS instead of tokens: SDPA wants (B, H, S, D)."
+        elif isinstance(got, torch.Tensor) and got.shape == (b, heads, s, d):
+            hint = "Turn the result back to (B, S, H, D)."
+            raise AssertionError(f"{what} should have shape {tuple(q.shape)}, and has {tuple(got.shape)}. {hint}")
+        expect_close(got, attend(True), rtol=1e-4, atol=1e-5, what=what, hint=hint)
+
+
+def _softmax_stats(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    m = x.amax(dim=1)
+    return m, torch.exp(x - m[:, None]).sum(dim=1)
+
+
+@check("5.3", "Online softmax")
+def online_softmax_stats(online_softmax_stats, seed=None):
+    """Running maximum and sum, each block looked at once."""
+    draw = Draw(seed)
+    for middle, order, dtype in (
+        (0, None, torch.float32), (1000, None, torch.float64), (-1000, None, torch.float64),
+        (0, "rising", torch.float32), (0, "falling", torch.float32),
+    ):  # fmt: skip
+        rows, widths = draw.size(3, 7), [draw.size(1, 9) for _ in range(draw.size(3, 5))]
+        x = middle + 3 * draw.normal(rows, sum(widths), dtype=dtype)
+        if order:
+            x = x.sort(dim=1, descending=order == "falling").values
+        blocks = x.split(widths, dim=1)
+        copies = [block.clone() for block in blocks]
+        taken = []
+
+        def arriving(copies=copies, taken=taken):
+            for i, block in enumerate(copies):
+                taken.append(i)
+                yield block
+                block.fill_(math.nan)  # each block can be looked at once
+
+        with SizeWatch() as sizes, watch_operations() as watch:
+            result = online_softmax_stats(arriving())
+        forbid(watch, (*_SOFTMAX, "cat", "stack", "hstack", "concat", "concatenate", "column_stack"),
+               hint="keep a running maximum and a running sum, and look at one block at a time")  # fmt: skip
+        forbid_leaving(watch)
+        if len(taken) != len(widths):
+            raise AssertionError(f"{len(widths)} blocks arrived, and {len(taken)} were looked at.")
+        largest = rows * max(widths)
+        if found := sizes.over(largest):
+            raise AssertionError(
+                f"the operator {found[0]} worked on {found[1]} elements; no block has over {largest}."
+            )
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            raise AssertionError(f"online_softmax_stats should return (m, l), and returned {type(result).__name__}.")
+        m, l = _softmax_stats(x.double())  # noqa: E741 (the formula's letter)
+        name = f"{len(widths)} blocks" + (f" with {order} values" if order else f" with values around {middle}")
+        expect_close(result[0], m.to(dtype), rtol=1e-6, atol=1e-6, what=f"m of {name}",
+                     hint="m is the largest value of the row over all blocks.")  # fmt: skip
+        hint = "When a block brings a larger maximum, what happens to the sum so far?"
+        expect_close(result[1], l.to(dtype), rtol=1e-4, atol=1e-6, what=f"l of {name}", hint=hint)
+
+
+def _expect_tiled(function, q, k, v, tile_q, tile_k, causal, rtol, atol, name) -> None:
+    what = (
+        f"{name} of q {tuple(q.shape)}, k {tuple(k.shape)} with tiles ({tile_q}, {tile_k}) in {dtype_name(q.dtype)}"
+    )
+    copies = q.clone(), k.clone(), v.clone()
+    with poisoned_memory():
+        got = function(q, k, v, tile_q, tile_k)
+    expect_unchanged(copies, (q, k, v), what)
+    hint = _attention_hint(got, *copies, causal=causal) or (
+        "Look at the rescaling of BOTH the sum and the output, at the tiles at the edges, and at where m, l and O "
+        "start."
+    )
+    expect_close(got, _reference(*copies, causal=causal), rtol=rtol, atol=atol, what=what, hint=hint)
+
+
+def _expect_tiles_only(function, draw: Draw, name: str) -> SizeWatch:
+    """Assert that no fused or whole-row operator runs and that scores exist for one pair of tiles at a time."""
+    b, h, s, d, tile_q, tile_k = 1, 2, 96, 4, 16, 24
+    q, k, v = (draw.normal(b, h, s, d) for _ in range(3))
+    with SizeWatch() as sizes, watch_operations() as watch:
+        function(q, k, v, tile_q, tile_k)
+    forbid(watch, (*_FUSED, *_SOFTMAX), hint="the softmax is the running maximum and sum of online_softmax_stats")
+    forbid_leaving(watch)
+    tile = b * h * tile_q * tile_k
+    largest = max((batch * m * n for batch, m, k, n in sizes.products if k == d), default=0)
+    if not sizes.products:
+        largest = max((n for name, n in sizes.largest.items() if name in ("exp", "exp2")), default=0)
+    found = sizes.over(tile, frozenset({"exp", "exp2", "amax", "max"})) or (
+        ("the product of queries and keys", largest) if largest > tile else None
+    )
+    if found:
+        line = watch.lines.get(found[0])
+        raise AssertionError(
+            f"{name}: {found[0]} worked on {found[1]} scores at once; one tile of queries and one of keys have "
+            f"{b} x {h} x {tile_q} x {tile_k} = {tile}." + (f"\n  {line}" if line else "")
+        )
+    return sizes
+
+
+@check("5.3", "Flash attention by hand")
+def flash_attention_tiled(flash_attention_tiled, seed=None):
+    """Any lengths and tiles, several dtypes, large scores, one tile of scores at a time."""
+    draw = Draw(seed)
+    name = "flash_attention_tiled"
+    q, k, v = (draw.normal(1, 2, 16, 8) for _ in range(3))
+    _expect_tiled(flash_attention_tiled, q, k, v, 8, 8, False, 1e-4, 1e-5, name)
+    _expect_tiles_only(flash_attention_tiled, draw, name)
+    for dtype, rtol, atol in ((torch.float32, 1e-4, 1e-5), (torch.bfloat16, 3e-2, 3e-2), (torch.float64, 1e-4, 1e-5)):
+        b, h = draw.size(1, 3), draw.size(1, 3)
+        s, length = draw.sizes(2, 20, 50)
+        d = draw.choice((8, 16))
+        q = draw.normal(b, h, s, d, dtype=dtype)
+        k, v = draw.normal(b, h, length, d, dtype=dtype), draw.normal(b, h, length, d, dtype=dtype)
+        for tile_q, tile_k in (draw.sizes(2, 5, 13), (64, 64)):
+            _expect_tiled(flash_attention_tiled, q, k, v, tile_q, tile_k, False, rtol, atol, name)
+    q, k, v = 50 * draw.normal(1, 1, 20, 16), 50 * draw.normal(1, 1, 33, 16), draw.normal(1, 1, 33, 16)
+    _expect_tiled(flash_attention_tiled, q, k, v, 6, 8, False, 1e-3, 1e-3, name)
+    q, k, v = (draw.normal(1, 1, 70, 8) for _ in range(3))
+    got = flash_attention_tiled(q, k, v)
+    expect_close(got, _reference(q, k, v), rtol=1e-4, atol=1e-5, what=f"{name} with its default tiles")
+    shapes = (1, 1, 6, 4), (1, 1, 9, 4), (1, 1, 9, 4)
+    expect_follows_device(lambda a, b, c: flash_attention_tiled(a, b, c, 4, 4), *shapes,
+                          what=f"{name}(q, k, v)")  # fmt: skip
+
+
+@check("5.4", "Intensity of attention")
+def attention_intensity(attention_intensity, seed=None):
+    """Standard and flash, several dtypes."""
+    draw = Draw(seed)
+    for dtype in DTYPES[:3]:
+        s, d = draw.size(100, 9000), draw.choice((48, 64, 96, 128, 256))
+        size, flops = dtype.itemsize, 4 * s * s * d
+        for flash in (False, True):
+            n_bytes = (4 * s * d + (0 if flash else 4 * s * s)) * size
+            expect_value(
+                attention_intensity(s, d, dtype, flash), flops / n_bytes, "FLOPs/Byte",
+                f"attention_intensity({s}, {d}, {dtype_name(dtype)}, flash={flash})",
+                {
+                    "Scores are written, read, written and read: four times.": flops / ((4 * s * d + 2 * s * s) * size),
+                    "O is written, too.": flops / (n_bytes - s * d * size),
+                    "Two products, two FLOPs a MAC: 4 S² D.": flops / 2 / n_bytes,
+                    "Flash attention never writes the scores.": flops / ((4 * s * d + 4 * s * s) * size),
+                    "Standard attention writes the scores to memory.": flops / (4 * s * d * size),
+                    "Q, K, V and O travel as well.": flops / (4 * s * s * size),
+                },
+            )  # fmt: skip
+
+
+@check("Bonus 5.6", "Causal flash attention")
+def flash_attention_causal(flash_attention_causal, seed=None):
+    """Causal values, and no product for a tile that the mask hides."""
+    draw = Draw(seed)
+    name = "flash_attention_causal"
+    for dtype, rtol, atol in ((torch.float32, 1e-4, 1e-5), (torch.bfloat16, 3e-2, 3e-2)):
+        s, d = draw.size(30, 60), draw.choice((8, 16))
+        q, k, v = (draw.normal(2, 2, s, d, dtype=dtype) for _ in range(3))
+        for tile_q, tile_k in ((8, 8), draw.sizes(2, 5, 13), (17, 4), (4, 17), (64, 64)):
+            _expect_tiled(flash_attention_causal, q, k, v, tile_q, tile_k, True, rtol, atol, name)
+    _expect_tiles_only(flash_attention_causal, draw, name)
+    for s, tile_q, tile_k in ((96, 16, 16), (draw.size(60, 90), 16, 8), (draw.size(60, 90), 8, 24)):
+        q, k, v = (draw.normal(1, 1, s, 8) for _ in range(3))
+        with SizeWatch() as sizes:
+            flash_attention_causal(q, k, v, tile_q, tile_k)
+        needed = whole = 0
+        for i in range(0, s, tile_q):
+            rows = min(tile_q, s - i)
+            for j in range(0, s, tile_k):
+                macs = 2 * rows * min(tile_k, s - j) * 8
+                whole += macs
+                needed += macs if j <= i + rows - 1 else 0
+        if sizes.macs > needed:
+            more = " That is every tile." if sizes.macs == whole else ""
+            raise AssertionError(
+                f"{name} on {s} tokens with tiles ({tile_q}, {tile_k}) computed {sizes.macs:,} MACs in its products; "
+                f"the tiles with at least one visible score need {needed:,}.{more} Where can the loop over keys stop?"
+            )
+
+
+@check("Bonus 5.7", "Merging")
+def merge_attention(merge_attention, seed=None):
+    """Merged parts equal attention over all keys, with large scores and with empty parts."""
+    draw = Draw(seed)
+    for scale, parts, empty in ((1, 3, False), (25, 4, False), (1, 1, False), (2, 4, True)):
+        b, h, s, d = draw.sizes(4, 2, 9)
+        q = scale * draw.normal(b, h, s, d, dtype=torch.float64)
+        k, v = (
+            scale * draw.normal(b, h, 12 * parts, d, dtype=torch.float64),
+            draw.normal(b, h, 12 * parts, d).double(),
+        )
+        scores = q @ k.transpose(-2, -1)
+        if empty:
+            scores[:, :, ::2, :24] = -math.inf  # parts 0 and 1 hold nothing for every second query
+            scores[:, :, 1::2, 36:] = -math.inf
+        outputs, lses = [], []
+        for part in range(parts):
+            block = scores[..., 12 * part : 12 * part + 12]
+            lses.append(torch.logsumexp(block, dim=-1))
+            outputs.append(
+                torch.softmax(block, dim=-1) @ v[:, :, 12 * part : 12 * part + 12]
+            )  # NaN where it is empty
+        outputs, lses = torch.stack(outputs).float(), torch.stack(lses).float()
+        copies = outputs.clone(), lses.clone()
+        with watch_operations() as watch:
+            result = merge_attention(outputs, lses)
+        forbid(watch, _SOFTMAX, hint="subtract the largest L, then take exp")
+        expect_unchanged(copies, (outputs, lses), "merge_attention")
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            raise AssertionError(
+                f"merge_attention should return (output, lse), and returned {type(result).__name__}."
+            )
+        what = f"{parts} parts" + (" of which some are empty" if empty else f" with L up to {lses.abs().max():.0f}")
+        # From the float32 inputs: at L around 1000 their rounding alone moves the answer.
+        wide = copies[1].double()
+        weights = torch.softmax(wide, dim=0)[..., None]
+        expected = (weights * torch.where(weights > 0, copies[0].double(), 0.0)).sum(dim=0)
+        hint = "A part counts with the weight exp(L_p - L); where L_p is -inf, its output must not be touched."
+        expect_close(result[0], expected.float(), rtol=1e-3, atol=1e-4, what=f"the output of {what}", hint=hint)
+        expect_close(result[1], torch.logsumexp(wide, dim=0).float(), rtol=1e-5, atol=1e-3,
+                     what=f"the lse of {what}", hint="L = log of the sum over parts of exp(L_p).")  # fmt: skip

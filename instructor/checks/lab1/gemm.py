@@ -1,0 +1,240 @@
+"""Part 1: products in loops and tiles, timing, counts of work and traffic."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+
+from instructor.checks.lab1.common import (
+    DTYPES,
+    Draw,
+    SizeWatch,
+    dtype_name,
+    expect_counts,
+    expect_follows_device,
+    expect_unchanged,
+    expect_value,
+    poisoned_memory,
+)
+from utils.checking import MATMUL, check, expect_close, forbid, forbid_leaving, watch_operations
+
+_TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.float64: (1e-9, 1e-10)}
+
+
+def _expect_product(gemm, a: torch.Tensor, b: torch.Tensor, what: str, hint: str) -> None:
+    """Assert gemm(a, b) = a @ b, NaN included, with the inputs left alone and no uninitialised memory used."""
+    copies = a.clone(), b.clone()
+    with poisoned_memory():
+        got = gemm(a, b)
+    expect_unchanged(copies, (a, b), what)
+    rtol, atol = _TOLERANCE[a.dtype]
+    expect_close(got, copies[0] @ copies[1], rtol=rtol, atol=atol, what=what, hint=hint)
+
+
+def _name(function: str, m: int, k: int, n: int, dtype: torch.dtype, more: str = "") -> str:
+    return f"{function} of ({m}, {k}) @ ({k}, {n}){more} in {dtype_name(dtype)}"
+
+
+@check("1.1", "Naive GEMM")
+def gemm_naive(gemm_naive, seed=None):
+    """Any shape and dtype, one element at a time, no library product."""
+    draw = Draw(seed)
+    m, k, n = draw.sizes(3, 3, 7)
+    a, b = draw.normal(m, k), draw.normal(k, n)
+    with SizeWatch() as sizes, watch_operations() as watch:
+        gemm_naive(a, b)
+    forbid(watch, MATMUL, hint="write the three loops yourself")
+    forbid_leaving(watch, hint="Read one element at a time: a[i, k], or a[i, k].item().")
+    if found := sizes.over(1):
+        line = watch.lines.get(found[0])
+        raise AssertionError(
+            f"the operator {found[0]} worked on {found[1]} elements at once. Question 1.1 asks for one "
+            f"multiply-accumulate on two numbers in each pass of the inner loop." + (f"\n  {line}" if line else "")
+        )
+    hint = "Which index does each of the three loops run over, and where is the sum set back to zero?"
+    for dtype in (torch.float32, torch.float64):
+        shapes = [
+            tuple(draw.sizes(3, 3, 7)),
+            (1, draw.size(4, 9), 1),
+            (draw.size(3, 6), 1, draw.size(3, 6)),
+            (4, 4, 4),
+        ]
+        for m, k, n in shapes:
+            what = _name("gemm_naive", m, k, n, dtype)
+            _expect_product(gemm_naive, draw.normal(m, k, dtype=dtype), draw.normal(k, n, dtype=dtype), what, hint)
+    a, b = draw.normal(5, 3).T, draw.normal(4, 5).T  # not contiguous
+    a[1, 2] = math.nan
+    _expect_product(gemm_naive, a, b, "gemm_naive of transposed views, with a NaN in row 1 of a,", hint)
+    expect_follows_device(gemm_naive, (2, 3), (3, 4), what="gemm_naive(a, b)")
+
+
+@check("1.2", "Tiled GEMM")
+def gemm_tiled(gemm_tiled, seed=None):
+    """Tiles of any size on matrices of any size, one tile at a time, no library product."""
+    draw = Draw(seed)
+    hint = "Look at the tiles at the edges, and at where the accumulator starts and ends."
+
+    def tiles(m, n, k):
+        return f" with tiles ({m}, {n}, {k})"
+
+    # Whole tiles first, so that the message tells an error in the tiling from one at the edges.
+    a, b = draw.normal(8, 12), draw.normal(12, 4)
+    what = _name("gemm_tiled", 8, 12, 4, a.dtype, tiles(4, 2, 3))
+    _expect_product(lambda x, y: gemm_tiled(x, y, 4, 2, 3), a, b, what, "Every tile is whole here.")
+
+    a, b = draw.normal(20, 24), draw.normal(24, 22)
+    with SizeWatch() as sizes, watch_operations() as watch:
+        gemm_tiled(a, b, 5, 4, 3)
+    forbid(watch, MATMUL, hint="build the product of two tiles from elementwise products and sums")
+    forbid_leaving(watch)
+    if found := sizes.over(5 * 4 * 3):
+        line = watch.lines.get(found[0])
+        raise AssertionError(
+            f"the operator {found[0]} worked on {found[1]} elements at once, and a tile of (5, 4, 3) has {5 * 4 * 3}. "
+            "Are the tile sizes used, and is every operation inside of one tile?" + (f"\n  {line}" if line else "")
+        )
+    for dtype in (torch.float32, torch.float64):
+        m, k, n = draw.sizes(3, 9, 30)
+        for tm, tn, tk in (draw.sizes(3, 2, 7), (64, 32, 128), (1, 5, 1)):
+            what = _name("gemm_tiled", m, k, n, dtype, tiles(tm, tn, tk))
+            a, b = draw.normal(m, k, dtype=dtype), draw.normal(k, n, dtype=dtype)
+            _expect_product(lambda x, y, t=(tm, tn, tk): gemm_tiled(x, y, *t), a, b, what, hint)
+    a, b = draw.normal(70, 9), draw.normal(9, 5)
+    _expect_product(gemm_tiled, a, b, _name("gemm_tiled", 70, 9, 5, a.dtype, " with the default tiles"), hint)
+    a, b = draw.normal(7, 10).T, draw.normal(9, 7).T
+    a[1, 2] = math.nan
+    what = "gemm_tiled of transposed views, with a NaN in row 1 of a,"
+    _expect_product(lambda x, y: gemm_tiled(x, y, 4, 4, 4), a, b, what, hint)
+    expect_follows_device(lambda x, y: gemm_tiled(x, y, 2, 2, 2), (3, 5), (5, 4), what="gemm_tiled(a, b)")
+
+
+class _Queue:
+    """A device that accepts work at once and finishes it later; it logs what is asked of it."""
+
+    def __init__(self, work_ms: list[float]):
+        self.work_ms, self.log, self.busy_until = list(work_ms), [], time.perf_counter()
+
+    def launch(self) -> None:
+        if len(self.log) > 1000:
+            raise AssertionError("fn was called over and over: call it n_calls times.")
+        self.log.append("call")
+        work = self.work_ms.pop(0) if self.work_ms else 0.0
+        self.busy_until = max(self.busy_until, time.perf_counter()) + work / 1e3
+
+    def synchronize(self) -> None:
+        self.log.append("wait")
+        while (rest := self.busy_until - time.perf_counter()) > 0:
+            time.sleep(rest)
+
+
+@check("1.3", "Timing")
+def time_calls(time_calls, seed=None):
+    """Waits at the right moments, times each call on its own, in ms."""
+    draw = Draw(seed)
+    work_ms = [draw.real(40, 60), draw.real(4, 6), draw.real(15, 25)]
+    device = _Queue(work_ms)
+    start = time.perf_counter()
+    times = time_calls(device.launch, len(work_ms), device.synchronize)
+    elapsed_ms = (time.perf_counter() - start) * 1e3
+    if not isinstance(times, list | tuple) or len(times) != len(work_ms):
+        raise AssertionError(f"time_calls should return {len(work_ms)} times, one a call, and returned {times!r}.")
+    calls = device.log.count("call")
+    if calls != len(work_ms):
+        raise AssertionError(f"fn should be called n_calls = {len(work_ms)} times, and was called {calls} times.")
+    if device.log[0] != "wait":
+        raise AssertionError(
+            "wait for the device before the clock starts: work from before is billed to the first call."
+        )
+    after = [b for a, b in zip(device.log, [*device.log[1:], ""], strict=True) if a == "call"]
+    if any(event != "wait" for event in after):
+        raise AssertionError(
+            "wait for the device after each call, before the clock stops: the work is still running."
+        )
+    times = [float(t) for t in times]
+    for i, (got, work) in enumerate(zip(times, work_ms, strict=True)):
+        if got < 0.99 * work:
+            seconds = (
+                " It looks like seconds: the answer should be in ms." if 0.99 * work <= got * 1e3 < 3 * work else ""
+            )
+            raise AssertionError(
+                f"call {i} took the device {work:.1f} ms, and time_calls says {got:.4g} ms.{seconds} "
+                "Is the clock stopped after the wait, and is each call timed on its own?"
+            )
+    if sum(times) > elapsed_ms * 1.01 + 1:
+        raise AssertionError(
+            f"the {len(times)} times add up to {sum(times):.4g} ms, but only {elapsed_ms:.4g} ms went by. Are they in "
+            "ms, and does the clock of each call start anew?"
+        )
+
+
+_UNITS = ("MACs", "FLOPs", "bytes")
+
+
+@check("1.4", "MACs, FLOPs and bytes")
+def gemm_and_gemv_costs(gemm_macs_flops_bytes, gemv_macs_flops_bytes, seed=None):
+    """Counts of (M, K) @ (K, N) and (M, K) @ (K,) for several dtypes."""
+    draw = Draw(seed)
+    for dtype in DTYPES:
+        size = dtype.itemsize
+        m, n, k = draw.sizes(3, 11, 500)
+        macs = m * n * k
+        _expect_costs(
+            gemm_macs_flops_bytes(m, n, k, dtype), macs, (m * k + k * n + m * n) * size,
+            f"gemm_macs_flops_bytes({m}, {n}, {k}, {dtype_name(dtype)})",
+            {
+                "The result C is written, too.": (m * k + k * n) * size,
+                "The number of bytes depends on the dtype.": (m * k + k * n + m * n) * 4,
+                "These are elements, not bytes.": m * k + k * n + m * n,
+                "The least I/O reads A and B once, not once a product.": 2 * m * n * k * size,
+            },
+        )  # fmt: skip
+        _expect_costs(
+            gemv_macs_flops_bytes(m, k, dtype), m * k, (m * k + k + m) * size,
+            f"gemv_macs_flops_bytes({m}, {k}, {dtype_name(dtype)})",
+            {
+                "The result y is written, too.": (m * k + k) * size,
+                "The number of bytes depends on the dtype.": (m * k + k + m) * 4,
+                "y has M elements, x has K.": (m * k + 2 * k) * size,
+            },
+        )  # fmt: skip
+
+
+def _expect_costs(got, macs, n_bytes, what, byte_mistakes) -> None:
+    mistakes = {hint: (math.nan, math.nan, number) for hint, number in byte_mistakes.items()}
+    mistakes["A FLOP is not a MAC: one multiply-accumulate is two FLOPs."] = (2 * macs, macs, math.nan)
+    expect_counts(got, (macs, 2 * macs, n_bytes), _UNITS, what, mistakes)
+
+
+@check("Bonus 1.6", "Tile traffic")
+def tile_traffic(tiled_gemm_bytes, largest_square_tile, seed=None):
+    """Traffic of a tiled GEMM, and the tile that fits."""
+    draw = Draw(seed)
+    for dtype in DTYPES[1:3]:
+        size = dtype.itemsize
+        m, n, k = draw.sizes(3, 300, 900)
+        for tm, tn in ((32, 64), (50, 7), (1000, 128), (2000, 2000), (1, 1)):
+            rows, cols = math.ceil(m / tm), math.ceil(n / tn)
+            expect_value(
+                tiled_gemm_bytes(m, n, k, tm, tn, dtype), (cols * m * k + rows * k * n + m * n) * size, "bytes",
+                f"tiled_gemm_bytes({m}, {n}, {k}, {tm}, {tn}, {dtype_name(dtype)})",
+                {
+                    "A is read once for each tile COLUMN of C, B once for each tile ROW.":
+                        (rows * m * k + cols * k * n + m * n) * size,
+                    "The last tile is there as well if it is not whole.":
+                        (n // tn * m * k + m // tm * k * n + m * n) * size,
+                    "Part of a tile is a tile: their number is an integer.":
+                        (n / tn * m * k + m / tm * k * n + m * n) * size,
+                    "C is written, too.": (cols * m * k + rows * k * n) * size,
+                },
+            )  # fmt: skip
+    for dtype in DTYPES[1:3]:
+        for _ in range(4):
+            fast, tile_k = draw.size(20_000, 300_000), draw.choice((8, 16, 32, 64))
+            t = max(x for x in range(300) if 4 * x * x + 2 * x * tile_k * dtype.itemsize <= fast)
+            what = f"largest_square_tile({fast}, {tile_k}, {dtype_name(dtype)})"
+            expect_value(
+                largest_square_tile(fast, tile_k, dtype), t, "", what,
+                {"This one does not fit any more.": t + 1, "A larger one fits.": t - 1},
+            )  # fmt: skip

@@ -1,0 +1,307 @@
+"""Part 3: the work, the traffic and the cache of a Gemma-3 decoder layer."""
+
+from __future__ import annotations
+
+import copy
+import math
+from types import SimpleNamespace
+
+import torch
+
+from instructor.checks.lab1.common import DTYPES, Draw, dtype_name, expect_counts, expect_value
+from utils.checking import check, expect_close
+from utils.config import GEMMA_CONFIG
+
+_UNITS = ("MACs", "FLOPs", "bytes")
+
+
+def _draw_config(draw: Draw) -> SimpleNamespace:
+    """A Gemma-like model in which no two sizes are equal."""
+    kv_heads, group = draw.choice((1, 2, 3)), draw.choice((2, 4, 5))
+    return SimpleNamespace(
+        hidden_size=draw.size(100, 900),
+        intermediate_size=draw.size(1000, 3000),
+        num_attention_heads=kv_heads * group,
+        num_key_value_heads=kv_heads,
+        head_dim=draw.choice((32, 48, 96, 256)),
+        num_hidden_layers=6,
+        sliding_window=draw.size(100, 300),
+        layer_types=["sliding_attention"] * 4 + ["full_attention"] + ["sliding_attention"],
+    )
+
+
+def _pairs(query_len: int, kv_len: int, window: int | None) -> int:
+    visible = 0
+    for p in range(kv_len - query_len, kv_len):
+        first = 0 if window is None else max(0, p - window + 1)
+        visible += p - first + 1
+    return visible
+
+
+@check("3.1", "Attended pairs")
+def attended_pairs(attended_pairs, seed=None):
+    """Prefill, decode and chunks, with and without a window."""
+    draw = Draw(seed)
+    length, window = draw.size(40, 90), draw.size(5, 20)
+    cases = [(1, 1, None), (length, length, None), (1, length, None), (draw.size(2, 30), length, None)]
+    cases += [(length, length, window), (1, length, window), (1, window, window), (1, window + 1, window)]
+    cases += [(draw.size(2, 30), length, window), (length, length, length + 7), (length, length, 1)]
+    for query_len, kv_len, w in cases:
+        wide = w or kv_len
+        expect_value(
+            attended_pairs(query_len, kv_len, w), _pairs(query_len, kv_len, w), "pairs",
+            f"attended_pairs({query_len}, {kv_len}, {w})",
+            {
+                "The causal mask hides the keys after each query.": query_len * kv_len,
+                "A query attends to itself, too.": _pairs(query_len, kv_len, w) - query_len,
+                "A window of w has w keys, the query's own included.": _pairs(query_len, kv_len, wide + 1),
+                "The window has one key more.": _pairs(query_len, kv_len, wide - 1) if wide > 1 else math.nan,
+                "The window is not used.": _pairs(query_len, kv_len, None),
+                "The first queries see fewer keys than a whole window.": query_len * min(kv_len, wide),
+                "The queries are the LAST query_len of the kv_len positions.": _pairs(query_len, query_len, w),
+            },
+        )  # fmt: skip
+
+
+def _attention(batch, query_len, kv_len, config, size, window=None, *, kv_heads=None, keys_read=None, pairs=None):
+    """(MACs, FLOPs, bytes) of attention; the keyword arguments make the known mistakes."""
+    h, d, heads = config.hidden_size, config.head_dim, config.num_attention_heads
+    kv_heads = config.num_key_value_heads if kv_heads is None else kv_heads
+    pairs = _pairs(query_len, kv_len, window) if pairs is None else pairs
+    if keys_read is None:
+        keys_read = kv_len if window is None else min(kv_len, window + query_len - 1)
+    t, wide, narrow = batch * query_len, heads * d, kv_heads * d
+    macs = t * h * wide + 2 * t * h * narrow + t * wide * h + 2 * batch * heads * pairs * d
+    elements = (t * h + h * wide + t * wide) + 2 * (t * h + h * narrow + t * narrow)
+    elements += t * wide + 2 * batch * keys_read * narrow + t * wide
+    elements += t * wide + wide * h + t * h
+    return macs, 2 * macs, elements * size
+
+
+@check("3.1", "Cost of attention")
+def attention_cost(attention_macs_flops_bytes, seed=None):
+    """Five operators, GQA, prefill and decode, full and sliding."""
+    draw = Draw(seed)
+    for config in (GEMMA_CONFIG, _draw_config(draw), _draw_config(draw)):
+        length, window = draw.size(300, 900), draw.size(20, 200)
+        dtype = draw.choice(DTYPES)
+        size = dtype.itemsize
+        for query_len, kv_len, w in (
+            (length, length, None), (1, length, None), (length, length, window), (1, length, window),
+            (7, length, window), (1, window - 3, window),
+        ):  # fmt: skip
+            batch = draw.size(2, 9)
+            args = (batch, query_len, kv_len, config)
+            expected = _attention(*args, size, w)
+            no_projections = 2 * batch * config.num_attention_heads * _pairs(query_len, kv_len, w) * config.head_dim
+            where = "sliding window" if w else "full attention"
+            expect_counts(
+                attention_macs_flops_bytes(*args, dtype, w), expected, _UNITS,
+                f"attention_macs_flops_bytes({batch}, {query_len}, {kv_len}, config, {dtype_name(dtype)}, {w}) "
+                f"({where}, hidden {config.hidden_size}, heads {config.num_attention_heads}, "
+                f"kv heads {config.num_key_value_heads}, head_dim {config.head_dim})",
+                {
+                    "Keys and values have num_key_value_heads heads, not num_attention_heads.":
+                        _attention(*args, size, w, kv_heads=config.num_attention_heads),
+                    "Count the pairs that the mask lets through, not the whole square.":
+                        _attention(*args, size, w, pairs=query_len * kv_len),
+                    "With a window, only the keys that at least one query can see are read.":
+                        _attention(*args, size, w, keys_read=kv_len),
+                    "The window limits the pairs and the keys read.": _attention(*args, size, None),
+                    "Several queries see more keys together than one window.":
+                        _attention(*args, size, w, keys_read=min(kv_len, w or kv_len)),
+                    "The number of bytes depends on the dtype.": _attention(*args, 4, w),
+                    "These are elements, not bytes.": _attention(*args, 1, w),
+                    "A FLOP is not a MAC: one multiply-accumulate is two FLOPs.":
+                        (2 * expected[0], expected[0], math.nan),
+                    "The four projections are missing.": (no_projections, 2 * no_projections, math.nan),
+                    "The scores are a matrix product, and so is their product with the values.":
+                        _attention(*args, size, w, pairs=_pairs(query_len, kv_len, w) / 2),
+                    "Each pair costs D MACs for each QUERY head.":
+                        _attention(*args, size, w, pairs=_pairs(query_len, kv_len, w) * config.num_key_value_heads
+                                   / config.num_attention_heads),
+                },
+            )  # fmt: skip
+
+
+def _mlp(t, h, i, size, *, wide=8, narrow=3, weights=3):
+    macs = 3 * t * h * i
+    return macs, 2 * macs, (weights * h * i + narrow * t * h + wide * t * i) * size
+
+
+@check("3.2", "MLP and norms")
+def mlp_and_norm_costs(mlp_macs_flops_bytes, rms_norm_flops_bytes, seed=None):
+    """Five operators of the gated MLP, one of RMSNorm."""
+    draw = Draw(seed)
+    for config in (GEMMA_CONFIG, _draw_config(draw)):
+        for dtype in DTYPES:
+            t, h, i, size = draw.size(1, 5000), config.hidden_size, config.intermediate_size, dtype.itemsize
+            macs, flops, n_bytes = _mlp(t, h, i, size)
+            expect_counts(
+                mlp_macs_flops_bytes(t, config, dtype), (macs, flops, n_bytes), _UNITS,
+                f"mlp_macs_flops_bytes({t}, config, {dtype_name(dtype)}) (hidden {h}, intermediate {i})",
+                {
+                    "There are three matrices: gate, up and down.": (2 * t * h * i, 4 * t * h * i,
+                                                                     _mlp(t, h, i, size, weights=2)[2]),
+                    "The number of bytes depends on the dtype.": _mlp(t, h, i, 4),
+                    "These are elements, not bytes.": _mlp(t, h, i, 1),
+                    "A FLOP is not a MAC: one multiply-accumulate is two FLOPs.": (2 * macs, macs, math.nan),
+                    "gate and up are two operators, and each reads its input.": _mlp(t, h, i, size, narrow=2),
+                    "GELU and the product are operators of their own: they read and write.":
+                        _mlp(t, h, i, size, wide=3),
+                    "GELU and the product are two operators here, each with its own reads and writes.":
+                        _mlp(t, h, i, size, wide=6),
+                    "The elementwise product reads two tensors.": _mlp(t, h, i, size, wide=7),
+                    "Weights are read, too.": _mlp(t, h, i, size, weights=0),
+                },
+            )  # fmt: skip
+            expect_counts(
+                rms_norm_flops_bytes(t, h, dtype), (4 * t * h, (2 * t * h + h) * size), ("FLOPs", "bytes"),
+                f"rms_norm_flops_bytes({t}, {h}, {dtype_name(dtype)})",
+                {
+                    "The number of bytes depends on the dtype.": (math.nan, (2 * t * h + h) * 4),
+                    "The weight is read, too.": (math.nan, 2 * t * h * size),
+                    "The weight is one vector, the same for all tokens.": (math.nan, 3 * t * h * size),
+                    "One fused operator reads its input once.": (math.nan, (3 * t * h + h) * size),
+                },
+            )  # fmt: skip
+
+
+@check("3.3", "PyTorch's FLOP counter")
+def counted_flops(counted_flops, seed=None):
+    """Any function with any arguments, run once."""
+    draw = Draw(seed)
+    m, k, n, p = draw.sizes(4, 3, 40)
+    a, b, c = draw.normal(m, k), draw.normal(k, n), draw.normal(n, p)
+    calls = []
+
+    def chain(x, y, z):
+        calls.append(1)
+        return torch.relu(x @ y) @ z
+
+    expect_value(
+        counted_flops(chain, a, b, c), 2 * m * k * n + 2 * m * n * p, "FLOPs",
+        f"counted_flops of relu(({m}, {k}) @ ({k}, {n})) @ ({n}, {p})",
+    )  # fmt: skip
+    if len(calls) != 1:
+        raise AssertionError(f"fn should run once, and ran {len(calls)} times.")
+    got = counted_flops(torch.nn.functional.linear, a, b.T)
+    expect_value(got, 2 * m * k * n, "FLOPs", f"counted_flops of a second function, F.linear of ({m}, {k})")
+    if counted_flops(torch.sin, a) != 0:
+        raise AssertionError("counted_flops(torch.sin, a) should be 0: PyTorch counts matrix products only.")
+
+
+def _small_layer(layer_idx: int):
+    from utils.model import build_decoder_layer
+
+    config = copy.deepcopy(GEMMA_CONFIG)
+    config.hidden_size, config.intermediate_size, config.head_dim = 48, 96, 16
+    config.query_pre_attn_scalar, config.sliding_window = 16, 8
+    return build_decoder_layer(config, layer_idx, torch.float32, "cpu", seed=layer_idx)
+
+
+@check("3.4", "Decoding with a KV cache")
+def decode_with_cache(decode_with_cache, seed=None):
+    """Equals a full prefill, with the prompt run once and each new token alone."""
+    from utils.model import get_position_embeddings, prefill_forward
+
+    draw = Draw(seed)
+    for layer_idx in (5, 0):
+        layer, rotary_emb = _small_layer(layer_idx)
+        hidden = layer.config.hidden_size
+        batch, prompt_len, new = draw.size(2, 3), draw.size(11, 14), draw.size(4, 7)
+        tokens = draw.normal(batch, prompt_len + new, hidden)
+        prompt, new_tokens = tokens[:, :prompt_len], tokens[:, prompt_len:]
+        positions = torch.arange(prompt_len + new).expand(batch, -1)
+        embeddings = get_position_embeddings(tokens, positions, rotary_emb, layer.self_attn.layer_type)
+        expected = prefill_forward(layer, tokens, positions, embeddings)[:, prompt_len:]
+        seen = []
+        hook = layer.self_attn.q_proj.register_forward_pre_hook(
+            lambda _, args, seen=seen: seen.append(args[0].shape[-2])
+        )
+        try:
+            got = decode_with_cache(layer, rotary_emb, prompt.clone(), new_tokens.clone())
+        finally:
+            hook.remove()
+        kind = layer.self_attn.layer_type.replace("_", " ")
+        what = f"decode_with_cache of {prompt_len} + {new} tokens ({kind})"
+        expect_close(
+            got, expected, rtol=1e-3, atol=1e-4, what=what,
+            hint="Position of the first new token: prompt_len. The rotary embedding, position_ids and cache_positions "
+            "must all say so.",
+        )  # fmt: skip
+        if seen != [prompt_len] + [1] * new:
+            raise AssertionError(
+                f"{what}: the values are right, but the layer ran on {seen} tokens, call by call. Expected one prefill "
+                f"of {prompt_len} tokens and then {new} times 1 token: the cache saves the rest."
+            )
+
+
+@check("3.4", "KV-cache bytes")
+def kv_cache_bytes(kv_cache_bytes, seed=None):
+    """Keys and values of all layers; sliding layers keep their window."""
+    draw = Draw(seed)
+    for config in (GEMMA_CONFIG, _draw_config(draw)):
+        kinds, window, d = config.layer_types, config.sliding_window, config.head_dim
+        sliding = sum(kind == "sliding_attention" for kind in kinds)
+        full = len(kinds) - sliding
+        for length in (draw.size(10, 99), window, draw.size(1000, 40000)):
+            batch, dtype = draw.size(1, 64), draw.choice(DTYPES)
+            tokens = sliding * min(length, window) + full * length
+            token = 2 * batch * config.num_key_value_heads * d * dtype.itemsize
+            expect_value(
+                kv_cache_bytes(batch, length, config, dtype), tokens * token, "bytes",
+                f"kv_cache_bytes({batch}, {length}, config, {dtype_name(dtype)})",
+                {
+                    "Keys and values are both kept.": tokens * token // 2,
+                    "The cache holds num_key_value_heads heads (GQA).":
+                        tokens * token * config.num_attention_heads // config.num_key_value_heads,
+                    "Sliding layers keep at most config.sliding_window tokens.": len(kinds) * length * token,
+                    "Full layers keep every token.": len(kinds) * min(length, window) * token,
+                    "Every layer has its own cache.": length * token,
+                    "The number of bytes depends on the dtype.": tokens * token // dtype.itemsize * 4,
+                },
+            )  # fmt: skip
+
+
+@check("Bonus 3.6", "The floor under decode")
+def decode_floor(decode_floor_ms, break_even_batch, seed=None):
+    """Weights and cache over bandwidth; the batch at which the cache weighs more."""
+    draw = Draw(seed)
+    for config in (GEMMA_CONFIG, _draw_config(draw)):
+        h, d, kinds = config.hidden_size, config.head_dim, config.layer_types
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        weights = (2 * h * heads * d + 2 * h * kv_heads * d + 3 * h * config.intermediate_size) * len(kinds)
+        for weight_bytes, cache_bytes in ((2, 2), (1, 2), (0.5, 1)):
+            batch, length, bandwidth = draw.size(1, 200), draw.size(1000, 50000), draw.real(0.05, 8)
+            tokens = sum(min(length, config.sliding_window) if k == "sliding_attention" else length for k in kinds)
+            cache = 2 * tokens * kv_heads * d
+
+            def floor(weight=weights * weight_bytes, kept=cache * cache_bytes, batch=batch, bandwidth=bandwidth):
+                return (weight + batch * kept) / bandwidth / 1e9
+
+            what = f"({batch}, {length}, config, {bandwidth:.4g}, {weight_bytes}, {cache_bytes})"
+            expect_value(
+                decode_floor_ms(batch, length, config, bandwidth, weight_bytes, cache_bytes), floor(), "ms",
+                f"decode_floor_ms{what}",
+                {
+                    "All layers count.": floor() / len(kinds),
+                    "The batch shares the weights: they are read once a step.":
+                        batch * floor(kept=cache * cache_bytes / batch, weight=weights * weight_bytes),
+                    "Each sequence has its own cache.": floor(kept=cache * cache_bytes / batch),
+                    "Sliding layers read at most their window.":
+                        floor(kept=2 * length * len(kinds) * kv_heads * d * cache_bytes),
+                    "Weights and cache have their own bytes per number.": floor(kept=cache * weight_bytes),
+                },
+            )  # fmt: skip
+            batches = weights * weight_bytes / (cache * cache_bytes)
+            if abs(batches - round(batches)) < 1e-6:
+                continue
+            expect_value(
+                break_even_batch(length, config, weight_bytes, cache_bytes), math.ceil(batches), "",
+                f"break_even_batch({length}, config, {weight_bytes}, {cache_bytes})",
+                {
+                    "A batch is an integer; this one is still below.": math.floor(batches),
+                    "A batch is an integer.": batches,
+                },
+            )  # fmt: skip

@@ -1,0 +1,169 @@
+"""Part 4: traces, GELU, kernel counts, and the model of a launch queue."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from pathlib import Path
+
+import torch
+
+from instructor.checks.lab1.common import (
+    DTYPES,
+    Draw,
+    dtype_name,
+    expect_unchanged,
+    expect_value,
+)
+from utils.checking import MATMUL, check, expect_close, forbid, forbid_leaving, watch_operations
+from utils.device import default_device
+
+
+@check("4.1", "Profile and trace")
+def profile_steps(profile_steps, seed=None):
+    """Six recorded steps, a readable Chrome trace where it was asked for, the profiler returned."""
+    draw = Draw(seed)
+    repeats = draw.size(2, 5)
+    x, calls = draw.normal(64), []
+
+    def step():
+        calls.append(1)
+        for _ in range(repeats):
+            torch.erfinv(x)
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"trace_{draw.size(0, 999)}.json"
+        prof = profile_steps(step, str(path))
+        if not path.exists():
+            raise AssertionError(
+                f"no file was written to trace_path ({path.name}): prof.export_chrome_trace(trace_path)."
+            )
+        try:
+            events = json.loads(path.read_text())["traceEvents"]
+        except (ValueError, KeyError, TypeError):
+            raise AssertionError("the file at trace_path is no Chrome trace (JSON with traceEvents).") from None
+    if not isinstance(prof, torch.profiler.profile):
+        raise AssertionError(f"profile_steps should return the profiler, and returned {type(prof).__name__}.")
+    if len(calls) != 10:
+        raise AssertionError(
+            "fn should run 10 times (1 wait + 3 warm-up + 6 active steps of default_schedule), and ran "
+            f"{len(calls)} times."
+        )
+    steps = {event["name"] for event in events if str(event.get("name", "")).startswith("ProfilerStep#")}
+    recorded = sum(event.get("name") == "aten::erfinv" for event in events)
+    if len(steps) != 6 or recorded != 6 * repeats:
+        raise AssertionError(
+            f"the trace holds {len(steps)} steps and {recorded} of fn's operators; expected 6 steps and {6 * repeats}. "
+            "Is schedule=default_schedule given, and is prof.step() called after each call?"
+        )
+
+
+@check("4.2", "GELU by hand")
+def gelu_by_hand(gelu_by_hand, seed=None):
+    """The tanh form, from elementwise operators, on any shape and dtype."""
+    draw = Draw(seed)
+    x = draw.normal(3, 5)
+    with watch_operations() as watch:
+        gelu_by_hand(x)
+    forbid(watch, ("gelu", r"\w*gelu\w*", *MATMUL), hint="write the formula from +, * and torch.tanh")
+    forbid_leaving(watch)
+    for dtype, rtol, atol in (
+        (torch.float64, 1e-9, 1e-12),
+        (torch.float32, 1e-4, 1e-6),
+        (torch.bfloat16, 3e-2, 3e-2),
+    ):
+        x = 3 * draw.normal(draw.size(2, 5), draw.size(20, 40), dtype=dtype)
+        x[0, :4] = torch.tensor([0.0, -30.0, 30.0, math.nan], dtype=dtype)
+        before = x.clone()
+        what = f"gelu_by_hand of {tuple(x.shape)} in {dtype_name(dtype)}"
+        got = gelu_by_hand(x)
+        expect_unchanged((before,), (x,), what)
+        wide = torch.nn.functional.gelu(before.double(), approximate="tanh").to(dtype)
+        exact = torch.nn.functional.gelu(before.double()).to(dtype)
+        hint = "Compare each factor with the formula: 1/2, the square root of 2/pi, 0.044715, the cube."
+        comparable = isinstance(got, torch.Tensor) and got.shape == x.shape and dtype is torch.float64
+        if comparable and torch.allclose(got.double(), exact.double(), rtol=1e-6, atol=1e-9, equal_nan=True):
+            hint = "This is the exact GELU, with erf. Gemma uses the tanh form."
+        expect_close(got, wide, rtol=rtol, atol=atol, what=what, hint=hint)
+
+
+@check("4.2", "Bytes of fusion")
+def fusion_bytes(elementwise_bytes, fusion_speedup, seed=None):
+    """Traffic of a chain of elementwise operators, and what fusing it saves."""
+    draw = Draw(seed)
+    for dtype in DTYPES[:3]:
+        numel, one, two = draw.size(10, 10**7), draw.size(1, 9), draw.size(10, 19)
+        size = dtype.itemsize
+        expect_value(
+            elementwise_bytes(numel, dtype, one, two), (2 * one + 3 * two) * numel * size, "bytes",
+            f"elementwise_bytes({numel}, {dtype_name(dtype)}, {one}, {two})",
+            {
+                "Each operator writes one tensor, too.": (one + 2 * two) * numel * size,
+                "An operator with two inputs reads both.": 2 * (one + two) * numel * size,
+                "The number of bytes depends on the dtype.": (2 * one + 3 * two) * numel * 4,
+                "These are elements, not bytes.": (2 * one + 3 * two) * numel,
+            },
+        )  # fmt: skip
+        expect_value(
+            fusion_speedup(one, two), (2 * one + 3 * two) / 2, "", f"fusion_speedup({one}, {two})",
+            {
+                "The fused kernel reads one tensor and writes one.": 2 * one + 3 * two,
+                "Count bytes, not kernels.": one + two,
+                "How many times FASTER: the chain over the fused kernel.": 2 / (2 * one + 3 * two),
+            },
+        )  # fmt: skip
+
+
+@check("4.3", "Kernels per step")
+def kernels_per_step(kernels_per_step, seed=None):
+    """Exactly the kernels of one call, not of all recorded ones."""
+    draw = Draw(seed)
+    x = draw.normal(4096).to(default_device())
+    functions = (torch.sin, torch.cos, torch.tanh, torch.exp, torch.sigmoid)
+    for count in (draw.size(2, 4), draw.size(5, 9)):
+        chosen = [draw.choice(functions) for _ in range(count)]
+
+        def chain(chosen=chosen):
+            y = x
+            for function in chosen:
+                y = function(y)
+
+        expect_value(
+            kernels_per_step(chain), count, "", f"kernels_per_step of {count} elementwise operators",
+            {
+                "That is the sum over the 6 recorded steps.": 6 * count,
+                "That is the sum over all 10 calls.": 10 * count,
+            },
+        )  # fmt: skip
+
+
+@check("4.4", "The launch queue")
+def launch_model(eager_time_us, graph_time_us, seed=None):
+    """Against a simulation of the queue, with launches slower and faster than kernels."""
+    draw = Draw(seed)
+    for launch, kernel in (
+        (draw.real(5, 9), draw.real(0.5, 4)), (draw.real(1, 4), draw.real(5, 90)), (3.0, 3.0)
+    ):  # fmt: skip
+        for n in (1, 2, draw.size(20, 90)):
+            done = 0.0
+            for i in range(1, n + 1):
+                done = max(done, i * launch) + kernel
+            slow, fast = max(launch, kernel), min(launch, kernel)
+            what = f"({n}, {launch:.4g}, {kernel:.4g})"
+            expect_value(
+                eager_time_us(n, launch, kernel), done, "µs", f"eager_time_us{what}",
+                {
+                    "Launching and running overlap: the CPU launches the next kernel while the GPU runs this one.":
+                        n * (launch + kernel),
+                    "Before the first kernel there is a launch, and after the last launch there is a kernel.": n * slow,
+                    "The slower of the two sets the pace.": launch + (n - 1) * fast + kernel,
+                },
+            )  # fmt: skip
+            expect_value(
+                graph_time_us(n, launch, kernel), launch + n * kernel, "µs", f"graph_time_us{what}",
+                {
+                    "The graph is launched, too: once.": n * kernel,
+                    "The graph is launched once, not once a kernel.": n * (launch + kernel),
+                },
+            )  # fmt: skip

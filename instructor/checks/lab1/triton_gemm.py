@@ -1,0 +1,89 @@
+"""Question 1.5: the student's Triton kernel, in Triton's interpreter, between guards."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from instructor.checks.lab1.common import Draw
+from utils.checking import check, expect_close
+from utils.kernels.interpreter import InterpretedKernelError, run_interpreted_cases
+
+_GUARD = 40  # rows and columns around each matrix, more than a block's overhang
+
+# Appended to the student's file and run in the interpreter's process, which refuses accesses outside of the matrices'
+# memory. Gaps between their rows belong to it: there A and B are surrounded by NaN, and C by sevens.
+_ENTRY = f"""
+
+def entry_of_the_check(a, b, block_m, block_n, block_k, transposed, dtype):
+    import torch
+    import triton
+
+    def guarded(rows, cols, value):
+        whole = torch.full((rows + 2 * {_GUARD}, cols + 2 * {_GUARD}), value, dtype=dtype)
+        whole = whole.T.contiguous().T if transposed else whole
+        return whole, whole[{_GUARD}:{_GUARD} + rows, {_GUARD}:{_GUARD} + cols]
+
+    a_view = guarded(*a.shape, float("nan"))[1].copy_(a)
+    b_view = guarded(*b.shape, float("nan"))[1].copy_(b)
+    c_whole, c_view = guarded(a.shape[0], b.shape[1], 7.0)
+
+    grid = (triton.cdiv(a.shape[0], block_m), triton.cdiv(b.shape[1], block_n))
+    gemm_kernel[grid](
+        a_view, b_view, c_view, a.shape[0], b.shape[1], a.shape[1],
+        *a_view.stride(), *b_view.stride(), *c_view.stride(),
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+    )
+    return c_whole.contiguous().double()
+"""
+
+
+def _last_words(text: str) -> str:
+    """The error itself, and the line of the kernel it comes from."""
+    lines = text.strip().splitlines()
+    places = [i for i, line in enumerate(lines) if line.endswith("in gemm_kernel")]
+    where = f"\n  in gemm_kernel: {lines[places[-1] + 1].strip()}" if places and places[-1] + 1 < len(lines) else ""
+    return lines[-1] + where
+
+
+@check("1.5", "GEMM in Triton")
+def gemm_triton(source: str, seed=None):
+    """The kernel `gemm_kernel` of this source text: values, edges, strides, and no access outside."""
+    # In the text, because a kernel's `raise` never reaches Python when it is compiled.
+    if re.search(r"^\s*raise NotImplementedError", source, flags=re.MULTILINE):
+        raise NotImplementedError
+    if "gemm_kernel" not in source:
+        raise AssertionError("the file defines no gemm_kernel: keep the name and the arguments of the kernel.")
+    draw = Draw(seed)
+    cases, names = [], []
+    for name, (m, n, k), (bm, bn, bk), transposed, dtype in (
+        ("whole blocks", (32, 32, 32), (16, 16, 16), False, torch.float32),
+        ("edges", (draw.size(17, 31), draw.size(33, 47), draw.size(17, 31)), (16, 32, 16), False, torch.float32),
+        ("column-major matrices", (draw.size(33, 47), draw.size(17, 31), 32), (32, 16, 32), True, torch.float32),
+        ("fp16", (draw.size(5, 15), 16, draw.size(33, 47)), (16, 16, 32), False, torch.float16),
+    ):
+        a, b = draw.normal(m, k, dtype=dtype), draw.normal(k, n, dtype=dtype)
+        cases.append((a, b, bm, bn, bk, transposed, dtype))
+        names.append(f"({m}, {k}) @ ({k}, {n}) with blocks ({bm}, {bn}, {bk}), {name}")
+    try:
+        results = run_interpreted_cases((source + _ENTRY, "entry_of_the_check"), cases, timeout=60)
+    except InterpretedKernelError as error:
+        place = f" on {names[error.case]}" if error.case is not None else ""
+        raise AssertionError(f"gemm_kernel failed{place}: {_last_words(str(error))}") from None
+    for name, (a, b, *_), result in zip(names, cases, results, strict=True):
+        m, n = a.shape[0], b.shape[1]
+        inside = result[_GUARD : _GUARD + m, _GUARD : _GUARD + n]
+        around = result.clone()
+        around[_GUARD : _GUARD + m, _GUARD : _GUARD + n] = 7.0
+        if not torch.equal(around, torch.full_like(around, 7.0)):
+            raise AssertionError(
+                f"the kernel wrote {int((around != 7.0).sum())} elements outside of C on {name}. Which mask does "
+                "tl.store need?"
+            )
+        expected = a.double() @ b.double()
+        rtol, atol = (1e-4, 1e-4) if a.dtype == torch.float32 else (5e-3, 5e-3)
+        expect_close(
+            inside, expected, rtol=rtol, atol=atol, what=f"C of {name}",
+            hint="Look at the strides, at the masks, and at what other= puts where a mask is false.",
+        )  # fmt: skip

@@ -1,0 +1,92 @@
+"""`labs build` and `labs points`: the instructor's commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Build the labs' notebooks from their sources.")
+
+Names = Annotated[list[str] | None, typer.Argument(help="Labs by name, such as lab1; all of them if left out.")]
+
+
+def _names(labs: list[str] | None) -> list[str]:
+    from instructor.points import lab_names
+
+    names = labs or lab_names()
+    if not names:
+        _fail(["there is no lab in instructor/labs."])
+    return names
+
+
+def _fail(problems: list[str]) -> None:
+    for problem in problems:
+        typer.echo(f"error: {problem}", err=True)
+    raise typer.Exit(2)
+
+
+@app.command()
+def build(
+    labs: Names = None,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 if a notebook is out of date.")] = False,
+) -> None:
+    """Build the instructor's and the students' notebook of each lab."""
+    from instructor import build as builder
+    from instructor.points import lab_path, number_text
+    from instructor.source import LabError
+
+    stale, problems = [], []
+    for name in _names(labs):
+        try:
+            built = builder.build_lab(lab_path(name))
+        except LabError as error:
+            problems += error.problems
+            continue
+        regular, bonus = (sum(q.points for q in built.questions if q.bonus == which) for which in (False, True))
+        sums = f"{number_text(regular)} points + {number_text(bonus)} bonus in {len(built.questions)} questions"
+        if check:
+            outdated = builder.stale_files(built, builder.ROOT)
+            stale += outdated
+            typer.echo(f"{name}: {sums}; {'out of date' if outdated else 'up to date'}")
+            continue
+        written = builder.write_files(built.files(builder.ROOT))
+        typer.echo(f"{name}: {sums}")
+        for path in built.files(builder.ROOT):
+            state = "written" if path in written else "unchanged"
+            typer.echo(f"  {path.relative_to(builder.ROOT)}  {state}")
+    if problems:
+        _fail(problems)
+    if stale:
+        for path in stale:
+            relative = path.relative_to(builder.ROOT)
+            typer.echo(f"error: {relative} differs from its source: run `labs build {path.stem}`.", err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def points(
+    labs: Names = None,
+    readme: Annotated[
+        Path | None,
+        typer.Option(help="Put each table between <!-- points:LAB --> and <!-- /points --> of this file."),
+    ] = None,
+) -> None:
+    """Print each lab's table of questions and points, or put it into a README."""
+    from instructor.points import points_table, put_points_table
+    from instructor.source import LabError
+
+    try:
+        tables = {name: points_table(name) for name in _names(labs)}
+        if readme is None:
+            typer.echo("\n\n".join(f"{name}\n\n{table}" for name, table in tables.items()))
+            return
+        if not readme.is_file():
+            _fail([f"{readme} is no file."])
+        text = readme.read_text(encoding="utf-8")
+        for name, table in tables.items():
+            text = put_points_table(text, name, table)
+        readme.write_text(text, encoding="utf-8")
+    except LabError as error:
+        _fail(error.problems)

@@ -1,0 +1,120 @@
+"""An nbgrader course in a folder: release a lab, take submissions in, grade them with nbgrader's own commands."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+
+from instructor.build import ROOT, Built
+
+CONFIG = """\
+c = get_config()
+c.CourseDirectory.course_id = {course_id!r}
+c.Execute.timeout = {timeout}  # seconds for one cell
+"""
+
+
+class CourseError(RuntimeError):
+    """An nbgrader command failed; carries its output."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What the gradebook holds for one graded cell of one submission."""
+
+    auto: float | None  # None: nbgrader cannot tell, a person has to grade
+    manual: float | None
+    points: float  # at most
+    needs_manual_grade: bool
+
+
+class Course:
+    """An nbgrader course folder.
+
+    Args:
+        root: the folder; made if need be
+        timeout: seconds that one cell may run when graded
+    """
+
+    def __init__(self, root: Path, course_id: str = "labs", timeout: int = 300):
+        self.root, self.course_id = Path(root), course_id
+        self.root.mkdir(parents=True, exist_ok=True)
+        config = self.root / "nbgrader_config.py"
+        if not config.exists():
+            config.write_text(CONFIG.format(course_id=course_id, timeout=timeout), encoding="utf-8")
+
+    def nbgrader(self, *arguments: str, check: bool = True) -> str:
+        """Run `nbgrader ARGUMENTS` in the course; returns what it printed."""
+        # The kernels import `utils` and `instructor.checks` from here. One thread each: several torch processes at
+        # once on few cores slow each other down tenfold.
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        # nbgrader calls `alembic` by name: it stands beside this Python, whether or not its environment is activated.
+        commands = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+        environment = {**os.environ, "PYTHONPATH": path, "PATH": commands}
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        done = subprocess.run(
+            [sys.executable, "-m", "nbgrader", *arguments],
+            cwd=self.root, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        if check and done.returncode != 0:
+            raise CourseError(f"nbgrader {' '.join(arguments)} failed ({done.returncode}):\n{done.stdout}")
+        return done.stdout
+
+    def release(self, built: Built) -> Path:
+        """Put a lab's instructor notebook into `source/` and generate the students' one; returns the latter's path."""
+        # Only the notebook: nbgrader copies every other file of source/<lab>/ to the students.
+        source = self.root / "source" / built.name / f"{built.name}.ipynb"
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_text(built.instructor, encoding="utf-8")
+        self.nbgrader("generate_assignment", built.name, "--force")
+        return self.root / "release" / built.name / f"{built.name}.ipynb"
+
+    def submit(self, lab: str, student: str, notebook: str) -> None:
+        """Take in a student's notebook, given as text."""
+        path = self.root / "submitted" / student / lab / f"{lab}.ipynb"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(notebook, encoding="utf-8")
+
+    def grade(self, lab: str) -> dict[str, dict[str, Score]]:
+        """Autograde all submissions; returns {student: {id of a graded cell: Score}}."""
+        self.nbgrader("autograde", lab, "--force")
+        return self.scores(lab)
+
+    def scores(self, lab: str) -> dict[str, dict[str, Score]]:
+        """What the gradebook holds for a lab now."""
+        from nbgrader.api import Gradebook
+
+        with Gradebook(f"sqlite:///{self.root / 'gradebook.db'}", self.course_id) as gradebook:
+            return {
+                submission.student.id: {
+                    grade.name: Score(grade.auto_score, grade.manual_score, grade.max_score, grade.needs_manual_grade)
+                    for notebook in submission.notebooks
+                    for grade in notebook.grades
+                }
+                for submission in gradebook.assignment_submissions(lab)
+            }
+
+
+def answered_notebook(built: Built, answers: Mapping[str, str] | None = None) -> str:
+    """A student's notebook, as text, with every answer filled in.
+
+    Args:
+        built: the lab
+        answers: sources of answer cells by id, in place of the model answers
+    """
+    answers = dict(answers or {})
+    student = nbformat.reads(built.student, as_version=4)
+    model = {cell.id: cell.source for cell in nbformat.reads(built.instructor, as_version=4).cells}
+    for cell in student.cells:
+        if cell.metadata.get("nbgrader", {}).get("solution"):
+            cell.source = answers.pop(cell.id, model[cell.id])
+    if answers:
+        raise KeyError(f"{built.name} has no answer cell {', '.join(sorted(answers))}.")
+    return nbformat.writes(student, version=4)

@@ -1,0 +1,234 @@
+"""Questions and points: found in a lab's source, summed, and written wherever a reader meets them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from instructor.source import Cell, Lab, LabError, find_regions, read_lab
+
+LABS = Path(__file__).resolve().parent / "labs"
+
+HEADING = re.compile(r"(#{1,6})\s+(.*?)\s*$")
+QUESTION = re.compile(r"(?P<bonus>Bonus )?Question (?P<part>\d+)\.(?P<number>\d+)[:.]?\s*(?:[—–-]\s*)?(?P<title>.*)")
+PLACEHOLDER = re.compile(r"\{points(?::([^{}]*))?\}")
+WRITTEN_POINTS = re.compile(r"[(\[]\s*(\d+(?:\.\d+)?)\s+(?:bonus\s+)?points?\s*[)\]]", re.IGNORECASE)
+
+
+@dataclass
+class Question:
+    """A question of a lab, with its graded cells."""
+
+    key: str  # q1_1 or bonus_4_5: what its cells' ids begin with
+    number: str  # 1.1
+    title: str
+    bonus: bool
+    line: int
+    cells: list[Cell] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"{'Bonus Question' if self.bonus else 'Question'} {self.number}"
+
+    @property
+    def points(self) -> float:
+        return sum(cell.points for cell in self.cells)
+
+    @property
+    def graded(self) -> str:
+        """automatically, by hand, or both."""
+        how = {"automatically" if cell.role == "tests" else "by hand" for cell in self.cells if cell.points}
+        return "both" if len(how) > 1 else next(iter(how), "")
+
+
+def number_text(points: float) -> str:
+    """`6` and `2.5`: no trailing zero."""
+    return f"{points:g}"
+
+
+def _prose_lines(cell: Cell) -> list[tuple[int, str]]:
+    """The numbered lines of a markdown cell that students read as prose: no code blocks."""
+    lines, fence = [], False
+    for number, line in enumerate(cell.source.splitlines()):
+        if line.lstrip().startswith(("```", "~~~")):
+            fence = not fence
+        elif not fence:
+            lines.append((number, line))
+    return lines
+
+
+def find_questions(lab: Lab) -> list[Question]:
+    """The questions of a lab in order, each with its cells; `LabError` if cells and headings do not fit."""
+    questions: list[Question] = []
+    problems: list[str] = []
+    current: tuple[int, Question] | None = None  # heading level, question
+    for cell in lab.cells:
+        if cell.cell_type == "markdown" and cell.role in ("prose", "locked", "task"):
+            for number, line in _prose_lines(cell):
+                heading = HEADING.fullmatch(line)
+                if heading is None:
+                    continue
+                level, text = len(heading[1]), heading[2]
+                where = f"{lab.path.name}, line {cell.line + number + 1}"
+                question = QUESTION.fullmatch(text)
+                if question is None:
+                    if "{points}" in text:
+                        problems.append(f"{where}: {{points}} in a heading without 'Question 1.1: Title'.")
+                    if current and level <= current[0]:
+                        current = None
+                    continue
+                found, said = _question(question, cell.line + number + 1, where)
+                problems += said
+                if any(q.number == found.number for q in questions):
+                    problems.append(f"{where}: {found.number} is the number of an earlier question.")
+                questions.append(found)
+                current = (level, found)
+        if cell.question is None:
+            continue
+        owner = current[1] if current else None
+        if owner is not None and owner.key == cell.question:
+            owner.cells.append(cell)
+        else:
+            under = f"{owner.name} ({owner.key})" if owner else "no question's heading"
+            problems.append(f"{lab.at(cell)}: the id belongs to {cell.question}, and the cell stands under {under}.")
+    for question in questions:
+        problems += [f"{lab.path.name}, line {question.line}: {p}" for p in _question_problems(question)]
+    if problems:
+        raise LabError(problems)
+    return questions
+
+
+def _question(match: re.Match, line: int, where: str) -> tuple[Question, list[str]]:
+    problems, title = [], match["title"].strip()
+    bonus = match["bonus"] is not None
+    number = f"{match['part']}.{match['number']}"
+    key = f"{'bonus_' if bonus else 'q'}{match['part']}_{match['number']}"
+    written = WRITTEN_POINTS.search(title)
+    if written:
+        problems.append(
+            f"{where}: the heading of {number} says {written[1]} points itself; points live in the marker lines "
+            "of the graded cells. Write {points}."
+        )
+    elif not title.endswith("{points}"):
+        problems.append(f"{where}: the heading of {number} has to end in {{points}}.")
+    return Question(key, number, title.removesuffix("{points}").strip(), bonus, line), problems
+
+
+def _question_problems(question: Question) -> list[str]:
+    if not any(cell.points for cell in question.cells):
+        return [f"{question.name} has no graded cell: give one of its cells points."]
+    problems, answered = [], False
+    for cell in question.cells:
+        answered = answered or cell.role in ("answer", "manual")
+        if cell.role == "tests" and not answered:
+            later = any(c.role in ("answer", "manual") for c in question.cells)
+            what = "stands before its answer" if later else "has no answer cell to test"
+            problems.append(f"the test cell {cell.grade_id} (line {cell.line}) of {question.name} {what}.")
+    return problems
+
+
+def fill_points(lab: Lab, questions: list[Question]) -> None:
+    """Replace `{points...}` in the prose of `lab` by what the marker lines of the graded cells add up to."""
+    problems: list[str] = []
+    by_number = {question.number: question for question in questions}
+    for cell in lab.cells:
+        if cell.cell_type != "markdown" or "{points" not in cell.source:
+            continue
+
+        def fill(match: re.Match, cell: Cell = cell) -> str:
+            said = match[1]
+            if said == "regular" or said == "bonus":
+                return number_text(sum(q.points for q in questions if q.bonus == (said == "bonus")))
+            if said == "table":
+                return _table(questions)
+            if said in by_number:
+                return number_text(by_number[said].points)
+            problems.append(
+                f"{lab.at(cell)}: {match[0]} is unknown; write {{points:1.1}} (a question's number), "
+                "{points:regular}, {points:bonus} or {points:table}."
+            )
+            return match[0]
+
+        lines = cell.source.splitlines()
+        for number, line in _prose_lines(cell):
+            heading = HEADING.fullmatch(line)
+            match = heading and QUESTION.fullmatch(heading[2])
+            if match:
+                question = by_number[f"{match['part']}.{match['number']}"]
+                line = line.replace("{points}", f"({_worth(question)})")
+            lines[number] = PLACEHOLDER.sub(fill, line)
+        cell.source = "\n".join(lines)
+        find_regions(cell)  # a table adds lines
+    if problems:
+        raise LabError(problems)
+
+
+def _worth(question: Question) -> str:
+    word = "point" if question.points == 1 else "points"
+    return f"{number_text(question.points)} {'bonus ' if question.bonus else ''}{word}"
+
+
+def _table(questions: list[Question]) -> str:
+    rows = ["| Question | | Points | Graded |", "|---|---|---:|---|"]
+    for question in questions:
+        number = f"{question.number} (bonus)" if question.bonus else question.number
+        rows.append(f"| {number} | {question.title} | {number_text(question.points)} | {question.graded} |")
+    regular, bonus = (sum(q.points for q in questions if q.bonus == which) for which in (False, True))
+    extra = f" + {number_text(bonus)} bonus" if bonus else ""
+    rows.append(f"| **Sum** | | **{number_text(regular)}{extra}** | |")
+    return "\n".join(rows)
+
+
+def lab_path(name: str, labs: Path | None = None) -> Path:
+    """The source of the lab called `name`."""
+    path = (labs or LABS) / f"{name}.py"
+    if not path.is_file():
+        there = ", ".join(lab_names(labs)) or "none"
+        raise LabError([f"there is no lab {name!r}; the labs are: {there}."])
+    return path
+
+
+def lab_names(labs: Path | None = None) -> list[str]:
+    """The labs that have a source, by name."""
+    return sorted(path.stem for path in (labs or LABS).glob("*.py") if not path.stem.startswith("_"))
+
+
+def points(lab: str | Path) -> dict:
+    """The points of a lab, from its source.
+
+    Args:
+        lab: a lab's name, such as `lab1`, or the path of a source
+    Returns:
+        `{"regular": 100, "bonus": 20, "questions": {"1.1": {"title", "points", "bonus", "graded", "cells"}, ...}}`;
+        `graded` is `automatically`, `by hand` or `both`, `cells` maps a graded cell's id to its points
+    """
+    questions = find_questions(read_lab(Path(lab) if isinstance(lab, Path) else lab_path(lab)))
+    return {
+        "regular": sum(q.points for q in questions if not q.bonus),
+        "bonus": sum(q.points for q in questions if q.bonus),
+        "questions": {
+            q.number: {
+                "title": q.title,
+                "points": q.points,
+                "bonus": q.bonus,
+                "graded": q.graded,
+                "cells": {cell.grade_id: cell.points for cell in q.cells if cell.points},
+            }
+            for q in questions
+        },
+    }
+
+
+def points_table(lab: str | Path) -> str:
+    """The Markdown table of a lab's questions and points."""
+    return _table(find_questions(read_lab(Path(lab) if isinstance(lab, Path) else lab_path(lab))))
+
+
+def put_points_table(text: str, lab: str, table: str | None = None) -> str:
+    """`text` with the table of `lab` between `<!-- points:lab1 -->` and `<!-- /points -->`."""
+    pattern = re.compile(rf"(<!-- points:{re.escape(lab)} -->\n).*?(<!-- /points -->)", re.DOTALL)
+    if not pattern.search(text):
+        raise LabError([f"no <!-- points:{lab} --> ... <!-- /points --> to put the table of {lab} between."])
+    table = points_table(lab) if table is None else table
+    return pattern.sub(lambda match: f"{match[1]}{table}\n{match[2]}", text)

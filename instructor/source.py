@@ -1,0 +1,306 @@
+"""Read a lab's source, jupytext percent text, into cells whose roles and nbgrader metadata are complete.
+
+Everything a single cell can get wrong is refused here, with the file and the line. `instructor.points` checks how
+cells and questions fit together, `instructor.build` what reaches the students.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SCHEMA_VERSION = 3  # of nbgrader's cell metadata
+KEYS = ("grade_id", "grade", "solution", "locked", "task", "points", "schema_version", "cell_type")
+GRADE_ID = re.compile(r"[a-zA-Z0-9_\-]+")  # what nbgrader accepts
+QUESTION_ID = re.compile(r"(q|bonus_)(\d+)_(\d+)(?:_[a-z0-9_]+)?")
+REGIONS = ("SOLUTION", "HIDDEN TESTS", "MARK SCHEME")
+STUBS = ("YOUR CODE HERE", "YOUR ANSWER HERE")
+# jupytext's own notes on how a cell was written; they say nothing about the notebook.
+JUPYTEXT_KEYS = ("lines_to_next_cell", "lines_to_end_of_cell_marker", "cell_marker")
+
+
+class LabError(ValueError):
+    """A lab that cannot be built; one sentence a problem."""
+
+    def __init__(self, problems: list[str]):
+        self.problems = problems
+        super().__init__("\n".join(problems))
+
+
+@dataclass(frozen=True)
+class Region:
+    """A marked stretch of a cell: lines `first` to `last` of its source, markers included, counted from 0."""
+
+    kind: str
+    first: int
+    last: int
+
+
+@dataclass
+class Cell:
+    """One cell of a lab's source."""
+
+    cell_type: str  # code, markdown or raw
+    source: str
+    line: int  # of its marker in the file, from 1
+    tags: list[str] = field(default_factory=list)
+    nbgrader: dict | None = None  # complete nbgrader metadata
+    regions: list[Region] = field(default_factory=list)
+
+    @property
+    def grade_id(self) -> str | None:
+        return self.nbgrader["grade_id"] if self.nbgrader else None
+
+    @property
+    def role(self) -> str:
+        """prose, code, locked, answer, tests, manual (an answer graded by hand) or task."""
+        meta = self.nbgrader
+        if meta is None:
+            return "code" if self.cell_type == "code" else "prose"
+        if meta["task"]:
+            return "task"
+        if meta["solution"]:
+            return "manual" if meta["grade"] else "answer"
+        return "tests" if meta["grade"] else "locked"
+
+    @property
+    def points(self) -> float:
+        return self.nbgrader.get("points", 0) if self.nbgrader else 0
+
+    @property
+    def question(self) -> str | None:
+        """The question this cell belongs to, by its id: `q1_1` or `bonus_4_5`."""
+        match = QUESTION_ID.fullmatch(self.grade_id or "")
+        return f"{match[1]}{match[2]}_{match[3]}" if match else None
+
+    def has(self, kind: str) -> bool:
+        return any(region.kind == kind for region in self.regions)
+
+
+@dataclass
+class Lab:
+    """A lab's source: its name, its file and its cells."""
+
+    name: str
+    path: Path
+    cells: list[Cell]
+
+    def at(self, cell: Cell) -> str:
+        """`lab1.py, line 40 (cell q1_1)`."""
+        name = f" (cell {cell.grade_id})" if cell.grade_id else ""
+        return f"{self.path.name}, line {cell.line}{name}"
+
+
+def read_lab(path: Path) -> Lab:
+    """Read `path` and check each cell by itself; `LabError` names everything that is wrong."""
+    import jupytext
+
+    text = path.read_text(encoding="utf-8")
+    notebook = jupytext.reads(text, fmt="py:percent")
+    problems: list[str] = []
+    lab = Lab(path.stem, path, [])
+    for raw, line in zip(notebook.cells, _marker_lines(text, notebook.cells), strict=True):
+        cell = Cell(raw.cell_type, raw.source.rstrip(), line)
+        lab.cells.append(cell)
+        metadata = {k: v for k, v in raw.metadata.items() if k not in JUPYTEXT_KEYS}
+        cell.tags = sorted(set(metadata.pop("tags", [])))
+        said = metadata.pop("nbgrader", None)
+        marker = text.splitlines()[line - 1]
+        if said is None and "nbgrader" in marker:
+            problems.append(f"{lab.at(cell)}: the nbgrader metadata is no valid JSON: {marker}")
+        elif metadata:
+            problems.append(
+                f"{lab.at(cell)}: unknown cell metadata {', '.join(map(repr, sorted(metadata)))}; "
+                "a marker line takes nbgrader={...} and tags=[...]."
+            )
+        if said is not None:
+            found = _metadata_problems(cell, dict(said))
+            problems += [f"{path.name}, line {line} (cell {said.get('grade_id', '?')}): {p}" for p in found]
+            if not found:
+                cell.nbgrader = _complete(dict(said))
+        problems += [f"{lab.at(cell)}: {p}" for p in find_regions(cell)]
+        if not (said is not None and cell.nbgrader is None):  # a cell with broken metadata has no role yet
+            problems += [f"{lab.at(cell)}: {p}" for p in _role_problems(cell)]
+    seen: dict[str, Cell] = {}
+    for cell in lab.cells:
+        if cell.grade_id in seen:
+            problems.append(f"{lab.at(cell)}: the id is used before, in line {seen[cell.grade_id].line}.")
+        elif cell.grade_id:
+            seen[cell.grade_id] = cell
+    if not lab.cells:
+        problems.append(f"{path.name} has no cells.")
+    if problems:
+        raise LabError(problems)
+    return lab
+
+
+def _marker_lines(text: str, cells: list) -> list[int]:
+    """The line of each cell's marker, from 1. A `# %%` inside of a string starts no cell: compare the text below."""
+    lines = text.splitlines()
+    candidates = [i for i, line in enumerate(lines) if re.match(r"# %%", line)]
+    found, start = [], 0
+    for cell in cells:
+        first = next((line.strip("#% ") for line in cell.source.splitlines() if line.strip("#% ")), "")
+        here = [c for c in candidates[start:] if not first or first in "\n".join(lines[c + 1 : c + 6])]
+        if here:
+            start = candidates.index(here[0]) + 1
+        found.append(here[0] + 1 if here else 1)
+    return found
+
+
+def _metadata_problems(cell: Cell, said: dict) -> list[str]:
+    problems = []
+    for key in sorted(set(said) - set(KEYS)):
+        allowed = ", ".join(KEYS[:6])
+        problems.append(f"unknown nbgrader metadata {key!r}; the source may say {allowed}.")
+    grade_id = said.get("grade_id")
+    if not grade_id:
+        problems.append("the nbgrader metadata has no grade_id.")
+    elif not isinstance(grade_id, str) or not GRADE_ID.fullmatch(grade_id):
+        problems.append(f"nbgrader refuses the id {grade_id!r}: letters, digits, _ and - are allowed.")
+    elif len(grade_id) > 64:
+        problems.append(f"the id is {len(grade_id)} characters long; a notebook's cell ids end at 64.")
+    for key in ("grade", "solution", "locked", "task"):
+        if not isinstance(said.get(key, False), bool):
+            problems.append(f"{key} is {said[key]!r} and should be true or false.")
+    grade, solution, task = (bool(said.get(key)) for key in ("grade", "solution", "task"))
+    points = said.get("points")
+    if said.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
+        problems.append(f"schema_version is {said['schema_version']}; leave it out (it is {SCHEMA_VERSION}).")
+    if said.get("cell_type", cell.cell_type) != cell.cell_type:
+        problems.append(f"cell_type says {said['cell_type']!r}, and the cell is {cell.cell_type}.")
+    if solution and said.get("locked"):
+        problems.append("an answer may not be locked: what a student writes there would be thrown away.")
+    if not (grade or solution or task or said.get("locked")):
+        problems.append("the metadata says nothing: neither grade, solution, task nor locked is true.")
+    if task and (grade or solution):
+        problems.append("a task cell is neither a grade nor a solution cell.")
+    if task and cell.cell_type != "markdown":
+        problems.append("a task cell has to be markdown.")
+    if cell.cell_type != "code" and not task and grade != solution:
+        problems.append("a markdown answer needs both grade and solution: it is graded by hand.")
+    if grade or task:
+        if isinstance(points, bool) or not isinstance(points, int | float):
+            problems.append("a graded cell needs points, a number.")
+        elif points <= 0:
+            problems.append(f"a graded cell is worth {points} points; it should be more than 0.")
+        if isinstance(grade_id, str) and not QUESTION_ID.fullmatch(grade_id):
+            problems.append("the id of a graded cell names its question: q1_1, q1_1_tests or bonus_4_5_tests.")
+    elif points:
+        problems.append("points stand in a cell that is not graded.")
+    if solution and not grade and isinstance(grade_id, str) and not QUESTION_ID.fullmatch(grade_id):
+        problems.append("the id of an answer names its question: q1_1 or bonus_4_5.")
+    return problems
+
+
+def _complete(said: dict) -> dict:
+    """nbgrader's full metadata, from the short form of the source."""
+    grade, solution, task = (bool(said.get(key)) for key in ("grade", "solution", "task"))
+    meta = {
+        "grade": grade,
+        "grade_id": said["grade_id"],
+        "locked": not solution,  # tests, tasks and read-only cells are restored when graded; answers never
+        "schema_version": SCHEMA_VERSION,
+        "solution": solution,
+        "task": task,
+    }
+    if grade or task:
+        meta["points"] = said["points"]
+    return meta
+
+
+def find_regions(cell: Cell) -> list[str]:
+    """Fill `cell.regions`; nbgrader looks for the bare words, so that is what counts here."""
+    problems, open_at, cell.regions = [], {}, []
+    for number, line in enumerate(cell.source.splitlines()):
+        for kind in REGIONS:
+            place = f"line {number + 1} of the cell"
+            if f"BEGIN {kind}" in line:
+                if kind in open_at:
+                    problems.append(f"BEGIN {kind} inside of another one ({place}).")
+                elif open_at and kind != "MARK SCHEME":
+                    problems.append(f"BEGIN {kind} inside of a {next(iter(open_at))} region ({place}).")
+                open_at.setdefault(kind, number)
+            elif f"END {kind}" in line:
+                if kind not in open_at:
+                    problems.append(f"END {kind} without a BEGIN ({place}).")
+                else:
+                    cell.regions.append(Region(kind, open_at.pop(kind), number))
+        if "AUTOTEST" in line and line.lstrip().startswith("#"):
+            problems.append("nbgrader's AUTOTEST lines are not supported: write the test out.")
+    problems += [f"BEGIN {kind} without END {kind}." for kind in open_at]
+    return problems
+
+
+def _role_problems(cell: Cell) -> list[str]:
+    problems, role = [], cell.role
+    if cell.nbgrader is None:
+        for kind in REGIONS:
+            if cell.has(kind):
+                problems.append(f"a {kind} region in a cell without nbgrader metadata: give the cell a grade_id.")
+        for stub in STUBS:
+            if any(line.strip(" #_*") == stub for line in cell.source.splitlines()):
+                problems.append(f"{stub!r} stands in a cell without nbgrader metadata: an answer needs a grade_id.")
+    elif cell.has("SOLUTION") and role not in ("answer", "manual"):
+        problems.append("a SOLUTION region in a cell that is no solution cell.")
+    if cell.nbgrader and cell.has("HIDDEN TESTS") and role != "tests":
+        problems.append("hidden tests belong into a test cell, with grade and points.")
+    if cell.nbgrader and cell.has("MARK SCHEME"):
+        inside = all(_inside_solution(cell, r) for r in cell.regions if r.kind == "MARK SCHEME")
+        whole = cell.cell_type == "markdown" and not cell.has("SOLUTION")
+        if role not in ("manual", "task"):
+            problems.append("a marking scheme belongs into a cell graded by hand.")
+        elif role == "manual" and not (inside or whole):
+            problems.append("put the marking scheme inside of the SOLUTION markers (nbgrader refuses it outside).")
+    if role in ("answer", "manual") and cell.cell_type == "code" and not cell.has("SOLUTION"):
+        problems.append("a code answer needs BEGIN SOLUTION and END SOLUTION; keep def and docstring outside.")
+    if cell.cell_type == "code":
+        problems += _code_problems(cell)
+    return problems
+
+
+def _inside_solution(cell: Cell, region: Region) -> bool:
+    return any(r.kind == "SOLUTION" and r.first < region.first and region.last < r.last for r in cell.regions)
+
+
+def parse_code(source: str) -> ast.Module:
+    """The syntax tree of a code cell, IPython's magics and shell lines included."""
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    return ast.parse(TransformerManager().transform_cell(source))
+
+
+def _code_problems(cell: Cell) -> list[str]:
+    try:
+        tree = parse_code(cell.source)
+    except SyntaxError as error:
+        return [f"no valid Python: {error.msg} (line {error.lineno} of the cell)."]
+    if cell.role != "tests":
+        return []
+    problems = []
+    calls = {_name(node) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    asserts = any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(tree))
+    if not asserts and not any(_may_raise(name) for name in calls):
+        problems.append("the tests cannot fail: nothing is asserted, and no verdict has .raise_if_wrong().")
+    for node in tree.body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _name(node.value).startswith("check"):
+            problems.append(f"the verdict of {_name(node.value)}(...) is dropped: add .raise_if_wrong().")
+    last = tree.body[-1] if tree.body else None
+    if isinstance(last, ast.Expr) and not problems:
+        name = _name(last.value) if isinstance(last.value, ast.Call) else ""
+        if not _may_raise(name) and name != "print":
+            problems.append(
+                "the last line is an expression: nbgrader takes its value for a partial grade. "
+                "End in .raise_if_wrong(), assert or raise."
+            )
+    return problems
+
+
+def _name(call: ast.Call) -> str:
+    return getattr(call.func, "attr", None) or getattr(call.func, "id", "")
+
+
+def _may_raise(name: str) -> bool:
+    return name == "raise_if_wrong" or name.startswith(("assert", "expect_", "forbid"))

@@ -1,0 +1,389 @@
+"""From a lab's text to its two notebooks: what comes out, and what is refused."""
+
+import json
+import re
+from pathlib import Path
+
+import jupytext
+import nbformat
+import pytest
+from typer.testing import CliRunner
+
+from instructor import build as builder
+from instructor import points as points_module
+from instructor.build import build_lab, stale_files, write_files
+from instructor.cli import app
+from instructor.points import lab_names, lab_path, points, points_table, put_points_table
+from instructor.source import LabError, read_lab
+
+FIXTURE_LAB = Path(__file__).parent / "fixture_lab.py"
+HEADER = FIXTURE_LAB.read_text().split("\n\n")[0] + "\n\n"
+HEADING = "# %% [markdown]\n# ### Question 1.1: Double {points}\n\n"
+ANSWER = """\
+# %% nbgrader={"grade_id": "q1_1", "solution": true}
+def double(x):
+    ### BEGIN SOLUTION
+    twice_as_much = x + x
+    return twice_as_much
+    ### END SOLUTION
+
+"""
+TESTS = """\
+# %% nbgrader={"grade_id": "q1_1_tests", "grade": true, "points": 6}
+assert double(2) == 4
+### BEGIN HIDDEN TESTS
+assert double("ab") == "abab"
+### END HIDDEN TESTS
+
+"""
+
+
+@pytest.fixture
+def lab_file(tmp_path):
+    """Write a lab's source (its header is added) and return its path."""
+
+    def write(*parts, name="tiny"):
+        path = tmp_path / f"{name}.py"
+        path.write_text(HEADER + "".join(parts), encoding="utf-8")
+        return path
+
+    return write
+
+
+def cells(text):
+    return {cell.id: cell for cell in nbformat.reads(text, as_version=4).cells}
+
+
+def problems_of(path):
+    with pytest.raises(LabError) as caught:
+        build_lab(path)
+    return caught.value.problems
+
+
+# --- what is built ---
+
+
+def test_student_notebook_keeps_the_question_and_loses_the_answer(lab_file):
+    built = build_lab(lab_file(HEADING, ANSWER, TESTS))
+    student, instructor = cells(built.student), cells(built.instructor)
+    assert student["q1_1"].source == "def double(x):\n    # YOUR CODE HERE\n    raise NotImplementedError()"
+    assert student["q1_1_tests"].source == "assert double(2) == 4"
+    assert "twice_as_much" in instructor["q1_1"].source and "abab" in instructor["q1_1_tests"].source
+    assert "twice_as_much" not in built.student and "abab" not in built.student
+    assert list(student) == list(instructor)
+
+
+def test_metadata_is_completed(lab_file):
+    meta = {i: c.metadata for i, c in cells(build_lab(lab_file(HEADING, ANSWER, TESTS)).student).items()}
+    answer, tests = meta["q1_1"], meta["q1_1_tests"]
+    common = {"schema_version": 3, "cell_type": "code", "task": False}
+    assert answer["nbgrader"].items() >= {"solution": True, "grade": False, "locked": False, **common}.items()
+    graded = {"solution": False, "grade": True, "locked": True, "points": 6, **common}
+    assert tests["nbgrader"].items() >= graded.items()
+    assert answer["deletable"] is False and "editable" not in answer
+    assert tests["editable"] is False and tests["deletable"] is False
+
+
+def test_build_is_deterministic_and_normal(small_lab):
+    again = build_lab(FIXTURE_LAB)
+    assert (again.student, again.instructor) == (small_lab.student, small_lab.instructor)
+    for text in (small_lab.student, small_lab.instructor):
+        assert text.endswith("}\n") and not text.endswith("\n\n")
+        notebook = json.loads(text)
+        assert notebook["nbformat"] == 4 and notebook["nbformat_minor"] == 5
+        assert notebook["metadata"] == {
+            "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+        }
+        allowed = {"deletable", "editable", "nbgrader", "tags"}
+        for cell in notebook["cells"]:
+            assert set(cell["metadata"]) <= allowed
+            assert cell["cell_type"] != "code" or (cell["outputs"] == [] and cell["execution_count"] is None)
+
+
+def test_cell_ids_survive_an_inserted_cell(lab_file):
+    prose = "# %% [markdown]\n# Some words.\n\n"
+    before = list(cells(build_lab(lab_file(prose, HEADING, ANSWER, TESTS)).student))
+    after = list(cells(build_lab(lab_file("# %%\nx = 1\n\n", prose, HEADING, ANSWER, TESTS)).student))
+    assert after[1:] == before
+
+
+def test_equal_cells_get_different_ids(lab_file):
+    prose = "# %% [markdown]\n# Some words.\n\n"
+    assert len(cells(build_lab(lab_file(prose, prose, prose, HEADING, ANSWER, TESTS)).student)) == 6
+
+
+def test_source_goes_through_jupyterlab_unchanged():
+    """Opened as a notebook and saved again, the text stays as it is (but for jupytext's version in the header)."""
+    text = FIXTURE_LAB.read_text()
+    saved = jupytext.writes(jupytext.reads(text, fmt="py:percent"), fmt="py:percent")
+    saved = re.sub(r"#       (format_version|jupytext_version): .*\n", "", saved)
+    assert saved.rstrip() == text.rstrip()
+
+
+def test_cells_that_raise_untouched_are_tagged(small_lab):
+    tagged = {i for i, c in cells(small_lab.student).items() if "raises-exception" in c.metadata.get("tags", [])}
+    (needing,) = (i for i, c in cells(small_lab.student).items() if c.source.startswith("require_answer("))
+    assert tagged == {"q1_1_tests", "q1_3", "q1_3_tests", "bonus_1_4_tests", needing}
+
+
+def test_text_answer_keeps_what_stands_around_its_markers(lab_file):
+    words = """\
+# %% [markdown] nbgrader={"grade_id": "q1_1", "grade": true, "solution": true, "points": 2}
+# Because:
+#
+# ### BEGIN SOLUTION
+# memory is slower than arithmetic.
+#
+# === BEGIN MARK SCHEME ===
+# Two points for naming memory.
+# === END MARK SCHEME ===
+# ### END SOLUTION
+"""
+    built = build_lab(lab_file(HEADING, words))
+    assert cells(built.student)["q1_1"].source == "Because:\n\nYOUR ANSWER HERE"
+    assert "naming memory" in built.instructor
+
+
+def test_task_cell_loses_its_marking_scheme(lab_file):
+    task = """\
+# %% [markdown] nbgrader={"grade_id": "q1_1", "task": true, "points": 5}
+# Measure it, in as many cells as you need.
+#
+# === BEGIN MARK SCHEME ===
+# Five points for five measurements.
+# === END MARK SCHEME ===
+"""
+    built = build_lab(lab_file(HEADING, task))
+    assert cells(built.student)["q1_1"].source.rstrip() == "Measure it, in as many cells as you need."
+    assert built.questions[0].points == 5 and built.questions[0].graded == "by hand"
+
+
+# --- points ---
+
+
+def test_points_are_written_into_the_prose(small_lab):
+    sources = [cell.source for cell in cells(small_lab.student).values()]
+    assert sources[0].startswith("# A small lab\n\nIt is worth 12.5 points and 3 bonus points.\n\n| Question |")
+    headings = [s.splitlines()[0] for s in sources if s.startswith("### ")]
+    assert headings == [
+        "### Question 1.1: A product (6 points)",
+        "### Question 1.2: In words (4 points)",
+        "### Question 1.3: A number (2.5 points)",
+        "### Bonus Question 1.4: A GEMV (3 bonus points)",
+    ]
+
+
+def test_points_of_a_lab():
+    found = points(FIXTURE_LAB)
+    assert (found["regular"], found["bonus"]) == (12.5, 3)
+    assert found["questions"]["1.2"] == {
+        "title": "In words", "points": 4, "bonus": False, "graded": "by hand", "cells": {"q1_2": 4}
+    }  # fmt: skip
+    assert sum(q["points"] for q in found["questions"].values()) == 15.5
+
+
+def test_one_number_changes_points_everywhere(lab_file):
+    sources = HEADING, "# %% [markdown]\n# {points:1.1} of {points:regular}\n\n", ANSWER
+    built = build_lab(lab_file(*sources, TESTS.replace('"points": 6', '"points": 1')))
+    text = [cell.source for cell in cells(built.student).values()]
+    assert text[:2] == ["### Question 1.1: Double (1 point)", "1 of 1"]
+    assert cells(built.student)["q1_1_tests"].metadata.nbgrader.points == 1
+
+
+def test_points_table_in_a_readme():
+    table = points_table(FIXTURE_LAB)
+    assert "| 1.3 | A number | 2.5 | automatically |" in table and "| **Sum** | | **12.5 + 3 bonus** | |" in table
+    readme = "before\n<!-- points:lab9 -->\nold\n<!-- /points -->\nafter\n"
+    new = put_points_table(readme, "lab9", table)
+    assert new == f"before\n<!-- points:lab9 -->\n{table}\n<!-- /points -->\nafter\n"
+    assert put_points_table(new, "lab9", table) == new
+    with pytest.raises(LabError, match="no <!-- points:lab1 -->"):
+        put_points_table(readme, "lab1", table)
+
+
+# --- what is refused ---
+
+MANUAL = '# %% [markdown] nbgrader={"grade_id": "q1_1", "grade": true, "solution": true, "points": 4}\n'
+REFUSED = {
+    "locked answer": ((HEADING, ANSWER.replace('"solution"', '"locked": true, "solution"'), TESTS),
+                      "may not be locked"),
+    "answer without metadata": ((HEADING, re.sub(" nbgrader.*", "", ANSWER, count=1), TESTS),
+                                "give the cell a grade_id"),
+    "answer without id": ((HEADING, ANSWER.replace('"grade_id": "q1_1", ', ""), TESTS), "has no grade_id"),
+    "stub without metadata": ((HEADING, ANSWER, TESTS, "# %%\n# YOUR CODE HERE\n"), "an answer needs a grade_id"),
+    "double id": ((HEADING, ANSWER, ANSWER, TESTS), "the id is used before, in line 17"),
+    "id nbgrader refuses": ((HEADING, ANSWER.replace("q1_1", "q1.1"), TESTS), "nbgrader refuses the id 'q1.1'"),
+    "id without question": ((HEADING, ANSWER, TESTS.replace("q1_1_tests", "tests")), "names its question"),
+    "id of another question": ((HEADING, ANSWER, TESTS.replace("q1_1_", "q1_2_")), "stands under Question 1.1"),
+    "answer under no heading": ((ANSWER, TESTS, HEADING), "no question's heading"),
+    "no END SOLUTION": ((HEADING, ANSWER.replace("    ### END SOLUTION\n", ""), TESTS), "BEGIN SOLUTION without END"),
+    "no END HIDDEN": ((HEADING, ANSWER, TESTS.replace("### END HIDDEN TESTS\n", "")), "HIDDEN TESTS without END"),
+    "no BEGIN": ((HEADING, ANSWER.replace("    ### BEGIN SOLUTION\n", ""), TESTS), "END SOLUTION without a BEGIN"),
+    "unknown key": ((HEADING, ANSWER.replace('"solution"', '"solutoin"'), TESTS),
+                    "unknown nbgrader metadata 'solutoin'"),
+    "unknown cell metadata": ((HEADING, ANSWER, TESTS, '# %% slideshow={"a": 1}\nx = 1\n'), "metadata 'slideshow'"),
+    "broken JSON": ((HEADING, ANSWER.replace("true}", "tru}"), TESTS), "no valid JSON"),
+    "points differ": ((HEADING.replace("{points}", "(5 points)"), ANSWER, TESTS), "says 5 points itself"),
+    "heading without points": ((HEADING.replace(" {points}", ""), ANSWER, TESTS), "has to end in {points}"),
+    "question without cells": ((HEADING, ANSWER, TESTS, HEADING.replace("1.1", "1.2")), "Question 1.2 has no graded"),
+    "question twice": ((HEADING, ANSWER, TESTS, HEADING), "number of an earlier question"),
+    "answer that gives nothing": ((HEADING, ANSWER), "Question 1.1 has no graded cell"),
+    "bonus id without word": ((HEADING, ANSWER.replace("q1_1", "bonus_1_1"), TESTS), "belongs to bonus_1_1"),
+    "tests before answer": ((HEADING, TESTS, ANSWER), "stands before its answer"),
+    "tests without answer": ((HEADING, TESTS), "has no answer cell to test"),
+    "hidden without points": ((HEADING, ANSWER, TESTS.replace(', "points": 6', "")), "needs points"),
+    "zero points": ((HEADING, ANSWER, TESTS.replace('"points": 6', '"points": 0')), "should be more than 0"),
+    "hidden in plain cell": ((HEADING, ANSWER, TESTS, "# %%\n### BEGIN HIDDEN TESTS\nx = 1\n### END HIDDEN TESTS\n"),
+                             "a HIDDEN TESTS region in a cell without"),
+    "hidden in answer": ((HEADING, ANSWER.replace("SOLUTION", "HIDDEN TESTS"), TESTS),
+                         "hidden tests belong into a test"),
+    "tests that cannot fail": ((HEADING, ANSWER, TESTS.replace("assert ", "")), "the tests cannot fail"),
+    "dropped verdict": ((HEADING, ANSWER, TESTS.replace("assert double(2) == 4", "check_it(double)\nassert 1")),
+                        "add .raise_if_wrong()"),
+    "partial credit": ((HEADING, ANSWER, TESTS + "double(3)\n"), "partial grade"),
+    "answer without markers": ((HEADING, '# %% nbgrader={"grade_id": "q1_1", "solution": true}\nx = 1\n', TESTS),
+                               "needs BEGIN SOLUTION"),
+    "no Python": ((HEADING, ANSWER.replace("x + x", "x +"), TESTS), "no valid Python"),
+    "nothing visible": ((HEADING, ANSWER, TESTS.replace("assert double(2) == 4\n", "")), "keep one visible line"),
+    "markdown not manual": ((HEADING, MANUAL.replace('"grade": true, ', "").replace(', "points": 4', "")
+                             + "# Words.\n"),
+                            "needs both grade and solution"),
+    "scheme outside solution": ((HEADING, MANUAL + "# ### BEGIN SOLUTION\n# a\n# ### END SOLUTION\n"
+                                 "# === BEGIN MARK SCHEME ===\n# b\n# === END MARK SCHEME ===\n"),
+                                "put the marking scheme"),
+    "scheme in prose": ((HEADING, ANSWER, TESTS, "# %% [markdown]\n# BEGIN MARK SCHEME\n# b\n# END MARK SCHEME\n"),
+                        "MARK SCHEME region in a cell without"),
+    "unknown placeholder": (("# %% [markdown]\n# {points:7.7}\n\n", HEADING, ANSWER, TESTS), "{points:7.7} is unknown"),
+    "solution leaks": ((HEADING, "# %%\nx = 1\n#   twice_as_much  =  x + x\n\n", ANSWER, TESTS),
+                       "is secret and reaches"),
+    "hidden test leaks": ((HEADING, ANSWER, TESTS, '# %% [markdown]\n# assert double("ab") == "abab"\n'),
+                          "is secret and reaches"),
+    "autotest": ((HEADING, ANSWER, TESTS.replace("assert double(2)", "### AUTOTEST double(2)\nassert double(2)")),
+                 "AUTOTEST"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(lab_file, name):
+    parts, message = REFUSED[name]
+    found = problems_of(lab_file(*parts))
+    assert any(message in problem for problem in found), found
+    for problem in found:
+        assert problem.startswith("tiny.py") and problem.endswith((".", "}"))
+
+
+def test_problems_name_line_and_cell(lab_file):
+    path = lab_file(HEADING, "# %%\ntext = '''\n# %% no cell\n'''\n\n", ANSWER, TESTS + "double(3)\n")
+    (problem,) = problems_of(path)
+    lines = path.read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if "q1_1_tests" in text)
+    assert problem.startswith(f"tiny.py, line {line} (cell q1_1_tests): ")
+
+
+def test_all_problems_of_a_source_come_at_once(lab_file):
+    broken = ANSWER.replace('"solution"', '"locked": true, "solution"')
+    assert len(problems_of(lab_file(HEADING, broken, TESTS.replace("assert ", "")))) == 2
+
+
+def test_a_long_secret_may_not_even_be_quoted(lab_file):
+    secret = "assert double([1, 2, 3]) == [1, 2, 3, 1, 2, 3]"
+    tests = TESTS.replace('assert double("ab") == "abab"', secret)
+    (problem,) = problems_of(lab_file(HEADING, ANSWER, tests, f"# %% [markdown]\n# Try `{secret}` too.\n"))
+    assert "is secret and reaches the students' notebook in tiny.py, line 30" in problem
+
+
+def test_public_lines_and_imports_are_no_secret(lab_file):
+    answer = ANSWER.replace("twice_as_much = x + x", "import numpy as np\n    twice_as_much = x + x  # public")
+    build_lab(lab_file(HEADING, "# %%\nimport numpy as np\nx = 1\ntwice_as_much = x + x\n\n", answer, TESTS))
+
+
+def test_code_that_breaks_without_its_solution(lab_file):
+    answer = ANSWER.replace("    ### BEGIN SOLUTION\n    twice_as_much = x + x\n", "    if x:\n").replace(
+        "    return twice_as_much\n", "### BEGIN SOLUTION\n        return x + x\n"
+    )
+    found = problems_of(lab_file(HEADING, answer, TESTS))
+    assert any("without the solution the cell is no valid Python" in problem for problem in found)
+
+
+# --- files and commands ---
+
+
+@pytest.fixture
+def house(tmp_path, monkeypatch, lab_file):
+    """A folder with one lab, `tiny`, that the commands take for the repository."""
+    path = lab_file(HEADING, ANSWER, TESTS)
+    monkeypatch.setattr(points_module, "LABS", path.parent)
+    monkeypatch.setattr(builder, "ROOT", tmp_path / "house")
+    return tmp_path / "house"
+
+
+def labs(*arguments):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_build_command(house):
+    assert labs("build", "--check").exit_code == 1
+    result = labs("build")
+    assert result.exit_code == 0 and "tiny: 6 points + 0 bonus in 1 questions" in result.output
+    assert sorted(p.relative_to(house).as_posix() for p in house.rglob("*.ipynb")) == [
+        "build/instructor/tiny/tiny.ipynb", "tiny.ipynb"
+    ]  # fmt: skip
+    written = (house / "tiny.ipynb").stat().st_mtime_ns
+    assert "unchanged" in labs("build", "tiny").output
+    assert (house / "tiny.ipynb").stat().st_mtime_ns == written
+
+
+def test_check_command_finds_an_edited_notebook(house):
+    labs("build")
+    assert labs("build", "--check").exit_code == 0
+    notebook = house / "tiny.ipynb"
+    notebook.write_bytes(notebook.read_bytes() + b"\n")
+    edited = notebook.read_bytes()
+    result = labs("build", "--check")
+    assert result.exit_code == 1 and "tiny.ipynb differs from its source: run `labs build tiny`" in result.output
+    assert notebook.read_bytes() == edited
+
+
+def test_commands_refuse_bad_input(house, lab_file):
+    result = labs("build", "lab9")
+    assert result.exit_code == 2 and "there is no lab 'lab9'; the labs are: tiny" in result.output
+    lab_file(HEADING, ANSWER)
+    result = labs("build")
+    assert result.exit_code == 2 and "Question 1.1 has no graded cell" in result.output
+    assert labs("points", "--readme", "nowhere.md").exit_code == 2
+
+
+def test_points_command(house, tmp_path):
+    assert "| 1.1 | Double | 6 | automatically |" in labs("points").output
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- points:tiny -->\n<!-- /points -->\n")
+    assert labs("points", "--readme", str(readme)).exit_code == 0
+    assert "| 1.1 | Double | 6 | automatically |" in readme.read_text()
+
+
+def test_stale_files_are_those_that_differ(tmp_path, small_lab):
+    assert stale_files(small_lab, tmp_path) == [tmp_path / "fixture_lab.ipynb"]
+    assert len(write_files(small_lab.files(tmp_path))) == 2
+    assert stale_files(small_lab, tmp_path) == [] and write_files(small_lab.files(tmp_path)) == []
+
+
+# --- the labs themselves ---
+
+
+@pytest.mark.parametrize("name", lab_names())
+def test_committed_notebook_is_what_its_source_builds(name):
+    built = build_lab(lab_path(name))
+    assert stale_files(built) == [], f"run `labs build {name}`"
+
+
+@pytest.mark.parametrize("name", lab_names())
+def test_every_cell_is_found_where_it_stands(name):
+    """The line that an error would name is the line of that cell's marker."""
+    path = lab_path(name)
+    lines = path.read_text().splitlines()
+    lab = read_lab(path)
+    assert [cell.line for cell in lab.cells] == sorted({cell.line for cell in lab.cells})
+    for cell in lab.cells:
+        assert lines[cell.line - 1].startswith("# %%")
+        assert cell.grade_id is None or f'"{cell.grade_id}"' in lines[cell.line - 1]

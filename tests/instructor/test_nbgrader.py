@@ -1,0 +1,138 @@
+"""Stock nbgrader on a built lab: generate, validate, autograde, feedback, export."""
+
+import csv
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from instructor.build import ROOT
+from instructor.course import answered_notebook
+
+# Right, and as noisy on stderr as can be: nbgrader gives a test cell with anything on its stderr no points.
+NOISY = """\
+import logging, os, warnings
+handler = logging.StreamHandler()
+logging.getLogger("noisy").addHandler(handler)
+
+def gemm_broadcast(a, b):
+    warnings.warn("loud")
+    logging.getLogger("noisy").warning("louder")
+    os.write(2, b"loudest\\n")
+    return (a[:, :, None] * b[None]).sum(dim=1)
+"""
+FORBIDDEN = """\
+def helper(a, b):
+    return getattr(torch, "mat" + "mul")(a, b)
+
+def gemm_broadcast(a, b):
+    return helper(a, b)
+"""
+ENDS_THE_PROGRAM = """\
+def gemm_broadcast(a, b):
+    raise SystemExit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def graded(small_lab, grade_notebooks):
+    return grade_notebooks(
+        small_lab,
+        {
+            "untouched": small_lab.student,
+            "solved": answered_notebook(small_lab, {"q1_1": NOISY}),
+            "forbidden": answered_notebook(small_lab, {"q1_1": FORBIDDEN}),
+            "broken": answered_notebook(small_lab, {"q1_1": ENDS_THE_PROGRAM, "q1_3": "macs = = 3"}),
+        },
+    )
+
+
+def automatic(scores):
+    return {name: score.auto for name, score in scores.items()}
+
+
+def test_release_is_the_students_notebook(small_lab, graded):
+    course, _ = graded
+    released = course.root / "release" / small_lab.name
+    assert [p.name for p in released.iterdir()] == [f"{small_lab.name}.ipynb"]
+    text = (released / f"{small_lab.name}.ipynb").read_text()
+    stock, ours = (nbformat.reads(t, as_version=4) for t in (text, small_lab.student))
+    assert len(stock.cells) == len(ours.cells)
+    for a, b in zip(stock.cells, ours.cells, strict=True):
+        assert a == b
+    assert stock.metadata == ours.metadata
+    assert text == small_lab.student
+
+
+def test_untouched_notebook_gets_nothing_and_no_crash(graded):
+    scores = graded[1]["untouched"]
+    assert automatic(scores) == {"q1_1_tests": 0, "q1_2": 0, "q1_3_tests": 0, "bonus_1_4_tests": 0}
+    assert not any(score.needs_manual_grade for score in scores.values())
+
+
+def test_solved_notebook_gets_every_automatic_point(graded):
+    scores = graded[1]["solved"]
+    assert automatic(scores) == {"q1_1_tests": 6, "q1_2": None, "q1_3_tests": 2.5, "bonus_1_4_tests": 3}
+    assert [name for name, score in scores.items() if score.needs_manual_grade] == ["q1_2"]
+    assert sum(score.points for score in scores.values()) == 15.5
+
+
+def test_wrong_answer_loses_its_question_alone(graded):
+    assert automatic(graded[1]["forbidden"]) == {
+        "q1_1_tests": 0, "q1_2": None, "q1_3_tests": 2.5, "bonus_1_4_tests": 3
+    }  # fmt: skip
+    assert automatic(graded[1]["broken"]) == {
+        "q1_1_tests": 0, "q1_2": None, "q1_3_tests": 0, "bonus_1_4_tests": 3
+    }  # fmt: skip
+
+
+def test_autograded_cells_say_what_was_wrong(small_lab, graded):
+    course, _ = graded
+
+    def error_of(student, cell_id):
+        path = course.root / "autograded" / student / small_lab.name / f"{small_lab.name}.ipynb"
+        notebook = nbformat.read(path, as_version=4)
+        (cell,) = (c for c in notebook.cells if c.metadata.get("nbgrader", {}).get("grade_id") == cell_id)
+        (error,) = (o for o in cell.outputs if o.output_type == "error")
+        return error
+
+    assert error_of("untouched", "q1_1_tests").evalue == "Question 1.1 is not answered yet."
+    forbidden = error_of("forbidden", "q1_1_tests")
+    assert "matmul" in forbidden.evalue and "in helper, line 2" in forbidden.evalue
+    assert "multiply and sum" in forbidden.evalue.lower()
+    assert len(forbidden.traceback) == 1  # the message alone, no walk through the checks
+    assert "SystemExit" in error_of("broken", "q1_1_tests").evalue
+
+
+def test_feedback_and_export(small_lab, graded):
+    course, scores = graded
+    course.nbgrader("generate_feedback", small_lab.name)
+    for student in scores:
+        assert (course.root / "feedback" / student / small_lab.name / f"{small_lab.name}.html").is_file()
+    course.nbgrader("export")
+    with (course.root / "grades.csv").open() as file:
+        rows = {row["student_id"]: row for row in csv.DictReader(file)}
+    assert float(rows["solved"]["raw_score"]) == 11.5
+    assert float(rows["untouched"]["raw_score"]) == 0
+    assert {float(row["max_score"]) for row in rows.values()} == {15.5}
+
+
+def test_validate(small_lab, graded):
+    course, _ = graded
+    (course.root / "mine").mkdir()
+    (course.root / "mine" / "untouched.ipynb").write_text(small_lab.student)
+    (course.root / "mine" / "solved.ipynb").write_text(answered_notebook(small_lab))
+    said = course.nbgrader("validate", "mine/untouched.ipynb")
+    assert "VALIDATION FAILED ON 4 CELL(S)" in said.replace("\n", " ")
+    assert "Question 1.1 is not answered yet." in said
+    assert "Success! Your notebook passes all the tests." in course.nbgrader("validate", "mine/solved.ipynb")
+
+
+def test_run_all_on_the_untouched_notebook_reaches_its_end(small_lab, tmp_path, monkeypatch):
+    """nbclient stops at an error, as JupyterLab does, unless the cell has the tag `raises-exception`."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.reads(small_lab.student, as_version=4)
+    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert notebook.cells[-1].outputs[0].text == "the end\n"
+    (needing,) = (c for c in notebook.cells if "require_answer(" in c.source and "import" not in c.source)
+    assert needing.outputs[0].evalue == "This cell needs Question 1.1 (gemm_broadcast): answer it first."
