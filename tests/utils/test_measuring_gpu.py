@@ -101,18 +101,21 @@ def test_cold_l2_is_slower_than_warm_for_a_small_copy():
 
 
 def shared_kernels():
-    """Kernels below the power cap: above it (bf16 matmul from 4096 up on an H200) each timer sees its own clocks."""
+    """Kernels of 20 us and more, below the power cap.
+
+    Above the cap (bf16 matmul from 4096 up on an H200) each timer sees its own clocks. At 10 us (matmul 1024) the
+    median of do_bench jumps by 6% between its own runs, 9.15 to 9.76 us, where ours stays within 1%.
+    """
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     y = torch.empty_like(x)
     return {
-        "matmul 1024": (torch.mm, square(1024), square(1024)),
         "matmul 2048": (torch.mm, square(2048), square(2048)),
         "copy 134 MB": (y.copy_, x),
         "softmax 8192 x 8192": (torch.softmax, x, -1),
     }
 
 
-@pytest.mark.parametrize("name", ["matmul 1024", "matmul 2048", "copy 134 MB", "softmax 8192 x 8192"])
+@pytest.mark.parametrize("name", ["matmul 2048", "copy 134 MB", "softmax 8192 x 8192"])
 def test_agrees_with_do_bench(name):
     from triton.testing import do_bench
 
@@ -120,7 +123,6 @@ def test_agrees_with_do_bench(name):
     ours, theirs = [], []
     for _ in range(5):  # alternate: clocks drift
         ours.append(measure(fn, *arguments, l2="cold", iterations=400).median_ms)
-        # Its median over the default 100 ms jumps by 6% between runs at 10 us; over 400 ms it settles.
         theirs.append(do_bench(lambda: fn(*arguments), rep=400, return_mode="median"))
     mine, reference = statistics.median(ours), statistics.median(theirs)
     print(f"bf16 {name}: measure {mine * 1e3:.2f} us, do_bench {reference * 1e3:.2f} us, {mine / reference - 1:+.2%}")

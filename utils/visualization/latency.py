@@ -149,7 +149,7 @@ def _rows(rows: dict[str, tuple], ax: Any, title: str | None) -> tuple[Any, Any]
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")
     axes.spines["left"].set_visible(False)
-    name_axes(axes, ax is None, x="median latency (ms)", title=title)
+    name_axes(axes, ax is None, x="latency (ms)", title=title)
     return figure, axes
 
 
@@ -201,7 +201,7 @@ def _lines(lines: dict[str, dict[int, tuple]], ax: Any, size_name: str, title: s
         layer.add(name, (sizes[-1], medians[-1]), prefer="E", gap=8, size=9, fontweight="bold")
     if len(lines) == 2:
         _ratios(layer, *lines.values())
-    name_axes(axes, ax is None, x=size_name, y="median latency (ms)", title=title)
+    name_axes(axes, ax is None, x=size_name, y="latency (ms)", title=title)
     return figure, axes
 
 

@@ -175,10 +175,10 @@ def _nest(events: list[Mapping[str, Any]], first: float) -> list[_Bar]:
 
 
 def _busy(bars: list[_Bar], lane: str, window: tuple[float, float]) -> float:
-    """Share of the window in which the lane has at least one event."""
+    """Share of the window in which the lane has at least one event; an annotation is a name, not work."""
     total, until = 0.0, window[0]
     for bar in sorted(bars, key=lambda bar: bar.start):
-        if bar.lane == lane:
+        if bar.lane == lane and "annotation" not in bar.category:
             end = min(bar.end, window[1])
             total += max(0.0, end - max(bar.start, until))
             until = max(until, end)

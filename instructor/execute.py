@@ -1,0 +1,84 @@
+"""Run a lab's notebook from top to bottom, headless, and say how long each cell took and what went wrong."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import nbformat
+from nbformat import NotebookNode
+
+from instructor.build import ROOT, Built
+
+
+@dataclass(frozen=True)
+class Execution:
+    """An executed notebook, the seconds of each code cell by id, and the errors that cells ended with."""
+
+    notebook: NotebookNode = field(repr=False)
+    seconds: dict[str, float]
+    errors: dict[str, str]
+
+    def record(self) -> dict:
+        """Machine, versions, commit and timings, as kept beside recorded results."""
+        from utils.environment import environment
+
+        return {
+            "what": "seconds of each code cell, executed headless from top to bottom",
+            "environment": environment(),
+            "total_seconds": round(sum(self.seconds.values()), 1),
+            "cells": {name: round(value, 2) for name, value in self.seconds.items()},
+            "errors": self.errors,
+        }
+
+
+def execute(text: str, *, timeout: int = 600, folder: Path = ROOT) -> Execution:
+    """Execute a notebook given as text; cells that fail are noted and the rest goes on.
+
+    Args:
+        timeout: seconds for one cell
+        folder: where the kernel runs
+    """
+    from nbclient import NotebookClient
+
+    notebook = nbformat.reads(text, as_version=4)
+    started: dict[int, float] = {}
+    seconds: dict[str, float] = {}
+
+    def start(cell, cell_index):
+        started[cell_index] = time.perf_counter()
+
+    def finish(cell, cell_index, execute_reply):
+        seconds[cell.id] = time.perf_counter() - started[cell_index]
+
+    client = NotebookClient(
+        notebook,
+        timeout=timeout,
+        allow_errors=True,
+        resources={"metadata": {"path": str(folder)}},
+        on_cell_execute=start,
+        on_cell_executed=finish,
+    )
+    client.execute()
+    errors = {
+        cell.id: f"{output.ename}: {output.evalue}"
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+        if output.output_type == "error"
+    }
+    return Execution(notebook, seconds, errors)
+
+
+def execute_lab(built: Built, *, untouched: bool, timeout: int) -> tuple[Execution, Path, Path]:
+    """Execute a lab, solved or as students get it; returns what happened, the notebook's path and the record's."""
+    execution = execute(built.student if untouched else built.instructor, timeout=timeout)
+    folder = ROOT / "build" / "executed"
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"{built.name}_untouched" if untouched else built.name
+    notebook, record = folder / f"{stem}.ipynb", folder / f"{stem}.json"
+    nbformat.write(execution.notebook, notebook)
+    record.write_text(json.dumps(execution.record(), indent=1) + "\n", encoding="utf-8")
+    return execution, notebook, record
