@@ -1,0 +1,88 @@
+"""How a step is launched: tiles, schedules, and that every argument of a kernel is given exactly once."""
+
+import inspect
+import math
+
+import pytest
+import torch
+
+from utils.device import triton_support
+from utils.kernels.attention.gluon_ladder import launch
+from utils.kernels.attention.gluon_ladder.plan import STEPS, block_head_dim, deal_causal_tiles, plan_for
+
+needs_triton = pytest.mark.skipif(not __import__("importlib").util.find_spec("triton"), reason=triton_support().reason)
+
+
+@needs_triton
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("causal, window, return_lse", [(False, 0, False), (True, 0, True), (False, 40, True)])
+def test_every_kernel_argument_is_given_once(monkeypatch, step, causal, window, return_lse):
+    calls = []
+    real = launch.kernel_of(step)
+
+    class Recorder:
+        def __getitem__(self, grid):
+            def call(*args, **kwargs):
+                kwargs.pop("num_warps")
+                calls.append((grid, inspect.signature(real.fn).bind(*args, **kwargs).arguments))
+            return call
+
+    monkeypatch.setattr(launch, "kernel_of", lambda step: Recorder())
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
+    q = torch.randn(2, 4, 300, 72, dtype=torch.bfloat16)
+    k, v = torch.randn(2, 2, 517, 72, dtype=torch.bfloat16), torch.randn(2, 2, 517, 72, dtype=torch.bfloat16)
+    lse = torch.empty(2, 4, 300)
+    launch._launch(step, q, k, v, torch.empty_like(q), lse, causal, 0.1, window, return_lse)
+    (grid, given), = calls
+    assert set(given) == set(inspect.signature(real.fn).parameters)
+    assert given["sq"] == 300 and given["sk"] == 517 and given["group"] == 2 and given["heads"] == 4
+    assert given["CAUSAL"] is causal and given["LSE"] is return_lse
+    assert math.prod(grid) <= 132 if step == 5 else grid == (math.ceil(300 / plan_for(step, 72).rows), 8)
+
+
+@pytest.mark.parametrize("sq, sk, heads, group", [(16384, 16384, 16, 1), (4096, 4096, 64, 4), (1000, 3000, 5, 1),
+                                                  (64, 64, 1, 1)])
+def test_causal_tiles_are_dealt_once_and_evenly(sq, sk, heads, group):
+    rows, block_n, programs = 128, 128, 132
+    dealt = deal_causal_tiles(sq, sk, heads, group, rows, block_n, sk * 512, programs)
+    tiles = [tile for program in dealt for tile in program]
+    assert sorted(tiles) == sorted(m | head << 16 for head in range(heads) for m in range(math.ceil(sq / rows)))
+
+    def blocks(tile):
+        return min(math.ceil(sk / block_n), math.ceil(max(((tile & 0xFFFF) + 1) * rows + sk - sq, 0) / block_n))
+
+    loads = [sum(map(blocks, program)) for program in dealt]
+    assert max(loads) - sum(loads) / programs <= max(map(blocks, tiles))  # at worst one tile too many
+    if len(tiles) > 1000:
+        assert sum(loads) / programs / max(loads) > 0.97
+
+
+def test_more_tiles_than_can_be_numbered_are_not_dealt():
+    assert deal_causal_tiles(128 * 70000, 128, 1, 1, 128, 128, 1, 132) is None
+    assert deal_causal_tiles(128, 128, 40000, 1, 128, 128, 1, 132) is None
+
+
+def test_plans_fit_the_machine():
+    for step in STEPS:
+        for head_dim in (8, 64, 72, 128, 136, 256):
+            plan = plan_for(step, head_dim)
+            assert plan.block_d == block_head_dim(head_dim) >= head_dim
+            q_rows = plan.rows * (1 if plan.o_in_q or step < 5 else 2)
+            assert 2 * plan.block_d * (q_rows + 2 * plan.stages * plan.block_n) < 227 * 1024
+            if step >= 4:  # registers of the consumers, and of the warpgroup that the producer is rounded up to
+                assert 128 * (plan.consumers * plan.registers + (24 if plan.consumers == 2 else 32)) <= 65536
+    with pytest.raises(ValueError, match="steps 1 to 5"):
+        plan_for(6, 64)
+    assert deal_causal_tiles.cache_info().maxsize
+
+
+def test_inputs_that_tma_cannot_address_are_copied():
+    x = torch.randn(2, 3, 50, 64, dtype=torch.bfloat16)
+    rows_first = torch.randn(2, 50, 3, 64, dtype=torch.bfloat16).transpose(1, 2)
+    for view in (x, rows_first, x[:, :, 3:40], x[:, 1:2]):
+        assert launch._copyable(view) is view
+    odd = torch.randn(2, 3, 50, 67, dtype=torch.bfloat16)[..., :64]
+    for view in (odd, x.transpose(2, 3).contiguous().transpose(2, 3), x[:, :1].expand(2, 3, 50, 64),
+                 torch.randn(2 * 3 * 50 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 3, 50, 64)):
+        copy = launch._copyable(view)
+        assert torch.equal(copy, view) and copy.data_ptr() % 16 == 0 and copy.is_contiguous()

@@ -1,0 +1,96 @@
+"""Tiles, slots and registers of each step, and who gets which tile: plain Python, no Triton.
+
+Chosen on an H200 (docs/attention-log.md). Gluon's tile shapes are powers of two. Shared memory holds 227 KiB a block;
+a thread has at most 255 registers, an SM 65536: 2 x 128 x 240 + 128 x 24 or 3 x 128 x 160 + 128 x 32.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from dataclasses import dataclass
+
+BLOCK_M = 64  # query rows of a warpgroup: one wgmma m64
+STEPS = {
+    1: "one warpgroup, synchronous",
+    2: "cp.async, double-buffered",
+    3: "TMA and mbarriers",
+    4: "warp-specialized",
+    5: "overlapped and persistent",
+}
+HEAD_DIMS = (64, 128, 256)  # tile widths; any multiple of 8 up to 256 runs in the next larger one
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tile and pipeline of one kernel: keys of a block, warpgroups, ring slots, registers of a consumer thread."""
+
+    block_d: int
+    block_n: int
+    consumers: int = 1
+    stages: int = 2
+    registers: int = 0
+    halves: bool = False
+    o_in_q: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a block."""
+        return BLOCK_M * self.consumers
+
+
+def block_head_dim(head_dim: int) -> int:
+    """The tile width that holds a head dimension: 64, 128 or 256."""
+    return next(width for width in HEAD_DIMS if head_dim <= width)
+
+
+def plan_for(step: int, head_dim: int) -> Plan:
+    """The plan of a step of the ladder for a head dimension."""
+    d = block_head_dim(head_dim)
+    if step in (1, 2):
+        return Plan(d, 32 if d == 256 else 64)
+    if step == 3:
+        return Plan(d, 64 if d == 256 else 128)
+    if step in (4, 5):
+        return {
+            64: Plan(64, 128, 3, 3, 160),
+            128: Plan(128, 128, 2, 2, 240, halves=True),
+            256: Plan(256, 64, 2, 2, 240, halves=True, o_in_q=True),
+        }[d]
+    raise ValueError(f"The ladder has the steps 1 to 5, and step {step!r} was asked for.")
+
+
+def tail_as_window(plan: Plan, causal: bool, window: bool, tail: bool) -> bool:
+    """Whether step 5 masks the last keys as an endless window: at 160 registers ptxas spills the plain tail mask."""
+    return tail and not causal and not window and plan.consumers == 3
+
+
+# Heads whose K and V are worked on at the same time should fit in the L2 together; the H200 has 60 MB.
+_L2_BYTES = 32 << 20
+# What a tile costs beyond its key blocks, in key blocks: first scores, last product, storing.
+_TILE_OVERHEAD = 1.5
+_MOST_TILES = 1 << 16
+
+
+@functools.lru_cache(maxsize=256)
+def deal_causal_tiles(sq: int, sk: int, heads_total: int, group: int, rows: int, block_n: int, head_bytes: int,
+                      programs: int) -> tuple[tuple[int, ...], ...] | None:
+    """Causal tiles for each program, longest first and to the least loaded: row tile | flat head << 16.
+
+    head_bytes: bytes of one head's K and V. Heads go in sections whose K and V fit in the L2. None where there
+    are so many tiles that any order is balanced, or more than the code can number.
+    """
+    tiles_m = -(-sq // rows)
+    if tiles_m * heads_total > _MOST_TILES or tiles_m > 0xFFFF or heads_total > 0x7FFF:
+        return None
+    section = max(1, _L2_BYTES // head_bytes) * group
+    blocks = [max(1, min(-(-sk // block_n), -(-max((m + 1) * rows + sk - sq, 0) // block_n))) for m in range(tiles_m)]
+    load = [(0.0, program) for program in range(programs)]
+    dealt: list[list[int]] = [[] for _ in range(programs)]
+    for first in range(0, heads_total, section):
+        for m in reversed(range(tiles_m)):
+            for head in range(first, min(first + section, heads_total)):
+                time, program = heapq.heappop(load)
+                dealt[program].append(m | head << 16)
+                heapq.heappush(load, (time + blocks[m] + _TILE_OVERHEAD, program))
+    return tuple(map(tuple, dealt))

@@ -1,0 +1,19 @@
+"""SDPA's math backend: matmul, softmax, matmul inside torch; runs everywhere, takes everything."""
+
+from torch.nn.attention import SDPBackend
+
+from utils.device import Support
+from utils.kernels.attention import sdpa
+from utils.kernels.attention.registry import Provider
+
+_BACKEND = SDPBackend.MATH
+
+PROVIDER = Provider(
+    name="math",
+    summary="SDPA pinned to its math backend: unfused, inside torch",
+    machine=lambda: Support(True, "Part of torch, on every device."),
+    accepts=lambda request: sdpa.accepts(_BACKEND, request, masks=True),
+    run=lambda q, k, v, request: sdpa.run(_BACKEND, q, k, v, request),
+    kernels=r"softmax|gemm|nvjet",
+    cpu_operators=r"aten::_scaled_dot_product_attention_math",
+)
