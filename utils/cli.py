@@ -48,7 +48,9 @@ def has_display() -> bool:
 
 def jupyter_command(notebook: Path, port: int | None) -> list[str]:
     """JupyterLab on one notebook, started from the folder of the labs."""
-    command = [sys.executable, "-m", "jupyterlab", str(notebook.relative_to(ROOT)), f"--ServerApp.root_dir={ROOT}"]
+    # As the default address and not as a file to open: the address that is printed then leads to the notebook.
+    command = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={ROOT}"]
+    command.append(f"--LabApp.default_url=/lab/tree/{notebook.relative_to(ROOT)}")
     if port is not None:
         command.append(f"--ServerApp.port={port}")
     if not has_display():

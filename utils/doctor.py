@@ -11,6 +11,7 @@ from utils import device
 
 ROOT = Path(__file__).resolve().parent.parent
 DISTRIBUTION = "gpu-efficiency-labs"
+YES, NO = "[green]yes[/]", "[red]no[/]"
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ def examine_machine() -> dict:
     import torch
 
     from utils.environment import cpu_model
+    from utils.kernels.attention import provider_table
 
     here = device.default_device()
     versions = {}
@@ -126,6 +128,7 @@ def examine_machine() -> dict:
             "versions": versions,
         },
         "labs": [examine_lab(lab) for lab in LABS],
+        "attention_providers": provider_table(),
         "faults": installation_faults(),
     }
 
@@ -153,10 +156,22 @@ def print_report(report: dict) -> None:
         table.add_section()
         missing = lab["status"] == "no notebook"
         note = f"{lab['lab']}.ipynb is not in this folder." if missing else lab["title"]
-        table.add_row(f"[bold]{lab['lab']}[/]", "", "[red]no[/]" if missing else "[green]yes[/]", note)
+        table.add_row(f"[bold]{lab['lab']}[/]", "", NO if missing else YES, note)
         for part in lab["parts"]:
             note = part["reason"] if part["runs"] else f"{part['reason']} {part['remedy']}".rstrip()
-            table.add_row("", part["part"], "[green]yes[/]" if part["runs"] else "[red]no[/]", escape(note))
+            table.add_row("", part["part"], YES if part["runs"] else NO, escape(note))
+    console.print(table)
+
+    table = Table(pad_edge=False)
+    table.add_column("Attention provider", no_wrap=True)
+    table.add_column("Here", no_wrap=True)
+    table.add_column("What it is; why not, and what to do", ratio=1)
+    for row in report["attention_providers"]:
+        if row["ok"]:
+            note = row["summary"] + (f" ({row['implementation']})" if row["implementation"] else "")
+        else:
+            note = f"{row['reason']} {row['remedy']}".rstrip()
+        table.add_row(row["provider"], YES if row["ok"] else NO, escape(note))
     console.print(table)
     for fault in report["faults"]:
         console.print(f"[bold red]Broken installation:[/] {escape(fault)}")

@@ -35,6 +35,16 @@ def test_json_lists_the_four_labs_with_reasons_and_remedies():
     assert result.returncode == (1 if report["faults"] else 0)
 
 
+def test_every_attention_provider_has_a_row():
+    from utils.kernels.attention import PROVIDERS
+
+    report = json.loads(run_doctor("--json").stdout)
+    rows = {row["provider"]: row for row in report["attention_providers"]}
+    assert set(rows) == set(PROVIDERS)
+    assert rows["naive"]["ok"] and rows["math"]["ok"]
+    assert all(row["ok"] or row["reason"].endswith(".") for row in rows.values())
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_the_table_says_what_needs_one():
     text = run_doctor().stdout
@@ -69,7 +79,8 @@ def test_brackets_in_a_remedy_reach_the_reader(capsys):
     part = {"part": "CuTe path", "runs": False, "reason": "Not installed.", "remedy": "Run pip install '.[gpu]'."}
     lab = {"lab": "lab1", "title": "title", "status": "runs in part", "parts": [part]}
     machine = {"name": "CPU", "device": "cpu", "gpu_specs_row": None, "python": "3.12", "versions": {}}
-    doctor.print_report({"machine": machine, "labs": [lab], "faults": ["torch[extra] is missing."]})
+    report = {"machine": machine, "labs": [lab], "attention_providers": [], "faults": ["torch[extra] is missing."]}
+    doctor.print_report(report)
     text = " ".join(capsys.readouterr().out.split())
     assert "[gpu]" in text and "torch[extra]" in text
 
