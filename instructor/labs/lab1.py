@@ -1444,6 +1444,9 @@ hidden.decode_floor(decode_floor_ms, break_even_batch).raise_if_wrong()
 # - use `schedule=default_schedule`, so that exactly the 6 active steps are recorded;
 # - write a Chrome trace to `trace_path`, with `prof.export_chrome_trace`, after the `with` block;
 # - return the profiler.
+#
+# On a CPU, PyTorch 2.13 prints two lines that begin with `USDT:` whenever a profile starts and stops. They are its own, and
+# mean nothing to you.
 
 # %% nbgrader={"grade_id": "q4_1", "solution": true}
 def profile_steps(fn, trace_path: str) -> torch.profiler.profile:
