@@ -15,7 +15,7 @@ class WrongAnswer:
     mistake: str
     cell: str
     code: str
-    phrase: str
+    phrase: str | tuple[str, ...]  # in the message; of several, any one
     loses: tuple[str, ...] = ()
     replaces: tuple[str, str] | None = None  # in a file cell: (text, instead)
 
@@ -154,7 +154,8 @@ WRONG_ANSWERS = [
         for j in range(m):
             for p in range(m):
                 c[i, j] += a[i, p] * b[p, j]"""),
-        "raised IndexError" ,
+        # which of the two depends on whether the drawn m is the smallest size
+        ("raised IndexError", "is wrong in"),
     ),
     WrongAnswer(
         "result on the CPU", "q1_1",

@@ -136,7 +136,8 @@ def test_wrong_answer_loses_its_question_alone(hidden_tests, answers, wrong):
         verdict = verdicts[cell]
         assert str(verdict).startswith(f"✗ {_label(verdict.question)}")
         if cell == sorted(wrong.lost)[-1] or len(wrong.lost) == 1:
-            assert wrong.phrase in verdict.message, verdict.message
+            phrases = (wrong.phrase,) if isinstance(wrong.phrase, str) else wrong.phrase
+            assert any(phrase in verdict.message for phrase in phrases), verdict.message
 
 
 @pytest.mark.parametrize("right", RIGHT_ANSWERS, ids=lambda right: right[0])
