@@ -13,7 +13,11 @@ from typing import Annotated
 
 import typer
 
+from utils.bench.cli import app as bench
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="The GPU efficiency labs: check, open, measure.")
+
+app.add_typer(bench, name="bench", help="List, run, compare and check benchmarks.")
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -1,0 +1,130 @@
+import json
+
+import pytest
+import torch
+from bench_runs import SDPA, SMALL
+from typer.testing import CliRunner
+
+from utils.bench import profiles
+from utils.bench.cli import app
+from utils.bench.targets import TARGETS
+
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def labs_bench(*words):
+    return runner.invoke(app, [str(word) for word in words])
+
+
+def test_list_targets_of_a_chapter():
+    found = labs_bench("list-targets", "--chapter", "labs/flexattention")
+    assert found.exit_code == 0
+    for text in ("labs/flexattention:flex_attention_cute", "--block-size", "BLOCK_SIZE", "TORCH_COMPILE_MODE"):
+        assert text in found.stdout
+    assert "cudnn_sdpa_bench" not in found.stdout
+    rows = json.loads(labs_bench("list-targets", "--json").stdout)
+    assert len(rows) == 7 and rows[0]["sides"]["baseline"] == "labs/flexattention:baseline_flex_attention"
+    wrong = labs_bench("list-targets", "--chapter", "labs/flexatention")
+    assert wrong.exit_code == 2 and "Did you mean labs/flexattention" in wrong.stderr
+
+
+def test_run_compare_report_check(folder):
+    for name, backend in (("a", "flash"), ("b", "math")):
+        done = labs_bench("run", "--targets", SDPA, "--target-extra-arg", f"{SMALL} --backend {backend}",
+                          "--iterations", 12, "--run-id", name, "--profile", "roofline")
+        assert done.exit_code == 0, done.output
+        assert f"optimized: {backend}" in done.stdout and "complete: 1 ok" in done.stderr
+    assert list((folder / "benchmark_profiles/labs/cudnn_sdpa_bench/a").glob("*.trace.json"))
+    compared = labs_bench("compare", "a", "b")
+    assert compared.exit_code == 0 and "flash" in compared.stdout and "backend flash and math" in compared.stdout
+    rows = json.loads(labs_bench("compare", "a", "b", "--json").stdout)["rows"]
+    assert {row["side"] for row in rows} == {"baseline", "optimized"}
+    reported = labs_bench("report", "a", "--output", folder / "page")
+    assert reported.exit_code == 0
+    assert {path.name for path in (folder / "page").iterdir()} == {"results.csv", "report.md", "latency.png",
+                                                                    "roofline.png"}
+    if not torch.cuda.is_available():
+        checked = labs_bench("check", "a")
+        assert checked.exit_code == 2 and "of a CPU" in checked.stderr
+        refused = labs_bench("run", "--targets", SDPA, "--target-extra-arg", SMALL, "--update-expectations")
+        assert refused.exit_code == 2 and "of a CPU" in refused.stderr
+    missing = labs_bench("compare", "a", "nothing")
+    assert missing.exit_code == 2 and "no results at nothing" in missing.stderr
+
+
+def test_json_is_the_results_document(folder):
+    done = labs_bench("run", SDPA.replace(":", ":optimized_"), "--target-extra-arg", SMALL, "--iterations", 3, "--json",
+                      "--format", "json", "--artifacts-dir", "kept", "--run-id", "x")
+    document = json.loads(done.stdout)
+    assert done.exit_code == 0 and document["schema"] == "labs-bench-results"
+    assert document == json.loads((folder / "kept/x/results.json").read_text())
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--targets", "labs/cudnn_sdpa_bench:flash_spd"], "Did you mean labs/cudnn_sdpa_bench:flash_sdp"),
+    (["--targets", SDPA, "--profile", "maximal"], "none, minimal, roofline, deep_dive"),
+    (["--targets", SDPA, "--target-extra-arg", f"{SDPA}=--bakend flash"], "Did you mean --backend"),
+    (["--targets", SDPA, "--target-extra-arg", f"{SDPA}=--backend flush"], "Did you mean flash"),
+    (["--targets", SDPA, "--target-extra-arg", "--backend flash"], "TARGET=--flag value"),
+    (["--targets", SDPA, "--iterations", "0"], "1 or more"),
+    ([], "no target was given"),
+])
+def test_bad_input_is_one_line_before_anything_runs(folder, words, said):
+    done = labs_bench("run", *words)
+    assert done.exit_code == 2 and said in done.stderr and done.stderr.startswith("error:")
+    assert not (folder / "artifacts").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a CPU cannot run")
+def test_refusals_end_with_a_sentence_and_status_one():
+    done = labs_bench("run", "--targets", SDPA, "--target-extra-arg", f"{SDPA}=--backend cudnn")
+    assert done.exit_code == 1 and "refused" in done.stdout and "NVIDIA GPU" in done.stdout
+
+
+def test_a_shape_that_does_not_fit():
+    done = labs_bench("run", "--targets", SDPA, "--target-extra-arg", f"{SDPA}=--heads 64 --seq-len 900000")
+    assert done.exit_code == 1 and "GB are free" in done.stdout
+
+
+def test_ctrl_c_ends_with_a_clear_last_line(folder, monkeypatch):
+    def interrupt(case, side, q, k, v):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TARGETS[SDPA], "build", interrupt)
+    done = labs_bench("run", "--targets", SDPA, "--target-extra-arg", SMALL, "--run-id", "cut")
+    assert done.exit_code == 130
+    assert done.stderr.strip().endswith("interrupted: 1 interrupted; what was done is in artifacts/cut.")
+    shown = labs_bench("report", "cut")
+    assert shown.exit_code == 0 and "Status: interrupted" in (folder / "artifacts/cut/report.md").read_text()
+
+
+def test_nsight_compute_without_counters_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(profiles.shutil, "which", lambda name: f"/opt/{name}")
+    request = {"device": "cuda:0", "range": "r"}
+    seen = []
+
+    def tool(command):
+        seen.append(command)
+        return 1, "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission"
+
+    monkeypatch.setattr(profiles, "_run_tool", tool)
+    files, why = profiles.nsight_compute(tmp_path / "x", request, "deep_dive")
+    assert files == [] and "ERR_NVGPUCTRPERM" in why
+    (command,) = seen
+    assert command[command.index("--clock-control") + 1] == "none" and command[command.index("--set") + 1] == "full"
+    monkeypatch.setattr(profiles, "_run_tool", lambda command: (127, "cannot start"))
+    assert "made no report: cannot start" in profiles.nsight_systems(tmp_path / "x", request, "minimal")[1]
+
+
+def test_replay_runs_a_side_in_a_process_of_its_own(small_run):
+    case = small_run[1]["cases"][0]
+    request = {"target": SDPA, "side": "optimized", "label": case["label"], "range": "r", "device": "cpu",
+               "values": {key: knob["value"] for key, knob in case["knobs"].items()}}
+    code, output = profiles._run_tool(profiles._replay(request))
+    assert code == 0, output

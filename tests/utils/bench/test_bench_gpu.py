@@ -1,0 +1,116 @@
+"""Every target on an NVIDIA GPU, at its real sizes or near them; what the machine lacks must be refused by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from utils.bench.results import load_results
+from utils.bench.run import Options, Runner
+from utils.bench.targets import TARGETS, plan
+from utils.bench.targets.providers import SDPA_BACKENDS
+
+pytestmark = pytest.mark.gpu
+SDPA = "labs/cudnn_sdpa_bench:flash_sdp"
+FLEX = "labs/flexattention:flex_attention"
+
+
+def run_gpu(folder, names, extra=(), environ=None, **options) -> dict:
+    device = torch.device("cuda")
+    plans = plan(names, extra, device, environ or {})
+    options = {"iterations": 20, "warmup": 3, "run_id": "gpu", **options}
+    return Runner(plans, Options(artifacts_dir=folder, profiles_dir=folder / "profiles", **options), device).run()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_target_runs_or_says_why_not(tmp_path, name):
+    document = run_gpu(tmp_path, [name], profile="minimal")
+    assert load_results(tmp_path / "gpu")["status"] == "complete"
+    for case in document["cases"]:
+        assert case["status"] in ("ok", "refused"), case["reason"]
+        if case["status"] == "ok":
+            assert case["ran"]["optimized"]["kernels"], "no kernel was seen"
+            text = Path(case["profiles"]["optimized"]["files"][0]).read_text()
+            assert case["ran"]["optimized"]["range"] in text
+
+
+@pytest.mark.parametrize("backend", SDPA_BACKENDS)
+def test_each_sdpa_backend_is_the_one_that_ran(tmp_path, backend):
+    (case,) = run_gpu(tmp_path, [SDPA], [f"{SDPA}=--backend {backend} --seq-len 1024 --causal"])["cases"]
+    assert case["status"] in ("ok", "refused"), case["reason"]
+    if case["status"] == "ok":
+        assert case["ran"]["optimized"]["provider"] == backend
+
+
+@pytest.mark.parametrize("block", ["64", "128"])
+def test_flexattention_block_sizes_of_the_documented_command(tmp_path, block):
+    (case,) = run_gpu(tmp_path, [FLEX], [f"{FLEX}=--seq-len 2048"], {"BLOCK_SIZE": block, "DOC_SPAN": "128"})["cases"]
+    assert case["status"] == "ok", case["reason"]
+    assert case["comparison"]["verdict"] == "faster" and case["workload"]["doc_span"] == 128
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
+def test_compile_modes(tmp_path, mode):
+    (case,) = run_gpu(tmp_path, [FLEX], [f"{FLEX}=--seq-len 1024 --compile-mode {mode}"])["cases"]
+    assert case["status"] == "ok", case["reason"]
+
+
+def test_a_kernel_fault_leaves_valid_results_and_ends_the_run(tmp_path):
+    """In a process of its own: the fault takes the CUDA context with it."""
+    import subprocess
+    import sys
+
+    program = f"""
+import torch
+from pathlib import Path
+from utils.bench.run import Options, Runner
+from utils.bench.targets import TARGETS, plan
+target = TARGETS[{SDPA!r}]
+build = target.build
+def faulty(case, side, q, k, v):
+    built = build(case, side, q, k, v)
+    built.fn = lambda: q.flatten()[torch.full((4,), 1 << 40, device="cuda")]
+    return built
+target.build = faulty
+device = torch.device("cuda")
+plans = plan([{SDPA!r}, "attention_suite:sdpa"], [], device, {{}})
+Runner(plans, Options(artifacts_dir=Path({str(tmp_path)!r}), run_id="fault"), device).run()
+"""
+    subprocess.run([sys.executable, "-c", program], check=False, timeout=300, capture_output=True)
+    document = load_results(tmp_path / "fault")
+    assert document["status"] == "ended by a GPU fault"
+    assert document["cases"][0]["status"] == "failed"
+    assert {case["status"] for case in document["cases"][1:]} == {"not run"}
+    assert json.loads((tmp_path / "fault" / "manifest.json").read_text())["status"] == document["status"]
+
+
+def test_host_copies_are_refused_by_the_suite():
+    from utils.bench.errors import BenchError
+    from utils.bench.suite import BenchmarkConfig, CUDABenchmarkHarness
+
+    x = torch.ones(1024, device="cuda")
+    config = BenchmarkConfig(warmup_iterations=2, benchmark_iterations=5)
+    with pytest.raises(BenchError, match="copies between host and GPU"):
+        CUDABenchmarkHarness(config).benchmark_kernel(lambda: x.cpu(), "copying")
+    result = CUDABenchmarkHarness(config).benchmark_kernel(lambda: x + 1, "adding")
+    assert result.environment["gpu"] and len(result.samples_ms) == 5
+
+
+def test_the_suites_snippet_on_events():
+    from utils.bench.suite import BenchmarkConfig, CUDABenchmarkHarness
+
+    a = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+
+    def kernel():
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        a @ a
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
+
+    for cold in (False, True):
+        config = BenchmarkConfig(warmup_iterations=20, benchmark_iterations=50, flush_l2_cache=cold)
+        result = CUDABenchmarkHarness(config).benchmark_kernel(kernel, "events", flop_count=2 * 2048**3)
+        assert result.timing == "kernel's own" and result.gflops > 1000

@@ -1,0 +1,132 @@
+import csv
+import io
+import json
+
+import pytest
+
+from utils.bench import results as res
+from utils.bench.comparing import compare_results, independent_interval, notes
+from utils.bench.errors import BenchError
+from utils.bench.report import COLUMNS, csv_text, markdown, write_report
+
+
+def save(tmp_path, document, name="results.json"):
+    path = tmp_path / name
+    res.write_whole(path, res.to_json(document))
+    return path
+
+
+def test_results_come_back_by_path_folder_and_run_id(small_run):
+    folder, document = small_run
+    for where in (folder / "small" / "results.json", folder / "small", "small"):
+        assert res.load_results(where, folder)["run_id"] == document["run_id"]
+    with pytest.raises(BenchError, match=r"no results at nowhere.*small"):
+        res.load_results("nowhere", folder)
+
+
+def test_truncated_foreign_and_old_files_are_refused_by_name(tmp_path, document):
+    whole = save(tmp_path, document)
+    text = whole.read_text()
+    for share in (0.2, 0.5, 0.99):
+        whole.write_text(text[:int(share * len(text))])
+        with pytest.raises(BenchError, match=r"results.json is truncated"):
+            res.load_results(whole)
+    for change, said in (({"version": 0}, "older schema labs-bench-results version 0"),
+                         ({"version": 9}, "other schema"),
+                         ({"schema": "x"}, "no labs-bench-results document")):
+        with pytest.raises(BenchError, match=said):
+            res.load_results(save(tmp_path, {**document, **change}))
+    del document["cases"][0]["sides"]["baseline"]["samples_ms"]
+    with pytest.raises(BenchError, match="damaged in case 0"):
+        res.load_results(save(tmp_path, document))
+    with pytest.raises(BenchError, match="cases missing"):
+        res.load_results(save(tmp_path, {key: value for key, value in document.items() if key != "cases"}))
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "a.json"
+    res.write_whole(path, "old")
+    with pytest.raises(TypeError):
+        res.write_whole(path, 3)
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    assert json.loads(res.to_json({"a": float("nan"), "b": (1, 2)})) == {"a": None, "b": [1, 2]}
+
+
+def test_the_same_run_twice_is_the_same(document):
+    rows = compare_results(document, document)
+    assert [row["side"] for row in rows] == ["baseline", "optimized"]
+    assert all(row["speedup"] == 1.0 and row["interval"][0] <= 1.0 <= row["interval"][1] for row in rows)
+    assert notes(document, document) == []
+
+
+def test_a_faster_run_is_faster(document, small_run):
+    faster = small_run[1]
+    record = document["cases"][0]["sides"]["optimized"]
+    record["samples_ms"] = [2.0 * value for value in record["samples_ms"]]
+    row = next(row for row in compare_results(document, faster) if row["side"] == "optimized")
+    assert row["speedup"] == pytest.approx(2.0) and row["verdict"] in ("faster", "not enough data")
+
+
+@pytest.mark.parametrize(("path", "value", "said"), [
+    (("environment", "gpu"), "NVIDIA L4", "different machines, .* and NVIDIA L4"),
+    (("workload", "seq_len"), 4096, "seq_len 48 and 4096"),
+    (("workload", "dtype"), "bf16", "dtype fp32 and bf16"),
+    (("workload", "mask"), "full", "mask causal and full"),
+    (("target",), "attention_suite:sdpa", "share no target"),
+])
+def test_other_gpus_shapes_and_dtypes_are_refused_by_name(document, small_run, path, value, said):
+    place = document if path[0] == "environment" else document["cases"][0]
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(BenchError, match=said):
+        compare_results(small_run[1], document)
+
+
+def test_other_knobs_and_versions_are_told(document, small_run):
+    document["cases"][0]["knobs"]["backend"]["value"] = "math"
+    document["environment"]["torch"] = "9.9"
+    document["status"] = "interrupted"
+    assert compare_results(small_run[1], document)[0]["knobs"] == ["backend flash and math"]
+    told = " ".join(notes(small_run[1], document))
+    assert "and 9.9" in told and "partial (interrupted)" in told
+
+
+def test_the_interval_of_independent_runs_covers_the_ratio():
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    hits = 0
+    for _ in range(60):
+        a, b = rng.normal(3.0, 0.3, 50), rng.normal(2.0, 0.2, 70)
+        low, high = independent_interval(a, b)
+        hits += low <= 1.5 <= high
+    assert hits >= 50
+
+
+def test_csv_has_a_row_for_each_side(document):
+    rows = list(csv.DictReader(io.StringIO(csv_text(document))))
+    assert list(rows[0]) == list(COLUMNS)
+    assert [row["side"] for row in rows] == ["baseline", "optimized"]
+    for row in rows:
+        assert float(row["low_ms"]) <= float(row["median_ms"]) <= float(row["high_ms"])
+    record = document["cases"][0]["sides"]["optimized"]
+    assert float(rows[1]["median_ms"]) == pytest.approx(record["median_ms"])
+    assert float(rows[1]["queries_per_s"]) == pytest.approx(2 * 48 / record["median_ms"] * 1e3)
+    assert float(rows[1]["speedup"]) == pytest.approx(document["cases"][0]["comparison"]["speedup"])
+
+
+def test_markdown_says_what_ran_and_what_was_in_force(document):
+    page = markdown(document)
+    for text in ("backend=flash (flag)", "aten::_scaled_dot_product_flash_attention_for_cpu", "speed-up", "Profiles",
+                 "counted roofline", document["environment"]["torch"]):
+        assert text in page
+    document["cases"][0] |= {"status": "failed", "reason": "a | b", "sides": {}, "ran": {}, "comparison": None,
+                             "profiles": {}}
+    assert "failed | a \\| b |" in markdown(document)
+
+
+def test_report_writes_tables_and_plots(tmp_path, document):
+    written = write_report(document, tmp_path)
+    assert [path.name for path in written] == ["results.csv", "report.md", "latency.png", "roofline.png"]
+    assert all(path.stat().st_size > 500 for path in written)

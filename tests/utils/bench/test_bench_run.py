@@ -1,0 +1,227 @@
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from bench_runs import SDPA, SMALL, run_cpu
+
+from utils.bench.errors import BenchError
+from utils.bench.results import load_results
+from utils.bench.run import Interrupted, Options, exit_code
+from utils.bench.targets import TARGETS
+from utils.bench.targets.base import Built
+from utils.device import compile_support
+
+SUITE, FLEX = "attention_suite:sdpa", "labs/flexattention:flex_attention"
+needs_compiler = pytest.mark.skipif(not compile_support(), reason=compile_support().reason)
+
+
+def test_a_run_leaves_everything_documented(small_run):
+    folder, document = small_run
+    run = folder / "small"
+    assert {path.name for path in run.iterdir()} == {"results.json", "report.md", "manifest.json", "run.log"}
+    assert document["status"] == "complete" and exit_code(document) == 0
+    (case,) = document["cases"]
+    assert case["status"] == "ok" and case["ran"]["optimized"]["provider"] == "flash"
+    assert case["ran"]["baseline"]["provider"] == "math"
+    assert len(case["sides"]["optimized"]["samples_ms"]) == 12
+    assert case["comparison"]["speedup"] > 0 and case["knobs"]["backend"] == {"value": "flash", "origin": "flag"}
+    assert case["verification"]["optimized"]["whole"] < 1e-6
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["counts"] == {"ok": 1} and {"results.json", "run.log"} <= {f["file"] for f in manifest["files"]}
+    assert "flash_sdp: B1 H2 S48 D32 fp32 causal: ok" in (run / "run.log").read_text()
+    assert not any(isinstance(one, logging.FileHandler) for one in logging.getLogger("labs.bench").handlers)
+
+
+def test_profiles_carry_the_range_and_say_what_was_left_out(small_run):
+    folder, document = small_run
+    (case,) = document["cases"]
+    found = case["profiles"]["optimized"]
+    (trace,) = found["files"]
+    assert str(folder / "profiles" / "labs/cudnn_sdpa_bench" / "small") in trace
+    assert "flash_sdp_optimized_flash" in Path(trace).read_text()
+    if not torch.cuda.is_available():
+        assert "Nsight Systems was left out" in found["why_not"][0]
+    assert found["rows"][0]["mean_us"] > 0
+    assert found["roofline"]["bound"] in ("memory", "compute") and found["roofline"]["share"] > 0
+
+
+@pytest.mark.parametrize("format, files", [("json", {"results.json"}), ("markdown", {"report.md"})])
+def test_formats(tmp_path, format, files):
+    run_cpu(tmp_path, [f"{SDPA.replace(':', ':optimized_')}"], [SMALL], format=format)
+    assert {path.name for path in (tmp_path / "small").iterdir()} - {"manifest.json", "run.log"} == files
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"profile": "minmal"}, "Did you mean minimal"), ({"format": "html"}, "json, markdown, both"),
+    ({"iterations": 0}, "1 or more"), ({"warmup": -1}, "0 or more"), ({"run_id": "../x"}, "names a folder")])
+def test_wrong_options_before_anything_runs(tmp_path, options, said):
+    with pytest.raises(BenchError, match=said):
+        Options(artifacts_dir=tmp_path, **options).check()
+
+
+def test_a_run_is_never_overwritten(small_run):
+    with pytest.raises(BenchError, match="never overwritten"):
+        run_cpu(small_run[0], [SDPA], [SMALL])
+
+
+def replaced(monkeypatch, change, side="optimized"):
+    """The SDPA target with one side's call replaced by `change(fn)`."""
+    target = TARGETS[SDPA]
+    build = target.build
+
+    def changed(case, which, q, k, v):
+        built = build(case, which, q, k, v)
+        return Built(change(built.fn), built.provider, built.implementation) if which == side else built
+
+    monkeypatch.setattr(target, "build", changed)
+
+
+@pytest.mark.parametrize("wrong", [
+    lambda fn: lambda: torch.zeros_like(fn()), lambda fn: lambda: fn() * float("nan"),
+    lambda fn: lambda: fn().flip(1)], ids=["zeros", "NaN", "permuted heads"])
+def test_wrong_outputs_are_never_timed(tmp_path, monkeypatch, wrong):
+    replaced(monkeypatch, wrong)
+    document = run_cpu(tmp_path, [SDPA], [SMALL])
+    (case,) = document["cases"]
+    assert case["status"] == "failed" and not case["sides"] and "optimized" in case["reason"]
+    assert exit_code(document) == 1
+
+
+@pytest.mark.parametrize("name", [FLEX, f"{FLEX}_cute"])
+def test_an_ignored_mask_is_never_timed(tmp_path, monkeypatch, name):
+    target, build = TARGETS[name], TARGETS[name].build
+
+    def unmasked(case, side, q, k, v):
+        if side == "optimized":
+            case = dataclasses.replace(case, workload=dataclasses.replace(case.workload, mask="causal", doc_span=None))
+        return build(case, side, q, k, v)
+
+    monkeypatch.setattr(target, "build", unmasked)
+    (case,) = run_cpu(tmp_path, [name], [f"{name}=--heads 2 --seq-len 64 --head-dim 16 --doc-span 32"])["cases"]
+    assert case["status"] in ("failed", "refused") and not case["sides"]
+    assert "not the float64 reference's" in case["reason"] or not compile_support()
+
+
+def test_another_backend_than_asked_for_is_no_result(tmp_path, monkeypatch):
+    build = TARGETS[SDPA].build
+
+    def swapped(case, side, q, k, v):
+        built = build(case, "baseline", q, k, v)  # math
+        return Built(built.fn, "flash" if side == "optimized" else "math")
+
+    monkeypatch.setattr(TARGETS[SDPA], "build", swapped)
+    (case,) = run_cpu(tmp_path, [SDPA], [f"{SMALL} --backend flash"])["cases"]
+    assert case["status"] == "failed" and "flash was asked for and math ran" in case["reason"] and not case["sides"]
+
+
+def test_an_exception_out_of_memory_and_a_later_case(tmp_path, monkeypatch):
+    calls = iter([torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), ValueError("broken kernel")])
+
+    def fail_twice(fn):
+        error = next(calls, None)
+
+        def call():
+            if error is not None:
+                raise error
+            return fn()
+
+        return call
+
+    replaced(monkeypatch, fail_twice)
+    for status in ("out of memory", "failed", "ok"):
+        document = run_cpu(tmp_path, [SDPA], [SMALL], run_id=status.replace(" ", "-"))
+        assert [case["status"] for case in document["cases"]] == [status]
+        assert load_results(tmp_path / status.replace(" ", "-"))["status"] == "complete"
+
+
+def test_ctrl_c_keeps_what_was_done(tmp_path, monkeypatch):
+    count = 0
+
+    def stop_in_the_third(fn):
+        def call():
+            nonlocal count
+            count += 1
+            if count > 6:
+                raise KeyboardInterrupt
+            return fn()
+
+        return call
+
+    replaced(monkeypatch, stop_in_the_third)
+    with pytest.raises(Interrupted) as stopped:
+        run_cpu(tmp_path, [SUITE, SDPA], [SMALL, f"{SUITE}=--batch 1 --heads 1 --dtype fp32"])
+    assert stopped.value.document["status"] == "interrupted"
+    document = load_results(tmp_path / "small")
+    assert [case["status"] for case in document["cases"]] == ["ok", "ok", "interrupted"]
+    assert document["status"] == "interrupted" and document["finished"]
+
+
+def test_one_side_alone_and_refusals_beside_it(tmp_path):
+    document = run_cpu(tmp_path, ["attention_suite:sdpa"],
+                       ["attention_suite:sdpa=--batch 1 --heads 1 --seq-len 32 --dtype fp16,fp32"])
+    assert [case["status"] for case in document["cases"]] == ["refused", "ok"]
+    assert "fp16" in document["cases"][0]["reason"] and exit_code(document) == 0
+    document = run_cpu(tmp_path, ["labs/flashattention_gluon:baseline_flashattention_gluon"], run_id="one")
+    (case,) = document["cases"]
+    assert list(case["sides"]) == ["baseline"] and case["comparison"] is None
+    assert case["ran"]["baseline"]["range"] == "flashattention_baseline_unfused"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a CPU cannot run")
+def test_gpu_targets_are_refused_in_a_sentence(tmp_path):
+    document = run_cpu(tmp_path, ["labs/flashattention_gluon"])
+    (case,) = document["cases"]
+    assert case["status"] == "refused" and "need an NVIDIA GPU" in case["reason"]
+    assert "baseline_flashattention_gluon" in case["reason"] and exit_code(document) == 1
+
+
+@needs_compiler
+def test_flexattention_eager_and_compiled_agree_and_are_proved(tmp_path):
+    document = run_cpu(tmp_path, ["labs/flexattention"], [
+        f"{FLEX}=--heads 2 --seq-len 100 --doc-span 40 --head-dim 16 --score-mod relative_bias",
+        f"{FLEX}_cute=--heads 2 --seq-len 96 --head-dim 16"], {"BLOCK_SIZE": "32", "DOC_SPAN": "48"}, warmup=2)
+    flex, cute = document["cases"]
+    assert flex["status"] == "ok", flex["reason"]
+    assert (flex["ran"]["baseline"]["provider"], flex["ran"]["optimized"]["provider"]) == ("eager", "compiled")
+    assert flex["workload"]["doc_span"] == 40 and flex["knobs"]["block_size"]["origin"] == "environment BLOCK_SIZE"
+    assert cute["status"] == "ok", cute["reason"]
+    assert cute["workload"]["doc_span"] == 48 and cute["ran"]["optimized"]["provider"] == "flash"
+
+
+@needs_compiler
+def test_a_recompile_in_the_timed_calls_is_an_error(tmp_path, monkeypatch):
+    target = TARGETS[FLEX]
+    build = target.build
+
+    def shape_changes_midway(case, side, q, k, v):
+        built = build(case, side, q, k, v)
+        if side == "optimized":
+            compiled, count = built.fn.__closure__[0].cell_contents, 0
+            tensors = (q, k, v)
+
+            def call():
+                nonlocal count
+                count += 1
+                return compiled(*(t[:, :1] if count == 8 else t for t in tensors))
+
+            built.fn = call
+        return built
+
+    monkeypatch.setattr(target, "build", shape_changes_midway)
+    (case,) = run_cpu(tmp_path, [FLEX], [f"{FLEX}=--heads 2 --seq-len 64 --head-dim 16 --mask causal"])["cases"]
+    assert case["status"] == "failed" and "compiled 2 times" in case["reason"]
+
+
+@needs_compiler
+def test_eager_in_the_place_of_compiled_is_an_error(tmp_path, monkeypatch):
+    target, build = TARGETS[FLEX], TARGETS[FLEX].build
+
+    def eager(case, side, q, k, v):
+        return Built(build(case, "baseline", q, k, v).fn, "compiled" if side == "optimized" else "eager")
+
+    monkeypatch.setattr(target, "build", eager)
+    (case,) = run_cpu(tmp_path, [FLEX], [f"{FLEX}=--heads 1 --seq-len 64 --head-dim 16"])["cases"]
+    assert case["status"] == "failed" and "that is eager" in case["reason"] and not case["sides"]

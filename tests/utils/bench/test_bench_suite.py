@@ -1,0 +1,132 @@
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from utils.bench.errors import BenchError
+from utils.bench.suite import BenchmarkConfig, CUDABenchmarkHarness, load_result, sweep
+
+B, H, S, d = 2, 2, 32, 16
+FAST = dict(warmup_iterations=2, benchmark_iterations=15)
+
+
+@pytest.fixture
+def harness():
+    return CUDABenchmarkHarness(BenchmarkConfig(**FAST))
+
+
+def own_timing(ms):
+    """A kernel function that runs for `ms` and returns its own time."""
+    def kernel():
+        begin = time.perf_counter()
+        while (took := 1e3 * (time.perf_counter() - begin)) < ms:
+            pass
+        return took
+
+    return kernel
+
+
+def test_documented_defaults():
+    config = BenchmarkConfig()
+    assert (config.warmup_iterations, config.benchmark_iterations) == (200, 500)
+    assert (config.flush_l2_cache, config.lock_clocks, config.exclude_memory_transfers) == (False, False, True)
+    assert config.seed == 42
+
+
+@pytest.mark.parametrize(("option", "said"), [
+    ({"lock_clocks": True}, "never set"), ({"device_id": 99}, "usable GPUs"), ({"warmup_iterations": -1}, "0 or more"),
+    ({"benchmark_iterations": 0}, "1 or more"), ({"benchmark_iterations": 1.5}, "whole number"),
+    ({"flush_l2_cache": 1}, "True or False")])
+def test_options_do_or_refuse(option, said):
+    with pytest.raises(BenchError, match=said):
+        BenchmarkConfig(**option)
+
+
+def test_the_documented_snippet(harness, tmp_path):
+    result = harness.benchmark_kernel(kernel_func=own_timing(0.2), kernel_name="my_attention_kernel",
+                                      flop_count=4 * B * H * S * S * d, memory_bytes=4 * B * H * S * d * 2)
+    assert result.timing == "kernel's own" and len(result.samples_ms) == 15
+    assert 0.2 <= result.median_ms < 2.0
+    assert result.gflops == pytest.approx(4 * B * H * S * S * d / result.median_ms / 1e6)
+    path = harness.save_results(result, tmp_path / "out" / "my_kernel.json")
+    comparison = harness.compare_results(baseline_path=Path(path), current_result=result)
+    assert f"{comparison['speedup']:.3f}x" == "1.000x" and f"{comparison['improvement_pct']:.2f}%" == "0.00%"
+    assert load_result(path).samples_ms == result.samples_ms
+
+
+def test_a_kernel_without_a_time_is_timed_by_the_harness(harness):
+    a = torch.randn(64, 64)
+    result = harness.benchmark_kernel(lambda: a @ a, "product", 2 * 64**3, shape={"n": 64}, dtype=torch.float32)
+    assert result.timing == "harness" and result.dtype == "float32" and len(result.samples_ms) == 15
+    assert result.measurement.method["calls_per_sample"] >= 1 and result.queries_per_s is None
+
+
+def test_self_timed_calls_are_counted(harness):
+    calls = []
+    kernel = own_timing(0.01)
+    harness.benchmark_kernel(lambda: (calls.append(1), kernel())[1], "counted")
+    assert len(calls) >= 1 + 2 + 15
+
+
+@pytest.mark.parametrize(("value", "said"), [(1000.0, "whole call took"), (0.0, "above 0"), (float("nan"), "above 0")])
+def test_impossible_own_times_are_refused(harness, value, said):
+    with pytest.raises(BenchError, match=said):
+        harness.benchmark_kernel(lambda: value, "liar")
+
+
+def test_a_kernel_that_stops_returning_its_time(harness):
+    values = iter([0.001] * 5)
+    with pytest.raises(BenchError, match="returned None in call"):
+        harness.benchmark_kernel(lambda: next(values, None), "forgetful")
+    with pytest.raises(BenchError, match="callable"):
+        harness.benchmark_kernel(3.0, "no function")
+
+
+def test_flushing_really_writes_the_cache_outside_the_time():
+    config = BenchmarkConfig(flush_l2_cache=True, **FAST)
+    for kernel in (own_timing(0.05), lambda: None):
+        result = CUDABenchmarkHarness(config).benchmark_kernel(kernel, "cold")
+        assert result.measurement.method["l2"] == "cold" and result.measurement.method["l2_flush_bytes"] >= 64 * 1024**2
+        assert result.median_ms < 1.0  # writing that much takes longer
+
+
+def test_speedup_and_improvement_have_the_right_sign(harness, tmp_path):
+    slow = harness.benchmark_kernel(own_timing(1.0), "slow", 1e6)
+    fast = harness.benchmark_kernel(own_timing(0.5), "fast", 1e6)
+    path = harness.save_results(slow, tmp_path / "slow.json")
+    found = harness.compare_results(path, fast)
+    assert found["speedup"] == pytest.approx(2.0, rel=0.3) and found["improvement_pct"] == pytest.approx(50, abs=15)
+    assert found["verdict"] == "faster" and found["interval"][0] <= found["speedup"] <= found["interval"][1]
+
+
+def test_other_gpus_shapes_and_dtypes_are_refused_by_name(harness, tmp_path):
+    base = dict(shape={"B": 1, "S": 128}, dtype="fp16")
+    path = harness.save_results(harness.benchmark_kernel(own_timing(0.01), "a", 1e6, **base), tmp_path / "a.json")
+    for change, said in (({"shape": {"B": 1, "S": 256}}, "shape"), ({"dtype": "bf16"}, "dtype fp16 and bf16")):
+        with pytest.raises(BenchError, match=said):
+            harness.compare_results(path, harness.benchmark_kernel(own_timing(0.01), "b", 1e6, **{**base, **change}))
+    with pytest.raises(BenchError, match="flop_count"):
+        harness.compare_results(path, harness.benchmark_kernel(own_timing(0.01), "b", 2e6, **base))
+    result = harness.benchmark_kernel(own_timing(0.01), "b", 1e6, **base)
+    result.measurement.environment["gpu"] = "NVIDIA L4"
+    with pytest.raises(BenchError, match=r"GPU .* and NVIDIA L4"):
+        harness.compare_results(path, result)
+    path.write_text(path.read_text()[:99])
+    with pytest.raises(BenchError, match=r"a.json is truncated"):
+        harness.compare_results(path, result)
+
+
+def test_sweep_runs_the_matrix(monkeypatch):
+    from utils.bench.targets import attention_suite
+
+    monkeypatch.setattr(attention_suite, "MATRIX", ((1, 1, 32, 16), (2, 1, 32, 16)))
+    harness = CUDABenchmarkHarness(BenchmarkConfig(warmup_iterations=1, benchmark_iterations=3))
+    results = list(sweep(harness))
+    shapes = [{"B": batch, "H": 1, "S": 32, "d": 16} for batch in (1, 2)]
+    assert [result.shape for result in results][:2] == shapes
+    assert all(result.queries_per_s > 0 and result.gflops > 0 for result in results)
+    if not torch.cuda.is_available():
+        assert {result.dtype for result in results} == {"bf16"}
+        with pytest.raises(BenchError, match="fp32"):
+            next(sweep(harness, dtypes=("fp16",)))

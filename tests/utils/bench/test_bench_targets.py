@@ -1,0 +1,166 @@
+import pytest
+import torch
+
+from utils.bench.errors import BenchError, WrongRun
+from utils.bench.listing import describe_targets
+from utils.bench.targets import TARGETS, plan, providers, read_name, targets_of
+from utils.bench.targets.attention_suite import MATRIX
+from utils.bench.targets.base import Built
+from utils.bench.workload import Workload
+
+CPU = torch.device("cpu")
+FLEX, CUTE = "labs/flexattention:flex_attention", "labs/flexattention:flex_attention_cute"
+GLUON = "labs/flashattention_gluon:flashattention_gluon"
+SDPA = "labs/cudnn_sdpa_bench:flash_sdp"
+
+
+def one_case(target, extra="", environ=None, device=CPU):
+    (found,) = plan([target], [f"{target}={extra}"] if extra else [], device, environ or {})
+    return found.cases[0]
+
+
+def test_documented_names():
+    assert set(TARGETS) == {
+        FLEX, CUTE, SDPA, GLUON,
+        "attention_suite:sdpa", "attention_suite:flash_attn", "attention_suite:gluon"}
+    (target, sides), = read_name("labs/flashattention_gluon:baseline_flashattention_gluon")
+    assert (target.workload, sides) == ("flashattention_gluon", ("baseline",))
+    assert read_name("labs.flashattention_gluon.optimized_flashattention_gluon")[0][1] == ("optimized",)
+    assert [target.name for target, _ in read_name("labs/flexattention")] == [FLEX, CUTE]
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("labs/flexattention:flex_atention", "Did you mean labs/flexattention:flex_attention"),
+    ("labs/cudnn_sdpa", "Did you mean labs/cudnn_sdpa_bench"),
+])
+def test_unknown_names(name, said):
+    with pytest.raises(BenchError, match=said):
+        read_name(name)
+    with pytest.raises(BenchError, match="chapter"):
+        targets_of("labs/nothing")
+    with pytest.raises(BenchError, match="no target"):
+        plan([], [], CPU, {})
+
+
+def test_arguments_for_a_target_that_is_not_run():
+    with pytest.raises(BenchError, match="not among the targets"):
+        plan([FLEX], [f"{SDPA}=--backend flash"], CPU, {})
+    with pytest.raises(BenchError, match="names the chapter"):
+        plan([FLEX], ["labs/flexattention=--block-size 64"], CPU, {})
+    with pytest.raises(BenchError, match="cudnn, flash"):
+        plan([SDPA], [f"{SDPA}=--backend cudn"], CPU, {})
+
+
+def test_environment_is_read_at_run_time_by_flexattention_alone():
+    environ = {"BLOCK_SIZE": "64", "DOC_SPAN": "128", "TORCH_COMPILE_MODE": "max-autotune-no-cudagraphs"}
+    case = one_case(FLEX, environ=environ)
+    assert (case.value("block_size"), case.workload.doc_span) == ("64", 128)
+    assert case.value("compile_mode") == "max-autotune-no-cudagraphs"
+    assert case.knobs_record()["block_size"] == {"value": "64", "origin": "environment BLOCK_SIZE"}
+    assert one_case(FLEX, "--block-size 32", environ).value("block_size") == "32"
+    assert one_case(FLEX).workload.doc_span == 256
+    reading = {name: [knob.env for knob in target.knobs if knob.env] for name, target in TARGETS.items()}
+    assert {name: found for name, found in reading.items() if found} == {
+        FLEX: ["DOC_SPAN", "BLOCK_SIZE", "TORCH_COMPILE_MODE"], CUTE: ["DOC_SPAN"]}
+    assert one_case(SDPA, environ={"BACKEND": "math", **environ}).value("backend") == "auto"
+
+
+def test_knobs_that_do_not_go_together():
+    with pytest.raises(BenchError, match="no documents"):
+        one_case(FLEX, "--mask causal --doc-span 64")
+    with pytest.raises(BenchError, match="DOC_SPAN"):
+        one_case(FLEX, "--mask full", {"DOC_SPAN": "64"})
+    with pytest.raises(BenchError, match="no block mask"):
+        one_case(FLEX, "--mask full --block-size 64")
+    assert one_case(FLEX, "--mask causal").workload.doc_span is None
+    with pytest.raises(BenchError, match="does not divide"):
+        one_case(CUTE, "--seq-len 100 --doc-span 64")
+    with pytest.raises(BenchError, match="CUDA graphs"):
+        one_case(FLEX, "--compile-mode reduce-overhead")
+
+
+def test_real_sizes_on_a_gpu_and_small_ones_on_a_cpu():
+    for name in (FLEX, CUTE, SDPA):
+        here, there = one_case(name).workload, one_case(name, device=torch.device("cuda")).workload
+        assert here.cost.flops < there.cost.flops / 10
+        assert there.dtype == "bf16"
+
+
+def test_the_suite_is_the_documented_matrix():
+    (found,) = plan(["attention_suite:sdpa"], [], CPU, {})
+    assert [case.workload.shape for case in found.cases] == [*MATRIX, *MATRIX]
+    assert [case.workload.dtype for case in found.cases] == ["fp16"] * 4 + ["bf16"] * 4
+    assert MATRIX == ((1, 1, 128, 64), (8, 4, 128, 64), (32, 8, 128, 64), (32, 8, 256, 64))
+    (found,) = plan(["attention_suite:sdpa"], ["attention_suite:sdpa=--seq-len 64 --dtype bf16"], CPU, {})
+    assert [case.workload.shape for case in found.cases] == [(1, 1, 64, 64), (8, 4, 64, 64), (32, 8, 64, 64)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU cannot run")
+def test_refusals_give_a_reason():
+    rows = {row["target"]: row for row in describe_targets()}
+    assert rows[FLEX]["runs"] or rows[FLEX]["reason"]
+    assert rows[CUTE]["runs"] and rows[SDPA]["runs"] and rows["attention_suite:sdpa"]["runs"]
+    for name in ("attention_suite:flash_attn", "attention_suite:gluon", GLUON):
+        assert not rows[name]["runs"] and "NVIDIA GPU" in rows[name]["reason"]
+    case = one_case(SDPA, "--backend cudnn")
+    assert not TARGETS[SDPA].support(case, "optimized") and TARGETS[SDPA].support(case, "baseline")
+    fp16 = one_case(SDPA, "--dtype fp16")
+    assert "fp32" in TARGETS[SDPA].support(fp16, "optimized").remedy
+
+
+def test_documents_become_sequences_without_a_copy():
+    workload = Workload(2, 3, 64, 16, "fp32", "causal_document", 16)
+    q, k, v = (torch.randn(workload.shape) for _ in range(3))
+    assert q.view(providers.as_sequences(workload)).data_ptr() == q.data_ptr()
+    out = providers.bind("flash", workload, q, k, v)().reshape(workload.shape)
+    from utils.bench.workload import reference
+
+    torch.testing.assert_close(out.double(), reference(workload, q, k, v), atol=1e-5, rtol=1e-5)
+
+
+CUDNN_KERNEL = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1"
+FLASH_KERNEL = "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<128, 128, 64, 4>>(Params)"
+
+
+@pytest.mark.parametrize(("name", "operator", "kernel"), [
+    ("cudnn", "aten::_scaled_dot_product_cudnn_attention", CUDNN_KERNEL),
+    ("flash", "aten::_scaled_dot_product_flash_attention", FLASH_KERNEL),
+    ("efficient", "aten::_scaled_dot_product_efficient_attention", "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(Params)"),
+])
+def test_on_a_gpu_operator_and_kernel_must_both_be_the_backends(name, operator, kernel):
+    providers.prove(name, providers.Launched((operator,), (kernel,), 1))
+    for other in {"cudnn", "flash", "math", "efficient"} - {name}:
+        with pytest.raises(WrongRun, match=f"{other} was asked for and {name} ran"):
+            providers.prove(other, providers.Launched((operator,), (kernel,), 1))
+    with pytest.raises(WrongRun, match="none of what was launched"):
+        providers.prove(name, providers.Launched((operator,), ("vectorized_elementwise_kernel",), 1))
+
+
+def test_gluon_is_proved_by_its_kernel():
+    providers.prove("gluon", providers.Launched((), ("attention_step5",), 1))
+    with pytest.raises(WrongRun, match="gluon was asked for"):
+        providers.prove("gluon", providers.Launched((), (FLASH_KERNEL,), 1))
+
+
+@pytest.mark.parametrize(("kernels", "ran"), [
+    (("triton_tem_fused_flex_attention_0",), "compiled"),
+    (("nvjet_tst_128x256", "cunn_SoftMaxForward", "elementwise_kernel"), "eager")])
+def test_compiled_flexattention_is_proved_by_its_kernel(kernels, ran):
+    target, launched = TARGETS[FLEX], providers.Launched((), kernels, len(kernels))
+    other = {"compiled": "eager", "eager": "compiled"}[ran]
+    assert target.prove(None, "optimized", Built(None, ran), launched) == ran
+    with pytest.raises(WrongRun, match=f"that is {ran}"):
+        target.prove(None, "optimized", Built(None, other), launched)
+
+
+def test_the_backend_that_ran_is_proved_not_believed():
+    workload = Workload(1, 2, 32, 16, "fp32")
+    q, k, v = (torch.randn(workload.shape) for _ in range(3))
+    flash = providers.launched_by(providers.bind("flash", workload, q, k, v))
+    math = providers.launched_by(providers.bind("math", workload, q, k, v))
+    assert providers.sdpa_backend(flash) == "flash" and providers.sdpa_backend(math) == "math"
+    providers.prove("flash", flash)
+    with pytest.raises(WrongRun, match="flash was asked for and math ran"):
+        providers.prove("flash", math)
+    with pytest.raises(WrongRun, match="0 SDPA backends"):
+        providers.sdpa_backend(providers.launched_by(lambda: q + 1))

@@ -1,0 +1,120 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from utils.bench.errors import Refused, VerificationError
+from utils.bench.verify import verify
+from utils.bench.workload import DTYPES, Workload, allowed_pairs, check_fits, make_inputs, reference, unfused_attention
+from utils.flops import attention
+
+CPU = torch.device("cpu")
+MASKED = Workload(2, 3, 64, 32, "fp32", "causal_document", 24)
+
+
+@pytest.fixture(scope="module")
+def masked():
+    inputs = make_inputs(MASKED, CPU, 1)
+    return inputs, reference(MASKED, *inputs)
+
+
+def test_the_reference_is_attention():
+    workload = Workload(2, 3, 40, 16, "fp32", "causal")
+    q, k, v = make_inputs(workload, CPU, 0)
+    expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    torch.testing.assert_close(reference(workload, q, k, v), expected)
+
+
+def test_the_reference_knows_documents(masked):
+    (q, k, v), expected = masked
+    for begin, end in ((0, 24), (24, 48), (48, 64)):  # the last document is shorter
+        part = [tensor[:, :, begin:end].double() for tensor in (q, k, v)]
+        torch.testing.assert_close(expected[:, :, begin:end], F.scaled_dot_product_attention(*part, is_causal=True))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("score_mod", ["none", "relative_bias", "soft_cap"])
+def test_right_outputs_pass(dtype, score_mod):
+    workload = Workload(1, 4, 96, 64, dtype, "causal", score_mod=score_mod)
+    inputs = make_inputs(workload, CPU, 3)
+    out = unfused_attention(workload, *inputs, allowed_pairs(workload, CPU))
+    found = verify(out, reference(workload, *inputs), dtype, dtype=DTYPES[dtype])
+    assert 0 < found.whole <= found.whole_bound
+
+
+def wrong_outputs():
+    def change_one_row(q, k, v, expected):
+        out = expected.clone()
+        out[1, 2, 33] = out[1, 2, 34]
+        return out
+
+    def one_nan(q, k, v, expected):
+        out = expected.clone()
+        out[0, 0, 5, 7] = float("nan")
+        return out
+
+    def full(q, k, v, expected):
+        return F.scaled_dot_product_attention(q, k, v).double()
+
+    return {
+        "zeros": lambda q, k, v, e: torch.zeros_like(e),
+        "one NaN": one_nan,
+        "one infinity": lambda q, k, v, e: e + torch.where(torch.arange(e.numel()).view(e.shape) == 9, torch.inf, 0.0),
+        "permuted heads": lambda q, k, v, e: e[:, [1, 0, 2]],
+        "permuted batch": lambda q, k, v, e: e.flip(0),
+        "no mask": full,
+        "causal alone": lambda q, k, v, e: F.scaled_dot_product_attention(q, k, v, is_causal=True).double(),
+        "one row": change_one_row,
+        "wrong scale": lambda q, k, v, e: e * 1.02,
+        "heads and tokens swapped": lambda q, k, v, e: F.scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2).double(),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("name", wrong_outputs())
+def test_wrong_outputs_fail(name, dtype, masked):
+    inputs, expected = masked
+    output = wrong_outputs()[name](*inputs, expected).to(DTYPES[dtype])
+    verify(expected.to(DTYPES[dtype]), expected, dtype, dtype=DTYPES[dtype])  # the right one passes
+    with pytest.raises(VerificationError):
+        verify(output, expected, dtype, dtype=DTYPES[dtype])
+
+
+def test_one_wrong_row_among_many_fails():
+    generator = torch.Generator().manual_seed(0)
+    expected = torch.randn(1, 8, 4096, 16, generator=generator, dtype=torch.float64)
+    output = expected.bfloat16()
+    assert verify(output, expected, "bf16", dtype=torch.bfloat16).whole < 2.0**-8
+    output[0, 5, 4000] = output[0, 5, 3999]  # too little to see in the whole: 1 row of 32768
+    with pytest.raises(VerificationError, match="head 5, query 4000"):
+        verify(output, expected, "bf16", dtype=torch.bfloat16)
+
+
+def test_shape_dtype_and_type_are_checked(masked):
+    _, expected = masked
+    for output, said in ((expected[:1], "shape"), (expected.half(), "float16"), (None, "NoneType")):
+        with pytest.raises(VerificationError, match=said):
+            verify(output, expected, "fp32", dtype=torch.float32)
+
+
+def test_cost_knows_the_mask():
+    full = Workload(2, 4, 128, 32, "bf16")
+    assert full.cost.flops == attention(2, 4, 4, 128, 128, 32, torch.bfloat16).flops and full.density == 1.0
+    documents = Workload(2, 4, 128, 32, "bf16", "causal_document", 48)
+    pairs = int(allowed_pairs(documents, CPU).sum())
+    assert documents.cost.flops == 4 * 2 * 4 * 32 * pairs
+    assert documents.cost.bytes == full.cost.bytes
+    assert documents.density == pytest.approx(pairs / 128**2)
+
+
+def test_what_does_not_fit_is_refused_with_the_estimate():
+    huge = Workload(1, 128, 1_000_000, 64, "fp32")
+    with pytest.raises(Refused, match=r"needs about [\d.e+]+ GB .* are free on cpu"):
+        check_fits(huge, 3.0, CPU)
+    assert check_fits(Workload(1, 1, 64, 32, "fp32"), 3.0, CPU) > 0
+
+
+def test_inputs_are_the_seeds():
+    workload = Workload(1, 2, 8, 4, "fp32")
+    assert torch.equal(make_inputs(workload, CPU, 5)[0], make_inputs(workload, CPU, 5)[0])
+    assert not torch.equal(make_inputs(workload, CPU, 5)[0], make_inputs(workload, CPU, 6)[0])

@@ -1,0 +1,29 @@
+"""labs/flashattention_gluon: unfused attention against a warp-specialized FlashAttention, Gluon's where it runs."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from utils.bench.targets.base import CAUSAL, Case, plain_workload, shape_knobs
+from utils.bench.targets.unfused_fused import UnfusedFused, provider_knob
+
+
+class FlashAttentionGluon(UnfusedFused):
+    chapter, workload = "labs/flashattention_gluon", "flashattention_gluon"
+    summary = "unfused attention against a fused, warp-specialized FlashAttention"
+    sides: ClassVar = {"baseline": "matmul, softmax, matmul", "optimized": "Gluon, else CuTe, else flash-attn"}
+    order = ("gluon", "cute", "flash_attn")
+    knobs = (
+        *shape_knobs(cpu=(1, 2, 512, 64, "fp32"), gpu=(4, 16, 4096, 128, "bf16")),
+        CAUSAL,
+        provider_knob(order),
+    )
+
+    def cases(self, settings, device):
+        return [Case(self.name, plain_workload(settings), settings, device)]
+
+    def range_name(self, side, ran):
+        return f"flashattention_{side}_{ran}"
+
+
+TARGETS = (FlashAttentionGluon(),)

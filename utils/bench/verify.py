@@ -1,0 +1,67 @@
+"""Is an output the reference's? Bounds follow the dtype's rounding, for the whole and for every single row."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+from utils.bench.errors import VerificationError
+
+# Unit of rounding in what a kernel stores or multiplies. For fp32 it is 8 times the format's own: sums over
+# thousands of keys, in any order, and exp() of a few units in the last place.
+ROUNDING = {"fp16": 2.0**-11, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-21}
+WHOLE = 3.0   # bounds in those units: relative error of the whole output (Frobenius norm)
+ROW = 12.0    # ... and of the worst row, over D numbers
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Relative errors against the float64 reference, and the bounds they were held to."""
+
+    whole: float
+    worst_row: float
+    whole_bound: float
+    row_bound: float
+    precision: str
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+@torch.no_grad()
+def verify(output: torch.Tensor, reference: torch.Tensor, precision: str, *, dtype: torch.dtype, what: str = "output"
+           ) -> Verification:
+    """Hold an output (B, H, S, D) against its float64 reference; raises VerificationError if it is another one.
+
+    Nothing is left out of the comparison: a single NaN or infinity fails.
+
+    Args:
+        precision: "fp16", "bf16", "fp32" or "tf32": what the products ran in.
+        dtype: dtype that the output must have.
+    """
+    if not isinstance(output, torch.Tensor):
+        raise VerificationError(f"{what} is a {type(output).__name__} and no tensor.")
+    if output.shape != reference.shape:
+        raise VerificationError(f"{what} has shape {tuple(output.shape)}; the reference has {tuple(reference.shape)}.")
+    if output.dtype != dtype:
+        raise VerificationError(f"{what} is {output.dtype}; the inputs are {dtype}.")
+    bad = int((~torch.isfinite(output)).sum())
+    if bad:
+        raise VerificationError(f"{what} holds {bad} values that are NaN or infinite, of {output.numel()}.")
+    difference = (output.double() - reference).norm(dim=-1)
+    size = reference.norm(dim=-1)
+    scale = size.square().mean().sqrt()
+    # A row that is far smaller than the others is held to their scale: rounding of its terms does not shrink with it.
+    rows = difference / torch.maximum(size, 0.1 * scale).clamp_min(torch.finfo(torch.float64).tiny)
+    whole = float(difference.norm() / size.norm().clamp_min(torch.finfo(torch.float64).tiny))
+    unit = ROUNDING[precision]
+    result = Verification(whole, float(rows.max()), WHOLE * unit, ROW * unit, precision)
+    if result.whole > result.whole_bound or result.worst_row > result.row_bound:
+        place = torch.unravel_index(rows.argmax(), rows.shape)
+        batch, head, query = (int(index) for index in place)
+        raise VerificationError(
+            f"{what} is not the float64 reference's within the bounds for {precision}: relative error {whole:.3g} "
+            f"(allowed {result.whole_bound:.3g}), in the worst row {result.worst_row:.3g} (allowed "
+            f"{result.row_bound:.3g}), at batch {batch}, head {head}, query {query}.")
+    return result
