@@ -1,0 +1,116 @@
+"""Kernels for single properties of the simulator: aggregates, helpers passed as arguments, timing, collecting."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.core import _aggregate as aggregate
+
+
+@aggregate
+class Counter:
+    step: gl.tensor
+    size: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, step, size):
+        self.step = step
+        self.size = gl.constexpr(size)
+
+    @gluon.jit
+    def slot(self):
+        return self.step % self.size
+
+    @gluon.jit
+    def next(self):
+        return Counter(self.step + 1, self.size)
+
+
+@gluon.jit
+def square(x):
+    return x * x
+
+
+@gluon.jit
+def apply(x, function: gl.constexpr):
+    return function(x)
+
+
+@gluon.jit
+def with_aggregate(y_ptr, n):
+    counter = Counter(gl.to_tensor(0), 3)
+    for i in range(n):
+        gl.store(y_ptr + i, counter.slot() + apply(i, square))
+        counter = counter.next()
+
+
+@gluon.jit
+def two_findings(y_ptr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    a = gl.allocate_shared_memory(gl.float32, [128], shared)
+    b = gl.allocate_shared_memory(gl.float32, [128], shared)
+    x = a.load(layout)
+    y = b.load(layout)
+    gl.store(y_ptr + gl.arange(0, 128, layout), x + y)
+
+
+@gluon.jit
+def waits(bar):
+    mbarrier.wait(bar, 0)
+
+
+@gluon.jit
+def returns(bar):
+    pass
+
+
+@gluon.jit
+def deadlock(y_ptr):
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    gl.warp_specialize([(returns, (bar,)), (waits, (bar,)), (waits, (bar,))], [1, 1], [24, 24])
+
+
+@gluon.jit
+def partitions_fail(bar):
+    gl.static_assert(False, "planted")
+
+
+@gluon.jit
+def failing_worker(y_ptr):
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    gl.warp_specialize([(waits, (bar,)), (partitions_fail, (bar,))], [1], [24])
+
+
+@gluon.jit
+def programs(y_ptr, WIDTH: gl.constexpr):
+    at = (gl.program_id(2) * gl.num_programs(1) + gl.program_id(1)) * gl.num_programs(0) + gl.program_id(0)
+    gl.store(y_ptr + at, gl.num_warps() * WIDTH)
+    gl.atomic_add(y_ptr + gl.num_programs(0) * gl.num_programs(1) * gl.num_programs(2), 1)
+
+
+@gluon.jit
+def outside_but_not_used(y_ptr, n):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(bars.index(i), count=1)
+    mbarrier.arrive(bars.index((n - 1) % 2), pred=n > 0)
+    gl.store(y_ptr + gl.arange(0, 128, layout), 1.0)
+
+
+@gluon.jit
+def used_outside(y_ptr, n):
+    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(bars.index((n - 1) % 2), count=1)
+
+
+@gluon.jit
+def count_bank_conflicts(y_ptr, shared: gl.constexpr):
+    """Columns of a 32 x 32 fp32 matrix, a thread an element: all in one bank, unless the layout swizzles."""
+    columns: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
+    a = gl.allocate_shared_memory(gl.float32, [32, 32], shared)
+    x = gl.full([32, 32], 1.0, gl.float32, columns)
+    a.store(x)
+    gl.store(y_ptr, gl.bank_conflicts(x.type, a.type))

@@ -1,0 +1,257 @@
+"""simulate(): same seed, same run; timelines; collecting; what it refuses; real kernels of this project."""
+
+import importlib.util
+import itertools
+import math
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="gluon_cpu needs Triton for the language; there are wheels for Linux only")
+
+import gluon_correct_kernels as kernels
+import gluon_small_kernels as small
+import triton
+from gluon_helpers import descriptor
+from triton.experimental.gluon import language as gl
+
+from utils import gluon_cpu
+from utils.gluon_cpu import simulation
+
+
+def launch_add(seed=None, n=160, **options):
+    a, b, c = torch.ones(16, n), torch.ones(16, n), torch.zeros(16, n)
+    with gluon_cpu.simulate(seed=seed, **options) as run:
+        kernels.add_specialized[(1,)](*(descriptor(x, [16, 32]) for x in (a, b, c)), n, 1.0, 2)
+    return run
+
+
+def test_import_needs_neither_triton_nor_matplotlib():
+    code = ("import sys, utils.gluon_cpu; loaded = {'triton', 'matplotlib'} & set(sys.modules); "
+            "assert not loaded, loaded")
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_same_seed_same_run():
+    for seed in (None, 7):
+        first, second = launch_add(seed, timeline=True), launch_add(seed, timeline=True)
+        assert first.cycles == second.cycles
+        assert first.events == second.events
+    assert len({launch_add(seed).cycles[0] for seed in range(5)}) > 1
+
+
+def test_timeline():
+    run = launch_add(timeline=True)
+    partitions = {e.partition for e in run.events}
+    assert partitions == {"default", "add_partition", "load_partition", "store_partition"}
+    copies = [e for e in run.events if e.kind == "copy in"]
+    assert len(copies) == 2 * 5 and {e.buffer for e in copies} == {"a_ring[0]", "a_ring[1]", "b_ring[0]", "b_ring[1]"}
+    assert sorted(e.phase for e in copies if e.buffer == "a_ring[0]") == [0, 1, 2]
+    assert len([e for e in run.events if e.kind == "copy out"]) == 5
+    for e in run.events:
+        assert 0 <= e.start <= e.end <= run.cycles[0] + 2000 and e.line > 0
+    for name in partitions:  # one thing at a time
+        bars = sorted((e.start, e.end) for e in run.events if e.partition == name and e.unit == "partition")
+        assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(bars))
+
+
+def test_timeline_records_as_many_programs_as_asked():
+    y = torch.zeros(9, dtype=torch.int32)
+    for wanted, lines in ((False, 0), (True, 1), (3, 3)):
+        with gluon_cpu.simulate(timeline=wanted) as run:
+            small.programs[(8,)](y, 1)
+        assert sum(e.kind == "store" for e in run.events) == 2 * lines
+
+
+def test_picture():
+    run = launch_add(timeline=True)
+    figure, axes = run.plot(title="add")
+    labels = [t.get_text() for t in axes.get_yticklabels()]
+    assert "load_partition" in labels and "TMA: load_partition" in labels
+    assert axes.get_title() == "add" and axes.get_xlabel() == "model cycles"
+    import matplotlib.pyplot as plt
+    plt.close(figure)
+    with pytest.raises(ValueError, match="timeline=True"):
+        gluon_cpu.plot_events([])
+
+
+def test_more_stages_overlap_more():
+    """The cost model shows what it is for: with one slot copies and additions take turns."""
+    a, b, c = (torch.ones(16, 640) for _ in range(3))
+    cycles = []
+    for stages in (1, 3):
+        with gluon_cpu.simulate() as run:
+            kernels.add_specialized[(1,)](*(descriptor(x, [16, 32]) for x in (a, b, c)), 640, 1.0, stages)
+        cycles.append(run.cycles[0])
+    assert cycles[1] < 0.8 * cycles[0]
+
+
+def test_collecting_goes_on():
+    y = torch.zeros(128)
+    with gluon_cpu.simulate(stop_at_first=False) as run:
+        small.two_findings[(1,)](y)
+    assert [r.kind for r in run.reports] == ["uninitialized"] * 2 and not run.ok
+    assert run.reports[0].line + 1 == run.reports[1].line
+    with pytest.raises(gluon_cpu.UninitializedError), gluon_cpu.simulate() as run:
+        small.two_findings[(1,)](y)
+    assert len(run.reports) == 1
+
+
+def test_deadlock_names_everybody():
+    with pytest.raises(gluon_cpu.DeadlockError) as error, gluon_cpu.simulate():
+        small.deadlock[(1,)](torch.zeros(1))
+    text = str(error.value)
+    assert "waits 0 waits for bar, phase parity 0" in text and "waits 1 waits for bar" in text
+    assert "1 of 1 arrivals missing" in text and "returns has done its part" in text
+    assert "mbarrier.wait(bar, 0)" in text
+
+
+def test_no_thread_outlives_a_failure():
+    before = threading.active_count()
+    for kernel, error in ((small.deadlock, gluon_cpu.DeadlockError), (small.failing_worker, gluon_cpu.KernelError)):
+        for _ in range(5):
+            with pytest.raises(error), gluon_cpu.simulate():
+                kernel[(1,)](torch.zeros(1))
+    assert threading.active_count() == before
+
+
+def test_aggregates_and_functions_as_arguments():
+    y = torch.zeros(7, dtype=torch.int32)
+    with gluon_cpu.simulate():
+        small.with_aggregate[(1,)](y, 7)
+    assert y.tolist() == [i % 3 + i * i for i in range(7)]
+
+
+def test_bank_conflicts_are_tritons_count():
+    y = torch.zeros(2, dtype=torch.int32)
+    with gluon_cpu.simulate():
+        small.count_bank_conflicts[(1,)](y, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        small.count_bank_conflicts[(1,)](y[1:], gl.SwizzledSharedLayout(1, 1, 32, [1, 0]))
+    assert y.tolist() == [31, 0]
+
+
+def test_an_address_outside_is_harmless_until_it_is_used():
+    with gluon_cpu.simulate() as run:
+        small.outside_but_not_used[(1,)](torch.zeros(128), 0)
+    assert run.ok
+    with pytest.raises(gluon_cpu.GlobalMemoryError, match=r"bars\[-1\]"), gluon_cpu.simulate():
+        small.used_outside[(1,)](torch.zeros(128), 0)
+
+
+def test_grids_warps_and_atomics():
+    y = torch.zeros(25, dtype=torch.int32)
+    with gluon_cpu.simulate() as run:
+        small.programs[(2, 3, 4)](y, 5, num_warps=8)
+    assert y[:24].tolist() == [40] * 24 and y[24] == 24 and len(run.cycles) == 24
+    with gluon_cpu.simulate() as run:
+        small.programs[lambda meta: (meta["WIDTH"],)](y, WIDTH=7)
+    assert y[:7].tolist() == [28] * 7 and len(run.cycles) == 7 and run.launches == 1
+
+
+def test_launches_are_triton_s_again_afterwards():
+    from triton.experimental.gluon._runtime import GluonJITFunction
+    before = GluonJITFunction.run
+    with pytest.raises(ZeroDivisionError), gluon_cpu.simulate():
+        assert GluonJITFunction.run is not before
+        raise ZeroDivisionError
+    assert GluonJITFunction.run is before
+
+
+def test_simulate_decorates_a_function():
+    @gluon_cpu.simulate()
+    def sixes():
+        y = torch.zeros(3, dtype=torch.int32)
+        small.programs[(2,)](y, 6, num_warps=1)
+        return y.tolist()
+
+    assert sixes() == sixes() == [6, 6, 2]
+
+
+def test_bad_launches():
+    x = torch.zeros(8)
+    with gluon_cpu.simulate():
+        with pytest.raises(TypeError, match="numbers and None; y_ptr is str"):
+            small.programs[(1,)]("x", 1)
+        with pytest.raises(TypeError, match="no parameter or option color"):
+            small.programs[(1,)](x, 1, color=3)
+        with pytest.raises(ValueError, match="power of two"):
+            small.programs[(1,)](x, 1, num_warps=3)
+        with pytest.raises(NotImplementedError, match="num_ctas"):
+            small.programs[(1,)](x, 1, num_ctas=2)
+        with pytest.raises(ValueError, match="CPU tensors"):
+            small.programs[(1,)](torch.zeros(8, device="meta"), 1)
+        with pytest.raises(TypeError, match="complex"):
+            small.programs[(1,)](torch.zeros(8, dtype=torch.complex64), 1)
+        with pytest.raises(gluon_cpu.KernelError, match="WIDTH is missing"):
+            small.programs[(1,)](x)
+
+
+def test_other_tritons_are_refused(monkeypatch):
+    monkeypatch.setattr(triton, "__version__", "3.8.0")
+    with pytest.raises(RuntimeError, match=r"Triton 3\.6 and 3\.7; this is 3\.8\.0"), gluon_cpu.simulate():
+        pass
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ImportError, match="pip install"):
+        simulation.check_version()
+
+
+# ---- kernels of this project ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [104, 101])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_warp_specialized_gemm(seed, columns):
+    from utils.kernels import gemm_gluon
+
+    m, n, k = 200, columns, 136
+    a, b = torch.randn(m, k).half(), torch.randn(n, k).half().T
+    c = torch.full((m, n), float("nan")).half()
+    a_desc, a_turned = gemm_gluon._operand("A", a, [128, 64])
+    b_desc, b_turned = gemm_gluon._operand("B", b, [64, 64])
+    by_tma = n % 8 == 0
+    c_desc = descriptor(c, [64, 32]) if by_tma else a_desc
+    with gluon_cpu.simulate(seed=seed) as run:
+        gemm_gluon.gemm_kernel[(3,)](a_desc, b_desc, c_desc, c, m, n, k, 128, 64, 64, 3, 8, a_turned, b_turned, 2,
+                                     by_tma, num_warps=4)
+    want = a.double() @ b.double()
+    assert run.ok and (c.double() - want).abs().max() < 2e-3 * want.abs().max()
+
+
+LADDER = "utils.kernels.attention.gluon_ladder.launch"
+
+
+def attention(q, k, v, causal, window):
+    """fp64 reference; the last query stands at the last key."""
+    q, k, v = q.double(), k.double(), v.double()
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    rows = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
+    keys = torch.arange(k.shape[2])[None, :]
+    keep = torch.ones_like(scores, dtype=torch.bool)
+    if causal:
+        keep &= keys <= rows
+    if window:
+        keep &= (keys > rows - window) & ((keys < rows + window) | torch.tensor(causal))
+    return torch.softmax(scores.masked_fill(~keep, -math.inf), -1).nan_to_num() @ v
+
+
+@pytest.mark.skipif(importlib.util.find_spec("utils.kernels.attention") is None, reason="no attention kernels here")
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(("shape", "causal", "window", "seed"), [
+    ((2, 4, 2, 256, 256, 64), True, 0, None),
+    ((1, 2, 1, 100, 200, 64), False, 0, 1),
+    ((1, 2, 1, 200, 200, 64), True, 40, 2),
+    ((1, 2, 2, 72, 130, 128), True, 0, 3),
+])
+def test_attention_ladder(step, shape, causal, window, seed, monkeypatch):
+    launch = importlib.import_module(LADDER)
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 4)
+    batch, heads, kv_heads, sq, sk, head_dim = shape
+    q, k, v = (torch.randn(batch, h, s, head_dim).bfloat16() for h, s in ((heads, sq), (kv_heads, sk), (kv_heads, sk)))
+    out, lse = torch.full_like(q, float("nan")), torch.empty(batch, heads, sq)
+    with gluon_cpu.simulate(seed=seed) as run:
+        launch._launch(step, q, k, v, out, lse, causal, head_dim**-0.5 * math.log2(math.e), window, True)
+    assert run.ok and (out.double() - attention(q, k, v, causal, window)).abs().max() < 0.02

@@ -1,0 +1,212 @@
+"""Copies that run on their own after they were started: TMA and cp.async.
+
+Each is known to be over only through its own wait: a barrier phase, tma.store_wait, async_copy.wait_group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import context, layouts
+from .barriers import barrier_of, truth
+from .clocks import Clock, join
+from .dtypes import numpy_type
+from .global_memory import addresses
+from .memory import MemDesc, access, is_over
+from .reports import Site
+
+
+@dataclass(eq=False)
+class _Copy:
+    """A TMA copy under way to shared memory."""
+
+    buffer: str
+    bytes: int
+    site: Site
+    partition: str
+    clock: Clock
+    fenced: Clock
+
+
+# ---- TMA ---------------------------------------------------------------------------------------------------------
+
+
+def _coordinates(coord) -> list[int]:
+    return [layouts.number(c, "a TMA coordinate") for c in coord]
+
+
+def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False) -> None:
+    """tma.async_copy_global_to_shared (async_load)."""
+    if layouts.constant(multicast, "multicast"):
+        context.refuse("unknown operation", "gluon_cpu runs one block at a time and knows no multicast.")
+    layouts.check_tma(tensor_desc, coord, result, "A TMA copy")
+    at = _coordinates(coord)
+    if not truth(pred):
+        return
+    program = context.program()
+    program.reschedule()
+    p, bar, model = program.partition, barrier_of(barrier, "A TMA copy"), program.model
+    phase = bar.phase
+    access(result, write=True, asynchronous=True, component=bar.component, time=phase + 1, barrier=bar, phase=phase,
+           what=f"the TMA copy into {result.label}")
+    copy = _Copy(result.label, tensor_desc.block_type.nbytes, context.site(), p.name, dict(p.clock), dict(p.fenced))
+    bar.in_flight.append(copy)
+    program.spend(model.issue, "issue", result.label)
+    start = max(p.time, program.tma_free)
+    busy = program.jitter(copy.bytes / model.global_bytes)
+    program.tma_free = start + busy
+    end = start + program.jitter(model.global_latency) + busy
+    program.record("TMA", "copy in", result.label, phase, start, end)
+
+    def finish() -> None:
+        result.view[...] = tensor_desc.read(at)
+        bar.copied(copy, end)
+
+    program.later(end, finish)
+
+
+def tma_store(tensor_desc, coord, src) -> None:
+    """tma.async_copy_shared_to_global (async_store)."""
+    layouts.check_tma(tensor_desc, coord, src, "A TMA store")
+    at = _coordinates(coord)
+    program = context.program()
+    program.reschedule()
+    p, model = program.partition, program.model
+    p.store_count += 1
+    access(src, write=False, asynchronous=True, component=("tma store", p.index), time=p.store_count,
+           what=f"the TMA store from {src.label}")
+    program.spend(model.issue, "issue", src.label)
+    start = max(p.time, program.tma_free)
+    busy = program.jitter(tensor_desc.block_type.nbytes / model.global_bytes)
+    program.tma_free = end = start + busy
+    program.record("TMA", "copy out", src.label, None, start, end)
+    p.stores.append((p.store_count, end, src.label, context.site()))
+    tensor_desc.write(at, src.view)
+
+
+def store_wait(pendings) -> None:
+    """tma.store_wait: all but the last `pendings` stores of this partition have read their buffers."""
+    left = layouts.constant(pendings, "store_wait's pendings")
+    program = context.program()
+    program.reschedule()
+    p = program.partition
+    start = p.time
+    while len(p.stores) > left:
+        number, end, _, _ = p.stores.pop(0)
+        p.clock["tma store", p.index] = number
+        p.time = max(p.time, end)
+    if p.time > start:
+        program.record("partition", "store wait", "", None, start, p.time)
+
+
+# ---- cp.async ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _CpAsync:
+    """One cp.async under way; `number` counts the partition's."""
+
+    number: int
+    target: MemDesc
+    values: np.ndarray
+    end: float
+    site: Site
+    signalled: bool = False  # an mbarrier tells of its end
+
+
+def cp_async(smem, pointer, mask=None, cache_modifier="", eviction_policy="", volatile=False) -> None:
+    """async_copy.async_copy_global_to_shared: elements by their addresses; masked ones become zeros."""
+    offsets, keep, layout = addresses(pointer, mask, "cp.async")
+    layouts.check_cp_async(smem, offsets.shape, pointer.dtype.element_ty, layout)
+    program = context.program()
+    program.reschedule()
+    p, model = program.partition, program.model
+    p.copy_count += 1
+    access(smem, write=True, component=("cp.async", p.index), time=p.copy_count, what=f"the cp.async into {smem.label}")
+    values = np.zeros(offsets.shape, numpy_type(smem.dtype))
+    values[keep] = pointer.buffer.read(offsets[keep])
+    program.spend(model.issue * 4, "issue", smem.label)
+    busy = program.jitter(smem.nbytes / model.global_bytes)
+    start = max(p.time, program.tma_free)
+    program.tma_free = start + busy
+    end = start + program.jitter(model.global_latency) + busy
+    program.record("cp.async", "copy in", smem.label, None, start, end)
+    p.copies.append(_CpAsync(p.copy_count, smem, values, end, context.site()))
+
+
+def commit_group() -> None:
+    """async_copy.commit_group: close the group of copies started since the last one."""
+    p = context.partition()
+    p.copy_groups.append(p.copy_count)
+
+
+def wait_group(num_outstanding=0) -> None:
+    """async_copy.wait_group: all but the last `num_outstanding` committed groups have written."""
+    left = layouts.constant(num_outstanding, "wait_group's num_outstanding")
+    program = context.program()
+    program.reschedule()
+    p = program.partition
+    start = p.time
+    while len(p.copy_groups) > left:
+        last = p.copy_groups.pop(0)
+        p.time = max([p.time, *(copy.end for copy in p.copies if copy.number <= last)])
+        _finish_copies(p, last)
+        join(p.clock, {("cp.async", p.index): last})
+    if p.time > start:
+        program.record("partition", "copy wait", "", None, start, p.time)
+
+
+def _finish_copies(p, last: int) -> None:
+    """The partition's copies up to the one numbered `last` arrive in shared memory."""
+    while p.copies and p.copies[0].number <= last:
+        copy = p.copies.pop(0)
+        copy.target.view[...] = copy.values
+
+
+def cp_async_arrive(mbarrier, increment_count=True) -> None:
+    """async_copy.mbarrier_arrive: every thread arrives when its copies so far have written."""
+    program = context.program()
+    program.reschedule()
+    p, bar = program.partition, barrier_of(mbarrier, "async_copy.mbarrier_arrive")
+    threads, last = 32 * p.num_warps, p.copy_count
+    if increment_count:
+        bar.pending += threads
+    end = max([p.time, *(copy.end for copy in p.copies)])
+    clock, fenced, who = {**p.clock, ("cp.async", p.index): last}, dict(p.fenced), (p.name, context.site())
+    for copy in p.copies:
+        copy.signalled = True
+
+    def finish() -> None:
+        _finish_copies(p, last)
+        bar.join_clock(clock, fenced)
+        bar.arrived(threads, "async_copy.mbarrier_arrive", *who, end)
+
+    if p.copies:
+        program.later(end, finish)
+    else:
+        finish()
+
+
+def finish(program) -> None:
+    """What may not be under way when a program ends."""
+    for p in program.partitions:
+        program.partition = p
+        while p.wgmmas:
+            p.wgmmas.pop(0).finish()
+        if p.stores:
+            _, _, label, site = p.stores[0]
+            context.report("unfinished", f"The kernel ends while a TMA store may still read {label}: the memory may be "
+                           "given to the next block. tma.store_wait(0) comes last.", at=site, partition=p.name)
+        left = [copy for copy in p.copies if not copy.signalled]
+        if left:
+            context.report("unfinished", f"The kernel ends while the cp.async into {left[0].target.label} is under "
+                           "way: async_copy.wait_group(0) is missing.", at=left[0].site, partition=p.name)
+    program.partition = program.partitions[0]
+    for allocation in program.allocations:
+        for copy in allocation.records:
+            if copy.barrier is not None and not is_over(copy, program.partition.clock):
+                context.report("unfinished", f"The kernel ends, and nobody has waited for {copy.what}: phase "
+                               f"{copy.phase} of {copy.barrier.name} (parity {copy.phase & 1}).", at=copy.site,
+                               partition=copy.partition)

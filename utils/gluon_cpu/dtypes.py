@@ -1,0 +1,104 @@
+"""Gluon's element types as NumPy arrays. bf16, which NumPy lacks, is kept as float32 values rounded to bf16."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from triton.experimental.gluon import language as gl
+
+NUMPY = {
+    "int1": np.bool_, "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64,
+    "uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32, "uint64": np.uint64,
+    "fp16": np.float16, "bf16": np.float32, "fp32": np.float32, "fp64": np.float64,
+}
+TORCH = {
+    torch.bool: gl.int1, torch.int8: gl.int8, torch.int16: gl.int16, torch.int32: gl.int32, torch.int64: gl.int64,
+    torch.uint8: gl.uint8, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32,
+    torch.float64: gl.float64,
+}
+# IEEE formats by range, then by precision: the wider one wins in mixed arithmetic.
+FLOAT_RANK = {"bf16": 0, "fp16": 1, "fp32": 2, "fp64": 3}
+
+
+def numpy_type(dtype) -> type:
+    """NumPy's type for a Gluon dtype."""
+    try:
+        return NUMPY[dtype.name]
+    except KeyError:
+        raise TypeError(f"gluon_cpu computes with {', '.join(NUMPY)}; it does not know {dtype}.") from None
+
+
+def round_bf16(x: np.ndarray) -> np.ndarray:
+    """float32 values rounded to bf16, to nearest, ties to even; still float32."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) & np.uint32(0xFFFF0000)
+    out = rounded.view(np.float32)
+    return np.where(np.isnan(x), np.float32(np.nan), out).reshape(np.shape(x))
+
+
+def is_float(dtype) -> bool:
+    return dtype.name in FLOAT_RANK
+
+
+def is_int(dtype) -> bool:
+    return dtype.name in NUMPY and dtype.name not in FLOAT_RANK
+
+
+def round_to(data, dtype):
+    """Array (or number) as values of `dtype`: ints wrap around, floats round to nearest even."""
+    kind = numpy_type(dtype)
+    if isinstance(data, np.ndarray):
+        with np.errstate(all="ignore"):  # beyond the range of a type is inf, as on a GPU
+            if dtype.name == "bf16":
+                return round_bf16(data)
+            if data.dtype == kind:
+                return data
+            if data.dtype.kind == "f" and np.issubdtype(kind, np.integer):
+                return np.trunc(data).astype(np.int64).astype(kind)
+            return data.astype(kind)
+    return round_number(data, dtype)
+
+
+def round_number(value, dtype):
+    """A Python number as a value of `dtype`, still a Python number."""
+    name = dtype.name
+    if name == "int1":
+        return bool(value)
+    if name in FLOAT_RANK:
+        if name == "bf16":
+            return float(round_bf16(np.float32(value)))
+        with np.errstate(all="ignore"):
+            return float(numpy_type(dtype)(value))
+    bits = dtype.primitive_bitwidth
+    value = int(value) & ((1 << bits) - 1)
+    return value - (1 << bits) if not name.startswith("u") and value >> (bits - 1) else value
+
+
+def of_number(value) -> gl.dtype:
+    """The type that Triton gives a Python number."""
+    if isinstance(value, bool):
+        return gl.int1
+    if isinstance(value, int):
+        if -(2**31) <= value < 2**31:
+            return gl.int32
+        return gl.uint32 if 0 <= value < 2**32 else gl.int64
+    return gl.float32
+
+
+def promote(a, b, division: bool = False):
+    """The type of `a op b` for two run-time types, by Triton's rules."""
+    if is_float(a) or is_float(b):
+        if not is_float(a):
+            return b
+        if not is_float(b):
+            return a
+        if a.name == b.name:
+            return a
+        return gl.float32 if max(FLOAT_RANK[a.name], FLOAT_RANK[b.name]) == 1 else max(
+            a, b, key=lambda t: FLOAT_RANK[t.name])
+    if division:
+        return gl.float32
+    wide, narrow = (a, b) if a.primitive_bitwidth >= b.primitive_bitwidth else (b, a)
+    if wide.primitive_bitwidth == narrow.primitive_bitwidth and narrow.name.startswith("u"):
+        return narrow
+    return wide

@@ -1,0 +1,152 @@
+"""wgmma: products of shared memory tiles on the tensor cores, asynchronous and in order.
+
+Their operands are read and their results written until a warpgroup_mma_wait says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import context, layouts
+from .barriers import truth
+from .dtypes import round_to
+from .memory import MemDesc, access
+from .reports import Site
+from .tensors import Tensor
+
+
+class _Product:
+    """One wgmma under way."""
+
+    def __init__(self, a, b, acc, use_acc: bool, dtype, number: int, end: float, site: Site):
+        self.a, self.b, self.acc, self.use_acc, self.dtype = a, b, acc, use_acc, dtype
+        self.number, self.end, self.site = number, end, site
+        self.result: np.ndarray | None = None
+
+    def finish(self) -> None:
+        """Multiply. Products of 16-bit values are exact in fp32, sums are fp32."""
+        a = self.a.view if isinstance(self.a, MemDesc) else self.a.data
+        b = self.b.view
+        if self.dtype_is_tf32(self.a):
+            a, b = _tf32(a), _tf32(b)
+        with np.errstate(all="ignore"):
+            out = np.matmul(np.ascontiguousarray(a, dtype=np.float32), np.ascontiguousarray(b, dtype=np.float32))
+            if self.use_acc:
+                out = out + (self.acc.product.result if isinstance(self.acc, Accumulator) else self.acc.data)
+        self.result = round_to(out, self.dtype)
+        self.a = self.b = self.acc = None
+
+    @staticmethod
+    def dtype_is_tf32(x) -> bool:
+        return x.dtype.name == "fp32"
+
+
+def _tf32(x: np.ndarray) -> np.ndarray:
+    """The tensor core reads the upper 19 bits of an fp32 value."""
+    return (np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+class Accumulator(Tensor):
+    """Registers that a wgmma may still be writing; reading them before its wait is a race."""
+
+    __slots__ = ("product", "token")
+
+    def __init__(self, product: _Product, shape: list[int], dtype, layout, token: bool):
+        super().__init__(np.broadcast_to(np.float32(np.nan), shape), dtype, layout)
+        self.product, self.token = product, token
+
+    @property
+    def data(self):
+        if self.product.result is None:
+            product = self.product
+            context.report("race", f"The result of the wgmma of {product.site} is read while it is still being "
+                           "computed: warpgroup_mma_wait must come first, with few enough products outstanding.",
+                           others=(product.site,))
+            return self._data
+        return self.product.result
+
+    @property
+    def type(self):
+        if self.token:
+            return _TokenType(super().type)
+        return super().type
+
+
+@dataclass
+class _TokenType:
+    """The type of what an asynchronous warpgroup_mma returns."""
+
+    tensor_type: object
+
+
+def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_acc=None, is_async=False):
+    """warpgroup_mma: acc = a @ b + (acc if use_acc else 0), on the tensor cores."""
+    if not isinstance(acc, Tensor):
+        context.refuse("kernel", f"warpgroup_mma: the accumulator must be a tensor, got {acc!r}.")
+    shape = list(acc._data.shape)
+    layouts.check_wgmma(a, b, acc.layout, shape, acc.dtype, precision)
+    program = context.program()
+    program.reschedule()
+    p, model = program.partition, program.model
+    p.wgmma_count += 1
+    me = ("wgmma", p.index)
+    for name, x in (("A", a), ("B", b)):
+        if isinstance(x, MemDesc):
+            access(x, write=False, asynchronous=True, component=me, time=p.wgmma_count,
+                   what=f"the wgmma that reads {name} from {x.label}")
+    left = a if isinstance(a, MemDesc) else Tensor(a.data, a.dtype, a.layout)
+    source = acc if isinstance(acc, Accumulator) and acc.product.result is None else Tensor(
+        acc.data, acc.dtype, acc.layout)
+    program.spend(model.issue, "issue", getattr(b, "label", ""))
+    flops = 2 * a.shape[0] * a.shape[1] * b.shape[1]
+    start = max(p.time, program.tensor_cores_free)
+    end = start + program.jitter(flops / model.mma_flops)
+    program.tensor_cores_free = end
+    operands = " x ".join(x.label if isinstance(x, MemDesc) else "registers" for x in (a, b))
+    program.record("tensor cores", "wgmma", operands, None, start, end)
+    product = _Product(left, b, source, truth(use_acc), acc.dtype, p.wgmma_count, end, context.site())
+    p.wgmmas.append(product)
+    result = Accumulator(product, shape, acc.dtype, acc.layout, token=True)
+    if layouts.constant(is_async, "is_async"):
+        return result
+    wait_products(0)
+    return Tensor(product.result, acc.dtype, acc.layout)
+
+
+def wait_products(left: int) -> None:
+    program = context.program()
+    p = program.partition
+    start = p.time
+    while len(p.wgmmas) > left:
+        product = p.wgmmas.pop(0)
+        product.finish()
+        p.clock["wgmma", p.index] = product.number
+        p.time = max(p.time, product.end)
+    if p.time > start:
+        program.record("partition", "wgmma wait", "", None, start, p.time)
+
+
+def warpgroup_mma_wait(num_outstanding=0, deps=None):
+    """warpgroup_mma_wait: all but the last `num_outstanding` products of this partition are over."""
+    if deps is None:
+        context.refuse("kernel", "warpgroup_mma_wait: deps must be given: the accumulators that it makes readable.")
+    context.program().reschedule()
+    wait_products(layouts.constant(num_outstanding, "warpgroup_mma_wait's num_outstanding"))
+    results = tuple(settled(x) for x in deps)
+    return results[0] if len(results) == 1 else results
+
+
+def settled(x):
+    """An accumulator as a tensor; it stays guarded while its product is under way."""
+    if not isinstance(x, Accumulator):
+        return x
+    if x.product.result is not None:
+        return Tensor(x.product.result, x.dtype, x.layout)
+    return Accumulator(x.product, list(x._data.shape), x.dtype, x.layout, token=False)
+
+
+def warpgroup_mma_init(value):
+    """warpgroup_mma_init: a tensor as the accumulator to start from."""
+    return value

@@ -1,0 +1,114 @@
+"""Reductions and scans along a dimension, by NumPy or by a kernel's own combine function."""
+
+from __future__ import annotations
+
+import numpy as np
+from triton.experimental.gluon import language as gl
+
+from . import context, layouts
+from .dtypes import is_int, numpy_type, round_to
+from .language import BY_NAME, known
+from .tensors import Tensor, work
+
+
+def _reduced(x: Tensor, axis, keep_dims: bool, function, dtype=None) -> Tensor:
+    if not x.shape:
+        context.refuse("kernel", "A scalar cannot be reduced.")
+    axis, keep_dims = layouts.constant(axis, "the axis"), layouts.constant(keep_dims, "keep_dims")
+    data, layout = x.data, x.layout
+    if axis is None:
+        data, axis, keep_dims, layout = data.reshape(-1), 0, False, None
+    elif not -len(x.shape) <= axis < len(x.shape):
+        context.refuse("layout", f"axis {axis} of a tensor with shape {list(x.shape)}.")
+    axis %= data.ndim
+    work(x)
+    out = np.asarray(function(data, axis))
+    dtype = dtype or x.dtype
+    out = round_to(out, dtype)
+    if keep_dims:
+        return Tensor(np.expand_dims(out, axis), dtype, layout)
+    if not out.ndim:
+        return Tensor(out.item(), dtype)
+    if layout is not None and layouts.threads(layout, "") is not None:
+        layout = gl.SliceLayout(axis, layout)
+    return Tensor(out, dtype, layout)
+
+
+@known
+def sum_(input, axis=None, keep_dims=False, dtype=None):
+    dtype = layouts.constant(dtype, "sum's dtype")
+    if dtype is None and is_int(input.dtype) and input.dtype.primitive_bitwidth < 32:
+        dtype = gl.uint32 if input.dtype.name.startswith("u") else gl.int32
+    kind = np.float32 if input.dtype.name in ("fp16", "bf16") else numpy_type(dtype or input.dtype)
+    return _reduced(input, axis, keep_dims, lambda d, a: d.sum(axis=a, dtype=kind), dtype)
+
+
+def _extreme(name: str, reduce, arg):
+    def run(input, axis=None, return_indices=False, return_indices_tie_break_left=True, keep_dims=False):
+        values = _reduced(input, axis, keep_dims, lambda d, a: reduce(d, axis=a))
+        if not layouts.constant(return_indices, "return_indices"):
+            return values
+        return values, _reduced(input, axis, keep_dims, lambda d, a: arg(d, axis=a), gl.int32)
+    BY_NAME[name] = run
+    return run
+
+
+_extreme("max", np.fmax.reduce, np.argmax)
+_extreme("min", np.fmin.reduce, np.argmin)
+
+
+@known
+def xor_sum(input, axis=None, keep_dims=False):
+    return _reduced(input, axis, keep_dims, lambda d, a: np.bitwise_xor.reduce(d, axis=a))
+
+
+@known
+def reduce_or(input, axis, keep_dims=False):
+    return _reduced(input, axis, keep_dims, lambda d, a: np.bitwise_or.reduce(d, axis=a))
+
+
+@known
+def reduce(input, axis, combine_fn, keep_dims=False):
+    """gl.reduce with a combine function: folds one slice of the axis after the other."""
+    from .interpreter import call
+    many = isinstance(input, tuple)
+    inputs = input if many else (input,)
+    axis = layouts.constant(axis, "reduce's axis")
+
+    def parts(i):
+        layout = gl.SliceLayout(axis, inputs[0].layout) if layouts.threads(inputs[0].layout, "") else inputs[0].layout
+        return [Tensor(v if (v := np.take(x.data, i, axis=axis)).ndim else v.item(), x.dtype, layout) for x in inputs]
+
+    total = parts(0)
+    for i in range(1, inputs[0].shape[axis]):
+        out = call(combine_fn, *total, *parts(i))
+        total = list(out) if many else [out]
+    results = tuple(_reduced(x, axis, keep_dims, lambda d, a, t=t: np.asarray(t.data), t.dtype)
+                    for x, t in zip(inputs, total, strict=True))
+    return results if many else results[0]
+
+
+@known
+def associative_scan(input, axis, combine_fn, reverse=False):
+    """gl.associative_scan with a combine function."""
+    from .interpreter import call
+    many = isinstance(input, tuple)
+    inputs = input if many else (input,)
+    axis = layouts.constant(axis, "the scan's axis") % len(inputs[0].shape)
+    order = range(inputs[0].shape[axis])
+    order = order[::-1] if layouts.constant(reverse, "reverse") else order
+    outs = [np.empty_like(x.data) for x in inputs]
+    total = None
+    for i in order:
+        at = tuple(slice(i, i + 1) if d == axis else slice(None) for d in range(len(inputs[0].shape)))
+        here = [Tensor(x.data[at], x.dtype, x.layout) for x in inputs]
+        if total is None:
+            total = here
+        else:
+            out = call(combine_fn, *total, *here)
+            total = list(out) if many else [out]
+        for o, t in zip(outs, total, strict=True):
+            o[at] = t.data
+    work(inputs[0])
+    results = tuple(Tensor(o, x.dtype, x.layout) for o, x in zip(outs, inputs, strict=True))
+    return results if many else results[0]

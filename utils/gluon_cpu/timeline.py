@@ -1,0 +1,102 @@
+"""The timeline of a simulated program: events in model cycles, and their picture.
+
+The cost model is a ruler, not a stopwatch: one H200 SM from its data sheet (132 SMs at 1.83 GHz), every unit at
+its peak rate, nothing for bank conflicts, caches, registers or other blocks on the SM. It shows what waits for what
+and what overlaps; it does not predict a kernel's time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Rows of the picture: the partitions themselves, then what each one started on other units.
+UNITS = {"partition": "", "TMA": "TMA: ", "tensor cores": "tensor cores: ", "cp.async": "cp.async: "}
+COLORS = {"wait": "#d9d9d9", "compute": "#4c78a8", "load": "#72b7b2", "store": "#eeca3b", "shared load": "#9ecae9",
+          "shared store": "#f2cf5b", "issue": "#b279a2", "barrier": "#b279a2", "copy in": "#54a24b",
+          "copy out": "#f58518", "wgmma": "#e45756", "wgmma wait": "#d9d9d9", "store wait": "#d9d9d9",
+          "copy wait": "#d9d9d9"}
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Rates of one SM in units a cycle, latencies in cycles."""
+
+    mma_flops: float = 4096.0          # dense fp16/bf16: 989.4 TFLOP/s / 132 SMs / 1.83 GHz
+    global_bytes: float = 20.0         # an SM's share of 4.8 TB/s
+    global_latency: float = 600.0      # a miss in the L2, about
+    shared_bytes: float = 128.0
+    shared_latency: float = 30.0
+    lanes_per_warp: float = 32.0       # fp32 results a cycle, for each warp up to four
+    special_per_warp: float = 4.0      # exp2, log2, rsqrt, ...
+    barrier: float = 20.0
+    issue: float = 10.0                # one thread starting a TMA copy, a wgmma, a cp.async
+
+    def compute(self, elements: int, warps: int, special: bool = False) -> float:
+        """Cycles of one elementwise operation."""
+        rate = self.special_per_warp if special else self.lanes_per_warp
+        return elements / (rate * min(warps, 4))
+
+
+@dataclass
+class Event:
+    """One bar: who, what, which buffer, which barrier phase or parity, from when to when (model cycles)."""
+
+    partition: str
+    kind: str
+    buffer: str
+    phase: int | None
+    start: float
+    end: float
+    line: int
+    unit: str = "partition"
+
+
+def plot_events(events: list[Event], *, ax: Axes | None = None, title: str | None = None) -> tuple[Figure, Axes]:
+    """Draw a timeline: a row a partition, rows for the copies and products each started. Returns (Figure, Axes)."""
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    if not events:
+        raise ValueError("No events to draw: launch a kernel inside `with gluon_cpu.simulate(timeline=True) as run:`.")
+    rows = list(dict.fromkeys((e.unit, e.partition) for e in sorted(
+        events, key=lambda e: (list(UNITS).index(e.unit), e.start))))
+    lanes = _lanes(events)
+    deepest = {row: 1 + max(lanes[id(e)] for e in events if (e.unit, e.partition) == row) for row in rows}
+    if ax is None:
+        _, ax = plt.subplots(figsize=(9.6, 0.9 + 0.45 * len(rows)), layout="constrained")
+    longest = max(e.end for e in events) - min(e.start for e in events)
+    for e in events:
+        row = (e.unit, e.partition)
+        height = 0.8 / deepest[row]
+        y = rows.index(row) - 0.4 + height * (lanes[id(e)] + 0.5)
+        ax.barh(y, max(e.end - e.start, 1e-9), left=e.start, height=height, color=COLORS.get(e.kind, "#888888"),
+                edgecolor="white", linewidth=0.3)
+        label = e.buffer if e.phase is None else f"{e.buffer} ({e.phase})"
+        if e.unit != "partition" and deepest[row] <= 3 and 0.0085 * longest * len(label) < e.end - e.start:
+            ax.text((e.start + e.end) / 2, y, label, ha="center", va="center", fontsize=7)
+    ax.set_yticks(range(len(rows)), [UNITS[unit] + partition for unit, partition in rows])
+    ax.invert_yaxis()
+    ax.set_xlabel("model cycles")
+    kinds = dict.fromkeys(e.kind for e in events)
+    ax.legend(handles=[Patch(color=COLORS.get(k, "#888888"), label=k) for k in kinds], ncols=6, fontsize=7,
+              loc="upper center", bbox_to_anchor=(0.5, -0.25 if len(rows) < 6 else -0.14), frameon=False)
+    if title:
+        ax.set_title(title)
+    return ax.figure, ax
+
+
+def _lanes(events: list[Event]) -> dict[int, int]:
+    """For each event, by id, a lane of its row in which it overlaps no other: copies overlap in their latency."""
+    ends: dict[tuple[str, str], list[float]] = {}
+    lanes = {}
+    for e in sorted(events, key=lambda e: e.start):
+        row = ends.setdefault((e.unit, e.partition), [])
+        free = next((i for i, end in enumerate(row) if end <= e.start + 1e-6), len(row))
+        row[free:free + 1] = [e.end]
+        lanes[id(e)] = free
+    return lanes
