@@ -180,8 +180,7 @@ class Runner:
             record["seconds"] = time.perf_counter() - began
             line = f"{plan.target.name}: {case.label}: {record['status']}"
             log.info("%s%s", line, f": {record['reason']}" if record["reason"] else "")
-            if self.device.type == "cuda" and not self.fatal:
-                torch.cuda.empty_cache()
+            self._leave_gpu(record)
 
     def _exception(self, record: dict, error: Exception) -> None:
         log.error("traceback", exc_info=error)
@@ -192,11 +191,17 @@ class Runner:
             record["reason"] = f"{told} Choose a smaller --batch, --heads or --seq-len."
             return
         record["status"], record["reason"] = res.FAILED, told
-        if self.device.type == "cuda":
-            try:
-                torch.cuda.synchronize()
-            except Exception as fault:  # a kernel fault leaves no usable CUDA context in this process
-                self.fatal = f"the GPU context was lost by {record['target']} ({record['label']}): {first_line(fault)}"
+
+    def _leave_gpu(self, record: dict) -> None:
+        """Free the case's memory. A kernel fault, whoever met it first, leaves no usable CUDA context: the run ends."""
+        if self.device.type != "cuda" or self.fatal:
+            return
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except Exception as fault:
+            self.fatal = f"the GPU context was lost by {record['target']} ({record['label']}): {first_line(fault)}"
+            record["status"], record["reason"] = res.FAILED, record["reason"] or self.fatal
 
     def _measure_case(self, plan: Plan, case: Case, record: dict) -> None:
         target, sides = plan.target, plan.sides

@@ -155,8 +155,8 @@ def test_scales_that_are_not_positive(scale):
 
 def test_long_sequences_agree_with_cudnn():
     for head_dim, heads in ((64, 4), (128, 3), (256, 2)):
-        for causal in (False, True):
-            q, k, v = (torch.randn(1, heads, 8192, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        for causal, length in ((False, 8192), (True, 8192), (True, 7777)):
+            q, k, v = (torch.randn(1, heads, length, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
             expected, _ = reference(q, k, v, causal=causal)
             error = relative_error(attention(q, k, v, causal=causal, provider="gluon"), expected)
             assert error <= 1.5 * relative_error(attention(q, k, v, causal=causal, provider="cudnn"), expected)
@@ -189,3 +189,19 @@ def test_torch_compile_sees_one_operator():
 
     attention(q, k, v, provider="gluon")  # registers the operator
     torch.testing.assert_close(torch.compile(block, fullgraph=True)(q, k, v), block(q, k, v), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_long_causal_sequences_of_any_length(head_dim):
+    """Beyond the keys of the plan for short ones: rows and keys that are no multiples of a tile, and Sq != Sk."""
+    from utils.kernels.attention.gluon_ladder.launch import forward
+
+    torch.manual_seed(head_dim)
+    for sq, sk in ((4500, 4500), (4097, 5000), (4800, 4300), (70, 4700)):
+        q, k, v = (torch.randn(1, heads, length, head_dim, device="cuda", dtype=torch.bfloat16)
+                   for heads, length in ((4, sq), (2, sk), (2, sk)))
+        expected, expected_lse = reference(q, k, v, causal=True)
+        out, lse = forward(q, k, v, causal=True, return_lse=True)
+        assert relative_error(out, expected) <= 1.5 * rounding_error(q, k, v, expected, causal=True), (sq, sk)
+        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-4, rtol=1e-5)
+        assert torch.equal(out, forward(q, k, v, causal=True))

@@ -1,6 +1,7 @@
 """How a step is launched: tiles, schedules, and that every argument of a kernel is given exactly once."""
 
 import inspect
+import itertools
 import math
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from utils.device import triton_support
 from utils.kernels.attention.gluon_ladder import launch
-from utils.kernels.attention.gluon_ladder.plan import STEPS, block_head_dim, deal_causal_tiles, plan_for
+from utils.kernels.attention.gluon_ladder.plan import STEPS, block_head_dim, deal_causal_tiles, few_causal_keys, plan_for
 
 needs_triton = pytest.mark.skipif(not __import__("importlib").util.find_spec("triton"), reason=triton_support().reason)
 
@@ -64,16 +65,23 @@ def test_more_tiles_than_can_be_numbered_are_not_dealt():
 
 def test_plans_fit_the_machine():
     for step in STEPS:
-        for head_dim in (8, 64, 72, 128, 136, 256):
-            plan = plan_for(step, head_dim)
+        for head_dim, short in itertools.product((8, 64, 72, 128, 136, 256), (False, True)):
+            plan = plan_for(step, head_dim, short)
             assert plan.block_d == block_head_dim(head_dim) >= head_dim
             q_rows = plan.rows * (1 if plan.o_in_q or step < 5 else 2)
             assert 2 * plan.block_d * (q_rows + 2 * plan.stages * plan.block_n) < 227 * 1024
             if step >= 4:  # registers of the consumers, and of the warpgroup that the producer is rounded up to
-                assert 128 * (plan.consumers * plan.registers + (24 if plan.consumers == 2 else 32)) <= 65536
+                assert 128 * (plan.consumers * plan.registers + (32 if plan.consumers == 3 else 24)) <= 65536
     with pytest.raises(ValueError, match="steps 1 to 5"):
         plan_for(6, 64)
     assert deal_causal_tiles.cache_info().maxsize
+
+
+def test_short_causal_attention_has_a_plan_of_its_own():
+    assert few_causal_keys(True, False, 4096) and not few_causal_keys(True, False, 4097)
+    assert not few_causal_keys(False, False, 64) and not few_causal_keys(True, True, 64)
+    assert plan_for(5, 64, True) != plan_for(5, 64)
+    assert plan_for(5, 128, True) == plan_for(5, 128) and plan_for(4, 64, True) == plan_for(4, 64)
 
 
 def test_inputs_that_tma_cannot_address_are_copied():

@@ -19,6 +19,8 @@ STEP_5 = [
     {"step": 5, "head_dim": 64, "flags": {}},
     {"step": 5, "head_dim": 64, "flags": {"tail": True}},
     {"step": 5, "head_dim": 64, "flags": {"causal": True, "lse": True, "tail": True}},
+    {"step": 5, "head_dim": 64, "flags": {"causal": True, "short": True}},
+    {"step": 5, "head_dim": 64, "flags": {"causal": True, "lse": True, "tail": True, "short": True}},
     {"step": 5, "head_dim": 128, "flags": {}},
     {"step": 5, "head_dim": 128, "flags": {"causal": True, "dtype": "fp16"}},
     {"step": 5, "head_dim": 128, "flags": {"window": True, "lse": True, "tail": True}},
@@ -36,6 +38,10 @@ def report():
     lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
     assert lines, f"compiling failed:\n{done.stderr[-3000:]}"
     return json.loads(lines[0].removeprefix("REPORT "))
+
+
+def plan_of(case):
+    return plan_for(case["step"], case["head_dim"], case["flags"].get("short", False))
 
 
 def of(report, case):
@@ -77,7 +83,7 @@ def test_step_4_moves_registers_between_warpgroups(report):
 def test_step_5_is_specialized_within_its_register_budget(report, case):
     row = of(report, case)
     assert row["tma_load"] and row["tma_store"] and row["mbarrier_wait"] and row["setmaxnreg"]
-    warpgroups = plan_for(5, case["head_dim"]).consumers + 1
+    warpgroups = plan_of(case).consumers + 1
     assert row["registers"] * 128 * warpgroups <= 65536
 
 
@@ -90,7 +96,7 @@ def test_step_5_overlaps_the_softmax_with_the_second_product(report, case):
     exponentials = [i for i, text in enumerate(loop) if text.startswith("MUFU.EX2")]
     assert len(waits) == 2 and loop[waits[0]].rstrip().endswith("0x1") and loop[waits[1]].rstrip().endswith("0x0")
     assert products[-1] < waits[0] < exponentials[0], "the scores are waited for with P V already queued"
-    plan = plan_for(5, case["head_dim"])
+    plan = plan_of(case)
     # A thread has BLOCK_N / 2 scores. Half of them (halves) or all are turned into probabilities while P V runs.
     before = sum(i < waits[1] for i in exponentials)
     assert before >= plan.block_n / 2 * (0.25 if plan.halves else 0.9)
