@@ -65,7 +65,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("error: the timer check needs an NVIDIA GPU: torch.cuda.is_available() is False here.", file=sys.stderr)
         return 1
-    record = {"what": "the timer against itself and against do_bench", "environment": environment("cuda"), "itself": [], "do_bench": []}
+    what = "the timer against itself and against do_bench"
+    record = {"what": what, "environment": environment("cuda"), "itself": [], "do_bench": []}
     for n in SIZES:
         row = against_itself(n, options.trials)
         record["itself"].append(row)
