@@ -9,7 +9,13 @@ import torch
 
 from utils.device import triton_support
 from utils.kernels.attention.gluon_ladder import launch
-from utils.kernels.attention.gluon_ladder.plan import STEPS, block_head_dim, deal_causal_tiles, few_causal_keys, plan_for
+from utils.kernels.attention.gluon_ladder.plan import (
+    STEPS,
+    block_head_dim,
+    deal_causal_tiles,
+    few_causal_keys,
+    plan_for,
+)
 
 needs_triton = pytest.mark.skipif(not __import__("importlib").util.find_spec("triton"), reason=triton_support().reason)
 

@@ -9,7 +9,14 @@ from dataclasses import asdict
 
 import torch
 
-from utils.kernels.attention.gluon_ladder.plan import BLOCK_M, Plan, deal_causal_tiles, plan_for, tail_as_window
+from utils.kernels.attention.gluon_ladder.plan import (
+    BLOCK_M,
+    Plan,
+    deal_causal_tiles,
+    few_causal_keys,
+    plan_for,
+    tail_as_window,
+)
 
 LOG2_E = math.log2(math.e)
 MODULES = {1: "step1_synchronous", 2: "step2_async_copy", 3: "step3_tma", 4: "step4_warp_specialized",
@@ -69,7 +76,7 @@ def _copyable(x: torch.Tensor) -> torch.Tensor:
 def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse) -> None:
     batch, heads, sq, head_dim = q.shape
     kv_heads, sk = k.shape[1], k.shape[2]
-    plan = plan_for(step, head_dim)
+    plan = plan_for(step, head_dim, few_causal_keys(causal, window > 0, sk))
     kernel = kernel_of(step)
     flags = dict(BLOCK_M=BLOCK_M, BLOCK_N=plan.block_n, BLOCK_D=plan.block_d, CAUSAL=causal, WINDOW=window > 0,
                  LSE=return_lse, num_warps=4)
@@ -105,7 +112,8 @@ def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse) -> None
     if not dealt:
         schedule = _unused(q.device, torch.int32)
     kernel[(programs,)](*descriptors, lse_pointer, schedule, sq, sk, window, tiles_m, batch * heads, heads, group,
-                        stride, c, TAIL=tail, DEALT=dealt, HALVES=plan.halves, O_IN_Q=plan.o_in_q, **flags)
+                        stride, c, TAIL=tail, DEALT=dealt, HALVES=plan.halves, O_IN_Q=plan.o_in_q,
+                        OWN_KEYS=plan.own_keys, SPLIT=plan.split, **flags)
 
 
 def _descriptor(x: torch.Tensor, rows: int, columns: int):

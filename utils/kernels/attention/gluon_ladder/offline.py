@@ -40,19 +40,21 @@ class Compiled:
 
 
 def compile_step(step: int, head_dim: int = 128, *, dtype: str = "bf16", causal: bool = False, window: bool = False,
-                 tail: bool = False, lse: bool = False) -> Compiled:
-    """Compile a step of the ladder for sm_90a. dtype "bf16" or "fp16"; tail: keys are no multiple of the block."""
+                 tail: bool = False, lse: bool = False, short: bool = False) -> Compiled:
+    """Compile a step of the ladder for sm_90a. dtype "bf16" or "fp16"; tail: keys are no multiple of the block.
+    short: the plan of step 5 for short causal attention."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    plan = plan_for(step, head_dim)
+    plan = plan_for(step, head_dim, short)
     kernel = kernel_of(step)
     window = window or (step == 5 and tail_as_window(plan, causal, window, tail))
     constants = dict(HEAD_DIM=head_dim, BLOCK_M=BLOCK_M, BLOCK_N=plan.block_n, BLOCK_D=plan.block_d, CAUSAL=causal,
                      WINDOW=window, LSE=lse, CONSUMERS=plan.consumers, STAGES=plan.stages, REGISTERS=plan.registers,
-                     TAIL=tail, DEALT=causal and not window, HALVES=plan.halves, O_IN_Q=plan.o_in_q)
+                     TAIL=tail, DEALT=causal and not window, HALVES=plan.halves, O_IN_Q=plan.o_in_q,
+                     OWN_KEYS=plan.own_keys, SPLIT=plan.split)
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     tile = {"q_desc": BLOCK_M, "o_desc": BLOCK_M, "k_desc": plan.block_n, "v_desc": plan.block_n}
     kinds = {"lse_ptr": "*fp32", "schedule": "*i32", "c": "fp32"}
@@ -97,7 +99,7 @@ def main() -> None:
     parser.add_argument("step", type=int, choices=STEPS)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
-    for flag in ("causal", "window", "tail", "lse"):
+    for flag in ("causal", "window", "tail", "lse", "short"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--sass", action="store_true", help="print the disassembly")
     given = vars(parser.parse_args())

@@ -1,7 +1,8 @@
 """Tiles, slots and registers of each step, and who gets which tile: plain Python, no Triton.
 
 Chosen on an H200 (docs/attention-log.md). Gluon's tile shapes are powers of two. Shared memory holds 227 KiB a block;
-a thread has at most 255 registers, an SM 65536: 2 x 128 x 240 + 128 x 24 or 3 x 128 x 160 + 128 x 32.
+a thread has at most 255 registers, an SM 65536: 2 x 128 x 240 + 128 x 24, 3 x 128 x 160 + 128 x 32, or
+4 x 128 x 112 + 128 x 24.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ HEAD_DIMS = (64, 128, 256)  # tile widths; any multiple of 8 up to 256 runs in t
 
 @dataclass(frozen=True)
 class Plan:
-    """Tile and pipeline of one kernel: keys of a block, warpgroups, ring slots, registers of a consumer thread."""
+    """Tile and pipeline of one kernel: keys of a block, warpgroups, ring slots, registers of a consumer thread.
+
+    own_keys: each consumer starts at its own rows' last block. split: masked blocks have a loop of their own.
+    """
 
     block_d: int
     block_n: int
@@ -32,6 +36,8 @@ class Plan:
     registers: int = 0
     halves: bool = False
     o_in_q: bool = False
+    own_keys: bool = False
+    split: bool = False
 
     @property
     def rows(self) -> int:
@@ -44,18 +50,25 @@ def block_head_dim(head_dim: int) -> int:
     return next(width for width in HEAD_DIMS if head_dim <= width)
 
 
-def plan_for(step: int, head_dim: int) -> Plan:
-    """The plan of a step of the ladder for a head dimension."""
+def few_causal_keys(causal: bool, window: bool, sk: int) -> bool:
+    """Whether step 5 takes its plan for short causal attention, whose tiles end soon after they begin."""
+    return causal and not window and sk <= 4096
+
+
+def plan_for(step: int, head_dim: int, short: bool = False) -> Plan:
+    """The plan of a step of the ladder for a head dimension. short: see `few_causal_keys`."""
     d = block_head_dim(head_dim)
+    if step == 5 and d == 64 and short:
+        return Plan(64, 64, 4, 4, 112, own_keys=True)
     if step in (1, 2):
         return Plan(d, 32 if d == 256 else 64)
     if step == 3:
         return Plan(d, 64 if d == 256 else 128)
     if step in (4, 5):
         return {
-            64: Plan(64, 128, 3, 3, 160),
+            64: Plan(64, 128, 3, 3, 160, own_keys=True),
             128: Plan(128, 128, 2, 2, 240, halves=True),
-            256: Plan(256, 64, 2, 2, 240, halves=True, o_in_q=True),
+            256: Plan(256, 64, 2, 2, 240, halves=True, o_in_q=True, own_keys=True, split=True),
         }[d]
     raise ValueError(f"The ladder has the steps 1 to 5, and step {step!r} was asked for.")
 

@@ -75,6 +75,25 @@ def mask_scores(s, row, key, sq, sk, window, layout: gl.constexpr, CAUSAL: gl.co
 
 
 @gluon.jit
+def mask_by_last_key(s, row, key, sq, sk, window, layout: gl.constexpr, CAUSAL: gl.constexpr,
+                     WINDOW: gl.constexpr):
+    """`mask_scores` with fewer comparisons: where registers are short, ptxas schedules what follows better."""
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    positions = row + (sk - sq) + gl.arange(0, s.shape[0], rows)
+    keys = key + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))[None, :]
+    # The last key of each row first: one comparison for each score, not one for each bound.
+    last = gl.full([s.shape[0]], sk - 1, gl.int32, rows)
+    if CAUSAL:
+        last = gl.minimum(last, positions)
+    elif WINDOW:
+        last = gl.minimum(last, positions + window - 1)
+    keep = keys <= last[:, None]
+    if WINDOW:
+        keep = keep & (keys > (positions - window)[:, None])
+    return gl.where(keep, s, MINUS_INF)
+
+
+@gluon.jit
 def online_softmax(s, m, total, c):
     """One block of the online softmax: probabilities, and the new maximum, sum and rescale factor of each row."""
     top = gl.maximum(m, gl.max(s, 1))

@@ -1,7 +1,7 @@
 """Step 5, the fastest: products overlapped with softmax, a persistent grid. FlashAttention forward for Hopper.
 
 One block stays on each SM and walks over tiles of query rows. Its producer warp loads Q, K and V by TMA, running
-ahead as far as the rings of shared memory allow, into the next tile too. Two or three consumer warpgroups own 64 rows
+ahead as far as the rings of shared memory allow, into the next tile too. Two to four consumer warpgroups own 64 rows
 each. A consumer hands Q K(i) to the tensor cores and P V(i-1) behind it, waits for the scores only, and computes their
 softmax while P V(i-1) is still running; scores, probabilities and output never leave its registers. Keys are walked
 from the last block to the first, so the masked blocks of a causal tile come first.
@@ -12,6 +12,9 @@ from the last block to the first, so the masked blocks of a causal tile come fir
     registers     a consumer thread, a producer thread         160, 32          240, 24          240, 24
     shared        Q + K ring + V ring + O                      24+48+48+24      32+64+64+32      64+64+64+0 KiB
     halves        rows r and r+8 of a warp as two softmaxes    no               yes              yes
+    own keys      each consumer starts at its own last block   yes              no               yes
+
+Short causal attention at head dim 64 (`plan.few_causal_keys`): 4 consumers, 64 keys, 4 slots, 112 registers.
 
 The checklist of warp-specialized attention, for Hopper:
 - Pipeline: four roles: TMA producer; Q K, softmax and P V inside each consumer, a block apart from each other.
@@ -30,7 +33,7 @@ The checklist of warp-specialized attention, for Hopper:
 - Masking: only blocks that straddle the diagonal, the window's edge or the last key are masked.
 
 On an H200, bf16, S = 8192 and 16384, full and causal, each against the other in one process (geometric means of four):
-1.170 of cuDNN and 0.973 of FlashAttention 4 at head dim 64, 1.138 and 1.029 at 128, 1.130 and 0.979 at 256. Every
+1.175 of cuDNN and 0.975 of FlashAttention 4 at head dim 64, 1.152 and 1.027 at 128, 1.164 and 0.990 at 256. Every
 point: assets/results/h200/attention_ratios.json; how it got there, failures included: docs/attention-log.md.
 """
 
@@ -48,6 +51,7 @@ from utils.kernels.attention.gluon_ladder.shared import (
     clean_blocks,
     inverse_and_lse,
     key_blocks,
+    mask_by_last_key,
     mask_scores,
     release,
     rescale,
@@ -158,8 +162,11 @@ def first_softmax(s, c, dtype: gl.constexpr, HALVES: gl.constexpr, MASKED: gl.co
 
 @gluon.jit
 def step(it, more, masked, q, o, p, state, kv, bars, where, c, scores: gl.constexpr, left: gl.constexpr,
-         STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, HALVES: gl.constexpr):
-    """One key block i: Q K(i) and P V(i-1) to the tensor cores, then the softmax of block i while P V(i-1) runs."""
+         STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, HALVES: gl.constexpr, mask: gl.constexpr):
+    """One key block i: Q K(i) and P V(i-1) to the tensor cores, then the softmax of block i while P V(i-1) runs.
+
+    CAUSAL, WINDOW: what the mask is where `masked`; both false in a loop over blocks that need none.
+    """
     k_ring, v_ring = kv
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     row, key, sq, sk, window = where
@@ -182,7 +189,7 @@ def step(it, more, masked, q, o, p, state, kv, bars, where, c, scores: gl.conste
     release(k_empty.index(slot))
     if CAUSAL or WINDOW:  # noqa: SIM102 (decided by the compiler; the next line for each block)
         if masked:
-            s = mask_scores(s, row, key, sq, sk, window, scores, CAUSAL, WINDOW)
+            s = mask(s, row, key, sq, sk, window, scores, CAUSAL, WINDOW)
 
     # The wait for the next keys makes a basic block of what stands before it: without it ptxas hoists the wait for
     # P V above the exponentials, and nothing overlaps.
@@ -273,7 +280,7 @@ def producer(loads, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.co
 @gluon.jit
 def consumer(work, W: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
              WINDOW: gl.constexpr, TAIL: gl.constexpr, LSE: gl.constexpr, DEALT: gl.constexpr, HALVES: gl.constexpr,
-             O_IN_Q: gl.constexpr):
+             O_IN_Q: gl.constexpr, OWN_KEYS: gl.constexpr, SPLIT: gl.constexpr):
     o_desc, lse_ptr, rings, o_tiles, bars, shape, schedule, c = work
     q_tiles, k_ring, v_ring = rings
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -286,6 +293,7 @@ def consumer(work, W: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexp
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, output, 2)
     MASKED: gl.constexpr = CAUSAL or WINDOW or TAIL
+    mask: gl.constexpr = mask_by_last_key if OWN_KEYS else mask_scores
 
     q_tile = q_tiles.index(W)
     q = q_tile.reshape([BLOCK_M, BLOCK_D])
@@ -298,6 +306,19 @@ def consumer(work, W: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexp
         first_row = tile * (BLOCK_M * CONSUMERS)
         row = first_row + W * BLOCK_M
         lo, hi = key_blocks(first_row, BLOCK_M * CONSUMERS, sq, sk, window, BLOCK_N, CAUSAL, WINDOW)
+        if OWN_KEYS:
+            # The tile's last blocks may lie behind the last key of this consumer's rows; rows that do not exist need
+            # none. It gives those slots back unused, but not before they are full: until then the others may still
+            # owe the barrier their arrival for the slot's last use.
+            own_lo, own_hi = key_blocks(row, BLOCK_M, sq, sk, window, BLOCK_N, CAUSAL, WINDOW)
+            own_hi = gl.where(row < sq, own_hi, lo + 1)
+            for _skipped in range(hi - own_hi):
+                mbarrier.wait(k_full.index(it % STAGES), (it // STAGES) & 1)
+                release(k_empty.index(it % STAGES))
+                mbarrier.wait(v_full.index(it % STAGES), (it // STAGES) & 1)
+                release(v_empty.index(it % STAGES))
+                it += 1
+            hi = own_hi
         n = hi - lo
         right, edge = clean_blocks(row, BLOCK_M, lo, hi, sq, sk, window, BLOCK_N, CAUSAL, WINDOW)
 
@@ -308,17 +329,34 @@ def consumer(work, W: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexp
         s = wait_products(warpgroup_mma(q, k, zero, use_acc=False, is_async=True), 0, BLOCK_N)
         release(k_empty.index(it % STAGES))
         if MASKED:
-            s = mask_scores(s, row, (hi - 1) * BLOCK_N, sq, sk, window, scores, CAUSAL, WINDOW)
+            s = mask(s, row, (hi - 1) * BLOCK_N, sq, sk, window, scores, CAUSAL, WINDOW)
         p, state = first_softmax(s, c, dtype, HALVES, MASKED)
         p = gl.convert_layout(p, left)
         o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, output)
         it += 1
         mbarrier.wait(k_full.index(it % STAGES), (it // STAGES) & 1, pred=n > 1)
-        for j in range(1, n):
-            o, p, state = step(it, j + 1 < n, (j < right) | (j >= edge), q, o, p, state, (k_ring, v_ring), bars,
-                               (row, (hi - 1 - j) * BLOCK_N, sq, sk, window), c, scores, left, STAGES, CAUSAL, WINDOW,
-                               HALVES)
-            it += 1
+        kv = (k_ring, v_ring)
+        if OWN_KEYS and CAUSAL and not WINDOW:
+            key = (hi - 1) * BLOCK_N
+            # The first row sees keys up to this one: blocks that end behind it are masked.
+            seen = gl.minimum(row + sk - sq, sk - 1)
+            if SPLIT:
+                while (key > 0) & (key - 1 > seen):
+                    key -= BLOCK_N
+                    o, p, state = step(it, key > 0, True, q, o, p, state, kv, bars, (row, key, sq, sk, window), c,
+                                       scores, left, STAGES, True, False, HALVES, mask)
+                    it += 1
+            while key > 0:
+                key -= BLOCK_N
+                o, p, state = step(it, key > 0, key + (BLOCK_N - 1) > seen, q, o, p, state, kv, bars,
+                                   (row, key, sq, sk, window), c, scores, left, STAGES, not SPLIT, False, HALVES, mask)
+                it += 1
+        else:
+            for j in range(1, n):
+                o, p, state = step(it, j + 1 < n, (j < right) | (j >= edge), q, o, p, state, kv, bars,
+                                   (row, (hi - 1 - j) * BLOCK_N, sq, sk, window), c, scores, left, STAGES, CAUSAL,
+                                   WINDOW, HALVES, mask)
+                it += 1
         if not O_IN_Q:
             release(q_empty.index(W))
 
@@ -354,7 +392,7 @@ def attention_step5(q_desc, k_desc, v_desc, o_desc, lse_ptr, schedule, sq, sk, w
                     group, schedule_stride, c, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
                     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, CAUSAL: gl.constexpr,
                     WINDOW: gl.constexpr, TAIL: gl.constexpr, LSE: gl.constexpr, DEALT: gl.constexpr,
-                    HALVES: gl.constexpr, O_IN_Q: gl.constexpr):
+                    HALVES: gl.constexpr, O_IN_Q: gl.constexpr, OWN_KEYS: gl.constexpr, SPLIT: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
@@ -386,15 +424,23 @@ def attention_step5(q_desc, k_desc, v_desc, o_desc, lse_ptr, schedule, sq, sk, w
     work = (o_desc, lse_ptr, rings, o_tiles, bars, shape, schedule, c)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consumer, (work, 0, 2, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q)),
-            (consumer, (work, 1, 2, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q)),
+            (consumer, (work, 0, 2, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT)),
+            (consumer, (work, 1, 2, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT)),
             (producer, (loads, 2, STAGES, CAUSAL, WINDOW, DEALT)),
         ], [4, 1], [REGISTERS, 24])
-    else:
-        gl.static_assert(CONSUMERS == 3)
+    elif CONSUMERS == 3:
         gl.warp_specialize([
-            (consumer, (work, 0, 3, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q)),
-            (consumer, (work, 1, 3, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q)),
-            (consumer, (work, 2, 3, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q)),
+            (consumer, (work, 0, 3, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT)),
+            (consumer, (work, 1, 3, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT)),
+            (consumer, (work, 2, 3, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT)),
             (producer, (loads, 3, STAGES, CAUSAL, WINDOW, DEALT)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 32])
+    else:
+        gl.static_assert(CONSUMERS == 4)
+        gl.warp_specialize([
+            (consumer, (work, 0, 4, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT)),
+            (consumer, (work, 1, 4, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT)),
+            (consumer, (work, 2, 4, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT)),
+            (consumer, (work, 3, 4, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT)),
+            (producer, (loads, 4, STAGES, CAUSAL, WINDOW, DEALT)),
+        ], [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24])
