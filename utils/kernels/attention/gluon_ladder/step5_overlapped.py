@@ -33,7 +33,7 @@ The checklist of warp-specialized attention, for Hopper:
 - Masking: only blocks that straddle the diagonal, the window's edge or the last key are masked.
 
 On an H200, bf16, S = 8192 and 16384, full and causal, each against the other in one process (geometric means of four):
-1.175 of cuDNN and 0.975 of FlashAttention 4 at head dim 64, 1.152 and 1.027 at 128, 1.164 and 0.990 at 256. Every
+1.174 of cuDNN and 0.977 of FlashAttention 4 at head dim 64, 1.137 and 1.029 at 128, 1.150 and 0.988 at 256. Every
 point: assets/results/h200/attention_ratios.json; how it got there, failures included: docs/attention-log.md.
 """
 
