@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from utils.files import write_whole
 from utils.kernel_names import classify
 
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -133,19 +134,7 @@ def export_chrome_trace(prof: torch.profiler.profile, path: str | os.PathLike) -
     """
     path = _check_trace_path(path)
     text = _trace_text(prof)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = gzip.compress(text, 5) if path.name.endswith(".gz") else text
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp's files are private
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(path, gzip.compress(text, 5) if path.name.endswith(".gz") else text)
     return path
 
 

@@ -19,6 +19,7 @@ from utils.bench.errors import BenchError
 from utils.bench.targets.base import WORKLOAD_KNOBS
 from utils.device import detect_gpu
 from utils.environment import PROJECT_ROOT
+from utils.files import write_whole
 
 SCHEMA, VERSION = "labs-bench-expectations", 1
 FOLDER = PROJECT_ROOT / "expectations"
@@ -194,5 +195,5 @@ def update_file(document: dict, folder: Path = FOLDER) -> tuple[Path, list[str]]
     """Record a run in its GPU's file; the path and what changed."""
     path = expectations_file(document["environment"].get("gpu"), folder)
     expected, changes = updated(document, load_expectations(path) if path.exists() else None)
-    res.write_whole(path, res.to_json(expected))
+    write_whole(path, res.to_json(expected))
     return path, changes

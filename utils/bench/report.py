@@ -9,6 +9,7 @@ from pathlib import Path
 from utils.bench import results as res
 from utils.bench.errors import BenchError
 from utils.bench.targets.base import WORKLOAD_KNOBS
+from utils.files import write_whole
 from utils.measurement import format_ms
 
 COLUMNS = ("target", "workload", "batch", "heads", "seq_len", "head_dim", "dtype", "mask", "doc_span", "score_mod",
@@ -191,8 +192,8 @@ def plots(document: dict, folder: Path) -> list[Path]:
 
 def write_report(document: dict, folder: Path) -> list[Path]:
     """CSV, Markdown and plots of a run into a folder; the paths written."""
-    res.write_whole(folder / "results.csv", csv_text(document))
-    res.write_whole(folder / res.REPORT_FILE, markdown(document))
+    write_whole(folder / "results.csv", csv_text(document))
+    write_whole(folder / res.REPORT_FILE, markdown(document))
     written = [folder / "results.csv", folder / res.REPORT_FILE]
     if any(case["sides"] for case in document["cases"]):
         written += plots(document, folder)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +37,6 @@ def _jsonable(value: Any) -> Any:
 
 def to_json(document: Any) -> str:
     return json.dumps(_jsonable(document), indent=1, allow_nan=False) + "\n"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file in one step: a reader, or a run that is killed, finds the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp's files are private
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def find_results(where: str | os.PathLike, artifacts_dir: str | os.PathLike = "artifacts") -> Path:

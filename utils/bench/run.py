@@ -23,6 +23,7 @@ from utils.bench.targets.providers import launched_by
 from utils.bench.verify import Verification, verify
 from utils.bench.workload import DTYPES, arithmetic, check_fits, make_inputs, reference
 from utils.environment import HARMLESS_REASONS, environment, gpu_state
+from utils.files import write_whole
 from utils.measuring import compare, measure
 from utils.roofs import machine_roofs
 
@@ -129,11 +130,11 @@ class Runner:
     def save(self) -> None:
         """Write what there is, in the formats asked for."""
         if self.options.format in ("json", "both"):
-            res.write_whole(self.folder / res.RESULTS_FILE, res.to_json(self.document))
+            write_whole(self.folder / res.RESULTS_FILE, res.to_json(self.document))
         if self.options.format in ("markdown", "both"):
             from utils.bench.report import markdown
 
-            res.write_whole(self.folder / res.REPORT_FILE, markdown(self.document))
+            write_whole(self.folder / res.REPORT_FILE, markdown(self.document))
 
     def _manifest(self) -> None:
         import hashlib
@@ -144,7 +145,7 @@ class Runner:
         keys = ("run_id", "status", "started", "finished", "command", "device", "environment", "targets")
         profiles = sorted({file for case in self.document["cases"] for side in case["profiles"].values()
                            for file in side["files"]})
-        res.write_whole(self.folder / res.MANIFEST_FILE, res.to_json(
+        write_whole(self.folder / res.MANIFEST_FILE, res.to_json(
             {"schema": "labs-bench-manifest", "version": 1, **{key: self.document[key] for key in keys},
              "counts": counts(self.document), "files": files, "profiles": profiles}))
 

@@ -27,6 +27,7 @@ from utils.bench import results as res
 from utils.bench.comparing import SAME_WITHIN, independent_interval
 from utils.bench.errors import BenchError
 from utils.environment import environment, gpu_state, last_level_cache_bytes
+from utils.files import write_whole
 from utils.measurement import Measurement
 from utils.measuring import measure
 
@@ -227,7 +228,7 @@ class CUDABenchmarkHarness:
     def save_results(self, result: BenchmarkResult, path: Path | str) -> Path:
         """Write a result, raw samples included, as JSON; an older file of that name is replaced whole."""
         path = Path(path)
-        res.write_whole(path, res.to_json(result.to_dict()))
+        write_whole(path, res.to_json(result.to_dict()))
         return path
 
     def compare_results(self, baseline_path: Path | str, current_result: BenchmarkResult) -> dict:

@@ -8,11 +8,12 @@ from utils.bench import results as res
 from utils.bench.comparing import compare_results, independent_interval, notes
 from utils.bench.errors import BenchError
 from utils.bench.report import COLUMNS, csv_text, markdown, write_report
+from utils.files import write_whole
 
 
 def save(tmp_path, document, name="results.json"):
     path = tmp_path / name
-    res.write_whole(path, res.to_json(document))
+    write_whole(path, res.to_json(document))
     return path
 
 
@@ -45,9 +46,9 @@ def test_truncated_foreign_and_old_files_are_refused_by_name(tmp_path, document)
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "a.json"
-    res.write_whole(path, "old")
+    write_whole(path, "old")
     with pytest.raises(TypeError):
-        res.write_whole(path, 3)
+        write_whole(path, 3)
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
     assert json.loads(res.to_json({"a": float("nan"), "b": (1, 2)})) == {"a": None, "b": [1, 2]}
 
