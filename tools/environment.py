@@ -32,8 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = ROOT / "pyproject.toml"
 CONSTRAINTS = ROOT / "constraints.txt"
 CONDA_FILE = ROOT / "environment.yml"
-# What conda users get: everything the course and its tests need on any machine.
-CONDA_EXTRAS = ("test",)
+# Everything the course, its grading and its tests need on any machine.
+EXTRAS = ("grading", "test")
 
 
 class SetupError(Exception):
@@ -196,7 +196,7 @@ def sync(venv: Path) -> None:
     check_python(sys.version_info[:2], project)
     host_folder, host_names, sentence = host_packages(sys.executable, project)
     gpu = wants_gpu_extra()
-    extras = ["test", *(["gpu"] if gpu else [])]
+    extras = [*EXTRAS, *(["gpu"] if gpu else [])]
     stamp = venv / "environment.json"
     wanted = fingerprint(extras, str(host_folder))
     python = venv / "bin" / "python"
@@ -220,7 +220,7 @@ def sync(venv: Path) -> None:
 
     log = venv / "install.log"
     if pip_install(python, constraints, extras, log) != 0:
-        if not gpu or pip_install(python, constraints, ["test"], log) != 0:
+        if not gpu or pip_install(python, constraints, list(EXTRAS), log) != 0:
             raise SetupError(
                 "pip could not install the packages (its own message is above): check the network or the "
                 "package index, then run the same command again."
@@ -240,7 +240,7 @@ def sync(venv: Path) -> None:
 def conda_environment(project: dict) -> str:
     """The text of environment.yml: conda gives Python and pip, pip installs the same ranges and pins."""
     extras = project["optional-dependencies"]
-    requirements = [*project["dependencies"], *(line for extra in CONDA_EXTRAS for line in extras[extra])]
+    requirements = [*project["dependencies"], *(line for extra in EXTRAS for line in extras[extra])]
     pip_lines = ["--constraint constraints.txt", *requirements, "--editable ."]
     lines = [
         "# Made from pyproject.toml by `make lock`; edit that file instead.",
@@ -266,7 +266,8 @@ def lock() -> None:
     uv = shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
     if uv is None:
         raise SetupError("`uv` is needed to resolve versions for all platforms: `make env` installs it.")
-    options = ["--universal", "--python-version", "3.11", "--extra", "gpu", "--extra", "test", "--quiet"]
+    extras = [word for extra in (*EXTRAS, "gpu") for word in ("--extra", extra)]
+    options = ["--universal", "--python-version", "3.11", *extras, "--quiet"]
     plain = ["--no-header", "--no-annotate", "--no-emit-index-url"]
     result = subprocess.run(
         [uv, "pip", "compile", str(PYPROJECT), *options, *plain], check=False, capture_output=True, text=True
