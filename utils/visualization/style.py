@@ -51,8 +51,8 @@ def ink_on(color: Any) -> str:
     return PAPER if luminance(color) < 0.22 else INK
 
 
-def open_axes(ax: Any, figsize: tuple[float, float], count: int = 1) -> tuple[Any, list[Any]]:
-    """`ax` and its Figure, or a new white pyplot figure with `count` Axes."""
+def open_axes(ax: Any, figsize: tuple[float, float], count: int = 1, rows: int = 1) -> tuple[Any, list[Any]]:
+    """`ax` and its Figure, or a new white pyplot figure with `count` Axes in `rows` rows."""
     if ax is not None:
         axes = list(ax.flat) if hasattr(ax, "flat") else list(ax) if isinstance(ax, list | tuple) else [ax]
         if len(axes) != count or not all(hasattr(a, "get_figure") and hasattr(a, "plot") for a in axes):
@@ -65,7 +65,7 @@ def open_axes(ax: Any, figsize: tuple[float, float], count: int = 1) -> tuple[An
         import matplotlib.pyplot as plt
 
         figure, grid = plt.subplots(
-            1, count, figsize=figsize, facecolor=PAPER, layout="constrained", squeeze=False
+            rows, count // rows, figsize=figsize, facecolor=PAPER, layout="constrained", squeeze=False
         )
         axes = list(grid.flat)
     for a in axes:

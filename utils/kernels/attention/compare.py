@@ -2,6 +2,7 @@
 
     python -m utils.kernels.attention.compare ratios --out assets/results/h200/attention_ratios.json
     python -m utils.kernels.attention.compare ladder --out assets/results/h200/attention_ladder.json
+    python -m utils.kernels.attention.compare plot --read assets/results/h200/attention_ratios.json --out ratios.svg
 
 Every ratio comes from two providers timed in one process, their calls interleaved on the same inputs (bf16, random
 normal, forward), so that both run at the same clocks. TFLOP/s count 4 B H Sq Sk D operations, half of them if causal.
@@ -109,16 +110,36 @@ def geometric_means(rows: list[dict]) -> dict:
     return {key: math.exp(sum(map(math.log, values)) / len(values)) for key, values in means.items()}
 
 
+def plot(read: Path, out: Path) -> None:
+    """Draw a recorded table of ratios, with the machine and the commit it comes from."""
+    from utils.visualization.ratios import plot_attention_ratios
+
+    record = json.loads(read.read_text())
+    where = record["environment"]
+    figure, _ = plot_attention_ratios(
+        record["rows"], title="How many times faster the Gluon kernel is: bf16 forward, B x S = 16384. Recorded on "
+                              f"{where['gpu']}, torch {where['torch']}, commit {where['commit']}.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
+    print(f"wrote {out}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("table", choices=("ratios", "ladder"))
-    parser.add_argument("--out", type=Path, required=True, help="JSON file, written after each point")
+    parser.add_argument("table", choices=("ratios", "ladder", "plot"))
+    parser.add_argument("--out", type=Path, required=True, help="JSON file, written after each point; plot: the picture")
+    parser.add_argument("--read", type=Path, help="plot: the recorded table of ratios")
     parser.add_argument("--against", default="cudnn,cute,flash", help="providers, with commas")
     parser.add_argument("--head-dims", default="64,128,256")
     parser.add_argument("--lengths", default="1024,2048,4096,8192,16384")
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after this time, with what there is")
     args = parser.parse_args()
+    if (args.table == "plot") != (args.read is not None):
+        parser.error("--read names a recorded table of ratios for `plot`, and goes with nothing else")
+    if args.table == "plot":
+        plot(args.read, args.out)
+        return
     torch.manual_seed(0)
     start = time.monotonic()
     record = {"table": args.table, "environment": environment("cuda"), "pairs": args.pairs, "rows": []}
