@@ -127,7 +127,7 @@ def plot(read: Path, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("table", choices=("ratios", "ladder", "plot"))
-    parser.add_argument("--out", type=Path, required=True, help="JSON file, written after each point; plot: the picture")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file, written after each point; plot: a picture")
     parser.add_argument("--read", type=Path, help="plot: the recorded table of ratios")
     parser.add_argument("--against", default="cudnn,cute,flash", help="providers, with commas")
     parser.add_argument("--head-dims", default="64,128,256")

@@ -10,7 +10,9 @@ import torch
 from utils.device import triton_support
 from utils.kernels.attention.gluon_ladder import launch
 from utils.kernels.attention.gluon_ladder.plan import (
+    BLOCK_M,
     STEPS,
+    aligned,
     block_head_dim,
     deal_causal_tiles,
     few_causal_keys,
@@ -100,3 +102,22 @@ def test_inputs_that_tma_cannot_address_are_copied():
                  torch.randn(2 * 3 * 50 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 3, 50, 64)):
         copy = launch._copyable(view)
         assert torch.equal(copy, view) and copy.data_ptr() % 16 == 0 and copy.is_contiguous()
+
+
+@pytest.mark.parametrize("head_dim, short", [(64, False), (64, True), (128, False), (256, False)])
+def test_aligned_rows_need_a_mask_in_their_last_block_alone(head_dim, short):
+    """Checked key by key: behind the first block of a walk, every row sees every key that there is."""
+    plan, seen = plan_for(5, head_dim, short), set()
+    for sq, sk in itertools.product((1, 64, 100, 192, 321, 512, 640), repeat=2):
+        told = aligned(plan, True, False, sk - sq)
+        seen.add(told)
+        needs_no_mask = True
+        for row in range(0, -(-sq // plan.rows) * plan.rows, BLOCK_M):
+            first, rows = (row, BLOCK_M) if plan.own_keys else (row // plan.rows * plan.rows, plan.rows)
+            last = min(-(-sk // plan.block_n), -(-max(first + rows + sk - sq, 0) // plan.block_n))
+            behind = max(last - 1, 0) * plan.block_n
+            if row < sq and behind and row + sk - sq < behind - 1:
+                needs_no_mask = False
+        assert needs_no_mask or not told, (sq, sk)
+    assert seen == {True, False}
+    assert not aligned(plan, True, True, 0) and not aligned(plan, False, False, 0)

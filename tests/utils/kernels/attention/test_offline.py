@@ -21,10 +21,12 @@ STEP_5 = [
     {"step": 5, "head_dim": 64, "flags": {"causal": True, "lse": True, "tail": True}},
     {"step": 5, "head_dim": 64, "flags": {"causal": True, "short": True}},
     {"step": 5, "head_dim": 64, "flags": {"causal": True, "lse": True, "tail": True, "short": True}},
+    {"step": 5, "head_dim": 64, "flags": {"causal": True, "aligned": True, "lse": True, "tail": True}},
     {"step": 5, "head_dim": 128, "flags": {}},
     {"step": 5, "head_dim": 128, "flags": {"causal": True, "dtype": "fp16"}},
     {"step": 5, "head_dim": 128, "flags": {"window": True, "lse": True, "tail": True}},
     {"step": 5, "head_dim": 256, "flags": {"causal": True, "lse": True}},
+    {"step": 5, "head_dim": 256, "flags": {"causal": True, "aligned": True}},
 ]
 
 
@@ -101,3 +103,6 @@ def test_step_5_overlaps_the_softmax_with_the_second_product(report, case):
     before = sum(i < waits[1] for i in exponentials)
     assert before >= plan.block_n / 2 * (0.25 if plan.halves else 0.9)
     assert not any(text.startswith("BAR.SYNC") for text in loop[waits[1]:]), "no barrier after the products"
+    masks = sum(text.startswith("FSEL") for text in loop)
+    needed = case["flags"].get("causal") and not case["flags"].get("aligned")
+    assert needed or "window" in case["flags"] or "tail" in case["flags"] or masks < plan.block_n / 8, "a mask in vain"

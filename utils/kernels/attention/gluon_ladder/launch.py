@@ -12,6 +12,7 @@ import torch
 from utils.kernels.attention.gluon_ladder.plan import (
     BLOCK_M,
     Plan,
+    aligned,
     deal_causal_tiles,
     few_causal_keys,
     plan_for,
@@ -113,7 +114,8 @@ def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse) -> None
         schedule = _unused(q.device, torch.int32)
     kernel[(programs,)](*descriptors, lse_pointer, schedule, sq, sk, window, tiles_m, batch * heads, heads, group,
                         stride, c, TAIL=tail, DEALT=dealt, HALVES=plan.halves, O_IN_Q=plan.o_in_q,
-                        OWN_KEYS=plan.own_keys, SPLIT=plan.split, **flags)
+                        OWN_KEYS=plan.own_keys, SPLIT=plan.split, ALIGNED=aligned(plan, causal, window > 0, sk - sq),
+                        **flags)
 
 
 def _descriptor(x: torch.Tensor, rows: int, columns: int):

@@ -40,9 +40,10 @@ class Compiled:
 
 
 def compile_step(step: int, head_dim: int = 128, *, dtype: str = "bf16", causal: bool = False, window: bool = False,
-                 tail: bool = False, lse: bool = False, short: bool = False) -> Compiled:
+                 tail: bool = False, lse: bool = False, short: bool = False,
+                 aligned: bool = False) -> Compiled:
     """Compile a step of the ladder for sm_90a. dtype "bf16" or "fp16"; tail: keys are no multiple of the block.
-    short: the plan of step 5 for short causal attention."""
+    short: the plan of step 5 for short causal attention; aligned: its loop needs no causal mask (`plan.aligned`)."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
@@ -54,7 +55,7 @@ def compile_step(step: int, head_dim: int = 128, *, dtype: str = "bf16", causal:
     constants = dict(HEAD_DIM=head_dim, BLOCK_M=BLOCK_M, BLOCK_N=plan.block_n, BLOCK_D=plan.block_d, CAUSAL=causal,
                      WINDOW=window, LSE=lse, CONSUMERS=plan.consumers, STAGES=plan.stages, REGISTERS=plan.registers,
                      TAIL=tail, DEALT=causal and not window, HALVES=plan.halves, O_IN_Q=plan.o_in_q,
-                     OWN_KEYS=plan.own_keys, SPLIT=plan.split)
+                     OWN_KEYS=plan.own_keys, SPLIT=plan.split, ALIGNED=causal and not window and aligned)
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     tile = {"q_desc": BLOCK_M, "o_desc": BLOCK_M, "k_desc": plan.block_n, "v_desc": plan.block_n}
     kinds = {"lse_ptr": "*fp32", "schedule": "*i32", "c": "fp32"}
@@ -99,7 +100,7 @@ def main() -> None:
     parser.add_argument("step", type=int, choices=STEPS)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
-    for flag in ("causal", "window", "tail", "lse", "short"):
+    for flag in ("causal", "window", "tail", "lse", "short", "aligned"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--sass", action="store_true", help="print the disassembly")
     given = vars(parser.parse_args())

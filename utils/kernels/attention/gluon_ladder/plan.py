@@ -78,6 +78,11 @@ def tail_as_window(plan: Plan, causal: bool, window: bool, tail: bool) -> bool:
     return tail and not causal and not window and plan.consumers == 3
 
 
+def aligned(plan: Plan, causal: bool, window: bool, shift: int) -> bool:
+    """Whether step 5 masks the first block of a walk alone: the diagonal of its rows lies in it. shift: Sk - Sq."""
+    return causal and not window and shift % (BLOCK_M if plan.own_keys else plan.rows) == 0
+
+
 # Heads whose K and V are worked on at the same time should fit in the L2 together; the H200 has 60 MB.
 _L2_BYTES = 32 << 20
 # What a tile costs beyond its key blocks, in key blocks: first scores, last product, storing.

@@ -30,11 +30,13 @@ The checklist of warp-specialized attention, for Hopper:
   exponentials (the compiler otherwise collects them behind the wait).
 - Schedule: chosen by hand (`plan.py`): tiles, slots and registers by head dimension; causal tiles dealt out longest
   first, so that all SMs end together.
-- Masking: only blocks that straddle the diagonal, the window's edge or the last key are masked.
+- Masking: only blocks that straddle the diagonal, the window's edge or the last key are masked. `ALIGNED`: that is a
+  tile's first block alone, and the loop has no mask in it.
 
 On an H200, bf16, S = 8192 and 16384, full and causal, each against the other in one process (geometric means of four):
-1.174 of cuDNN and 0.977 of FlashAttention 4 at head dim 64, 1.137 and 1.029 at 128, 1.150 and 0.988 at 256. Every
-point: assets/results/h200/attention_ratios.json; how it got there, failures included: docs/attention-log.md.
+1.188 of cuDNN and 0.988 of FlashAttention 4 at head dim 64, 1.158 and 1.040 at 128, 1.161 and 0.990 at 256. Each point:
+attention_ratios.json (full) and attention_aligned.json (causal) in assets/results/h200; how it got there, failures
+included: docs/attention-log.md.
 """
 
 # A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
@@ -280,7 +282,7 @@ def producer(loads, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.co
 @gluon.jit
 def consumer(work, W: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
              WINDOW: gl.constexpr, TAIL: gl.constexpr, LSE: gl.constexpr, DEALT: gl.constexpr, HALVES: gl.constexpr,
-             O_IN_Q: gl.constexpr, OWN_KEYS: gl.constexpr, SPLIT: gl.constexpr):
+             O_IN_Q: gl.constexpr, OWN_KEYS: gl.constexpr, SPLIT: gl.constexpr, ALIGNED: gl.constexpr):
     o_desc, lse_ptr, rings, o_tiles, bars, shape, schedule, c = work
     q_tiles, k_ring, v_ring = rings
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -293,6 +295,8 @@ def consumer(work, W: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexp
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, output, 2)
     MASKED: gl.constexpr = CAUSAL or WINDOW or TAIL
+    # The diagonal of 64 aligned rows lies in their last block, which is walked first: the loop needs no mask.
+    LOOP_CAUSAL: gl.constexpr = CAUSAL and not ALIGNED
     mask: gl.constexpr = mask_by_last_key if OWN_KEYS else mask_scores
 
     q_tile = q_tiles.index(W)
@@ -336,7 +340,7 @@ def consumer(work, W: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexp
         it += 1
         mbarrier.wait(k_full.index(it % STAGES), (it // STAGES) & 1, pred=n > 1)
         kv = (k_ring, v_ring)
-        if OWN_KEYS and CAUSAL and not WINDOW:
+        if OWN_KEYS and LOOP_CAUSAL and not WINDOW:
             key = (hi - 1) * BLOCK_N
             # The first row sees keys up to this one: blocks that end behind it are masked.
             seen = gl.minimum(row + sk - sq, sk - 1)
@@ -354,8 +358,8 @@ def consumer(work, W: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexp
         else:
             for j in range(1, n):
                 o, p, state = step(it, j + 1 < n, (j < right) | (j >= edge), q, o, p, state, kv, bars,
-                                   (row, (hi - 1 - j) * BLOCK_N, sq, sk, window), c, scores, left, STAGES, CAUSAL,
-                                   WINDOW, HALVES, mask)
+                                   (row, (hi - 1 - j) * BLOCK_N, sq, sk, window), c, scores, left, STAGES,
+                                   LOOP_CAUSAL, WINDOW, HALVES, mask)
                 it += 1
         if not O_IN_Q:
             release(q_empty.index(W))
@@ -392,7 +396,8 @@ def attention_step5(q_desc, k_desc, v_desc, o_desc, lse_ptr, schedule, sq, sk, w
                     group, schedule_stride, c, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
                     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, CAUSAL: gl.constexpr,
                     WINDOW: gl.constexpr, TAIL: gl.constexpr, LSE: gl.constexpr, DEALT: gl.constexpr,
-                    HALVES: gl.constexpr, O_IN_Q: gl.constexpr, OWN_KEYS: gl.constexpr, SPLIT: gl.constexpr):
+                    HALVES: gl.constexpr, O_IN_Q: gl.constexpr, OWN_KEYS: gl.constexpr, SPLIT: gl.constexpr,
+                    ALIGNED: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
@@ -424,23 +429,32 @@ def attention_step5(q_desc, k_desc, v_desc, o_desc, lse_ptr, schedule, sq, sk, w
     work = (o_desc, lse_ptr, rings, o_tiles, bars, shape, schedule, c)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consumer, (work, 0, 2, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT)),
-            (consumer, (work, 1, 2, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT)),
+            (consumer, (work, 0, 2, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT,
+                        ALIGNED)),
+            (consumer, (work, 1, 2, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT,
+                        ALIGNED)),
             (producer, (loads, 2, STAGES, CAUSAL, WINDOW, DEALT)),
         ], [4, 1], [REGISTERS, 24])
     elif CONSUMERS == 3:
         gl.warp_specialize([
-            (consumer, (work, 0, 3, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT)),
-            (consumer, (work, 1, 3, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT)),
-            (consumer, (work, 2, 3, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT)),
+            (consumer, (work, 0, 3, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT,
+                        ALIGNED)),
+            (consumer, (work, 1, 3, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT,
+                        ALIGNED)),
+            (consumer, (work, 2, 3, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT,
+                        ALIGNED)),
             (producer, (loads, 3, STAGES, CAUSAL, WINDOW, DEALT)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 32])
     else:
         gl.static_assert(CONSUMERS == 4)
         gl.warp_specialize([
-            (consumer, (work, 0, 4, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT)),
-            (consumer, (work, 1, 4, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT)),
-            (consumer, (work, 2, 4, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT)),
-            (consumer, (work, 3, 4, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT)),
+            (consumer, (work, 0, 4, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT,
+                        ALIGNED)),
+            (consumer, (work, 1, 4, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT,
+                        ALIGNED)),
+            (consumer, (work, 2, 4, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT,
+                        ALIGNED)),
+            (consumer, (work, 3, 4, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT,
+                        ALIGNED)),
             (producer, (loads, 4, STAGES, CAUSAL, WINDOW, DEALT)),
         ], [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24])
