@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch.autograd import DeviceType
 
+from utils.call_tensors import pick_device
 from utils.kernel_names import ATTENTION, WRAPPER_OPERATORS, classify, documented_key, is_free_operator
-from utils.measuring import measure, pick_device
+from utils.measuring import measure
 
 KERNEL_KEYS = ("gemm", "elementwise", "softmax", "layernorm", "memory", "other")
 COMPILED_CPU_KERNEL = re.compile(r"(graph_\d+_)?(kernel_)?cpp_fused_")

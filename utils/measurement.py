@@ -130,7 +130,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two functions timed interleaved: `speedup` = median time of a / median time of b, so above 1 b is faster."""
+    """Two functions timed interleaved; `speedup` is time of a / time of b over neighbours, so above 1 b is faster."""
 
     speedup: float
     interval: tuple[float, float]       # bootstrap over pairs of neighbouring samples

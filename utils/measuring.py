@@ -14,79 +14,25 @@ import functools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from utils import statistics as stats
-from utils.device import default_device
+from utils.call_tensors import pick_device, tensors_of
+from utils.config import dtype_name
+from utils.cuda_timer import CudaTimer
 from utils.environment import environment, float32_matmul_precision, gpu_state
 from utils.measurement import Comparison, Measurement
-from utils.timers import Call, CpuTimer, CudaTimer, Timer
+from utils.timers import Call, CpuTimer, Timer
 
 FEWEST_SAMPLES = 3       # a time budget cuts no run below this, unless one call is over the budget
 FEWEST_ADAPTIVE = 20     # no early stop on an interval from fewer
 MOST_ADAPTIVE = 50       # adaptive runs stop at this many times `iterations`
 CALIBRATE_BELOW_MS = 1.0 # a call this long is a sample by itself, on either clock
 FLOOR_MARGIN = 1.1       # within 10% of an empty call: not told apart from it
-
-DTYPE_NAMES = {
-    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
-    torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.int8: "int8",
-}
-
-
-def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Tensors in a call: arguments, containers, modules, and what a function's closure and its globals hold."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, torch.nn.Module):
-        yield from value.parameters()
-        yield from value.buffers()
-    elif depth < 4:
-        if isinstance(value, functools.partial):
-            value = [value.func, value.args, value.keywords]
-        elif callable(value) and not isinstance(value, type):
-            value = _within(value)
-        if isinstance(value, dict):
-            value = list(value.values())
-        if isinstance(value, (list, tuple)):
-            for item in value[:256]:
-                yield from _tensors(item, depth + 1)
-
-
-def _within(fn: Callable) -> list:
-    """What a function works on without being given it: its object, closure, attributes, and globals it names."""
-    found = [getattr(fn, "__self__", None), getattr(fn, "__dict__", None)]
-    for cell in getattr(fn, "__closure__", None) or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # a variable not yet bound
-            continue
-    names = getattr(getattr(fn, "__code__", None), "co_names", ())
-    variables = getattr(fn, "__globals__", {})
-    return found + [variables[name] for name in names if name in variables]
-
-
-def pick_device(device, *values) -> torch.device:
-    """The device asked for; else that of the call's tensors, a GPU before the CPU; else the default device."""
-    if device is not None:
-        chosen = torch.device(device)
-    else:
-        kinds = {tensor.device for value in values for tensor in _tensors(value)}
-        on_gpu = [found for found in kinds if found.type == "cuda"]
-        chosen = (on_gpu or list(kinds) or [default_device()])[0]
-    if chosen.type not in ("cuda", "cpu"):
-        raise ValueError(f"measure() times CUDA GPUs and CPUs, not {chosen.type!r}; pass device=\"cpu\" or \"cuda\".")
-    if chosen.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device={str(chosen)!r} was asked for and there is no CUDA GPU here; "
-                             "leave device out or pass device=\"cpu\".")
-        if chosen.index is None:
-            chosen = torch.device("cuda", torch.cuda.current_device())
-    return chosen
 
 
 def _is_count(value: Any, least: int) -> bool:
@@ -134,17 +80,25 @@ def _label(fn: Callable, label: str | None) -> str:
     return getattr(inner, "__name__", None) or type(inner).__name__
 
 
+def _name_of(dtype) -> str:
+    """The dtype's name in the roofs, or torch's own where no roof can have one (float64)."""
+    try:
+        return dtype_name(dtype)
+    except ValueError:
+        return str(dtype).removeprefix("torch.")
+
+
 def _time_at_roof(calls: list[Call], device: torch.device, flops, bytes, roofs, dtype):
     """(ms the nearer of compute and memory roof would take, the roof used, dtype name); None where not known."""
     for name, value in (("flops", flops), ("bytes", bytes)):
         if value is not None and not value > 0:
             raise ValueError(f"{name} is the count of one call and must be above 0, got {value!r}; None leaves it out.")
-    if isinstance(dtype, torch.dtype):
-        dtype = DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
-    if dtype is None:
-        floating = [tensor.dtype for call in calls for tensor in _tensors([call.inputs, call.kwargs, call.fn])
+    if dtype is not None:
+        dtype = _name_of(dtype)
+    else:
+        floating = [tensor.dtype for call in calls for tensor in tensors_of([call.inputs, call.kwargs, call.fn])
                     if tensor.is_floating_point()]
-        dtype = DTYPE_NAMES.get(floating[0]) if floating else None
+        dtype = _name_of(floating[0]) if floating else None
         if dtype == "fp32" and device.type == "cuda" and float32_matmul_precision() != "highest":
             dtype = "tf32"  # what fp32 matrix products then run in
     if roofs is None or (flops is None and bytes is None):
@@ -242,11 +196,11 @@ def _run(contenders: list[Call], rounds, width, *, device, warmup, iterations, l
     seconds = time.perf_counter() - begin
     methods = []
     for call, done, times, floor_ms in zip(prepared, warmed, samples, floors, strict=True):
-        notes = list(timer.notes)
+        notes = [*timer.notes, *call.notes]
         if done < warmup:
             notes.append(f"the time budget cut the warm-up to {done} of {warmup} calls")
         methods.append({
-            **timer.describe(), "device": str(device), "warmup": done, "samples": len(times),
+            **timer.describe(call), "device": str(device), "warmup": done, "samples": len(times),
             "calls_per_sample": call.calls_per_sample, "timed_calls": call.timed_runs * call.calls_per_run,
             "calibration_calls": call.calibration_calls,
             "inputs": len(contenders[0].inputs), "l2": l2, "graph": graph,
@@ -283,7 +237,7 @@ def measure(fn: Callable, *args, warmup: int = 10, iterations: int = 100, device
         device: "cuda" times by device events, "cpu" by the host's clock. Default: where the call's tensors are.
         flops, bytes: FLOPs, and bytes read and written, of one call; for `tflops`, `gb_s` and `roof_share`.
         roofs: a `Roofs`; `dtype` ("fp16", "bf16", "fp32", "tf32", "fp8") picks its peak, by default the tensors'.
-        l2: "warm" as the calls leave it, or "cold": a buffer of at least twice the cache (L2 of the GPU, last-level
+        l2: "warm" as its own calls leave it, or "cold": a buffer of at least twice the cache (L2 of the GPU, last-level
             cache of the CPU) is written before every sample, outside the timed region.
         graph: capture the call into a CUDA graph once and time its replays.
         target_interval: go on until the median's interval is within plus or minus this share (0.01: 1%).
@@ -322,8 +276,9 @@ def compare(a: Callable, b: Callable, *args, warmup: int = 10, iterations: int =
             same_within: float = 0.01, order: str = "abba", seed: int = 0, **kwargs) -> Comparison:
     """Time a and b on the same arguments, interleaved, and say whether b is faster, slower or the same.
 
-    `speedup` (alias `ratio`) is median time of a / median time of b. Its interval comes from resampling pairs of
-    neighbouring samples. "same" means the whole interval lies within `same_within` of 1.
+    `speedup` (alias `ratio`) is time of a / time of b, the median over pairs of neighbouring samples, which share the
+    machine's clocks; its interval comes from resampling the pairs. It is close to the ratio of the two medians, and
+    holds where clocks move. "same" means the whole interval lies within `same_within` of 1.
 
     Args:
         iterations: pairs of samples; with `target_interval` the fewest pairs.
@@ -375,3 +330,39 @@ def compare(a: Callable, b: Callable, *args, warmup: int = 10, iterations: int =
                       verdict=stats.verdict(bounds, same_within=same_within, pairs=len(samples[0])),
                       a=sides[0], b=sides[1], same_within=same_within,
                       method={"order": order, "seed": seed if order == "random" else None, "pairs": len(samples[0])})
+
+
+def measure_together(fns: Sequence[Callable], *, labels: Sequence[str], warmup: int = 10, iterations: int = 100,
+                     device=None, flops: float | None = None, bytes: float | None = None, l2: str = "warm",
+                     graph: bool = False, max_seconds: float | None = None, queue_ahead: bool = True,
+                     confidence: float = 0.95) -> list[Measurement]:
+    """Time several functions without arguments, interleaved (a b c c b a ...): a Measurement of each.
+
+    All meet the same clocks, so their times may be divided by each other; `compare` gives two of them an interval.
+
+    Args:
+        iterations: samples of each.
+        others: as in `measure`; options and counts hold for all.
+    """
+    if len(fns) != len(labels) or not fns:
+        raise ValueError(f"measure_together() needs a label for each function: {len(fns)} and {len(labels)} given.")
+    calls = [Call(fn, [()], {}, str(label)) for fn, label in zip(fns, labels, strict=True)]
+    device = pick_device(device, *fns)
+    options = dict(warmup=warmup, iterations=iterations, l2=l2, graph=graph, target_interval=None,
+                   max_seconds=max_seconds, calls_per_sample=None, device=device)
+    _check_options(**options)
+    stats.check_confidence(confidence)
+    at_roof = _time_at_roof(calls, device, flops, bytes, None, None)
+    forward = True
+
+    def rounds(count: int) -> list[int]:
+        nonlocal forward
+        sequence = []
+        for _ in range(count):
+            sequence += range(len(calls)) if forward else reversed(range(len(calls)))
+            forward = not forward
+        return sequence
+
+    samples, methods = _run(calls, rounds, lambda _: 0.0, queue_ahead=queue_ahead, floor=True, **options)
+    return [_measurement(call, times, method, device, flops, bytes, at_roof, confidence)
+            for call, times, method in zip(calls, samples, methods, strict=True)]

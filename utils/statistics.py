@@ -70,38 +70,48 @@ def relative_half_width(interval: tuple[float, float], center: float) -> float:
     return (high - low) / 2.0 / abs(center) if center else math.inf
 
 
-def speedup(a: Sequence[float], b: Sequence[float]) -> float:
-    """How many times as fast b is as a: median time of a over median time of b."""
-    below = float(np.median(_samples(b, "b")))
-    if below <= 0.0:
+def _log_ratios(a: Sequence[float], b: Sequence[float]) -> np.ndarray:
+    first, second = _samples(a, "a"), _samples(b, "b")
+    if second.size != first.size:
+        raise ValueError(f"a and b must be pairs: a has {first.size} samples, b has {second.size}.")
+    if float(np.median(second)) <= 0.0:
         raise ValueError("the median time of b is not above 0, so no speed-up over it can be given.")
-    return float(np.median(_samples(a, "a"))) / below
+    tiny = np.finfo(np.float64).tiny  # a single sample of 0, shorter than the clock can tell
+    return np.log(np.maximum(first, tiny)) - np.log(np.maximum(second, tiny))
+
+
+def speedup(a: Sequence[float], b: Sequence[float]) -> float:
+    """How many times as fast b is as a: the median of a[i] / b[i], where a[i] and b[i] were timed next to each other.
+
+    Neighbours share the machine's clocks. At a GPU's power limit these jump between levels, and the ratio of the two
+    medians jumps with them (a matmul of 4096 against itself on an H200: 91% of 200 comparisons within 1%, up to 5%
+    off); the median of the pairs' ratios does not (all within 0.2%).
+    """
+    return float(np.exp(np.median(_log_ratios(a, b))))
 
 
 def speedup_interval(a: Sequence[float], b: Sequence[float], confidence: float = 0.95, *,
                      resamples: int = RESAMPLES, seed: int = 0) -> tuple[float, float]:
-    """Bootstrap interval of `speedup(a, b)` where a[i] and b[i] were timed next to each other.
+    """Bootstrap interval of `speedup(a, b)`.
 
     Pairs are resampled in runs of n**(1/3) neighbours (a circular block bootstrap): neighbours share the machine's
     clocks and load, and an interval that takes them for independent would be too narrow.
     """
     check_confidence(confidence)
-    first, second = _samples(a, "a"), _samples(b, "b")
-    n = first.size
-    if second.size != n:
-        raise ValueError(f"a and b must be pairs: a has {n} samples, b has {second.size}.")
+    ratios = _log_ratios(a, b)
+    n = ratios.size
     block = max(1, math.ceil(n ** (1.0 / 3.0))) if n >= FEWEST_PAIRS else 1
     runs = math.ceil(n / block)
     rng = np.random.default_rng(seed)
-    ratios = []
+    medians = []
     per_chunk = max(1, 2_000_000 // n)  # keeps the index table under 16 MB
     for begin in range(0, resamples, per_chunk):
         rows = min(per_chunk, resamples - begin)
         starts = rng.integers(n, size=(rows, runs, 1))
         index = ((starts + np.arange(block)) % n).reshape(rows, -1)[:, :n]
-        ratios.append(np.median(first[index], axis=1) / np.median(second[index], axis=1))
+        medians.append(np.median(ratios[index], axis=1))
     tail = 50.0 * (1.0 - confidence)
-    low, high = np.percentile(np.concatenate(ratios), [tail, 100.0 - tail])
+    low, high = np.exp(np.percentile(np.concatenate(medians), [tail, 100.0 - tail]))
     return float(low), float(high)
 
 

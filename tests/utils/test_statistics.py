@@ -41,8 +41,22 @@ def test_speedup_interval_covers_the_true_speedup_of_drifting_pairs():
 
 
 def test_speedup_is_time_of_a_over_time_of_b():
-    assert stats.speedup([2.0, 4.0, 6.0], [1.0, 2.0, 300.0]) == 2.0
-    assert stats.speedup_interval([2.0] * 12, [1.0] * 12) == (2.0, 2.0)
+    assert stats.speedup([2.0, 4.0, 6.0], [1.0, 2.0, 300.0]) == pytest.approx(2.0)
+    assert stats.speedup_interval([2.0] * 12, [1.0] * 12) == pytest.approx((2.0, 2.0))
+    a, b = [1.0, 5.0, 2.0, 2.5], [2.0, 1.0, 3.0, 4.0]
+    assert stats.speedup(a, b) == pytest.approx(1 / stats.speedup(b, a))
+    assert stats.speedup([1.0, 0.0, 3.0], [1.0, 2.0, 3.0]) == 1.0  # one sample under the clock's resolution
+
+
+def test_speedup_holds_where_both_jump_between_two_clocks():
+    """Half of the pairs at either clock: either median lands on either level, the pairs' ratios do not care."""
+    rng = np.random.default_rng(5)
+    for _ in range(50):
+        level = np.where(rng.random(100) < 0.5, 176.0, 196.0)
+        a, b = (level * rng.normal(1.0, 0.002, 100) for _ in range(2))
+        assert stats.speedup(a, b) == pytest.approx(1.0, abs=0.002)
+        low, high = stats.speedup_interval(a, b, resamples=200)
+        assert high - low < 0.004
 
 
 @pytest.mark.parametrize(("interval", "pairs", "said"), [
@@ -83,3 +97,5 @@ def test_bad_input_is_refused_in_sentences():
         stats.verdict((1.0, 1.0), same_within=-0.1)
     with pytest.raises(ValueError, match="not above 0"):
         stats.speedup([1.0], [0.0])
+    with pytest.raises(ValueError, match="a has 2 samples, b has 3"):
+        stats.speedup([1.0, 2.0], [1.0, 2.0, 3.0])

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from utils import timers
-from utils.timers import Call, CpuTimer, CudaTimer
+from utils import cuda_timer, timers
+from utils.cuda_timer import CudaTimer
+from utils.timers import Call, CpuTimer
 
 
 class Stream:
@@ -50,8 +51,8 @@ class Stream:
 @pytest.fixture
 def stream(monkeypatch):
     stream = Stream()
-    timers._spin_cycles_per_ms.cache_clear()
-    monkeypatch.setattr(timers, "_GPU_FLOORS", {})
+    cuda_timer._spin_cycles_per_ms.cache_clear()
+    monkeypatch.setattr(cuda_timer, "_GPU_FLOORS", {})
     clock = SimpleNamespace(perf_counter=lambda: stream.host / 1e3, perf_counter_ns=lambda: int(stream.host * 1e6))
     monkeypatch.setattr(timers, "time", clock)
     monkeypatch.setattr(torch.cuda, "Event", stream.event())
@@ -60,7 +61,7 @@ def stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: timers.contextmanager(lambda: (yield))())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=50_000_000))
     yield stream
-    timers._spin_cycles_per_ms.cache_clear()
+    cuda_timer._spin_cycles_per_ms.cache_clear()
 
 
 def gpu_timer(stream, monkeypatch=None, cold=False, queue_ahead=True):
@@ -81,7 +82,7 @@ def test_a_kernel_shorter_than_its_launch_is_timed_without_the_launch(stream):
     assert call.runs_per_sample >= 30  # 200 us of 5 us kernels
     samples = timer.sample([call] * 20)
     assert samples == pytest.approx([0.005] * 20)
-    assert timer.describe()["queue"].startswith("kept ahead by a spin kernel in")
+    assert timer.describe(call)["queue"].startswith("kept ahead by a spin kernel in")
     assert call.timed_runs == 20 * call.runs_per_sample
 
 
@@ -90,7 +91,7 @@ def test_as_issued_the_launch_shows(stream):
     timer.warm_up(call, 10, None)
     call.runs_per_sample = 50
     assert timer.sample([call] * 4) == pytest.approx([0.008] * 4, rel=0.05)
-    assert "launch gaps are included" in timer.describe()["queue"]
+    assert "launch gaps are included" in timer.describe(call)["queue"]
 
 
 def test_a_long_kernel_reads_the_same_either_way(stream):
@@ -105,7 +106,7 @@ def test_a_long_kernel_reads_the_same_either_way(stream):
 def test_a_burst_that_the_spin_did_not_cover_is_repeated(stream):
     timer, call = gpu_timer(stream), kernel(stream, 0.005, issue=0.5)  # no warm-up: 0.05 ms is assumed
     assert timer.sample([call] * 8) == pytest.approx([0.005] * 8)
-    assert timer.bursts_repeated >= 1 and timer.queue_ahead
+    assert timer.bursts_repeated >= 1 and call.queueable
     assert call.timed_runs == 8 and call.calibration_calls >= 1
 
 
@@ -118,9 +119,74 @@ def test_a_function_that_waits_for_the_gpu_is_timed_with_its_gaps_and_says_so(st
     timer.warm_up(call, 10, None)
     samples = timer.sample([call] * 5)
     assert len(samples) == 5
-    assert not timer.queue_ahead
-    assert "launch gaps are included" in timer.notes[0]
-    assert "launch gaps are included" in timer.describe()["queue"]
+    assert not call.queueable
+    assert "launch gaps are included" in call.notes[0]
+    assert "launch gaps are included" in timer.describe(call)["queue"]
+
+
+def test_a_function_that_waits_does_not_spoil_the_other_one(stream):
+    """Both in one comparison: each keeps its own way of being timed."""
+    def waits():
+        stream.launch(0.5)
+        stream.synchronize()
+
+    timer, call = gpu_timer(stream), kernel(stream, 0.130, issue=0.3)
+    waiting = Call(waits, [()], {}, "waits")
+    for each in (waiting, call):
+        timer.warm_up(each, 10, None)
+    samples = timer.sample([waiting, call, call, waiting, waiting, call, call, waiting])
+    assert [samples[i] for i in (1, 2, 5, 6)] == pytest.approx([0.130] * 4)
+    assert call.queueable and not call.notes and not waiting.queueable and len(waiting.notes) == 1
+    assert "device work only" in timer.describe(call)["queue"] and "gaps" in timer.describe(waiting)["queue"]
+    assert waiting.timed_runs == call.timed_runs == 4
+
+
+def test_an_error_of_the_gpu_names_what_was_running(stream, monkeypatch):
+    timer, call = gpu_timer(stream), kernel(stream, 0.5)
+
+    def broken(device=None):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access") as caught:
+        timer.sample([call] * 3)
+    assert caught.value.__notes__ == ["raised by the GPU while 3 timed samples of kernel were running"]
+
+
+def test_the_gpu_hardly_rests_between_bursts_of_long_kernels(stream):
+    timer, call = gpu_timer(stream), kernel(stream, 0.5)
+    timer.warm_up(call, 10, None)
+    timer.sample([call] * 10)
+    before, spun = stream.done, []
+    sleep, torch.cuda._sleep = torch.cuda._sleep, lambda cycles: (spun.append(cycles / 1.5e6), sleep(cycles))
+    timer.sample([call] * 200)
+    assert stream.done - before > 100 and sum(spun) < 0.05 * (stream.done - before)
+
+
+def test_a_warm_cache_is_the_functions_own(stream, monkeypatch):
+    """Functions that take turns: an untimed call goes before a sample that follows the other's, where it matters."""
+    def cached(name, cold, warm):
+        def run():
+            stream.launch(warm if owner[0] == name else cold, 0.008)
+            owner[0] = name
+
+        return Call(run, [()], {}, name)
+
+    owner = [None]
+    turns = (a := cached("a", 0.200, 0.120)), (b := cached("b", 0.300, 0.150))
+    timer = gpu_timer(stream)
+    for call in turns:
+        timer.warm_up(call, 10, None)
+    samples = timer.sample([a, b, b, a] * 5)
+    assert samples == pytest.approx([0.120, 0.150, 0.150, 0.120] * 5)
+    assert a.timed_runs == b.timed_runs == 10 and a.calibration_calls and b.calibration_calls
+    long = cached("long", 3.1, 3.0)
+    timer.warm_up(long, 4, None)
+    assert timer.sample([a, long])[1] == pytest.approx(3.1)  # as it comes: it hardly matters there
+    flushed = gpu_timer(stream, monkeypatch, cold=True)
+    untimed = a.calibration_calls
+    flushed.sample([a, b, b, a])
+    assert a.calibration_calls == untimed
 
 
 def test_the_flush_is_outside_of_the_timed_region(stream, monkeypatch):

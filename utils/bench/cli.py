@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from utils.bench.choose_cli import choose
 from utils.bench.errors import BenchError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False,
@@ -86,6 +87,12 @@ def run(
         "--target-extra-arg", help="'TARGET=--flag value ...', repeatable; list-targets shows the flags.")] = None,
     iterations: Annotated[int | None, typer.Option(help="Timed samples of each side; default: the target's.")] = None,
     warmup: Annotated[int | None, typer.Option(help="Calls before the timing; default: the target's.")] = None,
+    l2: Annotated[str, typer.Option(help="warm, or cold: the cache is flushed before every sample, untimed.")] = "warm",
+    graph: Annotated[bool, typer.Option("--graph", help="Time CUDA graph replays; needs a GPU.")] = False,
+    target_interval: Annotated[float | None, typer.Option(
+        "--target-interval", help="Sample on until the interval is plus or minus this share: 0.01 is 1%.")] = None,
+    max_seconds: Annotated[float | None, typer.Option(
+        "--max-seconds", help="Time budget of each case's timing, warm-up included.")] = None,
     run_id: Annotated[str | None, typer.Option(help="Name of the run's folder; default: date and time.")] = None,
     artifacts_dir: ArtifactsDir = Path("artifacts"),
     format: Annotated[str, typer.Option(help="Files to write: json, markdown or both.")] = "both",
@@ -102,8 +109,9 @@ def run(
     from utils.device import default_device
 
     names = [part for name in [*(targets or []), *(more or [])] for part in name.split(",") if part]
-    options = Options(profile, iterations, warmup, run_id, artifacts_dir, format=format,
-                      command=["labs", "bench", *_command_line()])
+    options = Options(profile=profile, iterations=iterations, warmup=warmup, l2=l2, graph=graph,
+                      target_interval=target_interval, max_seconds=max_seconds, run_id=run_id,
+                      artifacts_dir=artifacts_dir, format=format, command=["labs", "bench", *_command_line()])
     device = default_device()
     with errors_as_lines():
         plans = plan(names, target_extra_arg or [], device, os.environ)
@@ -162,7 +170,7 @@ def _told(counts: dict[str, int]) -> str:
 
 def show_run(document: dict) -> None:
     """The run as a table: medians with intervals, what ran, the speed-up; then refusals and failures."""
-    from utils.bench.report import options_text, with_interval
+    from utils.bench.report import memory_text, options_text, with_interval
     from utils.measurement import format_ms
 
     lines, said = [], {}
@@ -181,6 +189,12 @@ def show_run(document: dict) -> None:
     if lines:
         show_table(["Target", "Workload", "Side: ran", "Median [95%]", "TFLOP/s", "Of roof", "Speed-up", "Options"],
                    lines)
+    for case in document["cases"]:
+        for side, ran in case["ran"].items():
+            if memory := memory_text(ran):
+                launches = f"{ran['launches']} launches, " if ran["launches"] else ""
+                console().print(f"{case['label']} {side}: {ran['provider']}: {launches}{memory}", markup=False,
+                                soft_wrap=True)
     for (target, status, text), labels in said.items():
         console().print(f"{target} ({'; '.join(labels)}) {status}: {text}", markup=False, soft_wrap=True)
 
@@ -190,20 +204,24 @@ def compare(
     a: Annotated[str, typer.Argument(help="A run id, its folder, or a results file.")],
     b: Annotated[str, typer.Argument(help="The run to hold against it.")],
     artifacts_dir: ArtifactsDir = Path("artifacts"),
+    output: Annotated[Path | None, typer.Option(help="Also write CSV, Markdown and a plot into this folder.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say how many times as fast run B is as run A, side by side; other GPUs, shapes and dtypes are refused."""
     from utils.bench.comparing import compare_results, notes
-    from utils.bench.report import with_interval
+    from utils.bench.report import SEPARATE_RUNS, with_interval, write_comparison
     from utils.bench.results import load_results
     from utils.measurement import format_ms
 
+    os.environ.setdefault("MPLBACKEND", "Agg")
     with errors_as_lines():
         first, second = load_results(a, artifacts_dir), load_results(b, artifacts_dir)
         rows = compare_results(first, second)
     told = notes(first, second)
+    written = [] if output is None else write_comparison(first, second, rows, told, output)
     if as_json:
-        typer.echo(json.dumps({"a": first["run_id"], "b": second["run_id"], "rows": rows, "notes": told}, indent=1))
+        typer.echo(json.dumps({"a": first["run_id"], "b": second["run_id"], "rows": rows, "notes": told,
+                               "files": [str(path) for path in written]}, indent=1))
         return
     show_table(["Target", "Workload", "Side", f"A: {first['run_id']}", f"B: {second['run_id']}", "B over A",
                 "Other knobs"],
@@ -211,9 +229,11 @@ def compare(
                  f"{row['b_ran']} {format_ms(row['b_ms'])}",
                  f"{with_interval(row['speedup'], *row['interval'])} {row['verdict']}", "; ".join(row["knobs"])]
                 for row in rows])
-    typer.echo("Two separate runs: their intervals hold the spread within each, not what clocks did in between.")
+    typer.echo(SEPARATE_RUNS)
     if told:
         typer.echo("Also different: " + "; ".join(told) + ".")
+    for path in written:
+        typer.echo(path)
 
 
 @app.command()
@@ -270,6 +290,8 @@ def check(
         typer.echo(f"{len(failing)} of {len(rows)} cases fail against {path.name}.")
     raise typer.Exit(FAILED if failing else 0)
 
+
+app.command()(choose)
 
 if __name__ == "__main__":
     app()

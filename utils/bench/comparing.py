@@ -75,6 +75,9 @@ def compare_results(a: dict, b: dict) -> list[dict]:
     check_machines(a, b)
     rows = []
     for one, two in pairs(a, b):
+        if told := differences(res.timing_mode(one), res.timing_mode(two), ("l2", "graph")):
+            raise BenchError(f"{one['target']} was timed in two ways, {'; '.join(told)} (in {a['run_id']} and "
+                             f"{b['run_id']}): compare runs with the same --l2 and --graph.")
         knobs = differences({key: knob["value"] for key, knob in one["knobs"].items()},
                             {key: knob["value"] for key, knob in two["knobs"].items()},
                             [key for key in one["knobs"] if key in two["knobs"]])

@@ -113,8 +113,9 @@ def decide(judged: dict[str, str]) -> tuple[str, bool, str]:
 
 
 def _entry(document: dict, case: dict) -> dict | None:
+    wanted = (case["target"], case["workload"], options(case), res.timing_mode(case))
     for entry in document["entries"]:
-        if (entry["target"], entry["workload"], entry["options"]) == (case["target"], case["workload"], options(case)):
+        if (entry["target"], entry["workload"], entry["options"], res.timing_mode(entry)) == wanted:
             return entry
     return None
 
@@ -174,7 +175,7 @@ def updated(document: dict, expected: dict | None) -> tuple[dict, list[str]]:
         name = f"{case['target']} {case['label']}"
         if entry is None:
             expected["entries"].append({"target": case["target"], "label": case["label"], "workload": case["workload"],
-                                        "options": options(case), "ran": ran,
+                                        "options": options(case), "timing": res.timing_mode(case), "ran": ran,
                                         "metrics": new, "recorded": recorded, "history": []})
             changes.append(f"{name}: recorded, {new['optimized_ms']['value']:.4g} ms, {new['speedup']['value']:.3g}x")
             continue

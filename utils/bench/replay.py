@@ -9,7 +9,6 @@ import torch
 
 from utils.bench.knobs import Setting
 from utils.bench.targets import TARGETS
-from utils.bench.workload import make_inputs
 from utils.profiling import nvtx_range
 
 WARMUP = 3
@@ -22,7 +21,7 @@ def replay(request: dict) -> None:
     settings = {key: Setting(tuple(value) if isinstance(value, list) else value, "default")
                 for key, value in request["values"].items()}
     case = next(case for case in target.cases(settings, device) if case.label == request["label"])
-    built = target.build(case, request["side"], *make_inputs(case.workload, device, case.value("seed")))
+    built = target.build(case, request["side"], *target.inputs(case))
     for _ in range(WARMUP):
         built.fn()
     if device.type == "cuda":

@@ -95,6 +95,22 @@ def measured(case: dict, side: str) -> Measurement | None:
     return None if record is None else Measurement.from_dict(record)
 
 
+def timing_mode(case: dict) -> dict:
+    """What of the timing makes times comparable: the cache's state, and graph or stream."""
+    timing = case.get("timing") or {}
+    return {"l2": timing.get("l2", "warm"), "graph": timing.get("graph", False)}
+
+
+def timing_text(timing: dict) -> str:
+    """Such as "cold L2, CUDA graph, until the interval is within 1%, at most 5 s a case"."""
+    parts = [f"{timing.get('l2', 'warm')} L2", "CUDA graph" if timing.get("graph") else "stream"]
+    if timing.get("target_interval") is not None:
+        parts.append(f"until the interval is within {timing['target_interval']:.3g} of the median")
+    if timing.get("max_seconds") is not None:
+        parts.append(f"at most {timing['max_seconds']:g} s a case")
+    return ", ".join(parts)
+
+
 def case_key(case: dict) -> tuple:
     """What makes two cases the same benchmark: the target and the whole workload."""
     return case["target"], *sorted((key, str(value)) for key, value in case["workload"].items())

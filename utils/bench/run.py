@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import os
 import re
 import secrets
 import sys
@@ -21,7 +22,8 @@ from utils.bench.targets import SIDES, Plan
 from utils.bench.targets.base import Built, Case, Target
 from utils.bench.targets.providers import launched_by
 from utils.bench.verify import Verification, verify
-from utils.bench.workload import DTYPES, arithmetic, check_fits, make_inputs, reference
+from utils.bench.workload import DTYPES, arithmetic, check_fits
+from utils.cuda_timer import CAPTURE_FAILED
 from utils.environment import HARMLESS_REASONS, environment, gpu_state
 from utils.files import write_whole
 from utils.measuring import compare, measure
@@ -29,6 +31,7 @@ from utils.roofs import machine_roofs
 
 PROFILES = ("none", "minimal", "roofline", "deep_dive")
 FORMATS = ("json", "markdown", "both")
+CACHES = ("warm", "cold")
 STEPS = ("build", "verify", "time", "profile")
 
 log = logging.getLogger("labs.bench")
@@ -41,21 +44,33 @@ class Options:
     profile: str = "none"
     iterations: int | None = None
     warmup: int | None = None
+    l2: str = "warm"                       # "cold": the cache is flushed before every sample
+    graph: bool = False                    # time CUDA graph replays
+    target_interval: float | None = None   # sample on until the interval is within plus or minus this share
+    max_seconds: float | None = None       # time budget of each case's timing
     run_id: str | None = None
     artifacts_dir: Path = Path("artifacts")
     profiles_dir: Path = Path("benchmark_profiles")
     format: str = "both"
     command: list[str] = field(default_factory=list)
 
-    def check(self) -> None:
+    def check(self, device_type: str = "cuda") -> None:
         """Refuse options that cannot be, before anything runs."""
-        for name, value, allowed in (("--profile", self.profile, PROFILES), ("--format", self.format, FORMATS)):
+        for name, value, allowed in (("--profile", self.profile, PROFILES), ("--format", self.format, FORMATS),
+                                     ("--l2", self.l2, CACHES)):
             if value not in allowed:
                 raise BenchError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}."
                                  + nearest(value, allowed))
         for name, value, least in (("--iterations", self.iterations, 1), ("--warmup", self.warmup, 0)):
             if value is not None and value < least:
                 raise BenchError(f"{name} is {value}; it must be a whole number, {least} or more.")
+        if self.graph and device_type != "cuda":
+            raise BenchError("--graph replays CUDA graphs, and this runs on a CPU: leave it out.")
+        if self.target_interval is not None and not 0.0 < self.target_interval < 1.0:
+            raise BenchError(f"--target-interval is {self.target_interval:g}; it is a share between 0 and 1: 0.01 asks "
+                             "for plus or minus 1%.")
+        if self.max_seconds is not None and not 0.0 < self.max_seconds < float("inf"):
+            raise BenchError(f"--max-seconds is {self.max_seconds:g}; it must be a number of seconds above 0.")
         if self.run_id is None:
             self.run_id = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.run_id):
@@ -63,6 +78,11 @@ class Options:
         if (self.artifacts_dir / self.run_id).exists():
             raise BenchError(f"{self.artifacts_dir / self.run_id} is there already and results are never overwritten; "
                              "choose another --run-id.")
+
+    def timing(self) -> dict:
+        """How this run times, as it stands in its results; None for what is left to each target."""
+        return {name: getattr(self, name) for name in ("l2", "graph", "warmup", "iterations", "target_interval",
+                                                       "max_seconds")}
 
 
 def _now() -> str:
@@ -82,14 +102,15 @@ class Runner:
 
     def __init__(self, plans: Sequence[Plan], options: Options, device: torch.device,
                  on_step: Callable[[Case, str], None] = lambda case, step: None):
-        options.check()
+        options.check(device.type)
         self.plans, self.options, self.device, self.on_step = plans, options, device, on_step
         self.folder = options.artifacts_dir / options.run_id
         self.document = {
             "schema": res.SCHEMA, "version": res.VERSION, "run_id": options.run_id, "status": "running",
             "started": _now(), "finished": None, "command": options.command, "device": str(device),
-            "profile": options.profile, "environment": environment(device),
+            "profile": options.profile, "timing": options.timing(), "environment": environment(device),
             "gpu_state": gpu_state(device) if device.type == "cuda" else None,
+            "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
             "targets": [{"target": plan.target.name, "sides": list(plan.sides)} for plan in plans], "cases": [],
         }
         self.fatal = ""
@@ -154,6 +175,7 @@ class Runner:
         record = {
             "target": plan.target.name, "label": case.label, "sides_asked": list(plan.sides),
             "workload": case.workload.to_dict(), "knobs": case.knobs_record(), "device": str(self.device),
+            "timing": self.options.timing(),
             "status": res.NOT_RUN, "reason": "", "cost": {"flops": case.workload.cost.flops,
                                                          "bytes": case.workload.cost.bytes,
                                                          "mask_density": case.workload.density},
@@ -218,11 +240,12 @@ class Runner:
         warmup, iterations = target.protocol[self.device.type]
         warmup = warmup if self.options.warmup is None else self.options.warmup
         iterations = iterations if self.options.iterations is None else self.options.iterations
+        record["timing"] |= {"warmup": warmup, "iterations": iterations}
         with torch.no_grad():
-            inputs = make_inputs(case.workload, self.device, case.value("seed"))
+            inputs = target.inputs(case)
             built = {side: target.build(case, side, *inputs) for side in sides}
             self.on_step(case, "verify")
-            expected = reference(case.workload, *inputs)
+            expected = target.expected(case, *inputs)
             precision = arithmetic(case.workload.dtype, self.device)
             for side in sides:
                 record["verification"][side] = check_side(case, built[side], expected, precision, side).to_dict()
@@ -234,9 +257,11 @@ class Runner:
                                        "implementation": built[side].implementation,
                                        "range": target.range_name(side, ran),
                                        "kernels": list(launched.kernels), "launches": launched.launches,
-                                       "operators": list(launched.operators)[:40]}
+                                       "operators": list(launched.operators)[:40],
+                                       **target.facts(case, side, built[side])}
+                record["notes"] += record["ran"][side].pop("notes", [])
             self.on_step(case, "time")
-            self._time(case, built, precision, warmup, iterations, record)
+            self._time(case, built, precision, record)
             for side in sides:
                 built[side].after()
             if self.options.profile != "none":
@@ -249,26 +274,35 @@ class Runner:
         also = f" Its other side runs here: {target.side_name(other[0])}." if other else ""
         return f"{target.side_name(side)} does not run here: {support.reason} {support.remedy}".strip() + also
 
-    def _time(self, case: Case, built: dict[str, Built], precision: str, warmup: int, iterations: int, record: dict
-              ) -> None:
+    def _time(self, case: Case, built: dict[str, Built], precision: str, record: dict) -> None:
         cost, roofs = case.workload.cost, machine_roofs()
         if precision not in roofs.tflops:
             record["notes"].append(f"the roofs of {roofs.name} have no {precision} peak: no share of a roof is given.")
             roofs = None
-        common = dict(warmup=warmup, iterations=iterations, device=self.device, flops=cost.flops, bytes=cost.bytes,
-                      roofs=roofs, dtype=precision)
+        common = dict(device=self.device, flops=cost.flops, bytes=cost.bytes, roofs=roofs, dtype=precision,
+                      **record["timing"])
         labels = {side: record["ran"][side]["range"] for side in built}
-        if len(built) == 2:
-            pair = compare(*(built[side].fn for side in SIDES), labels=tuple(labels[side] for side in SIDES), **common)
-            told = pair.to_dict()
-            record["comparison"] = {key: told[key]
-                                    for key in ("speedup", "interval", "verdict", "same_within", "method")}
-            found = {"baseline": pair.a, "optimized": pair.b}
-        else:
-            found = {side: measure(one.fn, label=labels[side], **common) for side, one in built.items()}
+        try:
+            if len(built) == 2:
+                pair = compare(*(built[side].fn for side in SIDES), labels=tuple(labels[side] for side in SIDES),
+                               **common)
+                told = pair.to_dict()
+                record["comparison"] = {key: told[key]
+                                        for key in ("speedup", "interval", "verdict", "same_within", "method")}
+                found = {"baseline": pair.a, "optimized": pair.b}
+            else:
+                found = {side: measure(one.fn, label=labels[side], **common) for side, one in built.items()}
+        except Exception as error:
+            if any(CAPTURE_FAILED in note for note in getattr(error, "__notes__", ())):
+                raise Refused(f"{' and '.join(labels.values())} cannot be timed as CUDA graphs "
+                              f"({first_line(error)}): leave --graph out.") from error
+            raise
         for side, measurement in found.items():
             # The run's environment holds for all of its measurements.
             record["sides"][side] = {**measurement.to_dict(), "environment": {}}
+            record["notes"] += [f"{side}: {text}." for text in measurement.method["notes"]]
+            if measurement.method["cut_by_time_budget"]:
+                record["notes"].append(f"{side}: {measurement.method['stopped']}.")
             for happened, text in ((measurement.over_roof, "is faster than the roof allows: data came from the cache "
                                                            "or the roof is too low"),
                                    (measurement.below_floor, "is as short as an empty call")):
@@ -279,15 +313,22 @@ class Runner:
             record["notes"].append(f"clocks were held back after the timing: {', '.join(held)}.")
 
 
-def check_side(case: Case, built: Built, expected: torch.Tensor, precision: str, side: str) -> Verification:
-    """Verify a side's own call against the reference, before it is timed."""
+def check_side(case: Case, built: Built, expected: torch.Tensor | dict, precision: str, side: str) -> Verification:
+    """Verify a side's own call against the reference, before it is timed: of several tensors the worst."""
     for _ in range(2):  # compiled functions may replay a CUDA graph from the third call on: that is what is verified
         built.fn()
     output = built.fn()
-    if isinstance(output, torch.Tensor) and output.numel() == expected.numel():
-        output = output.reshape(expected.shape)
-    return verify(output, expected, precision, dtype=DTYPES[case.workload.dtype],
-                  what=f"{side} ({built.provider}) of {case.target}")
+    named = expected if isinstance(expected, dict) else {"output": expected}
+    outputs = output if isinstance(output, tuple) else (output,)
+    found = []
+    for one, (name, right) in zip(outputs, named.items(), strict=True):
+        if isinstance(one, torch.Tensor) and one.numel() == right.numel():
+            one = one.reshape(right.shape)
+        which = "" if name == "output" else f", {name}"
+        found.append(verify(one, right, precision, dtype=DTYPES[case.workload.dtype],
+                            what=f"{side} ({built.provider}) of {case.target}{which}",
+                            gradient=name.startswith("gradient")))
+    return max(found, key=lambda one: one.whole)
 
 
 def counts(document: dict) -> dict[str, int]:

@@ -26,13 +26,14 @@ from utils import statistics as stats
 from utils.bench import results as res
 from utils.bench.comparing import SAME_WITHIN, independent_interval
 from utils.bench.errors import BenchError
-from utils.environment import environment, gpu_state, last_level_cache_bytes
+from utils.cuda_timer import gpu_flush_bytes
+from utils.environment import environment, gpu_state
 from utils.files import write_whole
 from utils.measurement import Measurement
 from utils.measuring import measure
+from utils.timers import cpu_flush_bytes
 
 SCHEMA, VERSION = "labs-bench-suite", 1
-FLUSH_BYTES = 64 * 1024**2  # where the cache's size is not known
 CLOCK_SLACK_MS = 0.05       # two clocks: a self-timed call may read this much more than the host saw
 
 
@@ -219,11 +220,8 @@ class CUDABenchmarkHarness:
                            bytes=memory_bytes, method=method, environment=environment(self.device))
 
     def _flush_buffer(self) -> torch.Tensor:
-        if self.device.type == "cuda":
-            cache = torch.cuda.get_device_properties(self.device).L2_cache_size
-        else:
-            cache = last_level_cache_bytes() or FLUSH_BYTES
-        return torch.zeros(max(2 * cache, FLUSH_BYTES) // 4, dtype=torch.int32, device=self.device)
+        size = gpu_flush_bytes(self.device) if self.device.type == "cuda" else cpu_flush_bytes()
+        return torch.zeros(size // 4, dtype=torch.int32, device=self.device)
 
     def save_results(self, result: BenchmarkResult, path: Path | str) -> Path:
         """Write a result, raw samples included, as JSON; an older file of that name is replaced whole."""

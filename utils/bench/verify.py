@@ -13,6 +13,9 @@ from utils.bench.errors import VerificationError
 ROUNDING = {"fp16": 2.0**-11, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-21}
 WHOLE = 3.0   # bounds in those units: relative error of the whole output (Frobenius norm)
 ROW = 12.0    # ... and of the worst row, over D numbers
+# The backward pass takes dP - rowsum(dO * O) with O as it was stored, rounded: a row in which the two nearly cancel
+# keeps that rounding. The worst row seen on an H200, in bf16 and with each fused backend: 13.5 units.
+GRADIENT_ROW = 24.0
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,8 @@ class Verification:
 
 
 @torch.no_grad()
-def verify(output: torch.Tensor, reference: torch.Tensor, precision: str, *, dtype: torch.dtype, what: str = "output"
-           ) -> Verification:
+def verify(output: torch.Tensor, reference: torch.Tensor, precision: str, *, dtype: torch.dtype, what: str = "output",
+           gradient: bool = False) -> Verification:
     """Hold an output (B, H, S, D) against its float64 reference; raises VerificationError if it is another one.
 
     Nothing is left out of the comparison: a single NaN or infinity fails.
@@ -39,6 +42,8 @@ def verify(output: torch.Tensor, reference: torch.Tensor, precision: str, *, dty
     Args:
         precision: "fp16", "bf16", "fp32" or "tf32": what the products ran in.
         dtype: dtype that the output must have.
+        gradient: it is a gradient, made of differences that may cancel: a row is held to at least the root mean
+            square of the rows, and to twice the bound.
     """
     if not isinstance(output, torch.Tensor):
         raise VerificationError(f"{what} is a {type(output).__name__} and no tensor.")
@@ -53,10 +58,12 @@ def verify(output: torch.Tensor, reference: torch.Tensor, precision: str, *, dty
     size = reference.norm(dim=-1)
     scale = size.square().mean().sqrt()
     # A row that is far smaller than the others is held to their scale: rounding of its terms does not shrink with it.
-    rows = difference / torch.maximum(size, 0.1 * scale).clamp_min(torch.finfo(torch.float64).tiny)
+    floor = (1.0 if gradient else 0.1) * scale
+    rows = difference / torch.maximum(size, floor).clamp_min(torch.finfo(torch.float64).tiny)
     whole = float(difference.norm() / size.norm().clamp_min(torch.finfo(torch.float64).tiny))
     unit = ROUNDING[precision]
-    result = Verification(whole, float(rows.max()), WHOLE * unit, ROW * unit, precision)
+    row = GRADIENT_ROW if gradient else ROW
+    result = Verification(whole, float(rows.max()), WHOLE * unit, row * unit, precision)
     if result.whole > result.whole_bound or result.worst_row > result.row_bound:
         place = torch.unravel_index(rows.argmax(), rows.shape)
         batch, head, query = (int(index) for index in place)

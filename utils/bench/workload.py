@@ -71,6 +71,15 @@ class Workload:
         """Share of the query-key pairs that the mask lets through."""
         return self.cost.flops / (4 * self.batch * self.heads * self.head_dim * self.seq_len**2)
 
+    def bytes_needed(self, score_buffers: float) -> int:
+        """Bytes a run takes: inputs and outputs, the reference, and `score_buffers` (B, H, S, S) buffers in fp32."""
+        elements = self.batch * self.heads * self.seq_len * self.head_dim
+        pairs = self.seq_len**2
+        at_once = max(1, REFERENCE_BYTES // (3 * 8 * pairs))
+        checking = 4 * 8 * elements + 3 * 8 * pairs * min(at_once, self.batch * self.heads) + 2 * pairs
+        return int(8 * DTYPES[self.dtype].itemsize * elements + checking
+                   + 4 * score_buffers * self.batch * self.heads * pairs)
+
 
 def arithmetic(dtype: str, device: torch.device) -> str:
     """The precision that products of this dtype run in: fp32 ones on a GPU may be allowed TF32."""
@@ -131,19 +140,9 @@ def reference(workload: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
     return out.view(workload.shape)
 
 
-def bytes_needed(workload: Workload, score_buffers: float) -> int:
-    """Bytes a run takes: inputs and outputs, the reference, and `score_buffers` (B, H, S, S) buffers in fp32."""
-    elements = workload.batch * workload.heads * workload.seq_len * workload.head_dim
-    pairs = workload.seq_len**2
-    at_once = max(1, REFERENCE_BYTES // (3 * 8 * pairs))
-    checking = 4 * 8 * elements + 3 * 8 * pairs * min(at_once, workload.batch * workload.heads) + 2 * pairs
-    return int(8 * DTYPES[workload.dtype].itemsize * elements + checking
-               + 4 * score_buffers * workload.batch * workload.heads * pairs)
-
-
 def check_fits(workload: Workload, score_buffers: float, device: torch.device) -> int:
     """The estimate in bytes; refuses, before anything is allocated, what the free memory cannot hold."""
-    needed = bytes_needed(workload, score_buffers)
+    needed = workload.bytes_needed(score_buffers)
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) \
             - torch.cuda.memory_allocated(device)
@@ -151,6 +150,6 @@ def check_fits(workload: Workload, score_buffers: float, device: torch.device) -
         free = available_memory_bytes()
     if free is not None and needed > free:
         stored = " (its unfused side stores all scores)" if score_buffers else ""
-        raise Refused(f"{workload.label} needs about {needed / 1e9:.3g} GB{stored} and {free / 1e9:.3g} GB are free on "
-                      f"{device}: choose a smaller --batch, --heads or --seq-len.")
+        raise Refused(f"{workload.label} needs about {needed / 1e9:,.1f} GB{stored} and {free / 1e9:,.1f} GB are free "
+                      f"on {device}: choose a smaller --batch, --heads or --seq-len.")
     return needed

@@ -1,4 +1,7 @@
+import csv
+import io
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +32,7 @@ def test_list_targets_of_a_chapter():
         assert text in found.stdout
     assert "cudnn_sdpa_bench" not in found.stdout
     rows = json.loads(labs_bench("list-targets", "--json").stdout)
-    assert len(rows) == 7 and rows[0]["sides"]["baseline"] == "labs/flexattention:baseline_flex_attention"
+    assert len(rows) == len(TARGETS) and rows[0]["sides"]["baseline"] == "labs/flexattention:baseline_flex_attention"
     wrong = labs_bench("list-targets", "--chapter", "labs/flexatention")
     assert wrong.exit_code == 2 and "Did you mean labs/flexattention" in wrong.stderr
 
@@ -43,8 +46,12 @@ def test_run_compare_report_check(folder):
     assert list((folder / "benchmark_profiles/labs/cudnn_sdpa_bench/a").glob("*.trace.json"))
     compared = labs_bench("compare", "a", "b")
     assert compared.exit_code == 0 and "flash" in compared.stdout and "backend flash and math" in compared.stdout
-    rows = json.loads(labs_bench("compare", "a", "b", "--json").stdout)["rows"]
-    assert {row["side"] for row in rows} == {"baseline", "optimized"}
+    told = json.loads(labs_bench("compare", "a", "b", "--output", folder / "held", "--json").stdout)
+    assert {row["side"] for row in told["rows"]} == {"baseline", "optimized"}
+    assert [Path(file).name for file in told["files"]] == ["comparison.csv", "comparison.md", "comparison.png"]
+    lines = list(csv.DictReader(io.StringIO((folder / "held/comparison.csv").read_text())))
+    assert [float(line["speedup"]) for line in lines] == [row["speedup"] for row in told["rows"]]
+    assert "| optimized | flash" in (folder / "held/comparison.md").read_text()
     reported = labs_bench("report", "a", "--output", folder / "page")
     assert reported.exit_code == 0
     assert {path.name for path in (folder / "page").iterdir()} == {"results.csv", "report.md", "latency.png",
@@ -73,6 +80,9 @@ def test_json_is_the_results_document(folder):
     (["--targets", SDPA, "--target-extra-arg", f"{SDPA}=--backend flush"], "Did you mean flash"),
     (["--targets", SDPA, "--target-extra-arg", "--backend flash"], "TARGET=--flag value"),
     (["--targets", SDPA, "--iterations", "0"], "1 or more"),
+    (["--targets", SDPA, "--l2", "hot"], "warm, cold"),
+    (["--targets", SDPA, "--target-interval", "1"], "between 0 and 1"),
+    (["--targets", SDPA, "--max-seconds", "0"], "seconds above 0"),
     ([], "no target was given"),
 ])
 def test_bad_input_is_one_line_before_anything_runs(folder, words, said):
@@ -85,6 +95,36 @@ def test_bad_input_is_one_line_before_anything_runs(folder, words, said):
 def test_refusals_end_with_a_sentence_and_status_one():
     done = labs_bench("run", "--targets", SDPA, "--target-extra-arg", f"{SDPA}=--backend cudnn")
     assert done.exit_code == 1 and "refused" in done.stdout and "NVIDIA GPU" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a CPU cannot do")
+def test_graphs_are_refused_on_a_cpu_before_anything_runs(folder):
+    done = labs_bench("run", "--targets", SDPA, "--graph")
+    assert done.exit_code == 2 and "--graph replays CUDA graphs" in done.stderr
+    assert not (folder / "artifacts").exists()
+
+
+def test_the_timing_asked_for_is_the_one_in_force_and_echoed(folder):
+    small = f"{SMALL} --backend flash"
+    done = labs_bench("run", "--targets", SDPA, "--target-extra-arg", small, "--iterations", 4, "--l2", "cold",
+                      "--run-id", "cold")
+    assert done.exit_code == 0, done.output
+    document = json.loads((folder / "artifacts/cold/results.json").read_text())
+    (case,) = document["cases"]
+    assert document["timing"]["l2"] == case["timing"]["l2"] == "cold" and case["timing"]["iterations"] == 4
+    for record in case["sides"].values():
+        assert record["method"]["l2"] == "cold" and record["method"]["l2_flush_bytes"] >= 64 * 1024**2
+    assert "Timing: cold L2, stream" in (folder / "artifacts/cold/report.md").read_text()
+    done = labs_bench("run", "--targets", SDPA, "--target-extra-arg", small, "--iterations", 30, "--target-interval",
+                      "0.3", "--max-seconds", "20", "--run-id", "adaptive")
+    assert done.exit_code == 0, done.output
+    (case,) = json.loads((folder / "artifacts/adaptive/results.json").read_text())["cases"]
+    assert "target of 30.00%" in case["sides"]["optimized"]["method"]["stopped"]
+    refused = labs_bench("compare", "cold", "adaptive")
+    assert refused.exit_code == 2 and "l2 cold and warm" in refused.stderr
+    done = labs_bench("run", "--targets", SDPA, "--target-extra-arg", small, "--iterations", 100_000, "--max-seconds",
+                      "0.2", "--run-id", "budget")
+    assert done.exit_code == 0 and "time budget of 0.2 s used after" in done.stdout
 
 
 def test_a_shape_that_does_not_fit():
@@ -102,24 +142,6 @@ def test_ctrl_c_ends_with_a_clear_last_line(folder, monkeypatch):
     assert done.stderr.strip().endswith("interrupted: 1 interrupted; what was done is in artifacts/cut.")
     shown = labs_bench("report", "cut")
     assert shown.exit_code == 0 and "Status: interrupted" in (folder / "artifacts/cut/report.md").read_text()
-
-
-def test_nsight_compute_without_counters_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(profiles.shutil, "which", lambda name: f"/opt/{name}")
-    request = {"device": "cuda:0", "range": "r"}
-    seen = []
-
-    def tool(command):
-        seen.append(command)
-        return 1, "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission"
-
-    monkeypatch.setattr(profiles, "_run_tool", tool)
-    files, why = profiles.nsight_compute(tmp_path / "x", request, "deep_dive")
-    assert files == [] and "ERR_NVGPUCTRPERM" in why
-    (command,) = seen
-    assert command[command.index("--clock-control") + 1] == "none" and command[command.index("--set") + 1] == "full"
-    monkeypatch.setattr(profiles, "_run_tool", lambda command: (127, "cannot start"))
-    assert "made no report: cannot start" in profiles.nsight_systems(tmp_path / "x", request, "minimal")[1]
 
 
 def test_replay_runs_a_side_in_a_process_of_its_own(small_run):

@@ -54,6 +54,17 @@ def test_wide_intervals_are_not_enough_data(on_h200, stored):
     assert verdict(scaled(on_h200, 2.0, 1.1, spread=0.4), stored) == ("not enough data", False)
 
 
+def test_another_way_of_timing_has_expectations_of_its_own(on_h200, stored):
+    cold = scaled(on_h200, 2.0, 1.3)
+    cold["cases"][0]["timing"]["l2"] = "cold"
+    assert verdict(cold, stored) == ("no expectation", False)
+    both, _ = exp.updated(cold, copy.deepcopy(stored))
+    assert [entry["timing"]["l2"] for entry in both["entries"]] == ["warm", "cold"]
+    assert verdict(cold, both) == ("steady", False) and not any(entry["history"] for entry in both["entries"])
+    del stored["entries"][0]["timing"]  # recorded before it was told: a warm cache, on a stream
+    assert verdict(scaled(on_h200, 2.0, 1.3), stored) == ("regression", True)
+
+
 def test_the_commit_plays_no_part(on_h200, stored):
     slower = scaled(on_h200, 2.0, 1.3)
     for commit in ("aaa", "bbb", None):

@@ -35,6 +35,37 @@ def test_every_target_runs_or_says_why_not(tmp_path, name):
             assert case["ran"]["optimized"]["range"] in text
 
 
+@pytest.mark.parametrize(("profile", "l2"), [("roofline", "warm"), ("deep_dive", "cold")])
+def test_hardware_counters_or_a_sentence_why_not(tmp_path, profile, l2):
+    name = SDPA.replace(":", ":optimized_")
+    (case,) = run_gpu(tmp_path, [name], [f"{SDPA}=--seq-len 1024"], profile=profile, l2=l2)["cases"]
+    found = case["profiles"]["optimized"]
+    if "counters" not in found:
+        (sentence,) = found["why_not"]
+        assert sentence.startswith("Nsight Compute")
+        return
+    assert found["files"][1].endswith(".ncu-rep") and not found["why_not"]
+    roof, sums = found["counters"]["roofline"], found["counters"]["total"]
+    if sums["tensor_flops"] is not None:
+        assert roof["tensor_flops_over_by_hand"] == pytest.approx(1.0, abs=0.15)  # whole tiles are multiplied
+    assert 0.2 < roof["dram_bytes_over_by_hand"] < 5 and sums["l2_bytes"] > 0
+    assert sums["time_us"] / 1e3 == pytest.approx(case["sides"]["optimized"]["median_ms"], rel=0.5)
+
+
+def test_graphs_and_flushed_caches_are_what_was_asked_for(tmp_path):
+    extra = ["attention_suite:sdpa=--batch 8 --heads 4 --seq-len 128 --dtype bf16"]
+    (graph,) = run_gpu(tmp_path, ["attention_suite:sdpa"], extra, run_id="graph", graph=True)["cases"]
+    (cold,) = run_gpu(tmp_path, ["attention_suite:sdpa"], extra, run_id="cold", l2="cold")["cases"]
+    assert graph["status"] == cold["status"] == "ok", (graph["reason"], cold["reason"])
+    assert graph["sides"]["optimized"]["method"]["calls_per_graph"] > 1
+    assert cold["sides"]["optimized"]["median_ms"] > graph["sides"]["optimized"]["median_ms"]
+
+
+def test_what_cannot_be_captured_is_refused_by_name(tmp_path):
+    (case,) = run_gpu(tmp_path, [FLEX], [f"{FLEX}=--seq-len 1024"], graph=True)["cases"]
+    assert case["status"] == "refused" and "leave --graph out" in case["reason"]
+
+
 @pytest.mark.parametrize("backend", SDPA_BACKENDS)
 def test_each_sdpa_backend_is_the_one_that_ran(tmp_path, backend):
     (case,) = run_gpu(tmp_path, [SDPA], [f"{SDPA}=--backend {backend} --seq-len 1024 --causal"])["cases"]

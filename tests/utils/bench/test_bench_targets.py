@@ -22,7 +22,7 @@ def one_case(target, extra="", environ=None, device=CPU):
 def test_documented_names():
     assert set(TARGETS) == {
         FLEX, CUTE, SDPA, GLUON,
-        "attention_suite:sdpa", "attention_suite:flash_attn", "attention_suite:gluon"}
+        *(f"attention_suite:{one}" for one in ("sdpa", "flash_attn", "gluon", "cute", "flex", "flex_flash", "triton"))}
     (target, sides), = read_name("labs/flashattention_gluon:baseline_flashattention_gluon")
     assert (target.workload, sides) == ("flashattention_gluon", ("baseline",))
     assert read_name("labs.flashattention_gluon.optimized_flashattention_gluon")[0][1] == ("optimized",)

@@ -109,7 +109,7 @@ def test_cost_knows_the_mask():
 
 def test_what_does_not_fit_is_refused_with_the_estimate():
     huge = Workload(1, 128, 1_000_000, 64, "fp32")
-    with pytest.raises(Refused, match=r"needs about [\d.e+]+ GB .* are free on cpu"):
+    with pytest.raises(Refused, match=r"needs about [\d.,]+ GB .* are free on cpu"):
         check_fits(huge, 3.0, CPU)
     assert check_fits(Workload(1, 1, 64, 32, "fp32"), 3.0, CPU) > 0
 

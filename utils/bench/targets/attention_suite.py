@@ -1,4 +1,5 @@
-"""attention_suite: SDPA, flash-attn and Gluon over one matrix of shapes, in fp16 and bf16."""
+"""attention_suite: SDPA, flash-attn, Gluon and the registry's other providers over one matrix of shapes, in fp16 and
+bf16."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from utils.bench.targets import providers
 from utils.bench.targets.base import CAUSAL, Built, Case, Target, dtype_support, shape_knobs
 from utils.bench.targets.cudnn_sdpa_bench import build_sdpa, prove_sdpa, sdpa_support
 from utils.bench.workload import Workload
+from utils.device import Support
 
 MATRIX = ((1, 1, 128, 64), (8, 4, 128, 64), (32, 8, 128, 64), (32, 8, 256, 64))  # B, H, S, D
 DTYPES = ("fp16", "bf16")
@@ -26,7 +28,9 @@ class Suite(Target):
         self.workload, self.summary = workload, summary
         self.contenders = {"baseline": baseline, "optimized": optimized}
         words = {"auto": "SDPA, torch's own choice of backend", "math": "SDPA's math backend",
-                 "flash_attn": "the flash-attn package", "gluon": "the course's Gluon kernel"}
+                 "flash_attn": "the flash-attn package", "gluon": "the course's Gluon kernel",
+                 "cute": "flash-attn-4's CuTe kernel", "flex": "FlexAttention, compiled",
+                 "flex_flash": "FlexAttention with its FLASH backend", "triton": "the course's Triton kernel"}
         self.sides = {side: words[name] for side, name in self.contenders.items()}
 
     def cases(self, settings, device):
@@ -40,6 +44,9 @@ class Suite(Target):
         name = self.contenders[side]
         if name in ("auto", *providers.SDPA_BACKENDS):
             return sdpa_support(name, case)
+        if name == "triton" and case.device.type == "cpu":
+            return Support(False, "on a CPU the Triton kernel runs in Triton's interpreter, whose time says nothing.",
+                           "Run it on an NVIDIA GPU.")
         here = providers.support(name, case.workload, case.device)
         return here and dtype_support(case.workload.dtype, case.device)
 
@@ -66,4 +73,8 @@ TARGETS = (
     Suite("sdpa", "scaled_dot_product_attention over the matrix of shapes", "math", "auto"),
     Suite("flash_attn", "the flash-attn package over the matrix of shapes", "auto", "flash_attn"),
     Suite("gluon", "the Gluon FlashAttention over the matrix of shapes", "auto", "gluon"),
+    Suite("cute", "flash-attn-4 over the matrix of shapes", "auto", "cute"),
+    Suite("flex", "compiled FlexAttention over the matrix of shapes", "auto", "flex"),
+    Suite("flex_flash", "FlexAttention's FLASH backend over the matrix of shapes", "auto", "flex_flash"),
+    Suite("triton", "the Triton FlashAttention over the matrix of shapes", "auto", "triton"),
 )

@@ -11,13 +11,14 @@ import torch
 from utils.bench.errors import BenchError
 from utils.bench.knobs import Knob, Setting
 from utils.bench.targets.providers import Launched
-from utils.bench.workload import DTYPES, MASKS, Workload
+from utils.bench.workload import DTYPES, MASKS, Workload, make_inputs, reference
 from utils.device import Support, compute_capability
 
 SIDES = ("baseline", "optimized")
 SHAPE_KNOBS = ("batch", "heads", "seq_len", "head_dim", "dtype")
 # Knobs that make the workload or its inputs; the others choose what computes it.
-WORKLOAD_KNOBS = (*SHAPE_KNOBS, "causal", "mask", "doc_span", "score_mod", "seed")
+WORKLOAD_KNOBS = (*SHAPE_KNOBS, "causal", "mask", "doc_span", "score_mod", "seed", "kv_heads", "seq_len_kv", "window",
+                  "layout", "pass")
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,18 @@ class Target:
     def score_buffers(self, case: Case, side: str) -> float:
         """How many fp32 buffers of (B, H, S, S) the side needs at once: 0 for a fused kernel."""
         return 0.0
+
+    def inputs(self, case: Case) -> tuple[torch.Tensor, ...]:
+        """What `build` and `expected` are given: q, k, v (B, H, S, D)."""
+        return make_inputs(case.workload, case.device, case.value("seed"))
+
+    def expected(self, case: Case, *inputs: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+        """In float64 what a side's call returns; of a call that returns several tensors all of them, by name."""
+        return reference(case.workload, *inputs)
+
+    def facts(self, case: Case, side: str, built: Built) -> dict:
+        """What else the results are to say of a side that was verified and proved, such as its memory."""
+        return {}
 
     def build(self, case: Case, side: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Built:
         """The side's call on these inputs."""

@@ -6,32 +6,46 @@ from typing import ClassVar
 
 import torch
 
+from utils.bench.errors import BenchError
 from utils.bench.knobs import Knob
-from utils.bench.targets import providers
-from utils.bench.targets.base import CAUSAL, Built, Case, Target, dtype_support, plain_workload, shape_knobs
+from utils.bench.targets import providers, sdpa
+from utils.bench.targets.base import CAUSAL, SHAPE_KNOBS, Built, Case, Target, dtype_support, shape_knobs
 from utils.device import Support
+from utils.kernels.attention import provider as provider_named
 
 
 def sdpa_support(name: str, case: Case) -> Support:
-    """Whether a backend (or "auto", torch's own choice) takes the case on this machine."""
+    """Whether a backend (or "auto", torch's own choice) exists on this machine. Whether it takes the shape is torch's
+    to say, when it is built."""
     if not (kind := dtype_support(case.workload.dtype, case.device)):
         return kind
-    return Support(True) if name == "auto" else providers.support(name, case.workload, case.device)
-
-
-def build_sdpa(name: str, case: Case, q, k, v) -> Built:
-    """SDPA with one backend pinned alone, or with torch's choice."""
     if name == "auto":
-        return Built(providers.bind_default_sdpa(case.workload, q, k, v), name, f"SDPA of torch {torch.__version__}")
-    return Built(providers.bind(name, case.workload, q, k, v), name, providers.implementation(name))
+        return Support(True)
+    if not (here := provider_named(name).machine()):
+        return here
+    if case.device.type == "cpu" and name in providers.NEED_GPU:
+        return Support(False, f"torch's {name} backend runs on an NVIDIA GPU, and the case is on {case.device}.",
+                       "Use --backend flash or --backend math.")
+    return Support(True)
 
 
-def prove_sdpa(built: Built, launched: providers.Launched) -> str:
-    """The backend that ran, from its operator; with a backend pinned, its kernels must agree."""
-    ran = providers.sdpa_backend(launched)
-    if built.provider != "auto" or ran in providers.SDPA_BACKENDS:
-        providers.prove(ran if built.provider == "auto" else built.provider, launched)
-    return ran
+def build_sdpa(name: str, case: Case, q, k, v, dout=None) -> Built:
+    """SDPA with one backend pinned alone, or with torch's choice; Refused with torch's reason where it takes not."""
+    workload, inputs = sdpa.as_sdpa(case.workload), sdpa.Inputs(q, k, v, dout)
+    sdpa.refuse(workload, name, inputs)
+    implementation = f"SDPA of torch {torch.__version__}" if name == "auto" else providers.implementation(name)
+    return Built(sdpa.bind(workload, name, inputs), name, implementation)
+
+
+def prove_sdpa(built: Built, launched: providers.Launched, workload=None) -> str:
+    """The backend that ran, from its operators; with a backend pinned, its kernels must agree."""
+    if workload is None:
+        workload = sdpa.SdpaWorkload(1, 1, 1, 1, "bf16")
+    return sdpa.prove(workload, built.provider, launched)
+
+
+def _count(value: int | None) -> int | None:
+    return value or None  # 0 stands for "as q has it", or for none
 
 
 class FlashSdp(Target):
@@ -42,12 +56,29 @@ class FlashSdp(Target):
     knobs = (
         *shape_knobs(cpu=(1, 4, 1024, 64, "fp32"), gpu=(4, 16, 4096, 128, "bf16")),
         CAUSAL,
+        Knob("kv-heads", "heads of k and v, Hkv, a divisor of H; 0: as many", 0, 0, least=0),
+        Knob("seq-len-kv", "tokens of k and v, Sk; 0: as many as q", 0, 0, least=0),
+        Knob("window", "only keys fewer than this many positions away, by a boolean mask; 0: none", 0, 0, least=0),
+        Knob("layout", "bhsd is contiguous, bshd a view of (B, S, H, D)", "bhsd", "bhsd", choices=sdpa.LAYOUTS),
+        Knob("pass", "what is timed", "forward", "forward", choices=sdpa.DIRECTIONS),
         Knob("backend", "backend of the optimized side; auto is torch's own choice", "auto", "auto", choices=choices),
         Knob("baseline-backend", "backend of the baseline side", "math", "math", choices=choices),
     )
 
     def cases(self, settings, device):
-        return [Case(self.name, plain_workload(settings), settings, device)]
+        workload = sdpa.SdpaWorkload(
+            *(settings[key].value for key in SHAPE_KNOBS), "causal" if settings["causal"].value else "full",
+            kv_heads=_count(settings["kv_heads"].value), seq_len_kv=_count(settings["seq_len_kv"].value),
+            layout=settings["layout"].value, direction=settings["pass"].value,
+            window=_count(settings["window"].value))
+        if workload.heads % workload.hkv:
+            raise BenchError(f"--kv-heads is {workload.hkv} and --heads {workload.heads}: each head of k and v serves "
+                             "as many heads of q, so --heads must be a multiple of --kv-heads.")
+        if workload.needs_mask and workload.seq_len > workload.sk:
+            raise BenchError(f"--seq-len is {workload.seq_len} and --seq-len-kv {workload.sk}: with --causal or "
+                             "--window the last query stands at the last key, and the first queries would see none. "
+                             "Choose --seq-len-kv at least --seq-len.")
+        return [Case(self.name, workload, settings, device)]
 
     def _backend(self, case: Case, side: str) -> str:
         return case.value("backend" if side == "optimized" else "baseline_backend")
@@ -58,11 +89,21 @@ class FlashSdp(Target):
     def score_buffers(self, case, side):
         return 3.0 if self._backend(case, side) == "math" else 0.0
 
-    def build(self, case, side, q, k, v):
-        return build_sdpa(self._backend(case, side), case, q, k, v)
+    def inputs(self, case):
+        inputs = sdpa.make_inputs(case.workload, case.device, case.value("seed"))
+        return inputs.qkv if inputs.dout is None else inputs
+
+    def expected(self, case, q, k, v, dout=None):
+        return sdpa.reference(case.workload, q, k, v, dout)
+
+    def build(self, case, side, q, k, v, dout=None):
+        return build_sdpa(self._backend(case, side), case, q, k, v, dout)
 
     def prove(self, case, side, built, launched):
-        return prove_sdpa(built, launched)
+        return prove_sdpa(built, launched, case.workload)
+
+    def facts(self, case, side, built):
+        return {"memory": sdpa.memory(built.fn)}
 
 
 TARGETS = (FlashSdp(),)

@@ -1,12 +1,14 @@
 """labs/flexattention: FlexAttention eager against compiled, and the CuTe path for machines without FlexAttention.
 
 Block size, document span and compile mode are read at run time: from the flags, else from BLOCK_SIZE, DOC_SPAN and
-TORCH_COMPILE_MODE. The block mask is one for all batches and heads.
+TORCH_COMPILE_MODE. The block mask is one for all batches and heads. Eager FlexAttention stores all scores, so that
+anything fused looks fast beside it: the compiled side is also timed against compiled dense attention and SDPA under a
+stored mask (`--against`), and the results say what the block mask cost.
 """
 
 from __future__ import annotations
 
-import warnings
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -24,49 +26,45 @@ from utils.bench.targets.base import (
     shape_knobs,
 )
 from utils.bench.targets.unfused_fused import UnfusedFused, provider_knob
-from utils.bench.workload import SCORE_MODS, SOFT_CAP, Workload
+from utils.bench.workload import DTYPES, SCORE_MODS, SOFT_CAP, Workload
 from utils.device import Support, compile_support
+from utils.kernels.attention import masks, score_mods
+from utils.kernels.attention.flex_paths import (
+    FlexUnsupported,
+    Prepared,
+    compiled_versions,
+    flex,
+    path_case,
+)
+from utils.kernels.attention.flex_paths import support as path_support
+from utils.kernels.attention.sparsity import sparsity
+from utils.measuring import compare
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 BLOCK_SIZES = ("16", "32", "64", "128", "256")
-DEFAULT_TILE = 128  # inductor's largest query tile: smaller blocks must name their own tile
 CPU_HEAD_DIMS = (8, 256)
+# Further baselines of the compiled side: what each is told as, in a sentence.
+AGAINST = {"dense_compiled": "compiled dense attention under a stored mask",
+           "sdpa": "SDPA, under a stored mask unless it is a plain causal one"}
+PAIRS = {"cpu": 15, "cuda": 30}  # interleaved pairs of each further comparison
 
 
 def mask_mod(workload: Workload):
     """The workload's mask as FlexAttention wants it; None where every query sees every key."""
-    span = workload.doc_span
-
-    def causal(b, h, q, k):
-        return q >= k
-
-    def document(b, h, q, k):
-        return q // span == k // span
-
-    def causal_document(b, h, q, k):
-        return (q >= k) & (q // span == k // span)
-
-    return {"full": None, "causal": causal, "document": document, "causal_document": causal_document}[workload.mask]
+    return masks.by_name(workload.mask, workload.doc_span)
 
 
 def score_mod(workload: Workload):
     """The workload's score modifier as FlexAttention wants it; None without one."""
-    heads = workload.heads
-
-    def relative_bias(score, b, h, q, k):
-        return score + torch.exp2(-8.0 * (h + 1) / heads) * (k - q)
-
-    def soft_cap(score, b, h, q, k):
-        return SOFT_CAP * torch.tanh(score / SOFT_CAP)
-
-    return {"none": None, "relative_bias": relative_bias, "soft_cap": soft_cap}[workload.score_mod]
+    return score_mods.by_name(workload.score_mod, workload.heads, SOFT_CAP)
 
 
-def compiled_versions(function) -> int:
-    """How many compiled versions torch.compile holds of a function; more than one is a recompile."""
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+@dataclass
+class FlexBuilt(Built):
+    """A side with the prepared call behind it and the tensors it works on."""
 
-    return len(_debug_get_cache_entry_list(function.__code__))
+    prepared: Prepared | None = None
+    inputs: tuple[torch.Tensor, ...] = ()
 
 
 class FlexAttention(Target):
@@ -80,6 +78,7 @@ class FlexAttention(Target):
         Knob("block-size", "tokens of a block of the block mask", "128", "128", choices=BLOCK_SIZES, env="BLOCK_SIZE"),
         Knob("compile-mode", "mode of torch.compile", "default", "default", choices=COMPILE_MODES,
              env="TORCH_COMPILE_MODE"),
+        Knob("against", "further baselines of the compiled side", "all", "all", choices=("all", "none", *AGAINST)),
     )
 
     def cases(self, settings, device):
@@ -109,40 +108,67 @@ class FlexAttention(Target):
         return 4.0 if side == "baseline" else 0.0  # scores, modified, masked, weights
 
     def build(self, case, side, q, k, v):
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        size = int(case.value("block_size"))
-        block_mask, modifier = None, score_mod(case.workload)
-        if (mask := mask_mod(case.workload)) is not None:
-            length = case.workload.seq_len
-            block_mask = create_block_mask(mask, None, None, length, length, device=str(case.device), BLOCK_SIZE=size)
-        options = {}
-        if case.device.type == "cuda" and block_mask is not None and size < DEFAULT_TILE:
-            # Inductor's tile is larger than such a block, and compiling would fail: the tile is the block.
-            options = {"kernel_options": {"BLOCK_M": size, "BLOCK_N": size}}
-
-        def attend(q, k, v):
-            return flex_attention(q, k, v, score_mod=modifier, block_mask=block_mask, **options)
-
-        if side == "baseline":
-            def eager():
-                with warnings.catch_warnings():  # it warns once that it stores all scores: that is the point here
-                    warnings.simplefilter("ignore")
-                    return attend(q, k, v)
-
-            eager()
-            return Built(lambda: attend(q, k, v), "eager", f"FlexAttention of torch {torch.__version__}, eager")
-        mode = case.value("compile_mode")
-        compiled = torch.compile(attend, fullgraph=True, dynamic=False, mode=None if mode == "default" else mode)
+        options = {"mask_mod": mask_mod(case.workload), "score_mod": score_mod(case.workload)}
+        try:
+            if side == "baseline":
+                eager = flex(q, k, v, path="eager", block_size=int(case.value("block_size")), **options)
+                attend = eager.fn
+                return FlexBuilt(lambda: attend(q, k, v), "eager", eager.settings["implementation"],
+                                 prepared=eager, inputs=(q, k, v))
+            mode = case.value("compile_mode")
+            prepared = flex(q, k, v, path="compiled", block_size=int(case.value("block_size")), mode=mode, **options)
+        except FlexUnsupported as error:
+            raise Refused(str(error)) from None
+        compiled = prepared.fn  # what is timed has no guard around it: `after` holds it to one version
 
         def after() -> None:
-            versions = compiled_versions(attend)
+            versions = compiled_versions(prepared.source)
             if versions != 1:
                 raise WrongRun(f"compiled FlexAttention was compiled {versions} times and once is right: a recompile "
                                "or a fallback to eager was among the timed calls, so these times are void.")
 
-        return Built(lambda: compiled(q, k, v), "compiled",
-                     f"FlexAttention of torch {torch.__version__}, compiled, mode {mode}", after)
+        return FlexBuilt(lambda: compiled(q, k, v), "compiled", f"{prepared.settings['implementation']}, mode {mode}",
+                         after, prepared, (q, k, v))
+
+    def facts(self, case, side, built):
+        """What was in force, what the mask leaves, what its block mask cost; of the compiled side, honest baselines."""
+        if getattr(built, "prepared", None) is None:
+            return {}
+        settings = built.prepared.settings
+        found = {"settings": settings, "seconds": built.prepared.seconds, "notes": []}
+        if side == "baseline":
+            return found
+        mask, size = mask_mod(case.workload), int(case.value("block_size"))
+        if mask is not None:
+            counted = sparsity(mask, case.workload.seq_len, case.workload.seq_len, size, case.device)
+            found["sparsity"] = counted.to_dict()
+            again = masks.seconds_to_build_block_mask(mask, *2 * (case.workload.seq_len,), case.device, size)
+            compiling = built.prepared.seconds["compile"]
+            found["block_mask"] = {"seconds": again, "share_of_preparation": again / (again + compiling)}
+            found["notes"] += [f"{counted}.", f"create_block_mask takes {1e3 * again:.3g} ms, once for all calls, "
+                               f"batches and heads: {again / (again + compiling):.1%} of the preparation (compiling: "
+                               f"{compiling:.3g} s)."]
+        found["against"] = {}
+        for name in AGAINST:
+            if case.value("against") in ("all", name):
+                found["against"][name], note = self._against(case, built, name)
+                found["notes"].append(note)
+        return found
+
+    def _against(self, case: Case, built: FlexBuilt, name: str) -> tuple[dict, str]:
+        """The compiled side against another baseline: speed-up with its interval, and that in a sentence."""
+        try:
+            other = flex(*built.inputs, path=name, mask_mod=mask_mod(case.workload),
+                         score_mod=score_mod(case.workload))
+        except FlexUnsupported as error:
+            return {"refused": str(error)}, f"not compared with {AGAINST[name]}: {error}."
+        pair = compare(other.fn, built.prepared.fn, *built.inputs, warmup=3, iterations=PAIRS[case.device.type],
+                       labels=(name, "compiled FlexAttention"), device=case.device)
+        other.check()
+        told = {"speedup": pair.speedup, "interval": list(pair.interval), "verdict": pair.verdict,
+                "ms": pair.a.median_ms, "implementation": other.settings["implementation"]}
+        return told, (f"against {AGAINST[name]} ({pair.a.median_ms:.3g} ms), compiled FlexAttention is "
+                      f"{pair.speedup:.3g}x as fast [{pair.interval[0]:.3g}, {pair.interval[1]:.3g}].")
 
     def prove(self, case, side, built, launched):
         names = launched.shown
@@ -158,22 +184,60 @@ class FlexAttention(Target):
 
 class FlexAttentionCute(UnfusedFused):
     chapter, workload = "labs/flexattention", "flex_attention_cute"
-    summary = "the same masks without FlexAttention: FlashAttention in the CuTe DSL, documents as sequences"
+    summary = "the same mask and score modifier without FlexAttention: FlashAttention in the CuTe DSL"
     sides: ClassVar = {"baseline": "unfused, with a mask", "optimized": "CuTe, else flash-attn, else torch flash"}
-    order = ("cute", "flash_attn", "flash")
+    order = ("cute", "flash_attn", "flash")  # the last two take documents as sequences of one length, no modifier
     knobs = (
         *shape_knobs(cpu=(1, 4, 1024, 64, "fp32"), gpu=(4, 16, 4096, 64, "bf16")),
         *mask_knobs(256, 1024),
+        Knob("score-mod", "change of the scores before the softmax", "none", "none", choices=SCORE_MODS),
         provider_knob(order),
     )
 
     def cases(self, settings, device):
-        workload = masked_workload(settings)
-        try:
-            providers.as_sequences(workload)
-        except Refused as error:
-            raise BenchError(str(error)) from None
+        workload = masked_workload(settings, settings["score_mod"].value)
+        if device.type == "cpu":
+            try:
+                providers.as_sequences(workload)
+            except Refused as error:
+                raise BenchError(str(error)) from None
         return [Case(self.name, workload, settings, device)]
+
+    def _provider(self, case):
+        asked = case.value("provider")
+        reason = ""
+        if asked in ("auto", "cute"):
+            cute = self._cute(case)
+            if cute or asked == "cute":
+                return "cute", cute
+            reason = f"path cute_direct {cute.reason.rstrip('.')}; "
+        names = self.order[1:] if asked == "auto" else (asked,)
+        try:
+            name, answer = providers.first_able(names, case.workload, case.device)
+        except Refused as error:
+            name, answer = None, Support(False, str(error))
+        return name, answer or Support(False, reason + answer.reason, answer.remedy)
+
+    @staticmethod
+    def _cute(case: Case) -> Support:
+        """Whether FlashAttention 4 does this itself, asked with tensors that take no memory."""
+        like = torch.empty(1, dtype=DTYPES[case.workload.dtype], device=case.device).expand(case.workload.shape)
+        return path_support("cute_direct", path_case(like, like, like, mask_mod(case.workload),
+                                                     score_mod(case.workload)))
+
+    def build(self, case, side, q, k, v):
+        if side == "baseline" or self._provider(case)[0] != "cute":
+            return super().build(case, side, q, k, v)
+        prepared = flex(q, k, v, mask_mod=mask_mod(case.workload), score_mod=score_mod(case.workload),
+                        path="cute_direct")
+        attend = prepared.fn
+        return FlexBuilt(lambda: attend(q, k, v), "cute", prepared.settings["implementation"], prepared=prepared,
+                         inputs=(q, k, v))
+
+    def facts(self, case, side, built):
+        if getattr(built, "prepared", None) is None:
+            return {}
+        return {"settings": built.prepared.settings, "seconds": built.prepared.seconds}
 
 
 TARGETS = (FlexAttention(), FlexAttentionCute())

@@ -5,11 +5,16 @@
     out = attention(q, k, v, causal=True, provider="gluon")   # this one or an error that says why not
     last_run().provider                                       # who computed it
     provider_table()                                          # what runs on this machine, and why not
+    use_choices("sdpa_grid_choices.json")                     # "auto" goes by what `labs bench choose` measured
 
 `registry.py` has the call and the list, `request.py` the checks, `reference.py` the float64 specification, one file
 for each provider the rest. `gluon_ladder` holds the course's own kernel in five steps.
+
+Masks and score modifiers as functions: `masks.py`, `score_mods.py`, `sparsity.py` (what a mask leaves to compute) and
+`flex_paths.py` (eager, compiled, CuTe, Gluon and the dense baselines behind one prepared call).
 """
 
+from utils.kernels.attention.choices import active_choices, use_choices
 from utils.kernels.attention.reference import reference
 from utils.kernels.attention.registry import (
     AUTO_ORDER,
@@ -35,6 +40,7 @@ __all__ = [
     "Request",
     "Run",
     "able_providers",
+    "active_choices",
     "allowed_keys",
     "attention",
     "choose",
@@ -45,4 +51,5 @@ __all__ = [
     "provider",
     "provider_table",
     "reference",
+    "use_choices",
 ]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from utils.device import Support
+from utils.kernels.attention.choices import ranked
 from utils.kernels.attention.request import AttentionUnsupported, Refused, Request, make_request
 
 
@@ -43,12 +44,16 @@ class Provider:
 
 @dataclass(frozen=True)
 class Run:
-    """What an attention call did: who ran, in which implementation, and who was passed over and why ("auto")."""
+    """What an attention call did: who ran, in which implementation, and who was passed over and why ("auto").
+
+    chosen_by: the file of measured choices that "auto" went by (`choices.py`), "" where it was the fixed order.
+    """
 
     provider: str
     implementation: str
     request: Request
     passed_over: tuple[tuple[str, str], ...] = ()
+    chosen_by: str = ""
 
 
 # One file each, in the order of the course: from the plainest to the fastest.
@@ -87,10 +92,11 @@ def able_providers(request: Request) -> tuple[str, ...]:
 def choose(request: Request, refused: tuple[tuple[str, str], ...] = ()) -> tuple[Provider, tuple[tuple[str, str], ...]]:
     """The provider that "auto" takes for this request, and the better ones that cannot do it, with their reasons.
 
+    The order is that of the measured choices in force, then AUTO_ORDER.
     refused: providers that have already refused this request, when they were called.
     """
     passed_over = []
-    for name in AUTO_ORDER:
+    for name in dict.fromkeys((*ranked(request)[0], *AUTO_ORDER)):
         candidate = provider(name)
         reason = dict(refused).get(name) or candidate.support(request)
         if isinstance(reason, Support):
@@ -129,7 +135,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
             if provider != "auto":
                 raise _unsupported(provider, str(refusal), request) from refusal
             refused += ((chosen.name, str(refusal)),)
-    _last = Run(chosen.name, chosen.implementation(), request, passed_over)
+    by = ranked(request)[1] if provider == "auto" else ""
+    _last = Run(chosen.name, chosen.implementation(), request, passed_over, by)
     return out
 
 

@@ -14,6 +14,6 @@ PROVIDER = Provider(
     machine=lambda: Support(True, "Part of torch, on every device."),
     accepts=lambda request: sdpa.accepts(_BACKEND, request, masks=True),
     run=lambda q, k, v, request: sdpa.run(_BACKEND, q, k, v, request),
-    kernels=r"softmax|gemm|nvjet",
+    kernels=r"(?i)softmax|gem[mv]|nvjet",
     cpu_operators=r"aten::_scaled_dot_product_attention_math",
 )

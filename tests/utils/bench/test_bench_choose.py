@@ -1,0 +1,366 @@
+"""`labs bench choose`: the sweep and its file, the choices and how well they hold, and `attention` going by them."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from typer.testing import CliRunner
+
+from utils.bench import choose_cli, choose_grid, choose_report, choosing
+from utils.bench.cli import app
+from utils.bench.errors import BenchError
+from utils.bench.targets.sdpa import SdpaWorkload, make_inputs
+from utils.environment import PROJECT_ROOT, cpu_model
+from utils.kernels.attention import attention, choices, last_run, make_request
+
+CPU = torch.device("cpu")
+GRID = PROJECT_ROOT / "assets/results/h200/sdpa_grid.json"
+TINY = [("grid", SdpaWorkload(1, 2, 16, 16, "fp32", "causal", direction="both")),
+        ("grid", SdpaWorkload(1, 2, 24, 16, "fp32", "causal")),
+        ("grid", SdpaWorkload(2, 4, 1, 16, "fp32", kv_heads=2, seq_len_kv=40)),
+        ("held-out", SdpaWorkload(1, 2, 19, 16, "fp32", "causal"))]
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    path = tmp_path_factory.mktemp("sweep") / "grid.json"
+    return path, choosing.sweep(TINY, path, CPU, providers=("flash", "math", "cudnn", "naive"), samples=5)
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_force(monkeypatch):
+    monkeypatch.delenv(choices.VARIABLE, raising=False)
+    yield
+    choices.use_choices(None)
+
+
+# ---- the sweep ---------------------------------------------------------------------------------------------
+
+
+def test_a_row_holds_what_the_schema_promises(swept):
+    path, document = swept
+    assert choosing.load_grid(path) == json.loads(json.dumps(document)) and document["status"] == "complete"
+    rows = {(row["label"], row["backend"]): row for row in document["rows"]}
+    assert len(rows) == 16
+    training, prefill, decode, held = (one.label for _, one in TINY)
+    flash = rows[training, "flash"]
+    assert (flash["kind"], flash["pass"], flash["set"]) == ("training", "both", "grid")
+    assert flash["status"] == "ok" and flash["ms_low"] <= flash["ms"] <= flash["ms_high"]
+    assert len(flash["samples_ms"]) >= 3 and flash["tflops"] == pytest.approx(flash["flops"] / flash["ms"] / 1e9)
+    assert flash["peak_mb"] > 0 and 0 < flash["error"] < 1e-6 and flash["error_of"] and flash["first_call_ms"] > 0
+    assert any("flash_attention_for_cpu_backward" in name for name in flash["kernels"])
+    assert rows[decode, "math"]["kind"] == "decode" and rows[decode, "math"]["heads_checked"] == 4
+    if not torch.cuda.is_available():
+        assert rows[prefill, "cudnn"]["status"] == "refused" and "NVIDIA GPU" in rows[prefill, "cudnn"]["refused"]
+    assert rows[training, "naive"]["refused"] == "it is timed in its forward pass alone."
+    assert rows[prefill, "naive"]["status"] == "ok" and rows[held, "math"]["set"] == "held-out"
+    assert {row["default"] for row in document["rows"]} == {"flash"}
+    assert all(row["is_default"] == (row["backend"] == "flash") for row in document["rows"])
+
+
+def test_the_default_is_told_from_what_ran():
+    workload = TINY[1][1]
+    inputs = make_inputs(workload, CPU, 0)
+    assert choosing.default_backend(workload, inputs) == "flash"
+    with sdpa_kernel(SDPBackend.MATH):
+        assert choosing.default_backend(workload, inputs) == "math"
+
+
+def test_wrong_results_are_kept_out_of_the_race(monkeypatch):
+    call = choosing._call
+
+    def wrong(workload, name, inputs):
+        found, why = call(workload, name, inputs)
+        return (lambda: found().roll(1, dims=1)) if name == "math" else found, why
+
+    monkeypatch.setattr(choosing, "_call", wrong)
+    rows = {row["backend"]: row for row in choosing.measure_shape(TINY[1][1], ("flash", "math"), CPU, seed=1,
+                                                                  samples=3)}
+    assert rows["math"]["status"] == "failed" and "float64" in rows["math"]["refused"] and "ms" not in rows["math"]
+    assert rows["flash"]["status"] == "ok"
+
+
+def test_other_providers_are_proved_too(monkeypatch):
+    import dataclasses
+
+    entry = choosing.provider_named("naive")
+    monkeypatch.setattr(choosing, "provider_named", lambda name: entry)
+    claims = dataclasses.replace(entry, cpu_operators="aten::something_else")
+    monkeypatch.setattr("utils.bench.targets.providers.provider_named", lambda name: claims)
+    if torch.cuda.is_available():
+        pytest.skip("the operators are a CPU's")
+    (row,) = choosing.measure_shape(TINY[1][1], ("naive",), CPU, seed=1, samples=3)
+    assert row["status"] == "failed" and "none of what was launched is its own" in row["refused"]
+    (row,) = choosing.measure_shape(TINY[1][1], ("triton",), CPU, seed=1, samples=3)
+    assert row["status"] == "refused" and "interpreter" in row["refused"]
+
+
+def test_all_contenders_are_timed_interleaved():
+    from utils.measuring import measure_together
+
+    order = []
+    found = measure_together([lambda name=name: order.append(name) for name in "abc"], labels="abc", warmup=1,
+                             iterations=4, device="cpu")
+    assert [one.label for one in found] == ["a", "b", "c"] and all(len(one.samples_ms) == 4 for one in found)
+    runs = [name for number, name in enumerate(order) if number == 0 or name != order[number - 1]]
+    assert "".join(runs).endswith("abcbabcba")  # a b c, c b a, a b c, c b a
+    with pytest.raises(ValueError, match="a label for each"):
+        measure_together([len], labels=[])
+
+
+def interrupt_at(monkeypatch, number, error=KeyboardInterrupt):
+    measure, seen = choosing.measure_shape, []
+
+    def counted(workload, *args, **kwargs):
+        seen.append(workload.label)
+        if len(seen) == number:
+            raise error
+        return measure(workload, *args, **kwargs)
+
+    monkeypatch.setattr(choosing, "measure_shape", counted)
+    return seen
+
+
+def test_ctrl_c_leaves_a_valid_file_and_the_sweep_goes_on_from_it(tmp_path, monkeypatch):
+    path, options = tmp_path / "grid.json", {"providers": ("flash", "math"), "samples": 3}
+    seen = interrupt_at(monkeypatch, 3)
+    with pytest.raises(KeyboardInterrupt):
+        choosing.sweep(TINY, path, CPU, **options)
+    document = choosing.load_grid(path)
+    assert document["status"] == "interrupted" and choosing.shapes_done(document, TINY) == 2
+    done = [row["ms"] for row in document["rows"]]
+    seen.clear()
+    document = choosing.sweep(TINY, path, CPU, **options)
+    assert seen == [one.label for _, one in TINY[2:]] and document["status"] == "complete"
+    assert [row["ms"] for row in document["rows"]][:4] == done
+    assert [session["shapes"] for session in document["sessions"]] == [2, 2]
+    with pytest.raises(BenchError, match="samples 3 \\(now 5\\)"):
+        choosing.sweep(TINY, path, CPU, providers=("flash", "math"), samples=5)
+    document["environment"]["cpu"] = "another one"
+    path.write_text(choosing.to_text(document))
+    with pytest.raises(BenchError, match="begun elsewhere: cpu another one"):
+        choosing.sweep(TINY, path, CPU, **options)
+    path.write_text(path.read_text()[:400])
+    with pytest.raises(BenchError, match="truncated"):
+        choosing.sweep(TINY, path, CPU, **options)
+
+
+def test_a_time_limit_stops_between_shapes(tmp_path):
+    document = choosing.sweep(TINY, tmp_path / "grid.json", CPU, providers=("flash",), samples=3, max_seconds=1e-9)
+    assert document["status"] == "stopped" and document["rows"] == []
+    with pytest.raises(BenchError, match="nothing to choose by"):
+        choose_report.choices_document(document)
+
+
+# ---- the shapes --------------------------------------------------------------------------------------------
+
+
+def test_the_grid_covers_kinds_head_dims_and_groups():
+    grid = choose_grid.gpu_grid()
+    fields = [choosing.shape_fields(one) for one in grid]
+    assert len({one.label for one in grid}) == len(grid) >= 60
+    for kind in choices.KINDS:
+        for head_dim in (64, 128, 256):
+            for grouped in (False, True):
+                assert any((one["kind"], one["head_dim"], one["heads"] != one["kv_heads"]) == (kind, head_dim, grouped)
+                           for one in fields), (kind, head_dim, grouped)
+
+
+def test_held_out_shapes_are_random_repeatable_and_off_the_grid():
+    grid = choose_grid.gpu_grid()
+    first, again, other = (choose_grid.held_out(42, seed, "cuda", (64, 128, 256), "bf16", grid) for seed in (1, 1, 2))
+    assert first == again != other
+    assert len(set(first)) == 42 and not set(first) & set(grid)
+    kinds = [choosing.shape_fields(one)["kind"] for one in first]
+    assert [kinds.count(kind) for kind in choices.KINDS] == [14, 14, 14]
+    assert all(one.heads % one.hkv == 0 for one in first) and {one.head_dim for one in first} == {64, 128, 256}
+
+
+# ---- the choices -------------------------------------------------------------------------------------------
+
+
+def decode_row(batch, keys, which="grid", **ms):
+    workload = SdpaWorkload(batch, 16, 1, 128, "bf16", kv_heads=4, seq_len_kv=keys)
+    fields = choosing.shape_fields(workload)
+    return [fields | {"set": which, "backend": name, "status": "ok", "refused": None, "ms": value, "default": "cudnn"}
+            for name, value in ms.items()]
+
+
+@pytest.fixture
+def made_up():
+    """Decode where flash wins at few keys and cudnn at many, and two held-out shapes."""
+    rows = [row for keys, cudnn, flash in ((512, 2.0, 1.0), (1024, 1.5, 1.0), (8192, 1.0, 1.5), (16384, 1.0, 2.0))
+            for row in decode_row(4, keys, cudnn=cudnn, flash=flash)]
+    for keys, cudnn in ((700, 1.6), (12000, 1.1)):
+        rows += decode_row(4, keys, "held-out", cudnn=cudnn, flash=1.0)
+    environment = {"gpu": None, "cpu": cpu_model(), "torch": torch.__version__, "cuda": None, "cudnn": None,
+                   "driver": None, "commit": None}
+    return {"status": "complete", "finished": "now", "environment": environment, "method": {"timing": "made up"},
+            "sessions": [], "rows": rows}
+
+
+def test_the_numbers_of_a_sweep(made_up):
+    held = {row["label"]: row for row in choose_report.holdout_rows(made_up)}
+    near, far = held["B4 H16/4 S1x700 D128 bf16 full"], held["B4 H16/4 S1x12000 D128 bf16 full"]
+    assert (near["chosen"], near["over_best"], near["default_over_chosen"]) == ("flash", 1.0, 1.6)
+    assert (far["chosen"], far["best"], far["within"]) == ("cudnn", "flash", False)
+    told = choose_report.summary(made_up)
+    assert told["held_out"]["within_3_percent"] == 1 and told["held_out"]["worst_over_best"] == pytest.approx(1.1)
+    assert told["held_out"]["default_over_chosen"] == pytest.approx(math.sqrt(1.6))
+    assert told["held_out"]["default_over_best"] == pytest.approx(math.sqrt(1.6 * 1.1))
+    (group,) = told["groups"]
+    assert group["best"] == {"flash": 4, "cudnn": 2} and group["worst"] == 2.0
+    assert group["worst_at"] == "B4 H16/4 S1x512 D128 bf16 full"
+    text = choose_report.markdown(made_up)
+    assert "within 3% of the best for 1 of 2 (50.0%)" in text and "1.100 !" in text
+
+
+def request(batch, heads, kv_heads, sq, sk, head_dim=128, causal=False, dtype=torch.bfloat16, grad=False):
+    q = torch.empty(batch, heads, sq, head_dim, dtype=dtype, requires_grad=grad)
+    k = torch.empty(batch, kv_heads, sk, head_dim, dtype=dtype)
+    return make_request(q, k, k, causal, None, None)
+
+
+def test_a_shape_is_ranked_like_its_neighbours(made_up):
+    found = choices.parse_choices(choose_report.choices_document(made_up), "made up")
+    assert len(found.points) == 4  # the held-out shapes are not in it
+    assert found.rank(request(4, 16, 4, 1, 1024)) == ("flash", "cudnn")
+    assert found.relative_times(choices.point_of(request(4, 16, 4, 1, 1024))) == {"flash": 1.0,
+                                                                                 "cudnn": pytest.approx(1.5)}
+    between = found.relative_times(choices.point_of(request(4, 16, 4, 1, 2048)))
+    assert 1.0 < between["cudnn"] < 1.5 and next(iter(between)) == "flash"
+    assert found.rank(request(4, 16, 4, 1, 10_000)) == ("cudnn", "flash")
+    assert found.rank(request(4, 16, 4, 1, 10_000, head_dim=64)) == ("cudnn", "flash")  # the nearest there is
+    assert found.rank(request(1, 8, 8, 512, 512, causal=True)) == ()  # no prefill was measured
+    assert found.rank(request(4, 16, 4, 1, 10_000, dtype=torch.float32)) == ()
+    assert choices.kind_of(512, 512, True) == "training" and choices.kind_of(4, 4096, False) == "decode"
+    assert choices.kind_of(4, 4, False) == "prefill"
+
+
+def written(tmp_path, document, **machine):
+    small = choose_report.choices_document(document)
+    small["machine"] |= machine
+    path = tmp_path / "choices.json"
+    path.write_text(choose_report.choices_text(small))
+    return path
+
+
+def test_attention_goes_by_the_file(tmp_path, swept, monkeypatch):
+    _, document = swept
+    if torch.cuda.is_available():
+        pytest.skip("the made-up file is of a CPU")
+    document = json.loads(json.dumps(document))
+    for row in document["rows"]:
+        if row["status"] == "ok":
+            row["ms"] = {"math": 1.0, "naive": 2.0, "flash": 3.0}[row["backend"]]
+    path = written(tmp_path, document)
+    q = torch.randn(1, 2, 20, 16)
+    attention(q, q, q, causal=True)
+    assert (last_run().provider, last_run().chosen_by) == ("flash", "")
+    assert choices.use_choices(path).machine["cpu"] == cpu_model()
+    attention(q, q, q, causal=True)
+    assert (last_run().provider, last_run().chosen_by) == ("math", str(path))
+    attention(q, q, q, causal=True, provider="flash")
+    assert (last_run().provider, last_run().chosen_by) == ("flash", "")
+    choices.use_choices(None)
+    attention(q, q, q, causal=True)
+    assert last_run().provider == "flash"
+    monkeypatch.setenv(choices.VARIABLE, str(path))
+    attention(q, q, q, causal=True)
+    assert (last_run().provider, last_run().chosen_by) == ("math", str(path))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the made-up files are of a CPU")
+def test_files_that_are_not_for_this_machine(tmp_path, made_up):
+    with pytest.raises(ValueError, match="measured on NVIDIA A100, and this is"):
+        choices.use_choices(written(tmp_path, made_up, gpu="NVIDIA A100"))
+    with pytest.raises(ValueError, match="measured on another CPU"):
+        choices.use_choices(written(tmp_path, made_up, cpu="another CPU"))
+    with pytest.warns(UserWarning, match="torch 1.0 \\(here"):
+        choices.use_choices(written(tmp_path, made_up, torch="1.0"))
+    for text, said in (("{", "no JSON"), ('{"schema": "else"}', "no labs-attention-choices file")):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ValueError, match=said):
+            choices.use_choices(tmp_path / "bad.json")
+    with pytest.raises(ValueError, match="cannot be read"):
+        choices.use_choices(tmp_path / "nowhere.json")
+    damaged = json.loads(written(tmp_path, made_up).read_text())
+    del damaged["points"][0]["heads"]
+    (tmp_path / "bad.json").write_text(json.dumps(damaged))
+    with pytest.raises(ValueError, match="damaged"):
+        choices.use_choices(tmp_path / "bad.json")
+
+
+def test_the_recorded_h200_choices_hold():
+    document = choosing.load_grid(GRID)
+    told, env = choose_report.summary(document), document["environment"]
+    assert env["gpu"] == "NVIDIA H200" and env["commit"] and told["grid"] >= 60
+    held = told["held_out"]
+    assert held["shapes"] >= 30 and held["share_within_3_percent"] >= 0.95
+    assert held["default_over_chosen"] >= 1.0 and held["chosen_over_best"] < held["default_over_best"]
+
+
+# ---- the command and the plot ------------------------------------------------------------------------------
+
+
+def command(*words):
+    return CliRunner().invoke(app, ["choose", *map(str, words)])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny shapes are fp32, for a CPU")
+def test_the_command_end_to_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(choose_cli, "_shapes", lambda *args: TINY)
+    out = tmp_path / "here" / "grid.json"
+    seen = interrupt_at(monkeypatch, 3)
+    result = command("--out", out, "--samples", 3)
+    assert result.exit_code == 130
+    assert result.stderr.strip().splitlines()[-1] == (f"interrupted: 2 of 4 shapes are in {out}; the same command goes "
+                                                      "on from there.")
+    result = command("--out", out, "--samples", 3, "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["status"] == "complete" and told["shapes"] == 4 and told["held_out"]["shapes"] == 1
+    assert {path.name for path in out.parent.iterdir()} == {"grid.json", "grid_choices.json", "grid.md",
+                                                           "grid_heatmap.png"}
+    assert len(seen) == 5
+    result = command("--out", out, "--samples", 3)
+    assert "Who is best where" in result.stdout and "LABS_ATTENTION_CHOICES" in result.stdout and len(seen) == 5
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (("--kinds", "decod"), "Did you mean decode"), (("--head-dims", "96"), "64, 128, 256"),
+    (("--kinds", ","), "names nothing"), (("--dtype", "fp8"), "fp16, bf16, fp32"),
+    (("--providers", "gluonn"), "Did you mean gluon"), (("--samples", "1"), "3 or more"),
+    (("--max-seconds", "0"), "above 0")])
+def test_wrong_words_are_refused_before_anything_runs(tmp_path, monkeypatch, words, said):
+    monkeypatch.setattr(choosing, "sweep", lambda *args, **kwargs: pytest.fail("it ran"))
+    result = command("--out", tmp_path / "grid.json", *words)
+    assert result.exit_code == 2 and said in result.stderr
+
+
+def test_quick_shapes_are_few_and_of_every_kind():
+    for device in ("cpu", "cuda"):
+        shapes = choose_cli._shapes(device, "training,prefill,decode", "64,128", None, 0, 0, True)
+        assert len(shapes) <= 10 and {choosing.shape_fields(one)["kind"] for _, one in shapes} == set(choices.KINDS)
+    only = choose_cli._shapes("cuda", "decode", "128", "fp16", 6, 0, False)
+    assert {choosing.shape_fields(one)["kind"] for _, one in only} == {"decode"}
+    assert {(one.head_dim, one.dtype) for _, one in only} == {(128, "fp16")}
+
+
+def test_the_heat_map(made_up):
+    from matplotlib import pyplot
+    from matplotlib.patches import Rectangle
+
+    from utils.visualization.choices import plot_choices
+
+    entries = choose_report.measured_shapes(choosing.load_grid(GRID), "grid")
+    _, axes = plot_choices(entries)
+    assert [ax.get_title(loc="left").split()[0] for ax in axes] == list(choices.KINDS)
+    assert sum(isinstance(one, Rectangle) for ax in axes for one in ax.patches) == len(entries)
+    _, (ax,) = plot_choices(choose_report.measured_shapes(made_up, "grid"))
+    assert sorted(text.get_text() for text in ax.texts) == ["c 1.00", "c 1.00", "f 1.50", "f 2.00"]
+    with pytest.raises(ValueError, match="at least one measured shape"):
+        plot_choices([])
+    pyplot.close("all")

@@ -1,0 +1,200 @@
+"""The SDPA calls behind labs/cudnn_sdpa_bench: shapes, references, the pin, its proof, and what torch refuses."""
+
+import json
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from bench_runs import SDPA, SMALL, run_cpu
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from utils.bench import expectations
+from utils.bench.errors import BenchError, Refused, WrongRun
+from utils.bench.report import csv_text, markdown
+from utils.bench.targets import plan, sdpa
+from utils.bench.targets.providers import Launched, launched_by
+from utils.bench.targets.sdpa import SdpaWorkload
+from utils.bench.workload import Workload
+from utils.environment import PROJECT_ROOT
+
+CPU = torch.device("cpu")
+GRID = PROJECT_ROOT / "assets/results/h200/sdpa_grid.json"
+SHAPES = [
+    SdpaWorkload(1, 2, 20, 16, "fp32", "causal"),
+    SdpaWorkload(2, 4, 9, 8, "fp32", "full", kv_heads=2, seq_len_kv=21),
+    SdpaWorkload(1, 4, 7, 8, "fp32", "causal", kv_heads=1, seq_len_kv=19, layout="bshd"),
+    SdpaWorkload(1, 2, 18, 8, "fp32", "causal", window=5),
+    SdpaWorkload(1, 2, 18, 8, "fp32", "full", window=5, seq_len_kv=23),
+]
+
+
+def directed(workload, direction):
+    return SdpaWorkload(**{**workload.__dict__, "direction": direction})
+
+
+@pytest.mark.parametrize("workload", SHAPES, ids=lambda one: one.label)
+def test_reference_and_every_direction_agree_with_autograd_in_float64(workload):
+    inputs = sdpa.make_inputs(directed(workload, "both"), CPU, seed=3)
+    q, k, v = (x.double().requires_grad_() for x in inputs.qkv)
+    group = workload.heads // workload.hkv
+    scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * workload.head_dim**-0.5
+    mask = sdpa._mask(workload, inputs) if workload.needs_mask else None
+    if mask is None and workload.causal:
+        mask = torch.ones(workload.seq_len, workload.sk, dtype=torch.bool).tril()
+    if mask is not None:
+        assert int(mask.sum()) == workload.pairs
+        scores = scores.masked_fill(~mask, float("-inf"))
+    out = torch.softmax(scores, -1) @ v.repeat_interleave(group, 1)
+    right = (out, *torch.autograd.grad(out, (q, k, v), inputs.dout.double()))
+    for direction, part in (("forward", right[:1]), ("backward", right[1:]), ("both", right)):
+        case = directed(workload, direction)
+        named = sdpa.reference(case, *inputs)
+        called = sdpa.bind(case, "math", inputs)()
+        called = called if isinstance(called, tuple) else (called,)
+        assert len(called) == len(named) == len(part)
+        for got, exact, expected in zip(called, named.values(), part, strict=True):
+            torch.testing.assert_close(exact, expected, atol=1e-12, rtol=1e-10)
+            torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=1e-4)
+        assert not called[0].requires_grad
+
+
+def test_a_workload_counts_what_it_does():
+    plain = SdpaWorkload(4, 16, 128, 64, "bf16", "causal")
+    old = Workload(4, 16, 128, 64, "bf16", "causal")
+    assert plain.cost == old.cost and plain.to_dict() == old.to_dict() and plain.label == old.label
+    assert SdpaWorkload(4, 16, 128, 64, "bf16", "causal", kv_heads=16, seq_len_kv=128).to_dict() == old.to_dict()
+    both, back = directed(plain, "both"), directed(plain, "backward")
+    assert both.cost.flops == 3.5 * plain.cost.flops and back.cost.flops == 2.5 * plain.cost.flops
+    assert back.to_dict()["direction"] == "backward" and back.label.endswith("causal backward")
+    decode = SdpaWorkload(8, 32, 1, 128, "bf16", kv_heads=8, seq_len_kv=4096)
+    assert decode.cost.bytes == 2 * (2 * 8 * 32 * 128 + 2 * 8 * 8 * 4096 * 128)
+    assert decode.label == "B8 H32/8 S1x4096 D128 bf16 full" and decode.density == 1.0
+    assert plain.bytes_needed(3.0) - plain.bytes_needed(0.0) == 3 * 4 * 4 * 16 * 128 * 128
+
+
+def test_layouts_have_one_shape_and_two_memory_orders():
+    here, there = (sdpa.make_inputs(SdpaWorkload(2, 3, 5, 8, "fp32", layout=layout), CPU, 1).q
+                   for layout in sdpa.LAYOUTS)
+    assert torch.equal(here, there) and here.is_contiguous()
+    assert there.stride() == (120, 8, 24, 1)
+
+
+def extra(flags):
+    return [f"{SMALL} {flags}"]
+
+
+@pytest.mark.parametrize(("flags", "shown"), [
+    ("--backend flash --causal --pass both", "causal both"),
+    ("--backend flash --pass backward --kv-heads 1 --layout bshd", "H2/1"),
+    ("--backend flash --seq-len-kv 80 --causal", "S48x80"),
+    ("--backend math --window 8", "window 8"),
+])
+def test_flags_of_the_target(tmp_path, flags, shown):
+    document = run_cpu(tmp_path, [SDPA], extra(flags), iterations=10)
+    (case,) = document["cases"]
+    assert case["status"] == "ok", case["reason"]
+    assert shown in case["label"]
+    asked = case["knobs"]["backend"]["value"]
+    assert case["ran"]["optimized"]["provider"] == asked == case["ran"]["optimized"]["asked"]
+    memory = case["ran"]["optimized"]["memory"]
+    assert memory["peak_bytes"] >= memory["output_bytes"] > 0
+    assert case["verification"]["optimized"]["whole"] < 2e-6
+    assert expectations.options(case) == {"backend": asked, "baseline_backend": "math"}
+    assert shown in markdown(document) and "of it workspace" in markdown(document)
+    assert csv_text(document).count("\n") == 3
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    ("--heads 4 --kv-heads 3", "multiple of --kv-heads"),
+    ("--seq-len 48 --seq-len-kv 20 --causal", "at least --seq-len"),
+    ("--pass sideways", "forward, backward, both"), ("--layout sbhd", "bhsd, bshd")])
+def test_flags_that_cannot_be(flags, said):
+    with pytest.raises(BenchError, match=said):
+        plan([SDPA], [f"{SDPA}={flags}"], CPU, {})
+
+
+@pytest.mark.parametrize("direction", sdpa.DIRECTIONS)
+def test_a_pin_that_allows_two_backends_is_caught(tmp_path, monkeypatch, direction):
+    def two(backend):
+        return sdpa_kernel([backend, SDPBackend.FLASH_ATTENTION])
+
+    monkeypatch.setattr(sdpa, "sdpa_kernel", two)
+    (case,) = run_cpu(tmp_path, [SDPA], extra(f"--backend math --pass {direction}"))["cases"]
+    assert case["status"] == "failed" and not case["sides"]
+    assert "math was asked for and flash ran" in case["reason"]
+
+
+def test_a_wrong_gradient_is_never_timed(tmp_path, monkeypatch):
+    bind = sdpa.bind
+
+    def wrong(workload, backend, inputs):
+        call = bind(workload, backend, inputs)
+
+        def changed():
+            out, dq, dk, dv = call()
+            return out, dq, 1.01 * dk, dv
+
+        return changed if backend == "flash" else call
+
+    monkeypatch.setattr(sdpa, "bind", wrong)
+    (case,) = run_cpu(tmp_path, [SDPA], extra("--backend flash --pass both"))["cases"]
+    assert case["status"] == "failed" and "gradient of k" in case["reason"] and not case["sides"]
+
+
+def test_a_refusal_is_torchs_own_reason(monkeypatch):
+    workload = SdpaWorkload(1, 2, 8, 16, "fp32")
+    inputs = sdpa.make_inputs(workload, CPU, 0)
+    assert sdpa.why_not(workload, "math", inputs) == "" == sdpa.why_not(workload, "auto", inputs)
+
+    def refusing(*args, **kwargs):
+        for text in ("Flash attention kernel not used because: (Triggered internally at x.cpp:1.)",
+                     "Flash attention has been runtime disabled. (Triggered internally at x.cpp:2.)",
+                     "Both fused kernels require the last dimension of the input to have stride 1. Got [2]. (function "
+                     "check_last_dim)", "cuDNN attention has been runtime disabled."):
+            warnings.warn(text, stacklevel=1)
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", refusing)
+    with pytest.raises(Refused) as refusal:
+        sdpa.refuse(workload, "flash", inputs)
+    assert str(refusal.value) == ("torch's flash backend does not take B1 H2 S8 D16 fp32 full: Both fused kernels "
+                                  "require the last dimension of the input to have stride 1. Got [2].")
+
+
+def test_proof_needs_forward_backward_and_kernels_to_agree():
+    both = SdpaWorkload(1, 1, 1, 1, "bf16", direction="both")
+    forward, backward = "aten::_scaled_dot_product_{}_attention", "aten::_scaled_dot_product_{}_attention_backward"
+    flash = forward.format("flash"), backward.format("flash")
+    assert sdpa.ran(both, Launched(flash, ())) == "flash"
+    with pytest.raises(WrongRun, match="forward ran flash and backward cudnn"):
+        sdpa.ran(both, Launched((flash[0], backward.format("cudnn")), ()))
+    with pytest.raises(WrongRun, match="2 SDPA backends"):
+        sdpa.ran(both, Launched((*flash, forward.format("cudnn")), ()))
+    with pytest.raises(WrongRun, match="0 SDPA backends"):
+        sdpa.ran(both, Launched(flash[:1], ()))
+    with pytest.raises(WrongRun, match="none of the launched kernels"):
+        sdpa.prove(both, "auto", Launched(flash, ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80",), 1))
+
+
+@pytest.mark.parametrize("direction", sdpa.DIRECTIONS)
+@pytest.mark.parametrize("backend", ["flash", "math"])
+def test_what_really_ran_on_a_cpu(backend, direction):
+    workload = directed(SHAPES[0], direction)
+    launched = launched_by(sdpa.bind(workload, backend, sdpa.make_inputs(workload, CPU, 0)))
+    assert sdpa.prove(workload, backend, launched) == backend
+    with pytest.raises(WrongRun, match="was asked for"):
+        sdpa.prove(workload, {"flash": "math", "math": "flash"}[backend], launched)
+
+
+def test_recorded_kernels_prove_their_own_backend_alone():
+    import re
+
+    from utils.kernels.attention import provider
+
+    rows = [row for row in json.loads(GRID.read_text())["rows"] if row["status"] == "ok"]
+    assert {row["backend"] for row in rows} >= {"cudnn", "flash", "efficient", "math"}
+    for row in rows:
+        for name in ("cudnn", "flash", "efficient"):
+            own = any(re.search(provider(name).kernels, kernel) for kernel in row["kernels"])
+            assert own == (name == row["backend"]), (row["label"], row["backend"], name)

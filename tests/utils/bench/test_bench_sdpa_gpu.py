@@ -1,0 +1,65 @@
+"""SDPA's backends on an NVIDIA GPU: pins proved from their kernels, refusals told, the chooser on a few shapes."""
+
+import json
+
+import pytest
+import torch
+from bench_runs import SDPA
+from test_bench_gpu import run_gpu
+
+from utils.bench import choose_report, choosing
+from utils.bench.targets import sdpa
+from utils.bench.targets.sdpa import BACKENDS, SdpaWorkload
+from utils.kernels.attention import attention, choices, last_run
+
+pytestmark = pytest.mark.gpu
+GPU = torch.device("cuda")
+SHAPE = "--batch 2 --heads 8 --seq-len 512 --head-dim 64"
+
+
+@pytest.mark.parametrize("direction", sdpa.DIRECTIONS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_backend_in_each_direction(tmp_path, backend, direction):
+    flags = f"{SHAPE} --causal --layout bshd --backend {backend} --baseline-backend auto --pass {direction}"
+    (case,) = run_gpu(tmp_path, [SDPA], [f"{SDPA}={flags}"])["cases"]
+    assert case["status"] == "ok", case["reason"]
+    ran = case["ran"]["optimized"]
+    assert ran["provider"] == backend and ran["kernels"] and ran["memory"]["peak_bytes"] > 0
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    ("--backend efficient --kv-heads 2", "num_heads"), ("--backend flash --window 64", "attn_mask"),
+    ("--backend flash --dtype fp32", "dtype"), ("--backend cudnn --dtype fp32", "dtype")])
+def test_refusals_are_torchs_own(tmp_path, flags, said):
+    (case,) = run_gpu(tmp_path, [SDPA], [f"{SDPA}={SHAPE} {flags}"])["cases"]
+    assert case["status"] == "refused" and not case["sides"]
+    assert "does not take" in case["reason"] and said in case["reason"].lower(), case["reason"]
+
+
+def test_a_pin_that_allows_two_backends_is_caught(tmp_path, monkeypatch):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    monkeypatch.setattr(sdpa, "sdpa_kernel", lambda one: sdpa_kernel([one, SDPBackend.FLASH_ATTENTION]))
+    (case,) = run_gpu(tmp_path, [SDPA], [f"{SDPA}={SHAPE} --backend math --baseline-backend flash"])["cases"]
+    assert case["status"] == "failed" and "math was asked for and flash ran" in case["reason"]
+
+
+def test_a_small_sweep_and_attention_going_by_it(tmp_path):
+    shapes = [("grid", SdpaWorkload(1, 8, 256, 128, "bf16", "causal", direction="both")),
+              ("grid", SdpaWorkload(1, 8, 256, 128, "bf16", "causal")),
+              ("grid", SdpaWorkload(2, 8, 1, 128, "bf16", kv_heads=2, seq_len_kv=4096))]
+    document = choosing.sweep(shapes, tmp_path / "grid.json", GPU, samples=5)
+    rows = {(row["kind"], row["backend"]): row for row in document["rows"]}
+    assert {row["status"] for (kind, name), row in rows.items() if name in ("flash", "math")} == {"ok"}
+    assert rows["decode", "efficient"]["status"] == "refused" and rows["decode", "efficient"]["refused"]
+    assert rows["training", "flash"]["launches"] >= 2
+    path = tmp_path / "choices.json"
+    path.write_text(choose_report.choices_text(choose_report.choices_document(document)))
+    best = json.loads(path.read_text())["points"][1]["ms"]
+    try:
+        choices.use_choices(path)
+        q = torch.randn(1, 8, 256, 128, device=GPU, dtype=torch.bfloat16)
+        attention(q, q, q, causal=True)
+        assert last_run().provider == min(best, key=best.get) and last_run().chosen_by == str(path)
+    finally:
+        choices.use_choices(None)
