@@ -1,4 +1,4 @@
-"""Draws lab 1's figures: `python assets/make_figures.py [folder]` writes the SVG files, here by default."""
+"""Draws the labs' figures: `python assets/make_figures.py [folder]` writes the SVG files, here by default."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ sys.path[:0] = [str(ROOT), str(ROOT.parent)]  # run as a script, from anywhere
 
 from drawing import SVG_STYLE, Card  # noqa: E402
 from figures_attention import decoder_layer, flash_attention, kv_cache  # noqa: E402
+from figures_flex import blocks, mask_program, pages, paths  # noqa: E402
+from figures_gluon import ring, specialized, streaming_multiprocessor  # noqa: E402
 from figures_hardware import gemm_tiling, kernel_fusion, memory_hierarchy, roofline_anatomy  # noqa: E402
+from figures_sdpa import dispatcher, split_kv  # noqa: E402
 
 FIGURES = {
+    "lab4_dispatcher": dispatcher,
+    "lab4_split_kv": split_kv,
     "gemm_tiling": gemm_tiling,
     "memory_hierarchy": memory_hierarchy,
     "roofline_anatomy": roofline_anatomy,
@@ -22,6 +27,13 @@ FIGURES = {
     "kv_cache": kv_cache,
     "kernel_fusion": kernel_fusion,
     "flash_attention": flash_attention,
+    "lab3_sm": streaming_multiprocessor,
+    "lab3_ring": ring,
+    "lab3_specialized": specialized,
+    "lab2_mask_program": mask_program,
+    "lab2_blocks": blocks,
+    "lab2_paths": paths,
+    "lab2_pages": pages,
 }
 
 

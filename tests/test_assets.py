@@ -14,6 +14,8 @@ import pytest
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 SVG = "{http://www.w3.org/2000/svg}"
 NAMES = [
+    "lab4_dispatcher",
+    "lab4_split_kv",
     "gemm_tiling",
     "memory_hierarchy",
     "roofline_anatomy",
@@ -21,6 +23,13 @@ NAMES = [
     "kv_cache",
     "kernel_fusion",
     "flash_attention",
+    "lab3_sm",
+    "lab3_ring",
+    "lab3_specialized",
+    "lab2_mask_program",
+    "lab2_blocks",
+    "lab2_paths",
+    "lab2_pages",
 ]
 
 

@@ -98,6 +98,7 @@ def load(pointer, mask=None, other=None, boundary_check=(), padding_option="", c
                                                             else np.int64), dtype))
     program.spend(program.model.global_latency + int(keep.sum()) * dtype.primitive_bitwidth / 8
                   / program.model.global_bytes, "load", pointer.buffer.name)
+    _count_sectors(program, pointer.buffer, offsets, keep, layout)
     return Tensor(values if values.ndim else values.item(), dtype, layout)
 
 
@@ -116,6 +117,27 @@ def store(pointer, value, mask=None, boundary_check=(), cache_modifier="", evict
     pointer.buffer.write(offsets[keep], data[keep])
     program.spend(int(keep.sum()) * dtype.primitive_bitwidth / 8 / program.model.global_bytes + 10, "store",
                   pointer.buffer.name)
+    _count_sectors(program, pointer.buffer, offsets, keep, pointer.layout)
+
+
+def _count_sectors(program, buffer: GlobalBuffer, offsets: np.ndarray, keep: np.ndarray, layout) -> None:
+    """Note on the timeline how many 32-byte sectors an access touches, counted for each instruction of each warp."""
+    if program.events is None or not offsets.shape:
+        return
+    elements = layouts.elements_of(layout, offsets.shape, program.partition.num_warps)
+    size = buffer.dtype.primitive_bitwidth // 8
+    at = (offsets.reshape(-1)[elements] + buffer.base) * size  # registers x lanes x warps
+    kept = keep.reshape(-1)[elements]
+    together = 1  # registers that one instruction moves: neighbours in memory, 16 bytes at most
+    while (2 * together * size <= 16 and 2 * together <= len(at)
+           and (np.diff(at[:2 * together, 0, 0]) == size).all()):
+        together *= 2
+    groups = (at // 32).reshape(-1, together, *at.shape[1:])
+    kept = kept.reshape(groups.shape)
+    sectors = sum(len(np.unique(groups[g, ..., w][kept[g, ..., w]])) for g in range(len(groups))
+                  for w in range(at.shape[2]))
+    event = program.events[-1]
+    event.bytes, event.sectors = int(keep.sum()) * size, sectors
 
 
 def atomic(name: str):

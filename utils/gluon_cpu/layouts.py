@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 
+import numpy as np
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._layouts import AutoLayout, DistributedLayout, SharedLayout
 
@@ -284,6 +285,19 @@ def linear(layout, shape: list[int]):
     """The DistributedLinearLayout or SharedLinearLayout that a layout is."""
     found = _semantic(context.partition().num_warps).to_linear_layout(layout, list(shape))
     return getattr(found, "value", found)
+
+
+@functools.lru_cache(maxsize=64)
+def elements_of(layout, shape: tuple[int, ...], warps: int) -> np.ndarray:
+    """Which element, as a flat index, each register of each lane of each warp holds: (registers, lanes, warps)."""
+    found = _semantic(warps).to_linear_layout(layout, list(shape))
+    found = getattr(found, "value", found)
+    flat = np.zeros((1, 1, 1), np.int64)
+    for axis, bases in enumerate((found.reg_bases, found.lane_bases, found.warp_bases)):
+        for basis in bases:
+            step = int(np.ravel_multi_index(basis, shape))
+            flat = np.concatenate([flat, flat ^ step], axis)
+    return flat
 
 
 def bank_conflicts(distr_ty, shared_ty) -> int:

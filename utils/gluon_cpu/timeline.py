@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Rows of the picture: the partitions themselves, then what each one started on other units.
-UNITS = {"partition": "", "TMA": "TMA: ", "tensor cores": "tensor cores: ", "cp.async": "cp.async: "}
+# Rows of the picture, for each partition: itself, then what it started on other units.
+UNITS = {"partition": "", "tensor cores": "tensor cores: ", "cp.async": "cp.async: ", "TMA": "TMA: "}
 COLORS = {"wait": "#d9d9d9", "compute": "#4c78a8", "load": "#72b7b2", "store": "#eeca3b", "shared load": "#9ecae9",
-          "shared store": "#f2cf5b", "issue": "#b279a2", "barrier": "#b279a2", "copy in": "#54a24b",
+          "shared store": "#f2cf5b", "issue": "#b279a2", "barrier": "#d3b5ce", "copy in": "#54a24b",
           "copy out": "#f58518", "wgmma": "#e45756", "wgmma wait": "#d9d9d9", "store wait": "#d9d9d9",
           "copy wait": "#d9d9d9"}
 
@@ -54,6 +54,8 @@ class Event:
     end: float
     line: int
     unit: str = "partition"
+    bytes: int = 0     # of an ordinary load or store: bytes asked for,
+    sectors: int = 0   # and the 32-byte sectors of memory that its warps' instructions touch
 
 
 def plot_events(events: list[Event], *, ax: Axes | None = None, title: str | None = None) -> tuple[Figure, Axes]:
@@ -63,11 +65,14 @@ def plot_events(events: list[Event], *, ax: Axes | None = None, title: str | Non
 
     if not events:
         raise ValueError("No events to draw: launch a kernel inside `with gluon_cpu.simulate(timeline=True) as run:`.")
-    rows = list(dict.fromkeys((e.unit, e.partition) for e in sorted(
-        events, key=lambda e: (list(UNITS).index(e.unit), e.start))))
+    by_start = sorted(events, key=lambda e: (e.start, e.unit != "partition"))
+    partitions = list(dict.fromkeys(e.partition for e in by_start))
+    rows = sorted({(e.unit, e.partition) for e in events},
+                  key=lambda row: (partitions.index(row[1]), list(UNITS).index(row[0])))
     lanes = _lanes(events)
     deepest = {row: 1 + max(lanes[id(e)] for e in events if (e.unit, e.partition) == row) for row in rows}
-    if ax is None:
+    own = ax is None
+    if own:
         _, ax = plt.subplots(figsize=(9.6, 0.9 + 0.45 * len(rows)), layout="constrained")
     longest = max(e.end for e in events) - min(e.start for e in events)
     for e in events:
@@ -82,9 +87,16 @@ def plot_events(events: list[Event], *, ax: Axes | None = None, title: str | Non
     ax.set_yticks(range(len(rows)), [UNITS[unit] + partition for unit, partition in rows])
     ax.invert_yaxis()
     ax.set_xlabel("model cycles")
-    kinds = dict.fromkeys(e.kind for e in events)
-    ax.legend(handles=[Patch(color=COLORS.get(k, "#888888"), label=k) for k in kinds], ncols=6, fontsize=7,
-              loc="upper center", bbox_to_anchor=(0.5, -0.25 if len(rows) < 6 else -0.14), frameon=False)
+    legend: dict[str, str] = {}  # kinds of one colour share an entry: the many ways to wait are "wait"
+    for kind in sorted({e.kind for e in events}, key=lambda k: (list(COLORS).index(k) if k in COLORS else 99)):
+        legend.setdefault(COLORS.get(kind, "#888888"), "wait" if kind.endswith("wait") else kind)
+    for first in partitions[1:]:  # a line between one partition's rows and the next one's
+        ax.axhline(next(i for i, row in enumerate(rows) if row[1] == first) - 0.5, color="#bbbbbb", linewidth=0.6)
+    handles = [Patch(color=color, label=label) for color, label in legend.items()]
+    if own:  # below the axis label, whatever the height
+        ax.figure.legend(handles=handles, ncols=9, fontsize=7, loc="outside lower center", frameon=False)
+    else:
+        ax.legend(handles=handles, ncols=6, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
     if title:
         ax.set_title(title)
     return ax.figure, ax

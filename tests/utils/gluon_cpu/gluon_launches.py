@@ -10,6 +10,7 @@ import gluon_correct_kernels as kernels
 import gluon_planted_bugs as bugs
 import torch
 from gluon_helpers import descriptor
+from triton.experimental.gluon import language as gl
 
 
 @dataclass
@@ -132,8 +133,9 @@ def _pipeline(rng):
 
 def _product(rng):
     a, b = (torch.randn(64, 64).half() / 8 for _ in "ab")
-    return Launch(bugs.product, (1,), [a, Tile(b, [64, 64]), torch.zeros(64, 64), 64, "", [3, 0], [16, 64, 16], [4, 1],
-                                       128], [2], rounding=torch.float16)
+    layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    return Launch(bugs.product, (1,), [a, Tile(b, [64, 64]), torch.zeros(64, 64), 64, "", layout, 128], [2],
+                  rounding=torch.float16)
 
 
 LAUNCHES: dict[str, Callable[[random.Random], Launch]] = {

@@ -47,7 +47,8 @@ def main() -> None:
     compile_for_hopper(kernels.halve_cp_async_specialized, dict(x_ptr=f32, y_ptr=f32, n=i32), dict(SIZE=128, STAGES=3))
     compile_for_hopper(bugs.pipeline, dict(x_desc=small, w_desc=small, y_desc=small, steps=i32), dict(STAGES=2, BUG=""))
     compile_for_hopper(bugs.product, dict(a_ptr="*fp16", b_desc=square, c_ptr=f32),
-                       dict(SIZE=64, BUG="", version=[3, 0], instruction=[16, 64, 16], warps=[4, 1], swizzle=128))
+                       dict(SIZE=64, BUG="", layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]),
+                            swizzle=128))
     compile_for_hopper(bugs.buffered, dict(x_ptr=f32, y_ptr=f32, n=i32),
                        dict(SIZE=256, BUG="", layout=gl.BlockedLayout([2], [32], [4], [0])))
 

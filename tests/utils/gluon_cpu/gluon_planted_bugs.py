@@ -134,11 +134,9 @@ def pipeline(x_desc, w_desc, y_desc, steps, STAGES: gl.constexpr, BUG: gl.conste
 
 
 @gluon.jit
-def product(a_ptr, b_desc, c_ptr, SIZE: gl.constexpr, BUG: gl.constexpr, version: gl.constexpr, instruction: gl.constexpr,
-            warps: gl.constexpr, swizzle: gl.constexpr):
+def product(a_ptr, b_desc, c_ptr, SIZE: gl.constexpr, BUG: gl.constexpr, layout: gl.constexpr, swizzle: gl.constexpr):
     """c = (a @ b) @ b, all of them SIZE x SIZE; a is stored by threads, b copied by TMA."""
     dtype: gl.constexpr = b_desc.dtype
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version, warps, instruction)
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     loads: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle, 16, rank=2)

@@ -78,7 +78,7 @@ def test_pipeline_bugs(bug, seed):
     check(error, bug, *PIPELINE[bug])
 
 
-HOPPER = dict(version=[3, 0], instruction=[16, 64, 16], warps=[4, 1], swizzle=128)
+HOPPER = dict(version=[3, 0], instruction=[16, 64, 16], warps=[4, 1])
 PRODUCT = {
     "missing fence before wgmma": ("missing fence", "wgmma that reads A", {}),
     "wgmma before its copy": ("race", "TMA copy into b", {}),
@@ -99,8 +99,11 @@ PRODUCT = {
 def run_product(bug: str, seed=None, **changed):
     a, b = torch.randn(64, 64).half() / 8, torch.randn(64, 64).half() / 8
     c = torch.zeros(64, 64)
+    swizzle = changed.pop("swizzle", 128)
+    parts = {**HOPPER, **changed}
+    layout = gl.NVMMADistributedLayout(parts["version"], parts["warps"], parts["instruction"])
     with gluon_cpu.simulate(seed=seed) as run:
-        bugs.product[(1,)](a, descriptor(b, [64, 64]), c, 64, bug, **{**HOPPER, **changed})
+        bugs.product[(1,)](a, descriptor(b, [64, 64]), c, 64, bug, layout, swizzle)
     return run, c, (a.double() @ b.double()).half().double() @ b.double()
 
 

@@ -1,0 +1,206 @@
+"""Part 3: counting blocks, what they promise, and attention that skips them."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask
+
+from instructor.checks.lab1.common import Draw, SizeWatch, expect_unchanged, expect_value, poisoned_memory
+from instructor.checks.lab2_flexattention.common import attend_densely
+from instructor.checks.lab2_flexattention.data import FUSED
+from utils.checking import check, expect_close, forbid, watch_operations
+from utils.kernels.attention.masks import dense_mask
+
+
+def _counts(mask: torch.Tensor, block: int, filler: bool = False) -> tuple[int, int, int]:
+    """(full, partial, empty); `filler` is what stands beyond the edges."""
+    padded = F.pad(mask, (0, -mask.shape[1] % block, 0, -mask.shape[0] % block), value=filler)
+    seen = padded.unfold(0, block, block).unfold(1, block, block).sum(dim=(2, 3))
+    full, empty = int((seen == block * block).sum()), int((seen == 0).sum())
+    return full, seen.numel() - full - empty, empty
+
+
+@check("3.1", "Counting blocks")
+def count_blocks(count_blocks, seed=None):
+    """(full, partial, empty), edges included."""
+    draw = Draw(seed)
+    for _ in range(3):
+        block = draw.size(3, 7)
+        rows, columns = draw.sizes(2, 3, 6)
+        s, length = rows * block - draw.size(1, block - 1), columns * block - draw.size(1, block - 1)
+        mask = torch.ones(s, length, dtype=torch.bool).tril(draw.size(-2, 2 * block))
+        mask[:, : block + 1] = False  # a column of empty blocks, and one cut through
+        mask[:block] = True
+        whole = mask[: s // block * block, : length // block * block]
+        full, partial, empty = expected = _counts(mask, block)
+        copy = mask.clone()
+        got = count_blocks(mask, block)
+        expect_unchanged([copy], [mask], "count_blocks")
+        what = f"count_blocks of a ({s}, {length}) mask in blocks of {block}"
+        if not isinstance(got, tuple | list) or len(got) != 3:
+            raise AssertionError(f"{what} should be (full, partial, empty), three numbers, and is {got!r}.")
+        numbers = tuple(int(number) for number in got)
+        if numbers != expected:
+            for hint, wrong in {
+                "The blocks at the edges are left out.": _counts(whole, block),
+                "A block that sticks out over the edge is not full: the kernel has to mask what is outside.":
+                    _edges_full(mask, block),
+                "The order is (full, partial, empty).": (empty, partial, full),
+                "Partial are those that are neither full nor empty.": (full, partial + full, empty),
+                "A partial block has a visible pair; this counts masked ones.": _counts(~mask, block),
+            }.items():  # fmt: skip
+                if numbers == wrong:
+                    raise AssertionError(f"{what} is {numbers}, expected {expected}. {hint}")
+            raise AssertionError(f"{what} is {numbers}, expected {expected}.")
+
+
+def _edges_full(mask: torch.Tensor, block: int) -> tuple[int, int, int]:
+    """A block counts as full if all its pairs that exist are visible."""
+    tiles = [tile for band in mask.split(block) for tile in band.split(block, dim=1)]
+    full, empty = sum(bool(tile.all()) for tile in tiles), sum(not tile.any() for tile in tiles)
+    return full, len(tiles) - full - empty, empty
+
+
+@check("3.2", "Promises")
+def promises(block_flops, promised_speedup, document_blocks, seed=None):
+    """FLOPs of the computed blocks, the promised speed-up, and the blocks of documents."""
+    draw = Draw(seed)
+    for _ in range(3):
+        full, partial, empty, block, batch, heads, head_dim = draw.sizes(7, 2, 60)
+        counts, computed, many = (full, partial, empty), full + partial, batch * heads
+        one = 4 * head_dim * block**2
+        expect_value(
+            block_flops(counts, block, batch, heads, head_dim), one * many * computed, "FLOPs",
+            f"block_flops({counts}, {block}, {batch}, {heads}, {head_dim})",
+            {
+                "Partial blocks are computed as well, whole.": one * many * full,
+                "Partial blocks are computed whole, not half.": one * many * (full + partial / 2),
+                "Empty blocks are skipped.": one * many * (computed + empty),
+                "A multiply-add is two FLOPs, and there are two products.": one // 2 * many * computed,
+                "The counts are those of one head of one sequence.": one * computed,
+                "A block has block x block pairs.": one // block * many * computed,
+            },
+        )  # fmt: skip
+        expect_value(
+            promised_speedup(counts), (computed + empty) / computed, "", f"promised_speedup({counts})",
+            {
+                "Partial blocks are computed as well.": (computed + empty) / full,
+                "This is the density; the speed-up is its inverse.": computed / (computed + empty),
+                "Compare with all blocks, not with the empty ones.": empty / computed,
+                "A partial block costs as much as a full one.": (computed + empty) / (full + partial / 2),
+            },
+        )  # fmt: skip
+    for i in range(6):
+        length, block = 2 ** draw.size(6, 10), 2 ** draw.size(2, 6)
+        span = 2 ** draw.size(1, int(math.log2(length))) if i % 2 else block // 2
+        expected = (length // block) * max(1, span // block)
+        expect_value(
+            document_blocks(length, span, block), expected, "blocks", f"document_blocks({length}, {span}, {block})",
+            {
+                "Documents shorter than a block still need the block.": length * span / block**2,
+                "A document of n blocks a side has n x n blocks, not n.": max(length // block, length // span),
+                "These are all blocks.": (length // block) ** 2,
+                "Not causal: both halves count.": (length // max(span, block))
+                * (max(1, span // block) * (max(1, span // block) + 1) // 2),
+                "A block is square: divide by its side twice.": length * max(span, block) // block,
+            },
+        )  # fmt: skip
+
+
+class _Counted:
+    """A mask_mod that counts the pairs it is asked about."""
+
+    def __init__(self, mod):
+        self.mod, self.asked = mod, 0
+
+    def __call__(self, b, h, q, k):
+        answer = self.mod(b, h, q, k)
+        self.asked += answer.numel()
+        return answer
+
+
+@check("3.3", "Attention that skips")
+def block_sparse_attention(block_sparse_attention, seed=None):
+    """Attention along the tables of a BlockMask: values, products, mask evaluations, memory."""
+    draw = Draw(seed)
+    for block, dtype in ((4, torch.float32), ((4, 8), torch.bfloat16)):
+        size_q, size_k = (block, block) if isinstance(block, int) else block
+        batch, heads, head_dim = draw.size(1, 2), draw.size(2, 3), 8
+        s, length = 8 * size_q, 6 * size_k
+        q, k, v = (
+            draw.normal(batch, heads, s, head_dim),
+            *(draw.normal(batch, heads, length, head_dim) for _ in range(2)),
+        )
+        q, k, v = (2 * x.to(dtype) for x in (q, k, v))
+        cut, shift = draw.size(2, size_q - 1), draw.size(1, 3)
+        ids = torch.arange(max(s, length)) // (2 * size_k + shift)
+
+        def mod(b, h, q, k, ids=ids, cut=cut, s=s):
+            return ((ids[q] == ids[k]) | (k < 2 * size_k)) & (k <= q + 3) & (q >= cut) & (q < s - size_q)  # noqa: B023
+
+        mask = dense_mask(mod, s, length)
+        counted = _Counted(mod)
+        block_mask = create_block_mask(counted, None, None, s, length, device="cpu", BLOCK_SIZE=block)
+        counted.asked = 0
+        what = f"block_sparse_attention of ({batch}, {heads}, {s}, {head_dim}) over {length} keys, blocks of {block}"
+        if dtype == torch.float32:
+            with watch_operations() as watch:
+                block_sparse_attention(q, k, v, block_mask)
+            forbid(watch, FUSED, hint="walk the tables yourself")
+            counted.asked = 0
+        with poisoned_memory(), SizeWatch() as sizes:
+            got = block_sparse_attention(q, k, v, block_mask)
+        tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+        expect_close(
+            got, attend_densely(q, k, v, mask), **tolerance, what=what, hint=_hint(got, q, k, v, mask, block_mask)
+        )
+        visited = int(block_mask.kv_num_blocks.sum() + block_mask.full_kv_num_blocks.sum())
+        one = 2 * batch * heads * size_q * size_k * head_dim
+        if sizes.macs > one * visited:
+            raise AssertionError(
+                f"{what} does the products of {sizes.macs / one:.0f} blocks; only {visited} of "
+                f"{(s // size_q) * (length // size_k)} hold a visible pair. Visit those in the tables."
+            )
+        partial = int(block_mask.kv_num_blocks.sum())
+        if counted.asked > partial * size_q * size_k:
+            raise AssertionError(
+                f"{what} asks mask_mod about {counted.asked} pairs; the {partial} partial blocks hold "
+                f"{partial * size_q * size_k}. In full blocks every pair is visible: do not ask."
+            )
+        over = sizes.over(batch * heads * size_q * length)
+        if over is not None:
+            raise AssertionError(
+                f"{what} works on a tensor of {over[1]} elements (in {over[0]}); one row of blocks has "
+                f"{batch * heads * size_q * length} scores. Keep one row of blocks at a time."
+            )
+
+
+def _hint(got, q, k, v, mask, block_mask) -> str:
+    if not isinstance(got, torch.Tensor) or got.shape != q.shape:
+        return ""
+    size_q, size_k = block_mask.BLOCK_SIZE
+    near = functools.partial(torch.allclose, rtol=3e-2, atol=3e-2)
+    blocks = _counts_of(mask, size_q, size_k)
+    spread = blocks.repeat_interleave(size_q, 0).repeat_interleave(size_k, 1)
+    size = size_q * size_k
+    wrong = {
+        "The mask is not applied inside of partial blocks.": spread > 0,
+        "Full blocks are missing.": mask & (spread < size),
+        "Partial blocks are missing.": spread == size,
+    }
+    for hint, seen in wrong.items():
+        if near(got.double(), attend_densely(q, k, v, seen).double()):
+            return hint
+    if near(got.double(), attend_densely(q * math.sqrt(q.shape[-1]), k, v, mask).double()):
+        return "Divide the scores by sqrt(D)."
+    if got.isnan().any():
+        return "A query that sees nothing in a block, or nothing at all, must not end in NaN: its weights are 0."
+    return ""
+
+
+def _counts_of(mask: torch.Tensor, size_q: int, size_k: int) -> torch.Tensor:
+    return mask.unfold(0, size_q, size_q).unfold(1, size_k, size_k).sum(dim=(2, 3))

@@ -1,0 +1,158 @@
+"""What the checks of lab 2 share: masks and score modifiers evaluated pair by pair, and named mistakes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+
+from instructor.checks.lab1.common import SizeWatch
+from utils.checking import expect_close
+from utils.kernels.attention.masks import dense_mask
+from utils.kernels.attention.score_mods import modified
+
+Mod = Callable[..., torch.Tensor]
+_NO_VALUE = (
+    "takes a value out of a tensor (.item(), int(), float(), a Python index). A kernel has no Python: stay in tensors."
+)
+
+
+def _reason(error: Exception) -> str | None:
+    """What a student should read instead of vmap's words; None for an error that speaks for itself."""
+    text = str(error)
+    if "data-dependent control flow" in text or "asks a tensor for True or False" in text:
+        return (
+            "asks a tensor for True or False: `and`, `or`, `not`, `if`, `max`, `min` and chained comparisons cannot "
+            "work here. Write &, |, ~, torch.where."
+        )
+    if ".item()" in text or "__index__" in text or "_local_scalar_dense" in text:
+        return _NO_VALUE
+    if "it must return True or False" in text:
+        return "should return a bool tensor, one truth value a pair, such as k <= q. It does not."
+    return None
+
+
+def _students(function: Callable, what: str, *args, **kwargs):
+    """Call a function that runs the student's mod; the usual errors of a mod in a sentence."""
+    try:
+        return function(*args, **kwargs)
+    except (RuntimeError, TypeError) as error:
+        reason = _reason(error)
+        if reason is None:
+            raise
+        raise AssertionError(f"{what} {reason}") from None
+
+
+def pairs(mod: Mod, sq: int, sk: int, what: str, b: int = 0, h: int = 0) -> torch.Tensor:
+    """What a student's mask_mod says: (Sq, Sk) bool."""
+    if not callable(mod):
+        raise AssertionError(
+            f"{what} should be a mask_mod, a function of (b, h, q, k), and is a {type(mod).__name__}: "
+            "is a return missing?"
+        )
+    return _students(dense_mask, what, mod, sq, sk, b=b, h=h)
+
+
+def indices(sq: int, sk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index tensors (Sq, 1) and (1, Sk) that broadcast to all pairs."""
+    return torch.arange(sq)[:, None], torch.arange(sk)[None, :]
+
+
+def expect_mask(
+    mod: Mod,
+    wanted: torch.Tensor,
+    what: str,
+    mistakes: Mapping[str, torch.Tensor] | None = None,
+    b: int = 0,
+    h: int = 0,
+) -> None:
+    """Assert that a mask_mod lets exactly the pairs of `wanted` (Sq, Sk) through.
+
+    Args:
+        mistakes: {hint: the mask that somebody gets who makes this mistake}
+    """
+    sq, sk = wanted.shape
+    got = pairs(mod, sq, sk, what, b, h)
+    if torch.equal(got, wanted):
+        return
+    hint = next(
+        (
+            f" {hint}"
+            for hint, mask in (mistakes or {}).items()
+            if torch.equal(got, mask.expand(sq, sk)) and not torch.equal(wanted, mask.expand(sq, sk))
+        ),
+        "",
+    )
+    extra, missing = got & ~wanted, wanted & ~got
+    found = []
+    for name, wrong in (("lets through", extra), ("hides", missing)):
+        if wrong.any():
+            q, k = wrong.nonzero()[0].tolist()
+            found.append(f"{name} {int(wrong.sum())} pairs it should not, such as query {q}, key {k}")
+    raise AssertionError(f"{what} over {sq} queries and {sk} keys {' and '.join(found)}.{hint}")
+
+
+def expect_program(mod: Mod, most: int, what: str, sq: int = 8, sk: int = 8) -> None:
+    """Assert that a mod touches no tensor of more than `most` elements for one pair: no tensor of pairs."""
+    arguments = [torch.tensor(0), torch.tensor(0), torch.tensor(sq - 1), torch.tensor(sk - 1)]
+    with SizeWatch() as watch:
+        _students(mod, what, *arguments)
+    # FlexAttention asks for all sequences and heads at once as well: no index is a number that Python can look at.
+    _students(torch.vmap(mod), what, *(x.expand(2) for x in arguments))
+    name, size = max(watch.largest.items(), key=lambda item: item[1], default=("", 0))
+    if size > most:
+        raise AssertionError(
+            f"{what} touches a tensor of {size} elements (in {name}) to decide about one pair. It is a program: "
+            f"it may read tensors with one number a token, {most} elements at most here, and no tensor of pairs."
+        )
+
+
+def attend_densely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Attention in float64 under a mask that broadcasts to (B, H, S, L); a query without keys gets zeros."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = q.double() @ k.mT / math.sqrt(q.shape[-1])
+    weights = torch.softmax(scores.masked_fill(~mask, -math.inf), dim=-1).nan_to_num(0.0)
+    return (weights @ v).to(q.dtype)
+
+
+def expect_scores(
+    mod: Mod, wanted: torch.Tensor, scores: torch.Tensor, what: str, mistakes: Mapping[str, torch.Tensor] | None = None,
+    b: int = 0, h: int = 0,
+) -> None:  # fmt: skip
+    """Assert that a score_mod turns scores (Sq, Sk) of sequence b and head h into `wanted`."""
+    if not callable(mod):
+        raise AssertionError(
+            f"{what} should be a score_mod, a function of (score, b, h, q, k), and is a "
+            f"{type(mod).__name__}: is a return missing?"
+        )
+    got = _students(modified, what, mod, scores, b, h)
+    rough = 1e-4 if scores.dtype.itemsize >= 4 else 3e-2  # a 16-bit result may round before or after an addition
+    tolerance = {"rtol": rough, "atol": rough}
+    hint = ""
+    for told, mask in (mistakes or {}).items():
+        if isinstance(got, torch.Tensor) and got.shape == mask.shape and not torch.allclose(mask, wanted, **tolerance):
+            hint = hint or (told if torch.allclose(got.to(mask.dtype), mask, **tolerance) else "")
+    expect_close(got, wanted, **tolerance, what=what, hint=hint)
+
+
+def recording():
+    """(attend, calls): attend(q, k, v, mask_mod) in float64, that notes the shapes and mask_mods it is called with."""
+    calls: list[tuple[tuple[int, ...], Mod]] = []
+
+    def attend(q, k, v, mask_mod):
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, torch.Tensor) or x.dim() != 4:
+                raise AssertionError(
+                    f"attend takes tensors (B, H, S, D), and got {name} of shape {tuple(getattr(x, 'shape', ()))}."
+                )
+        calls.append((tuple(q.shape), mask_mod))
+        if not q.numel():
+            return q
+        batches = [
+            pairs(mask_mod, q.shape[2], k.shape[2], "the mask_mod that attend got", b=b) for b in range(q.shape[0])
+        ]
+        return attend_densely(q, k, v, torch.stack(batches)[:, None])
+
+    return attend, calls

@@ -1,0 +1,104 @@
+"""Part 1: attention under a mask held as data, and what that costs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from instructor.checks.lab1.common import (
+    DTYPES,
+    Draw,
+    dtype_name,
+    expect_counts,
+    expect_unchanged,
+)
+from instructor.checks.lab2_flexattention.common import attend_densely
+from utils.checking import check, expect_close, forbid, watch_operations
+
+FUSED = (
+    r"_?scaled_dot_product_\w+",
+    r"_(?:flash|efficient|cudnn)_attention\w*",
+    r"\w*multi_head_attention\w*",
+    r"flex_attention\w*",
+)
+
+
+def _hint(got, q, k, v, mask) -> str:
+    """Name the mistake if the result is a well-known wrong one."""
+    if not isinstance(got, torch.Tensor) or got.shape != q.shape:
+        return ""
+    right = attend_densely(q, k, v, mask)
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    softmax = torch.softmax(scores, dim=-1)
+    wrong = {
+        "Divide the scores by sqrt(D).": attend_densely(q * math.sqrt(q.shape[-1]), k, v, mask),
+        "The scores are divided by sqrt(D), not by D.": attend_densely(q / math.sqrt(q.shape[-1]), k, v, mask),
+        "The mask is ignored.": softmax @ v,
+        "The mask is upside down: True means that the query sees the key.": attend_densely(q, k, v, ~mask),
+        "The weights a query has left must add up to 1: mask the scores before the softmax, not the weights after it.":
+            (softmax * mask) @ v,
+        "A masked score is -inf, not 0: e^0 is 1.": torch.softmax(scores * mask, dim=-1) @ v,
+        "True and False are added to the scores as 1 and 0.": torch.softmax(scores + mask, dim=-1) @ v,
+    }  # fmt: skip
+    for hint, answer in wrong.items():
+        if torch.allclose(got, answer, 1e-3, 1e-4) and not torch.allclose(right, answer, 1e-3, 1e-4):
+            return hint
+    return ""
+
+
+@check("1.1", "Attention under a mask")
+def masked_attention(masked_attention, seed=None):
+    """softmax(q k^T / sqrt(D) where mask) v, not fused."""
+    draw = Draw(seed)
+    q, k, v = (draw.normal(1, 2, 5, 8) for _ in range(3))
+    with watch_operations() as watch:
+        masked_attention(q, k, v, torch.ones(5, 5, dtype=torch.bool))
+    forbid(watch, FUSED, hint="write product, mask, softmax, product yourself")
+    for dtype, rtol, atol in ((torch.float32, 1e-4, 1e-5), (torch.float64, 1e-9, 1e-10)):
+        b, h, s, length, d = draw.sizes(5, 2, 20)
+        q, k, v = draw.normal(b, h, s, d, dtype=dtype), *(draw.normal(b, h, length, d, dtype=dtype) for _ in range(2))
+        mask = draw.normal(s, length) > 0
+        mask[:, 0] = True
+        copies = [x.clone() for x in (q, k, v, mask)]
+        got = masked_attention(q, k, v, mask)
+        what = f"masked_attention of ({b}, {h}, {s}, {d}) over {length} keys in {dtype_name(dtype)}"
+        expect_unchanged(copies, (q, k, v, mask), what)
+        expect_close(
+            got, attend_densely(q, k, v, mask), rtol=rtol, atol=atol, what=what, hint=_hint(got, q, k, v, mask)
+        )
+    mask[draw.size(0, s - 1)] = False
+    got = masked_attention(q, k, v, mask)
+    expect_close(
+        got,
+        attend_densely(q, k, v, mask),
+        rtol=rtol,
+        atol=atol,
+        what="masked_attention with a query that sees no key",
+        hint="The softmax of nothing is 0 divided by 0: such a query gets zeros.",
+    )
+
+
+@check("1.2", "Costs of a mask")
+def mask_costs(mask_costs, seed=None):
+    """(density, wasted FLOPs, mask bytes)."""
+    draw = Draw(seed)
+    for dtype in DTYPES[:3]:
+        s, length, batch, heads, head_dim = draw.sizes(5, 9, 40)  # none is the size of a dtype
+        mask = draw.normal(s, length) > 0.5
+        seen, total, size = int(mask.sum()), s * length, dtype.itemsize
+        lost, many = total - seen, batch * heads
+        expected = seen / total, 4 * head_dim * many * lost, many * total * size
+        expect_counts(
+            mask_costs(mask, batch, heads, head_dim, dtype), expected, ("density", "FLOPs", "bytes"),
+            f"mask_costs of ({s}, {length}), batch {batch}, {heads} heads, D {head_dim}, {dtype_name(dtype)}",
+            {
+                "This is the masked share.": (lost / total, 4 * head_dim * many * seen, many * seen * size),
+                "A multiply-add is two FLOPs.": (math.nan, 2 * head_dim * many * lost, math.nan),
+                "Each head of each sequence computes its own pairs.": (math.nan, 4 * head_dim * lost, total * size),
+                "Each sequence of the batch counts.": (math.nan, 4 * head_dim * heads * lost, heads * total * size),
+                "Both products count, 2 D FLOPs a pair each.": (math.nan, 2 * head_dim * many * lost, math.nan),
+                "A truth value takes one byte; numbers of the dtype are read.": (math.nan, math.nan, many * total),
+                "These are all FLOPs, not the wasted ones.": (math.nan, 4 * head_dim * many * total, math.nan),
+            },
+        )  # fmt: skip

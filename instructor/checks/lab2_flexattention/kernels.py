@@ -1,0 +1,185 @@
+"""Parts 5 and 6: a prepared call, and buckets that keep it compiled."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from instructor.checks.lab1.common import Draw
+from instructor.checks.lab2_flexattention.common import attend_densely, indices, recording
+from utils.checking import check, expect_close
+from utils.kernels.attention.flex_dense import flex_reference
+from utils.kernels.attention.flex_paths import compiled_versions, own_copy
+
+_SIGNATURE = inspect.signature(flex_attention)
+
+
+class _Attention:
+    """Stands for compiled FlexAttention: takes its arguments, notes them, and computes pair by pair."""
+
+    def __init__(self):
+        self.calls: list[dict] = []
+
+    def __call__(self, *args, **kwargs):
+        given = _SIGNATURE.bind(*args, **kwargs).arguments
+        self.calls.append(given)
+        q, k, v = (given[name] for name in ("query", "key", "value"))
+        if q.shape[1] != k.shape[1] and not given.get("enable_gqa"):
+            raise ValueError(f"{q.shape[1]} query heads and {k.shape[1]} key-value heads need enable_gqa=True.")
+        block_mask = given.get("block_mask")
+        return flex_reference(
+            q, k, v, None if block_mask is None else block_mask.mask_mod, given.get("score_mod"), given.get("scale")
+        ).to(q.dtype)
+
+
+@check("5.1", "Prepare once")
+def prepare_flex(prepare_flex, seed=None):
+    """One block mask, shared, built before the first call; modifier, block size and GQA passed on."""
+    draw = Draw(seed)
+    length, block, cpu = 16 * draw.size(3, 5), 16, torch.device("cpu")
+    asked = [0]
+    near = draw.size(10, 40)
+
+    def mod(b, h, q, k):
+        asked[0] += 1
+        return (k <= q) & (q - k < near)
+
+    def bias(score, b, h, q, k):
+        return score - 0.1 * (q - k) * (h + 1)
+
+    query, key = indices(length, length)
+    mask = (key <= query) & (query - key < near)
+    attention = _Attention()
+    attend = prepare_flex(attention, mod, bias, length, cpu, block)
+    if not callable(attend):
+        raise AssertionError(
+            f"prepare_flex should return a function attend(q, k, v), and returns a {type(attend).__name__}."
+        )
+    if attention.calls:
+        raise AssertionError("prepare_flex already calls attention; that is what attend is for.")
+    if not asked[0]:
+        raise AssertionError(
+            "prepare_flex does not build the block mask: the mask_mod was not asked before the first call."
+        )
+    for kv_heads in (4, 2):
+        q = draw.normal(2, 4, length, 16)
+        k, v = draw.normal(2, kv_heads, length, 16), draw.normal(2, kv_heads, length, 16)
+        try:
+            got = attend(q, k, v)
+        except ValueError as error:
+            if "enable_gqa" in str(error):
+                raise AssertionError(
+                    "attend fails with 4 query heads and 2 key-value heads: pass enable_gqa."
+                ) from None
+            raise
+        arguments = attention.calls[-1] if attention.calls else {}
+        if not arguments:
+            raise AssertionError("attend(q, k, v) does not call attention.")
+        block_mask = arguments.get("block_mask")
+        if not isinstance(block_mask, BlockMask):
+            raise AssertionError("attend calls attention without a block_mask: every block would be computed.")
+        if block_mask.kv_num_blocks.shape[:2] != (1, 1):
+            raise AssertionError(
+                f"the block mask has tables for {tuple(block_mask.kv_num_blocks.shape[:2])} sequences and "
+                "heads; the mask is the same for all: B=None, H=None."
+            )
+        if tuple(block_mask.BLOCK_SIZE) != (block, block):
+            raise AssertionError(
+                f"block_size is {block}, and the block mask has blocks of {tuple(block_mask.BLOCK_SIZE)}."
+            )
+        if arguments.get("score_mod") is None:
+            raise AssertionError("attend calls attention without the score_mod.")
+        group = 4 // kv_heads
+        scores_bias = -0.1 * (query - key) * (torch.arange(4)[:, None, None] + 1)
+        keys, values = (x.double().repeat_interleave(group, 1) for x in (k, v))
+        scores = q.double() @ keys.mT / 4 + scores_bias
+        weights = torch.softmax(scores.masked_fill(~mask, -torch.inf), -1)
+        expect_close(got, (weights @ values).float(), rtol=1e-3, atol=1e-4, what=f"attend with 4 heads over {kv_heads}")
+    if attention.calls[0]["block_mask"] is not attention.calls[1]["block_mask"]:
+        raise AssertionError(
+            "every call of attend has another block mask. Build it once, in prepare_flex, and keep it."
+        )
+    unmasked = _Attention()
+    attend = prepare_flex(unmasked, None, None, length, cpu)
+    q, k, v = (draw.normal(1, 2, length, 16) for _ in range(3))
+    got = attend(q, k, v)
+    expect_close(
+        got,
+        attend_densely(q, k, v, torch.ones(1, 1, dtype=torch.bool)),
+        rtol=1e-3,
+        atol=1e-4,
+        what="attend without a mask_mod",
+    )
+
+
+def _compiles_of(mods: list, size: int) -> int:
+    """How many kernels torch.compile makes of these masks; a back end that compiles nothing keeps it quick."""
+
+    def ask(mod, q, k):
+        return mod(0 * q, 0 * q, q, k)
+
+    ask = own_copy(ask)
+    compiled = torch.compile(ask, backend=lambda graph, _: graph.forward, dynamic=False)
+    q, k = indices(size, size)
+    for mod in mods:
+        compiled(mod, q, k)
+    return compiled_versions(ask)
+
+
+@check("6.1", "Buckets")
+def buckets(bucketed_attention, seed=None):
+    """Padding to the smallest bucket, hidden by a mask that does not recompile."""
+    draw = Draw(seed)
+    sizes = sorted(draw.sizes(3, 12, 30))
+    shuffled = [sizes[1], sizes[2], sizes[0]]
+    mods = []
+    for tokens in (sizes[0] - 3, sizes[0] - 1, sizes[1], sizes[2] - 1):
+        attend, calls = recording()
+        q, k, v = (draw.normal(2, 2, tokens, 4) for _ in range(3))
+        k = k - 1.0  # scores that padding would stand out from
+        got = bucketed_attention(attend, q, k, v, list(shuffled))
+        if len(calls) != 1:
+            raise AssertionError(f"attend should be called once, and was called {len(calls)} times.")
+        (shape, mod), bucket = calls[0], min(size for size in sizes if size >= tokens)
+        if shape[2] != bucket:
+            raise AssertionError(
+                f"{tokens} tokens and buckets of {shuffled}: attend got {shape[2]} tokens, and the smallest "
+                f"bucket that holds them is {bucket}."
+            )
+        hint = ""
+        if isinstance(got, torch.Tensor) and got.shape == q.shape:
+            unmasked = torch.nn.functional.pad
+            wide = [unmasked(x, (0, 0, 0, bucket - tokens)) for x in (q, k, v)]
+            leaky = attend_densely(*wide, torch.ones(1, 1, dtype=torch.bool))[:, :, :tokens]
+            past = attend_densely(q, k, v, torch.ones(tokens, tokens, dtype=torch.bool).tril())
+            for told, wrong in (("Padded keys take part in the softmax: hide them.", leaky),
+                                ("Attention is not causal here.", past)):  # fmt: skip
+                hint = hint or (told if torch.allclose(got, wrong, 1e-4, 1e-5) else "")
+        expect_close(
+            got,
+            attend_densely(q, k, v, torch.ones(1, 1, dtype=torch.bool)),
+            rtol=1e-4,
+            atol=1e-5,
+            what=f"{tokens} tokens in a bucket of {bucket}",
+            hint=hint,
+        )
+        mods.append(mod)
+    q = draw.normal(1, 1, sizes[2] + 1, 4)
+    attend, calls = recording()
+    try:
+        bucketed_attention(attend, q, q, q, shuffled)
+    except ValueError as error:
+        if calls:
+            raise AssertionError(
+                "a text that no bucket holds should raise a ValueError before attend is called."
+            ) from error
+    else:
+        raise AssertionError(f"{sizes[2] + 1} tokens and buckets of {shuffled} should raise a ValueError.")
+    count = _compiles_of(mods[:2], sizes[0])
+    if count > 1:
+        raise AssertionError(
+            f"the masks of two texts in the same bucket need {count} kernels. Their lengths are Python "
+            "numbers, and became constants. Capture a tensor: torch.tensor(...)."
+        )

@@ -1,0 +1,121 @@
+"""Part 7: the layout of a batch, its mask and its blocks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from instructor.checks.lab1.common import Draw
+from instructor.checks.lab2_flexattention.common import expect_mask, expect_program, pairs
+from utils.checking import check
+from utils.kernels.attention.sparsity import sparsity
+
+SLACK = 1.15  # times the blocks of a layout by conversation and position, instructions first or last
+
+
+def _arrivals(draw: Draw, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(conversation, position) of conversations of these lengths, in a drawn order of arrival."""
+    conversation = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    conversation = conversation[torch.randperm(len(conversation), generator=draw.generator)]
+    position = torch.zeros_like(conversation)
+    for number, length in enumerate(lengths):
+        position[conversation == number] = torch.arange(length)
+    return conversation, position
+
+
+def _wanted(conversation, position, window) -> dict[str, torch.Tensor]:
+    """The mask between tokens as they arrive under "", and what people get who slip, by hint."""
+    q, k = (lambda x: x[:, None]), (lambda x: x[None, :])
+    same, past = q(conversation) == k(conversation), k(position) <= q(position)
+    near, of_instructions, to_them = (
+        q(position) - k(position) < window, q(conversation) == 0, k(conversation) == 0,
+    )  # fmt: skip
+    right = (same & past & (near | of_instructions)) | (to_them & ~of_instructions)
+    return {
+        "": right,
+        "Instructions have no window: they see all instructions at or before their own position.":
+            (same & past & near) | (to_them & ~of_instructions),
+        "The instructions are missing: every token of every conversation sees them.":
+            same & past & (near | of_instructions),
+        "Instructions see each other in the order of their positions only.":
+            (same & past & (near | of_instructions)) | to_them.expand_as(right),
+        "There is a window within a conversation.": (same & past) | (to_them & ~of_instructions),
+        "The window is one position too wide.":
+            (same & past & ((q(position) - k(position) <= window) | of_instructions)) | (to_them & ~of_instructions),
+        "Positions of instructions are their own: a conversation sees all of them, whatever its position.":
+            (same & past & (near | of_instructions)) | (to_them & past),
+        "Within a conversation, later positions are hidden.":
+            (same & (near | of_instructions)) | (to_them & ~of_instructions),
+    }  # fmt: skip
+
+
+def _order(order, size: int) -> torch.Tensor:
+    if not isinstance(order, torch.Tensor) or order.is_floating_point() or order.shape != (size,):
+        raise AssertionError(
+            f"order should be a tensor ({size},) of integers, and is "
+            f"{tuple(order.shape) if isinstance(order, torch.Tensor) else type(order).__name__}."
+        )
+    if not torch.equal(order.sort().values, torch.arange(size)):
+        raise AssertionError(f"order should hold each of 0 ... {size - 1} once: it is a permutation of the tokens.")
+    return order
+
+
+def _laid_out(lay_out, conversation, position, window):
+    result = lay_out(conversation.clone(), position.clone(), window)
+    if not isinstance(result, tuple) or len(result) != 2 or not callable(result[1]):
+        raise AssertionError("lay_out should return (order, mask_mod).")
+    return _order(result[0], len(conversation)), result[1]
+
+
+@check("7.1", "The mask of the layout")
+def layout_mask(lay_out, seed=None):
+    """Every pair of rows, for drawn conversations in a drawn order of arrival."""
+    draw = Draw(seed)
+    for _ in range(2):
+        lengths = draw.sizes(4, 6, 20)
+        conversation, position = _arrivals(draw, lengths)
+        window, size = draw.size(3, 5), sum(lengths)
+        order, mod = _laid_out(lay_out, conversation, position, window)
+        masks = {hint: mask[order][:, order] for hint, mask in _wanted(conversation, position, window).items()}
+        right = masks.pop("")
+        by_token = _wanted(conversation, position, window)[""]
+        if not torch.equal(by_token, right):
+            masks["This is the mask between tokens as they arrived: rows are in the new order."] = by_token
+        expect_mask(mod, right, f"the mask of conversations of {lengths} tokens, window {window},", masks)
+        expect_program(mod, 2 * size, "the mask_mod of lay_out", size, size)
+
+
+@check("7.1", "The blocks of the layout")
+def layout_blocks(lay_out, seed=None):
+    """Blocks left to compute, against those of the layout by conversation and position; the mask must be right."""
+    draw = Draw(seed)
+    for block, window in ((16, 1000), (16, 20)):
+        lengths = draw.sizes(8, 24, 60)
+        conversation, position = _arrivals(draw, lengths)
+        order, mod = _laid_out(lay_out, conversation, position, window)
+        size = sum(lengths)
+        wanted = _wanted(conversation, position, window)[""]
+        got = pairs(mod, size, size, "the mask_mod of lay_out")
+        lost = int((wanted[order][:, order] & ~got).sum())
+        if lost:
+            raise AssertionError(f"blocks count only if every pair that is wanted is there; {lost} pairs are hidden.")
+        enough = []
+        for number in (conversation, torch.where(conversation == 0, len(lengths), conversation)):
+            by_owner = torch.argsort(number * size + position)
+            enough.append(_computed(wanted[by_owner][:, by_owner], block))
+        mine = _computed(got, block)
+        arrival = _computed(wanted, block)
+        if mine > SLACK * max(enough):
+            hint = "Tokens that see each other should be neighbours, so that the rest of the row is empty blocks."
+            if mine < 0.8 * arrival:
+                hint = "It is a good start. Are tokens of one conversation in the order of their positions?"
+            raise AssertionError(
+                f"your layout leaves {mine} of {math.ceil(size / block) ** 2} blocks of {block} x {block} to "
+                f"compute (order of arrival: {arrival}); {min(enough)} are enough. {hint}"
+            )
+
+
+def _computed(mask: torch.Tensor, block: int) -> int:
+    found = sparsity(lambda b, h, q, k: mask[q, k], *mask.shape, block_size=block)
+    return found.full + found.partial

@@ -1,0 +1,115 @@
+"""Part 8, bonus: decode, pages, ragged batches."""
+
+from __future__ import annotations
+
+import torch
+
+from instructor.checks.lab1.common import Draw
+from instructor.checks.lab2_flexattention.common import attend_densely, expect_mask, expect_program, indices, recording
+from utils.checking import check, expect_close
+
+
+def _window(width: int):
+    """Causal, in sequence b the last width + b keys."""
+
+    def mask_mod(b, h, q, k):
+        return (k <= q) & (q - k < width + b + h)
+
+    return mask_mod
+
+
+@check("Bonus 8.1", "Decode")
+def at_positions(at_positions, seed=None):
+    """Queries that start at a position of their own in each sequence."""
+    draw = Draw(seed)
+    sk, sq = draw.size(20, 30), draw.size(2, 4)
+    starts = draw.sizes(3, 1, sk - sq)
+    positions = torch.tensor(starts)
+    width = draw.size(4, 7)
+    mod = at_positions(_window(width), positions)
+    q, k = indices(sq, sk)
+
+    def moved(start, extra=0):
+        return (k <= q + start) & (q + start - k < width + extra)
+
+    for b, start in enumerate(starts):
+        for h in (0, 1):
+            expect_mask(mod, moved(start, b + h), f"at_positions of {starts}, sequence {b}, head {h},", {
+                "The queries are not moved.": moved(0, b + h),
+                "Each sequence has a position of its own: positions[b].": moved(starts[0], b + h),
+                "The queries move, not the keys.": (k + start <= q) & (q - k - start < width + b + h),
+                "Query q stands at positions[b] + q.": (k <= start) & (start - k < width + b + h) & (q >= 0),
+                "Pass b and h on to the mask as they are.": moved(start),
+            }, b, h)  # fmt: skip
+    expect_program(mod, 16, "at_positions", sq, sk)
+
+
+@check("Bonus 8.2", "Pages")
+def paged_mask(paged_mask, seed=None):
+    """A pool of pages in a drawn order, with free ones."""
+    draw = Draw(seed)
+    page_size, sequences = draw.size(2, 5), 3
+    pages = [(b, n) for b in range(sequences) for n in range(draw.size(2, 4))]
+    pages += [(-1, draw.size(0, 2)) for _ in range(2)]
+    pages = [pages[i] for i in torch.randperm(len(pages), generator=draw.generator).tolist()]
+    owner, number = (torch.tensor(column) for column in zip(*pages, strict=True))
+    width = draw.size(3, 6)
+    mod = paged_mask(_window(width), owner, number, page_size)
+    sq = 4 * page_size
+    q, k = indices(sq, len(pages) * page_size)
+    page, inside = k // page_size, k % page_size
+    place = number[page] * page_size + inside
+
+    def seen(at, extra):
+        return (at <= q) & (q - at < width + extra)
+
+    for b in range(sequences):
+        for h in (0, 1):
+            mine, extra = owner[page] == b, b + h
+            expect_mask(mod, mine & seen(place, extra), f"paged_mask, pages of {page_size}, sequence {b}, head {h},", {
+                "Pages of other sequences are visible: look at the owner.": seen(place, extra),
+                "The key's position is not its place in the pool.": mine & seen(k, extra),
+                "The place inside of the page is missing: k % page_size.": mine & seen(number[page] * page_size, extra),
+                "A page holds page_size positions: multiply its number.": mine & seen(number[page] + inside, extra),
+                "number[p] counts in the sequence, p in the pool.": mine & seen(page * page_size + inside, extra),
+                "The mask itself is missing.": mine.expand(sq, k.shape[1]),
+                "Pass b and h on to the mask as they are.": mine & seen(place, 0),
+            }, b, h)  # fmt: skip
+    expect_program(mod, max(16, len(pages) * page_size), "paged_mask", sq, len(pages) * page_size)
+
+
+@check("Bonus 8.3", "A ragged batch")
+def ragged_attention(ragged_attention, seed=None):
+    """Texts of different lengths in one call, each by itself, causal."""
+    draw = Draw(seed)
+    sizes = [*draw.sizes(3, 2, 12), 0, draw.size(2, 6)]
+    texts = [tuple(draw.normal(2, size, 8) for _ in range(3)) for size in sizes]
+    attend, calls = recording()
+    got = ragged_attention(attend, texts)
+    if len(calls) != 1:
+        raise AssertionError(f"attend should be called once for all texts, and was called {len(calls)} times.")
+    shape, mod = calls[0]
+    if shape[2] != sum(sizes):
+        raise AssertionError(
+            f"texts of {sizes} tokens make one row of {sum(sizes)}; attend got tensors of shape {shape}. "
+            "No padding: put them end to end."
+        )
+    if not isinstance(got, list | tuple) or len(got) != len(texts):
+        raise AssertionError(
+            f"expected a list of {len(texts)} results, got {type(got).__name__}"
+            + (f" of {len(got)}." if isinstance(got, list | tuple) else ".")
+        )
+    for i, (q, k, v) in enumerate(texts):
+        size = sizes[i]
+        everything = torch.ones(size, size, dtype=torch.bool)
+        right = attend_densely(q[None], k[None], v[None], everything.tril())[0]
+        hint = ""
+        if isinstance(got[i], torch.Tensor) and got[i].shape == right.shape and size > 1:
+            both_ways = attend_densely(q[None], k[None], v[None], everything)[0]
+            hint = (
+                "Each text is causal."
+                if torch.allclose(got[i], both_ways, 1e-4, 1e-5)
+                else "Does it look at other texts?"
+            )
+        expect_close(got[i], right, rtol=1e-4, atol=1e-5, what=f"text {i} of lengths {sizes}", hint=hint)
+    expect_program(mod, 2 * sum(sizes), "the mask_mod of ragged_attention", sum(sizes), sum(sizes))

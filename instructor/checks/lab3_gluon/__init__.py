@@ -1,0 +1,24 @@
+"""Hidden checks of lab 3: each takes the text of a student's file, or functions, and returns a Verdict.
+
+Kernels are simulated, so the verdict is the same with and without a GPU. `seed=None` draws fresh inputs at each call.
+"""
+
+from instructor.checks.lab3_gluon.attention import attention_causal, overlap, softmax, specialized
+from instructor.checks.lab3_gluon.machine import bytes_in_flight, owner, tile_budget, tile_cycles
+from instructor.checks.lab3_gluon.pipelines import async_copy, repairs, tma_ring, transpose, wgmma
+
+__all__ = [
+    "async_copy",
+    "attention_causal",
+    "bytes_in_flight",
+    "overlap",
+    "owner",
+    "repairs",
+    "softmax",
+    "specialized",
+    "tile_budget",
+    "tile_cycles",
+    "tma_ring",
+    "transpose",
+    "wgmma",
+]

@@ -1,0 +1,103 @@
+"""Parts 1 and 2: what a tile costs, what it needs, who holds which element."""
+
+from __future__ import annotations
+
+from instructor.checks.lab1.common import Draw, expect_counts, expect_value
+from utils.checking import check
+
+TENSOR, SPECIAL, MEMORY = 4096, 16, 20  # a cycle of one SM: bf16 FLOPs, exponentials, bytes from memory
+
+
+@check("1.1", "What a tile costs")
+def tile_cycles(tile_cycles, seed=None):
+    """Cycles of one block of keys on the tensor cores, the special function units and the way from memory."""
+    draw = Draw(seed)
+    for _ in range(3):
+        rows, keys, d = 64 * draw.size(1, 4), 32 * draw.size(1, 6), draw.choice((64, 96, 128, 256))
+        right = (4 * rows * keys * d / TENSOR, rows * keys / SPECIAL, 4 * keys * d / MEMORY)
+        mistakes = {
+            "Count both products, Q Kᵀ and P V, and two FLOPs for each multiply-accumulate.":
+                (right[0] / 2, right[1], right[2]),
+            "One SM takes 16 exponentials a cycle, four for each of its four quarters.":
+                (right[0], 4 * right[1], 2 * right[2]),
+            "Load K and V, two bytes an element; Q is loaded once, not for each block.":
+                (right[0], right[1], right[2] / 2),
+            "Q is loaded once, before the loop.": (right[0], right[1], right[2] + 2 * rows * d / MEMORY),
+        }
+        what = f"tile_cycles({rows}, {keys}, {d})"
+        expect_counts(tile_cycles(rows, keys, d), right, ("cycles",) * 3, what, mistakes)
+
+
+@check("1.1", "What a tile needs")
+def tile_budget(shared_bytes, registers_per_thread, seed=None):
+    """Shared memory of a block, and registers of a consumer thread for scores and output."""
+    draw = Draw(seed)
+    for _ in range(3):
+        consumers, keys, d, stages = draw.size(1, 3), 32 * draw.size(1, 6), draw.choice((64, 128, 256)), draw.size(1, 4)
+        q, ring = 64 * consumers * d * 2, 2 * stages * keys * d * 2
+        expect_value(shared_bytes(consumers, keys, d, stages), q + ring, "bytes",
+                     f"shared_bytes({consumers}, {keys}, {d}, {stages})",
+                     {"K and V need a ring each.": q + ring // 2, "An element of bf16 takes two bytes.": 2 * (q + ring),
+                      "Each consumer has 64 rows of Q of its own.": 64 * d * 2 + ring})
+        scores, output = 64 * keys / 128, 64 * d / 128
+        expect_value(registers_per_thread(keys, d), scores + output, "registers", f"registers_per_thread({keys}, {d})",
+                     {"The output (64 × D) lies in registers, too.": scores,
+                      "A warpgroup is four warps: 128 threads share the tile.": 4 * (scores + output),
+                      "Accumulators are fp32: an element takes a whole register.": (scores + output) / 2})
+
+
+@check("Bonus 1.3", "Bytes in flight")
+def bytes_in_flight(bytes_in_flight, slots_needed, seed=None):
+    """Little's law, and how many ring slots it takes."""
+    draw = Draw(seed)
+    for _ in range(4):
+        terabytes, latency, sms = draw.real(1, 8), draw.real(300, 1200), draw.size(60, 200)
+        right = terabytes * 1e12 * latency * 1e-9 / sms
+        expect_value(bytes_in_flight(terabytes, latency, sms), right, "bytes", "bytes_in_flight",
+                     {"That is the whole chip: divide by the number of SMs.": right * sms})
+        slot = draw.choice((4096, 8192, 16384, 32768))
+        expect_value(slots_needed(terabytes, latency, sms, slot), max(1, -(-right // slot)), "slots", "slots_needed",
+                     {"Half a slot cannot be ordered: round up.": right // slot})
+
+
+@check("2.1", "Who holds an element")
+def owner(owner, seed=None):
+    """(warp, lane, register) of elements in blocked layouts, against Triton's own layout algebra."""
+    from triton.experimental.gluon import language as gl
+
+    from utils.gluon_cpu.layouts import elements_of
+
+    draw = Draw(seed)
+    powers = {2: ((1, 2), (2, 1)), 4: ((1, 4), (2, 2), (4, 1)), 8: ((1, 8), (2, 4), (4, 2), (8, 1)),
+              32: ((1, 32), (2, 16), (4, 8), (8, 4), (16, 2), (32, 1))}
+    for order in ((1, 0), (0, 1)):
+        size, threads = draw.choice(powers[draw.choice((2, 4, 8))]), draw.choice(powers[32])
+        warps = draw.choice(powers[draw.choice((2, 4))])
+        tile = [size[i] * threads[i] * warps[i] for i in range(2)]
+        shape = (tile[0] * draw.choice((1, 2)), tile[1] * draw.choice((1, 2)))
+        layout = gl.BlockedLayout(list(size), list(threads), list(warps), list(order))
+        held = elements_of(layout, shape, warps[0] * warps[1])  # (registers, lanes, warps)
+        for _ in range(12):
+            r, t, w = draw.size(0, held.shape[0] - 1), draw.size(0, 31), draw.size(0, held.shape[2] - 1)
+            row, column = divmod(int(held[r, t, w]), shape[1])
+            what = f"owner({row}, {column}, {shape}, {size}, {threads}, {warps}, {order})"
+            got = owner(row, column, shape, size, threads, warps, order)
+            swapped = {"`order` names the fastest dimension first: (1, 0) counts along columns first.":
+                       _owner(row, column, shape, size, threads, warps, order[::-1])}
+            expect_counts(got, (w, t, r), ("warp", "lane", "register"), what, swapped)
+
+
+def _owner(row, column, shape, size, threads, warps, order):
+    """The rule itself, for hints."""
+    def flat(at, extent):
+        fast, slow = order
+        return at[fast] + extent[fast] * at[slow]
+
+    at = (row, column)
+    inside = [at[i] % size[i] for i in (0, 1)]
+    lane = [at[i] // size[i] % threads[i] for i in (0, 1)]
+    warp = [at[i] // (size[i] * threads[i]) % warps[i] for i in (0, 1)]
+    tile = [size[i] * threads[i] * warps[i] for i in (0, 1)]
+    repeat = [at[i] // tile[i] for i in (0, 1)]
+    repeats = [shape[i] // tile[i] for i in (0, 1)]
+    return flat(warp, warps), flat(lane, threads), flat(inside, size) + size[0] * size[1] * flat(repeat, repeats)

@@ -1,0 +1,188 @@
+"""Parts 2 to 4: transpose, cp.async, the TMA ring, the repair of a broken one, the first wgmma."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from instructor.checks.lab1.common import Draw
+from utils.checking import check
+from utils.gluon_cpu.exercises import Launch, Tile, expect_kernel, simulated
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+# ---- 2.2 -----------------------------------------------------------------------------------------------------------
+
+
+def transpose_launch(m: int, n: int, draw: Draw) -> tuple[Launch, dict]:
+    x = draw.normal(m, n)
+    args = {"x_ptr": x, "y_ptr": torch.full((n, m), float("nan")), "m": m, "n": n, "x_stride": n, "y_stride": m}
+    return Launch("transpose", (cdiv(m, 32), cdiv(n, 32)), args, ("y_ptr",), file="lab3_transpose.py"), {"y_ptr": x.T}
+
+
+@check("2.2", "Transpose")
+def transpose(source: str, seed=None):
+    """Values at any size, and whole 32-byte sectors both ways."""
+    draw = Draw(seed)
+    for m, n in ((draw.size(1, 31), draw.size(33, 63)), (draw.size(65, 90), draw.size(1, 60))):
+        launch, expected = transpose_launch(m, n, draw)
+        expect_kernel(source, launch, expected, rtol=0, atol=0, hint=f"X is ({m}, {n}). Where is row i, column j in Y?")
+    launch, expected = transpose_launch(64, 32, draw)
+    run = expect_kernel(source, launch, expected, rtol=0, atol=0)
+    for kind in ("load", "store"):
+        events = [e for e in run.events if e.kind == kind and e.bytes]
+        touched, moved = sum(e.sectors for e in events), sum(e.bytes for e in events)
+        if 32 * touched > moved:
+            raise AssertionError(
+                f"the {kind} at line {events[0].line} moves {moved} bytes and touches {touched} sectors of 32 bytes; "
+                f"{moved // 32} would do. Neighbouring lanes should hold neighbours in memory: look at the layout's "
+                "order and at its threads a warp."
+            )
+    shape = (32, 32)
+    if any(e.bytes > 4 * shape[0] * shape[1] for e in run.events):
+        raise AssertionError("a program should load and store one tile of 32 x 32 elements.")
+
+
+# ---- 3.1 -----------------------------------------------------------------------------------------------------------
+
+
+def async_copy_launch(n: int, tile: int, tiles: int, stages: int, draw: Draw) -> tuple[Launch, dict]:
+    a, b = draw.normal(n), draw.normal(n)
+    args = {"a_ptr": a, "b_ptr": b, "c_ptr": torch.full((n,), float("nan")), "n": n, "TILE": tile, "TILES": tiles,
+            "STAGES": stages}
+    launch = Launch("add", (cdiv(n, tile * tiles),), args, ("c_ptr",), file="lab3_async_copy.py")
+    return launch, {"c_ptr": a + b}
+
+
+@check("3.1", "cp.async pipeline")
+def async_copy(source: str, seed=None):
+    """Values for every number of slots, and copies that overlap."""
+    draw, cycles = Draw(seed), {}
+    for stages in (2, 4, 1, 3):
+        tiles = draw.size(stages + 1, 7)
+        n = 128 * tiles + draw.size(1, 127)
+        launch, expected = async_copy_launch(n, 128, tiles, stages, draw)
+        expect_kernel(source, launch, expected, rtol=0, atol=0, seeds=(None, draw.size(1, 999)),
+                      hint="Which tile lies in which slot?")
+    for stages in (1, 3):
+        launch, expected = async_copy_launch(256 * 8, 256, 8, stages, draw)
+        cycles[stages] = expect_kernel(source, launch, expected, rtol=0, atol=0).cycles[0]
+    if cycles[3] > 0.6 * cycles[1]:
+        raise AssertionError(
+            f"three slots take {cycles[3]:.0f} model cycles, one slot {cycles[1]:.0f}: the copies wait for each other. "
+            "Order tile i + STAGES - 1 before you wait for tile i, and wait for no more groups than tile i needs."
+        )
+
+
+# ---- 3.2 -----------------------------------------------------------------------------------------------------------
+
+
+def tma_ring_launch(rows: int, columns: int, stages: int, dtype: torch.dtype, draw: Draw) -> tuple[Launch, dict]:
+    x = draw.normal(rows, columns, dtype=dtype)
+    args = {"x_desc": Tile(x, [16, 64]), "y_ptr": torch.full((rows,), float("nan")), "rows": rows, "columns": columns,
+            "STAGES": stages}
+    launch = Launch("sum_of_squares", (cdiv(rows, 16),), args, ("y_ptr",), file="lab3_tma_ring.py")
+    return launch, {"y_ptr": x.double().square().sum(1)}
+
+
+@check("3.2", "TMA ring")
+def tma_ring(source: str, seed=None):
+    """Values for every number of slots, fewer tiles than slots included, and copies that overlap."""
+    draw, cycles = Draw(seed), {}
+    for stages, columns in ((2, 64 * 5), (3, 8 * draw.size(9, 60)), (4, 64 + 8 * draw.size(0, 8)), (1, 64 * 3)):
+        launch, expected = tma_ring_launch(draw.size(17, 40), columns, stages, draw.choice(HALVES), draw)
+        run = expect_kernel(source, launch, expected, rtol=1e-4, atol=1e-3, seeds=(None, draw.size(1, 999)),
+                            hint=f"With {stages} slots and {cdiv(columns, 64)} tiles: is each tile added once?")
+        copies = [e for e in run.events if e.kind == "copy in" and e.unit == "TMA"]
+        if len(copies) != cdiv(columns, 64):
+            raise AssertionError(f"a program with {cdiv(columns, 64)} tiles orders {len(copies)} TMA copies: each tile "
+                                 "should come once, by tma_load.")
+    for stages in (1, 3):
+        launch, expected = tma_ring_launch(16, 64 * 8, stages, torch.float16, draw)
+        cycles[stages] = expect_kernel(source, launch, expected, rtol=1e-4, atol=1e-3).cycles[0]
+    if cycles[3] > 0.65 * cycles[1]:
+        raise AssertionError(
+            f"three slots take {cycles[3]:.0f} model cycles, one slot {cycles[1]:.0f}: the copies wait for each other. "
+            "Order STAGES tiles before the loop, and refill a slot as soon as its tile is in registers."
+        )
+
+
+# ---- bonus 3.4 -----------------------------------------------------------------------------------------------------
+
+
+def repair_launch(tiles: int, stages: int, draw: Draw) -> tuple[Launch, dict]:
+    x = draw.normal(16, 32 * tiles)
+    args = {"x_desc": Tile(x, [16, 32]), "y_desc": Tile(torch.full_like(x, float("nan")), [16, 32]), "tiles": tiles,
+            "factor": 2.5, "STAGES": stages}
+    return Launch("scale", (1,), args, ("y_desc",), file="lab3_broken.py"), {"y_desc": 2.5 * x}
+
+
+MOST_REPAIRS = 6
+
+
+def repaired(source: str, repairs: dict[str, str]) -> str:
+    """The broken file with its repairs; each key is a whole line of it, without the indentation."""
+    if not isinstance(repairs, dict) or not repairs:
+        raise AssertionError("repairs() should be a dict {wrong line: what should stand there}, and not empty.")
+    if len(repairs) > MOST_REPAIRS:
+        raise AssertionError(f"repairs changes {len(repairs)} lines; {MOST_REPAIRS} at most. Change what is wrong.")
+    lines = source.splitlines()
+    for wrong, right in repairs.items():
+        places = [i for i, line in enumerate(lines) if line.strip() == str(wrong).strip()]
+        if len(places) != 1:
+            raise AssertionError(f"`{wrong}` stands {len(places)} times in lab3_broken.py: copy one whole line of it.")
+        indent = lines[places[0]][: len(lines[places[0]]) - len(lines[places[0]].lstrip())]
+        lines[places[0]] = "\n".join(indent + line.strip() for line in str(right).splitlines()) or indent + "pass"
+    return "\n".join(lines) + "\n"
+
+
+@check("Bonus 3.4", "Repair")
+def repairs(source: str, repairs, seed=None):
+    """The repaired ring runs with any number of slots and tiles, whatever the times."""
+    draw = Draw(seed)
+    text = repaired(source, repairs())
+    for stages in (1, 2, 3):
+        launch, expected = repair_launch(draw.size(4, 7), stages, draw)
+        expect_kernel(text, launch, expected, rtol=0, atol=0, seeds=(None, *(draw.size(1, 9999) for _ in range(4))))
+    # A ring of three slots must still overlap its copies with the work on other slots.
+    launch, _ = repair_launch(8, 3, draw)
+    with_three = simulated(text, launch)[1].cycles[0]
+    with_one = simulated(text, replace(launch, args={**launch.args, "STAGES": 1}))[1].cycles[0]
+    if with_three > 0.8 * with_one:
+        raise AssertionError(f"it runs, but three slots take {with_three:.0f} model cycles and one {with_one:.0f}: "
+                             "a repair serialized the ring.")
+
+
+# ---- 4.1 -----------------------------------------------------------------------------------------------------------
+
+
+def wgmma_launch(m: int, n: int, k: int, block_n: int, dtype: torch.dtype, draw: Draw) -> tuple[Launch, dict]:
+    a, b = draw.normal(m, k, dtype=dtype), draw.normal(n, k, dtype=dtype)
+    c = torch.full((m, n), float("nan"), dtype=dtype)
+    args = {"a_desc": Tile(a, [64, 64]), "b_desc": Tile(b, [block_n, 64]), "c_desc": Tile(c, [64, block_n]),
+            "k_size": k}
+    launch = Launch("matmul", (cdiv(m, 64), cdiv(n, block_n)), args, ("c_desc",), file="lab3_wgmma.py")
+    return launch, {"c_desc": a.double() @ b.double().T}
+
+
+@check("4.1", "The first wgmma")
+def wgmma(source: str, seed=None):
+    """Values over sizes and dtypes; on the tensor cores, and out by TMA."""
+    draw = Draw(seed)
+    for block_n, dtype in ((64, torch.float16), (128, torch.bfloat16)):
+        m, n, k = draw.size(65, 120), 8 * draw.size(9, 24), 8 * draw.size(9, 40)
+        launch, expected = wgmma_launch(m, n, k, block_n, dtype, draw)
+        run = expect_kernel(source, launch, expected, rtol=2e-2, atol=2e-2, seeds=(None, draw.size(1, 999)),
+                            hint="C = A Bᵀ: is B turned, and is each step added to the accumulator?")
+        products = [e for e in run.events if e.kind == "wgmma"]
+        if len(products) != cdiv(k, 64):
+            raise AssertionError(f"{cdiv(k, 64)} steps along K, and {len(products)} products by wgmma: one a step is "
+                                 "right.")
+        if not any(e.kind == "copy out" for e in run.events):
+            raise AssertionError("C should leave by TMA: store it into c_tile, then tma_store.")

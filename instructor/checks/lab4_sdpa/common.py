@@ -1,0 +1,113 @@
+"""What the checks of lab 4 share: what SDPA ran, what it refuses, and attention in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+BACKENDS = {
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+class BackendRefused(RuntimeError):
+    """A backend that was asked for cannot run the call."""
+
+
+class Attentions(TorchDispatchMode):
+    """The SDPA backends that run on CPU tensors under this mode, in order; math is told by its softmax."""
+
+    def __init__(self):
+        super().__init__()
+        self.backends: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[1]
+        if name == "_scaled_dot_product_flash_attention_for_cpu":
+            self.backends.append("flash")
+        elif name in ("_softmax", "_safe_softmax"):
+            self.backends.append("math")
+        return func(*args, **(kwargs or {}))
+
+
+def reasons_of(backend: str, q, k, v, **options) -> list[str]:
+    """Why torch does not run a call with this backend alone; empty if it does."""
+    with sdpa_kernel(BACKENDS[backend]), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            F.scaled_dot_product_attention(q, k, v, **options)
+            return []
+        except RuntimeError as error:
+            first_line = str(error).splitlines()[0]
+    reasons = [str(warning.message).split(" (Triggered internally")[0] for warning in said]
+    reasons = [text for text in reasons if "not used because" not in text and "runtime disabled" not in text]
+    return list(dict.fromkeys(reasons)) or [first_line]
+
+
+KNOCKED_OUT = (
+    "a head dimension that is not the last in memory",
+    "dropout",
+    "three dimensions",
+    "values narrower than keys",
+    "one batch of keys for all",
+)
+
+
+def knocked_out(name: str, q, k, v) -> tuple[tuple, dict]:
+    """(q, k, v) and options that this torch's flash backend refuses on a CPU, and math computes."""
+    if name == KNOCKED_OUT[0]:
+        return (q.mT.contiguous().mT, k, v), {}
+    if name == "dropout":
+        return (q, k, v), {"dropout_p": 0.5}
+    if name == "three dimensions":
+        return (q[0], k[0], v[0]), {}
+    if name == "values narrower than keys":
+        return (q, k, v[..., : v.shape[-1] // 2].contiguous()), {}
+    wide = torch.cat([q, q])
+    return (wide, k[:1], v[:1]), {}
+
+
+def sdpa_switches() -> tuple:
+    """Which backends torch may use now, and in which order it asks them."""
+    flags = tuple(
+        getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math", "cudnn")
+    )
+    return (*flags, tuple(torch._C._get_sdp_priority_order()))
+
+
+@contextlib.contextmanager
+def with_right_answers(function: Callable, right: Mapping[str, Callable] | None = None) -> Iterator[None]:
+    """Give a student's function right versions of earlier answers: a mistake costs the question it is made in, alone.
+
+    right: {name of an earlier answer: a right function}; `why_not` by default
+    """
+    names = getattr(function, "__globals__", {})
+    right = {"why_not": reasons_of} if right is None else right
+    before = {name: names[name] for name in right if name in names}
+    names.update({name: right[name] for name in before})
+    try:
+        yield
+    finally:
+        names.update(before)
+
+
+def reference_attention(q, k, v, causal: bool = False) -> torch.Tensor:
+    """Attention of (B, H, Sq, D) over (B, Hkv, Sk, D) in float64; causal: the last query sees the last key."""
+    group = q.shape[1] // k.shape[1]
+    wide = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    scores = wide[0] @ wide[1].mT / math.sqrt(q.shape[-1])
+    if causal:
+        sq, sk = scores.shape[-2:]
+        hidden = torch.ones(sq, sk, dtype=torch.bool).triu(1 + sk - sq)
+        scores = scores.masked_fill(hidden, -math.inf)
+    return torch.softmax(scores, dim=-1) @ wide[2]

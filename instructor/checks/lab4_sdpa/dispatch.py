@@ -1,0 +1,239 @@
+"""Part 1: which backend ran, why one cannot, a pin that pins, and the order in which a dispatcher asks."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from instructor.checks.lab1.common import Draw, expect_unchanged
+from instructor.checks.lab4_sdpa.common import (
+    KNOCKED_OUT,
+    Attentions,
+    knocked_out,
+    reasons_of,
+    sdpa_switches,
+    with_right_answers,
+)
+from utils.checking import check, expect_close
+
+_OPERATORS = {
+    "math": ("aten::_scaled_dot_product_attention_math",),
+    "flash": ("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+    "efficient": ("aten::_scaled_dot_product_efficient_attention",),
+    "cudnn": ("aten::_scaled_dot_product_cudnn_attention",),
+}
+_INSIDE = {
+    "aten::_scaled_dot_product_attention_math": ("aten::mul", "aten::matmul", "aten::bmm", "aten::_safe_softmax"),
+    "aten::_scaled_dot_product_flash_attention": ("aten::transpose", "aten::_flash_attention_forward", "aten::empty"),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": ("aten::empty_like", "aten::transpose"),
+    "aten::_scaled_dot_product_efficient_attention": ("aten::_efficient_attention_forward", "aten::empty"),
+    "aten::_scaled_dot_product_cudnn_attention": ("aten::_cudnn_attention_forward", "aten::zeros"),
+}
+_BETWEEN = ("aten::linear", "aten::add", "flash attention, step 3", "cudnn warm-up", "aten::_efficientzerotensor",
+            "aten::cudnn_convolution", "math")  # fmt: skip
+_BACKWARD = (
+    "aten::_scaled_dot_product_flash_attention_backward",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    "aten::_scaled_dot_product_efficient_attention_backward",
+    "aten::_scaled_dot_product_cudnn_attention_backward",
+    "aten::_flash_attention_backward",
+)
+
+
+@check("1.1", "Which backend ran?")
+def backends_in(backends_in, seed=None):
+    """Operator lists as a GPU and a CPU leave them, with what is inside, between and backward."""
+    draw = Draw(seed)
+
+    def expect(operators: list[str], expected: list[str], what: str, hint: str) -> None:
+        got = backends_in(list(operators))
+        got = list(got) if isinstance(got, tuple) else got
+        if got != expected:
+            shown = ", ".join(name.removeprefix("aten::") for name in operators)
+            raise AssertionError(f"backends_in gives {got!r} for {what}, expected {expected!r}: {shown}. {hint}")
+
+    for backend, names in _OPERATORS.items():
+        for name in names:
+            operators = ["aten::scaled_dot_product_attention", name, *_INSIDE[name]]
+            expect(operators, [backend], f"one call that ran {backend}",
+                   "One attention call leaves several operators, one inside the other; only one of them is in the "
+                   "table.")  # fmt: skip
+    expect(["aten::linear", "aten::cudnn_convolution", "cudnn warm-up", "aten::softmax"], [],
+           "a program without attention", "Only the operators of the table tell.")  # fmt: skip
+    same = ["aten::scaled_dot_product_attention", _OPERATORS["flash"][0]] * 2
+    expect(same, ["flash", "flash"], "two calls that both ran flash", "One entry for each call.")
+    expect(["aten::scaled_dot_product_attention", _OPERATORS["flash"][0], _BACKWARD[0], _BACKWARD[4]], ["flash"],
+           "a forward and a backward pass", "A backward operator is no call of attention.")  # fmt: skip
+    for _ in range(3):
+        operators, expected = [], []
+        for _ in range(draw.size(3, 6)):
+            backend = draw.choice(tuple(_OPERATORS))
+            name = draw.choice(_OPERATORS[backend])
+            operators += [draw.choice(_BETWEEN), "aten::scaled_dot_product_attention", name, *_INSIDE[name]]
+            expected.append(backend)
+        operators += [draw.choice(_BACKWARD) for _ in range(3)]
+        expect(operators, expected, f"{len(expected)} calls", "One entry for each call, in their order.")
+
+
+def _expect_reasons(got: object, what: str) -> list[str]:
+    if isinstance(got, str) or not isinstance(got, list | tuple) or not all(isinstance(r, str) for r in got):
+        raise AssertionError(f"{what} should be a list of sentences, and is {got!r}.")
+    for reason in got:
+        if "Triggered internally" in reason:
+            raise AssertionError(f"{what} holds {reason[:160]!r} ...: cut it where ' (Triggered internally' begins.")
+        if "not used because" in reason or "runtime disabled" in reason:
+            raise AssertionError(f"{what} holds {reason!r}, which is no reason: it heads the reasons, or names a "
+                                 "backend that the pin switched off.")  # fmt: skip
+    if len(set(got)) != len(got):
+        raise AssertionError(f"{what} says something twice: {got!r}. Each reason once.")
+    return list(got)
+
+
+@check("1.2", "Ask it why")
+def why_not(why_not, seed=None):
+    """Real refusals of this torch, with warnings silenced, inside other contexts, and none where there is none."""
+    draw = Draw(seed)
+    b, h, s, d = draw.size(1, 2), draw.size(2, 4), draw.size(9, 20), 8 * draw.size(2, 5)
+    q, k, v = (draw.normal(b, h, s, d) for _ in range(3))
+    switches = sdpa_switches()
+    for backend in ("math", "flash"):
+        for options in ({}, {"is_causal": True}):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                got = _expect_reasons(why_not(backend, q, k, v, **options), f"why_not({backend!r}, q, k, v)")
+            if got:
+                raise AssertionError(f"why_not({backend!r}, q, k, v, {options}) is {got!r}, but {backend} runs this "
+                                     "here: the list should be empty.")  # fmt: skip
+    for name in KNOCKED_OUT:
+        tensors, options = knocked_out(name, q, k, v)
+        expected = reasons_of("flash", *tensors, **options)
+        for outside in ("default", "ignore"):
+            with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
+                warnings.simplefilter(outside)
+                got = why_not("flash", *tensors, **options)
+            got = _expect_reasons(got, f"why_not of flash with {name}")
+            if not got:
+                hint = " while the caller silences warnings: open your own filter inside" if outside == "ignore" else ""
+                raise AssertionError(f"why_not says that flash runs {name}{hint}. Torch refuses: {expected[0]}")
+        if not any(want[:50] in reason for want in expected for reason in got):
+            raise AssertionError(f"why_not of flash with {name} gives {got!r}. Torch's reason is: {expected[0]}")
+        if why_not("math", *tensors, **options):
+            raise AssertionError(f"math takes everything, also {name}: why_not('math', ...) should be empty.")
+    got = _expect_reasons(why_not("efficient", q, k, v), "why_not('efficient', q, k, v) on CPU tensors")
+    if not got:
+        raise AssertionError("the efficient backend is CUDA only, and why_not of it is empty for CPU tensors. Torch "
+                             "says so in an exception alone: then its first line is the reason.")  # fmt: skip
+    if sdpa_switches() != switches:
+        raise AssertionError("after why_not, other backends are switched on than before. Use sdpa_kernel in a `with` "
+                             "block: it restores them.")  # fmt: skip
+
+
+@check("1.3", "A pin that pins")
+def pinned_sdpa(pinned_sdpa, seed=None):
+    """The backend asked for alone, an error with torch's words otherwise, and no trace left behind."""
+    draw = Draw(seed)
+    length = draw.size(9, 20)
+    q, k, v = (draw.normal(2, 4, length, 16) for _ in range(3))
+    grouped = draw.normal(2, 2, length, 16)
+    mask = draw.normal(length, length) > 0
+    mask[:, 0] = True
+    switches = sdpa_switches()
+    with with_right_answers(pinned_sdpa):
+        for backend in ("math", "flash"):
+            for tensors, options in (
+                ((q, k, v), {}),
+                ((q, k, v), {"is_causal": True, "scale": 0.5}),
+                ((q, k, v), {"attn_mask": mask}),
+                ((q, grouped, grouped), {"enable_gqa": True}),
+            ):
+                what = f"pinned_sdpa({backend!r}, q, k, v{', ' if options else ''}{', '.join(options)})"
+                copies = [t.clone() for t in tensors]
+                for outside in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+                    with sdpa_kernel(outside), Attentions() as ran:
+                        got = pinned_sdpa(backend, *tensors, **options)
+                    _expect_ran(ran.backends, backend, what)
+                expect_unchanged(copies, tensors, what)
+                expected = F.scaled_dot_product_attention(*(t.double() for t in tensors), **options).float()
+                expect_close(got, expected, rtol=1e-4, atol=1e-5, what=what, hint="Do all options reach SDPA?")
+        for name in KNOCKED_OUT:
+            tensors, options = knocked_out(name, q, k, v)
+            _expect_refusal(pinned_sdpa, "flash", tensors, options, f"flash with {name}")
+            if sdpa_switches() != switches:
+                raise AssertionError(f"after a refusal (flash with {name}), other backends are allowed than before.")
+        _expect_refusal(pinned_sdpa, "cudnn", (q, k, v), {}, "cudnn on CPU tensors")
+    if sdpa_switches() != switches:
+        raise AssertionError("after pinned_sdpa, other backends are switched on than before: use sdpa_kernel in a "
+                             "`with` block, which restores them.")  # fmt: skip
+
+
+def _expect_ran(ran: list[str], backend: str, what: str) -> None:
+    if set(ran) - {backend}:
+        other = next(name for name in ran if name != backend)
+        raise AssertionError(f"{what} ran {other}. A pin allows one backend, alone.")
+    if len(ran) != 1:
+        raise AssertionError(f"{what} computed attention {len(ran)} times. Where the backend takes the call, compute "
+                             "once: asking first would double every time that you measure.")  # fmt: skip
+
+
+def _expect_refusal(pinned_sdpa, backend: str, tensors, options, what: str) -> None:
+    expected = reasons_of(backend, *tensors, **options)
+    try:
+        with Attentions() as ran:
+            pinned_sdpa(backend, *tensors, **options)
+    except Exception as error:
+        if type(error).__name__ != "BackendRefused":
+            raise AssertionError(f"pinned_sdpa of {what} should raise BackendRefused, and raised "
+                                 f"{type(error).__name__}: {' '.join(str(error).split())[:160]}") from None  # fmt: skip
+        if not any(reason[:50] in str(error) for reason in expected):
+            raise AssertionError(f"the message of BackendRefused for {what} should hold torch's reason "
+                                 f"({expected[0]!r}), and is {str(error)!r}.") from None  # fmt: skip
+        return
+    also = " (on copies, which the caller did not ask for)" if ran.backends and ran.backends[0] == backend else ""
+    raise AssertionError(f"{backend} cannot run {what}, and pinned_sdpa returned a result all the same{also}; what ran "
+                         f"is {', '.join(ran.backends) or 'unknown'}. Raise BackendRefused.")  # fmt: skip
+
+
+@check("1.4", "The order of priority")
+def dispatch(dispatch, seed=None):
+    """Random orders, subsets and refusals."""
+    draw = Draw(seed)
+    names = ["math", "flash", "efficient", "cudnn"]
+    for case in range(30):
+        order = draw.numbers.sample(names, 4)
+        allowed = draw.numbers.sample(names, draw.size(1, 4))
+        refused = {name: ["no"] if draw.size(0, 2) == 0 else [] for name in names}
+        first = case % 2 == 1
+        if case < 2:
+            allowed, refused = order[2:0:-1], {name: [] for name in names}
+        if case in (10, 11):  # nothing that is allowed can run, and something else could
+            allowed, refused = order[:2], {name: ["no"] if name in order[:2] else [] for name in names}
+        asked = [*allowed, *(name for name in order if name not in allowed)] if first else order
+        able = [name for name in asked if name in allowed and not refused[name]]
+        what = f"dispatch(order={order}, allowed={allowed}, reasons={refused}, set_priority={first})"
+        kept = list(order), list(allowed), {name: list(r) for name, r in refused.items()}
+        try:
+            got = dispatch(order, allowed, refused, first)
+        except Exception as error:
+            if type(error).__name__ != "BackendRefused":
+                raise
+            got = None
+        if (order, allowed, refused) != kept:
+            raise AssertionError("dispatch changed one of its arguments. Work on copies of the lists.")
+        if able and got is None:
+            raise AssertionError(f"{what} raised BackendRefused, and {able[0]} can run.")
+        if not able and got is not None:
+            raise AssertionError(f"{what} is {got!r}, and no backend that is allowed can run: raise BackendRefused.")
+        if able and got != able[0]:
+            hint = ""
+            if refused.get(got):
+                hint = " A backend with a reason cannot run."
+            elif got not in allowed:
+                hint = " That one is not allowed."
+            elif not first:
+                hint = " Without set_priority, the order of `allowed` says nothing: it is a set."
+            else:
+                hint = " With set_priority, the allowed backends are asked in the order in which they were given."
+            raise AssertionError(f"{what} is {got!r}, expected {able[0]!r}.{hint}")
+

@@ -1,0 +1,332 @@
+"""Part 6: questions to a table of results, asked of random tables of the same form."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+import pandas as pd
+
+from instructor.checks.lab1.common import Draw, expect_value
+from instructor.checks.lab4_sdpa.common import with_right_answers
+from utils.checking import check
+from utils.config import GPU_SPECS
+
+KINDS = ("training", "prefill", "decode")
+BACKENDS = ("math", "flash", "efficient", "cudnn")
+
+
+def random_grid(draw: Draw, shapes: int = 24) -> pd.DataFrame:
+    """A table like the recorded one: rows in any order, some refused, some defaults without a time."""
+    rows = []
+    for shape in range(shapes):
+        kind = KINDS[shape % 3]
+        default = draw.choice(("flash", "cudnn", "efficient"))
+        for backend in BACKENDS:
+            ms = math.exp(draw.real(-3, 3))
+            status = "ok"
+            if backend != "math" and draw.size(1, 6) == 1:
+                status = draw.choice(("refused", "failed", "out of memory"))
+                # a failed row may carry a time, which must not count
+                ms = draw.choice((math.nan, draw.real(1e-4, 2e-4)))
+            rows.append({
+                "kind": kind, "shape": 3 * shape + 5, "backend": backend, "status": status, "ms": ms,
+                "is_default": backend == default, "head_dim": (128, 64, 256)[shape // 3 % 3],
+                "tflops": draw.real(10, 600) / ms, "gb_s": draw.real(50, 3000) / ms,
+                "refused": None if status == "ok" else "because",
+            })  # fmt: skip
+    draw.numbers.shuffle(rows)
+    return pd.DataFrame(rows, index=draw.numbers.sample(range(1000), len(rows)))
+
+
+def _timed(grid: pd.DataFrame) -> pd.DataFrame:
+    return grid[grid["status"] == "ok"]
+
+
+def fastest(grid: pd.DataFrame) -> pd.Series:
+    ordered = _timed(grid).sort_values("ms").drop_duplicates("shape")
+    return ordered.set_index("shape")["backend"].sort_index()
+
+
+def default_slowdown(grid: pd.DataFrame) -> pd.Series:
+    best = _timed(grid).groupby("shape")["ms"].min()
+    default = _timed(grid)[_timed(grid)["is_default"]].set_index("shape")["ms"]
+    return (default / best.reindex(default.index)).sort_index()
+
+
+def geometric_mean(values) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def _expect_series(got: object, expected: pd.Series, what: str, mistakes: dict[str, pd.Series]) -> None:
+    if not isinstance(got, pd.Series):
+        raise AssertionError(f"{what} should be a pandas Series, and is a {type(got).__name__}.")
+    if not got.index.is_unique or set(got.index) - set(_all_shapes(mistakes, expected)):
+        raise AssertionError(f"{what} should be indexed by `shape`, one entry each; it is {list(got.index)[:6]} ...")
+    mine = got.sort_index().to_dict()
+    right = expected.to_dict()
+
+    def same(one: dict, other: dict) -> bool:
+        return one.keys() == other.keys() and all(
+            a == b or (isinstance(a, int | float) and isinstance(b, int | float)
+                       and (abs(a - b) <= 1e-9 * abs(b) or (a != a and b != b)))
+            for a, b in ((one[key], other[key]) for key in one)
+        )  # fmt: skip
+
+    if same(mine, right):
+        return
+    for hint, wrong in mistakes.items():
+        if same(mine, wrong.sort_index().to_dict()):
+            raise AssertionError(f"{what} is wrong. {hint}")
+    if mine.keys() != right.keys():
+        extra, missing = sorted(mine.keys() - right.keys()), sorted(right.keys() - mine.keys())
+        raise AssertionError(f"{what} has entries for the wrong shapes: {len(extra)} too many {extra[:4]}, "
+                             f"{len(missing)} missing {missing[:4]}. A shape counts where what is asked for has a "
+                             "time.")  # fmt: skip
+    bad = [key for key in right if not same({0: mine[key]}, {0: right[key]})]
+    raise AssertionError(f"{what} is wrong for {len(bad)} of {len(right)} shapes, the first is shape {bad[0]}: got "
+                         f"{mine[bad[0]]!r}, expected {right[bad[0]]!r}.")  # fmt: skip
+
+
+def _all_shapes(mistakes: dict[str, pd.Series], expected: pd.Series) -> set:
+    return set(expected.index).union(*(series.index for series in mistakes.values()))
+
+
+@check("6.1", "The fastest and the default")
+def fastest_and_default(fastest_function, default_function, mean_function, seed=None):
+    """Random tables with refused rows that still carry a time; means of many values."""
+    draw = Draw(seed)
+    for _ in range(3):
+        grid = random_grid(draw)
+        before = grid.copy(deep=True)
+        anything = grid.assign(status="ok").dropna(subset=["ms"])
+        slowest = _timed(grid).sort_values("ms", ascending=False).drop_duplicates("shape").set_index("shape")["backend"]
+        _expect_series(fastest_function(grid), fastest(grid), "fastest(grid)", {
+            "Rows that are not \"ok\" do not count, whatever stands in their `ms`.": fastest(anything),
+            "The fastest has the smallest time.": slowest,
+        })  # fmt: skip
+        right = default_slowdown(grid)
+        every = _timed(grid).groupby("shape")["ms"].min()
+        _expect_series(default_function(grid), right, "default_slowdown(grid)", {
+            "A shape whose default has no time is left out.": right.reindex(every.index),
+            "1 stands for no loss, and a missing default is not that: leave the shape out.":
+                right.reindex(every.index).fillna(1.0),
+            "Time of the default over the best time, not the other way round.": 1 / right,
+            "Rows that are not \"ok\" do not count, whatever stands in their `ms`.": default_slowdown(anything),
+        })  # fmt: skip
+        if not grid.equals(before):
+            raise AssertionError("one of the functions changed the table it was given. Work on a copy.")
+    values = [math.exp(draw.real(-1, 3)) for _ in range(9)]
+    expect_value(mean_function(pd.Series(values)), geometric_mean(values), "", "geometric_mean of 9 values", {
+        "That is the arithmetic mean.": sum(values) / 9,
+        "Take the n-th root of the product.": math.prod(values),
+        "That is the median.": sorted(values)[4],
+    }, rel=1e-9)  # fmt: skip
+    many = [math.exp(draw.real(2, 4)) for _ in range(600)]
+    what = "geometric_mean of 600 values, whose product overflows,"
+    expect_value(mean_function(pd.Series(many)), geometric_mean(many), "", what, rel=1e-9)
+
+
+def answers(grid: pd.DataFrame) -> dict:
+    timed, best, loss = _timed(grid), fastest(grid), default_slowdown(grid)
+    kinds = grid.drop_duplicates("shape").set_index("shape")["kind"]
+    default = grid[grid["is_default"]].set_index("shape")["backend"]
+    training = timed[timed["kind"] == "training"].pivot(index="shape", columns="backend", values="ms")
+    prefill = timed[(timed["kind"] == "prefill") & (timed["head_dim"] == 128)]
+    return {
+        "default_wins": float((best == default.reindex(best.index)).mean()),
+        "default_loss": geometric_mean(loss),
+        "decode_winner": best[kinds.reindex(best.index) == "decode"].value_counts(),
+        "worst_default": loss[kinds.reindex(loss.index) == "prefill"].max(),
+        "peak_tflops": prefill["tflops"].max(),
+        "decode_bandwidth": timed[timed["kind"] == "decode"]["gb_s"].max() / 1e3
+        / GPU_SPECS["H200"]["memory_bandwidth_tb_s"],
+        "cudnn_over_flash": geometric_mean((training["flash"] / training["cudnn"]).dropna()),
+    }
+
+
+def _usable(grid: pd.DataFrame) -> bool:
+    """Every answer exists, no tie decides one, and a forgotten condition shows."""
+    try:
+        right = answers(grid)
+    except (KeyError, ZeroDivisionError, ValueError):
+        return False
+    counts = right["decode_winner"]
+    values = [value for key, value in right.items() if key != "decode_winner"]
+    if not all(map(math.isfinite, values)) or (len(counts) > 1 and counts.iloc[0] == counts.iloc[1]):
+        return False
+    timed = _timed(grid)
+    return (
+        default_slowdown(grid).max() > right["worst_default"]
+        and timed[timed["kind"] == "prefill"]["tflops"].max() > right["peak_tflops"]
+        and timed["gb_s"].max() > timed[timed["kind"] == "decode"]["gb_s"].max()
+    )
+
+
+def _is_close(got: object, expected: float) -> bool:
+    return isinstance(got, numbers.Real) and not isinstance(got, bool) and abs(got - expected) <= 1e-9 * abs(expected)
+
+
+def _answer_mistakes(grid: pd.DataFrame, right: dict) -> dict[str, dict[str, float]]:
+    """{key: {hint: the number that the mistake gives}} for Question 6.2."""
+    timed, loss = _timed(grid), default_slowdown(grid)
+    kinds = grid.drop_duplicates("shape").set_index("shape")["kind"]
+    training = timed[timed["kind"] == "training"].pivot(index="shape", columns="backend", values="ms")
+    both = training[["flash", "cudnn"]].dropna()
+    decode = timed[timed["kind"] == "decode"]
+    default = grid[grid["is_default"]].set_index("shape")["backend"]
+    best_wins = fastest(grid) == default.reindex(fastest(grid).index)
+    return {
+        "default_wins": {
+            "It is a share of shapes, between 0 and 1.": float(best_wins.sum()),
+            "In percent? It should lie between 0 and 1.": 100 * right["default_wins"],
+            "Shapes whose default has no time count, too: they are no wins.": float(best_wins.sum()) / len(loss),
+            "A share of shapes, not of rows.": float(best_wins.sum()) / len(timed),
+        },
+        "default_loss": {
+            "Geometric mean, not the arithmetic one.": loss.mean(),
+            "That is the median.": loss.median(),
+        },
+        "worst_default": {
+            "Among prefill shapes only.": loss.max(),
+            "The largest: the default loses most there.": loss[kinds.reindex(loss.index) == "prefill"].min(),
+        },
+        "peak_tflops": {
+            "Head dimension 128 only.": timed[timed["kind"] == "prefill"]["tflops"].max(),
+            "Prefill only.": timed[timed["head_dim"] == 128]["tflops"].max(),
+            "Rows that are not \"ok\" do not count.":
+                grid[(grid["kind"] == "prefill") & (grid["head_dim"] == 128)]["tflops"].max(),
+        },
+        "decode_bandwidth": {
+            "As a share: GB/s over the bandwidth in GB/s.": decode["gb_s"].max(),
+            "Memory bandwidth in the table is in TB/s, and gb_s in GB/s.": 1e3 * right["decode_bandwidth"],
+            "Decode only.": timed["gb_s"].max() / 1e3 / GPU_SPECS["H200"]["memory_bandwidth_tb_s"],
+            "Rows that are not \"ok\" do not count.": grid[grid["kind"] == "decode"]["gb_s"].max() / 1e3
+            / GPU_SPECS["H200"]["memory_bandwidth_tb_s"],
+        },
+        "cudnn_over_flash": {
+            "flash's time over cuDNN's: above 1, cuDNN is faster.": 1 / right["cudnn_over_flash"],
+            "The mean of ratios, shape by shape, not the ratio of sums.": both["flash"].sum() / both["cudnn"].sum(),
+            "Geometric mean, not the arithmetic one.": (both["flash"] / both["cudnn"]).mean(),
+            "Only shapes that both run.": geometric_mean(training["flash"].dropna())
+            / geometric_mean(training["cudnn"].dropna()),
+        },
+    }  # fmt: skip
+
+
+@check("6.2", "Seven questions to the table")
+def grid_answers(grid_answers, seed=None):
+    """Random tables; the functions of Question 6.1 are right ones while this is judged."""
+    draw = Draw(seed)
+    right_functions = {"fastest": fastest, "default_slowdown": default_slowdown, "geometric_mean": geometric_mean}
+    for _ in range(2):
+        grid = random_grid(draw)
+        while not _usable(grid):
+            grid = random_grid(draw)
+        right = answers(grid)
+        with with_right_answers(grid_answers, right_functions):
+            got = grid_answers(grid.copy(deep=True))
+        if not isinstance(got, dict) or set(got) != set(right):
+            keys = sorted(got) if isinstance(got, dict) else type(got).__name__
+            raise AssertionError(f"grid_answers should be a dict with the keys {sorted(right)}, and returned {keys}.")
+        winner = right["decode_winner"].idxmax()
+        if got["decode_winner"] != winner:
+            by_all = fastest(grid).value_counts().idxmax()
+            hint = " Count among decode shapes only." if got["decode_winner"] == by_all else (
+                " Count shapes that it wins, not rows.")  # fmt: skip
+            raise AssertionError(f"decode_winner is {got['decode_winner']!r}, expected {winner!r}.{hint}")
+        keys = [key for key in right if key != "decode_winner"]
+        if not all(_is_close(got[key], right[key]) for key in keys):
+            hints = _answer_mistakes(grid, right)
+            for key in keys:
+                what = f"{key} of a table with {grid['shape'].nunique()} shapes"
+                expect_value(got[key], right[key], "", what, hints[key], rel=1e-9)
+
+
+SIZES = ("batch", "heads", "kv_heads", "seq_len_q", "seq_len_kv")
+
+
+def _random_shapes(draw: Draw) -> pd.DataFrame:
+    """Measured shapes with sizes: two kinds, two head dimensions, rows in any order, some not ok."""
+    rows = []
+    for shape in range(14):
+        kv_heads = draw.choice((1, 2, 4, 8))
+        sizes = {
+            "kind": draw.choice(("prefill", "decode")), "head_dim": draw.choice((64, 128)),
+            "causal": draw.size(0, 1) == 1, "batch": draw.size(1, 64), "heads": kv_heads * draw.size(1, 8),
+            "kv_heads": kv_heads, "seq_len_q": draw.size(1, 9000), "seq_len_kv": draw.size(64, 60000), "shape": shape,
+        }  # fmt: skip
+        for backend in BACKENDS:
+            status = "ok" if draw.size(0, 4) else "refused"
+            ms = draw.real(0.1, 9) if status == "ok" else draw.choice((math.nan, 0.01))
+            rows.append(sizes | {"backend": backend, "status": status, "ms": ms})
+    draw.numbers.shuffle(rows)
+    return pd.DataFrame(rows, index=draw.numbers.sample(range(1000), len(rows)))
+
+
+def _choice(grid, call, able, *, logarithmic=True, same=("kind", "head_dim", "causal"), sizes=SIZES, ok=True) -> str:
+    """The choice of Bonus 6.4, and with other arguments those of its mistakes."""
+    near = [
+        row for row in grid.to_dict("records")
+        if row["backend"] in able and not math.isnan(row["ms"]) and (row["status"] == "ok" or not ok)
+        and all(row[name] == call[name] for name in same)
+    ]  # fmt: skip
+    if not near:
+        return able[0]
+
+    def distance(row):
+        return sum((math.log2(row[n] / call[n]) if logarithmic else row[n] - call[n]) ** 2 for n in sizes)
+
+    return min(near, key=lambda row: (distance(row), row["shape"], row["ms"]))["backend"]
+
+
+@check("Bonus 6.4", "A shape that nobody measured")
+def choose_backend(choose_backend, seed=None):
+    """Random tables and calls, calls from the table itself, few able backends, none left."""
+    draw = Draw(seed)
+    # Between two lengths, one factor apart from each side: halfway in tokens is not halfway in powers of two.
+    length, fixed = draw.size(100, 900), {"kind": "prefill", "head_dim": 64, "causal": True}
+    sizes = {"batch": 2, "heads": 8, "kv_heads": 4}
+    grid = pd.DataFrame([
+        fixed | sizes | {"shape": i, "seq_len_q": n, "seq_len_kv": n, "backend": backend, "status": "ok", "ms": ms}
+        for i, n in enumerate((length, 4 * length))
+        for backend, ms in (("flash", 1.0 + i), ("cudnn", 2.0 - i), ("math", 9.0))
+    ])  # fmt: skip
+    for factor in (1.5, 2.3, 3.0):
+        n = round(factor * length)
+        _expect_choice(choose_backend, grid, fixed | sizes | {"seq_len_q": n, "seq_len_kv": n}, list(BACKENDS))
+    for _ in range(3):
+        grid = _random_shapes(draw)
+        before = grid.copy(deep=True)
+        for _ in range(7):
+            row = grid.iloc[draw.size(0, len(grid) - 1)]
+            call = {name: row[name] for name in ("kind", "head_dim", "causal", *SIZES)}
+            for name in SIZES:
+                call[name] = max(1, round(int(call[name]) * 2 ** draw.real(-1.5, 1.5)))
+            able = draw.numbers.sample(BACKENDS, draw.size(1, 4))
+            _expect_choice(choose_backend, grid, call, able)
+        call["head_dim"] = 256
+        _expect_choice(choose_backend, grid, call, able)
+        if not grid.equals(before):
+            raise AssertionError("choose_backend changed the table it was given. Work on a copy.")
+
+
+def _expect_choice(choose_backend, grid, call, able) -> None:
+    right, got = _choice(grid, call, able), choose_backend(grid, dict(call), list(able))
+    if got == right:
+        return
+    hint = ""
+    if got not in able:
+        hint = "That one cannot run the call: it is not in `able`."
+    elif call["head_dim"] not in set(grid["head_dim"]):
+        hint = "The table has no shape of this head dimension: then it is able[0]."
+    else:
+        wrong = {
+            "Measure distance in powers of two: log2 of the ratio, squared.":
+                _choice(grid, call, able, logarithmic=False),
+            "Rows that are not \"ok\" have no time that counts.": _choice(grid, call, able, ok=False),
+            "Only shapes of the same kind, head dimension and causality.": _choice(grid, call, able, same=()),
+            "All five sizes count, the heads as well.": _choice(grid, call, able, sizes=("seq_len_q", "seq_len_kv")),
+        }
+        hint = next((text for text, choice in wrong.items() if choice == got), "Which shape is the nearest?")
+    raise AssertionError(f"choose_backend is {got!r}, expected {right!r}, for {call} and able {able}. {hint}")

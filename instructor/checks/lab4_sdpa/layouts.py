@@ -1,0 +1,140 @@
+"""Part 4: strides that knock flash out, other knock-outs, and projections taken apart without a copy.
+
+The judge is the dispatcher of this machine's torch, on CPU tensors, so that the verdict is the same with a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from instructor.checks.lab1.common import Draw, expect_unchanged
+from instructor.checks.lab4_sdpa.common import reasons_of, with_right_answers
+from utils.checking import check, expect_close
+
+
+def _expect_same_values(got: object, x: torch.Tensor, what: str) -> None:
+    if not isinstance(got, torch.Tensor):
+        raise AssertionError(f"{what} should be a torch.Tensor, and is a {type(got).__name__}.")
+    if got.shape != x.shape:
+        also = " A transposed tensor has to be transposed back: only the memory may differ."
+        raise AssertionError(f"{what} should keep the shape {tuple(x.shape)}, and has {tuple(got.shape)}.{also}")
+    if got.dtype != x.dtype or not torch.equal(got, x):
+        raise AssertionError(f"{what} should hold the values of x, and holds others.")
+
+
+@check("4.1", "Strides")
+def strides(knocked_out_by_strides, strided_and_fast, seed=None):
+    """Same shape and values; the dispatcher says who stays in."""
+    draw = Draw(seed)
+    for _ in range(2):
+        q, k, v = (draw.normal(2, 3, 20, 16) for _ in range(3))
+        got = knocked_out_by_strides(q)
+        _expect_same_values(got, q, "knocked_out_by_strides(x)")
+        if not reasons_of("flash", got, k, v):
+            raise AssertionError(f"flash still runs with knocked_out_by_strides(q), strides {tuple(got.stride())}. "
+                                 "Which dimension does a kernel want to read in one piece?")  # fmt: skip
+        got = strided_and_fast(q)
+        _expect_same_values(got, q, "strided_and_fast(x)")
+        if got.is_contiguous():
+            raise AssertionError("strided_and_fast(x) is contiguous. It should not be, and flash should run it.")
+        reasons = reasons_of("flash", got, k, v)
+        if reasons:
+            raise AssertionError(f"flash refuses strided_and_fast(q), strides {tuple(got.stride())}: {reasons[0]}")
+
+
+def _pattern(reason: str) -> str:
+    """A reason without its numbers, so that two sizes of one mistake count once."""
+    return re.sub(r"-?\d+", "#", reason)[:60]
+
+
+@check("4.2", "Four more knock-outs")
+def knock_outs(knock_outs, seed=None):
+    """Each refused by flash and computed by math, for four different reasons besides strides."""
+    draw = Draw(seed)
+    if not isinstance(knock_outs, dict) or not knock_outs:
+        raise AssertionError(f"KNOCK_OUTS should be a dict with at least four functions, and is {knock_outs!r}.")
+    found: dict[str, str] = {}
+    for name, build in knock_outs.items():
+        if not callable(build):
+            raise AssertionError(f"KNOCK_OUTS[{name!r}] should be a function of (q, k, v), and is {build!r}.")
+        arguments = build(*(draw.normal(2, 4, 24, 32) for _ in range(3)))
+        if not isinstance(arguments, dict) or not {"query", "key", "value"} <= set(arguments):
+            raise AssertionError(f"KNOCK_OUTS[{name!r}] should return the arguments of SDPA in a dict with the keys "
+                                 f"query, key, value, and options such as is_causal; got {type(arguments).__name__}"
+                                 f"{sorted(arguments) if isinstance(arguments, dict) else ''}.")  # fmt: skip
+        options = {key: value for key, value in arguments.items() if key not in ("query", "key", "value")}
+        tensors = tuple(arguments[key] for key in ("query", "key", "value"))
+        if any(t.device.type != "cpu" for t in tensors):
+            raise AssertionError(f"KNOCK_OUTS[{name!r}] moves tensors to a GPU. The check asks the CPU's flash: leave "
+                                 "them where they are.")  # fmt: skip
+        try:
+            with sdpa_kernel(SDPBackend.MATH):
+                F.scaled_dot_product_attention(*tensors, **options)
+        except Exception as error:
+            text = " ".join(str(error).split())[:120]
+            raise AssertionError(f"math cannot compute KNOCK_OUTS[{name!r}] either ({text}): a wrong call is no "
+                                 "knock-out.") from None  # fmt: skip
+        reasons = reasons_of("flash", *tensors, **options)
+        if not reasons:
+            raise AssertionError(f"flash runs KNOCK_OUTS[{name!r}]: it is no knock-out.")
+        if "stride" in reasons[0]:
+            raise AssertionError(f"KNOCK_OUTS[{name!r}] knocks flash out by its strides ({reasons[0][:90]}). That was "
+                                 "Question 4.1: find another way.")  # fmt: skip
+        pattern = _pattern(reasons[0])
+        if pattern in found:
+            raise AssertionError(f"KNOCK_OUTS[{name!r}] is refused for the reason of {found[pattern]!r}: "
+                                 f"{reasons[0][:100]}. Four different reasons were asked for.")  # fmt: skip
+        found[pattern] = name
+    if len(found) < 4:
+        raise AssertionError(f"KNOCK_OUTS holds {len(found)} knock-outs, and four were asked for.")
+
+
+@check("4.3", "Apart without a copy")
+def unpack(unpack_qkv, ready_for_flash, seed=None):
+    """Views of one projection, accepted by flash; a copy only where it is needed."""
+    draw = Draw(seed)
+    for _ in range(2):
+        b, s, kv, group, d = draw.size(2, 3), draw.size(9, 20), draw.size(2, 3), draw.size(2, 3), draw.choice((8, 16))
+        h = kv * group
+        packed = draw.normal(b, s, (h + 2 * kv) * d)
+        before = packed.clone()
+        got = unpack_qkv(packed, h, kv)
+        what = f"unpack_qkv of ({b}, {s}, {packed.shape[2]}) with {h} query heads and {kv} key heads"
+        if not isinstance(got, tuple | list) or len(got) != 3:
+            raise AssertionError(f"{what} should be (q, k, v), and is a {type(got).__name__}.")
+        start = 0
+        for name, tensor, heads in zip("qkv", got, (h, kv, kv), strict=True):
+            columns = packed[:, :, start : start + heads * d]
+            expected = columns.unflatten(2, (heads, d)).transpose(1, 2)
+            start += heads * d
+            hint = ""
+            if isinstance(tensor, torch.Tensor) and tensor.shape == expected.shape:
+                tokens_last = columns.reshape(b, heads, s, d)
+                if torch.equal(tensor, tokens_last):
+                    hint = "Split the columns into heads first, then swap tokens and heads: a reshape mixes tokens."
+            expect_close(tensor, expected, rtol=0, atol=0, what=f"{name} of {what}", hint=hint)
+            if tensor.untyped_storage().data_ptr() != packed.untyped_storage().data_ptr():
+                raise AssertionError(f"{name} of {what} is a copy. A view of `packed` has the same values for no "
+                                     "bytes: slice, unflatten or view, transpose.")  # fmt: skip
+        expect_unchanged([before], [packed], what)
+        if reasons := reasons_of("flash", *got, enable_gqa=True):
+            raise AssertionError(f"flash refuses the tensors of {what}: {reasons[0]}")
+    x = draw.normal(2, 3, 12, 16)
+    for tensor, copies in (
+        (x, False), (x.transpose(1, 2).contiguous().transpose(1, 2), False), (x[:, :, ::2], False),
+        (x[:, :1].expand(2, 3, 12, 16), False), (x.mT.contiguous().mT, True), (x[..., ::2], True),
+    ):  # fmt: skip
+        with with_right_answers(ready_for_flash):
+            got = ready_for_flash(tensor)
+        what = f"ready_for_flash of a tensor with strides {tuple(tensor.stride())}"
+        _expect_same_values(got, tensor, what)
+        if reasons := reasons_of("flash", got, got, got):
+            raise AssertionError(f"flash refuses {what}, strides {tuple(got.stride())} after it: {reasons[0]}")
+        copied = got.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+        if copied and not copies:
+            raise AssertionError(f"{what} is a copy, and flash runs the tensor as it is. Copy only where the last "
+                                 "dimension's stride is not 1.")  # fmt: skip

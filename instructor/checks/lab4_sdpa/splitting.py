@@ -1,0 +1,188 @@
+"""Split-KV attention (3.2) and the backward pass by hand (bonus 2.4)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from instructor.checks.lab1.common import Draw, SizeWatch, dtype_name, expect_unchanged
+from instructor.checks.lab4_sdpa.common import reference_attention, with_right_answers
+from utils.checking import check, expect_close, forbid, forbid_leaving, watch_operations
+
+_FUSED = (r"_?scaled_dot_product_\w+", r"_(?:flash|efficient|cudnn)_attention\w*", r"\w*multi_head_attention\w*",
+          r"flex_attention\w*")  # fmt: skip
+_SOFTMAX = (r"_?(?:log_)?softmax\w*", "_?safe_softmax", "softmin")
+
+
+def _lse(q, k) -> torch.Tensor:
+    """log of the sum of e^score of each query, in float64."""
+    wide = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return torch.logsumexp(q.double() @ wide.mT / math.sqrt(q.shape[-1]), dim=-1)
+
+
+def _right_part(q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
+    """A right attend_part."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (t.float().repeat_interleave(group, 1) for t in (k, v))
+    scores = q.float() @ keys.mT / math.sqrt(q.shape[-1])
+    return torch.softmax(scores, dim=-1) @ values, torch.logsumexp(scores, dim=-1)
+
+
+def _expect_pair(got: object, what: str) -> tuple:
+    if not isinstance(got, tuple | list) or len(got) != 2:
+        raise AssertionError(f"{what} should be (output, lse), two tensors, and is a {type(got).__name__}.")
+    return tuple(got)
+
+
+def _group_hint(got, q, k, v) -> str:
+    """Name a wrong pairing of query heads with key heads."""
+    if isinstance(got, torch.Tensor) and got.shape == q.shape and k.shape[1] < q.shape[1]:
+        repeats = q.shape[1] // k.shape[1]
+        wrong = reference_attention(q, k.repeat(1, repeats, 1, 1), v.repeat(1, repeats, 1, 1))
+        if torch.allclose(got.double(), wrong, rtol=1e-2, atol=1e-2):
+            return "Query head h reads key head h // (H / Hkv): neighbours share, so repeat_interleave, not repeat."
+    return ""
+
+
+def _scale_hint(got, q, k, v) -> str:
+    for factor, text in ((math.sqrt(q.shape[-1]), "Divide the scores by sqrt(D)."),
+                         (1 / math.sqrt(q.shape[-1]), "Divide the scores by sqrt(D), not by D.")):  # fmt: skip
+        if isinstance(got, torch.Tensor) and got.shape == q.shape:
+            wrong = reference_attention(q.double() * factor, k, v)
+            if torch.allclose(got.double(), wrong, rtol=1e-2, atol=1e-2):
+                return text
+    return ""
+
+
+@check("3.2", "Attention over one part")
+def attend_part(attend_part, seed=None):
+    """Output and log-sum-exp in float32, grouped heads, large scores."""
+    draw = Draw(seed)
+    for dtype, rtol, scale in ((torch.float32, 1e-4, 1), (torch.bfloat16, 1e-4, 1), (torch.float32, 1e-3, 40)):
+        b, kv, group, sq, sk, d = (draw.size(1, 3), draw.size(2, 3), draw.size(2, 3), draw.size(1, 4),
+                                   draw.size(9, 30), draw.choice((8, 16)))  # fmt: skip
+        q = scale * draw.normal(b, kv * group, sq, d, dtype=dtype)
+        k, v = scale * draw.normal(b, kv, sk, d, dtype=dtype), draw.normal(b, kv, sk, d, dtype=dtype)
+        large = ", scores in the thousands" if scale > 1 else ""
+        what = f"attend_part of q {tuple(q.shape)}, k {tuple(k.shape)} in {dtype_name(dtype)}{large}"
+        copies = [t.clone() for t in (q, k, v)]
+        with watch_operations() as watch:
+            got = attend_part(q, k, v)
+        forbid(watch, _FUSED, hint="write the products and the softmax yourself: SDPA does not return the lse")
+        expect_unchanged(copies, (q, k, v), what)
+        output, lse = _expect_pair(got, what)
+        hint = _group_hint(output, q, k, v) or _scale_hint(output, q, k, v) or "Divide by the part's own sum."
+        expect_close(output, reference_attention(q, k, v).float(), rtol=rtol, atol=1e-3 if scale > 1 else 1e-5,
+                     what=f"the output of {what}", hint=hint)  # fmt: skip
+        hint = "It is the natural logarithm of the sum of e^score: maximum + log(sum of e^(score - maximum))."
+        expect_close(lse, _lse(q, k).float(), rtol=rtol, atol=1e-3, what=f"the lse of {what}", hint=hint)
+
+
+def _parts_merged_wrongly(q, k, v, splits: int) -> dict[str, torch.Tensor]:
+    """What well-known wrong merges give."""
+    keys, values = (t.tensor_split(splits, dim=2) for t in (k, v))
+    outputs = torch.stack([reference_attention(q, *pair) for pair in zip(keys, values, strict=True)])
+    lses = torch.stack([_lse(q, part) for part in keys])
+    weights = lses / lses.sum(0)
+    return {
+        "Parts do not count equally: weight each by e^lse over the sum of all e^lse.": outputs.mean(0),
+        "The weights are e^lse, not lse.": (weights[..., None] * outputs).sum(0),
+        "The weights must add up to 1: divide by their sum.": (torch.exp(lses)[..., None] * outputs).sum(0),
+        "Outputs of parts cannot just be added: weight each by e^lse over the sum of all e^lse.": outputs.sum(0),
+    }
+
+
+@check("3.2", "Split-KV attention")
+def split_kv_attention(split_kv_attention, seed=None):
+    """Any number of splits, parts on their own, large scores, the queries' dtype."""
+    draw = Draw(seed)
+    for dtype, splits, scale in (
+        (torch.float32, 1, 1), (torch.float32, 4, 1), (torch.float32, 7, 1), (torch.bfloat16, 3, 1),
+        (torch.float32, 5, 40), (torch.float32, 64, 1),
+    ):  # fmt: skip
+        b, kv, group, sq = draw.size(1, 3), draw.size(2, 3), draw.size(2, 3), draw.size(1, 4)
+        sk, d = draw.choice((37, 41, 43)), draw.choice((8, 16))
+        q = scale * draw.normal(b, kv * group, sq, d, dtype=dtype)
+        k, v = scale * draw.normal(b, kv, sk, d, dtype=dtype), draw.normal(b, kv, sk, d, dtype=dtype)
+        large = ", scores in the thousands" if scale > 1 else ""
+        what = f"split_kv_attention over {sk} keys in {splits} splits, {dtype_name(dtype)}{large}"
+        copies = [t.clone() for t in (q, k, v)]
+        with with_right_answers(split_kv_attention, {"attend_part": _right_part}):
+            got = split_kv_attention(q, k, v, splits)
+        expect_unchanged(copies, (q, k, v), what)
+        expected = reference_attention(q, k, v).to(dtype)
+        tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-4}
+        if scale > 1:
+            tolerance = {"rtol": 1e-2, "atol": 1e-2}
+        hint = _group_hint(got, q, k, v)
+        if isinstance(got, torch.Tensor) and got.shape == expected.shape and 1 < splits <= sk and scale == 1:
+            close = torch.allclose(got.double(), expected.double(), **tolerance)
+            for text, wrong in _parts_merged_wrongly(q, k, v, splits).items():
+                if not close and torch.allclose(got.double(), wrong, rtol=2e-2, atol=1e-2):
+                    hint = text
+            whole = sk // splits * splits
+            short = reference_attention(q, k[:, :, :whole], v[:, :, :whole])
+            if not close and torch.allclose(got.double(), short, **tolerance):
+                hint = f"The last {sk - whole} keys are left out: {splits} does not divide {sk}."
+        if scale > 1:
+            hint = hint or "e^lse overflows: subtract the largest lse first."
+        if splits > sk:
+            hint = hint or "With more splits than keys some parts are empty: leave them out, or give them weight 0."
+        expect_close(got, expected, **tolerance, what=what, hint=hint)
+    b, h, sq, sk, d, splits = 1, 2, 2, 960, 4, 8
+    q, k, v = draw.normal(b, h, sq, d), draw.normal(b, h, sk, d), draw.normal(b, h, sk, d)
+    with (with_right_answers(split_kv_attention, {"attend_part": _right_part}), SizeWatch() as sizes,
+          watch_operations() as watch):  # fmt: skip
+        split_kv_attention(q, k, v, splits)
+    forbid(watch, _FUSED, hint="each part comes from attend_part")
+    forbid_leaving(watch)
+    limit = b * h * sq * sk // splits
+    scores = max((batch * m * n for batch, m, inner, n in sizes.products if inner == d), default=0)
+    others = {name: n for name, n in sizes.largest.items() if name in ("exp", "exp2", "_softmax", "logsumexp")}
+    name, most = max(others.items(), key=lambda item: item[1], default=("", 0))
+    if scores > limit or most > limit:
+        who = "the product of queries and keys" if scores > limit else name
+        raise AssertionError(f"split_kv_attention over {sk} keys in {splits} splits: {who} worked on "
+                             f"{max(scores, most)} scores at once, and one part has {limit}. Each part must be "
+                             "computed from its own keys alone.")  # fmt: skip
+
+
+@check("Bonus 2.4", "The backward pass")
+def attention_backward(attention_backward, seed=None):
+    """Gradients against autograd in float64; softmax and autograd are forbidden."""
+    draw = Draw(seed)
+    for case in range(3):
+        b, h, sq, sk, d = draw.size(1, 2), draw.size(1, 3), *draw.sizes(2, 7, 20), draw.choice((8, 16))
+        scale = 12 if case == 2 else 1
+        q, k, v = scale * draw.normal(b, h, sq, d), scale * draw.normal(b, h, sk, d), draw.normal(b, h, sk, d)
+        wide = [t.double().requires_grad_() for t in (q, k, v)]
+        out = reference_attention(*wide)
+        dout = draw.normal(b, h, sq, d)
+        expected = torch.autograd.grad(out, wide, dout.double())
+        tensors = q, k, v, out.detach().float(), _lse(q, k).float(), dout
+        copies = [t.clone() for t in tensors]
+        with watch_operations() as watch:
+            got = attention_backward(*tensors)
+        forbid(watch, (*_FUSED, *_SOFTMAX, r".*logsumexp.*"), hint="the probabilities are e^(score - lse)")
+        expect_unchanged(copies, tensors, "attention_backward")
+        if not isinstance(got, tuple | list) or len(got) != 3:
+            raise AssertionError(f"attention_backward should return (dq, dk, dv), and returned {type(got).__name__}.")
+        p = torch.exp(wide[0] @ wide[1].mT / math.sqrt(d) - _lse(q, k)[..., None]).detach()
+        dp = dout.double() @ wide[2].mT.detach()
+        no_delta = (p * dp) @ wide[1].detach() / math.sqrt(d)
+        hints = {
+            "dq": "dS = P * (dP - delta), delta the sum of dO * O over a row; then the scale 1/sqrt(D).",
+            "dk": "dK = dS^T Q, with the scale 1/sqrt(D).",
+            "dv": "dV = P^T dO.",
+        }
+        for name, mine, right in zip(("dv", "dq", "dk"), (got[2], got[0], got[1]),
+                                     (expected[2], expected[0], expected[1]), strict=True):  # fmt: skip
+            hint = hints[name]
+            if isinstance(mine, torch.Tensor) and mine.shape == right.shape:
+                if name == "dq" and torch.allclose(mine.double(), no_delta, rtol=1e-2, atol=1e-3):
+                    hint = "delta is missing: the softmax's rows add up to 1, so each score moves all of its row."
+                elif torch.allclose(mine.double(), right * math.sqrt(d), rtol=1e-2, atol=1e-3):
+                    hint = "The scale 1/sqrt(D) is missing in this gradient."
+            what = f"{name} for q {tuple(q.shape)}, k {tuple(k.shape)}"
+            expect_close(mine, right.float(), rtol=1e-3, atol=1e-3 * scale, what=what, hint=hint)

@@ -1,0 +1,1747 @@
+# ---
+# jupyter:
+#   jupytext:
+#     cell_metadata_filter: nbgrader,tags,-all
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Lab 3: From Naive Attention to a Warp-Specialized Kernel
+#
+# Flash attention moves few bytes. On a Hopper GPU that is not enough. A kernel that loads, multiplies and computes its
+# softmax one after the other leaves the tensor cores idle for more than half of the time. This lab is about that half.
+#
+# You will write kernels in **Gluon**, the language under Triton. In Triton the compiler decides which thread holds which
+# element, where a tile lies in shared memory, when it is loaded and who waits for whom. In Gluon you decide. You need no
+# GPU for it: the course's simulator runs your kernels on any machine, and finds deadlocks and races that a GPU would
+# punish with a hang, or with wrong numbers once in a thousand runs.
+#
+# **After this lab you can**
+# 1. say what a streaming multiprocessor consists of, and which part limits a kernel;
+# 2. choose layouts, and tell what they cost;
+# 3. build pipelines with `cp.async`, and with TMA copies and mbarriers;
+# 4. multiply with `wgmma`, and keep its asynchrony in order;
+# 5. split a kernel into producer and consumers, and overlap its products with its softmax;
+# 6. read what became of it: PTX and SASS, registers, a timeline.
+#
+# | Part | You will |
+# |---|---|
+# | 1. What a GPU is | compute what a tile costs and needs, and measure naive against fused attention |
+# | 2. Layouts | find out who holds which element, and transpose a matrix with whole sectors |
+# | 3. Copies that run on their own | build a `cp.async` pipeline and a TMA ring, and read a deadlock |
+# | 4. Tensor cores | multiply with `wgmma` |
+# | 5. Flash attention | online softmax, producer and consumers, overlap; then the race |
+#
+# The lab gives {points:regular} points, and {points:bonus} bonus points.
+#
+# {points:table}
+
+# %% [markdown]
+# ## The map
+#
+# This checklist turns a naive attention into a warp-specialized one. It was written for Blackwell GPUs. The last column
+# says what each line becomes on Hopper, and where in this lab you do it. Come back to it.
+#
+# | | Naive | Optimized, on Blackwell | On Hopper | Here |
+# |---|---|---|---|---|
+# | Pipeline | one group of warps loads, multiplies, does the softmax | partitions for loads, products, softmax | a producer warp; consumers multiply *and* do the softmax | 5.2 |
+# | Layouts | the compiler's choice | explicit block, product and swizzle layouts | the same, with `wgmma`'s accumulator layout | 2.1, 2.2, 4.1 |
+# | Softmax | once, after the product | in two parts, so that each overlaps the other's products | online, under the product of the block before | 5.1, 5.3 |
+# | Sync | implicit barriers | mbarriers, ordered so that the less critical wait first | mbarriers, full and empty for each slot | 3.2, 5.2 |
+# | Memory | the compiler's choice | accumulators and P in tensor memory (TMEM) | accumulators and P in registers, Q K V in shared memory | 1.1, 4.1 |
+# | Loads | each warp loads small pieces | TMA: one thread orders a whole tile | the same | 3.2 |
+# | Critical path | products wait for softmax and back | the softmax limits; products and loads hide behind it | the same, within each consumer | 5.3 |
+# | Schedule | heuristics | partition counts, parts, order of barriers written in the source | the same: tiles, slots, registers of each partition | 1.1, 5.2 |
+# | Masking | in the one loop | in the softmax partitions, only where needed | in the consumers, only where needed | Bonus 5.6 |
+
+# %% [markdown]
+# ## How to work
+#
+# - **Run all cells in order.** Each exercise is a file: its cell begins with `%%writefile`, and running it writes the
+#   file. Write code where it says `# YOUR CODE HERE` and delete the line `raise NotImplementedError()`.
+# - **Then run the cell below it.** It runs your kernel in the simulator and compares the result. If two partitions wait
+#   for each other, it says who waits for what. If two accesses to shared memory are in no order, it names both lines.
+#   **Read the report to the end**: it is the feedback.
+# - **Predict first.** Cells marked *Before you run* ask for a guess.
+# - After the simulator, your kernel is compiled for a Hopper GPU (`sm_90a`), on any machine. With a Hopper GPU it also
+#   runs there, and must give the same result.
+#
+# Grading tries other shapes, other numbers of slots, and other timings: the simulator can stretch and shrink the time
+# that copies and products take. A kernel that is right only because a copy happens to be fast is wrong.
+#
+# The simulator needs the package `triton` (Linux), not a GPU.
+
+# %% nbgrader={"grade_id": "setup", "locked": true}
+import json
+import math
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+
+from utils import *
+from utils.checking import check, expect_number, require_answer
+from utils.device import gluon_support, offline_compile_support
+from utils.environment import environment
+from utils.kernels.attention import attention
+
+assert find_spec("triton"), "This lab needs Triton for the language itself: pip install triton (Linux, no GPU needed)."
+from utils import gluon_cpu
+from utils.gluon_cpu.exercises import (
+    Launch,
+    Tile,
+    compile_for_hopper,
+    descriptor,
+    expect_kernel,
+    load_kernels,
+    overlap,
+    simulated,
+)
+
+torch.manual_seed(0)
+device = default_device()
+on_gpu = device.type == "cuda"
+on_hopper = bool(gluon_support())
+RECORDED = Path("assets/results/h200")
+results = {}  # this run's tables, saved at the end
+
+
+def text_of(file: str) -> str:
+    """The text of an exercise's file."""
+    if not Path(file).exists():
+        raise FileNotFoundError(f"{file} is not there: run the cell that begins with %%writefile {file}.")
+    return Path(file).read_text()
+
+
+def answered(file: str) -> str | None:
+    """The text of an exercise's file, or None while its hole is still there."""
+    text = Path(file).read_text() if Path(file).exists() else ""
+    open_still = any(line.strip().startswith("raise NotImplementedError") for line in text.splitlines())
+    return text if text and not open_still else None
+
+
+def show_timeline(text: str, launch: Launch, title: str, **options):
+    """Simulate a launch and draw its first program; model cycles, not nanoseconds."""
+    _, run = simulated(text, launch, timeline=True, **options)
+    run.plot(title=f"{title}: {run.cycles[0]:,.0f} model cycles")
+    plt.show()
+    return run
+
+
+def show_recorded(table: str) -> None:
+    """Show a table of this lab as it was recorded on an H200, and say that it was not measured here."""
+    path = RECORDED / "lab3.json"
+    record = json.loads(path.read_text()) if path.exists() else {"tables": {}}
+    if table not in record["tables"]:
+        print(f"No recorded table {table!r} in {path}.")
+        return
+    print(f"Recorded on {record['machine']}, commit {record['commit']}. Not measured here:")
+    display(pd.DataFrame(record["tables"][table]).round(4))
+
+
+print(f"device      {torch.cuda.get_device_name() if on_gpu else 'CPU'}, PyTorch {torch.__version__}")
+print(f"simulator   Gluon of Triton {__import__('triton').__version__}")
+print(f"compiler    {offline_compile_support().reason}")
+print(f"Hopper GPU  {'yes: your kernels run here, too' if on_hopper else gluon_support().reason}")
+
+# %% [markdown]
+# # Part 1: What a GPU is
+#
+# An H200 has 132 **streaming multiprocessors** (SMs). A kernel is cut into blocks; a block stays on one SM. So think of
+# one SM. It is not a big processor with many cores. It is a small factory:
+#
+# ![One SM of a Hopper GPU: four quarters with a tensor core, arithmetic and special function units and registers each; shared memory, the TMA copy engine and mbarriers that all of them use](assets/lab3_sm.svg)
+#
+# - Four **quarters**. Each runs warps of 32 threads and has its own registers, arithmetic units, 4 special function units
+#   (exponentials, logarithms) and one **tensor core**.
+# - A **warpgroup** is four warps, one a quarter. It is the unit that orders tensor core products: `wgmma` multiplies a
+#   tile of 64 rows, and all 128 threads hold a part of the result in their registers.
+# - **Shared memory**, 227 KiB for a block, is where tensor cores read their operands from.
+# - The **TMA** is a copy engine. One thread gives it the coordinates of a tile; it computes all addresses, copies, and
+#   reports to an **mbarrier** how many bytes have arrived.
+#
+# Nothing in this list waits for anything else by itself. Tensor cores and the TMA run on their own once they were told
+# to. This is where the speed is, and where the bugs are.
+
+# %% [markdown]
+# ### Question 1.1: What a tile costs, and what it needs {points}
+#
+# One step of flash attention takes `rows` queries and a block of `keys` keys, of head dimension `d`, in bf16:
+# $S = QK^\top$, the softmax of $S$ (one exponential for each score), and $O \mathrel{+}= PV$. One SM of an H200 does in
+# one cycle
+#
+# - 4096 bf16 FLOPs on its tensor cores (989 TFLOP/s / 132 SMs / 1.83 GHz),
+# - 16 exponentials (4 in each quarter),
+# - 20 bytes from memory (its share of 4.8 TB/s). Keys and values come from there; $Q$ is on chip already.
+#
+# 1. `tile_cycles`: how many cycles each of the three takes for one step: (products, exponentials, loads).
+# 2. `shared_bytes`: shared memory for $Q$ of `consumers` warpgroups (64 rows each) and for a ring of `stages` slots of
+#    $K$ and one of $V$, in bf16.
+# 3. `registers_per_thread`: registers that one thread of a warpgroup needs for its part of the scores (64 × `keys`) and
+#    of the output (64 × `d`), both fp32. A register holds 4 bytes.
+
+# %% nbgrader={"grade_id": "q1_1", "solution": true}
+def tile_cycles(rows: int, keys: int, d: int) -> tuple[float, float, float]:
+    """Cycles of one SM for a step of rows queries and keys keys: (products, exponentials, loads)."""
+    ### BEGIN SOLUTION
+    return 2 * 2 * rows * keys * d / 4096, rows * keys / 16, 2 * keys * d * 2 / 20
+    ### END SOLUTION
+
+
+def shared_bytes(consumers: int, keys: int, d: int, stages: int) -> int:
+    """Bytes of shared memory for Q and for the rings of K and V, in bf16."""
+    ### BEGIN SOLUTION
+    return 2 * (consumers * 64 * d + 2 * stages * keys * d)
+    ### END SOLUTION
+
+
+def registers_per_thread(keys: int, d: int) -> float:
+    """Registers of one of 128 threads for fp32 scores (64, keys) and output (64, d)."""
+    ### BEGIN SOLUTION
+    return 64 * (keys + d) / 128
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "q1_1_tests", "grade": true, "points": 3}
+@check("1.1", "What a tile costs")
+def check_tile_cycles(tile_cycles):
+    products, exponentials, loads = tile_cycles(100, 40, 50)
+    expect_number(products, 195.3125, rel=1e-6, unit="cycles", what="products of tile_cycles(100, 40, 50)")
+    expect_number(exponentials, 250, rel=1e-6, unit="cycles", what="exponentials of tile_cycles(100, 40, 50)")
+    expect_number(loads, 400, rel=1e-6, unit="cycles", what="loads of tile_cycles(100, 40, 50)")
+
+
+check_tile_cycles(tile_cycles).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab3_gluon as hidden
+hidden.tile_cycles(tile_cycles).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade_id": "q1_1_budget_tests", "grade": true, "points": 3}
+@check("1.1", "What a tile needs")
+def check_tile_budget(shared_bytes, registers_per_thread):
+    expect_number(shared_bytes(1, 16, 10, 1), 1920, rel=1e-6, unit="bytes", what="shared_bytes(1, 16, 10, 1)")
+    expect_number(registers_per_thread(20, 40), 30, rel=1e-6, unit="registers", what="registers_per_thread(20, 40)")
+
+
+check_tile_budget(shared_bytes, registers_per_thread).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab3_gluon as hidden
+hidden.tile_budget(shared_bytes, registers_per_thread).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# **Before you run.** For 64 queries and head dimension 128: which of the three is the longest? How many rows of queries
+# must share a block of keys until the loads are no longer the longest?
+
+# %%
+require_answer("tile_cycles", tile_cycles, "1.1")
+require_answer("shared_bytes", shared_bytes, "1.1")
+require_answer("registers_per_thread", registers_per_thread, "1.1")
+rows = []
+for d, queries, keys in ((64, 64, 128), (64, 192, 128), (128, 64, 128), (128, 128, 128), (128, 256, 128), (256, 128, 64)):
+    products, exponentials, loads = tile_cycles(queries, keys, d)
+    rows.append({"head dim": d, "queries": queries, "keys": keys, "products": products, "exponentials": exponentials,
+                 "loads": loads, "longest over products": max(products, exponentials, loads) / products,
+                 "shared KiB, 2 slots": shared_bytes(queries // 64, keys, d, 2) / 1024,
+                 "registers": registers_per_thread(keys, d)})
+display(pd.DataFrame(rows).round(2))
+
+# %% [markdown]
+# Two lessons. First, the exponentials are no detail: at head dimension 64 they take as long as the products. If
+# they do not run *at the same time*, half of the tensor cores' time is lost. Second, 20 bytes a cycle are too few for 64
+# rows. Real kernels let several warpgroups share each block of keys, and fetch it from the L2 cache, where it lies
+# because other blocks of the same head read it, too.
+#
+# ## Naive against fused, measured
+#
+# The naive version is three operators: a matrix product, a softmax, a matrix product. The fused one is the library's
+# flash attention. Same result, same FLOPs (nearly). The column *MB moved* counts what each must move at least: the naive
+# version writes and reads its scores and its probabilities once each. With softmax in fp32, casts and scaling it moves
+# more.
+#
+# **Before you run.** How many kernels does each launch? How many bytes does each move?
+
+# %%
+if on_gpu:
+    batch, heads, length, d, dtype = 4, 16, 4096, 128, torch.bfloat16
+else:
+    batch, heads, length, d, dtype = 1, 4, 1024, 64, torch.float32
+q, k, v = (torch.randn(batch, heads, length, d, device=device, dtype=dtype) for _ in range(3))
+naive, fused = (partial(attention, q, k, v, provider=name) for name in ("naive", "flash"))
+with nvtx_range("flashattention_baseline_unfused"):  # these names show in a trace
+    expected = naive()
+with nvtx_range("flashattention_optimized_flash"):
+    difference = (fused().float() - expected.float()).abs().max().item()
+print(f"(B, H, S, D) = ({batch}, {heads}, {length}, {d}), {dtype}; largest difference {difference:.1e}")
+
+result = compare(naive, fused, warmup=3, iterations=15, labels=("naive", "fused"))
+qkvo, scores = 4 * batch * heads * length * d, batch * heads * length**2
+rows = []
+for name, call, measurement, elements in (
+    ("naive", naive, result.a, qkvo + 4 * scores),  # scores and probabilities are written once and read once each
+    ("fused", fused, result.b, qkvo),
+):
+    counts = count_cuda_kernels(profile(call))
+    rows.append({"": name, "kernels" if on_gpu else "operators": counts["total"], "ms": measurement.median_ms,
+                 "MB moved": elements * dtype.itemsize / 1e6,
+                 "TFLOP/s": 4 * scores * d / measurement.median_ms / 1e9})
+results["naive_and_fused"] = rows
+display(pd.DataFrame(rows).round(4))
+print(result.sentence())
+show_recorded("naive_and_fused")
+
+# %% [markdown]
+# ### Question 1.2: Why fusion is the beginning, not the end {points}
+#
+# With numbers from your two tables (or the recorded one):
+# 1. Which bytes does the naive version move and the fused one not? How many are they for this size?
+# 2. Fused, 128 queries and head dimension 128: what limits an SM if products, exponentials and loads run one after the
+#    other? How much faster can it get if all three run at the same time?
+# 3. Why not simply take 512 rows of queries a block? Name two things of the SM that run out, with your numbers of 1.1.
+
+# %% [markdown] nbgrader={"grade_id": "q1_2", "grade": true, "solution": true, "points": 4}
+# 1. The scores and the probabilities, S × S for each head: written and read, 4·B·H·S² elements (for B 1, H 4, S 1024 in
+#    fp32: 67 MB against 4 MB for Q, K, V and O).
+# 2. One after the other the sum counts: 2048 + 1024 + 3277 cycles for 128 keys at 20 bytes a cycle. At the same time the
+#    longest counts: 3277, the loads, a factor of 1.9; with K and V from L2 the loads shrink and 2048 remain, the products.
+# 3. Shared memory: Q of 512 rows takes 128 KiB at head dimension 128, and two slots of K and V another 128 KiB: more
+#    than 227. Registers: eight warpgroups have 1024 threads; 65536 registers are 64 a thread, and 128 are needed for
+#    scores and output alone.
+#
+# === BEGIN MARK SCHEME ===
+# 1 point for the scores/probabilities with a number. 2 points for the sum against the maximum, with cycles (1 if only
+# "overlap is faster"). 1 point for two of: shared memory, registers (64 a thread at 1024 threads), fewer blocks than SMs,
+# with a number.
+# === END MARK SCHEME ===
+
+# %% [markdown]
+# ### Bonus Question 1.3: Bytes in flight {points}
+#
+# A copy from memory takes hundreds of nanoseconds. While it travels, others must be under way, or memory idles. Little's
+# law says how many bytes: bandwidth × latency.
+#
+# 1. `bytes_in_flight`: bytes that **one SM** must have under way so that all SMs together reach the bandwidth.
+# 2. `slots_needed`: how many ring slots of `slot_bytes` bytes hold that many bytes; at least 1.
+
+# %% nbgrader={"grade_id": "bonus_1_3", "solution": true}
+def bytes_in_flight(bandwidth_tb_s: float, latency_ns: float, sms: int) -> float:
+    """Bytes under way for each SM, so that memory is never idle."""
+    ### BEGIN SOLUTION
+    return bandwidth_tb_s * 1e12 * latency_ns * 1e-9 / sms
+    ### END SOLUTION
+
+
+def slots_needed(bandwidth_tb_s: float, latency_ns: float, sms: int, slot_bytes: int) -> int:
+    """Ring slots of slot_bytes bytes that keep memory busy."""
+    ### BEGIN SOLUTION
+    return max(1, math.ceil(bytes_in_flight(bandwidth_tb_s, latency_ns, sms) / slot_bytes))
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "bonus_1_3_tests", "grade": true, "points": 4}
+@check("Bonus 1.3", "Bytes in flight")
+def check_bytes_in_flight(bytes_in_flight, slots_needed):
+    expect_number(bytes_in_flight(2.0, 500, 100), 10_000, rel=1e-6, unit="bytes", what="bytes_in_flight(2.0, 500, 100)")
+    expect_number(slots_needed(2.0, 500, 100, 4096), 3, rel=1e-6, what="slots_needed(2.0, 500, 100, 4096)")
+
+
+check_bytes_in_flight(bytes_in_flight, slots_needed).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab3_gluon as hidden
+hidden.bytes_in_flight(bytes_in_flight, slots_needed).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# # Part 2: Layouts
+#
+# In Gluon a tensor lives in registers, spread over the threads of a partition. **Who holds which element is its
+# layout**, and it is part of the tensor's type: two tensors can only be added if their layouts agree.
+#
+# `gl.BlockedLayout(size_per_thread, threads_per_warp, warps_per_cta, order)` builds it up in three steps. With
+# `BlockedLayout([1, 4], [4, 8], [2, 1], [1, 0])`:
+#
+# - each thread holds a piece of 1 × 4 elements;
+# - the 32 lanes of a warp stand in a grid of 4 × 8 pieces: a warp covers 4 × 32 elements;
+# - two warps stand in a grid of 2 × 1: together 8 × 32. A larger tensor repeats that tile; each repetition takes
+#   further registers of the same threads.
+# - `order` names the dimension that counts fastest: `[1, 0]` is along columns first, for the elements in a thread, the
+#   lanes, the warps and the repetitions alike.
+
+# %% [markdown]
+# ### Question 2.1: Who holds an element? {points}
+#
+# Write `owner`. It returns (warp, lane, register) of element (`row`, `column`) of a tensor of shape `shape`. All sizes
+# are powers of two, and the shape is one or more whole tiles in each dimension. Registers count first within the
+# thread's piece, then over repetitions.
+
+# %% nbgrader={"grade_id": "q2_1", "solution": true}
+def owner(row: int, column: int, shape: tuple, size: tuple, threads: tuple, warps: tuple, order: tuple) -> tuple:
+    """(warp, lane, register) that hold an element under BlockedLayout(size, threads, warps, order)."""
+    ### BEGIN SOLUTION
+    def flatten(place: list, extent) -> int:
+        fast, slow = order
+        return place[fast] + extent[fast] * place[slow]
+
+    position = (row, column)
+    tile = [size[i] * threads[i] * warps[i] for i in (0, 1)]
+    piece = flatten([position[i] % size[i] for i in (0, 1)], size)
+    lane = flatten([position[i] // size[i] % threads[i] for i in (0, 1)], threads)
+    warp = flatten([position[i] // (size[i] * threads[i]) % warps[i] for i in (0, 1)], warps)
+    repetition = flatten([position[i] // tile[i] for i in (0, 1)], [shape[i] // tile[i] for i in (0, 1)])
+    return warp, lane, piece + size[0] * size[1] * repetition
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "q2_1_tests", "grade": true, "points": 6}
+@check("2.1", "Who holds an element")
+def check_owner(owner):
+    layout = ((1, 4), (4, 8), (2, 1), (1, 0))
+    for (row, column, shape), right in (
+        ((0, 0, (8, 32)), (0, 0, 0)), ((0, 3, (8, 32)), (0, 0, 3)), ((0, 4, (8, 32)), (0, 1, 0)),
+        ((1, 0, (8, 32)), (0, 8, 0)), ((5, 0, (8, 32)), (1, 8, 0)), ((0, 33, (8, 64)), (0, 0, 5)),
+    ):
+        got = owner(row, column, shape, *layout)
+        assert tuple(got) == right, (
+            f"element ({row}, {column}) of {shape} in BlockedLayout{layout} is held by (warp, lane, register) {right}, "
+            f"not {tuple(got)}."
+        )
+
+
+check_owner(owner).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab3_gluon as hidden
+hidden.owner(owner).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %%
+require_answer("owner", owner, "2.1")
+layouts = {
+    "[1, 4] [4, 8] [4, 1], order [1, 0]": ((1, 4), (4, 8), (4, 1), (1, 0)),
+    "[4, 1] [8, 4] [1, 4], order [0, 1]": ((4, 1), (8, 4), (1, 4), (0, 1)),
+}
+figure, axes = plt.subplots(1, 2, figsize=(9.6, 4.6), layout="constrained")
+for ax, (name, layout) in zip(axes, layouts.items(), strict=True):
+    held = [[owner(row, column, (32, 32), *layout) for column in range(32)] for row in range(32)]
+    ax.imshow([[lane for _, lane, _ in line] for line in held], cmap="viridis", aspect="auto")
+    for row in range(32):
+        for column in range(32):
+            if held[row][column][1] == 5:
+                ax.text(column, row, held[row][column][0], ha="center", va="center", color="white", fontsize=6)
+    ax.set(title=f"BlockedLayout {name}", xlabel="column", ylabel="row")
+    ax.title.set_fontsize(9)
+figure.suptitle("Lane that holds each element (colour); lane 5 carries its warp's number", fontsize=10)
+plt.show()
+
+# %% [markdown]
+# Memory answers in **sectors** of 32 bytes. When a warp loads 32 numbers of 4 bytes that lie side by side, it gets 4
+# sectors and needs all of them. When they lie a row apart, it gets 32 sectors and needs an eighth of each.
+
+# %% [markdown]
+# ### Question 2.2: A transpose with two layouts {points}
+#
+# $Y = X^\top$, tile by tile. Read along the rows of $X$, and neighbouring lanes write elements of $Y$ that lie a whole row
+# apart. Read along the columns, and it is the load that suffers. The way out is two layouts: one to read, one to write,
+# and `gl.convert_layout` between them, which moves the data between threads through shared memory.
+#
+# Write the body of `transpose`. Each program moves one tile of 32 × 32, 4-byte elements. `x_ptr` is (m, n), its rows
+# `x_stride` elements apart; `y_ptr` is (n, m), its rows `y_stride` elements apart. Any size must work, so mask both. The
+# program has 4 warps. The check counts sectors: at whole tiles, not one more than needed, in the load and in the store.
+#
+# You need `gl.BlockedLayout`, `gl.arange(0, 32, gl.SliceLayout(1, layout))` for rows, `SliceLayout(0, layout)` for
+# columns, `[:, None]`, `[None, :]`, `gl.load(pointers, mask=...)`, `gl.convert_layout(tensor, layout)` and
+# `gl.store(pointers, tensor, mask=...)`. Layouts are compile-time values: `name: gl.constexpr = ...`.
+
+# %% nbgrader={"grade_id": "q2_2", "solution": true}
+# %%writefile lab3_transpose.py
+"""Y = X transposed: one program turns one tile of 32 x 32."""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def transpose(x_ptr, y_ptr, m, n, x_stride, y_stride):
+    row = gl.program_id(0) * 32  # the tile's first row and column in X
+    column = gl.program_id(1) * 32
+    ### BEGIN SOLUTION
+    reading: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    writing: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
+    rows = row + gl.arange(0, 32, gl.SliceLayout(1, reading))
+    columns = column + gl.arange(0, 32, gl.SliceLayout(0, reading))
+    mask = (rows < m)[:, None] & (columns < n)[None, :]
+    tile = gl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=mask)
+    tile = gl.convert_layout(tile, writing)
+    rows = row + gl.arange(0, 32, gl.SliceLayout(1, writing))
+    columns = column + gl.arange(0, 32, gl.SliceLayout(0, writing))
+    mask = (rows < m)[:, None] & (columns < n)[None, :]
+    gl.store(y_ptr + columns[None, :] * y_stride + rows[:, None], tile, mask=mask)
+    ### END SOLUTION
+
+# %% nbgrader={"grade_id": "q2_2_tests", "grade": true, "points": 8}
+def transpose_launch(m: int, n: int) -> tuple[Launch, dict]:
+    """A launch on a random (m, n) matrix, and what it should write."""
+    x = torch.randn(m, n)
+    args = dict(x_ptr=x, y_ptr=torch.zeros(n, m), m=m, n=n, x_stride=n, y_stride=m)
+    grid = (math.ceil(m / 32), math.ceil(n / 32))
+    return Launch("transpose", grid, args, outputs=("y_ptr",), file="lab3_transpose.py"), {"y_ptr": x.T}
+
+
+@check("2.2", "Transpose")
+def check_transpose(text):
+    for m, n in ((32, 32), (64, 96), (45, 70)):
+        expect_kernel(text, *transpose_launch(m, n), rtol=0, atol=0, compiles=(m, n) == (45, 70),
+                      hint=f"X is ({m}, {n}).")
+
+
+check_transpose(text_of("lab3_transpose.py")).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab3_gluon as hidden
+hidden.transpose(text_of("lab3_transpose.py")).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %%
+require_answer("transpose", answered("lab3_transpose.py"), "2.2")
+_, run = simulated(answered("lab3_transpose.py"), transpose_launch(32, 32)[0], timeline=True)
+for event in run.events:
+    if event.bytes:
+        print(f"{event.kind:6} line {event.line}: {event.bytes} bytes, {event.sectors} sectors of 32 bytes, "
+              f"{event.bytes / 32 / event.sectors:.0%} of what came was used")
+
+# %% [markdown]
+# # Part 3: Copies that run on their own
+#
+# An ordinary load ends in registers, and the thread that uses the value waits. An **asynchronous copy** goes to shared
+# memory and does not hold anybody up. The price: somebody has to say when it is over.
+#
+# `cp.async` is the older kind. Each thread copies its own few bytes. Copies are collected into **groups**:
+#
+# ```python
+# async_copy.async_copy_global_to_shared(ring.index(slot), pointers, mask=...)  # start; returns at once
+# async_copy.commit_group()        # all copies started since the last commit are one group
+# async_copy.wait_group(2)         # wait until at most 2 groups are still under way
+# ```
+#
+# Groups end in the order in which they were committed. So a pipeline of three slots keeps two groups under way while it
+# works on the third.
+
+# %% [markdown]
+# ### Question 3.1: A cp.async pipeline {points}
+#
+# Write the loop of `add`: `c = a + b`, `TILES` tiles of `TILE` elements a program, through rings of `STAGES` slots
+# (1 ≤ STAGES ≤ TILES). Order the first `STAGES - 1` tiles before the loop. In step `i` order tile `i + STAGES - 1` if
+# there is one, wait until tile `i` has arrived, and add it. `order(...)` starts one copy. Its slot is the tile's number
+# modulo `STAGES`. All copies must be over when the kernel ends.
+#
+# `ring.index(slot).load(layout)` reads a slot into registers. A commit without copies is an empty group: handy at the
+# end, where there is nothing left to order but `wait_group` keeps counting.
+
+# %% nbgrader={"grade_id": "q3_1", "solution": true}
+# %%writefile lab3_async_copy.py
+"""c = a + b with cp.async: tiles of both are under way while earlier ones are added."""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+
+@gluon.jit
+def order(ring, slot, ptr, start, n, TILE: gl.constexpr, layout: gl.constexpr):
+    """Start the copy of elements start .. start+TILE-1 into a slot. Nothing behind element n is touched."""
+    at = start + gl.arange(0, TILE, layout)
+    async_copy.async_copy_global_to_shared(ring.index(slot), ptr + at, mask=at < n)
+
+
+@gluon.jit
+def add(a_ptr, b_ptr, c_ptr, n, TILE: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
+    a_ring = gl.allocate_shared_memory(gl.float32, [STAGES, TILE], plain)
+    b_ring = gl.allocate_shared_memory(gl.float32, [STAGES, TILE], plain)
+    first = gl.program_id(0) * (TILE * TILES)  # this program adds TILES tiles from here on
+    ### BEGIN SOLUTION
+    for i in gl.static_range(STAGES - 1):
+        order(a_ring, i, a_ptr, first + i * TILE, n, TILE, layout)
+        order(b_ring, i, b_ptr, first + i * TILE, n, TILE, layout)
+        async_copy.commit_group()
+    for i in range(TILES):
+        ahead = i + STAGES - 1
+        if ahead < TILES:
+            order(a_ring, ahead % STAGES, a_ptr, first + ahead * TILE, n, TILE, layout)
+            order(b_ring, ahead % STAGES, b_ptr, first + ahead * TILE, n, TILE, layout)
+        async_copy.commit_group()
+        async_copy.wait_group(STAGES - 1)
+        total = a_ring.index(i % STAGES).load(layout) + b_ring.index(i % STAGES).load(layout)
+        at = first + i * TILE + gl.arange(0, TILE, layout)
+        gl.store(c_ptr + at, total, mask=at < n)
+    ### END SOLUTION
+
+# %% nbgrader={"grade_id": "q3_1_tests", "grade": true, "points": 10}
+def async_copy_launch(n: int, tiles: int, stages: int) -> tuple[Launch, dict]:
+    """A launch on n elements, tiles of 256, and what it should write."""
+    a, b = torch.randn(n), torch.randn(n)
+    args = dict(a_ptr=a, b_ptr=b, c_ptr=torch.zeros(n), n=n, TILE=256, TILES=tiles, STAGES=stages)
+    launch = Launch("add", (math.ceil(n / (256 * tiles)),), args, outputs=("c_ptr",), file="lab3_async_copy.py")
+    return launch, {"c_ptr": a + b}
+
+
+@check("3.1", "cp.async pipeline")
+def check_async_copy(text):
+    for n, tiles, stages in ((1024, 4, 2), (2000, 4, 3), (700, 3, 1)):
+        expect_kernel(text, *async_copy_launch(n, tiles, stages), rtol=0, atol=0, compiles=stages == 3,
+                      hint=f"n = {n}, {tiles} tiles a program, {stages} slots.")
+
+
+check_async_copy(text_of("lab3_async_copy.py")).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab3_gluon as hidden
+hidden.async_copy(text_of("lab3_async_copy.py")).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# The simulator keeps a clock. Its cost model is simple: every unit runs at its peak rate, a copy takes 600 cycles and its
+# share of the bandwidth. Read it as a ruler, not as a stopwatch. It shows what waits for what.
+#
+# **Before you run.** Eight tiles, one slot against three. Guess the ratio of the times.
+
+# %%
+require_answer("add", answered("lab3_async_copy.py"), "3.1")
+for stages in (1, 3):
+    name = f"add with {stages} {'slot' if stages == 1 else 'slots'}"
+    _ = show_timeline(answered("lab3_async_copy.py"), async_copy_launch(2048, 8, stages)[0], name)
+
+# %% [markdown]
+# ## TMA and mbarriers
+#
+# With `cp.async` all threads compute addresses. With **TMA** one thread says: tile (row, column) of this tensor into that
+# slot. The tensor is described once, by a *descriptor* that the host makes. What lies outside of the tensor arrives as
+# zeros. The copy reports to an **mbarrier**, eight bytes of shared memory that count.
+#
+# ![A ring of two slots over six tiles: copies fill a slot, the barrier of the slot flips its phase, the wait for parity 0, 0, 1, 1 passes](assets/lab3_ring.svg)
+#
+# ```python
+# mbarrier.init(bar, count=1)             # a phase is over after 1 arrival, and when all announced bytes are there
+# mbarrier.expect(bar, NBYTES)            # announce bytes; this is the arrival
+# tma_load(desc, [row, column], bar, slot)  # start the copy; its bytes count down at the barrier
+# mbarrier.wait(bar, parity)              # go on when the phase of this parity is over
+# ```
+#
+# A barrier goes through phases 0, 1, 2, ... and starts the next one at once. You wait with the **parity** of the phase, its
+# number modulo 2. A slot that is used again has its barrier's next phase: tile `i` lies in slot `i % STAGES` and is
+# phase `i // STAGES` of that slot's barrier.
+
+# %% [markdown]
+# ### Question 3.2: A TMA ring {points}
+#
+# Write the middle of `sum_of_squares`: for 16 rows, add up the squares of `tiles` tiles, through a ring of `STAGES` slots.
+#
+# 1. Initialize the barriers `full.index(0)`, `full.index(1)`, ...
+# 2. Order the first `STAGES` tiles. There may be fewer tiles than slots: `expect` and `tma_load` take `pred=condition`
+#    and do nothing where it is false.
+# 3. In step `i`: wait for the tile, read it into registers, refill its slot with tile `i + STAGES` if there is one, and
+#    add `gl.sum(x * x, 1)` to `total`.
+#
+# One more rule. Threads read shared memory through one path, the TMA writes it through another (the *async proxy*).
+# Between your read and the copy that overwrites the slot there must be a `fence_async_shared()`.
+
+# %% nbgrader={"grade_id": "q3_2", "solution": true}
+# %%writefile lab3_tma_ring.py
+"""Sum of squares of each row, by a ring of TMA copies: the first half of an RMSNorm."""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from utils.kernels.attention.gluon_ladder.shared import tma_load  # its name differs between versions of Triton
+
+
+@gluon.jit
+def sum_of_squares(x_desc, y_ptr, rows, columns, STAGES: gl.constexpr):
+    ROWS: gl.constexpr = x_desc.block_type.shape[0]
+    COLUMNS: gl.constexpr = x_desc.block_type.shape[1]
+    NBYTES: gl.constexpr = x_desc.block_type.nbytes
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, COLUMNS], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    row = gl.program_id(0) * ROWS
+    tiles = gl.cdiv(columns, COLUMNS)
+    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+    ### BEGIN SOLUTION
+    for i in gl.static_range(STAGES):  # public
+        mbarrier.init(full.index(i), count=1)  # public
+    for i in gl.static_range(STAGES):  # public
+        mbarrier.expect(full.index(i), NBYTES, pred=i < tiles)
+        tma_load(x_desc, [row, i * COLUMNS], full.index(i), ring.index(i), pred=i < tiles)
+    for i in range(tiles):  # public
+        slot = i % STAGES  # public
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)  # public
+        x = ring.index(slot).load(layout).to(gl.float32)
+        fence_async_shared()  # public
+        more = i + STAGES < tiles
+        mbarrier.expect(full.index(slot), NBYTES, pred=more)
+        tma_load(x_desc, [row, (i + STAGES) * COLUMNS], full.index(slot), ring.index(slot), pred=more)
+        total += gl.sum(x * x, 1)
+    ### END SOLUTION
+    at = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    gl.store(y_ptr + at, total, mask=at < rows)
+
+# %% nbgrader={"grade_id": "q3_2_tests", "grade": true, "points": 12}
+def tma_ring_launch(rows: int, columns: int, stages: int) -> tuple[Launch, dict]:
+    """A launch on a random fp16 matrix, and the sums of squares of its rows."""
+    x = torch.randn(rows, columns, dtype=torch.float16)
+    args = dict(x_desc=Tile(x, [16, 64]), y_ptr=torch.zeros(rows), rows=rows, columns=columns, STAGES=stages)
+    launch = Launch("sum_of_squares", (math.ceil(rows / 16),), args, outputs=("y_ptr",), file="lab3_tma_ring.py")
+    return launch, {"y_ptr": x.double().square().sum(1)}
+
+
+@check("3.2", "TMA ring")
+def check_tma_ring(text):
+    for rows, columns, stages in ((16, 256, 2), (40, 440, 3), (16, 64, 2)):
+        expect_kernel(text, *tma_ring_launch(rows, columns, stages), rtol=1e-4, atol=1e-3, seeds=(None, 1),
+                      compiles=stages == 3, hint=f"{rows} rows, {columns} columns, {stages} slots.")
+
+
+check_tma_ring(text_of("lab3_tma_ring.py")).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab3_gluon as hidden
+hidden.tma_ring(text_of("lab3_tma_ring.py")).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %%
+require_answer("sum_of_squares", answered("lab3_tma_ring.py"), "3.2")
+_ = show_timeline(answered("lab3_tma_ring.py"), tma_ring_launch(16, 512, 3)[0], "TMA ring of 3 slots")
+for stages in (1, 2, 3, 4, 6, 8, 12):
+    _, run = simulated(answered("lab3_tma_ring.py"), tma_ring_launch(16, 2048, stages)[0])
+    print(f"{stages} slots: {run.cycles[0]:7,.0f} model cycles for 32 tiles of 2 KiB")
+
+# %% [markdown]
+# ## What a wrong barrier looks like
+#
+# On a GPU a wrong parity means one of two things. The wait never passes: the kernel hangs, and you see nothing. Or it
+# passes too early: you read what was there before, and mostly that is even right. Here both have a name. The next cell
+# breaks your ring on purpose, in two ways.
+#
+# **Before you run.** (a) The parity of every wait is turned around. (b) The barrier expects 64 bytes too many. Which
+# hangs, which reads too early, and where?
+
+# %%
+require_answer("sum_of_squares", answered("lab3_tma_ring.py"), "3.2")
+BROKEN = '''
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from utils.kernels.attention.gluon_ladder.shared import tma_load
+
+
+@gluon.jit
+def read_one(x_desc, y_ptr, TURN: gl.constexpr, EXTRA: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    slot = gl.allocate_shared_memory(x_desc.dtype, [16, 64], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    mbarrier.expect(full, x_desc.block_type.nbytes + EXTRA)
+    tma_load(x_desc, [0, 0], full, slot)
+    mbarrier.wait(full, 0 ^ TURN)
+    gl.store(y_ptr, gl.max(gl.max(slot.load(layout).to(gl.float32), 1), 0))
+'''
+for what, turn, extra in (("right", 0, 0), ("(a) turned parity", 1, 0), ("(b) 64 bytes too many", 0, 64)):
+    launch = Launch("read_one", (1,), dict(x_desc=Tile(torch.ones(16, 64).half(), [16, 64]), y_ptr=torch.zeros(1),
+                                           TURN=turn, EXTRA=extra), outputs=("y_ptr",))
+    try:
+        outputs, _ = simulated(BROKEN, launch)
+        print(f"{what}: {outputs['y_ptr'].item()}\n")
+    except AssertionError as report:
+        print(f"{what}: {report}\n")
+
+# %% [markdown]
+# ### Question 3.3: Phases and proofs {points}
+#
+# 1. Why can a wait tell phase 0 from phase 1, but not from phase 2? What makes that enough for a ring?
+# 2. In (a) the GPU would often still print 1.0. Why is it a race all the same, and why does the simulator find it in
+#    *every* run, also when its copy happens to be fast?
+# 3. A fresh barrier lets `wait(bar, 1)` pass at once. Which partition of a producer and consumer pair makes use of that?
+# 4. From your table of slots: from how many on does one more slot not help any more? Which number sets that point?
+
+# %% [markdown] nbgrader={"grade_id": "q3_3", "grade": true, "solution": true, "points": 4}
+# 1. The barrier shows only the parity of the running phase. In a ring nobody can be two phases ahead: a slot is refilled
+#    only after its reader has been through the phase, so the waiting side is at most one phase behind.
+# 2. Nothing puts the read after the copy: the wait for parity 1 passes at once on a fresh barrier. Fast copies hide it.
+#    The simulator asks whether the order is *known*, from waits and arrivals (vector clocks), not which came first.
+# 3. The producer: all slots are free at first, so it waits for the parity of "the phase before the first" and goes on.
+# 4. Where copies under way cover the latency: latency × bandwidth of the SM (600 cycles × 20 bytes = 12 KB, 6 slots of
+#    2 KiB); more slots only wait for the bandwidth. (In the table almost nothing is gained from 6 slots on.)
+#
+# === BEGIN MARK SCHEME ===
+# 1 point each. 1: parity = phase mod 2, and the ring keeps both sides within one phase. 2: no order between copy and
+# read; found by order, not by timing. 3: producer, slots are empty at the start. 4: a number from the student's table and
+# latency × bandwidth (Little).
+# === END MARK SCHEME ===
+
+# %% [markdown]
+# ### Bonus Question 3.4: Repair a ring {points}
+#
+# `scale` should compute `y = x * factor` with two partitions: a producer that loads, a consumer that scales and stores.
+# **Five things in it are wrong.** Some hang, some race, one only with luck. The next cell writes the file and runs it.
+#
+# Write `repairs`. It returns a dict from a wrong line (copied whole, without its indentation) to what should stand there
+# instead. A replacement may be several lines, separated by `\n`, or `"pass"` to remove a line. At most six lines may
+# change. Work like with a compiler: repair what the report names, run, read the next report.
+
+# %% nbgrader={"grade_id": "broken_ring", "locked": true}
+# %%writefile lab3_broken.py
+"""y = x * scale, tile by tile: a TMA ring between a producer and a consumer. Five lines of it are wrong."""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from utils.kernels.attention.gluon_ladder.shared import tma_load, tma_store
+
+
+@gluon.jit
+def load_tiles(x_desc, ring, full, empty, tiles, STAGES: gl.constexpr):
+    for i in range(tiles):
+        slot = i % STAGES
+        mbarrier.wait(empty.index(slot), (i // STAGES) & 1)
+        mbarrier.expect(full.index(slot), x_desc.block_type.nbytes // 2)
+        tma_load(x_desc, [0, i * x_desc.block_type.shape[1]], full.index(slot), ring.index(slot))
+
+
+@gluon.jit
+def scale_tiles(y_desc, ring, out, full, empty, tiles, factor, STAGES: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    for i in range(tiles):
+        slot = i % STAGES
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        mbarrier.arrive(empty.index(slot), count=1)
+        x = ring.index(slot).load(layout)
+        tma.store_wait(1)
+        out.store(x * factor)
+        fence_async_shared()
+        tma_store(y_desc, [0, i * y_desc.block_type.shape[1]], out)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def scale(x_desc, y_desc, tiles, factor, STAGES: gl.constexpr):
+    ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, 16, 32], x_desc.layout)
+    out = gl.allocate_shared_memory(y_desc.dtype, [16, 32], y_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    gl.warp_specialize([
+        (scale_tiles, (y_desc, ring, out, full, empty, tiles, factor, STAGES)),
+        (load_tiles, (x_desc, ring, full, empty, tiles, STAGES)),
+    ], [1], [24])
+
+# %% nbgrader={"grade_id": "run_repaired", "locked": true}
+def repaired(text: str, repairs: dict[str, str]) -> str:
+    """The broken file with repairs in place of the lines they name."""
+    lines = []
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        new = repairs.get(line.strip(), line.strip())
+        lines += [indent + part.strip() if part.strip() else "" for part in new.split("\n")]
+    return "\n".join(lines) + "\n"
+
+
+def repair_launch(stages: int) -> tuple[Launch, dict]:
+    x = torch.randn(16, 32 * 6)
+    args = dict(x_desc=Tile(x, [16, 32]), y_desc=Tile(torch.zeros_like(x), [16, 32]), tiles=6, factor=2.5,
+                STAGES=stages)
+    return Launch("scale", (1,), args, outputs=("y_desc",), file="lab3_broken.py"), {"y_desc": 2.5 * x}
+
+
+try:
+    simulated(repaired(text_of("lab3_broken.py"), {}), repair_launch(2)[0])
+except AssertionError as report:
+    print(report)
+
+# %% nbgrader={"grade_id": "bonus_3_4", "solution": true}
+def repairs() -> dict[str, str]:
+    """{a wrong line of lab3_broken.py: what should stand there}"""
+    ### BEGIN SOLUTION
+    return {
+        "mbarrier.wait(empty.index(slot), (i // STAGES) & 1)":
+            "mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)",
+        "mbarrier.expect(full.index(slot), x_desc.block_type.nbytes // 2)":
+            "mbarrier.expect(full.index(slot), x_desc.block_type.nbytes)",
+        "mbarrier.arrive(empty.index(slot), count=1)": "pass",
+        "x = ring.index(slot).load(layout)":
+            "x = ring.index(slot).load(layout)\nfence_async_shared()\nmbarrier.arrive(empty.index(slot), count=1)",
+        "tma.store_wait(1)": "tma.store_wait(0)",
+        "mbarrier.init(empty.index(i), count=2)": "mbarrier.init(empty.index(i), count=1)",
+    }
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "bonus_3_4_tests", "grade": true, "points": 6}
+@check("Bonus 3.4", "Repair")
+def check_repairs(repairs):
+    text = repaired(text_of("lab3_broken.py"), repairs())
+    for stages in (2, 1):
+        expect_kernel(text, *repair_launch(stages), rtol=0, atol=0, seeds=(None, 1, 2))
+
+
+check_repairs(repairs).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab3_gluon as hidden
+hidden.repairs(text_of("lab3_broken.py"), repairs).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# # Part 4: Tensor cores
+#
+# On Hopper a warpgroup multiplies with `wgmma`. Its operands lie in shared memory (the left one may also lie in
+# registers), its accumulator in the registers of all 128 threads:
+#
+# ```python
+# layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])  # version, warps, one warp's instruction
+# acc = gl.zeros([64, N], gl.float32, layout)
+# acc = warpgroup_mma(a, b, acc, is_async=True)    # a (64, K) and b (K, N) in shared memory; returns at once
+# acc = warpgroup_mma_wait(0, deps=[acc])          # until at most 0 products are under way; then acc may be read
+# ```
+#
+# `version [3, 0]` is Hopper's. Four warps stand along the rows, 16 rows each: 64. Operands must lie in shared memory in a
+# *swizzled* layout (`NVMMASharedLayout`), in which rows of 128 bytes are shuffled so that reads along columns hit
+# different banks. The TMA shuffles on the way, so the descriptor's layout and the tile's layout are the same object.
+#
+# Until the wait, the product reads its operands and writes its accumulator. Whoever refills a slot earlier destroys it.
+# On Blackwell this instruction is `tcgen05`: its accumulator lies in *tensor memory*, a memory of its own beside the
+# registers, a single thread orders it, and two SMs may share one product (2-CTA). More on that in 5.4.
+
+# %% [markdown]
+# ### Question 4.1: The first wgmma {points}
+#
+# $C = A B^\top$: `a_desc` is (M, K), `b_desc` is (N, K), as queries and keys are. One program computes one tile of $C$. The
+# copies are there, without a ring: load a step, wait, multiply. Write what is missing:
+#
+# 1. the accumulator's layout, and the accumulator;
+# 2. the product of a step. `b_tile` is (BLOCK_N, BLOCK_K); `.permute([1, 0])` turns it, without a copy. The tiles
+#    are overwritten right behind your lines, so the product must be over by then;
+# 3. the way out: store `acc` into `c_tile` in the dtype of `c_desc`, tell the async proxy, `tma_store(c_desc, [row,
+#    column], c_tile)`, and wait until it has been read (`tma.store_wait(0)`).
+
+# %% nbgrader={"grade_id": "q4_1", "solution": true}
+# %%writefile lab3_wgmma.py
+"""C = A @ B.T, both operands with K contiguous: one warpgroup, one tile of C, products by wgmma."""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from utils.kernels.attention.gluon_ladder.shared import tma_load, tma_store
+
+
+@gluon.jit
+def matmul(a_desc, b_desc, c_desc, k_size):
+    BLOCK_M: gl.constexpr = a_desc.block_type.shape[0]
+    BLOCK_N: gl.constexpr = b_desc.block_type.shape[0]
+    BLOCK_K: gl.constexpr = a_desc.block_type.shape[1]
+    NBYTES: gl.constexpr = a_desc.block_type.nbytes + b_desc.block_type.nbytes
+    a_tile = gl.allocate_shared_memory(a_desc.dtype, [BLOCK_M, BLOCK_K], a_desc.layout)
+    b_tile = gl.allocate_shared_memory(b_desc.dtype, [BLOCK_N, BLOCK_K], b_desc.layout)
+    c_tile = gl.allocate_shared_memory(c_desc.dtype, [BLOCK_M, BLOCK_N], c_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    row = gl.program_id(0) * BLOCK_M
+    column = gl.program_id(1) * BLOCK_N
+    phase = 0
+    ### BEGIN SOLUTION
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
+    ### END SOLUTION
+    for k in range(0, k_size, BLOCK_K):
+        mbarrier.expect(full, NBYTES)
+        tma_load(a_desc, [row, k], full, a_tile)
+        tma_load(b_desc, [column, k], full, b_tile)
+        mbarrier.wait(full, phase)
+        phase ^= 1
+        ### BEGIN SOLUTION
+        acc = warpgroup_mma(a_tile, b_tile.permute([1, 0]), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])  # public
+        ### END SOLUTION
+    ### BEGIN SOLUTION
+    c_tile.store(acc.to(c_desc.dtype))
+    fence_async_shared()  # public
+    tma_store(c_desc, [row, column], c_tile)  # public
+    tma.store_wait(0)  # public
+    ### END SOLUTION
+
+# %% nbgrader={"grade_id": "q4_1_tests", "grade": true, "points": 10}
+def wgmma_launch(m: int, n: int, k: int, block_n: int = 64) -> tuple[Launch, dict]:
+    """A launch on random bf16 matrices (m, k) and (n, k), and their product."""
+    a, b = torch.randn(m, k, dtype=torch.bfloat16), torch.randn(n, k, dtype=torch.bfloat16)
+    c = torch.zeros(m, n, dtype=torch.bfloat16)
+    args = dict(a_desc=Tile(a, [64, 64]), b_desc=Tile(b, [block_n, 64]), c_desc=Tile(c, [64, block_n]), k_size=k)
+    launch = Launch("matmul", (math.ceil(m / 64), math.ceil(n / block_n)), args, ("c_desc",), file="lab3_wgmma.py")
+    return launch, {"c_desc": a.double() @ b.double().T}
+
+
+@check("4.1", "The first wgmma")
+def check_wgmma(text):
+    for m, n, k, block_n in ((64, 64, 64, 64), (100, 72, 200, 64), (64, 128, 256, 128)):
+        expect_kernel(text, *wgmma_launch(m, n, k, block_n), rtol=2e-2, atol=2e-2, seeds=(None, 1),
+                      compiles=m == 100, hint=f"A is ({m}, {k}), B is ({n}, {k}).")
+
+
+check_wgmma(text_of("lab3_wgmma.py")).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab3_gluon as hidden
+hidden.wgmma(text_of("lab3_wgmma.py")).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %%
+require_answer("matmul", answered("lab3_wgmma.py"), "4.1")
+_ = show_timeline(answered("lab3_wgmma.py"), wgmma_launch(64, 128, 512, 128)[0], "C = A Bᵀ, 64 × 128, K = 512")
+
+# %% [markdown]
+# ### Question 4.2: What is asynchronous, and who must know {points}
+#
+# 1. `warpgroup_mma(..., is_async=True)` returns at once. Name the three things that nobody may touch until its wait, and
+#    what may go on meanwhile.
+# 2. Why does your store into `c_tile` need a fence before `tma_store`, while the product needs none after the TMA copy
+#    into its operands?
+# 3. Look at your timeline. The tensor cores are idle for most of the time. What would you change, and what does a tile of
+#    128 × 128 change about the ratio of products to loads?
+
+# %% [markdown] nbgrader={"grade_id": "q4_2", "grade": true, "solution": true, "points": 4}
+# 1. The two operand tiles (not to be overwritten) and the accumulator's registers (neither read nor written). If the left
+#    operand lies in registers, those as well. Meanwhile: other loads, softmax, further products.
+# 2. The store goes through the ordinary path, the TMA reads through the async proxy: the fence makes the store visible
+#    there. A TMA copy and wgmma both are in the async proxy, and the wait at the mbarrier orders them.
+# 3. Loads are too slow for so little work: more slots, a larger tile, or several products per load. Products grow with
+#    the area (×2 for 128 rows at the same N), loads with the edges: 256 rows instead of 192, ×1.33. Half as much again for each byte.
+#
+# === BEGIN MARK SCHEME ===
+# 1: 1.5 points (operands, accumulator, and something that may go on). 2: 1.5 points (two proxies; both in the async
+# proxy). 3: 1 point (reuse grows with the tile; a number or ratio).
+# === END MARK SCHEME ===
+
+# %% [markdown]
+# # Part 5: Flash attention
+#
+# Now the pieces come together. Scores, probabilities and the output stay in registers. For each block of keys:
+# $S = QK^\top$ by `wgmma`, the online softmax on the accumulator, and $O = O\alpha + PV$ by a second `wgmma`, whose left
+# operand $P$ comes straight from registers (`gl.convert_layout(p, left)` costs nothing there: both layouts put the same
+# elements into the same threads).
+#
+# The softmax in base 2 saves a multiplication: $e^{x} = 2^{x \log_2 e}$. With $c = \text{scale} \cdot \log_2 e$ the weights are
+# $2^{c\,(s - m)}$, one multiply-add and one `exp2` for each score.
+
+# %% [markdown]
+# ### Question 5.1: Online softmax in a kernel {points}
+#
+# The kernel is complete but for two things:
+#
+# 1. `online_softmax`: mask the keys that do not exist, find the new maximum of each row, the probabilities, the new sum,
+#    and the rescaled output.
+# 2. the division at the end.
+#
+# Rows of the scores and rows of the output lie in different threads' hands: `m`, `total` and your factor have the layout
+# `SliceLayout(1, scores)`. To multiply `o` by a factor of each row, convert the factor to `gl.SliceLayout(1, output)`
+# first, then `[:, None]`. `gl.max(x, 1)` and `gl.sum(x, 1)` reduce over the columns. Mask with `gl.where(condition, s,
+# float("-inf"))`: $2^{-\infty} = 0$, so a masked key counts nothing.
+
+# %% nbgrader={"grade_id": "q5_1", "solution": true}
+# %%writefile lab3_softmax.py
+"""Attention of one warpgroup: 64 queries a program, online softmax over blocks of keys."""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+
+from utils.kernels.attention.gluon_ladder.shared import tma_load, tma_store
+
+
+@gluon.jit
+def online_softmax(s, m, total, o, c, key, sk):
+    """One block of keys. s: scores [64, BLOCK_N]; m, total: maximum and sum of each row so far; o: output so far.
+
+    c is scale * log2(e): softmax(scale * s) = 2^(c * s) / sum. Keys key, key+1, ... belong to the columns of s; those
+    from sk on do not exist. Returns p [64, BLOCK_N], the new m and total, and o rescaled to the new maximum.
+    """
+    scores: gl.constexpr = s.type.layout
+    output: gl.constexpr = o.type.layout
+    ### BEGIN SOLUTION
+    keys = key + gl.arange(0, s.shape[1], gl.SliceLayout(0, scores))
+    s = gl.where((keys < sk)[None, :], s, float("-inf"))
+    top = gl.maximum(m, gl.max(s, 1))
+    alpha = gl.exp2((m - top) * c)
+    p = gl.exp2((s - top[:, None]) * c)
+    total = total * alpha + gl.sum(p, 1)
+    o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]  # public
+    return p, top, total, o
+    ### END SOLUTION
+
+
+@gluon.jit
+def attention(q_desc, k_desc, v_desc, o_desc, sk, c):
+    """q, o (heads, Sq, D); k, v (heads, sk, D). Program (i, h): rows 64 i .. of head h."""
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[1]
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
+    BLOCK_D: gl.constexpr = k_desc.block_type.shape[2]
+    dtype: gl.constexpr = q_desc.dtype
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, output, 2)
+    q_tile = gl.allocate_shared_memory(dtype, [1, BLOCK_M, BLOCK_D], q_desc.layout)
+    k_tile = gl.allocate_shared_memory(dtype, [1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_tile = gl.allocate_shared_memory(dtype, [1, BLOCK_N, BLOCK_D], v_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    row = gl.program_id(0) * BLOCK_M
+    head = gl.program_id(1)
+    mbarrier.expect(full, q_desc.block_type.nbytes)
+    tma_load(q_desc, [head, row, 0], full, q_tile)
+    mbarrier.wait(full, 0)
+    phase = 1
+    m = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
+    total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, scores))
+    o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, output)
+    q = q_tile.reshape([BLOCK_M, BLOCK_D])
+    for key in range(0, sk, BLOCK_N):
+        mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+        tma_load(k_desc, [head, key, 0], full, k_tile)
+        tma_load(v_desc, [head, key, 0], full, v_tile)
+        mbarrier.wait(full, phase)
+        phase ^= 1
+        k = k_tile.reshape([BLOCK_N, BLOCK_D]).permute([1, 0])
+        s = warpgroup_mma(q, k, gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores), use_acc=False)
+        p, m, total, o = online_softmax(s, m, total, o, c, key, sk)
+        o = warpgroup_mma(gl.convert_layout(p.to(dtype), left), v_tile.reshape([BLOCK_N, BLOCK_D]), o)
+    ### BEGIN SOLUTION
+    o = o / gl.convert_layout(total, gl.SliceLayout(1, output))[:, None]
+    ### END SOLUTION
+    q.store(o.to(dtype))  # Q is not needed any more: its tile carries the output away
+    fence_async_shared()
+    tma_store(o_desc, [head, row, 0], q_tile)
+    tma.store_wait(0)
+
+# %% nbgrader={"grade_id": "q5_1_tests", "grade": true, "points": 10}
+def attention_inputs(heads: int, sq: int, sk: int, d: int = 64, sharp: float = 1.0):
+    """Random q, k, v (heads, S, D) in bf16, and attention over them in float64."""
+    q, k, v = (torch.randn(heads, length, d) for length in (sq, sk, sk))
+    q, k, v = ((x * f).bfloat16() for x, f in ((q, sharp), (k, 1.0), (v, 1.0)))
+    return q, k, v, torch.softmax(q.double() @ k.double().mT / math.sqrt(d), -1) @ v.double()
+
+
+def tile(x: torch.Tensor, rows: int) -> Tile:
+    """x as TMA sees it: tiles of `rows` rows of the last two dimensions."""
+    return Tile(x, [1] * (x.dim() - 2) + [rows, x.shape[-1]])
+
+
+def attention_launch(file: str, rows: int, q, k, v, expected, **constants) -> tuple[Launch, dict]:
+    """A launch of `attention` with one program for each `rows` queries of a head."""
+    c = math.log2(math.e) / math.sqrt(q.shape[-1])
+    args = dict(q_desc=tile(q, 64), k_desc=tile(k, 64), v_desc=tile(v, 64), o_desc=tile(torch.zeros_like(q), 64),
+                sk=k.shape[1], c=c, **constants)
+    grid = (math.ceil(q.shape[1] / rows), q.shape[0])
+    return Launch("attention", grid, args, outputs=("o_desc",), file=file), {"o_desc": expected}
+
+
+@check("5.1", "Online softmax in a kernel")
+def check_softmax(text):
+    for heads, sq, sk, sharp in ((1, 64, 128, 1.0), (2, 100, 200, 1.0), (1, 64, 128, 60.0)):
+        launch, expected = attention_launch("lab3_softmax.py", 64, *attention_inputs(heads, sq, sk, sharp=sharp))
+        expect_kernel(text, launch, expected, rtol=2e-2, atol=2e-2, compiles=heads == 2,
+                      hint=f"{sq} queries, {sk} keys in blocks of 64" + (", large scores." if sharp > 1 else "."))
+
+
+check_softmax(text_of("lab3_softmax.py")).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab3_gluon as hidden
+hidden.softmax(text_of("lab3_softmax.py")).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# For the timelines of attention we tell the cost model that keys and values come from the L2 cache: 40 bytes a cycle
+# instead of 20, after 300 cycles instead of 600.
+#
+# **Before you run.** One warpgroup, everything in one partition. What share of the time will the tensor cores work?
+
+# %%
+FROM_L2 = gluon_cpu.CostModel(global_bytes=40.0, global_latency=300.0)
+big = attention_inputs(1, 128, 512, d=128)
+
+
+def tensor_core_share(run) -> float:
+    """Share of the first program's time in which a product was under way."""
+    busy = sum(e.end - e.start for e in run.events if e.kind == "wgmma")
+    return busy / run.cycles[0]
+
+
+# %%
+require_answer("attention", answered("lab3_softmax.py"), "5.1")
+launch, _ = attention_launch("lab3_softmax.py", 64, *big)
+run = show_timeline(answered("lab3_softmax.py"), launch, "One warpgroup, 64 queries", model=FROM_L2)
+print(f"tensor cores at work: {tensor_core_share(run):.0%} of the time, for 64 queries")
+
+# %% [markdown]
+# ## Producer and consumers
+#
+# `gl.warp_specialize` splits the block into **partitions** that run different functions at the same time:
+#
+# ![A block split into three partitions: a producer warp fills a ring of K and V slots by TMA; two consumer warpgroups multiply and compute the softmax; full barriers go from the TMA to the consumers, empty barriers from the consumers back to the producer](assets/lab3_specialized.svg)
+#
+# - The **producer** is one warp with 24 registers a thread. It only orders copies, and runs ahead as far as the ring
+#   allows.
+# - Each **consumer** is a warpgroup with 64 rows of queries, and gets the registers that the producer gave up.
+# - Between them stand two barriers for each slot. `full`: the copy has arrived. `empty`: *both* consumers are done.
+#
+# Both consumers read the same K and V, so each copy serves 128 rows.
+
+# %% [markdown]
+# ### Question 5.2: Split the kernel {points}
+#
+# Write the four missing places. K and V of a block share a slot number and the barriers of that slot.
+#
+# 1. The producer's loop: wait until the slot is free, announce the bytes of K **and** V, order both. In the first round
+#    every slot is free.
+# 2. The consumer: wait until the block is there, before the product.
+# 3. The consumer: say that it is done with the slot. Products here are not asynchronous (`is_async` is left out), so
+#    they are over when the line is.
+# 4. The barriers' counts. How many arrivals end a phase of `full`, how many one of `empty`? `mbarrier.arrive(bar,
+#    count=1)` counts one for the whole partition.
+
+# %% nbgrader={"grade_id": "q5_2", "solution": true}
+# %%writefile lab3_specialized.py
+"""Attention with a producer and two consumers: one warp loads, two warpgroups of 64 queries compute."""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+
+from utils.kernels.attention.gluon_ladder.shared import inverse_and_lse, mask_scores, online_softmax, tma_load, tma_store
+
+
+@gluon.jit
+def load_partition(descs, tiles, bars, sk, STAGES: gl.constexpr):
+    """The producer: Q of both consumers, then K and V, as far ahead as there are free slots."""
+    q_desc, k_desc, v_desc = descs
+    q_tiles, k_ring, v_ring = tiles
+    q_full, full, empty = bars
+    BLOCK_N: gl.constexpr = k_ring.shape[2]
+    BLOCK_M: gl.constexpr = q_tiles.shape[2]
+    row = gl.program_id(0) * (2 * BLOCK_M)
+    head = gl.program_id(1)
+    for w in gl.static_range(2):
+        mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
+        tma_load(q_desc, [head, row + w * BLOCK_M, 0], q_full.index(w), q_tiles.index(w))
+    ### BEGIN SOLUTION
+    for i in range(gl.cdiv(sk, BLOCK_N)):  # public
+        slot = i % STAGES  # public
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(slot), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+        tma_load(k_desc, [head, i * BLOCK_N, 0], full.index(slot), k_ring.index(slot))
+        tma_load(v_desc, [head, i * BLOCK_N, 0], full.index(slot), v_ring.index(slot))
+    ### END SOLUTION
+
+
+@gluon.jit
+def compute_partition(o_desc, tiles, bars, sk, c, W: gl.constexpr, STAGES: gl.constexpr):
+    """Consumer W, one warpgroup: rows 64 W .. 64 W + 63 of the program's 128 queries."""
+    q_tiles, k_ring, v_ring = tiles
+    q_full, full, empty = bars
+    dtype: gl.constexpr = q_tiles.dtype
+    BLOCK_M: gl.constexpr = q_tiles.shape[2]
+    BLOCK_D: gl.constexpr = q_tiles.shape[3]
+    BLOCK_N: gl.constexpr = k_ring.shape[2]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, output, 2)
+    row = gl.program_id(0) * (2 * BLOCK_M) + W * BLOCK_M
+    m = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
+    total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, scores))
+    o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, output)
+    q = q_tiles.index(W).reshape([BLOCK_M, BLOCK_D])
+    mbarrier.wait(q_full.index(W), 0)
+    for i in range(gl.cdiv(sk, BLOCK_N)):
+        slot = i % STAGES
+        k = k_ring.index(slot).reshape([BLOCK_N, BLOCK_D]).permute([1, 0])
+        v = v_ring.index(slot).reshape([BLOCK_N, BLOCK_D])
+        ### BEGIN SOLUTION
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)  # public
+        ### END SOLUTION
+        s = warpgroup_mma(q, k, gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores), use_acc=False)
+        s = mask_scores(s, 0, i * BLOCK_N, 0, sk, 0, scores, False, False)  # keys from sk on count as minus infinity
+        p, m, total, alpha = online_softmax(s, m, total, c)
+        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
+        o = warpgroup_mma(gl.convert_layout(p.to(dtype), left), v, o)
+        ### BEGIN SOLUTION
+        mbarrier.arrive(empty.index(slot), count=1)  # public
+        ### END SOLUTION
+    inverse, log_sum = inverse_and_lse(m, total, c)
+    q.store((o * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]).to(dtype))
+    fence_async_shared()
+    tma_store(o_desc, [gl.program_id(1), row, 0], q_tiles.index(W))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def attention(q_desc, k_desc, v_desc, o_desc, sk, c, STAGES: gl.constexpr):
+    """q, o (heads, Sq, D); k, v (heads, sk, D). Program (i, h): rows 128 i .. of head h."""
+    dtype: gl.constexpr = q_desc.dtype
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[1]
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
+    BLOCK_D: gl.constexpr = k_desc.block_type.shape[2]
+    q_tiles = gl.allocate_shared_memory(dtype, [2, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+    ### BEGIN SOLUTION
+    for i in gl.static_range(STAGES):  # public
+        mbarrier.init(full.index(i), count=1)  # public
+        mbarrier.init(empty.index(i), count=2)  # public
+    ### END SOLUTION
+    tiles = (q_tiles, k_ring, v_ring)
+    bars = (q_full, full, empty)
+    gl.warp_specialize([
+        (compute_partition, (o_desc, tiles, bars, sk, c, 0, STAGES)),
+        (compute_partition, (o_desc, tiles, bars, sk, c, 1, STAGES)),
+        (load_partition, ((q_desc, k_desc, v_desc), tiles, bars, sk, STAGES)),
+    ], [4, 1], [240, 24])
+
+# %% nbgrader={"grade_id": "q5_2_tests", "grade": true, "points": 12}
+@check("5.2", "Producer and consumers")
+def check_specialized(text):
+    for heads, sq, sk, stages in ((1, 128, 256, 2), (2, 100, 200, 2), (1, 128, 256, 3)):
+        launch, expected = attention_launch("lab3_specialized.py", 128, *attention_inputs(heads, sq, sk), STAGES=stages)
+        expect_kernel(text, launch, expected, rtol=2e-2, atol=2e-2, seeds=(None, 1), compiles=heads == 2,
+                      hint=f"{sq} queries, {sk} keys, {stages} slots.")
+
+
+check_specialized(text_of("lab3_specialized.py")).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab3_gluon as hidden
+hidden.specialized(text_of("lab3_specialized.py")).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %%
+require_answer("attention", answered("lab3_specialized.py"), "5.2")
+launch, _ = attention_launch("lab3_specialized.py", 128, *big, STAGES=2)
+run = show_timeline(answered("lab3_specialized.py"), launch, "A producer and two consumers, 128 queries", model=FROM_L2)
+print(f"tensor cores at work: {tensor_core_share(run):.0%} of the time, for 128 queries")
+print(f"softmax under a product of the same consumer: {overlap(run):.0%}")
+
+# %% [markdown]
+# Look at the red bars of the two consumers. They take turns: while one computes its softmax, the other may multiply.
+# That overlap was left to chance. *Inside* a consumer nothing overlaps yet: scores, softmax, P V, one after the other.
+
+# %% [markdown]
+# ### Question 5.3: Overlap {points}
+#
+# The softmax of block $i$ needs the scores of block $i$, but nothing of $P_{i-1} V_{i-1}$. So order both products, wait for
+# the scores only, and compute the softmax while the tensor cores still work on $P_{i-1} V_{i-1}$:
+#
+# 1. wait for K of block `i`, order its scores (asynchronous);
+# 2. wait for V of block `i - 1`, order `p` times V onto `o` (asynchronous);
+# 3. wait until **one** product is left: products end in order, so the scores are there. Give K's slot back;
+# 4. the softmax of block `i`: `p_next`, and new `m`, `total`, `alpha`;
+# 5. wait until no product is left; give V's slot back; rescale `o` by `alpha`; `p` is the new `p_next`, in the layout
+#    `left`.
+#
+# Only the body of the loop is missing. The producer is the one of the course's own step 4. It has separate barriers for
+# K and V (why?) and brings the last block of keys first, so that the block with the tail needs its mask before the loop
+# and no other does. Its tensors have a batch dimension: (B, H, S, D).
+
+# %% nbgrader={"grade_id": "q5_3", "solution": true}
+# %%writefile lab3_overlap.py
+"""Attention whose products run under the softmax: the next scores are ordered before this block's P V."""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from utils.kernels.attention.gluon_ladder.shared import inverse_and_lse, mask_scores, online_softmax, tma_store
+from utils.kernels.attention.gluon_ladder.step4_warp_specialized import producer
+
+
+@gluon.jit
+def compute_partition(o_desc, tiles, bars, shape, c, W: gl.constexpr, STAGES: gl.constexpr):
+    """Consumer W. The producer brings the last block of keys first; K and V have barriers of their own."""
+    q_tiles, k_ring, v_ring = tiles
+    q_full, k_full, k_empty, v_full, v_empty = bars
+    sq, sk, window, heads, group = shape
+    dtype: gl.constexpr = q_tiles.dtype
+    BLOCK_M: gl.constexpr = q_tiles.shape[3]
+    BLOCK_D: gl.constexpr = q_tiles.shape[4]
+    BLOCK_N: gl.constexpr = k_ring.shape[3]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, output, 2)
+    zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
+    m = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
+    total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, scores))
+    o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, output)
+    q = q_tiles.index(W).reshape([BLOCK_M, BLOCK_D])
+    blocks = gl.cdiv(sk, BLOCK_N)
+
+    # Block 0: its scores and their softmax. P waits for its product with V.
+    mbarrier.wait(q_full.index(W), 0)
+    mbarrier.wait(k_full.index(0), 0)
+    s = warpgroup_mma(q, k_ring.index(0).reshape([BLOCK_N, BLOCK_D]).permute([1, 0]), zero, use_acc=False)
+    mbarrier.arrive(k_empty.index(0), count=1)
+    s = mask_scores(s, 0, (blocks - 1) * BLOCK_N, 0, sk, 0, scores, False, False)
+    p, m, total, alpha = online_softmax(s, m, total, c)
+    p = gl.convert_layout(p.to(dtype), left)
+    for i in range(1, blocks):
+        k_slot = i % STAGES
+        k_phase = (i // STAGES) & 1
+        v_slot = (i - 1) % STAGES  # V is one block behind K
+        v_phase = ((i - 1) // STAGES) & 1
+        k = k_ring.index(k_slot).reshape([BLOCK_N, BLOCK_D]).permute([1, 0])
+        v = v_ring.index(v_slot).reshape([BLOCK_N, BLOCK_D])
+        ### BEGIN SOLUTION
+        mbarrier.wait(k_full.index(k_slot), k_phase)
+        s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(v_slot), v_phase)
+        o = warpgroup_mma(p, v, o, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s])
+        mbarrier.arrive(k_empty.index(k_slot), count=1)
+        p_next, m, total, alpha = online_softmax(s, m, total, c)
+        o = warpgroup_mma_wait(0, deps=[o])
+        mbarrier.arrive(v_empty.index(v_slot), count=1)
+        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]  # public
+        p = gl.convert_layout(p_next.to(dtype), left)
+        ### END SOLUTION
+    # The last block's P V.
+    slot = (blocks - 1) % STAGES
+    mbarrier.wait(v_full.index(slot), ((blocks - 1) // STAGES) & 1)
+    o = warpgroup_mma(p, v_ring.index(slot).reshape([BLOCK_N, BLOCK_D]), o)
+    mbarrier.arrive(v_empty.index(slot), count=1)
+    inverse, log_sum = inverse_and_lse(m, total, c)
+    q.store((o * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]).to(dtype))
+    fence_async_shared()
+    batch = gl.program_id(1) // heads
+    row = gl.program_id(0) * (2 * BLOCK_M) + W * BLOCK_M
+    tma_store(o_desc, [batch, gl.program_id(1) - batch * heads, row, 0], q_tiles.index(W))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def attention(q_desc, k_desc, v_desc, o_desc, sq, sk, heads, c, STAGES: gl.constexpr):
+    """q, o (B, heads, sq, D); k, v (B, heads, sk, D). Program (i, b * heads + h): rows 128 i .. of head h."""
+    dtype: gl.constexpr = q_desc.dtype
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
+    BLOCK_D: gl.constexpr = k_desc.block_type.shape[3]
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    q_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    for w in gl.static_range(2):
+        mbarrier.init(q_full.index(w), count=1)
+    for j in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(j), count=1)
+        mbarrier.init(v_full.index(j), count=1)
+        mbarrier.init(k_empty.index(j), count=2)
+        mbarrier.init(v_empty.index(j), count=2)
+    tiles = (q_tiles, k_ring, v_ring)
+    bars = (q_full, k_full, k_empty, v_full, v_empty)
+    shape = (sq, sk, 0, heads, 1)
+    gl.warp_specialize([
+        (compute_partition, (o_desc, tiles, bars, shape, c, 0, STAGES)),
+        (compute_partition, (o_desc, tiles, bars, shape, c, 1, STAGES)),
+        (producer, (((q_desc, k_desc, v_desc), tiles, bars, shape), 2, STAGES, False, False)),
+    ], [4, 1], [240, 24])
+
+# %% nbgrader={"grade_id": "q5_3_tests", "grade": true, "points": 8}
+def overlap_launch(q, k, v, expected, stages: int = 2, block_n: int = 64) -> tuple[Launch, dict]:
+    """A launch on q, k, v (heads, S, D), one program for each 128 queries of a head."""
+    q, k, v, expected = (x[None] for x in (q, k, v, expected))
+    heads, sq = q.shape[1:3]
+    args = dict(q_desc=tile(q, 64), k_desc=tile(k, block_n), v_desc=tile(v, block_n),
+                o_desc=tile(torch.zeros_like(q), 64), sq=sq, sk=k.shape[2], heads=heads, c=math.log2(math.e) / math.sqrt(q.shape[-1]), STAGES=stages)
+    launch = Launch("attention", (math.ceil(sq / 128), heads), args, outputs=("o_desc",), file="lab3_overlap.py")
+    return launch, {"o_desc": expected}
+
+
+@check("5.3", "Overlap")
+def check_overlap(text):
+    for heads, sq, sk, stages in ((1, 128, 256, 2), (2, 100, 200, 2), (1, 128, 320, 3)):
+        launch, expected = overlap_launch(*attention_inputs(heads, sq, sk), stages=stages)
+        expect_kernel(text, launch, expected, rtol=2e-2, atol=2e-2, seeds=(None, 1), compiles=heads == 2,
+                      hint=f"{sq} queries, {sk} keys, {stages} slots.")
+    _, run = simulated(text, overlap_launch(*big)[0], timeline=True)
+    assert overlap(run) > 0.12, f"only {overlap(run):.0%} of the softmax runs under a product; what do you wait for?"
+
+
+check_overlap(text_of("lab3_overlap.py")).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab3_gluon as hidden
+hidden.overlap(text_of("lab3_overlap.py")).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %%
+require_answer("attention", answered("lab3_overlap.py"), "5.3")
+run = show_timeline(answered("lab3_overlap.py"), overlap_launch(*big)[0], "Overlapped, 128 queries", model=FROM_L2)
+print(f"tensor cores at work: {tensor_core_share(run):.0%} of the time, for 128 queries")
+print(f"softmax under a product of the same consumer: {overlap(run):.0%}")
+
+# %% [markdown]
+# ## What your kernels became
+#
+# The compiler turned each of your files into SASS, the machine code of `sm_90a`. The next cell counts what matters.
+# `UTMALDG` and `UTMASTG` are TMA copies, `HGMMA` is `wgmma`, `SYNCS` are mbarrier operations, `MUFU.EX2` exponentials.
+# These are instructions in the program, not executions.
+
+# %%
+kernels = {
+    "3.1 cp.async": ("lab3_async_copy.py", async_copy_launch(2000, 4, 3)),
+    "3.2 TMA ring": ("lab3_tma_ring.py", tma_ring_launch(40, 440, 3)),
+    "4.1 wgmma": ("lab3_wgmma.py", wgmma_launch(100, 72, 200)),
+    "5.1 one warpgroup": ("lab3_softmax.py", attention_launch("lab3_softmax.py", 64, *attention_inputs(2, 100, 200))),
+    "5.2 specialized": ("lab3_specialized.py", attention_launch("lab3_specialized.py", 128,
+                                                                *attention_inputs(2, 100, 200), STAGES=2)),
+    "5.3 overlapped": ("lab3_overlap.py", overlap_launch(*attention_inputs(2, 100, 200))),
+}
+rows = []
+for name, (file, (launch, _)) in kernels.items():
+    if answered(file) is None or not offline_compile_support():
+        print(f"{name}: {'not answered yet' if answered(file) is None else offline_compile_support().reason}")
+        continue
+    try:
+        compiled = compile_for_hopper(answered(file), launch)
+    except AssertionError as refused:
+        print(f"{name}: {refused}")
+        continue
+    rows.append({"kernel": name, **compiled.instructions, "registers": compiled.registers,
+                 "spilled bytes": compiled.spill_bytes, "shared KiB": compiled.shared_bytes / 1024})
+if rows:
+    results["instructions"] = rows
+    display(pd.DataFrame(rows).set_index("kernel").T.map(lambda number: f"{number:.4g}"))
+
+# %% [markdown]
+# ### Question 5.4: The checklist, on Hopper and on Blackwell {points}
+#
+# 1. Compare 5.1, 5.2 and 5.3 in your table. Which instructions came with the split, and what does "register moves"
+#    (`USETMAXREG`) do for the consumers? (A block starts with the same number of registers for every thread.)
+# 2. 5.2 has no global loads and no `cp.async`, neither in the producer nor in the consumers. Who computes the addresses?
+# 3. Take three lines of the checklist at the top of this lab where Blackwell differs from Hopper: `tcgen05` with its
+#    accumulator in tensor memory, one thread that orders a product, products over two SMs. For each: what of *your*
+#    kernel 5.3 would change, and which resource of question 1.1 becomes free?
+
+# %% [markdown] nbgrader={"grade_id": "q5_4", "grade": true, "solution": true, "points": 6}
+# 1. More mbarrier operations (full and empty), `USETMAXREG`: the producer gives registers back (24 a thread), the
+#    consumers take them (240), enough for scores 64 × 128, output and P without spilling. 5.3 has more wgmma and
+#    exponentials because blocks before, in and after the loop are separate code.
+# 2. The TMA engine, from the descriptor and the coordinates that one thread gives.
+# 3. Tensor memory: scores and output leave the registers (64 × keys + 64 × d over 128 threads: 128 of 240 at d = 128), so
+#    the softmax can have more warps or larger tiles; but they must be fetched (tcgen05.ld) before the softmax, and P or
+#    the rescaled O stored back. One thread orders products: the product moves out of the consumers into a partition of
+#    its own, and the consumers become pure softmax warps; warpgroup_mma_wait becomes a wait at an mbarrier. Two SMs: each
+#    loads half of B; shared memory for K and V is halved per SM, or tiles double; barriers span the cluster.
+#
+# === BEGIN MARK SCHEME ===
+# 1: 2 points (barriers/USETMAXREG; registers move from producer to consumers). 2: 1 point (TMA, descriptor).
+# 3: 1 point for each of three lines that names the change in the student's kernel and the freed resource.
+# === END MARK SCHEME ===
+
+# %% [markdown]
+# ## The race
+#
+# On a Hopper GPU your own kernel of 5.3 now runs against the naive version, the library's FlashAttention 2, cuDNN, and
+# the five steps of the course's ladder, of which the last one is what your kernel can still become: persistent blocks,
+# softmax in halves, barriers without a warpgroup barrier. Elsewhere you see the recorded tables.
+
+# %%
+require_answer("attention", answered("lab3_overlap.py"), "5.3")
+if on_hopper:
+    from utils.kernels.attention.gluon_ladder.launch import forward
+
+    module = load_kernels(answered("lab3_overlap.py"), overlap_launch(*big)[0])
+
+    def student_attention(q, k, v, block_n=128, stages=2):
+        """The kernel of 5.3 on GPU tensors (B, H, S, D)."""
+        out = torch.empty_like(q)
+        blocks = [descriptor(x, [1, 1, rows, q.shape[-1]])
+                  for x, rows in ((q, 64), (k, block_n), (v, block_n), (out, 64))]
+        grid = (math.ceil(q.shape[2] / 128), q.shape[0] * q.shape[1])
+        module.attention[grid](*blocks, q.shape[2], k.shape[2], q.shape[1], math.log2(math.e) / math.sqrt(q.shape[-1]),
+                               stages, num_warps=4)
+        return out
+
+    batch, heads, length, d = 1, 16, 16384, 128
+    q, k, v = (torch.randn(batch, heads, length, d, device=device, dtype=torch.bfloat16) for _ in range(3))
+    mine = student_attention(q, k, v)
+    expected = attention(q, k, v, provider="flash")
+    difference = ((mine.double() - expected.double()).norm() / expected.double().norm()).item()
+    assert difference < 0.01, f"on this GPU your kernel differs from flash attention by {difference:.3f}: no race then"
+    contenders = {"naive": partial(attention, q, k, v, provider="naive"),
+                  "flash (FA2)": partial(attention, q, k, v, provider="flash"),
+                  "cuDNN": partial(attention, q, k, v, provider="cudnn")}
+    contenders |= {f"ladder step {step}": partial(forward, q, k, v, step=step) for step in range(1, 6)}
+    flops, rows = 4 * batch * heads * length**2 * d, []
+    for name, call in contenders.items():
+        try:
+            race = compare(call, partial(student_attention, q, k, v), warmup=2, iterations=8, labels=(name, "yours"))
+        except (RuntimeError, ValueError) as refused:
+            print(f"{name}: {refused}")
+            continue
+        rows.append({"against": name, "its TFLOP/s": flops / race.a.median_ms / 1e9,
+                     "your TFLOP/s": flops / race.b.median_ms / 1e9, "you are faster by": race.speedup})
+    results["race"] = rows
+    display(pd.DataFrame(rows).round(3))
+else:
+    print(f"No race here. {gluon_support().reason}")
+show_recorded("race")
+
+# %%
+for file in ("attention_ladder.json", "attention_ratios.json"):
+    if not (RECORDED / file).exists():
+        print(f"No recorded table {RECORDED / file} here.")
+        continue
+    record = json.loads((RECORDED / file).read_text())
+    where = record["environment"]
+    print(f"Recorded on {where['gpu']}, torch {where['torch']}, Triton {where['triton']}, commit {where['commit']}. "
+          "Not measured here:")
+    chosen = [row for row in record["rows"] if "ratio" in row and not row["causal"]
+              and (row["head_dim"], row["length"]) == (128, 16384)]
+    table = pd.DataFrame(chosen)
+    shown = (["step"] if "ladder" in file else []) + ["against", "tflops", "against_tflops", "ratio"]
+    display(table[shown].rename(columns={"tflops": "Gluon TFLOP/s", "against_tflops": "its TFLOP/s"}).round(3))
+
+# %% [markdown]
+# Compare with your predictions of Part 1. Step 1 to step 5 compute the same thing with the same FLOPs. What changes is who
+# waits for whom.
+
+# %% [markdown]
+# ### Bonus Question 5.6: Do not compute what the mask removes {points}
+#
+# With a causal mask, query `i` sees keys `0 ... i + sk - sq` (the last query stands at the last key; sq ≤ sk). Blocks of
+# keys that no row of the tile sees must be neither loaded nor multiplied; those that the diagonal crosses need a mask.
+# The kernel is the one of 5.1, without a ring. Write the number of `blocks` for this tile, and the mask.
+
+# %% nbgrader={"grade_id": "bonus_5_6", "solution": true}
+# %%writefile lab3_causal.py
+"""Causal attention of one warpgroup: blocks of keys that no row of the tile sees are neither loaded nor multiplied."""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+
+from utils.kernels.attention.gluon_ladder.shared import inverse_and_lse, online_softmax, tma_load, tma_store
+
+
+@gluon.jit
+def attention_causal(q_desc, k_desc, v_desc, o_desc, sq, sk, c):
+    """As in 5.1, and query i sees keys 0 .. i + sk - sq (sq <= sk): the last query stands at the last key."""
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[1]
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
+    BLOCK_D: gl.constexpr = k_desc.block_type.shape[2]
+    dtype: gl.constexpr = q_desc.dtype
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, output, 2)
+    q_tile = gl.allocate_shared_memory(dtype, [1, BLOCK_M, BLOCK_D], q_desc.layout)
+    k_tile = gl.allocate_shared_memory(dtype, [1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_tile = gl.allocate_shared_memory(dtype, [1, BLOCK_N, BLOCK_D], v_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    row = gl.program_id(0) * BLOCK_M
+    head = gl.program_id(1)
+    mbarrier.expect(full, q_desc.block_type.nbytes)
+    tma_load(q_desc, [head, row, 0], full, q_tile)
+    mbarrier.wait(full, 0)
+    phase = 1
+    m = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
+    total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, scores))
+    o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, output)
+    q = q_tile.reshape([BLOCK_M, BLOCK_D])
+    ### BEGIN SOLUTION
+    blocks = gl.minimum(gl.cdiv(sk, BLOCK_N), gl.cdiv(row + BLOCK_M + sk - sq, BLOCK_N))
+    ### END SOLUTION
+    for i in range(blocks):
+        mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+        tma_load(k_desc, [head, i * BLOCK_N, 0], full, k_tile)
+        tma_load(v_desc, [head, i * BLOCK_N, 0], full, v_tile)
+        mbarrier.wait(full, phase)
+        phase ^= 1
+        k = k_tile.reshape([BLOCK_N, BLOCK_D]).permute([1, 0])
+        s = warpgroup_mma(q, k, gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores), use_acc=False)
+        ### BEGIN SOLUTION
+        position = row + sk - sq + gl.arange(0, BLOCK_M, gl.SliceLayout(1, scores))
+        keys = i * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
+        seen = (keys[None, :] <= position[:, None]) & (keys < sk)[None, :]
+        s = gl.where(seen, s, float("-inf"))
+        ### END SOLUTION
+        p, m, total, alpha = online_softmax(s, m, total, c)
+        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
+        o = warpgroup_mma(gl.convert_layout(p.to(dtype), left), v_tile.reshape([BLOCK_N, BLOCK_D]), o)
+    inverse, log_sum = inverse_and_lse(m, total, c)
+    q.store((o * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]).to(dtype))
+    fence_async_shared()
+    tma_store(o_desc, [head, row, 0], q_tile)
+    tma.store_wait(0)
+
+# %% nbgrader={"grade_id": "bonus_5_6_tests", "grade": true, "points": 6}
+@check("Bonus 5.6", "Causal attention")
+def check_causal(text):
+    for sq, sk in ((64, 64), (130, 130), (70, 150)):
+        q, k, v, _ = attention_inputs(1, sq, sk)
+        hidden_keys = torch.arange(sk)[None] > torch.arange(sq)[:, None] + sk - sq
+        scores = (q.double() @ k.double().mT / 8).masked_fill(hidden_keys, -math.inf)
+        args = dict(q_desc=tile(q, 64), k_desc=tile(k, 64), v_desc=tile(v, 64), o_desc=tile(torch.zeros_like(q), 64),
+                    sq=sq, sk=sk, c=math.log2(math.e) / 8)
+        launch = Launch("attention_causal", (math.ceil(sq / 64), 1), args, outputs=("o_desc",), file="lab3_causal.py")
+        expect_kernel(text, launch, {"o_desc": torch.softmax(scores, -1) @ v.double()}, rtol=2e-2, atol=2e-2,
+                      compiles=sq == 130, hint=f"{sq} queries, {sk} keys.")
+
+
+check_causal(text_of("lab3_causal.py")).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab3_gluon as hidden
+hidden.attention_causal(text_of("lab3_causal.py")).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# ## Save your results
+#
+# The tables of this run, with the machine they were made on.
+
+# %%
+machine = environment()
+record = {
+    "machine": torch.cuda.get_device_name() if on_gpu else "CPU",
+    "commit": machine.get("commit"),
+    "environment": machine,
+    "tables": results,
+}
+Path("lab3_results.json").write_text(json.dumps(record, indent=1, default=str))
+print(f"saved {', '.join(results) or 'no table'} to lab3_results.json")
+
+# %% [markdown]
+# ## What you know now
+#
+# - An SM is a factory of units that run on their own. A kernel is the order in which they wait for each other.
+# - A layout says who holds what. A wrong one costs sectors, bank conflicts, or a trip through shared memory.
+# - A copy is over when a barrier says so, not when it was fast enough.
+# - Producer and consumers need two barriers a slot: *full* and *empty*.
+# - Exponentials cost as much as products. Flash attention is fast where the two run at the same time.
+#
+# The ladder in `utils/kernels/attention/gluon_ladder` goes on where you stopped. Its last step is on a par with
+# FlashAttention 4 on an H200. You can read every line of it now.

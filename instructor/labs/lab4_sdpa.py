@@ -1,0 +1,1987 @@
+# ---
+# jupyter:
+#   jupytext:
+#     cell_metadata_filter: nbgrader,tags,-all
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Lab 4: SDPA backends and cuDNN
+#
+# `F.scaled_dot_product_attention` is one line. Behind it stand four programs that compute it: *math*, *flash*,
+# *efficient* and *cuDNN*. A dispatcher picks one. It does not say which, and it does not say why.
+#
+# In this lab you ask it. You will prove which program ran, make it run the one you want, and measure what its choice
+# costs. Then you go below: why decode cannot use the FLOPs of the chip, which strides lose you the fast program, and why
+# two right answers differ in their bits.
+#
+# **After this lab you can**
+# 1. tell which backend computed a call, and get the reason when one refuses;
+# 2. pin a backend so that nothing else can run, and say why a list of two pins nothing;
+# 3. predict time from FLOPs and bytes for prefill and decode, and split a decode step over the keys;
+# 4. find out whether two results differ by rounding or by a mistake;
+# 5. read a table of benchmark results, and choose from it.
+#
+# | Part | You will |
+# |---|---|
+# | 1. Who decides? | read operators, collect refusals, write a pin |
+# | 2. Four programs, one formula | count, measure time, memory, launches and error; look at traces |
+# | 3. Prefill and decode | find the ridge, split the keys, merge the parts |
+# | 4. Layouts that lose the fast kernel | build strides that are refused, and strides that are not |
+# | 5. Same formula, other bits | put each rounding where it belongs, count steps between bf16 numbers |
+# | 6. A table from an H200 | explore recorded results as data, and write a rule |
+#
+# The lab gives {points:regular} points, and {points:bonus} bonus points.
+#
+# {points:table}
+
+# %% [markdown]
+# ## How to work
+#
+# - **Run all cells in order.** Later parts use earlier answers. A cell that needs one tells you which.
+# - **Predict first.** Cells marked *Before you run* ask for a guess. Say a number, then run.
+# - **Believe no name.** A function called `flash_attention` may run math. Part 1 gives you the tools to check. Use them.
+# - **Two kinds of numbers.** What you measure comes from your machine. What was recorded on an H200 is marked as
+#   recorded, and you treat it as data.
+#
+# Write code where it says `# YOUR CODE HERE` and delete the line `raise NotImplementedError()`. The cell of checks below
+# an answer is a first, light test. Grading adds other shapes, dtypes and options. All checks use CPU tensors, so they
+# come out the same on every machine.
+#
+# A CPU has two of the four backends, math and flash. A GPU has all four. The same cells run on both.
+
+# %% nbgrader={"grade_id": "setup", "locked": true}
+import functools
+import json
+import math
+import os
+import warnings
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from matplotlib.ticker import LogLocator, NullFormatter
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from utils import *
+from utils.checking import check, expect_close, expect_number, require_answer
+from utils.environment import environment
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler from writing a line for each start and stop
+torch.manual_seed(0)
+device = default_device()
+on_gpu = device.type == "cuda"
+dtype = torch.bfloat16 if on_gpu else torch.float32  # of what is timed; what is compared in bits is bf16 everywhere
+print("looking at this machine: some seconds without a GPU ...", flush=True)
+roofs = machine_roofs()  # this machine's peak FLOP/s per dtype and its memory bandwidth
+dtype_name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+peak, bandwidth = roofs.tflops[dtype_name], roofs.memory_bandwidth_tb_s  # TFLOP/s, TB/s
+
+BACKENDS = {
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+class BackendRefused(RuntimeError):
+    """The backend that was asked for cannot run this call."""
+
+
+def random_qkv(batch, heads, length, head_dim, kv_heads=None, kv_length=None, dtype=dtype):
+    """Normal q (B, H, S, D) and k, v (B, Hkv, L, D) on this machine's device."""
+    keys = batch, kv_heads or heads, kv_length or length, head_dim
+    shapes = (batch, heads, length, head_dim), keys, keys
+    return [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
+
+
+def show(rows: list[dict] | pd.DataFrame, index: str | list[str]) -> None:
+    """Display a table with four significant digits and texts in full."""
+    with pd.option_context("display.float_format", "{:.4g}".format, "display.max_colwidth", None):
+        display(pd.DataFrame(rows).set_index(index))
+
+
+RECORDED = Path("assets/results/h200/lab4.json")  # this lab's tables from an H200
+results = {}  # this run's tables, saved at the end
+
+
+def show_recorded(table: str) -> None:
+    """Show a table of this lab as it was recorded on an H200, and say that it was not measured here."""
+    record = json.loads(RECORDED.read_text()) if RECORDED.exists() else {"tables": {}}
+    if table not in record["tables"]:
+        print(f"No recorded table {table!r} in {RECORDED}.")
+        return
+    print(f"Recorded on {record['machine']}, commit {record['commit']}. Not measured here:")
+    with pd.option_context("display.float_format", "{:.4g}".format):
+        display(pd.DataFrame(record["tables"][table]))
+
+
+print(f"device        {torch.cuda.get_device_name() if on_gpu else 'CPU'}, PyTorch {torch.__version__}")
+print(f"dtype         {dtype_name} where something is timed")
+print(f"roofs         {roofs.origin}: {peak:.3g} TFLOP/s in {dtype_name}, {bandwidth * 1e3:.4g} GB/s, "
+      f"ridge {peak / bandwidth:.3g} FLOPs/Byte")
+print(f"sizes         {'full: made for a data-centre GPU' if on_gpu else 'small: made for a laptop'}")
+
+# %% [markdown]
+# # Part 1: Who decides?
+#
+# Each call of `F.scaled_dot_product_attention` (SDPA) goes through a dispatcher. It walks through a list of backends,
+# asks each one whether it can do *this* call, and takes the first that can. What it asks about: device, dtype, shapes,
+# strides, mask, dropout, gradients. Math stands last or nearly last. It can do everything, so a call hardly ever fails.
+# It only gets slow.
+#
+# ![The SDPA dispatcher asks one backend after the other, and math takes whatever is left](assets/lab4_dispatcher.svg)
+
+# %% [markdown]
+# ### Question 1.1: Which backend ran? {points}
+#
+# Do not ask what was requested. Look at what ran. The profiler records every operator of a call, and each backend leaves
+# an operator that no other one leaves:
+#
+# | Backend | Operator |
+# |---|---|
+# | math | `aten::_scaled_dot_product_attention_math` |
+# | flash | `aten::_scaled_dot_product_flash_attention`, on a CPU `aten::_scaled_dot_product_flash_attention_for_cpu` |
+# | efficient | `aten::_scaled_dot_product_efficient_attention` |
+# | cudnn | `aten::_scaled_dot_product_cudnn_attention` |
+#
+# Around it stand others: the frame (`aten::scaled_dot_product_attention`), the work inside (`aten::bmm`,
+# `aten::_flash_attention_forward`), the backward pass (`..._backward`), and whatever else the program does.
+
+# %%
+def operators_of(call) -> list[str]:
+    """The names of everything that call() ran on the CPU side, in order, from torch's profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+        call()
+    events = sorted(recorded.events(), key=lambda event: event.time_range.start)
+    return [event.name for event in events]
+
+
+x = torch.randn(1, 2, 16, 32)
+for name in operators_of(lambda: F.scaled_dot_product_attention(x, x, x)):
+    print(name)
+
+# %% [markdown]
+# Write `backends_in`: from such a list, the names of the backends that ran, one for each call of attention, in their
+# order. Forward calls only. A list without attention gives `[]`.
+
+# %% nbgrader={"grade_id": "q1_1", "solution": true}
+def backends_in(operators: list[str]) -> list[str]:
+    """The SDPA backends ("math", "flash", "efficient", "cudnn") that a list of operator names shows, in order."""
+    ### BEGIN SOLUTION
+    backend_of = {
+        "aten::_scaled_dot_product_attention_math": "math",
+        "aten::_scaled_dot_product_flash_attention": "flash",
+        "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
+        "aten::_scaled_dot_product_efficient_attention": "efficient",
+        "aten::_scaled_dot_product_cudnn_attention": "cudnn",
+    }
+    return [backend_of[name] for name in operators if name in backend_of]
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "q1_1_tests", "grade": true, "points": 4}
+@check("1.1", "Which backend ran?")
+def check_backends_in(backends_in):
+    x, turned = torch.randn(1, 2, 16, 32), torch.randn(1, 2, 32, 16).transpose(2, 3)
+
+    def two_calls():
+        F.scaled_dot_product_attention(x, x, x)
+        F.scaled_dot_product_attention(turned, x, x)
+
+    got = backends_in(operators_of(two_calls))
+    assert got == ["flash", "math"], f"on a CPU these two calls run flash, then math; backends_in says {got!r}"
+
+
+check_backends_in(backends_in).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab4_sdpa as hidden
+hidden.backends_in(backends_in).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# The second call of that check has the same shape and the same sizes as the first. Only its strides differ. That was
+# enough to lose flash, without a word.
+
+# %% [markdown]
+# ### Question 1.2: Ask it why {points}
+#
+# Torch does know why. `sdpa_kernel(backend)` allows one backend for the length of a `with` block. If that one cannot do
+# the call, SDPA raises a `RuntimeError`, and before that it tells its reasons **as warnings**. Look:
+
+# %%
+with sdpa_kernel(SDPBackend.FLASH_ATTENTION), warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    try:
+        x = torch.randn(1, 2, 16, 32)
+        F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+    except RuntimeError as error:
+        print(f"RuntimeError: {error}\n")
+for warning in said:
+    print(f"warning: {warning.message}\n")
+
+# %% [markdown]
+# There is a second way, for CUDA tensors only: `torch.backends.cuda.can_use_flash_attention(params, debug=True)`, with
+# `SDPAParams(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa)`, and the same for `efficient` and `cudnn`. For CPU
+# tensors it answers `False` and gives no reason, so it does not serve here.
+#
+# Write `why_not`: the reasons why `backend` cannot do the call, as a list of sentences; `[]` if it can.
+#
+# - A headline (`... kernel not used because:`) is no reason. Neither is a line about another backend that your pin
+#   switched off (`... has been runtime disabled.`).
+# - Cut each warning where ` (Triggered internally` begins. Each reason once.
+# - If torch raises and no reason is left, the first line of the exception is the reason.
+# - It must work when the caller has silenced warnings, and when it is called inside of another `sdpa_kernel` block.
+# - Afterwards everything is as before: the allowed backends, the warning filters.
+
+# %% nbgrader={"grade_id": "q1_2", "solution": true}
+def why_not(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> list[str]:
+    """Why `backend` (a key of BACKENDS) cannot run SDPA on q, k, v with these options; [] if it can."""
+    ### BEGIN SOLUTION
+    with sdpa_kernel(BACKENDS[backend]), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")  # public
+        try:
+            F.scaled_dot_product_attention(q, k, v, **options)
+            return []
+        except RuntimeError as error:  # public
+            first_line = str(error).splitlines()[0]
+    reasons = [str(warning.message).split(" (Triggered internally")[0] for warning in said]
+    reasons = [text for text in reasons if "not used because" not in text and "runtime disabled" not in text]
+    return list(dict.fromkeys(reasons)) or [first_line]
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "q1_2_tests", "grade": true, "points": 6}
+@check("1.2", "Ask it why")
+def check_why_not(why_not):
+    x, turned = torch.randn(1, 2, 16, 32), torch.randn(1, 2, 32, 16).transpose(2, 3)
+    assert why_not("flash", x, x, x) == [], f"flash runs this call, and why_not says {why_not('flash', x, x, x)!r}"
+    got = why_not("flash", turned, x, x)
+    assert len(got) == 1 and "last dimension" in got[0], f"the strides of q are refused; why_not says {got!r}"
+    assert "Triggered" not in got[0], f"cut the reason before '(Triggered internally': {got[0]!r}"
+
+
+check_why_not(why_not).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab4_sdpa as hidden
+hidden.why_not(why_not).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# Which backends does this machine have at all?
+#
+# **Before you run.** Which of the four will run plain attention in bf16? In fp32? In fp64?
+
+# %%
+require_answer("why_not", why_not, "1.2")
+
+
+def who_runs(calls: dict[str, tuple]) -> list[dict]:
+    """Show who runs each call, {name: (q, k, v, options)}, with torch's reasons below; returns rows with the reasons."""
+    rows, shown, numbers = [], [], {}
+    for name, (q, k, v, options) in calls.items():
+        row, full = {"call": name}, {"call": name}
+        for backend in BACKENDS:
+            reasons = why_not(backend, q, k, v, **options)
+            marks = [f"({numbers.setdefault(reason, len(numbers) + 1)})" for reason in reasons]
+            row[backend] = "runs" if not reasons else "no " + " ".join(marks)
+            full[backend] = "runs" if not reasons else " ".join(reasons)
+        shown.append(row)
+        rows.append(full)
+    show(shown, "call")
+    for reason, number in numbers.items():
+        print(f"({number}) {reason}")
+    return rows
+
+
+kinds = torch.bfloat16, torch.float32, torch.float64
+results["dtypes"] = who_runs({str(kind): (*random_qkv(1, 4, 128, 64, dtype=kind), {}) for kind in kinds})
+
+# %% [markdown]
+# ### Question 1.3: A pin that pins {points}
+#
+# A benchmark named "cuDNN against math" is worth nothing if the first half ran flash. It happens: allow `[cudnn, flash]`,
+# give it a shape that cuDNN refuses, and flash runs under cuDNN's name.
+#
+# Write `pinned_sdpa`: SDPA with one backend **alone**, or `BackendRefused`.
+#
+# - All options (`attn_mask`, `is_causal`, `scale`, `enable_gqa`, ...) go through to SDPA.
+# - If the backend cannot do the call, raise `BackendRefused` with torch's reasons in its message. No other backend, no
+#   copies of the inputs that nobody asked for.
+# - If it can, compute attention **once**. Asking first would double each time that you measure with it.
+# - It must pin inside of another `sdpa_kernel` block, too, and leave no switch behind. A refusal also leaves none.
+
+# %% nbgrader={"grade_id": "q1_3", "solution": true}
+def pinned_sdpa(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> torch.Tensor:
+    """SDPA of (B, H, S, D) computed by `backend` alone; BackendRefused says why it cannot."""
+    ### BEGIN SOLUTION
+    with sdpa_kernel(BACKENDS[backend]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # public
+        try:
+            return F.scaled_dot_product_attention(q, k, v, **options)
+        except RuntimeError as error:  # public
+            reasons = " ".join(why_not(backend, q, k, v, **options))
+            raise BackendRefused(f"{backend} cannot run this call: {reasons}") from error
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "q1_3_tests", "grade": true, "points": 5}
+@check("1.3", "A pin that pins")
+def check_pin(pinned_sdpa):
+    x, turned = torch.randn(1, 2, 16, 32), torch.randn(1, 2, 32, 16).transpose(2, 3)
+    for backend in ("math", "flash"):
+        ran = backends_in(operators_of(lambda backend=backend: pinned_sdpa(backend, x, x, x)))
+        assert ran == [backend], f"pinned_sdpa({backend!r}, ...) ran {ran}"
+    try:
+        pinned_sdpa("flash", turned, x, x)
+    except BackendRefused as refused:
+        assert "last dimension" in str(refused), f"the message should hold torch's reason; it is {str(refused)!r}"
+    else:
+        raise AssertionError("flash cannot run these strides, and pinned_sdpa returned a result")
+
+
+check_pin(pinned_sdpa).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab4_sdpa as hidden
+hidden.pinned_sdpa(pinned_sdpa).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# ### Question 1.4: The order of priority {points}
+#
+# `sdpa_kernel` also takes a list. What does it mean? Torch keeps an *order* in which it asks the backends, and a *set* of
+# those that are allowed. A list changes the set, and leaves the order alone. With `set_priority=True`, the list also
+# becomes the beginning of the order.
+#
+# Write `dispatch`, the dispatcher in miniature: the first backend in the order that is allowed and has no reason against
+# it. If there is none, raise `BackendRefused`. With `set_priority`, the allowed ones are asked in the order in which
+# `allowed` names them.
+
+# %% nbgrader={"grade_id": "q1_4", "solution": true}
+def dispatch(order: list[str], allowed: list[str], reasons: dict[str, list[str]], set_priority: bool = False) -> str:
+    """The backend that runs; `reasons[name]` is [] for a backend that can do the call."""
+    ### BEGIN SOLUTION
+    for name in allowed if set_priority else order:
+        if name in allowed and not reasons[name]:
+            return name
+    raise BackendRefused(f"none of {allowed} can run this call")
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "q1_4_tests", "grade": true, "points": 3}
+@check("1.4", "The order of priority")
+def check_dispatch(dispatch):
+    order = ["flash", "efficient", "math", "cudnn"]
+    able = {name: [] for name in order}
+    got = dispatch(order, ["math", "flash"], able)
+    assert got == "flash", f"flash and math are allowed, both can, flash is asked first; dispatch says {got!r}"
+
+
+check_dispatch(dispatch).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab4_sdpa as hidden
+hidden.dispatch(dispatch).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# Now the real one. The next cell allows flash *and* math, and gives it four calls.
+#
+# **Before you run.** What runs in each of the four? Which line would you have noticed in a benchmark?
+
+# %%
+require_answer("backends_in", backends_in, "1.1")
+require_answer("why_not", why_not, "1.2")
+q, k, v = random_qkv(1, 4, 256, 64)
+calls = {
+    "as it is": ((q, k, v), {}),
+    "q with other strides": ((torch.randn(1, 4, 64, 256, device=device, dtype=dtype).transpose(2, 3), k, v), {}),
+    "dropout": ((q, k, v), {"dropout_p": 0.1}),
+    "no batch dimension": ((q[0], k[0], v[0]), {}),
+}
+numbers = {int(value): name for name, value in SDPBackend.__members__.items()}
+print("torch asks in this order:", ", ".join(numbers[n] for n in torch._C._get_sdp_priority_order()))
+for first in ("flash", "math"):
+    second = "math" if first == "flash" else "flash"
+    for name, (tensors, options) in calls.items():
+        with sdpa_kernel([BACKENDS[first], BACKENDS[second]], set_priority=True):
+            ran = backends_in(operators_of(functools.partial(F.scaled_dot_product_attention, *tensors, **options)))
+        refused = why_not(first, *tensors, **options)
+        print(f"allowed [{first}, {second}], {name:24} ran {ran[0]:6}" + (f" ({first}: {refused[0][:50]})" if refused else ""))
+
+# %% [markdown]
+# A list of two is a wish, not a pin. And on a CPU even `set_priority` is only a wish: its dispatcher knows flash and math
+# and asks flash first, whatever the order says. You would not have known without looking at the operators.
+
+# %% [markdown]
+# # Part 2: Four programs, one formula
+#
+# All backends compute $\text{softmax}(QK^\top/\sqrt{D})\,V$. *Math* does it with three operators and the score matrix in
+# memory. The others fuse: scores exist for one tile at a time, on the chip. Lab 1 counted one head of each. Real calls
+# have grouped heads, a mask, and keys that are longer than the queries.
+
+# %% [markdown]
+# ### Question 2.1: FLOPs and bytes of attention {points}
+#
+# Count a call with `q` (B, H, Sq, D) and `k`, `v` (B, Hkv, Sk, D). `attention_costs` returns three integers:
+#
+# 1. **FLOPs** of the two matrix products, only for the (query, key) pairs that the mask lets through. With `causal=True`
+#    the last query sees the last key: query $i$ sees the keys $0 \dots i + S_k - S_q$.
+# 2. **fused bytes**: `q`, `k`, `v` read once, the output written once.
+# 3. **unfused bytes**: those, and the matrix of scores for all query heads: written by the first product, read and
+#    written by the softmax, read by the second product. A mask does not make the matrix smaller.
+#
+# A group of query heads shares its keys and values. Nobody copies them. (SDPA's own `is_causal` lets query $i$ see the
+# keys $0 \dots i$. Where Sq = Sk that is the same.)
+
+# %% nbgrader={"grade_id": "q2_1", "solution": true}
+def attention_costs(
+    batch: int, heads: int, kv_heads: int, query_len: int, kv_len: int, head_dim: int, dtype: torch.dtype,
+    causal: bool = False,
+) -> tuple[int, int, int]:
+    """(FLOPs, fused bytes, unfused bytes) of one attention call."""
+    ### BEGIN SOLUTION
+    pairs = query_len * kv_len
+    if causal:
+        pairs = query_len * (kv_len - query_len) + query_len * (query_len + 1) // 2
+    elements = 2 * batch * heads * query_len * head_dim + 2 * batch * kv_heads * kv_len * head_dim
+    scores = 4 * batch * heads * query_len * kv_len
+    return 4 * batch * heads * head_dim * pairs, elements * dtype.itemsize, (elements + scores) * dtype.itemsize
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "q2_1_tests", "grade": true, "points": 5}
+@check("2.1", "FLOPs and bytes of attention")
+def check_attention_costs(attention_costs):
+    flops, fused, _ = attention_costs(1, 2, 1, 3, 5, 4, torch.bfloat16)
+    expect_number(flops, 480, rel=0, unit="FLOPs", what="3 queries, 5 keys, 2 heads of 4, no mask,")
+    expect_number(fused, 176, rel=0, unit="bytes", what="fused, 2 query heads on 1 key head, bf16,")
+    flops, _, _ = attention_costs(1, 2, 1, 3, 5, 4, torch.bfloat16, causal=True)
+    expect_number(flops, 384, rel=0, unit="FLOPs", what="the same, causal: the queries see 3, 4 and 5 keys,")
+
+
+check_attention_costs(attention_costs).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab4_sdpa as hidden
+hidden.attention_costs(attention_costs).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# ### Question 2.2: Error against float64 {points}
+#
+# "The outputs agree" means nothing before you say with what, and how well. The yardstick is attention computed in
+# float64 **from the very inputs that the backend got**. They may be bf16: then the bf16 numbers are the true inputs, and
+# their own rounding is not the backend's fault.
+#
+# Write `errors(out, q, k, v, causal)`, two numbers:
+# 1. the largest absolute error;
+# 2. the relative root mean square: $\sqrt{\text{mean}((O - O_{64})^2)\,/\,\text{mean}(O_{64}^2)}$.
+#
+# Heads may be grouped: query head $h$ reads key head $h \,//\, (H / H_{kv})$. The lengths are equal. The reference stays
+# in float64 to the end: rounded to the dtype of `out`, it would hide what you look for.
+
+# %% nbgrader={"grade_id": "q2_2", "solution": true}
+def errors(
+    out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False
+) -> tuple[float, float]:
+    """(largest absolute error, relative rms error) of an attention output against float64."""
+    ### BEGIN SOLUTION
+    group = q.shape[1] // k.shape[1]
+    keys, values = (t.double().repeat_interleave(group, dim=1) for t in (k, v))
+    scores = q.double() @ keys.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    if causal:
+        hidden_keys = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden_keys, -math.inf)
+    exact = torch.softmax(scores, dim=-1) @ values
+    difference = out.double() - exact
+    rms = (difference.square().mean() / exact.square().mean()).sqrt()
+    return difference.abs().max().item(), rms.item()
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "q2_2_tests", "grade": true, "points": 4}
+@check("2.2", "Error against float64")
+def check_errors(errors):
+    q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
+    out = F.scaled_dot_product_attention(q, k, v)
+    largest, rms = errors(out, q, k, v)
+    assert 0 < largest < 1e-5 and 0 < rms < 1e-5, f"float32 attention is off by about 1e-7; errors says {largest}, {rms}"
+    largest, rms = errors(out + 0.5, q, k, v)
+    expect_number(largest, 0.5, rel=1e-4, what="the largest error of an output that is 0.5 too large")
+
+
+check_errors(errors).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab4_sdpa as hidden
+hidden.errors(errors).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# Everything is ready for the table: time, memory, launches and error of each backend, on the same tensors. The pin
+# stands around the measurement, and the operators prove what ran.
+#
+# **Before you run.** Math against flash: by what factor in time, by what factor in memory? How many kernels (on a CPU:
+# operators) does each take? Which one is *more* exact?
+
+# %%
+require_answer("backends_in", backends_in, "1.1")
+require_answer("why_not", why_not, "1.2")
+require_answer("attention_costs", attention_costs, "2.1")
+require_answer("errors", errors, "2.2")
+
+
+def measure_backend(backend: str, q, k, v, **options) -> dict:
+    """One row: a backend pinned alone on these tensors; what ran comes from the operators."""
+    with sdpa_kernel(BACKENDS[backend]):
+        call = functools.partial(F.scaled_dot_product_attention, q, k, v, **options)
+        ran = backends_in(operators_of(call))
+        assert ran == [backend], f"{backend} was pinned, and {ran} ran"
+        timed = measure(call, warmup=2, iterations=20, max_seconds=1.5)
+        _, added_gb = benchmark_memory(call, n_warmup=1, n_repeat=1)
+        launches = count_cuda_kernels(profile(call, steps=2, warmup=1))["total"]
+        largest, rms = errors(call()[:1], q[:1], k[:1], v[:1], options.get("is_causal", False))
+    return {"ran": ran[0], "ms": timed.median_ms, "added MB": added_gb * 1e3,
+            "kernels" if on_gpu else "operators": launches, "largest error": largest, "rms error": rms}
+
+
+def measure_all(batch, heads, length, head_dim, causal) -> pd.DataFrame:
+    """A row for each backend that runs this shape here, with its speed and the bytes that were predicted."""
+    q, k, v = random_qkv(batch, heads, length, head_dim)
+    flops, fused, unfused = attention_costs(batch, heads, heads, length, length, head_dim, dtype, causal)
+    rows = []
+    for backend in BACKENDS:
+        if reasons := why_not(backend, q, k, v, is_causal=causal):
+            print(f"{backend:9} is left out here: {reasons[0][:90]}")
+            continue
+        row = {"B": batch, "H": heads, "S": length, "D": head_dim, "causal": causal, "backend": backend}
+        row |= measure_backend(backend, q, k, v, is_causal=causal)
+        row["TFLOP/s"] = flops / row["ms"] / 1e9
+        row["predicted MB"] = (unfused if backend == "math" else fused) / 1e6
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+tables = []
+for length, causal in ((4096, False), (4096, True)) if on_gpu else ((1024, False), (1024, True)):
+    print(f"measuring {length} tokens, {'causal' if causal else 'full'} ...", flush=True)
+    tables.append(measure_all(*((2, 16) if on_gpu else (1, 4)), length, 128 if on_gpu else 64, causal))
+backend_table = pd.concat(tables, ignore_index=True)
+results["backends"] = backend_table.to_dict("records")
+show(backend_table.drop(columns=["ran", "B", "H", "D"]), ["S", "causal", "backend"])
+if not on_gpu:
+    show_recorded("backends")
+
+# %% [markdown]
+# Two rows of a table were measured at different moments. If the machine slowed down in between, the ratio is wrong.
+# `compare` takes turns: one call of each, again and again, and gives an interval for the ratio.
+
+# %%
+require_answer("why_not", why_not, "1.2")
+require_answer("pinned_sdpa", pinned_sdpa, "1.3")
+q, k, v = random_qkv(2, 16, 4096, 128) if on_gpu else random_qkv(1, 4, 1024, 64)
+others = [backend for backend in BACKENDS if backend != "flash" and not why_not(backend, q, k, v)]
+for backend in others:
+    versus = compare(functools.partial(pinned_sdpa, "flash"), functools.partial(pinned_sdpa, backend), q, k, v,
+                     labels=("flash", backend), max_seconds=3)
+    print(versus)
+
+# %% [markdown]
+# Now the traces, one above the other. Each is one call: on a CPU the operators inside each other, on a GPU also the
+# kernels. To walk through one, open [ui.perfetto.dev](https://ui.perfetto.dev) and drop its file on it.
+#
+# **Before you run.** In math's trace, which three operators will take nearly all of the time? How many bars will flash
+# have?
+
+# %%
+require_answer("why_not", why_not, "1.2")
+q, k, v = random_qkv(2, 16, 4096, 128) if on_gpu else random_qkv(1, 4, 1024, 64)
+running = [backend for backend in BACKENDS if not why_not(backend, q, k, v)]
+figure, axes = plt.subplots(len(running), 1, figsize=(9, 3.2 * len(running)), squeeze=False)
+trace_rows = []
+for backend, ax in zip(running, axes[:, 0], strict=True):
+    path = f"sdpa_trace_{backend}.json"
+    with sdpa_kernel(BACKENDS[backend]):
+        profile(F.scaled_dot_product_attention, q, k, v, steps=1, warmup=2, trace_path=path)
+    step = [event for event in read_trace(path) if event.name.startswith("ProfilerStep#")][-1]
+    plot_timeline(path, ax=ax, window_ms=(step.start_us / 1e3, step.end_us / 1e3), title=f"{backend} ({path})")
+    for row in summarize_trace(path, top=4):
+        trace_rows.append({"backend": backend, "name": row["name"][:70], "count": row["count"],
+                           "self ms": row["self_us"] / 1e3, "share": row["share"]})
+figure.tight_layout()
+plt.show()
+results["traces"] = trace_rows
+show(trace_rows, "backend")
+
+# %% [markdown]
+# ### Question 2.3: Explain the table and the traces {points}
+#
+# With numbers from your table and your traces:
+# 1. Math and a fused backend do the same products. Where does math lose its time? Name operators from its trace and
+#    their share.
+# 2. "added MB" against "predicted MB": which tensors does each backend allocate? Why may math allocate less, or more, than
+#    the bytes that it moves?
+# 3. Causal: by what factor did each backend get faster? Which backend does *not* profit, and what does it do with the
+#    masked scores?
+# 4. Which backend has the smallest error, and is it the slowest? (In fp32 on a CPU they are level. For bf16, look at the
+#    column `error` of the table in Part 6.) What would you need to know before you call the others wrong?
+# 5. Somebody reports "cuDNN is 1.0 times as fast as flash". Which two mistakes of Part 1 would you look for?
+
+# %% [markdown] nbgrader={"grade_id": "q2_3", "grade": true, "solution": true, "points": 5}
+# 1. Beside the two products (bmm) there are operators that read and write the whole S x S matrix: softmax, the search for
+#    rows that are masked throughout (isneginf, all, where), and for bf16 the casts to fp32 and back. In the trace of 1024
+#    tokens on a CPU bmm has about half of the time; softmax, isneginf, all and where share the rest.
+# 2. Fused: the output and one number a row (the log-sum-exp). Math: scores and probabilities, B·H·S²·itemsize each, and
+#    scaled copies of q and k. Allocated is the most that is alive at once; moved is each read and each write, so a tensor
+#    that is written once and read twice counts three times. It may allocate more where it makes copies in another dtype.
+# 3. Flash gets nearly twice as fast, because it skips tiles above the diagonal. Math computes all scores, adds a mask and
+#    throws half of them away: it gets no faster, or slower.
+# 4. Math, and it is the slowest: it converts bf16 inputs to fp32 and rounds once, at the end (1.6e-3 on an H200). The
+#    fused ones also round P to bf16 (2.05e-3, all three alike). One has to know what the roundings cost that a backend
+#    cannot avoid: errors of that size are no mistake.
+# 5. That the two runs were the same backend: a list of allowed backends, so that flash ran under cuDNN's name; or a call
+#    that cuDNN refuses (strides, dtype) and that fell through. Proof: operators or kernel names of the timed call.
+#
+# === BEGIN MARK SCHEME ===
+# 1 point for each of the five; numbers from the student's own run in at least three, otherwise take off one.
+# 1: softmax / elementwise over S² named from the trace, with a share.
+# 2: output and lse against scores and probabilities; allocated (alive at once) is not moved.
+# 3: fused skip masked tiles (about 2x); math computes and masks, no gain.
+# 4: any sound reading of the table, and the error of rounding the output as a yardstick.
+# 5: pinned to more than one backend, and a silent fallback; asks for operators or kernels as proof.
+# === END MARK SCHEME ===
+
+# %% [markdown]
+# ### Bonus Question 2.4: The backward pass by hand {points}
+#
+# Training runs attention backward as well. A fused kernel did not keep $P$. It kept the log-sum-exp $L_i$ of each row, and
+# computes $P_{ij} = e^{S_{ij} - L_i}$ again, with $S = QK^\top/\sqrt{D}$. With $dO$ the gradient of the output:
+#
+# $$dV = P^\top dO, \qquad dP = dO\,V^\top, \qquad \delta_i = \sum_d dO_{id}\,O_{id}, \qquad
+# dS_{ij} = P_{ij}\,(dP_{ij} - \delta_i),$$
+# $$dQ = dS\,K/\sqrt{D}, \qquad dK = dS^\top Q/\sqrt{D}.$$
+#
+# Five products where forward has two. Write it for (B, H, Sq, D) and (B, H, Sk, D), `lse` (B, H, Sq), in the dtype of the
+# inputs. Autograd, softmax and SDPA are forbidden; `@` is allowed.
+
+# %% nbgrader={"grade_id": "bonus_2_4", "solution": true}
+def attention_backward(q, k, v, out, lse, dout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients (dq, dk, dv) of attention, from its output and log-sum-exp; no mask."""
+    ### BEGIN SOLUTION
+    scale = 1 / math.sqrt(q.shape[-1])
+    p = torch.exp(q @ k.mT * scale - lse[..., None])
+    delta = (dout * out).sum(dim=-1, keepdim=True)
+    ds = p * (dout @ v.mT - delta)
+    return ds @ k * scale, ds.mT @ q * scale, p.mT @ dout
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "bonus_2_4_tests", "grade": true, "points": 8}
+@check("Bonus 2.4", "The backward pass")
+def check_backward(attention_backward):
+    q, k, v = (torch.randn(1, 2, 6, 8, requires_grad=True) for _ in range(3))
+    out = F.scaled_dot_product_attention(q, k, v)
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(out, (q, k, v), dout)
+    lse = torch.logsumexp(q @ k.mT / math.sqrt(8), dim=-1)
+    inputs = [t.detach() for t in (q, k, v, out, lse)]
+    for name, got, right in zip(("dq", "dk", "dv"), attention_backward(*inputs, dout), expected, strict=True):
+        expect_close(got, right, rtol=1e-3, atol=1e-4, what=name)
+
+
+check_backward(attention_backward).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab4_sdpa as hidden
+hidden.attention_backward(attention_backward).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# Forward and backward, timed. Seven products instead of two is 3.5 times the FLOPs.
+#
+# **Before you run.** Will forward plus backward take 3.5 times as long as forward? For which backend more, for which less?
+
+# %%
+require_answer("why_not", why_not, "1.2")
+q, k, v = random_qkv(2, 16, 4096, 128) if on_gpu else random_qkv(1, 4, 512, 64)
+leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+dout = torch.randn_like(q)
+rows = []
+for backend in BACKENDS:
+    if why_not(backend, q, k, v):
+        continue
+    with sdpa_kernel(BACKENDS[backend]):
+        forward = measure(lambda: F.scaled_dot_product_attention(q, k, v), warmup=2, iterations=20, max_seconds=1)
+        both = measure(lambda: torch.autograd.grad(F.scaled_dot_product_attention(*leaves), leaves, dout),
+                       warmup=2, iterations=20, max_seconds=2)
+        _, added = benchmark_memory(lambda: torch.autograd.grad(F.scaled_dot_product_attention(*leaves), leaves, dout),
+                                    n_warmup=1, n_repeat=1)
+    rows.append({"backend": backend, "forward ms": forward.median_ms, "both ms": both.median_ms,
+                 "ratio": both.median_ms / forward.median_ms, "added MB": added * 1e3})
+results["training"] = rows
+show(rows, "backend")
+if not on_gpu:
+    show_recorded("training")
+
+# %% [markdown]
+# # Part 3: Prefill and decode
+#
+# Serving a language model has two phases. **Prefill** reads the prompt: as many queries as keys. **Decode** writes one
+# token after the other: one query, and all keys so far. It is the same formula, and the same four backends. The roofline
+# tells them apart.
+
+# %% [markdown]
+# ### Question 3.1: Intensity, prefill and decode {points}
+#
+# Fused attention without a mask; `group` query heads share one head of keys and values. Per key head it reads
+# `group` × `query_len` queries, `kv_len` keys and `kv_len` values, and writes as many outputs as queries.
+#
+# 1. `intensity`: FLOPs/Byte. Derive it on paper first. One of the arguments cancels: which?
+# 2. `queries_to_ridge`: the smallest number of queries (an integer) whose intensity reaches `ridge`, for a given `kv_len`.
+#    With ever more queries the intensity approaches a limit. If the ridge lies at the limit or beyond, return `None`.
+
+# %% nbgrader={"grade_id": "q3_1", "solution": true}
+def intensity(query_len: int, kv_len: int, group: int, head_dim: int, dtype: torch.dtype) -> float:
+    """FLOPs/Byte of fused attention without a mask, `group` query heads to a key head."""
+    ### BEGIN SOLUTION
+    flops = 4 * group * query_len * kv_len * head_dim
+    elements = 2 * group * query_len * head_dim + 2 * kv_len * head_dim
+    return flops / (elements * dtype.itemsize)
+    ### END SOLUTION
+
+
+def queries_to_ridge(ridge: float, kv_len: int, group: int, head_dim: int, dtype: torch.dtype) -> int | None:
+    """Smallest query_len with intensity(...) >= ridge; None if no number of queries gets there."""
+    ### BEGIN SOLUTION
+    # 2 g q L / ((g q + L) b) >= r   <=>   g q (2 L - r b) >= r b L
+    slack = 2 * kv_len - ridge * dtype.itemsize
+    if slack <= 0:
+        return None
+    return math.ceil(ridge * dtype.itemsize * kv_len / (group * slack))
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "q3_1_tests", "grade": true, "points": 5}
+@check("3.1", "Intensity, prefill and decode")
+def check_intensity(intensity, queries_to_ridge):
+    expect_number(intensity(100, 100, 1, 64, torch.bfloat16), 50.0, rel=1e-6, unit="FLOPs/Byte", what="100 tokens, bf16,")
+    n = queries_to_ridge(10.3, 1000, 1, 64, torch.bfloat16)
+    assert isinstance(n, int), f"a number of queries is an integer; got {n!r}"
+    assert intensity(n, 1000, 1, 64, torch.bfloat16) >= 10.3 > intensity(n - 1, 1000, 1, 64, torch.bfloat16), (
+        f"{n} queries are not the fewest that reach the ridge"
+    )
+
+
+check_intensity(intensity, queries_to_ridge).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab4_sdpa as hidden
+hidden.intensities(intensity, queries_to_ridge).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# Put it under the roof. Below are prefill over three lengths and three head dimensions, and decode, each run by flash.
+#
+# **Before you run.** Intensity does not depend on the head dimension. Will the measured points? And how far left will
+# decode lie?
+
+# %%
+require_answer("intensity", intensity, "3.1")
+require_answer("attention_costs", attention_costs, "2.1")
+heads, kv_long = (16, 65536) if on_gpu else (4, 16384)
+lengths, head_dims = ((512, 2048, 8192), (64, 128, 256)) if on_gpu else ((64, 256, 1024), (32, 64, 128))
+cases = [(f"S {length}", length, length, head_dims[1]) for length in lengths]
+cases += [(f"D {head_dim}", lengths[1], lengths[1], head_dim) for head_dim in (head_dims[0], head_dims[2])]
+cases += [("decode", 1, kv_long, head_dims[1]), ("16 queries", 16, kv_long, head_dims[1])]
+measured, rows = {}, []
+for name, query_len, kv_len, head_dim in cases:
+    q, k, v = random_qkv(4, heads, query_len, head_dim, kv_length=kv_len)
+    flops, fused, _ = attention_costs(4, heads, heads, query_len, kv_len, head_dim, dtype)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        ms = measure(F.scaled_dot_product_attention, q, k, v, warmup=2, iterations=20, max_seconds=1.5).median_ms
+    point = intensity(query_len, kv_len, 1, head_dim, dtype), flops / ms / 1e9
+    measured[name] = point
+    rows.append({"case": name, "queries": query_len, "keys": kv_len, "D": head_dim, "ms": ms, "FLOPs/Byte": point[0],
+                 "TFLOP/s": point[1], "GB/s": fused / ms / 1e6,
+                 "share of roof": point[1] / roofs.attainable_tflops(point[0], dtype_name)})
+results["roofline"] = rows
+plot_roofline(roofs.name, peak, bandwidth, measured=measured, title="Flash attention: prefill (S at one D, D at one S) and decode")
+plt.show()
+show(rows, "case")
+if not on_gpu:
+    show_recorded("roofline")
+
+# %% [markdown]
+# Decode reads the whole cache for one query. A second query, or a group that shares the keys, would ride along for
+# nothing. That is what speculative decoding and grouped-query attention live on. How many may ride?
+#
+# **Before you run.** From `queries_to_ridge`: how many queries until decode is limited by compute? Up to which number
+# will the time stay as it is?
+
+# %%
+require_answer("queries_to_ridge", queries_to_ridge, "3.1")
+heads, kv_long = (16, 65536) if on_gpu else (4, 16384)
+ridge = peak / bandwidth
+print(f"this machine, {dtype_name}: ridge {ridge:.1f}, {queries_to_ridge(ridge, kv_long, 1, 64, dtype)} queries")
+for name in ("A100", "H200", "B200"):
+    if name in GPU_SPECS:
+        at = get_ridge_point(name, "bf16")
+        print(f"{name}, bf16: ridge {at:.0f}, {queries_to_ridge(at, 65536, 1, 64, torch.bfloat16)} queries, "
+              f"{queries_to_ridge(at, 65536, 8, 64, torch.bfloat16)} with 8 heads to a key head")
+rows = []
+for query_len in (1, 2, 4, 8, 16, 64, 256):
+    q, k, v = random_qkv(2, heads, query_len, 64, kv_length=kv_long)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        ms = measure(F.scaled_dot_product_attention, q, k, v, warmup=2, iterations=20, max_seconds=1).median_ms
+    rows.append({"queries": query_len, "ms": ms, "ms a query": ms / query_len})
+riding = pd.DataFrame(rows)
+results["queries"] = rows
+figure, ax = plt.subplots(figsize=(6.5, 3.2))
+ax.plot(riding["queries"], riding["ms"], "o-", label="measured")
+ax.set(xscale="log", yscale="log", xlabel="queries", ylabel="time (ms)", title=f"One call over {kv_long:,} keys")
+ax.axvline(queries_to_ridge(ridge, kv_long, 1, 64, dtype), color="black", linestyle="--", linewidth=1, label="ridge")
+for axis in (ax.xaxis, ax.yaxis):
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
+ax.legend(frameon=False)
+plt.show()
+show(rows, "queries")
+if not on_gpu:
+    show_recorded("queries")
+
+# %% [markdown]
+# ### Question 3.2: Split the keys {points}
+#
+# A fused kernel gives each program one tile of queries of one head. Prefill has thousands of tiles. A decode step of 1
+# sequence with 8 heads has 8. An H200 has 132 multiprocessors, so 124 of them watch.
+#
+# **Split-KV** (flash decoding) cuts the keys into parts and starts a program for each part. A part cannot finish the
+# softmax: it does not know the other parts' sums. So it returns its own output $O_p$, and its own log-sum-exp
+# $L_p = \log\sum_{j\in p} e^{s_j}$. A second, small kernel merges:
+#
+# $$O = \sum_p \frac{e^{L_p}}{\sum_r e^{L_r}}\, O_p.$$
+#
+# ![Split-KV: the keys are cut into parts, each part gives an output and a log-sum-exp, and a second kernel merges them](assets/lab4_split_kv.svg)
+#
+# 1. `attend_part(q, k, v)`: the part's output and log-sum-exp, of `q` (B, H, Sq, D) and `k`, `v` (B, Hkv, Lp, D). Both
+#    in **float32**, of shapes (B, H, Sq, D) and (B, H, Sq). Natural logarithm. SDPA cannot give you the second, so write
+#    it from products; `torch.softmax` and `torch.logsumexp` are allowed. Heads are grouped as in Question 2.2.
+# 2. `split_kv_attention(q, k, v, splits)`: cut the keys into `splits` parts of sizes that differ by at most 1, attend to
+#    each part **alone**, merge. The result has the dtype of `q`. Scores may be in the thousands, so $e^{L_p}$ as it
+#    stands overflows. There may be more splits than keys: some parts are empty then.
+
+# %% nbgrader={"grade_id": "q3_2", "solution": true}
+def attend_part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (B, H, Sq, D) and log-sum-exp (B, H, Sq) of attention over these keys, in float32; no mask."""
+    ### BEGIN SOLUTION
+    group = q.shape[1] // k.shape[1]
+    keys, values = (t.float().repeat_interleave(group, dim=1) for t in (k, v))
+    scores = q.float() @ keys.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    return torch.softmax(scores, dim=-1) @ values, torch.logsumexp(scores, dim=-1)
+    ### END SOLUTION
+
+
+def split_kv_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, splits: int) -> torch.Tensor:
+    """Attention of q over k, v, computed in `splits` parts of the keys and merged."""
+    ### BEGIN SOLUTION
+    parts = zip(k.tensor_split(splits, dim=2), v.tensor_split(splits, dim=2), strict=True)
+    outputs, lses = zip(*(attend_part(q, *part) for part in parts if part[0].shape[2]), strict=True)
+    weights = torch.softmax(torch.stack(lses), dim=0)
+    return (weights[..., None] * torch.stack(outputs)).sum(dim=0).to(q.dtype)
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "q3_2_part_tests", "grade": true, "points": 3}
+@check("3.2", "Attention over one part")
+def check_attend_part(attend_part):
+    q, k, v = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 8)
+    out, _ = attend_part(q, k, v)
+    expect_close(out, F.scaled_dot_product_attention(q, k, v), rtol=1e-4, atol=1e-5, what="the output")
+    # over a single key, the log of the sum of one exponential is the score itself
+    score = (q[0, 0, 0] @ k[0, 0, 0] / math.sqrt(8)).item()
+    expect_number(attend_part(q, k[:, :, :1], v[:, :, :1])[1][0, 0, 0], score, rel=1e-4, what="lse over one key")
+
+
+check_attend_part(attend_part).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab4_sdpa as hidden
+hidden.attend_part(attend_part).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade_id": "q3_2_tests", "grade": true, "points": 5}
+@check("3.2", "Split-KV attention")
+def check_split(split_kv_attention):
+    q, k, v = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 8)
+    expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    for splits in (1, 2, 5):
+        got = split_kv_attention(q, k, v, splits)
+        expect_close(got, expected, rtol=1e-4, atol=1e-5, what=f"split_kv_attention over 10 keys in {splits} splits")
+
+
+check_split(split_kv_attention).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab4_sdpa as hidden
+hidden.split_kv_attention(split_kv_attention).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# ### Question 3.3: How many splits? {points}
+#
+# More splits keep more multiprocessors busy. They also make more parts to merge. Model a decode step:
+#
+# - There are `programs` independent pieces of work without splitting (batch × key heads), and `splits` times as many
+#   with it. The chip runs `units` of them at a time: a **wave**. A wave that is not full takes as long as a full one.
+# - A program walks through its keys, `kv_len / splits` rounded up, in tiles of `tile` keys. A tile that is not full takes
+#   as long as a full one: `tile_us` microseconds.
+# - With more than one split a second kernel merges the parts: `combine_us` microseconds.
+#
+# `decode_us` is the time of a step. `best_splits` is the number of splits from 1 to `most` that takes the least time; of
+# several equally fast ones the smallest.
+
+# %% nbgrader={"grade_id": "q3_3", "solution": true}
+def decode_us(
+    programs: int, kv_len: int, splits: int, units: int, tile: int, tile_us: float, combine_us: float
+) -> float:
+    """Microseconds of one decode step over kv_len keys in `splits` parts."""
+    ### BEGIN SOLUTION
+    waves = math.ceil(programs * splits / units)
+    tiles = math.ceil(math.ceil(kv_len / splits) / tile)
+    return waves * tiles * tile_us + (combine_us if splits > 1 else 0.0)
+    ### END SOLUTION
+
+
+def best_splits(
+    programs: int, kv_len: int, units: int, tile: int, tile_us: float, combine_us: float, most: int = 64
+) -> int:
+    """The fewest splits, from 1 to `most`, that take the least time."""
+    ### BEGIN SOLUTION
+    costs = [decode_us(programs, kv_len, n, units, tile, tile_us, combine_us) for n in range(1, most + 1)]
+    return 1 + costs.index(min(costs))
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "q3_3_tests", "grade": true, "points": 4}
+@check("3.3", "How many splits?")
+def check_splits(decode_us, best_splits):
+    # 2 programs on 4 units, 1000 keys in tiles of 100, 1 us a tile: 10 us; in 2 parts on all 4 units: 5 us, and 3 to merge
+    expect_number(decode_us(2, 1000, 1, 4, 100, 1.0, 3.0), 10, rel=1e-9, unit="us", what="2 programs, no split,")
+    expect_number(decode_us(2, 1000, 2, 4, 100, 1.0, 3.0), 8, rel=1e-9, unit="us", what="2 programs, 2 splits,")
+    expect_number(best_splits(2, 1000, 4, 100, 1.0, 3.0, most=2), 2, rel=0, what="the best of 1 and 2 splits")
+
+
+check_splits(decode_us, best_splits).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab4_sdpa as hidden
+hidden.splits(decode_us, best_splits).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# What the model says about an H200 (132 multiprocessors), 65536 keys, tiles of 128 that take 0.5 µs, 4 µs to merge.
+#
+# **Before you run.** At which batch is there nothing left to gain?
+
+# %%
+require_answer("decode_us", decode_us, "3.3")
+require_answer("best_splits", best_splits, "3.3")
+machine_model = {"units": 132, "tile": 128, "tile_us": 0.5, "combine_us": 4.0}
+figure, ax = plt.subplots(figsize=(7, 3.4))
+for batch, style in ((1, "o-"), (4, "s--"), (16, "^:"), (64, "d-.")):
+    programs = 8 * batch
+    counts = range(1, 65)
+    one = decode_us(programs, 65536, 1, **machine_model)
+    gains = [one / decode_us(programs, 65536, n, **machine_model) for n in counts]
+    best = best_splits(programs, 65536, **machine_model)
+    ax.plot(counts, gains, style, markersize=3, label=f"batch {batch}: best {best}, {gains[best - 1]:.2f}×")
+ax.set(xlabel="splits", ylabel="gain over one split (×)", xscale="log", yscale="log", title="A model of split-KV, 8 key heads")
+for axis in (ax.xaxis, ax.yaxis):
+    axis.set_major_formatter("{x:g}")
+ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+plt.show()
+
+# %% [markdown]
+# And the real backends. A decode step on this machine, by batch: how near to the memory roof does each come, and does it
+# split? On a GPU the kernel names tell: look for `split` and `combine`.
+
+# %%
+require_answer("why_not", why_not, "1.2")
+require_answer("attention_costs", attention_costs, "2.1")
+rows = []
+for batch in (1, 16) if on_gpu else (1, 8):
+    kv_heads, group, kv_len, head_dim = (8, 4, 32768, 128) if on_gpu else (2, 4, 8192, 64)
+    q, k, v = random_qkv(batch, kv_heads * group, 1, head_dim, kv_heads=kv_heads, kv_length=kv_len)
+    _, fused, _ = attention_costs(batch, kv_heads * group, kv_heads, 1, kv_len, head_dim, dtype)
+    for backend in BACKENDS:
+        if reasons := why_not(backend, q, k, v, enable_gqa=True):
+            print(f"batch {batch}, {backend}: {reasons[0][:100]}")
+            continue
+        with sdpa_kernel(BACKENDS[backend]):
+            call = functools.partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=True)
+            ms = measure(call, warmup=2, iterations=20, max_seconds=1).median_ms
+            launched = summarize_trace(profile(call, steps=1, warmup=1), top=1)[0]["name"]
+        rows.append({"batch": batch, "backend": backend, "ms": ms, "GB/s": fused / ms / 1e6,
+                     "share of bandwidth": fused / ms / 1e9 / bandwidth, "longest": launched[:60]})
+results["decode"] = rows
+show(rows, ["batch", "backend"])
+if not on_gpu:
+    show_recorded("decode")
+
+# %% [markdown]
+# ### Question 3.4: Explain decode {points}
+#
+# 1. Why is decode limited by memory at every length of the cache? Use your formula for one query: which limit does the
+#    intensity approach for a long cache, with and without a group?
+# 2. In your measurement, up to how many queries did the time stay nearly flat, and what did `queries_to_ridge` say? Name
+#    a reason why they differ.
+# 3. What does split-KV change: FLOPs, bytes, or something else? Why does it gain next to nothing at batch 64?
+# 4. "Our decode is slow, so we use a faster FP8 tensor core." What does FP8 help here, and what does not help?
+
+# %% [markdown] nbgrader={"grade_id": "q3_4", "grade": true, "solution": true, "points": 4}
+# 1. I = 2·g·q·L / ((g·q + L)·b). For q = 1 and long L it approaches 2·g/b: 1 FLOP/Byte in bf16 without a group, 8 with a
+#    group of 8. Longer caches bring as many bytes as FLOPs. Both lie far left of the ridge (206 on an H200).
+# 2. On a CPU flat up to 2 or 4 queries and half as much again at 8, where queries_to_ridge says 25 to 30. The kernel does
+#    not reach the peak that the ridge is computed from, and softmax is not in the FLOPs. An H200 is flat up to 64 and
+#    takes three times as long at 256, predicted are 207: a tile of queries is computed whole, filled or not, so the time
+#    moves in steps of tiles.
+# 3. Neither FLOPs nor bytes (some bytes more, for the parts). It changes how many programs there are, so how much of the
+#    chip reads at the same time. At batch 64 there are 512 programs for 132 SMs without it.
+# 4. The cache in FP8 has half the bytes, so decode takes about half the time. The faster tensor core does not help: the
+#    FLOPs were never the limit.
+#
+# === BEGIN MARK SCHEME ===
+# 1 point for each of the four; a number from the student's run in 2, otherwise half a point off.
+# 1: limit 2·group/itemsize, independent of the length; compares with a ridge.
+# 2: quotes both numbers and one sound reason.
+# 3: parallelism (occupancy, more programs), not work; enough programs at batch 64.
+# 4: bytes of the cache halve; FLOP/s do not matter.
+# === END MARK SCHEME ===
+
+# %% [markdown]
+# # Part 4: Layouts that lose the fast kernel
+#
+# A tensor is a shape and a way to walk through memory: its **strides**. `x.transpose(1, 2)` moves no byte, it swaps two
+# strides. Kernels do not care about most strides. About one they do.
+
+# %% [markdown]
+# ### Question 4.1: Strides {points}
+#
+# `x` has shape (B, H, S, D). Write two functions that return a tensor with the **same shape and the same values**:
+#
+# 1. `knocked_out_by_strides(x)`: flash refuses it (as `q`).
+# 2. `strided_and_fast(x)`: not contiguous, and flash runs it all the same.
+#
+# Find out with `why_not`. The check asks the dispatcher, not the strides.
+
+# %% nbgrader={"grade_id": "q4_1", "solution": true}
+def knocked_out_by_strides(x: torch.Tensor) -> torch.Tensor:
+    """x with strides that flash refuses."""
+    ### BEGIN SOLUTION
+    return x.transpose(2, 3).contiguous().transpose(2, 3)
+    ### END SOLUTION
+
+
+def strided_and_fast(x: torch.Tensor) -> torch.Tensor:
+    """x, not contiguous, in a layout that flash runs."""
+    ### BEGIN SOLUTION
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "q4_1_tests", "grade": true, "points": 4}
+@check("4.1", "Strides")
+def check_strides(knocked_out_by_strides, strided_and_fast):
+    x = torch.randn(1, 2, 10, 16)
+    for function in (knocked_out_by_strides, strided_and_fast):
+        got = function(x)
+        assert got.shape == x.shape and torch.equal(got, x), f"{function.__name__}(x) should hold the values of x"
+    assert not strided_and_fast(x).is_contiguous(), "strided_and_fast(x) should not be contiguous"
+
+
+check_strides(knocked_out_by_strides, strided_and_fast).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab4_sdpa as hidden
+hidden.strides(knocked_out_by_strides, strided_and_fast).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# ### Question 4.2: Four more knock-outs {points}
+#
+# Strides are one way to lose flash. Find at least **four more**, each refused for a reason of its own. A knock-out is a
+# function: it gets `q`, `k`, `v` of shape (B, H, S, D) in float32 and returns the arguments of SDPA in a dict, with the
+# keys `query`, `key`, `value`, and options if you like. Math must be able to compute it.
+#
+# ```python
+# KNOCK_OUTS = {"my first": lambda q, k, v: {"query": q, "key": k, "value": v, "is_causal": True}, ...}
+# ```
+#
+# Look for them on **CPU tensors**, with `why_not("flash", ...)`: that is what the check asks, on every machine. A GPU's
+# flash has other rules; the cell below the check shows yours on both. Ideas: what else can a tensor or a call have, apart
+# from strides? How many dimensions? Equal sizes? Which options are there?
+
+# %% nbgrader={"grade_id": "q4_2", "solution": true}
+KNOCK_OUTS = {}
+### BEGIN SOLUTION
+KNOCK_OUTS = {
+    "dropout": lambda q, k, v: {"query": q, "key": k, "value": v, "dropout_p": 0.1},
+    "no batch dimension": lambda q, k, v: {"query": q[0], "key": k[0], "value": v[0]},
+    "narrow values": lambda q, k, v: {"query": q, "key": k, "value": v[..., :16].contiguous()},
+    "mask of three dimensions": lambda q, k, v: {
+        "query": q, "key": k, "value": v, "attn_mask": torch.zeros(q.shape[1], q.shape[2], k.shape[2])
+    },
+    "one batch of keys": lambda q, k, v: {"query": q, "key": k[:1], "value": v[:1]},
+}
+### END SOLUTION
+
+# %% nbgrader={"grade_id": "q4_2_tests", "grade": true, "points": 4}
+@check("4.2", "Four more knock-outs")
+def check_knock_outs(knock_outs):
+    assert len(knock_outs) >= 4, f"four were asked for, and KNOCK_OUTS holds {len(knock_outs)}"
+    for name, build in knock_outs.items():
+        arguments = build(*(torch.randn(2, 4, 24, 32) for _ in range(3)))
+        missing = {"query", "key", "value"} - set(arguments)
+        assert not missing, f"KNOCK_OUTS[{name!r}] lacks {sorted(missing)}"
+
+
+check_knock_outs(KNOCK_OUTS).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab4_sdpa as hidden
+hidden.knock_outs(KNOCK_OUTS).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# The map of this machine: layouts and calls against backends.
+#
+# **Before you run.** Which columns will hold "runs" from top to bottom?
+
+# %%
+require_answer("why_not", why_not, "1.2")
+require_answer("knocked_out_by_strides", knocked_out_by_strides, "4.1")
+require_answer("strided_and_fast", strided_and_fast, "4.1")
+q, k, v = random_qkv(2, 4, 24, 32)
+grouped = random_qkv(2, 2, 24, 32)
+mask = torch.ones(24, 24, dtype=torch.bool, device=device).tril()
+calls = {
+    "contiguous": (q, k, v, {}),
+    "knocked out by strides": (knocked_out_by_strides(q), k, v, {}),
+    "strided and fast": (strided_and_fast(q), strided_and_fast(k), strided_and_fast(v), {}),
+    "boolean mask": (q, k, v, {"attn_mask": mask}),
+    "grouped heads": (q, *grouped[1:], {"enable_gqa": True}),
+    "float64": (q.double(), k.double(), v.double(), {}),
+    "head dimension 300": (*random_qkv(1, 2, 24, 300), {}),
+    "one query": (q[:, :, :1], k, v, {}),
+}
+for name, build in KNOCK_OUTS.items():
+    arguments = build(*(torch.randn(2, 4, 24, 32) for _ in range(3)))
+    arguments = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in arguments.items()}
+    calls[f"yours: {name}"] = (*(arguments.pop(key) for key in ("query", "key", "value")), arguments)
+results["layouts"] = who_runs(calls)
+if not on_gpu:
+    show_recorded("layouts")
+
+# %% [markdown]
+# ### Question 4.3: Apart without a copy {points}
+#
+# A model computes queries, keys and values with one projection. Its output `packed` has shape (B, S, (H + 2 Hkv) · D):
+# for each token first the `heads` query heads, then the `kv_heads` key heads, then as many value heads.
+#
+# 1. `unpack_qkv(packed, heads, kv_heads)`: `q` (B, H, S, D), `k` and `v` (B, Hkv, S, D), as **views**. No byte is copied,
+#    and flash runs them.
+# 2. `ready_for_flash(x)`: a tensor that flash runs. `x` itself if its strides are fine, and a copy only if they are not.
+#    `x.contiguous()` copies too often.
+
+# %% nbgrader={"grade_id": "q4_3", "solution": true}
+def unpack_qkv(packed: torch.Tensor, heads: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q (B, H, S, D) and k, v (B, Hkv, S, D) as views of a projection's output (B, S, (H + 2 Hkv) D)."""
+    ### BEGIN SOLUTION
+    all_heads = packed.unflatten(2, (heads + 2 * kv_heads, -1)).transpose(1, 2)
+    return all_heads.split([heads, kv_heads, kv_heads], dim=1)
+    ### END SOLUTION
+
+
+def ready_for_flash(x: torch.Tensor) -> torch.Tensor:
+    """x, copied only if flash would refuse its strides."""
+    ### BEGIN SOLUTION
+    return x if x.stride(-1) == 1 else x.contiguous()
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "q4_3_tests", "grade": true, "points": 4}
+@check("4.3", "Apart without a copy")
+def check_unpack(unpack_qkv, ready_for_flash):
+    packed = torch.arange(2 * 3 * 24.0).reshape(2, 3, 24)  # 2 query heads, 2 key-value heads... of 4 numbers each
+    q, k, v = unpack_qkv(packed, 2, 2)
+    assert q.shape == (2, 2, 3, 4) and k.shape == v.shape == (2, 2, 3, 4), f"shapes {q.shape}, {k.shape}, {v.shape}"
+    assert q[0, 0, 0].tolist() == [0, 1, 2, 3], f"head 0 of token 0 is the first 4 numbers; got {q[0, 0, 0].tolist()}"
+    assert ready_for_flash(q) is q or ready_for_flash(q).data_ptr() == q.data_ptr(), "flash runs q as it is: no copy"
+
+
+check_unpack(unpack_qkv, ready_for_flash).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab4_sdpa as hidden
+hidden.unpack(unpack_qkv, ready_for_flash).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# What does a lost kernel cost, and what would the copy have cost?
+#
+# **Before you run.** Three ways to use a `q` with bad strides: let the dispatcher fall back, copy and run flash, or store
+# it right in the first place. Guess the ratios.
+
+# %%
+require_answer("knocked_out_by_strides", knocked_out_by_strides, "4.1")
+require_answer("ready_for_flash", ready_for_flash, "4.3")
+require_answer("backends_in", backends_in, "1.1")
+q, k, v = random_qkv(2, 16, 4096, 128) if on_gpu else random_qkv(1, 4, 1024, 64)
+bad = knocked_out_by_strides(q)
+ways = {
+    "bad strides, torch decides": lambda: F.scaled_dot_product_attention(bad, k, v),
+    "bad strides, copied first": lambda: F.scaled_dot_product_attention(ready_for_flash(bad), k, v),
+    "stored right": lambda: F.scaled_dot_product_attention(q, k, v),
+}
+rows = []
+for name, way in ways.items():
+    ms = measure(way, warmup=2, iterations=20, max_seconds=1.5).median_ms
+    rows.append({"way": name, "ran": backends_in(operators_of(way))[0], "ms": ms})
+results["strides"] = rows
+show(rows, "way")
+if not on_gpu:
+    show_recorded("strides")
+
+# %% [markdown]
+# # Part 5: Same formula, other bits
+#
+# The backends compute the same formula, and their outputs differ. Nobody made a mistake. Real numbers may be added in any
+# order. Floating-point numbers may not: $(a + b) + c$ and $a + (b + c)$ round differently. And a kernel that keeps an
+# intermediate result in bf16 rounds once more than one that does not.
+#
+# bf16 has 8 significant bits. Rounding a number to bf16 changes it by up to $2^{-8}$ of its size, 0.4%.
+
+# %% [markdown]
+# ### Question 5.1: Where rounding happens {points}
+#
+# Write attention with switches. Everything is computed in float64, and rounded to bf16 **only where a switch says so**
+# (`to_bf16` below: to bf16 and back). Then each rounding can be blamed on its own.
+#
+# 1. $s = QK^\top/\sqrt{D}$. With `scores`, round $s$.
+# 2. $e = \exp(s - \max s)$, row by row, and $\ell = \sum e$ **before** anything else is rounded.
+# 3. With `normalize_first`: $P = e/\ell$; with `p`, round $P$; $O = PV$. This is the textbook's order.
+# 4. Without `normalize_first`: with `p`, round $e$; $O = (eV)/\ell$. This is the order of a fused kernel, which divides
+#    once, at the end.
+# 5. With `output`, round $O$. Return float64.
+
+# %%
+def to_bf16(x: torch.Tensor) -> torch.Tensor:
+    """x rounded to bf16, as float64."""
+    return x.to(torch.bfloat16).double()
+
+
+# %% nbgrader={"grade_id": "q5_1", "solution": true}
+def rounded_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: bool = False, p: bool = False,
+    normalize_first: bool = True, output: bool = False,
+) -> torch.Tensor:
+    """Attention of (B, H, S, D) in float64, rounded to bf16 where the switches say."""
+    ### BEGIN SOLUTION
+    s = q.double() @ k.double().transpose(-2, -1) / math.sqrt(q.shape[-1])
+    if scores:
+        s = to_bf16(s)
+    e = torch.exp(s - s.amax(dim=-1, keepdim=True))
+    total = e.sum(dim=-1, keepdim=True)
+    weights = e / total if normalize_first else e
+    if p:
+        weights = to_bf16(weights)
+    out = weights @ v.double()
+    if not normalize_first:
+        out = out / total
+    return to_bf16(out) if output else out
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "q5_1_tests", "grade": true, "points": 6}
+@check("5.1", "Where rounding happens")
+def check_rounded(rounded_attention):
+    q, k, v = (torch.randn(1, 2, 50, 16, dtype=torch.bfloat16) for _ in range(3))
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    expect_close(rounded_attention(q, k, v), exact, rtol=1e-9, atol=1e-9, what="rounded_attention with all switches off")
+    expect_close(rounded_attention(q, k, v, output=True), to_bf16(exact), rtol=1e-2, atol=1e-6, what="the rounded output")
+
+
+check_rounded(rounded_attention).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab4_sdpa as hidden
+hidden.rounded_attention(rounded_attention).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# Now play detective. Below are the errors of some recipes, and those of the real backends in bf16 on this machine. Find
+# for each backend a recipe with the same error.
+#
+# **Before you run.** Which single rounding costs most: of the scores, of $P$, of the output? And does math, with its
+# score matrix in memory, have the larger error or the smaller one?
+
+# %%
+require_answer("rounded_attention", rounded_attention, "5.1")
+require_answer("errors", errors, "2.2")
+require_answer("why_not", why_not, "1.2")
+q, k, v = random_qkv(1, 4, 2048 if on_gpu else 512, 64, dtype=torch.bfloat16)
+recipes = {
+    "output": {"output": True},
+    "P, output": {"p": True, "output": True},
+    "e, output": {"p": True, "normalize_first": False, "output": True},
+    "scores, output": {"scores": True, "output": True},
+    "scores, P, output": {"scores": True, "p": True, "output": True},
+}
+rows = []
+for name, switches in recipes.items():
+    largest, rms = errors(rounded_attention(q, k, v, **switches), q, k, v)
+    rows.append({"what": f"rounded: {name}", "largest error": largest, "rms error": rms})
+bf16_outputs = {}
+for backend in BACKENDS:
+    if not why_not(backend, q, k, v):
+        with sdpa_kernel(BACKENDS[backend]):
+            bf16_outputs[backend] = F.scaled_dot_product_attention(q, k, v)
+        largest, rms = errors(bf16_outputs[backend], q, k, v)
+        rows.append({"what": backend, "largest error": largest, "rms error": rms})
+rounding = pd.DataFrame(rows)
+results["rounding"] = rows
+figure, ax = plt.subplots(figsize=(7, 3.4))
+colors = ["tab:gray" if name.startswith("rounded") else "tab:blue" for name in rounding["what"]]
+ax.barh(rounding["what"], rounding["rms error"], color=colors)
+ax.invert_yaxis()
+ax.set(xlabel="relative rms error against float64", title=f"bf16 attention over {q.shape[2]} keys")
+figure.tight_layout()
+plt.show()
+show(rounding, "what")
+if not on_gpu:
+    show_recorded("rounding")
+
+# %% [markdown]
+# ### Question 5.2: Steps between bf16 numbers {points}
+#
+# "They differ by 0.001": is that much? Near 1 two neighbouring bf16 numbers lie 0.0078 apart, near 0.001 only 0.000008.
+# Count in **steps**: how many bf16 numbers one has to walk from $a$ to $b$. The unit is called *ulp*, unit in the last
+# place.
+#
+# Write `ulps_apart(a, b)` for two bf16 tensors of one shape: a tensor of integers. Neighbours are 1 apart, over powers
+# of two and around zero as well. 0 and -0 are the same number. There is no NaN and no infinity.
+#
+# *Hint: the 16 bits of a positive number, read as an integer (`x.view(torch.int16)`), count the numbers from 0 on.*
+
+# %% nbgrader={"grade_id": "q5_2", "solution": true}
+def ulps_apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """How many bf16 numbers lie between a and b, one end included: 0 if equal, 1 for neighbours."""
+    ### BEGIN SOLUTION
+    def place(x):
+        bits = x.view(torch.int16).to(torch.int32)
+        return torch.where(bits >= 0, bits, -32768 - bits)
+
+    return (place(a) - place(b)).abs()
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "q5_2_tests", "grade": true, "points": 3}
+@check("5.2", "Steps between bf16 numbers")
+def check_ulps(ulps_apart):
+    a = torch.tensor([1.0, 1.0, 0.001, 4.0], dtype=torch.bfloat16)
+    b = torch.tensor([1.0, 1.0078125, 0.001, 4.0625], dtype=torch.bfloat16)
+    got = ulps_apart(a, b)
+    assert got.tolist() == [0, 1, 0, 2], f"1 to 1.0078125 is one step, 4 to 4.0625 two; ulps_apart says {got.tolist()}"
+
+
+check_ulps(ulps_apart).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab4_sdpa as hidden
+hidden.ulps_apart(ulps_apart).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %%
+require_answer("rounded_attention", rounded_attention, "5.1")
+require_answer("errors", errors, "2.2")
+require_answer("why_not", why_not, "1.2")
+require_answer("ulps_apart", ulps_apart, "5.2")
+rows = []
+names = list(bf16_outputs)
+pairs = [(one, other) for i, one in enumerate(names) for other in names[i + 1 :]]
+for one, other in pairs:
+    steps = ulps_apart(bf16_outputs[one], bf16_outputs[other]).flatten().float()
+    size = bf16_outputs[one].abs().flatten().float()
+    common = steps[size > size.median()]  # a number near 0 is many steps from its neighbour in value
+    rows.append({"backends": f"{one}, {other}", "equal bits": (steps == 0).float().mean().item(),
+                 "at most 1 step": (steps <= 1).float().mean().item(), "most steps": int(steps.max()),
+                 "most steps, larger half": int(common.max())})
+results["ulps"] = rows
+show(rows, "backends")
+
+# %% [markdown]
+# ### Question 5.3: Same bits every time? {points}
+#
+# Two backends may differ. What about the same backend, twice? A kernel that adds with atomic operations adds in the order
+# in which its programs happen to finish. Then no two runs need agree.
+#
+# Write `distinct_results(fn, runs)`: call `fn()` `runs` times and count how many **different** results came, bit for bit.
+# 1 means: the same every time. `fn` may return a tensor of any floating-point dtype or a tuple of tensors, all of which
+# count. It may write its result into the same memory each time. A NaN with the same bits is the same result; 0 and -0
+# are two.
+
+# %% nbgrader={"grade_id": "q5_3", "solution": true}
+def distinct_results(fn, runs: int) -> int:
+    """Number of results of fn(), out of `runs` calls, that differ in at least one bit."""
+    ### BEGIN SOLUTION
+    found = set()
+    for _ in range(runs):
+        result = fn()
+        tensors = result if isinstance(result, tuple | list) else (result,)
+        found.add(b"".join(t.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes() for t in tensors))
+    return len(found)
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "q5_3_tests", "grade": true, "points": 3}
+@check("5.3", "Same bits every time?")
+def check_distinct(distinct_results):
+    x = torch.randn(3, 4)
+    expect_number(distinct_results(lambda: x * 2, 4), 1, rel=0, what="the same product, four times: the count")
+    numbers = iter([1.0, 2.0, 1.0, 3.0])
+    expect_number(distinct_results(lambda: x * next(numbers), 4), 3, rel=0, what="x times 1, 2, 1 and 3: the count")
+
+
+check_distinct(distinct_results).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab4_sdpa as hidden
+hidden.distinct_results(distinct_results).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# Three questions to each backend. Does forward repeat itself? Does backward? And does the output of *one* sequence, or of
+# *one* query, depend on what else is in the batch?
+#
+# **Before you run.** Three guesses for each backend. (The last one decides whether a chatbot at temperature 0 always
+# gives the same answer.)
+
+# %%
+require_answer("distinct_results", distinct_results, "5.3")
+require_answer("ulps_apart", ulps_apart, "5.2")
+require_answer("why_not", why_not, "1.2")
+q, k, v = random_qkv(4, 8, 2048 if on_gpu else 256, 64, dtype=torch.bfloat16)
+leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+dout = torch.randn_like(q)
+
+
+def gradients():
+    return torch.autograd.grad(F.scaled_dot_product_attention(*leaves), leaves, dout)
+
+
+rows = []
+for backend in BACKENDS:
+    if why_not(backend, *leaves):
+        continue
+    with sdpa_kernel(BACKENDS[backend]):
+        row = {"backend": backend, "forward": distinct_results(lambda: F.scaled_dot_product_attention(q, k, v), 8)}
+        row["backward"] = distinct_results(gradients, 8)
+        torch.use_deterministic_algorithms(True)  # warn_only=True would warn, and go on with the same kernel
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                row["backward, deterministic"] = str(distinct_results(gradients, 8))
+        except RuntimeError as error:
+            row["backward, deterministic"] = "refused"
+            print(f"{backend} in deterministic mode: {str(error).splitlines()[0][:150]}")
+        finally:
+            torch.use_deterministic_algorithms(False)
+        whole = F.scaled_dot_product_attention(q, k, v)
+        alone = F.scaled_dot_product_attention(q[:1], k[:1], v[:1])
+        timed_dtype = [t.to(dtype) for t in (q, k, v)]  # bf16 hides most differences in fp32 sums
+        among_others = F.scaled_dot_product_attention(*timed_dtype)[:, :, -1:]
+        one_query = F.scaled_dot_product_attention(timed_dtype[0][:, :, -1:], *timed_dtype[1:])
+    row["one sequence alone: most steps"] = int(ulps_apart(alone, whole[:1].contiguous()).max())
+    row[f"one query alone, {dtype_name}: share of other numbers"] = (one_query != among_others).float().mean().item()
+    rows.append(row)
+results["determinism"] = rows
+show(rows, "backend")
+if not on_gpu:
+    show_recorded("determinism")
+
+# %% [markdown]
+# ### Question 5.4: Explain the bits {points}
+#
+# With numbers from your tables:
+# 1. Which recipe explains flash, and which explains math on your machine? What does math do with bf16 inputs, then?
+# 2. Why does a fused kernel round $e$ to bf16 at all, although its scores are in fp32?
+# 3. Two backends agree in only part of their bits. Give a test that tells "rounding" from "a mistake", with a threshold
+#    and where it comes from. Why is "at most 1 step everywhere" no good threshold?
+# 4. Forward repeats itself. Backward may not, on a GPU (see the recorded table if you have none): which sum is added in
+#    changing order, and what would a deterministic kernel have to do instead?
+# 5. The same query gives other bits alone than among others. Nothing is random there. What changed?
+
+# %% [markdown] nbgrader={"grade_id": "q5_4", "grade": true, "solution": true, "points": 5}
+# 1. Flash: e rounded before the product, and the output (2.2e-3 relative rms for 512 keys). Math has the error of
+#    rounding the output alone (1.66e-3): it converts bf16 inputs to fp32, computes there, and rounds once at the end.
+# 2. The tensor cores (or AMX/AVX-512 bf16 units) multiply bf16 by bf16 and add in fp32. P must be bf16 to be an operand;
+#    in fp32 it would need the slow units, and twice the registers.
+# 3. Compare both with float64 in relative rms: a backend is right if its error is at most, say, twice that of a recipe
+#    that rounds the same places (here 2.3e-3, so 5e-3). Numbers near 0 that come from cancellation are off by many of
+#    their own tiny steps although the absolute error is small, so a bound in steps fails a right kernel.
+# 4. dQ: programs that own a block of keys each add to the same rows of dQ with atomic additions (dK and dV are each owned
+#    by one program). A deterministic kernel adds in a fixed order: each program writes its part apart and a second pass
+#    sums them up, or programs wait for their turn. The first costs memory, both cost time.
+# 5. Another shape takes another path: other tile sizes or a split over the keys, or matrix-vector instead of
+#    matrix-matrix products. So sums are added in another order. Each path repeats itself.
+#
+# === BEGIN MARK SCHEME ===
+# 1 point for each of the five; numbers from the student's tables in 1 and 3, otherwise take off half a point each.
+# 1: e/P and output for flash; output only for math, so fp32 inside (or the recipe that fits the student's GPU).
+# 2: operands of the matrix unit are bf16.
+# 3: comparison with float64 and a threshold from rounding; many steps near zero are harmless.
+# 4: atomic adds into dQ (or dK/dV, if the kernel is parallel over queries); a fixed order, by parts or by waiting.
+# 5: other tiling / split / kernel for another shape, so another order of summation.
+# === END MARK SCHEME ===
+
+# %% [markdown]
+# ### Bonus Question 5.5: FP8 with scales {points}
+#
+# FP8 (`torch.float8_e4m3fn`) has 4 significant bits and ends at 448. Half of the bytes of bf16, and on a Hopper GPU twice
+# the FLOP/s. To use its range, a tensor is divided by a **scale** before it is rounded, so that its largest absolute
+# value lands on 448. One scale for the whole tensor is simple. But a token that is ten thousand times larger than the
+# others pushes them to the lower end of the range, where the format runs out of bits. With a scale for each block of
+# tokens, the damage stays in the block.
+#
+# 1. `quantize_fp8(x, block)` for `x` (B, H, S, D): `(x8, scale)` with `x8` in `torch.float8_e4m3fn`, shape of `x`, and
+#    `scale` in float32. `block=None`: one scale, shape (1, 1, 1, 1). Otherwise one scale for each batch, head and block
+#    of `block` tokens: shape (B, H, ceil(S / block), 1); the last block may be shorter. `x8 = x / scale`. A block of
+#    zeros gets scale 1.
+# 2. `dequantize_fp8(x8, scale, block)`: back to float32.
+
+# %% nbgrader={"grade_id": "bonus_5_5", "solution": true}
+def quantize_fp8(x: torch.Tensor, block: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (B, H, S, D) as float8_e4m3fn, and the float32 scales of the tensor or of its blocks of tokens."""
+    ### BEGIN SOLUTION
+    largest_fp8 = torch.finfo(torch.float8_e4m3fn).max
+    x = x.float()
+    if block is None:
+        amax = x.abs().amax().reshape(1, 1, 1, 1)
+    else:
+        amax = torch.stack([part.abs().amax(dim=(2, 3)) for part in x.split(block, dim=2)], dim=2)[..., None]
+    scale = torch.where(amax > 0, amax / largest_fp8, 1.0)
+    return (x / spread_scales(scale, block, x.shape[2])).to(torch.float8_e4m3fn), scale
+
+
+def spread_scales(scale, block, length):
+    return scale if block is None else scale.repeat_interleave(block, dim=2)[:, :, :length]
+    ### END SOLUTION
+
+
+def dequantize_fp8(x8: torch.Tensor, scale: torch.Tensor, block: int | None = None) -> torch.Tensor:
+    """The float32 numbers that x8 and its scales stand for."""
+    ### BEGIN SOLUTION
+    return x8.float() * spread_scales(scale, block, x8.shape[2])
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "bonus_5_5_tests", "grade": true, "points": 7}
+@check("Bonus 5.5", "FP8 with scales")
+def check_fp8(quantize_fp8, dequantize_fp8):
+    x = torch.randn(1, 2, 40, 8)
+    x[0, 0, 0] *= 1000
+    for block, shape in ((None, (1, 1, 1, 1)), (16, (1, 2, 3, 1))):
+        x8, scale = quantize_fp8(x, block)
+        assert tuple(scale.shape) == shape, f"scale with block {block} has shape {tuple(scale.shape)}, expected {shape}"
+        assert x8.float().abs().max() == 448, "the largest absolute value should land on 448"
+        back = dequantize_fp8(x8, scale, block)
+        expect_close(back[0, 0, :1], x[0, 0, :1], rtol=0.07, atol=5, what=f"token 0 and back, block {block}")
+
+
+check_fp8(quantize_fp8, dequantize_fp8).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab4_sdpa as hidden
+hidden.fp8(quantize_fp8, dequantize_fp8).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# First the format alone: every 128th token is made larger by a factor, and the error is that of the *other* tokens. Then
+# attention of plain random numbers with `q`, `k` and `v` in FP8. The products are computed in fp32 here; only the
+# rounding is that of FP8.
+#
+# **Before you run.** bf16 rounds by up to 2⁻⁸ of a number, e4m3 by up to 2⁻⁴. What error do you expect? From which factor on do blocks help: 10,
+# 100, 10,000? (INT8 would need them at 10. What does FP8 have that INT8 has not?)
+
+# %%
+require_answer("quantize_fp8", quantize_fp8, "bonus 5.5")
+require_answer("dequantize_fp8", dequantize_fp8, "bonus 5.5")
+require_answer("errors", errors, "2.2")
+kinds_of_scale = {"one scale": None, "blocks of 64": 64, "a scale for each token": 1}
+rows = []
+for factor in (1, 100, 10_000, 100_000):
+    x = random_qkv(1, 4, 1024, 64, dtype=torch.float32)[0]
+    ordinary = torch.arange(1024, device=device) % 128 != 0
+    x[:, :, ~ordinary] *= factor
+    row = {"large tokens": f"{factor} times"}
+    for name, block in kinds_of_scale.items():
+        wrong = (dequantize_fp8(*quantize_fp8(x, block), block) - x)[:, :, ordinary]
+        row[name] = (wrong.square().mean() / x[:, :, ordinary].square().mean()).sqrt().item()
+    rows.append(row)
+results["fp8"] = rows
+show(rows, "large tokens")
+q, k, v = random_qkv(1, 4, 512, 64, dtype=torch.float32)
+for name, block in kinds_of_scale.items():
+    rounded = [dequantize_fp8(*quantize_fp8(t, block), block) for t in (q, k, v)]
+    print(f"attention, FP8, {name:22} rms error {errors(F.scaled_dot_product_attention(*rounded), q, k, v)[1]:.4f}")
+in_bf16 = F.scaled_dot_product_attention(*(t.bfloat16() for t in (q, k, v)))
+print(f"attention, bf16 {'':23} rms error {errors(in_bf16, q, k, v)[1]:.4f}")
+
+# %% [markdown]
+# # Part 6: A table from an H200
+#
+# The course measured all four backends on an NVIDIA H200, over shapes of training, prefill and decode. Each shape was
+# timed with its backends taking turns, each was compared with float64 first, and each backend was proved from its
+# kernels. What stands in the file are **recorded** numbers. Your machine had no part in them, and you will treat them as
+# a data set.
+#
+# One row is one shape and one backend. Columns that you need: `kind` (training, prefill, decode), `shape`, `backend`,
+# `status` ("ok", or why there is no time), `ms`, `is_default` (the backend that torch picks by itself), `head_dim`,
+# `tflops`, `gb_s`, `error`, `refused`.
+
+# %%
+GRID = Path("assets/results/h200/sdpa_grid.json")
+SHAPE = ["kind", "pass", "batch", "heads", "kv_heads", "seq_len_q", "seq_len_kv", "head_dim", "causal"]
+
+
+def load_grid(path: Path, which: str = "grid") -> pd.DataFrame:
+    """The rows of a recorded sweep ("grid" or "held-out"), SDPA's four backends, with a number for each shape."""
+    if not path.exists():
+        print(f"There is no {path} here: the cells below work on an empty table.")
+        return pd.DataFrame(columns=[*SHAPE, "shape", "backend", "status", "ms", "is_default", "tflops", "gb_s", "error",
+                                     "refused"])  # fmt: skip
+    document = json.loads(path.read_text())
+    machine = document["environment"]
+    print(f"Recorded on {machine['gpu']}, torch {machine['torch']}, commit {machine['commit']}. Not measured here.")
+    rows = pd.DataFrame(document["rows"])
+    if "set" in rows:
+        rows = rows[rows["set"] == which]
+    rows = rows[rows["backend"].isin(list(BACKENDS))].copy()
+    rows["is_default"] = rows["is_default"].eq(True)
+    rows["shape"] = rows.groupby(SHAPE).ngroup()
+    return rows.reset_index(drop=True)
+
+
+grid = load_grid(GRID)
+print(f"{len(grid)} rows, {grid['shape'].nunique()} shapes")
+if len(grid):
+    display(grid.groupby(["kind", "backend"])["status"].value_counts().unstack(fill_value=0))
+    columns = ["shape", *SHAPE, "backend", "status", "is_default", "ms", "tflops", "gb_s", "error"]
+    show(grid.sort_values("shape")[columns].head(8), "shape")
+
+# %% [markdown]
+# ### Question 6.1: Who is fastest, and what does the default lose? {points}
+#
+# Three functions of such a table. Only rows with `status` "ok" have a time that counts.
+#
+# 1. `fastest(grid)`: a Series, indexed by `shape`: the backend with the smallest `ms`.
+# 2. `default_slowdown(grid)`: a Series, indexed by `shape`: `ms` of the default's row over the smallest `ms` of that
+#    shape. 1.0 means that the default is the best. A shape whose default has no time is left out.
+# 3. `geometric_mean(values)`: $\left(\prod x_i\right)^{1/n}$ of a Series, the right mean for ratios. Hundreds of values
+#    may not overflow.
+
+# %% nbgrader={"grade_id": "q6_1", "solution": true}
+def fastest(grid: pd.DataFrame) -> pd.Series:
+    """The fastest backend of each shape."""
+    ### BEGIN SOLUTION
+    timed = grid[grid["status"] == "ok"]
+    return timed.loc[timed.groupby("shape")["ms"].idxmin()].set_index("shape")["backend"]
+    ### END SOLUTION
+
+
+def default_slowdown(grid: pd.DataFrame) -> pd.Series:
+    """Time of torch's default over the best time, for each shape."""
+    ### BEGIN SOLUTION
+    timed = grid[grid["status"] == "ok"]
+    best = timed.groupby("shape")["ms"].min()
+    default = timed[timed["is_default"]].set_index("shape")["ms"]
+    return (default / best).dropna()
+    ### END SOLUTION
+
+
+def geometric_mean(values: pd.Series) -> float:
+    """The n-th root of the product of n positive values."""
+    ### BEGIN SOLUTION
+    return math.exp(sum(math.log(value) for value in values) / len(values))
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "q6_1_tests", "grade": true, "points": 6}
+@check("6.1", "The fastest and the default")
+def check_fastest(fastest, default_slowdown, geometric_mean):
+    small = pd.DataFrame({
+        "shape": [0, 0, 0, 1, 1, 1], "backend": ["math", "flash", "cudnn"] * 2, "ms": [9.0, 2.0, 1.0, 8.0, 3.0, 0.5],
+        "status": ["ok", "ok", "ok", "ok", "ok", "refused"], "is_default": [False, True, False] * 2,
+    })  # fmt: skip
+    got = dict(fastest(small))
+    assert got == {0: "cudnn", 1: "flash"}, f"cudnn wins shape 0, and is refused in shape 1; fastest says {got}"
+    got = dict(default_slowdown(small))
+    assert got == {0: 2.0, 1: 1.0}, f"flash is the default, twice as slow as the best in shape 0; got {got}"
+    expect_number(geometric_mean(pd.Series([1.0, 4.0])), 2.0, rel=1e-6, what="the geometric mean of 1 and 4")
+
+
+check_fastest(fastest, default_slowdown, geometric_mean).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab4_sdpa as hidden
+hidden.fastest_and_default(fastest, default_slowdown, geometric_mean).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# **Before you run.** On how many of ten shapes will the default be the best? And which backend will win decode?
+
+# %%
+require_answer("fastest", fastest, "6.1")
+require_answer("default_slowdown", default_slowdown, "6.1")
+if len(grid):
+    shapes = grid.drop_duplicates("shape").set_index("shape")
+    wins = pd.crosstab(shapes["kind"], fastest(grid))
+    display(wins)
+    results["recorded_wins"] = wins.reset_index().to_dict("records")
+    figure, axes = plt.subplots(1, 3, figsize=(10, 3.6), sharey=True)
+    colors = {"math": "tab:gray", "flash": "tab:blue", "efficient": "tab:orange", "cudnn": "tab:green"}
+    counted = grid.query("status == 'ok'")
+    for ax, kind in zip(axes, ("training", "prefill", "decode"), strict=True):
+        part = counted[counted["kind"] == kind]
+        best = part.groupby("shape")["ms"].transform("min")
+        for backend, rows in part.assign(slowdown=part["ms"] / best).groupby("backend"):
+            ax.plot(rows["seq_len_kv"], rows["slowdown"], "o", color=colors[backend], markersize=4, alpha=0.6, label=backend)
+        ax.set(xscale="log", yscale="log", xlabel="keys", title=kind)
+    axes[0].set_ylabel("time over the best")
+    axes[2].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    figure.suptitle("Recorded on an H200, not measured here")
+    figure.tight_layout()
+    plt.show()
+
+# %% [markdown]
+# The recorded kernels also say who splits the keys. A decode call that launches flash's `splitkv` and `combine`, or
+# cuDNN's kernel and a `reduction` after it, did what you wrote in Question 3.2.
+#
+# **Before you run.** Your model in Question 3.3: at which batch does splitting stop to pay?
+
+# %%
+if len(grid):
+    decode = grid[(grid["kind"] == "decode") & (grid["status"] == "ok") & grid["backend"].isin(["flash", "cudnn"])]
+    in_two = decode["kernels"].map(lambda names: any("combine" in name or "reduction" in name for name in names))
+    programs = decode["batch"] * decode["kv_heads"]
+    of_programs = pd.cut(programs, [0, 8, 32, 132, 10_000], labels=["1-8", "9-32", "33-132", "over 132"])
+    split_share = in_two.groupby([decode["backend"], of_programs], observed=True).agg(["mean", "size"])
+    split_share.index.names = ["backend", "batch × key heads"]
+    show(split_share.rename(columns={"mean": "share of calls that split", "size": "shapes"}).reset_index(), "backend")
+
+# %% [markdown]
+# ### Question 6.2: Seven questions to the table {points}
+#
+# Write `grid_answers(grid)`: a dict with these keys. Compute each answer from the table, so that it holds for any table
+# of this form. Only rows with `status` "ok" have numbers that count.
+#
+# | Key | Question |
+# |---|---|
+# | `default_wins` | share of shapes (0 to 1) whose fastest backend is the default |
+# | `default_loss` | geometric mean of `default_slowdown` over all shapes |
+# | `decode_winner` | the backend that is fastest on the most decode shapes |
+# | `worst_default` | the largest `default_slowdown` among prefill shapes |
+# | `peak_tflops` | the largest `tflops` of a prefill row with head dimension 128 |
+# | `decode_bandwidth` | the largest `gb_s` of a decode row, as a share of an H200's memory bandwidth (`GPU_SPECS`) |
+# | `cudnn_over_flash` | geometric mean, over the training shapes that both run, of flash's `ms` over cuDNN's |
+
+# %% nbgrader={"grade_id": "q6_2", "solution": true}
+def grid_answers(grid: pd.DataFrame) -> dict:
+    """Answers of Question 6.2 by key, computed from a table of results."""
+    ### BEGIN SOLUTION
+    timed = grid[grid["status"] == "ok"]
+    kinds = grid.drop_duplicates("shape").set_index("shape")["kind"]
+    winners, loss = fastest(grid), default_slowdown(grid)
+    default = timed[timed["is_default"]].set_index("shape")["backend"]
+    decode, prefill = timed[timed["kind"] == "decode"], timed[timed["kind"] == "prefill"]
+    training = timed[timed["kind"] == "training"].pivot(index="shape", columns="backend", values="ms")
+    return {
+        "default_wins": float((default.reindex(winners.index) == winners).mean()),
+        "default_loss": geometric_mean(loss),
+        "decode_winner": winners[kinds.reindex(winners.index) == "decode"].value_counts().idxmax(),
+        "worst_default": loss[kinds.reindex(loss.index) == "prefill"].max(),
+        "peak_tflops": prefill.loc[prefill["head_dim"] == 128, "tflops"].max(),
+        "decode_bandwidth": decode["gb_s"].max() / 1e3 / GPU_SPECS["H200"]["memory_bandwidth_tb_s"],
+        "cudnn_over_flash": geometric_mean((training["flash"] / training["cudnn"]).dropna()),
+    }
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "q6_2_tests", "grade": true, "points": 7}
+@check("6.2", "Seven questions to the table")
+def check_answers(grid_answers):
+    kinds, times = ["training", "prefill", "decode"], {"flash": [3.0, 4.0, 1.0], "cudnn": [2.0, 1.0, 2.0]}
+    small = pd.DataFrame([
+        {"shape": i, "kind": kind, "backend": backend, "ms": times[backend][i], "status": "ok", "head_dim": 128,
+         "is_default": backend == "flash", "tflops": 100 / times[backend][i], "gb_s": 2400 / times[backend][i]}
+        for i, kind in enumerate(kinds) for backend in times
+    ])  # fmt: skip
+    got = grid_answers(small)
+    keys = {"default_wins", "default_loss", "decode_winner", "worst_default", "peak_tflops", "decode_bandwidth",
+            "cudnn_over_flash"}  # fmt: skip
+    assert isinstance(got, dict) and set(got) == keys, f"the keys should be {sorted(keys)}; got {got!r:.200}"
+    expect_number(got["default_wins"], 1 / 3, rel=1e-6, what="flash is the default and wins 1 of 3 shapes: default_wins")
+    assert got["decode_winner"] == "flash", f"flash wins the decode shape; decode_winner is {got['decode_winner']!r}"
+
+
+check_answers(grid_answers).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab4_sdpa as hidden
+hidden.grid_answers(grid_answers).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# **Before you run.** Guess all seven for the H200.
+
+# %%
+require_answer("fastest", fastest, "6.1")
+require_answer("default_slowdown", default_slowdown, "6.1")
+require_answer("geometric_mean", geometric_mean, "6.1")
+require_answer("grid_answers", grid_answers, "6.2")
+if len(grid):
+    print("recorded on an H200:")
+    for key, value in grid_answers(grid).items():
+        print(f"  {key:18} {value if isinstance(value, str) else format(value, '.4g')}")
+    loss = default_slowdown(grid)
+    table = grid.drop_duplicates("shape").set_index("shape")[SHAPE].assign(
+        default=grid[grid["is_default"]].set_index("shape")["backend"], fastest=fastest(grid), slowdown=loss)
+    show(table.sort_values("slowdown", ascending=False).head(8).reset_index(), "shape")
+    refused = grid[grid["status"] == "refused"]
+    reasons = refused["refused"].str.partition(". ")[0].rename("reason")  # the first sentence; the second names sizes
+    show(refused.groupby(["backend", reasons]).size().rename("shapes").reset_index(), "backend")
+
+# %% [markdown]
+# ### Question 6.3: Write the rule {points}
+#
+# You run a service on H200s. Training, prefill and decode go through SDPA.
+#
+# 1. Write a rule of at most four lines: which backend for which calls? Support each line with numbers from the table.
+# 2. What does your rule gain over the default, as a geometric mean? What does it lose against picking the best for every
+#    shape? (Compute both. Add cells.)
+# 3. Which calls does your favourite refuse, and what does your rule do then?
+# 4. Name two reasons why the table may be wrong for your service tomorrow, and one measurement that would tell you.
+# 5. Somebody wants to ship the rule for A100s as well. What do you answer?
+
+# %% [markdown] nbgrader={"grade_id": "q6_3", "grade": true, "solution": true, "points": 5}
+# 1. For example: cuDNN for training and prefill, whatever the head dimension; flash for decode where it splits the keys;
+#    the default (unpinned) for what cuDNN refuses. Each line with the number of shapes that it wins and its mean ratio.
+# 2. `rule = ...; geometric_mean(ms of the default / ms of the rule)`, and the same of the rule over the best of each
+#    shape; the second should be near 1.
+# 3. The refusals in the table with their words. The rule pins a list, or catches the refusal and runs the next one, and
+#    counts how often that happens, so that nobody gets math without knowing.
+# 4. Another version of torch, cuDNN or the driver; shapes that the grid does not have; launches that count (the table's
+#    times are those of the device alone); other clocks or power limits. A measurement: held-out shapes of the service,
+#    interleaved, once in a while.
+# 5. That nothing was measured there: another chip has no wgmma or TMA, cuDNN has other kernels, the default may be right.
+#    Run the sweep there.
+#
+# === BEGIN MARK SCHEME ===
+# 1 point for each of the five.
+# 1: a rule that the table supports, with numbers. 2: both means, computed. 3: names refusals and a fallback that is seen.
+# 4: two of: version, shapes off the grid, launch overhead, clocks, contention; and a measurement. 5: measure there.
+# === END MARK SCHEME ===
+
+# %% [markdown]
+# ### Bonus Question 6.4: A shape that nobody measured {points}
+#
+# No table holds the shapes of tomorrow. Write `choose_backend(grid, call, able)`: the backend for a call whose shape need
+# not be in the table.
+#
+# - `call` is a dict with `kind`, `head_dim`, `causal`, `batch`, `heads`, `kv_heads`, `seq_len_q`, `seq_len_kv`. `able` is
+#   the list of backends that can run it: a choice outside of it is useless.
+# - Look only at shapes of the same `kind`, `head_dim` and `causal` for which at least one backend of `able` has a time
+#   (`status` "ok").
+# - Take the **nearest** of them: the smallest sum of $\big(\log_2(a/b)\big)^2$ over `batch`, `heads`, `kv_heads`,
+#   `seq_len_q` and `seq_len_kv`. From 512 to 1024 is as far as from 8192 to 16384. Of two equally near ones take the one
+#   with the smaller `shape`.
+# - The answer is the fastest backend of `able` there. If no shape is left, the answer is `able[0]`.
+
+# %% nbgrader={"grade_id": "bonus_6_4", "solution": true}
+def choose_backend(grid: pd.DataFrame, call: dict, able: list[str]) -> str:
+    """The backend of `able` that was fastest on the measured shape nearest to this call."""
+    ### BEGIN SOLUTION
+    near = grid[(grid["status"] == "ok") & grid["backend"].isin(able)]
+    for name in ("kind", "head_dim", "causal"):
+        near = near[near[name] == call[name]]
+    if near.empty:
+        return able[0]
+    sizes = ("batch", "heads", "kv_heads", "seq_len_q", "seq_len_kv")
+    distance = sum((near[name] / call[name]).map(math.log2) ** 2 for name in sizes)
+    ranked = near.assign(distance=distance.round(9)).sort_values(["distance", "shape", "ms"])
+    return ranked["backend"].iloc[0]
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "bonus_6_4_tests", "grade": true, "points": 5}
+@check("Bonus 6.4", "A shape that nobody measured")
+def check_choose(choose_backend):
+    shape = {"kind": "prefill", "head_dim": 64, "causal": True, "batch": 1, "heads": 8, "kv_heads": 8, "status": "ok"}
+    small = pd.DataFrame([
+        shape | {"shape": i, "seq_len_q": length, "seq_len_kv": length, "backend": backend, "ms": ms}
+        for i, length in enumerate((512, 2048)) for backend, ms in (("flash", 1.0 + i), ("cudnn", 1.5))
+    ])  # fmt: skip
+    call = {key: value for key, value in shape.items() if key != "status"}
+    for length, expected in ((600, "flash"), (1500, "cudnn")):
+        got = choose_backend(small, call | {"seq_len_q": length, "seq_len_kv": length}, ["math", "flash", "cudnn"])
+        assert got == expected, f"{length} tokens are nearest to {512 if length < 1000 else 2048}: {expected}; got {got!r}"
+    got = choose_backend(small, call | {"seq_len_q": 1500, "seq_len_kv": 1500}, ["flash"])
+    assert got == "flash", f"cudnn cannot run this call, and flash can; got {got!r}"
+
+
+check_choose(choose_backend).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab4_sdpa as hidden
+hidden.choose_backend(choose_backend).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# The sweep also measured shapes at random, off the grid. They were *held out*: your function has not seen them. How much
+# time does its choice lose against the best backend of each?
+#
+# **Before you run.** On what share of the held-out shapes will your choice be within 3% of the best? And always cuDNN,
+# and torch's default?
+
+# %%
+require_answer("choose_backend", choose_backend, "bonus 6.4")
+held_out = load_grid(GRID, "held-out")
+rows = []
+for _, group in held_out.groupby("shape"):
+    group_ms = group.query("status == 'ok'").set_index("backend")["ms"]
+    picks = {"yours": choose_backend(grid, group.iloc[0].to_dict(), list(group_ms.index)), "always cudnn": "cudnn",
+             "always flash": "flash", "torch's default": group.loc[group["is_default"], "backend"].max()}  # fmt: skip
+    rows.append({name: group_ms.get(pick, math.nan) / group_ms.min() for name, pick in picks.items()})
+if rows:
+    lost = pd.DataFrame(rows)
+    show(pd.DataFrame({"within 3% of the best": (lost <= 1.03).mean(), "geometric mean": lost.apply(lambda x: math.exp(
+        x.map(math.log).mean())), "worst": lost.max()}).rename_axis("choice").reset_index(), "choice")  # fmt: skip
+
+# %% [markdown]
+# ## Save your results
+#
+# The tables of this run, with the machine they were made on. Compare them with those of another machine.
+
+# %%
+machine = environment()
+record = {
+    "machine": torch.cuda.get_device_name() if on_gpu else roofs.name,
+    "commit": machine.get("commit"),
+    "environment": machine,
+    "tables": {name: table for name, table in results.items() if not name.startswith("recorded")},
+}
+Path("lab4_results.json").write_text(json.dumps(record, indent=1, default=str))
+print(f"saved {', '.join(record['tables']) or 'no table'} to lab4_results.json")
+
+# %% [markdown]
+# ## What you know now
+#
+# - What ran is what the operators and kernels say. Not the name of the function, not what was asked for.
+# - A list of backends is a wish. One backend alone is a pin, and a refusal has words.
+# - Decode reads a cache for a handful of FLOPs. Splitting the keys brings the whole chip to read it; it saves nothing.
+# - One stride decides whether the fast kernel runs. A copy is often cheaper than the fallback, and a right layout is free.
+# - Backends differ by rounding. Compare each with float64, not with each other.
+# - A dispatcher's order was written by somebody who did not have your shapes. Measure, then choose.

@@ -1,0 +1,579 @@
+"""Wrong answers to lab 4, one a typical mistake: the question it must lose, and words of the message.
+
+Each `code` is what stands after the model answer in the same cell, so that it replaces one function of it.
+"""
+
+from tests.instructor.lab1_wrong_answers import WrongAnswer
+
+_WHY = """
+def why_not(backend, q, k, v, **options):
+    with sdpa_kernel(BACKENDS[backend]), warnings.catch_warnings(record=True) as said:
+        {filter}
+        try:
+            F.scaled_dot_product_attention(q, k, v, **options)
+            return []
+        except RuntimeError as error:
+            first = str(error).splitlines()[0]
+    found = [str(w.message).split(" (Triggered internally")[0] for w in said]
+    {rest}
+"""
+_ALWAYS = 'warnings.simplefilter("always")'
+_KEEP = 'found = [t for t in found if "not used because" not in t and "runtime disabled" not in t]'
+_COSTS = """
+def attention_costs(batch, heads, kv_heads, query_len, kv_len, head_dim, dtype, causal=False):
+    pairs = {pairs}
+    elements = 2 * batch * heads * query_len * head_dim + 2 * batch * {kv} * kv_len * head_dim
+    scores = {scores}
+    size = dtype.itemsize
+    return 4 * batch * heads * head_dim * pairs, elements * size, (elements + scores) * size
+"""
+_PAIRS = "sum(kv_len - query_len + i + 1 for i in range(query_len)) if causal else query_len * kv_len"
+_SCORES = "4 * batch * heads * query_len * kv_len"
+_ERRORS = """
+def errors(out, q, k, v, causal=False):
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (t.double() for t in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
+    s = q @ k.mT / math.sqrt(q.shape[-1])
+    if causal:
+        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    exact = torch.softmax(s, -1) @ v
+    {rest}
+"""
+_SPLIT = """
+def split_kv_attention(q, k, v, splits):
+    parts = [(a, b) for a, b in zip(k.tensor_split(splits, 2), v.tensor_split(splits, 2)) if a.shape[2]]
+    outs, lses = (torch.stack(t) for t in zip(*(attend_part(q, *part) for part in parts)))
+    {rest}
+"""
+_ROUNDED = """
+def rounded_attention(q, k, v, scores=False, p=False, normalize_first=True, output=False):
+    s = q.double() @ k.double().mT / math.sqrt(q.shape[-1])
+    s = to_bf16(s) if scores else s
+    {rest}
+    return to_bf16(out) if output else out
+"""
+_ANSWERS = """
+_right_answers = grid_answers
+def grid_answers(grid):
+    found = _right_answers(grid)
+    timed = grid[grid["status"] == "ok"]
+    {change}
+    return found
+"""
+
+WRONG_ANSWERS = [
+    # ---- 1
+    WrongAnswer(
+        "every operator with the word", "q1_1",
+        """
+def backends_in(operators):
+    return [b for name in operators for b in ("flash", "efficient", "cudnn", "math") if b in name]
+""",
+        "only one of them is in the table",
+    ),
+    WrongAnswer(
+        "the CPU's flash forgotten", "q1_1",
+        """
+def backends_in(operators):
+    words = {f"aten::_scaled_dot_product_{b}_attention": b for b in ("flash", "efficient", "cudnn")}
+    words["aten::_scaled_dot_product_attention_math"] = "math"
+    return [words[name] for name in operators if name in words]
+""",
+        "one call that ran flash",
+    ),
+    WrongAnswer(
+        "the backward pass counted", "q1_1",
+        """
+def backends_in(operators):
+    found = []
+    for name in operators:
+        for b in ("flash", "efficient", "cudnn"):
+            if name.startswith(f"aten::_scaled_dot_product_{b}_attention"):
+                found.append(b)
+        if name == "aten::_scaled_dot_product_attention_math":
+            found.append("math")
+    return found
+""",
+        "A backward operator is no call",
+    ),
+    WrongAnswer(
+        "a set of backends", "q1_1",
+        """
+_one_each = backends_in
+def backends_in(operators):
+    return list(dict.fromkeys(_one_each(operators)))
+""",
+        "One entry for each call",
+    ),
+    WrongAnswer(
+        "the caller's warning filter kept", "q1_2",
+        _WHY.format(filter="pass", rest=f"{_KEEP}\n    return list(dict.fromkeys(found))"), "open your own filter",
+    ),
+    WrongAnswer(
+        "headlines as reasons", "q1_2",
+        _WHY.format(filter=_ALWAYS, rest="return list(dict.fromkeys(found)) or [first]"), "no reason",
+    ),
+    WrongAnswer(
+        "no reason where torch gives none", "q1_2",
+        _WHY.format(filter=_ALWAYS, rest=f"{_KEEP}\n    return list(dict.fromkeys(found))"), "its first line",
+    ),
+    WrongAnswer(
+        "CUDA's questions for CPU tensors", "q1_2",
+        """
+def why_not(backend, q, k, v, **options):
+    if backend == "math":
+        return []
+    params = torch.backends.cuda.SDPAParams(q, k, v, options.get("attn_mask"), options.get("dropout_p", 0.0),
+                                            options.get("is_causal", False), False)
+    ask = getattr(torch.backends.cuda, f"can_use_{backend}_attention")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        able = ask(params, True)
+    return [] if able else [str(w.message) for w in said] or ["it cannot"]
+""",
+        "flash runs this here",
+    ),
+    WrongAnswer(
+        "a list of two backends", "q1_3",
+        """
+def pinned_sdpa(backend, q, k, v, **options):
+    with sdpa_kernel([BACKENDS[backend], SDPBackend.MATH]):
+        return F.scaled_dot_product_attention(q, k, v, **options)
+""",
+        ("returned a result all the same", "A pin allows one backend"),
+    ),
+    WrongAnswer(
+        "the inputs copied on the sly", "q1_3",
+        """
+def pinned_sdpa(backend, q, k, v, **options):
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    with sdpa_kernel(BACKENDS[backend]):
+        try:
+            return F.scaled_dot_product_attention(q, k, v, **options)
+        except RuntimeError as error:
+            raise BackendRefused(" ".join(why_not(backend, q, k, v, **options))) from error
+""",
+        "on copies",
+    ),
+    WrongAnswer(
+        "torch's own error let through", "q1_3",
+        """
+def pinned_sdpa(backend, q, k, v, **options):
+    with sdpa_kernel(BACKENDS[backend]):
+        return F.scaled_dot_product_attention(q, k, v, **options)
+""",
+        "should raise BackendRefused",
+    ),
+    WrongAnswer(
+        "asked first, computed twice", "q1_3",
+        """
+def pinned_sdpa(backend, q, k, v, **options):
+    reasons = why_not(backend, q, k, v, **options)
+    if reasons:
+        raise BackendRefused(" ".join(reasons))
+    with sdpa_kernel(BACKENDS[backend]):
+        return F.scaled_dot_product_attention(q, k, v, **options)
+""",
+        "2 times",
+    ),
+    WrongAnswer(
+        "switches left behind", "q1_3",
+        """
+_pin = pinned_sdpa
+def pinned_sdpa(backend, q, k, v, **options):
+    torch.backends.cuda.enable_flash_sdp(backend == "flash")
+    torch.backends.cuda.enable_math_sdp(backend == "math")
+    try:
+        return F.scaled_dot_product_attention(q, k, v, **options)
+    except RuntimeError as error:
+        raise BackendRefused(" ".join(why_not(backend, q, k, v, **options))) from error
+""",
+        "other backends",
+    ),
+    WrongAnswer(
+        "options dropped", "q1_3",
+        """
+def pinned_sdpa(backend, q, k, v, is_causal=False, **options):
+    with sdpa_kernel(BACKENDS[backend]):
+        try:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        except RuntimeError as error:
+            raise BackendRefused(" ".join(why_not(backend, q, k, v, is_causal=is_causal, **options))) from error
+""",
+        ("Do all options reach SDPA", "cannot run this", "raised"),
+    ),
+    WrongAnswer(
+        "a list taken for an order", "q1_4",
+        """
+def dispatch(order, allowed, reasons, set_priority=False):
+    for name in allowed:
+        if not reasons[name]:
+            return name
+    raise BackendRefused("none")
+""",
+        "it is a set",
+    ),
+    WrongAnswer(
+        "math as a last resort", "q1_4",
+        """
+def dispatch(order, allowed, reasons, set_priority=False):
+    for name in allowed if set_priority else order:
+        if name in allowed and not reasons[name]:
+            return name
+    return "math"
+""",
+        "raise BackendRefused",
+    ),
+    # ---- 2
+    WrongAnswer(
+        "causal costs as much as full", "q2_1", _COSTS.format(pairs="query_len * kv_len", kv="kv_heads", scores=_SCORES),
+        "causal costs fewer FLOPs",
+    ),
+    WrongAnswer(
+        "causal from the first key on", "q2_1",
+        _COSTS.format(pairs="query_len * (query_len + 1) // 2 if causal else query_len * kv_len", kv="kv_heads",
+                      scores=_SCORES),
+        "last query sees the last key",
+    ),
+    WrongAnswer(
+        "keys copied for each query head", "q2_1", _COSTS.format(pairs=_PAIRS, kv="heads", scores=_SCORES),
+        "the group shares them",
+    ),
+    WrongAnswer(
+        "scores written and read once", "q2_1",
+        _COSTS.format(pairs=_PAIRS, kv="kv_heads", scores="2 * batch * heads * query_len * kv_len"),
+        "scores travel four times",
+    ),
+    WrongAnswer(
+        "reference rounded to the output's dtype", "q2_2",
+        _ERRORS.format(rest="""d = (out - exact.to(out.dtype)).double()
+    return d.abs().max().item(), (d.square().mean() / exact.square().mean()).sqrt().item()"""),
+        "hides the rounding",
+    ),
+    WrongAnswer(
+        "rms not relative", "q2_2",
+        _ERRORS.format(rest="d = out.double() - exact\n    return d.abs().max().item(), d.square().mean().sqrt().item()"),
+        "divide by the root mean square",
+    ),
+    WrongAnswer(
+        "the mask forgotten", "q2_2",
+        """
+_masked = errors
+def errors(out, q, k, v, causal=False):
+    return _masked(out, q, k, v)
+""",
+        "causal when causal is True",
+    ),
+    # ---- 3
+    WrongAnswer(
+        "the group's keys read once for each head", "q3_1",
+        """
+def intensity(query_len, kv_len, group, head_dim, dtype):
+    return 2 * query_len * kv_len / ((query_len + kv_len) * dtype.itemsize)
+""",
+        "they are read once",
+    ),
+    WrongAnswer(
+        "queries have no bytes", "q3_1",
+        """
+def queries_to_ridge(ridge, kv_len, group, head_dim, dtype):
+    if ridge * dtype.itemsize >= 2 * kv_len:
+        return None
+    return math.ceil(ridge * dtype.itemsize / (2 * group))
+""",
+        "have bytes as well",
+    ),
+    WrongAnswer(
+        "a ridge that is never reached", "q3_1",
+        """
+def queries_to_ridge(ridge, kv_len, group, head_dim, dtype):
+    size = ridge * dtype.itemsize
+    return math.ceil(size * kv_len / (group * (2 * kv_len - size)))
+""",
+        "return None",
+    ),
+    WrongAnswer(
+        "heads of a group not neighbours", "q3_2",
+        """
+def attend_part(q, k, v):
+    n = q.shape[1] // k.shape[1]
+    s = q.float() @ k.float().repeat(1, n, 1, 1).mT / math.sqrt(q.shape[-1])
+    return torch.softmax(s, -1) @ v.float().repeat(1, n, 1, 1), torch.logsumexp(s, -1)
+""",
+        "repeat_interleave", ("q3_2_part_tests",),
+    ),
+    WrongAnswer(
+        "the logarithm to base 2", "q3_2",
+        """
+_natural = attend_part
+def attend_part(q, k, v):
+    out, lse = _natural(q, k, v)
+    return out, lse / math.log(2)
+""",
+        "natural logarithm", ("q3_2_part_tests",),
+    ),
+    WrongAnswer("parts averaged", "q3_2", _SPLIT.format(rest="return outs.mean(0).to(q.dtype)"), "do not count equally"),
+    WrongAnswer(
+        "exponentials without a maximum", "q3_2",
+        _SPLIT.format(rest="""w = torch.exp(lses)
+    return ((w[..., None] * outs).sum(0) / w.sum(0)[..., None]).to(q.dtype)"""),
+        "subtract the largest lse",
+    ),
+    WrongAnswer(
+        "the last keys dropped", "q3_2",
+        """
+def split_kv_attention(q, k, v, splits):
+    n = max(k.shape[2] // splits, 1)
+    parts = [(k[:, :, i * n:(i + 1) * n], v[:, :, i * n:(i + 1) * n]) for i in range(splits) if i * n < k.shape[2]]
+    outs, lses = (torch.stack(t) for t in zip(*(attend_part(q, *part) for part in parts)))
+    return (torch.softmax(lses, 0)[..., None] * outs).sum(0).to(q.dtype)
+""",
+        "are left out",
+    ),
+    WrongAnswer(
+        "no parts at all", "q3_2",
+        "def split_kv_attention(q, k, v, splits):\n    return attend_part(q, k, v)[0].to(q.dtype)\n", "scores at once",
+    ),
+    WrongAnswer(
+        "waves not rounded up", "q3_3",
+        """
+def decode_us(programs, kv_len, splits, units, tile, tile_us, combine_us):
+    tiles = math.ceil(math.ceil(kv_len / splits) / tile)
+    return programs * splits / units * tiles * tile_us + (combine_us if splits > 1 else 0)
+""",
+        "round the waves up",
+    ),
+    WrongAnswer(
+        "the most splits", "q3_3",
+        "def best_splits(programs, kv_len, units, tile, tile_us, combine_us, most=64):\n    return most\n",
+        "not always faster",
+    ),
+    # ---- 4
+    WrongAnswer(
+        "tokens strided instead of the head dimension", "q4_1",
+        """
+def knocked_out_by_strides(x):
+    return torch.stack([x, x], dim=3).flatten(2, 3)[:, :, ::2]
+""",
+        "flash still runs",
+    ),
+    WrongAnswer(
+        "a transposed shape", "q4_1", "def knocked_out_by_strides(x):\n    return x.transpose(2, 3)\n", "keep the shape",
+    ),
+    WrongAnswer(
+        "contiguous after all", "q4_1", "def strided_and_fast(x):\n    return x.clone()\n", "It should not be",
+    ),
+    WrongAnswer(
+        "one reason twice", "q4_2",
+        """
+KNOCK_OUTS = dict(list(KNOCK_OUTS.items())[:3])
+KNOCK_OUTS["more dropout"] = lambda q, k, v: {"query": q, "key": k, "value": v, "dropout_p": 0.9}
+""",
+        "is refused for the reason of",
+    ),
+    WrongAnswer(
+        "a mask, which the CPU's flash takes", "q4_2",
+        """
+KNOCK_OUTS["mask"] = lambda q, k, v: {"query": q, "key": k, "value": v, "attn_mask": torch.zeros(24, 24)}
+""",
+        "flash runs KNOCK_OUTS['mask']",
+    ),
+    WrongAnswer(
+        "a call that nothing can run", "q4_2",
+        """
+KNOCK_OUTS["short keys"] = lambda q, k, v: {"query": q, "key": k[..., :8], "value": v}
+""",
+        "math cannot compute",
+    ),
+    WrongAnswer(
+        "heads and tokens mixed by a reshape", "q4_3",
+        """
+def unpack_qkv(packed, heads, kv_heads):
+    b, s, width = packed.shape
+    d = width // (heads + 2 * kv_heads)
+    q, k, v = packed.split([heads * d, kv_heads * d, kv_heads * d], dim=2)
+    return q.reshape(b, heads, s, d), k.reshape(b, kv_heads, s, d), v.reshape(b, kv_heads, s, d)
+""",
+        "a reshape mixes tokens",
+    ),
+    WrongAnswer(
+        "copies to be safe", "q4_3",
+        """
+_views = unpack_qkv
+def unpack_qkv(packed, heads, kv_heads):
+    return [t.contiguous() for t in _views(packed, heads, kv_heads)]
+""",
+        "is a copy",
+    ),
+    WrongAnswer("contiguous() for everything", "q4_3", "def ready_for_flash(x):\n    return x.contiguous()\n", "Copy only where"),
+    # ---- 5
+    WrongAnswer(
+        "the sum of rounded numbers", "q5_1",
+        _ROUNDED.format(rest="""e = torch.exp(s - s.amax(-1, keepdim=True))
+    if normalize_first:
+        e = e / e.sum(-1, keepdim=True)
+        out = (to_bf16(e) if p else e) @ v.double()
+    else:
+        e = to_bf16(e) if p else e
+        out = e @ v.double() / e.sum(-1, keepdim=True)"""),
+        "before they are rounded",
+    ),
+    WrongAnswer(
+        "always normalized first", "q5_1",
+        _ROUNDED.format(rest="""w = torch.softmax(s, -1)
+    out = (to_bf16(w) if p else w) @ v.double()"""),
+        "normalize_first decides",
+    ),
+    WrongAnswer(
+        "scores never rounded", "q5_1",
+        """
+_round = rounded_attention
+def rounded_attention(q, k, v, scores=False, p=False, normalize_first=True, output=False):
+    return _round(q, k, v, False, p, normalize_first, output)
+""",
+        "nothing was rounded at that place",
+    ),
+    WrongAnswer(
+        "bits of negative numbers run backwards", "q5_2",
+        "def ulps_apart(a, b):\n    return (a.view(torch.int16).int() - b.view(torch.int16).int()).abs()\n",
+        ("0 steps", "left of 0", "through 0"),
+    ),
+    WrongAnswer(
+        "difference over the spacing at one", "q5_2",
+        "def ulps_apart(a, b):\n    return ((a.float() - b.float()).abs() / 2**-7).round().int()\n", "Reinterpret the 16 bits",
+    ),
+    WrongAnswer(
+        "differences from the first run", "q5_3",
+        """
+def distinct_results(fn, runs):
+    bits = lambda r: b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in (r if isinstance(r, tuple) else (r,)))
+    first = bits(fn())
+    return 1 + sum(bits(fn()) != first for _ in range(runs - 1))
+""",
+        "not differences from the first",
+    ),
+    WrongAnswer(
+        "values compared, not bits", "q5_3",
+        """
+def distinct_results(fn, runs):
+    found = []
+    for _ in range(runs):
+        r = fn()
+        r = tuple(t.clone() for t in (r if isinstance(r, tuple) else (r,)))
+        if not any(all(torch.equal(a, b) for a, b in zip(r, old)) for old in found):
+            found.append(r)
+    return len(found)
+""",
+        "compare bits",
+    ),
+    WrongAnswer(
+        "results kept without a copy", "q5_3",
+        """
+def distinct_results(fn, runs):
+    kept = [fn() for _ in range(runs)]
+    bits = lambda r: b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in (r if isinstance(r, tuple) else (r,)))
+    return len({bits(r) for r in kept})
+""",
+        "Keep a copy",
+    ),
+    # ---- 6
+    WrongAnswer(
+        "refused rows counted", "q6_1",
+        "def fastest(grid):\n    return grid.loc[grid.groupby('shape')['ms'].idxmin()].set_index('shape')['backend']\n",
+        "do not count",
+    ),
+    WrongAnswer(
+        "the ratio upside down", "q6_1",
+        """
+_loss = default_slowdown
+def default_slowdown(grid):
+    return 1 / _loss(grid)
+""",
+        "not the other way round",
+    ),
+    WrongAnswer(
+        "arithmetic mean", "q6_1", "def geometric_mean(values):\n    return float(values.mean())\n", "arithmetic mean",
+    ),
+    WrongAnswer(
+        "a product that overflows", "q6_1",
+        "def geometric_mean(values):\n    return float(values.prod() ** (1 / len(values)))\n", "overflows",
+    ),
+    WrongAnswer(
+        "terabytes and gigabytes", "q6_2",
+        _ANSWERS.format(change='found["decode_bandwidth"] *= 1000'), "in TB/s, and gb_s in GB/s",
+    ),
+    WrongAnswer(
+        "the worst of all kinds", "q6_2",
+        _ANSWERS.format(change='found["worst_default"] = default_slowdown(grid).max()'), ("prefill shapes only", "too large"),
+    ),
+    WrongAnswer(
+        "flash over cuDNN upside down", "q6_2",
+        _ANSWERS.format(change='found["cudnn_over_flash"] = 1 / found["cudnn_over_flash"]'), "flash's time over cuDNN's",
+    ),
+    # ---- bonus
+    WrongAnswer(
+        "delta left out", "bonus_2_4",
+        """
+def attention_backward(q, k, v, out, lse, dout):
+    scale = q.shape[-1] ** -0.5
+    p = torch.exp(q @ k.mT * scale - lse[..., None])
+    ds = p * (dout @ v.mT)
+    return ds @ k * scale, ds.mT @ q * scale, p.mT @ dout
+""",
+        "delta is missing",
+    ),
+    WrongAnswer(
+        "the scale left out of dk", "bonus_2_4",
+        """
+_gradients = attention_backward
+def attention_backward(q, k, v, out, lse, dout):
+    dq, dk, dv = _gradients(q, k, v, out, lse, dout)
+    return dq, dk * math.sqrt(q.shape[-1]), dv
+""",
+        "is missing in this gradient",
+    ),
+    WrongAnswer(
+        "distance in tokens, not in powers of two", "bonus_6_4",
+        """
+def choose_backend(grid, call, able):
+    near = grid[(grid["status"] == "ok") & grid["backend"].isin(able)]
+    for name in ("kind", "head_dim", "causal"):
+        near = near[near[name] == call[name]]
+    if near.empty:
+        return able[0]
+    far = sum((near[n] - call[n]) ** 2 for n in ("batch", "heads", "kv_heads", "seq_len_q", "seq_len_kv"))
+    return near.assign(far=far).sort_values(["far", "shape", "ms"])["backend"].iloc[0]
+""",
+        ("powers of two", "nearest", "same kind", "five sizes"),
+    ),
+    WrongAnswer(
+        "the fastest, able or not", "bonus_6_4",
+        """
+_any = choose_backend
+def choose_backend(grid, call, able):
+    return _any(grid, call, ["math", "flash", "efficient", "cudnn"])
+""",
+        ("not in `able`", "able[0]"),
+    ),
+    WrongAnswer(
+        "a block of zeros", "bonus_5_5",
+        """
+def quantize_fp8(x, block=None):
+    x = x.float()
+    amax = x.abs().amax().reshape(1, 1, 1, 1) if block is None else torch.stack(
+        [part.abs().amax(dim=(2, 3)) for part in x.split(block, dim=2)], dim=2)[..., None]
+    scale = amax / 448
+    return (x / spread_scales(scale, block, x.shape[2])).to(torch.float8_e4m3fn), scale
+""",
+        "no largest value to divide by",
+    ),
+    WrongAnswer(
+        "one scale whatever the block", "bonus_5_5",
+        """
+_blocks = quantize_fp8
+def quantize_fp8(x, block=None):
+    return _blocks(x, None)
+""",
+        "of shape",
+    ),
+]
