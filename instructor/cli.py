@@ -1,4 +1,4 @@
-"""`labs build`, `labs execute` and `labs points`: the instructor's commands."""
+"""The instructor's commands: `labs build`, `execute`, `points`, and those of `instructor.grading.commands`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
+from instructor.grading.commands import app as grading
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Build the labs' notebooks from their sources.")
+app.registered_commands.extend(grading.registered_commands)
 
 Names = Annotated[list[str] | None, typer.Argument(help="Labs by name, such as lab1; all of them if left out.")]
 

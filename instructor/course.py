@@ -50,6 +50,11 @@ class Course:
         if not config.exists():
             config.write_text(CONFIG.format(course_id=course_id, timeout=timeout), encoding="utf-8")
 
+    @property
+    def database(self) -> str:
+        """Where nbgrader's gradebook lies."""
+        return f"sqlite:///{(self.root / 'gradebook.db').resolve()}"
+
     def nbgrader(self, *arguments: str, check: bool = True) -> str:
         """Run `nbgrader ARGUMENTS` in the course; returns what it printed."""
         # The kernels import `utils` and `instructor.checks` from here. One thread each: several torch processes at
@@ -91,7 +96,7 @@ class Course:
         """What the gradebook holds for a lab now."""
         from nbgrader.api import Gradebook
 
-        with Gradebook(f"sqlite:///{self.root / 'gradebook.db'}", self.course_id) as gradebook:
+        with Gradebook(self.database, self.course_id) as gradebook:
             return {
                 submission.student.id: {
                     grade.name: Score(grade.auto_score, grade.manual_score, grade.max_score, grade.needs_manual_grade)

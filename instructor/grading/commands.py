@@ -1,0 +1,169 @@
+"""`labs release`, `labs grade`, `labs feedback` and `labs export`."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer()
+
+Lab = Annotated[str, typer.Argument(help="A lab by name, such as lab1, or the path of its source.")]
+CourseFolder = Annotated[Path, typer.Option("--course", help="The folder of the course, with submitted/.")]
+
+
+def _fail(problem: object) -> None:
+    typer.echo(f"error: {problem}", err=True)
+    raise typer.Exit(2)
+
+
+def _build(lab: str):
+    from instructor.build import build_lab
+    from instructor.points import lab_path
+    from instructor.source import LabError
+
+    try:
+        return build_lab(Path(lab) if lab.endswith(".py") else lab_path(lab.removesuffix(".ipynb")))
+    except LabError as error:
+        _fail("\n".join(error.problems))
+
+
+@app.command()
+def release(
+    lab: Lab,
+    target: Annotated[Path, typer.Option("--to", help="The folder for the bundle.")] = Path("build/release"),
+) -> None:
+    """Make the bundle that students get, after looking through all of it for solutions and hidden tests."""
+    from instructor.grading.release import ReleaseError
+    from instructor.grading.release import release as make_bundle
+
+    try:
+        path, count = make_bundle(_build(lab), target)
+    except ReleaseError as error:
+        _fail(error)
+    typer.echo(f"{path}: {count} files, {path.stat().st_size / 1e6:.1f} MB; no secret line in any of them")
+
+
+@app.command()
+def grade(
+    lab: Lab,
+    course_folder: CourseFolder = Path("course"),
+    archive: Annotated[Path | None, typer.Option("--zip", help="Take in a learning platform's zip first.")] = None,
+    jobs: Annotated[int, typer.Option(help="Worker processes on this machine.", min=1)] = os.cpu_count() or 1,
+    scheduler: Annotated[str | None, typer.Option(help="A Dask scheduler instead, such as tcp://host:8786.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that a cell, or a question's tests, may take.", min=1)] = 120,
+    gpu: Annotated[bool, typer.Option("--gpu", help="One submission a GPU (workers' Dask resource GPU).")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="Grade this student again; may be repeated.")] = None,
+    question: Annotated[str | None, typer.Option(help="Replace one question's result: 1.1 or 'bonus 1.4'.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Grade again what was graded from the same files.")] = False,
+    memory: Annotated[float, typer.Option(help="GB that a process of a submission may add.", min=0.5)] = 6.0,
+) -> None:
+    """Grade the submissions for a lab, each isolated, into nbgrader's gradebook; interrupted, it goes on next time."""
+    for package in ("distributed", "cloudpickle"):
+        if find_spec(package) is None:
+            _fail(f"grading needs {package}, which is not installed here: pip install -e '.[grading]'.")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # several torch processes on few cores slow each other down tenfold
+    from instructor.course import Course, CourseError
+    from instructor.grading.cluster import grade_class, question_id
+    from instructor.grading.intake import IntakeError, submissions, take_in
+    from instructor.grading.results import GradingError
+    from instructor.grading.walls import Limits
+
+    built = _build(lab)
+    if question is not None and question_id(question) not in {q.key for q in built.questions}:
+        _fail(f"{built.name} has no question {question!r}; it has {', '.join(q.key for q in built.questions)}.")
+    course = Course(course_folder, timeout=int(timeout))
+    try:
+        if archive is not None:
+            typer.echo(f"{len(take_in(archive, course.root, built.name))} submissions taken in from {archive.name}")
+        found = submissions(course.root, built.name, only)
+        with _bar(f"grading {built.name}", len(found)) as advance:
+            summary = grade_class(
+                course, built, found, jobs=jobs, scheduler=scheduler, timeout=timeout,
+                limits=Limits(gpu=gpu, memory_gb=memory), again=again or bool(only), question=question,
+                progress=advance,
+            )  # fmt: skip
+    except KeyboardInterrupt:
+        typer.echo("interrupted: what was graded is in the gradebook; run the same command again to go on", err=True)
+        raise typer.Exit(130) from None
+    except (IntakeError, GradingError, CourseError) as error:
+        _fail(error)
+    _report(summary, course)
+    if summary.failed:
+        raise typer.Exit(1)
+
+
+def _bar(title: str, total: int):
+    """A progress bar with an estimate, as a context manager that gives a function to advance it."""
+    from contextlib import contextmanager
+
+    from rich import progress as parts
+
+    columns = (parts.TextColumn("{task.description}"), parts.BarColumn(), parts.MofNCompleteColumn(),
+               parts.TimeElapsedColumn(), parts.TextColumn("left:"), parts.TimeRemainingColumn(),
+               parts.TextColumn("{task.fields[student]}"))  # fmt: skip
+
+    @contextmanager
+    def bar():
+        with parts.Progress(*columns) as progress:
+            task = progress.add_task(title, total=total, student="warming up")
+            yield lambda student, done, total: progress.update(task, completed=done, student=student)
+
+    return bar()
+
+
+def _report(summary, course) -> None:
+    from instructor.points import number_text
+
+    graded, waiting = summary.graded, 0
+    for result in graded:
+        waiting += sum(cell.status == "by_hand" for cell in result.cells.values())
+    resumed = f" ({len(summary.resumed)} of them before)" if summary.resumed else ""
+    done = len(graded) - len(summary.failed)
+    typer.echo(
+        f"{done} graded{resumed} in {summary.seconds:.0f} s, {len(summary.flagged)} flagged, "
+        f"{waiting} answers wait for a person (nbgrader formgrader)"
+    )
+    for result in sorted(summary.flagged, key=lambda r: r.student):
+        typer.echo(f"  {result.student}: {number_text(result.score)} points")
+        for flag in result.flags:
+            typer.echo(f"    {flag.question or 'submission'}: {flag.kind}: {flag.detail}")
+    walls = next((result.walls for result in graded if result.walls), {})
+    if walls:
+        typer.echo("walls that stood:")
+        for wall, how in walls.items():
+            typer.echo(f"  {wall}: {how}")
+    typer.echo(f"gradebook: {course.root / 'gradebook.db'}")
+
+
+@app.command()
+def feedback(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
+    """Write a page of feedback for each student, by `nbgrader generate_feedback`."""
+    lab = Path(lab).stem
+    _nbgrader(course_folder, "generate_feedback", lab, "--force")
+    folder = course_folder / "feedback"
+    typer.echo(f"{len(list(folder.glob(f'*/{lab}/*.html')))} pages in {folder}")
+
+
+@app.command()
+def export(
+    course_folder: CourseFolder = Path("course"),
+    to: Annotated[Path, typer.Option(help="The CSV file.")] = Path("grades.csv"),
+) -> None:
+    """Write all grades as CSV, by `nbgrader export`."""
+    _nbgrader(course_folder, "export", "--to", str(to.resolve()))
+    typer.echo(f"{to}")
+
+
+def _nbgrader(folder: Path, *arguments: str) -> None:
+    from instructor.course import Course, CourseError
+
+    if not (folder / "gradebook.db").is_file():
+        _fail(f"{folder} has no gradebook.db: run `labs grade` with --course {folder} first.")
+    try:
+        Course(folder).nbgrader(*arguments)
+    except CourseError as error:
+        _fail(error)

@@ -1,0 +1,195 @@
+"""The student bundle of a lab, and the proof that nothing of the solutions is in it."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import io
+import json
+import re
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from instructor.build import PUBLIC, QUOTE_LENGTH, ROOT, Built, secret_lines
+from instructor.points import lab_names, lab_path
+from instructor.source import REGIONS, read_lab
+
+# What students get; everything else stays here.
+BUNDLE = ("README.md", "Makefile", "pyproject.toml", "constraints.txt", "environment.yml", "assets", "utils", "tools",
+          "docs", "expectations", "LICENSE")  # fmt: skip
+LEFT_OUT = ("__pycache__", ".ipynb_checkpoints", ".ruff_cache", ".pytest_cache")
+FOR_INSTRUCTORS = ("docs/grading.md",)
+STRETCH = 6  # lines in a row that are no coincidence
+MAX_DEPTH = 4  # of archives in archives
+_STAMP = (2024, 1, 1, 0, 0, 0)  # the same bundle has the same bytes
+
+
+class ReleaseError(RuntimeError):
+    """A bundle that may not go out; names each place."""
+
+
+@dataclass(frozen=True)
+class Leak:
+    """A secret line in the bundle."""
+
+    file: str
+    line: str
+    origin: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.line!r}, from {self.origin}"
+
+
+def bundle_files(built: Built, root: Path = ROOT) -> dict[str, bytes]:
+    """{name in the bundle: bytes}"""
+    files = {f"{built.name}.ipynb": built.student.encode()}
+    for name in BUNDLE:
+        place = root / name
+        found = sorted(place.rglob("*")) if place.is_dir() else [place] if place.is_file() else []
+        for path in found:
+            relative = path.relative_to(root).as_posix()
+            hidden = any(part in LEFT_OUT or part.endswith(".pyc") for part in path.parts)
+            if path.is_file() and not hidden and relative not in FOR_INSTRUCTORS:
+                files[relative] = path.read_bytes()
+    return files
+
+
+@dataclass(frozen=True)
+class Secrets:
+    """What may not go out: lines by themselves, and stretches of lines."""
+
+    lines: dict[str, str]  # line -> where it comes from
+    stretches: dict[tuple[str, ...], str]  # STRETCH lines in a row -> where they come from
+
+
+@functools.cache
+def secrets_of_all_labs(root: Path = ROOT) -> Secrets:
+    """Solutions, hidden tests and marking schemes of every lab, and the hidden checks."""
+    lines: dict[str, str] = {}
+    stretches: dict[tuple[str, ...], str] = {}
+
+    def add(origin: str, stretch: list[str]) -> None:
+        kept = _rows(stretch)
+        for place in range(len(kept) - STRETCH + 1):
+            rows = tuple(kept[place : place + STRETCH])
+            if "\n".join(rows) not in shown:
+                stretches.setdefault(rows, origin)
+
+    labs = [read_lab(lab_path(name)) for name in lab_names()]
+    visible = []
+    for lab in labs:
+        for cell in lab.cells:
+            hidden = {n for r in cell.regions for n in range(r.first, r.last + 1)}
+            if not (cell.role == "manual" and not cell.has("SOLUTION")):
+                visible += [line for n, line in enumerate(cell.source.splitlines()) if n not in hidden]
+    shown = "\n".join(_rows(visible))  # a hidden check repeats lines of the visible one
+    for lab in labs:
+        for line, (cell, number) in secret_lines(lab).items():
+            if len(line) >= QUOTE_LENGTH:
+                lines.setdefault(line, f"{lab.at(cell)}, line {number + 1} of the cell")
+        for cell in lab.cells:
+            for region in cell.regions:
+                add(lab.at(cell), cell.source.splitlines()[region.first + 1 : region.last])
+    for path in sorted((root / "instructor" / "checks").rglob("*.py")):
+        text = path.read_text(encoding="utf-8").splitlines()
+        add(str(path.relative_to(root)), text)
+        for number, line in enumerate(text, 1):
+            secret = _squeezed(line)
+            is_import = re.match(r"(from [\w.]+ )?import ", secret)
+            if len(secret) >= QUOTE_LENGTH and not is_import and PUBLIC not in line and secret not in shown:
+                lines.setdefault(secret, f"{path.relative_to(root)}, line {number}")
+    return Secrets(lines, stretches)
+
+
+def _rows(lines) -> list[str]:
+    """Lines without their indents and signs of a comment; brackets by themselves say nothing."""
+    return [line for line in map(_squeezed, lines) if len(line) > 3]
+
+
+def _squeezed(line: str) -> str:
+    return " ".join(line.lstrip("# \t").split())
+
+
+def find_leaks(files: dict[str, bytes], secrets: Secrets) -> list[Leak]:
+    """Look for secrets in every file: as text, in the strings of JSON (notebooks), in zips and gzips.
+
+    In notebooks and archives one secret line is a leak. The library, its documents and its figures share single
+    lines with solutions (`out = torch.empty_like(q)`); there it is a stretch of lines.
+    """
+    leaks = []
+    for name, data in files.items():
+        for place, text in _texts(name, data, 0):
+            rows = _rows(text.splitlines())
+            for start in range(len(rows) - STRETCH + 1):
+                if origin := secrets.stretches.get(tuple(rows[start : start + STRETCH])):
+                    leaks.append(Leak(place, rows[start], origin))
+            if "!" in place or name.endswith(".ipynb"):
+                whole = " ".join(map(_squeezed, text.splitlines()))
+                leaks += [Leak(place, line, origin) for line, origin in secrets.lines.items() if line in whole]
+            for kind in REGIONS:
+                if name.endswith(".ipynb") and (f"BEGIN {kind}" in text or f"END {kind}" in text):
+                    leaks.append(Leak(place, f"BEGIN {kind}", "a marker of the source"))
+    return list(dict.fromkeys(leaks))
+
+
+def _texts(name: str, data: bytes, depth: int):
+    """(place, text) of a file and of what is packed in it."""
+    if depth > MAX_DEPTH:
+        raise ReleaseError(f"{name}: archives in archives, more than {MAX_DEPTH} deep, cannot be looked through.")
+    if data[:2] == b"PK":
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            for member in archive.namelist():
+                yield from _texts(f"{name}!{member}", archive.read(member), depth + 1)
+        return
+    if data[:2] == b"\x1f\x8b":
+        yield from _texts(f"{name}!", gzip.decompress(data), depth + 1)
+        return
+    for encoding in ("utf-8", "utf-16") if data[:2] in (b"\xff\xfe", b"\xfe\xff") else ("utf-8",):
+        text = data.decode(encoding, errors="replace")
+        yield name, text
+        if text.lstrip()[:1] in ("{", "["):
+            try:
+                strings = list(_strings(json.loads(text)))
+            except (ValueError, RecursionError):
+                continue
+            yield name, "\n".join(strings)
+
+
+def _strings(value):
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        # A notebook keeps a cell as a list of lines.
+        if value and all(isinstance(item, str) for item in value):
+            yield "".join(value)
+        for item in value:
+            yield from _strings(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _strings(item)
+
+
+def release(built: Built, target: Path, root: Path = ROOT) -> tuple[Path, int]:
+    """Write the bundle of a lab as a zip into `target`; returns its path and the number of files.
+
+    `ReleaseError` if a line of a solution or hidden test is anywhere in it.
+    """
+    files = bundle_files(built, root)
+    leaks = find_leaks(files, secrets_of_all_labs(root))
+    if leaks:
+        shown = "\n".join(f"  {leak}" for leak in leaks[:20])
+        raise ReleaseError(f"{len(leaks)} secret lines are in the bundle of {built.name}:\n{shown}")
+    target.mkdir(parents=True, exist_ok=True)
+    path = target / f"{built.name}.zip"
+    path.write_bytes(packed(files, built.name))
+    return path, len(files)
+
+
+def packed(files: dict[str, bytes], folder: str) -> bytes:
+    """A zip of the files in a folder: the same bytes for the same files."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in sorted(files):
+            archive.writestr(zipfile.ZipInfo(f"{folder}/{name}", _STAMP), files[name], zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()

@@ -1,0 +1,145 @@
+"""Each attack costs its question, is told to a reviewer, and changes nothing else: no other point, file or process."""
+
+import os
+import socket
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from instructor.build import ROOT, read_lab, secret_lines
+from instructor.course import answered_notebook
+from instructor.grading import grade_notebook
+from tests.instructor.grading.attacks import LIARS, PATCHES, SPIES, WRONG, packed
+from tests.instructor.grading.attacks_outside import OUTSIDE_ATTACKS
+
+ATTACKS = [*PATCHES, *SPIES, *LIARS, *OUTSIDE_ATTACKS]
+TIMEOUT = 6  # seconds; no cell of an honest submission to this lab takes one
+TOKEN = "token-7f3a-of-the-grader"
+
+
+@dataclass
+class Surroundings:
+    """What a grader has lying around, and what an attack may not reach."""
+
+    folder: Path
+    server: socket.socket
+    files: dict[Path, bytes] = field(default_factory=dict)
+
+    def fill_in(self, source: str) -> str:
+        port = str(self.server.getsockname()[1])
+        for word, value in (("OUTSIDE", str(self.folder)), ("PORT", port), ("SLEEP", "86399.7"), ("ROOT", str(ROOT))):
+            source = source.replace(word, value)
+        return source
+
+    def connections(self) -> int:
+        count = 0
+        try:
+            while True:
+                self.server.accept()[0].close()
+                count += 1
+        except BlockingIOError:
+            return count
+
+
+@pytest.fixture(scope="module")
+def surroundings(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("class")
+    (folder / "submitted" / "other").mkdir(parents=True)
+    (folder / "submitted" / "other" / "answer.txt").write_text("cache_bytes = 109051904\n")
+    (folder / "gradebook.db").write_text("SQLite 109051904\n")
+    (folder / "right.toml").write_text("BLOCK_M = 64\nBLOCK_N = 64\nBLOCK_K = 16\n")
+    server = socket.create_server(("127.0.0.1", 0))
+    server.setblocking(False)
+    found = Surroundings(folder, server)
+    watched = [*folder.rglob("*"), ROOT / "utils" / "checking.py", ROOT / "instructor" / "build.py"]
+    found.files = {path: path.read_bytes() for path in watched if path.is_file()}
+    os.environ["GRADER_TOKEN"] = TOKEN
+    yield found
+    del os.environ["GRADER_TOKEN"]
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def hidden_lines(suite_lab):
+    """Lines of hidden tests that no feedback may show."""
+    lab = read_lab(Path(__file__).parent / "suite_lab.py")
+    return [line for line, (cell, _) in secret_lines(lab).items() if cell.has("HIDDEN TESTS")]
+
+
+def _notebook(lab, attacks, surroundings) -> str:
+    answers = {attack.question: surroundings.fill_in(attack.source) for attack in attacks}
+    notebook = nbformat.reads(answered_notebook(lab, answers), as_version=4)
+    for attack in attacks:
+        if attack.edit:
+            attack.edit(notebook)
+    for cell in notebook.cells:
+        cell.source = surroundings.fill_in(cell.source)
+    return nbformat.writes(notebook, version=4)
+
+
+def _sleepers() -> list[str]:
+    """Processes that an attack started."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (process / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if line.startswith(b"sleep\x0086399.7"):
+            found.append(process.name)
+    return found
+
+
+def test_there_are_enough_attacks():
+    assert len(ATTACKS) >= 45
+    assert len({attack.name for attack in ATTACKS}) == len(ATTACKS)
+    assert {attack.question for attack in ATTACKS} == set(WRONG)
+    assert sum(attack.flagged for attack in ATTACKS) >= 45
+
+
+def test_wrong_answers_alone_get_nothing_and_no_flag(suite_lab, full_points):
+    """What the attacks build on: wrong, and nothing worse than that."""
+    result = grade_notebook(suite_lab, answered_notebook(suite_lab, WRONG), timeout=TIMEOUT)
+    assert _points(result) == dict.fromkeys(full_points, 0)
+    assert not result.flags
+
+
+@pytest.mark.parametrize("attacks", packed(ATTACKS, 5), ids=lambda attacks: f"{attacks[0].name}, {len(attacks)} in all")
+def test_attacks_get_no_credit(suite_lab, full_points, surroundings, hidden_lines, attacks):
+    result = grade_notebook(suite_lab, _notebook(suite_lab, attacks, surroundings), timeout=TIMEOUT)
+
+    loses = set().union(*(attack.loses for attack in attacks))
+    expected = {name: 0 if name in loses else most for name, most in full_points.items()}
+    said = {name: (cell.status, cell.message) for name, cell in result.cells.items() if name in loses}
+    assert _points(result) == expected, said
+    assert all(cell.max_points == full_points[name] for name, cell in result.cells.items() if name in full_points)
+    assert result.score == sum(expected.values())
+
+    flagged = {flag.question for flag in result.flags}
+    untold = [a.name for a in attacks if a.flagged and not any(f.startswith(a.told_at or a.question) for f in flagged)]
+    assert untold == [], said
+    own = tuple(name.removesuffix("_tests") for name in loses) + tuple(a.told_at for a in attacks if a.told_at)
+    assert all(name.startswith(own) for name in flagged), f"flagged as well: {result.flags}"
+
+    shown = result.notebook + "".join(cell.message for cell in result.cells.values())
+    assert TOKEN not in shown
+    assert [line for line in hidden_lines if line in shown] == []
+    assert _changes(surroundings) == [] and surroundings.connections() == 0
+    deadline = time.monotonic() + 2  # the kernel takes a moment to end a namespace
+    while _sleepers() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert _sleepers() == []
+
+
+def _points(result) -> dict[str, float]:
+    return {name: cell.points for name, cell in result.cells.items() if cell.status != "by_hand"}
+
+
+def _changes(surroundings: Surroundings) -> list[Path]:
+    changed = [path for path, data in surroundings.files.items() if path.read_bytes() != data]
+    new = [p for p in surroundings.folder.rglob("*") if p.is_file() and p not in surroundings.files]
+    planted = [ROOT / "new.txt", Path("/new.txt"), Path.home() / ".ipython/profile_default/startup/00-of-the-attack.py"]
+    return changed + new + [path for path in planted if path.exists()]

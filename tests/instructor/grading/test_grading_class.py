@@ -1,0 +1,335 @@
+"""From a bundle to exported grades: a small class through the commands, resumed, graded again, and by a cluster."""
+
+import csv
+import json
+import os
+import signal
+import threading
+import time
+import zipfile
+
+import nbformat
+import pytest
+from typer.testing import CliRunner
+
+from instructor.course import Course, answered_notebook
+from instructor.grading import cluster, gradebook
+from instructor.grading.cluster import grade_class, question_id
+from instructor.grading.engine import grade_notebook
+from instructor.grading.intake import IntakeError, Submission, student_of, submissions, take_in
+from tests.instructor.conftest import FIXTURE_LAB
+from utils.cli import app, mount_plugins
+
+HANG = "import time\n\ndef gemm_broadcast(a, b):\n    while True:\n        time.sleep(0.1)\n"
+DIES = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+WRONG = "def gemm_broadcast(a, b):\n    return a[:, :1] * b[:1]\n"
+PATCHED = "import torch\ntorch.allclose = lambda *a, **k: True\n\n" + WRONG
+OFTEN = "import torch\n\ndef gemm_broadcast(a, b):\n    return torch.stack([(a * c).sum(1) for c in b.T], 1)\n"
+FULL = {"q1_1_tests": 6.0, "q1_3_tests": 2.5, "bonus_1_4_tests": 3.0}
+TIMEOUT = 6.0
+
+
+def without(*questions):
+    return {name: 0.0 if name in questions else points for name, points in FULL.items()}
+
+
+def class_of(lab):
+    """{student: (notebook, automatic points by cell)}"""
+    return {
+        "ada": (answered_notebook(lab), FULL),
+        "Zoë 漢": (answered_notebook(lab, {"q1_1": OFTEN}), FULL),
+        "untouched": (lab.student, without(*FULL)),
+        "wrong": (answered_notebook(lab, {"q1_1": WRONG}), without("q1_1_tests")),
+        "hangs": (answered_notebook(lab, {"q1_1": HANG}), without("q1_1_tests")),
+        "dies": (answered_notebook(lab, {"q1_3": DIES}), without("q1_3_tests")),
+        "patched": (answered_notebook(lab, {"q1_1": PATCHED}), without("q1_1_tests")),
+        "corrupted": (answered_notebook(lab)[:4000], without(*FULL)),
+    }
+
+
+def run(*arguments):
+    if "grade" not in {command.name or command.callback.__name__ for command in app.registered_commands}:
+        mount_plugins()
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture(scope="module")
+def workers():
+    """Two worker processes; `labs grade` finds them by the scheduler's address."""
+    import dask
+    from distributed import LocalCluster
+
+    quiet = {"distributed.scheduler.allowed-failures": cluster.RETRIES}
+    with (
+        dask.config.set(quiet),
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, memory_limit=None) as found,
+    ):
+        yield found
+
+
+@pytest.fixture(scope="module")
+def graded(small_lab, workers, tmp_path_factory):
+    """A class graded by `labs grade`: (course, what the command said)."""
+    root = tmp_path_factory.mktemp("class") / "course"
+    course = Course(root)
+    # What was graded with other sources is graded again; here they may change while the tests run.
+    frozen = pytest.MonkeyPatch()
+    basis = cluster.fingerprint(small_lab)
+    frozen.setattr(cluster, "fingerprint", lambda built: basis)
+    for student, (notebook, _) in class_of(small_lab).items():
+        course.submit(small_lab.name, student, notebook)
+    said = run("grade", FIXTURE_LAB, "--course", root, "--scheduler", workers.scheduler_address, "--timeout", TIMEOUT)
+    assert said.exit_code == 0, said.output
+    yield course, said.output
+    frozen.undo()
+
+
+def automatic(course, lab):
+    return {
+        student: {name: score.auto for name, score in scores.items() if name in FULL}
+        for student, scores in course.scores(lab).items()
+    }
+
+
+def test_every_grade_is_in_the_gradebook(small_lab, graded):
+    course, _ = graded
+    assert automatic(course, small_lab.name) == {s: points for s, (_, points) in class_of(small_lab).items()}
+
+
+def test_answers_in_words_wait_for_a_person(small_lab, graded):
+    scores = graded[0].scores(small_lab.name)
+    assert scores["ada"]["q1_2"].needs_manual_grade and scores["ada"]["q1_2"].auto is None
+    assert not scores["untouched"]["q1_2"].needs_manual_grade and scores["untouched"]["q1_2"].auto == 0
+
+
+def test_the_summary_names_who_is_flagged_and_why(graded):
+    said = graded[1]
+    assert "8 graded" in said and "2 flagged" in said
+    assert "q1_3: processes: os.kill" in said  # of the one who dies
+    assert "torch.allclose was replaced" in said
+    assert "network: " in said  # the walls that stood
+
+
+def test_feedback_shows_the_students_error_and_no_hidden_test(small_lab, graded):
+    course, _ = graded
+    said = run("feedback", FIXTURE_LAB, "--course", course.root)
+    assert said.exit_code == 0 and "8 pages" in said.output, said.output
+    for student in class_of(small_lab):
+        page = (course.root / "feedback" / student / small_lab.name / f"{small_lab.name}.html").read_text()
+        assert "hidden_seed" not in page and "HIDDEN TESTS" not in page
+    wrong = (course.root / "feedback" / "wrong" / small_lab.name / f"{small_lab.name}.html").read_text()
+    assert "gemm_broadcast(a, b) is wrong in" in wrong
+    hangs = (course.root / "feedback" / "hangs" / small_lab.name / f"{small_lab.name}.html").read_text()
+    assert "Question 1.1" in hangs and "ran longer than the 6 s" in hangs
+
+
+def test_export(small_lab, graded, tmp_path):
+    course, _ = graded
+    said = run("export", "--course", course.root, "--to", tmp_path / "grades.csv")
+    assert said.exit_code == 0, said.output
+    with (tmp_path / "grades.csv").open(encoding="utf-8") as file:
+        rows = {row["student_id"]: float(row["raw_score"]) for row in csv.DictReader(file)}
+    assert rows == {student: sum(points.values()) for student, (_, points) in class_of(small_lab).items()}
+
+
+def test_a_second_run_grades_nothing_again(small_lab, graded):
+    course, _ = graded
+    records = {s: gradebook.record_path(course, small_lab.name, s) for s in class_of(small_lab)}
+    before = {student: path.stat().st_mtime_ns for student, path in records.items()}
+    said = run("grade", FIXTURE_LAB, "--course", course.root, "--jobs", 2, "--timeout", TIMEOUT)
+    assert said.exit_code == 0 and "(8 of them before)" in said.output, said.output
+    assert {student: path.stat().st_mtime_ns for student, path in records.items()} == before
+
+
+def test_one_question_of_one_student_again(small_lab, graded, workers):
+    """The rest of the result, and a person's grade, stay as they are."""
+    from nbgrader.api import Gradebook
+
+    course, _ = graded
+    with Gradebook(course.database, course.course_id) as book:
+        book.find_grade("q1_2", small_lab.name, small_lab.name, "ada").manual_score = 3
+        book.db.commit()
+    path = gradebook.record_path(course, small_lab.name, "ada")
+    record = json.loads(path.read_text())
+    for name in ("q1_1_tests", "q1_3_tests"):
+        record["cells"][name]["points"] = 0.0
+    path.write_text(json.dumps(record))
+    grade_ada = ("grade", FIXTURE_LAB, "--course", course.root, "--scheduler", workers.scheduler_address,
+                 "--timeout", TIMEOUT, "--only", "ada")  # fmt: skip
+    said = run(*grade_ada, "--question", "1.1")
+    assert said.exit_code == 0, said.output
+    scores = course.scores(small_lab.name)["ada"]
+    assert (scores["q1_1_tests"].auto, scores["q1_3_tests"].auto, scores["q1_2"].manual) == (6.0, 0.0, 3)
+    said = run(*grade_ada)
+    assert said.exit_code == 0 and automatic(course, small_lab.name)["ada"] == FULL
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--only", "nobody"), "no submission of nobody"),
+        (("--question", "9.9"), "has no question '9.9'"),
+        (("--scheduler", "tcp://127.0.0.1:1", "--again"), "no Dask scheduler answers"),
+    ],
+)
+def test_what_cannot_be_done_is_said(graded, arguments, words):
+    said = run("grade", FIXTURE_LAB, "--course", graded[0].root, "--timeout", TIMEOUT, *arguments)
+    assert said.exit_code == 2 and words in said.output
+
+
+# ---- many, and a worker that dies --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_three_hundred_with_thirty_faults_and_a_worker_killed(small_lab, workers, tmp_path):
+    """Each gets one verdict, the one of a serial run."""
+    from distributed import Client
+
+    kinds = class_of(small_lab)
+    good = [kinds["ada"], kinds["Zoë 漢"], kinds["wrong"], kinds["untouched"]]
+    bad = [kinds["dies"], kinds["corrupted"], kinds["patched"], ("", without(*FULL)), ("{}", without(*FULL))]
+    texts = {f"s{i:03}": (bad[i // 10 % 5] if i % 10 == 7 else good[i % 4])[0] for i in range(300)}
+    assert sum(text in [b[0] for b in bad] for text in texts.values()) == 30
+    serial = {text: grade_notebook(small_lab, text, timeout=TIMEOUT) for text in set(texts.values())}
+    course = Course(tmp_path / "course")
+    for student, text in texts.items():
+        course.submit(small_lab.name, student, text)
+    killed = []
+    with Client(workers, set_as_default=False) as client:
+
+        def progress(student, done, total):
+            if done >= 40 and not killed:
+                killed.append(next(iter(client.run(os.getpid).values())))
+                os.kill(killed[0], signal.SIGKILL)
+
+        found = submissions(course.root, small_lab.name)
+        summary = grade_class(course, small_lab, found, timeout=TIMEOUT, progress=progress, client=client)
+    assert killed and not summary.failed
+    assert sorted(r.student for r in summary.graded) == sorted(texts)
+    for result in summary.graded:
+        expected = serial[texts[result.student]]
+        assert {n: (c.points, c.status) for n, c in result.cells.items()} == {
+            n: (c.points, c.status) for n, c in expected.cells.items()
+        }
+        assert result.flags == expected.flags
+    scores = automatic(course, small_lab.name)
+    assert {s: {n: c.points for n, c in serial[t].cells.items() if n in FULL} for s, t in texts.items()} == scores
+
+
+def test_a_submission_that_takes_its_worker_along_is_flagged_after_three(small_lab, workers, tmp_path, monkeypatch):
+    """The grading of the others is stood in for: this is about who tries again, and how often."""
+    from distributed import Client
+
+    course, tries = Course(tmp_path / "course"), tmp_path / "tries"
+    tries.mkdir()
+    for student in ("deadly", "fine"):
+        course.submit(small_lab.name, student, small_lab.student)
+    result = json.dumps(grade_notebook(small_lab, small_lab.student, timeout=TIMEOUT, student="fine").as_json())
+    folder = str(tries)
+
+    def deadly(fields, data, student, timeout, limits):
+        if student == "deadly":
+            with open(f"{folder}/{time.time_ns()}", "w"):
+                pass
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    monkeypatch.setattr(cluster, "grade_one", deadly)
+    found = submissions(course.root, small_lab.name)
+    with Client(workers, set_as_default=False) as client:
+        summary = grade_class(course, small_lab, found, timeout=TIMEOUT, client=client)
+    assert len(list(tries.iterdir())) == 1 + cluster.RETRIES
+    assert set(summary.failed) == {"deadly"} and "3 attempts" in summary.failed["deadly"]
+    assert [r.student for r in summary.flagged] == ["deadly"]
+    assert "fine" in course.scores(small_lab.name)
+
+
+# ---- taking in ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("member", "student"),
+    [
+        ("Ada Lovelace_4711_assignsubmission_file_/lab1.ipynb", "Ada Lovelace_4711"),
+        ("Ada Lovelace_4711_assignsubmission_file_/my answers.ipynb", "Ada Lovelace_4711"),
+        ("lovelaceada_12_3456_lab1.ipynb", "lovelaceada_12"),
+        ("lovelaceada_LATE_12_3456_lab1-1.ipynb", "lovelaceada_12"),
+        ("class/ada/lab1/lab1.ipynb", "ada"),
+        ("ada/lab1.ipynb", "ada"),
+        ("ada/lab2.ipynb", None),
+        ("lab1.ipynb", None),
+        ("ada/.ipynb_checkpoints/lab1.ipynb", None),
+        ("__MACOSX/ada/lab1.ipynb", None),
+        ("../ada/lab1.ipynb", None),
+    ],
+)
+def test_names_in_the_zips_of_platforms(member, student):
+    assert student_of(member, "lab1") == student
+
+
+def test_a_zip_is_taken_in(tmp_path):
+    archive = tmp_path / "class.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("Ada_1_assignsubmission_file_/lab1.ipynb", "{}")
+        file.writestr("../../evil/lab1.ipynb", "{}")
+        file.writestr("notes.txt", "no notebook")
+    assert take_in(archive, tmp_path, "lab1") == [
+        Submission("Ada_1", tmp_path / "submitted" / "Ada_1" / "lab1" / "lab1.ipynb")
+    ]
+    assert not (tmp_path.parent / "evil").exists()
+    with zipfile.ZipFile(archive, "a") as file:
+        file.writestr("again/Ada_1/lab1.ipynb", "{}")
+    with pytest.raises(IntakeError, match="two notebooks of Ada_1"):
+        take_in(archive, tmp_path, "lab1")
+    with pytest.raises(IntakeError, match="cannot be unpacked"):
+        (tmp_path / "no.zip").write_text("no zip")
+        take_in(tmp_path / "no.zip", tmp_path, "lab1")
+
+
+def test_question_ids():
+    assert [question_id(q) for q in ("1.1", "q1_1", "bonus 1.4", "Bonus_1_4")] == ["q1_1", "q1_1"] + ["bonus_1_4"] * 2
+
+
+def test_the_gradebook_keeps_all_of_a_submission_or_nothing(small_lab, graded, monkeypatch):
+    course, _ = graded
+    result = gradebook.load_record(course, small_lab.name, "wrong", _key(course, small_lab.name, "wrong"))
+    before = automatic(course, small_lab.name)["wrong"]
+    cells = {**result.cells, "q9_9_tests": result.cells["q1_1_tests"]}
+    cells["q1_3_tests"] = type(cells["q1_3_tests"])(0.0, 2.5, "failed", "", 0.0)
+    broken = type(result)(**{**vars(result), "cells": cells})
+    with pytest.raises(cluster.GradingError, match="another version"):
+        gradebook.merge(course, {"wrong": broken})
+    assert automatic(course, small_lab.name)["wrong"] == before
+
+
+def _key(course, lab, student):
+    return json.loads(gradebook.record_path(course, lab, student).read_text())["key"]
+
+
+def test_nothing_of_a_submission_lives_on(small_lab):
+    code = "import subprocess\nsubprocess.Popen(['sleep', '98765'], start_new_session=True)\n" + OFTEN
+    assert grade_notebook(small_lab, answered_notebook(small_lab, {"q1_1": code}), timeout=TIMEOUT).score == 11.5
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and any("98765" in line for line in _commands()):
+        time.sleep(0.1)
+    assert not any("98765" in line for line in _commands())
+    assert threading.active_count() < 50
+
+
+def _commands():
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/cmdline", "rb") as file:
+                    yield file.read().decode(errors="replace")
+            except OSError:
+                continue
+
+
+def test_the_autograded_notebook_is_valid_and_without_hidden_tests(small_lab, graded):
+    course, _ = graded
+    for student in class_of(small_lab):
+        path = course.root / "autograded" / student / small_lab.name / f"{small_lab.name}.ipynb"
+        notebook = nbformat.read(path, as_version=4)
+        nbformat.validate(notebook)
+        assert "hidden_seed" not in path.read_text()

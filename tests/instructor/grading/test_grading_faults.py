@@ -1,0 +1,96 @@
+"""What breaks costs its own question: earlier and later ones keep their points, and the verdict comes in time."""
+
+import time
+
+import nbformat
+import pytest
+
+from instructor.course import answered_notebook
+from instructor.grading import grade_notebook
+from instructor.grading.walls import Limits
+from tests.instructor.grading.attacks import packed
+from tests.instructor.grading.faults import BROKEN_FILES, FAULTS, ODD_FILES, STUDENTS
+
+TIMEOUT = 4  # seconds
+LIMITS = Limits(memory_gb=1.0, processes=32, scratch_mb=64, file_mb=32)  # no fault harms the machine of the test
+QUICK = {"timeout": TIMEOUT, "limits": LIMITS}
+STATUSES = {"passed", "failed", "error", "timeout", "killed", "missing", "flagged", "by_hand"}
+
+
+def _points(result) -> dict[str, float]:
+    """Of the automatic questions."""
+    return {name: cell.points for name, cell in result.cells.items() if name.endswith("_tests")}
+
+
+@pytest.fixture(scope="module")
+def walls(suite_lab):
+    """Which walls stand on this machine."""
+    return grade_notebook(suite_lab, suite_lab.student, **QUICK).walls
+
+
+@pytest.mark.parametrize("faults", packed(FAULTS, 3), ids=lambda faults: f"{faults[0].name}, {len(faults)} in all")
+def test_faults_cost_their_questions_alone(suite_lab, full_points, walls, faults):
+    for wall in {wall for fault in faults for wall in fault.walls}:
+        if walls.get(wall, "none").startswith("none"):
+            pytest.skip(f"without a wall around {wall} this would harm the machine: {walls}")
+    notebook = answered_notebook(suite_lab, {fault.question: fault.source for fault in faults})
+    began = time.monotonic()
+    result = grade_notebook(suite_lab, notebook, **QUICK)
+    took = time.monotonic() - began
+
+    loses = set().union(*(fault.loses for fault in faults))
+    expected = {name: 0 if name in loses else most for name, most in full_points.items()}
+    assert _points(result) == expected, ([result.cells[name] for name in loses], result.flags)
+    for fault in faults:
+        lost = result.cells[f"{fault.question}_tests"]
+        assert lost.status in fault.statuses, (fault.name, lost)
+        assert fault.says.lower() in (lost.message + result.notebook).lower(), (fault.name, lost)
+    assert took < 20 * TIMEOUT  # it never hangs
+    assert len(result.notebook) < 4_000_000 + len(notebook)
+
+
+@pytest.mark.parametrize("name", BROKEN_FILES)
+def test_a_file_that_is_no_notebook_of_the_lab(suite_lab, full_points, name):
+    result = grade_notebook(suite_lab, BROKEN_FILES[name](answered_notebook(suite_lab)), **QUICK)
+    assert set(result.cells) >= set(full_points)
+    assert _points(result) == dict.fromkeys(full_points, 0)
+    assert all(cell.status in STATUSES - {"passed"} and cell.message for cell in result.cells.values())
+    assert result.score == 0
+
+
+@pytest.mark.parametrize("name", ODD_FILES)
+def test_a_file_that_only_looks_broken(suite_lab, full_points, name):
+    result = grade_notebook(suite_lab, ODD_FILES[name](answered_notebook(suite_lab)), **QUICK)
+    assert _points(result) == full_points
+    assert not result.flags
+
+
+@pytest.mark.parametrize("student", STUDENTS)
+def test_names_of_students_are_only_names(suite_lab, full_points, student):
+    result = grade_notebook(suite_lab, answered_notebook(suite_lab), **QUICK, student=student)
+    assert _points(result) == full_points
+
+
+def test_the_untouched_notebook(suite_lab, full_points):
+    result = grade_notebook(suite_lab, suite_lab.student, **QUICK)
+    assert _points(result) == dict.fromkeys(full_points, 0)
+    assert not result.flags
+    assert all(cell.message for cell in result.cells.values())
+    assert result.cells["q1_1_tests"].message == "Question 1.1 is not answered yet."
+
+
+def test_feedback_shows_the_students_own_error_and_no_hidden_test(suite_lab):
+    wrong = {"q1_2": "\ndef gemm_cost(m, n, k, dtype):\n    return {'flops': m * n * k, 'bytes': undefined_name}\n"}
+    result = grade_notebook(suite_lab, answered_notebook(suite_lab, wrong), **QUICK)
+    assert "Question 1.2" in result.cells["q1_2_tests"].message
+    feedback = nbformat.reads(result.notebook, as_version=4)
+    nbformat.validate(feedback)
+    shown = next(c for c in feedback.cells if c.metadata.get("nbgrader", {}).get("grade_id") == "q1_2_tests")
+    assert "undefined_name" in str(shown.outputs)
+    assert "HIDDEN TESTS" not in result.notebook and "SystemRandom" not in result.notebook
+    assert "109051904" not in result.notebook.replace(wrong["q1_2"], "")
+
+
+def test_a_wrong_number_is_not_corrected_in_public(suite_lab):
+    result = grade_notebook(suite_lab, answered_notebook(suite_lab, {"q1_3": "cache_bytes = 5"}), **QUICK)
+    assert "109051904" not in result.notebook + result.cells["q1_3_tests"].message

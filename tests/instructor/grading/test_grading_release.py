@@ -1,0 +1,87 @@
+"""The students' bundle: what is in it, and that the scan finds a secret wherever it hides."""
+
+import gzip
+import io
+import json
+import zipfile
+
+import nbformat
+import pytest
+
+from instructor.build import build_lab
+from instructor.grading import release as releasing
+from instructor.grading.release import ReleaseError, bundle_files, find_leaks, release, secrets_of_all_labs
+from instructor.points import lab_names, lab_path
+
+HIDDEN = '    hint = "Which index does each of the three loops run over, and where is the sum set back to zero?"'
+
+
+@pytest.fixture(scope="module")
+def secrets():
+    return secrets_of_all_labs()
+
+
+@pytest.fixture(scope="module")
+def lab1():
+    return build_lab(lab_path("lab1"))
+
+
+def test_no_bundle_holds_a_secret(lab1, secrets, tmp_path):
+    path, count = release(lab1, tmp_path)  # looks through all of it
+    with zipfile.ZipFile(path) as archive:
+        names = [name.removeprefix("lab1/") for name in archive.namelist()]
+        assert archive.read("lab1/lab1.ipynb").decode() == lab1.student
+    assert len(names) == count and {"lab1.ipynb", "utils/checking.py", "environment.yml", "README.md"} <= set(names)
+    assert not [name for name in names if name.startswith(("instructor", "tests", ".git", "build"))]
+    assert [name for name in names if name.endswith(".ipynb")] == ["lab1.ipynb"]
+    assert path.read_bytes() == releasing.packed(bundle_files(lab1), "lab1")  # always the same
+    # The bundles differ in their notebook alone.
+    notebooks = {f"{name}.ipynb": build_lab(lab_path(name)).student.encode() for name in lab_names()}
+    assert find_leaks(notebooks, secrets) == []
+
+
+def packed(text, depth=1):
+    data = text.encode()
+    for _ in range(depth):
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("inside.txt", data)
+        data = buffer.getvalue()
+    return data
+
+
+def in_an_output(lab):
+    notebook = nbformat.reads(lab.student, as_version=4)
+    cell = next(c for c in notebook.cells if c.cell_type == "code")
+    cell.outputs = [nbformat.v4.new_output("stream", text=f"first\n{HIDDEN}\nlast")]
+    return nbformat.writes(notebook).encode()
+
+
+@pytest.mark.parametrize("place", ["output", "cell", "zip", "zip in zip", "gzip", "attachment", "checks in utils"])
+def test_a_planted_secret_is_found(lab1, secrets, place):
+    from instructor.build import ROOT
+
+    files = {
+        "output": {"lab1.ipynb": in_an_output(lab1)},
+        "cell": {"lab1.ipynb": json.dumps({"cells": [{"source": ["x = 1\n", HIDDEN + "\n"]}]}).encode()},
+        "zip": {"assets/data.zip": packed(HIDDEN)},
+        "zip in zip": {"assets/data.bin": packed(HIDDEN, 2)},
+        "gzip": {"assets/more.ipynb": gzip.compress(HIDDEN.encode())},
+        "attachment": {"lab2.ipynb": json.dumps({"metadata": {"a": [{"b": HIDDEN}]}}).encode()},
+        "checks in utils": {"utils/copy.py": (ROOT / "instructor/checks/lab1/gemm.py").read_bytes()},
+    }[place]
+    leaks = find_leaks(files, secrets)
+    assert leaks and all("lab1" in leak.origin for leak in leaks)
+    assert str(leaks[0]).startswith(next(iter(files)))
+
+
+def test_a_leak_stops_the_release(lab1, tmp_path, monkeypatch):
+    monkeypatch.setattr(releasing, "bundle_files", lambda built, root: {"lab1.ipynb": in_an_output(lab1)})
+    with pytest.raises(ReleaseError, match="secret lines are in the bundle of lab1"):
+        release(lab1, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_archives_without_end_are_refused(secrets):
+    with pytest.raises(ReleaseError, match="archives in archives"):
+        find_leaks({"bomb.zip": packed("x", 8)}, secrets)

@@ -1,0 +1,173 @@
+"""Each wall, tried from inside; and what the plan of a submission leaves out."""
+
+import json
+import os
+import sys
+
+import nbformat
+import pytest
+
+from instructor.build import ROOT, build_lab
+from instructor.course import answered_notebook
+from instructor.grading.engine import grade_notebook, setup_cells
+from instructor.grading.plan import make_plan, plan_tests, used_names
+from instructor.grading.results import CellResult, GradingError, SubmissionResult
+from instructor.points import lab_path
+
+PROBES = '''
+import json, os, resource, socket, subprocess, sys
+def tried(what):
+    try:
+        return repr(what())
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+def connect():
+    with socket.socket() as s:
+        s.settimeout(3)
+        return s.connect(("127.0.0.1", 22))
+found = {
+    "network": tried(connect),
+    "interfaces": tried(lambda: os.listdir("/sys/class/net")),
+    "write": [tried(lambda: open(path + "/mine", "w")) for path in (ROOT + "/utils", sys.prefix, "/usr", "/", "/etc")],
+    "scratch": tried(lambda: open("mine", "w").write("x")),
+    "instructor": tried(lambda: os.listdir(ROOT + "/instructor")),
+    "root": tried(lambda: sorted(os.listdir(ROOT))),
+    "home": tried(lambda: os.listdir("/root") + os.listdir("/home")),
+    "processes": tried(lambda: len([p for p in os.listdir("/proc") if p.isdigit()])),
+    "user": os.getuid(),
+    "setuid": tried(lambda: os.setuid(0)),
+    "environment": "TOKEN" in str(dict(os.environ)) or "TOKEN" in tried(lambda: open("/proc/self/environ").read()),
+    "memory": tried(lambda: len(bytearray(20 * 10**9))),
+    "large file": tried(lambda: [open("large", "ab").write(bytes(10**8)) for _ in range(20)]),
+    "mount": tried(lambda: subprocess.run(["mount", "-t", "tmpfs", "x", "/mnt"], check=True, capture_output=True)),
+    "unshare": tried(lambda: subprocess.run(["unshare", "-r", "true"], check=True, capture_output=True)),
+    "limits": resource.getrlimit(resource.RLIMIT_NPROC)[0],
+    "new privileges": "NoNewPrivs:\\t1" in open("/proc/self/status").read(),
+}
+print("PROBES" + json.dumps(found))
+macs = 1024**3
+'''
+
+
+@pytest.fixture(scope="module")
+def probed(small_lab):
+    os.environ["GRADING_SECRET_TOKEN"] = "SECRET"
+    try:
+        code = f"ROOT = {str(ROOT)!r}\n{PROBES}"
+        result = grade_notebook(small_lab, answered_notebook(small_lab, {"q1_3": code}), timeout=60)
+    finally:
+        del os.environ["GRADING_SECRET_TOKEN"]
+    cells = nbformat.reads(result.notebook, as_version=4).cells
+    (text,) = (o.text for c in cells if c.id == "q1_3" for o in c.outputs if "PROBES" in o.get("text", ""))
+    return json.loads(text.split("PROBES")[1]), result
+
+
+def needs(probed, wall, words):
+    if not probed[1].walls[wall].startswith(words):
+        pytest.skip(f"{wall} does not stand here: {probed[1].walls[wall]}")
+
+
+def test_no_network(probed):
+    assert "Error" in probed[0]["network"], probed[0]["network"]
+
+
+def test_nothing_but_the_scratch_folder(probed):
+    needs(probed, "files", "own root")
+    found = probed[0]
+    assert found["scratch"] == "1"
+    assert all("Read-only" in said or "Permission" in said for said in found["write"]), found["write"]
+    assert "FileNotFoundError" in found["instructor"] or found["instructor"] == "[]"
+    assert found["root"] == "['assets', 'utils']" or not str(sys.prefix).startswith("/usr")
+    assert "instructor" not in found["root"].replace("'instructor'", "") and "tests" not in found["root"]
+
+
+def test_alone_and_without_privileges(probed):
+    needs(probed, "processes", "namespace")
+    found = probed[0]
+    assert int(found["processes"]) <= 4
+    assert found["user"] != 0 or "user namespace" in probed[1].walls["privileges"]
+    assert "Error" in found["setuid"] or found["user"] == 0
+    assert found["new privileges"]
+    assert "Error" in found["mount"] and "Error" in found["unshare"]
+
+
+def test_no_secret_in_the_environment(probed):
+    assert probed[0]["environment"] is False
+
+
+def test_limits(probed):
+    found = probed[0]
+    assert found["memory"].startswith("MemoryError")
+    assert "OSError" in found["large file"]
+    assert found["limits"] == 64
+
+
+def test_the_network_is_flagged_and_the_rest_keeps_its_points(probed):
+    result = probed[1]
+    assert {f.question for f in result.flags} == {"q1_3"} and "network" in {f.kind for f in result.flags}
+    assert result.cells["q1_3_tests"].status == "flagged"
+    assert result.score == 9.0
+
+
+# ---- the plan ----------------------------------------------------------------------------------------------------
+
+
+def test_names_that_code_takes_from_the_notebook():
+    code = "import a\ndef f(x, y=d):\n    z = x + g\n    return [i for i in z if h(i)]\nclass C(B):\n    k = m\n"
+    code += "print(n)"
+    assert used_names(code) == {"d", "g", "h", "B", "m", "n"}
+    assert used_names("%%writefile x.py\ny") == set() and used_names("x = = 3") == set()
+
+
+@pytest.fixture(scope="module")
+def lab1():
+    return build_lab(lab_path("lab1"))
+
+
+def test_cells_that_only_show_something_are_left_out(lab1):
+    solved = answered_notebook(lab1)
+    steps = make_plan(lab1.instructor, lab1.student, solved).steps
+    run = [s for s in steps if s.kind == "student"]
+    assert all(s.answer for s in run) and sum(s.kind == "skipped" for s in steps) > 20
+    # An answer that uses a name of such a cell brings it back; so does a change of the cell.
+    using = {"q4_3": "def kernels_per_step(fn):\n    return len(results), flash_table"}
+    steps = make_plan(lab1.instructor, lab1.student, answered_notebook(lab1, using)).steps
+    assert any("flash_table = " in s.source for s in steps if s.kind == "student")
+    changed = solved.replace("n = 4096 if on_gpu else 384", "n = 4096 if on_gpu else 385")
+    steps = make_plan(lab1.instructor, lab1.student, changed).steps
+    assert any("else 385" in s.source for s in steps if s.kind == "student")
+
+
+def test_tests_get_what_they_need_and_no_more(lab1):
+    planned = plan_tests(lab1.instructor)
+    names, files, definitions = planned["q1_3_tests"]
+    assert names == ["time_calls"] and not files
+    (definition,) = definitions
+    assert definition.startswith("class QueueingDevice")
+    assert planned["q1_5_tests"][:2] == ([], ["gemm_triton.py"])
+
+
+def test_the_setup_is_what_stands_before_the_first_answer(small_lab, lab1):
+    assert [name for name, _ in setup_cells(small_lab)] == ["setup"]
+    assert [name for name, _ in setup_cells(lab1)] == ["setup"]
+
+
+# ---- results -----------------------------------------------------------------------------------------------------
+
+
+def test_a_forged_result_is_refused():
+    good = SubmissionResult("ada", "lab1", {"q1_1_tests": CellResult(1.0, 2.0, "passed", "", 0.1)}, (), {}, "{}")
+    said = json.loads(json.dumps(good.as_json()))
+    assert SubmissionResult.from_json(said) == good
+    for change in ({"points": 3.0}, {"points": -1.0}, {"status": "perfect"}, {"message": 3}, {"points": "2"}):
+        forged = json.loads(json.dumps(said))
+        forged["cells"]["q1_1_tests"].update(change)
+        with pytest.raises(GradingError):
+            SubmissionResult.from_json(forged)
+    with pytest.raises(GradingError):
+        SubmissionResult.from_json({**said, "notebook": None})
+
+
+def test_time_must_be_positive(small_lab):
+    with pytest.raises(ValueError, match="should be more than 0"):
+        grade_notebook(small_lab, small_lab.student, timeout=0)

@@ -1,0 +1,169 @@
+"""What travels between checker and student: everything honest arrives, nothing else does."""
+
+import collections
+import fractions
+import json
+import socket
+import struct
+import threading
+import time
+import types
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from instructor.grading.remote import error_with_lines
+from instructor.grading.student import describe_error
+from instructor.grading.wire import Channel, Closed, Decoder, Encoder, TooLate, WireError
+from utils.checking import lines_of_traceback
+
+
+def travelled(value, trusted=False):
+    encode = Encoder(trusted=trusted)
+    node = json.loads(json.dumps(encode(value)))
+    return Decoder([bytearray(b) for b in encode.blobs], trusted=trusted)(node)
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(plain)
+def test_plain_values_arrive_as_they_are(value):
+    arrived = travelled(value)
+    assert arrived == value and type(arrived) is type(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn,
+                                   torch.int64, torch.uint8, torch.bool, torch.complex64])  # fmt: skip
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (2, 3, 4)])
+def test_tensors_arrive_bit_for_bit(dtype, shape):
+    tensor = (torch.randn(shape, dtype=torch.float64) * 3).to(dtype)
+    arrived = travelled(tensor)
+    assert type(arrived) is torch.Tensor and arrived.dtype == dtype and arrived.shape == tensor.shape
+    if tensor.numel():
+        assert torch.equal(arrived.view(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("view", [lambda t: t.T, lambda t: t[::2, 1:], lambda t: t.expand(2, 4, 6), lambda t: -t])
+def test_views_keep_their_strides_towards_the_student(view):
+    tensor = view(torch.randn(4, 6))
+    arrived = travelled(tensor, trusted=True)
+    assert torch.equal(arrived, tensor)
+    if 0 not in tensor.stride():
+        assert arrived.stride() == tensor.stride()
+    assert travelled(tensor).is_contiguous()
+
+
+def test_special_values_arrive():
+    values = [float("nan"), float("inf"), -0.0, 1 << 4000, 3 + 4j, np.float32(1.5), np.arange(3), ..., slice(1, None),
+              torch.bfloat16, torch.device("meta"), torch.Size([1, 2]), {1, 2}, range(3, 9, 2),
+              fractions.Fraction(1, 3), collections.OrderedDict(a=1)]  # fmt: skip
+    for value in values:
+        arrived = travelled(value)
+        assert repr(arrived) == repr(value) or arrived == value, value
+    assert travelled(torch.empty(3, device="meta")).device.type == "meta"
+
+
+class Lying(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return True
+
+
+def test_a_lying_tensor_arrives_as_its_numbers():
+    arrived = travelled(torch.ones(3).as_subclass(Lying))
+    assert type(arrived) is torch.Tensor and torch.equal(arrived, torch.ones(3))
+
+
+def test_what_cannot_travel_is_refused():
+    class Number(float):
+        pass
+
+    deep = []
+    for _ in range(100):
+        deep = [deep]
+    for value in (object(), Number(3), lambda: 1, (i for i in ()), types.SimpleNamespace(a=1), deep, 1 << 10**6,
+                  torch.ones(2).to_sparse(), np.array([object()]), torch.nn.Linear(2, 2)):  # fmt: skip
+        with pytest.raises(WireError):
+            travelled(value)
+
+
+BYTES = [bytearray(8)]
+
+
+@pytest.mark.parametrize("node", [
+    None, 3, [], [3], ["nothing"], ["__class__"], ["_data", 0], ["int", 5], ["int", "zz"], ["int", "f" * 6000],
+    ["bool", 1], ["str", 3], ["list", {}], ["dict", [[["list", []], ["none"]]]], ["bytes", -1], ["bytes", 7],
+    ["bytes", True], ["dtype", "object"], ["size", [["str", "x"]]], ["object", {"id": 1}], ["own", 1], ["known", 1],
+    ["ref", "os", "system"], ["pickle", 0], ["namespace", []], ["numpy", "|O8", [1], False, 0],
+    ["numpy", "<f8", [2], False, 0], ["float", "1" * 400 + "q"], ["range", ["0", "1", "0"]],
+    ["fraction", ["int", "1"], ["int", "0"]], ["device", "nothing:0"],
+    *(["tensor", {"dtype": d, "shape": s, "stride": None, "device": v, "grad": False, "key": None, "data": 0}]
+      for d, s, v in [("float32", [3], "cpu"), ("float32", [-2], "cpu"), ("float32", [1 << 62], "cpu"),
+                      ("float32", [True, 2], "cpu"), ("float32", "2", "cpu"), ("object", [2], "cpu"),
+                      ("float32", [1 << 40] * 40, "meta"), ("float32", [2.0], "cpu")]),
+])  # fmt: skip
+def test_forged_values_are_refused(node):
+    with pytest.raises(WireError):
+        Decoder(BYTES)(node)
+
+
+def pair():
+    ours, theirs = socket.socketpair()
+    return Channel(ours), theirs
+
+
+@pytest.mark.parametrize("frame", [
+    struct.pack("<QQ", 1 << 60, 0), struct.pack("<QQ", 2, 1 << 60) + b"{}", struct.pack("<QQ", 3, 0) + b"{]}",
+    struct.pack("<QQ", 2, 0) + b"[]", struct.pack("<QQ", 2, 0) + b"{}", struct.pack("<QQ", 12, 0) + b'{"blobs":-1}',
+    struct.pack("<QQ", 13, 0) + b'{"blobs":[5]}', struct.pack("<QQ", 100_000, 0) + b"[" * 100_000,
+])  # fmt: skip
+def test_forged_frames_are_refused(frame):
+    channel, theirs = pair()
+    threading.Thread(target=theirs.sendall, args=(frame,), daemon=True).start()
+    with pytest.raises(WireError):
+        channel.receive(time.monotonic() + 10)
+
+
+def test_a_frame_that_drips_ends_at_the_deadline():
+    channel, theirs = pair()
+    theirs.sendall(struct.pack("<QQ", 1000, 0) + b"{")
+    began = time.monotonic()
+    with pytest.raises(TooLate):
+        channel.receive(began + 0.2)
+    assert time.monotonic() - began < 5
+    theirs.close()
+    with pytest.raises(Closed):
+        pair_closed, other = pair()
+        other.close()
+        pair_closed.receive()
+
+
+def test_an_error_arrives_with_the_students_lines():
+    names = {}
+    source = "def outer(x):\n    return inner(x)\n\ndef inner(x):\n    raise ValueError(f'no {x}')\n"
+    exec(compile(source, "<a cell>", "exec"), names)
+    try:
+        names["outer"](3)
+    except ValueError as error:
+        said = json.loads(json.dumps(describe_error(error)))
+    rebuilt = error_with_lines(said)
+    assert type(rebuilt) is ValueError and str(rebuilt) == "no 3"
+    lines = lines_of_traceback(rebuilt.__traceback__)
+    assert [(line.function, line.number) for line in lines if line.function in ("outer", "inner")] == [
+        ("outer", 2), ("inner", 5)
+    ]  # fmt: skip
+
+
+def test_an_error_that_derives_from_nothing_known_is_no_way_out():
+    said = {"kinds": ["builtins:KeyboardInterrupt", "builtins:BaseException", "os:system"], "words": "x", "frames": [],
+            "state": {}, "raised_there": False}  # fmt: skip
+    assert isinstance(error_with_lines(said), Exception)
