@@ -11,7 +11,7 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$python && break; \
 	done)
 
-.PHONY: help env lab test test-gpu labs lint lock clean
+.PHONY: help env lab test test-gpu test-class labs lint lock clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +31,9 @@ test: env ## run the tests (no GPU needed)
 
 test-gpu: env ## run the tests that need an NVIDIA GPU
 	@$(TEST_ENV) "$(VENV)/bin/python" -m pytest -m gpu
+
+test-class: env ## grade 300 submissions, faults among them (many minutes)
+	@$(TEST_ENV) "$(VENV)/bin/python" -m pytest -m overnight --timeout=3600
 
 labs: env ## build the notebooks from instructor/labs
 	@"$(VENV)/bin/labs" build

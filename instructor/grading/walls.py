@@ -118,6 +118,14 @@ def _make_read_only(source: str, target: str) -> None:
     _mount(source, target, None, _MS_BIND | _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
 
 
+def _uncovering_folder(needed: list[str]) -> str:
+    """A folder that can be mounted over without hiding any of the paths that are needed."""
+    for folder in ("/tmp", "/mnt", "/media", "/srv", "/opt", "/home", "/var"):
+        if os.path.isdir(folder) and not any(path == folder or path.startswith(folder + "/") for path in needed):
+            return folder
+    raise WallError("no folder is free to build a root in: the environment lies under each of /tmp, /mnt and /srv")
+
+
 def build_root(
     visible: list[str], course: dict[str, str], hidden: list[str], limits: Limits, walls: dict[str, str]
 ) -> None:
@@ -129,8 +137,13 @@ def build_root(
         hidden: folders that are covered with an empty one where a visible folder contains them
     """
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
-    root = "/tmp"
+    root = _uncovering_folder([*visible, *course.values(), os.getcwd()])
     _mount("root", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=4m,mode=755")
+    # Before the rest: what is visible may lie under /tmp.
+    for folder, size in ((SCRATCH, limits.scratch_mb), ("/tmp", limits.scratch_mb), ("/out", limits.output_mb)):
+        os.makedirs(root + folder, exist_ok=True)
+        options = f"size={size}m,nr_inodes=20000,mode=1777"
+        _mount("scratch", root + folder, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
     bound: list[str] = []
     for path in dict.fromkeys(sorted(visible, key=len)):
         if os.path.islink(path) and path.count("/") == 1:  # /bin -> usr/bin
@@ -147,10 +160,6 @@ def build_root(
     for name in (*DEVICES, *nvidia):
         if os.path.exists(f"/dev/{name}"):
             _bind(f"/dev/{name}", root, devices=True)
-    for folder, size in ((SCRATCH, limits.scratch_mb), ("/tmp", limits.scratch_mb), ("/out", limits.output_mb)):
-        os.makedirs(root + folder, exist_ok=True)
-        options = f"size={size}m,nr_inodes=20000,mode=1777"
-        _mount("scratch", root + folder, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
     for name, path in course.items():
         target = f"{root}{SCRATCH}/{name}"
         if os.path.isdir(path):

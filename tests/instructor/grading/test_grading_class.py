@@ -180,7 +180,7 @@ def test_what_cannot_be_done_is_said(graded, arguments, words):
 # ---- many, and a worker that dies --------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.overnight
 def test_three_hundred_with_thirty_faults_and_a_worker_killed(small_lab, workers, tmp_path):
     """Each gets one verdict, the one of a serial run."""
     from distributed import Client
