@@ -64,13 +64,13 @@ def mask_program() -> Card:
         else:
             for i in range(SIZE // BLOCK):
                 for j in range(SIZE // BLOCK):
-                    skipped = block_state(i, j) == "empty"
+                    empty = block_state(i, j) == "empty"
                     card.rect(
                         x + j * BLOCK * cell,
                         top + i * BLOCK * cell,
                         BLOCK * cell,
                         BLOCK * cell,
-                        fill=GREY_TINT if skipped else GREEN_TINT,
+                        fill=GREY_TINT if empty else GREEN_TINT,
                         edge=HAIR,
                         line=0.7,
                     )
@@ -91,16 +91,17 @@ def mask_program() -> Card:
     card.text(264, 236, f"{SIZE} x {SIZE} = {SIZE**2} pairs computed", size=8.6, ha="left", color=SOFT)
     partial, full = block_tables()
     blocks = sum(map(len, partial)) + sum(map(len, full))
-    card.box(706, 100, 212, 150, fill="#fafafa", edge=SOFT, round=8)
+    card.box(706, 100, 216, 150, fill="#fafafa", edge=SOFT, round=8)
     lines = (
         "for blocks in the table:",
-        "    score = q · k",
-        "    if doc[q] != doc[k] or k > q:",
-        "        score = -inf",
-        "    p = exp(score - m)",
+        "  score = q · k",
+        "  ok = (doc[q] == doc[k])",
+        "          & (k <= q)",
+        "  score = where(ok, score, -inf)",
+        "  p = exp(score - m)",
     )
     for i, line in enumerate(lines):
-        card.text(718, 120 + 22 * i, line, size=8.6, ha="left", color="#00694d" if i in (2, 3) else INK)
+        card.text(718, 117 + 20 * i, line, size=8.6, ha="left", color="#00694d" if i in (2, 3, 4) else INK)
     card.text(718, 236, f"{blocks} x 16 = {blocks * BLOCK**2} pairs computed", size=8.6, ha="left", color=SOFT)
     return card
 
@@ -249,7 +250,7 @@ def pages() -> Card:
     """A pool of pages, and how a place becomes a position."""
     card = Card(
         940,
-        296,
+        318,
         "A paged KV cache",
         (
             "Eight pages of four keys in one pool. Owner and number of each page tell which sequence and positions it "
@@ -280,12 +281,16 @@ def pages() -> Card:
         card.text(left + 52, y + 114, str(number) if owner >= 0 else "·", size=9)
         words = f"{number * 4} … {number * 4 + 3}" if owner >= 0 else "free"
         card.text(left + 52, y + 146, words, size=9, color=INK if owner >= 0 else SOFT)
+    for n, (owner, words) in enumerate(((0, "sequence 0"), (1, "sequence 1"), (-1, "free page"))):
+        fill, edge = colors[owner]
+        card.rect(66 + 130 * n, 230, 14, 14, fill=fill, edge=edge, line=0.8, hatch="///" if owner < 0 else "")
+        card.text(87 + 130 * n, 237, words, size=8.5, ha="left")
     place, (owner, number) = 21, PAGES[21 // 4]
     text = (
         f"place {place}:  page {place} // 4 = {place // 4},  inside of it {place} % 4 = {place % 4};  owner {owner},  "
         f"number {number};  position {number} · 4 + {place % 4} = {number * 4 + place % 4} of sequence {owner}"
     )
-    card.box(66, 236, 820, 36, text, fill=BLUE_TINT, edge=BLUE, size=9)
+    card.box(66, 260, 820, 36, text, fill=BLUE_TINT, edge=BLUE, size=9)
     return card
 
 

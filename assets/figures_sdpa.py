@@ -38,8 +38,8 @@ def dispatcher() -> Card:
         card.box(x, top, width, 62, f"{name}\nallowed? able?", fill=fill, edge=edge, size=9.5)
         card.arrow(mid, top + 62, mid, top + 104)
         card.text(mid + 8, top + 83, "yes", size=8.5, color=SOFT, ha="left")
-        runs = "three operators, S × S\nscores in memory" if name == "math" else "one fused kernel"
-        card.box(x, top + 104, width, 42, runs, fill=PAPER, edge=edge, size=8.6)
+        runs = "two products, a softmax\nand some helpers" if name == "math" else "fused"
+        card.box(x, top + 104, width, 42, runs, fill=PAPER, edge=edge, size=8.2)
         if i < 3:
             card.arrow(x + width, top + 31, x + width + gap, top + 31)
             card.text(x + width + gap / 2, top + 19, "no", size=8.5, color=SOFT)

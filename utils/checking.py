@@ -293,7 +293,8 @@ def expect_close(
     g, e = got.detach().to(wide), expected.detach().to(wide)
     hint = f" {hint}" if hint else ""
     causes = (
-        ("NaN", torch.isnan, "is memory read that nothing was written to, or 0 divided by 0?"),
+        ("NaN", torch.isnan,
+         "is memory read that nothing was written to, or 0 divided by 0, or did an exponential overflow (inf / inf)?"),
         ("infinite", torch.isinf, "is something divided by 0, or too large for the dtype?"),
     )
     for name, test, cause in causes:
@@ -327,7 +328,9 @@ def _pattern(got: torch.Tensor, expected: torch.Tensor, rtol: float) -> str:
         return " It is the transpose of the right answer."
     used = expected.abs() > expected.abs().max() * 1e-3
     ratio = (got[used] / expected[used]).real if got.is_complex() else got[used] / expected[used]
-    if ratio.numel() > 1 and close(got, expected * ratio.median()):
+    if ratio.numel() < 2 or abs(float(ratio.median()) - 1) < 1e-3:  # "1 times" would say nothing
+        return ""
+    if close(got, expected * ratio.median()):
         return f" Every element is {float(ratio.median()):.4g} times the right one."
     return ""
 
@@ -373,6 +376,7 @@ def _factor(value: float, expected: float, unit: str) -> str:
         return " It should not be zero."
     ratio = value / expected
     flop = "flop" in unit.lower() or "mac" in unit.lower()
+    byte = "byte" in unit.lower()  # of a count of splits, "check the bytes an element takes" would lead astray
 
     def near(factor: float) -> bool:
         return abs(ratio / factor - 1) < 2e-3
@@ -392,11 +396,11 @@ def _factor(value: float, expected: float, unit: str) -> str:
         return " It is half of the right number: a multiply-accumulate (MAC) is one MAC, and two FLOPs."
     if flop and near(2):
         return " It is twice the right number: one multiply-accumulate (MAC) is two FLOPs; which one is asked for?"
-    if near(2) or near(0.5):
+    if byte and (near(2) or near(0.5)):
         side = "twice" if ratio > 1 else "half of"
         return f" It is {side} the right number: check the bytes an element takes, and reads against writes."
     for size in (4, 8):
-        if near(size) or near(1 / size):
+        if byte and (near(size) or near(1 / size)):
             how = f"{size} times too large" if ratio > 1 else f"{size} times too small"
             return f" It is {how}: check the bytes an element takes (fp32 4, fp16 and bf16 2), or bits against bytes."
     return " It is too large." if ratio > 1 else " It is too small."

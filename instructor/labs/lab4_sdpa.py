@@ -46,7 +46,7 @@
 #
 # - **Run all cells in order.** Later parts use earlier answers. A cell that needs one tells you which.
 # - **Predict first.** Cells marked *Before you run* ask for a guess. Say a number, then run.
-# - **Believe no name.** A function called `flash_attention` may run math. Part 1 gives you the tools to check. Use them.
+# - **Trust no name.** A function called `flash_attention` may run math. Part 1 gives you the tools to check. Use them.
 # - **Two kinds of numbers.** What you measure comes from your machine. What was recorded on an H200 is marked as
 #   recorded, and you treat it as data.
 #
@@ -68,11 +68,11 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from utils import *
-from utils.checking import check, expect_close, expect_number, require_answer
+from utils.checking import AnswerNeeded, check, expect_close, expect_number, require_answer
 from utils.environment import environment
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler from writing a line for each start and stop
@@ -110,7 +110,25 @@ def show(rows: list[dict] | pd.DataFrame, index: str | list[str]) -> None:
         display(pd.DataFrame(rows).set_index(index))
 
 
+def require_cell(name: str, cell: str) -> None:
+    """Stop a cell that uses `name` before `cell` has made it."""
+    if name not in globals():
+        raise AnswerNeeded(f"Run {cell} first.")
+
+
+def plain_ticks(axis, ticks=None, subs=(1, 2, 5)) -> None:
+    """Plain numbers on a logarithmic axis: at `ticks`, or at `subs` times each power of ten."""
+    axis.set_major_locator(FixedLocator(ticks) if ticks else LogLocator(subs=subs))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
 RECORDED = Path("assets/results/h200/lab4.json")  # this lab's tables from an H200
+NEW_NAMES = {  # of columns that the record names in other words
+    "predicted MB": "MB moved (predicted)",
+    "one query alone, bf16: share of other numbers": "one query alone, bf16: share of numbers that differ",
+}
 results = {}  # this run's tables, saved at the end
 
 
@@ -121,8 +139,40 @@ def show_recorded(table: str) -> None:
         print(f"No recorded table {table!r} in {RECORDED}.")
         return
     print(f"Recorded on {record['machine']}, commit {record['commit']}. Not measured here:")
-    with pd.option_context("display.float_format", "{:.4g}".format):
-        display(pd.DataFrame(record["tables"][table]))
+    rows = pd.DataFrame(record["tables"][table]).rename(columns=NEW_NAMES)
+    with pd.option_context("display.float_format", "{:.4g}".format, "display.max_colwidth", None):
+        display(rows)
+    if "no (1)" in str(record["tables"][table]):
+        print("What the numbers in brackets stand for was not recorded. Those under your own table count other reasons.")
+
+
+def flash_runs(*tensors: torch.Tensor, **options) -> bool:
+    """Whether torch runs this call with flash alone."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            F.scaled_dot_product_attention(*tensors, **options)
+        except RuntimeError:
+            return False
+    return True
+
+
+def who_runs(calls: dict[str, tuple]) -> list[dict]:
+    """Show who runs each call, {name: (q, k, v, options)}, with torch's reasons below; returns rows with the reasons."""
+    rows, shown, numbers = [], [], {}
+    for name, (q, k, v, options) in calls.items():
+        row, full = {"call": name}, {"call": name}
+        for backend in BACKENDS:
+            reasons = why_not(backend, q, k, v, **options)  # your answer to Question 1.2
+            marks = [f"({numbers.setdefault(reason, len(numbers) + 1)})" for reason in reasons]
+            row[backend] = "runs" if not reasons else "no " + " ".join(marks)
+            full[backend] = "runs" if not reasons else " ".join(reasons)
+        shown.append(row)
+        rows.append(full)
+    show(shown, "call")
+    for reason, number in numbers.items():
+        print(f"({number}) {reason}")
+    return rows
 
 
 print(f"device        {torch.cuda.get_device_name() if on_gpu else 'CPU'}, PyTorch {torch.__version__}")
@@ -266,6 +316,7 @@ def check_why_not(why_not):
     x, turned = torch.randn(1, 2, 16, 32), torch.randn(1, 2, 32, 16).transpose(2, 3)
     assert why_not("flash", x, x, x) == [], f"flash runs this call, and why_not says {why_not('flash', x, x, x)!r}"
     got = why_not("flash", turned, x, x)
+    assert not any("not used because:" in r for r in got), f"a headline ('... because:') is no reason: {got!r}"
     assert len(got) == 1 and "last dimension" in got[0], f"the strides of q are refused; why_not says {got!r}"
     assert "Triggered" not in got[0], f"cut the reason before '(Triggered internally': {got[0]!r}"
 
@@ -283,28 +334,11 @@ hidden.why_not(why_not).raise_if_wrong()
 
 # %%
 require_answer("why_not", why_not, "1.2")
-
-
-def who_runs(calls: dict[str, tuple]) -> list[dict]:
-    """Show who runs each call, {name: (q, k, v, options)}, with torch's reasons below; returns rows with the reasons."""
-    rows, shown, numbers = [], [], {}
-    for name, (q, k, v, options) in calls.items():
-        row, full = {"call": name}, {"call": name}
-        for backend in BACKENDS:
-            reasons = why_not(backend, q, k, v, **options)
-            marks = [f"({numbers.setdefault(reason, len(numbers) + 1)})" for reason in reasons]
-            row[backend] = "runs" if not reasons else "no " + " ".join(marks)
-            full[backend] = "runs" if not reasons else " ".join(reasons)
-        shown.append(row)
-        rows.append(full)
-    show(shown, "call")
-    for reason, number in numbers.items():
-        print(f"({number}) {reason}")
-    return rows
-
-
 kinds = torch.bfloat16, torch.float32, torch.float64
 results["dtypes"] = who_runs({str(kind): (*random_qkv(1, 4, 128, 64, dtype=kind), {}) for kind in kinds})
+
+# %% [markdown]
+# On a CPU there is no efficient and no cuDNN. Torch says so in odd words.
 
 # %% [markdown]
 # ### Question 1.3: A pin that pins {points}
@@ -317,6 +351,7 @@ results["dtypes"] = who_runs({str(kind): (*random_qkv(1, 4, 128, 64, dtype=kind)
 # - All options (`attn_mask`, `is_causal`, `scale`, `enable_gqa`, ...) go through to SDPA.
 # - If the backend cannot do the call, raise `BackendRefused` with torch's reasons in its message. No other backend, no
 #   copies of the inputs that nobody asked for.
+# - Torch's warnings may appear. Any `RuntimeError` of the call counts as a refusal.
 # - If it can, compute attention **once**. Asking first would double each time that you measure with it.
 # - It must pin inside of another `sdpa_kernel` block, too, and leave no switch behind. A refusal also leaves none.
 
@@ -345,6 +380,8 @@ def check_pin(pinned_sdpa):
         pinned_sdpa("flash", turned, x, x)
     except BackendRefused as refused:
         assert "last dimension" in str(refused), f"the message should hold torch's reason; it is {str(refused)!r}"
+    except RuntimeError:
+        raise AssertionError("a bare RuntimeError came out of pinned_sdpa: raise BackendRefused instead") from None
     else:
         raise AssertionError("flash cannot run these strides, and pinned_sdpa returned a result")
 
@@ -393,9 +430,10 @@ hidden.dispatch(dispatch).raise_if_wrong()
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now the real one. The next cell allows flash *and* math, and gives it four calls.
+# Now the real one. The next cell allows flash and math with `set_priority=True`: four calls with flash first, then the
+# same four with math first.
 #
-# **Before you run.** What runs in each of the four? Which line would you have noticed in a benchmark?
+# **Before you run.** What runs in each of the eight? Which line would you have noticed in a benchmark?
 
 # %%
 require_answer("backends_in", backends_in, "1.1")
@@ -424,9 +462,9 @@ for first in ("flash", "math"):
 # %% [markdown]
 # # Part 2: Four programs, one formula
 #
-# All backends compute $\text{softmax}(QK^\top/\sqrt{D})\,V$. *Math* does it with three operators and the score matrix in
-# memory. The others fuse: scores exist for one tile at a time, on the chip. Lab 1 counted one head of each. Real calls
-# have grouped heads, a mask, and keys that are longer than the queries.
+# All backends compute $\text{softmax}(QK^\top/\sqrt{D})\,V$. *Math* does it with two products, a softmax and some helpers,
+# and the score matrix lies in memory. The others fuse: scores exist for one tile at a time, on the chip. Lab 1 counted
+# one head of each. Real calls have grouped heads, a mask, and keys that are longer than the queries.
 
 # %% [markdown]
 # ### Question 2.1: FLOPs and bytes of attention {points}
@@ -461,11 +499,11 @@ def attention_costs(
 # %% nbgrader={"grade_id": "q2_1_tests", "grade": true, "points": 5}
 @check("2.1", "FLOPs and bytes of attention")
 def check_attention_costs(attention_costs):
-    flops, fused, _ = attention_costs(1, 2, 1, 3, 5, 4, torch.bfloat16)
-    expect_number(flops, 480, rel=0, unit="FLOPs", what="3 queries, 5 keys, 2 heads of 4, no mask,")
-    expect_number(fused, 176, rel=0, unit="bytes", what="fused, 2 query heads on 1 key head, bf16,")
-    flops, _, _ = attention_costs(1, 2, 1, 3, 5, 4, torch.bfloat16, causal=True)
-    expect_number(flops, 384, rel=0, unit="FLOPs", what="the same, causal: the queries see 3, 4 and 5 keys,")
+    flops, fused, _ = attention_costs(1, 2, 1, 3, 6, 4, torch.bfloat16)
+    expect_number(flops, 576, rel=0, unit="FLOPs", what="3 queries, 6 keys, 2 heads of 4, no mask,")
+    expect_number(fused, 192, rel=0, unit="bytes", what="fused, 2 query heads on 1 key head, bf16,")
+    flops, _, _ = attention_costs(1, 2, 1, 3, 6, 4, torch.bfloat16, causal=True)
+    expect_number(flops, 480, rel=0, unit="FLOPs", what="the same, causal: the queries see 4, 5 and 6 keys,")
 
 
 check_attention_costs(attention_costs).raise_if_wrong()
@@ -516,6 +554,8 @@ def check_errors(errors):
     assert 0 < largest < 1e-5 and 0 < rms < 1e-5, f"float32 attention is off by about 1e-7; errors says {largest}, {rms}"
     largest, rms = errors(out + 0.5, q, k, v)
     expect_number(largest, 0.5, rel=1e-4, what="the largest error of an output that is 0.5 too large")
+    _, rms = errors(3 * out, q, k, v)
+    expect_number(rms, 2.0, rel=1e-4, what="the relative rms error of an output that is three times too large")
 
 
 check_errors(errors).raise_if_wrong()
@@ -564,7 +604,7 @@ def measure_all(batch, heads, length, head_dim, causal) -> pd.DataFrame:
         row = {"B": batch, "H": heads, "S": length, "D": head_dim, "causal": causal, "backend": backend}
         row |= measure_backend(backend, q, k, v, is_causal=causal)
         row["TFLOP/s"] = flops / row["ms"] / 1e9
-        row["predicted MB"] = (unfused if backend == "math" else fused) / 1e6
+        row["MB moved (predicted)"] = (unfused if backend == "math" else fused) / 1e6
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -590,15 +630,17 @@ q, k, v = random_qkv(2, 16, 4096, 128) if on_gpu else random_qkv(1, 4, 1024, 64)
 others = [backend for backend in BACKENDS if backend != "flash" and not why_not(backend, q, k, v)]
 for backend in others:
     versus = compare(functools.partial(pinned_sdpa, "flash"), functools.partial(pinned_sdpa, backend), q, k, v,
-                     labels=("flash", backend), max_seconds=3)
+                     labels=("flash", backend), max_seconds=3 if on_gpu else 6)
     print(versus)
 
 # %% [markdown]
 # Now the traces, one above the other. Each is one call: on a CPU the operators inside each other, on a GPU also the
 # kernels. To walk through one, open [ui.perfetto.dev](https://ui.perfetto.dev) and drop its file on it.
 #
-# **Before you run.** In math's trace, which three operators will take nearly all of the time? How many bars will flash
-# have?
+# In the figure an operator lasts as long as everything that runs inside of it. The table counts *self* time: without what
+# runs inside. `isneginf`, `all` and `where` are parts of `_safe_softmax`: they look for rows that are masked in full.
+#
+# **Before you run.** In math's trace, which operators will take most of the time? How many bars will flash have?
 
 # %%
 require_answer("why_not", why_not, "1.2")
@@ -626,8 +668,8 @@ show(trace_rows, "backend")
 # With numbers from your table and your traces:
 # 1. Math and a fused backend do the same products. Where does math lose its time? Name operators from its trace and
 #    their share.
-# 2. "added MB" against "predicted MB": which tensors does each backend allocate? Why may math allocate less, or more, than
-#    the bytes that it moves?
+# 2. "added MB" against "MB moved (predicted)": which tensors does each backend allocate? Why may math allocate less, or
+#    more, than the bytes that it moves?
 # 3. Causal: by what factor did each backend get faster? Which backend does *not* profit, and what does it do with the
 #    masked scores?
 # 4. Which backend has the smallest error, and is it the slowest? (In fp32 on a CPU they are level. For bf16, look at the
@@ -776,6 +818,8 @@ def check_intensity(intensity, queries_to_ridge):
     assert intensity(n, 1000, 1, 64, torch.bfloat16) >= 10.3 > intensity(n - 1, 1000, 1, 64, torch.bfloat16), (
         f"{n} queries are not the fewest that reach the ridge"
     )
+    n = queries_to_ridge(12.0, 10, 1, 64, torch.bfloat16)
+    assert n is None, f"over 10 keys in bf16 the intensity stays below 10, and the ridge is 12: None; got {n!r}"
 
 
 check_intensity(intensity, queries_to_ridge).raise_if_wrong()
@@ -817,6 +861,9 @@ if not on_gpu:
     show_recorded("roofline")
 
 # %% [markdown]
+# A point above the roof? Its tensors came from the cache, or the roof was measured while something else ran. For the
+# second, run the setup cell again.
+#
 # Decode reads the whole cache for one query. A second query, or a group that shares the keys, would ride along for
 # nothing. That is what speculative decoding and grouped-query attention live on. How many may ride?
 #
@@ -834,7 +881,7 @@ for name in ("A100", "H200", "B200"):
         print(f"{name}, bf16: ridge {at:.0f}, {queries_to_ridge(at, 65536, 1, 64, torch.bfloat16)} queries, "
               f"{queries_to_ridge(at, 65536, 8, 64, torch.bfloat16)} with 8 heads to a key head")
 rows = []
-for query_len in (1, 2, 4, 8, 16, 64, 256):
+for query_len in (1, 2, 4, 8, 16, 32, 64, 128, 256):
     q, k, v = random_qkv(2, heads, query_len, 64, kv_length=kv_long)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         ms = measure(F.scaled_dot_product_attention, q, k, v, warmup=2, iterations=20, max_seconds=1).median_ms
@@ -845,10 +892,8 @@ figure, ax = plt.subplots(figsize=(6.5, 3.2))
 ax.plot(riding["queries"], riding["ms"], "o-", label="measured")
 ax.set(xscale="log", yscale="log", xlabel="queries", ylabel="time (ms)", title=f"One call over {kv_long:,} keys")
 ax.axvline(queries_to_ridge(ridge, kv_long, 1, 64, dtype), color="black", linestyle="--", linewidth=1, label="ridge")
-for axis in (ax.xaxis, ax.yaxis):
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_formatter(NullFormatter())
+plain_ticks(ax.xaxis, riding["queries"].tolist())
+plain_ticks(ax.yaxis, subs=(1, 1.5, 2, 3, 5, 7))
 ax.legend(frameon=False)
 plt.show()
 show(rows, "queries")
@@ -859,7 +904,7 @@ if not on_gpu:
 # ### Question 3.2: Split the keys {points}
 #
 # A fused kernel gives each program one tile of queries of one head. Prefill has thousands of tiles. A decode step of 1
-# sequence with 8 heads has 8. An H200 has 132 multiprocessors, so 124 of them watch.
+# sequence with 8 heads has 8. An H200 has 132 multiprocessors, so 124 idle.
 #
 # **Split-KV** (flash decoding) cuts the keys into parts and starts a program for each part. A part cannot finish the
 # softmax: it does not know the other parts' sums. So it returns its own output $O_p$, and its own log-sum-exp
@@ -905,7 +950,8 @@ def check_attend_part(attend_part):
     expect_close(out, F.scaled_dot_product_attention(q, k, v), rtol=1e-4, atol=1e-5, what="the output")
     # over a single key, the log of the sum of one exponential is the score itself
     score = (q[0, 0, 0] @ k[0, 0, 0] / math.sqrt(8)).item()
-    expect_number(attend_part(q, k[:, :, :1], v[:, :, :1])[1][0, 0, 0], score, rel=1e-4, what="lse over one key")
+    lse = attend_part(q, k[:, :, :1], v[:, :, :1])[1][0, 0, 0]
+    expect_number(lse, score, rel=1e-4, what="lse over one key (natural logarithm?)")
 
 
 check_attend_part(attend_part).raise_if_wrong()
@@ -921,7 +967,8 @@ def check_split(split_kv_attention):
     expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     for splits in (1, 2, 5):
         got = split_kv_attention(q, k, v, splits)
-        expect_close(got, expected, rtol=1e-4, atol=1e-5, what=f"split_kv_attention over 10 keys in {splits} splits")
+        expect_close(got, expected, rtol=1e-4, atol=1e-5, what=f"split_kv_attention over 10 keys in {splits} splits",
+                     hint="Weigh the parts with their log-sum-exp.")
 
 
 check_split(split_kv_attention).raise_if_wrong()
@@ -972,7 +1019,8 @@ def check_splits(decode_us, best_splits):
     # 2 programs on 4 units, 1000 keys in tiles of 100, 1 us a tile: 10 us; in 2 parts on all 4 units: 5 us, and 3 to merge
     expect_number(decode_us(2, 1000, 1, 4, 100, 1.0, 3.0), 10, rel=1e-9, unit="us", what="2 programs, no split,")
     expect_number(decode_us(2, 1000, 2, 4, 100, 1.0, 3.0), 8, rel=1e-9, unit="us", what="2 programs, 2 splits,")
-    expect_number(best_splits(2, 1000, 4, 100, 1.0, 3.0, most=2), 2, rel=0, what="the best of 1 and 2 splits")
+    got = best_splits(2, 1000, 4, 100, 1.0, 3.0, most=2)
+    assert got == 2, f"1 split takes 10 us and 2 splits take 8: 2 splits are the best; best_splits says {got!r}"
 
 
 check_splits(decode_us, best_splits).raise_if_wrong()
@@ -999,14 +1047,16 @@ for batch, style in ((1, "o-"), (4, "s--"), (16, "^:"), (64, "d-.")):
     best = best_splits(programs, 65536, **machine_model)
     ax.plot(counts, gains, style, markersize=3, label=f"batch {batch}: best {best}, {gains[best - 1]:.2f}×")
 ax.set(xlabel="splits", ylabel="gain over one split (×)", xscale="log", yscale="log", title="A model of split-KV, 8 key heads")
-for axis in (ax.xaxis, ax.yaxis):
-    axis.set_major_formatter("{x:g}")
+plain_ticks(ax.xaxis, (1, 2, 4, 8, 16, 32, 64))
+plain_ticks(ax.yaxis)
 ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
 plt.show()
 
 # %% [markdown]
+# The teeth are waves that are not full. At batch 4, four splits are nearly as good as 37.
+#
 # And the real backends. A decode step on this machine, by batch: how near to the memory roof does each come, and does it
-# split? On a GPU the kernel names tell: look for `split` and `combine`.
+# split? On a GPU the names of the longest kernels tell: look for `split` and `combine`.
 
 # %%
 require_answer("why_not", why_not, "1.2")
@@ -1023,11 +1073,14 @@ for batch in (1, 16) if on_gpu else (1, 8):
         with sdpa_kernel(BACKENDS[backend]):
             call = functools.partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=True)
             ms = measure(call, warmup=2, iterations=20, max_seconds=1).median_ms
-            launched = summarize_trace(profile(call, steps=1, warmup=1), top=1)[0]["name"]
+            longest = [row["name"][:60] for row in summarize_trace(profile(call, steps=1, warmup=1), top=3)]
         rows.append({"batch": batch, "backend": backend, "ms": ms, "GB/s": fused / ms / 1e6,
-                     "share of bandwidth": fused / ms / 1e9 / bandwidth, "longest": launched[:60]})
+                     "share of bandwidth": fused / ms / 1e9 / bandwidth,
+                     "kernels" if on_gpu else "operators": "; ".join(longest)})
 results["decode"] = rows
 show(rows, ["batch", "backend"])
+if any(row["share of bandwidth"] > 1 for row in rows):
+    print("A share over 1: keys and values came from the cache.")
 if not on_gpu:
     show_recorded("decode")
 
@@ -1070,7 +1123,8 @@ if not on_gpu:
 # %% [markdown]
 # ### Question 4.1: Strides {points}
 #
-# `x` has shape (B, H, S, D). Write two functions that return a tensor with the **same shape and the same values**:
+# `x` has shape (B, H, S, D); S and D are larger than 1. Write two functions that return a tensor with the **same shape
+# and the same values**:
 #
 # 1. `knocked_out_by_strides(x)`: flash refuses it (as `q`).
 # 2. `strided_and_fast(x)`: not contiguous, and flash runs it all the same.
@@ -1099,7 +1153,9 @@ def check_strides(knocked_out_by_strides, strided_and_fast):
     for function in (knocked_out_by_strides, strided_and_fast):
         got = function(x)
         assert got.shape == x.shape and torch.equal(got, x), f"{function.__name__}(x) should hold the values of x"
+    assert not flash_runs(knocked_out_by_strides(x), x, x), "flash runs with knocked_out_by_strides(x) as q"
     assert not strided_and_fast(x).is_contiguous(), "strided_and_fast(x) should not be contiguous"
+    assert flash_runs(strided_and_fast(x), x, x), "flash refuses strided_and_fast(x) as q"
 
 
 check_strides(knocked_out_by_strides, strided_and_fast).raise_if_wrong()
@@ -1145,6 +1201,7 @@ def check_knock_outs(knock_outs):
         arguments = build(*(torch.randn(2, 4, 24, 32) for _ in range(3)))
         missing = {"query", "key", "value"} - set(arguments)
         assert not missing, f"KNOCK_OUTS[{name!r}] lacks {sorted(missing)}"
+        assert not flash_runs(**arguments), f"flash runs KNOCK_OUTS[{name!r}]: it is no knock-out"
 
 
 check_knock_outs(KNOCK_OUTS).raise_if_wrong()
@@ -1162,6 +1219,7 @@ hidden.knock_outs(KNOCK_OUTS).raise_if_wrong()
 require_answer("why_not", why_not, "1.2")
 require_answer("knocked_out_by_strides", knocked_out_by_strides, "4.1")
 require_answer("strided_and_fast", strided_and_fast, "4.1")
+require_cell("KNOCK_OUTS", "the cell of Question 4.2")
 q, k, v = random_qkv(2, 4, 24, 32)
 grouped = random_qkv(2, 2, 24, 32)
 mask = torch.ones(24, 24, dtype=torch.bool, device=device).tril()
@@ -1213,10 +1271,13 @@ def ready_for_flash(x: torch.Tensor) -> torch.Tensor:
 # %% nbgrader={"grade_id": "q4_3_tests", "grade": true, "points": 4}
 @check("4.3", "Apart without a copy")
 def check_unpack(unpack_qkv, ready_for_flash):
-    packed = torch.arange(2 * 3 * 24.0).reshape(2, 3, 24)  # 2 query heads, 2 key-value heads... of 4 numbers each
+    packed = torch.arange(2 * 3 * 24.0).reshape(2, 3, 24)  # 2 query, 2 key and 2 value heads of 4 numbers each
     q, k, v = unpack_qkv(packed, 2, 2)
     assert q.shape == (2, 2, 3, 4) and k.shape == v.shape == (2, 2, 3, 4), f"shapes {q.shape}, {k.shape}, {v.shape}"
     assert q[0, 0, 0].tolist() == [0, 1, 2, 3], f"head 0 of token 0 is the first 4 numbers; got {q[0, 0, 0].tolist()}"
+    assert q.data_ptr() == packed.data_ptr(), "q is a copy, and a view was asked for"
+    assert torch.equal(k[1, 1, 2], packed[1, 2, 12:16]), "key head 1 of a token is its numbers 12 to 15"
+    assert flash_runs(q, k, v), "flash refuses the strides of these views"
     assert ready_for_flash(q) is q or ready_for_flash(q).data_ptr() == q.data_ptr(), "flash runs q as it is: no copy"
 
 
@@ -1229,8 +1290,8 @@ hidden.unpack(unpack_qkv, ready_for_flash).raise_if_wrong()
 # %% [markdown]
 # What does a lost kernel cost, and what would the copy have cost?
 #
-# **Before you run.** Three ways to use a `q` with bad strides: let the dispatcher fall back, copy and run flash, or store
-# it right in the first place. Guess the ratios.
+# **Before you run.** Three ways to use a `q` with bad strides: let the dispatcher fall back, copy, and let a fused kernel
+# run, or store it right in the first place. Guess the ratios.
 
 # %%
 require_answer("knocked_out_by_strides", knocked_out_by_strides, "4.1")
@@ -1309,6 +1370,10 @@ def check_rounded(rounded_attention):
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
     expect_close(rounded_attention(q, k, v), exact, rtol=1e-9, atol=1e-9, what="rounded_attention with all switches off")
     expect_close(rounded_attention(q, k, v, output=True), to_bf16(exact), rtol=1e-2, atol=1e-6, what="the rounded output")
+    got = rounded_attention(q, k, v, output=True)
+    assert torch.equal(got, to_bf16(got)), "with output=True every number of the result is a bf16 number"
+    p_alone, scores_alone = (rounded_attention(q, k, v, **{switch: True}) for switch in ("p", "scores"))
+    assert not torch.equal(p_alone, scores_alone), "p=True and scores=True give one result"
 
 
 check_rounded(rounded_attention).raise_if_wrong()
@@ -1351,7 +1416,8 @@ rounding = pd.DataFrame(rows)
 results["rounding"] = rows
 figure, ax = plt.subplots(figsize=(7, 3.4))
 colors = ["tab:gray" if name.startswith("rounded") else "tab:blue" for name in rounding["what"]]
-ax.barh(rounding["what"], rounding["rms error"], color=colors)
+ax.bar_label(ax.barh(rounding["what"], rounding["rms error"], color=colors), fmt="%.4f", padding=3)
+ax.margins(x=0.15)
 ax.invert_yaxis()
 ax.set(xlabel="relative rms error against float64", title=f"bf16 attention over {q.shape[2]} keys")
 figure.tight_layout()
@@ -1387,10 +1453,13 @@ def ulps_apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 # %% nbgrader={"grade_id": "q5_2_tests", "grade": true, "points": 3}
 @check("5.2", "Steps between bf16 numbers")
 def check_ulps(ulps_apart):
-    a = torch.tensor([1.0, 1.0, 0.001, 4.0], dtype=torch.bfloat16)
-    b = torch.tensor([1.0, 1.0078125, 0.001, 4.0625], dtype=torch.bfloat16)
-    got = ulps_apart(a, b)
-    assert got.tolist() == [0, 1, 0, 2], f"1 to 1.0078125 is one step, 4 to 4.0625 two; ulps_apart says {got.tolist()}"
+    smallest = 2.0**-133  # the smallest positive bf16 number
+    a = torch.tensor([1.0, 1.0, 0.001, 4.0, -1.0, -smallest], dtype=torch.bfloat16)
+    b = torch.tensor([1.0, 1.0078125, 0.001, 4.0625, -1.0078125, smallest], dtype=torch.bfloat16)
+    got = ulps_apart(a, b).tolist()
+    assert got[:4] == [0, 1, 0, 2], f"1 to 1.0078125 is one step, 4 to 4.0625 two; ulps_apart says {got[:4]}"
+    assert got[4] == 1, f"-1 to -1.0078125 is one step; ulps_apart says {got[4]}"
+    assert got[5] == 2, f"from the largest negative number over 0 to the smallest positive: 2; ulps_apart says {got[5]}"
 
 
 check_ulps(ulps_apart).raise_if_wrong()
@@ -1404,6 +1473,7 @@ require_answer("rounded_attention", rounded_attention, "5.1")
 require_answer("errors", errors, "2.2")
 require_answer("why_not", why_not, "1.2")
 require_answer("ulps_apart", ulps_apart, "5.2")
+require_cell("bf16_outputs", "the cell of recipes below Question 5.1")
 rows = []
 names = list(bf16_outputs)
 pairs = [(one, other) for i, one in enumerate(names) for other in names[i + 1 :]]
@@ -1421,7 +1491,7 @@ show(rows, "backends")
 # ### Question 5.3: Same bits every time? {points}
 #
 # Two backends may differ. What about the same backend, twice? A kernel that adds with atomic operations adds in the order
-# in which its programs happen to finish. Then no two runs need agree.
+# in which its programs happen to finish. Then no two runs need to agree.
 #
 # Write `distinct_results(fn, runs)`: call `fn()` `runs` times and count how many **different** results came, bit for bit.
 # 1 means: the same every time. `fn` may return a tensor of any floating-point dtype or a tuple of tensors, all of which
@@ -1445,9 +1515,11 @@ def distinct_results(fn, runs: int) -> int:
 @check("5.3", "Same bits every time?")
 def check_distinct(distinct_results):
     x = torch.randn(3, 4)
-    expect_number(distinct_results(lambda: x * 2, 4), 1, rel=0, what="the same product, four times: the count")
+    got = distinct_results(lambda: x * 2, 4)
+    assert got == 1, f"the same product four times is 1 result; distinct_results says {got!r}"
     numbers = iter([1.0, 2.0, 1.0, 3.0])
-    expect_number(distinct_results(lambda: x * next(numbers), 4), 3, rel=0, what="x times 1, 2, 1 and 3: the count")
+    got = distinct_results(lambda: x * next(numbers), 4)
+    assert got == 3, f"x times 1, 2, 1 and 3 are 3 results; distinct_results says {got!r}"
 
 
 check_distinct(distinct_results).raise_if_wrong()
@@ -1457,10 +1529,10 @@ hidden.distinct_results(distinct_results).raise_if_wrong()
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Three questions to each backend. Does forward repeat itself? Does backward? And does the output of *one* sequence, or of
-# *one* query, depend on what else is in the batch?
+# Four questions about each backend. Does forward repeat itself? Does backward, as it is and in deterministic mode? Does
+# the output of *one* sequence depend on what else is in the batch? Does that of *one* query?
 #
-# **Before you run.** Three guesses for each backend. (The last one decides whether a chatbot at temperature 0 always
+# **Before you run.** Four guesses for each backend. (The last one decides whether a chatbot at temperature 0 always
 # gives the same answer.)
 
 # %%
@@ -1499,7 +1571,7 @@ for backend in BACKENDS:
         among_others = F.scaled_dot_product_attention(*timed_dtype)[:, :, -1:]
         one_query = F.scaled_dot_product_attention(timed_dtype[0][:, :, -1:], *timed_dtype[1:])
     row["one sequence alone: most steps"] = int(ulps_apart(alone, whole[:1].contiguous()).max())
-    row[f"one query alone, {dtype_name}: share of other numbers"] = (one_query != among_others).float().mean().item()
+    row[f"one query alone, {dtype_name}: share of numbers that differ"] = (one_query != among_others).float().mean().item()
     rows.append(row)
 results["determinism"] = rows
 show(rows, "backend")
@@ -1514,8 +1586,9 @@ if not on_gpu:
 # 2. Why does a fused kernel round $e$ to bf16 at all, although its scores are in fp32?
 # 3. Two backends agree in only part of their bits. Give a test that tells "rounding" from "a mistake", with a threshold
 #    and where it comes from. Why is "at most 1 step everywhere" no good threshold?
-# 4. Forward repeats itself. Backward may not, on a GPU (see the recorded table if you have none): which sum is added in
-#    changing order, and what would a deterministic kernel have to do instead?
+# 4. Forward repeats itself. Backward may not, on a GPU. Recorded on an H200: in 8 runs flash and cuDNN each gave 8
+#    different gradients, efficient 2, math 1. Which sum is added in changing order, and what would a deterministic kernel
+#    have to do instead?
 # 5. The same query gives other bits alone than among others. Nothing is random there. What changed?
 
 # %% [markdown] nbgrader={"grade_id": "q5_4", "grade": true, "solution": true, "points": 5}
@@ -1606,8 +1679,8 @@ hidden.fp8(quantize_fp8, dequantize_fp8).raise_if_wrong()
 # attention of plain random numbers with `q`, `k` and `v` in FP8. The products are computed in fp32 here; only the
 # rounding is that of FP8.
 #
-# **Before you run.** bf16 rounds by up to 2⁻⁸ of a number, e4m3 by up to 2⁻⁴. What error do you expect? From which factor on do blocks help: 10,
-# 100, 10,000? (INT8 would need them at 10. What does FP8 have that INT8 has not?)
+# **Before you run.** bf16 rounds by up to 2⁻⁸ of a number, e4m3 by up to 2⁻⁴. What error do you expect? From which factor
+# on do blocks help: 100, 10,000 or 100,000? (INT8 would need them at 10. What does FP8 have that INT8 has not?)
 
 # %%
 require_answer("quantize_fp8", quantize_fp8, "bonus 5.5")
@@ -1641,9 +1714,20 @@ print(f"attention, bf16 {'':23} rms error {errors(in_bf16, q, k, v)[1]:.4f}")
 # kernels. What stands in the file are **recorded** numbers. Your machine had no part in them, and you will treat them as
 # a data set.
 #
-# One row is one shape and one backend. Columns that you need: `kind` (training, prefill, decode), `shape`, `backend`,
-# `status` ("ok", or why there is no time), `ms`, `is_default` (the backend that torch picks by itself), `head_dim`,
-# `tflops`, `gb_s`, `error`, `refused`.
+# One row is one shape and one backend. Columns that you need:
+#
+# | Column | What it holds |
+# |---|---|
+# | `kind` | training, prefill or decode |
+# | `pass` | "forward", or "both": forward and backward |
+# | `shape` | the shape's number; its sizes are `batch`, `heads`, `kv_heads`, `seq_len_q`, `seq_len_kv`, `head_dim` |
+# | `backend`, `is_default` | the backend, and whether torch picks it by itself |
+# | `status`, `refused` | "ok", or why there is no time; torch's reason |
+# | `ms`, `tflops`, `gb_s` | time (ms), TFLOP/s, GB/s |
+# | `error` | relative, against float64; of output and gradients the worst |
+# | `kernels` | the names of the kernels that ran |
+#
+# Decode rows have 1 or 4 queries. Four is speculative decoding: the model checks four tokens at once.
 
 # %%
 GRID = Path("assets/results/h200/sdpa_grid.json")
@@ -1680,11 +1764,12 @@ if len(grid):
 #
 # Three functions of such a table. Only rows with `status` "ok" have a time that counts.
 #
-# 1. `fastest(grid)`: a Series, indexed by `shape`: the backend with the smallest `ms`.
+# 1. `fastest(grid)`: a Series, indexed by `shape`: the backend with the smallest `ms`. A shape without any time is left
+#    out.
 # 2. `default_slowdown(grid)`: a Series, indexed by `shape`: `ms` of the default's row over the smallest `ms` of that
 #    shape. 1.0 means that the default is the best. A shape whose default has no time is left out.
-# 3. `geometric_mean(values)`: $\left(\prod x_i\right)^{1/n}$ of a Series, the right mean for ratios. Hundreds of values
-#    may not overflow.
+# 3. `geometric_mean(values)`: $\left(\prod x_i\right)^{1/n}$ of a Series, the right mean for ratios. It must not
+#    overflow with hundreds of values.
 
 # %% nbgrader={"grade_id": "q6_1", "solution": true}
 def fastest(grid: pd.DataFrame) -> pd.Series:
@@ -1738,6 +1823,7 @@ hidden.fastest_and_default(fastest, default_slowdown, geometric_mean).raise_if_w
 # %%
 require_answer("fastest", fastest, "6.1")
 require_answer("default_slowdown", default_slowdown, "6.1")
+require_cell("grid", "the cell that loads the table, above Question 6.1,")
 if len(grid):
     shapes = grid.drop_duplicates("shape").set_index("shape")
     wins = pd.crosstab(shapes["kind"], fastest(grid))
@@ -1750,9 +1836,15 @@ if len(grid):
         part = counted[counted["kind"] == kind]
         best = part.groupby("shape")["ms"].transform("min")
         for backend, rows in part.assign(slowdown=part["ms"] / best).groupby("backend"):
-            ax.plot(rows["seq_len_kv"], rows["slowdown"], "o", color=colors[backend], markersize=4, alpha=0.6, label=backend)
+            few = (rows["kind"] == "decode") & (rows["seq_len_q"] == 4)
+            for chosen, marker, suffix in ((rows[~few], "o", ""), (rows[few], "^", ", 4 queries")):
+                if len(chosen):
+                    ax.plot(chosen["seq_len_kv"], chosen["slowdown"], marker, color=colors[backend], markersize=4,
+                            alpha=0.6, label=backend + suffix)
         ax.set(xscale="log", yscale="log", xlabel="keys", title=kind)
-    axes[0].set_ylabel("time over the best")
+        plain_ticks(ax.xaxis, (128, 1024, 8192, 65536))
+        plain_ticks(ax.yaxis)
+    axes[0].set_ylabel("time / best time")
     axes[2].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     figure.suptitle("Recorded on an H200, not measured here")
     figure.tight_layout()
@@ -1762,32 +1854,36 @@ if len(grid):
 # The recorded kernels also say who splits the keys. A decode call that launches flash's `splitkv` and `combine`, or
 # cuDNN's kernel and a `reduction` after it, did what you wrote in Question 3.2.
 #
-# **Before you run.** Your model in Question 3.3: at which batch does splitting stop to pay?
+# **Before you run.** Your model in Question 3.3: at which batch does splitting stop paying?
 
 # %%
+require_cell("grid", "the cell that loads the table, above Question 6.1,")
 if len(grid):
     decode = grid[(grid["kind"] == "decode") & (grid["status"] == "ok") & grid["backend"].isin(["flash", "cudnn"])]
     in_two = decode["kernels"].map(lambda names: any("combine" in name or "reduction" in name for name in names))
     programs = decode["batch"] * decode["kv_heads"]
     of_programs = pd.cut(programs, [0, 8, 32, 132, 10_000], labels=["1-8", "9-32", "33-132", "over 132"])
-    split_share = in_two.groupby([decode["backend"], of_programs], observed=True).agg(["mean", "size"])
-    split_share.index.names = ["backend", "batch × key heads"]
-    show(split_share.rename(columns={"mean": "share of calls that split", "size": "shapes"}).reset_index(), "backend")
+    by = [decode["backend"], decode["seq_len_q"], of_programs]
+    split_share = in_two.groupby(by, observed=True).agg(["mean", "size"])
+    split_share.index.names = ["backend", "queries", "batch × key heads"]
+    split_share = split_share.rename(columns={"mean": "share of calls that split", "size": "shapes"}).reset_index()
+    show(split_share, ["backend", "queries"])
 
 # %% [markdown]
-# ### Question 6.2: Seven questions to the table {points}
+# ### Question 6.2: Seven questions about the table {points}
 #
 # Write `grid_answers(grid)`: a dict with these keys. Compute each answer from the table, so that it holds for any table
-# of this form. Only rows with `status` "ok" have numbers that count.
+# of this form. Only rows with `status` "ok" have numbers that count. The memory bandwidth of an H200 in **TB/s** is
+# `GPU_SPECS["H200"]["memory_bandwidth_tb_s"]`.
 #
 # | Key | Question |
 # |---|---|
-# | `default_wins` | share of shapes (0 to 1) whose fastest backend is the default |
-# | `default_loss` | geometric mean of `default_slowdown` over all shapes |
+# | `default_wins` | over the shapes that have a fastest backend: share (0 to 1) where it is the default |
+# | `default_loss` | geometric mean of `default_slowdown` over the shapes that have one |
 # | `decode_winner` | the backend that is fastest on the most decode shapes |
 # | `worst_default` | the largest `default_slowdown` among prefill shapes |
 # | `peak_tflops` | the largest `tflops` of a prefill row with head dimension 128 |
-# | `decode_bandwidth` | the largest `gb_s` of a decode row, as a share of an H200's memory bandwidth (`GPU_SPECS`) |
+# | `decode_bandwidth` | the largest `gb_s` of a decode row, as a share of an H200's memory bandwidth |
 # | `cudnn_over_flash` | geometric mean, over the training shapes that both run, of flash's `ms` over cuDNN's |
 
 # %% nbgrader={"grade_id": "q6_2", "solution": true}
@@ -1813,7 +1909,7 @@ def grid_answers(grid: pd.DataFrame) -> dict:
 
 
 # %% nbgrader={"grade_id": "q6_2_tests", "grade": true, "points": 7}
-@check("6.2", "Seven questions to the table")
+@check("6.2", "Seven questions about the table")
 def check_answers(grid_answers):
     kinds, times = ["training", "prefill", "decode"], {"flash": [3.0, 4.0, 1.0], "cudnn": [2.0, 1.0, 2.0]}
     small = pd.DataFrame([
@@ -1843,6 +1939,7 @@ require_answer("fastest", fastest, "6.1")
 require_answer("default_slowdown", default_slowdown, "6.1")
 require_answer("geometric_mean", geometric_mean, "6.1")
 require_answer("grid_answers", grid_answers, "6.2")
+require_cell("grid", "the cell that loads the table, above Question 6.1,")
 if len(grid):
     print("recorded on an H200:")
     for key, value in grid_answers(grid).items():
@@ -1860,20 +1957,24 @@ if len(grid):
 #
 # You run a service on H200s. Training, prefill and decode go through SDPA.
 #
-# 1. Write a rule of at most four lines: which backend for which calls? Support each line with numbers from the table.
+# 1. Write a rule of at most four lines: which backend for which calls? Look at the number of queries. Support each line
+#    with numbers from the table.
 # 2. What does your rule gain over the default, as a geometric mean? What does it lose against picking the best for every
 #    shape? (Compute both. Add cells.)
-# 3. Which calls does your favourite refuse, and what does your rule do then?
+# 3. Which calls does your favourite refuse? The sweep holds no such call for cuDNN or flash: use the recorded map of
+#    Part 4. What does your rule do then?
 # 4. Name two reasons why the table may be wrong for your service tomorrow, and one measurement that would tell you.
 # 5. Somebody wants to ship the rule for A100s as well. What do you answer?
 
 # %% [markdown] nbgrader={"grade_id": "q6_3", "grade": true, "solution": true, "points": 5}
-# 1. For example: cuDNN for training and prefill, whatever the head dimension; flash for decode where it splits the keys;
-#    the default (unpinned) for what cuDNN refuses. Each line with the number of shapes that it wins and its mean ratio.
+# 1. For example: cuDNN for training and prefill (it wins 90 of 93 shapes); flash for decode of four queries with at most
+#    16 programs, batch × key heads (18 of 19 shapes, 1.9 times as fast: it splits the keys there, and cuDNN does not);
+#    flash for decode of one query with head dimension 256 (29 of 36, 1.15 times); cuDNN for the other decode shapes.
 # 2. `rule = ...; geometric_mean(ms of the default / ms of the rule)`, and the same of the rule over the best of each
-#    shape; the second should be near 1.
-# 3. The refusals in the table with their words. The rule pins a list, or catches the refusal and runs the next one, and
-#    counts how often that happens, so that nobody gets math without knowing.
+#    shape. The rule above gains 1.07, and takes 1.01 times the best.
+# 3. cuDNN: strides, fp32 and fp64, dropout, tensors of three dimensions, head dimension 300, in torch's words. The rule
+#    pins a list, or catches the refusal and runs the next one, and counts how often that happens, so that nobody gets math
+#    without knowing.
 # 4. Another version of torch, cuDNN or the driver; shapes that the grid does not have; launches that count (the table's
 #    times are those of the device alone); other clocks or power limits. A measurement: held-out shapes of the service,
 #    interleaved, once in a while.
@@ -1943,17 +2044,18 @@ hidden.choose_backend(choose_backend).raise_if_wrong()
 # The sweep also measured shapes at random, off the grid. They were *held out*: your function has not seen them. How much
 # time does its choice lose against the best backend of each?
 #
-# **Before you run.** On what share of the held-out shapes will your choice be within 3% of the best? And always cuDNN,
-# and torch's default?
+# **Before you run.** On this H200 the default was cuDNN for every shape. On what share of the held-out shapes will you be
+# within 3% of the best? Predict two numbers: yours, and always cuDNN.
 
 # %%
 require_answer("choose_backend", choose_backend, "bonus 6.4")
+require_cell("grid", "the cell that loads the table, above Question 6.1,")
 held_out = load_grid(GRID, "held-out")
 rows = []
 for _, group in held_out.groupby("shape"):
     group_ms = group.query("status == 'ok'").set_index("backend")["ms"]
     picks = {"yours": choose_backend(grid, group.iloc[0].to_dict(), list(group_ms.index)), "always cudnn": "cudnn",
-             "always flash": "flash", "torch's default": group.loc[group["is_default"], "backend"].max()}  # fmt: skip
+             "always flash": "flash"}  # fmt: skip
     rows.append({name: group_ms.get(pick, math.nan) / group_ms.min() for name, pick in picks.items()})
 if rows:
     lost = pd.DataFrame(rows)
@@ -1981,7 +2083,8 @@ print(f"saved {', '.join(record['tables']) or 'no table'} to lab4_results.json")
 #
 # - What ran is what the operators and kernels say. Not the name of the function, not what was asked for.
 # - A list of backends is a wish. One backend alone is a pin, and a refusal has words.
-# - Decode reads a cache for a handful of FLOPs. Splitting the keys brings the whole chip to read it; it saves nothing.
+# - Decode reads a cache for a handful of FLOPs. Splitting the keys brings the whole chip to read it; it saves
+#   no byte and no FLOP.
 # - One stride decides whether the fast kernel runs. A copy is often cheaper than the fallback, and a right layout is free.
 # - Backends differ by rounding. Compare each with float64, not with each other.
 # - A dispatcher's order was written by somebody who did not have your shapes. Measure, then choose.

@@ -196,6 +196,10 @@ def either(*mods):
 def both(*mods):
     return lambda b, h, q, k: functools.reduce(lambda x, y: x & y, (mod(0, 0, q, k) for mod in mods))
 """, "Pass b and h on"),
+    WrongAnswer("arguments of a mask not named", "q2_3", """
+def both(*mods):
+    return lambda *where: functools.reduce(lambda x, y: x & y, (mod(*where) for mod in mods))
+""", "exactly four"),
     WrongAnswer("window of head 0", "q2_3", _mod("window_per_head", "windows", "(k <= q) & (q - k < windows[0])"),
                 "head 0", loses=("q2_3_heads_tests",)),
     WrongAnswer("windows by sequence", "q2_3", _mod("window_per_head", "windows", "(k <= q) & (q - k < windows[b])"),
@@ -284,6 +288,17 @@ def prepare_flex(attention, mask_mod, score_mod, length, device, block_size=128)
     make()
     return lambda q, k, v: attention(q, k, v, score_mod=score_mod, block_mask=make(), enable_gqa=True)
 """, "Build it once"),
+    WrongAnswer("block mask built again and thrown away", "q5_1", """
+def prepare_flex(attention, mask_mod, score_mod, length, device, block_size=128):
+    def make():
+        if mask_mod is not None:
+            return create_block_mask(mask_mod, None, None, length, length, device=device, BLOCK_SIZE=block_size)
+    first = make()
+    def attend(q, k, v):
+        make()
+        return attention(q, k, v, score_mod=score_mod, block_mask=first, enable_gqa=True)
+    return attend
+""", "calls the mask_mod again"),
     WrongAnswer("block mask built lazily", "q5_1", """
 def prepare_flex(attention, mask_mod, score_mod, length, device, block_size=128):
     def attend(q, k, v):
@@ -320,6 +335,14 @@ def prepare_flex(attention, mask_mod, score_mod, length, device, block_size=128)
                 "neighbours", loses=("q7_1_blocks_tests",)),
     WrongAnswer("sorted by position", "q7_1", _LAYOUT.format(order="torch.argsort(position)", mask=f"\n        {_LAYOUT_MASK}"),
                 ("neighbours", "good start"), loses=("q7_1_blocks_tests",)),
+    WrongAnswer("order turned round", "q7_1", f"""
+def lay_out(conversation, position, window):
+    order = {_SORTED}
+    owner, place = conversation[order], position[order]
+    def mask_mod(b, h, q, k):
+        {_LAYOUT_MASK}
+    return torch.argsort(order), mask_mod
+""", ("pairs it should not", "is there", "are hidden"), loses=("q7_1_tests", "q7_1_blocks_tests")),
     WrongAnswer("instructions with a window", "q7_1", _LAYOUT.format(order=_SORTED, mask="""
         near = (place[k] <= place[q]) & (place[q] - place[k] < window)
         return ((owner[q] == owner[k]) & near) | ((owner[q] > 0) & (owner[k] == 0))"""),

@@ -136,6 +136,80 @@ def test_another_right_answer_passes(own, answers, right):
     assert [str(v) for v in _verdicts(own(cell), names).values() if not v.passed] == []
 
 
+def _visible(cells, test, names):
+    """Run a test cell's visible part with the setup cell's helpers; the message it raises, or None."""
+    setup = next(c.source for c in cells if c.metadata.get("nbgrader", {}).get("grade_id") == "setup")
+    helpers = [
+        node for node in ast.parse(setup).body
+        if isinstance(node, ast.Import | ast.ImportFrom) or getattr(node, "name", "") in ("rows_of", "arrivals")
+    ]  # fmt: skip
+    scope = {}
+    exec(compile(ast.Module(helpers, []), "setup", "exec"), scope)
+    cell = next(c.source for c in cells if c.metadata.get("nbgrader", {}).get("grade_id") == test)
+    try:
+        exec(compile(cell.split("### BEGIN HIDDEN TESTS")[0], test, "exec"), {**names, **scope})
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("mistake", "test", "phrase"), [
+    ("no NaN guard", "q1_1_tests", "sees no key"),
+    ("heads forgotten", "q1_2_tests", None),
+    ("Python's and", "q2_1_tests", "Put each comparison in parentheses"),
+    ("arguments of a mask not named", "q2_3_tests", "exactly four"),
+    ("short documents share a block", "q3_2_tests", "document_blocks(8, 2, 4)"),
+    ("full blocks missing", "q3_3_tests", "are full blocks visited?"),
+    ("ALiBi rewards distance", "q4_1_tests", "q - k = 3"),
+    ("block mask at every call", "q5_1_tests", "calls mask_mod again"),
+    ("order turned round", "q7_1_tests", "of five tokens"),
+    ("all sequences at one position", "bonus_8_1_tests", "two queries"),
+])  # fmt: skip
+def test_the_first_check_finds_a_plain_mistake(cells, answers, mistake, test, phrase):
+    names = _namespace(answers)
+    assert _visible(cells, test, names) is None
+    (wrong,) = (wrong for wrong in WRONG_ANSWERS if wrong.mistake == mistake)
+    exec(compile(wrong.code, wrong.cell, "exec"), names)
+    message = _visible(cells, test, names)
+    if phrase is None:  # the light test has one head: grading finds it
+        assert message is None
+    else:
+        assert phrase.lower() in message.lower()
+        assert message.count("Question") + message.count("Bonus") == 1, message
+
+
+def test_python_max_in_a_bias_is_named(cells, answers):
+    names = _namespace(answers)
+    exec("def relative_bias(table):\n    return lambda s, b, h, q, k: s + table[h, max(0, min(q - k + 1, 2))]", names)
+    assert "clamp" in _visible(cells, "q4_2_tests", names)
+
+
+def test_arguments_are_counted_as_flex_attention_counts_them():
+    """The checks refuse exactly the masks that create_block_mask refuses."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    from instructor.checks.lab2_flexattention.common import arguments_counted
+
+    class Mask:
+        def __call__(self, b, h, q, k):
+            return k <= q
+
+    def shifted(by, b, h, q, k):
+        return k <= q + by
+
+    for mod, accepted in (
+        (lambda b, h, q, k: k <= q, True), (lambda b, h, q, k, by=1: k <= q + by, True), (Mask(), True),
+        (functools.partial(shifted, 1), True), (lambda b, h, q, k, *more: k <= q, True),
+        (lambda *where: where[3] <= where[2], False), (lambda b, h, *where: where[1] <= where[0], False),
+    ):  # fmt: skip
+        assert (arguments_counted(mod) == 4) is accepted
+        if accepted:
+            create_block_mask(mod, None, None, 4, 4, device="cpu", BLOCK_SIZE=2)
+        else:
+            with pytest.raises(AssertionError):
+                create_block_mask(mod, None, None, 4, 4, device="cpu", BLOCK_SIZE=2)
+
+
 def test_unanswered_questions_say_so(hidden_tests):
     def stub(*args, **kwargs):
         raise NotImplementedError()

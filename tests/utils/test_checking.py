@@ -385,6 +385,15 @@ def test_known_factors_are_named(factor, unit, hint):
     assert hint in number_complaint(171.5 * factor, 171.5, rel=1e-3, unit=unit)
 
 
+@pytest.mark.parametrize("unit", ["", "us", "splits", "FLOPs"])
+@pytest.mark.parametrize("factor", [2, 4, 8, 0.5, 0.25, 0.125])
+def test_bytes_are_named_where_bytes_are_counted(factor, unit):
+    complaint = number_complaint(12 * factor, 12, unit=unit)
+    assert "byte" not in complaint and "bits" not in complaint
+    if "FLOP" not in unit:
+        assert complaint.endswith(" It is too large." if factor > 1 else " It is too small.")
+
+
 def test_zero_is_compared_absolutely():
     expect_number(1e-9, 0, abs_tol=1e-6)
     assert "is not 1" in number_complaint(1, 0)

@@ -129,7 +129,7 @@ def _draw_blocks(ax: Any, own: bool, found: Any) -> None:
         title=f"{_share(found.block_density)} of the blocks of {size}\nat best {plain(found.ideal_speedup)}x as fast"
         if found.full + found.partial else f"no block of {size} is left",
     )
-    parts = (("full", found.full, FULL), ("partial", found.partial, PARTIAL), ("skipped", found.empty, GRID))
+    parts = (("full", found.full, FULL), ("partial", found.partial, PARTIAL), ("empty", found.empty, GRID))
     ax.legend(
         handles=[Patch(facecolor=color, label=f"{count} {what}") for what, count, color in parts],
         loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, frameon=False, fontsize=8.5,
@@ -199,7 +199,7 @@ def plot_sparsity_sweep(
     for axis, values, form, span, head in (
         (axes[0], speedup, lambda v: f"{plain(round(v, 2))}x", (0, max(1.0, np.nanmax(speedup, initial=1.0))),
          "times as fast as without a mask" if title is None else title),
-        (axes[1], share, lambda v: f"{v:.0%}", (0, top), "share of 1 / block density"),
+        (axes[1], share, lambda v: f"{v:.0%}", (0, top), "share of what the blocks promise"),
     ):
         _heat_map(axis, values, form, span)
         axis.set_xticks(range(len(columns)), labels=[str(value) for value in columns])

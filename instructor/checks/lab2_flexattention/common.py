@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 
@@ -24,7 +25,7 @@ def _reason(error: Exception) -> str | None:
     if "data-dependent control flow" in text or "asks a tensor for True or False" in text:
         return (
             "asks a tensor for True or False: `and`, `or`, `not`, `if`, `max`, `min` and chained comparisons cannot "
-            "work here. Write &, |, ~, torch.where."
+            "work here. Write &, |, ~, torch.where, and put each comparison in parentheses."
         )
     if ".item()" in text or "__index__" in text or "_local_scalar_dense" in text:
         return _NO_VALUE
@@ -51,7 +52,24 @@ def pairs(mod: Mod, sq: int, sk: int, what: str, b: int = 0, h: int = 0) -> torc
             f"{what} should be a mask_mod, a function of (b, h, q, k), and is a {type(mod).__name__}: "
             "is a return missing?"
         )
+    _expect_four_arguments(mod, what)
     return _students(dense_mask, what, mod, sq, sk, b=b, h=h)
+
+
+def arguments_counted(mod: Mod) -> int:
+    """Positional arguments of a function as FlexAttention counts them, to tell masks from score modifiers."""
+    if hasattr(mod, "__code__"):
+        return mod.__code__.co_argcount - len(getattr(mod, "__defaults__", None) or ())
+    return sum(parameter.default is inspect.Parameter.empty for parameter in inspect.signature(mod).parameters.values())
+
+
+def _expect_four_arguments(mod: Mod, what: str) -> None:
+    count = arguments_counted(mod)
+    if count != 4:
+        raise AssertionError(
+            f"{what} is a function with {count} positional arguments to FlexAttention, which counts them. A mask_mod "
+            "takes exactly four, (b, h, q, k); *args does not count."
+        )
 
 
 def indices(sq: int, sk: int) -> tuple[torch.Tensor, torch.Tensor]:

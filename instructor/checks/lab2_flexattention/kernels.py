@@ -21,8 +21,16 @@ class _Attention:
 
     def __init__(self):
         self.calls: list[dict] = []
+        self.running = False  # it asks the mask_mod for every pair itself
 
     def __call__(self, *args, **kwargs):
+        self.running = True
+        try:
+            return self._attend(*args, **kwargs)
+        finally:
+            self.running = False
+
+    def _attend(self, *args, **kwargs):
         given = _SIGNATURE.bind(*args, **kwargs).arguments
         self.calls.append(given)
         q, k, v = (given[name] for name in ("query", "key", "value"))
@@ -39,11 +47,12 @@ def prepare_flex(prepare_flex, seed=None):
     """One block mask, shared, built before the first call; modifier, block size and GQA passed on."""
     draw = Draw(seed)
     length, block, cpu = 16 * draw.size(3, 5), 16, torch.device("cpu")
+    attention = _Attention()
     asked = [0]
     near = draw.size(10, 40)
 
     def mod(b, h, q, k):
-        asked[0] += 1
+        asked[0] += not attention.running
         return (k <= q) & (q - k < near)
 
     def bias(score, b, h, q, k):
@@ -51,7 +60,6 @@ def prepare_flex(prepare_flex, seed=None):
 
     query, key = indices(length, length)
     mask = (key <= query) & (query - key < near)
-    attention = _Attention()
     attend = prepare_flex(attention, mod, bias, length, cpu, block)
     if not callable(attend):
         raise AssertionError(
@@ -63,6 +71,7 @@ def prepare_flex(prepare_flex, seed=None):
         raise AssertionError(
             "prepare_flex does not build the block mask: the mask_mod was not asked before the first call."
         )
+    built = asked[0]
     for kv_heads in (4, 2):
         q = draw.normal(2, 4, length, 16)
         k, v = draw.normal(2, kv_heads, length, 16), draw.normal(2, kv_heads, length, 16)
@@ -101,6 +110,8 @@ def prepare_flex(prepare_flex, seed=None):
         raise AssertionError(
             "every call of attend has another block mask. Build it once, in prepare_flex, and keep it."
         )
+    if asked[0] != built:
+        raise AssertionError("attend calls the mask_mod again. Build the block mask once, in prepare_flex.")
     unmasked = _Attention()
     attend = prepare_flex(unmasked, None, None, length, cpu)
     q, k, v = (draw.normal(1, 2, length, 16) for _ in range(3))

@@ -48,7 +48,7 @@ def three_masks(causal, sliding_window, prefix_lm, seed=None):
 def packed_documents(document_numbers, packed_documents, seed=None):
     """Numbers of documents; a mask that reads them, one row a sequence."""
     draw = Draw(seed)
-    rows, size = [], draw.size(20, 40)
+    rows, size = [], draw.size(25, 40)  # four documents of six tokens fit
     for _ in range(3):
         lengths = [draw.size(1, 6) for _ in range(draw.size(2, 4))]
         wanted = [number for number, length in enumerate(lengths) for _ in range(length)]

@@ -214,7 +214,7 @@ def _answer_mistakes(grid: pd.DataFrame, right: dict) -> dict[str, dict[str, flo
     }  # fmt: skip
 
 
-@check("6.2", "Seven questions to the table")
+@check("6.2", "Seven questions about the table")
 def grid_answers(grid_answers, seed=None):
     """Random tables; the functions of Question 6.1 are right ones while this is judged."""
     draw = Draw(seed)

@@ -191,7 +191,8 @@ def evaluate(mask_mod: MaskMod, q: torch.Tensor, k: torch.Tensor, b: int = 0, h:
     except RuntimeError as error:
         if "data-dependent control flow" in str(error):
             raise TypeError(f"mask function {name_of(mask_mod)} asks a tensor for True or False: `and`, `or`, `not`, "
-                            "`if` and chained comparisons cannot; write &, |, ~ and torch.where.") from error
+                            "`if` and chained comparisons cannot. Write &, |, ~ and torch.where. Put each comparison "
+                            "in parentheses: (q >= k) & (q - k < 8).") from error
         raise
     if not isinstance(allowed, torch.Tensor) or allowed.dtype != torch.bool:
         given = allowed.dtype if isinstance(allowed, torch.Tensor) else type(allowed).__name__

@@ -290,7 +290,7 @@ def test_masks_are_drawn_with_both_densities_and_sweeps_as_heat_maps():
                        dense_mask(both(causal, documents(IDS)), 21, 21))
     assert int((torch.tensor(axes[0, 1].images[0].get_array()) == 1).sum()) == found.partial
     legend = [text.get_text() for text in axes[0, 1].get_legend().get_texts()]
-    assert legend == [f"{found.full} full", f"{found.partial} partial", f"{found.empty} skipped"]
+    assert legend == [f"{found.full} full", f"{found.partial} partial", f"{found.empty} empty"]
     plt.close(figure)
     per_head, axes = plot_mask(lambda b, h, q, k: q >= k + h, 12, block_size=4, h=3)
     assert "55% of" not in axes[0, 0].get_title(loc="left") and "31.2% of" in axes[0, 0].get_title(loc="left")
