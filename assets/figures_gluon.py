@@ -59,9 +59,11 @@ def streaming_multiprocessor() -> Card:
         x = 30 + i * (width + 18) + 60
         if i < 3:
             card.arrow(x, 320, x, 282, color=SOFT)
+        else:  # from shared memory, around the corner: not from the TMA
+            card.route((620, 320), (620, 301), (x, 301), (x, 282), color=SOFT)
     card.text(202, 301, "operands of wgmma", size=8.8, color=SOFT)
     card.text(426, 301, "results stay in registers", size=8.8, color=SOFT)
-    below = f"L2 cache, {spec['l2_mb']} MB, shared by all SMs, and memory: about 20 bytes a cycle for each SM"
+    below = f"L2 cache, {spec['l2_mb']} MB, shared by all SMs;  memory: about 20 bytes a cycle for each SM; L2: more"
     card.box(30, 420, 878, 36, below, fill=PAPER, edge=HAIR, size=9)
     card.arrow(804, 419, 804, 386, color=GREEN, line=2)
     return card
@@ -121,7 +123,7 @@ def specialized() -> Card:
         card.box(706, y, 262, 140, fill=PURPLE_TINT, edge=PURPLE, round=6)
         card.text(837, y + 18, f"consumer {w}", size=11, weight="bold")
         card.text(837, y + 38, f"4 warps, 240 registers, rows {64 * w} to {64 * w + 63}", size=8.6, color=SOFT)
-        steps = "wait full[slot]\nS = Q K,  softmax,  O += P V\narrive at empty[slot]\nnext slot"
+        steps = "wait full[slot]\nS = Q Kᵀ,  softmax,  O += P V\narrive at empty[slot]\nnext slot"
         card.text(837, y + 92, steps, size=9)
         card.arrow(590, 172 + 88 * w, 704, y + 70, color=BLUE, line=2)
         card.arrow(704, y + 110, 590, 208 + 92 * w, color=INK, line=1.1, style="--")

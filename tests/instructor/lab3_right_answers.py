@@ -138,7 +138,7 @@ def repairs():
          "        mbarrier.wait(v_full.index(v_slot), v_phase)\n"
          "        mbarrier.wait(k_full.index(k_slot), k_phase)\n"),
     )),
-    ("causal mask by distance", "bonus_5_6", (
+    ("causal mask by distance", "bonus_5_5", (
         ("seen = (keys[None, :] <= position[:, None]) & (keys < sk)[None, :]",
          "seen = ((position[:, None] - keys[None, :]) >= 0) & (keys[None, :] <= sk - 1)"),
         ("blocks = gl.minimum(gl.cdiv(sk, BLOCK_N), gl.cdiv(row + BLOCK_M + sk - sq, BLOCK_N))",

@@ -55,6 +55,10 @@ def tile_cycles(rows, keys, d):
 def shared_bytes(consumers, keys, d, stages):
     return 2 * consumers * 64 * d + 2 * stages * keys * d
 """),
+    WrongAnswer("one slot of V, whatever the stages", "q1_1", "shared_bytes", loses=("q1_1_budget_tests",), code="""
+def shared_bytes(consumers, keys, d, stages):
+    return 2 * (consumers * 64 * d + (stages + 1) * keys * d)
+"""),
     WrongAnswer("registers of the scores alone", "q1_1", "lies in registers, too", loses=("q1_1_budget_tests",), code="""
 def registers_per_thread(keys, d):
     return 64 * keys / 128
@@ -78,6 +82,14 @@ right_owner = owner
 def owner(row, column, shape, size, threads, warps, order):
     warp, lane, register = right_owner(row, column, shape, size, threads, warps, order)
     return warp, lane + 32 * warp, register
+"""),
+    WrongAnswer("repetitions counted along columns first", "q2_1", ("Expected here", "fastest dimension first"), code="""
+right_owner = owner
+def owner(row, column, shape, size, threads, warps, order):
+    warp, lane, register = right_owner(row, column, shape, size, threads, warps, order)
+    tile = [size[i] * threads[i] * warps[i] for i in (0, 1)]
+    repetition = column // tile[1] + shape[1] // tile[1] * (row // tile[0])
+    return warp, lane, register % (size[0] * size[1]) + size[0] * size[1] * repetition
 """),
     # ---- 2.2
     _instead("written along the columns", "q2_2", "sectors of 32 bytes",
@@ -128,6 +140,11 @@ def owner(row, column, shape, size, threads, warps, order):
                 code=_REPAIRS.format(behind=_FENCE, more=_STORE)),
     WrongAnswer("repaired but for the store", "bonus_3_4", "tma.store_wait",
                 code=_REPAIRS.format(behind=_FENCE, more=_COUNT)),
+    WrongAnswer("more lines than six", "bonus_3_4", "6 at most", code="""
+right_repairs = repairs
+def repairs():
+    return {**right_repairs(), "slot = i % STAGES": "slot = i % STAGES", "out.store(x * factor)": "out.store(x * factor)"}
+"""),
     WrongAnswer("repairs what is not there", "bonus_3_4", "stands 0 times", code="""
 def repairs():
     return {"mbarrier.wait(empty, 0)": "pass"}
@@ -180,10 +197,13 @@ def repairs():
              ("        mbarrier.arrive(k_empty.index(k_slot), count=1)\n", "")),
     _instead("output not rescaled in the overlap", "q5_3", "wrong in",
              ("        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]  # public\n", "")),
-    # ---- 5.6
-    _instead("all blocks computed", "bonus_5_6", "products, and their program makes",
+    # ---- 5.5
+    _instead("all blocks computed", "bonus_5_5", "products, and their program makes",
              ("blocks = gl.minimum(gl.cdiv(sk, BLOCK_N), gl.cdiv(row + BLOCK_M + sk - sq, BLOCK_N))", "blocks = gl.cdiv(sk, BLOCK_N)")),
-    _instead("first query at the first key", "bonus_5_6", "query i sees keys",
+    _instead("mask in the output's layout", "bonus_5_5", "layout",
+             ("gl.SliceLayout(1, scores))\n        keys = i * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))",
+              "gl.SliceLayout(1, output))\n        keys = i * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, output))")),
+    _instead("first query at the first key", "bonus_5_5", "query i sees keys",
              ("position = row + sk - sq + gl", "position = row + gl")),
-    _instead("own key masked", "bonus_5_6", ("wrong in", "NaN"), ("keys[None, :] <= position", "keys[None, :] < position")),
+    _instead("own key masked", "bonus_5_5", ("wrong in", "NaN"), ("keys[None, :] <= position", "keys[None, :] < position")),
 ]

@@ -148,6 +148,51 @@ def test_another_right_answer_passes(hidden_tests, answers, files, right):
     assert [str(v) for v in verdicts.values() if not v.passed] == []
 
 
+VISIBLE = [  # mistakes that the check in the notebook itself must find: (question, words of the message)
+    ("one slot of V, whatever the stages", "q1_1_budget_tests", "shared_bytes(1, 16, 10, 2)"),
+    ("order read backwards", "q2_1_tests", "is held by"),
+    ("repetitions counted along columns first", "q2_1_tests", "is held by"),
+    ("written along the columns", "q2_2_tests", "sectors of 32 bytes"),
+    ("more lines than six", "bonus_3_4_tests", "six at most"),
+    ("repairs what is not there", "bonus_3_4_tests", "no line of the file reads"),
+    ("factor in the scores' layout", "q5_1_tests", "layout"),
+    ("all blocks computed", "bonus_5_5_tests", "needs 1 block"),
+    ("mask in the output's layout", "bonus_5_5_tests", "layout"),
+]
+
+
+@pytest.fixture(scope="module")
+def visible(lab3, answers):
+    """(names of the notebook after setup and the model answers, {id of a test cell: its visible part})"""
+    names, tests = {"__name__": "notebook"}, {}
+    for cell in nbformat.reads(lab3.student, as_version=4).cells:
+        name = cell.metadata.get("nbgrader", {}).get("grade_id")
+        if name in ("setup", "launches"):
+            exec(compile(cell.source, name, "exec"), names)
+        elif cell.cell_type == "code" and _has(cell, "grade"):
+            tests[name] = cell.source
+    for name, source in answers.items():
+        if not source.startswith("%%writefile"):
+            exec(compile(source, name, "exec"), names)
+    return names, tests
+
+
+@pytest.mark.parametrize(("mistake", "cell", "phrase"), VISIBLE, ids=lambda value: str(value))
+def test_the_notebooks_own_check_finds_it(visible, answers, files, monkeypatch, mistake, cell, phrase):
+    monkeypatch.setattr("utils.device.offline_compile_support", lambda: False)  # slow, and not what is tried here
+    names, tests = dict(visible[0]), visible[1]
+    (wrong,) = (w for w in WRONG_ANSWERS if w.mistake == mistake)
+    texts = dict(files)
+    if wrong.replaces:
+        file = _file_of(answers, wrong.cell)
+        texts[file] = _replaced(texts[file], wrong.replaces)
+    exec(compile(wrong.code, "answer", "exec"), names)
+    names["text_of"] = texts.__getitem__
+    with pytest.raises(AssertionError) as error:
+        exec(compile(tests[cell], cell, "exec"), names)
+    assert phrase in str(error.value), str(error.value)
+
+
 def test_an_unanswered_or_broken_file_is_a_message(hidden_tests, answers, files):
     call = {"q3_2_tests": hidden_tests["q3_2_tests"]}
     for text, phrase in (

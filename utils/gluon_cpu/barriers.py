@@ -37,7 +37,8 @@ class MBarrier:
 
     def explain(self, parity: int) -> list[str]:
         """State, for a deadlock report."""
-        text = (f"{self.name}: phase {self.phase} (parity {self.phase & 1}) is running, {self.phase} are over; "
+        over = "1 phase is over" if self.phase == 1 else f"{self.phase} phases are over"
+        text = (f"{self.name}: phase {self.phase} (parity {self.phase & 1}) is running, {over}; "
                 f"{self.pending} of {self.count} arrivals missing")
         if self.bytes > 0:
             text += f", {self.bytes} of {self.announced} announced bytes missing"

@@ -186,13 +186,25 @@ def _compiled(source: str, file: str, request: str, timeout: float) -> Compiled:
     except subprocess.TimeoutExpired:
         raise AssertionError(f"{file}: the compiler for sm_90a did not finish within {timeout:.0f} s.") from None
     if done.returncode:
-        raise AssertionError(f"the simulator accepts {file}, the compiler for sm_90a does not:\n"
-                             + _complaint(done.stderr))
+        raise AssertionError(f"the compiler for sm_90a refuses {file}:\n" + _complaint(done.stderr, source))
     return Compiled(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def _complaint(stderr: str) -> str:
-    """The compiler's own words, without Python's traceback above them."""
+def _complaint(stderr: str, source: str) -> str:
+    """The compiler's own words, without Python's traceback above them, at the innermost line of the student's file.
+
+    Triton reports an error once for each call on the way out, innermost first: a line of a library, the line of the
+    student's function that calls it, then the warp_specialize that calls that.
+    """
+    theirs, words = [line.strip() for line in source.splitlines()], ""
+    for block in stderr.split("The above exception was the direct cause")[:-1] or [stderr]:
+        found = re.search(r"^\S*CompilationError: at \d+:\d+:\n(.*?)\n *\^\n(.*)", block, re.M | re.S)
+        said = (found[2] if found else block).strip().splitlines()
+        words = words or (said[-1].strip() if said else "")
+        line = found[1].splitlines()[-1].strip() if found else None
+        if line and line in theirs:
+            where = f"line {theirs.index(line) + 1}: " if theirs.count(line) == 1 else ""
+            return f"    {where}{line}" + (f"\n    {words}" if words else "")
     lines = [line for line in stderr.strip().splitlines() if line.strip()]
     starts = [i for i, line in enumerate(lines) if re.match(r"\S*(Error|Exception|error)\b.*:", line)]
     first = starts[-1] if starts else max(0, len(lines) - 6)
@@ -251,7 +263,10 @@ def expect_kernel(source: str, launch: Launch, expected: dict[str, torch.Tensor]
         compare(outputs, "" if seed is None else f" (simulated with times of seed {seed})")
         first = first or run
     if compiles and offline_compile_support():
-        compile_for_hopper(source, launch)
+        try:
+            compile_for_hopper(source, launch)
+        except AssertionError as refused:
+            raise AssertionError(f"the simulator accepts {launch.file}, but {refused}") from None
     if compiles and gluon_support():
         compare(on_gpu(source, launch), " on this machine's GPU (the simulator's result was right)")
     return first

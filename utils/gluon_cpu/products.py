@@ -59,8 +59,12 @@ class Accumulator(Tensor):
 
     @property
     def data(self):
-        if self.product.result is None:
-            product = self.product
+        product = self.product
+        if self.token and product.result is not None:
+            context.refuse("kernel", f"The result of the asynchronous wgmma of {product.site} is not a tensor yet, "
+                           "though its product is over. Read what the wait returns: assign the result, "
+                           "`acc = warpgroup_mma_wait(0, deps=[acc])`.")
+        if product.result is None:
             context.report("race", f"The result of the wgmma of {product.site} is read while it is still being "
                            "computed: warpgroup_mma_wait must come first, with few enough products outstanding.",
                            others=(product.site,))
@@ -97,8 +101,8 @@ def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_
             access(x, write=False, asynchronous=True, component=me, time=p.wgmma_count,
                    what=f"the wgmma that reads {name} from {x.label}")
     left = a if isinstance(a, MemDesc) else Tensor(a.data, a.dtype, a.layout)
-    source = acc if isinstance(acc, Accumulator) and acc.product.result is None else Tensor(
-        acc.data, acc.dtype, acc.layout)
+    # A product may go on from one that is not waited for.
+    source = acc if isinstance(acc, Accumulator) else Tensor(acc.data, acc.dtype, acc.layout)
     program.spend(model.issue, "issue", getattr(b, "label", ""))
     flops = 2 * a.shape[0] * a.shape[1] * b.shape[1]
     start = max(p.time, program.tensor_cores_free)
@@ -132,6 +136,8 @@ def warpgroup_mma_wait(num_outstanding=0, deps=None):
     """warpgroup_mma_wait: all but the last `num_outstanding` products of this partition are over."""
     if deps is None:
         context.refuse("kernel", "warpgroup_mma_wait: deps must be given: the accumulators that it makes readable.")
+    if not isinstance(deps, (list, tuple)):
+        context.refuse("kernel", "warpgroup_mma_wait: `deps` is a list; one dep returns a tensor, several a tuple.")
     context.program().reschedule()
     wait_products(layouts.constant(num_outstanding, "warpgroup_mma_wait's num_outstanding"))
     results = tuple(settled(x) for x in deps)

@@ -93,7 +93,7 @@ class Program:
         self.steps += 1
         if self.steps > self.max_steps:
             context.refuse("endless loop", f"More than {self.max_steps} steps in one program. Look for a loop that "
-                           "never ends, or give simulate(max_steps=...) more.")
+                           "never ends.")
         if not self.steps & 1023:
             if self.failure is not None:
                 raise _AbandonError

@@ -70,6 +70,10 @@ class Tensor:
     def __len__(self):
         context.refuse("kernel", "A tensor has no len(); use .shape.")
 
+    def __iter__(self):
+        context.refuse("kernel", "A tensor cannot be unpacked or iterated over. (warpgroup_mma_wait returns a tensor "
+                       "for one entry of deps, a tuple for several.)")
+
     __hash__ = object.__hash__
 
     # ---- arithmetic -----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # Rows of the picture, for each partition: itself, then what it started on other units.
 UNITS = {"partition": "", "tensor cores": "tensor cores: ", "cp.async": "cp.async: ", "TMA": "TMA: "}
 COLORS = {"wait": "#d9d9d9", "compute": "#4c78a8", "load": "#72b7b2", "store": "#eeca3b", "shared load": "#9ecae9",
-          "shared store": "#f2cf5b", "issue": "#b279a2", "barrier": "#d3b5ce", "copy in": "#54a24b",
+          "shared store": "#f2cf5b", "issue": "#b279a2", "barrier": "#5f4b3c", "copy in": "#54a24b",
           "copy out": "#f58518", "wgmma": "#e45756", "wgmma wait": "#d9d9d9", "store wait": "#d9d9d9",
           "copy wait": "#d9d9d9"}
 
@@ -86,6 +86,7 @@ def plot_events(events: list[Event], *, ax: Axes | None = None, title: str | Non
             ax.text((e.start + e.end) / 2, y, label, ha="center", va="center", fontsize=7)
     ax.set_yticks(range(len(rows)), [UNITS[unit] + partition for unit, partition in rows])
     ax.invert_yaxis()
+    ax.set_xlim(left=0)
     ax.set_xlabel("model cycles")
     legend: dict[str, str] = {}  # kinds of one colour share an entry: the many ways to wait are "wait"
     for kind in sorted({e.kind for e in events}, key=lambda k: (list(COLORS).index(k) if k in COLORS else 99)):

@@ -116,12 +116,12 @@ def overlap(source: str, seed=None):
         )
 
 
-@check("Bonus 5.6", "Causal attention")
+@check("Bonus 5.5", "Causal attention")
 def attention_causal(source: str, seed=None):
     """Values with fewer queries than keys and with tails; and no product for a block that nobody sees."""
     draw = Draw(seed)
-    for sq, sk in ((draw.size(130, 190),) * 2, (draw.size(65, 100), draw.size(150, 200))):
-        q, k, v = inputs(1, sq, sk, 64, draw)
+    for (sq, sk), d in (((draw.size(130, 190),) * 2, 64), ((draw.size(65, 100), draw.size(150, 200)), 128)):
+        q, k, v = inputs(1, sq, sk, d, draw)
         launch, _ = attention_launch("lab3_causal.py", 64, q, k, v)
         tiles = cdiv(sq, 64)
         args = {name: launch.args[name] for name in ("q_desc", "k_desc", "v_desc", "o_desc")}

@@ -56,6 +56,8 @@ def bytes_in_flight(bytes_in_flight, slots_needed, seed=None):
         expect_value(bytes_in_flight(terabytes, latency, sms), right, "bytes", "bytes_in_flight",
                      {"That is the whole chip: divide by the number of SMs.": right * sms})
         slot = draw.choice((4096, 8192, 16384, 32768))
+        while abs(right / slot - round(right / slot)) < 1e-6:  # rounding must not decide: another slot size
+            slot += 128
         expect_value(slots_needed(terabytes, latency, sms, slot), max(1, -(-right // slot)), "slots", "slots_needed",
                      {"Half a slot cannot be ordered: round up.": right // slot})
 
@@ -70,11 +72,12 @@ def owner(owner, seed=None):
     draw = Draw(seed)
     powers = {2: ((1, 2), (2, 1)), 4: ((1, 4), (2, 2), (4, 1)), 8: ((1, 8), (2, 4), (4, 2), (8, 1)),
               32: ((1, 32), (2, 16), (4, 8), (8, 4), (16, 2), (32, 1))}
-    for order in ((1, 0), (0, 1)):
+    once = (draw.choice((1, 2)), draw.choice((1, 2)))
+    for order, repeats in (((1, 0), (2, 2)), ((0, 1), (2, 2)), (draw.choice(((1, 0), (0, 1))), once)):
         size, threads = draw.choice(powers[draw.choice((2, 4, 8))]), draw.choice(powers[32])
         warps = draw.choice(powers[draw.choice((2, 4))])
         tile = [size[i] * threads[i] * warps[i] for i in range(2)]
-        shape = (tile[0] * draw.choice((1, 2)), tile[1] * draw.choice((1, 2)))
+        shape = (tile[0] * repeats[0], tile[1] * repeats[1])
         layout = gl.BlockedLayout(list(size), list(threads), list(warps), list(order))
         held = elements_of(layout, shape, warps[0] * warps[1])  # (registers, lanes, warps)
         for _ in range(12):

@@ -38,11 +38,12 @@ def transpose(source: str, seed=None):
     for kind in ("load", "store"):
         events = [e for e in run.events if e.kind == kind and e.bytes]
         touched, moved = sum(e.sectors for e in events), sum(e.bytes for e in events)
-        if 32 * touched > moved:
+        worst = max(events, key=lambda e: 32 * e.sectors - e.bytes)
+        if 32 * touched > moved or 32 * worst.sectors > worst.bytes:
             raise AssertionError(
-                f"the {kind} at line {events[0].line} moves {moved} bytes and touches {touched} sectors of 32 bytes; "
-                f"{moved // 32} would do. Neighbouring lanes should hold neighbours in memory: look at the layout's "
-                "order and at its threads a warp."
+                f"the {kind} at line {worst.line} moves {worst.bytes} bytes and touches {worst.sectors} sectors of 32 "
+                f"bytes; {worst.bytes // 32} would do. Neighbouring lanes should hold neighbours in memory: look at "
+                "the layout's order and at its threads a warp."
             )
     shape = (32, 32)
     if any(e.bytes > 4 * shape[0] * shape[1] for e in run.events):

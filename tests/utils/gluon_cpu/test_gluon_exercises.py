@@ -35,6 +35,21 @@ def turn(y_ptr, n):
         x = x * 0.5
     gl.store(y_ptr, x)
 """
+SPLIT = HEAD + """
+@gluon.jit
+def first(y_ptr):
+    gl.store(y_ptr, 1.0)
+
+
+@gluon.jit
+def second(y_ptr):
+    gl.store(y_ptr + 1, gl.load(y_ptr) @ 2)
+
+
+@gluon.jit
+def split(y_ptr):
+    gl.warp_specialize([(first, (y_ptr,)), (second, (y_ptr,))], [1], [24])
+"""
 
 
 def move(stride: int, piece: int) -> exercises.Launch:
@@ -82,9 +97,67 @@ def test_it_compiles_for_hopper_and_the_compiler_is_heard():
     assert exercises.compile_for_hopper(COPY, launch) is compiled
     launch = exercises.Launch("turn", (1,), {"y_ptr": torch.zeros(1), "n": 3}, ("y_ptr",))
     exercises.simulated(TURN, launch)  # Python does not mind that x changes its type
-    with pytest.raises(AssertionError, match="the compiler for sm_90a does not") as error:
+    with pytest.raises(AssertionError, match="the compiler for sm_90a refuses kernels") as error:
         exercises.compile_for_hopper(TURN, launch)
-    assert "x" in str(error.value) and len(str(error.value)) < 3000
+    assert "x" in str(error.value) and len(str(error.value)) < 3000 and "simulator" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_the_compiler_points_at_the_line_inside_of_a_partition():
+    """Not at the warp_specialize around it, which is where Triton's last message points."""
+    launch = exercises.Launch("split", (1,), {"y_ptr": torch.zeros(2)}, ("y_ptr",))
+    with pytest.raises(AssertionError) as error:
+        exercises.compile_for_hopper(SPLIT, launch)
+    told = str(error.value)
+    number = SPLIT.splitlines().index("    gl.store(y_ptr + 1, gl.load(y_ptr) @ 2)") + 1
+    assert f"line {number}: gl.store(y_ptr + 1, gl.load(y_ptr) @ 2)" in told, told
+    assert "warp_specialize" not in told and "Traceback" not in told and len(told.splitlines()) == 3
+
+
+def test_a_complaint_names_the_students_line_and_the_compilers_words():
+    error = "triton.compiler.errors.CompilationError: "
+    inner = error + "at 2:12:\ndef max(input):\n    input = promote(input)\n            ^\nno scalar"
+    outer = error + "at 3:4:\ndef mine(x):\n    top = gl.max(x, 1)\n          ^"
+    between = "\n\nThe above exception was the direct cause of the following exception:\n\n"
+    stderr = between.join([inner, outer, outer.replace("top", "other")])
+    told = exercises._complaint(stderr, "\n\n    top = gl.max(x, 1)\n")
+    assert told.split("\n") == ["    line 3: top = gl.max(x, 1)", "    no scalar"]
+    assert exercises._complaint("ptxas fatal\nRuntimeError: out of registers: 300", "x = 1") == (
+        "    RuntimeError: out of registers: 300")
+
+
+WAITS = HEAD + """
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+@gluon.jit
+def square(y_ptr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
+    tile = gl.allocate_shared_memory(gl.float16, [64, 64], shared, gl.full([64, 64], 1.0, gl.float16, layout))
+    fence_async_shared()
+    acc = warpgroup_mma(tile, tile, gl.zeros([64, 64], gl.float32, layout), is_async=True)
+    WAIT
+    gl.store(y_ptr, gl.max(gl.max(acc, 1), 0))
+"""
+WAITS = WAITS.replace("import warpgroup_mma,", "import fence_async_shared, warpgroup_mma,")
+
+
+@pytest.mark.parametrize(("wait", "phrase"), [
+    ("acc = warpgroup_mma_wait(0, deps=[acc])", None),
+    ("acc = warpgroup_mma(tile, tile, acc)", None),  # goes on from the one under way, then waits
+    ("warpgroup_mma_wait(0, deps=[acc])", "assign the result"),
+    ("acc = warpgroup_mma_wait(0, deps=acc)", "`deps` is a list"),
+    ("acc, other = warpgroup_mma_wait(0, deps=[acc])", "a tensor for one entry of deps"),
+])
+def test_what_a_wait_takes_and_returns(wait, phrase):
+    launch = exercises.Launch("square", (1,), {"y_ptr": torch.zeros(1)}, ("y_ptr",))
+    source = WAITS.replace("WAIT", wait)
+    if phrase is None:
+        outputs, _ = exercises.simulated(source, launch)
+        assert outputs["y_ptr"].item() in (64, 128)
+    else:
+        with pytest.raises(AssertionError, match=phrase):
+            exercises.simulated(source, launch)
 
 
 def test_files_that_cannot_be_tried():
