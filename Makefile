@@ -27,7 +27,7 @@ lab: env ## open JupyterLab on lab1.ipynb (LAB=... for another)
 
 # A file's tests stay in one process: they share what is dear to build. On the GPU one test runs at a time.
 test: env ## run the tests (no GPU needed)
-	@$(TEST_ENV) "$(VENV)/bin/python" -m pytest -n auto --maxprocesses 4 --dist loadfile
+	@$(TEST_ENV) "$(VENV)/bin/python" -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 test-gpu: env ## run the tests that need an NVIDIA GPU
 	@$(TEST_ENV) "$(VENV)/bin/python" -m pytest -m gpu
