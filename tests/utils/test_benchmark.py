@@ -257,7 +257,7 @@ def test_an_unfinished_profile_is_an_error():
         count_cuda_kernels(prof)
 
 
-def test_compiled_cpu_kernels_are_counted_where_they_show_and_noted_where_not(monkeypatch):
+def test_compiled_cpu_kernels_are_counted_where_they_show_and_noted_where_not():
     if torch.cuda.is_available() or not compile_support():
         pytest.skip("for CPUs that torch.compile can generate code for")
 
@@ -270,10 +270,10 @@ def test_compiled_cpu_kernels_are_counted_where_they_show_and_noted_where_not(mo
     compiled(x)
     counts = count_cuda_kernels(record_cpu(lambda: compiled(x), 10, schedule=default_schedule))
     assert counts["gemm"] == counts["total"] == 1 and "enable_kernel_profile" in counts.notes[0]
-    monkeypatch.setattr(torch._inductor.config.cpp, "enable_kernel_profile", True)
     torch._dynamo.reset()
-    compiled = torch.compile(fn, dynamic=False)
-    compiled(x)
+    with torch._inductor.config.patch({"cpp.enable_kernel_profile": True}):  # monkeypatch would leave it missing
+        compiled = torch.compile(fn, dynamic=False)
+        compiled(x)
     counts = count_cuda_kernels(record_cpu(lambda: compiled(x), 10, schedule=default_schedule))
     assert dict(counts) == {"gemm": 1, "elementwise": 1, "softmax": 0, "layernorm": 0, "memory": 0, "other": 0,
                             "total": 2}, counts.names

@@ -81,9 +81,10 @@ def standard_attention(standard_attention, seed=None):
         expect_unchanged(copies, (q, k, v), what)
         hint = _attention_hint(got, q, k, v, causal=False) or "Which dimension is the softmax over?"
         expect_close(got, _reference(q, k, v), rtol=rtol, atol=atol, what=what, hint=hint)
-    q, k, v = 60 * draw.normal(1, 1, 6, 64), 60 * draw.normal(1, 1, 6, 64), draw.normal(1, 1, 6, 64)
+    # Large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
+    q, k, v = 20 * draw.normal(1, 1, 6, 64), 20 * draw.normal(1, 1, 6, 64), draw.normal(1, 1, 6, 64)
     got = standard_attention(q, k, v)
-    expect_close(got, _reference(q, k, v), rtol=1e-3, atol=1e-3, what="standard_attention with scores in the thousands",
+    expect_close(got, _reference(q, k, v), rtol=1e-3, atol=1e-3, what="standard_attention with scores in the hundreds",
                  hint="exp overflows: subtract the largest score first, or use torch.softmax.")  # fmt: skip
 
 

@@ -149,7 +149,7 @@ import os, shutil
 shutil.rmtree(os.getcwd(), ignore_errors=True)
 for name in os.listdir("/tmp"):
     shutil.rmtree(os.path.join("/tmp", name), ignore_errors=True)
-""", walls=("files",)),
+""", walls=("files",), statuses=("failed", "error", "flagged")),  # a checkout under /tmp has `instructor` in the way
     Fault("a huge value shown", NUMBER, """
 cache_bytes = 1
 torch.set_printoptions(threshold=10**9)
