@@ -19,7 +19,7 @@ def tile_cycles(tile_cycles, seed=None):
             "Count both products, Q Kᵀ and P V, and two FLOPs for each multiply-accumulate.":
                 (right[0] / 2, right[1], right[2]),
             "One SM takes 16 exponentials a cycle, four for each of its four quarters.":
-                (right[0], 4 * right[1], 2 * right[2]),
+                (right[0], 4 * right[1], right[2]),
             "Load K and V, two bytes an element; Q is loaded once, not for each block.":
                 (right[0], right[1], right[2] / 2),
             "Q is loaded once, before the loop.": (right[0], right[1], right[2] + 2 * rows * d / MEMORY),
