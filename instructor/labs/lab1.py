@@ -74,6 +74,7 @@ from utils import *
 from utils.checking import MATMUL, check, expect_close, expect_number, forbid, require_answer, watch_operations
 from utils.device import compile_support, cuda_graph_support
 from utils.environment import environment
+from utils.recorded import recorded_table
 
 torch.manual_seed(0)
 device = default_device()
@@ -106,12 +107,9 @@ def report_measured(name: str, measured: dict[str, tuple[float, float]]) -> None
 
 def show_recorded(table: str) -> None:
     """Show a table of this lab as it was recorded on an H200, and say that it was not measured here."""
-    record = json.loads(RECORDED.read_text()) if RECORDED.exists() else {"tables": {}}
-    if table not in record["tables"]:
-        print(f"No recorded table {table!r} in {RECORDED}.")
-        return
-    print(f"Recorded on {record['machine']}, commit {record['commit']}. Not measured here:")
-    display(pd.DataFrame(record["tables"][table]).round(4))
+    rows = recorded_table(RECORDED, table)
+    if rows is not None:
+        display(rows.round(4))
 
 
 print(f"device        {torch.cuda.get_device_name() if on_gpu else 'CPU'}, PyTorch {torch.__version__}")
@@ -264,7 +262,7 @@ hidden.gemm_tiled(gemm_tiled).raise_if_wrong()
 #
 # The next cell builds such a device out of a clock, so that you can see the effect on any machine.
 
-# %%
+# %% nbgrader={"grade_id": "queueing_device", "locked": true}
 class QueueingDevice:
     """A pretend GPU: accepts work at once, finishes it later."""
 

@@ -85,6 +85,7 @@ from utils.kernels.attention.masks import dense_mask, documents
 from utils.kernels.attention.masks import named as with_name
 from utils.kernels.attention.sparsity import sparsity
 from utils.measuring import measure_together
+from utils.recorded import recorded_table
 from utils.visualization.masks import plot_mask, plot_sparsity_sweep
 
 torch.manual_seed(0)
@@ -148,12 +149,9 @@ def keep(name: str, table: pd.DataFrame, digits: int = 3) -> None:
 
 def show_recorded(table: str) -> None:
     """Show a table of this lab as it was recorded on an H200, and say that it was not measured here."""
-    record = json.loads(RECORDED.read_text()) if RECORDED.exists() else {"tables": {}}
-    if table not in record["tables"]:
-        print(f"No recorded table {table!r} in {RECORDED}.")
-        return
-    print(f"Recorded on {record['machine']}, commit {record['commit']}. Not measured here:")
-    display(pd.DataFrame(record["tables"][table]).round(3))
+    rows = recorded_table(RECORDED, table)
+    if rows is not None:
+        display(rows.round(3))
 
 
 compiler = compile_support()

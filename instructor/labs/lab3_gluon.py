@@ -94,6 +94,7 @@ from utils.checking import check, expect_number, require_answer
 from utils.device import gluon_support, offline_compile_support
 from utils.environment import environment
 from utils.kernels.attention import attention
+from utils.recorded import recorded_table
 
 assert find_spec("triton"), "This lab needs Triton for the language itself: pip install triton (Linux, no GPU needed)."
 from utils import gluon_cpu
@@ -141,13 +142,9 @@ def show_timeline(text: str, launch: Launch, title: str, until: float | None = N
 
 def show_recorded(table: str, renamed: dict[str, str] | None = None) -> None:
     """Show a table of this lab as it was recorded on an H200, and say that it was not measured here."""
-    path = RECORDED / "lab3.json"
-    record = json.loads(path.read_text()) if path.exists() else {"tables": {}}
-    if table not in record["tables"]:
-        print(f"No recorded table {table!r} in {path}.")
-        return
-    print(f"Recorded on {record['machine']}, commit {record['commit']}. Not measured here:")
-    display(pd.DataFrame(record["tables"][table]).rename(columns=renamed or {}).round(4))
+    rows = recorded_table(RECORDED / "lab3.json", table)
+    if rows is not None:
+        display(rows.rename(columns=renamed or {}).round(4))
 
 
 print(f"device      {torch.cuda.get_device_name() if on_gpu else 'CPU'}, PyTorch {torch.__version__}")

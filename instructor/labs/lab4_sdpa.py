@@ -74,6 +74,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from utils import *
 from utils.checking import AnswerNeeded, check, expect_close, expect_number, require_answer
 from utils.environment import environment
+from utils.recorded import recorded_table
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler from writing a line for each start and stop
 torch.manual_seed(0)
@@ -134,15 +135,12 @@ results = {}  # this run's tables, saved at the end
 
 def show_recorded(table: str) -> None:
     """Show a table of this lab as it was recorded on an H200, and say that it was not measured here."""
-    record = json.loads(RECORDED.read_text()) if RECORDED.exists() else {"tables": {}}
-    if table not in record["tables"]:
-        print(f"No recorded table {table!r} in {RECORDED}.")
+    rows = recorded_table(RECORDED, table)
+    if rows is None:
         return
-    print(f"Recorded on {record['machine']}, commit {record['commit']}. Not measured here:")
-    rows = pd.DataFrame(record["tables"][table]).rename(columns=NEW_NAMES)
     with pd.option_context("display.float_format", "{:.4g}".format, "display.max_colwidth", None):
-        display(rows)
-    if "no (1)" in str(record["tables"][table]):
+        display(rows.rename(columns=NEW_NAMES))
+    if rows.isin(["no (1)"]).any(axis=None):
         print("What the numbers in brackets stand for was not recorded. Those under your own table count other reasons.")
 
 
@@ -207,7 +205,7 @@ print(f"sizes         {'full: made for a data-centre GPU' if on_gpu else 'small:
 # Around it stand others: the frame (`aten::scaled_dot_product_attention`), the work inside (`aten::bmm`,
 # `aten::_flash_attention_forward`), the backward pass (`..._backward`), and whatever else the program does.
 
-# %%
+# %% nbgrader={"grade_id": "operators_of", "locked": true}
 def operators_of(call) -> list[str]:
     """The names of everything that call() ran on the CPU side, in order, from torch's profiler."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
@@ -1335,7 +1333,7 @@ if not on_gpu:
 #    once, at the end.
 # 5. With `output`, round $O$. Return float64.
 
-# %%
+# %% nbgrader={"grade_id": "to_bf16", "locked": true}
 def to_bf16(x: torch.Tensor) -> torch.Tensor:
     """x rounded to bf16, as float64."""
     return x.to(torch.bfloat16).double()

@@ -1,11 +1,18 @@
 """Tools for tests of labs: build one from its source, and grade notebooks with stock nbgrader."""
 
 from pathlib import Path
+from types import ModuleType
 
+import nbformat
 import pytest
 
 from instructor.build import Built, build_lab
 from instructor.course import Course, Score
+from instructor.points import lab_path
+
+pytest.register_assert_rewrite("tests.instructor.lab_cases")
+
+from tests.instructor import lab_cases  # noqa: E402
 
 FIXTURE_LAB = Path(__file__).parent / "fixture_lab.py"
 
@@ -30,3 +37,41 @@ def grade_notebooks(tmp_path_factory):
         return course, course.grade(built.name)
 
     return grade
+
+
+# ---- the lab of a test file: its name stands there as LAB -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lab(request) -> Built:
+    return build_lab(lab_path(request.module.LAB))
+
+
+@pytest.fixture(scope="module")
+def checks(request) -> ModuleType:
+    """The lab's hidden checks."""
+    return lab_cases.checks_of(request.module.LAB)
+
+
+@pytest.fixture(scope="module")
+def cells(lab) -> list:
+    """The instructor's notebook."""
+    return nbformat.reads(lab.instructor, as_version=4).cells
+
+
+@pytest.fixture(scope="module")
+def answers(cells) -> dict[str, str]:
+    """{id of an answer cell: its source}"""
+    return lab_cases.answers_in(cells)
+
+
+@pytest.fixture(scope="module")
+def calls(cells) -> dict[str, str]:
+    """{id of a test cell: the call of its hidden check}"""
+    return lab_cases.hidden_calls(cells)
+
+
+@pytest.fixture(scope="module")
+def graded(lab, grade_notebooks) -> lab_cases.Graded:
+    """Stock nbgrader on the solved and the untouched notebook."""
+    return lab_cases.graded_by_nbgrader(lab, grade_notebooks)

@@ -3,26 +3,9 @@
 Each `code` is what stands after the model answer in the same cell, so that it replaces one function of it.
 """
 
-from dataclasses import dataclass
+from tests.instructor.lab_cases import WrongAnswer
 
 FILE = "gemm_triton.py"
-
-
-@dataclass(frozen=True)
-class WrongAnswer:
-    """A mistake, the answer cell it stands in, the test cells it loses, and what the student reads."""
-
-    mistake: str
-    cell: str
-    code: str
-    phrase: str | tuple[str, ...]  # in the message; of several, any one
-    loses: tuple[str, ...] = ()
-    replaces: tuple[str, str] | None = None  # in a file cell: (text, instead)
-
-    @property
-    def lost(self) -> set[str]:
-        return set(self.loses or (f"{self.cell}_tests",))
-
 
 _NAIVE = """
 def gemm_naive(a, b):
@@ -273,22 +256,22 @@ def gemm_macs_flops_bytes(m, n, k, dtype):
     ),
     # ---- 1.5
     WrongAnswer(
-        "K not masked", "q1_5", "", "tl.load reads outside", replaces=("(rows[:, None] < M) & (ks[None, :] < K)", "rows[:, None] < M"),
+        "K not masked", "q1_5", "", "tl.load reads outside", replaces=(("(rows[:, None] < M) & (ks[None, :] < K)", "rows[:, None] < M"),),
     ),
     WrongAnswer(
         "store not masked", "q1_5", "", "tl.store writes outside",
-        replaces=(", mask=(rows[:, None] < M) & (cols[None, :] < N))", ")"),
+        replaces=((", mask=(rows[:, None] < M) & (cols[None, :] < N))", ")"),),
     ),
     WrongAnswer(
         "strides of a contiguous matrix", "q1_5", "", "column-major",
-        replaces=("a_ptr + rows[:, None] * stride_am + ks[None, :] * stride_ak", "a_ptr + rows[:, None] * stride_am + ks[None, :]"),
+        replaces=(("a_ptr + rows[:, None] * stride_am + ks[None, :] * stride_ak", "a_ptr + rows[:, None] * stride_am + ks[None, :]"),),
     ),
     WrongAnswer(
-        "rows of A not masked", "q1_5", "", "tl.load reads outside", replaces=("(rows[:, None] < M) & (ks[None, :] < K)", "ks[None, :] < K"),
+        "rows of A not masked", "q1_5", "", "tl.load reads outside", replaces=(("(rows[:, None] < M) & (ks[None, :] < K)", "ks[None, :] < K"),),
     ),
     WrongAnswer(
         "not accumulated", "q1_5", "", "is wrong in",
-        replaces=("tl.dot(a_tile, b_tile, accumulator, input_precision", "tl.dot(a_tile, b_tile, input_precision"),
+        replaces=(("tl.dot(a_tile, b_tile, accumulator, input_precision", "tl.dot(a_tile, b_tile, input_precision"),),
     ),
     # ---- 2
     WrongAnswer(

@@ -3,7 +3,7 @@
 Each `code` stands after the model answer in the same cell, so that it replaces one function of it.
 """
 
-from tests.instructor.lab1_wrong_answers import WrongAnswer
+from tests.instructor.lab_cases import WrongAnswer
 
 _MASKED = """
 def masked_attention(q, k, v, mask):

@@ -4,27 +4,15 @@
 the answer's file, what stands there instead), each text there once.
 """
 
-from dataclasses import dataclass
+from tests.instructor.lab_cases import WrongAnswer
 
 
-@dataclass(frozen=True)
-class WrongAnswer:
-    """A mistake, the answer cell it stands in, what the student reads, and the test cells it loses."""
-
-    mistake: str
-    cell: str
-    phrase: str | tuple[str, ...]  # in the message; of several, any one
-    replaces: tuple[tuple[str, str], ...] = ()
-    code: str = ""
-    loses: tuple[str, ...] = ()
-
-    @property
-    def lost(self) -> set[str]:
-        return set(self.loses or (f"{self.cell}_tests",))
+def _after(mistake: str, cell: str, phrase, *, code: str, loses: tuple[str, ...] = ()) -> WrongAnswer:
+    return WrongAnswer(mistake, cell, code, phrase, loses)
 
 
 def _instead(mistake: str, cell: str, phrase, *replaces: tuple[str, str]) -> WrongAnswer:
-    return WrongAnswer(mistake, cell, phrase, replaces)
+    return WrongAnswer(mistake, cell, phrase=phrase, replaces=replaces)
 
 
 _REPAIRS = '''
@@ -43,47 +31,47 @@ _FENCE = "fence_async_shared()\\n"
 
 WRONG_ANSWERS = [
     # ---- 1.1, 1.3
-    WrongAnswer("MACs for FLOPs", "q1_1", "two FLOPs for each multiply-accumulate", code="""
+    _after("MACs for FLOPs", "q1_1", "two FLOPs for each multiply-accumulate", code="""
 def tile_cycles(rows, keys, d):
     return 2 * rows * keys * d / 4096, rows * keys / 16, 4 * keys * d / 20
 """),
-    WrongAnswer("Q loaded with each block", "q1_1", "before the loop", code="""
+    _after("Q loaded with each block", "q1_1", "before the loop", code="""
 def tile_cycles(rows, keys, d):
     return 4 * rows * keys * d / 4096, rows * keys / 16, (4 * keys + 2 * rows) * d / 20
 """),
-    WrongAnswer("one ring for K and V", "q1_1", "a ring each", loses=("q1_1_budget_tests",), code="""
+    _after("one ring for K and V", "q1_1", "a ring each", loses=("q1_1_budget_tests",), code="""
 def shared_bytes(consumers, keys, d, stages):
     return 2 * consumers * 64 * d + 2 * stages * keys * d
 """),
-    WrongAnswer("one slot of V, whatever the stages", "q1_1", "shared_bytes", loses=("q1_1_budget_tests",), code="""
+    _after("one slot of V, whatever the stages", "q1_1", "shared_bytes", loses=("q1_1_budget_tests",), code="""
 def shared_bytes(consumers, keys, d, stages):
     return 2 * (consumers * 64 * d + (stages + 1) * keys * d)
 """),
-    WrongAnswer("registers of the scores alone", "q1_1", "lies in registers, too", loses=("q1_1_budget_tests",), code="""
+    _after("registers of the scores alone", "q1_1", "lies in registers, too", loses=("q1_1_budget_tests",), code="""
 def registers_per_thread(keys, d):
     return 64 * keys / 128
 """),
-    WrongAnswer("whole chip in flight", "bonus_1_3", "divide by the number of SMs", code="""
+    _after("whole chip in flight", "bonus_1_3", "divide by the number of SMs", code="""
 def bytes_in_flight(bandwidth_tb_s, latency_ns, sms):
     return bandwidth_tb_s * 1e12 * latency_ns * 1e-9
 """),
-    WrongAnswer("half slots", "bonus_1_3", ("round up", "slots_needed is 0", "slots_needed"), code="""
+    _after("half slots", "bonus_1_3", ("round up", "slots_needed is 0", "slots_needed"), code="""
 def slots_needed(bandwidth_tb_s, latency_ns, sms, slot_bytes):
     return int(bytes_in_flight(bandwidth_tb_s, latency_ns, sms) // slot_bytes)
 """),
     # ---- 2.1
-    WrongAnswer("order read backwards", "q2_1", ("fastest dimension first", "Expected here"), code="""
+    _after("order read backwards", "q2_1", ("fastest dimension first", "Expected here"), code="""
 right_owner = owner
 def owner(row, column, shape, size, threads, warps, order):
     return right_owner(row, column, shape, size, threads, warps, order[::-1])
 """),
-    WrongAnswer("lanes do not wrap", "q2_1", "Expected here", code="""
+    _after("lanes do not wrap", "q2_1", "Expected here", code="""
 right_owner = owner
 def owner(row, column, shape, size, threads, warps, order):
     warp, lane, register = right_owner(row, column, shape, size, threads, warps, order)
     return warp, lane + 32 * warp, register
 """),
-    WrongAnswer("repetitions counted along columns first", "q2_1", ("Expected here", "fastest dimension first"), code="""
+    _after("repetitions counted along columns first", "q2_1", ("Expected here", "fastest dimension first"), code="""
 right_owner = owner
 def owner(row, column, shape, size, threads, warps, order):
     warp, lane, register = right_owner(row, column, shape, size, threads, warps, order)
@@ -134,18 +122,18 @@ def owner(row, column, shape, size, threads, warps, order):
              ("        more = i + STAGES < tiles\n", "        more = i < 0\n"),
              ("mbarrier.wait(full.index(slot), (i // STAGES) & 1)", "mbarrier.wait(full.index(slot), 0)")),
     # ---- 3.4
-    WrongAnswer("repaired but for the fence", "bonus_3_4", "missing fence",
-                code=_REPAIRS.format(behind="", more=_STORE + _COUNT)),
-    WrongAnswer("repaired but for the count", "bonus_3_4", "1 of 2 arrivals missing",
-                code=_REPAIRS.format(behind=_FENCE, more=_STORE)),
-    WrongAnswer("repaired but for the store", "bonus_3_4", "tma.store_wait",
-                code=_REPAIRS.format(behind=_FENCE, more=_COUNT)),
-    WrongAnswer("more lines than six", "bonus_3_4", "6 at most", code="""
+    _after("repaired but for the fence", "bonus_3_4", "missing fence",
+           code=_REPAIRS.format(behind="", more=_STORE + _COUNT)),
+    _after("repaired but for the count", "bonus_3_4", "1 of 2 arrivals missing",
+           code=_REPAIRS.format(behind=_FENCE, more=_STORE)),
+    _after("repaired but for the store", "bonus_3_4", "tma.store_wait",
+           code=_REPAIRS.format(behind=_FENCE, more=_COUNT)),
+    _after("more lines than six", "bonus_3_4", "6 at most", code="""
 right_repairs = repairs
 def repairs():
     return {**right_repairs(), "slot = i % STAGES": "slot = i % STAGES", "out.store(x * factor)": "out.store(x * factor)"}
 """),
-    WrongAnswer("repairs what is not there", "bonus_3_4", "stands 0 times", code="""
+    _after("repairs what is not there", "bonus_3_4", "stands 0 times", code="""
 def repairs():
     return {"mbarrier.wait(empty, 0)": "pass"}
 """),

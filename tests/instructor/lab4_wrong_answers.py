@@ -3,7 +3,7 @@
 Each `code` is what stands after the model answer in the same cell, so that it replaces one function of it.
 """
 
-from tests.instructor.lab1_wrong_answers import WrongAnswer
+from tests.instructor.lab_cases import WrongAnswer
 
 _WHY = """
 def why_not(backend, q, k, v, **options):
@@ -553,7 +553,7 @@ _any = choose_backend
 def choose_backend(grid, call, able):
     return _any(grid, call, ["math", "flash", "efficient", "cudnn"])
 """,
-        ("not in `able`", "able[0]"),
+        ("in `able`", "able[0]"),
     ),
     WrongAnswer(
         "a block of zeros", "bonus_5_5",

@@ -6,58 +6,18 @@ import json
 import math
 import re
 import warnings
-from datetime import datetime
 
-import nbformat
 import pytest
 import torch
 
-from instructor.build import ROOT, build_lab
-from instructor.checks import lab2_flexattention as checks
-from instructor.course import answered_notebook
+from instructor.build import ROOT
+from tests.instructor import lab_cases
+from tests.instructor.every_lab import *  # noqa: F403
 from tests.instructor.lab2_right_answers import RIGHT_ANSWERS
 from tests.instructor.lab2_wrong_answers import WRONG_ANSWERS
 
-NAME = "lab2_flexattention"
-SOURCE = ROOT / "instructor" / "labs" / f"{NAME}.py"
+LAB = "lab2_flexattention"
 BY_HAND = {"q1_3": 4, "q5_2": 5, "q5_3": 4, "q6_2": 4, "q7_2": 4}
-
-
-@pytest.fixture(scope="module")
-def lab2():
-    return build_lab(SOURCE)
-
-
-@pytest.fixture(scope="module")
-def cells(lab2):
-    return nbformat.reads(lab2.instructor, as_version=4).cells
-
-
-@pytest.fixture(scope="module")
-def answers(cells):
-    """{id of an answer cell: its source}"""
-    return {c.metadata.nbgrader["grade_id"]: c.source for c in cells if c.cell_type == "code" and _has(c, "solution")}
-
-
-@pytest.fixture(scope="module")
-def hidden_tests(cells):
-    """{id of a test cell: (name of its hidden check, names of its arguments)}, read off the cells themselves."""
-    found = {}
-    for cell in cells:
-        if cell.cell_type == "code" and _has(cell, "grade"):
-            (call,) = re.findall(r"^hidden\.(\w+)\((.*)\)\.raise_if_wrong\(\)$", cell.source, flags=re.MULTILINE)
-            found[cell.metadata.nbgrader["grade_id"]] = call[0], [name.strip() for name in call[1].split(",")]
-    return found
-
-
-@pytest.fixture(scope="module")
-def own(hidden_tests):
-    """{id of an answer cell: the test cells that judge it}"""
-    return lambda cell: {test: check for test, check in hidden_tests.items() if test.startswith(f"{cell}_")}
-
-
-def _has(cell, role):
-    return cell.metadata.get("nbgrader", {}).get(role, False)
 
 
 def _namespace(answers):
@@ -67,73 +27,39 @@ def _namespace(answers):
 
     names = {"torch": torch, "F": F, "math": math, "functools": functools, "warnings": warnings, "BlockMask": BlockMask,
              "create_block_mask": create_block_mask, "flex_attention": flex_attention}  # fmt: skip
-    for cell, source in answers.items():
-        exec(compile(source, cell, "exec"), names)
-    return names
+    return lab_cases.run_answers(answers, names)
 
 
-def _verdicts(hidden_tests, names):
-    """{id of a test cell: Verdict}"""
-    return {
-        cell: getattr(checks, check)(*(names[name] for name in arguments))
-        for cell, (check, arguments) in hidden_tests.items()
-    }
+def test_hundred_points_and_eighteen(lab):
+    assert lab_cases.points_of(lab) == (100, 18)
 
 
-def test_hundred_points_and_eighteen(lab2):
-    regular = sum(q.points for q in lab2.questions if not q.bonus)
-    bonus = sum(q.points for q in lab2.questions if q.bonus)
-    assert (regular, bonus) == (100, 18)
-
-
-def test_the_students_notebook_is_the_built_one(lab2):
-    assert (ROOT / f"{NAME}.ipynb").read_text(encoding="utf-8") == lab2.student, f"run: labs build {NAME}"
-
-
-def test_every_check_is_used_by_one_cell(hidden_tests):
-    assert sorted(check for check, _ in hidden_tests.values()) == sorted(checks.__all__)
-
-
-def test_verdicts_name_their_question(hidden_tests):
-    for cell, (check, _) in hidden_tests.items():
-        kind, part, number = cell.split("_")[:3]
-        expected = f"Bonus {part}.{number}" if kind == "bonus" else f"{kind[1:]}.{part}"
-        assert getattr(checks, check).question == expected, cell
+def test_the_students_notebook_is_the_built_one(lab):
+    assert (ROOT / f"{LAB}.ipynb").read_text(encoding="utf-8") == lab.student, f"run: labs build {LAB}"
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_model_answers_pass_with_fresh_inputs(hidden_tests, answers, seed):
-    verdicts = _verdicts(hidden_tests, _namespace(answers))
-    assert [str(v) for v in verdicts.values() if not v.passed] == []
+def test_model_answers_pass_with_fresh_inputs(calls, checks, answers, seed):
+    assert lab_cases.refusals(lab_cases.verdicts_on(calls, _namespace(answers), checks)) == []
 
 
-def test_there_are_enough_mistakes(hidden_tests):
-    assert len(WRONG_ANSWERS) >= 60
-    assert len({wrong.mistake for wrong in WRONG_ANSWERS}) == len(WRONG_ANSWERS)
-    assert set().union(*(wrong.lost for wrong in WRONG_ANSWERS)) == set(hidden_tests)
+def test_there_are_enough_mistakes(calls):
+    lab_cases.assert_mistakes_cover(WRONG_ANSWERS, calls, at_least=60)
 
 
 @pytest.mark.parametrize("wrong", WRONG_ANSWERS, ids=lambda wrong: wrong.mistake)
-def test_wrong_answer_loses_its_question_alone(hidden_tests, answers, wrong):
+def test_wrong_answer_loses_its_question_alone(calls, checks, answers, wrong):
     names = _namespace(answers)
     exec(compile(wrong.code, wrong.cell, "exec"), names)
-    verdicts = _verdicts(hidden_tests, names)
-    assert {cell: str(v) for cell, v in verdicts.items() if not v.passed}.keys() == wrong.lost
-    for cell in wrong.lost:
-        verdict = verdicts[cell]
-        assert str(verdict).startswith(f"✗ {_label(verdict.question)}")
-        phrases = (wrong.phrase,) if isinstance(wrong.phrase, str) else wrong.phrase
-        if cell == sorted(wrong.lost)[-1]:
-            assert any(phrase in verdict.message for phrase in phrases), verdict.message
+    lab_cases.assert_loses_alone(lab_cases.verdicts_on(calls, names, checks), wrong, every_message=False)
 
 
 @pytest.mark.parametrize("right", RIGHT_ANSWERS, ids=lambda right: right[0])
-def test_another_right_answer_passes(own, answers, right):
+def test_another_right_answer_passes(calls, checks, answers, right):
     _, cell, code = right
     names = _namespace(answers)
     exec(compile(code, cell, "exec"), names)
-    assert own(cell)
-    assert [str(v) for v in _verdicts(own(cell), names).values() if not v.passed] == []
+    assert lab_cases.refusals(lab_cases.verdicts_on(lab_cases.calls_of(cell, calls), names, checks)) == []
 
 
 def _visible(cells, test, names):
@@ -210,12 +136,12 @@ def test_arguments_are_counted_as_flex_attention_counts_them():
                 create_block_mask(mod, None, None, 4, 4, device="cpu", BLOCK_SIZE=2)
 
 
-def test_unanswered_questions_say_so(hidden_tests):
+def test_unanswered_questions_say_so(calls, checks, answers):
     def stub(*args, **kwargs):
         raise NotImplementedError()
 
-    for cell, (check, arguments) in hidden_tests.items():
-        verdict = getattr(checks, check)(*(stub for _ in arguments))
+    names = dict.fromkeys(_namespace(answers), stub)
+    for cell, verdict in lab_cases.verdicts_on(calls, names, checks).items():
         assert not verdict.passed and "not answered yet" in verdict.message, cell
 
 
@@ -249,130 +175,31 @@ def test_model_answers_run_on_a_gpu(answers):
     torch.testing.assert_close(got.double(), flex_reference(q, k, v, names["causal"]), rtol=3e-2, atol=3e-2)
 
 
-def _label(question):
-    return question if question.startswith("Bonus") else f"Question {question}"
-
-
 # ---- the notebook ------------------------------------------------------------------------------------------------
-
-
-def _required(tree):
-    """Names of the answers that a cell asks for with require_answer."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return {call.args[0].value for call in calls if getattr(call.func, "id", "") == "require_answer"}
-
-
-def _defined(tree):
-    """Names that a cell gives to the notebook."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-    return names
-
-
-def test_a_missing_answer_stops_only_cells_that_say_so(cells):
-    """What a cell uses comes from cells that run at least whenever it runs itself."""
-    needs, problems = {}, []  # needs: name -> answers without which it is not there
-    for cell in cells:
-        if cell.cell_type != "code":
-            continue
-        tree = ast.parse(cell.source)
-        if _has(cell, "solution"):
-            needs |= {node.name: {node.name} for node in tree.body if isinstance(node, ast.FunctionDef)}
-            continue
-        if _has(cell, "grade"):
-            continue  # a check reports a missing answer by itself
-        required = _required(tree)
-        used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-        mine = _defined(tree)
-        arguments = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-        for name in used - mine - arguments:
-            missing = needs.get(name, set()) - required
-            if missing:
-                problems.append(f"{cell.source.splitlines()[0]}: {name} needs {missing}")
-        needs |= {name: required for name in mine}
-    assert not problems, "\n".join(problems)
 
 
 def test_cells_bring_the_names_they_measure_with(cells):
     """A cell run again, or out of order, does not take another cell's tensors."""
     shared = {"q", "k", "v", "span", "block", "rows"}
     for cell in cells:
-        if cell.cell_type != "code" or _has(cell, "solution") or _has(cell, "grade"):
+        if cell.cell_type != "code" or lab_cases.has_role(cell, "solution") or lab_cases.has_role(cell, "grade"):
             continue
         tree = ast.parse(cell.source)
-        used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)} & shared
-        arguments = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-        assert used <= _defined(tree) | arguments, cell.source.splitlines()[0]
+        own = lab_cases.names_given(tree) | lab_cases.arguments_named(tree)
+        assert lab_cases.names_used(tree) & shared <= own, cell.source.splitlines()[0]
 
 
-def test_the_lab_reads_well(lab2):
+def test_the_lab_reads_well(lab):
     """Figures are there and described; a prediction comes before the measurements."""
-    text = "\n".join(c.source for c in nbformat.reads(lab2.student, as_version=4).cells if c.cell_type == "markdown")
-    figures = re.findall(r"!\[(.*?)\]\((.*?)\)", text)
-    assert len(figures) >= 4
-    for alt, path in figures:
-        assert len(alt) > 30 and (ROOT / path).is_file(), path
-    assert len(re.findall(r"\*\*Before you (?:run|look)\.\*\*", text)) >= 9
-
-
-def _errors(notebook):
-    for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            if output.output_type == "error":
-                yield cell, output
-
-
-def _seconds(cell):
-    times = cell.metadata.get("execution", {})
-    begin, end = (times.get(key) for key in ("iopub.execute_input", "shell.execute_reply"))
-    return (datetime.fromisoformat(end) - datetime.fromisoformat(begin)).total_seconds() if begin and end else 0.0
-
-
-@pytest.fixture(scope="module")
-def graded(lab2, grade_notebooks):
-    """Stock nbgrader's scores and executed notebooks: solved, and untouched."""
-    course, scores = grade_notebooks(lab2, {"solved": answered_notebook(lab2), "untouched": lab2.student})
-    executed = {
-        student: nbformat.read(course.root / "autograded" / student / NAME / f"{NAME}.ipynb", as_version=4)
-        for student in scores
-    }
-    return scores, executed
+    prose = lab_cases.prose_of(lab.student)
+    lab_cases.assert_figures_are_described(prose, at_least=4)
+    assert len(re.findall(r"\*\*Before you (?:run|look)\.\*\*", prose)) >= 9
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)  # two notebooks, on a machine that may be busy
-def test_solved_lab_gets_every_point(graded):
-    scores, executed = graded
-    automatic = {name: s for name, s in scores["solved"].items() if not s.needs_manual_grade}
-    assert {name: s for name, s in automatic.items() if s.auto != s.points} == {}
-    assert {name: s.points for name, s in scores["solved"].items() if s.needs_manual_grade} == BY_HAND
-    assert sum(s.points for s in scores["solved"].values()) == 118
-    assert [(cell.source[:60], error.evalue) for cell, error in _errors(executed["solved"])] == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1500)  # two notebooks, on a machine that may be busy
+@pytest.mark.timeout(1500)
 def test_solved_lab_is_quick_and_keeps_its_tables(graded):
-    _, executed = graded
-    seconds = [_seconds(cell) for cell in executed["solved"].cells if cell.cell_type == "code"]
-    assert sum(seconds) > 5  # the times were recorded
-    assert sum(seconds) < 8 * 60
-    text = json.dumps(executed["solved"].cells[-2])
+    lab_cases.assert_solved_is_quick(graded, longest_cell=8 * 60)
+    text = json.dumps(graded.notebooks["solved"].cells[-2])
     for table in ("mask_as_data", "promises", "race", "traces", "cliff", "buckets", "sweep", "layout"):
         assert table in text
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1500)  # two notebooks, on a machine that may be busy
-def test_untouched_lab_gets_nothing_and_says_what_is_missing(graded):
-    scores, executed = graded
-    assert sum(s.auto or 0 for s in scores["untouched"].values()) == 0
-    for cell, error in _errors(executed["untouched"]):
-        assert error.ename in ("WrongAnswer", "AnswerNeeded"), (cell.source[:60], error.evalue)
-        assert re.search(r"(Question|Bonus) \d\.\d", error.evalue), error.evalue

@@ -2,7 +2,6 @@
 
 import math
 import re
-from datetime import datetime
 
 import nbformat
 import pytest
@@ -10,44 +9,14 @@ import torch
 
 pytest.importorskip("triton", reason="lab 3 needs Triton for Gluon itself; there are wheels for Linux only")
 
-from instructor.build import ROOT, build_lab
-from instructor.checks import lab3_gluon as checks
-from instructor.course import answered_notebook
+from instructor.points import lab_path
+from tests.instructor import lab_cases
+from tests.instructor.every_lab import *  # noqa: F403
 from tests.instructor.lab3_right_answers import BODY, RIGHT_ANSWERS
 from tests.instructor.lab3_wrong_answers import WRONG_ANSWERS
 
-SOURCE = ROOT / "instructor" / "labs" / "lab3_gluon.py"
-
-
-def _has(cell, role):
-    return cell.metadata.get("nbgrader", {}).get(role, False)
-
-
-@pytest.fixture(scope="module")
-def lab3():
-    return build_lab(SOURCE)
-
-
-@pytest.fixture(scope="module")
-def cells(lab3):
-    return nbformat.reads(lab3.instructor, as_version=4).cells
-
-
-@pytest.fixture(scope="module")
-def answers(cells):
-    """{id of an answer cell: its source}"""
-    return {c.metadata.nbgrader["grade_id"]: c.source for c in cells if c.cell_type == "code" and _has(c, "solution")}
-
-
-@pytest.fixture(scope="module")
-def hidden_tests(cells):
-    """{id of a test cell: its hidden check, as the cell writes it}"""
-    found = {}
-    for cell in cells:
-        if cell.cell_type == "code" and _has(cell, "grade"):
-            (call,) = re.findall(r"^(hidden\.\w+\(.*\))\.raise_if_wrong\(\)$", cell.source, flags=re.MULTILINE)
-            found[cell.metadata.nbgrader["grade_id"]] = call
-    return found
+LAB = "lab3_gluon"
+BY_HAND = {"q1_2": 4, "q3_3": 4, "q4_2": 4, "q5_4": 6}
 
 
 @pytest.fixture(scope="module")
@@ -68,84 +37,58 @@ def _replaced(text, replaces):
             start, end = text.index("### BEGIN SOLUTION") + len("### BEGIN SOLUTION"), text.index("### END SOLUTION")
             text = f"{text[:start]}\n{new.strip(chr(10))}\n    {text[end:]}"
         else:
-            assert text.count(old) == 1, (text.count(old), old)
-            text = text.replace(old, new)
+            text = lab_cases.replaced_once(text, old, new)
     return text
 
 
-def _verdicts(hidden_tests, answers, files, cell=None, code="", replaces=()):
+def _verdicts(calls, checks, answers, files, cell=None, code="", replaces=()):
     """{id of a test cell: Verdict}, with one answer changed."""
-    names = {"math": math, "torch": torch}
-    for name, source in answers.items():
-        if not source.startswith("%%writefile"):
-            exec(compile(source, name, "exec"), names)
-    if code:
-        exec(compile(code, cell, "exec"), names)
+    names = lab_cases.run_answers(answers, {"math": math, "torch": torch})
+    exec(compile(code, cell or "no change", "exec"), names)
     texts = dict(files)
     if replaces:
         file = _file_of(answers, cell)
         texts[file] = _replaced(texts[file], replaces)
-    names |= {"hidden": checks, "text_of": texts.__getitem__}
-    return {test: eval(call, names) for test, call in hidden_tests.items()}
+    return lab_cases.verdicts_on(calls, {**names, "text_of": texts.__getitem__}, checks)
 
 
-def _of(hidden_tests, cell):
+def _near(calls, cell):
     """The tests of one answer, and of the question before and after it: what a mistake there could touch."""
-    order = list(hidden_tests)
-    own = [i for i, test in enumerate(order) if test.startswith(cell)]
-    return {test: hidden_tests[test] for test in order[max(0, own[0] - 1) : own[-1] + 2]}
+    order = list(calls)
+    own = [order.index(test) for test in lab_cases.calls_of(cell, calls)]
+    return {test: calls[test] for test in order[max(0, own[0] - 1) : own[-1] + 2]}
 
 
-def test_hundred_points_and_sixteen(lab3):
-    regular = sum(q.points for q in lab3.questions if not q.bonus)
-    assert (regular, sum(q.points for q in lab3.questions if q.bonus)) == (100, 16)
-
-
-def test_every_check_is_used_by_one_cell(hidden_tests):
-    used = sorted(re.match(r"hidden\.(\w+)", call)[1] for call in hidden_tests.values())
-    assert used == sorted(checks.__all__)
-
-
-def test_verdicts_name_their_question(hidden_tests):
-    for cell, call in hidden_tests.items():
-        kind, part, number = (*cell.split("_"), "")[:3]
-        expected = f"Bonus {part}.{number}" if kind == "bonus" else f"{kind[1:]}.{part}"
-        assert getattr(checks, re.match(r"hidden\.(\w+)", call)[1]).question == expected, cell
+def test_hundred_points_and_sixteen(lab):
+    assert lab_cases.points_of(lab) == (100, 16)
 
 
 @pytest.mark.parametrize("draw", range(2))
-def test_model_answers_pass_with_fresh_inputs(hidden_tests, answers, files, draw):
-    verdicts = _verdicts(hidden_tests, answers, files)
-    assert [str(v) for v in verdicts.values() if not v.passed] == []
+def test_model_answers_pass_with_fresh_inputs(calls, checks, answers, files, draw):
+    assert lab_cases.refusals(_verdicts(calls, checks, answers, files)) == []
 
 
-def test_there_are_enough_mistakes(hidden_tests):
-    assert len(WRONG_ANSWERS) >= 30
-    assert len({wrong.mistake for wrong in WRONG_ANSWERS}) == len(WRONG_ANSWERS)
-    assert set().union(*(wrong.lost for wrong in WRONG_ANSWERS)) == set(hidden_tests)
+def test_there_are_enough_mistakes(calls):
+    lab_cases.assert_mistakes_cover(WRONG_ANSWERS, calls, at_least=30)
 
 
 @pytest.mark.parametrize("wrong", WRONG_ANSWERS, ids=lambda wrong: wrong.mistake)
-def test_wrong_answer_loses_its_question_alone(hidden_tests, answers, files, wrong):
-    near = _of(hidden_tests, wrong.cell)
-    verdicts = _verdicts(near, answers, files, wrong.cell, wrong.code, wrong.replaces)
-    assert {cell for cell, verdict in verdicts.items() if not verdict.passed} == wrong.lost
-    for cell in wrong.lost:
-        verdict = verdicts[cell]
-        phrases = (wrong.phrase,) if isinstance(wrong.phrase, str) else wrong.phrase
-        assert any(phrase in verdict.message for phrase in phrases), verdict.message
-        assert "Traceback" not in verdict.message and "/tmp/" not in verdict.message
-        if "the simulator stopped" in verdict.message:
-            assert re.search(r"line \d+ in \w+: ", verdict.message), verdict.message
+def test_wrong_answer_loses_its_question_alone(calls, checks, answers, files, wrong):
+    near = _near(calls, wrong.cell)
+    verdicts = _verdicts(near, checks, answers, files, wrong.cell, wrong.code, wrong.replaces)
+    lab_cases.assert_loses_alone(verdicts, wrong)
+    for message in (verdicts[cell].message for cell in wrong.lost):
+        assert "Traceback" not in message and "/tmp/" not in message
+        if "the simulator stopped" in message:
+            assert re.search(r"line \d+ in \w+: ", message), message
 
 
 @pytest.mark.parametrize("right", RIGHT_ANSWERS, ids=lambda right: right[0])
-def test_another_right_answer_passes(hidden_tests, answers, files, right):
+def test_another_right_answer_passes(calls, checks, answers, files, right):
     _, cell, change = right
     code, replaces = (change, ()) if isinstance(change, str) else ("", change)
-    own = {test: call for test, call in hidden_tests.items() if test.startswith(cell)}
-    verdicts = _verdicts(own, answers, files, cell, code, replaces)
-    assert [str(v) for v in verdicts.values() if not v.passed] == []
+    own = lab_cases.calls_of(cell, calls)
+    assert lab_cases.refusals(_verdicts(own, checks, answers, files, cell, code, replaces)) == []
 
 
 VISIBLE = [  # mistakes that the check in the notebook itself must find: (question, words of the message)
@@ -162,19 +105,16 @@ VISIBLE = [  # mistakes that the check in the notebook itself must find: (questi
 
 
 @pytest.fixture(scope="module")
-def visible(lab3, answers):
+def visible(lab, answers):
     """(names of the notebook after setup and the model answers, {id of a test cell: its visible part})"""
     names, tests = {"__name__": "notebook"}, {}
-    for cell in nbformat.reads(lab3.student, as_version=4).cells:
+    for cell in nbformat.reads(lab.student, as_version=4).cells:
         name = cell.metadata.get("nbgrader", {}).get("grade_id")
         if name in ("setup", "launches"):
             exec(compile(cell.source, name, "exec"), names)
-        elif cell.cell_type == "code" and _has(cell, "grade"):
+        elif cell.cell_type == "code" and lab_cases.has_role(cell, "grade"):
             tests[name] = cell.source
-    for name, source in answers.items():
-        if not source.startswith("%%writefile"):
-            exec(compile(source, name, "exec"), names)
-    return names, tests
+    return lab_cases.run_answers(answers, names), tests
 
 
 @pytest.mark.parametrize(("mistake", "cell", "phrase"), VISIBLE, ids=lambda value: str(value))
@@ -193,8 +133,8 @@ def test_the_notebooks_own_check_finds_it(visible, answers, files, monkeypatch, 
     assert phrase in str(error.value), str(error.value)
 
 
-def test_an_unanswered_or_broken_file_is_a_message(hidden_tests, answers, files):
-    call = {"q3_2_tests": hidden_tests["q3_2_tests"]}
+def test_an_unanswered_or_broken_file_is_a_message(calls, checks, answers, files):
+    call = {"q3_2_tests": calls["q3_2_tests"]}
     for text, phrase in (
         ("def sum_of_squares(:\n", "is no Python"),
         ("import nowhere_to_be_found\ndef sum_of_squares(): pass\n", "cannot be imported"),
@@ -202,7 +142,7 @@ def test_an_unanswered_or_broken_file_is_a_message(hidden_tests, answers, files)
         ("def sum_of_squares(): pass\n", "should be a @gluon.jit function of"),
         (files["lab3_tma_ring.py"].replace("### BEGIN SOLUTION", "raise NotImplementedError()"), "write the kernel"),
     ):
-        (verdict,) = _verdicts(call, answers, {**files, "lab3_tma_ring.py": text}).values()
+        (verdict,) = _verdicts(call, checks, answers, {**files, "lab3_tma_ring.py": text}).values()
         assert not verdict.passed and phrase in verdict.message, verdict.message
 
 
@@ -215,7 +155,8 @@ def test_model_answers_agree_on_a_gpu():
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("TMA, mbarriers and wgmma need a Hopper GPU (H100, H200)")
-    texts = {m[1]: m[2] for m in re.finditer(r"^# %%writefile (\S+)\n(.*?)(?=^# %% )", SOURCE.read_text(), re.M | re.S)}
+    source = lab_path(LAB).read_text()
+    texts = {m[1]: m[2] for m in re.finditer(r"^# %%writefile (\S+)\n(.*?)(?=^# %% )", source, re.M | re.S)}
     draw = Draw(None)
     qkv = attention.inputs(2, 150, 230, 64, draw)
     for launch, expected in (
@@ -232,67 +173,16 @@ def test_model_answers_agree_on_a_gpu():
 # ---- the notebook ------------------------------------------------------------------------------------------------
 
 
-def test_the_lab_reads_well(lab3):
+def test_the_lab_reads_well(lab):
     """Figures are there and described; a prediction comes before the measurements; the checklist is the map."""
-    text = "\n".join(c.source for c in nbformat.reads(lab3.student, as_version=4).cells if c.cell_type == "markdown")
-    figures = re.findall(r"!\[(.*?)\]\((.*?)\)", text)
-    assert len(figures) >= 3
-    for alt, path in figures:
-        assert len(alt) > 30 and (ROOT / path).is_file(), path
-    assert text.count("**Before you run.**") >= 5
+    prose = lab_cases.prose_of(lab.student)
+    lab_cases.assert_figures_are_described(prose, at_least=3)
+    assert prose.count("**Before you run.**") >= 5
     for line in ("Pipeline", "Layouts", "Softmax", "Sync", "Memory", "Loads", "Critical path", "Schedule", "Masking"):
-        assert f"| {line} |" in text
-
-
-def _errors(notebook):
-    for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            if output.output_type == "error":
-                yield cell, output
-
-
-def _seconds(cell):
-    times = cell.metadata.get("execution", {})
-    begin, end = (times.get(key) for key in ("iopub.execute_input", "shell.execute_reply"))
-    return (datetime.fromisoformat(end) - datetime.fromisoformat(begin)).total_seconds() if begin and end else 0.0
-
-
-@pytest.fixture(scope="module")
-def graded(lab3, grade_notebooks):
-    """Stock nbgrader's scores and executed notebooks: solved, and untouched."""
-    course, scores = grade_notebooks(lab3, {"solved": answered_notebook(lab3), "untouched": lab3.student})
-    executed = {
-        student: nbformat.read(course.root / "autograded" / student / "lab3_gluon" / "lab3_gluon.ipynb", as_version=4)
-        for student in scores
-    }
-    return scores, executed
+        assert f"| {line} |" in prose
 
 
 @pytest.mark.slow
-def test_solved_lab_gets_every_point(graded):
-    scores, executed = graded
-    assert [
-        (name, s) for name, s in scores["solved"].items() if not s.needs_manual_grade and s.auto != s.points
-    ] == []
-    by_hand = {name: s.points for name, s in scores["solved"].items() if s.needs_manual_grade}
-    assert by_hand == {"q1_2": 4, "q3_3": 4, "q4_2": 4, "q5_4": 6}
-    assert sum(s.points for s in scores["solved"].values()) == 116
-    assert [(cell.source[:60], error.evalue) for cell, error in _errors(executed["solved"])] == []
-
-
-@pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_solved_lab_is_quick(graded):
-    _, executed = graded
-    seconds = [_seconds(cell) for cell in executed["solved"].cells if cell.cell_type == "code"]
-    assert sum(seconds) > 5  # the times were recorded
-    assert max(seconds) < 60
-    assert sum(seconds) < 8 * 60
-
-
-@pytest.mark.slow
-def test_untouched_lab_gets_nothing_and_says_what_is_missing(graded):
-    scores, executed = graded
-    assert sum(s.auto or 0 for s in scores["untouched"].values()) == 0
-    for cell, error in _errors(executed["untouched"]):
-        assert error.ename in ("WrongAnswer", "AnswerNeeded"), (cell.source[:60], error.evalue)
-        assert re.search(r"(Question|Bonus) \d\.\d", error.evalue), error.evalue
+    lab_cases.assert_solved_is_quick(graded)

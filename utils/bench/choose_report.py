@@ -26,8 +26,8 @@ MACHINE = ("gpu", "cpu", "torch", "cudnn", "cuda", "driver", "triton", "python",
 
 
 def point_of_row(row: dict) -> Point:
-    return Point(row["kind"], row["batch"], row["heads"], row["kv_heads"], row["seq_len_q"], row["seq_len_kv"],
-                 row["head_dim"], 8 * DTYPES[row["dtype"]].itemsize, row["causal"])
+    return Point(row["batch"], row["heads"], row["kv_heads"], row["seq_len_q"], row["seq_len_kv"], row["head_dim"],
+                 row["kind"], 8 * DTYPES[row["dtype"]].itemsize, row["causal"])
 
 
 def measured_shapes(document: dict, which: str | None = None) -> list[dict]:

@@ -1,21 +1,19 @@
-"""Gluon kernels compiled for Hopper without a GPU, and what came out: SASS instructions, registers, spills.
+"""A student's Gluon kernel compiled for Hopper without a GPU: its instructions by what they do, registers, spills.
 
-Triton carries its own ptxas and disassembler. Run as a module, this file reads one request (JSON) from stdin and
-prints the answer: a wrong kernel can end the whole process, so callers use a process of its own (`exercises.py`).
+Run as a module, this file reads one request (JSON) from stdin and prints the answer: a wrong kernel can end the whole
+process, so callers use a process of its own (`exercises.py`).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import re
-import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-HOPPER = ("cuda", 90, 32)
+from utils.kernels.offline import compile_gluon, read_assembly
+
 # What to look for in SASS, by what it does.
 INSTRUCTIONS = {
     "global loads": r"\bLDG\.", "global stores": r"\bSTG\.", "cp.async": r"\bLDGSTS", "TMA loads": r"\bUTMALDG",
@@ -42,29 +40,9 @@ class Compiled:
 
 def compile_kernel(kernel, signature: dict[str, str], constants: dict, aligned: list[str], num_warps: int) -> Compiled:
     """Compile a @gluon.jit function for sm_90a. aligned: parameters at multiples of 16."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    names = [p.name for p in kernel.params]
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    signature = {name: "constexpr" if name in constants else signature[name] for name in names}
-    source = GluonASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget(*HOPPER), options={"num_warps": num_warps})
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        ptx.write_text(compiled.asm["ptx"])
-        cubin.write_bytes(compiled.asm["cubin"])
-        sass = subprocess.run([tools / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
-        # ptxas once more, for its own account of registers and spills.
-        said = subprocess.run([tools / "ptxas", "-v", "--gpu-name=sm_90a", ptx, "-o", Path(folder) / "again.cubin"],
-                              capture_output=True, text=True, check=True)
-    report = said.stdout + said.stderr
-    number = lambda pattern: sum(int(x) for x in re.findall(pattern, report))  # noqa: E731
-    counts = {what: len(re.findall(pattern, sass)) for what, pattern in INSTRUCTIONS.items()}
-    return Compiled(kernel.fn.__name__, counts, compiled.metadata.shared, number(r"Used (\d+) registers"),
-                    number(r"(\d+) bytes spill"))
+    read = read_assembly(compile_gluon(kernel, signature, constants, aligned, num_warps), kernel.fn.__name__)
+    counts = {what: read.count(pattern) for what, pattern in INSTRUCTIONS.items()}
+    return Compiled(read.name, counts, read.shared_bytes, read.registers, read.spill_bytes)
 
 
 def import_file(path: Path):

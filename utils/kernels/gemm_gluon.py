@@ -268,8 +268,7 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
 def compile_for_hopper(config: Config = CONFIGS[0], dtype: str = "bf16", *, a_column_major: bool = False,
                        b_column_major: bool = False, by_tma: bool = True):
     """The kernel compiled for sm_90a, on any machine: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`."""
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
+    from utils.kernels.offline import compile_gluon
 
     def descriptor(shape: list[int], transposed: bool = False) -> str:
         shape = shape[::-1] if transposed else shape
@@ -281,9 +280,8 @@ def compile_for_hopper(config: Config = CONFIGS[0], dtype: str = "bf16", *, a_co
                  "STAGES": config.stages, "GROUP_M": config.group_m, "A_COLUMN_MAJOR": a_column_major,
                  "B_COLUMN_MAJOR": b_column_major, "PIECES": config.pieces, "TMA_STORE": by_tma}
     signature = {"a_desc": a, "b_desc": descriptor([config.block_k, config.block_n], b_column_major), "c_desc": c,
-                 "c_pointer": f"*{dtype}", "M": "i32", "N": "i32", "K": "i32", **dict.fromkeys(constants, "constexpr")}
-    return triton.compile(GluonASTSource(gemm_kernel, signature, constants), target=GPUTarget("cuda", 90, 32),
-                          options={"num_warps": 4})
+                 "c_pointer": f"*{dtype}", "M": "i32", "N": "i32", "K": "i32"}
+    return compile_gluon(gemm_kernel, signature, constants)
 
 
 def main() -> int:

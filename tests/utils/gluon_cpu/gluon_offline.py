@@ -2,10 +2,9 @@
 
 import gluon_correct_kernels as kernels
 import gluon_planted_bugs as bugs
-import triton
-from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
+
+from utils.kernels.offline import compile_gluon
 
 
 def tile(dtype: str, shape: list[int]) -> str:
@@ -14,10 +13,7 @@ def tile(dtype: str, shape: list[int]) -> str:
 
 
 def compile_for_hopper(kernel, signature: dict, constants: dict, num_warps: int = 4) -> None:
-    signature = {**signature, **dict.fromkeys(constants, "constexpr")}
-    source = GluonASTSource(kernel, {p.name: signature[p.name] for p in kernel.params}, constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
-    assert compiled.asm["cubin"]
+    assert compile_gluon(kernel, signature, constants, num_warps=num_warps).asm["cubin"]
     print(kernel.fn.__name__, flush=True)
 
 

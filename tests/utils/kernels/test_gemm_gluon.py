@@ -21,15 +21,15 @@ hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_devi
 # In a process of its own: Triton may be interpreting in this one, and a fault of the assembler would end it.
 COMPILE = """
 import json, re, sys
-from triton.tools.disasm import get_sass
 from utils.kernels.gemm_gluon import CONFIGS, Config, compile_for_hopper
+from utils.kernels.offline import disassembled
 
 reports = []
 for index, dtype, a_column_major, b_column_major, by_tma in json.loads(sys.argv[1]):
     config = CONFIGS[index] if index >= 0 else Config(256, 128)
     kernel = compile_for_hopper(config, dtype, a_column_major=a_column_major, b_column_major=b_column_major,
                                 by_tma=by_tma)
-    ptx, sass = kernel.asm["ptx"], get_sass(kernel.asm["cubin"])
+    ptx, sass = kernel.asm["ptx"], disassembled(kernel)
     kind = dtype.replace("fp16", "f16")
     patterns = {
         "loads": r"cp\\.async\\.bulk\\.tensor\\.2d\\.shared", "stores": r"cp\\.async\\.bulk\\.tensor\\.2d\\.global",

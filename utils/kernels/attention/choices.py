@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from utils.kernels.attention.request import Request
+from utils.kernels.attention.request import Request, Shape
 
 SCHEMA, VERSION = "labs-attention-choices", 1
 VARIABLE = "LABS_ATTENTION_CHOICES"
@@ -46,23 +46,17 @@ def kind_of(sq: int, sk: int, needs_grad: bool) -> str:
 
 
 @dataclass(frozen=True)
-class Point:
+class Point(Shape):
     """A shape as the chooser sees it, measured or asked for."""
 
     kind: str
-    batch: int
-    heads: int
-    kv_heads: int
-    sq: int
-    sk: int
-    head_dim: int
     bits: int
     causal: bool
 
     @property
     def group(self) -> tuple:
         """What a neighbour must share: kind, bits, head_dim, causal, and grouped (decode: one query)."""
-        last = self.sq == 1 if self.kind == "decode" else self.heads != self.kv_heads
+        last = self.sq == 1 if self.kind == "decode" else self.grouped
         return self.kind, self.bits, self.head_dim, self.causal, last
 
     @property
@@ -76,8 +70,8 @@ class Point:
 
 
 def point_of(request: Request) -> Point:
-    return Point(kind_of(request.sq, request.sk, request.needs_grad), request.batch, request.heads, request.kv_heads,
-                 request.sq, request.sk, request.head_dim, 8 * request.dtype.itemsize, request.causal)
+    return Point(request.batch, request.heads, request.kv_heads, request.sq, request.sk, request.head_dim,
+                 kind_of(request.sq, request.sk, request.needs_grad), 8 * request.dtype.itemsize, request.causal)
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ class Refused(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Request:
-    """One attention call: q (B, H, Sq, D), k and v (B, Hkv, Sk, D), H a multiple of Hkv."""
+class Shape:
+    """The shapes of an attention call: q (B, H, Sq, D), k and v (B, Hkv, Sk, D), H a multiple of Hkv."""
 
     batch: int
     heads: int
@@ -30,17 +30,23 @@ class Request:
     sq: int
     sk: int
     head_dim: int
+
+    @property
+    def grouped(self) -> bool:
+        """Several query heads share a head of K and V."""
+        return self.heads != self.kv_heads
+
+
+@dataclass(frozen=True)
+class Request(Shape):
+    """One attention call."""
+
     dtype: torch.dtype
     device: torch.device
     causal: bool
     scale: float
     window: int | None
     needs_grad: bool
-
-    @property
-    def grouped(self) -> bool:
-        """Several query heads share a head of K and V."""
-        return self.heads != self.kv_heads
 
     @property
     def has_empty_rows(self) -> bool:

@@ -36,7 +36,7 @@ def report():
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, str(Path(__file__).with_name("offline_report.py")),
                            json.dumps(STEPS_1_TO_4 + STEP_5)], capture_output=True, text=True, env=environment,
-                          timeout=300, cwd=ROOT)
+                          timeout=550, cwd=ROOT)
     lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
     assert lines, f"compiling failed:\n{done.stderr[-3000:]}"
     return json.loads(lines[0].removeprefix("REPORT "))

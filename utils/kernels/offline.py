@@ -1,0 +1,85 @@
+"""Gluon kernels compiled for Hopper without a GPU, and what came out: PTX, SASS, registers, spills.
+
+Triton carries its own ptxas and disassembler. Not for a process that interprets Triton kernels (TRITON_INTERPRET); a
+wrong kernel can end the whole process. The assembly shows instructions; that results are right takes a run.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+HOPPER = ("cuda", 90, 32)  # Triton's name for sm_90a: backend, architecture, threads of a warp
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """One kernel compiled for sm_90a. registers: at launch, before setmaxnreg moves them between warpgroups."""
+
+    name: str
+    ptx: str
+    sass: str
+    shared_bytes: int
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    warnings: tuple[str, ...]
+
+    def count(self, pattern: str, where: str = "sass") -> int:
+        """How often a regular expression occurs in the SASS or the PTX."""
+        return len(re.findall(pattern, getattr(self, where)))
+
+
+def compile_gluon(kernel, signature: dict[str, str], constants: dict, aligned: Iterable[str] = (), num_warps: int = 4):
+    """Triton's compiled kernel: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`.
+
+    signature: {parameter: Triton's type}, without the constants. aligned: parameters at multiples of 16, as a launch
+    tells the compiler of its arguments.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    names = [parameter.name for parameter in kernel.params]
+    signature = {name: "constexpr" if name in constants else signature[name] for name in names}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = GluonASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget(*HOPPER), options={"num_warps": num_warps})
+
+
+def disassembled(compiled) -> str:
+    """The SASS of a compiled kernel."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        return _tool("nvdisasm", "-c", cubin).stdout
+
+
+def read_assembly(compiled, name: str) -> Assembly:
+    """All that can be read off a compiled kernel; ptxas runs once more, for its own account of registers and spills."""
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder) / "kernel.ptx"
+        ptx.write_text(compiled.asm["ptx"])
+        said = _tool("ptxas", "-v", "--gpu-name=sm_90a", ptx, "-o", Path(folder) / "again.cubin")
+    report = said.stdout + said.stderr
+
+    def total(pattern: str) -> int:
+        return sum(int(number) for number in re.findall(pattern, report))
+
+    return Assembly(
+        name, compiled.asm["ptx"], disassembled(compiled), compiled.metadata.shared, total(r"Used (\d+) registers"),
+        total(r"(\d+) bytes spill (?:stores|loads)"), total(r"(\d+) bytes stack frame"),
+        tuple(line.strip() for line in report.splitlines() if "warning" in line.lower() or "C75" in line),
+    )  # fmt: skip
+
+
+def _tool(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a program that Triton brings along."""
+    import triton
+
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([program, *arguments], capture_output=True, text=True, check=True)
