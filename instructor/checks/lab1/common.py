@@ -42,6 +42,10 @@ class Draw:
     def choice(self, values: Sequence):
         return self.numbers.choice(values)
 
+    def some(self, count: int, values: Sequence) -> list:
+        """`count` different ones of `values`, so that a mistake that only one of them hides always shows."""
+        return self.numbers.sample(values, count)
+
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Standard normal values."""
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(dtype)

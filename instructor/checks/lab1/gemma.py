@@ -47,17 +47,16 @@ def attended_pairs(attended_pairs, seed=None):
     cases += [(length, length, window), (1, length, window), (1, window, window), (1, window + 1, window)]
     cases += [(draw.size(2, 30), length, window), (length, length, length + 7), (length, length, 1)]
     for query_len, kv_len, w in cases:
-        wide = w or kv_len
         expect_value(
             attended_pairs(query_len, kv_len, w), _pairs(query_len, kv_len, w), "pairs",
             f"attended_pairs({query_len}, {kv_len}, {w})",
             {
                 "The causal mask hides the keys after each query.": query_len * kv_len,
                 "A query attends to itself, too.": _pairs(query_len, kv_len, w) - query_len,
-                "A window of w has w keys, the query's own included.": _pairs(query_len, kv_len, wide + 1),
-                "The window has one key more.": _pairs(query_len, kv_len, wide - 1) if wide > 1 else math.nan,
+                "A window of w has w keys, the query's own included.": _pairs(query_len, kv_len, w and w + 1),
+                "The window has one key more.": _pairs(query_len, kv_len, w - 1) if w and w > 1 else math.nan,
                 "The window is not used.": _pairs(query_len, kv_len, None),
-                "The first queries see fewer keys than a whole window.": query_len * min(kv_len, wide),
+                "The first queries see fewer keys than a whole window.": query_len * min(kv_len, w) if w else math.nan,
                 "The queries are the LAST query_len of the kv_len positions.": _pairs(query_len, query_len, w),
             },
         )  # fmt: skip
@@ -82,9 +81,9 @@ def _attention(batch, query_len, kv_len, config, size, window=None, *, kv_heads=
 def attention_cost(attention_macs_flops_bytes, seed=None):
     """Five operators, GQA, prefill and decode, full and sliding."""
     draw = Draw(seed)
-    for config in (GEMMA_CONFIG, _draw_config(draw), _draw_config(draw)):
+    configs = GEMMA_CONFIG, _draw_config(draw), _draw_config(draw)
+    for config, dtype in zip(configs, draw.some(3, DTYPES), strict=True):
         length, window = draw.size(300, 900), draw.size(20, 200)
-        dtype = draw.choice(DTYPES)
         size = dtype.itemsize
         for query_len, kv_len, w in (
             (length, length, None), (1, length, None), (length, length, window), (1, length, window),
@@ -107,7 +106,9 @@ def attention_cost(attention_macs_flops_bytes, seed=None):
                         _attention(*args, size, w, pairs=query_len * kv_len),
                     "With a window, only the keys that at least one query can see are read.":
                         _attention(*args, size, w, keys_read=kv_len),
-                    "The window limits the pairs and the keys read.": _attention(*args, size, None),
+                    "The window limits the pairs.": (*_attention(*args, size, None)[:2], math.nan),
+                    "A window of w has w keys, the query's own included.":
+                        _attention(*args, size, w, pairs=_pairs(query_len, kv_len, w and w + 1)),
                     "Several queries see more keys together than one window.":
                         _attention(*args, size, w, keys_read=min(kv_len, w or kv_len)),
                     "The number of bytes depends on the dtype.": _attention(*args, 4, w),
@@ -245,8 +246,9 @@ def kv_cache_bytes(kv_cache_bytes, seed=None):
         kinds, window, d = config.layer_types, config.sliding_window, config.head_dim
         sliding = sum(kind == "sliding_attention" for kind in kinds)
         full = len(kinds) - sliding
-        for length in (draw.size(10, 99), window, draw.size(1000, 40000)):
-            batch, dtype = draw.size(1, 64), draw.choice(DTYPES)
+        lengths = draw.size(10, 99), window, draw.size(1000, 40000)
+        for length, dtype in zip(lengths, draw.some(3, DTYPES), strict=True):
+            batch = draw.size(2, 64)
             tokens = sliding * min(length, window) + full * length
             token = 2 * batch * config.num_key_value_heads * d * dtype.itemsize
             expect_value(
@@ -273,7 +275,7 @@ def decode_floor(decode_floor_ms, break_even_batch, seed=None):
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         weights = (2 * h * heads * d + 2 * h * kv_heads * d + 3 * h * config.intermediate_size) * len(kinds)
         for weight_bytes, cache_bytes in ((2, 2), (1, 2), (0.5, 1)):
-            batch, length, bandwidth = draw.size(1, 200), draw.size(1000, 50000), draw.real(0.05, 8)
+            batch, length, bandwidth = draw.size(2, 200), draw.size(1000, 50000), draw.real(0.05, 8)
             tokens = sum(min(length, config.sliding_window) if k == "sliding_attention" else length for k in kinds)
             cache = 2 * tokens * kv_heads * d
 

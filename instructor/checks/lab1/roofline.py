@@ -44,10 +44,7 @@ def ridge_and_roof(ridge_point, attainable_tflops, seed=None):
             expect_value(
                 attainable_tflops(intensity, peak, bandwidth), min(peak, intensity * bandwidth), "TFLOP/s",
                 f"attainable_tflops({intensity:.4g}, {peak:.4g}, {bandwidth:.4g}), {side} the ridge,",
-                {
-                    "The lower of the two roofs limits, not the higher.": max(peak, intensity * bandwidth),
-                    "What is the roof on this side of the ridge?": peak if side == "left of" else intensity * bandwidth,
-                },
+                {"The lower of the two roofs limits, not the higher.": max(peak, intensity * bandwidth)},
             )  # fmt: skip
 
 

@@ -98,7 +98,8 @@ def mask_costs(mask_costs, seed=None):
                 "Each head of each sequence computes its own pairs.": (math.nan, 4 * head_dim * lost, total * size),
                 "Each sequence of the batch counts.": (math.nan, 4 * head_dim * heads * lost, heads * total * size),
                 "Both products count, 2 D FLOPs a pair each.": (math.nan, 2 * head_dim * many * lost, math.nan),
-                "A truth value takes one byte; numbers of the dtype are read.": (math.nan, math.nan, many * total),
+                "A truth value takes one byte; fused kernels take the mask as numbers of the dtype of q.":
+                    (math.nan, math.nan, many * total),
                 "These are all FLOPs, not the wasted ones.": (math.nan, 4 * head_dim * many * total, math.nan),
             },
         )  # fmt: skip

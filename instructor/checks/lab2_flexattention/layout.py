@@ -108,7 +108,7 @@ def layout_blocks(lay_out, seed=None):
         arrival = _computed(wanted, block)
         if mine > SLACK * max(enough):
             hint = "Tokens that see each other should be neighbours, so that the rest of the row is empty blocks."
-            if mine < 0.8 * arrival:
+            if len(conversation[order].unique_consecutive()) == len(lengths):  # each conversation in one piece
                 hint = "It is a good start. Are tokens of one conversation in the order of their positions?"
             raise AssertionError(
                 f"your layout leaves {mine} of {math.ceil(size / block) ** 2} blocks of {block} x {block} to "

@@ -54,9 +54,11 @@ def softmax(source: str, seed=None):
     for sk, d, sharp in ((draw.size(65, 180), 64, 1.0), (draw.size(1, 24), 64, 1.0), (draw.size(140, 190), 128, 60.0)):
         q, k, v = inputs(1, draw.size(33, 64), sk, d, draw, sharp)
         launch, expected = attention_launch("lab3_softmax.py", 64, q, k, v)
-        hint = f"{sk} keys in blocks of 64."
+        hint = (f"{sk} keys in blocks of 64: are the keys past the last one masked, are the sum and the output "
+                "rescaled by alpha in each block, and is the output divided by the sum at the end?")
         if sharp == 60.0:
-            hint += " Scores go up to 200 here: is the maximum subtracted, and carried from block to block?"
+            hint = (f"{sk} keys in blocks of 64. Scores go up to 200 here: is the maximum subtracted, and carried from "
+                    "block to block?")
         expect_kernel(source, launch, expected, **TOLERANCE, hint=hint)
     # One block's scores all far above zero, the other's far below: first the lower one, then the higher one.
     for low, hint in ((slice(0, 64), "The maximum starts at minus infinity, not at zero."),
@@ -75,7 +77,9 @@ def specialized(source: str, seed=None):
     for stages in (2, 1, 3):
         q, k, v = inputs(1, draw.size(70, 128), draw.size(200, 300), 64, draw)
         launch, expected = attention_launch("lab3_specialized.py", 128, q, k, v, stages=stages)
-        run = expect_kernel(source, launch, expected, **TOLERANCE, seeds=(None, draw.size(1, 999), draw.size(1, 999)))
+        run = expect_kernel(source, launch, expected, **TOLERANCE, seeds=(None, draw.size(1, 999), draw.size(1, 999)),
+                            hint=f"With {stages} slots: does each consumer take every block of keys once, and store "
+                            "its own 64 rows?")
         blocks = cdiv(k.shape[-2], 64)
         copies = [e for e in run.events if e.kind == "copy in"]
         if len(copies) != 2 + 2 * blocks:
@@ -103,7 +107,9 @@ def overlap(source: str, seed=None):
     for stages in (2, 3):
         q, k, v = (x[None] for x in inputs(1, draw.size(70, 128), draw.size(200, 300), 64, draw))
         launch, expected = overlap_launch(q, k, v, stages)
-        expect_kernel(source, launch, expected, **TOLERANCE, seeds=(None, draw.size(1, 999), draw.size(1, 999)))
+        expect_kernel(source, launch, expected, **TOLERANCE, seeds=(None, draw.size(1, 999), draw.size(1, 999)),
+                      hint="Is o rescaled by alpha after the product of the block before, and is the last product "
+                      "added after the loop?")
     q, k, v = (x[None] for x in inputs(1, 128, 384, 128, draw, sharp=20.0))
     launch, expected = overlap_launch(q, k, v, 2)
     run = expect_kernel(source, launch, expected, **TOLERANCE, hint="The scores are large here: is o rescaled by alpha "

@@ -12,8 +12,9 @@ TENSOR, SPECIAL, MEMORY = 4096, 16, 20  # a cycle of one SM: bf16 FLOPs, exponen
 def tile_cycles(tile_cycles, seed=None):
     """Cycles of one block of keys on the tensor cores, the special function units and the way from memory."""
     draw = Draw(seed)
-    for _ in range(3):
-        rows, keys, d = 64 * draw.size(1, 4), 32 * draw.size(1, 6), draw.choice((64, 96, 128, 256))
+    # Each size another one each time, so that a mistake that one of them hides shows at the next.
+    drawn = draw.some(3, (64, 128, 192, 256)), draw.some(3, range(32, 193, 32)), draw.some(3, (64, 96, 128, 256))
+    for rows, keys, d in zip(*drawn, strict=True):
         right = (4 * rows * keys * d / TENSOR, rows * keys / SPECIAL, 4 * keys * d / MEMORY)
         mistakes = {
             "Count both products, Q Kᵀ and P V, and two FLOPs for each multiply-accumulate.":
@@ -32,13 +33,15 @@ def tile_cycles(tile_cycles, seed=None):
 def tile_budget(shared_bytes, registers_per_thread, seed=None):
     """Shared memory of a block, and registers of a consumer thread for scores and output."""
     draw = Draw(seed)
-    for _ in range(3):
-        consumers, keys, d, stages = draw.size(1, 3), 32 * draw.size(1, 6), draw.choice((64, 128, 256)), draw.size(1, 4)
+    # These numbers of keys are no head dimension, and make no two mistakes give the same number of bytes.
+    drawn = draw.sizes(3, 1, 3), draw.some(3, (96, 160, 192)), draw.some(3, (64, 128, 256)), draw.sizes(3, 1, 4)
+    for consumers, keys, d, stages in zip(*drawn, strict=True):
         q, ring = 64 * consumers * d * 2, 2 * stages * keys * d * 2
         expect_value(shared_bytes(consumers, keys, d, stages), q + ring, "bytes",
                      f"shared_bytes({consumers}, {keys}, {d}, {stages})",
                      {"K and V need a ring each.": q + ring // 2, "An element of bf16 takes two bytes.": 2 * (q + ring),
-                      "Each consumer has 64 rows of Q of its own.": 64 * d * 2 + ring})
+                      "Each consumer has 64 rows of Q of its own.": 64 * d * 2 + ring,
+                      "Every slot of the ring holds a tile of K and one of V.": q + (stages + 1) * keys * d * 2})
         scores, output = 64 * keys / 128, 64 * d / 128
         expect_value(registers_per_thread(keys, d), scores + output, "registers", f"registers_per_thread({keys}, {d})",
                      {"The output (64 × D) lies in registers, too.": scores,
@@ -53,13 +56,14 @@ def bytes_in_flight(bytes_in_flight, slots_needed, seed=None):
     for _ in range(4):
         terabytes, latency, sms = draw.real(1, 8), draw.real(300, 1200), draw.size(60, 200)
         right = terabytes * 1e12 * latency * 1e-9 / sms
-        expect_value(bytes_in_flight(terabytes, latency, sms), right, "bytes", "bytes_in_flight",
+        given = f"{terabytes:.4g}, {latency:.4g}, {sms}"
+        expect_value(bytes_in_flight(terabytes, latency, sms), right, "bytes", f"bytes_in_flight({given})",
                      {"That is the whole chip: divide by the number of SMs.": right * sms})
         slot = draw.choice((4096, 8192, 16384, 32768))
         while abs(right / slot - round(right / slot)) < 1e-6:  # rounding must not decide: another slot size
             slot += 128
-        expect_value(slots_needed(terabytes, latency, sms, slot), max(1, -(-right // slot)), "slots", "slots_needed",
-                     {"Half a slot cannot be ordered: round up.": right // slot})
+        expect_value(slots_needed(terabytes, latency, sms, slot), max(1, -(-right // slot)), "slots",
+                     f"slots_needed({given}, {slot})", {"Half a slot cannot be ordered: round up.": right // slot})
 
 
 @check("2.1", "Who holds an element")

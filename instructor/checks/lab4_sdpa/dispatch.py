@@ -191,8 +191,8 @@ def _expect_refusal(pinned_sdpa, backend: str, tensors, options, what: str) -> N
                                  f"({expected[0]!r}), and is {str(error)!r}.") from None  # fmt: skip
         return
     also = " (on copies, which the caller did not ask for)" if ran.backends and ran.backends[0] == backend else ""
-    raise AssertionError(f"{backend} cannot run {what}, and pinned_sdpa returned a result all the same{also}; what ran "
-                         f"is {', '.join(ran.backends) or 'unknown'}. Raise BackendRefused.")  # fmt: skip
+    raise AssertionError(f"torch refuses {what}, and pinned_sdpa returned a result all the same{also}; what ran is "
+                         f"{', '.join(ran.backends) or 'unknown'}. Raise BackendRefused.")  # fmt: skip
 
 
 @check("1.4", "The order of priority")

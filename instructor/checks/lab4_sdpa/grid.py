@@ -300,9 +300,9 @@ def choose_backend(choose_backend, seed=None):
         before = grid.copy(deep=True)
         for _ in range(7):
             row = grid.iloc[draw.size(0, len(grid) - 1)]
-            call = {name: row[name] for name in ("kind", "head_dim", "causal", *SIZES)}
+            call = {"kind": row["kind"], "head_dim": int(row["head_dim"]), "causal": bool(row["causal"])}
             for name in SIZES:
-                call[name] = max(1, round(int(call[name]) * 2 ** draw.real(-1.5, 1.5)))
+                call[name] = max(1, round(int(row[name]) * 2 ** draw.real(-1.5, 1.5)))
             able = draw.numbers.sample(BACKENDS, draw.size(1, 4))
             _expect_choice(choose_backend, grid, call, able)
         call["head_dim"] = 256
@@ -315,7 +315,6 @@ def _expect_choice(choose_backend, grid, call, able) -> None:
     right, got = _choice(grid, call, able), choose_backend(grid, dict(call), list(able))
     if got == right:
         return
-    hint = ""
     if got not in able:
         hint = "That one cannot run the call: it is not in `able`."
     elif call["head_dim"] not in set(grid["head_dim"]):
@@ -327,6 +326,9 @@ def _expect_choice(choose_backend, grid, call, able) -> None:
             "Rows that are not \"ok\" have no time that counts.": _choice(grid, call, able, ok=False),
             "Only shapes of the same kind, head dimension and causality.": _choice(grid, call, able, same=()),
             "All five sizes count, the heads as well.": _choice(grid, call, able, sizes=("seq_len_q", "seq_len_kv")),
+            "Look for the nearest row among those whose backend is in `able`.": _choice(grid, call, BACKENDS),
         }
-        hint = next((text for text, choice in wrong.items() if choice == got), "Which shape is the nearest?")
+        # Few backends, many mistakes: several can lead to the one that was chosen.
+        hints = [text for text, choice in wrong.items() if choice == got]
+        hint = " Or: ".join(hints) or "Which shape is the nearest?"
     raise AssertionError(f"choose_backend is {got!r}, expected {right!r}, for {call} and able {able}. {hint}")

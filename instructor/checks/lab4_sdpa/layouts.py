@@ -87,7 +87,7 @@ def knock_outs(knock_outs, seed=None):
         pattern = _pattern(reasons[0])
         if pattern in found:
             raise AssertionError(f"KNOCK_OUTS[{name!r}] is refused for the reason of {found[pattern]!r}: "
-                                 f"{reasons[0][:100]}. Four different reasons were asked for.")  # fmt: skip
+                                 f"{reasons[0][:100].rstrip('.')}. Four different reasons were asked for.")  # fmt: skip
         found[pattern] = name
     if len(found) < 4:
         raise AssertionError(f"KNOCK_OUTS holds {len(found)} knock-outs, and four were asked for.")
