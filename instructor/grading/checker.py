@@ -51,6 +51,7 @@ class Checker:
 
     def __init__(self, job: dict, base: dict, start):
         self.job, self.base, self.start = job, base, start
+        self.errors = {n: v for n, v in base.items() if isinstance(v, type) and issubclass(v, Exception)}
         self.timeout = float(job["timeout"])
         self.flags: list[Flag] = []
         self.signs: list[dict] = []
@@ -111,7 +112,7 @@ class Checker:
     def _fresh(self) -> None:
         """A new student's process, without any cell run."""
         channel, self.pipe, self.walls, self.end = self.start()
-        self.remote = Remote(channel)
+        self.remote = Remote(channel, self.errors)
         self.buffer = b""
 
     def _stop(self) -> None:
@@ -358,7 +359,7 @@ class Checker:
                 return "passed", "", shown
             from instructor.grading.remote import error_with_lines
 
-            return (*_explained(error_with_lines(first["error"])), shown)
+            return (*_explained(error_with_lines(first["error"], self.errors)), shown)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Gone("protocol", str(error)[:300]) from None
 

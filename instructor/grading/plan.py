@@ -206,21 +206,19 @@ def make_plan(instructor: str, student: str, submission: str | bytes, tests: dic
     Args:
         tests: `plan_tests(instructor)`, if it is there already
     """
-    original = nbformat.reads(instructor, as_version=4).cells
-    released = {cell.id: cell for cell in nbformat.reads(student, as_version=4).cells}
+    original, given = read_built(instructor).cells, read_built(student)
+    released = {cell.id: cell for cell in given.cells}
     order = {cell.id: place for place, cell in enumerate(original)}
     structure: list[Structure] = []
     merged = _merge(read_notebook(submission), original, released, order, structure)
     first_answer = next((i for i, c in enumerate(original) if _is_answer(c)), len(original))
-    notebook = nbformat.v4.new_notebook(metadata=nbformat.reads(student, as_version=4).metadata)
+    notebook = nbformat.v4.new_notebook(metadata=given.metadata)
     notebook.nbformat_minor = 5
-    steps, section = [], ""
+    steps, section, taken = [], "", set()
     for number, (cell, known) in enumerate(merged):
-        node = getattr(nbformat.v4, f"new_{cell.get('cell_type')}_cell", nbformat.v4.new_raw_cell)("")
-        node.id = f"{known.id}" if known is not None else f"extra-{number}"
-        node.source = _source(cell)
-        if any(node.id == other.id for other in notebook.cells):
-            node.id = f"{node.id[:50]}-{number}"
+        name = f"{known.id}" if known is not None else f"extra-{number}"
+        node = _new_cell(cell.get("cell_type"), f"{name[:50]}-{number}" if name in taken else name, _source(cell))
+        taken.add(node.id)
         if known is not None:
             node.metadata.update(json.loads(json.dumps(released[known.id].metadata)))
         notebook.cells.append(node)
@@ -237,6 +235,18 @@ def make_plan(instructor: str, student: str, submission: str | bytes, tests: dic
             step.names, step.files, step.definitions = planned[step.name]
     _leave_out(steps)
     return Plan(notebook, steps, structure)
+
+
+def read_built(text: str) -> NotebookNode:
+    """A notebook that the build wrote; it is valid, and checking that again takes longer than reading it."""
+    return nbformat.v4.nbjson.reads(text)
+
+
+def _new_cell(kind: str, name: str, source: str) -> NotebookNode:
+    """As nbformat makes one, without checking each against the schema: the notebook is checked when it is written."""
+    more = {"execution_count": None, "outputs": []} if kind == "code" else {}
+    kind = kind if kind in ("code", "markdown") else "raw"
+    return nbformat.from_dict({"id": name, "cell_type": kind, "metadata": {}, "source": source, **more})
 
 
 def _is_answer(cell) -> bool:
@@ -354,7 +364,7 @@ def _attribute(steps: list[Step]) -> None:
 
 def plan_tests(instructor: str) -> dict[str, tuple[list[str], list[str], list[str]]]:
     """{test cell: (names from the student, files from the student, statements of the instructor's that it needs)}."""
-    original = nbformat.reads(instructor, as_version=4).cells
+    original = read_built(instructor).cells
     first_answer = next((i for i, c in enumerate(original) if _is_answer(c)), len(original))
     answers = [c for c in original if c.cell_type == "code" and _is_answer(c)]
     from_student: set[str] = set()

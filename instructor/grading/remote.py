@@ -24,7 +24,18 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from instructor.grading.wire import DTYPES, Channel, Closed, Decoder, Encoder, TooLate, WireError
+from instructor.grading import vmaps
+from instructor.grading.signatures import parameters_of, standing_for
+from instructor.grading.wire import (
+    DTYPES,
+    Channel,
+    Closed,
+    Decoder,
+    Encoder,
+    TooLate,
+    WireError,
+    rebuilt_block_mask,
+)
 from utils import watching
 from utils.watching import StudentLine
 
@@ -49,11 +60,11 @@ class Remote:
 
     Args:
         channel: to the process
-        seconds: how long one request may take, what the check does in between included
+        errors: {name: class} of exceptions that the notebook itself defines
     """
 
-    def __init__(self, channel: Channel):
-        self.channel, self.number = channel, 0
+    def __init__(self, channel: Channel, errors: dict[str, type] | None = None):
+        self.channel, self.number, self.errors = channel, 0, errors or {}
         self.deadline = 0.0
         self.shown: list[str] = []
         self.forget()
@@ -61,9 +72,13 @@ class Remote:
     def forget(self) -> None:
         """Drop the objects of a question."""
         self.objects: list = []  # of this side, that the student's has numbers of
-        self.tensors: list[torch.Tensor] = []  # sent, by key
-        self.versions: list[int] = []
-        self.keys: dict[int, int] = {}
+        self.proxies: dict[int, object] = {}  # of objects of the student's, by their numbers
+        self.block_masks: dict[str, dict[int, object]] = {"own": {}, "theirs": {}}
+        self.tensors: dict[int, torch.Tensor] = {}  # sent, by key
+        self.versions: dict[int, int] = {}
+        self.keys: dict[int, int] = {}  # by the address of the tensor
+        self.dropped: list[int]  # keys of tensors that the student's process may forget
+        self.last_key, self.dropped = 0, []
         self.shown = []
 
     def within(self, seconds: float) -> None:
@@ -72,15 +87,15 @@ class Remote:
 
     def ask(self, message: dict, blobs: list | None = None) -> tuple[dict, list]:
         """Send a request and return the answer to it; `Gone` if there is none."""
-        self.number += 1
+        self.number = number = self.number + 1  # a callback may ask in between
         try:
-            self.channel.send({**message, "n": self.number}, blobs, self.deadline)
+            self.channel.send({**message, "n": number}, blobs, self.deadline)
             while True:
                 reply, data = self.channel.receive(self.deadline)
                 if reply.get("op") == "callback":
                     self._serve(reply, data)
                     continue
-                if reply.get("n") != self.number or not isinstance(reply.get("op"), str):
+                if reply.get("n") != number or not isinstance(reply.get("op"), str):
                     raise WireError("an answer to another question")
                 if reply["op"] == "broken":
                     raise WireError(f"the process that runs it failed: {str(reply.get('why'))[-280:]}")
@@ -94,29 +109,57 @@ class Remote:
 
     # ---- values ----------------------------------------------------------------------------------------------
 
-    def encoder(self) -> Encoder:
+    def encoder(self, levels: vmaps.Levels = ()) -> Encoder:
         def handle(value):
             kind = "function" if callable(value) else "iterator" if isinstance(value, Iterator) else None
             if kind is None:
                 raise CannotTravel(f"a {type(value).__name__} cannot travel to the student's process")
             if (number := getattr(value, "remote_number", None)) is not None:
                 return ["own", number]
-            self.objects.append(value)
+            number = next((i for i, known in enumerate(self.objects) if known is value), len(self.objects))
+            if number == len(self.objects):
+                self.objects.append(value)
             name = getattr(value, "__name__", "function")
-            return ["object", {"id": len(self.objects) - 1, "kind": kind, "name": name if name.isidentifier() else ""}]
+            return ["object", {
+                "id": number, "kind": kind, "name": name if name.isidentifier() else "",
+                "parameters": parameters_of(value) if kind == "function" else None,
+            }]  # fmt: skip
 
         def known(tensor):
             if id(tensor) in self.keys:
                 return self.keys[id(tensor)]
-            self.tensors.append(tensor)
-            self.versions.append(tensor._version)
-            self.keys[id(tensor)] = len(self.tensors) - 1
-            return [len(self.tensors) - 1]
+            self.last_key += 1
+            self.tensors[self.last_key], self.versions[self.last_key] = tensor, tensor._version
+            self.keys[id(tensor)] = self.last_key
+            return [self.last_key]
 
-        return Encoder(handle, known, trusted=True)
+        def block_mask(value):
+            for whose, masks in self.block_masks.items():
+                for number, mask in masks.items():
+                    if mask is value:
+                        return ["theirs" if whose == "own" else "own", number]
+            self.block_masks["own"][len(self.block_masks["own"])] = value
+            return ["theirs", len(self.block_masks["own"]) - 1]
 
-    def decoder(self, blobs: list) -> Decoder:
-        return Decoder(blobs, self._proxy, self.objects.__getitem__, self.tensors.__getitem__)
+        return Encoder(handle, known, trusted=True, levels=levels, block_mask=block_mask)
+
+    def decoder(self, blobs: list, levels: vmaps.Levels = ()) -> Decoder:
+        def block_mask(whose, number, values):
+            masks = self.block_masks[whose]
+            if whose == "own" and number not in masks:
+                raise WireError("a BlockMask that was never sent")
+            masks[number] = rebuilt_block_mask(values, masks.get(number))
+            return masks[number]
+
+        return Decoder(blobs, self._proxy, self.objects.__getitem__, self.tensors.__getitem__, levels=levels,
+                       block_mask=block_mask)  # fmt: skip
+
+    def _drop(self, since: int) -> list[int]:
+        """Forget the tensors of a call under vmap, made for it alone; without that, masks would pile up thousands."""
+        dropped = [key for key in self.tensors if key > since]
+        for key in dropped:
+            del self.keys[id(self.tensors[key])], self.tensors[key], self.versions[key]
+        return dropped
 
     def _encode(self, encode: Encoder, value):
         with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -128,7 +171,7 @@ class Remote:
     def _updates(self, encode: Encoder) -> list:
         """Tensors that were written to on this side since they were sent."""
         changed = []
-        for key, tensor in enumerate(self.tensors):
+        for key, tensor in self.tensors.items():
             if tensor._version != self.versions[key]:
                 self.versions[key] = tensor._version
                 known, encode.known = encode.known, None
@@ -150,15 +193,21 @@ class Remote:
     def get(self, cell: str, names: list[str]) -> dict:
         """The student's values of these names; functions and objects as proxies."""
         self.forget()
-        reply, blobs = self.ask({"op": "get", "cell": cell, "names": names})
+        return self._values({"op": "get", "cell": cell, "names": names})
+
+    def _values(self, message: dict) -> dict:
+        reply, blobs = self.ask(message)
         decode = self.decoder(blobs)
-        try:
-            return {name: decode(node) for name, node in reply["values"].items() if name in names}
-        except (WireError, KeyError, AttributeError) as error:
-            raise Gone("protocol", str(error)[:300]) from None
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            try:
+                return {name: decode(node) for name, node in reply["values"].items() if name in message["names"]}
+            except (WireError, KeyError, AttributeError) as error:
+                raise Gone("protocol", str(error)[:300]) from None
 
     def _proxy(self, said: dict):
         number, kind = said["id"], said["kind"]
+        if type(number) is int and number in self.proxies:
+            return self.proxies[number]
         if type(number) is not int or kind not in ("function", "iterator", "other"):
             raise WireError("an object without a number or a kind")
         name = said["name"] if isinstance(said["name"], str) and said["name"].isidentifier() else "answer"
@@ -171,25 +220,42 @@ class Remote:
             def proxy(*args, **kwargs):
                 raise NotImplementedError
 
+            proxy.__name__ = proxy.__qualname__ = name
         else:
-
-            def proxy(*args, **kwargs):
-                return self.call(number, args, kwargs)
-
-        proxy.__name__ = proxy.__qualname__ = name
+            proxy = standing_for(lambda args, kwargs: self.call(number, args, kwargs), name, said.get("parameters"),
+                                 lambda: _Names(self))  # fmt: skip
         proxy.remote_number = number
+        self.proxies[number] = proxy
         return proxy
+
+    def values(self, names: list[str]) -> dict:
+        """The student's values of these names, without a new question."""
+        return self._values({"op": "values", "names": names})
+
+    def replace(self, values: dict) -> None:
+        """Give names in the student's notebook other values."""
+        encode = self.encoder()
+        node = self._encode(encode, values)
+        self.ask({"op": "replace", "values": node}, encode.blobs)
 
     # ---- calls -----------------------------------------------------------------------------------------------
 
     def call(self, number: int, args: tuple, kwargs: dict, step: bool = False):
         """Call the student's object `number`; returns its result or raises what it raised."""
+        try:
+            levels = vmaps.levels_here()
+        except vmaps.NotVmap as error:
+            raise CannotTravel(str(error)) from None
+        with vmaps.lifted():
+            return self._call(number, args, kwargs, step, levels)
+
+    def _call(self, number: int, args: tuple, kwargs: dict, step: bool, levels: vmaps.Levels):
         dispatch, functions = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
         watches = [mode.seen for mode in dispatch if type(mode) is watching._Dispatch]
         replayed = [mode for mode in dispatch if type(mode) is not watching._Dispatch]
         shipped = [mode for mode in functions if type(mode) is not watching._Calls]
         sizes = [1 + secrets.randbelow(10**6) for _ in range(2)]
-        encode = self.encoder()
+        encode, before = self.encoder(levels), self.last_key
         conditions = {
             "grad": torch.is_grad_enabled(), "inference": torch.is_inference_mode_enabled(),
             "fill": torch.are_deterministic_algorithms_enabled(),
@@ -199,21 +265,26 @@ class Remote:
         updates = self._updates(encode)
         message = {
             "op": "call", "target": number, "next": step, "conditions": conditions, "updates": updates,
+            "levels": levels, "drop": self.dropped,
             "args": self._encode(encode, args), "kwargs": self._encode(encode, kwargs),
         }  # fmt: skip
+        self.dropped = []
         reply, blobs = self.ask(message, encode.blobs)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             try:
-                return self._conclude(reply, blobs, watches, replayed, sizes)
+                return self._conclude(reply, blobs, watches, replayed, sizes, levels)
             except (WireError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
                 if getattr(error, "remote", False):
                     raise
                 raise Gone("protocol", f"{type(error).__name__}: {error}"[:300]) from None
+            finally:
+                if levels:
+                    self.dropped += self._drop(before)
 
-    def _conclude(self, reply, blobs, watches, replayed, sizes):
+    def _conclude(self, reply, blobs, watches, replayed, sizes, levels):
         if reply["op"] == "unsendable":
             raise _marked(TypeError(f"your code returned what no check can use: {reply['why']}"))
-        decode = self.decoder(blobs)
+        decode = self.decoder(blobs, levels)
         self._apply(reply["mutated"], decode)
         if isinstance(reply.get("shown"), str):
             self.shown.append(reply["shown"][:20_000])
@@ -227,21 +298,23 @@ class Remote:
                 _merge_watch(seen, reply["watch"])
             _replay(replayed, records[1:-1])
         if reply["op"] == "raised":
-            raise _marked(error_with_lines(reply["error"]))
+            raise _marked(error_with_lines(reply["error"], self.errors))
         if reply["op"] != "result":
             raise WireError("an answer that is none")
         return decode(reply["value"])
 
     def _serve(self, message: dict, blobs: list) -> None:
         """The student's code called a function of the check, or took the next item of an iterator of it."""
-        decode = self.decoder(blobs)
+        levels = vmaps.checked(message["levels"])
+        decode = self.decoder(blobs, levels)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             self._apply(message["mutated"], decode)
             target = self.objects[message["id"]]
             args, kwargs = decode(message["args"]), decode(message["kwargs"])
-        encode = self.encoder()
+        encode = self.encoder(levels)
         try:
-            value = next(target) if message["next"] is True else target(*args, **kwargs)
+            with vmaps.entered(levels), _indices(message["indices"] is True):
+                value = next(target) if message["next"] is True else target(*args, **kwargs)
             node = self._encode(encode, value)
             reply = {"op": "value", "value": node, "updates": self._updates(encode)}
         except StopIteration:
@@ -250,6 +323,36 @@ class Remote:
             kinds = [f"{k.__module__}:{k.__qualname__}" for k in type(error).__mro__]
             reply = {"op": "raise", "error": {"kinds": kinds, "words": str(error)[:2000]}, "updates": []}
         self.channel.send(reply, encode.blobs, self.deadline)
+
+
+def _indices(wanted: bool):
+    """As FlexAttention calls a mask: `x[i]` reads a tensor with a tensor for an index."""
+    if not wanted:
+        return contextlib.nullcontext()
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()
+
+
+class _Names(dict):
+    """`__globals__` of a student's function: a check may replace earlier answers in it, by `update`."""
+
+    def __init__(self, remote: Remote):
+        super().__init__()
+        self.remote = remote
+
+    def __contains__(self, name):
+        return super().__contains__(name) or bool(self.remote.values([name]))
+
+    def __missing__(self, name):
+        found = self.remote.values([name])
+        if name not in found:
+            raise KeyError(name)
+        return found[name]
+
+    def update(self, values):
+        if values:
+            self.remote.replace(values)
 
 
 class _ProxyIterator:
@@ -350,9 +453,13 @@ def _unsketch(value):
 # ---- errors ------------------------------------------------------------------------------------------------------
 
 
-def error_with_lines(said: dict) -> BaseException:
-    """The student's exception, of the nearest type known here, with a traceback through the student's lines."""
-    error = _error(said["kinds"], str(said["words"])[:5000])
+def error_with_lines(said: dict, own: dict[str, type] | None = None) -> BaseException:
+    """The student's exception, of the nearest type known here, with a traceback through the student's lines.
+
+    Args:
+        own: {name: class} of exceptions that the notebook itself defines
+    """
+    error = _error(said["kinds"], str(said["words"])[:5000], own or {})
     for name, value in said["state"].items():
         plain = value is None or type(value) in (int, str, bool, float)
         if plain and name.isidentifier() and not name.startswith("_"):
@@ -386,13 +493,14 @@ def error_with_lines(said: dict) -> BaseException:
     return error
 
 
-def _error(kinds: list, words: str) -> BaseException:
+def _error(kinds: list, words: str, own: dict[str, type]) -> BaseException:
     for kind in kinds:
         module, _, name = str(kind).partition(":")
         known = module == "builtins" or module.partition(".")[0] in ("torch", "utils")
         found = sys.modules.get(module) if known else None
         for part in name.split("."):
             found = getattr(found, part, None)
+        found = own.get(name) if module == "__main__" else found
         if isinstance(found, type) and (issubclass(found, Exception) or found is SystemExit):
             with contextlib.suppress(Exception):
                 error = found.__new__(found, words)

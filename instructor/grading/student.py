@@ -27,9 +27,10 @@ from collections.abc import Iterator
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from instructor.grading import tampering
+from instructor.grading import tampering, vmaps
+from instructor.grading.signatures import parameters_of, standing_for
 from instructor.grading.walls import SCRATCH
-from instructor.grading.wire import Channel, Closed, Decoder, Encoder, WireError, tensor_bytes
+from instructor.grading.wire import Channel, Closed, Decoder, Encoder, WireError, rebuilt_block_mask, tensor_bytes
 from utils.checking import is_answered
 from utils.watching import watch_operations
 
@@ -137,10 +138,18 @@ class Student:
         own_root = os.getcwd() == SCRATCH and os.path.ismount("/out")  # or else the folders are the machine's
         self.folders = (SCRATCH, "/tmp") if own_root else ()
         self.memory = memory_left()
+        self.strays = self.question = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop the objects of a question."""
+        self.question += 1
         self.objects: dict[int, object] = {}  # of this side, by the number the checker has
+        self.numbers: dict[int, int] = {}  # these numbers by the address of the object
+        self.stubs: dict[int, object] = {}  # for objects of the checker, by their numbers
+        self.block_masks: dict[str, dict[int, object]] = {"own": {}, "theirs": {}}
         self.tensors: dict[int, torch.Tensor] = {}  # of the checker, as they are here
         self.sent: dict[int, bytes] = {}  # their bytes as the checker knows them
-        self.strays = 0
 
     # ---- the loop --------------------------------------------------------------------------------------------
 
@@ -232,7 +241,11 @@ class Student:
     def do_get(self, message: dict, blobs: list) -> tuple[dict, list]:
         """Values of names in the notebook; a new question begins."""
         self.flags.begin(message["cell"])
-        self.objects, self.tensors, self.sent = {}, {}, {}
+        self._forget()
+        return self.do_values(message, blobs)
+
+    def do_values(self, message: dict, blobs: list) -> tuple[dict, list]:
+        """Values of names in the notebook."""
         encode = self._encoder()
         values = {}
         for name in message["names"]:
@@ -244,14 +257,31 @@ class Student:
                     values[name] = self._handle(self.shell.user_ns[name])
         return {"op": "values", "values": values}, encode.blobs
 
+    def do_replace(self, message: dict, blobs: list) -> tuple[dict, list]:
+        """Give names in the notebook the values that a check has for them."""
+        self.shell.user_ns.update(self._decoder(blobs)(message["values"]))
+        return {"op": "replaced"}, []
+
     def do_runner(self, message: dict, blobs: list) -> tuple[dict, list]:
         """Offer a function of the course that runs a student's text, in a process where no cell of theirs ran."""
         self.objects[1] = getattr(importlib.import_module(message["module"]), message["name"])
         return {"op": "ready"}, []
 
     def do_call(self, message: dict, blobs: list) -> tuple[dict, list]:
-        """Call an object of this side, under the modes that the checker has on."""
-        decode = self._decoder(blobs)
+        """Call an object of this side, under the modes and vmaps that the checker has on."""
+        for key in message["drop"]:
+            del self.tensors[key], self.sent[key]
+        shown = self.outputs
+        with vmaps.lifted(), no_modes(), uncompiled_flex():  # a callback may ask in the middle of another call
+            try:
+                return self._call(message, blobs)
+            finally:
+                self.outputs = shown
+                self._redirect(shown)
+
+    def _call(self, message: dict, blobs: list) -> tuple[dict, list]:
+        levels = message["levels"]
+        decode = self._decoder(blobs, levels)
         self._apply(message["updates"], decode)
         target = self.objects[message["target"]]
         args, kwargs = decode(message["args"]), decode(message["kwargs"])
@@ -273,7 +303,8 @@ class Student:
             try:
                 if recorder is not None:
                     canary(ends[0])
-                value = target(*args, **kwargs) if not message["next"] else next(target)
+                with vmaps.entered(levels):
+                    value = target(*args, **kwargs) if not message["next"] else next(target)
             except BaseException as error:
                 if type(error) is Closed:
                     raise
@@ -292,7 +323,7 @@ class Student:
                 code = getattr(target, "__code__", None)
                 self.flags.sign("switches off the watch", f"{name} ran, and the watch does not show it", code)
         reply: dict = {"op": "raised" if raised is not None else "result"}
-        encode = self._encoder()
+        encode = self._encoder(levels)
         if raised is not None:
             reply["error"] = describe_error(raised)
         else:
@@ -307,7 +338,7 @@ class Student:
         return reply, encode.blobs
 
     def _handle(self, value) -> list:
-        number = len(self.objects) + 1
+        number = self.numbers.setdefault(id(value), len(self.objects) + 1)
         self.objects[number] = value
         kind = "iterator" if isinstance(value, Iterator) else "function" if callable(value) else "other"
         try:
@@ -318,46 +349,82 @@ class Student:
         return ["object", {
             "id": number, "kind": kind, "type": type(value).__name__[:80], "answered": answered,
             "name": name[:80] if isinstance(name, str) else "", "class": isinstance(value, type),
+            "parameters": parameters_of(value) if kind == "function" else None,
         }]  # fmt: skip
 
-    def _encoder(self) -> Encoder:
+    def _encoder(self, levels: vmaps.Levels = ()) -> Encoder:
         keys = {id(tensor): key for key, tensor in self.tensors.items()}
-        own = {id(stub): number for number, stub in getattr(self, "stubs", {}).items()}
+        own = {id(stub): number for number, stub in self.stubs.items()}
 
         def handle(value):
             return ["own", own[id(value)]] if id(value) in own else self._handle(value)
 
-        return Encoder(handle, lambda tensor: keys.get(id(tensor)))
+        def shared(tensor):
+            if tensor.device.type == "meta" or not tensor.numel():
+                return None
+            memory = tensor.untyped_storage().data_ptr()
+            for key, known in self.tensors.items():
+                if known.dtype == tensor.dtype and known.numel() and known.untyped_storage().data_ptr() == memory:
+                    return key, tensor.storage_offset()
+            return None
 
-    def _decoder(self, blobs: list) -> Decoder:
+        def block_mask(value):
+            for whose, masks in self.block_masks.items():
+                for number, mask in masks.items():
+                    if mask is value:
+                        return ["theirs" if whose == "own" else "own", number]
+            self.block_masks["own"][len(self.block_masks["own"])] = value
+            return ["theirs", len(self.block_masks["own"]) - 1]
+
+        return Encoder(handle, lambda tensor: keys.get(id(tensor)), levels=levels, shared=shared,
+                       block_mask=block_mask)  # fmt: skip
+
+    def _decoder(self, blobs: list, levels: vmaps.Levels = ()) -> Decoder:
         def keep(key, tensor):
             self.tensors[key] = tensor
             self.sent[key] = _bytes_of(tensor)
 
-        return Decoder(blobs, self._stub, self.objects.__getitem__, self.tensors.__getitem__, keep, trusted=True)
+        def block_mask(whose, number, values):
+            masks = self.block_masks[whose]
+            masks[number] = rebuilt_block_mask(values, masks.get(number))
+            return masks[number]
+
+        return Decoder(blobs, self._stub, self.objects.__getitem__, self.tensors.__getitem__, keep, trusted=True,
+                       levels=levels, block_mask=block_mask)  # fmt: skip
 
     def _stub(self, said: dict):
         """A function or an iterator of the checker, as the student meets it."""
-        number, ask = said["id"], self._callback
+        number, question = said["id"], self.question
+        if number in self.stubs:
+            return self.stubs[number]
+
+        def ask(args, kwargs, step=False):
+            if question != self.question:
+                raise RuntimeError("a function of an earlier question's tests")
+            return self._callback(number, args, kwargs, step)
+
         if said["kind"] == "iterator":
-            stub = _RemoteIterator(lambda: ask(number, (), {}, True))
+            stub = _RemoteIterator(lambda: ask((), {}, True))
         else:
-
-            def stub(*args, **kwargs):
-                return ask(number, args, kwargs, False)
-
-            stub.__name__ = stub.__qualname__ = said.get("name") or "function"
-        self.__dict__.setdefault("stubs", {})[number] = stub
+            stub = standing_for(ask, said.get("name") or "function", said.get("parameters"))
+        self.stubs[number] = stub
         return stub
 
     def _callback(self, number: int, args: tuple, kwargs: dict, step: bool):
-        with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
-            encode = self._encoder()
-            message = {"op": "callback", "id": number, "next": step, "args": encode(args), "kwargs": encode(kwargs)}
-            message["mutated"] = self._mutations(encode)
+        quiet = torch.utils._python_dispatch._disable_current_modes
+        levels = vmaps.levels_here()
+        message = {"op": "callback", "id": number, "next": step, "levels": levels, "indices": reads_by_tensor()}
+        with vmaps.lifted(), torch._C.DisableTorchFunction(), quiet():
+            encode = self._encoder(levels)
+            message |= {"args": encode(args), "kwargs": encode(kwargs), "mutated": self._mutations(encode)}
             self.channel.send(message, encode.blobs)
+        while True:
             reply, blobs = self.channel.receive()
-            decode = self._decoder(blobs)
+            if reply["op"] != "call":  # what is called by the student may call the student again
+                break
+            self.answer(reply, blobs)
+        with vmaps.lifted(), torch._C.DisableTorchFunction(), quiet():
+            decode = self._decoder(blobs, levels)
             self._apply(reply["updates"], decode)
             if reply["op"] == "stop":
                 raise StopIteration
@@ -438,6 +505,44 @@ class Student:
             with open(os.path.basename(name), "w") as file:
                 file.write("spoilt = True\n")
         yield
+
+
+@contextlib.contextmanager
+def no_modes():
+    """Inside, no mode of torch's is on: neither those that see operators nor those that see functions."""
+    taken = []
+    with torch.utils._python_dispatch._disable_current_modes():
+        while torch._C._len_torch_function_stack():
+            taken.append(torch._C._pop_torch_function_stack())
+        try:
+            yield
+        finally:
+            while taken:
+                torch._C._push_on_torch_function_stack(taken.pop())
+
+
+@contextlib.contextmanager
+def uncompiled_flex():
+    """Inside, eager FlexAttention calls masks and score modifiers; else it compiles them, and those of the checker
+    have nothing to compile."""
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    name = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+    if module is None or not hasattr(module, name):
+        yield
+        return
+    before = getattr(module, name)
+    setattr(module, name, True)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def reads_by_tensor() -> bool:
+    """True where FlexAttention calls a mask: there `x[i]` reads a tensor with a tensor for an index."""
+    depth = torch._C._len_torch_function_stack()
+    modes = [torch._C._get_function_stack_at(i) for i in range(depth)]
+    return any(type(mode).__name__ == "TransformGetItemToIndex" for mode in modes)
 
 
 class _RemoteIterator:

@@ -13,18 +13,22 @@ from __future__ import annotations
 import collections
 import fractions
 import importlib
+import inspect
 import io
 import json
 import pickle
 import select
 import socket
 import struct
+import sys
 import time
 import types
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+
+from instructor.grading import vmaps
 
 _from_buffer = torch.frombuffer  # as it is: the checker's watch replaces it while a check runs
 MAX_HEADER = 32 << 20  # bytes of JSON in one frame
@@ -159,12 +163,17 @@ class Encoder:
 
     Args:
         handle: gives an object that cannot travel a number; None refuses
-        known: gives the number of a tensor that the other side has already, or None
+        known: gives the number of a tensor that the other side has already, or None; for a new one, [its number]
         trusted: also send references and pickles
+        levels: the vmaps that the values stem from
+        shared: says where a tensor lies in the memory of one that the other side has: [number, offset], or None
+        block_mask: gives a BlockMask its number: ["own" or "theirs", number]; None refuses
     """
 
-    def __init__(self, handle: Callable | None = None, known: Callable | None = None, trusted: bool = False):
+    def __init__(self, handle: Callable | None = None, known: Callable | None = None, trusted: bool = False,
+                 levels: vmaps.Levels = (), shared: Callable | None = None, block_mask: Callable | None = None):
         self.handle, self.known, self.trusted = handle, known, trusted
+        self.levels, self.shared, self.block_mask = levels, shared, block_mask
         self.blobs: list = []
         self.nodes = 0
 
@@ -209,6 +218,10 @@ class Encoder:
             return ["slice", [self(part, depth + 1) for part in (value.start, value.stop, value.step)]]
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
+        if self.block_mask is not None and (fields := block_mask_fields(value)) is not None:
+            return ["block_mask", *self.block_mask(value), [[k, self(v, depth + 1)] for k, v in fields.items()]]
+        if not self.trusted and (table := _table(value)) is not None:
+            return [table[0], *(self(part, depth + 1) for part in table[1:])]
         if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufc":
             plain = np.ascontiguousarray(value)
             return ["numpy", plain.dtype.str, list(value.shape), isinstance(value, np.generic),
@@ -235,11 +248,21 @@ class Encoder:
 
     def _tensor(self, tensor: torch.Tensor) -> list:
         with torch._C.DisableTorchFunctionSubclass():
+            try:
+                tensor, dims = vmaps.unwrapped(tensor)
+            except vmaps.NotVmap as error:
+                raise WireError(str(error)) from None
+            if dims:
+                if dims[-1][0] > len(self.levels):
+                    raise WireError("a tensor of a vmap that has ended cannot travel")
+                return ["batched", self._tensor(tensor), dims]
             if type(tensor) is not torch.Tensor and not self.trusted:
                 tensor = tensor.detach().as_subclass(torch.Tensor)
             key = self.known(tensor) if self.known else None
             if isinstance(key, int):
                 return ["known", key]
+            if self.shared is not None and (place := self.shared(tensor)) is not None:
+                return ["view", *place, list(tensor.shape), list(tensor.stride())]
             if tensor.layout is not torch.strided:
                 raise WireError(f"a tensor of layout {tensor.layout} cannot travel")
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -252,6 +275,28 @@ class Encoder:
                 "grad": tensor.requires_grad, "key": key[0] if key else None,
                 "data": None if meta else self._blob(tensor_bytes(tensor)),
             }]  # fmt: skip
+
+
+def block_mask_fields(value) -> dict | None:
+    """What FlexAttention's BlockMask is made of; None for anything else."""
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    if module is None or type(value) is not module.BlockMask:
+        return None
+    names = inspect.signature(module.BlockMask.__init__).parameters
+    return {name: getattr(value, name) for name in names if name != "self"}
+
+
+def _table(value) -> tuple | None:
+    """The parts of a pandas Series or DataFrame of plain values; None for anything else."""
+    pandas = sys.modules.get("pandas")
+    if pandas is None or type(value) not in (getattr(pandas, "Series", None), getattr(pandas, "DataFrame", None)):
+        return None
+    if isinstance(value.index, pandas.MultiIndex) or value.size > MAX_NODES // 4:
+        return None
+    if type(value) is pandas.Series:
+        return "series", value.tolist(), value.index.tolist(), value.name
+    columns = [value.iloc[:, place].tolist() for place in range(value.shape[1])]
+    return "frame", columns, value.index.tolist(), value.columns.tolist()
 
 
 def _reference(value) -> tuple[str, str] | None:
@@ -278,11 +323,14 @@ class Decoder:
         known: gives the tensor that a number stands for
         keep: is told (key, tensor) for tensors that the other side gave a number
         trusted: also accept references and pickles
+        levels: the vmaps that the values stem from
+        block_mask: gives the BlockMask for (whose, number), with fields as given
     """
 
-    def __init__(self, blobs: list, handle=None, own=None, known=None, keep=None, trusted: bool = False):
+    def __init__(self, blobs: list, handle=None, own=None, known=None, keep=None, trusted: bool = False,
+                 levels: vmaps.Levels = (), block_mask=None):
         self.blobs, self.handle, self.own, self.known, self.keep = blobs, handle, own, known, keep
-        self.trusted = trusted
+        self.trusted, self.levels, self.block_mask = trusted, levels, block_mask
         self.nodes = 0
 
     def __call__(self, node, depth: int = 0):
@@ -382,8 +430,12 @@ class Decoder:
         if dtype is torch.bool and data:
             flat = flat.view(torch.uint8) != 0  # other bytes are no truth values, and comparisons do what they like
         tensor = flat.view(shape)
-        if self.trusted and said["stride"] is not None and list(tensor.stride()) != said["stride"]:
-            tensor = torch.empty_strided(shape, said["stride"], dtype=dtype).copy_(tensor)
+        stride = said["stride"]
+        if stride is not None and list(tensor.stride()) != stride:
+            _check_stride(shape, stride)
+            if not _own_memory(shape, stride) or _reach(shape, stride) > 8 * tensor.numel() + 64:
+                raise WireError("the strides of a tensor would take much more memory than its elements")
+            tensor = torch.empty_strided(shape, stride, dtype=dtype).copy_(tensor)
         if _exactly(device, str) != "cpu":
             tensor = tensor.to(torch.device(device))
         if said["grad"] is True and (dtype.is_floating_point or dtype.is_complex):
@@ -394,6 +446,48 @@ class Decoder:
 
     def _known(self, depth, key):
         return self.known(_exactly(key, int))
+
+    def _view(self, depth, key, offset, shape, stride):
+        """A part of a tensor of this side: its own numbers, whatever the other side says."""
+        whole = self.known(_exactly(key, int)).detach()
+        _check_size(shape, 1, None)
+        _check_stride(shape, stride)
+        _check_stride([1], [offset])
+        if offset + _reach(shape, stride) > _reach(list(whole.shape), list(whole.stride())):
+            raise WireError("a view reaches beyond its tensor")
+        return whole.as_strided(shape, stride, whole.storage_offset() + offset)
+
+    def _batched(self, depth, node, dims):
+        tensor = self(node, depth)
+        if not isinstance(tensor, torch.Tensor) or type(dims) is not list or len(dims) > vmaps.MAX_LEVELS:
+            raise WireError("a value under vmap that is no tensor")
+        return vmaps.wrapped(tensor, dims, self.levels)
+
+    def _block_mask(self, depth, whose, number, fields):
+        values = {_exactly(k, str): self(v, depth) for k, v in _exactly(fields, list)}
+        if self.block_mask is None or whose not in ("own", "theirs"):
+            raise WireError("a BlockMask where none is taken")
+        return self.block_mask(whose, _exactly(number, int), values)
+
+    def _series(self, depth, values, index, name):
+        import pandas
+
+        values, index = self(values, depth), self(index, depth)
+        if type(values) is not list or type(index) is not list or len(values) != len(index):
+            raise WireError("a column whose index has another length")
+        return pandas.Series(values, index=index, name=self(name, depth), dtype=None if values else object)
+
+    def _frame(self, depth, columns, index, names):
+        import pandas
+
+        columns, index, names = self(columns, depth), self(index, depth), self(names, depth)
+        if any(type(part) is not list for part in (columns, index, names)) or len(columns) != len(names):
+            raise WireError("a table whose columns have other names")
+        if any(type(column) is not list or len(column) != len(index) for column in columns):
+            raise WireError("a table whose columns have another length")
+        made = pandas.DataFrame(dict(enumerate(columns)), index=index)
+        made.columns = names
+        return made
 
     def _own(self, depth, number):
         return self.own(_exactly(number, int))
@@ -426,7 +520,9 @@ class Decoder:
 _KINDS = frozenset({
     "none", "ellipsis", "range", "fraction", "bool", "int", "float", "complex", "str", "bytes", "list", "tuple",
     "size", "set", "dict",
-    "dtype", "device", "slice", "numpy", "tensor", "known", "own", "object", "namespace", "ref", "pickle",
+    "dtype", "device", "slice", "numpy", "tensor", "known", "view", "batched", "block_mask", "series", "frame", "own",
+    "object",
+    "namespace", "ref", "pickle",
 })  # fmt: skip
 
 
@@ -445,3 +541,38 @@ def _check_size(shape, itemsize: int, length: int | None) -> None:
         total *= n
     if length is not None and total != length:
         raise WireError(f"a tensor of shape {shape} should have {total} bytes, and has {length}")
+
+
+def _check_stride(shape: list, stride) -> None:
+    plain = type(stride) is list and all(type(n) is int and 0 <= n < 1 << 48 for n in stride)
+    if not plain or len(stride) != len(shape):
+        raise WireError("the strides of a tensor are no list of sizes")
+
+
+def _reach(shape: list[int], stride: list[int]) -> int:
+    """Elements from the first one in memory to the last, both included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
+
+
+def rebuilt_block_mask(values: dict, into: object | None = None) -> object:
+    """FlexAttention's BlockMask of these fields; into one that is there already, if it is given."""
+    module = importlib.import_module("torch.nn.attention.flex_attention")
+    expected = set(inspect.signature(module.BlockMask.__init__).parameters) - {"self"}
+    sizes = [values.get(name) for name in ("seq_lengths", "BLOCK_SIZE")]
+    if set(values) != expected or not callable(values["mask_mod"]):
+        raise WireError("a BlockMask with other parts than it has")
+    if any(type(s) is not tuple or len(s) != 2 or any(type(n) is not int or n < 0 for n in s) for s in sizes):
+        raise WireError("a BlockMask without sizes")
+    tables = {k: v for k, v in values.items() if k not in ("seq_lengths", "BLOCK_SIZE", "mask_mod", "dq_kv_order_spt")}
+    if any(v is not None and type(v) is not torch.Tensor for v in tables.values()):
+        raise WireError("a BlockMask whose tables are no tensors")
+    try:
+        made = module.BlockMask(**values)
+    except Exception as error:
+        raise WireError(f"a BlockMask that torch does not take: {error}") from None
+    if into is None:
+        return made
+    vars(into).update(vars(made))
+    return into

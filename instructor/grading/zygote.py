@@ -107,6 +107,9 @@ def exercise() -> None:
             torch.softmax(x @ x.T, dim=-1).sum(dim=1).clone().exp()
         torch.nn.functional.scaled_dot_product_attention(*[x[None, None]] * 3)
     torch.nn.functional.gelu(torch.nn.functional.linear(a, a), approximate="tanh")
+    torch.vmap(torch.sum)(a)
+    if "torch.nn.attention.flex_attention" in sys.modules:  # a block mask needs it, and it takes seconds to import
+        importlib.import_module("torch._dynamo._trace_wrapped_higher_order_op")
     check("1.1")(lambda: expect_close(a, a + 1, rtol=0, atol=0))()
     torch.set_rng_state(state)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from nbformat import NotebookNode
 
 PRODUCT, COST, NUMBER, FILE = "q1_1", "q1_2", "q1_3", "q1_4"
-TIMER, MODULE, MLP, GEMV = "q2_1", "q2_2", "q2_3", "bonus_2_5"
+TIMER, MODULE, MLP, GEMV, MASK = "q2_1", "q2_2", "q2_3", "bonus_2_5", "q3_1"
 
 # Wrong answers, for attacks that hope for credit all the same.
 WRONG = {
@@ -30,6 +30,7 @@ WRONG = {
         "        return torch.zeros_like(x)\n"
     ),
     GEMV: "\ndef gemv(a, x):\n    return torch.zeros(a.shape[0])\n",
+    MASK: "\ndef documents_and(numbers, also):\n    return lambda b, h, q, k: k <= q\n",
 }
 FORBIDDEN = "\ndef gemm_broadcast(a, b):\n    return a @ b\n"
 
@@ -553,4 +554,90 @@ def gemm_broadcast(a, b):
     os.waitpid(child, 0)
     return torch.load(io.BytesIO(os.read(reader, 10**6)))
 """),
+]  # fmt: skip
+
+# ---- masks, which are called under vmap ------------------------------------------------------------------------------
+
+MASKS = [
+    Attack("vmap replaced by one that says what it likes", MASK, """
+import torch._functorch.vmap
+torch.vmap = torch.func.vmap = lambda f, *a, **k: lambda *x: torch.ones(5, 5, dtype=torch.bool)
+"""),
+    Attack("equal, vmap's insides and the check's helper replaced", MASK, """
+import utils.kernels.attention.masks as masks
+masks.dense_mask = masks.evaluate = dense_mask = lambda mod, *a, **k: mod
+torch.equal = lambda a, b: True
+torch._C._functorch.get_unwrapped = torch._C._functorch._add_batch_dim = lambda t, *a: t
+"""),
+    Attack("a mask that looks for the expected one in the frames below", MASK, "", """
+import sys
+def documents_and(numbers, also):
+    def mask_mod(b, h, q, k):
+        frame = sys._getframe()
+        while frame is not None:
+            for name in ("expected", "same"):
+                if name in frame.f_locals:
+                    return frame.f_locals[name][q, k]
+            frame = frame.f_back
+        return k <= q
+    return mask_mod
+"""),
+    Attack("a mask that reads the check out of the other mask", MASK, "", """
+def documents_and(numbers, also):
+    cells = {}
+    for cell in getattr(also, "__closure__", None) or ():
+        cells[type(cell.cell_contents).__name__] = cell.cell_contents
+    return lambda b, h, q, k: cells["Tensor"][q, k] if "Tensor" in cells else k <= q
+""", flagged=False),
+    Attack("a mask that is right at its first call and not at the next", MASK, "", """
+def documents_and(numbers, also):
+    calls = []
+    def mask_mod(b, h, q, k):
+        calls.append(1)
+        right = (numbers[q] == numbers[k]) & also(b, h, q, k)
+        return right if len(calls) == 1 else ~right
+    return mask_mod
+""", flagged=False),
+    Attack("a mask of another shape", MASK, "", """
+def documents_and(numbers, also):
+    return lambda b, h, q, k: torch.ones(7, 3, dtype=torch.bool)
+""", flagged=False),
+    Attack("a mask of numbers in place of truth values", MASK, "", """
+def documents_and(numbers, also):
+    return lambda b, h, q, k: (numbers[q] == numbers[k]).long() * also(b, h, q, k)
+""", flagged=False),
+    Attack("a mask that raises what it is asked to be", MASK, "", """
+class Passed(AssertionError):
+    passed = True
+
+def documents_and(numbers, also):
+    def mask_mod(b, h, q, k):
+        raise Passed("passed")
+    return mask_mod
+""", flagged=False),
+    Attack("a mask with truth values that are none", MASK, "", """
+class Mask(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return True if func in (torch.equal, torch.Tensor.equal) else super().__torch_function__(
+            func, types, args, kwargs or {})
+
+def documents_and(numbers, also):
+    return lambda b, h, q, k: (k <= q).as_subclass(Mask)
+""", flagged=False),
+    Attack("a tensor of a vmap that has ended", MASK, "", """
+kept = []
+def documents_and(numbers, also):
+    def mask_mod(b, h, q, k):
+        torch.vmap(torch.vmap(lambda x: kept.append(x) or x))(torch.ones(3, 3))
+        return kept[0] > 0
+    return mask_mod
+""", flagged=False),
+    Attack("the other mask's inputs changed under it", MASK, "", """
+def documents_and(numbers, also):
+    def mask_mod(b, h, q, k):
+        seen = also(b, h, q.zero_(), k.zero_())
+        return seen & (q == k)
+    return mask_mod
+""", flagged=False),
 ]  # fmt: skip

@@ -718,9 +718,71 @@ def gemv(a, x):
 """,
 }
 
+MASKS = {
+    "a lambda": """
+def documents_and(numbers, also):
+    return lambda b, h, q, k: (numbers[q] == numbers[k]) & also(b, h, q, k)
+""",
+    "torch's functions by name": """
+def documents_and(numbers, also):
+    def mask_mod(b, h, q, k):
+        return torch.logical_and(torch.eq(numbers[q], numbers[k]), also(b, h, q, k))
+    return mask_mod
+""",
+    "the other mask first, and where": """
+def documents_and(numbers, also):
+    def documents(batch, head, query, key):
+        seen = also(batch, head, query, key)
+        return torch.where(numbers[query] == numbers[key], seen, torch.zeros_like(seen))
+    return documents
+""",
+    "a method of an object": """
+class Documents:
+    def __init__(self, numbers, also):
+        self.numbers, self.also = numbers, also
+
+    def __call__(self, b, h, q, k):
+        return (self.numbers[q] == self.numbers[k]) & self.also(b, h, q, k)
+
+documents_and = Documents
+""",
+    "prints, and counts its calls": """
+def documents_and(numbers, also):
+    calls = []
+    def mask_mod(b, h, q, k):
+        calls.append(1)
+        print("call", len(calls), q.shape)
+        return (numbers[q] == numbers[k]) & also(b, h, q, k)
+    return mask_mod
+""",
+    "functools.partial": """
+import functools
+
+def _seen(numbers, also, b, h, q, k):
+    return (numbers[q] == numbers[k]) & also(b, h, q, k)
+
+def documents_and(numbers, also):
+    return functools.partial(_seen, numbers, also)
+""",
+    "a default, and a copy of the numbers": """
+def documents_and(numbers, also):
+    def mask_mod(b, h, q, k, numbers=numbers.clone()):
+        return (numbers[q] - numbers[k] == 0) & also(b, h, q, k)
+    return mask_mod
+""",
+    "a vmap over documents": """
+def documents_and(numbers, also):
+    one_each = torch.arange(3)
+    def mask_mod(b, h, q, k):
+        inside = torch.vmap(lambda n: (numbers[q] == n) & (numbers[k] == n))(one_each)
+        return inside.any() & also(b, h, q, k)
+    return mask_mod
+""",
+}
+
 ANSWERS: dict[str, dict[str, str]] = {
     "q1_1": PRODUCTS, "q1_2": COSTS, "q1_3": NUMBERS, "q1_4": FILES,
-    "q2_1": TIMERS, "q2_2": MODULES, "q2_3": MLPS, "bonus_2_5": GEMVS,
+    "q2_1": TIMERS, "q2_2": MODULES, "q2_3": MLPS, "bonus_2_5": GEMVS, "q3_1": MASKS,
 }  # fmt: skip
 
 

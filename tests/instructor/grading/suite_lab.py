@@ -36,6 +36,7 @@ from utils.checking import (
     require_answer,
     watch_operations,
 )
+from utils.kernels.attention.masks import dense_mask
 
 torch.manual_seed(0)
 
@@ -331,6 +332,44 @@ check_gemv(gemv).raise_if_wrong()
 ### BEGIN HIDDEN TESTS
 for hidden_m in random.SystemRandom().sample(range(2, 20), 3):
     check_gemv(gemv, hidden_m, hidden_m + 3).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# ## Part 3
+#
+# ### Question 3.1: A mask {points}
+#
+# A mask function: a token sees those of its own document (`numbers`, one a token) that `also` lets through.
+
+# %% nbgrader={"grade_id": "q3_1", "solution": true}
+def documents_and(numbers: torch.Tensor, also):
+    """mask_mod(b, h, q, k): the same document, and also(b, h, q, k)."""
+    ### BEGIN SOLUTION
+    def mask_mod(b, h, q, k):
+        return (numbers[q] == numbers[k]) & also(b, h, q, k)
+
+    return mask_mod
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade_id": "q3_1_tests", "grade": true, "points": 3}
+@check("3.1", "A mask")
+def check_mask(documents_and, size=5, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(0, 3, (size,), generator=generator)
+    far = torch.rand(size, size, generator=generator) < 0.7
+    mod = documents_and(numbers, lambda b, h, q, k: far[q, k] | (h > 0))
+    same = numbers[:, None] == numbers
+    for head, expected in ((0, same & far), (1, same)):
+        for _ in range(2):
+            got = dense_mask(mod, size, size, h=head)
+            assert torch.equal(got, expected), f"head {head}: {int((got != expected).sum())} pairs are wrong"
+
+
+check_mask(documents_and).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+for hidden_size in random.SystemRandom().sample(range(8, 24), 2):
+    check_mask(documents_and, hidden_size, seed=random.SystemRandom().getrandbits(40)).raise_if_wrong()
 ### END HIDDEN TESTS
 
 # %% [markdown]

@@ -11,11 +11,11 @@ import pytest
 
 from instructor.build import ROOT, read_lab, secret_lines
 from instructor.course import answered_notebook
-from instructor.grading import grade_notebook
-from tests.instructor.grading.attacks import LIARS, PATCHES, SPIES, WRONG, packed
+from instructor.grading import calibrate, grade_notebook
+from tests.instructor.grading.attacks import LIARS, MASKS, PATCHES, SPIES, WRONG, packed
 from tests.instructor.grading.attacks_outside import OUTSIDE_ATTACKS
 
-ATTACKS = [*PATCHES, *SPIES, *LIARS, *OUTSIDE_ATTACKS]
+ATTACKS = [*PATCHES, *SPIES, *LIARS, *MASKS, *OUTSIDE_ATTACKS]
 TIMEOUT = 6  # seconds; no cell of an honest submission to this lab takes one
 TOKEN = "token-7f3a-of-the-grader"
 
@@ -98,6 +98,11 @@ def test_there_are_enough_attacks():
     assert len({attack.name for attack in ATTACKS}) == len(ATTACKS)
     assert {attack.question for attack in ATTACKS} == set(WRONG)
     assert sum(attack.flagged for attack in ATTACKS) >= 45
+
+
+def test_all_but_the_module_is_tested_at_a_distance(suite_lab):
+    modes = calibrate(suite_lab)["modes"]
+    assert {name for name, mode in modes.items() if mode == "inside"} == {"q2_2_tests"}
 
 
 def test_wrong_answers_alone_get_nothing_and_no_flag(suite_lab, full_points):

@@ -10,6 +10,7 @@ import time
 import types
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -53,13 +54,12 @@ def test_tensors_arrive_bit_for_bit(dtype, shape):
 
 
 @pytest.mark.parametrize("view", [lambda t: t.T, lambda t: t[::2, 1:], lambda t: t.expand(2, 4, 6), lambda t: -t])
-def test_views_keep_their_strides_towards_the_student(view):
+def test_views_keep_their_strides(view):
     tensor = view(torch.randn(4, 6))
-    arrived = travelled(tensor, trusted=True)
-    assert torch.equal(arrived, tensor)
-    if 0 not in tensor.stride():
-        assert arrived.stride() == tensor.stride()
-    assert travelled(tensor).is_contiguous()
+    for trusted in (True, False):
+        arrived = travelled(tensor, trusted=trusted)
+        assert torch.equal(arrived, tensor)
+        assert arrived.stride() == tensor.stride() if 0 not in tensor.stride() else arrived.is_contiguous()
 
 
 def test_special_values_arrive():
@@ -70,6 +70,14 @@ def test_special_values_arrive():
         arrived = travelled(value)
         assert repr(arrived) == repr(value) or arrived == value, value
     assert travelled(torch.empty(3, device="meta")).device.type == "meta"
+
+
+def test_tables_arrive():
+    columns = {"kind": ["a", None], "ms": [1.5, float("nan")], "n": [3, 4], "ok": [True, False]}
+    frame = pd.DataFrame(columns, index=[7, 2])
+    pd.testing.assert_frame_equal(travelled(frame), frame)
+    pd.testing.assert_frame_equal(travelled(frame[[]]), frame[[]], check_column_type=False)
+    pd.testing.assert_series_equal(travelled(frame["ms"]), frame["ms"])
 
 
 class Lying(torch.Tensor):
@@ -106,6 +114,11 @@ BYTES = [bytearray(8)]
     ["ref", "os", "system"], ["pickle", 0], ["namespace", []], ["numpy", "|O8", [1], False, 0],
     ["numpy", "<f8", [2], False, 0], ["float", "1" * 400 + "q"], ["range", ["0", "1", "0"]],
     ["fraction", ["int", "1"], ["int", "0"]], ["device", "nothing:0"],
+    ["batched", ["int", "1"], []], ["view", 1, [1], [1], 0], ["series", ["int", "1"], ["list", []], ["none"]],
+    ["series", ["list", [["int", "1"]]], ["list", []], ["none"]], ["frame", ["list", []], ["int", "1"], ["list", []]],
+    ["frame", ["list", [["list", []]]], ["list", []], ["list", []]], ["block_mask", "theirs", 0, []],
+    *(["tensor", {"dtype": "float32", "shape": [2], "stride": s, "device": "cpu", "grad": False, "key": None,
+                  "data": 0}] for s in ([0], [-1], [1 << 40], [1, 1], ["1"], 1)),
     *(["tensor", {"dtype": d, "shape": s, "stride": None, "device": v, "grad": False, "key": None, "data": 0}]
       for d, s, v in [("float32", [3], "cpu"), ("float32", [-2], "cpu"), ("float32", [1 << 62], "cpu"),
                       ("float32", [True, 2], "cpu"), ("float32", "2", "cpu"), ("object", [2], "cpu"),

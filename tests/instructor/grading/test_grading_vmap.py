@@ -1,0 +1,355 @@
+"""Functions called under vmap, and block masks, across two processes: as if both were one, and no forgery counts."""
+
+import inspect
+import json
+import os
+import socket
+import time
+import types
+
+import pandas as pd
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
+
+from instructor.grading import vmaps
+from instructor.grading.remote import CannotTravel, Gone, Remote
+from instructor.grading.signatures import parameters_of, standing_for
+from instructor.grading.student import Student
+from instructor.grading.wire import Channel, Decoder, Encoder, WireError, rebuilt_block_mask
+from utils.checking import watch_operations
+from utils.kernels.attention.masks import dense_mask, evaluate
+from utils.kernels.attention.score_mods import modified
+
+
+class _Flags:
+    """A watcher that notes nothing."""
+
+    def __getattr__(self, name):
+        return lambda *args: None
+
+
+@pytest.fixture
+def across():
+    """across(functions): proxies of these functions, which stay in a process of their own."""
+    started = []
+
+    def start(**functions):
+        ours, theirs = socket.socketpair()
+        process = os.fork()
+        if process == 0:
+            try:
+                ours.close()
+                shell = types.SimpleNamespace(user_ns=functions, outputs=None)
+                Student(Channel(theirs), shell, {}, _Flags()).serve()
+            finally:
+                os._exit(1)
+        theirs.close()
+        remote = Remote(Channel(ours))
+        remote.within(60)
+        started.append((process, remote))
+        found = remote.get("cell", list(functions))
+        return [found[name] for name in functions] + [remote]
+
+    yield start
+    for process, remote in started:
+        remote.channel.close()
+        os.waitpid(process, 0)
+
+
+NUMBERS = torch.tensor([0, 0, 1, 1, 1, 2, 2, -1])
+
+
+def _every_third():
+    calls = []
+
+    def mod(b, h, q, k):
+        calls.append(1)
+        return (q + k + len(calls)) % 3 == 0
+
+    return mod
+
+
+def _in_place(b, h, q, k):
+    q += 1
+    return k <= q
+
+
+def _inner_vmap(b, h, q, k):
+    return torch.vmap(lambda n: (n == NUMBERS[q]) & (k <= q))(NUMBERS[k].expand(3)).all()
+
+
+MODS = {
+    "causal": lambda b, h, q, k: k <= q,
+    "reads a tensor": lambda b, h, q, k: (NUMBERS[q] == NUMBERS[k]) & (NUMBERS[q] >= 0),
+    "keys alone": lambda b, h, q, k: k < 3,
+    "queries and the head": lambda b, h, q, k: (q + h) % 2 == 0,
+    "the same for all pairs": lambda b, h, q, k: torch.tensor(True),
+    "where": lambda b, h, q, k: torch.where(q > 2, k <= q, k == 0),
+    "a vmap of its own": _inner_vmap,
+    "writes into an index": _in_place,
+    "asks for True or False": lambda b, h, q, k: k if q > k else q,
+    "takes a number out": lambda b, h, q, k: k <= q.item(),
+    "numbers for truth values": lambda b, h, q, k: q - k,
+    "a truth value of Python's": lambda b, h, q, k: True,
+    "nothing": lambda b, h, q, k: None,
+    "a whole row": lambda b, h, q, k: NUMBERS[k] == NUMBERS,
+    "fails": lambda b, h, q, k: NUMBERS[[]][7],
+    "a dice": lambda b, h, q, k: torch.rand(()) < 2,
+}  # fmt: skip
+
+
+def _outcome(function, *args, **kwargs):
+    """What comes out, to be compared: a result, or an exception's type and first words."""
+    try:
+        return function(*args, **kwargs).tolist()
+    except Exception as error:
+        return type(error).__name__, str(error).split("<")[0][:60]
+
+
+def test_masks_do_what_they_do_in_one_process(across):
+    *proxies, _ = across(**{f"mod{i}": mod for i, mod in enumerate(MODS.values())})
+    for (what, mod), proxy in zip(MODS.items(), proxies, strict=True):
+        proxy.__name__ = mod.__name__
+        for b, h in ((0, 0), (1, 2)):
+            assert _outcome(dense_mask, proxy, 8, 8, b=b, h=h) == _outcome(dense_mask, mod, 8, 8, b=b, h=h), what
+        assert _outcome(create_mask, proxy, 2, 3, 8, 8, "cpu") == _outcome(create_mask, mod, 2, 3, 8, 8, "cpu"), what
+
+
+def test_a_mask_that_counts_its_calls_counts_the_same(across):
+    mod, _ = across(mod=_every_third())
+    alone = _every_third()
+    assert [dense_mask(mod, 8, 8).tolist() for _ in range(4)] == [dense_mask(alone, 8, 8).tolist() for _ in range(4)]
+
+
+def test_score_modifiers_and_blocks(across):
+    slopes = torch.tensor([1.0, 0.5])
+    alibi = lambda s, b, h, q, k: s - slopes[h] * (q - k)  # noqa: E731
+    mod, mask, _ = across(alibi=alibi, mask=MODS["reads a tensor"])
+    scores = torch.randn(6, 8)
+    assert torch.equal(modified(mod, scores, h=1), modified(alibi, scores, h=1))
+    built = create_block_mask(mask, None, None, 8, 8, device="cpu", BLOCK_SIZE=2)
+    expected = create_block_mask(MODS["reads a tensor"], None, None, 8, 8, device="cpu", BLOCK_SIZE=2)
+    assert torch.equal(built.to_dense(), expected.to_dense())
+
+
+def test_a_mask_of_both_sides_calls_to_and_fro(across):
+    def negate(mod):
+        return lambda b, h, q, k: ~mod(b, h, q, k)
+
+    def twice(call, mod):
+        return call(negate(mod))
+
+    negate_, twice_, _ = across(negate=negate, twice=twice)
+    assert torch.equal(dense_mask(negate_(lambda b, h, q, k: NUMBERS[q] == NUMBERS[k]), 8, 8),
+                       dense_mask(lambda b, h, q, k: NUMBERS[q] != NUMBERS[k], 8, 8))  # fmt: skip
+    # The check's function is called by the student's, and calls a mask of theirs, which calls one of the check's.
+    seen = twice_(lambda mod: dense_mask(mod, 4, 4), lambda b, h, q, k: k <= q)
+    assert torch.equal(seen, ~torch.ones(4, 4, dtype=torch.bool).tril())
+
+
+def test_operators_under_vmap_are_seen(across):
+    mod, _ = across(mod=lambda b, h, q, k: torch.dot(q * torch.ones(3), k * torch.ones(3)) > 1)
+    with watch_operations() as watch:
+        dense_mask(mod, 4, 4)
+    assert any(name in ("mm", "mv", "bmm", "dot") for name in watch.operations) and watch.operations["gt"]
+
+
+def test_tensors_of_calls_under_vmap_do_not_pile_up(across):
+    mod, remote = across(mod=MODS["causal"])
+    for _ in range(20):
+        dense_mask(mod, 4, 4)
+    assert not remote.tensors and not remote.keys
+    assert len(remote.dropped) < 10
+
+
+def test_other_transformations_do_not_travel(across):
+    f, _ = across(f=lambda x: (x * x).sum())
+    with pytest.raises(CannotTravel):
+        torch.func.grad(f)(torch.ones(3))
+    assert _outcome(torch.vmap(f), torch.ones(2, 3)) == [3.0, 3.0]
+
+
+# ---- block masks ---------------------------------------------------------------------------------------------------
+
+
+def test_block_masks_travel_both_ways_and_stay_the_same_object(across):
+    def prepare(attention, mod, length):
+        block_mask = create_block_mask(mod, None, None, length, length, device="cpu", BLOCK_SIZE=4)
+        return lambda: attention(block_mask)
+
+    def visible(block_mask):
+        zero = torch.tensor(0)
+        assert int(block_mask.kv_num_blocks.sum()) and block_mask.seq_lengths == (8, 8)
+        return block_mask.mask_mod(zero, zero, torch.arange(8)[:, None], torch.arange(8)), block_mask
+
+    prepare_, visible_, _ = across(prepare=prepare, visible=visible)
+    given, asked = [], []
+
+    def mod(b, h, q, k):
+        asked.append(1)
+        return k <= q
+
+    attend = prepare_(given.append, mod, 8)
+    assert len(asked) == 1  # one way for all pairs
+    attend()
+    attend()
+    assert type(given[0]) is BlockMask and given[0] is given[1] and given[0].mask_mod is mod and len(asked) == 1
+    ours = create_block_mask(mod, None, None, 8, 8, device="cpu", BLOCK_SIZE=4)
+    assert torch.equal(given[0].to_dense(), ours.to_dense())
+    seen, back = visible_(ours)
+    assert torch.equal(seen, torch.ones(8, 8, dtype=torch.bool).tril()) and back is ours
+
+
+def test_eager_flex_attention_of_the_student_calls_the_checks_masks(across):
+    def run(q, mod, score_mod):
+        block_mask = create_block_mask(mod, None, None, 16, 16, device="cpu", BLOCK_SIZE=16)
+        return flex_attention(q, q, q, score_mod=score_mod, block_mask=block_mask)
+
+    run_, _ = across(run=run)
+    q = torch.randn(1, 2, 16, 16)
+    got = run_(q, lambda b, h, q, k: k <= q, lambda s, b, h, q, k: s + 0)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def _fields(**changes):
+    return {**{k: v for k, v in vars(create_block_mask(MODS["causal"], None, None, 8, 8, device="cpu")).items()
+               if k in inspect.signature(BlockMask.__init__).parameters}, **changes}  # fmt: skip
+
+
+@pytest.mark.parametrize("values", [
+    {}, {"mask_mod": None}, {"kv_indices": torch.zeros(1)}, {"kv_num_blocks": 3}, {"seq_lengths": (8,)},
+    {"BLOCK_SIZE": (-1, 4)}, {"BLOCK_SIZE": 4}, {"__class__": 1}, {"full_kv_indices": None},
+])  # fmt: skip
+def test_forged_block_masks_are_refused(values):
+    with pytest.raises(WireError):
+        rebuilt_block_mask(_fields(**values) if values else {})
+    assert type(rebuilt_block_mask(_fields())) is BlockMask
+
+
+# ---- forged replies ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dims", [[[3, 0]], [[0, 0]], [[1, 2]], [[1, -1]], [[2, 0], [1, 0]], [[1, 1]], [[1.0, 0]],
+                                  [[1, 0], [2, 0], [3, 0]], [[1, 0]] * 20, "x", [[1]]])  # fmt: skip
+def test_forged_levels_of_results_are_refused(dims):
+    encode = Encoder()
+    node = encode(torch.zeros(4, 5))
+    with pytest.raises(WireError):
+        Decoder([bytearray(b) for b in encode.blobs], levels=[[4, "error"], [5, "error"]])(["batched", node, dims])
+
+
+@pytest.mark.parametrize("levels", [None, [[3]], [["3", "error"]], [[-1, "error"]], [[3, "often"]], [[1 << 40, "same"]],
+                                    [[1, "same"]] * 99, [(3, "same")], [[True, "same"]]])  # fmt: skip
+def test_forged_levels_of_a_callback_are_refused(levels):
+    with pytest.raises((ValueError, TypeError)):
+        vmaps.checked(levels)
+
+
+@pytest.mark.parametrize("view", [[1, [4], [1], 20], [1, [40], [1], 0], [1, [2, 2], [1], 0], [1, [2], [-1], 4],
+                                  [1, [2], [1], -1], [1, [2], [12], 0]])  # fmt: skip
+def test_forged_views_are_refused(view):
+    with pytest.raises(WireError):
+        Decoder([], known={1: torch.zeros(3, 4)}.__getitem__)(["view", *view])
+
+
+@pytest.mark.parametrize("change", [
+    {"value": ["batched", ["own", 0], [[1, 0]]]}, {"value": ["known", 99]}, {"mutated": [[99, ["none"]]]},
+    {"value": ["block_mask", "own", 5, []]}, {"value": None}, {"op": "callback", "id": 0, "levels": [[1, "x"]]},
+    {"op": "callback", "id": 0, "levels": [], "mutated": [], "args": ["tuple", []], "kwargs": ["dict", []]},
+])  # fmt: skip
+def test_a_forged_reply_under_vmap_ends_the_question_and_not_the_run(change):
+    ours, theirs = socket.socketpair()
+    if (process := os.fork()) == 0:
+        try:
+            ours.close()
+            peer = Channel(theirs)
+            said = {"id": 1, "kind": "function", "name": "f", "answered": True, "parameters": [["x", "plain", False]]}
+            while True:
+                message, _ = peer.receive()
+                reply = {"op": "result", "n": message["n"], "mutated": [], "value": ["none"]}
+                if message["op"] == "get":
+                    reply |= {"op": "values", "values": {"f": ["object", said]}}
+                peer.send(reply if message["op"] == "get" else {**reply, **change})
+        finally:
+            os._exit(0)
+    theirs.close()
+    remote = Remote(Channel(ours))
+    remote.within(20)
+    f = remote.get("cell", ["f"])["f"]
+    began = time.monotonic()
+    with pytest.raises(Gone) as gone:
+        torch.vmap(f)(torch.ones(3))
+    assert gone.value.kind == "protocol" and time.monotonic() - began < 10
+    assert torch.vmap(lambda x: x + 1)(torch.ones(3)).tolist() == [2, 2, 2]  # no level is left behind
+    ours.close()
+    os.waitpid(process, 0)
+
+
+# ---- names, parameters, views, columns -----------------------------------------------------------------------------
+
+
+def _optional(a, /, b, c=3, *more, d, e=5, **named):
+    pass
+
+
+@pytest.mark.parametrize("function", [_optional, lambda b, h, q, k: 1, lambda *a: 1, lambda: 1, lambda *, x: 1,
+                                      lambda s, b, h, q, k, cap=3: 1])  # fmt: skip
+def test_a_proxy_has_the_parameters_of_its_function(function):
+    made = standing_for(lambda args, kwargs: (args, kwargs), "made", json.loads(json.dumps(parameters_of(function))))
+    assert made.__name__ == "made"
+    for name in ("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_varnames"):
+        mine, theirs = getattr(made.__code__, name), getattr(function.__code__, name)
+        assert mine == theirs or (name == "co_varnames" and mine[: len(theirs)] == theirs[: len(mine)])
+    assert len(made.__defaults__ or ()) == len(function.__defaults__ or ())
+
+
+def test_a_proxy_hands_over_what_it_was_given_and_no_default():
+    made = standing_for(lambda args, kwargs: (args, kwargs), "made", parameters_of(_optional))
+    assert made(1, 2, d=4) == ((1, 2), {"d": 4})
+    assert made(1, 2, 3, 4, d=1, other=3) == ((1, 2, 3, 4), {"d": 1, "other": 3})
+    with pytest.raises(TypeError, match="missing 1 required"):
+        made(1, d=2)
+
+
+@pytest.mark.parametrize("said", [
+    3, [["b"]], [["b", "plain", 1]], [["__b", "plain", False]], [["b=f()", "plain", False]], [["if", "plain", False]],
+    [["b", "plain", False]] * 2, [["a", "named", False], ["b", "plain", False]], [["a", "x", False]],
+    [["a", "plain", True], ["b", "plain", False]], [[f"a{i}", "plain", False] for i in range(99)],
+])  # fmt: skip
+def test_forged_parameters_make_a_function_of_anything(said):
+    made = standing_for(lambda args, kwargs: (args, kwargs), "made", said)
+    assert made(1, 2, c=3) == ((1, 2), {"c": 3})
+
+
+def test_views_of_the_checks_tensors_stay_views(across):
+    view, copy, column, _ = across(
+        view=lambda x: (x[1:, ::2].T, x), copy=lambda x: x[1:].clone(), column=lambda s: (s * 2).sort_index()
+    )  # fmt: skip
+    x = torch.arange(12.0).reshape(3, 4)
+    part, whole = view(x)
+    assert whole is x and torch.equal(part, x[1:, ::2].T) and part.stride() == x[1:, ::2].T.stride()
+    assert part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert copy(x).untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    got = column(pd.Series([1.5, 2.5], index=[7, 3], name="ms"))
+    pd.testing.assert_series_equal(got, pd.Series([5.0, 3.0], index=[3, 7], name="ms"))
+
+
+def test_a_check_may_replace_an_earlier_answer(across):
+    space = {}
+    exec("def first(x):\n    return x + 1\n\ndef second(x):\n    return 2 * first(x)", space)
+    second, remote = across(second=space["second"])
+    # `across` keeps the notebook's names apart from the globals of the functions; in a notebook they are one.
+    names = second.__globals__
+    assert "second" in names and "third" not in names and names["second"] is second
+    names.update({"second": lambda x: -x})
+    assert remote.values(["second"])["second"](3) == -3 and second(3) == 8
+    names.update({"second": second})
+    assert remote.values(["second"])["second"] is second
+
+
+def test_evaluate_says_what_a_mask_may_not_do(across):
+    mod, _ = across(mod=MODS["asks for True or False"])
+    with pytest.raises(TypeError, match="asks a tensor for True or False"):
+        evaluate(mod, torch.arange(3), torch.arange(3))
