@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import platform
+import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from instructor.build import Built
 from instructor.course import Course
-from instructor.grading import gradebook
+from instructor.grading import engine, gradebook
 from instructor.grading.engine import calibrate, close_all, fingerprint, grade_notebook, is_warm, unreadable
 from instructor.grading.intake import Submission
 from instructor.grading.results import Flag, GradingError, SubmissionResult
@@ -24,6 +27,8 @@ from instructor.grading.walls import Limits
 
 RETRIES = 2  # of a submission whose worker died, or whose checker failed
 BATCH = 8  # results merged into the gradebook at a time
+ARRIVE = 10.0  # seconds that workers have to register with a scheduler
+ABSENT = 60.0  # seconds without any worker after which a run ends
 
 
 @dataclass
@@ -46,9 +51,68 @@ def grade_one(fields: dict, data: bytes, student: str, timeout: float, limits: d
     return json.dumps(grade_notebook(built, data, timeout=timeout, student=student, limits=Limits(**limits)).as_json())
 
 
+def calibrate_one(fields: dict, limits: dict) -> None:
+    """Runs in a worker: find out how the lab is graded on its kind of machine."""
+    if limits["gpu"]:
+        gpus()
+    calibrate(Built(questions=[], **fields), Limits(**limits))
+
+
+def sources_of(fields: dict) -> str:
+    """Runs in a worker: the fingerprint of the course that it has."""
+    return engine.fingerprint(Built(questions=[], **fields))
+
+
+def gpus() -> list[str]:
+    """The GPUs of this machine, as CUDA_VISIBLE_DEVICES names them; `GradingError` if there is none."""
+    import torch
+
+    from utils.device import cuda_support
+
+    support = cuda_support()
+    if not support:
+        raise GradingError(
+            f"--gpu needs an NVIDIA GPU, and on {platform.node()} {support.reason} Leave --gpu out to grade on the "
+            "CPU, or name a scheduler whose workers have GPUs: --scheduler tcp://host:8786."
+        )
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return named or [str(index) for index in range(torch.cuda.device_count())]
+
+
+def one_gpu_each(client, devices: Sequence[str]) -> None:
+    """Give each worker of this machine, also one that takes another's place, the GPU of its number."""
+    from distributed import WorkerPlugin
+
+    class OneGPU(WorkerPlugin):
+        def setup(self, worker) -> None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = devices[int(worker.name)]
+
+    client.register_plugin(OneGPU())
+
+
 @contextmanager
-def connect(scheduler: str | None, jobs: int, gpu: bool) -> Iterator:
-    """A Dask client: of the cluster at an address, or of `jobs` worker processes here."""
+def _without_interrupts() -> Iterator[None]:
+    """Processes and threads that start meanwhile never see Ctrl-C, which a terminal sends to all of a command's
+    processes: this one ends them in good order. One that comes meanwhile arrives here afterwards."""
+    from multiprocessing import resource_tracker
+
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # which lets SIGINT through again where it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def connect(scheduler: str | None, jobs: int, fields: dict, gpu: bool = False) -> Iterator:
+    """A Dask client: of the cluster at an address, or of `jobs` worker processes here.
+
+    `GradingError` if that cluster does not answer, or has no workers that can grade this lab.
+    """
     import dask
     from distributed import Client, LocalCluster
 
@@ -58,6 +122,8 @@ def connect(scheduler: str | None, jobs: int, gpu: bool) -> Iterator:
         except (OSError, ValueError, TimeoutError) as error:
             raise GradingError(f"no Dask scheduler answers at {scheduler}: {error}") from None
         with client:
+            _expect_workers(client, scheduler, fields, gpu)
+            _limit_failures(client)
             yield client
         return
     settings = {
@@ -66,15 +132,97 @@ def connect(scheduler: str | None, jobs: int, gpu: bool) -> Iterator:
         "distributed.logging.distributed": "error",
         "distributed.worker.memory.terminate": False,
     }
-    with (
-        dask.config.set(settings),
-        LocalCluster(
-            n_workers=jobs, threads_per_worker=1, processes=True, dashboard_address=None, memory_limit=None,
-            resources={"GPU": 1} if gpu else None, silence_logs=50,
-        ) as cluster,
-        Client(cluster, set_as_default=False) as client,
-    ):  # fmt: skip
-        yield client
+    with dask.config.set(settings):
+        with _without_interrupts():
+            cluster = LocalCluster(
+                n_workers=jobs, threads_per_worker=1, processes=True, dashboard_address=None, memory_limit=None,
+                resources={"GPU": 1} if gpu else None, silence_logs=50,
+            )  # fmt: skip
+        with cluster, Client(cluster, set_as_default=False) as client:
+            yield client
+
+
+def _able(client, gpu: bool) -> dict[str, dict]:
+    """{address: what is known of it} of the workers that a submission can go to."""
+    workers = client.scheduler_info(n_workers=-1)["workers"]
+    return {name: said for name, said in workers.items() if not gpu or said["resources"].get("GPU", 0) >= 1}
+
+
+def _expect_workers(client, scheduler: str, fields: dict, gpu: bool) -> None:
+    """`GradingError` if a cluster's workers cannot grade this lab; Dask would wait for others for ever."""
+    began = time.monotonic()
+    while not (able := _able(client, gpu)):
+        if time.monotonic() - began > ARRIVE:
+            some = len(_able(client, False))
+            if gpu and some:
+                raise GradingError(
+                    f"--gpu needs workers with the resource GPU, and none of the {some} at {scheduler} has it: start "
+                    f"one for each GPU with `dask worker {scheduler} --nworkers 1 --nthreads 1 --resources GPU=1`."
+                )
+            raise GradingError(
+                f"the scheduler at {scheduler} has no workers: start some with `dask worker {scheduler} --nworkers 4 "
+                "--nthreads 1`, or wait until they are there."
+            )
+        time.sleep(0.1)
+    threads = {name: said["nthreads"] for name, said in able.items() if said["nthreads"] != 1}
+    if threads:
+        name, count = next(iter(threads.items()))
+        raise GradingError(
+            f"the worker {name} has {count} threads; each may have one, as it keeps one warm process: start workers "
+            "with --nthreads 1, and more of them with --nworkers."
+        )
+    here = sources_of(fields)
+    for name, there in client.run(sources_of, fields, workers=list(able), on_error="return").items():
+        if isinstance(there, Exception):
+            raise GradingError(
+                f"the worker {name} cannot grade ({type(there).__name__}: {there}): workers need this folder at the "
+                "same path, and the same environment."
+            )
+        if there != here:
+            raise GradingError(
+                f"the worker {name} has another version of the course than this machine: bring its folder up to date "
+                "and start it again."
+            )
+
+
+def _limit_failures(client) -> None:
+    """Have the scheduler give a submission up after as many dead workers as here; its default is one more."""
+
+    def limit(dask_scheduler) -> None:  # within a function: Dask sends its code, and no module has to be there
+        dask_scheduler.allowed_failures = retries
+
+    retries = RETRIES
+    client.run_on_scheduler(limit)
+
+
+def _as_they_end(client, futures: Iterable, gpu: bool) -> Iterator:
+    """Futures as they end; `GradingError` if nobody has been there for `ABSENT` seconds who could go on with them."""
+    from queue import Empty, SimpleQueue
+
+    ended: SimpleQueue = SimpleQueue()
+    for future in futures:
+        future.add_done_callback(ended.put)
+    seen = time.monotonic()
+    for _ in futures:
+        while True:
+            try:
+                future = ended.get(timeout=min(5.0, ABSENT))
+                if future.cancelled():  # nobody here does that: Dask does where a connection is lost
+                    raise GradingError(
+                        "the connection to the scheduler is lost. What was graded is in the gradebook: start it again, "
+                        "and run the same command again to go on."
+                    )
+                yield future
+                seen = time.monotonic()
+                break
+            except Empty:
+                if _able(client, gpu):
+                    seen = time.monotonic()
+                elif time.monotonic() - seen > ABSENT:
+                    raise GradingError(
+                        f"no worker is left since {ABSENT:.0f} s. What was graded is in the gradebook: start workers "
+                        "and run the same command again to go on."
+                    ) from None
 
 
 def grade_class(
@@ -105,14 +253,10 @@ def grade_class(
         progress: is called with (student, done, total) after each submission
         client: a Dask client to use instead of starting one
     """
-    from distributed import as_completed
-
     began, summary, limits = time.perf_counter(), Summary(), limits or Limits()
+    here = scheduler is None and client is None
+    devices = gpus() if limits.gpu and here else []
     gradebook.prepare(course, built)
-    cold = not is_warm(built, limits)
-    calibrate(built, limits)  # once, and an early word if the lab itself is broken
-    if cold:
-        close_all()  # the workers have their own
     basis = f"{fingerprint(built)} {timeout} {limits}"
     waiting, batch = {}, {}
     for submission in submissions:
@@ -146,6 +290,11 @@ def grade_class(
     def run(client) -> None:
         nonlocal done
         resources = {"GPU": 1} if limits.gpu else None
+        if devices:
+            one_gpu_each(client, devices)
+        if limits.gpu and not here:  # the machine of this process may have no GPU
+            calibrating = client.submit(calibrate_one, fields, limits.as_dict(), pure=False, resources=resources)
+            next(_as_they_end(client, [calibrating], gpu=True)).result()
         shared = client.scatter(fields, broadcast=False, hash=False) if len(waiting) > 50 else fields
         futures = {
             client.submit(
@@ -154,7 +303,7 @@ def grade_class(
             ): student
             for student, (data, key) in waiting.items()
         }  # fmt: skip
-        for future in as_completed(futures, loop=client.loop):
+        for future in _as_they_end(client, futures, limits.gpu):
             student = futures[future]
             try:
                 result = SubmissionResult.from_json(json.loads(future.result()))
@@ -171,11 +320,17 @@ def grade_class(
             progress(student, done, total)
 
     try:
-        if waiting and client is not None:
-            run(client)
-        elif waiting:
-            with connect(scheduler, min(jobs, len(waiting)), limits.gpu) as own:
-                run(own)
+        with ExitStack() as stack:
+            if waiting and scheduler is not None and client is None:  # first, as it may have no workers
+                client = stack.enter_context(connect(scheduler, 0, fields, limits.gpu))
+            if waiting and (here or not limits.gpu):
+                cold = not is_warm(built, limits)
+                calibrate(built, limits)  # once, and an early word if the lab itself is broken
+                if cold:
+                    close_all()  # the workers have their own
+            if waiting:
+                workers = min(jobs, len(waiting), len(devices) or jobs)
+                run(client or stack.enter_context(connect(None, workers, fields, limits.gpu)))
     finally:
         gradebook.merge(course, batch)  # also when interrupted: what is done is done
         summary.seconds = time.perf_counter() - began

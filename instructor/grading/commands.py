@@ -41,10 +41,13 @@ def release(
     from instructor.grading.release import release as make_bundle
 
     try:
-        path, count = make_bundle(_build(lab), target)
+        bundle = make_bundle(_build(lab), target)
     except ReleaseError as error:
         _fail(error)
-    typer.echo(f"{path}: {count} files, {path.stat().st_size / 1e6:.1f} MB; no secret line in any of them")
+    size = f"{bundle.path}: {bundle.files} files, {bundle.path.stat().st_size / 1e6:.1f} MB"
+    typer.echo(f"{size}; no secret line in any of them{', but for' if bundle.shared else ''}")
+    for leak, why in bundle.shared:
+        typer.echo(f"  {leak}: {why}")
 
 
 @app.command()

@@ -30,8 +30,6 @@ from instructor.grading.wire import Channel, Closed, TooLate
 KEPT = ("LANG", "LC_ALL", "TZ", "PATH", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "XPU_DEVICE",
         "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TRITON_PTXAS_PATH")  # fmt: skip
 COURSE = ("assets",)  # beside the notebook, as students have it
-# No student's process sees these, also where the labs are installed into site-packages.
-HIDDEN = [str(ROOT / name) for name in ("instructor", "tests", "build", "submitted")]
 WARM_SECONDS = 600.0
 _zygotes: dict[str, Zygote] = {}
 
@@ -50,8 +48,11 @@ class Zygote:
         environment.setdefault("OMP_NUM_THREADS", "1")
         if not limits.gpu:
             environment["CUDA_VISIBLE_DEVICES"] = ""
+        # An environment behind a symbolic link: behind the walls there is no link to follow, and a library's file
+        # has to have one name on both sides.
+        python = str(Path(sys.executable).parent.resolve() / Path(sys.executable).name)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "instructor.grading.zygote", str(theirs.fileno())],
+            [python, "-m", "instructor.grading.zygote", str(theirs.fileno())],
             pass_fds=[theirs.fileno()], env=environment, cwd=self.folder.name, stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
@@ -62,7 +63,7 @@ class Zygote:
         try:
             self.channel.send({
                 "op": "warm", "setup": setup_cells(built), "folder": self.folder.name, "visible": visible,
-                "course": course, "hidden": HIDDEN, "limits": limits.as_dict(),
+                "course": course, "hidden": hidden_paths(), "limits": limits.as_dict(),
             })  # fmt: skip
             ready, _ = self.channel.receive(time.monotonic() + WARM_SECONDS)
         except (Closed, TooLate):
@@ -102,6 +103,17 @@ class Zygote:
             self.process.wait()
         self.process.stderr.close()
         self.folder.cleanup()
+
+
+def hidden_paths() -> list[str]:
+    """What no student's process sees, though a folder in its view holds it: the instructor's files, and every copy of
+    them that is installed beside the libraries."""
+    found = [ROOT / name for name in ("instructor", "tests", "build", "submitted")]
+    libraries = [Path(entry) for entry in sys.path if entry]
+    for prefix in map(Path, dict.fromkeys((sys.prefix, sys.base_prefix, sys.exec_prefix, "/usr", "/usr/local"))):
+        libraries += [*prefix.glob("lib*/python3*/site-packages"), *prefix.glob("lib/python3*/dist-packages")]
+    found += [folder / "instructor" for folder in libraries if (folder / "instructor").is_dir()]
+    return list(dict.fromkeys(name for path in found for name in (str(path), os.path.realpath(path))))
 
 
 def setup_cells(built: Built) -> list[tuple[str, str]]:

@@ -4,14 +4,19 @@ import csv
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 import zipfile
+from contextlib import contextmanager, suppress
 
 import nbformat
 import pytest
 from typer.testing import CliRunner
 
+from instructor.build import ROOT
 from instructor.course import Course, answered_notebook
 from instructor.grading import cluster, gradebook
 from instructor.grading.cluster import grade_class, question_id
@@ -19,6 +24,7 @@ from instructor.grading.engine import grade_notebook
 from instructor.grading.intake import IntakeError, Submission, student_of, submissions, take_in
 from tests.instructor.conftest import FIXTURE_LAB
 from utils.cli import app, mount_plugins
+from utils.device import cuda_support
 
 HANG = "import time\n\ndef gemm_broadcast(a, b):\n    while True:\n        time.sleep(0.1)\n"
 DIES = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
@@ -53,22 +59,36 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
-@pytest.fixture(scope="module")
-def workers():
-    """Two worker processes; `labs grade` finds them by the scheduler's address."""
-    import dask
-    from distributed import LocalCluster
-
-    quiet = {"distributed.scheduler.allowed-failures": cluster.RETRIES}
-    with (
-        dask.config.set(quiet),
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, memory_limit=None) as found,
-    ):
-        yield found
+def dask(folder, *arguments):
+    """Start `dask ARGUMENTS`, as docs/grading.md has it, and let it say its part into a file."""
+    with (folder / f"{arguments[0]}.log").open("w") as log:
+        command = [sys.executable, "-m", "dask", *map(str, arguments)]
+        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
 
 
 @pytest.fixture(scope="module")
-def graded(small_lab, workers, tmp_path_factory):
+def scheduler(tmp_path_factory):
+    """The address of a `dask scheduler` with two worker processes, all of them started as an instructor does."""
+    folder = tmp_path_factory.mktemp("dask")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"tcp://127.0.0.1:{port}"
+    started = [dask(folder, "scheduler", "--host", "127.0.0.1", "--port", port, "--no-dashboard", "--no-show")]
+    try:
+        started.append(dask(folder, "worker", address, "--nworkers", 2, "--nthreads", 1, "--no-dashboard"))
+        yield address
+    finally:
+        for process in reversed(started):  # what they run has to end with them, in good order or not
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def graded(small_lab, scheduler, tmp_path_factory):
     """A class graded by `labs grade`: (course, what the command said)."""
     root = tmp_path_factory.mktemp("class") / "course"
     course = Course(root)
@@ -78,7 +98,7 @@ def graded(small_lab, workers, tmp_path_factory):
     frozen.setattr(cluster, "fingerprint", lambda built: basis)
     for student, (notebook, _) in class_of(small_lab).items():
         course.submit(small_lab.name, student, notebook)
-    said = run("grade", FIXTURE_LAB, "--course", root, "--scheduler", workers.scheduler_address, "--timeout", TIMEOUT)
+    said = run("grade", FIXTURE_LAB, "--course", root, "--scheduler", scheduler, "--timeout", TIMEOUT)
     assert said.exit_code == 0, said.output
     yield course, said.output
     frozen.undo()
@@ -141,7 +161,7 @@ def test_a_second_run_grades_nothing_again(small_lab, graded):
     assert {student: path.stat().st_mtime_ns for student, path in records.items()} == before
 
 
-def test_one_question_of_one_student_again(small_lab, graded, workers):
+def test_one_question_of_one_student_again(small_lab, graded, scheduler):
     """The rest of the result, and a person's grade, stay as they are."""
     from nbgrader.api import Gradebook
 
@@ -154,7 +174,7 @@ def test_one_question_of_one_student_again(small_lab, graded, workers):
     for name in ("q1_1_tests", "q1_3_tests"):
         record["cells"][name]["points"] = 0.0
     path.write_text(json.dumps(record))
-    grade_ada = ("grade", FIXTURE_LAB, "--course", course.root, "--scheduler", workers.scheduler_address,
+    grade_ada = ("grade", FIXTURE_LAB, "--course", course.root, "--scheduler", scheduler,
                  "--timeout", TIMEOUT, "--only", "ada")  # fmt: skip
     said = run(*grade_ada, "--question", "1.1")
     assert said.exit_code == 0, said.output
@@ -177,11 +197,136 @@ def test_what_cannot_be_done_is_said(graded, arguments, words):
     assert said.exit_code == 2 and words in said.output
 
 
+# ---- clusters that cannot grade, and GPUs ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def grade_again(graded, monkeypatch):
+    """`grade_again(arguments)`: grade one of the class; a cluster gets no time to wait for workers in."""
+    monkeypatch.setattr(cluster, "ARRIVE", 0.0)
+    return lambda *arguments: run(
+        "grade", FIXTURE_LAB, "--course", graded[0].root, "--timeout", TIMEOUT, "--only", "wrong", *arguments
+    )
+
+
+def test_gpus_are_asked_for_and_there_are_none(grade_again, scheduler):
+    if cuda_support():
+        pytest.skip("this machine has a GPU")
+    said = grade_again("--gpu")
+    assert said.exit_code == 2 and "--gpu needs an NVIDIA GPU" in said.output and "torch" in said.output
+    said = grade_again("--gpu", "--scheduler", scheduler)
+    assert said.exit_code == 2 and "none of the 2" in said.output and "--resources GPU=1" in said.output
+
+
+def test_a_worker_that_only_says_it_has_a_gpu(grade_again):
+    if cuda_support():
+        pytest.skip("this machine has a GPU")
+    with threads(1, resources={"GPU": 1}) as address:
+        said = grade_again("--gpu", "--scheduler", address)
+    assert said.exit_code == 2 and "--gpu needs an NVIDIA GPU" in said.output
+
+
+@contextmanager
+def threads(count, **options):
+    """A cluster within this process; yields its address."""
+    from distributed import LocalCluster
+
+    with LocalCluster(
+        n_workers=min(count, 1), threads_per_worker=count, processes=False, protocol="tcp", silence_logs=50,
+        dashboard_address=":0", **options,
+    ) as found:  # fmt: skip
+        yield found.scheduler_address
+
+
+def test_a_scheduler_without_workers(grade_again):
+    with threads(0) as address:
+        said = grade_again("--scheduler", address)
+    assert said.exit_code == 2 and f"the scheduler at {address} has no workers" in said.output
+
+
+def test_a_worker_of_several_threads(grade_again):
+    with threads(2) as address:
+        said = grade_again("--scheduler", address)
+    assert said.exit_code == 2 and "has 2 threads" in said.output and "--nthreads 1" in said.output
+
+
+def test_workers_of_another_version_of_the_course(grade_again, scheduler, monkeypatch):
+    monkeypatch.setattr(cluster, "sources_of", lambda fields: os.getpid())  # as if each process had its own
+    said = grade_again("--scheduler", scheduler)
+    assert said.exit_code == 2 and "has another version of the course" in said.output
+
+
+def test_the_last_worker_goes_and_then_the_scheduler(monkeypatch):
+    """What was to be done does not wait for ever."""
+    from distributed import Client
+
+    monkeypatch.setattr(cluster, "ABSENT", 0.2)
+    with threads(0) as address:
+        client = Client(address, set_as_default=False)
+        future = client.submit(os.getpid)
+        with pytest.raises(cluster.GradingError, match="no worker is left"):
+            list(cluster._as_they_end(client, [future], gpu=False))
+    monkeypatch.setattr(cluster, "ABSENT", 60)
+    with pytest.raises(cluster.GradingError, match="connection to the scheduler is lost"):
+        list(cluster._as_they_end(client, [future], gpu=False))
+    client.close(timeout=5)
+
+
+def test_each_worker_of_this_machine_has_a_gpu_of_its_own():
+    """Also one that takes a dead one's place. The GPUs are names here: it is about who gets which."""
+    from distributed import Client, LocalCluster
+
+    with (
+        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0", silence_logs=50) as here,
+        Client(here, set_as_default=False) as client,
+    ):
+        cluster.one_gpu_each(client, ["GPU-one", "GPU-two"])
+        first, gpu = client.submit(lambda: (os.getpid(), os.environ["CUDA_VISIBLE_DEVICES"]), pure=False).result(60)
+        assert gpu == "GPU-one"
+        os.kill(first, signal.SIGKILL)
+        other, gpu = client.submit(lambda: (os.getpid(), os.environ["CUDA_VISIBLE_DEVICES"]), pure=False).result(60)
+        assert gpu == "GPU-one" and other != first
+
+
+# ---- Ctrl-C ------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c(small_lab, scheduler, tmp_path):
+    """As a terminal sends it: to the command and to all processes of its group."""
+    import psutil
+
+    course = Course(tmp_path / "course")
+    for student in range(4):
+        slow = f"import time\ntime.sleep(0.5)  # {student}\n{OFTEN}"
+        course.submit(small_lab.name, f"s{student}", answered_notebook(small_lab, {"q1_1": slow}))
+    arguments = ["grade", str(FIXTURE_LAB), "--course", str(course.root), "--timeout", str(TIMEOUT)]
+    started = subprocess.Popen(
+        [sys.executable, "-m", "utils.cli", *arguments, "--jobs", "1"], cwd=ROOT, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    records = course.root / "grading" / small_lab.name / "results"
+    while started.poll() is None and not list(records.glob("*.json")):
+        time.sleep(0.05)
+    processes = psutil.Process(started.pid).children(recursive=True)
+    os.killpg(started.pid, signal.SIGINT)
+    _, said = started.communicate(timeout=120)
+    assert started.returncode == 130 and said.splitlines()[-1].startswith("interrupted: what was graded"), said
+    assert "Traceback" not in said
+    assert len(processes) >= 3 and psutil.wait_procs(processes, timeout=20)[1] == []
+    before = {path.stem: path.stat().st_mtime_ns for path in records.glob("*.json")}
+    assert 1 <= len(before) < 4
+    assert automatic(course, small_lab.name) == dict.fromkeys(before, FULL)
+    done = run(*arguments, "--scheduler", scheduler)
+    assert done.exit_code == 0 and f"4 graded ({len(before)} of them before)" in done.output, done.output
+    assert {s: (records / f"{s}.json").stat().st_mtime_ns for s in before} == before
+    assert automatic(course, small_lab.name) == {f"s{student}": FULL for student in range(4)}
+
+
 # ---- many, and a worker that dies --------------------------------------------------------------------------------
 
 
 @pytest.mark.overnight
-def test_three_hundred_with_thirty_faults_and_a_worker_killed(small_lab, workers, tmp_path):
+def test_three_hundred_with_thirty_faults_and_a_worker_killed(small_lab, scheduler, tmp_path):
     """Each gets one verdict, the one of a serial run."""
     from distributed import Client
 
@@ -195,7 +340,7 @@ def test_three_hundred_with_thirty_faults_and_a_worker_killed(small_lab, workers
     for student, text in texts.items():
         course.submit(small_lab.name, student, text)
     killed = []
-    with Client(workers, set_as_default=False) as client:
+    with Client(scheduler, set_as_default=False) as client:
 
         def progress(student, done, total):
             if done >= 40 and not killed:
@@ -216,7 +361,7 @@ def test_three_hundred_with_thirty_faults_and_a_worker_killed(small_lab, workers
     assert {s: {n: c.points for n, c in serial[t].cells.items() if n in FULL} for s, t in texts.items()} == scores
 
 
-def test_a_submission_that_takes_its_worker_along_is_flagged_after_three(small_lab, workers, tmp_path, monkeypatch):
+def test_a_submission_that_takes_its_worker_along_is_flagged_after_three(small_lab, scheduler, tmp_path, monkeypatch):
     """The grading of the others is stood in for: this is about who tries again, and how often."""
     from distributed import Client
 
@@ -236,7 +381,8 @@ def test_a_submission_that_takes_its_worker_along_is_flagged_after_three(small_l
 
     monkeypatch.setattr(cluster, "grade_one", deadly)
     found = submissions(course.root, small_lab.name)
-    with Client(workers, set_as_default=False) as client:
+    with Client(scheduler, set_as_default=False) as client:
+        cluster._limit_failures(client)  # as `labs grade --scheduler` does
         summary = grade_class(course, small_lab, found, timeout=TIMEOUT, client=client)
     assert len(list(tries.iterdir())) == 1 + cluster.RETRIES
     assert set(summary.failed) == {"deadly"} and "3 attempts" in summary.failed["deadly"]

@@ -15,6 +15,14 @@ from instructor.points import lab_names, lab_path
 
 HIDDEN = '    hint = "Which index does each of the three loops run over, and where is the sum set back to zero?"'
 
+THREE_LINES = """
+def gemm(a, b, c, i, j, k_size):
+    total = 0.0
+    for k in range(k_size):
+        total += a[i, k].item() * b[k, j].item()
+    return total
+"""  # of gemm_naive
+
 
 @pytest.fixture(scope="module")
 def secrets():
@@ -27,14 +35,17 @@ def lab1():
 
 
 def test_no_bundle_holds_a_secret(lab1, secrets, tmp_path):
-    path, count = release(lab1, tmp_path)  # looks through all of it
-    with zipfile.ZipFile(path) as archive:
+    bundle = release(lab1, tmp_path)  # looks through all of it
+    with zipfile.ZipFile(bundle.path) as archive:
         names = [name.removeprefix("lab1/") for name in archive.namelist()]
         assert archive.read("lab1/lab1.ipynb").decode() == lab1.student
-    assert len(names) == count and {"lab1.ipynb", "utils/checking.py", "environment.yml", "README.md"} <= set(names)
+    assert len(names) == bundle.files
+    assert {"lab1.ipynb", "utils/checking.py", "environment.yml", "README.md"} <= set(names)
     assert not [name for name in names if name.startswith(("instructor", "tests", ".git", "build"))]
     assert [name for name in names if name.endswith(".ipynb")] == ["lab1.ipynb"]
-    assert path.read_bytes() == releasing.packed(bundle_files(lab1), "lab1")  # always the same
+    assert bundle.path.read_bytes() == releasing.packed(bundle_files(lab1), "lab1")  # always the same
+    # What may stand in the library stands there, or its excuse has to go.
+    assert {(leak.file, leak.line) for leak, _ in bundle.shared} == set(releasing.SHARED)
     # The bundles differ in their notebook alone.
     notebooks = {f"{name}.ipynb": build_lab(lab_path(name)).student.encode() for name in lab_names()}
     assert find_leaks(notebooks, secrets) == []
@@ -57,7 +68,9 @@ def in_an_output(lab):
     return nbformat.writes(notebook).encode()
 
 
-@pytest.mark.parametrize("place", ["output", "cell", "zip", "zip in zip", "gzip", "attachment", "checks in utils"])
+@pytest.mark.parametrize(
+    "place", ["output", "cell", "zip", "zip in zip", "gzip", "attachment", "checks in utils", "solution in utils"]
+)
 def test_a_planted_secret_is_found(lab1, secrets, place):
     from instructor.build import ROOT
 
@@ -69,6 +82,7 @@ def test_a_planted_secret_is_found(lab1, secrets, place):
         "gzip": {"assets/more.ipynb": gzip.compress(HIDDEN.encode())},
         "attachment": {"lab2.ipynb": json.dumps({"metadata": {"a": [{"b": HIDDEN}]}}).encode()},
         "checks in utils": {"utils/copy.py": (ROOT / "instructor/checks/lab1/gemm.py").read_bytes()},
+        "solution in utils": {"utils/gemm.py": THREE_LINES.encode()},
     }[place]
     leaks = find_leaks(files, secrets)
     assert leaks and all("lab1" in leak.origin for leak in leaks)

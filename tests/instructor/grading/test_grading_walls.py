@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 
 import nbformat
@@ -12,6 +13,7 @@ from instructor.course import answered_notebook
 from instructor.grading.engine import grade_notebook, setup_cells
 from instructor.grading.plan import make_plan, plan_tests, used_names
 from instructor.grading.results import CellResult, GradingError, SubmissionResult
+from instructor.grading.walls import Limits
 from instructor.points import lab_path
 
 PROBES = '''
@@ -31,6 +33,7 @@ found = {
     "write": [tried(lambda: open(path + "/mine", "w")) for path in (ROOT + "/utils", sys.prefix, "/usr", "/", "/etc")],
     "scratch": tried(lambda: open("mine", "w").write("x")),
     "instructor": tried(lambda: os.listdir(ROOT + "/instructor")),
+    "installed": tried(lambda: sorted(os.listdir(SITE)) + os.listdir(SITE + "/instructor")),
     "root": tried(lambda: sorted(os.listdir(ROOT))),
     "home": tried(lambda: os.listdir("/root") + os.listdir("/home")),
     "processes": tried(lambda: len([p for p in os.listdir("/proc") if p.isdigit()])),
@@ -50,12 +53,21 @@ macs = 1024**3
 
 
 @pytest.fixture(scope="module")
-def probed(small_lab):
+def probed(small_lab, tmp_path_factory):
+    site = tmp_path_factory.mktemp("installed") / "site-packages"  # the course, installed and not editable
+    shutil.copytree(ROOT / "instructor", site / "instructor", ignore=shutil.ignore_patterns("__pycache__"))
+    (site / "some_library").mkdir()
+    for folder in (site, *site.iterdir()):
+        folder.chmod(0o755)
+    limits = Limits(scratch_mb=500)  # no other test has these: the warm process starts here, and finds the folder
     os.environ["GRADING_SECRET_TOKEN"] = "SECRET"
+    sys.path.append(str(site))
     try:
-        code = f"ROOT = {str(ROOT)!r}\n{PROBES}"
-        result = grade_notebook(small_lab, answered_notebook(small_lab, {"q1_3": code}), timeout=60)
+        code = f"ROOT, SITE = {str(ROOT)!r}, {str(site)!r}\n{PROBES}"
+        notebook = answered_notebook(small_lab, {"q1_3": code})
+        result = grade_notebook(small_lab, notebook, timeout=60, limits=limits)
     finally:
+        sys.path.remove(str(site))
         del os.environ["GRADING_SECRET_TOKEN"]
     cells = nbformat.reads(result.notebook, as_version=4).cells
     (text,) = (o.text for c in cells if c.id == "q1_3" for o in c.outputs if "PROBES" in o.get("text", ""))
@@ -79,6 +91,11 @@ def test_nothing_but_the_scratch_folder(probed):
     assert "FileNotFoundError" in found["instructor"] or found["instructor"] == "[]"
     assert found["root"] == "['assets', 'utils']" or not str(sys.prefix).startswith("/usr")
     assert "instructor" not in found["root"].replace("'instructor'", "") and "tests" not in found["root"]
+
+
+def test_a_copy_of_the_course_among_the_libraries_is_hidden(probed):
+    needs(probed, "files", "own root")
+    assert probed[0]["installed"] == "['instructor', 'some_library']"  # both folders, and nothing in the first
 
 
 def test_alone_and_without_privileges(probed):
@@ -128,7 +145,9 @@ def test_cells_that_only_show_something_are_left_out(lab1):
     solved = answered_notebook(lab1)
     steps = make_plan(lab1.instructor, lab1.student, solved).steps
     run = [s for s in steps if s.kind == "student"]
-    assert all(s.answer for s in run) and sum(s.kind == "skipped" for s in steps) > 20
+    # Answers, and the locked cells among them.
+    assert all(s.answer or s.cell.metadata.get("nbgrader", {}).get("locked") for s in run)
+    assert sum(s.kind == "skipped" for s in steps) > 20
     # An answer that uses a name of such a cell brings it back; so does a change of the cell.
     using = {"q4_3": "def kernels_per_step(fn):\n    return len(results), flash_table"}
     steps = make_plan(lab1.instructor, lab1.student, answered_notebook(lab1, using)).steps
