@@ -247,6 +247,7 @@ class Checker:
     def _test(self, step: Step) -> None:
         began, self.current = time.perf_counter(), step.name
         status, message, shown = self._verdict(step)
+        self._make_room()
         self._collect_signs()
         seconds = time.perf_counter() - began
         self.cell_seconds += seconds
@@ -259,6 +260,19 @@ class Checker:
             kind = {"failed": "WrongAnswer", "timeout": "Timeout", "killed": "DeadKernel"}.get(status, "Error")
             outputs.append(_error_output(kind, message))
         step.cell.outputs = [nbformat.from_dict(o) for o in outputs]
+
+    def _make_room(self) -> None:
+        """Start again where the student's functions filled the memory as they were tested: later questions need it."""
+        if self.remote is None:
+            return
+        try:
+            self.remote.within(self.timeout)
+            reply, _ = self.remote.ask({"op": "room"})
+            full = bool(reply.get("used_up"))
+        except Gone:
+            full = True
+        if full:
+            self._restart()
 
     def _verdict(self, step: Step) -> tuple[str, str, str]:
         """(status, message, what is shown) of a test cell."""

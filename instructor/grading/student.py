@@ -257,6 +257,10 @@ class Student:
                     values[name] = self._handle(self.shell.user_ns[name])
         return {"op": "values", "values": values}, encode.blobs
 
+    def do_room(self, message: dict, blobs: list) -> tuple[dict, list]:
+        """What calls have left too little of for what comes after them."""
+        return {"op": "room", "used_up": used_up(self.folders, self.memory)}, []
+
     def do_replace(self, message: dict, blobs: list) -> tuple[dict, list]:
         """Give names in the notebook the values that a check has for them."""
         self.shell.user_ns.update(self._decoder(blobs)(message["values"]))
@@ -566,7 +570,7 @@ def memory_left() -> float:
 
 
 def used_up(folders: tuple[str, ...], memory: float) -> str:
-    """What a cell has left too little of for the cells after it, in words: threads, memory, room; or nothing.
+    """What a cell or a call has left too little of for those after it, in words: threads, memory, room; or nothing.
 
     Args:
         folders: those that fill up
