@@ -149,11 +149,15 @@ class Checker:
 
         Cells that tampered with the process are left out as well: they have lost their points, and may have broken it.
         """
+        self.restarts += 1
+        self._again()
+
+    def _again(self) -> None:
+        """Another process for the student's, in which the same cells ran."""
         while True:
             self._stop()
             guilty = {sign["cell"] for sign in self.signs}
             self.ran = [step for step in self.ran if step.name not in guilty]
-            self.restarts += 1
             if self.restarts > MAX_RESTARTS:
                 return
             self._fresh()
@@ -164,6 +168,7 @@ class Checker:
                 return
             except Gone:
                 self.ran.remove(step)  # it went well the first time; now it counts as gone
+                self.restarts += 1
 
     def _run(self, step: Step) -> None:
         """Run a cell of the student's and keep what it shows."""
@@ -357,12 +362,11 @@ class Checker:
         message = {
             "op": "inside", "cell": step.name, "names": step.names, "files": step.files,
             "sources": self._sources(step), "modules": self.job["hidden"],
-            "control": step.name not in self.job["no_control"] and bool(step.names or step.files),
+            "control": step.name not in self.job["no_control"] and bool(step.names or step.files), "here": "",
         }  # fmt: skip
         self.modes[step.name] = "inside"
-        reply, _ = self.remote.ask(message)
         try:
-            first, *rest = reply["verdicts"]
+            first, *rest = self._verdicts_inside(message)
             if first is None:
                 return "killed", f"{_label(step.question)}: your code {_GONE['killed']}", ""
             if first["passed"] is True and rest and (rest[0] or {}).get("passed") is True:
@@ -376,6 +380,19 @@ class Checker:
             return (*_explained(error_with_lines(first["error"], self.errors)), shown)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Gone("protocol", str(error)[:300]) from None
+
+    def _verdicts_inside(self, message: dict) -> list:
+        """The verdict on the answers, and with a control the one on spoilt answers."""
+        if not self.job["gpu"]:
+            return self.remote.ask(message)[0]["verdicts"]
+        verdicts = []
+        for here in ("as they are", "spoilt") if message["control"] else ("as they are",):
+            self.remote.within(self.timeout)
+            verdicts += self.remote.ask({**message, "here": here})[0]["verdicts"]
+            self._again()
+            if self.remote is None or (verdicts[0] or {}).get("passed") is not True:
+                break
+        return verdicts
 
     def _show_as_submitted(self, step: Step) -> None:
         """Keep the tables and plots that came along, for whoever grades the answers in words; and say so."""

@@ -46,7 +46,9 @@ class Zygote:
             "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
         environment.setdefault("OMP_NUM_THREADS", "1")
-        if not limits.gpu:
+        if limits.gpu:
+            environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # torch looks for a GPU without starting CUDA
+        else:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         # An environment behind a symbolic link: behind the walls there is no link to follow, and a library's file
         # has to have one name on both sides.
@@ -205,7 +207,7 @@ def calibrate(built: Built, limits: walls.Limits | None = None, timeout: float =
         _calibrations[key] = json.loads(path.read_text(encoding="utf-8"))
         return _calibrations[key]
     model = answered_notebook(built)
-    job = _job(built, model, timeout, "model answers", {"modes": {}, "no_control": []})
+    job = _job(built, model, timeout, "model answers", {"modes": {}, "no_control": []}, limits.gpu)
     warm = zygote(built, limits)
     first = warm.grade(job, 3600)
     modes = {name: first["modes"].get(name, "distance") for name, cell in first["cells"].items()
@@ -238,12 +240,12 @@ def calibrate(built: Built, limits: walls.Limits | None = None, timeout: float =
 _tests = functools.cache(plan_tests)
 
 
-def _job(built: Built, notebook: str | bytes, timeout: float, name: str, calibration: dict) -> dict:
+def _job(built: Built, notebook: str | bytes, timeout: float, name: str, calibration: dict, gpu: bool) -> dict:
     data = notebook.encode("utf-8", errors="surrogatepass") if isinstance(notebook, str) else notebook
     return {
         "instructor": built.instructor, "student": built.student, "submission": data.hex(), "name": name,
         "lab": built.name, "timeout": timeout, "modes": calibration["modes"], "hidden": hidden_modules(built.name),
-        "no_control": calibration["no_control"], "tests": _tests(built.instructor),
+        "no_control": calibration["no_control"], "tests": _tests(built.instructor), "gpu": gpu,
     }  # fmt: skip
 
 
@@ -271,7 +273,7 @@ def grade_notebook(
     data = notebook.read_bytes() if isinstance(notebook, Path) else notebook
     if len(data) > 12 << 20:
         return unreadable(built, f"The submitted file has {len(data) >> 20} MB; at most 12 are read.", student)
-    job = _job(built, data, timeout, student, calibration)
+    job = _job(built, data, timeout, student, calibration, limits.gpu)
     most = 60 + timeout * 2 * (len(calibration["modes"]) + 60)
     said = zygote(built, limits).grade(job, most)
     return SubmissionResult.from_json({k: v for k, v in said.items() if k not in ("modes", "why")})

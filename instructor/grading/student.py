@@ -461,9 +461,11 @@ class Student:
         """Run a test cell in a fork of this process; its source is in memory there and nowhere else.
 
         Run twice: with the answers as they are, and with answers that were spoilt. A check that accepts both has been
-        tampered with.
+        tampered with. With a GPU, whose state a fork does not have, it runs here, once, and this process ends after it.
         """
         self.flags.begin(message["cell"])
+        if message["here"]:
+            return {"op": "verdicts", "verdicts": [self._judged(message, message["here"] == "spoilt")]}, []
         verdicts = []
         for spoil in (False, True) if message["control"] else (False,):
             read, write = os.pipe()
@@ -482,26 +484,29 @@ class Student:
 
     def _inside(self, message: dict, spoil: bool, write: int) -> None:
         try:
-            self.outputs = outputs = Outputs()
-            self._redirect(outputs)
-            install_sources(message["modules"])
-            names = {**self.base, "__name__": "__main__"}
-            mine = {n: self.shell.user_ns[n] for n in message["names"] if n in self.shell.user_ns}
-            names.update({n: spoilt(v) for n, v in mine.items()} if spoil else mine)
-            error = None
-            with self._files(message["files"] if spoil else []):
-                try:
-                    for source, name in message["sources"]:
-                        exec(compile(source, name, "exec"), names)
-                except BaseException as raised:
-                    error = raised
-            remove_sources()  # or they would count as planted
-            self.flags.scan()
-            shown = "".join(i.get("text", "") for i in outputs.items)[:20_000]
-            said = {"passed": error is None, "shown": shown, "error": error and describe_error(error)}
-            os.write(write, json.dumps(said).encode())
+            os.write(write, json.dumps(self._judged(message, spoil)).encode())
         finally:
             os._exit(0)
+
+    def _judged(self, message: dict, spoil: bool) -> dict:
+        """What a test cell says of the answers in this process, or of spoilt ones."""
+        self.outputs = outputs = Outputs()
+        self._redirect(outputs)
+        install_sources(message["modules"])
+        names = {**self.base, "__name__": "__main__"}
+        mine = {n: self.shell.user_ns[n] for n in message["names"] if n in self.shell.user_ns}
+        names.update({n: spoilt(v) for n, v in mine.items()} if spoil else mine)
+        error = None
+        with self._files(message["files"] if spoil else []):
+            try:
+                for source, name in message["sources"]:
+                    exec(compile(source, name, "exec"), names)
+            except BaseException as raised:
+                error = raised
+        remove_sources()  # or they would count as planted
+        self.flags.scan()
+        shown = "".join(i.get("text", "") for i in outputs.items)[:20_000]
+        return {"passed": error is None, "shown": shown, "error": error and describe_error(error)}
 
     @contextlib.contextmanager
     def _files(self, names: list[str]):

@@ -77,20 +77,30 @@ def make_shell():
 
 
 def warm_up(message: dict) -> tuple[object, dict, list[str]]:
-    """Import what labs need and run the cells before the first answer; returns the shell, its names, problems."""
+    """Import what labs need and run the cells before the first answer; returns the shell, its names, problems.
+
+    The setup of a lab asks for the GPU, and a process that has started CUDA cannot be forked with it. So with GPUs
+    every process runs the setup for itself.
+    """
     os.environ.setdefault("MPLBACKEND", "Agg")
     for name in WARM:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    shell, problems = make_shell(), []
+    shell = make_shell()
+    base, problems = (None, []) if message["limits"]["gpu"] else set_up(shell, message)
+    exercise()
+    sys.stdout.flush()
+    return shell, base, problems
+
+
+def set_up(shell, message: dict) -> tuple[dict, list[str]]:
+    """Run the cells before the first answer; returns the names that they give, and problems."""
+    problems = []
     for name, source in message["setup"]:
         result = shell.run_cell(source, store_history=False)
         if not result.success:
             problems.append(f"the setup cell {name} failed: {result.error_before_exec or result.error_in_exec!r}")
-    base = dict(shell.user_ns)
-    exercise()
-    sys.stdout.flush()
-    return shell, base, problems
+    return dict(shell.user_ns), problems
 
 
 def exercise() -> None:
@@ -145,8 +155,8 @@ def serve(descriptor: int) -> None:
         os.close(descriptors[0])
 
 
-def _grade(descriptor: int, shell, base: dict, message: dict, runner: socket.socket | None) -> None:
-    """The checker's process, from fork to end."""
+def _grade(descriptor: int, shell, base: dict | None, message: dict, runner: socket.socket | None) -> None:
+    """The checker's process, from fork to end. base: the names that the setup gave, or None where it has not run."""
     try:
         ours, theirs = socket.socketpair()
         if os.fork() == 0:
@@ -170,6 +180,10 @@ def _grade(descriptor: int, shell, base: dict, message: dict, runner: socket.soc
             return Channel(mine), read, said["walls"], lambda: _end(keeper, said["process"])
 
         try:
+            if base is None:
+                base, problems = set_up(shell, message)
+                if problems:
+                    raise RuntimeError("; ".join(problems))
             answer = {"op": "graded", "result": checker.Checker(job, base, start).grade()}
         except BaseException as error:
             answer = {"op": "crashed", "why": checker.explain_crash(error)}
@@ -260,7 +274,7 @@ def start_runner(message: dict) -> socket.socket | None:
 # ---- the warden --------------------------------------------------------------------------------------------------
 
 
-def _warden(sock: socket.socket, shell, base: dict, message: dict) -> None:
+def _warden(sock: socket.socket, shell, base: dict | None, message: dict) -> None:
     """Start and end students' processes on request; runs nothing of theirs."""
     walls.die_with_parent()
     folders: dict[int, str] = {}
@@ -369,6 +383,10 @@ def _behind_walls(control, flags, report, folder, limits, shell, base, message) 
         _settle(place, "/out" if own_root else folder, own_root)
         walls.filter_calls(stand, network=False)
         stand["output"] = f"{limits.output_mb} MB a cell kept at most"
+        if base is None:
+            base, problems = set_up(shell, message)
+            if problems:
+                raise RuntimeError("; ".join(problems))
         os.write(report, json.dumps(stand).encode())
         os.close(report)
         _become_student(control, flags, shell, base)

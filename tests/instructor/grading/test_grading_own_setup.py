@@ -1,0 +1,71 @@
+"""Grading with `--gpu`, as far as a machine without a GPU can show it: CUDA does not survive a fork, so every process
+runs the setup for itself, and a check of live objects runs in the student's process, which ends with it."""
+
+from pathlib import Path
+
+import pytest
+
+from instructor.build import build_lab
+from instructor.course import answered_notebook
+from instructor.grading import grade_notebook
+from instructor.grading.engine import calibrate
+from instructor.grading.walls import Limits
+
+LIMITS = Limits(gpu=True)
+SETUP = "torch.manual_seed(0)\n"
+NORM = """
+import os
+
+class RMSNorm(torch.nn.Module):
+    def __init__(self, width, eps=1e-6):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x):
+        {first}
+        return x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + self.eps) * self.weight
+"""
+OWN_SETUP = "assert set_up_in == os.getpid(), f'set up in {set_up_in}, tested in {os.getpid()}'"
+TAMPERS = "torch.Tensor.mean = torch.Tensor.__truediv__ = lambda self, *a, **k: self * 0; return x * 0"
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """The suite's lab; its setup notes which process it runs in."""
+    text = (Path(__file__).parent / "suite_lab.py").read_text(encoding="utf-8")
+    assert text.count(SETUP) == 1
+    path = tmp_path_factory.mktemp("lab") / "suite_lab_gpu.py"
+    path.write_text(text.replace(SETUP, f"{SETUP}import os\n\nset_up_in = os.getpid()\n"), encoding="utf-8")
+    return build_lab(path)
+
+
+def graded(lab, first):
+    return grade_notebook(lab, answered_notebook(lab, {"q2_2": NORM.format(first=first)}), timeout=6, limits=LIMITS)
+
+
+def test_no_process_is_forked_that_ran_the_setup(lab, full_points):
+    assert calibrate(lab, LIMITS)["modes"]["q2_2_tests"] == "inside"
+    result = graded(lab, OWN_SETUP)
+    points = {name: cell.points for name, cell in result.cells.items() if cell.status != "by_hand"}
+    assert points == full_points, [cell.message for cell in result.cells.values() if not cell.points]
+    assert result.flags == ()
+
+
+@pytest.mark.parametrize(
+    ("first", "status", "says"),
+    [
+        ("x = x + 1", "failed", "RMSNorm(width)(x)"),
+        (TAMPERS, "flagged", "no points, because of what the code does"),
+        ("os._exit(0)", "killed", "os._exit"),
+        ("while True: pass", "timeout", "ran longer than the 6 s"),
+    ],
+    ids=["wrong", "tampers", "ends", "hangs"],
+)
+def test_what_a_check_leaves_behind_harms_no_other_question(lab, full_points, first, status, says):
+    result = graded(lab, first)
+    cell = result.cells["q2_2_tests"]
+    assert (cell.points, cell.status) == (0, status), cell.message
+    assert says in cell.message + "".join(flag.detail for flag in result.flags)
+    points = {name: cell.points for name, cell in result.cells.items() if cell.status != "by_hand"}
+    assert points == {**full_points, "q2_2_tests": 0}
