@@ -25,9 +25,13 @@ env: ## create the environment in .venv, or leave it if it is current
 lab: env ## open JupyterLab on lab1.ipynb (LAB=... for another)
 	@"$(VENV)/bin/labs" open "$(LAB)"
 
-# A file's tests stay in one process: they share what is dear to build. On the GPU one test runs at a time.
+# A file's tests stay in one process: they share what is dear to build. The files come in their order, for the long ones
+# are among the first; one process more than cores, for many tests wait for a process of their own. On the GPU one test
+# runs at a time.
+TEST_PROCESSES ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null | awk '{ print ($$1 < 4 ? $$1 + 1 : 4) }')
+
 test: env ## run the tests (no GPU needed)
-	@$(TEST_ENV) "$(VENV)/bin/python" -m pytest -n logical --maxprocesses 4 --dist loadfile
+	@$(TEST_ENV) "$(VENV)/bin/python" -m pytest -n $(or $(TEST_PROCESSES),2) --dist loadfile --no-loadscope-reorder
 
 test-gpu: env ## run the tests that need an NVIDIA GPU
 	@$(TEST_ENV) "$(VENV)/bin/python" -m pytest -m gpu
