@@ -81,18 +81,20 @@ class Checker:
                     self.cells[step.name] = CellResult(0.0, step.points, "missing", str(error), 0.0)
             return self._result(plan, began)
         self.flags += [Flag(s.question, s.kind, s.detail) for s in plan.structure]
-        self._prepare()
-        self._fresh()
-        for step in plan.steps:
-            if step.kind == "student":
-                self._run(step)
-            elif step.kind == "tests":
-                self._test(step)
-            elif step.kind == "skipped":
-                self._show_as_submitted(step)
-            if step.by_hand:
-                self._wait_for_person(step)
-        self._stop()
+        # In the warm process's folder: whatever becomes of this process, that one is removed.
+        with tempfile.TemporaryDirectory(prefix="checker-", dir=os.getcwd()) as self.folder:
+            self._prepare()
+            self._fresh()
+            for step in plan.steps:
+                if step.kind == "student":
+                    self._run(step)
+                elif step.kind == "tests":
+                    self._test(step)
+                elif step.kind == "skipped":
+                    self._show_as_submitted(step)
+                if step.by_hand:
+                    self._wait_for_person(step)
+            self._stop()
         self._take_away(plan.steps)
         return self._result(plan, began)
 
@@ -214,7 +216,6 @@ class Checker:
             import numpy
 
             numpy.random.seed(seed % 2**32)
-        self.folder = tempfile.mkdtemp(prefix="checker-")
         os.chdir(self.folder)
         sys.addaudithook(self._refuse)
 

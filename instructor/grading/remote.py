@@ -28,13 +28,13 @@ from instructor.grading import vmaps
 from instructor.grading.signatures import parameters_of, standing_for
 from instructor.grading.wire import (
     DTYPES,
+    BlockMasks,
     Channel,
     Closed,
     Decoder,
     Encoder,
     TooLate,
     WireError,
-    rebuilt_block_mask,
 )
 from utils import watching
 from utils.watching import StudentLine
@@ -73,7 +73,7 @@ class Remote:
         """Drop the objects of a question."""
         self.objects: list = []  # of this side, that the student's has numbers of
         self.proxies: dict[int, object] = {}  # of objects of the student's, by their numbers
-        self.block_masks: dict[str, dict[int, object]] = {"own": {}, "theirs": {}}
+        self.block_masks = BlockMasks()
         self.tensors: dict[int, torch.Tensor] = {}  # sent, by key
         self.versions: dict[int, int] = {}
         self.keys: dict[int, int] = {}  # by the address of the tensor
@@ -133,26 +133,11 @@ class Remote:
             self.keys[id(tensor)] = self.last_key
             return [self.last_key]
 
-        def block_mask(value):
-            for whose, masks in self.block_masks.items():
-                for number, mask in masks.items():
-                    if mask is value:
-                        return ["theirs" if whose == "own" else "own", number]
-            self.block_masks["own"][len(self.block_masks["own"])] = value
-            return ["theirs", len(self.block_masks["own"]) - 1]
-
-        return Encoder(handle, known, trusted=True, levels=levels, block_mask=block_mask)
+        return Encoder(handle, known, trusted=True, levels=levels, block_mask=self.block_masks.named)
 
     def decoder(self, blobs: list, levels: vmaps.Levels = ()) -> Decoder:
-        def block_mask(whose, number, values):
-            masks = self.block_masks[whose]
-            if whose == "own" and number not in masks:
-                raise WireError("a BlockMask that was never sent")
-            masks[number] = rebuilt_block_mask(values, masks.get(number))
-            return masks[number]
-
         return Decoder(blobs, self._proxy, self.objects.__getitem__, self.tensors.__getitem__, levels=levels,
-                       block_mask=block_mask)  # fmt: skip
+                       block_mask=self.block_masks.rebuilt)  # fmt: skip
 
     def _drop(self, since: int) -> list[int]:
         """Forget the tensors of a call under vmap, made for it alone; without that, masks would pile up thousands."""

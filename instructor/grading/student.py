@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from instructor.grading import tampering, vmaps
 from instructor.grading.signatures import parameters_of, standing_for
 from instructor.grading.walls import SCRATCH
-from instructor.grading.wire import Channel, Closed, Decoder, Encoder, WireError, rebuilt_block_mask, tensor_bytes
+from instructor.grading.wire import BlockMasks, Channel, Closed, Decoder, Encoder, WireError, tensor_bytes
 from utils.checking import is_answered
 from utils.watching import watch_operations
 
@@ -147,7 +147,7 @@ class Student:
         self.objects: dict[int, object] = {}  # of this side, by the number the checker has
         self.numbers: dict[int, int] = {}  # these numbers by the address of the object
         self.stubs: dict[int, object] = {}  # for objects of the checker, by their numbers
-        self.block_masks: dict[str, dict[int, object]] = {"own": {}, "theirs": {}}
+        self.block_masks = BlockMasks()
         self.tensors: dict[int, torch.Tensor] = {}  # of the checker, as they are here
         self.sent: dict[int, bytes] = {}  # their bytes as the checker knows them
 
@@ -372,29 +372,16 @@ class Student:
                     return key, tensor.storage_offset()
             return None
 
-        def block_mask(value):
-            for whose, masks in self.block_masks.items():
-                for number, mask in masks.items():
-                    if mask is value:
-                        return ["theirs" if whose == "own" else "own", number]
-            self.block_masks["own"][len(self.block_masks["own"])] = value
-            return ["theirs", len(self.block_masks["own"]) - 1]
-
         return Encoder(handle, lambda tensor: keys.get(id(tensor)), levels=levels, shared=shared,
-                       block_mask=block_mask)  # fmt: skip
+                       block_mask=self.block_masks.named)  # fmt: skip
 
     def _decoder(self, blobs: list, levels: vmaps.Levels = ()) -> Decoder:
         def keep(key, tensor):
             self.tensors[key] = tensor
             self.sent[key] = _bytes_of(tensor)
 
-        def block_mask(whose, number, values):
-            masks = self.block_masks[whose]
-            masks[number] = rebuilt_block_mask(values, masks.get(number))
-            return masks[number]
-
         return Decoder(blobs, self._stub, self.objects.__getitem__, self.tensors.__getitem__, keep, trusted=True,
-                       levels=levels, block_mask=block_mask)  # fmt: skip
+                       levels=levels, block_mask=self.block_masks.rebuilt)  # fmt: skip
 
     def _stub(self, said: dict):
         """A function or an iterator of the checker, as the student meets it."""

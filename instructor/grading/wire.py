@@ -556,6 +556,31 @@ def _reach(shape: list[int], stride: list[int]) -> int:
     return 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
 
 
+class BlockMasks:
+    """The BlockMasks that crossed, on one side: `is` holds on both, whichever way one travels."""
+
+    def __init__(self):
+        self.own: dict[int, object] = {}  # made on this side
+        self.theirs: dict[int, object] = {}
+
+    def named(self, value) -> list:
+        """[whose, number] of a mask, as the other side sees it."""
+        for whose, masks in (("theirs", self.own), ("own", self.theirs)):
+            for number, mask in masks.items():
+                if mask is value:
+                    return [whose, number]
+        self.own[len(self.own)] = value
+        return ["theirs", len(self.own) - 1]
+
+    def rebuilt(self, whose: str, number: int, values: dict) -> object:
+        """The mask of that name on this side, with these fields."""
+        masks = {"own": self.own, "theirs": self.theirs}[whose]
+        if whose == "own" and number not in masks:
+            raise WireError("a BlockMask that was never sent")
+        masks[number] = rebuilt_block_mask(values, masks.get(number))
+        return masks[number]
+
+
 def rebuilt_block_mask(values: dict, into: object | None = None) -> object:
     """FlexAttention's BlockMask of these fields; into one that is there already, if it is given."""
     module = importlib.import_module("torch.nn.attention.flex_attention")

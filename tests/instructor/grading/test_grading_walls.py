@@ -4,13 +4,15 @@ import json
 import os
 import shutil
 import sys
+import tempfile
+from pathlib import Path
 
 import nbformat
 import pytest
 
 from instructor.build import ROOT, build_lab
 from instructor.course import answered_notebook
-from instructor.grading.engine import grade_notebook, setup_cells
+from instructor.grading.engine import grade_notebook, setup_cells, zygote
 from instructor.grading.plan import make_plan, plan_tests, used_names
 from instructor.grading.results import CellResult, GradingError, SubmissionResult
 from instructor.grading.walls import Limits
@@ -190,3 +192,11 @@ def test_a_forged_result_is_refused():
 def test_time_must_be_positive(small_lab):
     with pytest.raises(ValueError, match="should be more than 0"):
         grade_notebook(small_lab, small_lab.student, timeout=0)
+
+
+def test_the_checker_leaves_no_folder_behind(small_lab):
+    limits = Limits()
+    before = set(Path(tempfile.gettempdir()).glob("checker-*"))
+    assert grade_notebook(small_lab, small_lab.student, limits=limits).cells
+    assert set(Path(tempfile.gettempdir()).glob("checker-*")) <= before
+    assert list(Path(zygote(small_lab, limits).folder.name).glob("checker-*")) == []
