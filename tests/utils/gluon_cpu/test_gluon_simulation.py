@@ -245,6 +245,7 @@ def attention(q, k, v, causal, window):
     ((1, 2, 1, 100, 200, 64), False, 0, 1),
     ((1, 2, 1, 200, 200, 64), True, 40, 2),
     ((1, 2, 2, 72, 130, 128), True, 0, 3),
+    ((1, 4, 2, 250, 300, 128), False, 0, 4),
 ])
 def test_attention_ladder(step, shape, causal, window, seed, monkeypatch):
     launch = importlib.import_module(LADDER)
@@ -255,3 +256,22 @@ def test_attention_ladder(step, shape, causal, window, seed, monkeypatch):
     with gluon_cpu.simulate(seed=seed) as run:
         launch._launch(step, q, k, v, out, lse, causal, head_dim**-0.5 * math.log2(math.e), window, True)
     assert run.ok and (out.double() - attention(q, k, v, causal, window)).abs().max() < 0.02
+
+
+@pytest.mark.skipif(importlib.util.find_spec("utils.kernels.attention") is None, reason="no attention kernels here")
+@pytest.mark.parametrize(("head_dim", "sk", "programs"), [(64, 129, 4), (64, 300, 3), (64, 513, 1), (128, 256, 2),
+                                                          (128, 385, 5), (128, 513, 3)])
+def test_a_tiles_end_beside_the_next_ones_start(head_dim, sk, programs, monkeypatch):
+    """Step 5's plan "ahead": one to six tiles a program, two to five blocks of keys, whole and not."""
+    launch = importlib.import_module(LADDER)
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: programs)
+    monkeypatch.setattr(launch, "variant_for", lambda *given: "ahead")
+    torch.manual_seed(sk)
+    q, k, v = (torch.randn(3, h, s, head_dim).bfloat16() for h, s in ((2, 130), (1, sk), (1, sk)))
+    for seed in range(3):
+        out, lse = torch.full_like(q, float("nan")), torch.full((3, 2, 130), float("nan"))
+        with gluon_cpu.simulate(seed=seed) as run:
+            launch._launch(5, q, k, v, out, lse, False, head_dim**-0.5 * math.log2(math.e), 0, True)
+        assert run.ok and (out.double() - attention(q, k, v, False, 0)).abs().max() < 0.02
+        expected = torch.logsumexp(q.double() @ k.double().mT * head_dim**-0.5, -1)
+        assert (lse - expected).abs().max() < 1e-3

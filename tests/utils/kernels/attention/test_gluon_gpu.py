@@ -82,13 +82,18 @@ def random_case(rng, head_dim, causal, windowed, dtype):
 
 
 @pytest.mark.parametrize("head_dim, causal, windowed, dtype", GROUPS)
-def test_random_shapes_against_float64(head_dim, causal, windowed, dtype):
+def test_random_shapes_against_float64(head_dim, causal, windowed, dtype, monkeypatch):
+    from utils.kernels.attention.gluon_ladder import launch
     from utils.kernels.attention.gluon_ladder.launch import forward
 
     rng = random.Random(f"{head_dim} {causal} {windowed} {dtype}")
+    multiprocessors = launch._multiprocessors
     for _ in range(SHAPES_PER_GROUP):
+        # These shapes have few tiles: with fewer programs, each of them walks over several.
+        few = rng.choice((None, 1, 2, 5, 11))
+        monkeypatch.setattr(launch, "_multiprocessors", multiprocessors if few is None else lambda device, n=few: n)
         q, k, v, options = random_case(rng, head_dim, causal, windowed, dtype)
-        what = f"q {tuple(q.shape)} {q.stride()}, k {tuple(k.shape)}, {options}"
+        what = f"q {tuple(q.shape)} {q.stride()}, k {tuple(k.shape)}, {options}, programs {few}"
         expected, expected_lse = reference(q, k, v, **options)
         out, lse = forward(q, k, v, return_lse=True, **options)
         assert out.shape == q.shape and out.dtype == dtype and torch.isfinite(out).all(), what

@@ -15,8 +15,8 @@ from utils.kernels.attention.gluon_ladder.plan import (
     aligned,
     block_head_dim,
     deal_causal_tiles,
-    few_causal_keys,
     plan_for,
+    variant_for,
 )
 
 needs_triton = pytest.mark.skipif(not __import__("importlib").util.find_spec("triton"), reason=triton_support().reason)
@@ -73,11 +73,11 @@ def test_more_tiles_than_can_be_numbered_are_not_dealt():
 
 def test_plans_fit_the_machine():
     for step in STEPS:
-        for head_dim, short in itertools.product((8, 64, 72, 128, 136, 256), (False, True)):
-            plan = plan_for(step, head_dim, short)
+        for head_dim, variant in itertools.product((8, 64, 72, 128, 136, 256), ("", "short", "ahead")):
+            plan = plan_for(step, head_dim, variant)
             assert plan.block_d == block_head_dim(head_dim) >= head_dim
-            q_rows = plan.rows * (1 if plan.o_in_q or step < 5 else 2)
-            assert 2 * plan.block_d * (q_rows + 2 * plan.stages * plan.block_n) < 227 * 1024
+            q_rows = plan.rows * (plan.q_slots + (0 if plan.o_in_q or step < 5 else 1))
+            assert 2 * plan.block_d * (q_rows + (plan.stages + plan.v_stages) * plan.block_n) < 227 * 1024
             if step >= 4:  # registers of the consumers, and of the warpgroup that the producer is rounded up to
                 assert 128 * (plan.consumers * plan.registers + (32 if plan.consumers == 3 else 24)) <= 65536
     with pytest.raises(ValueError, match="steps 1 to 5"):
@@ -85,11 +85,26 @@ def test_plans_fit_the_machine():
     assert deal_causal_tiles.cache_info().maxsize
 
 
+def variant(head_dim, causal=False, window=False, length=1024, sk=None, heads=128):
+    return variant_for(head_dim, causal, window, length, sk or length, heads, 132)
+
+
 def test_short_causal_attention_has_a_plan_of_its_own():
-    assert few_causal_keys(True, False, 4096) and not few_causal_keys(True, False, 4097)
-    assert not few_causal_keys(False, False, 64) and not few_causal_keys(True, True, 64)
-    assert plan_for(5, 64, True) != plan_for(5, 64)
-    assert plan_for(5, 128, True) == plan_for(5, 128) and plan_for(4, 64, True) == plan_for(4, 64)
+    assert variant(64, causal=True, length=4096) == "short" and variant(64, causal=True, length=4097) == ""
+    assert variant(64, causal=True, window=True) == "" and variant(128, causal=True) == variant(256, causal=True) == ""
+    assert plan_for(5, 64, "short") != plan_for(5, 64) and plan_for(4, 64, "short") == plan_for(4, 64)
+
+
+def test_full_attention_overlaps_tiles_where_that_pays():
+    assert variant(128) == variant(72, length=50, sk=129) == "ahead"
+    assert variant(128, sk=128) == variant(64, sk=128) == "", "a tile of one block has no second product"
+    assert variant(128, window=True) == variant(256) == ""
+    # Head dim 64: 8 rounds of 128 rows against 6 of 192, and 16 against 11.
+    assert variant(64) == variant(64, length=8192, heads=16) == "ahead"
+    assert variant(64, length=8192, heads=32) == variant(64, length=16384, heads=32) == ""
+    for d in (64, 128):
+        assert plan_for(5, d, "ahead").q_slots == 2 and plan_for(5, d).q_slots == 1
+    assert plan_for(5, 256, "ahead") == plan_for(5, 256)
 
 
 def test_inputs_that_tma_cannot_address_are_copied():
@@ -104,10 +119,10 @@ def test_inputs_that_tma_cannot_address_are_copied():
         assert torch.equal(copy, view) and copy.data_ptr() % 16 == 0 and copy.is_contiguous()
 
 
-@pytest.mark.parametrize("head_dim, short", [(64, False), (64, True), (128, False), (256, False)])
-def test_aligned_rows_need_a_mask_in_their_last_block_alone(head_dim, short):
+@pytest.mark.parametrize("head_dim, variant", [(64, ""), (64, "short"), (128, ""), (256, "")])
+def test_aligned_rows_need_a_mask_in_their_last_block_alone(head_dim, variant):
     """Checked key by key: behind the first block of a walk, every row sees every key that there is."""
-    plan, seen = plan_for(5, head_dim, short), set()
+    plan, seen = plan_for(5, head_dim, variant), set()
     for sq, sk in itertools.product((1, 64, 100, 192, 321, 512, 640), repeat=2):
         told = aligned(plan, True, False, sk - sq)
         seen.add(told)

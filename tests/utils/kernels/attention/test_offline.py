@@ -19,11 +19,15 @@ STEP_5 = [
     {"step": 5, "head_dim": 64, "flags": {}},
     {"step": 5, "head_dim": 64, "flags": {"tail": True}},
     {"step": 5, "head_dim": 64, "flags": {"causal": True, "lse": True, "tail": True}},
-    {"step": 5, "head_dim": 64, "flags": {"causal": True, "short": True}},
-    {"step": 5, "head_dim": 64, "flags": {"causal": True, "lse": True, "tail": True, "short": True}},
+    {"step": 5, "head_dim": 64, "flags": {"causal": True, "variant": "short"}},
+    {"step": 5, "head_dim": 64, "flags": {"causal": True, "lse": True, "tail": True, "variant": "short"}},
+    {"step": 5, "head_dim": 64, "flags": {"variant": "ahead"}},
+    {"step": 5, "head_dim": 64, "flags": {"variant": "ahead", "lse": True, "tail": True}},
     {"step": 5, "head_dim": 64, "flags": {"causal": True, "aligned": True, "lse": True, "tail": True}},
     {"step": 5, "head_dim": 128, "flags": {}},
     {"step": 5, "head_dim": 128, "flags": {"causal": True, "dtype": "fp16"}},
+    {"step": 5, "head_dim": 128, "flags": {"variant": "ahead"}},
+    {"step": 5, "head_dim": 128, "flags": {"variant": "ahead", "lse": True, "tail": True}},
     {"step": 5, "head_dim": 128, "flags": {"window": True, "lse": True, "tail": True}},
     {"step": 5, "head_dim": 256, "flags": {"causal": True, "lse": True}},
     {"step": 5, "head_dim": 256, "flags": {"causal": True, "aligned": True}},
@@ -43,7 +47,7 @@ def report():
 
 
 def plan_of(case):
-    return plan_for(case["step"], case["head_dim"], case["flags"].get("short", False))
+    return plan_for(case["step"], case["head_dim"], case["flags"].get("variant", ""))
 
 
 def of(report, case):

@@ -14,9 +14,9 @@ from utils.kernels.attention.gluon_ladder.plan import (
     Plan,
     aligned,
     deal_causal_tiles,
-    few_causal_keys,
     plan_for,
     tail_as_window,
+    variant_for,
 )
 
 LOG2_E = math.log2(math.e)
@@ -77,7 +77,10 @@ def _copyable(x: torch.Tensor) -> torch.Tensor:
 def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse) -> None:
     batch, heads, sq, head_dim = q.shape
     kv_heads, sk = k.shape[1], k.shape[2]
-    plan = plan_for(step, head_dim, few_causal_keys(causal, window > 0, sk))
+    variant = ""
+    if step == 5:
+        variant = variant_for(head_dim, causal, window > 0, sq, sk, batch * heads, _multiprocessors(q.device))
+    plan = plan_for(step, head_dim, variant)
     kernel = kernel_of(step)
     flags = dict(BLOCK_M=BLOCK_M, BLOCK_N=plan.block_n, BLOCK_D=plan.block_d, CAUSAL=causal, WINDOW=window > 0,
                  LSE=return_lse, num_warps=4)
@@ -114,8 +117,8 @@ def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse) -> None
         schedule = _unused(q.device, torch.int32)
     kernel[(programs,)](*descriptors, lse_pointer, schedule, sq, sk, window, tiles_m, batch * heads, heads, group,
                         stride, c, TAIL=tail, DEALT=dealt, HALVES=plan.halves, O_IN_Q=plan.o_in_q,
-                        OWN_KEYS=plan.own_keys, SPLIT=plan.split, ALIGNED=aligned(plan, causal, window > 0, sk - sq),
-                        **flags)
+                        OWN_KEYS=plan.own_keys, SPLIT=plan.split, Q_SLOTS=plan.q_slots, V_STAGES=plan.v_stages,
+                        ALIGNED=aligned(plan, causal, window > 0, sk - sq), **flags)
 
 
 def _descriptor(x: torch.Tensor, rows: int, columns: int):

@@ -17,19 +17,19 @@ from utils.kernels.offline import Assembly, compile_gluon, read_assembly
 
 
 def compile_step(step: int, head_dim: int = 128, *, dtype: str = "bf16", causal: bool = False, window: bool = False,
-                 tail: bool = False, lse: bool = False, short: bool = False,
-                 aligned: bool = False) -> Assembly:
+                 tail: bool = False, lse: bool = False, variant: str = "", aligned: bool = False) -> Assembly:
     """Compile a step of the ladder for sm_90a. dtype "bf16" or "fp16"; tail: keys are no multiple of the block.
-    short: the plan of step 5 for short causal attention; aligned: its loop needs no causal mask (`plan.aligned`)."""
+    variant: of step 5's plan (`plan.variant_for`); aligned: its loop needs no causal mask (`plan.aligned`)."""
     from triton.experimental.gluon import language as gl
 
-    plan = plan_for(step, head_dim, short)
+    plan = plan_for(step, head_dim, variant)
     kernel = kernel_of(step)
     window = window or (step == 5 and tail_as_window(plan, causal, window, tail))
     constants = dict(HEAD_DIM=head_dim, BLOCK_M=BLOCK_M, BLOCK_N=plan.block_n, BLOCK_D=plan.block_d, CAUSAL=causal,
                      WINDOW=window, LSE=lse, CONSUMERS=plan.consumers, STAGES=plan.stages, REGISTERS=plan.registers,
                      TAIL=tail, DEALT=causal and not window, HALVES=plan.halves, O_IN_Q=plan.o_in_q,
-                     OWN_KEYS=plan.own_keys, SPLIT=plan.split, ALIGNED=causal and not window and aligned)
+                     OWN_KEYS=plan.own_keys, SPLIT=plan.split, Q_SLOTS=plan.q_slots, V_STAGES=plan.v_stages,
+                     ALIGNED=causal and not window and aligned)
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     tile = {"q_desc": BLOCK_M, "o_desc": BLOCK_M, "k_desc": plan.block_n, "v_desc": plan.block_n}
     kinds = {"lse_ptr": "*fp32", "schedule": "*i32", "c": "fp32"}
@@ -54,7 +54,8 @@ def main() -> None:
     parser.add_argument("step", type=int, choices=STEPS)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
-    for flag in ("causal", "window", "tail", "lse", "short", "aligned"):
+    parser.add_argument("--variant", choices=("", "short", "ahead"), default="")
+    for flag in ("causal", "window", "tail", "lse", "aligned"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--sass", action="store_true", help="print the disassembly")
     given = vars(parser.parse_args())

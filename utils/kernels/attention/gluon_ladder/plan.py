@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BLOCK_M = 64  # query rows of a warpgroup: one wgmma m64
 STEPS = {
@@ -24,9 +24,11 @@ HEAD_DIMS = (64, 128, 256)  # tile widths; any multiple of 8 up to 256 runs in t
 
 @dataclass(frozen=True)
 class Plan:
-    """Tile and pipeline of one kernel: keys of a block, warpgroups, ring slots, registers of a consumer thread.
+    """Tile and pipeline of one kernel: keys of a block, warpgroups, slots of the K ring, registers of a consumer.
 
+    v_extra: slots that the V ring has beyond the K ring's: a block's V is given back half a block later than its K.
     own_keys: each consumer starts at its own rows' last block. split: masked blocks have a loop of their own.
+    q_slots: tiles of Q in shared memory; with two, a tile's last product runs beside the next tile's first softmax.
     """
 
     block_d: int
@@ -34,15 +36,33 @@ class Plan:
     consumers: int = 1
     stages: int = 2
     registers: int = 0
+    v_extra: int = 0
     halves: bool = False
     o_in_q: bool = False
     own_keys: bool = False
     split: bool = False
+    q_slots: int = 1
 
     @property
     def rows(self) -> int:
         """Query rows of a block."""
         return BLOCK_M * self.consumers
+
+    @property
+    def v_stages(self) -> int:
+        """Slots of the V ring."""
+        return self.stages + self.v_extra
+
+
+# Step 5's plans, by tile width and variant (`variant_for`).
+_STEP_5 = {
+    (64, ""): Plan(64, 128, 3, 3, 160, own_keys=True),
+    (64, "short"): Plan(64, 64, 4, 4, 112, own_keys=True),
+    (64, "ahead"): Plan(64, 128, 2, 3, 240, halves=True, q_slots=2),
+    (128, ""): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True),
+    (128, "ahead"): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2),
+    (256, ""): Plan(256, 64, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, own_keys=True, split=True),
+}
 
 
 def block_head_dim(head_dim: int) -> int:
@@ -50,26 +70,35 @@ def block_head_dim(head_dim: int) -> int:
     return next(width for width in HEAD_DIMS if head_dim <= width)
 
 
-def few_causal_keys(causal: bool, window: bool, sk: int) -> bool:
-    """Whether step 5 takes its plan for short causal attention, whose tiles end soon after they begin."""
-    return causal and not window and sk <= 4096
+def variant_for(head_dim: int, causal: bool, window: bool, sq: int, sk: int, heads: int, programs: int) -> str:
+    """Which of step 5's plans an attention takes. heads: of all sequences; programs: multiprocessors.
 
-
-def plan_for(step: int, head_dim: int, short: bool = False) -> Plan:
-    """The plan of a step of the ladder for a head dimension. short: see `few_causal_keys`."""
+    "short": few causal keys, tiles end soon after they begin. "ahead": full attention, one tile's end beside the next
+    one's start. "": any other.
+    """
     d = block_head_dim(head_dim)
-    if step == 5 and d == 64 and short:
-        return Plan(64, 64, 4, 4, 112, own_keys=True)
+    if causal and not window:
+        return "short" if d == 64 and sk <= 4096 else ""
+    plan = _STEP_5.get((d, "ahead"))
+    if window or plan is None or sk <= plan.block_n:
+        return ""
+    # Where the other plan has more rows, it wins but for its last tiles: rounds of all programs, weighed by rows. At
+    # head dim 64 a round of 192 rows costs 1.32 to 1.38 of one of 128.
+    ahead, other = (-(-(-(-sq // p.rows) * heads) // programs) for p in (plan, _STEP_5[d, ""]))
+    return "ahead" if d == 128 or 3 * ahead <= 4 * other else ""
+
+
+def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
+    """The plan of a step of the ladder for a head dimension. variant: of step 5, see `variant_for`."""
+    d = block_head_dim(head_dim)
     if step in (1, 2):
         return Plan(d, 32 if d == 256 else 64)
     if step == 3:
         return Plan(d, 64 if d == 256 else 128)
-    if step in (4, 5):
-        return {
-            64: Plan(64, 128, 3, 3, 160, own_keys=True),
-            128: Plan(128, 128, 2, 2, 240, halves=True),
-            256: Plan(256, 64, 2, 2, 240, halves=True, o_in_q=True, own_keys=True, split=True),
-        }[d]
+    if step == 4:
+        return replace(_STEP_5[d, ""], v_extra=0)
+    if step == 5:
+        return _STEP_5.get((d, variant)) or _STEP_5[d, ""]
     raise ValueError(f"The ladder has the steps 1 to 5, and step {step!r} was asked for.")
 
 

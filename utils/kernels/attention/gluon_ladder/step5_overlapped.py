@@ -8,16 +8,19 @@ from the last block to the first, so the masked blocks of a causal tile come fir
 
     part          what                                         head dim 64      128              256
     consumers     warpgroups x 64 query rows                   3                2                2
-    K, V tile     BLOCK_N keys, ring of STAGES slots each      128, 3           128, 2           64, 2
+    K, V tile     BLOCK_N keys, slots of the K and V rings     128, 3 and 3     128, 2 and 3     64, 2 and 3
     registers     a consumer thread, a producer thread         160, 32          240, 24          240, 24
-    shared        Q + K ring + V ring + O                      24+48+48+24      32+64+64+32      64+64+64+0 KiB
+    shared        Q + K ring + V ring + O                      24+48+48+24      32+64+96+32      64+64+96+0 KiB
     halves        rows r and r+8 of a warp as two softmaxes    no               yes              yes
     own keys      each consumer starts at its own last block   yes              no               yes
 
-Short causal attention at head dim 64 (`plan.few_causal_keys`): 4 consumers, 64 keys, 4 slots, 112 registers.
+Two variants (`plan.variant_for`). "short", few causal keys at head dim 64: 4 consumers, 64 keys, 4 slots, 112
+registers. "ahead", full attention at head dim 64 and 128 (`consumer_ahead`): 2 consumers, two tiles of Q, and a tile's
+end beside the next one's start.
 
 The checklist of warp-specialized attention, for Hopper:
-- Pipeline: four roles: TMA producer; Q K, softmax and P V inside each consumer, a block apart from each other.
+- Pipeline: four roles: TMA producer; Q K, softmax and P V inside each consumer, a block apart from each other. A V
+  is given back half a block later than its K, so where shared memory is short V has the slot more.
 - Layouts: wgmma accumulators m64nN; P goes over into the left operand of P V in registers; 128-byte swizzle for
   every tile; no conversion in the loop moves data between threads.
 - Softmax: base 2; the running maximum follows only when it has grown by more than 2^8 (exact all the same: sum and
@@ -163,33 +166,49 @@ def first_softmax(s, c, dtype: gl.constexpr, HALVES: gl.constexpr, MASKED: gl.co
 
 
 @gluon.jit
-def step(it, more, masked, q, o, p, state, kv, bars, where, c, scores: gl.constexpr, left: gl.constexpr,
-         STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, HALVES: gl.constexpr, mask: gl.constexpr):
-    """One key block i: Q K(i) and P V(i-1) to the tensor cores, then the softmax of block i while P V(i-1) runs.
-
-    CAUSAL, WINDOW: what the mask is where `masked`; both false in a loop over blocks that need none.
-    """
-    k_ring, v_ring = kv
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    row, key, sq, sk, window = where
+def start_scores(slot, q, k_ring, scores: gl.constexpr):
+    """Hand Q K to the tensor cores: these rows and the keys in `slot`."""
     BLOCK_M: gl.constexpr = q.shape[0]
     BLOCK_D: gl.constexpr = q.shape[1]
     BLOCK_N: gl.constexpr = k_ring.shape[3]
-    slot = it % STAGES
-    last_slot = (it - 1) % STAGES
-    last_phase = ((it - 1) // STAGES) & 1
-
     zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
     k = k_ring.index(slot).reshape([BLOCK_N, BLOCK_D]).permute([1, 0])
-    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(last_slot), last_phase)
+    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def start_output(it, o, p, state, v_ring, bars, HALVES: gl.constexpr):
+    """Hand P V(i-1) to the tensor cores, added to `o`, which with `halves` is rescaled only here."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    BLOCK_N: gl.constexpr = v_ring.shape[3]
+    BLOCK_D: gl.constexpr = v_ring.shape[4]
+    V_STAGES: gl.constexpr = v_ring.shape[0]
+    slot = (it - 1) % V_STAGES
+    mbarrier.wait(v_full.index(slot), ((it - 1) // V_STAGES) & 1)
     if HALVES:
         m0, m1, l0, l1, a0, a1 = state
         o = rescale(o, spread_rows(a0, a1, o))
-    pv = warpgroup_mma(p, v_ring.index(last_slot).reshape([BLOCK_N, BLOCK_D]), o, is_async=True)
+    return warpgroup_mma(p, v_ring.index(slot).reshape([BLOCK_N, BLOCK_D]), o, is_async=True)
+
+
+@gluon.jit
+def finish_block(it, more, masked, s, pv, state, kv, bars, where, c, scores: gl.constexpr, left: gl.constexpr,
+                 CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TAIL: gl.constexpr, HALVES: gl.constexpr,
+                 mask: gl.constexpr):
+    """The softmax of block i, from the scores `s` in flight, while P V(i-1), `pv`, is still running."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    row, key, sq, sk, window = where
+    dtype: gl.constexpr = kv[0].dtype
+    BLOCK_N: gl.constexpr = kv[0].shape[3]
+    BLOCK_D: gl.constexpr = kv[0].shape[4]
+    STAGES: gl.constexpr = kv[0].shape[0]
+    V_STAGES: gl.constexpr = kv[1].shape[0]
+    MASKED: gl.constexpr = CAUSAL or WINDOW or TAIL
+    slot = it % STAGES
+    last_slot = (it - 1) % V_STAGES
     s = wait_products(s, 1, BLOCK_N)
     release(k_empty.index(slot))
-    if CAUSAL or WINDOW:  # noqa: SIM102 (decided by the compiler; the next line for each block)
+    if MASKED:  # noqa: SIM102 (decided by the compiler; the next line for each block)
         if masked:
             s = mask(s, row, key, sq, sk, window, scores, CAUSAL, WINDOW)
 
@@ -198,18 +217,19 @@ def step(it, more, masked, q, o, p, state, kv, bars, where, c, scores: gl.conste
     next_full = k_full.index((it + 1) % STAGES)
     next_phase = ((it + 1) // STAGES) & 1
     if HALVES:
+        m0, m1, l0, l1, a0, a1 = state
         s0, s1 = split_rows(s)
         top0 = gl.maximum(m0, gl.max(s0, 2))
         top1 = gl.maximum(m1, gl.max(s1, 2))
-        p0, m0, l0, a0 = half_softmax(s0, m0, top0, l0, c, q.dtype, CAUSAL or WINDOW)
+        p0, m0, l0, a0 = half_softmax(s0, m0, top0, l0, c, dtype, MASKED)
         mbarrier.wait(next_full, next_phase, pred=more)
         o = wait_products(pv, 0, BLOCK_D)
         release(v_empty.index(last_slot))
-        p1, m1, l1, a1 = half_softmax(s1, m1, top1, l1, c, q.dtype, CAUSAL or WINDOW)
+        p1, m1, l1, a1 = half_softmax(s1, m1, top1, l1, c, dtype, MASKED)
         return o, gl.convert_layout(join_rows(p0, p1), left), (m0, m1, l0, l1, a0, a1)
     else:
         m, total, alpha = state
-        p, m, total, alpha = whole_softmax(s, m, total, c, q.dtype, CAUSAL or WINDOW)
+        p, m, total, alpha = whole_softmax(s, m, total, c, dtype, MASKED)
         mbarrier.wait(next_full, next_phase, pred=more)
         o = wait_products(pv, 0, BLOCK_D)
         release(v_empty.index(last_slot))
@@ -218,8 +238,31 @@ def step(it, more, masked, q, o, p, state, kv, bars, where, c, scores: gl.conste
 
 
 @gluon.jit
-def normalizers(state, c, o, row, HALVES: gl.constexpr):
-    """1 / sum over the output's columns, and (rows, log-sum-exp) to store, twice (rows r, rows r + 8) or once."""
+def step(it, more, masked, q, o, p, state, kv, bars, where, c, scores: gl.constexpr, left: gl.constexpr,
+         CAUSAL: gl.constexpr, WINDOW: gl.constexpr, HALVES: gl.constexpr, mask: gl.constexpr):
+    """One key block i: Q K(i) and P V(i-1) to the tensor cores, then the softmax of block i while P V(i-1) runs.
+
+    CAUSAL, WINDOW: what the mask is where `masked`; both false in a loop over blocks that need none.
+    """
+    k_ring, v_ring = kv
+    s = start_scores(it % k_ring.shape[0], q, k_ring, scores)
+    pv = start_output(it, o, p, state, v_ring, bars, HALVES)
+    return finish_block(it, more, masked, s, pv, state, kv, bars, where, c, scores, left, CAUSAL, WINDOW, False,
+                        HALVES, mask)
+
+
+@gluon.jit
+def fresh_state(scores: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The running state of rows that have seen no key, for `halves`."""
+    s0, s1 = split_rows(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores))
+    m = gl.full_like(gl.max(s0, 2), MINUS_INF)
+    total = thread_sums(gl.zeros_like(s0))
+    return (m, m, total, total, m, m)
+
+
+@gluon.jit
+def normalizers(state, c, row, HALVES: gl.constexpr):
+    """1 / sum and (rows, log-sum-exp) to store, of rows r and rows r + 8 (halves) or of all rows."""
     if HALVES:
         m0, m1, l0, l1, a0, a1 = state
         rows: gl.constexpr = m0.type.layout
@@ -227,16 +270,23 @@ def normalizers(state, c, o, row, HALVES: gl.constexpr):
         i1, lse1 = inverse_and_lse(m1, gl.convert_layout(gl.sum(l1, 2), rows), c)
         warp = gl.arange(0, 4, gl.SliceLayout(1, rows))[:, None]
         r0 = row + 16 * warp + gl.arange(0, 8, gl.SliceLayout(0, rows))[None, :]
-        return spread_rows(i0, i1, o), ((r0, lse0), (r0 + 8, lse1))
+        return (i0, i1), ((r0, lse0), (r0 + 8, lse1))
     else:
         m, total, alpha = state
         inverse, lse = inverse_and_lse(m, total, c)
-        inverse, _ = gl.broadcast(gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout))[:, None], o)
-        return inverse, ((row + gl.arange(0, o.shape[0], m.type.layout), lse), )
+        return (inverse, ), ((row + gl.arange(0, m.shape[0], m.type.layout), lse), )
 
 
 @gluon.jit
-def producer(loads, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+def normalized(o, inverse, HALVES: gl.constexpr):
+    if HALVES:
+        return o * spread_rows(inverse[0], inverse[1], o)
+    else:
+        return o * gl.broadcast(gl.convert_layout(inverse[0], gl.SliceLayout(1, o.type.layout))[:, None], o)[0]
+
+
+@gluon.jit
+def producer(loads, CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
              DEALT: gl.constexpr):
     descriptors, rings, bars, shape, schedule = loads
     q_desc, k_desc, v_desc = descriptors
@@ -245,6 +295,8 @@ def producer(loads, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.co
     sq, sk, window, tiles_m, heads_total, heads, group, schedule_stride = shape
     BLOCK_M: gl.constexpr = q_tiles.shape[3]
     BLOCK_N: gl.constexpr = k_ring.shape[3]
+    STAGES: gl.constexpr = k_ring.shape[0]
+    V_STAGES: gl.constexpr = v_ring.shape[0]
     count, t, rest = first_tile(schedule, schedule_stride, tiles_m * heads_total, DEALT)
     it = 0
     for i in range(count):
@@ -255,42 +307,78 @@ def producer(loads, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.co
         head = flat - batch * heads
         kv_head = head // group
         lo, hi = key_blocks(row, BLOCK_M * CONSUMERS, sq, sk, window, BLOCK_N, CAUSAL, WINDOW)
+        q_slot = (i % Q_SLOTS) * CONSUMERS
+        q_free = ((i // Q_SLOTS) & 1) ^ 1
         for j in range(hi - lo):
             slot = it % STAGES
-            free = ((it // STAGES) & 1) ^ 1
+            v_slot = it % V_STAGES
             key = (hi - 1 - j) * BLOCK_N
             if j == 0:
                 # In the order of need: the first consumer's Q, K, the other consumers' Q, V.
-                mbarrier.wait(q_empty.index(0), (i & 1) ^ 1)
-                mbarrier.expect(q_full.index(0), q_desc.block_type.nbytes)
-                tma_load(q_desc, [batch, head, row, 0], q_full.index(0), q_tiles.index(0))
-            mbarrier.wait(k_empty.index(slot), free)
+                mbarrier.wait(q_empty.index(q_slot), q_free)
+                mbarrier.expect(q_full.index(q_slot), q_desc.block_type.nbytes)
+                tma_load(q_desc, [batch, head, row, 0], q_full.index(q_slot), q_tiles.index(q_slot))
+            mbarrier.wait(k_empty.index(slot), ((it // STAGES) & 1) ^ 1)
             mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
             tma_load(k_desc, [batch, kv_head, key, 0], k_full.index(slot), k_ring.index(slot))
             if j == 0:
                 for w in gl.static_range(1, CONSUMERS):
-                    mbarrier.wait(q_empty.index(w), (i & 1) ^ 1)
-                    mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
-                    tma_load(q_desc, [batch, head, row + w * BLOCK_M, 0], q_full.index(w), q_tiles.index(w))
-            mbarrier.wait(v_empty.index(slot), free)
-            mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
-            tma_load(v_desc, [batch, kv_head, key, 0], v_full.index(slot), v_ring.index(slot))
+                    mbarrier.wait(q_empty.index(q_slot + w), q_free)
+                    mbarrier.expect(q_full.index(q_slot + w), q_desc.block_type.nbytes)
+                    tma_load(q_desc, [batch, head, row + w * BLOCK_M, 0], q_full.index(q_slot + w),
+                             q_tiles.index(q_slot + w))
+            mbarrier.wait(v_empty.index(v_slot), ((it // V_STAGES) & 1) ^ 1)
+            mbarrier.expect(v_full.index(v_slot), v_desc.block_type.nbytes)
+            tma_load(v_desc, [batch, kv_head, key, 0], v_full.index(v_slot), v_ring.index(v_slot))
             it += 1
         t = uniform(t_next) if DEALT else t_next
 
 
 @gluon.jit
-def consumer(work, W: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-             WINDOW: gl.constexpr, TAIL: gl.constexpr, LSE: gl.constexpr, DEALT: gl.constexpr, HALVES: gl.constexpr,
-             O_IN_Q: gl.constexpr, OWN_KEYS: gl.constexpr, SPLIT: gl.constexpr, ALIGNED: gl.constexpr):
+def first_block(it, q, k_ring, bars, where, c, scores: gl.constexpr, left: gl.constexpr, CAUSAL: gl.constexpr,
+                WINDOW: gl.constexpr, MASKED: gl.constexpr, HALVES: gl.constexpr, mask: gl.constexpr):
+    """A tile's first block with nothing beside it: probabilities and the running state."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    row, key, sq, sk, window = where
+    BLOCK_N: gl.constexpr = k_ring.shape[3]
+    STAGES: gl.constexpr = k_ring.shape[0]
+    mbarrier.wait(k_full.index(it % STAGES), (it // STAGES) & 1)
+    s = wait_products(start_scores(it % STAGES, q, k_ring, scores), 0, BLOCK_N)
+    release(k_empty.index(it % STAGES))
+    if MASKED:
+        s = mask(s, row, key, sq, sk, window, scores, CAUSAL, WINDOW)
+    p, state = first_softmax(s, c, q.dtype, HALVES, MASKED)
+    return gl.convert_layout(p, left), state
+
+
+@gluon.jit
+def store_tile(o_desc, where, o_tile, o):
+    """Hand rows to TMA to store, through shared memory."""
+    o_tile.reshape([o.shape[0], o.shape[1]]).store(o.to(o_tile.dtype))
+    fence_async_shared()
+    tma_store(o_desc, where, o_tile)
+
+
+@gluon.jit
+def store_lse(lse_ptr, lses, flat, sq):
+    for part in gl.static_range(len(lses)):
+        rows, lse = lses[part]
+        gl.store(lse_ptr + flat.to(gl.int64) * sq + rows, lse, mask=rows < sq)
+
+
+@gluon.jit
+def consumer(work, W: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+             TAIL: gl.constexpr, LSE: gl.constexpr, DEALT: gl.constexpr, HALVES: gl.constexpr, O_IN_Q: gl.constexpr,
+             OWN_KEYS: gl.constexpr, SPLIT: gl.constexpr, ALIGNED: gl.constexpr):
     o_desc, lse_ptr, rings, o_tiles, bars, shape, schedule, c = work
     q_tiles, k_ring, v_ring = rings
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     sq, sk, window, tiles_m, heads_total, heads, group, schedule_stride = shape
-    dtype: gl.constexpr = q_tiles.dtype
     BLOCK_M: gl.constexpr = q_tiles.shape[3]
     BLOCK_D: gl.constexpr = q_tiles.shape[4]
     BLOCK_N: gl.constexpr = k_ring.shape[3]
+    STAGES: gl.constexpr = k_ring.shape[0]
+    V_STAGES: gl.constexpr = v_ring.shape[0]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, output, 2)
@@ -319,23 +407,16 @@ def consumer(work, W: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexp
             for _skipped in range(hi - own_hi):
                 mbarrier.wait(k_full.index(it % STAGES), (it // STAGES) & 1)
                 release(k_empty.index(it % STAGES))
-                mbarrier.wait(v_full.index(it % STAGES), (it // STAGES) & 1)
-                release(v_empty.index(it % STAGES))
+                mbarrier.wait(v_full.index(it % V_STAGES), (it // V_STAGES) & 1)
+                release(v_empty.index(it % V_STAGES))
                 it += 1
             hi = own_hi
         n = hi - lo
         right, edge = clean_blocks(row, BLOCK_M, lo, hi, sq, sk, window, BLOCK_N, CAUSAL, WINDOW)
 
         mbarrier.wait(q_full.index(W), i & 1)
-        mbarrier.wait(k_full.index(it % STAGES), (it // STAGES) & 1)
-        zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
-        k = k_ring.index(it % STAGES).reshape([BLOCK_N, BLOCK_D]).permute([1, 0])
-        s = wait_products(warpgroup_mma(q, k, zero, use_acc=False, is_async=True), 0, BLOCK_N)
-        release(k_empty.index(it % STAGES))
-        if MASKED:
-            s = mask(s, row, (hi - 1) * BLOCK_N, sq, sk, window, scores, CAUSAL, WINDOW)
-        p, state = first_softmax(s, c, dtype, HALVES, MASKED)
-        p = gl.convert_layout(p, left)
+        p, state = first_block(it, q, k_ring, bars, (row, (hi - 1) * BLOCK_N, sq, sk, window), c, scores, left, CAUSAL,
+                               WINDOW, MASKED, HALVES, mask)
         o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, output)
         it += 1
         mbarrier.wait(k_full.index(it % STAGES), (it // STAGES) & 1, pred=n > 1)
@@ -348,41 +429,32 @@ def consumer(work, W: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexp
                 while (key > 0) & (key - 1 > seen):
                     key -= BLOCK_N
                     o, p, state = step(it, key > 0, True, q, o, p, state, kv, bars, (row, key, sq, sk, window), c,
-                                       scores, left, STAGES, True, False, HALVES, mask)
+                                       scores, left, True, False, HALVES, mask)
                     it += 1
             while key > 0:
                 key -= BLOCK_N
                 o, p, state = step(it, key > 0, key + (BLOCK_N - 1) > seen, q, o, p, state, kv, bars,
-                                   (row, key, sq, sk, window), c, scores, left, STAGES, not SPLIT, False, HALVES, mask)
+                                   (row, key, sq, sk, window), c, scores, left, not SPLIT, False, HALVES, mask)
                 it += 1
         else:
             for j in range(1, n):
                 o, p, state = step(it, j + 1 < n, (j < right) | (j >= edge), q, o, p, state, kv, bars,
-                                   (row, (hi - 1 - j) * BLOCK_N, sq, sk, window), c, scores, left, STAGES,
-                                   LOOP_CAUSAL, WINDOW, HALVES, mask)
+                                   (row, (hi - 1 - j) * BLOCK_N, sq, sk, window), c, scores, left, LOOP_CAUSAL,
+                                   WINDOW, HALVES, mask)
                 it += 1
         if not O_IN_Q:
             release(q_empty.index(W))
 
-        slot = (it - 1) % STAGES
-        mbarrier.wait(v_full.index(slot), ((it - 1) // STAGES) & 1)
-        if HALVES:
-            m0, m1, l0, l1, a0, a1 = state
-            o = rescale(o, spread_rows(a0, a1, o))
-        pv = warpgroup_mma(p, v_ring.index(slot).reshape([BLOCK_N, BLOCK_D]), o, is_async=True)
-        inverse, lses = normalizers(state, c, o, row, HALVES)
+        pv = start_output(it, o, p, state, v_ring, bars, HALVES)
+        inverse, lses = normalizers(state, c, row, HALVES)
         if LSE:
-            for part in gl.static_range(len(lses)):
-                rows, lse = lses[part]
-                gl.store(lse_ptr + flat.to(gl.int64) * sq + rows, lse, mask=rows < sq)
-        o = wait_products(pv, 0, BLOCK_D) * inverse
-        release(v_empty.index(slot))
+            store_lse(lse_ptr, lses, flat, sq)
+        o = normalized(wait_products(pv, 0, BLOCK_D), inverse, HALVES)
+        release(v_empty.index((it - 1) % V_STAGES))
         if not O_IN_Q:
             tma.store_wait(0)  # the last tile's rows have left the buffer
-        o_tile.reshape([BLOCK_M, BLOCK_D]).store(o.to(dtype))
-        fence_async_shared()
         batch = flat // heads
-        tma_store(o_desc, [batch, flat - batch * heads, row, 0], o_tile)
+        store_tile(o_desc, [batch, flat - batch * heads, row, 0], o_tile, o)
         if O_IN_Q:
             tma.store_wait(0)
             release(q_empty.index(W))
@@ -390,36 +462,111 @@ def consumer(work, W: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexp
     tma.store_wait(0)
 
 
+@gluon.jit
+def consumer_ahead(work, W: gl.constexpr, CONSUMERS: gl.constexpr, TAIL: gl.constexpr, LSE: gl.constexpr,
+                   O_IN_Q: gl.constexpr):
+    """`consumer` for full attention with two tiles of Q: the key blocks of all tiles are one stream.
+
+    A tile's last P V runs beside the softmax of the next tile's first block, so each tile has two blocks at least.
+    """
+    o_desc, lse_ptr, rings, o_tiles, bars, shape, schedule, c = work
+    q_tiles, k_ring, v_ring = rings
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    sq, sk, window, tiles_m, heads_total, heads, group, schedule_stride = shape
+    BLOCK_M: gl.constexpr = q_tiles.shape[3]
+    BLOCK_D: gl.constexpr = q_tiles.shape[4]
+    BLOCK_N: gl.constexpr = k_ring.shape[3]
+    STAGES: gl.constexpr = k_ring.shape[0]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, output, 2)
+
+    kv = (k_ring, v_ring)
+    count, t, rest = first_tile(schedule, schedule_stride, tiles_m * heads_total, False)
+    n = gl.cdiv(sk, BLOCK_N)
+    it = gl.to_tensor(0)
+    keys = (it, (n - 1) * BLOCK_N, sq, sk, window)  # the last keys' mask does not ask for the row
+    mbarrier.wait(q_full.index(W), 0)
+    p, state = first_block(it, q_tiles.index(W).reshape([BLOCK_M, BLOCK_D]), k_ring, bars, keys, c, scores, left, False,
+                           False, TAIL, True, mask_scores)
+    it += 1
+    mbarrier.wait(k_full.index(it % STAGES), (it // STAGES) & 1)
+    for i in range(count):
+        more = i + 1 < count
+        tile, flat = tile_of(t, tiles_m, heads_total, False, False)
+        row = (tile * CONSUMERS + W) * BLOCK_M
+        batch = flat // heads
+        q_slot = (i % 2) * CONSUMERS + W
+        other_slot = ((i + 1) % 2) * CONSUMERS + W
+        q = q_tiles.index(q_slot).reshape([BLOCK_M, BLOCK_D])
+        o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, output)
+        if O_IN_Q:
+            # The second block by itself: the last tile's rows leave its Q's slot while the products run.
+            s = start_scores(it % STAGES, q, k_ring, scores)
+            pv = start_output(it, o, p, state, v_ring, bars, True)
+            if i > 0:
+                tma.store_wait(0)
+                release(q_empty.index(other_slot))
+            o, p, state = finish_block(it, (n > 2) | more, False, s, pv, state, kv, bars, keys, c, scores, left, False,
+                                       False, False, True, mask_scores)
+            it += 1
+        for j in range(2 if O_IN_Q else 1, n):
+            o, p, state = step(it, (j + 1 < n) | more, False, q, o, p, state, kv, bars, keys, c, scores, left, False,
+                               False, True, mask_scores)
+            it += 1
+        if not O_IN_Q:
+            release(q_empty.index(q_slot))
+
+        # Behind the last tile the next block is one that still lies there, and nobody asks for the result.
+        mbarrier.wait(q_full.index(other_slot), ((i + 1) // 2) & 1, pred=more)
+        next_q = q_tiles.index(gl.where(more, other_slot, q_slot)).reshape([BLOCK_M, BLOCK_D])
+        s = start_scores(gl.where(more, it, it - 1) % STAGES, next_q, k_ring, scores)
+        pv = start_output(it, o, p, state, v_ring, bars, True)
+        inverse, lses = normalizers(state, c, row, True)
+        if LSE:
+            store_lse(lse_ptr, lses, flat, sq)
+        o, p, state = finish_block(it, more, True, s, pv, fresh_state(scores, BLOCK_M, BLOCK_N), kv, bars, keys, c,
+                                   scores, left, False, False, TAIL, True, mask_scores)
+        it += 1
+        if not O_IN_Q:
+            tma.store_wait(0)  # the last tile's rows have left the buffer
+        store_tile(o_desc, [batch, flat - batch * heads, row, 0], o_tiles.index(q_slot if O_IN_Q else W),
+                   normalized(o, inverse, True))
+        t += gl.num_programs(0)
+    tma.store_wait(0)
+
+
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
 @gluon.jit(do_not_specialize=["sq", "sk", "window", "tiles_m", "heads_total", "heads", "group", "schedule_stride"])
 def attention_step5(q_desc, k_desc, v_desc, o_desc, lse_ptr, schedule, sq, sk, window, tiles_m, heads_total, heads,
                     group, schedule_stride, c, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-                    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, CAUSAL: gl.constexpr,
-                    WINDOW: gl.constexpr, TAIL: gl.constexpr, LSE: gl.constexpr, DEALT: gl.constexpr,
-                    HALVES: gl.constexpr, O_IN_Q: gl.constexpr, OWN_KEYS: gl.constexpr, SPLIT: gl.constexpr,
-                    ALIGNED: gl.constexpr):
+                    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
+                    REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TAIL: gl.constexpr,
+                    LSE: gl.constexpr, DEALT: gl.constexpr, HALVES: gl.constexpr, O_IN_Q: gl.constexpr,
+                    OWN_KEYS: gl.constexpr, SPLIT: gl.constexpr, ALIGNED: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [Q_SLOTS * CONSUMERS, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
     if O_IN_Q:
         o_tiles = q_tiles
     else:
         o_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, BLOCK_M, BLOCK_D], o_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], barrier)
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], barrier)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS * CONSUMERS, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_SLOTS * CONSUMERS, 1], barrier)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    for i in gl.static_range(CONSUMERS):
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], barrier)
+    v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], barrier)
+    for i in gl.static_range(Q_SLOTS * CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=128)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=128 * CONSUMERS)
+    for i in gl.static_range(V_STAGES):
+        mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=128 * CONSUMERS)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     rings = (q_tiles, k_ring, v_ring)
@@ -427,34 +574,32 @@ def attention_step5(q_desc, k_desc, v_desc, o_desc, lse_ptr, schedule, sq, sk, w
 
     loads = ((q_desc, k_desc, v_desc), rings, bars, shape, schedule)
     work = (o_desc, lse_ptr, rings, o_tiles, bars, shape, schedule, c)
-    if CONSUMERS == 2:
+    if Q_SLOTS == 2:
+        gl.static_assert(CONSUMERS == 2 and HALVES and not (CAUSAL or WINDOW or OWN_KEYS))
         gl.warp_specialize([
-            (consumer, (work, 0, 2, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT,
-                        ALIGNED)),
-            (consumer, (work, 1, 2, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT,
-                        ALIGNED)),
-            (producer, (loads, 2, STAGES, CAUSAL, WINDOW, DEALT)),
+            (consumer_ahead, (work, 0, 2, TAIL, LSE, O_IN_Q)),
+            (consumer_ahead, (work, 1, 2, TAIL, LSE, O_IN_Q)),
+            (producer, (loads, 2, 2, CAUSAL, WINDOW, DEALT)),
+        ], [4, 1], [REGISTERS, 24])
+    elif CONSUMERS == 2:
+        gl.warp_specialize([
+            (consumer, (work, 0, 2, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
+            (consumer, (work, 1, 2, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
+            (producer, (loads, 2, Q_SLOTS, CAUSAL, WINDOW, DEALT)),
         ], [4, 1], [REGISTERS, 24])
     elif CONSUMERS == 3:
         gl.warp_specialize([
-            (consumer, (work, 0, 3, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT,
-                        ALIGNED)),
-            (consumer, (work, 1, 3, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT,
-                        ALIGNED)),
-            (consumer, (work, 2, 3, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT,
-                        ALIGNED)),
-            (producer, (loads, 3, STAGES, CAUSAL, WINDOW, DEALT)),
+            (consumer, (work, 0, 3, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
+            (consumer, (work, 1, 3, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
+            (consumer, (work, 2, 3, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
+            (producer, (loads, 3, Q_SLOTS, CAUSAL, WINDOW, DEALT)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 32])
     else:
         gl.static_assert(CONSUMERS == 4)
         gl.warp_specialize([
-            (consumer, (work, 0, 4, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT,
-                        ALIGNED)),
-            (consumer, (work, 1, 4, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT,
-                        ALIGNED)),
-            (consumer, (work, 2, 4, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT,
-                        ALIGNED)),
-            (consumer, (work, 3, 4, STAGES, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT,
-                        ALIGNED)),
-            (producer, (loads, 4, STAGES, CAUSAL, WINDOW, DEALT)),
+            (consumer, (work, 0, 4, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
+            (consumer, (work, 1, 4, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
+            (consumer, (work, 2, 4, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
+            (consumer, (work, 3, 4, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
+            (producer, (loads, 4, Q_SLOTS, CAUSAL, WINDOW, DEALT)),
         ], [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24])
