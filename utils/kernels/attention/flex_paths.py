@@ -86,8 +86,8 @@ def _automatic(q, k, v, mask_mod, score_mod, block_size, mode, scale, kernel_opt
     passed_over: list[tuple[str, str]] = []
     while True:
         choice = pick(q, k, v, mask_mod, score_mod, block_size, without=tuple(name for name, _ in passed_over))
-        options = (choice.kernel_options or {}) | (kernel_options or {})
-        case = Case(q, k, v, mask_mod, score_mod, choice.block_size, mode or "default", scale, options)
+        case = Case(q, k, v, mask_mod, score_mod, choice.block_size, mode or "default", scale, kernel_options,
+                    choice.kernel_options)
         try:
             prepared = _BUILDERS[choice.path](case)
         except FlexUnsupported as error:
@@ -97,13 +97,20 @@ def _automatic(q, k, v, mask_mod, score_mod, block_size, mode, scale, kernel_opt
         return prepared
 
 
-def needed_kernel_options(block_size: tuple[int, int]) -> dict:
-    """Triton's tiles must divide the blocks: name the tile where inductor's own, 128, does not."""
-    names = {}
+def needed_kernel_options(block_size: tuple[int, int], lengths: tuple[int, int] = (0, 0)) -> dict:
+    """What FlexAttention's Triton kernel has to be told about the blocks of a mask.
+
+    Its tiles must divide the blocks: the tile is named where inductor's own, 128, does not. And it leaves the check
+    of the sequence's end out where the lengths are multiples of 128: if they are none of the block size, the last
+    block reaches behind the last key, and what lies there in memory would be attended to.
+    """
+    names: dict = {}
     for name, size in (("BLOCK_M", block_size[0]), ("BLOCK_N", block_size[1])):
         if size % DEFAULT_TILE:
             names[name] = min(size & -size, DEFAULT_TILE)
-    return {"BLOCK_M": DEFAULT_TILE, "BLOCK_N": DEFAULT_TILE} | names if names else {}
+    names = {"BLOCK_M": DEFAULT_TILE, "BLOCK_N": DEFAULT_TILE} | names if names else {}
+    overhang = any(length % size for length, size in zip(lengths, block_size, strict=True))
+    return names | {"IS_DIVISIBLE": False} if overhang else names
 
 
 def _settings(case: Case, path: str, **more) -> dict:
@@ -147,15 +154,40 @@ def _compiled(case: Case, path: str = "compiled", backend: dict | None = None) -
     block_mask, seconds = _block_mask(case)
     options = dict(backend or {})
     if backend is None and case.device.type == "cuda" and case.mask_mod is not None:
-        options = needed_kernel_options(case.block_size)
-    options |= case.kernel_options or {}
-    attend = _flex_call(case, block_mask, options or None)
+        options = needed_kernel_options(case.block_size, case.lengths)
+    given = case.kernel_options or {}
     told = "FLASH backend" if backend else "compiled"
-    return Prepared(_compile(attend, case.mode), (case.q, case.k, case.v),
-                    _settings(case, path, implementation=f"FlexAttention of torch {torch.__version__}, {told}",
-                              block_size=case.block_size if case.mask_mod else None, mode=case.mode,
-                              kernel_options=options),
-                    {"block_mask": seconds}, source=attend, block_mask=block_mask)
+
+    def prepare(options: dict) -> Prepared:
+        attend = _flex_call(case, block_mask, options or None)
+        return Prepared(_compile(attend, case.mode), (case.q, case.k, case.v),
+                        _settings(case, path, implementation=f"FlexAttention of torch {torch.__version__}, {told}",
+                                  block_size=case.block_size if case.mask_mod else None, mode=case.mode,
+                                  kernel_options=options),
+                        {"block_mask": seconds}, source=attend, block_mask=block_mask)
+
+    return _in_shared_memory(prepare, options | (case.own_options or {}) | given, given)
+
+
+def _in_shared_memory(prepare: Callable[[dict], Prepared], options: dict, given: dict) -> Prepared:
+    """Prepared with these options, or with fewer stages if the kernel needs more shared memory than there is.
+
+    Tensors that a mask or a modifier reads go through the pipeline too, and inductor does not count them when it
+    chooses the stages. What the caller gave is not changed.
+    """
+    try:
+        return prepare(options)
+    except RuntimeError as error:
+        if "out of resource" not in str(error) or "num_stages" in given:
+            raise
+        fewer = [stages for stages in (2, 1) if stages < options.get("num_stages", 3)]
+        for stages in fewer:
+            try:
+                return prepare(options | {"num_stages": stages})
+            except RuntimeError as again:
+                if "out of resource" not in str(again):
+                    raise
+        raise
 
 
 def _cute(case: Case) -> Prepared:

@@ -40,6 +40,7 @@ class Case:
     mode: str
     scale: float
     kernel_options: dict | None
+    own_options: dict | None = None  # the library's choice of kernel options, under the given ones
 
     @property
     def device(self) -> torch.device:

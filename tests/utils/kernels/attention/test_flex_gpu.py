@@ -58,11 +58,12 @@ def test_compiled_and_cute_compute_the_same_mask_and_modifier(name):
     assert tuned.settings["kernel_options"]["BLOCK_M"] == 64 or torch.cuda.get_device_capability() != (9, 0)
 
 
-@pytest.mark.parametrize("size", [64, 192])
-def test_every_block_size_has_its_tile(size):
-    q, k, v = tensors()
-    call = flex(q, k, v, mask_mod=documents(96), path="compiled", block_size=size)
-    assert call.settings["block_size"] == (size, size) and error(call, documents(96)) < BF16_ERROR
+@pytest.mark.parametrize(("size", "length"), [(64, 512), (192, 512), (256, 384), (256, 512)])
+def test_every_block_size_has_its_tile(size, length):
+    """Where the last block reaches behind the last key, memory that is not the sequence's is not attended to."""
+    q, k, v = tensors(length=length)
+    call = flex(q, k, v, mask_mod=documents(100), path="compiled", block_size=size)
+    assert call.settings["block_size"] == (size, size) and error(call, documents(100)) < BF16_ERROR
 
 
 def test_the_generated_triton_code_holds_the_modifier():

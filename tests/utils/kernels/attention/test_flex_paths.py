@@ -3,6 +3,7 @@
 Compiling costs seconds: what can be asked of one compiled call is asked of one.
 """
 
+import functools
 import re
 import warnings
 
@@ -224,6 +225,42 @@ def test_the_tile_follows_the_block_size():
     assert needed_kernel_options((64, 64)) == {"BLOCK_M": 64, "BLOCK_N": 64}
     assert needed_kernel_options((192, 32)) == {"BLOCK_M": 64, "BLOCK_N": 32}
     assert needed_kernel_options((64, 128)) == {"BLOCK_M": 64, "BLOCK_N": 128}
+
+
+def test_a_block_that_reaches_behind_the_last_key_is_checked():
+    """Multiples of 128 are what inductor looks at; a block of 192 or 256 may overhang all the same."""
+    for block, lengths in (((192, 192), (512, 512)), ((256, 128), (384, 384)), ((128, 256), (512, 640))):
+        assert needed_kernel_options(block, lengths)["IS_DIVISIBLE"] is False
+    for block, lengths in (((192, 192), (384, 384)), ((256, 256), (512, 1024)), ((128, 128), (128, 384))):
+        assert "IS_DIVISIBLE" not in needed_kernel_options(block, lengths)
+
+
+class OutOfResource(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize(("fits", "options", "given", "stages"), [
+    (3, {}, {}, None), (2, {}, {}, 2), (1, {"BLOCK_M": 64}, {"BLOCK_M": 64}, 1), (1, {"num_stages": 2}, {}, 1)])
+def test_a_kernel_that_needs_too_much_shared_memory_gets_fewer_stages(fits, options, given, stages):
+    def prepare(options):
+        if options.get("num_stages", 3) > fits:
+            raise OutOfResource("No valid triton configs. OutOfMemoryError: out of resource: Required: 246784")
+        return options
+
+    assert flex_paths._in_shared_memory(prepare, options, given) == options | ({"num_stages": stages} if stages else {})
+
+
+def test_stages_that_were_given_and_other_errors_are_left_alone():
+    def prepare(options, words="out of resource"):
+        tried.append(options.get("num_stages"))
+        raise OutOfResource(words)
+
+    for words, given, attempts in (("out of resource", {"num_stages": 3}, [3]), ("another error", {}, [None]),
+                                   ("out of resource", {}, [None, 2, 1])):
+        tried = []
+        with pytest.raises(OutOfResource, match=words):
+            flex_paths._in_shared_memory(functools.partial(prepare, words=words), given, given)
+        assert tried == attempts
 
 
 def test_auto_takes_a_fused_path_or_says_what_it_takes(monkeypatch):
