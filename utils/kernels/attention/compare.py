@@ -93,8 +93,9 @@ def ladder(head_dims, lengths, pairs: int, show) -> list[dict]:
                 theirs = partial(attention, q, k, v, causal=causal, provider="cudnn")
                 for step in range(1, 6):
                     mine = partial(forward, q, k, v, causal=causal, step=step)
-                    row = {"head_dim": head_dim, "length": length, "causal": causal, "plan": describe(step, head_dim),
-                           "step": step, "difference": relative_difference(mine(), theirs())}
+                    row = {"head_dim": head_dim, "length": length, "causal": causal,
+                           "plan": describe(step, q, k, causal), "step": step,
+                           "difference": relative_difference(mine(), theirs())}
                     rows.append(row | against(f"step {step}", mine, "cudnn", theirs, flops, pairs))
                     show(rows)
     return rows

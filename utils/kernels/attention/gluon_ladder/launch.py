@@ -74,13 +74,19 @@ def _copyable(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous() if not x.is_contiguous() else x.clone()
 
 
+def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: bool) -> Plan:
+    """The plan that a step takes for these tensors on their GPU."""
+    batch, heads, sq, head_dim = q.shape
+    if step < 5:
+        return plan_for(step, head_dim)
+    programs = _multiprocessors(q.device)
+    return plan_for(step, head_dim, variant_for(head_dim, causal, window, sq, k.shape[2], batch * heads, programs))
+
+
 def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse) -> None:
     batch, heads, sq, head_dim = q.shape
     kv_heads, sk = k.shape[1], k.shape[2]
-    variant = ""
-    if step == 5:
-        variant = variant_for(head_dim, causal, window > 0, sq, sk, batch * heads, _multiprocessors(q.device))
-    plan = plan_for(step, head_dim, variant)
+    plan = plan_of(step, q, k, causal, window > 0)
     kernel = kernel_of(step)
     flags = dict(BLOCK_M=BLOCK_M, BLOCK_N=plan.block_n, BLOCK_D=plan.block_d, CAUSAL=causal, WINDOW=window > 0,
                  LSE=return_lse, num_warps=4)
@@ -153,6 +159,6 @@ def _unused(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.T
     return torch.zeros(4, dtype=dtype, device=device)
 
 
-def describe(step: int, head_dim: int) -> dict:
-    """The plan of a step as a dictionary, for reports."""
-    return {"step": step, **asdict(plan_for(step, head_dim))}
+def describe(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: bool = False) -> dict:
+    """The plan that a step takes for these tensors as a dictionary, for reports."""
+    return {"step": step, **asdict(plan_of(step, q, k, causal, window))}

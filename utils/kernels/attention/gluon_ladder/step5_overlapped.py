@@ -37,9 +37,8 @@ The checklist of warp-specialized attention, for Hopper:
   tile's first block alone, and the loop has no mask in it.
 
 On an H200, bf16, S = 8192 and 16384, full and causal, each against the other in one process (geometric means of four):
-1.188 of cuDNN and 0.988 of FlashAttention 4 at head dim 64, 1.158 and 1.040 at 128, 1.161 and 0.990 at 256. Each point:
-attention_ratios.json (full) and attention_aligned.json (causal) in assets/results/h200; how it got there, failures
-included: docs/attention-log.md.
+1.187 of cuDNN and 0.990 of FlashAttention 4 at head dim 64, 1.190 and 1.066 at 128, 1.168 and 1.015 at 256. Each point:
+assets/results/h200/attention_ratios.json; how it got there, failures included: docs/attention-log.md.
 """
 
 # A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
