@@ -303,6 +303,8 @@ def test_ctrl_c(small_lab, scheduler, tmp_path):
     started = subprocess.Popen(
         [sys.executable, "-m", "utils.cli", *arguments, "--jobs", "1"], cwd=ROOT, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        # A shell without job control starts `make test &` with SIGINT ignored, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     records = course.root / "grading" / small_lab.name / "results"
     while started.poll() is None and not list(records.glob("*.json")):
