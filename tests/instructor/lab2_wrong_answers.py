@@ -111,7 +111,7 @@ WRONG_ANSWERS = [
     WrongAnswer("mask ignored", "q1_1", _masked("weights = torch.softmax(scores, -1)"), "mask is ignored"),
     WrongAnswer("zeros", "q1_1", "def masked_attention(q, k, v, mask):\n    return torch.zeros_like(q)\n", "Every element is zero"),
     WrongAnswer("heads swapped", "q1_1",
-                _masked(f"{_SOFTMAX}.nan_to_num(0.0)").replace("weights @ v", "(weights @ v).flip(1)"), "wrong in"),
+                _masked(f"{_SOFTMAX}.nan_to_num(0.0)").replace("weights @ v", "(weights @ v).flip(1)"), "heads are in another order"),
     # ---- 1.2
     WrongAnswer("heads forgotten", "q1_2", """
 def mask_costs(mask, batch, heads, head_dim, dtype):
@@ -253,7 +253,8 @@ def block_sparse_attention(q, k, v, block_mask):
     WrongAnswer("NaN where nothing is seen", "q3_3", _walk(after=""), "NaN"),
     WrongAnswer("zeros instead of blocks", "q3_3",
                 "def block_sparse_attention(q, k, v, block_mask):\n    return torch.zeros_like(q)\n", "Every element is zero"),
-    WrongAnswer("heads swapped in blocks", "q3_3", _walk().replace("return out", "return out.flip(1)"), "wrong in"),
+    WrongAnswer("heads swapped in blocks", "q3_3", _walk().replace("return out", "return out.flip(1)"),
+                "heads are in another order"),
     WrongAnswer("blocks not scaled", "q3_3", _walk(scale="1.0"), "sqrt(D)"),
     # ---- 4.1, 4.2
     WrongAnswer("clamped", "q4_1", _score("soft_cap", "cap", "score.clamp(-cap, cap)"), "bends"),

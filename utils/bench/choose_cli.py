@@ -92,12 +92,12 @@ def _wrong(text: str) -> None:
 
 
 def _words(flag: str, text: str, allowed: tuple[str, ...]) -> list[str]:
-    from utils.bench.errors import nearest
+    from utils.bench.errors import did_you_mean
 
     words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     for word in words:
         if word not in allowed:
-            _wrong(f"{flag} names {word!r}; allowed are {', '.join(allowed)}.{nearest(word, allowed)}")
+            _wrong(f"{flag} names {word!r}; allowed are {', '.join(allowed)}.{did_you_mean(word, allowed)}")
     return words
 
 

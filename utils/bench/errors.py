@@ -22,13 +22,16 @@ class VerificationError(BenchError):
     """An output that is not the reference's within the bounds of its dtype."""
 
 
+def did_you_mean(given: str, allowed: Iterable[str]) -> str:
+    """" Did you mean X?", or nothing where none is near."""
+    near = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
 def nearest(given: str, allowed: Iterable[str]) -> str:
     """" Did you mean X?", or the allowed names where none is near."""
     names = list(allowed)
-    near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
-    if near:
-        return f" Did you mean {near[0]}?"
-    return f" Allowed: {', '.join(names)}." if names else ""
+    return did_you_mean(given, names) or (f" Allowed: {', '.join(names)}." if names else "")
 
 
 def first_line(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from utils.bench.errors import BenchError, nearest
+from utils.bench.errors import BenchError, did_you_mean, nearest
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Knob:
             for word in words:
                 if word not in self.choices:
                     raise BenchError(f"{source} is {word!r}; it must be one of {', '.join(self.choices)}."
-                                     + (nearest(word, self.choices) if word else ""))
+                                     + did_you_mean(word, self.choices))
             return tuple(dict.fromkeys(words)) if self.many else words[0]
         try:
             value = int(text)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from utils.bench import results as res
-from utils.bench.errors import BenchError, Refused, VerificationError, WrongRun, first_line, nearest
+from utils.bench.errors import BenchError, Refused, VerificationError, WrongRun, did_you_mean, first_line
 from utils.bench.profiles import profile_side
 from utils.bench.targets import SIDES, Plan
 from utils.bench.targets.base import Built, Case, Target
@@ -60,7 +60,7 @@ class Options:
                                      ("--l2", self.l2, CACHES)):
             if value not in allowed:
                 raise BenchError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}."
-                                 + nearest(value, allowed))
+                                 + did_you_mean(value, allowed))
         for name, value, least in (("--iterations", self.iterations, 1), ("--warmup", self.warmup, 0)):
             if value is not None and value < least:
                 raise BenchError(f"{name} is {value}; it must be a whole number, {least} or more.")

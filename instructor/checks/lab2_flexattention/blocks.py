@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
 from instructor.checks.lab1.common import Draw, SizeWatch, expect_unchanged, expect_value, poisoned_memory
-from instructor.checks.lab2_flexattention.common import attend_densely
+from instructor.checks.lab2_flexattention.common import attend_densely, moved_heads
 from instructor.checks.lab2_flexattention.data import FUSED
 from utils.checking import check, expect_close, forbid, watch_operations
 from utils.kernels.attention.masks import dense_mask
@@ -199,7 +199,7 @@ def _hint(got, q, k, v, mask, block_mask) -> str:
         return "Divide the scores by sqrt(D)."
     if got.isnan().any():
         return "A query that sees nothing in a block, or nothing at all, must not end in NaN: its weights are 0."
-    return ""
+    return moved_heads(got, attend_densely(q, k, v, mask), 3e-2, 3e-2)
 
 
 def _counts_of(mask: torch.Tensor, size_q: int, size_k: int) -> torch.Tensor:

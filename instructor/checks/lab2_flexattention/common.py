@@ -130,6 +130,21 @@ def attend_densely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torc
     return (weights @ v).to(q.dtype)
 
 
+def moved_heads(got: torch.Tensor, right: torch.Tensor, rtol: float = 1e-3, atol: float = 1e-4) -> str:
+    """A hint if `got` has the heads of `right`, in another order."""
+    order = []
+    for head in range(right.shape[1]):
+        others = [head, *range(right.shape[1])]
+        came = next((o for o in others if torch.allclose(got[:, head], right[:, o], rtol, atol)), None)
+        if came is None:
+            return ""
+        order.append(came)
+    moved = next((head for head, came in enumerate(order) if head != came), None)
+    if moved is None:
+        return ""
+    return f"The heads are in another order: head {moved} of the output is head {order[moved]}'s."
+
+
 def expect_scores(
     mod: Mod, wanted: torch.Tensor, scores: torch.Tensor, what: str, mistakes: Mapping[str, torch.Tensor] | None = None,
     b: int = 0, h: int = 0,
