@@ -175,19 +175,16 @@ def _in_shared_memory(prepare: Callable[[dict], Prepared], options: dict, given:
     Tensors that a mask or a modifier reads go through the pipeline too, and inductor does not count them when it
     chooses the stages. What the caller gave is not changed.
     """
-    try:
-        return prepare(options)
-    except RuntimeError as error:
-        if "out of resource" not in str(error) or "num_stages" in given:
-            raise
-        fewer = [stages for stages in (2, 1) if stages < options.get("num_stages", 3)]
-        for stages in fewer:
-            try:
-                return prepare(options | {"num_stages": stages})
-            except RuntimeError as again:
-                if "out of resource" not in str(again):
-                    raise
-        raise
+    fewer = [n for n in (2, 1) if n < options.get("num_stages", 3) and "num_stages" not in given]
+    first = None
+    for attempt in (options, *(options | {"num_stages": n} for n in fewer)):
+        try:
+            return prepare(attempt)
+        except RuntimeError as error:
+            if "out of resource" not in str(error):
+                raise
+            first = first or error
+    raise first
 
 
 def _cute(case: Case) -> Prepared:
