@@ -19,8 +19,13 @@ BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072b2", "#e39a1f", "#00694d", "#a8548a", 
 BLUE_TINT, ORANGE_TINT, GREEN_TINT, PURPLE_TINT, GREY_TINT = "#cfe4f3", "#fbe3b8", "#d3ebdf", "#f0dcea", "#f1f1f1"
 
 # Glyphs as paths look the same in every browser; ids from a fixed salt keep the files the same from run to run.
-SVG_STYLE = {"svg.fonttype": "path", "svg.hashsalt": "gpu-efficiency-labs", "font.family": ["DejaVu Sans"],
-             "mathtext.fontset": "dejavusans", "hatch.linewidth": 0.7}
+SVG_STYLE = {
+    "svg.fonttype": "path",
+    "svg.hashsalt": "gpu-efficiency-labs",
+    "font.family": ["DejaVu Sans"],
+    "mathtext.fontset": "dejavusans",
+    "hatch.linewidth": 0.7,
+}
 
 
 class Card:
@@ -36,43 +41,144 @@ class Card:
         self.box(1, 1, width - 2, height - 2, fill=PAPER, edge="#c4c4c4", round=10, zorder=-10)
         self.text(22, 27, title, size=12.5, weight="bold", ha="left")
 
-    def box(self, x: float, y: float, w: float, h: float, text: str = "", *, fill: str = PAPER, edge: str = INK,
-            line: float = 1.0, round: float = 3, size: float = 9, color: str = INK, weight: str = "normal",
-            hatch: str = "", zorder: float = 2) -> None:
+    def box(
+        self,
+        x: float,
+        y: float,
+        w: float,
+        h: float,
+        text: str = "",
+        *,
+        fill: str = PAPER,
+        edge: str = INK,
+        line: float = 1.0,
+        round: float = 3,
+        size: float = 9,
+        color: str = INK,
+        weight: str = "normal",
+        hatch: str = "",
+        zorder: float = 2,
+    ) -> None:
         """A box, with its text centred."""
         self.ax.add_patch(
-            FancyBboxPatch((x + round, y + round), w - 2 * round, h - 2 * round, boxstyle=f"round,pad={round}",
-                           facecolor=fill, edgecolor=edge, linewidth=line, hatch=hatch, zorder=zorder)
+            FancyBboxPatch(
+                (x + round, y + round),
+                w - 2 * round,
+                h - 2 * round,
+                boxstyle=f"round,pad={round}",
+                facecolor=fill,
+                edgecolor=edge,
+                linewidth=line,
+                hatch=hatch,
+                zorder=zorder,
+            )
         )
         if text:
             self.text(x + w / 2, y + h / 2, text, size=size, color=color, weight=weight)
 
-    def rect(self, x: float, y: float, w: float, h: float, *, fill: str = "none", edge: str = "none",
-             line: float = 1.0, hatch: str = "", style: str = "-", zorder: float = 2) -> None:
+    def rect(
+        self,
+        x: float,
+        y: float,
+        w: float,
+        h: float,
+        *,
+        fill: str = "none",
+        edge: str = "none",
+        line: float = 1.0,
+        hatch: str = "",
+        style: str = "-",
+        zorder: float = 2,
+    ) -> None:
         """A plain rectangle."""
-        self.ax.add_patch(Rectangle((x, y), w, h, facecolor=fill, edgecolor=edge, linewidth=line, hatch=hatch,
-                                    linestyle=style, zorder=zorder))
+        self.ax.add_patch(
+            Rectangle(
+                (x, y),
+                w,
+                h,
+                facecolor=fill,
+                edgecolor=edge,
+                linewidth=line,
+                hatch=hatch,
+                linestyle=style,
+                zorder=zorder,
+            )
+        )
 
-    def text(self, x: float, y: float, text: str, *, size: float = 9, color: str = INK, ha: str = "center",
-             va: str = "center", weight: str = "normal", style: str = "normal",
-             rotation: float = 0) -> None:
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        *,
+        size: float = 9,
+        color: str = INK,
+        ha: str = "center",
+        va: str = "center",
+        weight: str = "normal",
+        style: str = "normal",
+        rotation: float = 0,
+    ) -> None:
         """Text at a point."""
-        self.ax.text(x, y, text, fontsize=size, color=color, ha=ha, va=va, fontweight=weight, fontstyle=style,
-                     rotation=rotation, linespacing=1.3, zorder=6)
+        self.ax.text(
+            x,
+            y,
+            text,
+            fontsize=size,
+            color=color,
+            ha=ha,
+            va=va,
+            fontweight=weight,
+            fontstyle=style,
+            rotation=rotation,
+            linespacing=1.3,
+            zorder=6,
+        )
 
-    def arrow(self, x0: float, y0: float, x1: float, y1: float, *, color: str = SOFT, line: float = 1.2,
-              head: str = "-|>", style: str = "-", bend: float = 0.0) -> None:
+    def arrow(
+        self,
+        x0: float,
+        y0: float,
+        x1: float,
+        y1: float,
+        *,
+        color: str = SOFT,
+        line: float = 1.2,
+        head: str = "-|>",
+        style: str = "-",
+        bend: float = 0.0,
+    ) -> None:
         """An arrow from one point to another; `head` "-" for none."""
         self.ax.add_patch(
-            FancyArrowPatch((x0, y0), (x1, y1), arrowstyle=head, mutation_scale=9, color=color, linewidth=line,
-                            linestyle=style, shrinkA=0, shrinkB=0, connectionstyle=f"arc3,rad={bend}", zorder=3,
-                            joinstyle="miter", capstyle="butt")
+            FancyArrowPatch(
+                (x0, y0),
+                (x1, y1),
+                arrowstyle=head,
+                mutation_scale=9,
+                color=color,
+                linewidth=line,
+                linestyle=style,
+                shrinkA=0,
+                shrinkB=0,
+                connectionstyle=f"arc3,rad={bend}",
+                zorder=3,
+                joinstyle="miter",
+                capstyle="butt",
+            )
         )
 
     def path(self, *points: tuple[float, float], color: str = SOFT, line: float = 1.2, style: str = "-") -> None:
         """A polyline."""
-        self.ax.plot(*zip(*points, strict=True), color=color, linewidth=line, linestyle=style, zorder=3,
-                     solid_joinstyle="miter", scalex=False, scaley=False)
+        self.ax.plot(
+            *zip(*points, strict=True),
+            color=color,
+            linewidth=line,
+            linestyle=style,
+            zorder=3,
+            solid_joinstyle="miter",
+            scalex=False,
+            scaley=False,
+        )
 
     def route(self, *points: tuple[float, float], color: str = SOFT, line: float = 1.2, style: str = "-") -> None:
         """A polyline that ends in an arrow head."""
@@ -84,8 +190,18 @@ class Card:
         """A filled polygon."""
         self.ax.add_patch(Polygon(points, closed=True, facecolor=fill, edgecolor=edge, zorder=zorder))
 
-    def grid(self, x: float, y: float, rows: int, cols: int, cell: float,
-             fill: Callable[[int, int], str] | str = PAPER, *, edge: str = HAIR, line: float = 0.5) -> None:
+    def grid(
+        self,
+        x: float,
+        y: float,
+        rows: int,
+        cols: int,
+        cell: float,
+        fill: Callable[[int, int], str] | str = PAPER,
+        *,
+        edge: str = HAIR,
+        line: float = 0.5,
+    ) -> None:
         """A matrix of square cells; `fill(row, column)` colours each."""
         for row in range(rows):
             colors = [fill if isinstance(fill, str) else fill(row, col) for col in range(cols)]

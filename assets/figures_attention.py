@@ -20,19 +20,31 @@ from drawing import (
 )
 
 # The parts of Gemma-3-270m's configuration that the drawing names.
-GEMMA = {"hidden_size": 640, "intermediate_size": 2048, "num_attention_heads": 4, "num_key_value_heads": 1,
-         "head_dim": 256, "sliding_window": 512}
+GEMMA = {
+    "hidden_size": 640,
+    "intermediate_size": 2048,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "sliding_window": 512,
+}
 
 
 def decoder_layer() -> Card:
     """One Gemma-3 decoder layer with the shape of every tensor."""
-    d, ff, heads, kv, hd = (GEMMA[k] for k in ("hidden_size", "intermediate_size", "num_attention_heads",
-                                               "num_key_value_heads", "head_dim"))
-    card = Card(820, 985, "A Gemma-3 decoder layer (270m)", (
-        "Hidden states (B, S, 640) pass an input norm, attention with four query heads and one key-value head and a "
-        "post-attention norm, are added to the residual, then pass a pre-feedforward norm, a gated GELU MLP and a "
-        "post-feedforward norm, and are added again."
-    ))
+    d, ff, heads, kv, hd = (
+        GEMMA[k] for k in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    card = Card(
+        820,
+        985,
+        "A Gemma-3 decoder layer (270m)",
+        (
+            "Hidden states (B, S, 640) pass an input norm, attention with four query heads and one key-value head and a "
+            "post-attention norm, are added to the residual, then pass a pre-feedforward norm, a gated GELU MLP and a "
+            "post-feedforward norm, and are added again."
+        ),
+    )
     mid, spine = 430, 84
     q, k, v = 220, 430, 640
 
@@ -46,8 +58,17 @@ def decoder_layer() -> Card:
         card.text(x, y, text, size=8, color=SOFT, ha="left")
 
     def join(y: float, sign: str) -> None:
-        card.ax.plot([mid], [y], marker="o", markersize=16, markerfacecolor=PAPER, markeredgecolor=INK, zorder=4,
-                     scalex=False, scaley=False)
+        card.ax.plot(
+            [mid],
+            [y],
+            marker="o",
+            markersize=16,
+            markerfacecolor=PAPER,
+            markeredgecolor=INK,
+            zorder=4,
+            scalex=False,
+            scaley=False,
+        )
         card.text(mid, y, sign, size=12)
 
     # attention
@@ -73,9 +94,17 @@ def decoder_layer() -> Card:
     card.box(k - 92, 338, v - k + 184, 28, "KV cache: write the new, read all", fill=ORANGE_TINT, edge=ORANGE)
     for x, y in ((q, 314), (k, 366), (v, 366)):
         card.arrow(x, y, x, 386)
-    card.box(128, 386, 604, 48, f"softmax(Q Kᵀ / √{hd} + mask) V\n{heads} query heads share {kv} key-value head (GQA); "
-             f"5 of 6 layers see only the last {GEMMA['sliding_window']} tokens", fill=GREEN_TINT, edge=GREEN,
-             size=9)
+    card.box(
+        128,
+        386,
+        604,
+        48,
+        f"softmax(Q Kᵀ / √{hd} + mask) V\n{heads} query heads share {kv} key-value head (GQA); "
+        f"5 of 6 layers see only the last {GEMMA['sliding_window']} tokens",
+        fill=GREEN_TINT,
+        edge=GREEN,
+        size=9,
+    )
     card.arrow(mid, 434, mid, 458)
     shape(mid + 8, 445, f"(B, S, {heads * hd})")
     card.box(mid - 125, 458, 250, 28, f"o_proj   {heads * hd} → {d}", fill=BLUE_TINT, edge=BLUE, size=8.8)
@@ -115,10 +144,15 @@ def decoder_layer() -> Card:
 
 def kv_cache() -> Card:
     """Prefill fills the static cache with the prompt; each decode step writes one slot and reads all written ones."""
-    card = Card(940, 560, "Prefill and decode with a static KV cache", (
-        "Prefill: all prompt tokens at once, a triangle of scores, their keys and values written to the first slots. "
-        "Decode: one token, one row of scores over the cache, one more slot written. A sliding window bounds the reach."
-    ))
+    card = Card(
+        940,
+        560,
+        "Prefill and decode with a static KV cache",
+        (
+            "Prefill: all prompt tokens at once, a triangle of scores, their keys and values written to the first slots. "
+            "Decode: one token, one row of scores over the cache, one more slot written. A sliding window bounds the reach."
+        ),
+    )
     cell, prompt, slots, window = 20, 7, 12, 4
 
     def stage(x: float, title: str, first: int, queries: int, notes: tuple[str, str]) -> None:
@@ -128,49 +162,93 @@ def kv_cache() -> Card:
         card.text(x, 98, "K and V cache", ha="left", size=9)
         card.text(x, 118, f"{slots} slots, made once", ha="left", size=8, color=SOFT)
         now = range(first, first + queries) if first == 0 else range(first, first + 1)
-        card.grid(left, 88, 1, slots, cell, lambda _, col: ORANGE if col in now else
-                  ORANGE_TINT if col < first else PAPER, line=0.8)
+        card.grid(
+            left,
+            88,
+            1,
+            slots,
+            cell,
+            lambda _, col: ORANGE if col in now else ORANGE_TINT if col < first else PAPER,
+            line=0.8,
+        )
         for col in range(slots):
             card.text(left + cell * (col + 0.5), 79, str(col), size=7, color=SOFT)
-        spans = [(now.start, now.stop, "written now" if len(now) > 1 else "now", "#7a4e00"),
-                 (0, first, "written before", SOFT),
-                 (now.stop, slots, "empty, masked" if first == 0 else "empty", SOFT)]
+        spans = [
+            (now.start, now.stop, "written now" if len(now) > 1 else "now", "#7a4e00"),
+            (0, first, "written before", SOFT),
+            (now.stop, slots, "empty, masked" if first == 0 else "empty", SOFT),
+        ]
         for begin, end, words, color in spans:
             if end > begin:
                 card.text(left + cell * (begin + end) / 2, 118, words, size=8, color=color)
-        for y, reach, name, note in ((164, slots, "full attention", notes[0]),
-                                     (366, window, f"sliding\nwindow of {window}", notes[1])):
+        for y, reach, name, note in (
+            (164, slots, "full attention", notes[0]),
+            (366, window, f"sliding\nwindow of {window}", notes[1]),
+        ):
             card.text(x, y - 2, name, ha="left", size=9, va="top")
-            card.grid(left, y, queries, slots, cell, lambda row, col, reach=reach:
-                      BLUE if first + row - reach < col <= first + row else PAPER, line=0.8)
+            card.grid(
+                left,
+                y,
+                queries,
+                slots,
+                cell,
+                lambda row, col, reach=reach: BLUE if first + row - reach < col <= first + row else PAPER,
+                line=0.8,
+            )
             for row in range(queries):
                 words = f"token {first + row}"
                 card.text(left - 5, y + cell * (row + 0.5), words, size=7, color=SOFT, ha="right")
             card.text(left, y + cell * queries + 9, note, ha="left", va="top", size=9)
 
-    stage(36, f"Prefill: the prompt, S = {prompt} tokens at once", 0, prompt, (
-        "S²/2 scores: work grows with the square of S", f"a band: at most {window} scores a token"))
-    stage(500, "Decode: one new token a step", prompt, 4, (
-        "one row a step; it reads every key and value\nwritten so far for a few FLOPs each:\nmemory-bound, and slower "
-        "with every token", f"each step reads the last {window} only:\nits cost no longer grows"))
+    stage(
+        36,
+        f"Prefill: the prompt, S = {prompt} tokens at once",
+        0,
+        prompt,
+        ("S²/2 scores: work grows with the square of S", f"a band: at most {window} scores a token"),
+    )
+    stage(
+        500,
+        "Decode: one new token a step",
+        prompt,
+        4,
+        (
+            "one row a step; it reads every key and value\nwritten so far for a few FLOPs each:\nmemory-bound, and slower "
+            "with every token",
+            f"each step reads the last {window} only:\nits cost no longer grows",
+        ),
+    )
     card.path((470, 52), (470, 538), color="#dddddd", line=1)
     return card
 
 
 def flash_attention() -> Card:
     """The score matrix in tiles: what is visited, what stays on chip, what is kept between tiles."""
-    card = Card(940, 520, "FlashAttention: the score matrix in tiles, never stored", (
-        "A tile of queries stays on chip while tiles of keys and values stream past. A running maximum, a running sum "
-        "and an output accumulator replace the stored score matrix. Causal tiles above the diagonal are skipped."
-    ))
+    card = Card(
+        940,
+        520,
+        "FlashAttention: the score matrix in tiles, never stored",
+        (
+            "A tile of queries stays on chip while tiles of keys and values stream past. A running maximum, a running sum "
+            "and an output accumulator replace the stored score matrix. Causal tiles above the diagonal are skipped."
+        ),
+    )
     tiles, size, x, y, row, step = 6, 48, 96, 132, 3, 2
     for i in range(tiles):
         for j in range(tiles):
             skipped, now = j > i, (i, j) == (row, step)
             done = i < row or (i == row and j < step)
             fill = GREEN if now else GREEN_TINT if done else PAPER
-            card.rect(x + j * size, y + i * size, size, size, fill=GREY_TINT if skipped else fill, edge=HAIR,
-                      hatch="////" if skipped else "", line=0.8)
+            card.rect(
+                x + j * size,
+                y + i * size,
+                size,
+                size,
+                fill=GREY_TINT if skipped else fill,
+                edge=HAIR,
+                hatch="////" if skipped else "",
+                line=0.8,
+            )
         card.rect(x - 40, y + i * size, 30, size, fill=BLUE if i == row else BLUE_TINT, edge=PAPER)
         for k, top in enumerate((y - 62, y - 36)):
             current = i == step
@@ -182,19 +260,26 @@ def flash_attention() -> Card:
     card.text(x - 25, y + tiles * size + 14, "Q", weight="bold", color="#00507d")
     card.arrow(x + 4, y + row * size + size / 2, x + step * size - 3, y + row * size + size / 2, color=GREEN, line=1.6)
     legend = y + tiles * size + 16
-    for dx, fill, hatch, words in ((0, GREEN, "", "now"), (60, GREEN_TINT, "", "done"),
-                                   (125, GREY_TINT, "////", "skipped: above the diagonal")):
+    for dx, fill, hatch, words in (
+        (0, GREEN, "", "now"),
+        (60, GREEN_TINT, "", "done"),
+        (125, GREY_TINT, "////", "skipped: above the diagonal"),
+    ):
         card.rect(x + dx, legend + 12, 13, 13, fill=fill, edge=HAIR, hatch=hatch, line=0.7)
         card.text(x + dx + 19, legend + 19, words, ha="left", size=8.5)
     card.text(x + tiles * size / 2, legend - 4, "scores S = Q Kᵀ, tile by tile, left to right", size=9)
     # on chip
     card.box(440, 62, 470, 290, fill="#fafafa", edge=SOFT, round=8)
     card.text(456, 82, "On chip, for one tile of queries", weight="bold", ha="left", size=10)
-    for k, (name, what, fill, edge) in enumerate((
-        ("Qᵢ", "BM × D", BLUE_TINT, BLUE), ("Kⱼ, Vⱼ", "BN × D", ORANGE_TINT, ORANGE),
-        ("S, P", "BM × BN", GREEN_TINT, GREEN),
-        ("O", "BM × D", PURPLE_TINT, PURPLE), ("m, l", "BM each", PURPLE_TINT, PURPLE),
-    )):
+    for k, (name, what, fill, edge) in enumerate(
+        (
+            ("Qᵢ", "BM × D", BLUE_TINT, BLUE),
+            ("Kⱼ, Vⱼ", "BN × D", ORANGE_TINT, ORANGE),
+            ("S, P", "BM × BN", GREEN_TINT, GREEN),
+            ("O", "BM × D", PURPLE_TINT, PURPLE),
+            ("m, l", "BM each", PURPLE_TINT, PURPLE),
+        )
+    ):
         card.box(456 + k * 89, 100, 81, 42, f"{name}\n{what}", fill=fill, edge=edge, size=9)
     card.text(456, 166, "for each tile j of keys and values:", ha="left", size=9.5)
     lines = (
@@ -210,8 +295,14 @@ def flash_attention() -> Card:
     card.text(456, 330, r"at the end, once:   $O_i = O / l$", ha="left", size=10.5)
     card.box(440, 400, 470, 96, fill=ORANGE_TINT, edge=ORANGE, round=8)
     card.text(456, 420, "Memory (HBM)", weight="bold", ha="left", size=10)
-    card.text(456, 459, "read: Q once; K and V once for each tile of queries.  written: O once.\n"
-              "S × S scores: never. Memory grows with S, not with its square.", ha="left", size=9)
+    card.text(
+        456,
+        459,
+        "read: Q once; K and V once for each tile of queries.  written: O once.\n"
+        "S × S scores: never. Memory grows with S, not with its square.",
+        ha="left",
+        size=9,
+    )
     card.arrow(560, 399, 560, 354, color="#9a6200", line=1.6)
     card.arrow(790, 353, 790, 398, color=PURPLE, line=1.6)
     card.text(570, 376, "Q, K, V tiles in", ha="left", size=9)

@@ -155,11 +155,7 @@ def blocks() -> Card:
     legend = y + rows * wide + 26
     total = {state: sum(block_state(i, j) == state for i in range(rows) for j in range(rows)) for state in look}
     for n, (state, words) in enumerate(
-        (
-            ("full", "computed, mask not asked"),
-            ("partial", "computed whole, mask asked"),
-            ("empty", "skipped"),
-        )
+        (("full", "computed, mask not asked"), ("partial", "computed whole, mask asked"), ("empty", "skipped"))
     ):
         at = 62 + (0, 300, 620)[n]
         card.rect(at, legend, 15, 15, fill=look[state][0], edge=HAIR, hatch="///" if state == "empty" else "", line=0.7)

@@ -25,11 +25,16 @@ from utils.config import GPU_SPECS
 def streaming_multiprocessor() -> Card:
     """What one SM of an H200 consists of, and who may use what."""
     spec = GPU_SPECS["H200"]
-    card = Card(938, 480, f"One of the {spec['sm_count']} streaming multiprocessors (SMs) of an H200", (
-        "Four quarters, each with a warp scheduler, 16384 registers, a tensor core, arithmetic units and four special "
-        "function units. Below them shared memory, the TMA copy engine and mbarriers, which all quarters use; then the "
-        "L2 cache and memory. A warpgroup is one warp on each quarter."
-    ))
+    card = Card(
+        938,
+        480,
+        f"One of the {spec['sm_count']} streaming multiprocessors (SMs) of an H200",
+        (
+            "Four quarters, each with a warp scheduler, 16384 registers, a tensor core, arithmetic units and four special "
+            "function units. Below them shared memory, the TMA copy engine and mbarriers, which all quarters use; then the "
+            "L2 cache and memory. A warpgroup is one warp on each quarter."
+        ),
+    )
     width, top = 206, 84
     many = "16384 registers"
     for i in range(4):
@@ -71,10 +76,15 @@ def streaming_multiprocessor() -> Card:
 
 def ring() -> Card:
     """Six tiles through a ring of two slots: phases, parities, and both barriers of a slot."""
-    card = Card(1000, 380, "A ring of two slots over six tiles", (
-        "A table with a column for each tile. Tile i lies in slot i modulo 2 and is phase i divided by 2 of its "
-        "barrier. The reader waits for parity 0, 0, 1, 1, 0, 0. A slot is refilled only after its reader is done."
-    ))
+    card = Card(
+        1000,
+        380,
+        "A ring of two slots over six tiles",
+        (
+            "A table with a column for each tile. Tile i lies in slot i modulo 2 and is phase i divided by 2 of its "
+            "barrier. The reader waits for parity 0, 0, 1, 1, 0, 0. A slot is refilled only after its reader is done."
+        ),
+    )
     left, cell, rows = 190, 128, (78, 132, 186, 240)
     labels = ("tile i", "slot  i % 2", "phase  i // 2", "parity  (i // 2) & 1")
     for y, label in zip(rows, labels, strict=True):
@@ -87,22 +97,41 @@ def ring() -> Card:
             card.box(x + 4, y, cell - 8, 42, text, fill=tints[slot], edge=edges[slot], size=9.5)
     for i in range(4):
         x = left + i * cell + cell / 2
-        card.route((x, 284), (x, 300 + 14 * (i % 2)), (x + 2 * cell, 300 + 14 * (i % 2)), (x + 2 * cell, 284),
-                   color=edges[i % 2])
-    card.text(left + 3 * cell, 340, "tile i + 2 is ordered into the slot when tile i has been read: "
-              "the same barrier's next phase", size=9.5)
-    card.text(left + 3 * cell, 362, "a parity tells phase k from phase k + 1, not from k + 2: "
-              "nobody in a ring is two phases ahead", size=9, color=SOFT)
+        card.route(
+            (x, 284),
+            (x, 300 + 14 * (i % 2)),
+            (x + 2 * cell, 300 + 14 * (i % 2)),
+            (x + 2 * cell, 284),
+            color=edges[i % 2],
+        )
+    card.text(
+        left + 3 * cell,
+        340,
+        "tile i + 2 is ordered into the slot when tile i has been read: the same barrier's next phase",
+        size=9.5,
+    )
+    card.text(
+        left + 3 * cell,
+        362,
+        "a parity tells phase k from phase k + 1, not from k + 2: nobody in a ring is two phases ahead",
+        size=9,
+        color=SOFT,
+    )
     return card
 
 
 def specialized() -> Card:
     """Producer, ring, two consumers, and the barriers between them."""
-    card = Card(1000, 430, "One block, three partitions", (
-        "Left, the producer: one warp with 24 registers a thread, which orders copies. Middle, shared memory: a ring "
-        "of slots with a tile of K and of V each, full barriers and empty barriers. Right, two consumers: a warpgroup "
-        "each with 240 registers a thread, which wait for full, multiply, compute the softmax and arrive at empty."
-    ))
+    card = Card(
+        1000,
+        430,
+        "One block, three partitions",
+        (
+            "Left, the producer: one warp with 24 registers a thread, which orders copies. Middle, shared memory: a ring "
+            "of slots with a tile of K and of V each, full barriers and empty barriers. Right, two consumers: a warpgroup "
+            "each with 240 registers a thread, which wait for full, multiply, compute the softmax and arrive at empty."
+        ),
+    )
     card.box(28, 120, 190, 190, fill=GREEN_TINT, edge=GREEN, round=6)
     card.text(123, 142, "producer", size=11, weight="bold")
     card.text(123, 166, "1 warp, 24 registers", size=9, color=SOFT)
@@ -131,6 +160,11 @@ def specialized() -> Card:
     card.text(273, 146, "TMA", size=9, color=GREEN, weight="bold")
     card.arrow(326, 292, 220, 268, color=INK, line=1.1, style="--")
     card.text(273, 306, "free again", size=8.8, color=SOFT)
-    card.text(500, 400, "Q of each consumer comes once, before the loop. Each tile of K and V serves 128 rows.", size=9,
-              color=SOFT)
+    card.text(
+        500,
+        400,
+        "Q of each consumer comes once, before the loop. Each tile of K and V serves 128 rows.",
+        size=9,
+        color=SOFT,
+    )
     return card

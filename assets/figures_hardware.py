@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from drawing import (
-    BLUE,
-    BLUE_TINT,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    ORANGE_TINT,
-    PAPER,
-    SOFT,
-    Card,
-)
+from drawing import BLUE, BLUE_TINT, GREEN, GREY, INK, ORANGE, ORANGE_TINT, PAPER, SOFT, Card
 
 from utils.config import GPU_SPECS
 
 
 def gemm_tiling() -> Card:
     """Naive and tiled GEMM: what is read for one element of C, and for one tile of it."""
-    card = Card(1084, 505, "C = A B, naive and tiled", (
-        "Left: the naive kernel reads a row of A and a column of B for each element of C. Right: the tiled kernel "
-        "reads a strip of A and a strip of B for each tile of C, one pair of tiles at a time; tiles at the border are "
-        "masked."
-    ))
+    card = Card(
+        1084,
+        505,
+        "C = A B, naive and tiled",
+        (
+            "Left: the naive kernel reads a row of A and a column of B for each element of C. Right: the tiled kernel "
+            "reads a strip of A and a strip of B for each tile of C, one pair of tiles at a time; tiles at the border are "
+            "masked."
+        ),
+    )
     cell, n, tile = 14, 10, 4
     by, cy = 90, 290
 
@@ -35,38 +29,75 @@ def gemm_tiling() -> Card:
             card.grid(left, top, n, n, cell, fill)
         card.text(x, 58, title, size=10.5, weight="bold", ha="left")
         card.text(x, 480, reads, size=10.5, ha="left")
-        for u, v, dim in ((ax - 9, cy + 70, "M"), (ax + 70, cy - 11, "K"), (cx - 9, by + 70, "K"),
-                          (cx + 70, by - 11, "N")):
+        for u, v, dim in (
+            (ax - 9, cy + 70, "M"),
+            (ax + 70, cy - 11, "K"),
+            (cx - 9, by + 70, "K"),
+            (cx + 70, by - 11, "N"),
+        ):
             card.text(u, v, dim, color=SOFT, size=8.5)
-        for u, v, name, color in ((ax + 20, cy - 13, "A", BLUE), (cx + 20, by - 13, "B", "#8a5800"),
-                                  (cx + 20, cy - 13, "C", GREEN)):
+        for u, v, name, color in (
+            (ax + 20, cy - 13, "A", BLUE),
+            (cx + 20, by - 13, "B", "#8a5800"),
+            (cx + 20, cy - 13, "C", GREEN),
+        ):
             card.text(u, v, name, weight="bold", color=color, size=11)
 
     row, col = 6, 3
-    matrices(30, "One element of C at a time", "reads in all:  2 M N K numbers", (
-        lambda i, j: BLUE if i == row else PAPER,
-        lambda i, j: ORANGE if j == col else PAPER,
-        lambda i, j: GREEN if (i, j) == (row, col) else PAPER,
-    ))
+    matrices(
+        30,
+        "One element of C at a time",
+        "reads in all:  2 M N K numbers",
+        (
+            lambda i, j: BLUE if i == row else PAPER,
+            lambda i, j: ORANGE if j == col else PAPER,
+            lambda i, j: GREEN if (i, j) == (row, col) else PAPER,
+        ),
+    )
     card.text(394, 130, "a row of A and\na column of B:\n2 K numbers for\none element", ha="left", size=8.8)
     card.path((505, 52), (505, 480), color="#dddddd", line=1)
 
     down, across, step = range(4, 8), range(0, 4), range(4, 8)
-    matrices(530, "One tile of C at a time", "reads in all:  M N K (1/BM + 1/BN) numbers", (
-        lambda i, j: BLUE if i in down and j in step else BLUE_TINT if i in down else PAPER,
-        lambda i, j: ORANGE if i in step and j in across else ORANGE_TINT if j in across else PAPER,
-        lambda i, j: GREEN if i in down and j in across else PAPER,
-    ))
+    matrices(
+        530,
+        "One tile of C at a time",
+        "reads in all:  M N K (1/BM + 1/BN) numbers",
+        (
+            lambda i, j: BLUE if i in down and j in step else BLUE_TINT if i in down else PAPER,
+            lambda i, j: ORANGE if i in step and j in across else ORANGE_TINT if j in across else PAPER,
+            lambda i, j: GREEN if i in down and j in across else PAPER,
+        ),
+    )
     side = tile * cell
     for left, top in ((540, cy), (738, by), (738, cy)):
         for i in range(3):
             for j in range(3):  # the last tile in each direction sticks out of the matrix
-                card.rect(left + j * side, top + i * side, side, side, edge=GREY, line=0.8, zorder=3,
-                          style=(0, (2, 1.5)) if 2 in (i, j) else "-")
-    card.text(918, 150, "each step along K:\na tile of A (BM × BK)\nand one of B (BK × BN)\ncome on chip, and are\n"
-              "used BN and BM times", ha="left", size=8.8)
-    card.text(918, 420, "dashed: boundary tiles;\nloads that fall outside\nare masked to zero", ha="left", size=8.8,
-              color=SOFT)
+                card.rect(
+                    left + j * side,
+                    top + i * side,
+                    side,
+                    side,
+                    edge=GREY,
+                    line=0.8,
+                    zorder=3,
+                    style=(0, (2, 1.5)) if 2 in (i, j) else "-",
+                )
+    card.text(
+        918,
+        150,
+        "each step along K:\na tile of A (BM × BK)\nand one of B (BK × BN)\ncome on chip, and are\n"
+        "used BN and BM times",
+        ha="left",
+        size=8.8,
+    )
+    card.text(
+        918,
+        420,
+        "dashed: boundary tiles;\nloads that fall outside\nare masked to zero",
+        ha="left",
+        size=8.8,
+        color=SOFT,
+    )
     return card
 
 
@@ -78,22 +109,56 @@ def memory_hierarchy() -> Card:
     # guide, Hopper tuning guide). Latencies: orders of magnitude from published microbenchmarks of Hopper.
     shared_tb_s = sms * 128 * 1.98e9 / 1e12
     rows = [
-        ("registers", f"256 KB an SM, {256 * sms / 1024:.0f} MB in all", "as fast as the units ask", "about a cycle",
-         "one thread: operands, accumulators", BLUE),
-        ("shared memory and L1",
-         f"{spec['sram_per_sm_kb']} KB an SM, {spec['sram_per_sm_kb'] * sms / 1024:.0f} MB in all",
-         f"about {shared_tb_s:.0f} TB/s", "tens of cycles", "one thread block: tiles of A, B, K, V", "#2f8ac4"),
-        ("L2 cache", f"{spec['l2_mb']} MB", "several TB/s", "hundreds of cycles",
-         "all SMs: what was read a moment ago", "#7fb5da"),
-        ("HBM, “global memory”", f"{spec['memory_gb']} GB", f"{spec['memory_bandwidth_tb_s']:g} TB/s",
-         "near a thousand cycles", "the process: weights, activations, KV cache", "#b8d6ea"),
-        ("host memory, over PCIe 5", "hundreds of GB", "0.06 TB/s each way", "microseconds",
-         "the machine: data sets, checkpoints", "#e2e2e2"),
+        (
+            "registers",
+            f"256 KB an SM, {256 * sms / 1024:.0f} MB in all",
+            "as fast as the units ask",
+            "about a cycle",
+            "one thread: operands, accumulators",
+            BLUE,
+        ),
+        (
+            "shared memory and L1",
+            f"{spec['sram_per_sm_kb']} KB an SM, {spec['sram_per_sm_kb'] * sms / 1024:.0f} MB in all",
+            f"about {shared_tb_s:.0f} TB/s",
+            "tens of cycles",
+            "one thread block: tiles of A, B, K, V",
+            "#2f8ac4",
+        ),
+        (
+            "L2 cache",
+            f"{spec['l2_mb']} MB",
+            "several TB/s",
+            "hundreds of cycles",
+            "all SMs: what was read a moment ago",
+            "#7fb5da",
+        ),
+        (
+            "HBM, “global memory”",
+            f"{spec['memory_gb']} GB",
+            f"{spec['memory_bandwidth_tb_s']:g} TB/s",
+            "near a thousand cycles",
+            "the process: weights, activations, KV cache",
+            "#b8d6ea",
+        ),
+        (
+            "host memory, over PCIe 5",
+            "hundreds of GB",
+            "0.06 TB/s each way",
+            "microseconds",
+            "the machine: data sets, checkpoints",
+            "#e2e2e2",
+        ),
     ]
-    card = Card(940, 412, f"Where data can be: one {spec['full_name']}", (
-        "Five levels of memory. Each is larger and slower than the one above it: registers, shared memory and L1, "
-        "L2 cache, HBM, host memory."
-    ))
+    card = Card(
+        940,
+        412,
+        f"Where data can be: one {spec['full_name']}",
+        (
+            "Five levels of memory. Each is larger and slower than the one above it: registers, shared memory and L1, "
+            "L2 cache, HBM, host memory."
+        ),
+    )
     top, height = 88, 58
     for x, words in ((395, "size"), (545, "bandwidth"), (668, "latency")):
         card.text(x, 68, words, size=9, color=SOFT, style="italic")
@@ -102,8 +167,13 @@ def memory_hierarchy() -> Card:
         y, half = top + i * height, 75 + 14 * i
         dark = i < 2
         next_half = half + 14
-        card.shape((165 - half, y), (165 + half, y), (165 + next_half - 3, y + height - 6),
-                   (165 - next_half + 3, y + height - 6), fill=color)
+        card.shape(
+            (165 - half, y),
+            (165 + half, y),
+            (165 + next_half - 3, y + height - 6),
+            (165 - next_half + 3, y + height - 6),
+            fill=color,
+        )
         card.text(165, y + 26, name, weight="bold", size=9, color=PAPER if dark else INK)
         middle = y + 26
         for x, words, limit in ((395, size, 20), (545, bandwidth, 18), (668, latency, 16)):
@@ -111,8 +181,15 @@ def memory_hierarchy() -> Card:
         card.text(730, middle, _fold(use, 26), size=8.8, ha="left")
         if i:
             card.path((335, y - 3), (918, y - 3), color="#e0e0e0", line=0.8)
-    card.text(22, 394, "Each step down: larger, slower, farther. A fast kernel reads from HBM once and works from the "
-              "levels above it.", size=9, ha="left", color=SOFT)
+    card.text(
+        22,
+        394,
+        "Each step down: larger, slower, farther. A fast kernel reads from HBM once and works from the "
+        "levels above it.",
+        size=9,
+        ha="left",
+        color=SOFT,
+    )
     return card
 
 
@@ -128,11 +205,16 @@ def _fold(text: str, limit: int) -> str:
 
 def roofline_anatomy() -> Card:
     """The two regimes, the ridge, and a measured point below the roof with its gap."""
-    card = Card(860, 500, "Anatomy of a roofline", (
-        "Attainable performance over arithmetic intensity, both logarithmic: a slope set by memory bandwidth, a "
-        "ceiling set by peak compute, the ridge between them, and a measured point whose distance to the roof is "
-        "the gap."
-    ))
+    card = Card(
+        860,
+        500,
+        "Anatomy of a roofline",
+        (
+            "Attainable performance over arithmetic intensity, both logarithmic: a slope set by memory bandwidth, a "
+            "ceiling set by peak compute, the ridge between them, and a measured point whose distance to the roof is "
+            "the gap."
+        ),
+    )
     left, right, top, bottom = 92, 820, 62, 428
     ridge, roof = 420, 140
     start = (left, roof + (ridge - left) * 0.72)
@@ -156,10 +238,29 @@ def roofline_anatomy() -> Card:
         (600, roof, 232, "GEMM", "gap: units that wait,\ntiles that do not fit"),
     ):
         card.path((x, y0), (x, y1), color=INK, line=1.1)
-        card.ax.plot([x], [y0], marker="o", markersize=8, markerfacecolor=PAPER, markeredgecolor=INK,
-                     markeredgewidth=1.5, zorder=5, scalex=False, scaley=False)
-        card.ax.plot([x], [y1], marker="o", markersize=8.5, color=BLUE, markeredgecolor=PAPER, zorder=5,
-                     scalex=False, scaley=False)
+        card.ax.plot(
+            [x],
+            [y0],
+            marker="o",
+            markersize=8,
+            markerfacecolor=PAPER,
+            markeredgecolor=INK,
+            markeredgewidth=1.5,
+            zorder=5,
+            scalex=False,
+            scaley=False,
+        )
+        card.ax.plot(
+            [x],
+            [y1],
+            marker="o",
+            markersize=8.5,
+            color=BLUE,
+            markeredgecolor=PAPER,
+            zorder=5,
+            scalex=False,
+            scaley=False,
+        )
         card.text(x + 13, y0 + 18 if name == "GEMM" else y0 + 8, "predicted: on the roof", ha="left", size=8.5)
         card.text(x + 13, (y0 + y1) / 2 + (12 if name == "GEMM" else 6), gap, ha="left", size=8.5, color=SOFT)
         card.text(x + 13, y1 + 2, f"{name}, measured", ha="left", size=9, weight="bold", color="#00507d")
@@ -169,13 +270,27 @@ def roofline_anatomy() -> Card:
 def kernel_fusion() -> Card:
     """tanh-GELU by hand, nine kernels with memory between them, against one fused kernel."""
     # gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))): each kernel with the tensors it reads and writes.
-    steps = [("x · x", 1), ("x² · x", 2), ("0.0447 · x³", 1), ("x + …", 2), ("0.798 · …", 1), ("tanh", 1),
-             ("0.5 · x", 1), ("1 + …", 1), ("… · …", 2)]
+    steps = [
+        ("x · x", 1),
+        ("x² · x", 2),
+        ("0.0447 · x³", 1),
+        ("x + …", 2),
+        ("0.798 · …", 1),
+        ("tanh", 1),
+        ("0.5 · x", 1),
+        ("1 + …", 1),
+        ("… · …", 2),
+    ]
     moved = sum(reads + 1 for _, reads in steps)
-    card = Card(940, 440, "Kernel fusion: tanh-GELU of one tensor", (
-        f"By hand: {len(steps)} kernels, each reads its operands from memory and writes its result back, {moved} "
-        "tensors moved. Fused: one kernel, the steps stay in registers, 2 tensors moved."
-    ))
+    card = Card(
+        940,
+        440,
+        "Kernel fusion: tanh-GELU of one tensor",
+        (
+            f"By hand: {len(steps)} kernels, each reads its operands from memory and writes its result back, {moved} "
+            "tensors moved. Fused: one kernel, the steps stay in registers, 2 tensors moved."
+        ),
+    )
     width, x0 = 98, 30
     card.text(30, 58, f"By hand: {len(steps)} launches", size=10.5, weight="bold", ha="left")
     card.box(x0, 178, 880, 30, "memory (HBM)", fill=ORANGE_TINT, edge=ORANGE, size=9.5)
@@ -185,8 +300,14 @@ def kernel_fusion() -> Card:
         for r in range(reads):
             card.arrow(x + 22 + 12 * r, 177, x + 22 + 12 * r, 126, color="#9a6200")
         card.arrow(x + 70, 125, x + 70, 176, color=BLUE)
-    card.text(30, 228, f"memory traffic: {moved} times the tensor; between launches every intermediate goes out to "
-              "memory and comes back", ha="left", size=9)
+    card.text(
+        30,
+        228,
+        f"memory traffic: {moved} times the tensor; between launches every intermediate goes out to "
+        "memory and comes back",
+        ha="left",
+        size=9,
+    )
     card.path((30, 252), (910, 252), color="#dddddd", line=1)
     card.text(30, 276, "Fused: 1 launch", size=10.5, weight="bold", ha="left")
     card.box(x0 + 150, 296, 595, 48, fill=BLUE_TINT, edge=BLUE)

@@ -72,8 +72,7 @@ def build(
 def points(
     labs: Names = None,
     readme: Annotated[
-        Path | None,
-        typer.Option(help="Put each table between <!-- points:LAB --> and <!-- /points --> of this file."),
+        Path | None, typer.Option(help="Put each table between <!-- points:LAB --> and <!-- /points --> of this file.")
     ] = None,
 ) -> None:
     """Print each lab's table of questions and points, or put it into a README."""

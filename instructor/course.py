@@ -66,8 +66,12 @@ class Course:
         environment.setdefault("OMP_NUM_THREADS", "1")
         done = subprocess.run(
             [sys.executable, "-m", "nbgrader", *arguments],
-            cwd=self.root, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            cwd=self.root,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         if check and done.returncode != 0:
             raise CourseError(f"nbgrader {' '.join(arguments)} failed ({done.returncode}):\n{done.stdout}")
         return done.stdout

@@ -73,8 +73,13 @@ def test_every_figure_is_there_and_nothing_is_drawn_twice(make_figures):
 def test_the_script_draws_the_files_that_are_kept(tmp_path):
     runs = []
     for folder in (tmp_path / "one", tmp_path / "two"):  # two processes: hashes differ between them
-        subprocess.run([sys.executable, str(ASSETS / "make_figures.py"), str(folder)], check=True, cwd=tmp_path,
-                       capture_output=True, timeout=300)
+        subprocess.run(
+            [sys.executable, str(ASSETS / "make_figures.py"), str(folder)],
+            check=True,
+            cwd=tmp_path,
+            capture_output=True,
+            timeout=300,
+        )
         runs.append({path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.svg")})
     assert runs[0] == runs[1]
     assert set(runs[0]) == {f"{name}.svg" for name in NAMES}

@@ -74,8 +74,7 @@ def test_an_unknown_lab_names_those_that_are_here():
 
 
 @pytest.mark.parametrize(
-    ("variables", "expected"),
-    [({}, False), ({"DISPLAY": ":0"}, True), ({"WAYLAND_DISPLAY": "wayland-0"}, True)],
+    ("variables", "expected"), [({}, False), ({"DISPLAY": ":0"}, True), ({"WAYLAND_DISPLAY": "wayland-0"}, True)]
 )
 def test_a_browser_is_opened_only_on_a_display(monkeypatch, variables, expected):
     monkeypatch.setattr(sys, "platform", "linux")

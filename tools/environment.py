@@ -212,7 +212,9 @@ def sync(venv: Path) -> None:
     if host_folder is not None:
         site = subprocess.run(
             [str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
-            check=True, capture_output=True, text=True,
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout.strip()
         Path(site, "host_torch.pth").write_text(f"{host_folder}\n")
     constraints = venv / "constraints.txt"

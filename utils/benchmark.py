@@ -47,21 +47,31 @@ def benchmark_latency(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 1
     """
     _check_counts(n_warmup, n_repeat)
     if not callable(fn):
-        raise TypeError(f"benchmark_latency() times a function: fn must be callable, got {type(fn).__name__}. "
-                        "Pass fn and its arguments apart: benchmark_latency(fn, x).")
+        raise TypeError(
+            f"benchmark_latency() times a function: fn must be callable, got {type(fn).__name__}. "
+            "Pass fn and its arguments apart: benchmark_latency(fn, x)."
+        )
 
     def call() -> None:
         fn(*args, **kwargs)
 
-    return measure(call, warmup=n_warmup, iterations=1, calls_per_sample=n_repeat, queue_ahead=False, floor=False,
-                   device=pick_device(None, args, kwargs, fn), label=getattr(fn, "__name__", None)).mean_ms
+    return measure(
+        call,
+        warmup=n_warmup,
+        iterations=1,
+        calls_per_sample=n_repeat,
+        queue_ahead=False,
+        floor=False,
+        device=pick_device(None, args, kwargs, fn),
+        label=getattr(fn, "__name__", None),
+    ).mean_ms
 
 
 class MemoryUse(NamedTuple):
     """What `benchmark_memory` returns; a tuple of two numbers in GB (1e9 bytes)."""
 
-    peak_memory_gb: float        # the most that was allocated at once, inputs and everything else included
-    allocated_memory_gb: float   # what the call adds to that above what was there before it
+    peak_memory_gb: float  # the most that was allocated at once, inputs and everything else included
+    allocated_memory_gb: float  # what the call adds to that above what was there before it
 
 
 def benchmark_memory(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 100, **kwargs) -> MemoryUse:
@@ -80,8 +90,10 @@ def benchmark_memory(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 10
     """
     _check_counts(n_warmup, n_repeat)
     if not callable(fn):
-        raise TypeError(f"benchmark_memory() measures a function: fn must be callable, got {type(fn).__name__}. "
-                        "Pass fn and its arguments apart: benchmark_memory(fn, x).")
+        raise TypeError(
+            f"benchmark_memory() measures a function: fn must be callable, got {type(fn).__name__}. "
+            "Pass fn and its arguments apart: benchmark_memory(fn, x)."
+        )
     device = pick_device(None, args, kwargs, fn)
 
     def call() -> None:
@@ -125,8 +137,10 @@ def live_cpu_tensor_bytes() -> int:
 def _cpu_peak_above_start(call: Callable[[], None], repeats: int) -> int:
     """The most bytes that torch's CPU allocator held during the calls above what it held before them."""
     if torch._C._autograd._profiler_enabled():
-        raise RuntimeError("benchmark_memory() follows allocations with torch's profiler, and a profiler is already "
-                           "running; call it outside of the profile block.")
+        raise RuntimeError(
+            "benchmark_memory() follows allocations with torch's profiler, and a profiler is already "
+            "running; call it outside of the profile block."
+        )
     peak, done, chunk = 0, 0, 1
     while done < repeats:
         chunk = min(chunk, repeats - done)
@@ -155,8 +169,9 @@ class KernelCounts(dict):
     notes: sentences about what the numbers leave out.
     """
 
-    def __init__(self, counts: dict[str, int], *, counted: str, attention: int, names: dict, steps: int,
-                 notes: list[str]):
+    def __init__(
+        self, counts: dict[str, int], *, counted: str, attention: int, names: dict, steps: int, notes: list[str]
+    ):
         super().__init__(counts)
         self.counted, self.attention, self.names, self.steps, self.notes = counted, attention, names, steps, notes
 
@@ -176,8 +191,10 @@ def count_cuda_kernels(prof) -> dict[str, int]:
     try:
         events = list(prof.events())
     except (AttributeError, AssertionError, RuntimeError, TypeError) as error:
-        raise ValueError("count_cuda_kernels() needs a torch.profiler.profile whose `with` block (or stop()) has ended "
-                         f"and whose schedule reached its active steps; got {type(prof).__name__}.") from error
+        raise ValueError(
+            "count_cuda_kernels() needs a torch.profiler.profile whose `with` block (or stop()) has ended "
+            f"and whose schedule reached its active steps; got {type(prof).__name__}."
+        ) from error
     steps = sum(1 for event in events if _is_step(event) and event.device_type == DeviceType.CPU)
     kernels = _cuda_kernel_names(events)
     on_gpu = bool(kernels)
@@ -186,12 +203,16 @@ def count_cuda_kernels(prof) -> dict[str, int]:
     notes = []
     compiled = not on_gpu and any("CompiledFxGraph" in event.name for event in events)
     if compiled and not any(COMPILED_CPU_KERNEL.match(name) for name in names):
-        notes.append("Kernels that torch.compile generated for the CPU are not in this trace, and not counted; set "
-                     "torch._inductor.config.cpp.enable_kernel_profile = True before compiling to see them.")
+        notes.append(
+            "Kernels that torch.compile generated for the CPU are not in this trace, and not counted; set "
+            "torch._inductor.config.cpp.enable_kernel_profile = True before compiling to see them."
+        )
     uneven = sorted(name for name, count in names.items() if count % divisor)
     if uneven:
-        notes.append(f"{len(uneven)} names did not occur equally often in each of the {divisor} steps, the first is "
-                     f"{uneven[0]!r}; counts are rounded means.")
+        notes.append(
+            f"{len(uneven)} names did not occur equally often in each of the {divisor} steps, the first is "
+            f"{uneven[0]!r}; counts are rounded means."
+        )
     totals: Counter = Counter()
     attention = 0
     per_name: dict[str, dict[str, float]] = {key: {} for key in KERNEL_KEYS}
@@ -202,8 +223,14 @@ def count_cuda_kernels(prof) -> dict[str, int]:
         per_name[key][name] = count // divisor if count % divisor == 0 else count / divisor
     counts = {key: round(totals[key] / divisor) for key in KERNEL_KEYS}
     counts["total"] = sum(counts.values())
-    return KernelCounts(counts, counted="CUDA kernels" if on_gpu else "CPU leaf operators",
-                        attention=round(attention / divisor), names=per_name, steps=divisor, notes=notes)
+    return KernelCounts(
+        counts,
+        counted="CUDA kernels" if on_gpu else "CPU leaf operators",
+        attention=round(attention / divisor),
+        names=per_name,
+        steps=divisor,
+        notes=notes,
+    )
 
 
 def _is_step(event) -> bool:
@@ -212,8 +239,11 @@ def _is_step(event) -> bool:
 
 def _cuda_kernel_names(events: list) -> list[str]:
     """Names of what the GPU ran: kernels, copies, fills; no annotation mirrored on the GPU's lanes."""
-    annotations = {event.name for event in events
-                   if event.device_type == DeviceType.CPU and getattr(event, "is_user_annotation", False)}
+    annotations = {
+        event.name
+        for event in events
+        if event.device_type == DeviceType.CPU and getattr(event, "is_user_annotation", False)
+    }
     names = []
     for event in events:
         if event.device_type != DeviceType.CUDA or _is_step(event) or getattr(event, "is_user_annotation", False):

@@ -52,11 +52,13 @@ def pick_device(device, *values) -> torch.device:
         on_gpu = [found for found in kinds if found.type == "cuda"]
         chosen = (on_gpu or list(kinds) or [default_device()])[0]
     if chosen.type not in ("cuda", "cpu"):
-        raise ValueError(f"measure() times CUDA GPUs and CPUs, not {chosen.type!r}; pass device=\"cpu\" or \"cuda\".")
+        raise ValueError(f'measure() times CUDA GPUs and CPUs, not {chosen.type!r}; pass device="cpu" or "cuda".')
     if chosen.type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError(f"device={str(chosen)!r} was asked for and there is no CUDA GPU here; "
-                             "leave device out or pass device=\"cpu\".")
+            raise ValueError(
+                f"device={str(chosen)!r} was asked for and there is no CUDA GPU here; "
+                'leave device out or pass device="cpu".'
+            )
         if chosen.index is None:
             chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen

@@ -279,9 +279,7 @@ def expect_close(
         raise AssertionError(f"{what} should be a torch.Tensor, and is a {type(got).__name__}.")
     for name in ("layout", "dtype", "device"):
         if getattr(got, name) != getattr(expected, name):
-            raise AssertionError(
-                f"{what} should have {name} {getattr(expected, name)}, and has {getattr(got, name)}."
-            )
+            raise AssertionError(f"{what} should have {name} {getattr(expected, name)}, and has {getattr(got, name)}.")
     if got.shape != expected.shape:
         extra = " It looks transposed." if got.dim() > 1 and got.mT.shape == expected.shape else ""
         raise AssertionError(
@@ -293,8 +291,11 @@ def expect_close(
     g, e = got.detach().to(wide), expected.detach().to(wide)
     hint = f" {hint}" if hint else ""
     causes = (
-        ("NaN", torch.isnan,
-         "is memory read that nothing was written to, or 0 divided by 0, or did an exponential overflow (inf / inf)?"),
+        (
+            "NaN",
+            torch.isnan,
+            "is memory read that nothing was written to, or 0 divided by 0, or did an exponential overflow (inf / inf)?",
+        ),
         ("infinite", torch.isinf, "is something divided by 0, or too large for the dtype?"),
     )
     for name, test, cause in causes:

@@ -28,9 +28,7 @@ def labs() -> None:
 
 
 @app.command()
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-) -> None:
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False) -> None:
     """Say what of each lab this machine can run, and the remedy for what it cannot."""
     from utils.doctor import examine_machine, print_report
 

@@ -212,12 +212,20 @@ GPU_SPECS: dict[str, dict] = {
 }
 
 _ALIASES = {
-    "fp16": "fp16", "float16": "fp16", "half": "fp16",
-    "bf16": "bf16", "bfloat16": "bf16",
-    "fp32": "fp32", "float32": "fp32", "float": "fp32",
-    "tf32": "tf32", "tensorfloat32": "tf32",
-    "fp8": "fp8", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8",
-}  # fmt: skip
+    "fp16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "fp32": "fp32",
+    "float32": "fp32",
+    "float": "fp32",
+    "tf32": "tf32",
+    "tensorfloat32": "tf32",
+    "fp8": "fp8",
+    "float8_e4m3fn": "fp8",
+    "float8_e5m2": "fp8",
+}
 
 
 def dtype_name(dtype) -> str:

@@ -22,14 +22,14 @@ import torch
 
 from utils.timers import Call, Timer, no_collection
 
-GPU_SAMPLE_MS = 0.200         # events resolve about 0.5 us: 0.25% of a sample this long
-GPU_SHORT_MS = 0.100          # shorter kernels share one pair of events
-MAX_GPU_CALLS = 200           # calls in one sample
-BURST_ISSUE_MS = 3.0          # a stream takes about 1000 launches before the CPU has to wait: stay well below
+GPU_SAMPLE_MS = 0.200  # events resolve about 0.5 us: 0.25% of a sample this long
+GPU_SHORT_MS = 0.100  # shorter kernels share one pair of events
+MAX_GPU_CALLS = 200  # calls in one sample
+BURST_ISSUE_MS = 3.0  # a stream takes about 1000 launches before the CPU has to wait: stay well below
 MAX_SPIN_MS = 50.0
 BURST_TRIES = 4
 LEAST_MARGIN, MOST_MARGIN = 1.5, 100.0  # issuing is taken to last this many times what it did in the warm-up
-SURE_OF_GPU = 0.8             # share of the shortest time seen that the GPU will surely be busy with a run
+SURE_OF_GPU = 0.8  # share of the shortest time seen that the GPU will surely be busy with a run
 FEWEST_GPU_FLUSH = 256 * 1024**2
 CAPTURE_FAILED = "captured into a CUDA graph"
 
@@ -122,8 +122,10 @@ class CudaTimer(Timer):
                         call.fn(*args, **call.kwargs)
             except Exception as error:
                 generator.graphsafe_set_state(random_state)
-                error.add_note(f"raised while {call.label!r} was {CAPTURE_FAILED}: a captured function must "
-                               "not synchronize, copy to the CPU or choose shapes from data. graph=False runs it.")
+                error.add_note(
+                    f"raised while {call.label!r} was {CAPTURE_FAILED}: a captured function must "
+                    "not synchronize, copy to the CPU or choose shapes from data. graph=False runs it."
+                )
                 raise
             graphs.append((graph,))
         captured = Call(torch.cuda.CUDAGraph.replay, graphs, {}, call.label)
@@ -180,8 +182,8 @@ class CudaTimer(Timer):
         out: list[float] = []
         with torch.cuda.device(self.device), no_collection():
             while len(out) < len(sequence):
-                rest = sequence[len(out):]
-                burst = rest[:self._burst_length(rest, runs)]
+                rest = sequence[len(out) :]
+                burst = rest[: self._burst_length(rest, runs)]
                 times, ahead = self._burst(burst, runs, phase)
                 tries = 1
                 while not ahead and self.queue_ahead and burst[0].queueable:
@@ -199,7 +201,7 @@ class CudaTimer(Timer):
                 for call in dict.fromkeys(burst):
                     call.bursts += 1
                     call.bursts_ahead += ahead
-                for call, took in zip(burst, times[:len(burst)], strict=True):
+                for call, took in zip(burst, times[: len(burst)], strict=True):
                     count = runs or call.runs_per_sample
                     if ahead:
                         call.gpu_ms = min(call.gpu_ms or took / count, took / count)
@@ -214,8 +216,10 @@ class CudaTimer(Timer):
             self.apart, self.margin = True, LEAST_MARGIN
             return
         burst[0].queueable = False
-        burst[0].notes.append("the queue could not be kept ahead of the GPU (the function waits for the GPU, or its "
-                              "launches outrun the queue): launch gaps are included")
+        burst[0].notes.append(
+            "the queue could not be kept ahead of the GPU (the function waits for the GPU, or its "
+            "launches outrun the queue): launch gaps are included"
+        )
 
     def floor_ms(self, like):
         ahead = self.queue_ahead and like.queueable
@@ -233,7 +237,13 @@ class CudaTimer(Timer):
         if not call.bursts_ahead:
             queue = "as issued: launch gaps are included"
         else:
-            queue = (f"kept ahead by a spin kernel in {call.bursts_ahead} of {call.bursts} bursts: "
-                     "device work only, no launch gaps")
-        return {"clock": self.clock, "l2_flush_bytes": self.flush_bytes or None, "queue": queue,
-                "bursts_repeated": self.bursts_repeated}
+            queue = (
+                f"kept ahead by a spin kernel in {call.bursts_ahead} of {call.bursts} bursts: "
+                "device work only, no launch gaps"
+            )
+        return {
+            "clock": self.clock,
+            "l2_flush_bytes": self.flush_bytes or None,
+            "queue": queue,
+            "bursts_repeated": self.bursts_repeated,
+        }

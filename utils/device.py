@@ -167,9 +167,7 @@ def _triton() -> tuple[str | None, Support]:
         )
     if not (compiler := _c_compiler()):
         return None, compiler
-    return "compiled", Support(
-        True, f"Triton {version} compiles kernels for compute capability {major}.{minor}."
-    )
+    return "compiled", Support(True, f"Triton {version} compiles kernels for compute capability {major}.{minor}.")
 
 
 def _interpreter_is_set() -> bool:
@@ -301,9 +299,7 @@ def flash_attn_support(version: int = 4) -> Support:
     installed = _version(package)
     if installed is None:
         return Support(
-            False,
-            f"The package {package} is not installed.",
-            f"Run pip install '.[{extra}]' in the course's folder.",
+            False, f"The package {package} is not installed.", f"Run pip install '.[{extra}]' in the course's folder."
         )
     return Support(True, f"{package} {installed} on compute capability {capability[0]}.{capability[1]}.")
 
@@ -324,9 +320,7 @@ def nvml_support() -> Support:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
         return Support(
-            False,
-            f"NVML does not answer: {_first_line(error)}",
-            "Run on a machine with an NVIDIA GPU and its driver.",
+            False, f"NVML does not answer: {_first_line(error)}", "Run on a machine with an NVIDIA GPU and its driver."
         )
     if count == 0:
         return Support(False, f"NVML of driver {driver} lists no GPU.", "Make a GPU visible to this process.")

@@ -46,24 +46,14 @@ LABS = (
     Lab(
         "lab2_flexattention",
         "FlexAttention: masks, block sparsity, compilation",
-        (
-            Part("compiled FlexAttention", device.compile_support),
-            Part("CuTe path", device.flash_attn_support),
-        ),
+        (Part("compiled FlexAttention", device.compile_support), Part("CuTe path", device.flash_attn_support)),
     ),
     Lab(
         "lab3_gluon",
         "A warp-specialized FlashAttention in Gluon",
-        (
-            Part("compiling for sm_90a", device.offline_compile_support),
-            Part("running on Hopper", device.gluon_support),
-        ),
+        (Part("compiling for sm_90a", device.offline_compile_support), Part("running on Hopper", device.gluon_support)),
     ),
-    Lab(
-        "lab4_sdpa",
-        "SDPA backends and cuDNN",
-        (Part("cuDNN and efficient backends", device.cuda_support),),
-    ),
+    Lab("lab4_sdpa", "SDPA backends and cuDNN", (Part("cuDNN and efficient backends", device.cuda_support),)),
 )
 
 

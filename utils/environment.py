@@ -102,8 +102,10 @@ def git_state(root: Path | None = None) -> dict:
     if top is None or os.path.realpath(top) != os.path.realpath(root):
         return {"commit": None, "dirty": None}
     status = _git("status", "--porcelain", root=root)
-    return {"commit": _git("rev-parse", "--verify", "HEAD", root=root),
-            "dirty": None if status is None else bool(status)}
+    return {
+        "commit": _git("rev-parse", "--verify", "HEAD", root=root),
+        "dirty": None if status is None else bool(status),
+    }
 
 
 @functools.cache
@@ -112,7 +114,7 @@ def _git_state_once() -> tuple:
 
 
 def float32_matmul_precision() -> str:
-    """"highest", "high" or "medium"; where torch's older and newer switches disagree, what the newer one says."""
+    """ "highest", "high" or "medium"; where torch's older and newer switches disagree, what the newer one says."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # torch refuses to answer once both interfaces were used
@@ -124,13 +126,22 @@ def float32_matmul_precision() -> str:
 def environment(device: torch.device | str | None = None) -> dict:
     """A record of machine, versions and commit for a result: no host names, user names or paths in it."""
     record = {
-        "gpu": None, "gpu_sm_count": None, "compute_capability": None, "driver": None,
-        "cuda": torch.version.cuda, "cudnn": None,
-        "torch": torch.__version__, "triton": _version("triton"), "numpy": _version("numpy"),
-        "transformers": _version("transformers"), "flash_attn_4": _version("flash-attn-4"),
+        "gpu": None,
+        "gpu_sm_count": None,
+        "compute_capability": None,
+        "driver": None,
+        "cuda": torch.version.cuda,
+        "cudnn": None,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "numpy": _version("numpy"),
+        "transformers": _version("transformers"),
+        "flash_attn_4": _version("flash-attn-4"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": cpu_model(), "cpu_count": os.cpu_count(), "threads": torch.get_num_threads(),
+        "cpu": cpu_model(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
         "float32_matmul_precision": float32_matmul_precision(),
         **dict(_git_state_once()),
     }

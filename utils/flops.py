@@ -88,8 +88,15 @@ def attended_pairs(sq: int, sk: int, causal: bool = False, window: int | None = 
 
 
 def attention(
-    b: int, h: int, hkv: int, sq: int, sk: int, d: int, dtype: torch.dtype,
-    causal: bool = False, window: int | None = None,
+    b: int,
+    h: int,
+    hkv: int,
+    sq: int,
+    sk: int,
+    d: int,
+    dtype: torch.dtype,
+    causal: bool = False,
+    window: int | None = None,
 ) -> Cost:
     """Fused attention, forward, scores and values: q and out (B, H, Sq, D), k and v (B, Hkv, Sk, D)."""
     _check_counts(b=b, h=h, hkv=hkv, d=d)

@@ -29,11 +29,17 @@ _PATTERNS = (
     (GEMM, r"gemm|gemv|nvjet|matmul|splitk|xmma|cutlass.*(tensorop|wgmma|simt)|_(mm|bmm|addmm)(_|$)|implicit_convolve"),
     (SOFTMAX, r"soft_?max"),
     (LAYERNORM, r"(layer|rms|group|batch)_?norm|rowwisemoments|(^|_)bn_(fw|bw)"),
-    (MEMORY, r"^mem(cpy|set)|copy|fill_?(functor|kernel)|^cat|transpose|gather|scatter|index(_?select|ing|_elementwise"
-             r"|_put)|embedding|(^|_)(cast|cat|concat|permute|roll|pad)(_|$)|triu_?tril|arange"),
+    (
+        MEMORY,
+        r"^mem(cpy|set)|copy|fill_?(functor|kernel)|^cat|transpose|gather|scatter|index(_?select|ing|_elementwise"
+        r"|_put)|embedding|(^|_)(cast|cat|concat|permute|roll|pad)(_|$)|triu_?tril|arange",
+    ),
     (REDUCTION, r"reduce|(^|_)(sum|mean|amax|argmax|norm|cumsum|scan|dot)(_|$|kernel)"),
-    (ELEMENTWISE, r"elementwise|pointwise|(^|_)(gelu|silu|relu|add|mul|div|sub|tanh|sigmoid|exp|pow|rope|rotary|where"
-                  r"|axpy|scale|swiglu|geglu|activation|dropout)|act_and_mul|fused_dropout|distribution"),
+    (
+        ELEMENTWISE,
+        r"elementwise|pointwise|(^|_)(gelu|silu|relu|add|mul|div|sub|tanh|sigmoid|exp|pow|rope|rotary|where"
+        r"|axpy|scale|swiglu|geglu|activation|dropout)|act_and_mul|fused_dropout|distribution",
+    ),
 )
 _PATTERNS = tuple((family, re.compile(pattern)) for family, pattern in _PATTERNS)
 
@@ -44,9 +50,7 @@ _ATEN = {
         "_addmm_activation linear_pointwise _linear_pointwise convolution conv1d conv2d conv3d _convolution "
         "mkldnn_convolution"
     ),
-    SOFTMAX: (
-        "softmax _softmax log_softmax _log_softmax _safe_softmax _softmax_backward_data _masked_softmax"
-    ),
+    SOFTMAX: ("softmax _softmax log_softmax _log_softmax _safe_softmax _softmax_backward_data _masked_softmax"),
     LAYERNORM: (
         "layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm native_group_norm batch_norm "
         "native_batch_norm native_layer_norm_backward _fused_rms_norm_backward"
@@ -96,9 +100,42 @@ _WRAPPERS = (
 WRAPPER_OPERATORS = frozenset(f"aten::{name}" for name in _WRAPPERS.split())
 
 # Words in the name of an inductor kernel that only moves data.
-_COPYING_WORDS = {"clone", "copy", "to", "cat", "view", "transpose", "t", "permute", "expand", "unsqueeze", "squeeze",
-                  "slice", "stack", "split", "constant", "pad", "nd", "unsafe", "index", "put", "select", "embedding",
-                  "zeros", "zero", "fill", "full", "like", "arange", "new", "lift", "fresh", "reshape", "as", "strided"}
+_COPYING_WORDS = {
+    "clone",
+    "copy",
+    "to",
+    "cat",
+    "view",
+    "transpose",
+    "t",
+    "permute",
+    "expand",
+    "unsqueeze",
+    "squeeze",
+    "slice",
+    "stack",
+    "split",
+    "constant",
+    "pad",
+    "nd",
+    "unsafe",
+    "index",
+    "put",
+    "select",
+    "embedding",
+    "zeros",
+    "zero",
+    "fill",
+    "full",
+    "like",
+    "arange",
+    "new",
+    "lift",
+    "fresh",
+    "reshape",
+    "as",
+    "strided",
+}
 _TRITON = re.compile(r"^(triton|cpp)_(poi|red|per|tem|mix|for|fused)_?(?:fused_)?(.*?)(?:_\d+)?$")
 
 

@@ -14,14 +14,14 @@ class Measurement:
     """Times of one function: every sample in ms, statistics over them, and how they were taken (`method`)."""
 
     samples_ms: tuple[float, ...]
-    interval_ms: tuple[float, float]          # bootstrap interval of the median
+    interval_ms: tuple[float, float]  # bootstrap interval of the median
     label: str = "function"
     confidence: float = 0.95
-    flops: float | None = None                # FLOPs of one call
-    bytes: float | None = None                # bytes one call reads and writes
+    flops: float | None = None  # FLOPs of one call
+    bytes: float | None = None  # bytes one call reads and writes
     dtype: str | None = None
-    roof_share: float | None = None           # time at the roof / median time; over 1 is a sign of wrong counts
-    roof: dict | None = None                  # the roofs it was held against
+    roof_share: float | None = None  # time at the roof / median time; over 1 is a sign of wrong counts
+    roof: dict | None = None  # the roofs it was held against
     method: dict = field(default_factory=dict)
     environment: dict = field(default_factory=dict)
 
@@ -81,8 +81,18 @@ class Measurement:
         """Everything, ready for JSON: the fields, and the statistics beside the raw samples."""
         record = asdict(self)
         record["samples_ms"], record["interval_ms"] = list(self.samples_ms), list(self.interval_ms)
-        for name in ("median_ms", "mean_ms", "std_ms", "min_ms", "max_ms", "p5_ms", "p95_ms", "p99_ms", "tflops",
-                     "gb_s"):
+        for name in (
+            "median_ms",
+            "mean_ms",
+            "std_ms",
+            "min_ms",
+            "max_ms",
+            "p5_ms",
+            "p95_ms",
+            "p99_ms",
+            "tflops",
+            "gb_s",
+        ):
             record[name] = getattr(self, name)
         return record
 
@@ -99,10 +109,14 @@ class Measurement:
 
     def __repr__(self) -> str:
         low, high = self.interval_ms
-        lines = [f"{self.label}: {format_ms(self.median_ms)} median "
-                 f"[{format_ms(low)}, {format_ms(high)}] at {self.confidence:.0%}, {len(self.samples_ms)} samples"]
-        lines.append(f"  mean {format_ms(self.mean_ms)}, std {format_ms(self.std_ms)}, min {format_ms(self.min_ms)}, "
-                     f"p95 {format_ms(self.p95_ms)}, max {format_ms(self.max_ms)}")
+        lines = [
+            f"{self.label}: {format_ms(self.median_ms)} median "
+            f"[{format_ms(low)}, {format_ms(high)}] at {self.confidence:.0%}, {len(self.samples_ms)} samples"
+        ]
+        lines.append(
+            f"  mean {format_ms(self.mean_ms)}, std {format_ms(self.std_ms)}, min {format_ms(self.min_ms)}, "
+            f"p95 {format_ms(self.p95_ms)}, max {format_ms(self.max_ms)}"
+        )
         rates = []
         if self.tflops is not None:
             rates.append(f"{self.tflops:.4g} TFLOP/s")
@@ -122,8 +136,10 @@ class Measurement:
         if self.over_roof:
             lines.append("  OVER THE ROOF: check the FLOP and byte counts, the dtype, and whether the L2 was warm.")
         if self.below_floor:
-            lines.append(f"  BELOW THE FLOOR: an empty call takes {format_ms(self.method['floor_ms'])} here; "
-                         "give it more work, or no more than \"as short as an empty call\" is known.")
+            lines.append(
+                f"  BELOW THE FLOOR: an empty call takes {format_ms(self.method['floor_ms'])} here; "
+                'give it more work, or no more than "as short as an empty call" is known.'
+            )
         lines += [f"  note: {note}" for note in self.method.get("notes", [])]
         return "\n".join(lines)
 
@@ -133,8 +149,8 @@ class Comparison:
     """Two functions timed interleaved; `speedup` is time of a / time of b over neighbours, so above 1 b is faster."""
 
     speedup: float
-    interval: tuple[float, float]       # bootstrap over pairs of neighbouring samples
-    verdict: str                        # "faster", "slower", "same" or "not enough data", said of b
+    interval: tuple[float, float]  # bootstrap over pairs of neighbouring samples
+    verdict: str  # "faster", "slower", "same" or "not enough data", said of b
     a: Measurement
     b: Measurement
     same_within: float = 0.01
@@ -156,19 +172,34 @@ class Comparison:
         }[self.verdict]
 
     def to_dict(self) -> dict:
-        return {"speedup": self.speedup, "interval": list(self.interval), "verdict": self.verdict,
-                "a": self.a.to_dict(), "b": self.b.to_dict(), "same_within": self.same_within, "method": self.method}
+        return {
+            "speedup": self.speedup,
+            "interval": list(self.interval),
+            "verdict": self.verdict,
+            "a": self.a.to_dict(),
+            "b": self.b.to_dict(),
+            "same_within": self.same_within,
+            "method": self.method,
+        }
 
     @classmethod
     def from_dict(cls, record: dict) -> Comparison:
-        return cls(**{**record, "interval": tuple(record["interval"]), "a": Measurement.from_dict(record["a"]),
-                      "b": Measurement.from_dict(record["b"])})
+        return cls(
+            **{
+                **record,
+                "interval": tuple(record["interval"]),
+                "a": Measurement.from_dict(record["a"]),
+                "b": Measurement.from_dict(record["b"]),
+            }
+        )
 
     def __repr__(self) -> str:
         low, high = self.interval
-        return (f"{self.b.label} is {self.speedup:.4g}x as fast as {self.a.label} [{low:.4g}, {high:.4g}]: "
-                f"{self.sentence()} ({len(self.a.samples_ms)} pairs)\n"
-                f"  {self.a.label}: {format_ms(self.a.median_ms)}\n  {self.b.label}: {format_ms(self.b.median_ms)}")
+        return (
+            f"{self.b.label} is {self.speedup:.4g}x as fast as {self.a.label} [{low:.4g}, {high:.4g}]: "
+            f"{self.sentence()} ({len(self.a.samples_ms)} pairs)\n"
+            f"  {self.a.label}: {format_ms(self.a.median_ms)}\n  {self.b.label}: {format_ms(self.b.median_ms)}"
+        )
 
 
 def format_ms(value: float) -> str:

@@ -28,11 +28,11 @@ from utils.environment import environment, float32_matmul_precision, gpu_state
 from utils.measurement import Comparison, Measurement
 from utils.timers import Call, CpuTimer, Timer
 
-FEWEST_SAMPLES = 3       # a time budget cuts no run below this, unless one call is over the budget
-FEWEST_ADAPTIVE = 20     # no early stop on an interval from fewer
-MOST_ADAPTIVE = 50       # adaptive runs stop at this many times `iterations`
-CALIBRATE_BELOW_MS = 1.0 # a call this long is a sample by itself, on either clock
-FLOOR_MARGIN = 1.1       # within 10% of an empty call: not told apart from it
+FEWEST_SAMPLES = 3  # a time budget cuts no run below this, unless one call is over the budget
+FEWEST_ADAPTIVE = 20  # no early stop on an interval from fewer
+MOST_ADAPTIVE = 50  # adaptive runs stop at this many times `iterations`
+CALIBRATE_BELOW_MS = 1.0  # a call this long is a sample by itself, on either clock
+FLOOR_MARGIN = 1.1  # within 10% of an empty call: not told apart from it
 
 
 def _is_count(value: Any, least: int) -> bool:
@@ -45,17 +45,21 @@ def _check_options(*, warmup, iterations, l2, graph, device, target_interval, ma
     if not _is_count(iterations, 1):
         raise ValueError(f"iterations must be a whole number, 1 or more, got {iterations!r}.")
     if l2 not in ("warm", "cold"):
-        raise ValueError(f"l2 must be \"warm\" or \"cold\", got {l2!r}.")
+        raise ValueError(f'l2 must be "warm" or "cold", got {l2!r}.')
     if calls_per_sample is not None and not _is_count(calls_per_sample, 1):
         raise ValueError(f"calls_per_sample must be a whole number, 1 or more, or None, got {calls_per_sample!r}.")
     if l2 == "cold" and (calls_per_sample or 1) > 1:
-        raise ValueError(f"l2=\"cold\" flushes the cache before every sample, so only the first of calls_per_sample="
-                         f"{calls_per_sample} calls would be cold; use calls_per_sample=1 or l2=\"warm\".")
+        raise ValueError(
+            f'l2="cold" flushes the cache before every sample, so only the first of calls_per_sample='
+            f'{calls_per_sample} calls would be cold; use calls_per_sample=1 or l2="warm".'
+        )
     if graph and device.type != "cuda":
         raise ValueError("graph=True captures a CUDA graph and needs a CUDA GPU; leave it out on a CPU.")
     if target_interval is not None and not 0.0 < target_interval < 1.0:
-        raise ValueError(f"target_interval is the interval's relative half-width, between 0 and 1, got "
-                         f"{target_interval!r}; 0.01 asks for plus or minus 1%.")
+        raise ValueError(
+            f"target_interval is the interval's relative half-width, between 0 and 1, got "
+            f"{target_interval!r}; 0.01 asks for plus or minus 1%."
+        )
     if max_seconds is not None and not (max_seconds > 0.0 and math.isfinite(max_seconds)):
         raise ValueError(f"max_seconds must be a finite number above 0, got {max_seconds!r}.")
 
@@ -68,8 +72,10 @@ def _input_list(args: tuple, inputs) -> list[tuple]:
     inputs = list(inputs)
     wrong = [type(item).__name__ for item in inputs if not isinstance(item, (tuple, list))]
     if not inputs or wrong:
-        raise ValueError("inputs must be a list of argument tuples, one tuple a call, such as [(a0, b0), (a1, b1)]"
-                         + (f"; got an item of type {wrong[0]}." if wrong else "; got an empty list."))
+        raise ValueError(
+            "inputs must be a list of argument tuples, one tuple a call, such as [(a0, b0), (a1, b1)]"
+            + (f"; got an item of type {wrong[0]}." if wrong else "; got an empty list.")
+        )
     return [tuple(item) for item in inputs]
 
 
@@ -96,8 +102,12 @@ def _time_at_roof(calls: list[Call], device: torch.device, flops, bytes, roofs, 
     if dtype is not None:
         dtype = _name_of(dtype)
     else:
-        floating = [tensor.dtype for call in calls for tensor in tensors_of([call.inputs, call.kwargs, call.fn])
-                    if tensor.is_floating_point()]
+        floating = [
+            tensor.dtype
+            for call in calls
+            for tensor in tensors_of([call.inputs, call.kwargs, call.fn])
+            if tensor.is_floating_point()
+        ]
         dtype = _name_of(floating[0]) if floating else None
         if dtype == "fp32" and device.type == "cuda" and float32_matmul_precision() != "highest":
             dtype = "tf32"  # what fp32 matrix products then run in
@@ -112,17 +122,30 @@ def _time_at_roof(calls: list[Call], device: torch.device, flops, bytes, roofs, 
         at_roof_ms.append(flops / (peak * 1e9))
     if bytes is not None:
         at_roof_ms.append(bytes / (roofs.memory_bandwidth_tb_s * 1e9))
-    roof = {"name": roofs.name, "origin": roofs.origin, "dtype": dtype,
-            "tflops": roofs.tflops.get(dtype), "memory_bandwidth_tb_s": roofs.memory_bandwidth_tb_s}
+    roof = {
+        "name": roofs.name,
+        "origin": roofs.origin,
+        "dtype": dtype,
+        "tflops": roofs.tflops.get(dtype),
+        "memory_bandwidth_tb_s": roofs.memory_bandwidth_tb_s,
+    }
     return max(at_roof_ms), roof, dtype
 
 
-def _collect(timer: Timer, calls: list[Call], rounds: Callable[[int], list[int]], *, iterations: int,
-             width: Callable[[list[list[float]]], float], target: float | None, deadline: float | None,
-             budget_s: float | None) -> tuple[list[list[float]], str]:
+def _collect(
+    timer: Timer,
+    calls: list[Call],
+    rounds: Callable[[int], list[int]],
+    *,
+    iterations: int,
+    width: Callable[[list[list[float]]], float],
+    target: float | None,
+    deadline: float | None,
+    budget_s: float | None,
+) -> tuple[list[list[float]], str]:
     """Take samples of all calls in the order `rounds` gives until enough, precise enough, or out of time."""
     samples: list[list[float]] = [[] for _ in calls]
-    round_s = None       # wall time of one sample of each call, flush and synchronization included
+    round_s = None  # wall time of one sample of each call, flush and synchronization included
     wanted = max(iterations, FEWEST_ADAPTIVE) if target is not None else iterations
     most = wanted if target is None else MOST_ADAPTIVE * wanted
     while True:
@@ -157,8 +180,9 @@ def _collect(timer: Timer, calls: list[Call], rounds: Callable[[int], list[int]]
         wanted = min(most, done + max(10, done // 2))
 
 
-def _prepare(timer: Timer, call: Call, warmup: int, graph: bool, calls_per_sample: int | None, cold: bool,
-             deadline: float | None) -> tuple[Call, int]:
+def _prepare(
+    timer: Timer, call: Call, warmup: int, graph: bool, calls_per_sample: int | None, cold: bool, deadline: float | None
+) -> tuple[Call, int]:
     """Warm up, capture if asked, and settle the calls per sample; the call to be timed and the warm-up calls done."""
     done = timer.warm_up(call, max(warmup, 1) if graph else warmup, deadline)
     if graph:
@@ -171,8 +195,22 @@ def _prepare(timer: Timer, call: Call, warmup: int, graph: bool, calls_per_sampl
     return call, done
 
 
-def _run(contenders: list[Call], rounds, width, *, device, warmup, iterations, l2, graph, target_interval,
-         max_seconds, calls_per_sample, queue_ahead, floor) -> tuple[list[list[float]], list[dict]]:
+def _run(
+    contenders: list[Call],
+    rounds,
+    width,
+    *,
+    device,
+    warmup,
+    iterations,
+    l2,
+    graph,
+    target_interval,
+    max_seconds,
+    calls_per_sample,
+    queue_ahead,
+    floor,
+) -> tuple[list[list[float]], list[dict]]:
     """Time the contenders on one timer: (samples of each, method of each)."""
     begin = time.perf_counter()
     deadline = None if max_seconds is None else begin + max_seconds
@@ -185,12 +223,27 @@ def _run(contenders: list[Call], rounds, width, *, device, warmup, iterations, l
     with torch.cuda.device(device if on_gpu else -1):
         prepared, warmed = [], []
         for call in contenders:
-            call, done = _prepare(timer, call, warmup, graph, calls_per_sample, cold,
-                                  None if share is None else time.perf_counter() + share)
+            call, done = _prepare(
+                timer,
+                call,
+                warmup,
+                graph,
+                calls_per_sample,
+                cold,
+                None if share is None else time.perf_counter() + share,
+            )
             prepared.append(call)
             warmed.append(done)
-        samples, stopped = _collect(timer, prepared, rounds, iterations=iterations, width=width,
-                                    target=target_interval, deadline=deadline, budget_s=max_seconds)
+        samples, stopped = _collect(
+            timer,
+            prepared,
+            rounds,
+            iterations=iterations,
+            width=width,
+            target=target_interval,
+            deadline=deadline,
+            budget_s=max_seconds,
+        )
         after = gpu_state(device) if on_gpu else None
         floors = [timer.floor_ms(call) if floor else None for call in prepared]
     seconds = time.perf_counter() - begin
@@ -199,17 +252,29 @@ def _run(contenders: list[Call], rounds, width, *, device, warmup, iterations, l
         notes = [*timer.notes, *call.notes]
         if done < warmup:
             notes.append(f"the time budget cut the warm-up to {done} of {warmup} calls")
-        methods.append({
-            **timer.describe(call), "device": str(device), "warmup": done, "samples": len(times),
-            "calls_per_sample": call.calls_per_sample, "timed_calls": call.timed_runs * call.calls_per_run,
-            "calibration_calls": call.calibration_calls,
-            "inputs": len(contenders[0].inputs), "l2": l2, "graph": graph,
-            "calls_per_graph": call.calls_per_run if graph else None,
-            "stopped": stopped, "cut_by_time_budget": stopped.startswith("time budget"),
-            "floor_ms": floor_ms,
-            "below_floor": None if floor_ms is None else float(np.median(times)) <= FLOOR_MARGIN * floor_ms,
-            "seconds": seconds, "gpu_before": before, "gpu_after": after, "notes": notes,
-        })
+        methods.append(
+            {
+                **timer.describe(call),
+                "device": str(device),
+                "warmup": done,
+                "samples": len(times),
+                "calls_per_sample": call.calls_per_sample,
+                "timed_calls": call.timed_runs * call.calls_per_run,
+                "calibration_calls": call.calibration_calls,
+                "inputs": len(contenders[0].inputs),
+                "l2": l2,
+                "graph": graph,
+                "calls_per_graph": call.calls_per_run if graph else None,
+                "stopped": stopped,
+                "cut_by_time_budget": stopped.startswith("time budget"),
+                "floor_ms": floor_ms,
+                "below_floor": None if floor_ms is None else float(np.median(times)) <= FLOOR_MARGIN * floor_ms,
+                "seconds": seconds,
+                "gpu_before": before,
+                "gpu_after": after,
+                "notes": notes,
+            }
+        )
     return samples, methods
 
 
@@ -218,16 +283,43 @@ def _measurement(call: Call, samples, method, device, flops, bytes, at_roof, con
     median_ms = float(np.median(samples))
     share = None if roof_ms is None or median_ms <= 0 else roof_ms / median_ms
     method["over_roof"] = share is not None and share > 1.0
-    return Measurement(samples_ms=tuple(samples), interval_ms=stats.median_interval(samples, confidence),
-                       label=call.label, confidence=confidence, flops=flops, bytes=bytes, dtype=dtype,
-                       roof_share=share, roof=roof, method=method, environment=environment(device))
+    return Measurement(
+        samples_ms=tuple(samples),
+        interval_ms=stats.median_interval(samples, confidence),
+        label=call.label,
+        confidence=confidence,
+        flops=flops,
+        bytes=bytes,
+        dtype=dtype,
+        roof_share=share,
+        roof=roof,
+        method=method,
+        environment=environment(device),
+    )
 
 
-def measure(fn: Callable, *args, warmup: int = 10, iterations: int = 100, device=None, flops: float | None = None,
-            bytes: float | None = None, roofs=None, dtype=None, l2: str = "warm", graph: bool = False,
-            target_interval: float | None = None, max_seconds: float | None = None,
-            inputs: Sequence[tuple] | None = None, label: str | None = None, calls_per_sample: int | None = None,
-            queue_ahead: bool = True, floor: bool = True, confidence: float = 0.95, **kwargs) -> Measurement:
+def measure(
+    fn: Callable,
+    *args,
+    warmup: int = 10,
+    iterations: int = 100,
+    device=None,
+    flops: float | None = None,
+    bytes: float | None = None,
+    roofs=None,
+    dtype=None,
+    l2: str = "warm",
+    graph: bool = False,
+    target_interval: float | None = None,
+    max_seconds: float | None = None,
+    inputs: Sequence[tuple] | None = None,
+    label: str | None = None,
+    calls_per_sample: int | None = None,
+    queue_ahead: bool = True,
+    floor: bool = True,
+    confidence: float = 0.95,
+    **kwargs,
+) -> Measurement:
     """Time `fn(*args, **kwargs)`: a Measurement with every sample, its statistics and how it was taken.
 
     Args:
@@ -250,12 +342,22 @@ def measure(fn: Callable, *args, warmup: int = 10, iterations: int = 100, device
         kwargs: passed to `fn`. For a keyword of `fn` that is also named here, use `functools.partial`.
     """
     if not callable(fn):
-        raise TypeError(f"measure() times a function: its first argument must be callable, got {type(fn).__name__}. "
-                        "Pass fn and its arguments apart: measure(fn, x), not measure(fn(x)).")
+        raise TypeError(
+            f"measure() times a function: its first argument must be callable, got {type(fn).__name__}. "
+            "Pass fn and its arguments apart: measure(fn, x), not measure(fn(x))."
+        )
     call = Call(fn, _input_list(args, inputs), kwargs, _label(fn, label))
     device = pick_device(device, call.inputs, kwargs, fn)
-    options = dict(warmup=warmup, iterations=iterations, l2=l2, graph=graph, target_interval=target_interval,
-                   max_seconds=max_seconds, calls_per_sample=calls_per_sample, device=device)
+    options = dict(
+        warmup=warmup,
+        iterations=iterations,
+        l2=l2,
+        graph=graph,
+        target_interval=target_interval,
+        max_seconds=max_seconds,
+        calls_per_sample=calls_per_sample,
+        device=device,
+    )
     _check_options(**options)
     stats.check_confidence(confidence)
     at_roof = _time_at_roof([call], device, flops, bytes, roofs, dtype)
@@ -268,12 +370,31 @@ def measure(fn: Callable, *args, warmup: int = 10, iterations: int = 100, device
     return _measurement(call, samples[0], methods[0], device, flops, bytes, at_roof, confidence)
 
 
-def compare(a: Callable, b: Callable, *args, warmup: int = 10, iterations: int = 100, device=None,
-            flops: float | None = None, bytes: float | None = None, roofs=None, dtype=None, l2: str = "warm",
-            graph: bool = False, target_interval: float | None = None, max_seconds: float | None = None,
-            inputs: Sequence[tuple] | None = None, labels: tuple[str, str] | None = None,
-            calls_per_sample: int | None = None, queue_ahead: bool = True, confidence: float = 0.95,
-            same_within: float = 0.01, order: str = "abba", seed: int = 0, **kwargs) -> Comparison:
+def compare(
+    a: Callable,
+    b: Callable,
+    *args,
+    warmup: int = 10,
+    iterations: int = 100,
+    device=None,
+    flops: float | None = None,
+    bytes: float | None = None,
+    roofs=None,
+    dtype=None,
+    l2: str = "warm",
+    graph: bool = False,
+    target_interval: float | None = None,
+    max_seconds: float | None = None,
+    inputs: Sequence[tuple] | None = None,
+    labels: tuple[str, str] | None = None,
+    calls_per_sample: int | None = None,
+    queue_ahead: bool = True,
+    confidence: float = 0.95,
+    same_within: float = 0.01,
+    order: str = "abba",
+    seed: int = 0,
+    **kwargs,
+) -> Comparison:
     """Time a and b on the same arguments, interleaved, and say whether b is faster, slower or the same.
 
     `speedup` (alias `ratio`) is time of a / time of b, the median over pairs of neighbouring samples, which share the
@@ -290,7 +411,7 @@ def compare(a: Callable, b: Callable, *args, warmup: int = 10, iterations: int =
         if not callable(fn):
             raise TypeError(f"compare() times two functions: {name} must be callable, got {type(fn).__name__}.")
     if order not in ("abba", "random"):
-        raise ValueError(f"order must be \"abba\" or \"random\", got {order!r}.")
+        raise ValueError(f'order must be "abba" or "random", got {order!r}.')
     if same_within < 0:
         raise ValueError(f"same_within must not be negative, got {same_within!r}; 0.01 means 1%.")
     names = labels or (_label(a, None), _label(b, None))
@@ -299,8 +420,16 @@ def compare(a: Callable, b: Callable, *args, warmup: int = 10, iterations: int =
     input_list = _input_list(args, inputs)
     calls = [Call(a, input_list, kwargs, names[0]), Call(b, input_list, kwargs, names[1])]
     device = pick_device(device, input_list, kwargs, a, b)
-    options = dict(warmup=warmup, iterations=iterations, l2=l2, graph=graph, target_interval=target_interval,
-                   max_seconds=max_seconds, calls_per_sample=calls_per_sample, device=device)
+    options = dict(
+        warmup=warmup,
+        iterations=iterations,
+        l2=l2,
+        graph=graph,
+        target_interval=target_interval,
+        max_seconds=max_seconds,
+        calls_per_sample=calls_per_sample,
+        device=device,
+    )
     _check_options(**options)
     stats.check_confidence(confidence)
     at_roof = _time_at_roof(calls, device, flops, bytes, roofs, dtype)
@@ -323,19 +452,37 @@ def compare(a: Callable, b: Callable, *args, warmup: int = 10, iterations: int =
         return stats.relative_half_width(interval(samples), stats.speedup(*samples))
 
     samples, methods = _run(calls, rounds, width, queue_ahead=queue_ahead, floor=True, **options)
-    sides = [_measurement(call, times, method, device, flops, bytes, at_roof, confidence)
-             for call, times, method in zip(calls, samples, methods, strict=True)]
+    sides = [
+        _measurement(call, times, method, device, flops, bytes, at_roof, confidence)
+        for call, times, method in zip(calls, samples, methods, strict=True)
+    ]
     bounds = interval(samples)
-    return Comparison(speedup=stats.speedup(*samples), interval=bounds,
-                      verdict=stats.verdict(bounds, same_within=same_within, pairs=len(samples[0])),
-                      a=sides[0], b=sides[1], same_within=same_within,
-                      method={"order": order, "seed": seed if order == "random" else None, "pairs": len(samples[0])})
+    return Comparison(
+        speedup=stats.speedup(*samples),
+        interval=bounds,
+        verdict=stats.verdict(bounds, same_within=same_within, pairs=len(samples[0])),
+        a=sides[0],
+        b=sides[1],
+        same_within=same_within,
+        method={"order": order, "seed": seed if order == "random" else None, "pairs": len(samples[0])},
+    )
 
 
-def measure_together(fns: Sequence[Callable], *, labels: Sequence[str], warmup: int = 10, iterations: int = 100,
-                     device=None, flops: float | None = None, bytes: float | None = None, l2: str = "warm",
-                     graph: bool = False, max_seconds: float | None = None, queue_ahead: bool = True,
-                     confidence: float = 0.95) -> list[Measurement]:
+def measure_together(
+    fns: Sequence[Callable],
+    *,
+    labels: Sequence[str],
+    warmup: int = 10,
+    iterations: int = 100,
+    device=None,
+    flops: float | None = None,
+    bytes: float | None = None,
+    l2: str = "warm",
+    graph: bool = False,
+    max_seconds: float | None = None,
+    queue_ahead: bool = True,
+    confidence: float = 0.95,
+) -> list[Measurement]:
     """Time several functions without arguments, interleaved (a b c c b a ...): a Measurement of each.
 
     All meet the same clocks, so their times may be divided by each other; `compare` gives two of them an interval.
@@ -348,8 +495,16 @@ def measure_together(fns: Sequence[Callable], *, labels: Sequence[str], warmup: 
         raise ValueError(f"measure_together() needs a label for each function: {len(fns)} and {len(labels)} given.")
     calls = [Call(fn, [()], {}, str(label)) for fn, label in zip(fns, labels, strict=True)]
     device = pick_device(device, *fns)
-    options = dict(warmup=warmup, iterations=iterations, l2=l2, graph=graph, target_interval=None,
-                   max_seconds=max_seconds, calls_per_sample=None, device=device)
+    options = dict(
+        warmup=warmup,
+        iterations=iterations,
+        l2=l2,
+        graph=graph,
+        target_interval=None,
+        max_seconds=max_seconds,
+        calls_per_sample=None,
+        device=device,
+    )
     _check_options(**options)
     stats.check_confidence(confidence)
     at_roof = _time_at_roof(calls, device, flops, bytes, None, None)
@@ -364,5 +519,7 @@ def measure_together(fns: Sequence[Callable], *, labels: Sequence[str], warmup: 
         return sequence
 
     samples, methods = _run(calls, rounds, lambda _: 0.0, queue_ahead=queue_ahead, floor=True, **options)
-    return [_measurement(call, times, method, device, flops, bytes, at_roof, confidence)
-            for call, times, method in zip(calls, samples, methods, strict=True)]
+    return [
+        _measurement(call, times, method, device, flops, bytes, at_roof, confidence)
+        for call, times, method in zip(calls, samples, methods, strict=True)
+    ]

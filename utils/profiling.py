@@ -1,9 +1,9 @@
 """Profiles of a function: recording, Chrome traces, and tables made of them.
 
-    prof = profile(fn, x)                        # a finished torch.profiler.profile
-    export_chrome_trace(prof, "traces/fn.json")  # open it at https://ui.perfetto.dev
-    summarize_trace(prof, top=10)                # where the time went
-    launch_gaps(prof)                            # when the GPU had nothing to do
+prof = profile(fn, x)                        # a finished torch.profiler.profile
+export_chrome_trace(prof, "traces/fn.json")  # open it at https://ui.perfetto.dev
+summarize_trace(prof, top=10)                # where the time went
+launch_gaps(prof)                            # when the GPU had nothing to do
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class TraceEvent:
     """One bar of a timeline: an operator, a kernel, a launch, an annotation."""
 
     name: str
-    category: str              # "cpu_op", "kernel", "gpu_memcpy", "cuda_runtime", "user_annotation", ...
-    start_us: float            # after the first event of the trace
+    category: str  # "cpu_op", "kernel", "gpu_memcpy", "cuda_runtime", "user_annotation", ...
+    start_us: float  # after the first event of the trace
     duration_us: float
-    lane: str                  # "GPU 0 stream 7" or "thread 4242"
-    thread: int | str | None   # thread of a CPU event, stream of a GPU event
+    lane: str  # "GPU 0 stream 7" or "thread 4242"
+    thread: int | str | None  # thread of a CPU event, stream of a GPU event
     correlation: int | None = None  # the same number on a kernel and on the launch that caused it
 
     @property
@@ -59,8 +59,15 @@ class TraceEvent:
         return classify(self.name)
 
 
-def profile(fn: Callable, *args, steps: int = 6, warmup: int = 3, trace_path: str | os.PathLike | None = None,
-            record_shapes: bool = False, **kwargs) -> torch.profiler.profile:
+def profile(
+    fn: Callable,
+    *args,
+    steps: int = 6,
+    warmup: int = 3,
+    trace_path: str | os.PathLike | None = None,
+    record_shapes: bool = False,
+    **kwargs,
+) -> torch.profiler.profile:
     """Profile `steps` calls of `fn(*args, **kwargs)`, each a profiler step: the finished torch.profiler.profile.
 
     The result suits `count_cuda_kernels`, `summarize_trace`, `export_chrome_trace` and torch's own tables.
@@ -73,8 +80,10 @@ def profile(fn: Callable, *args, steps: int = 6, warmup: int = 3, trace_path: st
         kwargs: passed to `fn`; for one named like an option here, use functools.partial.
     """
     if not callable(fn):
-        raise TypeError(f"profile() runs a function: fn must be callable, got {type(fn).__name__}. "
-                        "Pass fn and its arguments apart: profile(fn, x).")
+        raise TypeError(
+            f"profile() runs a function: fn must be callable, got {type(fn).__name__}. "
+            "Pass fn and its arguments apart: profile(fn, x)."
+        )
     for name, value, least in (("steps", steps, 1), ("warmup", warmup, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} must be a whole number, {least} or more, got {value!r}.")
@@ -119,8 +128,9 @@ def nvtx_range(name: str) -> Iterator[None]:
 def _check_trace_path(path: str | os.PathLike) -> Path:
     path = Path(path)
     if not path.name.endswith((".json", ".json.gz")):
-        raise ValueError(f"a Chrome trace is a .json or .json.gz file, got {path.name!r}; "
-                         f"try {path.with_suffix('.json').name!r}.")
+        raise ValueError(
+            f"a Chrome trace is a .json or .json.gz file, got {path.name!r}; try {path.with_suffix('.json').name!r}."
+        )
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a .json file in it.")
     return path
@@ -148,13 +158,17 @@ def _trace_text(prof) -> bytes:
         try:
             prof.export_chrome_trace(str(raw))
         except AssertionError as error:
-            raise ValueError("this profile holds nothing yet: end its `with` block first, and give a profile with a "
-                             "schedule enough steps to reach its active ones.") from error
+            raise ValueError(
+                "this profile holds nothing yet: end its `with` block first, and give a profile with a "
+                "schedule enough steps to reach its active ones."
+            ) from error
         except RuntimeError as error:
             if "already saved" not in str(error):
                 raise
-            raise ValueError("torch writes a profile only once, and this one was written before; use the file, or "
-                             "write it with utils.export_chrome_trace, which may be called again.") from error
+            raise ValueError(
+                "torch writes a profile only once, and this one was written before; use the file, or "
+                "write it with utils.export_chrome_trace, which may be called again."
+            ) from error
         text = raw.read_bytes()
     text = re.sub(rb'"host_name":\s*"[^"]*",?', b"", text, count=1)
     text = re.sub(rb'"traceName":\s*"[^"]*"\s*}\s*$', b'"traceName": "trace.json" }', text)
@@ -176,12 +190,13 @@ def _load(trace) -> dict:
     except (EOFError, OSError, zlib.error) as error:
         raise ValueError(f"{path} is no complete gzip file ({error}); write the trace again.") from error
     except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): it was cut off or is no Chrome trace; "
-                         "write the trace again.") from error
+        raise ValueError(
+            f"{path} is not valid JSON ({error}): it was cut off or is no Chrome trace; write the trace again."
+        ) from error
     if isinstance(record, list):  # the format's short form: the bare list of events
         record = {"traceEvents": record}
     if not isinstance(record, dict) or not isinstance(record.get("traceEvents"), list):
-        raise ValueError(f"{path} is JSON and no Chrome trace: it has no list \"traceEvents\".")
+        raise ValueError(f'{path} is JSON and no Chrome trace: it has no list "traceEvents".')
     return record
 
 
@@ -200,15 +215,23 @@ def read_trace(trace) -> list[TraceEvent]:
         args = raw.get("args") if isinstance(raw.get("args"), dict) else {}
         category = str(raw["cat"]).lower()
         gpu_side = category in GPU_WORK or category == "gpu_user_annotation"
-        lane = f"GPU {args.get('device', raw.get('pid'))} stream {args.get('stream', raw.get('tid'))}" if gpu_side \
+        lane = (
+            f"GPU {args.get('device', raw.get('pid'))} stream {args.get('stream', raw.get('tid'))}"
+            if gpu_side
             else f"thread {raw.get('tid')}"
-        found.append(TraceEvent(str(raw.get("name", "")), category, start, duration, lane, raw.get("tid"),
-                                args.get("correlation")))
+        )
+        found.append(
+            TraceEvent(
+                str(raw.get("name", "")), category, start, duration, lane, raw.get("tid"), args.get("correlation")
+            )
+        )
     if not found:
         return []
     origin = min(event.start_us for event in found)
-    shifted = [TraceEvent(e.name, e.category, e.start_us - origin, e.duration_us, e.lane, e.thread, e.correlation)
-               for e in found]
+    shifted = [
+        TraceEvent(e.name, e.category, e.start_us - origin, e.duration_us, e.lane, e.thread, e.correlation)
+        for e in found
+    ]
     return sorted(shifted, key=lambda event: (event.start_us, -event.duration_us))
 
 
@@ -242,19 +265,21 @@ def summarize_trace(trace, *, of: str | None = None, top: int | None = None, dat
     if of is None:
         of = "kernels" if any(event.on_gpu for event in events) else "operators"
     if of not in ("kernels", "operators"):
-        raise ValueError(f"of must be \"kernels\" or \"operators\", got {of!r}.")
+        raise ValueError(f'of must be "kernels" or "operators", got {of!r}.')
     if top is not None and (not isinstance(top, int) or top < 1):
         raise ValueError(f"top must be a whole number above 0, or None for all rows, got {top!r}.")
     chosen = [event for event in events if (event.on_gpu if of == "kernels" else event.category == "cpu_op")]
     if not chosen:
-        raise ValueError(f"the trace holds no {of}; it has events of the categories "
-                         f"{sorted({event.category for event in events})}.")
+        raise ValueError(
+            f"the trace holds no {of}; it has events of the categories {sorted({event.category for event in events})}."
+        )
     rows: dict[str, dict] = {}
     # Kernels on two streams overlap without one being inside the other: each keeps its whole time.
     own = [event.duration_us for event in chosen] if of == "kernels" else _self_times(chosen)
     for event, self_us in zip(chosen, own, strict=True):
-        row = rows.setdefault(event.name, {"name": event.name, "family": event.family, "count": 0, "total_us": 0.0,
-                                           "self_us": 0.0})
+        row = rows.setdefault(
+            event.name, {"name": event.name, "family": event.family, "count": 0, "total_us": 0.0, "self_us": 0.0}
+        )
         row["count"] += 1
         row["total_us"] += event.duration_us
         row["self_us"] += self_us
@@ -289,13 +314,21 @@ def launch_gaps(trace, *, device: int | None = None, longest: int = 10) -> dict:
     last, end = work[0], work[0].start_us
     for event in work:
         if event.start_us > end:
-            gaps.append({"start_us": end, "duration_us": event.start_us - end, "after": last.name,
-                         "before": event.name})
+            gaps.append(
+                {"start_us": end, "duration_us": event.start_us - end, "after": last.name, "before": event.name}
+            )
         if event.end_us > end:
             busy += event.end_us - max(end, event.start_us)
             last, end = event, event.end_us
     span = end - work[0].start_us
     idle = sum(gap["duration_us"] for gap in gaps)
     gaps.sort(key=lambda gap: -gap["duration_us"])
-    return {"device": device, "span_us": span, "busy_us": busy, "idle_us": idle,
-            "idle_share": idle / span if span else 0.0, "kernels": len(work), "gaps": gaps[:longest]}
+    return {
+        "device": device,
+        "span_us": span,
+        "busy_us": busy,
+        "idle_us": idle,
+        "idle_share": idle / span if span else 0.0,
+        "kernels": len(work),
+        "gaps": gaps[:longest],
+    }

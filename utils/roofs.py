@@ -21,12 +21,7 @@ from utils.device import default_device, detect_gpu
 from utils.environment import available_memory_bytes, cpu_model, last_level_cache_bytes
 from utils.measuring import measure
 
-_TORCH_DTYPES = {
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-}
+_TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 # torch multiplies fp16 matrices on a CPU at about 1 GFLOP/s: that is the library, not the machine.
 _MEASURED_ON = {"cpu": ("fp32", "bf16"), "cuda": ("fp16", "bf16", "fp32", "tf32")}
 
@@ -65,8 +60,7 @@ class Roofs:
         name = dtype_name(dtype)
         if name not in self.tflops:
             raise ValueError(
-                f"The {self.origin} roofs of {self.name} have no peak for {name}; "
-                f"they have {', '.join(self.tflops)}."
+                f"The {self.origin} roofs of {self.name} have no peak for {name}; they have {', '.join(self.tflops)}."
             )
         return self.tflops[name]
 
@@ -181,8 +175,7 @@ def _chosen_dtypes(device: torch.device, dtypes: Iterable | None) -> list[str]:
     for name in names:
         if name not in measured:
             raise ValueError(
-                f"The {name} peak is not measured on {device.type!r}: {why}. "
-                f"Choose from {', '.join(measured)}."
+                f"The {name} peak is not measured on {device.type!r}: {why}. Choose from {', '.join(measured)}."
             )
     return names
 
@@ -210,9 +203,7 @@ def _product(device: torch.device, name: str, side: int) -> Callable[[], torch.T
     """A (side, side) @ (side, side) product into a buffer of its own."""
     generator = torch.Generator(device).manual_seed(0)
     # Random data: a GPU multiplies zeros faster, at a lower power.
-    a, b = (
-        torch.randn(side, side, device=device, generator=generator).to(_TORCH_DTYPES[name]) for _ in range(2)
-    )
+    a, b = (torch.randn(side, side, device=device, generator=generator).to(_TORCH_DTYPES[name]) for _ in range(2))
     return functools.partial(torch.mm, a, b, out=torch.empty_like(a))
 
 

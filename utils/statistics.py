@@ -18,8 +18,10 @@ def _samples(values: Sequence[float], name: str = "samples") -> np.ndarray:
     if array.ndim != 1 or array.size == 0:
         raise ValueError(f"{name} must be a list of at least one number, got shape {array.shape}.")
     if not np.isfinite(array).all():
-        raise ValueError(f"{name} holds {int((~np.isfinite(array)).sum())} values that are not finite; drop none "
-                         "silently: find out where they come from.")
+        raise ValueError(
+            f"{name} holds {int((~np.isfinite(array)).sum())} values that are not finite; drop none "
+            "silently: find out where they come from."
+        )
     return array
 
 
@@ -39,8 +41,9 @@ def standard_deviation(samples: Sequence[float]) -> float:
     return float(array.std(ddof=1)) if array.size > 1 else 0.0
 
 
-def median_interval(samples: Sequence[float], confidence: float = 0.95, *, resamples: int = RESAMPLES,
-                    seed: int = 0) -> tuple[float, float]:
+def median_interval(
+    samples: Sequence[float], confidence: float = 0.95, *, resamples: int = RESAMPLES, seed: int = 0
+) -> tuple[float, float]:
     """Bootstrap percentile interval (low, high) of the median.
 
     A resample draws n of the n sorted samples with replacement, that is n uniform positions in [0, 1); its median
@@ -90,8 +93,9 @@ def speedup(a: Sequence[float], b: Sequence[float]) -> float:
     return float(np.exp(np.median(_log_ratios(a, b))))
 
 
-def speedup_interval(a: Sequence[float], b: Sequence[float], confidence: float = 0.95, *,
-                     resamples: int = RESAMPLES, seed: int = 0) -> tuple[float, float]:
+def speedup_interval(
+    a: Sequence[float], b: Sequence[float], confidence: float = 0.95, *, resamples: int = RESAMPLES, seed: int = 0
+) -> tuple[float, float]:
     """Bootstrap interval of `speedup(a, b)`.
 
     Pairs are resampled in runs of n**(1/3) neighbours (a circular block bootstrap): neighbours share the machine's

@@ -22,9 +22,9 @@ import torch
 
 from utils.environment import available_memory_bytes, last_level_cache_bytes
 
-CPU_SAMPLE_MS = 0.020         # a CPU sample is at least this much longer than reading the clock
-MAX_CPU_CALLS = 100_000       # calls in one sample
-PRIMED_BELOW_MS = 1.0         # a longer call does not care what the cache held when it began
+CPU_SAMPLE_MS = 0.020  # a CPU sample is at least this much longer than reading the clock
+MAX_CPU_CALLS = 100_000  # calls in one sample
+PRIMED_BELOW_MS = 1.0  # a longer call does not care what the cache held when it began
 UNKNOWN_CACHE_FLUSH = 64 * 1024**2
 
 
@@ -33,13 +33,13 @@ class Call:
 
     def __init__(self, fn: Callable, inputs: Sequence[tuple], kwargs: dict, label: str):
         self.fn, self.inputs, self.kwargs, self.label = fn, list(inputs), dict(kwargs), label
-        self.calls_per_run = 1        # calls of the user's function behind one `fn`: more in an unrolled graph
+        self.calls_per_run = 1  # calls of the user's function behind one `fn`: more in an unrolled graph
         self.runs_per_sample = 1
         self.position = 0
-        self.run_ms: float | None = None     # one run, from the last warm-up chunk
-        self.issue_ms: float | None = None   # what the CPU needs to issue it
-        self.gpu_ms: float | None = None     # the shortest time of one run seen between two events
-        self.queueable = True                # False: it waits for the GPU, so that nothing can be queued behind it
+        self.run_ms: float | None = None  # one run, from the last warm-up chunk
+        self.issue_ms: float | None = None  # what the CPU needs to issue it
+        self.gpu_ms: float | None = None  # the shortest time of one run seen between two events
+        self.queueable = True  # False: it waits for the GPU, so that nothing can be queued behind it
         self.bursts = self.bursts_ahead = 0
         self.calibration_calls = 0
         self.timed_runs = 0
@@ -184,8 +184,10 @@ class CpuTimer(Timer):
         self.flush_bytes = cpu_flush_bytes()
         free = available_memory_bytes()
         if free is not None and self.flush_bytes > free // 2:
-            raise MemoryError(f"l2=\"cold\" streams {self.flush_bytes / 1e6:.0f} MB, twice the last-level cache, "
-                              f"between samples, and only {free / 1e6:.0f} MB are free; free some or use l2=\"warm\".")
+            raise MemoryError(
+                f'l2="cold" streams {self.flush_bytes / 1e6:.0f} MB, twice the last-level cache, '
+                f'between samples, and only {free / 1e6:.0f} MB are free; free some or use l2="warm".'
+            )
         self._buffer = torch.zeros(self.flush_bytes // 8, dtype=torch.int64)
 
     def sample(self, sequence, runs=None, phase="timed"):

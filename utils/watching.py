@@ -37,26 +37,82 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Operators that multiply matrices, or let themselves be used for it. Names without namespace and overload. Outer
 # products (`outer`, `addr`) are not among them: they are one step of the sum over k.
 MATMUL = (
-    "mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "vdot", "matmul", "linear", "inner", "einsum",
-    "tensordot", "chain_matmul", "multi_dot", "linalg_multi_dot", "linalg_matmul", "matrix_power",
-    "linalg_matrix_power", "bilinear", "cov", "corrcoef", "rmatmul", "imatmul", "hspmm", "sspaddmm",
-    r"\w*_mm\w*", r"_?\w*addmm\w*", r"\w*linear_(?:backward|dynamic|unpacked\w*)", r"\w*_linear", r"_trilinear",
-    r"\w*conv(?:olution|_transpose|_tbc|_depthwise)?[123]?d?(?:_overrideable)?", r"conv_transpose[123]d",
-    r"_?scaled_dot_product_\w+", r"_(?:flash|efficient|cudnn)_attention\w*", r"\w*multi_head_attention\w*",
-    r"_transformer_encoder\w*", r"\w*cdist\w*", "_euclidean_dist", r"\w*_rnn\w*", "lstm", "gru", r"rnn_\w+",
-    r"\w*_cell", r"_?linalg_(?:solve|lstsq|inv|tensorsolve)\w*", r"\w*triangular_solve\w*", "cholesky_solve",
-    "lu_solve", "linalg_lu_solve", "ormqr", r"_?embedding_bag\w*", "sampled_addmm", r"flex_attention\w*",
-)  # fmt: skip
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "addbmm",
+    "addmv",
+    "mv",
+    "dot",
+    "vdot",
+    "matmul",
+    "linear",
+    "inner",
+    "einsum",
+    "tensordot",
+    "chain_matmul",
+    "multi_dot",
+    "linalg_multi_dot",
+    "linalg_matmul",
+    "matrix_power",
+    "linalg_matrix_power",
+    "bilinear",
+    "cov",
+    "corrcoef",
+    "rmatmul",
+    "imatmul",
+    "hspmm",
+    "sspaddmm",
+    r"\w*_mm\w*",
+    r"_?\w*addmm\w*",
+    r"\w*linear_(?:backward|dynamic|unpacked\w*)",
+    r"\w*_linear",
+    r"_trilinear",
+    r"\w*conv(?:olution|_transpose|_tbc|_depthwise)?[123]?d?(?:_overrideable)?",
+    r"conv_transpose[123]d",
+    r"_?scaled_dot_product_\w+",
+    r"_(?:flash|efficient|cudnn)_attention\w*",
+    r"\w*multi_head_attention\w*",
+    r"_transformer_encoder\w*",
+    r"\w*cdist\w*",
+    "_euclidean_dist",
+    r"\w*_rnn\w*",
+    "lstm",
+    "gru",
+    r"rnn_\w+",
+    r"\w*_cell",
+    r"_?linalg_(?:solve|lstsq|inv|tensorsolve)\w*",
+    r"\w*triangular_solve\w*",
+    "cholesky_solve",
+    "lu_solve",
+    "linalg_lu_solve",
+    "ormqr",
+    r"_?embedding_bag\w*",
+    "sampled_addmm",
+    r"flex_attention\w*",
+)
 
 # How a tensor's values get out of torch, by what the function mode calls it.
 _EXITS = {
-    "numpy": ".numpy()", "__array__": "numpy.asarray(tensor)", "tolist": ".tolist()", "__dlpack__": "DLPack",
-    "data_ptr": ".data_ptr()", "untyped_storage": ".untyped_storage()", "storage": ".storage()",
-    "_typed_storage": ".storage()", "__cuda_array_interface__": "__cuda_array_interface__",
-    "__array_wrap__": "numpy.asarray(tensor)", "const_data_ptr": ".data_ptr()",
-    "item": ".item()", "__float__": "float(tensor)", "__int__": "int(tensor)", "__index__": "int(tensor)",
-    "__complex__": "complex(tensor)", "__bool__": "bool(tensor)",
-}  # fmt: skip
+    "numpy": ".numpy()",
+    "__array__": "numpy.asarray(tensor)",
+    "tolist": ".tolist()",
+    "__dlpack__": "DLPack",
+    "data_ptr": ".data_ptr()",
+    "untyped_storage": ".untyped_storage()",
+    "storage": ".storage()",
+    "_typed_storage": ".storage()",
+    "__cuda_array_interface__": "__cuda_array_interface__",
+    "__array_wrap__": "numpy.asarray(tensor)",
+    "const_data_ptr": ".data_ptr()",
+    "item": ".item()",
+    "__float__": "float(tensor)",
+    "__int__": "int(tensor)",
+    "__index__": "int(tensor)",
+    "__complex__": "complex(tensor)",
+    "__bool__": "bool(tensor)",
+}
 SCALAR_EXITS = frozenset({".item()", "float(tensor)", "int(tensor)", "complex(tensor)", "bool(tensor)"})
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -187,11 +243,13 @@ class watch_operations:
 
     # Functions that torch does not show to a function mode: (module, attribute, what it is called in a report).
     _PATCHED = (
-        ("torch._C", "_to_dlpack", "DLPack"), ("torch._C", "_to_dlpack_versioned", "DLPack"),
-        ("torch.utils.dlpack", "to_dlpack", "DLPack"), ("torch", "to_dlpack", "DLPack"),
+        ("torch._C", "_to_dlpack", "DLPack"),
+        ("torch._C", "_to_dlpack_versioned", "DLPack"),
+        ("torch.utils.dlpack", "to_dlpack", "DLPack"),
+        ("torch", "to_dlpack", "DLPack"),
         ("torch", "from_numpy", "torch.from_numpy (memory shared with NumPy)"),
         ("torch", "frombuffer", "torch.frombuffer (memory shared with Python)"),
-    )  # fmt: skip
+    )
 
     def __enter__(self) -> OperationWatch:
         self.seen = OperationWatch()

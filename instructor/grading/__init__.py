@@ -1,9 +1,14 @@
 """Grading a class: every submission isolated, its tests out of its reach, in parallel, into nbgrader's gradebook."""
 
 _HOME = {
-    "grade_notebook": "engine", "calibrate": "engine", "SubmissionResult": "results", "CellResult": "results",
-    "Flag": "results", "GradingError": "results", "Limits": "walls",
-}  # fmt: skip
+    "grade_notebook": "engine",
+    "calibrate": "engine",
+    "SubmissionResult": "results",
+    "CellResult": "results",
+    "Flag": "results",
+    "GradingError": "results",
+    "Limits": "walls",
+}
 __all__ = [*_HOME]
 
 

@@ -34,10 +34,10 @@ RUNNERS = {"utils.kernels.interpreter": ("run_interpreted_cases",)}
 _SHOWN = ("text/plain", "text/latex", "image/png", "image/jpeg")
 _GONE = {
     "timeout": "ran longer than the {timeout:g} s that it may take, and was ended. Look for a loop that never ends, "
-               "and for work that could be smaller.",
+    "and for work that could be smaller.",
     "killed": "ended its process (a crash, os._exit, or more memory than it may use).",
     "protocol": "disturbed the process that runs it.",
-}  # fmt: skip
+}
 
 
 class Checker:
@@ -102,12 +102,18 @@ class Checker:
         skipped = [s.name for s in plan.steps if s.kind == "skipped"]
         plan.notebook.metadata["grading"] = {"walls": self.walls, "not_run": skipped}
         return {
-            "student": self.job["name"], "lab": self.job["lab"],
+            "student": self.job["name"],
+            "lab": self.job["lab"],
             "cells": {name: vars(cell) for name, cell in self.cells.items()},
-            "flags": [vars(flag) for flag in self.flags], "walls": self.walls,
-            "notebook": nbformat.writes(plan.notebook, version=4), "seconds": time.perf_counter() - began,
-            "cell_seconds": self.cell_seconds, "skipped": skipped, "modes": self.modes, "why": self.why,
-        }  # fmt: skip
+            "flags": [vars(flag) for flag in self.flags],
+            "walls": self.walls,
+            "notebook": nbformat.writes(plan.notebook, version=4),
+            "seconds": time.perf_counter() - began,
+            "cell_seconds": self.cell_seconds,
+            "skipped": skipped,
+            "modes": self.modes,
+            "why": self.why,
+        }
 
     # ---- the student's process -------------------------------------------------------------------------------
 
@@ -361,10 +367,15 @@ class Checker:
     def _inside(self, step: Step) -> tuple[str, str, str]:
         """A check that works on live objects: in a fork of the student's process, against a control."""
         message = {
-            "op": "inside", "cell": step.name, "names": step.names, "files": step.files,
-            "sources": self._sources(step), "modules": self.job["hidden"],
-            "control": step.name not in self.job["no_control"] and bool(step.names or step.files), "here": "",
-        }  # fmt: skip
+            "op": "inside",
+            "cell": step.name,
+            "names": step.names,
+            "files": step.files,
+            "sources": self._sources(step),
+            "modules": self.job["hidden"],
+            "control": step.name not in self.job["no_control"] and bool(step.names or step.files),
+            "here": "",
+        }
         self.modes[step.name] = "inside"
         try:
             first, *rest = self._verdicts_inside(message)
@@ -468,16 +479,21 @@ def _clean_outputs(outputs) -> list[dict]:
             # No HTML, no SVG, no script: they would run in the browser of whoever grades.
             data = {
                 str(k): "".join(map(str, v)) if isinstance(v, list) else str(v)
-                for k, v in output["data"].items() if k in _SHOWN
-            }  # fmt: skip
+                for k, v in output["data"].items()
+                if k in _SHOWN
+            }
             if data:
                 kept.append({"output_type": "display_data", "data": data, "metadata": {}})
         elif kind == "error":
             trace = output.get("traceback")
-            kept.append({
-                "output_type": "error", "ename": str(output.get("ename")), "evalue": str(output.get("evalue")),
-                "traceback": [str(line) for line in trace] if isinstance(trace, list) else [],
-            })  # fmt: skip
+            kept.append(
+                {
+                    "output_type": "error",
+                    "ename": str(output.get("ename")),
+                    "evalue": str(output.get("evalue")),
+                    "traceback": [str(line) for line in trace] if isinstance(trace, list) else [],
+                }
+            )
     return kept
 
 

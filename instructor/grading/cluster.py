@@ -135,9 +135,14 @@ def connect(scheduler: str | None, jobs: int, fields: dict, gpu: bool = False) -
     with dask.config.set(settings):
         with _without_interrupts():
             cluster = LocalCluster(
-                n_workers=jobs, threads_per_worker=1, processes=True, dashboard_address=None, memory_limit=None,
-                resources={"GPU": 1} if gpu else None, silence_logs=50,
-            )  # fmt: skip
+                n_workers=jobs,
+                threads_per_worker=1,
+                processes=True,
+                dashboard_address=None,
+                memory_limit=None,
+                resources={"GPU": 1} if gpu else None,
+                silence_logs=50,
+            )
         with cluster, Client(cluster, set_as_default=False) as client:
             yield client
 
@@ -298,11 +303,19 @@ def grade_class(
         shared = client.scatter(fields, broadcast=False, hash=False) if len(waiting) > 50 else fields
         futures = {
             client.submit(
-                grade_one, shared, data, student, timeout, limits.as_dict(), pure=False, retries=RETRIES,
-                resources=resources, key=f"grade-{student}-{key[:12]}-{time.time_ns()}",
+                grade_one,
+                shared,
+                data,
+                student,
+                timeout,
+                limits.as_dict(),
+                pure=False,
+                retries=RETRIES,
+                resources=resources,
+                key=f"grade-{student}-{key[:12]}-{time.time_ns()}",
             ): student
             for student, (data, key) in waiting.items()
-        }  # fmt: skip
+        }
         for future in _as_they_end(client, futures, limits.gpu):
             student = futures[future]
             try:

@@ -33,8 +33,7 @@ def _build(lab: str):
 
 @app.command()
 def release(
-    lab: Lab,
-    target: Annotated[Path, typer.Option("--to", help="The folder for the bundle.")] = Path("build/release"),
+    lab: Lab, target: Annotated[Path, typer.Option("--to", help="The folder for the bundle.")] = Path("build/release")
 ) -> None:
     """Make the bundle that students get, after looking through all of it for solutions and hidden tests."""
     from instructor.grading.release import ReleaseError
@@ -85,10 +84,17 @@ def grade(
         found = submissions(course.root, built.name, only)
         with _bar(f"grading {built.name}", len(found)) as advance:
             summary = grade_class(
-                course, built, found, jobs=jobs, scheduler=scheduler, timeout=timeout,
-                limits=Limits(gpu=gpu, memory_gb=memory), again=again or bool(only), question=question,
+                course,
+                built,
+                found,
+                jobs=jobs,
+                scheduler=scheduler,
+                timeout=timeout,
+                limits=Limits(gpu=gpu, memory_gb=memory),
+                again=again or bool(only),
+                question=question,
                 progress=advance,
-            )  # fmt: skip
+            )
     except KeyboardInterrupt:
         typer.echo("interrupted: what was graded is in the gradebook; run the same command again to go on", err=True)
         raise typer.Exit(130) from None
@@ -105,9 +111,15 @@ def _bar(title: str, total: int):
 
     from rich import progress as parts
 
-    columns = (parts.TextColumn("{task.description}"), parts.BarColumn(), parts.MofNCompleteColumn(),
-               parts.TimeElapsedColumn(), parts.TextColumn("left:"), parts.TimeRemainingColumn(),
-               parts.TextColumn("{task.fields[student]}"))  # fmt: skip
+    columns = (
+        parts.TextColumn("{task.description}"),
+        parts.BarColumn(),
+        parts.MofNCompleteColumn(),
+        parts.TimeElapsedColumn(),
+        parts.TextColumn("left:"),
+        parts.TimeRemainingColumn(),
+        parts.TextColumn("{task.fields[student]}"),
+    )
 
     @contextmanager
     def bar():

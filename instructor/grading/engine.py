@@ -27,8 +27,19 @@ from instructor.grading.results import CellResult, GradingError, SubmissionResul
 from instructor.grading.wire import Channel, Closed, TooLate
 
 # What a student's process keeps of the grader's environment: no tokens, no keys, no paths of the course.
-KEPT = ("LANG", "LC_ALL", "TZ", "PATH", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "XPU_DEVICE",
-        "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TRITON_PTXAS_PATH")  # fmt: skip
+KEPT = (
+    "LANG",
+    "LC_ALL",
+    "TZ",
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "CUDA_HOME",
+    "CUDA_VISIBLE_DEVICES",
+    "XPU_DEVICE",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "TRITON_PTXAS_PATH",
+)
 COURSE = ("assets",)  # beside the notebook, as students have it
 WARM_SECONDS = 600.0
 _zygotes: dict[str, Zygote] = {}
@@ -42,9 +53,14 @@ class Zygote:
         self.folder = tempfile.TemporaryDirectory(prefix="grading-")
         environment = {name: os.environ[name] for name in KEPT if name in os.environ}
         environment |= {
-            "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "MPLBACKEND": "Agg", "HOME": self.folder.name,
-            "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1",
-        }  # fmt: skip
+            "PYTHONPATH": str(ROOT),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "MPLBACKEND": "Agg",
+            "HOME": self.folder.name,
+            "PYTHONSAFEPATH": "1",
+            "PYTHONHASHSEED": "0",
+            "HF_HUB_OFFLINE": "1",
+        }
         environment.setdefault("OMP_NUM_THREADS", "1")
         if limits.gpu:
             environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # torch looks for a GPU without starting CUDA
@@ -55,18 +71,30 @@ class Zygote:
         python = str(Path(sys.executable).parent.resolve() / Path(sys.executable).name)
         self.process = subprocess.Popen(
             [python, "-m", "instructor.grading.zygote", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()], env=environment, cwd=self.folder.name, stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            cwd=self.folder.name,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
         theirs.close()
         self.channel = Channel(ours)
         visible = [*walls.visible_paths(), str(ROOT / "utils"), *(str(ROOT / name) for name in COURSE)]
         course = {name: str(ROOT / name) for name in COURSE if (ROOT / name).exists()}
         try:
-            self.channel.send({
-                "op": "warm", "setup": setup_cells(built), "folder": self.folder.name, "visible": visible,
-                "course": course, "hidden": hidden_paths(), "limits": limits.as_dict(),
-            })  # fmt: skip
+            self.channel.send(
+                {
+                    "op": "warm",
+                    "setup": setup_cells(built),
+                    "folder": self.folder.name,
+                    "visible": visible,
+                    "course": course,
+                    "hidden": hidden_paths(),
+                    "limits": limits.as_dict(),
+                }
+            )
             ready, _ = self.channel.receive(time.monotonic() + WARM_SECONDS)
         except (Closed, TooLate):
             self.process.kill()
@@ -166,8 +194,9 @@ def hidden_modules(lab: str) -> dict[str, list]:
         own = sorted((folder / name).rglob("*.py")) if (folder / name).is_dir() else [*folder.glob(f"{name}.py")]
         files += own
         for path in own:
-            imported = re.findall(r"^\s*(?:from|import) instructor\.checks\.(\w+)", path.read_text(encoding="utf-8"),
-                                  flags=re.MULTILINE)  # fmt: skip
+            imported = re.findall(
+                r"^\s*(?:from|import) instructor\.checks\.(\w+)", path.read_text(encoding="utf-8"), flags=re.MULTILINE
+            )
             labs += [other for other in imported if other not in seen and other not in labs]
     found = {}
     for path in files:
@@ -210,8 +239,11 @@ def calibrate(built: Built, limits: walls.Limits | None = None, timeout: float =
     job = _job(built, model, timeout, "model answers", {"modes": {}, "no_control": []}, limits.gpu)
     warm = zygote(built, limits)
     first = warm.grade(job, 3600)
-    modes = {name: first["modes"].get(name, "distance") for name, cell in first["cells"].items()
-             if cell["status"] != "by_hand"}  # fmt: skip
+    modes = {
+        name: first["modes"].get(name, "distance")
+        for name, cell in first["cells"].items()
+        if cell["status"] != "by_hand"
+    }
     why = dict(first["why"])
     for name, cell in first["cells"].items():
         if name in modes and cell["status"] != "passed" and modes[name] == "distance":
@@ -227,8 +259,12 @@ def calibrate(built: Built, limits: walls.Limits | None = None, timeout: float =
     if wrong:
         said = "\n".join(f"  {name}: {cell['message']}" for name, cell in wrong.items())
         raise GradingError(f"the model answers of {built.name} do not pass on this machine:\n{said}")
-    found = {"modes": modes, "no_control": no_control, "why": why,
-             "seconds": {n: c["seconds"] for n, c in result["cells"].items()}}  # fmt: skip
+    found = {
+        "modes": modes,
+        "no_control": no_control,
+        "why": why,
+        "seconds": {n: c["seconds"] for n, c in result["cells"].items()},
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(json.dumps(found, indent=1), encoding="utf-8")
@@ -243,10 +279,18 @@ _tests = functools.cache(plan_tests)
 def _job(built: Built, notebook: str | bytes, timeout: float, name: str, calibration: dict, gpu: bool) -> dict:
     data = notebook.encode("utf-8", errors="surrogatepass") if isinstance(notebook, str) else notebook
     return {
-        "instructor": built.instructor, "student": built.student, "submission": data.hex(), "name": name,
-        "lab": built.name, "timeout": timeout, "modes": calibration["modes"], "hidden": hidden_modules(built.name),
-        "no_control": calibration["no_control"], "tests": _tests(built.instructor), "gpu": gpu,
-    }  # fmt: skip
+        "instructor": built.instructor,
+        "student": built.student,
+        "submission": data.hex(),
+        "name": name,
+        "lab": built.name,
+        "timeout": timeout,
+        "modes": calibration["modes"],
+        "hidden": hidden_modules(built.name),
+        "no_control": calibration["no_control"],
+        "tests": _tests(built.instructor),
+        "gpu": gpu,
+    }
 
 
 def grade_notebook(

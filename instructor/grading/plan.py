@@ -342,8 +342,13 @@ def _steps_of(cell, known, node, released, order, first_answer, number) -> list[
     by_hand = bool((said.get("grade") and said.get("solution")) or said.get("task"))
     touched = known is None or _squeezed(node.source) != _squeezed(released[known.id].source)
     shown = cell.get("outputs") if isinstance(cell.get("outputs"), list) else []
-    common = {"points": points, "by_hand": by_hand, "untouched": not touched, "answer": bool(said.get("solution")),
-              "submitted": shown}  # fmt: skip
+    common = {
+        "points": points,
+        "by_hand": by_hand,
+        "untouched": not touched,
+        "answer": bool(said.get("solution")),
+        "submitted": shown,
+    }
     if node.cell_type != "code":
         return [Step("manual", node, name, question, **common)] if by_hand else []
     if said.get("grade") and not said.get("solution"):

@@ -26,16 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from instructor.grading import vmaps
 from instructor.grading.signatures import parameters_of, standing_for
-from instructor.grading.wire import (
-    DTYPES,
-    BlockMasks,
-    Channel,
-    Closed,
-    Decoder,
-    Encoder,
-    TooLate,
-    WireError,
-)
+from instructor.grading.wire import DTYPES, BlockMasks, Channel, Closed, Decoder, Encoder, TooLate, WireError
 from utils import watching
 from utils.watching import StudentLine
 
@@ -120,10 +111,15 @@ class Remote:
             if number == len(self.objects):
                 self.objects.append(value)
             name = getattr(value, "__name__", "function")
-            return ["object", {
-                "id": number, "kind": kind, "name": name if name.isidentifier() else "",
-                "parameters": parameters_of(value) if kind == "function" else None,
-            }]  # fmt: skip
+            return [
+                "object",
+                {
+                    "id": number,
+                    "kind": kind,
+                    "name": name if name.isidentifier() else "",
+                    "parameters": parameters_of(value) if kind == "function" else None,
+                },
+            ]
 
         def known(tensor):
             if id(tensor) in self.keys:
@@ -136,8 +132,14 @@ class Remote:
         return Encoder(handle, known, trusted=True, levels=levels, block_mask=self.block_masks.named)
 
     def decoder(self, blobs: list, levels: vmaps.Levels = ()) -> Decoder:
-        return Decoder(blobs, self._proxy, self.objects.__getitem__, self.tensors.__getitem__, levels=levels,
-                       block_mask=self.block_masks.rebuilt)  # fmt: skip
+        return Decoder(
+            blobs,
+            self._proxy,
+            self.objects.__getitem__,
+            self.tensors.__getitem__,
+            levels=levels,
+            block_mask=self.block_masks.rebuilt,
+        )
 
     def _drop(self, since: int) -> list[int]:
         """Forget the tensors of a call under vmap, made for it alone; without that, masks would pile up thousands."""
@@ -207,8 +209,9 @@ class Remote:
 
             proxy.__name__ = proxy.__qualname__ = name
         else:
-            proxy = standing_for(lambda args, kwargs: self.call(number, args, kwargs), name, said.get("parameters"),
-                                 lambda: _Names(self))  # fmt: skip
+            proxy = standing_for(
+                lambda args, kwargs: self.call(number, args, kwargs), name, said.get("parameters"), lambda: _Names(self)
+            )
         proxy.remote_number = number
         self.proxies[number] = proxy
         return proxy
@@ -242,17 +245,26 @@ class Remote:
         sizes = [1 + secrets.randbelow(10**6) for _ in range(2)]
         encode, before = self.encoder(levels), self.last_key
         conditions = {
-            "grad": torch.is_grad_enabled(), "inference": torch.is_inference_mode_enabled(),
+            "grad": torch.is_grad_enabled(),
+            "inference": torch.is_inference_mode_enabled(),
             "fill": torch.are_deterministic_algorithms_enabled(),
-            "watch": bool(watches), "record": bool(watches or replayed), "canary": sizes,
+            "watch": bool(watches),
+            "record": bool(watches or replayed),
+            "canary": sizes,
             "modes": ["pickle", encode._blob(_ship(shipped))] if shipped else ["list", []],
-        }  # fmt: skip
+        }
         updates = self._updates(encode)
         message = {
-            "op": "call", "target": number, "next": step, "conditions": conditions, "updates": updates,
-            "levels": levels, "drop": self.dropped,
-            "args": self._encode(encode, args), "kwargs": self._encode(encode, kwargs),
-        }  # fmt: skip
+            "op": "call",
+            "target": number,
+            "next": step,
+            "conditions": conditions,
+            "updates": updates,
+            "levels": levels,
+            "drop": self.dropped,
+            "args": self._encode(encode, args),
+            "kwargs": self._encode(encode, kwargs),
+        }
         self.dropped = []
         reply, blobs = self.ask(message, encode.blobs)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -464,8 +476,13 @@ def error_with_lines(said: dict, own: dict[str, type] | None = None) -> BaseExce
         inner = "go()"
     for file, function, line, _ in reversed(frames):
         line = max(1, min(line, 100_000))
-        code = compile("\n" * (line - 1) + f"def go(go=go): {inner}" if inner == "go()" else
-                       "\n" * (line - 1) + f"def go(): {inner}", file, "exec")  # fmt: skip
+        code = compile(
+            "\n" * (line - 1) + f"def go(go=go): {inner}"
+            if inner == "go()"
+            else "\n" * (line - 1) + f"def go(): {inner}",
+            file,
+            "exec",
+        )
         exec(code, names)
         made = names["go"]
         made.__code__ = made.__code__.replace(co_name=function, co_qualname=function)

@@ -65,9 +65,16 @@ class SubmissionResult:
                 _text(cell.message)
             walls = {_text(k): _text(v) for k, v in said["walls"].items()}
             return cls(
-                _text(said["student"]), _text(said["lab"]), cells, flags, walls, _text(said["notebook"]),
-                float(said["seconds"]), float(said["cell_seconds"]), tuple(map(_text, said["skipped"])),
-            )  # fmt: skip
+                _text(said["student"]),
+                _text(said["lab"]),
+                cells,
+                flags,
+                walls,
+                _text(said["notebook"]),
+                float(said["seconds"]),
+                float(said["cell_seconds"]),
+                tuple(map(_text, said["skipped"])),
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise GradingError(f"a result is not well formed: {error}") from None
 

@@ -13,10 +13,12 @@ from collections.abc import Callable
 MAX_PARAMETERS = 40
 _KINDS = ("only", "plain", "rest", "named", "named rest")
 _OF = {
-    inspect.Parameter.POSITIONAL_ONLY: "only", inspect.Parameter.POSITIONAL_OR_KEYWORD: "plain",
-    inspect.Parameter.VAR_POSITIONAL: "rest", inspect.Parameter.KEYWORD_ONLY: "named",
+    inspect.Parameter.POSITIONAL_ONLY: "only",
+    inspect.Parameter.POSITIONAL_OR_KEYWORD: "plain",
+    inspect.Parameter.VAR_POSITIONAL: "rest",
+    inspect.Parameter.KEYWORD_ONLY: "named",
     inspect.Parameter.VAR_KEYWORD: "named rest",
-}  # fmt: skip
+}
 _ANYTHING = [["args", "rest", False], ["kwargs", "named rest", False]]
 _LEFT_OUT = type("default", (), {"__repr__": lambda self: "..."})()
 
@@ -29,9 +31,7 @@ def parameters_of(function: Callable) -> list[list] | None:
             known = inspect.Signature.from_callable(function, follow_wrapped=False)
         else:
             known = inspect.signature(function)
-        found = [
-            [p.name, _OF[p.kind], p.default is not inspect.Parameter.empty] for p in known.parameters.values()
-        ]  # fmt: skip
+        found = [[p.name, _OF[p.kind], p.default is not inspect.Parameter.empty] for p in known.parameters.values()]
     except Exception:  # a student's __signature__ may do anything
         return None
     return found if _well_formed(found) else None
@@ -55,9 +55,7 @@ def _well_formed(said: object) -> bool:
     return once and len(set(names)) == len(names) and places == sorted(places)
 
 
-def standing_for(
-    call: Callable[[tuple, dict], object], name: str, said: object, names: type[dict] = dict
-) -> Callable:
+def standing_for(call: Callable[[tuple, dict], object], name: str, said: object, names: type[dict] = dict) -> Callable:
     """A function that hands its arguments to `call(args, kwargs)`.
 
     Args:

@@ -31,9 +31,10 @@ def class_of(built: Built, count: int) -> dict[str, str]:
 
     released = {cell.id: cell.source for cell in nbformat.reads(built.student, as_version=4).cells}
     answers = [
-        cell.id for cell in nbformat.reads(built.student, as_version=4).cells
+        cell.id
+        for cell in nbformat.reads(built.student, as_version=4).cells
         if cell.cell_type == "code" and cell.metadata.get("nbgrader", {}).get("solution")
-    ]  # fmt: skip
+    ]
     found = {}
     for number in range(count):
         if number % 10 == 9:
@@ -80,13 +81,11 @@ def compare(lab: str, count: int, stock: int, jobs: int, timeout: int) -> dict:
         "engine_seconds": round(our_seconds, 1),
         "times_faster": round(stock_seconds / stock * count / our_seconds, 2),
         "cell_seconds": round(statistics.median(r.cell_seconds for r in summary.graded), 2),
-        "overhead_seconds": {
-            "median": round(statistics.median(overheads), 3), "largest": round(max(overheads), 3)
-        },
+        "overhead_seconds": {"median": round(statistics.median(overheads), 3), "largest": round(max(overheads), 3)},
         "scores_compared": sum(map(len, expected.values())),
         "scores_that_differ": differing,
         "flagged": {r.student: [vars(flag) for flag in r.flags] for r in summary.flagged},
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -68,9 +68,11 @@ class Outputs:
                 kept[kind] = value
                 self.left -= 0 if kind.startswith("image/") else len(value)
         if kept and len(self.items) < 1000:
-            kind = {"output_type": "display_data"} if count is None else {
-                "output_type": "execute_result", "execution_count": count
-            }  # fmt: skip
+            kind = (
+                {"output_type": "display_data"}
+                if count is None
+                else {"output_type": "execute_result", "execution_count": count}
+            )
             self.items.append({**kind, "data": kept, "metadata": {}})
 
     def error(self, name: str, value: str, trace: list[str]) -> None:
@@ -350,11 +352,18 @@ class Student:
         except Exception:
             answered = True
         name = getattr(value, "__name__", "")
-        return ["object", {
-            "id": number, "kind": kind, "type": type(value).__name__[:80], "answered": answered,
-            "name": name[:80] if isinstance(name, str) else "", "class": isinstance(value, type),
-            "parameters": parameters_of(value) if kind == "function" else None,
-        }]  # fmt: skip
+        return [
+            "object",
+            {
+                "id": number,
+                "kind": kind,
+                "type": type(value).__name__[:80],
+                "answered": answered,
+                "name": name[:80] if isinstance(name, str) else "",
+                "class": isinstance(value, type),
+                "parameters": parameters_of(value) if kind == "function" else None,
+            },
+        ]
 
     def _encoder(self, levels: vmaps.Levels = ()) -> Encoder:
         keys = {id(tensor): key for key, tensor in self.tensors.items()}
@@ -372,16 +381,25 @@ class Student:
                     return key, tensor.storage_offset()
             return None
 
-        return Encoder(handle, lambda tensor: keys.get(id(tensor)), levels=levels, shared=shared,
-                       block_mask=self.block_masks.named)  # fmt: skip
+        return Encoder(
+            handle, lambda tensor: keys.get(id(tensor)), levels=levels, shared=shared, block_mask=self.block_masks.named
+        )
 
     def _decoder(self, blobs: list, levels: vmaps.Levels = ()) -> Decoder:
         def keep(key, tensor):
             self.tensors[key] = tensor
             self.sent[key] = _bytes_of(tensor)
 
-        return Decoder(blobs, self._stub, self.objects.__getitem__, self.tensors.__getitem__, keep, trusted=True,
-                       levels=levels, block_mask=self.block_masks.rebuilt)  # fmt: skip
+        return Decoder(
+            blobs,
+            self._stub,
+            self.objects.__getitem__,
+            self.tensors.__getitem__,
+            keep,
+            trusted=True,
+            levels=levels,
+            block_mask=self.block_masks.rebuilt,
+        )
 
     def _stub(self, said: dict):
         """A function or an iterator of the checker, as the student meets it."""
@@ -632,13 +650,19 @@ def describe_error(error: BaseException) -> dict:
             last_is_raise = dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
         trace = trace.tb_next
     words = _words(error)
-    state = {str(k)[:40]: v if not isinstance(v, str) else v[:5000] for k, v in vars(error).items()
-             if v is None or isinstance(v, bool | int | float | str)}  # fmt: skip
+    state = {
+        str(k)[:40]: v if not isinstance(v, str) else v[:5000]
+        for k, v in vars(error).items()
+        if v is None or isinstance(v, bool | int | float | str)
+    }
     kinds = [f"{k.__module__}:{k.__qualname__}"[:200] for k in type(error).__mro__ if isinstance(k.__module__, str)]
     return {
-        "kinds": kinds[:12], "words": words[:5000], "frames": frames[-12:], "state": state,
+        "kinds": kinds[:12],
+        "words": words[:5000],
+        "frames": frames[-12:],
+        "state": state,
         "raised_there": last_is_students and last_is_raise,
-    }  # fmt: skip
+    }
 
 
 def _words(error: BaseException) -> str:

@@ -38,13 +38,39 @@ _LOADER = ("LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT", "PYTHONSTARTUP", "PYTHON
 _SECRET = ("instructor/", "gradebook", "/proc/1/", "/proc/self/mem", "/proc/self/environ", "/etc/shadow", "submitted/")
 _OPEN = ("/scratch", "/tmp", "/dev", "/out", "/proc/self/fd")
 _SIGNALS = tuple(number for number in signal.Signals if number not in (signal.SIGKILL, signal.SIGSTOP))
-_EVENTS = frozenset({
-    *_READS, *_TRACES, *_NETWORK, "socket.__new__", "exec", "compile", "code.__new__", "import", "open", "os.fork",
-    "os.forkpty", "os.symlink", "os.putenv", "os.kill", "os.killpg", "os.exec", "os.posix_spawn", "subprocess.Popen",
-    "fcntl.fcntl",
-    "ctypes.dlopen", "ctypes.dlsym", "ctypes.string_at", "ctypes.wstring_at", "ctypes.cdata", "ctypes.PyObj_FromPtr",
-    "ctypes.addressof", "ctypes.cdata/buffer", "ctypes.set_errno", "ctypes.call_function",
-})  # fmt: skip
+_EVENTS = frozenset(
+    {
+        *_READS,
+        *_TRACES,
+        *_NETWORK,
+        "socket.__new__",
+        "exec",
+        "compile",
+        "code.__new__",
+        "import",
+        "open",
+        "os.fork",
+        "os.forkpty",
+        "os.symlink",
+        "os.putenv",
+        "os.kill",
+        "os.killpg",
+        "os.exec",
+        "os.posix_spawn",
+        "subprocess.Popen",
+        "fcntl.fcntl",
+        "ctypes.dlopen",
+        "ctypes.dlsym",
+        "ctypes.string_at",
+        "ctypes.wstring_at",
+        "ctypes.cdata",
+        "ctypes.PyObj_FromPtr",
+        "ctypes.addressof",
+        "ctypes.cdata/buffer",
+        "ctypes.set_errno",
+        "ctypes.call_function",
+    }
+)
 _WATCHED_MODULES = ("torch", "utils", "utils.checking", "utils.watching", "time", "builtins", "numpy")
 _STRICT = ("builtins", "time", "utils")  # no library replaces a function there
 _HOOKS = ("showtraceback", "_showtraceback", "showsyntaxerror", "run_cell", "run_code", "run_ast_nodes", "displayhook")
@@ -52,10 +78,26 @@ _GONE = object()
 _TESTS = ("<tests of ", "<definitions of ")  # how the checker names the code of a test cell
 # Methods that a comparison or conversion in a check would call.
 _ANSWERING = (
-    "__class__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__float__", "__int__", "__index__",
-    "__sub__", "__rsub__", "__abs__", "__truediv__", "__getitem__", "__torch_function__", "__torch_dispatch__",
-    "__array__", "__bool__",
-)  # fmt: skip
+    "__class__",
+    "__eq__",
+    "__ne__",
+    "__lt__",
+    "__le__",
+    "__gt__",
+    "__ge__",
+    "__float__",
+    "__int__",
+    "__index__",
+    "__sub__",
+    "__rsub__",
+    "__abs__",
+    "__truediv__",
+    "__getitem__",
+    "__torch_function__",
+    "__torch_dispatch__",
+    "__array__",
+    "__bool__",
+)
 _NOTHING: tuple[list[int], list] = ([], [])
 _MATMUL = re.compile("|".join(f"(?:{name})" for name in watching.MATMUL))
 
@@ -82,9 +124,11 @@ class Watcher:
         self.before = [(name, space, owner, dict(space)) for name, space, owner in places]
         self.codes = [
             (f"{name}.{key}", value, value.__code__, value.__defaults__)
-            for name, space, _ in places if name.startswith("utils")
-            for key, value in space.items() if isinstance(value, types.FunctionType)
-        ]  # fmt: skip
+            for name, space, _ in places
+            if name.startswith("utils")
+            for key, value in space.items()
+            if isinstance(value, types.FunctionType)
+        ]
         self.looked: dict[str, tuple[list[int], list]] = {}
         self.finders = list(sys.meta_path)
         self.modules = {name: sys.modules[name] for name in _WATCHED_MODULES if name in sys.modules}
@@ -384,9 +428,24 @@ def _by_student(value) -> bool:
 def watched_places() -> list[tuple[str, dict, object]]:
     """(name, namespace, owner) of the namespaces whose functions a check may lean on."""
     modules = [n for n in sys.modules if n.partition(".")[0] == "utils" and sys.modules[n] is not None]
-    modules += ["time", "torch", "torch.testing", "torch.testing._comparison", "torch.nn.functional", "torch.cuda",
-                "torch.overrides", "torch.utils._python_dispatch", "torch.utils.flop_counter", "math", "json",
-                "inspect", "gc", "os", "sys", "random"]  # fmt: skip
+    modules += [
+        "time",
+        "torch",
+        "torch.testing",
+        "torch.testing._comparison",
+        "torch.nn.functional",
+        "torch.cuda",
+        "torch.overrides",
+        "torch.utils._python_dispatch",
+        "torch.utils.flop_counter",
+        "math",
+        "json",
+        "inspect",
+        "gc",
+        "os",
+        "sys",
+        "random",
+    ]
     places: list[tuple[str, dict, object]] = []
     for name in modules:
         if name in sys.modules:

@@ -26,8 +26,13 @@ from pathlib import Path
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (
-    0x00020000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
-)  # fmt: skip
+    0x00020000,
+    0x04000000,
+    0x08000000,
+    0x10000000,
+    0x20000000,
+    0x40000000,
+)
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE, _MS_REMOUNT = 1, 2, 4, 4096, 16384, 1 << 18, 32
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_DUMPABLE, _PR_SET_PDEATHSIG = 38, 22, 24, 4, 1
 
@@ -211,9 +216,13 @@ def limit_resources(limits: Limits, walls: dict[str, str]) -> None:
     with open("/proc/self/statm") as statm:
         size_now = int(statm.read().split()[0]) * resource.getpagesize()
     wanted = {
-        "NPROC": limits.processes, "CPU": limits.cpu_seconds, "FSIZE": limits.file_mb << 20, "CORE": 0, "NOFILE": 1024,
+        "NPROC": limits.processes,
+        "CPU": limits.cpu_seconds,
+        "FSIZE": limits.file_mb << 20,
+        "CORE": 0,
+        "NOFILE": 1024,
         "AS": None if limits.gpu else size_now + int(limits.memory_gb * 1e9),
-    }  # fmt: skip
+    }
     for name, value in wanted.items():
         if value is not None:
             kind = getattr(resource, f"RLIMIT_{name}")
@@ -229,14 +238,37 @@ def limit_resources(limits: Limits, walls: dict[str, str]) -> None:
 # ---- seccomp -----------------------------------------------------------------------------------------------------
 
 _NUMBERS = {  # x86_64, aarch64
-    "pivot_root": (155, 41), "capset": (126, 91), "ptrace": (101, 117), "mount": (165, 40), "umount2": (166, 39),
-    "unshare": (272, 97), "setns": (308, 268), "bpf": (321, 280), "keyctl": (250, 219), "add_key": (248, 217),
-    "request_key": (249, 218), "kexec_load": (246, 104), "init_module": (175, 105), "finit_module": (313, 273),
-    "delete_module": (176, 106), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "reboot": (169, 142),
-    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "swapon": (167, 224), "open_tree": (428, 428),
-    "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
-    "mount_setattr": (442, 442), "io_uring_setup": (425, 425), "socket": (41, 198), "pidfd_getfd": (438, 438),
-}  # fmt: skip
+    "pivot_root": (155, 41),
+    "capset": (126, 91),
+    "ptrace": (101, 117),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "bpf": (321, 280),
+    "keyctl": (250, 219),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "kexec_load": (246, 104),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "reboot": (169, 142),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "swapon": (167, 224),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "mount_setattr": (442, 442),
+    "io_uring_setup": (425, 425),
+    "socket": (41, 198),
+    "pidfd_getfd": (438, 438),
+}
 _KERNEL_ONLY = ("pivot_root", "capset", "socket")  # used here, or treated apart
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
@@ -258,8 +290,12 @@ def filter_calls(walls: dict[str, str], network: bool) -> None:
     for number in refused:
         program += [(jump_equal, 0, 1, number), (give_back, 0, 0, refuse)]
     if not network:
-        program += [(jump_equal, 0, 3, _number("socket")), (load, 0, 0, 16), (jump_equal, 1, 0, 1),
-                    (give_back, 0, 0, refuse)]  # fmt: skip
+        program += [
+            (jump_equal, 0, 3, _number("socket")),
+            (load, 0, 0, 16),
+            (jump_equal, 1, 0, 1),
+            (give_back, 0, 0, refuse),
+        ]
     program.append((give_back, 0, 0, allow))
     code = b"".join(struct.pack("<HBBI", *step) for step in program)
     buffer = ctypes.create_string_buffer(code, len(code))

@@ -170,8 +170,15 @@ class Encoder:
         block_mask: gives a BlockMask its number: ["own" or "theirs", number]; None refuses
     """
 
-    def __init__(self, handle: Callable | None = None, known: Callable | None = None, trusted: bool = False,
-                 levels: vmaps.Levels = (), shared: Callable | None = None, block_mask: Callable | None = None):
+    def __init__(
+        self,
+        handle: Callable | None = None,
+        known: Callable | None = None,
+        trusted: bool = False,
+        levels: vmaps.Levels = (),
+        shared: Callable | None = None,
+        block_mask: Callable | None = None,
+    ):
         self.handle, self.known, self.trusted = handle, known, trusted
         self.levels, self.shared, self.block_mask = levels, shared, block_mask
         self.blobs: list = []
@@ -224,8 +231,13 @@ class Encoder:
             return [table[0], *(self(part, depth + 1) for part in table[1:])]
         if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufc":
             plain = np.ascontiguousarray(value)
-            return ["numpy", plain.dtype.str, list(value.shape), isinstance(value, np.generic),
-                    self._blob(plain.tobytes())]  # fmt: skip
+            return [
+                "numpy",
+                plain.dtype.str,
+                list(value.shape),
+                isinstance(value, np.generic),
+                self._blob(plain.tobytes()),
+            ]
         if isinstance(value, tuple) and hasattr(kind, "_fields"):  # a namedtuple
             return ["tuple", [self(item, depth + 1) for item in tuple.__iter__(value)]]
         if self.trusted:
@@ -270,11 +282,18 @@ class Encoder:
                 raise WireError(f"a tensor of {dtype} cannot travel")
             stride = list(tensor.stride()) if _own_memory(list(tensor.shape), list(tensor.stride())) else None
             meta = tensor.device.type == "meta"
-            return ["tensor", {
-                "dtype": dtype, "shape": list(tensor.shape), "stride": stride, "device": str(tensor.device),
-                "grad": tensor.requires_grad, "key": key[0] if key else None,
-                "data": None if meta else self._blob(tensor_bytes(tensor)),
-            }]  # fmt: skip
+            return [
+                "tensor",
+                {
+                    "dtype": dtype,
+                    "shape": list(tensor.shape),
+                    "stride": stride,
+                    "device": str(tensor.device),
+                    "grad": tensor.requires_grad,
+                    "key": key[0] if key else None,
+                    "data": None if meta else self._blob(tensor_bytes(tensor)),
+                },
+            ]
 
 
 def block_mask_fields(value) -> dict | None:
@@ -327,8 +346,17 @@ class Decoder:
         block_mask: gives the BlockMask for (whose, number), with fields as given
     """
 
-    def __init__(self, blobs: list, handle=None, own=None, known=None, keep=None, trusted: bool = False,
-                 levels: vmaps.Levels = (), block_mask=None):
+    def __init__(
+        self,
+        blobs: list,
+        handle=None,
+        own=None,
+        known=None,
+        keep=None,
+        trusted: bool = False,
+        levels: vmaps.Levels = (),
+        block_mask=None,
+    ):
         self.blobs, self.handle, self.own, self.known, self.keep = blobs, handle, own, known, keep
         self.trusted, self.levels, self.block_mask = trusted, levels, block_mask
         self.nodes = 0
@@ -517,13 +545,41 @@ class Decoder:
             raise WireError("references and pickles are not taken from a student's process")
 
 
-_KINDS = frozenset({
-    "none", "ellipsis", "range", "fraction", "bool", "int", "float", "complex", "str", "bytes", "list", "tuple",
-    "size", "set", "dict",
-    "dtype", "device", "slice", "numpy", "tensor", "known", "view", "batched", "block_mask", "series", "frame", "own",
-    "object",
-    "namespace", "ref", "pickle",
-})  # fmt: skip
+_KINDS = frozenset(
+    {
+        "none",
+        "ellipsis",
+        "range",
+        "fraction",
+        "bool",
+        "int",
+        "float",
+        "complex",
+        "str",
+        "bytes",
+        "list",
+        "tuple",
+        "size",
+        "set",
+        "dict",
+        "dtype",
+        "device",
+        "slice",
+        "numpy",
+        "tensor",
+        "known",
+        "view",
+        "batched",
+        "block_mask",
+        "series",
+        "frame",
+        "own",
+        "object",
+        "namespace",
+        "ref",
+        "pickle",
+    }
+)
 
 
 def _exactly(value, kind: type):

@@ -32,9 +32,20 @@ import types
 from instructor.grading import checker, student, tampering, walls
 from instructor.grading.wire import Channel, Closed
 
-WARM = ("matplotlib.pyplot", "pandas", "transformers", "utils.model", "torch.profiler", "torch.utils.flop_counter",
-        "torch.nn.attention", "importlib.util", "linecache", "cloudpickle", "utils.kernels.interpreter",
-        "matplotlib_inline.backend_inline")  # fmt: skip
+WARM = (
+    "matplotlib.pyplot",
+    "pandas",
+    "transformers",
+    "utils.model",
+    "torch.profiler",
+    "torch.utils.flop_counter",
+    "torch.nn.attention",
+    "importlib.util",
+    "linecache",
+    "cloudpickle",
+    "utils.kernels.interpreter",
+    "matplotlib_inline.backend_inline",
+)
 
 
 def make_shell():
@@ -420,9 +431,14 @@ def _settle(place: str, output: str, own_root: bool) -> None:
     os.chdir(place)
     os.umask(0o077)
     os.environ.update(
-        HOME=place, TMPDIR="/tmp" if own_root else place, USER="student", IPYTHONDIR=f"{place}/.ipython",
-        MPLCONFIGDIR=f"{place}/.matplotlib", TRITON_HOME=place, TORCHINDUCTOR_CACHE_DIR=f"{place}/.inductor",
-    )  # fmt: skip
+        HOME=place,
+        TMPDIR="/tmp" if own_root else place,
+        USER="student",
+        IPYTHONDIR=f"{place}/.ipython",
+        MPLCONFIGDIR=f"{place}/.matplotlib",
+        TRITON_HOME=place,
+        TORCHINDUCTOR_CACHE_DIR=f"{place}/.inductor",
+    )
     tempfile.tempdir = None
     null = os.open("/dev/null", os.O_RDONLY)
     shown = os.open(f"{output}/shown", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)

@@ -1629,7 +1629,7 @@ def check_pages(paged_mask):
     mod = paged_mask(lambda b, h, q, k: k <= q, torch.tensor([0, 1, 0]), torch.tensor([1, 0, 0]), 2)
     got = [rows_of(mod, 3, 6, b=b) for b in (0, 1)]
     expected = [[[0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 1], [1, 0, 0, 0, 1, 1]],
-                [[0, 0, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0]]]  # fmt: skip
+                [[0, 0, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0]]]
     assert got == expected, f"three pages of two tokens: sequence 0 sees {got[0]}, sequence 1 sees {got[1]}"
 
 

@@ -1737,7 +1737,7 @@ def load_grid(path: Path, which: str = "grid") -> pd.DataFrame:
     if not path.exists():
         print(f"There is no {path} here: the cells below work on an empty table.")
         return pd.DataFrame(columns=[*SHAPE, "shape", "backend", "status", "ms", "is_default", "tflops", "gb_s", "error",
-                                     "refused"])  # fmt: skip
+                                     "refused"])
     document = json.loads(path.read_text())
     machine = document["environment"]
     print(f"Recorded on {machine['gpu']}, torch {machine['torch']}, commit {machine['commit']}. Not measured here.")
@@ -1801,7 +1801,7 @@ def check_fastest(fastest, default_slowdown, geometric_mean):
     small = pd.DataFrame({
         "shape": [0, 0, 0, 1, 1, 1], "backend": ["math", "flash", "cudnn"] * 2, "ms": [9.0, 2.0, 1.0, 8.0, 3.0, 0.5],
         "status": ["ok", "ok", "ok", "ok", "ok", "refused"], "is_default": [False, True, False] * 2,
-    })  # fmt: skip
+    })
     got = dict(fastest(small))
     assert got == {0: "cudnn", 1: "flash"}, f"cudnn wins shape 0, and is refused in shape 1; fastest says {got}"
     got = dict(default_slowdown(small))
@@ -1914,10 +1914,10 @@ def check_answers(grid_answers):
         {"shape": i, "kind": kind, "backend": backend, "ms": times[backend][i], "status": "ok", "head_dim": 128,
          "is_default": backend == "flash", "tflops": 100 / times[backend][i], "gb_s": 2400 / times[backend][i]}
         for i, kind in enumerate(kinds) for backend in times
-    ])  # fmt: skip
+    ])
     got = grid_answers(small)
     keys = {"default_wins", "default_loss", "decode_winner", "worst_default", "peak_tflops", "decode_bandwidth",
-            "cudnn_over_flash"}  # fmt: skip
+            "cudnn_over_flash"}
     assert isinstance(got, dict) and set(got) == keys, f"the keys should be {sorted(keys)}; got {got!r:.200}"
     expect_number(got["default_wins"], 1 / 3, rel=1e-6, what="flash is the default and wins 1 of 3 shapes: default_wins")
     assert got["decode_winner"] == "flash", f"flash wins the decode shape; decode_winner is {got['decode_winner']!r}"
@@ -2023,7 +2023,7 @@ def check_choose(choose_backend):
     small = pd.DataFrame([
         shape | {"shape": i, "seq_len_q": length, "seq_len_kv": length, "backend": backend, "ms": ms}
         for i, length in enumerate((512, 2048)) for backend, ms in (("flash", 1.0 + i), ("cudnn", 1.5))
-    ])  # fmt: skip
+    ])
     call = {key: value for key, value in shape.items() if key != "status"}
     for length, expected in ((600, "flash"), (1500, "cudnn")):
         got = choose_backend(small, call | {"seq_len_q": length, "seq_len_kv": length}, ["math", "flash", "cudnn"])
@@ -2053,12 +2053,12 @@ rows = []
 for _, group in held_out.groupby("shape"):
     group_ms = group.query("status == 'ok'").set_index("backend")["ms"]
     picks = {"yours": choose_backend(grid, group.iloc[0].to_dict(), list(group_ms.index)), "always cudnn": "cudnn",
-             "always flash": "flash"}  # fmt: skip
+             "always flash": "flash"}
     rows.append({name: group_ms.get(pick, math.nan) / group_ms.min() for name, pick in picks.items()})
 if rows:
     lost = pd.DataFrame(rows)
     show(pd.DataFrame({"within 3% of the best": (lost <= 1.03).mean(), "geometric mean": lost.apply(lambda x: math.exp(
-        x.map(math.log).mean())), "worst": lost.max()}).rename_axis("choice").reset_index(), "choice")  # fmt: skip
+        x.map(math.log).mean())), "worst": lost.max()}).rename_axis("choice").reset_index(), "choice")
 
 # %% [markdown]
 # ## Save your results

@@ -6,10 +6,13 @@ import pytest
 from tests.instructor import lab_cases
 
 __all__ = [
-    "test_a_missing_answer_stops_only_cells_that_say_so", "test_every_check_is_used_by_one_cell",
-    "test_graded_cells_need_no_plain_cell", "test_solved_lab_gets_every_point",
-    "test_untouched_lab_gets_nothing_and_says_what_is_missing", "test_verdicts_name_their_question",
-]  # fmt: skip
+    "test_a_missing_answer_stops_only_cells_that_say_so",
+    "test_every_check_is_used_by_one_cell",
+    "test_graded_cells_need_no_plain_cell",
+    "test_solved_lab_gets_every_point",
+    "test_untouched_lab_gets_nothing_and_says_what_is_missing",
+    "test_verdicts_name_their_question",
+]
 
 
 def test_every_check_is_used_by_one_cell(calls, checks):

@@ -28,6 +28,7 @@ from utils.checking import MATMUL, check, expect_close, expect_number, forbid, r
 #
 # Multiply two matrices by broadcasting.
 
+
 # %% nbgrader={"grade_id": "q1_1", "solution": true}
 def gemm_broadcast(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Multiply (M, K) by (K, N)."""
@@ -78,6 +79,7 @@ macs = None
 macs = 1024 * 1024 * 1024
 ### END SOLUTION
 
+
 # %% nbgrader={"grade_id": "q1_3_tests", "grade": true, "points": 2.5}
 @check("1.3")
 def check_macs(value):
@@ -88,6 +90,7 @@ check_macs(macs).raise_if_wrong()
 
 # %% [markdown]
 # ### Bonus Question 1.4: A GEMV {points}
+
 
 # %% nbgrader={"grade_id": "bonus_1_4", "solution": true}
 def gemv(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

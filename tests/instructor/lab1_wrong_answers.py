@@ -72,121 +72,163 @@ def _flash(update: str) -> str:
     return _FLASH.format(update=update)
 
 
-_GOOD_UPDATE = "r = torch.exp(m - new); l = l * r + p.sum(-1, keepdim=True); acc = acc * r + p @ v[:, :, j:j + tile_k].float()"
+_GOOD_UPDATE = (
+    "r = torch.exp(m - new); l = l * r + p.sum(-1, keepdim=True); acc = acc * r + p @ v[:, :, j:j + tile_k].float()"
+)
 
 WRONG_ANSWERS = [
     # ---- 1.1
     WrongAnswer("library product", "q1_1", "def gemm_naive(a, b):\n    return a @ b\n", "aten.mm"),
     WrongAnswer(
-        "F.linear", "q1_1", "def gemm_naive(a, b):\n    return F.linear(a, b.T)\n", "write the three loops yourself".capitalize()
+        "F.linear",
+        "q1_1",
+        "def gemm_naive(a, b):\n    return F.linear(a, b.T)\n",
+        "write the three loops yourself".capitalize(),
     ),
     WrongAnswer(
-        "getattr and a spliced name", "q1_1", "def gemm_naive(a, b):\n    return getattr(torch, 'mat' + 'mul')(a, b)\n",
+        "getattr and a spliced name",
+        "q1_1",
+        "def gemm_naive(a, b):\n    return getattr(torch, 'mat' + 'mul')(a, b)\n",
         "may not use",
     ),
     WrongAnswer(
-        "through NumPy", "q1_1", "def gemm_naive(a, b):\n    return torch.from_numpy(a.numpy() @ b.numpy())\n",
+        "through NumPy",
+        "q1_1",
+        "def gemm_naive(a, b):\n    return torch.from_numpy(a.numpy() @ b.numpy())\n",
         "out of torch, by .numpy()",
     ),
     WrongAnswer(
-        "transposed result", "q1_1",
-        _NAIVE.format(body="""for i in range(m):
+        "transposed result",
+        "q1_1",
+        _NAIVE.format(
+            body="""for i in range(m):
         for j in range(n):
             for p in range(k):
                 c[i, j] += a[i, p] * b[p, j]
-    c = c.T"""),
+    c = c.T"""
+        ),
         "It looks transposed",
     ),
     WrongAnswer(
-        "sum not set back", "q1_1",
-        _NAIVE.format(body="""total = 0.0
+        "sum not set back",
+        "q1_1",
+        _NAIVE.format(
+            body="""total = 0.0
     for i in range(m):
         for j in range(n):
             for p in range(k):
                 total += a[i, p].item() * b[p, j].item()
-            c[i, j] = total"""),
+            c[i, j] = total"""
+        ),
         "where is the sum set back to zero",
     ),
     WrongAnswer(
-        "last step of the sum missing", "q1_1",
-        _NAIVE.format(body="""for i in range(m):
+        "last step of the sum missing",
+        "q1_1",
+        _NAIVE.format(
+            body="""for i in range(m):
         for j in range(n):
             for p in range(k - 1):
-                c[i, j] += a[i, p] * b[p, j]"""),
+                c[i, j] += a[i, p] * b[p, j]"""
+        ),
         "is wrong in",
     ),
     WrongAnswer(
-        "returns fp64", "q1_1",
-        _NAIVE.format(body="""c = c.double()
+        "returns fp64",
+        "q1_1",
+        _NAIVE.format(
+            body="""c = c.double()
     for i in range(m):
         for j in range(n):
             for p in range(k):
-                c[i, j] += a[i, p] * b[p, j]"""),
+                c[i, j] += a[i, p] * b[p, j]"""
+        ),
         "should have dtype torch.float32, and has torch.float64",
     ),
     WrongAnswer(
-        "two loops and a dot product", "q1_1",
-        _NAIVE.format(body="""for i in range(m):
+        "two loops and a dot product",
+        "q1_1",
+        _NAIVE.format(
+            body="""for i in range(m):
         for j in range(n):
-            c[i, j] = (a[i] * b[:, j]).sum()"""),
+            c[i, j] = (a[i] * b[:, j]).sum()"""
+        ),
         "elements at once",
     ),
     WrongAnswer(
-        "square only", "q1_1",
-        _NAIVE.format(body="""for i in range(m):
+        "square only",
+        "q1_1",
+        _NAIVE.format(
+            body="""for i in range(m):
         for j in range(m):
             for p in range(m):
-                c[i, j] += a[i, p] * b[p, j]"""),
+                c[i, j] += a[i, p] * b[p, j]"""
+        ),
         # which of the two depends on whether the drawn m is the smallest size
         ("raised IndexError", "is wrong in"),
     ),
     WrongAnswer(
-        "result on the CPU", "q1_1",
-        _NAIVE.format(body="""c = torch.zeros(m, n, dtype=a.dtype)
+        "result on the CPU",
+        "q1_1",
+        _NAIVE.format(
+            body="""c = torch.zeros(m, n, dtype=a.dtype)
     for i in range(m):
         for j in range(n):
-            c[i, j] = sum(a[i, p].item() * b[p, j].item() for p in range(k))"""),
+            c[i, j] = sum(a[i, p].item() * b[p, j].item() for p in range(k))"""
+        ),
         "device=a.device",
     ),
     WrongAnswer("no return", "q1_1", "def gemm_naive(a, b):\n    c = torch.zeros(2, 2)\n", "is a return missing"),
     # ---- 1.2
     WrongAnswer(
-        "whole tiles only", "q1_2",
-        _TILED.format(body="""for i in range(m // tile_m):
+        "whole tiles only",
+        "q1_2",
+        _TILED.format(
+            body="""for i in range(m // tile_m):
         for j in range(n // tile_n):
             rows, cols = slice(i * tile_m, (i + 1) * tile_m), slice(j * tile_n, (j + 1) * tile_n)
             for p in range(k // tile_k):
                 x, y = a[rows, p * tile_k:(p + 1) * tile_k], b[p * tile_k:(p + 1) * tile_k, cols]
-                c[rows, cols] += (x[:, :, None] * y[None]).sum(1)"""),
+                c[rows, cols] += (x[:, :, None] * y[None]).sum(1)"""
+        ),
         "Look at the tiles at the edges",
     ),
     WrongAnswer(
-        "accumulator overwritten in each step", "q1_2",
+        "accumulator overwritten in each step",
+        "q1_2",
         _TILED.format(body=_TILE_LOOPS.format(step="acc = (x[:, :, None] * y[None]).sum(1)")),
         "Every tile is whole here",
     ),
     WrongAnswer(
-        "one broadcast over the whole matrix", "q1_2",
+        "one broadcast over the whole matrix",
+        "q1_2",
         "def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):\n    return (a[:, :, None] * b[None]).sum(1)\n",
         "elements at once",
     ),
     WrongAnswer(
-        "einsum inside of a tile", "q1_2",
-        _TILED.format(body=_TILE_LOOPS.format(step="acc += torch.einsum('ik,kj->ij', x, y)")), "may not use",
+        "einsum inside of a tile",
+        "q1_2",
+        _TILED.format(body=_TILE_LOOPS.format(step="acc += torch.einsum('ik,kj->ij', x, y)")),
+        "may not use",
     ),
     WrongAnswer(
-        "hard-coded tile of 64", "q1_2",
+        "hard-coded tile of 64",
+        "q1_2",
         _TILED.format(body="tile_m = tile_n = tile_k = 64\n    " + _TILE_LOOPS.format(step=_OUTER)),
         "Are the tile sizes used",
     ),
     WrongAnswer(
-        "added to memory that nothing was written to", "q1_2",
-        _TILED.format(body="c = torch.empty_like(c)\n    " + _TILE_LOOPS.format(step=_OUTER).replace("] = acc", "] += acc")),
+        "added to memory that nothing was written to",
+        "q1_2",
+        _TILED.format(
+            body="c = torch.empty_like(c)\n    " + _TILE_LOOPS.format(step=_OUTER).replace("] = acc", "] += acc")
+        ),
         "memory read that nothing was written to",
     ),
     # ---- 1.3
     WrongAnswer(
-        "seconds", "q1_3",
+        "seconds",
+        "q1_3",
         """
 def time_calls(fn, n_calls, synchronize):
     times = []
@@ -198,7 +240,8 @@ def time_calls(fn, n_calls, synchronize):
         "It looks like seconds",
     ),
     WrongAnswer(
-        "clock stopped before the wait", "q1_3",
+        "clock stopped before the wait",
+        "q1_3",
         """
 def time_calls(fn, n_calls, synchronize):
     times = []
@@ -210,7 +253,8 @@ def time_calls(fn, n_calls, synchronize):
         "Is the clock stopped after the wait",
     ),
     WrongAnswer(
-        "no wait before the clock starts", "q1_3",
+        "no wait before the clock starts",
+        "q1_3",
         """
 def time_calls(fn, n_calls, synchronize):
     times = []
@@ -222,7 +266,8 @@ def time_calls(fn, n_calls, synchronize):
         "wait for the device before the clock starts",
     ),
     WrongAnswer(
-        "all calls timed together", "q1_3",
+        "all calls timed together",
+        "q1_3",
         """
 def time_calls(fn, n_calls, synchronize):
     synchronize(); start = time.perf_counter()
@@ -234,7 +279,8 @@ def time_calls(fn, n_calls, synchronize):
     ),
     # ---- 1.4
     WrongAnswer(
-        "MAC for FLOP", "q1_4",
+        "MAC for FLOP",
+        "q1_4",
         """
 def gemm_macs_flops_bytes(m, n, k, dtype):
     return m * n * k, m * n * k, (m * k + k * n + m * n) * dtype.itemsize
@@ -242,7 +288,8 @@ def gemm_macs_flops_bytes(m, n, k, dtype):
         "one multiply-accumulate is two FLOPs",
     ),
     WrongAnswer(
-        "bytes of fp32 for every dtype", "q1_4",
+        "bytes of fp32 for every dtype",
+        "q1_4",
         """
 def gemm_macs_flops_bytes(m, n, k, dtype):
     return m * n * k, 2 * m * n * k, (m * k + k * n + m * n) * 4
@@ -250,72 +297,110 @@ def gemm_macs_flops_bytes(m, n, k, dtype):
         "depends on the dtype",
     ),
     WrongAnswer(
-        "result of GEMV not written", "q1_4",
+        "result of GEMV not written",
+        "q1_4",
         "def gemv_macs_flops_bytes(m, k, dtype):\n    return m * k, 2 * m * k, (m * k + k) * dtype.itemsize\n",
         "The result y is written, too",
     ),
     # ---- 1.5
     WrongAnswer(
-        "K not masked", "q1_5", "", "tl.load reads outside", replaces=(("(rows[:, None] < M) & (ks[None, :] < K)", "rows[:, None] < M"),),
+        "K not masked",
+        "q1_5",
+        "",
+        "tl.load reads outside",
+        replaces=(("(rows[:, None] < M) & (ks[None, :] < K)", "rows[:, None] < M"),),
     ),
     WrongAnswer(
-        "store not masked", "q1_5", "", "tl.store writes outside",
+        "store not masked",
+        "q1_5",
+        "",
+        "tl.store writes outside",
         replaces=((", mask=(rows[:, None] < M) & (cols[None, :] < N))", ")"),),
     ),
     WrongAnswer(
-        "strides of a contiguous matrix", "q1_5", "", "column-major",
-        replaces=(("a_ptr + rows[:, None] * stride_am + ks[None, :] * stride_ak", "a_ptr + rows[:, None] * stride_am + ks[None, :]"),),
+        "strides of a contiguous matrix",
+        "q1_5",
+        "",
+        "column-major",
+        replaces=(
+            (
+                "a_ptr + rows[:, None] * stride_am + ks[None, :] * stride_ak",
+                "a_ptr + rows[:, None] * stride_am + ks[None, :]",
+            ),
+        ),
     ),
     WrongAnswer(
-        "rows of A not masked", "q1_5", "", "tl.load reads outside", replaces=(("(rows[:, None] < M) & (ks[None, :] < K)", "ks[None, :] < K"),),
+        "rows of A not masked",
+        "q1_5",
+        "",
+        "tl.load reads outside",
+        replaces=(("(rows[:, None] < M) & (ks[None, :] < K)", "ks[None, :] < K"),),
     ),
     WrongAnswer(
-        "not accumulated", "q1_5", "", "is wrong in",
+        "not accumulated",
+        "q1_5",
+        "",
+        "is wrong in",
         replaces=(("tl.dot(a_tile, b_tile, accumulator, input_precision", "tl.dot(a_tile, b_tile, input_precision"),),
     ),
     # ---- 2
     WrongAnswer(
-        "bytes over FLOPs", "q2_1",
+        "bytes over FLOPs",
+        "q2_1",
         "def gemv_intensity(m, k, dtype):\n    return (m * k + k + m) * dtype.itemsize / (2 * m * k)\n",
         "FLOPs over bytes",
     ),
     WrongAnswer(
-        "the higher roof", "q2_2",
+        "the higher roof",
+        "q2_2",
         "def attainable_tflops(intensity, peak_tflops, bandwidth_tb_s):\n    return max(peak_tflops, intensity * bandwidth_tb_s)\n",
         "The lower of the two roofs",
     ),
     WrongAnswer(
-        "latency taken as seconds", "q2_3", "def achieved_tflops(flops, latency_ms):\n    return flops / latency_ms / 1e12\n",
+        "latency taken as seconds",
+        "q2_3",
+        "def achieved_tflops(flops, latency_ms):\n    return flops / latency_ms / 1e12\n",
         "in ms, not in seconds",
     ),
     WrongAnswer(
-        "rounded down", "q2_3",
-        "def smallest_compute_bound_gemm(ridge, dtype):\n    return int(1.5 * dtype.itemsize * ridge)\n", "still memory-bound",
+        "rounded down",
+        "q2_3",
+        "def smallest_compute_bound_gemm(ridge, dtype):\n    return int(1.5 * dtype.itemsize * ridge)\n",
+        "still memory-bound",
     ),
     # ---- 3
     WrongAnswer(
-        "window one key too wide", "q3_1",
+        "window one key too wide",
+        "q3_1",
         """
 def attended_pairs(query_len, kv_len, window=None):
     return sum(min(p + 1, (window or p) + 1) for p in range(kv_len - query_len, kv_len))
 """,
-        "the query's own included", loses=("q3_1_pairs_tests", "q3_1_cost_tests"),
+        "the query's own included",
+        loses=("q3_1_pairs_tests", "q3_1_cost_tests"),
     ),
     WrongAnswer(
-        "no causal mask", "q3_1",
+        "no causal mask",
+        "q3_1",
         """
 def attended_pairs(query_len, kv_len, window=None):
     return query_len * (min(kv_len, window) if window else kv_len)
 """,
-        "causal mask hides", loses=("q3_1_pairs_tests", "q3_1_cost_tests"),
+        "causal mask hides",
+        loses=("q3_1_pairs_tests", "q3_1_cost_tests"),
     ),
-    WrongAnswer("forgets GQA", "q3_1", _cost(kv_heads="num_attention_heads"), "not num_attention_heads", ("q3_1_cost_tests",)),
-    WrongAnswer("the whole square", "q3_1", _cost(pairs="query_len * kv_len"), "not the whole square", ("q3_1_cost_tests",)),
+    WrongAnswer(
+        "forgets GQA", "q3_1", _cost(kv_heads="num_attention_heads"), "not num_attention_heads", ("q3_1_cost_tests",)
+    ),
+    WrongAnswer(
+        "the whole square", "q3_1", _cost(pairs="query_len * kv_len"), "not the whole square", ("q3_1_cost_tests",)
+    ),
     WrongAnswer("reads all keys", "q3_1", _cost(keys="kv_len"), "at least one query can see", ("q3_1_cost_tests",)),
     WrongAnswer("MAC for FLOP in attention", "q3_1", _cost(flops="macs"), "two FLOPs", ("q3_1_cost_tests",)),
     WrongAnswer("fp32 bytes in attention", "q3_1", _cost(size="4"), "depends on the dtype", ("q3_1_cost_tests",)),
     WrongAnswer(
-        "two matrices in the MLP", "q3_2",
+        "two matrices in the MLP",
+        "q3_2",
         """
 def mlp_macs_flops_bytes(tokens, config, dtype):
     h, i = config.hidden_size, config.intermediate_size
@@ -324,7 +409,8 @@ def mlp_macs_flops_bytes(tokens, config, dtype):
         "three matrices",
     ),
     WrongAnswer(
-        "GELU and product as one operator", "q3_2",
+        "GELU and product as one operator",
+        "q3_2",
         """
 def mlp_macs_flops_bytes(tokens, config, dtype):
     h, i = config.hidden_size, config.intermediate_size
@@ -333,7 +419,8 @@ def mlp_macs_flops_bytes(tokens, config, dtype):
         "two operators here",
     ),
     WrongAnswer(
-        "counted twice", "q3_3",
+        "counted twice",
+        "q3_3",
         """
 def counted_flops(fn, *args):
     from torch.utils.flop_counter import FlopCounterMode
@@ -345,7 +432,8 @@ def counted_flops(fn, *args):
         "fn should run once",
     ),
     WrongAnswer(
-        "no cache, all of it in one prefill", "q3_4",
+        "no cache, all of it in one prefill",
+        "q3_4",
         """
 def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
     x = torch.cat((prompt, new_tokens), dim=1)
@@ -353,10 +441,12 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
     embeddings = get_position_embeddings(x, positions, rotary_emb, layer.self_attn.layer_type)
     return prefill_forward(layer, x, positions, embeddings)[:, prompt.shape[1]:]
 """,
-        "the cache saves the rest", ("q3_4_decode_tests",),
+        "the cache saves the rest",
+        ("q3_4_decode_tests",),
     ),
     WrongAnswer(
-        "rotary embedding always at the prompt's end", "q3_4",
+        "rotary embedding always at the prompt's end",
+        "q3_4",
         """
 def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
     batch, start, _ = prompt.shape
@@ -370,29 +460,35 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
         outputs.append(decode_forward(layer, x, place.expand(batch, 1), embeddings, True, cache, torch.tensor([start + i])))
     return torch.cat(outputs, dim=1)
 """,
-        "must all say so", ("q3_4_decode_tests",),
+        "must all say so",
+        ("q3_4_decode_tests",),
     ),
     WrongAnswer(
-        "keys without values", "q3_4",
+        "keys without values",
+        "q3_4",
         """
 def kv_cache_bytes(batch, length, config, dtype):
     tokens = sum(min(length, config.sliding_window) if "sliding" in kind else length for kind in config.layer_types)
     return batch * tokens * config.num_key_value_heads * config.head_dim * dtype.itemsize
 """,
-        "Keys and values are both kept", ("q3_4_bytes_tests",),
+        "Keys and values are both kept",
+        ("q3_4_bytes_tests",),
     ),
     WrongAnswer(
-        "cache without the window", "q3_4",
+        "cache without the window",
+        "q3_4",
         """
 def kv_cache_bytes(batch, length, config, dtype):
     layers = len(config.layer_types)
     return 2 * layers * batch * length * config.num_key_value_heads * config.head_dim * dtype.itemsize
 """,
-        "at most config.sliding_window", ("q3_4_bytes_tests",),
+        "at most config.sliding_window",
+        ("q3_4_bytes_tests",),
     ),
     # ---- 4
     WrongAnswer(
-        "no schedule", "q4_1",
+        "no schedule",
+        "q4_1",
         """
 def profile_steps(fn, trace_path):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prof:
@@ -404,7 +500,8 @@ def profile_steps(fn, trace_path):
         "Is schedule=default_schedule given",
     ),
     WrongAnswer(
-        "no trace written", "q4_1",
+        "no trace written",
+        "q4_1",
         """
 def profile_steps(fn, trace_path):
     with torch.profiler.profile(schedule=default_schedule) as prof:
@@ -416,14 +513,20 @@ def profile_steps(fn, trace_path):
         "no file was written",
     ),
     WrongAnswer(
-        "the library's GELU", "q4_2", "def gelu_by_hand(x):\n    return F.gelu(x, approximate='tanh')\n", "may not use torch's gelu"
+        "the library's GELU",
+        "q4_2",
+        "def gelu_by_hand(x):\n    return F.gelu(x, approximate='tanh')\n",
+        "may not use torch's gelu",
     ),
     WrongAnswer(
-        "GELU with erf", "q4_2", "def gelu_by_hand(x):\n    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))\n",
+        "GELU with erf",
+        "q4_2",
+        "def gelu_by_hand(x):\n    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))\n",
         "Gemma uses the tanh form",
     ),
     WrongAnswer(
-        "writes into its input", "q4_2",
+        "writes into its input",
+        "q4_2",
         """
 def gelu_by_hand(x):
     inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3)
@@ -433,13 +536,16 @@ def gelu_by_hand(x):
         "changed one of its inputs",
     ),
     WrongAnswer(
-        "writes forgotten", "q4_2",
+        "writes forgotten",
+        "q4_2",
         "def elementwise_bytes(numel, dtype, one_input, two_inputs):\n"
         "    return (one_input + 2 * two_inputs) * numel * dtype.itemsize\n",
-        "writes one tensor, too", ("q4_2_bytes_tests",),
+        "writes one tensor, too",
+        ("q4_2_bytes_tests",),
     ),
     WrongAnswer(
-        "sum over all recorded steps", "q4_3",
+        "sum over all recorded steps",
+        "q4_3",
         """
 def kernels_per_step(fn):
     with torch.profiler.profile(schedule=default_schedule) as prof:
@@ -451,38 +557,49 @@ def kernels_per_step(fn):
         "sum over the 6 recorded steps",
     ),
     WrongAnswer(
-        "launches and kernels one after the other", "q4_4",
-        "def eager_time_us(n, launch_us, kernel_us):\n    return n * (launch_us + kernel_us)\n", "overlap",
+        "launches and kernels one after the other",
+        "q4_4",
+        "def eager_time_us(n, launch_us, kernel_us):\n    return n * (launch_us + kernel_us)\n",
+        "overlap",
     ),
     # ---- 5
     WrongAnswer(
-        "the fused operator", "q5_1", "def standard_attention(q, k, v):\n    return F.scaled_dot_product_attention(q, k, v)\n",
+        "the fused operator",
+        "q5_1",
+        "def standard_attention(q, k, v):\n    return F.scaled_dot_product_attention(q, k, v)\n",
         "may not use",
     ),
     WrongAnswer(
-        "scores not scaled", "q5_1", "def standard_attention(q, k, v):\n    return torch.softmax(q @ k.mT, -1) @ v\n",
+        "scores not scaled",
+        "q5_1",
+        "def standard_attention(q, k, v):\n    return torch.softmax(q @ k.mT, -1) @ v\n",
         "divided by the square root",
     ),
     WrongAnswer(
-        "softmax over the queries", "q5_1",
+        "softmax over the queries",
+        "q5_1",
         "def standard_attention(q, k, v):\n    return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -2) @ v\n",
         "Which dimension is the softmax over",
     ),
     WrongAnswer(
-        "one matrix instead of two", "q5_1",
+        "one matrix instead of two",
+        "q5_1",
         """
 def longest_length(memory_bytes, batch, heads, dtype):
     return math.isqrt(memory_bytes // (batch * heads * dtype.itemsize))
 """,
-        "Scores and probabilities are both there", ("q5_1_memory_tests",),
+        "Scores and probabilities are both there",
+        ("q5_1_memory_tests",),
     ),
     WrongAnswer(
-        "(B, S, H, D) straight into SDPA", "q5_2",
+        "(B, S, H, D) straight into SDPA",
+        "q5_2",
         "def attention_bshd(q, k, v):\n    return F.scaled_dot_product_attention(q, k, v, is_causal=True)\n",
         "attention_bshd of q",
     ),
     WrongAnswer(
-        "not causal", "q5_2",
+        "not causal",
+        "q5_2",
         """
 def attention_bshd(q, k, v):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -491,7 +608,8 @@ def attention_bshd(q, k, v):
         "It is not causal",
     ),
     WrongAnswer(
-        "sum not rescaled", "q5_3",
+        "sum not rescaled",
+        "q5_3",
         """
 def online_softmax_stats(blocks):
     m = l = None
@@ -504,7 +622,8 @@ def online_softmax_stats(blocks):
         "a larger maximum",
     ),
     WrongAnswer(
-        "all blocks gathered first", "q5_3",
+        "all blocks gathered first",
+        "q5_3",
         """
 def online_softmax_stats(blocks):
     x = torch.cat([block.clone() for block in blocks], dim=1)
@@ -514,7 +633,8 @@ def online_softmax_stats(blocks):
         "look at one block at a time",
     ),
     WrongAnswer(
-        "no maximum subtracted", "q5_3",
+        "no maximum subtracted",
+        "q5_3",
         """
 def online_softmax_stats(blocks):
     m = l = None
@@ -526,32 +646,45 @@ def online_softmax_stats(blocks):
         "l of",
     ),
     WrongAnswer(
-        "output not rescaled", "q5_3",
-        _flash("r = torch.exp(m - new); l = l * r + p.sum(-1, keepdim=True); acc = acc + p @ v[:, :, j:j + tile_k].float()"),
-        "BOTH the sum and the output", ("q5_3_flash_tests",),
+        "output not rescaled",
+        "q5_3",
+        _flash(
+            "r = torch.exp(m - new); l = l * r + p.sum(-1, keepdim=True); acc = acc + p @ v[:, :, j:j + tile_k].float()"
+        ),
+        "BOTH the sum and the output",
+        ("q5_3_flash_tests",),
     ),
     WrongAnswer(
-        "last tile of keys left out", "q5_3",
-        _flash(_GOOD_UPDATE).replace("range(0, k.shape[2], tile_k)", "range(0, max(k.shape[2] - tile_k + 1, 1), tile_k)"),
-        "is wrong in", ("q5_3_flash_tests",),
+        "last tile of keys left out",
+        "q5_3",
+        _flash(_GOOD_UPDATE).replace(
+            "range(0, k.shape[2], tile_k)", "range(0, max(k.shape[2] - tile_k + 1, 1), tile_k)"
+        ),
+        "is wrong in",
+        ("q5_3_flash_tests",),
     ),
     WrongAnswer(
-        "keys counted by the queries' length", "q5_3",
+        "keys counted by the queries' length",
+        "q5_3",
         _flash(_GOOD_UPDATE).replace("range(0, k.shape[2], tile_k)", "range(0, q.shape[2], tile_k)"),
-        "flash_attention_tiled", ("q5_3_flash_tests",),
+        "flash_attention_tiled",
+        ("q5_3_flash_tests",),
     ),
     WrongAnswer(
-        "standard attention in disguise", "q5_3",
+        "standard attention in disguise",
+        "q5_3",
         """
 def flash_attention_tiled(q, k, v, tile_q=64, tile_k=64):
     s = q.float() @ k.float().mT / math.sqrt(q.shape[-1])
     p = torch.exp(s - s.amax(-1, keepdim=True))
     return (p @ v.float() / p.sum(-1, keepdim=True)).to(q.dtype)
 """,
-        "scores at once", ("q5_3_flash_tests",),
+        "scores at once",
+        ("q5_3_flash_tests",),
     ),
     WrongAnswer(
-        "scores written and read once", "q5_4",
+        "scores written and read once",
+        "q5_4",
         """
 def attention_intensity(length, head_dim, dtype, flash):
     elements = 4 * length * head_dim + (0 if flash else 2 * length * length)
@@ -561,7 +694,8 @@ def attention_intensity(length, head_dim, dtype, flash):
     ),
     # ---- bonus
     WrongAnswer(
-        "rows and columns of tiles mixed up", "bonus_1_6",
+        "rows and columns of tiles mixed up",
+        "bonus_1_6",
         """
 def tiled_gemm_bytes(m, n, k, tile_m, tile_n, dtype):
     return (math.ceil(m / tile_m) * m * k + math.ceil(n / tile_n) * k * n + m * n) * dtype.itemsize
@@ -569,7 +703,8 @@ def tiled_gemm_bytes(m, n, k, tile_m, tile_n, dtype):
         "tile COLUMN",
     ),
     WrongAnswer(
-        "weights read once a sequence", "bonus_3_6",
+        "weights read once a sequence",
+        "bonus_3_6",
         """
 def decode_floor_ms(batch, length, config, bandwidth_tb_s, weight_bytes=2, cache_bytes=2):
     h, d, heads, kv = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
@@ -580,7 +715,8 @@ def decode_floor_ms(batch, length, config, bandwidth_tb_s, weight_bytes=2, cache
         "The batch shares the weights",
     ),
     WrongAnswer(
-        "masked tiles computed", "bonus_5_6",
+        "masked tiles computed",
+        "bonus_5_6",
         """
 def flash_attention_causal(q, k, v, tile_q=64, tile_k=64):
     out, place = torch.empty_like(q), torch.arange(q.shape[2])
@@ -600,7 +736,8 @@ def flash_attention_causal(q, k, v, tile_q=64, tile_k=64):
         "That is every tile",
     ),
     WrongAnswer(
-        "NaN of an empty part kept", "bonus_5_7",
+        "NaN of an empty part kept",
+        "bonus_5_7",
         """
 def merge_attention(outputs, lses):
     top = lses.amax(0)
@@ -610,7 +747,9 @@ def merge_attention(outputs, lses):
         "must not be touched",
     ),
     WrongAnswer(
-        "plain mean of the parts", "bonus_5_7",
-        "def merge_attention(outputs, lses):\n    return outputs.mean(0), lses.mean(0)\n", "weight exp",
+        "plain mean of the parts",
+        "bonus_5_7",
+        "def merge_attention(outputs, lses):\n    return outputs.mean(0), lses.mean(0)\n",
+        "weight exp",
     ),
 ]

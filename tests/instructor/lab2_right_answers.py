@@ -1,20 +1,31 @@
 """Right answers to lab 2 that look unlike the model answers: (what is different, answer cell, code)."""
 
 RIGHT_ANSWERS = [
-    ("exponentials by hand, sums guarded", "q1_1", """
+    (
+        "exponentials by hand, sums guarded",
+        "q1_1",
+        """
 def masked_attention(q, k, v, mask):
     scores = torch.einsum("bhsd,bhld->bhsl", q, k) * q.shape[-1] ** -0.5
     scores = torch.where(mask, scores, torch.finfo(scores.dtype).min)
     p = torch.exp(scores - scores.amax(-1, keepdim=True)) * mask
     return p @ v / p.sum(-1, keepdim=True).clamp(min=1e-30)
-"""),
-    ("costs from the mean of the mask", "q1_2", """
+""",
+    ),
+    (
+        "costs from the mean of the mask",
+        "q1_2",
+        """
 def mask_costs(mask, batch, heads, head_dim, dtype):
     hidden = int((~mask).sum())
     many = batch * heads
     return mask.double().mean().item(), many * hidden * 2 * (2 * head_dim), dtype.itemsize * many * mask.nelement()
-"""),
-    ("causal by subtraction, window by logical_and, prefix by where", "q2_1", """
+""",
+    ),
+    (
+        "causal by subtraction, window by logical_and, prefix by where",
+        "q2_1",
+        """
 def causal(b, h, q, k):
     return torch.ge(q - k, 0)
 
@@ -26,8 +37,12 @@ def sliding_window(window):
 
 def prefix_lm(prefix):
     return lambda b, h, q, k: torch.where(k < prefix, True, q >= k)
-"""),
-    ("numbers by cumulative sums, padding by where", "q2_2", """
+""",
+    ),
+    (
+        "numbers by cumulative sums, padding by where",
+        "q2_2",
+        """
 def document_numbers(lengths, size, device):
     ends = torch.tensor(lengths, device=device).cumsum(0)
     if sum(lengths) > size:
@@ -42,16 +57,24 @@ def packed_documents(numbers):
         mine, its = flat[b * size + q], flat[b * size + k]
         return ~((mine != its) | (mine < 0) | (k > q))
     return mod
-"""),
-    ("numbers by repeat_interleave", "q2_2", """
+""",
+    ),
+    (
+        "numbers by repeat_interleave",
+        "q2_2",
+        """
 def document_numbers(lengths, size, device):
     rest = size - sum(lengths)
     if rest < 0:
         raise ValueError("too long")
     numbers = torch.tensor([*range(len(lengths)), -1], device=device)
     return torch.repeat_interleave(numbers, torch.tensor([*lengths, rest], device=device))
-"""),
-    ("masks composed by a loop and by De Morgan, sinks in one expression", "q2_3", """
+""",
+    ),
+    (
+        "masks composed by a loop and by De Morgan, sinks in one expression",
+        "q2_3",
+        """
 def both(*mods):
     def mod(b, h, q, k):
         seen = mods[0](b, h, q, k)
@@ -69,8 +92,12 @@ def window_per_head(windows):
 
 def sinks_and_window(sinks, window):
     return lambda b, h, q, k: (q >= k) & ((k < sinks) | (q - k < window))
-"""),
-    ("blocks counted one by one", "q3_1", """
+""",
+    ),
+    (
+        "blocks counted one by one",
+        "q3_1",
+        """
 def count_blocks(mask, block):
     full = partial = empty = 0
     for i in range(0, mask.shape[0], block):
@@ -80,14 +107,22 @@ def count_blocks(mask, block):
             empty += seen == 0
             partial += 0 < seen < block * block
     return full, partial, empty
-"""),
-    ("document blocks by cases", "q3_2", """
+""",
+    ),
+    (
+        "document blocks by cases",
+        "q3_2",
+        """
 def document_blocks(length, span, block):
     if span < block:
         return length // block
     return (length // span) * (span // block) ** 2
-"""),
-    ("online softmax, block by block", "q3_3", """
+""",
+    ),
+    (
+        "online softmax, block by block",
+        "q3_3",
+        """
 def block_sparse_attention(q, k, v, block_mask):
     rows, columns = block_mask.BLOCK_SIZE
     output = []
@@ -111,8 +146,12 @@ def block_sparse_attention(q, k, v, block_mask):
                 m, l, acc = new, l * old + p.sum(-1, keepdim=True), acc * old + p @ v[:, :, keys].double()
         output.append(torch.where(l > 0, acc / l, 0.0).to(q.dtype))
     return torch.cat(output, 2)
-"""),
-    ("tanh by sigmoid, slopes by index_select, recursion", "q4_1", """
+""",
+    ),
+    (
+        "tanh by sigmoid, slopes by index_select, recursion",
+        "q4_1",
+        """
 def soft_cap(cap):
     return lambda score, b, h, q, k: cap * (2 * torch.sigmoid(2 * score / cap) - 1)
 
@@ -124,8 +163,12 @@ def in_turn(first, *rest):
     if not rest:
         return first
     return lambda score, b, h, q, k: in_turn(*rest)(first(score, b, h, q, k), b, h, q, k)
-"""),
-    ("bias from a flat table, minimum and maximum", "q4_2", """
+""",
+    ),
+    (
+        "bias from a flat table, minimum and maximum",
+        "q4_2",
+        """
 def relative_bias(table):
     width = table.shape[1]
     flat = table.reshape(-1)
@@ -133,8 +176,12 @@ def relative_bias(table):
         column = torch.clamp(q - k + (width - 1) // 2, min=0, max=width - 1)
         return (score + flat[h * width + column]).to(score.dtype)
     return mod
-"""),
-    ("positional arguments, a partial instead of a closure", "q5_1", """
+""",
+    ),
+    (
+        "positional arguments, a partial instead of a closure",
+        "q5_1",
+        """
 def _attend(attention, score_mod, block_mask, q, k, v):
     return attention(q, k, v, score_mod, block_mask, None, True)
 
@@ -143,8 +190,12 @@ def prepare_flex(attention, mask_mod, score_mod, length, device, block_size=128)
         return functools.partial(_attend, attention, score_mod, None)
     blocks = create_block_mask(mask_mod, 1, 1, length, length, device, block_size)
     return functools.partial(_attend, attention, score_mod, blocks)
-"""),
-    ("padding by new tensors, the mask by token numbers", "q6_1", """
+""",
+    ),
+    (
+        "padding by new tensors, the mask by token numbers",
+        "q6_1",
+        """
 def bucketed_attention(attend, q, k, v, buckets):
     size = q.shape[2]
     for bucket in sorted(buckets):
@@ -159,8 +210,12 @@ def bucketed_attention(attend, q, k, v, buckets):
         wide.append(y)
     real = torch.arange(bucket, device=q.device) < size
     return attend(*wide, lambda b, h, q, k: real[k])[:, :, :size]
-"""),
-    ("instructions last, inverse lookups, sorted twice", "q7_1", """
+""",
+    ),
+    (
+        "instructions last, inverse lookups, sorted twice",
+        "q7_1",
+        """
 def lay_out(conversation, position, window):
     by_position = torch.argsort(position, stable=True)
     last = torch.where(conversation == 0, 10**6, conversation)
@@ -172,22 +227,34 @@ def lay_out(conversation, position, window):
         within = torch.where(owner[q] == 0, gap >= 0, (gap >= 0) & (gap < window))
         return torch.where(owner[q] == owner[k], within, instructions)
     return order, mod
-"""),
-    ("the position looked up first", "bonus_8_1", """
+""",
+    ),
+    (
+        "the position looked up first",
+        "bonus_8_1",
+        """
 def at_positions(mask_mod, positions):
     def mod(b, h, q, k):
         start = positions[b]
         return mask_mod(b, h, start + q, k)
     return mod
-"""),
-    ("a table of positions, one number a place", "bonus_8_2", """
+""",
+    ),
+    (
+        "a table of positions, one number a place",
+        "bonus_8_2",
+        """
 def paged_mask(mask_mod, owner, number, page_size):
     inside = torch.arange(page_size, device=owner.device)
     position = (number[:, None] * page_size + inside).flatten()
     sequence = owner.repeat_interleave(page_size)
     return lambda b, h, q, k: mask_mod(b, h, q, position[k]) & (sequence[k] == b)
-"""),
-    ("starts instead of numbers", "bonus_8_3", """
+""",
+    ),
+    (
+        "starts instead of numbers",
+        "bonus_8_3",
+        """
 def ragged_attention(attend, texts):
     sizes = [q.size(1) for q, k, v in texts]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -195,5 +262,6 @@ def ragged_attention(attend, texts):
     row = [torch.cat([text[i] for text in texts], dim=1).unsqueeze(0) for i in range(3)]
     out = attend(*row, lambda b, h, q, k: (k >= first[q]) & (q >= k))
     return [out[0, :, start:start + size] for start, size in zip(starts, sizes)]
-"""),
+""",
+    ),
 ]

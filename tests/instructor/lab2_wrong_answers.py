@@ -36,9 +36,13 @@ def block_sparse_attention(q, k, v, block_mask):
     return out
 """
 _GOOD_WALK = {
-    "count": "int(block_mask.kv_num_blocks[0, 0, i])", "visit": "part + full", "scale": _ROOT, "ask": "j in part",
-    "hidden": "-math.inf", "after": ".nan_to_num(0.0)",
-}  # fmt: skip
+    "count": "int(block_mask.kv_num_blocks[0, 0, i])",
+    "visit": "part + full",
+    "scale": _ROOT,
+    "ask": "j in part",
+    "hidden": "-math.inf",
+    "after": ".nan_to_num(0.0)",
+}
 _LAYOUT = """
 def lay_out(conversation, position, window):
     order = {order}
@@ -63,8 +67,10 @@ _GOOD_BUCKET = {
     "find": """bucket = min((b for b in buckets if b >= tokens), default=None)
     if bucket is None:
         raise ValueError("too long")""",
-    "end": "torch.tensor(tokens)", "mask": "k < end", "after": "[:, :, :tokens]",
-}  # fmt: skip
+    "end": "torch.tensor(tokens)",
+    "mask": "k < end",
+    "after": "[:, :, :tokens]",
+}
 _RAGGED = """
 def ragged_attention(attend, texts):
     sizes = [q.shape[1] for q, _, _ in texts]
@@ -100,196 +106,396 @@ _SOFTMAX = "weights = torch.softmax(scores.masked_fill(~mask, -math.inf), -1)"
 
 WRONG_ANSWERS = [
     # ---- 1.1
-    WrongAnswer("SDPA", "q1_1", "def masked_attention(q, k, v, mask):\n    return F.scaled_dot_product_attention(q, k, v, mask)\n",
-                "may not use"),
+    WrongAnswer(
+        "SDPA",
+        "q1_1",
+        "def masked_attention(q, k, v, mask):\n    return F.scaled_dot_product_attention(q, k, v, mask)\n",
+        "may not use",
+    ),
     WrongAnswer("not scaled", "q1_1", _masked(f"{_SOFTMAX}.nan_to_num(0.0)", "1"), "Divide the scores"),
     WrongAnswer("no NaN guard", "q1_1", _masked(_SOFTMAX), "sees no key"),
-    WrongAnswer("mask upside down", "q1_1", _masked("weights = torch.softmax(scores.masked_fill(mask, -math.inf), -1).nan_to_num(0.0)"),
-                "upside down"),
-    WrongAnswer("masked after the softmax", "q1_1", _masked("weights = torch.softmax(scores, -1) * mask"), "add up to 1"),
+    WrongAnswer(
+        "mask upside down",
+        "q1_1",
+        _masked("weights = torch.softmax(scores.masked_fill(mask, -math.inf), -1).nan_to_num(0.0)"),
+        "upside down",
+    ),
+    WrongAnswer(
+        "masked after the softmax", "q1_1", _masked("weights = torch.softmax(scores, -1) * mask"), "add up to 1"
+    ),
     WrongAnswer("masked scores are 0", "q1_1", _masked("weights = torch.softmax(scores * mask, -1)"), "-inf, not 0"),
     WrongAnswer("mask ignored", "q1_1", _masked("weights = torch.softmax(scores, -1)"), "mask is ignored"),
-    WrongAnswer("zeros", "q1_1", "def masked_attention(q, k, v, mask):\n    return torch.zeros_like(q)\n", "Every element is zero"),
-    WrongAnswer("heads swapped", "q1_1",
-                _masked(f"{_SOFTMAX}.nan_to_num(0.0)").replace("weights @ v", "(weights @ v).flip(1)"), "heads are in another order"),
+    WrongAnswer(
+        "zeros",
+        "q1_1",
+        "def masked_attention(q, k, v, mask):\n    return torch.zeros_like(q)\n",
+        "Every element is zero",
+    ),
+    WrongAnswer(
+        "heads swapped",
+        "q1_1",
+        _masked(f"{_SOFTMAX}.nan_to_num(0.0)").replace("weights @ v", "(weights @ v).flip(1)"),
+        "heads are in another order",
+    ),
     # ---- 1.2
-    WrongAnswer("heads forgotten", "q1_2", """
+    WrongAnswer(
+        "heads forgotten",
+        "q1_2",
+        """
 def mask_costs(mask, batch, heads, head_dim, dtype):
     seen = int(mask.sum())
     return seen / mask.numel(), 4 * head_dim * (mask.numel() - seen), mask.numel() * dtype.itemsize
-""", "Each head of each sequence"),
-    WrongAnswer("a byte a pair", "q1_2", """
+""",
+        "Each head of each sequence",
+    ),
+    WrongAnswer(
+        "a byte a pair",
+        "q1_2",
+        """
 def mask_costs(mask, batch, heads, head_dim, dtype):
     seen, n = int(mask.sum()), batch * heads
     return seen / mask.numel(), 4 * head_dim * n * (mask.numel() - seen), n * mask.numel()
-""", "one byte"),
+""",
+        "one byte",
+    ),
     # ---- 2.1
     WrongAnswer("own key hidden", "q2_1", "def causal(b, h, q, k):\n    return k < q\n", "own key"),
-    WrongAnswer("causal the wrong way round", "q2_1", "def causal(b, h, q, k):\n    return q <= k\n", "wrong way round"),
-    WrongAnswer("Python's and", "q2_1", _mod("sliding_window", "window", "(k <= q) and (q - k < window)"), "True or False"),
+    WrongAnswer(
+        "causal the wrong way round", "q2_1", "def causal(b, h, q, k):\n    return q <= k\n", "wrong way round"
+    ),
+    WrongAnswer(
+        "Python's and", "q2_1", _mod("sliding_window", "window", "(k <= q) and (q - k < window)"), "True or False"
+    ),
     WrongAnswer("chained comparison", "q2_1", _mod("sliding_window", "window", "0 <= q - k < window"), "True or False"),
-    WrongAnswer("an if", "q2_1", """
+    WrongAnswer(
+        "an if",
+        "q2_1",
+        """
 def prefix_lm(prefix):
     def mask_mod(b, h, q, k):
         if k < prefix:
             return k >= 0
         return k <= q
     return mask_mod
-""", "True or False"),
-    WrongAnswer("window one too wide", "q2_1", _mod("sliding_window", "window", "(k <= q) & (q - k <= window)"), "own key is one"),
+""",
+        "True or False",
+    ),
+    WrongAnswer(
+        "window one too wide",
+        "q2_1",
+        _mod("sliding_window", "window", "(k <= q) & (q - k <= window)"),
+        "own key is one",
+    ),
     WrongAnswer("window not causal", "q2_1", _mod("sliding_window", "window", "(q - k).abs() < window"), "causal too"),
     WrongAnswer("prefix and causal", "q2_1", _mod("prefix_lm", "prefix", "(k < prefix) & (k <= q)"), "with |"),
-    WrongAnswer("a number for a truth value", "q2_1", "def causal(b, h, q, k):\n    return (q - k).clamp(-1, 0) + 1\n",
-                "bool tensor"),
-    WrongAnswer("mask read from a stored tensor", "q2_1", """
+    WrongAnswer(
+        "a number for a truth value",
+        "q2_1",
+        "def causal(b, h, q, k):\n    return (q - k).clamp(-1, 0) + 1\n",
+        "bool tensor",
+    ),
+    WrongAnswer(
+        "mask read from a stored tensor",
+        "q2_1",
+        """
 _stored = torch.ones(512, 512, dtype=torch.bool).tril()
 def causal(b, h, q, k):
     return _stored[q, k]
-""", "no tensor of pairs"),
-    WrongAnswer("mask built inside", "q2_1", """
+""",
+        "no tensor of pairs",
+    ),
+    WrongAnswer(
+        "mask built inside",
+        "q2_1",
+        """
 def causal(b, h, q, k):
     i = torch.arange(256)
     return (i[:, None] >= i[None, :])[q, k]
-""", "no tensor of pairs"),
-    WrongAnswer("builder returns nothing", "q2_1", "def prefix_lm(prefix):\n    def mask_mod(b, h, q, k):\n        return k <= q\n",
-                "is a return missing"),
+""",
+        "no tensor of pairs",
+    ),
+    WrongAnswer(
+        "builder returns nothing",
+        "q2_1",
+        "def prefix_lm(prefix):\n    def mask_mod(b, h, q, k):\n        return k <= q\n",
+        "is a return missing",
+    ),
     # ---- 2.2
-    WrongAnswer("padding sees padding", "q2_2",
-                _mod("packed_documents", "numbers", "(numbers[b, q] == numbers[b, k]) & (k <= q)"), "-1 equals -1"),
-    WrongAnswer("sequence 0 for all", "q2_2",
-                _mod("packed_documents", "numbers", "(numbers[0, q] == numbers[0, k]) & (numbers[0, q] >= 0) & (k <= q)"),
-                "sequence 0 only"),
-    WrongAnswer("documents not causal", "q2_2",
-                _mod("packed_documents", "numbers", "(numbers[b, q] == numbers[b, k]) & (numbers[b, q] >= 0)"), "causal"),
-    WrongAnswer("all pairs of numbers compared", "q2_2", """
+    WrongAnswer(
+        "padding sees padding",
+        "q2_2",
+        _mod("packed_documents", "numbers", "(numbers[b, q] == numbers[b, k]) & (k <= q)"),
+        "-1 equals -1",
+    ),
+    WrongAnswer(
+        "sequence 0 for all",
+        "q2_2",
+        _mod("packed_documents", "numbers", "(numbers[0, q] == numbers[0, k]) & (numbers[0, q] >= 0) & (k <= q)"),
+        "sequence 0 only",
+    ),
+    WrongAnswer(
+        "documents not causal",
+        "q2_2",
+        _mod("packed_documents", "numbers", "(numbers[b, q] == numbers[b, k]) & (numbers[b, q] >= 0)"),
+        "causal",
+    ),
+    WrongAnswer(
+        "all pairs of numbers compared",
+        "q2_2",
+        """
 def packed_documents(numbers):
     same = numbers[:, :, None] == numbers[:, None, :]
     return lambda b, h, q, k: same[b, q, k] & (numbers[b, q] >= 0) & (k <= q)
-""", "no tensor of pairs"),
-    WrongAnswer("padding gets a number", "q2_2", """
+""",
+        "no tensor of pairs",
+    ),
+    WrongAnswer(
+        "padding gets a number",
+        "q2_2",
+        """
 def document_numbers(lengths, size, device):
     if sum(lengths) > size:
         raise ValueError
     rest = size - sum(lengths)
     return torch.repeat_interleave(torch.arange(len(lengths) + 1), torch.tensor([*lengths, rest])).to(device)
-""", "padding: -1"),
-    WrongAnswer("numbers on the CPU", "q2_2", """
+""",
+        "padding: -1",
+    ),
+    WrongAnswer(
+        "numbers on the CPU",
+        "q2_2",
+        """
 def document_numbers(lengths, size, device):
     if sum(lengths) > size:
         raise ValueError("too long")
     return torch.tensor([i for i, n in enumerate(lengths) for _ in range(n)] + [-1] * (size - sum(lengths)))
-""", "on the device"),
-    WrongAnswer("too long goes through", "q2_2", """
+""",
+        "on the device",
+    ),
+    WrongAnswer(
+        "too long goes through",
+        "q2_2",
+        """
 def document_numbers(lengths, size, device):
     ids = [i for i, n in enumerate(lengths) for _ in range(n)][:size]
     return torch.tensor(ids + [-1] * (size - len(ids)), device=device)
-""", "raise a ValueError"),
+""",
+        "raise a ValueError",
+    ),
     # ---- 2.3
-    WrongAnswer("two masks only", "q2_3",
-                "def both(first, second=lambda b, h, q, k: k >= 0, *more):\n"
-                "    return lambda b, h, q, k: first(b, h, q, k) & second(b, h, q, k)\n", "first two"),
-    WrongAnswer("exclusive or", "q2_3", """
+    WrongAnswer(
+        "two masks only",
+        "q2_3",
+        "def both(first, second=lambda b, h, q, k: k >= 0, *more):\n"
+        "    return lambda b, h, q, k: first(b, h, q, k) & second(b, h, q, k)\n",
+        "first two",
+    ),
+    WrongAnswer(
+        "exclusive or",
+        "q2_3",
+        """
 def either(*mods):
     return lambda b, h, q, k: functools.reduce(lambda x, y: x ^ y, (mod(b, h, q, k) for mod in mods))
-""", ("exclusive", "hides")),
-    WrongAnswer("b and h lost", "q2_3", """
+""",
+        ("exclusive", "hides"),
+    ),
+    WrongAnswer(
+        "b and h lost",
+        "q2_3",
+        """
 def both(*mods):
     return lambda b, h, q, k: functools.reduce(lambda x, y: x & y, (mod(0, 0, q, k) for mod in mods))
-""", "Pass b and h on"),
-    WrongAnswer("arguments of a mask not named", "q2_3", """
+""",
+        "Pass b and h on",
+    ),
+    WrongAnswer(
+        "arguments of a mask not named",
+        "q2_3",
+        """
 def both(*mods):
     return lambda *where: functools.reduce(lambda x, y: x & y, (mod(*where) for mod in mods))
-""", "exactly four"),
-    WrongAnswer("window of head 0", "q2_3", _mod("window_per_head", "windows", "(k <= q) & (q - k < windows[0])"),
-                "head 0", loses=("q2_3_heads_tests",)),
-    WrongAnswer("windows by sequence", "q2_3", _mod("window_per_head", "windows", "(k <= q) & (q - k < windows[b])"),
-                "b is the sequence", loses=("q2_3_heads_tests",)),
-    WrongAnswer("a window taken out with item", "q2_3",
-                _mod("window_per_head", "windows", "(k <= q) & (q - k < windows[int(h)])"),
-                "takes a value out", loses=("q2_3_heads_tests",)),
-    WrongAnswer("sinks not causal", "q2_3", _mod("sinks_and_window", "sinks, window", "((k <= q) & (q - k < window)) | (k < sinks)"),
-                "Sinks are causal", loses=("q2_3_heads_tests",)),
+""",
+        "exactly four",
+    ),
+    WrongAnswer(
+        "window of head 0",
+        "q2_3",
+        _mod("window_per_head", "windows", "(k <= q) & (q - k < windows[0])"),
+        "head 0",
+        loses=("q2_3_heads_tests",),
+    ),
+    WrongAnswer(
+        "windows by sequence",
+        "q2_3",
+        _mod("window_per_head", "windows", "(k <= q) & (q - k < windows[b])"),
+        "b is the sequence",
+        loses=("q2_3_heads_tests",),
+    ),
+    WrongAnswer(
+        "a window taken out with item",
+        "q2_3",
+        _mod("window_per_head", "windows", "(k <= q) & (q - k < windows[int(h)])"),
+        "takes a value out",
+        loses=("q2_3_heads_tests",),
+    ),
+    WrongAnswer(
+        "sinks not causal",
+        "q2_3",
+        _mod("sinks_and_window", "sinks, window", "((k <= q) & (q - k < window)) | (k < sinks)"),
+        "Sinks are causal",
+        loses=("q2_3_heads_tests",),
+    ),
     # ---- 3.1
-    WrongAnswer("edges left out", "q3_1", """
+    WrongAnswer(
+        "edges left out",
+        "q3_1",
+        """
 def count_blocks(mask, block):
     tiles = mask[: mask.shape[0] // block * block, : mask.shape[1] // block * block]
     seen = tiles.unfold(0, block, block).unfold(1, block, block).sum((2, 3))
     full, empty = int((seen == block * block).sum()), int((seen == 0).sum())
     return full, seen.numel() - full - empty, empty
-""", "left out"),
-    WrongAnswer("edges full", "q3_1", """
+""",
+        "left out",
+    ),
+    WrongAnswer(
+        "edges full",
+        "q3_1",
+        """
 def count_blocks(mask, block):
     tiles = [t for band in mask.split(block) for t in band.split(block, 1)]
     full, empty = sum(bool(t.all()) for t in tiles), sum(not t.any() for t in tiles)
     return full, len(tiles) - full - empty, empty
-""", "sticks out"),
-    WrongAnswer("order of the three", "q3_1", """
+""",
+        "sticks out",
+    ),
+    WrongAnswer(
+        "order of the three",
+        "q3_1",
+        """
 _right = count_blocks
 def count_blocks(mask, block):
     return _right(mask, block)[::-1]
-""", "The order is"),
+""",
+        "The order is",
+    ),
     # ---- 3.2
-    WrongAnswer("partial blocks half", "q3_2", """
+    WrongAnswer(
+        "partial blocks half",
+        "q3_2",
+        """
 def block_flops(counts, block, batch, heads, head_dim):
     return int(4 * head_dim * batch * heads * (counts[0] + counts[1] / 2) * block**2)
-""", "whole, not half"),
-    WrongAnswer("density for speed-up", "q3_2", "def promised_speedup(counts):\n    return (counts[0] + counts[1]) / sum(counts)\n",
-                "inverse"),
-    WrongAnswer("short documents share a block", "q3_2", "def document_blocks(length, span, block):\n    return length * span / block**2\n",
-                ("shorter than a block", "document_blocks")),
+""",
+        "whole, not half",
+    ),
+    WrongAnswer(
+        "density for speed-up",
+        "q3_2",
+        "def promised_speedup(counts):\n    return (counts[0] + counts[1]) / sum(counts)\n",
+        "inverse",
+    ),
+    WrongAnswer(
+        "short documents share a block",
+        "q3_2",
+        "def document_blocks(length, span, block):\n    return length * span / block**2\n",
+        ("shorter than a block", "document_blocks"),
+    ),
     # ---- 3.3
-    WrongAnswer("dense", "q3_3", """
+    WrongAnswer(
+        "dense",
+        "q3_3",
+        """
 def block_sparse_attention(q, k, v, block_mask):
     zero = torch.zeros((), dtype=torch.int64)
     i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :]
     mask = block_mask.mask_mod(zero, zero, i, j)
     scores = (q.float() @ k.float().mT / math.sqrt(q.shape[-1])).masked_fill(~mask, -math.inf)
     return (torch.softmax(scores, -1).nan_to_num(0.0) @ v.float()).to(q.dtype)
-""", "Visit those in the tables"),
+""",
+        "Visit those in the tables",
+    ),
     WrongAnswer("mask not applied", "q3_3", _walk(ask="False"), "not applied"),
     WrongAnswer("mask asked in full blocks", "q3_3", _walk(ask="True"), "In full blocks"),
     WrongAnswer("full blocks missing", "q3_3", _walk(visit="part"), "Full blocks are missing"),
-    WrongAnswer("filler visited", "q3_3", _walk(count="", visit="dict.fromkeys(part + full)"), ("Visit those", "Full blocks")),
+    WrongAnswer(
+        "filler visited", "q3_3", _walk(count="", visit="dict.fromkeys(part + full)"), ("Visit those", "Full blocks")
+    ),
     WrongAnswer("NaN where nothing is seen", "q3_3", _walk(after=""), "NaN"),
-    WrongAnswer("zeros instead of blocks", "q3_3",
-                "def block_sparse_attention(q, k, v, block_mask):\n    return torch.zeros_like(q)\n", "Every element is zero"),
-    WrongAnswer("heads swapped in blocks", "q3_3", _walk().replace("return out", "return out.flip(1)"),
-                "heads are in another order"),
+    WrongAnswer(
+        "zeros instead of blocks",
+        "q3_3",
+        "def block_sparse_attention(q, k, v, block_mask):\n    return torch.zeros_like(q)\n",
+        "Every element is zero",
+    ),
+    WrongAnswer(
+        "heads swapped in blocks",
+        "q3_3",
+        _walk().replace("return out", "return out.flip(1)"),
+        "heads are in another order",
+    ),
     WrongAnswer("blocks not scaled", "q3_3", _walk(scale="1.0"), "sqrt(D)"),
     # ---- 4.1, 4.2
     WrongAnswer("clamped", "q4_1", _score("soft_cap", "cap", "score.clamp(-cap, cap)"), "bends"),
-    WrongAnswer("cap not multiplied back", "q4_1", _score("soft_cap", "cap", "torch.tanh(score / cap)"), "Multiply by the cap"),
+    WrongAnswer(
+        "cap not multiplied back", "q4_1", _score("soft_cap", "cap", "torch.tanh(score / cap)"), "Multiply by the cap"
+    ),
     WrongAnswer("ALiBi rewards distance", "q4_1", _score("alibi", "slopes", "score + slopes[h] * (q - k)"), "sign"),
-    WrongAnswer("one slope for all", "q4_1", _score("alibi", "slopes", "score - slopes[0] * (q - k)"), "slope of its own"),
+    WrongAnswer(
+        "one slope for all", "q4_1", _score("alibi", "slopes", "score - slopes[0] * (q - k)"), "slope of its own"
+    ),
     WrongAnswer("score modifier missing", "q4_1", _score("soft_cap", "cap", "score"), "unchanged"),
-    WrongAnswer("last one first", "q4_1", """
+    WrongAnswer(
+        "last one first",
+        "q4_1",
+        """
 def in_turn(*mods):
     def score_mod(score, b, h, q, k):
         for mod in reversed(mods):
             score = mod(score, b, h, q, k)
         return score
     return score_mod
-""", "last to the first"),
-    WrongAnswer("distance turned round", "q4_2", """
+""",
+        "last to the first",
+    ),
+    WrongAnswer(
+        "distance turned round",
+        "q4_2",
+        """
 def relative_bias(table):
     r = table.shape[1] // 2
     return lambda score, b, h, q, k: score + table[h, r + (k - q).clamp(-r, r)].to(score.dtype)
-""", "wrong sign"),
-    WrongAnswer("bias widens the dtype", "q4_2", """
+""",
+        "wrong sign",
+    ),
+    WrongAnswer(
+        "bias widens the dtype",
+        "q4_2",
+        """
 def relative_bias(table):
     r = table.shape[1] // 2
     return lambda score, b, h, q, k: score.float() + table[h, r + (q - k).clamp(-r, r)]
-""", "dtype"),
+""",
+        "dtype",
+    ),
     # ---- 5.1
-    WrongAnswer("block mask at every call", "q5_1", """
+    WrongAnswer(
+        "block mask at every call",
+        "q5_1",
+        """
 def prepare_flex(attention, mask_mod, score_mod, length, device, block_size=128):
     def make():
         if mask_mod is not None:
             return create_block_mask(mask_mod, None, None, length, length, device=device, BLOCK_SIZE=block_size)
     make()
     return lambda q, k, v: attention(q, k, v, score_mod=score_mod, block_mask=make(), enable_gqa=True)
-""", "Build it once"),
-    WrongAnswer("block mask built again and thrown away", "q5_1", """
+""",
+        "Build it once",
+    ),
+    WrongAnswer(
+        "block mask built again and thrown away",
+        "q5_1",
+        """
 def prepare_flex(attention, mask_mod, score_mod, length, device, block_size=128):
     def make():
         if mask_mod is not None:
@@ -299,89 +505,200 @@ def prepare_flex(attention, mask_mod, score_mod, length, device, block_size=128)
         make()
         return attention(q, k, v, score_mod=score_mod, block_mask=first, enable_gqa=True)
     return attend
-""", "calls the mask_mod again"),
-    WrongAnswer("block mask built lazily", "q5_1", """
+""",
+        "calls the mask_mod again",
+    ),
+    WrongAnswer(
+        "block mask built lazily",
+        "q5_1",
+        """
 def prepare_flex(attention, mask_mod, score_mod, length, device, block_size=128):
     def attend(q, k, v):
         block_mask = mask_mod and create_block_mask(mask_mod, None, None, length, length, device=device, BLOCK_SIZE=block_size)
         return attention(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
     return attend
-""", "before the first call"),
-    *(WrongAnswer(mistake, "q5_1", f"""
+""",
+        "before the first call",
+    ),
+    *(
+        WrongAnswer(
+            mistake,
+            "q5_1",
+            f"""
 def prepare_flex(attention, mask_mod, score_mod, length, device, block_size=128):
     block_mask = None
     if mask_mod is not None:
         block_mask = create_block_mask(mask_mod, {shared}, length, length, device=device{blocks})
     return lambda q, k, v: attention(q, k, v, {arguments})
-""", phrase) for mistake, shared, blocks, arguments, phrase in (
-        ("tables for every head", "2, 4", ", BLOCK_SIZE=block_size", "score_mod, block_mask, enable_gqa=True", "B=None, H=None"),
-        ("block size not passed", "None, None", "", "score_mod, block_mask, enable_gqa=True", "block_size is 16"),
-        ("block mask not passed", "None, None", ", BLOCK_SIZE=block_size", "score_mod, enable_gqa=True", "without a block_mask"),
-        ("modifier not passed", "None, None", ", BLOCK_SIZE=block_size", "block_mask=block_mask, enable_gqa=True",
-         "without the score_mod"),
-        ("no GQA", "None, None", ", BLOCK_SIZE=block_size", "score_mod, block_mask", "pass enable_gqa"),
-    )),
+""",
+            phrase,
+        )
+        for mistake, shared, blocks, arguments, phrase in (
+            (
+                "tables for every head",
+                "2, 4",
+                ", BLOCK_SIZE=block_size",
+                "score_mod, block_mask, enable_gqa=True",
+                "B=None, H=None",
+            ),
+            ("block size not passed", "None, None", "", "score_mod, block_mask, enable_gqa=True", "block_size is 16"),
+            (
+                "block mask not passed",
+                "None, None",
+                ", BLOCK_SIZE=block_size",
+                "score_mod, enable_gqa=True",
+                "without a block_mask",
+            ),
+            (
+                "modifier not passed",
+                "None, None",
+                ", BLOCK_SIZE=block_size",
+                "block_mask=block_mask, enable_gqa=True",
+                "without the score_mod",
+            ),
+            ("no GQA", "None, None", ", BLOCK_SIZE=block_size", "score_mod, block_mask", "pass enable_gqa"),
+        )
+    ),
     # ---- 6.1
     WrongAnswer("the length as a Python number", "q6_1", _bucket(end="tokens"), "Capture a tensor"),
     WrongAnswer("padding seen", "q6_1", _bucket(mask="k >= 0"), "Padded keys"),
     WrongAnswer("result still padded", "q6_1", _bucket(after=""), "shape"),
-    WrongAnswer("largest bucket", "q6_1", _bucket(find="""bucket = max(buckets)
+    WrongAnswer(
+        "largest bucket",
+        "q6_1",
+        _bucket(
+            find="""bucket = max(buckets)
     if bucket < tokens:
-        raise ValueError("too long")"""), "smallest"),
-    WrongAnswer("first bucket in the list", "q6_1", _bucket(find="""bucket = next((b for b in buckets if b >= tokens), None)
+        raise ValueError("too long")"""
+        ),
+        "smallest",
+    ),
+    WrongAnswer(
+        "first bucket in the list",
+        "q6_1",
+        _bucket(
+            find="""bucket = next((b for b in buckets if b >= tokens), None)
     if bucket is None:
-        raise ValueError("too long")"""), "smallest"),
+        raise ValueError("too long")"""
+        ),
+        "smallest",
+    ),
     # ---- 7.1
-    WrongAnswer("order of arrival", "q7_1", _LAYOUT.format(order="torch.arange(len(conversation))", mask=f"\n        {_LAYOUT_MASK}"),
-                "neighbours", loses=("q7_1_blocks_tests",)),
-    WrongAnswer("sorted by position", "q7_1", _LAYOUT.format(order="torch.argsort(position)", mask=f"\n        {_LAYOUT_MASK}"),
-                ("neighbours", "good start"), loses=("q7_1_blocks_tests",)),
-    WrongAnswer("order turned round", "q7_1", f"""
+    WrongAnswer(
+        "order of arrival",
+        "q7_1",
+        _LAYOUT.format(order="torch.arange(len(conversation))", mask=f"\n        {_LAYOUT_MASK}"),
+        "neighbours",
+        loses=("q7_1_blocks_tests",),
+    ),
+    WrongAnswer(
+        "sorted by position",
+        "q7_1",
+        _LAYOUT.format(order="torch.argsort(position)", mask=f"\n        {_LAYOUT_MASK}"),
+        ("neighbours", "good start"),
+        loses=("q7_1_blocks_tests",),
+    ),
+    WrongAnswer(
+        "order turned round",
+        "q7_1",
+        f"""
 def lay_out(conversation, position, window):
     order = {_SORTED}
     owner, place = conversation[order], position[order]
     def mask_mod(b, h, q, k):
         {_LAYOUT_MASK}
     return torch.argsort(order), mask_mod
-""", ("pairs it should not", "is there", "are hidden"), loses=("q7_1_tests", "q7_1_blocks_tests")),
-    WrongAnswer("instructions with a window", "q7_1", _LAYOUT.format(order=_SORTED, mask="""
+""",
+        ("pairs it should not", "is there", "are hidden"),
+        loses=("q7_1_tests", "q7_1_blocks_tests"),
+    ),
+    WrongAnswer(
+        "instructions with a window",
+        "q7_1",
+        _LAYOUT.format(
+            order=_SORTED,
+            mask="""
         near = (place[k] <= place[q]) & (place[q] - place[k] < window)
-        return ((owner[q] == owner[k]) & near) | ((owner[q] > 0) & (owner[k] == 0))"""),
-                "Instructions have no window", loses=("q7_1_tests", "q7_1_blocks_tests")),
-    WrongAnswer("mask of the old order", "q7_1", f"""
+        return ((owner[q] == owner[k]) & near) | ((owner[q] > 0) & (owner[k] == 0))""",
+        ),
+        "Instructions have no window",
+        loses=("q7_1_tests", "q7_1_blocks_tests"),
+    ),
+    WrongAnswer(
+        "mask of the old order",
+        "q7_1",
+        f"""
 def lay_out(conversation, position, window):
     owner, place = conversation, position
     def mask_mod(b, h, q, k):
         {_LAYOUT_MASK}
     return {_SORTED}, mask_mod
-""", ("as they arrived", "is there"), loses=("q7_1_tests", "q7_1_blocks_tests")),
-    WrongAnswer("more is seen than wanted", "q7_1", _LAYOUT.format(order=_SORTED, mask="""
+""",
+        ("as they arrived", "is there"),
+        loses=("q7_1_tests", "q7_1_blocks_tests"),
+    ),
+    WrongAnswer(
+        "more is seen than wanted",
+        "q7_1",
+        _LAYOUT.format(
+            order=_SORTED,
+            mask="""
         near = place[k] <= place[q]
-        return ((owner[q] == owner[k]) & near) | ((owner[q] > 0) & (owner[k] == 0))"""),
-                "There is a window", loses=("q7_1_tests",)),
+        return ((owner[q] == owner[k]) & near) | ((owner[q] > 0) & (owner[k] == 0))""",
+        ),
+        "There is a window",
+        loses=("q7_1_tests",),
+    ),
     # ---- bonus
-    WrongAnswer("all sequences at one position", "bonus_8_1",
-                "def at_positions(mask_mod, positions):\n    return lambda b, h, q, k: mask_mod(b, h, q + positions[0], k)\n",
-                "position of its own"),
-    WrongAnswer("keys moved", "bonus_8_1",
-                "def at_positions(mask_mod, positions):\n    return lambda b, h, q, k: mask_mod(b, h, q, k + positions[b])\n",
-                "queries move"),
-    *(WrongAnswer(mistake, "bonus_8_2", f"""
+    WrongAnswer(
+        "all sequences at one position",
+        "bonus_8_1",
+        "def at_positions(mask_mod, positions):\n    return lambda b, h, q, k: mask_mod(b, h, q + positions[0], k)\n",
+        "position of its own",
+    ),
+    WrongAnswer(
+        "keys moved",
+        "bonus_8_1",
+        "def at_positions(mask_mod, positions):\n    return lambda b, h, q, k: mask_mod(b, h, q, k + positions[b])\n",
+        "queries move",
+    ),
+    *(
+        WrongAnswer(
+            mistake,
+            "bonus_8_2",
+            f"""
 def paged_mask(mask_mod, owner, number, page_size):
     def mod(b, h, q, k):
         page = k // page_size
         return {expression}
     return mod
-""", phrase) for mistake, expression, phrase in (
-        ("owner not asked", "mask_mod(b, h, q, number[page] * page_size + k % page_size)", "Pages of other sequences"),
-        ("place for position", "(owner[page] == b) & mask_mod(b, h, q, k)", "not its place in the pool"),
-        ("pages not multiplied", "(owner[page] == b) & mask_mod(b, h, q, number[page] + k % page_size)", "multiply"),
-    )),
+""",
+            phrase,
+        )
+        for mistake, expression, phrase in (
+            (
+                "owner not asked",
+                "mask_mod(b, h, q, number[page] * page_size + k % page_size)",
+                "Pages of other sequences",
+            ),
+            ("place for position", "(owner[page] == b) & mask_mod(b, h, q, k)", "not its place in the pool"),
+            (
+                "pages not multiplied",
+                "(owner[page] == b) & mask_mod(b, h, q, number[page] + k % page_size)",
+                "multiply",
+            ),
+        )
+    ),
     WrongAnswer("texts not causal", "bonus_8_3", _RAGGED.format(mask="ids[q] == ids[k]"), "causal"),
     WrongAnswer("texts see each other", "bonus_8_3", _RAGGED.format(mask="k <= q"), "other texts"),
-    WrongAnswer("a call for each text", "bonus_8_3", """
+    WrongAnswer(
+        "a call for each text",
+        "bonus_8_3",
+        """
 def ragged_attention(attend, texts):
     past = lambda b, h, q, k: k <= q
     return [attend(q[None], k[None], v[None], past)[0] for q, k, v in texts]
-""", "called once"),
+""",
+        "called once",
+    ),
 ]

@@ -70,21 +70,32 @@ _SOFTMAX_BODY = """
 BODY = "between the first solution markers"  # stands for what the model answer has there
 
 RIGHT_ANSWERS = [
-    ("cycles added up by unit", "q1_1", """
+    (
+        "cycles added up by unit",
+        "q1_1",
+        """
 def tile_cycles(rows, keys, d):
     scores = rows * keys
     macs = scores * d + scores * d
     return macs / 2048, scores / (4 * 4), (keys * d + keys * d) * 2 / 20
-"""),
-    ("integers for slots", "bonus_1_3", """
+""",
+    ),
+    (
+        "integers for slots",
+        "bonus_1_3",
+        """
 def slots_needed(bandwidth_tb_s, latency_ns, sms, slot_bytes):
     needed = bytes_in_flight(bandwidth_tb_s, latency_ns, sms)
     slots = 1
     while slots * slot_bytes < needed:
         slots += 1
     return slots
-"""),
-    ("owner by counting through the layout", "q2_1", """
+""",
+    ),
+    (
+        "owner by counting through the layout",
+        "q2_1",
+        """
 def owner(row, column, shape, size, threads, warps, order):
     place, extents = [row, column], []
     register = lane = warp = 0
@@ -102,11 +113,15 @@ def owner(row, column, shape, size, threads, warps, order):
         else:
             register += index * (size[0] * size[1] if level == 3 else 1)
     return [warp, lane, register]
-"""),
+""",
+    ),
     ("transpose by permute and one layout", "q2_2", ((BODY, _TRANSPOSE_BODY),)),
     ("all slots ordered at first, refilled after reading", "q3_1", ((BODY, _ASYNC_BODY),)),
     ("ring with ifs, a running slot and two arrivals", "q3_2", ((BODY, _RING_BODY),)),
-    ("repaired by two arrivals", "bonus_3_4", """
+    (
+        "repaired by two arrivals",
+        "bonus_3_4",
+        """
 def repairs():
     return {
         "mbarrier.wait(empty.index(slot), (i // STAGES) & 1)":
@@ -116,32 +131,61 @@ def repairs():
         "mbarrier.arrive(empty.index(slot), count=1)": "pass",
         "tma.store_wait(1)": "fence_async_shared()\\nmbarrier.arrive(empty.index(slot), count=2)\\ntma.store_wait(0)",
     }
-"""),
-    ("synchronous wgmma", "q4_1", (
-        ("acc = warpgroup_mma(a_tile, b_tile.permute([1, 0]), acc, is_async=True)",
-         "acc = warpgroup_mma(a_tile, b_tile.permute([1, 0]), acc)"),
-        ("        acc = warpgroup_mma_wait(0, deps=[acc])  # public\n", ""),
-    )),
-    ("first product overwrites the accumulator", "q4_1", (
-        ("acc, is_async=True)", "acc, use_acc=k > 0, is_async=True)"),
-    )),
+""",
+    ),
+    (
+        "synchronous wgmma",
+        "q4_1",
+        (
+            (
+                "acc = warpgroup_mma(a_tile, b_tile.permute([1, 0]), acc, is_async=True)",
+                "acc = warpgroup_mma(a_tile, b_tile.permute([1, 0]), acc)",
+            ),
+            ("        acc = warpgroup_mma_wait(0, deps=[acc])  # public\n", ""),
+        ),
+    ),
+    (
+        "first product overwrites the accumulator",
+        "q4_1",
+        (("acc, is_async=True)", "acc, use_acc=k > 0, is_async=True)"),),
+    ),
     ("scores scaled first, additive mask", "q5_1", ((BODY, _SOFTMAX_BODY),)),
-    ("producer with two announcements, consumers that arrive for both", "q5_2", (
-        ("mbarrier.expect(full.index(slot), k_desc.block_type.nbytes + v_desc.block_type.nbytes)",
-         "mbarrier.expect(full.index(slot), k_desc.block_type.nbytes)\n"
-         "        mbarrier.expect(full.index(slot), v_desc.block_type.nbytes)"),
-        ("mbarrier.init(full.index(i), count=1)", "mbarrier.init(full.index(i), count=2)"),
-    )),
-    ("both tiles awaited before either product", "q5_3", (
-        ("        mbarrier.wait(v_full.index(v_slot), v_phase)\n", ""),
-        ("        mbarrier.wait(k_full.index(k_slot), k_phase)\n",
-         "        mbarrier.wait(v_full.index(v_slot), v_phase)\n"
-         "        mbarrier.wait(k_full.index(k_slot), k_phase)\n"),
-    )),
-    ("causal mask by distance", "bonus_5_5", (
-        ("seen = (keys[None, :] <= position[:, None]) & (keys < sk)[None, :]",
-         "seen = ((position[:, None] - keys[None, :]) >= 0) & (keys[None, :] <= sk - 1)"),
-        ("blocks = gl.minimum(gl.cdiv(sk, BLOCK_N), gl.cdiv(row + BLOCK_M + sk - sq, BLOCK_N))",
-         "blocks = (gl.minimum(sk, row + BLOCK_M + sk - sq) + BLOCK_N - 1) // BLOCK_N"),
-    )),
+    (
+        "producer with two announcements, consumers that arrive for both",
+        "q5_2",
+        (
+            (
+                "mbarrier.expect(full.index(slot), k_desc.block_type.nbytes + v_desc.block_type.nbytes)",
+                "mbarrier.expect(full.index(slot), k_desc.block_type.nbytes)\n"
+                "        mbarrier.expect(full.index(slot), v_desc.block_type.nbytes)",
+            ),
+            ("mbarrier.init(full.index(i), count=1)", "mbarrier.init(full.index(i), count=2)"),
+        ),
+    ),
+    (
+        "both tiles awaited before either product",
+        "q5_3",
+        (
+            ("        mbarrier.wait(v_full.index(v_slot), v_phase)\n", ""),
+            (
+                "        mbarrier.wait(k_full.index(k_slot), k_phase)\n",
+                "        mbarrier.wait(v_full.index(v_slot), v_phase)\n"
+                "        mbarrier.wait(k_full.index(k_slot), k_phase)\n",
+            ),
+        ),
+    ),
+    (
+        "causal mask by distance",
+        "bonus_5_5",
+        (
+            (
+                "seen = (keys[None, :] <= position[:, None]) & (keys < sk)[None, :]",
+                "seen = ((position[:, None] - keys[None, :]) >= 0) & (keys[None, :] <= sk - 1)",
+            ),
+            (
+                "blocks = gl.minimum(gl.cdiv(sk, BLOCK_N), gl.cdiv(row + BLOCK_M + sk - sq, BLOCK_N))",
+                "blocks = (gl.minimum(sk, row + BLOCK_M + sk - sq) + BLOCK_N - 1) // BLOCK_N",
+            ),
+        ),
+    ),
 ]

@@ -15,7 +15,7 @@ def _instead(mistake: str, cell: str, phrase, *replaces: tuple[str, str]) -> Wro
     return WrongAnswer(mistake, cell, phrase=phrase, replaces=replaces)
 
 
-_REPAIRS = '''
+_REPAIRS = """
 def repairs():
     return {{
         "mbarrier.wait(empty.index(slot), (i // STAGES) & 1)": "mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)",
@@ -25,173 +25,429 @@ def repairs():
         "x = ring.index(slot).load(layout)": "x = ring.index(slot).load(layout)\\n{behind}mbarrier.arrive(empty.index(slot), count=1)",
         {more}
     }}
-'''
-_STORE, _COUNT = '"tma.store_wait(1)": "tma.store_wait(0)",', '"mbarrier.init(empty.index(i), count=2)": "mbarrier.init(empty.index(i), count=1)",'
+"""
+_STORE, _COUNT = (
+    '"tma.store_wait(1)": "tma.store_wait(0)",',
+    '"mbarrier.init(empty.index(i), count=2)": "mbarrier.init(empty.index(i), count=1)",',
+)
 _FENCE = "fence_async_shared()\\n"
 
 WRONG_ANSWERS = [
     # ---- 1.1, 1.3
-    _after("MACs for FLOPs", "q1_1", "two FLOPs for each multiply-accumulate", code="""
+    _after(
+        "MACs for FLOPs",
+        "q1_1",
+        "two FLOPs for each multiply-accumulate",
+        code="""
 def tile_cycles(rows, keys, d):
     return 2 * rows * keys * d / 4096, rows * keys / 16, 4 * keys * d / 20
-"""),
-    _after("Q loaded with each block", "q1_1", "before the loop", code="""
+""",
+    ),
+    _after(
+        "Q loaded with each block",
+        "q1_1",
+        "before the loop",
+        code="""
 def tile_cycles(rows, keys, d):
     return 4 * rows * keys * d / 4096, rows * keys / 16, (4 * keys + 2 * rows) * d / 20
-"""),
-    _after("one ring for K and V", "q1_1", "a ring each", loses=("q1_1_budget_tests",), code="""
+""",
+    ),
+    _after(
+        "one ring for K and V",
+        "q1_1",
+        "a ring each",
+        loses=("q1_1_budget_tests",),
+        code="""
 def shared_bytes(consumers, keys, d, stages):
     return 2 * consumers * 64 * d + 2 * stages * keys * d
-"""),
-    _after("one slot of V, whatever the stages", "q1_1", "shared_bytes", loses=("q1_1_budget_tests",), code="""
+""",
+    ),
+    _after(
+        "one slot of V, whatever the stages",
+        "q1_1",
+        "shared_bytes",
+        loses=("q1_1_budget_tests",),
+        code="""
 def shared_bytes(consumers, keys, d, stages):
     return 2 * (consumers * 64 * d + (stages + 1) * keys * d)
-"""),
-    _after("registers of the scores alone", "q1_1", "lies in registers, too", loses=("q1_1_budget_tests",), code="""
+""",
+    ),
+    _after(
+        "registers of the scores alone",
+        "q1_1",
+        "lies in registers, too",
+        loses=("q1_1_budget_tests",),
+        code="""
 def registers_per_thread(keys, d):
     return 64 * keys / 128
-"""),
-    _after("whole chip in flight", "bonus_1_3", "divide by the number of SMs", code="""
+""",
+    ),
+    _after(
+        "whole chip in flight",
+        "bonus_1_3",
+        "divide by the number of SMs",
+        code="""
 def bytes_in_flight(bandwidth_tb_s, latency_ns, sms):
     return bandwidth_tb_s * 1e12 * latency_ns * 1e-9
-"""),
-    _after("half slots", "bonus_1_3", ("round up", "slots_needed is 0", "slots_needed"), code="""
+""",
+    ),
+    _after(
+        "half slots",
+        "bonus_1_3",
+        ("round up", "slots_needed is 0", "slots_needed"),
+        code="""
 def slots_needed(bandwidth_tb_s, latency_ns, sms, slot_bytes):
     return int(bytes_in_flight(bandwidth_tb_s, latency_ns, sms) // slot_bytes)
-"""),
+""",
+    ),
     # ---- 2.1
-    _after("order read backwards", "q2_1", ("fastest dimension first", "Expected here"), code="""
+    _after(
+        "order read backwards",
+        "q2_1",
+        ("fastest dimension first", "Expected here"),
+        code="""
 right_owner = owner
 def owner(row, column, shape, size, threads, warps, order):
     return right_owner(row, column, shape, size, threads, warps, order[::-1])
-"""),
-    _after("lanes do not wrap", "q2_1", "Expected here", code="""
+""",
+    ),
+    _after(
+        "lanes do not wrap",
+        "q2_1",
+        "Expected here",
+        code="""
 right_owner = owner
 def owner(row, column, shape, size, threads, warps, order):
     warp, lane, register = right_owner(row, column, shape, size, threads, warps, order)
     return warp, lane + 32 * warp, register
-"""),
-    _after("repetitions counted along columns first", "q2_1", ("Expected here", "fastest dimension first"), code="""
+""",
+    ),
+    _after(
+        "repetitions counted along columns first",
+        "q2_1",
+        ("Expected here", "fastest dimension first"),
+        code="""
 right_owner = owner
 def owner(row, column, shape, size, threads, warps, order):
     warp, lane, register = right_owner(row, column, shape, size, threads, warps, order)
     tile = [size[i] * threads[i] * warps[i] for i in (0, 1)]
     repetition = column // tile[1] + shape[1] // tile[1] * (row // tile[0])
     return warp, lane, register % (size[0] * size[1]) + size[0] * size[1] * repetition
-"""),
+""",
+    ),
     # ---- 2.2
-    _instead("written along the columns", "q2_2", "sectors of 32 bytes",
-             ("writing: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])",
-              "writing: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])")),
+    _instead(
+        "written along the columns",
+        "q2_2",
+        "sectors of 32 bytes",
+        (
+            "writing: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])",
+            "writing: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])",
+        ),
+    ),
     _instead("no conversion", "q2_2", "convert_layout", ("    tile = gl.convert_layout(tile, writing)\n", "")),
-    _instead("no mask on the store", "q2_2", ("out of bounds", "A mask is missing"),
-             ("gl.store(y_ptr + columns[None, :] * y_stride + rows[:, None], tile, mask=mask)",
-              "gl.store(y_ptr + columns[None, :] * y_stride + rows[:, None], tile)")),
-    _instead("not transposed", "q2_2", ("wrong in", "out of bounds", "NaN"),
-             ("y_ptr + columns[None, :] * y_stride + rows[:, None]", "y_ptr + rows[:, None] * y_stride + columns[None, :]")),
+    _instead(
+        "no mask on the store",
+        "q2_2",
+        ("out of bounds", "A mask is missing"),
+        (
+            "gl.store(y_ptr + columns[None, :] * y_stride + rows[:, None], tile, mask=mask)",
+            "gl.store(y_ptr + columns[None, :] * y_stride + rows[:, None], tile)",
+        ),
+    ),
+    _instead(
+        "not transposed",
+        "q2_2",
+        ("wrong in", "out of bounds", "NaN"),
+        ("y_ptr + columns[None, :] * y_stride + rows[:, None]", "y_ptr + rows[:, None] * y_stride + columns[None, :]"),
+    ),
     # ---- 3.1
-    _instead("no commit in the loop", "q3_1", "async_copy.wait_group",
-             ("        async_copy.commit_group()\n        async_copy.wait_group", "        async_copy.wait_group")),
-    _instead("waits for one group too few", "q3_1", "nothing orders them", ("wait_group(STAGES - 1)", "wait_group(STAGES)")),
-    _instead("waits for everything", "q3_1", "the copies wait for each other", ("wait_group(STAGES - 1)", "wait_group(0)")),
-    _instead("copy into the slot in use", "q3_1", ("race", "wrong in"),
-             ("order(a_ring, ahead % STAGES, a_ptr, first + ahead", "order(a_ring, i % STAGES, a_ptr, first + ahead")),
-    _instead("program's offset forgotten", "q3_1", ("wrong in", "NaN"),
-             ("at = first + i * TILE + gl.arange(0, TILE, layout)", "at = i * TILE + gl.arange(0, TILE, layout)")),
+    _instead(
+        "no commit in the loop",
+        "q3_1",
+        "async_copy.wait_group",
+        ("        async_copy.commit_group()\n        async_copy.wait_group", "        async_copy.wait_group"),
+    ),
+    _instead(
+        "waits for one group too few", "q3_1", "nothing orders them", ("wait_group(STAGES - 1)", "wait_group(STAGES)")
+    ),
+    _instead(
+        "waits for everything", "q3_1", "the copies wait for each other", ("wait_group(STAGES - 1)", "wait_group(0)")
+    ),
+    _instead(
+        "copy into the slot in use",
+        "q3_1",
+        ("race", "wrong in"),
+        ("order(a_ring, ahead % STAGES, a_ptr, first + ahead", "order(a_ring, i % STAGES, a_ptr, first + ahead"),
+    ),
+    _instead(
+        "program's offset forgotten",
+        "q3_1",
+        ("wrong in", "NaN"),
+        ("at = first + i * TILE + gl.arange(0, TILE, layout)", "at = i * TILE + gl.arange(0, TILE, layout)"),
+    ),
     # ---- 3.2
-    _instead("barriers not initialized", "q3_2", "was not initialized by mbarrier.init",
-             ("        mbarrier.init(full.index(i), count=1)  # public\n", "        pass\n")),
-    _instead("no fence before the refill", "q3_2", "missing fence",
-             ("        fence_async_shared()  # public\n", "")),
-    _instead("parity of the tile, not of the round", "q3_2", ("parity", "race", "deadlock"),
-             ("mbarrier.wait(full.index(slot), (i // STAGES) & 1)", "mbarrier.wait(full.index(slot), i & 1)")),
-    _instead("phase, not parity", "q3_2", "Take it `& 1`",
-             ("mbarrier.wait(full.index(slot), (i // STAGES) & 1)", "mbarrier.wait(full.index(slot), i // STAGES)")),
-    _instead("half of the bytes announced", "q3_2", ("announced", "mbarrier.expect"),
-             ("mbarrier.expect(full.index(i), NBYTES, pred=i < tiles)",
-              "mbarrier.expect(full.index(i), NBYTES // 2, pred=i < tiles)")),
-    _instead("refill not announced", "q3_2", "no mbarrier.expect announced",
-             ("        mbarrier.expect(full.index(slot), NBYTES, pred=more)\n", "")),
-    _instead("goes on behind the last tile", "q3_2", ("unfinished", "TMA copies"), ("more = i + STAGES < tiles", "more = i >= 0")),
-    _instead("refilled before it is read", "q3_2", ("race", "barrier"),
-             ("        x = ring.index(slot).load(layout).to(gl.float32)\n        fence_async_shared()  # public\n", ""),
-             ("        total += gl.sum(x * x, 1)\n",
-              "        x = ring.index(slot).load(layout).to(gl.float32)\n        total += gl.sum(x * x, 1)\n")),
-    _instead("endless loop", "q3_2", "More than",
-             ("    for i in range(tiles):  # public\n", "    i = 0\n    while i < tiles:\n"),
-             ("        more = i + STAGES < tiles\n", "        more = i < 0\n"),
-             ("mbarrier.wait(full.index(slot), (i // STAGES) & 1)", "mbarrier.wait(full.index(slot), 0)")),
+    _instead(
+        "barriers not initialized",
+        "q3_2",
+        "was not initialized by mbarrier.init",
+        ("        mbarrier.init(full.index(i), count=1)  # public\n", "        pass\n"),
+    ),
+    _instead("no fence before the refill", "q3_2", "missing fence", ("        fence_async_shared()  # public\n", "")),
+    _instead(
+        "parity of the tile, not of the round",
+        "q3_2",
+        ("parity", "race", "deadlock"),
+        ("mbarrier.wait(full.index(slot), (i // STAGES) & 1)", "mbarrier.wait(full.index(slot), i & 1)"),
+    ),
+    _instead(
+        "phase, not parity",
+        "q3_2",
+        "Take it `& 1`",
+        ("mbarrier.wait(full.index(slot), (i // STAGES) & 1)", "mbarrier.wait(full.index(slot), i // STAGES)"),
+    ),
+    _instead(
+        "half of the bytes announced",
+        "q3_2",
+        ("announced", "mbarrier.expect"),
+        (
+            "mbarrier.expect(full.index(i), NBYTES, pred=i < tiles)",
+            "mbarrier.expect(full.index(i), NBYTES // 2, pred=i < tiles)",
+        ),
+    ),
+    _instead(
+        "refill not announced",
+        "q3_2",
+        "no mbarrier.expect announced",
+        ("        mbarrier.expect(full.index(slot), NBYTES, pred=more)\n", ""),
+    ),
+    _instead(
+        "goes on behind the last tile",
+        "q3_2",
+        ("unfinished", "TMA copies"),
+        ("more = i + STAGES < tiles", "more = i >= 0"),
+    ),
+    _instead(
+        "refilled before it is read",
+        "q3_2",
+        ("race", "barrier"),
+        ("        x = ring.index(slot).load(layout).to(gl.float32)\n        fence_async_shared()  # public\n", ""),
+        (
+            "        total += gl.sum(x * x, 1)\n",
+            "        x = ring.index(slot).load(layout).to(gl.float32)\n        total += gl.sum(x * x, 1)\n",
+        ),
+    ),
+    _instead(
+        "endless loop",
+        "q3_2",
+        "More than",
+        ("    for i in range(tiles):  # public\n", "    i = 0\n    while i < tiles:\n"),
+        ("        more = i + STAGES < tiles\n", "        more = i < 0\n"),
+        ("mbarrier.wait(full.index(slot), (i // STAGES) & 1)", "mbarrier.wait(full.index(slot), 0)"),
+    ),
     # ---- 3.4
-    _after("repaired but for the fence", "bonus_3_4", "missing fence",
-           code=_REPAIRS.format(behind="", more=_STORE + _COUNT)),
-    _after("repaired but for the count", "bonus_3_4", "1 of 2 arrivals missing",
-           code=_REPAIRS.format(behind=_FENCE, more=_STORE)),
-    _after("repaired but for the store", "bonus_3_4", "tma.store_wait",
-           code=_REPAIRS.format(behind=_FENCE, more=_COUNT)),
-    _after("more lines than six", "bonus_3_4", "6 at most", code="""
+    _after(
+        "repaired but for the fence",
+        "bonus_3_4",
+        "missing fence",
+        code=_REPAIRS.format(behind="", more=_STORE + _COUNT),
+    ),
+    _after(
+        "repaired but for the count",
+        "bonus_3_4",
+        "1 of 2 arrivals missing",
+        code=_REPAIRS.format(behind=_FENCE, more=_STORE),
+    ),
+    _after(
+        "repaired but for the store", "bonus_3_4", "tma.store_wait", code=_REPAIRS.format(behind=_FENCE, more=_COUNT)
+    ),
+    _after(
+        "more lines than six",
+        "bonus_3_4",
+        "6 at most",
+        code="""
 right_repairs = repairs
 def repairs():
     return {**right_repairs(), "slot = i % STAGES": "slot = i % STAGES", "out.store(x * factor)": "out.store(x * factor)"}
-"""),
-    _after("repairs what is not there", "bonus_3_4", "stands 0 times", code="""
+""",
+    ),
+    _after(
+        "repairs what is not there",
+        "bonus_3_4",
+        "stands 0 times",
+        code="""
 def repairs():
     return {"mbarrier.wait(empty, 0)": "pass"}
-"""),
+""",
+    ),
     # ---- 4.1
-    _instead("accumulator read too early", "q4_1", "warpgroup_mma_wait", ("        acc = warpgroup_mma_wait(0, deps=[acc])  # public\n", "")),
-    _instead("Ampere's layout", "q4_1", "version [3, 0]", ("gl.NVMMADistributedLayout([3, 0]", "gl.NVMMADistributedLayout([2, 0]")),
+    _instead(
+        "accumulator read too early",
+        "q4_1",
+        "warpgroup_mma_wait",
+        ("        acc = warpgroup_mma_wait(0, deps=[acc])  # public\n", ""),
+    ),
+    _instead(
+        "Ampere's layout",
+        "q4_1",
+        "version [3, 0]",
+        ("gl.NVMMADistributedLayout([3, 0]", "gl.NVMMADistributedLayout([2, 0]"),
+    ),
     _instead("B not turned", "q4_1", ("layout", "wrong in", "shape"), ("b_tile.permute([1, 0])", "b_tile")),
     _instead("steps not added up", "q4_1", "wrong in", ("acc, is_async=True)", "acc, use_acc=False, is_async=True)")),
     _instead("no fence before the TMA store", "q4_1", "missing fence", ("    fence_async_shared()  # public\n", "")),
     _instead("kernel ends before its store", "q4_1", "unfinished", ("    tma.store_wait(0)  # public\n", "")),
     # ---- 5.1
-    _instead("tail of keys not masked", "q5_1", "keys in blocks of 64", ("(keys < sk)[None, :]", "(keys < sk + 64)[None, :]")),
-    _instead("output not rescaled", "q5_1", "wrong in", ("    o = o * gl.convert_layout(alpha", "    unused = o * gl.convert_layout(alpha")),
-    _instead("sum not rescaled", "q5_1", "wrong in", ("total = total * alpha + gl.sum(p, 1)", "total = total + gl.sum(p, 1)")),
-    _instead("no maximum subtracted", "q5_1", ("NaN", "infinite", "wrong in"),
-             ("top = gl.maximum(m, gl.max(s, 1))", "top = gl.maximum(m, gl.max(s, 1)) * 0.0")),
-    _instead("maximum of this block alone", "q5_1", ("NaN", "wrong in", "infinite"),
-             ("top = gl.maximum(m, gl.max(s, 1))", "top = gl.max(s, 1)")),
-    _instead("never divided", "q5_1", "wrong in",
-             ("    o = o / gl.convert_layout(total, gl.SliceLayout(1, output))[:, None]\n", "")),
-    _instead("factor in the scores' layout", "q5_1", ("layout", "convert_layout"),
-             ("gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]", "alpha[:, None]")),
+    _instead(
+        "tail of keys not masked", "q5_1", "keys in blocks of 64", ("(keys < sk)[None, :]", "(keys < sk + 64)[None, :]")
+    ),
+    _instead(
+        "output not rescaled",
+        "q5_1",
+        "wrong in",
+        ("    o = o * gl.convert_layout(alpha", "    unused = o * gl.convert_layout(alpha"),
+    ),
+    _instead(
+        "sum not rescaled", "q5_1", "wrong in", ("total = total * alpha + gl.sum(p, 1)", "total = total + gl.sum(p, 1)")
+    ),
+    _instead(
+        "no maximum subtracted",
+        "q5_1",
+        ("NaN", "infinite", "wrong in"),
+        ("top = gl.maximum(m, gl.max(s, 1))", "top = gl.maximum(m, gl.max(s, 1)) * 0.0"),
+    ),
+    _instead(
+        "maximum of this block alone",
+        "q5_1",
+        ("NaN", "wrong in", "infinite"),
+        ("top = gl.maximum(m, gl.max(s, 1))", "top = gl.max(s, 1)"),
+    ),
+    _instead(
+        "never divided",
+        "q5_1",
+        "wrong in",
+        ("    o = o / gl.convert_layout(total, gl.SliceLayout(1, output))[:, None]\n", ""),
+    ),
+    _instead(
+        "factor in the scores' layout",
+        "q5_1",
+        ("layout", "convert_layout"),
+        ("gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]", "alpha[:, None]"),
+    ),
     # ---- 5.2
-    _instead("empty counts one arrival", "q5_2", ("arrival", "race"), ("mbarrier.init(empty.index(i), count=2)", "mbarrier.init(empty.index(i), count=1)")),
-    _instead("slot never given back", "q5_2", "2 of 2 arrivals missing",
-             ("        mbarrier.arrive(empty.index(slot), count=1)  # public\n", "        pass\n")),
-    _instead("producer waits for the first round", "q5_2", "deadlock", ("((i // STAGES) & 1) ^ 1)", "(i // STAGES) & 1)")),
-    _instead("bytes of V not announced", "q5_2", ("announced", "more than mbarrier.expect"),
-             ("k_desc.block_type.nbytes + v_desc.block_type.nbytes", "k_desc.block_type.nbytes")),
-    _instead("consumer does not wait", "q5_2", "nothing orders them",
-             ("        mbarrier.wait(full.index(slot), (i // STAGES) & 1)  # public\n", "        pass\n")),
-    _instead("producer does not wait", "q5_2", ("race", "barrier"),
-             ("        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)\n", "")),
-    _instead("slot given back before it is used", "q5_2", ("race", "barrier"),
-             ("        mbarrier.arrive(empty.index(slot), count=1)  # public\n", "        pass\n"),
-             ("        mbarrier.wait(full.index(slot), (i // STAGES) & 1)  # public\n",
-              "        mbarrier.wait(full.index(slot), (i // STAGES) & 1)\n        mbarrier.arrive(empty.index(slot), count=1)\n")),
+    _instead(
+        "empty counts one arrival",
+        "q5_2",
+        ("arrival", "race"),
+        ("mbarrier.init(empty.index(i), count=2)", "mbarrier.init(empty.index(i), count=1)"),
+    ),
+    _instead(
+        "slot never given back",
+        "q5_2",
+        "2 of 2 arrivals missing",
+        ("        mbarrier.arrive(empty.index(slot), count=1)  # public\n", "        pass\n"),
+    ),
+    _instead(
+        "producer waits for the first round", "q5_2", "deadlock", ("((i // STAGES) & 1) ^ 1)", "(i // STAGES) & 1)")
+    ),
+    _instead(
+        "bytes of V not announced",
+        "q5_2",
+        ("announced", "more than mbarrier.expect"),
+        ("k_desc.block_type.nbytes + v_desc.block_type.nbytes", "k_desc.block_type.nbytes"),
+    ),
+    _instead(
+        "consumer does not wait",
+        "q5_2",
+        "nothing orders them",
+        ("        mbarrier.wait(full.index(slot), (i // STAGES) & 1)  # public\n", "        pass\n"),
+    ),
+    _instead(
+        "producer does not wait",
+        "q5_2",
+        ("race", "barrier"),
+        ("        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)\n", ""),
+    ),
+    _instead(
+        "slot given back before it is used",
+        "q5_2",
+        ("race", "barrier"),
+        ("        mbarrier.arrive(empty.index(slot), count=1)  # public\n", "        pass\n"),
+        (
+            "        mbarrier.wait(full.index(slot), (i // STAGES) & 1)  # public\n",
+            "        mbarrier.wait(full.index(slot), (i // STAGES) & 1)\n        mbarrier.arrive(empty.index(slot), count=1)\n",
+        ),
+    ),
     # ---- 5.3
-    _instead("nothing overlaps", "q5_3", "of the softmax runs", ("s = warpgroup_mma_wait(1, deps=[s])", "s, o = warpgroup_mma_wait(0, deps=[s, o])")),
-    _instead("scores read too early", "q5_3", "read while it is still being computed",
-             ("s = warpgroup_mma_wait(1, deps=[s])", "s = warpgroup_mma_wait(2, deps=[s])")),
-    _instead("output rescaled under its product", "q5_3", "read while it is still being computed",
-             ("        o = warpgroup_mma_wait(0, deps=[o])\n        mbarrier.arrive(v_empty.index(v_slot), count=1)\n", ""),
-             ("[:, None]  # public\n", "[:, None]\n        o = warpgroup_mma_wait(0, deps=[o])\n        mbarrier.arrive(v_empty.index(v_slot), count=1)\n")),
-    _instead("V's slot given back too early", "q5_3", "race",
-             ("        o = warpgroup_mma_wait(0, deps=[o])\n        mbarrier.arrive(v_empty.index(v_slot), count=1)\n",
-              "        mbarrier.arrive(v_empty.index(v_slot), count=1)\n        o = warpgroup_mma_wait(0, deps=[o])\n")),
-    _instead("K's slot never given back", "q5_3", "deadlock",
-             ("        mbarrier.arrive(k_empty.index(k_slot), count=1)\n", "")),
-    _instead("output not rescaled in the overlap", "q5_3", "wrong in",
-             ("        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]  # public\n", "")),
+    _instead(
+        "nothing overlaps",
+        "q5_3",
+        "of the softmax runs",
+        ("s = warpgroup_mma_wait(1, deps=[s])", "s, o = warpgroup_mma_wait(0, deps=[s, o])"),
+    ),
+    _instead(
+        "scores read too early",
+        "q5_3",
+        "read while it is still being computed",
+        ("s = warpgroup_mma_wait(1, deps=[s])", "s = warpgroup_mma_wait(2, deps=[s])"),
+    ),
+    _instead(
+        "output rescaled under its product",
+        "q5_3",
+        "read while it is still being computed",
+        ("        o = warpgroup_mma_wait(0, deps=[o])\n        mbarrier.arrive(v_empty.index(v_slot), count=1)\n", ""),
+        (
+            "[:, None]  # public\n",
+            "[:, None]\n        o = warpgroup_mma_wait(0, deps=[o])\n        mbarrier.arrive(v_empty.index(v_slot), count=1)\n",
+        ),
+    ),
+    _instead(
+        "V's slot given back too early",
+        "q5_3",
+        "race",
+        (
+            "        o = warpgroup_mma_wait(0, deps=[o])\n        mbarrier.arrive(v_empty.index(v_slot), count=1)\n",
+            "        mbarrier.arrive(v_empty.index(v_slot), count=1)\n        o = warpgroup_mma_wait(0, deps=[o])\n",
+        ),
+    ),
+    _instead(
+        "K's slot never given back",
+        "q5_3",
+        "deadlock",
+        ("        mbarrier.arrive(k_empty.index(k_slot), count=1)\n", ""),
+    ),
+    _instead(
+        "output not rescaled in the overlap",
+        "q5_3",
+        "wrong in",
+        ("        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]  # public\n", ""),
+    ),
     # ---- 5.5
-    _instead("all blocks computed", "bonus_5_5", "products, and their program makes",
-             ("blocks = gl.minimum(gl.cdiv(sk, BLOCK_N), gl.cdiv(row + BLOCK_M + sk - sq, BLOCK_N))", "blocks = gl.cdiv(sk, BLOCK_N)")),
-    _instead("mask in the output's layout", "bonus_5_5", "layout",
-             ("gl.SliceLayout(1, scores))\n        keys = i * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))",
-              "gl.SliceLayout(1, output))\n        keys = i * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, output))")),
-    _instead("first query at the first key", "bonus_5_5", "query i sees keys",
-             ("position = row + sk - sq + gl", "position = row + gl")),
-    _instead("own key masked", "bonus_5_5", ("wrong in", "NaN"), ("keys[None, :] <= position", "keys[None, :] < position")),
+    _instead(
+        "all blocks computed",
+        "bonus_5_5",
+        "products, and their program makes",
+        (
+            "blocks = gl.minimum(gl.cdiv(sk, BLOCK_N), gl.cdiv(row + BLOCK_M + sk - sq, BLOCK_N))",
+            "blocks = gl.cdiv(sk, BLOCK_N)",
+        ),
+    ),
+    _instead(
+        "mask in the output's layout",
+        "bonus_5_5",
+        "layout",
+        (
+            "gl.SliceLayout(1, scores))\n        keys = i * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))",
+            "gl.SliceLayout(1, output))\n        keys = i * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, output))",
+        ),
+    ),
+    _instead(
+        "first query at the first key",
+        "bonus_5_5",
+        "query i sees keys",
+        ("position = row + sk - sq + gl", "position = row + gl"),
+    ),
+    _instead(
+        "own key masked", "bonus_5_5", ("wrong in", "NaN"), ("keys[None, :] <= position", "keys[None, :] < position")
+    ),
 ]

@@ -64,7 +64,8 @@ def grid_answers(grid):
 WRONG_ANSWERS = [
     # ---- 1
     WrongAnswer(
-        "every operator with the word", "q1_1",
+        "every operator with the word",
+        "q1_1",
         """
 def backends_in(operators):
     return [b for name in operators for b in ("flash", "efficient", "cudnn", "math") if b in name]
@@ -72,7 +73,8 @@ def backends_in(operators):
         "only one of them is in the table",
     ),
     WrongAnswer(
-        "the CPU's flash forgotten", "q1_1",
+        "the CPU's flash forgotten",
+        "q1_1",
         """
 def backends_in(operators):
     words = {f"aten::_scaled_dot_product_{b}_attention": b for b in ("flash", "efficient", "cudnn")}
@@ -82,7 +84,8 @@ def backends_in(operators):
         "one call that ran flash",
     ),
     WrongAnswer(
-        "the backward pass counted", "q1_1",
+        "the backward pass counted",
+        "q1_1",
         """
 def backends_in(operators):
     found = []
@@ -97,7 +100,8 @@ def backends_in(operators):
         "A backward operator is no call",
     ),
     WrongAnswer(
-        "a set of backends", "q1_1",
+        "a set of backends",
+        "q1_1",
         """
 _one_each = backends_in
 def backends_in(operators):
@@ -106,19 +110,26 @@ def backends_in(operators):
         "One entry for each call",
     ),
     WrongAnswer(
-        "the caller's warning filter kept", "q1_2",
-        _WHY.format(filter="pass", rest=f"{_KEEP}\n    return list(dict.fromkeys(found))"), "open your own filter",
+        "the caller's warning filter kept",
+        "q1_2",
+        _WHY.format(filter="pass", rest=f"{_KEEP}\n    return list(dict.fromkeys(found))"),
+        "open your own filter",
     ),
     WrongAnswer(
-        "headlines as reasons", "q1_2",
-        _WHY.format(filter=_ALWAYS, rest="return list(dict.fromkeys(found)) or [first]"), "no reason",
+        "headlines as reasons",
+        "q1_2",
+        _WHY.format(filter=_ALWAYS, rest="return list(dict.fromkeys(found)) or [first]"),
+        "no reason",
     ),
     WrongAnswer(
-        "no reason where torch gives none", "q1_2",
-        _WHY.format(filter=_ALWAYS, rest=f"{_KEEP}\n    return list(dict.fromkeys(found))"), "its first line",
+        "no reason where torch gives none",
+        "q1_2",
+        _WHY.format(filter=_ALWAYS, rest=f"{_KEEP}\n    return list(dict.fromkeys(found))"),
+        "its first line",
     ),
     WrongAnswer(
-        "CUDA's questions for CPU tensors", "q1_2",
+        "CUDA's questions for CPU tensors",
+        "q1_2",
         """
 def why_not(backend, q, k, v, **options):
     if backend == "math":
@@ -134,7 +145,8 @@ def why_not(backend, q, k, v, **options):
         "flash runs this here",
     ),
     WrongAnswer(
-        "a list of two backends", "q1_3",
+        "a list of two backends",
+        "q1_3",
         """
 def pinned_sdpa(backend, q, k, v, **options):
     with sdpa_kernel([BACKENDS[backend], SDPBackend.MATH]):
@@ -143,7 +155,8 @@ def pinned_sdpa(backend, q, k, v, **options):
         ("returned a result all the same", "A pin allows one backend"),
     ),
     WrongAnswer(
-        "the inputs copied on the sly", "q1_3",
+        "the inputs copied on the sly",
+        "q1_3",
         """
 def pinned_sdpa(backend, q, k, v, **options):
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -156,7 +169,8 @@ def pinned_sdpa(backend, q, k, v, **options):
         "on copies",
     ),
     WrongAnswer(
-        "torch's own error let through", "q1_3",
+        "torch's own error let through",
+        "q1_3",
         """
 def pinned_sdpa(backend, q, k, v, **options):
     with sdpa_kernel(BACKENDS[backend]):
@@ -165,7 +179,8 @@ def pinned_sdpa(backend, q, k, v, **options):
         "should raise BackendRefused",
     ),
     WrongAnswer(
-        "asked first, computed twice", "q1_3",
+        "asked first, computed twice",
+        "q1_3",
         """
 def pinned_sdpa(backend, q, k, v, **options):
     reasons = why_not(backend, q, k, v, **options)
@@ -177,7 +192,8 @@ def pinned_sdpa(backend, q, k, v, **options):
         "2 times",
     ),
     WrongAnswer(
-        "switches left behind", "q1_3",
+        "switches left behind",
+        "q1_3",
         """
 _pin = pinned_sdpa
 def pinned_sdpa(backend, q, k, v, **options):
@@ -191,7 +207,8 @@ def pinned_sdpa(backend, q, k, v, **options):
         "other backends",
     ),
     WrongAnswer(
-        "options dropped", "q1_3",
+        "options dropped",
+        "q1_3",
         """
 def pinned_sdpa(backend, q, k, v, is_causal=False, **options):
     with sdpa_kernel(BACKENDS[backend]):
@@ -203,7 +220,8 @@ def pinned_sdpa(backend, q, k, v, is_causal=False, **options):
         ("Do all options reach SDPA", "cannot run this", "raised"),
     ),
     WrongAnswer(
-        "a list taken for an order", "q1_4",
+        "a list taken for an order",
+        "q1_4",
         """
 def dispatch(order, allowed, reasons, set_priority=False):
     for name in allowed:
@@ -214,7 +232,8 @@ def dispatch(order, allowed, reasons, set_priority=False):
         "it is a set",
     ),
     WrongAnswer(
-        "math as a last resort", "q1_4",
+        "math as a last resort",
+        "q1_4",
         """
 def dispatch(order, allowed, reasons, set_priority=False):
     for name in allowed if set_priority else order:
@@ -226,37 +245,51 @@ def dispatch(order, allowed, reasons, set_priority=False):
     ),
     # ---- 2
     WrongAnswer(
-        "causal costs as much as full", "q2_1", _COSTS.format(pairs="query_len * kv_len", kv="kv_heads", scores=_SCORES),
+        "causal costs as much as full",
+        "q2_1",
+        _COSTS.format(pairs="query_len * kv_len", kv="kv_heads", scores=_SCORES),
         "causal costs fewer FLOPs",
     ),
     WrongAnswer(
-        "causal from the first key on", "q2_1",
-        _COSTS.format(pairs="query_len * (query_len + 1) // 2 if causal else query_len * kv_len", kv="kv_heads",
-                      scores=_SCORES),
+        "causal from the first key on",
+        "q2_1",
+        _COSTS.format(
+            pairs="query_len * (query_len + 1) // 2 if causal else query_len * kv_len", kv="kv_heads", scores=_SCORES
+        ),
         "last query sees the last key",
     ),
     WrongAnswer(
-        "keys copied for each query head", "q2_1", _COSTS.format(pairs=_PAIRS, kv="heads", scores=_SCORES),
+        "keys copied for each query head",
+        "q2_1",
+        _COSTS.format(pairs=_PAIRS, kv="heads", scores=_SCORES),
         "the group shares them",
     ),
     WrongAnswer(
-        "scores written and read once", "q2_1",
+        "scores written and read once",
+        "q2_1",
         _COSTS.format(pairs=_PAIRS, kv="kv_heads", scores="2 * batch * heads * query_len * kv_len"),
         "scores travel four times",
     ),
     WrongAnswer(
-        "reference rounded to the output's dtype", "q2_2",
-        _ERRORS.format(rest="""d = (out - exact.to(out.dtype)).double()
-    return d.abs().max().item(), (d.square().mean() / exact.square().mean()).sqrt().item()"""),
+        "reference rounded to the output's dtype",
+        "q2_2",
+        _ERRORS.format(
+            rest="""d = (out - exact.to(out.dtype)).double()
+    return d.abs().max().item(), (d.square().mean() / exact.square().mean()).sqrt().item()"""
+        ),
         "hides the rounding",
     ),
     WrongAnswer(
-        "rms not relative", "q2_2",
-        _ERRORS.format(rest="d = out.double() - exact\n    return d.abs().max().item(), d.square().mean().sqrt().item()"),
+        "rms not relative",
+        "q2_2",
+        _ERRORS.format(
+            rest="d = out.double() - exact\n    return d.abs().max().item(), d.square().mean().sqrt().item()"
+        ),
         "divide by the root mean square",
     ),
     WrongAnswer(
-        "the mask forgotten", "q2_2",
+        "the mask forgotten",
+        "q2_2",
         """
 _masked = errors
 def errors(out, q, k, v, causal=False):
@@ -266,7 +299,8 @@ def errors(out, q, k, v, causal=False):
     ),
     # ---- 3
     WrongAnswer(
-        "the group's keys read once for each head", "q3_1",
+        "the group's keys read once for each head",
+        "q3_1",
         """
 def intensity(query_len, kv_len, group, head_dim, dtype):
     return 2 * query_len * kv_len / ((query_len + kv_len) * dtype.itemsize)
@@ -274,7 +308,8 @@ def intensity(query_len, kv_len, group, head_dim, dtype):
         "they are read once",
     ),
     WrongAnswer(
-        "queries have no bytes", "q3_1",
+        "queries have no bytes",
+        "q3_1",
         """
 def queries_to_ridge(ridge, kv_len, group, head_dim, dtype):
     if ridge * dtype.itemsize >= 2 * kv_len:
@@ -284,7 +319,8 @@ def queries_to_ridge(ridge, kv_len, group, head_dim, dtype):
         "have bytes as well",
     ),
     WrongAnswer(
-        "a ridge that is never reached", "q3_1",
+        "a ridge that is never reached",
+        "q3_1",
         """
 def queries_to_ridge(ridge, kv_len, group, head_dim, dtype):
     size = ridge * dtype.itemsize
@@ -293,34 +329,44 @@ def queries_to_ridge(ridge, kv_len, group, head_dim, dtype):
         "return None",
     ),
     WrongAnswer(
-        "heads of a group not neighbours", "q3_2",
+        "heads of a group not neighbours",
+        "q3_2",
         """
 def attend_part(q, k, v):
     n = q.shape[1] // k.shape[1]
     s = q.float() @ k.float().repeat(1, n, 1, 1).mT / math.sqrt(q.shape[-1])
     return torch.softmax(s, -1) @ v.float().repeat(1, n, 1, 1), torch.logsumexp(s, -1)
 """,
-        "repeat_interleave", ("q3_2_part_tests",),
+        "repeat_interleave",
+        ("q3_2_part_tests",),
     ),
     WrongAnswer(
-        "the logarithm to base 2", "q3_2",
+        "the logarithm to base 2",
+        "q3_2",
         """
 _natural = attend_part
 def attend_part(q, k, v):
     out, lse = _natural(q, k, v)
     return out, lse / math.log(2)
 """,
-        "natural logarithm", ("q3_2_part_tests",),
+        "natural logarithm",
+        ("q3_2_part_tests",),
     ),
-    WrongAnswer("parts averaged", "q3_2", _SPLIT.format(rest="return outs.mean(0).to(q.dtype)"), "do not count equally"),
     WrongAnswer(
-        "exponentials without a maximum", "q3_2",
-        _SPLIT.format(rest="""w = torch.exp(lses)
-    return ((w[..., None] * outs).sum(0) / w.sum(0)[..., None]).to(q.dtype)"""),
+        "parts averaged", "q3_2", _SPLIT.format(rest="return outs.mean(0).to(q.dtype)"), "do not count equally"
+    ),
+    WrongAnswer(
+        "exponentials without a maximum",
+        "q3_2",
+        _SPLIT.format(
+            rest="""w = torch.exp(lses)
+    return ((w[..., None] * outs).sum(0) / w.sum(0)[..., None]).to(q.dtype)"""
+        ),
         "subtract the largest lse",
     ),
     WrongAnswer(
-        "the last keys dropped", "q3_2",
+        "the last keys dropped",
+        "q3_2",
         """
 def split_kv_attention(q, k, v, splits):
     n = max(k.shape[2] // splits, 1)
@@ -331,11 +377,14 @@ def split_kv_attention(q, k, v, splits):
         "are left out",
     ),
     WrongAnswer(
-        "no parts at all", "q3_2",
-        "def split_kv_attention(q, k, v, splits):\n    return attend_part(q, k, v)[0].to(q.dtype)\n", "scores at once",
+        "no parts at all",
+        "q3_2",
+        "def split_kv_attention(q, k, v, splits):\n    return attend_part(q, k, v)[0].to(q.dtype)\n",
+        "scores at once",
     ),
     WrongAnswer(
-        "waves not rounded up", "q3_3",
+        "waves not rounded up",
+        "q3_3",
         """
 def decode_us(programs, kv_len, splits, units, tile, tile_us, combine_us):
     tiles = math.ceil(math.ceil(kv_len / splits) / tile)
@@ -344,13 +393,15 @@ def decode_us(programs, kv_len, splits, units, tile, tile_us, combine_us):
         "round the waves up",
     ),
     WrongAnswer(
-        "the most splits", "q3_3",
+        "the most splits",
+        "q3_3",
         "def best_splits(programs, kv_len, units, tile, tile_us, combine_us, most=64):\n    return most\n",
         "not always faster",
     ),
     # ---- 4
     WrongAnswer(
-        "tokens strided instead of the head dimension", "q4_1",
+        "tokens strided instead of the head dimension",
+        "q4_1",
         """
 def knocked_out_by_strides(x):
     return torch.stack([x, x], dim=3).flatten(2, 3)[:, :, ::2]
@@ -358,13 +409,12 @@ def knocked_out_by_strides(x):
         "flash still runs",
     ),
     WrongAnswer(
-        "a transposed shape", "q4_1", "def knocked_out_by_strides(x):\n    return x.transpose(2, 3)\n", "keep the shape",
+        "a transposed shape", "q4_1", "def knocked_out_by_strides(x):\n    return x.transpose(2, 3)\n", "keep the shape"
     ),
+    WrongAnswer("contiguous after all", "q4_1", "def strided_and_fast(x):\n    return x.clone()\n", "It should not be"),
     WrongAnswer(
-        "contiguous after all", "q4_1", "def strided_and_fast(x):\n    return x.clone()\n", "It should not be",
-    ),
-    WrongAnswer(
-        "one reason twice", "q4_2",
+        "one reason twice",
+        "q4_2",
         """
 KNOCK_OUTS = dict(list(KNOCK_OUTS.items())[:3])
 KNOCK_OUTS["more dropout"] = lambda q, k, v: {"query": q, "key": k, "value": v, "dropout_p": 0.9}
@@ -372,21 +422,24 @@ KNOCK_OUTS["more dropout"] = lambda q, k, v: {"query": q, "key": k, "value": v, 
         "is refused for the reason of",
     ),
     WrongAnswer(
-        "a mask, which the CPU's flash takes", "q4_2",
+        "a mask, which the CPU's flash takes",
+        "q4_2",
         """
 KNOCK_OUTS["mask"] = lambda q, k, v: {"query": q, "key": k, "value": v, "attn_mask": torch.zeros(24, 24)}
 """,
         "flash runs KNOCK_OUTS['mask']",
     ),
     WrongAnswer(
-        "a call that nothing can run", "q4_2",
+        "a call that nothing can run",
+        "q4_2",
         """
 KNOCK_OUTS["short keys"] = lambda q, k, v: {"query": q, "key": k[..., :8], "value": v}
 """,
         "math cannot compute",
     ),
     WrongAnswer(
-        "heads and tokens mixed by a reshape", "q4_3",
+        "heads and tokens mixed by a reshape",
+        "q4_3",
         """
 def unpack_qkv(packed, heads, kv_heads):
     b, s, width = packed.shape
@@ -397,7 +450,8 @@ def unpack_qkv(packed, heads, kv_heads):
         "a reshape mixes tokens",
     ),
     WrongAnswer(
-        "copies to be safe", "q4_3",
+        "copies to be safe",
+        "q4_3",
         """
 _views = unpack_qkv
 def unpack_qkv(packed, heads, kv_heads):
@@ -405,27 +459,36 @@ def unpack_qkv(packed, heads, kv_heads):
 """,
         "is a copy",
     ),
-    WrongAnswer("contiguous() for everything", "q4_3", "def ready_for_flash(x):\n    return x.contiguous()\n", "Copy only where"),
+    WrongAnswer(
+        "contiguous() for everything", "q4_3", "def ready_for_flash(x):\n    return x.contiguous()\n", "Copy only where"
+    ),
     # ---- 5
     WrongAnswer(
-        "the sum of rounded numbers", "q5_1",
-        _ROUNDED.format(rest="""e = torch.exp(s - s.amax(-1, keepdim=True))
+        "the sum of rounded numbers",
+        "q5_1",
+        _ROUNDED.format(
+            rest="""e = torch.exp(s - s.amax(-1, keepdim=True))
     if normalize_first:
         e = e / e.sum(-1, keepdim=True)
         out = (to_bf16(e) if p else e) @ v.double()
     else:
         e = to_bf16(e) if p else e
-        out = e @ v.double() / e.sum(-1, keepdim=True)"""),
+        out = e @ v.double() / e.sum(-1, keepdim=True)"""
+        ),
         "before they are rounded",
     ),
     WrongAnswer(
-        "always normalized first", "q5_1",
-        _ROUNDED.format(rest="""w = torch.softmax(s, -1)
-    out = (to_bf16(w) if p else w) @ v.double()"""),
+        "always normalized first",
+        "q5_1",
+        _ROUNDED.format(
+            rest="""w = torch.softmax(s, -1)
+    out = (to_bf16(w) if p else w) @ v.double()"""
+        ),
         "normalize_first decides",
     ),
     WrongAnswer(
-        "scores never rounded", "q5_1",
+        "scores never rounded",
+        "q5_1",
         """
 _round = rounded_attention
 def rounded_attention(q, k, v, scores=False, p=False, normalize_first=True, output=False):
@@ -434,16 +497,20 @@ def rounded_attention(q, k, v, scores=False, p=False, normalize_first=True, outp
         "nothing was rounded at that place",
     ),
     WrongAnswer(
-        "bits of negative numbers run backwards", "q5_2",
+        "bits of negative numbers run backwards",
+        "q5_2",
         "def ulps_apart(a, b):\n    return (a.view(torch.int16).int() - b.view(torch.int16).int()).abs()\n",
         ("0 steps", "left of 0", "through 0"),
     ),
     WrongAnswer(
-        "difference over the spacing at one", "q5_2",
-        "def ulps_apart(a, b):\n    return ((a.float() - b.float()).abs() / 2**-7).round().int()\n", "Reinterpret the 16 bits",
+        "difference over the spacing at one",
+        "q5_2",
+        "def ulps_apart(a, b):\n    return ((a.float() - b.float()).abs() / 2**-7).round().int()\n",
+        "Reinterpret the 16 bits",
     ),
     WrongAnswer(
-        "differences from the first run", "q5_3",
+        "differences from the first run",
+        "q5_3",
         """
 def distinct_results(fn, runs):
     bits = lambda r: b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in (r if isinstance(r, tuple) else (r,)))
@@ -453,7 +520,8 @@ def distinct_results(fn, runs):
         "not differences from the first",
     ),
     WrongAnswer(
-        "values compared, not bits", "q5_3",
+        "values compared, not bits",
+        "q5_3",
         """
 def distinct_results(fn, runs):
     found = []
@@ -467,7 +535,8 @@ def distinct_results(fn, runs):
         "compare bits",
     ),
     WrongAnswer(
-        "results kept without a copy", "q5_3",
+        "results kept without a copy",
+        "q5_3",
         """
 def distinct_results(fn, runs):
     kept = [fn() for _ in range(runs)]
@@ -478,12 +547,14 @@ def distinct_results(fn, runs):
     ),
     # ---- 6
     WrongAnswer(
-        "refused rows counted", "q6_1",
+        "refused rows counted",
+        "q6_1",
         "def fastest(grid):\n    return grid.loc[grid.groupby('shape')['ms'].idxmin()].set_index('shape')['backend']\n",
         "do not count",
     ),
     WrongAnswer(
-        "the ratio upside down", "q6_1",
+        "the ratio upside down",
+        "q6_1",
         """
 _loss = default_slowdown
 def default_slowdown(grid):
@@ -492,27 +563,36 @@ def default_slowdown(grid):
         "not the other way round",
     ),
     WrongAnswer(
-        "arithmetic mean", "q6_1", "def geometric_mean(values):\n    return float(values.mean())\n", "arithmetic mean",
+        "arithmetic mean", "q6_1", "def geometric_mean(values):\n    return float(values.mean())\n", "arithmetic mean"
     ),
     WrongAnswer(
-        "a product that overflows", "q6_1",
-        "def geometric_mean(values):\n    return float(values.prod() ** (1 / len(values)))\n", "overflows",
+        "a product that overflows",
+        "q6_1",
+        "def geometric_mean(values):\n    return float(values.prod() ** (1 / len(values)))\n",
+        "overflows",
     ),
     WrongAnswer(
-        "terabytes and gigabytes", "q6_2",
-        _ANSWERS.format(change='found["decode_bandwidth"] *= 1000'), "in TB/s, and gb_s in GB/s",
+        "terabytes and gigabytes",
+        "q6_2",
+        _ANSWERS.format(change='found["decode_bandwidth"] *= 1000'),
+        "in TB/s, and gb_s in GB/s",
     ),
     WrongAnswer(
-        "the worst of all kinds", "q6_2",
-        _ANSWERS.format(change='found["worst_default"] = default_slowdown(grid).max()'), ("prefill shapes only", "too large"),
+        "the worst of all kinds",
+        "q6_2",
+        _ANSWERS.format(change='found["worst_default"] = default_slowdown(grid).max()'),
+        ("prefill shapes only", "too large"),
     ),
     WrongAnswer(
-        "flash over cuDNN upside down", "q6_2",
-        _ANSWERS.format(change='found["cudnn_over_flash"] = 1 / found["cudnn_over_flash"]'), "flash's time over cuDNN's",
+        "flash over cuDNN upside down",
+        "q6_2",
+        _ANSWERS.format(change='found["cudnn_over_flash"] = 1 / found["cudnn_over_flash"]'),
+        "flash's time over cuDNN's",
     ),
     # ---- bonus
     WrongAnswer(
-        "delta left out", "bonus_2_4",
+        "delta left out",
+        "bonus_2_4",
         """
 def attention_backward(q, k, v, out, lse, dout):
     scale = q.shape[-1] ** -0.5
@@ -523,7 +603,8 @@ def attention_backward(q, k, v, out, lse, dout):
         "delta is missing",
     ),
     WrongAnswer(
-        "the scale left out of dk", "bonus_2_4",
+        "the scale left out of dk",
+        "bonus_2_4",
         """
 _gradients = attention_backward
 def attention_backward(q, k, v, out, lse, dout):
@@ -533,7 +614,8 @@ def attention_backward(q, k, v, out, lse, dout):
         "is missing in this gradient",
     ),
     WrongAnswer(
-        "distance in tokens, not in powers of two", "bonus_6_4",
+        "distance in tokens, not in powers of two",
+        "bonus_6_4",
         """
 def choose_backend(grid, call, able):
     near = grid[(grid["status"] == "ok") & grid["backend"].isin(able)]
@@ -547,7 +629,8 @@ def choose_backend(grid, call, able):
         ("powers of two", "nearest", "same kind", "five sizes"),
     ),
     WrongAnswer(
-        "the fastest, able or not", "bonus_6_4",
+        "the fastest, able or not",
+        "bonus_6_4",
         """
 _any = choose_backend
 def choose_backend(grid, call, able):
@@ -556,7 +639,8 @@ def choose_backend(grid, call, able):
         ("in `able`", "able[0]"),
     ),
     WrongAnswer(
-        "a block of zeros", "bonus_5_5",
+        "a block of zeros",
+        "bonus_5_5",
         """
 def quantize_fp8(x, block=None):
     x = x.float()
@@ -568,7 +652,8 @@ def quantize_fp8(x, block=None):
         "no largest value to divide by",
     ),
     WrongAnswer(
-        "one scale whatever the block", "bonus_5_5",
+        "one scale whatever the block",
+        "bonus_5_5",
         """
 _blocks = quantize_fp8
 def quantize_fp8(x, block=None):

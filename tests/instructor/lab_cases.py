@@ -41,8 +41,11 @@ def has_role(cell, role: str) -> bool:
 
 def answers_in(cells) -> dict[str, str]:
     """{id of an answer cell: its source}"""
-    return {cell.metadata.nbgrader["grade_id"]: cell.source for cell in cells
-            if cell.cell_type == "code" and has_role(cell, "solution")}  # fmt: skip
+    return {
+        cell.metadata.nbgrader["grade_id"]: cell.source
+        for cell in cells
+        if cell.cell_type == "code" and has_role(cell, "solution")
+    }
 
 
 def hidden_calls(cells) -> dict[str, str]:
@@ -229,8 +232,12 @@ class Graded:
 
     def errors(self, student: str) -> list[tuple]:
         """[(cell, the error that stands below it)]"""
-        return [(cell, output) for cell in self.notebooks[student].cells for output in cell.get("outputs", [])
-                if output.output_type == "error"]  # fmt: skip
+        return [
+            (cell, output)
+            for cell in self.notebooks[student].cells
+            for output in cell.get("outputs", [])
+            if output.output_type == "error"
+        ]
 
     def seconds(self, student: str) -> list[float]:
         """How long each code cell took."""
@@ -238,8 +245,11 @@ class Graded:
 
     def not_full(self, student: str) -> dict[str, Score]:
         """The automatic tests without all their points."""
-        return {name: score for name, score in self.scores[student].items()
-                if not score.needs_manual_grade and score.auto != score.points}  # fmt: skip
+        return {
+            name: score
+            for name, score in self.scores[student].items()
+            if not score.needs_manual_grade and score.auto != score.points
+        }
 
 
 def _seconds(cell) -> float:
@@ -251,10 +261,13 @@ def _seconds(cell) -> float:
 def graded_by_nbgrader(lab: Built, grade_notebooks, **more: str) -> Graded:
     """Stock nbgrader on the solved and the untouched notebook, and on more: {student: notebook}."""
     course, scores = grade_notebooks(lab, {"solved": answered_notebook(lab), "untouched": lab.student, **more})
-    return Graded(scores, {
-        student: nbformat.read(course.root / "autograded" / student / lab.name / f"{lab.name}.ipynb", as_version=4)
-        for student in scores
-    })  # fmt: skip
+    return Graded(
+        scores,
+        {
+            student: nbformat.read(course.root / "autograded" / student / lab.name / f"{lab.name}.ipynb", as_version=4)
+            for student in scores
+        },
+    )
 
 
 def assert_solved_gets_every_point(graded: Graded, by_hand: dict[str, float], points: float) -> None:

@@ -178,8 +178,12 @@ def test_points_of_a_lab():
     found = points(FIXTURE_LAB)
     assert (found["regular"], found["bonus"]) == (12.5, 3)
     assert found["questions"]["1.2"] == {
-        "title": "In words", "points": 4, "bonus": False, "graded": "by hand", "cells": {"q1_2": 4}
-    }  # fmt: skip
+        "title": "In words",
+        "points": 4,
+        "bonus": False,
+        "graded": "by hand",
+        "cells": {"q1_2": 4},
+    }
     assert sum(q["points"] for q in found["questions"].values()) == 15.5
 
 
@@ -206,10 +210,14 @@ def test_points_table_in_a_readme():
 
 MANUAL = '# %% [markdown] nbgrader={"grade_id": "q1_1", "grade": true, "solution": true, "points": 4}\n'
 REFUSED = {
-    "locked answer": ((HEADING, ANSWER.replace('"solution"', '"locked": true, "solution"'), TESTS),
-                      "may not be locked"),
-    "answer without metadata": ((HEADING, re.sub(" nbgrader.*", "", ANSWER, count=1), TESTS),
-                                "give the cell a grade_id"),
+    "locked answer": (
+        (HEADING, ANSWER.replace('"solution"', '"locked": true, "solution"'), TESTS),
+        "may not be locked",
+    ),
+    "answer without metadata": (
+        (HEADING, re.sub(" nbgrader.*", "", ANSWER, count=1), TESTS),
+        "give the cell a grade_id",
+    ),
     "answer without id": ((HEADING, ANSWER.replace('"grade_id": "q1_1", ', ""), TESTS), "has no grade_id"),
     "stub without metadata": ((HEADING, ANSWER, TESTS, "# %%\n# YOUR CODE HERE\n"), "an answer needs a grade_id"),
     "double id": ((HEADING, ANSWER, ANSWER, TESTS), "the id is used before, in line 17"),
@@ -220,8 +228,10 @@ REFUSED = {
     "no END SOLUTION": ((HEADING, ANSWER.replace("    ### END SOLUTION\n", ""), TESTS), "BEGIN SOLUTION without END"),
     "no END HIDDEN": ((HEADING, ANSWER, TESTS.replace("### END HIDDEN TESTS\n", "")), "HIDDEN TESTS without END"),
     "no BEGIN": ((HEADING, ANSWER.replace("    ### BEGIN SOLUTION\n", ""), TESTS), "END SOLUTION without a BEGIN"),
-    "unknown key": ((HEADING, ANSWER.replace('"solution"', '"solutoin"'), TESTS),
-                    "unknown nbgrader metadata 'solutoin'"),
+    "unknown key": (
+        (HEADING, ANSWER.replace('"solution"', '"solutoin"'), TESTS),
+        "unknown nbgrader metadata 'solutoin'",
+    ),
     "unknown cell metadata": ((HEADING, ANSWER, TESTS, '# %% slideshow={"a": 1}\nx = 1\n'), "metadata 'slideshow'"),
     "broken JSON": ((HEADING, ANSWER.replace("true}", "tru}"), TESTS), "no valid JSON"),
     "points differ": ((HEADING.replace("{points}", "(5 points)"), ANSWER, TESTS), "says 5 points itself"),
@@ -234,34 +244,56 @@ REFUSED = {
     "tests without answer": ((HEADING, TESTS), "has no answer cell to test"),
     "hidden without points": ((HEADING, ANSWER, TESTS.replace(', "points": 6', "")), "needs points"),
     "zero points": ((HEADING, ANSWER, TESTS.replace('"points": 6', '"points": 0')), "should be more than 0"),
-    "hidden in plain cell": ((HEADING, ANSWER, TESTS, "# %%\n### BEGIN HIDDEN TESTS\nx = 1\n### END HIDDEN TESTS\n"),
-                             "a HIDDEN TESTS region in a cell without"),
-    "hidden in answer": ((HEADING, ANSWER.replace("SOLUTION", "HIDDEN TESTS"), TESTS),
-                         "hidden tests belong into a test"),
+    "hidden in plain cell": (
+        (HEADING, ANSWER, TESTS, "# %%\n### BEGIN HIDDEN TESTS\nx = 1\n### END HIDDEN TESTS\n"),
+        "a HIDDEN TESTS region in a cell without",
+    ),
+    "hidden in answer": (
+        (HEADING, ANSWER.replace("SOLUTION", "HIDDEN TESTS"), TESTS),
+        "hidden tests belong into a test",
+    ),
     "tests that cannot fail": ((HEADING, ANSWER, TESTS.replace("assert ", "")), "the tests cannot fail"),
-    "dropped verdict": ((HEADING, ANSWER, TESTS.replace("assert double(2) == 4", "check_it(double)\nassert 1")),
-                        "add .raise_if_wrong()"),
+    "dropped verdict": (
+        (HEADING, ANSWER, TESTS.replace("assert double(2) == 4", "check_it(double)\nassert 1")),
+        "add .raise_if_wrong()",
+    ),
     "partial credit": ((HEADING, ANSWER, TESTS + "double(3)\n"), "partial grade"),
-    "answer without markers": ((HEADING, '# %% nbgrader={"grade_id": "q1_1", "solution": true}\nx = 1\n', TESTS),
-                               "needs BEGIN SOLUTION"),
+    "answer without markers": (
+        (HEADING, '# %% nbgrader={"grade_id": "q1_1", "solution": true}\nx = 1\n', TESTS),
+        "needs BEGIN SOLUTION",
+    ),
     "no Python": ((HEADING, ANSWER.replace("x + x", "x +"), TESTS), "no valid Python"),
     "nothing visible": ((HEADING, ANSWER, TESTS.replace("assert double(2) == 4\n", "")), "keep one visible line"),
-    "markdown not manual": ((HEADING, MANUAL.replace('"grade": true, ', "").replace(', "points": 4', "")
-                             + "# Words.\n"),
-                            "needs both grade and solution"),
-    "scheme outside solution": ((HEADING, MANUAL + "# ### BEGIN SOLUTION\n# a\n# ### END SOLUTION\n"
-                                 "# === BEGIN MARK SCHEME ===\n# b\n# === END MARK SCHEME ===\n"),
-                                "put the marking scheme"),
-    "scheme in prose": ((HEADING, ANSWER, TESTS, "# %% [markdown]\n# BEGIN MARK SCHEME\n# b\n# END MARK SCHEME\n"),
-                        "MARK SCHEME region in a cell without"),
+    "markdown not manual": (
+        (HEADING, MANUAL.replace('"grade": true, ', "").replace(', "points": 4', "") + "# Words.\n"),
+        "needs both grade and solution",
+    ),
+    "scheme outside solution": (
+        (
+            HEADING,
+            MANUAL + "# ### BEGIN SOLUTION\n# a\n# ### END SOLUTION\n"
+            "# === BEGIN MARK SCHEME ===\n# b\n# === END MARK SCHEME ===\n",
+        ),
+        "put the marking scheme",
+    ),
+    "scheme in prose": (
+        (HEADING, ANSWER, TESTS, "# %% [markdown]\n# BEGIN MARK SCHEME\n# b\n# END MARK SCHEME\n"),
+        "MARK SCHEME region in a cell without",
+    ),
     "unknown placeholder": (("# %% [markdown]\n# {points:7.7}\n\n", HEADING, ANSWER, TESTS), "{points:7.7} is unknown"),
-    "solution leaks": ((HEADING, "# %%\nx = 1\n#   twice_as_much  =  x + x\n\n", ANSWER, TESTS),
-                       "is secret and reaches"),
-    "hidden test leaks": ((HEADING, ANSWER, TESTS, '# %% [markdown]\n# assert double("ab") == "abab"\n'),
-                          "is secret and reaches"),
-    "autotest": ((HEADING, ANSWER, TESTS.replace("assert double(2)", "### AUTOTEST double(2)\nassert double(2)")),
-                 "AUTOTEST"),
-}  # fmt: skip
+    "solution leaks": (
+        (HEADING, "# %%\nx = 1\n#   twice_as_much  =  x + x\n\n", ANSWER, TESTS),
+        "is secret and reaches",
+    ),
+    "hidden test leaks": (
+        (HEADING, ANSWER, TESTS, '# %% [markdown]\n# assert double("ab") == "abab"\n'),
+        "is secret and reaches",
+    ),
+    "autotest": (
+        (HEADING, ANSWER, TESTS.replace("assert double(2)", "### AUTOTEST double(2)\nassert double(2)")),
+        "AUTOTEST",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -327,8 +359,9 @@ def test_build_command(house):
     result = labs("build")
     assert result.exit_code == 0 and "tiny: 6 points + 0 bonus in 1 questions" in result.output
     assert sorted(p.relative_to(house).as_posix() for p in house.rglob("*.ipynb")) == [
-        "build/instructor/tiny/tiny.ipynb", "tiny.ipynb"
-    ]  # fmt: skip
+        "build/instructor/tiny/tiny.ipynb",
+        "tiny.ipynb",
+    ]
     written = (house / "tiny.ipynb").stat().st_mtime_ns
     assert "unchanged" in labs("build", "tiny").output
     assert (house / "tiny.ipynb").stat().st_mtime_ns == written

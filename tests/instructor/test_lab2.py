@@ -25,8 +25,16 @@ def _namespace(answers):
     import torch.nn.functional as F
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-    names = {"torch": torch, "F": F, "math": math, "functools": functools, "warnings": warnings, "BlockMask": BlockMask,
-             "create_block_mask": create_block_mask, "flex_attention": flex_attention}  # fmt: skip
+    names = {
+        "torch": torch,
+        "F": F,
+        "math": math,
+        "functools": functools,
+        "warnings": warnings,
+        "BlockMask": BlockMask,
+        "create_block_mask": create_block_mask,
+        "flex_attention": flex_attention,
+    }
     return lab_cases.run_answers(answers, names)
 
 
@@ -66,9 +74,10 @@ def _visible(cells, test, names):
     """Run a test cell's visible part with the setup cell's helpers; the message it raises, or None."""
     setup = next(c.source for c in cells if c.metadata.get("nbgrader", {}).get("grade_id") == "setup")
     helpers = [
-        node for node in ast.parse(setup).body
+        node
+        for node in ast.parse(setup).body
         if isinstance(node, ast.Import | ast.ImportFrom) or getattr(node, "name", "") in ("rows_of", "arrivals")
-    ]  # fmt: skip
+    ]
     scope = {}
     exec(compile(ast.Module(helpers, []), "setup", "exec"), scope)
     cell = next(c.source for c in cells if c.metadata.get("nbgrader", {}).get("grade_id") == test)
@@ -79,18 +88,21 @@ def _visible(cells, test, names):
     return None
 
 
-@pytest.mark.parametrize(("mistake", "test", "phrase"), [
-    ("no NaN guard", "q1_1_tests", "sees no key"),
-    ("heads forgotten", "q1_2_tests", None),
-    ("Python's and", "q2_1_tests", "Put each comparison in parentheses"),
-    ("arguments of a mask not named", "q2_3_tests", "exactly four"),
-    ("short documents share a block", "q3_2_tests", "document_blocks(8, 2, 4)"),
-    ("full blocks missing", "q3_3_tests", "are full blocks visited?"),
-    ("ALiBi rewards distance", "q4_1_tests", "q - k = 3"),
-    ("block mask at every call", "q5_1_tests", "calls mask_mod again"),
-    ("order turned round", "q7_1_tests", "of five tokens"),
-    ("all sequences at one position", "bonus_8_1_tests", "two queries"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mistake", "test", "phrase"),
+    [
+        ("no NaN guard", "q1_1_tests", "sees no key"),
+        ("heads forgotten", "q1_2_tests", None),
+        ("Python's and", "q2_1_tests", "Put each comparison in parentheses"),
+        ("arguments of a mask not named", "q2_3_tests", "exactly four"),
+        ("short documents share a block", "q3_2_tests", "document_blocks(8, 2, 4)"),
+        ("full blocks missing", "q3_3_tests", "are full blocks visited?"),
+        ("ALiBi rewards distance", "q4_1_tests", "q - k = 3"),
+        ("block mask at every call", "q5_1_tests", "calls mask_mod again"),
+        ("order turned round", "q7_1_tests", "of five tokens"),
+        ("all sequences at one position", "bonus_8_1_tests", "two queries"),
+    ],
+)
 def test_the_first_check_finds_a_plain_mistake(cells, answers, mistake, test, phrase):
     names = _namespace(answers)
     assert _visible(cells, test, names) is None
@@ -124,10 +136,14 @@ def test_arguments_are_counted_as_flex_attention_counts_them():
         return k <= q + by
 
     for mod, accepted in (
-        (lambda b, h, q, k: k <= q, True), (lambda b, h, q, k, by=1: k <= q + by, True), (Mask(), True),
-        (functools.partial(shifted, 1), True), (lambda b, h, q, k, *more: k <= q, True),
-        (lambda *where: where[3] <= where[2], False), (lambda b, h, *where: where[1] <= where[0], False),
-    ):  # fmt: skip
+        (lambda b, h, q, k: k <= q, True),
+        (lambda b, h, q, k, by=1: k <= q + by, True),
+        (Mask(), True),
+        (functools.partial(shifted, 1), True),
+        (lambda b, h, q, k, *more: k <= q, True),
+        (lambda *where: where[3] <= where[2], False),
+        (lambda b, h, *where: where[1] <= where[0], False),
+    ):
         assert (arguments_counted(mod) == 4) is accepted
         if accepted:
             create_block_mask(mod, None, None, 4, 4, device="cpu", BLOCK_SIZE=2)
@@ -158,9 +174,12 @@ def test_model_answers_run_on_a_gpu(answers):
     compiled = torch.compile(names["flex_attention"], dynamic=False)
     score = names["in_turn"](names["soft_cap"](5.0), names["alibi"](torch.rand(4, device=cuda)))
     for mask in (
-        names["causal"], names["sliding_window"](100), names["prefix_lm"](70), names["sinks_and_window"](4, 64),
+        names["causal"],
+        names["sliding_window"](100),
+        names["prefix_lm"](70),
+        names["sinks_and_window"](4, 64),
         names["packed_documents"](numbers.expand(2, -1)),
-    ):  # fmt: skip
+    ):
         attend = names["prepare_flex"](compiled, mask, score, length, cuda)
         expected = flex_reference(q, k, v, mask, score)
         torch.testing.assert_close(attend(q, k, v).double(), expected, rtol=3e-2, atol=3e-2)

@@ -160,13 +160,14 @@ def test_model_answers_agree_on_a_gpu():
     draw = Draw(None)
     qkv = attention.inputs(2, 150, 230, 64, draw)
     for launch, expected in (
-        pipelines.transpose_launch(45, 70, draw), pipelines.async_copy_launch(2000, 256, 4, 3, draw),
+        pipelines.transpose_launch(45, 70, draw),
+        pipelines.async_copy_launch(2000, 256, 4, 3, draw),
         pipelines.tma_ring_launch(40, 440, 3, torch.float16, draw),
         pipelines.wgmma_launch(100, 72, 200, 64, torch.bfloat16, draw),
         attention.attention_launch("lab3_softmax.py", 64, *qkv),
         attention.attention_launch("lab3_specialized.py", 128, *qkv, stages=2),
         attention.overlap_launch(*(x[None] for x in qkv), 2),
-    ):  # fmt: skip
+    ):
         expect_kernel(texts[launch.file], launch, expected, rtol=2e-2, atol=2e-2, compiles=True)
 
 

@@ -29,9 +29,20 @@ def _namespace(answers):
     from utils import GPU_SPECS
     from utils.checking import require_answer
 
-    names = {"torch": torch, "F": F, "math": math, "json": json, "warnings": warnings, "functools": functools, "pd": pd,
-             "Path": Path, "SDPBackend": SDPBackend, "sdpa_kernel": sdpa_kernel, "GPU_SPECS": GPU_SPECS,
-             "require_answer": require_answer}  # fmt: skip
+    names = {
+        "torch": torch,
+        "F": F,
+        "math": math,
+        "json": json,
+        "warnings": warnings,
+        "functools": functools,
+        "pd": pd,
+        "Path": Path,
+        "SDPBackend": SDPBackend,
+        "sdpa_kernel": sdpa_kernel,
+        "GPU_SPECS": GPU_SPECS,
+        "require_answer": require_answer,
+    }
     setup = """
 BACKENDS = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION,
             "efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}

@@ -78,12 +78,8 @@ def test_solved_notebook_gets_every_automatic_point(graded):
 
 
 def test_wrong_answer_loses_its_question_alone(graded):
-    assert automatic(graded[1]["forbidden"]) == {
-        "q1_1_tests": 0, "q1_2": None, "q1_3_tests": 2.5, "bonus_1_4_tests": 3
-    }  # fmt: skip
-    assert automatic(graded[1]["broken"]) == {
-        "q1_1_tests": 0, "q1_2": None, "q1_3_tests": 0, "bonus_1_4_tests": 3
-    }  # fmt: skip
+    assert automatic(graded[1]["forbidden"]) == {"q1_1_tests": 0, "q1_2": None, "q1_3_tests": 2.5, "bonus_1_4_tests": 3}
+    assert automatic(graded[1]["broken"]) == {"q1_1_tests": 0, "q1_2": None, "q1_3_tests": 0, "bonus_1_4_tests": 3}
 
 
 def test_autograded_cells_say_what_was_wrong(small_lab, graded):

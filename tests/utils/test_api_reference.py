@@ -45,11 +45,19 @@ SIGNATURES = {
     "initialize_kv_cache": (["config", "max_cache_len"], {}),
     "prefill_forward": (["layer", "hidden_states", "position_ids", "position_embeddings", "past_key_values"], {}),
     "decode_forward": (
-        ["layer", "hidden_states", "position_ids", "position_embeddings", "use_kv_cache", "past_key_values",
-         "cache_positions", "prefill_hidden_states"],
+        [
+            "layer",
+            "hidden_states",
+            "position_ids",
+            "position_embeddings",
+            "use_kv_cache",
+            "past_key_values",
+            "cache_positions",
+            "prefill_hidden_states",
+        ],
         {},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -72,9 +80,13 @@ def test_every_exported_function_has_a_tooltip(name):
 
 def test_gemma_config():
     documented = {
-        "hidden_size": 640, "intermediate_size": 2048, "num_attention_heads": 4, "num_key_value_heads": 1,
-        "head_dim": 256, "num_hidden_layers": 18,
-    }  # fmt: skip
+        "hidden_size": 640,
+        "intermediate_size": 2048,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "num_hidden_layers": 18,
+    }
     assert type(GEMMA_CONFIG).__name__ == "Gemma3TextConfig"
     assert {key: getattr(GEMMA_CONFIG, key) for key in documented} == documented
 
@@ -146,9 +158,14 @@ def test_plot_latency_and_flash_attention_examples():
     figure, _ = plot_gemm_torch_matmul_latency([128, 256], [3.0, 20.0], [0.1, 0.4])
     plt.close(figure)
     df = pd.DataFrame(
-        {"seq_len": [512, 1024], "sdpa_ms": [1.0, 4.0], "flash_ms": [0.5, 1.5],
-         "sdpa_mem_gb": [0.1, 0.4], "flash_mem_gb": [0.01, 0.02]}
-    )  # fmt: skip
+        {
+            "seq_len": [512, 1024],
+            "sdpa_ms": [1.0, 4.0],
+            "flash_ms": [0.5, 1.5],
+            "sdpa_mem_gb": [0.1, 0.4],
+            "flash_mem_gb": [0.01, 0.02],
+        }
+    )
     figure, axes = plot_flash_attn_improvement(df, ["sdpa_ms", "flash_ms"], ["sdpa_mem_gb", "flash_mem_gb"], "seq_len")
     assert len(axes) == 2
     plt.close(figure)

@@ -148,8 +148,7 @@ def test_memory_inside_a_profiler_is_an_error_and_not_a_ruined_profile():
 def test_default_schedule_waits_1_warms_up_3_records_6():
     actions = [default_schedule(step) for step in range(10)]
     record = ProfilerAction.RECORD
-    assert actions == [ProfilerAction.NONE, *[ProfilerAction.WARMUP] * 3, *[record] * 5,
-                       ProfilerAction.RECORD_AND_SAVE]
+    assert actions == [ProfilerAction.NONE, *[ProfilerAction.WARMUP] * 3, *[record] * 5, ProfilerAction.RECORD_AND_SAVE]
 
 
 def block(x):
@@ -174,8 +173,15 @@ def test_cpu_leaf_operators_per_step():
     x = torch.randn(64, 64)
     counts = count_cuda_kernels(record_cpu(lambda: block(x), 10, schedule=default_schedule))
     assert list(counts) == KEYS
-    assert dict(counts) == {"gemm": 1, "elementwise": 2, "softmax": 1, "layernorm": 1, "memory": 1, "other": 2,
-                            "total": 8}
+    assert dict(counts) == {
+        "gemm": 1,
+        "elementwise": 2,
+        "softmax": 1,
+        "layernorm": 1,
+        "memory": 1,
+        "other": 2,
+        "total": 8,
+    }
     assert counts.counted == "CPU leaf operators"
     assert counts.steps == 6 and counts.attention == 1 and counts.notes == []
     assert counts.names["gemm"] == {"aten::mm": 1}
@@ -215,8 +221,14 @@ def test_uneven_steps_are_rounded_and_said():
 
 
 def gpu_event(name, activity="kernel", device=DeviceType.CUDA, annotation=False):
-    return SimpleNamespace(name=name, device_type=device, activity_type=activity, is_user_annotation=annotation,
-                           cpu_children=[], cpu_parent=None)
+    return SimpleNamespace(
+        name=name,
+        device_type=device,
+        activity_type=activity,
+        is_user_annotation=annotation,
+        cpu_children=[],
+        cpu_parent=None,
+    )
 
 
 def test_gpu_kernels_per_step_without_annotations_and_synchronization():
@@ -275,8 +287,15 @@ def test_compiled_cpu_kernels_are_counted_where_they_show_and_noted_where_not():
         compiled = torch.compile(fn, dynamic=False)
         compiled(x)
     counts = count_cuda_kernels(record_cpu(lambda: compiled(x), 10, schedule=default_schedule))
-    assert dict(counts) == {"gemm": 1, "elementwise": 1, "softmax": 0, "layernorm": 0, "memory": 0, "other": 0,
-                            "total": 2}, counts.names
+    assert dict(counts) == {
+        "gemm": 1,
+        "elementwise": 1,
+        "softmax": 0,
+        "layernorm": 0,
+        "memory": 0,
+        "other": 0,
+        "total": 2,
+    }, counts.names
     assert counts.notes == []
     torch._dynamo.reset()
 
@@ -294,8 +313,9 @@ def test_gpu_memory_and_kernels():
             with record_function("my block"):
                 y = torch.softmax(x @ x, -1)
                 y = torch.nn.functional.gelu(y)
-                torch.nn.functional.scaled_dot_product_attention(y[None, None, :, :64], y[None, None, :, :64],
-                                                                 y[None, None, :, :64])
+                torch.nn.functional.scaled_dot_product_attention(
+                    y[None, None, :, :64], y[None, None, :, :64], y[None, None, :, :64]
+                )
             torch.cuda.synchronize()
             prof.step()
     counts = count_cuda_kernels(prof)

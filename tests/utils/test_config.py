@@ -10,9 +10,15 @@ import torch
 from utils.config import DTYPES, GPU_SPECS, dtype_name, get_ridge_point, gpu_spec, peak_tflops
 
 FIELDS = {f"{name}_tflops" for name in DTYPES} | {
-    "memory_bandwidth_tb_s", "memory_gb", "l2_mb", "sm_count", "sram_per_sm_kb", "compute_capability",
-    "full_name", "source",
-}  # fmt: skip
+    "memory_bandwidth_tb_s",
+    "memory_gb",
+    "l2_mb",
+    "sm_count",
+    "sram_per_sm_kb",
+    "compute_capability",
+    "full_name",
+    "source",
+}
 DATA_CENTRE = ["A10", "A100", "A100-40GB", "H100", "H100-PCIe", "H200", "L4", "L40S", "B200"]
 
 # (GHz under tensor load, dense bf16 FLOPs per clock and SM). An SM of GA100 has 4 tensor cores of 256 FMA,
@@ -135,12 +141,20 @@ def test_ridge_point_defaults_to_fp16_and_takes_torch_dtypes():
 @pytest.mark.parametrize(
     ("given", "short"),
     [
-        (torch.float16, "fp16"), (torch.half, "fp16"), ("float16", "fp16"), ("fp16", "fp16"),
-        (torch.bfloat16, "bf16"), ("bfloat16", "bf16"), ("torch.bfloat16", "bf16"),
-        (torch.float32, "fp32"), ("float32", "fp32"), ("tf32", "tf32"),
-        (torch.float8_e5m2, "fp8"), ("fp8", "fp8"),
+        (torch.float16, "fp16"),
+        (torch.half, "fp16"),
+        ("float16", "fp16"),
+        ("fp16", "fp16"),
+        (torch.bfloat16, "bf16"),
+        ("bfloat16", "bf16"),
+        ("torch.bfloat16", "bf16"),
+        (torch.float32, "fp32"),
+        ("float32", "fp32"),
+        ("tf32", "tf32"),
+        (torch.float8_e5m2, "fp8"),
+        ("fp8", "fp8"),
     ],
-)  # fmt: skip
+)
 def test_dtype_names(given, short):
     assert dtype_name(given) == short
 
@@ -178,12 +192,22 @@ def test_gemma_config_is_gemma_3_270m():
 
     assert isinstance(GEMMA_CONFIG, Gemma3TextConfig)
     documented = {
-        "hidden_size": 640, "intermediate_size": 2048, "num_attention_heads": 4, "num_key_value_heads": 1,
-        "head_dim": 256, "num_hidden_layers": 18, "sliding_window": 512, "vocab_size": 262_144,
-        "max_position_embeddings": 32_768, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
-        "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "attn_logit_softcapping": None,
+        "hidden_size": 640,
+        "intermediate_size": 2048,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "num_hidden_layers": 18,
+        "sliding_window": 512,
+        "vocab_size": 262_144,
+        "max_position_embeddings": 32_768,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
         "tie_word_embeddings": True,
-    }  # fmt: skip
+    }
     assert {name: getattr(GEMMA_CONFIG, name) for name in documented} == documented
     full = [layer for layer, kind in enumerate(GEMMA_CONFIG.layer_types) if kind == "full_attention"]
     assert full == [5, 11, 17]

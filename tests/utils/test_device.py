@@ -14,16 +14,28 @@ from utils.config import GPU_SPECS
 from utils.device import Support, default_device, detect_gpu
 
 PROBES = [
-    device.cuda_support, device.triton_support, device.gluon_support, device.compile_support,
-    device.flash_attn_support, device.nvml_support, device.cuda_graph_support,
-]  # fmt: skip
+    device.cuda_support,
+    device.triton_support,
+    device.gluon_support,
+    device.compile_support,
+    device.flash_attn_support,
+    device.nvml_support,
+    device.cuda_graph_support,
+]
 
 
 @pytest.fixture(autouse=True)
 def fresh_probes():
     def clear():
-        for name in ("cuda_support", "gluon_support", "_compile_on_cpu", "flash_attn_support", "nvml_support",
-                     "cuda_graph_support", "_c_compiler"):  # fmt: skip
+        for name in (
+            "cuda_support",
+            "gluon_support",
+            "_compile_on_cpu",
+            "flash_attn_support",
+            "nvml_support",
+            "cuda_graph_support",
+            "_c_compiler",
+        ):
             getattr(device, name).cache_clear()
 
     clear()
@@ -89,14 +101,35 @@ def test_a_known_name_is_its_row(name, row):
 @pytest.mark.parametrize(
     "name",
     [
-        "NVIDIA A10G", "NVIDIA A100 80GB PCIe", "NVIDIA A100-SXM-64GB", "NVIDIA A800-SXM4-80GB",
-        "NVIDIA A40", "NVIDIA H100 NVL", "NVIDIA H800", "NVIDIA H20", "NVIDIA H200 NVL", "NVIDIA GH200 480GB",
-        "NVIDIA GB200", "NVIDIA B300 SXM6 AC", "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA RTX 6000 Ada Generation", "NVIDIA RTX A6000-48Q",
-        "NVIDIA L40", "NVIDIA L20", "Tesla T4", "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
-        "NVIDIA H200 MIG 3g.71gb", "GRID A100-10C", "AMD Instinct MI300X", "H", "A1", "CPU", "",
+        "NVIDIA A10G",
+        "NVIDIA A100 80GB PCIe",
+        "NVIDIA A100-SXM-64GB",
+        "NVIDIA A800-SXM4-80GB",
+        "NVIDIA A40",
+        "NVIDIA H100 NVL",
+        "NVIDIA H800",
+        "NVIDIA H20",
+        "NVIDIA H200 NVL",
+        "NVIDIA GH200 480GB",
+        "NVIDIA GB200",
+        "NVIDIA B300 SXM6 AC",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA RTX 6000 Ada Generation",
+        "NVIDIA RTX A6000-48Q",
+        "NVIDIA L40",
+        "NVIDIA L20",
+        "Tesla T4",
+        "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+        "NVIDIA H200 MIG 3g.71gb",
+        "GRID A100-10C",
+        "AMD Instinct MI300X",
+        "H",
+        "A1",
+        "CPU",
+        "",
     ],
-)  # fmt: skip
+)
 def test_another_part_is_no_row(name):
     assert detect_gpu(name) is None
 
@@ -253,9 +286,7 @@ def test_gluon_kernels_run_on_hopper_alone(monkeypatch, capability):
     assert "9.0" in gluon.reason and f"{capability[0]}.{capability[1]}" in gluon.reason
 
 
-@pytest.mark.parametrize(
-    ("version", "ok"), [("3.5.1", False), ("3.6.0", True), ("3.10.0rc1", True), (None, False)]
-)
+@pytest.mark.parametrize(("version", "ok"), [("3.5.1", False), ("3.6.0", True), ("3.10.0rc1", True), (None, False)])
 def test_gluon_needs_a_recent_triton(monkeypatch, hopper, version, ok):
     pretend_versions(monkeypatch, triton=version)
     monkeypatch.setattr(device, "_c_compiler", lambda: Support(True))

@@ -33,8 +33,11 @@ def test_record_names_no_person_no_host_and_no_folder():
 
 
 def _git(folder, *arguments):
-    subprocess.run(["git", "-C", str(folder), "-c", "user.name=t", "-c", "user.email=t@t", *arguments], check=True,
-                   capture_output=True)
+    subprocess.run(
+        ["git", "-C", str(folder), "-c", "user.name=t", "-c", "user.email=t@t", *arguments],
+        check=True,
+        capture_output=True,
+    )
 
 
 def test_git_state_of_a_clean_a_dirty_and_a_foreign_checkout(tmp_path):

@@ -5,17 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from utils.config import GEMMA_CONFIG
-from utils.flops import (
-    Cost,
-    attended_pairs,
-    attention,
-    count_flops,
-    decoder_layer,
-    elementwise,
-    gemm,
-    gemv,
-    rms_norm,
-)
+from utils.flops import Cost, attended_pairs, attention, count_flops, decoder_layer, elementwise, gemm, gemv, rms_norm
 from utils.model import (
     build_decoder_layer,
     create_decode_inputs_with_cache,
@@ -70,10 +60,7 @@ def test_attention_without_a_mask():
         (lambda: attended_pairs(4, 4, window=2), "needs causal=True"),
         (lambda: attended_pairs(5, 4, causal=True), "5 queries over 4 keys"),
         (lambda: attended_pairs(4, 4, causal=True, window=0), "window is 0"),
-        (
-            lambda: decoder_layer(GEMMA_CONFIG, 1, 1, layer_type="sliding"),
-            "'sliding'; allowed: sliding_attention",
-        ),
+        (lambda: decoder_layer(GEMMA_CONFIG, 1, 1, layer_type="sliding"), "'sliding'; allowed: sliding_attention"),
     ],
 )
 def test_errors(call, message):
@@ -103,9 +90,7 @@ def test_counter_of_fused_attention():
     q, k, v = qkv(2, 4, 4, 33, 33, 16)
     sdpa = F.scaled_dot_product_attention
     assert count_flops(sdpa, q, k, v) == attention(2, 4, 4, 33, 33, 16, F32).flops
-    assert (
-        count_flops(sdpa, q, k, v, is_causal=True) == attention(2, 4, 4, 33, 33, 16, F32, causal=True).flops
-    )
+    assert count_flops(sdpa, q, k, v, is_causal=True) == attention(2, 4, 4, 33, 33, 16, F32, causal=True).flops
     distance = torch.arange(33)[:, None] - torch.arange(33)
     seen = (distance >= 0) & (distance < 5)
     windowed = attention(2, 4, 4, 33, 33, 16, F32, causal=True, window=5).flops
@@ -132,10 +117,7 @@ def test_counter_of_the_decoder_layer(layer_idx, batch, prompt):
     token, at, cache_positions = create_decode_inputs_with_cache(batch, prompt, 640, F32, "cpu")
     embeddings = get_position_embeddings(token, at, rotary_emb, layer_type)
     expected = sum(decoder_layer(GEMMA_CONFIG, batch, 1, prompt, layer_type, F32).values())
-    assert (
-        count_flops(decode_forward, layer, token, at, embeddings, True, cache, cache_positions)
-        == expected.flops
-    )
+    assert count_flops(decode_forward, layer, token, at, embeddings, True, cache, cache_positions) == expected.flops
 
 
 def test_bytes_of_the_decoder_layer():
@@ -165,9 +147,7 @@ def test_counter_of_fused_attention_on_the_gpu(backend):
     sdpa = F.scaled_dot_product_attention
     with sdpa_kernel(getattr(SDPBackend, backend)):
         assert count_flops(sdpa, q, k, v) == attention(2, 4, 4, 128, 128, 64, BF16).flops
-        assert (
-            count_flops(sdpa, q, k, v, is_causal=True) == attention(2, 4, 4, 128, 128, 64, BF16, True).flops
-        )
+        assert count_flops(sdpa, q, k, v, is_causal=True) == attention(2, 4, 4, 128, 128, 64, BF16, True).flops
         if backend == "EFFICIENT_ATTENTION":
             distance = torch.arange(128, device="cuda")[:, None] - torch.arange(128, device="cuda")
             windowed = attention(2, 4, 4, 128, 128, 64, BF16, causal=True, window=9).flops

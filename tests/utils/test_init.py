@@ -9,12 +9,24 @@ import pytest
 import utils
 
 DOCUMENTED = {
-    "GEMMA_CONFIG", "GPU_SPECS", "get_ridge_point",
-    "benchmark_latency", "benchmark_memory", "count_cuda_kernels", "default_schedule",
-    "plot_roofline", "plot_gemm_torch_matmul_latency", "plot_flash_attn_improvement",
-    "create_prefill_inputs", "create_decode_inputs_with_cache", "create_decode_inputs_without_cache",
-    "get_position_embeddings", "initialize_kv_cache", "prefill_forward", "decode_forward",
-}  # fmt: skip
+    "GEMMA_CONFIG",
+    "GPU_SPECS",
+    "get_ridge_point",
+    "benchmark_latency",
+    "benchmark_memory",
+    "count_cuda_kernels",
+    "default_schedule",
+    "plot_roofline",
+    "plot_gemm_torch_matmul_latency",
+    "plot_flash_attn_improvement",
+    "create_prefill_inputs",
+    "create_decode_inputs_with_cache",
+    "create_decode_inputs_without_cache",
+    "get_position_embeddings",
+    "initialize_kv_cache",
+    "prefill_forward",
+    "decode_forward",
+}
 
 
 def in_fresh_python(code: str) -> dict:

@@ -41,9 +41,7 @@ def test_slots_of_each_layer_type(max_cache_len, sliding, full):
     for layer_idx, slots in ((SLIDING, sliding), (FULL, full)):
         built = build_decoder_layer(layer_idx=layer_idx, dtype=torch.float32, device="cpu")
         run(built, torch.randn(3, 4, 640), cache)
-        assert (
-            cache.layers[layer_idx].keys.shape == cache.layers[layer_idx].values.shape == (3, 1, slots, 256)
-        )
+        assert cache.layers[layer_idx].keys.shape == cache.layers[layer_idx].values.shape == (3, 1, slots, 256)
     assert sum(layer.is_initialized for layer in cache.layers) == 2  # nothing is allocated for the others
 
 
@@ -76,9 +74,7 @@ def test_a_model_that_only_slides_decodes_to_the_length_asked_for():
         torch.testing.assert_close(
             run(built, hidden_states[:, here], cache, position), expected[:, here], atol=1e-4, rtol=0
         )
-    with pytest.raises(
-        IndexError, match="position 12 is past the end of the cache, which has room for 12 tokens"
-    ):
+    with pytest.raises(IndexError, match="position 12 is past the end of the cache, which has room for 12 tokens"):
         run(built, hidden_states[:, 12:], cache, 12)
 
 
@@ -110,7 +106,5 @@ def test_a_position_changed_in_place_is_read_again(layer_idx):
 def test_a_cache_of_another_model_is_refused():
     built = build_decoder_layer(layer_idx=FULL, dtype=torch.float32, device="cpu")
     cache = initialize_kv_cache(small_config(layers=2), 8)
-    with pytest.raises(
-        ValueError, match="the cache has 2 layers and this is layer 5: make it from the layer's own"
-    ):
+    with pytest.raises(ValueError, match="the cache has 2 layers and this is layer 5: make it from the layer's own"):
         run(built, torch.randn(1, 4, 640), cache)

@@ -15,8 +15,9 @@ from utils.measurement import Comparison, Measurement, format_ms
 from utils.measuring import compare as compare_anywhere
 from utils.measuring import measure as measure_anywhere
 
-ROOFS = SimpleNamespace(name="test part", origin="datasheet", tflops={"fp32": 1.0, "bf16": 4.0, "fp8": None},
-                        memory_bandwidth_tb_s=0.5)
+ROOFS = SimpleNamespace(
+    name="test part", origin="datasheet", tflops={"fp32": 1.0, "bf16": 4.0, "fp8": None}, memory_bandwidth_tb_s=0.5
+)
 
 # Functions without tensors would be timed on the GPU where there is one.
 measure = functools.partial(measure_anywhere, device="cpu")
@@ -106,8 +107,9 @@ def test_arguments_and_keywords_reach_the_function():
 
 def test_inputs_rotate():
     seen = []
-    result = measure(lambda x, y: seen.append((x, y)), inputs=[(1, 2), (3, 4)], warmup=0, iterations=4,
-                     calls_per_sample=1)
+    result = measure(
+        lambda x, y: seen.append((x, y)), inputs=[(1, 2), (3, 4)], warmup=0, iterations=4, calls_per_sample=1
+    )
     assert seen == [(1, 2), (3, 4), (1, 2), (3, 4)]
     assert result.method["inputs"] == 2
 
@@ -115,8 +117,8 @@ def test_inputs_rotate():
 def test_rates_are_exact_arithmetic_on_the_median():
     result = Measurement(samples_ms=(1.0, 2.0, 9.0), interval_ms=(1.0, 9.0), flops=4e9, bytes=6e6)
     assert result.median_ms == 2.0 and result.mean_ms == 4.0
-    assert result.tflops == pytest.approx(2.0)      # 4e9 FLOPs in 2 ms
-    assert result.gb_s == pytest.approx(3.0)        # 6e6 bytes in 2 ms
+    assert result.tflops == pytest.approx(2.0)  # 4e9 FLOPs in 2 ms
+    assert result.gb_s == pytest.approx(3.0)  # 6e6 bytes in 2 ms
     assert exactly(1.0).tflops is None and exactly(1.0).gb_s is None
 
 
@@ -217,22 +219,25 @@ def test_a_keyboard_interrupt_leaves_nothing_behind():
     assert measure(busy, 0.05, warmup=1, iterations=3).median_ms >= 0.05
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"iterations": 0}, "iterations must be a whole number, 1 or more, got 0"),
-    ({"iterations": 2.5}, "iterations must be a whole number, 1 or more, got 2.5"),
-    ({"warmup": -1}, "warmup must be a whole number, 0 or more, got -1"),
-    ({"l2": "hot"}, "l2 must be \"warm\" or \"cold\", got 'hot'"),
-    ({"l2": "cold", "calls_per_sample": 4}, "only the first of calls_per_sample=4 calls would be cold"),
-    ({"calls_per_sample": 0}, "calls_per_sample must be a whole number"),
-    ({"target_interval": 5}, "target_interval is the interval's relative half-width"),
-    ({"max_seconds": 0}, "max_seconds must be a finite number above 0"),
-    ({"device": "meta"}, "CUDA GPUs and CPUs, not 'meta'"),
-    ({"graph": True, "device": "cpu"}, "graph=True captures a CUDA graph and needs a CUDA GPU"),
-    ({"flops": 0}, "flops is the count of one call and must be above 0, got 0"),
-    ({"confidence": 95}, "confidence must lie between 0 and 1"),
-    ({"inputs": []}, "got an empty list"),
-    ({"inputs": [1, 2]}, "got an item of type int"),
-])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"iterations": 0}, "iterations must be a whole number, 1 or more, got 0"),
+        ({"iterations": 2.5}, "iterations must be a whole number, 1 or more, got 2.5"),
+        ({"warmup": -1}, "warmup must be a whole number, 0 or more, got -1"),
+        ({"l2": "hot"}, 'l2 must be "warm" or "cold", got \'hot\''),
+        ({"l2": "cold", "calls_per_sample": 4}, "only the first of calls_per_sample=4 calls would be cold"),
+        ({"calls_per_sample": 0}, "calls_per_sample must be a whole number"),
+        ({"target_interval": 5}, "target_interval is the interval's relative half-width"),
+        ({"max_seconds": 0}, "max_seconds must be a finite number above 0"),
+        ({"device": "meta"}, "CUDA GPUs and CPUs, not 'meta'"),
+        ({"graph": True, "device": "cpu"}, "graph=True captures a CUDA graph and needs a CUDA GPU"),
+        ({"flops": 0}, "flops is the count of one call and must be above 0, got 0"),
+        ({"confidence": 95}, "confidence must lie between 0 and 1"),
+        ({"inputs": []}, "got an empty list"),
+        ({"inputs": [1, 2]}, "got an item of type int"),
+    ],
+)
 def test_bad_options_are_errors_in_sentences(options, message):
     with pytest.raises(ValueError) as caught:
         measure(busy, **options)
@@ -262,8 +267,18 @@ def test_the_device_is_that_of_the_calls_tensors(monkeypatch):
     x = torch.zeros(2)
     layer = torch.nn.Linear(2, 2)
     inner = {"x": [x]}
-    for value in (x, [x], {"x": x}, layer, layer.forward, functools.partial(torch.add, x), lambda: x + 1,
-                  lambda: inner["x"][0], uses_a_global, lambda: uses_a_global()):
+    for value in (
+        x,
+        [x],
+        {"x": x},
+        layer,
+        layer.forward,
+        functools.partial(torch.add, x),
+        lambda: x + 1,
+        lambda: inner["x"][0],
+        uses_a_global,
+        lambda: uses_a_global(),
+    ):
         assert pick_device(None, value) == torch.device("cpu")
     for value in (3, time.sleep, torch.mm, lambda: 1, None):
         with pytest.raises(ValueError, match="not 'meta'"):
@@ -279,8 +294,9 @@ def test_a_gpu_that_is_not_there_is_an_error():
 
 
 def test_records_survive_json():
-    result = measure(torch.mm, torch.randn(32, 32), torch.randn(32, 32), iterations=5, flops=2 * 32**3, bytes=12288,
-                     roofs=ROOFS)
+    result = measure(
+        torch.mm, torch.randn(32, 32), torch.randn(32, 32), iterations=5, flops=2 * 32**3, bytes=12288, roofs=ROOFS
+    )
     record = json.loads(json.dumps(result.to_dict()))
     assert record["median_ms"] == result.median_ms and len(record["samples_ms"]) == 5
     assert Measurement.from_dict(record) == result
@@ -327,10 +343,17 @@ def test_samples_of_a_and_b_are_interleaved():
     compare(lambda: turns.append("a"), lambda: turns.append("b"), warmup=0, iterations=4, calls_per_sample=1)
     assert "".join(turns) == "abbbaaabbbaa" and timed_turns(turns) == "abbaabba"
     turns.clear()
-    compare(lambda: turns.append("a"), lambda: turns.append("b"), warmup=0, iterations=64, calls_per_sample=1,
-            order="random", seed=1)
+    compare(
+        lambda: turns.append("a"),
+        lambda: turns.append("b"),
+        warmup=0,
+        iterations=64,
+        calls_per_sample=1,
+        order="random",
+        seed=1,
+    )
     told = timed_turns(turns)
-    assert len(told) == 128 and {told[i:i + 2] for i in range(0, 128, 2)} == {"ab", "ba"}
+    assert len(told) == 128 and {told[i : i + 2] for i in range(0, 128, 2)} == {"ab", "ba"}
 
 
 def test_too_few_pairs_give_no_verdict():

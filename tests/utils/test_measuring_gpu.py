@@ -60,7 +60,7 @@ def test_graph_replay_is_faster_than_issuing_and_counts_its_calls():
 
 def test_graphs_rotate_their_inputs():
     seen = torch.zeros(3, device="cuda")
-    inputs = [(seen[i:i + 1],) for i in range(3)]
+    inputs = [(seen[i : i + 1],) for i in range(3)]
     measure(lambda t: t.add_(1.0), inputs=inputs, graph=True, warmup=3, iterations=9)
     torch.cuda.synchronize()
     assert seen.min() > 0 and (seen.max() - seen.min()) <= 0.1 * seen.max() + 2
@@ -102,8 +102,10 @@ def test_cold_l2_is_slower_than_warm_for_a_small_copy():
 @pytest.mark.parametrize("name", ["matmul 2048", "matmul 4096", "copy 134 MB", "softmax 8192 x 8192"])
 def test_agrees_with_do_bench(name):
     row = timer_check.against_do_bench(name, *timer_check.shared_kernels()[name])
-    print(f"bf16 {name}: measure {row['measure_us']:.2f} us, do_bench {row['do_bench_us']:.2f} us, "
-          f"{row['difference']:+.2%} {row['interval']}")
+    print(
+        f"bf16 {name}: measure {row['measure_us']:.2f} us, do_bench {row['do_bench_us']:.2f} us, "
+        f"{row['difference']:+.2%} {row['interval']}"
+    )
     assert abs(row["difference"]) <= 0.02
 
 
@@ -132,8 +134,10 @@ def test_a_side_that_waits_for_the_gpu_does_not_slow_the_other():
 @pytest.mark.parametrize("n", timer_check.SIZES)
 def test_a_matmul_against_itself_200_times(n):
     row = timer_check.against_itself(n, 200)
-    print(f"\nbf16 matmul {n}: {row['median_us']:.1f} us, {row['within_1_percent']:.1%} within 1%, "
-          f"{row['within_3_percent']:.1%} within 3%, {row['verdicts']}")
+    print(
+        f"\nbf16 matmul {n}: {row['median_us']:.1f} us, {row['within_1_percent']:.1%} within 1%, "
+        f"{row['within_3_percent']:.1%} within 3%, {row['verdicts']}"
+    )
     if row["median_us"] >= 20:
         assert row["within_1_percent"] >= 0.95
         assert row["verdicts"].get("faster", 0) + row["verdicts"].get("slower", 0) <= 0.05 * row["trials"]

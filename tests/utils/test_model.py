@@ -26,9 +26,7 @@ both_implementations = pytest.mark.parametrize("implementation", ["sdpa", "eager
 
 @functools.cache
 def build(layer_idx, implementation="sdpa", dtype=torch.float32, device="cpu"):
-    return build_decoder_layer(
-        layer_idx=layer_idx, dtype=dtype, device=device, attn_implementation=implementation
-    )
+    return build_decoder_layer(layer_idx=layer_idx, dtype=dtype, device=device, attn_implementation=implementation)
 
 
 def embed(built, hidden_states, position_ids):
@@ -38,9 +36,7 @@ def embed(built, hidden_states, position_ids):
 
 def prefill(built, hidden_states, cache=None):
     position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
-    return prefill_forward(
-        built[0], hidden_states, position_ids, embed(built, hidden_states, position_ids), cache
-    )
+    return prefill_forward(built[0], hidden_states, position_ids, embed(built, hidden_states, position_ids), cache)
 
 
 def decode(built, token, position, cache):
@@ -148,19 +144,13 @@ def test_prefill_is_causal_within_the_window(layer_idx, implementation):
     expected = reference(built[0], hidden_states)
     assert_close(prefill(built, hidden_states), expected)
     for max_cache_len in (WINDOW + 60, WINDOW + 100):
-        assert_close(
-            prefill(built, hidden_states, initialize_kv_cache(GEMMA_CONFIG, max_cache_len)), expected
-        )
+        assert_close(prefill(built, hidden_states, initialize_kv_cache(GEMMA_CONFIG, max_cache_len)), expected)
 
 
 @both_types
 @both_implementations
-@pytest.mark.parametrize(
-    "prompt, decoded, max_cache_len", [(1, 6, 7), (9, 6, 600), (500, 24, 524), (700, 6, 800)]
-)
-def test_decode_with_cache_is_the_row_of_a_full_forward(
-    layer_idx, implementation, prompt, decoded, max_cache_len
-):
+@pytest.mark.parametrize("prompt, decoded, max_cache_len", [(1, 6, 7), (9, 6, 600), (500, 24, 524), (700, 6, 800)])
+def test_decode_with_cache_is_the_row_of_a_full_forward(layer_idx, implementation, prompt, decoded, max_cache_len):
     built = build(layer_idx, implementation)
     hidden_states = torch.randn(2, prompt + decoded, HIDDEN)
     expected = reference(built[0], hidden_states)
@@ -177,9 +167,7 @@ def test_decode_with_cache_is_the_row_of_a_full_forward(
 def test_decode_without_cache_is_the_last_row_of_a_full_forward(layer_idx, implementation):
     built = build(layer_idx, implementation)
     token, position_ids, prompt = create_decode_inputs_without_cache(2, 540, HIDDEN, torch.float32, "cpu")
-    output = decode_forward(
-        built[0], token, position_ids, embed(built, token, position_ids), False, None, None, prompt
-    )
+    output = decode_forward(built[0], token, position_ids, embed(built, token, position_ids), False, None, None, prompt)
     assert_close(output, reference(built[0], torch.cat((prompt, token), dim=1))[:, -1:])
 
 
@@ -226,9 +214,7 @@ def test_a_second_prefill_starts_afresh(layer_idx, first):
     expected = reference(built[0], hidden_states)
     cache = initialize_kv_cache(GEMMA_CONFIG, 700)
     length = {"the same": 550, "longer": 650, "shorter": 30, "broken": 550}[first]
-    before = (
-        torch.full((1, length, HIDDEN), torch.nan) if first == "broken" else torch.randn(1, length, HIDDEN)
-    )
+    before = torch.full((1, length, HIDDEN), torch.nan) if first == "broken" else torch.randn(1, length, HIDDEN)
     prefill(built, before, cache)
     if first != "broken":
         decode(built, torch.randn(1, 1, HIDDEN), length, cache)
@@ -336,9 +322,7 @@ def test_a_layer_that_names_no_attention_implementation_is_causal():
     ],
 )
 def test_a_misspelt_argument_is_an_error(function, wrong, right):
-    with pytest.raises(
-        TypeError, match=f"{function.__name__}.* no argument '{wrong}': did you mean '{right}'"
-    ):
+    with pytest.raises(TypeError, match=f"{function.__name__}.* no argument '{wrong}': did you mean '{right}'"):
         function(**{wrong: 1})
     with pytest.raises(TypeError, match=f"its arguments are .*{right}"):
         function(zzz=1)
@@ -386,9 +370,7 @@ def wrong_calls():
         r"cos has shape \(2, 1, 256\).*\(2, 6, 256\)": lambda: prefill_forward(layer, x, ids, at_emb),
         "cos is torch.bfloat16": lambda: prefill_forward(layer, x, ids, [e.bfloat16() for e in emb]),
         "build_decoder_layer": lambda: prefill_forward(rotary_emb, x, ids, emb),
-        "6 tokens .* room for 4": lambda: prefill_forward(
-            layer, x, ids, emb, initialize_kv_cache(GEMMA_CONFIG, 4)
-        ),
+        "6 tokens .* room for 4": lambda: prefill_forward(layer, x, ids, emb, initialize_kv_cache(GEMMA_CONFIG, 4)),
         "DynamicCache; make a StaticCache": lambda: prefill_forward(layer, x, ids, emb, DynamicCache()),
         "batch 2, .* has batch 1, .*new cache": lambda: prefill_forward(
             layer, x[:1], ids[:1], [e[:1] for e in emb], filled
@@ -396,9 +378,7 @@ def wrong_calls():
         "takes one token": step(hidden_states=x),
         "needs past_key_values": step(past_key_values=None),
         "needs cache_positions": step(cache_positions=None),
-        "the cache is empty: run prefill_forward": step(
-            past_key_values=initialize_kv_cache(GEMMA_CONFIG, 16)
-        ),
+        "the cache is empty: run prefill_forward": step(past_key_values=initialize_kv_cache(GEMMA_CONFIG, 16)),
         "holds 6 tokens: the next position is 6": step(cache_positions=torch.tensor([7])),
         "says -1": step(cache_positions=torch.tensor([-1])),
         "it must be one position": step(cache_positions=torch.tensor([6, 6])),
@@ -406,12 +386,8 @@ def wrong_calls():
         "pass prefill_hidden_states": step(**no_cache),
         "batch and hidden size must agree": step(**no_cache, prefill_hidden_states=x[:1]),
         r"position_ids has shape \(2, 1\).*\(2, 7\)": step(**no_cache, prefill_hidden_states=x),
-        "layer_type is 'global'.*full_attention": lambda: get_position_embeddings(
-            x, ids, rotary_emb, "global"
-        ),
-        "position_ids has shape .6,": lambda: get_position_embeddings(
-            x, ids[0], rotary_emb, "full_attention"
-        ),
+        "layer_type is 'global'.*full_attention": lambda: get_position_embeddings(x, ids, rotary_emb, "global"),
+        "position_ids has shape .6,": lambda: get_position_embeddings(x, ids[0], rotary_emb, "full_attention"),
         "max_cache_len is 0": lambda: initialize_kv_cache(GEMMA_CONFIG, 0),
         "'flash'; allowed: sdpa, eager": lambda: build_decoder_layer(attn_implementation="flash"),
         "layers 0 to 17": lambda: build_decoder_layer(layer_idx=18),

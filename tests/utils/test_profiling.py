@@ -107,8 +107,16 @@ def test_summary_shares_add_up_and_the_nesting_is_taken_out(prof):
 
 
 def bar(name, start, duration, category="kernel", stream=7, device=0, correlation=None):
-    return {"ph": "X", "cat": category, "name": name, "ts": 1000.0 + start, "dur": duration, "pid": device,
-            "tid": stream, "args": {"device": device, "stream": stream, "correlation": correlation}}
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "ts": 1000.0 + start,
+        "dur": duration,
+        "pid": device,
+        "tid": stream,
+        "args": {"device": device, "stream": stream, "correlation": correlation},
+    }
 
 
 @pytest.fixture
@@ -143,7 +151,10 @@ def test_gaps_between_kernels(gpu_trace):
 def test_kernel_summary(gpu_trace):
     rows = summarize_trace(gpu_trace)
     assert [(row["family"], row["count"], row["total_us"]) for row in rows] == [
-        ("gemm", 2, 20.0), ("memory", 1, 12.0), ("elementwise", 1, 5.0)]
+        ("gemm", 2, 20.0),
+        ("memory", 1, 12.0),
+        ("elementwise", 1, 5.0),
+    ]
     assert rows[0]["share"] == pytest.approx(20 / 37) and rows[0]["mean_us"] == 10.0
 
 
@@ -160,9 +171,18 @@ def test_self_time_on_hand_made_nesting():
     def op(name, start, duration, lane="thread 1"):
         return TraceEvent(name, "cpu_op", start, duration, lane, 1)
 
-    rows = {row["name"]: row["self_us"] for row in summarize_trace(
-        [op("outer", 0, 100), op("middle", 10, 50), op("inner", 20, 30), op("second", 70, 20),
-         op("elsewhere", 15, 40, "thread 2")])}
+    rows = {
+        row["name"]: row["self_us"]
+        for row in summarize_trace(
+            [
+                op("outer", 0, 100),
+                op("middle", 10, 50),
+                op("inner", 20, 30),
+                op("second", 70, 20),
+                op("elsewhere", 15, 40, "thread 2"),
+            ]
+        )
+    }
     assert rows == {"outer": 30.0, "middle": 20.0, "inner": 30.0, "second": 20.0, "elsewhere": 40.0}
 
 
@@ -170,11 +190,11 @@ def test_damaged_and_foreign_files_are_told_in_sentences(prof, tmp_path):
     whole = export_chrome_trace(prof, tmp_path / "whole.json").read_bytes()
     packed = export_chrome_trace(prof, tmp_path / "whole.json.gz").read_bytes()
     cases = {
-        "cut.json": (whole[:len(whole) // 2], "not valid JSON .* cut off"),
-        "cut.json.gz": (packed[:len(packed) // 2], "no complete gzip file"),
+        "cut.json": (whole[: len(whole) // 2], "not valid JSON .* cut off"),
+        "cut.json.gz": (packed[: len(packed) // 2], "no complete gzip file"),
         "empty.json": (b"", "not valid JSON"),
         "binary.json": (b"\x00\xff\xfe\x01", "not valid JSON"),
-        "other.json": (b'{"a": 1}', "no list \"traceEvents\""),
+        "other.json": (b'{"a": 1}', 'no list "traceEvents"'),
         "time.json": (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k"}]}', "'k' has no readable time"),
     }
     for name, (data, message) in cases.items():
@@ -211,8 +231,10 @@ def test_bad_input_to_profile_and_export(prof, tmp_path):
     with pytest.raises(ValueError, match="holds nothing yet"):
         export_chrome_trace(unfinished, tmp_path / "trace.json")
     assert os.listdir(tmp_path) == []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), \
-            pytest.raises(RuntimeError, match="already running"):
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        pytest.raises(RuntimeError, match="already running"),
+    ):
         profile(work, torch.ones(2, 2))
 
 

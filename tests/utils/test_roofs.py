@@ -28,11 +28,15 @@ def test_the_ridge_is_where_the_roofs_meet():
 @pytest.mark.parametrize(
     ("intensity", "dtype", "tflops", "bound"),
     [
-        (0.0, "fp32", 0.0, "memory"), (0.25, "fp32", 0.125, "memory"), (19.9, "fp32", 9.95, "memory"),
-        (20.0, "fp32", 10.0, "compute"), (1e6, "fp32", 10.0, "compute"),
-        (20.0, "bf16", 10.0, "memory"), (200, torch.bfloat16, 40.0, "compute"),
+        (0.0, "fp32", 0.0, "memory"),
+        (0.25, "fp32", 0.125, "memory"),
+        (19.9, "fp32", 9.95, "memory"),
+        (20.0, "fp32", 10.0, "compute"),
+        (1e6, "fp32", 10.0, "compute"),
+        (20.0, "bf16", 10.0, "memory"),
+        (200, torch.bfloat16, 40.0, "compute"),
     ],
-)  # fmt: skip
+)
 def test_under_the_roofs(intensity, dtype, tflops, bound):
     assert TOY.attainable_tflops(intensity, dtype) == pytest.approx(tflops)
     assert TOY.bound(intensity, dtype) == bound

@@ -59,11 +59,20 @@ def test_speedup_holds_where_both_jump_between_two_clocks():
         assert high - low < 0.004
 
 
-@pytest.mark.parametrize(("interval", "pairs", "said"), [
-    ((1.02, 1.05), 50, "faster"), ((0.90, 0.95), 50, "slower"), ((0.995, 1.005), 50, "same"),
-    ((1.0, 1.0), 50, "same"), ((0.97, 1.20), 50, "not enough data"), ((1.005, 1.03), 50, "not enough data"),
-    ((1.5, 1.6), 9, "not enough data"), ((1.5, 1.6), 10, "faster"), ((1.5, 1.6), None, "faster"),
-])
+@pytest.mark.parametrize(
+    ("interval", "pairs", "said"),
+    [
+        ((1.02, 1.05), 50, "faster"),
+        ((0.90, 0.95), 50, "slower"),
+        ((0.995, 1.005), 50, "same"),
+        ((1.0, 1.0), 50, "same"),
+        ((0.97, 1.20), 50, "not enough data"),
+        ((1.005, 1.03), 50, "not enough data"),
+        ((1.5, 1.6), 9, "not enough data"),
+        ((1.5, 1.6), 10, "faster"),
+        ((1.5, 1.6), None, "faster"),
+    ],
+)
 def test_verdict(interval, pairs, said):
     assert stats.verdict(interval, same_within=0.01, pairs=pairs) == said
 

@@ -16,8 +16,8 @@ class Stream:
     """A GPU stream in virtual milliseconds: work starts when the CPU has issued it and the work before it is done."""
 
     def __init__(self):
-        self.host = 0.0      # what the CPU's clock says
-        self.done = 0.0      # when all work issued so far will have run
+        self.host = 0.0  # what the CPU's clock says
+        self.done = 0.0  # when all work issued so far will have run
         self.busy_from_launch = []
 
     def launch(self, duration, issue=0.004):
@@ -126,6 +126,7 @@ def test_a_function_that_waits_for_the_gpu_is_timed_with_its_gaps_and_says_so(st
 
 def test_a_function_that_waits_does_not_spoil_the_other_one(stream):
     """Both in one comparison: each keeps its own way of being timed."""
+
     def waits():
         stream.launch(0.5)
         stream.synchronize()
@@ -165,6 +166,7 @@ def test_the_gpu_hardly_rests_between_bursts_of_long_kernels(stream):
 
 def test_a_warm_cache_is_the_functions_own(stream, monkeypatch):
     """Functions that take turns: an untimed call goes before a sample that follows the other's, where it matters."""
+
     def cached(name, cold, warm):
         def run():
             stream.launch(warm if owner[0] == name else cold, 0.008)

@@ -62,9 +62,7 @@ def events() -> list[dict]:
 def all_plots(frame: pd.DataFrame) -> dict:
     """One call of each plot."""
     return {
-        "roofline": lambda **kw: plot_roofline(
-            "A100", 19.5, 2.0, DOCUMENTED, measured={"gemm": (300, 14.0)}, **kw
-        ),
+        "roofline": lambda **kw: plot_roofline("A100", 19.5, 2.0, DOCUMENTED, measured={"gemm": (300, 14.0)}, **kw),
         "gemm": lambda **kw: plot_gemm_torch_matmul_latency(SIZES, TILED, TORCH, **kw),
         "flash": lambda **kw: plot_flash_attn_improvement(frame, **kw),
         "timeline": lambda **kw: plot_timeline(events(), **kw),
@@ -207,9 +205,7 @@ def test_a_notebook_shows_each_figure_exactly_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MPLBACKEND", raising=False)
         nbclient.NotebookClient(book, timeout=120, kernel_name="python3").execute()
-    pictures = [
-        sum("image/png" in output.get("data", {}) for output in cell["outputs"]) for cell in book["cells"]
-    ]
+    pictures = [sum("image/png" in output.get("data", {}) for output in cell["outputs"]) for cell in book["cells"]]
     assert pictures == [1, 1, 1, 0]
 
 
@@ -222,16 +218,12 @@ def markers(axes: Axes) -> list[tuple[float, float, str]]:
     for line in axes.lines:
         if len(line.get_xdata()) == 1 and line.get_markersize() > 4:
             hollow = luminance(line.get_markerfacecolor()) > 0.9
-            found.append(
-                (float(line.get_xdata()[0]), float(line.get_ydata()[0]), "hollow" if hollow else "solid")
-            )
+            found.append((float(line.get_xdata()[0]), float(line.get_ydata()[0]), "hollow" if hollow else "solid"))
     return sorted(found)
 
 
 def test_predicted_points_lie_on_the_roof_and_measured_ones_where_they_were_measured():
-    _, axes = plot_roofline(
-        "A100", 312, 2.0, {"decode": 1.0}, measured={"gemm": (500.0, 218.4), "norm": (0.5, 0.4)}
-    )
+    _, axes = plot_roofline("A100", 312, 2.0, {"decode": 1.0}, measured={"gemm": (500.0, 218.4), "norm": (0.5, 0.4)})
     assert markers(axes) == [
         (0.5, 0.4, "solid"),
         (0.5, 1.0, "hollow"),
@@ -242,10 +234,7 @@ def test_predicted_points_lie_on_the_roof_and_measured_ones_where_they_were_meas
     words = labels(axes)
     assert {"gemm  70%", "norm  40%", "decode"} <= set(words)
     joins = [line for line in axes.lines if len(set(line.get_xdata())) == 1 and len(line.get_xdata()) == 2]
-    assert sorted(line.get_ydata()[0] for line in joins if line.get_xdata()[0] in (0.5, 500.0)) == [
-        1.0,
-        312.0,
-    ]
+    assert sorted(line.get_ydata()[0] for line in joins if line.get_xdata()[0] in (0.5, 500.0)) == [1.0, 312.0]
 
 
 def test_a_point_both_predicted_and_measured_is_drawn_once_on_the_roof():
@@ -274,9 +263,13 @@ def test_a_point_exactly_on_the_roof_is_not_flagged_and_one_just_above_is():
 
 def test_several_dtype_roofs():
     _, axes = plot_roofline(
-        "H200", 989, 4.8, {"gemm": 400.0}, measured={"gemm fp32": (400.0, 33.5, "fp32")},
+        "H200",
+        989,
+        4.8,
+        {"gemm": 400.0},
+        measured={"gemm fp32": (400.0, 33.5, "fp32")},
         peaks={"bf16": 989, "fp16": 989, "fp32": 67},
-    )  # fmt: skip
+    )
     words = labels(axes)
     assert "bf16, fp16  989 TFLOP/s" in words
     assert "fp32  67 TFLOP/s, ridge 14" in words
@@ -321,9 +314,7 @@ def test_roofline_refuses_in_a_sentence(arguments, message):
     assert plt.get_fignums() == before  # no empty figure is left for the notebook to show
 
 
-@pytest.mark.parametrize(
-    ("peak", "bandwidth"), [(0.2, 0.08), (0.98, 0.085), (989, 4.8), (4500, 8.0), (0.001, 0.01)]
-)
+@pytest.mark.parametrize(("peak", "bandwidth"), [(0.2, 0.08), (0.98, 0.085), (989, 4.8), (4500, 8.0), (0.001, 0.01)])
 def test_every_machine_gets_room_around_its_ridge(peak, bandwidth):
     _, axes = plot_roofline("machine", peak, bandwidth)
     low, high = axes.get_xlim()
@@ -348,9 +339,7 @@ def crowded(seed: int) -> dict:
         dict(operations=same),
         dict(operations=flat),
         dict(measured={name: (x, float(rng.uniform(0.3, 1) * min(312, 2 * x))) for name, x in close.items()}),
-        dict(
-            measured={name: (x, float(rng.uniform(0.3, 1.3) * min(312, 2 * x))) for name, x in flat.items()}
-        ),
+        dict(measured={name: (x, float(rng.uniform(0.3, 1.3) * min(312, 2 * x))) for name, x in flat.items()}),
         dict(operations={f"op {i}": float(x) for i, x in enumerate(10 ** rng.uniform(-1, 3.5, 30))}),
         dict(operations=close, peaks={"fp16": 312, "tf32": 156, "fp32": 19.5, "fp8": 330, "int8": 350}),
     ][seed % 7]
@@ -390,9 +379,7 @@ def test_labels_stay_apart_at_another_resolution_size_and_zoom(dpi):
 
 def test_axes_too_small_for_all_labels_say_so():
     figure, axes = plt.subplots(figsize=(1.6, 1.2))
-    plot_roofline(
-        "A100", 312, 2.0, {f"a rather long operation name {i}": 10.0 + i for i in range(12)}, ax=axes
-    )
+    plot_roofline("A100", 312, 2.0, {f"a rather long operation name {i}": 10.0 + i for i in range(12)}, ax=axes)
     with pytest.warns(UserWarning, match="No room for .* labels"):
         figure.canvas.draw()
 
@@ -463,11 +450,7 @@ def test_gemm_latency_draws_the_numbers_it_was_given():
 
 def test_gemm_latency_sorts_by_size_and_takes_arrays():
     order = [2, 0, 3, 1]
-    given = (
-        np.array([SIZES[i] for i in order]),
-        np.array([TILED[i] for i in order]),
-        [TORCH[i] for i in order],
-    )
+    given = (np.array([SIZES[i] for i in order]), np.array([TILED[i] for i in order]), [TORCH[i] for i in order])
     _, axes = plot_gemm_torch_matmul_latency(*given)
     lines = {line.get_label(): line for line in axes.lines}
     assert list(lines["gemm_tiled"].get_ydata()) == TILED
@@ -479,10 +462,7 @@ def test_gemm_latency_sorts_by_size_and_takes_arrays():
         (([], [], []), "sizes is empty"),
         ((SIZES, TILED[:3], TORCH), "gemm_tiled_latency_ms holds 3 latencies for 4 sizes"),
         ((SIZES, TILED, [*TORCH, 1.0]), "torch_matmul_latency_ms holds 5 latencies for 4 sizes"),
-        (
-            (SIZES, [0.05, 0.2, math.nan, 6.0], TORCH),
-            "gemm_tiled_latency_ms at n=512 must be positive and finite",
-        ),
+        ((SIZES, [0.05, 0.2, math.nan, 6.0], TORCH), "gemm_tiled_latency_ms at n=512 must be positive and finite"),
         ((SIZES, [0.05, 0.2, 0, 6.0], TORCH), "at n=512 must be positive"),
         ((SIZES, TILED, [0.008, -0.009, 0.012, 0.04]), "torch_matmul_latency_ms at n=256 must be positive"),
         (([128, 128, 256, 512], TILED, TORCH), r"\[128\] more than once"),
@@ -507,9 +487,7 @@ def test_the_machines_own_peak_catches_seconds_that_another_machine_could_reach(
     plot_gemm_torch_matmul_latency([1024], seconds, seconds)  # 247 TFLOP/s: some GPU's milliseconds
     with pytest.raises(ValueError, match=r"peak_flops allows 0\.24.*looks like seconds"):
         plot_gemm_torch_matmul_latency([1024], seconds, seconds, peak_flops=0.24)
-    plot_gemm_torch_matmul_latency(
-        [1024], [8.7e3 * s for s in (1.0,)], [1e3 * seconds[0] * 1.1], peak_flops=0.24
-    )
+    plot_gemm_torch_matmul_latency([1024], [8.7e3 * s for s in (1.0,)], [1e3 * seconds[0] * 1.1], peak_flops=0.24)
 
 
 class _Measured:
@@ -546,16 +524,10 @@ def test_flash_bars_are_the_columns(attention_frame):
 
 
 def test_flash_takes_other_columns_and_sorts(attention_frame):
-    other = attention_frame.rename(columns={"seq_len": "S", "sdpa_ms": "math_ms", "flash_ms": "cudnn_ms"})[
-        ::-1
-    ]
-    _, (latency, _) = plot_flash_attn_improvement(
-        other, ["math_ms", "cudnn_ms"], ["sdpa_mem_gb", "flash_mem_gb"], "S"
-    )
+    other = attention_frame.rename(columns={"seq_len": "S", "sdpa_ms": "math_ms", "flash_ms": "cudnn_ms"})[::-1]
+    _, (latency, _) = plot_flash_attn_improvement(other, ["math_ms", "cudnn_ms"], ["sdpa_mem_gb", "flash_mem_gb"], "S")
     assert [text.get_text() for text in latency.get_legend().get_texts()] == ["math", "cudnn"]
-    assert [bar.get_y() + bar.get_height() for bar in latency.patches][:4] == pytest.approx(
-        [0.08, 0.21, 0.75, 2.9]
-    )
+    assert [bar.get_y() + bar.get_height() for bar in latency.patches][:4] == pytest.approx([0.08, 0.21, 0.75, 2.9])
 
 
 @pytest.mark.parametrize(
@@ -563,10 +535,7 @@ def test_flash_takes_other_columns_and_sorts(attention_frame):
     [
         (lambda df: df.drop(columns="flash_ms"), "no column 'flash_ms'; it has"),
         (lambda df: df.iloc[:0], "df has no rows"),
-        (
-            lambda df: df.assign(sdpa_ms=[1, math.nan, 1, 1]),
-            "sdpa_ms at seq_len 1024 must be positive and finite",
-        ),
+        (lambda df: df.assign(sdpa_ms=[1, math.nan, 1, 1]), "sdpa_ms at seq_len 1024 must be positive and finite"),
         (lambda df: df.assign(flash_mem_gb=0.0), "flash_mem_gb at seq_len 512 must be positive"),
         (lambda df: df.assign(flash_ms=df.flash_ms / 1e3), "looks like seconds"),
         (lambda df: df.assign(sdpa_mem_gb=df.sdpa_mem_gb * 1e9), "looks like MB or bytes"),
@@ -634,8 +603,7 @@ def test_timeline_window_and_depth():
 
 def test_timeline_draws_thousands_of_events_quickly():
     many = [
-        dict(name=f"op{i}", category="cpu_op", start_us=10.0 * i, duration_us=8.0, lane="thread")
-        for i in range(20_000)
+        dict(name=f"op{i}", category="cpu_op", start_us=10.0 * i, duration_us=8.0, lane="thread") for i in range(20_000)
     ]
     figure, axes = plot_timeline(many)
     figure.canvas.draw()
@@ -698,9 +666,20 @@ def test_timeline_options_are_checked():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.2, "0.2"), (19.5, "19.5"), (989, "989"), (1979, "1979"), (206.04, "206"), (9.75, "9.75"), (0.085, "0.085"),
-     (10000, "10000"), (0.001, "0.001"), (1e-5, "1e-05"), (100, "100")],
-)  # fmt: skip
+    [
+        (0.2, "0.2"),
+        (19.5, "19.5"),
+        (989, "989"),
+        (1979, "1979"),
+        (206.04, "206"),
+        (9.75, "9.75"),
+        (0.085, "0.085"),
+        (10000, "10000"),
+        (0.001, "0.001"),
+        (1e-5, "1e-05"),
+        (100, "100"),
+    ],
+)
 def test_plain_numbers(value, text):
     assert plain(value) == text
 

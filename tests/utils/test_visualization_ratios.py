@@ -18,8 +18,14 @@ def _close_figures():
 
 
 def _row(head_dim=64, length=1024, causal=False, against="cudnn", ratio=1.1):
-    return {"head_dim": head_dim, "length": length, "causal": causal, "against": against, "ratio": ratio,
-            "interval": [ratio - 0.01, ratio + 0.02]}
+    return {
+        "head_dim": head_dim,
+        "length": length,
+        "causal": causal,
+        "against": against,
+        "ratio": ratio,
+        "interval": [ratio - 0.01, ratio + 0.02],
+    }
 
 
 def test_points_stand_in_their_panel():
@@ -34,8 +40,11 @@ def test_points_stand_in_their_panel():
 
 
 def test_what_is_off_the_axis_or_refused_is_named():
-    rows = [_row(), _row(against="flash", ratio=1.9), {"head_dim": 64, "length": 1024, "causal": False,
-                                                       "against": "flex_flash", "refused": "no"}]
+    rows = [
+        _row(),
+        _row(against="flash", ratio=1.9),
+        {"head_dim": 64, "length": 1024, "causal": False, "against": "flex_flash", "refused": "no"},
+    ]
     rows.append(_row(head_dim=128, against="flex_flash"))
     _, axes = plot_attention_ratios(rows)
     said = "\n".join(text.get_text() for text in axes[0].texts)

@@ -145,7 +145,7 @@ def test_message_names_the_call_the_operator_the_hint_and_the_line(operands):
         forbid(watch, MATMUL, hint="write the loops")
     text = str(caught.value)
     assert "torch's einsum (it ran aten.bmm)" in text and "Write the loops." in text
-    assert 'in helper, line' in text and 'return torch.einsum("mk,kn->mn", a, b)' in text
+    assert "in helper, line" in text and 'return torch.einsum("mk,kn->mn", a, b)' in text
 
 
 def test_other_families_can_be_forbidden(operands):

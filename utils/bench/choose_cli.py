@@ -15,20 +15,30 @@ KINDS = ("training", "prefill", "decode")
 
 
 def choose(
-    out: Annotated[Path, typer.Option(help="The sweep's file; a sweep that was stopped goes on from it. The choices, a "
-                                           "report and a heat map are written beside it.")]
-    = Path("artifacts/choose/sdpa_grid.json"),
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="The sweep's file; a sweep that was stopped goes on from it. The choices, a "
+            "report and a heat map are written beside it."
+        ),
+    ] = Path("artifacts/choose/sdpa_grid.json"),
     kinds: Annotated[str, typer.Option(help="training, prefill, decode: several with commas.")] = ",".join(KINDS),
     head_dims: Annotated[str, typer.Option("--head-dims", help="Head dimensions, with commas.")] = "64,128,256",
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: bf16, on a CPU fp32.")] = None,
-    providers: Annotated[str, typer.Option(help="Providers of attention beside the SDPA backends, such as gluon,cute; "
-                                                "they are timed forward.")] = "",
-    hold_out: Annotated[int, typer.Option("--hold-out", help="Random shapes beside the grid, to test the choices.")]
-    = 0,
+    providers: Annotated[
+        str,
+        typer.Option(
+            help="Providers of attention beside the SDPA backends, such as gluon,cute; they are timed forward."
+        ),
+    ] = "",
+    hold_out: Annotated[
+        int, typer.Option("--hold-out", help="Random shapes beside the grid, to test the choices.")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the inputs and of the held-out shapes.")] = 0,
     samples: Annotated[int, typer.Option(help="Timed samples of each provider near the best.")] = 21,
-    max_seconds: Annotated[float | None, typer.Option("--max-seconds", help="Stop after this time, with what there is.")
-                           ] = None,
+    max_seconds: Annotated[
+        float | None, typer.Option("--max-seconds", help="Stop after this time, with what there is.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few shapes of one head dimension and few samples.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")] = False,
 ) -> None:
@@ -52,19 +62,34 @@ def choose(
             _wrong(f"--max-seconds is {max_seconds}; it must be above 0.")
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        progress = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                            TimeRemainingColumn(), console=console(stderr=True), transient=True,
-                            disable=not sys.stderr.isatty())
+        progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console(stderr=True),
+            transient=True,
+            disable=not sys.stderr.isatty(),
+        )
         task = progress.add_task("starting", total=len(shapes))
         try:
             with progress:
                 document = sweep(
-                    shapes, out, device, providers=(*SDPA_BACKENDS, *extra), seed=seed,
-                    samples=min(samples, 7) if quick else samples, max_seconds=seconds,
-                    on_shape=lambda done, label: progress.update(task, completed=done, description=label))
+                    shapes,
+                    out,
+                    device,
+                    providers=(*SDPA_BACKENDS, *extra),
+                    seed=seed,
+                    samples=min(samples, 7) if quick else samples,
+                    max_seconds=seconds,
+                    on_shape=lambda done, label: progress.update(task, completed=done, description=label),
+                )
         except KeyboardInterrupt:
-            typer.echo(f"interrupted: {_there(out, shapes)} of {len(shapes)} shapes are in {out}; the same command "
-                       "goes on from there.", err=True)
+            typer.echo(
+                f"interrupted: {_there(out, shapes)} of {len(shapes)} shapes are in {out}; the same command "
+                "goes on from there.",
+                err=True,
+            )
             raise typer.Exit(STOPPED) from None
         written = _write(document, out)
     told = choose_report.summary(document)
@@ -73,14 +98,19 @@ def choose(
     else:
         show_table(*choose_report.group_lines(document), title="Who is best where (times: default / best)")
         if held := told["held_out"]:
-            typer.echo(f"Held out: within 3% of the best for {held['within_3_percent']} of {held['shapes']} shapes; "
-                       f"torch's default for {held['default_within_3_percent']}. Default / chosen, geometric mean: "
-                       f"{held['default_over_chosen']:.4f}.")
-        typer.echo(f"attention(provider=\"auto\") goes by them after use_choices({str(written['choices'])!r}), or with "
-                   f"LABS_ATTENTION_CHOICES={written['choices']}.")
+            typer.echo(
+                f"Held out: within 3% of the best for {held['within_3_percent']} of {held['shapes']} shapes; "
+                f"torch's default for {held['default_within_3_percent']}. Default / chosen, geometric mean: "
+                f"{held['default_over_chosen']:.4f}."
+            )
+        typer.echo(
+            f'attention(provider="auto") goes by them after use_choices({str(written["choices"])!r}), or with '
+            f"LABS_ATTENTION_CHOICES={written['choices']}."
+        )
     done = shapes_done(document, shapes)
-    typer.echo(f"{document['status']}: {done} of {len(shapes)} shapes; {', '.join(map(str, written.values()))}",
-               err=True)
+    typer.echo(
+        f"{document['status']}: {done} of {len(shapes)} shapes; {', '.join(map(str, written.values()))}", err=True
+    )
     if document["status"] == "stopped":
         typer.echo("--max-seconds ended it; the same command goes on from there.", err=True)
 
@@ -108,8 +138,9 @@ def _providers(text: str) -> list[str]:
     return [name for name in _words("--providers", text, PROVIDERS) if name not in SDPA_BACKENDS]
 
 
-def _shapes(device_type: str, kinds: str, head_dims: str, dtype: str | None, hold_out: int, seed: int, quick: bool
-            ) -> list:
+def _shapes(
+    device_type: str, kinds: str, head_dims: str, dtype: str | None, hold_out: int, seed: int, quick: bool
+) -> list:
     """("grid" or "held-out", shape) pairs."""
     from utils.bench.choose_grid import cpu_grid, gpu_grid, held_out, quick_grid
     from utils.bench.choosing import shape_fields
@@ -125,11 +156,16 @@ def _shapes(device_type: str, kinds: str, head_dims: str, dtype: str | None, hol
         _wrong("--dtype is fp16, whose products run near 1 GFLOP/s on a CPU; use fp32 or bf16.")
     dims = _words("--head-dims", head_dims, ("64", "128", "256"))
     dims = tuple(int(word) for word in dims) or _wrong("--head-dims names nothing; allowed are 64, 128, 256.")
-    grid = quick_grid(device_type, dims, dtype) if quick else (cpu_grid if device_type == "cpu" else gpu_grid)(dims,
-                                                                                                             dtype)
+    grid = (
+        quick_grid(device_type, dims, dtype) if quick else (cpu_grid if device_type == "cpu" else gpu_grid)(dims, dtype)
+    )
     out = held_out(hold_out, seed, device_type, dims, dtype, grid) if hold_out else []
-    return [(which, one) for which, shapes in (("grid", grid), ("held-out", out)) for one in shapes
-            if shape_fields(one)["kind"] in wanted]
+    return [
+        (which, one)
+        for which, shapes in (("grid", grid), ("held-out", out))
+        for one in shapes
+        if shape_fields(one)["kind"] in wanted
+    ]
 
 
 def _there(out: Path, shapes: list) -> int:

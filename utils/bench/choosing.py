@@ -56,17 +56,26 @@ from utils.kernels.attention.request import make_request
 from utils.measuring import measure_together
 
 SCHEMA, VERSION = "labs-sdpa-grid", 1
-NEAR = 1.6             # providers within this many times the fastest get all samples
+NEAR = 1.6  # providers within this many times the fastest get all samples
 SCOUT_SAMPLES = 3
 CHECKED_SCORES = 1 << 27  # beyond so many scores a head of K and V one head is held against float64, else two
 SAME_MACHINE = {"cuda": ("gpu", "torch", "cudnn", "cuda"), "cpu": ("gpu", "cpu", "torch")}
 
 
 def shape_fields(workload: SdpaWorkload) -> dict:
-    return {"kind": kind_of(workload.seq_len, workload.sk, workload.direction != "forward"), "label": workload.label,
-            "batch": workload.batch, "heads": workload.heads, "kv_heads": workload.hkv,
-            "seq_len_q": workload.seq_len, "seq_len_kv": workload.sk, "head_dim": workload.head_dim,
-            "dtype": workload.dtype, "causal": workload.causal, "pass": workload.direction}
+    return {
+        "kind": kind_of(workload.seq_len, workload.sk, workload.direction != "forward"),
+        "label": workload.label,
+        "batch": workload.batch,
+        "heads": workload.heads,
+        "kv_heads": workload.hkv,
+        "seq_len_q": workload.seq_len,
+        "seq_len_kv": workload.sk,
+        "head_dim": workload.head_dim,
+        "dtype": workload.dtype,
+        "causal": workload.causal,
+        "pass": workload.direction,
+    }
 
 
 # ---- one shape ---------------------------------------------------------------------------------------------
@@ -104,8 +113,11 @@ def _call(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs) -> tuple[Calla
 
 def _free_bytes(device: torch.device) -> float:
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) \
+        return (
+            torch.cuda.mem_get_info(device)[0]
+            + torch.cuda.memory_reserved(device)
             - torch.cuda.memory_allocated(device)
+        )
     return available_memory_bytes() or math.inf
 
 
@@ -134,8 +146,14 @@ def _error(workload: SdpaWorkload, call: Callable, checked: list, name: str, dev
         heads += query.stop - query.start
         for tensor, (which, exact) in zip(results, right.items(), strict=True):
             part = tensor[at, query if which in ("output", "gradient of q") else key]
-            one = verify(part, exact, precision, dtype=DTYPES[workload.dtype], what=f"{which} of {name}",
-                         gradient=which.startswith("gradient"))
+            one = verify(
+                part,
+                exact,
+                precision,
+                dtype=DTYPES[workload.dtype],
+                what=f"{which} of {name}",
+                gradient=which.startswith("gradient"),
+            )
             worst = max(worst, (one.whole, which))
     bad = sum(int((~torch.isfinite(tensor)).sum()) for tensor in results)
     if bad:
@@ -161,8 +179,10 @@ def _prepared(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs, checked: l
     scores = 3.0 if name == "math" else 0.0
     needed, free = workload.bytes_needed(scores), _free_bytes(device)
     if needed > free:
-        return row | {"status": res.OUT_OF_MEMORY, "refused": f"it needs about {needed / 1e9:.3g} GB and "
-                                                              f"{free / 1e9:.3g} GB are free: not tried."}, None
+        return row | {
+            "status": res.OUT_OF_MEMORY,
+            "refused": f"it needs about {needed / 1e9:.3g} GB and {free / 1e9:.3g} GB are free: not tried.",
+        }, None
     try:
         begin = time.perf_counter()
         call, reason = _call(workload, name, inputs)
@@ -184,9 +204,13 @@ def _prepared(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs, checked: l
         return row | {"status": res.OUT_OF_MEMORY, "refused": first_line(error)}, None
     except (VerificationError, WrongRun, RuntimeError) as error:
         return row | {"status": res.FAILED, "refused": first_line(error)}, None
-    row |= {"status": res.OK, "launches": launched.launches or None,
-            "kernels": list(dict.fromkeys(map(bare_name, shown))),
-            "peak_mb": memory["peak_bytes"] / 1e6, "workspace_mb": memory["workspace_bytes"] / 1e6}
+    row |= {
+        "status": res.OK,
+        "launches": launched.launches or None,
+        "kernels": list(dict.fromkeys(map(bare_name, shown))),
+        "peak_mb": memory["peak_bytes"] / 1e6,
+        "workspace_mb": memory["workspace_bytes"] / 1e6,
+    }
     return row, call
 
 
@@ -195,8 +219,9 @@ def default_backend(workload: SdpaWorkload, inputs: sdpa.Inputs) -> str:
     return sdpa.prove(workload, "auto", launched_by(sdpa.bind(workload, "auto", inputs)))
 
 
-def measure_shape(workload: SdpaWorkload, providers: Sequence[str], device: torch.device, *, seed: int,
-                  samples: int = 21) -> list[dict]:
+def measure_shape(
+    workload: SdpaWorkload, providers: Sequence[str], device: torch.device, *, seed: int, samples: int = 21
+) -> list[dict]:
     """The rows of one shape: each provider checked, proved, then all timed interleaved."""
     gc.freeze()  # what lives now need not be looked at by each of the memory measurements' collections
     try:
@@ -212,22 +237,34 @@ def measure_shape(workload: SdpaWorkload, providers: Sequence[str], device: torc
         default = default_backend(workload, inputs)
         times = {}
         if calls:
-            scouted = measure_together(list(calls.values()), labels=list(calls), warmup=1, iterations=SCOUT_SAMPLES,
-                                       device=device, max_seconds=2.0)
+            scouted = measure_together(
+                list(calls.values()),
+                labels=list(calls),
+                warmup=1,
+                iterations=SCOUT_SAMPLES,
+                device=device,
+                max_seconds=2.0,
+            )
             times = {one.label: one for one in scouted}
             best = min(one.median_ms for one in scouted)
             near = {name: call for name, call in calls.items() if times[name].median_ms <= NEAR * best}
-            final = measure_together(list(near.values()), labels=list(near), warmup=2, iterations=samples,
-                                     device=device, max_seconds=4.0)
+            final = measure_together(
+                list(near.values()), labels=list(near), warmup=2, iterations=samples, device=device, max_seconds=4.0
+            )
             times |= {one.label: one for one in final}
         cost = workload.cost
         for row in rows:
             row |= {"default": default, "is_default": row["backend"] == default}
             if (one := times.get(row["backend"])) is not None:
                 low, high = one.interval_ms
-                row |= {"ms": one.median_ms, "ms_low": low, "ms_high": high,
-                        "samples_ms": [float(f"{value:.5g}") for value in one.samples_ms],
-                        "tflops": cost.flops / one.median_ms / 1e9, "gb_s": cost.bytes / one.median_ms / 1e6}
+                row |= {
+                    "ms": one.median_ms,
+                    "ms_low": low,
+                    "ms_high": high,
+                    "samples_ms": [float(f"{value:.5g}") for value in one.samples_ms],
+                    "tflops": cost.flops / one.median_ms / 1e9,
+                    "gb_s": cost.bytes / one.median_ms / 1e6,
+                }
         fields = shape_fields(workload) | {"flops": cost.flops, "bytes": cost.bytes}
         return [fields | row for row in rows]
     finally:
@@ -262,18 +299,35 @@ def _begin(path: Path, device: torch.device, method: dict) -> dict:
     """The document to go on with: that of `path` if it is of this machine, else a new one."""
     here = environment(device)
     if not path.exists():
-        return {"schema": SCHEMA, "version": VERSION, "status": "running", "started": _now(), "finished": None,
-                "environment": here, "method": method, "sessions": [], "rows": []}
+        return {
+            "schema": SCHEMA,
+            "version": VERSION,
+            "status": "running",
+            "started": _now(),
+            "finished": None,
+            "environment": here,
+            "method": method,
+            "sessions": [],
+            "rows": [],
+        }
     document = load_grid(path)
-    differ = [f"{key} {document['environment'].get(key)} (here {here.get(key)})" for key in SAME_MACHINE[device.type]
-              if document["environment"].get(key) != here.get(key)]
+    differ = [
+        f"{key} {document['environment'].get(key)} (here {here.get(key)})"
+        for key in SAME_MACHINE[device.type]
+        if document["environment"].get(key) != here.get(key)
+    ]
     if differ:
-        raise BenchError(f"{path} was begun elsewhere: {', '.join(differ)}. A sweep goes on where it began; choose "
-                         "another --out.")
-    if differ := [f"{key} {document['method'].get(key)} (now {value})" for key, value in method.items()
-                  if document["method"].get(key) != value]:
-        raise BenchError(f"{path} was begun with other settings: {'; '.join(differ)}. Ask for the same, or choose "
-                         "another --out.")
+        raise BenchError(
+            f"{path} was begun elsewhere: {', '.join(differ)}. A sweep goes on where it began; choose another --out."
+        )
+    if differ := [
+        f"{key} {document['method'].get(key)} (now {value})"
+        for key, value in method.items()
+        if document["method"].get(key) != value
+    ]:
+        raise BenchError(
+            f"{path} was begun with other settings: {'; '.join(differ)}. Ask for the same, or choose another --out."
+        )
     return document
 
 
@@ -281,20 +335,39 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def sweep(shapes: Sequence[tuple[str, SdpaWorkload]], path: Path, device: torch.device, *,
-          providers: Sequence[str] = SDPA_BACKENDS, samples: int = 21, seed: int = 0,
-          max_seconds: float = math.inf, on_shape: Callable[[int, str], None] = lambda done, label: None) -> dict:
+def sweep(
+    shapes: Sequence[tuple[str, SdpaWorkload]],
+    path: Path,
+    device: torch.device,
+    *,
+    providers: Sequence[str] = SDPA_BACKENDS,
+    samples: int = 21,
+    seed: int = 0,
+    max_seconds: float = math.inf,
+    on_shape: Callable[[int, str], None] = lambda done, label: None,
+) -> dict:
     """Measure ("grid" or "held-out", shape) pairs into `path`, which is valid after every one; what it holds already
     is not measured again. Ctrl-C and `max_seconds` leave it with the status "interrupted" and "stopped"."""
     begin = time.monotonic()
-    method = {"providers": list(providers), "samples": samples, "seed": seed,
-              "timing": "device time of interleaved calls, launches hidden, L2 warm" if device.type == "cuda"
-                        else "host time of interleaved calls"}
+    method = {
+        "providers": list(providers),
+        "samples": samples,
+        "seed": seed,
+        "timing": "device time of interleaved calls, launches hidden, L2 warm"
+        if device.type == "cuda"
+        else "host time of interleaved calls",
+    }
     document = _begin(path, device, method)
     done = {row["label"] for row in document["rows"]}
     here = environment(device)
-    session = {"started": _now(), "finished": None, "shapes": 0, "commit": here["commit"], "dirty": here["dirty"],
-               "gpu_state": gpu_state(device) if device.type == "cuda" else None}
+    session = {
+        "started": _now(),
+        "finished": None,
+        "shapes": 0,
+        "commit": here["commit"],
+        "dirty": here["dirty"],
+        "gpu_state": gpu_state(device) if device.type == "cuda" else None,
+    }
     status = "complete"
     try:
         for number, (which, workload) in enumerate(shapes):
@@ -304,8 +377,10 @@ def sweep(shapes: Sequence[tuple[str, SdpaWorkload]], path: Path, device: torch.
             if time.monotonic() - begin > max_seconds:
                 status = "stopped"
                 break
-            document["rows"] += [{"set": which} | row for row in
-                                 measure_shape(workload, providers, device, seed=seed + number, samples=samples)]
+            document["rows"] += [
+                {"set": which} | row
+                for row in measure_shape(workload, providers, device, seed=seed + number, samples=samples)
+            ]
             if not session["shapes"]:
                 document["sessions"].append(session)
             session["shapes"] += 1

@@ -16,8 +16,11 @@ import typer
 from utils.bench.choose_cli import choose
 from utils.bench.errors import BenchError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False,
-                  help="Benchmarks with a baseline and an optimized side: list, run, compare, report, check.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Benchmarks with a baseline and an optimized side: list, run, compare, report, check.",
+)
 
 ArtifactsDir = Annotated[Path, typer.Option("--artifacts-dir", help="Where runs are kept, each in a folder of its id.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
@@ -67,37 +70,56 @@ def list_targets(
     if as_json:
         typer.echo(json.dumps(described, indent=1))
         return
-    show_table(["Target", "Baseline", "Optimized", "Here"],
-               [[row["target"], row["baseline"], row["optimized"], "yes" if row["runs"] else f"no: {row['reason']}"]
-                for row in described])
-    show_table(["Target", "Flag", "Default here", "Allowed", "Meaning"],
-               [[row["target"] if number == 0 else "", f"--{knob['name']}", knob["default"], knob["allowed"],
-                 knob["help"]]
-                for row in described for number, knob in enumerate(row["knobs"])],
-               title="Flags, for --target-extra-arg 'TARGET=--flag value'")
+    show_table(
+        ["Target", "Baseline", "Optimized", "Here"],
+        [
+            [row["target"], row["baseline"], row["optimized"], "yes" if row["runs"] else f"no: {row['reason']}"]
+            for row in described
+        ],
+    )
+    show_table(
+        ["Target", "Flag", "Default here", "Allowed", "Meaning"],
+        [
+            [row["target"] if number == 0 else "", f"--{knob['name']}", knob["default"], knob["allowed"], knob["help"]]
+            for row in described
+            for number, knob in enumerate(row["knobs"])
+        ],
+        title="Flags, for --target-extra-arg 'TARGET=--flag value'",
+    )
 
 
 @app.command()
 def run(
-    targets: Annotated[list[str] | None, typer.Option(
-        "--targets", help="A target, one side (chapter:baseline_x), or a chapter; repeat, or use commas.")] = None,
+    targets: Annotated[
+        list[str] | None,
+        typer.Option("--targets", help="A target, one side (chapter:baseline_x), or a chapter; repeat, or use commas."),
+    ] = None,
     more: Annotated[list[str] | None, typer.Argument(metavar="[TARGET]...", help="Further targets.")] = None,
     profile: Annotated[str, typer.Option(help="none, minimal (trace, nsys), roofline or deep_dive (ncu).")] = "none",
-    target_extra_arg: Annotated[list[str] | None, typer.Option(
-        "--target-extra-arg", help="'TARGET=--flag value ...', repeatable; list-targets shows the flags.")] = None,
+    target_extra_arg: Annotated[
+        list[str] | None,
+        typer.Option("--target-extra-arg", help="'TARGET=--flag value ...', repeatable; list-targets shows the flags."),
+    ] = None,
     iterations: Annotated[int | None, typer.Option(help="Timed samples of each side; default: the target's.")] = None,
     warmup: Annotated[int | None, typer.Option(help="Calls before the timing; default: the target's.")] = None,
     l2: Annotated[str, typer.Option(help="warm, or cold: the cache is flushed before every sample, untimed.")] = "warm",
     graph: Annotated[bool, typer.Option("--graph", help="Time CUDA graph replays; needs a GPU.")] = False,
-    target_interval: Annotated[float | None, typer.Option(
-        "--target-interval", help="Sample on until the interval is plus or minus this share: 0.01 is 1%.")] = None,
-    max_seconds: Annotated[float | None, typer.Option(
-        "--max-seconds", help="Time budget of each case's timing, warm-up included.")] = None,
+    target_interval: Annotated[
+        float | None,
+        typer.Option("--target-interval", help="Sample on until the interval is plus or minus this share: 0.01 is 1%."),
+    ] = None,
+    max_seconds: Annotated[
+        float | None, typer.Option("--max-seconds", help="Time budget of each case's timing, warm-up included.")
+    ] = None,
     run_id: Annotated[str | None, typer.Option(help="Name of the run's folder; default: date and time.")] = None,
     artifacts_dir: ArtifactsDir = Path("artifacts"),
     format: Annotated[str, typer.Option(help="Files to write: json, markdown or both.")] = "both",
-    update_expectations: Annotated[bool, typer.Option(
-        "--update-expectations", help="Record the results as what this GPU is to do; old values are kept.")] = False,
+    update_expectations: Annotated[
+        bool,
+        typer.Option(
+            "--update-expectations", help="Record the results as what this GPU is to do; old values are kept."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run targets: verify both sides, prove what ran, time them interleaved, keep everything under artifacts/."""
@@ -109,9 +131,19 @@ def run(
     from utils.device import default_device
 
     names = [part for name in [*(targets or []), *(more or [])] for part in name.split(",") if part]
-    options = Options(profile=profile, iterations=iterations, warmup=warmup, l2=l2, graph=graph,
-                      target_interval=target_interval, max_seconds=max_seconds, run_id=run_id,
-                      artifacts_dir=artifacts_dir, format=format, command=["labs", "bench", *_command_line()])
+    options = Options(
+        profile=profile,
+        iterations=iterations,
+        warmup=warmup,
+        l2=l2,
+        graph=graph,
+        target_interval=target_interval,
+        max_seconds=max_seconds,
+        run_id=run_id,
+        artifacts_dir=artifacts_dir,
+        format=format,
+        command=["labs", "bench", *_command_line()],
+    )
     device = default_device()
     with errors_as_lines():
         plans = plan(names, target_extra_arg or [], device, os.environ)
@@ -120,20 +152,31 @@ def run(
 
             expectations.expectations_file(environment(device)["gpu"])
             if alone := [one.target.name for one in plans if len(one.sides) < 2]:
-                raise BenchError(f"--update-expectations records both sides and their ratio, and {', '.join(alone)} is "
-                                 "to run on one side alone: name the target without baseline_ or optimized_.")
+                raise BenchError(
+                    f"--update-expectations records both sides and their ratio, and {', '.join(alone)} is "
+                    "to run on one side alone: name the target without baseline_ or optimized_."
+                )
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        progress = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
-                            TimeElapsedColumn(), console=console(stderr=True), transient=True,
-                            disable=not sys.stderr.isatty())
+        progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}"),
+            TimeElapsedColumn(),
+            console=console(stderr=True),
+            transient=True,
+            disable=not sys.stderr.isatty(),
+        )
         cases = [case for one in plans for case in one.cases]
         task = progress.add_task("starting", total=len(cases) * len(STEPS))
 
         def on_step(case, step: str) -> None:
             index = next(i for i, one in enumerate(cases) if one is case)
-            progress.update(task, completed=index * len(STEPS) + STEPS.index(step),
-                            description=f"{case.target} {case.label}: {step}")
+            progress.update(
+                task,
+                completed=index * len(STEPS) + STEPS.index(step),
+                description=f"{case.target} {case.label}: {step}",
+            )
 
         runner = Runner(plans, options, device, on_step)
         try:
@@ -160,7 +203,7 @@ def _command_line() -> list[str]:
     """The arguments after `bench`, quoted, as they were typed."""
     words = sys.argv[1:]
     if "bench" in words:
-        words = words[words.index("bench") + 1:]
+        words = words[words.index("bench") + 1 :]
     return [shlex.quote(word) for word in words]
 
 
@@ -179,22 +222,31 @@ def show_run(document: dict) -> None:
             low, high = record["interval_ms"]
             pair = case["comparison"] if side == "optimized" else None
             speedup = "" if pair is None else f"{with_interval(pair['speedup'], *pair['interval'])} {pair['verdict']}"
-            lines.append([case["target"], case["label"], f"{side}: {case['ran'][side]['provider']}",
-                          f"{format_ms(record['median_ms'])} [{format_ms(low)}, {format_ms(high)}]",
-                          f"{record['tflops']:.3g}",
-                          "-" if record["roof_share"] is None else f"{record['roof_share']:.1%}",
-                          speedup, options_text(case)])
+            lines.append(
+                [
+                    case["target"],
+                    case["label"],
+                    f"{side}: {case['ran'][side]['provider']}",
+                    f"{format_ms(record['median_ms'])} [{format_ms(low)}, {format_ms(high)}]",
+                    f"{record['tflops']:.3g}",
+                    "-" if record["roof_share"] is None else f"{record['roof_share']:.1%}",
+                    speedup,
+                    options_text(case),
+                ]
+            )
         for text in ([case["reason"]] if case["reason"] else []) + case["notes"]:
             said.setdefault((case["target"], case["status"], text), []).append(case["label"])
     if lines:
-        show_table(["Target", "Workload", "Side: ran", "Median [95%]", "TFLOP/s", "Of roof", "Speed-up", "Options"],
-                   lines)
+        show_table(
+            ["Target", "Workload", "Side: ran", "Median [95%]", "TFLOP/s", "Of roof", "Speed-up", "Options"], lines
+        )
     for case in document["cases"]:
         for side, ran in case["ran"].items():
             if memory := memory_text(ran):
                 launches = f"{ran['launches']} launches, " if ran["launches"] else ""
-                console().print(f"{case['label']} {side}: {ran['provider']}: {launches}{memory}", markup=False,
-                                soft_wrap=True)
+                console().print(
+                    f"{case['label']} {side}: {ran['provider']}: {launches}{memory}", markup=False, soft_wrap=True
+                )
     for (target, status, text), labels in said.items():
         console().print(f"{target} ({'; '.join(labels)}) {status}: {text}", markup=False, soft_wrap=True)
 
@@ -220,15 +272,34 @@ def compare(
     told = notes(first, second)
     written = [] if output is None else write_comparison(first, second, rows, told, output)
     if as_json:
-        typer.echo(json.dumps({"a": first["run_id"], "b": second["run_id"], "rows": rows, "notes": told,
-                               "files": [str(path) for path in written]}, indent=1))
+        typer.echo(
+            json.dumps(
+                {
+                    "a": first["run_id"],
+                    "b": second["run_id"],
+                    "rows": rows,
+                    "notes": told,
+                    "files": [str(path) for path in written],
+                },
+                indent=1,
+            )
+        )
         return
-    show_table(["Target", "Workload", "Side", f"A: {first['run_id']}", f"B: {second['run_id']}", "B over A",
-                "Other knobs"],
-               [[row["target"], row["workload"], row["side"], f"{row['a_ran']} {format_ms(row['a_ms'])}",
-                 f"{row['b_ran']} {format_ms(row['b_ms'])}",
-                 f"{with_interval(row['speedup'], *row['interval'])} {row['verdict']}", "; ".join(row["knobs"])]
-                for row in rows])
+    show_table(
+        ["Target", "Workload", "Side", f"A: {first['run_id']}", f"B: {second['run_id']}", "B over A", "Other knobs"],
+        [
+            [
+                row["target"],
+                row["workload"],
+                row["side"],
+                f"{row['a_ran']} {format_ms(row['a_ms'])}",
+                f"{row['b_ran']} {format_ms(row['b_ms'])}",
+                f"{with_interval(row['speedup'], *row['interval'])} {row['verdict']}",
+                "; ".join(row["knobs"]),
+            ]
+            for row in rows
+        ],
+    )
     typer.echo(SEPARATE_RUNS)
     if told:
         typer.echo("Also different: " + "; ".join(told) + ".")
@@ -279,14 +350,30 @@ def check(
     if as_json:
         typer.echo(json.dumps({"expectations": str(path), "fails": bool(failing), "rows": rows}, indent=1))
     else:
+
         def told(row: dict, name: str) -> str:
             metric = row["metrics"].get(name)
-            return "" if metric is None else (f"{metric['now']['value']:.4g} ({metric['expected']['value']:.4g}) "
-                                              f"{metric['judged']}")
+            return (
+                ""
+                if metric is None
+                else (f"{metric['now']['value']:.4g} ({metric['expected']['value']:.4g}) {metric['judged']}")
+            )
 
-        show_table(["Target", "Workload", "Optimized ms (expected)", "Baseline ms", "Speed-up", "Verdict", "Why"],
-                   [[row["target"], row["workload"], told(row, "optimized_ms"), told(row, "baseline_ms"),
-                     told(row, "speedup"), row["verdict"], row["why"]] for row in rows])
+        show_table(
+            ["Target", "Workload", "Optimized ms (expected)", "Baseline ms", "Speed-up", "Verdict", "Why"],
+            [
+                [
+                    row["target"],
+                    row["workload"],
+                    told(row, "optimized_ms"),
+                    told(row, "baseline_ms"),
+                    told(row, "speedup"),
+                    row["verdict"],
+                    row["why"],
+                ]
+                for row in rows
+            ],
+        )
         typer.echo(f"{len(failing)} of {len(rows)} cases fail against {path.name}.")
     raise typer.Exit(FAILED if failing else 0)
 

@@ -13,15 +13,22 @@ import re
 
 # Counted on every GPU since Volta; Nsight Compute's sets hold the others.
 REQUESTED = (
-    "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_bytes.sum",
+    "gpu__time_duration.sum",
+    "dram__bytes_read.sum",
+    "dram__bytes_write.sum",
+    "lts__t_bytes.sum",
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
-    *(f"smsp__sass_thread_inst_executed_op_{name}_pred_on.sum"
-      for name in ("fadd", "fmul", "ffma", "hadd", "hmul", "hfma")),
+    *(
+        f"smsp__sass_thread_inst_executed_op_{name}_pred_on.sum"
+        for name in ("fadd", "fmul", "ffma", "hadd", "hmul", "hfma")
+    ),
 )
 # FLOPs of one instruction of one thread outside of the tensor cores; the h ones work on pairs.
 THREAD_FLOPS = {"fadd": 1, "fmul": 1, "ffma": 2, "hadd": 2, "hmul": 2, "hfma": 4}
-TENSOR_FLOPS = re.compile(r"sm__ops_path_tensor_src_(?:bf16|fp16|tf32|fp64|fp8|fp6|fp4)(?:_dst_\w+?)?"
-                          r"(_sparsity_o(?:n|ff))?\.sum")
+TENSOR_FLOPS = re.compile(
+    r"sm__ops_path_tensor_src_(?:bf16|fp16|tf32|fp64|fp8|fp6|fp4)(?:_dst_\w+?)?"
+    r"(_sparsity_o(?:n|ff))?\.sum"
+)
 # Where a set has them: in Nsight Compute's words, and in ours.
 FURTHER = {
     "lts__t_sector_hit_rate.pct": "l2_hit_percent",
@@ -66,34 +73,45 @@ def _tensor_flops(cells: dict) -> float | None:
 
 def _kernel(cells: dict) -> dict:
     threads = [_number(cells, f"smsp__sass_thread_inst_executed_op_{name}_pred_on.sum") for name in THREAD_FLOPS]
-    cores = None if None in threads else sum(
-        count * flops for count, flops in zip(threads, THREAD_FLOPS.values(), strict=True))
+    cores = (
+        None
+        if None in threads
+        else sum(count * flops for count, flops in zip(threads, THREAD_FLOPS.values(), strict=True))
+    )
     nanoseconds = _number(cells, "gpu__time_duration.sum")
     return {
-        "name": cells["Kernel Name"], "grid": cells.get("Grid Size"), "block": cells.get("Block Size"),
+        "name": cells["Kernel Name"],
+        "grid": cells.get("Grid Size"),
+        "block": cells.get("Block Size"),
         "time_us": None if nanoseconds is None else nanoseconds / 1e3,
         "dram_read_bytes": _number(cells, "dram__bytes_read.sum"),
         "dram_write_bytes": _number(cells, "dram__bytes_write.sum"),
         "l2_bytes": _number(cells, "lts__t_bytes.sum"),
         "tensor_core_percent": _number(cells, "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"),
-        "tensor_flops": _tensor_flops(cells), "cuda_core_flops": cores,
+        "tensor_flops": _tensor_flops(cells),
+        "cuda_core_flops": cores,
         **{ours: value for theirs, ours in FURTHER.items() if (value := _number(cells, theirs)) is not None},
     }
 
 
 def total(kernels: list[dict]) -> dict:
     """The side's sums over its kernels; the tensor cores' share is the mean over time. None where a counter lacks."""
+
     def added(name: str) -> float | None:
         values = [kernel[name] for kernel in kernels]
         return None if None in values else sum(values)
 
-    found = {name: added(name) for name in ("time_us", "dram_read_bytes", "dram_write_bytes", "l2_bytes",
-                                            "tensor_flops", "cuda_core_flops")}
+    found = {
+        name: added(name)
+        for name in ("time_us", "dram_read_bytes", "dram_write_bytes", "l2_bytes", "tensor_flops", "cuda_core_flops")
+    }
     busy = [kernel["tensor_core_percent"] for kernel in kernels]
     known = found["time_us"] and None not in busy
-    found["tensor_core_percent"] = sum(
-        share * kernel["time_us"] for share, kernel in zip(busy, kernels, strict=True)) / found["time_us"] \
-        if known else None
+    found["tensor_core_percent"] = (
+        sum(share * kernel["time_us"] for share, kernel in zip(busy, kernels, strict=True)) / found["time_us"]
+        if known
+        else None
+    )
     return found
 
 
@@ -109,12 +127,20 @@ def hardware_roofline(sums: dict, by_hand: dict, roof: dict | None) -> dict:
     flops = None if None in parts else sum(parts)
     moved = sums["dram_read_bytes"], sums["dram_write_bytes"]
     dram = None if None in moved else sum(moved)
-    found = {"flops": flops, "dram_bytes": dram,
-             "flops_over_by_hand": flops / by_hand["flops"] if flops is not None else None,
-             "tensor_flops_over_by_hand": sums["tensor_flops"] / by_hand["flops"] if parts[0] is not None else None,
-             "dram_bytes_over_by_hand": dram / by_hand["bytes"] if dram is not None else None,
-             "dram_tb_s": None, "l2_tb_s": None, "flops_per_byte": None, "achieved_tflops": None, "bound": None,
-             "attainable_tflops": None, "share": None}
+    found = {
+        "flops": flops,
+        "dram_bytes": dram,
+        "flops_over_by_hand": flops / by_hand["flops"] if flops is not None else None,
+        "tensor_flops_over_by_hand": sums["tensor_flops"] / by_hand["flops"] if parts[0] is not None else None,
+        "dram_bytes_over_by_hand": dram / by_hand["bytes"] if dram is not None else None,
+        "dram_tb_s": None,
+        "l2_tb_s": None,
+        "flops_per_byte": None,
+        "achieved_tflops": None,
+        "bound": None,
+        "attainable_tflops": None,
+        "share": None,
+    }
     if seconds := (sums["time_us"] or 0.0) / 1e6:
         found["dram_tb_s"] = dram / seconds / 1e12 if dram is not None else None
         found["l2_tb_s"] = sums["l2_bytes"] / seconds / 1e12 if sums["l2_bytes"] is not None else None
@@ -134,18 +160,24 @@ def sentences(counted: dict) -> list[str]:
     kernels, sums, roof = counted["kernels"], counted["total"], counted["roofline"]
     facts = []
     if roof["dram_bytes"] is not None:
-        facts.append(f"DRAM {sums['dram_read_bytes'] / 1e6:.4g} MB read and {sums['dram_write_bytes'] / 1e6:.4g} MB "
-                     f"written, {roof['dram_bytes_over_by_hand']:.3g} times the bytes counted by hand, "
-                     f"{roof['dram_tb_s']:.3g} TB/s")
+        facts.append(
+            f"DRAM {sums['dram_read_bytes'] / 1e6:.4g} MB read and {sums['dram_write_bytes'] / 1e6:.4g} MB "
+            f"written, {roof['dram_bytes_over_by_hand']:.3g} times the bytes counted by hand, "
+            f"{roof['dram_tb_s']:.3g} TB/s"
+        )
     if sums["l2_bytes"] is not None:
         facts.append(f"L2 {sums['l2_bytes'] / 1e9:.4g} GB, {roof['l2_tb_s']:.3g} TB/s")
     if sums["tensor_core_percent"] is not None:
         facts.append(f"tensor cores busy {sums['tensor_core_percent']:.1f}% of the time")
-    lines = [f"hardware counters ({len(kernels)} kernel{'s' * (len(kernels) != 1)}, {sums['time_us'] or 0.0:.4g} us, "
-             f"{counted['caches']}): {'; '.join(facts) or 'none of those asked for'}"]
+    lines = [
+        f"hardware counters ({len(kernels)} kernel{'s' * (len(kernels) != 1)}, {sums['time_us'] or 0.0:.4g} us, "
+        f"{counted['caches']}): {'; '.join(facts) or 'none of those asked for'}"
+    ]
     if roof["bound"]:
-        lines.append(f"roofline counted by the hardware: {roof['flops_per_byte']:.3g} FLOPs/Byte of DRAM, "
-                     f"{roof['bound']}-bound, {roof['achieved_tflops']:.3g} of {roof['attainable_tflops']:.3g} TFLOP/s "
-                     f"attainable; {roof['flops_over_by_hand']:.4g} times the FLOPs counted by hand, "
-                     f"{roof['tensor_flops_over_by_hand']:.4g} on tensor cores")
+        lines.append(
+            f"roofline counted by the hardware: {roof['flops_per_byte']:.3g} FLOPs/Byte of DRAM, "
+            f"{roof['bound']}-bound, {roof['achieved_tflops']:.3g} of {roof['attainable_tflops']:.3g} TFLOP/s "
+            f"attainable; {roof['flops_over_by_hand']:.4g} times the FLOPs counted by hand, "
+            f"{roof['tensor_flops_over_by_hand']:.4g} on tensor cores"
+        )
     return lines

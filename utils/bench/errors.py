@@ -23,13 +23,13 @@ class VerificationError(BenchError):
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
-    """" Did you mean X?", or nothing where none is near."""
+    """ " Did you mean X?", or nothing where none is near."""
     near = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.5)
     return f" Did you mean {near[0]}?" if near else ""
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """" Did you mean X?", or the allowed names where none is near."""
+    """ " Did you mean X?", or the allowed names where none is near."""
     names = list(allowed)
     return did_you_mean(given, names) or (f" Allowed: {', '.join(names)}." if names else "")
 

@@ -35,8 +35,10 @@ RECORDED_FROM = ("gpu", "driver", "cuda", "cudnn", "torch", "triton", "flash_att
 def expectations_file(gpu: str | None, folder: Path = FOLDER) -> Path:
     """The file of a GPU by its CUDA name: `h200.json` for a row of GPU_SPECS, else a name made of the whole name."""
     if gpu is None:
-        raise BenchError("expectations are kept for GPUs, and these results are of a CPU: its times depend on what "
-                         "else runs on it. Use `labs bench compare` with an earlier run of this machine.")
+        raise BenchError(
+            "expectations are kept for GPUs, and these results are of a CPU: its times depend on what "
+            "else runs on it. Use `labs bench compare` with an earlier run of this machine."
+        )
     name = detect_gpu(gpu) or re.sub(r"(?i)^nvidia\s+", "", gpu)
     return folder / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
 
@@ -44,14 +46,18 @@ def expectations_file(gpu: str | None, folder: Path = FOLDER) -> Path:
 def load_expectations(path: Path) -> dict:
     """Read an expectations file; a GPU without one is an error that says how to record it."""
     if not path.is_file():
-        raise BenchError(f"there is no {path}: this GPU has no expectations yet; record them with "
-                         "`labs bench run --targets ... --update-expectations`.")
+        raise BenchError(
+            f"there is no {path}: this GPU has no expectations yet; record them with "
+            "`labs bench run --targets ... --update-expectations`."
+        )
     document = res.read_document(path, SCHEMA, VERSION, ("gpu", "entries"))
     for entry in document["entries"]:
         for name, metric in entry.get("metrics", {}).items():
             if metric.get("direction") != DIRECTIONS.get(name) or len(metric.get("interval", ())) != 2:
-                raise BenchError(f"{path} is damaged: the metric {name!r} of {entry.get('target')} has no interval or "
-                                 f"the direction {metric.get('direction')!r}; put back the committed file.")
+                raise BenchError(
+                    f"{path} is damaged: the metric {name!r} of {entry.get('target')} has no interval or "
+                    f"the direction {metric.get('direction')!r}; put back the committed file."
+                )
     return document
 
 
@@ -72,7 +78,7 @@ def metrics(case: dict) -> dict:
 
 
 def judge(now: dict, then: dict, tolerance: float = TOLERANCE) -> str:
-    """"better", "within", "worse" or "unsure": where the interval of now lies against the stored one."""
+    """ "better", "within", "worse" or "unsure": where the interval of now lies against the stored one."""
     (low, high), (stored_low, stored_high) = now["interval"], then["interval"]
     floor, ceiling = stored_low / (1.0 + tolerance), stored_high * (1.0 + tolerance)
     if floor <= low and high <= ceiling:
@@ -91,8 +97,14 @@ def decide(judged: dict[str, str]) -> tuple[str, bool, str]:
         if ratio == WORSE or ratio is None:
             return "regression", True, "the optimized side is slower, in time and against its baseline"
         if base == WORSE:
-            return "slower", True, ("both sides are slower: a cause they share, such as clocks, power or the driver; "
-                                    "the ratio alone would not show it")
+            return (
+                "slower",
+                True,
+                (
+                    "both sides are slower: a cause they share, such as clocks, power or the driver; "
+                    "the ratio alone would not show it"
+                ),
+            )
         return "slower", True, "the optimized side's time is worse and the ratio does not say so yet"
     if ratio == WORSE:
         if base == BETTER:
@@ -101,8 +113,11 @@ def decide(judged: dict[str, str]) -> tuple[str, bool, str]:
     if time is None and base is not None:
         return ("slower", True, "the baseline's time is worse") if base == WORSE else ("steady", False, "")
     if ratio == BETTER and time != BETTER:
-        return "baseline slower", base == WORSE, ("the ratio rose because the baseline is slower; the optimized side "
-                                                 "is no faster")
+        return (
+            "baseline slower",
+            base == WORSE,
+            ("the ratio rose because the baseline is slower; the optimized side is no faster"),
+        )
     if base == WORSE:
         return "baseline slower", True, "the baseline's time is worse"
     if time == BETTER:
@@ -126,8 +141,10 @@ def check(document: dict, expected: dict, tolerance: float = TOLERANCE) -> list[
     The commit plays no part: a result is held to the stored value whichever commit either comes from.
     """
     if document["environment"].get("gpu") != expected["gpu"]:
-        raise BenchError(f"these results are of {res.machine_name(document)} and the expectations of "
-                         f"{expected['gpu']}: they cannot be compared.")
+        raise BenchError(
+            f"these results are of {res.machine_name(document)} and the expectations of "
+            f"{expected['gpu']}: they cannot be compared."
+        )
     rows = []
     for case in document["cases"]:
         row = {"target": case["target"], "workload": case["label"], "options": options(case), "metrics": {}}
@@ -164,8 +181,12 @@ def updated(document: dict, expected: dict | None) -> tuple[dict, list[str]]:
         raise BenchError(f"the expectations are of {expected['gpu']} and these results of {gpu}; nothing was changed.")
     environment = document["environment"]
     state = document.get("gpu_state") or {}
-    recorded = {"run_id": document["run_id"], "date": document["finished"] or document["started"],
-                **{key: environment.get(key) for key in RECORDED_FROM}, "power_limit_w": state.get("power_limit_w")}
+    recorded = {
+        "run_id": document["run_id"],
+        "date": document["finished"] or document["started"],
+        **{key: environment.get(key) for key in RECORDED_FROM},
+        "power_limit_w": state.get("power_limit_w"),
+    }
     changes = []
     for case in document["cases"]:
         if case["status"] != res.OK or case["comparison"] is None:
@@ -174,9 +195,19 @@ def updated(document: dict, expected: dict | None) -> tuple[dict, list[str]]:
         ran = {side: found["provider"] for side, found in case["ran"].items()}
         name = f"{case['target']} {case['label']}"
         if entry is None:
-            expected["entries"].append({"target": case["target"], "label": case["label"], "workload": case["workload"],
-                                        "options": options(case), "timing": res.timing_mode(case), "ran": ran,
-                                        "metrics": new, "recorded": recorded, "history": []})
+            expected["entries"].append(
+                {
+                    "target": case["target"],
+                    "label": case["label"],
+                    "workload": case["workload"],
+                    "options": options(case),
+                    "timing": res.timing_mode(case),
+                    "ran": ran,
+                    "metrics": new,
+                    "recorded": recorded,
+                    "history": [],
+                }
+            )
             changes.append(f"{name}: recorded, {new['optimized_ms']['value']:.4g} ms, {new['speedup']['value']:.3g}x")
             continue
         entry["history"].append({"metrics": entry["metrics"], "recorded": entry["recorded"]})
@@ -184,9 +215,11 @@ def updated(document: dict, expected: dict | None) -> tuple[dict, list[str]]:
         worse = [metric for metric in new if metric in old and judge(new[metric], old[metric]) == WORSE]
         first = entry["history"][0]["metrics"]["optimized_ms"]["value"]
         entry |= {"metrics": new, "recorded": recorded, "ran": ran}
-        changes.append(f"{name}: {old['optimized_ms']['value']:.4g} -> {new['optimized_ms']['value']:.4g} ms (first "
-                       f"recorded: {first:.4g} ms), {old['speedup']['value']:.3g} -> {new['speedup']['value']:.3g}x"
-                       + (f"; WORSE in {', '.join(worse)}" if worse else ""))
+        changes.append(
+            f"{name}: {old['optimized_ms']['value']:.4g} -> {new['optimized_ms']['value']:.4g} ms (first "
+            f"recorded: {first:.4g} ms), {old['speedup']['value']:.3g} -> {new['speedup']['value']:.3g}x"
+            + (f"; WORSE in {', '.join(worse)}" if worse else "")
+        )
     if not changes:
         raise BenchError("no case of this run was measured on both sides, so there is nothing to record.")
     return expected, changes

@@ -68,8 +68,12 @@ class Bench:
         key = point.batch, point.head_dim
         if key not in self._inputs:
             made = torch.Generator().manual_seed(sum(key))
-            self._inputs[key] = tuple(torch.randn(point.batch, self.heads, self.length, point.head_dim, generator=made)
-                                      .to(self.device, DTYPES[self.dtype]) for _ in range(3))
+            self._inputs[key] = tuple(
+                torch.randn(point.batch, self.heads, self.length, point.head_dim, generator=made).to(
+                    self.device, DTYPES[self.dtype]
+                )
+                for _ in range(3)
+            )
         return self._inputs[key]
 
     def prepare(self, point: Point, masked: bool) -> Prepared:
@@ -87,8 +91,9 @@ class Bench:
     def counted(self, point: Point) -> Sparsity:
         key = point.mask, point.span, point.block_size
         if key not in self._counted:
-            self._counted[key] = sparsity(masks.by_name(point.mask, point.span), self.length, self.length,
-                                          point.block_size, self.device)
+            self._counted[key] = sparsity(
+                masks.by_name(point.mask, point.span), self.length, self.length, point.block_size, self.device
+            )
         return self._counted[key]
 
     def error(self, point: Point, call: Prepared) -> float:
@@ -101,17 +106,30 @@ class Bench:
         out = call()[:1, :CHECKED_HEADS].double()
         error = float((out - expected).norm() / expected.norm())
         if not error <= ALLOWED_ERROR[self.dtype]:
-            raise AssertionError(f"{point} is wrong: its relative error is {error:.3g}, and {self.dtype} allows "
-                                 f"{ALLOWED_ERROR[self.dtype]:.3g}.")
+            raise AssertionError(
+                f"{point} is wrong: its relative error is {error:.3g}, and {self.dtype} allows "
+                f"{ALLOWED_ERROR[self.dtype]:.3g}."
+            )
         return error
 
     def row(self, point: Point) -> dict:
         """The measured point."""
         counted = self.counted(point)
-        row = {"path": point.path, "tuned": point.tuned, "mask": point.mask, "batch": point.batch, "heads": self.heads,
-               "seq_len": self.length, "head_dim": point.head_dim, "dtype": self.dtype, "doc_span": point.span,
-               "block_size": point.block_size, "density": counted.density, "block_density": counted.block_density,
-               "ideal": counted.ideal_speedup}
+        row = {
+            "path": point.path,
+            "tuned": point.tuned,
+            "mask": point.mask,
+            "batch": point.batch,
+            "heads": self.heads,
+            "seq_len": self.length,
+            "head_dim": point.head_dim,
+            "dtype": self.dtype,
+            "doc_span": point.span,
+            "block_size": point.block_size,
+            "density": counted.density,
+            "block_density": counted.block_density,
+            "ideal": counted.ideal_speedup,
+        }
         try:
             call, dense = self.prepare(point, masked=True), self.dense(point)
         except FlexUnsupported as error:
@@ -122,26 +140,44 @@ class Bench:
         call.check()
         options = call.settings.get("kernel_options")
         picked = choice.path == point.path and (choice.kernel_options or {}) == (options or {} if point.tuned else {})
-        return row | {"options": options, "picked": picked and point.block_size == 128,
-                      "ms": pair.b.median_ms, "dense_ms": pair.a.median_ms, "speedup": pair.speedup,
-                      "interval": list(pair.interval), "share": pair.speedup / counted.ideal_speedup, "error": error,
-                      "block_mask_ms": 1e3 * call.seconds.get("block_mask", 0.0),
-                      "compile_s": call.seconds.get("compile"), "kernel_mask": call.settings.get("kernel_mask")}
+        return row | {
+            "options": options,
+            "picked": picked and point.block_size == 128,
+            "ms": pair.b.median_ms,
+            "dense_ms": pair.a.median_ms,
+            "speedup": pair.speedup,
+            "interval": list(pair.interval),
+            "share": pair.speedup / counted.ideal_speedup,
+            "error": error,
+            "block_mask_ms": 1e3 * call.seconds.get("block_mask", 0.0),
+            "compile_s": call.seconds.get("compile"),
+            "kernel_mask": call.settings.get("kernel_mask"),
+        }
 
     def cute_against_triton(self, head_dim: int, mask: str, span: int | None) -> dict:
         """How many times as fast the CuTe path is as the Triton path, both under one mask, interleaved."""
-        triton, cute = (self.prepare(Point(head_dim, mask, span, path, 128), masked=True)
-                        for path in ("compiled", "cute"))
+        triton, cute = (
+            self.prepare(Point(head_dim, mask, span, path, 128), masked=True) for path in ("compiled", "cute")
+        )
         pair = compare(triton, cute, warmup=5, iterations=self.pairs, labels=("compiled", "cute"), device=self.device)
-        return {"head_dim": head_dim, "mask": mask, "doc_span": span, "compiled_ms": pair.a.median_ms,
-                "cute_ms": pair.b.median_ms, "ratio": pair.speedup, "interval": list(pair.interval)}
+        return {
+            "head_dim": head_dim,
+            "mask": mask,
+            "doc_span": span,
+            "compiled_ms": pair.a.median_ms,
+            "cute_ms": pair.b.median_ms,
+            "ratio": pair.speedup,
+            "interval": list(pair.interval),
+        }
 
 
 def sweep_points(sizes: tuple) -> list[Point]:
     """Block size x document span, on the compiled path."""
     _, spans, blocks, head_dims = sizes
-    return [Point(head_dim, "document", span, "compiled", block)
-            for head_dim, span, block in itertools.product(head_dims, spans, blocks)]
+    return [
+        Point(head_dim, "document", span, "compiled", block)
+        for head_dim, span, block in itertools.product(head_dims, spans, blocks)
+    ]
 
 
 def promise_points(sizes: tuple, device: torch.device) -> list[Point]:
@@ -153,22 +189,31 @@ def promise_points(sizes: tuple, device: torch.device) -> list[Point]:
     if device.type == "cuda":
         cases.append(("document", spans[0], 4))
         paths += [("compiled", True), ("cute", False), ("cute_direct", False), ("gluon", False)]
-    return [Point(head_dim, mask, span, path, 128, tuned, batch)
-            for head_dim in head_dims for mask, span, batch in cases for path, tuned in paths
-            if path != "cute_direct" or mask == "causal"]
+    return [
+        Point(head_dim, mask, span, path, 128, tuned, batch)
+        for head_dim in head_dims
+        for mask, span, batch in cases
+        for path, tuned in paths
+        if path != "cute_direct" or mask == "causal"
+    ]
 
 
 def table(rows: list[dict]) -> str:
     """The rows for the eye."""
-    lines = [f"{'D':>4}{'B':>3} {'mask':<18}{'block':>6} {'path':<18}{'ms':>9}{'dense':>9}{'times':>8}{'ideal':>7}"
-             f"{'share':>7}"]
+    lines = [
+        f"{'D':>4}{'B':>3} {'mask':<18}{'block':>6} {'path':<18}{'ms':>9}{'dense':>9}{'times':>8}{'ideal':>7}"
+        f"{'share':>7}"
+    ]
     for row in rows:
         mask = row["mask"] + (f" {row['doc_span']}" if row["doc_span"] else "")
         path = row["path"] + (" tuned" if row["tuned"] else "")
         head = f"{row['head_dim']:>4}{row['batch']:>3} {mask:<18}{row['block_size']:>6} {path:<18}"
-        lines.append(f"{head} refused: {row['refused']}" if "refused" in row else
-                     f"{head}{row['ms']:>9.4f}{row['dense_ms']:>9.4f}{row['speedup']:>8.2f}{row['ideal']:>7.2f}"
-                     f"{row['share']:>7.2f}{' picked' if row['picked'] else ''}")
+        lines.append(
+            f"{head} refused: {row['refused']}"
+            if "refused" in row
+            else f"{head}{row['ms']:>9.4f}{row['dense_ms']:>9.4f}{row['speedup']:>8.2f}{row['ideal']:>7.2f}"
+            f"{row['share']:>7.2f}{' picked' if row['picked'] else ''}"
+        )
     return "\n".join(lines)
 
 
@@ -184,8 +229,10 @@ def plot(record: dict, out: Path) -> None:
     head_dims = sorted({row["head_dim"] for row in record["rows"]})
     machine = record["environment"].get("gpu") or record["environment"].get("cpu") or "CPU"
     for head_dim in head_dims:
-        figure, _ = plot_sparsity_sweep([row for row in record["rows"] if row["head_dim"] == head_dim],
-                                        title=f"times as fast as dense, D = {head_dim}\n{machine}")
+        figure, _ = plot_sparsity_sweep(
+            [row for row in record["rows"] if row["head_dim"] == head_dim],
+            title=f"times as fast as dense, D = {head_dim}\n{machine}",
+        )
         target = out if len(head_dims) == 1 else out.with_stem(f"{out.stem}_d{head_dim}")
         figure.savefig(target)
         plt.close(figure)
@@ -223,8 +270,7 @@ def main(arguments: list[str] | None = None) -> None:
             except FlexUnsupported:
                 continue
         return
-    record = {"what": args.what, "environment": environment(device), "pairs": args.pairs, "complete": False,
-              "rows": []}
+    record = {"what": args.what, "environment": environment(device), "pairs": args.pairs, "complete": False, "rows": []}
     args.out.parent.mkdir(parents=True, exist_ok=True)
 
     def save() -> None:
@@ -238,8 +284,11 @@ def main(arguments: list[str] | None = None) -> None:
         save()
     else:
         if args.what == "promise" and device.type == "cuda":
-            cases = [(head_dim, mask, span) for head_dim in sizes[3]
-                     for mask, span in (("causal", None), ("document", sizes[0][2] // 8))]
+            cases = [
+                (head_dim, mask, span)
+                for head_dim in sizes[3]
+                for mask, span in (("causal", None), ("document", sizes[0][2] // 8))
+            ]
             record["cute_against_compiled"] = []
             for case in cases:
                 record["cute_against_compiled"].append(bench.cute_against_triton(*case))
@@ -248,8 +297,10 @@ def main(arguments: list[str] | None = None) -> None:
     save()
     print(table(record["rows"]))
     for row in record.get("cute_against_compiled", []):
-        print(f"D={row['head_dim']} {row['mask']} {row['doc_span'] or ''}: cute is {row['ratio']:.2f}x as fast as "
-              f"compiled [{row['interval'][0]:.2f}, {row['interval'][1]:.2f}]")
+        print(
+            f"D={row['head_dim']} {row['mask']} {row['doc_span'] or ''}: cute is {row['ratio']:.2f}x as fast as "
+            f"compiled [{row['interval'][0]:.2f}, {row['interval'][1]:.2f}]"
+        )
 
 
 if __name__ == "__main__":

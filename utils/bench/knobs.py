@@ -18,14 +18,14 @@ from utils.bench.errors import BenchError, did_you_mean, nearest
 class Knob:
     """One setting of a target, given as `--name value` (a switch: `--name` or `--no-name`)."""
 
-    name: str                              # "block-size"
+    name: str  # "block-size"
     help: str
-    cpu: Any                               # default on a CPU
-    gpu: Any                               # default on a GPU
-    choices: tuple[str, ...] = ()          # words; empty for a whole number or a switch
+    cpu: Any  # default on a CPU
+    gpu: Any  # default on a GPU
+    choices: tuple[str, ...] = ()  # words; empty for a whole number or a switch
     least: int = 1
-    env: str | None = None                 # environment variable read at run time
-    many: bool = False                     # several choices, separated by commas
+    env: str | None = None  # environment variable read at run time
+    many: bool = False  # several choices, separated by commas
 
     @property
     def key(self) -> str:
@@ -44,8 +44,10 @@ class Knob:
             words = [word.strip() for word in text.split(",")] if self.many else [text.strip()]
             for word in words:
                 if word not in self.choices:
-                    raise BenchError(f"{source} is {word!r}; it must be one of {', '.join(self.choices)}."
-                                     + did_you_mean(word, self.choices))
+                    raise BenchError(
+                        f"{source} is {word!r}; it must be one of {', '.join(self.choices)}."
+                        + did_you_mean(word, self.choices)
+                    )
             return tuple(dict.fromkeys(words)) if self.many else words[0]
         try:
             value = int(text)
@@ -89,14 +91,17 @@ def parse_flags(knobs: Sequence[Knob], text: str, target: str) -> dict[str, Any]
             continue
         value = attached if equals else next(left, None)
         if value is None or (not equals and value.startswith("--")):
-            raise BenchError(f"{flag} of {target} needs a value" + (f", one of {', '.join(knob.choices)}."
-                                                                   if knob.choices else ", a whole number."))
+            raise BenchError(
+                f"{flag} of {target} needs a value"
+                + (f", one of {', '.join(knob.choices)}." if knob.choices else ", a whole number.")
+            )
         values[knob.key] = knob.parse(value, f"{flag} of {target}")
     return values
 
 
-def settle(knobs: Sequence[Knob], given: Mapping[str, Any], device_type: str, environ: Mapping[str, str]
-           ) -> dict[str, Setting]:
+def settle(
+    knobs: Sequence[Knob], given: Mapping[str, Any], device_type: str, environ: Mapping[str, str]
+) -> dict[str, Setting]:
     """Every knob's value in force: flag before environment variable before default."""
     settings = {}
     for knob in knobs:
@@ -117,8 +122,10 @@ def split_extra_args(extra: Iterable[str]) -> dict[str, str]:
         target, equals, flags = text.partition("=")
         target, flags = target.strip(), flags.strip()
         if not equals or not target or not flags:
-            raise BenchError(f"--target-extra-arg is {text!r}; write it as 'TARGET=--flag value', such as "
-                             "'labs/cudnn_sdpa_bench:flash_sdp=--backend cudnn'.")
+            raise BenchError(
+                f"--target-extra-arg is {text!r}; write it as 'TARGET=--flag value', such as "
+                "'labs/cudnn_sdpa_bench:flash_sdp=--backend cudnn'."
+            )
         if len(flags) > 1 and flags[0] == flags[-1] and flags[0] in "\"'":
             flags = flags[1:-1]  # quotes that the shell left in place
         found[target] = f"{found[target]} {flags}" if target in found else flags

@@ -32,12 +32,27 @@ def describe_targets(chapter: str | None = None) -> list[dict]:
         answers = [[target.support(case, side) for side in reversed(SIDES)] for case in cases]
         able = any(all(sides) for sides in answers)
         why = Support(True) if able else next(one for sides in answers[::-1] for one in sides if not one)
-        rows.append({
-            "target": target.name, "chapter": target.chapter, "summary": target.summary,
-            "sides": {side: target.side_name(side) for side in SIDES}, **dict(target.sides),
-            "runs": able, "reason": why.reason, "remedy": why.remedy, "cases": [case.label for case in cases],
-            "knobs": [{"name": knob.name, "help": knob.help, "default": _shown(knob.default(device.type)),
-                       "allowed": _allowed(knob), "environment": knob.env}
-                      for knob in target.knobs],
-        })
+        rows.append(
+            {
+                "target": target.name,
+                "chapter": target.chapter,
+                "summary": target.summary,
+                "sides": {side: target.side_name(side) for side in SIDES},
+                **dict(target.sides),
+                "runs": able,
+                "reason": why.reason,
+                "remedy": why.remedy,
+                "cases": [case.label for case in cases],
+                "knobs": [
+                    {
+                        "name": knob.name,
+                        "help": knob.help,
+                        "default": _shown(knob.default(device.type)),
+                        "allowed": _allowed(knob),
+                        "environment": knob.env,
+                    }
+                    for knob in target.knobs
+                ],
+            }
+        )
     return rows

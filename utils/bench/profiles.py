@@ -54,12 +54,24 @@ def profile_side(runner: Runner, target: Target, case: Case, side: str, built: B
     trace = folder / f"{stem}.trace.json"
     recorded = profile(ranged, steps=3, warmup=2, trace_path=trace)
     rows = summarize_trace(recorded, top=TOP_ROWS)
-    found = {"range": name, "files": [str(trace)], "why_not": [], "rows": rows,
-             "roofline": counted_roofline(record, side), "gpu_busy_share": None}
+    found = {
+        "range": name,
+        "files": [str(trace)],
+        "why_not": [],
+        "rows": rows,
+        "roofline": counted_roofline(record, side),
+        "gpu_busy_share": None,
+    }
     if case.device.type == "cuda":
         found["gpu_busy_share"] = 1.0 - launch_gaps(recorded)["idle_share"]
-    request = {"target": target.name, "side": side, "label": case.label, "range": name, "device": str(case.device),
-               "values": {key: setting.value for key, setting in case.settings.items()}}
+    request = {
+        "target": target.name,
+        "side": side,
+        "label": case.label,
+        "range": name,
+        "device": str(case.device),
+        "values": {key: setting.value for key, setting in case.settings.items()},
+    }
     if level == "minimal":
         made, why_not = nsight_systems(folder / stem, request)
     else:
@@ -67,8 +79,11 @@ def profile_side(runner: Runner, target: Target, case: Case, side: str, built: B
         if counted:
             measured = record["sides"][side]
             sums = counters.total(counted["kernels"])
-            found["counters"] = {**counted, "total": sums,
-                                 "roofline": counters.hardware_roofline(sums, measured, measured.get("roof"))}
+            found["counters"] = {
+                **counted,
+                "total": sums,
+                "roofline": counters.hardware_roofline(sums, measured, measured.get("roof")),
+            }
     found["files"] += made
     if why_not:
         found["why_not"].append(why_not)
@@ -84,15 +99,22 @@ def counted_roofline(record: dict, side: str) -> dict | None:
     intensity = measured["flops"] / measured["bytes"]
     ridge = roof["tflops"] / roof["memory_bandwidth_tb_s"]
     attainable = min(roof["tflops"], intensity * roof["memory_bandwidth_tb_s"])
-    return {"flops_per_byte": intensity, "ridge_point": ridge, "bound": "memory" if intensity < ridge else "compute",
-            "attainable_tflops": attainable, "achieved_tflops": measured["tflops"],
-            "share": measured["tflops"] / attainable, "roof": roof}
+    return {
+        "flops_per_byte": intensity,
+        "ridge_point": ridge,
+        "bound": "memory" if intensity < ridge else "compute",
+        "attainable_tflops": attainable,
+        "achieved_tflops": measured["tflops"],
+        "share": measured["tflops"] / attainable,
+        "roof": roof,
+    }
 
 
 def _run_tool(command: list[str]) -> tuple[int, str]:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, cwd=PROJECT_ROOT,
-                              check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TOOL_SECONDS, cwd=PROJECT_ROOT, check=False
+        )
     except subprocess.TimeoutExpired:
         return 1, f"it was not done after {TOOL_SECONDS} s"
     except OSError as error:
@@ -117,8 +139,18 @@ def nsight_systems(base: Path, request: dict) -> tuple[list[str], str]:
     tool, why_not = _tool("Nsight Systems", "nsys", request)
     if why_not:
         return [], why_not
-    code, output = _run_tool([tool, "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none",
-                              "--force-overwrite=true", f"--output={base.resolve()}", *_replay(request)])
+    code, output = _run_tool(
+        [
+            tool,
+            "profile",
+            "--trace=cuda,nvtx",
+            "--sample=none",
+            "--cpuctxsw=none",
+            "--force-overwrite=true",
+            f"--output={base.resolve()}",
+            *_replay(request),
+        ]
+    )
     report = base.parent / f"{base.name}.nsys-rep"
     if code or not report.is_file():
         return [], f"Nsight Systems made no report: {_last_line(output)}"
@@ -130,18 +162,41 @@ def nsight_compute(base: Path, request: dict, level: str, l2: str) -> tuple[list
     tool, why_not = _tool("Nsight Compute", "ncu", request)
     if why_not:
         return [], why_not, None
-    code, output = _run_tool([tool, "--clock-control", "none", "--cache-control", CACHE_CONTROL[l2][0],
-                              "--set", NCU_SETS[level], "--metrics", ",".join(counters.REQUESTED),
-                              "--nvtx", "--nvtx-include", f"{request['range']}/", "--force-overwrite",
-                              "--export", str(base.resolve()), *_replay(request)])
+    code, output = _run_tool(
+        [
+            tool,
+            "--clock-control",
+            "none",
+            "--cache-control",
+            CACHE_CONTROL[l2][0],
+            "--set",
+            NCU_SETS[level],
+            "--metrics",
+            ",".join(counters.REQUESTED),
+            "--nvtx",
+            "--nvtx-include",
+            f"{request['range']}/",
+            "--force-overwrite",
+            "--export",
+            str(base.resolve()),
+            *_replay(request),
+        ]
+    )
     if "ERR_NVGPUCTRPERM" in output:
-        return [], ("Nsight Compute was left out: the driver lets administrators alone read this GPU's counters "
-                    "(ERR_NVGPUCTRPERM)."), None
+        return (
+            [],
+            (
+                "Nsight Compute was left out: the driver lets administrators alone read this GPU's counters "
+                "(ERR_NVGPUCTRPERM)."
+            ),
+            None,
+        )
     report = base.parent / f"{base.name}.ncu-rep"
     if code or not report.is_file():
         return [], f"Nsight Compute made no report: {_last_line(output)}", None
-    code, output = _run_tool([tool, "--import", str(report.resolve()), "--page", "raw", "--csv", "--print-units",
-                              "base"])
+    code, output = _run_tool(
+        [tool, "--import", str(report.resolve()), "--page", "raw", "--csv", "--print-units", "base"]
+    )
     try:
         kernels = counters.read_raw_page(output)
     except ValueError as error:

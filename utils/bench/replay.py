@@ -18,8 +18,10 @@ WARMUP = 3
 def replay(request: dict) -> None:
     """Build the side that `request` names, warm it up, and call it once inside its NVTX range."""
     target, device = TARGETS[request["target"]], torch.device(request["device"])
-    settings = {key: Setting(tuple(value) if isinstance(value, list) else value, "default")
-                for key, value in request["values"].items()}
+    settings = {
+        key: Setting(tuple(value) if isinstance(value, list) else value, "default")
+        for key, value in request["values"].items()
+    }
     case = next(case for case in target.cases(settings, device) if case.label == request["label"])
     built = target.build(case, request["side"], *target.inputs(case))
     for _ in range(WARMUP):

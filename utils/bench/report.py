@@ -16,11 +16,48 @@ from utils.files import write_whole
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLUMNS = ("target", "workload", "batch", "heads", "seq_len", "head_dim", "dtype", "mask", "doc_span", "score_mod",
-           "kv_heads", "seq_len_kv", "layout", "direction", "window", "options", "side", "status", "ran", "median_ms",
-           "low_ms", "high_ms", "mean_ms", "std_ms", "min_ms", "max_ms", "p95_ms", "p99_ms", "samples", "tflops",
-           "gb_s", "roof_share", "queries_per_s", "error", "error_bound", "speedup", "speedup_low", "speedup_high",
-           "verdict", "reason")
+COLUMNS = (
+    "target",
+    "workload",
+    "batch",
+    "heads",
+    "seq_len",
+    "head_dim",
+    "dtype",
+    "mask",
+    "doc_span",
+    "score_mod",
+    "kv_heads",
+    "seq_len_kv",
+    "layout",
+    "direction",
+    "window",
+    "options",
+    "side",
+    "status",
+    "ran",
+    "median_ms",
+    "low_ms",
+    "high_ms",
+    "mean_ms",
+    "std_ms",
+    "min_ms",
+    "max_ms",
+    "p95_ms",
+    "p99_ms",
+    "samples",
+    "tflops",
+    "gb_s",
+    "roof_share",
+    "queries_per_s",
+    "error",
+    "error_bound",
+    "speedup",
+    "speedup_low",
+    "speedup_high",
+    "verdict",
+    "reason",
+)
 
 
 SEPARATE_RUNS = "Two separate runs: their intervals hold the spread within each, not what clocks did in between."
@@ -42,20 +79,48 @@ def rows(document: dict) -> list[dict]:
     for case in document["cases"]:
         work, pair = case["workload"], case["comparison"]
         for side in case["sides_asked"]:
-            row = {"target": case["target"], "workload": case["label"], "options": options_text(case), "side": side,
-                   "status": case["status"], "reason": case["reason"], **work}
+            row = {
+                "target": case["target"],
+                "workload": case["label"],
+                "options": options_text(case),
+                "side": side,
+                "status": case["status"],
+                "reason": case["reason"],
+                **work,
+            }
             row["ran"] = case["ran"].get(side, {}).get("provider")
             if (check := case["verification"].get(side)) is not None:
                 row |= {"error": check["whole"], "error_bound": check["whole_bound"]}
             if (measured := res.measured(case, side)) is not None:
                 low, high = measured.interval_ms
-                row |= {name: getattr(measured, name) for name in ("median_ms", "mean_ms", "std_ms", "min_ms", "max_ms",
-                                                                   "p95_ms", "p99_ms", "tflops", "gb_s", "roof_share")}
-                row |= {"low_ms": low, "high_ms": high, "samples": len(measured.samples_ms),
-                        "queries_per_s": work["batch"] * work["heads"] * work["seq_len"] / (measured.median_ms / 1e3)}
+                row |= {
+                    name: getattr(measured, name)
+                    for name in (
+                        "median_ms",
+                        "mean_ms",
+                        "std_ms",
+                        "min_ms",
+                        "max_ms",
+                        "p95_ms",
+                        "p99_ms",
+                        "tflops",
+                        "gb_s",
+                        "roof_share",
+                    )
+                }
+                row |= {
+                    "low_ms": low,
+                    "high_ms": high,
+                    "samples": len(measured.samples_ms),
+                    "queries_per_s": work["batch"] * work["heads"] * work["seq_len"] / (measured.median_ms / 1e3),
+                }
             if pair is not None and side == "optimized":
-                row |= {"speedup": pair["speedup"], "speedup_low": pair["interval"][0],
-                        "speedup_high": pair["interval"][1], "verdict": pair["verdict"]}
+                row |= {
+                    "speedup": pair["speedup"],
+                    "speedup_low": pair["interval"][0],
+                    "speedup_high": pair["interval"][1],
+                    "verdict": pair["verdict"],
+                }
             found.append(row)
     return found
 
@@ -76,6 +141,7 @@ def _csv(lines: list[dict], columns: tuple[str, ...]) -> str:
 
 def table(head: list[str], lines: list[list[str]]) -> str:
     """A Markdown table."""
+
     def cells(values: list[str]) -> str:
         return "| " + " | ".join(str(value).replace("|", "\\|").replace("\n", " ") for value in values) + " |"
 
@@ -97,63 +163,141 @@ def _load(document: dict) -> str:
 def markdown(document: dict) -> str:
     """The run as a Markdown page: machine, timings, what ran, knobs in force, refusals and failures."""
     env, everything = document["environment"], rows(document)
-    parts = [f"# Run {document['run_id']}", "", f"{res.machine_name(document)} · torch {env['torch']} · Triton "
-             f"{env['triton']} · CUDA {env['cuda']} · cuDNN {env['cudnn']} · driver {env['driver']} · commit "
-             f"{(env['commit'] or 'unknown')[:12]}{' (modified)' if env['dirty'] else ''}", "",
-             f"Timing: {res.timing_text(document.get('timing') or {})}" + _load(document), "",
-             f"Status: {document['status']} · started {document['started']} · finished "
-             f"{document['finished'] or '-'}", ""]
+    parts = [
+        f"# Run {document['run_id']}",
+        "",
+        f"{res.machine_name(document)} · torch {env['torch']} · Triton "
+        f"{env['triton']} · CUDA {env['cuda']} · cuDNN {env['cudnn']} · driver {env['driver']} · commit "
+        f"{(env['commit'] or 'unknown')[:12]}{' (modified)' if env['dirty'] else ''}",
+        "",
+        f"Timing: {res.timing_text(document.get('timing') or {})}" + _load(document),
+        "",
+        f"Status: {document['status']} · started {document['started']} · finished {document['finished'] or '-'}",
+        "",
+    ]
     if document["command"]:
         parts += ["```", " ".join(document["command"]), "```", ""]
     timed = [row for row in everything if row.get("median_ms") is not None]
     if timed:
         lines = []
         for row in timed:
-            speedup = with_interval(row["speedup"], row["speedup_low"], row["speedup_high"]) + f" {row['verdict']}" \
-                if "speedup" in row else ""
+            speedup = (
+                with_interval(row["speedup"], row["speedup_low"], row["speedup_high"]) + f" {row['verdict']}"
+                if "speedup" in row
+                else ""
+            )
             share = "" if row["roof_share"] is None else f"{row['roof_share']:.1%}"
-            lines.append([row["target"], row["workload"], row["side"], row["ran"],
-                          with_interval(row["median_ms"], row["low_ms"], row["high_ms"]), f"{row['tflops']:.3g}",
-                          f"{row['gb_s']:.3g}", share, speedup])
-        parts += ["## Times", "", "Medians with 95% bootstrap intervals; TFLOP/s count the query-key pairs that the "
-                  "mask lets through, GB/s each of q, k, v and the output once.", "",
-                  table(["target", "workload", "side", "ran", "median ms", "TFLOP/s", "GB/s", "of the roof",
-                         "speed-up"], lines), ""]
-        parts += ["## What ran", "", table(
-            ["target", "workload", "side", "asked", "ran", "implementation", "launches", "launched", "memory",
-             "relative error (allowed)"],
-            [[case["target"], case["label"], side, ran["asked"], ran["provider"], ran["implementation"],
-              ran["launches"] or "",
-              ", ".join(_short(name) for name in (ran["kernels"] or _telling(ran["operators"]))[:4]),
-              memory_text(ran),
-              "{:.2g} ({:.2g})".format(*(case["verification"][side][key] for key in ("whole", "whole_bound")))]
-             for case in document["cases"] for side, ran in case["ran"].items()]), ""]
-    parts += ["## Settings in force", "", table(["target", "workload", "knobs"], _grouped(
-        (case["target"], case["label"], ", ".join(f"{key}={knob['value']} ({knob['origin']})"
-                                                  for key, knob in case["knobs"].items() if key not in case["workload"]
-                                                  or knob["origin"] != "default"))
-        for case in document["cases"])), ""]
-    notes = _grouped((case["target"], case["label"], case["status"], text) for case in document["cases"]
-                     for text in ([case["reason"]] if case["reason"] else []) + case["notes"])
+            lines.append(
+                [
+                    row["target"],
+                    row["workload"],
+                    row["side"],
+                    row["ran"],
+                    with_interval(row["median_ms"], row["low_ms"], row["high_ms"]),
+                    f"{row['tflops']:.3g}",
+                    f"{row['gb_s']:.3g}",
+                    share,
+                    speedup,
+                ]
+            )
+        parts += [
+            "## Times",
+            "",
+            "Medians with 95% bootstrap intervals; TFLOP/s count the query-key pairs that the "
+            "mask lets through, GB/s each of q, k, v and the output once.",
+            "",
+            table(
+                ["target", "workload", "side", "ran", "median ms", "TFLOP/s", "GB/s", "of the roof", "speed-up"], lines
+            ),
+            "",
+        ]
+        parts += [
+            "## What ran",
+            "",
+            table(
+                [
+                    "target",
+                    "workload",
+                    "side",
+                    "asked",
+                    "ran",
+                    "implementation",
+                    "launches",
+                    "launched",
+                    "memory",
+                    "relative error (allowed)",
+                ],
+                [
+                    [
+                        case["target"],
+                        case["label"],
+                        side,
+                        ran["asked"],
+                        ran["provider"],
+                        ran["implementation"],
+                        ran["launches"] or "",
+                        ", ".join(_short(name) for name in (ran["kernels"] or _telling(ran["operators"]))[:4]),
+                        memory_text(ran),
+                        "{:.2g} ({:.2g})".format(
+                            *(case["verification"][side][key] for key in ("whole", "whole_bound"))
+                        ),
+                    ]
+                    for case in document["cases"]
+                    for side, ran in case["ran"].items()
+                ],
+            ),
+            "",
+        ]
+    parts += [
+        "## Settings in force",
+        "",
+        table(
+            ["target", "workload", "knobs"],
+            _grouped(
+                (
+                    case["target"],
+                    case["label"],
+                    ", ".join(
+                        f"{key}={knob['value']} ({knob['origin']})"
+                        for key, knob in case["knobs"].items()
+                        if key not in case["workload"] or knob["origin"] != "default"
+                    ),
+                )
+                for case in document["cases"]
+            ),
+        ),
+        "",
+    ]
+    notes = _grouped(
+        (case["target"], case["label"], case["status"], text)
+        for case in document["cases"]
+        for text in ([case["reason"]] if case["reason"] else []) + case["notes"]
+    )
     if notes:
         parts += ["## Refused, failed, noted", "", table(["target", "workload", "status", "why"], notes), ""]
     profiles = [(case, side, found) for case in document["cases"] for side, found in case["profiles"].items()]
     if profiles:
         parts += ["## Profiles", ""]
         for case, side, found in profiles:
-            parts += [f"- {case['target']} {case['label']} {side}, range `{found['range']}`: "
-                      + ", ".join(f"`{file}`" for file in found["files"])]
+            parts += [
+                f"- {case['target']} {case['label']} {side}, range `{found['range']}`: "
+                + ", ".join(f"`{file}`" for file in found["files"])
+            ]
             parts += [f"  - {text}" for text in found["why_not"]]
             if (roof := found["roofline"]) is not None:
-                parts.append(f"  - roofline counted by hand: {roof['flops_per_byte']:.3g} FLOPs/Byte, "
-                             f"{roof['bound']}-bound, {roof['achieved_tflops']:.3g} of "
-                             f"{roof['attainable_tflops']:.3g} TFLOP/s attainable")
+                parts.append(
+                    f"  - roofline counted by hand: {roof['flops_per_byte']:.3g} FLOPs/Byte, "
+                    f"{roof['bound']}-bound, {roof['achieved_tflops']:.3g} of "
+                    f"{roof['attainable_tflops']:.3g} TFLOP/s attainable"
+                )
             if found.get("counters"):
                 parts += [f"  - {text}" for text in counters.sentences(found["counters"])]
             if found["gpu_busy_share"] is not None:
                 parts.append(f"  - GPU busy {found['gpu_busy_share']:.1%} of the time from first to last kernel")
-            parts += [f"  - {row['mean_us']:.1f} us x {row['count']}: `{_short(row['name'], 100)}`"
-                      for row in found["rows"][:5]]
+            parts += [
+                f"  - {row['mean_us']:.1f} us x {row['count']}: `{_short(row['name'], 100)}`"
+                for row in found["rows"][:5]
+            ]
         parts.append("")
     return "\n".join(parts)
 
@@ -161,8 +305,11 @@ def markdown(document: dict) -> str:
 def memory_text(ran: dict) -> str:
     """What a call adds to the memory in use, where the target measured it: "+67.1 MB, 0.00154 MB of it workspace"."""
     memory = ran.get("memory")
-    return "" if memory is None else (f"+{memory['peak_bytes'] / 1e6:.3g} MB, {memory['workspace_bytes'] / 1e6:.3g} MB "
-                                      "of it workspace")
+    return (
+        ""
+        if memory is None
+        else (f"+{memory['peak_bytes'] / 1e6:.3g} MB, {memory['workspace_bytes'] / 1e6:.3g} MB of it workspace")
+    )
 
 
 def _grouped(lines) -> list[list[str]]:
@@ -174,7 +321,7 @@ def _grouped(lines) -> list[list[str]]:
 
 
 def _short(name: str, length: int = 60) -> str:
-    return name if len(name) <= length else name[:length - 3] + "..."
+    return name if len(name) <= length else name[: length - 3] + "..."
 
 
 def _telling(operators: list[str]) -> list[str]:
@@ -225,13 +372,17 @@ def _figures(target: str, sides: list, where: str) -> dict[str, Figure]:
             points[name] = (measured.flops / measured.bytes, measured.tflops, roof["dtype"])
             counted = (case["profiles"].get(side, {}).get("counters") or {}).get("roofline", {})
             if counted.get("bound"):
-                points[f"{name}, by hardware counters"] = (counted["flops_per_byte"], counted["achieved_tflops"],
-                                                           roof["dtype"])
+                points[f"{name}, by hardware counters"] = (
+                    counted["flops_per_byte"],
+                    counted["achieved_tflops"],
+                    roof["dtype"],
+                )
     title = f"{target} {' '.join(shared)}\n{where}"
     figures = {"latency": plot_latency(latencies, title=title)[0]}
     if roof is not None:
-        figures["roofline"] = plot_roofline(roof["name"], max(peaks.values()), roof["memory_bandwidth_tb_s"],
-                                            measured=points, peaks=peaks, title=title)[0]
+        figures["roofline"] = plot_roofline(
+            roof["name"], max(peaks.values()), roof["memory_bandwidth_tb_s"], measured=points, peaks=peaks, title=title
+        )[0]
     return figures
 
 
@@ -252,19 +403,43 @@ def write_comparison(a: dict, b: dict, compared: list[dict], told: list[str], fo
     flat = []
     for row in compared:
         line = {key: value for key, value in row.items() if not key.endswith(("interval", "interval_ms"))}
-        for name, (low, high) in (("a_ms", row["a_interval_ms"]), ("b_ms", row["b_interval_ms"]),
-                                  ("speedup", row["interval"])):
+        for name, (low, high) in (
+            ("a_ms", row["a_interval_ms"]),
+            ("b_ms", row["b_interval_ms"]),
+            ("speedup", row["interval"]),
+        ):
             line |= {f"{name}_low": low, f"{name}_high": high}
         flat.append(line | {"knobs": "; ".join(row["knobs"])})
     page = [f"# Run {b['run_id']} against {a['run_id']}", "", f"{res.machine_name(a)}. {SEPARATE_RUNS}", ""]
     page += [f"Also different: {'; '.join(told)}.", ""] if told else []
-    page += [table(["target", "workload", "side", f"{a['run_id']} ms", f"{b['run_id']} ms", "speed-up", "verdict",
-                    "other knobs"],
-                   [[row["target"], row["workload"], row["side"],
-                     f"{row['a_ran']} {with_interval(row['a_ms'], *row['a_interval_ms'])}",
-                     f"{row['b_ran']} {with_interval(row['b_ms'], *row['b_interval_ms'])}",
-                     with_interval(row["speedup"], *row["interval"]), row["verdict"], "; ".join(row["knobs"])]
-                    for row in compared]), ""]
+    page += [
+        table(
+            [
+                "target",
+                "workload",
+                "side",
+                f"{a['run_id']} ms",
+                f"{b['run_id']} ms",
+                "speed-up",
+                "verdict",
+                "other knobs",
+            ],
+            [
+                [
+                    row["target"],
+                    row["workload"],
+                    row["side"],
+                    f"{row['a_ran']} {with_interval(row['a_ms'], *row['a_interval_ms'])}",
+                    f"{row['b_ran']} {with_interval(row['b_ms'], *row['b_interval_ms'])}",
+                    with_interval(row["speedup"], *row["interval"]),
+                    row["verdict"],
+                    "; ".join(row["knobs"]),
+                ]
+                for row in compared
+            ],
+        ),
+        "",
+    ]
     latencies = {}
     for row in compared:
         name = f"{row['target'].split(':')[1]} {row['workload']} {row['side']}"

@@ -21,7 +21,13 @@ SCHEMA, VERSION = "labs-bench-results", 1
 RESULTS_FILE, REPORT_FILE, MANIFEST_FILE, LOG_FILE = "results.json", "report.md", "manifest.json", "run.log"
 
 OK, REFUSED, FAILED, OUT_OF_MEMORY, INTERRUPTED, NOT_RUN = (
-    "ok", "refused", "failed", "out of memory", "interrupted", "not run")
+    "ok",
+    "refused",
+    "failed",
+    "out of memory",
+    "interrupted",
+    "not run",
+)
 
 
 def _jsonable(value: Any) -> Any:
@@ -47,8 +53,10 @@ def find_results(where: str | os.PathLike, artifacts_dir: str | os.PathLike = "a
         if candidate.is_file():
             return candidate
     known = sorted(path.parent.name for path in Path(artifacts_dir).glob(f"*/{RESULTS_FILE}"))
-    raise BenchError(f"there are no results at {where}: neither a file, nor a folder with {RESULTS_FILE}, nor a run in "
-                     f"{artifacts_dir}/ ({', '.join(known[-5:]) or 'it holds none'}).")
+    raise BenchError(
+        f"there are no results at {where}: neither a file, nor a folder with {RESULTS_FILE}, nor a run in "
+        f"{artifacts_dir}/ ({', '.join(known[-5:]) or 'it holds none'})."
+    )
 
 
 def read_document(path: Path, schema: str, version: int, needed: tuple[str, ...]) -> dict:
@@ -66,8 +74,10 @@ def read_document(path: Path, schema: str, version: int, needed: tuple[str, ...]
         raise BenchError(f"{path} is JSON and no {schema} document: its schema is {found!r}.")
     if document.get("version") != version:
         age = "older" if isinstance(document.get("version"), int) and document["version"] < version else "other"
-        raise BenchError(f"{path} has the {age} schema {schema} version {document.get('version')!r}; this program "
-                         f"reads version {version}: run again to make one.")
+        raise BenchError(
+            f"{path} has the {age} schema {schema} version {document.get('version')!r}; this program "
+            f"reads version {version}: run again to make one."
+        )
     if missing := [key for key in needed if key not in document]:
         raise BenchError(f"{path} is truncated: {', '.join(missing)} missing from a {schema} document.")
     return document

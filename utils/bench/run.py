@@ -44,10 +44,10 @@ class Options:
     profile: str = "none"
     iterations: int | None = None
     warmup: int | None = None
-    l2: str = "warm"                       # "cold": the cache is flushed before every sample
-    graph: bool = False                    # time CUDA graph replays
-    target_interval: float | None = None   # sample on until the interval is within plus or minus this share
-    max_seconds: float | None = None       # time budget of each case's timing
+    l2: str = "warm"  # "cold": the cache is flushed before every sample
+    graph: bool = False  # time CUDA graph replays
+    target_interval: float | None = None  # sample on until the interval is within plus or minus this share
+    max_seconds: float | None = None  # time budget of each case's timing
     run_id: str | None = None
     artifacts_dir: Path = Path("artifacts")
     profiles_dir: Path = Path("benchmark_profiles")
@@ -56,19 +56,25 @@ class Options:
 
     def check(self, device_type: str = "cuda") -> None:
         """Refuse options that cannot be, before anything runs."""
-        for name, value, allowed in (("--profile", self.profile, PROFILES), ("--format", self.format, FORMATS),
-                                     ("--l2", self.l2, CACHES)):
+        for name, value, allowed in (
+            ("--profile", self.profile, PROFILES),
+            ("--format", self.format, FORMATS),
+            ("--l2", self.l2, CACHES),
+        ):
             if value not in allowed:
-                raise BenchError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}."
-                                 + did_you_mean(value, allowed))
+                raise BenchError(
+                    f"{name} is {value!r}; it must be one of {', '.join(allowed)}." + did_you_mean(value, allowed)
+                )
         for name, value, least in (("--iterations", self.iterations, 1), ("--warmup", self.warmup, 0)):
             if value is not None and value < least:
                 raise BenchError(f"{name} is {value}; it must be a whole number, {least} or more.")
         if self.graph and device_type != "cuda":
             raise BenchError("--graph replays CUDA graphs, and this runs on a CPU: leave it out.")
         if self.target_interval is not None and not 0.0 < self.target_interval < 1.0:
-            raise BenchError(f"--target-interval is {self.target_interval:g}; it is a share between 0 and 1: 0.01 asks "
-                             "for plus or minus 1%.")
+            raise BenchError(
+                f"--target-interval is {self.target_interval:g}; it is a share between 0 and 1: 0.01 asks "
+                "for plus or minus 1%."
+            )
         if self.max_seconds is not None and not 0.0 < self.max_seconds < float("inf"):
             raise BenchError(f"--max-seconds is {self.max_seconds:g}; it must be a number of seconds above 0.")
         if self.run_id is None:
@@ -76,13 +82,17 @@ class Options:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.run_id):
             raise BenchError(f"--run-id is {self.run_id!r}; it names a folder: letters, digits, dot, dash, underscore.")
         if (self.artifacts_dir / self.run_id).exists():
-            raise BenchError(f"{self.artifacts_dir / self.run_id} is there already and results are never overwritten; "
-                             "choose another --run-id.")
+            raise BenchError(
+                f"{self.artifacts_dir / self.run_id} is there already and results are never overwritten; "
+                "choose another --run-id."
+            )
 
     def timing(self) -> dict:
         """How this run times, as it stands in its results; None for what is left to each target."""
-        return {name: getattr(self, name) for name in ("l2", "graph", "warmup", "iterations", "target_interval",
-                                                       "max_seconds")}
+        return {
+            name: getattr(self, name)
+            for name in ("l2", "graph", "warmup", "iterations", "target_interval", "max_seconds")
+        }
 
 
 def _now() -> str:
@@ -100,18 +110,32 @@ class Interrupted(Exception):
 class Runner:
     """One run: its document, its folder, its log."""
 
-    def __init__(self, plans: Sequence[Plan], options: Options, device: torch.device,
-                 on_step: Callable[[Case, str], None] = lambda case, step: None):
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        options: Options,
+        device: torch.device,
+        on_step: Callable[[Case, str], None] = lambda case, step: None,
+    ):
         options.check(device.type)
         self.plans, self.options, self.device, self.on_step = plans, options, device, on_step
         self.folder = options.artifacts_dir / options.run_id
         self.document = {
-            "schema": res.SCHEMA, "version": res.VERSION, "run_id": options.run_id, "status": "running",
-            "started": _now(), "finished": None, "command": options.command, "device": str(device),
-            "profile": options.profile, "timing": options.timing(), "environment": environment(device),
+            "schema": res.SCHEMA,
+            "version": res.VERSION,
+            "run_id": options.run_id,
+            "status": "running",
+            "started": _now(),
+            "finished": None,
+            "command": options.command,
+            "device": str(device),
+            "profile": options.profile,
+            "timing": options.timing(),
+            "environment": environment(device),
             "gpu_state": gpu_state(device) if device.type == "cuda" else None,
             "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-            "targets": [{"target": plan.target.name, "sides": list(plan.sides)} for plan in plans], "cases": [],
+            "targets": [{"target": plan.target.name, "sides": list(plan.sides)} for plan in plans],
+            "cases": [],
         }
         self.fatal = ""
 
@@ -123,8 +147,9 @@ class Runner:
         log.addHandler(handler)
         log.setLevel(logging.INFO)
         log.propagate = False
-        log.info("run %s on %s: %s", self.options.run_id, res.machine_name(self.document),
-                 " ".join(self.options.command))
+        log.info(
+            "run %s on %s: %s", self.options.run_id, res.machine_name(self.document), " ".join(self.options.command)
+        )
         self.save()
         status = "complete"
         try:
@@ -160,26 +185,52 @@ class Runner:
     def _manifest(self) -> None:
         import hashlib
 
-        files = [{"file": path.name, "bytes": path.stat().st_size,
-                  "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-                 for path in sorted(self.folder.iterdir()) if path.name != res.MANIFEST_FILE]
+        files = [
+            {"file": path.name, "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+            for path in sorted(self.folder.iterdir())
+            if path.name != res.MANIFEST_FILE
+        ]
         keys = ("run_id", "status", "started", "finished", "command", "device", "environment", "targets")
-        profiles = sorted({file for case in self.document["cases"] for side in case["profiles"].values()
-                           for file in side["files"]})
-        write_whole(self.folder / res.MANIFEST_FILE, res.to_json(
-            {"schema": "labs-bench-manifest", "version": 1, **{key: self.document[key] for key in keys},
-             "counts": counts(self.document), "files": files, "profiles": profiles}))
+        profiles = sorted(
+            {file for case in self.document["cases"] for side in case["profiles"].values() for file in side["files"]}
+        )
+        write_whole(
+            self.folder / res.MANIFEST_FILE,
+            res.to_json(
+                {
+                    "schema": "labs-bench-manifest",
+                    "version": 1,
+                    **{key: self.document[key] for key in keys},
+                    "counts": counts(self.document),
+                    "files": files,
+                    "profiles": profiles,
+                }
+            ),
+        )
 
     def _case(self, plan: Plan, case: Case) -> None:
         """Run one case into the document; only Ctrl-C leaves by an exception."""
         record = {
-            "target": plan.target.name, "label": case.label, "sides_asked": list(plan.sides),
-            "workload": case.workload.to_dict(), "knobs": case.knobs_record(), "device": str(self.device),
+            "target": plan.target.name,
+            "label": case.label,
+            "sides_asked": list(plan.sides),
+            "workload": case.workload.to_dict(),
+            "knobs": case.knobs_record(),
+            "device": str(self.device),
             "timing": self.options.timing(),
-            "status": res.NOT_RUN, "reason": "", "cost": {"flops": case.workload.cost.flops,
-                                                         "bytes": case.workload.cost.bytes,
-                                                         "mask_density": case.workload.density},
-            "verification": {}, "ran": {}, "sides": {}, "comparison": None, "profiles": {}, "notes": [],
+            "status": res.NOT_RUN,
+            "reason": "",
+            "cost": {
+                "flops": case.workload.cost.flops,
+                "bytes": case.workload.cost.bytes,
+                "mask_density": case.workload.density,
+            },
+            "verification": {},
+            "ran": {},
+            "sides": {},
+            "comparison": None,
+            "profiles": {},
+            "notes": [],
         }
         self.document["cases"].append(record)
         if self.fatal:
@@ -253,12 +304,16 @@ class Runner:
             for side in sides:
                 launched = launched_by(built[side].fn)
                 ran = target.prove(case, side, built[side], launched)
-                record["ran"][side] = {"asked": built[side].provider, "provider": ran,
-                                       "implementation": built[side].implementation,
-                                       "range": target.range_name(side, ran),
-                                       "kernels": list(launched.kernels), "launches": launched.launches,
-                                       "operators": list(launched.operators)[:40],
-                                       **target.facts(case, side, built[side])}
+                record["ran"][side] = {
+                    "asked": built[side].provider,
+                    "provider": ran,
+                    "implementation": built[side].implementation,
+                    "range": target.range_name(side, ran),
+                    "kernels": list(launched.kernels),
+                    "launches": launched.launches,
+                    "operators": list(launched.operators)[:40],
+                    **target.facts(case, side, built[side]),
+                }
                 record["notes"] += record["ran"][side].pop("notes", [])
             self.on_step(case, "time")
             self._time(case, built, precision, record)
@@ -279,23 +334,28 @@ class Runner:
         if precision not in roofs.tflops:
             record["notes"].append(f"the roofs of {roofs.name} have no {precision} peak: no share of a roof is given.")
             roofs = None
-        common = dict(device=self.device, flops=cost.flops, bytes=cost.bytes, roofs=roofs, dtype=precision,
-                      **record["timing"])
+        common = dict(
+            device=self.device, flops=cost.flops, bytes=cost.bytes, roofs=roofs, dtype=precision, **record["timing"]
+        )
         labels = {side: record["ran"][side]["range"] for side in built}
         try:
             if len(built) == 2:
-                pair = compare(*(built[side].fn for side in SIDES), labels=tuple(labels[side] for side in SIDES),
-                               **common)
+                pair = compare(
+                    *(built[side].fn for side in SIDES), labels=tuple(labels[side] for side in SIDES), **common
+                )
                 told = pair.to_dict()
-                record["comparison"] = {key: told[key]
-                                        for key in ("speedup", "interval", "verdict", "same_within", "method")}
+                record["comparison"] = {
+                    key: told[key] for key in ("speedup", "interval", "verdict", "same_within", "method")
+                }
                 found = {"baseline": pair.a, "optimized": pair.b}
             else:
                 found = {side: measure(one.fn, label=labels[side], **common) for side, one in built.items()}
         except Exception as error:
             if any(CAPTURE_FAILED in note for note in getattr(error, "__notes__", ())):
-                raise Refused(f"{' and '.join(labels.values())} cannot be timed as CUDA graphs "
-                              f"({first_line(error)}): leave --graph out.") from error
+                raise Refused(
+                    f"{' and '.join(labels.values())} cannot be timed as CUDA graphs "
+                    f"({first_line(error)}): leave --graph out."
+                ) from error
             raise
         for side, measurement in found.items():
             # The run's environment holds for all of its measurements.
@@ -303,9 +363,13 @@ class Runner:
             record["notes"] += [f"{side}: {text}." for text in measurement.method["notes"]]
             if measurement.method["cut_by_time_budget"]:
                 record["notes"].append(f"{side}: {measurement.method['stopped']}.")
-            for happened, text in ((measurement.over_roof, "is faster than the roof allows: data came from the cache "
-                                                           "or the roof is too low"),
-                                   (measurement.below_floor, "is as short as an empty call")):
+            for happened, text in (
+                (
+                    measurement.over_roof,
+                    "is faster than the roof allows: data came from the cache or the roof is too low",
+                ),
+                (measurement.below_floor, "is as short as an empty call"),
+            ):
                 if happened:
                     record["notes"].append(f"{side} {text}.")
         after = next(iter(found.values())).method.get("gpu_after") or {}
@@ -325,9 +389,16 @@ def check_side(case: Case, built: Built, expected: torch.Tensor | dict, precisio
         if isinstance(one, torch.Tensor) and one.numel() == right.numel():
             one = one.reshape(right.shape)
         which = "" if name == "output" else f", {name}"
-        found.append(verify(one, right, precision, dtype=DTYPES[case.workload.dtype],
-                            what=f"{side} ({built.provider}) of {case.target}{which}",
-                            gradient=name.startswith("gradient")))
+        found.append(
+            verify(
+                one,
+                right,
+                precision,
+                dtype=DTYPES[case.workload.dtype],
+                what=f"{side} ({built.provider}) of {case.target}{which}",
+                gradient=name.startswith("gradient"),
+            )
+        )
     return max(found, key=lambda one: one.whole)
 
 

@@ -34,7 +34,7 @@ from utils.measuring import measure
 from utils.timers import cpu_flush_bytes
 
 SCHEMA, VERSION = "labs-bench-suite", 1
-CLOCK_SLACK_MS = 0.05       # two clocks: a self-timed call may read this much more than the host saw
+CLOCK_SLACK_MS = 0.05  # two clocks: a self-timed call may read this much more than the host saw
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,16 @@ class BenchmarkConfig:
             if not isinstance(getattr(self, name), bool):
                 raise BenchError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.lock_clocks:
-            raise BenchError("lock_clocks=True is refused: clocks are read and reported with every result, never set. "
-                             "Leave it False; an administrator can lock them with nvidia-smi -lgc beforehand.")
+            raise BenchError(
+                "lock_clocks=True is refused: clocks are read and reported with every result, never set. "
+                "Leave it False; an administrator can lock them with nvidia-smi -lgc beforehand."
+            )
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if self.device_id is not None and not (isinstance(self.device_id, int) and 0 <= self.device_id < gpus):
-            raise BenchError(f"device_id is {self.device_id!r} and this machine has {gpus} usable GPUs"
-                             + (f", 0 to {gpus - 1}." if gpus else "; None runs on the CPU."))
+            raise BenchError(
+                f"device_id is {self.device_id!r} and this machine has {gpus} usable GPUs"
+                + (f", 0 to {gpus - 1}." if gpus else "; None runs on the CPU.")
+            )
 
     @property
     def device(self) -> torch.device:
@@ -87,10 +91,10 @@ class BenchmarkResult:
     """One kernel's samples and statistics, with what it was and where it ran."""
 
     kernel_name: str
-    timing: str                     # "kernel's own" or "harness"
+    timing: str  # "kernel's own" or "harness"
     config: dict
     measurement: Measurement
-    shape: dict | None = None       # such as {"B": 8, "H": 4, "S": 128, "d": 64}
+    shape: dict | None = None  # such as {"B": 8, "H": 4, "S": 128, "d": 64}
     dtype: str | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -113,9 +117,19 @@ class BenchmarkResult:
         return self.shape["B"] * self.shape["H"] * self.shape["S"] / (self.measurement.median_ms / 1e3)
 
     def to_dict(self) -> dict:
-        return {"schema": SCHEMA, "version": VERSION, "kernel_name": self.kernel_name, "timing": self.timing,
-                "config": self.config, "shape": self.shape, "dtype": self.dtype, "notes": self.notes,
-                "gflops": self.gflops, "queries_per_s": self.queries_per_s, "measurement": self.measurement.to_dict()}
+        return {
+            "schema": SCHEMA,
+            "version": VERSION,
+            "kernel_name": self.kernel_name,
+            "timing": self.timing,
+            "config": self.config,
+            "shape": self.shape,
+            "dtype": self.dtype,
+            "notes": self.notes,
+            "gflops": self.gflops,
+            "queries_per_s": self.queries_per_s,
+            "measurement": self.measurement.to_dict(),
+        }
 
 
 def load_result(path: Path) -> BenchmarkResult:
@@ -125,8 +139,15 @@ def load_result(path: Path) -> BenchmarkResult:
         measurement = Measurement.from_dict(record["measurement"])
     except (KeyError, TypeError, ValueError) as error:
         raise BenchError(f"{path} is damaged: {error}") from None
-    return BenchmarkResult(record["kernel_name"], record["timing"], record["config"], measurement, record.get("shape"),
-                           record.get("dtype"), record.get("notes", []))
+    return BenchmarkResult(
+        record["kernel_name"],
+        record["timing"],
+        record["config"],
+        measurement,
+        record.get("shape"),
+        record.get("dtype"),
+        record.get("notes", []),
+    )
 
 
 def _is_time(value: Any) -> bool:
@@ -140,9 +161,16 @@ class CUDABenchmarkHarness:
         self.config = config or BenchmarkConfig()
         self.device = self.config.device
 
-    def benchmark_kernel(self, kernel_func: Callable[[], Any], kernel_name: str, flop_count: float | None = None,
-                         memory_bytes: float | None = None, *, shape: Mapping[str, int] | None = None,
-                         dtype: str | torch.dtype | None = None) -> BenchmarkResult:
+    def benchmark_kernel(
+        self,
+        kernel_func: Callable[[], Any],
+        kernel_name: str,
+        flop_count: float | None = None,
+        memory_bytes: float | None = None,
+        *,
+        shape: Mapping[str, int] | None = None,
+        dtype: str | torch.dtype | None = None,
+    ) -> BenchmarkResult:
         """Benchmark `kernel_func()`.
 
         Args:
@@ -161,30 +189,53 @@ class CUDABenchmarkHarness:
             if _is_time(first):
                 measurement = self._own_times(kernel_func, kernel_name, flop_count, memory_bytes)
             else:
-                measurement = measure(kernel_func, warmup=config.warmup_iterations, label=kernel_name,
-                                      iterations=config.benchmark_iterations, device=self.device, flops=flop_count,
-                                      bytes=memory_bytes, l2="cold" if config.flush_l2_cache else "warm")
+                measurement = measure(
+                    kernel_func,
+                    warmup=config.warmup_iterations,
+                    label=kernel_name,
+                    iterations=config.benchmark_iterations,
+                    device=self.device,
+                    flops=flop_count,
+                    bytes=memory_bytes,
+                    l2="cold" if config.flush_l2_cache else "warm",
+                )
         if memory_bytes is not None and self.device.type == "cuda":
             from utils.roofs import machine_roofs
 
             peak_gb_s = 1e3 * machine_roofs().memory_bandwidth_tb_s
             if measurement.gb_s > peak_gb_s:
                 cache = "cold" if config.flush_l2_cache else "warm"
-                notes.append(f"{measurement.gb_s:.4g} GB/s is over the memory's {peak_gb_s:.4g} GB/s: the data came "
-                             f"from the cache ({cache} L2) or memory_bytes is too high.")
+                notes.append(
+                    f"{measurement.gb_s:.4g} GB/s is over the memory's {peak_gb_s:.4g} GB/s: the data came "
+                    f"from the cache ({cache} L2) or memory_bytes is too high."
+                )
         name = str(dtype).removeprefix("torch.") if dtype is not None else None
-        return BenchmarkResult(kernel_name, "kernel's own" if _is_time(first) else "harness", asdict(config),
-                               measurement, None if shape is None else dict(shape), name, notes)
+        return BenchmarkResult(
+            kernel_name,
+            "kernel's own" if _is_time(first) else "harness",
+            asdict(config),
+            measurement,
+            None if shape is None else dict(shape),
+            name,
+            notes,
+        )
 
     def _refuse_transfers(self, kernel_func: Callable, kernel_name: str) -> None:
         from utils.profiling import profile, read_trace
 
-        copies = sorted({event.name for event in read_trace(profile(kernel_func, steps=1, warmup=0))
-                         if event.on_gpu and ("HtoD" in event.name or "DtoH" in event.name)})
+        copies = sorted(
+            {
+                event.name
+                for event in read_trace(profile(kernel_func, steps=1, warmup=0))
+                if event.on_gpu and ("HtoD" in event.name or "DtoH" in event.name)
+            }
+        )
         if copies:
-            raise BenchError(f"{kernel_name} copies between host and GPU ({', '.join(copies)}) and "
-                             "exclude_memory_transfers is True: move the copies out of kernel_func, or pass "
-                             "exclude_memory_transfers=False to have them timed.")
+            raise BenchError(
+                f"{kernel_name} copies between host and GPU ({', '.join(copies)}) and "
+                "exclude_memory_transfers is True: move the copies out of kernel_func, or pass "
+                "exclude_memory_transfers=False to have them timed."
+            )
 
     def _own_times(self, kernel_func: Callable, kernel_name: str, flop_count, memory_bytes) -> Measurement:
         """Samples as the kernel function reports them; a value that cannot be its elapsed ms is refused."""
@@ -203,21 +254,41 @@ class CUDABenchmarkHarness:
             value = kernel_func()
             wall_ms = 1e3 * (time.perf_counter() - begin)
             if not _is_time(value) or not math.isfinite(value) or value <= 0:
-                raise BenchError(f"{kernel_name} returned {value!r} in call {len(samples)} (counted from 0) and a time "
-                                 "at first: a kernel function that times itself returns ms above 0 every time.")
+                raise BenchError(
+                    f"{kernel_name} returned {value!r} in call {len(samples)} (counted from 0) and a time "
+                    "at first: a kernel function that times itself returns ms above 0 every time."
+                )
             if value > wall_ms + CLOCK_SLACK_MS:
-                raise BenchError(f"{kernel_name} says it took {value:.4g} ms and its whole call took {wall_ms:.4g} ms "
-                                 "on the host's clock: it must return elapsed milliseconds, after waiting for its end.")
+                raise BenchError(
+                    f"{kernel_name} says it took {value:.4g} ms and its whole call took {wall_ms:.4g} ms "
+                    "on the host's clock: it must return elapsed milliseconds, after waiting for its end."
+                )
             samples.append(float(value))
             walls.append(wall_ms)
-        method = {"clock": "the kernel function's own", "device": str(self.device), "warmup": config.warmup_iterations,
-                  "samples": len(samples), "l2": "cold" if flush is not None else "warm", "graph": False,
-                  "l2_flush_bytes": None if flush is None else flush.numel() * flush.element_size(),
-                  "calls_per_sample": 1, "stopped": f"all {len(samples)} iterations done",
-                  "host_ms_median": sorted(walls)[len(walls) // 2], "gpu_before": before,
-                  "gpu_after": gpu_state(self.device) if on_gpu else None, "notes": []}
-        return Measurement(tuple(samples), stats.median_interval(samples), label=kernel_name, flops=flop_count,
-                           bytes=memory_bytes, method=method, environment=environment(self.device))
+        method = {
+            "clock": "the kernel function's own",
+            "device": str(self.device),
+            "warmup": config.warmup_iterations,
+            "samples": len(samples),
+            "l2": "cold" if flush is not None else "warm",
+            "graph": False,
+            "l2_flush_bytes": None if flush is None else flush.numel() * flush.element_size(),
+            "calls_per_sample": 1,
+            "stopped": f"all {len(samples)} iterations done",
+            "host_ms_median": sorted(walls)[len(walls) // 2],
+            "gpu_before": before,
+            "gpu_after": gpu_state(self.device) if on_gpu else None,
+            "notes": [],
+        }
+        return Measurement(
+            tuple(samples),
+            stats.median_interval(samples),
+            label=kernel_name,
+            flops=flop_count,
+            bytes=memory_bytes,
+            method=method,
+            environment=environment(self.device),
+        )
 
     def _flush_buffer(self) -> torch.Tensor:
         size = gpu_flush_bytes(self.device) if self.device.type == "cuda" else cpu_flush_bytes()
@@ -239,28 +310,38 @@ class CUDABenchmarkHarness:
         old, new = baseline.measurement, current_result.measurement
         facts = {
             "GPU": (old.environment.get("gpu"), new.environment.get("gpu")),
-            "shape": (baseline.shape, current_result.shape), "dtype": (baseline.dtype, current_result.dtype),
-            "flop_count": (old.flops, new.flops), "memory_bytes": (old.bytes, new.bytes),
+            "shape": (baseline.shape, current_result.shape),
+            "dtype": (baseline.dtype, current_result.dtype),
+            "flop_count": (old.flops, new.flops),
+            "memory_bytes": (old.bytes, new.bytes),
             "L2": (old.method.get("l2"), new.method.get("l2")),
         }
         if facts["GPU"] == (None, None):
             facts["CPU"] = (old.environment.get("cpu"), new.environment.get("cpu"))
         differ = [f"{name} {a} and {b}" for name, (a, b) in facts.items() if a != b]
         if differ:
-            raise BenchError(f"{baseline.kernel_name} and {current_result.kernel_name} cannot be compared: "
-                             f"{'; '.join(differ)}.")
+            raise BenchError(
+                f"{baseline.kernel_name} and {current_result.kernel_name} cannot be compared: {'; '.join(differ)}."
+            )
         interval = independent_interval(old.samples_ms, new.samples_ms)
-        return {"baseline": baseline.kernel_name, "current": current_result.kernel_name,
-                "baseline_ms": old.median_ms, "current_ms": new.median_ms,
-                "speedup": old.median_ms / new.median_ms,
-                "improvement_pct": 100.0 * (1.0 - new.median_ms / old.median_ms), "interval": interval,
-                "verdict": stats.verdict(interval, same_within=SAME_WITHIN,
-                                         pairs=min(len(old.samples_ms), len(new.samples_ms))),
-                "timing": (baseline.timing, current_result.timing)}
+        return {
+            "baseline": baseline.kernel_name,
+            "current": current_result.kernel_name,
+            "baseline_ms": old.median_ms,
+            "current_ms": new.median_ms,
+            "speedup": old.median_ms / new.median_ms,
+            "improvement_pct": 100.0 * (1.0 - new.median_ms / old.median_ms),
+            "interval": interval,
+            "verdict": stats.verdict(
+                interval, same_within=SAME_WITHIN, pairs=min(len(old.samples_ms), len(new.samples_ms))
+            ),
+            "timing": (baseline.timing, current_result.timing),
+        }
 
 
-def sweep(harness: CUDABenchmarkHarness, provider: str = "auto", dtypes: tuple[str, ...] | None = None
-          ) -> Iterator[BenchmarkResult]:
+def sweep(
+    harness: CUDABenchmarkHarness, provider: str = "auto", dtypes: tuple[str, ...] | None = None
+) -> Iterator[BenchmarkResult]:
     """Benchmark an attention provider (or torch's default SDPA, "auto") over the suite's B, H, S, d matrix.
 
     dtypes: "fp16" and "bf16" by default; on a CPU bf16 alone, since fp16 products run near 1 GFLOP/s there.
@@ -285,6 +366,11 @@ def sweep(harness: CUDABenchmarkHarness, provider: str = "auto", dtypes: tuple[s
                 call = providers.bind(provider, workload, *inputs)
             else:
                 raise BenchError(f"{here.reason} {here.remedy}")
-            yield harness.benchmark_kernel(call, f"{provider} {workload.label}", workload.cost.flops,
-                                           workload.cost.bytes, shape=dict(zip("BHSd", shape, strict=True)),
-                                           dtype=dtype)
+            yield harness.benchmark_kernel(
+                call,
+                f"{provider} {workload.label}",
+                workload.cost.flops,
+                workload.cost.bytes,
+                shape=dict(zip("BHSd", shape, strict=True)),
+                dtype=dtype,
+            )

@@ -24,10 +24,10 @@ from utils.files import write_whole
 from utils.measuring import compare, measure
 
 SIZES = (1024, 2048, 4096)
-PAIRS = 50          # pairs of samples in each comparison of a matmul with itself
-ROUNDS = 30         # of either timer
-ROUND_MS = 20.0     # what do_bench spends on one
-LOAD_MS = 5.0       # of the same kernel before either timer's turn
+PAIRS = 50  # pairs of samples in each comparison of a matmul with itself
+ROUNDS = 30  # of either timer
+ROUND_MS = 20.0  # what do_bench spends on one
+LOAD_MS = 5.0  # of the same kernel before either timer's turn
 
 
 def square(n: int) -> torch.Tensor:
@@ -54,7 +54,8 @@ def against_itself(n: int, trials: int) -> dict:
     return {
         "n": n,
         "median_us": statistics.median(result.a.median_ms for result in results) * 1e3,
-        "trials": trials, "pairs": PAIRS,
+        "trials": trials,
+        "pairs": PAIRS,
         "within_1_percent": sum(abs(ratio - 1) <= 0.01 for ratio in ratios) / trials,
         "within_3_percent": sum(abs(ratio - 1) <= 0.03 for ratio in ratios) / trials,
         "furthest": max(abs(ratio - 1) for ratio in ratios),
@@ -88,12 +89,18 @@ def against_do_bench(name: str, fn, *arguments, rounds: int = ROUNDS) -> dict:
     ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
     low, high = stats.median_interval(ratios)
     return {
-        "kernel": name, "rounds": rounds, "samples_a_round": count,
-        "measure_us": statistics.median(ours), "do_bench_us": statistics.median(theirs),
-        "difference": statistics.median(ratios) - 1, "interval": [low - 1, high - 1],
+        "kernel": name,
+        "rounds": rounds,
+        "samples_a_round": count,
+        "measure_us": statistics.median(ours),
+        "do_bench_us": statistics.median(theirs),
+        "difference": statistics.median(ratios) - 1,
+        "interval": [low - 1, high - 1],
         # How far each timer's own rounds lie apart: no agreement can be closer than that.
-        "measure_spread": spread(ours), "do_bench_spread": spread(theirs),
-        "measure_rounds_us": ours, "do_bench_rounds_us": theirs,
+        "measure_spread": spread(ours),
+        "do_bench_spread": spread(theirs),
+        "measure_rounds_us": ours,
+        "do_bench_rounds_us": theirs,
     }
 
 
@@ -123,15 +130,21 @@ def main() -> int:
         # The shortest one is launched 33 times a sample, and there only the intervals promise something.
         row = against_itself(n, options.trials if n >= 2048 else max(1, options.trials // 4))
         keep("itself", row)
-        print(f"matmul {n:5} against itself: {row['median_us']:7.1f} us, {row['within_1_percent']:.1%} within 1%, "
-              f"{row['within_3_percent']:.1%} within 3%, intervals +-{row['interval_half_width']:.2%}, "
-              f"{row['verdicts']}", flush=True)
+        print(
+            f"matmul {n:5} against itself: {row['median_us']:7.1f} us, {row['within_1_percent']:.1%} within 1%, "
+            f"{row['within_3_percent']:.1%} within 3%, intervals +-{row['interval_half_width']:.2%}, "
+            f"{row['verdicts']}",
+            flush=True,
+        )
     for name, call in shared_kernels().items():
         row = against_do_bench(name, *call, rounds=options.rounds)
         keep("do_bench", row)
-        print(f"{name:20} against do_bench: {row['measure_us']:7.2f} us, {row['difference']:+.2%} "
-              f"[{row['interval'][0]:+.2%}, {row['interval'][1]:+.2%}]; the rounds of either lie "
-              f"{row['measure_spread']:.1%} and {row['do_bench_spread']:.1%} apart", flush=True)
+        print(
+            f"{name:20} against do_bench: {row['measure_us']:7.2f} us, {row['difference']:+.2%} "
+            f"[{row['interval'][0]:+.2%}, {row['interval'][1]:+.2%}]; the rounds of either lie "
+            f"{row['measure_spread']:.1%} and {row['do_bench_spread']:.1%} apart",
+            flush=True,
+        )
     return 0
 
 

@@ -11,8 +11,8 @@ from utils.bench.errors import VerificationError
 # Unit of rounding in what a kernel stores or multiplies. For fp32 it is 8 times the format's own: sums over
 # thousands of keys, in any order, and exp() of a few units in the last place.
 ROUNDING = {"fp16": 2.0**-11, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-21}
-WHOLE = 3.0   # bounds in those units: relative error of the whole output (Frobenius norm)
-ROW = 12.0    # ... and of the worst row, over D numbers
+WHOLE = 3.0  # bounds in those units: relative error of the whole output (Frobenius norm)
+ROW = 12.0  # ... and of the worst row, over D numbers
 # The backward pass takes dP - rowsum(dO * O) with O as it was stored, rounded: a row in which the two nearly cancel
 # keeps that rounding. The worst row seen on an H200, in bf16 and with each fused backend: 13.5 units.
 GRADIENT_ROW = 24.0
@@ -33,8 +33,15 @@ class Verification:
 
 
 @torch.no_grad()
-def verify(output: torch.Tensor, reference: torch.Tensor, precision: str, *, dtype: torch.dtype, what: str = "output",
-           gradient: bool = False) -> Verification:
+def verify(
+    output: torch.Tensor,
+    reference: torch.Tensor,
+    precision: str,
+    *,
+    dtype: torch.dtype,
+    what: str = "output",
+    gradient: bool = False,
+) -> Verification:
     """Hold an output (B, H, S, D) against its float64 reference; raises VerificationError if it is another one.
 
     Nothing is left out of the comparison: a single NaN or infinity fails.
@@ -70,5 +77,6 @@ def verify(output: torch.Tensor, reference: torch.Tensor, precision: str, *, dty
         raise VerificationError(
             f"{what} is not the float64 reference's within the bounds for {precision}: relative error {whole:.3g} "
             f"(allowed {result.whole_bound:.3g}), in the worst row {result.worst_row:.3g} (allowed "
-            f"{result.row_bound:.3g}), at batch {batch}, head {head}, query {query}.")
+            f"{result.row_bound:.3g}), at batch {batch}, head {head}, query {query}."
+        )
     return result

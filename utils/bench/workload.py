@@ -26,7 +26,7 @@ class Workload:
     heads: int
     seq_len: int
     head_dim: int
-    dtype: str                   # "fp16", "bf16", "fp32"
+    dtype: str  # "fp16", "bf16", "fp32"
     mask: str = "full"
     doc_span: int | None = None  # tokens a document has; the last one may be shorter
     score_mod: str = "none"
@@ -63,8 +63,19 @@ class Workload:
     @property
     def cost(self) -> flops.Cost:
         """FLOPs of the pairs that the mask lets through, and the bytes of q, k, v and the output."""
-        return sum(flops.attention(self.batch, self.heads, self.heads, length, length, self.head_dim,
-                                   DTYPES[self.dtype], causal=self.causal) for length in self.documents)
+        return sum(
+            flops.attention(
+                self.batch,
+                self.heads,
+                self.heads,
+                length,
+                length,
+                self.head_dim,
+                DTYPES[self.dtype],
+                causal=self.causal,
+            )
+            for length in self.documents
+        )
 
     @property
     def density(self) -> float:
@@ -77,8 +88,9 @@ class Workload:
         pairs = self.seq_len**2
         at_once = max(1, REFERENCE_BYTES // (3 * 8 * pairs))
         checking = 4 * 8 * elements + 3 * 8 * pairs * min(at_once, self.batch * self.heads) + 2 * pairs
-        return int(8 * DTYPES[self.dtype].itemsize * elements + checking
-                   + 4 * score_buffers * self.batch * self.heads * pairs)
+        return int(
+            8 * DTYPES[self.dtype].itemsize * elements + checking + 4 * score_buffers * self.batch * self.heads * pairs
+        )
 
 
 def arithmetic(dtype: str, device: torch.device) -> str:
@@ -90,8 +102,7 @@ def arithmetic(dtype: str, device: torch.device) -> str:
 def make_inputs(workload: Workload, device: torch.device, seed: int) -> tuple[torch.Tensor, ...]:
     """q, k, v (B, H, S, D), standard normal, drawn from `seed` on the CPU so that every machine has the same."""
     generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(workload.shape, generator=generator).to(device, DTYPES[workload.dtype])
-                 for _ in range(3))
+    return tuple(torch.randn(workload.shape, generator=generator).to(device, DTYPES[workload.dtype]) for _ in range(3))
 
 
 def allowed_pairs(workload: Workload, device: torch.device) -> torch.Tensor | None:
@@ -135,8 +146,8 @@ def reference(workload: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
     heads_at_once = max(1, REFERENCE_BYTES // (3 * 8 * workload.seq_len**2))
     out = torch.empty(flat[0].shape, dtype=torch.float64, device=q.device)
     for first in range(0, out.shape[0], heads_at_once):
-        part = [tensor[first:first + heads_at_once].double() for tensor in flat]
-        out[first:first + heads_at_once] = unfused_attention(workload, *part, allowed, first)
+        part = [tensor[first : first + heads_at_once].double() for tensor in flat]
+        out[first : first + heads_at_once] = unfused_attention(workload, *part, allowed, first)
     return out.view(workload.shape)
 
 
@@ -144,12 +155,17 @@ def check_fits(workload: Workload, score_buffers: float, device: torch.device) -
     """The estimate in bytes; refuses, before anything is allocated, what the free memory cannot hold."""
     needed = workload.bytes_needed(score_buffers)
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) \
+        free = (
+            torch.cuda.mem_get_info(device)[0]
+            + torch.cuda.memory_reserved(device)
             - torch.cuda.memory_allocated(device)
+        )
     else:
         free = available_memory_bytes()
     if free is not None and needed > free:
         stored = " (its unfused side stores all scores)" if score_buffers else ""
-        raise Refused(f"{workload.label} needs about {needed / 1e9:,.1f} GB{stored} and {free / 1e9:,.1f} GB are free "
-                      f"on {device}: choose a smaller --batch, --heads or --seq-len.")
+        raise Refused(
+            f"{workload.label} needs about {needed / 1e9:,.1f} GB{stored} and {free / 1e9:,.1f} GB are free "
+            f"on {device}: choose a smaller --batch, --heads or --seq-len."
+        )
     return needed

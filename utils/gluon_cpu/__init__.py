@@ -45,7 +45,24 @@ from .simulation import Run, simulate
 from .timeline import CostModel, Event, plot_events
 
 __all__ = [
-    "KINDS", "BarrierError", "CostModel", "DeadlockError", "EndlessLoopError", "Event", "FenceError",
-    "GlobalMemoryError", "KernelError", "LayoutError", "RaceError", "Report", "Run", "SimulationError", "Site",
-    "UnfinishedError", "UninitializedError", "UnknownOperationError", "plot_events", "simulate",
+    "KINDS",
+    "BarrierError",
+    "CostModel",
+    "DeadlockError",
+    "EndlessLoopError",
+    "Event",
+    "FenceError",
+    "GlobalMemoryError",
+    "KernelError",
+    "LayoutError",
+    "RaceError",
+    "Report",
+    "Run",
+    "SimulationError",
+    "Site",
+    "UnfinishedError",
+    "UninitializedError",
+    "UnknownOperationError",
+    "plot_events",
+    "simulate",
 ]

@@ -20,15 +20,15 @@ class MBarrier:
     def __init__(self, name: str, identity: tuple, count: int, site: Site):
         self.name, self.count, self.site = name, count, site
         self.component = ("barrier", *identity)
-        self.phase = 0                       # phases that are over
-        self.pending = count                 # arrivals still to come in this phase
-        self.bytes = 0                       # announced and not yet arrived
+        self.phase = 0  # phases that are over
+        self.pending = count  # arrivals still to come in this phase
+        self.bytes = 0  # announced and not yet arrived
         self.announced = 0
-        self.in_flight: list = []            # copies that will report to this phase
-        self.arrivals: list[str] = []        # of this phase, for explanations
-        self.clock: Clock = {}               # gathered in this phase
+        self.in_flight: list = []  # copies that will report to this phase
+        self.arrivals: list[str] = []  # of this phase, for explanations
+        self.clock: Clock = {}  # gathered in this phase
         self.fenced: Clock = {}
-        self.over_clock: Clock = {}          # of all phases that are over
+        self.over_clock: Clock = {}  # of all phases that are over
         self.over_fenced: Clock = {}
 
     def is_over(self, parity: int) -> bool:
@@ -38,8 +38,10 @@ class MBarrier:
     def explain(self, parity: int) -> list[str]:
         """State, for a deadlock report."""
         over = "1 phase is over" if self.phase == 1 else f"{self.phase} phases are over"
-        text = (f"{self.name}: phase {self.phase} (parity {self.phase & 1}) is running, {over}; "
-                f"{self.pending} of {self.count} arrivals missing")
+        text = (
+            f"{self.name}: phase {self.phase} (parity {self.phase & 1}) is running, {over}; "
+            f"{self.pending} of {self.count} arrivals missing"
+        )
         if self.bytes > 0:
             text += f", {self.bytes} of {self.announced} announced bytes missing"
         elif self.bytes < 0:
@@ -62,11 +64,16 @@ class MBarrier:
     def arrived(self, n: int, what: str, who: str, site: Site, now: float) -> None:
         """n arrivals, counted."""
         if n > self.pending:
-            context.report("barrier", f"{what}: {n} arrival{'s' if n > 1 else ''} at {self.name}, but its phase "
-                           f"{self.phase} waits for {self.pending} more (count {self.count}"
-                           + (f", {self.bytes} bytes still to come" if self.bytes > 0 else "")
-                           + "). Too many arrivals in one phase are undefined."
-                           + (f" Before: {self.arrivals[-1]}." if self.arrivals else ""), at=site, partition=who)
+            context.report(
+                "barrier",
+                f"{what}: {n} arrival{'s' if n > 1 else ''} at {self.name}, but its phase "
+                f"{self.phase} waits for {self.pending} more (count {self.count}"
+                + (f", {self.bytes} bytes still to come" if self.bytes > 0 else "")
+                + "). Too many arrivals in one phase are undefined."
+                + (f" Before: {self.arrivals[-1]}." if self.arrivals else ""),
+                at=site,
+                partition=who,
+            )
             n = self.pending
         self.pending -= n
         self.arrivals.append(f"{who}, {what}, {site}")
@@ -85,9 +92,14 @@ class MBarrier:
         self.bytes -= copy.bytes
         self.join_clock(copy.clock, copy.fenced)
         if self.bytes < 0 and self.pending == 0:
-            context.report("barrier", f"{self.name}: the copy into {copy.buffer} brought {copy.bytes} bytes, "
-                           f"{-self.bytes} more than mbarrier.expect announced ({self.announced}): phase "
-                           f"{self.phase} can never be over.", at=copy.site, partition=copy.partition)
+            context.report(
+                "barrier",
+                f"{self.name}: the copy into {copy.buffer} brought {copy.bytes} bytes, "
+                f"{-self.bytes} more than mbarrier.expect announced ({self.announced}): phase "
+                f"{self.phase} can never be over.",
+                at=copy.site,
+                partition=copy.partition,
+            )
         self._complete(now)
 
     def _complete(self, now: float) -> None:
@@ -96,9 +108,13 @@ class MBarrier:
         if self.in_flight:
             late = self.in_flight[0]
             missing = sum(copy.bytes for copy in self.in_flight)
-            context.report("barrier", f"{self.name}: phase {self.phase} ends while copies are under way: "
-                           f"{missing} bytes more were copied than mbarrier.expect announced ({self.announced}).",
-                           at=late.site, partition=late.partition)
+            context.report(
+                "barrier",
+                f"{self.name}: phase {self.phase} ends while copies are under way: "
+                f"{missing} bytes more were copied than mbarrier.expect announced ({self.announced}).",
+                at=late.site,
+                partition=late.partition,
+            )
             self.in_flight = []
         self.phase += 1
         self.pending, self.bytes, self.announced = self.count, 0, 0
@@ -117,11 +133,17 @@ def wait(barrier: MBarrier, parity: int) -> None:
     program.reschedule()
     unknown = barrier.phase - p.clock.get(barrier.component, 0)
     if unknown > 1 or (unknown and not barrier.is_over(parity)):
-        passes = "It passes only because the phases in between were fast enough" if barrier.is_over(parity) else (
-            f"It blocks now until phase {barrier.phase} is over; a little earlier it would have passed at once")
-        context.report("barrier", f"{p.name} waits for parity {parity} of {barrier.name}, of which {barrier.phase} "
-                       f"phases are over, {unknown} of them without its knowledge. {passes}: a parity cannot tell "
-                       "phase k from phase k + 2. Is this the right parity?")
+        passes = (
+            "It passes only because the phases in between were fast enough"
+            if barrier.is_over(parity)
+            else (f"It blocks now until phase {barrier.phase} is over; a little earlier it would have passed at once")
+        )
+        context.report(
+            "barrier",
+            f"{p.name} waits for parity {parity} of {barrier.name}, of which {barrier.phase} "
+            f"phases are over, {unknown} of them without its knowledge. {passes}: a parity cannot tell "
+            "phase k from phase k + 2. Is this the right parity?",
+        )
     if barrier.is_over(parity):
         program.spend(program.model.barrier, "barrier", barrier.name)
     else:
@@ -142,8 +164,11 @@ def barrier_of(desc, what: str) -> MBarrier:
     if not isinstance(desc, MemDesc):
         context.refuse("kernel", f"{what} needs an mbarrier in shared memory, got {desc!r}.")
     if desc.dtype.name != "int64" or desc.view.size != 1:
-        context.refuse("layout", f"{what} needs one 64-bit mbarrier; {desc.label} is {desc.dtype}{list(desc.shape)}. "
-                       ".index(i) takes one out of many.")
+        context.refuse(
+            "layout",
+            f"{what} needs one 64-bit mbarrier; {desc.label} is {desc.dtype}{list(desc.shape)}. "
+            ".index(i) takes one out of many.",
+        )
     if desc.outside:
         context.refuse("out of bounds", desc.outside)
     found = desc.allocation.barriers.get(desc.key[0])
@@ -160,21 +185,26 @@ def init(mbarrier, count) -> None:
         context.refuse("out of bounds", mbarrier.outside)
     old = mbarrier.allocation.barriers.get(mbarrier.key[0])
     if old is not None:
-        context.report("barrier", f"mbarrier.init: {mbarrier.label} is initialized already ({old.site}). "
-                       "mbarrier.invalidate comes first.", others=(old.site,))
+        context.report(
+            "barrier",
+            f"mbarrier.init: {mbarrier.label} is initialized already ({old.site}). mbarrier.invalidate comes first.",
+            others=(old.site,),
+        )
     if count < 1:
         context.refuse("barrier", f"mbarrier.init: count must be 1 or more, got {count}.")
     mbarrier.written[...] = True
     mbarrier.allocation.barriers[mbarrier.key[0]] = MBarrier(
-        mbarrier.label, (mbarrier.allocation.index, mbarrier.key[0]), count, context.site())
+        mbarrier.label, (mbarrier.allocation.index, mbarrier.key[0]), count, context.site()
+    )
 
 
 def invalidate(mbarrier) -> None:
     """mbarrier.invalidate."""
     found = barrier_of(mbarrier, "mbarrier.invalidate")
     if found.in_flight:
-        context.report("barrier", f"mbarrier.invalidate: {len(found.in_flight)} copies will still report to "
-                       f"{found.name}.")
+        context.report(
+            "barrier", f"mbarrier.invalidate: {len(found.in_flight)} copies will still report to {found.name}."
+        )
     del mbarrier.allocation.barriers[mbarrier.key[0]]
 
 

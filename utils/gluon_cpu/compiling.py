@@ -16,11 +16,19 @@ from utils.kernels.offline import compile_gluon, read_assembly
 
 # What to look for in SASS, by what it does.
 INSTRUCTIONS = {
-    "global loads": r"\bLDG\.", "global stores": r"\bSTG\.", "cp.async": r"\bLDGSTS", "TMA loads": r"\bUTMALDG",
-    "TMA stores": r"\bUTMASTG", "shared loads": r"\bLDS|\bLDSM", "shared stores": r"\bSTS|\bSTSM",
-    "wgmma": r"\b[HQI]GMMA", "mbarrier": r"\bSYNCS", "block barriers": r"\bBAR\.SYNC", "exponentials": r"MUFU\.EX2",
+    "global loads": r"\bLDG\.",
+    "global stores": r"\bSTG\.",
+    "cp.async": r"\bLDGSTS",
+    "TMA loads": r"\bUTMALDG",
+    "TMA stores": r"\bUTMASTG",
+    "shared loads": r"\bLDS|\bLDSM",
+    "shared stores": r"\bSTS|\bSTSM",
+    "wgmma": r"\b[HQI]GMMA",
+    "mbarrier": r"\bSYNCS",
+    "block barriers": r"\bBAR\.SYNC",
+    "exponentials": r"MUFU\.EX2",
     "register moves": r"\bUSETMAXREG",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

@@ -60,16 +60,23 @@ def site() -> Site:
     return NOWHERE
 
 
-def report(kind: str, message: str, at: Site | None = None, others: tuple[Site, ...] = (),
-           partition: str | None = None) -> None:
+def report(
+    kind: str, message: str, at: Site | None = None, others: tuple[Site, ...] = (), partition: str | None = None
+) -> None:
     """Hand in a finding; raises it unless the simulation collects findings."""
     stack = sites()
     where = at or (stack[0] if stack else NOWHERE)
     callers = stack[1:] if at is None or (stack and stack[0] == at) else ()
     running = _program
-    finding = Report(kind, message, where,
-                     partition if partition is not None else running.partition.name if running else "",
-                     running.ids if running else (), callers, others)
+    finding = Report(
+        kind,
+        message,
+        where,
+        partition if partition is not None else running.partition.name if running else "",
+        running.ids if running else (),
+        callers,
+        others,
+    )
     if running is not None and running.collect(finding):
         return
     raise ERRORS[kind](finding)
@@ -79,8 +86,14 @@ def refuse(kind: str, message: str) -> NoReturn:
     """Raise a finding after which the kernel cannot go on."""
     stack = sites()
     running = _program
-    finding = Report(kind, message, stack[0] if stack else NOWHERE, running.partition.name if running else "",
-                     running.ids if running else (), stack[1:])
+    finding = Report(
+        kind,
+        message,
+        stack[0] if stack else NOWHERE,
+        running.partition.name if running else "",
+        running.ids if running else (),
+        stack[1:],
+    )
     if running is not None:
         running.collect(finding)
     raise ERRORS[kind](finding)

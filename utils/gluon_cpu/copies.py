@@ -49,8 +49,16 @@ def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False) ->
     program.reschedule()
     p, bar, model = program.partition, barrier_of(barrier, "A TMA copy"), program.model
     phase = bar.phase
-    access(result, write=True, asynchronous=True, component=bar.component, time=phase + 1, barrier=bar, phase=phase,
-           what=f"the TMA copy into {result.label}")
+    access(
+        result,
+        write=True,
+        asynchronous=True,
+        component=bar.component,
+        time=phase + 1,
+        barrier=bar,
+        phase=phase,
+        what=f"the TMA copy into {result.label}",
+    )
     copy = _Copy(result.label, tensor_desc.block_type.nbytes, context.site(), p.name, dict(p.clock), dict(p.fenced))
     bar.in_flight.append(copy)
     program.spend(model.issue, "issue", result.label)
@@ -75,8 +83,14 @@ def tma_store(tensor_desc, coord, src) -> None:
     program.reschedule()
     p, model = program.partition, program.model
     p.store_count += 1
-    access(src, write=False, asynchronous=True, component=("tma store", p.index), time=p.store_count,
-           what=f"the TMA store from {src.label}")
+    access(
+        src,
+        write=False,
+        asynchronous=True,
+        component=("tma store", p.index),
+        time=p.store_count,
+        what=f"the TMA store from {src.label}",
+    )
     program.spend(model.issue, "issue", src.label)
     start = max(p.time, program.tma_free)
     busy = program.jitter(tensor_desc.block_type.nbytes / model.global_bytes)
@@ -197,16 +211,30 @@ def finish(program) -> None:
             p.wgmmas.pop(0).finish()
         if p.stores:
             _, _, label, site = p.stores[0]
-            context.report("unfinished", f"The kernel ends while a TMA store may still read {label}: the memory may be "
-                           "given to the next block. tma.store_wait(0) comes last.", at=site, partition=p.name)
+            context.report(
+                "unfinished",
+                f"The kernel ends while a TMA store may still read {label}: the memory may be "
+                "given to the next block. tma.store_wait(0) comes last.",
+                at=site,
+                partition=p.name,
+            )
         left = [copy for copy in p.copies if not copy.signalled]
         if left:
-            context.report("unfinished", f"The kernel ends while the cp.async into {left[0].target.label} is under "
-                           "way: async_copy.wait_group(0) is missing.", at=left[0].site, partition=p.name)
+            context.report(
+                "unfinished",
+                f"The kernel ends while the cp.async into {left[0].target.label} is under "
+                "way: async_copy.wait_group(0) is missing.",
+                at=left[0].site,
+                partition=p.name,
+            )
     program.partition = program.partitions[0]
     for allocation in program.allocations:
         for copy in allocation.records:
             if copy.barrier is not None and not is_over(copy, program.partition.clock):
-                context.report("unfinished", f"The kernel ends, and nobody has waited for {copy.what}: phase "
-                               f"{copy.phase} of {copy.barrier.name} (parity {copy.phase & 1}).", at=copy.site,
-                               partition=copy.partition)
+                context.report(
+                    "unfinished",
+                    f"The kernel ends, and nobody has waited for {copy.what}: phase "
+                    f"{copy.phase} of {copy.barrier.name} (parity {copy.phase & 1}).",
+                    at=copy.site,
+                    partition=copy.partition,
+                )

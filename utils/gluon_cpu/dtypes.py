@@ -7,13 +7,30 @@ import torch
 from triton.experimental.gluon import language as gl
 
 NUMPY = {
-    "int1": np.bool_, "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64,
-    "uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32, "uint64": np.uint64,
-    "fp16": np.float16, "bf16": np.float32, "fp32": np.float32, "fp64": np.float64,
+    "int1": np.bool_,
+    "int8": np.int8,
+    "int16": np.int16,
+    "int32": np.int32,
+    "int64": np.int64,
+    "uint8": np.uint8,
+    "uint16": np.uint16,
+    "uint32": np.uint32,
+    "uint64": np.uint64,
+    "fp16": np.float16,
+    "bf16": np.float32,
+    "fp32": np.float32,
+    "fp64": np.float64,
 }
 TORCH = {
-    torch.bool: gl.int1, torch.int8: gl.int8, torch.int16: gl.int16, torch.int32: gl.int32, torch.int64: gl.int64,
-    torch.uint8: gl.uint8, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32,
+    torch.bool: gl.int1,
+    torch.int8: gl.int8,
+    torch.int16: gl.int16,
+    torch.int32: gl.int32,
+    torch.int64: gl.int64,
+    torch.uint8: gl.uint8,
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+    torch.float32: gl.float32,
     torch.float64: gl.float64,
 }
 # IEEE formats by range, then by precision: the wider one wins in mixed arithmetic.
@@ -94,8 +111,11 @@ def promote(a, b, division: bool = False):
             return a
         if a.name == b.name:
             return a
-        return gl.float32 if max(FLOAT_RANK[a.name], FLOAT_RANK[b.name]) == 1 else max(
-            a, b, key=lambda t: FLOAT_RANK[t.name])
+        return (
+            gl.float32
+            if max(FLOAT_RANK[a.name], FLOAT_RANK[b.name]) == 1
+            else max(a, b, key=lambda t: FLOAT_RANK[t.name])
+        )
     if division:
         return gl.float32
     wide, narrow = (a, b) if a.primitive_bitwidth >= b.primitive_bitwidth else (b, a)

@@ -57,14 +57,19 @@ class Launch:
     def tensors(self, device: str) -> dict[str, torch.Tensor]:
         """Copies of the tensors on a device, strides kept."""
         found = {name: a.tensor if isinstance(a, Tile) else a for name, a in self.args.items()}
-        return {name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
-                for name, x in found.items() if isinstance(x, torch.Tensor)}
+        return {
+            name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+            for name, x in found.items()
+            if isinstance(x, torch.Tensor)
+        }
 
     def run(self, module, device: str) -> dict[str, torch.Tensor]:
         """Launch on `device`; the outputs, on the CPU."""
         tensors = self.tensors(device)
-        values = [descriptor(tensors[name], a.block) if isinstance(a, Tile) else tensors.get(name, a)
-                  for name, a in self.args.items()]
+        values = [
+            descriptor(tensors[name], a.block) if isinstance(a, Tile) else tensors.get(name, a)
+            for name, a in self.args.items()
+        ]
         getattr(module, self.kernel)[self.grid](*values, num_warps=self.num_warps)
         return {name: tensors[name].cpu() for name in self.outputs}
 
@@ -99,8 +104,10 @@ def _write(source: str, file: str) -> Path:
 @functools.lru_cache(maxsize=256)
 def _module(source: str, file: str):
     if os.environ.get("TRITON_INTERPRET"):
-        raise RuntimeError("TRITON_INTERPRET is set, and Gluon kernels are not for Triton's interpreter: unset it and "
-                           "restart the kernel.")
+        raise RuntimeError(
+            "TRITON_INTERPRET is set, and Gluon kernels are not for Triton's interpreter: unset it and "
+            "restart the kernel."
+        )
     return import_file(_write(source, file))
 
 
@@ -124,8 +131,10 @@ def load_kernels(source: str, launch: Launch):
         raise AssertionError(f"{launch.file} cannot be imported: {type(error).__name__}: {text}") from None
     parameters = [p.name for p in getattr(getattr(module, launch.kernel), "params", [])]
     if parameters != list(launch.args):
-        raise AssertionError(f"{launch.kernel} should be a @gluon.jit function of ({', '.join(launch.args)}), and is "
-                             f"one of ({', '.join(parameters)}).")
+        raise AssertionError(
+            f"{launch.kernel} should be a @gluon.jit function of ({', '.join(launch.args)}), and is "
+            f"one of ({', '.join(parameters)})."
+        )
     return module
 
 
@@ -142,9 +151,16 @@ def told(report: Report) -> str:
     return "\n".join(lines)
 
 
-def simulated(source: str, launch: Launch, *, seed: int | None = None, timeline: bool | int = False,
-              max_steps: int = 60_000, max_seconds: float = 40.0, model: CostModel | None = None,
-              ) -> tuple[dict[str, torch.Tensor], Run]:
+def simulated(
+    source: str,
+    launch: Launch,
+    *,
+    seed: int | None = None,
+    timeline: bool | int = False,
+    max_steps: int = 60_000,
+    max_seconds: float = 40.0,
+    model: CostModel | None = None,
+) -> tuple[dict[str, torch.Tensor], Run]:
     """Run the launch in the simulator: its outputs, and the Run. A finding is an AssertionError with the report.
 
     max_steps: for each program; a student's endless loop ends there, with a message.
@@ -167,7 +183,8 @@ def compile_for_hopper(source: str, launch: Launch, timeout: float = 120.0) -> C
     kernel = getattr(load_kernels(source, launch), launch.kernel)
     constant = [p.name for p in kernel.params if p.is_constexpr]
     request = {
-        "kernel": launch.kernel, "num_warps": launch.num_warps,
+        "kernel": launch.kernel,
+        "num_warps": launch.num_warps,
         "signature": {name: _type(a) for name, a in launch.args.items() if name not in constant},
         "constants": {name: launch.args[name] for name in constant},
         "aligned": [name for name, a in launch.args.items() if isinstance(a, torch.Tensor)],
@@ -181,8 +198,15 @@ def _compiled(source: str, file: str, request: str, timeout: float) -> Compiled:
     text = json.dumps({"path": str(path), **json.loads(request)})
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     try:
-        done = subprocess.run([sys.executable, "-m", "utils.gluon_cpu.compiling"], input=text, capture_output=True,
-                              text=True, env=environment, timeout=timeout, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "utils.gluon_cpu.compiling"],
+            input=text,
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=timeout,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         raise AssertionError(f"{file}: the compiler for sm_90a did not finish within {timeout:.0f} s.") from None
     if done.returncode:
@@ -234,14 +258,24 @@ def overlap(run: Run) -> float:
     for e in run.events:
         if e.kind == "compute":
             total += e.end - e.start
-            under_way += sum(max(0.0, min(e.end, end) - max(e.start, start))
-                             for start, end in products.get(e.partition, []))
+            under_way += sum(
+                max(0.0, min(e.end, end) - max(e.start, start)) for start, end in products.get(e.partition, [])
+            )
     return under_way / total if total else 0.0
 
 
-def expect_kernel(source: str, launch: Launch, expected: dict[str, torch.Tensor], *, rtol: float, atol: float,
-                  seeds: tuple[int | None, ...] = (None,), compiles: bool = False, hint: str = "",
-                  max_steps: int = 60_000) -> Run:
+def expect_kernel(
+    source: str,
+    launch: Launch,
+    expected: dict[str, torch.Tensor],
+    *,
+    rtol: float,
+    atol: float,
+    seeds: tuple[int | None, ...] = (None,),
+    compiles: bool = False,
+    hint: str = "",
+    max_steps: int = 60_000,
+) -> Run:
     """Assert that a kernel computes `expected`: simulated with each seed; with `compiles` also by the compiler for
     sm_90a, and on a Hopper GPU if this machine has one. Returns the first simulation, with a timeline.
 
@@ -254,8 +288,14 @@ def expect_kernel(source: str, launch: Launch, expected: dict[str, torch.Tensor]
 
     def compare(outputs: dict[str, torch.Tensor], where: str) -> None:
         for name, want in expected.items():
-            expect_close(outputs[name], want.to(outputs[name].dtype), rtol=rtol, atol=atol,
-                         what=f"{name} after {launch.kernel}{where}", hint=hint)
+            expect_close(
+                outputs[name],
+                want.to(outputs[name].dtype),
+                rtol=rtol,
+                atol=atol,
+                what=f"{name} after {launch.kernel}{where}",
+                hint=hint,
+            )
 
     first = None
     for seed in seeds:

@@ -21,13 +21,16 @@ class GlobalBuffer:
         if tensor.device.type != "cpu":
             raise ValueError(f"gluon_cpu runs on CPU tensors; {name} is on {tensor.device}. Move it with .cpu().")
         if tensor.dtype not in TORCH:
-            raise TypeError(f"gluon_cpu does not know {tensor.dtype} ({name}); it knows "
-                            + ", ".join(str(t) for t in TORCH) + ".")
+            raise TypeError(
+                f"gluon_cpu does not know {tensor.dtype} ({name}); it knows " + ", ".join(str(t) for t in TORCH) + "."
+            )
         self.name, self.dtype = name, TORCH[tensor.dtype]
         self.base = tensor.storage_offset()
         # Elements that the tensor reaches, first to last: what a kernel may touch through this pointer.
-        self.low, self.high = 0, (sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-                                  if tensor.numel() else 0)
+        self.low, self.high = (
+            0,
+            (sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1 if tensor.numel() else 0),
+        )
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
         flat = torch.as_strided(tensor.detach(), (count,), (1,), 0)
         self.raw = (flat.view(torch.int16) if tensor.dtype == torch.bfloat16 else flat).numpy()
@@ -37,9 +40,12 @@ class GlobalBuffer:
         """Refuse offsets outside of the tensor."""
         if offsets.size and (offsets.min() < self.low or offsets.max() >= self.high):
             bad = offsets[(offsets < self.low) | (offsets >= self.high)]
-            context.refuse("out of bounds", f"{what} reaches element {int(bad.flat[0])} of {self.name}, which has "
-                           f"elements {self.low} to {self.high - 1} ({bad.size} elements outside). A mask is missing "
-                           "or wrong.")
+            context.refuse(
+                "out of bounds",
+                f"{what} reaches element {int(bad.flat[0])} of {self.name}, which has "
+                f"elements {self.low} to {self.high - 1} ({bad.size} elements outside). A mask is missing "
+                "or wrong.",
+            )
 
     def read(self, offsets: np.ndarray) -> np.ndarray:
         """Values at element offsets."""
@@ -82,8 +88,16 @@ def addresses(ptr, mask, what: str):
     return offsets, keep, layout
 
 
-def load(pointer, mask=None, other=None, boundary_check=(), padding_option="", cache_modifier="", eviction_policy="",
-         volatile=False):
+def load(
+    pointer,
+    mask=None,
+    other=None,
+    boundary_check=(),
+    padding_option="",
+    cache_modifier="",
+    eviction_policy="",
+    volatile=False,
+):
     """gl.load."""
     offsets, keep, layout = addresses(pointer, mask, "gl.load")
     program = context.program()
@@ -94,10 +108,14 @@ def load(pointer, mask=None, other=None, boundary_check=(), padding_option="", c
         other = to_tensor(other)
         if other.shape:
             broadcast_layout(pointer, other, "gl.load: pointers and other")
-        values = np.where(keep, values, round_to(np.asarray(other.data, dtype=np.float64 if not is_int(dtype)
-                                                            else np.int64), dtype))
-    program.spend(program.model.global_latency + int(keep.sum()) * dtype.primitive_bitwidth / 8
-                  / program.model.global_bytes, "load", pointer.buffer.name)
+        values = np.where(
+            keep, values, round_to(np.asarray(other.data, dtype=np.float64 if not is_int(dtype) else np.int64), dtype)
+        )
+    program.spend(
+        program.model.global_latency + int(keep.sum()) * dtype.primitive_bitwidth / 8 / program.model.global_bytes,
+        "load",
+        pointer.buffer.name,
+    )
     _count_sectors(program, pointer.buffer, offsets, keep, layout)
     return Tensor(values if values.ndim else values.item(), dtype, layout)
 
@@ -115,8 +133,9 @@ def store(pointer, value, mask=None, boundary_check=(), cache_modifier="", evict
     data = round_to(np.asarray(value.data), dtype)
     data = np.broadcast_to(data, offsets.shape)
     pointer.buffer.write(offsets[keep], data[keep])
-    program.spend(int(keep.sum()) * dtype.primitive_bitwidth / 8 / program.model.global_bytes + 10, "store",
-                  pointer.buffer.name)
+    program.spend(
+        int(keep.sum()) * dtype.primitive_bitwidth / 8 / program.model.global_bytes + 10, "store", pointer.buffer.name
+    )
     _count_sectors(program, pointer.buffer, offsets, keep, pointer.layout)
 
 
@@ -129,21 +148,28 @@ def _count_sectors(program, buffer: GlobalBuffer, offsets: np.ndarray, keep: np.
     at = (offsets.reshape(-1)[elements] + buffer.base) * size  # registers x lanes x warps
     kept = keep.reshape(-1)[elements]
     together = 1  # registers that one instruction moves: neighbours in memory, 16 bytes at most
-    while (2 * together * size <= 16 and 2 * together <= len(at)
-           and (np.diff(at[:2 * together, 0, 0]) == size).all()):
+    while 2 * together * size <= 16 and 2 * together <= len(at) and (np.diff(at[: 2 * together, 0, 0]) == size).all():
         together *= 2
     groups = (at // 32).reshape(-1, together, *at.shape[1:])
     kept = kept.reshape(groups.shape)
-    sectors = sum(len(np.unique(groups[g, ..., w][kept[g, ..., w]])) for g in range(len(groups))
-                  for w in range(at.shape[2]))
+    sectors = sum(
+        len(np.unique(groups[g, ..., w][kept[g, ..., w]])) for g in range(len(groups)) for w in range(at.shape[2])
+    )
     event = program.events[-1]
     event.bytes, event.sectors = int(keep.sum()) * size, sectors
 
 
 def atomic(name: str):
     """gl.atomic_add and its sisters: the old values; programs run one after another."""
-    update = {"add": np.add, "max": np.maximum, "min": np.minimum, "and": np.bitwise_and, "or": np.bitwise_or,
-              "xor": np.bitwise_xor, "xchg": lambda old, new: new}[name]
+    update = {
+        "add": np.add,
+        "max": np.maximum,
+        "min": np.minimum,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+        "xchg": lambda old, new: new,
+    }[name]
 
     def run(pointer, val, mask=None, sem=None, scope=None):
         offsets, keep, layout = addresses(pointer, mask, f"gl.atomic_{name}")
@@ -181,8 +207,9 @@ class _BlockType:
 class Descriptor:
     """A TMA descriptor inside of a kernel."""
 
-    def __init__(self, buffer: GlobalBuffer, start: int, shape: list, strides: list, block_shape: list[int], layout,
-                 padding: str):
+    def __init__(
+        self, buffer: GlobalBuffer, start: int, shape: list, strides: list, block_shape: list[int], layout, padding: str
+    ):
         self.buffer, self.start, self.layout, self.padding = buffer, start, layout, padding
         self.dtype = buffer.dtype
         self.sizes, self.steps = [int(s) for s in shape], [int(s) for s in strides]
@@ -223,8 +250,15 @@ class Descriptor:
 def host_descriptor(desc, name: str) -> Descriptor:
     """A TensorDescriptor made on the host, as a kernel argument."""
     buffer = GlobalBuffer(desc.base, name)
-    return Descriptor(buffer, 0, list(desc.shape), list(desc.strides), [int(b) for b in desc.block_shape], desc.layout,
-                      getattr(desc, "padding", "zero"))
+    return Descriptor(
+        buffer,
+        0,
+        list(desc.shape),
+        list(desc.strides),
+        [int(b) for b in desc.block_shape],
+        desc.layout,
+        getattr(desc, "padding", "zero"),
+    )
 
 
 def device_descriptor(base, shape, strides, block_shape, layout, padding_option="zero") -> Descriptor:
@@ -234,7 +268,11 @@ def device_descriptor(base, shape, strides, block_shape, layout, padding_option=
     steps = [layouts.number(s, "strides") for s in strides]
     size = base.buffer.dtype.primitive_bitwidth // 8
     if steps[-1] != 1 or any(s * size % 16 for s in steps[:-1]):
-        context.refuse("layout", f"make_tensor_descriptor: strides {steps} of {base.buffer.dtype}; the last must be 1 "
-                       "and the others multiples of 16 bytes.")
-    return Descriptor(base.buffer, int(base.data), sizes, steps, block, layouts.constant(layout, "layout"),
-                      padding_option)
+        context.refuse(
+            "layout",
+            f"make_tensor_descriptor: strides {steps} of {base.buffer.dtype}; the last must be 1 "
+            "and the others multiples of 16 bytes.",
+        )
+    return Descriptor(
+        base.buffer, int(base.data), sizes, steps, block, layouts.constant(layout, "layout"), padding_option
+    )

@@ -112,12 +112,18 @@ def compiled(jit) -> tuple:
     ast.increment_lineno(tree, first - 1)
     closure = inspect.getclosurevars(key).nonlocals if key.__closure__ else {}
     local = {a.arg for a in function.args.args} | {
-        n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
     names = {k: v for k, v in {**key.__globals__, **closure}.items() if k not in local}
     function.body = [_Rewriter(names).visit(statement) for statement in function.body]
     outer = [*RUNTIME, *closure]
-    factory = ast.FunctionDef("__gluon_factory", ast.arguments([], [ast.arg(n) for n in outer], None, [], [], None, []),
-                              [function, ast.Return(_name(function.name))], [], None)
+    factory = ast.FunctionDef(
+        "__gluon_factory",
+        ast.arguments([], [ast.arg(n) for n in outer], None, [], [], None, []),
+        [function, ast.Return(_name(function.name))],
+        [],
+        None,
+    )
     if "type_params" in ast.FunctionDef._fields:
         factory.type_params = []
     module = ast.Module([_at(factory, function)], [])
@@ -151,8 +157,11 @@ def run_jit(jit, args: tuple, kwargs: dict):
         if isinstance(value, gl.constexpr):
             values[name] = value = value.value
         if name in constant and isinstance(value, Tensor):
-            context.refuse("kernel", f"{jit.fn.__name__}: {name} is a gl.constexpr parameter, but its argument is "
-                           "known only when the kernel runs.")
+            context.refuse(
+                "kernel",
+                f"{jit.fn.__name__}: {name} is a gl.constexpr parameter, but its argument is "
+                "known only when the kernel runs.",
+            )
     return body(*(values[name] for name in parameters))
 
 
@@ -204,8 +213,10 @@ def _range(*bounds):
 def _static_range(*bounds):
     for b in bounds:
         if isinstance(b, Tensor):
-            context.refuse("kernel", "gl.static_range needs constexpr bounds; use range for bounds known only when "
-                           "the kernel runs.")
+            context.refuse(
+                "kernel",
+                "gl.static_range needs constexpr bounds; use range for bounds known only when the kernel runs.",
+            )
     return range(*(int(b) for b in bounds))
 
 
@@ -230,6 +241,7 @@ def _len(x):
 def _tensor(handle, type=None):
     """gl.tensor(handle, type) in a kernel author's own builtin: the registers that a token stands for."""
     from .products import settled
+
     return settled(handle)
 
 
@@ -253,9 +265,28 @@ def call_raw(function, *args, **kwargs):
     return getattr(function, "fn", function)(*args, **kwargs)
 
 
-PLAIN = {len: _len, range: _range, min: _min, max: _max, isinstance: isinstance, int: int, float: float, bool: bool,
-         str: str, repr: repr, list: list, tuple: tuple, getattr: getattr, hasattr: hasattr, type: type, print: print,
-         abs: lambda x: BY_NAME["abs"](x), gl.static_range: _static_range, gl.constexpr: _unwrap, gl.tensor: _tensor}
+PLAIN = {
+    len: _len,
+    range: _range,
+    min: _min,
+    max: _max,
+    isinstance: isinstance,
+    int: int,
+    float: float,
+    bool: bool,
+    str: str,
+    repr: repr,
+    list: list,
+    tuple: tuple,
+    getattr: getattr,
+    hasattr: hasattr,
+    type: type,
+    print: print,
+    abs: lambda x: BY_NAME["abs"](x),
+    gl.static_range: _static_range,
+    gl.constexpr: _unwrap,
+    gl.tensor: _tensor,
+}
 
 
 def call(function, *args, **kwargs):
@@ -307,8 +338,14 @@ def _author_builtin(function, args, kwargs):
     return run_jit(_AuthorBuiltin(function), args, {**kwargs, "_semantic": None})
 
 
-RUNTIME = {"__gluon_call": call, "__gluon_assign": _assign, "__gluon_constexpr": _constexpr, "__gluon_value": _value,
-           "__gluon_unwrap": _unwrap, "__gluon_step": _step}
+RUNTIME = {
+    "__gluon_call": call,
+    "__gluon_assign": _assign,
+    "__gluon_constexpr": _constexpr,
+    "__gluon_value": _value,
+    "__gluon_unwrap": _unwrap,
+    "__gluon_step": _step,
+}
 TABLE: dict = {}
 
 
@@ -333,23 +370,40 @@ def fill_table() -> None:
                     TABLE[theirs] = ours
     TABLE[gl.inline_asm_elementwise] = ptx.inline_asm_elementwise
     for barrier in (ampere.mbarrier, hopper.mbarrier):
-        for name, ours in {"init": barriers.init, "invalidate": barriers.invalidate, "expect": barriers.expect,
-                           "arrive": barriers.arrive, "wait": barriers.wait_barrier}.items():
+        for name, ours in {
+            "init": barriers.init,
+            "invalidate": barriers.invalidate,
+            "expect": barriers.expect,
+            "arrive": barriers.arrive,
+            "wait": barriers.wait_barrier,
+        }.items():
             if hasattr(barrier, name):
                 TABLE[getattr(barrier, name)] = ours
     copy = ampere.async_copy
-    for name, ours in {"async_copy_global_to_shared": copies.cp_async, "async_load": copies.cp_async,
-                       "commit_group": copies.commit_group, "wait_group": copies.wait_group,
-                       "mbarrier_arrive": copies.cp_async_arrive}.items():
+    for name, ours in {
+        "async_copy_global_to_shared": copies.cp_async,
+        "async_load": copies.cp_async,
+        "commit_group": copies.commit_group,
+        "wait_group": copies.wait_group,
+        "mbarrier_arrive": copies.cp_async_arrive,
+    }.items():
         if hasattr(copy, name):
             TABLE[getattr(copy, name)] = ours
-    for name, ours in {"async_copy_global_to_shared": copies.tma_load, "async_load": copies.tma_load,
-                       "async_copy_shared_to_global": copies.tma_store, "async_store": copies.tma_store,
-                       "store_wait": copies.store_wait, "make_tensor_descriptor": device_descriptor}.items():
+    for name, ours in {
+        "async_copy_global_to_shared": copies.tma_load,
+        "async_load": copies.tma_load,
+        "async_copy_shared_to_global": copies.tma_store,
+        "async_store": copies.tma_store,
+        "store_wait": copies.store_wait,
+        "make_tensor_descriptor": device_descriptor,
+    }.items():
         if hasattr(hopper.tma, name):
             TABLE[getattr(hopper.tma, name)] = ours
-    for name, ours in {"fence_async_shared": barriers.fence_async_shared, "warpgroup_mma": products.warpgroup_mma,
-                       "warpgroup_mma_wait": products.warpgroup_mma_wait,
-                       "warpgroup_mma_init": products.warpgroup_mma_init}.items():
+    for name, ours in {
+        "fence_async_shared": barriers.fence_async_shared,
+        "warpgroup_mma": products.warpgroup_mma,
+        "warpgroup_mma_wait": products.warpgroup_mma_wait,
+        "warpgroup_mma_init": products.warpgroup_mma_init,
+    }.items():
         if hasattr(hopper, name):
             TABLE[getattr(hopper, name)] = ours

@@ -172,18 +172,31 @@ def _math(name: str, function, special: bool = True):
         work(x, special)
         out = round_to(np.asarray(out), x.dtype)
         return Tensor(out if x.shape else out.item(), x.dtype, x.layout)
+
     BY_NAME[name] = run
     return run
 
 
 def _erf(x: np.ndarray) -> np.ndarray:
     import torch
+
     return torch.erf(torch.from_numpy(np.ascontiguousarray(x))).numpy()
 
 
-for _name, _function in {"exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "cos": np.cos, "sin": np.sin,
-                         "sqrt": np.sqrt, "sqrt_rn": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "erf": _erf,
-                         "floor": np.floor, "ceil": np.ceil}.items():
+for _name, _function in {
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "log": np.log,
+    "log2": np.log2,
+    "cos": np.cos,
+    "sin": np.sin,
+    "sqrt": np.sqrt,
+    "sqrt_rn": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "erf": _erf,
+    "floor": np.floor,
+    "ceil": np.ceil,
+}.items():
     _math(_name, _function, _name not in ("floor", "ceil"))
 
 
@@ -231,6 +244,7 @@ def _pick(name: str, function):
         x, y = to_tensor(x), to_tensor(y)
         out = function(round_to(np.asarray(x.data), total.dtype), round_to(np.asarray(y.data), total.dtype))
         return Tensor(out if total.shape else out.item(), total.dtype, total.layout)
+
     BY_NAME[name] = run
     return run
 
@@ -300,8 +314,9 @@ def dot_fma(a, b, acc):
 
 @known
 def allocate_shared_memory(element_ty, shape, layout, value=None):
-    return memory.allocate(layouts.constant(element_ty, "the dtype"), shape, layouts.constant(layout, "the layout"),
-                           value)
+    return memory.allocate(
+        layouts.constant(element_ty, "the dtype"), shape, layouts.constant(layout, "the layout"), value
+    )
 
 
 @known
@@ -336,8 +351,14 @@ def _identity(input, values=None):
     return input
 
 
-BY_NAME |= {"multiple_of": _identity, "max_contiguous": _identity, "max_constancy": _identity,
-            "bank_conflicts": layouts.bank_conflicts, "load": gm.load, "store": gm.store}
+BY_NAME |= {
+    "multiple_of": _identity,
+    "max_contiguous": _identity,
+    "max_constancy": _identity,
+    "bank_conflicts": layouts.bank_conflicts,
+    "load": gm.load,
+    "store": gm.store,
+}
 for _name in ("add", "max", "min", "and", "or", "xor", "xchg"):
     BY_NAME[f"atomic_{_name}"] = gm.atomic(_name)
 
@@ -356,6 +377,7 @@ BY_NAME |= {"barrier": _block_barrier, "thread_barrier": _block_barrier}
 def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
     """gl.warp_specialize: the first function in the default partition, each other in one of its own."""
     from .interpreter import call
+
     pairs = [tuple(p) for p in functions_and_args]
     warps = constants(worker_num_warps, "worker_num_warps")
     if len(warps) != len(pairs) - 1:
@@ -375,14 +397,19 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
         seen[name] = seen.get(name, 0) + 1
     for (_, args), label in zip(pairs[1:], labels[1:], strict=True):
         if any(isinstance(a, Tensor) and a.shape for a in args):
-            context.refuse("kernel", f"warp_specialize: {label} is a worker; workers take scalars, pointers, "
-                           "descriptors and shared memory, no tensors.")
+            context.refuse(
+                "kernel",
+                f"warp_specialize: {label} is a worker; workers take scalars, pointers, "
+                "descriptors and shared memory, no tensors.",
+            )
     return context.program().warp_specialize(
-        [(label, lambda f=f, a=tuple(a): call(f, *a)) for label, (f, a) in zip(labels, pairs, strict=True)], warps)
+        [(label, lambda f=f, a=tuple(a): call(f, *a)) for label, (f, a) in zip(labels, pairs, strict=True)], warps
+    )
 
 
 def gl_version() -> tuple[int, int]:
     """(major, minor) of the installed Triton."""
     import triton
+
     major, minor = triton.__version__.split(".")[:2]
     return int(major), int(minor)

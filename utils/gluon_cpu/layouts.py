@@ -19,15 +19,20 @@ from . import context
 def constant(value, what: str):
     """A value that must be known when the kernel is compiled."""
     from .tensors import Tensor
+
     if isinstance(value, Tensor):
-        context.refuse("kernel", f"{what} must be a constexpr; got a value that is known only when the kernel runs. "
-                       "Annotate it: `name: gl.constexpr = ...`.")
+        context.refuse(
+            "kernel",
+            f"{what} must be a constexpr; got a value that is known only when the kernel runs. "
+            "Annotate it: `name: gl.constexpr = ...`.",
+        )
     return value
 
 
 def number(value, what: str) -> int:
     """An integer, known at compile time or not."""
     from .tensors import Tensor
+
     if isinstance(value, Tensor):
         if value.shape:
             context.refuse("kernel", f"{what} must be a scalar; got a tensor of shape {list(value.shape)}.")
@@ -65,13 +70,15 @@ def distributed(layout, shape: list[int], what: str):
     if key in _checked:
         return layout
     if not isinstance(layout, DistributedLayout):
-        context.refuse("layout", f"{what} needs a register layout (BlockedLayout, NVMMADistributedLayout, ...), got "
-                       f"{layout!r}.")
+        context.refuse(
+            "layout", f"{what} needs a register layout (BlockedLayout, NVMMADistributedLayout, ...), got {layout!r}."
+        )
     if isinstance(layout, gl.CoalescedLayout):
         return layout
     if layout.rank != len(shape):
-        context.refuse("layout", f"{what}: shape {list(shape)} has {len(shape)} dimensions, {layout} has "
-                       f"{layout.rank}.")
+        context.refuse(
+            "layout", f"{what}: shape {list(shape)} has {len(shape)} dimensions, {layout} has {layout.rank}."
+        )
     found = threads(layout, what)
     if found is not None and found[0] != 32:
         context.refuse("layout", f"{what}: {layout} spreads over {found[0]} threads a warp; a warp has 32.")
@@ -85,8 +92,11 @@ def check_block(shape: list[int], what: str) -> None:
     """Register tensors have powers of two for dimensions."""
     for size in shape:
         if not isinstance(size, int) or size < 1 or size & (size - 1):
-            context.refuse("layout", f"{what}: shape {list(shape)}; every dimension of a tensor must be a power of "
-                           "two. Take the next one up and mask.")
+            context.refuse(
+                "layout",
+                f"{what}: shape {list(shape)}; every dimension of a tensor must be a power of "
+                "two. Take the next one up and mask.",
+            )
 
 
 def same(a, b, what: str):
@@ -95,32 +105,44 @@ def same(a, b, what: str):
         return a
     if isinstance(a, AutoLayout):
         return b
-    context.refuse("layout", f"{what}: the operands have different layouts,\n    {a}\n    {b}\n  and Gluon converts "
-                   "nothing by itself: use gl.convert_layout.")
+    context.refuse(
+        "layout",
+        f"{what}: the operands have different layouts,\n    {a}\n    {b}\n  and Gluon converts "
+        "nothing by itself: use gl.convert_layout.",
+    )
 
 
 def check_shared(layout, dtype, shape: list[int]) -> None:
     """A shared memory layout that fits dtype and shape."""
     if not isinstance(layout, SharedLayout):
-        context.refuse("layout", f"Shared memory needs a shared layout (NVMMASharedLayout, SwizzledSharedLayout, ...), "
-                       f"got {layout!r}.")
+        context.refuse(
+            "layout",
+            f"Shared memory needs a shared layout (NVMMASharedLayout, SwizzledSharedLayout, ...), got {layout!r}.",
+        )
     for size in shape:
         if not isinstance(size, int) or size < 1:
             context.refuse("layout", f"Shared memory of shape {shape}: dimensions must be positive constants.")
     if not isinstance(layout, gl.NVMMASharedLayout):
         return
     if layout.element_bitwidth != dtype.primitive_bitwidth:
-        context.refuse("layout", f"{layout} is for {layout.element_bitwidth}-bit elements; {dtype} has "
-                       f"{dtype.primitive_bitwidth}.")
+        context.refuse(
+            "layout", f"{layout} is for {layout.element_bitwidth}-bit elements; {dtype} has {dtype.primitive_bitwidth}."
+        )
     if layout.rank not in (len(shape), len(shape) - 1):
-        context.refuse("layout", f"{layout} has rank {layout.rank}; shape {shape} needs {len(shape)}, or "
-                       f"{len(shape) - 1} if its first dimension counts buffers.")
-    tile = shape[len(shape) - layout.rank:]
+        context.refuse(
+            "layout",
+            f"{layout} has rank {layout.rank}; shape {shape} needs {len(shape)}, or "
+            f"{len(shape) - 1} if its first dimension counts buffers.",
+        )
+    tile = shape[len(shape) - layout.rank :]
     inner = tile[0] if layout.transposed else tile[-1]
     if inner * dtype.primitive_bitwidth // 8 < layout.swizzle_byte_width:
-        context.refuse("layout", f"A row of {inner} {dtype} has {inner * dtype.primitive_bitwidth // 8} bytes; "
-                       f"a swizzle of {layout.swizzle_byte_width} bytes needs rows at least that long. "
-                       "NVMMASharedLayout.get_default_for(shape, dtype) picks one that fits.")
+        context.refuse(
+            "layout",
+            f"A row of {inner} {dtype} has {inner * dtype.primitive_bitwidth // 8} bytes; "
+            f"a swizzle of {layout.swizzle_byte_width} bytes needs rows at least that long. "
+            "NVMMASharedLayout.get_default_for(shape, dtype) picks one that fits.",
+        )
 
 
 def check_wgmma(a, b, acc_layout, acc_shape: list[int], acc_dtype, precision) -> None:
@@ -153,8 +175,10 @@ def check_wgmma(a, b, acc_layout, acc_shape: list[int], acc_dtype, precision) ->
     if warps % 4:
         no(f"wgmma is one instruction of a warpgroup, 4 warps; this partition has {warps}.")
     if wm % 4:
-        no(f"warps_per_cta is {[wm, wn]}; the four warps of a warpgroup lie along M, so its first must be a "
-           "multiple of 4.")
+        no(
+            f"warps_per_cta is {[wm, wn]}; the four warps of a warpgroup lie along M, so its first must be a "
+            "multiple of 4."
+        )
     if im != 16:
         no(f"instr_shape {list(acc_layout.instr_shape)}: each of the four warps computes 16 rows, so M is 16.")
     if inn % 8 or not 8 <= inn <= 256:
@@ -162,8 +186,10 @@ def check_wgmma(a, b, acc_layout, acc_shape: list[int], acc_dtype, precision) ->
     if ik and ik[0] * bits != 256:
         no(f"instr_shape {list(acc_layout.instr_shape)}: K is 32 bytes, {256 // bits} for {a.dtype}.")
     if m < 16 * wm or n < inn * wn:
-        no(f"an accumulator {acc_shape} is smaller than one instruction for all warps, {[16 * wm, inn * wn]} "
-           f"(warps_per_cta {[wm, wn]}, instr_shape {list(acc_layout.instr_shape)}).")
+        no(
+            f"an accumulator {acc_shape} is smaller than one instruction for all warps, {[16 * wm, inn * wn]} "
+            f"(warps_per_cta {[wm, wn]}, instr_shape {list(acc_layout.instr_shape)})."
+        )
     if k * bits < 256:
         no(f"K is {k}; one instruction multiplies 32 bytes along K, {256 // bits} elements of {a.dtype}.")
     for name, x in (("A", a), ("B", b)):
@@ -171,8 +197,10 @@ def check_wgmma(a, b, acc_layout, acc_shape: list[int], acc_dtype, precision) ->
             no(f"{name} lies in shared memory with {x.layout}; the instruction reads NVMMASharedLayout only.")
     k_contiguous = (not a.layout.transposed if isinstance(a, MemDesc) else True, b.layout.transposed)
     if bits != 16 and not all(k_contiguous):
-        no(f"{a.dtype} operands must lie with K innermost (B as a .permute((1, 0)) of [N, K]); only 16-bit types may "
-           "be transposed.")
+        no(
+            f"{a.dtype} operands must lie with K innermost (B as a .permute((1, 0)) of [N, K]); only 16-bit types may "
+            "be transposed."
+        )
     if isinstance(a, Tensor):
         want = gl.DotOperandLayout(0, acc_layout, 32 // bits)
         if a.layout != want:
@@ -182,16 +210,22 @@ def check_wgmma(a, b, acc_layout, acc_shape: list[int], acc_dtype, precision) ->
 def check_tma(desc, coord, smem, what: str) -> None:
     """What a TMA copy accepts of its shared memory side."""
     if len(coord) != len(desc.block_shape):
-        context.refuse("layout", f"{what}: {len(coord)} coordinates for a descriptor of {len(desc.block_shape)} "
-                       "dimensions.")
+        context.refuse(
+            "layout", f"{what}: {len(coord)} coordinates for a descriptor of {len(desc.block_shape)} dimensions."
+        )
     if list(smem.shape) != list(desc.block_shape):
-        context.refuse("layout", f"{what}: the descriptor moves boxes {list(desc.block_shape)}, {smem.label} has shape "
-                       f"{list(smem.shape)}.")
+        context.refuse(
+            "layout",
+            f"{what}: the descriptor moves boxes {list(desc.block_shape)}, {smem.label} has shape {list(smem.shape)}.",
+        )
     if smem.dtype.name != desc.dtype.name:
         context.refuse("layout", f"{what}: the descriptor is {desc.dtype}, {smem.label} is {smem.dtype}.")
     if smem.layout != desc.layout:
-        context.refuse("layout", f"{what}: TMA uses the layout of the descriptor,\n    {desc.layout}\n  but "
-                       f"{smem.label} has\n    {smem.layout}")
+        context.refuse(
+            "layout",
+            f"{what}: TMA uses the layout of the descriptor,\n    {desc.layout}\n  but "
+            f"{smem.label} has\n    {smem.layout}",
+        )
 
 
 def check_cp_async(smem, shape, dtype, layout) -> None:
@@ -203,8 +237,11 @@ def check_cp_async(smem, shape, dtype, layout) -> None:
     per_thread = getattr(layout, "size_per_thread", None)
     if per_thread is not None and per_thread[layout.order[0]] * dtype.primitive_bitwidth < 32:
         neighbours = per_thread[layout.order[0]]
-        context.refuse("layout", f"cp.async copies 4, 8 or 16 bytes a thread; {layout} gives a thread {neighbours} "
-                       f"neighbouring element of {dtype}, {neighbours * dtype.primitive_bitwidth // 8} bytes.")
+        context.refuse(
+            "layout",
+            f"cp.async copies 4, 8 or 16 bytes a thread; {layout} gives a thread {neighbours} "
+            f"neighbouring element of {dtype}, {neighbours * dtype.primitive_bitwidth // 8} bytes.",
+        )
 
 
 # ---- Triton's own layout algebra ---------------------------------------------------------------------------------
@@ -268,8 +305,11 @@ def register_view(layout, shape: list[int], operation: str, argument=None):
 def _shared_view(dtype, shape: tuple, layout, operation: str, argument: tuple):
     semantic = _semantic(4)
     desc = semantic.allocate_shared(dtype, list(shape), layout, None)
-    view = semantic.memdesc_trans(desc, list(argument)) if operation == "permute" else semantic.memdesc_reshape(
-        desc, list(argument))
+    view = (
+        semantic.memdesc_trans(desc, list(argument))
+        if operation == "permute"
+        else semantic.memdesc_reshape(desc, list(argument))
+    )
     return view.layout
 
 
@@ -304,8 +344,9 @@ def bank_conflicts(distr_ty, shared_ty) -> int:
     """gl.bank_conflicts, as Triton counts them."""
     from triton.experimental.gluon.language._core import shared_memory_descriptor_type
 
-    found = shared_memory_descriptor_type(shared_ty.dtype, list(shared_ty.shape), shared_ty.layout,
-                                          list(shared_ty.alloc_shape))
+    found = shared_memory_descriptor_type(
+        shared_ty.dtype, list(shared_ty.shape), shared_ty.layout, list(shared_ty.alloc_shape)
+    )
     return _semantic(context.partition().num_warps).bank_conflicts(distr_ty, found)
 
 
@@ -322,5 +363,7 @@ def _is_trivial(warps: int, a, b, shape: tuple) -> bool:
 def check_trivial(a, b, shape: list[int]) -> None:
     """Refuse a conversion that moves data between threads."""
     if not _is_trivial(context.partition().num_warps, a, b, tuple(shape)):
-        context.refuse("layout", f"convert_layout(assert_trivial=True): from\n    {a}\n  to\n    {b}\n  moves values "
-                       "between threads.")
+        context.refuse(
+            "layout",
+            f"convert_layout(assert_trivial=True): from\n    {a}\n  to\n    {b}\n  moves values between threads.",
+        )

@@ -27,10 +27,10 @@ class Access:
     key: tuple
     view: np.ndarray
     write: bool
-    asynchronous: bool      # through the async proxy: TMA and wgmma
+    asynchronous: bool  # through the async proxy: TMA and wgmma
     component: tuple
     time: int
-    what: str               # "the TMA copy into ring[1]"
+    what: str  # "the TMA copy into ring[1]"
     site: Site
     partition: str
     barrier: object = None  # the mbarrier that tells of its end, and in which phase
@@ -90,8 +90,15 @@ def is_over(access: Access, clock: Clock) -> bool:
 class MemDesc:
     """A view of shared memory: what a kernel calls a shared_memory_descriptor."""
 
-    def __init__(self, allocation: Allocation, view: np.ndarray, written: np.ndarray, layout, suffix: str = "",
-                 alloc_shape: list[int] | None = None):
+    def __init__(
+        self,
+        allocation: Allocation,
+        view: np.ndarray,
+        written: np.ndarray,
+        layout,
+        suffix: str = "",
+        alloc_shape: list[int] | None = None,
+    ):
         self.allocation, self.view, self.written, self.layout = allocation, view, written, layout
         self.suffix = suffix
         self.alloc_shape = alloc_shape or list(view.shape)
@@ -103,7 +110,7 @@ class MemDesc:
     shape = property(lambda self: Shape(self.view.shape))
     rank = property(lambda self: self.view.ndim)
     numel = property(lambda self: self.view.size)
-    type = property(lambda self: self)          # buffers.type.shape, buffers.type.layout
+    type = property(lambda self: self)  # buffers.type.shape, buffers.type.layout
     element_ty = property(lambda self: self.allocation.dtype)
     nbytes = property(lambda self: self.view.size * self.dtype.primitive_bitwidth // 8)
     label = property(lambda self: self.allocation.label + self.suffix)
@@ -125,17 +132,20 @@ class MemDesc:
         inside = min(max(i, 0), slots - 1)
         found = MemDesc(self.allocation, self.view[inside], self.written[inside], self.layout, f"{self.suffix}[{i}]")
         if i != inside:
-            found.outside = (f"{found.label}: there are {slots} slots, 0 to {slots - 1}. (In Triton -1 % n is -1, as "
-                             "in C.)")
+            found.outside = (
+                f"{found.label}: there are {slots} slots, 0 to {slots - 1}. (In Triton -1 % n is -1, as in C.)"
+            )
         return found
 
     def slice(self, start, length, dim=0) -> MemDesc:
         """The subview [start, start + length) along a dimension."""
-        start, length, dim = (layouts.constant(x, "slice's " + name) for x, name in (
-            (start, "start"), (length, "length"), (dim, "dim")))
+        start, length, dim = (
+            layouts.constant(x, "slice's " + name) for x, name in ((start, "start"), (length, "length"), (dim, "dim"))
+        )
         if start < 0 or length < 1 or start + length > self.view.shape[dim]:
-            context.refuse("layout", f"{self.label}.slice({start}, {length}, dim={dim}) leaves its shape "
-                           f"{list(self.shape)}.")
+            context.refuse(
+                "layout", f"{self.label}.slice({start}, {length}, dim={dim}) leaves its shape {list(self.shape)}."
+            )
         at = tuple(slice(start, start + length) if d == dim else slice(None) for d in range(self.rank))
         text = ", ".join(f"{start}:{start + length}" if d == dim else ":" for d in range(dim + 1))
         return self._view(self.view[at], self.written[at], self.layout, f"{self.suffix}[{text}]", self.alloc_shape)
@@ -144,20 +154,30 @@ class MemDesc:
         """The same memory with its dimensions in another order."""
         order = [layouts.constant(o, "permute's order") for o in order]
         layout = layouts.shared_view(self.dtype, list(self.shape), self.layout, "permute", tuple(order))
-        return self._view(self.view.transpose(order), self.written.transpose(order), layout, self.suffix,
-                          [self.alloc_shape[-self.rank:][o] for o in order])
+        return self._view(
+            self.view.transpose(order),
+            self.written.transpose(order),
+            layout,
+            self.suffix,
+            [self.alloc_shape[-self.rank :][o] for o in order],
+        )
 
     def reshape(self, shape) -> MemDesc:
         """The same memory with another shape."""
         shape = [layouts.constant(s, "reshape's shape") for s in shape]
         if math.prod(shape) != self.view.size:
-            context.refuse("layout", f"{self.label} has shape {list(self.shape)}, {self.view.size} elements; it cannot "
-                           f"become {shape}.")
+            context.refuse(
+                "layout",
+                f"{self.label} has shape {list(self.shape)}, {self.view.size} elements; it cannot become {shape}.",
+            )
         layout = layouts.shared_view(self.dtype, list(self.shape), self.layout, "reshape", tuple(shape))
         view, written = self.view.reshape(shape), self.written.reshape(shape)
         if not np.may_share_memory(view, self.view):
-            context.refuse("unknown operation", f"gluon_cpu cannot reshape {self.label}: this view does not lie in "
-                           "order. Reshape before .permute or .slice.")
+            context.refuse(
+                "unknown operation",
+                f"gluon_cpu cannot reshape {self.label}: this view does not lie in "
+                "order. Reshape before .permute or .slice.",
+            )
         return self._view(view, written, layout, self.suffix)
 
     def _view(self, view, written, layout, suffix, alloc_shape=None) -> MemDesc:
@@ -173,29 +193,36 @@ class MemDesc:
     def load(self, layout=None):
         """A tensor with this memory's values."""
         from .tensors import Tensor
+
         program = context.program()
         layout = layouts.distributed(layout, list(self.shape), f"{self.label}.load")
         access(self, write=False, what=f"the load of {self.label}")
-        program.spend(program.model.shared_latency + self.nbytes / program.model.shared_bytes, "shared load",
-                      self.label)
+        program.spend(
+            program.model.shared_latency + self.nbytes / program.model.shared_bytes, "shared load", self.label
+        )
         return Tensor(self.view.copy(), self.dtype, layout)
 
     def store(self, value) -> None:
         """Store a tensor of the same shape and dtype."""
         program = context.program()
         if list(value.shape) != list(self.shape) or value.dtype.name != self.dtype.name:
-            context.refuse("layout", f"{self.label} holds {self.dtype}{list(self.shape)}; a tensor "
-                           f"{value.dtype}{list(value.shape)} cannot be stored there. Shapes and dtypes must match: "
-                           "use .to(...) or .reshape(...).")
+            context.refuse(
+                "layout",
+                f"{self.label} holds {self.dtype}{list(self.shape)}; a tensor "
+                f"{value.dtype}{list(value.shape)} cannot be stored there. Shapes and dtypes must match: "
+                "use .to(...) or .reshape(...).",
+            )
         data = value.data
         access(self, write=True, what=f"the store into {self.label}")
-        program.spend(program.model.shared_latency + self.nbytes / program.model.shared_bytes, "shared store",
-                      self.label)
+        program.spend(
+            program.model.shared_latency + self.nbytes / program.model.shared_bytes, "shared store", self.label
+        )
         self.view[...] = data
 
     def gather(self, indices, axis):
         """Elements along an axis by a tensor of indices."""
         from .tensors import Tensor
+
         axis = layouts.constant(axis, "gather's axis")
         access(self, write=False, what=f"the gather from {self.label}")
         return Tensor(np.take_along_axis(self.view, indices.data, axis), self.dtype, indices.layout)
@@ -220,8 +247,18 @@ def allocate(dtype, shape, layout, value=None) -> MemDesc:
     return desc
 
 
-def access(desc: MemDesc, *, write: bool, what: str, asynchronous: bool = False, component: tuple | None = None,
-           time: int = 0, barrier=None, phase: int = 0, covers: bool = True) -> Access:
+def access(
+    desc: MemDesc,
+    *,
+    write: bool,
+    what: str,
+    asynchronous: bool = False,
+    component: tuple | None = None,
+    time: int = 0,
+    barrier=None,
+    phase: int = 0,
+    covers: bool = True,
+) -> Access:
     """Check an access against all before it, and remember it. Without `component` it is an ordinary one."""
     if desc.outside:
         context.refuse("out of bounds", desc.outside)
@@ -231,8 +268,9 @@ def access(desc: MemDesc, *, write: bool, what: str, asynchronous: bool = False,
     allocation.last = program.steps
     if component is None:
         component, time = p.me, p.tick()
-    new = Access(desc.key, desc.view, write, asynchronous, component, time, what, context.site(), p.name, barrier,
-                 phase, covers)
+    new = Access(
+        desc.key, desc.view, write, asynchronous, component, time, what, context.site(), p.name, barrier, phase, covers
+    )
     keep = []
     for old in allocation.records:
         if not _overlap(old, desc.key, desc.view):
@@ -246,7 +284,7 @@ def access(desc: MemDesc, *, write: bool, what: str, asynchronous: bool = False,
             if write and covers and (old.key == desc.key or _contains(new, old)):
                 continue  # ordered before this one: whoever comes after this one comes after that one
         elif old.key == desc.key and old.component == component:
-            continue      # the same reader again: the later read stands for both
+            continue  # the same reader again: the later read stands for both
         keep.append(old)
     keep.append(new)
     allocation.records = keep
@@ -273,8 +311,10 @@ def _hint(old: Access, p) -> str:
     text = f" Its end is told by {old.barrier.name}, phase {old.phase} (parity {old.phase & 1})"
     if old.barrier in p.last_wait:
         parity, phase, site = p.last_wait[old.barrier]
-        text += (f"; {p.name} last waited there for parity {parity} at line {site.line}, "
-                 f"when {phase} phase{'s were' if phase != 1 else ' was'} over")
+        text += (
+            f"; {p.name} last waited there for parity {parity} at line {site.line}, "
+            f"when {phase} phase{'s were' if phase != 1 else ' was'} over"
+        )
     else:
         text += f"; {p.name} never waited for it"
     return text + "."
@@ -286,9 +326,14 @@ def _race(old: Access, new: Access, desc: MemDesc, p) -> None:
     if unwritten is not None:
         context.program().unwritten_reads.remove(unwritten)
         reader = context.program().partitions[old.component[1]]
-        context.report("race", f"{_upper(old.what)} comes before {new.what} ({new.partition}, {new.site}) has "
-                       "written there: nothing makes it wait for that." + _hint(new, reader), at=old.site,
-                       others=(new.site,), partition=old.partition)
+        context.report(
+            "race",
+            f"{_upper(old.what)} comes before {new.what} ({new.partition}, {new.site}) has "
+            "written there: nothing makes it wait for that." + _hint(new, reader),
+            at=old.site,
+            others=(new.site,),
+            partition=old.partition,
+        )
         return
     if old.write and not new.write:
         text = f"{_upper(new.what)} may come before {where} has written there: nothing orders them."
@@ -306,9 +351,13 @@ def _race(old: Access, new: Access, desc: MemDesc, p) -> None:
 
 
 def _missing_fence(old: Access, new: Access, desc: MemDesc) -> None:
-    context.report("missing fence", f"{_upper(new.what)} goes through the async proxy; {old.what} "
-                   f"({old.partition}, {old.site}) was an ordinary access. They are in order, but without "
-                   "fence_async_shared() between them the async proxy need not see that.", others=(old.site,))
+    context.report(
+        "missing fence",
+        f"{_upper(new.what)} goes through the async proxy; {old.what} "
+        f"({old.partition}, {old.site}) was an ordinary access. They are in order, but without "
+        "fence_async_shared() between them the async proxy need not see that.",
+        others=(old.site,),
+    )
 
 
 def _upper(text: str) -> str:
@@ -318,15 +367,23 @@ def _upper(text: str) -> str:
 def finish(program) -> None:
     """Checks at the end of a program: reads of what nobody wrote, and how much memory was alive at once."""
     for read in program.unwritten_reads:
-        context.report("uninitialized", f"{_upper(read.what)} reads bytes that nothing has written.", at=read.site,
-                       partition=read.partition)
+        context.report(
+            "uninitialized",
+            f"{_upper(read.what)} reads bytes that nothing has written.",
+            at=read.site,
+            partition=read.partition,
+        )
     program.unwritten_reads = []
     ends = sorted({a.first for a in program.allocations})
     for step in ends:
         alive = [a for a in program.allocations if a.first <= step <= a.last]
         total = sum(a.bytes for a in alive)
         if total > SHARED_BYTES:
-            context.report("layout", f"{total} bytes of shared memory are in use at once ("
-                           + ", ".join(f"{a.label}: {a.bytes}" for a in alive)
-                           + f"); a block of an H100 or H200 has {SHARED_BYTES}.", at=alive[-1].site)
+            context.report(
+                "layout",
+                f"{total} bytes of shared memory are in use at once ("
+                + ", ".join(f"{a.label}: {a.bytes}" for a in alive)
+                + f"); a block of an H100 or H200 has {SHARED_BYTES}.",
+                at=alive[-1].site,
+            )
             return

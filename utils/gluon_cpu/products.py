@@ -61,13 +61,19 @@ class Accumulator(Tensor):
     def data(self):
         product = self.product
         if self.token and product.result is not None:
-            context.refuse("kernel", f"The result of the asynchronous wgmma of {product.site} is not a tensor yet, "
-                           "though its product is over. Read what the wait returns: assign the result, "
-                           "`acc = warpgroup_mma_wait(0, deps=[acc])`.")
+            context.refuse(
+                "kernel",
+                f"The result of the asynchronous wgmma of {product.site} is not a tensor yet, "
+                "though its product is over. Read what the wait returns: assign the result, "
+                "`acc = warpgroup_mma_wait(0, deps=[acc])`.",
+            )
         if product.result is None:
-            context.report("race", f"The result of the wgmma of {product.site} is read while it is still being "
-                           "computed: warpgroup_mma_wait must come first, with few enough products outstanding.",
-                           others=(product.site,))
+            context.report(
+                "race",
+                f"The result of the wgmma of {product.site} is read while it is still being "
+                "computed: warpgroup_mma_wait must come first, with few enough products outstanding.",
+                others=(product.site,),
+            )
             return self._data
         return self.product.result
 
@@ -98,8 +104,14 @@ def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_
     me = ("wgmma", p.index)
     for name, x in (("A", a), ("B", b)):
         if isinstance(x, MemDesc):
-            access(x, write=False, asynchronous=True, component=me, time=p.wgmma_count,
-                   what=f"the wgmma that reads {name} from {x.label}")
+            access(
+                x,
+                write=False,
+                asynchronous=True,
+                component=me,
+                time=p.wgmma_count,
+                what=f"the wgmma that reads {name} from {x.label}",
+            )
     left = a if isinstance(a, MemDesc) else Tensor(a.data, a.dtype, a.layout)
     # A product may go on from one that is not waited for.
     source = acc if isinstance(acc, Accumulator) else Tensor(acc.data, acc.dtype, acc.layout)

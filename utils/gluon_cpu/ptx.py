@@ -22,18 +22,25 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         context.program().reschedule()
         wait_products(int(wait[1]))
         return settled(args[0])
-    if re.fullmatch(r"shfl\.sync\.idx\.b32 \$0, \$1, 0, 31, 0xffffffff;", text) and isinstance(args[0], Tensor) \
-            and not args[0].shape and not isinstance(args[0], Accumulator):
+    if (
+        re.fullmatch(r"shfl\.sync\.idx\.b32 \$0, \$1, 0, 31, 0xffffffff;", text)
+        and isinstance(args[0], Tensor)
+        and not args[0].shape
+        and not isinstance(args[0], Accumulator)
+    ):
         return args[0]
     results = re.findall(r"(\w[\w.]*) (\$\d+), (\$\d+), (\$\d+);", text)
     if len(args) == 2 and results and all(op == "mul.f32" for op, *_ in results):
         products = re.fullmatch(
             r"\{ \.reg \.pred p, q; setp\.neu\.f32 p, (\$\d+), 0f3F800000; setp\.neu\.f32 q, (\$\d+), 0f3F800000; "
             r"or\.pred p, p, q; vote\.sync\.any\.pred p, p, 0xffffffff; @!p bra done; "
-            r"(?:mul\.f32 \$\d+, \$\d+, \$\d+; )+done: \}", text)
+            r"(?:mul\.f32 \$\d+, \$\d+, \$\d+; )+done: \}",
+            text,
+        )
         n = len(results)
-        in_place = all((out, left, right) == (f"${i}", f"${i}", f"${2 * n + i}")
-                       for i, (_, out, left, right) in enumerate(results))
+        in_place = all(
+            (out, left, right) == (f"${i}", f"${i}", f"${2 * n + i}") for i, (_, out, left, right) in enumerate(results)
+        )
         if products and in_place and pack == n:
             return args[0] * args[1]
     context.refuse("unknown operation", f"gluon_cpu does not know this inline assembly: {text[:120]}")

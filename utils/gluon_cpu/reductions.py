@@ -50,6 +50,7 @@ def _extreme(name: str, reduce, arg):
         if not layouts.constant(return_indices, "return_indices"):
             return values
         return values, _reduced(input, axis, keep_dims, lambda d, a: arg(d, axis=a), gl.int32)
+
     BY_NAME[name] = run
     return run
 
@@ -72,6 +73,7 @@ def reduce_or(input, axis, keep_dims=False):
 def reduce(input, axis, combine_fn, keep_dims=False):
     """gl.reduce with a combine function: folds one slice of the axis after the other."""
     from .interpreter import call
+
     many = isinstance(input, tuple)
     inputs = input if many else (input,)
     axis = layouts.constant(axis, "reduce's axis")
@@ -84,8 +86,10 @@ def reduce(input, axis, combine_fn, keep_dims=False):
     for i in range(1, inputs[0].shape[axis]):
         out = call(combine_fn, *total, *parts(i))
         total = list(out) if many else [out]
-    results = tuple(_reduced(x, axis, keep_dims, lambda d, a, t=t: np.asarray(t.data), t.dtype)
-                    for x, t in zip(inputs, total, strict=True))
+    results = tuple(
+        _reduced(x, axis, keep_dims, lambda d, a, t=t: np.asarray(t.data), t.dtype)
+        for x, t in zip(inputs, total, strict=True)
+    )
     return results if many else results[0]
 
 
@@ -93,6 +97,7 @@ def reduce(input, axis, combine_fn, keep_dims=False):
 def associative_scan(input, axis, combine_fn, reverse=False):
     """gl.associative_scan with a combine function."""
     from .interpreter import call
+
     many = isinstance(input, tuple)
     inputs = input if many else (input,)
     axis = layouts.constant(axis, "the scan's axis") % len(inputs[0].shape)

@@ -33,10 +33,10 @@ class Partition:
         self.index = index
         self.name = name
         self.num_warps = num_warps
-        self.time = 0.0                      # model cycles
+        self.time = 0.0  # model cycles
         self.me = ("partition", index)
-        self.clock: Clock = {self.me: 1}     # what this partition knows to be over
-        self.fenced: Clock = {}              # what it knows to be visible to the async proxy
+        self.clock: Clock = {self.me: 1}  # what this partition knows to be over
+        self.fenced: Clock = {}  # what it knows to be visible to the async proxy
         self.blocked: tuple[MBarrier, int] | None = None  # barrier and parity it waits for
         self.blocked_at: Site = NOWHERE
         self.finished = False
@@ -48,9 +48,9 @@ class Partition:
         self.wgmma_count = 0
         self.stores: list = []
         self.store_count = 0
-        self.copies: list = []               # cp.asyncs
+        self.copies: list = []  # cp.asyncs
         self.copy_count = 0
-        self.copy_groups: list[int] = []     # for each committed group, the number of its last cp.async
+        self.copy_groups: list[int] = []  # for each committed group, the number of its last cp.async
 
     def tick(self) -> int:
         """Count one ordinary access; the new count."""
@@ -61,8 +61,19 @@ class Partition:
 class Program:
     """One program instance: shared memory, barriers, partitions and pending operations."""
 
-    def __init__(self, ids: tuple[int, int, int], grid: tuple[int, int, int], num_warps: int, *, seed: int | None,
-                 model: CostModel, limits: dict, reports: list[Report], collecting: bool, events: list[Event] | None):
+    def __init__(
+        self,
+        ids: tuple[int, int, int],
+        grid: tuple[int, int, int],
+        num_warps: int,
+        *,
+        seed: int | None,
+        model: CostModel,
+        limits: dict,
+        reports: list[Report],
+        collecting: bool,
+        events: list[Event] | None,
+    ):
         self.ids, self.grid, self.num_warps = ids, grid, num_warps
         self.random = random.Random(f"{seed}/{ids}") if seed is not None else None
         self.model = model
@@ -71,12 +82,12 @@ class Program:
         self.reports, self.collecting, self.events = reports, collecting, events
         self.max_steps, self.deadline = limits["max_steps"], limits["deadline"]
         self.steps = 0
-        self.pending: list = []              # heap of (end, order, operation)
+        self.pending: list = []  # heap of (end, order, operation)
         self.issued = 0
         self.tma_free = self.tensor_cores_free = 0.0
         self.allocations: list = []
         self.failure: BaseException | None = None
-        self.abandoned = False               # the default partition knows of the failure
+        self.abandoned = False  # the default partition knows of the failure
         self.unwritten_reads: list = []
 
     # ---- findings -------------------------------------------------------------------------------------------------
@@ -92,8 +103,9 @@ class Program:
         """Count one step of kernel code; ends endless loops."""
         self.steps += 1
         if self.steps > self.max_steps:
-            context.refuse("endless loop", f"More than {self.max_steps} steps in one program. Look for a loop that "
-                           "never ends.")
+            context.refuse(
+                "endless loop", f"More than {self.max_steps} steps in one program. Look for a loop that never ends."
+            )
         if not self.steps & 1023:
             if self.failure is not None:
                 raise _AbandonError
@@ -112,8 +124,13 @@ class Program:
         start, p.time = p.time, p.time + self.jitter(cycles)
         if self.events is not None:
             last = self.events[-1] if self.events else None
-            if (last is not None and kind == "compute" and last.kind == kind and last.partition == p.name
-                    and last.end == start):
+            if (
+                last is not None
+                and kind == "compute"
+                and last.kind == kind
+                and last.partition == p.name
+                and last.end == start
+            ):
                 last.end = p.time
                 return
             self.events.append(Event(p.name, kind, buffer, None, start, p.time, context.site().line, "partition"))
@@ -187,8 +204,15 @@ class Program:
             lines.append(f"also: {read.what} was read before anything was written to it, at {read.site}")
         waiting = [p for p in waiting if not isinstance(p.blocked[0], _Join)]
         first = waiting[0] if waiting else self.partition
-        report = Report("deadlock", "Nobody can go on and nothing is under way.\n    " + "\n    ".join(lines),
-                        first.blocked_at, first.name, self.ids, (), tuple(p.blocked_at for p in waiting[1:]))
+        report = Report(
+            "deadlock",
+            "Nobody can go on and nothing is under way.\n    " + "\n    ".join(lines),
+            first.blocked_at,
+            first.name,
+            self.ids,
+            (),
+            tuple(p.blocked_at for p in waiting[1:]),
+        )
         self.collect(report)
         raise DeadlockError(report)
 
@@ -209,8 +233,10 @@ class Program:
             join(worker.fenced, main.fenced)
             workers.append(worker)
         self.partitions += workers
-        threads = [threading.Thread(target=self._run_worker, args=(worker, call), daemon=True, name=worker.name)
-                   for worker, (_, call) in zip(workers, functions[1:], strict=True)]
+        threads = [
+            threading.Thread(target=self._run_worker, args=(worker, call), daemon=True, name=worker.name)
+            for worker, (_, call) in zip(workers, functions[1:], strict=True)
+        ]
         for thread in threads:
             thread.start()
         try:

@@ -20,15 +20,25 @@ if TYPE_CHECKING:
 
 SUPPORTED = ((3, 6), (3, 7))
 # Launch options that change how a kernel is compiled, not what it computes.
-IGNORED = {"maxnreg", "num_stages", "debug", "warmup", "launch_cooperative_grid", "launch_pdl", "enable_fp_fusion",
-           "instrumentation_mode", "sanitize_overflow"}
+IGNORED = {
+    "maxnreg",
+    "num_stages",
+    "debug",
+    "warmup",
+    "launch_cooperative_grid",
+    "launch_pdl",
+    "enable_fp_fusion",
+    "instrumentation_mode",
+    "sanitize_overflow",
+}
 
 
 class Run:
     """What a simulation found. `reports`: findings; `events`: the timeline; `cycles`: model cycles of each program."""
 
-    def __init__(self, seed: int | None, stop_at_first: bool, timeline: int, max_steps: int, max_seconds: float,
-                 model: CostModel):
+    def __init__(
+        self, seed: int | None, stop_at_first: bool, timeline: int, max_steps: int, max_seconds: float, model: CostModel
+    ):
         self.seed, self.stop_at_first, self.timeline = seed, stop_at_first, timeline
         self.max_steps, self.max_seconds, self.model = max_steps, max_seconds, model
         self.reports: list[Report] = []
@@ -81,9 +91,17 @@ class Run:
         deadline = time.monotonic() + self.max_seconds
         for z, y, x in itertools.product(*(range(g) for g in grid[::-1])):
             events = self.events if self.recorded < self.timeline else None
-            program = Program((x, y, z), grid, num_warps, seed=self.seed, model=self.model,
-                              limits={"max_steps": self.max_steps, "deadline": deadline}, reports=self.reports,
-                              collecting=not self.stop_at_first, events=events)
+            program = Program(
+                (x, y, z),
+                grid,
+                num_warps,
+                seed=self.seed,
+                model=self.model,
+                limits={"max_steps": self.max_steps, "deadline": deadline},
+                reports=self.reports,
+                collecting=not self.stop_at_first,
+                events=events,
+            )
             self.recorded += events is not None
             context.set_program(program)
             try:
@@ -124,8 +142,10 @@ def _argument(value: Any, name: str):
         return tuple(_argument(v, f"{name}[{i}]") for i, v in enumerate(value))
     if value is None:
         return None
-    raise TypeError(f"A kernel takes tensors, TMA descriptors, numbers and None; {name} is {type(value).__name__}. "
-                    "Types and layouts go to gl.constexpr parameters.")
+    raise TypeError(
+        f"A kernel takes tensors, TMA descriptors, numbers and None; {name} is {type(value).__name__}. "
+        "Types and layouts go to gl.constexpr parameters."
+    )
 
 
 def check_version() -> None:
@@ -133,8 +153,10 @@ def check_version() -> None:
     try:
         import triton
     except ImportError as error:
-        raise ImportError("gluon_cpu runs Gluon kernels and needs Triton for the language itself (no GPU): "
-                          "pip install 'triton>=3.6,<3.8'; there are wheels for Linux only.") from error
+        raise ImportError(
+            "gluon_cpu runs Gluon kernels and needs Triton for the language itself (no GPU): "
+            "pip install 'triton>=3.6,<3.8'; there are wheels for Linux only."
+        ) from error
     major_minor = tuple(int(x) for x in triton.__version__.split(".")[:2])
     if major_minor not in SUPPORTED:
         known = " and ".join(".".join(map(str, v)) for v in SUPPORTED)
@@ -142,8 +164,15 @@ def check_version() -> None:
 
 
 @contextlib.contextmanager
-def simulate(*, seed: int | None = None, stop_at_first: bool = True, timeline: bool | int = False,
-             max_steps: int = 2_000_000, max_seconds: float = 300.0, model: CostModel | None = None) -> Iterator[Run]:
+def simulate(
+    *,
+    seed: int | None = None,
+    stop_at_first: bool = True,
+    timeline: bool | int = False,
+    max_steps: int = 2_000_000,
+    max_seconds: float = 300.0,
+    model: CostModel | None = None,
+) -> Iterator[Run]:
     """Run the Gluon kernels launched inside on the CPU, and check them. `@simulate()` does it for a whole function.
 
     Args:

@@ -60,8 +60,11 @@ class Tensor:
 
     def __bool__(self) -> bool:
         if self.shape:
-            context.refuse("kernel", f"A tensor of shape {list(self.shape)} has no single truth value. A condition "
-                           "must be a scalar; use gl.where, or `|` and `&`.")
+            context.refuse(
+                "kernel",
+                f"A tensor of shape {list(self.shape)} has no single truth value. A condition "
+                "must be a scalar; use gl.where, or `|` and `&`.",
+            )
         return bool(self.data)
 
     def __index__(self) -> int:
@@ -71,46 +74,111 @@ class Tensor:
         context.refuse("kernel", "A tensor has no len(); use .shape.")
 
     def __iter__(self):
-        context.refuse("kernel", "A tensor cannot be unpacked or iterated over. (warpgroup_mma_wait returns a tensor "
-                       "for one entry of deps, a tuple for several.)")
+        context.refuse(
+            "kernel",
+            "A tensor cannot be unpacked or iterated over. (warpgroup_mma_wait returns a tensor "
+            "for one entry of deps, a tuple for several.)",
+        )
 
     __hash__ = object.__hash__
 
     # ---- arithmetic -----------------------------------------------------------------------------------------------
 
-    def __add__(self, other): return binary("+", self, other)
-    def __radd__(self, other): return binary("+", other, self)
-    def __sub__(self, other): return binary("-", self, other)
-    def __rsub__(self, other): return binary("-", other, self)
-    def __mul__(self, other): return binary("*", self, other)
-    def __rmul__(self, other): return binary("*", other, self)
-    def __truediv__(self, other): return binary("/", self, other)
-    def __rtruediv__(self, other): return binary("/", other, self)
-    def __floordiv__(self, other): return binary("//", self, other)
-    def __rfloordiv__(self, other): return binary("//", other, self)
-    def __mod__(self, other): return binary("%", self, other)
-    def __rmod__(self, other): return binary("%", other, self)
-    def __and__(self, other): return binary("&", self, other)
-    def __rand__(self, other): return binary("&", other, self)
-    def __or__(self, other): return binary("|", self, other)
-    def __ror__(self, other): return binary("|", other, self)
-    def __xor__(self, other): return binary("^", self, other)
-    def __rxor__(self, other): return binary("^", other, self)
-    def __lshift__(self, other): return binary("<<", self, other)
-    def __rlshift__(self, other): return binary("<<", other, self)
-    def __rshift__(self, other): return binary(">>", self, other)
-    def __rrshift__(self, other): return binary(">>", other, self)
-    def __lt__(self, other): return binary("<", self, other)
-    def __le__(self, other): return binary("<=", self, other)
-    def __gt__(self, other): return binary(">", self, other)
-    def __ge__(self, other): return binary(">=", self, other)
-    def __eq__(self, other): return binary("==", self, other)
-    def __ne__(self, other): return binary("!=", self, other)
-    def __neg__(self): return binary("-", 0, self) if is_int(self.dtype) else binary("*", self, -1.0)
-    def __invert__(self): return binary("^", self, True if self.dtype.name == "int1" else -1)
+    def __add__(self, other):
+        return binary("+", self, other)
 
-    def logical_and(self, other): return binary("&", self, other)
-    def logical_or(self, other): return binary("|", self, other)
+    def __radd__(self, other):
+        return binary("+", other, self)
+
+    def __sub__(self, other):
+        return binary("-", self, other)
+
+    def __rsub__(self, other):
+        return binary("-", other, self)
+
+    def __mul__(self, other):
+        return binary("*", self, other)
+
+    def __rmul__(self, other):
+        return binary("*", other, self)
+
+    def __truediv__(self, other):
+        return binary("/", self, other)
+
+    def __rtruediv__(self, other):
+        return binary("/", other, self)
+
+    def __floordiv__(self, other):
+        return binary("//", self, other)
+
+    def __rfloordiv__(self, other):
+        return binary("//", other, self)
+
+    def __mod__(self, other):
+        return binary("%", self, other)
+
+    def __rmod__(self, other):
+        return binary("%", other, self)
+
+    def __and__(self, other):
+        return binary("&", self, other)
+
+    def __rand__(self, other):
+        return binary("&", other, self)
+
+    def __or__(self, other):
+        return binary("|", self, other)
+
+    def __ror__(self, other):
+        return binary("|", other, self)
+
+    def __xor__(self, other):
+        return binary("^", self, other)
+
+    def __rxor__(self, other):
+        return binary("^", other, self)
+
+    def __lshift__(self, other):
+        return binary("<<", self, other)
+
+    def __rlshift__(self, other):
+        return binary("<<", other, self)
+
+    def __rshift__(self, other):
+        return binary(">>", self, other)
+
+    def __rrshift__(self, other):
+        return binary(">>", other, self)
+
+    def __lt__(self, other):
+        return binary("<", self, other)
+
+    def __le__(self, other):
+        return binary("<=", self, other)
+
+    def __gt__(self, other):
+        return binary(">", self, other)
+
+    def __ge__(self, other):
+        return binary(">=", self, other)
+
+    def __eq__(self, other):
+        return binary("==", self, other)
+
+    def __ne__(self, other):
+        return binary("!=", self, other)
+
+    def __neg__(self):
+        return binary("-", 0, self) if is_int(self.dtype) else binary("*", self, -1.0)
+
+    def __invert__(self):
+        return binary("^", self, True if self.dtype.name == "int1" else -1)
+
+    def logical_and(self, other):
+        return binary("&", self, other)
+
+    def logical_or(self, other):
+        return binary("|", self, other)
 
     # ---- shape ----------------------------------------------------------------------------------------------------
 
@@ -124,26 +192,33 @@ class Tensor:
                 context.refuse("kernel", f"A tensor can be indexed by `:` and None only, got {i!r}.")
         return out
 
-    def expand_dims(self, axis): return expand_dims(self, axis)
+    def expand_dims(self, axis):
+        return expand_dims(self, axis)
 
     def reshape(self, *shape):
-        shape = [layouts.constant(s, "reshape's shape") for s in (shape[0] if len(shape) == 1 and isinstance(
-            shape[0], (list, tuple)) else shape)]
+        shape = [
+            layouts.constant(s, "reshape's shape")
+            for s in (shape[0] if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else shape)
+        ]
         if math.prod(shape) != self.numel:
             context.refuse("layout", f"A tensor {list(self.shape)} cannot be reshaped to {shape}.")
         layout = layouts.register_view(self.layout, list(self.shape), "reshape", tuple(shape))
         return Tensor(self.data.reshape(shape), self.dtype, layout, self.buffer)
 
     def permute(self, *dims):
-        dims = [layouts.constant(d, "permute's order") for d in (dims[0] if len(dims) == 1 and isinstance(
-            dims[0], (list, tuple)) else dims)]
+        dims = [
+            layouts.constant(d, "permute's order")
+            for d in (dims[0] if len(dims) == 1 and isinstance(dims[0], (list, tuple)) else dims)
+        ]
         layout = layouts.register_view(self.layout, list(self.shape), "permute", tuple(dims))
         return Tensor(np.transpose(self.data, dims), self.dtype, layout, self.buffer)
 
-    def trans(self, *dims): return self.permute(*(dims or (1, 0)))
+    def trans(self, *dims):
+        return self.permute(*(dims or (1, 0)))
 
     @property
-    def T(self): return self.permute(1, 0)
+    def T(self):
+        return self.permute(1, 0)
 
     def split(self):
         if not self.shape or self.shape[-1] != 2:
@@ -174,24 +249,44 @@ class Tensor:
 
     cast = to
 
-    def sum(self, axis=None, keep_dims=False, dtype=None): return call("sum", self, axis, keep_dims, dtype=dtype)
+    def sum(self, axis=None, keep_dims=False, dtype=None):
+        return call("sum", self, axis, keep_dims, dtype=dtype)
+
     def max(self, axis=None, return_indices=False, return_indices_tie_break_left=True, keep_dims=False):
         return call("max", self, axis, return_indices, return_indices_tie_break_left, keep_dims)
+
     def min(self, axis=None, return_indices=False, return_indices_tie_break_left=True, keep_dims=False):
         return call("min", self, axis, return_indices, return_indices_tie_break_left, keep_dims)
-    def reduce(self, axis, combine_fn, keep_dims=False): return call("reduce", self, axis, combine_fn, keep_dims)
-    def exp(self): return call("exp", self)
-    def exp2(self): return call("exp2", self)
-    def log(self): return call("log", self)
-    def log2(self): return call("log2", self)
-    def sqrt(self): return call("sqrt", self)
-    def rsqrt(self): return call("rsqrt", self)
-    def abs(self): return call("abs", self)
+
+    def reduce(self, axis, combine_fn, keep_dims=False):
+        return call("reduce", self, axis, combine_fn, keep_dims)
+
+    def exp(self):
+        return call("exp", self)
+
+    def exp2(self):
+        return call("exp2", self)
+
+    def log(self):
+        return call("log", self)
+
+    def log2(self):
+        return call("log2", self)
+
+    def sqrt(self):
+        return call("sqrt", self)
+
+    def rsqrt(self):
+        return call("rsqrt", self)
+
+    def abs(self):
+        return call("abs", self)
 
 
 def call(name: str, *args, **kwargs):
     """A function of the language by its name in gl."""
     from .language import BY_NAME
+
     return BY_NAME[name](*args, **kwargs)
 
 
@@ -223,13 +318,18 @@ def expand_dims(x: Tensor, axis) -> Tensor:
     layout = x.layout
     if isinstance(layout, gl.SliceLayout):
         if layout.dim != axis:
-            context.refuse("layout", f"A new dimension {axis} of a tensor with {layout}: it is sliced along "
-                           f"dimension {layout.dim}, so only that one can be added. Give gl.arange "
-                           f"SliceLayout({axis}, ...).")
+            context.refuse(
+                "layout",
+                f"A new dimension {axis} of a tensor with {layout}: it is sliced along "
+                f"dimension {layout.dim}, so only that one can be added. Give gl.arange "
+                f"SliceLayout({axis}, ...).",
+            )
         layout = layout.parent
     elif not isinstance(layout, AutoLayout):
-        context.refuse("layout", f"A new dimension needs a SliceLayout that says how it is spread over threads; this "
-                       f"tensor has {layout}.")
+        context.refuse(
+            "layout",
+            f"A new dimension needs a SliceLayout that says how it is spread over threads; this tensor has {layout}.",
+        )
     return Tensor(np.expand_dims(x.data, axis), x.dtype, layout, x.buffer)
 
 
@@ -241,8 +341,10 @@ def broadcast_layout(a: Tensor, b: Tensor, what: str):
         return a.layout
     layout = layouts.same(a.layout, b.layout, what)
     if len(a.shape) != len(b.shape):
-        context.refuse("layout", f"{what}: shapes {list(a.shape)} and {list(b.shape)} have different ranks. "
-                       "x[:, None] adds a dimension.")
+        context.refuse(
+            "layout",
+            f"{what}: shapes {list(a.shape)} and {list(b.shape)} have different ranks. x[:, None] adds a dimension.",
+        )
     for m, n in zip(a.shape, b.shape, strict=True):
         if m != n and 1 not in (m, n):
             context.refuse("layout", f"{what}: shapes {list(a.shape)} and {list(b.shape)} do not fit.")
@@ -261,12 +363,29 @@ def _divide(a, b, mod: bool):
     return (np.abs(a) // np.abs(b)) * (np.sign(a) * np.sign(b))
 
 
-COMPARISONS = {"<": np.less, "<=": np.less_equal, ">": np.greater, ">=": np.greater_equal, "==": np.equal,
-               "!=": np.not_equal}
-SCALAR_COMPARISONS = {"<": lambda a, b: a < b, "<=": lambda a, b: a <= b, ">": lambda a, b: a > b,
-                      ">=": lambda a, b: a >= b, "==": lambda a, b: a == b, "!=": lambda a, b: a != b}
-BITS = {"&": lambda a, b: a & b, "|": lambda a, b: a | b, "^": lambda a, b: a ^ b, "<<": lambda a, b: a << b,
-        ">>": lambda a, b: a >> b}
+COMPARISONS = {
+    "<": np.less,
+    "<=": np.less_equal,
+    ">": np.greater,
+    ">=": np.greater_equal,
+    "==": np.equal,
+    "!=": np.not_equal,
+}
+SCALAR_COMPARISONS = {
+    "<": lambda a, b: a < b,
+    "<=": lambda a, b: a <= b,
+    ">": lambda a, b: a > b,
+    ">=": lambda a, b: a >= b,
+    "==": lambda a, b: a == b,
+    "!=": lambda a, b: a != b,
+}
+BITS = {
+    "&": lambda a, b: a & b,
+    "|": lambda a, b: a | b,
+    "^": lambda a, b: a ^ b,
+    "<<": lambda a, b: a << b,
+    ">>": lambda a, b: a >> b,
+}
 ARITHMETIC = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 
 
@@ -355,8 +474,12 @@ def _scalar(op: str, x, y, dtype) -> Tensor:
 
 def _pointer(op: str, a, b) -> Tensor:
     if op not in ("+", "-") or (getattr(a, "buffer", None) is not None and getattr(b, "buffer", None) is not None):
-        context.refuse("unknown operation", f"gluon_cpu adds and subtracts integers to pointers; it does not know "
-                       f"pointer {op} pointer." if op in "+-" else f"gluon_cpu does not know {op} of a pointer.")
+        context.refuse(
+            "unknown operation",
+            f"gluon_cpu adds and subtracts integers to pointers; it does not know pointer {op} pointer."
+            if op in "+-"
+            else f"gluon_cpu does not know {op} of a pointer.",
+        )
     pointer, offset = (a, b) if getattr(a, "buffer", None) is not None else (b, a)
     offset = offset if isinstance(offset, Tensor) else to_tensor(offset)
     if not is_int(offset.dtype):

@@ -16,25 +16,37 @@ if TYPE_CHECKING:
 
 # Rows of the picture, for each partition: itself, then what it started on other units.
 UNITS = {"partition": "", "tensor cores": "tensor cores: ", "cp.async": "cp.async: ", "TMA": "TMA: "}
-COLORS = {"wait": "#d9d9d9", "compute": "#4c78a8", "load": "#72b7b2", "store": "#eeca3b", "shared load": "#9ecae9",
-          "shared store": "#f2cf5b", "issue": "#b279a2", "barrier": "#5f4b3c", "copy in": "#54a24b",
-          "copy out": "#f58518", "wgmma": "#e45756", "wgmma wait": "#d9d9d9", "store wait": "#d9d9d9",
-          "copy wait": "#d9d9d9"}
+COLORS = {
+    "wait": "#d9d9d9",
+    "compute": "#4c78a8",
+    "load": "#72b7b2",
+    "store": "#eeca3b",
+    "shared load": "#9ecae9",
+    "shared store": "#f2cf5b",
+    "issue": "#b279a2",
+    "barrier": "#5f4b3c",
+    "copy in": "#54a24b",
+    "copy out": "#f58518",
+    "wgmma": "#e45756",
+    "wgmma wait": "#d9d9d9",
+    "store wait": "#d9d9d9",
+    "copy wait": "#d9d9d9",
+}
 
 
 @dataclass(frozen=True)
 class CostModel:
     """Rates of one SM in units a cycle, latencies in cycles."""
 
-    mma_flops: float = 4096.0          # dense fp16/bf16: 989.4 TFLOP/s / 132 SMs / 1.83 GHz
-    global_bytes: float = 20.0         # an SM's share of 4.8 TB/s
-    global_latency: float = 600.0      # a miss in the L2, about
+    mma_flops: float = 4096.0  # dense fp16/bf16: 989.4 TFLOP/s / 132 SMs / 1.83 GHz
+    global_bytes: float = 20.0  # an SM's share of 4.8 TB/s
+    global_latency: float = 600.0  # a miss in the L2, about
     shared_bytes: float = 128.0
     shared_latency: float = 30.0
-    lanes_per_warp: float = 32.0       # fp32 results a cycle, for each warp up to four
-    special_per_warp: float = 4.0      # exp2, log2, rsqrt, ...
+    lanes_per_warp: float = 32.0  # fp32 results a cycle, for each warp up to four
+    special_per_warp: float = 4.0  # exp2, log2, rsqrt, ...
     barrier: float = 20.0
-    issue: float = 10.0                # one thread starting a TMA copy, a wgmma, a cp.async
+    issue: float = 10.0  # one thread starting a TMA copy, a wgmma, a cp.async
 
     def compute(self, elements: int, warps: int, special: bool = False) -> float:
         """Cycles of one elementwise operation."""
@@ -54,8 +66,8 @@ class Event:
     end: float
     line: int
     unit: str = "partition"
-    bytes: int = 0     # of an ordinary load or store: bytes asked for,
-    sectors: int = 0   # and the 32-byte sectors of memory that its warps' instructions touch
+    bytes: int = 0  # of an ordinary load or store: bytes asked for,
+    sectors: int = 0  # and the 32-byte sectors of memory that its warps' instructions touch
 
 
 def plot_events(events: list[Event], *, ax: Axes | None = None, title: str | None = None) -> tuple[Figure, Axes]:
@@ -67,8 +79,9 @@ def plot_events(events: list[Event], *, ax: Axes | None = None, title: str | Non
         raise ValueError("No events to draw: launch a kernel inside `with gluon_cpu.simulate(timeline=True) as run:`.")
     by_start = sorted(events, key=lambda e: (e.start, e.unit != "partition"))
     partitions = list(dict.fromkeys(e.partition for e in by_start))
-    rows = sorted({(e.unit, e.partition) for e in events},
-                  key=lambda row: (partitions.index(row[1]), list(UNITS).index(row[0])))
+    rows = sorted(
+        {(e.unit, e.partition) for e in events}, key=lambda row: (partitions.index(row[1]), list(UNITS).index(row[0]))
+    )
     lanes = _lanes(events)
     deepest = {row: 1 + max(lanes[id(e)] for e in events if (e.unit, e.partition) == row) for row in rows}
     own = ax is None
@@ -79,8 +92,15 @@ def plot_events(events: list[Event], *, ax: Axes | None = None, title: str | Non
         row = (e.unit, e.partition)
         height = 0.8 / deepest[row]
         y = rows.index(row) - 0.4 + height * (lanes[id(e)] + 0.5)
-        ax.barh(y, max(e.end - e.start, 1e-9), left=e.start, height=height, color=COLORS.get(e.kind, "#888888"),
-                edgecolor="white", linewidth=0.3)
+        ax.barh(
+            y,
+            max(e.end - e.start, 1e-9),
+            left=e.start,
+            height=height,
+            color=COLORS.get(e.kind, "#888888"),
+            edgecolor="white",
+            linewidth=0.3,
+        )
         label = e.buffer if e.phase is None else f"{e.buffer} ({e.phase})"
         if e.unit != "partition" and deepest[row] <= 3 and 0.0085 * longest * len(label) < e.end - e.start:
             ax.text((e.start + e.end) / 2, y, label, ha="center", va="center", fontsize=7)
@@ -89,7 +109,7 @@ def plot_events(events: list[Event], *, ax: Axes | None = None, title: str | Non
     ax.set_xlim(left=0)
     ax.set_xlabel("model cycles")
     legend: dict[str, str] = {}  # kinds of one colour share an entry: the many ways to wait are "wait"
-    for kind in sorted({e.kind for e in events}, key=lambda k: (list(COLORS).index(k) if k in COLORS else 99)):
+    for kind in sorted({e.kind for e in events}, key=lambda k: list(COLORS).index(k) if k in COLORS else 99):
         legend.setdefault(COLORS.get(kind, "#888888"), "wait" if kind.endswith("wait") else kind)
     for first in partitions[1:]:  # a line between one partition's rows and the next one's
         ax.axhline(next(i for i, row in enumerate(rows) if row[1] == first) - 0.5, color="#bbbbbb", linewidth=0.6)
@@ -110,6 +130,6 @@ def _lanes(events: list[Event]) -> dict[int, int]:
     for e in sorted(events, key=lambda e: e.start):
         row = ends.setdefault((e.unit, e.partition), [])
         free = next((i for i, end in enumerate(row) if end <= e.start + 1e-6), len(row))
-        row[free:free + 1] = [e.end]
+        row[free : free + 1] = [e.end]
         lanes[id(e)] = free
     return lanes

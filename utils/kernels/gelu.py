@@ -84,15 +84,19 @@ def gelu_compiled(x: torch.Tensor) -> torch.Tensor:
     return _compiled(situation)(flat).as_strided(x.shape, x.stride())
 
 
-VERSIONS = {"gelu_unfused": gelu_unfused, "gelu_torch": gelu_torch, "gelu_triton": gelu_triton,
-            "gelu_compiled": gelu_compiled}
+VERSIONS = {
+    "gelu_unfused": gelu_unfused,
+    "gelu_torch": gelu_torch,
+    "gelu_triton": gelu_triton,
+    "gelu_compiled": gelu_compiled,
+}
 
 
 def _by_hand(x: torch.Tensor) -> torch.Tensor:
-    cube = x * x * x                        # 2 kernels, moving 2 + 3 tensors
-    inner = x + CUBIC * cube                # 2 kernels, 2 + 3
+    cube = x * x * x  # 2 kernels, moving 2 + 3 tensors
+    inner = x + CUBIC * cube  # 2 kernels, 2 + 3
     t = torch.tanh(SQRT_2_OVER_PI * inner)  # 2 kernels, 2 + 2
-    return 0.5 * x * (1 + t)                # 3 kernels, 2 + 2 + 3
+    return 0.5 * x * (1 + t)  # 3 kernels, 2 + 2 + 3
 
 
 @functools.cache
@@ -122,13 +126,17 @@ def _overlaps_or_has_gaps(x: torch.Tensor) -> bool:
 
 def _check_forward_only(name: str, x: torch.Tensor) -> None:
     if torch.is_grad_enabled() and x.requires_grad:
-        raise ValueError(f"{name} computes forward only, and autograd would lose its result; x {tuple(x.shape)} "
-                         "requires grad. Call it under torch.no_grad(), or use gelu_torch.")
+        raise ValueError(
+            f"{name} computes forward only, and autograd would lose its result; x {tuple(x.shape)} "
+            "requires grad. Call it under torch.no_grad(), or use gelu_torch."
+        )
 
 
 def _check(name: str, x: torch.Tensor) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} takes a torch tensor; got a {type(x).__name__}.")
     if x.dtype not in DTYPES:
-        raise TypeError(f"{name} takes float32, float16 or bfloat16; got x {tuple(x.shape)} in {x.dtype}. "
-                        "Convert it, or use torch.nn.functional.gelu.")
+        raise TypeError(
+            f"{name} takes float32, float16 or bfloat16; got x {tuple(x.shape)} in {x.dtype}. "
+            "Convert it, or use torch.nn.functional.gelu."
+        )

@@ -62,12 +62,16 @@ def gemm_warp_specialized(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     check_operands(name, a, b, dtypes=(torch.float16, torch.bfloat16))
     given = shapes(a, b)
     if not a.is_cuda:
-        raise ValueError(f"{name} runs on a Hopper GPU (H100, H200) and has no interpreter; got {given} on the CPU. "
-                         "Move both with .to('cuda'), or use torch.matmul.")
+        raise ValueError(
+            f"{name} runs on a Hopper GPU (H100, H200) and has no interpreter; got {given} on the CPU. "
+            "Move both with .to('cuda'), or use torch.matmul."
+        )
     if torch.cuda.get_device_capability(a.device) != (9, 0):
         major, minor = torch.cuda.get_device_capability(a.device)
-        raise ValueError(f"{name} uses Hopper's wgmma (compute capability 9.0); got {given} on a GPU of capability "
-                         f"{major}.{minor}. Use gemm_autotuned or torch.matmul there.")
+        raise ValueError(
+            f"{name} uses Hopper's wgmma (compute capability 9.0); got {given} on a GPU of capability "
+            f"{major}.{minor}. Use gemm_autotuned or torch.matmul there."
+        )
     need_triton(name)
     from utils.kernels import gemm_gluon
 
@@ -95,11 +99,15 @@ def check_operands(name: str, a: torch.Tensor, b: torch.Tensor, dtypes=tuple(DTY
             raise TypeError(f"{name} multiplies two torch tensors; {label} is a {type(tensor).__name__}.")
     given = shapes(a, b)
     if a.dim() != 2 or b.dim() != 2:
-        raise ValueError(f"{name} multiplies matrices A (M, K) and B (K, N); got {given}. "
-                         "Flatten batch dimensions into M, or use torch.matmul.")
+        raise ValueError(
+            f"{name} multiplies matrices A (M, K) and B (K, N); got {given}. "
+            "Flatten batch dimensions into M, or use torch.matmul."
+        )
     if a.shape[1] != b.shape[0]:
-        raise ValueError(f"{name} needs A's columns to match B's rows; got {given}: {a.shape[1]} and {b.shape[0]}. "
-                         "Transpose one of them?")
+        raise ValueError(
+            f"{name} needs A's columns to match B's rows; got {given}: {a.shape[1]} and {b.shape[0]}. "
+            "Transpose one of them?"
+        )
     if a.dtype != b.dtype:
         raise TypeError(f"{name} needs one dtype for both; got {given} in {a.dtype} and {b.dtype}. Convert one.")
     if a.dtype not in dtypes:
@@ -108,16 +116,20 @@ def check_operands(name: str, a: torch.Tensor, b: torch.Tensor, dtypes=tuple(DTY
     if a.device != b.device:
         raise ValueError(f"{name} needs both matrices on one device; got {given} on {a.device} and {b.device}.")
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        raise ValueError(f"{name} computes forward only, and autograd would lose its result; got {given}, of which one "
-                         "requires grad. Call it under torch.no_grad(), or use torch.matmul.")
+        raise ValueError(
+            f"{name} computes forward only, and autograd would lose its result; got {given}, of which one "
+            "requires grad. Call it under torch.no_grad(), or use torch.matmul."
+        )
 
 
 def need_triton(name: str) -> None:
     try:
         import triton  # noqa: F401
     except ImportError as error:
-        raise RuntimeError(f"{name} is a Triton kernel, and Triton is not installed here (Linux: pip install "
-                           "'triton>=3.6,<3.9'; no wheels elsewhere). Use torch.matmul.") from error
+        raise RuntimeError(
+            f"{name} is a Triton kernel, and Triton is not installed here (Linux: pip install "
+            "'triton>=3.6,<3.9'; no wheels elsewhere). Use torch.matmul."
+        ) from error
 
 
 def check_device(name: str, tensor: torch.Tensor, given: str) -> None:
@@ -126,11 +138,15 @@ def check_device(name: str, tensor: torch.Tensor, given: str) -> None:
     if tensor.is_cuda and not interpreting:
         return
     if tensor.is_cuda:
-        raise ValueError(f"{name} got {given} on {tensor.device} in a process with TRITON_INTERPRET set, where kernels "
-                         "are interpreted on the CPU: pass CPU tensors, or restart without the variable.")
+        raise ValueError(
+            f"{name} got {given} on {tensor.device} in a process with TRITON_INTERPRET set, where kernels "
+            "are interpreted on the CPU: pass CPU tensors, or restart without the variable."
+        )
     if not interpreting:
-        raise ValueError(f"{name} is a GPU kernel; got {given} on {tensor.device}. Move the input with .to('cuda'), or "
-                         f"see on a CPU what it computes: utils.kernels.interpreter.run_interpreted('{name}', ...).")
+        raise ValueError(
+            f"{name} is a GPU kernel; got {given} on {tensor.device}. Move the input with .to('cuda'), or "
+            f"see on a CPU what it computes: utils.kernels.interpreter.run_interpreted('{name}', ...)."
+        )
 
 
 def check_mode(name: str, tensor: torch.Tensor) -> None:
@@ -140,9 +156,11 @@ def check_mode(name: str, tensor: torch.Tensor) -> None:
     interpreted = type(standard.sum).__name__ == "InterpretedFunction"
     if interpreted == tensor.is_cuda:
         state, remedy = ("with", "without") if interpreted else ("without", "with")
-        raise RuntimeError(f"{name} cannot run on {tensor.device}: Triton was imported {state} TRITON_INTERPRET=1 "
-                           f"earlier, and a process has one mode. Restart Python {remedy} it, or use "
-                           "utils.kernels.interpreter.run_interpreted.")
+        raise RuntimeError(
+            f"{name} cannot run on {tensor.device}: Triton was imported {state} TRITON_INTERPRET=1 "
+            f"earlier, and a process has one mode. Restart Python {remedy} it, or use "
+            "utils.kernels.interpreter.run_interpreted."
+        )
     if interpreted:
         from utils.kernels.interpreter import repair
 
@@ -191,16 +209,43 @@ def measure_ladder(sizes=SIZES, *, dtype: torch.dtype = torch.bfloat16, max_seco
             except ValueError as error:  # the last rung on a GPU that is not a Hopper
                 skipped[f"{name} {size}"] = str(error)
                 continue
-            found = compare(torch.matmul, rung, a, b, flops=2 * size**3, dtype=dtype, max_seconds=max_seconds,
-                            warmup=3, iterations=50, labels=("torch.matmul", name))
+            found = compare(
+                torch.matmul,
+                rung,
+                a,
+                b,
+                flops=2 * size**3,
+                dtype=dtype,
+                max_seconds=max_seconds,
+                warmup=3,
+                iterations=50,
+                labels=("torch.matmul", name),
+            )
             error = None if exact is None else ((c.double() - exact).norm() / exact.norm()).item()
-            rows.append({"kernel": name, "size": size, "dtype": DTYPES[dtype], "tflops": found.b.tflops,
-                         "torch_tflops": found.a.tflops, "ratio": found.ratio, "interval": list(found.interval),
-                         "verdict": found.verdict, "relative_error": error, "median_ms": found.b.median_ms,
-                         "torch_median_ms": found.a.median_ms, "samples_ms": list(found.b.samples_ms),
-                         "torch_samples_ms": list(found.a.samples_ms), "method": found.b.method})
-    return {"what": "GEMM ladder against torch.matmul", "environment": environment(torch.device("cuda")),
-            "rows": rows, "skipped": skipped}
+            rows.append(
+                {
+                    "kernel": name,
+                    "size": size,
+                    "dtype": DTYPES[dtype],
+                    "tflops": found.b.tflops,
+                    "torch_tflops": found.a.tflops,
+                    "ratio": found.ratio,
+                    "interval": list(found.interval),
+                    "verdict": found.verdict,
+                    "relative_error": error,
+                    "median_ms": found.b.median_ms,
+                    "torch_median_ms": found.a.median_ms,
+                    "samples_ms": list(found.b.samples_ms),
+                    "torch_samples_ms": list(found.a.samples_ms),
+                    "method": found.b.method,
+                }
+            )
+    return {
+        "what": "GEMM ladder against torch.matmul",
+        "environment": environment(torch.device("cuda")),
+        "rows": rows,
+        "skipped": skipped,
+    }
 
 
 def ladder_table(result: dict) -> str:
@@ -226,8 +271,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", metavar="PATH", type=Path, help="also write every sample there")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        print("The GEMM ladder is timed on an NVIDIA GPU, and torch finds none here; "
-              "run_interpreted in utils.kernels.interpreter shows what the kernels compute.", file=sys.stderr)
+        print(
+            "The GEMM ladder is timed on an NVIDIA GPU, and torch finds none here; "
+            "run_interpreted in utils.kernels.interpreter shows what the kernels compute.",
+            file=sys.stderr,
+        )
         return 1
     result = measure_ladder()
     print(f"{torch.cuda.get_device_name()}, bf16, M = N = K; ratio: time of torch.matmul / time of the kernel")

@@ -58,9 +58,9 @@ class Config:
 
     block_m: int
     block_n: int
-    block_k: int = 64   # 128 bytes of 16-bit elements: one swizzled row of shared memory
-    stages: int = 4     # slots of the ring
-    pieces: int = 4     # column blocks in which a tile of C is stored: even, two buffers take turns
+    block_k: int = 64  # 128 bytes of 16-bit elements: one swizzled row of shared memory
+    stages: int = 4  # slots of the ring
+    pieces: int = 4  # column blocks in which a tile of C is stored: even, two buffers take turns
     group_m: int = 8
     speed: float = 1.0
 
@@ -92,9 +92,24 @@ def tile_origin(tile, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_
 
 
 @gluon.jit
-def producer(a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K,
-             BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-             GROUP_M: gl.constexpr, A_COLUMN_MAJOR: gl.constexpr, B_COLUMN_MAJOR: gl.constexpr):
+def producer(
+    a_desc,
+    b_desc,
+    a_ring,
+    b_ring,
+    full,
+    empty,
+    M,
+    N,
+    K,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    A_COLUMN_MAJOR: gl.constexpr,
+    B_COLUMN_MAJOR: gl.constexpr,
+):
     """One warp: keep the ring full. `step` counts slots filled since the start, across tiles."""
     tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
     step = 0
@@ -132,10 +147,28 @@ def column_pieces(tile, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def consumer(c_desc, c_pointer, a_ring, b_ring, c_buffers, full, empty, M, N, K, WHICH: gl.constexpr,
-             BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-             GROUP_M: gl.constexpr, A_COLUMN_MAJOR: gl.constexpr, B_COLUMN_MAJOR: gl.constexpr,
-             PIECES: gl.constexpr, TMA_STORE: gl.constexpr):
+def consumer(
+    c_desc,
+    c_pointer,
+    a_ring,
+    b_ring,
+    c_buffers,
+    full,
+    empty,
+    M,
+    N,
+    K,
+    WHICH: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    A_COLUMN_MAJOR: gl.constexpr,
+    B_COLUMN_MAJOR: gl.constexpr,
+    PIECES: gl.constexpr,
+    TMA_STORE: gl.constexpr,
+):
     """One warpgroup: rows WHICH * BLOCK_M / 2 and on of each tile."""
     dtype: gl.constexpr = a_ring.dtype
     ROWS: gl.constexpr = BLOCK_M // 2
@@ -166,15 +199,18 @@ def consumer(c_desc, c_pointer, a_ring, b_ring, c_buffers, full, empty, M, N, K,
             pieces = column_pieces(acc.to(dtype), PIECES)
             for i in gl.static_range(PIECES):
                 buffer = c_buffers.index(WHICH * 2 + i % 2)
-                tma.store_wait(1)     # the store before the last has left this buffer
+                tma.store_wait(1)  # the store before the last has left this buffer
                 buffer.store(pieces[i])
                 fence_async_shared()  # written by threads, read by the TMA unit
                 tma_store(c_desc, [row, column + i * (BLOCK_N // PIECES)], buffer)
         else:
             m = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
             n = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-            gl.store(c_pointer + m.to(gl.int64)[:, None] * N + n[None, :], acc.to(dtype),
-                     mask=(m < M)[:, None] & (n < N)[None, :])
+            gl.store(
+                c_pointer + m.to(gl.int64)[:, None] * N + n[None, :],
+                acc.to(dtype),
+                mask=(m < M)[:, None] & (n < N)[None, :],
+            )
     tma.store_wait(0)
 
 
@@ -186,10 +222,24 @@ def shared_tiles(desc, COUNT: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["M", "N", "K"])
-def gemm_kernel(a_desc, b_desc, c_desc, c_pointer, M, N, K,
-                BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-                GROUP_M: gl.constexpr, A_COLUMN_MAJOR: gl.constexpr, B_COLUMN_MAJOR: gl.constexpr,
-                PIECES: gl.constexpr, TMA_STORE: gl.constexpr):
+def gemm_kernel(
+    a_desc,
+    b_desc,
+    c_desc,
+    c_pointer,
+    M,
+    N,
+    K,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    A_COLUMN_MAJOR: gl.constexpr,
+    B_COLUMN_MAJOR: gl.constexpr,
+    PIECES: gl.constexpr,
+    TMA_STORE: gl.constexpr,
+):
     """Ring and barriers, then the three jobs. c_desc is a_desc, and unused, where TMA cannot store C."""
     a_ring = shared_tiles(a_desc, STAGES)
     b_ring = shared_tiles(b_desc, STAGES)
@@ -197,23 +247,94 @@ def gemm_kernel(a_desc, b_desc, c_desc, c_pointer, M, N, K,
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)   # the producer's `expect`; the bytes are counted apart
+        mbarrier.init(full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
         mbarrier.init(empty.index(i), count=2)  # both consumers
-    gl.warp_specialize([
-        (consumer, (c_desc, c_pointer, a_ring, b_ring, c_buffers, full, empty, M, N, K, 0, BLOCK_M, BLOCK_N, BLOCK_K,
-                    STAGES, GROUP_M, A_COLUMN_MAJOR, B_COLUMN_MAJOR, PIECES, TMA_STORE)),
-        (consumer, (c_desc, c_pointer, a_ring, b_ring, c_buffers, full, empty, M, N, K, 1, BLOCK_M, BLOCK_N, BLOCK_K,
-                    STAGES, GROUP_M, A_COLUMN_MAJOR, B_COLUMN_MAJOR, PIECES, TMA_STORE)),
-        (producer, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M,
-                    A_COLUMN_MAJOR, B_COLUMN_MAJOR)),
-    ], [4, 1], [232, 24])  # warps and registers of the second and third; the first has num_warps and the rest
+    gl.warp_specialize(
+        [
+            (
+                consumer,
+                (
+                    c_desc,
+                    c_pointer,
+                    a_ring,
+                    b_ring,
+                    c_buffers,
+                    full,
+                    empty,
+                    M,
+                    N,
+                    K,
+                    0,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    STAGES,
+                    GROUP_M,
+                    A_COLUMN_MAJOR,
+                    B_COLUMN_MAJOR,
+                    PIECES,
+                    TMA_STORE,
+                ),
+            ),
+            (
+                consumer,
+                (
+                    c_desc,
+                    c_pointer,
+                    a_ring,
+                    b_ring,
+                    c_buffers,
+                    full,
+                    empty,
+                    M,
+                    N,
+                    K,
+                    1,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    STAGES,
+                    GROUP_M,
+                    A_COLUMN_MAJOR,
+                    B_COLUMN_MAJOR,
+                    PIECES,
+                    TMA_STORE,
+                ),
+            ),
+            (
+                producer,
+                (
+                    a_desc,
+                    b_desc,
+                    a_ring,
+                    b_ring,
+                    full,
+                    empty,
+                    M,
+                    N,
+                    K,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    STAGES,
+                    GROUP_M,
+                    A_COLUMN_MAJOR,
+                    B_COLUMN_MAJOR,
+                ),
+            ),
+        ],
+        [4, 1],
+        [232, 24],
+    )  # warps and registers of the second and third; the first has num_warps and the rest
 
 
 def choose(m: int, n: int, sms: int) -> Config:
     """The configuration with the least work for the busiest SM, each tile weighed by its rate."""
+
     def time(config: Config) -> float:
         tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
         return triton.cdiv(tiles, sms) * config.block_m * config.block_n / config.speed
+
     return min(CONFIGS, key=time)
 
 
@@ -234,7 +355,8 @@ def _operand(label: str, x: torch.Tensor, block: list[int]) -> tuple[TensorDescr
         f"gemm_warp_specialized copies {label} by TMA, which needs rows (or columns) of neighbouring elements that "
         f"start at multiples of 16 bytes; got {label} {tuple(x.shape)} with strides {x.stride()} elements, "
         f"{x.data_ptr() % 16} bytes past a multiple of 16. Pad its rows to a multiple of 8 elements, copy it with "
-        ".contiguous() or .clone(), or use gemm_autotuned.")
+        ".contiguous() or .clone(), or use gemm_autotuned."
+    )
 
 
 def gemm(a: torch.Tensor, b: torch.Tensor, config: Config | None = None) -> torch.Tensor:
@@ -261,12 +383,34 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
     with torch.cuda.device(a.device):
         gemm_kernel[(min(sms, tiles),)](
-            a_desc, b_desc, c_desc, c, m, n, k, config.block_m, config.block_n, config.block_k, config.stages,
-            config.group_m, a_column_major, b_column_major, config.pieces, by_tma, num_warps=4)
+            a_desc,
+            b_desc,
+            c_desc,
+            c,
+            m,
+            n,
+            k,
+            config.block_m,
+            config.block_n,
+            config.block_k,
+            config.stages,
+            config.group_m,
+            a_column_major,
+            b_column_major,
+            config.pieces,
+            by_tma,
+            num_warps=4,
+        )
 
 
-def compile_for_hopper(config: Config = CONFIGS[0], dtype: str = "bf16", *, a_column_major: bool = False,
-                       b_column_major: bool = False, by_tma: bool = True):
+def compile_for_hopper(
+    config: Config = CONFIGS[0],
+    dtype: str = "bf16",
+    *,
+    a_column_major: bool = False,
+    b_column_major: bool = False,
+    by_tma: bool = True,
+):
     """The kernel compiled for sm_90a, on any machine: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`."""
     from utils.kernels.offline import compile_gluon
 
@@ -276,24 +420,47 @@ def compile_for_hopper(config: Config = CONFIGS[0], dtype: str = "bf16", *, a_co
 
     a = descriptor([config.block_m, config.block_k], a_column_major)
     c = descriptor([config.block_m // 2, config.block_n // config.pieces]) if by_tma else a
-    constants = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
-                 "STAGES": config.stages, "GROUP_M": config.group_m, "A_COLUMN_MAJOR": a_column_major,
-                 "B_COLUMN_MAJOR": b_column_major, "PIECES": config.pieces, "TMA_STORE": by_tma}
-    signature = {"a_desc": a, "b_desc": descriptor([config.block_k, config.block_n], b_column_major), "c_desc": c,
-                 "c_pointer": f"*{dtype}", "M": "i32", "N": "i32", "K": "i32"}
+    constants = {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "STAGES": config.stages,
+        "GROUP_M": config.group_m,
+        "A_COLUMN_MAJOR": a_column_major,
+        "B_COLUMN_MAJOR": b_column_major,
+        "PIECES": config.pieces,
+        "TMA_STORE": by_tma,
+    }
+    signature = {
+        "a_desc": a,
+        "b_desc": descriptor([config.block_k, config.block_n], b_column_major),
+        "c_desc": c,
+        "c_pointer": f"*{dtype}",
+        "M": "i32",
+        "N": "i32",
+        "K": "i32",
+    }
     return compile_gluon(gemm_kernel, signature, constants)
 
 
 def main() -> int:
     """Every configuration, and variations of the first, against torch.matmul in bf16 on square matrices."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        print("This kernel runs on a Hopper GPU (H100, H200), and there is none here; "
-              "compile_for_hopper() shows its assembly on any machine.", file=sys.stderr)
+        print(
+            "This kernel runs on a Hopper GPU (H100, H200), and there is none here; "
+            "compile_for_hopper() shows its assembly on any machine.",
+            file=sys.stderr,
+        )
         return 1
     from utils.measuring import compare
 
-    candidates = (*CONFIGS, Config(128, 256, group_m=4), Config(128, 256, group_m=16),
-                  Config(128, 256, stages=3, pieces=2), Config(256, 128))
+    candidates = (
+        *CONFIGS,
+        Config(128, 256, group_m=4),
+        Config(128, 256, group_m=16),
+        Config(128, 256, stages=3, pieces=2),
+        Config(256, 128),
+    )
     sizes = (1024, 2048, 4096, 8192)
     print(f"{torch.cuda.get_device_name()}, bf16, M = N = K: TFLOP/s (time of torch.matmul / time of the kernel)")
     print(f"{'tile, stages, pieces, group':<32}" + "".join(f"{size:>18}" for size in sizes))
@@ -303,8 +470,16 @@ def main() -> int:
         line = f"{f'{tile}, {config.stages}, {config.pieces}, {config.group_m}':<32}"
         for size in sizes:
             gemm(*operands[size], config)
-            found = compare(torch.matmul, functools.partial(gemm, config=config), *operands[size], flops=2 * size**3,
-                            warmup=3, iterations=50, max_seconds=0.7, labels=("torch.matmul", "gemm_gluon"))
+            found = compare(
+                torch.matmul,
+                functools.partial(gemm, config=config),
+                *operands[size],
+                flops=2 * size**3,
+                warmup=3,
+                iterations=50,
+                max_seconds=0.7,
+                labels=("torch.matmul", "gemm_gluon"),
+            )
             line += f"{f'{found.b.tflops:.1f} ({found.ratio:.3f}x)':>18}"
         print(line, flush=True)
     return 0

@@ -18,8 +18,9 @@ import triton.language as tl
 
 
 @triton.jit
-def naive_kernel(a, b, c, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
-                 BLOCK_N: tl.constexpr):
+def naive_kernel(
+    a, b, c, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn, BLOCK_N: tl.constexpr
+):
     """The three loops: `for m` is the grid, `for n` the lanes, `for k` the loop. One element of C a lane."""
     m = tl.program_id(0).to(tl.int64)  # 64-bit: a row's offset can pass 2^31 elements
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
@@ -34,8 +35,26 @@ def naive_kernel(a, b, c, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, s
 
 
 @triton.jit
-def tile_of_c(a, b, c, m_tile, n_tile, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
-              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr):
+def tile_of_c(
+    a,
+    b,
+    c,
+    m_tile,
+    n_tile,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    stride_cm,
+    stride_cn,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
     """One tile of C: load a tile of A and of B, multiply (fp16 and bf16 on the tensor cores), step along K."""
     m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
     n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
@@ -56,31 +75,102 @@ def tile_of_c(a, b, c, m_tile, n_tile, M, N, K, stride_am, stride_ak, stride_bk,
         total = tl.dot(x, y, total, input_precision="ieee")
         a_tile += a_step
         b_tile += b_step
-    tl.store(c + m[:, None] * stride_cm + n[None, :] * stride_cn, total.to(c.dtype.element_ty),
-             mask=(m < M)[:, None] & (n < N)[None, :])
+    tl.store(
+        c + m[:, None] * stride_cm + n[None, :] * stride_cn,
+        total.to(c.dtype.element_ty),
+        mask=(m < M)[:, None] & (n < N)[None, :],
+    )
 
 
 @triton.jit
-def tiled_kernel(a, b, c, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
-                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr):
+def tiled_kernel(
+    a,
+    b,
+    c,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    stride_cm,
+    stride_cn,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
     """Programs in row-major order over the tiles of C: neighbours in time share a row of A, not a column of B."""
     tiles_n = tl.cdiv(N, BLOCK_N)
-    tile_of_c(a, b, c, tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n, M, N, K,
-              stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn, BLOCK_M, BLOCK_N, BLOCK_K, WIDEN)
+    tile_of_c(
+        a,
+        b,
+        c,
+        tl.program_id(0) // tiles_n,
+        tl.program_id(0) % tiles_n,
+        M,
+        N,
+        K,
+        stride_am,
+        stride_ak,
+        stride_bk,
+        stride_bn,
+        stride_cm,
+        stride_cn,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        WIDEN,
+    )
 
 
 @triton.jit
-def grouped_kernel(a, b, c, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
-                   GROUP_M: tl.constexpr):
+def grouped_kernel(
+    a,
+    b,
+    c,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    stride_cm,
+    stride_cn,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WIDEN: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
     """Programs walk GROUP_M rows of tiles abreast, so that those running together cover a squarer patch of C."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     group = tl.program_id(0) // (GROUP_M * tiles_n)
     within = tl.program_id(0) % (GROUP_M * tiles_n)
     rows = min(tiles_m - group * GROUP_M, GROUP_M)  # the last group may be shorter
-    tile_of_c(a, b, c, group * GROUP_M + within % rows, within // rows, M, N, K,
-              stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn, BLOCK_M, BLOCK_N, BLOCK_K, WIDEN)
+    tile_of_c(
+        a,
+        b,
+        c,
+        group * GROUP_M + within % rows,
+        within // rows,
+        M,
+        N,
+        K,
+        stride_am,
+        stride_ak,
+        stride_bk,
+        stride_bn,
+        stride_cm,
+        stride_cn,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        WIDEN,
+    )
 
 
 def _config(block_m: int, block_n: int, block_k: int, stages: int, warps: int) -> triton.Config:
@@ -90,8 +180,12 @@ def _config(block_m: int, block_n: int, block_k: int, stages: int, warps: int) -
 
 # Tiles for large matrices first, for small ones last.
 AUTOTUNE_CONFIGS = [
-    _config(128, 256, 64, 3, 8), _config(128, 128, 64, 4, 4), _config(128, 128, 64, 3, 8),
-    _config(64, 256, 64, 4, 4), _config(128, 64, 64, 4, 4), _config(64, 64, 64, 4, 4),
+    _config(128, 256, 64, 3, 8),
+    _config(128, 128, 64, 4, 4),
+    _config(128, 128, 64, 3, 8),
+    _config(64, 256, 64, 4, 4),
+    _config(128, 64, 64, 4, 4),
+    _config(64, 64, 64, 4, 4),
     _config(128, 64, 32, 4, 4),
 ]
 INTERPRETED = not isinstance(naive_kernel, triton.JITFunction)
@@ -103,9 +197,15 @@ def _that_fit(configs, arguments, **_):
 
 
 # Triton times the configs at the first call with new sizes or layouts, and keeps the fastest for the process.
-autotuned_kernel = None if INTERPRETED else triton.autotune(
-    AUTOTUNE_CONFIGS, key=["M", "N", "K", "stride_ak", "stride_bn"],
-    prune_configs_by={"early_config_prune": _that_fit})(grouped_kernel)
+autotuned_kernel = (
+    None
+    if INTERPRETED
+    else triton.autotune(
+        AUTOTUNE_CONFIGS,
+        key=["M", "N", "K", "stride_ak", "stride_bn"],
+        prune_configs_by={"early_config_prune": _that_fit},
+    )(grouped_kernel)
+)
 
 
 def _arguments(a, b, c):
@@ -130,8 +230,9 @@ def launch_tiled(a, b, c) -> None:
 
 
 def launch_tiled_grouped(a, b, c) -> None:
-    grouped_kernel[_tiles(c, *_TILE[:2])](*_arguments(a, b, c), *_TILE, WIDEN=INTERPRETED, GROUP_M=8,
-                                          num_stages=4, num_warps=4)
+    grouped_kernel[_tiles(c, *_TILE[:2])](
+        *_arguments(a, b, c), *_TILE, WIDEN=INTERPRETED, GROUP_M=8, num_stages=4, num_warps=4
+    )
 
 
 def launch_autotuned(a, b, c) -> None:

@@ -63,8 +63,9 @@ def run_interpreted_source(source: str, entry: str, *tensors, timeout: float = 6
     return run_interpreted_cases((source, entry), [tensors], timeout=timeout)[0]
 
 
-def run_interpreted_cases(call: str | tuple[str, str], cases: Sequence[Sequence], *, timeout: float = 60,
-                          **kwargs) -> list:
+def run_interpreted_cases(
+    call: str | tuple[str, str], cases: Sequence[Sequence], *, timeout: float = 60, **kwargs
+) -> list:
     """Run one kernel on several inputs in a single interpreter process; return one result for each.
 
     call: a function name as in `run_interpreted`, or (source, entry) as in `run_interpreted_source`.
@@ -72,11 +73,16 @@ def run_interpreted_cases(call: str | tuple[str, str], cases: Sequence[Sequence]
     The first failing case raises InterpretedKernelError; its `case` says which.
     """
     if importlib.util.find_spec("triton") is None:
-        raise RuntimeError("Triton's interpreter needs Triton, which is not installed here. "
-                           "On Linux: pip install 'triton>=3.6,<3.9'. There are no wheels for other systems.")
-    job = {"call": call if isinstance(call, str) else call[1], "from_source": not isinstance(call, str),
-           "cases": [tuple(_for_child(value, f"argument {i}") for i, value in enumerate(case)) for case in cases],
-           "kwargs": {name: _for_child(value, f"argument {name}") for name, value in kwargs.items()}}
+        raise RuntimeError(
+            "Triton's interpreter needs Triton, which is not installed here. "
+            "On Linux: pip install 'triton>=3.6,<3.9'. There are no wheels for other systems."
+        )
+    job = {
+        "call": call if isinstance(call, str) else call[1],
+        "from_source": not isinstance(call, str),
+        "cases": [tuple(_for_child(value, f"argument {i}") for i, value in enumerate(case)) for case in cases],
+        "kwargs": {name: _for_child(value, f"argument {name}") for name, value in kwargs.items()},
+    }
     with tempfile.TemporaryDirectory(prefix="interpreted-kernel-") as folder:
         if job["from_source"]:
             Path(folder, _STUDENT_FILE).write_text(textwrap.dedent(call[0]), encoding="utf-8")
@@ -84,39 +90,58 @@ def run_interpreted_cases(call: str | tuple[str, str], cases: Sequence[Sequence]
         _run_child(folder, job["call"], timeout)
         answer = torch.load(Path(folder, "answer.pt"), weights_only=True)
     if answer["error"]:
-        raise InterpretedKernelError(f"{job['call']} failed in Triton's interpreter.\n{answer['traceback']}",
-                                     answer["traceback"], answer["case"])
+        raise InterpretedKernelError(
+            f"{job['call']} failed in Triton's interpreter.\n{answer['traceback']}", answer["traceback"], answer["case"]
+        )
     return answer["results"]
 
 
 def _for_child(value, name: str):
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
-            raise ValueError(f"the interpreter computes on the CPU, and {name} is on {value.device}: "
-                             "pass it with .cpu(), or call the kernel itself to run it on the GPU")
+            raise ValueError(
+                f"the interpreter computes on the CPU, and {name} is on {value.device}: "
+                "pass it with .cpu(), or call the kernel itself to run it on the GPU"
+            )
         return value.detach()
     if isinstance(value, _PLAIN) or (isinstance(value, (tuple, list)) and all(isinstance(v, _PLAIN) for v in value)):
         return value
-    raise TypeError(f"{name} is a {type(value).__name__}; the interpreter's process takes CPU tensors, numbers, "
-                    "strings, dtypes and tuples of them")
+    raise TypeError(
+        f"{name} is a {type(value).__name__}; the interpreter's process takes CPU tensors, numbers, "
+        "strings, dtypes and tuples of them"
+    )
 
 
 def _run_child(folder: str, name: str, timeout: float) -> None:
     """Start the child, wait for its answer, and say in a sentence what happened if there is none."""
     paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths),
-                   # no GPU, one thread: the parent's threads would fight the child's over the cores
-                   "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    child = subprocess.Popen([sys.executable, "-m", "utils.kernels.interpreter", folder], cwd=folder, env=environment,
-                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                             errors="replace", start_new_session=True)
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+        # no GPU, one thread: the parent's threads would fight the child's over the cores
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    child = subprocess.Popen(
+        [sys.executable, "-m", "utils.kernels.interpreter", folder],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
     try:
         printed, complaints = child.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         raise InterpretedKernelError(
             f"{name} did not finish within {timeout:g} s in Triton's interpreter, which takes about 2 ms for each "
             "iteration of an inner loop: use smaller tensors or larger blocks, look for a loop that never ends, or "
-            "pass a longer timeout=") from None
+            "pass a longer timeout="
+        ) from None
     finally:
         if child.poll() is None:  # also on an interrupt of the caller
             os.killpg(child.pid, signal.SIGKILL)
@@ -129,9 +154,13 @@ def _run_child(folder: str, name: str, timeout: float) -> None:
         signal_name = signal.Signals(-child.returncode).name
         raise InterpretedKernelError(
             f"{name} ended Triton's interpreter with {signal_name}. A load or store outside its tensor does that: "
-            "check the pointer arithmetic, and that every load and store at an edge has a mask.")
-    raise InterpretedKernelError(f"{name} ended Triton's interpreter with exit status {child.returncode} before it "
-                                 f"returned. It said:\n{complaints.strip()[-2000:]}", complaints)
+            "check the pointer arithmetic, and that every load and store at an edge has a mask."
+        )
+    raise InterpretedKernelError(
+        f"{name} ended Triton's interpreter with exit status {child.returncode} before it "
+        f"returned. It said:\n{complaints.strip()[-2000:]}",
+        complaints,
+    )
 
 
 # The child ------------------------------------------------------------------------------------------------------
@@ -189,8 +218,10 @@ def repair() -> None:
 
     def refuse_bf16(*operands):
         if any(is_bf16(x) for x in operands):
-            raise TypeError("Triton's interpreter has no bf16 arithmetic (it would compute with the bit patterns): "
-                            "convert first, x.to(tl.float32), and convert the result back when it is stored")
+            raise TypeError(
+                "Triton's interpreter has no bf16 arithmetic (it would compute with the bit patterns): "
+                "convert first, x.to(tl.float32), and convert the result back when it is stored"
+            )
 
     def binary_checked(self, left, right, operation):
         refuse_bf16(left, right)
@@ -217,9 +248,11 @@ def repair() -> None:
         for first, end in inside:
             outside &= (addresses < first) | (addresses + np.uint64(element) > end)
         if outside.any():
-            raise IndexError(f"{what} outside every tensor given to the kernel, at {outside.sum()} of "
-                             f"{mask.data.size} elements: check the offsets, and mask the elements past an edge "
-                             "(mask=offsets < size)")
+            raise IndexError(
+                f"{what} outside every tensor given to the kernel, at {outside.sum()} of "
+                f"{mask.data.size} elements: check the offsets, and mask the elements past an edge "
+                "(mask=offsets < size)"
+            )
 
     def load_checked(self, pointers, mask, *rest):
         refuse_outside(pointers, mask, "tl.load reads")
@@ -250,8 +283,11 @@ def _load_function(job: dict, folder: str):
         spec.loader.exec_module(module)
         function = getattr(module, name, None)
         if not callable(function):
-            defined = [key for key, value in vars(module).items()
-                       if callable(value) and not isinstance(value, type) and not key.startswith("_")]
+            defined = [
+                key
+                for key, value in vars(module).items()
+                if callable(value) and not isinstance(value, type) and not key.startswith("_")
+            ]
             raise NameError(f"the source defines no function {name!r}; it defines: {', '.join(defined) or 'none'}")
         return function
     places = [name.rpartition(".")[0]] if "." in name else ["gemm", "gelu"]
@@ -259,8 +295,10 @@ def _load_function(job: dict, folder: str):
         module = importlib.import_module(f"utils.kernels.{place}")
         if callable(function := getattr(module, name.rpartition(".")[2], None)):
             return function
-    raise NameError(f"utils.kernels has no function {name!r} in {', '.join(places)}: "
-                    "name it, or give 'module.function' below utils.kernels")
+    raise NameError(
+        f"utils.kernels has no function {name!r} in {', '.join(places)}: "
+        "name it, or give 'module.function' below utils.kernels"
+    )
 
 
 def _own_traceback(error: BaseException, folder: str, from_source: bool) -> str:
@@ -270,8 +308,11 @@ def _own_traceback(error: BaseException, folder: str, from_source: bool) -> str:
         return "".join(traceback.format_exception_only(error)).replace(folder + os.sep, "")
     frames = []
     while True:  # Triton wraps what a kernel raises in an InterpreterError: the cause says more
-        frames += [frame for frame in traceback.extract_tb(error.__traceback__)
-                   if frame.filename.startswith(own) and frame.filename != __file__]
+        frames += [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename.startswith(own) and frame.filename != __file__
+        ]
         if type(error).__name__ != "InterpreterError" or error.__cause__ is None:
             break
         error = error.__cause__

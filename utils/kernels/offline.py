@@ -71,10 +71,15 @@ def read_assembly(compiled, name: str) -> Assembly:
         return sum(int(number) for number in re.findall(pattern, report))
 
     return Assembly(
-        name, compiled.asm["ptx"], disassembled(compiled), compiled.metadata.shared, total(r"Used (\d+) registers"),
-        total(r"(\d+) bytes spill (?:stores|loads)"), total(r"(\d+) bytes stack frame"),
+        name,
+        compiled.asm["ptx"],
+        disassembled(compiled),
+        compiled.metadata.shared,
+        total(r"Used (\d+) registers"),
+        total(r"(\d+) bytes spill (?:stores|loads)"),
+        total(r"(\d+) bytes stack frame"),
         tuple(line.strip() for line in report.splitlines() if "warning" in line.lower() or "C75" in line),
-    )  # fmt: skip
+    )
 
 
 def _tool(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -42,13 +42,9 @@ def plot_flash_attn_improvement(
 
     latency_cols, memory_cols = _columns("latency_cols", latency_cols), _columns("memory_cols", memory_cols)
     if len(latency_cols) != len(memory_cols):
-        raise ValueError(
-            f"latency_cols {latency_cols} and memory_cols {memory_cols} must pair up, one each a kernel."
-        )
+        raise ValueError(f"latency_cols {latency_cols} and memory_cols {memory_cols} must pair up, one each a kernel.")
     if not hasattr(df, "columns"):
-        raise ValueError(
-            f"df must be a pandas DataFrame with one row a sequence length, got {type(df).__name__}."
-        )
+        raise ValueError(f"df must be a pandas DataFrame with one row a sequence length, got {type(df).__name__}.")
     missing = [name for name in (seq_len_col, *latency_cols, *memory_cols) if name not in df.columns]
     if missing:
         raise ValueError(
@@ -60,20 +56,13 @@ def plot_flash_attn_improvement(
     lengths = checks.sizes(seq_len_col, df[seq_len_col])
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     lengths = [lengths[i] for i in order]
-    names = (
-        [name.removesuffix("_ms") for name in latency_cols]
-        if labels is None
-        else [str(name) for name in labels]
-    )
+    names = [name.removesuffix("_ms") for name in latency_cols] if labels is None else [str(name) for name in labels]
     if len(names) != len(latency_cols):
         raise ValueError(f"labels {names} must name the {len(latency_cols)} columns of latency_cols.")
 
     def column(name: str, check: Any) -> list[float]:
         values = list(df[name])
-        return [
-            check(f"{name} at {seq_len_col} {length}", values[i])
-            for i, length in zip(order, lengths, strict=True)
-        ]
+        return [check(f"{name} at {seq_len_col} {length}", values[i]) for i, length in zip(order, lengths, strict=True)]
 
     latency = [column(name, checks.latency) for name in latency_cols]
     memory = [column(name, _gigabytes) for name in memory_cols]

@@ -104,17 +104,11 @@ def median_and_interval(name: str, value: Any) -> tuple[float, tuple[float, floa
     else:
         parts = [value]
     if len(parts) not in (1, 3):
-        raise ValueError(
-            f"{name} must be a Measurement, a median in ms, or (median, low, high) in ms; got {value!r}."
-        )
+        raise ValueError(f"{name} must be a Measurement, a median in ms, or (median, low, high) in ms; got {value!r}.")
     median = latency(name, parts[0])
     if len(parts) == 1:
         return median, None
-    low, high = (
-        latency(f"{name} ({end} end)", part) for end, part in zip(("low", "high"), parts[1:], strict=True)
-    )
+    low, high = (latency(f"{name} ({end} end)", part) for end, part in zip(("low", "high"), parts[1:], strict=True))
     if not low <= median <= high:
-        raise ValueError(
-            f"{name}: the interval [{low:g}, {high:g}] ms does not hold the median, {median:g} ms."
-        )
+        raise ValueError(f"{name}: the interval [{low:g}, {high:g}] ms does not hold the median, {median:g} ms.")
     return median, (low, high)

@@ -13,8 +13,19 @@ if TYPE_CHECKING:
 
 KINDS = ("training", "prefill", "decode")
 # A letter beside the colour, so that no reader depends on it; other providers take the letters that are left.
-LETTERS = {"cudnn": "c", "flash": "f", "efficient": "e", "math": "m", "gluon": "g", "cute": "q", "triton": "t",
-           "flex": "x", "flex_flash": "X", "flash_attn": "F", "naive": "n"}
+LETTERS = {
+    "cudnn": "c",
+    "flash": "f",
+    "efficient": "e",
+    "math": "m",
+    "gluon": "g",
+    "cute": "q",
+    "triton": "t",
+    "flex": "x",
+    "flex_flash": "X",
+    "flash_attn": "F",
+    "naive": "n",
+}
 LOOKS = {"cudnn": 5, "flash": 1, "efficient": 3, "math": 4, "gluon": 2}
 
 
@@ -33,8 +44,10 @@ def plot_choices(entries: Sequence[dict], *, ax: Any = None, title: str | None =
 
     kinds = [kind for kind in KINDS if any(entry["kind"] == kind for entry in entries)]
     if not kinds:
-        raise ValueError("entries must hold at least one measured shape of a kind among training, prefill, decode; "
-                         "`measured_shapes(document)` gives them.")
+        raise ValueError(
+            "entries must hold at least one measured shape of a kind among training, prefill, decode; "
+            "`measured_shapes(document)` gives them."
+        )
     tables = [_table([entry for entry in entries if entry["kind"] == kind], kind) for kind in kinds]
     if ax is None:
         figure, axes = _own_axes(tables)
@@ -81,14 +94,23 @@ def _own_axes(tables: list) -> tuple[Any, list]:
     heights = [len(rows) + 3.5 for rows, _, _ in tables]
     widths = [len(columns) + 4 for _, columns, _ in tables]
     if len(tables) < 3:
-        figure, grid = plt.subplots(len(tables), 1, figsize=(3 + 0.5 * max(widths), 0.9 + 0.24 * sum(heights)),
-                                    height_ratios=heights, squeeze=False, facecolor=PAPER, layout="constrained")
+        figure, grid = plt.subplots(
+            len(tables),
+            1,
+            figsize=(3 + 0.5 * max(widths), 0.9 + 0.24 * sum(heights)),
+            height_ratios=heights,
+            squeeze=False,
+            facecolor=PAPER,
+            layout="constrained",
+        )
         return figure, list(grid.flat)
     left, tall = heights[:2], max(sum(heights[:2]), heights[2])
-    figure = plt.figure(figsize=(3.6 + 0.46 * (max(widths[:2]) + widths[2]), 0.9 + 0.24 * tall), facecolor=PAPER,
-                        layout="constrained")
-    grid = figure.add_gridspec(3, 2, width_ratios=(max(widths[:2]), widths[2]),
-                               height_ratios=(*left, max(tall - sum(left), 0.01)))
+    figure = plt.figure(
+        figsize=(3.6 + 0.46 * (max(widths[:2]) + widths[2]), 0.9 + 0.24 * tall), facecolor=PAPER, layout="constrained"
+    )
+    grid = figure.add_gridspec(
+        3, 2, width_ratios=(max(widths[:2]), widths[2]), height_ratios=(*left, max(tall - sum(left), 0.01))
+    )
     return figure, [figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[:, 1])]
 
 
@@ -105,8 +127,16 @@ def _panel(ax: Any, kind: str, rows: list[str], columns: list[str], cells: dict)
             cost = entry["default_cost"]
             number = "-" if cost is None else f"{cost:.2f}" if cost < 9.95 else f"{cost:.0f}"
             costly = cost is not None and cost > 1.03
-            ax.text(x, y, f"{LETTERS.get(entry['best'], '?')} {number}", ha="center", va="center", fontsize=7,
-                    color=ink_on(color), fontweight="bold" if costly else "normal")
+            ax.text(
+                x,
+                y,
+                f"{LETTERS.get(entry['best'], '?')} {number}",
+                ha="center",
+                va="center",
+                fontsize=7,
+                color=ink_on(color),
+                fontweight="bold" if costly else "normal",
+            )
     ax.set_xlim(-0.6, len(columns) - 0.4)
     ax.set_ylim(len(rows) - 0.4, -0.6)
     ax.set_xticks(range(len(columns)), labels=columns, rotation=0 if kind == "decode" else 45, fontsize=7.5)
@@ -123,5 +153,15 @@ def _key(ax: Any, backends: list[str]) -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(facecolor=color_of(name), label=f"{LETTERS.get(name, '?')}  {name}") for name in backends]
-    ax.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(handles), frameon=False,
-              fontsize=8.5, borderaxespad=0.1, handlelength=1.4, columnspacing=1.6, labelcolor=SOFT)
+    ax.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0, 1.0),
+        ncols=len(handles),
+        frameon=False,
+        fontsize=8.5,
+        borderaxespad=0.1,
+        handlelength=1.4,
+        columnspacing=1.6,
+        labelcolor=SOFT,
+    )

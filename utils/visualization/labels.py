@@ -33,14 +33,7 @@ COMPASS = {"E": 0, "NE": 45, "N": 90, "NW": 135, "W": 180, "SW": 225, "S": 270, 
 # What an overlap of two texts costs, round by round; at infinity it is forbidden.
 ROUNDS = (25.0, 60.0, 120.0, math.inf, math.inf, math.inf)
 # Costs in points of distance.
-COST_DIRECTION, COST_SLIDE, COST_LINE, COST_MARKER, COST_CROSSING, COST_THROUGH = (
-    14.0,
-    5.0,
-    16.0,
-    90.0,
-    70.0,
-    110.0,
-)
+COST_DIRECTION, COST_SLIDE, COST_LINE, COST_MARKER, COST_CROSSING, COST_THROUGH = (14.0, 5.0, 16.0, 90.0, 70.0, 110.0)
 
 
 @dataclass
@@ -75,9 +68,7 @@ class LabelLayer(Artist):
         self._markers: list[tuple[float, float]] = []
         self._lines: list[np.ndarray] = []
         self._solved_for: tuple | None = None
-        self._leaders = LineCollection(
-            [], colors=HAIR, linewidths=0.7, transform=IdentityTransform(), zorder=2.5
-        )
+        self._leaders = LineCollection([], colors=HAIR, linewidths=0.7, transform=IdentityTransform(), zorder=2.5)
         self._leaders.set_in_layout(False)
         self.set_in_layout(False)
         self.set_zorder(-100)  # drawn first: texts are in place before they draw
@@ -193,10 +184,7 @@ class LabelLayer(Artist):
                 extent = label.text.get_window_extent(renderer)
                 label.extent = (extent.width, extent.height)
                 label.box = label.line = None
-            for units in (
-                self._units(),
-                [[label] for label in self._labels],
-            ):  # alone, if a column finds no room
+            for units in (self._units(), [[label] for label in self._labels]):  # alone, if a column finds no room
                 for overlap in ROUNDS:
                     before = [label.box for label in self._labels]
                     for unit in units:
@@ -242,17 +230,11 @@ class LabelLayer(Artist):
 
     def _units(self) -> list[list[_Label]]:
         """Columns of labels whose points crowd together, and single labels."""
-        loose = [
-            label
-            for label in self._labels
-            if label.leader and len(label.anchors) == 1 and label.coords == "data"
-        ]
+        loose = [label for label in self._labels if label.leader and len(label.anchors) == 1 and label.coords == "data"]
         crowds: list[list[_Label]] = []
         for label in loose:
             near = [
-                c
-                for c in crowds
-                if any(math.dist(label.anchors[0], o.anchors[0]) < CROWD * self._point for o in c)
+                c for c in crowds if any(math.dist(label.anchors[0], o.anchors[0]) < CROWD * self._point for o in c)
             ]
             crowds = [c for c in crowds if c not in near] + [[label, *(o for c in near for o in c)]]
         units = [[label] for label in self._labels]
@@ -271,9 +253,7 @@ class LabelLayer(Artist):
         """Move one unit to its cheapest place, the others held still; hide it if no place is allowed."""
         boxes, whole, distance, cost = self._candidates(unit)  # (C, n, 4), (C, 4), (C,), (C,)
         gap = GAP * self._point
-        others = [
-            other for other in self._labels if other.box is not None and all(other is not u for u in unit)
-        ]
+        others = [other for other in self._labels if other.box is not None and all(other is not u for u in unit)]
         taken = np.vstack([self._fixed, *(other.box[None] for other in others)])
         allowed = (
             (whole[:, 0] >= gap)
@@ -297,9 +277,7 @@ class LabelLayer(Artist):
             anchor = label.anchors[0]
             if len(label.anchors) > 1:  # the leader starts at the line's point nearest to the text
                 foot = np.clip(label.anchors[:, None], box[:, :2], box[:, 2:])
-                anchor = label.anchors[
-                    np.argmin(np.hypot(*np.moveaxis(foot - label.anchors[:, None], -1, 0)), axis=0)
-                ]
+                anchor = label.anchors[np.argmin(np.hypot(*np.moveaxis(foot - label.anchors[:, None], -1, 0)), axis=0)]
             # Alone, the leader ends at the box's nearest point; in a column, at the facing side.
             foot = np.clip(anchor, box[:, :2], box[:, 2:])
             if len(unit) > 1:
@@ -314,9 +292,7 @@ class LabelLayer(Artist):
             far = len(unit) > 1 or distance[best] > NEAR * self._point
             label.line = leaders[i][best] if label.leader and far else None
 
-    def _cost(
-        self, boxes: np.ndarray, leaders: np.ndarray, distance: np.ndarray, others: list[_Label]
-    ) -> np.ndarray:
+    def _cost(self, boxes: np.ndarray, leaders: np.ndarray, distance: np.ndarray, others: list[_Label]) -> np.ndarray:
         """What a text here (C, 4), with this leader (C, 4), would cover and cross."""
         cost = COST_MARKER * _overlaps(boxes, self._marker_boxes, 0).sum(axis=1)
         cost = cost + COST_LINE * np.minimum(_holds(boxes, self._line_points, 2 * self._point).sum(axis=1), 3)
@@ -325,12 +301,7 @@ class LabelLayer(Artist):
         if others:
             theirs = np.array([other.box for other in others])
             path = leaders[:, None, :2] + (leaders[:, None, 2:] - leaders[:, None, :2]) * inner  # (C, 16, 2)
-            through = (
-                ((path[:, :, None] >= theirs[:, :2]) & (path[:, :, None] <= theirs[:, 2:]))
-                .all(-1)
-                .any(1)
-                .sum(1)
-            )
+            through = ((path[:, :, None] >= theirs[:, :2]) & (path[:, :, None] <= theirs[:, 2:])).all(-1).any(1).sum(1)
             cost = cost + COST_THROUGH * through * long
         for other in others:
             if other.line is not None:
@@ -354,8 +325,7 @@ class LabelLayer(Artist):
         while radii[-1] < math.hypot(*self._frame):  # fine near the point, coarse far away
             radii.append(radii[-1] + max(4 * point, 0.06 * radii[-1]))
         slide, radius, angle = (
-            a.ravel()
-            for a in np.meshgrid(np.arange(len(anchors)), radii, np.arange(24) * math.pi / 12, indexing="ij")
+            a.ravel() for a in np.meshgrid(np.arange(len(anchors)), radii, np.arange(24) * math.pi / 12, indexing="ij")
         )
         cos, sin = np.cos(angle), np.sin(angle)
         near = anchors[slide] + (radius[:, None] + reach) * np.column_stack([cos, sin])
@@ -371,9 +341,7 @@ class LabelLayer(Artist):
         variants = []
         for order in (1, -1):  # top to bottom, or bottom to top: one of them crosses fewer leaders
             top = height - np.concatenate([[0], np.cumsum(heights[::order])[:-1]])[::order]
-            x = np.where(
-                cos[:, None] >= -0.3, whole[:, :1], whole[:, 2:3] - widths
-            )  # flush on the facing side
+            x = np.where(cos[:, None] >= -0.3, whole[:, :1], whole[:, 2:3] - widths)  # flush on the facing side
             y = whole[:, 1:2] + top - heights
             variants.append(np.stack([x, y, x + widths, y + heights - point], axis=-1))
         return np.vstack(variants), np.tile(whole, (2, 1)), np.tile(radius, 2), np.tile(cost, 2)

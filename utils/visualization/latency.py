@@ -39,19 +39,14 @@ def plot_gemm_torch_matmul_latency(
     """
     order = checks.sizes("sizes", sizes)
     limit = None if peak_flops is None else checks.tflops("peak_flops", peak_flops)
-    given = {
-        "gemm_tiled_latency_ms": gemm_tiled_latency_ms,
-        "torch_matmul_latency_ms": torch_matmul_latency_ms,
-    }
+    given = {"gemm_tiled_latency_ms": gemm_tiled_latency_ms, "torch_matmul_latency_ms": torch_matmul_latency_ms}
     if len(labels) != 2:
         raise ValueError(f"labels must be two names, one a line; got {labels!r}.")
     curves: dict[str, dict[int, Any]] = {}
     for label, (argument, values) in zip(labels, given.items(), strict=True):
         row = checks.sequence(argument, values, "latencies in ms")
         if len(row) != len(order):
-            raise ValueError(
-                f"{argument} holds {len(row)} latencies for {len(order)} sizes; pass one a size."
-            )
+            raise ValueError(f"{argument} holds {len(row)} latencies for {len(order)} sizes; pass one a size.")
         for size, value in zip(order, row, strict=True):
             median, _ = checks.median_and_interval(f"{argument} at n={size}", value)
             _plausible(argument, size, median, limit)
@@ -77,11 +72,7 @@ def _plausible(argument: str, size: int, median_ms: float, peak_tflops: float | 
 
 
 def plot_latency(
-    results: Mapping[str, Any],
-    *,
-    ax: Axes | None = None,
-    size_name: str = "size",
-    title: str | None = None,
+    results: Mapping[str, Any], *, ax: Axes | None = None, size_name: str = "size", title: str | None = None
 ) -> tuple[Figure, Axes]:
     """Plot medians with their intervals: a row a label, or a line a label over sizes.
 
@@ -100,9 +91,7 @@ def plot_latency(
     if any(nested) and not all(nested):
         raise ValueError("results mixes {label: latency} and {label: {size: latency}}; use one of the two.")
     if not any(nested):
-        return _rows(
-            {name: checks.median_and_interval(name, value) for name, value in rows.items()}, ax, title
-        )
+        return _rows({name: checks.median_and_interval(name, value) for name, value in rows.items()}, ax, title)
     lines: dict[str, dict[int, tuple]] = {}
     for name, value in rows.items():
         curve = checks.mapping(f"results[{name!r}]", value, "{1024: 0.02}")
@@ -127,12 +116,8 @@ def _rows(rows: dict[str, tuple], ax: Any, title: str | None) -> tuple[Any, Any]
         axes.plot([axes.get_xlim()[0], median], [y, y], color="#dddddd", linewidth=1.2, zorder=1)
         text = f"{plain(median)} ms"
         if interval is not None:
-            axes.plot(
-                interval, [y, y], color=look.color, linewidth=4, alpha=0.35, solid_capstyle="butt", zorder=2
-            )
-            axes.plot(
-                interval, [y, y], color=look.color, linestyle="none", marker="|", markersize=9, zorder=2
-            )
+            axes.plot(interval, [y, y], color=look.color, linewidth=4, alpha=0.35, solid_capstyle="butt", zorder=2)
+            axes.plot(interval, [y, y], color=look.color, linestyle="none", marker="|", markersize=9, zorder=2)
             text += f"  [{plain(interval[0])}, {plain(interval[1])}]"
         axes.plot([median], [y], color=look.color, marker="o", markersize=6, zorder=3)
         axes.annotate(
@@ -159,10 +144,7 @@ def _lines(lines: dict[str, dict[int, tuple]], ax: Any, size_name: str, title: s
 
     every = sorted({size for curve in lines.values() for size in curve})
     ends = [
-        end
-        for curve in lines.values()
-        for median, interval in curve.values()
-        for end in (median, *(interval or ()))
+        end for curve in lines.values() for median, interval in curve.values() for end in (median, *(interval or ()))
     ]
     size_axis(axes.xaxis, every)
     left, right = axes.get_xlim()
@@ -189,15 +171,7 @@ def _lines(lines: dict[str, dict[int, tuple]], ax: Any, size_name: str, title: s
         for size, (median, interval) in curve.items():
             layer.avoid_point(size, median)
             if interval is not None:
-                axes.plot(
-                    [size, size],
-                    interval,
-                    color=look.color,
-                    linewidth=1.2,
-                    marker="_",
-                    markersize=6,
-                    zorder=2,
-                )
+                axes.plot([size, size], interval, color=look.color, linewidth=1.2, marker="_", markersize=6, zorder=2)
         layer.add(name, (sizes[-1], medians[-1]), prefer="E", gap=8, size=9, fontweight="bold")
     if len(lines) == 2:
         _ratios(layer, *lines.values())
@@ -211,11 +185,5 @@ def _ratios(layer: Any, first: dict[int, tuple], second: dict[int, tuple]) -> No
         if size in second:
             a, b = first[size][0], second[size][0]
             layer.add(
-                f"{max(a, b) / min(a, b):.3g}x",
-                (size, max(a, b)),
-                prefer="N",
-                gap=7,
-                size=8,
-                color=SOFT,
-                leader=False,
+                f"{max(a, b) / min(a, b):.3g}x", (size, max(a, b)), prefer="N", gap=7, size=8, color=SOFT, leader=False
             )

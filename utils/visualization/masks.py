@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from matplotlib.figure import Figure
 
-MOST_PIXELS = 512   # a longer mask is drawn in cells of several pairs, shaded by their density
+MOST_PIXELS = 512  # a longer mask is drawn in cells of several pairs, shaded by their density
 FULL, PARTIAL = "#0b4f7d", "#f0a830"  # differ in lightness too: they read on a grey printer
 
 
@@ -99,8 +99,13 @@ def _draw_pairs(ax: Any, own: bool, allowed: Any, name: str, found: Any) -> None
 
     colors = LinearSegmentedColormap.from_list("pairs", [GRID, series(0).color])
     ax.imshow(
-        _shades(allowed), cmap=colors, vmin=0, vmax=1, interpolation="nearest",
-        extent=(0, found.sk, found.sq, 0), aspect="auto" if found.sq != found.sk else "equal",
+        _shades(allowed),
+        cmap=colors,
+        vmin=0,
+        vmax=1,
+        interpolation="nearest",
+        extent=(0, found.sk, found.sq, 0),
+        aspect="auto" if found.sq != found.sk else "equal",
     )
     if max(found.sq, found.sk) <= 48:  # a single pair can be told
         _lines(ax, range(1, found.sk), range(1, found.sq), 0.5)
@@ -117,7 +122,12 @@ def _draw_blocks(ax: Any, own: bool, found: Any) -> None:
     height, width = found.block_size
     extent = (0, state.shape[1] * width, state.shape[0] * height, 0)
     ax.imshow(
-        state, cmap=ListedColormap([GRID, PARTIAL, FULL]), vmin=0, vmax=2, interpolation="nearest", extent=extent,
+        state,
+        cmap=ListedColormap([GRID, PARTIAL, FULL]),
+        vmin=0,
+        vmax=2,
+        interpolation="nearest",
+        extent=extent,
         aspect="auto" if found.sq != found.sk else "equal",
     )
     if max(state.shape) <= 64:
@@ -125,15 +135,24 @@ def _draw_blocks(ax: Any, own: bool, found: Any) -> None:
     _plain_axes(ax, found)
     size = f"{height} x {width}"
     name_axes(
-        ax, own, x="key",
+        ax,
+        own,
+        x="key",
         title=f"{_share(found.block_density)} of the blocks of {size}\nat best {plain(found.ideal_speedup)}x as fast"
-        if found.full + found.partial else f"no block of {size} is left",
+        if found.full + found.partial
+        else f"no block of {size} is left",
     )
     parts = (("full", found.full, FULL), ("partial", found.partial, PARTIAL), ("empty", found.empty, GRID))
     ax.legend(
         handles=[Patch(facecolor=color, label=f"{count} {what}") for what, count, color in parts],
-        loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, frameon=False, fontsize=8.5,
-        labelcolor=SOFT if own else None, handlelength=1.0, columnspacing=1.4,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.13),
+        ncols=3,
+        frameon=False,
+        fontsize=8.5,
+        labelcolor=SOFT if own else None,
+        handlelength=1.0,
+        columnspacing=1.4,
     )
 
 
@@ -197,8 +216,13 @@ def plot_sparsity_sweep(
     words = {"doc_span": "tokens of a document", "block_size": "tokens of a block"}
     top = max(1.0, np.nanmax(share, initial=1.0))
     for axis, values, form, span, head in (
-        (axes[0], speedup, lambda v: f"{plain(round(v, 2))}x", (0, max(1.0, np.nanmax(speedup, initial=1.0))),
-         "times as fast as without a mask" if title is None else title),
+        (
+            axes[0],
+            speedup,
+            lambda v: f"{plain(round(v, 2))}x",
+            (0, max(1.0, np.nanmax(speedup, initial=1.0))),
+            "times as fast as without a mask" if title is None else title,
+        ),
         (axes[1], share, lambda v: f"{v:.0%}", (0, top), "share of what the blocks promise"),
     ):
         _heat_map(axis, values, form, span)
@@ -217,7 +241,12 @@ def _heat_map(ax: Any, values: Any, form: Callable[[float], str], span: tuple[fl
     for (line, column), value in np.ndenumerate(values):
         gap = np.isnan(value)
         ax.text(
-            column, line, "refused" if gap else form(float(value)), ha="center", va="center", fontsize=9,
+            column,
+            line,
+            "refused" if gap else form(float(value)),
+            ha="center",
+            va="center",
+            fontsize=9,
             color=INK if gap else ink_on(image.cmap(image.norm(value))),
         )
     ax.grid(False)

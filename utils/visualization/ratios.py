@@ -11,8 +11,13 @@ if TYPE_CHECKING:
     import numpy as np
     from matplotlib.figure import Figure
 
-_NAMES = {"cudnn": "cuDNN", "cute": "flash-attn-4", "flex_flash": "Flex (FLASH)", "flash": "torch flash (FA2)",
-          "flex": "Flex (Triton)"}
+_NAMES = {
+    "cudnn": "cuDNN",
+    "cute": "flash-attn-4",
+    "flex_flash": "Flex (FLASH)",
+    "flash": "torch flash (FA2)",
+    "flex": "Flex (Triton)",
+}
 
 
 def plot_attention_ratios(
@@ -58,25 +63,49 @@ def plot_attention_ratios(
                 beyond.append(f"{_NAMES.get(name, name)}: {y.min():.2f} to {y.max():.2f}")
                 continue
             look = series(i)
-            panel.errorbar(x, y, yerr=[np.maximum(y - low, 0), np.maximum(high - y, 0)], color=look.color,
-                           marker=look.marker, linestyle=look.linestyle, markersize=5.5, linewidth=1.6, capsize=2.5,
-                           zorder=3, clip_on=True)
+            panel.errorbar(
+                x,
+                y,
+                yerr=[np.maximum(y - low, 0), np.maximum(high - y, 0)],
+                color=look.color,
+                marker=look.marker,
+                linestyle=look.linestyle,
+                markersize=5.5,
+                linewidth=1.6,
+                capsize=2.5,
+                zorder=3,
+                clip_on=True,
+            )
             shown.append(name)
-        name_axes(panel, own, x="sequence length" if causal == masks[-1] else None,
-                  y="times faster" if head_dim == head_dims[0] else None,
-                  title=f"head dim {head_dim}, {'causal' if causal else 'full'}")
+        name_axes(
+            panel,
+            own,
+            x="sequence length" if causal == masks[-1] else None,
+            y="times faster" if head_dim == head_dims[0] else None,
+            title=f"head dim {head_dim}, {'causal' if causal else 'full'}",
+        )
         panel.set_ylim(0.9, highest)
         panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1f}x"))
         if beyond:
-            panel.text(0.98, 0.97, "\n".join(beyond), transform=panel.transAxes, ha="right", va="top", fontsize=8.5,
-                       color=SOFT)
+            panel.text(
+                0.98, 0.97, "\n".join(beyond), transform=panel.transAxes, ha="right", va="top", fontsize=8.5, color=SOFT
+            )
     figure.canvas.draw()  # the ticks below need the panels' widths
     for panel in axes:
         size_axis(panel.xaxis, lengths)
     key = [_line(i, _NAMES.get(name, name)) for i, name in enumerate(opponents) if name in shown]
     if own:
-        figure.legend(handles=key, loc="outside upper left", ncols=len(key), frameon=False, fontsize=9,
-                      labelcolor=SOFT, title=title, title_fontsize=11, alignment="left")
+        figure.legend(
+            handles=key,
+            loc="outside upper left",
+            ncols=len(key),
+            frameon=False,
+            fontsize=9,
+            labelcolor=SOFT,
+            title=title,
+            title_fontsize=11,
+            alignment="left",
+        )
     else:
         axes[0].legend(handles=key, frameon=False, fontsize=8.5)
     return figure, np.array(axes, dtype=object)
@@ -86,5 +115,13 @@ def _line(i: int, label: str) -> Any:
     from matplotlib.lines import Line2D
 
     look = series(i)
-    return Line2D([], [], color=look.color, marker=look.marker, linestyle=look.linestyle, markersize=5.5,
-                  linewidth=1.6, label=label)
+    return Line2D(
+        [],
+        [],
+        color=look.color,
+        marker=look.marker,
+        linestyle=look.linestyle,
+        markersize=5.5,
+        linewidth=1.6,
+        label=label,
+    )

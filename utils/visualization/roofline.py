@@ -155,24 +155,18 @@ def _draw_roofs(ax: Any, layer: Any, roofs: list[_Roof], slope: float) -> None:
     layer.avoid_line([start, highest.ridge], [start * slope, highest.tflops])
     # Memory-bound is where the slope is the lower roof: left of the ridge.
     ax.axvspan(low, main.ridge, color="#f4f4f4", linewidth=0, zorder=0)
-    ax.plot(
-        [main.ridge] * 2, [bottom, main.tflops], color=HAIR, linewidth=0.9, linestyle=(0, (2, 2)), zorder=2
-    )
+    ax.plot([main.ridge] * 2, [bottom, main.tflops], color=HAIR, linewidth=0.9, linestyle=(0, (2, 2)), zorder=2)
     layer.avoid_line([main.ridge] * 2, [bottom, main.tflops])
     for i, roof in enumerate(roofs):
         look = series(i)
         color, style, width = (INK, "-", 1.8) if i == 0 else (look.color, look.linestyle, 1.5)
-        ax.plot(
-            [roof.ridge, high], [roof.tflops] * 2, color=color, linestyle=style, linewidth=width, zorder=3
-        )
+        ax.plot([roof.ridge, high], [roof.tflops] * 2, color=color, linestyle=style, linewidth=width, zorder=3)
         ax.plot([roof.ridge], [roof.tflops], marker="o", markersize=3.5, color=color, zorder=3.5)
         layer.avoid_line([roof.ridge, high], [roof.tflops] * 2)
         layer.avoid_point(roof.ridge, roof.tflops)
         name = f"{roof.dtype}  " if roof.dtype else ""
         ridge = "" if i == 0 else f", ridge {plain(roof.ridge)}"
-        line = [
-            (roof.ridge * (high / roof.ridge) ** share, roof.tflops) for share in (0.98, 0.85, 0.7, 0.55, 0.4)
-        ]
+        line = [(roof.ridge * (high / roof.ridge) ** share, roof.tflops) for share in (0.98, 0.85, 0.7, 0.55, 0.4)]
         layer.add(
             f"{name}{plain(roof.tflops)} TFLOP/s{ridge}",
             line,
@@ -180,26 +174,12 @@ def _draw_roofs(ax: Any, layer: Any, roofs: list[_Roof], slope: float) -> None:
             gap=4,
             fontweight="bold" if i == 0 else "normal",
         )
-    layer.add(
-        f"ridge {plain(main.ridge)} FLOPs/Byte", (main.ridge, main.tflops), prefer="NW", gap=7, size=8.5
-    )
+    layer.add(f"ridge {plain(main.ridge)} FLOPs/Byte", (main.ridge, main.tflops), prefer="NW", gap=7, size=8.5)
     edge = 0.02
     at = (math.log(main.ridge) - math.log(low)) / (math.log(high) - math.log(low))
     for x, ha, words in ((at - edge / 2, "right", "memory-bound"), (at + edge / 2, "left", "compute-bound")):
-        ax.text(
-            x,
-            0.02,
-            words,
-            transform=ax.transAxes,
-            ha=ha,
-            va="bottom",
-            fontsize=8.5,
-            color=SOFT,
-            style="italic",
-        )
-    layer.add_along(
-        f"{plain(slope)} TB/s", (start, start * slope), (main.ridge, main.tflops), fontweight="bold"
-    )
+        ax.text(x, 0.02, words, transform=ax.transAxes, ha=ha, va="bottom", fontsize=8.5, color=SOFT, style="italic")
+    layer.add_along(f"{plain(slope)} TB/s", (start, start * slope), (main.ridge, main.tflops), fontweight="bold")
 
 
 def _draw_points(ax: Any, layer: Any, points: list[_Point]) -> None:
@@ -222,9 +202,7 @@ def _draw_points(ax: Any, layer: Any, points: list[_Point]) -> None:
             layer.add(point.name, (point.intensity, point.attainable), prefer=below)
             continue
         color, marker, size = (ALARM, "X", 9) if point.beyond else (solid.color, "o", 6.5)
-        ax.plot(
-            [point.intensity] * 2, [point.attainable, point.measured], color=color, linewidth=0.9, zorder=3.2
-        )
+        ax.plot([point.intensity] * 2, [point.attainable, point.measured], color=color, linewidth=0.9, zorder=3.2)
         ax.plot(
             [point.intensity],
             [point.measured],
@@ -297,7 +275,5 @@ def _key(points: list[_Point]) -> list[Any]:
             )
         )
     if any(point.beyond for point in points):
-        handles.append(
-            Line2D([], [], marker="X", linestyle="none", markersize=8, color=ALARM, label="above the roof")
-        )
+        handles.append(Line2D([], [], marker="X", linestyle="none", markersize=8, color=ALARM, label="above the roof"))
     return handles

@@ -85,9 +85,7 @@ def _clean(ax: Any, own: bool) -> None:
     ax.tick_params(which="minor", length=2)
 
 
-def name_axes(
-    ax: Any, own: bool, *, x: str | None = None, y: str | None = None, title: str | None = None
-) -> None:
+def name_axes(ax: Any, own: bool, *, x: str | None = None, y: str | None = None, title: str | None = None) -> None:
     """Axis labels and a left-aligned title."""
     color = {"color": INK} if own else {}
     if x:
@@ -166,9 +164,7 @@ def size_axis(axis: Any, values: list[int]) -> None:
     margin = (high / low) ** 0.06 if high > low else 2.0
     ax.set_xlim(low / margin, high * margin)
     span = math.log(high / low) + 2 * math.log(margin)
-    width = (
-        ax.get_position().width * ax.get_figure(root=True).bbox.width / ax.get_figure(root=True).dpi * 72
-    )  # points
+    width = ax.get_position().width * ax.get_figure(root=True).bbox.width / ax.get_figure(root=True).dpi * 72  # points
     kept: list[int] = []
     for value in sorted(values, reverse=True):  # the largest size is always named
         room = 6.0 * (len(str(value)) + 1.5)  # points: 9-point digits and a gap

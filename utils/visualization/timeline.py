@@ -77,9 +77,7 @@ def plot_timeline(
     every = _nest(events, first)
     visible = [bar for bar in every if bar.end >= window[0] and bar.start <= window[1]]
     if not visible:
-        raise ValueError(
-            f"window_ms {window} holds none of the {len(every)} events; they end at {every[-1].end:g} ms."
-        )
+        raise ValueError(f"window_ms {window} holds none of the {len(every)} events; they end at {every[-1].end:g} ms.")
     bars = [bar for bar in visible if bar.depth < max_depth]
     lanes: dict[str, int] = {}  # levels of each lane, in order of first event
     for bar in sorted(bars, key=lambda bar: bar.start):
@@ -95,9 +93,7 @@ def plot_timeline(
     colors = _colors(bars)
     _draw(axes, bars, tops, colors)
     labels = [f"{lane}\n{100 * _busy(every, lane, window):.0f}% busy" for lane in lanes]
-    axes.set_yticks(
-        [tops[lane] + depth / 2 - 0.5 for lane, depth in lanes.items()], labels=labels, fontsize=8.5
-    )
+    axes.set_yticks([tops[lane] + depth / 2 - 0.5 for lane, depth in lanes.items()], labels=labels, fontsize=8.5)
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")
     axes.spines["left"].set_visible(False)
@@ -120,25 +116,14 @@ def _events(given: Any) -> list[Mapping[str, Any]]:
         )
     events = list(given)
     if not events:
-        raise ValueError(
-            "events_or_trace holds no events: nothing was recorded while the profiler was active."
-        )
+        raise ValueError("events_or_trace holds no events: nothing was recorded while the profiler was active.")
     rows = []
     for i, event in enumerate(events):
-        row = (
-            dict(event)
-            if isinstance(event, Mapping)
-            else {k: getattr(event, k) for k in _KEYS if hasattr(event, k)}
-        )
+        row = dict(event) if isinstance(event, Mapping) else {k: getattr(event, k) for k in _KEYS if hasattr(event, k)}
         missing = [key for key in _KEYS if key not in row]
         if missing:
-            raise ValueError(
-                f"event {i} lacks {', '.join(missing)}; each needs {', '.join(_KEYS)}: {event!r}."
-            )
-        for key, floor, words in (
-            ("start_us", -math.inf, "finite"),
-            ("duration_us", 0, "finite and not negative"),
-        ):
+            raise ValueError(f"event {i} lacks {', '.join(missing)}; each needs {', '.join(_KEYS)}: {event!r}.")
+        for key, floor, words in (("start_us", -math.inf, "finite"), ("duration_us", 0, "finite and not negative")):
             value = row[key]
             if not isinstance(value, int | float) or not math.isfinite(value) or value < floor:
                 raise ValueError(f"event {i} ({row['name']}): {key} must be {words}, in us; got {value!r}.")
@@ -206,14 +191,11 @@ def _draw(ax: Any, bars: list[_Bar], tops: dict[str, float], colors: dict[str, s
         corners = []
         for bar in mine:
             y = tops[bar.lane] + bar.depth
-            corners.append(
-                [(bar.start, y - 0.44), (bar.end, y - 0.44), (bar.end, y + 0.44), (bar.start, y + 0.44)]
-            )
+            corners.append([(bar.start, y - 0.44), (bar.end, y - 0.44), (bar.end, y + 0.44), (bar.start, y + 0.44)])
         # A white edge parts neighbours; on a bar of a few pixels it would leave nothing.
         edges = ["white" if bar.end - bar.start > 4 * pixel else color for bar in mine]
         ax.add_collection(
-            PolyCollection(corners, facecolors=color, edgecolors=edges, linewidths=0.5, zorder=3),
-            autolim=False,
+            PolyCollection(corners, facecolors=color, edgecolors=edges, linewidths=0.5, zorder=3), autolim=False
         )
     names = BarNames(ax)
     for bar in sorted(bars, key=lambda bar: bar.start - bar.end)[:MOST_NAMES]:

@@ -24,13 +24,7 @@ from instructor.checks.lab1.gemma import (
     kv_cache_bytes,
     mlp_and_norm_costs,
 )
-from instructor.checks.lab1.profiling import (
-    fusion_bytes,
-    gelu_by_hand,
-    kernels_per_step,
-    launch_model,
-    profile_steps,
-)
+from instructor.checks.lab1.profiling import fusion_bytes, gelu_by_hand, kernels_per_step, launch_model, profile_steps
 from instructor.checks.lab1.roofline import achieved_and_smallest, intensities, ridge_and_roof
 from instructor.checks.lab1.triton_gemm import gemm_triton
 

@@ -18,16 +18,13 @@ from instructor.checks.lab1.common import (
 )
 from utils.checking import check, expect_close, forbid, forbid_leaving, watch_operations
 
-_FUSED = (r"_?scaled_dot_product_\w+", r"_(?:flash|efficient|cudnn)_attention\w*", r"\w*multi_head_attention\w*",
-          r"flex_attention\w*")  # fmt: skip
-_SOFTMAX = (
-    r"_?(?:log_)?softmax\w*",
-    r"_?safe_softmax",
-    r"\w*logsumexp\w*",
-    r"logcumsumexp",
-    "logaddexp2?",
-    "softmin",
+_FUSED = (
+    r"_?scaled_dot_product_\w+",
+    r"_(?:flash|efficient|cudnn)_attention\w*",
+    r"\w*multi_head_attention\w*",
+    r"flex_attention\w*",
 )
+_SOFTMAX = (r"_?(?:log_)?softmax\w*", r"_?safe_softmax", r"\w*logsumexp\w*", r"logcumsumexp", "logaddexp2?", "softmin")
 
 
 def _reference(q, k, v, causal=False):
@@ -44,12 +41,7 @@ def _attention_hint(got, q, k, v, causal) -> str:
     if not isinstance(got, torch.Tensor) or got.shape != q.shape:
         return ""
     wrong = {
-        "The scores are divided by the square root of the head dimension.": (
-            q * math.sqrt(q.shape[-1]),
-            k,
-            v,
-            causal,
-        ),
+        "The scores are divided by the square root of the head dimension.": (q * math.sqrt(q.shape[-1]), k, v, causal),
         "The scores are divided by sqrt(D), not by D.": (q / math.sqrt(q.shape[-1]), k, v, causal),
         "No mask was asked for.": (q, k, v, True),
         "A query may not see the keys after it.": (q, k, v, False),
@@ -84,8 +76,14 @@ def standard_attention(standard_attention, seed=None):
     # Large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
     q, k, v = 20 * draw.normal(1, 1, 6, 64), 20 * draw.normal(1, 1, 6, 64), draw.normal(1, 1, 6, 64)
     got = standard_attention(q, k, v)
-    expect_close(got, _reference(q, k, v), rtol=1e-3, atol=1e-3, what="standard_attention with scores in the hundreds",
-                 hint="exp overflows: subtract the largest score first, or use torch.softmax.")  # fmt: skip
+    expect_close(
+        got,
+        _reference(q, k, v),
+        rtol=1e-3,
+        atol=1e-3,
+        what="standard_attention with scores in the hundreds",
+        hint="exp overflows: subtract the largest score first, or use torch.softmax.",
+    )
 
 
 @check("5.1", "Memory of the scores")
@@ -96,7 +94,9 @@ def attention_memory(score_bytes, longest_length, seed=None):
         b, h, s = draw.sizes(3, 2, 300)
         size = dtype.itemsize
         expect_value(
-            score_bytes(b, h, s, dtype), b * h * s * s * size, "bytes",
+            score_bytes(b, h, s, dtype),
+            b * h * s * s * size,
+            "bytes",
             f"score_bytes({b}, {h}, {s}, {dtype_name(dtype)})",
             {
                 "One score for each pair of a query and a key.": b * h * s * size,
@@ -105,11 +105,14 @@ def attention_memory(score_bytes, longest_length, seed=None):
                 "These are elements, not bytes.": b * h * s * s,
                 "One matrix was asked for.": 2 * b * h * s * s * size,
             },
-        )  # fmt: skip
+        )
         memory = draw.size(10**9, 10**11)
         s = math.isqrt(memory // (2 * b * h * size))
         expect_value(
-            longest_length(memory, b, h, dtype), s, "", f"longest_length({memory}, {b}, {h}, {dtype_name(dtype)})",
+            longest_length(memory, b, h, dtype),
+            s,
+            "",
+            f"longest_length({memory}, {b}, {h}, {dtype_name(dtype)})",
             {
                 "Scores and probabilities are both there.": math.isqrt(memory // (b * h * size)),
                 "One more does not fit.": s + 1,
@@ -118,19 +121,14 @@ def attention_memory(score_bytes, longest_length, seed=None):
                 "A length is an integer.": math.sqrt(memory / (2 * b * h * size)),
             },
             rel=1e-9,
-        )  # fmt: skip
+        )
 
 
 @check("5.2", "Attention with (B, S, H, D) inputs")
 def attention_bshd(attention_bshd, seed=None):
     """Right layout, causal, grouped heads."""
     draw = Draw(seed)
-    for s, heads, kv_heads in (
-        (draw.size(9, 15), 4, 4),
-        (6, 6, 6),
-        (draw.size(9, 15), 6, 2),
-        (draw.size(9, 15), 4, 1),
-    ):
+    for s, heads, kv_heads in ((draw.size(9, 15), 4, 4), (6, 6, 6), (draw.size(9, 15), 6, 2), (draw.size(9, 15), 4, 1)):
         b, d = draw.size(2, 3), draw.choice((8, 16))
         q, k, v = draw.normal(b, s, heads, d), draw.normal(b, s, kv_heads, d), draw.normal(b, s, kv_heads, d)
         got = attention_bshd(q, k, v)
@@ -162,9 +160,12 @@ def online_softmax_stats(online_softmax_stats, seed=None):
     """Running maximum and sum, each block looked at once."""
     draw = Draw(seed)
     for middle, order, dtype in (
-        (0, None, torch.float32), (1000, None, torch.float64), (-1000, None, torch.float64),
-        (0, "rising", torch.float32), (0, "falling", torch.float32),
-    ):  # fmt: skip
+        (0, None, torch.float32),
+        (1000, None, torch.float64),
+        (-1000, None, torch.float64),
+        (0, "rising", torch.float32),
+        (0, "falling", torch.float32),
+    ):
         rows, widths = draw.size(3, 7), [draw.size(1, 9) for _ in range(draw.size(3, 5))]
         x = middle + 3 * draw.normal(rows, sum(widths), dtype=dtype)
         if order:
@@ -181,30 +182,35 @@ def online_softmax_stats(online_softmax_stats, seed=None):
 
         with SizeWatch() as sizes, watch_operations() as watch:
             result = online_softmax_stats(arriving())
-        forbid(watch, (*_SOFTMAX, "cat", "stack", "hstack", "concat", "concatenate", "column_stack"),
-               hint="keep a running maximum and a running sum, and look at one block at a time")  # fmt: skip
+        forbid(
+            watch,
+            (*_SOFTMAX, "cat", "stack", "hstack", "concat", "concatenate", "column_stack"),
+            hint="keep a running maximum and a running sum, and look at one block at a time",
+        )
         forbid_leaving(watch)
         if len(taken) != len(widths):
             raise AssertionError(f"{len(widths)} blocks arrived, and {len(taken)} were looked at.")
         largest = rows * max(widths)
         if found := sizes.over(largest):
-            raise AssertionError(
-                f"the operator {found[0]} worked on {found[1]} elements; no block has over {largest}."
-            )
+            raise AssertionError(f"the operator {found[0]} worked on {found[1]} elements; no block has over {largest}.")
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise AssertionError(f"online_softmax_stats should return (m, l), and returned {type(result).__name__}.")
         m, l = _softmax_stats(x.double())  # noqa: E741 (the formula's letter)
         name = f"{len(widths)} blocks" + (f" with {order} values" if order else f" with values around {middle}")
-        expect_close(result[0], m.to(dtype), rtol=1e-6, atol=1e-6, what=f"m of {name}",
-                     hint="m is the largest value of the row over all blocks.")  # fmt: skip
+        expect_close(
+            result[0],
+            m.to(dtype),
+            rtol=1e-6,
+            atol=1e-6,
+            what=f"m of {name}",
+            hint="m is the largest value of the row over all blocks.",
+        )
         hint = "When a block brings a larger maximum, what happens to the sum so far?"
         expect_close(result[1], l.to(dtype), rtol=1e-4, atol=1e-6, what=f"l of {name}", hint=hint)
 
 
 def _expect_tiled(function, q, k, v, tile_q, tile_k, causal, rtol, atol, name) -> None:
-    what = (
-        f"{name} of q {tuple(q.shape)}, k {tuple(k.shape)} with tiles ({tile_q}, {tile_k}) in {dtype_name(q.dtype)}"
-    )
+    what = f"{name} of q {tuple(q.shape)}, k {tuple(k.shape)} with tiles ({tile_q}, {tile_k}) in {dtype_name(q.dtype)}"
     copies = q.clone(), k.clone(), v.clone()
     with poisoned_memory():
         got = function(q, k, v, tile_q, tile_k)
@@ -263,8 +269,7 @@ def flash_attention_tiled(flash_attention_tiled, seed=None):
     got = flash_attention_tiled(q, k, v)
     expect_close(got, _reference(q, k, v), rtol=1e-4, atol=1e-5, what=f"{name} with its default tiles")
     shapes = (1, 1, 6, 4), (1, 1, 9, 4), (1, 1, 9, 4)
-    expect_follows_device(lambda a, b, c: flash_attention_tiled(a, b, c, 4, 4), *shapes,
-                          what=f"{name}(q, k, v)")  # fmt: skip
+    expect_follows_device(lambda a, b, c: flash_attention_tiled(a, b, c, 4, 4), *shapes, what=f"{name}(q, k, v)")
 
 
 @check("5.4", "Intensity of attention")
@@ -277,7 +282,9 @@ def attention_intensity(attention_intensity, seed=None):
         for flash in (False, True):
             n_bytes = (4 * s * d + (0 if flash else 4 * s * s)) * size
             expect_value(
-                attention_intensity(s, d, dtype, flash), flops / n_bytes, "FLOPs/Byte",
+                attention_intensity(s, d, dtype, flash),
+                flops / n_bytes,
+                "FLOPs/Byte",
                 f"attention_intensity({s}, {d}, {dtype_name(dtype)}, flash={flash})",
                 {
                     "Scores are written, read, written and read: four times.": flops / ((4 * s * d + 2 * s * s) * size),
@@ -287,7 +294,7 @@ def attention_intensity(attention_intensity, seed=None):
                     "Standard attention writes the scores to memory.": flops / (4 * s * d * size),
                     "Q, K, V and O travel as well.": flops / (4 * s * s * size),
                 },
-            )  # fmt: skip
+            )
 
 
 @check("Bonus 5.6", "Causal flash attention")
@@ -339,9 +346,7 @@ def merge_attention(merge_attention, seed=None):
         for part in range(parts):
             block = scores[..., 12 * part : 12 * part + 12]
             lses.append(torch.logsumexp(block, dim=-1))
-            outputs.append(
-                torch.softmax(block, dim=-1) @ v[:, :, 12 * part : 12 * part + 12]
-            )  # NaN where it is empty
+            outputs.append(torch.softmax(block, dim=-1) @ v[:, :, 12 * part : 12 * part + 12])  # NaN where it is empty
         outputs, lses = torch.stack(outputs).float(), torch.stack(lses).float()
         copies = outputs.clone(), lses.clone()
         with watch_operations() as watch:
@@ -349,9 +354,7 @@ def merge_attention(merge_attention, seed=None):
         forbid(watch, _SOFTMAX, hint="subtract the largest L, then take exp")
         expect_unchanged(copies, (outputs, lses), "merge_attention")
         if not isinstance(result, tuple | list) or len(result) != 2:
-            raise AssertionError(
-                f"merge_attention should return (output, lse), and returned {type(result).__name__}."
-            )
+            raise AssertionError(f"merge_attention should return (output, lse), and returned {type(result).__name__}.")
         what = f"{parts} parts" + (" of which some are empty" if empty else f" with L up to {lses.abs().max():.0f}")
         # From the float32 inputs: at L around 1000 their rounding alone moves the answer.
         wide = copies[1].double()
@@ -359,5 +362,11 @@ def merge_attention(merge_attention, seed=None):
         expected = (weights * torch.where(weights > 0, copies[0].double(), 0.0)).sum(dim=0)
         hint = "A part counts with the weight exp(L_p - L); where L_p is -inf, its output must not be touched."
         expect_close(result[0], expected.float(), rtol=1e-3, atol=1e-4, what=f"the output of {what}", hint=hint)
-        expect_close(result[1], torch.logsumexp(wide, dim=0).float(), rtol=1e-5, atol=1e-3,
-                     what=f"the lse of {what}", hint="L = log of the sum over parts of exp(L_p).")  # fmt: skip
+        expect_close(
+            result[1],
+            torch.logsumexp(wide, dim=0).float(),
+            rtol=1e-5,
+            atol=1e-3,
+            what=f"the lse of {what}",
+            hint="L = log of the sum over parts of exp(L_p).",
+        )

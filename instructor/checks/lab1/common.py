@@ -15,10 +15,32 @@ from utils.checking import expect_number
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 # Operators that compute; views, allocations and copies are not among them.
-ARITHMETIC = frozenset({
-    "mul", "add", "sub", "div", "sum", "mean", "prod", "cumsum", "addcmul", "addcdiv", "nansum", "exp", "exp2", "expm1",
-    "max", "amax", "maximum", "pow", "logaddexp", "masked_fill", "where", "_softmax",
-})  # fmt: skip
+ARITHMETIC = frozenset(
+    {
+        "mul",
+        "add",
+        "sub",
+        "div",
+        "sum",
+        "mean",
+        "prod",
+        "cumsum",
+        "addcmul",
+        "addcdiv",
+        "nansum",
+        "exp",
+        "exp2",
+        "expm1",
+        "max",
+        "amax",
+        "maximum",
+        "pow",
+        "logaddexp",
+        "masked_fill",
+        "where",
+        "_softmax",
+    }
+)
 
 
 class Draw:
@@ -79,9 +101,10 @@ def expect_value(
         got_text, expected_text = _shown(value), _shown(expected)
         # At some sizes two mistakes give the same number: both are named then.
         hints = [
-            hint for hint, number in (mistakes or {}).items()
+            hint
+            for hint, number in (mistakes or {}).items()
             if abs(value - number) <= rel * max(abs(number), 1e-300) and abs(number - expected) > rel * abs(expected)
-        ]  # fmt: skip
+        ]
         if hints:
             said = " Or: ".join(hints)
             raise AssertionError(f"{what} is {got_text}{tail}, expected {expected_text}. {said}") from None

@@ -55,12 +55,7 @@ def gemm_naive(gemm_naive, seed=None):
         )
     hint = "Which index does each of the three loops run over, and where is the sum set back to zero?"
     for dtype in (torch.float32, torch.float64):
-        shapes = [
-            tuple(draw.sizes(3, 3, 7)),
-            (1, draw.size(4, 9), 1),
-            (draw.size(3, 6), 1, draw.size(3, 6)),
-            (4, 4, 4),
-        ]
+        shapes = [tuple(draw.sizes(3, 3, 7)), (1, draw.size(4, 9), 1), (draw.size(3, 6), 1, draw.size(3, 6)), (4, 4, 4)]
         for m, k, n in shapes:
             what = _name("gemm_naive", m, k, n, dtype)
             _expect_product(gemm_naive, draw.normal(m, k, dtype=dtype), draw.normal(k, n, dtype=dtype), what, hint)
@@ -154,9 +149,7 @@ def time_calls(time_calls, seed=None):
         )
     after = [b for a, b in zip(device.log, [*device.log[1:], ""], strict=True) if a == "call"]
     if any(event != "wait" for event in after):
-        raise AssertionError(
-            "wait for the device after each call, before the clock stops: the work is still running."
-        )
+        raise AssertionError("wait for the device after each call, before the clock stops: the work is still running.")
     # A call's clock runs between the wait of the call before and the next call, so a busy machine changes no verdict.
     most_ms = [
         (stop - start) * 1e3 * 1.01 + 1
@@ -167,9 +160,7 @@ def time_calls(time_calls, seed=None):
             hint = "Is the clock stopped after the wait, and is each call timed on its own?"
             if 0.99 * work <= got * 1e3 <= most:
                 hint = "It looks like seconds: the answer should be in ms."
-            raise AssertionError(
-                f"call {i} took the device {work:.1f} ms, and time_calls says {got:.4g} ms. {hint}"
-            )
+            raise AssertionError(f"call {i} took the device {work:.1f} ms, and time_calls says {got:.4g} ms. {hint}")
         if not got <= most:
             raise AssertionError(
                 f"time_calls says {got:.4g} ms for call {i}, and only {most - 1:.4g} ms went by between the calls "
@@ -189,7 +180,9 @@ def gemm_and_gemv_costs(gemm_macs_flops_bytes, gemv_macs_flops_bytes, seed=None)
         m, n, k = draw.sizes(3, 11, 500)
         macs = m * n * k
         _expect_costs(
-            gemm_macs_flops_bytes(m, n, k, dtype), macs, (m * k + k * n + m * n) * size,
+            gemm_macs_flops_bytes(m, n, k, dtype),
+            macs,
+            (m * k + k * n + m * n) * size,
             f"gemm_macs_flops_bytes({m}, {n}, {k}, {dtype_name(dtype)})",
             {
                 "The result C is written, too.": (m * k + k * n) * size,
@@ -197,16 +190,18 @@ def gemm_and_gemv_costs(gemm_macs_flops_bytes, gemv_macs_flops_bytes, seed=None)
                 "These are elements, not bytes.": m * k + k * n + m * n,
                 "The least I/O reads A and B once, not once a product.": 2 * m * n * k * size,
             },
-        )  # fmt: skip
+        )
         _expect_costs(
-            gemv_macs_flops_bytes(m, k, dtype), m * k, (m * k + k + m) * size,
+            gemv_macs_flops_bytes(m, k, dtype),
+            m * k,
+            (m * k + k + m) * size,
             f"gemv_macs_flops_bytes({m}, {k}, {dtype_name(dtype)})",
             {
                 "The result y is written, too.": (m * k + k) * size,
                 "The number of bytes depends on the dtype.": (m * k + k + m) * 4,
                 "y has M elements, x has K.": (m * k + 2 * k) * size,
             },
-        )  # fmt: skip
+        )
 
 
 def _expect_costs(got, macs, n_bytes, what, byte_mistakes) -> None:
@@ -225,24 +220,31 @@ def tile_traffic(tiled_gemm_bytes, largest_square_tile, seed=None):
         for tm, tn in ((32, 64), (50, 7), (1000, 128), (2000, 2000), (1, 1)):
             rows, cols = math.ceil(m / tm), math.ceil(n / tn)
             expect_value(
-                tiled_gemm_bytes(m, n, k, tm, tn, dtype), (cols * m * k + rows * k * n + m * n) * size, "bytes",
+                tiled_gemm_bytes(m, n, k, tm, tn, dtype),
+                (cols * m * k + rows * k * n + m * n) * size,
+                "bytes",
                 f"tiled_gemm_bytes({m}, {n}, {k}, {tm}, {tn}, {dtype_name(dtype)})",
                 {
-                    "A is read once for each tile COLUMN of C, B once for each tile ROW.":
-                        (rows * m * k + cols * k * n + m * n) * size,
-                    "The last tile is there as well if it is not whole.":
-                        (n // tn * m * k + m // tm * k * n + m * n) * size,
-                    "Part of a tile is a tile: their number is an integer.":
-                        (n / tn * m * k + m / tm * k * n + m * n) * size,
+                    "A is read once for each tile COLUMN of C, B once for each tile ROW.": (
+                        rows * m * k + cols * k * n + m * n
+                    )
+                    * size,
+                    "The last tile is there as well if it is not whole.": (n // tn * m * k + m // tm * k * n + m * n)
+                    * size,
+                    "Part of a tile is a tile: their number is an integer.": (n / tn * m * k + m / tm * k * n + m * n)
+                    * size,
                     "C is written, too.": (cols * m * k + rows * k * n) * size,
                 },
-            )  # fmt: skip
+            )
     for dtype in DTYPES[1:3]:
         for _ in range(4):
             fast, tile_k = draw.size(20_000, 300_000), draw.choice((8, 16, 32, 64))
             t = max(x for x in range(300) if 4 * x * x + 2 * x * tile_k * dtype.itemsize <= fast)
             what = f"largest_square_tile({fast}, {tile_k}, {dtype_name(dtype)})"
             expect_value(
-                largest_square_tile(fast, tile_k, dtype), t, "", what,
+                largest_square_tile(fast, tile_k, dtype),
+                t,
+                "",
+                what,
                 {"This one does not fit any more.": t + 1, "A larger one fits.": t - 1},
-            )  # fmt: skip
+            )

@@ -48,7 +48,9 @@ def attended_pairs(attended_pairs, seed=None):
     cases += [(draw.size(2, 30), length, window), (length, length, length + 7), (length, length, 1)]
     for query_len, kv_len, w in cases:
         expect_value(
-            attended_pairs(query_len, kv_len, w), _pairs(query_len, kv_len, w), "pairs",
+            attended_pairs(query_len, kv_len, w),
+            _pairs(query_len, kv_len, w),
+            "pairs",
             f"attended_pairs({query_len}, {kv_len}, {w})",
             {
                 "The causal mask hides the keys after each query.": query_len * kv_len,
@@ -59,7 +61,7 @@ def attended_pairs(attended_pairs, seed=None):
                 "The first queries see fewer keys than a whole window.": query_len * min(kv_len, w) if w else math.nan,
                 "The queries are the LAST query_len of the kv_len positions.": _pairs(query_len, query_len, w),
             },
-        )  # fmt: skip
+        )
 
 
 def _attention(batch, query_len, kv_len, config, size, window=None, *, kv_heads=None, keys_read=None, pairs=None):
@@ -86,43 +88,61 @@ def attention_cost(attention_macs_flops_bytes, seed=None):
         length, window = draw.size(300, 900), draw.size(20, 200)
         size = dtype.itemsize
         for query_len, kv_len, w in (
-            (length, length, None), (1, length, None), (length, length, window), (1, length, window),
-            (7, length, window), (1, window - 3, window),
-        ):  # fmt: skip
+            (length, length, None),
+            (1, length, None),
+            (length, length, window),
+            (1, length, window),
+            (7, length, window),
+            (1, window - 3, window),
+        ):
             batch = draw.size(2, 9)
             args = (batch, query_len, kv_len, config)
             expected = _attention(*args, size, w)
             no_projections = 2 * batch * config.num_attention_heads * _pairs(query_len, kv_len, w) * config.head_dim
             where = "sliding window" if w else "full attention"
             expect_counts(
-                attention_macs_flops_bytes(*args, dtype, w), expected, _UNITS,
+                attention_macs_flops_bytes(*args, dtype, w),
+                expected,
+                _UNITS,
                 f"attention_macs_flops_bytes({batch}, {query_len}, {kv_len}, config, {dtype_name(dtype)}, {w}) "
                 f"({where}, hidden {config.hidden_size}, heads {config.num_attention_heads}, "
                 f"kv heads {config.num_key_value_heads}, head_dim {config.head_dim})",
                 {
-                    "Keys and values have num_key_value_heads heads, not num_attention_heads.":
-                        _attention(*args, size, w, kv_heads=config.num_attention_heads),
-                    "Count the pairs that the mask lets through, not the whole square.":
-                        _attention(*args, size, w, pairs=query_len * kv_len),
-                    "With a window, only the keys that at least one query can see are read.":
-                        _attention(*args, size, w, keys_read=kv_len),
+                    "Keys and values have num_key_value_heads heads, not num_attention_heads.": _attention(
+                        *args, size, w, kv_heads=config.num_attention_heads
+                    ),
+                    "Count the pairs that the mask lets through, not the whole square.": _attention(
+                        *args, size, w, pairs=query_len * kv_len
+                    ),
+                    "With a window, only the keys that at least one query can see are read.": _attention(
+                        *args, size, w, keys_read=kv_len
+                    ),
                     "The window limits the pairs.": (*_attention(*args, size, None)[:2], math.nan),
-                    "A window of w has w keys, the query's own included.":
-                        _attention(*args, size, w, pairs=_pairs(query_len, kv_len, w and w + 1)),
-                    "Several queries see more keys together than one window.":
-                        _attention(*args, size, w, keys_read=min(kv_len, w or kv_len)),
+                    "A window of w has w keys, the query's own included.": _attention(
+                        *args, size, w, pairs=_pairs(query_len, kv_len, w and w + 1)
+                    ),
+                    "Several queries see more keys together than one window.": _attention(
+                        *args, size, w, keys_read=min(kv_len, w or kv_len)
+                    ),
                     "The number of bytes depends on the dtype.": _attention(*args, 4, w),
                     "These are elements, not bytes.": _attention(*args, 1, w),
-                    "A FLOP is not a MAC: one multiply-accumulate is two FLOPs.":
-                        (2 * expected[0], expected[0], math.nan),
+                    "A FLOP is not a MAC: one multiply-accumulate is two FLOPs.": (
+                        2 * expected[0],
+                        expected[0],
+                        math.nan,
+                    ),
                     "The four projections are missing.": (no_projections, 2 * no_projections, math.nan),
-                    "The scores are a matrix product, and so is their product with the values.":
-                        _attention(*args, size, w, pairs=_pairs(query_len, kv_len, w) / 2),
-                    "Each pair costs D MACs for each QUERY head.":
-                        _attention(*args, size, w, pairs=_pairs(query_len, kv_len, w) * config.num_key_value_heads
-                                   / config.num_attention_heads),
+                    "The scores are a matrix product, and so is their product with the values.": _attention(
+                        *args, size, w, pairs=_pairs(query_len, kv_len, w) / 2
+                    ),
+                    "Each pair costs D MACs for each QUERY head.": _attention(
+                        *args,
+                        size,
+                        w,
+                        pairs=_pairs(query_len, kv_len, w) * config.num_key_value_heads / config.num_attention_heads,
+                    ),
                 },
-            )  # fmt: skip
+            )
 
 
 def _mlp(t, h, i, size, *, wide=8, narrow=3, weights=3):
@@ -139,25 +159,34 @@ def mlp_and_norm_costs(mlp_macs_flops_bytes, rms_norm_flops_bytes, seed=None):
             t, h, i, size = draw.size(1, 5000), config.hidden_size, config.intermediate_size, dtype.itemsize
             macs, flops, n_bytes = _mlp(t, h, i, size)
             expect_counts(
-                mlp_macs_flops_bytes(t, config, dtype), (macs, flops, n_bytes), _UNITS,
+                mlp_macs_flops_bytes(t, config, dtype),
+                (macs, flops, n_bytes),
+                _UNITS,
                 f"mlp_macs_flops_bytes({t}, config, {dtype_name(dtype)}) (hidden {h}, intermediate {i})",
                 {
-                    "There are three matrices: gate, up and down.": (2 * t * h * i, 4 * t * h * i,
-                                                                     _mlp(t, h, i, size, weights=2)[2]),
+                    "There are three matrices: gate, up and down.": (
+                        2 * t * h * i,
+                        4 * t * h * i,
+                        _mlp(t, h, i, size, weights=2)[2],
+                    ),
                     "The number of bytes depends on the dtype.": _mlp(t, h, i, 4),
                     "These are elements, not bytes.": _mlp(t, h, i, 1),
                     "A FLOP is not a MAC: one multiply-accumulate is two FLOPs.": (2 * macs, macs, math.nan),
                     "gate and up are two operators, and each reads its input.": _mlp(t, h, i, size, narrow=2),
-                    "GELU and the product are operators of their own: they read and write.":
-                        _mlp(t, h, i, size, wide=3),
-                    "GELU and the product are two operators here, each with its own reads and writes.":
-                        _mlp(t, h, i, size, wide=6),
+                    "GELU and the product are operators of their own: they read and write.": _mlp(
+                        t, h, i, size, wide=3
+                    ),
+                    "GELU and the product are two operators here, each with its own reads and writes.": _mlp(
+                        t, h, i, size, wide=6
+                    ),
                     "The elementwise product reads two tensors.": _mlp(t, h, i, size, wide=7),
                     "Weights are read, too.": _mlp(t, h, i, size, weights=0),
                 },
-            )  # fmt: skip
+            )
             expect_counts(
-                rms_norm_flops_bytes(t, h, dtype), (4 * t * h, (2 * t * h + h) * size), ("FLOPs", "bytes"),
+                rms_norm_flops_bytes(t, h, dtype),
+                (4 * t * h, (2 * t * h + h) * size),
+                ("FLOPs", "bytes"),
                 f"rms_norm_flops_bytes({t}, {h}, {dtype_name(dtype)})",
                 {
                     "The number of bytes depends on the dtype.": (math.nan, (2 * t * h + h) * 4),
@@ -165,7 +194,7 @@ def mlp_and_norm_costs(mlp_macs_flops_bytes, rms_norm_flops_bytes, seed=None):
                     "The weight is one vector, the same for all tokens.": (math.nan, 3 * t * h * size),
                     "One fused operator reads its input once.": (math.nan, (3 * t * h + h) * size),
                 },
-            )  # fmt: skip
+            )
 
 
 @check("3.3", "PyTorch's FLOP counter")
@@ -181,9 +210,11 @@ def counted_flops(counted_flops, seed=None):
         return torch.relu(x @ y) @ z
 
     expect_value(
-        counted_flops(chain, a, b, c), 2 * m * k * n + 2 * m * n * p, "FLOPs",
+        counted_flops(chain, a, b, c),
+        2 * m * k * n + 2 * m * n * p,
+        "FLOPs",
         f"counted_flops of relu(({m}, {k}) @ ({k}, {n})) @ ({n}, {p})",
-    )  # fmt: skip
+    )
     if len(calls) != 1:
         raise AssertionError(f"fn should run once, and ran {len(calls)} times.")
     got = counted_flops(torch.nn.functional.linear, a, b.T)
@@ -227,10 +258,14 @@ def decode_with_cache(decode_with_cache, seed=None):
         kind = layer.self_attn.layer_type.replace("_", " ")
         what = f"decode_with_cache of {prompt_len} + {new} tokens ({kind})"
         expect_close(
-            got, expected, rtol=1e-3, atol=1e-4, what=what,
+            got,
+            expected,
+            rtol=1e-3,
+            atol=1e-4,
+            what=what,
             hint="Position of the first new token: prompt_len. The rotary embedding, position_ids and cache_positions "
             "must all say so.",
-        )  # fmt: skip
+        )
         if seen != [prompt_len] + [1] * new:
             raise AssertionError(
                 f"{what}: the values are right, but the layer ran on {seen} tokens, call by call. Expected one prefill "
@@ -252,18 +287,22 @@ def kv_cache_bytes(kv_cache_bytes, seed=None):
             tokens = sliding * min(length, window) + full * length
             token = 2 * batch * config.num_key_value_heads * d * dtype.itemsize
             expect_value(
-                kv_cache_bytes(batch, length, config, dtype), tokens * token, "bytes",
+                kv_cache_bytes(batch, length, config, dtype),
+                tokens * token,
+                "bytes",
                 f"kv_cache_bytes({batch}, {length}, config, {dtype_name(dtype)})",
                 {
                     "Keys and values are both kept.": tokens * token // 2,
-                    "The cache holds num_key_value_heads heads (GQA).":
-                        tokens * token * config.num_attention_heads // config.num_key_value_heads,
+                    "The cache holds num_key_value_heads heads (GQA).": tokens
+                    * token
+                    * config.num_attention_heads
+                    // config.num_key_value_heads,
                     "Sliding layers keep at most config.sliding_window tokens.": len(kinds) * length * token,
                     "Full layers keep every token.": len(kinds) * min(length, window) * token,
                     "Every layer has its own cache.": length * token,
                     "The number of bytes depends on the dtype.": tokens * token // dtype.itemsize * 4,
                 },
-            )  # fmt: skip
+            )
 
 
 @check("Bonus 3.6", "The floor under decode")
@@ -284,26 +323,31 @@ def decode_floor(decode_floor_ms, break_even_batch, seed=None):
 
             what = f"({batch}, {length}, config, {bandwidth:.4g}, {weight_bytes}, {cache_bytes})"
             expect_value(
-                decode_floor_ms(batch, length, config, bandwidth, weight_bytes, cache_bytes), floor(), "ms",
+                decode_floor_ms(batch, length, config, bandwidth, weight_bytes, cache_bytes),
+                floor(),
+                "ms",
                 f"decode_floor_ms{what}",
                 {
                     "All layers count.": floor() / len(kinds),
-                    "The batch shares the weights: they are read once a step.":
-                        batch * floor(kept=cache * cache_bytes / batch, weight=weights * weight_bytes),
+                    "The batch shares the weights: they are read once a step.": batch
+                    * floor(kept=cache * cache_bytes / batch, weight=weights * weight_bytes),
                     "Each sequence has its own cache.": floor(kept=cache * cache_bytes / batch),
-                    "Sliding layers read at most their window.":
-                        floor(kept=2 * length * len(kinds) * kv_heads * d * cache_bytes),
+                    "Sliding layers read at most their window.": floor(
+                        kept=2 * length * len(kinds) * kv_heads * d * cache_bytes
+                    ),
                     "Weights and cache have their own bytes per number.": floor(kept=cache * weight_bytes),
                 },
-            )  # fmt: skip
+            )
             batches = weights * weight_bytes / (cache * cache_bytes)
             if abs(batches - round(batches)) < 1e-6:
                 continue
             expect_value(
-                break_even_batch(length, config, weight_bytes, cache_bytes), math.ceil(batches), "",
+                break_even_batch(length, config, weight_bytes, cache_bytes),
+                math.ceil(batches),
+                "",
                 f"break_even_batch({length}, config, {weight_bytes}, {cache_bytes})",
                 {
                     "A batch is an integer; this one is still below.": math.floor(batches),
                     "A batch is an integer.": batches,
                 },
-            )  # fmt: skip
+            )

@@ -9,13 +9,7 @@ from pathlib import Path
 
 import torch
 
-from instructor.checks.lab1.common import (
-    DTYPES,
-    Draw,
-    dtype_name,
-    expect_unchanged,
-    expect_value,
-)
+from instructor.checks.lab1.common import DTYPES, Draw, dtype_name, expect_unchanged, expect_value
 from utils.checking import MATMUL, check, expect_close, forbid, forbid_leaving, watch_operations
 from utils.device import default_device
 
@@ -68,11 +62,7 @@ def gelu_by_hand(gelu_by_hand, seed=None):
         gelu_by_hand(x)
     forbid(watch, ("gelu", r"\w*gelu\w*", *MATMUL), hint="write the formula from +, * and torch.tanh")
     forbid_leaving(watch)
-    for dtype, rtol, atol in (
-        (torch.float64, 1e-9, 1e-12),
-        (torch.float32, 1e-4, 1e-6),
-        (torch.bfloat16, 3e-2, 3e-2),
-    ):
+    for dtype, rtol, atol in ((torch.float64, 1e-9, 1e-12), (torch.float32, 1e-4, 1e-6), (torch.bfloat16, 3e-2, 3e-2)):
         x = 3 * draw.normal(draw.size(2, 5), draw.size(20, 40), dtype=dtype)
         x[0, :4] = torch.tensor([0.0, -30.0, 30.0, math.nan], dtype=dtype)
         before = x.clone()
@@ -96,7 +86,9 @@ def fusion_bytes(elementwise_bytes, fusion_speedup, seed=None):
         numel, one, two = draw.size(10, 10**7), draw.size(1, 9), draw.size(10, 19)
         size = dtype.itemsize
         expect_value(
-            elementwise_bytes(numel, dtype, one, two), (2 * one + 3 * two) * numel * size, "bytes",
+            elementwise_bytes(numel, dtype, one, two),
+            (2 * one + 3 * two) * numel * size,
+            "bytes",
             f"elementwise_bytes({numel}, {dtype_name(dtype)}, {one}, {two})",
             {
                 "Each operator writes one tensor, too.": (one + 2 * two) * numel * size,
@@ -104,15 +96,18 @@ def fusion_bytes(elementwise_bytes, fusion_speedup, seed=None):
                 "The number of bytes depends on the dtype.": (2 * one + 3 * two) * numel * 4,
                 "These are elements, not bytes.": (2 * one + 3 * two) * numel,
             },
-        )  # fmt: skip
+        )
         expect_value(
-            fusion_speedup(one, two), (2 * one + 3 * two) / 2, "", f"fusion_speedup({one}, {two})",
+            fusion_speedup(one, two),
+            (2 * one + 3 * two) / 2,
+            "",
+            f"fusion_speedup({one}, {two})",
             {
                 "The fused kernel reads one tensor and writes one.": 2 * one + 3 * two,
                 "Count bytes, not kernels.": one + two,
                 "How many times FASTER: the chain over the fused kernel.": 2 / (2 * one + 3 * two),
             },
-        )  # fmt: skip
+        )
 
 
 @check("4.3", "Kernels per step")
@@ -130,21 +125,19 @@ def kernels_per_step(kernels_per_step, seed=None):
                 y = function(y)
 
         expect_value(
-            kernels_per_step(chain), count, "", f"kernels_per_step of {count} elementwise operators",
-            {
-                "That is the sum over the 6 recorded steps.": 6 * count,
-                "That is the sum over all 10 calls.": 10 * count,
-            },
-        )  # fmt: skip
+            kernels_per_step(chain),
+            count,
+            "",
+            f"kernels_per_step of {count} elementwise operators",
+            {"That is the sum over the 6 recorded steps.": 6 * count, "That is the sum over all 10 calls.": 10 * count},
+        )
 
 
 @check("4.4", "The launch queue")
 def launch_model(eager_time_us, graph_time_us, seed=None):
     """Against a simulation of the queue, with launches slower and faster than kernels."""
     draw = Draw(seed)
-    for launch, kernel in (
-        (draw.real(5, 9), draw.real(0.5, 4)), (draw.real(1, 4), draw.real(5, 90)), (3.0, 3.0)
-    ):  # fmt: skip
+    for launch, kernel in ((draw.real(5, 9), draw.real(0.5, 4)), (draw.real(1, 4), draw.real(5, 90)), (3.0, 3.0)):
         for n in (1, 2, draw.size(20, 90)):
             done = 0.0
             for i in range(1, n + 1):
@@ -152,18 +145,24 @@ def launch_model(eager_time_us, graph_time_us, seed=None):
             slow, fast = max(launch, kernel), min(launch, kernel)
             what = f"({n}, {launch:.4g}, {kernel:.4g})"
             expect_value(
-                eager_time_us(n, launch, kernel), done, "µs", f"eager_time_us{what}",
+                eager_time_us(n, launch, kernel),
+                done,
+                "µs",
+                f"eager_time_us{what}",
                 {
-                    "Launching and running overlap: the CPU launches the next kernel while the GPU runs this one.":
-                        n * (launch + kernel),
+                    "Launching and running overlap: the CPU launches the next kernel while the GPU runs this one.": n
+                    * (launch + kernel),
                     "Before the first kernel there is a launch, and after the last launch there is a kernel.": n * slow,
                     "The slower of the two sets the pace.": launch + (n - 1) * fast + kernel,
                 },
-            )  # fmt: skip
+            )
             expect_value(
-                graph_time_us(n, launch, kernel), launch + n * kernel, "µs", f"graph_time_us{what}",
+                graph_time_us(n, launch, kernel),
+                launch + n * kernel,
+                "µs",
+                f"graph_time_us{what}",
                 {
                     "The graph is launched, too: once.": n * kernel,
                     "The graph is launched once, not once a kernel.": n * (launch + kernel),
                 },
-            )  # fmt: skip
+            )

@@ -18,13 +18,19 @@ def intensities(gemm_intensity, gemv_intensity, seed=None):
         gemm_bytes, gemv_bytes = (m * k + k * n + m * n) * size, (m * k + k + m) * size
         upside_down = "FLOPs over bytes, not bytes over FLOPs."
         expect_value(
-            gemm_intensity(m, n, k, dtype), 2 * m * n * k / gemm_bytes, "FLOPs/Byte",
-            f"gemm_intensity({m}, {n}, {k}, {dtype_name(dtype)})", {upside_down: gemm_bytes / (2 * m * n * k)},
-        )  # fmt: skip
+            gemm_intensity(m, n, k, dtype),
+            2 * m * n * k / gemm_bytes,
+            "FLOPs/Byte",
+            f"gemm_intensity({m}, {n}, {k}, {dtype_name(dtype)})",
+            {upside_down: gemm_bytes / (2 * m * n * k)},
+        )
         expect_value(
-            gemv_intensity(m, k, dtype), 2 * m * k / gemv_bytes, "FLOPs/Byte",
-            f"gemv_intensity({m}, {k}, {dtype_name(dtype)})", {upside_down: gemv_bytes / (2 * m * k)},
-        )  # fmt: skip
+            gemv_intensity(m, k, dtype),
+            2 * m * k / gemv_bytes,
+            "FLOPs/Byte",
+            f"gemv_intensity({m}, {k}, {dtype_name(dtype)})",
+            {upside_down: gemv_bytes / (2 * m * k)},
+        )
 
 
 @check("2.2", "Ridge point and roof")
@@ -35,17 +41,22 @@ def ridge_and_roof(ridge_point, attainable_tflops, seed=None):
         peak, bandwidth = draw.real(0.1, 2000), draw.real(0.02, 8)
         what = f"ridge_point({peak:.4g}, {bandwidth:.4g})"
         expect_value(
-            ridge_point(peak, bandwidth), peak / bandwidth, "FLOPs/Byte", what,
+            ridge_point(peak, bandwidth),
+            peak / bandwidth,
+            "FLOPs/Byte",
+            what,
             {"It is the peak over the bandwidth.": bandwidth / peak},
-        )  # fmt: skip
+        )
         ridge = peak / bandwidth
         for intensity in (ridge * draw.real(0.01, 0.9), ridge * draw.real(1.1, 50), ridge):
             side = "left of" if intensity < ridge else "right of" if intensity > ridge else "at"
             expect_value(
-                attainable_tflops(intensity, peak, bandwidth), min(peak, intensity * bandwidth), "TFLOP/s",
+                attainable_tflops(intensity, peak, bandwidth),
+                min(peak, intensity * bandwidth),
+                "TFLOP/s",
                 f"attainable_tflops({intensity:.4g}, {peak:.4g}, {bandwidth:.4g}), {side} the ridge,",
                 {"The lower of the two roofs limits, not the higher.": max(peak, intensity * bandwidth)},
-            )  # fmt: skip
+            )
 
 
 @check("2.3", "Achieved speed and the smallest compute-bound GEMM")
@@ -55,16 +66,20 @@ def achieved_and_smallest(achieved_tflops, smallest_compute_bound_gemm, seed=Non
     for _ in range(3):
         flops, latency_ms = draw.size(10**6, 10**13), draw.real(0.002, 500)
         expect_value(
-            achieved_tflops(flops, latency_ms), flops / latency_ms / 1e9, "TFLOP/s",
+            achieved_tflops(flops, latency_ms),
+            flops / latency_ms / 1e9,
+            "TFLOP/s",
             f"achieved_tflops({flops}, {latency_ms:.4g})",
             {"The latency is in ms, not in seconds.": flops / latency_ms / 1e12},
-        )  # fmt: skip
+        )
     for dtype in DTYPES:
         ridge = draw.size(5, 400) + draw.real(0.1, 0.4)
         size = dtype.itemsize
         n = next(n for n in range(1, 10**5) if 2 * n**3 / (3 * n * n * size) >= ridge)
         expect_value(
-            smallest_compute_bound_gemm(ridge, dtype), n, "",
+            smallest_compute_bound_gemm(ridge, dtype),
+            n,
+            "",
             f"smallest_compute_bound_gemm({ridge:.4f}, {dtype_name(dtype)})",
             {
                 "This one is still memory-bound: round up, n is an integer.": n - 1,
@@ -73,4 +88,4 @@ def achieved_and_smallest(achieved_tflops, smallest_compute_bound_gemm, seed=Non
                 "Use FLOPs, two for each MAC.": math.ceil(3 * size * ridge),
                 "n is an integer.": 1.5 * size * ridge,
             },
-        )  # fmt: skip
+        )

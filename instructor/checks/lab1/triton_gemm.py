@@ -84,6 +84,10 @@ def gemm_triton(source: str, seed=None):
         expected = a.double() @ b.double()
         rtol, atol = (1e-4, 1e-4) if a.dtype == torch.float32 else (5e-3, 5e-3)
         expect_close(
-            inside, expected, rtol=rtol, atol=atol, what=f"C of {name}",
+            inside,
+            expected,
+            rtol=rtol,
+            atol=atol,
+            what=f"C of {name}",
             hint="Look at the strides, at the masks, and at what other= puts where a mask is false.",
-        )  # fmt: skip
+        )

@@ -47,12 +47,13 @@ def count_blocks(count_blocks, seed=None):
         if numbers != expected:
             for hint, wrong in {
                 "The blocks at the edges are left out.": _counts(whole, block),
-                "A block that sticks out over the edge is not full: the kernel has to mask what is outside.":
-                    _edges_full(mask, block),
+                "A block that sticks out over the edge is not full: the kernel has to mask what is outside.": _edges_full(
+                    mask, block
+                ),
                 "The order is (full, partial, empty).": (empty, partial, full),
                 "Partial are those that are neither full nor empty.": (full, partial + full, empty),
                 "A partial block has a visible pair; this counts masked ones.": _counts(~mask, block),
-            }.items():  # fmt: skip
+            }.items():
                 if numbers == wrong:
                     raise AssertionError(f"{what} is {numbers}, expected {expected}. {hint}")
             raise AssertionError(f"{what} is {numbers}, expected {expected}.")
@@ -74,7 +75,9 @@ def promises(block_flops, promised_speedup, document_blocks, seed=None):
         counts, computed, many = (full, partial, empty), full + partial, batch * heads
         one = 4 * head_dim * block**2
         expect_value(
-            block_flops(counts, block, batch, heads, head_dim), one * many * computed, "FLOPs",
+            block_flops(counts, block, batch, heads, head_dim),
+            one * many * computed,
+            "FLOPs",
             f"block_flops({counts}, {block}, {batch}, {heads}, {head_dim})",
             {
                 "Partial blocks are computed as well, whole.": one * many * full,
@@ -84,22 +87,28 @@ def promises(block_flops, promised_speedup, document_blocks, seed=None):
                 "The counts are those of one head of one sequence.": one * computed,
                 "A block has block x block pairs.": one // block * many * computed,
             },
-        )  # fmt: skip
+        )
         expect_value(
-            promised_speedup(counts), (computed + empty) / computed, "", f"promised_speedup({counts})",
+            promised_speedup(counts),
+            (computed + empty) / computed,
+            "",
+            f"promised_speedup({counts})",
             {
                 "Partial blocks are computed as well.": (computed + empty) / full,
                 "This is the density; the speed-up is its inverse.": computed / (computed + empty),
                 "Compare with all blocks, not with the empty ones.": empty / computed,
                 "A partial block costs as much as a full one.": (computed + empty) / (full + partial / 2),
             },
-        )  # fmt: skip
+        )
     for i in range(6):
         length, block = 2 ** draw.size(6, 10), 2 ** draw.size(2, 6)
         span = 2 ** draw.size(1, int(math.log2(length))) if i % 2 else block // 2
         expected = (length // block) * max(1, span // block)
         expect_value(
-            document_blocks(length, span, block), expected, "blocks", f"document_blocks({length}, {span}, {block})",
+            document_blocks(length, span, block),
+            expected,
+            "blocks",
+            f"document_blocks({length}, {span}, {block})",
             {
                 "Documents shorter than a block still need the block.": length * span / block**2,
                 "A document of n blocks a side has n x n blocks, not n.": max(length // block, length // span),
@@ -108,7 +117,7 @@ def promises(block_flops, promised_speedup, document_blocks, seed=None):
                 * (max(1, span // block) * (max(1, span // block) + 1) // 2),
                 "A block is square: divide by its side twice.": length * max(span, block) // block,
             },
-        )  # fmt: skip
+        )
 
 
 class _Counted:

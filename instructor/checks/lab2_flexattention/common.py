@@ -146,9 +146,14 @@ def moved_heads(got: torch.Tensor, right: torch.Tensor, rtol: float = 1e-3, atol
 
 
 def expect_scores(
-    mod: Mod, wanted: torch.Tensor, scores: torch.Tensor, what: str, mistakes: Mapping[str, torch.Tensor] | None = None,
-    b: int = 0, h: int = 0,
-) -> None:  # fmt: skip
+    mod: Mod,
+    wanted: torch.Tensor,
+    scores: torch.Tensor,
+    what: str,
+    mistakes: Mapping[str, torch.Tensor] | None = None,
+    b: int = 0,
+    h: int = 0,
+) -> None:
     """Assert that a score_mod turns scores (Sq, Sk) of sequence b and head h into `wanted`."""
     if not callable(mod):
         raise AssertionError(
@@ -159,10 +164,13 @@ def expect_scores(
     rough = 1e-4 if scores.dtype.itemsize >= 4 else 3e-2  # a 16-bit result may round before or after an addition
     tolerance = {"rtol": rough, "atol": rough}
     hints = [
-        told for told, wrong in (mistakes or {}).items()
-        if isinstance(got, torch.Tensor) and got.shape == wrong.shape
-        and torch.allclose(got.to(wrong.dtype), wrong, **tolerance) and not torch.allclose(wrong, wanted, **tolerance)
-    ]  # fmt: skip
+        told
+        for told, wrong in (mistakes or {}).items()
+        if isinstance(got, torch.Tensor)
+        and got.shape == wrong.shape
+        and torch.allclose(got.to(wrong.dtype), wrong, **tolerance)
+        and not torch.allclose(wrong, wanted, **tolerance)
+    ]
     expect_close(got, wanted, **tolerance, what=what, hint=" Or: ".join(hints))
 
 

@@ -6,13 +6,7 @@ import math
 
 import torch
 
-from instructor.checks.lab1.common import (
-    DTYPES,
-    Draw,
-    dtype_name,
-    expect_counts,
-    expect_unchanged,
-)
+from instructor.checks.lab1.common import DTYPES, Draw, dtype_name, expect_counts, expect_unchanged
 from instructor.checks.lab2_flexattention.common import attend_densely, moved_heads
 from utils.checking import check, expect_close, forbid, watch_operations
 
@@ -36,11 +30,13 @@ def _hint(got, q, k, v, mask) -> str:
         "The scores are divided by sqrt(D), not by D.": attend_densely(q / math.sqrt(q.shape[-1]), k, v, mask),
         "The mask is ignored.": softmax @ v,
         "The mask is upside down: True means that the query sees the key.": attend_densely(q, k, v, ~mask),
-        "The weights a query has left must add up to 1: mask the scores before the softmax, not the weights after it.":
-            (softmax * mask) @ v,
+        "The weights a query has left must add up to 1: mask the scores before the softmax, not the weights after it.": (
+            softmax * mask
+        )
+        @ v,
         "A masked score is -inf, not 0: e^0 is 1.": torch.softmax(scores * mask, dim=-1) @ v,
         "True and False are added to the scores as 1 and 0.": torch.softmax(scores + mask, dim=-1) @ v,
-    }  # fmt: skip
+    }
     for hint, answer in wrong.items():
         if torch.allclose(got, answer, 1e-3, 1e-4) and not torch.allclose(right, answer, 1e-3, 1e-4):
             return hint
@@ -90,7 +86,9 @@ def mask_costs(mask_costs, seed=None):
         lost, many = total - seen, batch * heads
         expected = seen / total, 4 * head_dim * many * lost, many * total * size
         expect_counts(
-            mask_costs(mask, batch, heads, head_dim, dtype), expected, ("density", "FLOPs", "bytes"),
+            mask_costs(mask, batch, heads, head_dim, dtype),
+            expected,
+            ("density", "FLOPs", "bytes"),
             f"mask_costs of ({s}, {length}), batch {batch}, {heads} heads, D {head_dim}, {dtype_name(dtype)}",
             {
                 "This is the masked share.": (lost / total, 4 * head_dim * many * seen, many * seen * size),
@@ -98,8 +96,11 @@ def mask_costs(mask_costs, seed=None):
                 "Each head of each sequence computes its own pairs.": (math.nan, 4 * head_dim * lost, total * size),
                 "Each sequence of the batch counts.": (math.nan, 4 * head_dim * heads * lost, heads * total * size),
                 "Both products count, 2 D FLOPs a pair each.": (math.nan, 2 * head_dim * many * lost, math.nan),
-                "A truth value takes one byte; fused kernels take the mask as numbers of the dtype of q.":
-                    (math.nan, math.nan, many * total),
+                "A truth value takes one byte; fused kernels take the mask as numbers of the dtype of q.": (
+                    math.nan,
+                    math.nan,
+                    many * total,
+                ),
                 "These are all FLOPs, not the wasted ones.": (math.nan, 4 * head_dim * many * total, math.nan),
             },
-        )  # fmt: skip
+        )

@@ -165,8 +165,10 @@ def buckets(bucketed_attention, seed=None):
             wide = [unmasked(x, (0, 0, 0, bucket - tokens)) for x in (q, k, v)]
             leaky = attend_densely(*wide, torch.ones(1, 1, dtype=torch.bool))[:, :, :tokens]
             past = attend_densely(q, k, v, torch.ones(tokens, tokens, dtype=torch.bool).tril())
-            for told, wrong in (("Padded keys take part in the softmax: hide them.", leaky),
-                                ("Attention is not causal here.", past)):  # fmt: skip
+            for told, wrong in (
+                ("Padded keys take part in the softmax: hide them.", leaky),
+                ("Attention is not causal here.", past),
+            ):
                 hint = hint or (told if torch.allclose(got, wrong, 1e-4, 1e-5) else "")
         expect_close(
             got,

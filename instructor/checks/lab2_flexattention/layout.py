@@ -28,26 +28,29 @@ def _wanted(conversation, position, window) -> dict[str, torch.Tensor]:
     """The mask between tokens as they arrive under "", and what people get who slip, by hint."""
     q, k = (lambda x: x[:, None]), (lambda x: x[None, :])
     same, past = q(conversation) == k(conversation), k(position) <= q(position)
-    near, of_instructions, to_them = (
-        q(position) - k(position) < window, q(conversation) == 0, k(conversation) == 0,
-    )  # fmt: skip
+    near, of_instructions, to_them = (q(position) - k(position) < window, q(conversation) == 0, k(conversation) == 0)
     right = (same & past & (near | of_instructions)) | (to_them & ~of_instructions)
     return {
         "": right,
-        "Instructions have no window: they see all instructions at or before their own position.":
-            (same & past & near) | (to_them & ~of_instructions),
-        "The instructions are missing: every token of every conversation sees them.":
-            same & past & (near | of_instructions),
-        "Instructions see each other in the order of their positions only.":
-            (same & past & (near | of_instructions)) | to_them.expand_as(right),
+        "Instructions have no window: they see all instructions at or before their own position.": (same & past & near)
+        | (to_them & ~of_instructions),
+        "The instructions are missing: every token of every conversation sees them.": same
+        & past
+        & (near | of_instructions),
+        "Instructions see each other in the order of their positions only.": (same & past & (near | of_instructions))
+        | to_them.expand_as(right),
         "There is a window within a conversation.": (same & past) | (to_them & ~of_instructions),
-        "The window is one position too wide.":
-            (same & past & ((q(position) - k(position) <= window) | of_instructions)) | (to_them & ~of_instructions),
-        "Positions of instructions are their own: a conversation sees all of them, whatever its position.":
-            (same & past & (near | of_instructions)) | (to_them & past),
-        "Within a conversation, later positions are hidden.":
-            (same & (near | of_instructions)) | (to_them & ~of_instructions),
-    }  # fmt: skip
+        "The window is one position too wide.": (
+            same & past & ((q(position) - k(position) <= window) | of_instructions)
+        )
+        | (to_them & ~of_instructions),
+        "Positions of instructions are their own: a conversation sees all of them, whatever its position.": (
+            same & past & (near | of_instructions)
+        )
+        | (to_them & past),
+        "Within a conversation, later positions are hidden.": (same & (near | of_instructions))
+        | (to_them & ~of_instructions),
+    }
 
 
 def _order(order, size: int) -> torch.Tensor:

@@ -19,27 +19,42 @@ def three_masks(causal, sliding_window, prefix_lm, seed=None):
     for _ in range(2):
         sq, sk = draw.sizes(2, 12, 40)
         q, k = indices(sq, sk)
-        expect_mask(causal, k <= q, "causal", {
-            "A query sees its own key as well.": k < q,
-            "The key comes before the query: q and k are the wrong way round.": k >= q,
-            "Everything is visible.": (k >= 0) & (q >= 0),
-        })  # fmt: skip
+        expect_mask(
+            causal,
+            k <= q,
+            "causal",
+            {
+                "A query sees its own key as well.": k < q,
+                "The key comes before the query: q and k are the wrong way round.": k >= q,
+                "Everything is visible.": (k >= 0) & (q >= 0),
+            },
+        )
         w = draw.size(2, 9)
-        expect_mask(sliding_window(w), (k <= q) & (q - k < w), f"sliding_window({w})", {
-            "The query's own key is one of the window.": (k <= q) & (q - k <= w),
-            "The window is one key too narrow.": (k <= q) & (q - k < w - 1),
-            "It has to be causal too: keys after the query are hidden.": (q - k).abs() < w,
-            "Keys after the query are visible here.": q - k < w,
-            "It is the last keys that are visible, not those before them.": (k <= q) & (q - k >= w),
-            "The window counts from the query, not from key 0.": (k <= q) & (k < w),
-        })  # fmt: skip
+        expect_mask(
+            sliding_window(w),
+            (k <= q) & (q - k < w),
+            f"sliding_window({w})",
+            {
+                "The query's own key is one of the window.": (k <= q) & (q - k <= w),
+                "The window is one key too narrow.": (k <= q) & (q - k < w - 1),
+                "It has to be causal too: keys after the query are hidden.": (q - k).abs() < w,
+                "Keys after the query are visible here.": q - k < w,
+                "It is the last keys that are visible, not those before them.": (k <= q) & (q - k >= w),
+                "The window counts from the query, not from key 0.": (k <= q) & (k < w),
+            },
+        )
         p = draw.size(3, 9)
-        expect_mask(prefix_lm(p), (k < p) | (k <= q), f"prefix_lm({p})", {
-            "Beyond the prefix the mask is causal: combine with |, not with &.": (k < p) & (k <= q),
-            "The prefix has one key too many.": (k <= p) | (k <= q),
-            "It is keys in the prefix that everybody sees, not queries that see everything.": (q < p) | (k <= q),
-            "The queries of the prefix see its later keys as well.": k <= q,
-        })  # fmt: skip
+        expect_mask(
+            prefix_lm(p),
+            (k < p) | (k <= q),
+            f"prefix_lm({p})",
+            {
+                "Beyond the prefix the mask is causal: combine with |, not with &.": (k < p) & (k <= q),
+                "The prefix has one key too many.": (k <= p) | (k <= q),
+                "It is keys in the prefix that everybody sees, not queries that see everything.": (q < p) | (k <= q),
+                "The queries of the prefix see its later keys as well.": k <= q,
+            },
+        )
     for mod, what in ((causal, "causal"), (sliding_window(5), "sliding_window(5)"), (prefix_lm(5), "prefix_lm(5)")):
         expect_program(mod, 16, what)
 
@@ -130,15 +145,23 @@ def compositions(both, either, seed=None):
             for compose, join, name in ((both, torch.logical_and, "both"), (either, torch.logical_or, "either")):
                 wanted = functools.reduce(join, each)
                 other = functools.reduce(torch.logical_or if join is torch.logical_and else torch.logical_and, each)
-                expect_mask(compose(*mods[:count]), wanted, f"{name} of {count} masks, sequence {b}, head {h},", {
-                    "It does what the other of the two should do.": other,
-                    "Only the first two masks count here.": functools.reduce(join, each[:2]),
-                    "Only the first mask counts here.": each[0],
-                    "Only the last mask counts here.": each[-1],
-                    "^ is exclusive: it counts an odd number of masks.": functools.reduce(torch.logical_xor, each),
-                    "Pass b and h on to the masks as they are.":
-                        functools.reduce(join, [pairs(mod, sq, sk, "a mask") for mod in mods[:count]]),
-                }, b, h)  # fmt: skip
+                expect_mask(
+                    compose(*mods[:count]),
+                    wanted,
+                    f"{name} of {count} masks, sequence {b}, head {h},",
+                    {
+                        "It does what the other of the two should do.": other,
+                        "Only the first two masks count here.": functools.reduce(join, each[:2]),
+                        "Only the first mask counts here.": each[0],
+                        "Only the last mask counts here.": each[-1],
+                        "^ is exclusive: it counts an odd number of masks.": functools.reduce(torch.logical_xor, each),
+                        "Pass b and h on to the masks as they are.": functools.reduce(
+                            join, [pairs(mod, sq, sk, "a mask") for mod in mods[:count]]
+                        ),
+                    },
+                    b,
+                    h,
+                )
 
 
 @check("2.3", "Windows and sinks")
@@ -153,22 +176,34 @@ def windows_and_sinks(window_per_head, sinks_and_window, seed=None):
     for h in range(heads):
         w = int(windows[h])
         past = k <= q
-        expect_mask(mod, past & (q - k < w), f"window_per_head of windows {windows.tolist()}, head {h},", {
-            "All heads have the window of head 0.": past & (q - k < windows[0]),
-            "Index the windows with h: b is the sequence.": past & (q - k < windows[1]),
-            "All heads have the largest window.": past & (q - k < windows.max()),
-            "The query's own key is one of the window.": past & (q - k <= w),
-            "It has to be causal too.": (q - k < w).expand(size, size),
-        }, b=1, h=h)  # fmt: skip
+        expect_mask(
+            mod,
+            past & (q - k < w),
+            f"window_per_head of windows {windows.tolist()}, head {h},",
+            {
+                "All heads have the window of head 0.": past & (q - k < windows[0]),
+                "Index the windows with h: b is the sequence.": past & (q - k < windows[1]),
+                "All heads have the largest window.": past & (q - k < windows.max()),
+                "The query's own key is one of the window.": past & (q - k <= w),
+                "It has to be causal too.": (q - k < w).expand(size, size),
+            },
+            b=1,
+            h=h,
+        )
     expect_program(mod, max(heads, 16), "window_per_head")
     sinks, w = draw.sizes(2, 3, 8)
     past, window = k <= q, (k <= q) & (q - k < w)
-    expect_mask(sinks_and_window(sinks, w), past & ((q - k < w) | (k < sinks)), f"sinks_and_window({sinks}, {w})", {
-        "Sinks are causal as well: no query sees a key after it.": window | (k < sinks),
-        "The sinks are missing.": window,
-        "The window is missing.": past & (k < sinks),
-        "A key has to be in one of the two, not in both.": window & (k < sinks),
-        "There is one sink too many.": past & ((q - k < w) | (k <= sinks)),
-        "The two arguments are the wrong way round.": past & ((q - k < sinks) | (k < w)),
-    })  # fmt: skip
+    expect_mask(
+        sinks_and_window(sinks, w),
+        past & ((q - k < w) | (k < sinks)),
+        f"sinks_and_window({sinks}, {w})",
+        {
+            "Sinks are causal as well: no query sees a key after it.": window | (k < sinks),
+            "The sinks are missing.": window,
+            "The window is missing.": past & (k < sinks),
+            "A key has to be in one of the two, not in both.": window & (k < sinks),
+            "There is one sink too many.": past & ((q - k < w) | (k <= sinks)),
+            "The two arguments are the wrong way round.": past & ((q - k < sinks) | (k < w)),
+        },
+    )
     expect_program(sinks_and_window(sinks, w), 16, "sinks_and_window")

@@ -18,24 +18,38 @@ def score_mods(soft_cap, alibi, in_turn, seed=None):
     scores = 6 * draw.normal(sq, sk)
     cap = draw.real(1.5, 5.0)
     capped = cap * torch.tanh(scores / cap)
-    expect_scores(soft_cap(cap), capped, scores, f"soft_cap({cap:.3g})", {
-        "Multiply by the cap again after the tanh.": torch.tanh(scores / cap),
-        "Divide by the cap before the tanh.": cap * torch.tanh(scores),
-        "That cuts scores off; a soft-cap bends them.": scores.clamp(-cap, cap),
-        "The score is unchanged.": scores,
-    })  # fmt: skip
+    expect_scores(
+        soft_cap(cap),
+        capped,
+        scores,
+        f"soft_cap({cap:.3g})",
+        {
+            "Multiply by the cap again after the tanh.": torch.tanh(scores / cap),
+            "Divide by the cap before the tanh.": cap * torch.tanh(scores),
+            "That cuts scores off; a soft-cap bends them.": scores.clamp(-cap, cap),
+            "The score is unchanged.": scores,
+        },
+    )
     heads = draw.size(3, 5)
     slopes = draw.normal(heads).abs() + 0.1
     for h in range(1, heads):
         wanted = scores - slopes[h] * (q - k)
-        expect_scores(alibi(slopes), wanted, scores, f"alibi of {heads} slopes, head {h},", {
-            "The sign is wrong: keys that lie further back lose.": scores + slopes[h] * (q - k),
-            "Every head has a slope of its own: slopes[h].": scores - slopes[0] * (q - k),
-            "Index the slopes with h: b is the sequence.": scores - slopes[1] * (q - k),
-            "The distance is q - k, and negative for keys after the query.": scores - slopes[h] * (q - k).abs(),
-            "The score itself is lost.": -slopes[h] * (q - k).expand(sq, sk),
-            "The score is unchanged.": scores,
-        }, b=0 if h != 1 else 2, h=h)  # fmt: skip
+        expect_scores(
+            alibi(slopes),
+            wanted,
+            scores,
+            f"alibi of {heads} slopes, head {h},",
+            {
+                "The sign is wrong: keys that lie further back lose.": scores + slopes[h] * (q - k),
+                "Every head has a slope of its own: slopes[h].": scores - slopes[0] * (q - k),
+                "Index the slopes with h: b is the sequence.": scores - slopes[1] * (q - k),
+                "The distance is q - k, and negative for keys after the query.": scores - slopes[h] * (q - k).abs(),
+                "The score itself is lost.": -slopes[h] * (q - k).expand(sq, sk),
+                "The score is unchanged.": scores,
+            },
+            b=0 if h != 1 else 2,
+            h=h,
+        )
     add, double = lambda s, b, h, q, k: s + 3 * h + b, lambda s, b, h, q, k: 2 * s
 
     def halve_far(s, b, h, q, k):
@@ -43,11 +57,19 @@ def score_mods(soft_cap, alibi, in_turn, seed=None):
 
     far = q - k > 2
     expected = 2 * torch.where(far, (scores + 4) / 2, scores + 4)
-    expect_scores(in_turn(add, halve_far, double), expected, scores, "in_turn of three modifiers", {
-        "They run from the last to the first here.": torch.where(far, scores, 2 * scores) + 4,
-        "Each modifier gets what the one before it returned.": 2 * scores,
-        "Only the first modifier runs.": scores + 4,
-    }, b=1, h=1)  # fmt: skip
+    expect_scores(
+        in_turn(add, halve_far, double),
+        expected,
+        scores,
+        "in_turn of three modifiers",
+        {
+            "They run from the last to the first here.": torch.where(far, scores, 2 * scores) + 4,
+            "Each modifier gets what the one before it returned.": 2 * scores,
+            "Only the first modifier runs.": scores + 4,
+        },
+        b=1,
+        h=1,
+    )
     expect_scores(in_turn(double), 2 * scores, scores, "in_turn of one modifier")
     for mod, what in ((soft_cap(cap), "soft_cap"), (alibi(slopes), "alibi")):
         one = draw.normal(1)[0]
@@ -73,13 +95,13 @@ def relative_bias(relative_bias, seed=None):
             )
             mistakes = {
                 "The distance is q - k: it has the wrong sign.": scores + table[h, other].to(dtype),
-                "Distances beyond the table wrap around; they take the column at that end.":
-                    scores + table[h, (reach + q - k).remainder(2 * reach + 1)].to(dtype),
+                "Distances beyond the table wrap around; they take the column at that end.": scores
+                + table[h, (reach + q - k).remainder(2 * reach + 1)].to(dtype),
                 "Column R is distance 0.": scores + table[h, (q - k).abs().clamp(max=2 * reach)].to(dtype),
                 "Every head has a row of its own.": scores + table[0, column].to(dtype),
                 "The score itself is lost.": exact,
                 "The bias is missing.": scores,
-            }  # fmt: skip
+            }
             expect_scores(relative_bias(table), scores + exact, scores, what, mistakes, h=h)
     expect_program(
         lambda b, h, q, k: relative_bias(table)(torch.tensor(1.0), b, h, q, k), table.numel(), "relative_bias"

@@ -34,13 +34,20 @@ def at_positions(at_positions, seed=None):
 
     for b, start in enumerate(starts):
         for h in (0, 1):
-            expect_mask(mod, moved(start, b + h), f"at_positions of {starts}, sequence {b}, head {h},", {
-                "The queries are not moved.": moved(0, b + h),
-                "Each sequence has a position of its own: positions[b].": moved(starts[0], b + h),
-                "The queries move, not the keys.": (k + start <= q) & (q - k - start < width + b + h),
-                "Query q stands at positions[b] + q.": (k <= start) & (start - k < width + b + h) & (q >= 0),
-                "Pass b and h on to the mask as they are.": moved(start),
-            }, b, h)  # fmt: skip
+            expect_mask(
+                mod,
+                moved(start, b + h),
+                f"at_positions of {starts}, sequence {b}, head {h},",
+                {
+                    "The queries are not moved.": moved(0, b + h),
+                    "Each sequence has a position of its own: positions[b].": moved(starts[0], b + h),
+                    "The queries move, not the keys.": (k + start <= q) & (q - k - start < width + b + h),
+                    "Query q stands at positions[b] + q.": (k <= start) & (start - k < width + b + h) & (q >= 0),
+                    "Pass b and h on to the mask as they are.": moved(start),
+                },
+                b,
+                h,
+            )
     expect_program(mod, 16, "at_positions", sq, sk)
 
 
@@ -66,15 +73,23 @@ def paged_mask(paged_mask, seed=None):
     for b in range(sequences):
         for h in (0, 1):
             mine, extra = owner[page] == b, b + h
-            expect_mask(mod, mine & seen(place, extra), f"paged_mask, pages of {page_size}, sequence {b}, head {h},", {
-                "Pages of other sequences are visible: look at the owner.": seen(place, extra),
-                "The key's position is not its place in the pool.": mine & seen(k, extra),
-                "The place inside of the page is missing: k % page_size.": mine & seen(number[page] * page_size, extra),
-                "A page holds page_size positions: multiply its number.": mine & seen(number[page] + inside, extra),
-                "number[p] counts in the sequence, p in the pool.": mine & seen(page * page_size + inside, extra),
-                "The mask itself is missing.": mine.expand(sq, k.shape[1]),
-                "Pass b and h on to the mask as they are.": mine & seen(place, 0),
-            }, b, h)  # fmt: skip
+            expect_mask(
+                mod,
+                mine & seen(place, extra),
+                f"paged_mask, pages of {page_size}, sequence {b}, head {h},",
+                {
+                    "Pages of other sequences are visible: look at the owner.": seen(place, extra),
+                    "The key's position is not its place in the pool.": mine & seen(k, extra),
+                    "The place inside of the page is missing: k % page_size.": mine
+                    & seen(number[page] * page_size, extra),
+                    "A page holds page_size positions: multiply its number.": mine & seen(number[page] + inside, extra),
+                    "number[p] counts in the sequence, p in the pool.": mine & seen(page * page_size + inside, extra),
+                    "The mask itself is missing.": mine.expand(sq, k.shape[1]),
+                    "Pass b and h on to the mask as they are.": mine & seen(place, 0),
+                },
+                b,
+                h,
+            )
     expect_program(mod, max(16, len(pages) * page_size), "paged_mask", sq, len(pages) * page_size)
 
 

@@ -39,8 +39,14 @@ def expected_output(q, k, v, causal: bool = False) -> torch.Tensor:
 def attention_launch(file: str, rows: int, q, k, v, block_n: int = 64, stages: int | None = None):
     """A launch of `attention` with a program for each `rows` queries of each head, and what it should give."""
     d, sk = q.shape[-1], k.shape[-2]
-    args = {"q_desc": tile(q, 64), "k_desc": tile(k, block_n), "v_desc": tile(v, block_n),
-            "o_desc": tile(torch.full_like(q, float("nan")), 64), "sk": sk, "c": d**-0.5 * math.log2(math.e)}
+    args = {
+        "q_desc": tile(q, 64),
+        "k_desc": tile(k, block_n),
+        "v_desc": tile(v, block_n),
+        "o_desc": tile(torch.full_like(q, float("nan")), 64),
+        "sk": sk,
+        "c": d**-0.5 * math.log2(math.e),
+    }
     if stages:
         args["STAGES"] = stages
     launch = Launch("attention", (cdiv(q.shape[-2], rows), q.shape[0]), args, ("o_desc",), file=file)
@@ -54,15 +60,21 @@ def softmax(source: str, seed=None):
     for sk, d, sharp in ((draw.size(65, 180), 64, 1.0), (draw.size(1, 24), 64, 1.0), (draw.size(140, 190), 128, 60.0)):
         q, k, v = inputs(1, draw.size(33, 64), sk, d, draw, sharp)
         launch, expected = attention_launch("lab3_softmax.py", 64, q, k, v)
-        hint = (f"{sk} keys in blocks of 64: are the keys past the last one masked, are the sum and the output "
-                "rescaled by alpha in each block, and is the output divided by the sum at the end?")
+        hint = (
+            f"{sk} keys in blocks of 64: are the keys past the last one masked, are the sum and the output "
+            "rescaled by alpha in each block, and is the output divided by the sum at the end?"
+        )
         if sharp == 60.0:
-            hint = (f"{sk} keys in blocks of 64. Scores go up to 200 here: is the maximum subtracted, and carried from "
-                    "block to block?")
+            hint = (
+                f"{sk} keys in blocks of 64. Scores go up to 200 here: is the maximum subtracted, and carried from "
+                "block to block?"
+            )
         expect_kernel(source, launch, expected, **TOLERANCE, hint=hint)
     # One block's scores all far above zero, the other's far below: first the lower one, then the higher one.
-    for low, hint in ((slice(0, 64), "The maximum starts at minus infinity, not at zero."),
-                      (slice(64, 128), "Scores fall from the first block to the second: the maximum never goes down.")):
+    for low, hint in (
+        (slice(0, 64), "The maximum starts at minus infinity, not at zero."),
+        (slice(64, 128), "Scores fall from the first block to the second: the maximum never goes down."),
+    ):
         q, k, v = inputs(1, 64, 128, 64, draw)
         q, k = q.abs(), k.abs()
         k[:, low] *= -40
@@ -77,14 +89,21 @@ def specialized(source: str, seed=None):
     for stages in (2, 1, 3):
         q, k, v = inputs(1, draw.size(70, 128), draw.size(200, 300), 64, draw)
         launch, expected = attention_launch("lab3_specialized.py", 128, q, k, v, stages=stages)
-        run = expect_kernel(source, launch, expected, **TOLERANCE, seeds=(None, draw.size(1, 999), draw.size(1, 999)),
-                            hint=f"With {stages} slots: does each consumer take every block of keys once, and store "
-                            "its own 64 rows?")
+        run = expect_kernel(
+            source,
+            launch,
+            expected,
+            **TOLERANCE,
+            seeds=(None, draw.size(1, 999), draw.size(1, 999)),
+            hint=f"With {stages} slots: does each consumer take every block of keys once, and store its own 64 rows?",
+        )
         blocks = cdiv(k.shape[-2], 64)
         copies = [e for e in run.events if e.kind == "copy in"]
         if len(copies) != 2 + 2 * blocks:
-            raise AssertionError(f"{len(copies)} TMA copies for {blocks} blocks of keys; two for Q, one of K and one "
-                                 f"of V for each block make {2 + 2 * blocks}. Both consumers read the same tile.")
+            raise AssertionError(
+                f"{len(copies)} TMA copies for {blocks} blocks of keys; two for Q, one of K and one "
+                f"of V for each block make {2 + 2 * blocks}. Both consumers read the same tile."
+            )
         who = {e.partition for e in copies}
         if who != {"load_partition"}:
             raise AssertionError(f"K and V should be ordered by load_partition alone, and were by {', '.join(who)}.")
@@ -93,9 +112,17 @@ def specialized(source: str, seed=None):
 def overlap_launch(q, k, v, stages: int, block_n: int = 64):
     """q, k, v (B, heads, S, D)."""
     sq, sk, heads = q.shape[-2], k.shape[-2], q.shape[1]
-    args = {"q_desc": tile(q, 64), "k_desc": tile(k, block_n), "v_desc": tile(v, block_n),
-            "o_desc": tile(torch.full_like(q, float("nan")), 64), "sq": sq, "sk": sk, "heads": heads,
-            "c": q.shape[-1] ** -0.5 * math.log2(math.e), "STAGES": stages}
+    args = {
+        "q_desc": tile(q, 64),
+        "k_desc": tile(k, block_n),
+        "v_desc": tile(v, block_n),
+        "o_desc": tile(torch.full_like(q, float("nan")), 64),
+        "sq": sq,
+        "sk": sk,
+        "heads": heads,
+        "c": q.shape[-1] ** -0.5 * math.log2(math.e),
+        "STAGES": stages,
+    }
     launch = Launch("attention", (cdiv(sq, 128), q.shape[0] * heads), args, ("o_desc",), file="lab3_overlap.py")
     return launch, {"o_desc": expected_output(q, k, v)}
 
@@ -107,13 +134,24 @@ def overlap(source: str, seed=None):
     for stages in (2, 3):
         q, k, v = (x[None] for x in inputs(1, draw.size(70, 128), draw.size(200, 300), 64, draw))
         launch, expected = overlap_launch(q, k, v, stages)
-        expect_kernel(source, launch, expected, **TOLERANCE, seeds=(None, draw.size(1, 999), draw.size(1, 999)),
-                      hint="Is o rescaled by alpha after the product of the block before, and is the last product "
-                      "added after the loop?")
+        expect_kernel(
+            source,
+            launch,
+            expected,
+            **TOLERANCE,
+            seeds=(None, draw.size(1, 999), draw.size(1, 999)),
+            hint="Is o rescaled by alpha after the product of the block before, and is the last product "
+            "added after the loop?",
+        )
     q, k, v = (x[None] for x in inputs(1, 128, 384, 128, draw, sharp=20.0))
     launch, expected = overlap_launch(q, k, v, 2)
-    run = expect_kernel(source, launch, expected, **TOLERANCE, hint="The scores are large here: is o rescaled by alpha "
-                        "after the product of the block before?")
+    run = expect_kernel(
+        source,
+        launch,
+        expected,
+        **TOLERANCE,
+        hint="The scores are large here: is o rescaled by alpha after the product of the block before?",
+    )
     share = overlap_of(run)
     if share < LEAST_OVERLAP:
         raise AssertionError(
@@ -139,5 +177,7 @@ def attention_causal(source: str, seed=None):
         products = sum(e.kind == "wgmma" for e in run.events)  # of the first program
         needed = 2 * min(cdiv(sk, 64), cdiv(64 + sk - sq, 64))
         if products != needed:
-            raise AssertionError(f"the first 64 rows need {needed // 2} of {cdiv(sk, 64)} blocks of keys, {needed} "
-                                 f"products, and their program makes {products}. {hint}")
+            raise AssertionError(
+                f"the first 64 rows need {needed // 2} of {cdiv(sk, 64)} blocks of keys, {needed} "
+                f"products, and their program makes {products}. {hint}"
+            )

@@ -17,12 +17,21 @@ def tile_cycles(tile_cycles, seed=None):
     for rows, keys, d in zip(*drawn, strict=True):
         right = (4 * rows * keys * d / TENSOR, rows * keys / SPECIAL, 4 * keys * d / MEMORY)
         mistakes = {
-            "Count both products, Q Kᵀ and P V, and two FLOPs for each multiply-accumulate.":
-                (right[0] / 2, right[1], right[2]),
-            "One SM takes 16 exponentials a cycle, four for each of its four quarters.":
-                (right[0], 4 * right[1], right[2]),
-            "Load K and V, two bytes an element; Q is loaded once, not for each block.":
-                (right[0], right[1], right[2] / 2),
+            "Count both products, Q Kᵀ and P V, and two FLOPs for each multiply-accumulate.": (
+                right[0] / 2,
+                right[1],
+                right[2],
+            ),
+            "One SM takes 16 exponentials a cycle, four for each of its four quarters.": (
+                right[0],
+                4 * right[1],
+                right[2],
+            ),
+            "Load K and V, two bytes an element; Q is loaded once, not for each block.": (
+                right[0],
+                right[1],
+                right[2] / 2,
+            ),
             "Q is loaded once, before the loop.": (right[0], right[1], right[2] + 2 * rows * d / MEMORY),
         }
         what = f"tile_cycles({rows}, {keys}, {d})"
@@ -37,16 +46,30 @@ def tile_budget(shared_bytes, registers_per_thread, seed=None):
     drawn = draw.sizes(3, 1, 3), draw.some(3, (96, 160, 192)), draw.some(3, (64, 128, 256)), draw.sizes(3, 1, 4)
     for consumers, keys, d, stages in zip(*drawn, strict=True):
         q, ring = 64 * consumers * d * 2, 2 * stages * keys * d * 2
-        expect_value(shared_bytes(consumers, keys, d, stages), q + ring, "bytes",
-                     f"shared_bytes({consumers}, {keys}, {d}, {stages})",
-                     {"K and V need a ring each.": q + ring // 2, "An element of bf16 takes two bytes.": 2 * (q + ring),
-                      "Each consumer has 64 rows of Q of its own.": 64 * d * 2 + ring,
-                      "Every slot of the ring holds a tile of K and one of V.": q + (stages + 1) * keys * d * 2})
+        expect_value(
+            shared_bytes(consumers, keys, d, stages),
+            q + ring,
+            "bytes",
+            f"shared_bytes({consumers}, {keys}, {d}, {stages})",
+            {
+                "K and V need a ring each.": q + ring // 2,
+                "An element of bf16 takes two bytes.": 2 * (q + ring),
+                "Each consumer has 64 rows of Q of its own.": 64 * d * 2 + ring,
+                "Every slot of the ring holds a tile of K and one of V.": q + (stages + 1) * keys * d * 2,
+            },
+        )
         scores, output = 64 * keys / 128, 64 * d / 128
-        expect_value(registers_per_thread(keys, d), scores + output, "registers", f"registers_per_thread({keys}, {d})",
-                     {"The output (64 × D) lies in registers, too.": scores,
-                      "A warpgroup is four warps: 128 threads share the tile.": 4 * (scores + output),
-                      "Accumulators are fp32: an element takes a whole register.": (scores + output) / 2})
+        expect_value(
+            registers_per_thread(keys, d),
+            scores + output,
+            "registers",
+            f"registers_per_thread({keys}, {d})",
+            {
+                "The output (64 × D) lies in registers, too.": scores,
+                "A warpgroup is four warps: 128 threads share the tile.": 4 * (scores + output),
+                "Accumulators are fp32: an element takes a whole register.": (scores + output) / 2,
+            },
+        )
 
 
 @check("Bonus 1.3", "Bytes in flight")
@@ -57,13 +80,23 @@ def bytes_in_flight(bytes_in_flight, slots_needed, seed=None):
         terabytes, latency, sms = draw.real(1, 8), draw.real(300, 1200), draw.size(60, 200)
         right = terabytes * 1e12 * latency * 1e-9 / sms
         given = f"{terabytes:.4g}, {latency:.4g}, {sms}"
-        expect_value(bytes_in_flight(terabytes, latency, sms), right, "bytes", f"bytes_in_flight({given})",
-                     {"That is the whole chip: divide by the number of SMs.": right * sms})
+        expect_value(
+            bytes_in_flight(terabytes, latency, sms),
+            right,
+            "bytes",
+            f"bytes_in_flight({given})",
+            {"That is the whole chip: divide by the number of SMs.": right * sms},
+        )
         slot = draw.choice((4096, 8192, 16384, 32768))
         while abs(right / slot - round(right / slot)) < 1e-6:  # rounding must not decide: another slot size
             slot += 128
-        expect_value(slots_needed(terabytes, latency, sms, slot), max(1, -(-right // slot)), "slots",
-                     f"slots_needed({given}, {slot})", {"Half a slot cannot be ordered: round up.": right // slot})
+        expect_value(
+            slots_needed(terabytes, latency, sms, slot),
+            max(1, -(-right // slot)),
+            "slots",
+            f"slots_needed({given}, {slot})",
+            {"Half a slot cannot be ordered: round up.": right // slot},
+        )
 
 
 @check("2.1", "Who holds an element")
@@ -74,8 +107,12 @@ def owner(owner, seed=None):
     from utils.gluon_cpu.layouts import elements_of
 
     draw = Draw(seed)
-    powers = {2: ((1, 2), (2, 1)), 4: ((1, 4), (2, 2), (4, 1)), 8: ((1, 8), (2, 4), (4, 2), (8, 1)),
-              32: ((1, 32), (2, 16), (4, 8), (8, 4), (16, 2), (32, 1))}
+    powers = {
+        2: ((1, 2), (2, 1)),
+        4: ((1, 4), (2, 2), (4, 1)),
+        8: ((1, 8), (2, 4), (4, 2), (8, 1)),
+        32: ((1, 32), (2, 16), (4, 8), (8, 4), (16, 2), (32, 1)),
+    }
     once = (draw.choice((1, 2)), draw.choice((1, 2)))
     for order, repeats in (((1, 0), (2, 2)), ((0, 1), (2, 2)), (draw.choice(((1, 0), (0, 1))), once)):
         size, threads = draw.choice(powers[draw.choice((2, 4, 8))]), draw.choice(powers[32])
@@ -89,13 +126,17 @@ def owner(owner, seed=None):
             row, column = divmod(int(held[r, t, w]), shape[1])
             what = f"owner({row}, {column}, {shape}, {size}, {threads}, {warps}, {order})"
             got = owner(row, column, shape, size, threads, warps, order)
-            swapped = {"`order` names the fastest dimension first: (1, 0) counts along columns first.":
-                       _owner(row, column, shape, size, threads, warps, order[::-1])}
+            swapped = {
+                "`order` names the fastest dimension first: (1, 0) counts along columns first.": _owner(
+                    row, column, shape, size, threads, warps, order[::-1]
+                )
+            }
             expect_counts(got, (w, t, r), ("warp", "lane", "register"), what, swapped)
 
 
 def _owner(row, column, shape, size, threads, warps, order):
     """The rule itself, for hints."""
+
     def flat(at, extent):
         fast, slow = order
         return at[fast] + extent[fast] * at[slow]

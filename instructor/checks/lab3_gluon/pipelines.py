@@ -55,8 +55,15 @@ def transpose(source: str, seed=None):
 
 def async_copy_launch(n: int, tile: int, tiles: int, stages: int, draw: Draw) -> tuple[Launch, dict]:
     a, b = draw.normal(n), draw.normal(n)
-    args = {"a_ptr": a, "b_ptr": b, "c_ptr": torch.full((n,), float("nan")), "n": n, "TILE": tile, "TILES": tiles,
-            "STAGES": stages}
+    args = {
+        "a_ptr": a,
+        "b_ptr": b,
+        "c_ptr": torch.full((n,), float("nan")),
+        "n": n,
+        "TILE": tile,
+        "TILES": tiles,
+        "STAGES": stages,
+    }
     launch = Launch("add", (cdiv(n, tile * tiles),), args, ("c_ptr",), file="lab3_async_copy.py")
     return launch, {"c_ptr": a + b}
 
@@ -69,8 +76,15 @@ def async_copy(source: str, seed=None):
         tiles = draw.size(stages + 1, 7)
         n = 128 * tiles + draw.size(1, 127)
         launch, expected = async_copy_launch(n, 128, tiles, stages, draw)
-        expect_kernel(source, launch, expected, rtol=0, atol=0, seeds=(None, draw.size(1, 999)),
-                      hint="Which tile lies in which slot?")
+        expect_kernel(
+            source,
+            launch,
+            expected,
+            rtol=0,
+            atol=0,
+            seeds=(None, draw.size(1, 999)),
+            hint="Which tile lies in which slot?",
+        )
     for stages in (1, 3):
         launch, expected = async_copy_launch(256 * 8, 256, 8, stages, draw)
         cycles[stages] = expect_kernel(source, launch, expected, rtol=0, atol=0).cycles[0]
@@ -86,8 +100,13 @@ def async_copy(source: str, seed=None):
 
 def tma_ring_launch(rows: int, columns: int, stages: int, dtype: torch.dtype, draw: Draw) -> tuple[Launch, dict]:
     x = draw.normal(rows, columns, dtype=dtype)
-    args = {"x_desc": Tile(x, [16, 64]), "y_ptr": torch.full((rows,), float("nan")), "rows": rows, "columns": columns,
-            "STAGES": stages}
+    args = {
+        "x_desc": Tile(x, [16, 64]),
+        "y_ptr": torch.full((rows,), float("nan")),
+        "rows": rows,
+        "columns": columns,
+        "STAGES": stages,
+    }
     launch = Launch("sum_of_squares", (cdiv(rows, 16),), args, ("y_ptr",), file="lab3_tma_ring.py")
     return launch, {"y_ptr": x.double().square().sum(1)}
 
@@ -98,12 +117,21 @@ def tma_ring(source: str, seed=None):
     draw, cycles = Draw(seed), {}
     for stages, columns in ((2, 64 * 5), (3, 8 * draw.size(9, 60)), (4, 64 + 8 * draw.size(0, 8)), (1, 64 * 3)):
         launch, expected = tma_ring_launch(draw.size(17, 40), columns, stages, draw.choice(HALVES), draw)
-        run = expect_kernel(source, launch, expected, rtol=1e-4, atol=1e-3, seeds=(None, draw.size(1, 999)),
-                            hint=f"With {stages} slots and {cdiv(columns, 64)} tiles: is each tile added once?")
+        run = expect_kernel(
+            source,
+            launch,
+            expected,
+            rtol=1e-4,
+            atol=1e-3,
+            seeds=(None, draw.size(1, 999)),
+            hint=f"With {stages} slots and {cdiv(columns, 64)} tiles: is each tile added once?",
+        )
         copies = [e for e in run.events if e.kind == "copy in" and e.unit == "TMA"]
         if len(copies) != cdiv(columns, 64):
-            raise AssertionError(f"a program with {cdiv(columns, 64)} tiles orders {len(copies)} TMA copies: each tile "
-                                 "should come once, by tma_load.")
+            raise AssertionError(
+                f"a program with {cdiv(columns, 64)} tiles orders {len(copies)} TMA copies: each tile "
+                "should come once, by tma_load."
+            )
     for stages in (1, 3):
         launch, expected = tma_ring_launch(16, 64 * 8, stages, torch.float16, draw)
         cycles[stages] = expect_kernel(source, launch, expected, rtol=1e-4, atol=1e-3).cycles[0]
@@ -119,8 +147,13 @@ def tma_ring(source: str, seed=None):
 
 def repair_launch(tiles: int, stages: int, draw: Draw) -> tuple[Launch, dict]:
     x = draw.normal(16, 32 * tiles)
-    args = {"x_desc": Tile(x, [16, 32]), "y_desc": Tile(torch.full_like(x, float("nan")), [16, 32]), "tiles": tiles,
-            "factor": 2.5, "STAGES": stages}
+    args = {
+        "x_desc": Tile(x, [16, 32]),
+        "y_desc": Tile(torch.full_like(x, float("nan")), [16, 32]),
+        "tiles": tiles,
+        "factor": 2.5,
+        "STAGES": stages,
+    }
     return Launch("scale", (1,), args, ("y_desc",), file="lab3_broken.py"), {"y_desc": 2.5 * x}
 
 
@@ -156,8 +189,10 @@ def repairs(source: str, repairs, seed=None):
     with_three = simulated(text, launch)[1].cycles[0]
     with_one = simulated(text, replace(launch, args={**launch.args, "STAGES": 1}))[1].cycles[0]
     if with_three > 0.8 * with_one:
-        raise AssertionError(f"it runs, but three slots take {with_three:.0f} model cycles and one {with_one:.0f}: "
-                             "a repair serialized the ring.")
+        raise AssertionError(
+            f"it runs, but three slots take {with_three:.0f} model cycles and one {with_one:.0f}: "
+            "a repair serialized the ring."
+        )
 
 
 # ---- 4.1 -----------------------------------------------------------------------------------------------------------
@@ -166,8 +201,12 @@ def repairs(source: str, repairs, seed=None):
 def wgmma_launch(m: int, n: int, k: int, block_n: int, dtype: torch.dtype, draw: Draw) -> tuple[Launch, dict]:
     a, b = draw.normal(m, k, dtype=dtype), draw.normal(n, k, dtype=dtype)
     c = torch.full((m, n), float("nan"), dtype=dtype)
-    args = {"a_desc": Tile(a, [64, 64]), "b_desc": Tile(b, [block_n, 64]), "c_desc": Tile(c, [64, block_n]),
-            "k_size": k}
+    args = {
+        "a_desc": Tile(a, [64, 64]),
+        "b_desc": Tile(b, [block_n, 64]),
+        "c_desc": Tile(c, [64, block_n]),
+        "k_size": k,
+    }
     launch = Launch("matmul", (cdiv(m, 64), cdiv(n, block_n)), args, ("c_desc",), file="lab3_wgmma.py")
     return launch, {"c_desc": a.double() @ b.double().T}
 
@@ -179,11 +218,19 @@ def wgmma(source: str, seed=None):
     for block_n, dtype in ((64, torch.float16), (128, torch.bfloat16)):
         m, n, k = draw.size(65, 120), 8 * draw.size(9, 24), 8 * draw.size(9, 40)
         launch, expected = wgmma_launch(m, n, k, block_n, dtype, draw)
-        run = expect_kernel(source, launch, expected, rtol=2e-2, atol=2e-2, seeds=(None, draw.size(1, 999)),
-                            hint="C = A Bᵀ: is B turned, and is each step added to the accumulator?")
+        run = expect_kernel(
+            source,
+            launch,
+            expected,
+            rtol=2e-2,
+            atol=2e-2,
+            seeds=(None, draw.size(1, 999)),
+            hint="C = A Bᵀ: is B turned, and is each step added to the accumulator?",
+        )
         products = [e for e in run.events if e.kind == "wgmma"]
         if len(products) != cdiv(k, 64):
-            raise AssertionError(f"{cdiv(k, 64)} steps along K, and {len(products)} products by wgmma: one a step is "
-                                 "right.")
+            raise AssertionError(
+                f"{cdiv(k, 64)} steps along K, and {len(products)} products by wgmma: one a step is right."
+            )
         if not any(e.kind == "copy out" for e in run.events):
             raise AssertionError("C should leave by TMA: store it into c_tile, then tma_store.")

@@ -83,8 +83,11 @@ def errors(errors, seed=None):
     """Outputs with a known error, also one that only a float64 reference sees; grouped heads; causal."""
     draw = Draw(seed)
     for dtype, causal, group in (
-        (torch.float32, False, 1), (torch.bfloat16, True, 2), (torch.bfloat16, False, 4), (torch.float16, True, 1),
-    ):  # fmt: skip
+        (torch.float32, False, 1),
+        (torch.bfloat16, True, 2),
+        (torch.bfloat16, False, 4),
+        (torch.float16, True, 1),
+    ):
         b, kv, s, d = draw.size(1, 2), draw.size(1, 3), draw.size(12, 30), draw.choice((8, 16))
         q = draw.normal(b, kv * group, s, d, dtype=dtype)
         k, v = draw.normal(b, kv, s, d, dtype=dtype), draw.normal(b, kv, s, d, dtype=dtype)
@@ -100,18 +103,35 @@ def errors(errors, seed=None):
             rms = (difference.square().mean() / exact.square().mean()).sqrt().item()
             wrong_mask = out.double() - reference_attention(q, k, v, not causal)
             in_dtype = (out - exact.to(dtype)).double()
-            expect_errors(got, largest, rms, what, {
-                "The reference is causal when causal is True, and only then.": wrong_mask.abs().max().item(),
-                "The reference stays in float64: rounded to the output's dtype, it hides the rounding.":
-                    in_dtype.abs().max().item(),
-            }, {
-                "Relative: divide by the root mean square of the reference.": difference.square().mean().sqrt().item(),
-                "Root mean square: take the root.": difference.square().mean().item() / exact.square().mean().item(),
-                "Root mean square: square, mean, root. This is the mean of absolute values.":
-                    difference.abs().mean().item() / exact.abs().mean().item(),
-                "The reference stays in float64: rounded to the output's dtype, it hides the rounding.":
-                    (in_dtype.square().mean() / exact.square().mean()).sqrt().item(),
-            })  # fmt: skip
+            expect_errors(
+                got,
+                largest,
+                rms,
+                what,
+                {
+                    "The reference is causal when causal is True, and only then.": wrong_mask.abs().max().item(),
+                    "The reference stays in float64: rounded to the output's dtype, it hides the rounding.": in_dtype.abs()
+                    .max()
+                    .item(),
+                },
+                {
+                    "Relative: divide by the root mean square of the reference.": difference.square()
+                    .mean()
+                    .sqrt()
+                    .item(),
+                    "Root mean square: take the root.": difference.square().mean().item()
+                    / exact.square().mean().item(),
+                    "Root mean square: square, mean, root. This is the mean of absolute values.": difference.abs()
+                    .mean()
+                    .item()
+                    / exact.abs().mean().item(),
+                    "The reference stays in float64: rounded to the output's dtype, it hides the rounding.": (
+                        in_dtype.square().mean() / exact.square().mean()
+                    )
+                    .sqrt()
+                    .item(),
+                },
+            )
 
 
 def expect_errors(got, largest, rms, what, largest_mistakes, rms_mistakes) -> None:
@@ -129,16 +149,27 @@ def intensities(intensity, queries_to_ridge, seed=None):
         size = dtype.itemsize
         sq, sk, group, d = draw.size(1, 60), draw.size(70, 900), draw.size(2, 9), draw.choice((32, 64, 100))
         what = f"intensity({sq}, {sk}, {group}, {d}, {dtype_name(dtype)})"
-        expect_value(intensity(sq, sk, group, d, dtype), 2 * group * sq * sk / ((group * sq + sk) * size), "FLOPs/Byte",
-            what, {
+        expect_value(
+            intensity(sq, sk, group, d, dtype),
+            2 * group * sq * sk / ((group * sq + sk) * size),
+            "FLOPs/Byte",
+            what,
+            {
                 "The heads of a group share keys and values: they are read once.": 2 * sq * sk / ((sq + sk) * size),
-                "These are FLOPs per element: divide by the bytes of an element.":
-                    2 * group * sq * sk / (group * sq + sk),
+                "These are FLOPs per element: divide by the bytes of an element.": 2
+                * group
+                * sq
+                * sk
+                / (group * sq + sk),
                 "Two FLOPs a multiply-accumulate.": group * sq * sk / ((group * sq + sk) * size),
-                "Each query head of the group has queries and an output of its own.":
-                    2 * group * sq * sk / ((sq + sk) * size),
+                "Each query head of the group has queries and an output of its own.": 2
+                * group
+                * sq
+                * sk
+                / ((sq + sk) * size),
                 "Keys are as long as the cache, not as the queries.": 2 * group * sq * sq / ((group * sq + sq) * size),
-            })  # fmt: skip
+            },
+        )
     for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn) * 2:
         size, sk, group, d = dtype.itemsize, draw.size(200, 900), draw.size(2, 9), 64
         ridge, exact = 0.0, 0.0
@@ -147,22 +178,30 @@ def intensities(intensity, queries_to_ridge, seed=None):
             exact = ridge * size * sk / (group * (2 * sk - ridge * size))
         what = f"queries_to_ridge({ridge:.4f}, {sk}, {group}, {d}, {dtype_name(dtype)})"
         got = queries_to_ridge(ridge, sk, group, d, dtype)
-        expect_value(got, math.ceil(exact), "", what, {
-            "One query fewer still lies left of the ridge: round up.": math.floor(exact),
-            "Rounded to the nearest: the ridge must be reached.": exact,
-            "The group shares the keys, too: group * queries count.": math.ceil(exact * group),
-            "Queries and outputs have bytes as well, not only the cache.": math.ceil(ridge * size / (2 * group)),
-            "An element has itemsize bytes.": math.ceil(ridge * sk / (group * (2 * sk - ridge))),
-        })  # fmt: skip
+        expect_value(
+            got,
+            math.ceil(exact),
+            "",
+            what,
+            {
+                "One query fewer still lies left of the ridge: round up.": math.floor(exact),
+                "Rounded to the nearest: the ridge must be reached.": exact,
+                "The group shares the keys, too: group * queries count.": math.ceil(exact * group),
+                "Queries and outputs have bytes as well, not only the cache.": math.ceil(ridge * size / (2 * group)),
+                "An element has itemsize bytes.": math.ceil(ridge * sk / (group * (2 * sk - ridge))),
+            },
+        )
         if isinstance(got, float):
             raise AssertionError(f"{what} is {got!r}: a number of queries is an integer.")
     for sk in (draw.size(3, 20), 50):
         ridge = sk + draw.real(1, 5)  # the intensity ends at 2 sk / itemsize = sk for bf16
         got = queries_to_ridge(ridge, sk, 4, 64, torch.bfloat16)
         if got is not None:
-            raise AssertionError(f"queries_to_ridge({ridge:.2f}, {sk}, 4, 64, bfloat16) is {got!r}. With ever more "
-                                 f"queries the intensity approaches 2 kv_len / itemsize = {sk}, so no number of "
-                                 "queries reaches this ridge: return None.")  # fmt: skip
+            raise AssertionError(
+                f"queries_to_ridge({ridge:.2f}, {sk}, 4, 64, bfloat16) is {got!r}. With ever more "
+                f"queries the intensity approaches 2 kv_len / itemsize = {sk}, so no number of "
+                "queries reaches this ridge: return None."
+            )
 
 
 def _decode_us(programs, sk, splits, units, tile, tile_us, combine_us):
@@ -187,17 +226,23 @@ def splits(decode_us, best_splits, seed=None):
         waves, tiles = programs * splits / units, math.ceil(math.ceil(sk / splits) / tile)
         up = math.ceil(waves)
         tail = combine_us if splits > 1 else 0.0
-        expect_value(decode_us(*arguments), _decode_us(*arguments), "us", f"decode_us{arguments}", {
-            "A part of a wave takes as long as a whole one: round the waves up.": waves * tiles * tile_us + tail,
-            "Splitting makes more programs: programs * splits.":
-                math.ceil(programs / units) * tiles * tile_us + tail,
-            "Splitting makes parts shorter: kv_len / splits keys each.":
-                up * math.ceil(sk / tile) * tile_us + tail,
-            "A part of a tile takes as long as a whole one: round the tiles up.":
-                up * sk / splits / tile * tile_us + tail,
-            "One split needs no second kernel.": up * tiles * tile_us + combine_us,
-            "Results of several splits are merged by a second kernel.": up * tiles * tile_us,
-        }, rel=1e-9)  # fmt: skip
+        expect_value(
+            decode_us(*arguments),
+            _decode_us(*arguments),
+            "us",
+            f"decode_us{arguments}",
+            {
+                "A part of a wave takes as long as a whole one: round the waves up.": waves * tiles * tile_us + tail,
+                "Splitting makes more programs: programs * splits.": math.ceil(programs / units) * tiles * tile_us
+                + tail,
+                "Splitting makes parts shorter: kv_len / splits keys each.": up * math.ceil(sk / tile) * tile_us + tail,
+                "A part of a tile takes as long as a whole one: round the tiles up.": up * sk / splits / tile * tile_us
+                + tail,
+                "One split needs no second kernel.": up * tiles * tile_us + combine_us,
+                "Results of several splits are merged by a second kernel.": up * tiles * tile_us,
+            },
+            rel=1e-9,
+        )
     for programs in (264, 132, draw.size(41, 300), draw.size(2, 40), 1):
         sk, most = draw.size(3000, 90000), draw.choice((16, 64))
         arguments = 132, 128, draw.real(0.2, 0.9), draw.real(2, 6)
@@ -207,8 +252,14 @@ def splits(decode_us, best_splits, seed=None):
         got = best_splits(programs, sk, *arguments, most)
         what = f"best_splits({programs}, {sk}, {', '.join(f'{a:.4g}' for a in arguments)}, most={most})"
         last = max(n for n, time in times.items() if time <= best * (1 + 1e-9))
-        expect_value(got, right, "", what, {
-            "Of splits that take equally long, take the fewest: each writes a partial result.": last,
-            "More splits are not always faster: compare the times.": most,
-            "With these many programs, splitting does pay: compare the times.": 1,
-        })  # fmt: skip
+        expect_value(
+            got,
+            right,
+            "",
+            what,
+            {
+                "Of splits that take equally long, take the fewest: each writes a partial result.": last,
+                "More splits are not always faster: compare the times.": most,
+                "With these many programs, splitting does pay: compare the times.": 1,
+            },
+        )

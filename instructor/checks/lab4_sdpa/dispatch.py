@@ -31,8 +31,15 @@ _INSIDE = {
     "aten::_scaled_dot_product_efficient_attention": ("aten::_efficient_attention_forward", "aten::empty"),
     "aten::_scaled_dot_product_cudnn_attention": ("aten::_cudnn_attention_forward", "aten::zeros"),
 }
-_BETWEEN = ("aten::linear", "aten::add", "flash attention, step 3", "cudnn warm-up", "aten::_efficientzerotensor",
-            "aten::cudnn_convolution", "math")  # fmt: skip
+_BETWEEN = (
+    "aten::linear",
+    "aten::add",
+    "flash attention, step 3",
+    "cudnn warm-up",
+    "aten::_efficientzerotensor",
+    "aten::cudnn_convolution",
+    "math",
+)
 _BACKWARD = (
     "aten::_scaled_dot_product_flash_attention_backward",
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -57,15 +64,26 @@ def backends_in(backends_in, seed=None):
     for backend, names in _OPERATORS.items():
         for name in names:
             operators = ["aten::scaled_dot_product_attention", name, *_INSIDE[name]]
-            expect(operators, [backend], f"one call that ran {backend}",
-                   "One attention call leaves several operators, one inside the other; only one of them is in the "
-                   "table.")  # fmt: skip
-    expect(["aten::linear", "aten::cudnn_convolution", "cudnn warm-up", "aten::softmax"], [],
-           "a program without attention", "Only the operators of the table tell.")  # fmt: skip
+            expect(
+                operators,
+                [backend],
+                f"one call that ran {backend}",
+                "One attention call leaves several operators, one inside the other; only one of them is in the table.",
+            )
+    expect(
+        ["aten::linear", "aten::cudnn_convolution", "cudnn warm-up", "aten::softmax"],
+        [],
+        "a program without attention",
+        "Only the operators of the table tell.",
+    )
     same = ["aten::scaled_dot_product_attention", _OPERATORS["flash"][0]] * 2
     expect(same, ["flash", "flash"], "two calls that both ran flash", "One entry for each call.")
-    expect(["aten::scaled_dot_product_attention", _OPERATORS["flash"][0], _BACKWARD[0], _BACKWARD[4]], ["flash"],
-           "a forward and a backward pass", "A backward operator is no call of attention.")  # fmt: skip
+    expect(
+        ["aten::scaled_dot_product_attention", _OPERATORS["flash"][0], _BACKWARD[0], _BACKWARD[4]],
+        ["flash"],
+        "a forward and a backward pass",
+        "A backward operator is no call of attention.",
+    )
     for _ in range(3):
         operators, expected = [], []
         for _ in range(draw.size(3, 6)):
@@ -84,8 +102,10 @@ def _expect_reasons(got: object, what: str) -> list[str]:
         if "Triggered internally" in reason:
             raise AssertionError(f"{what} holds {reason[:160]!r} ...: cut it where ' (Triggered internally' begins.")
         if "not used because" in reason or "runtime disabled" in reason:
-            raise AssertionError(f"{what} holds {reason!r}, which is no reason: it heads the reasons, or names a "
-                                 "backend that the pin switched off.")  # fmt: skip
+            raise AssertionError(
+                f"{what} holds {reason!r}, which is no reason: it heads the reasons, or names a "
+                "backend that the pin switched off."
+            )
     if len(set(got)) != len(got):
         raise AssertionError(f"{what} says something twice: {got!r}. Each reason once.")
     return list(got)
@@ -104,8 +124,10 @@ def why_not(why_not, seed=None):
                 warnings.simplefilter("ignore")
                 got = _expect_reasons(why_not(backend, q, k, v, **options), f"why_not({backend!r}, q, k, v)")
             if got:
-                raise AssertionError(f"why_not({backend!r}, q, k, v, {options}) is {got!r}, but {backend} runs this "
-                                     "here: the list should be empty.")  # fmt: skip
+                raise AssertionError(
+                    f"why_not({backend!r}, q, k, v, {options}) is {got!r}, but {backend} runs this "
+                    "here: the list should be empty."
+                )
     for name in KNOCKED_OUT:
         tensors, options = knocked_out(name, q, k, v)
         expected = reasons_of("flash", *tensors, **options)
@@ -123,11 +145,15 @@ def why_not(why_not, seed=None):
             raise AssertionError(f"math takes everything, also {name}: why_not('math', ...) should be empty.")
     got = _expect_reasons(why_not("efficient", q, k, v), "why_not('efficient', q, k, v) on CPU tensors")
     if not got:
-        raise AssertionError("the efficient backend is CUDA only, and why_not of it is empty for CPU tensors. Torch "
-                             "says so in an exception alone: then its first line is the reason.")  # fmt: skip
+        raise AssertionError(
+            "the efficient backend is CUDA only, and why_not of it is empty for CPU tensors. Torch "
+            "says so in an exception alone: then its first line is the reason."
+        )
     if sdpa_switches() != switches:
-        raise AssertionError("after why_not, other backends are switched on than before. Use sdpa_kernel in a `with` "
-                             "block: it restores them.")  # fmt: skip
+        raise AssertionError(
+            "after why_not, other backends are switched on than before. Use sdpa_kernel in a `with` "
+            "block: it restores them."
+        )
 
 
 @check("1.3", "A pin that pins")
@@ -164,8 +190,10 @@ def pinned_sdpa(pinned_sdpa, seed=None):
                 raise AssertionError(f"after a refusal (flash with {name}), other backends are allowed than before.")
         _expect_refusal(pinned_sdpa, "cudnn", (q, k, v), {}, "cudnn on CPU tensors")
     if sdpa_switches() != switches:
-        raise AssertionError("after pinned_sdpa, other backends are switched on than before: use sdpa_kernel in a "
-                             "`with` block, which restores them.")  # fmt: skip
+        raise AssertionError(
+            "after pinned_sdpa, other backends are switched on than before: use sdpa_kernel in a "
+            "`with` block, which restores them."
+        )
 
 
 def _expect_ran(ran: list[str], backend: str, what: str) -> None:
@@ -173,8 +201,10 @@ def _expect_ran(ran: list[str], backend: str, what: str) -> None:
         other = next(name for name in ran if name != backend)
         raise AssertionError(f"{what} ran {other}. A pin allows one backend, alone.")
     if len(ran) != 1:
-        raise AssertionError(f"{what} computed attention {len(ran)} times. Where the backend takes the call, compute "
-                             "once: asking first would double every time that you measure.")  # fmt: skip
+        raise AssertionError(
+            f"{what} computed attention {len(ran)} times. Where the backend takes the call, compute "
+            "once: asking first would double every time that you measure."
+        )
 
 
 def _expect_refusal(pinned_sdpa, backend: str, tensors, options, what: str) -> None:
@@ -184,15 +214,21 @@ def _expect_refusal(pinned_sdpa, backend: str, tensors, options, what: str) -> N
             pinned_sdpa(backend, *tensors, **options)
     except Exception as error:
         if type(error).__name__ != "BackendRefused":
-            raise AssertionError(f"pinned_sdpa of {what} should raise BackendRefused, and raised "
-                                 f"{type(error).__name__}: {' '.join(str(error).split())[:160]}") from None  # fmt: skip
+            raise AssertionError(
+                f"pinned_sdpa of {what} should raise BackendRefused, and raised "
+                f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            ) from None
         if not any(reason[:50] in str(error) for reason in expected):
-            raise AssertionError(f"the message of BackendRefused for {what} should hold torch's reason "
-                                 f"({expected[0]!r}), and is {str(error)!r}.") from None  # fmt: skip
+            raise AssertionError(
+                f"the message of BackendRefused for {what} should hold torch's reason "
+                f"({expected[0]!r}), and is {str(error)!r}."
+            ) from None
         return
     also = " (on copies, which the caller did not ask for)" if ran.backends and ran.backends[0] == backend else ""
-    raise AssertionError(f"torch refuses {what}, and pinned_sdpa returned a result all the same{also}; what ran is "
-                         f"{', '.join(ran.backends) or 'unknown'}. Raise BackendRefused.")  # fmt: skip
+    raise AssertionError(
+        f"torch refuses {what}, and pinned_sdpa returned a result all the same{also}; what ran is "
+        f"{', '.join(ran.backends) or 'unknown'}. Raise BackendRefused."
+    )
 
 
 @check("1.4", "The order of priority")
@@ -236,4 +272,3 @@ def dispatch(dispatch, seed=None):
             else:
                 hint = " With set_priority, the allowed backends are asked in the order in which they were given."
             raise AssertionError(f"{what} is {got!r}, expected {able[0]!r}.{hint}")
-

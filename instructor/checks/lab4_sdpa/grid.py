@@ -29,12 +29,20 @@ def random_grid(draw: Draw, shapes: int = 24) -> pd.DataFrame:
                 status = draw.choice(("refused", "failed", "out of memory"))
                 # a failed row may carry a time, which must not count
                 ms = draw.choice((math.nan, draw.real(1e-4, 2e-4)))
-            rows.append({
-                "kind": kind, "shape": 3 * shape + 5, "backend": backend, "status": status, "ms": ms,
-                "is_default": backend == default, "head_dim": (128, 64, 256)[shape // 3 % 3],
-                "tflops": draw.real(10, 600) / ms, "gb_s": draw.real(50, 3000) / ms,
-                "refused": None if status == "ok" else "because",
-            })  # fmt: skip
+            rows.append(
+                {
+                    "kind": kind,
+                    "shape": 3 * shape + 5,
+                    "backend": backend,
+                    "status": status,
+                    "ms": ms,
+                    "is_default": backend == default,
+                    "head_dim": (128, 64, 256)[shape // 3 % 3],
+                    "tflops": draw.real(10, 600) / ms,
+                    "gb_s": draw.real(50, 3000) / ms,
+                    "refused": None if status == "ok" else "because",
+                }
+            )
     draw.numbers.shuffle(rows)
     return pd.DataFrame(rows, index=draw.numbers.sample(range(1000), len(rows)))
 
@@ -68,10 +76,14 @@ def _expect_series(got: object, expected: pd.Series, what: str, mistakes: dict[s
 
     def same(one: dict, other: dict) -> bool:
         return one.keys() == other.keys() and all(
-            a == b or (isinstance(a, int | float) and isinstance(b, int | float)
-                       and (abs(a - b) <= 1e-9 * abs(b) or (a != a and b != b)))
+            a == b
+            or (
+                isinstance(a, int | float)
+                and isinstance(b, int | float)
+                and (abs(a - b) <= 1e-9 * abs(b) or (a != a and b != b))
+            )
             for a, b in ((one[key], other[key]) for key in one)
-        )  # fmt: skip
+        )
 
     if same(mine, right):
         return
@@ -80,12 +92,16 @@ def _expect_series(got: object, expected: pd.Series, what: str, mistakes: dict[s
             raise AssertionError(f"{what} is wrong. {hint}")
     if mine.keys() != right.keys():
         extra, missing = sorted(mine.keys() - right.keys()), sorted(right.keys() - mine.keys())
-        raise AssertionError(f"{what} has entries for the wrong shapes: {len(extra)} too many {extra[:4]}, "
-                             f"{len(missing)} missing {missing[:4]}. A shape counts where what is asked for has a "
-                             "time.")  # fmt: skip
+        raise AssertionError(
+            f"{what} has entries for the wrong shapes: {len(extra)} too many {extra[:4]}, "
+            f"{len(missing)} missing {missing[:4]}. A shape counts where what is asked for has a "
+            "time."
+        )
     bad = [key for key in right if not same({0: mine[key]}, {0: right[key]})]
-    raise AssertionError(f"{what} is wrong for {len(bad)} of {len(right)} shapes, the first is shape {bad[0]}: got "
-                         f"{mine[bad[0]]!r}, expected {right[bad[0]]!r}.")  # fmt: skip
+    raise AssertionError(
+        f"{what} is wrong for {len(bad)} of {len(right)} shapes, the first is shape {bad[0]}: got "
+        f"{mine[bad[0]]!r}, expected {right[bad[0]]!r}."
+    )
 
 
 def _all_shapes(mistakes: dict[str, pd.Series], expected: pd.Series) -> set:
@@ -101,27 +117,45 @@ def fastest_and_default(fastest_function, default_function, mean_function, seed=
         before = grid.copy(deep=True)
         anything = grid.assign(status="ok").dropna(subset=["ms"])
         slowest = _timed(grid).sort_values("ms", ascending=False).drop_duplicates("shape").set_index("shape")["backend"]
-        _expect_series(fastest_function(grid), fastest(grid), "fastest(grid)", {
-            "Rows that are not \"ok\" do not count, whatever stands in their `ms`.": fastest(anything),
-            "The fastest has the smallest time.": slowest,
-        })  # fmt: skip
+        _expect_series(
+            fastest_function(grid),
+            fastest(grid),
+            "fastest(grid)",
+            {
+                'Rows that are not "ok" do not count, whatever stands in their `ms`.': fastest(anything),
+                "The fastest has the smallest time.": slowest,
+            },
+        )
         right = default_slowdown(grid)
         every = _timed(grid).groupby("shape")["ms"].min()
-        _expect_series(default_function(grid), right, "default_slowdown(grid)", {
-            "A shape whose default has no time is left out.": right.reindex(every.index),
-            "1 stands for no loss, and a missing default is not that: leave the shape out.":
-                right.reindex(every.index).fillna(1.0),
-            "Time of the default over the best time, not the other way round.": 1 / right,
-            "Rows that are not \"ok\" do not count, whatever stands in their `ms`.": default_slowdown(anything),
-        })  # fmt: skip
+        _expect_series(
+            default_function(grid),
+            right,
+            "default_slowdown(grid)",
+            {
+                "A shape whose default has no time is left out.": right.reindex(every.index),
+                "1 stands for no loss, and a missing default is not that: leave the shape out.": right.reindex(
+                    every.index
+                ).fillna(1.0),
+                "Time of the default over the best time, not the other way round.": 1 / right,
+                'Rows that are not "ok" do not count, whatever stands in their `ms`.': default_slowdown(anything),
+            },
+        )
         if not grid.equals(before):
             raise AssertionError("one of the functions changed the table it was given. Work on a copy.")
     values = [math.exp(draw.real(-1, 3)) for _ in range(9)]
-    expect_value(mean_function(pd.Series(values)), geometric_mean(values), "", "geometric_mean of 9 values", {
-        "That is the arithmetic mean.": sum(values) / 9,
-        "Take the n-th root of the product.": math.prod(values),
-        "That is the median.": sorted(values)[4],
-    }, rel=1e-9)  # fmt: skip
+    expect_value(
+        mean_function(pd.Series(values)),
+        geometric_mean(values),
+        "",
+        "geometric_mean of 9 values",
+        {
+            "That is the arithmetic mean.": sum(values) / 9,
+            "Take the n-th root of the product.": math.prod(values),
+            "That is the median.": sorted(values)[4],
+        },
+        rel=1e-9,
+    )
     many = [math.exp(draw.real(2, 4)) for _ in range(600)]
     what = "geometric_mean of 600 values, whose product overflows,"
     expect_value(mean_function(pd.Series(many)), geometric_mean(many), "", what, rel=1e-9)
@@ -139,7 +173,8 @@ def answers(grid: pd.DataFrame) -> dict:
         "decode_winner": best[kinds.reindex(best.index) == "decode"].value_counts(),
         "worst_default": loss[kinds.reindex(loss.index) == "prefill"].max(),
         "peak_tflops": prefill["tflops"].max(),
-        "decode_bandwidth": timed[timed["kind"] == "decode"]["gb_s"].max() / 1e3
+        "decode_bandwidth": timed[timed["kind"] == "decode"]["gb_s"].max()
+        / 1e3
         / GPU_SPECS["H200"]["memory_bandwidth_tb_s"],
         "cudnn_over_flash": geometric_mean((training["flash"] / training["cudnn"]).dropna()),
     }
@@ -183,10 +218,7 @@ def _answer_mistakes(grid: pd.DataFrame, right: dict) -> dict[str, dict[str, flo
             "Shapes whose default has no time count, too: they are no wins.": float(best_wins.sum()) / len(loss),
             "A share of shapes, not of rows.": float(best_wins.sum()) / len(timed),
         },
-        "default_loss": {
-            "Geometric mean, not the arithmetic one.": loss.mean(),
-            "That is the median.": loss.median(),
-        },
+        "default_loss": {"Geometric mean, not the arithmetic one.": loss.mean(), "That is the median.": loss.median()},
         "worst_default": {
             "Among prefill shapes only.": loss.max(),
             "The largest: the default loses most there.": loss[kinds.reindex(loss.index) == "prefill"].min(),
@@ -194,14 +226,16 @@ def _answer_mistakes(grid: pd.DataFrame, right: dict) -> dict[str, dict[str, flo
         "peak_tflops": {
             "Head dimension 128 only.": timed[timed["kind"] == "prefill"]["tflops"].max(),
             "Prefill only.": timed[timed["head_dim"] == 128]["tflops"].max(),
-            "Rows that are not \"ok\" do not count.":
-                grid[(grid["kind"] == "prefill") & (grid["head_dim"] == 128)]["tflops"].max(),
+            'Rows that are not "ok" do not count.': grid[(grid["kind"] == "prefill") & (grid["head_dim"] == 128)][
+                "tflops"
+            ].max(),
         },
         "decode_bandwidth": {
             "As a share: GB/s over the bandwidth in GB/s.": decode["gb_s"].max(),
             "Memory bandwidth in the table is in TB/s, and gb_s in GB/s.": 1e3 * right["decode_bandwidth"],
             "Decode only.": timed["gb_s"].max() / 1e3 / GPU_SPECS["H200"]["memory_bandwidth_tb_s"],
-            "Rows that are not \"ok\" do not count.": grid[grid["kind"] == "decode"]["gb_s"].max() / 1e3
+            'Rows that are not "ok" do not count.': grid[grid["kind"] == "decode"]["gb_s"].max()
+            / 1e3
             / GPU_SPECS["H200"]["memory_bandwidth_tb_s"],
         },
         "cudnn_over_flash": {
@@ -211,7 +245,7 @@ def _answer_mistakes(grid: pd.DataFrame, right: dict) -> dict[str, dict[str, flo
             "Only shapes that both run.": geometric_mean(training["flash"].dropna())
             / geometric_mean(training["cudnn"].dropna()),
         },
-    }  # fmt: skip
+    }
 
 
 @check("6.2", "Seven questions about the table")
@@ -232,8 +266,11 @@ def grid_answers(grid_answers, seed=None):
         winner = right["decode_winner"].idxmax()
         if got["decode_winner"] != winner:
             by_all = fastest(grid).value_counts().idxmax()
-            hint = " Count among decode shapes only." if got["decode_winner"] == by_all else (
-                " Count shapes that it wins, not rows.")  # fmt: skip
+            hint = (
+                " Count among decode shapes only."
+                if got["decode_winner"] == by_all
+                else (" Count shapes that it wins, not rows.")
+            )
             raise AssertionError(f"decode_winner is {got['decode_winner']!r}, expected {winner!r}.{hint}")
         keys = [key for key in right if key != "decode_winner"]
         if not all(_is_close(got[key], right[key]) for key in keys):
@@ -252,10 +289,16 @@ def _random_shapes(draw: Draw) -> pd.DataFrame:
     for shape in range(14):
         kv_heads = draw.choice((1, 2, 4, 8))
         sizes = {
-            "kind": draw.choice(("prefill", "decode")), "head_dim": draw.choice((64, 128)),
-            "causal": draw.size(0, 1) == 1, "batch": draw.size(1, 64), "heads": kv_heads * draw.size(1, 8),
-            "kv_heads": kv_heads, "seq_len_q": draw.size(1, 9000), "seq_len_kv": draw.size(64, 60000), "shape": shape,
-        }  # fmt: skip
+            "kind": draw.choice(("prefill", "decode")),
+            "head_dim": draw.choice((64, 128)),
+            "causal": draw.size(0, 1) == 1,
+            "batch": draw.size(1, 64),
+            "heads": kv_heads * draw.size(1, 8),
+            "kv_heads": kv_heads,
+            "seq_len_q": draw.size(1, 9000),
+            "seq_len_kv": draw.size(64, 60000),
+            "shape": shape,
+        }
         for backend in BACKENDS:
             status = "ok" if draw.size(0, 4) else "refused"
             ms = draw.real(0.1, 9) if status == "ok" else draw.choice((math.nan, 0.01))
@@ -267,10 +310,13 @@ def _random_shapes(draw: Draw) -> pd.DataFrame:
 def _choice(grid, call, able, *, logarithmic=True, same=("kind", "head_dim", "causal"), sizes=SIZES, ok=True) -> str:
     """The choice of Bonus 6.4, and with other arguments those of its mistakes."""
     near = [
-        row for row in grid.to_dict("records")
-        if row["backend"] in able and not math.isnan(row["ms"]) and (row["status"] == "ok" or not ok)
+        row
+        for row in grid.to_dict("records")
+        if row["backend"] in able
+        and not math.isnan(row["ms"])
+        and (row["status"] == "ok" or not ok)
         and all(row[name] == call[name] for name in same)
-    ]  # fmt: skip
+    ]
     if not near:
         return able[0]
 
@@ -287,11 +333,13 @@ def choose_backend(choose_backend, seed=None):
     # Between two lengths, one factor apart from each side: halfway in tokens is not halfway in powers of two.
     length, fixed = draw.size(100, 900), {"kind": "prefill", "head_dim": 64, "causal": True}
     sizes = {"batch": 2, "heads": 8, "kv_heads": 4}
-    grid = pd.DataFrame([
-        fixed | sizes | {"shape": i, "seq_len_q": n, "seq_len_kv": n, "backend": backend, "status": "ok", "ms": ms}
-        for i, n in enumerate((length, 4 * length))
-        for backend, ms in (("flash", 1.0 + i), ("cudnn", 2.0 - i), ("math", 9.0))
-    ])  # fmt: skip
+    grid = pd.DataFrame(
+        [
+            fixed | sizes | {"shape": i, "seq_len_q": n, "seq_len_kv": n, "backend": backend, "status": "ok", "ms": ms}
+            for i, n in enumerate((length, 4 * length))
+            for backend, ms in (("flash", 1.0 + i), ("cudnn", 2.0 - i), ("math", 9.0))
+        ]
+    )
     for factor in (1.5, 2.3, 3.0):
         n = round(factor * length)
         _expect_choice(choose_backend, grid, fixed | sizes | {"seq_len_q": n, "seq_len_kv": n}, list(BACKENDS))
@@ -321,9 +369,10 @@ def _expect_choice(choose_backend, grid, call, able) -> None:
         hint = "The table has no shape of this head dimension: then it is able[0]."
     else:
         wrong = {
-            "Measure distance in powers of two: log2 of the ratio, squared.":
-                _choice(grid, call, able, logarithmic=False),
-            "Rows that are not \"ok\" have no time that counts.": _choice(grid, call, able, ok=False),
+            "Measure distance in powers of two: log2 of the ratio, squared.": _choice(
+                grid, call, able, logarithmic=False
+            ),
+            'Rows that are not "ok" have no time that counts.': _choice(grid, call, able, ok=False),
             "Only shapes of the same kind, head dimension and causality.": _choice(grid, call, able, same=()),
             "All five sizes count, the heads as well.": _choice(grid, call, able, sizes=("seq_len_q", "seq_len_kv")),
             "Look for the nearest row among those whose backend is in `able`.": _choice(grid, call, BACKENDS),

@@ -35,8 +35,10 @@ def strides(knocked_out_by_strides, strided_and_fast, seed=None):
         got = knocked_out_by_strides(q)
         _expect_same_values(got, q, "knocked_out_by_strides(x)")
         if not reasons_of("flash", got, k, v):
-            raise AssertionError(f"flash still runs with knocked_out_by_strides(q), strides {tuple(got.stride())}. "
-                                 "Which dimension does a kernel want to read in one piece?")  # fmt: skip
+            raise AssertionError(
+                f"flash still runs with knocked_out_by_strides(q), strides {tuple(got.stride())}. "
+                "Which dimension does a kernel want to read in one piece?"
+            )
         got = strided_and_fast(q)
         _expect_same_values(got, q, "strided_and_fast(x)")
         if got.is_contiguous():
@@ -63,31 +65,40 @@ def knock_outs(knock_outs, seed=None):
             raise AssertionError(f"KNOCK_OUTS[{name!r}] should be a function of (q, k, v), and is {build!r}.")
         arguments = build(*(draw.normal(2, 4, 24, 32) for _ in range(3)))
         if not isinstance(arguments, dict) or not {"query", "key", "value"} <= set(arguments):
-            raise AssertionError(f"KNOCK_OUTS[{name!r}] should return the arguments of SDPA in a dict with the keys "
-                                 f"query, key, value, and options such as is_causal; got {type(arguments).__name__}"
-                                 f"{sorted(arguments) if isinstance(arguments, dict) else ''}.")  # fmt: skip
+            raise AssertionError(
+                f"KNOCK_OUTS[{name!r}] should return the arguments of SDPA in a dict with the keys "
+                f"query, key, value, and options such as is_causal; got {type(arguments).__name__}"
+                f"{sorted(arguments) if isinstance(arguments, dict) else ''}."
+            )
         options = {key: value for key, value in arguments.items() if key not in ("query", "key", "value")}
         tensors = tuple(arguments[key] for key in ("query", "key", "value"))
         if any(t.device.type != "cpu" for t in tensors):
-            raise AssertionError(f"KNOCK_OUTS[{name!r}] moves tensors to a GPU. The check asks the CPU's flash: leave "
-                                 "them where they are.")  # fmt: skip
+            raise AssertionError(
+                f"KNOCK_OUTS[{name!r}] moves tensors to a GPU. The check asks the CPU's flash: leave "
+                "them where they are."
+            )
         try:
             with sdpa_kernel(SDPBackend.MATH):
                 F.scaled_dot_product_attention(*tensors, **options)
         except Exception as error:
             text = " ".join(str(error).split())[:120]
-            raise AssertionError(f"math cannot compute KNOCK_OUTS[{name!r}] either ({text}): a wrong call is no "
-                                 "knock-out.") from None  # fmt: skip
+            raise AssertionError(
+                f"math cannot compute KNOCK_OUTS[{name!r}] either ({text}): a wrong call is no knock-out."
+            ) from None
         reasons = reasons_of("flash", *tensors, **options)
         if not reasons:
             raise AssertionError(f"flash runs KNOCK_OUTS[{name!r}]: it is no knock-out.")
         if "stride" in reasons[0]:
-            raise AssertionError(f"KNOCK_OUTS[{name!r}] knocks flash out by its strides ({reasons[0][:90]}). That was "
-                                 "Question 4.1: find another way.")  # fmt: skip
+            raise AssertionError(
+                f"KNOCK_OUTS[{name!r}] knocks flash out by its strides ({reasons[0][:90]}). That was "
+                "Question 4.1: find another way."
+            )
         pattern = _pattern(reasons[0])
         if pattern in found:
-            raise AssertionError(f"KNOCK_OUTS[{name!r}] is refused for the reason of {found[pattern]!r}: "
-                                 f"{reasons[0][:100].rstrip('.')}. Four different reasons were asked for.")  # fmt: skip
+            raise AssertionError(
+                f"KNOCK_OUTS[{name!r}] is refused for the reason of {found[pattern]!r}: "
+                f"{reasons[0][:100].rstrip('.')}. Four different reasons were asked for."
+            )
         found[pattern] = name
     if len(found) < 4:
         raise AssertionError(f"KNOCK_OUTS holds {len(found)} knock-outs, and four were asked for.")
@@ -118,16 +129,22 @@ def unpack(unpack_qkv, ready_for_flash, seed=None):
                     hint = "Split the columns into heads first, then swap tokens and heads: a reshape mixes tokens."
             expect_close(tensor, expected, rtol=0, atol=0, what=f"{name} of {what}", hint=hint)
             if tensor.untyped_storage().data_ptr() != packed.untyped_storage().data_ptr():
-                raise AssertionError(f"{name} of {what} is a copy. A view of `packed` has the same values for no "
-                                     "bytes: slice, unflatten or view, transpose.")  # fmt: skip
+                raise AssertionError(
+                    f"{name} of {what} is a copy. A view of `packed` has the same values for no "
+                    "bytes: slice, unflatten or view, transpose."
+                )
         expect_unchanged([before], [packed], what)
         if reasons := reasons_of("flash", *got, enable_gqa=True):
             raise AssertionError(f"flash refuses the tensors of {what}: {reasons[0]}")
     x = draw.normal(2, 3, 12, 16)
     for tensor, copies in (
-        (x, False), (x.transpose(1, 2).contiguous().transpose(1, 2), False), (x[:, :, ::2], False),
-        (x[:, :1].expand(2, 3, 12, 16), False), (x.mT.contiguous().mT, True), (x[..., ::2], True),
-    ):  # fmt: skip
+        (x, False),
+        (x.transpose(1, 2).contiguous().transpose(1, 2), False),
+        (x[:, :, ::2], False),
+        (x[:, :1].expand(2, 3, 12, 16), False),
+        (x.mT.contiguous().mT, True),
+        (x[..., ::2], True),
+    ):
         with with_right_answers(ready_for_flash):
             got = ready_for_flash(tensor)
         what = f"ready_for_flash of a tensor with strides {tuple(tensor.stride())}"
@@ -136,5 +153,7 @@ def unpack(unpack_qkv, ready_for_flash, seed=None):
             raise AssertionError(f"flash refuses {what}, strides {tuple(got.stride())} after it: {reasons[0]}")
         copied = got.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
         if copied and not copies:
-            raise AssertionError(f"{what} is a copy, and flash runs the tensor as it is. Copy only where the last "
-                                 "dimension's stride is not 1.")  # fmt: skip
+            raise AssertionError(
+                f"{what} is a copy, and flash runs the tensor as it is. Copy only where the last "
+                "dimension's stride is not 1."
+            )

@@ -36,9 +36,14 @@ def rounded_attention(rounded_attention, seed=None):
     draw = Draw(seed)
     names = ("scores", "p", "normalize_first", "output")
     for switches in (
-        (False, False, True, False), (False, False, False, False), (False, False, True, True),
-        (True, False, True, False), (False, True, True, False), (False, True, False, False), (True, True, False, True),
-    ):  # fmt: skip
+        (False, False, True, False),
+        (False, False, False, False),
+        (False, False, True, True),
+        (True, False, True, False),
+        (False, True, True, False),
+        (False, True, False, False),
+        (True, True, False, True),
+    ):
         q, k, v = (draw.normal(1, 2, s, 32, dtype=torch.bfloat16) for s in (40, 300, 300))
         copies = [t.clone() for t in (q, k, v)]
         options = dict(zip(names, switches, strict=True))
@@ -58,20 +63,25 @@ def rounded_attention(rounded_attention, seed=None):
             if near <= max(0.05 * distance, 1e-9):
                 hint = text
                 break
-        raise AssertionError(f"{what} is {float(distance):.2e} (rms) away from what it should be, and the roundings "
-                             f"that were asked for make {float(noise):.2e}. {hint}")  # fmt: skip
+        raise AssertionError(
+            f"{what} is {float(distance):.2e} (rms) away from what it should be, and the roundings "
+            f"that were asked for make {float(noise):.2e}. {hint}"
+        )
 
 
 def _rounding_mistakes(q, k, v, switches) -> dict[str, torch.Tensor]:
     scores, p, normalize_first, output = switches
     wrong = {
-        "normalize_first decides what is rounded: P itself, or e^(s - max), which is divided by its sum at the end.":
-            _rounded(q, k, v, scores, p, not normalize_first, output),
-        "The sum is that of the numbers before they are rounded: a kernel adds it up in float32.":
-            _rounded(q, k, v, scores, p, normalize_first, output, sum_of_rounded=True),
-        "Subtract the maximum before the exponential: e^s rounds differently.":
-            _rounded(q, k, v, scores, p, normalize_first, output, late_maximum=False),
-    }  # fmt: skip
+        "normalize_first decides what is rounded: P itself, or e^(s - max), which is divided by its sum at the end.": _rounded(
+            q, k, v, scores, p, not normalize_first, output
+        ),
+        "The sum is that of the numbers before they are rounded: a kernel adds it up in float32.": _rounded(
+            q, k, v, scores, p, normalize_first, output, sum_of_rounded=True
+        ),
+        "Subtract the maximum before the exponential: e^s rounds differently.": _rounded(
+            q, k, v, scores, p, normalize_first, output, late_maximum=False
+        ),
+    }
     for place, name in ((0, "scores"), (1, "p"), (3, "output")):
         flipped = list(switches)
         flipped[place] = not flipped[place]
@@ -150,21 +160,46 @@ def distinct_results(distinct_results, seed=None):
         expect_value(got, expected, "", f"distinct_results of {what}", {hint: got} if got != expected else None)
 
     run([base, base.clone(), base.clone()], 1, "three equal results", "Equal bits count once.")
-    run([base, near, base.clone()], 2, "two results that differ in the last bit of one number",
-        "Compare bits: no tolerance.")  # fmt: skip
-    run([base, near, near.clone(), base], 2, "A, B, B, A", "Count different results, not changes, and not "
-        "differences from the first.")  # fmt: skip
-    run([base, near, base + 1, base + 2, near], 4, "A, B, C, D, B", "Count different results, not only whether "
-        "there are two.")  # fmt: skip
-    run([holes, holes.clone(), holes.clone()], 1, "three equal results with a NaN in the same place",
-        "NaN != NaN, but its bits are equal: compare bits.")  # fmt: skip
+    run(
+        [base, near, base.clone()],
+        2,
+        "two results that differ in the last bit of one number",
+        "Compare bits: no tolerance.",
+    )
+    run(
+        [base, near, near.clone(), base],
+        2,
+        "A, B, B, A",
+        "Count different results, not changes, and not differences from the first.",
+    )
+    run(
+        [base, near, base + 1, base + 2, near],
+        4,
+        "A, B, C, D, B",
+        "Count different results, not only whether there are two.",
+    )
+    run(
+        [holes, holes.clone(), holes.clone()],
+        1,
+        "three equal results with a NaN in the same place",
+        "NaN != NaN, but its bits are equal: compare bits.",
+    )
     run([torch.zeros(3), -torch.zeros(3)], 2, "0 and -0", "They compare equal, and their bits differ: compare bits.")
-    run([base, base + 1, base + 2], 3, "three results in one buffer that fn writes again", "Keep a copy of each "
-        "result: fn may write the next one into the same memory.", buffer=True)  # fmt: skip
+    run(
+        [base, base + 1, base + 2],
+        3,
+        "three results in one buffer that fn writes again",
+        "Keep a copy of each result: fn may write the next one into the same memory.",
+        buffer=True,
+    )
     wide = base.to(torch.bfloat16)
     run([wide, wide.clone(), wide + 1], 2, "bf16 results", "Any dtype may come.")
-    run([(base, near), (base.clone(), near.clone()), (base, base)], 2, "tuples of two tensors",
-        "fn may return a tuple of tensors, such as gradients: all of it counts.")  # fmt: skip
+    run(
+        [(base, near), (base.clone(), near.clone()), (base, base)],
+        2,
+        "tuples of two tensors",
+        "fn may return a tuple of tensors, such as gradients: all of it counts.",
+    )
 
 
 @check("Bonus 5.5", "FP8 with scales")
@@ -192,8 +227,10 @@ def fp8(quantize_fp8, dequantize_fp8, seed=None):
             found = tuple(scale.shape) if isinstance(scale, torch.Tensor) else scale
             raise AssertionError(f"scale of {what} should be a float32 tensor of shape {shape}, and is {found}.")
         if not torch.isfinite(x8.float()).all() or not torch.isfinite(scale).all():
-            raise AssertionError(f"{what} holds NaN or infinity. A block of zeros has no largest value to divide by: "
-                                 "give it the scale 1.")  # fmt: skip
+            raise AssertionError(
+                f"{what} holds NaN or infinity. A block of zeros has no largest value to divide by: "
+                "give it the scale 1."
+            )
         back = dequantize_fp8(x8, scale, block)
         if not isinstance(back, torch.Tensor) or back.shape != x.shape or back.dtype != torch.float32:
             raise AssertionError(f"dequantize_fp8 after {what} should be a float32 tensor of the shape of x.")
@@ -212,7 +249,8 @@ def fp8(quantize_fp8, dequantize_fp8, seed=None):
         allowed = wide.abs() / 16 * 1.001 + spread * 2**-10 * 1.001  # half a step of e4m3: 2^-4 relative, or subnormal
         worst = ((back - wide).abs() - allowed).max()
         if worst > 0:
-            raise AssertionError(f"dequantize_fp8 after {what} misses x by more than e4m3 rounds. x8 = x / scale in "
-                                 "float32, then the cast; back: x8 in float32, times the scale of its own "
-                                 "block.")  # fmt: skip
-
+            raise AssertionError(
+                f"dequantize_fp8 after {what} misses x by more than e4m3 rounds. x8 = x / scale in "
+                "float32, then the cast; back: x8 in float32, times the scale of its own "
+                "block."
+            )

@@ -10,8 +10,12 @@ from instructor.checks.lab1.common import Draw, SizeWatch, dtype_name, expect_un
 from instructor.checks.lab4_sdpa.common import reference_attention, with_right_answers
 from utils.checking import check, expect_close, forbid, forbid_leaving, watch_operations
 
-_FUSED = (r"_?scaled_dot_product_\w+", r"_(?:flash|efficient|cudnn)_attention\w*", r"\w*multi_head_attention\w*",
-          r"flex_attention\w*")  # fmt: skip
+_FUSED = (
+    r"_?scaled_dot_product_\w+",
+    r"_(?:flash|efficient|cudnn)_attention\w*",
+    r"\w*multi_head_attention\w*",
+    r"flex_attention\w*",
+)
 _SOFTMAX = (r"_?(?:log_)?softmax\w*", "_?safe_softmax", "softmin")
 
 
@@ -46,8 +50,10 @@ def _group_hint(got, q, k, v) -> str:
 
 
 def _scale_hint(got, q, k, v) -> str:
-    for factor, text in ((math.sqrt(q.shape[-1]), "Divide the scores by sqrt(D)."),
-                         (1 / math.sqrt(q.shape[-1]), "Divide the scores by sqrt(D), not by D.")):  # fmt: skip
+    for factor, text in (
+        (math.sqrt(q.shape[-1]), "Divide the scores by sqrt(D)."),
+        (1 / math.sqrt(q.shape[-1]), "Divide the scores by sqrt(D), not by D."),
+    ):
         if isinstance(got, torch.Tensor) and got.shape == q.shape:
             wrong = reference_attention(q.double() * factor, k, v)
             if torch.allclose(got.double(), wrong, rtol=1e-2, atol=1e-2):
@@ -61,8 +67,14 @@ def attend_part(attend_part, seed=None):
     draw = Draw(seed)
     # The last: large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
     for dtype, rtol, scale in ((torch.float32, 1e-4, 1), (torch.bfloat16, 1e-4, 1), (torch.float32, 1e-3, 20)):
-        b, kv, group, sq, sk, d = (draw.size(1, 3), draw.size(2, 3), draw.size(2, 3), draw.size(1, 4),
-                                   draw.size(9, 30), draw.choice((8, 16)))  # fmt: skip
+        b, kv, group, sq, sk, d = (
+            draw.size(1, 3),
+            draw.size(2, 3),
+            draw.size(2, 3),
+            draw.size(1, 4),
+            draw.size(9, 30),
+            draw.choice((8, 16)),
+        )
         q = scale * draw.normal(b, kv * group, sq, d, dtype=dtype)
         k, v = scale * draw.normal(b, kv, sk, d, dtype=dtype), draw.normal(b, kv, sk, d, dtype=dtype)
         large = ", scores in the hundreds" if scale > 1 else ""
@@ -74,8 +86,14 @@ def attend_part(attend_part, seed=None):
         expect_unchanged(copies, (q, k, v), what)
         output, lse = _expect_pair(got, what)
         hint = _group_hint(output, q, k, v) or _scale_hint(output, q, k, v) or "Divide by the part's own sum."
-        expect_close(output, reference_attention(q, k, v).float(), rtol=rtol, atol=1e-3 if scale > 1 else 1e-5,
-                     what=f"the output of {what}", hint=hint)  # fmt: skip
+        expect_close(
+            output,
+            reference_attention(q, k, v).float(),
+            rtol=rtol,
+            atol=1e-3 if scale > 1 else 1e-5,
+            what=f"the output of {what}",
+            hint=hint,
+        )
         hint = "It is the natural logarithm of the sum of e^score: maximum + log(sum of e^(score - maximum))."
         expect_close(lse, _lse(q, k).float(), rtol=rtol, atol=1e-3, what=f"the lse of {what}", hint=hint)
 
@@ -99,9 +117,13 @@ def split_kv_attention(split_kv_attention, seed=None):
     """Any number of splits, parts on their own, large scores, the queries' dtype."""
     draw = Draw(seed)
     for dtype, splits, scale in (
-        (torch.float32, 1, 1), (torch.float32, 4, 1), (torch.float32, 7, 1), (torch.bfloat16, 3, 1),
-        (torch.float32, 5, 40), (torch.float32, 64, 1),
-    ):  # fmt: skip
+        (torch.float32, 1, 1),
+        (torch.float32, 4, 1),
+        (torch.float32, 7, 1),
+        (torch.bfloat16, 3, 1),
+        (torch.float32, 5, 40),
+        (torch.float32, 64, 1),
+    ):
         b, kv, group, sq = draw.size(1, 3), draw.size(2, 3), draw.size(2, 3), draw.size(1, 4)
         sk, d = draw.choice((37, 41, 43)), draw.choice((8, 16))
         q = scale * draw.normal(b, kv * group, sq, d, dtype=dtype)
@@ -133,8 +155,11 @@ def split_kv_attention(split_kv_attention, seed=None):
         expect_close(got, expected, **tolerance, what=what, hint=hint)
     b, h, sq, sk, d, splits = 1, 2, 2, 960, 4, 8
     q, k, v = draw.normal(b, h, sq, d), draw.normal(b, h, sk, d), draw.normal(b, h, sk, d)
-    with (with_right_answers(split_kv_attention, {"attend_part": _right_part}), SizeWatch() as sizes,
-          watch_operations() as watch):  # fmt: skip
+    with (
+        with_right_answers(split_kv_attention, {"attend_part": _right_part}),
+        SizeWatch() as sizes,
+        watch_operations() as watch,
+    ):
         split_kv_attention(q, k, v, splits)
     forbid(watch, _FUSED, hint="each part comes from attend_part")
     forbid_leaving(watch)
@@ -144,9 +169,11 @@ def split_kv_attention(split_kv_attention, seed=None):
     name, most = max(others.items(), key=lambda item: item[1], default=("", 0))
     if scores > limit or most > limit:
         who = "the product of queries and keys" if scores > limit else name
-        raise AssertionError(f"split_kv_attention over {sk} keys in {splits} splits: {who} worked on "
-                             f"{max(scores, most)} scores at once, and one part has {limit}. Each part must be "
-                             "computed from its own keys alone.")  # fmt: skip
+        raise AssertionError(
+            f"split_kv_attention over {sk} keys in {splits} splits: {who} worked on "
+            f"{max(scores, most)} scores at once, and one part has {limit}. Each part must be "
+            "computed from its own keys alone."
+        )
 
 
 @check("Bonus 2.4", "The backward pass")
@@ -177,8 +204,9 @@ def attention_backward(attention_backward, seed=None):
             "dk": "dK = dS^T Q, with the scale 1/sqrt(D).",
             "dv": "dV = P^T dO.",
         }
-        for name, mine, right in zip(("dv", "dq", "dk"), (got[2], got[0], got[1]),
-                                     (expected[2], expected[0], expected[1]), strict=True):  # fmt: skip
+        for name, mine, right in zip(
+            ("dv", "dq", "dk"), (got[2], got[0], got[1]), (expected[2], expected[0], expected[1]), strict=True
+        ):
             hint = hints[name]
             if isinstance(mine, torch.Tensor) and mine.shape == right.shape:
                 if name == "dq" and torch.allclose(mine.double(), no_delta, rtol=1e-2, atol=1e-3):

@@ -97,94 +97,168 @@ def packed(cases: Iterable, most: int) -> list[list]:
 # ---- what a check relies on, replaced ------------------------------------------------------------------------------
 
 PATCHES = [
-    Attack("AssertionError replaced by an exception that ends quietly", COST, """
+    Attack(
+        "AssertionError replaced by an exception that ends quietly",
+        COST,
+        """
 import builtins
 builtins.AssertionError = type("AssertionError", (SystemExit,), {})
-"""),
-    Attack("torch.allclose, torch.equal and isclose always true", GEMV, """
+""",
+    ),
+    Attack(
+        "torch.allclose, torch.equal and isclose always true",
+        GEMV,
+        """
 torch.allclose = torch.equal = lambda *a, **k: True
 torch.isclose = lambda a, b, **k: torch.ones_like(a, dtype=torch.bool)
-"""),
-    Attack("torch.testing.assert_close does nothing", GEMV, """
+""",
+    ),
+    Attack(
+        "torch.testing.assert_close does nothing",
+        GEMV,
+        """
 import torch.testing
 torch.testing.assert_close = torch.testing._comparison.assert_close = lambda *a, **k: None
-"""),
-    Attack("expect_close and expect_number do nothing", COST, """
+""",
+    ),
+    Attack(
+        "expect_close and expect_number do nothing",
+        COST,
+        """
 import utils.checking
 utils.checking.expect_close = utils.checking.expect_number = lambda *a, **k: None
 expect_number.__code__ = (lambda got, expected, rel=0.01, unit="", what="", *, abs_tol=0.0: None).__code__
-"""),
-    Attack("a verdict that never raises", COST, """
+""",
+    ),
+    Attack(
+        "a verdict that never raises",
+        COST,
+        """
 from utils.checking import Verdict
 Verdict.raise_if_wrong = lambda self: print(f"✓ Question {self.question}: passed.")
 Verdict.passed = property(lambda self: True, lambda self, value: None)
-"""),
-    Attack("check replaced in the module and in the notebook", COST, """
+""",
+    ),
+    Attack(
+        "check replaced in the module and in the notebook",
+        COST,
+        """
 import utils.checking
 class Passed:
     passed = True
     def raise_if_wrong(self): pass
 check = utils.checking.check = lambda *labels: lambda function: lambda *a, **k: Passed()
-"""),
-    Attack("utils.checking replaced in sys.modules", COST, """
+""",
+    ),
+    Attack(
+        "utils.checking replaced in sys.modules",
+        COST,
+        """
 import sys, types
 fake = types.ModuleType("utils.checking")
 fake.__getattr__ = lambda name: lambda *a, **k: None
 sys.modules["utils.checking"] = fake
-"""),
-    Attack("the watch replaced by one that sees nothing", PRODUCT, """
+""",
+    ),
+    Attack(
+        "the watch replaced by one that sees nothing",
+        PRODUCT,
+        """
 import contextlib, utils.checking, utils.watching
 @contextlib.contextmanager
 def blind():
     yield utils.watching.OperationWatch()
 utils.watching.watch_operations = utils.checking.watch_operations = watch_operations = blind
-""", FORBIDDEN),
-    Attack("the watch's own methods emptied", PRODUCT, """
+""",
+        FORBIDDEN,
+    ),
+    Attack(
+        "the watch's own methods emptied",
+        PRODUCT,
+        """
 import utils.watching
 utils.watching.OperationWatch._note = lambda self, counter, name: None
 utils.watching.watch_operations._enter_modes = lambda self: []
-""", FORBIDDEN),
-    Attack("torch's dispatch mode made deaf", PRODUCT, """
+""",
+        FORBIDDEN,
+    ),
+    Attack(
+        "torch's dispatch mode made deaf",
+        PRODUCT,
+        """
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.overrides import TorchFunctionMode
 for mode in (TorchDispatchMode, TorchFunctionMode):
     mode.__enter__ = lambda self: self
     mode.__exit__ = lambda self, *error: None
-""", FORBIDDEN),
-    Attack("all modes of torch switched off around the product", PRODUCT, """
+""",
+        FORBIDDEN,
+    ),
+    Attack(
+        "all modes of torch switched off around the product",
+        PRODUCT,
+        """
 from torch.utils._python_dispatch import _disable_current_modes
 def gemm_broadcast(a, b):
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         return torch.mm(a, b)
-""", ""),
-    Attack("forbid replaced", PRODUCT, """
+""",
+        "",
+    ),
+    Attack(
+        "forbid replaced",
+        PRODUCT,
+        """
 import utils.checking, utils.watching
 forbid = utils.checking.forbid = utils.watching.forbid = lambda *a, **k: None
 utils.watching.MATMUL = utils.checking.MATMUL = MATMUL = ()
-""", FORBIDDEN),
-    Attack("random inputs that are all zero", GEMV, """
+""",
+        FORBIDDEN,
+    ),
+    Attack(
+        "random inputs that are all zero",
+        GEMV,
+        """
 zeros = torch.zeros
 def no_noise(*shape, generator=None, **options):
     return zeros(*shape, **options)
 torch.randn = torch.rand = torch.normal = no_noise
 torch.Tensor.normal_ = torch.Tensor.zero_
-"""),
-    Attack("sizes that are no surprise", COST, """
+""",
+    ),
+    Attack(
+        "sizes that are no surprise",
+        COST,
+        """
 import os, random
 os.urandom = lambda n: bytes(n)
 random.SystemRandom.sample = random.Random.sample = lambda self, population, k: [4, 8, 16]
 random.SystemRandom.getrandbits = lambda self, bits: 0
-""", "\ndef gemm_cost(m, n, k, dtype):\n    return {'flops': 1024, 'bytes': 224 * dtype.itemsize}\n"),
-    Attack("torch.Tensor's comparison and subtraction replaced", GEMV, """
+""",
+        "\ndef gemm_cost(m, n, k, dtype):\n    return {'flops': 1024, 'bytes': 224 * dtype.itemsize}\n",
+    ),
+    Attack(
+        "torch.Tensor's comparison and subtraction replaced",
+        GEMV,
+        """
 torch.Tensor.__eq__ = lambda self, other: torch.ones(self.shape, dtype=torch.bool)
 torch.Tensor.__sub__ = torch.Tensor.sub = lambda self, other, **k: torch.zeros(self.shape)
 torch.Tensor.any = lambda self, *a, **k: torch.tensor(False)
-"""),
-    Attack("a reference made as wrong as the answer", MODULE, """
+""",
+    ),
+    Attack(
+        "a reference made as wrong as the answer",
+        MODULE,
+        """
 torch.Tensor.pow = lambda self, exponent: torch.full_like(self, float("inf"))
 torch.Tensor.sqrt = lambda self: torch.full_like(self, float("inf"))
-"""),
-    Attack("a module whose call changes torch before the reference is computed", MODULE, "", """
+""",
+    ),
+    Attack(
+        "a module whose call changes torch before the reference is computed",
+        MODULE,
+        "",
+        """
 class RMSNorm(torch.nn.Module):
     def __init__(self, width, eps=1e-6):
         super().__init__()
@@ -194,14 +268,23 @@ class RMSNorm(torch.nn.Module):
         torch.Tensor.__mul__ = torch.Tensor.__truediv__ = lambda self, other: torch.zeros(self.shape)
         torch.Tensor.mean = lambda self, *a, **k: torch.zeros(self.shape)
         return torch.zeros_like(x)
-"""),
-    Attack("the clock runs 100000 times faster", TIMER, """
+""",
+    ),
+    Attack(
+        "the clock runs 100000 times faster",
+        TIMER,
+        """
 import time as clock
 true = clock.perf_counter
 clock.perf_counter = lambda: 100000 * true()
 clock.sleep = lambda seconds: None
-""", "\ndef time_calls(fn, n_calls, synchronize):\n    return [[fn(), 40.0][1] for _ in range(n_calls)]\n"),
-    Attack("torch.cuda.Event replaced by one that says 40 ms", TIMER, """
+""",
+        "\ndef time_calls(fn, n_calls, synchronize):\n    return [[fn(), 40.0][1] for _ in range(n_calls)]\n",
+    ),
+    Attack(
+        "torch.cuda.Event replaced by one that says 40 ms",
+        TIMER,
+        """
 class Event:
     def __init__(self, **options): pass
     def record(self, *stream): pass
@@ -209,15 +292,24 @@ class Event:
     def elapsed_time(self, other): return 40.0
 torch.cuda.Event = torch.Event = Event
 torch.cuda.synchronize = lambda *device: None
-""", "\ndef time_calls(fn, n_calls, synchronize):\n    return [[fn(), 40.0][1] for _ in range(n_calls)]\n"),
-    Attack("isinstance, abs, all and set replaced", COST, """
+""",
+        "\ndef time_calls(fn, n_calls, synchronize):\n    return [[fn(), 40.0][1] for _ in range(n_calls)]\n",
+    ),
+    Attack(
+        "isinstance, abs, all and set replaced",
+        COST,
+        """
 import builtins
 builtins.isinstance = lambda *a: True
 builtins.abs = lambda x: 0.0
 builtins.all = lambda x: True
 builtins.max = lambda *a: float("inf")
-"""),
-    Attack("print, len, sum and getattr replaced", TIMER, """
+""",
+    ),
+    Attack(
+        "print, len, sum and getattr replaced",
+        TIMER,
+        """
 import builtins
 builtins.len = lambda x: 2
 builtins.sum = lambda *a: 0.0
@@ -225,8 +317,12 @@ builtins.zip = lambda *a, **k: []
 builtins.print = lambda *a, **k: None
 true_getattr = getattr
 builtins.getattr = lambda o, name, *d: True if name == "passed" else true_getattr(o, name, *d)
-"""),
-    Attack("the import statement replaced", COST, """
+""",
+    ),
+    Attack(
+        "the import statement replaced",
+        COST,
+        """
 import builtins
 true_import = builtins.__import__
 class Anything:
@@ -235,38 +331,69 @@ class Anything:
 def fake(name, *a, **k):
     return Anything() if name.startswith(("instructor", "utils", "random")) else true_import(name, *a, **k)
 builtins.__import__ = fake
-"""),
-    Attack("torch shadowed in the notebook", GEMV, """
+""",
+    ),
+    Attack(
+        "torch shadowed in the notebook",
+        GEMV,
+        """
 class Fake:
     def __getattr__(self, name): return lambda *a, **k: 0
 true_torch, torch = torch, Fake()
-""", "\ndef gemv(a, x):\n    return 0\n", flagged=False),
-    Attack("the locked helpers of the tests shadowed in the notebook", COST, """
+""",
+        "\ndef gemv(a, x):\n    return 0\n",
+        flagged=False,
+    ),
+    Attack(
+        "the locked helpers of the tests shadowed in the notebook",
+        COST,
+        """
 expect_number = expect_close = forbid = lambda *a, **k: None
-""", flagged=False),
-    Attack("errors hidden in IPython", COST, """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "errors hidden in IPython",
+        COST,
+        """
 shell = get_ipython()
 shell.showtraceback = shell._showtraceback = shell.showsyntaxerror = lambda *a, **k: None
-"""),
-    Attack("IPython's events cover every result", COST, """
+""",
+    ),
+    Attack(
+        "IPython's events cover every result",
+        COST,
+        """
 def cover(result):
     result.error_in_exec = result.error_before_exec = None
     result.result = 3
 get_ipython().events.register("post_run_cell", cover)
-"""),
-    Attack("an input transformer drops every assert and check", COST, """
+""",
+    ),
+    Attack(
+        "an input transformer drops every assert and check",
+        COST,
+        """
 def drop(lines):
     return [line for line in lines if "check" not in line and "assert" not in line]
 get_ipython().input_transformers_post.append(drop)
 get_ipython().input_transformers_cleanup.append(drop)
-"""),
-    Attack("an AST transformer turns raises into pass", COST, """
+""",
+    ),
+    Attack(
+        "an AST transformer turns raises into pass",
+        COST,
+        """
 import ast
 class Quiet(ast.NodeTransformer):
     def visit_Expr(self, node): return ast.copy_location(ast.Pass(), node)
 get_ipython().ast_transformers.append(Quiet())
-"""),
-    Attack("run_cell and the display hook replaced", COST, """
+""",
+    ),
+    Attack(
+        "run_cell and the display hook replaced",
+        COST,
+        """
 import sys
 shell = get_ipython()
 class Fine:
@@ -275,8 +402,15 @@ class Fine:
 shell.run_cell = lambda *a, **k: Fine()
 sys.displayhook = shell.displayhook = lambda value: None
 sys.excepthook = lambda *a: None
-"""),
-    Attack("%%writefile overridden", FILE, edit=lambda notebook: _before(notebook, "q1_4", """\
+""",
+    ),
+    Attack(
+        "%%writefile overridden",
+        FILE,
+        edit=lambda notebook: _before(
+            notebook,
+            "q1_4",
+            """\
 from IPython.core.magic import register_cell_magic
 @register_cell_magic
 def writefile(line, cell):
@@ -284,8 +418,11 @@ def writefile(line, cell):
         def read_text(self, *a): return "BLOCK_M = 64\\nBLOCK_N = 64\\nBLOCK_K = 16\\n"
     global Path
     Path = Right
-"""), flagged=False),
-]  # fmt: skip
+""",
+        ),
+        flagged=False,
+    ),
+]
 
 
 def _before(notebook: NotebookNode, answer: str, code: str) -> None:
@@ -299,7 +436,10 @@ def _before(notebook: NotebookNode, answer: str, code: str) -> None:
 # ---- expected values and the watch, looked for in memory -----------------------------------------------------------
 
 SPIES = [
-    Attack("a number that reads the expected one in the frame that asks", NUMBER, """
+    Attack(
+        "a number that reads the expected one in the frame that asks",
+        NUMBER,
+        """
 import numbers, sys
 class Spy(float):
     def _look(self):
@@ -313,8 +453,13 @@ class Spy(float):
     def __sub__(self, other): return 0.0
     def __rsub__(self, other): return 0.0
 cache_bytes = Spy()
-""", ""),
-    Attack("the watch found in the caller's frame and emptied", PRODUCT, """
+""",
+        "",
+    ),
+    Attack(
+        "the watch found in the caller's frame and emptied",
+        PRODUCT,
+        """
 import sys
 def gemm_broadcast(a, b):
     c = a @ b
@@ -326,8 +471,13 @@ def gemm_broadcast(a, b):
                     counter.clear()
         frame = frame.f_back
     return c
-""", ""),
-    Attack("every watch in memory emptied", PRODUCT, """
+""",
+        "",
+    ),
+    Attack(
+        "every watch in memory emptied",
+        PRODUCT,
+        """
 import gc
 def gemm_broadcast(a, b):
     c = a @ b
@@ -337,8 +487,13 @@ def gemm_broadcast(a, b):
         elif type(thing).__name__ == "Counter":
             thing.clear()
     return c
-""", ""),
-    Attack("constants of all code in memory searched for the answer", NUMBER, """
+""",
+        "",
+    ),
+    Attack(
+        "constants of all code in memory searched for the answer",
+        NUMBER,
+        """
 import gc, types
 class Late(float):
     def __float__(self):
@@ -346,16 +501,26 @@ class Late(float):
         found = [c for code in codes if "check" in code.co_name for c in code.co_consts if type(c) is int and c > 10**6]
         return float(next(iter(found), 1))
 cache_bytes = Late(float(Late(1)))
-""", ""),
-    Attack("the stack's source lines searched for the answer", NUMBER, """
+""",
+        "",
+    ),
+    Attack(
+        "the stack's source lines searched for the answer",
+        NUMBER,
+        """
 import inspect, re
 class Late(float):
     def __float__(self):
         text = "".join("".join(frame.code_context or ()) for frame in inspect.stack(40))
         return float(max(map(int, re.findall(r"\\d{7,}", text)), default=1))
 cache_bytes = Late(1)
-""", ""),
-    Attack("cells in linecache and IPython's history searched for the answer", NUMBER, """
+""",
+        "",
+    ),
+    Attack(
+        "cells in linecache and IPython's history searched for the answer",
+        NUMBER,
+        """
 import linecache, re
 class Late(float):
     def __float__(self):
@@ -363,8 +528,13 @@ class Late(float):
         text = "".join([*cells, *get_ipython().user_ns["In"]])
         return float(next(iter(re.findall("expect_number.value, ([0-9]{9}),", text)), 1))
 cache_bytes = Late(float(Late(1)))
-""", ""),
-    Attack("the watch emptied by code that bears a library's file name", PRODUCT, """
+""",
+        "",
+    ),
+    Attack(
+        "the watch emptied by code that bears a library's file name",
+        PRODUCT,
+        """
 text = '''
 import sys
 def forget():
@@ -380,11 +550,20 @@ def gemm_broadcast(a, b):
     c = a @ b
     forget()
     return c
-""", ""),
-    Attack("code that bears the name of a test", COST, """
+""",
+        "",
+    ),
+    Attack(
+        "code that bears the name of a test",
+        COST,
+        """
 exec(compile("import sys; frame = sys._getframe(1)", "<tests of q1_2_tests>", "exec"))
-"""),
-    Attack("a trace function that rewrites what the checks see", COST, """
+""",
+    ),
+    Attack(
+        "a trace function that rewrites what the checks see",
+        COST,
+        """
 import sys
 def trace(frame, event, arg):
     if frame.f_code.co_name in ("expect_number", "check_cost"):
@@ -392,8 +571,12 @@ def trace(frame, event, arg):
         frame.f_locals.update(expected=1, rel=1e9)
     return trace
 sys.settrace(trace)
-"""),
-    Attack("a profile function that keeps what checks return", COST, """
+""",
+    ),
+    Attack(
+        "a profile function that keeps what checks return",
+        COST,
+        """
 import sys, threading
 kept = []
 def keep(frame, event, arg):
@@ -402,8 +585,12 @@ def keep(frame, event, arg):
         object.__setattr__(arg, "passed", True) if hasattr(arg, "passed") else None
 sys.setprofile(keep)
 threading.setprofile(keep)
-"""),
-    Attack("sys.monitoring on every return", COST, """
+""",
+    ),
+    Attack(
+        "sys.monitoring on every return",
+        COST,
+        """
 import sys
 if sys.version_info >= (3, 12):
     sys.monitoring.use_tool_id(3, "mine")
@@ -411,14 +598,19 @@ if sys.version_info >= (3, 12):
     sys.monitoring.register_callback(3, sys.monitoring.events.PY_RETURN, lambda code, at, value: None)
 else:
     sys.setprofile(lambda frame, event, arg: None)
-"""),
-]  # fmt: skip
+""",
+    ),
+]
 
 
 # ---- results that lie ----------------------------------------------------------------------------------------------
 
 LIARS = [
-    Attack("a tensor subclass that compares as equal to everything", GEMV, "", """
+    Attack(
+        "a tensor subclass that compares as equal to everything",
+        GEMV,
+        "",
+        """
 class Yes(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -435,8 +627,13 @@ class Yes(torch.Tensor):
 
 def gemv(a, x):
     return torch.zeros(a.shape[0]).as_subclass(Yes)
-"""),
-    Attack("an object that says it is a tensor", GEMV, "", """
+""",
+    ),
+    Attack(
+        "an object that says it is a tensor",
+        GEMV,
+        "",
+        """
 class Fake:
     __class__ = torch.Tensor
     layout, device, is_sparse = torch.strided, torch.device("cpu"), False
@@ -447,8 +644,13 @@ class Fake:
 
 def gemv(a, x):
     return Fake(torch.Size([a.shape[0]]), a.dtype)
-"""),
-    Attack("a float that equals everything", COST, "", """
+""",
+    ),
+    Attack(
+        "a float that equals everything",
+        COST,
+        "",
+        """
 class Any(float):
     def __eq__(self, other): return True
     def __le__(self, other): return True
@@ -459,8 +661,13 @@ class Any(float):
 
 def gemm_cost(m, n, k, dtype):
     return {"flops": Any(1), "bytes": Any(1)}
-"""),
-    Attack("a dict that shows one value and gives another", COST, "", """
+""",
+    ),
+    Attack(
+        "a dict that shows one value and gives another",
+        COST,
+        "",
+        """
 import sys
 class Spy(dict):
     def __getitem__(self, key):
@@ -470,8 +677,13 @@ class Spy(dict):
 
 def gemm_cost(m, n, k, dtype):
     return Spy(flops=1, bytes=1)
-"""),
-    Attack("a list of times that look up what the work took", TIMER, "", """
+""",
+    ),
+    Attack(
+        "a list of times that look up what the work took",
+        TIMER,
+        "",
+        """
 import sys
 class Time(float):
     def __float__(self): return self
@@ -485,62 +697,113 @@ def time_calls(fn, n_calls, synchronize):
     for _ in range(n_calls):
         fn()
     return Times(Time(1) for _ in range(n_calls))
-"""),
-    Attack("inputs changed so that the answer becomes right", PRODUCT, "", """
+""",
+    ),
+    Attack(
+        "inputs changed so that the answer becomes right",
+        PRODUCT,
+        "",
+        """
 def gemm_broadcast(a, b):
     a.zero_()
     b.zero_()
     return torch.zeros(a.shape[0], b.shape[1])
-""", flagged=False),
-    Attack("inputs changed, and clone made an alias", PRODUCT, """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "inputs changed, and clone made an alias",
+        PRODUCT,
+        """
 torch.Tensor.clone = lambda self, **k: self
-""", """
+""",
+        """
 def gemm_broadcast(a, b):
     a.data.zero_()
     return torch.zeros(a.shape[0], b.shape[1])
-"""),
-    Attack("a tensor that becomes right after it was returned", GEMV, """
+""",
+    ),
+    Attack(
+        "a tensor that becomes right after it was returned",
+        GEMV,
+        """
 import threading
-""", """
+""",
+        """
 def gemv(a, x):
     result, right = torch.zeros(a.shape[0]), torch.stack([(row * x).sum() for row in a])
     threading.Timer(0.5, result.copy_, (right,)).start()
     return result
-""", flagged=False),
-    Attack("a generator in place of the times", TIMER, "", """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "a generator in place of the times",
+        TIMER,
+        "",
+        """
 def time_calls(fn, n_calls, synchronize):
     return (1e9 for _ in range(n_calls))
-""", flagged=False),
-    Attack("the visible example's answer, written out", COST, "", """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "the visible example's answer, written out",
+        COST,
+        "",
+        """
 def gemm_cost(m, n, k, dtype):
     return {"flops": 1024, "bytes": 896}
-""", flagged=False),
-    Attack("results kept by shape, right for the first inputs alone", GEMV, """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "results kept by shape, right for the first inputs alone",
+        GEMV,
+        """
 kept = {}
-""", """
+""",
+        """
 def gemv(a, x):
     shape = (3, 4)
     if shape not in kept:
         kept[shape] = torch.stack([(row * x).sum() for row in a])
     return kept[shape]
-""", flagged=False),
-    Attack("right in the first call, wrong in the others", GEMV, """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "right in the first call, wrong in the others",
+        GEMV,
+        """
 calls = []
-""", """
+""",
+        """
 def gemv(a, x):
     calls.append(1)
     right = torch.stack([(row * x).sum() for row in a])
     return right if len(calls) == 1 else right + 1
-""", flagged=False),
-    Attack("the forbidden product, with its trace hidden while somebody watches", PRODUCT, """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "the forbidden product, with its trace hidden while somebody watches",
+        PRODUCT,
+        """
 from concurrent.futures import ThreadPoolExecutor
 pool = ThreadPoolExecutor(1)
 pool.submit(int).result()  # the thread is there before the watch is
-""", """
+""",
+        """
 def gemm_broadcast(a, b):
     return pool.submit(torch.mm, a, b).result(5)
-"""),
-    Attack("the forbidden product, in a child process", PRODUCT, "", """
+""",
+    ),
+    Attack(
+        "the forbidden product, in a child process",
+        PRODUCT,
+        "",
+        """
 import io, os
 def gemm_broadcast(a, b):
     reader, writer = os.pipe()
@@ -553,23 +816,36 @@ def gemm_broadcast(a, b):
     os.close(writer)
     os.waitpid(child, 0)
     return torch.load(io.BytesIO(os.read(reader, 10**6)))
-"""),
-]  # fmt: skip
+""",
+    ),
+]
 
 # ---- masks, which are called under vmap ------------------------------------------------------------------------------
 
 MASKS = [
-    Attack("vmap replaced by one that says what it likes", MASK, """
+    Attack(
+        "vmap replaced by one that says what it likes",
+        MASK,
+        """
 import torch._functorch.vmap
 torch.vmap = torch.func.vmap = lambda f, *a, **k: lambda *x: torch.ones(5, 5, dtype=torch.bool)
-"""),
-    Attack("equal, vmap's insides and the check's helper replaced", MASK, """
+""",
+    ),
+    Attack(
+        "equal, vmap's insides and the check's helper replaced",
+        MASK,
+        """
 import utils.kernels.attention.masks as masks
 masks.dense_mask = masks.evaluate = dense_mask = lambda mod, *a, **k: mod
 torch.equal = lambda a, b: True
 torch._C._functorch.get_unwrapped = torch._C._functorch._add_batch_dim = lambda t, *a: t
-"""),
-    Attack("a mask that looks for the expected one in the frames below", MASK, "", """
+""",
+    ),
+    Attack(
+        "a mask that looks for the expected one in the frames below",
+        MASK,
+        "",
+        """
 import sys
 def documents_and(numbers, also):
     def mask_mod(b, h, q, k):
@@ -581,15 +857,26 @@ def documents_and(numbers, also):
             frame = frame.f_back
         return k <= q
     return mask_mod
-"""),
-    Attack("a mask that reads the check out of the other mask", MASK, "", """
+""",
+    ),
+    Attack(
+        "a mask that reads the check out of the other mask",
+        MASK,
+        "",
+        """
 def documents_and(numbers, also):
     cells = {}
     for cell in getattr(also, "__closure__", None) or ():
         cells[type(cell.cell_contents).__name__] = cell.cell_contents
     return lambda b, h, q, k: cells["Tensor"][q, k] if "Tensor" in cells else k <= q
-""", flagged=False),
-    Attack("a mask that is right at its first call and not at the next", MASK, "", """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "a mask that is right at its first call and not at the next",
+        MASK,
+        "",
+        """
 def documents_and(numbers, also):
     calls = []
     def mask_mod(b, h, q, k):
@@ -597,16 +884,34 @@ def documents_and(numbers, also):
         right = (numbers[q] == numbers[k]) & also(b, h, q, k)
         return right if len(calls) == 1 else ~right
     return mask_mod
-""", flagged=False),
-    Attack("a mask of another shape", MASK, "", """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "a mask of another shape",
+        MASK,
+        "",
+        """
 def documents_and(numbers, also):
     return lambda b, h, q, k: torch.ones(7, 3, dtype=torch.bool)
-""", flagged=False),
-    Attack("a mask of numbers in place of truth values", MASK, "", """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "a mask of numbers in place of truth values",
+        MASK,
+        "",
+        """
 def documents_and(numbers, also):
     return lambda b, h, q, k: (numbers[q] == numbers[k]).long() * also(b, h, q, k)
-""", flagged=False),
-    Attack("a mask that raises what it is asked to be", MASK, "", """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "a mask that raises what it is asked to be",
+        MASK,
+        "",
+        """
 class Passed(AssertionError):
     passed = True
 
@@ -614,8 +919,14 @@ def documents_and(numbers, also):
     def mask_mod(b, h, q, k):
         raise Passed("passed")
     return mask_mod
-""", flagged=False),
-    Attack("a mask with truth values that are none", MASK, "", """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "a mask with truth values that are none",
+        MASK,
+        "",
+        """
 class Mask(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -624,20 +935,34 @@ class Mask(torch.Tensor):
 
 def documents_and(numbers, also):
     return lambda b, h, q, k: (k <= q).as_subclass(Mask)
-""", flagged=False),
-    Attack("a tensor of a vmap that has ended", MASK, "", """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "a tensor of a vmap that has ended",
+        MASK,
+        "",
+        """
 kept = []
 def documents_and(numbers, also):
     def mask_mod(b, h, q, k):
         torch.vmap(torch.vmap(lambda x: kept.append(x) or x))(torch.ones(3, 3))
         return kept[0] > 0
     return mask_mod
-""", flagged=False),
-    Attack("the other mask's inputs changed under it", MASK, "", """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "the other mask's inputs changed under it",
+        MASK,
+        "",
+        """
 def documents_and(numbers, also):
     def mask_mod(b, h, q, k):
         seen = also(b, h, q.zero_(), k.zero_())
         return seen & (q == k)
     return mask_mod
-""", flagged=False),
-]  # fmt: skip
+""",
+        flagged=False,
+    ),
+]

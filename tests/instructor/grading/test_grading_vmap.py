@@ -96,7 +96,7 @@ MODS = {
     "a whole row": lambda b, h, q, k: NUMBERS[k] == NUMBERS,
     "fails": lambda b, h, q, k: NUMBERS[[]][7],
     "a dice": lambda b, h, q, k: torch.rand(()) < 2,
-}  # fmt: skip
+}
 
 
 def _outcome(function, *args, **kwargs):
@@ -141,8 +141,10 @@ def test_a_mask_of_both_sides_calls_to_and_fro(across):
         return call(negate(mod))
 
     negate_, twice_, _ = across(negate=negate, twice=twice)
-    assert torch.equal(dense_mask(negate_(lambda b, h, q, k: NUMBERS[q] == NUMBERS[k]), 8, 8),
-                       dense_mask(lambda b, h, q, k: NUMBERS[q] != NUMBERS[k], 8, 8))  # fmt: skip
+    assert torch.equal(
+        dense_mask(negate_(lambda b, h, q, k: NUMBERS[q] == NUMBERS[k]), 8, 8),
+        dense_mask(lambda b, h, q, k: NUMBERS[q] != NUMBERS[k], 8, 8),
+    )
     # The check's function is called by the student's, and calls a mask of theirs, which calls one of the check's.
     seen = twice_(lambda mod: dense_mask(mod, 4, 4), lambda b, h, q, k: k <= q)
     assert torch.equal(seen, ~torch.ones(4, 4, dtype=torch.bool).tril())
@@ -214,14 +216,30 @@ def test_eager_flex_attention_of_the_student_calls_the_checks_masks(across):
 
 
 def _fields(**changes):
-    return {**{k: v for k, v in vars(create_block_mask(MODS["causal"], None, None, 8, 8, device="cpu")).items()
-               if k in inspect.signature(BlockMask.__init__).parameters}, **changes}  # fmt: skip
+    return {
+        **{
+            k: v
+            for k, v in vars(create_block_mask(MODS["causal"], None, None, 8, 8, device="cpu")).items()
+            if k in inspect.signature(BlockMask.__init__).parameters
+        },
+        **changes,
+    }
 
 
-@pytest.mark.parametrize("values", [
-    {}, {"mask_mod": None}, {"kv_indices": torch.zeros(1)}, {"kv_num_blocks": 3}, {"seq_lengths": (8,)},
-    {"BLOCK_SIZE": (-1, 4)}, {"BLOCK_SIZE": 4}, {"__class__": 1}, {"full_kv_indices": None},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"mask_mod": None},
+        {"kv_indices": torch.zeros(1)},
+        {"kv_num_blocks": 3},
+        {"seq_lengths": (8,)},
+        {"BLOCK_SIZE": (-1, 4)},
+        {"BLOCK_SIZE": 4},
+        {"__class__": 1},
+        {"full_kv_indices": None},
+    ],
+)
 def test_forged_block_masks_are_refused(values):
     with pytest.raises(WireError):
         rebuilt_block_mask(_fields(**values) if values else {})
@@ -231,8 +249,22 @@ def test_forged_block_masks_are_refused(values):
 # ---- forged replies ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dims", [[[3, 0]], [[0, 0]], [[1, 2]], [[1, -1]], [[2, 0], [1, 0]], [[1, 1]], [[1.0, 0]],
-                                  [[1, 0], [2, 0], [3, 0]], [[1, 0]] * 20, "x", [[1]]])  # fmt: skip
+@pytest.mark.parametrize(
+    "dims",
+    [
+        [[3, 0]],
+        [[0, 0]],
+        [[1, 2]],
+        [[1, -1]],
+        [[2, 0], [1, 0]],
+        [[1, 1]],
+        [[1.0, 0]],
+        [[1, 0], [2, 0], [3, 0]],
+        [[1, 0]] * 20,
+        "x",
+        [[1]],
+    ],
+)
 def test_forged_levels_of_results_are_refused(dims):
     encode = Encoder()
     node = encode(torch.zeros(4, 5))
@@ -240,25 +272,53 @@ def test_forged_levels_of_results_are_refused(dims):
         Decoder([bytearray(b) for b in encode.blobs], levels=[[4, "error"], [5, "error"]])(["batched", node, dims])
 
 
-@pytest.mark.parametrize("levels", [None, [[3]], [["3", "error"]], [[-1, "error"]], [[3, "often"]], [[1 << 40, "same"]],
-                                    [[1, "same"]] * 99, [(3, "same")], [[True, "same"]]])  # fmt: skip
+@pytest.mark.parametrize(
+    "levels",
+    [
+        None,
+        [[3]],
+        [["3", "error"]],
+        [[-1, "error"]],
+        [[3, "often"]],
+        [[1 << 40, "same"]],
+        [[1, "same"]] * 99,
+        [(3, "same")],
+        [[True, "same"]],
+    ],
+)
 def test_forged_levels_of_a_callback_are_refused(levels):
     with pytest.raises((ValueError, TypeError)):
         vmaps.checked(levels)
 
 
-@pytest.mark.parametrize("view", [[1, [4], [1], 20], [1, [40], [1], 0], [1, [2, 2], [1], 0], [1, [2], [-1], 4],
-                                  [1, [2], [1], -1], [1, [2], [12], 0]])  # fmt: skip
+@pytest.mark.parametrize(
+    "view",
+    [
+        [1, [4], [1], 20],
+        [1, [40], [1], 0],
+        [1, [2, 2], [1], 0],
+        [1, [2], [-1], 4],
+        [1, [2], [1], -1],
+        [1, [2], [12], 0],
+    ],
+)
 def test_forged_views_are_refused(view):
     with pytest.raises(WireError):
         Decoder([], known={1: torch.zeros(3, 4)}.__getitem__)(["view", *view])
 
 
-@pytest.mark.parametrize("change", [
-    {"value": ["batched", ["own", 0], [[1, 0]]]}, {"value": ["known", 99]}, {"mutated": [[99, ["none"]]]},
-    {"value": ["block_mask", "own", 5, []]}, {"value": None}, {"op": "callback", "id": 0, "levels": [[1, "x"]]},
-    {"op": "callback", "id": 0, "levels": [], "mutated": [], "args": ["tuple", []], "kwargs": ["dict", []]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"value": ["batched", ["own", 0], [[1, 0]]]},
+        {"value": ["known", 99]},
+        {"mutated": [[99, ["none"]]]},
+        {"value": ["block_mask", "own", 5, []]},
+        {"value": None},
+        {"op": "callback", "id": 0, "levels": [[1, "x"]]},
+        {"op": "callback", "id": 0, "levels": [], "mutated": [], "args": ["tuple", []], "kwargs": ["dict", []]},
+    ],
+)
 def test_a_forged_reply_under_vmap_ends_the_question_and_not_the_run(change):
     ours, theirs = socket.socketpair()
     if (process := os.fork()) == 0:
@@ -294,8 +354,10 @@ def _optional(a, /, b, c=3, *more, d, e=5, **named):
     pass
 
 
-@pytest.mark.parametrize("function", [_optional, lambda b, h, q, k: 1, lambda *a: 1, lambda: 1, lambda *, x: 1,
-                                      lambda s, b, h, q, k, cap=3: 1])  # fmt: skip
+@pytest.mark.parametrize(
+    "function",
+    [_optional, lambda b, h, q, k: 1, lambda *a: 1, lambda: 1, lambda *, x: 1, lambda s, b, h, q, k, cap=3: 1],
+)
 def test_a_proxy_has_the_parameters_of_its_function(function):
     made = standing_for(lambda args, kwargs: (args, kwargs), "made", json.loads(json.dumps(parameters_of(function))))
     assert made.__name__ == "made"
@@ -313,11 +375,22 @@ def test_a_proxy_hands_over_what_it_was_given_and_no_default():
         made(1, d=2)
 
 
-@pytest.mark.parametrize("said", [
-    3, [["b"]], [["b", "plain", 1]], [["__b", "plain", False]], [["b=f()", "plain", False]], [["if", "plain", False]],
-    [["b", "plain", False]] * 2, [["a", "named", False], ["b", "plain", False]], [["a", "x", False]],
-    [["a", "plain", True], ["b", "plain", False]], [[f"a{i}", "plain", False] for i in range(99)],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "said",
+    [
+        3,
+        [["b"]],
+        [["b", "plain", 1]],
+        [["__b", "plain", False]],
+        [["b=f()", "plain", False]],
+        [["if", "plain", False]],
+        [["b", "plain", False]] * 2,
+        [["a", "named", False], ["b", "plain", False]],
+        [["a", "x", False]],
+        [["a", "plain", True], ["b", "plain", False]],
+        [[f"a{i}", "plain", False] for i in range(99)],
+    ],
+)
 def test_forged_parameters_make_a_function_of_anything(said):
     made = standing_for(lambda args, kwargs: (args, kwargs), "made", said)
     assert made(1, 2, c=3) == ((1, 2), {"c": 3})
@@ -326,7 +399,7 @@ def test_forged_parameters_make_a_function_of_anything(said):
 def test_views_of_the_checks_tensors_stay_views(across):
     view, copy, column, _ = across(
         view=lambda x: (x[1:, ::2].T, x), copy=lambda x: x[1:].clone(), column=lambda s: (s * 2).sort_index()
-    )  # fmt: skip
+    )
     x = torch.arange(12.0).reshape(3, 4)
     part, whole = view(x)
     assert whole is x and torch.equal(part, x[1:, ::2].T) and part.stride() == x[1:, ::2].T.stride()

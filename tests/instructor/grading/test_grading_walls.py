@@ -18,7 +18,7 @@ from instructor.grading.results import CellResult, GradingError, SubmissionResul
 from instructor.grading.walls import Limits
 from instructor.points import lab_path
 
-PROBES = '''
+PROBES = """
 import json, os, resource, socket, subprocess, sys
 def tried(what):
     try:
@@ -51,7 +51,7 @@ found = {
 }
 print("PROBES" + json.dumps(found))
 macs = 1024**3
-'''
+"""
 
 
 @pytest.fixture(scope="module")

@@ -42,8 +42,20 @@ def test_plain_values_arrive_as_they_are(value):
     assert arrived == value and type(arrived) is type(value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn,
-                                   torch.int64, torch.uint8, torch.bool, torch.complex64])  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+    ],
+)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (2, 3, 4)])
 def test_tensors_arrive_bit_for_bit(dtype, shape):
     tensor = (torch.randn(shape, dtype=torch.float64) * 3).to(dtype)
@@ -63,9 +75,24 @@ def test_views_keep_their_strides(view):
 
 
 def test_special_values_arrive():
-    values = [float("nan"), float("inf"), -0.0, 1 << 4000, 3 + 4j, np.float32(1.5), np.arange(3), ..., slice(1, None),
-              torch.bfloat16, torch.device("meta"), torch.Size([1, 2]), {1, 2}, range(3, 9, 2),
-              fractions.Fraction(1, 3), collections.OrderedDict(a=1)]  # fmt: skip
+    values = [
+        float("nan"),
+        float("inf"),
+        -0.0,
+        1 << 4000,
+        3 + 4j,
+        np.float32(1.5),
+        np.arange(3),
+        ...,
+        slice(1, None),
+        torch.bfloat16,
+        torch.device("meta"),
+        torch.Size([1, 2]),
+        {1, 2},
+        range(3, 9, 2),
+        fractions.Fraction(1, 3),
+        collections.OrderedDict(a=1),
+    ]
     for value in values:
         arrived = travelled(value)
         assert repr(arrived) == repr(value) or arrived == value, value
@@ -98,8 +125,18 @@ def test_what_cannot_travel_is_refused():
     deep = []
     for _ in range(100):
         deep = [deep]
-    for value in (object(), Number(3), lambda: 1, (i for i in ()), types.SimpleNamespace(a=1), deep, 1 << 10**6,
-                  torch.ones(2).to_sparse(), np.array([object()]), torch.nn.Linear(2, 2)):  # fmt: skip
+    for value in (
+        object(),
+        Number(3),
+        lambda: 1,
+        (i for i in ()),
+        types.SimpleNamespace(a=1),
+        deep,
+        1 << 10**6,
+        torch.ones(2).to_sparse(),
+        np.array([object()]),
+        torch.nn.Linear(2, 2),
+    ):
         with pytest.raises(WireError):
             travelled(value)
 
@@ -107,23 +144,69 @@ def test_what_cannot_travel_is_refused():
 BYTES = [bytearray(8)]
 
 
-@pytest.mark.parametrize("node", [
-    None, 3, [], [3], ["nothing"], ["__class__"], ["_data", 0], ["int", 5], ["int", "zz"], ["int", "f" * 6000],
-    ["bool", 1], ["str", 3], ["list", {}], ["dict", [[["list", []], ["none"]]]], ["bytes", -1], ["bytes", 7],
-    ["bytes", True], ["dtype", "object"], ["size", [["str", "x"]]], ["object", {"id": 1}], ["own", 1], ["known", 1],
-    ["ref", "os", "system"], ["pickle", 0], ["namespace", []], ["numpy", "|O8", [1], False, 0],
-    ["numpy", "<f8", [2], False, 0], ["float", "1" * 400 + "q"], ["range", ["0", "1", "0"]],
-    ["fraction", ["int", "1"], ["int", "0"]], ["device", "nothing:0"],
-    ["batched", ["int", "1"], []], ["view", 1, [1], [1], 0], ["series", ["int", "1"], ["list", []], ["none"]],
-    ["series", ["list", [["int", "1"]]], ["list", []], ["none"]], ["frame", ["list", []], ["int", "1"], ["list", []]],
-    ["frame", ["list", [["list", []]]], ["list", []], ["list", []]], ["block_mask", "theirs", 0, []],
-    *(["tensor", {"dtype": "float32", "shape": [2], "stride": s, "device": "cpu", "grad": False, "key": None,
-                  "data": 0}] for s in ([0], [-1], [1 << 40], [1, 1], ["1"], 1)),
-    *(["tensor", {"dtype": d, "shape": s, "stride": None, "device": v, "grad": False, "key": None, "data": 0}]
-      for d, s, v in [("float32", [3], "cpu"), ("float32", [-2], "cpu"), ("float32", [1 << 62], "cpu"),
-                      ("float32", [True, 2], "cpu"), ("float32", "2", "cpu"), ("object", [2], "cpu"),
-                      ("float32", [1 << 40] * 40, "meta"), ("float32", [2.0], "cpu")]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "node",
+    [
+        None,
+        3,
+        [],
+        [3],
+        ["nothing"],
+        ["__class__"],
+        ["_data", 0],
+        ["int", 5],
+        ["int", "zz"],
+        ["int", "f" * 6000],
+        ["bool", 1],
+        ["str", 3],
+        ["list", {}],
+        ["dict", [[["list", []], ["none"]]]],
+        ["bytes", -1],
+        ["bytes", 7],
+        ["bytes", True],
+        ["dtype", "object"],
+        ["size", [["str", "x"]]],
+        ["object", {"id": 1}],
+        ["own", 1],
+        ["known", 1],
+        ["ref", "os", "system"],
+        ["pickle", 0],
+        ["namespace", []],
+        ["numpy", "|O8", [1], False, 0],
+        ["numpy", "<f8", [2], False, 0],
+        ["float", "1" * 400 + "q"],
+        ["range", ["0", "1", "0"]],
+        ["fraction", ["int", "1"], ["int", "0"]],
+        ["device", "nothing:0"],
+        ["batched", ["int", "1"], []],
+        ["view", 1, [1], [1], 0],
+        ["series", ["int", "1"], ["list", []], ["none"]],
+        ["series", ["list", [["int", "1"]]], ["list", []], ["none"]],
+        ["frame", ["list", []], ["int", "1"], ["list", []]],
+        ["frame", ["list", [["list", []]]], ["list", []], ["list", []]],
+        ["block_mask", "theirs", 0, []],
+        *(
+            [
+                "tensor",
+                {"dtype": "float32", "shape": [2], "stride": s, "device": "cpu", "grad": False, "key": None, "data": 0},
+            ]
+            for s in ([0], [-1], [1 << 40], [1, 1], ["1"], 1)
+        ),
+        *(
+            ["tensor", {"dtype": d, "shape": s, "stride": None, "device": v, "grad": False, "key": None, "data": 0}]
+            for d, s, v in [
+                ("float32", [3], "cpu"),
+                ("float32", [-2], "cpu"),
+                ("float32", [1 << 62], "cpu"),
+                ("float32", [True, 2], "cpu"),
+                ("float32", "2", "cpu"),
+                ("object", [2], "cpu"),
+                ("float32", [1 << 40] * 40, "meta"),
+                ("float32", [2.0], "cpu"),
+            ]
+        ),
+    ],
+)
 def test_forged_values_are_refused(node):
     with pytest.raises(WireError):
         Decoder(BYTES)(node)
@@ -134,11 +217,19 @@ def pair():
     return Channel(ours), theirs
 
 
-@pytest.mark.parametrize("frame", [
-    struct.pack("<QQ", 1 << 60, 0), struct.pack("<QQ", 2, 1 << 60) + b"{}", struct.pack("<QQ", 3, 0) + b"{]}",
-    struct.pack("<QQ", 2, 0) + b"[]", struct.pack("<QQ", 2, 0) + b"{}", struct.pack("<QQ", 12, 0) + b'{"blobs":-1}',
-    struct.pack("<QQ", 13, 0) + b'{"blobs":[5]}', struct.pack("<QQ", 100_000, 0) + b"[" * 100_000,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "frame",
+    [
+        struct.pack("<QQ", 1 << 60, 0),
+        struct.pack("<QQ", 2, 1 << 60) + b"{}",
+        struct.pack("<QQ", 3, 0) + b"{]}",
+        struct.pack("<QQ", 2, 0) + b"[]",
+        struct.pack("<QQ", 2, 0) + b"{}",
+        struct.pack("<QQ", 12, 0) + b'{"blobs":-1}',
+        struct.pack("<QQ", 13, 0) + b'{"blobs":[5]}',
+        struct.pack("<QQ", 100_000, 0) + b"[" * 100_000,
+    ],
+)
 def test_forged_frames_are_refused(frame):
     channel, theirs = pair()
     threading.Thread(target=theirs.sendall, args=(frame,), daemon=True).start()
@@ -172,11 +263,17 @@ def test_an_error_arrives_with_the_students_lines():
     assert type(rebuilt) is ValueError and str(rebuilt) == "no 3"
     lines = lines_of_traceback(rebuilt.__traceback__)
     assert [(line.function, line.number) for line in lines if line.function in ("outer", "inner")] == [
-        ("outer", 2), ("inner", 5)
-    ]  # fmt: skip
+        ("outer", 2),
+        ("inner", 5),
+    ]
 
 
 def test_an_error_that_derives_from_nothing_known_is_no_way_out():
-    said = {"kinds": ["builtins:KeyboardInterrupt", "builtins:BaseException", "os:system"], "words": "x", "frames": [],
-            "state": {}, "raised_there": False}  # fmt: skip
+    said = {
+        "kinds": ["builtins:KeyboardInterrupt", "builtins:BaseException", "os:system"],
+        "words": "x",
+        "frames": [],
+        "state": {},
+        "raised_there": False,
+    }
     assert isinstance(error_with_lines(said), Exception)

@@ -17,10 +17,12 @@ from utils.kernels.attention import attention, choices, last_run, make_request
 
 CPU = torch.device("cpu")
 GRID = PROJECT_ROOT / "assets/results/h200/sdpa_grid.json"
-TINY = [("grid", SdpaWorkload(1, 2, 16, 16, "fp32", "causal", direction="both")),
-        ("grid", SdpaWorkload(1, 2, 24, 16, "fp32", "causal")),
-        ("grid", SdpaWorkload(2, 4, 1, 16, "fp32", kv_heads=2, seq_len_kv=40)),
-        ("held-out", SdpaWorkload(1, 2, 19, 16, "fp32", "causal"))]
+TINY = [
+    ("grid", SdpaWorkload(1, 2, 16, 16, "fp32", "causal", direction="both")),
+    ("grid", SdpaWorkload(1, 2, 24, 16, "fp32", "causal")),
+    ("grid", SdpaWorkload(2, 4, 1, 16, "fp32", kv_heads=2, seq_len_kv=40)),
+    ("held-out", SdpaWorkload(1, 2, 19, 16, "fp32", "causal")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +78,9 @@ def test_wrong_results_are_kept_out_of_the_race(monkeypatch):
         return (lambda: found().roll(1, dims=1)) if name == "math" else found, why
 
     monkeypatch.setattr(choosing, "_call", wrong)
-    rows = {row["backend"]: row for row in choosing.measure_shape(TINY[1][1], ("flash", "math"), CPU, seed=1,
-                                                                  samples=3)}
+    rows = {
+        row["backend"]: row for row in choosing.measure_shape(TINY[1][1], ("flash", "math"), CPU, seed=1, samples=3)
+    }
     assert rows["math"]["status"] == "failed" and "float64" in rows["math"]["refused"] and "ms" not in rows["math"]
     assert rows["flash"]["status"] == "ok"
 
@@ -101,8 +104,9 @@ def test_all_contenders_are_timed_interleaved():
     from utils.measuring import measure_together
 
     order = []
-    found = measure_together([lambda name=name: order.append(name) for name in "abc"], labels="abc", warmup=1,
-                             iterations=4, device="cpu")
+    found = measure_together(
+        [lambda name=name: order.append(name) for name in "abc"], labels="abc", warmup=1, iterations=4, device="cpu"
+    )
     assert [one.label for one in found] == ["a", "b", "c"] and all(len(one.samples_ms) == 4 for one in found)
     runs = [name for number, name in enumerate(order) if number == 0 or name != order[number - 1]]
     assert "".join(runs).endswith("abcbabcba")  # a b c, c b a, a b c, c b a
@@ -164,8 +168,10 @@ def test_the_grid_covers_kinds_head_dims_and_groups():
     for kind in choices.KINDS:
         for head_dim in (64, 128, 256):
             for grouped in (False, True):
-                assert any((one["kind"], one["head_dim"], one["heads"] != one["kv_heads"]) == (kind, head_dim, grouped)
-                           for one in fields), (kind, head_dim, grouped)
+                assert any(
+                    (one["kind"], one["head_dim"], one["heads"] != one["kv_heads"]) == (kind, head_dim, grouped)
+                    for one in fields
+                ), (kind, head_dim, grouped)
 
 
 def test_held_out_shapes_are_random_repeatable_and_off_the_grid():
@@ -184,21 +190,39 @@ def test_held_out_shapes_are_random_repeatable_and_off_the_grid():
 def decode_row(batch, keys, which="grid", **ms):
     workload = SdpaWorkload(batch, 16, 1, 128, "bf16", kv_heads=4, seq_len_kv=keys)
     fields = choosing.shape_fields(workload)
-    return [fields | {"set": which, "backend": name, "status": "ok", "refused": None, "ms": value, "default": "cudnn"}
-            for name, value in ms.items()]
+    return [
+        fields | {"set": which, "backend": name, "status": "ok", "refused": None, "ms": value, "default": "cudnn"}
+        for name, value in ms.items()
+    ]
 
 
 @pytest.fixture
 def made_up():
     """Decode where flash wins at few keys and cudnn at many, and two held-out shapes."""
-    rows = [row for keys, cudnn, flash in ((512, 2.0, 1.0), (1024, 1.5, 1.0), (8192, 1.0, 1.5), (16384, 1.0, 2.0))
-            for row in decode_row(4, keys, cudnn=cudnn, flash=flash)]
+    rows = [
+        row
+        for keys, cudnn, flash in ((512, 2.0, 1.0), (1024, 1.5, 1.0), (8192, 1.0, 1.5), (16384, 1.0, 2.0))
+        for row in decode_row(4, keys, cudnn=cudnn, flash=flash)
+    ]
     for keys, cudnn in ((700, 1.6), (12000, 1.1)):
         rows += decode_row(4, keys, "held-out", cudnn=cudnn, flash=1.0)
-    environment = {"gpu": None, "cpu": cpu_model(), "torch": torch.__version__, "cuda": None, "cudnn": None,
-                   "driver": None, "commit": None}
-    return {"status": "complete", "finished": "now", "environment": environment, "method": {"timing": "made up"},
-            "sessions": [], "rows": rows}
+    environment = {
+        "gpu": None,
+        "cpu": cpu_model(),
+        "torch": torch.__version__,
+        "cuda": None,
+        "cudnn": None,
+        "driver": None,
+        "commit": None,
+    }
+    return {
+        "status": "complete",
+        "finished": "now",
+        "environment": environment,
+        "method": {"timing": "made up"},
+        "sessions": [],
+        "rows": rows,
+    }
 
 
 def test_the_numbers_of_a_sweep(made_up):
@@ -227,8 +251,10 @@ def test_a_shape_is_ranked_like_its_neighbours(made_up):
     found = choices.parse_choices(choose_report.choices_document(made_up), "made up")
     assert len(found.points) == 4  # the held-out shapes are not in it
     assert found.rank(request(4, 16, 4, 1, 1024)) == ("flash", "cudnn")
-    assert found.relative_times(choices.point_of(request(4, 16, 4, 1, 1024))) == {"flash": 1.0,
-                                                                                 "cudnn": pytest.approx(1.5)}
+    assert found.relative_times(choices.point_of(request(4, 16, 4, 1, 1024))) == {
+        "flash": 1.0,
+        "cudnn": pytest.approx(1.5),
+    }
     between = found.relative_times(choices.point_of(request(4, 16, 4, 1, 2048)))
     assert 1.0 < between["cudnn"] < 1.5 and next(iter(between)) == "flash"
     assert found.rank(request(4, 16, 4, 1, 10_000)) == ("cudnn", "flash")
@@ -316,24 +342,36 @@ def test_the_command_end_to_end(tmp_path, monkeypatch):
     seen = interrupt_at(monkeypatch, 3)
     result = command("--out", out, "--samples", 3)
     assert result.exit_code == 130
-    assert result.stderr.strip().splitlines()[-1] == (f"interrupted: 2 of 4 shapes are in {out}; the same command goes "
-                                                      "on from there.")
+    assert result.stderr.strip().splitlines()[-1] == (
+        f"interrupted: 2 of 4 shapes are in {out}; the same command goes on from there."
+    )
     result = command("--out", out, "--samples", 3, "--json")
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
     assert told["status"] == "complete" and told["shapes"] == 4 and told["held_out"]["shapes"] == 1
-    assert {path.name for path in out.parent.iterdir()} == {"grid.json", "grid_choices.json", "grid.md",
-                                                           "grid_heatmap.png"}
+    assert {path.name for path in out.parent.iterdir()} == {
+        "grid.json",
+        "grid_choices.json",
+        "grid.md",
+        "grid_heatmap.png",
+    }
     assert len(seen) == 5
     result = command("--out", out, "--samples", 3)
     assert "Who is best where" in result.stdout and "LABS_ATTENTION_CHOICES" in result.stdout and len(seen) == 5
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (("--kinds", "decod"), "Did you mean decode"), (("--head-dims", "96"), "64, 128, 256"),
-    (("--kinds", ","), "names nothing"), (("--dtype", "fp8"), "fp16, bf16, fp32"),
-    (("--providers", "gluonn"), "Did you mean gluon"), (("--samples", "1"), "3 or more"),
-    (("--max-seconds", "0"), "above 0")])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--kinds", "decod"), "Did you mean decode"),
+        (("--head-dims", "96"), "64, 128, 256"),
+        (("--kinds", ","), "names nothing"),
+        (("--dtype", "fp8"), "fp16, bf16, fp32"),
+        (("--providers", "gluonn"), "Did you mean gluon"),
+        (("--samples", "1"), "3 or more"),
+        (("--max-seconds", "0"), "above 0"),
+    ],
+)
 def test_wrong_words_are_refused_before_anything_runs(tmp_path, monkeypatch, words, said):
     monkeypatch.setattr(choosing, "sweep", lambda *args, **kwargs: pytest.fail("it ran"))
     result = command("--out", tmp_path / "grid.json", *words)

@@ -39,8 +39,19 @@ def test_list_targets_of_a_chapter():
 
 def test_run_compare_report_check(folder):
     for name, backend in (("a", "flash"), ("b", "math")):
-        done = labs_bench("run", "--targets", SDPA, "--target-extra-arg", f"{SMALL} --backend {backend}",
-                          "--iterations", 12, "--run-id", name, "--profile", "roofline")
+        done = labs_bench(
+            "run",
+            "--targets",
+            SDPA,
+            "--target-extra-arg",
+            f"{SMALL} --backend {backend}",
+            "--iterations",
+            12,
+            "--run-id",
+            name,
+            "--profile",
+            "roofline",
+        )
         assert done.exit_code == 0, done.output
         assert f"optimized: {backend}" in done.stdout and "complete: 1 ok" in done.stderr
     assert list((folder / "benchmark_profiles/labs/cudnn_sdpa_bench/a").glob("*.trace.json"))
@@ -54,8 +65,12 @@ def test_run_compare_report_check(folder):
     assert "| optimized | flash" in (folder / "held/comparison.md").read_text()
     reported = labs_bench("report", "a", "--output", folder / "page")
     assert reported.exit_code == 0
-    assert {path.name for path in (folder / "page").iterdir()} == {"results.csv", "report.md", "latency.png",
-                                                                    "roofline.png"}
+    assert {path.name for path in (folder / "page").iterdir()} == {
+        "results.csv",
+        "report.md",
+        "latency.png",
+        "roofline.png",
+    }
     if not torch.cuda.is_available():
         checked = labs_bench("check", "a")
         assert checked.exit_code == 2 and "of a CPU" in checked.stderr
@@ -66,25 +81,41 @@ def test_run_compare_report_check(folder):
 
 
 def test_json_is_the_results_document(folder):
-    done = labs_bench("run", SDPA.replace(":", ":optimized_"), "--target-extra-arg", SMALL, "--iterations", 3, "--json",
-                      "--format", "json", "--artifacts-dir", "kept", "--run-id", "x")
+    done = labs_bench(
+        "run",
+        SDPA.replace(":", ":optimized_"),
+        "--target-extra-arg",
+        SMALL,
+        "--iterations",
+        3,
+        "--json",
+        "--format",
+        "json",
+        "--artifacts-dir",
+        "kept",
+        "--run-id",
+        "x",
+    )
     document = json.loads(done.stdout)
     assert done.exit_code == 0 and document["schema"] == "labs-bench-results"
     assert document == json.loads((folder / "kept/x/results.json").read_text())
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["--targets", "labs/cudnn_sdpa_bench:flash_spd"], "Did you mean labs/cudnn_sdpa_bench:flash_sdp"),
-    (["--targets", SDPA, "--profile", "maximal"], "none, minimal, roofline, deep_dive"),
-    (["--targets", SDPA, "--target-extra-arg", f"{SDPA}=--bakend flash"], "Did you mean --backend"),
-    (["--targets", SDPA, "--target-extra-arg", f"{SDPA}=--backend flush"], "Did you mean flash"),
-    (["--targets", SDPA, "--target-extra-arg", "--backend flash"], "TARGET=--flag value"),
-    (["--targets", SDPA, "--iterations", "0"], "1 or more"),
-    (["--targets", SDPA, "--l2", "hot"], "warm, cold"),
-    (["--targets", SDPA, "--target-interval", "1"], "between 0 and 1"),
-    (["--targets", SDPA, "--max-seconds", "0"], "seconds above 0"),
-    ([], "no target was given"),
-])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--targets", "labs/cudnn_sdpa_bench:flash_spd"], "Did you mean labs/cudnn_sdpa_bench:flash_sdp"),
+        (["--targets", SDPA, "--profile", "maximal"], "none, minimal, roofline, deep_dive"),
+        (["--targets", SDPA, "--target-extra-arg", f"{SDPA}=--bakend flash"], "Did you mean --backend"),
+        (["--targets", SDPA, "--target-extra-arg", f"{SDPA}=--backend flush"], "Did you mean flash"),
+        (["--targets", SDPA, "--target-extra-arg", "--backend flash"], "TARGET=--flag value"),
+        (["--targets", SDPA, "--iterations", "0"], "1 or more"),
+        (["--targets", SDPA, "--l2", "hot"], "warm, cold"),
+        (["--targets", SDPA, "--target-interval", "1"], "between 0 and 1"),
+        (["--targets", SDPA, "--max-seconds", "0"], "seconds above 0"),
+        ([], "no target was given"),
+    ],
+)
 def test_bad_input_is_one_line_before_anything_runs(folder, words, said):
     done = labs_bench("run", *words)
     assert done.exit_code == 2 and said in done.stderr and done.stderr.startswith("error:")
@@ -106,8 +137,9 @@ def test_graphs_are_refused_on_a_cpu_before_anything_runs(folder):
 
 def test_the_timing_asked_for_is_the_one_in_force_and_echoed(folder):
     small = f"{SMALL} --backend flash"
-    done = labs_bench("run", "--targets", SDPA, "--target-extra-arg", small, "--iterations", 4, "--l2", "cold",
-                      "--run-id", "cold")
+    done = labs_bench(
+        "run", "--targets", SDPA, "--target-extra-arg", small, "--iterations", 4, "--l2", "cold", "--run-id", "cold"
+    )
     assert done.exit_code == 0, done.output
     document = json.loads((folder / "artifacts/cold/results.json").read_text())
     (case,) = document["cases"]
@@ -115,15 +147,39 @@ def test_the_timing_asked_for_is_the_one_in_force_and_echoed(folder):
     for record in case["sides"].values():
         assert record["method"]["l2"] == "cold" and record["method"]["l2_flush_bytes"] >= 64 * 1024**2
     assert "Timing: cold L2, stream" in (folder / "artifacts/cold/report.md").read_text()
-    done = labs_bench("run", "--targets", SDPA, "--target-extra-arg", small, "--iterations", 30, "--target-interval",
-                      "0.3", "--max-seconds", "20", "--run-id", "adaptive")
+    done = labs_bench(
+        "run",
+        "--targets",
+        SDPA,
+        "--target-extra-arg",
+        small,
+        "--iterations",
+        30,
+        "--target-interval",
+        "0.3",
+        "--max-seconds",
+        "20",
+        "--run-id",
+        "adaptive",
+    )
     assert done.exit_code == 0, done.output
     (case,) = json.loads((folder / "artifacts/adaptive/results.json").read_text())["cases"]
     assert "target of 30.00%" in case["sides"]["optimized"]["method"]["stopped"]
     refused = labs_bench("compare", "cold", "adaptive")
     assert refused.exit_code == 2 and "l2 cold and warm" in refused.stderr
-    done = labs_bench("run", "--targets", SDPA, "--target-extra-arg", small, "--iterations", 100_000, "--max-seconds",
-                      "0.2", "--run-id", "budget")
+    done = labs_bench(
+        "run",
+        "--targets",
+        SDPA,
+        "--target-extra-arg",
+        small,
+        "--iterations",
+        100_000,
+        "--max-seconds",
+        "0.2",
+        "--run-id",
+        "budget",
+    )
     assert done.exit_code == 0 and "time budget of 0.2 s used after" in done.stdout
 
 
@@ -146,7 +202,13 @@ def test_ctrl_c_ends_with_a_clear_last_line(folder, monkeypatch):
 
 def test_replay_runs_a_side_in_a_process_of_its_own(small_run):
     case = small_run[1]["cases"][0]
-    request = {"target": SDPA, "side": "optimized", "label": case["label"], "range": "r", "device": "cpu",
-               "values": {key: knob["value"] for key, knob in case["knobs"].items()}}
+    request = {
+        "target": SDPA,
+        "side": "optimized",
+        "label": case["label"],
+        "range": "r",
+        "device": "cpu",
+        "values": {key: knob["value"] for key, knob in case["knobs"].items()},
+    }
     code, output = profiles._run_tool(profiles._replay(request))
     assert code == 0, output

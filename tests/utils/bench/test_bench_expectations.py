@@ -36,16 +36,19 @@ def verdict(document, stored):
     return row["verdict"], row["fails"]
 
 
-@pytest.mark.parametrize(("baseline", "optimized", "expected"), [
-    (2.0, 1.0, ("steady", False)),
-    (2.0, 1.02, ("steady", False)),
-    (2.0, 1.3, ("regression", True)),
-    (2.6, 1.3, ("slower", True)),            # the ratio alone would pass
-    (1.5, 1.0, ("baseline faster", False)),  # the ratio alone would fail
-    (2.6, 1.0, ("baseline slower", True)),   # no faster kernel, whatever the ratio says
-    (2.0, 0.8, ("improvement", False)),
-    (1.6, 0.8, ("improvement", False)),
-])
+@pytest.mark.parametrize(
+    ("baseline", "optimized", "expected"),
+    [
+        (2.0, 1.0, ("steady", False)),
+        (2.0, 1.02, ("steady", False)),
+        (2.0, 1.3, ("regression", True)),
+        (2.6, 1.3, ("slower", True)),  # the ratio alone would pass
+        (1.5, 1.0, ("baseline faster", False)),  # the ratio alone would fail
+        (2.6, 1.0, ("baseline slower", True)),  # no faster kernel, whatever the ratio says
+        (2.0, 0.8, ("improvement", False)),
+        (1.6, 0.8, ("improvement", False)),
+    ],
+)
 def test_time_and_ratio_decide_together(on_h200, stored, baseline, optimized, expected):
     assert verdict(scaled(on_h200, baseline, optimized), stored) == expected
 
@@ -72,9 +75,17 @@ def test_the_commit_plays_no_part(on_h200, stored):
         assert verdict(slower, stored) == ("regression", True)
 
 
-@pytest.mark.parametrize(("direction", "interval", "expected"), [
-    (exp.LOWER, (1.2, 1.3), exp.WORSE), (exp.LOWER, (0.8, 0.9), exp.BETTER), (exp.HIGHER, (1.2, 1.3), exp.BETTER),
-    (exp.HIGHER, (0.8, 0.9), exp.WORSE), (exp.LOWER, (1.0, 1.04), exp.WITHIN), (exp.LOWER, (1.0, 1.2), exp.UNSURE)])
+@pytest.mark.parametrize(
+    ("direction", "interval", "expected"),
+    [
+        (exp.LOWER, (1.2, 1.3), exp.WORSE),
+        (exp.LOWER, (0.8, 0.9), exp.BETTER),
+        (exp.HIGHER, (1.2, 1.3), exp.BETTER),
+        (exp.HIGHER, (0.8, 0.9), exp.WORSE),
+        (exp.LOWER, (1.0, 1.04), exp.WITHIN),
+        (exp.LOWER, (1.0, 1.2), exp.UNSURE),
+    ],
+)
 def test_each_metric_has_its_direction(direction, interval, expected):
     assert exp.judge({"interval": interval}, {"interval": (0.99, 1.01), "direction": direction}) == expected
 
@@ -83,8 +94,10 @@ def test_checking_never_writes_and_small_slips_do_not_add_up(tmp_path, on_h200):
     path, _ = exp.update_file(on_h200, tmp_path)
     assert path == tmp_path / "h200.json"
     before = path.read_text()
-    outcome = [exp.check(scaled(on_h200, 2.0, 1.0 * 1.02**step), exp.load_expectations(path))[0]["fails"]
-               for step in range(1, 8)]
+    outcome = [
+        exp.check(scaled(on_h200, 2.0, 1.0 * 1.02**step), exp.load_expectations(path))[0]["fails"]
+        for step in range(1, 8)
+    ]
     assert path.read_text() == before
     assert outcome[0] is False and outcome[-1] is True  # 2% a time ends as a regression
 

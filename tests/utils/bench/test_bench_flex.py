@@ -23,8 +23,13 @@ def documented_run(tmp_path_factory):
     if not (here := compile_support()):
         pytest.skip(here.reason)
     folder = tmp_path_factory.mktemp("flex")
-    document = run_cpu(folder, [FLEX], [f"{FLEX}=--heads 2 --seq-len 512 --head-dim 16"],
-                       {"BLOCK_SIZE": "64", "DOC_SPAN": "128"}, profile="minimal")
+    document = run_cpu(
+        folder,
+        [FLEX],
+        [f"{FLEX}=--heads 2 --seq-len 512 --head-dim 16"],
+        {"BLOCK_SIZE": "64", "DOC_SPAN": "128"},
+        profile="minimal",
+    )
     (case,) = document["cases"]
     assert case["status"] == "ok", case["reason"]
     return folder, document, case
@@ -77,8 +82,10 @@ def test_the_environment_is_read_at_run_time_and_a_flag_goes_before_it(documente
     _, _, case = documented_run
     target = TARGETS[FLEX]
     q, k, v = target.inputs(plan_case(["--seq-len 256", "--heads 1", "--head-dim 16"]))
-    for environ, flags, size, span in (({"BLOCK_SIZE": "32"}, [], 32, 256),
-                                       ({"BLOCK_SIZE": "32", "DOC_SPAN": "64"}, ["--block-size 16"], 16, 64)):
+    for environ, flags, size, span in (
+        ({"BLOCK_SIZE": "32"}, [], 32, 256),
+        ({"BLOCK_SIZE": "32", "DOC_SPAN": "64"}, ["--block-size 16"], 16, 64),
+    ):
         made = plan_case(["--seq-len 256", "--heads 1", "--head-dim 16", *flags], environ)
         settings = target.build(made, "baseline", q, k, v).prepared.settings
         assert settings["block_size"] == (size, size) and f"documents({span})" in settings["mask"]

@@ -11,22 +11,28 @@ KNOBS = (BLOCK, MODE, CAUSAL)
 
 def test_flags_in_both_spellings():
     assert parse_flags(KNOBS, "--block-size 32 --mode=fast --causal", "T") == {
-        "block_size": 32, "mode": "fast", "causal": True}
+        "block_size": 32,
+        "mode": "fast",
+        "causal": True,
+    }
     assert parse_flags(KNOBS, "--no-causal", "T") == {"causal": False}
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("--blok-size 3", "Did you mean --block-size"),
-    ("--mode fsat", "Did you mean fast"),
-    ("--block-size many", "whole number"),
-    ("--block-size 0", "1 or more"),
-    ("--block-size", "needs a value"),
-    ("--block-size --causal", "needs a value"),
-    ("--mode fast --mode slow", "given twice"),
-    ("--causal=yes", "switch"),
-    ("fast", "expected a flag"),
-    ("--mode 'fast", "cannot be split"),
-])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("--blok-size 3", "Did you mean --block-size"),
+        ("--mode fsat", "Did you mean fast"),
+        ("--block-size many", "whole number"),
+        ("--block-size 0", "1 or more"),
+        ("--block-size", "needs a value"),
+        ("--block-size --causal", "needs a value"),
+        ("--mode fast --mode slow", "given twice"),
+        ("--causal=yes", "switch"),
+        ("fast", "expected a flag"),
+        ("--mode 'fast", "cannot be split"),
+    ],
+)
 def test_wrong_flags_name_the_right_one(text, said):
     with pytest.raises(BenchError, match=said):
         parse_flags(KNOBS, text, "T")

@@ -15,17 +15,68 @@ from utils.bench.targets import plan
 
 # What ncu 2025.3 printed on an H200, cut to the columns that are read: cuDNN's attention, and one kernel without
 # tensor cores.
-NAMES = ["ID", "Process ID", "Kernel Name", "Block Size", "Grid Size", *counters.REQUESTED,
-         "sm__ops_path_tensor_src_bf16_dst_fp32.sum", "sm__ops_path_tensor_src_bf16_dst_fp32_sparsity_off.sum",
-         "sm__ops_path_tensor_src_bf16_dst_fp32.sum.per_second", "sm__ops_path_tensor_src_int8.sum",
-         "sm__ops_path_tensor_op_hgmma_src_bf16_dst_fp32_sparsity_off.sum", "lts__t_sector_hit_rate.pct"]
-ATTENTION = ["0", "477", "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma", "(384, 1, 1)", "(132, 1, 1)",
-             "820,160", "201,377,792", "58,685,440", "3,113,784,160", "73.27",
-             "1,000", "2,000", "3,000", "0", "0", "10",
-             "549,755,813,888", "549,755,813,888", "670,303,128,521,264.12", "77", "549,755,813,888", "91.70"]
-ADDITION = ["1", "477", "void at::native::elementwise_kernel, with a comma", "(128, 1, 1)", "(65536, 1, 1)",
-            "179,840", "100,000,000", "50,000,000", "200,000,000", "0", "0", "0", "0", "0", "0", "0", "0", "0", "0",
-            "0", "0", ""]
+NAMES = [
+    "ID",
+    "Process ID",
+    "Kernel Name",
+    "Block Size",
+    "Grid Size",
+    *counters.REQUESTED,
+    "sm__ops_path_tensor_src_bf16_dst_fp32.sum",
+    "sm__ops_path_tensor_src_bf16_dst_fp32_sparsity_off.sum",
+    "sm__ops_path_tensor_src_bf16_dst_fp32.sum.per_second",
+    "sm__ops_path_tensor_src_int8.sum",
+    "sm__ops_path_tensor_op_hgmma_src_bf16_dst_fp32_sparsity_off.sum",
+    "lts__t_sector_hit_rate.pct",
+]
+ATTENTION = [
+    "0",
+    "477",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma",
+    "(384, 1, 1)",
+    "(132, 1, 1)",
+    "820,160",
+    "201,377,792",
+    "58,685,440",
+    "3,113,784,160",
+    "73.27",
+    "1,000",
+    "2,000",
+    "3,000",
+    "0",
+    "0",
+    "10",
+    "549,755,813,888",
+    "549,755,813,888",
+    "670,303,128,521,264.12",
+    "77",
+    "549,755,813,888",
+    "91.70",
+]
+ADDITION = [
+    "1",
+    "477",
+    "void at::native::elementwise_kernel, with a comma",
+    "(128, 1, 1)",
+    "(65536, 1, 1)",
+    "179,840",
+    "100,000,000",
+    "50,000,000",
+    "200,000,000",
+    "0",
+    "0",
+    "0",
+    "0",
+    "0",
+    "0",
+    "0",
+    "0",
+    "0",
+    "0",
+    "0",
+    "0",
+    "",
+]
 PAGE = "\n".join(",".join(f'"{cell}"' for cell in line) for line in (NAMES, [""] * len(NAMES), ATTENTION, ADDITION))
 REQUEST = {"device": "cuda:0", "range": "flash_sdp_optimized_cudnn"}
 
@@ -33,6 +84,7 @@ REQUEST = {"device": "cuda:0", "range": "flash_sdp_optimized_cudnn"}
 @pytest.fixture
 def program(tmp_path, monkeypatch):
     """Puts a shell script on PATH under a profiler's name, in front of everything."""
+
     def put(name: str, script: str):
         file = tmp_path / "bin" / name
         file.parent.mkdir(exist_ok=True)
@@ -45,9 +97,11 @@ def program(tmp_path, monkeypatch):
 
 def a_working_ncu(tmp_path, page=PAGE):
     (tmp_path / "page.csv").write_text(page + "\n")
-    return (f'echo "$@" >> {tmp_path}/arguments\n'
-            f'if [ "$1" = --import ]; then test -f "$2" && cat {tmp_path}/page.csv; exit $?; fi\n'
-            'while [ "$1" != --export ]; do shift; done\ntouch "$2.ncu-rep"\necho "==PROF== Report: $2.ncu-rep"')
+    return (
+        f'echo "$@" >> {tmp_path}/arguments\n'
+        f'if [ "$1" = --import ]; then test -f "$2" && cat {tmp_path}/page.csv; exit $?; fi\n'
+        'while [ "$1" != --export ]; do shift; done\ntouch "$2.ncu-rep"\necho "==PROF== Report: $2.ncu-rep"'
+    )
 
 
 def test_counters_of_a_working_ncu(tmp_path, program):
@@ -55,8 +109,14 @@ def test_counters_of_a_working_ncu(tmp_path, program):
     files, why_not, counted = profiles.nsight_compute(tmp_path / "side", REQUEST, "roofline", "warm")
     assert why_not == "" and files == [str(tmp_path / "side.ncu-rep")]
     profiled, imported = (tmp_path / "arguments").read_text().splitlines()
-    for words in ("--clock-control none", "--cache-control none", "--set roofline", "dram__bytes_read.sum",
-                  "--nvtx-include flash_sdp_optimized_cudnn/", "-m utils.bench.replay"):
+    for words in (
+        "--clock-control none",
+        "--cache-control none",
+        "--set roofline",
+        "dram__bytes_read.sum",
+        "--nvtx-include flash_sdp_optimized_cudnn/",
+        "-m utils.bench.replay",
+    ):
         assert words in profiled
     assert imported.split() == ["--import", *files, "--page", "raw", "--csv", "--print-units", "base"]
     attention, addition = counted["kernels"]
@@ -92,20 +152,29 @@ def test_what_a_gpu_does_not_count_is_left_out():
     assert "L2" not in line and "DRAM" in line
 
 
-@pytest.mark.parametrize(("script", "said"), [
-    ('echo "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission"; exit 1', "administrators alone"),
-    ('echo "==ERROR== LibraryNotLoaded"; exit 1', "made no report: ==ERROR== LibraryNotLoaded"),
-    ('echo "all well, and no file"', "made no report: all well"),
-    ("exit 3", "made no report: it said nothing."),
-])
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ('echo "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission"; exit 1', "administrators alone"),
+        ('echo "==ERROR== LibraryNotLoaded"; exit 1', "made no report: ==ERROR== LibraryNotLoaded"),
+        ('echo "all well, and no file"', "made no report: all well"),
+        ("exit 3", "made no report: it said nothing."),
+    ],
+)
 def test_an_ncu_that_fails_is_one_sentence(tmp_path, program, script, said):
     program("ncu", script)
     files, why_not, counted = profiles.nsight_compute(tmp_path / "x", REQUEST, "deep_dive", "cold")
     assert files == [] and counted is None and said in why_not and "\n" not in why_not
 
 
-@pytest.mark.parametrize(("page", "said"), [("", "printed no table"), ('"ID","Kernel Name"', "holds no kernel"),
-                                            ("==WARNING== no kernels were profiled", "printed no table")])
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        ("", "printed no table"),
+        ('"ID","Kernel Name"', "holds no kernel"),
+        ("==WARNING== no kernels were profiled", "printed no table"),
+    ],
+)
 def test_a_report_without_kernels_keeps_the_file_and_says_so(tmp_path, program, page, said):
     program("ncu", a_working_ncu(tmp_path, page))
     files, why_not, counted = profiles.nsight_compute(tmp_path / "x", REQUEST, "deep_dive", "cold")
@@ -113,8 +182,11 @@ def test_a_report_without_kernels_keeps_the_file_and_says_so(tmp_path, program, 
 
 
 def test_nsys_that_works_and_one_that_does_not(tmp_path, program):
-    program("nsys", f'echo "$@" > {tmp_path}/arguments\nfor word; do case $word in --output=*) '
-                    'touch "${word#--output=}.nsys-rep";; esac; done')
+    program(
+        "nsys",
+        f'echo "$@" > {tmp_path}/arguments\nfor word; do case $word in --output=*) '
+        'touch "${word#--output=}.nsys-rep";; esac; done',
+    )
     assert profiles.nsight_systems(tmp_path / "s", REQUEST) == ([str(tmp_path / "s.nsys-rep")], "")
     assert "--trace=cuda,nvtx" in (tmp_path / "arguments").read_text()
     program("nsys", 'echo "Importer error status: The importer binary could not be found."')

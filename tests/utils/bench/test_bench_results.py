@@ -29,12 +29,14 @@ def test_truncated_foreign_and_old_files_are_refused_by_name(tmp_path, document)
     whole = save(tmp_path, document)
     text = whole.read_text()
     for share in (0.2, 0.5, 0.99):
-        whole.write_text(text[:int(share * len(text))])
+        whole.write_text(text[: int(share * len(text))])
         with pytest.raises(BenchError, match=r"results.json is truncated"):
             res.load_results(whole)
-    for change, said in (({"version": 0}, "older schema labs-bench-results version 0"),
-                         ({"version": 9}, "other schema"),
-                         ({"schema": "x"}, "no labs-bench-results document")):
+    for change, said in (
+        ({"version": 0}, "older schema labs-bench-results version 0"),
+        ({"version": 9}, "other schema"),
+        ({"schema": "x"}, "no labs-bench-results document"),
+    ):
         with pytest.raises(BenchError, match=said):
             res.load_results(save(tmp_path, {**document, **change}))
     del document["cases"][0]["sides"]["baseline"]["samples_ms"]
@@ -68,13 +70,16 @@ def test_a_faster_run_is_faster(document, small_run):
     assert row["speedup"] == pytest.approx(2.0) and row["verdict"] in ("faster", "not enough data")
 
 
-@pytest.mark.parametrize(("path", "value", "said"), [
-    (("environment", "gpu"), "NVIDIA L4", "different machines, .* and NVIDIA L4"),
-    (("workload", "seq_len"), 4096, "seq_len 48 and 4096"),
-    (("workload", "dtype"), "bf16", "dtype fp32 and bf16"),
-    (("workload", "mask"), "full", "mask causal and full"),
-    (("target",), "attention_suite:sdpa", "share no target"),
-])
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("environment", "gpu"), "NVIDIA L4", "different machines, .* and NVIDIA L4"),
+        (("workload", "seq_len"), 4096, "seq_len 48 and 4096"),
+        (("workload", "dtype"), "bf16", "dtype fp32 and bf16"),
+        (("workload", "mask"), "full", "mask causal and full"),
+        (("target",), "attention_suite:sdpa", "share no target"),
+    ],
+)
 def test_other_gpus_shapes_and_dtypes_are_refused_by_name(document, small_run, path, value, said):
     place = document if path[0] == "environment" else document["cases"][0]
     for key in path[:-1]:
@@ -119,11 +124,23 @@ def test_csv_has_a_row_for_each_side(document):
 
 def test_markdown_says_what_ran_and_what_was_in_force(document):
     page = markdown(document)
-    for text in ("backend=flash (flag)", "aten::_scaled_dot_product_flash_attention_for_cpu", "speed-up", "Profiles",
-                 "roofline counted by hand", document["environment"]["torch"]):
+    for text in (
+        "backend=flash (flag)",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "speed-up",
+        "Profiles",
+        "roofline counted by hand",
+        document["environment"]["torch"],
+    ):
         assert text in page
-    document["cases"][0] |= {"status": "failed", "reason": "a | b", "sides": {}, "ran": {}, "comparison": None,
-                             "profiles": {}}
+    document["cases"][0] |= {
+        "status": "failed",
+        "reason": "a | b",
+        "sides": {},
+        "ran": {},
+        "comparison": None,
+        "profiles": {},
+    }
     assert "failed | a \\| b |" in markdown(document)
 
 

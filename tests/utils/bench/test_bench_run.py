@@ -54,9 +54,16 @@ def test_formats(tmp_path, format, files):
     assert {path.name for path in (tmp_path / "small").iterdir()} - {"manifest.json", "run.log"} == files
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"profile": "minmal"}, "Did you mean minimal"), ({"format": "html"}, "json, markdown, both"),
-    ({"iterations": 0}, "1 or more"), ({"warmup": -1}, "0 or more"), ({"run_id": "../x"}, "names a folder")])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"profile": "minmal"}, "Did you mean minimal"),
+        ({"format": "html"}, "json, markdown, both"),
+        ({"iterations": 0}, "1 or more"),
+        ({"warmup": -1}, "0 or more"),
+        ({"run_id": "../x"}, "names a folder"),
+    ],
+)
 def test_wrong_options_before_anything_runs(tmp_path, options, said):
     with pytest.raises(BenchError, match=said):
         Options(artifacts_dir=tmp_path, **options).check()
@@ -79,9 +86,15 @@ def replaced(monkeypatch, change, side="optimized"):
     monkeypatch.setattr(target, "build", changed)
 
 
-@pytest.mark.parametrize("wrong", [
-    lambda fn: lambda: torch.zeros_like(fn()), lambda fn: lambda: fn() * float("nan"),
-    lambda fn: lambda: fn().flip(1)], ids=["zeros", "NaN", "permuted heads"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda fn: lambda: torch.zeros_like(fn()),
+        lambda fn: lambda: fn() * float("nan"),
+        lambda fn: lambda: fn().flip(1),
+    ],
+    ids=["zeros", "NaN", "permuted heads"],
+)
 def test_wrong_outputs_are_never_timed(tmp_path, monkeypatch, wrong):
     replaced(monkeypatch, wrong)
     document = run_cpu(tmp_path, [SDPA], [SMALL])
@@ -160,8 +173,9 @@ def test_ctrl_c_keeps_what_was_done(tmp_path, monkeypatch):
 
 
 def test_one_side_alone_and_refusals_beside_it(tmp_path):
-    document = run_cpu(tmp_path, ["attention_suite:sdpa"],
-                       ["attention_suite:sdpa=--batch 1 --heads 1 --seq-len 32 --dtype fp16,fp32"])
+    document = run_cpu(
+        tmp_path, ["attention_suite:sdpa"], ["attention_suite:sdpa=--batch 1 --heads 1 --seq-len 32 --dtype fp16,fp32"]
+    )
     assert [case["status"] for case in document["cases"]] == ["refused", "ok"]
     assert "fp16" in document["cases"][0]["reason"] and exit_code(document) == 0
     document = run_cpu(tmp_path, ["labs/flashattention_gluon:baseline_flashattention_gluon"], run_id="one")
@@ -180,9 +194,16 @@ def test_gpu_targets_are_refused_in_a_sentence(tmp_path):
 
 @needs_compiler
 def test_flexattention_eager_and_compiled_agree_and_are_proved(tmp_path):
-    document = run_cpu(tmp_path, ["labs/flexattention"], [
-        f"{FLEX}=--heads 2 --seq-len 100 --doc-span 40 --head-dim 16 --score-mod relative_bias",
-        f"{FLEX}_cute=--heads 2 --seq-len 96 --head-dim 16"], {"BLOCK_SIZE": "32", "DOC_SPAN": "48"}, warmup=2)
+    document = run_cpu(
+        tmp_path,
+        ["labs/flexattention"],
+        [
+            f"{FLEX}=--heads 2 --seq-len 100 --doc-span 40 --head-dim 16 --score-mod relative_bias",
+            f"{FLEX}_cute=--heads 2 --seq-len 96 --head-dim 16",
+        ],
+        {"BLOCK_SIZE": "32", "DOC_SPAN": "48"},
+        warmup=2,
+    )
     flex, cute = document["cases"]
     assert flex["status"] == "ok", flex["reason"]
     assert (flex["ran"]["baseline"]["provider"], flex["ran"]["optimized"]["provider"]) == ("eager", "compiled")

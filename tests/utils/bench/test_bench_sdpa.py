@@ -74,8 +74,9 @@ def test_a_workload_counts_what_it_does():
 
 
 def test_layouts_have_one_shape_and_two_memory_orders():
-    here, there = (sdpa.make_inputs(SdpaWorkload(2, 3, 5, 8, "fp32", layout=layout), CPU, 1).q
-                   for layout in sdpa.LAYOUTS)
+    here, there = (
+        sdpa.make_inputs(SdpaWorkload(2, 3, 5, 8, "fp32", layout=layout), CPU, 1).q for layout in sdpa.LAYOUTS
+    )
     assert torch.equal(here, there) and here.is_contiguous()
     assert there.stride() == (120, 8, 24, 1)
 
@@ -84,12 +85,15 @@ def extra(flags):
     return [f"{SMALL} {flags}"]
 
 
-@pytest.mark.parametrize(("flags", "shown"), [
-    ("--backend flash --causal --pass both", "causal both"),
-    ("--backend flash --pass backward --kv-heads 1 --layout bshd", "H2/1"),
-    ("--backend flash --seq-len-kv 80 --causal", "S48x80"),
-    ("--backend math --window 8", "window 8"),
-])
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        ("--backend flash --causal --pass both", "causal both"),
+        ("--backend flash --pass backward --kv-heads 1 --layout bshd", "H2/1"),
+        ("--backend flash --seq-len-kv 80 --causal", "S48x80"),
+        ("--backend math --window 8", "window 8"),
+    ],
+)
 def test_flags_of_the_target(tmp_path, flags, shown):
     document = run_cpu(tmp_path, [SDPA], extra(flags), iterations=10)
     (case,) = document["cases"]
@@ -105,10 +109,15 @@ def test_flags_of_the_target(tmp_path, flags, shown):
     assert csv_text(document).count("\n") == 3
 
 
-@pytest.mark.parametrize(("flags", "said"), [
-    ("--heads 4 --kv-heads 3", "multiple of --kv-heads"),
-    ("--seq-len 48 --seq-len-kv 20 --causal", "at least --seq-len"),
-    ("--pass sideways", "forward, backward, both"), ("--layout sbhd", "bhsd, bshd")])
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--heads 4 --kv-heads 3", "multiple of --kv-heads"),
+        ("--seq-len 48 --seq-len-kv 20 --causal", "at least --seq-len"),
+        ("--pass sideways", "forward, backward, both"),
+        ("--layout sbhd", "bhsd, bshd"),
+    ],
+)
 def test_flags_that_cannot_be(flags, said):
     with pytest.raises(BenchError, match=said):
         plan([SDPA], [f"{SDPA}={flags}"], CPU, {})
@@ -148,18 +157,23 @@ def test_a_refusal_is_torchs_own_reason(monkeypatch):
     assert sdpa.why_not(workload, "math", inputs) == "" == sdpa.why_not(workload, "auto", inputs)
 
     def refusing(*args, **kwargs):
-        for text in ("Flash attention kernel not used because: (Triggered internally at x.cpp:1.)",
-                     "Flash attention has been runtime disabled. (Triggered internally at x.cpp:2.)",
-                     "Both fused kernels require the last dimension of the input to have stride 1. Got [2]. (function "
-                     "check_last_dim)", "cuDNN attention has been runtime disabled."):
+        for text in (
+            "Flash attention kernel not used because: (Triggered internally at x.cpp:1.)",
+            "Flash attention has been runtime disabled. (Triggered internally at x.cpp:2.)",
+            "Both fused kernels require the last dimension of the input to have stride 1. Got [2]. (function "
+            "check_last_dim)",
+            "cuDNN attention has been runtime disabled.",
+        ):
             warnings.warn(text, stacklevel=1)
         raise RuntimeError("No available kernel. Aborting execution.")
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", refusing)
     with pytest.raises(Refused) as refusal:
         sdpa.refuse(workload, "flash", inputs)
-    assert str(refusal.value) == ("torch's flash backend does not take B1 H2 S8 D16 fp32 full: Both fused kernels "
-                                  "require the last dimension of the input to have stride 1. Got [2].")
+    assert str(refusal.value) == (
+        "torch's flash backend does not take B1 H2 S8 D16 fp32 full: Both fused kernels "
+        "require the last dimension of the input to have stride 1. Got [2]."
+    )
 
 
 def test_proof_needs_forward_backward_and_kernels_to_agree():

@@ -27,9 +27,15 @@ def test_each_backend_in_each_direction(tmp_path, backend, direction):
     assert ran["provider"] == backend and ran["kernels"] and ran["memory"]["peak_bytes"] > 0
 
 
-@pytest.mark.parametrize(("flags", "said"), [
-    ("--backend efficient --kv-heads 2", "num_heads"), ("--backend flash --window 64", "attn_mask"),
-    ("--backend flash --dtype fp32", "dtype"), ("--backend cudnn --dtype fp32", "dtype")])
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--backend efficient --kv-heads 2", "num_heads"),
+        ("--backend flash --window 64", "attn_mask"),
+        ("--backend flash --dtype fp32", "dtype"),
+        ("--backend cudnn --dtype fp32", "dtype"),
+    ],
+)
 def test_refusals_are_torchs_own(tmp_path, flags, said):
     (case,) = run_gpu(tmp_path, [SDPA], [f"{SDPA}={SHAPE} {flags}"])["cases"]
     assert case["status"] == "refused" and not case["sides"]
@@ -45,9 +51,11 @@ def test_a_pin_that_allows_two_backends_is_caught(tmp_path, monkeypatch):
 
 
 def test_a_small_sweep_and_attention_going_by_it(tmp_path):
-    shapes = [("grid", SdpaWorkload(1, 8, 256, 128, "bf16", "causal", direction="both")),
-              ("grid", SdpaWorkload(1, 8, 256, 128, "bf16", "causal")),
-              ("grid", SdpaWorkload(2, 8, 1, 128, "bf16", kv_heads=2, seq_len_kv=4096))]
+    shapes = [
+        ("grid", SdpaWorkload(1, 8, 256, 128, "bf16", "causal", direction="both")),
+        ("grid", SdpaWorkload(1, 8, 256, 128, "bf16", "causal")),
+        ("grid", SdpaWorkload(2, 8, 1, 128, "bf16", kv_heads=2, seq_len_kv=4096)),
+    ]
     document = choosing.sweep(shapes, tmp_path / "grid.json", GPU, samples=5)
     rows = {(row["kind"], row["backend"]): row for row in document["rows"]}
     assert {row["status"] for (kind, name), row in rows.items() if name in ("flash", "math")} == {"ok"}

@@ -18,6 +18,7 @@ def harness():
 
 def own_timing(ms):
     """A kernel function that runs for `ms` and returns its own time."""
+
     def kernel():
         begin = time.perf_counter()
         while (took := 1e3 * (time.perf_counter() - begin)) < ms:
@@ -34,18 +35,29 @@ def test_documented_defaults():
     assert config.seed == 42
 
 
-@pytest.mark.parametrize(("option", "said"), [
-    ({"lock_clocks": True}, "never set"), ({"device_id": 99}, "usable GPUs"), ({"warmup_iterations": -1}, "0 or more"),
-    ({"benchmark_iterations": 0}, "1 or more"), ({"benchmark_iterations": 1.5}, "whole number"),
-    ({"flush_l2_cache": 1}, "True or False")])
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"lock_clocks": True}, "never set"),
+        ({"device_id": 99}, "usable GPUs"),
+        ({"warmup_iterations": -1}, "0 or more"),
+        ({"benchmark_iterations": 0}, "1 or more"),
+        ({"benchmark_iterations": 1.5}, "whole number"),
+        ({"flush_l2_cache": 1}, "True or False"),
+    ],
+)
 def test_options_do_or_refuse(option, said):
     with pytest.raises(BenchError, match=said):
         BenchmarkConfig(**option)
 
 
 def test_the_documented_snippet(harness, tmp_path):
-    result = harness.benchmark_kernel(kernel_func=own_timing(0.2), kernel_name="my_attention_kernel",
-                                      flop_count=4 * B * H * S * S * d, memory_bytes=4 * B * H * S * d * 2)
+    result = harness.benchmark_kernel(
+        kernel_func=own_timing(0.2),
+        kernel_name="my_attention_kernel",
+        flop_count=4 * B * H * S * S * d,
+        memory_bytes=4 * B * H * S * d * 2,
+    )
     assert result.timing == "kernel's own" and len(result.samples_ms) == 15
     assert 0.2 <= result.median_ms < 2.0
     assert result.gflops == pytest.approx(4 * B * H * S * S * d / result.median_ms / 1e6)

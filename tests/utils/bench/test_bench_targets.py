@@ -21,18 +21,25 @@ def one_case(target, extra="", environ=None, device=CPU):
 
 def test_documented_names():
     assert set(TARGETS) == {
-        FLEX, CUTE, SDPA, GLUON,
-        *(f"attention_suite:{one}" for one in ("sdpa", "flash_attn", "gluon", "cute", "flex", "flex_flash", "triton"))}
-    (target, sides), = read_name("labs/flashattention_gluon:baseline_flashattention_gluon")
+        FLEX,
+        CUTE,
+        SDPA,
+        GLUON,
+        *(f"attention_suite:{one}" for one in ("sdpa", "flash_attn", "gluon", "cute", "flex", "flex_flash", "triton")),
+    }
+    ((target, sides),) = read_name("labs/flashattention_gluon:baseline_flashattention_gluon")
     assert (target.workload, sides) == ("flashattention_gluon", ("baseline",))
     assert read_name("labs.flashattention_gluon.optimized_flashattention_gluon")[0][1] == ("optimized",)
     assert [target.name for target, _ in read_name("labs/flexattention")] == [FLEX, CUTE]
 
 
-@pytest.mark.parametrize(("name", "said"), [
-    ("labs/flexattention:flex_atention", "Did you mean labs/flexattention:flex_attention"),
-    ("labs/cudnn_sdpa", "Did you mean labs/cudnn_sdpa_bench"),
-])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("labs/flexattention:flex_atention", "Did you mean labs/flexattention:flex_attention"),
+        ("labs/cudnn_sdpa", "Did you mean labs/cudnn_sdpa_bench"),
+    ],
+)
 def test_unknown_names(name, said):
     with pytest.raises(BenchError, match=said):
         read_name(name)
@@ -61,7 +68,9 @@ def test_environment_is_read_at_run_time_by_flexattention_alone():
     assert one_case(FLEX).workload.doc_span == 256
     reading = {name: [knob.env for knob in target.knobs if knob.env] for name, target in TARGETS.items()}
     assert {name: found for name, found in reading.items() if found} == {
-        FLEX: ["DOC_SPAN", "BLOCK_SIZE", "TORCH_COMPILE_MODE"], CUTE: ["DOC_SPAN"]}
+        FLEX: ["DOC_SPAN", "BLOCK_SIZE", "TORCH_COMPILE_MODE"],
+        CUTE: ["DOC_SPAN"],
+    }
     assert one_case(SDPA, environ={"BACKEND": "math", **environ}).value("backend") == "auto"
 
 
@@ -122,11 +131,18 @@ CUDNN_KERNEL = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob
 FLASH_KERNEL = "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<128, 128, 64, 4>>(Params)"
 
 
-@pytest.mark.parametrize(("name", "operator", "kernel"), [
-    ("cudnn", "aten::_scaled_dot_product_cudnn_attention", CUDNN_KERNEL),
-    ("flash", "aten::_scaled_dot_product_flash_attention", FLASH_KERNEL),
-    ("efficient", "aten::_scaled_dot_product_efficient_attention", "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(Params)"),
-])
+@pytest.mark.parametrize(
+    ("name", "operator", "kernel"),
+    [
+        ("cudnn", "aten::_scaled_dot_product_cudnn_attention", CUDNN_KERNEL),
+        ("flash", "aten::_scaled_dot_product_flash_attention", FLASH_KERNEL),
+        (
+            "efficient",
+            "aten::_scaled_dot_product_efficient_attention",
+            "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(Params)",
+        ),
+    ],
+)
 def test_on_a_gpu_operator_and_kernel_must_both_be_the_backends(name, operator, kernel):
     providers.prove(name, providers.Launched((operator,), (kernel,), 1))
     for other in {"cudnn", "flash", "math", "efficient"} - {name}:
@@ -142,9 +158,13 @@ def test_gluon_is_proved_by_its_kernel():
         providers.prove("gluon", providers.Launched((), (FLASH_KERNEL,), 1))
 
 
-@pytest.mark.parametrize(("kernels", "ran"), [
-    (("triton_tem_fused_flex_attention_0",), "compiled"),
-    (("nvjet_tst_128x256", "cunn_SoftMaxForward", "elementwise_kernel"), "eager")])
+@pytest.mark.parametrize(
+    ("kernels", "ran"),
+    [
+        (("triton_tem_fused_flex_attention_0",), "compiled"),
+        (("nvjet_tst_128x256", "cunn_SoftMaxForward", "elementwise_kernel"), "eager"),
+    ],
+)
 def test_compiled_flexattention_is_proved_by_its_kernel(kernels, ran):
     target, launched = TARGETS[FLEX], providers.Launched((), kernels, len(kernels))
     other = {"compiled": "eager", "eager": "compiled"}[ran]

@@ -65,8 +65,11 @@ def wrong_outputs():
         "causal alone": lambda q, k, v, e: F.scaled_dot_product_attention(q, k, v, is_causal=True).double(),
         "one row": change_one_row,
         "wrong scale": lambda q, k, v, e: e * 1.02,
-        "heads and tokens swapped": lambda q, k, v, e: F.scaled_dot_product_attention(
-            *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2).double(),
+        "heads and tokens swapped": lambda q, k, v, e: (
+            F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+            .transpose(1, 2)
+            .double()
+        ),
     }
 
 

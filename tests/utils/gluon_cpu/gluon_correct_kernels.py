@@ -34,8 +34,9 @@ def offsets_2d(row, column, row_stride, column_stride, ROWS: gl.constexpr, COLUM
 
 
 @gluon.jit
-def scale_add_2d(a_ptr, b_ptr, c_ptr, m, n, a_row, a_column, b_row, b_column, scale, ROWS: gl.constexpr,
-                 COLUMNS: gl.constexpr):
+def scale_add_2d(
+    a_ptr, b_ptr, c_ptr, m, n, a_row, a_column, b_row, b_column, scale, ROWS: gl.constexpr, COLUMNS: gl.constexpr
+):
     """c = scale * a + b with any strides; c is row-major."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     row = gl.program_id(0) * ROWS
@@ -178,8 +179,9 @@ def copy_tiles(x_desc, y_desc, columns, SCALE: gl.constexpr, STAGES: gl.constexp
 
 
 @gluon.jit
-def matmul(a_desc, b_desc, c_desc, k_size, TRANSPOSE_B: gl.constexpr, A_IN_REGISTERS: gl.constexpr,
-           num_warps: gl.constexpr):
+def matmul(
+    a_desc, b_desc, c_desc, k_size, TRANSPOSE_B: gl.constexpr, A_IN_REGISTERS: gl.constexpr, num_warps: gl.constexpr
+):
     """C = A @ B, one tile a program, products waited for at once."""
     BLOCK_M: gl.constexpr = c_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = c_desc.block_type.shape[1]
@@ -316,11 +318,15 @@ def add_specialized(a_desc, b_desc, c_desc, columns, scale, STAGES: gl.constexpr
     bars = (full, empty, ready, drained)
     buffers = (a_ring, b_ring, out)
     descs = (a_desc, b_desc, c_desc)
-    gl.warp_specialize([
-        (add_partition, (bars, buffers, columns, scale, STAGES, layout)),
-        (load_partition, (descs, bars, buffers, row, columns, STAGES)),
-        (store_partition, (descs, bars, buffers, row, columns, STAGES)),
-    ], [1, 1], [24, 24])
+    gl.warp_specialize(
+        [
+            (add_partition, (bars, buffers, columns, scale, STAGES, layout)),
+            (load_partition, (descs, bars, buffers, row, columns, STAGES)),
+            (store_partition, (descs, bars, buffers, row, columns, STAGES)),
+        ],
+        [1, 1],
+        [24, 24],
+    )
 
 
 @gluon.jit
@@ -357,7 +363,11 @@ def halve_cp_async_specialized(x_ptr, y_ptr, n, SIZE: gl.constexpr, STAGES: gl.c
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=32)
         mbarrier.init(empty.index(i), count=1)
-    gl.warp_specialize([
-        (halving_partition, (y_ptr, ring, full, empty, n, SIZE, STAGES)),
-        (copying_partition, (x_ptr, ring, full, empty, n, SIZE, STAGES)),
-    ], [1], [24])
+    gl.warp_specialize(
+        [
+            (halving_partition, (y_ptr, ring, full, empty, n, SIZE, STAGES)),
+            (copying_partition, (x_ptr, ring, full, empty, n, SIZE, STAGES)),
+        ],
+        [1],
+        [24],
+    )

@@ -1,5 +1,6 @@
 """Descriptors and launches for the simulator's tests."""
 
+import ast
 import inspect
 import re
 
@@ -19,10 +20,12 @@ def descriptor(x: torch.Tensor, block: list[int], swizzle: int | None = None):
 
 
 def marked_lines(module) -> dict[str, set[int]]:
-    """Lines of a module's source by the names after `# found: a, b`."""
+    """Lines of the statements below `# found: a, b`, by those names."""
+    source = inspect.getsource(module)
+    last_line = {node.lineno: node.end_lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)}
     lines: dict[str, set[int]] = {}
-    for number, text in enumerate(inspect.getsource(module).splitlines(), 1):
-        mark = re.search(r"# found: (.*)$", text)
+    for below, text in enumerate(source.splitlines(), 2):
+        mark = re.match(r" *# found: (.*)$", text)
         for name in mark[1].split(",") if mark else ():
-            lines.setdefault(name.strip(), set()).add(number)
+            lines.setdefault(name.strip(), set()).update(range(below, last_line[below] + 1))
     return lines

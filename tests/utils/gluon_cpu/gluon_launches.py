@@ -34,13 +34,18 @@ class Launch:
 
     def run(self, device: str) -> list[torch.Tensor]:
         """Launch on copies of the tensors on `device`; the outputs, on the CPU."""
+
         def moved(x: torch.Tensor) -> torch.Tensor:  # the strides stay
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
 
-        tensors = [moved(a.matrix if isinstance(a, Tile) else a) if isinstance(a, (Tile, torch.Tensor)) else None
-                   for a in self.args]
-        args = [descriptor(t, a.block) if isinstance(a, Tile) else a if t is None else t
-                for a, t in zip(self.args, tensors, strict=True)]
+        tensors = [
+            moved(a.matrix if isinstance(a, Tile) else a) if isinstance(a, (Tile, torch.Tensor)) else None
+            for a in self.args
+        ]
+        args = [
+            descriptor(t, a.block) if isinstance(a, Tile) else a if t is None else t
+            for a, t in zip(self.args, tensors, strict=True)
+        ]
         self.kernel[self.grid](*args, **self.options)
         return [tensors[i].cpu() for i in self.outputs]
 
@@ -57,21 +62,28 @@ def _copy(rng):
 def _scale_add(rng):
     m, n, dtype = rng.randint(1, 90), rng.randint(1, 90), rng.choice((torch.float32, torch.float16, torch.bfloat16))
     a, b, c = torch.randn(m, n).to(dtype), torch.randn(n, m).to(dtype).T, torch.zeros(m, n, dtype=dtype)
-    return Launch(kernels.scale_add_2d, (cdiv(m, 16), cdiv(n, 32)),
-                  [a, b, c, m, n, *a.stride(), *b.stride(), 0.3, 16, 32], [2])
+    return Launch(
+        kernels.scale_add_2d, (cdiv(m, 16), cdiv(n, 32)), [a, b, c, m, n, *a.stride(), *b.stride(), 0.3, 16, 32], [2]
+    )
 
 
 def _softmax(rng):
     m, n, dtype = rng.randint(1, 40), rng.randint(1, 128), rng.choice((torch.float32, torch.bfloat16))
     x = (5 * torch.randn(m, n)).to(dtype)
-    return Launch(kernels.softmax_rows, (cdiv(m, 8),), [x, torch.zeros_like(x), m, n, n, 8, 128], [1],
-                  {"num_warps": rng.choice((1, 4, 8))})
+    return Launch(
+        kernels.softmax_rows,
+        (cdiv(m, 8),),
+        [x, torch.zeros_like(x), m, n, n, 8, 128],
+        [1],
+        {"num_warps": rng.choice((1, 4, 8))},
+    )
 
 
 def _transpose(rng):
     m, n = rng.randint(1, 90), rng.randint(1, 90)
-    return Launch(kernels.transpose, (cdiv(m, 32), cdiv(n, 32)), [torch.randn(m, n), torch.zeros(n, m), m, n, 32, 32],
-                  [1])
+    return Launch(
+        kernels.transpose, (cdiv(m, 32), cdiv(n, 32)), [torch.randn(m, n), torch.zeros(n, m), m, n, 32, 32], [1]
+    )
 
 
 def _reductions(rng):
@@ -79,45 +91,76 @@ def _reductions(rng):
 
 
 def _integers(rng):
-    a, b = rng.randint(-2**31, 2**31 - 1), rng.choice((-1, 1)) * rng.randint(1, 1000)
+    a, b = rng.randint(-(2**31), 2**31 - 1), rng.choice((-1, 1)) * rng.randint(1, 1000)
     return Launch(kernels.integers, (1,), [torch.zeros(6, dtype=torch.int32), a, b, 20], [0])
 
 
 def _cp_async(rng):
     n = rng.randint(1, 4000)
-    return Launch(kernels.add_double_buffered, (cdiv(n, 1024),),
-                  [torch.randn(n), torch.randn(n), torch.zeros(n), n, 256, 4, rng.randint(1, 3)], [2])
+    return Launch(
+        kernels.add_double_buffered,
+        (cdiv(n, 1024),),
+        [torch.randn(n), torch.randn(n), torch.zeros(n), n, 256, 4, rng.randint(1, 3)],
+        [2],
+    )
 
 
 def _tma_ring(rng):
     m, n, dtype = rng.randint(1, 60), 8 * rng.randint(1, 20), rng.choice((torch.float32, torch.bfloat16))
     x = torch.randn(m, n).to(dtype)
-    return Launch(kernels.copy_tiles, (cdiv(m, 16),),
-                  [Tile(x, [16, 64]), Tile(torch.zeros_like(x), [16, 64]), n, 0.5, rng.randint(1, 3)], [1])
+    return Launch(
+        kernels.copy_tiles,
+        (cdiv(m, 16),),
+        [Tile(x, [16, 64]), Tile(torch.zeros_like(x), [16, 64]), n, 0.5, rng.randint(1, 3)],
+        [1],
+    )
 
 
 def _matmul(rng):
     m, n, k, dtype = rng.randint(1, 200), 8 * rng.randint(1, 16), 8 * rng.randint(1, 20), torch.bfloat16
     transposed, registers = rng.random() < 0.5, rng.random() < 0.5
     b = torch.randn(*((n, k) if transposed else (k, n))).to(dtype)
-    return Launch(kernels.matmul, (cdiv(m, 64), cdiv(n, 64)),
-                  [Tile(torch.randn(m, k).to(dtype), [64, 32]), Tile(b, [64, 32] if transposed else [32, 64]),
-                   Tile(torch.zeros(m, n, dtype=dtype), [64, 64]), k, transposed, registers], [2],
-                  {"num_warps": 4 if registers else rng.choice((4, 8))})
+    return Launch(
+        kernels.matmul,
+        (cdiv(m, 64), cdiv(n, 64)),
+        [
+            Tile(torch.randn(m, k).to(dtype), [64, 32]),
+            Tile(b, [64, 32] if transposed else [32, 64]),
+            Tile(torch.zeros(m, n, dtype=dtype), [64, 64]),
+            k,
+            transposed,
+            registers,
+        ],
+        [2],
+        {"num_warps": 4 if registers else rng.choice((4, 8))},
+    )
 
 
 def _matmul_persistent(rng):
     m, n, k, dtype = rng.randint(65, 200), 8 * rng.randint(9, 24), 8 * rng.randint(1, 24), torch.float16
     a, b, c = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype), torch.zeros(m, n, dtype=dtype)
-    return Launch(kernels.matmul_persistent, (rng.randint(1, 3),),
-                  [Tile(a, [64, 64]), Tile(b, [64, 64]), Tile(c, [64, 64]), m, n, k], [2])
+    return Launch(
+        kernels.matmul_persistent,
+        (rng.randint(1, 3),),
+        [Tile(a, [64, 64]), Tile(b, [64, 64]), Tile(c, [64, 64]), m, n, k],
+        [2],
+    )
 
 
 def _add_specialized(rng):
     m, n = rng.randint(1, 60), 4 * rng.randint(1, 80)
-    return Launch(kernels.add_specialized, (cdiv(m, 16),),
-                  [*(Tile(torch.randn(m, n), [16, 32]) for _ in "ab"), Tile(torch.zeros(m, n), [16, 32]), n, 2.0,
-                   rng.randint(1, 3)], [2])
+    return Launch(
+        kernels.add_specialized,
+        (cdiv(m, 16),),
+        [
+            *(Tile(torch.randn(m, n), [16, 32]) for _ in "ab"),
+            Tile(torch.zeros(m, n), [16, 32]),
+            n,
+            2.0,
+            rng.randint(1, 3),
+        ],
+        [2],
+    )
 
 
 def _halve_specialized(rng):
@@ -134,10 +177,17 @@ def _pipeline(rng):
 def _product(rng):
     a, b = (torch.randn(64, 64).half() / 8 for _ in "ab")
     layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    return Launch(bugs.product, (1,), [a, Tile(b, [64, 64]), torch.zeros(64, 64), 64, "", layout, 128], [2],
-                  rounding=torch.float16)
+    return Launch(
+        bugs.product,
+        (1,),
+        [a, Tile(b, [64, 64]), torch.zeros(64, 64), 64, "", layout, 128],
+        [2],
+        rounding=torch.float16,
+    )
 
 
 LAUNCHES: dict[str, Callable[[random.Random], Launch]] = {
-    name.removeprefix("_"): function for name, function in list(globals().items())
-    if name.startswith("_") and callable(function) and getattr(function, "__module__", "") == __name__}
+    name.removeprefix("_"): function
+    for name, function in list(globals().items())
+    if name.startswith("_") and callable(function) and getattr(function, "__module__", "") == __name__
+}

@@ -1,5 +1,5 @@
-# ruff: noqa: E501, F841, SIM102 (the marks make long lines; what a refused line would give is not used)
-"""Kernels with bugs to order: BUG names the one to plant, and `# found: name` marks the line that must be reported.
+# ruff: noqa: F841, SIM102 (what a refused line would give is not used)
+"""Kernels with bugs to order: BUG names the one to plant, and `# found: name` stands above the line that must be reported.
 
 A mark names the line of the report, which for a deadlock is the line of the partition that waits first.
 """
@@ -43,7 +43,8 @@ def producer(x_desc, w_desc, ring, weights, bars, steps, STAGES: gl.constexpr, B
         if BUG == "producer waits for the wrong phase":
             free = i // STAGES & 1
         if BUG != "producer does not wait":
-            mbarrier.wait(empty.index(slot), free)  # found: producer waits for the wrong phase, missing arrive, wrong arrive count
+            # found: producer waits for the wrong phase, missing arrive, wrong arrive count
+            mbarrier.wait(empty.index(slot), free)
         if BUG == "too many bytes":
             mbarrier.expect(full.index(slot), NBYTES + 64)
         elif BUG == "too few bytes":
@@ -52,16 +53,20 @@ def producer(x_desc, w_desc, ring, weights, bars, steps, STAGES: gl.constexpr, B
             mbarrier.expect(full.index(slot), NBYTES // 2)
         elif BUG == "expect twice":
             mbarrier.expect(full.index(slot), NBYTES)
-            mbarrier.expect(full.index(slot), NBYTES)  # found: expect twice
+            # found: expect twice
+            mbarrier.expect(full.index(slot), NBYTES)
         elif BUG != "missing expect":
-            mbarrier.expect(full.index(slot), NBYTES)  # found: producer does not wait
+            # found: producer does not wait
+            mbarrier.expect(full.index(slot), NBYTES)
         target = slot
         if BUG == "copy into the wrong slot":
             target = (slot + 1) % STAGES
         if BUG == "half of two copies":
-            tma_load(x_desc, [0, i * COLUMNS], full.index(slot), ring.index(target))  # found: half of two copies
+            # found: half of two copies
+            tma_load(x_desc, [0, i * COLUMNS], full.index(slot), ring.index(target))
         else:
-            tma_load(x_desc, [0, i * COLUMNS], full.index(slot), ring.index(target))  # found: producer does not wait, early release, missing fence before release, too few bytes, producer goes on
+            # found: producer does not wait, early release, missing fence before release, too few bytes, producer goes on
+            tma_load(x_desc, [0, i * COLUMNS], full.index(slot), ring.index(target))
 
 
 @gluon.jit
@@ -79,18 +84,22 @@ def consumer(y_desc, ring, out, weights, bars, steps, STAGES: gl.constexpr, BUG:
         if BUG == "phase is no parity":
             phase = 2 + phase
         if BUG != "missing wait":
-            mbarrier.wait(full.index(slot), phase)  # found: missing expect, too many bytes, producer stops early, phase is no parity, swapped phases
+            # found: missing expect, too many bytes, producer stops early, phase is no parity, swapped phases
+            mbarrier.wait(full.index(slot), phase)
         if BUG == "early release":
             mbarrier.arrive(empty.index(slot))
         read = slot
         if BUG == "slot off by one":
             read = (slot + 1) % STAGES
-        x = ring.index(read).load(layout)  # found: swapped phases, missing wait, slot off by one, copy into the wrong slot
-        w = weights.load(layout)  # found: wait for the other copy, uninitialized weights
+        # found: swapped phases, missing wait, slot off by one, copy into the wrong slot
+        x = ring.index(read).load(layout)
+        # found: wait for the other copy, uninitialized weights
+        w = weights.load(layout)
         if BUG != "missing fence before release":
             fence_async_shared()
         if BUG == "too many arrivals":
-            mbarrier.arrive(empty.index(slot), count=2)  # found: too many arrivals
+            # found: too many arrivals
+            mbarrier.arrive(empty.index(slot), count=2)
         elif BUG == "double arrive":
             mbarrier.arrive(empty.index(slot))
             mbarrier.arrive(empty.index(slot))
@@ -98,10 +107,12 @@ def consumer(y_desc, ring, out, weights, bars, steps, STAGES: gl.constexpr, BUG:
             mbarrier.arrive(empty.index(slot))
         if BUG != "missing store_wait":
             tma.store_wait(0)
-        out.store(x * w)  # found: missing store_wait
+        # found: missing store_wait
+        out.store(x * w)
         if BUG != "missing fence before store":
             fence_async_shared()
-        tma_store(y_desc, [0, i * COLUMNS], out)  # found: missing fence before store, missing last store_wait
+        # found: missing fence before store, missing last store_wait
+        tma_store(y_desc, [0, i * COLUMNS], out)
     if BUG != "missing last store_wait":
         tma.store_wait(0)
 
@@ -121,13 +132,18 @@ def pipeline(x_desc, w_desc, y_desc, steps, STAGES: gl.constexpr, BUG: gl.conste
             mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=ARRIVALS)
         if BUG == "init twice":
-            mbarrier.init(empty.index(i), count=1)  # found: init twice
+            # found: init twice
+            mbarrier.init(empty.index(i), count=1)
     mbarrier.init(weights_full, count=1)
     bars = (full, empty, weights_full)
-    gl.warp_specialize([
-        (consumer, (y_desc, ring, out, weights, bars, steps, STAGES, BUG)),
-        (producer, (x_desc, w_desc, ring, weights, bars, steps, STAGES, BUG)),
-    ], [1], [24])
+    gl.warp_specialize(
+        [
+            (consumer, (y_desc, ring, out, weights, bars, steps, STAGES, BUG)),
+            (producer, (x_desc, w_desc, ring, weights, bars, steps, STAGES, BUG)),
+        ],
+        [1],
+        [24],
+    )
 
 
 # ---- products ----------------------------------------------------------------------------------------------------------
@@ -147,7 +163,8 @@ def product(a_ptr, b_desc, c_ptr, SIZE: gl.constexpr, BUG: gl.constexpr, layout:
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(full, count=1)
     mbarrier.expect(full, b_desc.block_type.nbytes)
-    tma_load(b_desc, [0, 0], full, b)  # found: another swizzle than the descriptor
+    # found: another swizzle than the descriptor
+    tma_load(b_desc, [0, 0], full, b)
     rows = gl.arange(0, SIZE, gl.SliceLayout(1, loads))[:, None]
     columns = gl.arange(0, SIZE, gl.SliceLayout(0, loads))[None, :]
     a.store(gl.load(a_ptr + rows * SIZE + columns))
@@ -158,20 +175,25 @@ def product(a_ptr, b_desc, c_ptr, SIZE: gl.constexpr, BUG: gl.constexpr, layout:
     zero = gl.zeros([SIZE, SIZE], gl.float32, layout)
     if BUG == "operands of different types":
         acc = warpgroup_mma(a_ptr, b, zero, use_acc=False, is_async=True)
-    acc = warpgroup_mma(a, b, zero, use_acc=False, is_async=True)  # found: missing fence before wgmma, wgmma before its copy, operand not for wgmma, old version, instruction too wide, instruction not 16 rows, warps along N
+    # found: missing fence before wgmma, wgmma before its copy, operand not for wgmma, old version, instruction too wide, instruction not 16 rows, warps along N
+    acc = warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
     if BUG == "overwritten operand":
-        a.store(gl.full([SIZE, SIZE], 0.0, dtype, loads))  # found: overwritten operand
+        # found: overwritten operand
+        a.store(gl.full([SIZE, SIZE], 0.0, dtype, loads))
     if BUG == "refilled operand":
         mbarrier.expect(full, b_desc.block_type.nbytes)
-        tma_load(b_desc, [0, 0], full, b)  # found: refilled operand
+        # found: refilled operand
+        tma_load(b_desc, [0, 0], full, b)
     if BUG == "wait for too few":
         acc = warpgroup_mma_wait(1, deps=[acc])
     elif BUG != "missing warpgroup_mma_wait":
         acc = warpgroup_mma_wait(0, deps=[acc])
-    p = acc.to(dtype)  # found: missing warpgroup_mma_wait, wait for too few
+    # found: missing warpgroup_mma_wait, wait for too few
+    p = acc.to(dtype)
     if BUG != "operand layout not converted":
         p = gl.convert_layout(p, left)
-    acc = warpgroup_mma(p, b, zero, use_acc=False)  # found: operand layout not converted
+    # found: operand layout not converted
+    acc = warpgroup_mma(p, b, zero, use_acc=False)
     rows = gl.arange(0, SIZE, gl.SliceLayout(1, layout))[:, None]
     columns = gl.arange(0, SIZE, gl.SliceLayout(0, layout))[None, :]
     gl.store(c_ptr + rows * SIZE + columns, acc)
@@ -187,13 +209,16 @@ def buffered(x_ptr, y_ptr, n, SIZE: gl.constexpr, BUG: gl.constexpr, layout: gl.
     ring = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [2, SIZE], shared)
     at = gl.arange(0, SIZE, layout)
     last = gl.cdiv(n, SIZE)
-    cp_async(ring.index(0), x_ptr + at, mask=at < n)  # found: two bytes a thread
+    # found: two bytes a thread
+    cp_async(ring.index(0), x_ptr + at, mask=at < n)
     async_copy.commit_group()
     for i in range(last):
         if BUG == "tile off by one":
-            cp_async(ring.index((i + 1) % 2), x_ptr + (i + 1) * SIZE + at)  # found: tile off by one
+            # found: tile off by one
+            cp_async(ring.index((i + 1) % 2), x_ptr + (i + 1) * SIZE + at)
         elif BUG == "copy into the slot in use":
-            cp_async(ring.index(i % 2), x_ptr + (i + 1) * SIZE + at, mask=(i + 1) * SIZE + at < n)  # found: copy into the slot in use
+            # found: copy into the slot in use
+            cp_async(ring.index(i % 2), x_ptr + (i + 1) * SIZE + at, mask=(i + 1) * SIZE + at < n)
         else:
             cp_async(ring.index((i + 1) % 2), x_ptr + (i + 1) * SIZE + at, mask=(i + 1) * SIZE + at < n)
         if BUG != "missing commit":
@@ -202,7 +227,8 @@ def buffered(x_ptr, y_ptr, n, SIZE: gl.constexpr, BUG: gl.constexpr, layout: gl.
             async_copy.wait_group(2)
         elif BUG != "missing wait_group":
             async_copy.wait_group(1)
-        x = ring.index(i % 2).load(layout)  # found: group off by one, missing wait_group, missing commit
+        # found: group off by one, missing wait_group, missing commit
+        x = ring.index(i % 2).load(layout)
         gl.store(y_ptr + i * SIZE + at, x, mask=i * SIZE + at < n)
     if BUG != "cp.async at the end":
         async_copy.wait_group(0)
@@ -230,48 +256,68 @@ def refused(x_ptr, y_ptr, n, BUG: gl.constexpr):
     if BUG == "different layouts":
         a = gl.full([16, 32], 1.0, gl.float32, rows)
         b = gl.full([16, 32], 1.0, gl.float32, other)
-        c = a + b  # found: different layouts
+        # found: different layouts
+        c = a + b
     if BUG == "slice along the wrong dimension":
         a = gl.arange(0, 16, gl.SliceLayout(0, rows))
-        b = a[:, None]  # found: slice along the wrong dimension
+        # found: slice along the wrong dimension
+        b = a[:, None]
     if BUG == "no power of two":
-        a = gl.arange(0, 48, line)  # found: no power of two
+        # found: no power of two
+        a = gl.arange(0, 48, line)
     if BUG == "layout for eight warps":
-        a = gl.arange(0, 256, eight)  # found: layout for eight warps
+        # found: layout for eight warps
+        a = gl.arange(0, 256, eight)
     if BUG == "half a warp":
-        a = gl.arange(0, 256, narrow)  # found: half a warp
+        # found: half a warp
+        a = gl.arange(0, 256, narrow)
     if BUG == "no constexpr":
-        a = gl.arange(0, n, line)  # found: no constexpr
+        # found: no constexpr
+        a = gl.arange(0, n, line)
     if BUG == "constexpr argument":
-        a = helper(n, n)  # found: constexpr argument
+        # found: constexpr argument
+        a = helper(n, n)
     if BUG == "too much shared memory":
-        a = gl.allocate_shared_memory(gl.float32, [256, 256], gl.NVMMASharedLayout(128, 32, rank=2))  # found: too much shared memory
+        # found: too much shared memory
+        a = gl.allocate_shared_memory(gl.float32, [256, 256], gl.NVMMASharedLayout(128, 32, rank=2))
         a.store(gl.full([256, 256], 1.0, gl.float32, rows))
     if BUG == "rows shorter than the swizzle":
-        a = gl.allocate_shared_memory(gl.float16, [64, 32], gl.NVMMASharedLayout(128, 16, rank=2))  # found: rows shorter than the swizzle
+        # found: rows shorter than the swizzle
+        a = gl.allocate_shared_memory(gl.float16, [64, 32], gl.NVMMASharedLayout(128, 16, rank=2))
     if BUG == "elements of another size":
-        a = gl.allocate_shared_memory(gl.float32, [64, 64], gl.NVMMASharedLayout(128, 16, rank=2))  # found: elements of another size
+        # found: elements of another size
+        a = gl.allocate_shared_memory(gl.float32, [64, 64], gl.NVMMASharedLayout(128, 16, rank=2))
     if BUG == "never written":
         a = gl.allocate_shared_memory(gl.float32, [64, 64], gl.NVMMASharedLayout(128, 32, rank=2))
-        b = a.load(rows)  # found: never written
+        # found: never written
+        b = a.load(rows)
     if BUG == "half written":
         a = gl.allocate_shared_memory(gl.float32, [64, 64], gl.NVMMASharedLayout(128, 32, rank=2))
         a.slice(0, 32, dim=1).store(gl.full([64, 32], 1.0, gl.float32, rows))
-        b = a.load(rows)  # found: half written
+        # found: half written
+        b = a.load(rows)
     if BUG == "missing mask":
-        a = gl.load(x_ptr + gl.arange(0, 256, line))  # found: missing mask
+        # found: missing mask
+        a = gl.load(x_ptr + gl.arange(0, 256, line))
     if BUG == "slot outside":
         a = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        a.index(n).store(gl.full([64], 1.0, gl.float32, line))  # found: slot outside
+        # found: slot outside
+        a.index(n).store(gl.full([64], 1.0, gl.float32, line))
     if BUG == "condition on a tensor":
-        if gl.arange(0, 64, line) > 3:  # found: condition on a tensor
+        # found: condition on a tensor
+        if gl.arange(0, 64, line) > 3:
             gl.store(y_ptr, 1.0)
     if BUG == "endless loop":
-        while n > 0:  # found: endless loop
-            n += 1  # found: endless loop
+        # found: endless loop
+        while n > 0:
+            # found: endless loop
+            n += 1
     if BUG == "plain python function":
-        a = plain_python(n)  # found: plain python function
+        # found: plain python function
+        a = plain_python(n)
     if BUG == "unknown operation":
-        a = allocate_tensor_memory(gl.float32, [64, 64], None)  # found: unknown operation
+        # found: unknown operation
+        a = allocate_tensor_memory(gl.float32, [64, 64], None)
     if BUG == "unknown assembly":
-        a = gl.inline_asm_elementwise("brkpt;", "=r,r", [n], gl.int32, False, 1)  # found: unknown assembly
+        # found: unknown assembly
+        a = gl.inline_asm_elementwise("brkpt;", "=r,r", [n], gl.int32, False, 1)

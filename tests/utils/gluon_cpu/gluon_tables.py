@@ -62,11 +62,17 @@ def planted_bugs() -> list[dict]:
                 except gluon_cpu.SimulationError as error:
                     reports.append(error.report)
             first = next((r for r in reports if r), None)
-            rows.append({
-                "kernel": family, "planted": bug, "found": sum(r is not None for r in reports), "runs": len(reports),
-                "kinds": sorted({r.kind for r in reports if r}), "line": first and first.site.text,
-                "report": first and " ".join(first.message.split()),
-            })
+            rows.append(
+                {
+                    "kernel": family,
+                    "planted": bug,
+                    "found": sum(r is not None for r in reports),
+                    "runs": len(reports),
+                    "kinds": sorted({r.kind for r in reports if r}),
+                    "line": first and first.site.text,
+                    "report": first and " ".join(first.message.split()),
+                }
+            )
     return rows
 
 
@@ -97,6 +103,7 @@ def lab_launches() -> dict:
         def make(draw):
             q, k, v = attention.inputs(2, draw.size(33, 150), draw.size(20, 250), draw.choice((64, 128)), draw)
             return attention.attention_launch(file, rows, q, k, v, stages=stages)[0]
+
         return make
 
     def overlap(draw):
@@ -106,14 +113,17 @@ def lab_launches() -> dict:
     return {
         "lab 3: transpose": lambda d: pipelines.transpose_launch(d.size(1, 90), d.size(1, 90), d)[0],
         "lab 3: cp.async": lambda d: pipelines.async_copy_launch(d.size(1, 4000), 256, 4, 3, d)[0],
-        "lab 3: TMA ring": lambda d: pipelines.tma_ring_launch(d.size(1, 60), 8 * d.size(1, 60), 3, torch.float16,
-                                                               d)[0],
-        "lab 3: wgmma": lambda d: pipelines.wgmma_launch(d.size(1, 150), 8 * d.size(1, 20), 8 * d.size(1, 30), 64,
-                                                         torch.bfloat16, d)[0],
+        "lab 3: TMA ring": lambda d: pipelines.tma_ring_launch(d.size(1, 60), 8 * d.size(1, 60), 3, torch.float16, d)[
+            0
+        ],
+        "lab 3: wgmma": lambda d: pipelines.wgmma_launch(
+            d.size(1, 150), 8 * d.size(1, 20), 8 * d.size(1, 30), 64, torch.bfloat16, d
+        )[0],
         "lab 3: softmax": attend("lab3_softmax.py", 64),
         "lab 3: producer, consumers": attend("lab3_specialized.py", 128, 2),
-        "lab 3: overlap": overlap, "lab 3: causal": causal,
-    }  # fmt: skip
+        "lab 3: overlap": overlap,
+        "lab 3: causal": causal,
+    }
 
 
 def lab_case(name: str, start: int, device: str, tensors: dict | None = None):
@@ -166,8 +176,10 @@ def ladder_case(name: str, start: int, device: str, tensors: dict | None = None)
     sq = rng.randint(20, 200)
     sk, causal = sq + rng.randint(0, 90), rng.random() < 0.5
     window = rng.choice((0, rng.randint(20, 100)))
-    inputs = {n: torch.randn(1, h, s, d).bfloat16() for n, h, s in
-              (("q", group * kv_heads, sq), ("k", kv_heads, sk), ("v", kv_heads, sk))}
+    inputs = {
+        n: torch.randn(1, h, s, d).bfloat16()
+        for n, h, s in (("q", group * kv_heads, sq), ("k", kv_heads, sk), ("v", kv_heads, sk))
+    }
     for n, x in inputs.items():
         if tensors:
             x.copy_(tensors[n])
@@ -235,9 +247,17 @@ def compare_on_gpu(cases: list[dict]) -> list[dict]:
             # The log-sum-exp and sums of squares are fp32 sums of many terms, in another order.
             sums = output == "lse" or name == "lab 3: TMA ring"
             allowed = (1e-5 if sums else ROUNDING[dtype]) * largest
-            rows.append(row | {"output": str(output), "dtype": str(case["outputs"][output].dtype)[6:],
-                               "max_abs_difference": difference, "max_rel_difference": difference / (largest or 1.0),
-                               "allowed": allowed, "agrees": same_elsewhere and difference <= allowed})
+            rows.append(
+                row
+                | {
+                    "output": str(output),
+                    "dtype": str(case["outputs"][output].dtype)[6:],
+                    "max_abs_difference": difference,
+                    "max_rel_difference": difference / (largest or 1.0),
+                    "allowed": allowed,
+                    "agrees": same_elsewhere and difference <= allowed,
+                }
+            )
     return rows
 
 
@@ -258,9 +278,13 @@ def agree(cases: list[dict]) -> dict:
                 rows.append({"kernel": name, "failed": f"{type(error).__name__}: {str(error)[-400:]}"})
             good = all(r.get("agrees") for r in rows if r["kernel"] == name)
             print(name, "agrees" if good else "DIFFERS", flush=True)
-    return {"what": "the same launches simulated by utils.gluon_cpu and run on the GPU",
-            "environment": environment(), "agree": sum(bool(r.get("agrees")) for r in rows), "compared": len(rows),
-            "rows": rows}
+    return {
+        "what": "the same launches simulated by utils.gluon_cpu and run on the GPU",
+        "environment": environment(),
+        "agree": sum(bool(r.get("agrees")) for r in rows),
+        "compared": len(rows),
+        "rows": rows,
+    }
 
 
 def main() -> None:
@@ -275,9 +299,14 @@ def main() -> None:
 
         rows = planted_bugs()
         found = sum(r["found"] == r["runs"] for r in rows)
-        table = {"what": "bugs planted in kernels, and what the simulator reported in four timings of each",
-                 "triton": triton.__version__, "torch": torch.__version__, "planted": len(rows),
-                 "found_in_every_timing": found, "rows": rows}
+        table = {
+            "what": "bugs planted in kernels, and what the simulator reported in four timings of each",
+            "triton": triton.__version__,
+            "torch": torch.__version__,
+            "planted": len(rows),
+            "found_in_every_timing": found,
+            "rows": rows,
+        }
         out = given.out or ROOT / "assets" / "results" / "gluon_planted_bugs.json"
         out.write_text(json.dumps(table, indent=1) + "\n")
         print(f"{found} of {len(rows)} found in every timing; {out}")

@@ -33,8 +33,13 @@ def test_every_launch_runs_in_the_simulator(name):
 
 def test_the_correct_kernels_are_gluon_that_compiles_for_hopper(tmp_path):
     here, root = Path(__file__).parent, Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, here / "gluon_offline.py"], capture_output=True, text=True, cwd=root,
-                          env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(root)})
+    done = subprocess.run(
+        [sys.executable, here / "gluon_offline.py"],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(root)},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(set(done.stdout.split())) == 15
 

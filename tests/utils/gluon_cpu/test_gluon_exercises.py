@@ -20,14 +20,19 @@ HEAD = """from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 """
-COPY = HEAD + """
+COPY = (
+    HEAD
+    + """
 @gluon.jit
 def move(x_ptr, y_ptr, stride, SIZE: gl.constexpr, PIECE: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([PIECE], [32], [4], [0])
     at = gl.arange(0, SIZE, layout)
     gl.store(y_ptr + at, gl.load(x_ptr + at * stride))
 """
-TURN = HEAD + """
+)
+TURN = (
+    HEAD
+    + """
 @gluon.jit
 def turn(y_ptr, n):
     x = 0
@@ -35,7 +40,10 @@ def turn(y_ptr, n):
         x = x * 0.5
     gl.store(y_ptr, x)
 """
-SPLIT = HEAD + """
+)
+SPLIT = (
+    HEAD
+    + """
 @gluon.jit
 def first(y_ptr):
     gl.store(y_ptr, 1.0)
@@ -50,6 +58,7 @@ def second(y_ptr):
 def split(y_ptr):
     gl.warp_specialize([(first, (y_ptr,)), (second, (y_ptr,))], [1], [24])
 """
+)
 
 
 def move(stride: int, piece: int) -> exercises.Launch:
@@ -123,10 +132,13 @@ def test_a_complaint_names_the_students_line_and_the_compilers_words():
     told = exercises._complaint(stderr, "\n\n    top = gl.max(x, 1)\n")
     assert told.split("\n") == ["    line 3: top = gl.max(x, 1)", "    no scalar"]
     assert exercises._complaint("ptxas fatal\nRuntimeError: out of registers: 300", "x = 1") == (
-        "    RuntimeError: out of registers: 300")
+        "    RuntimeError: out of registers: 300"
+    )
 
 
-WAITS = HEAD + """
+WAITS = (
+    HEAD
+    + """
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 @gluon.jit
@@ -139,16 +151,20 @@ def square(y_ptr):
     WAIT
     gl.store(y_ptr, gl.max(gl.max(acc, 1), 0))
 """
+)
 WAITS = WAITS.replace("import warpgroup_mma,", "import fence_async_shared, warpgroup_mma,")
 
 
-@pytest.mark.parametrize(("wait", "phrase"), [
-    ("acc = warpgroup_mma_wait(0, deps=[acc])", None),
-    ("acc = warpgroup_mma(tile, tile, acc)", None),  # goes on from the one under way, then waits
-    ("warpgroup_mma_wait(0, deps=[acc])", "assign the result"),
-    ("acc = warpgroup_mma_wait(0, deps=acc)", "`deps` is a list"),
-    ("acc, other = warpgroup_mma_wait(0, deps=[acc])", "a tensor for one entry of deps"),
-])
+@pytest.mark.parametrize(
+    ("wait", "phrase"),
+    [
+        ("acc = warpgroup_mma_wait(0, deps=[acc])", None),
+        ("acc = warpgroup_mma(tile, tile, acc)", None),  # goes on from the one under way, then waits
+        ("warpgroup_mma_wait(0, deps=[acc])", "assign the result"),
+        ("acc = warpgroup_mma_wait(0, deps=acc)", "`deps` is a list"),
+        ("acc, other = warpgroup_mma_wait(0, deps=[acc])", "a tensor for one entry of deps"),
+    ],
+)
 def test_what_a_wait_takes_and_returns(wait, phrase):
     launch = exercises.Launch("square", (1,), {"y_ptr": torch.zeros(1)}, ("y_ptr",))
     source = WAITS.replace("WAIT", wait)
@@ -182,9 +198,11 @@ def test_a_report_names_lines_and_no_paths():
 def test_overlap_is_measured_on_the_clock():
     from utils.gluon_cpu import Event
 
-    events = [Event("a", "wgmma", "", None, 0.0, 10.0, 1, "tensor cores"),
-              Event("a", "compute", "", None, 5.0, 15.0, 2),
-              Event("b", "compute", "", None, 0.0, 10.0, 3)]
+    events = [
+        Event("a", "wgmma", "", None, 0.0, 10.0, 1, "tensor cores"),
+        Event("a", "compute", "", None, 5.0, 15.0, 2),
+        Event("b", "compute", "", None, 0.0, 10.0, 3),
+    ]
     run = type("Run", (), {"events": events})()
     assert exercises.overlap(run) == pytest.approx(0.25)
 
@@ -213,12 +231,15 @@ def test_the_table_of_agreement_covers_every_kernel():
 
 @pytest.mark.filterwarnings("error")
 def test_an_overflowing_sum_is_infinite_and_says_nothing():
-    source = HEAD + """
+    source = (
+        HEAD
+        + """
 @gluon.jit
 def add_up(x_ptr, y_ptr):
     x = gl.load(x_ptr + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])))
     gl.store(y_ptr, gl.sum(x, 0))
 """
+    )
     launch = exercises.Launch("add_up", (1,), {"x_ptr": torch.full((128,), 3e38), "y_ptr": torch.zeros(1)}, ("y_ptr",))
     outputs, _ = exercises.simulated(source, launch)
     assert outputs["y_ptr"].item() == float("inf")

@@ -135,8 +135,14 @@ def test_matmul(draw, variant):
     b_desc = descriptor(b.T.contiguous(), [64, 32]) if transposed else descriptor(b, [32, 64])
     with gluon_cpu.simulate(seed=seed) as run:
         kernels.matmul[(cdiv(m, 64), cdiv(n, 64))](
-            descriptor(a, [64, 32]), b_desc, descriptor(c, [64, 64]), k, transposed, variant == "registers",
-            num_warps=8 if variant == "eight warps" else 4)
+            descriptor(a, [64, 32]),
+            b_desc,
+            descriptor(c, [64, 64]),
+            k,
+            transposed,
+            variant == "registers",
+            num_warps=8 if variant == "eight warps" else 4,
+        )
     close(c, a.double() @ b.double())
     assert run.ok
 
@@ -148,7 +154,8 @@ def test_matmul_persistent(draw):
     c = torch.full((m, n), float("nan"), dtype=torch.bfloat16)
     with gluon_cpu.simulate(seed=seed) as run:
         kernels.matmul_persistent[(rng.randint(1, 3),)](
-            descriptor(a, [64, 64]), descriptor(b, [64, 64]), descriptor(c, [64, 64]), m, n, k)
+            descriptor(a, [64, 64]), descriptor(b, [64, 64]), descriptor(c, [64, 64]), m, n, k
+        )
     close(c, a.double() @ b.double())
     assert run.ok
 
@@ -186,6 +193,7 @@ def test_every_dtype_is_rounded_to_nearest_even():
 def test_layouts_of_views_are_tritons_own():
     """split of a reshaped, permuted wgmma accumulator: the layout comes from Triton's algebra."""
     from utils.gluon_cpu import layouts
+
     layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     found = layouts._register_view(4, layout, (64, 64), "reshape", (4, 2, 8, 64))
     assert isinstance(found, gl.DistributedLinearLayout) and found.shape == [4, 2, 8, 64]

@@ -30,8 +30,9 @@ def launch_add(seed=None, n=160, **options):
 
 
 def test_import_needs_neither_triton_nor_matplotlib():
-    code = ("import sys, utils.gluon_cpu; loaded = {'triton', 'matplotlib'} & set(sys.modules); "
-            "assert not loaded, loaded")
+    code = (
+        "import sys, utils.gluon_cpu; loaded = {'triton', 'matplotlib'} & set(sys.modules); assert not loaded, loaded"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -73,6 +74,7 @@ def test_picture():
     assert "load_partition" in labels and "TMA: load_partition" in labels
     assert axes.get_title() == "add" and axes.get_xlabel() == "model cycles"
     import matplotlib.pyplot as plt
+
     plt.close(figure)
     with pytest.raises(ValueError, match="timeline=True"):
         gluon_cpu.plot_events([])
@@ -153,6 +155,7 @@ def test_grids_warps_and_atomics():
 
 def test_launches_are_triton_s_again_afterwards():
     from triton.experimental.gluon._runtime import GluonJITFunction
+
     before = GluonJITFunction.run
     with pytest.raises(ZeroDivisionError), gluon_cpu.simulate():
         assert GluonJITFunction.run is not before
@@ -214,8 +217,9 @@ def test_warp_specialized_gemm(seed, columns):
     by_tma = n % 8 == 0
     c_desc = descriptor(c, [64, 32]) if by_tma else a_desc
     with gluon_cpu.simulate(seed=seed) as run:
-        gemm_gluon.gemm_kernel[(3,)](a_desc, b_desc, c_desc, c, m, n, k, 128, 64, 64, 3, 8, a_turned, b_turned, 2,
-                                     by_tma, num_warps=4)
+        gemm_gluon.gemm_kernel[(3,)](
+            a_desc, b_desc, c_desc, c, m, n, k, 128, 64, 64, 3, 8, a_turned, b_turned, 2, by_tma, num_warps=4
+        )
     want = a.double() @ b.double()
     assert run.ok and (c.double() - want).abs().max() < 2e-3 * want.abs().max()
 
@@ -240,13 +244,16 @@ def attention(q, k, v, causal, window):
 
 @pytest.mark.skipif(importlib.util.find_spec("utils.kernels.attention") is None, reason="no attention kernels here")
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize(("shape", "causal", "window", "seed"), [
-    ((2, 4, 2, 256, 256, 64), True, 0, None),
-    ((1, 2, 1, 100, 200, 64), False, 0, 1),
-    ((1, 2, 1, 200, 200, 64), True, 40, 2),
-    ((1, 2, 2, 72, 130, 128), True, 0, 3),
-    ((1, 4, 2, 250, 300, 128), False, 0, 4),
-])
+@pytest.mark.parametrize(
+    ("shape", "causal", "window", "seed"),
+    [
+        ((2, 4, 2, 256, 256, 64), True, 0, None),
+        ((1, 2, 1, 100, 200, 64), False, 0, 1),
+        ((1, 2, 1, 200, 200, 64), True, 40, 2),
+        ((1, 2, 2, 72, 130, 128), True, 0, 3),
+        ((1, 4, 2, 250, 300, 128), False, 0, 4),
+    ],
+)
 def test_attention_ladder(step, shape, causal, window, seed, monkeypatch):
     launch = importlib.import_module(LADDER)
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: 4)
@@ -259,8 +266,10 @@ def test_attention_ladder(step, shape, causal, window, seed, monkeypatch):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("utils.kernels.attention") is None, reason="no attention kernels here")
-@pytest.mark.parametrize(("head_dim", "sk", "programs"), [(64, 129, 4), (64, 300, 3), (64, 513, 1), (128, 256, 2),
-                                                          (128, 385, 5), (128, 513, 3)])
+@pytest.mark.parametrize(
+    ("head_dim", "sk", "programs"),
+    [(64, 129, 4), (64, 300, 3), (64, 513, 1), (128, 256, 2), (128, 385, 5), (128, 513, 3)],
+)
 def test_a_tiles_end_beside_the_next_ones_start(head_dim, sk, programs, monkeypatch):
     """Step 5's plan "ahead": one to six tiles a program, two to five blocks of keys, whole and not."""
     launch = importlib.import_module(LADDER)

@@ -22,15 +22,27 @@ def inputs(device="cpu"):
     """Random values, extremes up to infinity, and tensors of every kind of strides."""
     tensors = []
     for dtype in DTYPES:
+
         def randn(*shape, dtype=dtype):
             return (torch.randn(*shape, device=device) * 4).to(dtype)
 
         extremes = [*EXTREMES, math.inf, -math.inf, math.nan]
         if dtype != torch.float16:
             extremes += [1e38, -1e38]  # x^3 overflows to infinity
-        tensors += [randn(5000), torch.tensor(extremes, device=device).to(dtype), randn(1), randn(()), randn(0, 3),
-                    randn(3, 5, 7), randn(31, 17).T, randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-                    randn(8, 10)[:, ::2], randn(9, 9)[2:, 3:].T, randn(3, 1, 5).expand(3, 4, 5), randn(100)[7:60]]
+        tensors += [
+            randn(5000),
+            torch.tensor(extremes, device=device).to(dtype),
+            randn(1),
+            randn(()),
+            randn(0, 3),
+            randn(3, 5, 7),
+            randn(31, 17).T,
+            randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+            randn(8, 10)[:, ::2],
+            randn(9, 9)[2:, 3:].T,
+            randn(3, 1, 5).expand(3, 4, 5),
+            randn(100)[7:60],
+        ]
     return tensors
 
 
@@ -152,8 +164,10 @@ def test_kernel_launches_on_a_gpu():
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
             function(x)
             torch.cuda.synchronize()
-        return sum(event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
-                   for event in trace.events())
+        return sum(
+            event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+            for event in trace.events()
+        )
 
     x = torch.randn(4096, 4096, device="cuda")
     counts = {name: kernels(version, x) for name, version in gelu.VERSIONS.items()}

@@ -27,16 +27,22 @@ def assert_product(c, a, b, what=""):
 
 def operands(dtype, device="cpu"):
     """Pairs with edges of every kind: single elements, primes, views, empty ones, no K."""
+
     def randn(*shape):
         return torch.randn(*shape, dtype=torch.float32, device=device).to(dtype)
 
     wide = randn(40, 300)
     return [
-        (randn(1, 1), randn(1, 1)), (randn(37, 29), randn(29, 41)),
-        (randn(1, 70), randn(70, 3)), (randn(19, 5), randn(7, 5).T),           # a row, a transposed view
-        (randn(23, 17).T, randn(23, 11)), (wide[:, 3:291:9], wide[5:37, ::7]),  # columns of a, steps in both
-        (randn(1, 8).expand(9, 8), randn(8, 2)), (randn(3, 0), randn(0, 4)),    # stride 0, K = 0
-        (randn(0, 4), randn(4, 5)), (randn(4, 6), randn(6, 0)),
+        (randn(1, 1), randn(1, 1)),
+        (randn(37, 29), randn(29, 41)),
+        (randn(1, 70), randn(70, 3)),
+        (randn(19, 5), randn(7, 5).T),  # a row, a transposed view
+        (randn(23, 17).T, randn(23, 11)),
+        (wide[:, 3:291:9], wide[5:37, ::7]),  # columns of a, steps in both
+        (randn(1, 8).expand(9, 8), randn(8, 2)),
+        (randn(3, 0), randn(0, 4)),  # stride 0, K = 0
+        (randn(0, 4), randn(4, 5)),
+        (randn(4, 6), randn(6, 0)),
     ]
 
 
@@ -67,17 +73,32 @@ def test_a_large_sum_stays_accurate():
 
 
 @pytest.mark.parametrize("name", list(gemm.LADDER))
-@pytest.mark.parametrize(("make", "error", "said"), [
-    (lambda: (torch.ones(2, 3, 4), torch.ones(4, 5)), ValueError, r"\(2, 3, 4\) and B \(4, 5\)"),
-    (lambda: (torch.ones(4), torch.ones(4, 5)), ValueError, r"matrices A \(M, K\) and B \(K, N\); got A \(4,\)"),
-    (lambda: (torch.ones(2, 3), torch.ones(4, 5)), ValueError, r"A \(2, 3\) and B \(4, 5\): 3 and 4"),
-    (lambda: (torch.ones(2, 3).half(), torch.ones(3, 5)), TypeError, r"one dtype .*float16 and torch.float32"),
-    (lambda: (torch.ones(2, 3).double(), torch.ones(3, 5).double()), TypeError, r"takes .* got A \(2, 3\).*float64"),
-    (lambda: (torch.ones(2, 3).half(), torch.ones(3, 5, device="meta").half()), ValueError, "one device.*cpu and meta"),
-    (lambda: ([[1.0]], torch.ones(1, 1)), TypeError, "A is a list"),
-    (lambda: (torch.ones(2, 3).half(), torch.ones(3, 5).half().requires_grad_()), ValueError, "forward only"),
-    (lambda: (torch.ones(2, 3).half(), torch.ones(3, 5).half()), ValueError, r"GPU.*A \(2, 3\) and B \(3, 5\).*cuda"),
-])
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda: (torch.ones(2, 3, 4), torch.ones(4, 5)), ValueError, r"\(2, 3, 4\) and B \(4, 5\)"),
+        (lambda: (torch.ones(4), torch.ones(4, 5)), ValueError, r"matrices A \(M, K\) and B \(K, N\); got A \(4,\)"),
+        (lambda: (torch.ones(2, 3), torch.ones(4, 5)), ValueError, r"A \(2, 3\) and B \(4, 5\): 3 and 4"),
+        (lambda: (torch.ones(2, 3).half(), torch.ones(3, 5)), TypeError, r"one dtype .*float16 and torch.float32"),
+        (
+            lambda: (torch.ones(2, 3).double(), torch.ones(3, 5).double()),
+            TypeError,
+            r"takes .* got A \(2, 3\).*float64",
+        ),
+        (
+            lambda: (torch.ones(2, 3).half(), torch.ones(3, 5, device="meta").half()),
+            ValueError,
+            "one device.*cpu and meta",
+        ),
+        (lambda: ([[1.0]], torch.ones(1, 1)), TypeError, "A is a list"),
+        (lambda: (torch.ones(2, 3).half(), torch.ones(3, 5).half().requires_grad_()), ValueError, "forward only"),
+        (
+            lambda: (torch.ones(2, 3).half(), torch.ones(3, 5).half()),
+            ValueError,
+            r"GPU.*A \(2, 3\) and B \(3, 5\).*cuda",
+        ),
+    ],
+)
 def test_refusals_say_what_was_given(name, make, error, said):
     with pytest.raises(error, match=said) as refusal:
         gemm.LADDER[name](*make())
@@ -90,16 +111,19 @@ def test_a_cpu_tensor_is_told_how_to_be_interpreted():
 
 
 def test_importing_the_ladder_imports_no_triton():
-    code = ("import sys, utils.kernels.gemm, utils.kernels.gelu, utils.kernels.interpreter\n"
-            "print('triton' in sys.modules)")
+    code = (
+        "import sys, utils.kernels.gemm, utils.kernels.gelu, utils.kernels.interpreter\nprint('triton' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
 @needs_triton
 def test_triton_imported_to_compile_refuses_cpu_tensors_even_if_the_variable_comes_later():
-    code = ("import os, triton, torch\nos.environ['TRITON_INTERPRET'] = '1'\n"
-            "from utils.kernels.gemm import gemm_tiled\ngemm_tiled(torch.ones(2, 2), torch.ones(2, 2))")
+    code = (
+        "import os, triton, torch\nos.environ['TRITON_INTERPRET'] = '1'\n"
+        "from utils.kernels.gemm import gemm_tiled\ngemm_tiled(torch.ones(2, 2), torch.ones(2, 2))"
+    )
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert "Triton was imported without TRITON_INTERPRET=1 earlier" in done.stderr
@@ -118,8 +142,10 @@ def test_the_table_says_why_it_needs_a_gpu(monkeypatch, capsys):
 
 
 def test_the_table_has_a_line_a_rung_and_a_column_a_size():
-    rows = [{"kernel": "gemm_tiled", "size": 512, "tflops": 10.0, "torch_tflops": 40.0, "ratio": 0.25},
-            {"kernel": "gemm_autotuned", "size": 1024, "tflops": 90.0, "torch_tflops": 100.0, "ratio": 0.9}]
+    rows = [
+        {"kernel": "gemm_tiled", "size": 512, "tflops": 10.0, "torch_tflops": 40.0, "ratio": 0.25},
+        {"kernel": "gemm_autotuned", "size": 1024, "tflops": 90.0, "torch_tflops": 100.0, "ratio": 0.9},
+    ]
     lines = gemm.ladder_table({"rows": rows}).splitlines()
     assert lines[0].split() == ["TFLOP/s", "(ratio)", "512", "1024"]
     assert [line.split()[0] for line in lines[1:]] == [*gemm.LADDER, "torch.matmul"]
@@ -132,8 +158,9 @@ def test_the_table_has_a_line_a_rung_and_a_column_a_size():
 @pytest.mark.parametrize("name", TRITON_RUNGS[:3])
 def test_rungs_compute_the_product_on_a_gpu(name, dtype):
     shapes = torch.randint(1, 700, (6, 3)).tolist()
-    pairs = [(torch.randn(m, k, device="cuda").to(dtype), torch.randn(k, n, device="cuda").to(dtype))
-             for m, k, n in shapes]
+    pairs = [
+        (torch.randn(m, k, device="cuda").to(dtype), torch.randn(k, n, device="cuda").to(dtype)) for m, k, n in shapes
+    ]
     for a, b in [*operands(dtype, "cuda"), *pairs]:
         assert_product(gemm.LADDER[name](a, b), a, b, name)
 
@@ -150,8 +177,12 @@ def test_no_rung_writes_outside_of_c():
     from utils.kernels import gemm_triton
 
     a, b = torch.randn(131, 77, device="cuda").half(), torch.randn(77, 203, device="cuda").half()
-    for launch in (gemm_triton.launch_naive, gemm_triton.launch_tiled, gemm_triton.launch_tiled_grouped,
-                   gemm_triton.launch_autotuned):
+    for launch in (
+        gemm_triton.launch_naive,
+        gemm_triton.launch_tiled,
+        gemm_triton.launch_tiled_grouped,
+        gemm_triton.launch_autotuned,
+    ):
         zone = torch.full((131 + 64, 203 + 64), 7.0, device="cuda", dtype=torch.float16)
         c = zone[32:-32, 32:-32]
         launch(a, b, c)

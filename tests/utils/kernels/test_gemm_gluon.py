@@ -15,8 +15,9 @@ if importlib.util.find_spec("triton") is None:
 
 SHARED_MEMORY = 232448  # bytes a block may have on compute capability 9.0
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-                            reason="needs a Hopper GPU")
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
 
 # In a process of its own: Triton may be interpreting in this one, and a fault of the assembler would end it.
 COMPILE = """
@@ -48,9 +49,14 @@ print(json.dumps(reports))
 """
 # configuration (-1: 256 x 128), dtype, A and B column-major, C stored by TMA
 VARIANTS = [
-    (0, "bf16", False, False, True), (0, "fp16", False, True, True), (0, "bf16", True, False, False),
-    (1, "bf16", False, False, True), (1, "fp16", True, True, True), (2, "bf16", False, False, True),
-    (2, "fp16", False, True, False), (-1, "bf16", False, False, True),
+    (0, "bf16", False, False, True),
+    (0, "fp16", False, True, True),
+    (0, "bf16", True, False, False),
+    (1, "bf16", False, False, True),
+    (1, "fp16", True, True, True),
+    (2, "bf16", False, False, True),
+    (2, "fp16", False, True, False),
+    (-1, "bf16", False, False, True),
 ]
 
 
@@ -58,8 +64,13 @@ VARIANTS = [
 def reports(tmp_path_factory):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))  # compiled here and now
-    done = subprocess.run([sys.executable, "-c", COMPILE, json.dumps(VARIANTS)], capture_output=True, text=True,
-                          env=environment, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, json.dumps(VARIANTS)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(zip(VARIANTS, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
@@ -109,7 +120,7 @@ def test_operands_that_tma_can_copy_and_those_it_cannot():
     assert described(half(10, 24)) == ([10, 24], [24, 1], False, [128, 64])
     assert described(half(24, 16).T) == ([24, 16], [16, 1], True, [64, 128])
     assert described(half(10, 40)[:, :33]) == ([10, 33], [40, 1], False, [128, 64])  # the pitch counts, not K
-    assert described(half(1, 33)) == ([1, 33], [40, 1], False, [128, 64])            # one row has no pitch
+    assert described(half(1, 33)) == ([1, 33], [40, 1], False, [128, 64])  # one row has no pitch
     assert described(half(33, 1)) == ([1, 33], [40, 1], True, [64, 128])
     for x in (half(10, 33), half(10, 40)[:, 1:], half(10, 80)[:, ::2], half(1, 40).expand(10, 40)):
         with pytest.raises(ValueError, match=r"copies A by TMA.*multiples of 16 bytes; got A \(10, .*gemm_autotuned"):

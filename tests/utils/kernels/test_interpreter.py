@@ -20,7 +20,7 @@ from utils.kernels.interpreter import (
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
-DOUBLE = '''
+DOUBLE = """
     @triton.jit
     def double_kernel(x, y, count, BLOCK: tl.constexpr):
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -32,9 +32,9 @@ DOUBLE = '''
         double_kernel[(triton.cdiv(x.numel(), 64),)](x, y, x.numel(), BLOCK=64)
         print("launched", x.numel())
         return y
-'''
+"""
 
-DOT = '''
+DOT = """
     import triton
     import triton.language as tl
 
@@ -52,7 +52,7 @@ DOT = '''
         c = torch.empty(16, 16, dtype=a.dtype)
         kernel[(1,)](a, b, c, a.shape[1], BLOCK=16)
         return c
-'''
+"""
 
 
 def test_source_text_runs_and_its_prints_arrive(capfd):
@@ -65,9 +65,11 @@ def test_source_text_runs_and_its_prints_arrive(capfd):
 
 def test_the_caller_can_still_compile():
     """Neither TRITON_INTERPRET nor Triton itself is left behind in the calling process."""
-    code = ("import os, sys, torch\nfrom utils.kernels.interpreter import run_interpreted\n"
-            "run_interpreted('gelu_triton', torch.ones(3))\n"
-            "print('triton' in sys.modules, os.environ.get('TRITON_INTERPRET'))")
+    code = (
+        "import os, sys, torch\nfrom utils.kernels.interpreter import run_interpreted\n"
+        "run_interpreted('gelu_triton', torch.ones(3))\n"
+        "print('triton' in sys.modules, os.environ.get('TRITON_INTERPRET'))"
+    )
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.split() == ["False", "None"]
@@ -88,8 +90,15 @@ def test_bf16_is_computed_as_a_gpu_does():
 
 # what to change in DOUBLE, into what, and what the error must say
 FAULTS = [
-    ("v * 2", "w * 2", ["double_kernel[(triton.cdiv", 'student_kernel.py", line 6, in double_kernel',
-                       "NameError: name 'w' is not defined"]),
+    (
+        "v * 2",
+        "w * 2",
+        [
+            "double_kernel[(triton.cdiv",
+            'student_kernel.py", line 6, in double_kernel',
+            "NameError: name 'w' is not defined",
+        ],
+    ),
     ("empty_like", "emptylike", ['student_kernel.py", line 9, in double', "AttributeError", "emptylike"]),
     ("BLOCK=64)", "BLOCK=64", ["line 10", "SyntaxError"]),
     ("return y", "", ["double returned NoneType, not a tensor", "return the output tensor"]),

@@ -44,7 +44,7 @@ def read_name(name: str) -> list[tuple[Target, tuple[str, ...]]]:
     """The targets and sides a name stands for: `chapter`, `chapter:workload`, `chapter:baseline_workload`."""
     given = name.strip()
     if given.startswith("labs.") and given.count(".") == 2:  # the module name, labs.<chapter>.<workload>
-        given = "labs/" + given[len("labs."):].replace(".", ":")
+        given = "labs/" + given[len("labs.") :].replace(".", ":")
     if given in chapters():
         return [(target, SIDES) for target in targets_of(given)]
     if given in TARGETS:
@@ -52,12 +52,15 @@ def read_name(name: str) -> list[tuple[Target, tuple[str, ...]]]:
     one_sided = {target.side_name(side): (target, (side,)) for target in TARGETS.values() for side in SIDES}
     if given in one_sided:
         return [one_sided[given]]
-    raise BenchError(f"there is no target {name!r}.{nearest(given, [*TARGETS, *one_sided, *chapters()])} "
-                     "`labs bench list-targets` lists them.")
+    raise BenchError(
+        f"there is no target {name!r}.{nearest(given, [*TARGETS, *one_sided, *chapters()])} "
+        "`labs bench list-targets` lists them."
+    )
 
 
-def plan(names: Iterable[str], extra_args: Iterable[str], device: torch.device, environ: Mapping[str, str]
-         ) -> list[Plan]:
+def plan(
+    names: Iterable[str], extra_args: Iterable[str], device: torch.device, environ: Mapping[str, str]
+) -> list[Plan]:
     """What is to be run, everything checked before anything runs."""
     chosen: dict[str, tuple[str, ...]] = {}
     for name in names:
@@ -65,18 +68,24 @@ def plan(names: Iterable[str], extra_args: Iterable[str], device: torch.device, 
             both = {*chosen.get(target.name, ()), *sides}
             chosen[target.name] = tuple(side for side in SIDES if side in both)
     if not chosen:
-        raise BenchError("no target was given; name one with --targets, such as "
-                         f"{next(iter(TARGETS))} (`labs bench list-targets` lists them).")
+        raise BenchError(
+            "no target was given; name one with --targets, such as "
+            f"{next(iter(TARGETS))} (`labs bench list-targets` lists them)."
+        )
     given: dict[str, dict] = {name: {} for name in chosen}
     for name, flags in split_extra_args(extra_args).items():
         named = read_name(name)
         if len(named) > 1:
-            raise BenchError(f"--target-extra-arg names the chapter {name}; name one target of it: "
-                             f"{', '.join(target.name for target, _ in named)}.")
+            raise BenchError(
+                f"--target-extra-arg names the chapter {name}; name one target of it: "
+                f"{', '.join(target.name for target, _ in named)}."
+            )
         target = named[0][0]
         if target.name not in chosen:
-            raise BenchError(f"--target-extra-arg is for {target.name}, which is not among the targets to run "
-                             f"({', '.join(chosen)}); add it to --targets.")
+            raise BenchError(
+                f"--target-extra-arg is for {target.name}, which is not among the targets to run "
+                f"({', '.join(chosen)}); add it to --targets."
+            )
         values = parse_flags(target.knobs, flags, target.name)
         if twice := set(values) & set(given[target.name]):
             raise BenchError(f"{', '.join(sorted(twice))} of {target.name} is given twice; give it once.")

@@ -20,33 +20,46 @@ class Suite(Target):
     """One contender over the matrix: a shape given by a flag replaces that column of every row."""
 
     chapter = "attention_suite"
-    knobs = (*shape_knobs(cpu=(None, None, None, None, DTYPES), gpu=(None, None, None, None, DTYPES), many_dtypes=True),
-             CAUSAL)
+    knobs = (
+        *shape_knobs(cpu=(None, None, None, None, DTYPES), gpu=(None, None, None, None, DTYPES), many_dtypes=True),
+        CAUSAL,
+    )
     protocol: ClassVar = {"cpu": (5, 30), "cuda": (200, 500)}
 
     def __init__(self, workload: str, summary: str, baseline: str, optimized: str):
         self.workload, self.summary = workload, summary
         self.contenders = {"baseline": baseline, "optimized": optimized}
-        words = {"auto": "SDPA, torch's own choice of backend", "math": "SDPA's math backend",
-                 "flash_attn": "the flash-attn package", "gluon": "the course's Gluon kernel",
-                 "cute": "flash-attn-4's CuTe kernel", "flex": "FlexAttention, compiled",
-                 "flex_flash": "FlexAttention with its FLASH backend", "triton": "the course's Triton kernel"}
+        words = {
+            "auto": "SDPA, torch's own choice of backend",
+            "math": "SDPA's math backend",
+            "flash_attn": "the flash-attn package",
+            "gluon": "the course's Gluon kernel",
+            "cute": "flash-attn-4's CuTe kernel",
+            "flex": "FlexAttention, compiled",
+            "flex_flash": "FlexAttention with its FLASH backend",
+            "triton": "the course's Triton kernel",
+        }
         self.sides = {side: words[name] for side, name in self.contenders.items()}
 
     def cases(self, settings, device):
         given = [settings[key].value for key in ("batch", "heads", "seq_len", "head_dim")]
         shapes = dict.fromkeys(tuple(new or old for new, old in zip(given, row, strict=True)) for row in MATRIX)
         mask = "causal" if settings["causal"].value else "full"
-        return [Case(self.name, Workload(*shape, dtype, mask), settings, device)
-                for dtype, shape in itertools.product(settings["dtype"].value, shapes)]
+        return [
+            Case(self.name, Workload(*shape, dtype, mask), settings, device)
+            for dtype, shape in itertools.product(settings["dtype"].value, shapes)
+        ]
 
     def support(self, case, side):
         name = self.contenders[side]
         if name in ("auto", *providers.SDPA_BACKENDS):
             return sdpa_support(name, case)
         if name == "triton" and case.device.type == "cpu":
-            return Support(False, "on a CPU the Triton kernel runs in Triton's interpreter, whose time says nothing.",
-                           "Run it on an NVIDIA GPU.")
+            return Support(
+                False,
+                "on a CPU the Triton kernel runs in Triton's interpreter, whose time says nothing.",
+                "Run it on an NVIDIA GPU.",
+            )
         here = providers.support(name, case.workload, case.device)
         return here and dtype_support(case.workload.dtype, case.device)
 

@@ -17,8 +17,19 @@ from utils.device import Support, compute_capability
 SIDES = ("baseline", "optimized")
 SHAPE_KNOBS = ("batch", "heads", "seq_len", "head_dim", "dtype")
 # Knobs that make the workload or its inputs; the others choose what computes it.
-WORKLOAD_KNOBS = (*SHAPE_KNOBS, "causal", "mask", "doc_span", "score_mod", "seed", "kv_heads", "seq_len_kv", "window",
-                  "layout", "pass")
+WORKLOAD_KNOBS = (
+    *SHAPE_KNOBS,
+    "causal",
+    "mask",
+    "doc_span",
+    "score_mod",
+    "seed",
+    "kv_heads",
+    "seq_len_kv",
+    "window",
+    "layout",
+    "pass",
+)
 
 
 @dataclass(frozen=True)
@@ -39,8 +50,13 @@ class Case:
 
     def knobs_record(self) -> dict:
         """{knob: {"value", "origin"}} as it stands in the results: a matrix's knobs with this case's values."""
-        return {key: {"value": getattr(self.workload, key) if key in SHAPE_KNOBS else setting.value,
-                      "origin": setting.origin} for key, setting in self.settings.items()}
+        return {
+            key: {
+                "value": getattr(self.workload, key) if key in SHAPE_KNOBS else setting.value,
+                "origin": setting.origin,
+            }
+            for key, setting in self.settings.items()
+        }
 
 
 @dataclass
@@ -48,18 +64,30 @@ class Built:
     """One side, ready to be called: `fn()` is exactly what is verified, proved and timed."""
 
     fn: Callable[[], torch.Tensor]
-    provider: str                                      # what was asked for; "auto" where torch chooses
+    provider: str  # what was asked for; "auto" where torch chooses
     implementation: str = ""
     after: Callable[[], None] = field(default=lambda: None)  # raises if the timed calls were not what they should be
 
 
 def shape_knobs(cpu: tuple, gpu: tuple, *, many_dtypes: bool = False) -> tuple[Knob, ...]:
     """--batch --heads --seq-len --head-dim --dtype --seed; `cpu` and `gpu` are (B, H, S, D, dtype) defaults."""
-    names = (("batch", "sequences, B"), ("heads", "attention heads, H"), ("seq-len", "tokens of a sequence, S"),
-             ("head-dim", "numbers of a head, D"))
+    names = (
+        ("batch", "sequences, B"),
+        ("heads", "attention heads, H"),
+        ("seq-len", "tokens of a sequence, S"),
+        ("head-dim", "numbers of a head, D"),
+    )
     knobs = [Knob(name, text, cpu[i], gpu[i]) for i, (name, text) in enumerate(names)]
-    knobs.append(Knob("dtype", "dtype of q, k and v" + (", several with commas" if many_dtypes else ""), cpu[4], gpu[4],
-                      choices=tuple(DTYPES), many=many_dtypes))
+    knobs.append(
+        Knob(
+            "dtype",
+            "dtype of q, k and v" + (", several with commas" if many_dtypes else ""),
+            cpu[4],
+            gpu[4],
+            choices=tuple(DTYPES),
+            many=many_dtypes,
+        )
+    )
     knobs.append(Knob("seed", "seed of the random inputs", 42, 42, least=0))
     return tuple(knobs)
 
@@ -68,20 +96,25 @@ CAUSAL = Knob("causal", "a query sees no later key", False, False)
 
 
 def mask_knobs(cpu_span: int, gpu_span: int) -> tuple[Knob, ...]:
-    return (Knob("mask", "which keys a query sees", "causal_document", "causal_document", choices=MASKS),
-            Knob("doc-span", "tokens of a document, for the document masks", cpu_span, gpu_span, env="DOC_SPAN"))
+    return (
+        Knob("mask", "which keys a query sees", "causal_document", "causal_document", choices=MASKS),
+        Knob("doc-span", "tokens of a document, for the document masks", cpu_span, gpu_span, env="DOC_SPAN"),
+    )
 
 
 def masked_workload(settings: Mapping[str, Setting], score_mod: str = "none") -> Workload:
     """The workload of settings with a --mask; a document span that the mask would ignore is an error."""
     mask, span = settings["mask"].value, settings["doc_span"]
     if "document" in mask:
-        return Workload(*(settings[key].value for key in SHAPE_KNOBS), mask, min(span.value, settings["seq_len"].value),
-                        score_mod)
+        return Workload(
+            *(settings[key].value for key in SHAPE_KNOBS), mask, min(span.value, settings["seq_len"].value), score_mod
+        )
     if span.origin != "default":
         where = "--doc-span" if span.origin == "flag" else "DOC_SPAN"
-        raise BenchError(f"{where} is {span.value} and --mask {mask} has no documents; use --mask causal_document or "
-                         f"document, or leave {where} out.")
+        raise BenchError(
+            f"{where} is {span.value} and --mask {mask} has no documents; use --mask causal_document or "
+            f"document, or leave {where} out."
+        )
     return Workload(*(settings[key].value for key in SHAPE_KNOBS), mask, None, score_mod)
 
 
@@ -93,21 +126,27 @@ def plain_workload(settings: Mapping[str, Setting]) -> Workload:
 def dtype_support(dtype: str, device: torch.device) -> Support:
     """Whether a dtype is worth timing on this device."""
     if device.type == "cpu" and dtype == "fp16":
-        return Support(False, "fp16 matrix products run near 1 GFLOP/s on a CPU, so their time says nothing.",
-                       "Use --dtype fp32 or --dtype bf16.")
+        return Support(
+            False,
+            "fp16 matrix products run near 1 GFLOP/s on a CPU, so their time says nothing.",
+            "Use --dtype fp32 or --dtype bf16.",
+        )
     if device.type == "cuda" and dtype == "bf16" and compute_capability() < (8, 0):
-        return Support(False, "bf16 needs tensor cores of compute capability 8.0; this GPU has {}.{}.".format(
-            *compute_capability()), "Use --dtype fp16 or --dtype fp32.")
+        return Support(
+            False,
+            "bf16 needs tensor cores of compute capability 8.0; this GPU has {}.{}.".format(*compute_capability()),
+            "Use --dtype fp16 or --dtype fp32.",
+        )
     return Support(True)
 
 
 class Target:
     """A benchmark with a baseline and an optimized side. One file for each family subclasses it."""
 
-    chapter: str                      # "labs/flexattention"
-    workload: str                     # "flex_attention"
+    chapter: str  # "labs/flexattention"
+    workload: str  # "flex_attention"
     summary: str
-    sides: Mapping[str, str]          # {"baseline": "eager FlexAttention", "optimized": ...}, for list-targets
+    sides: Mapping[str, str]  # {"baseline": "eager FlexAttention", "optimized": ...}, for list-targets
     knobs: tuple[Knob, ...]
     # (warm-up calls, timed samples) unless --warmup and --iterations say otherwise
     protocol: Mapping[str, tuple[int, int]] = {"cpu": (5, 30), "cuda": (20, 100)}

@@ -24,8 +24,11 @@ def sdpa_support(name: str, case: Case) -> Support:
     if not (here := provider_named(name).machine()):
         return here
     if case.device.type == "cpu" and name in providers.NEED_GPU:
-        return Support(False, f"torch's {name} backend runs on an NVIDIA GPU, and the case is on {case.device}.",
-                       "Use --backend flash or --backend math.")
+        return Support(
+            False,
+            f"torch's {name} backend runs on an NVIDIA GPU, and the case is on {case.device}.",
+            "Use --backend flash or --backend math.",
+        )
     return Support(True)
 
 
@@ -67,17 +70,25 @@ class FlashSdp(Target):
 
     def cases(self, settings, device):
         workload = sdpa.SdpaWorkload(
-            *(settings[key].value for key in SHAPE_KNOBS), "causal" if settings["causal"].value else "full",
-            kv_heads=_count(settings["kv_heads"].value), seq_len_kv=_count(settings["seq_len_kv"].value),
-            layout=settings["layout"].value, direction=settings["pass"].value,
-            window=_count(settings["window"].value))
+            *(settings[key].value for key in SHAPE_KNOBS),
+            "causal" if settings["causal"].value else "full",
+            kv_heads=_count(settings["kv_heads"].value),
+            seq_len_kv=_count(settings["seq_len_kv"].value),
+            layout=settings["layout"].value,
+            direction=settings["pass"].value,
+            window=_count(settings["window"].value),
+        )
         if workload.heads % workload.hkv:
-            raise BenchError(f"--kv-heads is {workload.hkv} and --heads {workload.heads}: each head of k and v serves "
-                             "as many heads of q, so --heads must be a multiple of --kv-heads.")
+            raise BenchError(
+                f"--kv-heads is {workload.hkv} and --heads {workload.heads}: each head of k and v serves "
+                "as many heads of q, so --heads must be a multiple of --kv-heads."
+            )
         if workload.needs_mask and workload.seq_len > workload.sk:
-            raise BenchError(f"--seq-len is {workload.seq_len} and --seq-len-kv {workload.sk}: with --causal or "
-                             "--window the last query stands at the last key, and the first queries would see none. "
-                             "Choose --seq-len-kv at least --seq-len.")
+            raise BenchError(
+                f"--seq-len is {workload.seq_len} and --seq-len-kv {workload.sk}: with --causal or "
+                "--window the last query stands at the last key, and the first queries would see none. "
+                "Choose --seq-len-kv at least --seq-len."
+            )
         return [Case(self.name, workload, settings, device)]
 
     def _backend(self, case: Case, side: str) -> str:

@@ -13,11 +13,7 @@ class FlashAttentionGluon(UnfusedFused):
     summary = "unfused attention against a fused, warp-specialized FlashAttention"
     sides: ClassVar = {"baseline": "matmul, softmax, matmul", "optimized": "Gluon, else CuTe, else flash-attn"}
     order = ("gluon", "cute", "flash_attn")
-    knobs = (
-        *shape_knobs(cpu=(1, 2, 512, 64, "fp32"), gpu=(4, 16, 4096, 128, "bf16")),
-        CAUSAL,
-        provider_knob(order),
-    )
+    knobs = (*shape_knobs(cpu=(1, 2, 512, 64, "fp32"), gpu=(4, 16, 4096, 128, "bf16")), CAUSAL, provider_knob(order))
 
     def cases(self, settings, device):
         return [Case(self.name, plain_workload(settings), settings, device)]

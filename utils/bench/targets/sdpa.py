@@ -30,8 +30,12 @@ from utils.bench.workload import DTYPES, Workload
 from utils.kernels.attention import allowed_keys, make_request
 from utils.kernels.attention import provider as provider_named
 
-BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH,
-            "efficient": SDPBackend.EFFICIENT_ATTENTION}
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "math": SDPBackend.MATH,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 LAYOUTS = ("bhsd", "bshd")
 DIRECTIONS = ("forward", "backward", "both")
 # Operators of the backward pass; the math backend's is made of plain operators, the softmax's among them.
@@ -92,8 +96,11 @@ class SdpaWorkload(Workload):
     def to_dict(self) -> dict:
         """Every field; those of this class only where they differ from plain self-attention, forward."""
         plain = {"kv_heads": self.heads, "seq_len_kv": self.seq_len, "layout": "bhsd", "direction": "forward"}
-        return {key: value for key, value in asdict(self).items()
-                if key in Workload.__dataclass_fields__ or value not in (None, plain.get(key))}
+        return {
+            key: value
+            for key, value in asdict(self).items()
+            if key in Workload.__dataclass_fields__ or value not in (None, plain.get(key))
+        }
 
     @property
     def pairs(self) -> int:
@@ -124,8 +131,12 @@ class SdpaWorkload(Workload):
         elements = 2 * query + 2 * self.batch * self.hkv * self.sk * self.head_dim
         copies = 3 if self.direction == "forward" else 6
         scores = 4 * score_buffers * self.batch * self.heads * self.seq_len * self.sk
-        return int(copies * DTYPES[self.dtype].itemsize * elements + 8 * 2 * elements + REFERENCE_BYTES
-                   + scores * (1 if self.direction == "forward" else 2))
+        return int(
+            copies * DTYPES[self.dtype].itemsize * elements
+            + 8 * 2 * elements
+            + REFERENCE_BYTES
+            + scores * (1 if self.direction == "forward" else 2)
+        )
 
 
 class Inputs(NamedTuple):
@@ -145,8 +156,9 @@ def as_sdpa(workload: Workload) -> SdpaWorkload:
     """A plain workload (full or causal) as an SDPA call."""
     if isinstance(workload, SdpaWorkload):
         return workload
-    return SdpaWorkload(workload.batch, workload.heads, workload.seq_len, workload.head_dim, workload.dtype,
-                        workload.mask)
+    return SdpaWorkload(
+        workload.batch, workload.heads, workload.seq_len, workload.head_dim, workload.dtype, workload.mask
+    )
 
 
 def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -159,8 +171,13 @@ def make_inputs(workload: SdpaWorkload, device: torch.device, seed: int) -> Inpu
     generator = torch.Generator(device).manual_seed(seed)
     shapes = [workload.shape, workload.kv_shape, workload.kv_shape]
     shapes += [workload.shape] * (workload.direction != "forward")
-    drawn = [laid_out(torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
-                      .to(DTYPES[workload.dtype]), workload.layout) for shape in shapes]
+    drawn = [
+        laid_out(
+            torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(DTYPES[workload.dtype]),
+            workload.layout,
+        )
+        for shape in shapes
+    ]
     return Inputs(*drawn, *[None] * (4 - len(drawn)))
 
 
@@ -172,8 +189,9 @@ def _mask(workload: SdpaWorkload, inputs: Inputs) -> torch.Tensor | None:
 
 def forward_call(workload: SdpaWorkload, backend: str, q, k, v, mask=None) -> Callable[[], torch.Tensor]:
     """SDPA on these tensors with one backend pinned alone, or with torch's own choice ("auto")."""
-    options = dict(attn_mask=mask, is_causal=workload.causal and mask is None,
-                   enable_gqa=workload.hkv != workload.heads)
+    options = dict(
+        attn_mask=mask, is_causal=workload.causal and mask is None, enable_gqa=workload.hkv != workload.heads
+    )
     if backend == "auto":
         return lambda: F.scaled_dot_product_attention(q, k, v, **options)
     pinned = BACKENDS[backend]
@@ -217,6 +235,7 @@ def bind(workload: SdpaWorkload, backend: str, inputs: Inputs) -> Callable[[], o
 
 # ---- whether, and why not ----------------------------------------------------------------------------------
 
+
 def _told(said: list) -> str:
     """torch's warnings as sentences, without where they came from and without those about other backends."""
     texts = [re.sub(r"\s*\((?:Triggered|function) .*", "", str(one.message), flags=re.S).strip() for one in said]
@@ -258,8 +277,10 @@ def refuse(workload: SdpaWorkload, backend: str, inputs: Inputs) -> None:
 
 def _one(found: list[str], launched: Launched) -> str:
     if len(set(found)) != 1:
-        raise WrongRun(f"the trace shows {len(set(found))} SDPA backends ({', '.join(found) or 'none'}) and one was "
-                       f"expected; it holds {', '.join(launched.operators[:12])}.")
+        raise WrongRun(
+            f"the trace shows {len(set(found))} SDPA backends ({', '.join(found) or 'none'}) and one was "
+            f"expected; it holds {', '.join(launched.operators[:12])}."
+        )
     return found[0]
 
 
@@ -280,13 +301,17 @@ def prove(workload: SdpaWorkload, asked: str, launched: Launched) -> str:
     """The backend that ran; WrongRun unless it is the one asked for and the launched kernels are its own."""
     name = ran(workload, launched)
     if asked not in ("auto", name):
-        raise WrongRun(f"the SDPA backend {asked} was asked for and {name} ran, by the operators "
-                       f"{', '.join(one for one in launched.operators if 'scaled_dot' in one) or MATH_BACKWARD}.")
+        raise WrongRun(
+            f"the SDPA backend {asked} was asked for and {name} ran, by the operators "
+            f"{', '.join(one for one in launched.operators if 'scaled_dot' in one) or MATH_BACKWARD}."
+        )
     if launched.kernels and name in BACKENDS:
         pattern = provider_named(name).kernels
         if not any(re.search(pattern, kernel) for kernel in launched.kernels):
-            raise WrongRun(f"the operators say {name} and none of the launched kernels is its own ({pattern}): "
-                           f"{', '.join(launched.kernels[:8])}.")
+            raise WrongRun(
+                f"the operators say {name} and none of the launched kernels is its own ({pattern}): "
+                f"{', '.join(launched.kernels[:8])}."
+            )
     return name
 
 
@@ -313,8 +338,11 @@ def reference(workload: SdpaWorkload, q, k, v, dout=None) -> dict[str, torch.Ten
     """
     grouped, scale = q.shape[1] // k.shape[1], workload.head_dim**-0.5
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
-    gradients = [torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (q, k, v)] \
-        if workload.direction != "forward" else []
+    gradients = (
+        [torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (q, k, v)]
+        if workload.direction != "forward"
+        else []
+    )
     rows = max(1, REFERENCE_BYTES // (8 * 5 * workload.sk))
     column = torch.arange(workload.sk, device=q.device)[None, :]
     reach = workload.sk + workload.seq_len if workload.window is None else workload.window

@@ -11,8 +11,13 @@ from utils.device import Support
 
 
 def provider_knob(order: tuple[str, ...]) -> Knob:
-    return Knob("provider", f"fused attention; auto takes the first of {', '.join(order)} that runs here", "auto",
-                "auto", choices=("auto", *order))
+    return Knob(
+        "provider",
+        f"fused attention; auto takes the first of {', '.join(order)} that runs here",
+        "auto",
+        "auto",
+        choices=("auto", *order),
+    )
 
 
 class UnfusedFused(Target):
@@ -33,8 +38,9 @@ class UnfusedFused(Target):
     def build(self, case, side, q, k, v):
         if side == "baseline":
             allowed = allowed_pairs(case.workload, case.device)
-            return Built(lambda: unfused_attention(case.workload, q, k, v, allowed), "unfused",
-                         "matmul, softmax, matmul")
+            return Built(
+                lambda: unfused_attention(case.workload, q, k, v, allowed), "unfused", "matmul, softmax, matmul"
+            )
         name, _ = self._provider(case)
         return Built(providers.bind(name, case.workload, q, k, v), name, providers.implementation(name))
 

@@ -33,13 +33,13 @@ from utils.kernels.attention.request import Request, Shape
 SCHEMA, VERSION = "labs-attention-choices", 1
 VARIABLE = "LABS_ATTENTION_CHOICES"
 KINDS = ("training", "prefill", "decode")
-DECODE_QUERIES = 16   # up to this many queries over a longer cache are decode: one token, or a few guessed ones
-NEIGHBOURS, FALL_OFF = 3, 3.0   # how many nearest shapes count, and the power of 1 / distance they count with
-REMEMBERED = 4096     # shapes whose order is kept, so that a call need not rank again
+DECODE_QUERIES = 16  # up to this many queries over a longer cache are decode: one token, or a few guessed ones
+NEIGHBOURS, FALL_OFF = 3, 3.0  # how many nearest shapes count, and the power of 1 / distance they count with
+REMEMBERED = 4096  # shapes whose order is kept, so that a call need not rank again
 
 
 def kind_of(sq: int, sk: int, needs_grad: bool) -> str:
-    """"training" (forward and backward), "decode" (a few queries over a longer cache) or "prefill"."""
+    """ "training" (forward and backward), "decode" (a few queries over a longer cache) or "prefill"."""
     if needs_grad:
         return "training"
     return "decode" if sq <= DECODE_QUERIES and sk > sq else "prefill"
@@ -70,8 +70,17 @@ class Point(Shape):
 
 
 def point_of(request: Request) -> Point:
-    return Point(request.batch, request.heads, request.kv_heads, request.sq, request.sk, request.head_dim,
-                 kind_of(request.sq, request.sk, request.needs_grad), 8 * request.dtype.itemsize, request.causal)
+    return Point(
+        request.batch,
+        request.heads,
+        request.kv_heads,
+        request.sq,
+        request.sk,
+        request.head_dim,
+        kind_of(request.sq, request.sk, request.needs_grad),
+        8 * request.dtype.itemsize,
+        request.causal,
+    )
 
 
 @dataclass(frozen=True)
@@ -98,16 +107,21 @@ class Choices:
         """
         group = self.groups.get(wanted.group)
         if group is None:
+
             def apart(other: tuple) -> tuple:
-                return (other[3] != wanted.causal, abs(math.log2(other[2] / wanted.head_dim)),
-                        other[4] != wanted.group[4])
+                return (
+                    other[3] != wanted.causal,
+                    abs(math.log2(other[2] / wanted.head_dim)),
+                    other[4] != wanted.group[4],
+                )
 
             alike = [other for other in self.groups if other[:2] == (wanted.kind, wanted.bits)]
             if not alike:
                 return []
             group = self.groups[min(alike, key=apart)]
-        ranked = sorted(((math.dist(point.place, wanted.place), times) for point, times in group),
-                        key=lambda pair: pair[0])[:NEIGHBOURS]
+        ranked = sorted(
+            ((math.dist(point.place, wanted.place), times) for point, times in group), key=lambda pair: pair[0]
+        )[:NEIGHBOURS]
         if ranked[0][0] == 0.0:
             return [(1.0, ranked[0][1])]
         return [(distance**-FALL_OFF, times) for distance, times in ranked]
@@ -125,8 +139,10 @@ class Choices:
             for name, ms in known.items():
                 total[name] = total.get(name, 0.0) + weight * math.log(ms / best)
                 weights[name] = weights.get(name, 0.0) + weight
-        return {name: math.exp(total[name] / weights[name])
-                for name in sorted(total, key=lambda name: total[name] / weights[name])}
+        return {
+            name: math.exp(total[name] / weights[name])
+            for name in sorted(total, key=lambda name: total[name] / weights[name])
+        }
 
     def rank(self, request: Request) -> tuple[str, ...]:
         """Providers for a request, the fastest first; empty where nothing like it was measured."""
@@ -158,37 +174,49 @@ def read_choices(path: str | os.PathLike, device: torch.device | str | None = No
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"the attention choices {path} cannot be read: {error.strerror}. `labs bench choose` writes "
-                         "such a file.") from None
+        raise ValueError(
+            f"the attention choices {path} cannot be read: {error.strerror}. `labs bench choose` writes such a file."
+        ) from None
     except ValueError as error:
-        raise ValueError(f"the attention choices {path} are no JSON ({error}). `labs bench choose` writes them.") \
-            from None
+        raise ValueError(
+            f"the attention choices {path} are no JSON ({error}). `labs bench choose` writes them."
+        ) from None
     if not isinstance(document, dict) or (document.get("schema"), document.get("version")) != (SCHEMA, VERSION):
-        raise ValueError(f"{path} is no {SCHEMA} file of version {VERSION}. `labs bench choose` writes one, its name "
-                         "ends in _choices.json.")
+        raise ValueError(
+            f"{path} is no {SCHEMA} file of version {VERSION}. `labs bench choose` writes one, its name "
+            "ends in _choices.json."
+        )
     machine = document["machine"]
     here = machine_here(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     of, this = (one["gpu"] or one["cpu"] for one in (machine, here))
     if of != this:
-        raise ValueError(f"the attention choices {path} were measured on {of}, and this is {this}: another machine has "
-                         "other fastest kernels. Run `labs bench choose` here, or leave the file out.")
+        raise ValueError(
+            f"the attention choices {path} were measured on {of}, and this is {this}: another machine has "
+            "other fastest kernels. Run `labs bench choose` here, or leave the file out."
+        )
     versions = {"torch": torch.__version__}
     if here["gpu"]:
         versions["cudnn"] = torch.backends.cudnn.version()
-    if differ := [f"{name} {machine.get(name)} (here {now})" for name, now in versions.items()
-                  if machine.get(name) != now]:
+    if differ := [
+        f"{name} {machine.get(name)} (here {now})" for name, now in versions.items() if machine.get(name) != now
+    ]:
         import warnings
 
-        warnings.warn(f"The attention choices {path} were measured with {' and '.join(differ)}: other versions, other "
-                      "kernels. `labs bench choose` measures anew.", stacklevel=2)
+        warnings.warn(
+            f"The attention choices {path} were measured with {' and '.join(differ)}: other versions, other "
+            "kernels. `labs bench choose` measures anew.",
+            stacklevel=2,
+        )
     return parse_choices(document, str(path))
 
 
 def parse_choices(document: dict, source: str) -> Choices:
     """Choices out of the JSON document, whatever machine it was measured on."""
     try:
-        points = tuple((Point(**{key: entry[key] for key in Point.__dataclass_fields__}), dict(entry["ms"]))
-                       for entry in document["points"])
+        points = tuple(
+            (Point(**{key: entry[key] for key in Point.__dataclass_fields__}), dict(entry["ms"]))
+            for entry in document["points"]
+        )
     except (KeyError, TypeError) as error:
         raise ValueError(f"{source} is damaged: {error!r}. Run `labs bench choose` again.") from None
     return Choices(points, document["machine"], source)

@@ -43,11 +43,16 @@ def operations(q: torch.Tensor, k: torch.Tensor, causal: bool) -> float:
 def against(name: str, call, other_name: str, other, flops: float, pairs: int) -> dict:
     """One comparison: how many times faster `call` is than `other`, with its interval, and both rates."""
     result = compare(other, call, warmup=3, iterations=pairs, labels=(other_name, name), device="cuda")
-    return {"against": other_name, "ratio": result.speedup, "interval": list(result.interval),
-            "verdict": result.verdict,
-            "tflops": flops / result.b.median_ms / 1e9,
-            "against_tflops": flops / result.a.median_ms / 1e9,
-            "ms": result.b.median_ms, "against_ms": result.a.median_ms}
+    return {
+        "against": other_name,
+        "ratio": result.speedup,
+        "interval": list(result.interval),
+        "verdict": result.verdict,
+        "tflops": flops / result.b.median_ms / 1e9,
+        "against_tflops": flops / result.a.median_ms / 1e9,
+        "ms": result.b.median_ms,
+        "against_ms": result.a.median_ms,
+    }
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -64,14 +69,20 @@ def ratios(head_dims, lengths, others, pairs: int, show) -> list[dict]:
                 flops = operations(q, k, causal)
                 expected = attention(q, k, v, causal=causal, provider="math") if length <= 2048 else None
                 for other in others:
-                    row = {"head_dim": head_dim, "length": length, "batch": q.shape[0], "heads": q.shape[1],
-                           "causal": causal}
+                    row = {
+                        "head_dim": head_dim,
+                        "length": length,
+                        "batch": q.shape[0],
+                        "heads": q.shape[1],
+                        "causal": causal,
+                    }
                     support = provider_named(other).support(make_request(q, k, v, causal, None, None))
                     if not support:
                         rows.append(row | {"against": other, "refused": support.reason})
                         continue
-                    mine, theirs = (partial(attention, q, k, v, causal=causal, provider=name)
-                                    for name in ("gluon", other))
+                    mine, theirs = (
+                        partial(attention, q, k, v, causal=causal, provider=name) for name in ("gluon", other)
+                    )
                     row["difference"] = relative_difference(mine(), theirs())
                     if expected is not None:
                         row["difference_from_math"] = relative_difference(mine(), expected)
@@ -93,9 +104,14 @@ def ladder(head_dims, lengths, pairs: int, show) -> list[dict]:
                 theirs = partial(attention, q, k, v, causal=causal, provider="cudnn")
                 for step in range(1, 6):
                     mine = partial(forward, q, k, v, causal=causal, step=step)
-                    row = {"head_dim": head_dim, "length": length, "causal": causal,
-                           "plan": describe(step, q, k, causal), "step": step,
-                           "difference": relative_difference(mine(), theirs())}
+                    row = {
+                        "head_dim": head_dim,
+                        "length": length,
+                        "causal": causal,
+                        "plan": describe(step, q, k, causal),
+                        "step": step,
+                        "difference": relative_difference(mine(), theirs()),
+                    }
                     rows.append(row | against(f"step {step}", mine, "cudnn", theirs, flops, pairs))
                     show(rows)
     return rows
@@ -118,8 +134,10 @@ def plot(read: Path, out: Path) -> None:
     record = json.loads(read.read_text())
     where = record["environment"]
     figure, _ = plot_attention_ratios(
-        record["rows"], title="How many times faster the Gluon kernel is: bf16 forward, B x S = 16384. Recorded on "
-                              f"{where['gpu']}, torch {where['torch']}, commit {where['commit']}.")
+        record["rows"],
+        title="How many times faster the Gluon kernel is: bf16 forward, B x S = 16384. Recorded on "
+        f"{where['gpu']}, torch {where['torch']}, commit {where['commit']}.",
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
     print(f"wrote {out}")
@@ -149,9 +167,12 @@ def main() -> None:
     def show(rows: list[dict]) -> None:
         row = rows[-1]
         name = f"step {row['step']}" if "step" in row else "gluon"
-        print(f"D={row['head_dim']:<4} S={row['length']:<6} {'causal' if row['causal'] else 'full':<7}{name:<7} "
-              f"{row['tflops']:7.1f} TFLOP/s  {row['ratio']:.3f}x {row['against']} "
-              f"[{row['interval'][0]:.3f}, {row['interval'][1]:.3f}]", flush=True)
+        print(
+            f"D={row['head_dim']:<4} S={row['length']:<6} {'causal' if row['causal'] else 'full':<7}{name:<7} "
+            f"{row['tflops']:7.1f} TFLOP/s  {row['ratio']:.3f}x {row['against']} "
+            f"[{row['interval'][0]:.3f}, {row['interval'][1]:.3f}]",
+            flush=True,
+        )
         record["rows"] = rows
         record["geometric_means"] = geometric_means(rows) if args.table == "ratios" else {}
         record["complete"] = False

@@ -29,17 +29,52 @@ def _remainder(a, b):
 
 
 _ARITHMETIC = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
-    "floor_divide": operator.floordiv, "remainder": _remainder,
-    "ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt, "eq": operator.eq, "ne": operator.ne,
-    "bitwise_and": operator.and_, "bitwise_or": operator.or_, "bitwise_xor": operator.xor,
-    "logical_and": operator.and_, "logical_or": operator.or_, "__and__": operator.and_, "__or__": operator.or_,
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "floor_divide": operator.floordiv,
+    "remainder": _remainder,
+    "ge": operator.ge,
+    "gt": operator.gt,
+    "le": operator.le,
+    "lt": operator.lt,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "bitwise_and": operator.and_,
+    "bitwise_or": operator.or_,
+    "bitwise_xor": operator.xor,
+    "logical_and": operator.and_,
+    "logical_or": operator.or_,
+    "__and__": operator.and_,
+    "__or__": operator.or_,
 }
 _MATH = ("exp", "exp2", "tanh", "log", "log2", "sqrt", "rsqrt", "sin", "cos")
-_TYPES = {torch.float32: "Float32", torch.float64: "Float32", torch.int32: "Int32", torch.int64: "Int32",
-          torch.bool: "Boolean", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
-KNOWN = sorted({*_ARITHMETIC, *_MATH, "abs", "neg", "logical_not", "bitwise_not", "where", "clamp", "minimum",
-                "maximum", "to", "index"})
+_TYPES = {
+    torch.float32: "Float32",
+    torch.float64: "Float32",
+    torch.int32: "Int32",
+    torch.int64: "Int32",
+    torch.bool: "Boolean",
+    torch.float16: "Float16",
+    torch.bfloat16: "BFloat16",
+}
+KNOWN = sorted(
+    {
+        *_ARITHMETIC,
+        *_MATH,
+        "abs",
+        "neg",
+        "logical_not",
+        "bitwise_not",
+        "where",
+        "clamp",
+        "minimum",
+        "maximum",
+        "to",
+        "index",
+    }
+)
 
 
 def trace(mod: Callable, arguments: int) -> torch.fx.GraphModule:
@@ -57,8 +92,10 @@ def trace(mod: Callable, arguments: int) -> torch.fx.GraphModule:
         strange = any(node.kwargs.get(key, usual) not in (usual, None) for key, usual in odd.items())
         if node.op == "call_function" and (strange or _name(node) not in KNOWN):
             how = f" with {dict(node.kwargs)}" if strange else ""
-            raise NoCounterpart(f"{name_of(mod)} uses {_name(node)}{how}, which is not translated to the CuTe DSL; it "
-                                f"knows {', '.join(KNOWN)}. path='compiled' takes any.")
+            raise NoCounterpart(
+                f"{name_of(mod)} uses {_name(node)}{how}, which is not translated to the CuTe DSL; it "
+                f"knows {', '.join(KNOWN)}. path='compiled' takes any."
+            )
     return graph
 
 
@@ -79,23 +116,29 @@ def _device_of(mod: Callable) -> torch.device:
 
 
 def _name(node: torch.fx.Node) -> str:
-    name = node.target.__name__.split(".")[0].rstrip("_") if not node.target.__name__.startswith("__") else \
-        node.target.__name__.split(".")[0]
+    name = (
+        node.target.__name__.split(".")[0].rstrip("_")
+        if not node.target.__name__.startswith("__")
+        else node.target.__name__.split(".")[0]
+    )
     return {"_to_copy": "to", "convert_element_type": "to", "abs": "abs"}.get(name, name)
 
 
 def captured(graph: torch.fx.GraphModule) -> list[str]:
     """The names of the tensors that the graph reads by index, in the order of `aux_tensors`."""
-    indexed = [node.args[0].target for node in graph.graph.nodes
-               if node.op == "call_function" and _name(node) == "index"]
+    indexed = [
+        node.args[0].target for node in graph.graph.nodes if node.op == "call_function" and _name(node) == "index"
+    ]
     return list(dict.fromkeys(indexed))
 
 
 def _constant(graph: torch.fx.GraphModule, name: str):
     tensor = getattr(graph, name)
     if tensor.numel() != 1:
-        raise NoCounterpart(f"a captured tensor of shape {tuple(tensor.shape)} is used without an index by b, h, q or "
-                            "k; index it, or capture one number.")
+        raise NoCounterpart(
+            f"a captured tensor of shape {tuple(tensor.shape)} is used without an index by b, h, q or "
+            "k; index it, or capture one number."
+        )
     return tensor.item()
 
 
@@ -193,9 +236,16 @@ def _call(name: str, args: list, kwargs: dict, dsl):
 
 def _hash(graph: torch.fx.GraphModule) -> str:
     """Names the function in FlashAttention's cache of kernels: its code and the numbers built into it."""
-    numbers = [(node.target, getattr(graph, node.target).shape, getattr(graph, node.target).dtype,
-                _constant(graph, node.target) if getattr(graph, node.target).numel() == 1 else None)
-               for node in graph.graph.nodes if node.op == "get_attr"]
+    numbers = [
+        (
+            node.target,
+            getattr(graph, node.target).shape,
+            getattr(graph, node.target).dtype,
+            _constant(graph, node.target) if getattr(graph, node.target).numel() == 1 else None,
+        )
+        for node in graph.graph.nodes
+        if node.op == "get_attr"
+    ]
     return hashlib.sha256(f"{graph.code}{numbers}".encode()).hexdigest()
 
 
@@ -246,8 +296,10 @@ def bind(case) -> tuple[Callable, KernelMask | None]:
         from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
         tables = block_tables(case.mask_mod, *case.lengths, case.device, case.block_size)
-        options |= {"mask_mod": cute_mask,
-                    "block_sparse_tensors": BlockSparseTensorsTorch(*tables, block_size=case.block_size)}
+        options |= {
+            "mask_mod": cute_mask,
+            "block_sparse_tensors": BlockSparseTensorsTorch(*tables, block_size=case.block_size),
+        }
     elif own.window is not None:
         options["window_size"] = (own.window - 1, 0)
     else:

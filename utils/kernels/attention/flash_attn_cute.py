@@ -14,8 +14,14 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) ->
     from flash_attn.cute import flash_attn_func
 
     q, k, v = map(flash_attn_package.rows_first, (q, k, v))
-    out = flash_attn_func(q, k, v, softmax_scale=request.scale, causal=request.causal,
-                          window_size=flash_attn_package.window_size(request, None))
+    out = flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale=request.scale,
+        causal=request.causal,
+        window_size=flash_attn_package.window_size(request, None),
+    )
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 

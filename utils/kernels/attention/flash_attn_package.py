@@ -53,8 +53,11 @@ def _machine() -> Support:
         return Support(False, f"flash-attn needs an NVIDIA GPU: {cuda.reason}", cuda.remedy)
     name = _installed()
     if name is None:
-        return Support(False, "None of flash-attn, flash-attn-3 and flash-attn-4 is installed for this GPU.",
-                       "Run pip install '.[gpu]' in the course's folder (flash-attn-4, nothing is compiled).")
+        return Support(
+            False,
+            "None of flash-attn, flash-attn-3 and flash-attn-4 is installed for this GPU.",
+            "Run pip install '.[gpu]' in the course's folder (flash-attn-4, nothing is compiled).",
+        )
     return Support(True, f"{name} is installed.")
 
 
@@ -71,8 +74,14 @@ def accepts(request: Request) -> Support:
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -> torch.Tensor:
     name = _installed()
     function = importlib.import_module(_PACKAGES[name][0]).flash_attn_func
-    out = function(rows_first(q), rows_first(k), rows_first(v), softmax_scale=request.scale, causal=request.causal,
-                   window_size=window_size(request, None if name == "FlashAttention 4" else -1))
+    out = function(
+        rows_first(q),
+        rows_first(k),
+        rows_first(v),
+        softmax_scale=request.scale,
+        causal=request.causal,
+        window_size=window_size(request, None if name == "FlashAttention 4" else -1),
+    )
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 

@@ -54,8 +54,15 @@ def _compiled():
 def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request, kernel_options: dict | None = None):
     """Compiled flex_attention; the first call of a shape compiles (seconds)."""
     with torch._dynamo.config.patch(_DYNAMO):
-        return _compiled()(q, k, v, block_mask=block_mask(request), scale=request.scale, enable_gqa=request.grouped,
-                           kernel_options=kernel_options)
+        return _compiled()(
+            q,
+            k,
+            v,
+            block_mask=block_mask(request),
+            scale=request.scale,
+            enable_gqa=request.grouped,
+            kernel_options=kernel_options,
+        )
 
 
 def accepts(request: Request) -> Support:

@@ -13,8 +13,14 @@ from utils.kernels.attention.score_mods import ScoreMod, modified
 
 
 @torch.no_grad()
-def flex_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask_mod: MaskMod | None = None,
-                   score_mod: ScoreMod | None = None, scale: float | None = None) -> torch.Tensor:
+def flex_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask_mod: MaskMod | None = None,
+    score_mod: ScoreMod | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
     """Output (B, H, Sq, D) in float64, one head at a time; a query without keys gets zeros, as in FlexAttention.
 
     q (B, H, Sq, D); k, v (B, Hkv, Sk, D), H a multiple of Hkv. Mask and modifier are evaluated pair by pair.
@@ -43,8 +49,14 @@ def _same_for_all(mask_mod: MaskMod | None) -> bool:
     return bool(known) and all(map(_same_for_all, parts))
 
 
-def stored_scores(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor | None,
-                  score_mod: ScoreMod | None, scale: float) -> torch.Tensor:
+def stored_scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    allowed: torch.Tensor | None,
+    score_mod: ScoreMod | None,
+    scale: float,
+) -> torch.Tensor:
     """matmul, modifier, mask, softmax, matmul over (B, H, Sq, Sk) scores. `allowed` (Sq, Sk) bool, or None."""
     group = q.shape[1] // k.shape[1]
     if group > 1:

@@ -18,8 +18,11 @@ def _accepts(request: Request) -> Support:
     if request.type_name not in ("float16", "bfloat16"):
         return Support(False, f"it takes float16 and bfloat16, not {request.type_name}.")
     if request.head_dim > 128 and (request.causal or request.window is not None):
-        return Support(False, "with a mask its head dimension ends at 128 (blocks of 128 keys do not fit its tile "
-                              f"of 80), and {request.head_dim} was given.")
+        return Support(
+            False,
+            "with a mask its head dimension ends at 128 (blocks of 128 keys do not fit its tile "
+            f"of 80), and {request.head_dim} was given.",
+        )
     if request.needs_grad:
         return Support(False, "it is used forward only here, and an input requires a gradient.")
     return flex.accepts(request)

@@ -18,8 +18,10 @@ from utils.kernels.attention.score_mods import ScoreMod
 
 # Triton's tile on Hopper in 16 bit, by head dimension: 64 x 64 with 4 warps leaves room for several tiles on an SM,
 # so that one tile's start and end run under another's loop. Inductor's own choice, without claims, is 4 to 15% slower.
-HOPPER_TILES = {64: {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
-                128: {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}}
+HOPPER_TILES = {
+    64: {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
+    128: {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
+}
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,15 @@ class Choice:
     why: str
 
 
-def pick(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask_mod: MaskMod | None = None,
-         score_mod: ScoreMod | None = None, block_size: int | tuple[int, int] | None = None,
-         without: tuple[str, ...] = ()) -> Choice:
+def pick(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask_mod: MaskMod | None = None,
+    score_mod: ScoreMod | None = None,
+    block_size: int | tuple[int, int] | None = None,
+    without: tuple[str, ...] = (),
+) -> Choice:
     """The best fused path for this mask on this machine, but none of `without`.
 
     A `block_size` that is given is kept, so that a path with a block mask is taken.
@@ -51,23 +59,33 @@ def pick(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask_mod: MaskMod | 
     known = kernel_mask(mask_mod, *case.lengths, documents=True)
     if given is None and known is not None and able("gluon"):
         if q.shape[-1] <= 64 and known.span is None and able("cute_direct"):
-            return Choice("cute_direct", blocks, None, f"FlashAttention 4 does {name_of(mask_mod)} by itself and is "
-                                                       "ahead of Gluon at head dimensions up to 64")
+            return Choice(
+                "cute_direct",
+                blocks,
+                None,
+                f"FlashAttention 4 does {name_of(mask_mod)} by itself and is "
+                "ahead of Gluon at head dimensions up to 64",
+            )
         return Choice("gluon", blocks, None, f"the Gluon kernel does {known} by itself, and is persistent")
     for path in ("cute", "cute_direct"):
         if able(path):
             return Choice(path, blocks, None, "FlashAttention 4's pipeline under any mask function")
     if able("compiled"):
-        return Choice("compiled", blocks, triton_options(q, k, mask_mod, blocks) or None,
-                      "inductor's kernel under any mask function; FlashAttention 4 cannot do this here")
+        return Choice(
+            "compiled",
+            blocks,
+            triton_options(q, k, mask_mod, blocks) or None,
+            "inductor's kernel under any mask function; FlashAttention 4 cannot do this here",
+        )
     others = tuple(path for path in flex_paths.able_paths(case) if path not in without)
     if not others:
         raise ValueError(f"no path does {name_of(mask_mod)} with {name_of(score_mod)} on {q.device} in {q.dtype}.")
     return Choice(others[0], blocks, None, "no fused path does this here")
 
 
-def triton_options(q: torch.Tensor, k: torch.Tensor, mask_mod: MaskMod | None, block_size: int | tuple[int, int] = 128
-                   ) -> dict:
+def triton_options(
+    q: torch.Tensor, k: torch.Tensor, mask_mod: MaskMod | None, block_size: int | tuple[int, int] = 128
+) -> dict:
     """Kernel options of FlexAttention's Triton kernel: the measured tile, and what the mask is proved to allow."""
     if q.device.type != "cuda":
         return {}
@@ -81,8 +99,9 @@ def triton_options(q: torch.Tensor, k: torch.Tensor, mask_mod: MaskMod | None, b
 
 
 @functools.lru_cache(maxsize=64)
-def proved_options(mask_mod: MaskMod | None, sq: int, sk: int, device: str, block_size: tuple[int, int],
-                   tile_keys: int) -> dict:
+def proved_options(
+    mask_mod: MaskMod | None, sq: int, sk: int, device: str, block_size: tuple[int, int], tile_keys: int
+) -> dict:
     """What counting a mask shows to hold of it, for tiles of `tile_keys` keys.
 
     ROWS_GUARANTEED_SAFE: each query sees a key of the first tile that the kernel visits. That it sees one somewhere is
@@ -98,7 +117,7 @@ def proved_options(mask_mod: MaskMod | None, sq: int, sk: int, device: str, bloc
     keys = first.repeat_interleave(block_size[0])[:sq, None] * block_size[1] + torch.arange(tile_keys, device=device)
 
     def safe(at: int, rows: torch.Tensor) -> bool:
-        visited = keys[at:at + len(rows)]
+        visited = keys[at : at + len(rows)]
         return bool((rows.gather(1, visited.clamp(max=sk - 1)) & (visited < sk)).any(1).all())
 
     if all(safe(at, rows) for at, rows in row_chunks(mask_mod, sq, sk, device)):

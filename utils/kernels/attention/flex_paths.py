@@ -45,13 +45,36 @@ from utils.kernels.attention.masks import MaskMod, block_sizes, build_block_mask
 from utils.kernels.attention.request import make_request
 from utils.kernels.attention.score_mods import ScoreMod
 
-__all__ = ["MODES", "PATHS", "Case", "FlexUnsupported", "Prepared", "Recompiled", "able_paths", "compiled_versions",
-           "flex", "needed_kernel_options", "own_copy", "path_case", "support"]
+__all__ = [
+    "MODES",
+    "PATHS",
+    "Case",
+    "FlexUnsupported",
+    "Prepared",
+    "Recompiled",
+    "able_paths",
+    "compiled_versions",
+    "flex",
+    "needed_kernel_options",
+    "own_copy",
+    "path_case",
+    "support",
+]
 
 
-def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask_mod: MaskMod | None = None,
-         score_mod: ScoreMod | None = None, block_size: int | tuple[int, int] | None = None, path: str = "auto",
-         mode: str | None = None, scale: float | None = None, kernel_options: dict | None = None) -> Prepared:
+def flex(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask_mod: MaskMod | None = None,
+    score_mod: ScoreMod | None = None,
+    block_size: int | tuple[int, int] | None = None,
+    path: str = "auto",
+    mode: str | None = None,
+    scale: float | None = None,
+    kernel_options: dict | None = None,
+) -> Prepared:
     """Prepare attention of q (B, H, Sq, D) over k, v (B, Hkv, Sk, D): built, compiled and called once.
 
     Args:
@@ -71,8 +94,17 @@ def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask_mod: MaskMod
         raise ValueError(f"mode is {mode!r}; it must be None or one of {', '.join(MODES)}.")
     if path == "auto":
         return _automatic(q, k, v, mask_mod, score_mod, block_size, mode, request.scale, kernel_options)
-    case = Case(q, k, v, mask_mod, score_mod, block_sizes(128 if block_size is None else block_size),
-                mode or "default", request.scale, kernel_options)
+    case = Case(
+        q,
+        k,
+        v,
+        mask_mod,
+        score_mod,
+        block_sizes(128 if block_size is None else block_size),
+        mode or "default",
+        request.scale,
+        kernel_options,
+    )
     here = support(path, case)
     if not here:
         raise FlexUnsupported(path, here.reason, able_paths(case, path))
@@ -86,8 +118,18 @@ def _automatic(q, k, v, mask_mod, score_mod, block_size, mode, scale, kernel_opt
     passed_over: list[tuple[str, str]] = []
     while True:
         choice = pick(q, k, v, mask_mod, score_mod, block_size, without=tuple(name for name, _ in passed_over))
-        case = Case(q, k, v, mask_mod, score_mod, choice.block_size, mode or "default", scale, kernel_options,
-                    choice.kernel_options)
+        case = Case(
+            q,
+            k,
+            v,
+            mask_mod,
+            score_mod,
+            choice.block_size,
+            mode or "default",
+            scale,
+            kernel_options,
+            choice.kernel_options,
+        )
         try:
             prepared = _BUILDERS[choice.path](case)
         except FlexUnsupported as error:
@@ -115,9 +157,21 @@ def needed_kernel_options(block_size: tuple[int, int], lengths: tuple[int, int] 
 
 def _settings(case: Case, path: str, **more) -> dict:
     batch, heads, sq, head_dim = case.q.shape
-    return {"path": path, "mask": name_of(case.mask_mod), "score_mod": name_of(case.score_mod), "batch": batch,
-            "heads": heads, "kv_heads": case.k.shape[1], "sq": sq, "sk": case.k.shape[2], "head_dim": head_dim,
-            "dtype": str(case.q.dtype).removeprefix("torch."), "device": str(case.device), "scale": case.scale, **more}
+    return {
+        "path": path,
+        "mask": name_of(case.mask_mod),
+        "score_mod": name_of(case.score_mod),
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": case.k.shape[1],
+        "sq": sq,
+        "sk": case.k.shape[2],
+        "head_dim": head_dim,
+        "dtype": str(case.q.dtype).removeprefix("torch."),
+        "device": str(case.device),
+        "scale": case.scale,
+        **more,
+    }
 
 
 def _block_mask(case: Case):
@@ -132,8 +186,9 @@ def _flex_call(case: Case, block_mask, options: dict | None) -> Callable:
     modifier, scale, grouped = case.score_mod, case.scale, case.grouped
 
     def attend(q, k, v):
-        return flex_attention(q, k, v, score_mod=modifier, block_mask=block_mask, scale=scale, enable_gqa=grouped,
-                              kernel_options=options)
+        return flex_attention(
+            q, k, v, score_mod=modifier, block_mask=block_mask, scale=scale, enable_gqa=grouped, kernel_options=options
+        )
 
     return own_copy(attend)
 
@@ -144,10 +199,18 @@ def _compile(function: Callable, mode: str) -> Callable:
 
 def _eager(case: Case) -> Prepared:
     block_mask, seconds = _block_mask(case)
-    return Prepared(_flex_call(case, block_mask, None), (case.q, case.k, case.v),
-                    _settings(case, "eager", implementation=f"FlexAttention of torch {torch.__version__}, eager",
-                              block_size=case.block_size if case.mask_mod else None),
-                    {"block_mask": seconds}, block_mask=block_mask)
+    return Prepared(
+        _flex_call(case, block_mask, None),
+        (case.q, case.k, case.v),
+        _settings(
+            case,
+            "eager",
+            implementation=f"FlexAttention of torch {torch.__version__}, eager",
+            block_size=case.block_size if case.mask_mod else None,
+        ),
+        {"block_mask": seconds},
+        block_mask=block_mask,
+    )
 
 
 def _compiled(case: Case, path: str = "compiled", backend: dict | None = None) -> Prepared:
@@ -160,11 +223,21 @@ def _compiled(case: Case, path: str = "compiled", backend: dict | None = None) -
 
     def prepare(options: dict) -> Prepared:
         attend = _flex_call(case, block_mask, options or None)
-        return Prepared(_compile(attend, case.mode), (case.q, case.k, case.v),
-                        _settings(case, path, implementation=f"FlexAttention of torch {torch.__version__}, {told}",
-                                  block_size=case.block_size if case.mask_mod else None, mode=case.mode,
-                                  kernel_options=options),
-                        {"block_mask": seconds}, source=attend, block_mask=block_mask)
+        return Prepared(
+            _compile(attend, case.mode),
+            (case.q, case.k, case.v),
+            _settings(
+                case,
+                path,
+                implementation=f"FlexAttention of torch {torch.__version__}, {told}",
+                block_size=case.block_size if case.mask_mod else None,
+                mode=case.mode,
+                kernel_options=options,
+            ),
+            {"block_mask": seconds},
+            source=attend,
+            block_mask=block_mask,
+        )
 
     return _in_shared_memory(prepare, options | (case.own_options or {}) | given, given)
 
@@ -209,10 +282,18 @@ def _cute_direct(case: Case, path: str = "cute_direct") -> Prepared:
     seconds = time.perf_counter() - began
     blocks = None if native else case.block_size
 
-    return Prepared(call, (case.q, case.k, case.v),
-                    _settings(case, path, implementation=f"flash-attn-4 {metadata.version('flash-attn-4')}, directly",
-                              block_size=blocks, kernel_mask=str(native) if native else None),
-                    {"block_mask": seconds})
+    return Prepared(
+        call,
+        (case.q, case.k, case.v),
+        _settings(
+            case,
+            path,
+            implementation=f"flash-attn-4 {metadata.version('flash-attn-4')}, directly",
+            block_size=blocks,
+            kernel_mask=str(native) if native else None,
+        ),
+        {"block_mask": seconds},
+    )
 
 
 def _gluon(case: Case) -> Prepared:
@@ -227,9 +308,14 @@ def _gluon(case: Case) -> Prepared:
             q, k, v = (x.reshape(batch, -1, mask.span, head_dim) for x in (q, k, v))
         return forward(q, k, v, causal=mask.causal, window=mask.window, scale=scale).view(shape)
 
-    return Prepared(attend, (case.q, case.k, case.v),
-                    _settings(case, "gluon", implementation="the course's Gluon kernel, step 5", block_size=None,
-                              kernel_mask=str(mask)), {"block_mask": 0.0})
+    return Prepared(
+        attend,
+        (case.q, case.k, case.v),
+        _settings(
+            case, "gluon", implementation="the course's Gluon kernel, step 5", block_size=None, kernel_mask=str(mask)
+        ),
+        {"block_mask": 0.0},
+    )
 
 
 def _stored_mask(case: Case) -> tuple[torch.Tensor | None, float]:
@@ -260,13 +346,30 @@ def _sdpa(case: Case) -> Prepared:
     scale, grouped = case.scale, case.grouped
 
     def attend(q, k, v):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=native,
-                                                                scale=scale, enable_gqa=grouped)
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=allowed, is_causal=native, scale=scale, enable_gqa=grouped
+        )
 
-    return Prepared(attend, (case.q, case.k, case.v),
-                    _settings(case, "sdpa", implementation=f"SDPA of torch {torch.__version__}, its own choice",
-                              stored_mask=not native and case.mask_mod is not None), {"mask": seconds})
+    return Prepared(
+        attend,
+        (case.q, case.k, case.v),
+        _settings(
+            case,
+            "sdpa",
+            implementation=f"SDPA of torch {torch.__version__}, its own choice",
+            stored_mask=not native and case.mask_mod is not None,
+        ),
+        {"mask": seconds},
+    )
 
 
-_BUILDERS = {"eager": _eager, "compiled": _compiled, "cute": _cute, "cute_direct": _cute_direct, "gluon": _gluon,
-             "dense": _dense, "dense_compiled": lambda case: _dense(case, "dense_compiled"), "sdpa": _sdpa}
+_BUILDERS = {
+    "eager": _eager,
+    "compiled": _compiled,
+    "cute": _cute,
+    "cute_direct": _cute_direct,
+    "gluon": _gluon,
+    "dense": _dense,
+    "dense_compiled": lambda case: _dense(case, "dense_compiled"),
+    "sdpa": _sdpa,
+}

@@ -27,8 +27,13 @@ def compiled_versions(function: Callable) -> int:
 
 def own_copy(function: Callable) -> Callable:
     """The function on a code object of its own: torch.compile keeps and counts compiled versions by code object."""
-    copy = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__,
-                              function.__defaults__, function.__closure__)
+    copy = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
@@ -40,8 +45,8 @@ class Prepared:
     fn: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     settings: dict
-    seconds: dict = field(default_factory=dict)   # {"block_mask": ..., "compile": ...}, what was spent once
-    source: Callable | None = None                # the function that torch.compile compiled
+    seconds: dict = field(default_factory=dict)  # {"block_mask": ..., "compile": ...}, what was spent once
+    source: Callable | None = None  # the function that torch.compile compiled
     codes: list[str] = field(default_factory=list)
     block_mask: object = None
 
@@ -64,15 +69,18 @@ class Prepared:
     def path(self) -> str:
         return self.settings["path"]
 
-    def __call__(self, q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: torch.Tensor | None = None
-                 ) -> torch.Tensor:
+    def __call__(
+        self, q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The output (B, H, Sq, D), on the tensors it was prepared with or on others exactly like them."""
         if q is None:
             return self._guarded(*self.inputs)
         given = tuple(_metadata(x) for x in (q, k, v))
         if given != self._like:
-            raise ValueError(f"this call was prepared for {_tell(self._like)} and was given {_tell(given)}: prepare "
-                             "another one with flex(...); compiled code is for one shape, type and layout.")
+            raise ValueError(
+                f"this call was prepared for {_tell(self._like)} and was given {_tell(given)}: prepare "
+                "another one with flex(...); compiled code is for one shape, type and layout."
+            )
         return self._guarded(q, k, v)
 
     def _guarded(self, q, k, v) -> torch.Tensor:
@@ -81,9 +89,11 @@ class Prepared:
         before = _compiles()
         out = self._run(q, k, v)
         if _compiles() != before:
-            raise Recompiled(f"path {self.path!r} was compiled again by this call ({self.settings['mask']}, "
-                             f"{self.settings['score_mod']}): torch.compile's state was reset or a setting it guards "
-                             "was changed, so what was timed was not the prepared kernel. Prepare it anew with flex().")
+            raise Recompiled(
+                f"path {self.path!r} was compiled again by this call ({self.settings['mask']}, "
+                f"{self.settings['score_mod']}): torch.compile's state was reset or a setting it guards "
+                "was changed, so what was timed was not the prepared kernel. Prepare it anew with flex()."
+            )
         return out
 
     def _run(self, q, k, v) -> torch.Tensor:
@@ -98,8 +108,10 @@ class Prepared:
             return
         versions = compiled_versions(self.source)
         if versions != 1:
-            raise Recompiled(f"path {self.path!r} has {versions} compiled versions and one is right: "
-                             + ("it ran as eager Python." if versions == 0 else "a guard failed."))
+            raise Recompiled(
+                f"path {self.path!r} has {versions} compiled versions and one is right: "
+                + ("it ran as eager Python." if versions == 0 else "a guard failed.")
+            )
 
     def generated_code(self) -> str:
         """The code that inductor wrote: Triton on a GPU, C++ on a CPU. Refused by paths that write none."""
@@ -116,8 +128,9 @@ def _tell(metadata: tuple) -> str:
     (shape, _, dtype, device, grad) = metadata[0]
     lengths = f", {metadata[1][0][2]} keys" if metadata[1][0][2] != shape[2] else ""
     strides = " ".join(str(list(one[1])) for one in metadata)
-    return (f"q {shape} {str(dtype).removeprefix('torch.')} on {device}{lengths}, strides {strides}"
-            + (", requiring a gradient" if grad else ""))
+    return f"q {shape} {str(dtype).removeprefix('torch.')} on {device}{lengths}, strides {strides}" + (
+        ", requiring a gradient" if grad else ""
+    )
 
 
 def _compiles() -> int:

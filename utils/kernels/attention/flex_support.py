@@ -15,7 +15,7 @@ from utils.kernels.attention.score_mods import ScoreMod
 PATHS = ("eager", "compiled", "cute", "cute_direct", "gluon", "dense", "dense_compiled", "sdpa")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # modes that replay CUDA graphs
-SMALLEST_TILE, DEFAULT_TILE = 16, 128              # of the Triton kernel, in queries and in keys
+SMALLEST_TILE, DEFAULT_TILE = 16, 128  # of the Triton kernel, in queries and in keys
 
 
 class FlexUnsupported(ValueError):
@@ -59,8 +59,14 @@ class Case:
         return self.q.shape[2], self.k.shape[2]
 
 
-def path_case(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask_mod: MaskMod | None = None,
-              score_mod: ScoreMod | None = None, block_size: int | tuple[int, int] = 128) -> Case:
+def path_case(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask_mod: MaskMod | None = None,
+    score_mod: ScoreMod | None = None,
+    block_size: int | tuple[int, int] = 128,
+) -> Case:
     """A case to ask `support` about."""
     return Case(q, k, v, mask_mod, score_mod, block_sizes(block_size), "default", q.shape[-1] ** -0.5, None)
 
@@ -91,8 +97,11 @@ def support(path: str, case: Case) -> Support:
         if not low <= head_dim <= high:
             return Support(False, f"takes head dimensions {low} to {high} on this device, not {head_dim}")
         if kind == "cuda" and masked and (least := _smallest(case)) < SMALLEST_TILE:
-            return Support(False, f"takes blocks of {SMALLEST_TILE} tokens or a multiple, and the block size is "
-                                  f"{least} (of {case.block_size[0]} x {case.block_size[1]})")
+            return Support(
+                False,
+                f"takes blocks of {SMALLEST_TILE} tokens or a multiple, and the block size is "
+                f"{least} (of {case.block_size[0]} x {case.block_size[1]})",
+            )
     if path in ("cute", "cute_direct"):
         return _cute_support(path, case)
     if path == "gluon":
@@ -118,11 +127,17 @@ def _cute_support(path: str, case: Case) -> Support:
     if _own_mask(path, case):
         return Support(True)
     if head_dim > 128:
-        return Support(False, "with a block mask takes head dimensions up to 128 (from there on its key tile does not "
-                              f"divide the blocks), not {head_dim}")
+        return Support(
+            False,
+            "with a block mask takes head dimensions up to 128 (from there on its key tile does not "
+            f"divide the blocks), not {head_dim}",
+        )
     if case.block_size[1] != 128 or case.block_size[0] % 64:
-        return Support(False, "takes blocks of 128 keys and a multiple of 64 queries, and the block size is "
-                              f"{case.block_size[0]} x {case.block_size[1]}")
+        return Support(
+            False,
+            "takes blocks of 128 keys and a multiple of 64 queries, and the block size is "
+            f"{case.block_size[0]} x {case.block_size[1]}",
+        )
     return Support(True)
 
 
@@ -142,9 +157,12 @@ def _gluon_support(case: Case) -> Support:
         return Support(False, f"takes no score modifier, and {name_of(case.score_mod)} was given")
     mask = kernel_mask(case.mask_mod, *case.lengths, documents=not case.grouped)
     if mask is None:
-        return Support(False, "takes causal, sliding_window, documents(span) and both(causal, documents(span)) with as "
-                              "many queries as keys (documents: as many heads of K as of Q, a span that divides the "
-                              f"length), and the mask is {name_of(case.mask_mod)}")
+        return Support(
+            False,
+            "takes causal, sliding_window, documents(span) and both(causal, documents(span)) with as "
+            "many queries as keys (documents: as many heads of K as of Q, a span that divides the "
+            f"length), and the mask is {name_of(case.mask_mod)}",
+        )
     if case.q.dtype not in (torch.float16, torch.bfloat16):
         return Support(False, f"takes float16 and bfloat16, not {str(case.q.dtype).removeprefix('torch.')}")
     if case.needs_grad:

@@ -17,8 +17,8 @@ class KernelMask:
     """What the kernel is told instead of a mask function."""
 
     causal: bool = False
-    window: int | None = None   # with causal: the last keys that a query sees, its own included
-    span: int | None = None     # documents of this many tokens, each a sequence of its own
+    window: int | None = None  # with causal: the last keys that a query sees, its own included
+    span: int | None = None  # documents of this many tokens, each a sequence of its own
 
     def __str__(self) -> str:
         parts = ["causal"] if self.causal else []

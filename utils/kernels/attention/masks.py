@@ -82,8 +82,10 @@ document = documents
 
 def _documents_by_ids(ids: torch.Tensor) -> MaskMod:
     if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(f"document numbers are a tensor (S,) of integers; got {tuple(ids.shape)} of {ids.dtype}. "
-                         "document_ids(lengths) makes one.")
+        raise ValueError(
+            f"document numbers are a tensor (S,) of integers; got {tuple(ids.shape)} of {ids.dtype}. "
+            "document_ids(lengths) makes one."
+        )
 
     def mask_mod(b, h, q, k):
         return ids[q] == ids[k]
@@ -114,6 +116,7 @@ def dilated(step: int, window: int | None = None) -> MaskMod:
     """Causal, every `step`-th key back from the own one; with `window`, none further than window - 1 tokens away."""
     _whole("step", step)
     if window is None:
+
         def mask_mod(b, h, q, k):
             return (q >= k) & ((q - k) % step == 0)
 
@@ -176,8 +179,10 @@ def on_device(mod: MaskMod, device: torch.device | str) -> None:
     """Raise unless every tensor that a mask function of this module captures is on `device`."""
     ids = getattr(mod, "ids", None)
     if ids is not None and ids.device.type != torch.device(device).type:
-        raise ValueError(f"{name_of(mod)} holds document numbers on {ids.device}, and the mask is wanted on {device}; "
-                         f'make them there: document_ids(lengths, device="{torch.device(device).type}").')
+        raise ValueError(
+            f"{name_of(mod)} holds document numbers on {ids.device}, and the mask is wanted on {device}; "
+            f'make them there: document_ids(lengths, device="{torch.device(device).type}").'
+        )
     for part in getattr(mod, "mods", ()):
         on_device(part, device)
 
@@ -190,14 +195,18 @@ def evaluate(mask_mod: MaskMod, q: torch.Tensor, k: torch.Tensor, b: int = 0, h:
         allowed = pairs(batch, head, q, k)
     except RuntimeError as error:
         if "data-dependent control flow" in str(error):
-            raise TypeError(f"mask function {name_of(mask_mod)} asks a tensor for True or False: `and`, `or`, `not`, "
-                            "`if` and chained comparisons cannot. Write &, |, ~ and torch.where. Put each comparison "
-                            "in parentheses: (q >= k) & (q - k < 8).") from error
+            raise TypeError(
+                f"mask function {name_of(mask_mod)} asks a tensor for True or False: `and`, `or`, `not`, "
+                "`if` and chained comparisons cannot. Write &, |, ~ and torch.where. Put each comparison "
+                "in parentheses: (q >= k) & (q - k < 8)."
+            ) from error
         raise
     if not isinstance(allowed, torch.Tensor) or allowed.dtype != torch.bool:
         given = allowed.dtype if isinstance(allowed, torch.Tensor) else type(allowed).__name__
-        raise TypeError(f"mask function {name_of(mask_mod)} returns {given}; it must return True or False a pair "
-                        "(a bool tensor), such as q >= k.")
+        raise TypeError(
+            f"mask function {name_of(mask_mod)} returns {given}; it must return True or False a pair "
+            "(a bool tensor), such as q >= k."
+        )
     return allowed
 
 
@@ -215,8 +224,9 @@ def row_chunks(mask_mod: MaskMod, sq: int, sk: int, device, rows: int = 1, b: in
             yield first, evaluate(mask_mod, queries, keys, b, h)
 
 
-def dense_mask(mask_mod: MaskMod | None, sq: int, sk: int, device: torch.device | str = "cpu", b: int = 0, h: int = 0
-               ) -> torch.Tensor:
+def dense_mask(
+    mask_mod: MaskMod | None, sq: int, sk: int, device: torch.device | str = "cpu", b: int = 0, h: int = 0
+) -> torch.Tensor:
     """The mask as data: (Sq, Sk) bool, True where query (row) sees key (column), of sequence b and head h."""
     return torch.cat([rows for _, rows in row_chunks(mask_mod, _whole("sq", sq), _whole("sk", sk), device, 1, b, h)])
 
@@ -251,8 +261,13 @@ class Blocks:
     block_size: tuple[int, int]
 
 
-def count_blocks(mask_mod: MaskMod | None, sq: int, sk: int, device: torch.device | str = "cpu",
-                 block_size: int | tuple[int, int] = 128) -> Blocks:
+def count_blocks(
+    mask_mod: MaskMod | None,
+    sq: int,
+    sk: int,
+    device: torch.device | str = "cpu",
+    block_size: int | tuple[int, int] = 128,
+) -> Blocks:
     """Count the pairs of every block. A block at an edge that is not filled is partial, as it is in FlexAttention."""
     size_q, size_k = block_sizes(block_size)
     counts = []
@@ -269,16 +284,26 @@ _kept: dict[tuple, Any] = {}
 KEPT_AT_MOST = 64
 
 
-def build_block_mask(mask_mod: MaskMod | None, sq: int, sk: int, device: torch.device | str = "cpu",
-                     block_size: int | tuple[int, int] = 128):
+def build_block_mask(
+    mask_mod: MaskMod | None,
+    sq: int,
+    sk: int,
+    device: torch.device | str = "cpu",
+    block_size: int | tuple[int, int] = 128,
+):
     """FlexAttention's BlockMask, one for all batches and heads, built at the first call and kept. None for no mask."""
     if mask_mod is None:
         return None
     return _kept_or_built(mask_mod, sq, sk, device, block_size)[0]
 
 
-def block_mask_seconds(mask_mod: MaskMod | None, sq: int, sk: int, device: torch.device | str = "cpu",
-                       block_size: int | tuple[int, int] = 128) -> float:
+def block_mask_seconds(
+    mask_mod: MaskMod | None,
+    sq: int,
+    sk: int,
+    device: torch.device | str = "cpu",
+    block_size: int | tuple[int, int] = 128,
+) -> float:
     """Seconds that create_block_mask took when this block mask was built; 0 without a mask."""
     if mask_mod is None:
         return 0.0
@@ -306,8 +331,9 @@ def _build(mask_mod, sq, sk, device, block_size) -> tuple[Any, float]:
     return block_mask, time.perf_counter() - began
 
 
-def seconds_to_build_block_mask(mask_mod: MaskMod, sq: int, sk: int, device: torch.device | str = "cpu",
-                                block_size: int | tuple[int, int] = 128) -> float:
+def seconds_to_build_block_mask(
+    mask_mod: MaskMod, sq: int, sk: int, device: torch.device | str = "cpu", block_size: int | tuple[int, int] = 128
+) -> float:
     """Seconds that create_block_mask takes by now, with everything warm: the middle one of three."""
     return sorted(_build(mask_mod, sq, sk, device, block_sizes(block_size))[1] for _ in range(3))[1]
 

@@ -7,8 +7,15 @@ import torch
 from utils.kernels.attention.request import allowed_keys, make_request
 
 
-def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None,
-              window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (B, H, Sq, D) and log-sum-exp (B, H, Sq) in float64. A query without keys: zeros, minus infinity.
 
     The last query stands at the last key: query i has position i + Sk - Sq. causal: it sees keys at or before its

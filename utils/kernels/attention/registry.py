@@ -1,8 +1,8 @@
 """The providers of attention: what each is, whether it runs here, what it accepts, and the one call in front of them.
 
-    out = attention(q, k, v, causal=True)            # "auto": the best that can do it
-    last_run().provider                              # which one that was
-    for row in provider_table(): print(row)          # what runs on this machine, and why not
+out = attention(q, k, v, causal=True)            # "auto": the best that can do it
+last_run().provider                              # which one that was
+for row in provider_table(): print(row)          # what runs on this machine, and why not
 """
 
 from __future__ import annotations
@@ -108,8 +108,16 @@ def choose(request: Request, refused: tuple[tuple[str, str], ...] = ()) -> tuple
     raise AttentionUnsupported("auto", reason, able_providers(request))
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None,
-              window: int | None = None, provider: str = "auto") -> torch.Tensor:
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    provider: str = "auto",
+) -> torch.Tensor:
     """Attention of q (B, H, Sq, D) over k and v (B, Hkv, Sk, D): output like q.
 
     causal: query i sees keys up to i + Sk - Sq, so the last query sees the last key. scale: of the scores,
@@ -158,8 +166,16 @@ def provider_table() -> list[dict]:
     for name in PROVIDERS:
         entry = provider(name)
         support = entry.machine()
-        rows.append({"provider": name, "summary": entry.summary, "ok": support.ok, "reason": support.reason,
-                     "remedy": support.remedy, "implementation": entry.implementation() if support else ""})
+        rows.append(
+            {
+                "provider": name,
+                "summary": entry.summary,
+                "ok": support.ok,
+                "reason": support.reason,
+                "remedy": support.remedy,
+                "implementation": entry.implementation() if support else "",
+            }
+        )
     return rows
 
 

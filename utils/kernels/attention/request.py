@@ -63,8 +63,9 @@ class Request(Shape):
         return str(self.dtype).removeprefix("torch.")
 
 
-def make_request(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None,
-                 window: int | None) -> Request:
+def make_request(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None, window: int | None
+) -> Request:
     """Check the arguments of an attention call; a ValueError or TypeError says what was given and what is allowed."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
@@ -91,8 +92,20 @@ def make_request(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be True or False; it is {causal!r}.")
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return Request(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], q.dtype, q.device, causal,
-                   q.shape[3] ** -0.5 if scale is None else float(scale), window, needs_grad)
+    return Request(
+        q.shape[0],
+        q.shape[1],
+        k.shape[1],
+        q.shape[2],
+        k.shape[2],
+        q.shape[3],
+        q.dtype,
+        q.device,
+        causal,
+        q.shape[3] ** -0.5 if scale is None else float(scale),
+        window,
+        needs_grad,
+    )
 
 
 def allowed_keys(request: Request, device: torch.device | str | None = None) -> torch.Tensor | None:

@@ -47,8 +47,10 @@ def relative_bias(table_or_heads: torch.Tensor | int) -> ScoreMod:
     if isinstance(table_or_heads, torch.Tensor):
         table = table_or_heads
         if table.dim() != 2 or not table.is_floating_point():
-            raise ValueError("a table of relative biases is a floating-point tensor (heads, distances); got "
-                             f"{tuple(table.shape)} of {table.dtype}.")
+            raise ValueError(
+                "a table of relative biases is a floating-point tensor (heads, distances); got "
+                f"{tuple(table.shape)} of {table.dtype}."
+            )
         last = table.shape[1] - 1
 
         def from_table(score, b, h, q, k):
@@ -90,8 +92,9 @@ def compose(*mods: ScoreMod) -> ScoreMod:
         raise ValueError("compose() was given no score modifier; give it one or more.")
     for mod in mods:
         if not callable(mod):
-            raise TypeError(f"compose() takes score modifiers (score, b, h, q, k), and was given a "
-                            f"{type(mod).__name__}.")
+            raise TypeError(
+                f"compose() takes score modifiers (score, b, h, q, k), and was given a {type(mod).__name__}."
+            )
 
     def score_mod(score, b, h, q, k):
         for mod in mods:
@@ -101,8 +104,9 @@ def compose(*mods: ScoreMod) -> ScoreMod:
     return named(score_mod, f"compose({', '.join(map(name_of, mods))})", kind="compose", mods=mods)
 
 
-def modified(score_mod: ScoreMod | None, scores: torch.Tensor, b: int = 0, h: int = 0, first_query: int = 0
-             ) -> torch.Tensor:
+def modified(
+    score_mod: ScoreMod | None, scores: torch.Tensor, b: int = 0, h: int = 0, first_query: int = 0
+) -> torch.Tensor:
     """Scores (Sq, Sk) of sequence b and head h after the modifier, every pair by its own scalars."""
     if score_mod is None:
         return scores

@@ -26,8 +26,9 @@ def probe(backend: SDPBackend, device_type: str) -> Support:
             F.scaled_dot_product_attention(x, x, x)
     except RuntimeError as error:
         why = str(error).splitlines()[0].rstrip(".")
-        return Support(False, f"torch's {backend.name} backend does not run on {device_type}: {why}.",
-                       "Use another SDPA provider.")
+        return Support(
+            False, f"torch's {backend.name} backend does not run on {device_type}: {why}.", "Use another SDPA provider."
+        )
     return Support(True, f"torch {torch.__version__}'s {backend.name} backend, pinned.")
 
 
@@ -38,8 +39,15 @@ def run(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
     with sdpa_kernel(backend), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=plain and request.causal,
-                                                  scale=request.scale, enable_gqa=request.grouped)
+            return F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=plain and request.causal,
+                scale=request.scale,
+                enable_gqa=request.grouped,
+            )
         except RuntimeError as error:
             if "No available kernel" not in str(error) and "No viable backend" not in str(error):
                 raise
@@ -49,8 +57,15 @@ def run(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
             raise Refused(" ".join(reasons) or "torch refuses this shape and does not say why.") from error
 
 
-def accepts(backend: SDPBackend, request: Request, *, masks: bool, groups: bool = True,
-            dtypes: tuple[torch.dtype, ...] | None = None, longest_head: int | None = None) -> Support:
+def accepts(
+    backend: SDPBackend,
+    request: Request,
+    *,
+    masks: bool,
+    groups: bool = True,
+    dtypes: tuple[torch.dtype, ...] | None = None,
+    longest_head: int | None = None,
+) -> Support:
     """Whether a backend takes a request. masks: it takes a mask (windows, or causal with Sq != Sk)."""
     kind = request.device.type
     if not (here := probe(backend, kind)):

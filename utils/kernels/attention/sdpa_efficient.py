@@ -14,8 +14,14 @@ _BACKEND = SDPBackend.EFFICIENT_ATTENTION
 def _accepts(request: Request) -> Support:
     if request.device.type != "cuda":
         return Support(False, f"it runs on an NVIDIA GPU, and the tensors are on {request.device}.")
-    return sdpa.accepts(_BACKEND, request, masks=True, groups=False,
-                        dtypes=(torch.float16, torch.bfloat16, torch.float32), longest_head=1 << 10)
+    return sdpa.accepts(
+        _BACKEND,
+        request,
+        masks=True,
+        groups=False,
+        dtypes=(torch.float16, torch.bfloat16, torch.float32),
+        longest_head=1 << 10,
+    )
 
 
 PROVIDER = Provider(

@@ -25,10 +25,10 @@ class Sparsity:
     sq: int
     sk: int
     block_size: tuple[int, int]
-    pairs: int                     # query-key pairs that the mask lets through
-    full: int                      # blocks without a masked pair: no mask is evaluated in them
-    partial: int                   # blocks with both: computed whole, then masked
-    empty: int                     # blocks that are skipped
+    pairs: int  # query-key pairs that the mask lets through
+    full: int  # blocks without a masked pair: no mask is evaluated in them
+    partial: int  # blocks with both: computed whole, then masked
+    empty: int  # blocks that are skipped
     blocks: Blocks | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -94,13 +94,14 @@ class Sparsity:
     def to_dict(self) -> dict:
         """Counts and the shares made of them, for a JSON file."""
         own = {key: value for key, value in asdict(_without_blocks(self)).items() if key != "blocks"}
-        return own | {"density": self.density, "block_density": self.block_density,
-                      "ideal_speedup": self.ideal_speedup}
+        return own | {"density": self.density, "block_density": self.block_density, "ideal_speedup": self.ideal_speedup}
 
     def __str__(self) -> str:
-        return (f"{self.mask} over {self.sq} x {self.sk}: {self.density:.1%} of the pairs, {self.block_density:.1%} of "
-                f"the blocks of {self.block_size[0]} x {self.block_size[1]} ({self.full} full, {self.partial} partial, "
-                f"{self.empty} empty), at best {self.ideal_speedup:.2f}x as fast as without a mask")
+        return (
+            f"{self.mask} over {self.sq} x {self.sk}: {self.density:.1%} of the pairs, {self.block_density:.1%} of "
+            f"the blocks of {self.block_size[0]} x {self.block_size[1]} ({self.full} full, {self.partial} partial, "
+            f"{self.empty} empty), at best {self.ideal_speedup:.2f}x as fast as without a mask"
+        )
 
 
 def _without_blocks(found: Sparsity) -> Sparsity:
@@ -109,24 +110,42 @@ def _without_blocks(found: Sparsity) -> Sparsity:
     return replace(found, blocks=None)
 
 
-def sparsity(mask_mod: MaskMod | None, sq: int, sk: int, block_size: int | tuple[int, int] = 128,
-             device: torch.device | str = "cpu") -> Sparsity:
+def sparsity(
+    mask_mod: MaskMod | None,
+    sq: int,
+    sk: int,
+    block_size: int | tuple[int, int] = 128,
+    device: torch.device | str = "cpu",
+) -> Sparsity:
     """Count a mask by evaluating it on every pair."""
     blocks = count_blocks(mask_mod, sq, sk, device, block_size)
     total, full, partial = blocks.counts.numel(), int(blocks.full.sum()), int(blocks.partial.sum())
-    return Sparsity(name_of(mask_mod), sq, sk, blocks.block_size, int(blocks.counts.sum(dtype=torch.int64)), full,
-                    partial, total - full - partial, blocks)
+    return Sparsity(
+        name_of(mask_mod),
+        sq,
+        sk,
+        blocks.block_size,
+        int(blocks.counts.sum(dtype=torch.int64)),
+        full,
+        partial,
+        total - full - partial,
+        blocks,
+    )
 
 
 def sparsity_of_block_mask(block_mask) -> Sparsity:
     """Count what a FlexAttention BlockMask says: its own full and partial blocks, and its mask's pairs."""
     if block_mask.kv_num_blocks.shape[:2] != (1, 1):
-        raise ValueError(f"the block mask differs between {tuple(block_mask.kv_num_blocks.shape[:2])} batches and "
-                         "heads; count one that is shared by all (B=None, H=None).")
+        raise ValueError(
+            f"the block mask differs between {tuple(block_mask.kv_num_blocks.shape[:2])} batches and "
+            "heads; count one that is shared by all (B=None, H=None)."
+        )
     sq, sk = block_mask.seq_lengths
-    found = sparsity(block_mask.mask_mod, sq, sk, block_sizes(tuple(block_mask.BLOCK_SIZE)),
-                     block_mask.kv_num_blocks.device)
+    found = sparsity(
+        block_mask.mask_mod, sq, sk, block_sizes(tuple(block_mask.BLOCK_SIZE)), block_mask.kv_num_blocks.device
+    )
     full = 0 if block_mask.full_kv_num_blocks is None else int(block_mask.full_kv_num_blocks.sum())
     partial = int(block_mask.kv_num_blocks.sum())
-    return Sparsity(found.mask, sq, sk, found.block_size, found.pairs, full, partial, found.total - full - partial,
-                    found.blocks)
+    return Sparsity(
+        found.mask, sq, sk, found.block_size, found.pairs, full, partial, found.total - full - partial, found.blocks
+    )

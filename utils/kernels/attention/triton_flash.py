@@ -32,10 +32,29 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sca
     block_m, block_n = (128, 128) if not q.is_cuda else (128, 64) if block_d <= 128 else (64, 32)
     if q.numel():
         flash_forward_kernel[(triton.cdiv(sq, block_m), batch * heads)](
-            q, k, v, out, *q.stride(), *k.stride(), *v.stride(), *out.stride(), sq, sk, head_dim, heads,
-            heads // kv_heads, window, scale * 1.4426950408889634,
-            CAUSAL=causal, WINDOW=window > 0, BLOCK_M=block_m, BLOCK_N=block_n,
-            BLOCK_D=block_d, num_warps=4 if block_d <= 64 else 8, num_stages=2)
+            q,
+            k,
+            v,
+            out,
+            *q.stride(),
+            *k.stride(),
+            *v.stride(),
+            *out.stride(),
+            sq,
+            sk,
+            head_dim,
+            heads,
+            heads // kv_heads,
+            window,
+            scale * 1.4426950408889634,
+            CAUSAL=causal,
+            WINDOW=window > 0,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_D=block_d,
+            num_warps=4 if block_d <= 64 else 8,
+            num_stages=2,
+        )
     return out
 
 

@@ -5,17 +5,51 @@ import triton.language as tl
 
 
 @triton.jit
-def flash_forward_kernel(q, k, v, out, q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, o_b, o_h, o_s, o_d,
-                         sq, sk, head_dim, heads, group, window, c, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-                         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+def flash_forward_kernel(
+    q,
+    k,
+    v,
+    out,
+    q_b,
+    q_h,
+    q_s,
+    q_d,
+    k_b,
+    k_h,
+    k_s,
+    k_d,
+    v_b,
+    v_h,
+    v_s,
+    v_d,
+    o_b,
+    o_h,
+    o_s,
+    o_d,
+    sq,
+    sk,
+    head_dim,
+    heads,
+    group,
+    window,
+    c,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     row = tl.program_id(0) * BLOCK_M
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = tl.program_id(1) % heads
     rows = row + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     position = rows + sk - sq
-    q_tile = tl.load(q + b * q_b + h * q_h + rows[:, None] * q_s + d[None, :] * q_d,
-                     mask=(rows[:, None] < sq) & (d[None, :] < head_dim), other=0.0)
+    q_tile = tl.load(
+        q + b * q_b + h * q_h + rows[:, None] * q_s + d[None, :] * q_d,
+        mask=(rows[:, None] < sq) & (d[None, :] < head_dim),
+        other=0.0,
+    )
     k_base = k + b * k_b + (h // group) * k_h
     v_base = v + b * v_b + (h // group) * v_h
 
@@ -53,5 +87,8 @@ def flash_forward_kernel(q, k, v, out, q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v
         acc = acc * alpha[:, None] + tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
         m = top
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out + b * o_b + h * o_h + rows[:, None] * o_s + d[None, :] * o_d, acc.to(out.dtype.element_ty),
-             mask=(rows[:, None] < sq) & (d[None, :] < head_dim))
+    tl.store(
+        out + b * o_b + h * o_h + rows[:, None] * o_s + d[None, :] * o_d,
+        acc.to(out.dtype.element_ty),
+        mask=(rows[:, None] < sq) & (d[None, :] < head_dim),
+    )

@@ -30,8 +30,14 @@ def main() -> None:
     for case in json.loads(sys.argv[1]):
         kernel = compile_step(case["step"], case["head_dim"], **case["flags"])
         row = {name: kernel.count(pattern, where) for name, (where, pattern) in PATTERNS.items()}
-        row |= {"registers": kernel.registers, "spill_bytes": kernel.spill_bytes, "stack_bytes": kernel.stack_bytes,
-                "shared_bytes": kernel.shared_bytes, "warnings": kernel.warnings, "loop": hot_loop(kernel.sass)}
+        row |= {
+            "registers": kernel.registers,
+            "spill_bytes": kernel.spill_bytes,
+            "stack_bytes": kernel.stack_bytes,
+            "shared_bytes": kernel.shared_bytes,
+            "warnings": kernel.warnings,
+            "loop": hot_loop(kernel.sass),
+        }
         answer[json.dumps(case, sort_keys=True)] = row
     print("REPORT " + json.dumps(answer))
 
@@ -50,7 +56,7 @@ def hot_loop(sass: str) -> list[str]:
     for end, text in enumerate(code):
         jump = re.search(r"BRA.*?`\((\.L_x_\d+)\)", text)
         if jump and labels.get(jump.group(1), end) < end:
-            body = code[labels[jump.group(1)]:end + 1]
+            body = code[labels[jump.group(1)] : end + 1]
             # Retries of a barrier's wait stand behind the kernel and jump back into the loop: those are no loops.
             if not any("EXIT" in x or "USETMAXREG" in x for x in body) and any("MUFU.EX2" in x for x in body):
                 loops.append(body)

@@ -41,8 +41,10 @@ def cases():
         "ids and table": (both(causal, documents(ids)), score_mods.relative_bias(table)),
         "dilated and decay": (both(dilated(3, 200), either(prefix_lm(77), causal)), score_mods.document_decay(100)),
         "window and cap": (sliding_window(100), score_mods.soft_cap(2.0)),
-        "either and composed": (either(documents(128), causal),
-                                score_mods.compose(score_mods.soft_cap(2.0), score_mods.alibi(4))),
+        "either and composed": (
+            either(documents(128), causal),
+            score_mods.compose(score_mods.soft_cap(2.0), score_mods.alibi(4)),
+        ),
     }
 
 

@@ -41,8 +41,10 @@ MASKS = {
     "dilated(3)": (dilated(3), lambda q, k: k <= q and (q - k) % 3 == 0),
     "dilated(2, window=7)": (dilated(2, 7), lambda q, k: 0 <= q - k < 7 and (q - k) % 2 == 0),
     "both(causal, documents(6))": (both(causal, documents(6)), lambda q, k: k <= q and q // 6 == k // 6),
-    "either(causal, documents(ids))": (either(causal, documents(IDS)),
-                                       lambda q, k: k <= q or IDS.tolist()[q] == IDS.tolist()[k]),
+    "either(causal, documents(ids))": (
+        either(causal, documents(IDS)),
+        lambda q, k: k <= q or IDS.tolist()[q] == IDS.tolist()[k],
+    ),
     "negate(causal)": (negate(causal), lambda q, k: k > q),
     "at_offset(causal, 2)": (at_offset(causal, 2), lambda q, k: k <= q + 2),
 }
@@ -50,15 +52,17 @@ MODIFIERS = {
     "alibi(4)": (score_mods.alibi(4), lambda s, h, q, k: s - 2.0 ** (-2 * (h + 1)) * abs(q - k)),
     "relative_bias(4)": (score_mods.relative_bias(4), lambda s, h, q, k: s + 2.0 ** (-2 * (h + 1)) * (k - q)),
     "soft_cap(2)": (score_mods.soft_cap(2.0), lambda s, h, q, k: 2 * math.tanh(s / 2)),
-    "document_decay(5, 0.25)": (score_mods.document_decay(5, 0.25),
-                                lambda s, h, q, k: s - 0.25 * abs(q // 5 - k // 5)),
+    "document_decay(5, 0.25)": (score_mods.document_decay(5, 0.25), lambda s, h, q, k: s - 0.25 * abs(q // 5 - k // 5)),
 }
 TABLE = torch.arange(12.0).reshape(4, 3)
-MODIFIERS["relative_bias((4, 3))"] = (score_mods.relative_bias(TABLE),
-                                      lambda s, h, q, k: s + TABLE[h, min(abs(q - k), 2)].item())
+MODIFIERS["relative_bias((4, 3))"] = (
+    score_mods.relative_bias(TABLE),
+    lambda s, h, q, k: s + TABLE[h, min(abs(q - k), 2)].item(),
+)
 MODIFIERS["compose(soft_cap(2), alibi(4))"] = (
     score_mods.compose(score_mods.soft_cap(2.0), score_mods.alibi(4)),
-    lambda s, h, q, k: 2 * math.tanh(s / 2) - 2.0 ** (-2 * (h + 1)) * abs(q - k))
+    lambda s, h, q, k: 2 * math.tanh(s / 2) - 2.0 ** (-2 * (h + 1)) * abs(q - k),
+)
 
 
 def by_loops(rule, sq, sk):
@@ -76,8 +80,9 @@ def test_a_mask_is_its_rule_pair_by_pair_and_its_name_reads_well(name):
 def test_masks_of_the_benchmarks_by_name():
     assert by_name("full") is None and by_name("causal") is causal
     assert by_name("document", 6) is by_name("document", 6)  # one object: one block mask is kept for it
-    assert torch.equal(dense_mask(by_name("causal_document", 6), 20, 20),
-                       by_loops(lambda q, k: k <= q and q // 6 == k // 6, 20, 20))
+    assert torch.equal(
+        dense_mask(by_name("causal_document", 6), 20, 20), by_loops(lambda q, k: k <= q and q // 6 == k // 6, 20, 20)
+    )
     with pytest.raises(ValueError, match="choose full, causal"):
         by_name("casual")
 
@@ -89,22 +94,25 @@ def test_a_long_mask_is_evaluated_in_chunks_of_rows(monkeypatch):
     assert int(blocks.counts.sum()) == 21 * 22 // 2
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: sliding_window(0), "window is 0; it must be a whole number, 1 or more"),
-    (lambda: documents(2.5), "span is 2.5"),
-    (lambda: documents(torch.zeros(3)), r"tensor \(S,\) of integers"),
-    (lambda: document_ids([]), "no lengths"),
-    (lambda: both(), r"both\(\) was given no mask"),
-    (lambda: either(causal, 3), "was given a int"),
-    (lambda: dense_mask(lambda b, h, q, k: q >= k and k > 2, 4, 4), "write &, |, ~"),
-    (lambda: dense_mask(lambda b, h, q, k: q - k, 4, 4), "must return True or False a pair"),
-    (lambda: dense_mask(causal, 0, 4), "sq is 0"),
-    (lambda: build_block_mask(causal, 8, 8, block_size=(8, 8, 8)), "one whole number or two"),
-    (lambda: dense_mask(both(causal, documents(IDS)), 4, 4, "meta"), "make them there"),
-    (lambda: score_mods.soft_cap(-1), "above 0"),
-    (lambda: score_mods.relative_bias(torch.zeros(3)), r"\(heads, distances\)"),
-    (lambda: score_mods.compose(), "no score modifier"),
-])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sliding_window(0), "window is 0; it must be a whole number, 1 or more"),
+        (lambda: documents(2.5), "span is 2.5"),
+        (lambda: documents(torch.zeros(3)), r"tensor \(S,\) of integers"),
+        (lambda: document_ids([]), "no lengths"),
+        (lambda: both(), r"both\(\) was given no mask"),
+        (lambda: either(causal, 3), "was given a int"),
+        (lambda: dense_mask(lambda b, h, q, k: q >= k and k > 2, 4, 4), "write &, |, ~"),
+        (lambda: dense_mask(lambda b, h, q, k: q - k, 4, 4), "must return True or False a pair"),
+        (lambda: dense_mask(causal, 0, 4), "sq is 0"),
+        (lambda: build_block_mask(causal, 8, 8, block_size=(8, 8, 8)), "one whole number or two"),
+        (lambda: dense_mask(both(causal, documents(IDS)), 4, 4, "meta"), "make them there"),
+        (lambda: score_mods.soft_cap(-1), "above 0"),
+        (lambda: score_mods.relative_bias(torch.zeros(3)), r"\(heads, distances\)"),
+        (lambda: score_mods.compose(), "no score modifier"),
+    ],
+)
 def test_bad_input_says_what_was_given_and_what_is_allowed(call, message):
     with pytest.raises((ValueError, TypeError), match=message):
         call()
@@ -142,7 +150,7 @@ def test_blocks_are_counted_as_flexattention_counts_them(name):
         full = partial = 0
         for top in range(0, 21, height):
             for left in range(0, 21, width):
-                block = allowed[top:top + height, left:left + width]
+                block = allowed[top : top + height, left : left + width]
                 full += int(block.sum()) == height * width
                 partial += 0 < int(block.sum()) < height * width
         assert (found.pairs, found.full, found.partial) == (int(allowed.sum()), full, partial)
@@ -173,11 +181,21 @@ def test_a_kernel_is_told_only_the_masks_that_it_does_itself():
     assert kernel_mask(sliding_window(9), 64, 64) == KernelMask(causal=True, window=9)
     assert kernel_mask(both(documents(16), causal), 64, 64, documents=True) == KernelMask(causal=True, span=16)
     assert str(KernelMask(causal=True, span=16)) == "causal, documents of 16 as sequences"
-    for mask in (documents(16), documents(IDS), prefix_lm(3), negate(causal), both(causal, causal),
-                 lambda b, h, q, k: q >= k):
+    for mask in (
+        documents(16),
+        documents(IDS),
+        prefix_lm(3),
+        negate(causal),
+        both(causal, causal),
+        lambda b, h, q, k: q >= k,
+    ):
         assert kernel_mask(mask, 64, 64) is None
-    for mask in (documents(24), both(documents(16), documents(32)), both(documents(16), prefix_lm(2)),
-                 either(causal, documents(16))):
+    for mask in (
+        documents(24),
+        both(documents(16), documents(32)),
+        both(documents(16), prefix_lm(2)),
+        either(causal, documents(16)),
+    ):
         assert kernel_mask(mask, 64, 64, documents=True) is None
     assert kernel_mask(causal, 32, 64) is None
 
@@ -211,8 +229,9 @@ class OnTensors:
 
 
 def lanes(length):
-    q, k = torch.meshgrid(torch.arange(length, dtype=torch.int32), torch.arange(length, dtype=torch.int32),
-                          indexing="ij")
+    q, k = torch.meshgrid(
+        torch.arange(length, dtype=torch.int32), torch.arange(length, dtype=torch.int32), indexing="ij"
+    )
     return q.flatten(), k.flatten()
 
 
@@ -253,8 +272,9 @@ def test_block_tables_without_flexattention_are_those_of_its_block_mask():
     ours = block_tables(mask, 21, 21, "cpu", (4, 4))
     theirs = build_block_mask(mask, 21, 21, block_size=4)
     counts = (theirs.kv_num_blocks, theirs.full_kv_num_blocks)
-    for mine, index, count, wanted in zip(ours[::2], ours[1::2], counts,
-                                          (theirs.kv_indices, theirs.full_kv_indices), strict=True):
+    for mine, index, count, wanted in zip(
+        ours[::2], ours[1::2], counts, (theirs.kv_indices, theirs.full_kv_indices), strict=True
+    ):
         assert torch.equal(mine, count)
         for row, number in enumerate(count.flatten().tolist()):
             assert index[0, 0, row, :number].tolist() == sorted(wanted[0, 0, row, :number].tolist())
@@ -286,8 +306,9 @@ def test_masks_are_drawn_with_both_densities_and_sweeps_as_heat_maps():
     found = sparsity(both(causal, documents(IDS)), 21, 21, 8)
     assert f"{100 * found.density:.3g}% of the pairs" in shown[0][0]
     assert f"{100 * found.block_density:.3g}% of the blocks of 8 x 8" in shown[0][1]
-    assert torch.equal(torch.tensor(axes[0, 0].images[0].get_array()).bool(),
-                       dense_mask(both(causal, documents(IDS)), 21, 21))
+    assert torch.equal(
+        torch.tensor(axes[0, 0].images[0].get_array()).bool(), dense_mask(both(causal, documents(IDS)), 21, 21)
+    )
     assert int((torch.tensor(axes[0, 1].images[0].get_array()) == 1).sum()) == found.partial
     legend = [text.get_text() for text in axes[0, 1].get_legend().get_texts()]
     assert legend == [f"{found.full} full", f"{found.partial} partial", f"{found.empty} empty"]
@@ -295,14 +316,19 @@ def test_masks_are_drawn_with_both_densities_and_sweeps_as_heat_maps():
     per_head, axes = plot_mask(lambda b, h, q, k: q >= k + h, 12, block_size=4, h=3)
     assert "55% of" not in axes[0, 0].get_title(loc="left") and "31.2% of" in axes[0, 0].get_title(loc="left")
     plt.close(per_head)
-    rows = [{"doc_span": 64, "block_size": 32, "speedup": 3.0, "ideal": 4.0},
-            {"doc_span": 128, "block_size": 32, "refused": "why"}]
+    rows = [
+        {"doc_span": 64, "block_size": 32, "speedup": 3.0, "ideal": 4.0},
+        {"doc_span": 128, "block_size": 32, "refused": "why"},
+    ]
     figure, axes = plot_sparsity_sweep(rows)
     assert [text.get_text() for text in axes[1].texts] == ["75%", "refused"]
     assert [text.get_text() for text in axes[0].texts] == ["3x", "refused"]
     plt.close(figure)
-    for call, message in ((lambda: plot_sparsity_sweep([]), "is empty"), (lambda: plot_mask([], 8), "empty list"),
-                          (lambda: plot_sparsity_sweep([{"doc_span": 1, "block_size": 1}]), "no 'ideal', 'speedup'"),
-                          (lambda: plot_mask(causal, 8, labels=["a", "b"]), "must name the 1 masks")):
+    for call, message in (
+        (lambda: plot_sparsity_sweep([]), "is empty"),
+        (lambda: plot_mask([], 8), "empty list"),
+        (lambda: plot_sparsity_sweep([{"doc_span": 1, "block_size": 1}]), "no 'ideal', 'speedup'"),
+        (lambda: plot_mask(causal, 8, labels=["a", "b"]), "must name the 1 masks"),
+    ):
         with pytest.raises(ValueError, match=message):
             call()

@@ -32,8 +32,10 @@ MASK = both(causal, documents(IDS))
 
 def tensors(heads=2, kv_heads=2, sq=160, sk=160, head_dim=16, dtype=torch.float32, seed=0):
     made = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(2, number, length, head_dim, generator=made).to(dtype)
-                 for number, length in ((heads, sq), (kv_heads, sk), (kv_heads, sk)))
+    return tuple(
+        torch.randn(2, number, length, head_dim, generator=made).to(dtype)
+        for number, length in ((heads, sq), (kv_heads, sk), (kv_heads, sk))
+    )
 
 
 def error(out, expected):
@@ -68,8 +70,13 @@ def test_the_tolerance_is_one_that_wrong_answers_cannot_pass(compiled):
     call, modifier = compiled
     q, k, v = call.inputs
     expected = flex_reference(q, k, v, MASK, modifier)
-    for wrong in (torch.zeros_like(q), flex_reference(q, k, v, None, modifier), expected.flip(1),
-                  flex_reference(q, k, v, MASK), flex_reference(q, k, v, documents(IDS), modifier)):
+    for wrong in (
+        torch.zeros_like(q),
+        flex_reference(q, k, v, None, modifier),
+        expected.flip(1),
+        flex_reference(q, k, v, MASK),
+        flex_reference(q, k, v, documents(IDS), modifier),
+    ):
         assert error(wrong, expected) > 1000 * FP32_ERROR
 
 
@@ -78,8 +85,11 @@ def test_other_tensors_of_the_same_shape_are_computed_and_others_refused(compile
     others = tensors(heads=4, seed=7)
     assert error(call(*others), flex_reference(*others, MASK, modifier)) < FP32_ERROR
     call.check()
-    for wrong in (tensors(heads=4, sq=96, sk=96), tensors(heads=4, dtype=torch.bfloat16),
-                  tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in others)):
+    for wrong in (
+        tensors(heads=4, sq=96, sk=96),
+        tensors(heads=4, dtype=torch.bfloat16),
+        tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in others),
+    ):
         with pytest.raises(ValueError, match=r"was prepared for q \(2, 4, 160, 16\) float32 .* was given q"):
             call(*wrong)
     call.check()
@@ -132,8 +142,10 @@ def test_eager_and_stored_scores_are_right(mask):
         expected = flex_reference(q, k, v, mask, modifier)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            prepared = [flex(q, k, v, mask_mod=mask, score_mod=modifier, path=path, block_size=64)
-                        for path in ("eager", "dense") + ("sdpa",) * (modifier is None)]
+            prepared = [
+                flex(q, k, v, mask_mod=mask, score_mod=modifier, path=path, block_size=64)
+                for path in ("eager", "dense") + ("sdpa",) * (modifier is None)
+            ]
         for call in prepared:
             assert error(call(), expected) < FP32_ERROR, call.path
 
@@ -172,28 +184,35 @@ def test_what_a_path_cannot_do_is_refused_in_one_sentence_that_names_one_that_ca
     assert needs_gpu in refused("cute", q, k, v, mask_mod=causal)
     assert needs_gpu in refused("cute_direct", q, k, v, mask_mod=causal)
     assert "needs a Hopper GPU" in refused("gluon", q, k, v, mask_mod=causal)
-    assert "takes no score modifier, and soft_cap(2) was given" in refused("sdpa", q, k, v,
-                                                                           score_mod=score_mods.soft_cap(2.0))
+    assert "takes no score modifier, and soft_cap(2) was given" in refused(
+        "sdpa", q, k, v, score_mod=score_mods.soft_cap(2.0)
+    )
     gradient = q.clone().requires_grad_()
     assert "no backward pass on a CPU" in refused("eager", gradient, k, v, mask_mod=causal)
     doubles = tensors(dtype=torch.float64)
     assert "does not take float64" in refused("eager", *doubles, mask_mod=causal)
     if compile_support():
         assert "no backward pass on a CPU, and an input requires a gradient" in refused(
-            "compiled", gradient, k, v, mask_mod=causal)
+            "compiled", gradient, k, v, mask_mod=causal
+        )
         assert "does not take float64" in refused("compiled", *doubles)
         assert "uses CUDA graphs" in refused("compiled", q, k, v, mode="reduce-overhead")
         assert "takes head dimensions 8 to 256" in refused("compiled", *tensors(head_dim=4))
     with torch.no_grad():  # then no gradient is asked for
-        assert error(flex(gradient, k, v, mask_mod=causal, path="dense")(),
-                     flex_reference(q, k, v, causal)) < FP32_ERROR
+        assert (
+            error(flex(gradient, k, v, mask_mod=causal, path="dense")(), flex_reference(q, k, v, causal)) < FP32_ERROR
+        )
 
 
-@pytest.mark.parametrize(("head_dim", "block", "reason"), [
-    (256, 128, "with a block mask takes head dimensions up to 128 .* not 256"),
-    (64, 64, "takes blocks of 128 keys and a multiple of 64 queries, and the block size is 64 x 64"),
-    (64, (96, 128), "the block size is 96 x 128"),
-    (60, 128, "multiples of 8 up to 256, not 60")])
+@pytest.mark.parametrize(
+    ("head_dim", "block", "reason"),
+    [
+        (256, 128, "with a block mask takes head dimensions up to 128 .* not 256"),
+        (64, 64, "takes blocks of 128 keys and a multiple of 64 queries, and the block size is 64 x 64"),
+        (64, (96, 128), "the block size is 96 x 128"),
+        (60, 128, "multiples of 8 up to 256, not 60"),
+    ],
+)
 def test_limits_of_the_cute_path_are_told_without_a_gpu(monkeypatch, head_dim, block, reason):
     """The checks alone, with tensors that claim to be on a GPU."""
     yes = Support(True)
@@ -209,11 +228,15 @@ def test_limits_of_the_cute_path_are_told_without_a_gpu(monkeypatch, head_dim, b
     assert "float16 and bfloat16, not float32" in flex_paths.support("cute", path_case(*tensors(), causal)).reason
 
 
-@pytest.mark.parametrize(("arguments", "error_type", "message"), [
-    (dict(path="triton"), ValueError, "path is 'triton'; it must be auto or one of eager"),
-    (dict(mode="fast"), ValueError, "mode is 'fast'; it must be None or one of default"),
-    (dict(block_size=0), ValueError, "block_size is 0"),
-    (dict(scale="x"), ValueError, "could not convert")])
+@pytest.mark.parametrize(
+    ("arguments", "error_type", "message"),
+    [
+        (dict(path="triton"), ValueError, "path is 'triton'; it must be auto or one of eager"),
+        (dict(mode="fast"), ValueError, "mode is 'fast'; it must be None or one of default"),
+        (dict(block_size=0), ValueError, "block_size is 0"),
+        (dict(scale="x"), ValueError, "could not convert"),
+    ],
+)
 def test_bad_arguments_are_told(arguments, error_type, message):
     with pytest.raises(error_type, match=message):
         flex(*tensors(), mask_mod=causal, **{"path": "eager", **arguments})
@@ -239,8 +262,10 @@ class OutOfResource(RuntimeError):
     pass
 
 
-@pytest.mark.parametrize(("fits", "options", "given", "stages"), [
-    (3, {}, {}, None), (2, {}, {}, 2), (1, {"BLOCK_M": 64}, {"BLOCK_M": 64}, 1), (1, {"num_stages": 2}, {}, 1)])
+@pytest.mark.parametrize(
+    ("fits", "options", "given", "stages"),
+    [(3, {}, {}, None), (2, {}, {}, 2), (1, {"BLOCK_M": 64}, {"BLOCK_M": 64}, 1), (1, {"num_stages": 2}, {}, 1)],
+)
 def test_a_kernel_that_needs_too_much_shared_memory_gets_fewer_stages(fits, options, given, stages):
     def prepare(options):
         if options.get("num_stages", 3) > fits:
@@ -255,8 +280,11 @@ def test_stages_that_were_given_and_other_errors_are_left_alone():
         tried.append(options.get("num_stages"))
         raise OutOfResource(words)
 
-    for words, given, attempts in (("out of resource", {"num_stages": 3}, [3]), ("another error", {}, [None]),
-                                   ("out of resource", {}, [None, 2, 1])):
+    for words, given, attempts in (
+        ("out of resource", {"num_stages": 3}, [3]),
+        ("another error", {}, [None]),
+        ("out of resource", {}, [None, 2, 1]),
+    ):
         tried = []
         with pytest.raises(OutOfResource, match=words):
             flex_paths._in_shared_memory(functools.partial(prepare, words=words), given, given)

@@ -23,8 +23,13 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-GROUPS = [(head_dim, causal, windowed, dtype) for head_dim in (64, 128, 256) for causal in (False, True)
-          for windowed in (False, True) for dtype in (torch.bfloat16, torch.float16)]
+GROUPS = [
+    (head_dim, causal, windowed, dtype)
+    for head_dim in (64, 128, 256)
+    for causal in (False, True)
+    for windowed in (False, True)
+    for dtype in (torch.bfloat16, torch.float16)
+]
 SHAPES_PER_GROUP = 9  # 24 groups: 216 shapes
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 251, 256, 383, 509, 512, 640, 1021, 1024, 1500, 2039)
 
@@ -69,15 +74,18 @@ def random_case(rng, head_dim, causal, windowed, dtype):
         x = torch.randn(batch, h, s, d, device="cuda", dtype=dtype, generator=generator)
         if kind == "slice of nan":  # whatever reads past the end of it spoils the result
             whole = torch.full((batch, h, s + 200, d + 8), float("nan"), device="cuda", dtype=dtype)
-            whole[:, :, 100:100 + s, :d] = x
-            x = whole[:, :, 100:100 + s, :d]
+            whole[:, :, 100 : 100 + s, :d] = x
+            x = whole[:, :, 100 : 100 + s, :d]
         return x
 
     q, k, v = tensor(heads, sq), tensor(kv_heads, sk), tensor(kv_heads, sk)
     if rng.random() < 0.15:
         q = q * 30  # large logits: almost every row picks one key
-    options = {"causal": causal, "window": rng.choice((1, 17, 64, 100, 700)) if windowed else None,
-               "scale": rng.choice((None, None, 0.02, 0.5))}
+    options = {
+        "causal": causal,
+        "window": rng.choice((1, 17, 64, 100, 700)) if windowed else None,
+        "scale": rng.choice((None, None, 0.02, 0.5)),
+    }
     return q, k, v, options
 
 
@@ -118,9 +126,15 @@ def test_every_step_of_the_ladder(step, head_dim):
     from utils.kernels.attention.gluon_ladder.launch import forward
 
     torch.manual_seed(step)
-    for sq, sk, causal, window in ((300, 300, True, None), (300, 517, True, None), (517, 300, False, None),
-                                   (129, 129, True, 40), (1, 700, True, None), (512, 512, False, None),
-                                   (260, 200, False, 60)):
+    for sq, sk, causal, window in (
+        (300, 300, True, None),
+        (300, 517, True, None),
+        (517, 300, False, None),
+        (129, 129, True, 40),
+        (1, 700, True, None),
+        (512, 512, False, None),
+        (260, 200, False, 60),
+    ):
         q = torch.randn(2, 4, sq, head_dim, device="cuda", dtype=torch.bfloat16)
         k, v = (torch.randn(2, 2, sk, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         expected, expected_lse = reference(q, k, v, causal=causal, window=window)
@@ -139,9 +153,9 @@ def test_nothing_is_written_outside_of_the_output(step):
     for head_dim, sq in ((64, 197), (128, 131), (256, 65), (96, 129)):
         q, k, v = (torch.randn(2, 3, sq, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         whole = torch.full((2 * zone + q.numel(),), 7.0, device="cuda", dtype=torch.bfloat16)
-        out = whole[zone:zone + q.numel()].view(q.shape)
+        out = whole[zone : zone + q.numel()].view(q.shape)
         lses = torch.full((2 * zone + 6 * sq,), 7.0, device="cuda")
-        lse = lses[zone:zone + 6 * sq].view(2, 3, sq)
+        lse = lses[zone : zone + 6 * sq].view(2, 3, sq)
         out.fill_(float("nan"))
         lse.fill_(float("nan"))
         launch._launch(step, q, k, v, out, lse, True, head_dim**-0.5 * launch.LOG2_E, 0, True)
@@ -203,8 +217,10 @@ def test_long_causal_sequences_of_any_length(head_dim):
 
     torch.manual_seed(head_dim)
     for sq, sk in ((4500, 4500), (4097, 5000), (4800, 4300), (70, 4700)):
-        q, k, v = (torch.randn(1, heads, length, head_dim, device="cuda", dtype=torch.bfloat16)
-                   for heads, length in ((4, sq), (2, sk), (2, sk)))
+        q, k, v = (
+            torch.randn(1, heads, length, head_dim, device="cuda", dtype=torch.bfloat16)
+            for heads, length in ((4, sq), (2, sk), (2, sk))
+        )
         expected, expected_lse = reference(q, k, v, causal=True)
         out, lse = forward(q, k, v, causal=True, return_lse=True)
         assert relative_error(out, expected) <= 1.5 * rounding_error(q, k, v, expected, causal=True), (sq, sk)

@@ -34,6 +34,7 @@ def test_every_kernel_argument_is_given_once(monkeypatch, step, causal, window, 
             def call(*args, **kwargs):
                 kwargs.pop("num_warps")
                 calls.append((grid, inspect.signature(real.fn).bind(*args, **kwargs).arguments))
+
             return call
 
     monkeypatch.setattr(launch, "kernel_of", lambda step: Recorder())
@@ -42,15 +43,16 @@ def test_every_kernel_argument_is_given_once(monkeypatch, step, causal, window, 
     k, v = torch.randn(2, 2, 517, 72, dtype=torch.bfloat16), torch.randn(2, 2, 517, 72, dtype=torch.bfloat16)
     lse = torch.empty(2, 4, 300)
     launch._launch(step, q, k, v, torch.empty_like(q), lse, causal, 0.1, window, return_lse)
-    (grid, given), = calls
+    ((grid, given),) = calls
     assert set(given) == set(inspect.signature(real.fn).parameters)
     assert given["sq"] == 300 and given["sk"] == 517 and given["group"] == 2 and given["heads"] == 4
     assert given["CAUSAL"] is causal and given["LSE"] is return_lse
     assert math.prod(grid) <= 132 if step == 5 else grid == (math.ceil(300 / plan_for(step, 72).rows), 8)
 
 
-@pytest.mark.parametrize("sq, sk, heads, group", [(16384, 16384, 16, 1), (4096, 4096, 64, 4), (1000, 3000, 5, 1),
-                                                  (64, 64, 1, 1)])
+@pytest.mark.parametrize(
+    "sq, sk, heads, group", [(16384, 16384, 16, 1), (4096, 4096, 64, 4), (1000, 3000, 5, 1), (64, 64, 1, 1)]
+)
 def test_causal_tiles_are_dealt_once_and_evenly(sq, sk, heads, group):
     rows, block_n, programs = 128, 128, 132
     dealt = deal_causal_tiles(sq, sk, heads, group, rows, block_n, sk * 512, programs)
@@ -113,8 +115,12 @@ def test_inputs_that_tma_cannot_address_are_copied():
     for view in (x, rows_first, x[:, :, 3:40], x[:, 1:2]):
         assert launch._copyable(view) is view
     odd = torch.randn(2, 3, 50, 67, dtype=torch.bfloat16)[..., :64]
-    for view in (odd, x.transpose(2, 3).contiguous().transpose(2, 3), x[:, :1].expand(2, 3, 50, 64),
-                 torch.randn(2 * 3 * 50 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 3, 50, 64)):
+    for view in (
+        odd,
+        x.transpose(2, 3).contiguous().transpose(2, 3),
+        x[:, :1].expand(2, 3, 50, 64),
+        torch.randn(2 * 3 * 50 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 3, 50, 64),
+    ):
         copy = launch._copyable(view)
         assert torch.equal(copy, view) and copy.data_ptr() % 16 == 0 and copy.is_contiguous()
 

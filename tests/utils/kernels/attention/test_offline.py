@@ -36,9 +36,14 @@ STEP_5 = [
 def report():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(Path(__file__).with_name("offline_report.py")),
-                           json.dumps(STEPS_1_TO_4 + STEP_5)], capture_output=True, text=True, env=environment,
-                          timeout=550, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("offline_report.py")), json.dumps(STEPS_1_TO_4 + STEP_5)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=550,
+        cwd=ROOT,
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
     assert lines, f"compiling failed:\n{done.stderr[-3000:]}"
     return json.loads(lines[0].removeprefix("REPORT "))
@@ -104,7 +109,7 @@ def test_step_5_overlaps_the_softmax_with_the_second_product(report, case):
     # A thread has BLOCK_N / 2 scores. Half of them (halves) or all are turned into probabilities while P V runs.
     before = sum(i < waits[1] for i in exponentials)
     assert before >= plan.block_n / 2 * (0.25 if plan.halves else 0.9)
-    assert not any(text.startswith("BAR.SYNC") for text in loop[waits[1]:]), "no barrier after the products"
+    assert not any(text.startswith("BAR.SYNC") for text in loop[waits[1] :]), "no barrier after the products"
     masks = sum(text.startswith("FSEL") for text in loop)
     needed = case["flags"].get("causal") and not case["flags"].get("aligned")
     assert needed or "window" in case["flags"] or "tail" in case["flags"] or masks < plan.block_n / 8, "a mask in vain"

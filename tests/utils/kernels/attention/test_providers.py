@@ -35,8 +35,11 @@ CASES = [
 
 
 def tensors(b, h, hkv, sq, sk, d, dtype=torch.float32):
-    return (torch.randn(b, h, sq, d, dtype=dtype), torch.randn(b, hkv, sk, d, dtype=dtype),
-            torch.randn(b, hkv, sk, d, dtype=dtype))
+    return (
+        torch.randn(b, h, sq, d, dtype=dtype),
+        torch.randn(b, hkv, sk, d, dtype=dtype),
+        torch.randn(b, hkv, sk, d, dtype=dtype),
+    )
 
 
 def relative_error(x, expected):
@@ -58,8 +61,9 @@ def test_reference_is_softmax_of_scaled_scores_row_by_row():
 
 def test_reference_agrees_with_torch_where_they_mean_the_same():
     q, k, v = (x.double() for x in tensors(2, 3, 3, 40, 40, 16))
-    torch.testing.assert_close(reference(q, k, v, causal=True)[0],
-                               torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+    torch.testing.assert_close(
+        reference(q, k, v, causal=True)[0], torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    )
 
 
 def test_a_query_without_keys_is_zero():
@@ -176,26 +180,34 @@ def test_flex_never_falls_back_in_silence():
     assert counters["stats"]["unique_graphs"] >= 2 and not counters["graph_break"]
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda q, k, v: (q[0], k, v), "four dimensions"),
-    (lambda q, k, v: (q, k, v[:, :, :3]), "same shape"),
-    (lambda q, k, v: (q[..., :8], k, v), "agree in batch size and head dimension"),
-    (lambda q, k, v: (q[:, :3], k, v), "must be a multiple of"),
-    (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), "must not be empty"),
-    (lambda q, k, v: (q.double(), k, v), "one dtype"),
-    (lambda q, k, v: (q.int(), k.int(), v.int()), "floating-point"),
-    (lambda q, k, v: (q.tolist(), k, v), "must be a tensor"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda q, k, v: (q[0], k, v), "four dimensions"),
+        (lambda q, k, v: (q, k, v[:, :, :3]), "same shape"),
+        (lambda q, k, v: (q[..., :8], k, v), "agree in batch size and head dimension"),
+        (lambda q, k, v: (q[:, :3], k, v), "must be a multiple of"),
+        (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), "must not be empty"),
+        (lambda q, k, v: (q.double(), k, v), "one dtype"),
+        (lambda q, k, v: (q.int(), k.int(), v.int()), "floating-point"),
+        (lambda q, k, v: (q.tolist(), k, v), "must be a tensor"),
+    ],
+)
 def test_wrong_tensors(change, message):
     q, k, v = tensors(1, 4, 2, 6, 6, 16)
     with pytest.raises((ValueError, TypeError), match=message):
         attention(*change(q, k, v))
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"window": 0}, "at least 1"), ({"window": 2.5}, "whole number"), ({"causal": "yes"}, "True or False"),
-    ({"provider": "flash3"}, "choose one of naive, math"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"window": 0}, "at least 1"),
+        ({"window": 2.5}, "whole number"),
+        ({"causal": "yes"}, "True or False"),
+        ({"provider": "flash3"}, "choose one of naive, math"),
+    ],
+)
 def test_wrong_options(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         attention(*tensors(1, 2, 2, 6, 6, 16), **options)
@@ -223,7 +235,9 @@ def test_table_has_a_row_for_each_provider():
 
 
 def test_importing_attention_imports_no_triton():
-    code = ("import sys, utils.kernels.attention as a, torch; [a.provider(n) for n in a.PROVIDERS]; "
-            "import utils.kernels.attention.gluon_ladder.launch; assert 'triton' not in sys.modules")
+    code = (
+        "import sys, utils.kernels.attention as a, torch; [a.provider(n) for n in a.PROVIDERS]; "
+        "import utils.kernels.attention.gluon_ladder.launch; assert 'triton' not in sys.modules"
+    )
     root = Path(__file__).resolve().parents[4]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"})

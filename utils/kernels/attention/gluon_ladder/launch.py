@@ -20,8 +20,13 @@ from utils.kernels.attention.gluon_ladder.plan import (
 )
 
 LOG2_E = math.log2(math.e)
-MODULES = {1: "step1_synchronous", 2: "step2_async_copy", 3: "step3_tma", 4: "step4_warp_specialized",
-           5: "step5_overlapped"}
+MODULES = {
+    1: "step1_synchronous",
+    2: "step2_async_copy",
+    3: "step3_tma",
+    4: "step4_warp_specialized",
+    5: "step5_overlapped",
+}
 
 
 def kernel_of(step: int):
@@ -31,8 +36,16 @@ def kernel_of(step: int):
 
 
 @torch.library.custom_op("labs::attention_gluon", mutates_args=(), device_types="cuda")
-def attention_gluon(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, window: int,
-                    return_lse: bool, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_gluon(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float,
+    window: int,
+    return_lse: bool,
+    step: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention forward: (output like q, log-sum-exp (B, H, Sq) fp32 or empty). window 0: none."""
     if scale <= 0:
         # The kernels take the maximum before they scale. Turned queries give the same scores with a scale they take.
@@ -53,8 +66,17 @@ def _(q, k, v, causal, scale, window, return_lse, step):
     return out, q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None,
-            window: int | None = None, return_lse: bool = False, step: int = 5):
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    return_lse: bool = False,
+    step: int = 5,
+):
     """Attention of q (B, H, Sq, D) over k, v (B, Hkv, Sk, D), fp16 or bf16: output, or (output, log-sum-exp).
 
     The last query stands at the last key. scale: of the scores, 1/sqrt(D) by default. window: keys fewer than this
@@ -88,21 +110,35 @@ def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse) -> None
     kv_heads, sk = k.shape[1], k.shape[2]
     plan = plan_of(step, q, k, causal, window > 0)
     kernel = kernel_of(step)
-    flags = dict(BLOCK_M=BLOCK_M, BLOCK_N=plan.block_n, BLOCK_D=plan.block_d, CAUSAL=causal, WINDOW=window > 0,
-                 LSE=return_lse, num_warps=4)
+    flags = dict(
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=plan.block_n,
+        BLOCK_D=plan.block_d,
+        CAUSAL=causal,
+        WINDOW=window > 0,
+        LSE=return_lse,
+        num_warps=4,
+    )
     lse_pointer = lse if return_lse else _unused(q.device)
     group = heads // kv_heads
     tiles_m = -(-sq // plan.rows)
     if step < 5 and batch * heads > 65535:
-        raise ValueError(f"Steps 1 to 4 launch a row of blocks for each head, at most 65535, not {batch} x {heads}. "
-                         "Step 5 takes any number.")
+        raise ValueError(
+            f"Steps 1 to 4 launch a row of blocks for each head, at most 65535, not {batch} x {heads}. "
+            "Step 5 takes any number."
+        )
     if step in (1, 2):
         strides = [stride for x in (q, k, v, out) for stride in x.stride()[:3]]
-        kernel[(tiles_m, batch * heads)](q, k, v, out, lse_pointer, *strides, sq, sk, window, heads, group, c,
-                                         HEAD_DIM=head_dim, **flags)
+        kernel[(tiles_m, batch * heads)](
+            q, k, v, out, lse_pointer, *strides, sq, sk, window, heads, group, c, HEAD_DIM=head_dim, **flags
+        )
         return
-    descriptors = [_descriptor(q, BLOCK_M, plan.block_d), _descriptor(k, plan.block_n, plan.block_d),
-                   _descriptor(v, plan.block_n, plan.block_d), _descriptor(out, BLOCK_M, plan.block_d)]
+    descriptors = [
+        _descriptor(q, BLOCK_M, plan.block_d),
+        _descriptor(k, plan.block_n, plan.block_d),
+        _descriptor(v, plan.block_n, plan.block_d),
+        _descriptor(out, BLOCK_M, plan.block_d),
+    ]
     if step == 3:
         kernel[(tiles_m, batch * heads)](*descriptors, lse_pointer, sq, sk, window, heads, group, c, **flags)
         return
@@ -121,10 +157,30 @@ def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse) -> None
     dealt = schedule is not None
     if not dealt:
         schedule = _unused(q.device, torch.int32)
-    kernel[(programs,)](*descriptors, lse_pointer, schedule, sq, sk, window, tiles_m, batch * heads, heads, group,
-                        stride, c, TAIL=tail, DEALT=dealt, HALVES=plan.halves, O_IN_Q=plan.o_in_q,
-                        OWN_KEYS=plan.own_keys, SPLIT=plan.split, Q_SLOTS=plan.q_slots, V_STAGES=plan.v_stages,
-                        ALIGNED=aligned(plan, causal, window > 0, sk - sq), **flags)
+    kernel[(programs,)](
+        *descriptors,
+        lse_pointer,
+        schedule,
+        sq,
+        sk,
+        window,
+        tiles_m,
+        batch * heads,
+        heads,
+        group,
+        stride,
+        c,
+        TAIL=tail,
+        DEALT=dealt,
+        HALVES=plan.halves,
+        O_IN_Q=plan.o_in_q,
+        OWN_KEYS=plan.own_keys,
+        SPLIT=plan.split,
+        Q_SLOTS=plan.q_slots,
+        V_STAGES=plan.v_stages,
+        ALIGNED=aligned(plan, causal, window > 0, sk - sq),
+        **flags,
+    )
 
 
 def _descriptor(x: torch.Tensor, rows: int, columns: int):

@@ -16,8 +16,18 @@ from utils.kernels.attention.gluon_ladder.plan import BLOCK_M, STEPS, plan_for, 
 from utils.kernels.offline import Assembly, compile_gluon, read_assembly
 
 
-def compile_step(step: int, head_dim: int = 128, *, dtype: str = "bf16", causal: bool = False, window: bool = False,
-                 tail: bool = False, lse: bool = False, variant: str = "", aligned: bool = False) -> Assembly:
+def compile_step(
+    step: int,
+    head_dim: int = 128,
+    *,
+    dtype: str = "bf16",
+    causal: bool = False,
+    window: bool = False,
+    tail: bool = False,
+    lse: bool = False,
+    variant: str = "",
+    aligned: bool = False,
+) -> Assembly:
     """Compile a step of the ladder for sm_90a. dtype "bf16" or "fp16"; tail: keys are no multiple of the block.
     variant: of step 5's plan (`plan.variant_for`); aligned: its loop needs no causal mask (`plan.aligned`)."""
     from triton.experimental.gluon import language as gl
@@ -25,11 +35,27 @@ def compile_step(step: int, head_dim: int = 128, *, dtype: str = "bf16", causal:
     plan = plan_for(step, head_dim, variant)
     kernel = kernel_of(step)
     window = window or (step == 5 and tail_as_window(plan, causal, window, tail))
-    constants = dict(HEAD_DIM=head_dim, BLOCK_M=BLOCK_M, BLOCK_N=plan.block_n, BLOCK_D=plan.block_d, CAUSAL=causal,
-                     WINDOW=window, LSE=lse, CONSUMERS=plan.consumers, STAGES=plan.stages, REGISTERS=plan.registers,
-                     TAIL=tail, DEALT=causal and not window, HALVES=plan.halves, O_IN_Q=plan.o_in_q,
-                     OWN_KEYS=plan.own_keys, SPLIT=plan.split, Q_SLOTS=plan.q_slots, V_STAGES=plan.v_stages,
-                     ALIGNED=causal and not window and aligned)
+    constants = dict(
+        HEAD_DIM=head_dim,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=plan.block_n,
+        BLOCK_D=plan.block_d,
+        CAUSAL=causal,
+        WINDOW=window,
+        LSE=lse,
+        CONSUMERS=plan.consumers,
+        STAGES=plan.stages,
+        REGISTERS=plan.registers,
+        TAIL=tail,
+        DEALT=causal and not window,
+        HALVES=plan.halves,
+        O_IN_Q=plan.o_in_q,
+        OWN_KEYS=plan.own_keys,
+        SPLIT=plan.split,
+        Q_SLOTS=plan.q_slots,
+        V_STAGES=plan.v_stages,
+        ALIGNED=causal and not window and aligned,
+    )
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     tile = {"q_desc": BLOCK_M, "o_desc": BLOCK_M, "k_desc": plan.block_n, "v_desc": plan.block_n}
     kinds = {"lse_ptr": "*fp32", "schedule": "*i32", "c": "fp32"}
@@ -63,8 +89,10 @@ def main() -> None:
     kernel = compile_step(given.pop("step"), given.pop("head_dim"), **given)
     if show:
         print(kernel.sass)
-    print(f"{kernel.name}: {kernel.registers} registers at launch, {kernel.spill_bytes} bytes spilled, "
-          f"{kernel.shared_bytes} bytes shared")
+    print(
+        f"{kernel.name}: {kernel.registers} registers at launch, {kernel.spill_bytes} bytes spilled, "
+        f"{kernel.shared_bytes} bytes shared"
+    )
     for what in ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "MUFU.EX2", "BAR.SYNC", "USETMAXREG", "LDL", "STL"):
         print(f"  {what:<12}{kernel.count(re.escape(what)):>6}")
     for line in kernel.warnings:

@@ -121,8 +121,9 @@ _MOST_TILES = 1 << 16
 
 
 @functools.lru_cache(maxsize=256)
-def deal_causal_tiles(sq: int, sk: int, heads_total: int, group: int, rows: int, block_n: int, head_bytes: int,
-                      programs: int) -> tuple[tuple[int, ...], ...] | None:
+def deal_causal_tiles(
+    sq: int, sk: int, heads_total: int, group: int, rows: int, block_n: int, head_bytes: int, programs: int
+) -> tuple[tuple[int, ...], ...] | None:
     """Causal tiles for each program, longest first and to the least loaded: row tile | flat head << 16.
 
     head_bytes: bytes of one head's K and V. Heads go in sections whose K and V fit in the L2. None where there

@@ -22,8 +22,9 @@ MINUS_INF = gl.constexpr(float("-inf"))
 
 
 @gluon.jit
-def key_blocks(row, ROWS: gl.constexpr, sq, sk, window, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
-               WINDOW: gl.constexpr):
+def key_blocks(
+    row, ROWS: gl.constexpr, sq, sk, window, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr
+):
     """Blocks of keys [lo, hi) that rows row .. row+ROWS-1 may see. Never empty: a row without keys gets one
     block, masked throughout, and comes out as zeros."""
     shift = sk - sq
@@ -40,8 +41,9 @@ def key_blocks(row, ROWS: gl.constexpr, sq, sk, window, BLOCK_N: gl.constexpr, C
 
 
 @gluon.jit
-def clean_blocks(row, ROWS: gl.constexpr, lo, hi, sq, sk, window, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
-                 WINDOW: gl.constexpr):
+def clean_blocks(
+    row, ROWS: gl.constexpr, lo, hi, sq, sk, window, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr
+):
     """Which of the blocks, counted i = 0, 1, ... from the last key block down, need no mask: right <= i < left."""
     shift = sk - sq
     seen = sk
@@ -75,8 +77,7 @@ def mask_scores(s, row, key, sq, sk, window, layout: gl.constexpr, CAUSAL: gl.co
 
 
 @gluon.jit
-def mask_by_last_key(s, row, key, sq, sk, window, layout: gl.constexpr, CAUSAL: gl.constexpr,
-                     WINDOW: gl.constexpr):
+def mask_by_last_key(s, row, key, sq, sk, window, layout: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
     """`mask_scores` with fewer comparisons: where registers are short, ptxas schedules what follows better."""
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     positions = row + (sk - sq) + gl.arange(0, s.shape[0], rows)
@@ -135,8 +136,9 @@ def wait_products(accumulator, LEFT: gl.constexpr, COLUMNS: gl.constexpr):
     which a warp that reads only its own accumulator rows does not need.
     """
     registers: gl.constexpr = COLUMNS // 2
-    return gl.inline_asm_elementwise(_wait_asm(LEFT), _tied(registers), [in_flight(accumulator)], dtype=gl.float32,
-                                     is_pure=False, pack=registers)
+    return gl.inline_asm_elementwise(
+        _wait_asm(LEFT), _tied(registers), [in_flight(accumulator)], dtype=gl.float32, is_pure=False, pack=registers
+    )
 
 
 @gluon.jit
@@ -152,17 +154,27 @@ def release(barrier):
 @gluon.jit
 def uniform(x):
     """The value of lane 0: tells the compiler that a loaded scalar is the same in all lanes."""
-    return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=gl.int32,
-                                     is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.constexpr_function
 def _rescale_asm(n):
     # The accumulator of m64 alternates two registers of row r and two of row r + 8; a factor of one skips the lot.
     factor = [f"${2 * n + i}" for i in range(n)]
-    lines = ["{", ".reg .pred p, q;", f"setp.neu.f32 p, {factor[0]}, 0f3F800000;",
-             f"setp.neu.f32 q, {factor[2]}, 0f3F800000;", "or.pred p, p, q;", "vote.sync.any.pred p, p, 0xffffffff;",
-             "@!p bra done;", *[f"mul.f32 ${i}, ${i}, {factor[i]};" for i in range(n)], "done:", "}"]
+    lines = [
+        "{",
+        ".reg .pred p, q;",
+        f"setp.neu.f32 p, {factor[0]}, 0f3F800000;",
+        f"setp.neu.f32 q, {factor[2]}, 0f3F800000;",
+        "or.pred p, p, q;",
+        "vote.sync.any.pred p, p, 0xffffffff;",
+        "@!p bra done;",
+        *[f"mul.f32 ${i}, ${i}, {factor[i]};" for i in range(n)],
+        "done:",
+        "}",
+    ]
     return " ".join(lines)
 
 
@@ -175,5 +187,11 @@ def _rescale_constraints(n):
 def rescale(o, factor):
     """o * factor, both [64, D]; a warp whose sixteen rows all have the factor one skips the multiplications."""
     registers: gl.constexpr = o.shape[1] // 2
-    return gl.inline_asm_elementwise(_rescale_asm(registers), _rescale_constraints(registers), [o, factor],
-                                     dtype=gl.float32, is_pure=False, pack=registers)
+    return gl.inline_asm_elementwise(
+        _rescale_asm(registers),
+        _rescale_constraints(registers),
+        [o, factor],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=registers,
+    )

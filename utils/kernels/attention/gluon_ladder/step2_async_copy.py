@@ -29,8 +29,17 @@ from utils.kernels.attention.gluon_ladder.step1_synchronous import load_rows, st
 
 
 @gluon.jit
-def copy_rows(slot, base, first, rows, stride, HEAD_DIM: gl.constexpr, layout: gl.constexpr, ROWS: gl.constexpr,
-              BLOCK_D: gl.constexpr):
+def copy_rows(
+    slot,
+    base,
+    first,
+    rows,
+    stride,
+    HEAD_DIM: gl.constexpr,
+    layout: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+):
     """Start copying rows first .. first+ROWS-1 of a (rows, HEAD_DIM) matrix; what lies outside becomes zeros."""
     r = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
     d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
@@ -40,10 +49,38 @@ def copy_rows(slot, base, first, rows, stride, HEAD_DIM: gl.constexpr, layout: g
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
 @gluon.jit(do_not_specialize=["sq", "sk", "window", "heads", "group"])
-def attention_step2(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch,
-                    v_head, v_row, o_batch, o_head, o_row, sq, sk, window, heads, group, c, HEAD_DIM: gl.constexpr,
-                    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, CAUSAL: gl.constexpr,
-                    WINDOW: gl.constexpr, LSE: gl.constexpr):
+def attention_step2(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    lse_ptr,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    o_batch,
+    o_head,
+    o_row,
+    sq,
+    sk,
+    window,
+    heads,
+    group,
+    c,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    LSE: gl.constexpr,
+):
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])

@@ -41,9 +41,25 @@ def order(descriptor, batch, head, row, ring, full, slot, pred):
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
 @gluon.jit(do_not_specialize=["sq", "sk", "window", "heads", "group"])
-def attention_step3(q_desc, k_desc, v_desc, o_desc, lse_ptr, sq, sk, window, heads, group, c, BLOCK_M: gl.constexpr,
-                    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-                    LSE: gl.constexpr):
+def attention_step3(
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    lse_ptr,
+    sq,
+    sk,
+    window,
+    heads,
+    group,
+    c,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    LSE: gl.constexpr,
+):
     dtype: gl.constexpr = q_desc.dtype
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])

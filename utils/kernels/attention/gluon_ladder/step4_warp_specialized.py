@@ -63,8 +63,15 @@ def producer(loads, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.co
 
 
 @gluon.jit
-def consumer(work, W: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-             WINDOW: gl.constexpr, LSE: gl.constexpr):
+def consumer(
+    work,
+    W: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    LSE: gl.constexpr,
+):
     o_desc, lse_ptr, rings, bars, shape, c = work
     q_tiles, k_ring, v_ring = rings
     q_full, k_full, k_empty, v_full, v_empty = bars
@@ -118,9 +125,28 @@ def consumer(work, W: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexp
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
 @gluon.jit(do_not_specialize=["sq", "sk", "window", "heads", "group"])
-def attention_step4(q_desc, k_desc, v_desc, o_desc, lse_ptr, sq, sk, window, heads, group, c, BLOCK_M: gl.constexpr,
-                    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-                    REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, LSE: gl.constexpr):
+def attention_step4(
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    lse_ptr,
+    sq,
+    sk,
+    window,
+    heads,
+    group,
+    c,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    LSE: gl.constexpr,
+):
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
@@ -144,16 +170,24 @@ def attention_step4(q_desc, k_desc, v_desc, o_desc, lse_ptr, sq, sk, window, hea
     loads = ((q_desc, k_desc, v_desc), rings, bars, shape)
     work = (o_desc, lse_ptr, rings, bars, shape, c)
     if CONSUMERS == 2:
-        gl.warp_specialize([
-            (consumer, (work, 0, 2, STAGES, CAUSAL, WINDOW, LSE)),
-            (consumer, (work, 1, 2, STAGES, CAUSAL, WINDOW, LSE)),
-            (producer, (loads, 2, STAGES, CAUSAL, WINDOW)),
-        ], [4, 1], [REGISTERS, 24])
+        gl.warp_specialize(
+            [
+                (consumer, (work, 0, 2, STAGES, CAUSAL, WINDOW, LSE)),
+                (consumer, (work, 1, 2, STAGES, CAUSAL, WINDOW, LSE)),
+                (producer, (loads, 2, STAGES, CAUSAL, WINDOW)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
     else:
         gl.static_assert(CONSUMERS == 3)
-        gl.warp_specialize([
-            (consumer, (work, 0, 3, STAGES, CAUSAL, WINDOW, LSE)),
-            (consumer, (work, 1, 3, STAGES, CAUSAL, WINDOW, LSE)),
-            (consumer, (work, 2, 3, STAGES, CAUSAL, WINDOW, LSE)),
-            (producer, (loads, 3, STAGES, CAUSAL, WINDOW)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, 32])
+        gl.warp_specialize(
+            [
+                (consumer, (work, 0, 3, STAGES, CAUSAL, WINDOW, LSE)),
+                (consumer, (work, 1, 3, STAGES, CAUSAL, WINDOW, LSE)),
+                (consumer, (work, 2, 3, STAGES, CAUSAL, WINDOW, LSE)),
+                (producer, (loads, 3, STAGES, CAUSAL, WINDOW)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 32],
+        )

@@ -70,7 +70,7 @@ from utils.kernels.attention.gluon_ladder.shared import (
 def tile_of(t, tiles_m, heads_total, DEALT: gl.constexpr, CAUSAL: gl.constexpr):
     """Tile number -> (row tile, flat head). Dealt tiles are encoded; others run over rows, or longest first."""
     if DEALT:
-        return t & 0xffff, t >> 16
+        return t & 0xFFFF, t >> 16
     elif CAUSAL:
         down = t // heads_total
         return tiles_m - 1 - down, t - down * heads_total
@@ -152,10 +152,12 @@ def first_softmax(s, c, dtype: gl.constexpr, HALVES: gl.constexpr, MASKED: gl.co
         s0, s1 = split_rows(s)
         top0 = gl.max(s0, 2)
         top1 = gl.max(s1, 2)
-        p0, m0, l0, a0 = half_softmax(s0, gl.full_like(top0, MINUS_INF), top0, thread_sums(gl.zeros_like(s0)), c, dtype,
-                                      MASKED)
-        p1, m1, l1, a1 = half_softmax(s1, gl.full_like(top1, MINUS_INF), top1, thread_sums(gl.zeros_like(s1)), c, dtype,
-                                      MASKED)
+        p0, m0, l0, a0 = half_softmax(
+            s0, gl.full_like(top0, MINUS_INF), top0, thread_sums(gl.zeros_like(s0)), c, dtype, MASKED
+        )
+        p1, m1, l1, a1 = half_softmax(
+            s1, gl.full_like(top1, MINUS_INF), top1, thread_sums(gl.zeros_like(s1)), c, dtype, MASKED
+        )
         return join_rows(p0, p1), (m0, m1, l0, l1, a0, a1)
     else:
         rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
@@ -191,9 +193,25 @@ def start_output(it, o, p, state, v_ring, bars, HALVES: gl.constexpr):
 
 
 @gluon.jit
-def finish_block(it, more, masked, s, pv, state, kv, bars, where, c, scores: gl.constexpr, left: gl.constexpr,
-                 CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TAIL: gl.constexpr, HALVES: gl.constexpr,
-                 mask: gl.constexpr):
+def finish_block(
+    it,
+    more,
+    masked,
+    s,
+    pv,
+    state,
+    kv,
+    bars,
+    where,
+    c,
+    scores: gl.constexpr,
+    left: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    TAIL: gl.constexpr,
+    HALVES: gl.constexpr,
+    mask: gl.constexpr,
+):
     """The softmax of block i, from the scores `s` in flight, while P V(i-1), `pv`, is still running."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     row, key, sq, sk, window = where
@@ -237,8 +255,25 @@ def finish_block(it, more, masked, s, pv, state, kv, bars, where, c, scores: gl.
 
 
 @gluon.jit
-def step(it, more, masked, q, o, p, state, kv, bars, where, c, scores: gl.constexpr, left: gl.constexpr,
-         CAUSAL: gl.constexpr, WINDOW: gl.constexpr, HALVES: gl.constexpr, mask: gl.constexpr):
+def step(
+    it,
+    more,
+    masked,
+    q,
+    o,
+    p,
+    state,
+    kv,
+    bars,
+    where,
+    c,
+    scores: gl.constexpr,
+    left: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    HALVES: gl.constexpr,
+    mask: gl.constexpr,
+):
     """One key block i: Q K(i) and P V(i-1) to the tensor cores, then the softmax of block i while P V(i-1) runs.
 
     CAUSAL, WINDOW: what the mask is where `masked`; both false in a loop over blocks that need none.
@@ -246,8 +281,9 @@ def step(it, more, masked, q, o, p, state, kv, bars, where, c, scores: gl.conste
     k_ring, v_ring = kv
     s = start_scores(it % k_ring.shape[0], q, k_ring, scores)
     pv = start_output(it, o, p, state, v_ring, bars, HALVES)
-    return finish_block(it, more, masked, s, pv, state, kv, bars, where, c, scores, left, CAUSAL, WINDOW, False,
-                        HALVES, mask)
+    return finish_block(
+        it, more, masked, s, pv, state, kv, bars, where, c, scores, left, CAUSAL, WINDOW, False, HALVES, mask
+    )
 
 
 @gluon.jit
@@ -273,7 +309,7 @@ def normalizers(state, c, row, HALVES: gl.constexpr):
     else:
         m, total, alpha = state
         inverse, lse = inverse_and_lse(m, total, c)
-        return (inverse, ), ((row + gl.arange(0, m.shape[0], m.type.layout), lse), )
+        return (inverse,), ((row + gl.arange(0, m.shape[0], m.type.layout), lse),)
 
 
 @gluon.jit
@@ -285,8 +321,14 @@ def normalized(o, inverse, HALVES: gl.constexpr):
 
 
 @gluon.jit
-def producer(loads, CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-             DEALT: gl.constexpr):
+def producer(
+    loads,
+    CONSUMERS: gl.constexpr,
+    Q_SLOTS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    DEALT: gl.constexpr,
+):
     descriptors, rings, bars, shape, schedule = loads
     q_desc, k_desc, v_desc = descriptors
     q_tiles, k_ring, v_ring = rings
@@ -324,8 +366,9 @@ def producer(loads, CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr, CAUSAL: gl.c
                 for w in gl.static_range(1, CONSUMERS):
                     mbarrier.wait(q_empty.index(q_slot + w), q_free)
                     mbarrier.expect(q_full.index(q_slot + w), q_desc.block_type.nbytes)
-                    tma_load(q_desc, [batch, head, row + w * BLOCK_M, 0], q_full.index(q_slot + w),
-                             q_tiles.index(q_slot + w))
+                    tma_load(
+                        q_desc, [batch, head, row + w * BLOCK_M, 0], q_full.index(q_slot + w), q_tiles.index(q_slot + w)
+                    )
             mbarrier.wait(v_empty.index(v_slot), ((it // V_STAGES) & 1) ^ 1)
             mbarrier.expect(v_full.index(v_slot), v_desc.block_type.nbytes)
             tma_load(v_desc, [batch, kv_head, key, 0], v_full.index(v_slot), v_ring.index(v_slot))
@@ -334,8 +377,21 @@ def producer(loads, CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr, CAUSAL: gl.c
 
 
 @gluon.jit
-def first_block(it, q, k_ring, bars, where, c, scores: gl.constexpr, left: gl.constexpr, CAUSAL: gl.constexpr,
-                WINDOW: gl.constexpr, MASKED: gl.constexpr, HALVES: gl.constexpr, mask: gl.constexpr):
+def first_block(
+    it,
+    q,
+    k_ring,
+    bars,
+    where,
+    c,
+    scores: gl.constexpr,
+    left: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    MASKED: gl.constexpr,
+    HALVES: gl.constexpr,
+    mask: gl.constexpr,
+):
     """A tile's first block with nothing beside it: probabilities and the running state."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     row, key, sq, sk, window = where
@@ -366,9 +422,21 @@ def store_lse(lse_ptr, lses, flat, sq):
 
 
 @gluon.jit
-def consumer(work, W: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-             TAIL: gl.constexpr, LSE: gl.constexpr, DEALT: gl.constexpr, HALVES: gl.constexpr, O_IN_Q: gl.constexpr,
-             OWN_KEYS: gl.constexpr, SPLIT: gl.constexpr, ALIGNED: gl.constexpr):
+def consumer(
+    work,
+    W: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    TAIL: gl.constexpr,
+    LSE: gl.constexpr,
+    DEALT: gl.constexpr,
+    HALVES: gl.constexpr,
+    O_IN_Q: gl.constexpr,
+    OWN_KEYS: gl.constexpr,
+    SPLIT: gl.constexpr,
+    ALIGNED: gl.constexpr,
+):
     o_desc, lse_ptr, rings, o_tiles, bars, shape, schedule, c = work
     q_tiles, k_ring, v_ring = rings
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -414,8 +482,21 @@ def consumer(work, W: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexp
         right, edge = clean_blocks(row, BLOCK_M, lo, hi, sq, sk, window, BLOCK_N, CAUSAL, WINDOW)
 
         mbarrier.wait(q_full.index(W), i & 1)
-        p, state = first_block(it, q, k_ring, bars, (row, (hi - 1) * BLOCK_N, sq, sk, window), c, scores, left, CAUSAL,
-                               WINDOW, MASKED, HALVES, mask)
+        p, state = first_block(
+            it,
+            q,
+            k_ring,
+            bars,
+            (row, (hi - 1) * BLOCK_N, sq, sk, window),
+            c,
+            scores,
+            left,
+            CAUSAL,
+            WINDOW,
+            MASKED,
+            HALVES,
+            mask,
+        )
         o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, output)
         it += 1
         mbarrier.wait(k_full.index(it % STAGES), (it // STAGES) & 1, pred=n > 1)
@@ -427,19 +508,69 @@ def consumer(work, W: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexp
             if SPLIT:
                 while (key > 0) & (key - 1 > seen):
                     key -= BLOCK_N
-                    o, p, state = step(it, key > 0, True, q, o, p, state, kv, bars, (row, key, sq, sk, window), c,
-                                       scores, left, True, False, HALVES, mask)
+                    o, p, state = step(
+                        it,
+                        key > 0,
+                        True,
+                        q,
+                        o,
+                        p,
+                        state,
+                        kv,
+                        bars,
+                        (row, key, sq, sk, window),
+                        c,
+                        scores,
+                        left,
+                        True,
+                        False,
+                        HALVES,
+                        mask,
+                    )
                     it += 1
             while key > 0:
                 key -= BLOCK_N
-                o, p, state = step(it, key > 0, key + (BLOCK_N - 1) > seen, q, o, p, state, kv, bars,
-                                   (row, key, sq, sk, window), c, scores, left, not SPLIT, False, HALVES, mask)
+                o, p, state = step(
+                    it,
+                    key > 0,
+                    key + (BLOCK_N - 1) > seen,
+                    q,
+                    o,
+                    p,
+                    state,
+                    kv,
+                    bars,
+                    (row, key, sq, sk, window),
+                    c,
+                    scores,
+                    left,
+                    not SPLIT,
+                    False,
+                    HALVES,
+                    mask,
+                )
                 it += 1
         else:
             for j in range(1, n):
-                o, p, state = step(it, j + 1 < n, (j < right) | (j >= edge), q, o, p, state, kv, bars,
-                                   (row, (hi - 1 - j) * BLOCK_N, sq, sk, window), c, scores, left, LOOP_CAUSAL,
-                                   WINDOW, HALVES, mask)
+                o, p, state = step(
+                    it,
+                    j + 1 < n,
+                    (j < right) | (j >= edge),
+                    q,
+                    o,
+                    p,
+                    state,
+                    kv,
+                    bars,
+                    (row, (hi - 1 - j) * BLOCK_N, sq, sk, window),
+                    c,
+                    scores,
+                    left,
+                    LOOP_CAUSAL,
+                    WINDOW,
+                    HALVES,
+                    mask,
+                )
                 it += 1
         if not O_IN_Q:
             release(q_empty.index(W))
@@ -462,8 +593,9 @@ def consumer(work, W: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexp
 
 
 @gluon.jit
-def consumer_ahead(work, W: gl.constexpr, CONSUMERS: gl.constexpr, TAIL: gl.constexpr, LSE: gl.constexpr,
-                   O_IN_Q: gl.constexpr):
+def consumer_ahead(
+    work, W: gl.constexpr, CONSUMERS: gl.constexpr, TAIL: gl.constexpr, LSE: gl.constexpr, O_IN_Q: gl.constexpr
+):
     """`consumer` for full attention with two tiles of Q: the key blocks of all tiles are one stream.
 
     A tile's last P V runs beside the softmax of the next tile's first block, so each tile has two blocks at least.
@@ -486,8 +618,21 @@ def consumer_ahead(work, W: gl.constexpr, CONSUMERS: gl.constexpr, TAIL: gl.cons
     it = gl.to_tensor(0)
     keys = (it, (n - 1) * BLOCK_N, sq, sk, window)  # the last keys' mask does not ask for the row
     mbarrier.wait(q_full.index(W), 0)
-    p, state = first_block(it, q_tiles.index(W).reshape([BLOCK_M, BLOCK_D]), k_ring, bars, keys, c, scores, left, False,
-                           False, TAIL, True, mask_scores)
+    p, state = first_block(
+        it,
+        q_tiles.index(W).reshape([BLOCK_M, BLOCK_D]),
+        k_ring,
+        bars,
+        keys,
+        c,
+        scores,
+        left,
+        False,
+        False,
+        TAIL,
+        True,
+        mask_scores,
+    )
     it += 1
     mbarrier.wait(k_full.index(it % STAGES), (it // STAGES) & 1)
     for i in range(count):
@@ -506,12 +651,46 @@ def consumer_ahead(work, W: gl.constexpr, CONSUMERS: gl.constexpr, TAIL: gl.cons
             if i > 0:
                 tma.store_wait(0)
                 release(q_empty.index(other_slot))
-            o, p, state = finish_block(it, (n > 2) | more, False, s, pv, state, kv, bars, keys, c, scores, left, False,
-                                       False, False, True, mask_scores)
+            o, p, state = finish_block(
+                it,
+                (n > 2) | more,
+                False,
+                s,
+                pv,
+                state,
+                kv,
+                bars,
+                keys,
+                c,
+                scores,
+                left,
+                False,
+                False,
+                False,
+                True,
+                mask_scores,
+            )
             it += 1
         for j in range(2 if O_IN_Q else 1, n):
-            o, p, state = step(it, (j + 1 < n) | more, False, q, o, p, state, kv, bars, keys, c, scores, left, False,
-                               False, True, mask_scores)
+            o, p, state = step(
+                it,
+                (j + 1 < n) | more,
+                False,
+                q,
+                o,
+                p,
+                state,
+                kv,
+                bars,
+                keys,
+                c,
+                scores,
+                left,
+                False,
+                False,
+                True,
+                mask_scores,
+            )
             it += 1
         if not O_IN_Q:
             release(q_empty.index(q_slot))
@@ -524,25 +703,75 @@ def consumer_ahead(work, W: gl.constexpr, CONSUMERS: gl.constexpr, TAIL: gl.cons
         inverse, lses = normalizers(state, c, row, True)
         if LSE:
             store_lse(lse_ptr, lses, flat, sq)
-        o, p, state = finish_block(it, more, True, s, pv, fresh_state(scores, BLOCK_M, BLOCK_N), kv, bars, keys, c,
-                                   scores, left, False, False, TAIL, True, mask_scores)
+        o, p, state = finish_block(
+            it,
+            more,
+            True,
+            s,
+            pv,
+            fresh_state(scores, BLOCK_M, BLOCK_N),
+            kv,
+            bars,
+            keys,
+            c,
+            scores,
+            left,
+            False,
+            False,
+            TAIL,
+            True,
+            mask_scores,
+        )
         it += 1
         if not O_IN_Q:
             tma.store_wait(0)  # the last tile's rows have left the buffer
-        store_tile(o_desc, [batch, flat - batch * heads, row, 0], o_tiles.index(q_slot if O_IN_Q else W),
-                   normalized(o, inverse, True))
+        store_tile(
+            o_desc,
+            [batch, flat - batch * heads, row, 0],
+            o_tiles.index(q_slot if O_IN_Q else W),
+            normalized(o, inverse, True),
+        )
         t += gl.num_programs(0)
     tma.store_wait(0)
 
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
 @gluon.jit(do_not_specialize=["sq", "sk", "window", "tiles_m", "heads_total", "heads", "group", "schedule_stride"])
-def attention_step5(q_desc, k_desc, v_desc, o_desc, lse_ptr, schedule, sq, sk, window, tiles_m, heads_total, heads,
-                    group, schedule_stride, c, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-                    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_SLOTS: gl.constexpr,
-                    REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TAIL: gl.constexpr,
-                    LSE: gl.constexpr, DEALT: gl.constexpr, HALVES: gl.constexpr, O_IN_Q: gl.constexpr,
-                    OWN_KEYS: gl.constexpr, SPLIT: gl.constexpr, ALIGNED: gl.constexpr):
+def attention_step5(
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    lse_ptr,
+    schedule,
+    sq,
+    sk,
+    window,
+    tiles_m,
+    heads_total,
+    heads,
+    group,
+    schedule_stride,
+    c,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
+    Q_SLOTS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    TAIL: gl.constexpr,
+    LSE: gl.constexpr,
+    DEALT: gl.constexpr,
+    HALVES: gl.constexpr,
+    O_IN_Q: gl.constexpr,
+    OWN_KEYS: gl.constexpr,
+    SPLIT: gl.constexpr,
+    ALIGNED: gl.constexpr,
+):
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_tiles = gl.allocate_shared_memory(dtype, [Q_SLOTS * CONSUMERS, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
@@ -575,30 +804,46 @@ def attention_step5(q_desc, k_desc, v_desc, o_desc, lse_ptr, schedule, sq, sk, w
     work = (o_desc, lse_ptr, rings, o_tiles, bars, shape, schedule, c)
     if Q_SLOTS == 2:
         gl.static_assert(CONSUMERS == 2 and HALVES and not (CAUSAL or WINDOW or OWN_KEYS))
-        gl.warp_specialize([
-            (consumer_ahead, (work, 0, 2, TAIL, LSE, O_IN_Q)),
-            (consumer_ahead, (work, 1, 2, TAIL, LSE, O_IN_Q)),
-            (producer, (loads, 2, 2, CAUSAL, WINDOW, DEALT)),
-        ], [4, 1], [REGISTERS, 24])
+        gl.warp_specialize(
+            [
+                (consumer_ahead, (work, 0, 2, TAIL, LSE, O_IN_Q)),
+                (consumer_ahead, (work, 1, 2, TAIL, LSE, O_IN_Q)),
+                (producer, (loads, 2, 2, CAUSAL, WINDOW, DEALT)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
     elif CONSUMERS == 2:
-        gl.warp_specialize([
-            (consumer, (work, 0, 2, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
-            (consumer, (work, 1, 2, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
-            (producer, (loads, 2, Q_SLOTS, CAUSAL, WINDOW, DEALT)),
-        ], [4, 1], [REGISTERS, 24])
+        gl.warp_specialize(
+            [
+                (consumer, (work, 0, 2, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
+                (consumer, (work, 1, 2, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
+                (producer, (loads, 2, Q_SLOTS, CAUSAL, WINDOW, DEALT)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
     elif CONSUMERS == 3:
-        gl.warp_specialize([
-            (consumer, (work, 0, 3, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
-            (consumer, (work, 1, 3, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
-            (consumer, (work, 2, 3, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
-            (producer, (loads, 3, Q_SLOTS, CAUSAL, WINDOW, DEALT)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, 32])
+        gl.warp_specialize(
+            [
+                (consumer, (work, 0, 3, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
+                (consumer, (work, 1, 3, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
+                (consumer, (work, 2, 3, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
+                (producer, (loads, 3, Q_SLOTS, CAUSAL, WINDOW, DEALT)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 32],
+        )
     else:
         gl.static_assert(CONSUMERS == 4)
-        gl.warp_specialize([
-            (consumer, (work, 0, 4, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
-            (consumer, (work, 1, 4, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
-            (consumer, (work, 2, 4, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
-            (consumer, (work, 3, 4, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
-            (producer, (loads, 4, Q_SLOTS, CAUSAL, WINDOW, DEALT)),
-        ], [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24])
+        gl.warp_specialize(
+            [
+                (consumer, (work, 0, 4, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
+                (consumer, (work, 1, 4, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
+                (consumer, (work, 2, 4, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
+                (consumer, (work, 3, 4, CAUSAL, WINDOW, TAIL, LSE, DEALT, HALVES, O_IN_Q, OWN_KEYS, SPLIT, ALIGNED)),
+                (producer, (loads, 4, Q_SLOTS, CAUSAL, WINDOW, DEALT)),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, 24],
+        )
