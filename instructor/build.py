@@ -17,8 +17,8 @@ from nbformat import NotebookNode
 
 from instructor.points import Question, fill_points, find_questions
 from instructor.source import REGIONS, Cell, Lab, LabError, parse_code, read_lab
+from utils.files import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 CANARY_LENGTH = 16  # characters; shorter lines, such as `return c`, say nothing
 QUOTE_LENGTH = 32  # a secret line of this length may not even be part of a longer public line
 PUBLIC = "# public"  # ends a line of a solution that students may see

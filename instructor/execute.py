@@ -23,7 +23,7 @@ class Execution:
 
     def record(self) -> dict:
         """Machine, versions, commit and timings, as kept beside recorded results."""
-        from utils.environment import environment
+        from utils.machine.environment import environment
 
         return {
             "what": "seconds of each code cell, executed headless from top to bottom",

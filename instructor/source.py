@@ -196,7 +196,7 @@ def _metadata_problems(cell: Cell, said: dict) -> list[str]:
 
 
 def _complete(said: dict) -> dict:
-    """nbgrader's full metadata, from the short form of the source."""
+    """Nbgrader's full metadata, from the short form of the source."""
     grade, solution, task = (bool(said.get(key)) for key in ("grade", "solution", "task"))
     meta = {
         "grade": grade,

@@ -14,12 +14,11 @@ from typing import Annotated
 import typer
 
 from utils.bench.cli import app as bench
+from utils.files import ROOT
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="The GPU efficiency labs: check, open, measure.")
 
 app.add_typer(bench, name="bench", help="List, run, compare and check benchmarks.")
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @app.callback()
@@ -30,9 +29,10 @@ def labs() -> None:
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False) -> None:
     """Say what of each lab this machine can run, and the remedy for what it cannot."""
-    from utils.doctor import examine_machine, print_report
+    from utils.attention import provider_table
+    from utils.machine.doctor import examine_machine, print_report
 
-    report = examine_machine()
+    report = examine_machine(provider_table())
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:

@@ -1,13 +1,13 @@
 """Grading a class: every submission isolated, its tests out of its reach, in parallel, into nbgrader's gradebook."""
 
 _HOME = {
-    "grade_notebook": "engine",
-    "calibrate": "engine",
-    "SubmissionResult": "results",
-    "CellResult": "results",
-    "Flag": "results",
-    "GradingError": "results",
-    "Limits": "walls",
+    "grade_notebook": "submission.engine",
+    "calibrate": "submission.engine",
+    "SubmissionResult": "submission.results",
+    "CellResult": "submission.results",
+    "Flag": "submission.results",
+    "GradingError": "submission.results",
+    "Limits": "sandbox.walls",
 }
 __all__ = [*_HOME]
 

@@ -69,10 +69,10 @@ def grade(
             _fail(f"grading needs {package}, which is not installed here: pip install -e '.[grading]'.")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several torch processes on few cores slow each other down tenfold
     from instructor.course import Course, CourseError
-    from instructor.grading.cluster import grade_class, question_id
-    from instructor.grading.intake import IntakeError, submissions, take_in
-    from instructor.grading.results import GradingError
-    from instructor.grading.walls import Limits
+    from instructor.grading.class_.cluster import grade_class, question_id
+    from instructor.grading.class_.intake import IntakeError, submissions, take_in
+    from instructor.grading.sandbox.walls import Limits
+    from instructor.grading.submission.results import GradingError
 
     built = _build(lab)
     if question is not None and question_id(question) not in {q.key for q in built.questions}:

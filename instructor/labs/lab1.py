@@ -72,9 +72,9 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from utils import *
 from utils.checking import MATMUL, check, expect_close, expect_number, forbid, require_answer, watch_operations
-from utils.device import compile_support, cuda_graph_support
-from utils.environment import environment
-from utils.recorded import recorded_table
+from utils.machine.device import compile_support, cuda_graph_support
+from utils.machine.environment import environment
+from utils.files import recorded_table
 
 torch.manual_seed(0)
 device = default_device()

@@ -72,20 +72,20 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from utils import *
 from utils.checking import check, expect_close, expect_number, forbid, require_answer, watch_operations
-from utils.device import compile_support, flash_attn_support
-from utils.environment import environment
-from utils.kernels.attention.flex_paths import (
+from utils.machine.device import compile_support, flash_attn_support
+from utils.machine.environment import environment
+from utils.attention.flex_paths import (
     FlexUnsupported,
     compiled_versions,
     flex,
     needed_kernel_options,
     own_copy,
 )
-from utils.kernels.attention.masks import dense_mask, documents
-from utils.kernels.attention.masks import named as with_name
-from utils.kernels.attention.sparsity import sparsity
-from utils.measuring import measure_together
-from utils.recorded import recorded_table
+from utils.attention.masks import dense_mask, documents
+from utils.attention.masks import named as with_name
+from utils.attention.sparsity import sparsity
+from utils.benchmark.measuring import measure_together
+from utils.files import recorded_table
 from utils.visualization.masks import plot_mask, plot_sparsity_sweep
 
 torch.manual_seed(0)

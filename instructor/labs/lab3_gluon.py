@@ -91,14 +91,14 @@ import torch
 
 from utils import *
 from utils.checking import check, expect_number, require_answer
-from utils.device import gluon_support, offline_compile_support
-from utils.environment import environment
-from utils.kernels.attention import attention
-from utils.recorded import recorded_table
+from utils.machine.device import gluon_support, offline_compile_support
+from utils.machine.environment import environment
+from utils.attention import attention
+from utils.files import recorded_table
 
 assert find_spec("triton"), "This lab needs Triton for the language itself: pip install triton (Linux, no GPU needed)."
 from utils import gluon_cpu
-from utils.gluon_cpu.exercises import (
+from utils.checking.kernel_exercises import (
     Launch,
     Tile,
     compile_for_hopper,
@@ -747,7 +747,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from utils.kernels.attention.gluon_ladder.shared import tma_load  # its name differs between versions of Triton
+from utils.attention.gluon.shared import tma_load  # its name differs between versions of Triton
 
 
 @gluon.jit
@@ -817,7 +817,7 @@ BROKEN = '''
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from utils.kernels.attention.gluon_ladder.shared import tma_load
+from utils.attention.gluon.shared import tma_load
 
 
 @gluon.jit
@@ -883,7 +883,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from utils.kernels.attention.gluon_ladder.shared import tma_load, tma_store
+from utils.attention.gluon.shared import tma_load, tma_store
 
 
 @gluon.jit
@@ -1010,7 +1010,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from utils.kernels.attention.gluon_ladder.shared import tma_load, tma_store
+from utils.attention.gluon.shared import tma_load, tma_store
 
 
 @gluon.jit
@@ -1121,7 +1121,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from utils.kernels.attention.gluon_ladder.shared import tma_load, tma_store
+from utils.attention.gluon.shared import tma_load, tma_store
 
 
 @gluon.jit
@@ -1255,7 +1255,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from utils.kernels.attention.gluon_ladder.shared import inverse_and_lse, mask_scores, online_softmax, tma_load, tma_store
+from utils.attention.gluon.shared import inverse_and_lse, mask_scores, online_softmax, tma_load, tma_store
 
 
 @gluon.jit
@@ -1408,8 +1408,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from utils.kernels.attention.gluon_ladder.shared import inverse_and_lse, mask_scores, online_softmax, tma_store
-from utils.kernels.attention.gluon_ladder.step4_warp_specialized import producer
+from utils.attention.gluon.shared import inverse_and_lse, mask_scores, online_softmax, tma_store
+from utils.attention.gluon.step4_warp_specialized import producer
 
 
 @gluon.jit
@@ -1600,7 +1600,7 @@ if rows:
 # %%
 require_answer("attention", answered("lab3_overlap.py"), "5.3")
 if on_hopper:
-    from utils.kernels.attention.gluon_ladder.launch import forward
+    from utils.attention.gluon.launch import forward
 
     module = load_kernels(answered("lab3_overlap.py"), overlap_launch(*big)[0])
 
@@ -1674,7 +1674,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from utils.kernels.attention.gluon_ladder.shared import inverse_and_lse, online_softmax, tma_load, tma_store
+from utils.attention.gluon.shared import inverse_and_lse, online_softmax, tma_load, tma_store
 
 
 @gluon.jit
@@ -1777,5 +1777,5 @@ print(f"saved {', '.join(results) or 'no table'} to lab3_results.json")
 # - At head dimension 64 exponentials take as long as products, at 128 half as long. Flash attention is fast where the
 #   two run at the same time.
 #
-# The ladder in `utils/kernels/attention/gluon_ladder` goes on where you stopped. On an H200 its last step is on a par with
+# The ladder in `utils/attention/gluon` goes on where you stopped. On an H200 its last step is on a par with
 # FlashAttention 4 at head dimension 64 and ahead of it at 128. You can read every line of it now.

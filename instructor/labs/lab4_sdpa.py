@@ -73,8 +73,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from utils import *
 from utils.checking import AnswerNeeded, check, expect_close, expect_number, require_answer
-from utils.environment import environment
-from utils.recorded import recorded_table
+from utils.machine.environment import environment
+from utils.files import recorded_table
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler from writing a line for each start and stop
 torch.manual_seed(0)

@@ -1,5 +1,6 @@
 """Tests that each lab must pass. A lab's test file takes them in by `from tests.instructor.every_lab import *`; they go
-by its LAB (the lab's name) and BY_HAND ({id of an answer graded by hand: points})."""
+by its LAB (the lab's name) and BY_HAND ({id of an answer graded by hand: points}).
+"""
 
 import pytest
 

@@ -1,5 +1,6 @@
 """What the tests of all labs do: read answers and hidden checks off a lab's cells, judge a changed answer, and look at
-what stock nbgrader makes of whole notebooks. What is one lab's own stands in its test file."""
+what stock nbgrader makes of whole notebooks. What is one lab's own stands in its test file.
+"""
 
 import ast
 import importlib
@@ -287,7 +288,8 @@ def assert_solved_is_quick(graded: Graded, minutes: float = 8, longest_cell: flo
 
 def assert_untouched_says_what_is_missing(graded: Graded, bare_stubs: bool = False) -> None:
     """No point, and each error names a question. bare_stubs: answers at the top level of their cell raise by
-    themselves."""
+    themselves.
+    """
     assert sum(score.auto or 0 for score in graded.scores["untouched"].values()) == 0
     for cell, error in graded.errors("untouched"):
         if bare_stubs and error.ename == "NotImplementedError":

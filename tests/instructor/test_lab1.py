@@ -9,7 +9,7 @@ import nbformat
 import pytest
 import torch
 
-from instructor.checks.lab1.common import Draw
+from instructor.checks.common import Draw
 from instructor.course import answered_notebook
 from tests.instructor import lab_cases
 from tests.instructor.every_lab import *  # noqa: F403
@@ -132,7 +132,8 @@ MISTAKES = [WRONG["F.linear"], WRONG["forgets GQA"], WRONG["K not masked"]]
 @pytest.fixture(scope="module")
 def graded(lab, answers, grade_notebooks):
     """Stock nbgrader on the solved and the untouched notebook, and on one with three mistakes, whose student deleted
-    all plain code cells: grading needs none of them, and they take the most time."""
+    all plain code cells: grading needs none of them, and they take the most time.
+    """
     changed = {}
     for wrong in MISTAKES:
         text = f"{answers[wrong.cell]}\n\n{wrong.code}" if wrong.code else answers[wrong.cell]

@@ -164,7 +164,7 @@ def test_unanswered_questions_say_so(calls, checks, answers):
 @pytest.mark.gpu
 def test_model_answers_run_on_a_gpu(answers):
     """The checks feed CPU tensors; here the same functions get tensors on the GPU, and FlexAttention compiles them."""
-    from utils.kernels.attention.flex_dense import flex_reference
+    from utils.attention.flex_dense import flex_reference
 
     names, cuda = _namespace(answers), torch.device("cuda")
     length = 512

@@ -119,7 +119,9 @@ def visible(lab, answers):
 
 @pytest.mark.parametrize(("mistake", "cell", "phrase"), VISIBLE, ids=lambda value: str(value))
 def test_the_notebooks_own_check_finds_it(visible, answers, files, monkeypatch, mistake, cell, phrase):
-    monkeypatch.setattr("utils.device.offline_compile_support", lambda: False)  # slow, and not what is tried here
+    monkeypatch.setattr(
+        "utils.machine.device.offline_compile_support", lambda: False
+    )  # slow, and not what is tried here
     names, tests = dict(visible[0]), visible[1]
     (wrong,) = (w for w in WRONG_ANSWERS if w.mistake == mistake)
     texts = dict(files)
@@ -149,9 +151,9 @@ def test_an_unanswered_or_broken_file_is_a_message(calls, checks, answers, files
 @pytest.mark.gpu
 def test_model_answers_agree_on_a_gpu():
     """The lab's own check: simulated, compiled, and run on this machine's Hopper GPU."""
-    from instructor.checks.lab1.common import Draw
+    from instructor.checks.common import Draw
     from instructor.checks.lab3_gluon import attention, pipelines
-    from utils.gluon_cpu.exercises import expect_kernel
+    from utils.checking.kernel_exercises import expect_kernel
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("TMA, mbarriers and wgmma need a Hopper GPU (H100, H200)")

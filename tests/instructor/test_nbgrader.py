@@ -125,7 +125,7 @@ def test_validate(small_lab, graded):
 
 
 def test_run_all_on_the_untouched_notebook_reaches_its_end(small_lab, tmp_path, monkeypatch):
-    """nbclient stops at an error, as JupyterLab does, unless the cell has the tag `raises-exception`."""
+    """Nbclient stops at an error, as JupyterLab does, unless the cell has the tag `raises-exception`."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.reads(small_lab.student, as_version=4)
     NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()

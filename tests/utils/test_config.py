@@ -255,7 +255,7 @@ def test_facts_cost_no_heavy_import():
 
 @pytest.mark.gpu
 def test_the_row_of_this_gpu_agrees_with_the_driver():
-    from utils.device import detect_gpu
+    from utils.machine.device import detect_gpu
 
     row = detect_gpu()
     if row is None:

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from utils.bench.choose_cli import choose
+from utils.bench.choose.cli import choose
 from utils.bench.errors import BenchError
 
 app = typer.Typer(
@@ -128,7 +128,7 @@ def run(
     from utils.bench import results as res
     from utils.bench.run import STEPS, Interrupted, Options, Runner, counts, exit_code
     from utils.bench.targets import plan
-    from utils.device import default_device
+    from utils.machine.device import default_device
 
     names = [part for name in [*(targets or []), *(more or [])] for part in name.split(",") if part]
     options = Options(
@@ -148,7 +148,7 @@ def run(
     with errors_as_lines():
         plans = plan(names, target_extra_arg or [], device, os.environ)
         if update_expectations:
-            from utils.environment import environment
+            from utils.machine.environment import environment
 
             expectations.expectations_file(environment(device)["gpu"])
             if alone := [one.target.name for one in plans if len(one.sides) < 2]:
@@ -214,7 +214,7 @@ def _told(counts: dict[str, int]) -> str:
 def show_run(document: dict) -> None:
     """The run as a table: medians with intervals, what ran, the speed-up; then refusals and failures."""
     from utils.bench.report import memory_text, options_text, with_interval
-    from utils.measurement import format_ms
+    from utils.benchmark.result import format_ms
 
     lines, said = [], {}
     for case in document["cases"]:
@@ -263,7 +263,7 @@ def compare(
     from utils.bench.comparing import compare_results, notes
     from utils.bench.report import SEPARATE_RUNS, with_interval, write_comparison
     from utils.bench.results import load_results
-    from utils.measurement import format_ms
+    from utils.benchmark.result import format_ms
 
     os.environ.setdefault("MPLBACKEND", "Agg")
     with errors_as_lines():

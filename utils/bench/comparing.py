@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from utils import statistics as stats
 from utils.bench import results as res
 from utils.bench.errors import BenchError
 from utils.bench.targets.base import SIDES
+from utils.benchmark import intervals as stats
 
 SAME_WITHIN = 0.02  # two processes differ by this much in clocks and addresses alone
 RESAMPLES = 2000

@@ -17,12 +17,11 @@ from pathlib import Path
 from utils.bench import results as res
 from utils.bench.errors import BenchError
 from utils.bench.targets.base import WORKLOAD_KNOBS
-from utils.device import detect_gpu
-from utils.environment import PROJECT_ROOT
-from utils.files import write_whole
+from utils.files import ROOT, write_whole
+from utils.machine.device import detect_gpu
 
 SCHEMA, VERSION = "labs-bench-expectations", 1
-FOLDER = PROJECT_ROOT / "expectations"
+FOLDER = ROOT / "expectations"
 TOLERANCE = 0.05
 
 HIGHER, LOWER = "higher", "lower"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from utils.bench.knobs import Knob, settle
 from utils.bench.targets import SIDES, targets_of
-from utils.device import Support, default_device
+from utils.machine.device import Support, default_device
 
 
 def _shown(value) -> str:

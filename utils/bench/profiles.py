@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from utils.bench import counters
 from utils.bench.errors import first_line
-from utils.environment import PROJECT_ROOT
-from utils.profiling import launch_gaps, nvtx_range, profile, summarize_trace
+from utils.benchmark.profiling import launch_gaps, nvtx_range, profile, summarize_trace
+from utils.files import ROOT
 
 if TYPE_CHECKING:
     from utils.bench.run import Runner
@@ -112,9 +112,7 @@ def counted_roofline(record: dict, side: str) -> dict | None:
 
 def _run_tool(command: list[str]) -> tuple[int, str]:
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TOOL_SECONDS, cwd=PROJECT_ROOT, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, cwd=ROOT, check=False)
     except subprocess.TimeoutExpired:
         return 1, f"it was not done after {TOOL_SECONDS} s"
     except OSError as error:

@@ -9,7 +9,7 @@ import torch
 
 from utils.bench.knobs import Setting
 from utils.bench.targets import TARGETS
-from utils.profiling import nvtx_range
+from utils.benchmark.profiling import nvtx_range
 
 WARMUP = 3
 

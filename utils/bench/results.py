@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.bench.errors import BenchError
-from utils.measurement import Measurement
+from utils.benchmark.result import Measurement
 
 SCHEMA, VERSION = "labs-bench-results", 1
 RESULTS_FILE, REPORT_FILE, MANIFEST_FILE, LOG_FILE = "results.json", "report.md", "manifest.json", "run.log"

@@ -23,11 +23,11 @@ from utils.bench.targets.base import Built, Case, Target
 from utils.bench.targets.providers import launched_by
 from utils.bench.verify import Verification, verify
 from utils.bench.workload import DTYPES, arithmetic, check_fits
-from utils.cuda_timer import CAPTURE_FAILED
-from utils.environment import HARMLESS_REASONS, environment, gpu_state
+from utils.benchmark.cuda_timer import CAPTURE_FAILED
+from utils.benchmark.measuring import compare, measure
+from utils.benchmark.roofs import machine_roofs
 from utils.files import write_whole
-from utils.measuring import compare, measure
-from utils.roofs import machine_roofs
+from utils.machine.environment import HARMLESS_REASONS, environment, gpu_state
 
 PROFILES = ("none", "minimal", "roofline", "deep_dive")
 FORMATS = ("json", "markdown", "both")

@@ -22,16 +22,16 @@ from typing import Any
 
 import torch
 
-from utils import statistics as stats
 from utils.bench import results as res
 from utils.bench.comparing import SAME_WITHIN, independent_interval
 from utils.bench.errors import BenchError
-from utils.cuda_timer import gpu_flush_bytes
-from utils.environment import environment, gpu_state
+from utils.benchmark import intervals as stats
+from utils.benchmark.cuda_timer import gpu_flush_bytes
+from utils.benchmark.measuring import measure
+from utils.benchmark.result import Measurement
+from utils.benchmark.timers import cpu_flush_bytes
 from utils.files import write_whole
-from utils.measurement import Measurement
-from utils.measuring import measure
-from utils.timers import cpu_flush_bytes
+from utils.machine.environment import environment, gpu_state
 
 SCHEMA, VERSION = "labs-bench-suite", 1
 CLOCK_SLACK_MS = 0.05  # two clocks: a self-timed call may read this much more than the host saw
@@ -200,7 +200,7 @@ class CUDABenchmarkHarness:
                     l2="cold" if config.flush_l2_cache else "warm",
                 )
         if memory_bytes is not None and self.device.type == "cuda":
-            from utils.roofs import machine_roofs
+            from utils.benchmark.roofs import machine_roofs
 
             peak_gb_s = 1e3 * machine_roofs().memory_bandwidth_tb_s
             if measurement.gb_s > peak_gb_s:
@@ -221,7 +221,7 @@ class CUDABenchmarkHarness:
         )
 
     def _refuse_transfers(self, kernel_func: Callable, kernel_name: str) -> None:
-        from utils.profiling import profile, read_trace
+        from utils.benchmark.profiling import profile, read_trace
 
         copies = sorted(
             {

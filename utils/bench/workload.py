@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from utils import flops
 from utils.bench.errors import Refused
-from utils.environment import available_memory_bytes, float32_matmul_precision
+from utils.machine.environment import available_memory_bytes, float32_matmul_precision
+from utils.model import costs as flops
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MASKS = ("full", "causal", "document", "causal_document")

@@ -56,13 +56,13 @@ class MBarrier:
         join(self.fenced, fenced)
 
     def arrive(self, n: int, what: str) -> None:
-        """n arrivals of the running partition."""
+        """N arrivals of the running partition."""
         p = context.partition()
         self.join_clock(p.clock, p.fenced)
         self.arrived(n, what, p.name, context.site(), p.time)
 
     def arrived(self, n: int, what: str, who: str, site: Site, now: float) -> None:
-        """n arrivals, counted."""
+        """N arrivals, counted."""
         if n > self.pending:
             context.report(
                 "barrier",

@@ -408,7 +408,7 @@ def operand_type(op: str, a, b):
 
 
 def binary(op: str, a, b) -> Tensor:
-    """a op b, where one of them is a tensor or scalar and the other may be a number."""
+    """A op b, where one of them is a tensor or scalar and the other may be a number."""
     if isinstance(a, gl.constexpr):
         a = a.value
     if isinstance(b, gl.constexpr):

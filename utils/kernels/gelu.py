@@ -42,7 +42,7 @@ def gelu_unfused(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_torch(x: torch.Tensor) -> torch.Tensor:
-    """torch's own fused tanh-GELU. x any shape; result like x."""
+    """Torch's own fused tanh-GELU. x any shape; result like x."""
     _check("gelu_torch", x)
     return torch.nn.functional.gelu(x, approximate="tanh")
 
@@ -70,7 +70,7 @@ def gelu_compiled(x: torch.Tensor) -> torch.Tensor:
     name = "gelu_compiled"
     _check(name, x)
     _check_forward_only(name, x)
-    from utils.device import compile_support
+    from utils.machine.device import compile_support
 
     if not (support := compile_support()):
         raise RuntimeError(f"{name} cannot run here. {support.reason} {support.remedy} Or use gelu_torch.")
@@ -111,7 +111,7 @@ def _compiled(situation: tuple):
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """x itself if its elements fill a stretch of memory, in whatever order; else a copy that does, in that order."""
+    """X itself if its elements fill a stretch of memory, in whatever order; else a copy that does, in that order."""
     return torch.empty_like(x).copy_(x) if _overlaps_or_has_gaps(x) else x
 
 

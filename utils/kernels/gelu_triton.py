@@ -25,6 +25,6 @@ INTERPRETED = not isinstance(gelu_kernel, triton.JITFunction)
 
 
 def launch(x, y) -> None:
-    """y = gelu(x) over the elements as they lie in memory: both dense, with the same strides."""
+    """Y = gelu(x) over the elements as they lie in memory: both dense, with the same strides."""
     block = 1 << 16 if INTERPRETED else 1024  # the interpreter pays by the program, not by the element
     gelu_kernel[(triton.cdiv(x.numel(), block),)](x, y, x.numel(), BLOCK=block)

@@ -193,8 +193,8 @@ def measure_ladder(sizes=SIZES, *, dtype: torch.dtype = torch.bfloat16, max_seco
 
     sizes: M = N = K. max_seconds: time for each pair, warm-up included. Ratio: time of torch.matmul / time of the rung.
     """
-    from utils.environment import environment
-    from utils.measuring import compare
+    from utils.benchmark.measuring import compare
+    from utils.machine.environment import environment
 
     rows, skipped = [], {}
     for size in sizes:

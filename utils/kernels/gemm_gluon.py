@@ -452,7 +452,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    from utils.measuring import compare
+    from utils.benchmark.measuring import compare
 
     candidates = (
         *CONFIGS,

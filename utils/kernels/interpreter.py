@@ -30,8 +30,9 @@ from pathlib import Path
 
 import torch
 
+from utils.files import ROOT
+
 _STUDENT_FILE = "student_kernel.py"
-_ROOT = Path(__file__).resolve().parents[2]
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -47,7 +48,8 @@ class InterpretedKernelError(RuntimeError):
 def run_interpreted(function_name: str, *args, timeout: float = 60, **kwargs):
     """Call a kernel function of `utils.kernels` through Triton's interpreter and return its result.
 
-    function_name: a name in `gemm` or `gelu` ("gemm_tiled"), or "module.function" below `utils.kernels`.
+    function_name: a name in `kernels.gemm` or `kernels.gelu` ("gemm_tiled"), or "module.function" below `utils.kernels`,
+        or the whole path of one elsewhere in `utils`.
     args, kwargs: CPU tensors and plain values. timeout: seconds, the start of the process (about 2 s) included.
     """
     return run_interpreted_cases(function_name, [args], timeout=timeout, **kwargs)[0]
@@ -114,7 +116,7 @@ def _for_child(value, name: str):
 
 def _run_child(folder: str, name: str, timeout: float) -> None:
     """Start the child, wait for its answer, and say in a sentence what happened if there is none."""
-    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
@@ -290,20 +292,21 @@ def _load_function(job: dict, folder: str):
             ]
             raise NameError(f"the source defines no function {name!r}; it defines: {', '.join(defined) or 'none'}")
         return function
-    places = [name.rpartition(".")[0]] if "." in name else ["gemm", "gelu"]
+    module_name, _, name = name.rpartition(".")
+    if module_name and not module_name.startswith("utils."):
+        module_name = f"utils.kernels.{module_name}"
+    places = [module_name] if module_name else ["utils.kernels.gemm", "utils.kernels.gelu"]
     for place in places:
-        module = importlib.import_module(f"utils.kernels.{place}")
-        if callable(function := getattr(module, name.rpartition(".")[2], None)):
+        if callable(function := getattr(importlib.import_module(place), name, None)):
             return function
     raise NameError(
-        f"utils.kernels has no function {name!r} in {', '.join(places)}: "
-        "name it, or give 'module.function' below utils.kernels"
+        f"there is no function {name!r} in {', '.join(places)}: name it, or give 'module.function' below utils.kernels"
     )
 
 
 def _own_traceback(error: BaseException, folder: str, from_source: bool) -> str:
     """The traceback of a failure without the frames of Triton and of this module: the kernel's own lines."""
-    own = str(Path(folder, _STUDENT_FILE)) if from_source else str(_ROOT / "utils")
+    own = str(Path(folder, _STUDENT_FILE)) if from_source else str(ROOT / "utils")
     if isinstance(error, SyntaxError):
         return "".join(traceback.format_exception_only(error)).replace(folder + os.sep, "")
     frames = []

@@ -33,7 +33,7 @@ def plot_choices(entries: Sequence[dict], *, ax: Any = None, title: str | None =
     """Plot who is best on each shape: colour and letter of the best backend, number: torch's default over the best.
 
     Args:
-        entries: what `utils.bench.choose_report.measured_shapes` gives, one entry a shape.
+        entries: what `utils.bench.choose.report.measured_shapes` gives, one entry a shape.
         ax: as many Axes as there are kinds among the entries; a new Figure without.
         title: instead of the default one.
 

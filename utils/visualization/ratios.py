@@ -27,7 +27,7 @@ def plot_attention_ratios(
 
     Args:
         rows: `head_dim`, `length`, `causal`, `against`, and `ratio` with `interval`, or `refused`: what
-            `python -m utils.kernels.attention.compare ratios` writes.
+            `python -m tools.record.attention_ratios ratios` writes.
         highest: the top of the axis; an opponent that is beyond it somewhere is named in the corner instead.
         title: of the figure.
         ax: Axes to draw in, one for each panel; a new Figure without.

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from instructor.checks.lab1.common import (
+from instructor.checks.common import (
     DTYPES,
     Draw,
     SizeWatch,

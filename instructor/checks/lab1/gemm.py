@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from instructor.checks.lab1.common import (
+from instructor.checks.common import (
     DTYPES,
     Draw,
     SizeWatch,

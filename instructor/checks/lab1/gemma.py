@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from instructor.checks.lab1.common import DTYPES, Draw, dtype_name, expect_counts, expect_value
+from instructor.checks.common import DTYPES, Draw, dtype_name, expect_counts, expect_value
 from utils.checking import check, expect_close
 from utils.config import GEMMA_CONFIG
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from instructor.checks.lab1.common import DTYPES, Draw, dtype_name, expect_unchanged, expect_value
+from instructor.checks.common import DTYPES, Draw, dtype_name, expect_unchanged, expect_value
 from utils.checking import MATMUL, check, expect_close, forbid, forbid_leaving, watch_operations
-from utils.device import default_device
+from utils.machine.device import default_device
 
 
 @check("4.1", "Profile and trace")

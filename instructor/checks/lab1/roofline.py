@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from instructor.checks.lab1.common import DTYPES, Draw, dtype_name, expect_value
+from instructor.checks.common import DTYPES, Draw, dtype_name, expect_value
 from utils.checking import check
 
 

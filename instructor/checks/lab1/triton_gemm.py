@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from instructor.checks.lab1.common import Draw
+from instructor.checks.common import Draw
 from utils.checking import check, expect_close
 from utils.kernels.interpreter import InterpretedKernelError, run_interpreted_cases
 

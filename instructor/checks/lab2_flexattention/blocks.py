@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
-from instructor.checks.lab1.common import Draw, SizeWatch, expect_unchanged, expect_value, poisoned_memory
+from instructor.checks.common import Draw, SizeWatch, expect_unchanged, expect_value, poisoned_memory
 from instructor.checks.lab2_flexattention.common import attend_densely, moved_heads
 from instructor.checks.lab2_flexattention.data import FUSED
+from utils.attention.masks import dense_mask
 from utils.checking import check, expect_close, forbid, watch_operations
-from utils.kernels.attention.masks import dense_mask
 
 
 def _counts(mask: torch.Tensor, block: int, filler: bool = False) -> tuple[int, int, int]:

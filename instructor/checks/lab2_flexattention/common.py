@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from instructor.checks.lab1.common import SizeWatch
+from instructor.checks.common import SizeWatch
+from utils.attention.masks import dense_mask
+from utils.attention.score_mods import modified
 from utils.checking import expect_close
-from utils.kernels.attention.masks import dense_mask
-from utils.kernels.attention.score_mods import modified
 
 Mod = Callable[..., torch.Tensor]
 _NO_VALUE = (

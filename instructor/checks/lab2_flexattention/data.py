@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from instructor.checks.lab1.common import DTYPES, Draw, dtype_name, expect_counts, expect_unchanged
+from instructor.checks.common import DTYPES, Draw, dtype_name, expect_counts, expect_unchanged
 from instructor.checks.lab2_flexattention.common import attend_densely, moved_heads
 from utils.checking import check, expect_close, forbid, watch_operations
 

@@ -7,11 +7,11 @@ import inspect
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from instructor.checks.lab1.common import Draw
+from instructor.checks.common import Draw
 from instructor.checks.lab2_flexattention.common import attend_densely, indices, recording
+from utils.attention.flex_dense import flex_reference
+from utils.attention.flex_paths import compiled_versions, own_copy
 from utils.checking import check, expect_close
-from utils.kernels.attention.flex_dense import flex_reference
-from utils.kernels.attention.flex_paths import compiled_versions, own_copy
 
 _SIGNATURE = inspect.signature(flex_attention)
 

@@ -6,10 +6,10 @@ import math
 
 import torch
 
-from instructor.checks.lab1.common import Draw
+from instructor.checks.common import Draw
 from instructor.checks.lab2_flexattention.common import expect_mask, expect_program, pairs
+from utils.attention.sparsity import sparsity
 from utils.checking import check
-from utils.kernels.attention.sparsity import sparsity
 
 SLACK = 1.15  # times the blocks of a layout by conversation and position, instructions first or last
 

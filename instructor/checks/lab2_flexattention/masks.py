@@ -7,7 +7,7 @@ import functools
 
 import torch
 
-from instructor.checks.lab1.common import Draw
+from instructor.checks.common import Draw
 from instructor.checks.lab2_flexattention.common import expect_mask, expect_program, indices, pairs
 from utils.checking import check
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from instructor.checks.lab1.common import Draw
+from instructor.checks.common import Draw
 from instructor.checks.lab2_flexattention.common import expect_program, expect_scores, indices
 from utils.checking import check
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from instructor.checks.lab1.common import Draw
+from instructor.checks.common import Draw
 from instructor.checks.lab2_flexattention.common import attend_densely, expect_mask, expect_program, indices, recording
 from utils.checking import check, expect_close
 

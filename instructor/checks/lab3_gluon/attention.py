@@ -6,11 +6,11 @@ import math
 
 import torch
 
-from instructor.checks.lab1.common import Draw
+from instructor.checks.common import Draw
 from instructor.checks.lab3_gluon.pipelines import cdiv
 from utils.checking import check
-from utils.gluon_cpu.exercises import Launch, Tile, expect_kernel
-from utils.gluon_cpu.exercises import overlap as overlap_of
+from utils.checking.kernel_exercises import Launch, Tile, expect_kernel
+from utils.checking.kernel_exercises import overlap as overlap_of
 
 TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}
 LEAST_OVERLAP = 0.12  # of the softmax; without overlap it is zero, the model answer has about 0.25

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from instructor.checks.lab1.common import Draw, expect_counts, expect_value
+from instructor.checks.common import Draw, expect_counts, expect_value
 from utils.checking import check
 
 TENSOR, SPECIAL, MEMORY = 4096, 16, 20  # a cycle of one SM: bf16 FLOPs, exponentials, bytes from memory

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from instructor.checks.lab1.common import Draw
+from instructor.checks.common import Draw
 from utils.checking import check
-from utils.gluon_cpu.exercises import Launch, Tile, expect_kernel, simulated
+from utils.checking.kernel_exercises import Launch, Tile, expect_kernel, simulated
 
 HALVES = (torch.float16, torch.bfloat16)
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from instructor.checks.lab1.common import DTYPES, Draw, dtype_name, expect_counts, expect_unchanged, expect_value
+from instructor.checks.common import DTYPES, Draw, dtype_name, expect_counts, expect_unchanged, expect_value
 from instructor.checks.lab4_sdpa.common import reference_attention
 from utils.checking import check
 

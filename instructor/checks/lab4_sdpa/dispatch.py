@@ -7,7 +7,7 @@ import warnings
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from instructor.checks.lab1.common import Draw, expect_unchanged
+from instructor.checks.common import Draw, expect_unchanged
 from instructor.checks.lab4_sdpa.common import (
     KNOCKED_OUT,
     Attentions,

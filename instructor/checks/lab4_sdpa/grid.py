@@ -7,7 +7,7 @@ import numbers
 
 import pandas as pd
 
-from instructor.checks.lab1.common import Draw, expect_value
+from instructor.checks.common import Draw, expect_value
 from instructor.checks.lab4_sdpa.common import with_right_answers
 from utils.checking import check
 from utils.config import GPU_SPECS

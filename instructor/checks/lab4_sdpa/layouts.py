@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from instructor.checks.lab1.common import Draw, expect_unchanged
+from instructor.checks.common import Draw, expect_unchanged
 from instructor.checks.lab4_sdpa.common import reasons_of, with_right_answers
 from utils.checking import check, expect_close
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from instructor.checks.lab1.common import Draw, expect_unchanged, expect_value
+from instructor.checks.common import Draw, expect_unchanged, expect_value
 from utils.checking import check, expect_close
 
 

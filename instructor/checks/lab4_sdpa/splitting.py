@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from instructor.checks.lab1.common import Draw, SizeWatch, dtype_name, expect_unchanged
+from instructor.checks.common import Draw, SizeWatch, dtype_name, expect_unchanged
 from instructor.checks.lab4_sdpa.common import reference_attention, with_right_answers
 from utils.checking import check, expect_close, forbid, forbid_leaving, watch_operations
 
@@ -20,7 +20,7 @@ _SOFTMAX = (r"_?(?:log_)?softmax\w*", "_?safe_softmax", "softmin")
 
 
 def _lse(q, k) -> torch.Tensor:
-    """log of the sum of e^score of each query, in float64."""
+    """Log of the sum of e^score of each query, in float64."""
     wide = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
     return torch.logsumexp(q.double() @ wide.mT / math.sqrt(q.shape[-1]), dim=-1)
 

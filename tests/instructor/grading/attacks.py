@@ -164,11 +164,11 @@ sys.modules["utils.checking"] = fake
         "the watch replaced by one that sees nothing",
         PRODUCT,
         """
-import contextlib, utils.checking, utils.watching
+import contextlib, utils.checking, utils.checking.watching
 @contextlib.contextmanager
 def blind():
-    yield utils.watching.OperationWatch()
-utils.watching.watch_operations = utils.checking.watch_operations = watch_operations = blind
+    yield utils.checking.watching.OperationWatch()
+utils.checking.watching.watch_operations = utils.checking.watch_operations = watch_operations = blind
 """,
         FORBIDDEN,
     ),
@@ -176,9 +176,9 @@ utils.watching.watch_operations = utils.checking.watch_operations = watch_operat
         "the watch's own methods emptied",
         PRODUCT,
         """
-import utils.watching
-utils.watching.OperationWatch._note = lambda self, counter, name: None
-utils.watching.watch_operations._enter_modes = lambda self: []
+import utils.checking.watching
+utils.checking.watching.OperationWatch._note = lambda self, counter, name: None
+utils.checking.watching.watch_operations._enter_modes = lambda self: []
 """,
         FORBIDDEN,
     ),
@@ -209,9 +209,9 @@ def gemm_broadcast(a, b):
         "forbid replaced",
         PRODUCT,
         """
-import utils.checking, utils.watching
-forbid = utils.checking.forbid = utils.watching.forbid = lambda *a, **k: None
-utils.watching.MATMUL = utils.checking.MATMUL = MATMUL = ()
+import utils.checking, utils.checking.watching
+forbid = utils.checking.forbid = utils.checking.watching.forbid = lambda *a, **k: None
+utils.checking.watching.MATMUL = utils.checking.MATMUL = MATMUL = ()
 """,
         FORBIDDEN,
     ),
@@ -835,7 +835,7 @@ torch.vmap = torch.func.vmap = lambda f, *a, **k: lambda *x: torch.ones(5, 5, dt
         "equal, vmap's insides and the check's helper replaced",
         MASK,
         """
-import utils.kernels.attention.masks as masks
+import utils.attention.masks as masks
 masks.dense_mask = masks.evaluate = dense_mask = lambda mod, *a, **k: mod
 torch.equal = lambda a, b: True
 torch._C._functorch.get_unwrapped = torch._C._functorch._add_batch_dim = lambda t, *a: t

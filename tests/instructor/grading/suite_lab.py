@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from utils.attention.masks import dense_mask
 from utils.checking import (
     MATMUL,
     check,
@@ -36,7 +37,6 @@ from utils.checking import (
     require_answer,
     watch_operations,
 )
-from utils.kernels.attention.masks import dense_mask
 
 torch.manual_seed(0)
 

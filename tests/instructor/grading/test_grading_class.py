@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 
 from instructor.build import ROOT
 from instructor.course import Course, answered_notebook
-from instructor.grading import cluster, gradebook
-from instructor.grading.cluster import grade_class, question_id
-from instructor.grading.engine import grade_notebook
-from instructor.grading.intake import IntakeError, Submission, student_of, submissions, take_in
+from instructor.grading.class_ import cluster, gradebook
+from instructor.grading.class_.cluster import grade_class, question_id
+from instructor.grading.class_.intake import IntakeError, Submission, student_of, submissions, take_in
+from instructor.grading.submission.engine import grade_notebook
 from tests.instructor.conftest import FIXTURE_LAB
 from utils.cli import app, mount_plugins
-from utils.device import cuda_support
+from utils.machine.device import cuda_support
 
 HANG = "import time\n\ndef gemm_broadcast(a, b):\n    while True:\n        time.sleep(0.1)\n"
 DIES = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"

@@ -7,7 +7,7 @@ import pytest
 
 from instructor.course import answered_notebook
 from instructor.grading import grade_notebook
-from instructor.grading.walls import Limits
+from instructor.grading.sandbox.walls import Limits
 from tests.instructor.grading.attacks import packed
 from tests.instructor.grading.faults import BROKEN_FILES, FAULTS, ODD_FILES, STUDENTS
 

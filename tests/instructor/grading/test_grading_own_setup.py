@@ -1,5 +1,6 @@
 """Grading with `--gpu`, as far as a machine without a GPU can show it: CUDA does not survive a fork, so every process
-runs the setup for itself, and a check of live objects runs in the student's process, which ends with it."""
+runs the setup for itself, and a check of live objects runs in the student's process, which ends with it.
+"""
 
 from pathlib import Path
 
@@ -8,8 +9,8 @@ import pytest
 from instructor.build import build_lab
 from instructor.course import answered_notebook
 from instructor.grading import grade_notebook
-from instructor.grading.engine import calibrate
-from instructor.grading.walls import Limits
+from instructor.grading.sandbox.walls import Limits
+from instructor.grading.submission.engine import calibrate
 
 LIMITS = Limits(gpu=True)
 SETUP = "torch.manual_seed(0)\n"

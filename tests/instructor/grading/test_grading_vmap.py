@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
-from instructor.grading import vmaps
-from instructor.grading.remote import CannotTravel, Gone, Remote
-from instructor.grading.signatures import parameters_of, standing_for
-from instructor.grading.student import Student
-from instructor.grading.wire import Channel, Decoder, Encoder, WireError, rebuilt_block_mask
+from instructor.grading.submission.remote import CannotTravel, Gone, Remote
+from instructor.grading.submission.student import Student
+from instructor.grading.wire.protocol import Channel, Decoder, Encoder, WireError, rebuilt_block_mask, vmaps
+from instructor.grading.wire.signatures import parameters_of, standing_for
+from utils.attention.masks import dense_mask, evaluate
+from utils.attention.score_mods import modified
 from utils.checking import watch_operations
-from utils.kernels.attention.masks import dense_mask, evaluate
-from utils.kernels.attention.score_mods import modified
 
 
 class _Flags:

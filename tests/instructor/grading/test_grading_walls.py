@@ -12,10 +12,10 @@ import pytest
 
 from instructor.build import ROOT, build_lab
 from instructor.course import answered_notebook
-from instructor.grading.engine import grade_notebook, setup_cells, zygote
-from instructor.grading.plan import make_plan, plan_tests, used_names
-from instructor.grading.results import CellResult, GradingError, SubmissionResult
-from instructor.grading.walls import Limits
+from instructor.grading.sandbox.walls import Limits
+from instructor.grading.submission.engine import grade_notebook, setup_cells, zygote
+from instructor.grading.submission.plan import make_plan, plan_tests, used_names
+from instructor.grading.submission.results import CellResult, GradingError, SubmissionResult
 from instructor.points import lab_path
 
 PROBES = """

@@ -16,10 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instructor.grading.remote import error_with_lines
-from instructor.grading.student import describe_error
-from instructor.grading.wire import Channel, Closed, Decoder, Encoder, TooLate, WireError
-from utils.checking import lines_of_traceback
+from instructor.grading.submission.remote import error_with_lines
+from instructor.grading.submission.student import describe_error
+from instructor.grading.wire.protocol import Channel, Closed, Decoder, Encoder, TooLate, WireError
+from utils.checking.watching import lines_of_traceback
 
 
 def travelled(value, trusted=False):

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from instructor.build import Built, build_lab
 from instructor.course import Course
-from instructor.grading import gradebook
-from instructor.grading.plan import question_of
+from instructor.grading.class_ import gradebook
+from instructor.grading.submission.plan import question_of
 from instructor.points import lab_path
 from utils.cli import app, mount_plugins
 

@@ -3,7 +3,8 @@
 import copy
 
 import pytest
-from bench_runs import SDPA, SMALL, run_cpu
+
+from tests.utils.bench.bench_runs import SDPA, SMALL, run_cpu
 
 
 @pytest.fixture(scope="session")

@@ -8,15 +8,19 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typer.testing import CliRunner
 
-from utils.bench import choose_cli, choose_grid, choose_report, choosing
+from utils.attention import attention, choices, last_run, make_request
+from utils.bench.choose import cli as choose_cli
+from utils.bench.choose import grid as choose_grid
+from utils.bench.choose import report as choose_report
+from utils.bench.choose import timing as choosing
 from utils.bench.cli import app
 from utils.bench.errors import BenchError
 from utils.bench.targets.sdpa import SdpaWorkload, make_inputs
-from utils.environment import PROJECT_ROOT, cpu_model
-from utils.kernels.attention import attention, choices, last_run, make_request
+from utils.files import ROOT
+from utils.machine.environment import cpu_model
 
 CPU = torch.device("cpu")
-GRID = PROJECT_ROOT / "assets/results/h200/sdpa_grid.json"
+GRID = ROOT / "assets/results/h200/sdpa_grid.json"
 TINY = [
     ("grid", SdpaWorkload(1, 2, 16, 16, "fp32", "causal", direction="both")),
     ("grid", SdpaWorkload(1, 2, 24, 16, "fp32", "causal")),
@@ -101,7 +105,7 @@ def test_other_providers_are_proved_too(monkeypatch):
 
 
 def test_all_contenders_are_timed_interleaved():
-    from utils.measuring import measure_together
+    from utils.benchmark.measuring import measure_together
 
     order = []
     found = measure_together(

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_runs import SDPA, SMALL
 from typer.testing import CliRunner
 
+from tests.utils.bench.bench_runs import SDPA, SMALL
 from utils.bench import profiles
 from utils.bench.cli import app
 from utils.bench.targets import TARGETS

@@ -4,14 +4,14 @@ import json
 import sys
 
 import pytest
-from bench_runs import run_cpu
 
-from utils.bench import flex_sweep
+from tests.utils.bench.bench_runs import run_cpu
+from tools.record import flex_sweep
+from utils.attention.sparsity import sparsity
 from utils.bench.errors import BenchError
 from utils.bench.run import exit_code
 from utils.bench.targets import TARGETS, plan
-from utils.device import compile_support
-from utils.kernels.attention.sparsity import sparsity
+from utils.machine.device import compile_support
 
 FLEX, CUTE = "labs/flexattention:flex_attention", "labs/flexattention:flex_attention_cute"
 needs_compiler = pytest.mark.skipif(not compile_support(), reason=compile_support().reason)
@@ -115,7 +115,7 @@ def test_the_score_modifier_asked_for_is_the_one_that_runs(score_mod):
 
 def test_checklist_3_the_cute_target_runs_where_flexattention_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.nn.attention.flex_attention", None)  # importing it fails, as when missing
-    from utils.kernels.attention.masks import has_flex
+    from utils.attention.masks import has_flex
 
     assert not has_flex()
     document = run_cpu(tmp_path, [CUTE], [f"{CUTE}=--heads 2 --seq-len 96 --doc-span 48 --head-dim 16"])
@@ -136,7 +136,7 @@ def test_the_cute_target_refuses_on_a_cpu_what_only_its_cute_side_can(tmp_path):
 
 def test_traces_with_ranges_are_kept_for_both_sides(documented_run):
     """The artifacts show the fusion: many operators before compiling, one region after."""
-    from utils.profiling import read_trace
+    from utils.benchmark.profiling import read_trace
 
     _, _, case = documented_run
     operators = {}

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench_runs import CPU, SDPA, SMALL
 
+from tests.utils.bench.bench_runs import CPU, SDPA, SMALL
 from utils.bench import counters, profiles
 from utils.bench.report import markdown
 from utils.bench.run import Options

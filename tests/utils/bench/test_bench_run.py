@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_runs import SDPA, SMALL, run_cpu
 
+from tests.utils.bench.bench_runs import SDPA, SMALL, run_cpu
 from utils.bench.errors import BenchError
 from utils.bench.results import load_results
 from utils.bench.run import Interrupted, Options, exit_code
 from utils.bench.targets import TARGETS
 from utils.bench.targets.base import Built
-from utils.device import compile_support
+from utils.machine.device import compile_support
 
 SUITE, FLEX = "attention_suite:sdpa", "labs/flexattention:flex_attention"
 needs_compiler = pytest.mark.skipif(not compile_support(), reason=compile_support().reason)

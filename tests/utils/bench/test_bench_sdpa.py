@@ -6,9 +6,9 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from bench_runs import SDPA, SMALL, run_cpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.utils.bench.bench_runs import SDPA, SMALL, run_cpu
 from utils.bench import expectations
 from utils.bench.errors import BenchError, Refused, WrongRun
 from utils.bench.report import csv_text, markdown
@@ -16,10 +16,10 @@ from utils.bench.targets import plan, sdpa
 from utils.bench.targets.providers import Launched, launched_by
 from utils.bench.targets.sdpa import SdpaWorkload
 from utils.bench.workload import Workload
-from utils.environment import PROJECT_ROOT
+from utils.files import ROOT
 
 CPU = torch.device("cpu")
-GRID = PROJECT_ROOT / "assets/results/h200/sdpa_grid.json"
+GRID = ROOT / "assets/results/h200/sdpa_grid.json"
 SHAPES = [
     SdpaWorkload(1, 2, 20, 16, "fp32", "causal"),
     SdpaWorkload(2, 4, 9, 8, "fp32", "full", kv_heads=2, seq_len_kv=21),
@@ -204,7 +204,7 @@ def test_what_really_ran_on_a_cpu(backend, direction):
 def test_recorded_kernels_prove_their_own_backend_alone():
     import re
 
-    from utils.kernels.attention import provider
+    from utils.attention import provider
 
     rows = [row for row in json.loads(GRID.read_text())["rows"] if row["status"] == "ok"]
     assert {row["backend"] for row in rows} >= {"cudnn", "flash", "efficient", "math"}

@@ -4,13 +4,14 @@ import json
 
 import pytest
 import torch
-from bench_runs import SDPA
-from test_bench_gpu import run_gpu
 
-from utils.bench import choose_report, choosing
+from tests.utils.bench.bench_runs import SDPA
+from tests.utils.bench.test_bench_gpu import run_gpu
+from utils.attention import attention, choices, last_run
+from utils.bench.choose import report as choose_report
+from utils.bench.choose import timing as choosing
 from utils.bench.targets import sdpa
 from utils.bench.targets.sdpa import BACKENDS, SdpaWorkload
-from utils.kernels.attention import attention, choices, last_run
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from utils.bench.errors import Refused, VerificationError
 from utils.bench.verify import verify
 from utils.bench.workload import DTYPES, Workload, allowed_pairs, check_fits, make_inputs, reference, unfused_attention
-from utils.flops import attention
+from utils.model.costs import attention
 
 CPU = torch.device("cpu")
 MASKED = Workload(2, 3, 64, 32, "fp32", "causal_document", 24)

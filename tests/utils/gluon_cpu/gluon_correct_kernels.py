@@ -37,7 +37,7 @@ def offsets_2d(row, column, row_stride, column_stride, ROWS: gl.constexpr, COLUM
 def scale_add_2d(
     a_ptr, b_ptr, c_ptr, m, n, a_row, a_column, b_row, b_column, scale, ROWS: gl.constexpr, COLUMNS: gl.constexpr
 ):
-    """c = scale * a + b with any strides; c is row-major."""
+    """C = scale * a + b with any strides; c is row-major."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     row = gl.program_id(0) * ROWS
     column = gl.program_id(1) * COLUMNS
@@ -52,7 +52,7 @@ def scale_add_2d(
 
 @gluon.jit
 def softmax_rows(x_ptr, y_ptr, m, n, stride, ROWS: gl.constexpr, COLUMNS: gl.constexpr, num_warps: gl.constexpr):
-    """y = softmax(x) over rows of up to COLUMNS elements."""
+    """Y = softmax(x) over rows of up to COLUMNS elements."""
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [num_warps, 1], [1, 0])
     at, rows, columns = offsets_2d(gl.program_id(0) * ROWS, 0, stride, 1, ROWS, COLUMNS, layout)
     mask = (rows < m)[:, None] & (columns < n)[None, :]
@@ -122,7 +122,7 @@ def integers(y_ptr, a, b, n):
 
 @gluon.jit
 def add_double_buffered(a_ptr, b_ptr, c_ptr, n, STEP: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr):
-    """c = a + b with cp.async: STAGES - 1 groups of copies under way."""
+    """C = a + b with cp.async: STAGES - 1 groups of copies under way."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     shared: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     a_ring = gl.allocate_shared_memory(a_ptr.dtype.element_ty, [STAGES, STEP], shared)
@@ -149,7 +149,7 @@ def add_double_buffered(a_ptr, b_ptr, c_ptr, n, STEP: gl.constexpr, STEPS: gl.co
 
 @gluon.jit
 def copy_tiles(x_desc, y_desc, columns, SCALE: gl.constexpr, STAGES: gl.constexpr):
-    """y = SCALE * x by TMA both ways: a ring of loads, two buffers of stores, one partition."""
+    """Y = SCALE * x by TMA both ways: a ring of loads, two buffers of stores, one partition."""
     ROWS: gl.constexpr = x_desc.block_type.shape[0]
     COLUMNS: gl.constexpr = x_desc.block_type.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
@@ -300,7 +300,7 @@ def add_partition(bars, buffers, columns, scale, STAGES: gl.constexpr, layout: g
 
 @gluon.jit
 def add_specialized(a_desc, b_desc, c_desc, columns, scale, STAGES: gl.constexpr):
-    """c = a + scale * b with three partitions: load, add, store."""
+    """C = a + scale * b with three partitions: load, add, store."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)  # noqa: RUF005
     b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)  # noqa: RUF005
@@ -355,7 +355,7 @@ def halving_partition(y_ptr, ring, full, empty, n, SIZE: gl.constexpr, STAGES: g
 
 @gluon.jit
 def halve_cp_async_specialized(x_ptr, y_ptr, n, SIZE: gl.constexpr, STAGES: gl.constexpr):
-    """y = x / 2: one warp copies with cp.async and tells by mbarrier, four warps compute."""
+    """Y = x / 2: one warp copies with cp.async and tells by mbarrier, four warps compute."""
     shared: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     ring = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, SIZE], shared)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -6,11 +6,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import gluon_correct_kernels as kernels
-import gluon_planted_bugs as bugs
 import torch
-from gluon_helpers import descriptor
 from triton.experimental.gluon import language as gl
+
+from tests.utils.gluon_cpu import gluon_correct_kernels as kernels
+from tests.utils.gluon_cpu import gluon_planted_bugs as bugs
+from tests.utils.gluon_cpu.gluon_helpers import descriptor
 
 
 @dataclass

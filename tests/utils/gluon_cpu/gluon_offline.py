@@ -1,9 +1,9 @@
 """Compile the tests' correct kernels for sm_90a, without a GPU: prints one name a line. Run as a script."""
 
-import gluon_correct_kernels as kernels
-import gluon_planted_bugs as bugs
 from triton.experimental.gluon import language as gl
 
+from tests.utils.gluon_cpu import gluon_correct_kernels as kernels
+from tests.utils.gluon_cpu import gluon_planted_bugs as bugs
 from utils.kernels.offline import compile_gluon
 
 

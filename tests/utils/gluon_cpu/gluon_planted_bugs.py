@@ -119,7 +119,7 @@ def consumer(y_desc, ring, out, weights, bars, steps, STAGES: gl.constexpr, BUG:
 
 @gluon.jit
 def pipeline(x_desc, w_desc, y_desc, steps, STAGES: gl.constexpr, BUG: gl.constexpr):
-    """y = w * x, tile by tile."""
+    """Y = w * x, tile by tile."""
     ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout)  # noqa: RUF005
     weights = gl.allocate_shared_memory(x_desc.dtype, w_desc.block_type.shape, w_desc.layout)
     out = gl.allocate_shared_memory(x_desc.dtype, y_desc.block_type.shape, y_desc.layout)
@@ -151,7 +151,7 @@ def pipeline(x_desc, w_desc, y_desc, steps, STAGES: gl.constexpr, BUG: gl.conste
 
 @gluon.jit
 def product(a_ptr, b_desc, c_ptr, SIZE: gl.constexpr, BUG: gl.constexpr, layout: gl.constexpr, swizzle: gl.constexpr):
-    """c = (a @ b) @ b, all of them SIZE x SIZE; a is stored by threads, b copied by TMA."""
+    """C = (a @ b) @ b, all of them SIZE x SIZE; a is stored by threads, b copied by TMA."""
     dtype: gl.constexpr = b_desc.dtype
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     loads: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -204,7 +204,7 @@ def product(a_ptr, b_desc, c_ptr, SIZE: gl.constexpr, BUG: gl.constexpr, layout:
 
 @gluon.jit
 def buffered(x_ptr, y_ptr, n, SIZE: gl.constexpr, BUG: gl.constexpr, layout: gl.constexpr):
-    """y = x + x reversed in pairs of buffers, by cp.async."""
+    """Y = x + x reversed in pairs of buffers, by cp.async."""
     shared: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     ring = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [2, SIZE], shared)
     at = gl.arange(0, SIZE, layout)

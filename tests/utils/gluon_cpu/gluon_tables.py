@@ -128,8 +128,8 @@ def lab_launches() -> dict:
 
 def lab_case(name: str, start: int, device: str, tensors: dict | None = None):
     """(inputs by argument, outputs by argument) of a model answer."""
-    from instructor.checks.lab1.common import Draw
-    from utils.gluon_cpu.exercises import Tile, load_kernels, simulated
+    from instructor.checks.common import Draw
+    from utils.checking.kernel_exercises import Tile, load_kernels, simulated
 
     launch = lab_launches()[name](Draw(start))
     for argument, value in launch.args.items():
@@ -146,8 +146,7 @@ def lab_case(name: str, start: int, device: str, tensors: dict | None = None):
 
 def small_case(name: str, start: int, device: str, tensors: dict | None = None):
     """The same of a small kernel of the tests; arguments by position."""
-    from gluon_launches import LAUNCHES, Tile
-
+    from tests.utils.gluon_cpu.gluon_launches import LAUNCHES, Tile
     from utils import gluon_cpu
 
     torch.manual_seed(start)
@@ -168,7 +167,7 @@ def small_case(name: str, start: int, device: str, tensors: dict | None = None):
 def ladder_case(name: str, start: int, device: str, tensors: dict | None = None):
     """The same of a step of the attention ladder, "ladder step 3"."""
     from utils import gluon_cpu
-    from utils.kernels.attention.gluon_ladder import launch as ladder
+    from utils.attention.gluon import launch as ladder
 
     step, rng = int(name[-1]), random.Random(start)
     torch.manual_seed(start)
@@ -203,7 +202,7 @@ def case_of(name: str):
 
 
 def names() -> list[str]:
-    from gluon_launches import LAUNCHES
+    from tests.utils.gluon_cpu.gluon_launches import LAUNCHES
 
     return [*LAUNCHES, *(f"ladder step {step}" for step in range(1, 6)), *lab_launches()]
 
@@ -222,7 +221,7 @@ def simulate_all(seed: int) -> list[dict]:
 
 def compare_on_gpu(cases: list[dict]) -> list[dict]:
     """One row a case of one kernel: shapes, the largest differences, the tolerance."""
-    from gluon_launches import LAUNCHES
+    from tests.utils.gluon_cpu.gluon_launches import LAUNCHES
 
     rows = []
     for case in cases:
@@ -263,7 +262,7 @@ def compare_on_gpu(cases: list[dict]) -> list[dict]:
 
 def agree(cases: list[dict]) -> dict:
     """All cases on this machine's GPU, a process for each kernel, so that one failure does not lose the rest."""
-    from utils.environment import environment
+    from utils.machine.environment import environment
 
     groups: dict[str, list[dict]] = {}
     for case in cases:

@@ -11,8 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="gluon_cpu needs Triton for the language; there are wheels for Linux only")
 
-from gluon_launches import LAUNCHES
-
+from tests.utils.gluon_cpu.gluon_launches import LAUNCHES
 from utils import gluon_cpu
 
 ROUNDING = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.int32: 0.0}

@@ -5,10 +5,10 @@ import torch
 
 pytest.importorskip("triton", reason="gluon_cpu needs Triton for the language; there are wheels for Linux only")
 
-import gluon_planted_bugs as bugs
-from gluon_helpers import descriptor, marked_lines
 from triton.experimental.gluon import language as gl
 
+from tests.utils.gluon_cpu import gluon_planted_bugs as bugs
+from tests.utils.gluon_cpu.gluon_helpers import descriptor, marked_lines
 from utils import gluon_cpu
 
 LINES = marked_lines(bugs)

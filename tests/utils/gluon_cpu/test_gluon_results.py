@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton", reason="gluon_cpu needs Triton for the language; there are wheels for Linux only")
 
-import gluon_correct_kernels as kernels
-from gluon_helpers import descriptor
 from triton.experimental.gluon import language as gl
 
+from tests.utils.gluon_cpu import gluon_correct_kernels as kernels
+from tests.utils.gluon_cpu.gluon_helpers import descriptor
 from utils import gluon_cpu
 
 SEEDS = (None, 1, 2)
@@ -191,7 +191,7 @@ def test_every_dtype_is_rounded_to_nearest_even():
 
 
 def test_layouts_of_views_are_tritons_own():
-    """split of a reshaped, permuted wgmma accumulator: the layout comes from Triton's algebra."""
+    """Split of a reshaped, permuted wgmma accumulator: the layout comes from Triton's algebra."""
     from utils.gluon_cpu import layouts
 
     layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])

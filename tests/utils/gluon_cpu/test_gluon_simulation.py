@@ -12,12 +12,12 @@ import torch
 
 pytest.importorskip("triton", reason="gluon_cpu needs Triton for the language; there are wheels for Linux only")
 
-import gluon_correct_kernels as kernels
-import gluon_small_kernels as small
 import triton
-from gluon_helpers import descriptor
 from triton.experimental.gluon import language as gl
 
+from tests.utils.gluon_cpu import gluon_correct_kernels as kernels
+from tests.utils.gluon_cpu import gluon_small_kernels as small
+from tests.utils.gluon_cpu.gluon_helpers import descriptor
 from utils import gluon_cpu
 from utils.gluon_cpu import simulation
 
@@ -224,7 +224,7 @@ def test_warp_specialized_gemm(seed, columns):
     assert run.ok and (c.double() - want).abs().max() < 2e-3 * want.abs().max()
 
 
-LADDER = "utils.kernels.attention.gluon_ladder.launch"
+LADDER = "utils.attention.gluon.launch"
 
 
 def attention(q, k, v, causal, window):
@@ -242,7 +242,7 @@ def attention(q, k, v, causal, window):
     return torch.softmax(scores.masked_fill(~keep, -math.inf), -1).nan_to_num() @ v
 
 
-@pytest.mark.skipif(importlib.util.find_spec("utils.kernels.attention") is None, reason="no attention kernels here")
+@pytest.mark.skipif(importlib.util.find_spec("utils.attention") is None, reason="no attention kernels here")
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize(
     ("shape", "causal", "window", "seed"),
@@ -265,7 +265,7 @@ def test_attention_ladder(step, shape, causal, window, seed, monkeypatch):
     assert run.ok and (out.double() - attention(q, k, v, causal, window)).abs().max() < 0.02
 
 
-@pytest.mark.skipif(importlib.util.find_spec("utils.kernels.attention") is None, reason="no attention kernels here")
+@pytest.mark.skipif(importlib.util.find_spec("utils.attention") is None, reason="no attention kernels here")
 @pytest.mark.parametrize(
     ("head_dim", "sk", "programs"),
     [(64, 129, 4), (64, 300, 3), (64, 513, 1), (128, 256, 2), (128, 385, 5), (128, 513, 3)],

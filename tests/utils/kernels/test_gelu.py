@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from utils.device import compile_support
 from utils.kernels import gelu
 from utils.kernels.interpreter import run_interpreted_cases
+from utils.machine.device import compile_support
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ROUNDING = {torch.float32: 2.0**-23, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -47,7 +47,7 @@ def inputs(device="cpu"):
 
 
 def assert_gelu(y, x, what="", steps=1.0):
-    """y is gelu(x), rounded to its dtype `steps` times; shape, dtype and memory order are those of x."""
+    """Y is gelu(x), rounded to its dtype `steps` times; shape, dtype and memory order are those of x."""
     wide = x.double()
     exact = 0.5 * wide * (1 + torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
     assert y.shape == x.shape and y.dtype == x.dtype and y.device == x.device, what

@@ -17,7 +17,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 def assert_product(c, a, b, what=""):
-    """c is a @ b: one rounding to its dtype, and fp32 sums (TF32, or a missing tile, would be far outside)."""
+    """C is a @ b: one rounding to its dtype, and fp32 sums (TF32, or a missing tile, would be far outside)."""
     exact = a.double() @ b.double()
     allowed = ROUNDING[a.dtype] * exact.abs() + 2.0**-20 * (a.double().abs() @ b.double().abs()) + 1e-7
     assert c.shape == exact.shape and c.dtype == a.dtype and c.device == a.device, what

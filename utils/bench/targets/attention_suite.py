@@ -1,5 +1,6 @@
 """attention_suite: SDPA, flash-attn, Gluon and the registry's other providers over one matrix of shapes, in fp16 and
-bf16."""
+bf16.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from utils.bench.targets import providers
 from utils.bench.targets.base import CAUSAL, Built, Case, Target, dtype_support, shape_knobs
 from utils.bench.targets.cudnn_sdpa_bench import build_sdpa, prove_sdpa, sdpa_support
 from utils.bench.workload import Workload
-from utils.device import Support
+from utils.machine.device import Support
 
 MATRIX = ((1, 1, 128, 64), (8, 4, 128, 64), (32, 8, 128, 64), (32, 8, 256, 64))  # B, H, S, D
 DTYPES = ("fp16", "bf16")

@@ -12,7 +12,7 @@ from utils.bench.errors import BenchError
 from utils.bench.knobs import Knob, Setting
 from utils.bench.targets.providers import Launched
 from utils.bench.workload import DTYPES, MASKS, Workload, make_inputs, reference
-from utils.device import Support, compute_capability
+from utils.machine.device import Support, compute_capability
 
 SIDES = ("baseline", "optimized")
 SHAPE_KNOBS = ("batch", "heads", "seq_len", "head_dim", "dtype")

@@ -6,17 +6,18 @@ from typing import ClassVar
 
 import torch
 
+from utils.attention import provider as provider_named
 from utils.bench.errors import BenchError
 from utils.bench.knobs import Knob
 from utils.bench.targets import providers, sdpa
 from utils.bench.targets.base import CAUSAL, SHAPE_KNOBS, Built, Case, Target, dtype_support, shape_knobs
-from utils.device import Support
-from utils.kernels.attention import provider as provider_named
+from utils.machine.device import Support
 
 
 def sdpa_support(name: str, case: Case) -> Support:
     """Whether a backend (or "auto", torch's own choice) exists on this machine. Whether it takes the shape is torch's
-    to say, when it is built."""
+    to say, when it is built.
+    """
     if not (kind := dtype_support(case.workload.dtype, case.device)):
         return kind
     if name == "auto":

@@ -13,18 +13,18 @@ from typing import ClassVar
 
 import torch
 
+from utils.attention import masks, score_mods
+from utils.attention.flex_paths import FlexUnsupported, Prepared, compiled_versions, flex, path_case
+from utils.attention.flex_paths import support as path_support
+from utils.attention.sparsity import sparsity
 from utils.bench.errors import BenchError, Refused, WrongRun
 from utils.bench.knobs import Knob
 from utils.bench.targets import providers
 from utils.bench.targets.base import Built, Case, Target, dtype_support, mask_knobs, masked_workload, shape_knobs
 from utils.bench.targets.unfused_fused import UnfusedFused, provider_knob
 from utils.bench.workload import DTYPES, SCORE_MODS, SOFT_CAP, Workload
-from utils.device import Support, compile_support
-from utils.kernels.attention import masks, score_mods
-from utils.kernels.attention.flex_paths import FlexUnsupported, Prepared, compiled_versions, flex, path_case
-from utils.kernels.attention.flex_paths import support as path_support
-from utils.kernels.attention.sparsity import sparsity
-from utils.measuring import compare
+from utils.benchmark.measuring import compare
+from utils.machine.device import Support, compile_support
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 BLOCK_SIZES = ("16", "32", "64", "128", "256")

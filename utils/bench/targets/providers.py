@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from utils.attention import Request
+from utils.attention import provider as provider_named
 from utils.bench.errors import Refused, WrongRun
 from utils.bench.workload import DTYPES, Workload
-from utils.device import Support, cuda_support
-from utils.kernels.attention import Request
-from utils.kernels.attention import provider as provider_named
+from utils.machine.device import Support, cuda_support
 
 # Operators that a call of SDPA leaves in a trace, by the backend that ran.
 SDPA_OPERATORS = {
@@ -125,7 +125,7 @@ def implementation(name: str) -> str:
 
 def launched_by(fn: Callable[[], object]) -> Launched:
     """Operators and kernels of one call of a warm function, told by torch's profiler."""
-    from utils.profiling import profile, read_trace
+    from utils.benchmark.profiling import profile, read_trace
 
     events = read_trace(profile(fn, steps=1, warmup=1))
     # Compiled regions on a CPU are no operators of torch's, and tell more than the operators around them.

@@ -23,12 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from utils import flops
+from utils.attention import allowed_keys, make_request
+from utils.attention import provider as provider_named
 from utils.bench.errors import Refused, WrongRun, first_line
 from utils.bench.targets.providers import SDPA_OPERATORS, Launched
 from utils.bench.workload import DTYPES, Workload
-from utils.kernels.attention import allowed_keys, make_request
-from utils.kernels.attention import provider as provider_named
+from utils.model import costs as flops
 
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -162,7 +162,7 @@ def as_sdpa(workload: Workload) -> SdpaWorkload:
 
 
 def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """x (B, H, S, D) with the memory order of a layout; its shape stays."""
+    """X (B, H, S, D) with the memory order of a layout; its shape stays."""
     return x.contiguous() if layout == "bhsd" else x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -237,14 +237,14 @@ def bind(workload: SdpaWorkload, backend: str, inputs: Inputs) -> Callable[[], o
 
 
 def _told(said: list) -> str:
-    """torch's warnings as sentences, without where they came from and without those about other backends."""
+    """Torch's warnings as sentences, without where they came from and without those about other backends."""
     texts = [re.sub(r"\s*\((?:Triggered|function) .*", "", str(one.message), flags=re.S).strip() for one in said]
     texts = [text for text in texts if "not used because" not in text and "been runtime disabled" not in text]
     return " ".join(text if text.endswith(".") else f"{text}." for text in dict.fromkeys(texts) if text)
 
 
 def why_not(workload: SdpaWorkload, backend: str, inputs: Inputs) -> str:
-    """torch's own reason against a backend for these tensors, in words; "" where the backend takes them.
+    """Torch's own reason against a backend for these tensors, in words; "" where the backend takes them.
 
     The pinned call is tried: where its only backend does not take it, torch raises and gives the reasons as warnings.
     (`torch.backends.cuda.can_use_flash_attention(params, debug=True)` and its sisters answer without a call; on a GPU

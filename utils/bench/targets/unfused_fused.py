@@ -1,5 +1,6 @@
 """Unfused attention as baseline, a fused provider as optimized side: the first of an order that runs here, or one asked
-for by --provider."""
+for by --provider.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from utils.bench.knobs import Knob
 from utils.bench.targets import providers
 from utils.bench.targets.base import Built, Case, Target, dtype_support
 from utils.bench.workload import allowed_pairs, unfused_attention
-from utils.device import Support
+from utils.machine.device import Support
 
 
 def provider_knob(order: tuple[str, ...]) -> Knob:

@@ -1,0 +1,129 @@
+"""Into nbgrader's gradebook and folders: one writer, one transaction a submission.
+
+What is written is what `nbgrader autograde` writes: `autograded/<student>/<lab>/<lab>.ipynb` and scores in the
+database. So the formgrader, `nbgrader generate_feedback` and `nbgrader export` go on from here.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+from instructor.build import Built
+from instructor.course import Course
+from instructor.grading.submission.results import GradingError, SubmissionResult
+from utils.files import write_whole
+
+
+def prepare(course: Course, built: Built) -> None:
+    """Make the lab known to the gradebook, in its present version, by nbgrader's own `generate_assignment`."""
+    marker = course.root / "grading" / built.name / "assignment.ipynb"
+    if marker.is_file() and marker.read_text(encoding="utf-8") == built.instructor and _is_known(course, built.name):
+        return
+    course.release(built)
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(marker, built.instructor)
+
+
+def _is_known(course: Course, lab: str) -> bool:
+    from nbgrader.api import Gradebook, MissingEntry
+
+    with Gradebook(course.database, course.course_id) as gradebook:
+        try:
+            return bool(gradebook.find_assignment(lab).notebooks)
+        except MissingEntry:
+            return False
+
+
+def merge(course: Course, results: Mapping[str, SubmissionResult]) -> None:
+    """Write results into the gradebook and the folder `autograded`; a manual grade that is there stays.
+
+    Each submission is one transaction: after an interruption it is there as a whole or not at all.
+    """
+    from nbgrader.api import Gradebook, MissingEntry
+
+    if not results:
+        return
+    with warnings.catch_warnings(), Gradebook(course.database, course.course_id) as gradebook:
+        warnings.simplefilter("ignore")  # nbgrader's own words to SQLAlchemy
+        for student, result in results.items():
+            lab = result.lab
+            _write_notebook(course, student, result)
+            gradebook.update_or_create_student(student)
+            gradebook.update_or_create_submission(lab, student, **_timestamp(course, student, lab))
+            submitted = gradebook.find_submission_notebook(lab, lab, student)
+            commented = {comment.name for comment in submitted.comments}
+            try:
+                for name, cell in result.cells.items():
+                    grade = gradebook.find_grade(name, lab, lab, student)
+                    waits = cell.status == "by_hand"
+                    grade.auto_score = None if waits else cell.points
+                    grade.needs_manual_grade = waits or grade.manual_score is not None
+                    if name in commented:
+                        comment = gradebook.find_comment(name, lab, lab, student)
+                        comment.auto_comment = "No response." if cell.status == "missing" else None
+                gradebook.db.commit()
+            except MissingEntry as error:
+                gradebook.db.rollback()
+                raise GradingError(
+                    f"the gradebook has another version of {lab} ({error}): run `labs grade {lab}` again, which "
+                    "brings it up to date."
+                ) from None
+            except BaseException:
+                gradebook.db.rollback()
+                raise
+
+
+def _timestamp(course: Course, student: str, lab: str) -> dict:
+    from nbgrader.utils import parse_utc
+
+    path = course.root / "submitted" / student / lab / "timestamp.txt"
+    if not path.is_file():
+        return {}
+    try:
+        return {"timestamp": parse_utc(path.read_text(encoding="utf-8").strip())}
+    except (ValueError, OverflowError):
+        return {}
+
+
+def _write_notebook(course: Course, student: str, result: SubmissionResult) -> None:
+    folder = course.root / "autograded" / student / result.lab
+    folder.mkdir(parents=True, exist_ok=True)
+    notebook = folder / f"{result.lab}.ipynb"
+    if notebook.exists():
+        notebook.chmod(0o644)
+    write_whole(notebook, result.notebook)
+    stamp = course.root / "submitted" / student / result.lab / "timestamp.txt"
+    if stamp.is_file():
+        shutil.copyfile(stamp, folder / "timestamp.txt")
+
+
+# ---- records, by which grading resumes ---------------------------------------------------------------------------
+
+
+def record_path(course: Course, lab: str, student: str) -> Path:
+    return course.root / "grading" / lab / "results" / f"{student}.json"
+
+
+def save_record(course: Course, result: SubmissionResult, key: str) -> None:
+    """Keep a result, with what it was made from."""
+    path = record_path(course, result.lab, result.student)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps({"key": key, **result.as_json()}, indent=1))
+
+
+def load_record(course: Course, lab: str, student: str, key: str) -> SubmissionResult | None:
+    """The result made from exactly this, if there is one."""
+    path = record_path(course, lab, student)
+    if not path.is_file():
+        return None
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        if said.pop("key") != key:
+            return None
+        return SubmissionResult.from_json(said)
+    except (ValueError, KeyError, GradingError):
+        return None

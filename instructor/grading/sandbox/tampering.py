@@ -1,0 +1,497 @@
+"""Signs of tampering in a student's process: what was tried (audit events) and what was replaced (identities).
+
+Neither protects anything; the walls and the distance to the checker do. They are why a grader learns of an attempt.
+An honest notebook must not set them off: so what counts is what a student's own line does, not what a library does,
+and of replaced functions only those that a check of theirs could lean on. What was replaced is put back, so that the
+next question runs in a process that is whole.
+
+A sign names the cell whose code did it, by the file name of that code: a function of an earlier cell that is called
+in a later one counts for its own question.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import functools
+import json
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import sysconfig
+import threading
+import types
+
+import torch
+
+from utils.checking import watching
+
+_STDLIB = (sysconfig.get_paths()["stdlib"] + os.sep, "<frozen")
+_READS = ("sys._getframe", "sys._current_frames", "gc.get_objects", "gc.get_referrers", "gc.get_referents")
+_TRACES = ("sys.settrace", "sys.setprofile", "sys.addaudithook", "sys.monitoring.register_callback")
+_NETWORK = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto", "urllib.Request")
+_LOADER = ("LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT", "PYTHONSTARTUP", "PYTHONPATH", "PYTHONHOME")
+_SECRET = ("instructor/", "gradebook", "/proc/1/", "/proc/self/mem", "/proc/self/environ", "/etc/shadow", "submitted/")
+_OPEN = ("/scratch", "/tmp", "/dev", "/out", "/proc/self/fd")
+_SIGNALS = tuple(number for number in signal.Signals if number not in (signal.SIGKILL, signal.SIGSTOP))
+_EVENTS = frozenset(
+    {
+        *_READS,
+        *_TRACES,
+        *_NETWORK,
+        "socket.__new__",
+        "exec",
+        "compile",
+        "code.__new__",
+        "import",
+        "open",
+        "os.fork",
+        "os.forkpty",
+        "os.symlink",
+        "os.putenv",
+        "os.kill",
+        "os.killpg",
+        "os.exec",
+        "os.posix_spawn",
+        "subprocess.Popen",
+        "fcntl.fcntl",
+        "ctypes.dlopen",
+        "ctypes.dlsym",
+        "ctypes.string_at",
+        "ctypes.wstring_at",
+        "ctypes.cdata",
+        "ctypes.PyObj_FromPtr",
+        "ctypes.addressof",
+        "ctypes.cdata/buffer",
+        "ctypes.set_errno",
+        "ctypes.call_function",
+    }
+)
+_WATCHED_MODULES = (
+    "torch",
+    "utils",
+    "utils.checking",
+    "utils.checking.verdicts",
+    "utils.checking.watching",
+    "time",
+    "builtins",
+    "numpy",
+)
+_STRICT = ("builtins", "time", "utils")  # no library replaces a function there
+_HOOKS = ("showtraceback", "_showtraceback", "showsyntaxerror", "run_cell", "run_code", "run_ast_nodes", "displayhook")
+_GONE = object()
+_TESTS = ("<tests of ", "<definitions of ")  # how the checker names the code of a test cell
+# Methods that a comparison or conversion in a check would call.
+_ANSWERING = (
+    "__class__",
+    "__eq__",
+    "__ne__",
+    "__lt__",
+    "__le__",
+    "__gt__",
+    "__ge__",
+    "__float__",
+    "__int__",
+    "__index__",
+    "__sub__",
+    "__rsub__",
+    "__abs__",
+    "__truediv__",
+    "__getitem__",
+    "__torch_function__",
+    "__torch_dispatch__",
+    "__array__",
+    "__bool__",
+)
+_NOTHING: tuple[list[int], list] = ([], [])
+_MATMUL = re.compile("|".join(f"(?:{name})" for name in watching.MATMUL))
+
+
+class Watcher:
+    """Writes one JSON line for each sign into `descriptor`, where this process cannot take it back.
+
+    Args:
+        descriptor: the end of a pipe
+        channel: the descriptor of the channel to the checker
+        places: (name, namespace, its owner) whose functions a check may lean on
+        shell: the IPython shell in which cells run
+    """
+
+    def __init__(self, descriptor: int, channel: int, places: list[tuple[str, dict, object]], shell):
+        self.descriptor, self.channel, self.cell, self.said = descriptor, channel, "", set()
+        self.busy = False
+        self.mended: list[tuple[str, object]] = []
+        self.files: dict[str, str] = {}  # file name of a cell's code -> the cell
+        self.shell = shell
+        self._guard_ends()
+        self.builtins_space = vars(builtins)
+        self.builtins = [(key, value) for key, value in vars(builtins).items() if callable(value)]
+        self.before = [(name, space, owner, dict(space)) for name, space, owner in places]
+        self.codes = [
+            (f"{name}.{key}", value, value.__code__, value.__defaults__)
+            for name, space, _ in places
+            if name.startswith("utils")
+            for key, value in space.items()
+            if isinstance(value, types.FunctionType)
+        ]
+        self.looked: dict[str, tuple[list[int], list]] = {}
+        self.finders = list(sys.meta_path)
+        self.modules = {name: sys.modules[name] for name in _WATCHED_MODULES if name in sys.modules}
+        self.signals = {number: signal.getsignal(number) for number in _SIGNALS}
+        self.hooks = {name: getattr(shell, name) for name in _HOOKS}
+        self.lists = [shell.ast_transformers, shell.input_transformers_post, shell.input_transformers_cleanup]
+        self.lists += list(shell.events.callbacks.values())
+        self.magics = {kind: dict(known) for kind, known in shell.magics_manager.magics.items()}
+        self.kept = [list(known) for known in self.lists]
+
+    def begin(self, cell: str) -> None:
+        self.cell = cell
+
+    def sign(self, kind: str, detail: str, code: types.CodeType | None = None) -> None:
+        cell = self.files.get(code.co_filename, self.cell) if code is not None else self.cell
+        # What an earlier answer does while another question is tested makes that test worthless, too.
+        during = self.cell if kind != "patched" and threading.current_thread() is threading.main_thread() else cell
+        said = (cell, kind, detail, during)
+        if said not in self.said and len(self.said) < 200:
+            self.said.add(said)
+            line = json.dumps({"cell": cell, "kind": kind, "detail": detail[:300], "during": during}) + "\n"
+            with contextlib.suppress(OSError):  # the student closed it: the reader sees that
+                os.write(self.descriptor, line.encode())
+
+    def _guard_ends(self) -> None:
+        """Note the ways to end the process, or to run after its end, that have no audit event."""
+        watcher = self
+
+        def noting(function, what):
+            @functools.wraps(function)
+            def noted(*args, **kwargs):
+                code = sys._getframe(1).f_code
+                if is_students(code):
+                    watcher.sign("ends the process", what, code)
+                return function(*args, **kwargs)
+
+            return noted
+
+        os._exit, os.abort = noting(os._exit, "os._exit"), noting(os.abort, "os.abort")
+        atexit.register = noting(atexit.register, "atexit.register")
+
+    # ---- what was replaced -----------------------------------------------------------------------------------
+
+    def mend(self) -> None:
+        """Put the builtins back; calls nothing that a student could have replaced."""
+        space = self.builtins_space
+        for key, old in self.builtins:
+            new = space.get(key, _GONE)
+            if new is not old:
+                self.mended += [(key, new)]
+                space[key] = old
+
+    def scan(self) -> None:
+        """Compare what checks lean on with what it was before the first cell, and put it back."""
+        self.busy = True
+        try:
+            self.mend()
+            while self.mended:
+                key, new = self.mended.pop()
+                self.sign("patched", f"builtins.{key} was replaced", _code_of(new))
+            for name, space, owner, before in self.before:
+                self._compare(name, space, owner, before)
+            for name, function, code, defaults in self.codes:
+                if function.__code__ is not code:
+                    self.sign("patched", f"the code of {name} was replaced", function.__code__)
+                    function.__code__, function.__defaults__ = code, defaults
+            self._scan_modules()
+            self._scan_shell()
+            for number, old in self.signals.items():
+                new = signal.getsignal(number)
+                if new is not old and callable(new) and _by_student(new):
+                    self.sign("patched", f"a handler of {number.name} was set", _code_of(new))
+                    signal.signal(number, old)
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            threading._profile_hook = threading._trace_hook = None
+            sys.settrace(None)
+            sys.setprofile(None)
+        finally:
+            self.busy = False
+
+    def _compare(self, name: str, space, owner, before: dict) -> None:
+        values = list(space.values())
+        if list(map(id, values)) == self.looked.get(name, _NOTHING)[0]:  # as at the last look
+            return
+        strict = name.split(".")[0] in _STRICT
+        for key, old in before.items():
+            new = space.get(key, _GONE)
+            if new is old or not (callable(old) or isinstance(old, property | classmethod | staticmethod)):
+                continue
+            if strict or isinstance(old, types.BuiltinFunctionType) or _by_student(new):
+                self.sign("patched", f"{name}.{key} was replaced", _code_of(new))
+                with contextlib.suppress(AttributeError, TypeError):
+                    setattr(owner, key, old)
+        if isinstance(owner, type):  # a new name hides the one of a base class
+            for key in [k for k in space if k not in before]:
+                hides = any(key in vars(base) for base in owner.__mro__[1:])
+                new = callable(space[key]) or isinstance(space[key], property)
+                if new and (strict or (hides and (owner is torch.Tensor or _by_student(space[key])))):
+                    self.sign("patched", f"{name}.{key} was replaced", _code_of(space[key]))
+                    with contextlib.suppress(AttributeError, TypeError):
+                        delattr(owner, key)
+        values = list(space.values())
+        self.looked[name] = list(map(id, values)), values  # kept, so that no address is used again
+
+    def _scan_modules(self) -> None:
+        for finder in list(sys.meta_path):
+            if not any(finder is old for old in self.finders) and _by_student(finder):
+                self.sign("patched", "an import hook was added", _code_of(finder))
+                sys.meta_path.remove(finder)
+        for name in [n for n in sys.modules if n == "instructor" or n.startswith("instructor.")]:
+            self.sign("reads the checker", f"a module {name} was planted")
+            del sys.modules[name]
+        for name, module in self.modules.items():
+            if sys.modules.get(name) is not module:
+                self.sign("patched", f"the module {name} was replaced")
+                sys.modules[name] = module
+
+    def _scan_shell(self) -> None:
+        shell = self.shell
+        for name, old in self.hooks.items():
+            new = getattr(shell, name, None)
+            if new != old and _by_student(new):
+                self.sign("patched", f"IPython's {name} was replaced", _code_of(new))
+                with contextlib.suppress(Exception):
+                    setattr(shell, name, old)
+        for known, kept in zip(self.lists, self.kept, strict=True):
+            for new in [n for n in known if not any(n is k for k in kept) and _by_student(n)]:
+                self.sign("patched", "IPython calls a function of the student's at each cell", _code_of(new))
+                known.remove(new)
+        for kind, known in self.magics.items():
+            for name, old in known.items():
+                new = shell.magics_manager.magics[kind].get(name)
+                if new is not old and _by_student(new):
+                    self.sign("patched", f"the magic {name} was replaced", _code_of(new))
+                    shell.magics_manager.magics[kind][name] = old
+
+    def look_at(self, value: object, depth: int = 0) -> None:
+        """Note a result that would answer a check's questions itself: a number or tensor with methods of its own."""
+        kind = type(value)
+        if kind in (list, tuple) and depth < 3:
+            for item in value[:100]:
+                self.look_at(item, depth + 1)
+        elif kind is dict and depth < 3:
+            for item in list(value.values())[:100]:
+                self.look_at(item, depth + 1)
+        elif kind.__module__ == "__main__" and not isinstance(value, type):
+            own = [base for base in kind.__mro__ if base.__module__ == "__main__"]
+            plain = issubclass(kind, int | float | complex | str | bytes | dict | list | tuple | torch.Tensor)
+            names = [name for base in own for name in _ANSWERING if name in vars(base)]
+            if "__class__" in names or (plain and names) or (plain and depth == 0 and self._holds_liars(value, kind)):
+                code = next((_code_of(base) for base in own if _code_of(base)), None)
+                self.sign("lying result", f"a {kind.__name__} with {(names or ['parts of its own'])[0]}", code)
+
+    def _holds_liars(self, value, kind: type) -> bool:
+        """True for a list or dict of the student's that holds such values."""
+        if issubclass(kind, list | tuple):
+            parts = list.__iter__(value) if issubclass(kind, list) else tuple.__iter__(value)
+        elif issubclass(kind, dict):
+            parts = dict.values(value)
+        else:
+            return False
+        return any(type(p).__module__ == "__main__" and any(n in vars(type(p)) for n in _ANSWERING) for p in parts)
+
+    # ---- what was tried --------------------------------------------------------------------------------------
+
+    def hook(self, event: str, args: tuple) -> None:
+        """An audit hook: it cannot be removed from Python."""
+        if self.busy or event not in _EVENTS:
+            return
+        self.busy = True
+        try:
+            self._note(event, args)
+        except Exception:
+            pass
+        finally:
+            self.busy = False
+
+    def _note(self, event: str, args: tuple) -> None:
+        caller = sys._getframe(2)
+        code = caller.f_code
+        if event == "exec":
+            if is_students(args[0]):
+                self.files.setdefault(args[0].co_filename, self.files.get(code.co_filename, self.cell))
+        elif event in _READS:
+            above = caller.f_back
+            inspected = code.co_filename.endswith("inspect.py") and above is not None
+            if is_students(code) or (inspected and is_students(above.f_code)):
+                student = code if is_students(code) else above.f_code
+                self.sign("inspects frames or objects", event, student)
+        elif event in _TRACES:
+            if is_students(code):
+                self.sign("traces the interpreter", event, code)
+        elif event in ("os.fork", "os.forkpty", "os.kill", "os.killpg"):
+            if is_students(code):
+                self.sign("processes", event, code)
+        elif event == "compile":
+            name = os.fsdecode(args[1]) if isinstance(args[1], str | bytes) else ""
+            hidden = name.startswith(_TESTS) or (os.path.isabs(name) and not name.startswith(_OPEN))
+            if is_students(code) and hidden:
+                self.sign("hides its code", f"code was compiled as {name}", code)
+        elif event == "fcntl.fcntl":
+            if is_students(code) and args[0] == self.channel:
+                self.sign("protocol", "the channel to the checker was touched", code)
+        elif event == "code.__new__":
+            if is_students(code):
+                self.sign("hides its code", "a code object was made by hand", code)
+        else:
+            code = _beyond_library(caller)
+            if is_students(code):
+                self._note_beyond(event, args, code)
+
+    def _note_beyond(self, event: str, args: tuple, code: types.CodeType) -> None:
+        """Events that the standard library may raise on a student's behalf."""
+        if event == "socket.__new__":
+            if args[1] in (socket.AF_INET, socket.AF_INET6):
+                self.sign("network", "an internet socket was made", code)
+        elif event in _NETWORK:
+            if event != "socket.connect" or not isinstance(args[-1], str | bytes):  # a path is a Unix socket
+                address = args[-1] if event == "socket.connect" else args[0] if args else ""
+                self.sign("network", f"{event} {address!r}"[:200], code)
+        elif event == "import":
+            if str(args[0]).partition(".")[0] == "instructor":
+                self.sign("reads the checker", f"import {args[0]}", code)
+        elif event == "open":
+            self._note_open(args, code)
+        elif event.startswith("ctypes"):
+            self.sign("memory", event, code)
+        elif event in ("os.exec", "os.posix_spawn"):
+            self.sign("processes", event, code)
+        elif event == "subprocess.Popen":
+            if isinstance(args[3], dict) and any(name in args[3] for name in _LOADER if name not in os.environ):
+                self.sign("environment", "a program was started with another loader", code)
+        elif event == "os.symlink":
+            target = os.path.normpath(os.path.join(os.getcwd(), os.fsdecode(args[0])))
+            if not target.startswith(_OPEN) or target.startswith("/dev"):
+                self.sign("files", f"a link to {target}", code)
+        elif event == "os.putenv" and os.fsdecode(args[0]) in _LOADER:
+            self.sign("environment", f"{os.fsdecode(args[0])} was set", code)
+
+    def _note_open(self, args: tuple, code: types.CodeType) -> None:
+        if not isinstance(args[0], str | bytes):
+            return
+        path = os.path.normpath(os.path.join(os.getcwd(), os.fsdecode(args[0])))
+        flags = args[2] if isinstance(args[2], int) else 0
+        secret = any(word in path + "/" for word in _SECRET)
+        writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        outside = writes and (not path.startswith(_OPEN) or "/.ipython/" in path)  # what starts with the next shell
+        part = path.split("/")[2] if path.startswith("/proc/") else ""
+        if secret or outside or (part.isdigit() and part != str(os.getpid())):
+            self.sign("files", f"{'writes' if outside else 'reads'} {path}", code)
+
+
+def is_students(code: types.CodeType) -> bool:
+    """True for a student's code; tests that run in their process have names that they may not give theirs."""
+    return not code.co_filename.startswith(_TESTS) and watching.is_students(code)
+
+
+def _beyond_library(frame) -> types.CodeType:
+    """The code that called the standard library: pathlib, shutil, ctypes and the like stand in between."""
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_STDLIB) or frame.f_code.co_name == "_modified_open"  # IPython's open()
+    ):
+        frame = frame.f_back
+    return frame.f_code
+
+
+def _code_of(value) -> types.CodeType | None:
+    """The code of a function, also of a wrapped one; of a class or object, that of its first own method."""
+    for _ in range(8):
+        if isinstance(value, functools.partial):
+            value = value.func
+        elif isinstance(value, types.MethodType | staticmethod | classmethod):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, types.FunctionType):
+            inner = vars(value).get("__wrapped__")
+            if inner is None or is_students(value.__code__):
+                return value.__code__
+            value = inner
+        else:
+            break
+    kind = value if isinstance(value, type) else type(value)
+    methods = [v.__code__ for v in vars(kind).values() if isinstance(v, types.FunctionType)]
+    return next((code for code in methods if is_students(code)), None)
+
+
+def _by_student(value) -> bool:
+    """True for functions, classes and objects of theirs that a student wrote, also wrapped."""
+    if value is _GONE:
+        return True
+    kind = value if isinstance(value, type) else type(value)
+    code = _code_of(value)
+    return (code is not None and is_students(code)) or getattr(kind, "__module__", "") == "__main__"
+
+
+def watched_places() -> list[tuple[str, dict, object]]:
+    """(name, namespace, owner) of the namespaces whose functions a check may lean on."""
+    modules = [n for n in sys.modules if n.partition(".")[0] == "utils" and sys.modules[n] is not None]
+    modules += [
+        "time",
+        "torch",
+        "torch.testing",
+        "torch.testing._comparison",
+        "torch.nn.functional",
+        "torch.cuda",
+        "torch.overrides",
+        "torch.utils._python_dispatch",
+        "torch.utils.flop_counter",
+        "math",
+        "json",
+        "inspect",
+        "gc",
+        "os",
+        "sys",
+        "random",
+    ]
+    places: list[tuple[str, dict, object]] = []
+    for name in modules:
+        if name in sys.modules:
+            module = sys.modules[name]
+            places.append((name, vars(module), module))
+            for key, value in list(vars(module).items()):
+                if isinstance(value, type) and value.__module__ == name and name != "torch":
+                    places.append((f"{name}.{key}", vars(value), value))
+    for owner in (torch.Tensor, torch.nn.Module, torch.cuda.Event, torch.Event, random.Random, random.SystemRandom):
+        places.append((f"{owner.__module__}.{owner.__name__}", vars(owner), owner))
+    return places
+
+
+# ---- the watch, checked from below -------------------------------------------------------------------------------
+
+
+class Profile:
+    """What torch's profiler sees of a call: operators in every thread, also where Python's modes are switched off."""
+
+    def __enter__(self) -> Profile:
+        from torch._C._profiler import _ExperimentalConfig
+        from torch.autograd import ProfilerActivity, ProfilerConfig, ProfilerState, _enable_profiler, _prepare_profiler
+
+        config = ProfilerConfig(
+            ProfilerState.KINETO, False, False, False, False, False, _ExperimentalConfig(profile_all_threads=True), ""
+        )
+        _prepare_profiler(config, {ProfilerActivity.CPU})
+        _enable_profiler(config, {ProfilerActivity.CPU})
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        from torch.autograd import _disable_profiler
+
+        self.names = {event.name().removeprefix("aten::") for event in _disable_profiler().events()}
+
+    def unseen(self, recorded: set[str]) -> str:
+        """A matrix product that ran although the record of operators holds none, or nothing."""
+        ran = sorted(name for name in self.names if _MATMUL.fullmatch(name.strip("_")))
+        seen = any(_MATMUL.fullmatch(name.strip("_")) for name in recorded)
+        return ran[0] if ran and not seen else ""

@@ -1,0 +1,1 @@
+"""What travels between the checker's process and the student's."""

@@ -1,0 +1,194 @@
+"""The environment: one source of versions, repeatable, quick the second time, and clear when something is missing."""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from tools import environment
+from utils.files import ROOT
+
+PROJECT = environment.load_project()
+ALL_REQUIREMENTS = [*PROJECT["dependencies"], *itertools.chain(*PROJECT["optional-dependencies"].values())]
+
+
+def run_make(*arguments: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["make", "-s", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, **options
+    )
+
+
+def pins() -> dict[str, list[Requirement]]:
+    found: dict[str, list[Requirement]] = {}
+    for line in environment.constraint_lines(environment.CONSTRAINTS.read_text(), set()).splitlines():
+        requirement = Requirement(line)
+        found.setdefault(environment.requirement_name(line), []).append(requirement)
+    return found
+
+
+def test_every_range_has_an_upper_bound_where_the_labs_depend_on_behaviour():
+    for name in ("torch", "triton", "transformers", "nbgrader", "jupyterlab", "jupytext", "pandas", "matplotlib"):
+        (line,) = [line for line in PROJECT["dependencies"] if environment.requirement_name(line) == name]
+        operators = {specifier.operator for specifier in Requirement(line).specifier}
+        assert {">=", "<"} <= operators, line
+
+
+@pytest.mark.parametrize(
+    ("torch", "triton", "transformers", "python"),
+    [("2.11.0+cu130", "3.6.0", "5.17.0", "3.12"), ("2.13.0+cpu", "3.7.1", "5.23.0", "3.11")],
+)
+def test_both_tested_machines_fit_the_ranges(torch, triton, transformers, python):
+    ranges = {environment.requirement_name(line): line for line in PROJECT["dependencies"]}
+    assert environment.fits(torch, ranges["torch"])
+    assert environment.fits(triton, ranges["triton"])
+    assert environment.fits(transformers, ranges["transformers"])
+    assert environment.fits(python, PROJECT["requires-python"])
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.14.0", "2.14.0.dev20261101+cu130", "3.0"])
+def test_a_torch_outside_the_range_does_not_fit(version):
+    assert not environment.fits(version, "torch>=2.11,<2.14")
+
+
+def test_constraints_pin_one_version_inside_each_range():
+    pinned = pins()
+    for line in ALL_REQUIREMENTS:
+        requirement = Requirement(line)
+        name = environment.requirement_name(line)
+        if name == "flash-attn":  # built from source: its needs cannot be resolved without building it
+            continue
+        assert name in pinned, f"{name} is not in constraints.txt: run `make lock`"
+        for pin in pinned[name]:
+            (specifier,) = pin.specifier
+            assert specifier.operator == "=="
+            assert requirement.specifier.contains(specifier.version, prereleases=True), f"{pin} against {line}"
+
+
+def test_the_installed_packages_are_the_pinned_ones():
+    from importlib import metadata
+
+    wrong = []
+    for name, candidates in pins().items():
+        applicable = [pin for pin in candidates if pin.marker is None or pin.marker.evaluate()]
+        try:
+            version = Version(metadata.version(name))
+        except metadata.PackageNotFoundError:
+            continue
+        for pin in applicable:
+            # A local version such as 2.13.0+cpu is the same release built for another machine.
+            if Version(next(iter(pin.specifier)).version).public != version.public:
+                wrong.append(f"{name} {version} against {pin}")
+    stamp = Path(sys.prefix, "environment.json")
+    if not stamp.exists() or '"host": ""' not in stamp.read_text():
+        pytest.skip("this Python was not made by `make env`, or keeps its host's packages")
+    assert not wrong
+
+
+def test_nothing_comes_from_a_git_branch_or_an_address():
+    texts = [environment.PYPROJECT, environment.CONSTRAINTS, environment.CONDA_FILE]
+    for path in texts:
+        text = path.read_text()
+        assert "git+" not in text and "://" not in text and " @ " not in text, path.name
+
+
+def test_environment_yml_is_what_pyproject_says():
+    assert environment.CONDA_FILE.read_text() == environment.conda_environment(PROJECT)
+    parsed = yaml.safe_load(environment.CONDA_FILE.read_text())
+    pip_lines = parsed["dependencies"][-1]["pip"]
+    assert set(PROJECT["dependencies"]) <= set(pip_lines)
+    assert "--editable ." in pip_lines
+
+
+def test_check_notices_a_difference(tmp_path, monkeypatch):
+    changed = tmp_path / "environment.yml"
+    changed.write_text(environment.CONDA_FILE.read_text().replace("torch>=2.11", "torch>=2.12"))
+    monkeypatch.setattr(environment, "CONDA_FILE", changed)
+    with pytest.raises(environment.SetupError, match="make lock"):
+        environment.check()
+
+
+def test_pins_of_the_host_are_lifted():
+    text = "# a comment\ntorch==2.13.0\nnumpy==2.4.6 ; python_full_version < '3.12'\nnvidia_cublas==1.0\nrich==15.0.0\n"
+    assert environment.constraint_lines(text, {"torch", "numpy", "nvidia-cublas"}) == "rich==15.0.0\n"
+
+
+def test_a_host_torch_that_fits_is_kept(tmp_path):
+    """A made-up host: a folder with the metadata of torch 2.11 and Triton 3.6, as on a GPU machine."""
+    python = fake_host(tmp_path, torch="2.11.0+cu130", triton="3.6.0", numpy="2.5.2")
+    folder, names, sentence = environment.host_packages(str(python), PROJECT)
+    assert folder == tmp_path
+    assert names == {"torch", "triton", "numpy"}
+    assert "torch 2.11.0+cu130" in sentence and "triton 3.6.0" in sentence
+
+
+def test_a_host_torch_that_does_not_fit_is_left_alone(tmp_path):
+    python = fake_host(tmp_path, torch="2.9.0+cu128", triton="3.5.0")
+    folder, names, sentence = environment.host_packages(str(python), PROJECT)
+    assert folder is None and names == set()
+    assert "2.9.0+cu128" in sentence and "torch>=2.11,<2.14" in sentence
+
+
+def fake_host(folder: Path, **versions: str) -> Path:
+    for name, version in versions.items():
+        metadata_folder = folder / f"{name}-{version}.dist-info"
+        metadata_folder.mkdir()
+        (metadata_folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    python = folder / "python"
+    # -S leaves the real packages out, so that only the made-up ones are found.
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+def test_a_current_environment_is_not_rebuilt():
+    stamp = ROOT / ".venv" / "environment.json"
+    if not stamp.exists():
+        pytest.skip("there is no .venv here: `make test` makes one")
+    before = stamp.stat().st_mtime_ns
+    result = run_make("env")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "" and stamp.stat().st_mtime_ns == before
+
+
+def test_help_lists_the_verbs():
+    text = run_make("help").stdout
+    for verb in ("lab", "test", "test-gpu", "labs", "lock"):
+        assert f"make {verb} " in text
+
+
+def test_no_python_is_one_sentence():
+    result = run_make("env", "PYTHON=")
+    assert result.returncode != 0
+    assert "Python 3.11 or 3.12 is needed" in result.stderr
+
+
+def test_a_python_outside_the_range_is_one_sentence():
+    with pytest.raises(environment.SetupError, match=r"Python 3\.13 was given and >=3\.11,<3\.13 is needed"):
+        environment.check_python((3, 13), PROJECT)
+
+
+def test_a_missing_system_package_is_named_with_its_reason(monkeypatch):
+    monkeypatch.setattr(environment.shutil, "which", lambda name, path=None: None)
+    missing = environment.missing_system_packages()
+    assert "C++ compiler" in missing["g++"]
+
+
+def test_the_environment_is_stale_when_a_pin_changes(tmp_path, monkeypatch):
+    before = environment.fingerprint(["test"], "")
+    changed = tmp_path / "constraints.txt"
+    changed.write_text(environment.CONSTRAINTS.read_text() + "another==1.0\n")
+    monkeypatch.setattr(environment, "CONSTRAINTS", changed)
+    assert environment.fingerprint(["test"], "") != before
+    assert environment.fingerprint(["gpu", "test"], "") != environment.fingerprint(["test"], "")
+
+
+def test_ci_calls_the_one_test_command():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert script.read_text().strip().endswith("make test")

@@ -1,0 +1,334 @@
+"""Masks, score modifiers, sparsity and their pictures: each against loops over pairs written out here."""
+
+import math
+
+import matplotlib
+import pytest
+import torch
+
+from utils.attention import score_mods
+from utils.attention.cute_mods import NoCounterpart, block_tables, captured, replay, trace
+from utils.attention.flex_options import proved_options
+from utils.attention.kernel_masks import KernelMask, kernel_mask
+from utils.attention.masks import (
+    at_offset,
+    both,
+    build_block_mask,
+    by_name,
+    causal,
+    count_blocks,
+    dense_mask,
+    dilated,
+    document_ids,
+    documents,
+    either,
+    forget_block_masks,
+    name_of,
+    negate,
+    prefix_lm,
+    sliding_window,
+)
+from utils.attention.sparsity import sparsity, sparsity_of_block_mask
+
+matplotlib.use("Agg")
+IDS = document_ids([5, 9, 1, 6])
+MASKS = {
+    "causal": (causal, lambda q, k: k <= q),
+    "sliding_window(4)": (sliding_window(4), lambda q, k: q - 4 < k <= q),
+    "documents(6)": (documents(6), lambda q, k: q // 6 == k // 6),
+    "documents(ids)": (documents(IDS), lambda q, k: IDS.tolist()[q] == IDS.tolist()[k]),
+    "prefix_lm(3)": (prefix_lm(3), lambda q, k: k <= q or k < 3),
+    "dilated(3)": (dilated(3), lambda q, k: k <= q and (q - k) % 3 == 0),
+    "dilated(2, window=7)": (dilated(2, 7), lambda q, k: 0 <= q - k < 7 and (q - k) % 2 == 0),
+    "both(causal, documents(6))": (both(causal, documents(6)), lambda q, k: k <= q and q // 6 == k // 6),
+    "either(causal, documents(ids))": (
+        either(causal, documents(IDS)),
+        lambda q, k: k <= q or IDS.tolist()[q] == IDS.tolist()[k],
+    ),
+    "negate(causal)": (negate(causal), lambda q, k: k > q),
+    "at_offset(causal, 2)": (at_offset(causal, 2), lambda q, k: k <= q + 2),
+}
+MODIFIERS = {
+    "alibi(4)": (score_mods.alibi(4), lambda s, h, q, k: s - 2.0 ** (-2 * (h + 1)) * abs(q - k)),
+    "relative_bias(4)": (score_mods.relative_bias(4), lambda s, h, q, k: s + 2.0 ** (-2 * (h + 1)) * (k - q)),
+    "soft_cap(2)": (score_mods.soft_cap(2.0), lambda s, h, q, k: 2 * math.tanh(s / 2)),
+    "document_decay(5, 0.25)": (score_mods.document_decay(5, 0.25), lambda s, h, q, k: s - 0.25 * abs(q // 5 - k // 5)),
+}
+TABLE = torch.arange(12.0).reshape(4, 3)
+MODIFIERS["relative_bias((4, 3))"] = (
+    score_mods.relative_bias(TABLE),
+    lambda s, h, q, k: s + TABLE[h, min(abs(q - k), 2)].item(),
+)
+MODIFIERS["compose(soft_cap(2), alibi(4))"] = (
+    score_mods.compose(score_mods.soft_cap(2.0), score_mods.alibi(4)),
+    lambda s, h, q, k: 2 * math.tanh(s / 2) - 2.0 ** (-2 * (h + 1)) * abs(q - k),
+)
+
+
+def by_loops(rule, sq, sk):
+    return torch.tensor([[rule(q, k) for k in range(sk)] for q in range(sq)])
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_is_its_rule_pair_by_pair_and_its_name_reads_well(name):
+    mask, rule = MASKS[name]
+    assert name_of(mask) == name and name in repr(mask)
+    for sq, sk in ((21, 21), (9, 21)):
+        assert torch.equal(dense_mask(mask, sq, sk), by_loops(rule, sq, sk))
+
+
+def test_masks_of_the_benchmarks_by_name():
+    assert by_name("full") is None and by_name("causal") is causal
+    assert by_name("document", 6) is by_name("document", 6)  # one object: one block mask is kept for it
+    assert torch.equal(
+        dense_mask(by_name("causal_document", 6), 20, 20), by_loops(lambda q, k: k <= q and q // 6 == k // 6, 20, 20)
+    )
+    with pytest.raises(ValueError, match="choose full, causal"):
+        by_name("casual")
+
+
+def test_a_long_mask_is_evaluated_in_chunks_of_rows(monkeypatch):
+    monkeypatch.setattr("utils.attention.masks.ROWS_AT_ONCE", 64)
+    assert torch.equal(dense_mask(prefix_lm(3), 21, 21), by_loops(MASKS["prefix_lm(3)"][1], 21, 21))
+    blocks = count_blocks(causal, 21, 21, block_size=4)
+    assert int(blocks.counts.sum()) == 21 * 22 // 2
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sliding_window(0), "window is 0; it must be a whole number, 1 or more"),
+        (lambda: documents(2.5), "span is 2.5"),
+        (lambda: documents(torch.zeros(3)), r"tensor \(S,\) of integers"),
+        (lambda: document_ids([]), "no lengths"),
+        (lambda: both(), r"both\(\) was given no mask"),
+        (lambda: either(causal, 3), "was given a int"),
+        (lambda: dense_mask(lambda b, h, q, k: q >= k and k > 2, 4, 4), "write &, |, ~"),
+        (lambda: dense_mask(lambda b, h, q, k: q - k, 4, 4), "must return True or False a pair"),
+        (lambda: dense_mask(causal, 0, 4), "sq is 0"),
+        (lambda: build_block_mask(causal, 8, 8, block_size=(8, 8, 8)), "one whole number or two"),
+        (lambda: dense_mask(both(causal, documents(IDS)), 4, 4, "meta"), "make them there"),
+        (lambda: score_mods.soft_cap(-1), "above 0"),
+        (lambda: score_mods.relative_bias(torch.zeros(3)), r"\(heads, distances\)"),
+        (lambda: score_mods.compose(), "no score modifier"),
+    ],
+)
+def test_bad_input_says_what_was_given_and_what_is_allowed(call, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
+
+
+@pytest.mark.parametrize("name", MODIFIERS)
+def test_a_score_modifier_is_its_rule_pair_by_pair(name):
+    modifier, rule = MODIFIERS[name]
+    assert name_of(modifier) == name
+    scores = torch.randn(7, 9, dtype=torch.float64)
+    for head in (0, 3):
+        expected = torch.tensor([[rule(scores[q, k].item(), head, q, k) for k in range(9)] for q in range(7)])
+        got = score_mods.modified(modifier, scores, h=head)
+        assert torch.allclose(got, expected.double(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_block_mask_is_built_once_and_shared_across_batches_and_heads():
+    forget_block_masks()
+    mask = both(causal, documents(40))
+    first = build_block_mask(mask, 96, 96, block_size=32)
+    assert build_block_mask(mask, 96, 96, block_size=32) is first and first.kv_num_blocks.shape[:2] == (1, 1)
+    assert build_block_mask(mask, 96, 96, block_size=16) is not first
+    assert build_block_mask(None, 96, 96) is None
+    again = both(causal, documents(40))
+    assert build_block_mask(again, 96, 96, block_size=32) is not first  # another function may capture other tensors
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_blocks_are_counted_as_flexattention_counts_them(name):
+    mask, rule = MASKS[name]
+    for size in (4, (8, 4)):
+        height, width = (size, size) if isinstance(size, int) else size
+        found = sparsity(mask, 21, 21, size)
+        allowed = by_loops(rule, 21, 21)
+        full = partial = 0
+        for top in range(0, 21, height):
+            for left in range(0, 21, width):
+                block = allowed[top : top + height, left : left + width]
+                full += int(block.sum()) == height * width
+                partial += 0 < int(block.sum()) < height * width
+        assert (found.pairs, found.full, found.partial) == (int(allowed.sum()), full, partial)
+        assert found.total == -(-21 // height) * -(-21 // width)
+        assert sparsity_of_block_mask(build_block_mask(mask, 21, 21, block_size=size)) == found
+
+
+def test_sparsity_of_a_mask_known_by_hand():
+    found = sparsity(both(causal, documents(128)), 512, 512, 64)
+    assert (found.full, found.partial, found.empty) == (4, 8, 52) and found.pairs == 4 * 128 * 129 // 2
+    assert found.density == found.pairs / 512**2 and found.block_density == 12 / 64
+    assert found.ideal_speedup == 64 / 12 and found.element_speedup == 512**2 / found.pairs
+    assert found.flops(2, 4, 32) == 4 * 2 * 4 * 32 * found.pairs
+    assert found.block_flops(2, 4, 32) == found.dense_flops(2, 4, 32) * 12 // 64
+    assert found.bytes(2, 4, 32, torch.bfloat16) == 2 * 4 * 512 * 32 * 2 * 4
+    assert found.bytes(2, 4, 32, torch.float32, kv_heads=1) == 2 * 512 * 32 * 4 * (2 * 4 + 2 * 1)
+    assert found.wasted == pytest.approx(1 - found.pairs / (12 * 64 * 64))
+    assert found.dense_mask_bytes == 512 * 512 and found.block_mask_bytes == 4 * 2 * (8 + 64)
+    assert "12.6% of the pairs, 18.8% of the blocks of 64 x 64 (4 full, 8 partial, 52 empty)" in str(found)
+    assert found.to_dict()["ideal_speedup"] == found.ideal_speedup and "blocks" not in found.to_dict()
+    nothing = sparsity(lambda b, h, q, k: q < 0, 64, 64, 32)
+    assert nothing.ideal_speedup == float("inf") and nothing.wasted == 0.0
+    assert sparsity(None, 100, 60, 64).density == 1.0
+
+
+def test_a_kernel_is_told_only_the_masks_that_it_does_itself():
+    assert kernel_mask(None, 8, 4) == KernelMask() and kernel_mask(causal, 64, 64) == KernelMask(causal=True)
+    assert kernel_mask(sliding_window(9), 64, 64) == KernelMask(causal=True, window=9)
+    assert kernel_mask(both(documents(16), causal), 64, 64, documents=True) == KernelMask(causal=True, span=16)
+    assert str(KernelMask(causal=True, span=16)) == "causal, documents of 16 as sequences"
+    for mask in (
+        documents(16),
+        documents(IDS),
+        prefix_lm(3),
+        negate(causal),
+        both(causal, causal),
+        lambda b, h, q, k: q >= k,
+    ):
+        assert kernel_mask(mask, 64, 64) is None
+    for mask in (
+        documents(24),
+        both(documents(16), documents(32)),
+        both(documents(16), prefix_lm(2)),
+        either(causal, documents(16)),
+    ):
+        assert kernel_mask(mask, 64, 64, documents=True) is None
+    assert kernel_mask(causal, 32, 64) is None
+
+
+class OnTensors:
+    """The operations of `CuteDsl` on PyTorch's tensors."""
+
+    def is_vector(self, x):
+        return isinstance(x, torch.Tensor)
+
+    def is_float(self, x):
+        return isinstance(x, float) or (self.is_vector(x) and x.is_floating_point())
+
+    def to(self, x, dtype):
+        return x.to(dtype)
+
+    def math(self, name, x):
+        return getattr(torch, name)(x)
+
+    def invert(self, x):
+        return ~x
+
+    def where(self, condition, x, y):
+        return torch.where(condition, x, y)
+
+    def full_like(self, x, value):
+        return torch.full_like(x, value)
+
+    def load(self, tensor, indices):
+        return tensor[tuple(index.long() if self.is_vector(index) else index for index in indices)]
+
+
+def lanes(length):
+    q, k = torch.meshgrid(
+        torch.arange(length, dtype=torch.int32), torch.arange(length, dtype=torch.int32), indexing="ij"
+    )
+    return q.flatten(), k.flatten()
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_translated_for_the_cute_kernel_is_the_same_mask(name):
+    graph = trace(MASKS[name][0], 4)
+    q, k = lanes(21)
+    aux = {one: getattr(graph, one) for one in captured(graph)}
+    got = replay(graph, [torch.zeros_like(q), torch.zeros_like(q), q, k], aux, OnTensors())
+    assert torch.equal(got.view(21, 21), dense_mask(MASKS[name][0], 21, 21)) and bool(aux) == ("ids" in name)
+
+
+@pytest.mark.parametrize("name", MODIFIERS)
+def test_a_modifier_translated_for_the_cute_kernel_is_the_same_modifier(name):
+    graph = trace(MODIFIERS[name][0], 5)
+    (q, k), scores = lanes(9), torch.randn(81)
+    aux = {one: getattr(graph, one) for one in captured(graph)}
+    got = replay(graph, [scores, torch.zeros_like(q), torch.full_like(q, 2), q, k], aux, OnTensors())
+    assert torch.allclose(got.view(9, 9), score_mods.modified(MODIFIERS[name][0], scores.view(9, 9), h=2), atol=1e-6)
+
+
+def test_other_operators_are_translated_by_value_or_refused_by_name():
+    q, k = lanes(9)
+    zero = torch.zeros_like(q)
+
+    def odd(b, h, q, k):
+        return torch.where((k - q) % 4 == 1, torch.minimum(q, k) > 1, torch.logical_not(torch.clamp(q - k, -2, 3) < 2))
+
+    assert torch.equal(replay(trace(odd, 4), [zero, zero, q, k], {}, OnTensors()).view(9, 9), dense_mask(odd, 9, 9))
+    with pytest.raises(NoCounterpart, match="uses erf, which is not translated"):
+        trace(lambda score, b, h, q, k: torch.erf(score), 5)
+    with pytest.raises(NoCounterpart, match="alpha"):
+        trace(lambda score, b, h, q, k: torch.add(score, k, alpha=2), 5)
+
+
+def test_block_tables_without_flexattention_are_those_of_its_block_mask():
+    mask = both(causal, documents(IDS))
+    ours = block_tables(mask, 21, 21, "cpu", (4, 4))
+    theirs = build_block_mask(mask, 21, 21, block_size=4)
+    counts = (theirs.kv_num_blocks, theirs.full_kv_num_blocks)
+    for mine, index, count, wanted in zip(
+        ours[::2], ours[1::2], counts, (theirs.kv_indices, theirs.full_kv_indices), strict=True
+    ):
+        assert torch.equal(mine, count)
+        for row, number in enumerate(count.flatten().tolist()):
+            assert index[0, 0, row, :number].tolist() == sorted(wanted[0, 0, row, :number].tolist())
+
+
+def test_options_are_claimed_only_where_the_mask_is_shown_to_allow_them():
+    """A row whose first visited tile is all masked is NaN in the kernel, if the rows are claimed to be safe."""
+    long = document_ids([130, 250, 132])
+    safe = {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
+    for mask in (causal, documents(128), prefix_lm(77), either(documents(128), causal)):
+        assert proved_options(mask, 512, 512, "cpu", (128, 128), 64) == safe
+    for mask in (documents(100), documents(long), dilated(3, 200), sliding_window(100), negate(causal)):
+        assert proved_options(mask, 512, 512, "cpu", (128, 128), 64) == {"BLOCKS_ARE_CONTIGUOUS": True}
+    gap = either(both(causal, documents(128)), prefix_lm(40))
+    assert "BLOCKS_ARE_CONTIGUOUS" in proved_options(causal, 512, 512, "cpu", (128, 128), 64)
+    far = either(documents(128), lambda b, h, q, k: (k < 5) & (q >= 256))
+    assert "BLOCKS_ARE_CONTIGUOUS" not in proved_options(either(dilated(1, 9), far), 640, 640, "cpu", (128, 128), 64)
+    assert proved_options(gap, 512, 512, "cpu", (128, 128), 64)["ROWS_GUARANTEED_SAFE"]
+
+
+def test_masks_are_drawn_with_both_densities_and_sweeps_as_heat_maps():
+    import matplotlib.pyplot as plt
+
+    from utils.visualization import plot_mask, plot_sparsity_sweep
+
+    figure, axes = plot_mask([both(causal, documents(IDS)), None], 21, block_size=8)
+    shown = [[ax.get_title(loc="left") for ax in row] for row in axes]
+    assert axes.shape == (2, 2) and "both(causal, documents(ids))" in shown[0][0] and "no mask" in shown[1][0]
+    found = sparsity(both(causal, documents(IDS)), 21, 21, 8)
+    assert f"{100 * found.density:.3g}% of the pairs" in shown[0][0]
+    assert f"{100 * found.block_density:.3g}% of the blocks of 8 x 8" in shown[0][1]
+    assert torch.equal(
+        torch.tensor(axes[0, 0].images[0].get_array()).bool(), dense_mask(both(causal, documents(IDS)), 21, 21)
+    )
+    assert int((torch.tensor(axes[0, 1].images[0].get_array()) == 1).sum()) == found.partial
+    legend = [text.get_text() for text in axes[0, 1].get_legend().get_texts()]
+    assert legend == [f"{found.full} full", f"{found.partial} partial", f"{found.empty} empty"]
+    plt.close(figure)
+    per_head, axes = plot_mask(lambda b, h, q, k: q >= k + h, 12, block_size=4, h=3)
+    assert "55% of" not in axes[0, 0].get_title(loc="left") and "31.2% of" in axes[0, 0].get_title(loc="left")
+    plt.close(per_head)
+    rows = [
+        {"doc_span": 64, "block_size": 32, "speedup": 3.0, "ideal": 4.0},
+        {"doc_span": 128, "block_size": 32, "refused": "why"},
+    ]
+    figure, axes = plot_sparsity_sweep(rows)
+    assert [text.get_text() for text in axes[1].texts] == ["75%", "refused"]
+    assert [text.get_text() for text in axes[0].texts] == ["3x", "refused"]
+    plt.close(figure)
+    for call, message in (
+        (lambda: plot_sparsity_sweep([]), "is empty"),
+        (lambda: plot_mask([], 8), "empty list"),
+        (lambda: plot_sparsity_sweep([{"doc_span": 1, "block_size": 1}]), "no 'ideal', 'speedup'"),
+        (lambda: plot_mask(causal, 8, labels=["a", "b"]), "must name the 1 masks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -1,0 +1,219 @@
+"""The Gluon ladder on a Hopper GPU: accuracy against float64 over random shapes, memory bounds, determinism."""
+
+import random
+
+import pytest
+import torch
+
+from utils.attention import PROVIDERS, allowed_keys, attention, last_run, make_request, proof, provider, reference
+from utils.machine.device import gluon_support
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not gluon_support(), reason=gluon_support().reason),
+    pytest.mark.timeout(300),
+]
+
+GROUPS = [
+    (head_dim, causal, windowed, dtype)
+    for head_dim in (64, 128, 256)
+    for causal in (False, True)
+    for windowed in (False, True)
+    for dtype in (torch.bfloat16, torch.float16)
+]
+SHAPES_PER_GROUP = 9  # 24 groups: 216 shapes
+LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 251, 256, 383, 509, 512, 640, 1021, 1024, 1500, 2039)
+
+
+def relative_error(x, expected):
+    norm = expected.norm()
+    return ((x.double() - expected).norm() / norm).item() if norm > 0 else x.double().abs().max().item()
+
+
+def rounding_error(q, k, v, expected, **options):
+    """The error of an exact kernel that rounds what every fused kernel rounds: 2^(scores - maximum), and the output."""
+    request = make_request(q, k, v, options.get("causal", False), options.get("scale"), options.get("window"))
+    keep = allowed_keys(request)
+    group = request.heads // request.kv_heads
+    out = torch.empty_like(expected)
+    for b in range(request.batch):
+        for h in range(request.heads):
+            scores = q[b, h].double() @ k[b, h // group].double().T * request.scale
+            if keep is not None:
+                scores = scores.masked_fill(~keep, float("-inf"))
+            top = scores.amax(-1, keepdim=True)
+            p = torch.exp(scores - torch.where(top.isinf(), 0.0, top))
+            total = p.sum(-1, keepdim=True)
+            rounded = p.to(q.dtype).double() @ v[b, h // group].double()
+            out[b, h] = (rounded / torch.where(total == 0, 1.0, total)).to(q.dtype).double()
+    return relative_error(out, expected)
+
+
+def random_case(rng, head_dim, causal, windowed, dtype):
+    generator = torch.Generator("cuda").manual_seed(rng.randrange(1 << 30))
+    kv_heads = rng.choice((1, 1, 2, 3))
+    heads = kv_heads * rng.choice((1, 1, 2, 4))
+    batch = rng.choice((1, 1, 2, 3))
+    sq = rng.choice(LENGTHS)
+    sk = sq if rng.random() < 0.5 else rng.choice(LENGTHS)
+    d = head_dim if rng.random() < 0.75 else {64: 40, 128: 96, 256: 160}[head_dim]
+
+    def tensor(h, s):
+        kind = rng.choice(("contiguous", "rows first", "slice of nan"))
+        if kind == "rows first":  # (B, S, H, D) in memory
+            return torch.randn(batch, s, h, d, device="cuda", dtype=dtype, generator=generator).transpose(1, 2)
+        x = torch.randn(batch, h, s, d, device="cuda", dtype=dtype, generator=generator)
+        if kind == "slice of nan":  # whatever reads past the end of it spoils the result
+            whole = torch.full((batch, h, s + 200, d + 8), float("nan"), device="cuda", dtype=dtype)
+            whole[:, :, 100 : 100 + s, :d] = x
+            x = whole[:, :, 100 : 100 + s, :d]
+        return x
+
+    q, k, v = tensor(heads, sq), tensor(kv_heads, sk), tensor(kv_heads, sk)
+    if rng.random() < 0.15:
+        q = q * 30  # large logits: almost every row picks one key
+    options = {
+        "causal": causal,
+        "window": rng.choice((1, 17, 64, 100, 700)) if windowed else None,
+        "scale": rng.choice((None, None, 0.02, 0.5)),
+    }
+    return q, k, v, options
+
+
+@pytest.mark.parametrize("head_dim, causal, windowed, dtype", GROUPS)
+def test_random_shapes_against_float64(head_dim, causal, windowed, dtype, monkeypatch):
+    from utils.attention.gluon import launch
+    from utils.attention.gluon.launch import forward
+
+    rng = random.Random(f"{head_dim} {causal} {windowed} {dtype}")
+    multiprocessors = launch._multiprocessors
+    for _ in range(SHAPES_PER_GROUP):
+        # These shapes have few tiles: with fewer programs, each of them walks over several.
+        few = rng.choice((None, 1, 2, 5, 11))
+        monkeypatch.setattr(launch, "_multiprocessors", multiprocessors if few is None else lambda device, n=few: n)
+        q, k, v, options = random_case(rng, head_dim, causal, windowed, dtype)
+        what = f"q {tuple(q.shape)} {q.stride()}, k {tuple(k.shape)}, {options}, programs {few}"
+        expected, expected_lse = reference(q, k, v, **options)
+        out, lse = forward(q, k, v, return_lse=True, **options)
+        assert out.shape == q.shape and out.dtype == dtype and torch.isfinite(out).all(), what
+        again = forward(q, k, v, **options)
+        assert torch.equal(out, again), f"not the same bits twice: {what}"
+        error = relative_error(out, expected)
+        assert error <= 1.5 * rounding_error(q, k, v, expected, **options) + 1e-6, what
+        request = make_request(q, k, v, options["causal"], options["scale"], options["window"])
+        if provider("cudnn").support(request):
+            cudnn = attention(q, k, v, provider="cudnn", **options)
+            assert error <= 1.5 * relative_error(cudnn, expected) + 1e-6, what
+        seen = ~expected_lse.isinf()
+        assert torch.equal(lse.isinf(), ~seen), what
+        assert (out[~seen] == 0).all(), what
+        if seen.any():
+            assert (lse[seen] - expected_lse[seen]).abs().max() <= 1e-5 * (1 + expected_lse[seen].abs().max()), what
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_step_of_the_ladder(step, head_dim):
+    from utils.attention.gluon.launch import forward
+
+    torch.manual_seed(step)
+    for sq, sk, causal, window in (
+        (300, 300, True, None),
+        (300, 517, True, None),
+        (517, 300, False, None),
+        (129, 129, True, 40),
+        (1, 700, True, None),
+        (512, 512, False, None),
+        (260, 200, False, 60),
+    ):
+        q = torch.randn(2, 4, sq, head_dim, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.randn(2, 2, sk, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        expected, expected_lse = reference(q, k, v, causal=causal, window=window)
+        out, lse = forward(q, k, v, causal=causal, window=window, return_lse=True, step=step)
+        what = f"step {step}, {sq} x {sk}, causal {causal}, window {window}"
+        bound = 1.5 * rounding_error(q, k, v, expected, causal=causal, window=window)
+        assert relative_error(out, expected) <= bound, what
+        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-4, rtol=1e-5, msg=what)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
+def test_nothing_is_written_outside_of_the_output(step):
+    from utils.attention.gluon import launch
+
+    zone = 1 << 16
+    for head_dim, sq in ((64, 197), (128, 131), (256, 65), (96, 129)):
+        q, k, v = (torch.randn(2, 3, sq, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        whole = torch.full((2 * zone + q.numel(),), 7.0, device="cuda", dtype=torch.bfloat16)
+        out = whole[zone : zone + q.numel()].view(q.shape)
+        lses = torch.full((2 * zone + 6 * sq,), 7.0, device="cuda")
+        lse = lses[zone : zone + 6 * sq].view(2, 3, sq)
+        out.fill_(float("nan"))
+        lse.fill_(float("nan"))
+        launch._launch(step, q, k, v, out, lse, True, head_dim**-0.5 * launch.LOG2_E, 0, True)
+        torch.cuda.synchronize()
+        for buffer, inner in ((whole, out), (lses, lse)):
+            assert (buffer[:zone] == 7).all() and (buffer[-zone:] == 7).all()
+            assert torch.isfinite(inner).all()
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_scales_that_are_not_positive(scale):
+    q, k, v = (torch.randn(1, 2, 200, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+    expected, _ = reference(q, k, v, causal=True, scale=scale)
+    assert relative_error(attention(q, k, v, causal=True, scale=scale, provider="gluon"), expected) < 1e-3
+
+
+def test_long_sequences_agree_with_cudnn():
+    for head_dim, heads in ((64, 4), (128, 3), (256, 2)):
+        for causal, length in ((False, 8192), (True, 8192), (True, 7777)):
+            q, k, v = (torch.randn(1, heads, length, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+            expected, _ = reference(q, k, v, causal=causal)
+            error = relative_error(attention(q, k, v, causal=causal, provider="gluon"), expected)
+            assert error <= 1.5 * relative_error(attention(q, k, v, causal=causal, provider="cudnn"), expected)
+
+
+def test_auto_takes_gluon_and_the_kernel_proves_it():
+    q, k, v = (torch.randn(1, 2, 256, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    attention(q, k, v, causal=True)
+    assert last_run().provider == "gluon"
+    assert any("attention_step5" in name for name in proof("gluon", q, k, v, causal=True))
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_providers_prove_themselves_and_agree(name, causal):
+    if not provider(name).machine():
+        pytest.skip(provider(name).machine().reason)
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, 4, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    expected, _ = reference(q, k, v, causal=causal)
+    assert relative_error(attention(q, k, v, causal=causal, provider=name), expected) < 1e-2
+    assert proof(name, q, k, v, causal=causal), "none of the launched kernels bears the provider's name"
+
+
+def test_torch_compile_sees_one_operator():
+    q, k, v = (torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+    def block(q, k, v):
+        return torch.ops.labs.attention_gluon(q * 2, k, v, True, 0.125, 0, False, 5)[0] + 1
+
+    attention(q, k, v, provider="gluon")  # registers the operator
+    torch.testing.assert_close(torch.compile(block, fullgraph=True)(q, k, v), block(q, k, v), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_long_causal_sequences_of_any_length(head_dim):
+    """Beyond the keys of the plan for short ones: rows and keys that are no multiples of a tile, and Sq != Sk."""
+    from utils.attention.gluon.launch import forward
+
+    torch.manual_seed(head_dim)
+    for sq, sk in ((4500, 4500), (4097, 5000), (4800, 4300), (70, 4700)):
+        q, k, v = (
+            torch.randn(1, heads, length, head_dim, device="cuda", dtype=torch.bfloat16)
+            for heads, length in ((4, sq), (2, sk), (2, sk))
+        )
+        expected, expected_lse = reference(q, k, v, causal=True)
+        out, lse = forward(q, k, v, causal=True, return_lse=True)
+        assert relative_error(out, expected) <= 1.5 * rounding_error(q, k, v, expected, causal=True), (sq, sk)
+        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-4, rtol=1e-5)
+        assert torch.equal(out, forward(q, k, v, causal=True))

@@ -1,0 +1,136 @@
+"""How a step is launched: tiles, schedules, and that every argument of a kernel is given exactly once."""
+
+import inspect
+import itertools
+import math
+
+import pytest
+import torch
+
+from utils.attention.gluon import launch
+from utils.attention.gluon.plan import BLOCK_M, STEPS, aligned, block_head_dim, deal_causal_tiles, plan_for, variant_for
+from utils.machine.device import triton_support
+
+needs_triton = pytest.mark.skipif(not __import__("importlib").util.find_spec("triton"), reason=triton_support().reason)
+
+
+@needs_triton
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("causal, window, return_lse", [(False, 0, False), (True, 0, True), (False, 40, True)])
+def test_every_kernel_argument_is_given_once(monkeypatch, step, causal, window, return_lse):
+    calls = []
+    real = launch.kernel_of(step)
+
+    class Recorder:
+        def __getitem__(self, grid):
+            def call(*args, **kwargs):
+                kwargs.pop("num_warps")
+                calls.append((grid, inspect.signature(real.fn).bind(*args, **kwargs).arguments))
+
+            return call
+
+    monkeypatch.setattr(launch, "kernel_of", lambda step: Recorder())
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
+    q = torch.randn(2, 4, 300, 72, dtype=torch.bfloat16)
+    k, v = torch.randn(2, 2, 517, 72, dtype=torch.bfloat16), torch.randn(2, 2, 517, 72, dtype=torch.bfloat16)
+    lse = torch.empty(2, 4, 300)
+    launch._launch(step, q, k, v, torch.empty_like(q), lse, causal, 0.1, window, return_lse)
+    ((grid, given),) = calls
+    assert set(given) == set(inspect.signature(real.fn).parameters)
+    assert given["sq"] == 300 and given["sk"] == 517 and given["group"] == 2 and given["heads"] == 4
+    assert given["CAUSAL"] is causal and given["LSE"] is return_lse
+    assert math.prod(grid) <= 132 if step == 5 else grid == (math.ceil(300 / plan_for(step, 72).rows), 8)
+
+
+@pytest.mark.parametrize(
+    "sq, sk, heads, group", [(16384, 16384, 16, 1), (4096, 4096, 64, 4), (1000, 3000, 5, 1), (64, 64, 1, 1)]
+)
+def test_causal_tiles_are_dealt_once_and_evenly(sq, sk, heads, group):
+    rows, block_n, programs = 128, 128, 132
+    dealt = deal_causal_tiles(sq, sk, heads, group, rows, block_n, sk * 512, programs)
+    tiles = [tile for program in dealt for tile in program]
+    assert sorted(tiles) == sorted(m | head << 16 for head in range(heads) for m in range(math.ceil(sq / rows)))
+
+    def blocks(tile):
+        return min(math.ceil(sk / block_n), math.ceil(max(((tile & 0xFFFF) + 1) * rows + sk - sq, 0) / block_n))
+
+    loads = [sum(map(blocks, program)) for program in dealt]
+    assert max(loads) - sum(loads) / programs <= max(map(blocks, tiles))  # at worst one tile too many
+    if len(tiles) > 1000:
+        assert sum(loads) / programs / max(loads) > 0.97
+
+
+def test_more_tiles_than_can_be_numbered_are_not_dealt():
+    assert deal_causal_tiles(128 * 70000, 128, 1, 1, 128, 128, 1, 132) is None
+    assert deal_causal_tiles(128, 128, 40000, 1, 128, 128, 1, 132) is None
+
+
+def test_plans_fit_the_machine():
+    for step in STEPS:
+        for head_dim, variant in itertools.product((8, 64, 72, 128, 136, 256), ("", "short", "ahead")):
+            plan = plan_for(step, head_dim, variant)
+            assert plan.block_d == block_head_dim(head_dim) >= head_dim
+            q_rows = plan.rows * (plan.q_slots + (0 if plan.o_in_q or step < 5 else 1))
+            assert 2 * plan.block_d * (q_rows + (plan.stages + plan.v_stages) * plan.block_n) < 227 * 1024
+            if step >= 4:  # registers of the consumers, and of the warpgroup that the producer is rounded up to
+                assert 128 * (plan.consumers * plan.registers + (32 if plan.consumers == 3 else 24)) <= 65536
+    with pytest.raises(ValueError, match="steps 1 to 5"):
+        plan_for(6, 64)
+    assert deal_causal_tiles.cache_info().maxsize
+
+
+def variant(head_dim, causal=False, window=False, length=1024, sk=None, heads=128):
+    return variant_for(head_dim, causal, window, length, sk or length, heads, 132)
+
+
+def test_short_causal_attention_has_a_plan_of_its_own():
+    assert variant(64, causal=True, length=4096) == "short" and variant(64, causal=True, length=4097) == ""
+    assert variant(64, causal=True, window=True) == "" and variant(128, causal=True) == variant(256, causal=True) == ""
+    assert plan_for(5, 64, "short") != plan_for(5, 64) and plan_for(4, 64, "short") == plan_for(4, 64)
+
+
+def test_full_attention_overlaps_tiles_where_that_pays():
+    assert variant(128) == variant(72, length=50, sk=129) == "ahead"
+    assert variant(128, sk=128) == variant(64, sk=128) == "", "a tile of one block has no second product"
+    assert variant(128, window=True) == variant(256) == ""
+    # Head dim 64: 8 rounds of 128 rows against 6 of 192, and 16 against 11.
+    assert variant(64) == variant(64, length=8192, heads=16) == "ahead"
+    assert variant(64, length=8192, heads=32) == variant(64, length=16384, heads=32) == ""
+    for d in (64, 128):
+        assert plan_for(5, d, "ahead").q_slots == 2 and plan_for(5, d).q_slots == 1
+    assert plan_for(5, 256, "ahead") == plan_for(5, 256)
+
+
+def test_inputs_that_tma_cannot_address_are_copied():
+    x = torch.randn(2, 3, 50, 64, dtype=torch.bfloat16)
+    rows_first = torch.randn(2, 50, 3, 64, dtype=torch.bfloat16).transpose(1, 2)
+    for view in (x, rows_first, x[:, :, 3:40], x[:, 1:2]):
+        assert launch._copyable(view) is view
+    odd = torch.randn(2, 3, 50, 67, dtype=torch.bfloat16)[..., :64]
+    for view in (
+        odd,
+        x.transpose(2, 3).contiguous().transpose(2, 3),
+        x[:, :1].expand(2, 3, 50, 64),
+        torch.randn(2 * 3 * 50 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 3, 50, 64),
+    ):
+        copy = launch._copyable(view)
+        assert torch.equal(copy, view) and copy.data_ptr() % 16 == 0 and copy.is_contiguous()
+
+
+@pytest.mark.parametrize("head_dim, variant", [(64, ""), (64, "short"), (128, ""), (256, "")])
+def test_aligned_rows_need_a_mask_in_their_last_block_alone(head_dim, variant):
+    """Checked key by key: behind the first block of a walk, every row sees every key that there is."""
+    plan, seen = plan_for(5, head_dim, variant), set()
+    for sq, sk in itertools.product((1, 64, 100, 192, 321, 512, 640), repeat=2):
+        told = aligned(plan, True, False, sk - sq)
+        seen.add(told)
+        needs_no_mask = True
+        for row in range(0, -(-sq // plan.rows) * plan.rows, BLOCK_M):
+            first, rows = (row, BLOCK_M) if plan.own_keys else (row // plan.rows * plan.rows, plan.rows)
+            last = min(-(-sk // plan.block_n), -(-max(first + rows + sk - sq, 0) // plan.block_n))
+            behind = max(last - 1, 0) * plan.block_n
+            if row < sq and behind and row + sk - sq < behind - 1:
+                needs_no_mask = False
+        assert needs_no_mask or not told, (sq, sk)
+    assert seen == {True, False}
+    assert not aligned(plan, True, True, 0) and not aligned(plan, False, False, 0)

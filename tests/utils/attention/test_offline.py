@@ -1,0 +1,115 @@
+"""Without a GPU: each step of the ladder compiles for sm_90a, and the assembly is what the step claims."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from utils.attention.gluon.plan import plan_for
+from utils.machine.device import offline_compile_support
+
+pytestmark = pytest.mark.skipif(not offline_compile_support(), reason=offline_compile_support().reason)
+
+ROOT = Path(__file__).resolve().parents[3]
+STEPS_1_TO_4 = [{"step": step, "head_dim": 128, "flags": {"causal": True, "lse": True}} for step in (1, 2, 3, 4)]
+STEP_5 = [
+    {"step": 5, "head_dim": 64, "flags": {}},
+    {"step": 5, "head_dim": 64, "flags": {"tail": True}},
+    {"step": 5, "head_dim": 64, "flags": {"causal": True, "lse": True, "tail": True}},
+    {"step": 5, "head_dim": 64, "flags": {"causal": True, "variant": "short"}},
+    {"step": 5, "head_dim": 64, "flags": {"causal": True, "lse": True, "tail": True, "variant": "short"}},
+    {"step": 5, "head_dim": 64, "flags": {"variant": "ahead"}},
+    {"step": 5, "head_dim": 64, "flags": {"causal": True, "aligned": True, "lse": True, "tail": True}},
+    {"step": 5, "head_dim": 128, "flags": {"causal": True, "dtype": "fp16"}},
+    {"step": 5, "head_dim": 128, "flags": {"variant": "ahead"}},
+    {"step": 5, "head_dim": 128, "flags": {"variant": "ahead", "lse": True, "tail": True}},
+    {"step": 5, "head_dim": 128, "flags": {"window": True, "lse": True, "tail": True}},
+    {"step": 5, "head_dim": 256, "flags": {"causal": True, "lse": True}},
+    {"step": 5, "head_dim": 256, "flags": {"causal": True, "aligned": True}},
+]
+
+
+@pytest.fixture(scope="module")
+def report():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("offline_report.py")), json.dumps(STEPS_1_TO_4 + STEP_5)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=550,
+        cwd=ROOT,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
+    assert lines, f"compiling failed:\n{done.stderr[-3000:]}"
+    return json.loads(lines[0].removeprefix("REPORT "))
+
+
+def plan_of(case):
+    return plan_for(case["step"], case["head_dim"], case["flags"].get("variant", ""))
+
+
+def of(report, case):
+    return report[json.dumps(case, sort_keys=True)]
+
+
+@pytest.mark.parametrize("case", STEPS_1_TO_4 + STEP_5, ids=str)
+def test_uses_hopper_products_and_nothing_spills(report, case):
+    row = of(report, case)
+    assert row["wgmma"] and row["HGMMA"] and not row["HMMA"]
+    assert row["spill_bytes"] == row["stack_bytes"] == row["local_memory"] == 0
+    assert row["warnings"] == []  # ptxas warns where it has to serialize wgmma
+    assert row["shared_bytes"] <= 227 * 1024
+
+
+def test_step_1_loads_through_registers(report):
+    row = of(report, STEPS_1_TO_4[0])
+    assert not any(row[name] for name in ("cp_async", "tma_load", "mbarrier_wait", "setmaxnreg"))
+
+
+def test_step_2_copies_asynchronously(report):
+    row = of(report, STEPS_1_TO_4[1])
+    assert row["cp_async"] and row["LDGSTS"]
+    assert not any(row[name] for name in ("tma_load", "mbarrier_wait", "setmaxnreg"))
+
+
+def test_step_3_uses_tma_and_mbarriers(report):
+    row = of(report, STEPS_1_TO_4[2])
+    assert row["tma_load"] and row["UTMALDG"] and row["UTMASTG"] and row["mbarrier_wait"] and row["expect_bytes"]
+    assert not row["cp_async"] and not row["setmaxnreg"]
+
+
+def test_step_4_moves_registers_between_warpgroups(report):
+    row = of(report, STEPS_1_TO_4[3])
+    assert row["tma_load"] and row["mbarrier_wait"] and row["setmaxnreg"]
+
+
+@pytest.mark.parametrize("case", STEP_5, ids=str)
+def test_step_5_is_specialized_within_its_register_budget(report, case):
+    row = of(report, case)
+    assert row["tma_load"] and row["tma_store"] and row["mbarrier_wait"] and row["setmaxnreg"]
+    warpgroups = plan_of(case).consumers + 1
+    assert row["registers"] * 128 * warpgroups <= 65536
+
+
+@pytest.mark.parametrize("case", STEP_5, ids=str)
+def test_step_5_overlaps_the_softmax_with_the_second_product(report, case):
+    """In the loop both products are queued, then the first is waited for, and exponentials run beside the second."""
+    loop = of(report, case)["loop"]
+    waits = [i for i, text in enumerate(loop) if text.startswith("WARPGROUP.DEPBAR")]
+    products = [i for i, text in enumerate(loop) if text.startswith("HGMMA")]
+    exponentials = [i for i, text in enumerate(loop) if text.startswith("MUFU.EX2")]
+    assert len(waits) == 2 and loop[waits[0]].rstrip().endswith("0x1") and loop[waits[1]].rstrip().endswith("0x0")
+    assert products[-1] < waits[0] < exponentials[0], "the scores are waited for with P V already queued"
+    plan = plan_of(case)
+    # A thread has BLOCK_N / 2 scores. Half of them (halves) or all are turned into probabilities while P V runs.
+    before = sum(i < waits[1] for i in exponentials)
+    assert before >= plan.block_n / 2 * (0.25 if plan.halves else 0.9)
+    assert not any(text.startswith("BAR.SYNC") for text in loop[waits[1] :]), "no barrier after the products"
+    masks = sum(text.startswith("FSEL") for text in loop)
+    needed = case["flags"].get("causal") and not case["flags"].get("aligned")
+    assert needed or "window" in case["flags"] or "tail" in case["flags"] or masks < plan.block_n / 8, "a mask in vain"

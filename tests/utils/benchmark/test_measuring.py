@@ -1,0 +1,360 @@
+"""measure() and compare() on known work: accounting is exact, times are held to wide bounds on a busy machine."""
+
+import functools
+import json
+import statistics
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from utils.benchmark.call_tensors import pick_device
+from utils.benchmark.measuring import compare as compare_anywhere
+from utils.benchmark.measuring import measure as measure_anywhere
+from utils.benchmark.result import Comparison, Measurement, format_ms
+from utils.machine import device
+
+ROOFS = SimpleNamespace(
+    name="test part", origin="datasheet", tflops={"fp32": 1.0, "bf16": 4.0, "fp8": None}, memory_bandwidth_tb_s=0.5
+)
+
+# Functions without tensors would be timed on the GPU where there is one.
+measure = functools.partial(measure_anywhere, device="cpu")
+compare = functools.partial(compare_anywhere, device="cpu")
+
+
+def exactly(milliseconds):
+    """A Measurement of one known time."""
+    return Measurement(samples_ms=(milliseconds,), interval_ms=(milliseconds, milliseconds))
+
+
+def busy(milliseconds):
+    """Keep the CPU at work for a time: unlike a sleep it cannot oversleep by much."""
+    until = time.perf_counter_ns() + int(milliseconds * 1e6)
+    while time.perf_counter_ns() < until:
+        pass
+
+
+def test_a_sleep_takes_what_it_takes():
+    own_clock = []
+
+    def sleep(seconds):
+        begin = time.perf_counter()
+        time.sleep(seconds)
+        own_clock.append((time.perf_counter() - begin) * 1e3)
+
+    result = measure(sleep, 0.005, warmup=1, iterations=20)
+    # On a loaded machine sleeps last longer; what the function saw itself is the truth to be met.
+    assert 5.0 <= result.min_ms <= 7.0 and result.median_ms >= 5.0
+    assert result.samples_ms == pytest.approx(own_clock[1:], rel=0.02, abs=0.5)
+    assert result.median_ms == pytest.approx(statistics.median(own_clock[1:]), rel=0.01)
+    assert 5.0 <= result.min_ms <= result.p5_ms <= result.median_ms <= result.p95_ms <= result.p99_ms <= result.max_ms
+    assert result.interval_ms[0] <= result.median_ms <= result.interval_ms[1]
+    assert len(result.samples_ms) == 20
+    assert result.label == "sleep"
+    assert not result.below_floor
+
+
+def test_longer_work_reads_longer():
+    times = [measure(busy, work, warmup=1, iterations=11).median_ms for work in (0.5, 1.0, 2.0)]
+    assert times[0] < times[1] < times[2]
+    assert times[0] >= 0.5 and times[2] >= 2.0
+
+
+def test_method_says_what_was_done():
+    result = measure(busy, 0.2, warmup=3, iterations=7, calls_per_sample=2)
+    method = result.method
+    assert method["clock"] == "time.perf_counter_ns" and method["device"] == "cpu"
+    assert (method["warmup"], method["samples"], method["calls_per_sample"], method["timed_calls"]) == (3, 7, 2, 14)
+    assert method["l2"] == "warm" and method["graph"] is False and method["inputs"] == 1
+    assert method["stopped"] == "all 7 iterations done" and not method["cut_by_time_budget"]
+    assert 0 < method["floor_ms"] < 0.1
+    assert result.environment["torch"] == torch.__version__
+
+
+def test_calls_are_counted_exactly_where_the_batch_is_given():
+    calls = []
+    measure(lambda: calls.append(1), warmup=4, iterations=6, calls_per_sample=5, floor=False)
+    assert len(calls) == 4 + 30
+    calls.clear()
+    result = measure(lambda: calls.append(1), warmup=4, iterations=6)
+    method = result.method
+    assert len(calls) == method["warmup"] + method["timed_calls"] + method["calibration_calls"]
+
+
+def test_fast_functions_are_batched_and_the_floor_is_reported():
+    result = measure(lambda: None, iterations=20)
+    assert result.method["calls_per_sample"] > 20
+    assert result.median_ms < 0.01
+    assert result.below_floor == (result.median_ms <= 1.1 * result.method["floor_ms"])
+    marked = Measurement((1e-5,), (1e-5, 1e-5), method={"below_floor": True, "floor_ms": 2e-5})
+    assert "BELOW THE FLOOR" in repr(marked)
+
+
+def test_arguments_and_keywords_reach_the_function():
+    seen = []
+
+    def fn(*args, **kwargs):
+        seen.append((args, kwargs))
+
+    measure(fn, 1, 2, warmup=0, iterations=1, calls_per_sample=1, key="value")
+    assert seen == [((1, 2), {"key": "value"})]
+    # A keyword with an option's name is bound beforehand.
+    measure(functools.partial(fn, label="mine"), warmup=0, iterations=1, calls_per_sample=1)
+    assert seen[-1] == ((), {"label": "mine"})
+
+
+def test_inputs_rotate():
+    seen = []
+    result = measure(
+        lambda x, y: seen.append((x, y)), inputs=[(1, 2), (3, 4)], warmup=0, iterations=4, calls_per_sample=1
+    )
+    assert seen == [(1, 2), (3, 4), (1, 2), (3, 4)]
+    assert result.method["inputs"] == 2
+
+
+def test_rates_are_exact_arithmetic_on_the_median():
+    result = Measurement(samples_ms=(1.0, 2.0, 9.0), interval_ms=(1.0, 9.0), flops=4e9, bytes=6e6)
+    assert result.median_ms == 2.0 and result.mean_ms == 4.0
+    assert result.tflops == pytest.approx(2.0)  # 4e9 FLOPs in 2 ms
+    assert result.gb_s == pytest.approx(3.0)  # 6e6 bytes in 2 ms
+    assert exactly(1.0).tflops is None and exactly(1.0).gb_s is None
+
+
+def test_share_of_the_roof_is_that_of_the_nearer_roof():
+    x = torch.randn(8, 8)
+    # 2 ms of work: 1e9 FLOPs need 1 ms at 1 TFLOP/s, 2.5e8 bytes need 0.5 ms at 0.5 TB/s.
+    result = measure(lambda t: busy(2.0), x, warmup=0, iterations=5, flops=1e9, bytes=2.5e8, roofs=ROOFS)
+    assert result.roof_share == pytest.approx(1.0 / result.median_ms)
+    assert result.dtype == "fp32" and result.roof["tflops"] == 1.0
+    result = measure(lambda t: busy(2.0), x, warmup=0, iterations=5, flops=1e9, bytes=7.5e8, roofs=ROOFS)
+    assert result.roof_share == pytest.approx(1.5 / result.median_ms)
+    result = measure(lambda t: busy(2.0), x, warmup=0, iterations=5, flops=1e9, roofs=ROOFS, dtype=torch.bfloat16)
+    assert result.roof_share == pytest.approx(0.25 / result.median_ms) and result.dtype == "bf16"
+    assert not result.over_roof
+
+
+def test_more_than_the_roof_is_flagged():
+    result = measure(busy, 0.1, warmup=0, iterations=3, flops=1e12, roofs=ROOFS, dtype="fp32")
+    assert result.roof_share > 1 and result.over_roof and result.method["over_roof"]
+    assert "OVER THE ROOF" in repr(result)
+
+
+def test_a_roof_without_the_dtype_is_an_error_that_lists_what_there_is():
+    with pytest.raises(ValueError, match=r"no 'fp8' peak; pass dtype= one of bf16, fp32"):
+        measure(busy, 0.01, iterations=1, flops=1.0, roofs=ROOFS, dtype="fp8")
+
+
+def test_adaptive_runs_stop_at_the_target_or_say_that_they_gave_up():
+    # Sleeps are quiet: their median's interval is narrow at once.
+    result = measure(time.sleep, 0.002, warmup=1, iterations=5, target_interval=0.5)
+    assert "reached the target" in result.method["stopped"]
+    low, high = result.interval_ms
+    assert (high - low) / 2 <= 0.5 * result.median_ms
+    assert len(result.samples_ms) >= 20
+    turn = iter(range(10**9))
+    # Half of the calls take five times as long: no number of samples narrows the median's interval to 1e-6.
+    options = dict(warmup=0, iterations=2, calls_per_sample=1, target_interval=1e-6)
+    noisy = measure(lambda: busy(0.02 if next(turn) % 2 else 0.1), **options)
+    assert noisy.method["stopped"].startswith("gave up at 1000 samples: interval half-width ")
+    cut = measure(lambda: busy(0.2 if next(turn) % 2 else 1.0), **options, max_seconds=0.1)
+    assert cut.method["cut_by_time_budget"] and 3 <= len(cut.samples_ms) < 1000
+
+
+def test_the_time_budget_cuts_the_run_and_says_so():
+    begin = time.perf_counter()
+    result = measure(time.sleep, 0.02, warmup=2, iterations=1000, max_seconds=0.4)
+    assert time.perf_counter() - begin < 2.0
+    assert 3 <= len(result.samples_ms) <= 20
+    assert result.method["cut_by_time_budget"]
+    assert result.method["stopped"] == (f"time budget of 0.4 s used after {len(result.samples_ms)} of 1000 samples")
+
+
+def test_three_samples_at_least_unless_one_call_is_over_the_budget():
+    result = measure(time.sleep, 0.06, warmup=1, iterations=50, max_seconds=0.1)
+    assert len(result.samples_ms) == 3
+    result = measure(time.sleep, 0.2, warmup=1, iterations=50, max_seconds=0.1)
+    assert len(result.samples_ms) == 1
+    assert any("cut the warm-up" in note for note in measure(time.sleep, 0.06, max_seconds=0.1).method["notes"])
+
+
+def test_a_cold_cache_costs_time_and_a_warm_one_does_not():
+    x = torch.randn(512 * 1024)  # 2 MB: in the last-level cache when warm
+    warm = measure(torch.sum, x, iterations=30, calls_per_sample=1)
+    cold = measure(torch.sum, x, iterations=30, l2="cold")
+    assert cold.method["l2"] == "cold" and cold.method["l2_flush_bytes"] >= 64 * 1024**2
+    assert cold.method["calls_per_sample"] == 1
+    assert cold.min_ms > warm.min_ms
+
+
+def test_an_exception_goes_through_with_label_and_iteration():
+    turn = iter(range(100))
+
+    def fails():
+        if next(turn) == 7:
+            raise RuntimeError("the student's own message")
+
+    with pytest.raises(RuntimeError, match="the student's own message") as caught:
+        measure(fails, warmup=5, iterations=20, calls_per_sample=1, label="my kernel")
+    assert caught.value.__notes__ == ["raised by 'my kernel' in timed call 2 (counted from 0)"]
+    turn = iter([0, 0, 0, 0, 7])
+    with pytest.raises(RuntimeError) as caught:
+        measure(fails, warmup=5)
+    assert caught.value.__notes__ == ["raised by 'fails' in warm-up call 4 (counted from 0)"]
+
+
+def test_a_keyboard_interrupt_leaves_nothing_behind():
+    import gc
+
+    turn = iter(range(100))
+
+    def interrupted():
+        if next(turn) == 12:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(interrupted, warmup=5, iterations=50, calls_per_sample=1)
+    assert gc.isenabled()
+    assert measure(busy, 0.05, warmup=1, iterations=3).median_ms >= 0.05
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"iterations": 0}, "iterations must be a whole number, 1 or more, got 0"),
+        ({"iterations": 2.5}, "iterations must be a whole number, 1 or more, got 2.5"),
+        ({"warmup": -1}, "warmup must be a whole number, 0 or more, got -1"),
+        ({"l2": "hot"}, 'l2 must be "warm" or "cold", got \'hot\''),
+        ({"l2": "cold", "calls_per_sample": 4}, "only the first of calls_per_sample=4 calls would be cold"),
+        ({"calls_per_sample": 0}, "calls_per_sample must be a whole number"),
+        ({"target_interval": 5}, "target_interval is the interval's relative half-width"),
+        ({"max_seconds": 0}, "max_seconds must be a finite number above 0"),
+        ({"device": "meta"}, "CUDA GPUs and CPUs, not 'meta'"),
+        ({"graph": True, "device": "cpu"}, "graph=True captures a CUDA graph and needs a CUDA GPU"),
+        ({"flops": 0}, "flops is the count of one call and must be above 0, got 0"),
+        ({"confidence": 95}, "confidence must lie between 0 and 1"),
+        ({"inputs": []}, "got an empty list"),
+        ({"inputs": [1, 2]}, "got an item of type int"),
+    ],
+)
+def test_bad_options_are_errors_in_sentences(options, message):
+    with pytest.raises(ValueError) as caught:
+        measure(busy, **options)
+    assert message in str(caught.value)
+
+
+def test_more_bad_input():
+    with pytest.raises(TypeError, match=r"must be callable, got float.*measure\(fn, x\), not measure\(fn\(x\)\)"):
+        measure(3.0)
+    with pytest.raises(TypeError, match="b must be callable, got NoneType"):
+        compare(busy, None)
+    with pytest.raises(ValueError, match="not both"):
+        measure(busy, 1.0, inputs=[(1.0,)])
+    with pytest.raises(ValueError, match="order must be"):
+        compare(busy, busy, 0.1, order="ab")
+
+
+WEIGHTS = torch.zeros(2, 2)
+
+
+def uses_a_global():
+    return WEIGHTS + 1
+
+
+def test_the_device_is_that_of_the_calls_tensors(monkeypatch):
+    monkeypatch.setattr("utils.benchmark.call_tensors.default_device", lambda: torch.device("meta"))
+    x = torch.zeros(2)
+    layer = torch.nn.Linear(2, 2)
+    inner = {"x": [x]}
+    for value in (
+        x,
+        [x],
+        {"x": x},
+        layer,
+        layer.forward,
+        functools.partial(torch.add, x),
+        lambda: x + 1,
+        lambda: inner["x"][0],
+        uses_a_global,
+        lambda: uses_a_global(),
+    ):
+        assert pick_device(None, value) == torch.device("cpu")
+    for value in (3, time.sleep, torch.mm, lambda: 1, None):
+        with pytest.raises(ValueError, match="not 'meta'"):
+            pick_device(None, value)
+    monkeypatch.setattr("utils.benchmark.call_tensors.default_device", device.default_device)
+    assert pick_device(None).type == device.default_device().type
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_a_gpu_that_is_not_there_is_an_error():
+    with pytest.raises(ValueError, match="there is no CUDA GPU here"):
+        measure(busy, 0.1, device="cuda")
+
+
+def test_records_survive_json():
+    result = measure(
+        torch.mm, torch.randn(32, 32), torch.randn(32, 32), iterations=5, flops=2 * 32**3, bytes=12288, roofs=ROOFS
+    )
+    record = json.loads(json.dumps(result.to_dict()))
+    assert record["median_ms"] == result.median_ms and len(record["samples_ms"]) == 5
+    assert Measurement.from_dict(record) == result
+    assert repr(Measurement.from_dict(record)) == repr(result)
+    comparison = compare(busy, busy, 0.05, iterations=10, warmup=1)
+    assert Comparison.from_dict(json.loads(json.dumps(comparison.to_dict()))) == comparison
+    with pytest.raises(ValueError, match="interval_ms missing"):
+        Measurement.from_dict({"samples_ms": [1.0]})
+
+
+def test_repr_names_median_interval_and_rates():
+    result = Measurement((2.0,), (1.9, 2.1), label="mm", flops=4e9, bytes=6e6, method={"device": "cpu", "l2": "warm"})
+    text = repr(result)
+    for part in ("mm: 2 ms median [1.9 ms, 2.1 ms] at 95%", "2 TFLOP/s", "3 GB/s", "cpu", "warm L2"):
+        assert part in text
+    assert [format_ms(value) for value in (2500.0, 1.5, 0.0123, 5e-5)] == ["2.5 s", "1.5 ms", "12.3 us", "50 ns"]
+
+
+def test_a_function_twice_as_slow_is_slower_and_the_reverse_is_faster():
+    slower = compare(lambda: busy(0.5), lambda: busy(1.0), warmup=1, iterations=30, labels=("once", "twice"))
+    assert slower.verdict == "slower"
+    assert 0.4 <= slower.speedup <= 0.6 and slower.ratio == slower.speedup
+    assert slower.sentence() == "twice is slower than once"
+    assert slower.a.median_ms / slower.b.median_ms == pytest.approx(slower.speedup, rel=0.2)
+    faster = compare(lambda: busy(1.0), lambda: busy(0.5), warmup=1, iterations=30)
+    assert faster.verdict == "faster" and 1.7 <= faster.speedup <= 2.4
+    assert "as fast as" in repr(faster)
+
+
+def test_a_function_is_not_told_apart_from_itself():
+    for seed in range(5):
+        result = compare(busy, busy, 0.3, warmup=1, iterations=40, same_within=0.05, order="random", seed=seed)
+        assert result.verdict in ("same", "not enough data"), result
+        assert abs(result.speedup - 1) < 0.2
+
+
+def timed_turns(turns):
+    """Turns without the untimed call that each function makes where it follows the other."""
+    return "".join(turn for before, turn in zip([turns[0], *turns[:-1]], turns, strict=True) if turn == before)
+
+
+def test_samples_of_a_and_b_are_interleaved():
+    turns = []
+    compare(lambda: turns.append("a"), lambda: turns.append("b"), warmup=0, iterations=4, calls_per_sample=1)
+    assert "".join(turns) == "abbbaaabbbaa" and timed_turns(turns) == "abbaabba"
+    turns.clear()
+    compare(
+        lambda: turns.append("a"),
+        lambda: turns.append("b"),
+        warmup=0,
+        iterations=64,
+        calls_per_sample=1,
+        order="random",
+        seed=1,
+    )
+    told = timed_turns(turns)
+    assert len(told) == 128 and {told[i : i + 2] for i in range(0, 128, 2)} == {"ab", "ba"}
+
+
+def test_too_few_pairs_give_no_verdict():
+    assert compare(lambda: busy(0.1), lambda: busy(0.3), warmup=1, iterations=5).verdict == "not enough data"

@@ -1,0 +1,256 @@
+"""Traces are written whole, read back, and added up right: on real profiles and on hand-made ones."""
+
+import gzip
+import itertools
+import json
+import os
+
+import pytest
+import torch
+
+from utils.benchmark import count_cuda_kernels
+from utils.benchmark.profiling import (
+    TraceEvent,
+    export_chrome_trace,
+    launch_gaps,
+    nvtx_range,
+    profile,
+    read_trace,
+    summarize_trace,
+)
+
+
+def work(x):
+    with nvtx_range("attention scores"):
+        scores = x @ x
+    return torch.softmax(scores, -1)
+
+
+@pytest.fixture(scope="module")
+def prof():
+    return profile(work, torch.randn(64, 64), steps=4, warmup=1)
+
+
+def test_profile_records_the_steps_it_was_asked_for():
+    calls = []
+    prof = profile(lambda x: calls.append(x.exp()), torch.ones(8), steps=3, warmup=2)
+    assert len(calls) == 2 + 1 + 3
+    counts = count_cuda_kernels(prof)
+    assert counts.steps == 3
+    if not torch.cuda.is_available():
+        assert counts["elementwise"] == counts["total"] == 1
+
+
+def test_nvtx_range_shows_in_the_trace(prof):
+    ranges = [event for event in read_trace(prof) if event.name == "attention scores"]
+    cpu_side = [event for event in ranges if event.category == "user_annotation"]
+    assert len(cpu_side) == 4
+    products = [event for event in read_trace(prof) if event.name == "aten::mm"]
+    assert all(any(r.start_us <= p.start_us and p.end_us <= r.end_us for r in cpu_side) for p in products)
+
+
+def test_nvtx_range_ends_when_its_block_raises():
+    with pytest.raises(ZeroDivisionError), nvtx_range("raises"):
+        _ = 1 / 0
+
+
+def test_export_creates_folders_replaces_and_can_be_repeated(prof, tmp_path):
+    path = export_chrome_trace(prof, tmp_path / "deep" / "er" / "trace.json")
+    first = path.read_bytes()
+    again = export_chrome_trace(prof, path)
+    packed = export_chrome_trace(prof, tmp_path / "trace.json.gz")
+    assert again.read_bytes() == first == gzip.decompress(packed.read_bytes())
+    assert sorted(os.listdir(path.parent)) == ["trace.json"]
+    assert json.loads(first)["traceEvents"]
+    assert read_trace(path) == read_trace(str(packed)) == read_trace(prof)
+
+
+def test_the_trace_names_neither_machine_nor_folder(prof, tmp_path):
+    record = json.loads(export_chrome_trace(prof, tmp_path / "trace.json").read_text())
+    assert "host_name" not in record
+    assert record.get("traceName", "trace.json") == "trace.json"
+
+
+def test_a_failing_write_leaves_the_old_trace(prof, tmp_path, monkeypatch):
+    path = export_chrome_trace(prof, tmp_path / "trace.json")
+    before = path.read_bytes()
+
+    def full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        export_chrome_trace(prof, path)
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["trace.json"]
+
+
+def test_events_have_names_times_and_lanes(prof):
+    events = read_trace(prof)
+    assert events[0].start_us == 0.0
+    assert all(a.start_us <= b.start_us for a, b in itertools.pairwise(events))
+    product = next(event for event in events if event.name == "aten::mm")
+    assert product.category == "cpu_op" and product.duration_us > 0 and product.family == "gemm"
+    assert product.lane.startswith("thread ")
+
+
+def test_summary_shares_add_up_and_the_nesting_is_taken_out(prof):
+    rows = summarize_trace(prof, of="operators")
+    assert sum(row["share"] for row in rows) == pytest.approx(1.0)
+    assert rows == sorted(rows, key=lambda row: -row["self_us"])
+    product = next(row for row in rows if row["name"] == "aten::mm")
+    outer = next(row for row in rows if row["name"] == "aten::matmul")
+    assert product["count"] == outer["count"] == 4
+    assert outer["total_us"] >= product["total_us"] and outer["self_us"] <= outer["total_us"] - product["total_us"] + 1
+    assert len(summarize_trace(prof, top=2)) == 2
+    frame = summarize_trace(prof, of="operators", dataframe=True)
+    assert list(frame["name"]) == [row["name"] for row in rows]
+
+
+def bar(name, start, duration, category="kernel", stream=7, device=0, correlation=None):
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "ts": 1000.0 + start,
+        "dur": duration,
+        "pid": device,
+        "tid": stream,
+        "args": {"device": device, "stream": stream, "correlation": correlation},
+    }
+
+
+@pytest.fixture
+def gpu_trace(tmp_path):
+    """Nvjet 0-10, gelu 15-20, copy on another stream 18-30, nvjet 40-50: busy 35, idle 15."""
+    events = [
+        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "python"}},
+        bar("cudaLaunchKernel", -5, 2, "cuda_runtime", stream=4242, correlation=11),
+        bar("ProfilerStep#1", 0, 50, "gpu_user_annotation"),
+        bar("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", 0, 10, correlation=11),
+        bar("triton_poi_fused_gelu_0", 15, 5),
+        bar("Memcpy DtoD (Device -> Device)", 18, 12, "gpu_memcpy", stream=13),
+        bar("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", 40, 10),
+        {"ph": "i", "name": "Record Window End", "ts": 1100.0},
+    ]
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    return path
+
+
+def test_gaps_between_kernels(gpu_trace):
+    found = launch_gaps(gpu_trace)
+    assert (found["span_us"], found["busy_us"], found["idle_us"]) == (50.0, 35.0, 15.0)
+    assert found["idle_share"] == pytest.approx(0.3) and found["kernels"] == 4
+    assert [gap["duration_us"] for gap in found["gaps"]] == [10.0, 5.0]
+    assert found["gaps"][0]["after"].startswith("Memcpy") and found["gaps"][0]["before"].startswith("nvjet")
+    assert len(launch_gaps(gpu_trace, longest=1)["gaps"]) == 1
+    with pytest.raises(ValueError, match=r"no kernels of GPU 3; it has those of \[0\]"):
+        launch_gaps(gpu_trace, device=3)
+
+
+def test_kernel_summary(gpu_trace):
+    rows = summarize_trace(gpu_trace)
+    assert [(row["family"], row["count"], row["total_us"]) for row in rows] == [
+        ("gemm", 2, 20.0),
+        ("memory", 1, 12.0),
+        ("elementwise", 1, 5.0),
+    ]
+    assert rows[0]["share"] == pytest.approx(20 / 37) and rows[0]["mean_us"] == 10.0
+
+
+def test_gpu_events_have_streams_as_lanes_and_a_correlation(gpu_trace):
+    events = read_trace(gpu_trace)
+    kernels = [event for event in events if event.on_gpu]
+    assert {event.lane for event in kernels} == {"GPU 0 stream 7", "GPU 0 stream 13"}
+    launch = next(event for event in events if event.category == "cuda_runtime")
+    assert launch.lane == "thread 4242" and launch.correlation == kernels[0].correlation == 11
+    assert read_trace(events) == events
+
+
+def test_self_time_on_hand_made_nesting():
+    def op(name, start, duration, lane="thread 1"):
+        return TraceEvent(name, "cpu_op", start, duration, lane, 1)
+
+    rows = {
+        row["name"]: row["self_us"]
+        for row in summarize_trace(
+            [
+                op("outer", 0, 100),
+                op("middle", 10, 50),
+                op("inner", 20, 30),
+                op("second", 70, 20),
+                op("elsewhere", 15, 40, "thread 2"),
+            ]
+        )
+    }
+    assert rows == {"outer": 30.0, "middle": 20.0, "inner": 30.0, "second": 20.0, "elsewhere": 40.0}
+
+
+def test_damaged_and_foreign_files_are_told_in_sentences(prof, tmp_path):
+    whole = export_chrome_trace(prof, tmp_path / "whole.json").read_bytes()
+    packed = export_chrome_trace(prof, tmp_path / "whole.json.gz").read_bytes()
+    cases = {
+        "cut.json": (whole[: len(whole) // 2], "not valid JSON .* cut off"),
+        "cut.json.gz": (packed[: len(packed) // 2], "no complete gzip file"),
+        "empty.json": (b"", "not valid JSON"),
+        "binary.json": (b"\x00\xff\xfe\x01", "not valid JSON"),
+        "other.json": (b'{"a": 1}', 'no list "traceEvents"'),
+        "time.json": (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k"}]}', "'k' has no readable time"),
+    }
+    for name, (data, message) in cases.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ValueError, match=message):
+            read_trace(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match="there is no trace file"):
+        read_trace(tmp_path / "missing.json")
+
+
+def test_a_trace_without_what_was_asked_for(prof, tmp_path):
+    path = tmp_path / "none.json"
+    path.write_text('{"traceEvents": []}')
+    assert read_trace(path) == []
+    with pytest.raises(ValueError, match="holds no operators"):
+        summarize_trace(path)
+    with pytest.raises(ValueError, match="of must be"):
+        summarize_trace(prof, of="layers")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="no GPU kernels"):
+            launch_gaps(prof)
+
+
+def test_bad_input_to_profile_and_export(prof, tmp_path):
+    with pytest.raises(TypeError, match="must be callable, got Tensor"):
+        profile(torch.ones(2))
+    with pytest.raises(ValueError, match="steps must be a whole number, 1 or more, got 0"):
+        profile(work, torch.ones(2, 2), steps=0)
+    with pytest.raises(ValueError, match=r"is a .json or .json.gz file, got 'trace.txt'; try 'trace.json'"):
+        profile(work, torch.ones(2, 2), trace_path=tmp_path / "trace.txt")
+    with pytest.raises(TypeError, match="got int"):
+        export_chrome_trace(3, tmp_path / "trace.json")
+    unfinished = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with pytest.raises(ValueError, match="holds nothing yet"):
+        export_chrome_trace(unfinished, tmp_path / "trace.json")
+    assert os.listdir(tmp_path) == []
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        pytest.raises(RuntimeError, match="already running"),
+    ):
+        profile(work, torch.ones(2, 2))
+
+
+@pytest.mark.gpu
+def test_gpu_profile_has_kernels_gaps_and_ranges(tmp_path):
+    prof = profile(work, torch.randn(512, 512, device="cuda"), trace_path=tmp_path / "t.json")
+    events = read_trace(tmp_path / "t.json")
+    kernels = [event for event in events if event.on_gpu]
+    assert kernels and all(event.lane.startswith("GPU ") for event in kernels)
+    launches = {event.correlation for event in events if event.category in ("cuda_runtime", "cuda_driver")}
+    assert {event.correlation for event in kernels} <= launches
+    rows = summarize_trace(prof)
+    assert {"gemm", "softmax"} <= {row["family"] for row in rows}
+    gaps = launch_gaps(prof)
+    print(rows, gaps)
+    assert 0 < gaps["busy_us"] <= gaps["span_us"]
+    assert any(event.name == "attention scores" for event in events)
+    counts = count_cuda_kernels(prof)
+    assert counts["softmax"] == 1 and counts["gemm"] >= 1

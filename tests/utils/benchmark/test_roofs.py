@@ -1,0 +1,287 @@
+"""Roofs: the arithmetic, the datasheets, and what is measured on this machine."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from utils.benchmark import roofs
+from utils.benchmark.measuring import measure
+from utils.benchmark.roofs import Roofs, datasheet_roofs, machine_roofs, measure_roofs
+from utils.config import GPU_SPECS
+
+TOY = Roofs("toy", "measured", {"fp32": 10.0, "bf16": 40.0}, 0.5, "made up")
+
+
+@pytest.fixture(scope="module")
+def cpu_roofs():
+    return measure_roofs("cpu")
+
+
+def test_the_ridge_is_where_the_roofs_meet():
+    assert TOY.ridge_point("fp32") == 20.0
+    assert TOY.ridge_point(torch.bfloat16) == 80.0
+    assert TOY.attainable_tflops(20.0, "fp32") == 10.0
+
+
+@pytest.mark.parametrize(
+    ("intensity", "dtype", "tflops", "bound"),
+    [
+        (0.0, "fp32", 0.0, "memory"),
+        (0.25, "fp32", 0.125, "memory"),
+        (19.9, "fp32", 9.95, "memory"),
+        (20.0, "fp32", 10.0, "compute"),
+        (1e6, "fp32", 10.0, "compute"),
+        (20.0, "bf16", 10.0, "memory"),
+        (200, torch.bfloat16, 40.0, "compute"),
+    ],
+)
+def test_under_the_roofs(intensity, dtype, tflops, bound):
+    assert TOY.attainable_tflops(intensity, dtype) == pytest.approx(tflops)
+    assert TOY.bound(intensity, dtype) == bound
+
+
+@pytest.mark.parametrize("intensity", [-1.0, math.nan, math.inf])
+def test_an_intensity_is_a_number_from_0_on(intensity):
+    for ask in (TOY.attainable_tflops, TOY.bound):
+        with pytest.raises(ValueError, match="FLOPs/Byte, 0 or more"):
+            ask(intensity, "fp32")
+
+
+def test_a_dtype_without_a_peak_says_which_there_are():
+    for ask in (TOY.ridge_point, TOY.peak_tflops, lambda dtype: TOY.attainable_tflops(1.0, dtype)):
+        with pytest.raises(ValueError, match=r"roofs of toy have no peak for tf32; they have fp32, bf16\."):
+            ask("tf32")
+    with pytest.raises(ValueError, match="'int8' is not a known dtype"):
+        TOY.ridge_point("int8")
+
+
+@pytest.mark.parametrize("name", GPU_SPECS)
+def test_datasheet_roofs_are_the_row(name):
+    spec, sheet = GPU_SPECS[name], datasheet_roofs(name)
+    assert sheet.origin == "datasheet"
+    assert sheet.name == spec["full_name"] and sheet.detail == spec["source"]
+    assert sheet.memory_bandwidth_tb_s == spec["memory_bandwidth_tb_s"]
+    for dtype in ("fp16", "bf16", "fp32", "tf32", "fp8"):
+        assert sheet.tflops.get(dtype) == spec[f"{dtype}_tflops"]
+    assert sheet.ridge_point("bf16") == spec["bf16_tflops"] / spec["memory_bandwidth_tb_s"]
+
+
+def test_a_part_without_fp8_says_so():
+    with pytest.raises(ValueError, match="datasheet roofs of NVIDIA A100 SXM4 80 GB have no peak for fp8"):
+        datasheet_roofs("A100").ridge_point("fp8")
+    with pytest.raises(ValueError, match=r"did you mean 'H100'\?"):
+        datasheet_roofs("h100")
+
+
+def test_an_mlp_of_intensity_212_is_memory_bound_on_an_h100():
+    # Gemma-3 270m MLP, prefill, batch 8 x 2048 tokens, bf16.
+    assert datasheet_roofs("H100").bound(212.5, "bf16") == "memory"
+    assert datasheet_roofs("H200").bound(212.5, "bf16") == "compute"
+
+
+# Measured
+
+
+def test_measured_roofs_of_a_cpu(cpu_roofs):
+    assert cpu_roofs.origin == "measured"
+    assert list(cpu_roofs.tflops) == ["fp32", "bf16"]
+    assert f"{torch.get_num_threads()} thread" in cpu_roofs.name
+    assert "2048 x 2048" in cpu_roofs.detail and "MB" in cpu_roofs.detail
+    # Any CPU that torch runs on, from a slow core to a server: a slip of units would be a factor of 1000.
+    assert 1e-3 < cpu_roofs.tflops["fp32"] < 50
+    assert 1e-3 < cpu_roofs.memory_bandwidth_tb_s < 5
+
+
+# The figures repeat within 10% on a quiet machine. On a busy one, other processes take up to three quarters.
+BUSY = 4
+
+
+def test_measured_roofs_hold_a_product_and_a_copy(cpu_roofs):
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    product = measure(torch.mm, a, b, out=torch.empty_like(a), warmup=2, iterations=20)
+    reached = 2 * 1024**3 / product.min_ms / 1e9
+    assert 1 / BUSY < reached / cpu_roofs.tflops["fp32"] < BUSY
+    source = torch.ones(64_000_000)
+    copy = measure(torch.empty_like(source).copy_, source, warmup=2, iterations=5)
+    reached = 2 * 256e6 / copy.min_ms / 1e9
+    assert 1 / BUSY < reached / cpu_roofs.memory_bandwidth_tb_s < BUSY
+
+
+def test_a_measurement_repeats(cpu_roofs):
+    again = measure_roofs(torch.device("cpu"), dtypes=[torch.bfloat16])
+    assert list(again.tflops) == ["bf16"]
+    assert 1 / BUSY < again.tflops["bf16"] / cpu_roofs.tflops["bf16"] < BUSY
+    assert 1 / BUSY < again.memory_bandwidth_tb_s / cpu_roofs.memory_bandwidth_tb_s < BUSY
+
+
+def test_the_best_sample_counts_with_all_its_flops_and_bytes(monkeypatch):
+    calls = []
+
+    def timed(call, *, warmup, iterations, device, max_seconds):
+        name = call.func.__name__
+        calls.append(name)
+        if name == "mm":
+            assert call().shape == (2048, 2048) and call().dtype == call.args[0].dtype
+            assert call.args[0].abs().min() < 0.1 and call.args[0].std() > 0.5, "not random data"
+        # The second round is the quiet one: 100 ms a product, 20 ms a copy.
+        least = {"mm": 100.0, "copy_": 20.0}[name] * (1 if calls.count(name) in (2, 3) else 3)
+        return SimpleNamespace(min_ms=least, median_ms=2 * least)
+
+    monkeypatch.setattr(roofs, "measure", timed)
+    monkeypatch.setattr(roofs, "_BUDGET_MS", math.inf)
+    monkeypatch.setattr(roofs, "_copy_bytes", lambda device: 256_000_000)
+    found = measure_roofs("cpu", ["fp32"])
+    assert calls == ["mm", "copy_"] * 3
+    assert found.tflops == {"fp32": pytest.approx(2 * 2048**3 / 0.1 / 1e12)}
+    assert found.memory_bandwidth_tb_s == pytest.approx(2 * 256e6 / 0.02 / 1e12)
+    # A machine so slow that one round is enough to fill the budget.
+    monkeypatch.setattr(roofs, "_BUDGET_MS", 500.0)
+    calls.clear()
+    measure_roofs("cpu", ["fp32"])
+    assert calls == ["mm", "copy_"]
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "message"),
+    [
+        (["fp16"], r"fp16 peak is not measured on 'cpu': .* 1 GFLOP/s.* Choose from fp32, bf16\."),
+        ([torch.float32, torch.float16], "fp16 peak is not measured"),
+        (["tf32"], "formats of GPUs"),
+        (["fp8"], "formats of GPUs"),
+        (["fp42"], "'fp42' is not a known dtype"),
+        ([], "dtypes is empty; choose from fp32, bf16"),
+        ("fp32", r"dtypes is a list; write dtypes=\['fp32'\]"),
+        (torch.float32, "dtypes is a list"),
+    ],
+)
+def test_what_a_cpu_does_not_measure_is_an_error(dtypes, message):
+    with pytest.raises(ValueError, match=message):
+        measure_roofs("cpu", dtypes)
+
+
+def test_devices_that_cannot_be_measured():
+    with pytest.raises(ValueError, match="measured on 'cpu' and 'cuda', not on 'meta'"):
+        measure_roofs("meta")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"no usable NVIDIA GPU.*use device='cpu'"):
+            measure_roofs("cuda")
+
+
+def test_the_copy_is_far_larger_than_the_cache_and_fits_the_memory(monkeypatch):
+    cpu = torch.device("cpu")
+
+    def copy_bytes(free, cache):
+        monkeypatch.setattr(roofs, "available_memory_bytes", lambda: free)
+        monkeypatch.setattr(roofs, "last_level_cache_bytes", lambda: cache)
+        return roofs._copy_bytes(cpu)
+
+    assert copy_bytes(64e9, 32_000_000) == 256_000_000 // 4096 * 4096
+    assert 4 * 0.99e9 < copy_bytes(64e9, 1_000_000_000) <= 4e9
+    assert copy_bytes(800_000_000, 32_000_000) <= 200_000_000
+    assert copy_bytes(None, None) == 256_000_000 // 4096 * 4096
+    with pytest.raises(ValueError, match="Free some memory of 'cpu' first"):
+        copy_bytes(400_000_000, 32_000_000)
+
+
+def fp32_precision():
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    return torch.get_float32_matmul_precision(), [backend.fp32_precision for backend in backends]
+
+
+@pytest.mark.parametrize("legacy", ["highest", "high", "medium"])
+def test_fp32_products_are_exact_and_the_setting_comes_back(legacy):
+    before = fp32_precision()
+    a, b = torch.randn(256, 512), torch.randn(512, 256)
+    exact = a.double() @ b.double()
+    try:
+        torch.set_float32_matmul_precision(legacy)
+        inside = fp32_precision()
+        with roofs._fp32_products("ieee"):
+            assert torch.get_float32_matmul_precision() == "highest"
+            # bf16 products, which "medium" allows, are off by 1e-1 here.
+            assert (torch.mm(a, b).double() - exact).abs().max() < 1e-3
+        assert fp32_precision() == inside
+        with pytest.raises(KeyError), roofs._fp32_products("tf32"):
+            assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+            raise KeyError
+        assert fp32_precision() == inside
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = before[1]
+    assert fp32_precision() == before
+
+
+def test_a_setting_made_by_the_newer_interface_comes_back():
+    cuda = torch.backends.cuda.matmul
+    before = cuda.fp32_precision
+    try:
+        cuda.fp32_precision = "tf32"
+        with roofs._fp32_products("ieee"):
+            assert cuda.fp32_precision == "ieee"
+        assert cuda.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        cuda.fp32_precision = before
+
+
+def test_machine_roofs_are_measured_once(monkeypatch):
+    calls = []
+
+    def counted(device):
+        calls.append(device)
+        return Roofs(f"run {len(calls)}", "measured", {"fp32": 1.0}, 0.1)
+
+    monkeypatch.setattr(roofs, "detect_gpu", lambda: None)
+    monkeypatch.setattr(roofs, "default_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(roofs, "measure_roofs", counted)
+    monkeypatch.setattr(roofs, "_machine_roofs", {})
+    assert machine_roofs() is machine_roofs()
+    assert machine_roofs(refresh=True).name == "run 2"
+    assert machine_roofs().name == "run 2"
+    # Another number of threads has other roofs.
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4321)
+    assert machine_roofs().name == "run 3"
+    assert calls == [torch.device("cpu")] * 3
+
+
+def test_a_known_gpu_has_its_datasheet_roofs(monkeypatch):
+    monkeypatch.setattr(roofs, "detect_gpu", lambda: "H200")
+    monkeypatch.setattr(roofs, "measure_roofs", lambda device: pytest.fail("measured a known part"))
+    assert machine_roofs() == datasheet_roofs("H200")
+
+
+@pytest.mark.gpu
+def test_measured_roofs_of_a_gpu():
+    from utils.machine.device import detect_gpu
+
+    torch.set_float32_matmul_precision("high")
+    try:
+        before = fp32_precision()
+        measured = measure_roofs("cuda")
+        assert fp32_precision() == before
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert measured.name == torch.cuda.get_device_name()
+    if torch.cuda.get_device_capability() < (8, 0):
+        assert list(measured.tflops) == ["fp16", "fp32"]
+        return
+    assert list(measured.tflops) == ["fp16", "bf16", "fp32", "tf32"]
+    assert measured.tflops["tf32"] > 1.2 * measured.tflops["fp32"]
+    assert measured.tflops["bf16"] == pytest.approx(measured.tflops["fp16"], rel=0.3)
+    row = detect_gpu()
+    if row is not None:
+        sheet = datasheet_roofs(row)
+        assert 0.6 < measured.memory_bandwidth_tb_s / sheet.memory_bandwidth_tb_s < 1.02
+        for dtype, peak in measured.tflops.items():
+            assert 0.4 * sheet.tflops[dtype] < peak < 1.1 * sheet.tflops[dtype], dtype
+
+
+@pytest.mark.gpu
+def test_a_measurement_of_a_gpu_repeats():
+    first, second = (measure_roofs("cuda", dtypes=["bf16"]) for _ in range(2))
+    assert second.tflops["bf16"] == pytest.approx(first.tflops["bf16"], rel=0.1)
+    assert second.memory_bandwidth_tb_s == pytest.approx(first.memory_bandwidth_tb_s, rel=0.1)
+    with pytest.raises(ValueError, match="datasheet_roofs"):
+        measure_roofs("cuda", dtypes=["fp8"])

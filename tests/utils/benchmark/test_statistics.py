@@ -1,0 +1,110 @@
+"""Intervals against plain resampling and against known truth; verdicts at their edges."""
+
+import numpy as np
+import pytest
+
+from utils.benchmark import intervals as stats
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 20, 101])
+def test_median_interval_has_the_distribution_of_plain_resampling(n):
+    samples = np.random.default_rng(n).lognormal(size=n)
+    rows = np.random.default_rng(1).integers(n, size=(40_000, n))
+    plain = np.percentile(np.median(samples[rows], axis=1), [2.5, 97.5])
+    ours = stats.median_interval(samples, resamples=40_000)
+    # Endpoints are order statistics: allow the neighbouring one.
+    ordered = np.sort(np.concatenate([samples, (samples[:, None] + samples[None]).ravel() / 2]))
+    for mine, theirs in zip(ours, plain, strict=True):
+        between = np.searchsorted(ordered, [min(mine, theirs) + 1e-12, max(mine, theirs) - 1e-12])
+        assert np.isclose(mine, theirs) or between[1] - between[0] <= 0.02 * len(ordered)
+
+
+def test_median_interval_covers_the_true_median():
+    rng = np.random.default_rng(7)
+    covered = 0
+    for _ in range(300):
+        low, high = stats.median_interval(rng.exponential(size=50), resamples=500)
+        covered += low <= np.log(2) <= high
+    assert 0.90 <= covered / 300 <= 0.99
+
+
+def test_speedup_interval_covers_the_true_speedup_of_drifting_pairs():
+    rng = np.random.default_rng(3)
+    covered = 0
+    for _ in range(200):
+        drift = 1.0 + 0.2 * np.sin(np.linspace(0, 3, 100))  # clocks that change under both
+        a = 2.0 * drift * rng.lognormal(0, 0.03, 100)
+        b = 1.0 * drift * rng.lognormal(0, 0.03, 100)
+        low, high = stats.speedup_interval(a, b, resamples=400)
+        covered += low <= 2.0 <= high
+    assert covered / 200 >= 0.90
+
+
+def test_speedup_is_time_of_a_over_time_of_b():
+    assert stats.speedup([2.0, 4.0, 6.0], [1.0, 2.0, 300.0]) == pytest.approx(2.0)
+    assert stats.speedup_interval([2.0] * 12, [1.0] * 12) == pytest.approx((2.0, 2.0))
+    a, b = [1.0, 5.0, 2.0, 2.5], [2.0, 1.0, 3.0, 4.0]
+    assert stats.speedup(a, b) == pytest.approx(1 / stats.speedup(b, a))
+    assert stats.speedup([1.0, 0.0, 3.0], [1.0, 2.0, 3.0]) == 1.0  # one sample under the clock's resolution
+
+
+def test_speedup_holds_where_both_jump_between_two_clocks():
+    """Half of the pairs at either clock: either median lands on either level, the pairs' ratios do not care."""
+    rng = np.random.default_rng(5)
+    for _ in range(50):
+        level = np.where(rng.random(100) < 0.5, 176.0, 196.0)
+        a, b = (level * rng.normal(1.0, 0.002, 100) for _ in range(2))
+        assert stats.speedup(a, b) == pytest.approx(1.0, abs=0.002)
+        low, high = stats.speedup_interval(a, b, resamples=200)
+        assert high - low < 0.004
+
+
+@pytest.mark.parametrize(
+    ("interval", "pairs", "said"),
+    [
+        ((1.02, 1.05), 50, "faster"),
+        ((0.90, 0.95), 50, "slower"),
+        ((0.995, 1.005), 50, "same"),
+        ((1.0, 1.0), 50, "same"),
+        ((0.97, 1.20), 50, "not enough data"),
+        ((1.005, 1.03), 50, "not enough data"),
+        ((1.5, 1.6), 9, "not enough data"),
+        ((1.5, 1.6), 10, "faster"),
+        ((1.5, 1.6), None, "faster"),
+    ],
+)
+def test_verdict(interval, pairs, said):
+    assert stats.verdict(interval, same_within=0.01, pairs=pairs) == said
+
+
+def test_verdict_mirrors_when_a_and_b_are_swapped():
+    mirror = {"faster": "slower", "slower": "faster", "same": "same", "not enough data": "not enough data"}
+    for low in np.linspace(0.9, 1.1, 21):
+        for width in (0.0, 0.004, 0.02, 0.1):
+            forward = stats.verdict((low, low + width), same_within=0.01)
+            assert stats.verdict((1 / (low + width), 1 / low), same_within=0.01) == mirror[forward]
+
+
+def test_small_numbers():
+    assert stats.standard_deviation([4.2]) == 0.0
+    assert stats.standard_deviation([1.0, 3.0]) == pytest.approx(np.sqrt(2.0))
+    assert stats.percentile([0.0, 10.0], 95) == pytest.approx(9.5)
+    assert stats.relative_half_width((9.0, 11.0), 10.0) == pytest.approx(0.1)
+    assert stats.median_interval([3.0]) == (3.0, 3.0)
+
+
+def test_bad_input_is_refused_in_sentences():
+    with pytest.raises(ValueError, match="at least one number"):
+        stats.median_interval([])
+    with pytest.raises(ValueError, match="1 values that are not finite"):
+        stats.median_interval([1.0, float("nan")])
+    with pytest.raises(ValueError, match="a has 2 samples, b has 3"):
+        stats.speedup_interval([1.0, 2.0], [1.0, 2.0, 3.0])
+    with pytest.raises(ValueError, match=r"between 0 and 1, got 95"):
+        stats.median_interval([1.0], confidence=95)
+    with pytest.raises(ValueError, match="must not be negative"):
+        stats.verdict((1.0, 1.0), same_within=-0.1)
+    with pytest.raises(ValueError, match="not above 0"):
+        stats.speedup([1.0], [0.0])
+    with pytest.raises(ValueError, match="a has 2 samples, b has 3"):
+        stats.speedup([1.0, 2.0], [1.0, 2.0, 3.0])

@@ -1,0 +1,273 @@
+"""The two timers: the CPU's on real calls, the GPU's on a simulated stream whose times are known exactly."""
+
+import gc
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from utils.benchmark import cuda_timer, timers
+from utils.benchmark.cuda_timer import CudaTimer
+from utils.benchmark.timers import Call, CpuTimer
+
+
+class Stream:
+    """A GPU stream in virtual milliseconds: work starts when the CPU has issued it and the work before it is done."""
+
+    def __init__(self):
+        self.host = 0.0  # what the CPU's clock says
+        self.done = 0.0  # when all work issued so far will have run
+        self.busy_from_launch = []
+
+    def launch(self, duration, issue=0.004):
+        self.host += issue
+        self.done = max(self.done, self.host) + duration
+
+    def synchronize(self, device=None):
+        self.host = max(self.host, self.done)
+
+    def event(stream):
+        class Event:
+            def __init__(self, enable_timing=False):
+                self.at = None
+
+            def record(self):
+                stream.host += 0.001
+                self.at = max(stream.done, stream.host)
+
+            def query(self):
+                return self.at <= stream.host
+
+            def synchronize(self):
+                stream.host = max(stream.host, self.at)
+
+            def elapsed_time(self, end):
+                return end.at - self.at
+
+        return Event
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    stream = Stream()
+    cuda_timer._spin_cycles_per_ms.cache_clear()
+    monkeypatch.setattr(cuda_timer, "_GPU_FLOORS", {})
+    clock = SimpleNamespace(perf_counter=lambda: stream.host / 1e3, perf_counter_ns=lambda: int(stream.host * 1e6))
+    monkeypatch.setattr(timers, "time", clock)
+    monkeypatch.setattr(torch.cuda, "Event", stream.event())
+    monkeypatch.setattr(torch.cuda, "synchronize", stream.synchronize)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: stream.launch(cycles / 1.5e6 + 0.001), raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: timers.contextmanager(lambda: (yield))())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=50_000_000))
+    yield stream
+    cuda_timer._spin_cycles_per_ms.cache_clear()
+
+
+def gpu_timer(stream, monkeypatch=None, cold=False, queue_ahead=True):
+    if cold:
+        flush = SimpleNamespace(zero_=lambda: stream.launch(0.070))
+        monkeypatch.setattr(torch, "empty", lambda *size, **options: flush)
+    return CudaTimer(torch.device("cuda", 0), cold=cold, graph=False, queue_ahead=queue_ahead)
+
+
+def kernel(stream, duration, issue=0.008):
+    return Call(lambda: stream.launch(duration, issue), [()], {}, "kernel")
+
+
+def test_a_kernel_shorter_than_its_launch_is_timed_without_the_launch(stream):
+    timer, call = gpu_timer(stream), kernel(stream, 0.005)
+    timer.warm_up(call, 10, None)
+    timer.calibrate(call, None)
+    assert call.runs_per_sample >= 30  # 200 us of 5 us kernels
+    samples = timer.sample([call] * 20)
+    assert samples == pytest.approx([0.005] * 20)
+    assert timer.describe(call)["queue"].startswith("kept ahead by a spin kernel in")
+    assert call.timed_runs == 20 * call.runs_per_sample
+
+
+def test_as_issued_the_launch_shows(stream):
+    timer, call = gpu_timer(stream, queue_ahead=False), kernel(stream, 0.005)
+    timer.warm_up(call, 10, None)
+    call.runs_per_sample = 50
+    assert timer.sample([call] * 4) == pytest.approx([0.008] * 4, rel=0.05)
+    assert "launch gaps are included" in timer.describe(call)["queue"]
+
+
+def test_a_long_kernel_reads_the_same_either_way(stream):
+    for queue_ahead in (True, False):
+        timer, call = gpu_timer(stream, queue_ahead=queue_ahead), kernel(stream, 0.5)
+        timer.warm_up(call, 10, None)
+        timer.calibrate(call, None)
+        assert call.runs_per_sample == 1
+        assert timer.sample([call] * 10) == pytest.approx([0.5] * 10, rel=0.03)
+
+
+def test_a_burst_that_the_spin_did_not_cover_is_repeated(stream):
+    timer, call = gpu_timer(stream), kernel(stream, 0.005, issue=0.5)  # no warm-up: 0.05 ms is assumed
+    assert timer.sample([call] * 8) == pytest.approx([0.005] * 8)
+    assert timer.bursts_repeated >= 1 and call.queueable
+    assert call.timed_runs == 8 and call.calibration_calls >= 1
+
+
+def test_a_function_that_waits_for_the_gpu_is_timed_with_its_gaps_and_says_so(stream):
+    def waits():
+        stream.launch(0.005)
+        stream.synchronize()
+
+    timer, call = gpu_timer(stream), Call(waits, [()], {}, "waits")
+    timer.warm_up(call, 10, None)
+    samples = timer.sample([call] * 5)
+    assert len(samples) == 5
+    assert not call.queueable
+    assert "launch gaps are included" in call.notes[0]
+    assert "launch gaps are included" in timer.describe(call)["queue"]
+
+
+def test_a_function_that_waits_does_not_spoil_the_other_one(stream):
+    """Both in one comparison: each keeps its own way of being timed."""
+
+    def waits():
+        stream.launch(0.5)
+        stream.synchronize()
+
+    timer, call = gpu_timer(stream), kernel(stream, 0.130, issue=0.3)
+    waiting = Call(waits, [()], {}, "waits")
+    for each in (waiting, call):
+        timer.warm_up(each, 10, None)
+    samples = timer.sample([waiting, call, call, waiting, waiting, call, call, waiting])
+    assert [samples[i] for i in (1, 2, 5, 6)] == pytest.approx([0.130] * 4)
+    assert call.queueable and not call.notes and not waiting.queueable and len(waiting.notes) == 1
+    assert "device work only" in timer.describe(call)["queue"] and "gaps" in timer.describe(waiting)["queue"]
+    assert waiting.timed_runs == call.timed_runs == 4
+
+
+def test_an_error_of_the_gpu_names_what_was_running(stream, monkeypatch):
+    timer, call = gpu_timer(stream), kernel(stream, 0.5)
+
+    def broken(device=None):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access") as caught:
+        timer.sample([call] * 3)
+    assert caught.value.__notes__ == ["raised by the GPU while 3 timed samples of kernel were running"]
+
+
+def test_the_gpu_hardly_rests_between_bursts_of_long_kernels(stream):
+    timer, call = gpu_timer(stream), kernel(stream, 0.5)
+    timer.warm_up(call, 10, None)
+    timer.sample([call] * 10)
+    before, spun = stream.done, []
+    sleep, torch.cuda._sleep = torch.cuda._sleep, lambda cycles: (spun.append(cycles / 1.5e6), sleep(cycles))
+    timer.sample([call] * 200)
+    assert stream.done - before > 100 and sum(spun) < 0.05 * (stream.done - before)
+
+
+def test_a_warm_cache_is_the_functions_own(stream, monkeypatch):
+    """Functions that take turns: an untimed call goes before a sample that follows the other's, where it matters."""
+
+    def cached(name, cold, warm):
+        def run():
+            stream.launch(warm if owner[0] == name else cold, 0.008)
+            owner[0] = name
+
+        return Call(run, [()], {}, name)
+
+    owner = [None]
+    turns = (a := cached("a", 0.200, 0.120)), (b := cached("b", 0.300, 0.150))
+    timer = gpu_timer(stream)
+    for call in turns:
+        timer.warm_up(call, 10, None)
+    samples = timer.sample([a, b, b, a] * 5)
+    assert samples == pytest.approx([0.120, 0.150, 0.150, 0.120] * 5)
+    assert a.timed_runs == b.timed_runs == 10 and a.calibration_calls and b.calibration_calls
+    long = cached("long", 3.1, 3.0)
+    timer.warm_up(long, 4, None)
+    assert timer.sample([a, long])[1] == pytest.approx(3.1)  # as it comes: it hardly matters there
+    flushed = gpu_timer(stream, monkeypatch, cold=True)
+    untimed = a.calibration_calls
+    flushed.sample([a, b, b, a])
+    assert a.calibration_calls == untimed
+
+
+def test_the_flush_is_outside_of_the_timed_region(stream, monkeypatch):
+    timer, call = gpu_timer(stream, monkeypatch, cold=True), kernel(stream, 0.030)
+    assert timer.flush_bytes == 256 * 1024**2
+    timer.warm_up(call, 10, None)
+    before = stream.done
+    assert timer.sample([call] * 10) == pytest.approx([0.030] * 10)
+    assert stream.done - before > 10 * (0.030 + 0.070)  # it did run
+
+
+def test_the_flush_is_twice_a_large_l2(stream, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=300_000_000))
+    assert gpu_timer(stream, monkeypatch, cold=True).flush_bytes == 600_000_000
+
+
+def test_the_floor_is_an_empty_kernel_sampled_alike(stream):
+    timer, call = gpu_timer(stream), kernel(stream, 0.005)
+    timer.warm_up(call, 10, None)
+    timer.calibrate(call, None)
+    assert timer.floor_ms(call) == pytest.approx(0.001)
+    host_only = Call(lambda: None, [()], {}, "no GPU work")
+    timer.warm_up(host_only, 10, None)
+    assert max(timer.sample([host_only] * 3)) <= timer.floor_ms(host_only)
+
+
+def test_cpu_samples_are_long_enough_for_the_clock():
+    timer, call = CpuTimer(cold=False), Call(lambda: None, [()], {}, "empty")
+    timer.warm_up(call, 10, None)
+    timer.calibrate(call, None)
+    assert call.runs_per_sample > 20
+    samples = timer.sample([call] * 20)
+    assert sum(samples) / 20 * call.runs_per_sample >= 0.5 * timers.CPU_SAMPLE_MS
+    assert call.timed_runs == 20 * call.runs_per_sample
+
+
+def test_warm_up_runs_exactly_as_often_as_asked_or_until_the_deadline():
+    for wanted in (0, 1, 2, 3, 10, 37):
+        seen = []
+        assert CpuTimer(cold=False).warm_up(Call(seen.append, [(1,)], {}, "f"), wanted, None) == wanted == len(seen)
+    call = Call(time.sleep, [(0.02,)], {}, "sleep")
+    assert 1 <= CpuTimer(cold=False).warm_up(call, 1000, time.perf_counter() + 0.1) <= 6
+
+
+def test_inputs_take_turns_across_samples():
+    seen = []
+    timer, call = CpuTimer(cold=False), Call(seen.append, [("a",), ("b",), ("c",)], {}, "f")
+    call.runs_per_sample = 2
+    timer.sample([call] * 3)
+    assert seen == ["a", "b", "c", "a", "b", "c"]
+
+
+def test_the_collector_is_held_back_and_given_back():
+    during = []
+    timer, call = CpuTimer(cold=False), Call(lambda: during.append(gc.isenabled()), [()], {}, "f")
+    assert gc.isenabled()
+    timer.sample([call] * 3)
+    assert during == [False] * 3 and gc.isenabled()
+
+
+def test_the_cpu_flush_streams_more_than_the_last_level_cache(monkeypatch):
+    monkeypatch.setattr(timers, "last_level_cache_bytes", lambda: 40 * 1024**2)
+    timer = CpuTimer(cold=True)
+    assert timer.flush_bytes == 80 * 1024**2
+    assert timer._buffer.untyped_storage().nbytes() == timer.flush_bytes
+    call = Call(lambda: None, [()], {}, "f")
+    timer.sample([call] * 3)
+    assert timer._buffer.unique().tolist() == [3]  # every line was written, once a sample
+
+
+def test_an_unknown_cache_is_flushed_with_64_mb_and_said(monkeypatch):
+    monkeypatch.setattr(timers, "last_level_cache_bytes", lambda: None)
+    timer = CpuTimer(cold=True)
+    assert timer.flush_bytes == 64 * 1024**2
+    assert "not known" in timer.notes[0]
+
+
+def test_a_flush_that_does_not_fit_is_refused(monkeypatch):
+    monkeypatch.setattr(timers, "last_level_cache_bytes", lambda: 40 * 1024**2)
+    monkeypatch.setattr(timers, "available_memory_bytes", lambda: 100_000_000)
+    with pytest.raises(MemoryError, match=r"streams 84 MB.*only 100 MB are free.*l2=\"warm\""):
+        CpuTimer(cold=True)

@@ -1,0 +1,244 @@
+"""A student's kernel, tried three ways: what is counted, what is compiled, what is said; and the recorded tables."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="gluon_cpu needs Triton for the language; there are wheels for Linux only")
+
+from tests.utils.gluon_cpu import gluon_tables
+from tests.utils.gluon_cpu import test_gluon_planted_bugs as planted
+from tests.utils.gluon_cpu.gluon_launches import LAUNCHES
+from utils.checking import AnswerNeeded
+from utils.checking import kernel_exercises as exercises
+
+ROOT = Path(__file__).parents[3]
+HEAD = """from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+"""
+COPY = (
+    HEAD
+    + """
+@gluon.jit
+def move(x_ptr, y_ptr, stride, SIZE: gl.constexpr, PIECE: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([PIECE], [32], [4], [0])
+    at = gl.arange(0, SIZE, layout)
+    gl.store(y_ptr + at, gl.load(x_ptr + at * stride))
+"""
+)
+TURN = (
+    HEAD
+    + """
+@gluon.jit
+def turn(y_ptr, n):
+    x = 0
+    for i in range(n):
+        x = x * 0.5
+    gl.store(y_ptr, x)
+"""
+)
+SPLIT = (
+    HEAD
+    + """
+@gluon.jit
+def first(y_ptr):
+    gl.store(y_ptr, 1.0)
+
+
+@gluon.jit
+def second(y_ptr):
+    gl.store(y_ptr + 1, gl.load(y_ptr) @ 2)
+
+
+@gluon.jit
+def split(y_ptr):
+    gl.warp_specialize([(first, (y_ptr,)), (second, (y_ptr,))], [1], [24])
+"""
+)
+
+
+def move(stride: int, piece: int) -> exercises.Launch:
+    x = torch.randn(1024 * stride)
+    args = {"x_ptr": x, "y_ptr": torch.zeros(1024), "stride": stride, "SIZE": 1024, "PIECE": piece}
+    return exercises.Launch("move", (1,), args, ("y_ptr",))
+
+
+SECTORS = [(1, 1, 128), (1, 4, 128), (2, 1, 256), (8, 1, 1024), (16, 1, 1024)]
+
+
+@pytest.mark.parametrize(("stride", "piece", "loads"), SECTORS)
+def test_sectors_are_counted(stride, piece, loads):
+    launch = move(stride, piece)
+    outputs, run = exercises.simulated(COPY, launch, timeline=True)
+    assert torch.equal(outputs["y_ptr"], launch.args["x_ptr"][::stride])
+    load, store = (e for e in run.events if e.bytes)
+    assert (load.kind, load.bytes, load.sectors) == ("load", 4096, loads)
+    assert (store.kind, store.bytes, store.sectors) == ("store", 4096, 128)
+
+
+def test_a_launch_leaves_its_tensors_alone():
+    launch = move(1, 1)
+    exercises.simulated(COPY, launch)
+    assert not launch.args["y_ptr"].any()
+
+
+def test_elements_of_a_layout_are_each_held_once():
+    from triton.experimental.gluon import language as gl
+
+    from utils.gluon_cpu.layouts import elements_of
+
+    layout = gl.BlockedLayout([1, 4], [4, 8], [2, 2], [1, 0])
+    held = elements_of(layout, (16, 64), 4)
+    assert held.shape == (8, 32, 4) and sorted(held.reshape(-1)) == list(range(1024))
+    assert list(held[:4, 1, 0]) == [4, 5, 6, 7]  # lane 1 holds columns 4 to 7 of row 0
+
+
+@pytest.mark.slow
+def test_it_compiles_for_hopper_and_the_compiler_is_heard():
+    launch = move(1, 4)
+    compiled = exercises.compile_for_hopper(COPY, launch)
+    assert compiled["global loads"] >= 1 and compiled["global stores"] >= 1 and compiled["wgmma"] == 0
+    assert 0 < compiled.registers < 256 and compiled.spill_bytes == 0
+    assert exercises.compile_for_hopper(COPY, launch) is compiled
+    launch = exercises.Launch("turn", (1,), {"y_ptr": torch.zeros(1), "n": 3}, ("y_ptr",))
+    exercises.simulated(TURN, launch)  # Python does not mind that x changes its type
+    with pytest.raises(AssertionError, match="the compiler for sm_90a refuses kernels") as error:
+        exercises.compile_for_hopper(TURN, launch)
+    assert "x" in str(error.value) and len(str(error.value)) < 3000 and "simulator" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_the_compiler_points_at_the_line_inside_of_a_partition():
+    """Not at the warp_specialize around it, which is where Triton's last message points."""
+    launch = exercises.Launch("split", (1,), {"y_ptr": torch.zeros(2)}, ("y_ptr",))
+    with pytest.raises(AssertionError) as error:
+        exercises.compile_for_hopper(SPLIT, launch)
+    told = str(error.value)
+    number = SPLIT.splitlines().index("    gl.store(y_ptr + 1, gl.load(y_ptr) @ 2)") + 1
+    assert f"line {number}: gl.store(y_ptr + 1, gl.load(y_ptr) @ 2)" in told, told
+    assert "warp_specialize" not in told and "Traceback" not in told and len(told.splitlines()) == 3
+
+
+def test_a_complaint_names_the_students_line_and_the_compilers_words():
+    error = "triton.compiler.errors.CompilationError: "
+    inner = error + "at 2:12:\ndef max(input):\n    input = promote(input)\n            ^\nno scalar"
+    outer = error + "at 3:4:\ndef mine(x):\n    top = gl.max(x, 1)\n          ^"
+    between = "\n\nThe above exception was the direct cause of the following exception:\n\n"
+    stderr = between.join([inner, outer, outer.replace("top", "other")])
+    told = exercises._complaint(stderr, "\n\n    top = gl.max(x, 1)\n")
+    assert told.split("\n") == ["    line 3: top = gl.max(x, 1)", "    no scalar"]
+    assert exercises._complaint("ptxas fatal\nRuntimeError: out of registers: 300", "x = 1") == (
+        "    RuntimeError: out of registers: 300"
+    )
+
+
+WAITS = (
+    HEAD
+    + """
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+@gluon.jit
+def square(y_ptr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
+    tile = gl.allocate_shared_memory(gl.float16, [64, 64], shared, gl.full([64, 64], 1.0, gl.float16, layout))
+    fence_async_shared()
+    acc = warpgroup_mma(tile, tile, gl.zeros([64, 64], gl.float32, layout), is_async=True)
+    WAIT
+    gl.store(y_ptr, gl.max(gl.max(acc, 1), 0))
+"""
+)
+WAITS = WAITS.replace("import warpgroup_mma,", "import fence_async_shared, warpgroup_mma,")
+
+
+@pytest.mark.parametrize(
+    ("wait", "phrase"),
+    [
+        ("acc = warpgroup_mma_wait(0, deps=[acc])", None),
+        ("acc = warpgroup_mma(tile, tile, acc)", None),  # goes on from the one under way, then waits
+        ("warpgroup_mma_wait(0, deps=[acc])", "assign the result"),
+        ("acc = warpgroup_mma_wait(0, deps=acc)", "`deps` is a list"),
+        ("acc, other = warpgroup_mma_wait(0, deps=[acc])", "a tensor for one entry of deps"),
+    ],
+)
+def test_what_a_wait_takes_and_returns(wait, phrase):
+    launch = exercises.Launch("square", (1,), {"y_ptr": torch.zeros(1)}, ("y_ptr",))
+    source = WAITS.replace("WAIT", wait)
+    if phrase is None:
+        outputs, _ = exercises.simulated(source, launch)
+        assert outputs["y_ptr"].item() in (64, 128)
+    else:
+        with pytest.raises(AssertionError, match=phrase):
+            exercises.simulated(source, launch)
+
+
+def test_files_that_cannot_be_tried():
+    launch = move(1, 1)
+    with pytest.raises(AnswerNeeded, match="write the kernel"):
+        exercises.load_kernels(COPY + "\n    raise NotImplementedError()\n", launch)
+    with pytest.raises(AssertionError, match="no Python"):
+        exercises.load_kernels("def move(", launch)
+    with pytest.raises(AssertionError, match=r"should be a @gluon.jit function of \(x_ptr, y_ptr"):
+        exercises.load_kernels(COPY.replace("stride, SIZE", "step, SIZE").replace("* stride", "* step"), launch)
+
+
+def test_a_report_names_lines_and_no_paths():
+    launch = move(1, 1)
+    launch.args["x_ptr"] = torch.randn(1000)
+    with pytest.raises(AssertionError, match="A mask is missing") as error:
+        exercises.simulated(COPY, launch)
+    assert "in move: gl.store(y_ptr + at, gl.load(x_ptr + at * stride))" in str(error.value)
+    assert "/" not in str(error.value).replace("//", "")
+
+
+def test_overlap_is_measured_on_the_clock():
+    from utils.gluon_cpu import Event
+
+    events = [
+        Event("a", "wgmma", "", None, 0.0, 10.0, 1, "tensor cores"),
+        Event("a", "compute", "", None, 5.0, 15.0, 2),
+        Event("b", "compute", "", None, 0.0, 10.0, 3),
+    ]
+    run = type("Run", (), {"events": events})()
+    assert exercises.overlap(run) == pytest.approx(0.25)
+
+
+# ---- the tables that are kept ----------------------------------------------------------------------------------------
+
+
+def test_the_table_of_planted_bugs_is_that_of_the_tests():
+    table = json.loads((ROOT / "assets" / "results" / "gluon_planted_bugs.json").read_text())
+    names = [*planted.PIPELINE, *planted.PRODUCT, *planted.BUFFERED, *planted.REFUSED]
+    assert [row["planted"] for row in table["rows"]] == names
+    assert table["found_in_every_timing"] == table["planted"] == len(names) >= 20
+    for row in table["rows"]:
+        assert row["found"] == row["runs"] == 4 and row["report"] and row["kinds"]
+
+
+def test_the_table_of_agreement_covers_every_kernel():
+    table = json.loads((ROOT / "assets" / "results" / "h200" / "gluon_agreement.json").read_text())
+    assert "H200" in table["environment"]["gpu"] and table["environment"]["commit"]
+    assert {row["kernel"] for row in table["rows"]} == set(gluon_tables.names())
+    assert table["agree"] == table["compared"] == len(table["rows"])
+    for row in table["rows"]:
+        assert row["agrees"] and row["max_abs_difference"] <= row["allowed"]
+    assert set(LAUNCHES) <= {row["kernel"] for row in table["rows"]}
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_overflowing_sum_is_infinite_and_says_nothing():
+    source = (
+        HEAD
+        + """
+@gluon.jit
+def add_up(x_ptr, y_ptr):
+    x = gl.load(x_ptr + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])))
+    gl.store(y_ptr, gl.sum(x, 0))
+"""
+    )
+    launch = exercises.Launch("add_up", (1,), {"x_ptr": torch.full((128,), 3e38), "y_ptr": torch.zeros(1)}, ("y_ptr",))
+    outputs, _ = exercises.simulated(source, launch)
+    assert outputs["y_ptr"].item() == float("inf")

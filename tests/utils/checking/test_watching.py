@@ -1,0 +1,290 @@
+"""What a watch sees of a student's code, however the code spells it."""
+
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from utils.checking.watching import MATMUL, forbid, forbid_leaving, watch_operations
+
+M, K, N = 3, 4, 5
+
+
+@pytest.fixture
+def operands():
+    return torch.randn(M, K), torch.randn(K, N)
+
+
+def watched(function, *args):
+    with torch.no_grad(), watch_operations() as watch:
+        function(*args)
+    return watch
+
+
+def module_product(a, b):
+    layer = torch.nn.Linear(K, N, bias=False)
+    layer.weight.data = b.T.contiguous()
+    return layer(a)
+
+
+PRODUCTS = {
+    "@": lambda a, b: a @ b,
+    "getattr": lambda a, b: getattr(torch, "mat" + "mul")(a, b),
+    "mm": torch.mm,
+    "mm out": lambda a, b: torch.mm(a, b, out=torch.empty(M, N)),
+    "method": lambda a, b: a.mm(b),
+    "bmm": lambda a, b: torch.bmm(a[None], b[None]),
+    "addmm": lambda a, b: torch.addmm(torch.zeros(M, N), a, b),
+    "addmm_": lambda a, b: torch.zeros(M, N).addmm_(a, b),
+    "baddbmm": lambda a, b: torch.baddbmm(torch.zeros(1, M, N), a[None], b[None]),
+    "addbmm": lambda a, b: torch.addbmm(torch.zeros(M, N), a[None], b[None]),
+    "mv": lambda a, b: torch.stack([a.mv(column) for column in b.T], 1),
+    "dot": lambda a, b: a[0].dot(b[:, 0]),
+    "vdot": lambda a, b: torch.vdot(a[0], b[:, 0]),
+    "inner": lambda a, b: torch.inner(a, b.T),
+    "F.linear": lambda a, b: F.linear(a, b.T),
+    "nn.Linear": module_product,
+    "einsum": lambda a, b: torch.einsum("mk,kn->mn", a, b),
+    "tensordot": lambda a, b: torch.tensordot(a, b, 1),
+    "multi_dot": lambda a, b: torch.linalg.multi_dot([a, b]),
+    "matrix_power": lambda a, b: torch.linalg.matrix_power(torch.eye(3), 3),
+    "conv1d": lambda a, b: F.conv1d(a.T[None], b.T[:, :, None]),
+    "conv2d": lambda a, b: F.conv2d(a.T[None, :, :, None], b.T[:, :, None, None]),
+    "conv_transpose1d": lambda a, b: F.conv_transpose1d(a.T[None], b[:, :, None]),
+    "attention": lambda a, b: F.scaled_dot_product_attention(a[None, None], a[None, None], a[None, None]),
+    "bilinear": lambda a, b: F.bilinear(a, a, torch.randn(N, K, K)),
+    "cdist": lambda a, b: torch.cdist(a, b.T),
+    "cdist, large": lambda a, b: torch.cdist(torch.randn(30, K), torch.randn(30, K)),
+    "solve": lambda a, b: torch.linalg.solve(torch.eye(K), b),
+    "lstsq": lambda a, b: torch.linalg.lstsq(torch.eye(K), b),
+    "lstm": lambda a, b: torch.nn.LSTM(K, N)(a[None]),
+    "attention layer": lambda a, b: torch.nn.MultiheadAttention(K, 2)(a[None], a[None], a[None]),
+    "sparse": lambda a, b: torch.sparse.mm(a.to_sparse(), b),
+    "embedding_bag": lambda a, b: F.embedding_bag(
+        torch.arange(K)[None], b, mode="sum", per_sample_weights=torch.ones(1, K)
+    ),
+    "vmap": lambda a, b: torch.vmap(torch.dot)(a, a),
+    "int8": lambda a, b: torch._int_mm(torch.ones(32, 32, dtype=torch.int8), torch.ones(32, 32, dtype=torch.int8)),
+    "compiled": lambda a, b: torch.compile(lambda x, y: x @ y, backend="eager")(a, b),
+    "without modes": lambda a, b: _without_modes(a, b),
+    "autograd.Function": lambda a, b: Product.apply(a, b),
+}
+
+
+def _without_modes(a, b):
+    with torch.utils._python_dispatch._disable_current_modes():
+        return a @ b
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        return a @ b
+
+
+ALLOWED = {
+    "broadcast and sum": lambda a, b: (a[:, :, None] * b[None]).sum(1),
+    "outer products": lambda a, b: sum(torch.outer(a[:, k], b[k]) for k in range(K)),
+    "element by element": lambda a, b: [[sum(a[i, k] * b[k, j] for k in range(K)) for j in range(N)] for i in range(M)],
+    "slices": lambda a, b: torch.zeros(M, N).add_(a[:, :1] * b[:1]),
+    "everyday": lambda a, b: torch.cat([a.T.contiguous(), b.flip(0)], 1).softmax(-1).to(torch.float16).max(),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.filterwarnings("ignore")
+def test_every_spelling_of_a_product_is_caught(name, operands):
+    watch = watched(PRODUCTS[name], *operands)
+    with pytest.raises(AssertionError, match="your code may not use"):
+        forbid(watch, MATMUL)
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_sums_of_products_are_allowed(name, operands):
+    watch = watched(ALLOWED[name], *operands)
+    forbid(watch, MATMUL)
+    forbid_leaving(watch)
+    assert watch.operations and not watch.custom
+
+
+@pytest.mark.parametrize("name", ["@", "F.linear", "einsum", "tensordot", "conv1d", "attention", "inner", "multi_dot"])
+def test_products_are_caught_under_inference_mode(name, operands):
+    """There composite operators arrive whole; the watch looks inside of them."""
+    with torch.inference_mode(), watch_operations() as watch:
+        PRODUCTS[name](*operands)
+    low = {"mm", "bmm", "addmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu"}
+    assert low & set(watch.operations)
+    with pytest.raises(AssertionError):
+        forbid(watch, MATMUL)
+
+
+def test_results_are_the_same_under_a_watch(operands):
+    a, b = operands
+    for function in ALLOWED["broadcast and sum"], PRODUCTS["einsum"]:
+        with watch_operations():
+            got = function(a, b)
+        assert torch.equal(got, function(a, b))
+
+
+def test_gradients_flow_under_a_watch(operands):
+    a = operands[0].requires_grad_()
+    with watch_operations() as watch:
+        (a * a).sum().backward()
+    assert torch.allclose(a.grad, 2 * a) and watch.operations["mul"] >= 2
+
+
+def test_message_names_the_call_the_operator_the_hint_and_the_line(operands):
+    def helper(a, b):
+        return torch.einsum("mk,kn->mn", a, b)
+
+    watch = watched(lambda a, b: helper(a, b), *operands)
+    with pytest.raises(AssertionError) as caught:
+        forbid(watch, MATMUL, hint="write the loops")
+    text = str(caught.value)
+    assert "torch's einsum (it ran aten.bmm)" in text and "Write the loops." in text
+    assert "in helper, line" in text and 'return torch.einsum("mk,kn->mn", a, b)' in text
+
+
+def test_other_families_can_be_forbidden(operands):
+    watch = watched(lambda a, b: a.softmax(-1), *operands)
+    forbid(watch, MATMUL)
+    with pytest.raises(AssertionError, match="softmax"):
+        forbid(watch, (r"_?softmax",))
+
+
+EXITS = {
+    ".numpy()": lambda t: t.numpy() * 2,
+    "detached": lambda t: t.detach().numpy(),
+    "numpy.asarray": np.asarray,
+    "numpy function": lambda t: np.matmul(t, t),
+    "base class": lambda t: torch._C.TensorBase.numpy(t),
+    "tolist": lambda t: t.tolist(),
+    "from_dlpack": np.from_dlpack,
+    "to_dlpack": torch.utils.dlpack.to_dlpack,
+    "data_ptr": lambda t: t.data_ptr(),
+    "storage": lambda t: t.untyped_storage(),
+    "shared with numpy": lambda t: torch.from_numpy(np.empty((4, 4), np.float32)).copy_(t),
+    "shared with Python": lambda t: torch.frombuffer(bytearray(64), dtype=torch.float32).copy_(t.flatten()),
+}
+
+
+@pytest.mark.parametrize("name", EXITS)
+@pytest.mark.filterwarnings("ignore")
+def test_every_way_out_of_torch_is_seen(name):
+    leave = EXITS[name]
+    if name == "to_dlpack":  # looked up when called, as a student's code does
+        leave = lambda t: torch.utils.dlpack.to_dlpack(t)  # noqa: E731
+    watch = watched(leave, torch.randn(4, 4))
+    with pytest.raises(AssertionError, match="out of torch"):
+        forbid_leaving(watch)
+
+
+@pytest.mark.parametrize("read", [lambda t: t[0].item(), lambda t: float(t[0]), lambda t: 1 if t[0] > 0 else 2])
+def test_single_values_may_leave_unless_told_otherwise(read):
+    watch = watched(read, torch.randn(4))
+    forbid_leaving(watch)
+    with pytest.raises(AssertionError, match="out of torch"):
+        forbid_leaving(watch, scalars=False)
+
+
+def test_exits_are_counted():
+    watch = watched(lambda t: [x.item() for x in t], torch.randn(7))
+    assert watch.exits == {".item()": 7}
+
+
+def test_everything_is_put_back_when_the_code_raises(operands):
+    places = [(torch._C, "_to_dlpack"), (torch.utils.dlpack, "to_dlpack"), (torch, "from_numpy")]
+    places += [(threading.Thread, "run")]
+    before = [getattr(*place) for place in places]
+    with pytest.raises(ZeroDivisionError), watch_operations() as watch:
+        assert getattr(*places[-1]) is not before[-1]
+        raise ZeroDivisionError
+    assert [getattr(*place) for place in places] == before
+    operands[0] @ operands[1]
+    assert not watch.operations and not watch.calls
+
+
+def test_watches_nest(operands):
+    with watch_operations() as outer:
+        with watch_operations() as inner:
+            torch.mm(*operands)
+        torch.add(operands[0], 1)
+    assert inner.operations == {"mm": 1} and outer.operations == {"mm": 1, "add": 1}
+
+
+def test_threads_started_inside_are_watched(operands):
+    def in_thread(a, b):
+        thread = threading.Thread(target=torch.mm, args=(a, b))
+        thread.start()
+        thread.join()
+
+    with pytest.raises(AssertionError, match="mm"):
+        forbid(watched(in_thread, *operands))
+
+
+def test_custom_operators_hide_their_inside_and_are_reported(operands):
+    @torch.library.custom_op("labs_test::product", mutates_args=())
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a @ b
+
+    watch = watched(product, *operands)
+    assert watch.custom == {"labs_test::product": 1}
+    with pytest.raises(AssertionError, match=r"custom operator labs_test::product"):
+        forbid(watch)
+
+
+def test_compiled_code_is_watched_even_when_compiled_before(operands):
+    compiled = torch.compile(lambda a, b: (a @ b).relu(), backend="aot_eager")
+    compiled(*operands)
+    assert watched(compiled, *operands).operations["mm"] == 1
+
+
+TRITON_PROGRAM = """
+import torch, triton, triton.language as tl
+from utils.checking.watching import forbid, forbid_leaving, watch_operations
+
+@triton.jit
+def double(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.load(x + i) * 2)
+
+x, out = torch.randn(16), torch.empty(16)
+with watch_operations() as watch:
+    double[(1,)](x, out, N=16)
+assert torch.equal(out, 2 * x)
+print(dict(watch.kernels))
+forbid(watch)
+forbid_leaving(watch)
+"""
+
+
+def test_triton_kernels_are_named_and_do_not_count_as_leaving():
+    import os
+    import subprocess
+
+    pytest.importorskip("triton", reason="Triton has no wheels for this platform")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, "-c", TRITON_PROGRAM], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "{'double': 1}", done.stderr
+
+
+@pytest.mark.gpu
+def test_products_and_kernels_are_seen_on_a_gpu():
+    a, b = torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda")
+    with pytest.raises(AssertionError):
+        forbid(watched(lambda x, y: x @ y, a, b))
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def double(x, out, N: tl.constexpr):
+        i = tl.arange(0, N)
+        tl.store(out + i, tl.load(x + i) * 2)
+
+    watch = watched(lambda x, out: double[(1,)](x, out, N=64), a[0].contiguous(), torch.empty(64, device="cuda"))
+    assert watch.kernels == {"double": 1}
+    forbid(watch)
+    forbid_leaving(watch)

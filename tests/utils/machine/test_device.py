@@ -1,0 +1,374 @@
+"""Which row a GPU name is, and what the probes answer on this machine and on made-up ones."""
+
+import os
+import stat
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from utils.config import GPU_SPECS
+from utils.machine import device
+from utils.machine.device import Support, default_device, detect_gpu
+
+PROBES = [
+    device.cuda_support,
+    device.triton_support,
+    device.gluon_support,
+    device.compile_support,
+    device.flash_attn_support,
+    device.nvml_support,
+    device.cuda_graph_support,
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_probes():
+    def clear():
+        for name in (
+            "cuda_support",
+            "gluon_support",
+            "_compile_on_cpu",
+            "flash_attn_support",
+            "nvml_support",
+            "cuda_graph_support",
+            "_c_compiler",
+        ):
+            getattr(device, name).cache_clear()
+
+    clear()
+    yield
+    clear()
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine with an H200, as far as the probes ask before they run anything on it."""
+    pretend_gpu(monkeypatch, (9, 0))
+
+
+def pretend_gpu(monkeypatch, capability):
+    monkeypatch.setattr(device, "cuda_support", lambda: Support(True, "a GPU is pretended."))
+    monkeypatch.setattr(device, "compute_capability", lambda: capability)
+    monkeypatch.setattr(device, "default_device", lambda: torch.device("cuda"))
+
+
+def pretend_versions(monkeypatch, **versions):
+    monkeypatch.setattr(device, "_version", lambda name: versions.get(name.replace("-", "_")))
+
+
+def run_python(code: str, **environment) -> str:
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=inherited | environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def assert_sentence(text: str):
+    assert "\n" not in text
+    assert text[:1].isupper() or text.startswith(("torch", "flash-attn", "pip"))
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("A100-SXM-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("A100-PCIE-40GB", "A100-40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB10", "GB10"),
+    ],
+)
+def test_a_known_name_is_its_row(name, row):
+    assert detect_gpu(name) == row
+    assert row in GPU_SPECS
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA A10G",
+        "NVIDIA A100 80GB PCIe",
+        "NVIDIA A100-SXM-64GB",
+        "NVIDIA A800-SXM4-80GB",
+        "NVIDIA A40",
+        "NVIDIA H100 NVL",
+        "NVIDIA H800",
+        "NVIDIA H20",
+        "NVIDIA H200 NVL",
+        "NVIDIA GH200 480GB",
+        "NVIDIA GB200",
+        "NVIDIA B300 SXM6 AC",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA RTX 6000 Ada Generation",
+        "NVIDIA RTX A6000-48Q",
+        "NVIDIA L40",
+        "NVIDIA L20",
+        "Tesla T4",
+        "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+        "NVIDIA H200 MIG 3g.71gb",
+        "GRID A100-10C",
+        "AMD Instinct MI300X",
+        "H",
+        "A1",
+        "CPU",
+        "",
+    ],
+)
+def test_another_part_is_no_row(name):
+    assert detect_gpu(name) is None
+
+
+def test_every_row_has_a_name():
+    assert set(device._NAMES) == set(GPU_SPECS)
+
+
+def test_a_slice_under_the_whole_name_is_no_row(monkeypatch):
+    for sm_count, row in ((132, "H200"), (16, None)):
+        properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=sm_count)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, found=properties: found)
+        assert detect_gpu() == row
+
+
+def test_default_device_is_the_gpu_if_there_is_one():
+    assert default_device() == torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not torch.cuda.is_available():
+        assert detect_gpu() is None
+        assert device.compute_capability() is None
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_a_probe_explains_itself(probe):
+    support = probe()
+    assert bool(support) is support.ok
+    assert_sentence(support.reason)
+    if not support.ok:
+        assert_sentence(support.remedy)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU answers")
+def test_answers_without_a_gpu():
+    assert not device.cuda_support()
+    assert not device.flash_attn_support()
+    assert not device.cuda_graph_support()
+    gluon = device.gluon_support()
+    assert not gluon
+    assert "9.0" in gluon.reason and "there is no NVIDIA GPU" in gluon.reason
+
+
+def test_probing_imports_neither_triton_nor_transformers():
+    probes = ", ".join(f"device.{probe.__name__}" for probe in PROBES)
+    out = run_python(
+        f"import sys; from utils.machine import device; [probe() for probe in ({probes})];"
+        "print([name for name in ('triton', 'transformers', 'matplotlib', 'pandas') if name in sys.modules])"
+    )
+    assert out == "[]"
+
+
+# Triton: which mode
+
+
+MODE = """from utils.machine import device
+support = device.triton_support()
+print(device.triton_mode(), support.ok, support.reason, support.remedy)"""
+needs_triton = pytest.mark.skipif(device._version("triton") is None, reason="Triton is not installed")
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU answers")
+
+
+@needs_triton
+@no_gpu
+def test_triton_without_a_gpu_is_the_interpreter():
+    out = run_python(MODE)
+    assert out.startswith("interpreter True") and "only through its interpreter" in out
+    assert "Set TRITON_INTERPRET=1 before the first import of triton." in out
+    out = run_python(MODE, TRITON_INTERPRET="1")
+    assert out.startswith("interpreter True") and "there is no NVIDIA GPU" in out
+
+
+@needs_triton
+@no_gpu
+def test_triton_imported_to_compile_cannot_run_without_a_gpu():
+    out = run_python("import triton\n" + MODE)
+    assert out.startswith("None False") and "Restart Python" in out
+
+
+@needs_triton
+def test_triton_has_one_mode_for_a_process():
+    out = run_python("import triton, os; os.environ['TRITON_INTERPRET'] = '1'\n" + MODE)
+    assert out.startswith("None False") and "imported without TRITON_INTERPRET=1" in out
+    out = run_python("import triton, os; del os.environ['TRITON_INTERPRET']\n" + MODE, TRITON_INTERPRET="1")
+    assert out.startswith("None False") and "imported with TRITON_INTERPRET=1" in out
+
+
+@needs_triton
+@no_gpu
+def test_the_interpreter_that_is_promised_runs_a_kernel(tmp_path):
+    # A kernel is read from its file.
+    program = tmp_path / "kernel.py"
+    program.write_text(
+        "import torch, triton, triton.language as tl\n"
+        "from utils.machine.device import triton_mode\n"
+        "@triton.jit\n"
+        "def double(x, n: tl.constexpr):\n"
+        "    i = tl.arange(0, n)\n"
+        "    tl.store(x + i, 2 * tl.load(x + i))\n"
+        "x = torch.arange(8.0)\n"
+        "double[(1,)](x, 8)\n"
+        "print(triton_mode(), x.sum().item())\n"
+    )
+    out = run_python(f"import runpy; runpy.run_path({str(program)!r})", TRITON_INTERPRET="1")
+    assert out == "interpreter 56.0"
+
+
+def test_triton_on_a_gpu_compiles_unless_told_otherwise(monkeypatch, hopper):
+    monkeypatch.setattr(device, "_triton_imported_as", lambda: None)
+    monkeypatch.setattr(device, "_c_compiler", lambda: Support(True))
+    pretend_versions(monkeypatch, triton="3.6.0")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert device.triton_mode() == "compiled"
+    assert "3.6.0" in device.triton_support().reason and "9.0" in device.triton_support().reason
+    assert device.compile_support()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert device.triton_mode() == "interpreter"
+    assert "because TRITON_INTERPRET is set" in device.triton_support().reason
+    assert not device.compile_support()
+    assert "TRITON_INTERPRET" in device.compile_support().reason
+
+
+def test_triton_absent_or_the_gpu_too_old(monkeypatch):
+    pretend_versions(monkeypatch)
+    assert device.triton_mode() is None
+    assert device.triton_support().reason == "Triton is not installed."
+    pretend_gpu(monkeypatch, (7, 5))
+    pretend_versions(monkeypatch, triton="3.6.0")
+    monkeypatch.setattr(device, "_triton_imported_as", lambda: None)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert "8.0" in device.triton_support().reason and "7.5" in device.triton_support().reason
+    assert not device.compile_support()
+
+
+def test_triton_needs_a_c_compiler(monkeypatch, hopper):
+    monkeypatch.setattr(device, "_triton_imported_as", lambda: None)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    pretend_versions(monkeypatch, triton="3.6.0")
+    monkeypatch.setenv("CC", "no-such-cc")
+    assert not device.triton_support()
+    assert "'no-such-cc'" in device.triton_support().reason
+
+
+# The other probes on machines that are not here
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 1)])
+def test_gluon_kernels_run_on_hopper_alone(monkeypatch, capability):
+    pretend_gpu(monkeypatch, capability)
+    pretend_versions(monkeypatch, triton="3.6.0")
+    monkeypatch.setattr(device, "_c_compiler", lambda: Support(True))
+    gluon = device.gluon_support()
+    assert gluon.ok is (capability == (9, 0))
+    assert "9.0" in gluon.reason and f"{capability[0]}.{capability[1]}" in gluon.reason
+
+
+@pytest.mark.parametrize(("version", "ok"), [("3.5.1", False), ("3.6.0", True), ("3.10.0rc1", True), (None, False)])
+def test_gluon_needs_a_recent_triton(monkeypatch, hopper, version, ok):
+    pretend_versions(monkeypatch, triton=version)
+    monkeypatch.setattr(device, "_c_compiler", lambda: Support(True))
+    assert device.gluon_support().ok is ok
+
+
+def test_flash_attention_packages(monkeypatch, hopper):
+    pretend_versions(monkeypatch, flash_attn="2.8.3")
+    assert device.flash_attn_support(2)
+    four = device.flash_attn_support()
+    assert not four and "flash-attn-4 is not installed" in four.reason and ".[gpu]" in four.remedy
+    with pytest.raises(ValueError, match="FlashAttention 3 is not used in this course"):
+        device.flash_attn_support(3)
+
+
+def test_flash_attention_4_needs_hopper(monkeypatch):
+    pretend_gpu(monkeypatch, (8, 6))
+    pretend_versions(monkeypatch, flash_attn_4="4.0.0b36")
+    support = device.flash_attn_support()
+    assert not support and "9.0" in support.reason and "8.6" in support.reason
+
+
+# The C++ compiler
+
+
+needs_avx2 = pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="this CPU has no AVX2")
+
+
+@needs_avx2
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    support = device._compile_on_cpu()
+    assert not support and "'no-such-compiler' is not on PATH" in support.reason and "CXX" in support.remedy
+
+
+@needs_avx2
+def test_a_compiler_that_fails_is_found_out(monkeypatch, tmp_path):
+    broken = tmp_path / "broken-g++"
+    broken.write_text("#!/bin/sh\necho 'fatal error: Python.h: No such file' >&2\nexit 1\n")
+    broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CXX", str(broken))
+    support = device._compile_on_cpu()
+    assert not support and "fatal error: Python.h" in support.reason and "python3-dev" in support.remedy
+
+
+def test_a_cpu_without_avx2_is_told(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
+    support = device._compile_on_cpu()
+    assert not support and "AVX2" in support.reason
+
+
+@no_gpu
+@pytest.mark.skipif(not device._compile_on_cpu(), reason="torch.compile does not run on this CPU")
+def test_compile_support_keeps_its_promise():
+    out = run_python(
+        "import torch\n"
+        "double = torch.compile(lambda x: torch.sin(x) * 2 + 1)\n"
+        "x = torch.linspace(0, 1, 100)\n"
+        "print(torch.allclose(double(x), torch.sin(x) * 2 + 1))"
+    )
+    assert out == "True"
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+def test_answers_on_a_gpu():
+    assert device.cuda_support()
+    assert device.cuda_graph_support()
+    assert torch.cuda.get_device_name() in device.cuda_support().reason
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert device.gluon_support()
+
+
+@pytest.mark.gpu
+@needs_triton
+def test_compile_support_keeps_its_promise_on_a_gpu():
+    out = run_python(
+        "import torch; from utils.machine.device import compile_support, triton_mode\n"
+        "print(triton_mode(), compile_support().ok)\n"
+        "x = torch.linspace(0, 1, 100, device='cuda')\n"
+        "print(torch.allclose(torch.compile(lambda x: torch.sin(x) * 2 + 1)(x), torch.sin(x) * 2 + 1))"
+    )
+    assert out.split() == ["compiled", "True", "True"]

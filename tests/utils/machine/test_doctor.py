@@ -1,0 +1,102 @@
+"""`labs doctor`: one table of the four labs, a reason and a remedy for what does not run, JSON for scripts."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from utils.machine import device, doctor
+
+
+def run_doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "utils.cli", "doctor", *arguments],
+        cwd=doctor.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "100", **environment},
+    )
+
+
+def test_json_lists_the_four_labs_with_reasons_and_remedies():
+    result = run_doctor("--json")
+    report = json.loads(result.stdout)
+    assert [lab["lab"] for lab in report["labs"]] == ["lab1", "lab2_flexattention", "lab3_gluon", "lab4_sdpa"]
+    for lab in report["labs"]:
+        for part in lab["parts"]:
+            assert part["reason"].endswith("."), part
+            if not part["runs"]:
+                assert part["remedy"].endswith("."), part
+    assert report["machine"]["versions"]["torch"] == torch.__version__
+    assert result.returncode == (1 if report["faults"] else 0)
+
+
+def test_every_attention_provider_has_a_row():
+    from utils.attention import PROVIDERS
+
+    report = json.loads(run_doctor("--json").stdout)
+    rows = {row["provider"]: row for row in report["attention_providers"]}
+    assert set(rows) == set(PROVIDERS)
+    assert rows["naive"]["ok"] and rows["math"]["ok"]
+    assert all(row["ok"] or row["reason"].endswith(".") for row in rows.values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_the_table_says_what_needs_one():
+    text = run_doctor().stdout
+    for word in ("lab1", "lab4_sdpa", "CUDA graphs", "Hopper"):
+        assert word in text
+
+
+def test_offline_compilation_is_possible_without_a_gpu():
+    support = device.offline_compile_support()
+    if sys.platform != "linux":
+        assert not support and "Linux" in support.remedy
+    else:
+        assert support, support.reason
+
+
+def test_a_missing_notebook_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "ROOT", tmp_path)
+    assert doctor.examine_lab(doctor.LABS[0])["status"] == "no notebook"
+    (tmp_path / "lab1.ipynb").write_text("{}")
+    assert doctor.examine_lab(doctor.LABS[0])["status"] in ("runs", "runs in part")
+
+
+def test_a_package_outside_its_range_is_a_fault_with_a_remedy(monkeypatch):
+    required = ["torch>=99", "no-such-package>=1", "rich", "x; extra == 'gpu'"]
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: required)
+    torch_fault, missing_fault = doctor.installation_faults()
+    assert torch.__version__ in torch_fault and "torch>=99" in torch_fault and "make env" in torch_fault
+    assert "no-such-package is missing" in missing_fault
+
+
+def test_brackets_in_a_remedy_reach_the_reader(capsys):
+    part = {"part": "CuTe path", "runs": False, "reason": "Not installed.", "remedy": "Run pip install '.[gpu]'."}
+    lab = {"lab": "lab1", "title": "title", "status": "runs in part", "parts": [part]}
+    machine = {"name": "CPU", "device": "cpu", "gpu_specs_row": None, "python": "3.12", "versions": {}}
+    report = {"machine": machine, "labs": [lab], "attention_providers": [], "faults": ["torch[extra] is missing."]}
+    doctor.print_report(report)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "[gpu]" in text and "torch[extra]" in text
+
+
+def test_an_uninstalled_course_is_a_fault(monkeypatch):
+    monkeypatch.setattr(doctor, "DISTRIBUTION", "no-such-distribution")
+    (fault,) = doctor.installation_faults()
+    assert "make env" in fault
+
+
+def test_a_broken_installation_exits_with_1(monkeypatch):
+    from typer.testing import CliRunner
+
+    from utils import cli
+
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: ["torch>=99"])
+    result = CliRunner().invoke(cli.app, ["doctor"])
+    assert result.exit_code == 1
+    assert "Broken installation" in result.output

@@ -1,0 +1,515 @@
+"""The decoder layer against the same layer written out by hand in float64."""
+
+import functools
+
+import pytest
+import torch
+
+from utils.config import GEMMA_CONFIG
+from utils.model import (
+    build_decoder_layer,
+    create_decode_inputs_with_cache,
+    create_decode_inputs_without_cache,
+    create_prefill_inputs,
+    decode_forward,
+    get_position_embeddings,
+    initialize_kv_cache,
+    prefill_forward,
+)
+
+HIDDEN = 640
+WINDOW = 512
+SLIDING, FULL = 0, 5  # a layer of each type
+both_types = pytest.mark.parametrize("layer_idx", [SLIDING, FULL], ids=["sliding", "full"])
+both_implementations = pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+
+
+@functools.cache
+def build(layer_idx, implementation="sdpa", dtype=torch.float32, device="cpu"):
+    return build_decoder_layer(layer_idx=layer_idx, dtype=dtype, device=device, attn_implementation=implementation)
+
+
+def embed(built, hidden_states, position_ids):
+    layer, rotary_emb = built
+    return get_position_embeddings(hidden_states, position_ids, rotary_emb, layer.self_attn.layer_type)
+
+
+def prefill(built, hidden_states, cache=None):
+    position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
+    return prefill_forward(built[0], hidden_states, position_ids, embed(built, hidden_states, position_ids), cache)
+
+
+def decode(built, token, position, cache):
+    """Decode one token (B, 1, hidden) at a position, with the cache."""
+    position_ids = torch.full((token.shape[0], 1), position, device=token.device)
+    cache_positions = torch.tensor([position], device=token.device)
+    position_embeddings = embed(built, token, position_ids)
+    return decode_forward(built[0], token, position_ids, position_embeddings, True, cache, cache_positions)
+
+
+def reference(layer, hidden_states):
+    """A Gemma-3 decoder layer over a whole sequence, in float64, one line of algebra after the other."""
+    weights = {name: weight.detach().cpu().double() for name, weight in layer.named_parameters()}
+    config, attention = layer.config, layer.self_attn
+    x = hidden_states.cpu().double()
+    batch, length, _ = x.shape
+
+    def norm(x, name):
+        x = x * (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()
+        return x * (1 + weights[f"{name}.weight"])
+
+    def heads(x, name):
+        return (x @ weights[f"self_attn.{name}_proj.weight"].T).view(batch, length, -1, 256).transpose(1, 2)
+
+    position = torch.arange(length, dtype=torch.float64)
+    theta = config.rope_parameters[attention.layer_type]["rope_theta"]
+    angle = position[:, None] / theta ** (torch.arange(0, 256, 2, dtype=torch.float64) / 256)
+
+    def rotate(x):
+        a, b = x[..., :128], x[..., 128:]
+        return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), dim=-1)
+
+    y = norm(x, "input_layernorm")
+    q = rotate(norm(heads(y, "q"), "self_attn.q_norm"))
+    k = rotate(norm(heads(y, "k"), "self_attn.k_norm"))
+    v = heads(y, "v")
+    distance = position[:, None] - position[None, :]
+    seen = distance >= 0
+    if attention.layer_type == "sliding_attention":
+        seen &= distance < WINDOW
+    scores = (q @ k.transpose(2, 3) / 256**0.5).masked_fill(~seen, -torch.inf)
+    y = (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, -1)
+    x = x + norm(y @ weights["self_attn.o_proj.weight"].T, "post_attention_layernorm")
+    y = norm(x, "pre_feedforward_layernorm")
+    gate = torch.nn.functional.gelu(y @ weights["mlp.gate_proj.weight"].T, approximate="tanh")
+    y = (gate * (y @ weights["mlp.up_proj.weight"].T)) @ weights["mlp.down_proj.weight"].T
+    return x + norm(y, "post_feedforward_layernorm")
+
+
+def assert_close(actual, expected, tolerance=1e-4):
+    assert actual.shape == expected.shape
+    error = (actual.cpu().double() - expected).abs().max().item()
+    assert error < tolerance, f"largest error {error:.1e}"
+
+
+# ---- pseudo inputs -----------------------------------------------------------------------------------------
+
+
+def test_prefill_inputs():
+    hidden_states, position_ids = create_prefill_inputs(2, 7, HIDDEN, torch.bfloat16, "cpu")
+    assert hidden_states.shape == (2, 7, HIDDEN) and hidden_states.dtype == torch.bfloat16
+    assert position_ids.tolist() == [list(range(7))] * 2
+    assert 0.8 < hidden_states.float().std() < 1.2
+
+
+def test_decode_inputs_with_cache():
+    token, position_ids, cache_positions = create_decode_inputs_with_cache(3, 9, HIDDEN, torch.float32, "cpu")
+    assert token.shape == (3, 1, HIDDEN) and token.dtype == torch.float32
+    assert position_ids.tolist() == [[9]] * 3 and cache_positions.tolist() == [9]
+    assert position_ids.dtype == cache_positions.dtype == torch.int64
+
+
+def test_decode_inputs_without_cache():
+    token, position_ids, prompt = create_decode_inputs_without_cache(2, 4, HIDDEN, torch.float32, "cpu")
+    assert token.shape == (2, 1, HIDDEN) and prompt.shape == (2, 4, HIDDEN)
+    assert position_ids.tolist() == [[0, 1, 2, 3, 4]] * 2
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, None])
+def test_a_count_must_be_a_positive_whole_number(wrong):
+    with pytest.raises(ValueError, match=r"seq_len is .*; it must be a whole number, 1 or more"):
+        create_prefill_inputs(1, wrong, HIDDEN, torch.float32, "cpu")
+
+
+@both_types
+def test_position_embeddings_are_the_rotary_angles(layer_idx):
+    layer, rotary_emb = build(layer_idx)
+    hidden_states, position_ids = create_prefill_inputs(2, 5, HIDDEN, torch.float32, "cpu")
+    cos, sin = get_position_embeddings(hidden_states, position_ids, rotary_emb, layer.self_attn.layer_type)
+    assert cos.shape == sin.shape == (2, 5, 256)
+    theta = {SLIDING: 1e4, FULL: 1e6}[layer_idx]
+    angle = torch.arange(5)[:, None] / theta ** (torch.arange(0, 256, 2) / 256)
+    torch.testing.assert_close(cos[1], angle.cos().repeat(1, 2))
+    torch.testing.assert_close(sin[1], angle.sin().repeat(1, 2))
+
+
+# ---- right results -----------------------------------------------------------------------------------------
+
+
+@both_types
+@both_implementations
+def test_prefill_is_causal_within_the_window(layer_idx, implementation):
+    built = build(layer_idx, implementation)
+    hidden_states = torch.randn(2, WINDOW + 60, HIDDEN)
+    expected = reference(built[0], hidden_states)
+    assert_close(prefill(built, hidden_states), expected)
+    for max_cache_len in (WINDOW + 60, WINDOW + 100):
+        assert_close(prefill(built, hidden_states, initialize_kv_cache(GEMMA_CONFIG, max_cache_len)), expected)
+
+
+@both_types
+@both_implementations
+@pytest.mark.parametrize("prompt, decoded, max_cache_len", [(1, 6, 7), (9, 6, 600), (500, 24, 524), (700, 6, 800)])
+def test_decode_with_cache_is_the_row_of_a_full_forward(layer_idx, implementation, prompt, decoded, max_cache_len):
+    built = build(layer_idx, implementation)
+    hidden_states = torch.randn(2, prompt + decoded, HIDDEN)
+    expected = reference(built[0], hidden_states)
+    cache = initialize_kv_cache(GEMMA_CONFIG, max_cache_len)
+    assert_close(prefill(built, hidden_states[:, :prompt], cache), expected[:, :prompt])
+    for position in range(prompt, prompt + decoded):
+        here = slice(position, position + 1)
+        assert_close(decode(built, hidden_states[:, here], position, cache), expected[:, here])
+        assert int(cache.get_seq_length(layer_idx)) == position + 1
+
+
+@both_types
+@both_implementations
+def test_decode_without_cache_is_the_last_row_of_a_full_forward(layer_idx, implementation):
+    built = build(layer_idx, implementation)
+    token, position_ids, prompt = create_decode_inputs_without_cache(2, 540, HIDDEN, torch.float32, "cpu")
+    output = decode_forward(built[0], token, position_ids, embed(built, token, position_ids), False, None, None, prompt)
+    assert_close(output, reference(built[0], torch.cat((prompt, token), dim=1))[:, -1:])
+
+
+@both_types
+def test_the_documented_calls_agree_with_and_without_cache(layer_idx):
+    built = build(layer_idx)
+    layer = built[0]
+    token, all_positions, prompt = create_decode_inputs_without_cache(2, 40, HIDDEN, torch.float32, "cpu")
+    cache = initialize_kv_cache(GEMMA_CONFIG, 64)
+    prefill(built, prompt, cache)
+    _, position_ids, cache_positions = create_decode_inputs_with_cache(2, 40, HIDDEN, torch.float32, "cpu")
+    cached = decode_forward(
+        layer, token, position_ids, embed(built, token, position_ids), True, cache, cache_positions, None
+    )
+    uncached = decode_forward(
+        layer, token, all_positions, embed(built, token, all_positions), False, None, None, prompt
+    )
+    assert_close(cached, uncached.double())
+
+
+@both_types
+@both_implementations
+def test_bfloat16_is_as_close_with_the_cache_as_without(layer_idx, implementation):
+    built = build(layer_idx, implementation, torch.bfloat16)
+    hidden_states = torch.randn(1, 530, HIDDEN).bfloat16()
+    expected = reference(built[0], hidden_states)
+    cache = initialize_kv_cache(GEMMA_CONFIG, 530)
+    prefill(built, hidden_states[:, :500], cache)
+    decoded = [decode(built, hidden_states[:, i : i + 1], i, cache) for i in range(500, 530)]
+    # bfloat16 keeps 8 bits: 2^-8 of values up to 8, through some ten roundings.
+    assert_close(prefill(built, hidden_states), expected, 0.1)
+    assert_close(torch.cat(decoded, dim=1), expected[:, 500:], 0.1)
+    assert decoded[0].dtype == torch.bfloat16
+
+
+# ---- what the cache keeps ----------------------------------------------------------------------------------
+
+
+@both_types
+@pytest.mark.parametrize("first", ["the same", "longer", "shorter", "broken"])
+def test_a_second_prefill_starts_afresh(layer_idx, first):
+    built = build(layer_idx)
+    hidden_states = torch.randn(1, 560, HIDDEN)
+    expected = reference(built[0], hidden_states)
+    cache = initialize_kv_cache(GEMMA_CONFIG, 700)
+    length = {"the same": 550, "longer": 650, "shorter": 30, "broken": 550}[first]
+    before = torch.full((1, length, HIDDEN), torch.nan) if first == "broken" else torch.randn(1, length, HIDDEN)
+    prefill(built, before, cache)
+    if first != "broken":
+        decode(built, torch.randn(1, 1, HIDDEN), length, cache)
+    keys = cache.layers[layer_idx].keys
+    shape, address = keys.shape, keys.data_ptr()
+    for _ in range(2):
+        assert_close(prefill(built, hidden_states[:, :550], cache), expected[:, :550])
+        assert int(cache.get_seq_length(layer_idx)) == 550
+    assert_close(decode(built, hidden_states[:, 550:551], 550, cache), expected[:, 550:551])
+    keys = cache.layers[layer_idx].keys
+    assert (keys.shape, keys.data_ptr()) == (shape, address)
+
+
+@both_types
+@pytest.mark.parametrize("prompt", [20, 600])
+def test_the_same_decode_step_can_be_repeated(layer_idx, prompt):
+    built = build(layer_idx)
+    cache = initialize_kv_cache(GEMMA_CONFIG, prompt + 1)  # no room for a second token
+    prefill(built, torch.randn(1, prompt, HIDDEN), cache)
+    token = torch.randn(1, 1, HIDDEN)
+    first = decode(built, token, prompt, cache)
+    for _ in range(5):
+        assert torch.equal(decode(built, token, prompt, cache), first)
+
+
+@both_types
+def test_a_decode_at_an_earlier_position_drops_what_came_after(layer_idx):
+    built = build(layer_idx)
+    hidden_states = torch.randn(1, 30, HIDDEN)
+    expected = reference(built[0], hidden_states)
+    cache = initialize_kv_cache(GEMMA_CONFIG, 64)
+    prefill(built, torch.cat((hidden_states[:, :20], torch.randn(1, 20, HIDDEN)), dim=1), cache)
+    for position in range(20, 30):
+        here = slice(position, position + 1)
+        assert_close(decode(built, hidden_states[:, here], position, cache), expected[:, here])
+
+
+def test_one_cache_serves_several_layers():
+    first, second = build(4), build(5)  # a sliding layer and the full one after it
+    hidden_states = torch.randn(1, 25, HIDDEN)
+    middle = reference(first[0], hidden_states)
+    expected = reference(second[0], middle)
+    cache = initialize_kv_cache(GEMMA_CONFIG, 32)
+    prefill(second, prefill(first, hidden_states[:, :20], cache), cache)
+    for position in range(20, 25):
+        here = slice(position, position + 1)
+        output = decode(second, decode(first, hidden_states[:, here], position, cache), position, cache)
+        assert_close(output, expected[:, here])
+
+
+def test_inference_mode_and_no_gradients():
+    built = build(SLIDING)
+    cache = initialize_kv_cache(GEMMA_CONFIG, 600)
+    hidden_states = torch.randn(1, 551, HIDDEN, requires_grad=True)
+    expected = reference(built[0], hidden_states.detach())
+    with torch.inference_mode():
+        prefill(built, hidden_states[:, :550], cache)
+        assert_close(decode(built, hidden_states[:, 550:], 550, cache), expected[:, 550:])
+    output = prefill(built, hidden_states[:, :550], cache)
+    assert_close(output, expected[:, :550])
+    assert not output.requires_grad and not cache.layers[SLIDING].keys.requires_grad
+
+
+# ---- building ----------------------------------------------------------------------------------------------
+
+
+def test_building_leaves_config_and_generator_alone():
+    before, state = GEMMA_CONFIG.to_dict(), torch.get_rng_state()
+    eager, _ = build_decoder_layer(dtype=torch.float32, device="cpu", attn_implementation="eager")
+    sdpa, _ = build_decoder_layer(dtype=torch.float32, device="cpu", attn_implementation="sdpa")
+    other, _ = build_decoder_layer(dtype=torch.float32, device="cpu", seed=1)
+    assert GEMMA_CONFIG.to_dict() == before and torch.equal(torch.get_rng_state(), state)
+    assert (eager.config._attn_implementation, sdpa.config._attn_implementation) == ("eager", "sdpa")
+    assert torch.equal(eager.mlp.up_proj.weight, sdpa.mlp.up_proj.weight)
+    assert not torch.equal(other.mlp.up_proj.weight, sdpa.mlp.up_proj.weight)
+    assert not any(weight.requires_grad for weight in sdpa.parameters()) and not sdpa.training
+
+
+def test_a_layer_that_names_no_attention_implementation_is_causal():
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer
+
+    built = build(FULL, "eager")
+    plain = Gemma3DecoderLayer(type(GEMMA_CONFIG).from_dict(GEMMA_CONFIG.to_dict()), FULL)
+    assert plain.config._attn_implementation is None
+    plain.load_state_dict(built[0].state_dict())
+    hidden_states = torch.randn(1, 30, HIDDEN)
+    assert_close(prefill((plain, built[1]), hidden_states), reference(plain, hidden_states))
+
+
+# ---- errors ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "function, wrong, right",
+    [
+        (decode_forward, "cache_position", "cache_positions"),
+        (decode_forward, "use_cache", "use_kv_cache"),
+        (prefill_forward, "past_key_value", "past_key_values"),
+        (create_prefill_inputs, "sequence_len", "seq_len"),
+        (create_decode_inputs_with_cache, "seq_len", "current_seq_len"),
+        (create_decode_inputs_without_cache, "batchsize", "batch_size"),
+        (get_position_embeddings, "rotary", "rotary_emb"),
+        (initialize_kv_cache, "max_len", "max_cache_len"),
+        (build_decoder_layer, "layer_index", "layer_idx"),
+    ],
+)
+def test_a_misspelt_argument_is_an_error(function, wrong, right):
+    with pytest.raises(TypeError, match=f"{function.__name__}.* no argument '{wrong}': did you mean '{right}'"):
+        function(**{wrong: 1})
+    with pytest.raises(TypeError, match=f"its arguments are .*{right}"):
+        function(zzz=1)
+
+
+def test_decode_past_the_end_says_how_long_the_cache_is():
+    for layer_idx in (SLIDING, FULL):
+        built = build(layer_idx)
+        cache = initialize_kv_cache(GEMMA_CONFIG, 8)
+        prefill(built, torch.randn(1, 8, HIDDEN), cache)
+        with pytest.raises(IndexError, match=r"position 8 is past the end .* 8 tokens.*initialize_kv_cache"):
+            decode(built, torch.randn(1, 1, HIDDEN), 8, cache)
+
+
+def wrong_calls():
+    """{what the message must match: a call that is wrong}"""
+    f32 = torch.float32
+    built = layer, rotary_emb = build(SLIDING)
+    x, ids = create_prefill_inputs(2, 6, HIDDEN, f32, "cpu")
+    emb = embed(built, x, ids)
+    token, at, slot = create_decode_inputs_with_cache(2, 6, HIDDEN, f32, "cpu")
+    at_emb = embed(built, token, at)
+    filled = initialize_kv_cache(GEMMA_CONFIG, 16)
+    prefill(built, x, filled)
+
+    def step(**changed):
+        arguments = {
+            "hidden_states": token,
+            "position_ids": at,
+            "position_embeddings": at_emb,
+            "use_kv_cache": True,
+            "past_key_values": filled,
+            "cache_positions": slot,
+        }
+        return lambda: decode_forward(layer, **(arguments | changed))
+
+    no_cache = {"use_kv_cache": False, "past_key_values": None, "cache_positions": None}
+    from transformers import DynamicCache
+
+    return {
+        "this layer takes .B, S, 640.": lambda: prefill_forward(layer, x[..., :600], ids, emb),
+        r"takes \(B, S": lambda: prefill_forward(layer, x[0], ids, emb),
+        "create the inputs with the layer's dtype": lambda: prefill_forward(layer, x.bfloat16(), ids, emb),
+        r"position_ids has shape \(2, 5\).*\(2, 6\)": lambda: prefill_forward(layer, x, ids[:, :5], emb),
+        r"cos has shape \(2, 1, 256\).*\(2, 6, 256\)": lambda: prefill_forward(layer, x, ids, at_emb),
+        "cos is torch.bfloat16": lambda: prefill_forward(layer, x, ids, [e.bfloat16() for e in emb]),
+        "build_decoder_layer": lambda: prefill_forward(rotary_emb, x, ids, emb),
+        "6 tokens .* room for 4": lambda: prefill_forward(layer, x, ids, emb, initialize_kv_cache(GEMMA_CONFIG, 4)),
+        "DynamicCache; make a StaticCache": lambda: prefill_forward(layer, x, ids, emb, DynamicCache()),
+        "batch 2, .* has batch 1, .*new cache": lambda: prefill_forward(
+            layer, x[:1], ids[:1], [e[:1] for e in emb], filled
+        ),
+        "takes one token": step(hidden_states=x),
+        "needs past_key_values": step(past_key_values=None),
+        "needs cache_positions": step(cache_positions=None),
+        "the cache is empty: run prefill_forward": step(past_key_values=initialize_kv_cache(GEMMA_CONFIG, 16)),
+        "holds 6 tokens: the next position is 6": step(cache_positions=torch.tensor([7])),
+        "says -1": step(cache_positions=torch.tensor([-1])),
+        "it must be one position": step(cache_positions=torch.tensor([6, 6])),
+        "torch.int32 of shape": step(cache_positions=torch.tensor([6], dtype=torch.int32)),
+        "pass prefill_hidden_states": step(**no_cache),
+        "batch and hidden size must agree": step(**no_cache, prefill_hidden_states=x[:1]),
+        r"position_ids has shape \(2, 1\).*\(2, 7\)": step(**no_cache, prefill_hidden_states=x),
+        "layer_type is 'global'.*full_attention": lambda: get_position_embeddings(x, ids, rotary_emb, "global"),
+        "position_ids has shape .6,": lambda: get_position_embeddings(x, ids[0], rotary_emb, "full_attention"),
+        "max_cache_len is 0": lambda: initialize_kv_cache(GEMMA_CONFIG, 0),
+        "'flash'; allowed: sdpa, eager": lambda: build_decoder_layer(attn_implementation="flash"),
+        "layers 0 to 17": lambda: build_decoder_layer(layer_idx=18),
+    }
+
+
+def test_errors_say_what_was_given_and_what_to_do():
+    for message, call in wrong_calls().items():
+        with pytest.raises((ValueError, TypeError), match=message):
+            call()
+
+
+# ---- compiled and captured ---------------------------------------------------------------------------------
+
+
+@both_types
+def test_the_compiled_layer_is_one_graph_and_right(layer_idx):
+    torch._dynamo.reset()
+    layer, rotary_emb = build(layer_idx)
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend=backend), rotary_emb
+    hidden_states = torch.randn(1, 524, HIDDEN)
+    expected = reference(layer, hidden_states)
+    cache = initialize_kv_cache(GEMMA_CONFIG, 600)
+    for _ in range(2):
+        assert_close(prefill(compiled, hidden_states[:, :505], cache), expected[:, :505])
+        for position in range(505, 524):  # past the window's 512 slots
+            here = slice(position, position + 1)
+            assert_close(decode(compiled, hidden_states[:, here], position, cache), expected[:, here])
+    assert len(graphs) == 2, "one graph for prefill and one for every decode step"
+    torch._dynamo.reset()
+
+
+def test_inductor_compiles_the_layer():
+    from utils.machine.device import compile_support
+
+    if not (support := compile_support()):
+        pytest.skip(f"{support.reason} {support.remedy}")
+    torch._dynamo.reset()
+    layer, rotary_emb = build(SLIDING)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=False), rotary_emb
+    hidden_states = torch.randn(1, 64, HIDDEN)
+    output = prefill(compiled, hidden_states, initialize_kv_cache(GEMMA_CONFIG, 80))
+    assert_close(output, reference(layer, hidden_states))
+    torch._dynamo.reset()
+
+
+@pytest.mark.gpu
+@both_types
+def test_prefill_and_decode_do_not_wait_for_the_gpu(layer_idx):
+    built = layer, _ = build(layer_idx, device="cuda")
+    cache = initialize_kv_cache(GEMMA_CONFIG, 700)
+    hidden_states, position_ids = create_prefill_inputs(2, 600, HIDDEN, torch.float32, "cuda")
+    position_embeddings = embed(built, hidden_states, position_ids)
+    token, at, cache_positions = create_decode_inputs_with_cache(2, 600, HIDDEN, torch.float32, "cuda")
+    at_embeddings = embed(built, token, at)
+
+    def both():
+        prefill_forward(layer, hidden_states, position_ids, position_embeddings, cache)
+        return decode_forward(layer, token, at, at_embeddings, True, cache, cache_positions)
+
+    both()  # the first run loads libraries and makes the mask
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        output = both()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_close(output, reference(layer, torch.cat((hidden_states, token), dim=1))[:, -1:])
+
+
+@pytest.mark.gpu
+@both_types
+@both_implementations
+def test_a_decode_step_in_a_cuda_graph(layer_idx, implementation):
+    built = layer, _ = build(layer_idx, implementation, device="cuda")
+    hidden_states = torch.randn(2, 520, HIDDEN, device="cuda")
+    expected = reference(layer, hidden_states)
+    cache = initialize_kv_cache(GEMMA_CONFIG, 600)
+    prefill(built, hidden_states[:, :505], cache)
+    _, position_ids, cache_positions = create_decode_inputs_with_cache(2, 505, HIDDEN, torch.float32, "cuda")
+    token = hidden_states[:, 505:506].clone()
+    position_embeddings = embed(built, token, position_ids)
+    arguments = (layer, token, position_ids, position_embeddings, True, cache, cache_positions)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            decode_forward(*arguments)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = decode_forward(*arguments)
+
+    for position in range(505, 518):  # past the window's 512 slots
+        here = slice(position, position + 1)
+        token.copy_(hidden_states[:, here])
+        cache_positions.fill_(position)
+        position_ids.fill_(position)
+        for static, new in zip(position_embeddings, embed(built, token, position_ids), strict=True):
+            static.copy_(new)
+        graph.replay()
+        assert_close(output, expected[:, here])
+    # What the replays wrote is there for an ordinary step.
+    assert_close(decode(built, hidden_states[:, 518:519], 518, cache), expected[:, 518:519])
+
+
+@pytest.mark.gpu
+@both_implementations
+def test_bfloat16_on_the_gpu(implementation):
+    for layer_idx in (SLIDING, FULL):
+        built = build(layer_idx, implementation, torch.bfloat16, "cuda")
+        hidden_states = torch.randn(2, 530, HIDDEN, device="cuda").bfloat16()
+        expected = reference(built[0], hidden_states)
+        cache = initialize_kv_cache(GEMMA_CONFIG, 530)
+        assert_close(prefill(built, hidden_states[:, :500], cache), expected[:, :500], 0.1)
+        for position in range(500, 530):
+            here = slice(position, position + 1)
+            assert_close(decode(built, hidden_states[:, here], position, cache), expected[:, here], 0.1)

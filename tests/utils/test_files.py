@@ -1,0 +1,35 @@
+"""Recorded tables: shown with their machine and commit, and missing ones named."""
+
+import json
+import re
+
+import pytest
+
+from instructor.build import ROOT
+from utils.files import recorded_table
+
+RECORD = {"machine": "NVIDIA H200", "commit": "0cfa907", "tables": {"race": [{"way": "naive", "ms": 2.5}]}}
+
+
+def test_a_table_comes_with_where_it_was_measured(tmp_path, capsys):
+    (tmp_path / "lab.json").write_text(json.dumps(RECORD))
+    rows = recorded_table(tmp_path / "lab.json", "race")
+    assert rows.to_dict("records") == RECORD["tables"]["race"]
+    assert capsys.readouterr().out == "Recorded on NVIDIA H200, commit 0cfa907. Not measured here:\n"
+
+
+def test_a_missing_table_or_record_is_said(tmp_path, capsys):
+    path = tmp_path / "lab.json"
+    assert recorded_table(path, "race") is None
+    path.write_text(json.dumps(RECORD))
+    assert recorded_table(str(path), "cliff") is None
+    assert capsys.readouterr().out == f"No recorded table 'race' in {path}.\nNo recorded table 'cliff' in {path}.\n"
+
+
+@pytest.mark.parametrize("lab", [1, 2, 3, 4])
+def test_every_table_that_a_lab_shows_is_recorded(lab, capsys):
+    (source,) = (ROOT / "instructor" / "labs").glob(f"lab{lab}*.py")
+    shown = re.findall(r'^ *show_recorded\("(\w+)"', source.read_text(), flags=re.MULTILINE)
+    assert shown
+    for table in shown:
+        assert len(recorded_table(ROOT / f"assets/results/h200/lab{lab}.json", table)), table

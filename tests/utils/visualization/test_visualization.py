@@ -1,0 +1,691 @@
+"""Plots: documented names and returns, units that are checked, labels that never overlap, no global state."""
+
+import inspect
+import itertools
+import json
+import math
+import warnings
+
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from utils.visualization import (
+    plot_flash_attn_improvement,
+    plot_gemm_torch_matmul_latency,
+    plot_latency,
+    plot_roofline,
+    plot_timeline,
+)
+from utils.visualization.style import SERIES, luminance, plain
+
+DOCUMENTED = {"gemm_1024": 341.3, "gemv_1024": 1.0}
+SIZES, TILED, TORCH = [128, 256, 512, 1024], [0.05, 0.2, 0.9, 6.0], [0.008, 0.009, 0.012, 0.04]
+
+
+@pytest.fixture(autouse=True)
+def _close_figures():
+    yield
+    plt.close("all")
+
+
+@pytest.fixture
+def attention_frame() -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "seq_len": [512, 1024, 2048, 4096],
+            "sdpa_ms": [0.08, 0.21, 0.75, 2.9],
+            "flash_ms": [0.05, 0.08, 0.18, 0.55],
+            "sdpa_mem_gb": [0.02, 0.07, 0.28, 1.1],
+            "flash_mem_gb": [0.008, 0.016, 0.033, 0.067],
+        }
+    )
+
+
+def events() -> list[dict]:
+    """Two operators on a thread, the first with a nested one, and two kernels on a stream."""
+    rows = [
+        ("aten::linear", "cpu_op", 1000.0, 50.0, "thread 1"),
+        ("aten::addmm", "cpu_op", 1005.0, 40.0, "thread 1"),
+        ("aten::gelu", "cpu_op", 1060.0, 40.0, "thread 1"),
+        ("sm90_xmma_gemm_bf16", "kernel", 1050.0, 25.0, "stream 7"),
+        ("void at::native::vectorized_elementwise_kernel<4>(int)", "kernel", 1090.0, 10.0, "stream 7"),
+    ]
+    keys = ("name", "category", "start_us", "duration_us", "lane")
+    return [dict(zip(keys, row, strict=True)) for row in rows]
+
+
+def all_plots(frame: pd.DataFrame) -> dict:
+    """One call of each plot."""
+    return {
+        "roofline": lambda **kw: plot_roofline("A100", 19.5, 2.0, DOCUMENTED, measured={"gemm": (300, 14.0)}, **kw),
+        "gemm": lambda **kw: plot_gemm_torch_matmul_latency(SIZES, TILED, TORCH, **kw),
+        "flash": lambda **kw: plot_flash_attn_improvement(frame, **kw),
+        "timeline": lambda **kw: plot_timeline(events(), **kw),
+        "rows": lambda **kw: plot_latency({"eager": 1.9, "compiled": (0.71, 0.70, 0.73)}, **kw),
+    }
+
+
+PLOTS = ["roofline", "gemm", "flash", "timeline", "rows"]
+
+
+def text_boxes(figure: Figure) -> list[tuple[str, np.ndarray]]:
+    """Extents in pixels of every visible text of the drawn figure."""
+    figure.canvas.draw()
+    renderer = figure.canvas.get_renderer()
+    boxes = []
+    for text in figure.findobj(matplotlib.text.Text):
+        axes = text.axes
+        if not text.get_visible() or not text.get_text().strip():
+            continue
+        box = text.get_window_extent(renderer)
+        if axes is not None and text in axes.texts and not axes.bbox.overlaps(box):
+            continue
+        boxes.append((text.get_text(), box.extents))
+    for axes in figure.axes:  # tick labels outside the limits exist but are not drawn
+        hidden = set()
+        for axis, bounds in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+            low, high = sorted(bounds)
+            for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
+                if not low * (1 - 1e-9) <= tick.get_loc() <= high * (1 + 1e-9):
+                    box = tick.label1.get_window_extent(renderer).extents
+                    hidden.add((tick.label1.get_text(), tuple(box)))
+        boxes = [(text, box) for text, box in boxes if (text, tuple(box)) not in hidden]
+    return boxes
+
+
+def overlaps(figure: Figure) -> list[tuple[str, str]]:
+    """Pairs of texts whose boxes share more than half a pixel in both directions."""
+    found = []
+    for (one, a), (other, b) in itertools.combinations(text_boxes(figure), 2):
+        width = min(a[2], b[2]) - max(a[0], b[0])
+        height = min(a[3], b[3]) - max(a[1], b[1])
+        if width > 0.5 and height > 0.5:
+            found.append((one, other))
+    return found
+
+
+def labels(axes: Axes) -> list[str]:
+    """The visible texts inside the axes, after drawing."""
+    axes.figure.canvas.draw()
+    return [text.get_text() for text in axes.texts if text.get_visible()]
+
+
+# ---- the documented interface ----
+
+
+def test_signatures_are_the_documented_ones():
+    def positional(fn):
+        parameters = inspect.signature(fn).parameters.values()
+        return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    assert positional(plot_roofline) == ["gpu_name", "peak_flops", "peak_bandwidth", "operations"]
+    gemm = ["sizes", "gemm_tiled_latency_ms", "torch_matmul_latency_ms"]
+    assert positional(plot_gemm_torch_matmul_latency) == gemm
+    assert positional(plot_flash_attn_improvement) == ["df", "latency_cols", "memory_cols", "seq_len_col"]
+    for fn in (plot_roofline, plot_gemm_torch_matmul_latency, plot_flash_attn_improvement, plot_timeline):
+        assert inspect.signature(fn).parameters["ax"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_documented_roofline_example():
+    figure, axes = plot_roofline("A100", 19.5, 2.0, {"gemm_1024": 341.3, "gemv_1024": 1.0})
+    assert isinstance(figure, Figure) and isinstance(axes, Axes)
+    assert "A100" in axes.get_title(loc="left")
+    assert axes.get_xscale() == axes.get_yscale() == "log"
+    assert "FLOPs/Byte" in axes.get_xlabel() and "TFLOP/s" in axes.get_ylabel()
+    words = labels(axes)
+    assert {"gemm_1024", "gemv_1024", "19.5 TFLOP/s", "2 TB/s", "ridge 9.75 FLOPs/Byte"} <= set(words)
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_returns_figure_and_axes_and_draws_in_given_axes(name, attention_frame):
+    plot = all_plots(attention_frame)[name]
+    figure, axes = plot()
+    assert isinstance(figure, Figure)
+    count = 2 if name == "flash" else 1
+    assert np.size(axes) == count
+    own, grid = plt.subplots(1, 2, figsize=(12, 5))
+    given = grid if count == 2 else grid[0]
+    before = plt.get_fignums()
+    figure, axes = plot(ax=given)
+    assert figure is own
+    assert plt.get_fignums() == before
+    assert np.all(np.ravel(axes) == np.ravel(given))
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_ax_of_the_wrong_kind_is_refused(name, attention_frame):
+    with pytest.raises(ValueError, match="ax must be"):
+        all_plots(attention_frame)[name](ax="here")
+    with pytest.raises(ValueError, match="ax must be"):
+        all_plots(attention_frame)[name](ax=plt.subplots(1, 3)[1])
+
+
+@pytest.mark.parametrize("style", ["default", "dark_background", "ggplot"])
+def test_global_style_is_never_changed(attention_frame, style):
+    with plt.style.context(style):
+        plt.figure()  # settles the backend, which pyplot writes into rcParams on first use
+        before = dict(matplotlib.rcParams)
+        for plot in all_plots(attention_frame).values():
+            figure, _ = plot()
+            figure.canvas.draw()
+        assert dict(matplotlib.rcParams) == before
+
+
+def test_a_dark_global_style_does_not_hide_the_ink():
+    with plt.style.context("dark_background"):
+        figure, _ = plot_roofline("A100", 19.5, 2.0, DOCUMENTED)
+        figure.canvas.draw()
+    assert luminance(figure.get_facecolor()) > 0.95
+    for text in figure.findobj(matplotlib.text.Text):
+        if text.get_visible() and text.get_text():
+            assert luminance(text.get_color()) < 0.3, text.get_text()
+
+
+def test_nothing_is_shown_by_the_plot_itself(monkeypatch, attention_frame):
+    monkeypatch.setattr(plt, "show", lambda *a, **k: pytest.fail("plt.show() was called"))
+    for plot in all_plots(attention_frame).values():
+        plot()
+
+
+def test_a_notebook_shows_each_figure_exactly_once():
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    call = "plot_roofline('A100', 19.5, 2.0, {'gemm_1024': 341.3})"
+    cells = [
+        f"from utils.visualization import plot_roofline\n{call}",  # the tuple is the last expression
+        f"figure, axes = {call}",  # assigned
+        f"{call};",
+        "1 + 1",
+    ]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MPLBACKEND", raising=False)
+        nbclient.NotebookClient(book, timeout=120, kernel_name="python3").execute()
+    pictures = [sum("image/png" in output.get("data", {}) for output in cell["outputs"]) for cell in book["cells"]]
+    assert pictures == [1, 1, 1, 0]
+
+
+# ---- roofline ----
+
+
+def markers(axes: Axes) -> list[tuple[float, float, str]]:
+    """Every single marker in the axes: x, y, hollow or solid."""
+    found = []
+    for line in axes.lines:
+        if len(line.get_xdata()) == 1 and line.get_markersize() > 4:
+            hollow = luminance(line.get_markerfacecolor()) > 0.9
+            found.append((float(line.get_xdata()[0]), float(line.get_ydata()[0]), "hollow" if hollow else "solid"))
+    return sorted(found)
+
+
+def test_predicted_points_lie_on_the_roof_and_measured_ones_where_they_were_measured():
+    _, axes = plot_roofline("A100", 312, 2.0, {"decode": 1.0}, measured={"gemm": (500.0, 218.4), "norm": (0.5, 0.4)})
+    assert markers(axes) == [
+        (0.5, 0.4, "solid"),
+        (0.5, 1.0, "hollow"),
+        (1.0, 2.0, "hollow"),
+        (500.0, 218.4, "solid"),
+        (500.0, 312.0, "hollow"),
+    ]
+    words = labels(axes)
+    assert {"gemm  70%", "norm  40%", "decode"} <= set(words)
+    joins = [line for line in axes.lines if len(set(line.get_xdata())) == 1 and len(line.get_xdata()) == 2]
+    assert sorted(line.get_ydata()[0] for line in joins if line.get_xdata()[0] in (0.5, 500.0)) == [1.0, 312.0]
+
+
+def test_a_point_both_predicted_and_measured_is_drawn_once_on_the_roof():
+    _, axes = plot_roofline("A100", 312, 2.0, {"gemm": 500.0}, measured={"gemm": (500.0, 218.4)})
+    assert markers(axes) == [(500.0, 218.4, "solid"), (500.0, 312.0, "hollow")]
+    assert [word for word in labels(axes) if word.startswith("gemm")] == ["gemm  70%"]
+
+
+def test_a_point_above_the_roof_is_flagged_in_words_and_does_not_raise():
+    _, axes = plot_roofline("A100", 19.5, 2.0, measured={"copy": (0.125, 0.2675), "gemm": (300.0, 15.0)})
+    words = labels(axes)
+    assert "copy  107%" in words
+    assert any("Above the roof: copy at 107%" in word and "bytes" in word for word in words)
+    assert {text.get_text() for text in axes.get_legend().get_texts()} >= {"above the roof"}
+    flagged = next(text for text in axes.texts if text.get_text() == "copy  107%")
+    plain_one = next(text for text in axes.texts if text.get_text() == "gemm  77%")
+    assert flagged.get_color() != plain_one.get_color() and flagged.get_fontweight() == "bold"
+
+
+def test_a_point_exactly_on_the_roof_is_not_flagged_and_one_just_above_is():
+    _, axes = plot_roofline("A100", 19.5, 2.0, measured={"at": (300.0, 19.5)})
+    assert "at  100%" in labels(axes) and not any("Above" in word for word in labels(axes))
+    _, axes = plot_roofline("A100", 19.5, 2.0, measured={"over": (300.0, 19.52)})
+    assert "over  100.1%" in labels(axes) and any("Above" in word for word in labels(axes))
+
+
+def test_several_dtype_roofs():
+    _, axes = plot_roofline(
+        "H200",
+        989,
+        4.8,
+        {"gemm": 400.0},
+        measured={"gemm fp32": (400.0, 33.5, "fp32")},
+        peaks={"bf16": 989, "fp16": 989, "fp32": 67},
+    )
+    words = labels(axes)
+    assert "bf16, fp16  989 TFLOP/s" in words
+    assert "fp32  67 TFLOP/s, ridge 14" in words
+    assert "gemm fp32  50%" in words  # its own roof, not the main one
+    flat = [line for line in axes.lines if len(line.get_xdata()) == 2 and len(set(line.get_ydata())) == 1]
+    assert {line.get_ydata()[0] for line in flat} >= {989, 67}
+    assert len({str(line.get_linestyle()) + line.get_color() for line in flat}) == len(flat)
+
+
+def test_a_measured_point_on_an_unknown_roof_is_refused():
+    with pytest.raises(ValueError, match=r"fp8.*fp32"):
+        plot_roofline("H200", 989, 4.8, measured={"gemm": (400.0, 33.5, "fp8")}, peaks={"fp32": 67})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(peak_flops=19.5e12), r"peak_flops is in TFLOP/s.*pass 19\.5"),
+        (dict(peak_flops=312_000), r"peak_flops.*312"),
+        (dict(peak_flops=0), "peak_flops must be positive"),
+        (dict(peak_flops=-1), "peak_flops must be positive"),
+        (dict(peak_flops=math.nan), "peak_flops must be positive and finite"),
+        (dict(peak_flops="fast"), "peak_flops must be a number in TFLOP/s, got 'fast'"),
+        (dict(peak_flops=None), "peak_flops must be a number"),
+        (dict(peak_bandwidth=2039), r"peak_bandwidth is in TB/s.*pass 2\.039 if it is in GB/s"),
+        (dict(peak_bandwidth=2e12), r"peak_bandwidth is in TB/s.*pass 2\."),
+        (dict(peak_bandwidth=math.inf), "peak_bandwidth must be positive and finite"),
+        (dict(operations={}), "operations is empty"),
+        (dict(operations=[1.0]), "operations must be a dict"),
+        (dict(operations={"gemm": 0}), r"operations\['gemm'\] must be positive"),
+        (dict(operations={"gemm": math.nan}), r"operations\['gemm'\]"),
+        (dict(measured={"gemm": 14.0}), r"measured\['gemm'\] must be \(FLOPs/Byte, TFLOP/s\)"),
+        (dict(measured={"gemm": (300, 14e12)}), r"measured\['gemm'\]\[1\] is in TFLOP/s"),
+        (dict(measured={"gemm": (-1, 14)}), r"measured\['gemm'\]\[0\]"),
+        (dict(peaks={"fp16": 312e12}), r"peaks\['fp16'\]"),
+    ],
+)
+def test_roofline_refuses_in_a_sentence(arguments, message):
+    before = plt.get_fignums()
+    with pytest.raises(ValueError, match=message):
+        plot_roofline(**{"gpu_name": "A100", "peak_flops": 19.5, "peak_bandwidth": 2.0, **arguments})
+    assert plt.get_fignums() == before  # no empty figure is left for the notebook to show
+
+
+@pytest.mark.parametrize(("peak", "bandwidth"), [(0.2, 0.08), (0.98, 0.085), (989, 4.8), (4500, 8.0), (0.001, 0.01)])
+def test_every_machine_gets_room_around_its_ridge(peak, bandwidth):
+    _, axes = plot_roofline("machine", peak, bandwidth)
+    low, high = axes.get_xlim()
+    bottom, top = axes.get_ylim()
+    ridge = peak / bandwidth
+    assert low < ridge / 10 and high > ridge * 10 and bottom < peak / 10 and top > peak * 1.5
+    assert len(axes.get_xticks()) >= 2 and len(axes.get_yticks()) >= 2
+    assert f"ridge {plain(ridge)} FLOPs/Byte" in labels(axes)
+
+
+# ---- labels ----
+
+
+def crowded(seed: int) -> dict:
+    """Keyword arguments of rooflines that crowd their labels in different ways."""
+    rng = np.random.default_rng(seed)
+    close = {f"operation_{i}": 100 * 1.01**i for i in range(12)}
+    same = {f"shape {i}": 40.0 for i in range(12)}
+    flat = {f"gemm_{2**i}": 300 + 5 * i for i in range(12)}
+    return [
+        dict(operations=close),
+        dict(operations=same),
+        dict(operations=flat),
+        dict(measured={name: (x, float(rng.uniform(0.3, 1) * min(312, 2 * x))) for name, x in close.items()}),
+        dict(measured={name: (x, float(rng.uniform(0.3, 1.3) * min(312, 2 * x))) for name, x in flat.items()}),
+        dict(operations={f"op {i}": float(x) for i, x in enumerate(10 ** rng.uniform(-1, 3.5, 30))}),
+        dict(operations=close, peaks={"fp16": 312, "tf32": 156, "fp32": 19.5, "fp8": 330, "int8": 350}),
+    ][seed % 7]
+
+
+def test_the_overlap_check_sees_an_overlap():
+    figure, axes = plt.subplots()
+    axes.text(0.5, 0.5, "one")
+    axes.text(0.51, 0.5, "other")
+    assert overlaps(figure) == [("one", "other")]
+
+
+@pytest.mark.parametrize("seed", range(7))
+def test_labels_never_overlap_on_a_crowded_roofline(seed):
+    arguments = crowded(seed)
+    figure, axes = plot_roofline("A100", 312, 2.0, **arguments)
+    assert overlaps(figure) == []
+    words = labels(axes)
+    for name in {**arguments.get("operations", {}), **arguments.get("measured", {})}:
+        assert any(word == name or word.startswith(f"{name}  ") for word in words), f"{name} has no label"
+    for text in axes.texts:
+        box = text.get_window_extent(figure.canvas.get_renderer())
+        assert axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1, text.get_text()
+        assert axes.bbox.y0 <= box.y0 and box.y1 <= axes.bbox.y1, text.get_text()
+
+
+@pytest.mark.parametrize("dpi", [72, 100, 200])
+def test_labels_stay_apart_at_another_resolution_size_and_zoom(dpi):
+    figure, axes = plot_roofline("A100", 312, 2.0, {f"operation_{i}": 100 * 1.01**i for i in range(12)})
+    figure.set_dpi(dpi)
+    assert overlaps(figure) == []
+    figure.set_size_inches(5.0, 3.6)
+    assert overlaps(figure) == []
+    axes.set_xlim(20, 900)
+    assert overlaps(figure) == []
+
+
+def test_axes_too_small_for_all_labels_say_so():
+    figure, axes = plt.subplots(figsize=(1.6, 1.2))
+    plot_roofline("A100", 312, 2.0, {f"a rather long operation name {i}": 10.0 + i for i in range(12)}, ax=axes)
+    with pytest.warns(UserWarning, match="No room for .* labels"):
+        figure.canvas.draw()
+
+
+def test_a_layout_is_deterministic():
+    def positions():
+        _, axes = plot_roofline("A100", 312, 2.0, {f"operation_{i}": 100 * 1.01**i for i in range(12)})
+        axes.figure.canvas.draw()
+        return [tuple(text.get_position()) for text in axes.texts]
+
+    assert positions() == positions()
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_no_text_overlaps_in_any_plot(name, attention_frame):
+    figure, _ = all_plots(attention_frame)[name]()
+    assert overlaps(figure) == []
+
+
+def test_many_sizes_thin_the_ticks_instead_of_printing_them_over_each_other():
+    sizes = list(range(128, 2049, 128))
+    figure, axes = plot_gemm_torch_matmul_latency(
+        sizes, [n**3 * 1e-8 for n in sizes], [n**3 * 1e-10 + 0.01 for n in sizes]
+    )
+    assert overlaps(figure) == []
+    assert "2048" in [tick.get_text() for tick in axes.get_xticklabels()]
+
+
+def test_lines_that_end_at_the_same_place_keep_separate_names():
+    curves = {f"kernel {i}": {512: 0.1 + i * 1e-4, 1024: 0.5 + i * 1e-3} for i in range(6)}
+    figure, axes = plot_latency(curves)
+    assert overlaps(figure) == []
+    assert set(curves) <= set(labels(axes))
+
+
+# ---- colours ----
+
+
+def test_series_survive_a_grey_printer_and_colour_blindness():
+    for one, other in itertools.pairwise(SERIES[:4]):
+        light, dark = sorted((luminance(one.color), luminance(other.color)), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) > 1.8
+    # Marker, line and hatch tell every series apart without any colour.
+    for attribute in ("marker", "linestyle", "hatch"):
+        assert len({str(getattr(look, attribute)) for look in SERIES}) == len(SERIES)
+
+
+def test_two_lines_and_two_bars_differ_in_more_than_colour(attention_frame):
+    _, axes = plot_gemm_torch_matmul_latency(SIZES, TILED, TORCH)
+    one, other = (line for line in axes.lines if len(line.get_xdata()) == len(SIZES))
+    assert one.get_marker() != other.get_marker() and one.get_linestyle() != other.get_linestyle()
+    _, (latency, _) = plot_flash_attn_improvement(attention_frame)
+    assert len({bar.get_hatch() for bar in latency.patches}) == 2
+
+
+# ---- latency ----
+
+
+def test_gemm_latency_draws_the_numbers_it_was_given():
+    _, axes = plot_gemm_torch_matmul_latency(SIZES, TILED, TORCH)
+    lines = {line.get_label(): line for line in axes.lines if len(line.get_xdata()) == len(SIZES)}
+    assert list(lines["gemm_tiled"].get_ydata()) == TILED
+    assert list(lines["torch.matmul"].get_ydata()) == TORCH
+    assert list(lines["torch.matmul"].get_xdata()) == SIZES
+    assert "(ms)" in axes.get_ylabel()
+    assert {"gemm_tiled", "torch.matmul", "150x"} <= set(labels(axes))
+
+
+def test_gemm_latency_sorts_by_size_and_takes_arrays():
+    order = [2, 0, 3, 1]
+    given = (np.array([SIZES[i] for i in order]), np.array([TILED[i] for i in order]), [TORCH[i] for i in order])
+    _, axes = plot_gemm_torch_matmul_latency(*given)
+    lines = {line.get_label(): line for line in axes.lines}
+    assert list(lines["gemm_tiled"].get_ydata()) == TILED
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([], [], []), "sizes is empty"),
+        ((SIZES, TILED[:3], TORCH), "gemm_tiled_latency_ms holds 3 latencies for 4 sizes"),
+        ((SIZES, TILED, [*TORCH, 1.0]), "torch_matmul_latency_ms holds 5 latencies for 4 sizes"),
+        ((SIZES, [0.05, 0.2, math.nan, 6.0], TORCH), "gemm_tiled_latency_ms at n=512 must be positive and finite"),
+        ((SIZES, [0.05, 0.2, 0, 6.0], TORCH), "at n=512 must be positive"),
+        ((SIZES, TILED, [0.008, -0.009, 0.012, 0.04]), "torch_matmul_latency_ms at n=256 must be positive"),
+        (([128, 128, 256, 512], TILED, TORCH), r"\[128\] more than once"),
+        (([128.5, 256, 512, 1024], TILED, TORCH), r"sizes\[0\] must be a whole number, got 128.5"),
+        (([0, 256, 512, 1024], TILED, TORCH), r"sizes\[0\] must be positive"),
+        ((SIZES, 3.0, TORCH), "gemm_tiled_latency_ms must be a sequence"),
+        ((SIZES, ["a", 1, 2, 3], TORCH), "must be a number in ms, got 'a'"),
+        # seconds on an axis in ms
+        ((SIZES, [t / 1e3 for t in TILED], TORCH), "looks like seconds"),
+        ((SIZES, TILED, [t / 1e3 for t in TORCH]), "torch_matmul_latency_ms at n=128.*looks like seconds"),
+        (([8192], [0.0011], [0.0011]), r"means 1e\+06 TFLOP/s.*looks like seconds"),
+    ],
+)
+def test_gemm_latency_refuses_in_a_sentence(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        plot_gemm_torch_matmul_latency(*arguments)
+    assert plt.get_fignums() == []
+
+
+def test_the_machines_own_peak_catches_seconds_that_another_machine_could_reach():
+    seconds = [0.0087]  # 1024 cubed in 8.7 ms on two cores
+    plot_gemm_torch_matmul_latency([1024], seconds, seconds)  # 247 TFLOP/s: some GPU's milliseconds
+    with pytest.raises(ValueError, match=r"peak_flops allows 0\.24.*looks like seconds"):
+        plot_gemm_torch_matmul_latency([1024], seconds, seconds, peak_flops=0.24)
+    plot_gemm_torch_matmul_latency([1024], [8.7e3 * s for s in (1.0,)], [1e3 * seconds[0] * 1.1], peak_flops=0.24)
+
+
+class _Measured:
+    """What the plots read of a Measurement."""
+
+    def __init__(self, median_ms, interval_ms):
+        self.median_ms, self.interval_ms = median_ms, interval_ms
+
+
+def test_latencies_carry_intervals():
+    _, axes = plot_latency({"a": _Measured(2.0, (1.9, 2.2)), "b": (1.0, 0.9, 1.1), "c": 3.0})
+    words = labels(axes)
+    assert words == ["2 ms  [1.9, 2.2]", "1 ms  [0.9, 1.1]", "3 ms"]
+    assert "(ms)" in axes.get_xlabel()
+    with pytest.raises(ValueError, match=r"interval \[3, 4\] ms does not hold the median"):
+        plot_latency({"a": (2.0, 3.0, 4.0)})
+    with pytest.raises(ValueError, match="mixes"):
+        plot_latency({"a": 1.0, "b": {1: 2.0}})
+    with pytest.raises(ValueError, match="results is empty"):
+        plot_latency({})
+
+
+# ---- flash attention ----
+
+
+def test_flash_bars_are_the_columns(attention_frame):
+    _, (latency, memory) = plot_flash_attn_improvement(attention_frame)
+    for axes, columns in ((latency, ["sdpa_ms", "flash_ms"]), (memory, ["sdpa_mem_gb", "flash_mem_gb"])):
+        tops = [bar.get_y() + bar.get_height() for bar in axes.patches]
+        assert tops == pytest.approx([value for column in columns for value in attention_frame[column]])
+    assert "ms" in latency.get_ylabel() and "GB" in memory.get_ylabel()
+    assert [tick.get_text() for tick in latency.get_xticklabels()] == ["512", "1024", "2048", "4096"]
+    assert {"1.6x", "2.6x", "4.2x", "5.3x"} <= set(labels(latency))
+
+
+def test_flash_takes_other_columns_and_sorts(attention_frame):
+    other = attention_frame.rename(columns={"seq_len": "S", "sdpa_ms": "math_ms", "flash_ms": "cudnn_ms"})[::-1]
+    _, (latency, _) = plot_flash_attn_improvement(other, ["math_ms", "cudnn_ms"], ["sdpa_mem_gb", "flash_mem_gb"], "S")
+    assert [text.get_text() for text in latency.get_legend().get_texts()] == ["math", "cudnn"]
+    assert [bar.get_y() + bar.get_height() for bar in latency.patches][:4] == pytest.approx([0.08, 0.21, 0.75, 2.9])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda df: df.drop(columns="flash_ms"), "no column 'flash_ms'; it has"),
+        (lambda df: df.iloc[:0], "df has no rows"),
+        (lambda df: df.assign(sdpa_ms=[1, math.nan, 1, 1]), "sdpa_ms at seq_len 1024 must be positive and finite"),
+        (lambda df: df.assign(flash_mem_gb=0.0), "flash_mem_gb at seq_len 512 must be positive"),
+        (lambda df: df.assign(flash_ms=df.flash_ms / 1e3), "looks like seconds"),
+        (lambda df: df.assign(sdpa_mem_gb=df.sdpa_mem_gb * 1e9), "looks like MB or bytes"),
+        (lambda df: df.assign(seq_len=512), "more than once"),
+        (lambda df: df.to_dict(), "must be a pandas DataFrame"),
+    ],
+)
+def test_flash_refuses_in_a_sentence(attention_frame, change, message):
+    with pytest.raises(ValueError, match=message):
+        plot_flash_attn_improvement(change(attention_frame))
+    assert plt.get_fignums() == []
+
+
+def test_flash_columns_must_pair_up(attention_frame):
+    with pytest.raises(ValueError, match="must pair up"):
+        plot_flash_attn_improvement(attention_frame, latency_cols=["sdpa_ms"])
+    with pytest.raises(ValueError, match="labels"):
+        plot_flash_attn_improvement(attention_frame, labels=["one"])
+
+
+# ---- timeline ----
+
+
+def bars(axes: Axes) -> dict[str, list[tuple[float, float, float]]]:
+    """Left, right and row of each bar, by colour."""
+    found = {}
+    for collection in axes.collections:
+        if isinstance(collection, matplotlib.collections.PolyCollection):
+            boxes = [path.get_extents().extents for path in collection.get_paths()]
+            color = matplotlib.colors.to_hex(collection.get_facecolor()[0])
+            found[color] = [(round(b[0], 6), round(b[2], 6), round((b[1] + b[3]) / 2, 6)) for b in boxes]
+    return found
+
+
+def test_timeline_nests_operators_and_measures_each_lane():
+    figure, axes = plot_timeline(events())
+    drawn = bars(axes)
+    cpu, gpu = drawn["#8cc5e8"], drawn["#0072b2"]
+    assert cpu == [(0.0, 0.05, 0.0), (0.005, 0.045, 1.0), (0.06, 0.1, 0.0)]
+    assert [bar[:2] for bar in gpu] == [(0.05, 0.075), (0.09, 0.1)]
+    names = [tick.get_text() for tick in axes.get_yticklabels()]
+    assert names == ["thread 1\n90% busy", "stream 7\n35% busy"]
+    assert "(ms)" in axes.get_xlabel()
+    assert "aten::linear" in labels(axes)
+    assert overlaps(figure) == []
+
+
+def test_timeline_names_fit_their_bars():
+    figure, axes = plot_timeline(events())
+    figure.canvas.draw()
+    widths = sorted(right - left for rows in bars(axes).values() for left, right, _ in rows)
+    scale = axes.bbox.width / np.ptp(axes.get_xlim())
+    for text in axes.texts:
+        if text.get_visible():
+            assert text.get_window_extent().width <= widths[-1] * scale
+    assert not any("at::native" in word or "<" in word for word in labels(axes))
+
+
+def test_timeline_window_and_depth():
+    _, axes = plot_timeline(events(), max_depth=1, window_ms=(0.0, 0.055))
+    assert bars(axes)["#8cc5e8"] == [(0.0, 0.05, 0.0)]
+    assert "1 events nested deeper than 1" in axes.get_xlabel()
+    assert axes.get_xlim() == (0.0, 0.055)
+
+
+def test_timeline_draws_thousands_of_events_quickly():
+    many = [
+        dict(name=f"op{i}", category="cpu_op", start_us=10.0 * i, duration_us=8.0, lane="thread") for i in range(20_000)
+    ]
+    figure, axes = plot_timeline(many)
+    figure.canvas.draw()
+    assert len(bars(axes)["#8cc5e8"]) == 20_000
+    assert len(axes.texts) <= 200
+
+
+def test_timeline_reads_a_chrome_trace(tmp_path):
+    pytest.importorskip("utils.benchmark.profiling")
+    trace = {
+        "traceEvents": [
+            {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 10.0, "dur": 30.0},
+            {"ph": "X", "cat": "cpu_op", "name": "aten::gelu", "pid": 1, "tid": 1, "ts": 50.0, "dur": 20.0},
+        ]
+    }
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(trace))
+    for given in (path, str(path)):
+        _, axes = plot_timeline(given)
+        assert [bar[:2] for rows in bars(axes).values() for bar in rows] == [(0.0, 0.03), (0.04, 0.06)]
+
+
+def test_timeline_draws_a_finished_profile():
+    torch = pytest.importorskip("torch")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prof:
+        torch.nn.functional.gelu(torch.randn(256, 256) @ torch.randn(256, 256))
+    figure, axes = plot_timeline(prof)
+    assert any("aten::" in word for word in [text.get_text() for text in axes.texts])
+    assert overlaps(figure) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "holds no events"),
+        (3, "must be events, a profile or a Chrome trace's path, got int"),
+        ([{"name": "x"}], "event 0 lacks category, start_us"),
+        ([{**events()[0], "duration_us": -1.0}], "duration_us must be finite and not negative"),
+        ([{**events()[0], "start_us": math.nan}], "start_us must be finite"),
+        ([{**events()[0], "duration_us": "long"}], "got 'long'"),
+    ],
+)
+def test_timeline_refuses_in_a_sentence(given, message):
+    with pytest.raises(ValueError, match=message):
+        plot_timeline(given)
+    assert plt.get_fignums() == []
+
+
+def test_timeline_options_are_checked():
+    with pytest.raises(ValueError, match="max_depth"):
+        plot_timeline(events(), max_depth=0)
+    with pytest.raises(ValueError, match="start before end"):
+        plot_timeline(events(), window_ms=(1, 0))
+    with pytest.raises(ValueError, match=r"holds none of the 5 events; they end at 0\.1 ms"):
+        plot_timeline(events(), window_ms=(5, 6))
+
+
+# ---- numbers ----
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.2, "0.2"),
+        (19.5, "19.5"),
+        (989, "989"),
+        (1979, "1979"),
+        (206.04, "206"),
+        (9.75, "9.75"),
+        (0.085, "0.085"),
+        (10000, "10000"),
+        (0.001, "0.001"),
+        (1e-5, "1e-05"),
+        (100, "100"),
+    ],
+)
+def test_plain_numbers(value, text):
+    assert plain(value) == text
+
+
+def test_no_plot_warns(attention_frame):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for plot in all_plots(attention_frame).values():
+            plot()[0].canvas.draw()

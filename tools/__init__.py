@@ -1,0 +1,1 @@
+"""Maintainers' scripts: the environment, the figures, and what writes `assets/results`."""

@@ -1,0 +1,1 @@
+"""The drawings of the labs, as SVG: `python -m tools.figures`."""

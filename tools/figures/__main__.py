@@ -1,0 +1,56 @@
+"""Draws the labs' figures: `python -m tools.figures [folder]` writes the SVG files, to `assets/` by default."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import matplotlib
+
+from tools.figures.attention import decoder_layer, flash_attention, kv_cache
+from tools.figures.drawing import SVG_STYLE, Card
+from tools.figures.flex import blocks, mask_program, pages, paths
+from tools.figures.gluon import ring, specialized, streaming_multiprocessor
+from tools.figures.hardware import gemm_tiling, kernel_fusion, memory_hierarchy, roofline_anatomy
+from tools.figures.sdpa import dispatcher, split_kv
+from utils.files import ROOT
+
+FIGURES = {
+    "lab4_dispatcher": dispatcher,
+    "lab4_split_kv": split_kv,
+    "gemm_tiling": gemm_tiling,
+    "memory_hierarchy": memory_hierarchy,
+    "roofline_anatomy": roofline_anatomy,
+    "decoder_layer": decoder_layer,
+    "kv_cache": kv_cache,
+    "kernel_fusion": kernel_fusion,
+    "flash_attention": flash_attention,
+    "lab3_sm": streaming_multiprocessor,
+    "lab3_ring": ring,
+    "lab3_specialized": specialized,
+    "lab2_mask_program": mask_program,
+    "lab2_blocks": blocks,
+    "lab2_paths": paths,
+    "lab2_pages": pages,
+}
+
+
+def draw(name: str) -> Card:
+    """One figure, drawn."""
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "agg", **SVG_STYLE}):
+        return FIGURES[name]()
+
+
+def main(folder: Path = ROOT / "assets") -> list[Path]:
+    """Write every figure to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name in FIGURES:
+        paths.append(folder / f"{name}.svg")
+        draw(name).save(paths[-1])
+    return paths
+
+
+if __name__ == "__main__":
+    for written in main(*map(Path, sys.argv[1:2])):
+        print(f"{written}  {written.stat().st_size / 1000:.0f} kB")

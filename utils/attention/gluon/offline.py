@@ -1,0 +1,104 @@
+"""Compile a step for Hopper without a GPU, and read what came out: PTX, SASS, registers, spills.
+
+    python -m utils.attention.gluon.offline 5 --head-dim 128 --causal
+
+Not for a process that interprets Triton kernels (TRITON_INTERPRET). It shows instructions; that the numbers are right
+and nothing deadlocks takes a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from utils.attention.gluon.launch import kernel_of
+from utils.attention.gluon.plan import BLOCK_M, STEPS, plan_for, tail_as_window
+from utils.kernels.offline import Assembly, compile_gluon, read_assembly
+
+
+def compile_step(
+    step: int,
+    head_dim: int = 128,
+    *,
+    dtype: str = "bf16",
+    causal: bool = False,
+    window: bool = False,
+    tail: bool = False,
+    lse: bool = False,
+    variant: str = "",
+    aligned: bool = False,
+) -> Assembly:
+    """Compile a step of the ladder for sm_90a. dtype "bf16" or "fp16"; tail: keys are no multiple of the block.
+    variant: of step 5's plan (`plan.variant_for`); aligned: its loop needs no causal mask (`plan.aligned`).
+    """
+    from triton.experimental.gluon import language as gl
+
+    plan = plan_for(step, head_dim, variant)
+    kernel = kernel_of(step)
+    window = window or (step == 5 and tail_as_window(plan, causal, window, tail))
+    constants = dict(
+        HEAD_DIM=head_dim,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=plan.block_n,
+        BLOCK_D=plan.block_d,
+        CAUSAL=causal,
+        WINDOW=window,
+        LSE=lse,
+        CONSUMERS=plan.consumers,
+        STAGES=plan.stages,
+        REGISTERS=plan.registers,
+        TAIL=tail,
+        DEALT=causal and not window,
+        HALVES=plan.halves,
+        O_IN_Q=plan.o_in_q,
+        OWN_KEYS=plan.own_keys,
+        SPLIT=plan.split,
+        Q_SLOTS=plan.q_slots,
+        V_STAGES=plan.v_stages,
+        ALIGNED=causal and not window and aligned,
+    )
+    layout = gl.NVMMASharedLayout(128, 16, rank=4)
+    tile = {"q_desc": BLOCK_M, "o_desc": BLOCK_M, "k_desc": plan.block_n, "v_desc": plan.block_n}
+    kinds = {"lse_ptr": "*fp32", "schedule": "*i32", "c": "fp32"}
+    signature = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            continue
+        if name in tile:
+            signature[name] = f"tensordesc<{dtype}[1, 1, {tile[name]}, {plan.block_d}],{layout!r}>"
+        elif name in ("q_ptr", "k_ptr", "v_ptr", "o_ptr"):
+            signature[name] = f"*{dtype}"
+        else:
+            signature[name] = kinds.get(name, "i32")
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    # What a launch tells the compiler about its arguments: tensors start, and rows lie, at multiples of 16 bytes.
+    multiples = [name for name in kernel.arg_names if name.endswith(("_ptr", "_batch", "_head", "_row"))]
+    return read_assembly(compile_gluon(kernel, signature, constants, multiples), f"attention_step{step}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("step", type=int, choices=STEPS)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
+    parser.add_argument("--variant", choices=("", "short", "ahead"), default="")
+    for flag in ("causal", "window", "tail", "lse", "aligned"):
+        parser.add_argument(f"--{flag}", action="store_true")
+    parser.add_argument("--sass", action="store_true", help="print the disassembly")
+    given = vars(parser.parse_args())
+    show = given.pop("sass")
+    kernel = compile_step(given.pop("step"), given.pop("head_dim"), **given)
+    if show:
+        print(kernel.sass)
+    print(
+        f"{kernel.name}: {kernel.registers} registers at launch, {kernel.spill_bytes} bytes spilled, "
+        f"{kernel.shared_bytes} bytes shared"
+    )
+    for what in ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "MUFU.EX2", "BAR.SYNC", "USETMAXREG", "LDL", "STL"):
+        print(f"  {what:<12}{kernel.count(re.escape(what)):>6}")
+    for line in kernel.warnings:
+        print(" ", line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""What the kernels of the ladder share: which keys a row sees, masks, and Hopper instructions spelled once.
+
+Conventions. The last query stands at the last key: query i has position i + Sk - Sq. Causal: keys at or before it.
+Window w: keys fewer than w positions away (causal: w keys, the own one included). Scores are in base 2:
+softmax(scale * s) = 2^(c * (s - max)) / sum, with c = scale * log2(e), one FFMA and one MUFU.EX2 for each score.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin, tensor
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
+
+# Triton 3.8 renamed the two TMA copies.
+tma_load = gl.constexpr(getattr(tma, "async_load", None) or tma.async_copy_global_to_shared)
+tma_store = gl.constexpr(getattr(tma, "async_store", None) or tma.async_copy_shared_to_global)
+thread_barrier = gl.constexpr(getattr(gl, "barrier", None) or gl.thread_barrier)
+
+LN2 = gl.constexpr(0.6931471805599453)
+MINUS_INF = gl.constexpr(float("-inf"))
+
+
+@gluon.jit
+def key_blocks(
+    row, ROWS: gl.constexpr, sq, sk, window, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr
+):
+    """Blocks of keys [lo, hi) that rows row .. row+ROWS-1 may see. Never empty: a row without keys gets one
+    block, masked throughout, and comes out as zeros.
+    """
+    shift = sk - sq
+    last = gl.cdiv(sk, BLOCK_N)
+    lo = 0
+    hi = last
+    if CAUSAL:
+        hi = gl.minimum(hi, gl.cdiv(gl.maximum(row + ROWS + shift, 0), BLOCK_N))
+    elif WINDOW:
+        hi = gl.minimum(hi, gl.cdiv(gl.maximum(row + ROWS - 1 + shift + window, 0), BLOCK_N))
+    if WINDOW:
+        lo = gl.minimum(gl.maximum(row + shift - window + 1, 0) // BLOCK_N, last - 1)
+    return lo, gl.maximum(hi, lo + 1)
+
+
+@gluon.jit
+def clean_blocks(
+    row, ROWS: gl.constexpr, lo, hi, sq, sk, window, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr
+):
+    """Which of the blocks, counted i = 0, 1, ... from the last key block down, need no mask: right <= i < left."""
+    shift = sk - sq
+    seen = sk
+    if CAUSAL:
+        seen = gl.minimum(gl.maximum(row + shift + 1, 0), sk)
+    elif WINDOW:
+        seen = gl.minimum(gl.maximum(row + shift + window, 0), sk)
+    right = gl.maximum(hi - seen // BLOCK_N, 0)
+    left = hi - lo
+    if WINDOW:
+        first = gl.maximum(row + ROWS - 1 + shift - window + BLOCK_N, 0) // BLOCK_N
+        left = hi - gl.maximum(first, lo)
+    return right, left
+
+
+@gluon.jit
+def mask_scores(s, row, key, sq, sk, window, layout: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """Scores [BLOCK_M, BLOCK_N] of rows row.. and keys key..: minus infinity where a row may not look."""
+    BLOCK_M: gl.constexpr = s.shape[0]
+    BLOCK_N: gl.constexpr = s.shape[1]
+    positions = row + (sk - sq) + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))[:, None]
+    keys = key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))[None, :]
+    keep = keys < sk
+    if CAUSAL:
+        keep = keep & (keys <= positions)
+    if WINDOW:
+        keep = keep & (keys > positions - window)
+        if not CAUSAL:
+            keep = keep & (keys < positions + window)
+    return gl.where(keep, s, MINUS_INF)
+
+
+@gluon.jit
+def mask_by_last_key(s, row, key, sq, sk, window, layout: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """`mask_scores` with fewer comparisons: where registers are short, ptxas schedules what follows better."""
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    positions = row + (sk - sq) + gl.arange(0, s.shape[0], rows)
+    keys = key + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))[None, :]
+    # The last key of each row first: one comparison for each score, not one for each bound.
+    last = gl.full([s.shape[0]], sk - 1, gl.int32, rows)
+    if CAUSAL:
+        last = gl.minimum(last, positions)
+    elif WINDOW:
+        last = gl.minimum(last, positions + window - 1)
+    keep = keys <= last[:, None]
+    if WINDOW:
+        keep = keep & (keys > (positions - window)[:, None])
+    return gl.where(keep, s, MINUS_INF)
+
+
+@gluon.jit
+def online_softmax(s, m, total, c):
+    """One block of the online softmax: probabilities, and the new maximum, sum and rescale factor of each row."""
+    top = gl.maximum(m, gl.max(s, 1))
+    shifted = gl.where(top == MINUS_INF, 0.0, top * c)  # a row that has seen no key yet: 2^(-inf), not nan
+    alpha = gl.exp2(m * c - shifted)
+    p = gl.exp2(s * c - shifted[:, None])
+    return p, top, total * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def inverse_and_lse(m, total, c):
+    """1 / total, and the natural log-sum-exp of the scaled scores; zeros and minus infinity for a row without keys."""
+    empty = total == 0.0
+    safe = gl.where(empty, 1.0, total)
+    return gl.where(empty, 0.0, 1.0 / safe), gl.where(empty, MINUS_INF, (m * c + gl.log2(safe)) * LN2)
+
+
+@builtin
+def in_flight(accumulator, _semantic=None):
+    """The registers of a product that has not finished, for `wait_products` to wait on."""
+    return tensor(accumulator.handle, accumulator.type.tensor_type)
+
+
+@gluon.constexpr_function
+def _wait_asm(left):
+    return f"wgmma.wait_group.sync.aligned {left};"
+
+
+@gluon.constexpr_function
+def _tied(n):
+    return ",".join(["=f"] * n) + "," + ",".join(str(i) for i in range(n))
+
+
+@gluon.jit
+def wait_products(accumulator, LEFT: gl.constexpr, COLUMNS: gl.constexpr):
+    """Wait until at most LEFT products are in flight; the accumulator is [64, COLUMNS], one warpgroup.
+
+    `warpgroup_mma_wait` does the same and then makes the compiler put a barrier across the warpgroup behind it,
+    which a warp that reads only its own accumulator rows does not need.
+    """
+    registers: gl.constexpr = COLUMNS // 2
+    return gl.inline_asm_elementwise(
+        _wait_asm(LEFT), _tied(registers), [in_flight(accumulator)], dtype=gl.float32, is_pure=False, pack=registers
+    )
+
+
+@gluon.jit
+def release(barrier):
+    """Every thread says that it is done with a slot: the barrier counts 128 arrivals a consumer.
+
+    `mbarrier.arrive` is one arrival, for which the compiler first brings the warpgroup together at a barrier.
+    This instruction arrives when the thread's own cp.async copies are done: it has none, so at once.
+    """
+    async_copy.mbarrier_arrive(barrier, increment_count=False)
+
+
+@gluon.jit
+def uniform(x):
+    """The value of lane 0: tells the compiler that a loaded scalar is the same in all lanes."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.constexpr_function
+def _rescale_asm(n):
+    # The accumulator of m64 alternates two registers of row r and two of row r + 8; a factor of one skips the lot.
+    factor = [f"${2 * n + i}" for i in range(n)]
+    lines = [
+        "{",
+        ".reg .pred p, q;",
+        f"setp.neu.f32 p, {factor[0]}, 0f3F800000;",
+        f"setp.neu.f32 q, {factor[2]}, 0f3F800000;",
+        "or.pred p, p, q;",
+        "vote.sync.any.pred p, p, 0xffffffff;",
+        "@!p bra done;",
+        *[f"mul.f32 ${i}, ${i}, {factor[i]};" for i in range(n)],
+        "done:",
+        "}",
+    ]
+    return " ".join(lines)
+
+
+@gluon.constexpr_function
+def _rescale_constraints(n):
+    return _tied(n) + "," + ",".join(["f"] * n)
+
+
+@gluon.jit
+def rescale(o, factor):
+    """O * factor, both [64, D]; a warp whose sixteen rows all have the factor one skips the multiplications."""
+    registers: gl.constexpr = o.shape[1] // 2
+    return gl.inline_asm_elementwise(
+        _rescale_asm(registers),
+        _rescale_constraints(registers),
+        [o, factor],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=registers,
+    )

@@ -1,0 +1,128 @@
+"""Step 1: one warpgroup, nothing overlaps. FlashAttention's algorithm and nothing else.
+
+Four warps own 64 rows of queries. For each block of keys: load K from global memory through registers into shared
+memory, wait, multiply, softmax, load V the same way, wait, multiply. Every part of the SM waits for every other.
+
+    part       what                                   head dim 64    128    256
+    tile       64 queries x BLOCK_N keys              64             64     32
+    pipeline   none: one K tile, one V tile, wgmma waited for at once
+
+On an H200, S = 16384, full: 352 TFLOP/s at head dim 64 (0.71 of cuDNN), 363 at 128 (0.52). docs/attention-log.md.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
+
+from utils.attention.gluon.shared import (
+    MINUS_INF,
+    clean_blocks,
+    inverse_and_lse,
+    key_blocks,
+    mask_scores,
+    online_softmax,
+    thread_barrier,
+)
+
+
+@gluon.jit
+def load_rows(
+    base, first, rows, stride, HEAD_DIM: gl.constexpr, layout: gl.constexpr, ROWS: gl.constexpr, BLOCK_D: gl.constexpr
+):
+    """Rows first .. first+ROWS-1 of a (rows, HEAD_DIM) matrix into registers, zeros outside of it."""
+    r = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
+    d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
+    return gl.load(base + r.to(gl.int64) * stride + d, mask=(r < rows) & (d < HEAD_DIM), other=0.0)
+
+
+@gluon.jit
+def store_output(o_ptr, lse_ptr, o, m, total, c, row, sq, stride, HEAD_DIM: gl.constexpr, LSE: gl.constexpr):
+    """Divide by the row sums and store [64, D] rows, and the log-sum-exp if it is wanted."""
+    inverse, lse = inverse_and_lse(m, total, c)
+    layout: gl.constexpr = o.type.layout
+    o = o * gl.convert_layout(inverse, gl.SliceLayout(1, layout))[:, None]
+    r = row + gl.arange(0, o.shape[0], gl.SliceLayout(1, layout))[:, None]
+    d = gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))[None, :]
+    gl.store(o_ptr + r.to(gl.int64) * stride + d, o.to(o_ptr.dtype.element_ty), mask=(r < sq) & (d < HEAD_DIM))
+    if LSE:
+        rows = row + gl.arange(0, o.shape[0], m.type.layout)
+        gl.store(lse_ptr + rows, lse, mask=rows < sq)
+
+
+# One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
+@gluon.jit(do_not_specialize=["sq", "sk", "window", "heads", "group"])
+def attention_step1(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    lse_ptr,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    o_batch,
+    o_head,
+    o_row,
+    sq,
+    sk,
+    window,
+    heads,
+    group,
+    c,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    LSE: gl.constexpr,
+):
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, output, 2)
+    rows: gl.constexpr = gl.SliceLayout(1, scores)
+    loads: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # 16 bytes a thread, 128 a row segment
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+
+    row = gl.program_id(0) * BLOCK_M
+    batch = gl.program_id(1) // heads
+    head = gl.program_id(1) - batch * heads
+    q_base = q_ptr + batch.to(gl.int64) * q_batch + head.to(gl.int64) * q_head
+    k_base = k_ptr + batch.to(gl.int64) * k_batch + (head // group).to(gl.int64) * k_head
+    v_base = v_ptr + batch.to(gl.int64) * v_batch + (head // group).to(gl.int64) * v_head
+    o_base = o_ptr + batch.to(gl.int64) * o_batch + head.to(gl.int64) * o_head
+
+    q = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_D], swizzled)
+    k = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_D], swizzled)
+    v = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_D], swizzled)
+    q.store(load_rows(q_base, row, sq, q_row, HEAD_DIM, loads, BLOCK_M, BLOCK_D))
+
+    m = gl.full([BLOCK_M], MINUS_INF, gl.float32, rows)
+    total = gl.zeros([BLOCK_M], gl.float32, rows)
+    o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, output)
+    lo, hi = key_blocks(row, BLOCK_M, sq, sk, window, BLOCK_N, CAUSAL, WINDOW)
+    right, edge = clean_blocks(row, BLOCK_M, lo, hi, sq, sk, window, BLOCK_N, CAUSAL, WINDOW)
+    for i in range(hi - lo):
+        key = (hi - 1 - i) * BLOCK_N
+        k.store(load_rows(k_base, key, sk, k_row, HEAD_DIM, loads, BLOCK_N, BLOCK_D))
+        v.store(load_rows(v_base, key, sk, v_row, HEAD_DIM, loads, BLOCK_N, BLOCK_D))
+        fence_async_shared()  # ordinary stores, then wgmma reads: two different proxies
+        thread_barrier()
+        zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
+        s = warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False)
+        if (i < right) | (i >= edge) | (key + BLOCK_N > sk):
+            s = mask_scores(s, row, key, sq, sk, window, scores, CAUSAL, WINDOW)
+        p, m, total, alpha = online_softmax(s, m, total, c)
+        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
+        o = warpgroup_mma(gl.convert_layout(p.to(dtype), left), v, o)
+        thread_barrier()  # all have read K and V before the next are stored
+    store_output(o_base, lse_ptr + gl.program_id(1).to(gl.int64) * sq, o, m, total, c, row, sq, o_row, HEAD_DIM, LSE)

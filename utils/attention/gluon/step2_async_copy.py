@@ -1,0 +1,134 @@
+"""Step 2: asynchronous copies, double-buffered. The next keys travel while the current ones are used.
+
+As step 1, but K and V go by cp.async straight from global into shared memory, 16 bytes a thread, and there are two
+slots: the copies of block i + 1 start before block i is computed. Waiting for memory is gone as long as computing a
+block takes longer than loading one; the threads still issue every copy themselves, with an address each.
+
+    part       what                                   head dim 64    128    256
+    tile       64 queries x BLOCK_N keys              64             64     32
+    pipeline   K and V: 2 slots each, cp.async groups, one barrier before and one after the products
+
+On an H200, S = 16384, full: 423 TFLOP/s at head dim 64 (0.86 of cuDNN), 441 at 128 (0.64). docs/attention-log.md.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma
+
+from utils.attention.gluon.shared import (
+    MINUS_INF,
+    clean_blocks,
+    key_blocks,
+    mask_scores,
+    online_softmax,
+    thread_barrier,
+)
+from utils.attention.gluon.step1_synchronous import load_rows, store_output
+
+
+@gluon.jit
+def copy_rows(
+    slot,
+    base,
+    first,
+    rows,
+    stride,
+    HEAD_DIM: gl.constexpr,
+    layout: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+):
+    """Start copying rows first .. first+ROWS-1 of a (rows, HEAD_DIM) matrix; what lies outside becomes zeros."""
+    r = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
+    d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
+    # Masked elements are zero-filled, 16 bytes at a time: HEAD_DIM is a multiple of 8.
+    async_copy.async_copy_global_to_shared(slot, base + r.to(gl.int64) * stride + d, mask=(r < rows) & (d < HEAD_DIM))
+
+
+# One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
+@gluon.jit(do_not_specialize=["sq", "sk", "window", "heads", "group"])
+def attention_step2(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    lse_ptr,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    o_batch,
+    o_head,
+    o_row,
+    sq,
+    sk,
+    window,
+    heads,
+    group,
+    c,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    LSE: gl.constexpr,
+):
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, output, 2)
+    rows: gl.constexpr = gl.SliceLayout(1, scores)
+    loads: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+
+    row = gl.program_id(0) * BLOCK_M
+    batch = gl.program_id(1) // heads
+    head = gl.program_id(1) - batch * heads
+    q_base = q_ptr + batch.to(gl.int64) * q_batch + head.to(gl.int64) * q_head
+    k_base = k_ptr + batch.to(gl.int64) * k_batch + (head // group).to(gl.int64) * k_head
+    v_base = v_ptr + batch.to(gl.int64) * v_batch + (head // group).to(gl.int64) * v_head
+    o_base = o_ptr + batch.to(gl.int64) * o_batch + head.to(gl.int64) * o_head
+
+    q = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_D], swizzled)
+    k_ring = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_D], swizzled)
+    v_ring = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_D], swizzled)
+    q.store(load_rows(q_base, row, sq, q_row, HEAD_DIM, loads, BLOCK_M, BLOCK_D))
+
+    m = gl.full([BLOCK_M], MINUS_INF, gl.float32, rows)
+    total = gl.zeros([BLOCK_M], gl.float32, rows)
+    o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, output)
+    lo, hi = key_blocks(row, BLOCK_M, sq, sk, window, BLOCK_N, CAUSAL, WINDOW)
+    right, edge = clean_blocks(row, BLOCK_M, lo, hi, sq, sk, window, BLOCK_N, CAUSAL, WINDOW)
+    n = hi - lo
+    copy_rows(k_ring.index(0), k_base, (hi - 1) * BLOCK_N, sk, k_row, HEAD_DIM, loads, BLOCK_N, BLOCK_D)
+    copy_rows(v_ring.index(0), v_base, (hi - 1) * BLOCK_N, sk, v_row, HEAD_DIM, loads, BLOCK_N, BLOCK_D)
+    async_copy.commit_group()
+    for i in range(n):
+        key = (hi - 1 - i) * BLOCK_N
+        slot = i % 2
+        # The next block's copies (of row sk on, so nothing but zeros, after the last block).
+        next_key = gl.where(i + 1 < n, key - BLOCK_N, sk)
+        copy_rows(k_ring.index(1 - slot), k_base, next_key, sk, k_row, HEAD_DIM, loads, BLOCK_N, BLOCK_D)
+        copy_rows(v_ring.index(1 - slot), v_base, next_key, sk, v_row, HEAD_DIM, loads, BLOCK_N, BLOCK_D)
+        async_copy.commit_group()
+        async_copy.wait_group(1)
+        fence_async_shared()
+        thread_barrier()
+        zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
+        s = warpgroup_mma(q, k_ring.index(slot).permute([1, 0]), zero, use_acc=False)
+        if (i < right) | (i >= edge) | (key + BLOCK_N > sk):
+            s = mask_scores(s, row, key, sq, sk, window, scores, CAUSAL, WINDOW)
+        p, m, total, alpha = online_softmax(s, m, total, c)
+        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
+        o = warpgroup_mma(gl.convert_layout(p.to(dtype), left), v_ring.index(slot), o)
+        thread_barrier()
+    async_copy.wait_group(0)
+    store_output(o_base, lse_ptr + gl.program_id(1).to(gl.int64) * sq, o, m, total, c, row, sq, o_row, HEAD_DIM, LSE)

@@ -1,0 +1,193 @@
+"""Step 4: warp specialization. A producer warp loads, consumer warpgroups compute, mbarriers carry the slots between.
+
+The producer needs one warp and 24 registers a thread; it runs ahead until the rings are full. Each consumer owns 64
+rows of queries and gets the registers that the producer gave up. Consumers share K and V, so each tile that is loaded
+serves 128 or 192 rows, and while one waits for its product the other may compute its softmax: the overlap is left to
+chance, inside a consumer nothing overlaps yet.
+
+    part       what                                   head dim 64    128    256
+    consumers  warpgroups x 64 query rows             3              2      2
+    tile       BLOCK_N keys, slots of each ring       128, 3         128, 2 64, 2
+    registers  a consumer thread, a producer thread   160, 32        240, 24
+
+On an H200, S = 16384, full: 547 TFLOP/s at head dim 64 (1.10 of cuDNN), 623 at 128 (0.90). docs/attention-log.md.
+"""
+
+# A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
+# ruff: noqa: RUF059
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+
+from utils.attention.gluon.shared import (
+    MINUS_INF,
+    clean_blocks,
+    inverse_and_lse,
+    key_blocks,
+    mask_scores,
+    online_softmax,
+    tma_load,
+    tma_store,
+)
+
+
+@gluon.jit
+def producer(loads, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    descriptors, rings, bars, shape = loads
+    q_desc, k_desc, v_desc = descriptors
+    q_tiles, k_ring, v_ring = rings
+    q_full, k_full, k_empty, v_full, v_empty = bars
+    sq, sk, window, heads, group = shape
+    BLOCK_M: gl.constexpr = q_tiles.shape[3]
+    BLOCK_N: gl.constexpr = k_ring.shape[3]
+    row = gl.program_id(0) * (BLOCK_M * CONSUMERS)
+    batch = gl.program_id(1) // heads
+    head = gl.program_id(1) - batch * heads
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
+        tma_load(q_desc, [batch, head, row + w * BLOCK_M, 0], q_full.index(w), q_tiles.index(w))
+    lo, hi = key_blocks(row, BLOCK_M * CONSUMERS, sq, sk, window, BLOCK_N, CAUSAL, WINDOW)
+    for i in range(hi - lo):
+        slot = i % STAGES
+        free = ((i // STAGES) & 1) ^ 1  # a fresh barrier counts as completed once: the first round does not wait
+        key = (hi - 1 - i) * BLOCK_N
+        mbarrier.wait(k_empty.index(slot), free)
+        mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
+        tma_load(k_desc, [batch, head // group, key, 0], k_full.index(slot), k_ring.index(slot))
+        mbarrier.wait(v_empty.index(slot), free)
+        mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
+        tma_load(v_desc, [batch, head // group, key, 0], v_full.index(slot), v_ring.index(slot))
+
+
+@gluon.jit
+def consumer(
+    work,
+    W: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    LSE: gl.constexpr,
+):
+    o_desc, lse_ptr, rings, bars, shape, c = work
+    q_tiles, k_ring, v_ring = rings
+    q_full, k_full, k_empty, v_full, v_empty = bars
+    sq, sk, window, heads, group = shape
+    dtype: gl.constexpr = q_tiles.dtype
+    BLOCK_M: gl.constexpr = q_tiles.shape[3]
+    BLOCK_D: gl.constexpr = q_tiles.shape[4]
+    BLOCK_N: gl.constexpr = k_ring.shape[3]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, output, 2)
+    rows: gl.constexpr = gl.SliceLayout(1, scores)
+
+    first_row = gl.program_id(0) * (BLOCK_M * CONSUMERS)
+    row = first_row + W * BLOCK_M
+    flat = gl.program_id(1)
+    lo, hi = key_blocks(first_row, BLOCK_M * CONSUMERS, sq, sk, window, BLOCK_N, CAUSAL, WINDOW)
+    right, edge = clean_blocks(row, BLOCK_M, lo, hi, sq, sk, window, BLOCK_N, CAUSAL, WINDOW)
+    m = gl.full([BLOCK_M], MINUS_INF, gl.float32, rows)
+    total = gl.zeros([BLOCK_M], gl.float32, rows)
+    o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, output)
+    q = q_tiles.index(W).reshape([BLOCK_M, BLOCK_D])
+    mbarrier.wait(q_full.index(W), 0)
+    for i in range(hi - lo):
+        slot = i % STAGES
+        phase = (i // STAGES) & 1
+        key = (hi - 1 - i) * BLOCK_N
+        mbarrier.wait(k_full.index(slot), phase)
+        zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
+        s = warpgroup_mma(q, k_ring.index(slot).reshape([BLOCK_N, BLOCK_D]).permute([1, 0]), zero, use_acc=False)
+        mbarrier.arrive(k_empty.index(slot), count=1)
+        if (i < right) | (i >= edge) | (key + BLOCK_N > sk):
+            s = mask_scores(s, row, key, sq, sk, window, scores, CAUSAL, WINDOW)
+        p, m, total, alpha = online_softmax(s, m, total, c)
+        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
+        mbarrier.wait(v_full.index(slot), phase)
+        o = warpgroup_mma(gl.convert_layout(p.to(dtype), left), v_ring.index(slot).reshape([BLOCK_N, BLOCK_D]), o)
+        mbarrier.arrive(v_empty.index(slot), count=1)
+
+    inverse, lse = inverse_and_lse(m, total, c)
+    if LSE:
+        at = row + gl.arange(0, BLOCK_M, rows)
+        gl.store(lse_ptr + flat.to(gl.int64) * sq + at, lse, mask=at < sq)
+    o = o * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]
+    q.store(o.to(dtype))
+    fence_async_shared()
+    batch = flat // heads
+    tma_store(o_desc, [batch, flat - batch * heads, row, 0], q_tiles.index(W))
+    tma.store_wait(0)
+
+
+# One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
+@gluon.jit(do_not_specialize=["sq", "sk", "window", "heads", "group"])
+def attention_step4(
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    lse_ptr,
+    sq,
+    sk,
+    window,
+    heads,
+    group,
+    c,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    LSE: gl.constexpr,
+):
+    dtype: gl.constexpr = q_desc.dtype
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], barrier)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    rings = (q_tiles, k_ring, v_ring)
+    bars = (q_full, k_full, k_empty, v_full, v_empty)
+    shape = (sq, sk, window, heads, group)
+    loads = ((q_desc, k_desc, v_desc), rings, bars, shape)
+    work = (o_desc, lse_ptr, rings, bars, shape, c)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consumer, (work, 0, 2, STAGES, CAUSAL, WINDOW, LSE)),
+                (consumer, (work, 1, 2, STAGES, CAUSAL, WINDOW, LSE)),
+                (producer, (loads, 2, STAGES, CAUSAL, WINDOW)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.static_assert(CONSUMERS == 3)
+        gl.warp_specialize(
+            [
+                (consumer, (work, 0, 3, STAGES, CAUSAL, WINDOW, LSE)),
+                (consumer, (work, 1, 3, STAGES, CAUSAL, WINDOW, LSE)),
+                (consumer, (work, 2, 3, STAGES, CAUSAL, WINDOW, LSE)),
+                (producer, (loads, 3, STAGES, CAUSAL, WINDOW)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 32],
+        )

@@ -1,0 +1,230 @@
+"""What a kernel or operator does, told from its name: pure strings, no torch.
+
+    >>> classify("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT")
+    'gemm'
+
+Names come in four dialects, each with its own rule: libraries (cuBLAS, cuDNN, CUTLASS, flash-attn), torch's own
+kernels (`at::native::...`, where the template arguments say more than the name), inductor's Triton kernels
+(`triton_poi_fused_` followed by the operators that were fused), and torch operators (`aten::...`), which is all a CPU
+trace has. Kernels that students write are told by the words in their names.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+GEMM, ATTENTION, SOFTMAX, LAYERNORM = "gemm", "attention", "softmax", "layernorm"
+ELEMENTWISE, REDUCTION, MEMORY, OTHER = "elementwise", "reduction", "memory", "other"
+
+FAMILIES = (GEMM, ATTENTION, SOFTMAX, LAYERNORM, ELEMENTWISE, REDUCTION, MEMORY, OTHER)
+
+# The keys that `count_cuda_kernels` documents. An attention kernel is gemm and softmax in one, a reduction neither.
+DOCUMENTED_KEY = {family: family for family in FAMILIES} | {ATTENTION: OTHER, REDUCTION: OTHER}
+
+# Library and hand-written kernels, first match wins: attention before gemm, because `flash_fwd` kernels are built of
+# gemms and say so in their template arguments.
+_PATTERNS = (
+    (ATTENTION, r"flash(?!infer)|fmha|sdpa|attention|attn|flex_decoding|mha_(fwd|bwd|varlen)"),
+    (GEMM, r"gemm|gemv|nvjet|matmul|splitk|xmma|cutlass.*(tensorop|wgmma|simt)|_(mm|bmm|addmm)(_|$)|implicit_convolve"),
+    (SOFTMAX, r"soft_?max"),
+    (LAYERNORM, r"(layer|rms|group|batch)_?norm|rowwisemoments|(^|_)bn_(fw|bw)"),
+    (
+        MEMORY,
+        r"^mem(cpy|set)|copy|fill_?(functor|kernel)|^cat|transpose|gather|scatter|index(_?select|ing|_elementwise"
+        r"|_put)|embedding|(^|_)(cast|cat|concat|permute|roll|pad)(_|$)|triu_?tril|arange",
+    ),
+    (REDUCTION, r"reduce|(^|_)(sum|mean|amax|argmax|norm|cumsum|scan|dot)(_|$|kernel)"),
+    (
+        ELEMENTWISE,
+        r"elementwise|pointwise|(^|_)(gelu|silu|relu|add|mul|div|sub|tanh|sigmoid|exp|pow|rope|rotary|where"
+        r"|axpy|scale|swiglu|geglu|activation|dropout)|act_and_mul|fused_dropout|distribution",
+    ),
+)
+_PATTERNS = tuple((family, re.compile(pattern)) for family, pattern in _PATTERNS)
+
+_ATEN = {
+    GEMM: (
+        "mm bmm addmm baddbmm addbmm mv addmv matmul linear einsum dot vdot inner outer addr bilinear "
+        "tensordot chain_matmul linalg_vecdot mkldnn_linear mkl_linear _scaled_mm _grouped_mm _int_mm "
+        "_addmm_activation linear_pointwise _linear_pointwise convolution conv1d conv2d conv3d _convolution "
+        "mkldnn_convolution"
+    ),
+    SOFTMAX: ("softmax _softmax log_softmax _log_softmax _safe_softmax _softmax_backward_data _masked_softmax"),
+    LAYERNORM: (
+        "layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm native_group_norm batch_norm "
+        "native_batch_norm native_layer_norm_backward _fused_rms_norm_backward"
+    ),
+    MEMORY: (
+        "copy_ clone contiguous to _to_copy cat stack _cat concat fill_ zero_ zeros ones full zeros_like "
+        "ones_like full_like new_zeros new_ones new_full index index_select index_put index_put_ "
+        "_index_put_impl_ index_copy index_copy_ index_add_ gather scatter scatter_ scatter_add_ embedding "
+        "repeat tile roll flip pad constant_pad_nd tril triu tril_ triu_ arange range linspace "
+        "masked_select take nonzero _pack_padded_sequence repeat_interleave unfold_copy lift_fresh_copy"
+    ),
+    REDUCTION: (
+        "sum mean amax amin max min argmax argmin prod norm linalg_vector_norm std var var_mean logsumexp "
+        "cumsum cumprod any all topk sort count_nonzero"
+    ),
+    ELEMENTWISE: (
+        "add add_ sub sub_ rsub mul mul_ div div_ true_divide pow pow_ square sqrt rsqrt rsqrt_ exp exp_ "
+        "exp2 log log2 neg abs sign sin cos tanh tanh_ sigmoid sigmoid_ gelu gelu_ silu silu_ relu relu_ "
+        "leaky_relu hardtanh clamp clamp_ clamp_min clamp_max where maximum minimum eq ne lt le gt ge "
+        "logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not __and__ __or__ masked_fill "
+        "masked_fill_ addcmul addcmul_ addcdiv addcdiv_ lerp erf reciprocal reciprocal_ floor ceil round "
+        "remainder fmod isnan isinf dropout native_dropout bernoulli_ normal_ uniform_ randn rand threshold "
+        "gelu_backward silu_backward tanh_backward floor_divide"
+    ),
+}
+_ATEN = {name: family for family, names in _ATEN.items() for name in names.split()}
+
+# Operators that change shape and stride only, reserve memory or ask a question: nothing is computed or moved.
+_FREE = (
+    "view _unsafe_view view_as reshape_alias _reshape_alias as_strided as_strided_ transpose transpose_ t "
+    "t_ permute unsqueeze unsqueeze_ squeeze squeeze_ expand expand_as select slice narrow split "
+    "split_with_sizes chunk unbind unflatten flatten movedim swapaxes diagonal detach detach_ alias alias_ "
+    "lift lift_fresh mT mH H numpy_T adjoint real view_as_real view_as_complex unsafe_split unsafe_chunk "
+    "tensor_split broadcast_to broadcast_tensors empty empty_like empty_strided empty_permuted new_empty "
+    "new_empty_strided resize_ resize_as_ set_ _resize_output_ resolve_conj resolve_neg is_nonzero item "
+    "_local_scalar_dense result_type can_cast promote_types is_same_size size stride sym_size "
+    "requires_grad_ retain_grad _has_compatible_shallow_copy_type _assert_async _assert_scalar "
+    "_nested_tensor_size is_pinned _fused_sdp_choice sym_numel numel data_ptr record_stream output_nr"
+)
+FREE_OPERATORS = frozenset(f"aten::{name}" for name in _FREE.split())
+
+# Operators that do nothing themselves: what they cost is what the operators inside them cost, maybe nothing.
+_WRAPPERS = (
+    "reshape to contiguous type_as dropout feature_dropout flatten float half double bfloat16 cpu cuda matmul linear "
+    "softmax log_softmax layer_norm scaled_dot_product_attention clone _to_copy pin_memory"
+)
+WRAPPER_OPERATORS = frozenset(f"aten::{name}" for name in _WRAPPERS.split())
+
+# Words in the name of an inductor kernel that only moves data.
+_COPYING_WORDS = {
+    "clone",
+    "copy",
+    "to",
+    "cat",
+    "view",
+    "transpose",
+    "t",
+    "permute",
+    "expand",
+    "unsqueeze",
+    "squeeze",
+    "slice",
+    "stack",
+    "split",
+    "constant",
+    "pad",
+    "nd",
+    "unsafe",
+    "index",
+    "put",
+    "select",
+    "embedding",
+    "zeros",
+    "zero",
+    "fill",
+    "full",
+    "like",
+    "arange",
+    "new",
+    "lift",
+    "fresh",
+    "reshape",
+    "as",
+    "strided",
+}
+_TRITON = re.compile(r"^(triton|cpp)_(poi|red|per|tem|mix|for|fused)_?(?:fused_)?(.*?)(?:_\d+)?$")
+
+
+@functools.lru_cache(maxsize=16384)
+def classify(name: str) -> str:
+    """The family of a kernel or operator, one of FAMILIES."""
+    text = name.strip()
+    if text.startswith("aten::"):
+        return _classify_operator(text[6:].partition(".")[0])
+    compiled = _TRITON.match(re.sub(r"^graph_\d+_", "", text))
+    if compiled:
+        return _classify_fused(compiled.group(2), compiled.group(3))
+    if text.startswith(("Memcpy", "Memset")):
+        return MEMORY
+    if text.startswith("nccl"):
+        return OTHER  # communication
+    head = re.sub(r"^(void|__global__)\s+", "", text).replace("(anonymous namespace)::", "")
+    head = re.split(r"[<(]", head, maxsplit=1)[0]
+    if head.startswith("at::native::"):
+        return _classify_native(head.removeprefix("at::native::"), text)
+    # A wrapper such as `cutlass::device_kernel` or `cutlass::Kernel2` says nothing: what it wraps does.
+    if head.endswith(("device_kernel", "Kernel2", "::Kernel")):
+        return _first_match(text)
+    family = _first_match(head)
+    return family if family != OTHER else _first_match(text)
+
+
+def _first_match(text: str) -> str:
+    lowered = text.lower()
+    # `cat` and `copy` are asked for at the start of the bare name, not of its namespaces.
+    bare = lowered.rsplit("::", 1)[-1]
+    for family, pattern in _PATTERNS:
+        if pattern.search(lowered) or pattern.search(bare):
+            return family
+    return OTHER
+
+
+def _classify_native(head: str, text: str) -> str:
+    """Torch's own CUDA kernels; the elementwise frame carries copies and fills as well."""
+    lowered = head.lower()
+    if "elementwise" in lowered and not lowered.startswith(("index_elementwise", "_scatter_gather")):
+        functor = text.lower()
+        if re.search(r"direct_copy|copy_kernel|fillfunctor|fill_kernel|copyfunctor", functor):
+            return MEMORY
+        if re.search(r"index_?(kernel|put|fill|copy)|gather|scatter", functor):
+            return MEMORY
+        return ELEMENTWISE
+    if re.search(r"reduce_kernel", lowered):
+        return REDUCTION
+    return _first_match(head)
+
+
+def _classify_operator(name: str) -> str:
+    if name in _ATEN:
+        return _ATEN[name]
+    if f"aten::{name}" in FREE_OPERATORS:
+        return MEMORY
+    bare = name.strip("_")
+    if bare in _ATEN:
+        return _ATEN[bare]
+    if re.search(r"attention|flash|sdpa", name):
+        return ATTENTION
+    return OTHER
+
+
+def _classify_fused(kind: str, fused: str) -> str:
+    """A kernel of inductor's: `kind` (poi, red, per, tem, mix) and the fused operators' names."""
+    words = [word for word in fused.split("_") if word and not word.isdigit()]
+    has = set(words).__contains__
+    if "attention" in fused or "flex_decoding" in fused:
+        return ATTENTION
+    if kind == "tem" or any(map(has, ("mm", "bmm", "addmm", "baddbmm", "mv"))):
+        return GEMM
+    if "softmax" in fused:
+        return SOFTMAX
+    if "layer_norm" in fused or "rms_norm" in fused or (has("rsqrt") and (has("mean") or "var_mean" in fused)):
+        return LAYERNORM
+    if kind in ("red", "per", "mix") or (kind == "fused" and any(map(has, ("sum", "mean", "amax", "argmax")))):
+        return REDUCTION
+    if words and set(words) <= _COPYING_WORDS:
+        return MEMORY
+    return ELEMENTWISE
+
+
+def documented_key(name: str) -> str:
+    """The key under which `count_cuda_kernels` counts this name: attention and reductions are in "other"."""
+    return DOCUMENTED_KEY[classify(name)]
+
+
+def is_free_operator(name: str) -> bool:
+    """True for operators that launch nothing: views, metadata, bare allocations."""
+    return name.partition(".")[0] in FREE_OPERATORS

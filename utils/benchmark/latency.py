@@ -1,0 +1,291 @@
+"""The notebooks' three questions about a function: how long, how much memory, how many kernels.
+
+`benchmark_latency` is one call of `utils.benchmark.measuring.measure`, which gives samples, intervals and comparisons as well.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.autograd import DeviceType
+
+from utils.benchmark.call_tensors import pick_device
+from utils.benchmark.kernel_names import ATTENTION, WRAPPER_OPERATORS, classify, documented_key, is_free_operator
+from utils.benchmark.measuring import measure
+
+KERNEL_KEYS = ("gemm", "elementwise", "softmax", "layernorm", "memory", "other")
+COMPILED_CPU_KERNEL = re.compile(r"(graph_\d+_)?(kernel_)?cpp_fused_")
+EVENTS_PER_RECORDING = 300_000  # bounds the memory of one profiler recording
+
+# One step of settling in, three of warming up the profiler, six recorded; for torch.profiler.profile(schedule=...).
+default_schedule = torch.profiler.schedule(wait=1, warmup=3, active=6)
+default_schedule.__doc__ = "Profiler schedule: waits 1 step, warms up for 3, records 6; prof.step() after each call."
+
+
+def _check_counts(n_warmup: int, n_repeat: int) -> None:
+    for name, value, least in (("n_warmup", n_warmup, 0), ("n_repeat", n_repeat, 1)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} must be a whole number, {least} or more, got {value!r}.")
+
+
+def benchmark_latency(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 100, **kwargs) -> float:
+    """Mean latency of `fn(*args, **kwargs)` in milliseconds, over n_repeat calls after n_warmup warm-up calls.
+
+    The calls follow each other with no synchronization in between, and the whole run is timed: by device events on a
+    GPU, by the host's clock on a CPU. On a GPU this is what a caller waits for, so kernels shorter than their launch
+    show the launch. `measure` gives the kernel alone, the spread, and a cold cache.
+
+    Args:
+        fn: called exactly n_warmup + n_repeat times.
+        n_warmup: warm-up calls, not timed.
+        n_repeat: timed calls.
+    """
+    _check_counts(n_warmup, n_repeat)
+    if not callable(fn):
+        raise TypeError(
+            f"benchmark_latency() times a function: fn must be callable, got {type(fn).__name__}. "
+            "Pass fn and its arguments apart: benchmark_latency(fn, x)."
+        )
+
+    def call() -> None:
+        fn(*args, **kwargs)
+
+    return measure(
+        call,
+        warmup=n_warmup,
+        iterations=1,
+        calls_per_sample=n_repeat,
+        queue_ahead=False,
+        floor=False,
+        device=pick_device(None, args, kwargs, fn),
+        label=getattr(fn, "__name__", None),
+    ).mean_ms
+
+
+class MemoryUse(NamedTuple):
+    """What `benchmark_memory` returns; a tuple of two numbers in GB (1e9 bytes)."""
+
+    peak_memory_gb: float  # the most that was allocated at once, inputs and everything else included
+    allocated_memory_gb: float  # what the call adds to that above what was there before it
+
+
+def benchmark_memory(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 100, **kwargs) -> MemoryUse:
+    """(peak_memory_gb, allocated_memory_gb) of `fn(*args, **kwargs)`: tensor memory in GB (1e9 bytes).
+
+    `peak_memory_gb` is absolute: all tensor memory at the worst moment of n_repeat calls, the inputs included and
+    whatever else is alive. `allocated_memory_gb` is what the call adds at that moment above what was alive before it,
+    its own result included: the number to compare two functions by.
+
+    On a GPU both come from torch's allocator. On a CPU the addition is followed through torch's allocation events, and
+    the peak is that plus the storages of the tensors alive before the call; memory that libraries such as oneDNN take
+    past torch's allocator is in neither.
+
+    Args:
+        fn: called exactly n_warmup + n_repeat times; results are dropped.
+    """
+    _check_counts(n_warmup, n_repeat)
+    if not callable(fn):
+        raise TypeError(
+            f"benchmark_memory() measures a function: fn must be callable, got {type(fn).__name__}. "
+            "Pass fn and its arguments apart: benchmark_memory(fn, x)."
+        )
+    device = pick_device(None, args, kwargs, fn)
+
+    def call() -> None:
+        fn(*args, **kwargs)  # the result is dropped here, before the next call
+
+    for _ in range(n_warmup):
+        call()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        for _ in range(n_repeat):
+            call()
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device)
+        return MemoryUse(peak / 1e9, (peak - before) / 1e9)
+    before = live_cpu_tensor_bytes()
+    added = _cpu_peak_above_start(call, n_repeat)
+    return MemoryUse((before + added) / 1e9, added / 1e9)
+
+
+def live_cpu_tensor_bytes() -> int:
+    """Bytes of the CPU storages of all tensors that Python knows of, each storage counted once."""
+    storages: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), torch.Tensor):  # isinstance would run lazy modules' properties
+            continue
+        for tensor in (thing, thing.grad if thing.is_leaf else None):
+            if tensor is None or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+                continue
+            try:
+                storage = tensor.untyped_storage()
+                if storage.device.type == "cpu":  # torch.compile's fake tensors keep theirs on "meta"
+                    storages[storage.data_ptr()] = storage.nbytes()
+            except (RuntimeError, NotImplementedError):
+                continue  # functional tensors have no storage
+    return sum(storages.values())
+
+
+def _cpu_peak_above_start(call: Callable[[], None], repeats: int) -> int:
+    """The most bytes that torch's CPU allocator held during the calls above what it held before them."""
+    if torch._C._autograd._profiler_enabled():
+        raise RuntimeError(
+            "benchmark_memory() follows allocations with torch's profiler, and a profiler is already "
+            "running; call it outside of the profile block."
+        )
+    peak, done, chunk = 0, 0, 1
+    while done < repeats:
+        chunk = min(chunk, repeats - done)
+        with torch.autograd.profiler.profile(profile_memory=True) as recorded:
+            for _ in range(chunk):
+                call()
+        done += chunk
+        level = count = 0
+        events = recorded.kineto_results.events()
+        for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda e: e.start_ns()):
+            if event.device_type() == DeviceType.CPU:
+                level += event.nbytes()
+                peak = max(peak, level)
+        count = len(events)
+        chunk = max(1, min(repeats, EVENTS_PER_RECORDING * chunk // max(count, 1)))
+    return peak
+
+
+class KernelCounts(dict):
+    """Counts per step under the documented keys; what was counted and how is in the attributes.
+
+    counted: "CUDA kernels", or "CPU leaf operators" for a trace without a GPU.
+    attention: fused attention kernels per step; they are gemm and softmax in one, and counted in "other".
+    names: {key: {name: count per step}}; the full names behind each number.
+    steps: the profiled steps the trace holds; counts are divided by it.
+    notes: sentences about what the numbers leave out.
+    """
+
+    def __init__(
+        self, counts: dict[str, int], *, counted: str, attention: int, names: dict, steps: int, notes: list[str]
+    ):
+        super().__init__(counts)
+        self.counted, self.attention, self.names, self.steps, self.notes = counted, attention, names, steps, notes
+
+
+def count_cuda_kernels(prof) -> dict[str, int]:
+    """CUDA kernels per profiled step by category: gemm, elementwise, softmax, layernorm, memory, other, total.
+
+    `prof` is a finished torch.profiler.profile. With a schedule the counts are those of one active step. Profiler
+    annotations (`ProfilerStep#3`, `record_function`, NVTX ranges) are no kernels. Copies and fills, whether by a
+    kernel or by the copy engine, are "memory". Fused attention kernels and reductions are in "other"; `.attention`
+    says how many of the former.
+
+    Where the trace holds no GPU work, CPU leaf operators are counted instead: operators with no working operator
+    inside them. Views, metadata and bare allocations do no work and are left out. The returned dict has the same keys,
+    and its `.counted` says which of the two it holds.
+    """
+    try:
+        events = list(prof.events())
+    except (AttributeError, AssertionError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            "count_cuda_kernels() needs a torch.profiler.profile whose `with` block (or stop()) has ended "
+            f"and whose schedule reached its active steps; got {type(prof).__name__}."
+        ) from error
+    steps = sum(1 for event in events if _is_step(event) and event.device_type == DeviceType.CPU)
+    kernels = _cuda_kernel_names(events)
+    on_gpu = bool(kernels)
+    names = Counter(kernels if on_gpu else _leaf_operator_names(events))
+    divisor = max(steps, 1)
+    notes = []
+    compiled = not on_gpu and any("CompiledFxGraph" in event.name for event in events)
+    if compiled and not any(COMPILED_CPU_KERNEL.match(name) for name in names):
+        notes.append(
+            "Kernels that torch.compile generated for the CPU are not in this trace, and not counted; set "
+            "torch._inductor.config.cpp.enable_kernel_profile = True before compiling to see them."
+        )
+    uneven = sorted(name for name, count in names.items() if count % divisor)
+    if uneven:
+        notes.append(
+            f"{len(uneven)} names did not occur equally often in each of the {divisor} steps, the first is "
+            f"{uneven[0]!r}; counts are rounded means."
+        )
+    totals: Counter = Counter()
+    attention = 0
+    per_name: dict[str, dict[str, float]] = {key: {} for key in KERNEL_KEYS}
+    for name, count in names.items():
+        key = documented_key(name)
+        totals[key] += count
+        attention += count if classify(name) == ATTENTION else 0
+        per_name[key][name] = count // divisor if count % divisor == 0 else count / divisor
+    counts = {key: round(totals[key] / divisor) for key in KERNEL_KEYS}
+    counts["total"] = sum(counts.values())
+    return KernelCounts(
+        counts,
+        counted="CUDA kernels" if on_gpu else "CPU leaf operators",
+        attention=round(attention / divisor),
+        names=per_name,
+        steps=divisor,
+        notes=notes,
+    )
+
+
+def _is_step(event) -> bool:
+    return event.name.startswith("ProfilerStep")
+
+
+def _cuda_kernel_names(events: list) -> list[str]:
+    """Names of what the GPU ran: kernels, copies, fills; no annotation mirrored on the GPU's lanes."""
+    annotations = {
+        event.name
+        for event in events
+        if event.device_type == DeviceType.CPU and getattr(event, "is_user_annotation", False)
+    }
+    names = []
+    for event in events:
+        if event.device_type != DeviceType.CUDA or _is_step(event) or getattr(event, "is_user_annotation", False):
+            continue
+        activity = getattr(event, "activity_type", None)
+        if activity is not None and activity not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        if activity is None and event.name in annotations:
+            continue
+        names.append(event.name)
+    return names
+
+
+def _leaf_operator_names(events: list) -> list[str]:
+    """Operators that did work themselves on the CPU."""
+    names: list[str] = []
+    for event in events:
+        if event.device_type == DeviceType.CPU and getattr(event, "cpu_parent", None) is None:
+            names += _working(event)
+    return names
+
+
+def _is_operator(name: str) -> bool:
+    if COMPILED_CPU_KERNEL.match(name):
+        return True
+    return "::" in name and not name.startswith(("autograd::", "torch::", "profiler::"))
+
+
+def _working(event) -> list[str]:
+    """The operators at or under this event that did work, outermost wrappers taken apart."""
+    name = event.name
+    if is_free_operator(name):
+        return []
+    children = getattr(event, "cpu_children", None) or []
+    if not _is_operator(name):  # annotations, autograd nodes, modules
+        return [inner for child in children for inner in _working(child)]
+    of_children = [(child.name, _working(child)) for child in children]
+    inside = [inner for _, found in of_children for inner in found]
+    if name in WRAPPER_OPERATORS or any(documented_key(inner) != "memory" for inner in inside):
+        return inside
+    if classify(name) == "memory":
+        return inside or [name]
+    # It works itself. `aten::to` inside `x + 1` only wraps the number 1, a fill sets up the result; copies are real.
+    part_of_it = ("aten::to", "aten::fill_", "aten::zero_")
+    return [inner for child, found in of_children if child not in part_of_it for inner in found] + [name]

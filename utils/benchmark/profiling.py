@@ -1,0 +1,334 @@
+"""Profiles of a function: recording, Chrome traces, and tables made of them.
+
+prof = profile(fn, x)                        # a finished torch.profiler.profile
+export_chrome_trace(prof, "traces/fn.json")  # open it at https://ui.perfetto.dev
+summarize_trace(prof, top=10)                # where the time went
+launch_gaps(prof)                            # when the GPU had nothing to do
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import tempfile
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from utils.benchmark.kernel_names import classify
+from utils.files import write_whole
+
+GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+# Chrome's "complete" events; the others name lanes, draw arrows or mark moments.
+COMPLETE = "X"
+
+# Kineto writes a trace only once, so its text is kept here, compressed, as long as the profiler lives.
+_texts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class TraceEvent:
+    """One bar of a timeline: an operator, a kernel, a launch, an annotation."""
+
+    name: str
+    category: str  # "cpu_op", "kernel", "gpu_memcpy", "cuda_runtime", "user_annotation", ...
+    start_us: float  # after the first event of the trace
+    duration_us: float
+    lane: str  # "GPU 0 stream 7" or "thread 4242"
+    thread: int | str | None  # thread of a CPU event, stream of a GPU event
+    correlation: int | None = None  # the same number on a kernel and on the launch that caused it
+
+    @property
+    def end_us(self) -> float:
+        return self.start_us + self.duration_us
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.category in GPU_WORK
+
+    @property
+    def family(self) -> str:
+        """gemm, attention, softmax, layernorm, elementwise, reduction, memory or other, told from the name."""
+        return classify(self.name)
+
+
+def profile(
+    fn: Callable,
+    *args,
+    steps: int = 6,
+    warmup: int = 3,
+    trace_path: str | os.PathLike | None = None,
+    record_shapes: bool = False,
+    **kwargs,
+) -> torch.profiler.profile:
+    """Profile `steps` calls of `fn(*args, **kwargs)`, each a profiler step: the finished torch.profiler.profile.
+
+    The result suits `count_cuda_kernels`, `summarize_trace`, `export_chrome_trace` and torch's own tables.
+
+    Args:
+        steps: recorded calls.
+        warmup: calls before them; compilation and first-use costs stay out of the profile.
+        trace_path: also write a Chrome trace there (.json or .json.gz).
+        record_shapes: keep the operators' input shapes.
+        kwargs: passed to `fn`; for one named like an option here, use functools.partial.
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"profile() runs a function: fn must be callable, got {type(fn).__name__}. "
+            "Pass fn and its arguments apart: profile(fn, x)."
+        )
+    for name, value, least in (("steps", steps, 1), ("warmup", warmup, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} must be a whole number, {least} or more, got {value!r}.")
+    if trace_path is not None:
+        _check_trace_path(trace_path)
+    if torch._C._autograd._profiler_enabled():
+        raise RuntimeError("a profiler is already running, and torch runs one at a time; end it first.")
+    on_gpu = torch.cuda.is_available()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    for _ in range(warmup):
+        fn(*args, **kwargs)
+    # One warm-up step inside as well: the profiler's own first step costs more than the others.
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
+    with torch.profiler.profile(activities=activities, schedule=schedule, record_shapes=record_shapes) as prof:
+        for _ in range(1 + steps):
+            fn(*args, **kwargs)
+            if on_gpu:
+                torch.cuda.synchronize()  # a step's kernels end within the step
+            prof.step()
+    if trace_path is not None:
+        export_chrome_trace(prof, trace_path)
+    return prof
+
+
+@contextmanager
+def nvtx_range(name: str) -> Iterator[None]:
+    """Name a stretch of code in every profile: in torch's traces, and with a GPU as an NVTX range for Nsight."""
+    name = str(name)
+    on_gpu = torch.cuda.is_available()
+    with torch.profiler.record_function(name):
+        if on_gpu:
+            torch.cuda.nvtx.range_push(name)
+        try:
+            yield
+        finally:
+            if on_gpu:
+                torch.cuda.nvtx.range_pop()
+
+
+def _check_trace_path(path: str | os.PathLike) -> Path:
+    path = Path(path)
+    if not path.name.endswith((".json", ".json.gz")):
+        raise ValueError(
+            f"a Chrome trace is a .json or .json.gz file, got {path.name!r}; try {path.with_suffix('.json').name!r}."
+        )
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a .json file in it.")
+    return path
+
+
+def export_chrome_trace(prof: torch.profiler.profile, path: str | os.PathLike) -> Path:
+    """Write a finished profile as a Chrome trace (.json or .json.gz) and return its path.
+
+    Folders are created. An older file of that name is replaced, in one step: a reader sees the old trace or the new
+    one, never half of one. The same profile can be written any number of times. The machine's name is left out.
+    """
+    path = _check_trace_path(path)
+    text = _trace_text(prof)
+    write_whole(path, gzip.compress(text, 5) if path.name.endswith(".gz") else text)
+    return path
+
+
+def _trace_text(prof) -> bytes:
+    if prof in _texts:
+        return zlib.decompress(_texts[prof])
+    if not hasattr(prof, "export_chrome_trace"):
+        raise TypeError(f"expected a torch.profiler.profile, got {type(prof).__name__}.")
+    with tempfile.TemporaryDirectory() as folder:
+        raw = Path(folder) / "trace.json"
+        try:
+            prof.export_chrome_trace(str(raw))
+        except AssertionError as error:
+            raise ValueError(
+                "this profile holds nothing yet: end its `with` block first, and give a profile with a "
+                "schedule enough steps to reach its active ones."
+            ) from error
+        except RuntimeError as error:
+            if "already saved" not in str(error):
+                raise
+            raise ValueError(
+                "torch writes a profile only once, and this one was written before; use the file, or "
+                "write it with utils.export_chrome_trace, which may be called again."
+            ) from error
+        text = raw.read_bytes()
+    text = re.sub(rb'"host_name":\s*"[^"]*",?', b"", text, count=1)
+    text = re.sub(rb'"traceName":\s*"[^"]*"\s*}\s*$', b'"traceName": "trace.json" }', text)
+    _texts[prof] = zlib.compress(text, 1)
+    return text
+
+
+def _load(trace) -> dict:
+    if not isinstance(trace, (str, os.PathLike)):
+        return json.loads(_trace_text(trace))
+    path = Path(trace)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no trace file {path}; write one with export_chrome_trace(prof, path).")
+    try:
+        data = path.read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
+        record = json.loads(data)
+    except (EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{path} is no complete gzip file ({error}); write the trace again.") from error
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is not valid JSON ({error}): it was cut off or is no Chrome trace; write the trace again."
+        ) from error
+    if isinstance(record, list):  # the format's short form: the bare list of events
+        record = {"traceEvents": record}
+    if not isinstance(record, dict) or not isinstance(record.get("traceEvents"), list):
+        raise ValueError(f'{path} is JSON and no Chrome trace: it has no list "traceEvents".')
+    return record
+
+
+def read_trace(trace) -> list[TraceEvent]:
+    """The bars of a Chrome trace file (.json, .json.gz) or of a finished profile, in order of their start."""
+    if isinstance(trace, (list, tuple)) and all(isinstance(event, TraceEvent) for event in trace):
+        return list(trace)
+    found = []
+    for raw in _load(trace)["traceEvents"]:
+        if not isinstance(raw, dict) or raw.get("ph") != COMPLETE or raw.get("cat") in (None, "Trace"):
+            continue
+        try:
+            start, duration = float(raw["ts"]), float(raw.get("dur", 0.0))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the event {raw.get('name')!r} has no readable time; the trace is damaged.") from error
+        args = raw.get("args") if isinstance(raw.get("args"), dict) else {}
+        category = str(raw["cat"]).lower()
+        gpu_side = category in GPU_WORK or category == "gpu_user_annotation"
+        lane = (
+            f"GPU {args.get('device', raw.get('pid'))} stream {args.get('stream', raw.get('tid'))}"
+            if gpu_side
+            else f"thread {raw.get('tid')}"
+        )
+        found.append(
+            TraceEvent(
+                str(raw.get("name", "")), category, start, duration, lane, raw.get("tid"), args.get("correlation")
+            )
+        )
+    if not found:
+        return []
+    origin = min(event.start_us for event in found)
+    shifted = [
+        TraceEvent(e.name, e.category, e.start_us - origin, e.duration_us, e.lane, e.thread, e.correlation)
+        for e in found
+    ]
+    return sorted(shifted, key=lambda event: (event.start_us, -event.duration_us))
+
+
+def _self_times(events: Sequence[TraceEvent]) -> list[float]:
+    """Each event's time less that of the events directly inside it, on its lane; `events` in order of start."""
+    own = [event.duration_us for event in events]
+    open_on: dict[str, list[int]] = {}
+    for index, event in enumerate(events):
+        stack = open_on.setdefault(event.lane, [])
+        while stack and events[stack[-1]].end_us <= event.start_us:
+            stack.pop()
+        if stack:
+            own[stack[-1]] -= min(event.duration_us, max(0.0, events[stack[-1]].end_us - event.start_us))
+        stack.append(index)
+    return [max(0.0, value) for value in own]
+
+
+def summarize_trace(trace, *, of: str | None = None, top: int | None = None, dataframe: bool = False):
+    """Where the time went: one row for each name, the most expensive first.
+
+    A row is {"name", "family", "count", "total_us", "self_us", "mean_us", "share"}. `self_us` leaves out the operators
+    inside, so that shares (of all self time) add up to 1; a kernel's is its total.
+
+    Args:
+        trace: a finished profile, a trace file, or the list from `read_trace`.
+        of: "kernels" (GPU work) or "operators" (on the CPU); default: kernels where the trace has any.
+        top: only that many rows.
+        dataframe: return a pandas.DataFrame instead of a list of dicts.
+    """
+    events = read_trace(trace)
+    if of is None:
+        of = "kernels" if any(event.on_gpu for event in events) else "operators"
+    if of not in ("kernels", "operators"):
+        raise ValueError(f'of must be "kernels" or "operators", got {of!r}.')
+    if top is not None and (not isinstance(top, int) or top < 1):
+        raise ValueError(f"top must be a whole number above 0, or None for all rows, got {top!r}.")
+    chosen = [event for event in events if (event.on_gpu if of == "kernels" else event.category == "cpu_op")]
+    if not chosen:
+        raise ValueError(
+            f"the trace holds no {of}; it has events of the categories {sorted({event.category for event in events})}."
+        )
+    rows: dict[str, dict] = {}
+    # Kernels on two streams overlap without one being inside the other: each keeps its whole time.
+    own = [event.duration_us for event in chosen] if of == "kernels" else _self_times(chosen)
+    for event, self_us in zip(chosen, own, strict=True):
+        row = rows.setdefault(
+            event.name, {"name": event.name, "family": event.family, "count": 0, "total_us": 0.0, "self_us": 0.0}
+        )
+        row["count"] += 1
+        row["total_us"] += event.duration_us
+        row["self_us"] += self_us
+    everything = sum(row["self_us"] for row in rows.values())
+    for row in rows.values():
+        row["mean_us"] = row["total_us"] / row["count"]
+        row["share"] = row["self_us"] / everything if everything else 0.0
+    table = sorted(rows.values(), key=lambda row: -row["self_us"])[:top]
+    if dataframe:
+        import pandas as pd
+
+        return pd.DataFrame(table)
+    return table
+
+
+def launch_gaps(trace, *, device: int | None = None, longest: int = 10) -> dict:
+    """When a GPU had nothing to do between its first and its last kernel.
+
+    Returns {"device", "span_us", "busy_us", "idle_us", "idle_share", "kernels", "gaps"}; kernels that overlap on
+    several streams count once. `gaps` holds the `longest` ones as {"start_us", "duration_us", "after", "before"}.
+    """
+    work = [event for event in read_trace(trace) if event.on_gpu]
+    numbers = sorted({int(event.lane.split()[1]) for event in work})
+    if not work:
+        raise ValueError("the trace holds no GPU kernels, so there are no gaps between them: profile on a GPU.")
+    if device is None:
+        device = numbers[0]
+    if device not in numbers:
+        raise ValueError(f"the trace holds no kernels of GPU {device}; it has those of {numbers}.")
+    work = [event for event in work if int(event.lane.split()[1]) == device]
+    gaps, busy = [], 0.0
+    last, end = work[0], work[0].start_us
+    for event in work:
+        if event.start_us > end:
+            gaps.append(
+                {"start_us": end, "duration_us": event.start_us - end, "after": last.name, "before": event.name}
+            )
+        if event.end_us > end:
+            busy += event.end_us - max(end, event.start_us)
+            last, end = event, event.end_us
+    span = end - work[0].start_us
+    idle = sum(gap["duration_us"] for gap in gaps)
+    gaps.sort(key=lambda gap: -gap["duration_us"])
+    return {
+        "device": device,
+        "span_us": span,
+        "busy_us": busy,
+        "idle_us": idle,
+        "idle_share": idle / span if span else 0.0,
+        "kernels": len(work),
+        "gaps": gaps[:longest],
+    }

@@ -1,0 +1,214 @@
+"""What a timing returns: Measurement (one function) and Comparison (two), with their statistics and how they print."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from utils.benchmark import intervals as stats
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Times of one function: every sample in ms, statistics over them, and how they were taken (`method`)."""
+
+    samples_ms: tuple[float, ...]
+    interval_ms: tuple[float, float]  # bootstrap interval of the median
+    label: str = "function"
+    confidence: float = 0.95
+    flops: float | None = None  # FLOPs of one call
+    bytes: float | None = None  # bytes one call reads and writes
+    dtype: str | None = None
+    roof_share: float | None = None  # time at the roof / median time; over 1 is a sign of wrong counts
+    roof: dict | None = None  # the roofs it was held against
+    method: dict = field(default_factory=dict)
+    environment: dict = field(default_factory=dict)
+
+    @property
+    def median_ms(self) -> float:
+        return float(np.median(self.samples_ms))
+
+    @property
+    def mean_ms(self) -> float:
+        return float(np.mean(self.samples_ms))
+
+    @property
+    def std_ms(self) -> float:
+        return stats.standard_deviation(self.samples_ms)
+
+    @property
+    def min_ms(self) -> float:
+        return min(self.samples_ms)
+
+    @property
+    def max_ms(self) -> float:
+        return max(self.samples_ms)
+
+    @property
+    def p5_ms(self) -> float:
+        return stats.percentile(self.samples_ms, 5)
+
+    @property
+    def p95_ms(self) -> float:
+        return stats.percentile(self.samples_ms, 95)
+
+    @property
+    def p99_ms(self) -> float:
+        return stats.percentile(self.samples_ms, 99)
+
+    @property
+    def tflops(self) -> float | None:
+        """TFLOP/s at the median time; None without a FLOP count."""
+        return None if self.flops is None else self.flops / (self.median_ms * 1e9)
+
+    @property
+    def gb_s(self) -> float | None:
+        """GB/s (1e9 bytes) at the median time; None without a byte count."""
+        return None if self.bytes is None else self.bytes / (self.median_ms * 1e6)
+
+    @property
+    def over_roof(self) -> bool:
+        """True if faster than the roof allows: the counts, the cache state or the roof is wrong."""
+        return self.roof_share is not None and self.roof_share > 1.0
+
+    @property
+    def below_floor(self) -> bool:
+        """True if the time cannot be told apart from that of an empty call."""
+        return bool(self.method.get("below_floor"))
+
+    def to_dict(self) -> dict:
+        """Everything, ready for JSON: the fields, and the statistics beside the raw samples."""
+        record = asdict(self)
+        record["samples_ms"], record["interval_ms"] = list(self.samples_ms), list(self.interval_ms)
+        for name in (
+            "median_ms",
+            "mean_ms",
+            "std_ms",
+            "min_ms",
+            "max_ms",
+            "p5_ms",
+            "p95_ms",
+            "p99_ms",
+            "tflops",
+            "gb_s",
+        ):
+            record[name] = getattr(self, name)
+        return record
+
+    @classmethod
+    def from_dict(cls, record: dict) -> Measurement:
+        """The measurement `to_dict` wrote; the statistics are computed again from the samples."""
+        missing = {"samples_ms", "interval_ms"} - set(record)
+        if missing:
+            raise ValueError(f"this is no measurement: {', '.join(sorted(missing))} missing; write it with to_dict().")
+        fields = {name: record[name] for name in cls.__dataclass_fields__ if name in record}
+        fields["samples_ms"] = tuple(float(value) for value in record["samples_ms"])
+        fields["interval_ms"] = tuple(float(value) for value in record["interval_ms"])
+        return cls(**fields)
+
+    def __repr__(self) -> str:
+        low, high = self.interval_ms
+        lines = [
+            f"{self.label}: {format_ms(self.median_ms)} median "
+            f"[{format_ms(low)}, {format_ms(high)}] at {self.confidence:.0%}, {len(self.samples_ms)} samples"
+        ]
+        lines.append(
+            f"  mean {format_ms(self.mean_ms)}, std {format_ms(self.std_ms)}, min {format_ms(self.min_ms)}, "
+            f"p95 {format_ms(self.p95_ms)}, max {format_ms(self.max_ms)}"
+        )
+        rates = []
+        if self.tflops is not None:
+            rates.append(f"{self.tflops:.4g} TFLOP/s")
+        if self.gb_s is not None:
+            rates.append(f"{self.gb_s:.4g} GB/s")
+        if self.roof_share is not None:
+            rates.append(f"{self.roof_share:.1%} of the {self.roof['name']} roof ({self.roof['origin']})")
+        if rates:
+            lines.append("  " + ", ".join(rates))
+        how = [self.method.get("device", ""), f"{self.method.get('l2', '?')} L2"]
+        if self.method.get("graph"):
+            how.append("CUDA graph")
+        if self.method.get("calls_per_sample", 1) > 1:
+            how.append(f"{self.method['calls_per_sample']} calls a sample")
+        how.append(f"stopped: {self.method.get('stopped', '?')}")
+        lines.append("  " + ", ".join(part for part in how if part))
+        if self.over_roof:
+            lines.append("  OVER THE ROOF: check the FLOP and byte counts, the dtype, and whether the L2 was warm.")
+        if self.below_floor:
+            lines.append(
+                f"  BELOW THE FLOOR: an empty call takes {format_ms(self.method['floor_ms'])} here; "
+                'give it more work, or no more than "as short as an empty call" is known.'
+            )
+        lines += [f"  note: {note}" for note in self.method.get("notes", [])]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two functions timed interleaved; `speedup` is time of a / time of b over neighbours, so above 1 b is faster."""
+
+    speedup: float
+    interval: tuple[float, float]  # bootstrap over pairs of neighbouring samples
+    verdict: str  # "faster", "slower", "same" or "not enough data", said of b
+    a: Measurement
+    b: Measurement
+    same_within: float = 0.01
+    method: dict = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        """The same as `speedup`: time of a / time of b."""
+        return self.speedup
+
+    def sentence(self) -> str:
+        """The verdict in words."""
+        a, b = self.a.label, self.b.label
+        return {
+            stats.FASTER: f"{b} is faster than {a}",
+            stats.SLOWER: f"{b} is slower than {a}",
+            stats.SAME: f"{b} and {a} take the same time within {self.same_within:.2g}",
+            stats.NOT_ENOUGH_DATA: f"not enough data to tell {b} from {a}",
+        }[self.verdict]
+
+    def to_dict(self) -> dict:
+        return {
+            "speedup": self.speedup,
+            "interval": list(self.interval),
+            "verdict": self.verdict,
+            "a": self.a.to_dict(),
+            "b": self.b.to_dict(),
+            "same_within": self.same_within,
+            "method": self.method,
+        }
+
+    @classmethod
+    def from_dict(cls, record: dict) -> Comparison:
+        return cls(
+            **{
+                **record,
+                "interval": tuple(record["interval"]),
+                "a": Measurement.from_dict(record["a"]),
+                "b": Measurement.from_dict(record["b"]),
+            }
+        )
+
+    def __repr__(self) -> str:
+        low, high = self.interval
+        return (
+            f"{self.b.label} is {self.speedup:.4g}x as fast as {self.a.label} [{low:.4g}, {high:.4g}]: "
+            f"{self.sentence()} ({len(self.a.samples_ms)} pairs)\n"
+            f"  {self.a.label}: {format_ms(self.a.median_ms)}\n  {self.b.label}: {format_ms(self.b.median_ms)}"
+        )
+
+
+def format_ms(value: float) -> str:
+    """A time given in ms with the unit that suits it: "1.23 s", "4.56 ms", "7.89 us" or "12 ns"."""
+    size = abs(value)
+    if size >= 1000.0:
+        return f"{value / 1e3:.4g} s"
+    if size >= 1.0:
+        return f"{value:.4g} ms"
+    if size >= 0.9995e-3 or size == 0.0:
+        return f"{value * 1e3:.4g} us"
+    return f"{value * 1e6:.3g} ns"

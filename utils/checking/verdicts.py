@@ -1,0 +1,407 @@
+"""Checks of a student's answers: a verdict instead of a crash, and messages that say what to look at.
+
+A check is a function of the student's objects. It states what must hold with plain ``assert`` and the ``expect_*``
+functions below; ``@check`` turns whatever happens inside of it into a `Verdict`:
+
+    @check("1.1", "Naive GEMM")
+    def check_1_1(gemm_naive, seed=None):
+        a, b = ...
+        with watch_operations() as watch:
+            got = gemm_naive(a, b)
+        forbid(watch, MATMUL, hint="write the three loops")
+        expect_close(got, a @ b, rtol=1e-4, atol=1e-5, what="gemm_naive(a, b)")
+
+    check_1_1(gemm_naive).raise_if_wrong()
+
+`utils.checking.watching` holds the watch over the operators that run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import html
+import inspect
+import io
+import math
+import numbers
+import os
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from utils.checking.watching import (
+    MATMUL,
+    OperationWatch,
+    StudentLine,
+    forbid,
+    forbid_leaving,
+    is_students,
+    lines_of_traceback,
+    watch_operations,
+)
+
+__all__ = [
+    "MATMUL",
+    "AnswerNeeded",
+    "OperationWatch",
+    "StudentLine",
+    "Verdict",
+    "WrongAnswer",
+    "check",
+    "expect_close",
+    "expect_number",
+    "forbid",
+    "forbid_leaving",
+    "is_answered",
+    "quiet_stderr",
+    "require_answer",
+    "watch_operations",
+]
+
+
+def _label(question: str) -> str:
+    """`1.1` -> `Question 1.1`; `Bonus 4.5` stays."""
+    return f"Question {question}" if question[:1].isdigit() else question
+
+
+class WrongAnswer(AssertionError):
+    """A failed verdict. Notebooks show its message alone, without a traceback through the checks."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"\x1b[31m✗\x1b[0m {self}"]
+
+
+class AnswerNeeded(NotImplementedError):
+    """A cell needs an answer that is not there yet. Notebooks show its message alone."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"\x1b[33m…\x1b[0m {self}"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check found: the question, whether the answer passed, and a message to the student."""
+
+    question: str
+    passed: bool
+    message: str = ""
+
+    def raise_if_wrong(self) -> None:
+        """Raise `WrongAnswer` (an AssertionError) if the answer failed; say so in one line if it passed."""
+        if not self.passed:
+            raise WrongAnswer(self._text())
+        print(f"✓ {self._text()}")
+
+    def _text(self) -> str:
+        label = _label(self.question)
+        message = self.message or ("passed." if self.passed else "failed.")
+        return message if message.startswith(label) else f"{label}: {message}"
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __repr__(self) -> str:
+        return f"{'✓' if self.passed else '✗'} {self._text()}"
+
+    def _repr_html_(self) -> str:
+        mark, colour = ("✓", "#1a7f37") if self.passed else ("✗", "#cf222e")
+        return (
+            f'<div style="border-left: 4px solid {colour}; padding-left: 8px; white-space: pre-wrap">'
+            f'<b style="color: {colour}">{mark}</b> {html.escape(self._text())}</div>'
+        )
+
+
+@contextlib.contextmanager
+def quiet_stderr() -> Iterator[None]:
+    """Send what is written to stderr inside to stdout instead.
+
+    nbgrader gives a test cell no points when anything appears on its stderr, a harmless warning included. Three ways
+    lead there: `sys.stderr`, file descriptor 2 (C++ code), and log handlers that kept the stream object.
+    """
+    stream, buffer = sys.stderr, io.StringIO()
+    with contextlib.suppress(Exception):
+        stream.flush()
+    try:  # ipykernel's stream is a Python object, so that its write can be replaced where log handlers kept it
+        stream.write = buffer.write
+        replaced = True
+    except AttributeError:
+        replaced = False
+    with tempfile.TemporaryFile() as file:
+        try:
+            saved = os.dup(2)
+        except OSError:  # no file descriptor 2: nothing to redirect there
+            saved = None
+        if saved is not None:
+            os.dup2(file.fileno(), 2)
+        try:
+            with contextlib.redirect_stderr(buffer):
+                yield
+        finally:
+            if replaced:
+                del stream.write
+            if saved is not None:
+                os.dup2(saved, 2)
+                os.close(saved)
+            file.seek(0)
+            text = buffer.getvalue() + file.read().decode(errors="replace")
+            if text:
+                print(text, end="" if text.endswith("\n") else "\n")
+
+
+def _raises_at_once(code: types.CodeType) -> bool:
+    """True if the function's straight-line start ends in `raise NotImplementedError...`."""
+    names = []
+    for step in dis.get_instructions(code):
+        if step.opname == "RETURN_GENERATOR":
+            continue
+        if step.opname == "RAISE_VARARGS":
+            return "NotImplementedError" in names
+        if step.opname.startswith(("RETURN", "YIELD")) or "JUMP" in step.opname or step.opname == "FOR_ITER":
+            return False
+        if step.opname.startswith("LOAD_"):
+            names.append(step.argval)
+    return False
+
+
+def is_answered(value: object) -> bool:
+    """False for `None`, `...` and a function (also a Triton kernel, or a class's method) that still is the stub."""
+    if value is None or value is ...:
+        return False
+    if isinstance(value, type):
+        functions = [f for f in vars(value).values() if isinstance(f, types.FunctionType)]
+        return not any(_raises_at_once(f.__code__) for f in functions)
+    for _ in range(8):  # through decorators, triton.jit and functools.partial
+        inner = getattr(value, "__wrapped__", None) or getattr(value, "fn", None) or getattr(value, "func", None)
+        if isinstance(value, types.FunctionType) or inner is None:
+            break
+        value = inner
+    function = inspect.unwrap(value) if callable(value) else value
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return not (isinstance(code, types.CodeType) and _raises_at_once(code))
+
+
+def require_answer(name: str, value: object, question: str) -> None:
+    """Stop a cell that needs an earlier answer, and say which one.
+
+    Args:
+        name: what the student was asked to write, for example `gemm_naive`
+        value: the object itself
+        question: the question that asks for it, for example `1.1`
+    """
+    if not is_answered(value):
+        raise AnswerNeeded(f"This cell needs {_label(question)} ({name}): answer it first.")
+
+
+def check(question: str, title: str = "") -> Callable[[Callable], Callable[..., Verdict]]:
+    """Make a check that returns a `Verdict` and never raises for a student's mistake.
+
+    The decorated function returns nothing (or a sentence for the student) when the answer is right.
+
+    Args:
+        question: `1.1`, or with its own word, `Bonus 4.5`
+        title: what is checked, for the docstring and the message of a right answer
+    """
+
+    def decorate(function: Callable) -> Callable[..., Verdict]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def checked(*args: object, **kwargs: object) -> Verdict:
+            bound = signature.bind(*args, **kwargs)  # a wrong call of the check itself is not the student's mistake
+            if any(callable(value) and not is_answered(value) for value in bound.arguments.values()):
+                return Verdict(question, False, f"{_label(question)} is not answered yet.")
+            try:
+                with quiet_stderr():
+                    message = function(*args, **kwargs)
+            except (Exception, SystemExit) as error:
+                return Verdict(question, False, _explain(error, question, function))
+            if isinstance(message, Verdict):
+                return message
+            return Verdict(question, True, message or (f"{title}: passed." if title else "passed."))
+
+        checked.question, checked.title = question, title
+        return checked
+
+    return decorate
+
+
+def _explain(error: BaseException, question: str, function: Callable) -> str:
+    """One message for the student: what happened, and on which line of theirs."""
+    lines = lines_of_traceback(error.__traceback__, skip=inspect.unwrap(function).__code__)
+    where = f"\n  {lines[-1]}" if lines else ""
+    if isinstance(error, AnswerNeeded):
+        return str(error)
+    if isinstance(error, NotImplementedError) and _raised_by_student(error):
+        if len(lines) > 1 and lines[-1].function != lines[0].function:
+            return f"{_label(question)} calls {lines[-1].function}, which is not answered yet."
+        return f"{_label(question)} is not answered yet."
+    if isinstance(error, AssertionError):
+        return (str(error) or "an assert without a message failed.") + where
+    if isinstance(error, SystemExit):
+        return f"your code ended the program (SystemExit: {error.code}). Return the result instead.{where}"
+    text = " ".join(str(error).split())
+    if len(text) > 500:
+        text = text[:500] + " ..."
+    return f"your code for {_label(question)} raised {type(error).__name__}: {text}{where}"
+
+
+def _raised_by_student(error: BaseException) -> bool:
+    """True for a `raise` statement of the student's; torch raises NotImplementedError for operators it lacks."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or not is_students(trace.tb_frame.f_code):
+        return False
+    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+
+
+def expect_close(
+    got: object, expected: torch.Tensor, rtol: float, atol: float, what: str = "the result", *, hint: str = ""
+) -> None:
+    """Assert that `got` is `expected`: dtype, device and shape, then |got - expected| <= atol + rtol |expected|.
+
+    Args:
+        got: what the student's code returned
+        expected: the right answer
+        rtol, atol: relative and absolute tolerance
+        what: what is compared, as the student knows it, for example `gemm_naive(a, b)`
+        hint: what to look at, added to the message when the values are wrong
+    """
+    if got is None:
+        raise AssertionError(f"{what} is None: is a return missing?")
+    if not isinstance(got, torch.Tensor):
+        raise AssertionError(f"{what} should be a torch.Tensor, and is a {type(got).__name__}.")
+    for name in ("layout", "dtype", "device"):
+        if getattr(got, name) != getattr(expected, name):
+            raise AssertionError(f"{what} should have {name} {getattr(expected, name)}, and has {getattr(got, name)}.")
+    if got.shape != expected.shape:
+        extra = " It looks transposed." if got.dim() > 1 and got.mT.shape == expected.shape else ""
+        raise AssertionError(
+            f"{what} should have shape {tuple(expected.shape)}, and has shape {tuple(got.shape)}.{extra}"
+        )
+    if got.numel() == 0:
+        return
+    wide = torch.complex128 if got.is_complex() else torch.float64
+    g, e = got.detach().to(wide), expected.detach().to(wide)
+    hint = f" {hint}" if hint else ""
+    causes = (
+        (
+            "NaN",
+            torch.isnan,
+            "is memory read that nothing was written to, or 0 divided by 0, or did an exponential overflow (inf / inf)?",
+        ),
+        ("infinite", torch.isinf, "is something divided by 0, or too large for the dtype?"),
+    )
+    for name, test, cause in causes:
+        stray = test(g) & ~test(e)
+        if stray.any():
+            raise AssertionError(
+                f"{what} has {int(stray.sum())} {name} values where numbers should be, the first at "
+                f"{stray.nonzero()[0].tolist()}: {cause}{hint}"
+            )
+    same = (g == e) | (torch.isnan(g) & torch.isnan(e))
+    error = torch.where(same, 0.0, (g - e).abs())
+    excess = error - (atol + rtol * torch.where(torch.isfinite(e), e.abs(), 0.0))
+    wrong = ~same & ~(excess <= 0)  # a NaN or an infinity that should be there and is not counts as wrong
+    if not wrong.any():
+        return
+    place = int(torch.where(wrong, torch.nan_to_num(excess, nan=math.inf), -math.inf).argmax())
+    position = [int(i) for i in torch.unravel_index(torch.tensor(place), got.shape)]
+    raise AssertionError(
+        f"{what} is wrong in {int(wrong.sum())} of {wrong.numel()} elements. The worst is at {position}: got "
+        f"{got.flatten()[place].item():.6g}, expected {expected.flatten()[place].item():.6g} "
+        f"(allowed: rtol {rtol:g}, atol {atol:g}).{_pattern(g, e, rtol)}{hint}"
+    )
+
+
+def _pattern(got: torch.Tensor, expected: torch.Tensor, rtol: float) -> str:
+    """A sentence on how wrong values relate to the right ones, if they do so simply."""
+    if not got.any():
+        return " Every element is zero."
+    close = functools.partial(torch.allclose, rtol=max(rtol, 1e-3), atol=0.0)
+    if got.dim() > 1 and got.shape[-1] == got.shape[-2] and close(got.mT, expected):
+        return " It is the transpose of the right answer."
+    used = expected.abs() > expected.abs().max() * 1e-3
+    ratio = (got[used] / expected[used]).real if got.is_complex() else got[used] / expected[used]
+    if ratio.numel() < 2 or abs(float(ratio.median()) - 1) < 1e-3:  # "1 times" would say nothing
+        return ""
+    if close(got, expected * ratio.median()):
+        return f" Every element is {float(ratio.median()):.4g} times the right one."
+    return ""
+
+
+def expect_number(
+    got: object, expected: float, rel: float = 0.01, unit: str = "", what: str = "the answer", *, abs_tol: float = 0.0
+) -> None:
+    """Assert that `got` is the number `expected`; a wrong unit or a well-known factor is named.
+
+    Args:
+        got: a number (a 0-d tensor or NumPy scalar will do)
+        expected: the right number, in `unit`
+        rel, abs_tol: relative and absolute tolerance
+        unit: for example `FLOPs`, `bytes`, `ms`
+        what: what the number is, as the student knows it
+    """
+    if got is None or got is ...:
+        raise AssertionError(f"{what} is not answered yet: it is {got!r}.")
+    if isinstance(got, torch.Tensor) and got.numel() == 1:
+        got = got.item()
+    if isinstance(got, bool) or not isinstance(got, numbers.Real):
+        raise AssertionError(f"{what} should be a number{_in(unit)}, and is {got!r} ({type(got).__name__}).")
+    value = float(got)
+    if not math.isfinite(value):
+        raise AssertionError(f"{what} should be a finite number{_in(unit)}, and is {value}.")
+    if abs(value - expected) <= max(rel * abs(expected), abs_tol):
+        return
+    tail = f" {unit}" if unit else ""
+    hint = _factor(value, float(expected), unit)
+    # The right number is not told: the message of a visible check would answer the question.
+    raise AssertionError(f"{what} is not {value:.6g}{tail}.{hint}")
+
+
+def _in(unit: str) -> str:
+    return f" in {unit}" if unit else ""
+
+
+def _factor(value: float, expected: float, unit: str) -> str:
+    """Name the factor between a wrong number and the right one, if it is one that people slip on."""
+    if expected == 0:
+        return ""
+    if value == 0:
+        return " It should not be zero."
+    ratio = value / expected
+    flop = "flop" in unit.lower() or "mac" in unit.lower()
+    byte = "byte" in unit.lower()  # of a count of splits, "check the bytes an element takes" would lead astray
+
+    def near(factor: float) -> bool:
+        return abs(ratio / factor - 1) < 2e-3
+
+    if near(-1):
+        return " Its sign is wrong."
+    for power in (1, 2, 3, 4):
+        for sign in (1, -1):
+            if near(1000.0 ** (sign * power)):
+                side = "large" if sign > 0 else "small"
+                return (
+                    f" It is 10^{3 * power} times too {side}: check the prefix of the unit (k, M, G, T; m for milli)."
+                )
+            if near((1024.0 / 1000.0) ** (sign * power)):
+                return " It is off by a power of 1024/1000: G is 10^9 here, not 2^30."
+    if flop and near(0.5):
+        return " It is half of the right number: a multiply-accumulate (MAC) is one MAC, and two FLOPs."
+    if flop and near(2):
+        return " It is twice the right number: one multiply-accumulate (MAC) is two FLOPs; which one is asked for?"
+    if byte and (near(2) or near(0.5)):
+        side = "twice" if ratio > 1 else "half of"
+        return f" It is {side} the right number: check the bytes an element takes, and reads against writes."
+    for size in (4, 8):
+        if byte and (near(size) or near(1 / size)):
+            how = f"{size} times too large" if ratio > 1 else f"{size} times too small"
+            return f" It is {how}: check the bytes an element takes (fp32 4, fp16 and bf16 2), or bits against bytes."
+    return " It is too large." if ratio > 1 else " It is too small."

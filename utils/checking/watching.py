@@ -1,0 +1,387 @@
+"""Watch which operators a student's code really runs, whatever it calls them by.
+
+A list of forbidden words in the source misses `F.linear`, `getattr(torch, "mat" + "mul")` and a helper defined in
+another cell. Here the code runs under two modes of torch instead. The dispatch mode sees every operator below
+autograd: `a @ b` and `F.linear` as `aten.mm`, `einsum` as `aten.bmm`, a 1 x 1 convolution as `aten.convolution`.
+The function mode sees the calls above it, and with them the ways out of torch: `.numpy()`, `np.asarray(t)`,
+`.tolist()`, `.item()`, DLPack. What NumPy does afterwards cannot be seen, so that leaving is what is reported.
+
+What it sees of other machinery:
+
+| code under the watch                    | recorded                                                                |
+|-----------------------------------------|-------------------------------------------------------------------------|
+| `torch.compile`d function               | its operators: torch runs it eagerly while a dispatch mode is on        |
+| `torch.inference_mode`                  | the composite operator and what it decomposes into                      |
+| Triton kernel                           | the kernel's name, in `kernels`                                         |
+| operator of `torch.library`, own C++    | its name, in `custom`: its inside runs below the watch                  |
+| thread started inside                   | the same as in this thread                                              |
+| thread or process that ran before       | nothing                                                                 |
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+import sysconfig
+import threading
+import types
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from utils.files import ROOT
+
+# Operators that multiply matrices, or let themselves be used for it. Names without namespace and overload. Outer
+# products (`outer`, `addr`) are not among them: they are one step of the sum over k.
+MATMUL = (
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "addbmm",
+    "addmv",
+    "mv",
+    "dot",
+    "vdot",
+    "matmul",
+    "linear",
+    "inner",
+    "einsum",
+    "tensordot",
+    "chain_matmul",
+    "multi_dot",
+    "linalg_multi_dot",
+    "linalg_matmul",
+    "matrix_power",
+    "linalg_matrix_power",
+    "bilinear",
+    "cov",
+    "corrcoef",
+    "rmatmul",
+    "imatmul",
+    "hspmm",
+    "sspaddmm",
+    r"\w*_mm\w*",
+    r"_?\w*addmm\w*",
+    r"\w*linear_(?:backward|dynamic|unpacked\w*)",
+    r"\w*_linear",
+    r"_trilinear",
+    r"\w*conv(?:olution|_transpose|_tbc|_depthwise)?[123]?d?(?:_overrideable)?",
+    r"conv_transpose[123]d",
+    r"_?scaled_dot_product_\w+",
+    r"_(?:flash|efficient|cudnn)_attention\w*",
+    r"\w*multi_head_attention\w*",
+    r"_transformer_encoder\w*",
+    r"\w*cdist\w*",
+    "_euclidean_dist",
+    r"\w*_rnn\w*",
+    "lstm",
+    "gru",
+    r"rnn_\w+",
+    r"\w*_cell",
+    r"_?linalg_(?:solve|lstsq|inv|tensorsolve)\w*",
+    r"\w*triangular_solve\w*",
+    "cholesky_solve",
+    "lu_solve",
+    "linalg_lu_solve",
+    "ormqr",
+    r"_?embedding_bag\w*",
+    "sampled_addmm",
+    r"flex_attention\w*",
+)
+
+# How a tensor's values get out of torch, by what the function mode calls it.
+_EXITS = {
+    "numpy": ".numpy()",
+    "__array__": "numpy.asarray(tensor)",
+    "tolist": ".tolist()",
+    "__dlpack__": "DLPack",
+    "data_ptr": ".data_ptr()",
+    "untyped_storage": ".untyped_storage()",
+    "storage": ".storage()",
+    "_typed_storage": ".storage()",
+    "__cuda_array_interface__": "__cuda_array_interface__",
+    "__array_wrap__": "numpy.asarray(tensor)",
+    "const_data_ptr": ".data_ptr()",
+    "item": ".item()",
+    "__float__": "float(tensor)",
+    "__int__": "int(tensor)",
+    "__index__": "int(tensor)",
+    "__complex__": "complex(tensor)",
+    "__bool__": "bool(tensor)",
+}
+SCALAR_EXITS = frozenset({".item()", "float(tensor)", "int(tensor)", "complex(tensor)", "bool(tensor)"})
+
+_UTILS = str(ROOT / "utils") + os.sep
+_INSTRUCTOR = str(ROOT / "instructor") + os.sep
+_LIBRARIES = tuple(
+    os.path.realpath(sysconfig.get_paths()[key]) + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+
+
+@dataclass(frozen=True)
+class StudentLine:
+    """A line of a student's code: where something happened."""
+
+    function: str
+    number: int
+    text: str
+
+    def __str__(self) -> str:
+        place = "at the top of the cell" if self.function == "<module>" else f"in {self.function}"
+        return f"{place}, line {self.number}" + (f": {self.text}" if self.text else "")
+
+
+def is_students(code: types.CodeType) -> bool:
+    """True unless the code belongs to Python, an installed library, this package or the instructor's."""
+    name = code.co_filename
+    if name.startswith(("<frozen", "<__array", "<eval_with_key")):
+        return False
+    path = os.path.realpath(name) if os.path.isabs(name) else name
+    return not path.startswith((_UTILS, _INSTRUCTOR, *_LIBRARIES))
+
+
+def _line(code: types.CodeType, number: int) -> StudentLine:
+    return StudentLine(code.co_name, number, linecache.getline(code.co_filename, number).strip())
+
+
+def lines_of_traceback(trace: types.TracebackType | None, skip: types.CodeType | None = None) -> list[StudentLine]:
+    """The lines of a traceback that a student wrote, outermost first; frames of the check `skip` do not count."""
+    found = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code is not skip and is_students(code):
+            found.append(_line(code, trace.tb_lineno))
+        trace = trace.tb_next
+    return found
+
+
+def _line_of_stack() -> StudentLine | None:
+    frame = sys._getframe(2)
+    while frame is not None:
+        if is_students(frame.f_code):
+            return _line(frame.f_code, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+@dataclass
+class OperationWatch:
+    """What ran under `watch_operations`: counts by name, and the student's line that came first."""
+
+    operations: Counter[str] = field(default_factory=Counter)  # aten operators, for example "mm"
+    calls: Counter[str] = field(default_factory=Counter)  # torch's functions and methods, for example "einsum"
+    exits: Counter[str] = field(default_factory=Counter)  # ways out of torch, for example ".numpy()"
+    custom: Counter[str] = field(default_factory=Counter)  # operators of other namespaces: "mylib::mm"
+    kernels: Counter[str] = field(default_factory=Counter)  # Triton kernels launched
+    lines: dict[str, StudentLine] = field(default_factory=dict)  # name -> the first line that used it
+
+    def _note(self, counter: Counter[str], name: str) -> None:
+        if name not in counter:
+            line = _line_of_stack()
+            if line is not None:
+                self.lines.setdefault(name, line)
+        counter[name] += 1
+
+
+class _Dispatch(TorchDispatchMode):
+    supports_higher_order_operators = True  # flex_attention and the like arrive here instead of raising
+
+    def __init__(self, seen: OperationWatch):
+        super().__init__()
+        self.seen = seen
+        self.names: dict[object, tuple[Counter[str], str]] = {}  # operator -> where it counts, and as what
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func not in self.names:
+            self.names[func] = self._name(func)
+        self.seen._note(*self.names[func])
+        # Under inference_mode composite operators arrive whole: look inside.
+        if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return func(*args, **kwargs)
+
+    def _name(self, func) -> tuple[Counter[str], str]:
+        if not hasattr(func, "_schema"):  # a higher-order operator
+            return self.seen.operations, func.__name__
+        if func.namespace in ("aten", "prim", "prims"):
+            return self.seen.operations, func._schema.name.split("::")[1].rstrip("_") or func.__name__
+        return self.seen.custom, func._schema.name
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self, seen: OperationWatch, launching: threading.local):
+        super().__init__()
+        self.seen, self.launching = seen, launching
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # a property: its own name sits on the descriptor
+            name = getattr(getattr(func, "__self__", None), "__name__", name)
+        if name in _EXITS:
+            if not getattr(self.launching, "kernel", False):  # a launch takes the pointers of its arguments
+                self.seen._note(self.seen.exits, _EXITS[name])
+        elif name != "__get__":
+            self.seen._note(self.seen.calls, name)
+        return func(*args, **(kwargs or {}))
+
+
+class watch_operations:
+    """Record what runs inside: operators, custom operators, Triton kernels and ways out of torch.
+
+    `with watch_operations() as watch: gemm(a, b)` fills an `OperationWatch`. Everything that is replaced for the
+    watch is put back at its end, also when the code inside raises. Operators run slower under it (tens of
+    microseconds each): watch small shapes, and never time under it.
+    """
+
+    # Functions that torch does not show to a function mode: (module, attribute, what it is called in a report).
+    _PATCHED = (
+        ("torch._C", "_to_dlpack", "DLPack"),
+        ("torch._C", "_to_dlpack_versioned", "DLPack"),
+        ("torch.utils.dlpack", "to_dlpack", "DLPack"),
+        ("torch", "to_dlpack", "DLPack"),
+        ("torch", "from_numpy", "torch.from_numpy (memory shared with NumPy)"),
+        ("torch", "frombuffer", "torch.frombuffer (memory shared with Python)"),
+    )
+
+    def __enter__(self) -> OperationWatch:
+        self.seen = OperationWatch()
+        self._launching = threading.local()
+        self._replaced: list[tuple[object, str, object]] = []
+        try:
+            for module, name, label in self._PATCHED:
+                owner = sys.modules.get(module)
+                if owner is not None and name in vars(owner):
+                    self._replace(owner, name, self._counted(getattr(owner, name), label))
+            self._watch_triton()
+            self._watch_threads()
+            self._modes = self._enter_modes()
+        except BaseException:
+            self._restore()
+            raise
+        return self.seen
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            for mode in reversed(self._modes):
+                mode.__exit__(*error)
+        finally:
+            self._restore()
+
+    def _enter_modes(self) -> list:
+        modes = [_Dispatch(self.seen), _Calls(self.seen, self._launching)]
+        for mode in modes:
+            mode.__enter__()
+        return modes
+
+    def _replace(self, owner: object, name: str, new: object) -> None:
+        self._replaced.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, new)
+
+    def _restore(self) -> None:
+        while self._replaced:
+            owner, name, old = self._replaced.pop()
+            setattr(owner, name, old)
+
+    def _counted(self, function, label: str):
+        def counted(*args, **kwargs):
+            self.seen._note(self.seen.exits, label)
+            return function(*args, **kwargs)
+
+        return counted
+
+    def _watch_triton(self) -> None:
+        """Note the launches of Triton kernels, compiled or interpreted, if Triton is there at all."""
+        for module, cls in (("triton.runtime.jit", "JITFunction"), ("triton.runtime.interpreter", "GridExecutor")):
+            owner = getattr(sys.modules.get(module), cls, None)
+            name = "run" if cls == "JITFunction" else "__call__"
+            if owner is None or name not in vars(owner):
+                continue
+            launch = vars(owner)[name]
+
+            def launched(kernel, *args, _launch=launch, **kwargs):
+                function = getattr(kernel, "fn", None)
+                self.seen._note(self.seen.kernels, getattr(function, "__name__", type(kernel).__name__))
+                before = getattr(self._launching, "kernel", False)
+                self._launching.kernel = True
+                try:
+                    return _launch(kernel, *args, **kwargs)
+                finally:
+                    self._launching.kernel = before
+
+            self._replace(owner, name, launched)
+
+    def _watch_threads(self) -> None:
+        run = vars(threading.Thread)["run"]
+
+        def watched(thread):
+            modes = self._enter_modes()
+            try:
+                run(thread)
+            finally:
+                for mode in reversed(modes):
+                    mode.__exit__(None, None, None)
+
+        self._replace(threading.Thread, "run", watched)
+
+
+def _plain(name: str) -> str:
+    """`__matmul__` and `matmul_` -> `matmul`."""
+    return name.strip("_") if name.startswith("__") else name.rstrip("_")
+
+
+def forbid(watch: OperationWatch, operations: tuple[str, ...] = MATMUL, hint: str = "") -> None:
+    """Assert that none of `operations` ran under `watch`; operators that hide their inside count as well.
+
+    Args:
+        watch: what `with watch_operations() as watch` recorded
+        operations: operator names without namespace, each a regular expression; `MATMUL` is the family of matrix
+            products, convolutions and attention
+        hint: what to do instead
+    """
+    pattern = re.compile("|".join(f"(?:{name})" for name in operations))
+    hint = f" {hint[0].upper()}{hint[1:]}" if hint else ""
+    hint += "" if not hint or hint.endswith((".", "!", "?")) else "."
+    # The call is what a student wrote, `einsum`; the operator is what it came to, `aten.bmm`.
+    called = [name for name in watch.calls if pattern.fullmatch(_plain(name))]
+    ran = [name for name in watch.operations if pattern.fullmatch(_plain(name))]
+    if called or ran:
+        name = (called or ran)[0]
+        line = watch.lines.get(name)
+        shown = f"torch's {_plain(name)}" if called else f"aten.{name}"
+        shown += f" (it ran aten.{ran[0]})" if called and ran and ran[0] != _plain(name) else ""
+        raise AssertionError(f"your code may not use {shown} here.{hint}" + (f"\n  {line}" if line else ""))
+    if watch.custom:
+        name = next(iter(watch.custom))
+        line = watch.lines.get(name)
+        raise AssertionError(
+            f"your code ran the custom operator {name}, whose inside cannot be watched. Write it with torch's own "
+            f"operators.{hint}" + (f"\n  {line}" if line else "")
+        )
+
+
+def forbid_leaving(watch: OperationWatch, hint: str = "", *, scalars: bool = True) -> None:
+    """Assert that no tensor left torch (NumPy, lists, DLPack, raw memory) under `watch`.
+
+    Args:
+        watch: what `with watch_operations() as watch` recorded
+        hint: what to do instead
+        scalars: allow single values to leave, by `.item()`, `float(t)`, `if t:`
+    """
+    out = [name for name in watch.exits if not (scalars and name in SCALAR_EXITS)]
+    if out:
+        line = watch.lines.get(out[0])
+        hint = f" {hint}" if hint else ""
+        raise AssertionError(
+            f"your code took a tensor's values out of torch, by {out[0]}. Keep them in tensors.{hint}"
+            + (f"\n  {line}" if line else "")
+        )

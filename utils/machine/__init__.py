@@ -1,0 +1,1 @@
+"""What this machine is, what it can run, and why not."""

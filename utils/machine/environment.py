@@ -1,0 +1,224 @@
+"""What a time was taken on: machine, versions and commit, and the GPU's clocks, power and heat (read, never set)."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from utils.files import ROOT
+
+# nvml.h, nvmlClocksEventReasons: why the clocks are not higher.
+CLOCK_REASONS = {
+    0x001: "idle",
+    0x002: "application clocks set",
+    0x004: "software power cap",
+    0x008: "hardware slowdown",
+    0x010: "sync boost",
+    0x020: "software thermal slowdown",
+    0x040: "hardware thermal slowdown",
+    0x080: "hardware power brake",
+    0x100: "display clocks set",
+}
+# These two explain a clock without anything being wrong.
+HARMLESS_REASONS = {"idle", "application clocks set"}
+
+
+@functools.cache
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_model() -> str:
+    """The CPU's name as the system gives it, such as "AMD EPYC 9454"."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Model"):
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def _cache_bytes(text: str) -> int:
+    units = {"K": 1024, "M": 1024**2, "G": 1024**3}
+    text = text.strip()
+    return int(text[:-1]) * units[text[-1]] if text[-1:] in units else int(text)
+
+
+@functools.cache
+def last_level_cache_bytes() -> int | None:
+    """Size of the CPU's last-level cache in bytes as Linux reports it for core 0; None where it does not."""
+    sizes = {}
+    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        try:
+            if (index / "type").read_text().strip() != "Instruction":
+                sizes[int((index / "level").read_text())] = _cache_bytes((index / "size").read_text())
+        except (OSError, ValueError):
+            continue
+    return sizes[max(sizes)] if sizes else None
+
+
+def available_memory_bytes() -> int | None:
+    """Bytes of main memory a new allocation may take (MemAvailable); None outside Linux."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def _git(*arguments: str, root: Path) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def git_state(root: Path | None = None) -> dict:
+    """{"commit": hash or None, "dirty": bool or None} of the project; both None outside a checkout of it.
+
+    A copy of the tree without its history names its commit by the environment variable LABS_COMMIT, with "-dirty"
+    behind it where files differ.
+    """
+    root = Path(root or ROOT)
+    named = os.environ.get("LABS_COMMIT")
+    if named:
+        return {"commit": named.removesuffix("-dirty"), "dirty": named.endswith("-dirty")}
+    top = _git("rev-parse", "--show-toplevel", root=root)
+    # A copy of the course inside somebody else's repository must not borrow that repository's commit.
+    if top is None or os.path.realpath(top) != os.path.realpath(root):
+        return {"commit": None, "dirty": None}
+    status = _git("status", "--porcelain", root=root)
+    return {
+        "commit": _git("rev-parse", "--verify", "HEAD", root=root),
+        "dirty": None if status is None else bool(status),
+    }
+
+
+@functools.cache
+def _git_state_once() -> tuple:
+    return tuple(git_state().items())
+
+
+def float32_matmul_precision() -> str:
+    """ "highest", "high" or "medium"; where torch's older and newer switches disagree, what the newer one says."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch refuses to answer once both interfaces were used
+        return {"ieee": "highest", "tf32": "high", "bf16": "medium"}.get(
+            torch.backends.cuda.matmul.fp32_precision, "highest"
+        )
+
+
+def environment(device: torch.device | str | None = None) -> dict:
+    """A record of machine, versions and commit for a result: no host names, user names or paths in it."""
+    record = {
+        "gpu": None,
+        "gpu_sm_count": None,
+        "compute_capability": None,
+        "driver": None,
+        "cuda": torch.version.cuda,
+        "cudnn": None,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "numpy": _version("numpy"),
+        "transformers": _version("transformers"),
+        "flash_attn_4": _version("flash-attn-4"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_model(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "float32_matmul_precision": float32_matmul_precision(),
+        **dict(_git_state_once()),
+    }
+    if torch.cuda.is_available() and torch.device(device or "cuda").type == "cuda":
+        properties = torch.cuda.get_device_properties(device or torch.cuda.current_device())
+        record["gpu"] = properties.name
+        record["gpu_sm_count"] = properties.multi_processor_count
+        record["compute_capability"] = f"{properties.major}.{properties.minor}"
+        record["cudnn"] = torch.backends.cudnn.version()
+        record["driver"] = _driver_version()
+    return record
+
+
+@functools.cache
+def _nvml():
+    """The initialised NVML binding and "", or None and the sentence that says why there is none."""
+    try:
+        import pynvml
+    except ImportError:
+        return None, "NVML is not read: the package nvidia-ml-py is not installed."
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return None, f"NVML is not read: {error}."
+    return pynvml, ""
+
+
+@functools.cache
+def _driver_version() -> str | None:
+    nvml, _ = _nvml()
+    if nvml is None:
+        return None
+    try:
+        return str(nvml.nvmlSystemGetDriverVersion())
+    except nvml.NVMLError:
+        return None
+
+
+@functools.cache
+def _nvml_handle(index: int):
+    """NVML's handle of torch's GPU `index`: by UUID, because CUDA_VISIBLE_DEVICES renumbers only torch's side."""
+    nvml, _ = _nvml()
+    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    if not uuid.startswith(("GPU-", "MIG-")):
+        uuid = f"GPU-{uuid}"
+    return nvml.nvmlDeviceGetHandleByUUID(uuid)
+
+
+def gpu_state(device: torch.device | str | int | None = None) -> dict:
+    """The GPU's clocks (MHz), power (W), temperature (C) and throttle reasons now, or {"unavailable": why}."""
+    if not torch.cuda.is_available():
+        return {"unavailable": "There is no CUDA GPU here."}
+    nvml, why_not = _nvml()
+    if nvml is None:
+        return {"unavailable": why_not}
+    device = torch.device("cuda" if device is None else device)
+    try:
+        handle = _nvml_handle(torch.cuda.current_device() if device.index is None else device.index)
+    except (nvml.NVMLError, AttributeError) as error:
+        return {"unavailable": f"NVML does not know this GPU: {error}."}
+
+    def read(function, *arguments):
+        try:
+            return getattr(nvml, function)(handle, *arguments)
+        except (nvml.NVMLError, AttributeError):
+            return None  # this reading is not offered by this card or driver
+
+    milliwatts, limit = read("nvmlDeviceGetPowerUsage"), read("nvmlDeviceGetEnforcedPowerLimit")
+    bits = read("nvmlDeviceGetCurrentClocksEventReasons")
+    if bits is None:
+        bits = read("nvmlDeviceGetCurrentClocksThrottleReasons")  # the name before driver 535
+    return {
+        "sm_clock_mhz": read("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+        "sm_clock_max_mhz": read("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
+        "memory_clock_mhz": read("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
+        "power_w": None if milliwatts is None else milliwatts / 1000.0,
+        "power_limit_w": None if limit is None else limit / 1000.0,
+        "temperature_c": read("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        "throttle_reasons": None if bits is None else [name for bit, name in CLOCK_REASONS.items() if bits & bit],
+    }

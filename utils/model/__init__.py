@@ -1,0 +1,23 @@
+"""One Gemma-3 decoder layer, its KV cache, and the FLOPs and bytes of its operations."""
+
+from utils.model.layer import (
+    build_decoder_layer,
+    create_decode_inputs_with_cache,
+    create_decode_inputs_without_cache,
+    create_prefill_inputs,
+    decode_forward,
+    get_position_embeddings,
+    initialize_kv_cache,
+    prefill_forward,
+)
+
+__all__ = [
+    "build_decoder_layer",
+    "create_decode_inputs_with_cache",
+    "create_decode_inputs_without_cache",
+    "create_prefill_inputs",
+    "decode_forward",
+    "get_position_embeddings",
+    "initialize_kv_cache",
+    "prefill_forward",
+]
