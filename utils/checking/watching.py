@@ -36,6 +36,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils.files import ROOT
 
+# Operators that compute attention in one call.
+FUSED_ATTENTION = (
+    r"_?scaled_dot_product_\w+",
+    r"_(?:flash|efficient|cudnn)_attention\w*",
+    r"\w*multi_head_attention\w*",
+    r"flex_attention\w*",
+)
 # Operators that multiply matrices, or let themselves be used for it. Names without namespace and overload. Outer
 # products (`outer`, `addr`) are not among them: they are one step of the sum over k.
 MATMUL = (
@@ -73,9 +80,7 @@ MATMUL = (
     r"_trilinear",
     r"\w*conv(?:olution|_transpose|_tbc|_depthwise)?[123]?d?(?:_overrideable)?",
     r"conv_transpose[123]d",
-    r"_?scaled_dot_product_\w+",
-    r"_(?:flash|efficient|cudnn)_attention\w*",
-    r"\w*multi_head_attention\w*",
+    *FUSED_ATTENTION,
     r"_transformer_encoder\w*",
     r"\w*cdist\w*",
     "_euclidean_dist",

@@ -17,13 +17,8 @@ from instructor.checks.common import (
     poisoned_memory,
 )
 from utils.checking import check, expect_close, forbid, forbid_leaving, watch_operations
+from utils.checking.watching import FUSED_ATTENTION
 
-_FUSED = (
-    r"_?scaled_dot_product_\w+",
-    r"_(?:flash|efficient|cudnn)_attention\w*",
-    r"\w*multi_head_attention\w*",
-    r"flex_attention\w*",
-)
 _SOFTMAX = (r"_?(?:log_)?softmax\w*", r"_?safe_softmax", r"\w*logsumexp\w*", r"logcumsumexp", "logaddexp2?", "softmin")
 
 
@@ -63,7 +58,7 @@ def standard_attention(standard_attention, seed=None):
     q, k, v = (draw.normal(1, 2, 5, 8) for _ in range(3))
     with watch_operations() as watch:
         standard_attention(q, k, v)
-    forbid(watch, _FUSED, hint="write the three lines yourself")
+    forbid(watch, FUSED_ATTENTION, hint="write the three lines yourself")
     for dtype, rtol, atol in ((torch.float32, 1e-4, 1e-5), (torch.float64, 1e-9, 1e-10)):
         b, h, s, d = draw.sizes(4, 2, 20)
         q, k, v = (2 * draw.normal(b, h, s, d, dtype=dtype) for _ in range(3))
@@ -228,7 +223,9 @@ def _expect_tiles_only(function, draw: Draw, name: str) -> SizeWatch:
     q, k, v = (draw.normal(b, h, s, d) for _ in range(3))
     with SizeWatch() as sizes, watch_operations() as watch:
         function(q, k, v, tile_q, tile_k)
-    forbid(watch, (*_FUSED, *_SOFTMAX), hint="the softmax is the running maximum and sum of online_softmax_stats")
+    forbid(
+        watch, (*FUSED_ATTENTION, *_SOFTMAX), hint="the softmax is the running maximum and sum of online_softmax_stats"
+    )
     forbid_leaving(watch)
     tile = b * h * tile_q * tile_k
     largest = max((batch * m * n for batch, m, k, n in sizes.products if k == d), default=0)

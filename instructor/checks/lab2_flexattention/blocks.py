@@ -11,9 +11,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from instructor.checks.common import Draw, SizeWatch, expect_unchanged, expect_value, poisoned_memory
 from instructor.checks.lab2_flexattention.common import attend_densely, moved_heads
-from instructor.checks.lab2_flexattention.data import FUSED
 from utils.attention.masks import dense_mask
 from utils.checking import check, expect_close, forbid, watch_operations
+from utils.checking.watching import FUSED_ATTENTION
 
 
 def _counts(mask: torch.Tensor, block: int, filler: bool = False) -> tuple[int, int, int]:
@@ -159,7 +159,7 @@ def block_sparse_attention(block_sparse_attention, seed=None):
         if dtype == torch.float32:
             with watch_operations() as watch:
                 block_sparse_attention(q, k, v, block_mask)
-            forbid(watch, FUSED, hint="walk the tables yourself")
+            forbid(watch, FUSED_ATTENTION, hint="walk the tables yourself")
             counted.asked = 0
         with poisoned_memory(), SizeWatch() as sizes:
             got = block_sparse_attention(q, k, v, block_mask)

@@ -9,13 +9,7 @@ import torch
 from instructor.checks.common import DTYPES, Draw, dtype_name, expect_counts, expect_unchanged
 from instructor.checks.lab2_flexattention.common import attend_densely, moved_heads
 from utils.checking import check, expect_close, forbid, watch_operations
-
-FUSED = (
-    r"_?scaled_dot_product_\w+",
-    r"_(?:flash|efficient|cudnn)_attention\w*",
-    r"\w*multi_head_attention\w*",
-    r"flex_attention\w*",
-)
+from utils.checking.watching import FUSED_ATTENTION
 
 
 def _hint(got, q, k, v, mask) -> str:
@@ -50,7 +44,7 @@ def masked_attention(masked_attention, seed=None):
     q, k, v = (draw.normal(1, 2, 5, 8) for _ in range(3))
     with watch_operations() as watch:
         masked_attention(q, k, v, torch.ones(5, 5, dtype=torch.bool))
-    forbid(watch, FUSED, hint="write product, mask, softmax, product yourself")
+    forbid(watch, FUSED_ATTENTION, hint="write product, mask, softmax, product yourself")
     for dtype, rtol, atol in ((torch.float32, 1e-4, 1e-5), (torch.float64, 1e-9, 1e-10)):
         b, h, s, length, d = draw.sizes(5, 2, 20)
         q, k, v = draw.normal(b, h, s, d, dtype=dtype), *(draw.normal(b, h, length, d, dtype=dtype) for _ in range(2))

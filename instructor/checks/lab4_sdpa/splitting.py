@@ -9,13 +9,8 @@ import torch
 from instructor.checks.common import Draw, SizeWatch, dtype_name, expect_unchanged
 from instructor.checks.lab4_sdpa.common import reference_attention, with_right_answers
 from utils.checking import check, expect_close, forbid, forbid_leaving, watch_operations
+from utils.checking.watching import FUSED_ATTENTION
 
-_FUSED = (
-    r"_?scaled_dot_product_\w+",
-    r"_(?:flash|efficient|cudnn)_attention\w*",
-    r"\w*multi_head_attention\w*",
-    r"flex_attention\w*",
-)
 _SOFTMAX = (r"_?(?:log_)?softmax\w*", "_?safe_softmax", "softmin")
 
 
@@ -82,7 +77,7 @@ def attend_part(attend_part, seed=None):
         copies = [t.clone() for t in (q, k, v)]
         with watch_operations() as watch:
             got = attend_part(q, k, v)
-        forbid(watch, _FUSED, hint="write the products and the softmax yourself: SDPA does not return the lse")
+        forbid(watch, FUSED_ATTENTION, hint="write the products and the softmax yourself: SDPA does not return the lse")
         expect_unchanged(copies, (q, k, v), what)
         output, lse = _expect_pair(got, what)
         hint = _group_hint(output, q, k, v) or _scale_hint(output, q, k, v) or "Divide by the part's own sum."
@@ -161,7 +156,7 @@ def split_kv_attention(split_kv_attention, seed=None):
         watch_operations() as watch,
     ):
         split_kv_attention(q, k, v, splits)
-    forbid(watch, _FUSED, hint="each part comes from attend_part")
+    forbid(watch, FUSED_ATTENTION, hint="each part comes from attend_part")
     forbid_leaving(watch)
     limit = b * h * sq * sk // splits
     scores = max((batch * m * n for batch, m, inner, n in sizes.products if inner == d), default=0)
@@ -192,7 +187,7 @@ def attention_backward(attention_backward, seed=None):
         copies = [t.clone() for t in tensors]
         with watch_operations() as watch:
             got = attention_backward(*tensors)
-        forbid(watch, (*_FUSED, *_SOFTMAX, r".*logsumexp.*"), hint="the probabilities are e^(score - lse)")
+        forbid(watch, (*FUSED_ATTENTION, *_SOFTMAX, r".*logsumexp.*"), hint="the probabilities are e^(score - lse)")
         expect_unchanged(copies, tensors, "attention_backward")
         if not isinstance(got, tuple | list) or len(got) != 3:
             raise AssertionError(f"attention_backward should return (dq, dk, dv), and returned {type(got).__name__}.")

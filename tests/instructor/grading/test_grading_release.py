@@ -40,7 +40,7 @@ def test_no_bundle_holds_a_secret(lab1, secrets, tmp_path):
         names = [name.removeprefix("lab1/") for name in archive.namelist()]
         assert archive.read("lab1/lab1.ipynb").decode() == lab1.student
     assert len(names) == bundle.files
-    assert {"lab1.ipynb", "utils/checking.py", "environment.yml", "README.md"} <= set(names)
+    assert {"lab1.ipynb", "utils/checking/verdicts.py", "environment.yml", "README.md"} <= set(names)
     assert not [name for name in names if name.startswith(("instructor", "tests", ".git", "build"))]
     assert [name for name in names if name.endswith(".ipynb")] == ["lab1.ipynb"]
     assert bundle.path.read_bytes() == releasing.packed(bundle_files(lab1), "lab1")  # always the same
