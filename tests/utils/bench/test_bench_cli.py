@@ -202,13 +202,7 @@ def test_ctrl_c_ends_with_a_clear_last_line(folder, monkeypatch):
 
 def test_replay_runs_a_side_in_a_process_of_its_own(small_run):
     case = small_run[1]["cases"][0]
-    request = {
-        "target": SDPA,
-        "side": "optimized",
-        "label": case["label"],
-        "range": "r",
-        "device": "cpu",
-        "values": {key: knob["value"] for key, knob in case["knobs"].items()},
-    }
-    code, output = profiles._run_tool(profiles._replay(request))
+    values = {key: knob["value"] for key, knob in case["knobs"].items()}
+    request = profiles.Request(SDPA, "optimized", case["label"], "r", "cpu", values)
+    code, output = profiles._run_tool(request.command)
     assert code == 0, output

@@ -6,15 +6,14 @@ import pytest
 
 from utils.bench import results as res
 from utils.bench.comparing import compare_results, independent_interval, notes
+from utils.bench.documents import to_json, write_json
 from utils.bench.errors import BenchError
 from utils.bench.report import COLUMNS, csv_text, markdown, write_report
 from utils.files import write_whole
 
 
 def save(tmp_path, document, name="results.json"):
-    path = tmp_path / name
-    write_whole(path, res.to_json(document))
-    return path
+    return write_json(tmp_path / name, document)
 
 
 def test_results_come_back_by_path_folder_and_run_id(small_run):
@@ -52,7 +51,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     with pytest.raises(TypeError):
         write_whole(path, 3)
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-    assert json.loads(res.to_json({"a": float("nan"), "b": (1, 2)})) == {"a": None, "b": [1, 2]}
+    assert json.loads(to_json({"a": float("nan"), "b": (1, 2)})) == {"a": None, "b": [1, 2]}
 
 
 def test_the_same_run_twice_is_the_same(document):

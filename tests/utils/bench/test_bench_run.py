@@ -8,8 +8,9 @@ import torch
 
 from tests.utils.bench.bench_runs import SDPA, SMALL, run_cpu
 from utils.bench.errors import BenchError
-from utils.bench.results import load_results
-from utils.bench.run import Interrupted, Options, exit_code
+from utils.bench.options import Options
+from utils.bench.results import exit_code, load_results
+from utils.bench.run import Interrupted
 from utils.bench.targets import TARGETS
 from utils.bench.targets.base import Built
 from utils.machine.device import compile_support
