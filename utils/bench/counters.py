@@ -92,6 +92,14 @@ def _kernel(cells: Mapping[str, str]) -> dict:
     }
 
 
+def under_roof(flops_per_byte: float, achieved_tflops: float, roof: dict) -> dict:
+    """Place a measurement on the roofline: {"bound", "attainable_tflops", "share"}."""
+    memory = flops_per_byte * roof["memory_bandwidth_tb_s"]
+    attainable = min(memory, roof["tflops"])
+    bound = "memory" if memory < roof["tflops"] else "compute"
+    return {"bound": bound, "attainable_tflops": attainable, "share": achieved_tflops / attainable}
+
+
 def total(kernels: Sequence[dict]) -> dict:
     """Add the counters of a side's kernels; the tensor cores' share is the mean over time. None if one is missing."""
     names = ("time_us", *BYTES, "tensor_flops", "cuda_core_flops")
@@ -128,10 +136,7 @@ def hardware_roofline(sums: dict, by_hand: dict, roof: dict | None) -> dict:
         "share": None,
     }
     if roof is not None and intensity is not None and achieved is not None:
-        memory = intensity * roof["memory_bandwidth_tb_s"]
-        attainable = min(memory, roof["tflops"])
-        bound = "memory" if memory < roof["tflops"] else "compute"
-        found |= {"bound": bound, "attainable_tflops": attainable, "share": achieved / attainable}
+        found |= under_roof(intensity, achieved, roof)
     return found
 
 

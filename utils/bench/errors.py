@@ -44,8 +44,10 @@ def check_choice(name: str, value: str, allowed: Iterable[str]) -> str:
 
 def check_choices(name: str, text: str, allowed: Iterable[str]) -> tuple[str, ...]:
     """Split words that are separated by commas, drop repeated ones, and check each of them (see `check_choice`)."""
-    words = dict.fromkeys(word.strip() for word in text.split(","))
-    return tuple(check_choice(name, word, allowed) for word in words)
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise BenchError(f"{name} names nothing; allowed are {', '.join(allowed)}.")
+    return tuple(check_choice(name, word, allowed) for word in dict.fromkeys(words))
 
 
 def first_line(error: BaseException) -> str:

@@ -56,9 +56,8 @@ class Knob:
     def parse(self, text: str, source: str) -> Any:
         """Convert `text` to a value; an error names `source`, the flag or variable that the text came from."""
         if self.choices:
-            if self.many:
-                return check_choices(source, text, self.choices)
-            return check_choice(source, text.strip(), self.choices)
+            check = check_choices if self.many else check_choice
+            return check(source, text.strip(), self.choices)
         try:
             value: object = int(text)
         except ValueError:

@@ -121,15 +121,11 @@ def counted_roofline(measured: dict) -> dict | None:
     if roof is None:
         return None
     intensity = measured["flops"] / measured["bytes"]
-    ridge = roof["tflops"] / roof["memory_bandwidth_tb_s"]
-    attainable = min(roof["tflops"], intensity * roof["memory_bandwidth_tb_s"])
     return {
         "flops_per_byte": intensity,
-        "ridge_point": ridge,
-        "bound": "memory" if intensity < ridge else "compute",
-        "attainable_tflops": attainable,
+        "ridge_point": roof["tflops"] / roof["memory_bandwidth_tb_s"],
+        **counters.under_roof(intensity, measured["tflops"], roof),
         "achieved_tflops": measured["tflops"],
-        "share": measured["tflops"] / attainable,
         "roof": roof,
     }
 

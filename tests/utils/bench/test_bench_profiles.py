@@ -152,7 +152,7 @@ def test_what_a_gpu_does_not_count_is_left_out():
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "message"),
     [
         ('echo "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission"; exit 1', "administrators alone"),
         ('echo "==ERROR== LibraryNotLoaded"; exit 1', "made no report: ==ERROR== LibraryNotLoaded"),
@@ -160,24 +160,24 @@ def test_what_a_gpu_does_not_count_is_left_out():
         ("exit 3", "made no report: it said nothing."),
     ],
 )
-def test_an_ncu_that_fails_is_one_sentence(tmp_path, program, script, said):
+def test_an_ncu_that_fails_is_one_sentence(tmp_path, program, script, message):
     program("ncu", script)
     files, why_not, counted = profiles.nsight_compute(tmp_path / "x", REQUEST, "deep_dive", "cold")
-    assert files == [] and counted is None and said in why_not and "\n" not in why_not
+    assert files == [] and counted is None and message in why_not and "\n" not in why_not
 
 
 @pytest.mark.parametrize(
-    ("page", "said"),
+    ("page", "message"),
     [
         ("", "printed no table"),
         ('"ID","Kernel Name"', "holds no kernel"),
         ("==WARNING== no kernels were profiled", "printed no table"),
     ],
 )
-def test_a_report_without_kernels_keeps_the_file_and_says_so(tmp_path, program, page, said):
+def test_a_report_without_kernels_keeps_the_file_and_says_so(tmp_path, program, page, message):
     program("ncu", a_working_ncu(tmp_path, page))
     files, why_not, counted = profiles.nsight_compute(tmp_path / "x", REQUEST, "deep_dive", "cold")
-    assert len(files) == 1 and counted is None and said in why_not
+    assert len(files) == 1 and counted is None and message in why_not
 
 
 def test_nsys_that_works_and_one_that_does_not(tmp_path, program):

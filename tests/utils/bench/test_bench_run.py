@@ -56,7 +56,7 @@ def test_formats(tmp_path, format, files):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"profile": "minmal"}, "Did you mean minimal"),
         ({"format": "html"}, "json, markdown, both"),
@@ -65,8 +65,8 @@ def test_formats(tmp_path, format, files):
         ({"run_id": "../x"}, "names a folder"),
     ],
 )
-def test_wrong_options_before_anything_runs(tmp_path, options, said):
-    with pytest.raises(BenchError, match=said):
+def test_wrong_options_before_anything_runs(tmp_path, options, message):
+    with pytest.raises(BenchError, match=message):
         Options(artifacts_dir=tmp_path, **options).check()
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from utils.bench.errors import BenchError, check_choice, did_you_mean
+from utils.bench.errors import BenchError, check_choice, check_choices
 from utils.bench.terminal import STOPPED, AsJson, errors_as_lines, progress_bar, show_json, show_table
 from utils.validation import whole_number
 
@@ -85,29 +85,13 @@ def choose(
         typer.echo("--max-seconds ended it; the same command goes on from there.", err=True)
 
 
-def _split_words(flag: str, text: str, allowed: tuple[str, ...]) -> list[str]:
-    """Split a list with commas and check its words."""
-    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    for word in words:
-        if word not in allowed:
-            suggestion = did_you_mean(word, allowed)
-            raise BenchError(f"{flag} names {word!r}; allowed are {', '.join(allowed)}.{suggestion}")
-    return words
-
-
-def _required_words(flag: str, text: str, allowed: tuple[str, ...]) -> list[str]:
-    words = _split_words(flag, text, allowed)
-    if not words:
-        raise BenchError(f"{flag} names nothing; allowed are {', '.join(allowed)}.")
-    return words
-
-
 def _other_providers(text: str) -> list[str]:
     """Return the providers of --providers that are no SDPA backends: the backends are always timed."""
     from utils.attention import PROVIDERS
     from utils.bench.targets.providers import SDPA_BACKENDS
 
-    return [name for name in _split_words("--providers", text, PROVIDERS) if name not in SDPA_BACKENDS]
+    names = check_choices("--providers", text, PROVIDERS) if text.strip() else ()
+    return [name for name in names if name not in SDPA_BACKENDS]
 
 
 def _shapes(
@@ -118,11 +102,11 @@ def _shapes(
     from utils.bench.choose.timing import shape_fields
     from utils.bench.workload import DTYPES
 
-    chosen_kinds = _required_words("--kinds", kinds, KINDS)
+    chosen_kinds = check_choices("--kinds", kinds, KINDS)
     dtype = check_choice("--dtype", dtype or ("fp32" if device_type == "cpu" else "bf16"), DTYPES)
     if dtype == "fp16" and device_type == "cpu":
         raise BenchError("--dtype is fp16, whose products run near 1 GFLOP/s on a CPU; use fp32 or bf16.")
-    dims = tuple(int(word) for word in _required_words("--head-dims", head_dims, HEAD_DIMS))
+    dims = tuple(int(word) for word in check_choices("--head-dims", head_dims, HEAD_DIMS))
     if quick:
         grid = quick_grid(device_type, dims, dtype)
     else:

@@ -8,8 +8,8 @@ summary(document)                         # both in numbers, with geometric mean
 
 from __future__ import annotations
 
-import math
 import re
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -134,8 +134,8 @@ def holdout_rows(document: dict, only: Sequence[str] | None = None) -> list[dict
 
 def geometric_mean(values: Iterable[float | None]) -> float | None:
     """Return the geometric mean of the values that are not None; None if there are none."""
-    logs = [math.log(value) for value in values if value is not None]
-    return math.exp(sum(logs) / len(logs)) if logs else None
+    known = [value for value in values if value is not None]
+    return statistics.geometric_mean(known) if known else None
 
 
 def by_group(document: dict) -> list[dict]:

@@ -275,27 +275,29 @@ def measure_shape(
     """
     gc.freeze()  # the collections of the memory measurements need not visit what is alive now
     try:
-        inputs = sdpa.make_inputs(workload, device, seed)
-        references = _references(workload, inputs)
-        prepared = {name: _prepare(workload, name, inputs, references) for name in providers}
-        del references
-        default = default_backend(workload, inputs)
-        calls = {name: call for name, (_, call) in prepared.items() if call is not None}
-        times = _time_calls(calls, device, samples)
-        cost = workload.cost
-        fields = shape_fields(workload) | {"flops": cost.flops, "bytes": cost.bytes}
-        rows = []
-        for name, (row, _) in prepared.items():
-            row |= {"default": default, "is_default": name == default}
-            if name in times:
-                row |= _time_fields(times[name], cost.flops, cost.bytes)
-            rows.append(fields | row)
-        return rows
+        return _rows(workload, providers, sdpa.make_inputs(workload, device, seed), samples)
     finally:
         gc.unfreeze()
         if device.type == "cuda":
-            del inputs
             torch.cuda.empty_cache()
+
+
+def _rows(workload: SdpaWorkload, providers: Sequence[str], inputs: sdpa.Inputs, samples: int) -> list[dict]:
+    references = _references(workload, inputs)
+    prepared = {name: _prepare(workload, name, inputs, references) for name in providers}
+    del references  # frees GPU memory for the timed calls
+    default = default_backend(workload, inputs)
+    calls = {name: call for name, (_, call) in prepared.items() if call is not None}
+    times = _time_calls(calls, inputs.q.device, samples)
+    cost = workload.cost
+    fields = shape_fields(workload) | {"flops": cost.flops, "bytes": cost.bytes}
+    rows = []
+    for name, (row, _) in prepared.items():
+        row |= {"default": default, "is_default": name == default}
+        if name in times:
+            row |= _time_fields(times[name], cost.flops, cost.bytes)
+        rows.append(fields | row)
+    return rows
 
 
 # ---- the sweep ---------------------------------------------------------------------------------------------
@@ -310,6 +312,15 @@ def load_grid(path: str | os.PathLike) -> dict:
     return document
 
 
+def _mismatches(recorded: Mapping, present: Mapping, names: Iterable[str], word: str) -> list[str]:
+    """List the names whose values differ: "torch 2.11.0 (here 2.13.0)", with "here" as the word."""
+    return [
+        f"{name} {recorded.get(name)} ({word} {present.get(name)})"
+        for name in names
+        if recorded.get(name) != present.get(name)
+    ]
+
+
 def _open(path: Path, device: torch.device, method: dict) -> dict:
     """Return the document of `path` if this machine began it with these settings, else a new document."""
     machine = environment(device)
@@ -318,20 +329,12 @@ def _open(path: Path, device: torch.device, method: dict) -> dict:
             status="running", started=utc_now(), finished=None, environment=machine, method=method, sessions=[], rows=[]
         )
     document = load_grid(path)
-    recorded = document["environment"]
-    if different := [
-        f"{key} {recorded.get(key)} (here {machine.get(key)})"
-        for key in SAME_MACHINE[device.type]
-        if recorded.get(key) != machine.get(key)
-    ]:
+    if different := _mismatches(document["environment"], machine, SAME_MACHINE[device.type], "here"):
         raise BenchError(
             f"{path} was begun elsewhere: {', '.join(different)}. A sweep goes on only on the machine where it began; "
             "choose another --out."
         )
-    settings = document["method"]
-    if different := [
-        f"{key} {settings.get(key)} (now {method[key]})" for key in method if settings.get(key) != method[key]
-    ]:
+    if different := _mismatches(document["method"], method, method, "now"):
         raise BenchError(
             f"{path} was begun with other settings: {'; '.join(different)}. Use the same settings, or choose another "
             "--out."
