@@ -159,8 +159,9 @@ def _plan(names: list[str], extra_args: list[str], update_expectations: bool) ->
 
 def _run_with_progress(plans: list[Plan], options: Options) -> dict:
     """Run the plans under a progress bar; Ctrl-C ends the command with a last line and status 130."""
+    from utils.bench.case import STEPS
     from utils.bench.results import status_text
-    from utils.bench.run import STEPS, Interrupted, Runner
+    from utils.bench.run import Interrupted, Runner
     from utils.machine.device import default_device
 
     progress = progress_bar()

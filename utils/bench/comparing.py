@@ -10,7 +10,7 @@ import numpy as np
 
 from utils.bench import results as res
 from utils.bench.errors import BenchError
-from utils.bench.report import table, to_csv, with_interval
+from utils.bench.report import page, table, to_csv, with_interval
 from utils.bench.targets.base import SIDES
 from utils.benchmark import intervals as stats
 from utils.files import write_whole
@@ -208,10 +208,10 @@ def _comparison_page(a: dict, b: dict, rows: Sequence[dict]) -> str:
         ]
         for row in rows
     ]
-    page = [f"# Run {b['run_id']} against {a['run_id']}", "", f"{res.machine_name(a)}. {SEPARATE_RUNS}", ""]
+    parts = [f"# Run {b['run_id']} against {a['run_id']}", f"{res.machine_name(a)}. {SEPARATE_RUNS}"]
     if different := notes(a, b):
-        page += [f"Also different: {'; '.join(different)}.", ""]
-    return "\n".join([*page, table(head, lines), ""])
+        parts.append(f"Also different: {'; '.join(different)}.")
+    return page([*parts, table(head, lines)])
 
 
 def write_comparison(a: dict, b: dict, rows: Sequence[dict], folder: Path) -> list[Path]:

@@ -71,8 +71,7 @@ def to_csv(lines: Iterable[Mapping], columns: Sequence[str]) -> str:
     out = io.StringIO()
     writer = csv.DictWriter(out, columns, restval="", extrasaction="raise")
     writer.writeheader()
-    for line in lines:
-        writer.writerow({key: "" if value is None else value for key, value in line.items()})
+    writer.writerows(lines)
     return out.getvalue()
 
 
@@ -83,6 +82,11 @@ def table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
         return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
     return "\n".join([line_text(head), "|" + " --- |" * len(head), *map(line_text, lines)])
+
+
+def page(paragraphs: Iterable[str]) -> str:
+    """Return a Markdown page of paragraphs: headings, sentences, tables."""
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def with_interval(value: float, low: float, high: float) -> str:
@@ -173,8 +177,8 @@ def markdown(document: dict) -> str:
     """Return the run as a Markdown page: machine, times, what ran, knobs in force, refusals and failures."""
     parts = [*_head(document), *_times(document), *_what_ran(document), *_settings(document)]
     if remarks := join_workloads(res.remarks(document)):
-        parts += ["## Refused, failed, noted", "", table(["target", "workload", "status", "why"], remarks), ""]
-    return "\n".join([*parts, *_profiles(document)])
+        parts += ["## Refused, failed, noted", table(["target", "workload", "status", "why"], remarks)]
+    return page([*parts, *_profiles(document)])
 
 
 def _head(document: dict) -> list[str]:
@@ -182,18 +186,14 @@ def _head(document: dict) -> list[str]:
     timing = f"Timing: {res.timing_text(document.get('timing') or {})}"
     if document["device"] == "cpu" and load is not None:  # other work on a CPU is in every time
         timing += f" · load average {load:.1f} on {env['cpu_count']} CPUs when it began"
-    command = ["```", " ".join(document["command"]), "```", ""] if document["command"] else []
+    command = [f"```\n{' '.join(document['command'])}\n```"] if document["command"] else []
     return [
         f"# Run {document['run_id']}",
-        "",
         f"{res.machine_name(document)} · torch {env['torch']} · Triton {env['triton']} · CUDA {env['cuda']} · "
         f"cuDNN {env['cudnn']} · driver {env['driver']} · commit {(env['commit'] or 'unknown')[:12]}"
         f"{' (modified)' if env['dirty'] else ''}",
-        "",
         timing,
-        "",
         f"Status: {document['status']} · started {document['started']} · finished {document['finished'] or '-'}",
-        "",
         *command,
     ]
 
@@ -215,7 +215,7 @@ def _times(document: dict) -> list[str]:
         "of q, k, v and the output once."
     )
     head = ["target", "workload", "side", "ran", "median ms", "TFLOP/s", "GB/s", "of the roof", "speed-up"]
-    return ["## Times", "", explanation, "", table(head, lines), ""]
+    return ["## Times", explanation, table(head, lines)]
 
 
 def _what_ran(document: dict) -> list[str]:
@@ -234,7 +234,7 @@ def _what_ran(document: dict) -> list[str]:
                     f"{error['whole']:.2g} ({error['whole_bound']:.2g})",
                 ]
             )
-    return ["## What ran", "", table([*head, "relative error (allowed)"], lines), ""]
+    return ["## What ran", table([*head, "relative error (allowed)"], lines)]
 
 
 def _settings(document: dict) -> list[str]:
@@ -246,17 +246,17 @@ def _settings(document: dict) -> list[str]:
             if key not in case["workload"] or knob["origin"] != "default"
         )
         lines.append([case["target"], case["label"], knobs])
-    return ["## Settings in force", "", table(["target", "workload", "knobs"], join_workloads(lines)), ""]
+    return ["## Settings in force", table(["target", "workload", "knobs"], join_workloads(lines))]
 
 
 def _profiles(document: dict) -> list[str]:
-    parts = []
+    items = []
     for case in document["cases"]:
         for side, found in case["profiles"].items():
             files = ", ".join(f"`{file}`" for file in found["files"])
-            parts.append(f"- {case['target']} {case['label']} {side}, range `{found['range']}`: {files}")
-            parts += [f"  - {text}" for text in _profile_facts(found)]
-    return ["## Profiles", "", *parts, ""] if parts else []
+            items.append(f"- {case['target']} {case['label']} {side}, range `{found['range']}`: {files}")
+            items += [f"  - {text}" for text in _profile_facts(found)]
+    return ["## Profiles", "\n".join(items)] if items else []
 
 
 def _profile_facts(found: dict) -> list[str]:

@@ -12,18 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from utils.bench import results as res
-from utils.bench.case import STEPS, CaseRecord, CaseRun
+from utils.bench.case import CaseRecord, CaseRun
 from utils.bench.documents import Schema, utc_now, write_json
 from utils.bench.errors import Refused, VerificationError, WrongRun, first_line
 from utils.bench.options import Options
 from utils.bench.report import markdown
-from utils.bench.results import exit_code
 from utils.bench.targets import Plan
 from utils.bench.targets.base import Case
 from utils.files import write_whole
 from utils.machine.environment import environment, gpu_state
-
-__all__ = ["STEPS", "Interrupted", "Options", "Runner", "exit_code"]
 
 MANIFEST = Schema("labs-bench-manifest", 1)
 MANIFEST_FIELDS = ("run_id", "status", "started", "finished", "command", "device", "environment", "targets")

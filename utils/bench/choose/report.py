@@ -19,7 +19,7 @@ from utils.attention import choices as measured
 from utils.attention.choices import Choices, Point
 from utils.bench import results as res
 from utils.bench.errors import BenchError
-from utils.bench.report import percent, table
+from utils.bench.report import page, percent, table
 from utils.bench.workload import DTYPES
 
 WITHIN = 1.03  # a provider this near to the best counts as a right choice
@@ -238,19 +238,6 @@ def held_out_sentence(held: dict) -> str:
 def markdown(document: dict) -> str:
     """Return the sweep as a page: who is best where, the default's cost, the held-out shapes, every shape's times."""
     numbers = summary(document)
-    parts = [
-        "# Which SDPA backend is best where",
-        "",
-        _machine_line(document),
-        "",
-        f"{numbers['shapes']} shapes, {numbers['grid']} of them on the grid. Milliseconds are medians: "
-        f"{document['method']['timing']}. Default / best is a geometric mean: what torch's own choice costs.",
-        "",
-        table(*group_table(document)),
-        "",
-    ]
-    if held := numbers["held_out"]:
-        parts += _held_out_section(document, held)
     grid = [
         [
             *(entry["kind"], entry["label"], entry["best"], entry["default"]),
@@ -258,8 +245,20 @@ def markdown(document: dict) -> str:
         ]
         for entry in measured_shapes(document, "grid")
     ]
-    parts += ["## The grid", "", table(["kind", "shape", "best", "default", "default / best", "ms"], grid), ""]
-    return "\n".join([*parts, "## Refused", "", _refusals(document), ""])
+    return page(
+        [
+            "# Which SDPA backend is best where",
+            _machine_line(document),
+            f"{numbers['shapes']} shapes, {numbers['grid']} of them on the grid. Milliseconds are medians: "
+            f"{document['method']['timing']}. Default / best is a geometric mean: what torch's own choice costs.",
+            table(*group_table(document)),
+            *(_held_out_section(document, numbers["held_out"]) if numbers["held_out"] else ()),
+            "## The grid",
+            table(["kind", "shape", "best", "default", "default / best", "ms"], grid),
+            "## Refused",
+            _refusals(document),
+        ]
+    )
 
 
 def _machine_line(document: dict) -> str:
@@ -287,15 +286,12 @@ def _held_out_section(document: dict, held: dict) -> list[str]:
     ]
     return [
         "## Held-out shapes",
-        "",
         f"Random shapes that are not on the grid. The choice is within 3% of the best for "
         f"{held['within_3_percent']} of {held['shapes']} ({percent(held['share_within_3_percent'])}), torch's "
         f"default for {held['default_within_3_percent']}. Geometric means: chosen / best "
         f"{held['chosen_over_best']:.4f}, default / best {held['default_over_best']:.4f}, default / chosen "
         f"{held['default_over_chosen']:.4f}.",
-        "",
         table(["kind", "shape", "chosen", "best", "chosen / best", "default", "default / chosen", "ms"], lines),
-        "",
     ]
 
 

@@ -44,13 +44,12 @@ from utils.attention.choices import kind_of
 from utils.attention.request import Refused as ProviderRefused
 from utils.attention.request import make_request
 from utils.bench import results as res
+from utils.bench.choose.correctness import largest_error, references_of
 from utils.bench.documents import Schema, utc_now, write_json
 from utils.bench.errors import BenchError, Refused, VerificationError, WrongRun, first_line
 from utils.bench.targets import sdpa
 from utils.bench.targets.providers import SDPA_BACKENDS, launched_by, prove
 from utils.bench.targets.sdpa import SdpaWorkload
-from utils.bench.verify import verify
-from utils.bench.workload import DTYPES, arithmetic
 from utils.benchmark.measuring import measure_together
 from utils.benchmark.result import Measurement
 from utils.machine.environment import available_memory_bytes, environment, gpu_state
@@ -59,10 +58,7 @@ GRID = Schema("labs-sdpa-grid", 1, ("status", "environment", "method", "sessions
 ROW_FIELDS = {"set", "kind", "label", "backend", "status", "default"}
 NEAR = 1.6  # providers within this many times the fastest get all samples
 SCOUT_SAMPLES = 3
-CHECKED_SCORES = 1 << 27  # verify two KV heads against float64, or one if a KV head has more scores than this
 SAME_MACHINE = {"cuda": ("gpu", "torch", "cudnn", "cuda"), "cpu": ("gpu", "cpu", "torch")}
-
-Heads = tuple[slice, slice, slice]  # batch, query heads, KV heads
 
 
 def shape_fields(workload: SdpaWorkload) -> dict:
@@ -122,49 +118,6 @@ def _free_bytes(device: torch.device) -> float:
     return available_memory_bytes() or math.inf
 
 
-def _references(workload: SdpaWorkload, inputs: sdpa.Inputs) -> list[tuple[Heads, dict[str, torch.Tensor]]]:
-    """Compute the float64 results of the first and the last KV head; of large shapes the last one only.
-
-    Heads are independent of each other, so two of them show a wrong shape, mask or scale.
-    """
-    group = workload.heads // workload.hkv
-    pairs = [(0, 0), (workload.batch - 1, workload.hkv - 1)]
-    if group * workload.seq_len * workload.sk > CHECKED_SCORES:
-        pairs = pairs[-1:]
-    references = []
-    for b, h in dict.fromkeys(pairs):
-        batch, query, key = heads = slice(b, b + 1), slice(h * group, (h + 1) * group), slice(h, h + 1)
-        dout = None if inputs.dout is None else inputs.dout[batch, query]
-        exact = sdpa.reference(workload, inputs.q[batch, query], inputs.k[batch, key], inputs.v[batch, key], dout)
-        references.append((heads, exact))
-    return references
-
-
-def _largest_error(workload: SdpaWorkload, call: Callable, references: list, name: str, device: torch.device) -> dict:
-    """Verify a call's results; return the largest relative error and the tensor that has it."""
-    results = call()
-    results = results if isinstance(results, tuple) else (results,)
-    precision, heads = arithmetic(workload.dtype, device), 0
-    errors: list[tuple[float, str]] = []
-    for (batch, query, key), exact in references:
-        heads += query.stop - query.start
-        for tensor, (result, expected) in zip(results, exact.items(), strict=True):
-            verification = verify(
-                tensor[batch, query if result in ("output", "gradient of q") else key],
-                expected,
-                precision,
-                dtype=DTYPES[workload.dtype],
-                what=f"{result} of {name}",
-                gradient=result.startswith("gradient"),
-            )
-            errors.append((verification.whole, result))
-    bad = sum(int((~torch.isfinite(tensor)).sum()) for tensor in results)
-    if bad:
-        raise VerificationError(f"{name} gives {bad} values that are NaN or infinite.")
-    error, result = max(errors)
-    return {"error": error, "error_of": result, "heads_checked": heads}
-
-
 def bare_name(kernel: str) -> str:
     """Return a kernel's name without its template and call arguments, which can fill a page."""
     name, letters, depth = kernel.removeprefix("void ").replace("(anonymous namespace)::", ""), [], 0
@@ -206,7 +159,7 @@ def _check_provider(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs, refe
     if needed > free:
         raise MemoryError(f"it needs about {needed / 1e9:.3g} GB and {free / 1e9:.3g} GB are free: not tried.")
     call, first_ms = _first_call(workload, name, inputs)
-    row |= {"first_call_ms": first_ms} | _largest_error(workload, call, references, name, device)
+    row |= {"first_call_ms": first_ms} | largest_error(workload, call, references, name, device)
     row |= _proof(workload, name, call)
     memory = sdpa.memory(call)
     row |= {"peak_mb": memory["peak_bytes"] / 1e6, "workspace_mb": memory["workspace_bytes"] / 1e6}
@@ -283,7 +236,7 @@ def measure_shape(
 
 
 def _rows(workload: SdpaWorkload, providers: Sequence[str], inputs: sdpa.Inputs, samples: int) -> list[dict]:
-    references = _references(workload, inputs)
+    references = references_of(workload, inputs)
     prepared = {name: _prepare(workload, name, inputs, references) for name in providers}
     del references  # frees GPU memory for the timed calls
     default = default_backend(workload, inputs)
