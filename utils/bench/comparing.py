@@ -103,7 +103,7 @@ def _check_workloads(a: dict, b: dict) -> None:
     for run, other in ((a, b), (b, a)):
         other_keys = {res.case_key(case) for case in other["cases"]}
         for case in run["cases"]:
-            workloads = [one["workload"] for one in other["cases"] if one["target"] == case["target"]]
+            workloads = [candidate["workload"] for candidate in other["cases"] if candidate["target"] == case["target"]]
             if workloads and res.case_key(case) not in other_keys:
                 work = case["workload"]
                 nearest = min((differences(work, workload, list(work)) for workload in workloads), key=len)
@@ -168,11 +168,11 @@ def compare_results(a: dict, b: dict) -> list[dict]:
 
 def notes(a: dict, b: dict) -> list[str]:
     """List what else differs between the runs: versions, commits, power limits, and whether one is partial."""
-    found = differences(a["environment"], b["environment"], ENVIRONMENT_FIELDS)
+    lines = differences(a["environment"], b["environment"], ENVIRONMENT_FIELDS)
     limits = [(run.get("gpu_state") or {}).get("power_limit_w") for run in (a, b)]
     if limits[0] != limits[1]:
-        found.append(f"power limit {limits[0]} W and {limits[1]} W")
-    return found + [f"{run['run_id']} is partial ({run['status']})" for run in (a, b) if run["status"] != "complete"]
+        lines.append(f"power limit {limits[0]} W and {limits[1]} W")
+    return lines + [f"{run['run_id']} is partial ({run['status']})" for run in (a, b) if run["status"] != "complete"]
 
 
 # ---- a comparison as files ---------------------------------------------------------------------------------

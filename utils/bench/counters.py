@@ -121,7 +121,7 @@ def hardware_roofline(sums: dict, by_hand: dict, roof: dict | None) -> dict:
     dram = _sum([sums["dram_read_bytes"], sums["dram_write_bytes"]])
     seconds = (sums["time_us"] or 0.0) / 1e6
     intensity, achieved = _ratio(flops, dram) or None, _ratio(flops, seconds, 1e12)
-    found: dict[str, float | str | None] = {
+    roofline: dict[str, float | str | None] = {
         "flops": flops,
         "dram_bytes": dram,
         "flops_over_by_hand": _ratio(flops, by_hand["flops"]),
@@ -136,8 +136,8 @@ def hardware_roofline(sums: dict, by_hand: dict, roof: dict | None) -> dict:
         "share": None,
     }
     if roof is not None and intensity is not None and achieved is not None:
-        found |= under_roof(intensity, achieved, roof)
-    return found
+        roofline |= under_roof(intensity, achieved, roof)
+    return roofline
 
 
 def sentences(counted: dict) -> list[str]:

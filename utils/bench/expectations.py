@@ -62,13 +62,13 @@ def load_expectations(path: Path) -> dict:
 
 def metrics(case: dict) -> dict[str, dict]:
     """Return the times of a case and their ratio, each with its interval and the direction that is better."""
-    found = {}
+    values = {}
     for side in ("optimized", "baseline"):
         if (measured := res.measured(case, side)) is not None:
-            found[f"{side}_ms"] = {"value": measured.median_ms, "interval": list(measured.interval_ms)}
+            values[f"{side}_ms"] = {"value": measured.median_ms, "interval": list(measured.interval_ms)}
     if case["comparison"] is not None:
-        found["speedup"] = {"value": case["comparison"]["speedup"], "interval": list(case["comparison"]["interval"])}
-    return {name: {**metric, "direction": DIRECTIONS[name]} for name, metric in found.items()}
+        values["speedup"] = {"value": case["comparison"]["speedup"], "interval": list(case["comparison"]["interval"])}
+    return {name: {**metric, "direction": DIRECTIONS[name]} for name, metric in values.items()}
 
 
 def judge(now: dict, stored: dict, tolerance: float = TOLERANCE) -> str:

@@ -100,7 +100,7 @@ def profile_side(
     recorded = profile(call_in_range, steps=3, warmup=2, trace_path=trace)
     on_gpu = request.device.startswith("cuda")
     nsight = nsight_systems(base, request) if level == "minimal" else nsight_compute(base, request, level, l2)
-    found = {
+    record = {
         "range": request.range,
         "files": [str(trace), *nsight.files],
         "why_not": [nsight.why_not] if nsight.why_not else [],
@@ -111,8 +111,8 @@ def profile_side(
     if nsight.counters:
         sums = counters.total(nsight.counters["kernels"])
         roofline = counters.hardware_roofline(sums, measured, measured.get("roof"))
-        found["counters"] = {**nsight.counters, "total": sums, "roofline": roofline}
-    return found
+        record["counters"] = {**nsight.counters, "total": sums, "roofline": roofline}
+    return record
 
 
 def counted_roofline(measured: dict) -> dict | None:

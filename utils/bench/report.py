@@ -252,25 +252,25 @@ def _settings(document: dict) -> list[str]:
 def _profiles(document: dict) -> list[str]:
     items = []
     for case in document["cases"]:
-        for side, found in case["profiles"].items():
-            files = ", ".join(f"`{file}`" for file in found["files"])
-            items.append(f"- {case['target']} {case['label']} {side}, range `{found['range']}`: {files}")
-            items += [f"  - {text}" for text in _profile_facts(found)]
+        for side, profile in case["profiles"].items():
+            files = ", ".join(f"`{file}`" for file in profile["files"])
+            items.append(f"- {case['target']} {case['label']} {side}, range `{profile['range']}`: {files}")
+            items += [f"  - {text}" for text in _profile_facts(profile)]
     return ["## Profiles", "\n".join(items)] if items else []
 
 
-def _profile_facts(found: dict) -> list[str]:
-    facts = list(found["why_not"])
-    if (roof := found["roofline"]) is not None:
+def _profile_facts(profile: dict) -> list[str]:
+    facts = list(profile["why_not"])
+    if (roof := profile["roofline"]) is not None:
         facts.append(
             f"roofline counted by hand: {roof['flops_per_byte']:.3g} FLOPs/Byte, {roof['bound']}-bound, "
             f"{roof['achieved_tflops']:.3g} of {roof['attainable_tflops']:.3g} TFLOP/s attainable"
         )
-    if found.get("counters"):
-        facts += counters.sentences(found["counters"])
-    if found["gpu_busy_share"] is not None:
-        facts.append(f"GPU busy {found['gpu_busy_share']:.1%} of the time from first to last kernel")
-    kernels = found["rows"][:5]
+    if profile.get("counters"):
+        facts += counters.sentences(profile["counters"])
+    if profile["gpu_busy_share"] is not None:
+        facts.append(f"GPU busy {profile['gpu_busy_share']:.1%} of the time from first to last kernel")
+    kernels = profile["rows"][:5]
     return facts + [f"{row['mean_us']:.1f} us x {row['count']}: `{_short(row['name'], 100)}`" for row in kernels]
 
 

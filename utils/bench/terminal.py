@@ -66,20 +66,13 @@ def progress_bar(*, remaining: bool = False) -> Progress:
     Args:
         remaining: show the time that is left instead of the time that has passed.
     """
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich import progress
 
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn() if remaining else TimeElapsedColumn(),
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn() if remaining else progress.TimeElapsedColumn(),
         console=console(stderr=True),
         transient=True,
         disable=not sys.stderr.isatty(),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -96,36 +96,24 @@ def choices_document(document: dict) -> dict:
     }
 
 
-def chosen(choices: Choices, entry: dict, only: Sequence[str] | None = None) -> str:
+def chosen(choices: Choices, entry: dict) -> str:
     """Return the provider that the choices take for a shape: the first of their order that runs it."""
-    order = choices.relative_times(entry["point"], None if only is None else tuple(only))
-    allowed = [name for name in entry["ms"] if only is None or name in only]
-    return next((name for name in order if name in allowed), entry["default"])
+    return next((name for name in choices.relative_times(entry["point"]) if name in entry["ms"]), entry["default"])
 
 
-def holdout_rows(document: dict, only: Sequence[str] | None = None) -> list[dict]:
-    """Make a row for each held-out shape: "chosen", "best", the times, chosen / best, default / chosen.
-
-    Args:
-        document: the sweep.
-        only: choose among these providers; None allows all that were measured.
-    """
+def holdout_rows(document: dict) -> list[dict]:
+    """Make a row for each held-out shape: "chosen", "best", the times, chosen / best, default / chosen."""
     choices = measured.parse_choices(choices_document(document), "this sweep")
     rows = []
     for entry in measured_shapes(document, "held-out"):
-        ms = {name: value for name, value in entry["ms"].items() if only is None or name in only}
-        best, choice, default = fastest(ms), chosen(choices, entry, only), entry["default"]
-        default_ms = entry["ms"].get(default)
+        ms, choice = entry["ms"], chosen(choices, entry)
+        over_best, default_ms = ms[choice] / ms[entry["best"]], ms.get(entry["default"])
         rows.append(
             {
-                "kind": entry["kind"],
-                "label": entry["label"],
+                **{key: entry[key] for key in ("kind", "label", "best", "default", "ms")},
                 "chosen": choice,
-                "best": best,
-                "default": default,
-                "ms": ms,
-                "over_best": ms[choice] / ms[best],
-                "within": ms[choice] / ms[best] <= WITHIN,
+                "over_best": over_best,
+                "within": over_best <= WITHIN,
                 "default_over_chosen": None if default_ms is None else default_ms / ms[choice],
             }
         )

@@ -82,7 +82,7 @@ def shape_fields(workload: SdpaWorkload) -> dict:
 
 
 def _provider_call(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs) -> tuple[Callable | None, str]:
-    """Return the forward call of a provider that is no SDPA backend, or None and the reason why not."""
+    """(call, why not) of a provider of the registry that is no SDPA backend: forward alone."""
     if workload.direction != "forward":
         return None, "it is timed in its forward pass alone."
     if name == "triton" and inputs.q.device.type == "cpu":
@@ -100,7 +100,7 @@ def _provider_call(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs) -> tu
 
 
 def _call(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs) -> tuple[Callable | None, str]:
-    """Return the call to time, or None and the reason why not."""
+    """(what is timed, why not)."""
     if name not in SDPA_BACKENDS:
         return _provider_call(workload, name, inputs)
     here = provider_named(name).machine()
@@ -147,7 +147,7 @@ def _proof(workload: SdpaWorkload, name: str, call: Callable) -> dict:
         sdpa.prove(workload, name, launched)
     else:
         prove(name, launched)
-    operators = [one for one in launched.operators if "::_scaled_dot" in one or "::_soft" in one]
+    operators = [operator for operator in launched.operators if "::_scaled_dot" in operator or "::_soft" in operator]
     kernels = dict.fromkeys(bare_name(kernel) for kernel in launched.kernels or operators)
     return {"launches": launched.launches or None, "kernels": list(kernels)}
 
