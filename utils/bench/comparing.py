@@ -1,24 +1,46 @@
-"""Two results held against each other, case by case; different GPUs, shapes or dtypes are refused by name."""
+"""Comparing two runs, case by case. Runs of different GPUs, shapes or dtypes are refused, and the error says why."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
 from utils.bench import results as res
 from utils.bench.errors import BenchError
+from utils.bench.report import page, table, to_csv, with_interval
 from utils.bench.targets.base import SIDES
 from utils.benchmark import intervals as stats
+from utils.files import write_whole
 
-SAME_WITHIN = 0.02  # two processes differ by this much in clocks and addresses alone
+SAME_WITHIN = 0.02  # clocks and addresses alone make two processes differ by this much
 RESAMPLES = 2000
+SEPARATE_RUNS = "Two separate runs: their intervals hold the spread within each, not what clocks did in between."
+ENVIRONMENT_FIELDS = (
+    "torch",
+    "triton",
+    "cuda",
+    "cudnn",
+    "driver",
+    "commit",
+    "flash_attn_4",
+    "float32_matmul_precision",
+)
 
 
 def independent_interval(
     a: Sequence[float], b: Sequence[float], confidence: float = 0.95, seed: int = 0
 ) -> tuple[float, float]:
-    """Bootstrap interval of median(a) / median(b) for samples that were not taken side by side."""
+    """Return the bootstrap interval of median(a) / median(b) for samples that were not taken together.
+
+    Args:
+        a: samples of the first measurement.
+        b: samples of the second one.
+        confidence: the share of intervals that cover the true ratio.
+        seed: of the resampling.
+    """
     rng = np.random.default_rng(seed)
 
     def medians(samples: Sequence[float]) -> np.ndarray:
@@ -31,97 +53,111 @@ def independent_interval(
     return float(low), float(high)
 
 
-def differences(a: dict, b: dict, names: Sequence[str]) -> list[str]:
-    """ "seq_len 1024 and 2048" for each of `names` that differs."""
+def speedup_verdict(interval: tuple[float, float], a: Sequence[float], b: Sequence[float]) -> str:
+    """Judge the interval of a speed-up between two separate runs with these samples."""
+    return stats.verdict(interval, same_within=SAME_WITHIN, pairs=min(len(a), len(b)))
+
+
+def differences(a: Mapping, b: Mapping, names: Sequence[str]) -> list[str]:
+    """List the names whose values differ: "seq_len 1024 and 2048"."""
     return [f"{name} {a.get(name)} and {b.get(name)}" for name in names if a.get(name) != b.get(name)]
 
 
-def check_machines(a: dict, b: dict) -> None:
-    """Refuse results of two machines: a GPU and another, or CPUs with another number of threads."""
+@dataclass(frozen=True)
+class ComparedSide:
+    """One side of one case in two runs."""
+
+    target: str
+    workload: str
+    side: str
+    a_ran: str
+    b_ran: str
+    a_ms: float
+    a_interval_ms: list[float]
+    b_ms: float
+    b_interval_ms: list[float]
+    speedup: float  # of b over a
+    interval: list[float]
+    verdict: str
+    knobs: list[str]  # that differ
+
+
+def _check_machines(a: dict, b: dict) -> None:
+    """Raise BenchError for results of two machines: other GPUs, or CPUs with another number of threads."""
     first, second = res.machine_name(a), res.machine_name(b)
     if first != second:
         raise BenchError(
             f"these results are of different machines, {first} ({a['run_id']}) and {second} "
-            f"({b['run_id']}): their times cannot be compared. Run both on one."
+            f"({b['run_id']}): their times cannot be compared. Run both on one machine."
         )
 
 
-def _by_key(document: dict) -> dict[tuple, list[dict]]:
-    found: dict[tuple, list[dict]] = {}
-    for case in document["cases"]:
-        found.setdefault(res.case_key(case), []).append(case)
-    return found
-
-
-def pairs(a: dict, b: dict) -> list[tuple[dict, dict]]:
-    """Cases of a and b with the same target and workload; a target measured on other shapes or dtypes is refused."""
-    first, second = _by_key(a), _by_key(b)
-    shared_targets = {key[0] for key in first} & {key[0] for key in second}
-    if not shared_targets:
+def _check_workloads(a: dict, b: dict) -> None:
+    """Raise BenchError if the runs share no target, or if a shared target has a workload that one run lacks."""
+    targets_a, targets_b = ({case["target"] for case in run["cases"]} for run in (a, b))
+    if not targets_a & targets_b:
         raise BenchError(
             f"{a['run_id']} and {b['run_id']} share no target: "
-            f"{', '.join(sorted({key[0] for key in first})) or 'none'} and "
-            f"{', '.join(sorted({key[0] for key in second})) or 'none'}."
+            f"{', '.join(sorted(targets_a)) or 'none'} and {', '.join(sorted(targets_b)) or 'none'}."
         )
-    for mine, theirs, name, other in ((first, second, a, b), (second, first, b, a)):
-        for key, cases in mine.items():
-            if key[0] in shared_targets and key not in theirs:
-                work = cases[0]["workload"]
-                told = min(
-                    (
-                        differences(work, case["workload"], list(work))
-                        for case in other["cases"]
-                        if case["target"] == key[0]
-                    ),
-                    key=len,
-                )
+    for run, other in ((a, b), (b, a)):
+        other_keys = {res.case_key(case) for case in other["cases"]}
+        for case in run["cases"]:
+            workloads = [candidate["workload"] for candidate in other["cases"] if candidate["target"] == case["target"]]
+            if workloads and res.case_key(case) not in other_keys:
+                work = case["workload"]
+                nearest = min((differences(work, workload, list(work)) for workload in workloads), key=len)
                 raise BenchError(
-                    f"{key[0]} was measured on different workloads: {'; '.join(told)} (in "
-                    f"{name['run_id']} and {other['run_id']}). Compare runs of the same shapes, dtypes "
-                    "and masks."
+                    f"{case['target']} was measured on different workloads: {'; '.join(nearest)} (in "
+                    f"{run['run_id']} and {other['run_id']}). Compare runs of the same shapes, dtypes and masks."
                 )
-    return [(one, two) for key in first if key in second for one, two in zip(first[key], second[key], strict=False)]
+
+
+def _pairs(a: dict, b: dict) -> list[tuple[dict, dict]]:
+    """Pair the cases with the same target and workload; several cases of one workload are paired in their order."""
+    by_key: dict[tuple, list[dict]] = {}
+    for case in b["cases"]:
+        by_key.setdefault(res.case_key(case), []).append(case)
+    return [(case, by_key[key].pop(0)) for case in a["cases"] if by_key.get(key := res.case_key(case))]
+
+
+def _compare_side(a: dict, b: dict, side: str) -> ComparedSide | None:
+    """Compare one side of two cases; None if one of them was not timed."""
+    first, second = res.measured(a, side), res.measured(b, side)
+    if first is None or second is None:
+        return None
+    interval = independent_interval(first.samples_ms, second.samples_ms)
+    values_a, values_b = ({key: knob["value"] for key, knob in case["knobs"].items()} for case in (a, b))
+    return ComparedSide(
+        target=a["target"],
+        workload=a["label"],
+        side=side,
+        a_ran=a["ran"][side]["provider"],
+        b_ran=b["ran"][side]["provider"],
+        a_ms=first.median_ms,
+        a_interval_ms=list(first.interval_ms),
+        b_ms=second.median_ms,
+        b_interval_ms=list(second.interval_ms),
+        speedup=first.median_ms / second.median_ms,
+        interval=list(interval),
+        verdict=speedup_verdict(interval, first.samples_ms, second.samples_ms),
+        knobs=differences(values_a, values_b, [key for key in values_a if key in values_b]),
+    )
 
 
 def compare_results(a: dict, b: dict) -> list[dict]:
-    """One row for each side that both runs measured: the speed-up of b over a, its interval and a verdict."""
-    check_machines(a, b)
+    """Make one row (see `ComparedSide`) for each side that both runs measured: how many times as fast b is as a."""
+    _check_machines(a, b)
+    _check_workloads(a, b)
     rows = []
-    for one, two in pairs(a, b):
-        if told := differences(res.timing_mode(one), res.timing_mode(two), ("l2", "graph")):
+    for first, second in _pairs(a, b):
+        if different := differences(res.timing_mode(first), res.timing_mode(second), ("l2", "graph")):
             raise BenchError(
-                f"{one['target']} was timed in two ways, {'; '.join(told)} (in {a['run_id']} and "
+                f"{first['target']} was timed in two ways, {'; '.join(different)} (in {a['run_id']} and "
                 f"{b['run_id']}): compare runs with the same --l2 and --graph."
             )
-        knobs = differences(
-            {key: knob["value"] for key, knob in one["knobs"].items()},
-            {key: knob["value"] for key, knob in two["knobs"].items()},
-            [key for key in one["knobs"] if key in two["knobs"]],
-        )
-        for side in SIDES:
-            first, second = res.measured(one, side), res.measured(two, side)
-            if first is None or second is None:
-                continue
-            interval = independent_interval(first.samples_ms, second.samples_ms)
-            rows.append(
-                {
-                    "target": one["target"],
-                    "workload": one["label"],
-                    "side": side,
-                    "a_ran": one["ran"][side]["provider"],
-                    "b_ran": two["ran"][side]["provider"],
-                    "a_ms": first.median_ms,
-                    "a_interval_ms": list(first.interval_ms),
-                    "b_ms": second.median_ms,
-                    "b_interval_ms": list(second.interval_ms),
-                    "speedup": first.median_ms / second.median_ms,
-                    "interval": list(interval),
-                    "verdict": stats.verdict(
-                        interval, same_within=SAME_WITHIN, pairs=min(len(first.samples_ms), len(second.samples_ms))
-                    ),
-                    "knobs": knobs,
-                }
-            )
+        sides = (_compare_side(first, second, side) for side in SIDES)
+        rows += [asdict(row) for row in sides if row is not None]
     if not rows:
         raise BenchError(
             f"{a['run_id']} and {b['run_id']} have no side that both measured; their cases ended as "
@@ -131,16 +167,73 @@ def compare_results(a: dict, b: dict) -> list[dict]:
 
 
 def notes(a: dict, b: dict) -> list[str]:
-    """What else differs between the runs: versions, commits, power limits."""
-    told = differences(
-        a["environment"],
-        b["environment"],
-        ("torch", "triton", "cuda", "cudnn", "driver", "commit", "flash_attn_4", "float32_matmul_precision"),
-    )
-    limits = [(document.get("gpu_state") or {}).get("power_limit_w") for document in (a, b)]
+    """List what else differs between the runs: versions, commits, power limits, and whether one is partial."""
+    lines = differences(a["environment"], b["environment"], ENVIRONMENT_FIELDS)
+    limits = [(run.get("gpu_state") or {}).get("power_limit_w") for run in (a, b)]
     if limits[0] != limits[1]:
-        told.append(f"power limit {limits[0]} W and {limits[1]} W")
-    for document in (a, b):
-        if document["status"] != "complete":
-            told.append(f"{document['run_id']} is partial ({document['status']})")
-    return told
+        lines.append(f"power limit {limits[0]} W and {limits[1]} W")
+    return lines + [f"{run['run_id']} is partial ({run['status']})" for run in (a, b) if run["status"] != "complete"]
+
+
+# ---- a comparison as files ---------------------------------------------------------------------------------
+
+
+def _comparison_csv(rows: Sequence[dict]) -> str:
+    lines = []
+    for row in rows:
+        line = {key: value for key, value in row.items() if not key.endswith(("interval", "interval_ms"))}
+        for name, interval in (("a_ms", "a_interval_ms"), ("b_ms", "b_interval_ms"), ("speedup", "interval")):
+            line[f"{name}_low"], line[f"{name}_high"] = row[interval]
+        lines.append(line | {"knobs": "; ".join(row["knobs"])})
+    return to_csv(lines, tuple(lines[0]))
+
+
+def _comparison_page(a: dict, b: dict, rows: Sequence[dict]) -> str:
+    head = [
+        "target",
+        "workload",
+        "side",
+        f"{a['run_id']} ms",
+        f"{b['run_id']} ms",
+        "speed-up",
+        "verdict",
+        "other knobs",
+    ]
+    lines = [
+        [
+            *(row["target"], row["workload"], row["side"]),
+            f"{row['a_ran']} {with_interval(row['a_ms'], *row['a_interval_ms'])}",
+            f"{row['b_ran']} {with_interval(row['b_ms'], *row['b_interval_ms'])}",
+            *(with_interval(row["speedup"], *row["interval"]), row["verdict"], "; ".join(row["knobs"])),
+        ]
+        for row in rows
+    ]
+    parts = [f"# Run {b['run_id']} against {a['run_id']}", f"{res.machine_name(a)}. {SEPARATE_RUNS}"]
+    if different := notes(a, b):
+        parts.append(f"Also different: {'; '.join(different)}.")
+    return page([*parts, table(head, lines)])
+
+
+def write_comparison(a: dict, b: dict, rows: Sequence[dict], folder: Path) -> list[Path]:
+    """Write CSV, Markdown and a plot of two compared runs into a folder; return the paths.
+
+    Args:
+        a: the results document of the first run.
+        b: the results document of the second run.
+        rows: what `compare_results(a, b)` returned.
+        folder: where to write.
+    """
+    from utils.visualization import plot_latency
+
+    latencies = {}
+    for row in rows:
+        name = f"{row['target'].split(':')[1]} {row['workload']} {row['side']}"
+        for run, side in ((a, "a"), (b, "b")):
+            times = (row[f"{side}_ms"], *row[f"{side}_interval_ms"])
+            latencies[f"{name}, {run['run_id']} {row[f'{side}_ran']}"] = times
+    written = [folder / f"comparison.{suffix}" for suffix in ("csv", "md", "png")]
+    write_whole(written[0], _comparison_csv(rows))
+    write_whole(written[1], _comparison_page(a, b, rows))
+    figure, _ = plot_latency(latencies, title=f"{a['run_id']} and {b['run_id']} on {res.machine_name(a)}")
+    figure.savefig(written[2], dpi=150, bbox_inches="tight")
+    return written

@@ -1,8 +1,8 @@
-"""Hardware counters of a side's kernels, out of Nsight Compute's raw page: time, bytes, tensor cores, FLOPs.
+"""Hardware counters of a side's kernels, from Nsight Compute's raw page: time, bytes, tensor cores, FLOPs.
 
-What the counters say stands beside what was counted by hand from the shape: more DRAM bytes than q, k, v and the
-output have are data that was read again or stored in between, fewer were still in the L2; more FLOPs are products that
-the mask throws away.
+The report shows the counters next to the counts made by hand from the shape. More DRAM bytes than q, k, v and the
+output have mean data that was read again or stored in between; fewer bytes mean data that was still in the L2. More
+FLOPs are products that the mask throws away.
 """
 
 from __future__ import annotations
@@ -10,26 +10,21 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections.abc import Mapping, Sequence
 
-# Counted on every GPU since Volta; Nsight Compute's sets hold the others.
-REQUESTED = (
-    "gpu__time_duration.sum",
-    "dram__bytes_read.sum",
-    "dram__bytes_write.sum",
-    "lts__t_bytes.sum",
-    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
-    *(
-        f"smsp__sass_thread_inst_executed_op_{name}_pred_on.sum"
-        for name in ("fadd", "fmul", "ffma", "hadd", "hmul", "hfma")
-    ),
-)
-# FLOPs of one instruction of one thread outside of the tensor cores; the h ones work on pairs.
+# FLOPs of one instruction of one thread outside of the tensor cores; the h instructions work on pairs.
 THREAD_FLOPS = {"fadd": 1, "fmul": 1, "ffma": 2, "hadd": 2, "hmul": 2, "hfma": 4}
+THREAD_COUNTERS = {f"smsp__sass_thread_inst_executed_op_{name}_pred_on.sum": n for name, n in THREAD_FLOPS.items()}
+TENSOR_PERCENT = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"
+BYTES = {"dram_read_bytes": "dram__bytes_read.sum", "dram_write_bytes": "dram__bytes_write.sum"}
+BYTES |= {"l2_bytes": "lts__t_bytes.sum"}
+# Counted on every GPU since Volta; Nsight Compute's sets contain the others.
+REQUESTED = ("gpu__time_duration.sum", *BYTES.values(), TENSOR_PERCENT, *THREAD_COUNTERS)
 TENSOR_FLOPS = re.compile(
     r"sm__ops_path_tensor_src_(?:bf16|fp16|tf32|fp64|fp8|fp6|fp4)(?:_dst_\w+?)?"
     r"(_sparsity_o(?:n|ff))?\.sum"
 )
-# Where a set has them: in Nsight Compute's words, and in ours.
+# Further counters, where a set has them: Nsight Compute's name -> the name in the results
 FURTHER = {
     "lts__t_sector_hit_rate.pct": "l2_hit_percent",
     "sm__warps_active.avg.pct_of_peak_sustained_active": "occupancy_percent",
@@ -40,9 +35,9 @@ FURTHER = {
 
 
 def read_raw_page(text: str) -> list[dict]:
-    """One row for each kernel of `ncu --import REPORT --page raw --csv --print-units base`.
+    """Read one row for each kernel of `ncu --import REPORT --page raw --csv --print-units base`.
 
-    A text that holds no such table, or no kernel, is a ValueError.
+    Raises ValueError if the text has no such table, or the table has no kernel.
     """
     start = text.find('"ID",')
     if start < 0:
@@ -53,110 +48,100 @@ def read_raw_page(text: str) -> list[dict]:
     return [_kernel(dict(zip(table[0], line, strict=False))) for line in table[2:] if line and line[0]]
 
 
-def _number(cells: dict, name: str) -> float | None:
-    text = cells.get(name, "").replace(",", "")
+def _number(cells: Mapping[str, str], name: str) -> float | None:
     try:
-        return float(text)
+        return float(cells.get(name, "").replace(",", ""))
     except ValueError:
         return None  # not on this GPU, or not in this set
 
 
-def _tensor_flops(cells: dict) -> float | None:
-    """FLOPs of the tensor cores. The formats are counted in one row each, or in one with and one without sparsity."""
-    plain, split = [], []
+def _sum(values: Sequence[float | None]) -> float | None:
+    """Add counters; None if one of them was not counted."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _ratio(value: float | None, divisor: float | None, scale: float = 1.0) -> float | None:
+    """Divide counters; None if one of them is missing or the divisor is 0."""
+    return None if value is None or not divisor else value / divisor / scale
+
+
+def _tensor_flops(cells: Mapping[str, str]) -> float | None:
+    """Return the FLOPs of the tensor cores. A format has one counter, or one with and one without sparsity."""
+    plain: list[float] = []
+    split: list[float] = []
     for name in cells:
-        found = TENSOR_FLOPS.fullmatch(name)
-        if found and (value := _number(cells, name)) is not None:
-            (split if found[1] else plain).append(value)
+        match = TENSOR_FLOPS.fullmatch(name)
+        if match and (value := _number(cells, name)) is not None:
+            (split if match[1] else plain).append(value)
     return max(sum(plain), sum(split)) if plain or split else None
 
 
-def _kernel(cells: dict) -> dict:
-    threads = [_number(cells, f"smsp__sass_thread_inst_executed_op_{name}_pred_on.sum") for name in THREAD_FLOPS]
-    cores = (
-        None
-        if None in threads
-        else sum(count * flops for count, flops in zip(threads, THREAD_FLOPS.values(), strict=True))
-    )
-    nanoseconds = _number(cells, "gpu__time_duration.sum")
+def _kernel(cells: Mapping[str, str]) -> dict:
+    threads = [(_number(cells, name), flops) for name, flops in THREAD_COUNTERS.items()]
     return {
         "name": cells["Kernel Name"],
         "grid": cells.get("Grid Size"),
         "block": cells.get("Block Size"),
-        "time_us": None if nanoseconds is None else nanoseconds / 1e3,
-        "dram_read_bytes": _number(cells, "dram__bytes_read.sum"),
-        "dram_write_bytes": _number(cells, "dram__bytes_write.sum"),
-        "l2_bytes": _number(cells, "lts__t_bytes.sum"),
-        "tensor_core_percent": _number(cells, "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"),
+        "time_us": _ratio(_number(cells, "gpu__time_duration.sum"), 1e3),
+        **{name: _number(cells, counter) for name, counter in BYTES.items()},
+        "tensor_core_percent": _number(cells, TENSOR_PERCENT),
         "tensor_flops": _tensor_flops(cells),
-        "cuda_core_flops": cores,
-        **{ours: value for theirs, ours in FURTHER.items() if (value := _number(cells, theirs)) is not None},
+        "cuda_core_flops": _sum([None if count is None else count * flops for count, flops in threads]),
+        **{name: value for counter, name in FURTHER.items() if (value := _number(cells, counter)) is not None},
     }
 
 
-def total(kernels: list[dict]) -> dict:
-    """The side's sums over its kernels; the tensor cores' share is the mean over time. None where a counter lacks."""
+def under_roof(flops_per_byte: float, achieved_tflops: float, roof: dict) -> dict:
+    """Place a measurement on the roofline: {"bound", "attainable_tflops", "share"}."""
+    memory = flops_per_byte * roof["memory_bandwidth_tb_s"]
+    attainable = min(memory, roof["tflops"])
+    bound = "memory" if memory < roof["tflops"] else "compute"
+    return {"bound": bound, "attainable_tflops": attainable, "share": achieved_tflops / attainable}
 
-    def added(name: str) -> float | None:
-        values = [kernel[name] for kernel in kernels]
-        return None if None in values else sum(values)
 
-    found = {
-        name: added(name)
-        for name in ("time_us", "dram_read_bytes", "dram_write_bytes", "l2_bytes", "tensor_flops", "cuda_core_flops")
-    }
-    busy = [kernel["tensor_core_percent"] for kernel in kernels]
-    known = found["time_us"] and None not in busy
-    found["tensor_core_percent"] = (
-        sum(share * kernel["time_us"] for share, kernel in zip(busy, kernels, strict=True)) / found["time_us"]
-        if known
-        else None
-    )
-    return found
+def total(kernels: Sequence[dict]) -> dict:
+    """Add the counters of a side's kernels; the tensor cores' share is the mean over time. None if one is missing."""
+    names = ("time_us", *BYTES, "tensor_flops", "cuda_core_flops")
+    sums = {name: _sum([kernel[name] for kernel in kernels]) for name in names}
+    shares = [(kernel["tensor_core_percent"], kernel["time_us"]) for kernel in kernels]
+    weighted = _sum([None if None in pair else pair[0] * pair[1] for pair in shares])
+    return {**sums, "tensor_core_percent": _ratio(weighted, sums["time_us"])}
 
 
 def hardware_roofline(sums: dict, by_hand: dict, roof: dict | None) -> dict:
-    """The side on the roofline by what the hardware counted, beside the counts made by hand.
+    """Place a side on the roofline by what the hardware counted, with the ratios to the counts made by hand.
 
     Args:
         sums: from `total`.
         by_hand: the side's measurement, with the "flops" and "bytes" that its shape needs.
-        roof: the roof it is held against; None leaves out what is attainable.
+        roof: the roof of the GPU; None leaves out what is attainable.
     """
-    parts = sums["tensor_flops"], sums["cuda_core_flops"]
-    flops = None if None in parts else sum(parts)
-    moved = sums["dram_read_bytes"], sums["dram_write_bytes"]
-    dram = None if None in moved else sum(moved)
-    found = {
+    flops = _sum([sums["tensor_flops"], sums["cuda_core_flops"]])
+    dram = _sum([sums["dram_read_bytes"], sums["dram_write_bytes"]])
+    seconds = (sums["time_us"] or 0.0) / 1e6
+    intensity, achieved = _ratio(flops, dram) or None, _ratio(flops, seconds, 1e12)
+    roofline: dict[str, float | str | None] = {
         "flops": flops,
         "dram_bytes": dram,
-        "flops_over_by_hand": flops / by_hand["flops"] if flops is not None else None,
-        "tensor_flops_over_by_hand": sums["tensor_flops"] / by_hand["flops"] if parts[0] is not None else None,
-        "dram_bytes_over_by_hand": dram / by_hand["bytes"] if dram is not None else None,
-        "dram_tb_s": None,
-        "l2_tb_s": None,
-        "flops_per_byte": None,
-        "achieved_tflops": None,
+        "flops_over_by_hand": _ratio(flops, by_hand["flops"]),
+        "tensor_flops_over_by_hand": _ratio(sums["tensor_flops"], by_hand["flops"]),
+        "dram_bytes_over_by_hand": _ratio(dram, by_hand["bytes"]),
+        "dram_tb_s": _ratio(dram, seconds, 1e12),
+        "l2_tb_s": _ratio(sums["l2_bytes"], seconds, 1e12),
+        "flops_per_byte": intensity,
+        "achieved_tflops": achieved,
         "bound": None,
         "attainable_tflops": None,
         "share": None,
     }
-    if seconds := (sums["time_us"] or 0.0) / 1e6:
-        found["dram_tb_s"] = dram / seconds / 1e12 if dram is not None else None
-        found["l2_tb_s"] = sums["l2_bytes"] / seconds / 1e12 if sums["l2_bytes"] is not None else None
-        found["achieved_tflops"] = flops / seconds / 1e12 if flops is not None else None
-    if flops and dram:
-        found["flops_per_byte"] = flops / dram
-        if roof is not None and found["achieved_tflops"] is not None:
-            memory = found["flops_per_byte"] * roof["memory_bandwidth_tb_s"]
-            found["bound"] = "memory" if memory < roof["tflops"] else "compute"
-            found["attainable_tflops"] = min(memory, roof["tflops"])
-            found["share"] = found["achieved_tflops"] / found["attainable_tflops"]
-    return found
+    if roof is not None and intensity is not None and achieved is not None:
+        roofline |= under_roof(intensity, achieved, roof)
+    return roofline
 
 
 def sentences(counted: dict) -> list[str]:
-    """The counters in words, for a report; what was not counted on this GPU is left out."""
+    """Describe the counters for a report; counters that this GPU lacks are left out."""
     kernels, sums, roof = counted["kernels"], counted["total"], counted["roofline"]
     facts = []
     if roof["dram_bytes"] is not None:

@@ -1,4 +1,4 @@
-"""What the harness raises when it is asked for something it cannot do, and the nearest right name."""
+"""The errors of the benchmark harness, and suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -7,34 +7,50 @@ from collections.abc import Iterable
 
 
 class BenchError(Exception):
-    """Bad input: what was given, what is allowed, what to do next."""
+    """The input cannot be used. The message says what was given, what is allowed, and what to do next."""
 
 
 class Refused(BenchError):
-    """This machine cannot run what was asked for; the message says why."""
+    """This machine cannot run what was asked for. The message says why."""
 
 
 class WrongRun(BenchError):
-    """Something else ran than was asked for; its times are void."""
+    """Another kernel or backend ran than was asked for, so the times are void."""
 
 
 class VerificationError(BenchError):
-    """An output that is not the reference's within the bounds of its dtype."""
+    """An output differs from the float64 reference by more than its dtype's rounding explains."""
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
-    """ " Did you mean X?", or nothing where none is near."""
+    """Return " Did you mean X?", or "" if no allowed name is close to the given one."""
     near = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.5)
     return f" Did you mean {near[0]}?" if near else ""
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """ " Did you mean X?", or the allowed names where none is near."""
+    """Return " Did you mean X?", or list the allowed names if none is close to the given one."""
     names = list(allowed)
     return did_you_mean(given, names) or (f" Allowed: {', '.join(names)}." if names else "")
 
 
+def check_choice(name: str, value: str, allowed: Iterable[str]) -> str:
+    """Return `value` if it is one of `allowed`; otherwise raise BenchError and name the nearest one."""
+    names = tuple(allowed)
+    if value not in names:
+        raise BenchError(f"{name} is {value!r}; it must be one of {', '.join(names)}.{did_you_mean(value, names)}")
+    return value
+
+
+def check_choices(name: str, text: str, allowed: Iterable[str]) -> tuple[str, ...]:
+    """Split words that are separated by commas, drop repeated ones, and check each of them (see `check_choice`)."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise BenchError(f"{name} names nothing; allowed are {', '.join(allowed)}.")
+    return tuple(check_choice(name, word, allowed) for word in dict.fromkeys(words))
+
+
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its type's name."""
+    """Return the first line of an exception's message, or the name of its type if the message is empty."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

@@ -1,12 +1,12 @@
-"""What each GPU is expected to do: `expectations/<gpu>.json`, checked against by every commit, changed by request.
+"""What each GPU is expected to do: `expectations/<gpu>.json`, checked by every commit, changed only on request.
 
     {"schema": "labs-bench-expectations", "version": 1, "gpu": "NVIDIA H200",
      "entries": [{"target", "label", "workload", "options", "metrics": {name: {"value", "interval", "direction"}},
                   "recorded": {"run_id", "date", "commit", ...}, "history": [{"metrics", "recorded"}, ...]}]}
 
-A metric says which direction is better. It is worse when its whole interval lies beyond the stored one's by more than
-the tolerance. Checking never writes, so a stored value cannot drift: it changes by `--update-expectations` alone, and
-what it replaces stays in `history`, oldest first.
+Each metric says which direction is better. It is worse when its whole interval lies beyond the stored one's by more
+than the tolerance. Checking never writes, so a stored value cannot drift: only `--update-expectations` changes it, and
+the old value stays in `history`, oldest first.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import re
 from pathlib import Path
 
 from utils.bench import results as res
+from utils.bench.documents import Schema, write_json
 from utils.bench.errors import BenchError
-from utils.bench.targets.base import WORKLOAD_KNOBS
-from utils.files import ROOT, write_whole
+from utils.files import ROOT
 from utils.machine.device import detect_gpu
 
-SCHEMA, VERSION = "labs-bench-expectations", 1
+EXPECTATIONS = Schema("labs-bench-expectations", 1, ("gpu", "entries"))
 FOLDER = ROOT / "expectations"
 TOLERANCE = 0.05
 
@@ -32,7 +32,7 @@ RECORDED_FROM = ("gpu", "driver", "cuda", "cudnn", "torch", "triton", "flash_att
 
 
 def expectations_file(gpu: str | None, folder: Path = FOLDER) -> Path:
-    """The file of a GPU by its CUDA name: `h200.json` for a row of GPU_SPECS, else a name made of the whole name."""
+    """Name the file of a GPU by its CUDA name: `h200.json` for a row of GPU_SPECS, else made of the whole name."""
     if gpu is None:
         raise BenchError(
             "expectations are kept for GPUs, and these results are of a CPU: its times depend on what "
@@ -43,68 +43,60 @@ def expectations_file(gpu: str | None, folder: Path = FOLDER) -> Path:
 
 
 def load_expectations(path: Path) -> dict:
-    """Read an expectations file; a GPU without one is an error that says how to record it."""
+    """Read an expectations file; for a GPU without one, the error says how to record it."""
     if not path.is_file():
         raise BenchError(
             f"there is no {path}: this GPU has no expectations yet; record them with "
             "`labs bench run --targets ... --update-expectations`."
         )
-    document = res.read_document(path, SCHEMA, VERSION, ("gpu", "entries"))
+    document = EXPECTATIONS.read(path)
     for entry in document["entries"]:
         for name, metric in entry.get("metrics", {}).items():
             if metric.get("direction") != DIRECTIONS.get(name) or len(metric.get("interval", ())) != 2:
                 raise BenchError(
                     f"{path} is damaged: the metric {name!r} of {entry.get('target')} has no interval or "
-                    f"the direction {metric.get('direction')!r}; put back the committed file."
+                    f"the direction {metric.get('direction')!r}; restore the committed file."
                 )
     return document
 
 
-def options(case: dict) -> dict:
-    """Knobs that choose what runs and are no part of the workload: two backends are two expectations."""
-    return {key: knob["value"] for key, knob in case["knobs"].items() if key not in WORKLOAD_KNOBS}
-
-
-def metrics(case: dict) -> dict:
-    """Absolute times and their ratio, with intervals and directions, of a case that was measured whole."""
-    found = {}
+def metrics(case: dict) -> dict[str, dict]:
+    """Return the times of a case and their ratio, each with its interval and the direction that is better."""
+    values = {}
     for side in ("optimized", "baseline"):
         if (measured := res.measured(case, side)) is not None:
-            found[f"{side}_ms"] = {"value": measured.median_ms, "interval": list(measured.interval_ms)}
+            values[f"{side}_ms"] = {"value": measured.median_ms, "interval": list(measured.interval_ms)}
     if case["comparison"] is not None:
-        found["speedup"] = {"value": case["comparison"]["speedup"], "interval": list(case["comparison"]["interval"])}
-    return {name: {**metric, "direction": DIRECTIONS[name]} for name, metric in found.items()}
+        values["speedup"] = {"value": case["comparison"]["speedup"], "interval": list(case["comparison"]["interval"])}
+    return {name: {**metric, "direction": DIRECTIONS[name]} for name, metric in values.items()}
 
 
-def judge(now: dict, then: dict, tolerance: float = TOLERANCE) -> str:
-    """ "better", "within", "worse" or "unsure": where the interval of now lies against the stored one."""
-    (low, high), (stored_low, stored_high) = now["interval"], then["interval"]
+def judge(now: dict, stored: dict, tolerance: float = TOLERANCE) -> str:
+    """Judge a metric: "better", "within", "worse" or "unsure", by its interval against the stored one."""
+    (low, high), (stored_low, stored_high) = now["interval"], stored["interval"]
     floor, ceiling = stored_low / (1.0 + tolerance), stored_high * (1.0 + tolerance)
     if floor <= low and high <= ceiling:
         return WITHIN
     above, below = low > ceiling, high < floor
     if not above and not below:
         return UNSURE
-    return BETTER if above == (then["direction"] == HIGHER) else WORSE
+    return BETTER if above == (stored["direction"] == HIGHER) else WORSE
 
 
-# Decided on the optimized side's time and on the ratio; the baseline's time says which of the two moved.
 def decide(judged: dict[str, str]) -> tuple[str, bool, str]:
-    """(verdict, whether the check fails, what it means) out of each metric's judgement."""
+    """Decide on a case by its metrics' judgements; return the verdict, whether the check fails, and what it means.
+
+    The optimized side's time and the ratio decide. The baseline's time says which of the two moved.
+    """
     time, base, ratio = (judged.get(name) for name in ("optimized_ms", "baseline_ms", "speedup"))
     if time == WORSE:
         if ratio == WORSE or ratio is None:
             return "regression", True, "the optimized side is slower, in time and against its baseline"
-        if base == WORSE:
-            return (
-                "slower",
-                True,
-                (
-                    "both sides are slower: a cause they share, such as clocks, power or the driver; "
-                    "the ratio alone would not show it"
-                ),
-            )
-        return "slower", True, "the optimized side's time is worse and the ratio does not say so yet"
+        shared = (
+            "both sides are slower: a cause they share, such as clocks, power or the driver; "
+            "the ratio alone would not show it"
+        )
+        return "slower", True, shared if base == WORSE else "the optimized side's time is worse, the ratio not yet"
     if ratio == WORSE:
         if base == BETTER:
             return "baseline faster", False, "the ratio fell because the baseline got faster; the optimized side holds"
@@ -112,11 +104,8 @@ def decide(judged: dict[str, str]) -> tuple[str, bool, str]:
     if time is None and base is not None:
         return ("slower", True, "the baseline's time is worse") if base == WORSE else ("steady", False, "")
     if ratio == BETTER and time != BETTER:
-        return (
-            "baseline slower",
-            base == WORSE,
-            ("the ratio rose because the baseline is slower; the optimized side is no faster"),
-        )
+        reason = "the ratio rose because the baseline is slower; the optimized side is no faster"
+        return "baseline slower", base == WORSE, reason
     if base == WORSE:
         return "baseline slower", True, "the baseline's time is worse"
     if time == BETTER:
@@ -126,107 +115,108 @@ def decide(judged: dict[str, str]) -> tuple[str, bool, str]:
     return "steady", False, ""
 
 
-def _entry(document: dict, case: dict) -> dict | None:
-    wanted = (case["target"], case["workload"], options(case), res.timing_mode(case))
-    for entry in document["entries"]:
-        if (entry["target"], entry["workload"], entry["options"], res.timing_mode(entry)) == wanted:
+def _find_entry(expected: dict, case: dict) -> dict | None:
+    """Find the entry of the same target, workload, options and way of timing."""
+    key = (case["target"], case["workload"], res.options(case), res.timing_mode(case))
+    for entry in expected["entries"]:
+        if (entry["target"], entry["workload"], entry["options"], res.timing_mode(entry)) == key:
             return entry
     return None
 
 
 def check(document: dict, expected: dict, tolerance: float = TOLERANCE) -> list[dict]:
-    """One row for each measured case: verdict, whether it fails, and each metric now and then. It writes nothing.
+    """Make one row for each case: its verdict, whether it fails, and each metric now and as stored. Writes nothing.
 
-    The commit plays no part: a result is held to the stored value whichever commit either comes from.
+    Commits play no part: a result is compared with the stored value, whichever commit either comes from.
     """
     if document["environment"].get("gpu") != expected["gpu"]:
         raise BenchError(
             f"these results are of {res.machine_name(document)} and the expectations of "
             f"{expected['gpu']}: they cannot be compared."
         )
-    rows = []
-    for case in document["cases"]:
-        row = {"target": case["target"], "workload": case["label"], "options": options(case), "metrics": {}}
-        if case["status"] != res.OK:
-            expected_here = _entry(expected, case) is not None
-            row |= {"verdict": case["status"], "fails": expected_here, "why": case["reason"]}
-            rows.append(row)
-            continue
-        entry = _entry(expected, case)
-        if entry is None:
-            row |= {"verdict": "no expectation", "fails": False, "why": "nothing is stored for this case"}
-            rows.append(row)
-            continue
-        now, judged = metrics(case), {}
-        for name, then in entry["metrics"].items():
-            if name in now:
-                judged[name] = judge(now[name], then, tolerance)
-                row["metrics"][name] = {"now": now[name], "expected": then, "judged": judged[name]}
-        verdict, fails, why = decide(judged)
-        row |= {"verdict": verdict, "fails": fails, "why": why, "recorded": entry["recorded"]}
-        rows.append(row)
-    return rows
+    return [_check_case(case, _find_entry(expected, case), tolerance) for case in document["cases"]]
+
+
+def _check_case(case: dict, entry: dict | None, tolerance: float) -> dict:
+    row = {"target": case["target"], "workload": case["label"], "options": res.options(case), "metrics": {}}
+    if case["status"] != res.OK:
+        return row | {"verdict": case["status"], "fails": entry is not None, "why": case["reason"]}
+    if entry is None:
+        return row | {"verdict": "no expectation", "fails": False, "why": "nothing is stored for this case"}
+    now = metrics(case)
+    row["metrics"] = {
+        name: {"now": now[name], "expected": stored, "judged": judge(now[name], stored, tolerance)}
+        for name, stored in entry["metrics"].items()
+        if name in now
+    }
+    verdict, fails, why = decide({name: metric["judged"] for name, metric in row["metrics"].items()})
+    return row | {"verdict": verdict, "fails": fails, "why": why, "recorded": entry["recorded"]}
+
+
+def metric_text(metric: dict | None) -> str:
+    """Write a checked metric: "1.02 (1) within", the value now and the expected one; empty for None."""
+    if metric is None:
+        return ""
+    return f"{metric['now']['value']:.4g} ({metric['expected']['value']:.4g}) {metric['judged']}"
 
 
 def updated(document: dict, expected: dict | None) -> tuple[dict, list[str]]:
-    """The expectations with this run's cases recorded, old values moved to their history; and what changed, in words.
+    """Record a run's cases in the expectations; return them and the changes in words.
 
-    Only cases measured whole (both sides, verified) are recorded.
+    Old values move to their entry's history. Only cases with both sides verified and timed are recorded.
     """
-    gpu = document["environment"].get("gpu")
+    environment = document["environment"]
+    gpu = environment.get("gpu")
     if expected is None:
-        expected = {"schema": SCHEMA, "version": VERSION, "gpu": gpu, "entries": []}
+        expected = EXPECTATIONS.document(gpu=gpu, entries=[])
     if expected["gpu"] != gpu:
         raise BenchError(f"the expectations are of {expected['gpu']} and these results of {gpu}; nothing was changed.")
-    environment = document["environment"]
-    state = document.get("gpu_state") or {}
     recorded = {
         "run_id": document["run_id"],
         "date": document["finished"] or document["started"],
         **{key: environment.get(key) for key in RECORDED_FROM},
-        "power_limit_w": state.get("power_limit_w"),
+        "power_limit_w": (document.get("gpu_state") or {}).get("power_limit_w"),
     }
-    changes = []
-    for case in document["cases"]:
-        if case["status"] != res.OK or case["comparison"] is None:
-            continue
-        entry, new = _entry(expected, case), metrics(case)
-        ran = {side: found["provider"] for side, found in case["ran"].items()}
-        name = f"{case['target']} {case['label']}"
-        if entry is None:
-            expected["entries"].append(
-                {
-                    "target": case["target"],
-                    "label": case["label"],
-                    "workload": case["workload"],
-                    "options": options(case),
-                    "timing": res.timing_mode(case),
-                    "ran": ran,
-                    "metrics": new,
-                    "recorded": recorded,
-                    "history": [],
-                }
-            )
-            changes.append(f"{name}: recorded, {new['optimized_ms']['value']:.4g} ms, {new['speedup']['value']:.3g}x")
-            continue
-        entry["history"].append({"metrics": entry["metrics"], "recorded": entry["recorded"]})
-        old = entry["metrics"]
-        worse = [metric for metric in new if metric in old and judge(new[metric], old[metric]) == WORSE]
-        first = entry["history"][0]["metrics"]["optimized_ms"]["value"]
-        entry |= {"metrics": new, "recorded": recorded, "ran": ran}
-        changes.append(
-            f"{name}: {old['optimized_ms']['value']:.4g} -> {new['optimized_ms']['value']:.4g} ms (first "
-            f"recorded: {first:.4g} ms), {old['speedup']['value']:.3g} -> {new['speedup']['value']:.3g}x"
-            + (f"; WORSE in {', '.join(worse)}" if worse else "")
-        )
-    if not changes:
+    complete = [case for case in document["cases"] if case["status"] == res.OK and case["comparison"] is not None]
+    if not complete:
         raise BenchError("no case of this run was measured on both sides, so there is nothing to record.")
-    return expected, changes
+    return expected, [_record_case(case, expected, recorded) for case in complete]
+
+
+def _record_case(case: dict, expected: dict, recorded: dict) -> str:
+    """Record one case, as a new entry or in the place of its old values; return the change in words."""
+    entry, new = _find_entry(expected, case), metrics(case)
+    ran = {side: record["provider"] for side, record in case["ran"].items()}
+    name = f"{case['target']} {case['label']}"
+    if entry is None:
+        expected["entries"].append(
+            {
+                "target": case["target"],
+                "label": case["label"],
+                "workload": case["workload"],
+                "options": res.options(case),
+                "timing": res.timing_mode(case),
+                "ran": ran,
+                "metrics": new,
+                "recorded": recorded,
+                "history": [],
+            }
+        )
+        return f"{name}: recorded, {new['optimized_ms']['value']:.4g} ms, {new['speedup']['value']:.3g}x"
+    old = entry["metrics"]
+    entry["history"].append({"metrics": old, "recorded": entry["recorded"]})
+    entry |= {"metrics": new, "recorded": recorded, "ran": ran}
+    first = entry["history"][0]["metrics"]["optimized_ms"]["value"]
+    worse = [metric for metric in new if metric in old and judge(new[metric], old[metric]) == WORSE]
+    return (
+        f"{name}: {old['optimized_ms']['value']:.4g} -> {new['optimized_ms']['value']:.4g} ms (first recorded: "
+        f"{first:.4g} ms), {old['speedup']['value']:.3g} -> {new['speedup']['value']:.3g}x"
+        + (f"; WORSE in {', '.join(worse)}" if worse else "")
+    )
 
 
 def update_file(document: dict, folder: Path = FOLDER) -> tuple[Path, list[str]]:
-    """Record a run in its GPU's file; the path and what changed."""
+    """Record a run in its GPU's file; return the path and the changes in words."""
     path = expectations_file(document["environment"].get("gpu"), folder)
     expected, changes = updated(document, load_expectations(path) if path.exists() else None)
-    write_whole(path, res.to_json(expected))
-    return path, changes
+    return write_json(path, expected), changes

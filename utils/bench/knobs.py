@@ -1,7 +1,10 @@
-"""Knobs of a target: their flags, their values, and where each value in force came from.
+"""The knobs of a target: their flags, their values, and where each value came from.
 
-A knob's value comes from its flag in `--target-extra-arg 'TARGET=--flag value'`, else from its environment variable if
-the target reads one, else from the target's default for this device.
+A knob's value comes from its flag in `--target-extra-arg 'TARGET=--flag value'`, or else from its environment variable
+if it has one, or else from the target's default for this device.
+
+The flags are parsed here because click would silently take the last of two equal flags and would read the second flag
+of `--block-size --causal` as a value. (Newer versions of typer do not bring click either.)
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from utils.bench.errors import BenchError, did_you_mean, nearest
+from utils.bench.errors import BenchError, check_choice, check_choices, nearest
+from utils.validation import whole_number
 
 
 @dataclass(frozen=True)
@@ -29,33 +33,36 @@ class Knob:
 
     @property
     def key(self) -> str:
+        """The knob's name in settings and results: "block_size"."""
         return self.name.replace("-", "_")
 
     @property
     def is_switch(self) -> bool:
+        """Whether the knob is on or off, without a value."""
         return isinstance(self.cpu, bool)
 
+    @property
+    def allowed(self) -> str:
+        """The allowed values in words, for `list-targets`."""
+        if self.is_switch:
+            return f"--{self.name}, --no-{self.name}"
+        values = ", ".join(self.choices) if self.choices else f"whole number >= {self.least}"
+        return f"{values}; or {self.env}" if self.env else values
+
     def default(self, device_type: str) -> Any:
+        """Return the default value on a "cpu" or a "cuda" device."""
         return self.cpu if device_type == "cpu" else self.gpu
 
     def parse(self, text: str, source: str) -> Any:
-        """The value that `text` stands for; an error names the flag or variable it came from."""
+        """Convert `text` to a value; an error names `source`, the flag or variable that the text came from."""
         if self.choices:
-            words = [word.strip() for word in text.split(",")] if self.many else [text.strip()]
-            for word in words:
-                if word not in self.choices:
-                    raise BenchError(
-                        f"{source} is {word!r}; it must be one of {', '.join(self.choices)}."
-                        + did_you_mean(word, self.choices)
-                    )
-            return tuple(dict.fromkeys(words)) if self.many else words[0]
+            check = check_choices if self.many else check_choice
+            return check(source, text.strip(), self.choices)
         try:
-            value = int(text)
+            value: object = int(text)
         except ValueError:
-            raise BenchError(f"{source} is {text!r}; it must be a whole number, {self.least} or more.") from None
-        if value < self.least:
-            raise BenchError(f"{source} is {value}; it must be {self.least} or more.")
-        return value
+            value = text
+        return whole_number(source, value, self.least, BenchError)
 
 
 @dataclass(frozen=True)
@@ -67,21 +74,20 @@ class Setting:
 
 
 def parse_flags(knobs: Sequence[Knob], text: str, target: str) -> dict[str, Any]:
-    """Values by key out of `--flag value --flag=value --switch --no-switch`."""
+    """Parse `--flag value --flag=value --switch --no-switch` into values by knob key."""
     by_flag = {f"--{knob.name}": knob for knob in knobs}
     by_flag |= {f"--no-{knob.name}": knob for knob in knobs if knob.is_switch}
     try:
-        words = shlex.split(text)
+        words = iter(shlex.split(text))
     except ValueError as error:
         raise BenchError(f"the arguments {text!r} of {target} cannot be split: {error}.") from None
     values: dict[str, Any] = {}
-    left = iter(words)
-    for word in left:
+    for word in words:
         flag, equals, attached = word.partition("=")
         knob = by_flag.get(flag)
         if knob is None:
-            what = "unknown flag" if flag.startswith("-") else "expected a flag and found"
-            raise BenchError(f"{what} {flag!r} for {target}.{nearest(flag, sorted(by_flag))}")
+            problem = "unknown flag" if flag.startswith("-") else "expected a flag and found"
+            raise BenchError(f"{problem} {flag!r} for {target}.{nearest(flag, sorted(by_flag))}")
         if knob.key in values:
             raise BenchError(f"--{knob.name} is given twice for {target}; give it once.")
         if knob.is_switch:
@@ -89,24 +95,22 @@ def parse_flags(knobs: Sequence[Knob], text: str, target: str) -> dict[str, Any]
                 raise BenchError(f"--{knob.name} is a switch without a value; write --{knob.name} or --no-{knob.name}.")
             values[knob.key] = not flag.startswith("--no-")
             continue
-        value = attached if equals else next(left, None)
+        value = attached if equals else next(words, None)
         if value is None or (not equals and value.startswith("--")):
-            raise BenchError(
-                f"{flag} of {target} needs a value"
-                + (f", one of {', '.join(knob.choices)}." if knob.choices else ", a whole number.")
-            )
+            kind = f"one of {', '.join(knob.choices)}" if knob.choices else "a whole number"
+            raise BenchError(f"{flag} of {target} needs a value, {kind}.")
         values[knob.key] = knob.parse(value, f"{flag} of {target}")
     return values
 
 
 def settle(
-    knobs: Sequence[Knob], given: Mapping[str, Any], device_type: str, environ: Mapping[str, str]
+    knobs: Sequence[Knob], flags: Mapping[str, Any], device_type: str, environ: Mapping[str, str]
 ) -> dict[str, Setting]:
-    """Every knob's value in force: flag before environment variable before default."""
+    """Return every knob's value in force: the flag's, or else the environment variable's, or else the default."""
     settings = {}
     for knob in knobs:
-        if knob.key in given:
-            settings[knob.key] = Setting(given[knob.key], "flag")
+        if knob.key in flags:
+            settings[knob.key] = Setting(flags[knob.key], "flag")
         elif knob.env and environ.get(knob.env, "") != "":
             value = knob.parse(environ[knob.env], f"the environment variable {knob.env}")
             settings[knob.key] = Setting(value, f"environment {knob.env}")
@@ -115,10 +119,10 @@ def settle(
     return settings
 
 
-def split_extra_args(extra: Iterable[str]) -> dict[str, str]:
-    """{target: flags} out of `TARGET=--flag value` strings; several for one target are joined."""
-    found: dict[str, str] = {}
-    for text in extra:
+def split_extra_args(extra_args: Iterable[str]) -> dict[str, str]:
+    """Split `TARGET=--flag value` strings into {target: flags}; several strings for one target are joined."""
+    by_target: dict[str, str] = {}
+    for text in extra_args:
         target, equals, flags = text.partition("=")
         target, flags = target.strip(), flags.strip()
         if not equals or not target or not flags:
@@ -128,5 +132,5 @@ def split_extra_args(extra: Iterable[str]) -> dict[str, str]:
             )
         if len(flags) > 1 and flags[0] == flags[-1] and flags[0] in "\"'":
             flags = flags[1:-1]  # quotes that the shell left in place
-        found[target] = f"{found[target]} {flags}" if target in found else flags
-    return found
+        by_target[target] = f"{by_target[target]} {flags}" if target in by_target else flags
+    return by_target

@@ -1,12 +1,14 @@
-"""Profiles of a side: a Chrome trace always; Nsight Systems and Nsight Compute where they work, else why not.
+"""Profiles of a side: always a Chrome trace; Nsight Systems and Nsight Compute where they work, else the reason why not.
 
 minimal    an NVTX-named Chrome trace and, on a GPU, an Nsight Systems report
-roofline   the Chrome trace, the roofline counted by hand, and Nsight Compute's roofline set: beside the hand's counts
-           the hardware's, FLOPs, DRAM and L2 bytes, how busy the tensor cores were
+roofline   the Chrome trace, the roofline counted by hand, and Nsight Compute's roofline set, which adds the hardware's
+           counts: FLOPs, DRAM and L2 bytes, how busy the tensor cores were
 deep_dive  the same with Nsight Compute's full set: also hit rates, occupancy, registers
 
-Clocks are left alone: Nsight Compute runs with `--clock-control none`. It flushes the caches before each kernel where
-the run's timing does (`--l2 cold`), and leaves them alone where it does not.
+Nsight runs the side in a process of its own: `python -m utils.bench.profiles '<request as JSON>'`.
+
+Clocks are left alone: Nsight Compute runs with `--clock-control none`. It flushes the caches before each kernel if the
+run's timing does (`--l2 cold`), and leaves them alone otherwise.
 """
 
 from __future__ import annotations
@@ -16,101 +18,120 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
+
+import torch
 
 from utils.bench import counters
 from utils.bench.errors import first_line
+from utils.bench.knobs import Setting
+from utils.bench.targets import TARGETS
+from utils.bench.targets.base import Case
 from utils.benchmark.profiling import launch_gaps, nvtx_range, profile, summarize_trace
 from utils.files import ROOT
 
-if TYPE_CHECKING:
-    from utils.bench.run import Runner
-    from utils.bench.targets.base import Built, Case, Target
-
+LEVELS = ("none", "minimal", "roofline", "deep_dive")
 NCU_SETS = {"roofline": "roofline", "deep_dive": "full"}
-# ncu's --cache-control, and what it does, for either cache state of the timing
+# The timing's cache state -> ncu's --cache-control, and its effect in words
 CACHE_CONTROL = {"warm": ("none", "caches left as they were"), "cold": ("all", "caches flushed before each kernel")}
 TOOL_SECONDS = 300
 TOP_ROWS = 20
+REPLAY_WARMUP = 3  # calls
+
+
+@dataclass(frozen=True)
+class Request:
+    """One side of a case to profile: enough for another process to build the side again."""
+
+    target: str
+    side: str
+    label: str
+    range: str  # NVTX range of the side
+    device: str
+    values: dict[str, Any]  # of the knobs
+
+    @classmethod
+    def of_side(cls, case: Case, side: str, range_name: str) -> Request:
+        """Make the request for one side of a case."""
+        values = {key: setting.value for key, setting in case.settings.items()}
+        return cls(case.target, side, case.label, range_name, str(case.device), values)
+
+    @property
+    def command(self) -> list[str]:
+        """The command that runs the side in a process of its own."""
+        return [sys.executable, "-m", "utils.bench.profiles", json.dumps(asdict(self))]
+
+
+class NsightReport(NamedTuple):
+    """What an Nsight tool left: its files, why something is missing, and the hardware counters."""
+
+    files: list[str]
+    why_not: str = ""
+    counters: dict | None = None
 
 
 def file_stem(workload: str, side: str, label: str) -> str:
-    """Such as "optimized_flash_sdp_B4-H16-S4096-D128-bf16-causal"."""
+    """Name the files of a side, such as "optimized_flash_sdp_B4-H16-S4096-D128-bf16-causal"."""
     return f"{side}_{workload}_{re.sub(r'[^A-Za-z0-9]+', '-', label).strip('-')}"
 
 
-def profile_side(runner: Runner, target: Target, case: Case, side: str, built: Built, record: dict) -> dict:
-    """Profile one side: files, what was left out and why, kernels with durations, the counted roofline."""
-    level = runner.options.profile
-    folder = runner.options.profiles_dir / target.chapter / runner.options.run_id
-    stem = file_stem(target.workload, side, case.label)
-    name = record["ran"][side]["range"]
+def profile_side(
+    fn: Callable[[], object], request: Request, measured: dict, base: Path, *, level: str, l2: str
+) -> dict:
+    """Profile one side: files, reasons for what is missing, kernels with durations, and the roofline.
 
-    def ranged() -> None:
-        with nvtx_range(name):
-            built.fn()
+    Args:
+        fn: the side's call.
+        request: the side, for the profilers that run it in another process.
+        measured: the side's measurement, as it is in the results.
+        base: path of the files, without their suffixes.
+        level: "minimal", "roofline" or "deep_dive".
+        l2: "warm" or "cold", as the side was timed.
+    """
 
-    trace = folder / f"{stem}.trace.json"
-    recorded = profile(ranged, steps=3, warmup=2, trace_path=trace)
-    rows = summarize_trace(recorded, top=TOP_ROWS)
-    found = {
-        "range": name,
-        "files": [str(trace)],
-        "why_not": [],
-        "rows": rows,
-        "roofline": counted_roofline(record, side),
-        "gpu_busy_share": None,
+    def call_in_range() -> None:
+        with nvtx_range(request.range):
+            fn()
+
+    trace = base.with_name(f"{base.name}.trace.json")
+    recorded = profile(call_in_range, steps=3, warmup=2, trace_path=trace)
+    on_gpu = request.device.startswith("cuda")
+    nsight = nsight_systems(base, request) if level == "minimal" else nsight_compute(base, request, level, l2)
+    record = {
+        "range": request.range,
+        "files": [str(trace), *nsight.files],
+        "why_not": [nsight.why_not] if nsight.why_not else [],
+        "rows": summarize_trace(recorded, top=TOP_ROWS),
+        "roofline": counted_roofline(measured),
+        "gpu_busy_share": 1.0 - launch_gaps(recorded)["idle_share"] if on_gpu else None,
     }
-    if case.device.type == "cuda":
-        found["gpu_busy_share"] = 1.0 - launch_gaps(recorded)["idle_share"]
-    request = {
-        "target": target.name,
-        "side": side,
-        "label": case.label,
-        "range": name,
-        "device": str(case.device),
-        "values": {key: setting.value for key, setting in case.settings.items()},
-    }
-    if level == "minimal":
-        made, why_not = nsight_systems(folder / stem, request)
-    else:
-        made, why_not, counted = nsight_compute(folder / stem, request, level, runner.options.l2)
-        if counted:
-            measured = record["sides"][side]
-            sums = counters.total(counted["kernels"])
-            found["counters"] = {
-                **counted,
-                "total": sums,
-                "roofline": counters.hardware_roofline(sums, measured, measured.get("roof")),
-            }
-    found["files"] += made
-    if why_not:
-        found["why_not"].append(why_not)
-    return found
+    if nsight.counters:
+        sums = counters.total(nsight.counters["kernels"])
+        roofline = counters.hardware_roofline(sums, measured, measured.get("roof"))
+        record["counters"] = {**nsight.counters, "total": sums, "roofline": roofline}
+    return record
 
 
-def counted_roofline(record: dict, side: str) -> dict | None:
-    """The side on the roofline by counted FLOPs and bytes: no counters needed. None without a roof for the dtype."""
-    measured = record["sides"][side]
+def counted_roofline(measured: dict) -> dict | None:
+    """Place a measurement on the roofline by its counted FLOPs and bytes; None without a roof for the dtype."""
     roof = measured.get("roof")
     if roof is None:
         return None
     intensity = measured["flops"] / measured["bytes"]
-    ridge = roof["tflops"] / roof["memory_bandwidth_tb_s"]
-    attainable = min(roof["tflops"], intensity * roof["memory_bandwidth_tb_s"])
     return {
         "flops_per_byte": intensity,
-        "ridge_point": ridge,
-        "bound": "memory" if intensity < ridge else "compute",
-        "attainable_tflops": attainable,
+        "ridge_point": roof["tflops"] / roof["memory_bandwidth_tb_s"],
+        **counters.under_roof(intensity, measured["tflops"], roof),
         "achieved_tflops": measured["tflops"],
-        "share": measured["tflops"] / attainable,
         "roof": roof,
     }
 
 
 def _run_tool(command: list[str]) -> tuple[int, str]:
+    """Run a program; return its exit status and its output."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, cwd=ROOT, check=False)
     except subprocess.TimeoutExpired:
@@ -120,89 +141,82 @@ def _run_tool(command: list[str]) -> tuple[int, str]:
     return done.returncode, f"{done.stdout}\n{done.stderr}"
 
 
-def _replay(request: dict) -> list[str]:
-    return [sys.executable, "-m", "utils.bench.replay", json.dumps(request)]
-
-
-def _tool(name: str, executable: str, request: dict) -> tuple[str | None, str]:
-    """(path, why not) of one of NVIDIA's profilers."""
-    if not request["device"].startswith("cuda"):
-        return None, f"{name} was left out: there is no GPU to look at."
-    path = shutil.which(executable)
+def _find_tool(name: str, executable: str, request: Request) -> tuple[str, str]:
+    """Find one of NVIDIA's profilers: its path, and if it cannot be used, the reason."""
+    if not request.device.startswith("cuda"):
+        return "", f"{name} was left out: there is no GPU to look at."
+    path = shutil.which(executable) or ""
     return path, "" if path else f"{name} was left out: {executable} is not on PATH."
 
 
-def nsight_systems(base: Path, request: dict) -> tuple[list[str], str]:
-    """(files, why not): an Nsight Systems report of the side in a process of its own."""
-    tool, why_not = _tool("Nsight Systems", "nsys", request)
+def nsight_systems(base: Path, request: Request) -> NsightReport:
+    """Record an Nsight Systems report of the side."""
+    tool, why_not = _find_tool("Nsight Systems", "nsys", request)
     if why_not:
-        return [], why_not
-    code, output = _run_tool(
-        [
-            tool,
-            "profile",
-            "--trace=cuda,nvtx",
-            "--sample=none",
-            "--cpuctxsw=none",
-            "--force-overwrite=true",
-            f"--output={base.resolve()}",
-            *_replay(request),
-        ]
-    )
-    report = base.parent / f"{base.name}.nsys-rep"
-    if code or not report.is_file():
-        return [], f"Nsight Systems made no report: {_last_line(output)}"
-    return [str(report)], ""
+        return NsightReport([], why_not)
+    flags = ["--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true"]
+    status, output = _run_tool([tool, "profile", *flags, f"--output={base.resolve()}", *request.command])
+    report = base.with_name(f"{base.name}.nsys-rep")
+    if status or not report.is_file():
+        return NsightReport([], f"Nsight Systems made no report: {_last_line(output)}")
+    return NsightReport([str(report)])
 
 
-def nsight_compute(base: Path, request: dict, level: str, l2: str) -> tuple[list[str], str, dict | None]:
-    """(files, why not, counters): Nsight Compute's report of the side's kernels, where the counters may be read."""
-    tool, why_not = _tool("Nsight Compute", "ncu", request)
+def nsight_compute(base: Path, request: Request, level: str, l2: str) -> NsightReport:
+    """Record an Nsight Compute report of the side's kernels and read its counters, if the driver allows that."""
+    tool, why_not = _find_tool("Nsight Compute", "ncu", request)
     if why_not:
-        return [], why_not, None
-    code, output = _run_tool(
+        return NsightReport([], why_not)
+    cache_control, caches = CACHE_CONTROL[l2]
+    flags = f"--clock-control none --cache-control {cache_control} --set {NCU_SETS[level]} --nvtx --force-overwrite"
+    status, output = _run_tool(
         [
-            tool,
-            "--clock-control",
-            "none",
-            "--cache-control",
-            CACHE_CONTROL[l2][0],
-            "--set",
-            NCU_SETS[level],
-            "--metrics",
-            ",".join(counters.REQUESTED),
-            "--nvtx",
-            "--nvtx-include",
-            f"{request['range']}/",
-            "--force-overwrite",
-            "--export",
-            str(base.resolve()),
-            *_replay(request),
+            *(tool, *flags.split(), "--metrics", ",".join(counters.REQUESTED)),
+            *("--nvtx-include", f"{request.range}/", "--export", str(base.resolve())),
+            *request.command,
         ]
     )
     if "ERR_NVGPUCTRPERM" in output:
-        return (
-            [],
-            (
-                "Nsight Compute was left out: the driver lets administrators alone read this GPU's counters "
-                "(ERR_NVGPUCTRPERM)."
-            ),
-            None,
-        )
-    report = base.parent / f"{base.name}.ncu-rep"
-    if code or not report.is_file():
-        return [], f"Nsight Compute made no report: {_last_line(output)}", None
-    code, output = _run_tool(
+        why_not = "the driver lets administrators alone read this GPU's counters (ERR_NVGPUCTRPERM)."
+        return NsightReport([], f"Nsight Compute was left out: {why_not}")
+    report = base.with_name(f"{base.name}.ncu-rep")
+    if status or not report.is_file():
+        return NsightReport([], f"Nsight Compute made no report: {_last_line(output)}")
+    status, output = _run_tool(
         [tool, "--import", str(report.resolve()), "--page", "raw", "--csv", "--print-units", "base"]
     )
     try:
         kernels = counters.read_raw_page(output)
     except ValueError as error:
-        said = _last_line(output) if code else str(error)
-        return [str(report)], f"Nsight Compute's counters could not be read from its report: {said}", None
-    return [str(report)], "", {"set": NCU_SETS[level], "caches": CACHE_CONTROL[l2][1], "kernels": kernels}
+        reason = _last_line(output) if status else str(error)
+        return NsightReport([str(report)], f"Nsight Compute's counters could not be read from its report: {reason}")
+    return NsightReport([str(report)], "", {"set": NCU_SETS[level], "caches": caches, "kernels": kernels})
 
 
 def _last_line(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return lines[-1][:300] if lines else "it said nothing."
+
+
+@torch.no_grad()
+def replay(request: Request) -> None:
+    """Build the side of a request, warm it up, and call it once inside its NVTX range."""
+    target, device = TARGETS[request.target], torch.device(request.device)
+    settings = {
+        key: Setting(tuple(value) if isinstance(value, list) else value, "default")
+        for key, value in request.values.items()
+    }
+    case = next(case for case in target.cases(settings, device) if case.label == request.label)
+    built = target.build(case, request.side, *target.inputs(case))
+    for _ in range(REPLAY_WARMUP):
+        built.fn()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    with nvtx_range(request.range):
+        built.fn()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    replay(Request(**json.loads(sys.argv[1])))

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 
-from utils.bench.run import Options, Runner
+from utils.bench.options import Options
+from utils.bench.run import Runner
 from utils.bench.targets import plan
 
 CPU = torch.device("cpu")

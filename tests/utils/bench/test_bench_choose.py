@@ -14,6 +14,7 @@ from utils.bench.choose import grid as choose_grid
 from utils.bench.choose import report as choose_report
 from utils.bench.choose import timing as choosing
 from utils.bench.cli import app
+from utils.bench.documents import to_json
 from utils.bench.errors import BenchError
 from utils.bench.targets.sdpa import SdpaWorkload, make_inputs
 from utils.files import ROOT
@@ -147,7 +148,7 @@ def test_ctrl_c_leaves_a_valid_file_and_the_sweep_goes_on_from_it(tmp_path, monk
     with pytest.raises(BenchError, match="samples 3 \\(now 5\\)"):
         choosing.sweep(TINY, path, CPU, providers=("flash", "math"), samples=5)
     document["environment"]["cpu"] = "another one"
-    path.write_text(choosing.to_text(document))
+    path.write_text(to_json(document, "rows"))
     with pytest.raises(BenchError, match="begun elsewhere: cpu another one"):
         choosing.sweep(TINY, path, CPU, **options)
     path.write_text(path.read_text()[:400])
@@ -273,7 +274,7 @@ def written(tmp_path, document, **machine):
     small = choose_report.choices_document(document)
     small["machine"] |= machine
     path = tmp_path / "choices.json"
-    path.write_text(choose_report.choices_text(small))
+    path.write_text(to_json(small, "points"))
     return path
 
 

@@ -57,11 +57,11 @@ def test_run_compare_report_check(folder):
     assert list((folder / "benchmark_profiles/labs/cudnn_sdpa_bench/a").glob("*.trace.json"))
     compared = labs_bench("compare", "a", "b")
     assert compared.exit_code == 0 and "flash" in compared.stdout and "backend flash and math" in compared.stdout
-    told = json.loads(labs_bench("compare", "a", "b", "--output", folder / "held", "--json").stdout)
-    assert {row["side"] for row in told["rows"]} == {"baseline", "optimized"}
-    assert [Path(file).name for file in told["files"]] == ["comparison.csv", "comparison.md", "comparison.png"]
+    comparison = json.loads(labs_bench("compare", "a", "b", "--output", folder / "held", "--json").stdout)
+    assert {row["side"] for row in comparison["rows"]} == {"baseline", "optimized"}
+    assert [Path(file).name for file in comparison["files"]] == ["comparison.csv", "comparison.md", "comparison.png"]
     lines = list(csv.DictReader(io.StringIO((folder / "held/comparison.csv").read_text())))
-    assert [float(line["speedup"]) for line in lines] == [row["speedup"] for row in told["rows"]]
+    assert [float(line["speedup"]) for line in lines] == [row["speedup"] for row in comparison["rows"]]
     assert "| optimized | flash" in (folder / "held/comparison.md").read_text()
     reported = labs_bench("report", "a", "--output", folder / "page")
     assert reported.exit_code == 0
@@ -102,7 +102,7 @@ def test_json_is_the_results_document(folder):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--targets", "labs/cudnn_sdpa_bench:flash_spd"], "Did you mean labs/cudnn_sdpa_bench:flash_sdp"),
         (["--targets", SDPA, "--profile", "maximal"], "none, minimal, roofline, deep_dive"),
@@ -116,9 +116,9 @@ def test_json_is_the_results_document(folder):
         ([], "no target was given"),
     ],
 )
-def test_bad_input_is_one_line_before_anything_runs(folder, words, said):
+def test_bad_input_is_one_line_before_anything_runs(folder, words, message):
     done = labs_bench("run", *words)
-    assert done.exit_code == 2 and said in done.stderr and done.stderr.startswith("error:")
+    assert done.exit_code == 2 and message in done.stderr and done.stderr.startswith("error:")
     assert not (folder / "artifacts").exists()
 
 
@@ -202,13 +202,7 @@ def test_ctrl_c_ends_with_a_clear_last_line(folder, monkeypatch):
 
 def test_replay_runs_a_side_in_a_process_of_its_own(small_run):
     case = small_run[1]["cases"][0]
-    request = {
-        "target": SDPA,
-        "side": "optimized",
-        "label": case["label"],
-        "range": "r",
-        "device": "cpu",
-        "values": {key: knob["value"] for key, knob in case["knobs"].items()},
-    }
-    code, output = profiles._run_tool(profiles._replay(request))
+    values = {key: knob["value"] for key, knob in case["knobs"].items()}
+    request = profiles.Request(SDPA, "optimized", case["label"], "r", "cpu", values)
+    code, output = profiles._run_tool(request.command)
     assert code == 0, output

@@ -64,7 +64,7 @@ def test_another_way_of_timing_has_expectations_of_its_own(on_h200, stored):
     both, _ = exp.updated(cold, copy.deepcopy(stored))
     assert [entry["timing"]["l2"] for entry in both["entries"]] == ["warm", "cold"]
     assert verdict(cold, both) == ("steady", False) and not any(entry["history"] for entry in both["entries"])
-    del stored["entries"][0]["timing"]  # recorded before it was told: a warm cache, on a stream
+    del stored["entries"][0]["timing"]  # an older entry without it means a warm cache, on a stream
     assert verdict(scaled(on_h200, 2.0, 1.3), stored) == ("regression", True)
 
 
@@ -145,7 +145,7 @@ def test_other_gpus_cpus_and_broken_files(tmp_path, document, on_h200, stored):
         exp.load_expectations(path)
 
 
-def test_nothing_to_record_is_said(on_h200):
+def test_nothing_to_record_is_an_error(on_h200):
     on_h200["cases"][0]["status"] = "failed"
     with pytest.raises(BenchError, match="nothing to record"):
         exp.updated(on_h200, None)

@@ -9,7 +9,7 @@ from tests.utils.bench.bench_runs import run_cpu
 from tools.record import flex_sweep
 from utils.attention.sparsity import sparsity
 from utils.bench.errors import BenchError
-from utils.bench.run import exit_code
+from utils.bench.results import exit_code
 from utils.bench.targets import TARGETS, plan
 from utils.machine.device import compile_support
 

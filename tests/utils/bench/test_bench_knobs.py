@@ -19,7 +19,7 @@ def test_flags_in_both_spellings():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("--blok-size 3", "Did you mean --block-size"),
         ("--mode fsat", "Did you mean fast"),
@@ -33,8 +33,8 @@ def test_flags_in_both_spellings():
         ("--mode 'fast", "cannot be split"),
     ],
 )
-def test_wrong_flags_name_the_right_one(text, said):
-    with pytest.raises(BenchError, match=said):
+def test_wrong_flags_name_the_right_one(text, message):
+    with pytest.raises(BenchError, match=message):
         parse_flags(KNOBS, text, "T")
 
 

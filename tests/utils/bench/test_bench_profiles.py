@@ -1,8 +1,8 @@
 """The profilers' paths, with programs in their place that behave as nsys and ncu do: they work, or fail in each way."""
 
+import dataclasses
 import os
 import stat
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ import torch
 from tests.utils.bench.bench_runs import CPU, SDPA, SMALL
 from utils.bench import counters, profiles
 from utils.bench.report import markdown
-from utils.bench.run import Options
 from utils.bench.targets import plan
 
 # What ncu 2025.3 printed on an H200, cut to the columns that are read: cuDNN's attention, and one kernel without
@@ -78,7 +77,7 @@ ADDITION = [
     "",
 ]
 PAGE = "\n".join(",".join(f'"{cell}"' for cell in line) for line in (NAMES, [""] * len(NAMES), ATTENTION, ADDITION))
-REQUEST = {"device": "cuda:0", "range": "flash_sdp_optimized_cudnn"}
+REQUEST = profiles.Request(SDPA, "optimized", "any", "flash_sdp_optimized_cudnn", "cuda:0", {})
 
 
 @pytest.fixture
@@ -115,7 +114,7 @@ def test_counters_of_a_working_ncu(tmp_path, program):
         "--set roofline",
         "dram__bytes_read.sum",
         "--nvtx-include flash_sdp_optimized_cudnn/",
-        "-m utils.bench.replay",
+        "-m utils.bench.profiles",
     ):
         assert words in profiled
     assert imported.split() == ["--import", *files, "--page", "raw", "--csv", "--print-units", "base"]
@@ -153,7 +152,7 @@ def test_what_a_gpu_does_not_count_is_left_out():
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "message"),
     [
         ('echo "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission"; exit 1', "administrators alone"),
         ('echo "==ERROR== LibraryNotLoaded"; exit 1', "made no report: ==ERROR== LibraryNotLoaded"),
@@ -161,24 +160,24 @@ def test_what_a_gpu_does_not_count_is_left_out():
         ("exit 3", "made no report: it said nothing."),
     ],
 )
-def test_an_ncu_that_fails_is_one_sentence(tmp_path, program, script, said):
+def test_an_ncu_that_fails_is_one_sentence(tmp_path, program, script, message):
     program("ncu", script)
     files, why_not, counted = profiles.nsight_compute(tmp_path / "x", REQUEST, "deep_dive", "cold")
-    assert files == [] and counted is None and said in why_not and "\n" not in why_not
+    assert files == [] and counted is None and message in why_not and "\n" not in why_not
 
 
 @pytest.mark.parametrize(
-    ("page", "said"),
+    ("page", "message"),
     [
         ("", "printed no table"),
         ('"ID","Kernel Name"', "holds no kernel"),
         ("==WARNING== no kernels were profiled", "printed no table"),
     ],
 )
-def test_a_report_without_kernels_keeps_the_file_and_says_so(tmp_path, program, page, said):
+def test_a_report_without_kernels_keeps_the_file_and_says_so(tmp_path, program, page, message):
     program("ncu", a_working_ncu(tmp_path, page))
     files, why_not, counted = profiles.nsight_compute(tmp_path / "x", REQUEST, "deep_dive", "cold")
-    assert len(files) == 1 and counted is None and said in why_not
+    assert len(files) == 1 and counted is None and message in why_not
 
 
 def test_nsys_that_works_and_one_that_does_not(tmp_path, program):
@@ -187,34 +186,35 @@ def test_nsys_that_works_and_one_that_does_not(tmp_path, program):
         f'echo "$@" > {tmp_path}/arguments\nfor word; do case $word in --output=*) '
         'touch "${word#--output=}.nsys-rep";; esac; done',
     )
-    assert profiles.nsight_systems(tmp_path / "s", REQUEST) == ([str(tmp_path / "s.nsys-rep")], "")
+    assert profiles.nsight_systems(tmp_path / "s", REQUEST) == ([str(tmp_path / "s.nsys-rep")], "", None)
     assert "--trace=cuda,nvtx" in (tmp_path / "arguments").read_text()
     program("nsys", 'echo "Importer error status: The importer binary could not be found."')
-    files, why_not = profiles.nsight_systems(tmp_path / "t", REQUEST)
+    files, why_not, _ = profiles.nsight_systems(tmp_path / "t", REQUEST)
     assert files == [] and why_not.startswith("Nsight Systems made no report: Importer error")
 
 
 def test_tools_that_are_missing_or_too_slow(tmp_path, program, monkeypatch):
     monkeypatch.setattr(profiles, "TOOL_SECONDS", 0.2)
     program("nsys", "exec sleep 30")
-    assert "not done after 0.2 s" in profiles.nsight_systems(tmp_path / "s", REQUEST)[1]
+    assert "not done after 0.2 s" in profiles.nsight_systems(tmp_path / "s", REQUEST).why_not
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert profiles.nsight_systems(tmp_path / "s", REQUEST)[1].endswith("nsys is not on PATH.")
-    assert profiles.nsight_compute(tmp_path / "s", REQUEST, "roofline", "warm")[1].endswith("ncu is not on PATH.")
+    assert profiles.nsight_systems(tmp_path / "s", REQUEST).why_not.endswith("nsys is not on PATH.")
+    assert profiles.nsight_compute(tmp_path / "s", REQUEST, "roofline", "warm").why_not.endswith("ncu is not on PATH.")
 
 
-def test_counters_stand_in_the_results_and_the_report(tmp_path, program, small_run, document):
-    """The whole path of `--profile roofline`, on a case that claims to be on a GPU once it is built."""
+def test_counters_stand_in_the_results_and_the_report(tmp_path, program, monkeypatch, document):
+    """The whole path of `--profile roofline`, on a request that claims to be of a GPU."""
     program("ncu", a_working_ncu(tmp_path))
+    monkeypatch.setattr(profiles, "launch_gaps", lambda trace: {"idle_share": 0.25})
     (found,) = plan([SDPA], [SMALL], CPU, {})
     (case,) = found.cases
     built = found.target.build(case, "optimized", *found.target.inputs(case))
-    claimed = SimpleNamespace(target=case.target, label=case.label, settings=case.settings, device="cuda:0")
-    claimed.device = type("Device", (), {"type": "cpu", "__str__": lambda self: "cuda:0"})()
-    runner = SimpleNamespace(options=Options(profile="roofline", run_id="r", profiles_dir=tmp_path))
+    request = dataclasses.replace(profiles.Request.of_side(case, "optimized", "r"), device="cuda:0")
     record = document["cases"][0]
+    measured = record["sides"]["optimized"]
     with torch.no_grad():
-        profile = profiles.profile_side(runner, found.target, claimed, "optimized", built, record)
+        profile = profiles.profile_side(built.fn, request, measured, tmp_path / "p", level="roofline", l2="warm")
+    assert profile["gpu_busy_share"] == 0.75
     assert profile["why_not"] == [] and len(profile["files"]) == 2
     assert profile["counters"]["roofline"]["flops"] > 0 and profile["counters"]["set"] == "roofline"
     record["profiles"] = {"optimized": profile}

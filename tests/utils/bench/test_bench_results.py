@@ -6,15 +6,14 @@ import pytest
 
 from utils.bench import results as res
 from utils.bench.comparing import compare_results, independent_interval, notes
+from utils.bench.documents import to_json, write_json
 from utils.bench.errors import BenchError
 from utils.bench.report import COLUMNS, csv_text, markdown, write_report
 from utils.files import write_whole
 
 
 def save(tmp_path, document, name="results.json"):
-    path = tmp_path / name
-    write_whole(path, res.to_json(document))
-    return path
+    return write_json(tmp_path / name, document)
 
 
 def test_results_come_back_by_path_folder_and_run_id(small_run):
@@ -32,12 +31,12 @@ def test_truncated_foreign_and_old_files_are_refused_by_name(tmp_path, document)
         whole.write_text(text[: int(share * len(text))])
         with pytest.raises(BenchError, match=r"results.json is truncated"):
             res.load_results(whole)
-    for change, said in (
+    for change, message in (
         ({"version": 0}, "older schema labs-bench-results version 0"),
         ({"version": 9}, "other schema"),
         ({"schema": "x"}, "no labs-bench-results document"),
     ):
-        with pytest.raises(BenchError, match=said):
+        with pytest.raises(BenchError, match=message):
             res.load_results(save(tmp_path, {**document, **change}))
     del document["cases"][0]["sides"]["baseline"]["samples_ms"]
     with pytest.raises(BenchError, match="damaged in case 0"):
@@ -52,7 +51,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     with pytest.raises(TypeError):
         write_whole(path, 3)
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-    assert json.loads(res.to_json({"a": float("nan"), "b": (1, 2)})) == {"a": None, "b": [1, 2]}
+    assert json.loads(to_json({"a": float("nan"), "b": (1, 2)})) == {"a": None, "b": [1, 2]}
 
 
 def test_the_same_run_twice_is_the_same(document):
@@ -71,7 +70,7 @@ def test_a_faster_run_is_faster(document, small_run):
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "said"),
+    ("path", "value", "message"),
     [
         (("environment", "gpu"), "NVIDIA L4", "different machines, .* and NVIDIA L4"),
         (("workload", "seq_len"), 4096, "seq_len 48 and 4096"),
@@ -80,22 +79,22 @@ def test_a_faster_run_is_faster(document, small_run):
         (("target",), "attention_suite:sdpa", "share no target"),
     ],
 )
-def test_other_gpus_shapes_and_dtypes_are_refused_by_name(document, small_run, path, value, said):
+def test_other_gpus_shapes_and_dtypes_are_refused_by_name(document, small_run, path, value, message):
     place = document if path[0] == "environment" else document["cases"][0]
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
-    with pytest.raises(BenchError, match=said):
+    with pytest.raises(BenchError, match=message):
         compare_results(small_run[1], document)
 
 
-def test_other_knobs_and_versions_are_told(document, small_run):
+def test_other_knobs_and_versions_are_listed(document, small_run):
     document["cases"][0]["knobs"]["backend"]["value"] = "math"
     document["environment"]["torch"] = "9.9"
     document["status"] = "interrupted"
     assert compare_results(small_run[1], document)[0]["knobs"] == ["backend flash and math"]
-    told = " ".join(notes(small_run[1], document))
-    assert "and 9.9" in told and "partial (interrupted)" in told
+    text = " ".join(notes(small_run[1], document))
+    assert "and 9.9" in text and "partial (interrupted)" in text
 
 
 def test_the_interval_of_independent_runs_covers_the_ratio():

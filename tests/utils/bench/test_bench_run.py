@@ -8,8 +8,9 @@ import torch
 
 from tests.utils.bench.bench_runs import SDPA, SMALL, run_cpu
 from utils.bench.errors import BenchError
-from utils.bench.results import load_results
-from utils.bench.run import Interrupted, Options, exit_code
+from utils.bench.options import Options
+from utils.bench.results import exit_code, load_results
+from utils.bench.run import Interrupted
 from utils.bench.targets import TARGETS
 from utils.bench.targets.base import Built
 from utils.machine.device import compile_support
@@ -55,7 +56,7 @@ def test_formats(tmp_path, format, files):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"profile": "minmal"}, "Did you mean minimal"),
         ({"format": "html"}, "json, markdown, both"),
@@ -64,8 +65,8 @@ def test_formats(tmp_path, format, files):
         ({"run_id": "../x"}, "names a folder"),
     ],
 )
-def test_wrong_options_before_anything_runs(tmp_path, options, said):
-    with pytest.raises(BenchError, match=said):
+def test_wrong_options_before_anything_runs(tmp_path, options, message):
+    with pytest.raises(BenchError, match=message):
         Options(artifacts_dir=tmp_path, **options).check()
 
 

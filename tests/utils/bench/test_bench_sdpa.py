@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.utils.bench.bench_runs import SDPA, SMALL, run_cpu
-from utils.bench import expectations
+from utils.bench import results
 from utils.bench.errors import BenchError, Refused, WrongRun
 from utils.bench.report import csv_text, markdown
 from utils.bench.targets import plan, sdpa
@@ -104,7 +104,7 @@ def test_flags_of_the_target(tmp_path, flags, shown):
     memory = case["ran"]["optimized"]["memory"]
     assert memory["peak_bytes"] >= memory["output_bytes"] > 0
     assert case["verification"]["optimized"]["whole"] < 2e-6
-    assert expectations.options(case) == {"backend": asked, "baseline_backend": "math"}
+    assert results.options(case) == {"backend": asked, "baseline_backend": "math"}
     assert shown in markdown(document) and "of it workspace" in markdown(document)
     assert csv_text(document).count("\n") == 3
 

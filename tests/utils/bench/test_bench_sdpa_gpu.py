@@ -10,6 +10,7 @@ from tests.utils.bench.test_bench_gpu import run_gpu
 from utils.attention import attention, choices, last_run
 from utils.bench.choose import report as choose_report
 from utils.bench.choose import timing as choosing
+from utils.bench.documents import write_json
 from utils.bench.targets import sdpa
 from utils.bench.targets.sdpa import BACKENDS, SdpaWorkload
 
@@ -62,8 +63,7 @@ def test_a_small_sweep_and_attention_going_by_it(tmp_path):
     assert {row["status"] for (kind, name), row in rows.items() if name in ("flash", "math")} == {"ok"}
     assert rows["decode", "efficient"]["status"] == "refused" and rows["decode", "efficient"]["refused"]
     assert rows["training", "flash"]["launches"] >= 2
-    path = tmp_path / "choices.json"
-    path.write_text(choose_report.choices_text(choose_report.choices_document(document)))
+    path = write_json(tmp_path / "choices.json", choose_report.choices_document(document), "points")
     best = json.loads(path.read_text())["points"][1]["ms"]
     try:
         choices.use_choices(path)

@@ -36,7 +36,7 @@ def test_documented_defaults():
 
 
 @pytest.mark.parametrize(
-    ("option", "said"),
+    ("option", "message"),
     [
         ({"lock_clocks": True}, "never set"),
         ({"device_id": 99}, "usable GPUs"),
@@ -46,8 +46,8 @@ def test_documented_defaults():
         ({"flush_l2_cache": 1}, "True or False"),
     ],
 )
-def test_options_do_or_refuse(option, said):
-    with pytest.raises(BenchError, match=said):
+def test_options_do_or_refuse(option, message):
+    with pytest.raises(BenchError, match=message):
         BenchmarkConfig(**option)
 
 
@@ -81,9 +81,11 @@ def test_self_timed_calls_are_counted(harness):
     assert len(calls) >= 1 + 2 + 15
 
 
-@pytest.mark.parametrize(("value", "said"), [(1000.0, "whole call took"), (0.0, "above 0"), (float("nan"), "above 0")])
-def test_impossible_own_times_are_refused(harness, value, said):
-    with pytest.raises(BenchError, match=said):
+@pytest.mark.parametrize(
+    ("value", "message"), [(1000.0, "whole call took"), (0.0, "above 0"), (float("nan"), "above 0")]
+)
+def test_impossible_own_times_are_refused(harness, value, message):
+    with pytest.raises(BenchError, match=message):
         harness.benchmark_kernel(lambda: value, "liar")
 
 
@@ -120,8 +122,8 @@ def test_speedup_and_improvement_have_the_right_sign(harness, tmp_path):
 def test_other_gpus_shapes_and_dtypes_are_refused_by_name(harness, tmp_path):
     base = dict(shape={"B": 1, "S": 128}, dtype="fp16")
     path = harness.save_results(harness.benchmark_kernel(own_timing(0.01), "a", 1e6, **base), tmp_path / "a.json")
-    for change, said in (({"shape": {"B": 1, "S": 256}}, "shape"), ({"dtype": "bf16"}, "dtype fp16 and bf16")):
-        with pytest.raises(BenchError, match=said):
+    for change, message in (({"shape": {"B": 1, "S": 256}}, "shape"), ({"dtype": "bf16"}, "dtype fp16 and bf16")):
+        with pytest.raises(BenchError, match=message):
             harness.compare_results(path, harness.benchmark_kernel(own_timing(0.01), "b", 1e6, **{**base, **change}))
     with pytest.raises(BenchError, match="flop_count"):
         harness.compare_results(path, harness.benchmark_kernel(own_timing(0.01), "b", 2e6, **base))

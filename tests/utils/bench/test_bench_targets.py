@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from utils.bench.errors import BenchError, WrongRun
-from utils.bench.listing import describe_targets
-from utils.bench.targets import TARGETS, plan, providers, read_name, targets_of
+from utils.bench.targets import TARGETS, describe_targets, plan, providers, read_name, targets_of
 from utils.bench.targets.attention_suite import MATRIX
 from utils.bench.targets.base import Built
 from utils.bench.workload import Workload

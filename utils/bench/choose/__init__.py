@@ -1,1 +1,1 @@
-"""`labs bench choose`: time every SDPA backend over a grid of shapes, and say which is best where."""
+"""`labs bench choose`: time every SDPA backend over a grid of shapes, and report which is best where."""

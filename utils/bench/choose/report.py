@@ -1,16 +1,17 @@
 """What a sweep says: the choices for `attention(provider="auto")`, how well they hold, and what the default costs.
 
 document = load_grid("assets/results/h200/sdpa_grid.json")
-choices_document(document)                # the small JSON
-holdout_rows(document)                    # each held-out shape: what would be chosen, what was best
+choices_document(document)                # the small JSON that `use_choices` reads
+holdout_rows(document)                    # each held-out shape: the chosen provider and the best one
 summary(document)                         # both in numbers, with geometric means against torch's default
 """
 
 from __future__ import annotations
 
-import math
+import re
+import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,44 +19,48 @@ from utils.attention import choices as measured
 from utils.attention.choices import Choices, Point
 from utils.bench import results as res
 from utils.bench.errors import BenchError
-from utils.bench.report import table
+from utils.bench.report import page, percent, table
 from utils.bench.workload import DTYPES
 
-WITHIN = 1.03  # a choice this near to the best counts as right: by the measured ratio, tie or not
+WITHIN = 1.03  # a provider this near to the best counts as a right choice
 MACHINE = ("gpu", "cpu", "torch", "cudnn", "cuda", "driver", "triton", "python", "commit", "dirty")
+# Written into the choices, so that a reader of the file knows how `attention` uses it (see utils.attention.choices).
+RULE = (
+    "A shape that was not measured is ranked like its neighbours. Neighbours have the same kind (training, prefill or "
+    "decode), head dimension, size of dtype, causality and presence of grouped heads (in decode: one query or several). "
+    "The distance is taken in log2: in training and prefill of batch x heads, queries and heads in a group; in decode "
+    "of the keys and, counted double, of the blocks of work (batch x KV heads for one query, batch x heads for "
+    "several). For each provider log(its time / the best time) is averaged over the three nearest measured shapes with "
+    "weights 1 / distance**3, and the smallest average comes first. A measured shape keeps its own order."
+)
 
 
 def point_of_row(row: dict) -> Point:
-    return Point(
-        row["batch"],
-        row["heads"],
-        row["kv_heads"],
-        row["seq_len_q"],
-        row["seq_len_kv"],
-        row["head_dim"],
-        row["kind"],
-        8 * DTYPES[row["dtype"]].itemsize,
-        row["causal"],
-    )
+    """Return the shape of a row as `attention` looks it up."""
+    same = {name: row[name] for name in ("batch", "heads", "kv_heads", "head_dim", "kind", "causal")}
+    return Point(**same, sq=row["seq_len_q"], sk=row["seq_len_kv"], bits=8 * DTYPES[row["dtype"]].itemsize)
 
 
 def measured_shapes(document: dict, which: str | None = None) -> list[dict]:
-    """One entry a shape: its row's fields, "point", "ms" {backend: ms} of those that ran, "best", and what the default
-    costs over the best. Shapes that nothing ran are left out.
+    """Make one entry for each shape that a provider ran, in the "grid", the "held-out" shapes, or both.
+
+    Returns:
+        The fields of the shape's rows, and "point", "ms" {backend: ms}, "best", and "default_cost": the default's time
+        over the best.
     """
     by_label: dict[str, list[dict]] = {}
     for row in document["rows"]:
         if which is None or row["set"] == which:
             by_label.setdefault(row["label"], []).append(row)
-    found = []
+    entries = []
     for label, rows in by_label.items():
         ms = {row["backend"]: row["ms"] for row in rows if row["status"] == res.OK}
         if not ms:
             continue
-        first, best = rows[0], min(ms, key=ms.get)
-        found.append(
-            {key: first[key] for key in ("set", "kind", "head_dim", "causal", "default")}
-            | {
+        first, best = rows[0], fastest(ms)
+        entries.append(
+            {
+                **{key: first[key] for key in ("set", "kind", "head_dim", "causal", "default")},
                 "label": label,
                 "point": point_of_row(first),
                 "ms": ms,
@@ -63,14 +68,19 @@ def measured_shapes(document: dict, which: str | None = None) -> list[dict]:
                 "default_cost": ms[first["default"]] / ms[best] if first["default"] in ms else None,
             }
         )
-    return found
+    return entries
+
+
+def fastest(ms: dict[str, float]) -> str:
+    """Return the provider with the smallest time."""
+    return min(ms, key=lambda name: ms[name])
 
 
 def choices_document(document: dict) -> dict:
-    """The small JSON that `use_choices` reads: the grid's shapes and times; the held-out shapes are not in it."""
+    """Make the small JSON that `use_choices` reads: the grid's shapes and times, without the held-out shapes."""
     entries = measured_shapes(document, "grid")
     if not entries:
-        raise BenchError("the sweep holds no shape that was measured, so there is nothing to choose by.")
+        raise BenchError("the sweep measured no shape of the grid, so there is nothing to choose by.")
     env = document["environment"]
     return {
         "schema": measured.SCHEMA,
@@ -78,7 +88,7 @@ def choices_document(document: dict) -> dict:
         "machine": {key: env.get(key) for key in MACHINE},
         "measured": document["finished"],
         "status": document["status"],
-        "rule": " ".join(measured.__doc__.split("\n\n")[2].split()),
+        "rule": RULE,
         "points": [
             asdict(entry["point"]) | {"ms": {name: float(f"{ms:.4g}") for name, ms in entry["ms"].items()}}
             for entry in entries
@@ -86,70 +96,52 @@ def choices_document(document: dict) -> dict:
     }
 
 
-def choices_text(choices: dict) -> str:
-    """The small JSON, a shape a line."""
-    import json
-
-    head = {key: value for key, value in choices.items() if key != "points"}
-    points = ",\n".join("  " + json.dumps(point) for point in choices["points"])
-    start = json.dumps(res._jsonable(head), indent=1).rstrip("}").rstrip()
-    return f'{start},\n "points": [\n{points}\n ]\n}}\n'
+def chosen(choices: Choices, entry: dict) -> str:
+    """Return the provider that the choices take for a shape: the first of their order that runs it."""
+    return next((name for name in choices.relative_times(entry["point"]) if name in entry["ms"]), entry["default"])
 
 
-def chosen(choices: Choices, entry: dict, only: Sequence[str] | None = None) -> str:
-    """The provider that the choices take for a shape: the first of their order that runs it."""
-    able = [name for name in entry["ms"] if only is None or name in only]
-    ranked = choices.relative_times(entry["point"], None if only is None else tuple(only))
-    return next((name for name in ranked if name in able), entry["default"])
-
-
-def holdout_rows(document: dict, only: Sequence[str] | None = None) -> list[dict]:
-    """Each held-out shape: "chosen", "best", the times, chosen / best, default / chosen. `only`: these providers."""
+def holdout_rows(document: dict) -> list[dict]:
+    """Make a row for each held-out shape: "chosen", "best", the times, chosen / best, default / chosen."""
     choices = measured.parse_choices(choices_document(document), "this sweep")
     rows = []
     for entry in measured_shapes(document, "held-out"):
-        ms = {name: value for name, value in entry["ms"].items() if only is None or name in only}
-        best, pick = min(ms, key=ms.get), chosen(choices, entry, only)
+        ms, choice = entry["ms"], chosen(choices, entry)
+        over_best, default_ms = ms[choice] / ms[entry["best"]], ms.get(entry["default"])
         rows.append(
             {
-                "kind": entry["kind"],
-                "label": entry["label"],
-                "chosen": pick,
-                "best": best,
-                "default": entry["default"],
-                "ms": ms,
-                "over_best": ms[pick] / ms[best],
-                "within": ms[pick] / ms[best] <= WITHIN,
-                "default_over_chosen": entry["ms"][entry["default"]] / ms[pick]
-                if entry["default"] in entry["ms"]
-                else None,
+                **{key: entry[key] for key in ("kind", "label", "best", "default", "ms")},
+                "chosen": choice,
+                "over_best": over_best,
+                "within": over_best <= WITHIN,
+                "default_over_chosen": None if default_ms is None else default_ms / ms[choice],
             }
         )
     return rows
 
 
-def geometric_mean(values: Iterable[float]) -> float | None:
-    logs = [math.log(value) for value in values if value is not None]
-    return math.exp(sum(logs) / len(logs)) if logs else None
+def geometric_mean(values: Iterable[float | None]) -> float | None:
+    """Return the geometric mean of the values that are not None; None if there are none."""
+    known = [value for value in values if value is not None]
+    return statistics.geometric_mean(known) if known else None
 
 
 def by_group(document: dict) -> list[dict]:
-    """A row for each kind and head dimension: who is best how often, the default's pick, what the default costs."""
-    groups: dict[tuple, list[dict]] = {}
+    """Make a row for each kind and head dimension: how often each provider is best, and what the default costs."""
+    groups: dict[tuple[int, int], list[dict]] = {}
     for entry in measured_shapes(document):
-        groups.setdefault((entry["kind"], entry["head_dim"]), []).append(entry)
-    order = {kind: number for number, kind in enumerate(measured.KINDS)}
+        groups.setdefault((measured.KINDS.index(entry["kind"]), entry["head_dim"]), []).append(entry)
     rows = []
-    for (kind, head_dim), entries in sorted(groups.items(), key=lambda pair: (order[pair[0][0]], pair[0][1])):
+    for (kind, head_dim), entries in sorted(groups.items()):
         costs = [entry["default_cost"] for entry in entries if entry["default_cost"] is not None]
         worst = max(entries, key=lambda entry: entry["default_cost"] or 0.0)
         rows.append(
             {
-                "kind": kind,
+                "kind": measured.KINDS[kind],
                 "head_dim": head_dim,
                 "shapes": len(entries),
-                "best": dict(Counter(entry["best"] for entry in entries).most_common()),
-                "default": dict(Counter(entry["default"] for entry in entries).most_common()),
+                "best": _count(entry["best"] for entry in entries),
+                "default": _count(entry["default"] for entry in entries),
                 "default_over_best": geometric_mean(costs),
                 "worst": max(costs, default=None),
                 "worst_at": worst["label"],
@@ -160,162 +152,150 @@ def by_group(document: dict) -> list[dict]:
 
 
 def summary(document: dict) -> dict:
-    """The sweep in numbers: counts, who is best, and for the held-out shapes how near the choices come."""
+    """Return the sweep in numbers: counts, who is best, and for the held-out shapes how near the choices come."""
     entries, held = measured_shapes(document), holdout_rows(document)
-    found = {
+    return {
         "status": document["status"],
         "shapes": len(entries),
-        "grid": sum(e["set"] == "grid" for e in entries),
-        "best": dict(Counter(entry["best"] for entry in entries).most_common()),
+        "grid": sum(entry["set"] == "grid" for entry in entries),
+        "best": _count(entry["best"] for entry in entries),
         "default_over_best": geometric_mean(entry["default_cost"] for entry in entries),
         "groups": by_group(document),
-        "held_out": None,
+        "held_out": _held_out_summary(held) if held else None,
     }
-    if held:
-        over = [row["over_best"] for row in held]
-        found["held_out"] = {
-            "shapes": len(held),
-            "within_3_percent": sum(row["within"] for row in held),
-            "share_within_3_percent": sum(row["within"] for row in held) / len(held),
-            "worst_over_best": max(over),
-            "chosen_over_best": geometric_mean(over),
-            "default_over_best": geometric_mean(
-                row["ms"][row["default"]] / row["ms"][row["best"]] for row in held if row["default"] in row["ms"]
-            ),
-            "default_over_chosen": geometric_mean(row["default_over_chosen"] for row in held),
-            "default_within_3_percent": sum(
-                row["ms"][row["default"]] <= WITHIN * row["ms"][row["best"]]
-                for row in held
-                if row["default"] in row["ms"]
-            ),
-        }
-    return found
 
 
-def _counts(counts: dict[str, int]) -> str:
+def _held_out_summary(rows: list[dict]) -> dict:
+    over_best = [row["over_best"] for row in rows]
+    within = sum(row["within"] for row in rows)
+    default = [row["ms"][row["default"]] / row["ms"][row["best"]] for row in rows if row["default"] in row["ms"]]
+    return {
+        "shapes": len(rows),
+        "within_3_percent": within,
+        "share_within_3_percent": within / len(rows),
+        "worst_over_best": max(over_best),
+        "chosen_over_best": geometric_mean(over_best),
+        "default_over_best": geometric_mean(default),
+        "default_over_chosen": geometric_mean(row["default_over_chosen"] for row in rows),
+        "default_within_3_percent": sum(ratio <= WITHIN for ratio in default),
+    }
+
+
+# ---- text --------------------------------------------------------------------------------------------------
+
+
+def _count(names: Iterable[str]) -> dict[str, int]:
+    """Count names, the most frequent first."""
+    return dict(Counter(names).most_common())
+
+
+def _counts_text(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
-def _times(ms: dict[str, float]) -> str:
+def _times_text(ms: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in sorted(ms.items(), key=lambda pair: pair[1]))
 
 
-def group_lines(document: dict) -> tuple[list[str], list[list[str]]]:
-    head = ["Kind", "Head dim", "Shapes", "Best (shapes)", "torch's default", "Default / best", "Worst", "at"]
-    return head, [
+def _ratio_text(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.3f}"
+
+
+def group_table(document: dict) -> tuple[list[str], list[list[str]]]:
+    """Return the columns and lines of the table of kinds and head dimensions."""
+    columns = ["Kind", "Head dim", "Shapes", "Best (shapes)", "torch's default", "Default / best", "Worst", "at"]
+    return columns, [
         [
-            row["kind"],
-            str(row["head_dim"]),
-            str(row["shapes"]),
-            _counts(row["best"]),
-            _counts(row["default"]),
-            f"{row['default_over_best']:.3f}",
-            f"{row['worst']:.2f}",
-            row["worst_at"],
+            *(row["kind"], str(row["head_dim"]), str(row["shapes"])),
+            *(_counts_text(row["best"]), _counts_text(row["default"])),
+            *(f"{row['default_over_best']:.3f}", f"{row['worst']:.2f}", row["worst_at"]),
         ]
         for row in by_group(document)
     ]
 
 
-def markdown(document: dict) -> str:
-    """The sweep as a page: who is best where, the default's cost, the held-out shapes, every shape's times."""
-    env, told = document["environment"], summary(document)
-    where = env.get("gpu") or env.get("cpu")
-    commit = (env.get("commit") or "unknown")[:12] + (" (modified)" if env.get("dirty") else "")
-    sessions = document["sessions"]
-    when = (
-        f"{document['status']}, {sessions[0]['started']}"
-        + (f" and {len(sessions) - 1} more sessions" if len(sessions) > 1 else "")
-        if sessions
-        else document["status"]
+def held_out_sentence(held: dict) -> str:
+    """Say how well the choices hold for the held-out shapes of `summary`."""
+    return (
+        f"Held out: within 3% of the best for {held['within_3_percent']} of {held['shapes']} shapes; "
+        f"torch's default for {held['default_within_3_percent']}. Default / chosen, geometric mean: "
+        f"{held['default_over_chosen']:.4f}."
     )
-    parts = [
-        "# Which SDPA backend is best where",
-        "",
-        f"{where} · torch {env['torch']} · CUDA {env['cuda']} · cuDNN {env['cudnn']} · driver {env['driver']} · "
-        f"commit {commit} · {when}",
-        "",
-        f"{told['shapes']} shapes, {told['grid']} of them on the grid. Milliseconds are medians: "
-        f"{document['method']['timing']}. Default / best is a geometric mean: what torch's own choice costs.",
-        "",
-        table(*group_lines(document)),
-        "",
-    ]
-    if held := told["held_out"]:
-        parts += [
-            "## Held-out shapes",
-            "",
-            f"Random shapes that are not on the grid. The choice is within 3% of the best for "
-            f"{held['within_3_percent']} of {held['shapes']} ({held['share_within_3_percent']:.1%}), torch's "
-            f"default for {held['default_within_3_percent']}. Geometric means: chosen / best "
-            f"{held['chosen_over_best']:.4f}, default / best {held['default_over_best']:.4f}, default / chosen "
-            f"{held['default_over_chosen']:.4f}.",
-            "",
-            table(
-                ["kind", "shape", "chosen", "best", "chosen / best", "default", "default / chosen", "ms"],
-                [
-                    [
-                        row["kind"],
-                        row["label"],
-                        row["chosen"],
-                        row["best"],
-                        f"{row['over_best']:.3f}" + ("" if row["within"] else " !"),
-                        row["default"],
-                        "-" if row["default_over_chosen"] is None else f"{row['default_over_chosen']:.3f}",
-                        _times(row["ms"]),
-                    ]
-                    for row in holdout_rows(document)
-                ],
-            ),
-            "",
+
+
+def markdown(document: dict) -> str:
+    """Return the sweep as a page: who is best where, the default's cost, the held-out shapes, every shape's times."""
+    numbers = summary(document)
+    grid = [
+        [
+            *(entry["kind"], entry["label"], entry["best"], entry["default"]),
+            *(_ratio_text(entry["default_cost"]), _times_text(entry["ms"])),
         ]
-    parts += [
-        "## The grid",
-        "",
-        table(
-            ["kind", "shape", "best", "default", "default / best", "ms"],
-            [
-                [
-                    entry["kind"],
-                    entry["label"],
-                    entry["best"],
-                    entry["default"],
-                    "-" if entry["default_cost"] is None else f"{entry['default_cost']:.3f}",
-                    _times(entry["ms"]),
-                ]
-                for entry in measured_shapes(document, "grid")
-            ],
-        ),
-        "",
-        "## Refused",
-        "",
+        for entry in measured_shapes(document, "grid")
     ]
-    reasons: dict[tuple[str, str], list[str]] = {}
+    return page(
+        [
+            "# Which SDPA backend is best where",
+            _machine_line(document),
+            f"{numbers['shapes']} shapes, {numbers['grid']} of them on the grid. Milliseconds are medians: "
+            f"{document['method']['timing']}. Default / best is a geometric mean: what torch's own choice costs.",
+            table(*group_table(document)),
+            *(_held_out_section(document, numbers["held_out"]) if numbers["held_out"] else ()),
+            "## The grid",
+            table(["kind", "shape", "best", "default", "default / best", "ms"], grid),
+            "## Refused",
+            _refusals(document),
+        ]
+    )
+
+
+def _machine_line(document: dict) -> str:
+    env, sessions = document["environment"], document["sessions"]
+    commit = (env.get("commit") or "unknown")[:12] + (" (modified)" if env.get("dirty") else "")
+    when = document["status"]
+    if sessions:
+        when += f", {sessions[0]['started']}"
+    if len(sessions) > 1:
+        when += f" and {len(sessions) - 1} more sessions"
+    return (
+        f"{env.get('gpu') or env.get('cpu')} · torch {env['torch']} · CUDA {env['cuda']} · cuDNN {env['cudnn']} · "
+        f"driver {env['driver']} · commit {commit} · {when}"
+    )
+
+
+def _held_out_section(document: dict, held: dict) -> list[str]:
+    lines = [
+        [
+            *(row["kind"], row["label"], row["chosen"], row["best"]),
+            _ratio_text(row["over_best"]) + ("" if row["within"] else " !"),
+            *(row["default"], _ratio_text(row["default_over_chosen"]), _times_text(row["ms"])),
+        ]
+        for row in holdout_rows(document)
+    ]
+    return [
+        "## Held-out shapes",
+        f"Random shapes that are not on the grid. The choice is within 3% of the best for "
+        f"{held['within_3_percent']} of {held['shapes']} ({percent(held['share_within_3_percent'])}), torch's "
+        f"default for {held['default_within_3_percent']}. Geometric means: chosen / best "
+        f"{held['chosen_over_best']:.4f}, default / best {held['default_over_best']:.4f}, default / chosen "
+        f"{held['default_over_chosen']:.4f}.",
+        table(["kind", "shape", "chosen", "best", "chosen / best", "default", "default / chosen", "ms"], lines),
+    ]
+
+
+def _refusals(document: dict) -> str:
+    """Return the table of refusals; reasons that differ only in sizes share a line."""
+    labels: dict[tuple[str, str, str], list[str]] = {}
     for row in document["rows"]:
         if row["refused"]:
-            key = row["backend"], row["status"], _without_sizes(row["refused"])
-            reasons.setdefault(key, []).append(row["label"])
-    parts += [
-        table(
-            ["backend", "", "reason", "shapes", "first"],
-            [[*key, str(len(labels)), labels[0]] for key, labels in reasons.items()],
-        )
-        if reasons
-        else "Nothing.",
-        "",
-    ]
-    return "\n".join(parts)
-
-
-def _without_sizes(reason: str) -> str:
-    """A reason without the sizes of one shape, so that equal reasons are told once."""
-    import re
-
-    return re.sub(r"\[[\d, ]+\]", "[...]", reason)
+            reason = re.sub(r"\[[\d, ]+\]", "[...]", row["refused"])
+            labels.setdefault((row["backend"], row["status"], reason), []).append(row["label"])
+    lines = [[*key, str(len(shapes)), shapes[0]] for key, shapes in labels.items()]
+    return table(["backend", "", "reason", "shapes", "first"], lines) if lines else "Nothing."
 
 
 def paths(out: Path) -> dict[str, Path]:
-    """What a sweep into `out` leaves beside it."""
+    """Return the files that a sweep into `out` leaves."""
     return {
         "grid": out,
         "choices": out.with_name(f"{out.stem}_choices.json"),

@@ -1,42 +1,41 @@
-"""Which SDPA backend is best where: a resumable sweep, and what it says.
+"""Which SDPA backend is best where: a sweep that can be resumed, and the file that it writes.
 
 The sweep writes one JSON file, whole after every shape:
 
     {"schema": "labs-sdpa-grid", "version": 1, "status": "complete", "environment": {...}, "method": {...},
      "sessions": [{...}], "rows": [{...}, ...]}                  pandas.DataFrame(document["rows"])
 
-A sweep that was stopped and went on has several sessions; each says when it ran, how many shapes it measured, at which
-commit, and what clocks and temperature the GPU began with. A row is one shape x one provider:
+A sweep that was stopped and resumed has several sessions. Each says when it ran, how many shapes it measured, at which
+commit, and the GPU's clocks and temperature at its start. A row is one shape and one provider:
 
     shape     set ("grid" or "held-out"), kind ("training", "prefill", "decode"), label, batch, heads, kv_heads,
               seq_len_q, seq_len_kv, head_dim, dtype, causal, pass ("forward", or "both": forward plus backward)
-    who       backend ("cudnn", "flash", "efficient", "math", or a provider of the registry), default (the backend that
-              torch picks for this shape when nothing is pinned), is_default
-    outcome   status ("ok", "refused", "failed", "out of memory"), refused (torch's reason in words, else null)
-    time      ms (median), ms_low, ms_high (95% of the median), samples_ms, first_call_ms (the first call on this shape,
-              host clock: a plan may be built in it)
+    provider  backend ("cudnn", "flash", "efficient", "math", or another provider of attention), default (the backend
+              that torch picks for this shape when nothing is pinned), is_default
+    outcome   status ("ok", "refused", "failed", "out of memory"), refused (the reason in words, else null)
+    time      ms (median), ms_low, ms_high (95% interval of the median), samples_ms, first_call_ms (the first call on
+              this shape by the host's clock: it may include building a plan)
     rates     flops, bytes (the least that must move), tflops, gb_s
-    memory    peak_mb (what a call adds, 1e6 bytes, its results included), workspace_mb (less its results)
+    memory    peak_mb (1e6 bytes that a call adds, its results included), workspace_mb (the same without its results)
     proof     launches, kernels (their names without arguments; on a CPU the SDPA operators)
-    error     error (relative, against float64: the worst of the output and the gradients), error_of (which of them),
+    error     error (relative, against float64: the largest of the output and the gradients), error_of (which of them),
               heads_checked
 
-Times are those of the device alone, launches hidden behind a full queue (as in a CUDA graph), L2 as the calls leave
-it, all providers of a shape interleaved. Providers slower than NEAR times the fastest get few samples. Nothing is
-timed before its result was held against float64 and its kernels were seen.
+Times are those of the device alone: launches are hidden behind a full queue, as in a CUDA graph. The L2 is as the calls
+leave it, and all providers of a shape are interleaved. Providers slower than NEAR times the fastest get few samples.
+A provider is timed only after its results agreed with float64 and its kernels were seen.
 """
 
 from __future__ import annotations
 
-import datetime
 import functools
 import gc
-import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,24 +44,25 @@ from utils.attention.choices import kind_of
 from utils.attention.request import Refused as ProviderRefused
 from utils.attention.request import make_request
 from utils.bench import results as res
-from utils.bench.errors import BenchError, VerificationError, WrongRun, first_line
+from utils.bench.choose.correctness import largest_error, references_of
+from utils.bench.documents import Schema, utc_now, write_json
+from utils.bench.errors import BenchError, Refused, VerificationError, WrongRun, first_line
 from utils.bench.targets import sdpa
 from utils.bench.targets.providers import SDPA_BACKENDS, launched_by, prove
 from utils.bench.targets.sdpa import SdpaWorkload
-from utils.bench.verify import verify
-from utils.bench.workload import DTYPES, arithmetic
 from utils.benchmark.measuring import measure_together
-from utils.files import write_whole
+from utils.benchmark.result import Measurement
 from utils.machine.environment import available_memory_bytes, environment, gpu_state
 
-SCHEMA, VERSION = "labs-sdpa-grid", 1
+GRID = Schema("labs-sdpa-grid", 1, ("status", "environment", "method", "sessions", "rows"))
+ROW_FIELDS = {"set", "kind", "label", "backend", "status", "default"}
 NEAR = 1.6  # providers within this many times the fastest get all samples
 SCOUT_SAMPLES = 3
-CHECKED_SCORES = 1 << 27  # beyond so many scores a head of K and V one head is held against float64, else two
 SAME_MACHINE = {"cuda": ("gpu", "torch", "cudnn", "cuda"), "cpu": ("gpu", "cpu", "torch")}
 
 
 def shape_fields(workload: SdpaWorkload) -> dict:
+    """Return the shape's fields of a row."""
     return {
         "kind": kind_of(workload.seq_len, workload.sk, workload.direction != "forward"),
         "label": workload.label,
@@ -113,227 +113,198 @@ def _call(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs) -> tuple[Calla
 
 def _free_bytes(device: torch.device) -> float:
     if device.type == "cuda":
-        return (
-            torch.cuda.mem_get_info(device)[0]
-            + torch.cuda.memory_reserved(device)
-            - torch.cuda.memory_allocated(device)
-        )
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
     return available_memory_bytes() or math.inf
 
 
-def _checked(workload: SdpaWorkload, inputs: sdpa.Inputs) -> list[tuple[slice, slice, slice, dict]]:
-    """Which heads are checked, (batch, query heads, K and V heads), and what is right there: the first and the last
-    head of K and V, of large shapes the last alone. Heads are independent of each other.
-    """
-    group = workload.heads // workload.hkv
-    pairs = [(0, 0), (workload.batch - 1, workload.hkv - 1)]
-    if group * workload.seq_len * workload.sk > CHECKED_SCORES:
-        pairs = pairs[-1:]
-    found = []
-    for b, h in dict.fromkeys(pairs):
-        at, query, key = slice(b, b + 1), slice(h * group, (h + 1) * group), slice(h, h + 1)
-        dout = None if inputs.dout is None else inputs.dout[at, query]
-        right = sdpa.reference(workload, inputs.q[at, query], inputs.k[at, key], inputs.v[at, key], dout)
-        found.append((at, query, key, right))
-    return found
-
-
-def _error(workload: SdpaWorkload, call: Callable, checked: list, name: str, device: torch.device) -> dict:
-    """Hold a call's results against float64: the largest relative error and whose it is; raises if it is too large."""
-    results = call()
-    results = results if isinstance(results, tuple) else (results,)
-    precision, worst, heads = arithmetic(workload.dtype, device), (-1.0, ""), 0
-    for at, query, key, right in checked:
-        heads += query.stop - query.start
-        for tensor, (which, exact) in zip(results, right.items(), strict=True):
-            part = tensor[at, query if which in ("output", "gradient of q") else key]
-            one = verify(
-                part,
-                exact,
-                precision,
-                dtype=DTYPES[workload.dtype],
-                what=f"{which} of {name}",
-                gradient=which.startswith("gradient"),
-            )
-            worst = max(worst, (one.whole, which))
-    bad = sum(int((~torch.isfinite(tensor)).sum()) for tensor in results)
-    if bad:
-        raise VerificationError(f"{name} gives {bad} values that are NaN or infinite.")
-    return {"error": worst[0], "error_of": worst[1], "heads_checked": heads}
-
-
 def bare_name(kernel: str) -> str:
-    """A kernel's name without its template and call arguments: they can fill a page."""
-    text, kept, depth = kernel.removeprefix("void ").replace("(anonymous namespace)::", ""), [], 0
-    for letter in text:
+    """Return a kernel's name without its template and call arguments, which can fill a page."""
+    name, letters, depth = kernel.removeprefix("void ").replace("(anonymous namespace)::", ""), [], 0
+    for letter in name:
         depth += letter in "<("
         if not depth:
-            kept.append(letter)
+            letters.append(letter)
         depth -= letter in ">)"
-    return "".join(kept).strip()
+    return "".join(letters).strip()
 
 
-def _prepared(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs, checked: list) -> tuple[dict, Callable | None]:
-    """A row without times, and the call if it may be timed: taken, right, proved."""
+def _first_call(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs) -> tuple[Callable, float]:
+    """Make the provider's call and run it once; return the call and the ms that this took."""
+    begin = time.perf_counter()
+    call, why_not = _call(workload, name, inputs)
+    if inputs.q.device.type == "cuda":
+        torch.cuda.synchronize(inputs.q.device)
+    if call is None:
+        raise Refused(why_not)
+    return call, 1e3 * (time.perf_counter() - begin)
+
+
+def _proof(workload: SdpaWorkload, name: str, call: Callable) -> dict:
+    """Prove that the provider's own kernels ran, and name them."""
+    launched = launched_by(call)
+    if name in SDPA_BACKENDS:
+        sdpa.prove(workload, name, launched)
+    else:
+        prove(name, launched)
+    operators = [operator for operator in launched.operators if "::_scaled_dot" in operator or "::_soft" in operator]
+    kernels = dict.fromkeys(bare_name(kernel) for kernel in launched.kernels or operators)
+    return {"launches": launched.launches or None, "kernels": list(kernels)}
+
+
+def _check_provider(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs, references: list, row: dict) -> Callable:
+    """Make a provider's call, verify and prove it, and fill its row; raises if it must not be timed."""
     device = inputs.q.device
-    row = {"backend": name, "status": res.REFUSED, "refused": None}
-    scores = 3.0 if name == "math" else 0.0
-    needed, free = workload.bytes_needed(scores), _free_bytes(device)
+    needed, free = workload.bytes_needed(3.0 if name == "math" else 0.0), _free_bytes(device)
     if needed > free:
-        return row | {
-            "status": res.OUT_OF_MEMORY,
-            "refused": f"it needs about {needed / 1e9:.3g} GB and {free / 1e9:.3g} GB are free: not tried.",
-        }, None
+        raise MemoryError(f"it needs about {needed / 1e9:.3g} GB and {free / 1e9:.3g} GB are free: not tried.")
+    call, first_ms = _first_call(workload, name, inputs)
+    row |= {"first_call_ms": first_ms} | largest_error(workload, call, references, name, device)
+    row |= _proof(workload, name, call)
+    memory = sdpa.memory(call)
+    row |= {"peak_mb": memory["peak_bytes"] / 1e6, "workspace_mb": memory["workspace_bytes"] / 1e6}
+    return call
+
+
+def _prepare(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs, references: list) -> tuple[dict, Callable | None]:
+    """Return a provider's row without times, and its call if it may be timed."""
+    row: dict[str, Any] = {"backend": name, "status": res.OK, "refused": None}
     try:
-        begin = time.perf_counter()
-        call, reason = _call(workload, name, inputs)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        first_ms = 1e3 * (time.perf_counter() - begin)
-        if call is None:
-            return row | {"refused": reason}, None
-        row |= {"first_call_ms": first_ms} | _error(workload, call, checked, name, device)
-        launched = launched_by(call)
-        if name in SDPA_BACKENDS:
-            sdpa.prove(workload, name, launched)
-        else:
-            prove(name, launched)
-        shown = launched.kernels or [one for one in launched.operators if "::_scaled_dot" in one or "::_soft" in one]
-        memory = sdpa.memory(call)
-    except torch.OutOfMemoryError as error:
+        return row, _check_provider(workload, name, inputs, references, row)
+    except Refused as error:
+        row |= {"status": res.REFUSED, "refused": str(error)}
+    except (MemoryError, torch.OutOfMemoryError) as error:
         torch.cuda.empty_cache()
-        return row | {"status": res.OUT_OF_MEMORY, "refused": first_line(error)}, None
+        row |= {"status": res.OUT_OF_MEMORY, "refused": first_line(error)}
     except (VerificationError, WrongRun, RuntimeError) as error:
-        return row | {"status": res.FAILED, "refused": first_line(error)}, None
-    row |= {
-        "status": res.OK,
-        "launches": launched.launches or None,
-        "kernels": list(dict.fromkeys(map(bare_name, shown))),
-        "peak_mb": memory["peak_bytes"] / 1e6,
-        "workspace_mb": memory["workspace_bytes"] / 1e6,
-    }
-    return row, call
+        row |= {"status": res.FAILED, "refused": first_line(error)}
+    return row, None
 
 
 def default_backend(workload: SdpaWorkload, inputs: sdpa.Inputs) -> str:
-    """The backend that torch picks when nothing is pinned, told from what the call launches."""
+    """Name the backend that torch picks when nothing is pinned, judged by what the call launches."""
     return sdpa.prove(workload, "auto", launched_by(sdpa.bind(workload, "auto", inputs)))
+
+
+def _time_calls(calls: Mapping[str, Callable], device: torch.device, samples: int) -> dict[str, Measurement]:
+    """Time calls interleaved: all of them with a few samples, then those near the fastest with all samples."""
+
+    def timed(names: Iterable[str], **options: Any) -> dict[str, Measurement]:
+        labels = list(names)
+        measurements = measure_together([calls[name] for name in labels], labels=labels, device=device, **options)
+        return {measurement.label: measurement for measurement in measurements}
+
+    if not calls:
+        return {}
+    scouted = timed(calls, warmup=1, iterations=SCOUT_SAMPLES, max_seconds=2.0)
+    best = min(measurement.median_ms for measurement in scouted.values())
+    near = [name for name, measurement in scouted.items() if measurement.median_ms <= NEAR * best]
+    return scouted | timed(near, warmup=2, iterations=samples, max_seconds=4.0)
+
+
+def _time_fields(measurement: Measurement, flops: float, moved_bytes: float) -> dict:
+    low, high = measurement.interval_ms
+    return {
+        "ms": measurement.median_ms,
+        "ms_low": low,
+        "ms_high": high,
+        "samples_ms": [float(f"{value:.5g}") for value in measurement.samples_ms],
+        "tflops": flops / measurement.median_ms / 1e9,
+        "gb_s": moved_bytes / measurement.median_ms / 1e6,
+    }
 
 
 def measure_shape(
     workload: SdpaWorkload, providers: Sequence[str], device: torch.device, *, seed: int, samples: int = 21
 ) -> list[dict]:
-    """The rows of one shape: each provider checked, proved, then all timed interleaved."""
-    gc.freeze()  # what lives now need not be looked at by each of the memory measurements' collections
+    """Make the rows of one shape: each provider is verified and proved, then all are timed interleaved.
+
+    Args:
+        workload: the shape.
+        providers: names of SDPA backends and of other providers of attention.
+        device: where to run.
+        seed: of the inputs.
+        samples: timed samples of each provider near the fastest.
+    """
+    gc.freeze()  # the collections of the memory measurements need not visit what is alive now
     try:
-        inputs = sdpa.make_inputs(workload, device, seed)
-        checked = _checked(workload, inputs)
-        rows, calls = [], {}
-        for name in providers:
-            row, call = _prepared(workload, name, inputs, checked)
-            rows.append(row)
-            if call is not None:
-                calls[name] = call
-        del checked
-        default = default_backend(workload, inputs)
-        times = {}
-        if calls:
-            scouted = measure_together(
-                list(calls.values()),
-                labels=list(calls),
-                warmup=1,
-                iterations=SCOUT_SAMPLES,
-                device=device,
-                max_seconds=2.0,
-            )
-            times = {one.label: one for one in scouted}
-            best = min(one.median_ms for one in scouted)
-            near = {name: call for name, call in calls.items() if times[name].median_ms <= NEAR * best}
-            final = measure_together(
-                list(near.values()), labels=list(near), warmup=2, iterations=samples, device=device, max_seconds=4.0
-            )
-            times |= {one.label: one for one in final}
-        cost = workload.cost
-        for row in rows:
-            row |= {"default": default, "is_default": row["backend"] == default}
-            if (one := times.get(row["backend"])) is not None:
-                low, high = one.interval_ms
-                row |= {
-                    "ms": one.median_ms,
-                    "ms_low": low,
-                    "ms_high": high,
-                    "samples_ms": [float(f"{value:.5g}") for value in one.samples_ms],
-                    "tflops": cost.flops / one.median_ms / 1e9,
-                    "gb_s": cost.bytes / one.median_ms / 1e6,
-                }
-        fields = shape_fields(workload) | {"flops": cost.flops, "bytes": cost.bytes}
-        return [fields | row for row in rows]
+        return _rows(workload, providers, sdpa.make_inputs(workload, device, seed), samples)
     finally:
         gc.unfreeze()
         if device.type == "cuda":
-            del inputs
             torch.cuda.empty_cache()
+
+
+def _rows(workload: SdpaWorkload, providers: Sequence[str], inputs: sdpa.Inputs, samples: int) -> list[dict]:
+    references = references_of(workload, inputs)
+    prepared = {name: _prepare(workload, name, inputs, references) for name in providers}
+    del references  # frees GPU memory for the timed calls
+    default = default_backend(workload, inputs)
+    calls = {name: call for name, (_, call) in prepared.items() if call is not None}
+    times = _time_calls(calls, inputs.q.device, samples)
+    cost = workload.cost
+    fields = shape_fields(workload) | {"flops": cost.flops, "bytes": cost.bytes}
+    rows = []
+    for name, (row, _) in prepared.items():
+        row |= {"default": default, "is_default": name == default}
+        if name in times:
+            row |= _time_fields(times[name], cost.flops, cost.bytes)
+        rows.append(fields | row)
+    return rows
 
 
 # ---- the sweep ---------------------------------------------------------------------------------------------
 
 
-def to_text(document: dict) -> str:
-    """The document as JSON, a row a line."""
-    head = {key: value for key, value in document.items() if key != "rows"}
-    rows = ",\n".join("  " + json.dumps(res._jsonable(row), allow_nan=False) for row in document["rows"])
-    start = json.dumps(res._jsonable(head), indent=1, allow_nan=False).rstrip("}").rstrip()
-    return f'{start},\n "rows": [\n{rows}\n ]\n}}\n'
-
-
 def load_grid(path: str | os.PathLike) -> dict:
-    """A sweep's document; a file that is truncated, foreign or of another version is refused by name."""
-    document = res.read_document(Path(path), SCHEMA, VERSION, ("status", "environment", "method", "sessions", "rows"))
-    needed = {"set", "kind", "label", "backend", "status", "default"}
+    """Read a sweep's document; raise BenchError if the file is truncated, or of another schema or version."""
+    document = GRID.read(Path(path))
     for number, row in enumerate(document["rows"]):
-        if missing := needed - set(row):
+        if missing := ROW_FIELDS - set(row):
             raise BenchError(f"{path} is damaged: row {number} (counted from 0) lacks {', '.join(sorted(missing))}.")
     return document
 
 
-def _begin(path: Path, device: torch.device, method: dict) -> dict:
-    """The document to go on with: that of `path` if it is of this machine, else a new one."""
-    here = environment(device)
-    if not path.exists():
-        return {
-            "schema": SCHEMA,
-            "version": VERSION,
-            "status": "running",
-            "started": _now(),
-            "finished": None,
-            "environment": here,
-            "method": method,
-            "sessions": [],
-            "rows": [],
-        }
-    document = load_grid(path)
-    differ = [
-        f"{key} {document['environment'].get(key)} (here {here.get(key)})"
-        for key in SAME_MACHINE[device.type]
-        if document["environment"].get(key) != here.get(key)
+def _mismatches(recorded: Mapping, present: Mapping, names: Iterable[str], word: str) -> list[str]:
+    """List the names whose values differ: "torch 2.11.0 (here 2.13.0)", with "here" as the word."""
+    return [
+        f"{name} {recorded.get(name)} ({word} {present.get(name)})"
+        for name in names
+        if recorded.get(name) != present.get(name)
     ]
-    if differ:
-        raise BenchError(
-            f"{path} was begun elsewhere: {', '.join(differ)}. A sweep goes on where it began; choose another --out."
+
+
+def _open(path: Path, device: torch.device, method: dict) -> dict:
+    """Return the document of `path` if this machine began it with these settings, else a new document."""
+    machine = environment(device)
+    if not path.exists():
+        return GRID.document(
+            status="running", started=utc_now(), finished=None, environment=machine, method=method, sessions=[], rows=[]
         )
-    if differ := [
-        f"{key} {document['method'].get(key)} (now {value})"
-        for key, value in method.items()
-        if document["method"].get(key) != value
-    ]:
+    document = load_grid(path)
+    if different := _mismatches(document["environment"], machine, SAME_MACHINE[device.type], "here"):
         raise BenchError(
-            f"{path} was begun with other settings: {'; '.join(differ)}. Ask for the same, or choose another --out."
+            f"{path} was begun elsewhere: {', '.join(different)}. A sweep goes on only on the machine where it began; "
+            "choose another --out."
+        )
+    if different := _mismatches(document["method"], method, method, "now"):
+        raise BenchError(
+            f"{path} was begun with other settings: {'; '.join(different)}. Use the same settings, or choose another "
+            "--out."
         )
     return document
 
 
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+def _new_session(device: torch.device) -> dict:
+    machine = environment(device)
+    return {
+        "started": utc_now(),
+        "finished": None,
+        "shapes": 0,
+        "commit": machine["commit"],
+        "dirty": machine["dirty"],
+        "gpu_state": gpu_state(device) if device.type == "cuda" else None,
+    }
 
 
 def sweep(
@@ -347,29 +318,27 @@ def sweep(
     max_seconds: float = math.inf,
     on_shape: Callable[[int, str], None] = lambda done, label: None,
 ) -> dict:
-    """Measure ("grid" or "held-out", shape) pairs into `path`, which is valid after every one; what it holds already
-    is not measured again. Ctrl-C and `max_seconds` leave it with the status "interrupted" and "stopped".
+    """Measure shapes into the file `path`, which is valid after every shape, and return its document.
+
+    Shapes that the file has already are not measured again. Ctrl-C leaves the status "interrupted", `max_seconds`
+    leaves "stopped".
+
+    Args:
+        shapes: pairs of "grid" or "held-out" and a shape.
+        path: the sweep's file; it is resumed if it exists.
+        device: where to run.
+        providers: names of SDPA backends and of other providers of attention.
+        samples: timed samples of each provider near the fastest.
+        seed: of the inputs.
+        max_seconds: begin no further shape after this time.
+        on_shape: called with the number of shapes done and the next label, for a progress bar.
     """
     begin = time.monotonic()
-    method = {
-        "providers": list(providers),
-        "samples": samples,
-        "seed": seed,
-        "timing": "device time of interleaved calls, launches hidden, L2 warm"
-        if device.type == "cuda"
-        else "host time of interleaved calls",
-    }
-    document = _begin(path, device, method)
+    on_gpu = "device time of interleaved calls, launches hidden, L2 warm"
+    timing = on_gpu if device.type == "cuda" else "host time of interleaved calls"
+    method = {"providers": list(providers), "samples": samples, "seed": seed, "timing": timing}
+    document, session = _open(path, device, method), _new_session(device)
     done = {row["label"] for row in document["rows"]}
-    here = environment(device)
-    session = {
-        "started": _now(),
-        "finished": None,
-        "shapes": 0,
-        "commit": here["commit"],
-        "dirty": here["dirty"],
-        "gpu_state": gpu_state(device) if device.type == "cuda" else None,
-    }
     status = "complete"
     try:
         for number, (which, workload) in enumerate(shapes):
@@ -379,27 +348,25 @@ def sweep(
             if time.monotonic() - begin > max_seconds:
                 status = "stopped"
                 break
-            document["rows"] += [
-                {"set": which} | row
-                for row in measure_shape(workload, providers, device, seed=seed + number, samples=samples)
-            ]
+            rows = measure_shape(workload, providers, device, seed=seed + number, samples=samples)
+            document["rows"] += [{"set": which} | row for row in rows]
             if not session["shapes"]:
                 document["sessions"].append(session)
             session["shapes"] += 1
             document["status"] = "running"
-            write_whole(path, to_text(document))
+            write_json(path, document, "rows")
     except BaseException as error:
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         raise
     finally:
-        document["status"], document["finished"] = status, _now()
-        session["finished"] = document["finished"]
-        write_whole(path, to_text(document))
+        document["status"] = status
+        document["finished"] = session["finished"] = utc_now()
+        write_json(path, document, "rows")
     on_shape(len(shapes), "")
     return document
 
 
 def shapes_done(document: dict, shapes: Iterable[tuple[str, SdpaWorkload]]) -> int:
-    """How many of the shapes a document holds."""
+    """Count the shapes that a document has."""
     done = {row["label"] for row in document["rows"]}
-    return sum(one.label in done for _, one in shapes)
+    return sum(workload.label in done for _, workload in shapes)

@@ -10,17 +10,16 @@ import torch
 from utils.bench.errors import BenchError, nearest
 from utils.bench.knobs import parse_flags, settle, split_extra_args
 from utils.bench.targets import attention_suite, cudnn_sdpa_bench, flashattention_gluon, flexattention
-from utils.bench.targets.base import SIDES, Built, Case, Target
+from utils.bench.targets.base import SIDES, Case, Target
+from utils.machine.device import Support, default_device
 
 FAMILIES = (flexattention, flashattention_gluon, cudnn_sdpa_bench, attention_suite)
 TARGETS: dict[str, Target] = {target.name: target for family in FAMILIES for target in family.TARGETS}
 
-__all__ = ["SIDES", "TARGETS", "Built", "Case", "Plan", "Target", "chapters", "plan", "read_name", "targets_of"]
-
 
 @dataclass(frozen=True)
 class Plan:
-    """A target with the sides and cases to be run."""
+    """A target with the sides and the cases to run."""
 
     target: Target
     sides: tuple[str, ...]
@@ -28,11 +27,12 @@ class Plan:
 
 
 def chapters() -> list[str]:
+    """List the chapters, such as "labs/flexattention"."""
     return list(dict.fromkeys(target.chapter for target in TARGETS.values()))
 
 
 def targets_of(chapter: str | None) -> list[Target]:
-    """All targets, or those of one chapter."""
+    """List all targets, or those of one chapter."""
     if chapter is None:
         return list(TARGETS.values())
     if chapter not in chapters():
@@ -41,58 +41,122 @@ def targets_of(chapter: str | None) -> list[Target]:
 
 
 def read_name(name: str) -> list[tuple[Target, tuple[str, ...]]]:
-    """The targets and sides a name stands for: `chapter`, `chapter:workload`, `chapter:baseline_workload`."""
-    given = name.strip()
-    if given.startswith("labs.") and given.count(".") == 2:  # the module name, labs.<chapter>.<workload>
-        given = "labs/" + given[len("labs.") :].replace(".", ":")
-    if given in chapters():
-        return [(target, SIDES) for target in targets_of(given)]
-    if given in TARGETS:
-        return [(TARGETS[given], SIDES)]
+    """Return the targets and sides of a name: `chapter`, `chapter:workload` or `chapter:baseline_workload`."""
+    key = name.strip()
+    if key.startswith("labs.") and key.count(".") == 2:  # the module name, labs.<chapter>.<workload>
+        key = "labs/" + key[len("labs.") :].replace(".", ":")
+    if key in chapters():
+        return [(target, SIDES) for target in targets_of(key)]
+    if key in TARGETS:
+        return [(TARGETS[key], SIDES)]
     one_sided = {target.side_name(side): (target, (side,)) for target in TARGETS.values() for side in SIDES}
-    if given in one_sided:
-        return [one_sided[given]]
+    if key in one_sided:
+        return [one_sided[key]]
     raise BenchError(
-        f"there is no target {name!r}.{nearest(given, [*TARGETS, *one_sided, *chapters()])} "
+        f"there is no target {name!r}.{nearest(key, [*TARGETS, *one_sided, *chapters()])} "
         "`labs bench list-targets` lists them."
     )
+
+
+def _read_flags(extra_args: Iterable[str], chosen: Iterable[str]) -> dict[str, dict]:
+    """Parse the --target-extra-arg strings into {target: {knob: value}}, for the chosen targets only."""
+    flags: dict[str, dict] = {name: {} for name in chosen}
+    for name, text in split_extra_args(extra_args).items():
+        targets = [target for target, _ in read_name(name)]
+        if len(targets) > 1:
+            raise BenchError(
+                f"--target-extra-arg names the chapter {name}; name one target of it: "
+                f"{', '.join(target.name for target in targets)}."
+            )
+        (target,) = targets
+        if target.name not in flags:
+            raise BenchError(
+                f"--target-extra-arg is for {target.name}, which is not among the targets to run "
+                f"({', '.join(flags)}); add it to --targets."
+            )
+        values = parse_flags(target.knobs, text, target.name)
+        if twice := set(values) & set(flags[target.name]):
+            raise BenchError(f"{', '.join(sorted(twice))} of {target.name} is given twice; give it once.")
+        flags[target.name] |= values
+    return flags
 
 
 def plan(
     names: Iterable[str], extra_args: Iterable[str], device: torch.device, environ: Mapping[str, str]
 ) -> list[Plan]:
-    """What is to be run, everything checked before anything runs."""
+    """Plan a run and check everything before anything runs.
+
+    Args:
+        names: targets, sides or chapters (see `read_name`).
+        extra_args: "TARGET=--flag value" strings.
+        device: where to run.
+        environ: the environment variables that knobs may read.
+    """
     chosen: dict[str, tuple[str, ...]] = {}
     for name in names:
         for target, sides in read_name(name):
-            both = {*chosen.get(target.name, ()), *sides}
-            chosen[target.name] = tuple(side for side in SIDES if side in both)
+            chosen[target.name] = tuple(side for side in SIDES if side in {*chosen.get(target.name, ()), *sides})
     if not chosen:
         raise BenchError(
             "no target was given; name one with --targets, such as "
             f"{next(iter(TARGETS))} (`labs bench list-targets` lists them)."
         )
-    given: dict[str, dict] = {name: {} for name in chosen}
-    for name, flags in split_extra_args(extra_args).items():
-        named = read_name(name)
-        if len(named) > 1:
-            raise BenchError(
-                f"--target-extra-arg names the chapter {name}; name one target of it: "
-                f"{', '.join(target.name for target, _ in named)}."
-            )
-        target = named[0][0]
-        if target.name not in chosen:
-            raise BenchError(
-                f"--target-extra-arg is for {target.name}, which is not among the targets to run "
-                f"({', '.join(chosen)}); add it to --targets."
-            )
-        values = parse_flags(target.knobs, flags, target.name)
-        if twice := set(values) & set(given[target.name]):
-            raise BenchError(f"{', '.join(sorted(twice))} of {target.name} is given twice; give it once.")
-        given[target.name] |= values
+    flags = _read_flags(extra_args, chosen)
     plans = []
     for name, sides in chosen.items():
         target = TARGETS[name]
-        settings = settle(target.knobs, given[name], device.type, environ)
+        settings = settle(target.knobs, flags[name], device.type, environ)
         plans.append(Plan(target, sides, tuple(target.cases(settings, device))))
     return plans
+
+
+def _value_text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value)
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "matrix" if value is None else str(value)
+
+
+def _support_here(target: Target, cases: Iterable[Case]) -> Support:
+    """Return whether one of the cases runs here with both sides; if none does, the last case's reason why not."""
+    answer = Support(True)
+    for case in cases:
+        # The optimized side is asked first: its reason says more.
+        answer = next((side for side in (target.support(case, s) for s in reversed(SIDES)) if not side), Support(True))
+        if answer:
+            break
+    return answer
+
+
+def describe_targets(chapter: str | None = None) -> list[dict]:
+    """Describe each target in a row: its sides, its flags, and whether its default cases run on this machine."""
+    device = default_device()
+    rows = []
+    for target in targets_of(chapter):
+        cases = target.cases(settle(target.knobs, {}, device.type, {}), device)
+        support = _support_here(target, cases)
+        rows.append(
+            {
+                "target": target.name,
+                "chapter": target.chapter,
+                "summary": target.summary,
+                "sides": {side: target.side_name(side) for side in SIDES},
+                **target.sides,
+                "runs": support.ok,
+                "reason": support.reason,
+                "remedy": support.remedy,
+                "cases": [case.label for case in cases],
+                "knobs": [
+                    {
+                        "name": knob.name,
+                        "help": knob.help,
+                        "default": _value_text(knob.default(device.type)),
+                        "allowed": knob.allowed,
+                        "environment": knob.env,
+                    }
+                    for knob in target.knobs
+                ],
+            }
+        )
+    return rows

@@ -1,4 +1,4 @@
-"""What a target is: its knobs, its cases, and two sides that can be supported, built, proved and named."""
+"""A target: its knobs, its cases, and its two sides, which can be supported, built, proved and named."""
 
 from __future__ import annotations
 
@@ -16,19 +16,10 @@ from utils.machine.device import Support, compute_capability
 
 SIDES = ("baseline", "optimized")
 SHAPE_KNOBS = ("batch", "heads", "seq_len", "head_dim", "dtype")
-# Knobs that make the workload or its inputs; the others choose what computes it.
+# Knobs that make the workload or its inputs. The other knobs choose the kernel that computes it.
 WORKLOAD_KNOBS = (
     *SHAPE_KNOBS,
-    "causal",
-    "mask",
-    "doc_span",
-    "score_mod",
-    "seed",
-    "kv_heads",
-    "seq_len_kv",
-    "window",
-    "layout",
-    "pass",
+    *("causal", "mask", "doc_span", "score_mod", "seed", "kv_heads", "seq_len_kv", "window", "layout", "pass"),
 )
 
 
@@ -42,14 +33,16 @@ class Case:
     device: torch.device
 
     def value(self, key: str) -> Any:
+        """Return the value in force of the knob `key`."""
         return self.settings[key].value
 
     @property
     def label(self) -> str:
+        """The workload in short: "B4 H16 S4096 D64 bf16 causal"."""
         return self.workload.label
 
     def knobs_record(self) -> dict:
-        """{knob: {"value", "origin"}} as it stands in the results: a matrix's knobs with this case's values."""
+        """Return {knob: {"value", "origin"}} for the results; knobs of the shape get this case's values."""
         return {
             key: {
                 "value": getattr(self.workload, key) if key in SHAPE_KNOBS else setting.value,
@@ -61,87 +54,90 @@ class Case:
 
 @dataclass
 class Built:
-    """One side, ready to be called: `fn()` is exactly what is verified, proved and timed."""
+    """One side, ready to be called: exactly `fn()` is verified, proved and timed."""
 
     fn: Callable[[], torch.Tensor]
-    provider: str  # what was asked for; "auto" where torch chooses
+    provider: str  # the provider that was asked for; "auto" where torch chooses
     implementation: str = ""
-    after: Callable[[], None] = field(default=lambda: None)  # raises if the timed calls were not what they should be
+    after: Callable[[], None] = field(default=lambda: None)  # raises if the timed calls went wrong, e.g. recompiled
 
 
 def shape_knobs(cpu: tuple, gpu: tuple, *, many_dtypes: bool = False) -> tuple[Knob, ...]:
-    """--batch --heads --seq-len --head-dim --dtype --seed; `cpu` and `gpu` are (B, H, S, D, dtype) defaults."""
-    names = (
+    """Make the knobs --batch --heads --seq-len --head-dim --dtype --seed.
+
+    Args:
+        cpu: the defaults (B, H, S, D, dtype) on a CPU.
+        gpu: the defaults on a GPU.
+        many_dtypes: whether --dtype takes several dtypes, separated by commas.
+    """
+    sizes = (
         ("batch", "sequences, B"),
         ("heads", "attention heads, H"),
         ("seq-len", "tokens of a sequence, S"),
         ("head-dim", "numbers of a head, D"),
     )
-    knobs = [Knob(name, text, cpu[i], gpu[i]) for i, (name, text) in enumerate(names)]
-    knobs.append(
-        Knob(
-            "dtype",
-            "dtype of q, k and v" + (", several with commas" if many_dtypes else ""),
-            cpu[4],
-            gpu[4],
-            choices=tuple(DTYPES),
-            many=many_dtypes,
-        )
+    meaning = "dtype of q, k and v" + (", several with commas" if many_dtypes else "")
+    return (
+        *(Knob(name, text, cpu[i], gpu[i]) for i, (name, text) in enumerate(sizes)),
+        Knob("dtype", meaning, cpu[4], gpu[4], choices=tuple(DTYPES), many=many_dtypes),
+        Knob("seed", "seed of the random inputs", 42, 42, least=0),
     )
-    knobs.append(Knob("seed", "seed of the random inputs", 42, 42, least=0))
-    return tuple(knobs)
 
 
 CAUSAL = Knob("causal", "a query sees no later key", False, False)
 
 
 def mask_knobs(cpu_span: int, gpu_span: int) -> tuple[Knob, ...]:
+    """Make the knobs --mask and --doc-span; the arguments are the default spans, in tokens, on a CPU and on a GPU."""
     return (
         Knob("mask", "which keys a query sees", "causal_document", "causal_document", choices=MASKS),
         Knob("doc-span", "tokens of a document, for the document masks", cpu_span, gpu_span, env="DOC_SPAN"),
     )
 
 
+def _shape(settings: Mapping[str, Setting]) -> dict[str, Any]:
+    return {key: settings[key].value for key in SHAPE_KNOBS}
+
+
 def masked_workload(settings: Mapping[str, Setting], score_mod: str = "none") -> Workload:
-    """The workload of settings with a --mask; a document span that the mask would ignore is an error."""
-    mask, span = settings["mask"].value, settings["doc_span"]
+    """Make the workload of settings with a --mask; a document span that the mask would ignore is an error."""
+    shape, mask, span = _shape(settings), settings["mask"].value, settings["doc_span"]
     if "document" in mask:
-        return Workload(
-            *(settings[key].value for key in SHAPE_KNOBS), mask, min(span.value, settings["seq_len"].value), score_mod
-        )
+        return Workload(**shape, mask=mask, doc_span=min(span.value, shape["seq_len"]), score_mod=score_mod)
     if span.origin != "default":
-        where = "--doc-span" if span.origin == "flag" else "DOC_SPAN"
+        source = "--doc-span" if span.origin == "flag" else "DOC_SPAN"
         raise BenchError(
-            f"{where} is {span.value} and --mask {mask} has no documents; use --mask causal_document or "
-            f"document, or leave {where} out."
+            f"{source} is {span.value} and --mask {mask} has no documents; use --mask causal_document or "
+            f"document, or leave {source} out."
         )
-    return Workload(*(settings[key].value for key in SHAPE_KNOBS), mask, None, score_mod)
+    return Workload(**shape, mask=mask, score_mod=score_mod)
 
 
 def plain_workload(settings: Mapping[str, Setting]) -> Workload:
-    """The workload of settings with a --causal switch."""
-    return Workload(*(settings[key].value for key in SHAPE_KNOBS), "causal" if settings["causal"].value else "full")
+    """Make the workload of settings with a --causal switch."""
+    return Workload(**_shape(settings), mask="causal" if settings["causal"].value else "full")
 
 
 def dtype_support(dtype: str, device: torch.device) -> Support:
-    """Whether a dtype is worth timing on this device."""
+    """Say whether a dtype is worth timing on this device."""
     if device.type == "cpu" and dtype == "fp16":
         return Support(
             False,
             "fp16 matrix products run near 1 GFLOP/s on a CPU, so their time says nothing.",
             "Use --dtype fp32 or --dtype bf16.",
         )
-    if device.type == "cuda" and dtype == "bf16" and compute_capability() < (8, 0):
+    capability = compute_capability() or (0, 0)
+    if device.type == "cuda" and dtype == "bf16" and capability < (8, 0):
         return Support(
             False,
-            "bf16 needs tensor cores of compute capability 8.0; this GPU has {}.{}.".format(*compute_capability()),
+            "bf16 needs tensor cores of compute capability 8.0; this GPU has {}.{}.".format(*capability),
             "Use --dtype fp16 or --dtype fp32.",
         )
     return Support(True)
 
 
 class Target:
-    """A benchmark with a baseline and an optimized side. One file for each family subclasses it."""
+    """A benchmark with a baseline and an optimized side. Each family of targets has a file with its subclass."""
 
     chapter: str  # "labs/flexattention"
     workload: str  # "flex_attention"
@@ -153,44 +149,45 @@ class Target:
 
     @property
     def name(self) -> str:
+        """The target's name, such as "labs/flexattention:flex_attention"."""
         return f"{self.chapter}:{self.workload}"
 
     def side_name(self, side: str) -> str:
-        """Such as "labs/flexattention:baseline_flex_attention"."""
+        """Return the name of one side, such as "labs/flexattention:baseline_flex_attention"."""
         return f"{self.chapter}:{side}_{self.workload}"
 
     def cases(self, settings: Mapping[str, Setting], device: torch.device) -> list[Case]:
-        """The cases of these settings; raises BenchError for values that do not go together."""
+        """Make the cases of these settings; raise BenchError for values that do not go together."""
         raise NotImplementedError
 
     def support(self, case: Case, side: str) -> Support:
-        """Whether this machine runs this side of the case, and why not."""
+        """Say whether this machine runs this side of the case, and if not, why."""
         raise NotImplementedError
 
     def score_buffers(self, case: Case, side: str) -> float:
-        """How many fp32 buffers of (B, H, S, S) the side needs at once: 0 for a fused kernel."""
+        """Count the fp32 buffers of (B, H, S, S) that the side needs at once: 0 for a fused kernel."""
         return 0.0
 
     def inputs(self, case: Case) -> tuple[torch.Tensor, ...]:
-        """What `build` and `expected` are given: q, k, v (B, H, S, D)."""
+        """Make the inputs of `build` and `expected`: q, k, v (B, H, S, D)."""
         return make_inputs(case.workload, case.device, case.value("seed"))
 
     def expected(self, case: Case, *inputs: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
-        """In float64 what a side's call returns; of a call that returns several tensors all of them, by name."""
+        """Compute the float64 reference: a tensor, or {name: tensor} if the call returns several."""
         return reference(case.workload, *inputs)
 
     def facts(self, case: Case, side: str, built: Built) -> dict:
-        """What else the results are to say of a side that was verified and proved, such as its memory."""
+        """Return further facts for the results about a side that was verified and proved, such as its memory."""
         return {}
 
     def build(self, case: Case, side: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Built:
-        """The side's call on these inputs."""
+        """Build the side's call on these inputs."""
         raise NotImplementedError
 
     def prove(self, case: Case, side: str, built: Built, launched: Launched) -> str:
-        """The name of what really ran, told from what was launched; raises Refused if it is not what was asked for."""
+        """Name what really ran, judged by what was launched; raise WrongRun if it is not what was asked for."""
         raise NotImplementedError
 
     def range_name(self, side: str, ran: str) -> str:
-        """NVTX range of the side in a profile."""
+        """Name the NVTX range of the side in a profile."""
         return f"{self.workload}_{side}_{ran}"

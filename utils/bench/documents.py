@@ -1,0 +1,88 @@
+"""JSON files with a schema: always written whole, and refused with a reason when they cannot be trusted."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from utils.bench.errors import BenchError
+from utils.files import write_whole
+
+
+def utc_now() -> str:
+    """Return the time in UTC, such as "2026-01-31T12:00:00+00:00"."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _finite(value: Any) -> Any:
+    """Replace NaN and infinity by null: JSON has neither, and other readers would refuse the file."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def to_json(document: dict, table: str | None = None) -> str:
+    """Return a document as JSON text.
+
+    Args:
+        document: the fields; numbers that are not finite become null.
+        table: the field, a list of rows, that goes last and gets one line a row.
+    """
+    document = _finite(document)
+    rows = None if table is None else document.pop(table)
+    text = json.dumps(document, indent=1, allow_nan=False)
+    if rows is None:
+        return text + "\n"
+    lines = ",\n".join("  " + json.dumps(row, allow_nan=False) for row in rows)
+    return f'{text.removesuffix("}").rstrip()},\n "{table}": [\n{lines}\n ]\n}}\n'
+
+
+def write_json(path: Path, document: dict, table: str | None = None) -> Path:
+    """Write a document as JSON (see `to_json`), replacing the file in one step, and return the path."""
+    write_whole(path, to_json(document, table))
+    return path
+
+
+@dataclass(frozen=True)
+class Schema:
+    """A kind of document: its name, its version, and the fields that every document of this kind has."""
+
+    name: str
+    version: int
+    fields: tuple[str, ...] = ()
+
+    def document(self, **fields: Any) -> dict:
+        """Make a document of this schema with these fields."""
+        return {"schema": self.name, "version": self.version, **fields}
+
+    def read(self, path: Path) -> dict:
+        """Read a document; raise BenchError if the file is truncated, or of another schema or version."""
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise BenchError(f"{path} cannot be read: {error.strerror}.") from None
+        except UnicodeDecodeError:
+            raise BenchError(f"{path} is not a text file.") from None
+        except ValueError as error:
+            raise BenchError(f"{path} is truncated or not JSON ({error}). Run again to make a whole one.") from None
+        schema = document.get("schema") if isinstance(document, dict) else None
+        if schema != self.name:
+            raise BenchError(f"{path} is JSON but no {self.name} document: its schema is {schema!r}.")
+        version = document.get("version")
+        if version != self.version:
+            age = "older" if isinstance(version, int) and version < self.version else "other"
+            raise BenchError(
+                f"{path} has the {age} schema {self.name} version {version!r}; this program reads version "
+                f"{self.version}. Run again to make a file of this version."
+            )
+        if missing := [field for field in self.fields if field not in document]:
+            raise BenchError(f"{path} is truncated: {', '.join(missing)} missing from a {self.name} document.")
+        return document
