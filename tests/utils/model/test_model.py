@@ -338,7 +338,7 @@ def test_decode_past_the_end_says_how_long_the_cache_is():
 
 
 def wrong_calls():
-    """{what the message must match: a call that is wrong}"""
+    """Return {what the message must match: a call that is wrong}."""
     f32 = torch.float32
     built = layer, rotary_emb = build(SLIDING)
     x, ids = create_prefill_inputs(2, 6, HIDDEN, f32, "cpu")
