@@ -19,7 +19,6 @@ PROBES = [
     device.gluon_support,
     device.compile_support,
     device.flash_attn_support,
-    device.nvml_support,
     device.cuda_graph_support,
 ]
 
@@ -32,7 +31,6 @@ def fresh_probes():
             "gluon_support",
             "_compile_on_cpu",
             "flash_attn_support",
-            "nvml_support",
             "cuda_graph_support",
             "_c_compiler",
         ):
@@ -56,7 +54,7 @@ def pretend_gpu(monkeypatch, capability):
 
 
 def pretend_versions(monkeypatch, **versions):
-    monkeypatch.setattr(device, "_version", lambda name: versions.get(name.replace("-", "_")))
+    monkeypatch.setattr(device, "package_version", lambda name: versions.get(name.replace("-", "_")))
 
 
 def run_python(code: str, **environment) -> str:
@@ -188,7 +186,7 @@ def test_probing_imports_neither_triton_nor_transformers():
 MODE = """from utils.machine import device
 support = device.triton_support()
 print(device.triton_mode(), support.ok, support.reason, support.remedy)"""
-needs_triton = pytest.mark.skipif(device._version("triton") is None, reason="Triton is not installed")
+needs_triton = pytest.mark.skipif(device.package_version("triton") is None, reason="Triton is not installed")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU answers")
 
 
