@@ -26,10 +26,10 @@ from utils.bench import results as res
 from utils.bench.comparing import SAME_WITHIN, independent_interval
 from utils.bench.errors import BenchError
 from utils.benchmark import intervals as stats
+from utils.benchmark.cpu_timer import cpu_flush_bytes
 from utils.benchmark.cuda_timer import gpu_flush_bytes
 from utils.benchmark.measuring import measure
 from utils.benchmark.result import Measurement
-from utils.benchmark.timers import cpu_flush_bytes
 from utils.files import write_whole
 from utils.machine.environment import environment, gpu_state
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from utils.benchmark.call_tensors import pick_device
 from utils.benchmark.measuring import compare as compare_anywhere
 from utils.benchmark.measuring import measure as measure_anywhere
+from utils.benchmark.measuring import pick_device
 from utils.benchmark.result import Comparison, Measurement, format_ms
 from utils.machine import device
 
@@ -222,15 +222,15 @@ def test_a_keyboard_interrupt_leaves_nothing_behind():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"iterations": 0}, "iterations must be a whole number, 1 or more, got 0"),
-        ({"iterations": 2.5}, "iterations must be a whole number, 1 or more, got 2.5"),
-        ({"warmup": -1}, "warmup must be a whole number, 0 or more, got -1"),
+        ({"iterations": 0}, "iterations is 0; it must be a whole number, 1 or more"),
+        ({"iterations": 2.5}, "iterations is 2.5; it must be a whole number, 1 or more"),
+        ({"warmup": -1}, "warmup is -1; it must be a whole number, 0 or more"),
         ({"l2": "hot"}, 'l2 must be "warm" or "cold", got \'hot\''),
         ({"l2": "cold", "calls_per_sample": 4}, "only the first of calls_per_sample=4 calls would be cold"),
-        ({"calls_per_sample": 0}, "calls_per_sample must be a whole number"),
+        ({"calls_per_sample": 0}, "calls_per_sample is 0; it must be a whole number"),
         ({"target_interval": 5}, "target_interval is the interval's relative half-width"),
         ({"max_seconds": 0}, "max_seconds must be a finite number above 0"),
-        ({"device": "meta"}, "CUDA GPUs and CPUs, not 'meta'"),
+        ({"device": "meta"}, "CUDA GPUs and CPUs are measured, not 'meta'"),
         ({"graph": True, "device": "cpu"}, "graph=True captures a CUDA graph and needs a CUDA GPU"),
         ({"flops": 0}, "flops is the count of one call and must be above 0, got 0"),
         ({"confidence": 95}, "confidence must lie between 0 and 1"),
@@ -263,7 +263,7 @@ def uses_a_global():
 
 
 def test_the_device_is_that_of_the_calls_tensors(monkeypatch):
-    monkeypatch.setattr("utils.benchmark.call_tensors.default_device", lambda: torch.device("meta"))
+    monkeypatch.setattr("utils.benchmark.measuring.default_device", lambda: torch.device("meta"))
     x = torch.zeros(2)
     layer = torch.nn.Linear(2, 2)
     inner = {"x": [x]}
@@ -283,7 +283,7 @@ def test_the_device_is_that_of_the_calls_tensors(monkeypatch):
     for value in (3, time.sleep, torch.mm, lambda: 1, None):
         with pytest.raises(ValueError, match="not 'meta'"):
             pick_device(None, value)
-    monkeypatch.setattr("utils.benchmark.call_tensors.default_device", device.default_device)
+    monkeypatch.setattr("utils.benchmark.measuring.default_device", device.default_device)
     assert pick_device(None).type == device.default_device().type
 
 

@@ -13,6 +13,7 @@ from utils.benchmark.profiling import (
     TraceEvent,
     export_chrome_trace,
     launch_gaps,
+    launched,
     nvtx_range,
     profile,
     read_trace,
@@ -39,6 +40,14 @@ def test_profile_records_the_steps_it_was_asked_for():
     assert counts.steps == 3
     if not torch.cuda.is_available():
         assert counts["elementwise"] == counts["total"] == 1
+
+
+def test_what_one_call_launched():
+    x = torch.randn(8, 8)
+    seen = launched(lambda: (x @ x).exp() + (x @ x))
+    assert {"aten::mm", "aten::exp", "aten::add"} <= set(seen.operators)
+    assert len(seen.operators) == len(set(seen.operators)) and seen.kernels == () and seen.launches == 0
+    assert seen.names == seen.operators
 
 
 def test_nvtx_range_shows_in_the_trace(prof):
@@ -191,7 +200,7 @@ def test_damaged_and_foreign_files_are_told_in_sentences(prof, tmp_path):
     packed = export_chrome_trace(prof, tmp_path / "whole.json.gz").read_bytes()
     cases = {
         "cut.json": (whole[: len(whole) // 2], "not valid JSON .* cut off"),
-        "cut.json.gz": (packed[: len(packed) // 2], "no complete gzip file"),
+        "cut.json.gz": (packed[: len(packed) // 2], "not a complete gzip file"),
         "empty.json": (b"", "not valid JSON"),
         "binary.json": (b"\x00\xff\xfe\x01", "not valid JSON"),
         "other.json": (b'{"a": 1}', 'no list "traceEvents"'),
@@ -221,7 +230,7 @@ def test_a_trace_without_what_was_asked_for(prof, tmp_path):
 def test_bad_input_to_profile_and_export(prof, tmp_path):
     with pytest.raises(TypeError, match="must be callable, got Tensor"):
         profile(torch.ones(2))
-    with pytest.raises(ValueError, match="steps must be a whole number, 1 or more, got 0"):
+    with pytest.raises(ValueError, match="steps is 0; it must be a whole number, 1 or more"):
         profile(work, torch.ones(2, 2), steps=0)
     with pytest.raises(ValueError, match=r"is a .json or .json.gz file, got 'trace.txt'; try 'trace.json'"):
         profile(work, torch.ones(2, 2), trace_path=tmp_path / "trace.txt")
@@ -236,6 +245,13 @@ def test_bad_input_to_profile_and_export(prof, tmp_path):
         pytest.raises(RuntimeError, match="already running"),
     ):
         profile(work, torch.ones(2, 2))
+
+
+@pytest.mark.gpu
+def test_the_kernels_of_one_call_on_the_gpu():
+    x = torch.randn(64, 64, device="cuda")
+    seen = launched(lambda: (x.exp(), x.exp()))
+    assert len(seen.kernels) == 1 and seen.launches == 2 and seen.names == seen.kernels
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """The two timers: the CPU's on real calls, the GPU's on a simulated stream whose times are known exactly."""
 
+import contextlib
 import gc
 import time
 from types import SimpleNamespace
@@ -7,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from utils.benchmark import cuda_timer, timers
+from utils.benchmark import cpu_timer, cuda_timer
+from utils.benchmark.cpu_timer import Call, CpuTimer
 from utils.benchmark.cuda_timer import CudaTimer
-from utils.benchmark.timers import Call, CpuTimer
 
 
 class Stream:
@@ -54,11 +55,11 @@ def stream(monkeypatch):
     cuda_timer._spin_cycles_per_ms.cache_clear()
     monkeypatch.setattr(cuda_timer, "_GPU_FLOORS", {})
     clock = SimpleNamespace(perf_counter=lambda: stream.host / 1e3, perf_counter_ns=lambda: int(stream.host * 1e6))
-    monkeypatch.setattr(timers, "time", clock)
+    monkeypatch.setattr(cpu_timer, "time", clock)
     monkeypatch.setattr(torch.cuda, "Event", stream.event())
     monkeypatch.setattr(torch.cuda, "synchronize", stream.synchronize)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: stream.launch(cycles / 1.5e6 + 0.001), raising=False)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: timers.contextmanager(lambda: (yield))())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.contextmanager(lambda: (yield))())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=50_000_000))
     yield stream
     cuda_timer._spin_cycles_per_ms.cache_clear()
@@ -221,7 +222,7 @@ def test_cpu_samples_are_long_enough_for_the_clock():
     timer.calibrate(call, None)
     assert call.runs_per_sample > 20
     samples = timer.sample([call] * 20)
-    assert sum(samples) / 20 * call.runs_per_sample >= 0.5 * timers.CPU_SAMPLE_MS
+    assert sum(samples) / 20 * call.runs_per_sample >= 0.5 * cpu_timer.CPU_SAMPLE_MS
     assert call.timed_runs == 20 * call.runs_per_sample
 
 
@@ -250,7 +251,7 @@ def test_the_collector_is_held_back_and_given_back():
 
 
 def test_the_cpu_flush_streams_more_than_the_last_level_cache(monkeypatch):
-    monkeypatch.setattr(timers, "last_level_cache_bytes", lambda: 40 * 1024**2)
+    monkeypatch.setattr(cpu_timer, "last_level_cache_bytes", lambda: 40 * 1024**2)
     timer = CpuTimer(cold=True)
     assert timer.flush_bytes == 80 * 1024**2
     assert timer._buffer.untyped_storage().nbytes() == timer.flush_bytes
@@ -260,14 +261,14 @@ def test_the_cpu_flush_streams_more_than_the_last_level_cache(monkeypatch):
 
 
 def test_an_unknown_cache_is_flushed_with_64_mb_and_said(monkeypatch):
-    monkeypatch.setattr(timers, "last_level_cache_bytes", lambda: None)
+    monkeypatch.setattr(cpu_timer, "last_level_cache_bytes", lambda: None)
     timer = CpuTimer(cold=True)
     assert timer.flush_bytes == 64 * 1024**2
     assert "not known" in timer.notes[0]
 
 
 def test_a_flush_that_does_not_fit_is_refused(monkeypatch):
-    monkeypatch.setattr(timers, "last_level_cache_bytes", lambda: 40 * 1024**2)
-    monkeypatch.setattr(timers, "available_memory_bytes", lambda: 100_000_000)
+    monkeypatch.setattr(cpu_timer, "last_level_cache_bytes", lambda: 40 * 1024**2)
+    monkeypatch.setattr(cpu_timer, "available_memory_bytes", lambda: 100_000_000)
     with pytest.raises(MemoryError, match=r"streams 84 MB.*only 100 MB are free.*l2=\"warm\""):
         CpuTimer(cold=True)
