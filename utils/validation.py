@@ -22,8 +22,14 @@ def whole_number(name: str, value: object, least: int = 1, error: type[Exception
     return value
 
 
+def whole_numbers(**values: int) -> None:
+    """Check that every value is a whole number, 1 or more: `whole_numbers(batch=batch, tokens=tokens)`."""
+    for name, value in values.items():
+        whole_number(name, value)
+
+
 def check_callable(caller: str, fn: object) -> None:
-    """Raise TypeError if `fn` cannot be called, which is what `caller(fn(x))` in place of `caller(fn, x)` leads to."""
+    """Raise TypeError if `fn` cannot be called; the usual cause is `caller(fn(x))` instead of `caller(fn, x)`."""
     if not callable(fn):
         raise TypeError(
             f"{caller}() takes a function: fn must be callable, got {type(fn).__name__}. "

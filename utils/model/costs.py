@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from utils.validation import whole_number
+from utils.validation import whole_numbers
 
 if TYPE_CHECKING:
     from transformers import Gemma3TextConfig
@@ -48,7 +48,7 @@ class Cost:
 
 def gemm(m: int, n: int, k: int, dtype: torch.dtype) -> Cost:
     """Return the cost of (M, K) @ (K, N)."""
-    _check_sizes(m=m, n=n, k=k)
+    whole_numbers(m=m, n=n, k=k)
     return Cost(2 * m * n * k, (m * k + k * n + m * n) * dtype.itemsize)
 
 
@@ -59,7 +59,7 @@ def gemv(m: int, k: int, dtype: torch.dtype) -> Cost:
 
 def elementwise(elements: int, reads: int, dtype: torch.dtype) -> Cost:
     """Return the cost of reading `reads` tensors of `elements` numbers and writing one; no matrix product."""
-    _check_sizes(elements=elements, reads=reads)
+    whole_numbers(elements=elements, reads=reads)
     return Cost(0, elements * (reads + 1) * dtype.itemsize)
 
 
@@ -73,7 +73,7 @@ def attended_pairs(sq: int, sk: int, causal: bool = False, window: int | None = 
 
     With a window of w a query sees itself and the w - 1 positions before it.
     """
-    _check_sizes(sq=sq, sk=sk)
+    whole_numbers(sq=sq, sk=sk)
     if not causal:
         if window is not None:
             raise ValueError(f"window is {window} and causal is False; a sliding window needs causal=True")
@@ -81,7 +81,7 @@ def attended_pairs(sq: int, sk: int, causal: bool = False, window: int | None = 
     if sq > sk:
         raise ValueError(f"causal attention of {sq} queries over {sk} keys: the first queries see nothing")
     window = sk if window is None else window
-    _check_sizes(window=window)
+    whole_numbers(window=window)
     # Query number i (from 0) sees min(window, sk - sq + 1 + i) keys.
     growing = min(max(window - (sk - sq + 1), 0), sq)
     return growing * (sk - sq + 1) + growing * (growing - 1) // 2 + (sq - growing) * min(window, sk)
@@ -91,7 +91,7 @@ def attention(
     b: int, h: int, hkv: int, sq: int, sk: int, d: int, dtype: torch.dtype, causal=False, window: int | None = None
 ) -> Cost:
     """Return the cost of fused attention, forward: q and out (B, H, Sq, D), k and v (B, Hkv, Sk, D)."""
-    _check_sizes(b=b, h=h, hkv=hkv, d=d)
+    whole_numbers(b=b, h=h, hkv=hkv, d=d)
     pairs = attended_pairs(sq, sk, causal, window)
     keys_seen = sk if window is None else min(sk, sq + window - 1)
     return Cost(4 * b * h * d * pairs, 2 * b * d * (h * sq + hkv * keys_seen) * dtype.itemsize)
@@ -143,8 +143,3 @@ def decoder_layer(
     if cached:
         parts["cache_write"] = elementwise(2 * rows * hkv * d, 1, dtype)
     return parts
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        whole_number(name, size)

@@ -31,7 +31,7 @@ from utils.model.kv_cache import (
     start_decode,
     start_prefill,
 )
-from utils.validation import suggest_keywords, whole_number
+from utils.validation import suggest_keywords, whole_numbers
 
 if TYPE_CHECKING:
     from transformers import Gemma3TextConfig, StaticCache
@@ -130,7 +130,7 @@ def create_prefill_inputs(
     Returns:
         `(hidden_states, position_ids)`: (B, S, hidden_size) and (B, S), positions 0 to S - 1.
     """
-    _check_sizes(batch_size=batch_size, seq_len=seq_len, hidden_size=hidden_size)
+    whole_numbers(batch_size=batch_size, seq_len=seq_len, hidden_size=hidden_size)
     hidden_states = torch.randn(batch_size, seq_len, hidden_size, dtype=dtype, device=device)
     return hidden_states, torch.arange(seq_len, device=device).repeat(batch_size, 1)
 
@@ -145,7 +145,7 @@ def create_decode_inputs_with_cache(
         `(hidden_states, position_ids, cache_positions)`: (B, 1, hidden_size), (B, 1) and (1,). Every position is
         `current_seq_len`, because the first token has position 0.
     """
-    _check_sizes(batch_size=batch_size, current_seq_len=current_seq_len, hidden_size=hidden_size)
+    whole_numbers(batch_size=batch_size, current_seq_len=current_seq_len, hidden_size=hidden_size)
     hidden_states = torch.randn(batch_size, 1, hidden_size, dtype=dtype, device=device)
     cache_positions = torch.full((1,), current_seq_len, device=device)
     remember_position(cache_positions, current_seq_len)
@@ -164,7 +164,7 @@ def create_decode_inputs_without_cache(
         `(hidden_states, position_ids, prefill_hidden_states)`: (B, 1, hidden_size); (B, current_seq_len + 1),
         positions 0 to current_seq_len; (B, current_seq_len, hidden_size).
     """
-    _check_sizes(batch_size=batch_size, current_seq_len=current_seq_len, hidden_size=hidden_size)
+    whole_numbers(batch_size=batch_size, current_seq_len=current_seq_len, hidden_size=hidden_size)
     hidden_states = torch.randn(batch_size, 1, hidden_size, dtype=dtype, device=device)
     prefill_hidden_states = torch.randn(batch_size, current_seq_len, hidden_size, dtype=dtype, device=device)
     position_ids = torch.arange(current_seq_len + 1, device=device).repeat(batch_size, 1)
@@ -329,11 +329,6 @@ def _attention_mask(layer: torch.nn.Module, visible: torch.Tensor, dtype: torch.
 
 
 # ---- checks: shapes, dtypes and devices only, so nothing waits for the GPU ---------------------------------
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        whole_number(name, size)
 
 
 def _check_inputs(

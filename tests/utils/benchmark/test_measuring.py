@@ -1,4 +1,4 @@
-"""measure() and compare() on known work: accounting is exact, times are held to wide bounds on a busy machine."""
+"""measure() and compare() on known work: counts are exact, times have wide bounds because machines are busy."""
 
 import functools
 import json
@@ -25,7 +25,7 @@ compare = functools.partial(compare_anywhere, device="cpu")
 
 
 def exactly(milliseconds):
-    """A Measurement of one known time."""
+    """Return a Measurement of one known time."""
     return Measurement(samples_ms=(milliseconds,), interval_ms=(milliseconds, milliseconds))
 
 
@@ -73,7 +73,7 @@ def test_method_says_what_was_done():
     assert result.environment["torch"] == torch.__version__
 
 
-def test_calls_are_counted_exactly_where_the_batch_is_given():
+def test_calls_are_counted_exactly_if_their_number_is_given():
     calls = []
     measure(lambda: calls.append(1), warmup=4, iterations=6, calls_per_sample=5, floor=False)
     assert len(calls) == 4 + 30
@@ -141,7 +141,7 @@ def test_more_than_the_roof_is_flagged():
     assert "OVER THE ROOF" in repr(result)
 
 
-def test_a_roof_without_the_dtype_is_an_error_that_lists_what_there_is():
+def test_a_roof_without_the_dtype_is_an_error_that_lists_the_peaks():
     with pytest.raises(ValueError, match=r"no 'fp8' peak; pass dtype= one of bf16, fp32"):
         measure(busy, 0.01, iterations=1, flops=1.0, roofs=ROOFS, dtype="fp8")
 
@@ -326,7 +326,7 @@ def test_a_function_twice_as_slow_is_slower_and_the_reverse_is_faster():
     assert "as fast as" in repr(faster)
 
 
-def test_a_function_is_not_told_apart_from_itself():
+def test_a_function_is_as_fast_as_itself():
     for seed in range(5):
         result = compare(busy, busy, 0.3, warmup=1, iterations=40, same_within=0.05, order="random", seed=seed)
         assert result.verdict in ("same", "not enough data"), result
@@ -334,7 +334,7 @@ def test_a_function_is_not_told_apart_from_itself():
 
 
 def timed_turns(turns):
-    """Turns without the untimed call that each function makes where it follows the other."""
+    """Return the turns without the untimed call of a function that follows the other."""
     return "".join(turn for before, turn in zip([turns[0], *turns[:-1]], turns, strict=True) if turn == before)
 
 
@@ -352,8 +352,8 @@ def test_samples_of_a_and_b_are_interleaved():
         order="random",
         seed=1,
     )
-    told = timed_turns(turns)
-    assert len(told) == 128 and {told[i : i + 2] for i in range(0, 128, 2)} == {"ab", "ba"}
+    timed = timed_turns(turns)
+    assert len(timed) == 128 and {timed[i : i + 2] for i in range(0, 128, 2)} == {"ab", "ba"}
 
 
 def test_too_few_pairs_give_no_verdict():

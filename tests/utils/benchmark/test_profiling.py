@@ -1,4 +1,4 @@
-"""Traces are written whole, read back, and added up right: on real profiles and on hand-made ones."""
+"""Traces are written whole, read back and added up correctly, for real profiles and hand-made traces."""
 
 import gzip
 import itertools
@@ -130,7 +130,7 @@ def bar(name, start, duration, category="kernel", stream=7, device=0, correlatio
 
 @pytest.fixture
 def gpu_trace(tmp_path):
-    """Nvjet 0-10, gelu 15-20, copy on another stream 18-30, nvjet 40-50: busy 35, idle 15."""
+    """Write a trace: nvjet 0-10, gelu 15-20, copy on another stream 18-30, nvjet 40-50: busy 35, idle 15."""
     events = [
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "python"}},
         bar("cudaLaunchKernel", -5, 2, "cuda_runtime", stream=4242, correlation=11),
@@ -147,11 +147,11 @@ def gpu_trace(tmp_path):
 
 
 def test_gaps_between_kernels(gpu_trace):
-    found = launch_gaps(gpu_trace)
-    assert (found["span_us"], found["busy_us"], found["idle_us"]) == (50.0, 35.0, 15.0)
-    assert found["idle_share"] == pytest.approx(0.3) and found["kernels"] == 4
-    assert [gap["duration_us"] for gap in found["gaps"]] == [10.0, 5.0]
-    assert found["gaps"][0]["after"].startswith("Memcpy") and found["gaps"][0]["before"].startswith("nvjet")
+    idle = launch_gaps(gpu_trace)
+    assert (idle["span_us"], idle["busy_us"], idle["idle_us"]) == (50.0, 35.0, 15.0)
+    assert idle["idle_share"] == pytest.approx(0.3) and idle["kernels"] == 4
+    assert [gap["duration_us"] for gap in idle["gaps"]] == [10.0, 5.0]
+    assert idle["gaps"][0]["after"].startswith("Memcpy") and idle["gaps"][0]["before"].startswith("nvjet")
     assert len(launch_gaps(gpu_trace, longest=1)["gaps"]) == 1
     with pytest.raises(ValueError, match=r"no kernels of GPU 3; it has those of \[0\]"):
         launch_gaps(gpu_trace, device=3)
@@ -195,7 +195,7 @@ def test_self_time_on_hand_made_nesting():
     assert rows == {"outer": 30.0, "middle": 20.0, "inner": 30.0, "second": 20.0, "elsewhere": 40.0}
 
 
-def test_damaged_and_foreign_files_are_told_in_sentences(prof, tmp_path):
+def test_damaged_and_foreign_files_are_errors_in_sentences(prof, tmp_path):
     whole = export_chrome_trace(prof, tmp_path / "whole.json").read_bytes()
     packed = export_chrome_trace(prof, tmp_path / "whole.json.gz").read_bytes()
     cases = {

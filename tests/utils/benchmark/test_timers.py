@@ -126,7 +126,7 @@ def test_a_function_that_waits_for_the_gpu_is_timed_with_its_gaps_and_says_so(st
 
 
 def test_a_function_that_waits_does_not_spoil_the_other_one(stream):
-    """Both in one comparison: each keeps its own way of being timed."""
+    """In one comparison, each function keeps its own way of being timed."""
 
     def waits():
         stream.launch(0.5)
@@ -166,7 +166,7 @@ def test_the_gpu_hardly_rests_between_bursts_of_long_kernels(stream):
 
 
 def test_a_warm_cache_is_the_functions_own(stream, monkeypatch):
-    """Functions that take turns: an untimed call goes before a sample that follows the other's, where it matters."""
+    """Functions that take turns make an untimed call before a sample that follows the other's, if it matters."""
 
     def cached(name, cold, warm):
         def run():
@@ -185,7 +185,7 @@ def test_a_warm_cache_is_the_functions_own(stream, monkeypatch):
     assert a.timed_runs == b.timed_runs == 10 and a.calibration_calls and b.calibration_calls
     long = cached("long", 3.1, 3.0)
     timer.warm_up(long, 4, None)
-    assert timer.sample([a, long])[1] == pytest.approx(3.1)  # as it comes: it hardly matters there
+    assert timer.sample([a, long])[1] == pytest.approx(3.1)  # no untimed call: for a long function it hardly matters
     flushed = gpu_timer(stream, monkeypatch, cold=True)
     untimed = a.calibration_calls
     flushed.sample([a, b, b, a])
@@ -242,7 +242,7 @@ def test_inputs_take_turns_across_samples():
     assert seen == ["a", "b", "c", "a", "b", "c"]
 
 
-def test_the_collector_is_held_back_and_given_back():
+def test_the_garbage_collector_pauses_and_resumes():
     during = []
     timer, call = CpuTimer(cold=False), Call(lambda: during.append(gc.isenabled()), [()], {}, "f")
     assert gc.isenabled()
@@ -260,7 +260,7 @@ def test_the_cpu_flush_streams_more_than_the_last_level_cache(monkeypatch):
     assert timer._buffer.unique().tolist() == [3]  # every line was written, once a sample
 
 
-def test_an_unknown_cache_is_flushed_with_64_mb_and_said(monkeypatch):
+def test_an_unknown_cache_is_flushed_with_64_mb_and_noted(monkeypatch):
     monkeypatch.setattr(cpu_timer, "last_level_cache_bytes", lambda: None)
     timer = CpuTimer(cold=True)
     assert timer.flush_bytes == 64 * 1024**2

@@ -1,4 +1,4 @@
-"""Which row a GPU name is, and what the probes answer on this machine and on made-up ones."""
+"""The row of each GPU name, and the answers of the probes on this machine and on simulated machines."""
 
 import os
 import stat
@@ -43,7 +43,7 @@ def fresh_probes():
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A machine with an H200, as far as the probes ask before they run anything on it."""
+    """Pretend a machine with an H200, up to the point where a probe runs something on it."""
     pretend_gpu(monkeypatch, (9, 0))
 
 
@@ -235,7 +235,7 @@ def test_the_interpreter_that_is_promised_runs_a_kernel(tmp_path):
     assert out == "interpreter 56.0"
 
 
-def test_triton_on_a_gpu_compiles_unless_told_otherwise(monkeypatch, hopper):
+def test_triton_on_a_gpu_compiles_unless_the_interpreter_is_requested(monkeypatch, hopper):
     monkeypatch.setattr(device, "_triton_imported_as", lambda: None)
     monkeypatch.setattr(device, "_c_compiler", lambda: Support(True))
     pretend_versions(monkeypatch, triton="3.6.0")
@@ -330,7 +330,7 @@ def test_a_compiler_that_fails_is_found_out(monkeypatch, tmp_path):
     assert not support and "fatal error: Python.h" in support.reason and "python3-dev" in support.remedy
 
 
-def test_a_cpu_without_avx2_is_told(monkeypatch):
+def test_a_cpu_without_avx2_is_named(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
     support = device._compile_on_cpu()
     assert not support and "AVX2" in support.reason

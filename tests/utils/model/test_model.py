@@ -1,4 +1,4 @@
-"""The decoder layer against the same layer written out by hand in float64."""
+"""The decoder layer against the same layer written by hand in float64."""
 
 import functools
 
@@ -48,7 +48,7 @@ def decode(built, token, position, cache):
 
 
 def reference(layer, hidden_states):
-    """A Gemma-3 decoder layer over a whole sequence, in float64, one line of algebra after the other."""
+    """Compute a Gemma-3 decoder layer over a whole sequence in float64, line by line."""
     weights = {name: weight.detach().cpu().double() for name, weight in layer.named_parameters()}
     config, attention = layer.config, layer.self_attn
     x = hidden_states.cpu().double()
