@@ -56,6 +56,11 @@ class Support:
         return self.ok
 
 
+def unsupported(reason: str, remedy: str) -> Support:
+    """Return the Support of something that does not run here."""
+    return Support(False, reason, remedy)
+
+
 def default_device() -> torch.device:
     """Return the device that the labs use: the current NVIDIA GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -93,14 +98,12 @@ def compute_capability() -> tuple[int, int] | None:
 def cuda_support() -> Support:
     """Whether torch computes on an NVIDIA GPU here, tried with one addition."""
     if torch.version.cuda is None:
-        return Support(
-            False,
+        return unsupported(
             f"torch {torch.__version__} is built without CUDA.",
             "Install a CUDA build of torch on a machine with an NVIDIA GPU.",
         )
     if not torch.cuda.is_available():
-        return Support(
-            False,
+        return unsupported(
             f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, finds no usable NVIDIA GPU.",
             "Run on a machine with an NVIDIA GPU, and see with nvidia-smi that its driver answers.",
         )
@@ -108,8 +111,7 @@ def cuda_support() -> Support:
     try:
         (torch.ones(1, device="cuda") + 1).item()
     except RuntimeError as error:
-        return Support(
-            False,
+        return unsupported(
             f"{name} is there, but torch {torch.__version__} cannot compute on it: {first_line(error)}",
             f"Install a torch build that lists this GPU's sm_{''.join(map(str, compute_capability() or ()))}.",
         )
@@ -129,16 +131,15 @@ def triton_support() -> Support:
 def _triton() -> tuple[str | None, Support]:
     version = package_version("triton")
     if version is None:
-        return None, Support(
-            False, "Triton is not installed.", "Install the package triton; it has wheels for Linux only."
+        return None, unsupported(
+            "Triton is not installed.", "Install the package triton; it has wheels for Linux only."
         )
     requested = "interpreter" if interpreter_requested() else "compiled"
     imported = _triton_imported_as()
     if imported not in (None, requested):
         how = {"interpreter": "with TRITON_INTERPRET=1", "compiled": "without TRITON_INTERPRET=1"}
         mode = requested if cuda_support() else "interpreter"
-        return None, Support(
-            False,
+        return None, unsupported(
             f"Triton {version} was imported {how[imported]} and has one mode for the whole process.",
             f"Restart Python {how[mode]} from the first import of triton on.",
         )
@@ -147,8 +148,7 @@ def _triton() -> tuple[str | None, Support]:
         return "interpreter", Support(True, f"Triton {version} runs kernels through its interpreter: {why}.")
     if not cuda_support():
         if imported == "compiled":
-            return None, Support(
-                False,
+            return None, unsupported(
                 f"Triton {version} was imported to compile, and there is no NVIDIA GPU to compile for.",
                 "Restart Python and set TRITON_INTERPRET=1 before the first import of triton.",
             )
@@ -159,8 +159,7 @@ def _triton() -> tuple[str | None, Support]:
         )
     major, minor = compute_capability() or (0, 0)
     if major < 8:
-        return None, Support(
-            False,
+        return None, unsupported(
             f"Triton {version} compiles for compute capability 8.0 and newer; this GPU has {major}.{minor}.",
             "Use a GPU of the Ampere generation or newer.",
         )
@@ -188,15 +187,14 @@ def gluon_support() -> Support:
     capability = compute_capability()
     if capability != HOPPER:
         gpu = "there is no NVIDIA GPU" if capability is None else "this GPU has {}.{}".format(*capability)
-        return Support(
-            False,
+        return unsupported(
             f"The Gluon kernels use Hopper's wgmma and TMA, compute capability 9.0, and {gpu}.",
             "Run them on an H100 or H200.",
         )
     version = package_version("triton")
     if version is None or tuple(map(int, re.findall(r"\d+", version)[:2])) < (3, 6):
         installed = f"{version} is installed" if version else "none is installed"
-        return Support(False, f"Gluon needs Triton 3.6 or newer and {installed}.", "Install triton>=3.6.")
+        return unsupported(f"Gluon needs Triton 3.6 or newer and {installed}.", "Install triton>=3.6.")
     if not (compiler := _c_compiler()):
         return compiler
     return Support(True, f"Gluon of Triton {version} compiles for compute capability 9.0.")
@@ -207,10 +205,10 @@ def offline_compile_support() -> Support:
     """Whether Triton can compile for a Hopper GPU without having one: on Linux it brings its own ptxas."""
     version = package_version("triton")
     if version is None:
-        return Support(False, "Triton is not installed.", "Install the package triton; it has wheels for Linux only.")
+        return unsupported("Triton is not installed.", "Install the package triton; it has wheels for Linux only.")
     files = metadata.files("triton") or []
     if not any(str(file).endswith("backends/nvidia/bin/ptxas") and Path(file.locate()).exists() for file in files):
-        return Support(False, f"Triton {version} came without ptxas.", "Install triton from its wheel.")
+        return unsupported(f"Triton {version} came without ptxas.", "Install triton from its wheel.")
     return Support(True, f"Triton {version} compiles for sm_90a with its own ptxas; no GPU is needed.")
 
 
@@ -222,8 +220,7 @@ def compile_support() -> Support:
 def _compile_on_gpu() -> Support:
     mode, triton = _triton()
     if mode == "interpreter":
-        return Support(
-            False,
+        return unsupported(
             "torch.compile needs Triton's compiler, and TRITON_INTERPRET is set.",
             "Restart Python without TRITON_INTERPRET.",
         )
@@ -233,24 +230,21 @@ def _compile_on_gpu() -> Support:
 @functools.cache
 def _compile_on_cpu() -> Support:
     if sys.platform == "win32":
-        return Support(False, "torch.compile on a CPU is not tested on Windows.", "Use WSL 2.")
+        return unsupported("torch.compile on a CPU is not tested on Windows.", "Use WSL 2.")
     if not torch.cpu._is_avx2_supported():
-        return Support(
-            False,
+        return unsupported(
             "torch.compile of FlexAttention on a CPU needs AVX2, which this CPU does not have.",
             "Run on an x86 CPU with AVX2 or on an NVIDIA GPU.",
         )
     # Inductor's own choice: CXX, else g++ (clang++ on macOS).
     command = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(command) is None:
-        return Support(
-            False,
+        return unsupported(
             f"torch.compile on a CPU needs a C++ compiler, and {command!r} is not on PATH.",
             "Install g++ (on Debian or Ubuntu: apt install g++), or name a compiler in CXX.",
         )
     if fault := _build_fault(command):
-        return Support(
-            False,
+        return unsupported(
             f"The C++ compiler {command!r} does not build a Python extension with AVX2: {fault}",
             "Install a complete g++ and this Python's header files (on Debian or Ubuntu: python3-dev).",
         )
@@ -285,19 +279,18 @@ def flash_attn_support(version: int = 4) -> Support:
         raise ValueError(f"FlashAttention {version!r} is not used in this course; choose 4 (CuTe DSL) or 2.")
     package, needed, extra = _FLASH_ATTENTION[version]
     if not (cuda := cuda_support()):
-        return Support(False, f"FlashAttention {version} needs an NVIDIA GPU: {cuda.reason}", cuda.remedy)
+        return unsupported(f"FlashAttention {version} needs an NVIDIA GPU: {cuda.reason}", cuda.remedy)
     capability = compute_capability() or (0, 0)
     if capability < needed:
-        return Support(
-            False,
+        return unsupported(
             f"FlashAttention {version} needs compute capability {needed[0]}.{needed[1]} or newer, "
             f"and this GPU has {capability[0]}.{capability[1]}.",
             f"Use a GPU of the {'Hopper' if version == 4 else 'Ampere'} generation or newer.",
         )
     installed = package_version(package)
     if installed is None:
-        return Support(
-            False, f"The package {package} is not installed.", f"Run pip install '.[{extra}]' in the course's folder."
+        return unsupported(
+            f"The package {package} is not installed.", f"Run pip install '.[{extra}]' in the course's folder."
         )
     return Support(True, f"{package} {installed} on compute capability {capability[0]}.{capability[1]}.")
 
@@ -306,7 +299,7 @@ def flash_attn_support(version: int = 4) -> Support:
 def cuda_graph_support() -> Support:
     """Whether CUDA graphs work here, tried with a graph of one addition."""
     if not (cuda := cuda_support()):
-        return Support(False, f"CUDA graphs need an NVIDIA GPU: {cuda.reason}", cuda.remedy)
+        return unsupported(f"CUDA graphs need an NVIDIA GPU: {cuda.reason}", cuda.remedy)
     try:
         counter = torch.zeros(1, device="cuda")
         torch.cuda.synchronize()
@@ -317,13 +310,12 @@ def cuda_graph_support() -> Support:
         graph.replay()
         replayed = counter.item() == 2.0
     except RuntimeError as error:
-        return Support(
-            False,
+        return unsupported(
             f"A CUDA graph of one addition fails: {first_line(error)}",
             "Restart Python; if that does not help, update the driver.",
         )
     if not replayed:
-        return Support(False, "A CUDA graph of one addition replays to a wrong sum.", "Update the driver.")
+        return unsupported("A CUDA graph of one addition replays to a wrong sum.", "Update the driver.")
     return Support(True, "A CUDA graph was captured and replayed.")
 
 
@@ -335,8 +327,7 @@ def _c_compiler() -> Support:
         if shutil.which(command):
             return Support(True, f"C compiler {command}.")
     missing = f"CC names {chosen!r}, which is not on PATH" if chosen else "neither gcc nor clang is on PATH"
-    return Support(
-        False,
+    return unsupported(
         f"Triton needs a C compiler to build its launchers, and {missing}.",
         "Install gcc (on Debian or Ubuntu: apt install gcc), or name a compiler in CC.",
     )
