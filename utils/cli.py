@@ -28,7 +28,7 @@ def labs() -> None:
 
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False) -> None:
-    """Say what of each lab this machine can run, and the remedy for what it cannot."""
+    """Say which parts of each lab this machine can run, and the remedy for the parts it cannot."""
     from utils.attention import provider_table
     from utils.machine.doctor import examine_machine, print_report
 
@@ -49,8 +49,8 @@ def has_display() -> bool:
 
 
 def jupyter_command(notebook: Path, port: int | None) -> list[str]:
-    """JupyterLab on one notebook, started from the folder of the labs."""
-    # As the default address and not as a file to open: the address that is printed then leads to the notebook.
+    """Return the command that starts JupyterLab on one notebook, from the folder of the labs."""
+    # The notebook is the default address, not a file to open: the address that Jupyter prints then leads to it.
     command = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={ROOT}"]
     command.append(f"--LabApp.default_url=/lab/tree/{notebook.relative_to(ROOT)}")
     if port is not None:
@@ -80,16 +80,17 @@ def open_lab(
 
 
 def mount_plugins() -> None:
-    """Adds the commands that other installed packages offer, such as the instructor's `labs build`."""
+    """Add the commands that other installed packages offer, such as the instructor's `labs build`."""
     for entry in metadata.entry_points(group="labs.commands"):
         if find_spec(entry.module.split(".")[0]) is None:
-            continue  # a student's copy has no instructor/
+            continue  # a student's copy has no instructor/ folder
         plugin = entry.load()
         app.registered_commands.extend(plugin.registered_commands)
         app.registered_groups.extend(plugin.registered_groups)
 
 
 def main() -> None:
+    """Run `labs`."""
     mount_plugins()
     app()
 

@@ -1,8 +1,8 @@
-"""Facts: what each GPU can do at most, and the shape of the model the labs take apart.
+"""Facts with their sources: the peak rates of each GPU, and the shape of the model that the labs take apart.
 
-Every tensor rate below is dense. Vendors print a rate for 2:4 structured sparsity beside it or instead of it:
-twice as high, and out of reach of an ordinary matrix product. 1 FMA counts as 2 FLOPs. 16- and 8-bit rates
-are those with FP32 accumulation, the ones torch uses.
+Every tensor rate below is dense. Vendors also print a rate for 2:4 structured sparsity, or only that rate: it is twice
+as high, and an ordinary matrix product cannot reach it. 1 FMA counts as 2 FLOPs. 16- and 8-bit rates are those with
+FP32 accumulation, which torch uses.
 """
 
 from __future__ import annotations
@@ -11,225 +11,102 @@ import difflib
 
 DTYPES = ("fp16", "bf16", "fp32", "tf32", "fp8")
 
-# fp32_tflops            TFLOP/s of the plain FMA units, no tensor cores
-# memory_bandwidth_tb_s  TB/s (1e12)
-# memory_gb              GB as the vendor names the part
-# l2_mb                  MiB
-# sram_per_sm_kb         KiB of L1 cache and shared memory together, for each SM
-# None                   the part has no such unit
-GPU_SPECS: dict[str, dict] = {
-    "A6000": {
-        "fp16_tflops": 154.8,
-        "bf16_tflops": 154.8,
-        "fp32_tflops": 38.7,
-        "tf32_tflops": 77.4,
-        "fp8_tflops": None,
-        "memory_bandwidth_tb_s": 0.768,
-        "memory_gb": 48,
-        "l2_mb": 6,
-        "sm_count": 84,
-        "sram_per_sm_kb": 128,
-        "compute_capability": (8, 6),
-        "full_name": "NVIDIA RTX A6000 48 GB",
-        "source": "NVIDIA Ampere GA102 GPU Architecture whitepaper V2.1 (2021), RTX A6000 table, dense. "
-        "The RTX A6000 datasheet prints only the sparse rate (309.7); dense is half of it.",
-    },
-    "A10": {
-        "fp16_tflops": 125.0,
-        "bf16_tflops": 125.0,
-        "fp32_tflops": 31.2,
-        "tf32_tflops": 62.5,
-        "fp8_tflops": None,
-        "memory_bandwidth_tb_s": 0.6,
-        "memory_gb": 24,
-        "l2_mb": 6,
-        "sm_count": 72,
-        "sram_per_sm_kb": 128,
-        "compute_capability": (8, 6),
-        "full_name": "NVIDIA A10 24 GB",
-        "source": "NVIDIA A10 Tensor Core GPU datasheet (2021), dense column.",
-    },
-    "A100": {
-        "fp16_tflops": 312.0,
-        "bf16_tflops": 312.0,
-        "fp32_tflops": 19.5,
-        "tf32_tflops": 156.0,
-        "fp8_tflops": None,
-        "memory_bandwidth_tb_s": 2.039,
-        "memory_gb": 80,
-        "l2_mb": 40,
-        "sm_count": 108,
-        "sram_per_sm_kb": 192,
-        "compute_capability": (8, 0),
-        "full_name": "NVIDIA A100 SXM4 80 GB",
-        "source": "NVIDIA A100 Tensor Core GPU datasheet r4 (2021), SXM 80 GB column, dense.",
-    },
-    "A100-40GB": {
-        "fp16_tflops": 312.0,
-        "bf16_tflops": 312.0,
-        "fp32_tflops": 19.5,
-        "tf32_tflops": 156.0,
-        "fp8_tflops": None,
-        "memory_bandwidth_tb_s": 1.555,
-        "memory_gb": 40,
-        "l2_mb": 40,
-        "sm_count": 108,
-        "sram_per_sm_kb": 192,
-        "compute_capability": (8, 0),
-        "full_name": "NVIDIA A100 40 GB (SXM4 or PCIe)",
-        "source": "NVIDIA A100 Tensor Core GPU Architecture whitepaper V1.0 (2020), dense.",
-    },
-    "H100": {
-        "fp16_tflops": 989.4,
-        "bf16_tflops": 989.4,
-        "fp32_tflops": 66.9,
-        "tf32_tflops": 494.7,
-        "fp8_tflops": 1978.9,
-        "memory_bandwidth_tb_s": 3.35,
-        "memory_gb": 80,
-        "l2_mb": 50,
-        "sm_count": 132,
-        "sram_per_sm_kb": 256,
-        "compute_capability": (9, 0),
-        "full_name": "NVIDIA H100 SXM5 80 GB",
-        "source": "NVIDIA H100 Tensor Core GPU Architecture whitepaper V1.04 (2023), H100 SXM5, dense. "
-        "The H100 datasheet prints only the sparse rates; dense is half of them.",
-    },
-    "H100-PCIe": {
-        "fp16_tflops": 756.0,
-        "bf16_tflops": 756.0,
-        "fp32_tflops": 51.2,
-        "tf32_tflops": 378.0,
-        "fp8_tflops": 1513.0,
-        "memory_bandwidth_tb_s": 2.0,
-        "memory_gb": 80,
-        "l2_mb": 50,
-        "sm_count": 114,
-        "sram_per_sm_kb": 256,
-        "compute_capability": (9, 0),
-        "full_name": "NVIDIA H100 PCIe 80 GB",
-        "source": "NVIDIA H100 Tensor Core GPU Architecture whitepaper V1.04 (2023), H100 PCIe, dense. "
-        "The H100 PCIe datasheet prints only the sparse rates (1,513 in bf16); dense is half of them.",
-    },
-    "H200": {
-        "fp16_tflops": 989.4,
-        "bf16_tflops": 989.4,
-        "fp32_tflops": 66.9,
-        "tf32_tflops": 494.7,
-        "fp8_tflops": 1978.9,
-        "memory_bandwidth_tb_s": 4.8,
-        "memory_gb": 141,
-        "l2_mb": 60,
-        "sm_count": 132,
-        "sram_per_sm_kb": 256,
-        "compute_capability": (9, 0),
-        "full_name": "NVIDIA H200 SXM 141 GB",
-        "source": "NVIDIA H200 Tensor Core GPU datasheet (2024), H200 SXM. It prints only the sparse rates "
-        "(1,979 in bf16); dense is half of them, given here to the digits of the H100 SXM5 whitepaper. "
-        "L2 as the driver reports it.",
-    },
-    "4090": {
-        "fp16_tflops": 165.2,
-        "bf16_tflops": 165.2,
-        "fp32_tflops": 82.6,
-        "tf32_tflops": 82.6,
-        "fp8_tflops": 330.3,
-        "memory_bandwidth_tb_s": 1.008,
-        "memory_gb": 24,
-        "l2_mb": 72,
-        "sm_count": 128,
-        "sram_per_sm_kb": 128,
-        "compute_capability": (8, 9),
-        "full_name": "NVIDIA GeForce RTX 4090 24 GB",
-        "source": "NVIDIA Ada GPU Architecture whitepaper V2.01 (2023), RTX 4090 table, dense, FP32 "
-        "accumulation (FP16 accumulation runs at twice the rate).",
-    },
-    "L4": {
-        "fp16_tflops": 121.0,
-        "bf16_tflops": 121.0,
-        "fp32_tflops": 30.3,
-        "tf32_tflops": 60.0,
-        "fp8_tflops": 242.5,
-        "memory_bandwidth_tb_s": 0.3,
-        "memory_gb": 24,
-        "l2_mb": 48,
-        "sm_count": 58,
-        "sram_per_sm_kb": 128,
-        "compute_capability": (8, 9),
-        "full_name": "NVIDIA L4 24 GB",
-        "source": "NVIDIA L4 Tensor Core GPU datasheet (2023). It prints only the sparse tensor rates "
-        "(242 in bf16, 120 in tf32, 485 in fp8); dense is half of them.",
-    },
-    "L40S": {
-        "fp16_tflops": 362.05,
-        "bf16_tflops": 362.05,
-        "fp32_tflops": 91.6,
-        "tf32_tflops": 183.0,
-        "fp8_tflops": 733.0,
-        "memory_bandwidth_tb_s": 0.864,
-        "memory_gb": 48,
-        "l2_mb": 96,
-        "sm_count": 142,
-        "sram_per_sm_kb": 128,
-        "compute_capability": (8, 9),
-        "full_name": "NVIDIA L40S 48 GB",
-        "source": "NVIDIA L40S GPU datasheet (2023), dense column.",
-    },
-    "B200": {
-        "fp16_tflops": 2250.0,
-        "bf16_tflops": 2250.0,
-        "fp32_tflops": 75.0,
-        "tf32_tflops": 1100.0,
-        "fp8_tflops": 4500.0,
-        "memory_bandwidth_tb_s": 7.7,
-        "memory_gb": 180,
-        "l2_mb": 126,
-        "sm_count": 148,
-        "sram_per_sm_kb": 256,
-        "compute_capability": (10, 0),
-        "full_name": "NVIDIA B200 SXM 180 GB",
-        "source": "NVIDIA Blackwell datasheet (2025), HGX B200 column, one GPU. It prints only the sparse "
-        "tensor rates (4,500 in bf16, 2,200 in tf32, 9,000 in fp8); dense is half of them. Other sheets "
-        "round the bandwidth to 8 TB/s. L2 as the driver reports it.",
-    },
-    "GB10": {
-        "fp16_tflops": 125.0,
-        "bf16_tflops": 125.0,
-        "fp32_tflops": 31.0,
-        "tf32_tflops": 62.5,
-        "fp8_tflops": 250.0,
-        "memory_bandwidth_tb_s": 0.273,
-        "memory_gb": 128,
-        "l2_mb": 24,
-        "sm_count": 48,
-        "sram_per_sm_kb": 128,
-        "compute_capability": (12, 1),
-        "full_name": "NVIDIA GB10 (DGX Spark) 128 GB, shared with the CPU",
-        "source": "NVIDIA DGX Spark User Guide (2025); fp32 from NVIDIA's Hot Chips 2025 talk. The vendor "
-        "prints one tensor rate, 1,000 TFLOP/s in sparse FP4; dense is half of it. fp8, bf16 and tf32 are "
-        "derived from that, half the rate for twice the width: no datasheet gives them.",
-    },
+# Column                 Key in GPU_SPECS["A100"]    Unit
+# fp16, bf16, tf32, fp8  "fp16_tflops", ...          TFLOP/s of the tensor cores; "-", None: the part has no such unit
+# fp32                   "fp32_tflops"               TFLOP/s of the plain FMA units, no tensor cores
+# TB/s                   "memory_bandwidth_tb_s"     1e12 bytes/s
+# GB                     "memory_gb"                 as the vendor names the part
+# L2                     "l2_mb"                     MiB
+# SMs                    "sm_count"
+# SRAM                   "sram_per_sm_kb"            KiB of L1 cache and shared memory together, for each SM
+# CC                     "compute_capability"        (8, 0) for 8.0
+# name                   "full_name"; the key "source" is the document of the row
+_TABLE = """
+             fp16    bf16  fp32    tf32     fp8   TB/s   GB   L2  SMs  SRAM    CC  name
+A6000       154.8   154.8  38.7    77.4       -  0.768   48    6   84   128   8.6  NVIDIA RTX A6000 48 GB
+A10         125.0   125.0  31.2    62.5       -    0.6   24    6   72   128   8.6  NVIDIA A10 24 GB
+A100        312.0   312.0  19.5   156.0       -  2.039   80   40  108   192   8.0  NVIDIA A100 SXM4 80 GB
+A100-40GB   312.0   312.0  19.5   156.0       -  1.555   40   40  108   192   8.0  NVIDIA A100 40 GB (SXM4 or PCIe)
+H100        989.4   989.4  66.9   494.7  1978.9   3.35   80   50  132   256   9.0  NVIDIA H100 SXM5 80 GB
+H100-PCIe   756.0   756.0  51.2   378.0  1513.0    2.0   80   50  114   256   9.0  NVIDIA H100 PCIe 80 GB
+H200        989.4   989.4  66.9   494.7  1978.9    4.8  141   60  132   256   9.0  NVIDIA H200 SXM 141 GB
+4090        165.2   165.2  82.6    82.6   330.3  1.008   24   72  128   128   8.9  NVIDIA GeForce RTX 4090 24 GB
+L4          121.0   121.0  30.3    60.0   242.5    0.3   24   48   58   128   8.9  NVIDIA L4 24 GB
+L40S       362.05  362.05  91.6   183.0   733.0  0.864   48   96  142   128   8.9  NVIDIA L40S 48 GB
+B200       2250.0  2250.0  75.0  1100.0  4500.0    7.7  180  126  148   256  10.0  NVIDIA B200 SXM 180 GB
+GB10        125.0   125.0  31.0    62.5   250.0  0.273  128   24   48   128  12.1  NVIDIA GB10 (DGX Spark) 128 GB, shared with the CPU
+"""
+
+_SOURCES = {
+    "A6000": (
+        "NVIDIA Ampere GA102 GPU Architecture whitepaper V2.1 (2021), RTX A6000 table, dense. The RTX A6000 "
+        "datasheet prints only the sparse rate (309.7); dense is half of it."
+    ),
+    "A10": "NVIDIA A10 Tensor Core GPU datasheet (2021), dense column.",
+    "A100": "NVIDIA A100 Tensor Core GPU datasheet r4 (2021), SXM 80 GB column, dense.",
+    "A100-40GB": "NVIDIA A100 Tensor Core GPU Architecture whitepaper V1.0 (2020), dense.",
+    "H100": (
+        "NVIDIA H100 Tensor Core GPU Architecture whitepaper V1.04 (2023), H100 SXM5, dense. The H100 datasheet "
+        "prints only the sparse rates; dense is half of them."
+    ),
+    "H100-PCIe": (
+        "NVIDIA H100 Tensor Core GPU Architecture whitepaper V1.04 (2023), H100 PCIe, dense. The H100 PCIe "
+        "datasheet prints only the sparse rates (1,513 in bf16); dense is half of them."
+    ),
+    "H200": (
+        "NVIDIA H200 Tensor Core GPU datasheet (2024), H200 SXM. It prints only the sparse rates (1,979 in bf16); "
+        "dense is half of them, given here to the digits of the H100 SXM5 whitepaper. L2 as the driver reports it."
+    ),
+    "4090": (
+        "NVIDIA Ada GPU Architecture whitepaper V2.01 (2023), RTX 4090 table, dense, FP32 accumulation (FP16 "
+        "accumulation runs at twice the rate)."
+    ),
+    "L4": (
+        "NVIDIA L4 Tensor Core GPU datasheet (2023). It prints only the sparse tensor rates (242 in bf16, 120 in "
+        "tf32, 485 in fp8); dense is half of them."
+    ),
+    "L40S": "NVIDIA L40S GPU datasheet (2023), dense column.",
+    "B200": (
+        "NVIDIA Blackwell datasheet (2025), HGX B200 column, one GPU. It prints only the sparse tensor rates (4,500 "
+        "in bf16, 2,200 in tf32, 9,000 in fp8); dense is half of them. Other sheets round the bandwidth to 8 TB/s. "
+        "L2 as the driver reports it."
+    ),
+    "GB10": (
+        "NVIDIA DGX Spark User Guide (2025); fp32 from NVIDIA's Hot Chips 2025 talk. The vendor prints one tensor "
+        "rate, 1,000 TFLOP/s in sparse FP4; dense is half of it. fp8, bf16 and tf32 are derived from that, half the "
+        "rate for twice the width: no datasheet gives them."
+    ),
 }
 
-_ALIASES = {
-    "fp16": "fp16",
-    "float16": "fp16",
-    "half": "fp16",
-    "bf16": "bf16",
-    "bfloat16": "bf16",
-    "fp32": "fp32",
-    "float32": "fp32",
-    "float": "fp32",
-    "tf32": "tf32",
-    "tensorfloat32": "tf32",
-    "fp8": "fp8",
-    "float8_e4m3fn": "fp8",
-    "float8_e5m2": "fp8",
+
+def _read_table() -> dict[str, dict]:
+    """Return GPU_SPECS: the rows of the table and their sources as dictionaries, by the name of the GPU."""
+    rates = [f"{dtype}_tflops" for dtype in DTYPES] + ["memory_bandwidth_tb_s"]
+    sizes = ["memory_gb", "l2_mb", "sm_count", "sram_per_sm_kb"]
+    specs: dict[str, dict] = {}
+    for line in _TABLE.strip().splitlines()[1:]:
+        key, *numbers, capability, full_name = line.split(maxsplit=len(rates) + len(sizes) + 2)
+        spec: dict = {name: None if text == "-" else float(text) for name, text in zip(rates, numbers, strict=False)}
+        spec |= {name: int(text) for name, text in zip(sizes, numbers[len(rates) :], strict=True)}
+        spec["compute_capability"] = tuple(map(int, capability.split(".")))
+        specs[key] = spec | {"full_name": full_name, "source": _SOURCES[key]}
+    return specs
+
+
+GPU_SPECS = _read_table()
+
+_NAMES_OF_DTYPES = {
+    "fp16": "fp16 float16 half",
+    "bf16": "bf16 bfloat16",
+    "fp32": "fp32 float32 float",
+    "tf32": "tf32 tensorfloat32",
+    "fp8": "fp8 float8_e4m3fn float8_e5m2",
 }
+_ALIASES = {alias: short for short, aliases in _NAMES_OF_DTYPES.items() for alias in aliases.split()}
 
 
 def dtype_name(dtype) -> str:
-    """Short name of a dtype ("fp16", "bf16", "fp32", "tf32", "fp8"), given as a string or a torch.dtype."""
+    """Return the short name of a dtype, "fp16", "bf16", "fp32", "tf32" or "fp8", given a string or a torch.dtype."""
     name = str(dtype).removeprefix("torch.")
     if name not in _ALIASES:
         raise ValueError(_unknown("dtype", dtype, DTYPES, _ALIASES))
@@ -237,14 +114,14 @@ def dtype_name(dtype) -> str:
 
 
 def gpu_spec(gpu_name: str) -> dict:
-    """The row of GPU_SPECS under `gpu_name`; an unknown name is an error that lists the known ones."""
+    """Return the row of GPU_SPECS under `gpu_name`; an unknown name is an error that lists the known names."""
     if not isinstance(gpu_name, str) or gpu_name not in GPU_SPECS:
         raise ValueError(_unknown("GPU", gpu_name, GPU_SPECS, GPU_SPECS))
     return GPU_SPECS[gpu_name]
 
 
 def peak_tflops(gpu_name: str, dtype="fp16") -> float:
-    """Dense peak of a GPU in TFLOP/s for one dtype; an error where the part has no unit for it."""
+    """Return the dense peak of a GPU in TFLOP/s for one dtype; it is an error if the part has no unit for it."""
     name = dtype_name(dtype)
     peak = gpu_spec(gpu_name)[f"{name}_tflops"]
     if peak is None:
@@ -256,25 +133,29 @@ def peak_tflops(gpu_name: str, dtype="fp16") -> float:
 def get_ridge_point(gpu_name: str, dtype: str = "fp16") -> float:
     """Ridge point in FLOPs/Byte: below it an operation is memory-bound, above it compute-bound.
 
-    It is the peak FLOP/s of `dtype` over the memory bandwidth of the GPU. `gpu_name` is a key of GPU_SPECS.
-    `dtype` is "fp16", "bf16", "fp32", "tf32", "fp8" or a torch.dtype: that of the operands, since an fp32
-    peak over bf16 bytes gives a ridge that no kernel has.
+    The ridge point is the peak FLOP/s of `dtype` divided by the memory bandwidth of the GPU.
+
+    Args:
+        gpu_name: a key of GPU_SPECS.
+        dtype: "fp16", "bf16", "fp32", "tf32", "fp8" or a torch.dtype, the dtype of the operands: an fp32 peak over bf16
+            bytes gives a ridge that no kernel has.
     """
     return peak_tflops(gpu_name, dtype) / gpu_spec(gpu_name)["memory_bandwidth_tb_s"]
 
 
-def _unknown(kind: str, given, known, candidates) -> str:
-    by_lower = {name.lower(): name for name in candidates}
-    nearest = difflib.get_close_matches(given.lower(), by_lower, n=1) if isinstance(given, str) else []
+def _unknown(kind: str, name, known, candidates) -> str:
+    """Return the message about an unknown name, with the nearest candidate."""
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    nearest = difflib.get_close_matches(name.lower(), by_lower, n=1) if isinstance(name, str) else []
     hint = f": did you mean {by_lower[nearest[0]]!r}?" if nearest else "."
-    return f"{given!r} is not a known {kind}{hint} Known: {', '.join(known)}."
+    return f"{name!r} is not a known {kind}{hint} Known: {', '.join(known)}."
 
 
 def _gemma_config():
     from transformers import Gemma3TextConfig
 
-    # google/gemma-3-270m-it, config.json. Transformers 5 takes one rope entry for each layer type; the older
-    # rope_theta, rope_local_base_freq and rope_scaling arguments are only read when converting old files.
+    # google/gemma-3-270m-it, config.json. Transformers 5 takes one rope entry for each layer type; it reads the older
+    # arguments rope_theta, rope_local_base_freq and rope_scaling only to convert old files.
     return Gemma3TextConfig(
         vocab_size=262_144,
         hidden_size=640,
@@ -285,7 +166,7 @@ def _gemma_config():
         head_dim=256,
         max_position_embeddings=32_768,
         sliding_window=512,
-        # Five sliding layers, then one that sees everything: layers 5, 11 and 17.
+        # Five sliding layers, then one that attends to all positions: layers 5, 11 and 17.
         layer_types=["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(18)],
         query_pre_attn_scalar=256,
         rope_parameters={
@@ -296,7 +177,7 @@ def _gemma_config():
 
 
 def __getattr__(name: str):
-    # GEMMA_CONFIG needs transformers, two seconds of import: it is built when first asked for.
+    # GEMMA_CONFIG needs transformers, whose import takes two seconds: it is built at its first use.
     if name == "GEMMA_CONFIG":
         globals()[name] = _gemma_config()
         return globals()[name]

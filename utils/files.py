@@ -1,4 +1,4 @@
-"""Where the course lies, files that are whole or not there, and the tables that another machine recorded."""
+"""The course's folder, files that are written whole or not at all, and tables that another machine recorded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent  # the folder of the labs
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace a file in one step: a reader, or a run that is killed, finds the old one or the new one."""
+    """Replace a file in one step: readers find the old or the new file, never a part, even if the run is killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:
@@ -31,9 +31,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def recorded_table(path: str | Path, table: str) -> pd.DataFrame | None:
-    """A table of a lab's record (as the lab's last cell saves it); None, said in a line, if there is no such table.
+    """Return a table from a lab's record, the file that its last cell saves; print a line and return None if missing.
 
-    Above the table stands which machine measured it, at which commit, and that this one did not.
+    A line above the table says which machine measured it, at which commit, and that this machine did not.
     """
     import pandas as pd
 

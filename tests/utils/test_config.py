@@ -108,7 +108,7 @@ def test_tensor_cores_beat_fp32_lanes_on_data_centre_parts(name):
     assert GPU_SPECS[name]["tf32_tflops"] > 1.9 * GPU_SPECS[name]["fp32_tflops"]
 
 
-def test_figures_the_course_quotes():
+def test_figures_that_the_course_quotes():
     assert GPU_SPECS["A100"]["fp32_tflops"] == 19.5
     assert round(GPU_SPECS["A100"]["memory_bandwidth_tb_s"], 1) == 2.0
     assert GPU_SPECS["A6000"]["bf16_tflops"] == 154.8  # not 309.7, the sparse rate
@@ -171,7 +171,7 @@ def test_an_unknown_gpu_names_the_nearest_and_the_known(given, nearest):
 
 
 @pytest.mark.parametrize("given", ["MI300X", "", None, 100, ["A100"]])
-def test_a_gpu_unlike_any_is_an_error_without_a_guess(given):
+def test_a_name_unlike_any_gpu_is_an_error_without_a_guess(given):
     with pytest.raises(ValueError, match=r"is not a known GPU\. Known: A6000, A10"):
         gpu_spec(given)
 

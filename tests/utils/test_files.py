@@ -1,4 +1,4 @@
-"""Recorded tables: shown with their machine and commit, and missing ones named."""
+"""Recorded tables are shown with their machine and commit, and missing tables are named."""
 
 import json
 import re
@@ -18,7 +18,7 @@ def test_a_table_comes_with_where_it_was_measured(tmp_path, capsys):
     assert capsys.readouterr().out == "Recorded on NVIDIA H200, commit 0cfa907. Not measured here:\n"
 
 
-def test_a_missing_table_or_record_is_said(tmp_path, capsys):
+def test_a_missing_table_or_record_is_reported(tmp_path, capsys):
     path = tmp_path / "lab.json"
     assert recorded_table(path, "race") is None
     path.write_text(json.dumps(RECORD))

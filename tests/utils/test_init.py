@@ -30,7 +30,7 @@ DOCUMENTED = {
 
 
 def in_fresh_python(code: str) -> dict:
-    """Runs code in a new interpreter and returns the dictionary `result` that it leaves."""
+    """Run code in a new interpreter and return the dictionary `result` that it leaves."""
     script = f"{code}\nimport json\nprint(json.dumps(result))"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return json.loads(run.stdout.splitlines()[-1])

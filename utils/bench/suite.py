@@ -26,10 +26,10 @@ from utils.bench.comparing import differences, independent_interval, speedup_ver
 from utils.bench.documents import Schema, write_json
 from utils.bench.errors import BenchError
 from utils.benchmark import intervals as stats
+from utils.benchmark.cpu_timer import cpu_flush_bytes
 from utils.benchmark.cuda_timer import gpu_flush_bytes
 from utils.benchmark.measuring import measure
 from utils.benchmark.result import Measurement
-from utils.benchmark.timers import cpu_flush_bytes
 from utils.machine.environment import environment, gpu_state
 from utils.validation import whole_number
 

@@ -1,14 +1,14 @@
 """The GPU's clock: pairs of device events around samples that are queued in bursts.
 
-The interval between two events holds whatever the stream did in between, waiting for the CPU included. A kernel of 5 us
-whose launch takes 8 us would read 8 us or more. So a spin kernel first keeps the stream busy while the CPU queues a
-burst of samples behind it, and each sample's start event is asked, once the sample is queued, whether it has already
-passed. If one has, the CPU was too slow: the burst is thrown away and repeated behind a longer spin. The spin is no
-longer than the CPU needs: a GPU that rests between bursts cools down, and at its power limit it then runs faster than
-under steady work (a bf16 matmul of 4096 on an H200: 175 us with rests, 182 to 197 us without).
+The interval between two events contains everything the stream did in between, also waiting for the CPU. A kernel of
+5 us whose launch takes 8 us would read 8 us or more. Therefore a spin kernel first keeps the stream busy while the CPU
+queues a burst of samples behind it. Right after a sample is queued, its start event is queried. If the event has
+already passed, the CPU was too slow: the burst is thrown away and repeated behind a longer spin. The spin is no longer
+than the CPU needs, because a GPU that rests between bursts cools down, and a GPU at its power limit then runs faster
+than under steady work (a bf16 matmul of 4096 on an H200: 175 us with rests, 182 to 197 us without).
 
-A function that waits for the GPU cannot be queued. It is timed as it is issued, and says so; one that takes turns with
-it is queued all the same, in bursts of its own.
+A function that waits for the GPU cannot be queued. Its samples are timed as they are issued, and a note says so. A
+function that takes turns with it is still queued, in bursts of its own.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from contextlib import contextmanager
 
 import torch
 
-from utils.benchmark.timers import Call, Timer, no_collection
+from utils.benchmark.cpu_timer import Call, Timer, collector_paused
 
 GPU_SAMPLE_MS = 0.200  # events resolve about 0.5 us: 0.25% of a sample this long
-GPU_SHORT_MS = 0.100  # shorter kernels share one pair of events
+GPU_SHORT_MS = 0.100  # several calls of a shorter kernel share one pair of events
 MAX_GPU_CALLS = 200  # calls in one sample
 BURST_ISSUE_MS = 3.0  # a stream takes about 1000 launches before the CPU has to wait: stay well below
 MAX_SPIN_MS = 50.0
 BURST_TRIES = 4
-LEAST_MARGIN, MOST_MARGIN = 1.5, 100.0  # issuing is taken to last this many times what it did in the warm-up
-SURE_OF_GPU = 0.8  # share of the shortest time seen that the GPU will surely be busy with a run
-FEWEST_GPU_FLUSH = 256 * 1024**2
+MIN_MARGIN, MAX_MARGIN = 1.5, 100.0  # the spin allows this many times the issue time that the warm-up measured
+SURE_OF_GPU = 0.8  # share of a run's shortest time for which the GPU is assumed to be busy with that run
+MIN_FLUSH_BYTES = 256 * 1024**2  # as many as triton.testing.do_bench writes
 CAPTURE_FAILED = "captured into a CUDA graph"
 
 _GPU_FLOORS: dict[tuple, float] = {}
@@ -38,7 +38,7 @@ _GPU_FLOORS: dict[tuple, float] = {}
 
 @functools.cache
 def _spin_cycles_per_ms(index: int) -> float:
-    """How far `torch.cuda._sleep` has to count for one millisecond on this GPU."""
+    """Return the count at which `torch.cuda._sleep` keeps this GPU busy for one millisecond."""
     cycles = 5_000_000
     with torch.cuda.device(index):
         torch.cuda._sleep(1000)
@@ -51,13 +51,13 @@ def _spin_cycles_per_ms(index: int) -> float:
 
 
 def gpu_flush_bytes(device: torch.device) -> int:
-    """Bytes to write so that nothing else is left in the L2: twice its size, and no less than `do_bench` writes."""
-    return max(2 * torch.cuda.get_device_properties(device).L2_cache_size, FEWEST_GPU_FLUSH)
+    """Return the bytes to write so that the L2 holds nothing else: twice its size, at least `MIN_FLUSH_BYTES`."""
+    return max(2 * torch.cuda.get_device_properties(device).L2_cache_size, MIN_FLUSH_BYTES)
 
 
 @contextmanager
-def _whose(burst: Sequence[Call], phase: str) -> Iterator[None]:
-    """An error of the GPU comes up whenever it is next asked: say what was running."""
+def _naming_the_calls(burst: Sequence[Call], phase: str) -> Iterator[None]:
+    """Add to an error of the GPU which calls were running: CUDA reports an error at some later call."""
     try:
         yield
     except Exception as error:
@@ -72,35 +72,38 @@ class CudaTimer(Timer):
     clock = "CUDA events"
     shortest_sample_ms = GPU_SAMPLE_MS
 
-    def most_runs(self, call):
+    def max_runs(self, call: Call) -> int:
+        """Return the most runs of one sample: what the CPU can issue within one burst."""
         return max(1, min(MAX_GPU_CALLS, int(BURST_ISSUE_MS / max(call.issue_ms or 0.05, 1e-3))))
 
     def __init__(self, device: torch.device, cold: bool, graph: bool, queue_ahead: bool):
-        self.device, self.graph, self.queue_ahead = device, graph, queue_ahead
-        self.notes: list[str] = []
+        self.device, self.cold, self.graph, self.queue_ahead = device, cold, graph, queue_ahead
+        self.notes = []
         self.bursts_repeated = 0
-        self.apart = False  # a burst of both functions failed: each gets bursts of its own, to see which one it was
-        self.margin = LEAST_MARGIN
+        self.separate = False  # a burst of several functions failed: each function gets bursts of its own
+        self.margin = MIN_MARGIN
         self.flush_bytes = 0
         self.cycles_per_ms = _spin_cycles_per_ms(device.index) if queue_ahead else 0.0
         if cold:
             self.flush_bytes = gpu_flush_bytes(device)
             self._buffer = torch.empty(self.flush_bytes // 4, dtype=torch.int32, device=device)
 
-    def synchronize(self):
+    def synchronize(self) -> None:
+        """Wait for the GPU."""
         torch.cuda.synchronize(self.device)
 
-    def long_enough(self, sample_ms, runs):
+    def long_enough(self, sample_ms: float, runs: int) -> bool:
+        """Whether the events resolve this sample; one run alone may be a little shorter than several together."""
         return sample_ms >= (GPU_SHORT_MS if runs == 1 else GPU_SAMPLE_MS)
 
     def capture(self, call: Call, calls_per_graph: int | None) -> Call:
-        """`call` as CUDA graphs: one for each inputs when cold or asked for, else one with many calls unrolled."""
+        """Capture the call in CUDA graphs: one for each inputs if cold or if asked for, else one of many calls."""
         if self.flush_bytes or calls_per_graph == 1:
             groups = [[args] for args in call.inputs]
         else:
             count = len(call.inputs)
             if calls_per_graph is None:
-                runs = min(10, self.most_runs(call))
+                runs = min(10, self.max_runs(call))
                 run_ms = min(self.sample([call] * 2, runs=runs, phase="calibration"))
                 call.calibration_calls += 2 * runs
                 calls_per_graph = 1
@@ -110,8 +113,8 @@ class CudaTimer(Timer):
             groups = [[call.inputs[i % count] for i in range(unrolled)]]
         graphs = []
         self.synchronize()
-        # A capture that fails leaves the random generator believing that it is still captured, and every later
-        # torch.randn on the GPU raises: a failure puts this copy of its state back.
+        # After a failed capture the random generator still believes that it is being captured, and every later
+        # torch.randn on the GPU raises. Therefore a failure restores this copy of the generator's state.
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         random_state = generator.clone_state()
         for group in groups:
@@ -134,24 +137,25 @@ class CudaTimer(Timer):
         return captured
 
     def _issue_ms(self, call: Call, runs: int | None) -> float:
-        """What the CPU needs to queue one sample: its launches, two events, and the flush or an untimed call."""
+        """Estimate the CPU time to queue one sample: its launches, two events, and the flush or an untimed call."""
         issue = call.issue_ms or 0.05
         return issue * (runs or call.runs_per_sample) + 0.03 + (0.0 if self.flush_bytes else issue)
 
     def _burst_length(self, sequence: Sequence[Call], runs: int | None) -> int:
-        """How many samples of the sequence can be issued within BURST_ISSUE_MS, at least one; none waits for the GPU
-        beside one that does not.
+        """Number of samples to queue as one burst: as many as fit in BURST_ISSUE_MS, at least one.
+
+        Calls that wait for the GPU and calls that do not are never in the same burst.
         """
         total = 0.0
         for length, call in enumerate(sequence):
             total += self._issue_ms(call, runs)
-            other = call is not sequence[0] and (self.apart or call.queueable != sequence[0].queueable)
-            if length and (total > BURST_ISSUE_MS or other):
+            mixed = call is not sequence[0] and (self.separate or call.queueable != sequence[0].queueable)
+            if length and (total > BURST_ISSUE_MS or mixed):
                 return length
         return len(sequence)
 
     def _spin_ms(self, burst: Sequence[Call], runs: int | None) -> float:
-        """How long the GPU has to be kept busy for every sample of the burst to be queued before it begins."""
+        """Return how long the GPU must spin so that every sample of the burst is queued before the GPU reaches it."""
         issued = busy = spin = 0.0
         for call in burst:
             issued += self._issue_ms(call, runs)
@@ -160,6 +164,7 @@ class CudaTimer(Timer):
         return min(MAX_SPIN_MS, spin + 0.2)
 
     def _burst(self, burst: Sequence[Call], runs: int | None, phase: str) -> tuple[list[float], bool]:
+        """Queue one burst; return the ms of its samples, and whether every sample was queued before it began."""
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in burst]
         ahead = self.queue_ahead and burst[0].queueable
         if ahead:
@@ -168,53 +173,54 @@ class CudaTimer(Timer):
             if self.flush_bytes:
                 self._buffer.zero_()
             else:
-                call.prime(self.before)
-            self.before = call
+                call.prime(self.previous)
+            self.previous = call
             begin.record()
             call.play(runs or call.runs_per_sample, phase)
             end.record()
-            with _whose(burst, phase):
+            with _naming_the_calls(burst, phase):
                 ahead = ahead and not begin.query()
-        with _whose(burst, phase):
+        with _naming_the_calls(burst, phase):
             self.synchronize()
         return [begin.elapsed_time(end) for begin, end in events], ahead
 
-    def sample(self, sequence, runs=None, phase="timed"):
-        out: list[float] = []
-        with torch.cuda.device(self.device), no_collection():
-            while len(out) < len(sequence):
-                rest = sequence[len(out) :]
+    def sample(self, sequence: Sequence[Call], runs: int | None = None, phase: str = "timed") -> list[float]:
+        """Take one sample of each call in the sequence; return the ms of one call of the user's function."""
+        times_ms: list[float] = []
+        with torch.cuda.device(self.device), collector_paused():
+            while len(times_ms) < len(sequence):
+                rest = sequence[len(times_ms) :]
                 burst = rest[: self._burst_length(rest, runs)]
-                times, ahead = self._burst(burst, runs, phase)
+                burst_ms, ahead = self._burst(burst, runs, phase)
                 tries = 1
                 while not ahead and self.queue_ahead and burst[0].queueable:
                     self.bursts_repeated += 1
                     for call in burst:
                         call.calibration_calls += (runs or call.runs_per_sample) * call.calls_per_run
-                    if tries == BURST_TRIES or self.margin >= MOST_MARGIN:
+                    if tries == BURST_TRIES or self.margin >= MAX_MARGIN:
                         self._give_up(burst)
-                        burst = []  # taken again, in another way
+                        burst = []  # its samples are taken again, in another way
                         break
                     self.margin *= 2.0
-                    times, ahead = self._burst(burst, runs, phase)
+                    burst_ms, ahead = self._burst(burst, runs, phase)
                     tries += 1
-                self.margin = max(LEAST_MARGIN, 0.8 * self.margin)
+                self.margin = max(MIN_MARGIN, 0.8 * self.margin)
                 for call in dict.fromkeys(burst):
                     call.bursts += 1
                     call.bursts_ahead += ahead
-                for call, took in zip(burst, times[: len(burst)], strict=True):
+                for call, ms in zip(burst, burst_ms[: len(burst)], strict=True):
                     count = runs or call.runs_per_sample
                     if ahead:
-                        call.gpu_ms = min(call.gpu_ms or took / count, took / count)
-                    out.append(took / (count * call.calls_per_run))
+                        call.gpu_ms = min(call.gpu_ms or ms / count, ms / count)
+                    times_ms.append(ms / (count * call.calls_per_run))
                     if phase == "timed":
                         call.timed_runs += count
-        return out
+        return times_ms
 
     def _give_up(self, burst: Sequence[Call]) -> None:
-        """The queue was not kept ahead of these calls: part them, or time the one there is as it is issued."""
+        """The queue did not stay ahead of these calls: separate them, or time a single call as it is issued."""
         if any(call is not burst[0] for call in burst):
-            self.apart, self.margin = True, LEAST_MARGIN
+            self.separate, self.margin = True, MIN_MARGIN
             return
         burst[0].queueable = False
         burst[0].notes.append(
@@ -222,19 +228,21 @@ class CudaTimer(Timer):
             "launches outrun the queue): launch gaps are included"
         )
 
-    def floor_ms(self, like):
+    def floor_ms(self, like: Call) -> float:
+        """Return the median time of an empty kernel, sampled in the same way as `like`."""
         ahead = self.queue_ahead and like.queueable
         key = (self.device.index, self.graph, ahead, like.calls_per_run, like.runs_per_sample)
         if key not in _GPU_FLOORS:
             empty = Call(torch.cuda._sleep, [(0,)], {}, "empty kernel")
-            quiet = CudaTimer(self.device, False, self.graph, ahead)
-            quiet.warm_up(empty, 10, None)
+            timer = CudaTimer(self.device, False, self.graph, ahead)
+            timer.warm_up(empty, 10, None)
             if self.graph:
-                empty = quiet.capture(empty, like.calls_per_run)
-            _GPU_FLOORS[key] = statistics.median(quiet.sample([empty] * 51, runs=like.runs_per_sample, phase="floor"))
+                empty = timer.capture(empty, like.calls_per_run)
+            _GPU_FLOORS[key] = statistics.median(timer.sample([empty] * 51, runs=like.runs_per_sample, phase="floor"))
         return _GPU_FLOORS[key]
 
-    def describe(self, call):
+    def describe(self, call: Call) -> dict:
+        """Describe the clock, the flush and the queue."""
         if not call.bursts_ahead:
             queue = "as issued: launch gaps are included"
         else:

@@ -1,12 +1,12 @@
-"""What a kernel or operator does, told from its name: pure strings, no torch.
+"""What a kernel or operator does, by its name; this module needs no torch.
 
     >>> classify("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT")
     'gemm'
 
-Names come in four dialects, each with its own rule: libraries (cuBLAS, cuDNN, CUTLASS, flash-attn), torch's own
-kernels (`at::native::...`, where the template arguments say more than the name), inductor's Triton kernels
-(`triton_poi_fused_` followed by the operators that were fused), and torch operators (`aten::...`), which is all a CPU
-trace has. Kernels that students write are told by the words in their names.
+There are four kinds of names, each with its own rule: libraries (cuBLAS, cuDNN, CUTLASS, flash-attn); torch's own
+kernels (`at::native::...`, whose template arguments say more than the name); inductor's Triton kernels
+(`triton_poi_fused_` followed by the operators that were fused); and torch's operators (`aten::...`), the only names in
+a CPU trace. Kernels that students write are classified by the words in their names.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ FAMILIES = (GEMM, ATTENTION, SOFTMAX, LAYERNORM, ELEMENTWISE, REDUCTION, MEMORY,
 # The keys that `count_cuda_kernels` documents. An attention kernel is gemm and softmax in one, a reduction neither.
 DOCUMENTED_KEY = {family: family for family in FAMILIES} | {ATTENTION: OTHER, REDUCTION: OTHER}
 
-# Library and hand-written kernels, first match wins: attention before gemm, because `flash_fwd` kernels are built of
-# gemms and say so in their template arguments.
-_PATTERNS = (
+# Library and hand-written kernels; the first match counts. Attention comes before gemm, because `flash_fwd` kernels are
+# built of gemms and name them in their template arguments.
+_WORDS_OF = (
     (ATTENTION, r"flash(?!infer)|fmha|sdpa|attention|attn|flex_decoding|mha_(fwd|bwd|varlen)"),
     (GEMM, r"gemm|gemv|nvjet|matmul|splitk|xmma|cutlass.*(tensorop|wgmma|simt)|_(mm|bmm|addmm)(_|$)|implicit_convolve"),
     (SOFTMAX, r"soft_?max"),
@@ -41,9 +41,9 @@ _PATTERNS = (
         r"|axpy|scale|swiglu|geglu|activation|dropout)|act_and_mul|fused_dropout|distribution",
     ),
 )
-_PATTERNS = tuple((family, re.compile(pattern)) for family, pattern in _PATTERNS)
+_PATTERNS = tuple((family, re.compile(pattern)) for family, pattern in _WORDS_OF)
 
-_ATEN = {
+_OPERATORS = {
     GEMM: (
         "mm bmm addmm baddbmm addbmm mv addmv matmul linear einsum dot vdot inner outer addr bilinear "
         "tensordot chain_matmul linalg_vecdot mkldnn_linear mkl_linear _scaled_mm _grouped_mm _int_mm "
@@ -76,9 +76,9 @@ _ATEN = {
         "gelu_backward silu_backward tanh_backward floor_divide"
     ),
 }
-_ATEN = {name: family for family, names in _ATEN.items() for name in names.split()}
+_ATEN = {name: family for family, names in _OPERATORS.items() for name in names.split()}
 
-# Operators that change shape and stride only, reserve memory or ask a question: nothing is computed or moved.
+# Operators that only change shape and stride, reserve memory or query something: they compute and move no data.
 _FREE = (
     "view _unsafe_view view_as reshape_alias _reshape_alias as_strided as_strided_ transpose transpose_ t "
     "t_ permute unsqueeze unsqueeze_ squeeze squeeze_ expand expand_as select slice narrow split "
@@ -92,7 +92,7 @@ _FREE = (
 )
 FREE_OPERATORS = frozenset(f"aten::{name}" for name in _FREE.split())
 
-# Operators that do nothing themselves: what they cost is what the operators inside them cost, maybe nothing.
+# Operators that only call others: their cost is the cost of the operators inside them, which may be none.
 _WRAPPERS = (
     "reshape to contiguous type_as dropout feature_dropout flatten float half double bfloat16 cpu cuda matmul linear "
     "softmax log_softmax layer_norm scaled_dot_product_attention clone _to_copy pin_memory"
@@ -100,48 +100,17 @@ _WRAPPERS = (
 WRAPPER_OPERATORS = frozenset(f"aten::{name}" for name in _WRAPPERS.split())
 
 # Words in the name of an inductor kernel that only moves data.
-_COPYING_WORDS = {
-    "clone",
-    "copy",
-    "to",
-    "cat",
-    "view",
-    "transpose",
-    "t",
-    "permute",
-    "expand",
-    "unsqueeze",
-    "squeeze",
-    "slice",
-    "stack",
-    "split",
-    "constant",
-    "pad",
-    "nd",
-    "unsafe",
-    "index",
-    "put",
-    "select",
-    "embedding",
-    "zeros",
-    "zero",
-    "fill",
-    "full",
-    "like",
-    "arange",
-    "new",
-    "lift",
-    "fresh",
-    "reshape",
-    "as",
-    "strided",
-}
+_COPYING = (
+    "clone copy to cat view transpose t permute expand unsqueeze squeeze slice stack split constant pad nd unsafe index "
+    "put select embedding zeros zero fill full like arange new lift fresh reshape as strided"
+)
+_COPYING_WORDS = frozenset(_COPYING.split())
 _TRITON = re.compile(r"^(triton|cpp)_(poi|red|per|tem|mix|for|fused)_?(?:fused_)?(.*?)(?:_\d+)?$")
 
 
 @functools.lru_cache(maxsize=16384)
 def classify(name: str) -> str:
-    """The family of a kernel or operator, one of FAMILIES."""
+    """Return the family of a kernel or operator, one of FAMILIES."""
     text = name.strip()
     if text.startswith("aten::"):
         return _classify_operator(text[6:].partition(".")[0])
@@ -156,7 +125,7 @@ def classify(name: str) -> str:
     head = re.split(r"[<(]", head, maxsplit=1)[0]
     if head.startswith("at::native::"):
         return _classify_native(head.removeprefix("at::native::"), text)
-    # A wrapper such as `cutlass::device_kernel` or `cutlass::Kernel2` says nothing: what it wraps does.
+    # Wrappers such as `cutlass::device_kernel` and `cutlass::Kernel2` say nothing; their template arguments do.
     if head.endswith(("device_kernel", "Kernel2", "::Kernel")):
         return _first_match(text)
     family = _first_match(head)
@@ -165,7 +134,7 @@ def classify(name: str) -> str:
 
 def _first_match(text: str) -> str:
     lowered = text.lower()
-    # `cat` and `copy` are asked for at the start of the bare name, not of its namespaces.
+    # `cat` and `copy` count at the start of the name without its namespaces.
     bare = lowered.rsplit("::", 1)[-1]
     for family, pattern in _PATTERNS:
         if pattern.search(lowered) or pattern.search(bare):
@@ -174,16 +143,14 @@ def _first_match(text: str) -> str:
 
 
 def _classify_native(head: str, text: str) -> str:
-    """Torch's own CUDA kernels; the elementwise frame carries copies and fills as well."""
+    """Classify one of torch's own CUDA kernels; copies and fills run in the elementwise kernel as well."""
     lowered = head.lower()
     if "elementwise" in lowered and not lowered.startswith(("index_elementwise", "_scatter_gather")):
-        functor = text.lower()
-        if re.search(r"direct_copy|copy_kernel|fillfunctor|fill_kernel|copyfunctor", functor):
-            return MEMORY
-        if re.search(r"index_?(kernel|put|fill|copy)|gather|scatter", functor):
-            return MEMORY
-        return ELEMENTWISE
-    if re.search(r"reduce_kernel", lowered):
+        moves = (
+            r"direct_copy|copy_kernel|fillfunctor|fill_kernel|copyfunctor|index_?(kernel|put|fill|copy)|gather|scatter"
+        )
+        return MEMORY if re.search(moves, text.lower()) else ELEMENTWISE
+    if "reduce_kernel" in lowered:
         return REDUCTION
     return _first_match(head)
 
@@ -202,7 +169,7 @@ def _classify_operator(name: str) -> str:
 
 
 def _classify_fused(kind: str, fused: str) -> str:
-    """A kernel of inductor's: `kind` (poi, red, per, tem, mix) and the fused operators' names."""
+    """Classify a kernel of inductor by its kind (poi, red, per, tem, mix) and the names of the fused operators."""
     words = [word for word in fused.split("_") if word and not word.isdigit()]
     has = set(words).__contains__
     if "attention" in fused or "flex_decoding" in fused:
@@ -221,10 +188,10 @@ def _classify_fused(kind: str, fused: str) -> str:
 
 
 def documented_key(name: str) -> str:
-    """The key under which `count_cuda_kernels` counts this name: attention and reductions are in "other"."""
+    """Return the key under which `count_cuda_kernels` counts this name: "other" for attention and reductions."""
     return DOCUMENTED_KEY[classify(name)]
 
 
 def is_free_operator(name: str) -> bool:
-    """True for operators that launch nothing: views, metadata, bare allocations."""
+    """Whether an operator launches nothing: views, metadata, bare allocations."""
     return name.partition(".")[0] in FREE_OPERATORS

@@ -1,6 +1,6 @@
-"""The notebooks' three questions about a function: how long, how much memory, how many kernels.
+"""The notebooks' three questions about a function: how long it takes, how much memory, and how many kernels it needs.
 
-`benchmark_latency` is one call of `utils.benchmark.measuring.measure`, which gives samples, intervals and comparisons as well.
+`benchmark_latency` is one call of `measure`, which also gives samples, intervals and comparisons.
 """
 
 from __future__ import annotations
@@ -14,43 +14,42 @@ from typing import NamedTuple
 import torch
 from torch.autograd import DeviceType
 
-from utils.benchmark.call_tensors import pick_device
 from utils.benchmark.kernel_names import ATTENTION, WRAPPER_OPERATORS, classify, documented_key, is_free_operator
-from utils.benchmark.measuring import measure
+from utils.benchmark.measuring import measure, pick_device
+from utils.validation import check_callable, whole_number
 
 KERNEL_KEYS = ("gemm", "elementwise", "softmax", "layernorm", "memory", "other")
 COMPILED_CPU_KERNEL = re.compile(r"(graph_\d+_)?(kernel_)?cpp_fused_")
 EVENTS_PER_RECORDING = 300_000  # bounds the memory of one profiler recording
 
-# One step of settling in, three of warming up the profiler, six recorded; for torch.profiler.profile(schedule=...).
+# For torch.profiler.profile(schedule=...).
 default_schedule = torch.profiler.schedule(wait=1, warmup=3, active=6)
-default_schedule.__doc__ = "Profiler schedule: waits 1 step, warms up for 3, records 6; prof.step() after each call."
+default_schedule.__doc__ = (
+    "Profiler schedule: wait for 1 step, warm up for 3, record 6; call prof.step() after each step."
+)
 
 
-def _check_counts(n_warmup: int, n_repeat: int) -> None:
-    for name, value, least in (("n_warmup", n_warmup, 0), ("n_repeat", n_repeat, 1)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} must be a whole number, {least} or more, got {value!r}.")
+def _check_arguments(caller: str, fn: Callable, n_warmup: int, n_repeat: int) -> None:
+    whole_number("n_warmup", n_warmup, 0)
+    whole_number("n_repeat", n_repeat)
+    check_callable(caller, fn)
 
 
 def benchmark_latency(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 100, **kwargs) -> float:
     """Mean latency of `fn(*args, **kwargs)` in milliseconds, over n_repeat calls after n_warmup warm-up calls.
 
     The calls follow each other with no synchronization in between, and the whole run is timed: by device events on a
-    GPU, by the host's clock on a CPU. On a GPU this is what a caller waits for, so kernels shorter than their launch
-    show the launch. `measure` gives the kernel alone, the spread, and a cold cache.
+    GPU, by the host's clock on a CPU. On a GPU this is the time that a caller waits, so for kernels shorter than their
+    launch it is the time of the launch. `measure` gives the kernel alone, the spread, and a cold cache.
 
     Args:
         fn: called exactly n_warmup + n_repeat times.
+        *args: its arguments.
         n_warmup: warm-up calls, not timed.
         n_repeat: timed calls.
+        **kwargs: its keyword arguments.
     """
-    _check_counts(n_warmup, n_repeat)
-    if not callable(fn):
-        raise TypeError(
-            f"benchmark_latency() times a function: fn must be callable, got {type(fn).__name__}. "
-            "Pass fn and its arguments apart: benchmark_latency(fn, x)."
-        )
+    _check_arguments("benchmark_latency", fn, n_warmup, n_repeat)
 
     def call() -> None:
         fn(*args, **kwargs)
@@ -68,32 +67,31 @@ def benchmark_latency(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 1
 
 
 class MemoryUse(NamedTuple):
-    """What `benchmark_memory` returns; a tuple of two numbers in GB (1e9 bytes)."""
+    """Result of `benchmark_memory`: two numbers in GB (1e9 bytes)."""
 
-    peak_memory_gb: float  # the most that was allocated at once, inputs and everything else included
-    allocated_memory_gb: float  # what the call adds to that above what was there before it
+    peak_memory_gb: float  # largest allocation at any moment, inputs and everything else included
+    allocated_memory_gb: float  # the part of it that the call adds to the memory in use before it
 
 
 def benchmark_memory(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 100, **kwargs) -> MemoryUse:
-    """(peak_memory_gb, allocated_memory_gb) of `fn(*args, **kwargs)`: tensor memory in GB (1e9 bytes).
+    """Tensor memory of `fn(*args, **kwargs)`: (peak_memory_gb, allocated_memory_gb) in GB (1e9 bytes).
 
-    `peak_memory_gb` is absolute: all tensor memory at the worst moment of n_repeat calls, the inputs included and
-    whatever else is alive. `allocated_memory_gb` is what the call adds at that moment above what was alive before it,
-    its own result included: the number to compare two functions by.
+    `peak_memory_gb` is absolute: all tensor memory at the worst moment of the n_repeat calls, including the inputs and
+    all other live tensors. `allocated_memory_gb` is the memory that the call adds at that moment to the memory in use
+    before it, its own result included. Use this number to compare two functions.
 
-    On a GPU both come from torch's allocator. On a CPU the addition is followed through torch's allocation events, and
-    the peak is that plus the storages of the tensors alive before the call; memory that libraries such as oneDNN take
-    past torch's allocator is in neither.
+    On a GPU both numbers come from torch's allocator. On a CPU the addition comes from torch's allocation events, and
+    the peak is the addition plus the storages of the tensors alive before the call. Neither contains memory that
+    libraries such as oneDNN take without torch's allocator.
 
     Args:
-        fn: called exactly n_warmup + n_repeat times; results are dropped.
+        fn: called exactly n_warmup + n_repeat times; its results are dropped.
+        *args: its arguments.
+        n_warmup: warm-up calls, not measured.
+        n_repeat: measured calls.
+        **kwargs: its keyword arguments.
     """
-    _check_counts(n_warmup, n_repeat)
-    if not callable(fn):
-        raise TypeError(
-            f"benchmark_memory() measures a function: fn must be callable, got {type(fn).__name__}. "
-            "Pass fn and its arguments apart: benchmark_memory(fn, x)."
-        )
+    _check_arguments("benchmark_memory", fn, n_warmup, n_repeat)
     device = pick_device(None, args, kwargs, fn)
 
     def call() -> None:
@@ -117,17 +115,17 @@ def benchmark_memory(fn: Callable, *args, n_warmup: int = 10, n_repeat: int = 10
 
 
 def live_cpu_tensor_bytes() -> int:
-    """Bytes of the CPU storages of all tensors that Python knows of, each storage counted once."""
+    """Return the bytes of the CPU storages of all live Python tensors, each storage counted once."""
     storages: dict[int, int] = {}
     for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.Tensor):  # isinstance would run lazy modules' properties
+        if not issubclass(type(thing), torch.Tensor):  # isinstance would run the properties of lazy modules
             continue
         for tensor in (thing, thing.grad if thing.is_leaf else None):
             if tensor is None or tensor.device.type != "cpu" or tensor.layout != torch.strided:
                 continue
             try:
                 storage = tensor.untyped_storage()
-                if storage.device.type == "cpu":  # torch.compile's fake tensors keep theirs on "meta"
+                if storage.device.type == "cpu":  # the storage of torch.compile's fake tensors is on "meta"
                     storages[storage.data_ptr()] = storage.nbytes()
             except (RuntimeError, NotImplementedError):
                 continue  # functional tensors have no storage
@@ -135,7 +133,7 @@ def live_cpu_tensor_bytes() -> int:
 
 
 def _cpu_peak_above_start(call: Callable[[], None], repeats: int) -> int:
-    """The most bytes that torch's CPU allocator held during the calls above what it held before them."""
+    """Return the largest number of bytes that torch's CPU allocator holds during the calls, less those before them."""
     if torch._C._autograd._profiler_enabled():
         raise RuntimeError(
             "benchmark_memory() follows allocations with torch's profiler, and a profiler is already "
@@ -160,12 +158,12 @@ def _cpu_peak_above_start(call: Callable[[], None], repeats: int) -> int:
 
 
 class KernelCounts(dict):
-    """Counts per step under the documented keys; what was counted and how is in the attributes.
+    """Counts per step under the documented keys; the attributes say what was counted and how.
 
     counted: "CUDA kernels", or "CPU leaf operators" for a trace without a GPU.
-    attention: fused attention kernels per step; they are gemm and softmax in one, and counted in "other".
+    attention: fused attention kernels per step. They are gemm and softmax in one kernel, so they count as "other".
     names: {key: {name: count per step}}; the full names behind each number.
-    steps: the profiled steps the trace holds; counts are divided by it.
+    steps: the number of profiled steps in the trace, by which the counts are divided.
     notes: sentences about what the numbers leave out.
     """
 
@@ -179,14 +177,14 @@ class KernelCounts(dict):
 def count_cuda_kernels(prof) -> dict[str, int]:
     """CUDA kernels per profiled step by category: gemm, elementwise, softmax, layernorm, memory, other, total.
 
-    `prof` is a finished torch.profiler.profile. With a schedule the counts are those of one active step. Profiler
-    annotations (`ProfilerStep#3`, `record_function`, NVTX ranges) are no kernels. Copies and fills, whether by a
-    kernel or by the copy engine, are "memory". Fused attention kernels and reductions are in "other"; `.attention`
-    says how many of the former.
+    `prof` is a finished torch.profiler.profile. With a schedule the counts are those of one active step. Annotations
+    (`ProfilerStep#3`, `record_function`, NVTX ranges) are not kernels. Copies and fills count as "memory", whether a
+    kernel or the copy engine does them. Fused attention kernels and reductions count as "other"; `.attention` is the
+    number of the former.
 
-    Where the trace holds no GPU work, CPU leaf operators are counted instead: operators with no working operator
-    inside them. Views, metadata and bare allocations do no work and are left out. The returned dict has the same keys,
-    and its `.counted` says which of the two it holds.
+    If the trace has no GPU work, CPU leaf operators are counted instead: operators that contain no other working
+    operator. Views, metadata and bare allocations do no work and are left out. The returned dict has the same keys, and
+    its `.counted` says which of the two was counted.
     """
     try:
         events = list(prof.events())
@@ -238,7 +236,7 @@ def _is_step(event) -> bool:
 
 
 def _cuda_kernel_names(events: list) -> list[str]:
-    """Names of what the GPU ran: kernels, copies, fills; no annotation mirrored on the GPU's lanes."""
+    """Return the names of kernels, copies and fills, without the annotations that are mirrored on the GPU's lanes."""
     annotations = {
         event.name
         for event in events
@@ -258,12 +256,9 @@ def _cuda_kernel_names(events: list) -> list[str]:
 
 
 def _leaf_operator_names(events: list) -> list[str]:
-    """Operators that did work themselves on the CPU."""
-    names: list[str] = []
-    for event in events:
-        if event.device_type == DeviceType.CPU and getattr(event, "cpu_parent", None) is None:
-            names += _working(event)
-    return names
+    """Return the operators that did work themselves on the CPU."""
+    roots = (e for e in events if e.device_type == DeviceType.CPU and getattr(e, "cpu_parent", None) is None)
+    return [name for event in roots for name in _working_operators(event)]
 
 
 def _is_operator(name: str) -> bool:
@@ -272,20 +267,21 @@ def _is_operator(name: str) -> bool:
     return "::" in name and not name.startswith(("autograd::", "torch::", "profiler::"))
 
 
-def _working(event) -> list[str]:
-    """The operators at or under this event that did work, outermost wrappers taken apart."""
+def _working_operators(event) -> list[str]:
+    """Return the operators at or inside this event that did work; of a wrapper, the operators inside it."""
     name = event.name
     if is_free_operator(name):
         return []
     children = getattr(event, "cpu_children", None) or []
     if not _is_operator(name):  # annotations, autograd nodes, modules
-        return [inner for child in children for inner in _working(child)]
-    of_children = [(child.name, _working(child)) for child in children]
-    inside = [inner for _, found in of_children for inner in found]
+        return [inner for child in children for inner in _working_operators(child)]
+    working = [(child.name, _working_operators(child)) for child in children]
+    inside = [inner for _, names in working for inner in names]
     if name in WRAPPER_OPERATORS or any(documented_key(inner) != "memory" for inner in inside):
         return inside
     if classify(name) == "memory":
         return inside or [name]
-    # It works itself. `aten::to` inside `x + 1` only wraps the number 1, a fill sets up the result; copies are real.
-    part_of_it = ("aten::to", "aten::fill_", "aten::zero_")
-    return [inner for child, found in of_children if child not in part_of_it for inner in found] + [name]
+    # This operator works itself. An `aten::to` inside `x + 1` only wraps the number 1 and a fill prepares the result:
+    # both are part of the operator. Copies are work of their own.
+    parts = ("aten::to", "aten::fill_", "aten::zero_")
+    return [inner for child, names in working if child not in parts for inner in names] + [name]

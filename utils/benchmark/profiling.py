@@ -1,9 +1,10 @@
-"""Profiles of a function: recording, Chrome traces, and tables made of them.
+"""Profiles of a function: recordings, Chrome traces, tables made from them, and what one call launched.
 
 prof = profile(fn, x)                        # a finished torch.profiler.profile
 export_chrome_trace(prof, "traces/fn.json")  # open it at https://ui.perfetto.dev
 summarize_trace(prof, top=10)                # where the time went
 launch_gaps(prof)                            # when the GPU had nothing to do
+launched(lambda: fn(x)).kernels              # which kernels one call ran
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from utils.benchmark.kernel_names import classify
 from utils.files import write_whole
+from utils.validation import check_callable, whole_number
 
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-# Chrome's "complete" events; the others name lanes, draw arrows or mark moments.
-COMPLETE = "X"
+COMPLETE = "X"  # a Chrome event with a duration; the other kinds name lanes, draw arrows or mark moments
 
 # Kineto writes a trace only once, so its text is kept here, compressed, as long as the profiler lives.
 _texts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -43,19 +45,21 @@ class TraceEvent:
     duration_us: float
     lane: str  # "GPU 0 stream 7" or "thread 4242"
     thread: int | str | None  # thread of a CPU event, stream of a GPU event
-    correlation: int | None = None  # the same number on a kernel and on the launch that caused it
+    correlation: int | None = None  # a kernel and its launch have the same number
 
     @property
     def end_us(self) -> float:
+        """End, in us after the first event of the trace."""
         return self.start_us + self.duration_us
 
     @property
     def on_gpu(self) -> bool:
+        """Whether the GPU did this: a kernel, a copy or a fill."""
         return self.category in GPU_WORK
 
     @property
     def family(self) -> str:
-        """gemm, attention, softmax, layernorm, elementwise, reduction, memory or other, told from the name."""
+        """The family by name: gemm, attention, softmax, layernorm, elementwise, reduction, memory or other."""
         return classify(self.name)
 
 
@@ -68,36 +72,33 @@ def profile(
     record_shapes: bool = False,
     **kwargs,
 ) -> torch.profiler.profile:
-    """Profile `steps` calls of `fn(*args, **kwargs)`, each a profiler step: the finished torch.profiler.profile.
+    """Profile `steps` calls of `fn(*args, **kwargs)`, one profiler step each: the finished torch.profiler.profile.
 
-    The result suits `count_cuda_kernels`, `summarize_trace`, `export_chrome_trace` and torch's own tables.
+    `count_cuda_kernels`, `summarize_trace`, `export_chrome_trace` and torch's own tables take the result.
 
     Args:
+        fn: the function.
+        *args: its arguments.
         steps: recorded calls.
-        warmup: calls before them; compilation and first-use costs stay out of the profile.
-        trace_path: also write a Chrome trace there (.json or .json.gz).
+        warmup: calls before them, so that compilation and first-use costs stay out of the profile.
+        trace_path: also write a Chrome trace to this path (.json or .json.gz).
         record_shapes: keep the operators' input shapes.
-        kwargs: passed to `fn`; for one named like an option here, use functools.partial.
+        **kwargs: keywords of `fn`. For a keyword with the name of an option here, use functools.partial.
     """
-    if not callable(fn):
-        raise TypeError(
-            f"profile() runs a function: fn must be callable, got {type(fn).__name__}. "
-            "Pass fn and its arguments apart: profile(fn, x)."
-        )
-    for name, value, least in (("steps", steps, 1), ("warmup", warmup, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} must be a whole number, {least} or more, got {value!r}.")
+    check_callable("profile", fn)
+    whole_number("steps", steps)
+    whole_number("warmup", warmup, 0)
     if trace_path is not None:
         _check_trace_path(trace_path)
     if torch._C._autograd._profiler_enabled():
-        raise RuntimeError("a profiler is already running, and torch runs one at a time; end it first.")
+        raise RuntimeError("a profiler is already running, and torch runs only one at a time; end it first.")
     on_gpu = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     for _ in range(warmup):
         fn(*args, **kwargs)
-    # One warm-up step inside as well: the profiler's own first step costs more than the others.
+    # One warm-up step inside the profiler as well: its first step costs more than the others.
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
     with torch.profiler.profile(activities=activities, schedule=schedule, record_shapes=record_shapes) as prof:
         for _ in range(1 + steps):
@@ -112,7 +113,7 @@ def profile(
 
 @contextmanager
 def nvtx_range(name: str) -> Iterator[None]:
-    """Name a stretch of code in every profile: in torch's traces, and with a GPU as an NVTX range for Nsight."""
+    """Name a block of code in every profile: in torch's traces, and with a GPU as an NVTX range for Nsight."""
     name = str(name)
     on_gpu = torch.cuda.is_available()
     with torch.profiler.record_function(name):
@@ -139,8 +140,8 @@ def _check_trace_path(path: str | os.PathLike) -> Path:
 def export_chrome_trace(prof: torch.profiler.profile, path: str | os.PathLike) -> Path:
     """Write a finished profile as a Chrome trace (.json or .json.gz) and return its path.
 
-    Folders are created. An older file of that name is replaced, in one step: a reader sees the old trace or the new
-    one, never half of one. The same profile can be written any number of times. The machine's name is left out.
+    Missing folders are created. An older file of that name is replaced in one step, so that a reader sees the old trace
+    or the new one, never a part. The same profile can be written any number of times. The machine's name is left out.
     """
     path = _check_trace_path(path)
     text = _trace_text(prof)
@@ -166,8 +167,8 @@ def _trace_text(prof) -> bytes:
             if "already saved" not in str(error):
                 raise
             raise ValueError(
-                "torch writes a profile only once, and this one was written before; use the file, or "
-                "write it with utils.export_chrome_trace, which may be called again."
+                "torch writes a profile only once, and it has already written this one; use that file, or "
+                "write profiles with utils.export_chrome_trace, which may be called again."
             ) from error
         text = raw.read_bytes()
     text = re.sub(rb'"host_name":\s*"[^"]*",?', b"", text, count=1)
@@ -188,23 +189,23 @@ def _load(trace) -> dict:
             data = gzip.decompress(data)
         record = json.loads(data)
     except (EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"{path} is no complete gzip file ({error}); write the trace again.") from error
+        raise ValueError(f"{path} is not a complete gzip file ({error}); write the trace again.") from error
     except ValueError as error:
         raise ValueError(
-            f"{path} is not valid JSON ({error}): it was cut off or is no Chrome trace; write the trace again."
+            f"{path} is not valid JSON ({error}): it was cut off or is not a Chrome trace; write the trace again."
         ) from error
     if isinstance(record, list):  # the format's short form: the bare list of events
         record = {"traceEvents": record}
     if not isinstance(record, dict) or not isinstance(record.get("traceEvents"), list):
-        raise ValueError(f'{path} is JSON and no Chrome trace: it has no list "traceEvents".')
+        raise ValueError(f'{path} is JSON but not a Chrome trace: it has no list "traceEvents".')
     return record
 
 
 def read_trace(trace) -> list[TraceEvent]:
-    """The bars of a Chrome trace file (.json, .json.gz) or of a finished profile, in order of their start."""
+    """Read the events of a Chrome trace file (.json, .json.gz) or of a finished profile, in order of their start."""
     if isinstance(trace, (list, tuple)) and all(isinstance(event, TraceEvent) for event in trace):
         return list(trace)
-    found = []
+    events = []
     for raw in _load(trace)["traceEvents"]:
         if not isinstance(raw, dict) or raw.get("ph") != COMPLETE or raw.get("cat") in (None, "Trace"):
             continue
@@ -212,31 +213,44 @@ def read_trace(trace) -> list[TraceEvent]:
             start, duration = float(raw["ts"]), float(raw.get("dur", 0.0))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the event {raw.get('name')!r} has no readable time; the trace is damaged.") from error
-        args = raw.get("args") if isinstance(raw.get("args"), dict) else {}
-        category = str(raw["cat"]).lower()
-        gpu_side = category in GPU_WORK or category == "gpu_user_annotation"
-        lane = (
-            f"GPU {args.get('device', raw.get('pid'))} stream {args.get('stream', raw.get('tid'))}"
-            if gpu_side
-            else f"thread {raw.get('tid')}"
-        )
-        found.append(
-            TraceEvent(
-                str(raw.get("name", "")), category, start, duration, lane, raw.get("tid"), args.get("correlation")
-            )
-        )
-    if not found:
-        return []
-    origin = min(event.start_us for event in found)
-    shifted = [
-        TraceEvent(e.name, e.category, e.start_us - origin, e.duration_us, e.lane, e.thread, e.correlation)
-        for e in found
-    ]
-    return sorted(shifted, key=lambda event: (event.start_us, -event.duration_us))
+        args, thread, category = raw.get("args"), raw.get("tid"), str(raw["cat"]).lower()
+        if not isinstance(args, dict):
+            args = {}
+        lane = f"thread {thread}"
+        if category in GPU_WORK or category == "gpu_user_annotation":
+            lane = f"GPU {args.get('device', raw.get('pid'))} stream {args.get('stream', thread)}"
+        name = str(raw.get("name", ""))
+        events.append(TraceEvent(name, category, start, duration, lane, thread, args.get("correlation")))
+    origin = min((event.start_us for event in events), default=0.0)
+    events = [replace(event, start_us=event.start_us - origin) for event in events]
+    return sorted(events, key=lambda event: (event.start_us, -event.duration_us))
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What one call launched: operators as the CPU saw them, kernels as the GPU saw them (none on a CPU)."""
+
+    operators: tuple[str, ...]  # names in the order of their first start
+    kernels: tuple[str, ...]  # likewise: kernels, copies and fills
+    launches: int = 0  # number of kernels, copies and fills, repeats included
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The kernels, or the operators if there was no GPU."""
+        return self.kernels or self.operators
+
+
+def launched(call: Callable[[], object]) -> Launched:
+    """Return the operators and kernels of one call, from a profile taken after two calls to warm up."""
+    events = read_trace(profile(call, steps=1, warmup=1))
+    # A region that torch.compile generated for a CPU is not an operator of torch, but its name says more.
+    operators = [event.name for event in events if event.category == "cpu_op" or "CompiledFxGraph" in event.name]
+    kernels = [event.name for event in events if event.on_gpu]
+    return Launched(tuple(dict.fromkeys(operators)), tuple(dict.fromkeys(kernels)), len(kernels))
 
 
 def _self_times(events: Sequence[TraceEvent]) -> list[float]:
-    """Each event's time less that of the events directly inside it, on its lane; `events` in order of start."""
+    """Return each event's time minus the time of the events directly inside it on its lane; `events` by start."""
     own = [event.duration_us for event in events]
     open_on: dict[str, list[int]] = {}
     for index, event in enumerate(events):
@@ -250,15 +264,15 @@ def _self_times(events: Sequence[TraceEvent]) -> list[float]:
 
 
 def summarize_trace(trace, *, of: str | None = None, top: int | None = None, dataframe: bool = False):
-    """Where the time went: one row for each name, the most expensive first.
+    """Show where the time went: one row for each name, the most expensive first.
 
-    A row is {"name", "family", "count", "total_us", "self_us", "mean_us", "share"}. `self_us` leaves out the operators
-    inside, so that shares (of all self time) add up to 1; a kernel's is its total.
+    A row is {"name", "family", "count", "total_us", "self_us", "mean_us", "share"}. An operator's `self_us` leaves out
+    the operators inside it, so the shares (of all self time) add up to 1; a kernel's `self_us` is its total.
 
     Args:
         trace: a finished profile, a trace file, or the list from `read_trace`.
-        of: "kernels" (GPU work) or "operators" (on the CPU); default: kernels where the trace has any.
-        top: only that many rows.
+        of: "kernels" (GPU work) or "operators" (on the CPU). Default: kernels if the trace has any.
+        top: number of rows to return; None returns all.
         dataframe: return a pandas.DataFrame instead of a list of dicts.
     """
     events = read_trace(trace)
@@ -266,27 +280,26 @@ def summarize_trace(trace, *, of: str | None = None, top: int | None = None, dat
         of = "kernels" if any(event.on_gpu for event in events) else "operators"
     if of not in ("kernels", "operators"):
         raise ValueError(f'of must be "kernels" or "operators", got {of!r}.')
-    if top is not None and (not isinstance(top, int) or top < 1):
-        raise ValueError(f"top must be a whole number above 0, or None for all rows, got {top!r}.")
+    if top is not None:
+        whole_number("top", top)
     chosen = [event for event in events if (event.on_gpu if of == "kernels" else event.category == "cpu_op")]
     if not chosen:
         raise ValueError(
             f"the trace holds no {of}; it has events of the categories {sorted({event.category for event in events})}."
         )
-    rows: dict[str, dict] = {}
-    # Kernels on two streams overlap without one being inside the other: each keeps its whole time.
-    own = [event.duration_us for event in chosen] if of == "kernels" else _self_times(chosen)
-    for event, self_us in zip(chosen, own, strict=True):
-        row = rows.setdefault(
-            event.name, {"name": event.name, "family": event.family, "count": 0, "total_us": 0.0, "self_us": 0.0}
-        )
+    rows: dict[str, dict[str, Any]] = {}
+    # Kernels on two streams may overlap without one being inside the other: each keeps its whole time.
+    self_times = [event.duration_us for event in chosen] if of == "kernels" else _self_times(chosen)
+    for event, self_us in zip(chosen, self_times, strict=True):
+        new_row = {"name": event.name, "family": event.family, "count": 0, "total_us": 0.0, "self_us": 0.0}
+        row = rows.setdefault(event.name, new_row)
         row["count"] += 1
         row["total_us"] += event.duration_us
         row["self_us"] += self_us
-    everything = sum(row["self_us"] for row in rows.values())
+    all_us = sum(row["self_us"] for row in rows.values())
     for row in rows.values():
         row["mean_us"] = row["total_us"] / row["count"]
-        row["share"] = row["self_us"] / everything if everything else 0.0
+        row["share"] = row["self_us"] / all_us if all_us else 0.0
     table = sorted(rows.values(), key=lambda row: -row["self_us"])[:top]
     if dataframe:
         import pandas as pd
@@ -296,10 +309,10 @@ def summarize_trace(trace, *, of: str | None = None, top: int | None = None, dat
 
 
 def launch_gaps(trace, *, device: int | None = None, longest: int = 10) -> dict:
-    """When a GPU had nothing to do between its first and its last kernel.
+    """Find when a GPU had nothing to do between its first and its last kernel.
 
     Returns {"device", "span_us", "busy_us", "idle_us", "idle_share", "kernels", "gaps"}; kernels that overlap on
-    several streams count once. `gaps` holds the `longest` ones as {"start_us", "duration_us", "after", "before"}.
+    several streams count once. `gaps` lists the `longest` gaps as {"start_us", "duration_us", "after", "before"}.
     """
     work = [event for event in read_trace(trace) if event.on_gpu]
     numbers = sorted({int(event.lane.split()[1]) for event in work})
@@ -310,13 +323,13 @@ def launch_gaps(trace, *, device: int | None = None, longest: int = 10) -> dict:
     if device not in numbers:
         raise ValueError(f"the trace holds no kernels of GPU {device}; it has those of {numbers}.")
     work = [event for event in work if int(event.lane.split()[1]) == device]
-    gaps, busy = [], 0.0
+    gaps: list[dict[str, Any]] = []
+    busy = 0.0
     last, end = work[0], work[0].start_us
     for event in work:
         if event.start_us > end:
-            gaps.append(
-                {"start_us": end, "duration_us": event.start_us - end, "after": last.name, "before": event.name}
-            )
+            gap_us = event.start_us - end
+            gaps.append({"start_us": end, "duration_us": gap_us, "after": last.name, "before": event.name})
         if event.end_us > end:
             busy += event.end_us - max(end, event.start_us)
             last, end = event, event.end_us

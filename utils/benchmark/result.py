@@ -1,4 +1,4 @@
-"""What a timing returns: Measurement (one function) and Comparison (two), with their statistics and how they print."""
+"""The results of a timing, Measurement (one function) and Comparison (two): their statistics and how they print."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from utils.benchmark import intervals as stats
+
+STATISTICS = ("median_ms", "mean_ms", "std_ms", "min_ms", "max_ms", "p5_ms", "p95_ms", "p99_ms", "tflops", "gb_s")
 
 
 @dataclass(frozen=True)
@@ -20,41 +22,49 @@ class Measurement:
     flops: float | None = None  # FLOPs of one call
     bytes: float | None = None  # bytes one call reads and writes
     dtype: str | None = None
-    roof_share: float | None = None  # time at the roof / median time; over 1 is a sign of wrong counts
-    roof: dict | None = None  # the roofs it was held against
+    roof_share: float | None = None  # time at the roof / median time; above 1 the counts are probably wrong
+    roof: dict | None = None  # the roofs behind roof_share
     method: dict = field(default_factory=dict)
     environment: dict = field(default_factory=dict)
 
     @property
     def median_ms(self) -> float:
+        """Median time of one call."""
         return float(np.median(self.samples_ms))
 
     @property
     def mean_ms(self) -> float:
+        """Mean time of one call."""
         return float(np.mean(self.samples_ms))
 
     @property
     def std_ms(self) -> float:
+        """Sample standard deviation."""
         return stats.standard_deviation(self.samples_ms)
 
     @property
     def min_ms(self) -> float:
+        """Shortest sample."""
         return min(self.samples_ms)
 
     @property
     def max_ms(self) -> float:
+        """Longest sample."""
         return max(self.samples_ms)
 
     @property
     def p5_ms(self) -> float:
+        """5th percentile."""
         return stats.percentile(self.samples_ms, 5)
 
     @property
     def p95_ms(self) -> float:
+        """95th percentile."""
         return stats.percentile(self.samples_ms, 95)
 
     @property
     def p99_ms(self) -> float:
+        """99th percentile."""
         return stats.percentile(self.samples_ms, 99)
 
     @property
@@ -69,39 +79,27 @@ class Measurement:
 
     @property
     def over_roof(self) -> bool:
-        """True if faster than the roof allows: the counts, the cache state or the roof is wrong."""
+        """True if the function is faster than the roof allows: the counts, the cache state or the roof is wrong."""
         return self.roof_share is not None and self.roof_share > 1.0
 
     @property
     def below_floor(self) -> bool:
-        """True if the time cannot be told apart from that of an empty call."""
+        """True if the time cannot be distinguished from the time of an empty call."""
         return bool(self.method.get("below_floor"))
 
     def to_dict(self) -> dict:
-        """Everything, ready for JSON: the fields, and the statistics beside the raw samples."""
-        record = asdict(self)
-        record["samples_ms"], record["interval_ms"] = list(self.samples_ms), list(self.interval_ms)
-        for name in (
-            "median_ms",
-            "mean_ms",
-            "std_ms",
-            "min_ms",
-            "max_ms",
-            "p5_ms",
-            "p95_ms",
-            "p99_ms",
-            "tflops",
-            "gb_s",
-        ):
-            record[name] = getattr(self, name)
-        return record
+        """Return all fields and statistics, ready for JSON."""
+        record = asdict(self) | {name: getattr(self, name) for name in STATISTICS}
+        return record | {"samples_ms": list(self.samples_ms), "interval_ms": list(self.interval_ms)}
 
     @classmethod
     def from_dict(cls, record: dict) -> Measurement:
-        """The measurement `to_dict` wrote; the statistics are computed again from the samples."""
+        """Return the measurement that `to_dict` wrote; the statistics are computed again from the samples."""
         missing = {"samples_ms", "interval_ms"} - set(record)
         if missing:
-            raise ValueError(f"this is no measurement: {', '.join(sorted(missing))} missing; write it with to_dict().")
+            raise ValueError(
+                f"this is not a measurement: {', '.join(sorted(missing))} missing; write it with to_dict()."
+            )
         fields = {name: record[name] for name in cls.__dataclass_fields__ if name in record}
         fields["samples_ms"] = tuple(float(value) for value in record["samples_ms"])
         fields["interval_ms"] = tuple(float(value) for value in record["interval_ms"])
@@ -122,7 +120,7 @@ class Measurement:
             rates.append(f"{self.tflops:.4g} TFLOP/s")
         if self.gb_s is not None:
             rates.append(f"{self.gb_s:.4g} GB/s")
-        if self.roof_share is not None:
+        if self.roof_share is not None and self.roof is not None:
             rates.append(f"{self.roof_share:.1%} of the {self.roof['name']} roof ({self.roof['origin']})")
         if rates:
             lines.append("  " + ", ".join(rates))
@@ -138,7 +136,7 @@ class Measurement:
         if self.below_floor:
             lines.append(
                 f"  BELOW THE FLOOR: an empty call takes {format_ms(self.method['floor_ms'])} here; "
-                'give it more work, or no more than "as short as an empty call" is known.'
+                "give the function more work, or say only that it is as short as an empty call."
             )
         lines += [f"  note: {note}" for note in self.method.get("notes", [])]
         return "\n".join(lines)
@@ -146,11 +144,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two functions timed interleaved; `speedup` is time of a / time of b over neighbours, so above 1 b is faster."""
+    """Two functions timed interleaved: `speedup` is time of a / time of b over neighbours; above 1, b is faster."""
 
     speedup: float
     interval: tuple[float, float]  # bootstrap over pairs of neighbouring samples
-    verdict: str  # "faster", "slower", "same" or "not enough data", said of b
+    verdict: str  # on b: "faster", "slower", "same" or "not enough data"
     a: Measurement
     b: Measurement
     same_within: float = 0.01
@@ -162,7 +160,7 @@ class Comparison:
         return self.speedup
 
     def sentence(self) -> str:
-        """The verdict in words."""
+        """Return the verdict in words."""
         a, b = self.a.label, self.b.label
         return {
             stats.FASTER: f"{b} is faster than {a}",
@@ -172,26 +170,14 @@ class Comparison:
         }[self.verdict]
 
     def to_dict(self) -> dict:
-        return {
-            "speedup": self.speedup,
-            "interval": list(self.interval),
-            "verdict": self.verdict,
-            "a": self.a.to_dict(),
-            "b": self.b.to_dict(),
-            "same_within": self.same_within,
-            "method": self.method,
-        }
+        """Return all fields, ready for JSON."""
+        return vars(self) | {"interval": list(self.interval), "a": self.a.to_dict(), "b": self.b.to_dict()}
 
     @classmethod
     def from_dict(cls, record: dict) -> Comparison:
-        return cls(
-            **{
-                **record,
-                "interval": tuple(record["interval"]),
-                "a": Measurement.from_dict(record["a"]),
-                "b": Measurement.from_dict(record["b"]),
-            }
-        )
+        """Return the comparison that `to_dict` wrote."""
+        sides = {side: Measurement.from_dict(record[side]) for side in ("a", "b")}
+        return cls(**(record | {"interval": tuple(record["interval"])} | sides))
 
     def __repr__(self) -> str:
         low, high = self.interval
@@ -203,7 +189,7 @@ class Comparison:
 
 
 def format_ms(value: float) -> str:
-    """A time given in ms with the unit that suits it: "1.23 s", "4.56 ms", "7.89 us" or "12 ns"."""
+    """Format a time given in ms with a suitable unit: "1.23 s", "4.56 ms", "7.89 us" or "12 ns"."""
     size = abs(value)
     if size >= 1000.0:
         return f"{value / 1e3:.4g} s"

@@ -1,7 +1,7 @@
 """The roofs of a machine: the FLOP/s and the bytes/s that nothing on it exceeds.
 
-A roof comes from a datasheet or from a measurement, and says which. A datasheet promises what clocks and unit
-counts allow; a large square matrix product and a large copy show what this machine delivers. A kernel at 70%
+A roof comes from a datasheet or from a measurement, and says which. The datasheet's roof is what clocks and unit counts
+allow. The measured roof is what this machine delivers in a large square matrix product and a large copy. A kernel at 70%
 of the first may be at 95% of the second.
 """
 
@@ -16,21 +16,21 @@ from typing import Literal
 
 import torch
 
-from utils.benchmark.measuring import measure
+from utils.benchmark.measuring import measure, pick_device
 from utils.config import DTYPES, dtype_name, gpu_spec
 from utils.machine.device import default_device, detect_gpu
 from utils.machine.environment import available_memory_bytes, cpu_model, last_level_cache_bytes
 
 _TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
-# torch multiplies fp16 matrices on a CPU at about 1 GFLOP/s: that is the library, not the machine.
+# No fp16 on a CPU: torch multiplies fp16 matrices at about 1 GFLOP/s there, which is no property of the machine.
 _MEASURED_ON = {"cpu": ("fp32", "bf16"), "cuda": ("fp16", "bf16", "fp32", "tf32")}
 
 # Side of the square product, large enough that its bytes do not matter: 2 n^3 FLOPs on 3 n^2 elements.
 _SIDE = {"cpu": 2048, "cuda": 8192}
 _COPY_BYTES = {"cpu": 256_000_000, "cuda": 4_000_000_000}
-_SMALLEST_COPY = 4  # times the last-level cache
+_MIN_COPY = 4  # times the last-level cache
 _ROUNDS, _WARMUP, _ITERATIONS = 3, 1, 4
-_BUDGET_MS = 3000.0  # no further round after that
+_BUDGET_MS = 3000.0  # no further round after this much timed work
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,19 @@ class Roofs:
     detail: str = ""  # the document, or the sizes measured
 
     def ridge_point(self, dtype) -> float:
-        """Arithmetic intensity in FLOPs/Byte at which the compute roof meets the memory roof."""
+        """Return the arithmetic intensity in FLOPs/Byte at which the compute roof meets the memory roof."""
         return self.peak_tflops(dtype) / self.memory_bandwidth_tb_s
 
     def attainable_tflops(self, intensity: float, dtype) -> float:
-        """The roof in TFLOP/s over an intensity in FLOPs/Byte: the lower of compute peak and bandwidth."""
-        return min(self.peak_tflops(dtype), _checked(intensity) * self.memory_bandwidth_tb_s)
+        """Return the roof in TFLOP/s at an intensity in FLOPs/Byte: the lower of compute and memory roof."""
+        return min(self.peak_tflops(dtype), _intensity(intensity) * self.memory_bandwidth_tb_s)
 
     def bound(self, intensity: float, dtype) -> Literal["memory", "compute"]:
-        """Which roof limits an operation of that intensity in FLOPs/Byte."""
-        return "memory" if _checked(intensity) < self.ridge_point(dtype) else "compute"
+        """Return which roof limits an operation of this intensity in FLOPs/Byte."""
+        return "memory" if _intensity(intensity) < self.ridge_point(dtype) else "compute"
 
     def peak_tflops(self, dtype) -> float:
-        """Compute roof in TFLOP/s for a dtype, named "bf16" or torch.bfloat16."""
+        """Return the compute roof in TFLOP/s for a dtype, given as "bf16" or torch.bfloat16."""
         name = dtype_name(dtype)
         if name not in self.tflops:
             raise ValueError(
@@ -66,7 +66,7 @@ class Roofs:
 
 
 def datasheet_roofs(gpu_name: str) -> Roofs:
-    """Roofs of a GPU by its datasheet: dense rates of the row `gpu_name` in GPU_SPECS."""
+    """Return the roofs of a GPU by its datasheet: the dense rates of the row `gpu_name` in GPU_SPECS."""
     spec = gpu_spec(gpu_name)
     return Roofs(
         name=spec["full_name"],
@@ -78,22 +78,22 @@ def datasheet_roofs(gpu_name: str) -> Roofs:
 
 
 def measure_roofs(device: torch.device | str | None = None, dtypes: Iterable | None = None) -> Roofs:
-    """Roofs of this machine as measured, in a few seconds: square matrix products and a large copy.
+    """Measure the roofs of this machine, in a few seconds: square matrix products and a large copy.
+
+    The best of all samples counts, since a disturbance can only lengthen a time. The products and the copy take turns
+    in several rounds, so that a short disturbance does not hit all samples of one of them.
 
     Args:
         device: "cpu" or "cuda"; by default the GPU if there is one.
-        dtypes: names or torch dtypes; by default fp32 and bf16 on a CPU; on a GPU fp16, bf16, fp32, tf32 as
-            far as it has them.
-
-    The best of all samples counts, since a disturbance only ever lengthens a time. Each product and the copy
-    take turns in several rounds, so that a short disturbance does not meet all samples of one of them.
+        dtypes: names or torch dtypes. Default on a CPU: fp32 and bf16; on a GPU: those of fp16, bf16, fp32 and tf32
+            that it has.
     """
-    device = _chosen_device(device)
-    names = _chosen_dtypes(device, dtypes)
-    side = _SIDE[device.type]
-    copy_bytes = _copy_bytes(device)
-    calls = {name: _product(device, name, side) for name in names}
-    calls["copy"] = _copy(device, copy_bytes)
+    target = pick_device(device or default_device())
+    names = _check_dtypes(target, dtypes)
+    side = _SIDE[target.type]
+    copy_bytes = _copy_bytes(target)
+    calls = {name: _product(target, name, side) for name in names}
+    calls["copy"] = _copy(target, copy_bytes)
 
     best_ms = dict.fromkeys(calls, math.inf)
     spent_ms = 0.0
@@ -101,18 +101,18 @@ def measure_roofs(device: torch.device | str | None = None, dtypes: Iterable | N
         for name, call in calls.items():
             with _fp32_products("tf32" if name == "tf32" else "ieee"):
                 times = measure(
-                    call, warmup=_WARMUP, iterations=_ITERATIONS, device=device, max_seconds=_BUDGET_MS / 1e3
+                    call, warmup=_WARMUP, iterations=_ITERATIONS, device=target, max_seconds=_BUDGET_MS / 1e3
                 )
             best_ms[name] = min(best_ms[name], times.min_ms)
             spent_ms += times.median_ms * (_WARMUP + _ITERATIONS)
         if spent_ms > _BUDGET_MS:
             break
 
-    if device.type == "cpu":
+    if target.type == "cpu":
         threads = torch.get_num_threads()
         machine = f"{cpu_model()}, {threads} thread{'s' if threads > 1 else ''}"
     else:
-        machine = torch.cuda.get_device_name(device)
+        machine = torch.cuda.get_device_name(target)
     return Roofs(
         name=machine,
         origin="measured",
@@ -127,9 +127,9 @@ _machine_roofs: dict[tuple, Roofs] = {}
 
 
 def machine_roofs(refresh: bool = False) -> Roofs:
-    """Roofs of this machine: the datasheet's if GPU_SPECS has its GPU, else measured once and kept.
+    """Return the roofs of this machine: the datasheet's if GPU_SPECS has its GPU, else measured once and kept.
 
-    `refresh=True` measures again. A CPU's roofs belong to a number of threads: another number, other roofs.
+    `refresh=True` measures again. The roofs of a CPU depend on the number of threads, so each number has its own.
     """
     row = detect_gpu()
     if row is not None:
@@ -141,30 +141,21 @@ def machine_roofs(refresh: bool = False) -> Roofs:
     return _machine_roofs[key]
 
 
-def _checked(intensity: float) -> float:
+def _intensity(intensity: float) -> float:
     if not (math.isfinite(intensity) and intensity >= 0):
         raise ValueError(f"An arithmetic intensity is a number of FLOPs/Byte, 0 or more, not {intensity!r}.")
     return intensity
 
 
-def _chosen_device(device: torch.device | str | None) -> torch.device:
-    device = default_device() if device is None else torch.device(device)
-    if device.type not in _SIDE:
-        raise ValueError(f"Roofs are measured on 'cpu' and 'cuda', not on {str(device)!r}.")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"There is no usable NVIDIA GPU to measure {str(device)!r} on; use device='cpu'.")
-    return device
-
-
-def _chosen_dtypes(device: torch.device, dtypes: Iterable | None) -> list[str]:
+def _check_dtypes(device: torch.device, dtypes: Iterable | None) -> list[str]:
     measured = _MEASURED_ON[device.type]
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         measured = ("fp16", "fp32")
-        why = f"compute capability {capability[0]}.{capability[1]} has tensor cores for fp16 alone"
+        why = f"compute capability {capability[0]}.{capability[1]} has tensor cores for fp16 only"
     elif device.type == "cpu":
         why = "torch's fp16 matrix products on a CPU run near 1 GFLOP/s, and tf32 and fp8 are formats of GPUs"
     else:
-        why = "an fp8 peak needs scaled products, which are not measured here: take datasheet_roofs()"
+        why = "an fp8 peak needs scaled products, which are not measured here: use datasheet_roofs()"
     if dtypes is None:
         return list(measured)
     if isinstance(dtypes, (str, torch.dtype)):
@@ -181,18 +172,17 @@ def _chosen_dtypes(device: torch.device, dtypes: Iterable | None) -> list[str]:
 
 
 def _copy_bytes(device: torch.device) -> int:
-    """Size of the buffer to copy: large against the last-level cache, small against the free memory."""
+    """Return the size of the copy: large compared with the last-level cache, small compared with the free memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         cache = torch.cuda.get_device_properties(device).L2_cache_size
     else:
         free = available_memory_bytes()
         cache = last_level_cache_bytes() or 0
-    wanted = max(_COPY_BYTES[device.type], _SMALLEST_COPY * cache)
-    size = wanted if free is None else min(wanted, free // 4)
-    if size < _SMALLEST_COPY * cache:
+    size = min(max(_COPY_BYTES[device.type], _MIN_COPY * cache), free // 4)
+    if size < _MIN_COPY * cache:
         raise ValueError(
-            f"A copy measures memory if it is {_SMALLEST_COPY} times the last-level cache of "
+            f"A copy measures memory only if it is {_MIN_COPY} times the last-level cache of "
             f"{cache / 1e6:.0f} MB, and a quarter of the free memory is {size / 1e6:.0f} MB. "
             f"Free some memory of {str(device)!r} first."
         )
@@ -200,27 +190,27 @@ def _copy_bytes(device: torch.device) -> int:
 
 
 def _product(device: torch.device, name: str, side: int) -> Callable[[], torch.Tensor]:
-    """A (side, side) @ (side, side) product into a buffer of its own."""
+    """Return a call that multiplies (side, side) @ (side, side) into a buffer of its own."""
     generator = torch.Generator(device).manual_seed(0)
-    # Random data: a GPU multiplies zeros faster, at a lower power.
+    # Random data: a GPU multiplies zeros faster, at lower power.
     a, b = (torch.randn(side, side, device=device, generator=generator).to(_TORCH_DTYPES[name]) for _ in range(2))
     return functools.partial(torch.mm, a, b, out=torch.empty_like(a))
 
 
 def _copy(device: torch.device, copy_bytes: int) -> Callable[[], torch.Tensor]:
-    """A copy of `copy_bytes`, which reads and writes as many."""
+    """Return a call that copies `copy_bytes`: it reads that many bytes and writes as many."""
     source = torch.ones(copy_bytes // 4, dtype=torch.float32, device=device)
     return functools.partial(torch.empty_like(source).copy_, source)
 
 
 @contextlib.contextmanager
 def _fp32_products(precision: Literal["ieee", "tf32"]) -> Iterator[None]:
-    """Multiply fp32 matrices in fp32 or in TF32, and put back what either of torch's interfaces had set."""
+    """Multiply fp32 matrices in fp32 or in TF32; restore afterwards the settings of both of torch's interfaces."""
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     before = [backend.fp32_precision for backend in backends]
     try:
         legacy = torch.get_float32_matmul_precision()
-    except RuntimeError:  # set through fp32_precision to something the older interface has no word for
+    except RuntimeError:  # fp32_precision has a value for which the older interface has no name
         legacy = None
     torch.set_float32_matmul_precision("highest" if precision == "ieee" else "high")
     try:

@@ -24,11 +24,12 @@ Triton's interpreter: `run_interpreted("gemm_tiled", a, b)` in `utils.kernels.in
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 
 import torch
+
+from utils.machine.device import interpreter_requested
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -134,7 +135,7 @@ def need_triton(name: str) -> None:
 
 def check_device(name: str, tensor: torch.Tensor, given: str) -> None:
     """A GPU tensor for compiled kernels, a CPU tensor where TRITON_INTERPRET=1 came before Triton: else an error."""
-    interpreting = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+    interpreting = interpreter_requested()
     if tensor.is_cuda and not interpreting:
         return
     if tensor.is_cuda:

@@ -1,8 +1,8 @@
 """What this machine is, what it can run, and why not.
 
-Each `*_support()` answers by trying, once, and returns a `Support`: true or false, the reason in a sentence,
-and what to do about it. None of them imports Triton: TRITON_INTERPRET is read at the first `import triton`,
-and that choice belongs to the caller.
+Each `*_support()` finds out by trying, once, and returns a `Support`: true or false, the reason in a sentence, and what
+to do about it. None of them imports Triton: TRITON_INTERPRET is read at the first `import triton`, and that choice
+belongs to the caller.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from pathlib import Path
 import torch
 
 from utils.config import GPU_SPECS
+from utils.machine.environment import package_version
 
 HOPPER = (9, 0)
 
-# The names that CUDA gives the parts in GPU_SPECS, whole: a longer name is another part. The A10G, the H100
-# NVL, the RTX 4090 D, the A100 80GB PCIe (1.935 TB/s) and a MIG slice resemble a row and have other roofs.
+# The whole names that CUDA gives to the parts in GPU_SPECS; a longer name is another part. The A10G, the H100 NVL, the
+# RTX 4090 D, the A100 80GB PCIe (1.935 TB/s) and a MIG slice have similar names and other roofs.
 _NAMES = {
     "A6000": r"(Quadro )?RTX A6000",
     "A10": r"A10",
@@ -45,7 +46,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Support:
-    """Whether something runs on this machine; true or false in a condition."""
+    """Whether something runs on this machine, why, and what to do if not; true or false in a condition."""
 
     ok: bool
     reason: str = ""
@@ -55,15 +56,20 @@ class Support:
         return self.ok
 
 
+def unsupported(reason: str, remedy: str) -> Support:
+    """Return the Support of something that does not run here."""
+    return Support(False, reason, remedy)
+
+
 def default_device() -> torch.device:
-    """The device the labs use: the current NVIDIA GPU if there is one, else the CPU."""
+    """Return the device that the labs use: the current NVIDIA GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def detect_gpu(name: str | None = None) -> str | None:
-    """The key in GPU_SPECS of this machine's GPU, or of a CUDA device name; None if no row is that part.
+    """Return the key in GPU_SPECS of this machine's GPU, or of a CUDA device name; None if no row is that part.
 
-    It never takes the nearest row: a part that is not listed has other roofs.
+    The nearest row would be wrong: a part that is not listed has other roofs.
     """
     if name is not None:
         return _row_named(name)
@@ -71,22 +77,20 @@ def detect_gpu(name: str | None = None) -> str | None:
         return None
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     row = _row_named(properties.name)
-    # A MIG slice or an MPS share may carry the whole part's name: its SM count gives it away.
+    # A MIG slice or an MPS share may have the name of the whole part, but it has fewer SMs.
     if row is not None and properties.multi_processor_count != GPU_SPECS[row]["sm_count"]:
         return None
     return row
 
 
 def _row_named(name: str) -> str | None:
-    for row, pattern in _NAMES.items():
-        # Drivers before 470 leave "NVIDIA" out.
-        if re.fullmatch(rf"(NVIDIA )?{pattern}", name.strip(), re.IGNORECASE):
-            return row
-    return None
+    # Drivers before 470 leave "NVIDIA" out.
+    rows = (row for row, part in _NAMES.items() if re.fullmatch(f"(NVIDIA )?{part}", name.strip(), re.IGNORECASE))
+    return next(rows, None)
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """Compute capability of the current GPU, such as (9, 0); None without one."""
+    """Return the compute capability of the current GPU, such as (9, 0); None without a GPU."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
@@ -94,14 +98,12 @@ def compute_capability() -> tuple[int, int] | None:
 def cuda_support() -> Support:
     """Whether torch computes on an NVIDIA GPU here, tried with one addition."""
     if torch.version.cuda is None:
-        return Support(
-            False,
+        return unsupported(
             f"torch {torch.__version__} is built without CUDA.",
             "Install a CUDA build of torch on a machine with an NVIDIA GPU.",
         )
     if not torch.cuda.is_available():
-        return Support(
-            False,
+        return unsupported(
             f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, finds no usable NVIDIA GPU.",
             "Run on a machine with an NVIDIA GPU, and see with nvidia-smi that its driver answers.",
         )
@@ -109,16 +111,15 @@ def cuda_support() -> Support:
     try:
         (torch.ones(1, device="cuda") + 1).item()
     except RuntimeError as error:
-        return Support(
-            False,
-            f"{name} is there, but torch {torch.__version__} cannot compute on it: {_first_line(error)}",
-            f"Install a torch build that lists this GPU's sm_{''.join(map(str, compute_capability()))}.",
+        return unsupported(
+            f"{name} is there, but torch {torch.__version__} cannot compute on it: {first_line(error)}",
+            f"Install a torch build that lists this GPU's sm_{''.join(map(str, compute_capability() or ()))}.",
         )
     return Support(True, f"torch {torch.__version__} computes on {name}.")
 
 
 def triton_mode() -> str | None:
-    """How Triton kernels run in this process: "compiled", "interpreter", or None where they cannot."""
+    """Return how Triton kernels run in this process: "compiled", "interpreter", or None if they cannot."""
     return _triton()[0]
 
 
@@ -128,28 +129,26 @@ def triton_support() -> Support:
 
 
 def _triton() -> tuple[str | None, Support]:
-    version = _version("triton")
+    version = package_version("triton")
     if version is None:
-        return None, Support(
-            False, "Triton is not installed.", "Install the package triton; it has wheels for Linux only."
+        return None, unsupported(
+            "Triton is not installed.", "Install the package triton; it has wheels for Linux only."
         )
-    wanted = "interpreter" if _interpreter_is_set() else "compiled"
+    requested = "interpreter" if interpreter_requested() else "compiled"
     imported = _triton_imported_as()
-    if imported not in (None, wanted):
+    if imported not in (None, requested):
         how = {"interpreter": "with TRITON_INTERPRET=1", "compiled": "without TRITON_INTERPRET=1"}
-        then = wanted if cuda_support() else "interpreter"
-        return None, Support(
-            False,
+        mode = requested if cuda_support() else "interpreter"
+        return None, unsupported(
             f"Triton {version} was imported {how[imported]} and has one mode for the whole process.",
-            f"Restart Python {how[then]} from the first import of triton on.",
+            f"Restart Python {how[mode]} from the first import of triton on.",
         )
-    if wanted == "interpreter":
+    if requested == "interpreter":
         why = "because TRITON_INTERPRET is set" if cuda_support() else "there is no NVIDIA GPU"
         return "interpreter", Support(True, f"Triton {version} runs kernels through its interpreter: {why}.")
     if not cuda_support():
         if imported == "compiled":
-            return None, Support(
-                False,
+            return None, unsupported(
                 f"Triton {version} was imported to compile, and there is no NVIDIA GPU to compile for.",
                 "Restart Python and set TRITON_INTERPRET=1 before the first import of triton.",
             )
@@ -158,10 +157,9 @@ def _triton() -> tuple[str | None, Support]:
             f"Triton {version} runs kernels only through its interpreter: there is no NVIDIA GPU.",
             "Set TRITON_INTERPRET=1 before the first import of triton.",
         )
-    major, minor = compute_capability()
+    major, minor = compute_capability() or (0, 0)
     if major < 8:
-        return None, Support(
-            False,
+        return None, unsupported(
             f"Triton {version} compiles for compute capability 8.0 and newer; this GPU has {major}.{minor}.",
             "Use a GPU of the Ampere generation or newer.",
         )
@@ -170,13 +168,13 @@ def _triton() -> tuple[str | None, Support]:
     return "compiled", Support(True, f"Triton {version} compiles kernels for compute capability {major}.{minor}.")
 
 
-def _interpreter_is_set() -> bool:
-    # The spellings that Triton takes for true.
+def interpreter_requested() -> bool:
+    """Whether TRITON_INTERPRET asks for Triton's interpreter, in any of the spellings that Triton accepts."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def _triton_imported_as() -> str | None:
-    """The mode Triton was imported in, told by its own jitted functions; None if it is not imported."""
+    """Return the mode in which Triton was imported, read from its own jitted functions; None if it is not imported."""
     standard = sys.modules.get("triton.language.standard")
     if standard is None:
         return None
@@ -188,43 +186,41 @@ def gluon_support() -> Support:
     """Whether the Gluon kernels of lab 3 run here: they need a Hopper GPU and Triton 3.6 or newer."""
     capability = compute_capability()
     if capability != HOPPER:
-        found = "there is no NVIDIA GPU" if capability is None else "this GPU has {}.{}".format(*capability)
-        return Support(
-            False,
-            f"The Gluon kernels use Hopper's wgmma and TMA, compute capability 9.0, and {found}.",
+        gpu = "there is no NVIDIA GPU" if capability is None else "this GPU has {}.{}".format(*capability)
+        return unsupported(
+            f"The Gluon kernels use Hopper's wgmma and TMA, compute capability 9.0, and {gpu}.",
             "Run them on an H100 or H200.",
         )
-    version = _version("triton")
+    version = package_version("triton")
     if version is None or tuple(map(int, re.findall(r"\d+", version)[:2])) < (3, 6):
-        found = f"{version} is installed" if version else "none is installed"
-        return Support(False, f"Gluon needs Triton 3.6 or newer and {found}.", "Install triton>=3.6.")
-    if not (compiled := _c_compiler()):
-        return compiled
+        installed = f"{version} is installed" if version else "none is installed"
+        return unsupported(f"Gluon needs Triton 3.6 or newer and {installed}.", "Install triton>=3.6.")
+    if not (compiler := _c_compiler()):
+        return compiler
     return Support(True, f"Gluon of Triton {version} compiles for compute capability 9.0.")
 
 
 @functools.cache
 def offline_compile_support() -> Support:
-    """Whether Triton can compile for a Hopper GPU that is not here: it carries its own ptxas, on Linux."""
-    version = _version("triton")
+    """Whether Triton can compile for a Hopper GPU without having one: on Linux it brings its own ptxas."""
+    version = package_version("triton")
     if version is None:
-        return Support(False, "Triton is not installed.", "Install the package triton; it has wheels for Linux only.")
+        return unsupported("Triton is not installed.", "Install the package triton; it has wheels for Linux only.")
     files = metadata.files("triton") or []
-    if not any(str(file).endswith("backends/nvidia/bin/ptxas") and file.locate().exists() for file in files):
-        return Support(False, f"Triton {version} came without ptxas.", "Install triton from its wheel.")
+    if not any(str(file).endswith("backends/nvidia/bin/ptxas") and Path(file.locate()).exists() for file in files):
+        return unsupported(f"Triton {version} came without ptxas.", "Install triton from its wheel.")
     return Support(True, f"Triton {version} compiles for sm_90a with its own ptxas; no GPU is needed.")
 
 
 def compile_support() -> Support:
-    """Whether torch.compile works here: on a CPU a C++ compiler and AVX2, on a GPU Triton."""
+    """Whether torch.compile works here: a CPU needs a C++ compiler and AVX2, a GPU needs Triton."""
     return _compile_on_cpu() if default_device().type == "cpu" else _compile_on_gpu()
 
 
 def _compile_on_gpu() -> Support:
     mode, triton = _triton()
     if mode == "interpreter":
-        return Support(
-            False,
+        return unsupported(
             "torch.compile needs Triton's compiler, and TRITON_INTERPRET is set.",
             "Restart Python without TRITON_INTERPRET.",
         )
@@ -234,33 +230,29 @@ def _compile_on_gpu() -> Support:
 @functools.cache
 def _compile_on_cpu() -> Support:
     if sys.platform == "win32":
-        return Support(False, "torch.compile on a CPU is not tried on Windows.", "Use WSL 2.")
+        return unsupported("torch.compile on a CPU is not tested on Windows.", "Use WSL 2.")
     if not torch.cpu._is_avx2_supported():
-        return Support(
-            False,
+        return unsupported(
             "torch.compile of FlexAttention on a CPU needs AVX2, which this CPU does not have.",
             "Run on an x86 CPU with AVX2 or on an NVIDIA GPU.",
         )
     # Inductor's own choice: CXX, else g++ (clang++ on macOS).
     command = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(command) is None:
-        return Support(
-            False,
+        return unsupported(
             f"torch.compile on a CPU needs a C++ compiler, and {command!r} is not on PATH.",
             "Install g++ (on Debian or Ubuntu: apt install g++), or name a compiler in CXX.",
         )
-    fault = _build_extension(command)
-    if fault:
-        return Support(
-            False,
+    if fault := _build_fault(command):
+        return unsupported(
             f"The C++ compiler {command!r} does not build a Python extension with AVX2: {fault}",
             "Install a complete g++ and this Python's header files (on Debian or Ubuntu: python3-dev).",
         )
     return Support(True, f"torch.compile builds C++ with {command} for a CPU with AVX2.")
 
 
-def _build_extension(compiler: str) -> str | None:
-    """Build what Inductor builds, a shared object on Python.h with AVX2; the error's first line, or None."""
+def _build_fault(compiler: str) -> str | None:
+    """Build a shared object with Python.h and AVX2, as Inductor does; return the error's first line, or None."""
     source = "#include <Python.h>\n#include <cmath>\n#include <immintrin.h>\n"
     source += "__m256 twice(__m256 x) { return _mm256_add_ps(x, x); }\n"
     flags = ["-shared", "-fPIC", "-mavx2", f"-I{sysconfig.get_paths()['include']}"]
@@ -272,8 +264,8 @@ def _build_extension(compiler: str) -> str | None:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         except (OSError, subprocess.TimeoutExpired) as error:
-            return _first_line(error)
-    return (_first_line(done.stderr) or f"exit status {done.returncode}") if done.returncode else None
+            return first_line(error)
+    return (first_line(done.stderr) or f"exit status {done.returncode}") if done.returncode else None
 
 
 # Version of FlashAttention: its package, the compute capability it needs, the extra that installs it.
@@ -282,56 +274,32 @@ _FLASH_ATTENTION = {4: ("flash-attn-4", (9, 0), "gpu"), 2: ("flash-attn", (8, 0)
 
 @functools.cache
 def flash_attn_support(version: int = 4) -> Support:
-    """Whether FlashAttention's own package is here: 4 (CuTe DSL, from Hopper on) or 2 (from Ampere on)."""
+    """Whether FlashAttention's own package runs here: version 4 (CuTe DSL, from Hopper on) or 2 (from Ampere on)."""
     if version not in _FLASH_ATTENTION:
         raise ValueError(f"FlashAttention {version!r} is not used in this course; choose 4 (CuTe DSL) or 2.")
     package, needed, extra = _FLASH_ATTENTION[version]
     if not (cuda := cuda_support()):
-        return Support(False, f"FlashAttention {version} needs an NVIDIA GPU: {cuda.reason}", cuda.remedy)
-    capability = compute_capability()
+        return unsupported(f"FlashAttention {version} needs an NVIDIA GPU: {cuda.reason}", cuda.remedy)
+    capability = compute_capability() or (0, 0)
     if capability < needed:
-        return Support(
-            False,
+        return unsupported(
             f"FlashAttention {version} needs compute capability {needed[0]}.{needed[1]} or newer, "
             f"and this GPU has {capability[0]}.{capability[1]}.",
             f"Use a GPU of the {'Hopper' if version == 4 else 'Ampere'} generation or newer.",
         )
-    installed = _version(package)
+    installed = package_version(package)
     if installed is None:
-        return Support(
-            False, f"The package {package} is not installed.", f"Run pip install '.[{extra}]' in the course's folder."
+        return unsupported(
+            f"The package {package} is not installed.", f"Run pip install '.[{extra}]' in the course's folder."
         )
     return Support(True, f"{package} {installed} on compute capability {capability[0]}.{capability[1]}.")
-
-
-@functools.cache
-def nvml_support() -> Support:
-    """Whether clocks, power and temperature of the GPU can be read, tried through NVML."""
-    try:
-        import pynvml
-    except ImportError:
-        return Support(False, "The package nvidia-ml-py is not installed.", "pip install nvidia-ml-py.")
-    try:
-        pynvml.nvmlInit()
-        try:
-            count = pynvml.nvmlDeviceGetCount()
-            driver = pynvml.nvmlSystemGetDriverVersion()
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError as error:
-        return Support(
-            False, f"NVML does not answer: {_first_line(error)}", "Run on a machine with an NVIDIA GPU and its driver."
-        )
-    if count == 0:
-        return Support(False, f"NVML of driver {driver} lists no GPU.", "Make a GPU visible to this process.")
-    return Support(True, f"NVML of driver {driver} lists {count} GPU{'s' if count > 1 else ''}.")
 
 
 @functools.cache
 def cuda_graph_support() -> Support:
     """Whether CUDA graphs work here, tried with a graph of one addition."""
     if not (cuda := cuda_support()):
-        return Support(False, f"CUDA graphs need an NVIDIA GPU: {cuda.reason}", cuda.remedy)
+        return unsupported(f"CUDA graphs need an NVIDIA GPU: {cuda.reason}", cuda.remedy)
     try:
         counter = torch.zeros(1, device="cuda")
         torch.cuda.synchronize()
@@ -342,37 +310,29 @@ def cuda_graph_support() -> Support:
         graph.replay()
         replayed = counter.item() == 2.0
     except RuntimeError as error:
-        return Support(
-            False,
-            f"A CUDA graph of one addition fails: {_first_line(error)}",
-            "Restart Python; if it stays, update the driver.",
+        return unsupported(
+            f"A CUDA graph of one addition fails: {first_line(error)}",
+            "Restart Python; if that does not help, update the driver.",
         )
     if not replayed:
-        return Support(False, "A CUDA graph of one addition replays to a wrong sum.", "Update the driver.")
+        return unsupported("A CUDA graph of one addition replays to a wrong sum.", "Update the driver.")
     return Support(True, "A CUDA graph was captured and replayed.")
 
 
 @functools.cache
 def _c_compiler() -> Support:
-    # Triton builds each kernel's launcher with CC, else gcc, else clang.
-    named = os.environ.get("CC")
-    for command in [named] if named else ["gcc", "clang"]:
+    """Whether there is a C compiler; Triton builds each kernel's launcher with CC, else gcc, else clang."""
+    chosen = os.environ.get("CC")
+    for command in [chosen] if chosen else ["gcc", "clang"]:
         if shutil.which(command):
             return Support(True, f"C compiler {command}.")
-    found = f"CC names {named!r}, which is not on PATH" if named else "neither gcc nor clang is on PATH"
-    return Support(
-        False,
-        f"Triton needs a C compiler to build its launchers, and {found}.",
+    missing = f"CC names {chosen!r}, which is not on PATH" if chosen else "neither gcc nor clang is on PATH"
+    return unsupported(
+        f"Triton needs a C compiler to build its launchers, and {missing}.",
         "Install gcc (on Debian or Ubuntu: apt install gcc), or name a compiler in CC.",
     )
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _first_line(error: object) -> str:
+def first_line(error: object) -> str:
+    """Return the first line of an error's message; "" if it has none."""
     return (str(error).strip().splitlines() or [""])[0]

@@ -1,14 +1,18 @@
-"""What this machine can run of each lab, and whether the installation is whole."""
+"""`labs doctor`: which parts of each lab this machine can run, and whether the installation is complete."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+import torch
+
 from utils.files import ROOT
 from utils.machine import device
+from utils.machine.environment import cpu_model, package_version
 
 DISTRIBUTION = "gpu-efficiency-labs"
 YES, NO = "[green]yes[/]", "[red]no[/]"
@@ -16,7 +20,7 @@ YES, NO = "[green]yes[/]", "[red]no[/]"
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a lab that needs more than Python and torch, and the probe that says whether it is here."""
+    """A part of a lab that needs more than Python and torch, and the probe that finds out whether it runs here."""
 
     name: str
     support: Callable[[], device.Support]
@@ -24,12 +28,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Lab:
+    """A lab and the parts of it that need more than Python and torch."""
+
     name: str
     title: str
     parts: tuple[Part, ...]
 
     @property
     def notebook(self) -> Path:
+        """Path of the notebook, whether it exists or not."""
         return ROOT / f"{self.name}.ipynb"
 
 
@@ -58,7 +65,7 @@ LABS = (
 
 
 def examine_lab(lab: Lab) -> dict:
-    """One lab on this machine: `status` is "runs", "runs in part" or "no notebook"."""
+    """Examine one lab on this machine: `status` is "runs", "runs in part" or "no notebook"."""
     parts = []
     for part in lab.parts:
         support = part.support()
@@ -71,7 +78,7 @@ def examine_lab(lab: Lab) -> dict:
 
 
 def installation_faults() -> list[str]:
-    """What makes the installation itself broken: a required package that is missing or outside its range."""
+    """List what is broken in the installation: required packages that are missing or outside their range."""
     from packaging.requirements import Requirement
 
     try:
@@ -94,31 +101,20 @@ def installation_faults() -> list[str]:
 
 
 def examine_machine(providers: list[dict]) -> dict:
-    """Everything `labs doctor` says, as plain data.
+    """Return everything that `labs doctor` says, as plain data.
 
     Args:
-        providers: the rows of `utils.attention.provider_table()`
+        providers: the rows of `utils.attention.provider_table()`.
     """
-    import platform
-
-    import torch
-
-    from utils.machine.environment import cpu_model
-
-    here = device.default_device()
-    versions = {}
-    for name in ("torch", "triton", "transformers", "nbgrader", "jupyterlab", "flash-attn-4", "flash-attn"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
+    chosen = device.default_device()
+    packages = ("torch", "triton", "transformers", "nbgrader", "jupyterlab", "flash-attn-4", "flash-attn")
     return {
         "machine": {
-            "device": str(here),
-            "name": torch.cuda.get_device_name() if here.type == "cuda" else cpu_model(),
+            "device": str(chosen),
+            "name": torch.cuda.get_device_name() if chosen.type == "cuda" else cpu_model(),
             "gpu_specs_row": device.detect_gpu(),
             "python": platform.python_version(),
-            "versions": versions,
+            "versions": {name: package_version(name) for name in packages},
         },
         "labs": [examine_lab(lab) for lab in LABS],
         "attention_providers": providers,
@@ -127,7 +123,7 @@ def examine_machine(providers: list[dict]) -> dict:
 
 
 def print_report(report: dict) -> None:
-    """The report as one table, with the reason and the remedy for what does not run."""
+    """Print the report as tables, with the reason and the remedy for each part that does not run."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

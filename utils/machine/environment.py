@@ -1,4 +1,4 @@
-"""What a time was taken on: machine, versions and commit, and the GPU's clocks, power and heat (read, never set)."""
+"""What a result was measured on: machine, versions, commit, and the GPU's clocks, power and heat (read, never set)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
+import psutil
 import torch
 
 from utils.files import ROOT
@@ -30,7 +31,8 @@ HARMLESS_REASONS = {"idle", "application clocks set"}
 
 
 @functools.cache
-def _version(distribution: str) -> str | None:
+def package_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -38,7 +40,10 @@ def _version(distribution: str) -> str | None:
 
 
 def cpu_model() -> str:
-    """The CPU's name as the system gives it, such as "AMD EPYC 9454"."""
+    """Return the CPU's name as the system gives it, such as "AMD EPYC 9454".
+
+    psutil does not know it, and py-cpuinfo needs more than a second and starts processes for it.
+    """
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             key, _, value = line.partition(":")
@@ -50,6 +55,7 @@ def cpu_model() -> str:
 
 
 def _cache_bytes(text: str) -> int:
+    """Convert "48K", the way in which Linux writes cache sizes."""
     units = {"K": 1024, "M": 1024**2, "G": 1024**3}
     text = text.strip()
     return int(text[:-1]) * units[text[-1]] if text[-1:] in units else int(text)
@@ -57,7 +63,10 @@ def _cache_bytes(text: str) -> int:
 
 @functools.cache
 def last_level_cache_bytes() -> int | None:
-    """Size of the CPU's last-level cache in bytes as Linux reports it for core 0; None where it does not."""
+    """Return the size in bytes of the last-level cache of core 0, from Linux's sysfs; None if that does not say.
+
+    psutil does not know it either, and py-cpuinfo adds up the caches of all cores.
+    """
     sizes = {}
     for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
         try:
@@ -68,15 +77,9 @@ def last_level_cache_bytes() -> int | None:
     return sizes[max(sizes)] if sizes else None
 
 
-def available_memory_bytes() -> int | None:
-    """Bytes of main memory a new allocation may take (MemAvailable); None outside Linux."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return None
+def available_memory_bytes() -> int:
+    """Return the bytes of main memory that new allocations may take without swapping."""
+    return psutil.virtual_memory().available
 
 
 def _git(*arguments: str, root: Path) -> str | None:
@@ -88,18 +91,18 @@ def _git(*arguments: str, root: Path) -> str | None:
 
 
 def git_state(root: Path | None = None) -> dict:
-    """{"commit": hash or None, "dirty": bool or None} of the project; both None outside a checkout of it.
+    """Return {"commit": hash or None, "dirty": bool or None} of the project; both None outside a checkout of it.
 
-    A copy of the tree without its history names its commit by the environment variable LABS_COMMIT, with "-dirty"
-    behind it where files differ.
+    For a copy of the tree without its history, the environment variable LABS_COMMIT names the commit, followed by
+    "-dirty" if files differ from it.
     """
     root = Path(root or ROOT)
-    named = os.environ.get("LABS_COMMIT")
-    if named:
-        return {"commit": named.removesuffix("-dirty"), "dirty": named.endswith("-dirty")}
-    top = _git("rev-parse", "--show-toplevel", root=root)
-    # A copy of the course inside somebody else's repository must not borrow that repository's commit.
-    if top is None or os.path.realpath(top) != os.path.realpath(root):
+    commit = os.environ.get("LABS_COMMIT")
+    if commit:
+        return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
+    checkout = _git("rev-parse", "--show-toplevel", root=root)
+    # A copy of the course inside another repository must not report that repository's commit.
+    if checkout is None or os.path.realpath(checkout) != os.path.realpath(root):
         return {"commit": None, "dirty": None}
     status = _git("status", "--porcelain", root=root)
     return {
@@ -114,17 +117,16 @@ def _git_state_once() -> tuple:
 
 
 def float32_matmul_precision() -> str:
-    """ "highest", "high" or "medium"; where torch's older and newer switches disagree, what the newer one says."""
+    """Return torch's setting, "highest", "high" or "medium"; if its two interfaces disagree, that of the newer one."""
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch refuses to answer once both interfaces were used
-        return {"ieee": "highest", "tf32": "high", "bf16": "medium"}.get(
-            torch.backends.cuda.matmul.fp32_precision, "highest"
-        )
+    except RuntimeError:  # torch refuses to answer after both interfaces were used
+        newer = torch.backends.cuda.matmul.fp32_precision
+        return {"ieee": "highest", "tf32": "high", "bf16": "medium"}.get(newer, "highest")
 
 
 def environment(device: torch.device | str | None = None) -> dict:
-    """A record of machine, versions and commit for a result: no host names, user names or paths in it."""
+    """Return a record of machine, versions and commit for a result, without host names, user names and paths."""
     record = {
         "gpu": None,
         "gpu_sm_count": None,
@@ -133,10 +135,10 @@ def environment(device: torch.device | str | None = None) -> dict:
         "cuda": torch.version.cuda,
         "cudnn": None,
         "torch": torch.__version__,
-        "triton": _version("triton"),
-        "numpy": _version("numpy"),
-        "transformers": _version("transformers"),
-        "flash_attn_4": _version("flash-attn-4"),
+        "triton": package_version("triton"),
+        "numpy": package_version("numpy"),
+        "transformers": package_version("transformers"),
+        "flash_attn_4": package_version("flash-attn-4"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": cpu_model(),
@@ -157,7 +159,7 @@ def environment(device: torch.device | str | None = None) -> dict:
 
 @functools.cache
 def _nvml():
-    """The initialised NVML binding and "", or None and the sentence that says why there is none."""
+    """Return the initialised NVML binding and "", or None and a sentence that says why there is none."""
     try:
         import pynvml
     except ImportError:
@@ -171,6 +173,7 @@ def _nvml():
 
 @functools.cache
 def _driver_version() -> str | None:
+    """Return the version of the NVIDIA driver, or None."""
     nvml, _ = _nvml()
     if nvml is None:
         return None
@@ -182,7 +185,7 @@ def _driver_version() -> str | None:
 
 @functools.cache
 def _nvml_handle(index: int):
-    """NVML's handle of torch's GPU `index`: by UUID, because CUDA_VISIBLE_DEVICES renumbers only torch's side."""
+    """Return NVML's handle of torch's GPU `index`, by UUID: CUDA_VISIBLE_DEVICES renumbers only torch's GPUs."""
     nvml, _ = _nvml()
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     if not uuid.startswith(("GPU-", "MIG-")):
@@ -191,15 +194,15 @@ def _nvml_handle(index: int):
 
 
 def gpu_state(device: torch.device | str | int | None = None) -> dict:
-    """The GPU's clocks (MHz), power (W), temperature (C) and throttle reasons now, or {"unavailable": why}."""
+    """Read the GPU's clocks (MHz), power (W), temperature (C) and throttle reasons, or {"unavailable": why}."""
     if not torch.cuda.is_available():
         return {"unavailable": "There is no CUDA GPU here."}
     nvml, why_not = _nvml()
     if nvml is None:
         return {"unavailable": why_not}
-    device = torch.device("cuda" if device is None else device)
+    index = torch.device("cuda" if device is None else device).index
     try:
-        handle = _nvml_handle(torch.cuda.current_device() if device.index is None else device.index)
+        handle = _nvml_handle(torch.cuda.current_device() if index is None else index)
     except (nvml.NVMLError, AttributeError) as error:
         return {"unavailable": f"NVML does not know this GPU: {error}."}
 
@@ -207,7 +210,7 @@ def gpu_state(device: torch.device | str | int | None = None) -> dict:
         try:
             return getattr(nvml, function)(handle, *arguments)
         except (nvml.NVMLError, AttributeError):
-            return None  # this reading is not offered by this card or driver
+            return None  # this card or driver does not offer the reading
 
     milliwatts, limit = read("nvmlDeviceGetPowerUsage"), read("nvmlDeviceGetEnforcedPowerLimit")
     bits = read("nvmlDeviceGetCurrentClocksEventReasons")

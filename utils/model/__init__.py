@@ -1,5 +1,6 @@
 """One Gemma-3 decoder layer, its KV cache, and the FLOPs and bytes of its operations."""
 
+from utils.model.kv_cache import initialize_kv_cache
 from utils.model.layer import (
     build_decoder_layer,
     create_decode_inputs_with_cache,
@@ -7,7 +8,6 @@ from utils.model.layer import (
     create_prefill_inputs,
     decode_forward,
     get_position_embeddings,
-    initialize_kv_cache,
     prefill_forward,
 )
 

@@ -1,17 +1,20 @@
-"""FLOPs and bytes of the course's operations, by formula, and FLOPs counted while a function runs.
+"""FLOPs and bytes of the course's operations, by formula.
 
-FLOPs are those of matrix products: one multiply-accumulate (MAC) is 2 FLOPs. Norms, GELU, softmax and rotary
-embedding have bytes and no FLOPs. Attention counts only the query-key pairs that its mask lets through.
+FLOPs are those of matrix products: one multiply-accumulate (MAC) is 2 FLOPs. Norms, GELU, softmax and rotary embedding
+have bytes and no FLOPs. Attention counts only the query-key pairs that its mask lets through.
 
-Bytes are the least that an operation moves when it runs by itself: each operand read once, each result
-written once. Attention is one fused operation, its scores are never stored.
+Bytes are the least that an operation moves when it runs alone: each operand is read once, each result is written once.
+Attention is one fused operation that never stores its scores.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+
+from utils.validation import whole_numbers
 
 if TYPE_CHECKING:
     from transformers import Gemma3TextConfig
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs and bytes of an operation; `sum()` adds them up."""
+    """FLOPs and bytes of an operation; `sum()` adds costs up."""
 
     flops: int
     bytes: int
@@ -34,46 +37,43 @@ class Cost:
         """Arithmetic intensity, FLOPs/Byte."""
         return self.flops / self.bytes
 
-    def __add__(self, other: "Cost") -> "Cost":
+    def __add__(self, other: Cost) -> Cost:
         if not isinstance(other, Cost):
             return NotImplemented
         return Cost(self.flops + other.flops, self.bytes + other.bytes)
 
-    def __radd__(self, start: int) -> "Cost":
+    def __radd__(self, start: int) -> Cost:
         return self if start == 0 else NotImplemented  # sum() starts from 0
 
 
-# ---- by formula --------------------------------------------------------------------------------------------
-
-
 def gemm(m: int, n: int, k: int, dtype: torch.dtype) -> Cost:
-    """(M, K) @ (K, N)."""
-    _check_counts(m=m, n=n, k=k)
+    """Return the cost of (M, K) @ (K, N)."""
+    whole_numbers(m=m, n=n, k=k)
     return Cost(2 * m * n * k, (m * k + k * n + m * n) * dtype.itemsize)
 
 
 def gemv(m: int, k: int, dtype: torch.dtype) -> Cost:
-    """(M, K) @ (K,)."""
+    """Return the cost of (M, K) @ (K,)."""
     return gemm(m, 1, k, dtype)
 
 
 def elementwise(elements: int, reads: int, dtype: torch.dtype) -> Cost:
-    """`reads` tensors of `elements` numbers read, one written; no matrix product."""
-    _check_counts(elements=elements, reads=reads)
+    """Return the cost of reading `reads` tensors of `elements` numbers and writing one; no matrix product."""
+    whole_numbers(elements=elements, reads=reads)
     return Cost(0, elements * (reads + 1) * dtype.itemsize)
 
 
 def rms_norm(rows: int, size: int, dtype: torch.dtype) -> Cost:
-    """RMSNorm of (rows, size) with a weight (size,): one read, one write."""
+    """Return the cost of RMSNorm of (rows, size) with a weight (size,): one read, one write."""
     return Cost(0, (2 * rows * size + size) * dtype.itemsize)
 
 
 def attended_pairs(sq: int, sk: int, causal: bool = False, window: int | None = None) -> int:
-    """Query-key pairs that the mask lets through; the queries are the last `sq` of `sk` positions.
+    """Count the query-key pairs that the mask lets through; the queries are the last `sq` of `sk` positions.
 
-    A window of w lets a query see itself and the w - 1 positions before it.
+    With a window of w a query sees itself and the w - 1 positions before it.
     """
-    _check_counts(sq=sq, sk=sk)
+    whole_numbers(sq=sq, sk=sk)
     if not causal:
         if window is not None:
             raise ValueError(f"window is {window} and causal is False; a sliding window needs causal=True")
@@ -81,32 +81,24 @@ def attended_pairs(sq: int, sk: int, causal: bool = False, window: int | None = 
     if sq > sk:
         raise ValueError(f"causal attention of {sq} queries over {sk} keys: the first queries see nothing")
     window = sk if window is None else window
-    _check_counts(window=window)
+    whole_numbers(window=window)
     # Query number i (from 0) sees min(window, sk - sq + 1 + i) keys.
     growing = min(max(window - (sk - sq + 1), 0), sq)
     return growing * (sk - sq + 1) + growing * (growing - 1) // 2 + (sq - growing) * min(window, sk)
 
 
 def attention(
-    b: int,
-    h: int,
-    hkv: int,
-    sq: int,
-    sk: int,
-    d: int,
-    dtype: torch.dtype,
-    causal: bool = False,
-    window: int | None = None,
+    b: int, h: int, hkv: int, sq: int, sk: int, d: int, dtype: torch.dtype, causal=False, window: int | None = None
 ) -> Cost:
-    """Fused attention, forward, scores and values: q and out (B, H, Sq, D), k and v (B, Hkv, Sk, D)."""
-    _check_counts(b=b, h=h, hkv=hkv, d=d)
+    """Return the cost of fused attention, forward: q and out (B, H, Sq, D), k and v (B, Hkv, Sk, D)."""
+    whole_numbers(b=b, h=h, hkv=hkv, d=d)
     pairs = attended_pairs(sq, sk, causal, window)
     keys_seen = sk if window is None else min(sk, sq + window - 1)
     return Cost(4 * b * h * d * pairs, 2 * b * d * (h * sq + hkv * keys_seen) * dtype.itemsize)
 
 
 def decoder_layer(
-    config: "Gemma3TextConfig",
+    config: Gemma3TextConfig,
     batch: int,
     tokens: int,
     past: int = 0,
@@ -114,13 +106,16 @@ def decoder_layer(
     dtype: torch.dtype = torch.bfloat16,
     cached: bool = True,
 ) -> dict[str, Cost]:
-    """One Gemma-3 decoder layer, forward, part by part; `sum(decoder_layer(...).values())` is the whole.
+    """Return the cost of each part of one Gemma-3 decoder layer, forward; `sum(costs.values())` is the whole layer.
 
     Args:
-        tokens: new tokens of each sequence: the prompt's length in prefill, 1 in decode.
+        config: the model's sizes.
+        batch: number of sequences.
+        tokens: new tokens of each sequence: the length of the prompt in prefill, 1 in decode.
         past: tokens already in the KV cache: 0 in prefill.
         layer_type: "sliding_attention" (within `config.sliding_window`) or "full_attention".
-        cached: new keys and values are copied into a cache.
+        dtype: of weights and activations.
+        cached: whether new keys and values are copied into a cache.
     """
     if layer_type not in ("sliding_attention", "full_attention"):
         raise ValueError(f"layer_type is {layer_type!r}; allowed: sliding_attention, full_attention")
@@ -129,12 +124,12 @@ def decoder_layer(
     h, hkv = config.num_attention_heads, config.num_key_value_heads
     rows = batch * tokens
     parts = {
-        "norms": sum(rms_norm(rows, hidden, dtype) for _ in range(4)),
+        "norms": sum((rms_norm(rows, hidden, dtype) for _ in range(4)), Cost(0, 0)),
         "q_proj": gemm(rows, h * d, hidden, dtype),
         "k_proj": gemm(rows, hkv * d, hidden, dtype),
         "v_proj": gemm(rows, hkv * d, hidden, dtype),
         "qk_norm": rms_norm(rows * h, d, dtype) + rms_norm(rows * hkv, d, dtype),
-        # q and k read and written, one cos and one sin for each position
+        # q and k are read and written; one cos and one sin for each position is read
         "rotary": elementwise(rows * (h + hkv) * d, 1, dtype) + Cost(0, 2 * tokens * d * dtype.itemsize),
         "attention": attention(batch, h, hkv, tokens, past + tokens, d, dtype, causal=True, window=window),
         "o_proj": gemm(rows, hidden, h * d, dtype),
@@ -148,57 +143,3 @@ def decoder_layer(
     if cached:
         parts["cache_write"] = elementwise(2 * rows * hkv * d, 1, dtype)
     return parts
-
-
-# ---- counted while running ---------------------------------------------------------------------------------
-
-
-def count_flops(fn: Callable, *args: Any, **kwargs: Any) -> int:
-    """Count the matrix-product FLOPs of one call of `fn`, forward.
-
-    PyTorch's FlopCounterMode, put right: fused attention counts the pairs that its mask lets through
-    (PyTorch: all of them, and none on a CPU), and matrix-vector products count (PyTorch: 0). Attention made
-    of matmuls computes the masked pairs as well, and they count.
-    """
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
-        fn(*args, **kwargs)
-    return counter.get_total_flops()
-
-
-def _formulas() -> dict:
-    aten = torch.ops.aten
-    fused = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-    operators = [getattr(aten, f"_scaled_dot_product_{name}") for name in fused]
-    return {operator: _fused_attention_formula(operator) for operator in operators} | {
-        aten.mv: lambda matrix, vector, **_: 2 * matrix[0] * matrix[1],
-        aten.addmv: lambda bias, matrix, vector, **_: 2 * matrix[0] * matrix[1],
-        aten.dot: lambda a, b, **_: 2 * a[0],
-    }
-
-
-def _fused_attention_formula(operator) -> Callable:
-    names = [argument.name for argument in operator.default._schema.arguments]
-
-    def flops(*args, **kwargs) -> int:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        (b, h, sq, d), (_, _, sk, dv) = given["query"].shape, given["value"].shape
-        mask = given.get("attn_mask", given.get("attn_bias"))
-        pairs = b * h * sq * sk
-        if mask is not None:
-            seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
-            pairs = int(seen.sum()) * (pairs // seen.numel())  # the mask may be broadcast
-        elif given.get("is_causal"):  # aligned at the first query and the first key
-            square = min(sq, sk)
-            pairs = b * h * (square * (square + 1) // 2 + (sq - square) * sk)
-        return 2 * pairs * (d + dv)
-
-    flops._get_raw = True  # FlopCounterMode passes tensors, not shapes
-    return flops
-
-
-def _check_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name} is {count!r}; it must be a whole number, 1 or more")

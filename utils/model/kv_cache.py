@@ -1,50 +1,52 @@
-"""What a static KV cache holds: which slot a token goes to, which slots it may see, and what is refused.
+"""A static KV cache: the slot of each token, the slots that a token may see, and the calls that are refused.
 
-transformers' `StaticCache` keeps its own position and moves it on at every call. Here the position is an
-argument:
+The `StaticCache` of transformers keeps its own position and advances it at every call. Here the position is an argument:
 
 | layer              | slots                                | token at position p goes to slot |
 |--------------------|--------------------------------------|----------------------------------|
 | full attention     | `max_cache_len`                      | p                                |
 | sliding attention  | `min(sliding_window, max_cache_len)` | p mod slots, a ring              |
 
-Left to itself, `StaticCache` moves a full sliding window down by one slot for each token. A ring writes one
-slot instead, and writing the same position twice leaves the same cache, so a decode step can be repeated and
-timed.
+`StaticCache` by itself moves a full sliding window down by one slot for each token. A ring writes one slot instead, and
+writing the same position twice leaves the same cache, so a decode step can be repeated and timed.
 
-The slot and the mask of a decode step are computed on the device from the position, so that the step need not
-wait for the GPU.
+The slot and the mask of a decode step are computed on the device from the position, so the step need not wait for the
+GPU.
 """
+
+from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
+
+from utils.validation import suggest_keywords, whole_number
 
 if TYPE_CHECKING:
     from transformers import Gemma3TextConfig, StaticCache
     from transformers.cache_utils import StaticLayer
 
 
-def initialize_kv_cache(config: "Gemma3TextConfig", max_cache_len: int) -> "StaticCache":
+@suggest_keywords
+def initialize_kv_cache(config: Gemma3TextConfig, max_cache_len: int) -> StaticCache:
     """Make an empty static KV cache for `max_cache_len` tokens, prompt and decoded tokens together.
 
     A layer's slots are allocated at its first prefill, which fixes their batch size, dtype and device.
 
     Returns:
-        A transformers `StaticCache`. A full-attention layer has (B, Hkv, max_cache_len, D) keys and as many
-        values, a sliding-window layer no more than `config.sliding_window` slots.
+        A transformers `StaticCache`. Keys and values of a full-attention layer have the shape
+        (B, Hkv, max_cache_len, D); a sliding-window layer has at most `config.sliding_window` slots.
     """
-    if not isinstance(max_cache_len, int) or max_cache_len < 1:
-        raise ValueError(f"max_cache_len is {max_cache_len!r}; it must be a whole number, 1 or more")
+    whole_number("max_cache_len", max_cache_len)
     from transformers import StaticCache
 
     cache = StaticCache(config=config, max_cache_len=max_cache_len)
-    cache.capacity = max_cache_len  # tokens; where every layer slides, the slots would not tell
+    cache.capacity = max_cache_len  # tokens; if every layer slides, the number of slots does not show it
     return cache
 
 
-def start_prefill(cache: "StaticCache", layer: torch.nn.Module, hidden_states: torch.Tensor) -> "StaticLayer":
-    """Empty the layer's slots, or allocate them, for a prompt (B, S, hidden_size)."""
+def start_prefill(cache: StaticCache, layer: torch.nn.Module, hidden_states: torch.Tensor) -> StaticLayer:
+    """Empty the layer's slots, or allocate them, for a prompt (B, S, hidden_size), and return them."""
     slots, capacity = _slots(cache, layer), _capacity(cache)
     length = hidden_states.shape[1]
     if length > capacity:
@@ -56,10 +58,10 @@ def start_prefill(cache: "StaticCache", layer: torch.nn.Module, hidden_states: t
         _check_allocation(slots, hidden_states)
         slots.reset()
     else:
-        # Before the layer runs, so that a compiled or captured layer finds them there.
+        # The slots are allocated before the layer runs, so that a compiled or captured layer finds them.
         head_dim = layer.self_attn.head_dim
         heads = layer.self_attn.k_proj.out_features // head_dim
-        with torch.inference_mode(False):  # an inference tensor could not be written outside that mode
+        with torch.inference_mode(False):  # an inference tensor cannot be written outside that mode
             no_keys = hidden_states.new_empty(hidden_states.shape[0], heads, 0, head_dim)
             slots.lazy_initialization(no_keys, no_keys)
             slots.slot_numbers = torch.arange(slots.max_cache_len, device=hidden_states.device)
@@ -67,23 +69,23 @@ def start_prefill(cache: "StaticCache", layer: torch.nn.Module, hidden_states: t
     return slots
 
 
-def finish_prefill(slots: "StaticLayer", length: int) -> None:
-    """Note that the slots hold the last of `length` tokens, and put them in ring order."""
+def finish_prefill(slots: StaticLayer, length: int) -> None:
+    """Put the newest tokens in ring order after a prompt of `length` tokens, and note how many the slots hold."""
     if length > slots.max_cache_len and (shift := length % slots.max_cache_len):
-        # transformers left the newest tokens in order from slot 0.
+        # transformers has written the newest tokens in order from slot 0.
         slots.keys.copy_(slots.keys.roll(shift, dims=2))
         slots.values.copy_(slots.values.roll(shift, dims=2))
     slots.tokens_held = length
 
 
 def start_decode(
-    cache: "StaticCache", layer: torch.nn.Module, hidden_states: torch.Tensor, cache_positions: torch.Tensor
-) -> tuple["StaticLayer", torch.Tensor, int | None]:
+    cache: StaticCache, layer: torch.nn.Module, hidden_states: torch.Tensor, cache_positions: torch.Tensor
+) -> tuple[StaticLayer, torch.Tensor, int | None]:
     """Point the layer's slots at the position to write.
 
     Returns:
-        `(slots, visible, position)`: the layer's slots; which of them the token may see, (slots,), boolean;
-        the position as a Python int if it is known without waiting for the GPU.
+        `(slots, visible, position)`: the layer's slots; a boolean (slots,) that is True for the slots the token may
+        see; the position as a Python int if it is known without waiting for the GPU.
     """
     slots = _slots(cache, layer)
     if not hasattr(slots, "tokens_held"):
@@ -92,28 +94,27 @@ def start_decode(
     position = _position_on_host(cache_positions, hidden_states.device)
     if position is not None:
         _check_position(slots, position, _capacity(cache))
-    # transformers writes where this tensor says, as long as the int says that the window is not full.
+    # transformers writes to the slot in this tensor, as long as the int says that the window is not full.
     slot = cache_positions.view(())
     if slots.is_sliding:
         torch.remainder(slot, slots.max_cache_len, out=slots.cumulative_length)
         slots.cumulative_length_int = 0
     else:
         slots.cumulative_length.copy_(slot)
-    # Once a ring has gone round, every slot number is at or below the position, and every slot is in the
-    # window.
+    # After the first round of a ring, every slot number is at or below the position, and every slot is in the window.
     return slots, slots.slot_numbers <= cache_positions, position
 
 
-def finish_decode(slots: "StaticLayer", position: int | None) -> None:
-    """Note that the slots hold the tokens up to `position`."""
+def finish_decode(slots: StaticLayer, position: int | None) -> None:
+    """Note that the newest token in the slots is at `position`."""
     if slots.is_sliding and position is not None:
-        slots.cumulative_length_int = position + 1  # what cache.get_seq_length() answers
-    # A captured step is replayed at positions unseen here: what is held is unknown until the next prefill.
+        slots.cumulative_length_int = position + 1  # the result of cache.get_seq_length()
+    # A captured step is replayed at positions that are not seen here: until the next prefill the number is unknown.
     slots.tokens_held = None if position is None or is_capturing(slots.keys) else position + 1
 
 
 def remember_position(cache_positions: torch.Tensor, position: int) -> None:
-    """Note the value of a device tensor beside it, so that it need not be read back."""
+    """Attach the position to the device tensor that holds it, so that it need not be read back."""
     cache_positions.known_position = (position, _version(cache_positions))
 
 
@@ -123,14 +124,14 @@ def is_capturing(tensor: torch.Tensor) -> bool:
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version  # inference tensors do not count their changes
+    return None if tensor.is_inference() else tensor._version  # torch does not count changes of inference tensors
 
 
 def _position_on_host(cache_positions: torch.Tensor, device: torch.device) -> int | None:
-    """The position as an int; None if it is unknown and cannot be read, in a graph capture or a trace.
+    """Return the position as an int, or None if it is unknown and cannot be read, in a graph capture or a trace.
 
-    `create_decode_inputs_with_cache` notes it. Another tensor is read once, and again only after a change in
-    place, so the timed calls of a benchmark do not wait for the GPU.
+    `create_decode_inputs_with_cache` attaches it to its tensor. Any other tensor is read once, and again only after a
+    change in place, so the timed calls of a benchmark do not wait for the GPU.
     """
     if tuple(cache_positions.shape) != (1,) or cache_positions.dtype != torch.int64:
         raise ValueError(
@@ -149,7 +150,7 @@ def _position_on_host(cache_positions: torch.Tensor, device: torch.device) -> in
     return position
 
 
-def _slots(cache: "StaticCache", layer: torch.nn.Module) -> "StaticLayer":
+def _slots(cache: StaticCache, layer: torch.nn.Module) -> StaticLayer:
     from transformers import StaticCache
 
     if not isinstance(cache, StaticCache):
@@ -166,20 +167,20 @@ def _slots(cache: "StaticCache", layer: torch.nn.Module) -> "StaticLayer":
     return cache.layers[layer_idx]
 
 
-def _capacity(cache: "StaticCache") -> int:
+def _capacity(cache: StaticCache) -> int:
     return getattr(cache, "capacity", None) or cache.get_max_length()
 
 
-def _check_allocation(slots: "StaticLayer", hidden_states: torch.Tensor) -> None:
-    allocated, given = ((t.shape[0], t.dtype, t.device) for t in (slots.keys, hidden_states))
-    if allocated != given:
+def _check_allocation(slots: StaticLayer, hidden_states: torch.Tensor) -> None:
+    allocated, needed = ((t.shape[0], t.dtype, t.device) for t in (slots.keys, hidden_states))
+    if allocated != needed:
         raise ValueError(
             "the cache was allocated for batch {}, {} on {}, and hidden_states has batch {}, {} on {}: make "
-            "a new cache with initialize_kv_cache(config, max_cache_len)".format(*allocated, *given)
+            "a new cache with initialize_kv_cache(config, max_cache_len)".format(*allocated, *needed)
         )
 
 
-def _check_position(slots: "StaticLayer", position: int, capacity: int) -> None:
+def _check_position(slots: StaticLayer, position: int, capacity: int) -> None:
     if position >= capacity:
         raise IndexError(
             f"position {position} is past the end of the cache, which has room for {capacity} tokens, "
@@ -196,5 +197,5 @@ def _check_position(slots: "StaticLayer", position: int, capacity: int) -> None:
     if slots.is_sliding and held > slots.max_cache_len and position < held - 1:
         raise ValueError(
             f"position {position} cannot be decoded again: the sliding window's {slots.max_cache_len} slots "
-            f"have moved on to position {held - 1}; run prefill_forward afresh"
+            f"have moved on to position {held - 1}; run prefill_forward again"
         )

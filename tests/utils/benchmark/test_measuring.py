@@ -1,4 +1,4 @@
-"""measure() and compare() on known work: accounting is exact, times are held to wide bounds on a busy machine."""
+"""measure() and compare() on known work: counts are exact, times have wide bounds because machines are busy."""
 
 import functools
 import json
@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from utils.benchmark.call_tensors import pick_device
 from utils.benchmark.measuring import compare as compare_anywhere
 from utils.benchmark.measuring import measure as measure_anywhere
+from utils.benchmark.measuring import pick_device
 from utils.benchmark.result import Comparison, Measurement, format_ms
 from utils.machine import device
 
@@ -25,7 +25,7 @@ compare = functools.partial(compare_anywhere, device="cpu")
 
 
 def exactly(milliseconds):
-    """A Measurement of one known time."""
+    """Return a Measurement of one known time."""
     return Measurement(samples_ms=(milliseconds,), interval_ms=(milliseconds, milliseconds))
 
 
@@ -73,7 +73,7 @@ def test_method_says_what_was_done():
     assert result.environment["torch"] == torch.__version__
 
 
-def test_calls_are_counted_exactly_where_the_batch_is_given():
+def test_calls_are_counted_exactly_if_their_number_is_given():
     calls = []
     measure(lambda: calls.append(1), warmup=4, iterations=6, calls_per_sample=5, floor=False)
     assert len(calls) == 4 + 30
@@ -141,7 +141,7 @@ def test_more_than_the_roof_is_flagged():
     assert "OVER THE ROOF" in repr(result)
 
 
-def test_a_roof_without_the_dtype_is_an_error_that_lists_what_there_is():
+def test_a_roof_without_the_dtype_is_an_error_that_lists_the_peaks():
     with pytest.raises(ValueError, match=r"no 'fp8' peak; pass dtype= one of bf16, fp32"):
         measure(busy, 0.01, iterations=1, flops=1.0, roofs=ROOFS, dtype="fp8")
 
@@ -222,15 +222,15 @@ def test_a_keyboard_interrupt_leaves_nothing_behind():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"iterations": 0}, "iterations must be a whole number, 1 or more, got 0"),
-        ({"iterations": 2.5}, "iterations must be a whole number, 1 or more, got 2.5"),
-        ({"warmup": -1}, "warmup must be a whole number, 0 or more, got -1"),
+        ({"iterations": 0}, "iterations is 0; it must be a whole number, 1 or more"),
+        ({"iterations": 2.5}, "iterations is 2.5; it must be a whole number, 1 or more"),
+        ({"warmup": -1}, "warmup is -1; it must be a whole number, 0 or more"),
         ({"l2": "hot"}, 'l2 must be "warm" or "cold", got \'hot\''),
         ({"l2": "cold", "calls_per_sample": 4}, "only the first of calls_per_sample=4 calls would be cold"),
-        ({"calls_per_sample": 0}, "calls_per_sample must be a whole number"),
+        ({"calls_per_sample": 0}, "calls_per_sample is 0; it must be a whole number"),
         ({"target_interval": 5}, "target_interval is the interval's relative half-width"),
         ({"max_seconds": 0}, "max_seconds must be a finite number above 0"),
-        ({"device": "meta"}, "CUDA GPUs and CPUs, not 'meta'"),
+        ({"device": "meta"}, "CUDA GPUs and CPUs are measured, not 'meta'"),
         ({"graph": True, "device": "cpu"}, "graph=True captures a CUDA graph and needs a CUDA GPU"),
         ({"flops": 0}, "flops is the count of one call and must be above 0, got 0"),
         ({"confidence": 95}, "confidence must lie between 0 and 1"),
@@ -263,7 +263,7 @@ def uses_a_global():
 
 
 def test_the_device_is_that_of_the_calls_tensors(monkeypatch):
-    monkeypatch.setattr("utils.benchmark.call_tensors.default_device", lambda: torch.device("meta"))
+    monkeypatch.setattr("utils.benchmark.measuring.default_device", lambda: torch.device("meta"))
     x = torch.zeros(2)
     layer = torch.nn.Linear(2, 2)
     inner = {"x": [x]}
@@ -283,7 +283,7 @@ def test_the_device_is_that_of_the_calls_tensors(monkeypatch):
     for value in (3, time.sleep, torch.mm, lambda: 1, None):
         with pytest.raises(ValueError, match="not 'meta'"):
             pick_device(None, value)
-    monkeypatch.setattr("utils.benchmark.call_tensors.default_device", device.default_device)
+    monkeypatch.setattr("utils.benchmark.measuring.default_device", device.default_device)
     assert pick_device(None).type == device.default_device().type
 
 
@@ -326,7 +326,7 @@ def test_a_function_twice_as_slow_is_slower_and_the_reverse_is_faster():
     assert "as fast as" in repr(faster)
 
 
-def test_a_function_is_not_told_apart_from_itself():
+def test_a_function_is_as_fast_as_itself():
     for seed in range(5):
         result = compare(busy, busy, 0.3, warmup=1, iterations=40, same_within=0.05, order="random", seed=seed)
         assert result.verdict in ("same", "not enough data"), result
@@ -334,7 +334,7 @@ def test_a_function_is_not_told_apart_from_itself():
 
 
 def timed_turns(turns):
-    """Turns without the untimed call that each function makes where it follows the other."""
+    """Return the turns without the untimed call of a function that follows the other."""
     return "".join(turn for before, turn in zip([turns[0], *turns[:-1]], turns, strict=True) if turn == before)
 
 
@@ -352,8 +352,8 @@ def test_samples_of_a_and_b_are_interleaved():
         order="random",
         seed=1,
     )
-    told = timed_turns(turns)
-    assert len(told) == 128 and {told[i : i + 2] for i in range(0, 128, 2)} == {"ab", "ba"}
+    timed = timed_turns(turns)
+    assert len(timed) == 128 and {timed[i : i + 2] for i in range(0, 128, 2)} == {"ab", "ba"}
 
 
 def test_too_few_pairs_give_no_verdict():

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 
 def spin(milliseconds):
-    """A kernel of known length, by the calibration that the timer itself uses."""
+    """Launch a kernel of known length, by the calibration that the timer itself uses."""
     from utils.benchmark.cuda_timer import _spin_cycles_per_ms
 
     torch.cuda._sleep(int(milliseconds * _spin_cycles_per_ms(torch.cuda.current_device())))
@@ -110,7 +110,7 @@ def test_agrees_with_do_bench(name):
 
 
 def test_a_warm_cache_is_the_functions_own():
-    """A matmul beside a copy that throws it out of the L2 takes as long as alone."""
+    """A matmul that takes turns with a copy, which evicts it from the L2, takes as long as alone."""
     a, b, x = square(2048), square(2048), square(16384)
     y = torch.empty_like(x)
     alone = measure(torch.mm, a, b, iterations=200, calls_per_sample=1)

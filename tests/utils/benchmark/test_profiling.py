@@ -1,4 +1,4 @@
-"""Traces are written whole, read back, and added up right: on real profiles and on hand-made ones."""
+"""Traces are written whole, read back and added up correctly, for real profiles and hand-made traces."""
 
 import gzip
 import itertools
@@ -13,6 +13,7 @@ from utils.benchmark.profiling import (
     TraceEvent,
     export_chrome_trace,
     launch_gaps,
+    launched,
     nvtx_range,
     profile,
     read_trace,
@@ -39,6 +40,14 @@ def test_profile_records_the_steps_it_was_asked_for():
     assert counts.steps == 3
     if not torch.cuda.is_available():
         assert counts["elementwise"] == counts["total"] == 1
+
+
+def test_what_one_call_launched():
+    x = torch.randn(8, 8)
+    seen = launched(lambda: (x @ x).exp() + (x @ x))
+    assert {"aten::mm", "aten::exp", "aten::add"} <= set(seen.operators)
+    assert len(seen.operators) == len(set(seen.operators)) and seen.kernels == () and seen.launches == 0
+    assert seen.names == seen.operators
 
 
 def test_nvtx_range_shows_in_the_trace(prof):
@@ -121,7 +130,7 @@ def bar(name, start, duration, category="kernel", stream=7, device=0, correlatio
 
 @pytest.fixture
 def gpu_trace(tmp_path):
-    """Nvjet 0-10, gelu 15-20, copy on another stream 18-30, nvjet 40-50: busy 35, idle 15."""
+    """Write a trace: nvjet 0-10, gelu 15-20, copy on another stream 18-30, nvjet 40-50: busy 35, idle 15."""
     events = [
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "python"}},
         bar("cudaLaunchKernel", -5, 2, "cuda_runtime", stream=4242, correlation=11),
@@ -138,11 +147,11 @@ def gpu_trace(tmp_path):
 
 
 def test_gaps_between_kernels(gpu_trace):
-    found = launch_gaps(gpu_trace)
-    assert (found["span_us"], found["busy_us"], found["idle_us"]) == (50.0, 35.0, 15.0)
-    assert found["idle_share"] == pytest.approx(0.3) and found["kernels"] == 4
-    assert [gap["duration_us"] for gap in found["gaps"]] == [10.0, 5.0]
-    assert found["gaps"][0]["after"].startswith("Memcpy") and found["gaps"][0]["before"].startswith("nvjet")
+    idle = launch_gaps(gpu_trace)
+    assert (idle["span_us"], idle["busy_us"], idle["idle_us"]) == (50.0, 35.0, 15.0)
+    assert idle["idle_share"] == pytest.approx(0.3) and idle["kernels"] == 4
+    assert [gap["duration_us"] for gap in idle["gaps"]] == [10.0, 5.0]
+    assert idle["gaps"][0]["after"].startswith("Memcpy") and idle["gaps"][0]["before"].startswith("nvjet")
     assert len(launch_gaps(gpu_trace, longest=1)["gaps"]) == 1
     with pytest.raises(ValueError, match=r"no kernels of GPU 3; it has those of \[0\]"):
         launch_gaps(gpu_trace, device=3)
@@ -186,12 +195,12 @@ def test_self_time_on_hand_made_nesting():
     assert rows == {"outer": 30.0, "middle": 20.0, "inner": 30.0, "second": 20.0, "elsewhere": 40.0}
 
 
-def test_damaged_and_foreign_files_are_told_in_sentences(prof, tmp_path):
+def test_damaged_and_foreign_files_are_errors_in_sentences(prof, tmp_path):
     whole = export_chrome_trace(prof, tmp_path / "whole.json").read_bytes()
     packed = export_chrome_trace(prof, tmp_path / "whole.json.gz").read_bytes()
     cases = {
         "cut.json": (whole[: len(whole) // 2], "not valid JSON .* cut off"),
-        "cut.json.gz": (packed[: len(packed) // 2], "no complete gzip file"),
+        "cut.json.gz": (packed[: len(packed) // 2], "not a complete gzip file"),
         "empty.json": (b"", "not valid JSON"),
         "binary.json": (b"\x00\xff\xfe\x01", "not valid JSON"),
         "other.json": (b'{"a": 1}', 'no list "traceEvents"'),
@@ -221,7 +230,7 @@ def test_a_trace_without_what_was_asked_for(prof, tmp_path):
 def test_bad_input_to_profile_and_export(prof, tmp_path):
     with pytest.raises(TypeError, match="must be callable, got Tensor"):
         profile(torch.ones(2))
-    with pytest.raises(ValueError, match="steps must be a whole number, 1 or more, got 0"):
+    with pytest.raises(ValueError, match="steps is 0; it must be a whole number, 1 or more"):
         profile(work, torch.ones(2, 2), steps=0)
     with pytest.raises(ValueError, match=r"is a .json or .json.gz file, got 'trace.txt'; try 'trace.json'"):
         profile(work, torch.ones(2, 2), trace_path=tmp_path / "trace.txt")
@@ -236,6 +245,13 @@ def test_bad_input_to_profile_and_export(prof, tmp_path):
         pytest.raises(RuntimeError, match="already running"),
     ):
         profile(work, torch.ones(2, 2))
+
+
+@pytest.mark.gpu
+def test_the_kernels_of_one_call_on_the_gpu():
+    x = torch.randn(64, 64, device="cuda")
+    seen = launched(lambda: (x.exp(), x.exp()))
+    assert len(seen.kernels) == 1 and seen.launches == 2 and seen.names == seen.kernels
 
 
 @pytest.mark.gpu

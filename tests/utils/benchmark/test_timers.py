@@ -1,5 +1,6 @@
 """The two timers: the CPU's on real calls, the GPU's on a simulated stream whose times are known exactly."""
 
+import contextlib
 import gc
 import time
 from types import SimpleNamespace
@@ -7,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from utils.benchmark import cuda_timer, timers
+from utils.benchmark import cpu_timer, cuda_timer
+from utils.benchmark.cpu_timer import Call, CpuTimer
 from utils.benchmark.cuda_timer import CudaTimer
-from utils.benchmark.timers import Call, CpuTimer
 
 
 class Stream:
@@ -54,11 +55,11 @@ def stream(monkeypatch):
     cuda_timer._spin_cycles_per_ms.cache_clear()
     monkeypatch.setattr(cuda_timer, "_GPU_FLOORS", {})
     clock = SimpleNamespace(perf_counter=lambda: stream.host / 1e3, perf_counter_ns=lambda: int(stream.host * 1e6))
-    monkeypatch.setattr(timers, "time", clock)
+    monkeypatch.setattr(cpu_timer, "time", clock)
     monkeypatch.setattr(torch.cuda, "Event", stream.event())
     monkeypatch.setattr(torch.cuda, "synchronize", stream.synchronize)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: stream.launch(cycles / 1.5e6 + 0.001), raising=False)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: timers.contextmanager(lambda: (yield))())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.contextmanager(lambda: (yield))())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=50_000_000))
     yield stream
     cuda_timer._spin_cycles_per_ms.cache_clear()
@@ -125,7 +126,7 @@ def test_a_function_that_waits_for_the_gpu_is_timed_with_its_gaps_and_says_so(st
 
 
 def test_a_function_that_waits_does_not_spoil_the_other_one(stream):
-    """Both in one comparison: each keeps its own way of being timed."""
+    """In one comparison, each function keeps its own way of being timed."""
 
     def waits():
         stream.launch(0.5)
@@ -165,7 +166,7 @@ def test_the_gpu_hardly_rests_between_bursts_of_long_kernels(stream):
 
 
 def test_a_warm_cache_is_the_functions_own(stream, monkeypatch):
-    """Functions that take turns: an untimed call goes before a sample that follows the other's, where it matters."""
+    """Functions that take turns make an untimed call before a sample that follows the other's, if it matters."""
 
     def cached(name, cold, warm):
         def run():
@@ -184,7 +185,7 @@ def test_a_warm_cache_is_the_functions_own(stream, monkeypatch):
     assert a.timed_runs == b.timed_runs == 10 and a.calibration_calls and b.calibration_calls
     long = cached("long", 3.1, 3.0)
     timer.warm_up(long, 4, None)
-    assert timer.sample([a, long])[1] == pytest.approx(3.1)  # as it comes: it hardly matters there
+    assert timer.sample([a, long])[1] == pytest.approx(3.1)  # no untimed call: for a long function it hardly matters
     flushed = gpu_timer(stream, monkeypatch, cold=True)
     untimed = a.calibration_calls
     flushed.sample([a, b, b, a])
@@ -221,7 +222,7 @@ def test_cpu_samples_are_long_enough_for_the_clock():
     timer.calibrate(call, None)
     assert call.runs_per_sample > 20
     samples = timer.sample([call] * 20)
-    assert sum(samples) / 20 * call.runs_per_sample >= 0.5 * timers.CPU_SAMPLE_MS
+    assert sum(samples) / 20 * call.runs_per_sample >= 0.5 * cpu_timer.CPU_SAMPLE_MS
     assert call.timed_runs == 20 * call.runs_per_sample
 
 
@@ -241,7 +242,7 @@ def test_inputs_take_turns_across_samples():
     assert seen == ["a", "b", "c", "a", "b", "c"]
 
 
-def test_the_collector_is_held_back_and_given_back():
+def test_the_garbage_collector_pauses_and_resumes():
     during = []
     timer, call = CpuTimer(cold=False), Call(lambda: during.append(gc.isenabled()), [()], {}, "f")
     assert gc.isenabled()
@@ -250,7 +251,7 @@ def test_the_collector_is_held_back_and_given_back():
 
 
 def test_the_cpu_flush_streams_more_than_the_last_level_cache(monkeypatch):
-    monkeypatch.setattr(timers, "last_level_cache_bytes", lambda: 40 * 1024**2)
+    monkeypatch.setattr(cpu_timer, "last_level_cache_bytes", lambda: 40 * 1024**2)
     timer = CpuTimer(cold=True)
     assert timer.flush_bytes == 80 * 1024**2
     assert timer._buffer.untyped_storage().nbytes() == timer.flush_bytes
@@ -259,15 +260,15 @@ def test_the_cpu_flush_streams_more_than_the_last_level_cache(monkeypatch):
     assert timer._buffer.unique().tolist() == [3]  # every line was written, once a sample
 
 
-def test_an_unknown_cache_is_flushed_with_64_mb_and_said(monkeypatch):
-    monkeypatch.setattr(timers, "last_level_cache_bytes", lambda: None)
+def test_an_unknown_cache_is_flushed_with_64_mb_and_noted(monkeypatch):
+    monkeypatch.setattr(cpu_timer, "last_level_cache_bytes", lambda: None)
     timer = CpuTimer(cold=True)
     assert timer.flush_bytes == 64 * 1024**2
     assert "not known" in timer.notes[0]
 
 
 def test_a_flush_that_does_not_fit_is_refused(monkeypatch):
-    monkeypatch.setattr(timers, "last_level_cache_bytes", lambda: 40 * 1024**2)
-    monkeypatch.setattr(timers, "available_memory_bytes", lambda: 100_000_000)
+    monkeypatch.setattr(cpu_timer, "last_level_cache_bytes", lambda: 40 * 1024**2)
+    monkeypatch.setattr(cpu_timer, "available_memory_bytes", lambda: 100_000_000)
     with pytest.raises(MemoryError, match=r"streams 84 MB.*only 100 MB are free.*l2=\"warm\""):
         CpuTimer(cold=True)

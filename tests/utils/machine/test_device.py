@@ -1,4 +1,4 @@
-"""Which row a GPU name is, and what the probes answer on this machine and on made-up ones."""
+"""The row of each GPU name, and the answers of the probes on this machine and on simulated machines."""
 
 import os
 import stat
@@ -19,7 +19,6 @@ PROBES = [
     device.gluon_support,
     device.compile_support,
     device.flash_attn_support,
-    device.nvml_support,
     device.cuda_graph_support,
 ]
 
@@ -32,7 +31,6 @@ def fresh_probes():
             "gluon_support",
             "_compile_on_cpu",
             "flash_attn_support",
-            "nvml_support",
             "cuda_graph_support",
             "_c_compiler",
         ):
@@ -45,7 +43,7 @@ def fresh_probes():
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A machine with an H200, as far as the probes ask before they run anything on it."""
+    """Pretend a machine with an H200, up to the point where a probe runs something on it."""
     pretend_gpu(monkeypatch, (9, 0))
 
 
@@ -56,7 +54,7 @@ def pretend_gpu(monkeypatch, capability):
 
 
 def pretend_versions(monkeypatch, **versions):
-    monkeypatch.setattr(device, "_version", lambda name: versions.get(name.replace("-", "_")))
+    monkeypatch.setattr(device, "package_version", lambda name: versions.get(name.replace("-", "_")))
 
 
 def run_python(code: str, **environment) -> str:
@@ -188,7 +186,7 @@ def test_probing_imports_neither_triton_nor_transformers():
 MODE = """from utils.machine import device
 support = device.triton_support()
 print(device.triton_mode(), support.ok, support.reason, support.remedy)"""
-needs_triton = pytest.mark.skipif(device._version("triton") is None, reason="Triton is not installed")
+needs_triton = pytest.mark.skipif(device.package_version("triton") is None, reason="Triton is not installed")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU answers")
 
 
@@ -237,7 +235,7 @@ def test_the_interpreter_that_is_promised_runs_a_kernel(tmp_path):
     assert out == "interpreter 56.0"
 
 
-def test_triton_on_a_gpu_compiles_unless_told_otherwise(monkeypatch, hopper):
+def test_triton_on_a_gpu_compiles_unless_the_interpreter_is_requested(monkeypatch, hopper):
     monkeypatch.setattr(device, "_triton_imported_as", lambda: None)
     monkeypatch.setattr(device, "_c_compiler", lambda: Support(True))
     pretend_versions(monkeypatch, triton="3.6.0")
@@ -332,7 +330,7 @@ def test_a_compiler_that_fails_is_found_out(monkeypatch, tmp_path):
     assert not support and "fatal error: Python.h" in support.reason and "python3-dev" in support.remedy
 
 
-def test_a_cpu_without_avx2_is_told(monkeypatch):
+def test_a_cpu_without_avx2_is_named(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
     support = device._compile_on_cpu()
     assert not support and "AVX2" in support.reason

@@ -60,7 +60,7 @@ def test_offline_compilation_is_possible_without_a_gpu():
         assert support, support.reason
 
 
-def test_a_missing_notebook_is_said(tmp_path, monkeypatch):
+def test_a_missing_notebook_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "ROOT", tmp_path)
     assert doctor.examine_lab(doctor.LABS[0])["status"] == "no notebook"
     (tmp_path / "lab1.ipynb").write_text("{}")

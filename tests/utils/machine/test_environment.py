@@ -1,4 +1,4 @@
-"""The record names machine, versions and commit, and nothing of the person or the folder."""
+"""The record names machine, versions and commit; it does not name the person or the folder."""
 
 import getpass
 import json
@@ -77,7 +77,7 @@ def test_without_nvml_its_state_is_one_sentence(monkeypatch):
 
 
 class _Nvml:
-    """A driver that offers clocks and reasons and lacks the rest."""
+    """A driver that offers clocks and throttle reasons only."""
 
     class NVMLError(Exception):
         pass
@@ -116,7 +116,7 @@ def test_gpu_state_reads_plausible_values():
     assert record["gpu"] and record["driver"] and record["cudnn"]
 
 
-def test_a_mix_of_torchs_two_precision_switches_is_no_crash():
+def test_mixing_torchs_two_precision_settings_does_not_crash():
     code = (
         "import torch\n"
         "torch.backends.cuda.matmul.fp32_precision = 'tf32'\n"

@@ -1,4 +1,4 @@
-"""Where the cache puts a token, and what it refuses."""
+"""The slot of each token in the cache, and the calls that are refused."""
 
 import copy
 
@@ -20,7 +20,7 @@ def small_config(window=8, layers=6):
 
 
 def run(built, hidden_states, cache, position=None, cache_positions=None):
-    """A prefill, or with a position a decode step."""
+    """Run a prefill, or with a position a decode step."""
     layer, rotary_emb = built
     start = position or 0
     position_ids = torch.arange(start, start + hidden_states.shape[1])[None]
@@ -57,13 +57,13 @@ def test_a_sliding_layer_is_a_ring(prompt):
         in_ring, in_order = (cache.layers[SLIDING] for cache in caches)
         for position in range(max(held - 8, 0), held):
             for name in ("keys", "values"):
-                found = getattr(in_ring, name)[:, :, position % 8]
-                torch.testing.assert_close(found, getattr(in_order, name)[:, :, position])
+                in_slot = getattr(in_ring, name)[:, :, position % 8]
+                torch.testing.assert_close(in_slot, getattr(in_order, name)[:, :, position])
         for built, cache in zip((ring, wide), caches, strict=True):
             run(built, hidden_states[:, held : held + 1], cache, held)
 
 
-def test_a_model_that_only_slides_decodes_to_the_length_asked_for():
+def test_a_model_of_sliding_layers_decodes_to_the_length_of_its_cache():
     built = build_decoder_layer(small_config(window=8, layers=2), dtype=torch.float32, device="cpu")
     cache = initialize_kv_cache(built[0].config, 12)
     hidden_states = torch.randn(1, 13, 640)

@@ -1,4 +1,4 @@
-"""The decoder layer against the same layer written out by hand in float64."""
+"""The decoder layer against the same layer written by hand in float64."""
 
 import functools
 
@@ -48,7 +48,7 @@ def decode(built, token, position, cache):
 
 
 def reference(layer, hidden_states):
-    """A Gemma-3 decoder layer over a whole sequence, in float64, one line of algebra after the other."""
+    """Compute a Gemma-3 decoder layer over a whole sequence in float64, line by line."""
     weights = {name: weight.detach().cpu().double() for name, weight in layer.named_parameters()}
     config, attention = layer.config, layer.self_attn
     x = hidden_states.cpu().double()
@@ -338,7 +338,7 @@ def test_decode_past_the_end_says_how_long_the_cache_is():
 
 
 def wrong_calls():
-    """{what the message must match: a call that is wrong}"""
+    """Return {what the message must match: a call that is wrong}."""
     f32 = torch.float32
     built = layer, rotary_emb = build(SLIDING)
     x, ids = create_prefill_inputs(2, 6, HIDDEN, f32, "cpu")

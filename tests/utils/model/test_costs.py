@@ -1,8 +1,9 @@
-"""The formulas against brute force, and the counter against the formulas, to the last FLOP."""
+"""The formulas against brute force and against FLOPs counted while a function runs, to the last FLOP."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from utils.config import GEMMA_CONFIG
 from utils.model import (
@@ -14,17 +15,7 @@ from utils.model import (
     initialize_kv_cache,
     prefill_forward,
 )
-from utils.model.costs import (
-    Cost,
-    attended_pairs,
-    attention,
-    count_flops,
-    decoder_layer,
-    elementwise,
-    gemm,
-    gemv,
-    rms_norm,
-)
+from utils.model.costs import Cost, attended_pairs, attention, decoder_layer, elementwise, gemm, gemv, rms_norm
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -78,7 +69,50 @@ def test_errors(call, message):
         call()
 
 
-# ---- the counter -------------------------------------------------------------------------------------------
+# ---- the FLOPs counted while a function runs ---------------------------------------------------------------
+
+
+def count_flops(fn, *args, **kwargs) -> int:
+    """Count the matrix-product FLOPs of one call of `fn`, forward: the oracle for the formulas.
+
+    This is PyTorch's FlopCounterMode with two corrections: fused attention counts the pairs that its mask lets through
+    (PyTorch: all pairs, and none on a CPU), and matrix-vector products count (PyTorch: 0). Attention made of matmuls
+    also computes the masked pairs, so they count.
+    """
+    with FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
+        fn(*args, **kwargs)
+    return counter.get_total_flops()
+
+
+def _formulas() -> dict:
+    aten = torch.ops.aten
+    fused = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    operators = [getattr(aten, f"_scaled_dot_product_{name}") for name in fused]
+    return {operator: _fused_attention_formula(operator) for operator in operators} | {
+        aten.mv: lambda matrix, vector, **_: 2 * matrix[0] * matrix[1],
+        aten.addmv: lambda bias, matrix, vector, **_: 2 * matrix[0] * matrix[1],
+        aten.dot: lambda a, b, **_: 2 * a[0],
+    }
+
+
+def _fused_attention_formula(operator):
+    names = [argument.name for argument in operator.default._schema.arguments]
+
+    def flops(*args, **kwargs) -> int:
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        (b, h, sq, d), (_, _, sk, dv) = arguments["query"].shape, arguments["value"].shape
+        mask = arguments.get("attn_mask", arguments.get("attn_bias"))
+        pairs = b * h * sq * sk
+        if mask is not None:
+            seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+            pairs = int(seen.sum()) * (pairs // seen.numel())  # the mask may be broadcast
+        elif arguments.get("is_causal"):  # aligned at the first query and the first key
+            square = min(sq, sk)
+            pairs = b * h * (square * (square + 1) // 2 + (sq - square) * sk)
+        return 2 * pairs * (d + dv)
+
+    flops._get_raw = True  # FlopCounterMode passes tensors, not shapes
+    return flops
 
 
 def test_counter_of_matrix_products():

@@ -49,7 +49,7 @@ def test_speedup_is_time_of_a_over_time_of_b():
 
 
 def test_speedup_holds_where_both_jump_between_two_clocks():
-    """Half of the pairs at either clock: either median lands on either level, the pairs' ratios do not care."""
+    """Half of the pairs run at each clock: a median may fall on either level, the pairs' ratios stay the same."""
     rng = np.random.default_rng(5)
     for _ in range(50):
         level = np.where(rng.random(100) < 0.5, 176.0, 196.0)

@@ -61,9 +61,9 @@ def test_arguments_reach_the_function_also_with_an_options_name():
 
 def test_bad_counts_and_functions_are_refused():
     for measuring in (benchmark_latency, benchmark_memory):
-        with pytest.raises(ValueError, match="n_repeat must be a whole number, 1 or more, got 0"):
+        with pytest.raises(ValueError, match="n_repeat is 0; it must be a whole number, 1 or more"):
             measuring(time.sleep, 0, n_repeat=0)
-        with pytest.raises(ValueError, match="n_warmup must be a whole number, 0 or more, got -1"):
+        with pytest.raises(ValueError, match="n_warmup is -1; it must be a whole number, 0 or more"):
             measuring(time.sleep, 0, n_warmup=-1)
         with pytest.raises(TypeError, match="must be callable, got Tensor"):
             measuring(torch.ones(2))
@@ -76,7 +76,7 @@ def test_an_exception_of_the_function_passes_through():
 
 
 def temporaries(x):
-    """64 MB at most at once, of which 16 MB (the result) stay."""
+    """Allocate 64 MB at most at once; 16 MB of them, the result, stay."""
     large = torch.zeros(48 * MB, dtype=torch.int8)
     result = torch.zeros(16 * MB, dtype=torch.int8)
     del large
@@ -102,9 +102,9 @@ def test_the_other_contenders_inputs_do_not_count():
     x = torch.ones(1024)
     alone = benchmark_memory(torch.exp, x, n_warmup=1, n_repeat=2)
     other = torch.ones(64 * MB, dtype=torch.int8)  # someone else's tensor
-    beside = benchmark_memory(torch.exp, x, n_warmup=1, n_repeat=2)
-    assert alone.allocated_memory_gb == beside.allocated_memory_gb == pytest.approx(4096 / 1e9, rel=0.3)
-    assert beside.peak_memory_gb - alone.peak_memory_gb == pytest.approx(other.nbytes / 1e9, rel=0.1)
+    with_other = benchmark_memory(torch.exp, x, n_warmup=1, n_repeat=2)
+    assert alone.allocated_memory_gb == with_other.allocated_memory_gb == pytest.approx(4096 / 1e9, rel=0.3)
+    assert with_other.peak_memory_gb - alone.peak_memory_gb == pytest.approx(other.nbytes / 1e9, rel=0.1)
 
 
 def test_memory_of_matrix_products_is_that_of_their_results():
@@ -152,7 +152,7 @@ def test_default_schedule_waits_1_warms_up_3_records_6():
 
 
 def block(x):
-    """1 gemm, 2 elementwise, 1 softmax, 1 layernorm, 1 copy, 1 reduction, 1 attention; views and wrappers besides."""
+    """Run 1 gemm, 2 elementwise, 1 softmax, 1 layernorm, 1 copy, 1 reduction and 1 attention, in views and wrappers."""
     y = torch.nn.functional.layer_norm(x, (64,))
     y = torch.softmax(y @ y.t(), -1)
     y = torch.nn.functional.gelu(y + 1).view(-1).reshape(64, 64).to(x.dtype)
@@ -207,7 +207,7 @@ def test_annotations_are_not_counted():
     assert counts["gemm"] == 1 and counts["total"] == 1
 
 
-def test_uneven_steps_are_rounded_and_said():
+def test_uneven_steps_are_rounded_and_noted():
     x, turn = torch.randn(8, 8), iter(range(100))
 
     def sometimes():
@@ -269,7 +269,7 @@ def test_an_unfinished_profile_is_an_error():
         count_cuda_kernels(prof)
 
 
-def test_compiled_cpu_kernels_are_counted_where_they_show_and_noted_where_not():
+def test_compiled_cpu_kernels_are_counted_if_the_trace_has_them_and_noted_if_not():
     if torch.cuda.is_available() or not compile_support():
         pytest.skip("for CPUs that torch.compile can generate code for")
 

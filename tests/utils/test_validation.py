@@ -1,0 +1,35 @@
+"""The checks of arguments: what they accept, and the sentences in which they refuse."""
+
+import pytest
+
+from utils.validation import check_callable, suggest_keywords, whole_number, whole_numbers
+
+
+def test_a_whole_number_is_returned():
+    assert whole_number("warmup", 0, 0) == 0 and whole_number("repeats", 7) == 7
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, "3", None, True])
+def test_anything_else_is_an_error_with_its_name_and_value(value):
+    with pytest.raises(KeyError, match=r"repeats is .*; it must be a whole number, 1 or more"):
+        whole_number("repeats", value, error=KeyError)
+    with pytest.raises(ValueError, match="tokens is "):
+        whole_numbers(batch=1, tokens=value)
+
+
+def test_a_result_in_place_of_a_function_is_an_error():
+    check_callable("measure", len)
+    with pytest.raises(
+        TypeError, match=r"measure\(\) takes a function.*got int.*measure\(fn, x\), not measure\(fn\(x\)\)"
+    ):
+        check_callable("measure", 3)
+
+
+def test_a_misspelt_keyword_is_answered_with_the_nearest():
+    @suggest_keywords
+    def run(batch_size, length=1):
+        return batch_size * length
+
+    assert run(2, length=3) == run(batch_size=6)
+    with pytest.raises(TypeError, match=r"run\(\) has no argument 'batchsize': did you mean 'batch_size'"):
+        run(batchsize=2)

@@ -1,0 +1,262 @@
+"""How samples are taken: what both clocks share, and the CPU's clock. `cuda_timer` has the GPU's clock.
+
+A sample is the time of `calls_per_sample` calls, divided by that number. Each timer has the same four steps: `warm_up`,
+`calibrate` (how many calls make a sample long enough for the clock), `sample`, and `floor_ms` (the time of an empty
+call). `measure` decides how many samples there are.
+
+When two functions take turns, each finds the cache as the other left it. With a warm cache, a function of up to 1 ms is
+therefore called once, untimed, before a sample that follows a sample of the other function.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import length_hint
+
+import torch
+
+from utils.machine.environment import available_memory_bytes, last_level_cache_bytes
+
+CPU_SAMPLE_MS = 0.020  # a CPU sample is at least this much longer than one reading of the clock
+CALIBRATE_BELOW_MS = 1.0  # a longer call is a sample by itself, on either clock
+MAX_CPU_CALLS = 100_000  # calls in one sample
+PRIMED_BELOW_MS = 1.0  # for a longer call, the contents of the cache at its start hardly matter
+UNKNOWN_CACHE_FLUSH = 64 * 1024**2  # bytes
+
+
+class Call:
+    """A function with its arguments, called round robin over `inputs`, and what is known about its cost."""
+
+    def __init__(self, fn: Callable, inputs: Sequence[tuple], kwargs: dict, label: str):
+        self.fn, self.inputs, self.kwargs, self.label = fn, list(inputs), dict(kwargs), label
+        self.calls_per_run = 1  # calls of the user's function in one call of `fn`: more in an unrolled graph
+        self.runs_per_sample = 1
+        self.position = 0  # index of the next inputs
+        self.run_ms: float | None = None  # one run, from the last chunk of the warm-up
+        self.issue_ms: float | None = None  # CPU time to issue one run
+        self.gpu_ms: float | None = None  # shortest time of one run between two events
+        self.queueable = True  # False: the function waits for the GPU, so nothing can be queued behind it
+        self.bursts = self.bursts_ahead = 0
+        self.calibration_calls = 0
+        self.timed_runs = 0
+        self.notes: list[str] = []
+        self.runs_begun: Counter[str] = Counter()  # by phase
+
+    @property
+    def calls_per_sample(self) -> int:
+        """Calls of the user's function in one sample."""
+        return self.calls_per_run * self.runs_per_sample
+
+    def prime(self, previous: Call | None) -> None:
+        """Call once, untimed, if another function has just used the cache and this function is short enough to care."""
+        if previous is not None and previous is not self and (self.run_ms or 0.0) <= PRIMED_BELOW_MS:
+            self.play(1, "untimed")
+            self.calibration_calls += self.calls_per_run
+
+    def play(self, runs: int, phase: str) -> int:
+        """Call the function `runs` times on the next inputs; return the host time in ns.
+
+        An exception of the function gets a note with its label, the phase and the number of the call.
+        """
+        count = len(self.inputs)
+        batch = [self.inputs[(self.position + i) % count] for i in range(runs)]
+        self.position = (self.position + runs) % count
+        fn, kwargs, clock = self.fn, self.kwargs, time.perf_counter_ns
+        remaining = iter(batch)
+        begin = clock()
+        try:
+            for args in remaining:
+                fn(*args, **kwargs)
+            elapsed = clock() - begin
+        except BaseException as error:
+            iteration = self.runs_begun[phase] + runs - length_hint(remaining) - 1
+            error.add_note(f"raised by {self.label!r} in {phase} call {iteration} (counted from 0)")
+            raise
+        self.runs_begun[phase] += runs
+        return elapsed
+
+
+class Timer:
+    """What both clocks share: warming up in growing chunks and finding the calls per sample."""
+
+    clock = ""
+    cold = False  # the cache is flushed before every sample
+    shortest_sample_ms = 0.0
+    notes: list[str]
+    previous: Call | None = None  # the call that used the cache last
+
+    def prepare(
+        self, call: Call, warmup: int, calls_per_sample: int | None, graph: bool, deadline: float | None
+    ) -> tuple[Call, int]:
+        """Warm up, capture in a CUDA graph if asked, and set the calls per sample.
+
+        Args:
+            call: the function.
+            warmup: warm-up calls; a graph needs at least one.
+            calls_per_sample: None finds the number that this clock needs.
+            graph: time the replays of a CUDA graph.
+            deadline: end of the preparation in `time.perf_counter` seconds, or None.
+
+        Returns:
+            The call to time, and the number of warm-up calls that were made.
+        """
+        done = self.warm_up(call, max(warmup, 1) if graph else warmup, deadline)
+        if graph:
+            call = self.capture(call, calls_per_sample)
+            call.calibration_calls += self.warm_up(call, 2, deadline) * call.calls_per_run
+        elif calls_per_sample is not None or self.cold:
+            call.runs_per_sample = calls_per_sample or 1
+        elif call.run_ms is None or call.run_ms <= CALIBRATE_BELOW_MS:
+            self.calibrate(call, deadline)
+        return call, done
+
+    def warm_up(self, call: Call, runs: int, deadline: float | None) -> int:
+        """Run `runs` times, or fewer if the deadline (perf_counter seconds) comes first; return how many were run."""
+        done, chunk = 0, 1
+        self.previous = call if runs else self.previous
+        while done < runs:
+            chunk = min(chunk, runs - done)
+            begin = time.perf_counter()
+            issued = call.play(chunk, "warm-up")
+            self.synchronize()
+            seconds = time.perf_counter() - begin
+            done += chunk
+            call.run_ms, call.issue_ms = seconds * 1e3 / chunk, issued / 1e6 / chunk
+            chunk *= 2
+            if deadline is not None:
+                remaining = deadline - time.perf_counter()
+                if remaining <= seconds / max(1, chunk // 2):
+                    break
+                chunk = max(1, min(chunk, int(remaining * 1e3 / max(call.run_ms, 1e-6))))
+        return done
+
+    def calibrate(self, call: Call, deadline: float | None) -> None:
+        """Set `runs_per_sample` so that a sample is long enough for this clock."""
+        runs, limit = 1, self.max_runs(call)
+        while True:
+            per_call = self.sample([call] * 2, runs=runs, phase="calibration")
+            call.calibration_calls += 2 * runs * call.calls_per_run
+            sample_ms = min(per_call) * call.calls_per_run * runs
+            if self.long_enough(sample_ms, runs) or runs >= limit:
+                break
+            if deadline is not None and time.perf_counter() > deadline:
+                break
+            needed = 1.1 * self.shortest_sample_ms / max(sample_ms / runs, 1e-6)
+            runs = min(limit, max(runs + 1, min(runs * 10, int(needed) + 1)))
+        call.runs_per_sample = runs
+
+    def long_enough(self, sample_ms: float, runs: int) -> bool:
+        """Whether this clock resolves a sample of `runs` runs and this length."""
+        return sample_ms >= self.shortest_sample_ms
+
+    def synchronize(self) -> None:
+        """Wait for queued work; on a CPU there is none."""
+
+    def max_runs(self, call: Call) -> int:
+        """Return the most runs that one sample may hold."""
+        raise NotImplementedError
+
+    def capture(self, call: Call, calls_per_graph: int | None) -> Call:
+        """Capture the call in CUDA graphs; only the GPU's timer can."""
+        raise NotImplementedError
+
+    def sample(self, sequence: Sequence[Call], runs: int | None = None, phase: str = "timed") -> list[float]:
+        """Take one sample of each call in the sequence; return the ms of one call of the user's function."""
+        raise NotImplementedError
+
+    def floor_ms(self, like: Call) -> float:
+        """Return the median time of an empty call sampled in the same way as `like`: the shortest time resolved."""
+        raise NotImplementedError
+
+    def describe(self, call: Call) -> dict:
+        """Describe how the samples of a call were taken."""
+        raise NotImplementedError
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the garbage collector: the time of a collection inside a sample would count as the function's."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _empty_call() -> None:
+    """Do nothing; the time of this call is the CPU's floor."""
+
+
+def cpu_flush_bytes() -> int:
+    """Return the bytes to stream so that the last-level cache holds nothing else: twice its size."""
+    return max(2 * (last_level_cache_bytes() or 0), UNKNOWN_CACHE_FLUSH)
+
+
+class CpuTimer(Timer):
+    """Host time of calls by `time.perf_counter_ns`, with the garbage collector paused."""
+
+    clock = "time.perf_counter_ns"
+
+    def __init__(self, cold: bool):
+        self.cold = cold
+        self.flush_bytes = 0
+        self.notes = []
+        readings = [time.perf_counter_ns() for _ in range(101)]
+        self.clock_ms = statistics.median(b - a for a, b in itertools.pairwise(readings)) / 1e6
+        self.shortest_sample_ms = CPU_SAMPLE_MS + self.clock_ms
+        if cold:
+            self._allocate_flush()
+
+    def _allocate_flush(self) -> None:
+        if last_level_cache_bytes() is None:
+            self.notes.append("the size of the last-level cache is not known here: 64 MB are streamed to flush it")
+        self.flush_bytes = cpu_flush_bytes()
+        free = available_memory_bytes()
+        if self.flush_bytes > free // 2:
+            raise MemoryError(
+                f'l2="cold" streams {self.flush_bytes / 1e6:.0f} MB, twice the last-level cache, '
+                f'between samples, and only {free / 1e6:.0f} MB are free; free some or use l2="warm".'
+            )
+        self._buffer = torch.zeros(self.flush_bytes // 8, dtype=torch.int64)
+
+    def max_runs(self, call: Call) -> int:
+        """Return the most runs that one sample may hold."""
+        return MAX_CPU_CALLS
+
+    def sample(self, sequence: Sequence[Call], runs: int | None = None, phase: str = "timed") -> list[float]:
+        """Take one sample of each call in the sequence; return the ms of one call of the user's function."""
+        times_ms = []
+        with collector_paused():
+            for call in sequence:
+                if self.flush_bytes:
+                    self._buffer.add_(1)  # reads and writes every line
+                else:
+                    call.prime(self.previous)
+                self.previous = call
+                count = runs or call.runs_per_sample
+                times_ms.append(call.play(count, phase) / 1e6 / (count * call.calls_per_run))
+                if phase == "timed":
+                    call.timed_runs += count
+        return times_ms
+
+    def floor_ms(self, like: Call) -> float:
+        """Return the median time of an empty Python call, sampled in the same way as `like`."""
+        empty = Call(_empty_call, [()], {}, "empty call")
+        flush_bytes, self.flush_bytes = self.flush_bytes, 0
+        try:
+            samples = self.sample([empty] * 21, runs=like.runs_per_sample, phase="floor")
+        finally:
+            self.flush_bytes = flush_bytes
+        return statistics.median(samples)
+
+    def describe(self, call: Call) -> dict:
+        """Describe the clock and the flush."""
+        return {"clock": self.clock, "clock_cost_ms": self.clock_ms, "l2_flush_bytes": self.flush_bytes or None}

@@ -1,0 +1,244 @@
+"""How many samples are taken, in which turns, and within which time: the loop between `measure` and the timers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from utils.benchmark import intervals as stats
+from utils.benchmark.cpu_timer import Call, CpuTimer, Timer
+from utils.benchmark.cuda_timer import CudaTimer
+from utils.benchmark.result import Measurement
+from utils.machine.environment import environment, gpu_state
+from utils.validation import whole_number
+
+MIN_SAMPLES = 3  # a time budget cuts no run below this, unless one call is over the budget
+MIN_ADAPTIVE = 20  # no early stop on an interval from fewer samples
+MAX_ADAPTIVE = 50  # adaptive runs stop at this many times `iterations`
+FLOOR_MARGIN = 1.1  # a time within 10% of an empty call's cannot be distinguished from it
+
+Samples = list[list[float]]  # ms; one list for each function
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How the samples are taken, the same for all functions that are timed together; `measure` documents each."""
+
+    device: torch.device
+    warmup: int
+    iterations: int
+    l2: str
+    graph: bool
+    target_interval: float | None
+    max_seconds: float | None
+    calls_per_sample: int | None
+    queue_ahead: bool
+    confidence: float
+
+    def __post_init__(self) -> None:
+        whole_number("warmup", self.warmup, 0)
+        whole_number("iterations", self.iterations)
+        if self.l2 not in ("warm", "cold"):
+            raise ValueError(f'l2 must be "warm" or "cold", got {self.l2!r}.')
+        if self.calls_per_sample is not None:
+            whole_number("calls_per_sample", self.calls_per_sample)
+        if self.cold and (self.calls_per_sample or 1) > 1:
+            raise ValueError(
+                f'l2="cold" flushes the cache before every sample, so only the first of calls_per_sample='
+                f'{self.calls_per_sample} calls would be cold; use calls_per_sample=1 or l2="warm".'
+            )
+        if self.graph and not self.on_gpu:
+            raise ValueError("graph=True captures a CUDA graph and needs a CUDA GPU; leave it out on a CPU.")
+        if self.target_interval is not None and not 0.0 < self.target_interval < 1.0:
+            raise ValueError(
+                f"target_interval is the interval's relative half-width, between 0 and 1, got "
+                f"{self.target_interval!r}; 0.01 asks for plus or minus 1%."
+            )
+        if self.max_seconds is not None and not (self.max_seconds > 0.0 and math.isfinite(self.max_seconds)):
+            raise ValueError(f"max_seconds must be a finite number above 0, got {self.max_seconds!r}.")
+        stats.check_confidence(self.confidence)
+
+    @property
+    def cold(self) -> bool:
+        """Whether the cache is flushed before every sample."""
+        return self.l2 == "cold"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether device events are the clock."""
+        return self.device.type == "cuda"
+
+    def make_timer(self) -> Timer:
+        """Return the timer of the device."""
+        if self.on_gpu:
+            return CudaTimer(self.device, self.cold, self.graph, self.queue_ahead)
+        return CpuTimer(self.cold)
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs and bytes of one call, and the time they take at the roof that limits them."""
+
+    flops: float | None = None
+    bytes: float | None = None
+    dtype: str | None = None  # name of the peak
+    roof: dict | None = None  # the roofs that were used
+    roof_ms: float | None = None  # the longer of the times at the compute and at the memory roof
+
+
+class Budget:
+    """The wall time of a run: at most half is for warming up, shared by the functions; the rest is for samples."""
+
+    def __init__(self, seconds: float | None):
+        self.seconds = seconds
+        self.begin = time.perf_counter()
+
+    def used_s(self) -> float:
+        """Return the seconds since the run began."""
+        return time.perf_counter() - self.begin
+
+    def warm_up_deadline(self, functions: int) -> float | None:
+        """Return when the warm-up of the next of `functions` functions has to end, in perf_counter seconds."""
+        return None if self.seconds is None else time.perf_counter() + 0.5 * self.seconds / functions
+
+    def affordable(self, rounds: int, taken: int, round_s: float | None, calls: Sequence[Call]) -> int:
+        """Return how many of `rounds` more rounds to take now; 0 when the time is used up.
+
+        Args:
+            rounds: rounds that are still missing; a round is one sample of each function.
+            taken: rounds that are done.
+            round_s: wall time of a round, or None before the first.
+            calls: the functions; before the first round their warm-up is the estimate of its time.
+        """
+        if self.seconds is None:
+            return rounds
+        if round_s is None:
+            run_ms = [call.run_ms for call in calls if call.run_ms is not None]
+            careful = len(run_ms) < len(calls) or sum(run_ms) / 1e3 > self.seconds
+            return min(rounds, 1 if careful else MIN_SAMPLES)
+        fitting = max(0, int((self.seconds - self.used_s()) / round_s))
+        if fitting:
+            fitting = max(1, fitting // 2)  # half at a time: the next rounds may take longer
+        return max(0, min(rounds, max(fitting, MIN_SAMPLES - taken if round_s <= self.seconds else 0)))
+
+
+def time_calls(
+    timing: Timing,
+    calls: list[Call],
+    turns: Iterator[Sequence[int]],
+    width: Callable[[Samples], float],
+    work: Work,
+    floor: bool = True,
+) -> list[Measurement]:
+    """Time the calls, interleaved, on one timer: a Measurement of each.
+
+    Args:
+        timing: how to take the samples.
+        calls: the functions.
+        turns: endless rounds; each is the order of the calls in that round.
+        width: relative half-width of the interval that `timing.target_interval` asks for.
+        work: FLOPs and bytes of one call, the same for all.
+        floor: also time an empty call.
+    """
+    budget = Budget(timing.max_seconds)
+    timer = timing.make_timer()
+    gpu_before = gpu_state(timing.device) if timing.on_gpu else None
+    with torch.cuda.device(timing.device if timing.on_gpu else -1):
+        prepared, warmed_up = [], []
+        for call in calls:
+            deadline = budget.warm_up_deadline(len(calls))
+            call, done = timer.prepare(call, timing.warmup, timing.calls_per_sample, timing.graph, deadline)
+            prepared.append(call)
+            warmed_up.append(done)
+        samples, stopped = _collect(timer, prepared, turns, width, timing, budget)
+        gpu_after = gpu_state(timing.device) if timing.on_gpu else None
+        floors = [timer.floor_ms(call) if floor else None for call in prepared]
+    seconds = budget.used_s()
+    measurements = []
+    for call, done, times, floor_ms in zip(prepared, warmed_up, samples, floors, strict=True):
+        notes = [*timer.notes, *call.notes]
+        if done < timing.warmup:
+            notes.append(f"the time budget cut the warm-up to {done} of {timing.warmup} calls")
+        median_ms = float(np.median(times))
+        share = None if work.roof_ms is None or median_ms <= 0 else work.roof_ms / median_ms
+        method = {
+            **timer.describe(call),
+            "device": str(timing.device),
+            "warmup": done,
+            "samples": len(times),
+            "calls_per_sample": call.calls_per_sample,
+            "timed_calls": call.timed_runs * call.calls_per_run,
+            "calibration_calls": call.calibration_calls,
+            "inputs": len(calls[0].inputs),
+            "l2": timing.l2,
+            "graph": timing.graph,
+            "calls_per_graph": call.calls_per_run if timing.graph else None,
+            "stopped": stopped,
+            "cut_by_time_budget": stopped.startswith("time budget"),
+            "floor_ms": floor_ms,
+            "below_floor": None if floor_ms is None else median_ms <= FLOOR_MARGIN * floor_ms,
+            "over_roof": share is not None and share > 1.0,
+            "seconds": seconds,
+            "gpu_before": gpu_before,
+            "gpu_after": gpu_after,
+            "notes": notes,
+        }
+        measurements.append(
+            Measurement(
+                samples_ms=tuple(times),
+                interval_ms=stats.median_interval(times, timing.confidence),
+                label=call.label,
+                confidence=timing.confidence,
+                flops=work.flops,
+                bytes=work.bytes,
+                dtype=work.dtype,
+                roof_share=share,
+                roof=work.roof,
+                method=method,
+                environment=environment(timing.device),
+            )
+        )
+    return measurements
+
+
+def _collect(
+    timer: Timer,
+    calls: list[Call],
+    turns: Iterator[Sequence[int]],
+    width: Callable[[Samples], float],
+    timing: Timing,
+    budget: Budget,
+) -> tuple[Samples, str]:
+    """Take samples of all calls until they are enough, precise enough, or out of time; also return why it ended."""
+    samples: Samples = [[] for _ in calls]
+    target = timing.target_interval
+    goal = timing.iterations if target is None else max(timing.iterations, MIN_ADAPTIVE)
+    limit = MAX_ADAPTIVE * goal
+    round_s = None  # wall time of one sample of each call, flush and synchronization included
+    while True:
+        taken = len(samples[0])
+        rounds = budget.affordable(goal - taken, taken, round_s, calls)
+        if rounds == 0:
+            return samples, f"time budget of {budget.seconds:g} s used after {taken} of {goal} samples"
+        begin = time.perf_counter()
+        order = [index for turn in itertools.islice(turns, rounds) for index in turn]
+        for index, ms in zip(order, timer.sample([calls[index] for index in order]), strict=True):
+            samples[index].append(ms)
+        round_s = max((time.perf_counter() - begin) / rounds, 1e-9)
+        taken += rounds
+        if taken < goal:
+            continue
+        if target is None:
+            return samples, f"all {timing.iterations} iterations done"
+        reached = width(samples)
+        if reached <= target:
+            return samples, f"interval half-width {reached:.2%} reached the target of {target:.2%}"
+        if taken >= limit:
+            return samples, f"gave up at {taken} samples: interval half-width {reached:.2%}, target {target:.2%}"
+        goal = min(limit, taken + max(10, taken // 2))
