@@ -7,8 +7,11 @@ parity is over, which is why a wait for the wrong parity may pass at once or nev
 
 from __future__ import annotations
 
-from . import context, layouts
+from triton.experimental.gluon.language.nvidia import ampere, hopper
+
+from . import context
 from .clocks import Clock, join
+from .known import constant, known
 from .memory import MemDesc
 from .reports import Site
 from .tensors import to_tensor
@@ -17,9 +20,9 @@ from .tensors import to_tensor
 class MBarrier:
     """One 64-bit mbarrier in shared memory."""
 
-    def __init__(self, name: str, identity: tuple, count: int, site: Site):
-        self.name, self.count, self.site = name, count, site
-        self.component = ("barrier", *identity)
+    def __init__(self, desc: MemDesc, count: int, site: Site):
+        self.desc, self.count, self.site = desc, count, site
+        self.component = ("barrier", desc.allocation.index, desc.key[0])
         self.phase = 0  # phases that are over
         self.pending = count  # arrivals still to come in this phase
         self.bytes = 0  # announced and not yet arrived
@@ -30,6 +33,11 @@ class MBarrier:
         self.fenced: Clock = {}
         self.over_clock: Clock = {}  # of all phases that are over
         self.over_fenced: Clock = {}
+
+    @property
+    def name(self) -> str:
+        """What the kernel calls the barrier, such as `full[1]`."""
+        return self.desc.label
 
     def is_over(self, parity: int) -> bool:
         """Whether a wait for this parity passes."""
@@ -153,6 +161,9 @@ def wait(barrier: MBarrier, parity: int) -> None:
     p.last_wait[barrier] = (parity, barrier.phase, context.site())
 
 
+MODULES = (ampere.mbarrier, hopper.mbarrier)
+
+
 # ---- what kernels call -------------------------------------------------------------------------------------------
 
 
@@ -178,9 +189,10 @@ def barrier_of(desc, what: str) -> MBarrier:
     return found
 
 
+@known(of=MODULES)
 def init(mbarrier, count) -> None:
     """mbarrier.init."""
-    count = layouts.constant(count, "mbarrier.init's count")
+    count = constant(count, "mbarrier.init's count")
     if mbarrier.outside:
         context.refuse("out of bounds", mbarrier.outside)
     old = mbarrier.allocation.barriers.get(mbarrier.key[0])
@@ -193,11 +205,10 @@ def init(mbarrier, count) -> None:
     if count < 1:
         context.refuse("barrier", f"mbarrier.init: count must be 1 or more, got {count}.")
     mbarrier.written[...] = True
-    mbarrier.allocation.barriers[mbarrier.key[0]] = MBarrier(
-        mbarrier.label, (mbarrier.allocation.index, mbarrier.key[0]), count, context.site()
-    )
+    mbarrier.allocation.barriers[mbarrier.key[0]] = MBarrier(mbarrier, count, context.site())
 
 
+@known(of=MODULES)
 def invalidate(mbarrier) -> None:
     """mbarrier.invalidate."""
     found = barrier_of(mbarrier, "mbarrier.invalidate")
@@ -208,9 +219,10 @@ def invalidate(mbarrier) -> None:
     del mbarrier.allocation.barriers[mbarrier.key[0]]
 
 
+@known(of=MODULES)
 def expect(mbarrier, bytes=None, pred=True, bytes_per_cta=None) -> None:
     """mbarrier.expect: announce bytes and arrive."""
-    n = layouts.constant(bytes if bytes is not None else bytes_per_cta, "mbarrier.expect's bytes")
+    n = constant(bytes if bytes is not None else bytes_per_cta, "mbarrier.expect's bytes")
     if not truth(pred):
         return
     context.program().reschedule()
@@ -218,9 +230,10 @@ def expect(mbarrier, bytes=None, pred=True, bytes_per_cta=None) -> None:
     _spend_barrier(mbarrier.label)
 
 
+@known(of=MODULES)
 def arrive(mbarrier, *, count=1, pred=True) -> None:
     """mbarrier.arrive: `count` arrivals."""
-    count = layouts.constant(count, "mbarrier.arrive's count")
+    count = constant(count, "mbarrier.arrive's count")
     if not truth(pred):
         return
     context.program().reschedule()
@@ -228,6 +241,7 @@ def arrive(mbarrier, *, count=1, pred=True) -> None:
     _spend_barrier(mbarrier.label)
 
 
+@known("wait", of=MODULES)
 def wait_barrier(mbarrier, phase, pred=True, deps=()) -> None:
     """mbarrier.wait: block until the phase of this parity is over."""
     parity = to_tensor(phase).data
@@ -243,6 +257,7 @@ def _spend_barrier(label: str) -> None:
     program.spend(program.model.barrier, "barrier", label)
 
 
+@known(of=(hopper,))
 def fence_async_shared(cluster=False) -> None:
     """Make all ordinary accesses that this partition knows of visible to the async proxy."""
     p = context.partition()

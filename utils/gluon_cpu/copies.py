@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from triton.experimental.gluon.language.nvidia import ampere, hopper
 
 from . import context, layouts
 from .barriers import barrier_of, truth
 from .clocks import Clock, join
 from .dtypes import numpy_type
 from .global_memory import addresses
+from .known import constant, known, number
 from .memory import MemDesc, access, is_over
 from .reports import Site
 
@@ -34,12 +36,13 @@ class _Copy:
 
 
 def _coordinates(coord) -> list[int]:
-    return [layouts.number(c, "a TMA coordinate") for c in coord]
+    return [number(c, "a TMA coordinate") for c in coord]
 
 
+@known("async_copy_global_to_shared", "async_load", of=(hopper.tma,))
 def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False) -> None:
     """tma.async_copy_global_to_shared (async_load)."""
-    if layouts.constant(multicast, "multicast"):
+    if constant(multicast, "multicast"):
         context.refuse("unknown operation", "gluon_cpu runs one block at a time and knows no multicast.")
     layouts.check_tma(tensor_desc, coord, result, "A TMA copy")
     at = _coordinates(coord)
@@ -75,6 +78,7 @@ def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False) ->
     program.later(end, finish)
 
 
+@known("async_copy_shared_to_global", "async_store", of=(hopper.tma,))
 def tma_store(tensor_desc, coord, src) -> None:
     """tma.async_copy_shared_to_global (async_store)."""
     layouts.check_tma(tensor_desc, coord, src, "A TMA store")
@@ -100,9 +104,10 @@ def tma_store(tensor_desc, coord, src) -> None:
     tensor_desc.write(at, src.view)
 
 
+@known(of=(hopper.tma,))
 def store_wait(pendings) -> None:
     """tma.store_wait: all but the last `pendings` stores of this partition have read their buffers."""
-    left = layouts.constant(pendings, "store_wait's pendings")
+    left = constant(pendings, "store_wait's pendings")
     program = context.program()
     program.reschedule()
     p = program.partition
@@ -130,6 +135,7 @@ class _CpAsync:
     signalled: bool = False  # an mbarrier tells of its end
 
 
+@known("async_copy_global_to_shared", "async_load", of=(ampere.async_copy,))
 def cp_async(smem, pointer, mask=None, cache_modifier="", eviction_policy="", volatile=False) -> None:
     """async_copy.async_copy_global_to_shared: elements by their addresses; masked ones become zeros."""
     offsets, keep, layout = addresses(pointer, mask, "cp.async")
@@ -150,15 +156,17 @@ def cp_async(smem, pointer, mask=None, cache_modifier="", eviction_policy="", vo
     p.copies.append(_CpAsync(p.copy_count, smem, values, end, context.site()))
 
 
+@known(of=(ampere.async_copy,))
 def commit_group() -> None:
     """async_copy.commit_group: close the group of copies started since the last one."""
     p = context.partition()
     p.copy_groups.append(p.copy_count)
 
 
+@known(of=(ampere.async_copy,))
 def wait_group(num_outstanding=0) -> None:
     """async_copy.wait_group: all but the last `num_outstanding` committed groups have written."""
-    left = layouts.constant(num_outstanding, "wait_group's num_outstanding")
+    left = constant(num_outstanding, "wait_group's num_outstanding")
     program = context.program()
     program.reschedule()
     p = program.partition
@@ -179,6 +187,7 @@ def _finish_copies(p, last: int) -> None:
         copy.target.view[...] = copy.values
 
 
+@known("mbarrier_arrive", of=(ampere.async_copy,))
 def cp_async_arrive(mbarrier, increment_count=True) -> None:
     """async_copy.mbarrier_arrive: every thread arrives when its copies so far have written."""
     program = context.program()

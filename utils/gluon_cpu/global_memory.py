@@ -7,11 +7,12 @@ import math
 import numpy as np
 import torch
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 
 from . import context, layouts
 from .dtypes import TORCH, is_int, numpy_type, round_to
-from .memory import Shape
-from .tensors import Tensor, broadcast_layout, to_tensor
+from .known import constant, known, number
+from .tensors import Shape, Tensor, broadcast_layout, to_tensor
 
 
 class GlobalBuffer:
@@ -88,6 +89,7 @@ def addresses(ptr, mask, what: str):
     return offsets, keep, layout
 
 
+@known()
 def load(
     pointer,
     mask=None,
@@ -120,6 +122,7 @@ def load(
     return Tensor(values if values.ndim else values.item(), dtype, layout)
 
 
+@known()
 def store(pointer, value, mask=None, boundary_check=(), cache_modifier="", eviction_policy=""):
     """gl.store."""
     offsets, keep, _ = addresses(pointer, mask, "gl.store")
@@ -159,7 +162,7 @@ def _count_sectors(program, buffer: GlobalBuffer, offsets: np.ndarray, keep: np.
     event.bytes, event.sectors = int(keep.sum()) * size, sectors
 
 
-def atomic(name: str):
+def _atomic(name: str):
     """gl.atomic_add and its sisters: the old values; programs run one after another."""
     update = {
         "add": np.add,
@@ -186,7 +189,11 @@ def atomic(name: str):
         program.spend(program.model.global_latency, "store", pointer.buffer.name)
         return Tensor(old if old.ndim else old.item(), dtype, layout)
 
-    return run
+    return known(f"atomic_{name}")(run)
+
+
+for _name in ("add", "max", "min", "and", "or", "xor", "xchg"):
+    _atomic(_name)
 
 
 class _BlockType:
@@ -261,11 +268,12 @@ def host_descriptor(desc, name: str) -> Descriptor:
     )
 
 
+@known("make_tensor_descriptor", of=(hopper.tma,))
 def device_descriptor(base, shape, strides, block_shape, layout, padding_option="zero") -> Descriptor:
     """tma.make_tensor_descriptor."""
-    block = [layouts.constant(b, "block_shape") for b in block_shape]
-    sizes = [layouts.number(s, "shape") for s in shape]
-    steps = [layouts.number(s, "strides") for s in strides]
+    block = [constant(b, "block_shape") for b in block_shape]
+    sizes = [number(s, "shape") for s in shape]
+    steps = [number(s, "strides") for s in strides]
     size = base.buffer.dtype.primitive_bitwidth // 8
     if steps[-1] != 1 or any(s * size % 16 for s in steps[:-1]):
         context.refuse(
@@ -273,6 +281,4 @@ def device_descriptor(base, shape, strides, block_shape, layout, padding_option=
             f"make_tensor_descriptor: strides {steps} of {base.buffer.dtype}; the last must be 1 "
             "and the others multiples of 16 bytes.",
         )
-    return Descriptor(
-        base.buffer, int(base.data), sizes, steps, block, layouts.constant(layout, "layout"), padding_option
-    )
+    return Descriptor(base.buffer, int(base.data), sizes, steps, block, constant(layout, "layout"), padding_option)

@@ -11,13 +11,16 @@ import inspect
 import textwrap
 import types
 
+import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
-from . import context
+from . import barriers, context, copies, language, ptx, reductions  # noqa: F401 (they fill the table)
+from .aggregates import Aggregate, is_instance
 from .dtypes import of_number, round_number
-from .language import BY_NAME
+from .known import TABLE, meaning, unwrap
 from .memory import MemDesc
+from .products import settled
 from .tensors import NUMBERS, Tensor, to_tensor
 
 try:
@@ -154,8 +157,7 @@ def run_jit(jit, args: tuple, kwargs: dict):
                 context.refuse("kernel", f"{jit.fn.__name__}: the argument {name} is missing.")
             values[name] = p.default
         value = values[name]
-        if isinstance(value, gl.constexpr):
-            values[name] = value = value.value
+        values[name] = value = unwrap(value)
         if name in constant and isinstance(value, Tensor):
             context.refuse(
                 "kernel",
@@ -168,10 +170,6 @@ def run_jit(jit, args: tuple, kwargs: dict):
 # ---- what rewritten code calls -----------------------------------------------------------------------------------
 
 
-def _unwrap(value):
-    return value.value if isinstance(value, gl.constexpr) else value
-
-
 def _value(x):
     return x if isinstance(x, (*NUMBERS, str, type(None), list, tuple, gl.dtype)) else x.value
 
@@ -180,24 +178,25 @@ def _assign(value, label: str):
     """A plain assignment: numbers become run-time scalars, as in Triton."""
     if isinstance(value, Tensor):
         return value
-    if isinstance(value, gl.constexpr):
-        value = value.value
+    value = unwrap(value)
     if isinstance(value, NUMBERS):
         dtype = of_number(value)
         return Tensor(round_number(value, dtype), dtype)
     if isinstance(value, tuple):
         return tuple(_assign(v, "") for v in value)
-    if isinstance(value, MemDesc) and label and not value.allocation.name:
-        value.allocation.name = label
-        for barrier in value.allocation.barriers.values():
-            barrier.name = label + barrier.name.removeprefix(value.allocation.label)
+    if label and isinstance(value, MemDesc):
+        value.allocation.name = value.allocation.name or label
+    elif label and isinstance(value, Aggregate):
+        for path, leaf in value.leaves():
+            if isinstance(leaf, MemDesc):
+                leaf.allocation.path = leaf.allocation.path or f"{label}.{path}"
     return value
 
 
 def _constexpr(value, label: str):
     if isinstance(value, Tensor):
         context.refuse("kernel", f"{label}: gl.constexpr = ... needs a value known when the kernel is compiled.")
-    return _unwrap(value)
+    return unwrap(value)
 
 
 def _step() -> None:
@@ -223,14 +222,14 @@ def _static_range(*bounds):
 def _min(*values):
     out = values[0]
     for v in values[1:]:
-        out = BY_NAME["minimum"](out, v)
+        out = meaning("minimum")(out, v)
     return out
 
 
 def _max(*values):
     out = values[0]
     for v in values[1:]:
-        out = BY_NAME["maximum"](out, v)
+        out = meaning("maximum")(out, v)
     return out
 
 
@@ -240,60 +239,40 @@ def _len(x):
 
 def _tensor(handle, type=None):
     """gl.tensor(handle, type) in a kernel author's own builtin: the registers that a token stands for."""
-    from .products import settled
-
     return settled(handle)
 
 
-class Aggregate:
-    """An instance of a Gluon aggregate class."""
-
-    def __init__(self, cls, args, kwargs):
-        object.__setattr__(self, "_cls", cls)
-        call_raw(cls.hash_attrs[0], self, *args, **kwargs)
-
-    def __setattr__(self, name, value):
-        object.__setattr__(self, name, _unwrap(value))
-
-    def __getattr__(self, name):
-        member = getattr(object.__getattribute__(self, "_cls"), name)
-        return types.MethodType(member, self) if callable(member) else member
-
-
-def call_raw(function, *args, **kwargs):
-    """Call a plain Python function or a constexpr function as Python."""
-    return getattr(function, "fn", function)(*args, **kwargs)
-
-
-PLAIN = {
-    len: _len,
-    range: _range,
-    min: _min,
-    max: _max,
-    isinstance: isinstance,
-    int: int,
-    float: float,
-    bool: bool,
-    str: str,
-    repr: repr,
-    list: list,
-    tuple: tuple,
-    getattr: getattr,
-    hasattr: hasattr,
-    type: type,
-    print: print,
-    abs: lambda x: BY_NAME["abs"](x),
-    gl.static_range: _static_range,
-    gl.constexpr: _unwrap,
-    gl.tensor: _tensor,
-}
+TABLE.update(
+    {
+        len: _len,
+        range: _range,
+        min: _min,
+        max: _max,
+        isinstance: is_instance,
+        int: int,
+        float: float,
+        bool: bool,
+        str: str,
+        repr: repr,
+        list: list,
+        tuple: tuple,
+        getattr: getattr,
+        hasattr: hasattr,
+        type: type,
+        print: print,
+        abs: lambda x: meaning("abs")(x),
+        gl.static_range: _static_range,
+        gl.constexpr: unwrap,
+        tl.constexpr: unwrap,
+        gl.tensor: _tensor,
+    }
+)
 
 
 def call(function, *args, **kwargs):
     """A call in kernel code."""
     context.program().step()
-    if isinstance(function, gl.constexpr):
-        function = function.value
+    function = unwrap(function)
     if isinstance(function, types.MethodType) and isinstance(function.__self__, Aggregate):
         function, args = function.__func__, (function.__self__, *args)
     kwargs.pop("_semantic", None)
@@ -307,7 +286,7 @@ def call(function, *args, **kwargs):
     if isinstance(function, JITFunction):
         return run_jit(function, args, kwargs)
     if isinstance(function, ConstexprFunction):
-        return function.fn(*(_unwrap(a) for a in args), **{k: _unwrap(v) for k, v in kwargs.items()})
+        return unwrap(function.fn(*map(unwrap, args), **{k: unwrap(v) for k, v in kwargs.items()}))
     if getattr(function, "__triton_aggregate__", False):
         return Aggregate(function, args, kwargs)
     owner = getattr(function, "__self__", None)
@@ -343,67 +322,6 @@ RUNTIME = {
     "__gluon_assign": _assign,
     "__gluon_constexpr": _constexpr,
     "__gluon_value": _value,
-    "__gluon_unwrap": _unwrap,
+    "__gluon_unwrap": unwrap,
     "__gluon_step": _step,
 }
-TABLE: dict = {}
-
-
-def fill_table() -> None:
-    """Pair Triton's functions with ours, by identity; names that this Triton lacks are left out."""
-    import triton.language as tl
-    from triton.experimental.gluon.language.nvidia import ampere, hopper
-
-    from . import barriers, copies, products, ptx, reductions  # noqa: F401 (reductions enters its functions)
-    from .global_memory import device_descriptor
-    from .language import BY_NAME as names
-
-    if TABLE:
-        return
-    TABLE.update(PLAIN)
-    TABLE[tl.constexpr] = _unwrap
-    for name, ours in names.items():
-        for module in (tl, gl):
-            if name != "barrier" or module is gl:
-                theirs = getattr(module, name, None)
-                if callable(theirs):
-                    TABLE[theirs] = ours
-    TABLE[gl.inline_asm_elementwise] = ptx.inline_asm_elementwise
-    for barrier in (ampere.mbarrier, hopper.mbarrier):
-        for name, ours in {
-            "init": barriers.init,
-            "invalidate": barriers.invalidate,
-            "expect": barriers.expect,
-            "arrive": barriers.arrive,
-            "wait": barriers.wait_barrier,
-        }.items():
-            if hasattr(barrier, name):
-                TABLE[getattr(barrier, name)] = ours
-    copy = ampere.async_copy
-    for name, ours in {
-        "async_copy_global_to_shared": copies.cp_async,
-        "async_load": copies.cp_async,
-        "commit_group": copies.commit_group,
-        "wait_group": copies.wait_group,
-        "mbarrier_arrive": copies.cp_async_arrive,
-    }.items():
-        if hasattr(copy, name):
-            TABLE[getattr(copy, name)] = ours
-    for name, ours in {
-        "async_copy_global_to_shared": copies.tma_load,
-        "async_load": copies.tma_load,
-        "async_copy_shared_to_global": copies.tma_store,
-        "async_store": copies.tma_store,
-        "store_wait": copies.store_wait,
-        "make_tensor_descriptor": device_descriptor,
-    }.items():
-        if hasattr(hopper.tma, name):
-            TABLE[getattr(hopper.tma, name)] = ours
-    for name, ours in {
-        "fence_async_shared": barriers.fence_async_shared,
-        "warpgroup_mma": products.warpgroup_mma,
-        "warpgroup_mma_wait": products.warpgroup_mma_wait,
-        "warpgroup_mma_init": products.warpgroup_mma_init,
-    }.items():
-        if hasattr(hopper, name):
-            TABLE[getattr(hopper, name)] = ours

@@ -8,57 +8,45 @@ import numpy as np
 from triton.experimental.gluon import language as gl
 
 from . import context, layouts, memory
-from . import global_memory as gm
+from .aggregates import flatten
 from .dtypes import is_float, numpy_type, promote, round_number, round_to
+from .known import constant, constants, known
 from .tensors import Tensor, binary, broadcast_layout, expand_dims, to_tensor, work
-
-BY_NAME: dict = {}
-
-
-def known(function):
-    """Enter a function under its own name, less a trailing underscore."""
-    BY_NAME[function.__name__.rstrip("_")] = function
-    return function
-
-
-def constants(values, what: str) -> list:
-    return [layouts.constant(v, what) for v in values]
-
 
 # ---- programs and making tensors ---------------------------------------------------------------------------------
 
 
-@known
+@known()
 def program_id(axis=0):
-    return Tensor(context.program().ids[layouts.constant(axis, "program_id's axis")], gl.int32)
+    return Tensor(context.program().ids[constant(axis, "program_id's axis")], gl.int32)
 
 
-@known
+@known()
 def num_programs(axis=0):
-    return Tensor(context.program().grid[layouts.constant(axis, "num_programs' axis")], gl.int32)
+    return Tensor(context.program().grid[constant(axis, "num_programs' axis")], gl.int32)
 
 
-@known
+@known()
 def num_warps():
     return context.partition().num_warps
 
 
-@known
+@known()
 def num_ctas():
     return 1
 
 
-@known
+@known()
 def arange(start, end, layout=None):
-    start, end = layouts.constant(start, "arange's start"), layouts.constant(end, "arange's end")
+    start, end = constant(start, "arange's start"), constant(end, "arange's end")
     layouts.check_block([end - start], f"gl.arange({start}, {end})")
     layout = layouts.distributed(layout, [end - start], "gl.arange")
     return Tensor(np.arange(start, end, dtype=np.int32), gl.int32, layout)
 
 
-@known
+@known()
 def full(shape, value, dtype, layout=None):
-    shape, dtype = constants(shape, "gl.full's shape"), layouts.constant(dtype, "gl.full's dtype")
+    shape, dtype = constants(shape, "gl.full's shape"), constant(dtype, "gl.full's dtype")
     layouts.check_block(shape, "gl.full")
     layout = layouts.distributed(layout, shape, "gl.full")
     out = Tensor(np.full(shape, round_number(to_tensor(value).data, dtype), numpy_type(dtype)), dtype, layout)
@@ -66,22 +54,22 @@ def full(shape, value, dtype, layout=None):
     return out
 
 
-@known
+@known()
 def zeros(shape, dtype, layout=None):
     return full(shape, 0, dtype, layout)
 
 
-@known
+@known()
 def full_like(input, value, shape=None, dtype=None, layout=None):
     return full(input.shape if shape is None else shape, value, dtype or input.dtype, layout or input.layout)
 
 
-@known
+@known()
 def zeros_like(input, shape=None, dtype=None, layout=None):
     return full_like(input, 0, shape, dtype, layout)
 
 
-@known
+@known()
 def to_tensor_(x):
     return to_tensor(x)
 
@@ -89,30 +77,30 @@ def to_tensor_(x):
 # ---- layouts and shapes ------------------------------------------------------------------------------------------
 
 
-@known
+@known()
 def convert_layout(value, layout, assert_trivial=False):
     if not isinstance(value, Tensor) or not value.shape:
         context.refuse("kernel", "gl.convert_layout needs a tensor, got a scalar.")
     layout = layouts.distributed(layout, list(value.shape), "gl.convert_layout")
     data = value.data
-    if layouts.constant(assert_trivial, "assert_trivial"):
+    if constant(assert_trivial, "assert_trivial"):
         layouts.check_trivial(value.layout, layout, list(value.shape))
     elif value.layout != layout:
         work(value)
     return Tensor(data, value.dtype, layout, value.buffer)
 
 
-@known
+@known()
 def set_auto_layout(value, layout):
     return convert_layout(value, layout)
 
 
-@known
+@known()
 def to_linear_layout(layout, shape):
     return layouts.linear(layout, constants(shape, "the shape"))
 
 
-@known
+@known()
 def broadcast(input, other):
     input, other = to_tensor(input), to_tensor(other)
     layout = broadcast_layout(input, other, "gl.broadcast")
@@ -120,41 +108,41 @@ def broadcast(input, other):
     return Tensor(a, input.dtype, layout, input.buffer), Tensor(b, other.dtype, layout, other.buffer)
 
 
-@known
+@known()
 def expand_dims_(input, axis):
     return expand_dims(input, axis)
 
 
-@known
+@known()
 def reshape(input, *shape):
     return input.reshape(*shape)
 
 
-@known
+@known()
 def permute(input, *dims):
     return input.permute(*dims)
 
 
-@known
+@known()
 def split(a):
     return a.split()
 
 
-@known
+@known()
 def join(a, b):
     a, b = broadcast(a, b)
     layout = layouts.register_view(a.layout, list(a.shape), "join")
     return Tensor(np.stack([a.data, b.data], axis=-1), a.dtype, layout)
 
 
-@known
+@known()
 def ravel(x):
     return x.reshape([x.numel])
 
 
-@known
+@known()
 def gather(src, index, axis):
-    axis = layouts.constant(axis, "gather's axis")
+    axis = constant(axis, "gather's axis")
     work(src)
     return Tensor(np.take_along_axis(src.data, index.data, axis), src.dtype, index.layout)
 
@@ -173,8 +161,7 @@ def _math(name: str, function, special: bool = True):
         out = round_to(np.asarray(out), x.dtype)
         return Tensor(out if x.shape else out.item(), x.dtype, x.layout)
 
-    BY_NAME[name] = run
-    return run
+    return known(name)(run)
 
 
 def _erf(x: np.ndarray) -> np.ndarray:
@@ -200,14 +187,14 @@ for _name, _function in {
     _math(_name, _function, _name not in ("floor", "ceil"))
 
 
-@known
+@known()
 def abs_(x):
     x = to_tensor(x)
     work(x)
     return Tensor(np.abs(x.data) if x.shape else round_number(math.fabs(x.data), x.dtype), x.dtype, x.layout)
 
 
-@known
+@known()
 def fma(x, y, z):
     with np.errstate(all="ignore"):
         x, y, z = to_tensor(x), to_tensor(y), to_tensor(z)
@@ -217,17 +204,17 @@ def fma(x, y, z):
         return Tensor(round_to(out, x.dtype) if out.ndim else round_number(out.item(), x.dtype), x.dtype, layout)
 
 
-@known
+@known()
 def fdiv(x, y, ieee_rounding=False):
     return to_tensor(x) / y
 
 
-@known
+@known()
 def div_rn(x, y):
     return to_tensor(x) / y
 
 
-@known
+@known()
 def umulhi(x, y):
     x, y = to_tensor(x), to_tensor(y)
     layout = broadcast_layout(x, y, "gl.umulhi")
@@ -245,14 +232,13 @@ def _pick(name: str, function):
         out = function(round_to(np.asarray(x.data), total.dtype), round_to(np.asarray(y.data), total.dtype))
         return Tensor(out if total.shape else out.item(), total.dtype, total.layout)
 
-    BY_NAME[name] = run
-    return run
+    return known(name)(run)
 
 
 maximum, minimum = _pick("maximum", np.fmax), _pick("minimum", np.fmin)
 
 
-@known
+@known()
 def where(condition, x, y):
     condition = to_tensor(condition)
     if not isinstance(x, Tensor) and isinstance(y, Tensor):
@@ -271,39 +257,39 @@ def where(condition, x, y):
     return result
 
 
-@known
+@known()
 def cdiv(x, div):
     return (x + (div - 1)) // div
 
 
-@known
+@known()
 def add(x, y, sanitize_overflow=True):
     return to_tensor(x) + y
 
 
-@known
+@known()
 def sub(x, y, sanitize_overflow=True):
     return to_tensor(x) - y
 
 
-@known
+@known()
 def mul(x, y, sanitize_overflow=True):
     return to_tensor(x) * y
 
 
-@known
+@known()
 def cast(input, dtype, fp_downcast_rounding=None, bitcast=False):
     return to_tensor(input).to(dtype, fp_downcast_rounding, bitcast)
 
 
-@known
+@known()
 def histogram(input, num_bins, mask=None, layout=None):
     data = input.data if mask is None else input.data[np.broadcast_to(mask.data, input.data.shape)]
-    n = layouts.constant(num_bins, "num_bins")
+    n = constant(num_bins, "num_bins")
     return Tensor(np.bincount(data, minlength=n)[:n].astype(np.int32), gl.int32, layout)
 
 
-@known
+@known()
 def dot_fma(a, b, acc):
     work(acc)
     return Tensor(round_to(np.matmul(a.data, b.data) + acc.data, acc.dtype), acc.dtype, acc.layout)
@@ -312,37 +298,35 @@ def dot_fma(a, b, acc):
 # ---- the rest ----------------------------------------------------------------------------------------------------
 
 
-@known
+@known()
 def allocate_shared_memory(element_ty, shape, layout, value=None):
-    return memory.allocate(
-        layouts.constant(element_ty, "the dtype"), shape, layouts.constant(layout, "the layout"), value
-    )
+    return memory.allocate(constant(element_ty, "the dtype"), shape, constant(layout, "the layout"), value)
 
 
-@known
+@known()
 def static_assert(cond, msg=""):
-    if not layouts.constant(cond, "static_assert's condition"):
+    if not constant(cond, "static_assert's condition"):
         context.refuse("kernel", f"static_assert failed. {msg}")
 
 
-@known
+@known()
 def device_assert(cond, msg="", mask=None):
     cond = to_tensor(cond)
     if not np.all(cond.data):
         context.refuse("kernel", f"device_assert failed. {msg}")
 
 
-@known
+@known()
 def device_print(prefix, *args, hex=False):
     print(context.program().ids, prefix, *(a.data if isinstance(a, Tensor) else a for a in args))
 
 
-@known
+@known()
 def static_print(*values, sep=" ", end="\n", file=None, flush=False):
     print(*values, sep=sep, end=end)
 
 
-@known
+@known()
 def assume(cond):
     return None
 
@@ -351,18 +335,11 @@ def _identity(input, values=None):
     return input
 
 
-BY_NAME |= {
-    "multiple_of": _identity,
-    "max_contiguous": _identity,
-    "max_constancy": _identity,
-    "bank_conflicts": layouts.bank_conflicts,
-    "load": gm.load,
-    "store": gm.store,
-}
-for _name in ("add", "max", "min", "and", "or", "xor", "xchg"):
-    BY_NAME[f"atomic_{_name}"] = gm.atomic(_name)
+known("multiple_of", "max_contiguous", "max_constancy")(_identity)
+known("bank_conflicts")(layouts.bank_conflicts)
 
 
+@known("barrier", "thread_barrier", of=(gl,))
 def _block_barrier(cluster=False):
     """gl.barrier, gl.thread_barrier: the warps of a partition meet. A partition is one actor here: only time passes."""
     program = context.program()
@@ -370,14 +347,9 @@ def _block_barrier(cluster=False):
     program.spend(program.model.barrier, "barrier")
 
 
-BY_NAME |= {"barrier": _block_barrier, "thread_barrier": _block_barrier}
-
-
-@known
+@known()
 def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
     """gl.warp_specialize: the first function in the default partition, each other in one of its own."""
-    from .interpreter import call
-
     pairs = [tuple(p) for p in functions_and_args]
     warps = constants(worker_num_warps, "worker_num_warps")
     if len(warps) != len(pairs) - 1:
@@ -396,14 +368,16 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
         labels.append(f"{name} {seen.get(name, 0)}" if names.count(name) > 1 else name)
         seen[name] = seen.get(name, 0) + 1
     for (_, args), label in zip(pairs[1:], labels[1:], strict=True):
-        if any(isinstance(a, Tensor) and a.shape for a in args):
+        if any(isinstance(a, Tensor) and a.shape for a in flatten(args)):
             context.refuse(
                 "kernel",
                 f"warp_specialize: {label} is a worker; workers take scalars, pointers, "
                 "descriptors and shared memory, no tensors.",
             )
-    return context.program().warp_specialize(
-        [(label, lambda f=f, a=tuple(a): call(f, *a)) for label, (f, a) in zip(labels, pairs, strict=True)], warps
+    program = context.program()
+    return program.warp_specialize(
+        [(label, lambda f=f, a=tuple(a): program.call(f, *a)) for label, (f, a) in zip(labels, pairs, strict=True)],
+        warps,
     )
 
 

@@ -14,32 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._layouts import AutoLayout, DistributedLayout, SharedLayout
 
 from . import context
-
-
-def constant(value, what: str):
-    """A value that must be known when the kernel is compiled."""
-    from .tensors import Tensor
-
-    if isinstance(value, Tensor):
-        context.refuse(
-            "kernel",
-            f"{what} must be a constexpr; got a value that is known only when the kernel runs. "
-            "Annotate it: `name: gl.constexpr = ...`.",
-        )
-    return value
-
-
-def number(value, what: str) -> int:
-    """An integer, known at compile time or not."""
-    from .tensors import Tensor
-
-    if isinstance(value, Tensor):
-        if value.shape:
-            context.refuse("kernel", f"{what} must be a scalar; got a tensor of shape {list(value.shape)}.")
-        value = value.data
-    if isinstance(value, bool) or not isinstance(value, int):
-        context.refuse("kernel", f"{what} must be an integer; got {value!r}.")
-    return value
+from .known import constant
 
 
 def threads(layout, what: str) -> tuple[int, int] | None:
@@ -143,68 +118,6 @@ def check_shared(layout, dtype, shape: list[int]) -> None:
             f"a swizzle of {layout.swizzle_byte_width} bytes needs rows at least that long. "
             "NVMMASharedLayout.get_default_for(shape, dtype) picks one that fits.",
         )
-
-
-def check_wgmma(a, b, acc_layout, acc_shape: list[int], acc_dtype, precision) -> None:
-    """What the instruction wgmma.mma_async accepts; a and b are shared memory, a may be registers."""
-    from .memory import MemDesc
-    from .tensors import Tensor
-
-    def no(reason: str) -> None:
-        context.refuse("layout", f"warpgroup_mma: {reason}")
-
-    warps = context.partition().num_warps
-    if not isinstance(b, MemDesc):
-        no("operand B must lie in shared memory; it is a register tensor. Only A may come from registers.")
-    if a.dtype.name != b.dtype.name:
-        no(f"A is {a.dtype} and B is {b.dtype}; both must have the same type.")
-    bits = a.dtype.primitive_bitwidth
-    if a.dtype.name not in ("fp16", "bf16", "fp32"):
-        no(f"gluon_cpu multiplies fp16, bf16 and tf32 (fp32) tiles; got {a.dtype}.")
-    if acc_dtype.name != "fp32" and not (acc_dtype.name == "fp16" and a.dtype.name == "fp16"):
-        no(f"the accumulator of {a.dtype} operands must be fp32; got {acc_dtype}.")
-    if len(a.shape) != 2 or len(b.shape) != 2:
-        no(f"A and B must be matrices; got shapes {list(a.shape)} and {list(b.shape)}. .reshape drops ones.")
-    (m, k), (k2, n) = a.shape, b.shape
-    if k != k2 or acc_shape != [m, n]:
-        no(f"A {[m, k]} times B {[k2, n]} into an accumulator {acc_shape}: the shapes do not fit.")
-    if not isinstance(acc_layout, gl.NVMMADistributedLayout) or list(acc_layout.version) != [3, 0]:
-        no(f"the accumulator needs an NVMMADistributedLayout of version [3, 0]; it has {acc_layout}.")
-    wm, wn = acc_layout.warps_per_cta
-    im, inn, *ik = acc_layout.instr_shape
-    if warps % 4:
-        no(f"wgmma is one instruction of a warpgroup, 4 warps; this partition has {warps}.")
-    if wm % 4:
-        no(
-            f"warps_per_cta is {[wm, wn]}; the four warps of a warpgroup lie along M, so its first must be a "
-            "multiple of 4."
-        )
-    if im != 16:
-        no(f"instr_shape {list(acc_layout.instr_shape)}: each of the four warps computes 16 rows, so M is 16.")
-    if inn % 8 or not 8 <= inn <= 256:
-        no(f"instr_shape {list(acc_layout.instr_shape)}: N must be a multiple of 8 up to 256.")
-    if ik and ik[0] * bits != 256:
-        no(f"instr_shape {list(acc_layout.instr_shape)}: K is 32 bytes, {256 // bits} for {a.dtype}.")
-    if m < 16 * wm or n < inn * wn:
-        no(
-            f"an accumulator {acc_shape} is smaller than one instruction for all warps, {[16 * wm, inn * wn]} "
-            f"(warps_per_cta {[wm, wn]}, instr_shape {list(acc_layout.instr_shape)})."
-        )
-    if k * bits < 256:
-        no(f"K is {k}; one instruction multiplies 32 bytes along K, {256 // bits} elements of {a.dtype}.")
-    for name, x in (("A", a), ("B", b)):
-        if isinstance(x, MemDesc) and not isinstance(x.layout, gl.NVMMASharedLayout):
-            no(f"{name} lies in shared memory with {x.layout}; the instruction reads NVMMASharedLayout only.")
-    k_contiguous = (not a.layout.transposed if isinstance(a, MemDesc) else True, b.layout.transposed)
-    if bits != 16 and not all(k_contiguous):
-        no(
-            f"{a.dtype} operands must lie with K innermost (B as a .permute((1, 0)) of [N, K]); only 16-bit types may "
-            "be transposed."
-        )
-    if isinstance(a, Tensor):
-        want = gl.DotOperandLayout(0, acc_layout, 32 // bits)
-        if a.layout != want:
-            no(f"A in registers needs the layout {want}; it has {a.layout}. Use gl.convert_layout.")
 
 
 def check_tma(desc, coord, smem, what: str) -> None:

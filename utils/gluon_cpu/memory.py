@@ -15,7 +15,9 @@ import numpy as np
 from . import context, layouts
 from .clocks import Clock
 from .dtypes import numpy_type
+from .known import constant, number
 from .reports import Site
+from .tensors import Shape, Tensor
 
 SHARED_BYTES = 232448  # what one block of an H100 or H200 may use: 227 KiB
 
@@ -38,22 +40,13 @@ class Access:
     covers: bool = True
 
 
-class Shape(list):
-    """A shape that adds to lists and tuples alike, as kernels write `[STAGES] + desc.block_type.shape`."""
-
-    def __add__(self, other):
-        return Shape([*self, *other])
-
-    def __radd__(self, other):
-        return Shape([*other, *self])
-
-
 class Allocation:
     """One gl.allocate_shared_memory."""
 
     def __init__(self, dtype, shape: list[int], layout, index: int):
         self.dtype, self.shape, self.layout, self.index = dtype, shape, layout, index
-        self.name = ""
+        self.name = ""  # the first variable that held it, and
+        self.path = ""  # the path to it through an aggregate, such as ring.bars.full
         self.data = np.zeros(shape, numpy_type(dtype))
         self.written = np.zeros(shape, np.bool_)
         self.records: list[Access] = []
@@ -64,6 +57,11 @@ class Allocation:
 
     @property
     def label(self) -> str:
+        # A function that makes rings gives the memory of each the same name: then the path says which ring is meant.
+        if self.path and (
+            not self.name or any(a.name == self.name and a is not self for a in context.program().allocations)
+        ):
+            return self.path
         return self.name or f"shared memory of line {self.site.line}"
 
 
@@ -125,7 +123,7 @@ class MemDesc:
 
     def index(self, index) -> MemDesc:
         """The subview at `index` of the first dimension."""
-        i = layouts.number(index, "the index into shared memory")
+        i = number(index, "the index into shared memory")
         if self.rank < 2:
             context.refuse("layout", f"{self.label} has shape {list(self.shape)}; .index needs two dimensions or more.")
         slots = self.view.shape[0]
@@ -140,7 +138,7 @@ class MemDesc:
     def slice(self, start, length, dim=0) -> MemDesc:
         """The subview [start, start + length) along a dimension."""
         start, length, dim = (
-            layouts.constant(x, "slice's " + name) for x, name in ((start, "start"), (length, "length"), (dim, "dim"))
+            constant(x, "slice's " + name) for x, name in ((start, "start"), (length, "length"), (dim, "dim"))
         )
         if start < 0 or length < 1 or start + length > self.view.shape[dim]:
             context.refuse(
@@ -152,7 +150,7 @@ class MemDesc:
 
     def permute(self, order) -> MemDesc:
         """The same memory with its dimensions in another order."""
-        order = [layouts.constant(o, "permute's order") for o in order]
+        order = [constant(o, "permute's order") for o in order]
         layout = layouts.shared_view(self.dtype, list(self.shape), self.layout, "permute", tuple(order))
         return self._view(
             self.view.transpose(order),
@@ -164,7 +162,7 @@ class MemDesc:
 
     def reshape(self, shape) -> MemDesc:
         """The same memory with another shape."""
-        shape = [layouts.constant(s, "reshape's shape") for s in shape]
+        shape = [constant(s, "reshape's shape") for s in shape]
         if math.prod(shape) != self.view.size:
             context.refuse(
                 "layout",
@@ -192,8 +190,6 @@ class MemDesc:
 
     def load(self, layout=None):
         """A tensor with this memory's values."""
-        from .tensors import Tensor
-
         program = context.program()
         layout = layouts.distributed(layout, list(self.shape), f"{self.label}.load")
         access(self, write=False, what=f"the load of {self.label}")
@@ -221,15 +217,13 @@ class MemDesc:
 
     def gather(self, indices, axis):
         """Elements along an axis by a tensor of indices."""
-        from .tensors import Tensor
-
-        axis = layouts.constant(axis, "gather's axis")
+        axis = constant(axis, "gather's axis")
         access(self, write=False, what=f"the gather from {self.label}")
         return Tensor(np.take_along_axis(self.view, indices.data, axis), self.dtype, indices.layout)
 
     def scatter(self, values, indices, axis) -> None:
         """Write elements along an axis by a tensor of indices."""
-        axis = layouts.constant(axis, "scatter's axis")
+        axis = constant(axis, "scatter's axis")
         access(self, write=True, what=f"the scatter into {self.label}", covers=False)
         np.put_along_axis(self.view, indices.data, values.data, axis)
 
@@ -237,7 +231,7 @@ class MemDesc:
 def allocate(dtype, shape, layout, value=None) -> MemDesc:
     """gl.allocate_shared_memory."""
     program = context.program()
-    shape = [layouts.constant(s, "the shape of shared memory") for s in shape]
+    shape = [constant(s, "the shape of shared memory") for s in shape]
     layouts.check_shared(layout, dtype, shape)
     allocation = Allocation(dtype, shape, layout, len(program.allocations))
     program.allocations.append(allocation)

@@ -8,10 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 
-from . import context, layouts
+from . import context
 from .barriers import truth
 from .dtypes import round_to
+from .known import constant, known
 from .memory import MemDesc, access
 from .reports import Site
 from .tensors import Tensor
@@ -91,12 +94,73 @@ class _TokenType:
     tensor_type: object
 
 
+def check_wgmma(a, b, acc_layout, acc_shape: list[int], acc_dtype, precision) -> None:
+    """What the instruction wgmma.mma_async accepts; a and b are shared memory, a may be registers."""
+
+    def no(reason: str) -> None:
+        context.refuse("layout", f"warpgroup_mma: {reason}")
+
+    warps = context.partition().num_warps
+    if not isinstance(b, MemDesc):
+        no("operand B must lie in shared memory; it is a register tensor. Only A may come from registers.")
+    if a.dtype.name != b.dtype.name:
+        no(f"A is {a.dtype} and B is {b.dtype}; both must have the same type.")
+    bits = a.dtype.primitive_bitwidth
+    if a.dtype.name not in ("fp16", "bf16", "fp32"):
+        no(f"gluon_cpu multiplies fp16, bf16 and tf32 (fp32) tiles; got {a.dtype}.")
+    if acc_dtype.name != "fp32" and not (acc_dtype.name == "fp16" and a.dtype.name == "fp16"):
+        no(f"the accumulator of {a.dtype} operands must be fp32; got {acc_dtype}.")
+    if len(a.shape) != 2 or len(b.shape) != 2:
+        no(f"A and B must be matrices; got shapes {list(a.shape)} and {list(b.shape)}. .reshape drops ones.")
+    (m, k), (k2, n) = a.shape, b.shape
+    if k != k2 or acc_shape != [m, n]:
+        no(f"A {[m, k]} times B {[k2, n]} into an accumulator {acc_shape}: the shapes do not fit.")
+    if not isinstance(acc_layout, gl.NVMMADistributedLayout) or list(acc_layout.version) != [3, 0]:
+        no(f"the accumulator needs an NVMMADistributedLayout of version [3, 0]; it has {acc_layout}.")
+    wm, wn = acc_layout.warps_per_cta
+    im, inn, *ik = acc_layout.instr_shape
+    if warps % 4:
+        no(f"wgmma is one instruction of a warpgroup, 4 warps; this partition has {warps}.")
+    if wm % 4:
+        no(
+            f"warps_per_cta is {[wm, wn]}; the four warps of a warpgroup lie along M, so its first must be a "
+            "multiple of 4."
+        )
+    if im != 16:
+        no(f"instr_shape {list(acc_layout.instr_shape)}: each of the four warps computes 16 rows, so M is 16.")
+    if inn % 8 or not 8 <= inn <= 256:
+        no(f"instr_shape {list(acc_layout.instr_shape)}: N must be a multiple of 8 up to 256.")
+    if ik and ik[0] * bits != 256:
+        no(f"instr_shape {list(acc_layout.instr_shape)}: K is 32 bytes, {256 // bits} for {a.dtype}.")
+    if m < 16 * wm or n < inn * wn:
+        no(
+            f"an accumulator {acc_shape} is smaller than one instruction for all warps, {[16 * wm, inn * wn]} "
+            f"(warps_per_cta {[wm, wn]}, instr_shape {list(acc_layout.instr_shape)})."
+        )
+    if k * bits < 256:
+        no(f"K is {k}; one instruction multiplies 32 bytes along K, {256 // bits} elements of {a.dtype}.")
+    for name, x in (("A", a), ("B", b)):
+        if isinstance(x, MemDesc) and not isinstance(x.layout, gl.NVMMASharedLayout):
+            no(f"{name} lies in shared memory with {x.layout}; the instruction reads NVMMASharedLayout only.")
+    k_contiguous = (not a.layout.transposed if isinstance(a, MemDesc) else True, b.layout.transposed)
+    if bits != 16 and not all(k_contiguous):
+        no(
+            f"{a.dtype} operands must lie with K innermost (B as a .permute((1, 0)) of [N, K]); only 16-bit types may "
+            "be transposed."
+        )
+    if isinstance(a, Tensor):
+        want = gl.DotOperandLayout(0, acc_layout, 32 // bits)
+        if a.layout != want:
+            no(f"A in registers needs the layout {want}; it has {a.layout}. Use gl.convert_layout.")
+
+
+@known(of=(hopper,))
 def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_acc=None, is_async=False):
     """warpgroup_mma: acc = a @ b + (acc if use_acc else 0), on the tensor cores."""
     if not isinstance(acc, Tensor):
         context.refuse("kernel", f"warpgroup_mma: the accumulator must be a tensor, got {acc!r}.")
     shape = list(acc._data.shape)
-    layouts.check_wgmma(a, b, acc.layout, shape, acc.dtype, precision)
+    check_wgmma(a, b, acc.layout, shape, acc.dtype, precision)
     program = context.program()
     program.reschedule()
     p, model = program.partition, program.model
@@ -125,7 +189,7 @@ def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_
     product = _Product(left, b, source, truth(use_acc), acc.dtype, p.wgmma_count, end, context.site())
     p.wgmmas.append(product)
     result = Accumulator(product, shape, acc.dtype, acc.layout, token=True)
-    if layouts.constant(is_async, "is_async"):
+    if constant(is_async, "is_async"):
         return result
     wait_products(0)
     return Tensor(product.result, acc.dtype, acc.layout)
@@ -144,6 +208,7 @@ def wait_products(left: int) -> None:
         program.record("partition", "wgmma wait", "", None, start, p.time)
 
 
+@known(of=(hopper,))
 def warpgroup_mma_wait(num_outstanding=0, deps=None):
     """warpgroup_mma_wait: all but the last `num_outstanding` products of this partition are over."""
     if deps is None:
@@ -151,7 +216,7 @@ def warpgroup_mma_wait(num_outstanding=0, deps=None):
     if not isinstance(deps, (list, tuple)):
         context.refuse("kernel", "warpgroup_mma_wait: `deps` is a list; one dep returns a tensor, several a tuple.")
     context.program().reschedule()
-    wait_products(layouts.constant(num_outstanding, "warpgroup_mma_wait's num_outstanding"))
+    wait_products(constant(num_outstanding, "warpgroup_mma_wait's num_outstanding"))
     results = tuple(settled(x) for x in deps)
     return results[0] if len(results) == 1 else results
 
@@ -165,6 +230,7 @@ def settled(x):
     return Accumulator(x.product, list(x._data.shape), x.dtype, x.layout, token=False)
 
 
+@known(of=(hopper,))
 def warpgroup_mma_init(value):
     """warpgroup_mma_init: a tensor as the accumulator to start from."""
     return value

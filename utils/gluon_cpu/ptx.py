@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 
 from . import context
+from .known import known
 from .products import Accumulator, settled, wait_products
 from .tensors import Tensor
 
 
+@known()
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     """gl.inline_asm_elementwise.
 

@@ -7,14 +7,14 @@ from triton.experimental.gluon import language as gl
 
 from . import context, layouts
 from .dtypes import is_int, numpy_type, round_to
-from .language import BY_NAME, known
+from .known import constant, known
 from .tensors import Tensor, work
 
 
 def _reduced(x: Tensor, axis, keep_dims: bool, function, dtype=None) -> Tensor:
     if not x.shape:
         context.refuse("kernel", "A scalar cannot be reduced.")
-    axis, keep_dims = layouts.constant(axis, "the axis"), layouts.constant(keep_dims, "keep_dims")
+    axis, keep_dims = constant(axis, "the axis"), constant(keep_dims, "keep_dims")
     data, layout = x.data, x.layout
     if axis is None:
         data, axis, keep_dims, layout = data.reshape(-1), 0, False, None
@@ -35,9 +35,9 @@ def _reduced(x: Tensor, axis, keep_dims: bool, function, dtype=None) -> Tensor:
     return Tensor(out, dtype, layout)
 
 
-@known
+@known()
 def sum_(input, axis=None, keep_dims=False, dtype=None):
-    dtype = layouts.constant(dtype, "sum's dtype")
+    dtype = constant(dtype, "sum's dtype")
     if dtype is None and is_int(input.dtype) and input.dtype.primitive_bitwidth < 32:
         dtype = gl.uint32 if input.dtype.name.startswith("u") else gl.int32
     kind = np.float32 if input.dtype.name in ("fp16", "bf16") else numpy_type(dtype or input.dtype)
@@ -47,36 +47,33 @@ def sum_(input, axis=None, keep_dims=False, dtype=None):
 def _extreme(name: str, reduce, arg):
     def run(input, axis=None, return_indices=False, return_indices_tie_break_left=True, keep_dims=False):
         values = _reduced(input, axis, keep_dims, lambda d, a: reduce(d, axis=a))
-        if not layouts.constant(return_indices, "return_indices"):
+        if not constant(return_indices, "return_indices"):
             return values
         return values, _reduced(input, axis, keep_dims, lambda d, a: arg(d, axis=a), gl.int32)
 
-    BY_NAME[name] = run
-    return run
+    known(name)(run)
 
 
 _extreme("max", np.fmax.reduce, np.argmax)
 _extreme("min", np.fmin.reduce, np.argmin)
 
 
-@known
+@known()
 def xor_sum(input, axis=None, keep_dims=False):
     return _reduced(input, axis, keep_dims, lambda d, a: np.bitwise_xor.reduce(d, axis=a))
 
 
-@known
+@known()
 def reduce_or(input, axis, keep_dims=False):
     return _reduced(input, axis, keep_dims, lambda d, a: np.bitwise_or.reduce(d, axis=a))
 
 
-@known
+@known()
 def reduce(input, axis, combine_fn, keep_dims=False):
     """gl.reduce with a combine function: folds one slice of the axis after the other."""
-    from .interpreter import call
-
     many = isinstance(input, tuple)
     inputs = input if many else (input,)
-    axis = layouts.constant(axis, "reduce's axis")
+    axis = constant(axis, "reduce's axis")
 
     def parts(i):
         layout = gl.SliceLayout(axis, inputs[0].layout) if layouts.threads(inputs[0].layout, "") else inputs[0].layout
@@ -84,7 +81,7 @@ def reduce(input, axis, combine_fn, keep_dims=False):
 
     total = parts(0)
     for i in range(1, inputs[0].shape[axis]):
-        out = call(combine_fn, *total, *parts(i))
+        out = context.program().call(combine_fn, *total, *parts(i))
         total = list(out) if many else [out]
     results = tuple(
         _reduced(x, axis, keep_dims, lambda d, a, t=t: np.asarray(t.data), t.dtype)
@@ -93,16 +90,14 @@ def reduce(input, axis, combine_fn, keep_dims=False):
     return results if many else results[0]
 
 
-@known
+@known()
 def associative_scan(input, axis, combine_fn, reverse=False):
     """gl.associative_scan with a combine function."""
-    from .interpreter import call
-
     many = isinstance(input, tuple)
     inputs = input if many else (input,)
-    axis = layouts.constant(axis, "the scan's axis") % len(inputs[0].shape)
+    axis = constant(axis, "the scan's axis") % len(inputs[0].shape)
     order = range(inputs[0].shape[axis])
-    order = order[::-1] if layouts.constant(reverse, "reverse") else order
+    order = order[::-1] if constant(reverse, "reverse") else order
     outs = [np.empty_like(x.data) for x in inputs]
     total = None
     for i in order:
@@ -111,7 +106,7 @@ def associative_scan(input, axis, combine_fn, reverse=False):
         if total is None:
             total = here
         else:
-            out = call(combine_fn, *total, *here)
+            out = context.program().call(combine_fn, *total, *here)
             total = list(out) if many else [out]
         for o, t in zip(outs, total, strict=True):
             o[at] = t.data

@@ -11,6 +11,7 @@ import heapq
 import random
 import threading
 import time as wall
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import context
@@ -67,6 +68,7 @@ class Program:
         grid: tuple[int, int, int],
         num_warps: int,
         *,
+        call: Callable,
         seed: int | None,
         model: CostModel,
         limits: dict,
@@ -75,6 +77,7 @@ class Program:
         events: list[Event] | None,
     ):
         self.ids, self.grid, self.num_warps = ids, grid, num_warps
+        self.call = call  # runs a call in kernel code
         self.random = random.Random(f"{seed}/{ids}") if seed is not None else None
         self.model = model
         self.partition = Partition(0, "default", num_warps)

@@ -62,10 +62,9 @@ class Run:
     def launch(self, kernel, args: tuple, grid, options: dict) -> None:
         """Run every program of one launch."""
         from . import copies, memory
-        from .interpreter import fill_table, run_jit
+        from .interpreter import call, run_jit
         from .scheduler import Program
 
-        fill_table()
         names = list(_parameters(kernel))
         values = dict(zip(names, args, strict=False))
         if len(args) > len(names):
@@ -95,6 +94,7 @@ class Run:
                 (x, y, z),
                 grid,
                 num_warps,
+                call=call,
                 seed=self.seed,
                 model=self.model,
                 limits={"max_steps": self.max_steps, "deadline": deadline},

@@ -10,12 +10,22 @@ from triton.experimental.gluon.language._layouts import AutoLayout
 
 from . import context, layouts
 from .dtypes import is_float, is_int, numpy_type, of_number, promote, round_number, round_to
-from .memory import Shape
+from .known import RunTimeValue, constant, meaning, number, unwrap
 
 NUMBERS = (bool, int, float)
 
 
-class Tensor:
+class Shape(list):
+    """A shape that adds to lists and tuples alike, as kernels write `[STAGES] + desc.block_type.shape`."""
+
+    def __add__(self, other):
+        return Shape([*self, *other])
+
+    def __radd__(self, other):
+        return Shape([*other, *self])
+
+
+class Tensor(RunTimeValue):
     """A block of values in registers, or a scalar (`data` is a Python number then), or pointers (`buffer` is set).
 
     Pointers hold element offsets into their buffer, a GlobalBuffer.
@@ -68,7 +78,7 @@ class Tensor:
         return bool(self.data)
 
     def __index__(self) -> int:
-        return layouts.number(self, "an index")
+        return number(self, "an index")
 
     def __len__(self):
         context.refuse("kernel", "A tensor has no len(); use .shape.")
@@ -197,7 +207,7 @@ class Tensor:
 
     def reshape(self, *shape):
         shape = [
-            layouts.constant(s, "reshape's shape")
+            constant(s, "reshape's shape")
             for s in (shape[0] if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else shape)
         ]
         if math.prod(shape) != self.numel:
@@ -207,7 +217,7 @@ class Tensor:
 
     def permute(self, *dims):
         dims = [
-            layouts.constant(d, "permute's order")
+            constant(d, "permute's order")
             for d in (dims[0] if len(dims) == 1 and isinstance(dims[0], (list, tuple)) else dims)
         ]
         layout = layouts.register_view(self.layout, list(self.shape), "permute", tuple(dims))
@@ -234,7 +244,7 @@ class Tensor:
 
     def to(self, dtype, fp_downcast_rounding=None, bitcast=False):
         """The values in another dtype."""
-        dtype = layouts.constant(dtype, "the dtype")
+        dtype = constant(dtype, "the dtype")
         if isinstance(dtype, gl.pointer_type) or self.buffer is not None:
             context.refuse("unknown operation", f"gluon_cpu does not convert {self.dtype} to {dtype}.")
         if fp_downcast_rounding not in (None, "rtne"):
@@ -250,44 +260,37 @@ class Tensor:
     cast = to
 
     def sum(self, axis=None, keep_dims=False, dtype=None):
-        return call("sum", self, axis, keep_dims, dtype=dtype)
+        return meaning("sum")(self, axis, keep_dims, dtype=dtype)
 
     def max(self, axis=None, return_indices=False, return_indices_tie_break_left=True, keep_dims=False):
-        return call("max", self, axis, return_indices, return_indices_tie_break_left, keep_dims)
+        return meaning("max")(self, axis, return_indices, return_indices_tie_break_left, keep_dims)
 
     def min(self, axis=None, return_indices=False, return_indices_tie_break_left=True, keep_dims=False):
-        return call("min", self, axis, return_indices, return_indices_tie_break_left, keep_dims)
+        return meaning("min")(self, axis, return_indices, return_indices_tie_break_left, keep_dims)
 
     def reduce(self, axis, combine_fn, keep_dims=False):
-        return call("reduce", self, axis, combine_fn, keep_dims)
+        return meaning("reduce")(self, axis, combine_fn, keep_dims)
 
     def exp(self):
-        return call("exp", self)
+        return meaning("exp")(self)
 
     def exp2(self):
-        return call("exp2", self)
+        return meaning("exp2")(self)
 
     def log(self):
-        return call("log", self)
+        return meaning("log")(self)
 
     def log2(self):
-        return call("log2", self)
+        return meaning("log2")(self)
 
     def sqrt(self):
-        return call("sqrt", self)
+        return meaning("sqrt")(self)
 
     def rsqrt(self):
-        return call("rsqrt", self)
+        return meaning("rsqrt")(self)
 
     def abs(self):
-        return call("abs", self)
-
-
-def call(name: str, *args, **kwargs):
-    """A function of the language by its name in gl."""
-    from .language import BY_NAME
-
-    return BY_NAME[name](*args, **kwargs)
+        return meaning("abs")(self)
 
 
 def work(x: Tensor, special: bool = False) -> None:
@@ -301,8 +304,7 @@ def to_tensor(x) -> Tensor:
     """A run-time value: tensors stay, numbers become scalars."""
     if isinstance(x, Tensor):
         return x
-    if isinstance(x, gl.constexpr):
-        x = x.value
+    x = unwrap(x)
     if isinstance(x, NUMBERS):
         dtype = of_number(x)
         return Tensor(round_number(x, dtype), dtype)
@@ -311,7 +313,7 @@ def to_tensor(x) -> Tensor:
 
 def expand_dims(x: Tensor, axis) -> Tensor:
     """Insert a dimension of one; the layout must be the SliceLayout that this dimension was sliced from."""
-    axis = layouts.constant(axis, "expand_dims' axis")
+    axis = constant(axis, "expand_dims' axis")
     if not isinstance(x, Tensor) or not x.shape:
         context.refuse("kernel", "Only tensors have dimensions to add to; this is a scalar.")
     axis = axis + len(x.shape) + 1 if axis < 0 else axis
@@ -409,10 +411,7 @@ def operand_type(op: str, a, b):
 
 def binary(op: str, a, b) -> Tensor:
     """A op b, where one of them is a tensor or scalar and the other may be a number."""
-    if isinstance(a, gl.constexpr):
-        a = a.value
-    if isinstance(b, gl.constexpr):
-        b = b.value
+    a, b = unwrap(a), unwrap(b)
     for x in (a, b):
         if not isinstance(x, (Tensor, *NUMBERS)):
             context.refuse("kernel", f"{a!r} {op} {b!r}: not numbers or tensors.")
