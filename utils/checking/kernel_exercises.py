@@ -13,21 +13,14 @@ from __future__ import annotations
 
 import ast
 import functools
-import hashlib
-import json
 import os
 import re
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from utils.checking import AnswerNeeded
-from utils.files import ROOT
-from utils.gluon_cpu.compiling import Compiled, import_file
+from utils.gluon_cpu.compiling import Compiled, CompilerRefusal, Request, compile_kernel, import_file, write_source
 from utils.gluon_cpu.reports import Report, SimulationError
 from utils.gluon_cpu.simulation import Run, simulate
 from utils.gluon_cpu.timeline import CostModel
@@ -87,20 +80,6 @@ def descriptor(x: torch.Tensor, block: list[int]):
 # ---- the student's file ------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="kernels-")
-
-
-def _write(source: str, file: str) -> Path:
-    """The text as a file: Triton and error messages read a kernel's source from there."""
-    folder = Path(_folder().name) / hashlib.sha256(source.encode()).hexdigest()[:12]
-    folder.mkdir(exist_ok=True)
-    path = folder / file
-    path.write_text(source)
-    return path
-
-
 @functools.lru_cache(maxsize=256)
 def _module(source: str, file: str):
     if os.environ.get("TRITON_INTERPRET"):
@@ -108,7 +87,7 @@ def _module(source: str, file: str):
             "TRITON_INTERPRET is set, and Gluon kernels are not for Triton's interpreter: unset it and "
             "restart the kernel."
         )
-    return import_file(_write(source, file))
+    return import_file(write_source(source, file))
 
 
 def load_kernels(source: str, launch: Launch):
@@ -179,39 +158,43 @@ def on_gpu(source: str, launch: Launch) -> dict[str, torch.Tensor]:
 
 
 def compile_for_hopper(source: str, launch: Launch, timeout: float = 120.0) -> Compiled:
-    """Compile the launch for sm_90a in a process of its own. AssertionError with the compiler's words if it refuses."""
+    """Compile the launch's kernel for sm_90a, in a process of its own.
+
+    Args:
+        source: the text of the student's file.
+        launch: the kernel, with the arguments whose types it is compiled for.
+        timeout: seconds.
+
+    Returns:
+        The kernel's instructions by what they do, registers and spilled bytes.
+
+    Raises:
+        AssertionError: the compiler refuses the kernel; the message has the compiler's words.
+    """
+    compiled = _compile(source, launch, figures=True, timeout=timeout)
+    assert compiled is not None
+    return compiled
+
+
+def _compile(source: str, launch: Launch, figures: bool, timeout: float = 120.0) -> Compiled | None:
     kernel = getattr(load_kernels(source, launch), launch.kernel)
     constant = [p.name for p in kernel.params if p.is_constexpr]
-    request = {
-        "kernel": launch.kernel,
-        "num_warps": launch.num_warps,
-        "signature": {name: _type(a) for name, a in launch.args.items() if name not in constant},
-        "constants": {name: launch.args[name] for name in constant},
-        "aligned": [name for name, a in launch.args.items() if isinstance(a, torch.Tensor)],
-    }
-    return _compiled(source, launch.file, json.dumps(request), timeout)
-
-
-@functools.lru_cache(maxsize=64)
-def _compiled(source: str, file: str, request: str, timeout: float) -> Compiled:
-    path = _write(source, file)
-    text = json.dumps({"path": str(path), **json.loads(request)})
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    request = Request(
+        source,
+        launch.file,
+        launch.kernel,
+        signature={name: _type(a) for name, a in launch.args.items() if name not in constant},
+        constants={name: launch.args[name] for name in constant},
+        aligned=[name for name, a in launch.args.items() if isinstance(a, torch.Tensor)],
+        num_warps=launch.num_warps,
+    )
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "utils.gluon_cpu.compiling"],
-            input=text,
-            capture_output=True,
-            text=True,
-            env=environment,
-            timeout=timeout,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise AssertionError(f"{file}: the compiler for sm_90a did not finish within {timeout:.0f} s.") from None
-    if done.returncode:
-        raise AssertionError(f"the compiler for sm_90a refuses {file}:\n" + _complaint(done.stderr, source))
-    return Compiled(**json.loads(done.stdout.splitlines()[-1]))
+        return compile_kernel(request, figures=figures, timeout=timeout)
+    except CompilerRefusal as refusal:
+        words = _complaint(str(refusal), source)
+        raise AssertionError(f"the compiler for sm_90a refuses {launch.file}:\n{words}") from None
+    except TimeoutError:
+        raise AssertionError(f"{launch.file}: the compiler for sm_90a did not finish within {timeout:.0f} s.") from None
 
 
 def _complaint(stderr: str, source: str) -> str:
@@ -304,7 +287,7 @@ def expect_kernel(
         first = first or run
     if compiles and offline_compile_support():
         try:
-            compile_for_hopper(source, launch)
+            _compile(source, launch, figures=False)
         except AssertionError as refused:
             raise AssertionError(f"the simulator accepts {launch.file}, but {refused}") from None
     if compiles and gluon_support():

@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from . import context
 from .reports import Report
 from .timeline import CostModel, Event, plot_events
@@ -124,6 +122,7 @@ def _option(options: dict, name: str, default: int) -> int:
 
 def _argument(value: Any, name: str):
     """A launch argument as the kernel sees it."""
+    import torch
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -1,6 +1,7 @@
 """A student's kernel, tried three ways: what is counted, what is compiled, what is said; and the recorded tables."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.utils.gluon_cpu import test_gluon_planted_bugs as planted
 from tests.utils.gluon_cpu.gluon_launches import LAUNCHES
 from utils.checking import AnswerNeeded
 from utils.checking import kernel_exercises as exercises
+from utils.gluon_cpu import compiling
 
 ROOT = Path(__file__).parents[3]
 HEAD = """from triton.experimental import gluon
@@ -96,13 +98,26 @@ def test_elements_of_a_layout_are_each_held_once():
     assert list(held[:4, 1, 0]) == [4, 5, 6, 7]  # lane 1 holds columns 4 to 7 of row 0
 
 
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiling, "_CACHE", tmp_path / "compiled")
+    return tmp_path / "compiled"
+
+
 @pytest.mark.slow
-def test_it_compiles_for_hopper_and_the_compiler_is_heard():
+@pytest.mark.parametrize("fork", [True, False])
+def test_it_compiles_for_hopper_and_the_compiler_is_heard(fork, cache, monkeypatch):
+    """Both in a fork and in a new process."""
+    monkeypatch.setattr(compiling, "_may_fork", lambda: fork)
     launch = move(1, 4)
     compiled = exercises.compile_for_hopper(COPY, launch)
     assert compiled["global loads"] >= 1 and compiled["global stores"] >= 1 and compiled["wgmma"] == 0
     assert 0 < compiled.registers < 256 and compiled.spill_bytes == 0
-    assert exercises.compile_for_hopper(COPY, launch) is compiled
+    monkeypatch.setattr(compiling, "_run_forked", None)  # from here on there is no child to ask
+    monkeypatch.setattr(compiling, "_run_anew", None)
+    assert exercises.compile_for_hopper(COPY, launch) == compiled
+    monkeypatch.undo()
+    monkeypatch.setattr(compiling, "_may_fork", lambda: fork)
     launch = exercises.Launch("turn", (1,), {"y_ptr": torch.zeros(1), "n": 3}, ("y_ptr",))
     exercises.simulated(TURN, launch)  # Python does not mind that x changes its type
     with pytest.raises(AssertionError, match="the compiler for sm_90a refuses kernels") as error:
@@ -120,6 +135,87 @@ def test_the_compiler_points_at_the_line_inside_of_a_partition():
     number = SPLIT.splitlines().index("    gl.store(y_ptr + 1, gl.load(y_ptr) @ 2)") + 1
     assert f"line {number}: gl.store(y_ptr + 1, gl.load(y_ptr) @ 2)" in told, told
     assert "warp_specialize" not in told and "Traceback" not in told and len(told.splitlines()) == 3
+
+
+class Compiler:
+    """Stands in for the child process: counts requests and answers like one that accepts everything."""
+
+    def __init__(self):
+        self.requests = []
+
+    def __call__(self, text: str, timeout: float) -> tuple[int, str, str]:
+        self.requests.append(json.loads(text))
+        counts = dict.fromkeys(compiling.INSTRUCTIONS, 1)
+        figures = {"name": "move", "instructions": counts, "shared_bytes": 0, "registers": 30, "spill_bytes": 0}
+        return 0, json.dumps(figures if self.requests[-1]["figures"] else None) + "\n", ""
+
+
+@pytest.fixture
+def compiler(monkeypatch, cache):
+    stand_in = Compiler()
+    monkeypatch.setattr(compiling, "_may_fork", lambda: False)
+    monkeypatch.setattr(compiling, "_run_anew", stand_in)
+    return stand_in
+
+
+def test_a_result_is_kept_for_exactly_its_text_and_request(compiler):
+    launch = move(1, 4)
+    first = exercises.compile_for_hopper(COPY, launch)
+    assert exercises.compile_for_hopper(COPY, move(1, 4)) == first and len(compiler.requests) == 1
+    exercises.compile_for_hopper(COPY + "# another text\n", launch)
+    exercises.compile_for_hopper(COPY, move(1, 2))
+    assert len(compiler.requests) == 3
+
+
+def test_an_accepted_kernel_is_compiled_again_only_for_its_figures(compiler):
+    launch = move(1, 4)
+    expected = {"y_ptr": launch.args["x_ptr"]}
+    for _ in range(2):
+        exercises.expect_kernel(COPY, launch, expected, rtol=0, atol=0, compiles=True)
+    assert [request["figures"] for request in compiler.requests] == [False]
+    assert exercises.compile_for_hopper(COPY, launch).registers == 30
+    exercises.expect_kernel(COPY, launch, expected, rtol=0, atol=0, compiles=True)
+    assert [request["figures"] for request in compiler.requests] == [False, True]
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"compiled": {"name": "move"}}', '{"compiled": 3}'])
+def test_a_damaged_entry_is_compiled_again(compiler, cache, damage):
+    launch = move(1, 4)
+    first = exercises.compile_for_hopper(COPY, launch)
+    (entry,) = cache.iterdir()
+    entry.write_text(damage)
+    assert exercises.compile_for_hopper(COPY, launch) == first and len(compiler.requests) == 2
+    assert json.loads(entry.read_text())["compiled"]["registers"] == 30
+
+
+def test_a_folder_that_cannot_be_written_does_no_harm(compiler, cache):
+    cache.write_text("a file where the folder should be")
+    launch = move(1, 4)
+    assert exercises.compile_for_hopper(COPY, launch) == exercises.compile_for_hopper(COPY, launch)
+    assert len(compiler.requests) == 2
+
+
+def test_what_another_user_wrote_or_another_file_decides_is_not_used(compiler, cache, monkeypatch, tmp_path):
+    launch = move(1, 4)
+    exercises.compile_for_hopper(COPY, launch)
+    monkeypatch.setattr(compiling.os, "getuid", lambda user=compiling.os.getuid(): user + 1)
+    exercises.compile_for_hopper(COPY, launch)
+    monkeypatch.undo()
+    monkeypatch.setattr(compiling, "_may_fork", lambda: False)
+    monkeypatch.setattr(compiling, "_run_anew", compiler)
+    monkeypatch.setattr(compiling, "_CACHE", tmp_path / "second")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_helpers.py").write_text("")
+    for _ in range(2):  # the result depends on a file that the request does not hold
+        exercises.compile_for_hopper("import my_helpers\n" + COPY, launch)
+    assert len(compiler.requests) == 4 and not (tmp_path / "second").exists()
+
+
+def test_a_child_that_takes_too_long_is_a_message(monkeypatch, cache):
+    monkeypatch.setattr(compiling, "answer", lambda text: time.sleep(60))
+    monkeypatch.setattr(compiling, "_may_fork", lambda: True)
+    with pytest.raises(AssertionError, match="did not finish within 0 s"):
+        exercises.compile_for_hopper(COPY, move(1, 4), timeout=0.2)
 
 
 def test_a_complaint_names_the_students_line_and_the_compilers_words():
