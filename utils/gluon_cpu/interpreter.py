@@ -20,7 +20,7 @@ from .aggregates import Aggregate, is_instance
 from .dtypes import of_number, round_number
 from .known import TABLE, meaning, unwrap
 from .memory import MemDesc
-from .products import settled
+from .products import finished_tensor
 from .tensors import NUMBERS, Tensor, to_tensor
 
 try:
@@ -239,7 +239,7 @@ def _len(x):
 
 def _tensor(handle, type=None):
     """gl.tensor(handle, type) in a kernel author's own builtin: the registers that a token stands for."""
-    return settled(handle)
+    return finished_tensor(handle)
 
 
 TABLE.update(

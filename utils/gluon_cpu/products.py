@@ -217,11 +217,11 @@ def warpgroup_mma_wait(num_outstanding=0, deps=None):
         context.refuse("kernel", "warpgroup_mma_wait: `deps` is a list; one dep returns a tensor, several a tuple.")
     context.program().reschedule()
     wait_products(constant(num_outstanding, "warpgroup_mma_wait's num_outstanding"))
-    results = tuple(settled(x) for x in deps)
+    results = tuple(finished_tensor(x) for x in deps)
     return results[0] if len(results) == 1 else results
 
 
-def settled(x):
+def finished_tensor(x):
     """An accumulator as a tensor; it stays guarded while its product is under way."""
     if not isinstance(x, Accumulator):
         return x

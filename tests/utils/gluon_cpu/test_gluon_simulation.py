@@ -30,9 +30,7 @@ def launch_add(seed=None, n=160, **options):
 
 
 def test_import_loads_no_heavy_library():
-    code = (
-        "import sys, utils.gluon_cpu; loaded = {'torch', 'triton', 'matplotlib'} & set(sys.modules); assert not loaded, loaded"
-    )
+    code = "import sys, utils.gluon_cpu; loaded = {'torch', 'triton', 'matplotlib'} & set(sys.modules); assert not loaded, loaded"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
