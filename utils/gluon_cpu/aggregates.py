@@ -91,7 +91,6 @@ def _operator(name: str):
 
 for _name in OPERATORS.split():
     setattr(Aggregate, f"__{_name}__", _operator(f"__{_name}__"))
-Aggregate.__hash__ = object.__hash__  # type: ignore[method-assign]  # comparing two aggregates is the kernel's business
 
 
 def is_instance(value: Any, kind: Any) -> bool:
