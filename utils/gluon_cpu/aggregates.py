@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.runtime.jit import JITCallable
 
 from . import context
+from .context import refuse
 from .global_memory import Descriptor
 from .known import unwrap
 from .memory import MemDesc
@@ -40,26 +41,26 @@ class Aggregate:
         set_slot(self, "_complete", False)
         constructor = author.__init__
         if not isinstance(constructor, JITCallable):
-            context.refuse("kernel", f"{cls.__name__}: decorate its __init__ with @gluon.constexpr_function.")
+            refuse("kernel", f"{cls.__name__}: decorate its __init__ with @gluon.constexpr_function.")
         constructor.fn(self, *map(unwrap, args), **{name: unwrap(value) for name, value in kwargs.items()})
         for name in self._declared:
             if name not in self._fields:
-                context.refuse("kernel", f"The constructor of {cls.__name__} did not set the field {name}.")
+                refuse("kernel", f"The constructor of {cls.__name__} did not set the field {name}.")
         set_slot(self, "_complete", True)
 
     def __setattr__(self, name: str, value: Any) -> None:
         label = self._cls.__name__
         if self._complete:
-            context.refuse("kernel", f"The field {name} of a {label} cannot be changed; make a new {label}.")
+            refuse("kernel", f"The field {name} of a {label} cannot be changed; make a new {label}.")
         if name not in self._declared:
-            context.refuse("kernel", f"{label} has no field {name}: declare it as `{name}: type` in the class.")
+            refuse("kernel", f"{label} has no field {name}: declare it as `{name}: type` in the class.")
         kind = self._declared[name]
         if isinstance(kind, str):
-            context.refuse("kernel", f"{label}: `from __future__ import annotations` hides the types of its fields.")
+            refuse("kernel", f"{label}: `from __future__ import annotations` hides the types of its fields.")
         if not is_instance(value, kind):
             text = getattr(kind, "__name__", str(kind))
             wrap = f" Write gl.constexpr({value!r})." if kind is gl.constexpr and not isinstance(value, Tensor) else ""
-            context.refuse("kernel", f"The field {name} of {label} holds a value of type {text}; got {value!r}.{wrap}")
+            refuse("kernel", f"The field {name} of {label} holds a value of type {text}; got {value!r}.{wrap}")
         self._fields[name] = unwrap(value)
 
     def __getattr__(self, name: str) -> Any:
@@ -67,7 +68,7 @@ class Aggregate:
             return self._fields[name]
         member = getattr(self._cls, name, None)
         if not isinstance(member, JITCallable):
-            context.refuse("kernel", f"A {self._cls.__name__} has no field or method {name}.")
+            refuse("kernel", f"A {self._cls.__name__} has no field or method {name}.")
         return types.MethodType(member, self)
 
     def __repr__(self) -> str:

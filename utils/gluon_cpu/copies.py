@@ -11,8 +11,8 @@ import numpy as np
 from triton.experimental.gluon.language.nvidia import ampere, hopper
 
 from . import context, layouts
-from .barriers import barrier_of, truth
-from .clocks import Clock, join
+from .barriers import barrier_of, is_true
+from .context import Clock, join, refuse, report
 from .dtypes import numpy_type
 from .global_memory import addresses
 from .known import constant, known, number
@@ -43,10 +43,10 @@ def _coordinates(coord) -> list[int]:
 def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False) -> None:
     """tma.async_copy_global_to_shared (async_load)."""
     if constant(multicast, "multicast"):
-        context.refuse("unknown operation", "gluon_cpu runs one block at a time and knows no multicast.")
+        refuse("unknown operation", "gluon_cpu runs one block at a time and knows no multicast.")
     layouts.check_tma(tensor_desc, coord, result, "A TMA copy")
     at = _coordinates(coord)
-    if not truth(pred):
+    if not is_true(pred):
         return
     program = context.program()
     program.reschedule()
@@ -73,7 +73,7 @@ def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False) ->
 
     def finish() -> None:
         result.view[...] = tensor_desc.read(at)
-        bar.copied(copy, end)
+        bar.count_copy(copy, end)
 
     program.later(end, finish)
 
@@ -204,7 +204,7 @@ def cp_async_arrive(mbarrier, increment_count=True) -> None:
     def finish() -> None:
         _finish_copies(p, last)
         bar.join_clock(clock, fenced)
-        bar.arrived(threads, "async_copy.mbarrier_arrive", *who, end)
+        bar.count_arrivals(threads, "async_copy.mbarrier_arrive", *who, end)
 
     if p.copies:
         program.later(end, finish)
@@ -220,7 +220,7 @@ def finish(program) -> None:
             p.wgmmas.pop(0).finish()
         if p.stores:
             _, _, label, site = p.stores[0]
-            context.report(
+            report(
                 "unfinished",
                 f"The kernel ends while a TMA store may still read {label}: the memory may be "
                 "given to the next block. tma.store_wait(0) comes last.",
@@ -229,7 +229,7 @@ def finish(program) -> None:
             )
         left = [copy for copy in p.copies if not copy.signalled]
         if left:
-            context.report(
+            report(
                 "unfinished",
                 f"The kernel ends while the cp.async into {left[0].target.label} is under "
                 "way: async_copy.wait_group(0) is missing.",
@@ -240,7 +240,7 @@ def finish(program) -> None:
     for allocation in program.allocations:
         for copy in allocation.records:
             if copy.barrier is not None and not is_over(copy, program.partition.clock):
-                context.report(
+                report(
                     "unfinished",
                     f"The kernel ends, and nobody has waited for {copy.what}: phase "
                     f"{copy.phase} of {copy.barrier.name} (parity {copy.phase & 1}).",

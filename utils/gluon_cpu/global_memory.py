@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from . import context, layouts
+from .context import refuse
 from .dtypes import TORCH, is_int, numpy_type, round_to
 from .known import constant, known, number
 from .tensors import Shape, Tensor, broadcast_layout, to_tensor
@@ -41,7 +42,7 @@ class GlobalBuffer:
         """Refuse offsets outside of the tensor."""
         if offsets.size and (offsets.min() < self.low or offsets.max() >= self.high):
             bad = offsets[(offsets < self.low) | (offsets >= self.high)]
-            context.refuse(
+            refuse(
                 "out of bounds",
                 f"{what} reaches element {int(bad.flat[0])} of {self.name}, which has "
                 f"elements {self.low} to {self.high - 1} ({bad.size} elements outside). A mask is missing "
@@ -72,7 +73,7 @@ def pointer(tensor: torch.Tensor, name: str) -> Tensor:
 def addresses(ptr, mask, what: str):
     """(offsets, mask, layout) of an access; all checked."""
     if not isinstance(ptr, Tensor) or ptr.buffer is None:
-        context.refuse("kernel", f"{what} needs a pointer or a tensor of pointers, got {ptr!r}.")
+        refuse("kernel", f"{what} needs a pointer or a tensor of pointers, got {ptr!r}.")
     layout = ptr.layout
     offsets = np.asarray(ptr.data, dtype=np.int64)
     keep = np.ones((), np.bool_)
@@ -80,7 +81,7 @@ def addresses(ptr, mask, what: str):
         mask = to_tensor(mask)
         layout = broadcast_layout(ptr, mask, f"{what}: pointers and mask")
         if mask.shape and not ptr.shape:
-            context.refuse("layout", f"{what}: one pointer with a mask of shape {list(mask.shape)}.")
+            refuse("layout", f"{what}: one pointer with a mask of shape {list(mask.shape)}.")
         keep = np.asarray(mask.data, dtype=np.bool_)
     if ptr.shape:
         layouts.distributed(layout, list(ptr.shape), what)
@@ -132,7 +133,7 @@ def store(pointer, value, mask=None, boundary_check=(), cache_modifier="", evict
     if value.shape:
         broadcast_layout(pointer, value, "gl.store: pointers and value")
         if not pointer.shape:
-            context.refuse("layout", f"gl.store: a value of shape {list(value.shape)} to one pointer.")
+            refuse("layout", f"gl.store: a value of shape {list(value.shape)} to one pointer.")
     data = round_to(np.asarray(value.data), dtype)
     data = np.broadcast_to(data, offsets.shape)
     pointer.buffer.write(offsets[keep], data[keep])
@@ -228,7 +229,7 @@ class Descriptor:
         self.type = self
 
     def __getattr__(self, name):
-        context.refuse("unknown operation", f"gluon_cpu does not know .{name} of a TMA descriptor.")
+        refuse("unknown operation", f"gluon_cpu does not know .{name} of a TMA descriptor.")
 
     def box(self, coord: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """(element offsets, inside) of the box at coordinates; both of the box's shape."""
@@ -276,7 +277,7 @@ def device_descriptor(base, shape, strides, block_shape, layout, padding_option=
     steps = [number(s, "strides") for s in strides]
     size = base.buffer.dtype.primitive_bitwidth // 8
     if steps[-1] != 1 or any(s * size % 16 for s in steps[:-1]):
-        context.refuse(
+        refuse(
             "layout",
             f"make_tensor_descriptor: strides {steps} of {base.buffer.dtype}; the last must be 1 "
             "and the others multiples of 16 bytes.",

@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from . import barriers, context, copies, language, ptx, reductions  # noqa: F401 (they fill the table)
 from .aggregates import Aggregate, is_instance
+from .context import refuse
 from .dtypes import of_number, round_number
 from .known import TABLE, meaning, unwrap
 from .memory import MemDesc
@@ -154,12 +155,12 @@ def run_jit(jit, args: tuple, kwargs: dict):
     for name, p in parameters.items():
         if name not in values:
             if p.default is p.empty:
-                context.refuse("kernel", f"{jit.fn.__name__}: the argument {name} is missing.")
+                refuse("kernel", f"{jit.fn.__name__}: the argument {name} is missing.")
             values[name] = p.default
         value = values[name]
         values[name] = value = unwrap(value)
         if name in constant and isinstance(value, Tensor):
-            context.refuse(
+            refuse(
                 "kernel",
                 f"{jit.fn.__name__}: {name} is a gl.constexpr parameter, but its argument is "
                 "known only when the kernel runs.",
@@ -195,7 +196,7 @@ def _assign(value, label: str):
 
 def _constexpr(value, label: str):
     if isinstance(value, Tensor):
-        context.refuse("kernel", f"{label}: gl.constexpr = ... needs a value known when the kernel is compiled.")
+        refuse("kernel", f"{label}: gl.constexpr = ... needs a value known when the kernel is compiled.")
     return unwrap(value)
 
 
@@ -212,7 +213,7 @@ def _range(*bounds):
 def _static_range(*bounds):
     for b in bounds:
         if isinstance(b, Tensor):
-            context.refuse(
+            refuse(
                 "kernel",
                 "gl.static_range needs constexpr bounds; use range for bounds known only when the kernel runs.",
             )
@@ -301,8 +302,8 @@ def call(function, *args, **kwargs):
     if getattr(function, "__triton_builtin__", False) and not module.startswith("triton."):
         return _author_builtin(function, args, kwargs)
     if module.startswith("triton."):
-        context.refuse("unknown operation", f"gluon_cpu does not know {name}.")
-    context.refuse("kernel", f"{name} is no @gluon.jit function, so a kernel cannot call it.")
+        refuse("unknown operation", f"gluon_cpu does not know {name}.")
+    refuse("kernel", f"{name} is no @gluon.jit function, so a kernel cannot call it.")
 
 
 class _AuthorBuiltin:

@@ -11,7 +11,7 @@ from typing import Any
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
-from . import context
+from .context import refuse
 
 TABLE: dict[Any, Callable] = {}  # a function of Triton -> the function that does the same on NumPy data
 
@@ -50,7 +50,7 @@ class RunTimeValue:
 def constant(value, what: str):
     """Return a value that must be known when the kernel is compiled; refuse any other."""
     if isinstance(value, RunTimeValue):
-        context.refuse(
+        refuse(
             "kernel",
             f"{what} must be a constexpr; got a value that is known only when the kernel runs. "
             "Annotate it: `name: gl.constexpr = ...`.",
@@ -67,10 +67,10 @@ def number(value, what: str) -> int:
     """Return an integer, whether it is known at compile time or only at run time."""
     if isinstance(value, RunTimeValue):
         if value.shape:
-            context.refuse("kernel", f"{what} must be a scalar; got a tensor of shape {list(value.shape)}.")
+            refuse("kernel", f"{what} must be a scalar; got a tensor of shape {list(value.shape)}.")
         value = value.data
     if isinstance(value, bool) or not isinstance(value, int):
-        context.refuse("kernel", f"{what} must be an integer; got {value!r}.")
+        refuse("kernel", f"{what} must be an integer; got {value!r}.")
     return value
 
 

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language._layouts import AutoLayout
 
 from . import context, layouts, memory
 from .aggregates import flatten
+from .context import refuse
 from .dtypes import is_float, numpy_type, promote, round_number, round_to
 from .known import constant, constants, known
 from .tensors import Tensor, binary, broadcast_layout, to_tensor, work
@@ -86,7 +87,7 @@ for _name, _function in {
 def convert_layout(value, layout, assert_trivial=False):
     """Return the same values spread over the threads by another layout."""
     if not isinstance(value, Tensor) or not value.shape:
-        context.refuse("kernel", "gl.convert_layout needs a tensor, got a scalar.")
+        refuse("kernel", "gl.convert_layout needs a tensor, got a scalar.")
     layout = layouts.distributed(layout, list(value.shape), "gl.convert_layout")
     data = value.data
     if constant(assert_trivial, "assert_trivial"):
@@ -113,17 +114,17 @@ def expand_dims(input, axis):
     """Insert a dimension of one; the layout must be the SliceLayout that this dimension was sliced from."""
     axis = constant(axis, "expand_dims' axis")
     if not isinstance(input, Tensor) or not input.shape:
-        context.refuse("kernel", "Only tensors have dimensions to add to; this is a scalar.")
+        refuse("kernel", "Only tensors have dimensions to add to; this is a scalar.")
     axis = axis + len(input.shape) + 1 if axis < 0 else axis
     layout = input.layout
     if isinstance(layout, gl.SliceLayout):
         if layout.dim != axis:
             text = f"A new dimension {axis} of a tensor with {layout}: it is sliced along dimension {layout.dim}"
-            context.refuse("layout", f"{text}, so only that one can be added. Give gl.arange SliceLayout({axis}, ...).")
+            refuse("layout", f"{text}, so only that one can be added. Give gl.arange SliceLayout({axis}, ...).")
         layout = layout.parent
     elif not isinstance(layout, AutoLayout):
         text = "A new dimension needs a SliceLayout that says how it is spread over threads"
-        context.refuse("layout", f"{text}; this tensor has {layout}.")
+        refuse("layout", f"{text}; this tensor has {layout}.")
     return Tensor(np.expand_dims(input.data, axis), input.dtype, layout, input.buffer)
 
 
@@ -137,7 +138,7 @@ def reshape(input, *shape):
     """Return the values in another shape."""
     shape = _flat(shape, "reshape's shape")
     if math.prod(shape) != input.numel:
-        context.refuse("layout", f"A tensor {list(input.shape)} cannot be reshaped to {shape}.")
+        refuse("layout", f"A tensor {list(input.shape)} cannot be reshaped to {shape}.")
     layout = layouts.register_view(input.layout, list(input.shape), "reshape", tuple(shape))
     return Tensor(input.data.reshape(shape), input.dtype, layout, input.buffer)
 
@@ -154,7 +155,7 @@ def permute(input, *dims):
 def split(a):
     """Return the two halves along a last dimension of two."""
     if not a.shape or a.shape[-1] != 2:
-        context.refuse("layout", f"split needs a last dimension of 2, got shape {list(a.shape)}.")
+        refuse("layout", f"split needs a last dimension of 2, got shape {list(a.shape)}.")
     layout = layouts.register_view(a.layout, list(a.shape), "split")
     return tuple(Tensor(np.ascontiguousarray(a.data[..., i]), a.dtype, layout) for i in (0, 1))
 
@@ -188,7 +189,7 @@ def _enter_function(name: str, function, special: bool) -> None:
     def run(x):
         x = to_tensor(x)
         if not is_float(x.dtype):
-            context.refuse("kernel", f"gl.{name} needs floats, got {x.dtype}; use .to(gl.float32).")
+            refuse("kernel", f"gl.{name} needs floats, got {x.dtype}; use .to(gl.float32).")
         with np.errstate(all="ignore"):
             out = round_to(np.asarray(function(np.asarray(x.data))), x.dtype)
         work(x, special)
@@ -275,14 +276,14 @@ def cast(input, dtype, fp_downcast_rounding=None, bitcast=False):
     """Return the values in another dtype; with `bitcast` the same bits."""
     input, dtype = to_tensor(input), constant(dtype, "the dtype")
     if isinstance(dtype, gl.pointer_type) or input.buffer is not None:
-        context.refuse("unknown operation", f"gluon_cpu does not convert {input.dtype} to {dtype}.")
+        refuse("unknown operation", f"gluon_cpu does not convert {input.dtype} to {dtype}.")
     if fp_downcast_rounding not in (None, "rtne"):
-        context.refuse("unknown operation", f"gluon_cpu rounds to nearest even only, not {fp_downcast_rounding!r}.")
+        refuse("unknown operation", f"gluon_cpu rounds to nearest even only, not {fp_downcast_rounding!r}.")
     data = input.data
     work(input)
     if bitcast:
         if "bf16" in (dtype.name, input.dtype.name) or not input.shape:
-            context.refuse("unknown operation", f"gluon_cpu does not bitcast {input.dtype} to {dtype}.")
+            refuse("unknown operation", f"gluon_cpu does not bitcast {input.dtype} to {dtype}.")
         return Tensor(data.view(numpy_type(dtype)), dtype, input.layout)
     return Tensor(round_to(data, dtype), dtype, input.layout)
 
@@ -315,14 +316,14 @@ def allocate_shared_memory(element_ty, shape, layout, value=None):
 def static_assert(cond, msg=""):
     """Refuse the kernel unless a constant condition holds."""
     if not constant(cond, "static_assert's condition"):
-        context.refuse("kernel", f"static_assert failed. {msg}")
+        refuse("kernel", f"static_assert failed. {msg}")
 
 
 @known()
 def device_assert(cond, msg="", mask=None):
     """Refuse the kernel unless a condition holds in every element."""
     if not np.all(to_tensor(cond).data):
-        context.refuse("kernel", f"device_assert failed. {msg}")
+        refuse("kernel", f"device_assert failed. {msg}")
 
 
 @known()
@@ -351,14 +352,14 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
     pairs = [tuple(p) for p in functions_and_args]
     warps = constants(worker_num_warps, "worker_num_warps")
     if len(warps) != len(pairs) - 1:
-        context.refuse("kernel", f"warp_specialize: {len(pairs) - 1} workers but {len(warps)} warp counts.")
+        refuse("kernel", f"warp_specialize: {len(pairs) - 1} workers but {len(warps)} warp counts.")
     if worker_num_regs is not None and len(worker_num_regs) != len(warps):
-        context.refuse("kernel", f"warp_specialize: {len(warps)} workers but {len(worker_num_regs)} register counts.")
+        refuse("kernel", f"warp_specialize: {len(warps)} workers but {len(worker_num_regs)} register counts.")
     if worker_num_regs is None and _triton_version() < (3, 7):
-        context.refuse("kernel", "warp_specialize: Triton 3.6 needs worker_num_regs, a register count for each worker.")
+        refuse("kernel", "warp_specialize: Triton 3.6 needs worker_num_regs, a register count for each worker.")
     for n in warps:
         if n < 1 or n & (n - 1):
-            context.refuse("kernel", f"warp_specialize: a worker has a power of two of warps, got {n}.")
+            refuse("kernel", f"warp_specialize: a worker has a power of two of warps, got {n}.")
     names = [getattr(f, "__name__", "partition") for f, _ in pairs]
     labels = [  # a function that runs in several partitions gets a number in each
         f"{name} {names[:i].count(name)}" if names.count(name) > 1 else name for i, name in enumerate(names)
@@ -366,7 +367,7 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
     for (_, args), label in zip(pairs[1:], labels[1:], strict=True):
         if any(isinstance(a, Tensor) and a.shape for a in flatten(args)):
             what = "workers take scalars, pointers, descriptors and shared memory, no tensors"
-            context.refuse("kernel", f"warp_specialize: {label} is a worker; {what}.")
+            refuse("kernel", f"warp_specialize: {label} is a worker; {what}.")
     program = context.program()
     calls = [(label, lambda f=f, a=tuple(a): program.call(f, *a)) for label, (f, a) in zip(labels, pairs, strict=True)]
     return program.warp_specialize(calls, warps)

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._layouts import AutoLayout, DistributedLayout, SharedLayout
 
 from . import context
+from .context import refuse
 from .known import constant
 
 
@@ -45,20 +46,18 @@ def distributed(layout, shape: list[int], what: str):
     if key in _checked:
         return layout
     if not isinstance(layout, DistributedLayout):
-        context.refuse(
+        refuse(
             "layout", f"{what} needs a register layout (BlockedLayout, NVMMADistributedLayout, ...), got {layout!r}."
         )
     if isinstance(layout, gl.CoalescedLayout):
         return layout
     if layout.rank != len(shape):
-        context.refuse(
-            "layout", f"{what}: shape {list(shape)} has {len(shape)} dimensions, {layout} has {layout.rank}."
-        )
+        refuse("layout", f"{what}: shape {list(shape)} has {len(shape)} dimensions, {layout} has {layout.rank}.")
     found = threads(layout, what)
     if found is not None and found[0] != 32:
-        context.refuse("layout", f"{what}: {layout} spreads over {found[0]} threads a warp; a warp has 32.")
+        refuse("layout", f"{what}: {layout} spreads over {found[0]} threads a warp; a warp has 32.")
     if found is not None and found[1] != warps:
-        context.refuse("layout", f"{what}: {layout} is for {found[1]} warps; this partition has {warps}.")
+        refuse("layout", f"{what}: {layout} is for {found[1]} warps; this partition has {warps}.")
     _checked.add(key)
     return layout
 
@@ -67,7 +66,7 @@ def check_block(shape: list[int], what: str) -> None:
     """Register tensors have powers of two for dimensions."""
     for size in shape:
         if not isinstance(size, int) or size < 1 or size & (size - 1):
-            context.refuse(
+            refuse(
                 "layout",
                 f"{what}: shape {list(shape)}; every dimension of a tensor must be a power of "
                 "two. Take the next one up and mask.",
@@ -80,7 +79,7 @@ def same(a, b, what: str):
         return a
     if isinstance(a, AutoLayout):
         return b
-    context.refuse(
+    refuse(
         "layout",
         f"{what}: the operands have different layouts,\n    {a}\n    {b}\n  and Gluon converts "
         "nothing by itself: use gl.convert_layout.",
@@ -90,21 +89,21 @@ def same(a, b, what: str):
 def check_shared(layout, dtype, shape: list[int]) -> None:
     """A shared memory layout that fits dtype and shape."""
     if not isinstance(layout, SharedLayout):
-        context.refuse(
+        refuse(
             "layout",
             f"Shared memory needs a shared layout (NVMMASharedLayout, SwizzledSharedLayout, ...), got {layout!r}.",
         )
     for size in shape:
         if not isinstance(size, int) or size < 1:
-            context.refuse("layout", f"Shared memory of shape {shape}: dimensions must be positive constants.")
+            refuse("layout", f"Shared memory of shape {shape}: dimensions must be positive constants.")
     if not isinstance(layout, gl.NVMMASharedLayout):
         return
     if layout.element_bitwidth != dtype.primitive_bitwidth:
-        context.refuse(
+        refuse(
             "layout", f"{layout} is for {layout.element_bitwidth}-bit elements; {dtype} has {dtype.primitive_bitwidth}."
         )
     if layout.rank not in (len(shape), len(shape) - 1):
-        context.refuse(
+        refuse(
             "layout",
             f"{layout} has rank {layout.rank}; shape {shape} needs {len(shape)}, or "
             f"{len(shape) - 1} if its first dimension counts buffers.",
@@ -112,7 +111,7 @@ def check_shared(layout, dtype, shape: list[int]) -> None:
     tile = shape[len(shape) - layout.rank :]
     inner = tile[0] if layout.transposed else tile[-1]
     if inner * dtype.primitive_bitwidth // 8 < layout.swizzle_byte_width:
-        context.refuse(
+        refuse(
             "layout",
             f"A row of {inner} {dtype} has {inner * dtype.primitive_bitwidth // 8} bytes; "
             f"a swizzle of {layout.swizzle_byte_width} bytes needs rows at least that long. "
@@ -123,18 +122,16 @@ def check_shared(layout, dtype, shape: list[int]) -> None:
 def check_tma(desc, coord, smem, what: str) -> None:
     """What a TMA copy accepts of its shared memory side."""
     if len(coord) != len(desc.block_shape):
-        context.refuse(
-            "layout", f"{what}: {len(coord)} coordinates for a descriptor of {len(desc.block_shape)} dimensions."
-        )
+        refuse("layout", f"{what}: {len(coord)} coordinates for a descriptor of {len(desc.block_shape)} dimensions.")
     if list(smem.shape) != list(desc.block_shape):
-        context.refuse(
+        refuse(
             "layout",
             f"{what}: the descriptor moves boxes {list(desc.block_shape)}, {smem.label} has shape {list(smem.shape)}.",
         )
     if smem.dtype.name != desc.dtype.name:
-        context.refuse("layout", f"{what}: the descriptor is {desc.dtype}, {smem.label} is {smem.dtype}.")
+        refuse("layout", f"{what}: the descriptor is {desc.dtype}, {smem.label} is {smem.dtype}.")
     if smem.layout != desc.layout:
-        context.refuse(
+        refuse(
             "layout",
             f"{what}: TMA uses the layout of the descriptor,\n    {desc.layout}\n  but "
             f"{smem.label} has\n    {smem.layout}",
@@ -144,13 +141,13 @@ def check_tma(desc, coord, smem, what: str) -> None:
 def check_cp_async(smem, shape, dtype, layout) -> None:
     """What cp.async accepts: shapes and dtypes that agree, and four bytes a thread."""
     if list(smem.shape) != list(shape):
-        context.refuse("layout", f"cp.async: {smem.label} has shape {list(smem.shape)}, the pointers {list(shape)}.")
+        refuse("layout", f"cp.async: {smem.label} has shape {list(smem.shape)}, the pointers {list(shape)}.")
     if dtype.name != smem.dtype.name:
-        context.refuse("layout", f"cp.async: {smem.label} is {smem.dtype}, the pointers are to {dtype}.")
+        refuse("layout", f"cp.async: {smem.label} is {smem.dtype}, the pointers are to {dtype}.")
     per_thread = getattr(layout, "size_per_thread", None)
     if per_thread is not None and per_thread[layout.order[0]] * dtype.primitive_bitwidth < 32:
         neighbours = per_thread[layout.order[0]]
-        context.refuse(
+        refuse(
             "layout",
             f"cp.async copies 4, 8 or 16 bytes a thread; {layout} gives a thread {neighbours} "
             f"neighbouring element of {dtype}, {neighbours * dtype.primitive_bitwidth // 8} bytes.",
@@ -211,7 +208,7 @@ def register_view(layout, shape: list[int], operation: str, argument=None):
     try:
         return _register_view(context.partition().num_warps, layout, tuple(shape), operation, argument)
     except (RuntimeError, ValueError, TypeError) as error:
-        context.refuse("layout", f"{operation} of a tensor {list(shape)} with {layout}: {str(error).strip()}")
+        refuse("layout", f"{operation} of a tensor {list(shape)} with {layout}: {str(error).strip()}")
 
 
 @functools.cache
@@ -231,7 +228,7 @@ def shared_view(dtype, shape: list[int], layout, operation: str, argument: tuple
     try:
         return _shared_view(dtype, tuple(shape), layout, operation, argument)
     except (RuntimeError, ValueError, TypeError) as error:
-        context.refuse("layout", f"{operation} of shared memory {list(shape)} with {layout}: {str(error).strip()}")
+        refuse("layout", f"{operation} of shared memory {list(shape)} with {layout}: {str(error).strip()}")
 
 
 def linear(layout, shape: list[int]):
@@ -276,7 +273,7 @@ def _is_trivial(warps: int, a, b, shape: tuple) -> bool:
 def check_trivial(a, b, shape: list[int]) -> None:
     """Refuse a conversion that moves data between threads."""
     if not _is_trivial(context.partition().num_warps, a, b, tuple(shape)):
-        context.refuse(
+        refuse(
             "layout",
             f"convert_layout(assert_trivial=True): from\n    {a}\n  to\n    {b}\n  moves values between threads.",
         )

@@ -12,7 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from . import context
-from .barriers import truth
+from .barriers import is_true
+from .context import refuse, report
 from .dtypes import round_to
 from .known import constant, known
 from .memory import MemDesc, access
@@ -64,14 +65,14 @@ class Accumulator(Tensor):
     def data(self):
         product = self.product
         if self.token and product.result is not None:
-            context.refuse(
+            refuse(
                 "kernel",
                 f"The result of the asynchronous wgmma of {product.site} is not a tensor yet, "
                 "though its product is over. Read what the wait returns: assign the result, "
                 "`acc = warpgroup_mma_wait(0, deps=[acc])`.",
             )
         if product.result is None:
-            context.report(
+            report(
                 "race",
                 f"The result of the wgmma of {product.site} is read while it is still being "
                 "computed: warpgroup_mma_wait must come first, with few enough products outstanding.",
@@ -98,7 +99,7 @@ def check_wgmma(a, b, acc_layout, acc_shape: list[int], acc_dtype, precision) ->
     """What the instruction wgmma.mma_async accepts; a and b are shared memory, a may be registers."""
 
     def no(reason: str) -> None:
-        context.refuse("layout", f"warpgroup_mma: {reason}")
+        refuse("layout", f"warpgroup_mma: {reason}")
 
     warps = context.partition().num_warps
     if not isinstance(b, MemDesc):
@@ -158,7 +159,7 @@ def check_wgmma(a, b, acc_layout, acc_shape: list[int], acc_dtype, precision) ->
 def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_acc=None, is_async=False):
     """warpgroup_mma: acc = a @ b + (acc if use_acc else 0), on the tensor cores."""
     if not isinstance(acc, Tensor):
-        context.refuse("kernel", f"warpgroup_mma: the accumulator must be a tensor, got {acc!r}.")
+        refuse("kernel", f"warpgroup_mma: the accumulator must be a tensor, got {acc!r}.")
     shape = list(acc._data.shape)
     check_wgmma(a, b, acc.layout, shape, acc.dtype, precision)
     program = context.program()
@@ -186,7 +187,7 @@ def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_
     program.tensor_cores_free = end
     operands = " x ".join(x.label if isinstance(x, MemDesc) else "registers" for x in (a, b))
     program.record("tensor cores", "wgmma", operands, None, start, end)
-    product = _Product(left, b, source, truth(use_acc), acc.dtype, p.wgmma_count, end, context.site())
+    product = _Product(left, b, source, is_true(use_acc), acc.dtype, p.wgmma_count, end, context.site())
     p.wgmmas.append(product)
     result = Accumulator(product, shape, acc.dtype, acc.layout, token=True)
     if constant(is_async, "is_async"):
@@ -212,9 +213,9 @@ def wait_products(left: int) -> None:
 def warpgroup_mma_wait(num_outstanding=0, deps=None):
     """warpgroup_mma_wait: all but the last `num_outstanding` products of this partition are over."""
     if deps is None:
-        context.refuse("kernel", "warpgroup_mma_wait: deps must be given: the accumulators that it makes readable.")
+        refuse("kernel", "warpgroup_mma_wait: deps must be given: the accumulators that it makes readable.")
     if not isinstance(deps, (list, tuple)):
-        context.refuse("kernel", "warpgroup_mma_wait: `deps` is a list; one dep returns a tensor, several a tuple.")
+        refuse("kernel", "warpgroup_mma_wait: `deps` is a list; one dep returns a tensor, several a tuple.")
     context.program().reschedule()
     wait_products(constant(num_outstanding, "warpgroup_mma_wait's num_outstanding"))
     results = tuple(finished_tensor(x) for x in deps)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from . import context
+from .context import refuse
 from .known import known
 from .products import Accumulator, finished_tensor, wait_products
 from .tensors import Tensor
@@ -28,7 +29,7 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return args[0]  # a scalar is the same in every lane
     if len(args) == 2 and text == _product_text(pack):
         return args[0] * args[1]
-    context.refuse("unknown operation", f"gluon_cpu does not know this inline assembly: {text[:120]}")
+    refuse("unknown operation", f"gluon_cpu does not know this inline assembly: {text[:120]}")
 
 
 def _product_text(n: int) -> str:

@@ -6,6 +6,7 @@ import numpy as np
 from triton.experimental.gluon import language as gl
 
 from . import context, layouts
+from .context import refuse
 from .dtypes import is_int, numpy_type, round_to
 from .known import constant, known
 from .tensors import Tensor, work
@@ -13,13 +14,13 @@ from .tensors import Tensor, work
 
 def _reduced(x: Tensor, axis, keep_dims: bool, function, dtype=None) -> Tensor:
     if not x.shape:
-        context.refuse("kernel", "A scalar cannot be reduced.")
+        refuse("kernel", "A scalar cannot be reduced.")
     axis, keep_dims = constant(axis, "the axis"), constant(keep_dims, "keep_dims")
     data, layout = x.data, x.layout
     if axis is None:
         data, axis, keep_dims, layout = data.reshape(-1), 0, False, None
     elif not -len(x.shape) <= axis < len(x.shape):
-        context.refuse("layout", f"axis {axis} of a tensor with shape {list(x.shape)}.")
+        refuse("layout", f"axis {axis} of a tensor with shape {list(x.shape)}.")
     axis %= data.ndim
     work(x)
     with np.errstate(all="ignore"):  # a GPU overflows to infinity without a word

@@ -9,6 +9,7 @@ import numpy as np
 from triton.experimental.gluon import language as gl
 
 from . import context, layouts
+from .context import refuse
 from .dtypes import is_float, is_int, numpy_type, of_number, promote, round_number, round_to
 from .known import RunTimeValue, meaning, number, unwrap
 
@@ -65,7 +66,7 @@ class Tensor(RunTimeValue):
     @property
     def value(self):
         """Refused: only constants have a value before the kernel runs."""
-        context.refuse("kernel", ".value belongs to a constexpr; this is a value known only when the kernel runs.")
+        refuse("kernel", ".value belongs to a constexpr; this is a value known only when the kernel runs.")
 
     @property
     def T(self):
@@ -85,23 +86,23 @@ class Tensor(RunTimeValue):
         return f"<{self.dtype}{list(self.shape)} {self.layout or ''}: {self.data}>"
 
     def __getattr__(self, name):
-        context.refuse("unknown operation", f"gluon_cpu does not know the method .{name} of a tensor.")
+        refuse("unknown operation", f"gluon_cpu does not know the method .{name} of a tensor.")
 
     def __bool__(self) -> bool:
         if self.shape:
             text = f"A tensor of shape {list(self.shape)} has no single truth value. A condition must be a scalar"
-            context.refuse("kernel", f"{text}; use gl.where, or `|` and `&`.")
+            refuse("kernel", f"{text}; use gl.where, or `|` and `&`.")
         return bool(self.data)
 
     def __index__(self) -> int:
         return number(self, "an index")
 
     def __len__(self):
-        context.refuse("kernel", "A tensor has no len(); use .shape.")
+        refuse("kernel", "A tensor has no len(); use .shape.")
 
     def __iter__(self):
         text = "(warpgroup_mma_wait returns a tensor for one entry of deps, a tuple for several.)"
-        context.refuse("kernel", f"A tensor cannot be unpacked or iterated over. {text}")
+        refuse("kernel", f"A tensor cannot be unpacked or iterated over. {text}")
 
     def __neg__(self):
         return binary("-", 0, self) if is_int(self.dtype) else binary("*", self, -1.0)
@@ -115,7 +116,7 @@ class Tensor(RunTimeValue):
             if i is None:
                 result = result.expand_dims(axis)
             elif i != slice(None):
-                context.refuse("kernel", f"A tensor can be indexed by `:` and None only, got {i!r}.")
+                refuse("kernel", f"A tensor can be indexed by `:` and None only, got {i!r}.")
         return result
 
 
@@ -139,7 +140,7 @@ def to_tensor(x) -> Tensor:
     if isinstance(x, NUMBERS):
         dtype = of_number(x)
         return Tensor(round_number(x, dtype), dtype)
-    context.refuse("kernel", f"{x!r} is no tensor and no number.")
+    refuse("kernel", f"{x!r} is no tensor and no number.")
 
 
 def broadcast_layout(a: Tensor, b: Tensor, what: str):
@@ -151,9 +152,9 @@ def broadcast_layout(a: Tensor, b: Tensor, what: str):
     layout = layouts.same(a.layout, b.layout, what)
     shapes = f"{what}: shapes {list(a.shape)} and {list(b.shape)}"
     if len(a.shape) != len(b.shape):
-        context.refuse("layout", f"{shapes} have different ranks. x[:, None] adds a dimension.")
+        refuse("layout", f"{shapes} have different ranks. x[:, None] adds a dimension.")
     if any(m != n and 1 not in (m, n) for m, n in zip(a.shape, b.shape, strict=True)):
-        context.refuse("layout", f"{shapes} do not fit.")
+        refuse("layout", f"{shapes} do not fit.")
     return layout
 
 
@@ -175,7 +176,7 @@ def _divide(a, b, mod: bool):
     """C's integer division, which rounds to zero, or its remainder."""
     if not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray):
         if b == 0:
-            context.refuse("kernel", "Integer division by zero.")
+            refuse("kernel", "Integer division by zero.")
         quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
         return a - quotient * b if mod else quotient
     if mod:
@@ -202,7 +203,7 @@ def binary(op: str, a, b) -> Tensor:
     a, b = unwrap(a), unwrap(b)
     for x in (a, b):
         if not isinstance(x, (Tensor, *NUMBERS)):
-            context.refuse("kernel", f"{a!r} {op} {b!r}: not numbers or tensors.")
+            refuse("kernel", f"{a!r} {op} {b!r}: not numbers or tensors.")
     if getattr(a, "buffer", None) is not None or getattr(b, "buffer", None) is not None:
         return _move_pointer(op, a, b)
     dtype = operand_type(op, a, b)
@@ -211,7 +212,7 @@ def binary(op: str, a, b) -> Tensor:
     x = ta.data if ta.dtype.name == dtype.name else round_to(ta.data, dtype)
     y = tb.data if tb.dtype.name == dtype.name else round_to(tb.data, dtype)
     if op in BITS and is_float(dtype):
-        context.refuse("kernel", f"{op} needs integers; got {dtype}.")
+        refuse("kernel", f"{op} needs integers; got {dtype}.")
     if not isinstance(x, np.ndarray) and not isinstance(y, np.ndarray):
         work(ta)
         return _scalar(op, x, y, dtype)
@@ -229,7 +230,7 @@ def binary(op: str, a, b) -> Tensor:
             out = x / y
         elif is_float(dtype):
             if op == "//":
-                context.refuse("kernel", "// needs integers; use / and gl.floor for floats.")
+                refuse("kernel", "// needs integers; use / and gl.floor for floats.")
             out = np.fmod(x, y)
         else:
             out = _divide(x, y, op == "%")
@@ -256,13 +257,13 @@ def _scalar(op: str, x, y, dtype) -> Tensor:
 def _move_pointer(op: str, a, b) -> Tensor:
     is_pointer = [getattr(x, "buffer", None) is not None for x in (a, b)]
     if op not in ("+", "-"):
-        context.refuse("unknown operation", f"gluon_cpu does not know {op} of a pointer.")
+        refuse("unknown operation", f"gluon_cpu does not know {op} of a pointer.")
     if all(is_pointer):
         text = "gluon_cpu adds and subtracts integers to pointers; it does not know"
-        context.refuse("unknown operation", f"{text} pointer {op} pointer.")
+        refuse("unknown operation", f"{text} pointer {op} pointer.")
     pointer, offset = (a, to_tensor(b)) if is_pointer[0] else (b, to_tensor(a))
     if not is_int(offset.dtype):
-        context.refuse("kernel", f"A pointer moves by integers, not by {offset.dtype}.")
+        refuse("kernel", f"A pointer moves by integers, not by {offset.dtype}.")
     layout = broadcast_layout(pointer, offset, "pointer + offset")
     step = offset.data.astype(np.int64) if isinstance(offset.data, np.ndarray) else offset.data
     moved = pointer.data + step if op == "+" else pointer.data - step
