@@ -1,6 +1,6 @@
 """Copies that run on their own after they were started: TMA and cp.async.
 
-Each is known to be over only through its own wait: a barrier phase, tma.store_wait, async_copy.wait_group.
+A program knows that a copy is over only after the wait for it: a barrier phase, tma.store_wait, async_copy.wait_group.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _coordinates(coord) -> list[int]:
 
 @known("async_copy_global_to_shared", "async_load", of=(hopper.tma,))
 def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False) -> None:
-    """tma.async_copy_global_to_shared (async_load)."""
+    """Start a TMA copy from global to shared memory, which reports to a barrier."""
     if constant(multicast, "multicast"):
         refuse("unknown operation", "gluon_cpu runs one block at a time and knows no multicast.")
     layouts.check_tma(tensor_desc, coord, result, "A TMA copy")
@@ -80,7 +80,7 @@ def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False) ->
 
 @known("async_copy_shared_to_global", "async_store", of=(hopper.tma,))
 def tma_store(tensor_desc, coord, src) -> None:
-    """tma.async_copy_shared_to_global (async_store)."""
+    """Start a TMA copy from shared to global memory."""
     layouts.check_tma(tensor_desc, coord, src, "A TMA store")
     at = _coordinates(coord)
     program = context.program()
@@ -106,13 +106,13 @@ def tma_store(tensor_desc, coord, src) -> None:
 
 @known(of=(hopper.tma,))
 def store_wait(pendings) -> None:
-    """tma.store_wait: all but the last `pendings` stores of this partition have read their buffers."""
-    left = constant(pendings, "store_wait's pendings")
+    """Wait until all but the last `pendings` stores of this partition have read their buffers."""
+    pendings = constant(pendings, "store_wait's pendings")
     program = context.program()
     program.reschedule()
     p = program.partition
     start = p.time
-    while len(p.stores) > left:
+    while len(p.stores) > pendings:
         number, end, _, _ = p.stores.pop(0)
         p.clock["tma store", p.index] = number
         p.time = max(p.time, end)
@@ -125,19 +125,19 @@ def store_wait(pendings) -> None:
 
 @dataclass(eq=False)
 class _CpAsync:
-    """One cp.async under way; `number` counts the partition's."""
+    """A cp.async under way; `number` counts those of its partition."""
 
     number: int
     target: MemDesc
     values: np.ndarray
     end: float
     site: Site
-    signalled: bool = False  # an mbarrier tells of its end
+    signalled: bool = False  # whether an mbarrier tells of its end
 
 
 @known("async_copy_global_to_shared", "async_load", of=(ampere.async_copy,))
 def cp_async(smem, pointer, mask=None, cache_modifier="", eviction_policy="", volatile=False) -> None:
-    """async_copy.async_copy_global_to_shared: elements by their addresses; masked ones become zeros."""
+    """Start a copy of elements by their addresses; masked ones become zeros."""
     offsets, keep, layout = addresses(pointer, mask, "cp.async")
     layouts.check_cp_async(smem, offsets.shape, pointer.dtype.element_ty, layout)
     program = context.program()
@@ -158,20 +158,20 @@ def cp_async(smem, pointer, mask=None, cache_modifier="", eviction_policy="", vo
 
 @known(of=(ampere.async_copy,))
 def commit_group() -> None:
-    """async_copy.commit_group: close the group of copies started since the last one."""
+    """Close the group of copies that were started since the last one."""
     p = context.partition()
     p.copy_groups.append(p.copy_count)
 
 
 @known(of=(ampere.async_copy,))
 def wait_group(num_outstanding=0) -> None:
-    """async_copy.wait_group: all but the last `num_outstanding` committed groups have written."""
-    left = constant(num_outstanding, "wait_group's num_outstanding")
+    """Wait until all but the last `num_outstanding` committed groups have written."""
+    num_outstanding = constant(num_outstanding, "wait_group's num_outstanding")
     program = context.program()
     program.reschedule()
     p = program.partition
     start = p.time
-    while len(p.copy_groups) > left:
+    while len(p.copy_groups) > num_outstanding:
         last = p.copy_groups.pop(0)
         p.time = max([p.time, *(copy.end for copy in p.copies if copy.number <= last)])
         _finish_copies(p, last)
@@ -181,7 +181,7 @@ def wait_group(num_outstanding=0) -> None:
 
 
 def _finish_copies(p, last: int) -> None:
-    """The partition's copies up to the one numbered `last` arrive in shared memory."""
+    """Let the partition's copies up to the one numbered `last` arrive in shared memory."""
     while p.copies and p.copies[0].number <= last:
         copy = p.copies.pop(0)
         copy.target.view[...] = copy.values
@@ -189,7 +189,7 @@ def _finish_copies(p, last: int) -> None:
 
 @known("mbarrier_arrive", of=(ampere.async_copy,))
 def cp_async_arrive(mbarrier, increment_count=True) -> None:
-    """async_copy.mbarrier_arrive: every thread arrives when its copies so far have written."""
+    """Let every thread arrive when its copies so far have written."""
     program = context.program()
     program.reschedule()
     p, bar = program.partition, barrier_of(mbarrier, "async_copy.mbarrier_arrive")
@@ -213,37 +213,26 @@ def cp_async_arrive(mbarrier, increment_count=True) -> None:
 
 
 def finish(program) -> None:
-    """What may not be under way when a program ends."""
+    """Report copies that are still under way when a program ends."""
     for p in program.partitions:
         program.partition = p
         while p.wgmmas:
             p.wgmmas.pop(0).finish()
         if p.stores:
             _, _, label, site = p.stores[0]
-            report(
-                "unfinished",
-                f"The kernel ends while a TMA store may still read {label}: the memory may be "
-                "given to the next block. tma.store_wait(0) comes last.",
-                at=site,
-                partition=p.name,
+            text = (
+                f"The kernel ends while a TMA store may still read {label}: the memory may be given to the next block."
             )
-        left = [copy for copy in p.copies if not copy.signalled]
-        if left:
-            report(
-                "unfinished",
-                f"The kernel ends while the cp.async into {left[0].target.label} is under "
-                "way: async_copy.wait_group(0) is missing.",
-                at=left[0].site,
-                partition=p.name,
-            )
+            report("unfinished", f"{text} tma.store_wait(0) comes last.", at=site, partition=p.name)
+        unfinished = [copy for copy in p.copies if not copy.signalled]
+        if unfinished:
+            text = f"The kernel ends while the cp.async into {unfinished[0].target.label} is under way"
+            hint = "async_copy.wait_group(0) is missing."
+            report("unfinished", f"{text}: {hint}", at=unfinished[0].site, partition=p.name)
     program.partition = program.partitions[0]
     for allocation in program.allocations:
         for copy in allocation.records:
             if copy.barrier is not None and not is_over(copy, program.partition.clock):
-                report(
-                    "unfinished",
-                    f"The kernel ends, and nobody has waited for {copy.what}: phase "
-                    f"{copy.phase} of {copy.barrier.name} (parity {copy.phase & 1}).",
-                    at=copy.site,
-                    partition=copy.partition,
-                )
+                phase = f"phase {copy.phase} of {copy.barrier.name} (parity {copy.phase & 1})"
+                text = f"The kernel ends, and nobody has waited for {copy.what}: {phase}."
+                report("unfinished", text, at=copy.site, partition=copy.partition)

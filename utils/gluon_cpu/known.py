@@ -45,6 +45,8 @@ class RunTimeValue:
     """A value that is known only when the kernel runs, not when it is compiled."""
 
     __slots__ = ()
+    shape: Any
+    data: Any
 
 
 def constant(value, what: str):

@@ -1,7 +1,7 @@
-"""Layouts as checked facts: which exist for a partition's warps, which an instruction accepts, what views become.
+"""Rules for layouts: which fit a partition's warps, which an instruction accepts, and what they become in a view.
 
-What a layout becomes under permute, reshape, join and split is asked of Triton's own layout algebra, which runs
-without a GPU; the rules of wgmma, TMA and cp.async are written out here, each with its reason.
+Triton's own layout algebra, which runs without a GPU, says what a layout becomes under permute, reshape, join and
+split. The rules of TMA and cp.async are here, those of wgmma in products.py, each with its reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .known import constant
 
 
 def threads(layout, what: str) -> tuple[int, int] | None:
-    """(threads a warp, warps) that a layout is for; None if it is for any."""
+    """Return (threads of a warp, warps) that a layout is for; None if it is for any."""
     if isinstance(layout, (gl.SliceLayout, gl.DotOperandLayout)):
         return threads(layout.parent, what)
     if isinstance(layout, gl.BlockedLayout):
@@ -35,7 +35,7 @@ _checked: set = set()
 
 
 def distributed(layout, shape: list[int], what: str):
-    """A register layout that fits the shape and the warps of the running partition."""
+    """Return a register layout; refuse one that does not fit the shape or the warps of the running partition."""
     layout = constant(layout, f"{what}'s layout")
     if layout is None:
         layout = AutoLayout()
@@ -63,7 +63,7 @@ def distributed(layout, shape: list[int], what: str):
 
 
 def check_block(shape: list[int], what: str) -> None:
-    """Register tensors have powers of two for dimensions."""
+    """Refuse a shape of a register tensor whose dimensions are not powers of two."""
     for size in shape:
         if not isinstance(size, int) or size < 1 or size & (size - 1):
             refuse(
@@ -74,7 +74,7 @@ def check_block(shape: list[int], what: str) -> None:
 
 
 def same(a, b, what: str):
-    """The common layout of two operands."""
+    """Return the common layout of two operands; refuse two different ones."""
     if a is b or a == b or isinstance(b, AutoLayout):
         return a
     if isinstance(a, AutoLayout):
@@ -87,7 +87,7 @@ def same(a, b, what: str):
 
 
 def check_shared(layout, dtype, shape: list[int]) -> None:
-    """A shared memory layout that fits dtype and shape."""
+    """Refuse a shared memory layout that does not fit dtype and shape."""
     if not isinstance(layout, SharedLayout):
         refuse(
             "layout",
@@ -120,7 +120,7 @@ def check_shared(layout, dtype, shape: list[int]) -> None:
 
 
 def check_tma(desc, coord, smem, what: str) -> None:
-    """What a TMA copy accepts of its shared memory side."""
+    """Refuse shared memory that does not fit the descriptor of a TMA copy."""
     if len(coord) != len(desc.block_shape):
         refuse("layout", f"{what}: {len(coord)} coordinates for a descriptor of {len(desc.block_shape)} dimensions.")
     if list(smem.shape) != list(desc.block_shape):
@@ -139,7 +139,7 @@ def check_tma(desc, coord, smem, what: str) -> None:
 
 
 def check_cp_async(smem, shape, dtype, layout) -> None:
-    """What cp.async accepts: shapes and dtypes that agree, and four bytes a thread."""
+    """Refuse a cp.async whose shapes or dtypes differ, or that copies less than four bytes a thread."""
     if list(smem.shape) != list(shape):
         refuse("layout", f"cp.async: {smem.label} has shape {list(smem.shape)}, the pointers {list(shape)}.")
     if dtype.name != smem.dtype.name:
@@ -159,7 +159,7 @@ def check_cp_async(smem, shape, dtype, layout) -> None:
 
 @functools.cache
 def _semantic(num_warps: int):
-    """A semantic on a scratch module that nothing is ever compiled from."""
+    """Triton's code generator on a scratch module, which is never compiled."""
     from triton._C.libtriton import gluon_ir, ir
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend
@@ -202,7 +202,7 @@ def _register_view(warps: int, layout, shape: tuple, operation: str, argument):
 
 
 def register_view(layout, shape: list[int], operation: str, argument=None):
-    """The layout of a register tensor after reshape, permute, split or join."""
+    """Return the layout of a register tensor after reshape, permute, split or join."""
     if isinstance(layout, AutoLayout):
         return layout
     try:
@@ -224,7 +224,7 @@ def _shared_view(dtype, shape: tuple, layout, operation: str, argument: tuple):
 
 
 def shared_view(dtype, shape: list[int], layout, operation: str, argument: tuple):
-    """The layout of shared memory after permute or reshape."""
+    """Return the layout of shared memory after permute or reshape."""
     try:
         return _shared_view(dtype, tuple(shape), layout, operation, argument)
     except (RuntimeError, ValueError, TypeError) as error:
@@ -232,18 +232,21 @@ def shared_view(dtype, shape: list[int], layout, operation: str, argument: tuple
 
 
 def linear(layout, shape: list[int]):
-    """The DistributedLinearLayout or SharedLinearLayout that a layout is."""
-    found = _semantic(context.partition().num_warps).to_linear_layout(layout, list(shape))
-    return getattr(found, "value", found)
+    """Return a layout as the DistributedLinearLayout or SharedLinearLayout that it is."""
+    return _linear(layout, shape, context.partition().num_warps)
+
+
+def _linear(layout, shape, warps: int):
+    result = _semantic(warps).to_linear_layout(layout, list(shape))
+    return getattr(result, "value", result)
 
 
 @functools.lru_cache(maxsize=64)
 def elements_of(layout, shape: tuple[int, ...], warps: int) -> np.ndarray:
-    """Which element, as a flat index, each register of each lane of each warp holds: (registers, lanes, warps)."""
-    found = _semantic(warps).to_linear_layout(layout, list(shape))
-    found = getattr(found, "value", found)
-    flat = np.zeros((1, 1, 1), np.int64)
-    for axis, bases in enumerate((found.reg_bases, found.lane_bases, found.warp_bases)):
+    """Return which element each register of each lane of each warp holds: flat indices, (registers, lanes, warps)."""
+    basis_of = _linear(layout, shape, warps)
+    flat: np.ndarray = np.zeros((1, 1, 1), np.int64)
+    for axis, bases in enumerate((basis_of.reg_bases, basis_of.lane_bases, basis_of.warp_bases)):
         for basis in bases:
             step = int(np.ravel_multi_index(basis, shape))
             flat = np.concatenate([flat, flat ^ step], axis)
@@ -251,7 +254,7 @@ def elements_of(layout, shape: tuple[int, ...], warps: int) -> np.ndarray:
 
 
 def bank_conflicts(distr_ty, shared_ty) -> int:
-    """gl.bank_conflicts, as Triton counts them."""
+    """Return the bank conflicts of an access, as Triton counts them."""
     from triton.experimental.gluon.language._core import shared_memory_descriptor_type
 
     found = shared_memory_descriptor_type(

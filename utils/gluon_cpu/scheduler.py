@@ -224,7 +224,8 @@ class Program:
         main = self.partition
         if len(self.partitions) > 1 and any(not p.finished for p in self.partitions[1:]):
             refuse("kernel", "warp_specialize inside of a partition of warp_specialize is not supported.")
-        workers, before = [], main.name
+        workers: list[Partition] = []
+        before = main.name
         main.name = functions[0][0]
         for (name, _), warps in zip(functions[1:], worker_warps, strict=True):
             worker = Partition(len(self.partitions) + len(workers), name, warps)
