@@ -218,11 +218,12 @@ class Descriptor:
 
     def box(self, coord: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the offsets of the box at coordinates, and which of them lie inside; both have the box's shape."""
-        offsets, inside = np.int64(self.start), np.bool_(True)
+        offsets: np.ndarray | np.int64 = np.int64(self.start)
+        inside: np.ndarray | np.bool_ = np.bool_(True)
         rank = len(self.sizes)
         for d, (at, size, step, block) in enumerate(zip(coord, self.sizes, self.steps, self.block_shape, strict=True)):
-            i = (at + np.arange(block, dtype=np.int64)).reshape([-1 if e == d else 1 for e in range(rank)])
-            offsets, inside = offsets + i * step, inside & (i >= 0) & (i < size)
+            along = np.arange(at, at + block, dtype=np.int64).reshape([-1 if e == d else 1 for e in range(rank)])
+            offsets, inside = offsets + along * step, inside & (along >= 0) & (along < size)
         return np.broadcast_arrays(offsets, inside)
 
     def read(self, coord: list[int]) -> np.ndarray:

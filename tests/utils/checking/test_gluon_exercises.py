@@ -1,6 +1,7 @@
-"""A student's kernel, tried three ways: what is counted, what is compiled, what is said; and the recorded tables."""
+"""A student's kernel, tried in three ways: figures, compilation and messages; and the recorded tables."""
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -74,7 +75,7 @@ SECTORS = [(1, 1, 128), (1, 4, 128), (2, 1, 256), (8, 1, 1024), (16, 1, 1024)]
 @pytest.mark.parametrize(("stride", "piece", "loads"), SECTORS)
 def test_sectors_are_counted(stride, piece, loads):
     launch = move(stride, piece)
-    outputs, run = exercises.simulated(COPY, launch, timeline=True)
+    outputs, run = exercises.simulate_launch(COPY, launch, timeline=True)
     assert torch.equal(outputs["y_ptr"], launch.args["x_ptr"][::stride])
     load, store = (e for e in run.events if e.bytes)
     assert (load.kind, load.bytes, load.sectors) == ("load", 4096, loads)
@@ -83,7 +84,7 @@ def test_sectors_are_counted(stride, piece, loads):
 
 def test_a_launch_leaves_its_tensors_alone():
     launch = move(1, 1)
-    exercises.simulated(COPY, launch)
+    exercises.simulate_launch(COPY, launch)
     assert not launch.args["y_ptr"].any()
 
 
@@ -119,7 +120,7 @@ def test_it_compiles_for_hopper_and_the_compiler_is_heard(fork, cache, monkeypat
     monkeypatch.undo()
     monkeypatch.setattr(compiling, "_may_fork", lambda: fork)
     launch = exercises.Launch("turn", (1,), {"y_ptr": torch.zeros(1), "n": 3}, ("y_ptr",))
-    exercises.simulated(TURN, launch)  # Python does not mind that x changes its type
+    exercises.simulate_launch(TURN, launch)  # Python does not mind that x changes its type
     with pytest.raises(AssertionError, match="the compiler for sm_90a refuses kernels") as error:
         exercises.compile_for_hopper(TURN, launch)
     assert "x" in str(error.value) and len(str(error.value)) < 3000 and "simulator" not in str(error.value)
@@ -131,10 +132,10 @@ def test_the_compiler_points_at_the_line_inside_of_a_partition():
     launch = exercises.Launch("split", (1,), {"y_ptr": torch.zeros(2)}, ("y_ptr",))
     with pytest.raises(AssertionError) as error:
         exercises.compile_for_hopper(SPLIT, launch)
-    told = str(error.value)
+    message = str(error.value)
     number = SPLIT.splitlines().index("    gl.store(y_ptr + 1, gl.load(y_ptr) @ 2)") + 1
-    assert f"line {number}: gl.store(y_ptr + 1, gl.load(y_ptr) @ 2)" in told, told
-    assert "warp_specialize" not in told and "Traceback" not in told and len(told.splitlines()) == 3
+    assert f"line {number}: gl.store(y_ptr + 1, gl.load(y_ptr) @ 2)" in message, message
+    assert "warp_specialize" not in message and "Traceback" not in message and len(message.splitlines()) == 3
 
 
 class Compiler:
@@ -198,7 +199,8 @@ def test_a_folder_that_cannot_be_written_does_no_harm(compiler, cache):
 def test_what_another_user_wrote_or_another_file_decides_is_not_used(compiler, cache, monkeypatch, tmp_path):
     launch = move(1, 4)
     exercises.compile_for_hopper(COPY, launch)
-    monkeypatch.setattr(compiling.os, "getuid", lambda user=compiling.os.getuid(): user + 1)
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
     exercises.compile_for_hopper(COPY, launch)
     monkeypatch.undo()
     monkeypatch.setattr(compiling, "_may_fork", lambda: False)
@@ -224,8 +226,8 @@ def test_a_complaint_names_the_students_line_and_the_compilers_words():
     outer = error + "at 3:4:\ndef mine(x):\n    top = gl.max(x, 1)\n          ^"
     between = "\n\nThe above exception was the direct cause of the following exception:\n\n"
     stderr = between.join([inner, outer, outer.replace("top", "other")])
-    told = exercises._complaint(stderr, "\n\n    top = gl.max(x, 1)\n")
-    assert told.split("\n") == ["    line 3: top = gl.max(x, 1)", "    no scalar"]
+    complaint = exercises._complaint(stderr, "\n\n    top = gl.max(x, 1)\n")
+    assert complaint.split("\n") == ["    line 3: top = gl.max(x, 1)", "    no scalar"]
     assert exercises._complaint("ptxas fatal\nRuntimeError: out of registers: 300", "x = 1") == (
         "    RuntimeError: out of registers: 300"
     )
@@ -264,11 +266,11 @@ def test_what_a_wait_takes_and_returns(wait, phrase):
     launch = exercises.Launch("square", (1,), {"y_ptr": torch.zeros(1)}, ("y_ptr",))
     source = WAITS.replace("WAIT", wait)
     if phrase is None:
-        outputs, _ = exercises.simulated(source, launch)
+        outputs, _ = exercises.simulate_launch(source, launch)
         assert outputs["y_ptr"].item() in (64, 128)
     else:
         with pytest.raises(AssertionError, match=phrase):
-            exercises.simulated(source, launch)
+            exercises.simulate_launch(source, launch)
 
 
 def test_files_that_cannot_be_tried():
@@ -285,7 +287,7 @@ def test_a_report_names_lines_and_no_paths():
     launch = move(1, 1)
     launch.args["x_ptr"] = torch.randn(1000)
     with pytest.raises(AssertionError, match="A mask is missing") as error:
-        exercises.simulated(COPY, launch)
+        exercises.simulate_launch(COPY, launch)
     assert "in move: gl.store(y_ptr + at, gl.load(x_ptr + at * stride))" in str(error.value)
     assert "/" not in str(error.value).replace("//", "")
 
@@ -336,5 +338,5 @@ def add_up(x_ptr, y_ptr):
 """
     )
     launch = exercises.Launch("add_up", (1,), {"x_ptr": torch.full((128,), 3e38), "y_ptr": torch.zeros(1)}, ("y_ptr",))
-    outputs, _ = exercises.simulated(source, launch)
+    outputs, _ = exercises.simulate_launch(source, launch)
     assert outputs["y_ptr"].item() == float("inf")

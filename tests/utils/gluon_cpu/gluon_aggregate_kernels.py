@@ -149,7 +149,7 @@ def add_partition(x_desc, y_desc, z_desc, x_ring, y_ring, steps, flags):
 
 @gluon.jit
 def add_with_aggregates(x_desc, y_desc, z_desc, steps, STAGES: gl.constexpr, SCALE: gl.constexpr, BUG: gl.constexpr):
-    """z = SCALE x + 2 SCALE y, a block of columns a step."""
+    """Compute z = SCALE x + 2 SCALE y, a block of columns in each step."""
     flags = Flags(STAGES, SCALE, BUG)
     x_ring = Ring.create(x_desc, STAGES)
     y_ring = Ring.create(y_desc, STAGES)
