@@ -32,6 +32,25 @@ class _Copy:
     fenced: Clock
 
 
+def _transfer(
+    unit: str, kind: str, buffer: str, nbytes: int, *, phase: int | None = None, instructions: int = 1
+) -> float:
+    """Spend the time to start a copy, put the copy on the timeline, and return when it ends.
+
+    Copies share the memory's bandwidth. One into shared memory arrives after the memory's latency; one out of it has
+    read its buffer before.
+    """
+    program = context.program()
+    model = program.model
+    program.spend(model.issue * instructions, "issue", buffer)
+    start = max(program.partition.time, program.tma_free)
+    busy = program.jitter(nbytes / model.global_bytes)
+    program.tma_free = start + busy
+    end = start + busy + (program.jitter(model.global_latency) if kind == "copy in" else 0)
+    program.record(unit, kind, buffer, phase, start, end)
+    return end
+
+
 # ---- TMA ---------------------------------------------------------------------------------------------------------
 
 
@@ -50,7 +69,7 @@ def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False) ->
         return
     program = context.program()
     program.reschedule()
-    p, bar, model = program.partition, barrier_of(barrier, "A TMA copy"), program.model
+    p, bar = program.partition, barrier_of(barrier, "A TMA copy")
     phase = bar.phase
     access(
         result,
@@ -64,12 +83,7 @@ def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False) ->
     )
     copy = _Copy(result.label, tensor_desc.block_type.nbytes, context.site(), p.name, dict(p.clock), dict(p.fenced))
     bar.in_flight.append(copy)
-    program.spend(model.issue, "issue", result.label)
-    start = max(p.time, program.tma_free)
-    busy = program.jitter(copy.bytes / model.global_bytes)
-    program.tma_free = start + busy
-    end = start + program.jitter(model.global_latency) + busy
-    program.record("TMA", "copy in", result.label, phase, start, end)
+    end = _transfer("TMA", "copy in", result.label, copy.bytes, phase=phase)
 
     def finish() -> None:
         result.view[...] = tensor_desc.read(at)
@@ -85,7 +99,7 @@ def tma_store(tensor_desc, coord, src) -> None:
     at = _coordinates(coord)
     program = context.program()
     program.reschedule()
-    p, model = program.partition, program.model
+    p = program.partition
     p.store_count += 1
     access(
         src,
@@ -95,11 +109,7 @@ def tma_store(tensor_desc, coord, src) -> None:
         time=p.store_count,
         what=f"the TMA store from {src.label}",
     )
-    program.spend(model.issue, "issue", src.label)
-    start = max(p.time, program.tma_free)
-    busy = program.jitter(tensor_desc.block_type.nbytes / model.global_bytes)
-    program.tma_free = end = start + busy
-    program.record("TMA", "copy out", src.label, None, start, end)
+    end = _transfer("TMA", "copy out", src.label, tensor_desc.block_type.nbytes)
     p.stores.append((p.store_count, end, src.label, context.site()))
     tensor_desc.write(at, src.view)
 
@@ -142,17 +152,12 @@ def cp_async(smem, pointer, mask=None, cache_modifier="", eviction_policy="", vo
     layouts.check_cp_async(smem, offsets.shape, pointer.dtype.element_ty, layout)
     program = context.program()
     program.reschedule()
-    p, model = program.partition, program.model
+    p = program.partition
     p.copy_count += 1
     access(smem, write=True, component=("cp.async", p.index), time=p.copy_count, what=f"the cp.async into {smem.label}")
     values = np.zeros(offsets.shape, numpy_type(smem.dtype))
     values[keep] = pointer.buffer.read(offsets[keep])
-    program.spend(model.issue * 4, "issue", smem.label)
-    busy = program.jitter(smem.nbytes / model.global_bytes)
-    start = max(p.time, program.tma_free)
-    program.tma_free = start + busy
-    end = start + program.jitter(model.global_latency) + busy
-    program.record("cp.async", "copy in", smem.label, None, start, end)
+    end = _transfer("cp.async", "copy in", smem.label, smem.nbytes, instructions=4)
     p.copies.append(_CpAsync(p.copy_count, smem, values, end, context.site()))
 
 
