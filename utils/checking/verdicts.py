@@ -35,34 +35,7 @@ from dataclasses import dataclass
 
 import torch
 
-from utils.checking.watching import (
-    MATMUL,
-    OperationWatch,
-    StudentLine,
-    forbid,
-    forbid_leaving,
-    is_students,
-    lines_of_traceback,
-    watch_operations,
-)
-
-__all__ = [
-    "MATMUL",
-    "AnswerNeeded",
-    "OperationWatch",
-    "StudentLine",
-    "Verdict",
-    "WrongAnswer",
-    "check",
-    "expect_close",
-    "expect_number",
-    "forbid",
-    "forbid_leaving",
-    "is_answered",
-    "quiet_stderr",
-    "require_answer",
-    "watch_operations",
-]
+from utils.checking.watching import is_students, lines_of_traceback
 
 
 def _label(question: str) -> str:

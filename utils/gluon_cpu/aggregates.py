@@ -76,11 +76,11 @@ class Aggregate:
 
     def leaves(self) -> list[tuple[str, Any]]:
         """Return the fields that are no aggregates themselves, each with its path, such as `bars.full`."""
-        found = []
+        leaves = []
         for name, value in self._fields.items():
             inner = value.leaves() if isinstance(value, Aggregate) else [("", value)]
-            found += [(f"{name}.{path}".rstrip("."), leaf) for path, leaf in inner]
-        return found
+            leaves += [(f"{name}.{path}".rstrip("."), leaf) for path, leaf in inner]
+        return leaves
 
 
 def _operator(name: str):
@@ -107,9 +107,9 @@ def is_instance(value: Any, kind: Any) -> bool:
 
 def flatten(values: tuple) -> list:
     """Return the values of arguments, with those inside of tuples and aggregates."""
-    found = []
+    flat: list = []
     for value in values:
         if isinstance(value, Aggregate):
             value = tuple(value._fields.values())
-        found += flatten(value) if isinstance(value, tuple) else [value]
-    return found
+        flat += flatten(value) if isinstance(value, tuple) else [value]
+    return flat

@@ -58,12 +58,12 @@ def register_code(code: CodeType) -> None:
 
 def sites() -> tuple[Site, ...]:
     """Return the lines of kernel source on the stack, innermost first."""
-    found, frame = [], sys._getframe(1)
+    lines, frame = [], sys._getframe(1)
     while frame is not None:
         if frame.f_code in _kernel_code:
-            found.append(Site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+            lines.append(Site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
-    return tuple(found)
+    return tuple(lines)
 
 
 def site() -> Site:

@@ -162,7 +162,7 @@ def _atomic(name: str, update) -> None:
         data = np.broadcast_to(round_to(np.asarray(val.data), dtype), offsets.shape)
         old = np.zeros(offsets.shape, numpy_type(dtype))
         for index in zip(*np.nonzero(np.atleast_1d(keep)), strict=True):
-            i: tuple = index if offsets.ndim else ()
+            i = index if offsets.ndim else ()
             place = offsets[i] + np.zeros((), np.int64)
             old[i] = pointer.buffer.read(place)
             pointer.buffer.write(place, round_to(np.asarray(update(old[i], data[i])), dtype))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NoReturn
 
 import numpy as np
 from triton.experimental.gluon import language as gl
@@ -18,10 +19,14 @@ from .context import refuse
 from .known import constant
 
 
-def threads(layout, what: str) -> tuple[int, int] | None:
+def _refuse(message: str) -> NoReturn:
+    refuse("layout", message)
+
+
+def threads(layout) -> tuple[int, int] | None:
     """Return (threads of a warp, warps) that a layout is for; None if it is for any."""
     if isinstance(layout, (gl.SliceLayout, gl.DotOperandLayout)):
-        return threads(layout.parent, what)
+        return threads(layout.parent)
     if isinstance(layout, gl.BlockedLayout):
         return math.prod(layout.threads_per_warp), math.prod(layout.warps_per_cta)
     if isinstance(layout, gl.NVMMADistributedLayout):
@@ -46,18 +51,16 @@ def distributed(layout, shape: list[int], what: str):
     if key in _checked:
         return layout
     if not isinstance(layout, DistributedLayout):
-        refuse(
-            "layout", f"{what} needs a register layout (BlockedLayout, NVMMADistributedLayout, ...), got {layout!r}."
-        )
+        _refuse(f"{what} needs a register layout (BlockedLayout, NVMMADistributedLayout, ...), got {layout!r}.")
     if isinstance(layout, gl.CoalescedLayout):
         return layout
     if layout.rank != len(shape):
-        refuse("layout", f"{what}: shape {list(shape)} has {len(shape)} dimensions, {layout} has {layout.rank}.")
-    found = threads(layout, what)
-    if found is not None and found[0] != 32:
-        refuse("layout", f"{what}: {layout} spreads over {found[0]} threads a warp; a warp has 32.")
-    if found is not None and found[1] != warps:
-        refuse("layout", f"{what}: {layout} is for {found[1]} warps; this partition has {warps}.")
+        _refuse(f"{what}: shape {list(shape)} has {len(shape)} dimensions, {layout} has {layout.rank}.")
+    spread = threads(layout)
+    if spread is not None and spread[0] != 32:
+        _refuse(f"{what}: {layout} spreads over {spread[0]} threads a warp; a warp has 32.")
+    if spread is not None and spread[1] != warps:
+        _refuse(f"{what}: {layout} is for {spread[1]} warps; this partition has {warps}.")
     _checked.add(key)
     return layout
 
@@ -66,10 +69,9 @@ def check_block(shape: list[int], what: str) -> None:
     """Refuse a shape of a register tensor whose dimensions are not powers of two."""
     for size in shape:
         if not isinstance(size, int) or size < 1 or size & (size - 1):
-            refuse(
-                "layout",
+            _refuse(
                 f"{what}: shape {list(shape)}; every dimension of a tensor must be a power of "
-                "two. Take the next one up and mask.",
+                "two. Take the next one up and mask."
             )
 
 
@@ -79,78 +81,67 @@ def same(a, b, what: str):
         return a
     if isinstance(a, AutoLayout):
         return b
-    refuse(
-        "layout",
+    _refuse(
         f"{what}: the operands have different layouts,\n    {a}\n    {b}\n  and Gluon converts "
-        "nothing by itself: use gl.convert_layout.",
+        "nothing by itself: use gl.convert_layout."
     )
 
 
 def check_shared(layout, dtype, shape: list[int]) -> None:
     """Refuse a shared memory layout that does not fit dtype and shape."""
     if not isinstance(layout, SharedLayout):
-        refuse(
-            "layout",
-            f"Shared memory needs a shared layout (NVMMASharedLayout, SwizzledSharedLayout, ...), got {layout!r}.",
-        )
+        _refuse(f"Shared memory needs a shared layout (NVMMASharedLayout, SwizzledSharedLayout, ...), got {layout!r}.")
     for size in shape:
         if not isinstance(size, int) or size < 1:
-            refuse("layout", f"Shared memory of shape {shape}: dimensions must be positive constants.")
+            _refuse(f"Shared memory of shape {shape}: dimensions must be positive constants.")
     if not isinstance(layout, gl.NVMMASharedLayout):
         return
     if layout.element_bitwidth != dtype.primitive_bitwidth:
-        refuse(
-            "layout", f"{layout} is for {layout.element_bitwidth}-bit elements; {dtype} has {dtype.primitive_bitwidth}."
-        )
+        _refuse(f"{layout} is for {layout.element_bitwidth}-bit elements; {dtype} has {dtype.primitive_bitwidth}.")
     if layout.rank not in (len(shape), len(shape) - 1):
-        refuse(
-            "layout",
+        _refuse(
             f"{layout} has rank {layout.rank}; shape {shape} needs {len(shape)}, or "
-            f"{len(shape) - 1} if its first dimension counts buffers.",
+            f"{len(shape) - 1} if its first dimension counts buffers."
         )
     tile = shape[len(shape) - layout.rank :]
     inner = tile[0] if layout.transposed else tile[-1]
     if inner * dtype.primitive_bitwidth // 8 < layout.swizzle_byte_width:
-        refuse(
-            "layout",
+        _refuse(
             f"A row of {inner} {dtype} has {inner * dtype.primitive_bitwidth // 8} bytes; "
             f"a swizzle of {layout.swizzle_byte_width} bytes needs rows at least that long. "
-            "NVMMASharedLayout.get_default_for(shape, dtype) picks one that fits.",
+            "NVMMASharedLayout.get_default_for(shape, dtype) picks one that fits."
         )
 
 
 def check_tma(desc, coord, smem, what: str) -> None:
     """Refuse shared memory that does not fit the descriptor of a TMA copy."""
     if len(coord) != len(desc.block_shape):
-        refuse("layout", f"{what}: {len(coord)} coordinates for a descriptor of {len(desc.block_shape)} dimensions.")
+        _refuse(f"{what}: {len(coord)} coordinates for a descriptor of {len(desc.block_shape)} dimensions.")
     if list(smem.shape) != list(desc.block_shape):
-        refuse(
-            "layout",
-            f"{what}: the descriptor moves boxes {list(desc.block_shape)}, {smem.label} has shape {list(smem.shape)}.",
+        _refuse(
+            f"{what}: the descriptor moves boxes {list(desc.block_shape)}, {smem.label} has shape {list(smem.shape)}."
         )
     if smem.dtype.name != desc.dtype.name:
-        refuse("layout", f"{what}: the descriptor is {desc.dtype}, {smem.label} is {smem.dtype}.")
+        _refuse(f"{what}: the descriptor is {desc.dtype}, {smem.label} is {smem.dtype}.")
     if smem.layout != desc.layout:
-        refuse(
-            "layout",
+        _refuse(
             f"{what}: TMA uses the layout of the descriptor,\n    {desc.layout}\n  but "
-            f"{smem.label} has\n    {smem.layout}",
+            f"{smem.label} has\n    {smem.layout}"
         )
 
 
 def check_cp_async(smem, shape, dtype, layout) -> None:
     """Refuse a cp.async whose shapes or dtypes differ, or that copies less than four bytes a thread."""
     if list(smem.shape) != list(shape):
-        refuse("layout", f"cp.async: {smem.label} has shape {list(smem.shape)}, the pointers {list(shape)}.")
+        _refuse(f"cp.async: {smem.label} has shape {list(smem.shape)}, the pointers {list(shape)}.")
     if dtype.name != smem.dtype.name:
-        refuse("layout", f"cp.async: {smem.label} is {smem.dtype}, the pointers are to {dtype}.")
+        _refuse(f"cp.async: {smem.label} is {smem.dtype}, the pointers are to {dtype}.")
     per_thread = getattr(layout, "size_per_thread", None)
     if per_thread is not None and per_thread[layout.order[0]] * dtype.primitive_bitwidth < 32:
         neighbours = per_thread[layout.order[0]]
-        refuse(
-            "layout",
+        _refuse(
             f"cp.async copies 4, 8 or 16 bytes a thread; {layout} gives a thread {neighbours} "
-            f"neighbouring element of {dtype}, {neighbours * dtype.primitive_bitwidth // 8} bytes.",
+            f"neighbouring element of {dtype}, {neighbours * dtype.primitive_bitwidth // 8} bytes."
         )
 
 
@@ -208,7 +199,7 @@ def register_view(layout, shape: list[int], operation: str, argument=None):
     try:
         return _register_view(context.partition().num_warps, layout, tuple(shape), operation, argument)
     except (RuntimeError, ValueError, TypeError) as error:
-        refuse("layout", f"{operation} of a tensor {list(shape)} with {layout}: {str(error).strip()}")
+        _refuse(f"{operation} of a tensor {list(shape)} with {layout}: {str(error).strip()}")
 
 
 @functools.cache
@@ -228,7 +219,7 @@ def shared_view(dtype, shape: list[int], layout, operation: str, argument: tuple
     try:
         return _shared_view(dtype, tuple(shape), layout, operation, argument)
     except (RuntimeError, ValueError, TypeError) as error:
-        refuse("layout", f"{operation} of shared memory {list(shape)} with {layout}: {str(error).strip()}")
+        _refuse(f"{operation} of shared memory {list(shape)} with {layout}: {str(error).strip()}")
 
 
 def linear(layout, shape: list[int]):
@@ -257,10 +248,10 @@ def bank_conflicts(distr_ty, shared_ty) -> int:
     """Return the bank conflicts of an access, as Triton counts them."""
     from triton.experimental.gluon.language._core import shared_memory_descriptor_type
 
-    found = shared_memory_descriptor_type(
+    kind = shared_memory_descriptor_type(
         shared_ty.dtype, list(shared_ty.shape), shared_ty.layout, list(shared_ty.alloc_shape)
     )
-    return _semantic(context.partition().num_warps).bank_conflicts(distr_ty, found)
+    return _semantic(context.partition().num_warps).bank_conflicts(distr_ty, kind)
 
 
 @functools.cache
@@ -276,7 +267,4 @@ def _is_trivial(warps: int, a, b, shape: tuple) -> bool:
 def check_trivial(a, b, shape: list[int]) -> None:
     """Refuse a conversion that moves data between threads."""
     if not _is_trivial(context.partition().num_warps, a, b, tuple(shape)):
-        refuse(
-            "layout",
-            f"convert_layout(assert_trivial=True): from\n    {a}\n  to\n    {b}\n  moves values between threads.",
-        )
+        _refuse(f"convert_layout(assert_trivial=True): from\n    {a}\n  to\n    {b}\n  moves values between threads.")

@@ -172,9 +172,9 @@ class MemDesc:
         return self._view(view, written, layout, self.suffix)
 
     def _view(self, view, written, layout, suffix, alloc_shape=None) -> MemDesc:
-        found = MemDesc(self.allocation, view, written, layout, suffix, alloc_shape)
-        found.outside = self.outside
-        return found
+        subview = MemDesc(self.allocation, view, written, layout, suffix, alloc_shape)
+        subview.outside = self.outside
+        return subview
 
     def _keep_alive(self) -> None:  # only says that the memory is in use here
         self.allocation.last = context.program().steps

@@ -31,7 +31,7 @@ def _reduce_axis(x: Tensor, axis, keep_dims: bool, function, dtype=None) -> Tens
         return Tensor(np.expand_dims(out, axis), dtype, layout)
     if not out.ndim:
         return Tensor(out.item(), dtype)
-    if layout is not None and layouts.threads(layout, "") is not None:
+    if layout is not None and layouts.threads(layout) is not None:
         layout = gl.SliceLayout(axis, layout)
     return Tensor(out, dtype, layout)
 
@@ -80,7 +80,7 @@ def reduce(input, axis, combine_fn, keep_dims=False):
     axis = constant(axis, "reduce's axis")
 
     def parts(i):
-        layout = gl.SliceLayout(axis, inputs[0].layout) if layouts.threads(inputs[0].layout, "") else inputs[0].layout
+        layout = gl.SliceLayout(axis, inputs[0].layout) if layouts.threads(inputs[0].layout) else inputs[0].layout
         return [Tensor(v if (v := np.take(x.data, i, axis=axis)).ndim else v.item(), x.dtype, layout) for x in inputs]
 
     total = parts(0)
