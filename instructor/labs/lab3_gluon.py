@@ -106,7 +106,7 @@ from utils.checking.kernel_exercises import (
     expect_kernel,
     load_kernels,
     overlap,
-    simulated,
+    simulate_launch,
 )
 
 torch.manual_seed(0)
@@ -133,7 +133,7 @@ def answered(file: str) -> str | None:
 
 def show_timeline(text: str, launch: Launch, title: str, until: float | None = None, **options):
     """Simulate a launch and draw its first program, up to `until` if given; model cycles, not nanoseconds."""
-    _, run = simulated(text, launch, timeline=True, **options)
+    _, run = simulate_launch(text, launch, timeline=True, **options)
     _, ax = run.plot(title=f"{title}: {run.cycles[0]:,.0f} model cycles")
     ax.set_xlim(right=until)
     plt.show()
@@ -605,7 +605,7 @@ hidden.transpose(text_of("lab3_transpose.py")).raise_if_wrong()
 
 # %%
 require_answer("transpose", answered("lab3_transpose.py"), "2.2")
-_, run = simulated(answered("lab3_transpose.py"), transpose_launch(32, 32)[0], timeline=True)
+_, run = simulate_launch(answered("lab3_transpose.py"), transpose_launch(32, 32)[0], timeline=True)
 for event in run.events:
     if event.bytes:
         print(f"{event.kind:6} line {event.line}: {event.bytes} bytes, {event.sectors} sectors of 32 bytes, "
@@ -798,7 +798,7 @@ hidden.tma_ring(text_of("lab3_tma_ring.py")).raise_if_wrong()
 require_answer("sum_of_squares", answered("lab3_tma_ring.py"), "3.2")
 _ = show_timeline(answered("lab3_tma_ring.py"), tma_ring_launch(16, 512, 3)[0], "TMA ring of 3 slots")
 for stages in (1, 2, 3, 4, 5, 6, 7, 8):
-    _, run = simulated(answered("lab3_tma_ring.py"), tma_ring_launch(16, 2048, stages)[0])
+    _, run = simulate_launch(answered("lab3_tma_ring.py"), tma_ring_launch(16, 2048, stages)[0])
     print(f"{stages} slots: {run.cycles[0]:7,.0f} model cycles for 32 tiles of 2 KiB")
 
 # %% [markdown]
@@ -835,7 +835,7 @@ for what, turn, extra in (("right", 0, 0), ("(a) turned parity", 1, 0), ("(b) 64
     launch = Launch("read_one", (1,), dict(x_desc=Tile(torch.ones(16, 64).half(), [16, 64]), y_ptr=torch.zeros(1),
                                            TURN=turn, EXTRA=extra), outputs=("y_ptr",))
     try:
-        outputs, _ = simulated(BROKEN, launch)
+        outputs, _ = simulate_launch(BROKEN, launch)
         print(f"{what}: {outputs['y_ptr'].item()}\n")
     except AssertionError as report:
         print(f"{what}: {report}\n")
@@ -926,7 +926,7 @@ def scale(x_desc, y_desc, tiles, factor, STAGES: gl.constexpr):
 
 # %% nbgrader={"grade_id": "run_repaired", "locked": true}
 try:
-    simulated(repaired(text_of("lab3_broken.py"), {}), repair_launch(2)[0])
+    simulate_launch(repaired(text_of("lab3_broken.py"), {}), repair_launch(2)[0])
 except AssertionError as report:
     print(report)
 
@@ -1513,7 +1513,7 @@ def check_overlap(text):
         launch, expected = overlap_launch(*attention_inputs(heads, sq, sk), stages=stages)
         expect_kernel(text, launch, expected, rtol=2e-2, atol=2e-2, seeds=(None, 1), compiles=heads == 2,
                       hint=f"{sq} queries, {sk} keys, {stages} slots.")
-    _, run = simulated(text, overlap_launch(*big)[0], timeline=True)
+    _, run = simulate_launch(text, overlap_launch(*big)[0], timeline=True)
     assert overlap(run) > 0.12, f"only {overlap(run):.0%} of the softmax runs under a product; what do you wait for?"
 
 

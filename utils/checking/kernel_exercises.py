@@ -1,33 +1,26 @@
-"""A kernel of a student's file, tried three ways: simulated, compiled for sm_90a, and run on a Hopper GPU.
+"""Try a kernel of a student's file in three ways: simulate it, compile it for sm_90a, and run it on a Hopper GPU.
 
     launch = Launch("scale", grid=(4,), args={"x_desc": Tile(x, [16, 64]), "y_ptr": y, "n": 256, "STAGES": 2},
                     outputs=("y_ptr",))
-    outputs, run = simulated(text, launch, timeline=True)     # AssertionError with the simulator's report
-    compiled = compile_for_hopper(text, launch)               # in a process of its own
-    outputs = on_gpu(text, launch)
+    outputs, run = simulate_launch(text, launch, timeline=True)     # AssertionError with the simulator's report
+    compiled = compile_for_hopper(text, launch)                     # in a process of its own
+    outputs = run_on_gpu(text, launch)
 
-One `Launch` says everything: tensors stay on the CPU and are copied for each try.
+The tensors of a `Launch` stay on the CPU, and are copied for each try.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-import hashlib
-import json
 import os
 import re
-import subprocess
-import sys
-import tempfile
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 
-from utils.checking import AnswerNeeded
-from utils.files import ROOT
-from utils.gluon_cpu.compiling import Compiled, import_file
+from utils.checking.verdicts import AnswerNeeded, expect_close
+from utils.gluon_cpu.compiling import Compiled, CompilerRefusal, Request, compile_kernel, import_file, write_source
 from utils.gluon_cpu.reports import Report, SimulationError
 from utils.gluon_cpu.simulation import Run, simulate
 from utils.gluon_cpu.timeline import CostModel
@@ -45,26 +38,35 @@ class Tile:
 
 @dataclass
 class Launch:
-    """A kernel by name, its grid, and its arguments by name; `outputs` names the tensors it writes."""
+    """A kernel, its grid and its arguments.
+
+    Attributes:
+        kernel: the name of the @gluon.jit function.
+        grid: the grid's size.
+        args: the arguments by name; a `Tile` becomes a TMA descriptor.
+        outputs: the names of the tensors that the kernel writes.
+        num_warps: warps of the default partition.
+        file: the name of the student's file, for messages.
+    """
 
     kernel: str
     grid: tuple[int, ...]
     args: dict[str, object]
     outputs: tuple[str, ...]
     num_warps: int = 4
-    file: str = field(default="kernels.py")
+    file: str = "kernels.py"
 
     def tensors(self, device: str) -> dict[str, torch.Tensor]:
-        """Copies of the tensors on a device, strides kept."""
-        found = {name: a.tensor if isinstance(a, Tile) else a for name, a in self.args.items()}
+        """Return copies of the tensors on a device, with the same strides."""
+        tensors = {name: a.tensor if isinstance(a, Tile) else a for name, a in self.args.items()}
         return {
             name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
-            for name, x in found.items()
+            for name, x in tensors.items()
             if isinstance(x, torch.Tensor)
         }
 
     def run(self, module, device: str) -> dict[str, torch.Tensor]:
-        """Launch on `device`; the outputs, on the CPU."""
+        """Launch the kernel of a module on a device, and return the outputs on the CPU."""
         tensors = self.tensors(device)
         values = [
             descriptor(tensors[name], a.block) if isinstance(a, Tile) else tensors.get(name, a)
@@ -75,7 +77,7 @@ class Launch:
 
 
 def descriptor(x: torch.Tensor, block: list[int]):
-    """A TMA descriptor of a tensor with Gluon's default layout for the block."""
+    """Return a TMA descriptor of a tensor, with Gluon's default layout for the block."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -87,38 +89,31 @@ def descriptor(x: torch.Tensor, block: list[int]):
 # ---- the student's file ------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="kernels-")
-
-
-def _write(source: str, file: str) -> Path:
-    """The text as a file: Triton and error messages read a kernel's source from there."""
-    folder = Path(_folder().name) / hashlib.sha256(source.encode()).hexdigest()[:12]
-    folder.mkdir(exist_ok=True)
-    path = folder / file
-    path.write_text(source)
-    return path
-
-
 @functools.lru_cache(maxsize=256)
 def _module(source: str, file: str):
     if os.environ.get("TRITON_INTERPRET"):
-        raise RuntimeError(
-            "TRITON_INTERPRET is set, and Gluon kernels are not for Triton's interpreter: unset it and "
-            "restart the kernel."
-        )
-    return import_file(_write(source, file))
+        text = "TRITON_INTERPRET is set, and Gluon kernels are not for Triton's interpreter"
+        raise RuntimeError(f"{text}: unset it and restart the kernel.")
+    return import_file(write_source(source, file))
 
 
 def load_kernels(source: str, launch: Launch):
-    """The student's file as a module; AnswerNeeded if its hole is still there, AssertionError if it cannot be read."""
+    """Return the student's file as a module.
+
+    Args:
+        source: the text of the file.
+        launch: names the kernel, and its arguments in their order.
+
+    Raises:
+        AnswerNeeded: the kernel is not written yet.
+        AssertionError: the file cannot be imported, or its kernel has another name or other arguments.
+    """
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
         text = (error.text or "").strip()
         raise AssertionError(f"{launch.file} is no Python: {error.msg}, line {error.lineno}: {text}") from None
-    # In the text, because a kernel's `raise` never reaches Python when it is compiled.
+    # Look in the text: when a kernel is compiled, its `raise` never runs.
     if any(isinstance(node, ast.Raise) and "NotImplementedError" in ast.unparse(node) for node in ast.walk(tree)):
         raise AnswerNeeded(f"{launch.file} still has `raise NotImplementedError()` in it: write the kernel first.")
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
@@ -131,9 +126,9 @@ def load_kernels(source: str, launch: Launch):
         raise AssertionError(f"{launch.file} cannot be imported: {type(error).__name__}: {text}") from None
     parameters = [p.name for p in getattr(getattr(module, launch.kernel), "params", [])]
     if parameters != list(launch.args):
+        expected, given = ", ".join(launch.args), ", ".join(parameters)
         raise AssertionError(
-            f"{launch.kernel} should be a @gluon.jit function of ({', '.join(launch.args)}), and is "
-            f"one of ({', '.join(parameters)})."
+            f"{launch.kernel} should be a @gluon.jit function of ({expected}), and is one of ({given})."
         )
     return module
 
@@ -141,8 +136,8 @@ def load_kernels(source: str, launch: Launch):
 # ---- three ways to try it ------------------------------------------------------------------------------------------
 
 
-def told(report: Report) -> str:
-    """A finding for a reader who has the file open: lines and functions, no paths."""
+def describe(report: Report) -> str:
+    """Return a report for a reader who has the file open: with lines and functions, without paths."""
     who = f" in {report.partition}" if report.partition not in ("", "default") else ""
     lines = [f"{report.kind}{who}, program {report.program}:", f"    {report.message}"]
     if report.site.line:
@@ -151,7 +146,7 @@ def told(report: Report) -> str:
     return "\n".join(lines)
 
 
-def simulated(
+def simulate_launch(
     source: str,
     launch: Launch,
     *,
@@ -161,73 +156,97 @@ def simulated(
     max_seconds: float = 40.0,
     model: CostModel | None = None,
 ) -> tuple[dict[str, torch.Tensor], Run]:
-    """Run the launch in the simulator: its outputs, and the Run. A finding is an AssertionError with the report.
+    """Run a launch in the simulator.
 
-    max_steps: for each program; a student's endless loop ends there, with a message.
+    Args:
+        source: the text of the student's file.
+        launch: the kernel and its arguments.
+        seed: None runs by the cost model's times; a number stretches and shrinks them.
+        timeline: how many programs to record; True is one.
+        max_steps: calls and loop turns of one program, after which an endless loop ends with a message.
+        max_seconds: wall-clock time of the launch.
+        model: the cost model.
+
+    Returns:
+        The outputs by name, and the Run.
+
+    Raises:
+        AssertionError: the simulator found a mistake; the message is its report.
     """
     module = load_kernels(source, launch)
     try:
         with simulate(seed=seed, timeline=timeline, max_steps=max_steps, max_seconds=max_seconds, model=model) as run:
             return launch.run(module, "cpu"), run
     except SimulationError as error:
-        raise AssertionError(f"the simulator stopped {launch.kernel}.\n  {told(error.report)}") from None
+        raise AssertionError(f"the simulator stopped {launch.kernel}.\n  {describe(error.report)}") from None
 
 
-def on_gpu(source: str, launch: Launch) -> dict[str, torch.Tensor]:
-    """Run the launch on this machine's GPU: its outputs, on the CPU. Simulate first: a deadlock hangs a GPU."""
+def run_on_gpu(source: str, launch: Launch) -> dict[str, torch.Tensor]:
+    """Run a launch on this machine's GPU, and return the outputs on the CPU.
+
+    Simulate first: a deadlock hangs a GPU.
+
+    Args:
+        source: the text of the student's file.
+        launch: the kernel and its arguments.
+    """
     return launch.run(load_kernels(source, launch), "cuda")
 
 
 def compile_for_hopper(source: str, launch: Launch, timeout: float = 120.0) -> Compiled:
-    """Compile the launch for sm_90a in a process of its own. AssertionError with the compiler's words if it refuses."""
+    """Compile the launch's kernel for sm_90a, in a process of its own.
+
+    Args:
+        source: the text of the student's file.
+        launch: the kernel, with the arguments whose types it is compiled for.
+        timeout: seconds.
+
+    Returns:
+        The kernel's instructions by what they do, registers and spilled bytes.
+
+    Raises:
+        AssertionError: the compiler refuses the kernel; the message has the compiler's words.
+    """
+    compiled = _compile(source, launch, figures=True, timeout=timeout)
+    assert compiled is not None
+    return compiled
+
+
+def _compile(source: str, launch: Launch, figures: bool, timeout: float = 120.0) -> Compiled | None:
     kernel = getattr(load_kernels(source, launch), launch.kernel)
     constant = [p.name for p in kernel.params if p.is_constexpr]
-    request = {
-        "kernel": launch.kernel,
-        "num_warps": launch.num_warps,
-        "signature": {name: _type(a) for name, a in launch.args.items() if name not in constant},
-        "constants": {name: launch.args[name] for name in constant},
-        "aligned": [name for name, a in launch.args.items() if isinstance(a, torch.Tensor)],
-    }
-    return _compiled(source, launch.file, json.dumps(request), timeout)
-
-
-@functools.lru_cache(maxsize=64)
-def _compiled(source: str, file: str, request: str, timeout: float) -> Compiled:
-    path = _write(source, file)
-    text = json.dumps({"path": str(path), **json.loads(request)})
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    request = Request(
+        source,
+        launch.file,
+        launch.kernel,
+        signature={name: _type(a) for name, a in launch.args.items() if name not in constant},
+        constants={name: launch.args[name] for name in constant},
+        aligned=[name for name, a in launch.args.items() if isinstance(a, torch.Tensor)],
+        num_warps=launch.num_warps,
+    )
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "utils.gluon_cpu.compiling"],
-            input=text,
-            capture_output=True,
-            text=True,
-            env=environment,
-            timeout=timeout,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise AssertionError(f"{file}: the compiler for sm_90a did not finish within {timeout:.0f} s.") from None
-    if done.returncode:
-        raise AssertionError(f"the compiler for sm_90a refuses {file}:\n" + _complaint(done.stderr, source))
-    return Compiled(**json.loads(done.stdout.splitlines()[-1]))
+        return compile_kernel(request, figures=figures, timeout=timeout)
+    except CompilerRefusal as refusal:
+        words = _complaint(str(refusal), source)
+        raise AssertionError(f"the compiler for sm_90a refuses {launch.file}:\n{words}") from None
+    except TimeoutError:
+        raise AssertionError(f"{launch.file}: the compiler for sm_90a did not finish within {timeout:.0f} s.") from None
 
 
 def _complaint(stderr: str, source: str) -> str:
-    """The compiler's own words, without Python's traceback above them, at the innermost line of the student's file.
+    """The compiler's own words at the innermost line of the student's file, without Python's traceback.
 
     Triton reports an error once for each call on the way out, innermost first: a line of a library, the line of the
-    student's function that calls it, then the warp_specialize that calls that.
+    student's function that calls it, then the warp_specialize that calls that function.
     """
-    theirs, words = [line.strip() for line in source.splitlines()], ""
+    student_lines, words = [line.strip() for line in source.splitlines()], ""
     for block in stderr.split("The above exception was the direct cause")[:-1] or [stderr]:
-        found = re.search(r"^\S*CompilationError: at \d+:\d+:\n(.*?)\n *\^\n(.*)", block, re.M | re.S)
-        said = (found[2] if found else block).strip().splitlines()
-        words = words or (said[-1].strip() if said else "")
-        line = found[1].splitlines()[-1].strip() if found else None
-        if line and line in theirs:
-            where = f"line {theirs.index(line) + 1}: " if theirs.count(line) == 1 else ""
+        match = re.search(r"^\S*CompilationError: at \d+:\d+:\n(.*?)\n *\^\n(.*)", block, re.M | re.S)
+        message = (match[2] if match else block).strip().splitlines()
+        words = words or (message[-1].strip() if message else "")
+        line = match[1].splitlines()[-1].strip() if match else None
+        if line and line in student_lines:
+            where = f"line {student_lines.index(line) + 1}: " if student_lines.count(line) == 1 else ""
             return f"    {where}{line}" + (f"\n    {words}" if words else "")
     lines = [line for line in stderr.strip().splitlines() if line.strip()]
     starts = [i for i, line in enumerate(lines) if re.match(r"\S*(Error|Exception|error)\b.*:", line)]
@@ -249,19 +268,18 @@ def _type(value: object) -> str:
 
 
 def overlap(run: Run) -> float:
-    """Share of the partitions' arithmetic that runs while a wgmma of the same partition is under way (model cycles)."""
-    total = under_way = 0.0
+    """Return the share of the partitions' arithmetic that runs during a wgmma of the same partition (model cycles)."""
     products: dict[str, list[tuple[float, float]]] = {}
     for e in run.events:
         if e.kind == "wgmma":
             products.setdefault(e.partition, []).append((e.start, e.end))
+    total = hidden = 0.0
     for e in run.events:
         if e.kind == "compute":
             total += e.end - e.start
-            under_way += sum(
-                max(0.0, min(e.end, end) - max(e.start, start)) for start, end in products.get(e.partition, [])
-            )
-    return under_way / total if total else 0.0
+            times = products.get(e.partition, [])
+            hidden += sum(max(0.0, min(e.end, end) - max(e.start, start)) for start, end in times)
+    return hidden / total if total else 0.0
 
 
 def expect_kernel(
@@ -276,37 +294,40 @@ def expect_kernel(
     hint: str = "",
     max_steps: int = 60_000,
 ) -> Run:
-    """Assert that a kernel computes `expected`: simulated with each seed; with `compiles` also by the compiler for
-    sm_90a, and on a Hopper GPU if this machine has one. Returns the first simulation, with a timeline.
+    """Assert that a kernel computes what is expected: in the simulator and, with `compiles`, beyond it.
 
     Args:
-        seeds: None is the cost model's own timing; numbers stretch and shrink times, to shake out wrong orders
-        hint: what to look at when the values are wrong
+        source: the text of the student's file.
+        launch: the kernel and its arguments.
+        expected: the right outputs, by name.
+        rtol: relative tolerance.
+        atol: absolute tolerance.
+        seeds: one simulation each; None is the cost model's own timing, and a number stretches and shrinks times, so
+            that a wrong order shows.
+        compiles: also ask the compiler for sm_90a, and run on a Hopper GPU if this machine has one.
+        hint: what to look at when the values are wrong.
+        max_steps: calls and loop turns of one program in the simulator.
+
+    Returns:
+        The first simulation, with a timeline.
     """
-    from utils.checking import expect_close
     from utils.machine.device import gluon_support, offline_compile_support
 
     def compare(outputs: dict[str, torch.Tensor], where: str) -> None:
-        for name, want in expected.items():
-            expect_close(
-                outputs[name],
-                want.to(outputs[name].dtype),
-                rtol=rtol,
-                atol=atol,
-                what=f"{name} after {launch.kernel}{where}",
-                hint=hint,
-            )
+        for name, tensor in expected.items():
+            what = f"{name} after {launch.kernel}{where}"
+            expect_close(outputs[name], tensor.to(outputs[name].dtype), rtol=rtol, atol=atol, what=what, hint=hint)
 
-    first = None
+    runs: list[Run] = []
     for seed in seeds:
-        outputs, run = simulated(source, launch, seed=seed, timeline=first is None, max_steps=max_steps)
+        outputs, run = simulate_launch(source, launch, seed=seed, timeline=not runs, max_steps=max_steps)
         compare(outputs, "" if seed is None else f" (simulated with times of seed {seed})")
-        first = first or run
+        runs.append(run)
     if compiles and offline_compile_support():
         try:
-            compile_for_hopper(source, launch)
+            _compile(source, launch, figures=False)
         except AssertionError as refused:
             raise AssertionError(f"the simulator accepts {launch.file}, but {refused}") from None
     if compiles and gluon_support():
-        compare(on_gpu(source, launch), " on this machine's GPU (the simulator's result was right)")
-    return first
+        compare(run_on_gpu(source, launch), " on this machine's GPU (the simulator's result was right)")
+    return runs[0]

@@ -35,34 +35,7 @@ from dataclasses import dataclass
 
 import torch
 
-from utils.checking.watching import (
-    MATMUL,
-    OperationWatch,
-    StudentLine,
-    forbid,
-    forbid_leaving,
-    is_students,
-    lines_of_traceback,
-    watch_operations,
-)
-
-__all__ = [
-    "MATMUL",
-    "AnswerNeeded",
-    "OperationWatch",
-    "StudentLine",
-    "Verdict",
-    "WrongAnswer",
-    "check",
-    "expect_close",
-    "expect_number",
-    "forbid",
-    "forbid_leaving",
-    "is_answered",
-    "quiet_stderr",
-    "require_answer",
-    "watch_operations",
-]
+from utils.checking.watching import is_students, lines_of_traceback
 
 
 def _label(question: str) -> str:
@@ -86,14 +59,14 @@ class AnswerNeeded(NotImplementedError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check found: the question, whether the answer passed, and a message to the student."""
+    """The result of a check: the question, whether the answer passed, and a message to the student."""
 
     question: str
     passed: bool
     message: str = ""
 
     def raise_if_wrong(self) -> None:
-        """Raise `WrongAnswer` (an AssertionError) if the answer failed; say so in one line if it passed."""
+        """Raise `WrongAnswer` (an AssertionError) if the answer failed; print one line if it passed."""
         if not self.passed:
             raise WrongAnswer(self._text())
         print(f"✓ {self._text()}")
@@ -119,16 +92,16 @@ class Verdict:
 
 @contextlib.contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """Send what is written to stderr inside to stdout instead.
+    """Send everything that is written to stderr inside to stdout instead.
 
-    nbgrader gives a test cell no points when anything appears on its stderr, a harmless warning included. Three ways
-    lead there: `sys.stderr`, file descriptor 2 (C++ code), and log handlers that kept the stream object.
+    nbgrader gives a test cell no points when anything appears on its stderr, even a harmless warning. Text gets there
+    in three ways: by `sys.stderr`, by file descriptor 2 (C++ code), and by log handlers that kept the stream object.
     """
     stream, buffer = sys.stderr, io.StringIO()
     with contextlib.suppress(Exception):
         stream.flush()
-    try:  # ipykernel's stream is a Python object, so that its write can be replaced where log handlers kept it
-        stream.write = buffer.write
+    try:  # ipykernel's stream is a Python object: replacing its `write` reaches log handlers that kept the stream
+        stream.write = buffer.write  # type: ignore[method-assign]
         replaced = True
     except AttributeError:
         replaced = False
@@ -155,7 +128,7 @@ def quiet_stderr() -> Iterator[None]:
 
 
 def _raises_at_once(code: types.CodeType) -> bool:
-    """True if the function's straight-line start ends in `raise NotImplementedError...`."""
+    """Whether the function raises NotImplementedError before any branch or return."""
     names = []
     for step in dis.get_instructions(code):
         if step.opname == "RETURN_GENERATOR":
@@ -170,7 +143,7 @@ def _raises_at_once(code: types.CodeType) -> bool:
 
 
 def is_answered(value: object) -> bool:
-    """False for `None`, `...` and a function (also a Triton kernel, or a class's method) that still is the stub."""
+    """Return whether a value is an answer: not None, not `...`, and no function, kernel or class that is still the stub."""
     if value is None or value is ...:
         return False
     if isinstance(value, type):
@@ -199,13 +172,13 @@ def require_answer(name: str, value: object, question: str) -> None:
 
 
 def check(question: str, title: str = "") -> Callable[[Callable], Callable[..., Verdict]]:
-    """Make a check that returns a `Verdict` and never raises for a student's mistake.
+    """Turn a function into a check, which returns a `Verdict` and never raises for a student's mistake.
 
-    The decorated function returns nothing (or a sentence for the student) when the answer is right.
+    The function returns nothing, or a sentence for the student, when the answer is right.
 
     Args:
         question: `1.1`, or with its own word, `Bonus 4.5`
-        title: what is checked, for the docstring and the message of a right answer
+        title: a name for the question, in the message of a right answer
     """
 
     def decorate(function: Callable) -> Callable[..., Verdict]:
@@ -225,7 +198,7 @@ def check(question: str, title: str = "") -> Callable[[Callable], Callable[..., 
                 return message
             return Verdict(question, True, message or (f"{title}: passed." if title else "passed."))
 
-        checked.question, checked.title = question, title
+        checked.question, checked.title = question, title  # type: ignore[attr-defined]  # for the grader
         return checked
 
     return decorate
@@ -267,10 +240,11 @@ def expect_close(
     """Assert that `got` is `expected`: dtype, device and shape, then |got - expected| <= atol + rtol |expected|.
 
     Args:
-        got: what the student's code returned
+        got: the value that the student's code returned
         expected: the right answer
-        rtol, atol: relative and absolute tolerance
-        what: what is compared, as the student knows it, for example `gemm_naive(a, b)`
+        rtol: relative tolerance
+        atol: absolute tolerance
+        what: the value in the student's words, for example `gemm_naive(a, b)`
         hint: what to look at, added to the message when the values are wrong
     """
     if got is None:
@@ -344,9 +318,10 @@ def expect_number(
     Args:
         got: a number (a 0-d tensor or NumPy scalar will do)
         expected: the right number, in `unit`
-        rel, abs_tol: relative and absolute tolerance
+        rel: relative tolerance
         unit: for example `FLOPs`, `bytes`, `ms`
-        what: what the number is, as the student knows it
+        what: the quantity, in the student's words
+        abs_tol: absolute tolerance
     """
     if got is None or got is ...:
         raise AssertionError(f"{what} is not answered yet: it is {got!r}.")
@@ -361,7 +336,7 @@ def expect_number(
         return
     tail = f" {unit}" if unit else ""
     hint = _factor(value, float(expected), unit)
-    # The right number is not told: the message of a visible check would answer the question.
+    # Do not say the right number: the message of a visible check would answer the question.
     raise AssertionError(f"{what} is not {value:.6g}{tail}.{hint}")
 
 
@@ -370,14 +345,14 @@ def _in(unit: str) -> str:
 
 
 def _factor(value: float, expected: float, unit: str) -> str:
-    """Name the factor between a wrong number and the right one, if it is one that people slip on."""
+    """Name the factor between a wrong number and the right one, if it is a common mistake."""
     if expected == 0:
         return ""
     if value == 0:
         return " It should not be zero."
     ratio = value / expected
     flop = "flop" in unit.lower() or "mac" in unit.lower()
-    byte = "byte" in unit.lower()  # of a count of splits, "check the bytes an element takes" would lead astray
+    byte = "byte" in unit.lower()  # hints about bytes would mislead for other units
 
     def near(factor: float) -> bool:
         return abs(ratio / factor - 1) < 2e-3

@@ -1,12 +1,12 @@
-"""Watch which operators a student's code really runs, whatever it calls them by.
+"""Watch which operators a student's code really runs, by whatever name it calls them.
 
 A list of forbidden words in the source misses `F.linear`, `getattr(torch, "mat" + "mul")` and a helper defined in
 another cell. Here the code runs under two modes of torch instead. The dispatch mode sees every operator below
 autograd: `a @ b` and `F.linear` as `aten.mm`, `einsum` as `aten.bmm`, a 1 x 1 convolution as `aten.convolution`.
 The function mode sees the calls above it, and with them the ways out of torch: `.numpy()`, `np.asarray(t)`,
-`.tolist()`, `.item()`, DLPack. What NumPy does afterwards cannot be seen, so that leaving is what is reported.
+`.tolist()`, `.item()`, DLPack. Nobody can see what NumPy does afterwards, so the watch reports that a value left torch.
 
-What it sees of other machinery:
+Of other machinery it sees:
 
 | code under the watch                    | recorded                                                                |
 |-----------------------------------------|-------------------------------------------------------------------------|
@@ -43,62 +43,18 @@ FUSED_ATTENTION = (
     r"\w*multi_head_attention\w*",
     r"flex_attention\w*",
 )
-# Operators that multiply matrices, or let themselves be used for it. Names without namespace and overload. Outer
-# products (`outer`, `addr`) are not among them: they are one step of the sum over k.
-MATMUL = (
-    "mm",
-    "bmm",
-    "addmm",
-    "baddbmm",
-    "addbmm",
-    "addmv",
-    "mv",
-    "dot",
-    "vdot",
-    "matmul",
-    "linear",
-    "inner",
-    "einsum",
-    "tensordot",
-    "chain_matmul",
-    "multi_dot",
-    "linalg_multi_dot",
-    "linalg_matmul",
-    "matrix_power",
-    "linalg_matrix_power",
-    "bilinear",
-    "cov",
-    "corrcoef",
-    "rmatmul",
-    "imatmul",
-    "hspmm",
-    "sspaddmm",
-    r"\w*_mm\w*",
-    r"_?\w*addmm\w*",
-    r"\w*linear_(?:backward|dynamic|unpacked\w*)",
-    r"\w*_linear",
-    r"_trilinear",
-    r"\w*conv(?:olution|_transpose|_tbc|_depthwise)?[123]?d?(?:_overrideable)?",
-    r"conv_transpose[123]d",
-    *FUSED_ATTENTION,
-    r"_transformer_encoder\w*",
-    r"\w*cdist\w*",
-    "_euclidean_dist",
-    r"\w*_rnn\w*",
-    "lstm",
-    "gru",
-    r"rnn_\w+",
-    r"\w*_cell",
-    r"_?linalg_(?:solve|lstsq|inv|tensorsolve)\w*",
-    r"\w*triangular_solve\w*",
-    "cholesky_solve",
-    "lu_solve",
-    "linalg_lu_solve",
-    "ormqr",
-    r"_?embedding_bag\w*",
-    "sampled_addmm",
-    r"flex_attention\w*",
-)
+# Operators that multiply matrices, or that can be used for it. Names without namespace and overload. Outer products
+# (`outer`, `addr`) are not among them: they are one step of the sum over k.
+_PRODUCTS = r"""
+    mm bmm addmm baddbmm addbmm addmv mv dot vdot matmul linear inner einsum tensordot chain_matmul multi_dot
+    linalg_multi_dot linalg_matmul matrix_power linalg_matrix_power bilinear cov corrcoef rmatmul imatmul hspmm
+    sspaddmm \w*_mm\w* _?\w*addmm\w* \w*linear_(?:backward|dynamic|unpacked\w*) \w*_linear _trilinear
+    \w*conv(?:olution|_transpose|_tbc|_depthwise)?[123]?d?(?:_overrideable)? conv_transpose[123]d
+    _transformer_encoder\w* \w*cdist\w* _euclidean_dist \w*_rnn\w* lstm gru rnn_\w+ \w*_cell
+    _?linalg_(?:solve|lstsq|inv|tensorsolve)\w* \w*triangular_solve\w* cholesky_solve lu_solve linalg_lu_solve ormqr
+    _?embedding_bag\w* sampled_addmm
+"""
+MATMUL = (*_PRODUCTS.split(), *FUSED_ATTENTION)
 
 # How a tensor's values get out of torch, by what the function mode calls it.
 _EXITS = {
@@ -122,8 +78,8 @@ _EXITS = {
 }
 SCALAR_EXITS = frozenset({".item()", "float(tensor)", "int(tensor)", "complex(tensor)", "bool(tensor)"})
 
-_UTILS = str(ROOT / "utils") + os.sep
-_INSTRUCTOR = str(ROOT / "instructor") + os.sep
+# The course's own code. It is a constant, and no list to register at: a submission could register its own folder too.
+_COURSE = tuple(str(ROOT / folder) + os.sep for folder in ("utils", "instructor"))
 _LIBRARIES = tuple(
     os.path.realpath(sysconfig.get_paths()[key]) + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")
 )
@@ -143,12 +99,12 @@ class StudentLine:
 
 
 def is_students(code: types.CodeType) -> bool:
-    """True unless the code belongs to Python, an installed library, this package or the instructor's."""
+    """Return whether a student wrote the code: not Python's, an installed library's, or the course's."""
     name = code.co_filename
     if name.startswith(("<frozen", "<__array", "<eval_with_key")):
         return False
     path = os.path.realpath(name) if os.path.isabs(name) else name
-    return not path.startswith((_UTILS, _INSTRUCTOR, *_LIBRARIES))
+    return not path.startswith((*_COURSE, *_LIBRARIES))
 
 
 def _line(code: types.CodeType, number: int) -> StudentLine:
@@ -156,18 +112,23 @@ def _line(code: types.CodeType, number: int) -> StudentLine:
 
 
 def lines_of_traceback(trace: types.TracebackType | None, skip: types.CodeType | None = None) -> list[StudentLine]:
-    """The lines of a traceback that a student wrote, outermost first; frames of the check `skip` do not count."""
-    found = []
+    """Return the lines of a traceback that a student wrote, outermost first.
+
+    Args:
+        trace: the traceback.
+        skip: the code of a check; its frames do not count.
+    """
+    lines = []
     while trace is not None:
         code = trace.tb_frame.f_code
         if code is not skip and is_students(code):
-            found.append(_line(code, trace.tb_lineno))
+            lines.append(_line(code, trace.tb_lineno))
         trace = trace.tb_next
-    return found
+    return lines
 
 
 def _line_of_stack() -> StudentLine | None:
-    frame = sys._getframe(2)
+    frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
         if is_students(frame.f_code):
             return _line(frame.f_code, frame.f_lineno)
@@ -177,7 +138,7 @@ def _line_of_stack() -> StudentLine | None:
 
 @dataclass
 class OperationWatch:
-    """What ran under `watch_operations`: counts by name, and the student's line that came first."""
+    """What ran under `watch_operations`: counts by name, and for each name the student's line that ran it first."""
 
     operations: Counter[str] = field(default_factory=Counter)  # aten operators, for example "mm"
     calls: Counter[str] = field(default_factory=Counter)  # torch's functions and methods, for example "einsum"
@@ -283,7 +244,7 @@ class watch_operations:
             self._restore()
 
     def _enter_modes(self) -> list:
-        modes = [_Dispatch(self.seen), _Calls(self.seen, self._launching)]
+        modes: list = [_Dispatch(self.seen), _Calls(self.seen, self._launching)]
         for mode in modes:
             mode.__enter__()
         return modes
@@ -305,25 +266,29 @@ class watch_operations:
         return counted
 
     def _watch_triton(self) -> None:
-        """Note the launches of Triton kernels, compiled or interpreted, if Triton is there at all."""
-        for module, cls in (("triton.runtime.jit", "JITFunction"), ("triton.runtime.interpreter", "GridExecutor")):
-            owner = getattr(sys.modules.get(module), cls, None)
-            name = "run" if cls == "JITFunction" else "__call__"
-            if owner is None or name not in vars(owner):
-                continue
-            launch = vars(owner)[name]
+        """Note the launches of Triton kernels, compiled or interpreted, if Triton is loaded at all."""
+        for module, name, method in (
+            ("triton.runtime.jit", "JITFunction", "run"),
+            ("triton.runtime.interpreter", "GridExecutor", "__call__"),
+        ):
+            owner = getattr(sys.modules.get(module), name, None)
+            if owner is not None and method in vars(owner):
+                self._replace(owner, method, self._noted_launch(vars(owner)[method]))
 
-            def launched(kernel, *args, _launch=launch, **kwargs):
-                function = getattr(kernel, "fn", None)
-                self.seen._note(self.seen.kernels, getattr(function, "__name__", type(kernel).__name__))
-                before = getattr(self._launching, "kernel", False)
-                self._launching.kernel = True
-                try:
-                    return _launch(kernel, *args, **kwargs)
-                finally:
-                    self._launching.kernel = before
+    def _noted_launch(self, launch):
+        """A method that launches a kernel, and notes it."""
 
-            self._replace(owner, name, launched)
+        def run(kernel, *args, **kwargs):
+            function = getattr(kernel, "fn", None)
+            self.seen._note(self.seen.kernels, getattr(function, "__name__", type(kernel).__name__))
+            before = getattr(self._launching, "kernel", False)
+            self._launching.kernel = True
+            try:
+                return launch(kernel, *args, **kwargs)
+            finally:
+                self._launching.kernel = before
+
+        return run
 
     def _watch_threads(self) -> None:
         run = vars(threading.Thread)["run"]
@@ -345,18 +310,18 @@ def _plain(name: str) -> str:
 
 
 def forbid(watch: OperationWatch, operations: tuple[str, ...] = MATMUL, hint: str = "") -> None:
-    """Assert that none of `operations` ran under `watch`; operators that hide their inside count as well.
+    """Assert that none of `operations` ran under `watch`; custom operators, whose inside is hidden, may not run either.
 
     Args:
-        watch: what `with watch_operations() as watch` recorded
+        watch: the record of `with watch_operations() as watch`.
         operations: operator names without namespace, each a regular expression; `MATMUL` is the family of matrix
-            products, convolutions and attention
-        hint: what to do instead
+            products, convolutions and attention.
+        hint: what to do instead.
     """
     pattern = re.compile("|".join(f"(?:{name})" for name in operations))
     hint = f" {hint[0].upper()}{hint[1:]}" if hint else ""
     hint += "" if not hint or hint.endswith((".", "!", "?")) else "."
-    # The call is what a student wrote, `einsum`; the operator is what it came to, `aten.bmm`.
+    # A student wrote the call, `einsum`; torch ran the operator, `aten.bmm`.
     called = [name for name in watch.calls if pattern.fullmatch(_plain(name))]
     ran = [name for name in watch.operations if pattern.fullmatch(_plain(name))]
     if called or ran:
@@ -378,15 +343,15 @@ def forbid_leaving(watch: OperationWatch, hint: str = "", *, scalars: bool = Tru
     """Assert that no tensor left torch (NumPy, lists, DLPack, raw memory) under `watch`.
 
     Args:
-        watch: what `with watch_operations() as watch` recorded
-        hint: what to do instead
-        scalars: allow single values to leave, by `.item()`, `float(t)`, `if t:`
+        watch: the record of `with watch_operations() as watch`.
+        hint: what to do instead.
+        scalars: allow single values to leave, by `.item()`, `float(t)`, `if t:`.
     """
-    out = [name for name in watch.exits if not (scalars and name in SCALAR_EXITS)]
-    if out:
-        line = watch.lines.get(out[0])
+    exits = [name for name in watch.exits if not (scalars and name in SCALAR_EXITS)]
+    if exits:
+        line = watch.lines.get(exits[0])
         hint = f" {hint}" if hint else ""
         raise AssertionError(
-            f"your code took a tensor's values out of torch, by {out[0]}. Keep them in tensors.{hint}"
+            f"your code took a tensor's values out of torch, by {exits[0]}. Keep them in tensors.{hint}"
             + (f"\n  {line}" if line else "")
         )

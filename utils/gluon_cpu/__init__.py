@@ -1,27 +1,33 @@
-"""Gluon kernels on a CPU, as a teacher: what they compute, when they deadlock, where they race.
+"""Run Gluon kernels on a CPU, as a teacher: what they compute, when they deadlock, where they race.
 
     with gluon_cpu.simulate(timeline=True) as run:
         kernel[grid](a, b, c, num_warps=4)      # the unchanged @gluon.jit kernel, CPU tensors
     run.events, run.plot()
 
-The kernel's own source runs as Python (interpreter.py): each call is looked up by identity and done on NumPy data
-(language.py, tensors.py, global_memory.py), with Triton's rules for types and layouts. Programs run one after another.
+How it works:
+- The kernel's own source runs as Python (interpreter.py). Each call is looked up in a table of known functions
+  (known.py) and done on NumPy data (language.py, tensors.py, global_memory.py, ...), by Triton's rules for types and
+  layouts. Programs run one after another.
+- Partitions of warp_specialize are threads of which one runs at a time; they switch where they synchronize
+  (scheduler.py). Each has a clock in model cycles, and the partition that is furthest behind runs next. Copies and
+  products end at their own times. So a run is a discrete-event simulation of one block, with a simple cost model
+  (timeline.py). A seed stretches the times.
+- Bugs are found by order, not by luck. Every partition, barrier and queue has a component in a vector clock
+  (context.py), and a phase of a barrier passes on what those who arrived knew (barriers.py). An access to shared memory
+  must come after all accesses that it conflicts with, and a fence must lie between an ordinary and an asynchronous one
+  (memory.py). So a read before its TMA copy is a race in every run, even if the copy was fast. If everybody waits and
+  nothing is under way, that is a deadlock.
+- Layouts are Triton's own objects; the rules of wgmma, TMA and cp.async are checked (products.py, layouts.py).
+- Aggregates follow Triton's rules (aggregates.py), and reports name memory by its path: `k_ring.bars.full[1]`.
 
-Partitions of warp_specialize are threads of which one runs at a time (scheduler.py); they switch where they
-synchronize. Each has a clock in model cycles, the one furthest behind runs, copies and products end at their own
-times: a discrete-event simulation of one block, from a simple cost model (timeline.py). A seed stretches the times.
-
-Bugs are found by order, not by luck. Every partition, barrier and queue has a component in a vector clock (clocks.py);
-a barrier phase hands on what its arrivers knew (barriers.py). An access to shared memory must come after all that it
-conflicts with, and a fence must lie between an ordinary and an asynchronous one (memory.py). So a read before its TMA
-copy is a race in every run, also where the copy was fast. If everybody waits and nothing is under way, that is a
-deadlock. Layouts are Triton's own objects; the rules of wgmma, TMA and cp.async are checked (layouts.py).
-
-Limits. A partition is one actor: what its own warps owe each other (gl.barrier) is left to the compiler, which puts
-those barriers in. One block at a time: no clusters, no waiting for other blocks. Race checks cover shared memory and
-accumulators, not global memory. What only the compiler can refuse (a variable that changes its type in a loop, a
-cp.async whose alignment it cannot prove, too many registers) passes here: compile for sm_90a as well. fp8, Blackwell's
-tensor memory and most inline assembly are unknown, and say so.
+Limits:
+- A partition is one actor. Its own warps need barriers among themselves (gl.barrier); those are left to the compiler,
+  which inserts them.
+- One block at a time: no clusters, no waiting for other blocks.
+- Race checks cover shared memory and accumulators, not global memory.
+- Some mistakes only the compiler can refuse: a variable that changes its type in a loop, a cp.async whose alignment it
+  cannot prove, too many registers. They pass here, so compile for sm_90a as well (compiling.py).
+- fp8, Blackwell's tensor memory and most inline assembly (ptx.py) are unknown, and refused by name.
 """
 
 from .reports import (

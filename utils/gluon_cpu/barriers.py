@@ -1,83 +1,98 @@
 """mbarriers: phases, arrivals and transaction bytes.
 
-A phase is over when all arrivals have come and no announced byte is missing; the next phase begins at once. A fresh
-barrier counts as if the phase before the first, of parity 1, were over. `wait(parity)` goes on when the phase of that
-parity is over, which is why a wait for the wrong parity may pass at once or never.
+A phase ends when all arrivals have come and no announced byte is missing; the next phase begins at once. A fresh
+barrier counts as if a phase of parity 1 had ended before its first one. `wait(parity)` passes when the phase of that
+parity has ended, which is why a wait for the wrong parity may pass at once or never.
 """
 
 from __future__ import annotations
 
-from . import context, layouts
-from .clocks import Clock, join
+from typing import Any
+
+from triton.experimental.gluon.language.nvidia import ampere, hopper
+
+from . import context
+from .context import Clock, join, refuse, report
+from .known import constant, known
 from .memory import MemDesc
 from .reports import Site
 from .tensors import to_tensor
+
+MODULES = (ampere.mbarrier, hopper.mbarrier)
 
 
 class MBarrier:
     """One 64-bit mbarrier in shared memory."""
 
-    def __init__(self, name: str, identity: tuple, count: int, site: Site):
-        self.name, self.count, self.site = name, count, site
-        self.component = ("barrier", *identity)
-        self.phase = 0  # phases that are over
+    def __init__(self, desc: MemDesc, count: int, site: Site):
+        self.desc, self.count, self.site = desc, count, site
+        self.component = ("barrier", desc.allocation.index, desc.key[0])
+        self.phase = 0  # how many phases have ended
         self.pending = count  # arrivals still to come in this phase
         self.bytes = 0  # announced and not yet arrived
         self.announced = 0
         self.in_flight: list = []  # copies that will report to this phase
         self.arrivals: list[str] = []  # of this phase, for explanations
-        self.clock: Clock = {}  # gathered in this phase
+        self.clock: Clock = {}  # what those who arrived in this phase knew
         self.fenced: Clock = {}
-        self.over_clock: Clock = {}  # of all phases that are over
+        self.over_clock: Clock = {}  # the same for all phases that have ended
         self.over_fenced: Clock = {}
 
+    @property
+    def name(self) -> str:
+        """What the kernel calls the barrier, such as `full[1]`."""
+        return self.desc.label
+
     def is_over(self, parity: int) -> bool:
-        """Whether a wait for this parity passes."""
+        """Return whether a wait for this parity passes."""
         return (self.phase & 1) != parity
 
     def explain(self, parity: int) -> list[str]:
-        """State, for a deadlock report."""
+        """Return the barrier's state as lines of a deadlock report."""
         over = "1 phase is over" if self.phase == 1 else f"{self.phase} phases are over"
-        text = (
-            f"{self.name}: phase {self.phase} (parity {self.phase & 1}) is running, {over}; "
-            f"{self.pending} of {self.count} arrivals missing"
-        )
+        text = f"{self.name}: phase {self.phase} (parity {self.phase & 1}) is running, {over}; "
+        text += f"{self.pending} of {self.count} arrivals missing"
         if self.bytes > 0:
             text += f", {self.bytes} of {self.announced} announced bytes missing"
         elif self.bytes < 0:
             text += f", {-self.bytes} bytes arrived that no mbarrier.expect announced"
-        lines = [text]
-        lines += [f"arrived in this phase: {a}" for a in self.arrivals[-4:]]
-        return lines
+        return [text, *(f"arrived in this phase: {a}" for a in self.arrivals[-4:])]
 
     def join_clock(self, clock: Clock, fenced: Clock) -> None:
-        """What the arriver knew becomes known to whoever waits for this phase."""
+        """Pass on what someone who arrives knows to whoever waits for this phase."""
         join(self.clock, clock)
         join(self.fenced, fenced)
 
     def arrive(self, n: int, what: str) -> None:
-        """N arrivals of the running partition."""
+        """Let the running partition arrive n times."""
         p = context.partition()
         self.join_clock(p.clock, p.fenced)
-        self.arrived(n, what, p.name, context.site(), p.time)
+        self.count_arrivals(n, what, p.name, context.site(), p.time)
 
-    def arrived(self, n: int, what: str, who: str, site: Site, now: float) -> None:
-        """N arrivals, counted."""
+    def count_arrivals(self, n: int, what: str, who: str, site: Site, now: float) -> None:
+        """Count n arrivals.
+
+        Args:
+            n: how many.
+            what: the instruction.
+            who: the partition's name.
+            site: its line.
+            now: the model time.
+        """
         if n > self.pending:
-            context.report(
+            coming = f", {self.bytes} bytes still to come" if self.bytes > 0 else ""
+            before = f" Before: {self.arrivals[-1]}." if self.arrivals else ""
+            report(
                 "barrier",
-                f"{what}: {n} arrival{'s' if n > 1 else ''} at {self.name}, but its phase "
-                f"{self.phase} waits for {self.pending} more (count {self.count}"
-                + (f", {self.bytes} bytes still to come" if self.bytes > 0 else "")
-                + "). Too many arrivals in one phase are undefined."
-                + (f" Before: {self.arrivals[-1]}." if self.arrivals else ""),
+                f"{what}: {n} arrival{'s' if n > 1 else ''} at {self.name}, but its phase {self.phase} waits for "
+                f"{self.pending} more (count {self.count}{coming}). Too many arrivals in one phase are undefined.{before}",
                 at=site,
                 partition=who,
             )
             n = self.pending
         self.pending -= n
         self.arrivals.append(f"{who}, {what}, {site}")
-        self._complete(now)
+        self._end_phase_if_complete(now)
 
     def expect(self, n: int) -> None:
         """Announce n bytes and arrive once."""
@@ -85,30 +100,29 @@ class MBarrier:
         self.announced += n
         self.arrive(1, f"mbarrier.expect of {n} bytes")
 
-    def copied(self, copy, now: float) -> None:
-        """A TMA copy has written its last byte."""
+    def count_copy(self, copy: Any, now: float) -> None:
+        """Count the bytes of a TMA copy that has just ended."""
         if copy in self.in_flight:
             self.in_flight.remove(copy)
         self.bytes -= copy.bytes
         self.join_clock(copy.clock, copy.fenced)
         if self.bytes < 0 and self.pending == 0:
-            context.report(
+            report(
                 "barrier",
-                f"{self.name}: the copy into {copy.buffer} brought {copy.bytes} bytes, "
-                f"{-self.bytes} more than mbarrier.expect announced ({self.announced}): phase "
-                f"{self.phase} can never be over.",
+                f"{self.name}: the copy into {copy.buffer} brought {copy.bytes} bytes, {-self.bytes} more than "
+                f"mbarrier.expect announced ({self.announced}): phase {self.phase} can never be over.",
                 at=copy.site,
                 partition=copy.partition,
             )
-        self._complete(now)
+        self._end_phase_if_complete(now)
 
-    def _complete(self, now: float) -> None:
+    def _end_phase_if_complete(self, now: float) -> None:
         if self.pending or self.bytes:
             return
         if self.in_flight:
             late = self.in_flight[0]
             missing = sum(copy.bytes for copy in self.in_flight)
-            context.report(
+            report(
                 "barrier",
                 f"{self.name}: phase {self.phase} ends while copies are under way: "
                 f"{missing} bytes more were copied than mbarrier.expect announced ({self.announced}).",
@@ -127,7 +141,7 @@ class MBarrier:
 
 
 def wait(barrier: MBarrier, parity: int) -> None:
-    """Block the running partition until the phase of `parity` is over."""
+    """Block the running partition until the phase of `parity` has ended."""
     program = context.program()
     p = program.partition
     program.reschedule()
@@ -136,13 +150,13 @@ def wait(barrier: MBarrier, parity: int) -> None:
         passes = (
             "It passes only because the phases in between were fast enough"
             if barrier.is_over(parity)
-            else (f"It blocks now until phase {barrier.phase} is over; a little earlier it would have passed at once")
+            else f"It blocks now until phase {barrier.phase} is over; a little earlier it would have passed at once"
         )
-        context.report(
+        report(
             "barrier",
-            f"{p.name} waits for parity {parity} of {barrier.name}, of which {barrier.phase} "
-            f"phases are over, {unknown} of them without its knowledge. {passes}: a parity cannot tell "
-            "phase k from phase k + 2. Is this the right parity?",
+            f"{p.name} waits for parity {parity} of {barrier.name}. {barrier.phase} phases of it are over, {unknown} "
+            f"without {p.name}'s knowledge. {passes}: a parity cannot tell phase k from phase k + 2. "
+            "Is this the right parity?",
         )
     if barrier.is_over(parity):
         program.spend(program.model.barrier, "barrier", barrier.name)
@@ -156,86 +170,79 @@ def wait(barrier: MBarrier, parity: int) -> None:
 # ---- what kernels call -------------------------------------------------------------------------------------------
 
 
-def truth(pred) -> bool:
-    return bool(to_tensor(pred).data) if not isinstance(pred, bool) else pred
+def is_true(pred: Any) -> bool:
+    """Return the truth of a predicate, constant or not."""
+    return pred if isinstance(pred, bool) else bool(to_tensor(pred).data)
 
 
-def barrier_of(desc, what: str) -> MBarrier:
+def barrier_of(desc: Any, what: str) -> MBarrier:
+    """Return the barrier at a place of shared memory; refuse a place that has none."""
     if not isinstance(desc, MemDesc):
-        context.refuse("kernel", f"{what} needs an mbarrier in shared memory, got {desc!r}.")
+        refuse("kernel", f"{what} needs an mbarrier in shared memory, got {desc!r}.")
     if desc.dtype.name != "int64" or desc.view.size != 1:
-        context.refuse(
-            "layout",
-            f"{what} needs one 64-bit mbarrier; {desc.label} is {desc.dtype}{list(desc.shape)}. "
-            ".index(i) takes one out of many.",
-        )
-    if desc.outside:
-        context.refuse("out of bounds", desc.outside)
-    found = desc.allocation.barriers.get(desc.key[0])
-    if found is None:
-        context.refuse("barrier", f"{what}: {desc.label} was not initialized by mbarrier.init.")
+        kind = f"{desc.label} is {desc.dtype}{list(desc.shape)}"
+        refuse("layout", f"{what} needs one 64-bit mbarrier; {kind}. .index(i) takes one out of many.")
+    desc.check_inside()
+    barrier = desc.allocation.barriers.get(desc.key[0])
+    if barrier is None:
+        refuse("barrier", f"{what}: {desc.label} was not initialized by mbarrier.init.")
     desc.allocation.last = context.program().steps
-    return found
+    return barrier
 
 
+@known(of=MODULES)
 def init(mbarrier, count) -> None:
-    """mbarrier.init."""
-    count = layouts.constant(count, "mbarrier.init's count")
-    if mbarrier.outside:
-        context.refuse("out of bounds", mbarrier.outside)
+    """Initialize an mbarrier whose phases wait for `count` arrivals."""
+    count = constant(count, "mbarrier.init's count")
+    mbarrier.check_inside()
     old = mbarrier.allocation.barriers.get(mbarrier.key[0])
     if old is not None:
-        context.report(
-            "barrier",
-            f"mbarrier.init: {mbarrier.label} is initialized already ({old.site}). mbarrier.invalidate comes first.",
-            others=(old.site,),
-        )
+        text = f"{mbarrier.label} is initialized already ({old.site}). mbarrier.invalidate comes first."
+        report("barrier", f"mbarrier.init: {text}", others=(old.site,))
     if count < 1:
-        context.refuse("barrier", f"mbarrier.init: count must be 1 or more, got {count}.")
+        refuse("barrier", f"mbarrier.init: count must be 1 or more, got {count}.")
     mbarrier.written[...] = True
-    mbarrier.allocation.barriers[mbarrier.key[0]] = MBarrier(
-        mbarrier.label, (mbarrier.allocation.index, mbarrier.key[0]), count, context.site()
-    )
+    mbarrier.allocation.barriers[mbarrier.key[0]] = MBarrier(mbarrier, count, context.site())
 
 
+@known(of=MODULES)
 def invalidate(mbarrier) -> None:
-    """mbarrier.invalidate."""
-    found = barrier_of(mbarrier, "mbarrier.invalidate")
-    if found.in_flight:
-        context.report(
-            "barrier", f"mbarrier.invalidate: {len(found.in_flight)} copies will still report to {found.name}."
-        )
+    """End the life of an mbarrier."""
+    barrier = barrier_of(mbarrier, "mbarrier.invalidate")
+    if barrier.in_flight:
+        copies = f"{len(barrier.in_flight)} copies will still report to {barrier.name}"
+        report("barrier", f"mbarrier.invalidate: {copies}.")
     del mbarrier.allocation.barriers[mbarrier.key[0]]
 
 
+@known(of=MODULES)
 def expect(mbarrier, bytes=None, pred=True, bytes_per_cta=None) -> None:
-    """mbarrier.expect: announce bytes and arrive."""
-    n = layouts.constant(bytes if bytes is not None else bytes_per_cta, "mbarrier.expect's bytes")
-    if not truth(pred):
-        return
-    context.program().reschedule()
-    barrier_of(mbarrier, "mbarrier.expect").expect(int(n))
-    _spend_barrier(mbarrier.label)
+    """Announce bytes and arrive."""
+    n = constant(bytes if bytes is not None else bytes_per_cta, "mbarrier.expect's bytes")
+    if is_true(pred):
+        context.program().reschedule()
+        barrier_of(mbarrier, "mbarrier.expect").expect(int(n))
+        _spend_barrier(mbarrier.label)
 
 
+@known(of=MODULES)
 def arrive(mbarrier, *, count=1, pred=True) -> None:
-    """mbarrier.arrive: `count` arrivals."""
-    count = layouts.constant(count, "mbarrier.arrive's count")
-    if not truth(pred):
-        return
-    context.program().reschedule()
-    barrier_of(mbarrier, "mbarrier.arrive").arrive(count, "mbarrier.arrive")
-    _spend_barrier(mbarrier.label)
+    """Arrive `count` times."""
+    count = constant(count, "mbarrier.arrive's count")
+    if is_true(pred):
+        context.program().reschedule()
+        barrier_of(mbarrier, "mbarrier.arrive").arrive(count, "mbarrier.arrive")
+        _spend_barrier(mbarrier.label)
 
 
+@known("wait", of=MODULES)
 def wait_barrier(mbarrier, phase, pred=True, deps=()) -> None:
-    """mbarrier.wait: block until the phase of this parity is over."""
+    """Block until the phase of this parity has ended."""
     parity = to_tensor(phase).data
-    if not truth(pred):
-        return
-    if isinstance(parity, float) or int(parity) not in (0, 1):
-        context.refuse("barrier", f"mbarrier.wait: the phase is a parity, 0 or 1; got {parity}. Take it `& 1`.")
-    wait(barrier_of(mbarrier, "mbarrier.wait"), int(parity))
+    if is_true(pred):
+        if isinstance(parity, float) or int(parity) not in (0, 1):
+            refuse("barrier", f"mbarrier.wait: the phase is a parity, 0 or 1; got {parity}. Take it `& 1`.")
+        wait(barrier_of(mbarrier, "mbarrier.wait"), int(parity))
 
 
 def _spend_barrier(label: str) -> None:
@@ -243,6 +250,7 @@ def _spend_barrier(label: str) -> None:
     program.spend(program.model.barrier, "barrier", label)
 
 
+@known(of=(hopper,))
 def fence_async_shared(cluster=False) -> None:
     """Make all ordinary accesses that this partition knows of visible to the async proxy."""
     p = context.partition()

@@ -1,18 +1,30 @@
 """A student's Gluon kernel compiled for Hopper without a GPU: its instructions by what they do, registers, spills.
 
-Run as a module, this file reads one request (JSON) from stdin and prints the answer: a wrong kernel can end the whole
-process, so callers use a process of its own (`exercises.py`).
+A wrong kernel can end the process that compiles it, so a child process does: a fork of this process where that is safe
+(milliseconds), a new one otherwise (a second or two). Run as a module, this file is that child: it reads a request
+(JSON) from stdin and prints the answer.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import functools
+import hashlib
 import importlib.util
 import json
+import multiprocessing
+import os
+import subprocess
 import sys
+import tempfile
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 
-from utils.kernels.offline import compile_gluon, read_assembly
+from utils.files import ROOT, write_whole
+from utils.kernels import offline
 
 # What to look for in SASS, by what it does.
 INSTRUCTIONS = {
@@ -46,28 +58,227 @@ class Compiled:
         return self.instructions[what]
 
 
-def compile_kernel(kernel, signature: dict[str, str], constants: dict, aligned: list[str], num_warps: int) -> Compiled:
-    """Compile a @gluon.jit function for sm_90a. aligned: parameters at multiples of 16."""
-    read = read_assembly(compile_gluon(kernel, signature, constants, aligned, num_warps), kernel.fn.__name__)
-    counts = {what: read.count(pattern) for what, pattern in INSTRUCTIONS.items()}
-    return Compiled(read.name, counts, read.shared_bytes, read.registers, read.spill_bytes)
+@dataclass(frozen=True)
+class Request:
+    """A kernel to compile for sm_90a.
+
+    Attributes:
+        source: the text of the file.
+        file: the file's name, for messages.
+        kernel: the name of the @gluon.jit function.
+        signature: {parameter: Triton's type}, without the constants.
+        constants: {parameter: value} of the gl.constexpr parameters.
+        aligned: parameters whose values are multiples of 16, as a launch tells the compiler.
+        num_warps: warps of the default partition.
+    """
+
+    source: str
+    file: str
+    kernel: str
+    signature: dict[str, str]
+    constants: dict[str, object]
+    aligned: list[str]
+    num_warps: int
 
 
-def import_file(path: Path):
-    """A Python file as a module under a name of its own."""
-    name = f"{path.stem}_in_{path.parent.name}"  # shadows no other module
+class CompilerRefusal(Exception):
+    """The compiler refuses a kernel; the message is what it wrote to stderr."""
+
+
+def compile_kernel(request: Request, *, figures: bool = True, timeout: float = 120.0) -> Compiled | None:
+    """Compile a kernel for sm_90a in a child process, or return what an earlier compilation of it gave.
+
+    Args:
+        request: the kernel.
+        figures: count instructions, registers and spills. Without, a kernel that compiles returns None, in half the time.
+        timeout: seconds, after which TimeoutError is raised.
+
+    Raises:
+        CompilerRefusal: the kernel does not compile.
+    """
+    entry = _cache_entry(request)
+    known = _read_entry(entry)
+    if known is not None and (known["compiled"] or not figures):
+        return Compiled(**known["compiled"]) if figures else None
+    text = json.dumps({"path": str(write_source(request.source, request.file)), **asdict(request), "figures": figures})
+    code, output, errors = (_run_forked if _may_fork() else _run_anew)(text, timeout)
+    if code:
+        raise CompilerRefusal(errors)
+    compiled = json.loads(output.splitlines()[-1])
+    if entry is not None:
+        with contextlib.suppress(OSError):  # a full disk, or a folder that may not be written
+            write_whole(entry, json.dumps({"compiled": compiled}))
+    return Compiled(**compiled) if figures else None
+
+
+# ---- results that are kept ---------------------------------------------------------------------------------------
+
+# Results are kept in the user's cache folder. A result belongs to the hash of the exact text and request, so nobody
+# gets the result of another kernel by accident. A program of the same user could still write a false one; that is no
+# more than it can do to the checks themselves. The grader turns the cache off (LABS_COMPILE_CACHE=off), because there
+# a student's process could vouch for a kernel of its own that does not compile.
+_CACHE = (
+    None
+    if os.environ.get("LABS_COMPILE_CACHE") == "off"
+    else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpu-efficiency-labs" / "compiled"
+)
+_SELF_CONTAINED = (sys.stdlib_module_names - {"importlib", "runpy"}) | {"triton", "torch", "numpy"}
+
+
+@functools.cache
+def _compiler_version() -> str:
+    """The version of Triton, of its assembler, and of the code that compiles and counts."""
+    import triton
+
+    code = b"".join(Path(file).read_bytes() for file in (__file__, offline.__file__))
+    return f"{triton.__version__} {os.environ.get('TRITON_PTXAS_PATH')} {hashlib.sha256(code).hexdigest()}"
+
+
+def _cache_entry(request: Request) -> Path | None:
+    """The file for the result of a request; None if results are not kept or depend on more than the request says."""
+    imported: list[str] = []
+    for node in ast.walk(ast.parse(request.source)):
+        if isinstance(node, ast.Import):
+            imported += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            imported.append("" if node.level else node.module or "")
+    if _CACHE is None or any(name.partition(".")[0] not in _SELF_CONTAINED for name in imported):
+        return None
+    try:
+        text = json.dumps([_compiler_version(), asdict(request)], sort_keys=True)
+    except TypeError:  # a constant that JSON does not have
+        return None
+    return _CACHE / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+
+
+def _read_entry(entry: Path | None) -> dict | None:
+    try:
+        if entry is None or entry.stat().st_uid != os.getuid():
+            return None
+        content = json.loads(entry.read_text())
+        if content["compiled"] is not None:
+            Compiled(**content["compiled"])
+        return content
+    except (OSError, ValueError, TypeError, KeyError):  # not there, or cut off: it is compiled again
+        return None
+
+
+# ---- the child ---------------------------------------------------------------------------------------------------
+
+
+def warm_up() -> None:
+    """Import what compiling needs, so that a fork of this process compiles at once."""
+    from triton.experimental.gluon import language  # noqa: F401 (loaded for the forks)
+    from triton.runtime.cache import triton_key
+
+    triton_key()  # reads all of Triton: most of a second
+
+
+def _may_fork() -> bool:
+    """Whether this process has one thread only: a fork has no other, and a lock that one held would stay locked."""
+    try:
+        return len(os.listdir("/proc/self/task")) == 1
+    except OSError:
+        return False
+
+
+def _run_forked(text: str, timeout: float) -> tuple[int, str, str]:
+    """Answer a request in a fork of this process; returns (exit status, stdout, stderr)."""
+    warm_up()
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        child = multiprocessing.get_context("fork").Process(
+            target=_answer_to_files, args=(text, output.fileno(), errors.fileno())
+        )
+        child.start()
+        child.join(timeout)
+        if child.is_alive():
+            child.kill()
+            child.join()
+            raise TimeoutError
+        texts = []
+        for file in (output, errors):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+        return child.exitcode or 0, texts[0], texts[1]
+
+
+def _answer_to_files(text: str, output: int, errors: int) -> None:
+    for number, file in ((1, output), (2, errors)):
+        os.dup2(file, number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+    status = 1
+    try:
+        answer(text)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _run_anew(text: str, timeout: float) -> tuple[int, str, str]:
+    """Answer a request in a new process; returns (exit status, stdout, stderr)."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "utils.gluon_cpu.compiling"],
+            input=text,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise TimeoutError from None
+    return done.returncode, done.stdout, done.stderr
+
+
+def answer(text: str) -> None:
+    """Compile what a request asks for and print the result, the fields of `Compiled` or null, as one line of JSON."""
+    request = json.loads(text)
+    kernel = getattr(import_file(Path(request["path"])), request["kernel"])
+    built = offline.compile_gluon(
+        kernel, request["signature"], request["constants"], request["aligned"], request["num_warps"]
+    )
+    compiled = None
+    if request["figures"]:
+        read = offline.read_assembly(built, kernel.fn.__name__)
+        counts = {what: read.count(pattern) for what, pattern in INSTRUCTIONS.items()}
+        compiled = asdict(Compiled(read.name, counts, read.shared_bytes, read.registers, read.spill_bytes))
+    print(json.dumps(compiled))
+
+
+# ---- kernels in files --------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="kernels-")
+
+
+def write_source(source: str, file: str) -> Path:
+    """Write a text to a file of this name: Triton and error messages read a kernel's source from there."""
+    folder = Path(_folder().name) / hashlib.sha256(source.encode()).hexdigest()[:12]
+    folder.mkdir(exist_ok=True)
+    path = folder / file
+    path.write_text(source)
+    return path
+
+
+def import_file(path: Path) -> ModuleType:
+    """Import a Python file under a module name of its own, which hides no other module."""
+    name = f"{path.stem}_in_{path.parent.name}"
     spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # Triton looks a function's module up
     spec.loader.exec_module(module)
     return module
 
 
-def main() -> None:
-    request = json.load(sys.stdin)
-    kernel = getattr(import_file(Path(request.pop("path"))), request.pop("kernel"))
-    print(json.dumps(asdict(compile_kernel(kernel, **request))))
-
-
 if __name__ == "__main__":
-    main()
+    answer(sys.stdin.read())

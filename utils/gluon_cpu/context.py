@@ -1,4 +1,9 @@
-"""Which program and partition are running, and where in the kernel's source: what every other module asks."""
+"""What every other module asks: which program and partition run, where in the kernel's source, and who knows what.
+
+Knowledge is kept in vector clocks. A clock maps components to counts: ("partition", p) counts the ordinary
+instructions of a partition, ("barrier", b) the completed phases of an mbarrier, and ("wgmma", p), ("tma store", p) and
+("cp.async", p) the in-order queues of a partition. An event is over for whoever's clock has at least its count.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +16,35 @@ from .reports import ERRORS, NOWHERE, Report, Site
 if TYPE_CHECKING:
     from .scheduler import Partition, Program
 
+Clock = dict[tuple, int]
+
 _program: Program | None = None
 _kernel_code: set[CodeType] = set()
 
 
+def join(into: Clock, other: Clock) -> None:
+    """Add to one clock what another one knows."""
+    get = into.get
+    for component, time in other.items():
+        if get(component, 0) < time:
+            into[component] = time
+
+
 def set_program(program: Program | None) -> None:
+    """Say which program runs from now on; None if no one does."""
     global _program
     _program = program
 
 
 def program() -> Program:
-    """The program (thread block) that runs now."""
+    """Return the program (thread block) that runs now."""
     if _program is None:
         raise RuntimeError("No kernel is running: this belongs inside `with gluon_cpu.simulate():`.")
     return _program
 
 
 def partition() -> Partition:
-    """The partition that runs now; exactly one does."""
+    """Return the partition that runs now; exactly one does."""
     return program().partition
 
 
@@ -41,59 +57,60 @@ def register_code(code: CodeType) -> None:
 
 
 def sites() -> tuple[Site, ...]:
-    """Kernel source lines on the stack, innermost first."""
-    found, frame = [], sys._getframe(1)
+    """Return the lines of kernel source on the stack, innermost first."""
+    lines, frame = [], sys._getframe(1)
     while frame is not None:
         if frame.f_code in _kernel_code:
-            found.append(Site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return tuple(found)
+            lines.append(Site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+    return tuple(lines)
 
 
 def site() -> Site:
-    """The innermost kernel source line."""
+    """Return the innermost line of kernel source."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code in _kernel_code:
             return Site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
     return NOWHERE
+
+
+def _finding(kind: str, message: str, stack: tuple[Site, ...], partition: str | None, others=()) -> Report:
+    """A report whose first site is where it happened, and whose further ones are the calls that led there."""
+    name = _program.partition.name if _program and partition is None else partition or ""
+    ids = _program.ids if _program else ()
+    return Report(kind, message, stack[0] if stack else NOWHERE, name, ids, stack[1:], others)
 
 
 def report(
     kind: str, message: str, at: Site | None = None, others: tuple[Site, ...] = (), partition: str | None = None
 ) -> None:
-    """Hand in a finding; raises it unless the simulation collects findings."""
+    """Report a mistake; raise it unless the simulation collects reports.
+
+    Args:
+        kind: one of KINDS.
+        message: what happened, and what to do about it.
+        at: the line, if it is not the one that runs now.
+        others: further lines that the message speaks about.
+        partition: the partition's name, if it is not the running one.
+    """
     stack = sites()
-    where = at or (stack[0] if stack else NOWHERE)
-    callers = stack[1:] if at is None or (stack and stack[0] == at) else ()
-    running = _program
-    finding = Report(
-        kind,
-        message,
-        where,
-        partition if partition is not None else running.partition.name if running else "",
-        running.ids if running else (),
-        callers,
-        others,
-    )
-    if running is not None and running.collect(finding):
-        return
-    raise ERRORS[kind](finding)
+    if at is not None:
+        stack = (at, *(stack[1:] if stack and stack[0] == at else ()))
+    finding = _finding(kind, message, stack, partition, others)
+    if _program is None or not _program.collect(finding):
+        raise ERRORS[kind](finding)
 
 
 def refuse(kind: str, message: str) -> NoReturn:
-    """Raise a finding after which the kernel cannot go on."""
-    stack = sites()
-    running = _program
-    finding = Report(
-        kind,
-        message,
-        stack[0] if stack else NOWHERE,
-        running.partition.name if running else "",
-        running.ids if running else (),
-        stack[1:],
-    )
-    if running is not None:
-        running.collect(finding)
+    """Report a mistake after which the kernel cannot go on, and raise it.
+
+    Args:
+        kind: one of KINDS.
+        message: what happened, and what to do about it.
+    """
+    finding = _finding(kind, message, sites(), None)
+    if _program is not None:
+        _program.collect(finding)
     raise ERRORS[kind](finding)

@@ -1,6 +1,6 @@
 """Copies that run on their own after they were started: TMA and cp.async.
 
-Each is known to be over only through its own wait: a barrier phase, tma.store_wait, async_copy.wait_group.
+A program knows that a copy is over only after the wait for it: a barrier phase, tma.store_wait, async_copy.wait_group.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from triton.experimental.gluon.language.nvidia import ampere, hopper
 
 from . import context, layouts
-from .barriers import barrier_of, truth
-from .clocks import Clock, join
+from .barriers import barrier_of, is_true
+from .context import Clock, join, refuse, report
 from .dtypes import numpy_type
 from .global_memory import addresses
+from .known import constant, known, number
 from .memory import MemDesc, access, is_over
 from .reports import Site
 
@@ -30,24 +32,44 @@ class _Copy:
     fenced: Clock
 
 
+def _transfer(
+    unit: str, kind: str, buffer: str, nbytes: int, *, phase: int | None = None, instructions: int = 1
+) -> float:
+    """Spend the time to start a copy, put the copy on the timeline, and return when it ends.
+
+    Copies share the memory's bandwidth. One into shared memory arrives after the memory's latency; one out of it has
+    read its buffer before.
+    """
+    program = context.program()
+    model = program.model
+    program.spend(model.issue * instructions, "issue", buffer)
+    start = max(program.partition.time, program.tma_free)
+    busy = program.jitter(nbytes / model.global_bytes)
+    program.tma_free = start + busy
+    end = start + busy + (program.jitter(model.global_latency) if kind == "copy in" else 0)
+    program.record(unit, kind, buffer, phase, start, end)
+    return end
+
+
 # ---- TMA ---------------------------------------------------------------------------------------------------------
 
 
 def _coordinates(coord) -> list[int]:
-    return [layouts.number(c, "a TMA coordinate") for c in coord]
+    return [number(c, "a TMA coordinate") for c in coord]
 
 
+@known("async_copy_global_to_shared", "async_load", of=(hopper.tma,))
 def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False) -> None:
-    """tma.async_copy_global_to_shared (async_load)."""
-    if layouts.constant(multicast, "multicast"):
-        context.refuse("unknown operation", "gluon_cpu runs one block at a time and knows no multicast.")
+    """Start a TMA copy from global to shared memory, which reports to a barrier."""
+    if constant(multicast, "multicast"):
+        refuse("unknown operation", "gluon_cpu runs one block at a time and knows no multicast.")
     layouts.check_tma(tensor_desc, coord, result, "A TMA copy")
     at = _coordinates(coord)
-    if not truth(pred):
+    if not is_true(pred):
         return
     program = context.program()
     program.reschedule()
-    p, bar, model = program.partition, barrier_of(barrier, "A TMA copy"), program.model
+    p, bar = program.partition, barrier_of(barrier, "A TMA copy")
     phase = bar.phase
     access(
         result,
@@ -61,27 +83,23 @@ def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False) ->
     )
     copy = _Copy(result.label, tensor_desc.block_type.nbytes, context.site(), p.name, dict(p.clock), dict(p.fenced))
     bar.in_flight.append(copy)
-    program.spend(model.issue, "issue", result.label)
-    start = max(p.time, program.tma_free)
-    busy = program.jitter(copy.bytes / model.global_bytes)
-    program.tma_free = start + busy
-    end = start + program.jitter(model.global_latency) + busy
-    program.record("TMA", "copy in", result.label, phase, start, end)
+    end = _transfer("TMA", "copy in", result.label, copy.bytes, phase=phase)
 
     def finish() -> None:
         result.view[...] = tensor_desc.read(at)
-        bar.copied(copy, end)
+        bar.count_copy(copy, end)
 
     program.later(end, finish)
 
 
+@known("async_copy_shared_to_global", "async_store", of=(hopper.tma,))
 def tma_store(tensor_desc, coord, src) -> None:
-    """tma.async_copy_shared_to_global (async_store)."""
+    """Start a TMA copy from shared to global memory."""
     layouts.check_tma(tensor_desc, coord, src, "A TMA store")
     at = _coordinates(coord)
     program = context.program()
     program.reschedule()
-    p, model = program.partition, program.model
+    p = program.partition
     p.store_count += 1
     access(
         src,
@@ -91,23 +109,20 @@ def tma_store(tensor_desc, coord, src) -> None:
         time=p.store_count,
         what=f"the TMA store from {src.label}",
     )
-    program.spend(model.issue, "issue", src.label)
-    start = max(p.time, program.tma_free)
-    busy = program.jitter(tensor_desc.block_type.nbytes / model.global_bytes)
-    program.tma_free = end = start + busy
-    program.record("TMA", "copy out", src.label, None, start, end)
+    end = _transfer("TMA", "copy out", src.label, tensor_desc.block_type.nbytes)
     p.stores.append((p.store_count, end, src.label, context.site()))
     tensor_desc.write(at, src.view)
 
 
+@known(of=(hopper.tma,))
 def store_wait(pendings) -> None:
-    """tma.store_wait: all but the last `pendings` stores of this partition have read their buffers."""
-    left = layouts.constant(pendings, "store_wait's pendings")
+    """Wait until all but the last `pendings` stores of this partition have read their buffers."""
+    pendings = constant(pendings, "store_wait's pendings")
     program = context.program()
     program.reschedule()
     p = program.partition
     start = p.time
-    while len(p.stores) > left:
+    while len(p.stores) > pendings:
         number, end, _, _ = p.stores.pop(0)
         p.clock["tma store", p.index] = number
         p.time = max(p.time, end)
@@ -120,50 +135,48 @@ def store_wait(pendings) -> None:
 
 @dataclass(eq=False)
 class _CpAsync:
-    """One cp.async under way; `number` counts the partition's."""
+    """A cp.async under way; `number` counts those of its partition."""
 
     number: int
     target: MemDesc
     values: np.ndarray
     end: float
     site: Site
-    signalled: bool = False  # an mbarrier tells of its end
+    signalled: bool = False  # whether an mbarrier tells of its end
 
 
+@known("async_copy_global_to_shared", "async_load", of=(ampere.async_copy,))
 def cp_async(smem, pointer, mask=None, cache_modifier="", eviction_policy="", volatile=False) -> None:
-    """async_copy.async_copy_global_to_shared: elements by their addresses; masked ones become zeros."""
+    """Start a copy of elements by their addresses; masked ones become zeros."""
     offsets, keep, layout = addresses(pointer, mask, "cp.async")
     layouts.check_cp_async(smem, offsets.shape, pointer.dtype.element_ty, layout)
     program = context.program()
     program.reschedule()
-    p, model = program.partition, program.model
+    p = program.partition
     p.copy_count += 1
     access(smem, write=True, component=("cp.async", p.index), time=p.copy_count, what=f"the cp.async into {smem.label}")
     values = np.zeros(offsets.shape, numpy_type(smem.dtype))
     values[keep] = pointer.buffer.read(offsets[keep])
-    program.spend(model.issue * 4, "issue", smem.label)
-    busy = program.jitter(smem.nbytes / model.global_bytes)
-    start = max(p.time, program.tma_free)
-    program.tma_free = start + busy
-    end = start + program.jitter(model.global_latency) + busy
-    program.record("cp.async", "copy in", smem.label, None, start, end)
+    end = _transfer("cp.async", "copy in", smem.label, smem.nbytes, instructions=4)
     p.copies.append(_CpAsync(p.copy_count, smem, values, end, context.site()))
 
 
+@known(of=(ampere.async_copy,))
 def commit_group() -> None:
-    """async_copy.commit_group: close the group of copies started since the last one."""
+    """Close the group of copies that were started since the last one."""
     p = context.partition()
     p.copy_groups.append(p.copy_count)
 
 
+@known(of=(ampere.async_copy,))
 def wait_group(num_outstanding=0) -> None:
-    """async_copy.wait_group: all but the last `num_outstanding` committed groups have written."""
-    left = layouts.constant(num_outstanding, "wait_group's num_outstanding")
+    """Wait until all but the last `num_outstanding` committed groups have written."""
+    num_outstanding = constant(num_outstanding, "wait_group's num_outstanding")
     program = context.program()
     program.reschedule()
     p = program.partition
     start = p.time
-    while len(p.copy_groups) > left:
+    while len(p.copy_groups) > num_outstanding:
         last = p.copy_groups.pop(0)
         p.time = max([p.time, *(copy.end for copy in p.copies if copy.number <= last)])
         _finish_copies(p, last)
@@ -173,14 +186,15 @@ def wait_group(num_outstanding=0) -> None:
 
 
 def _finish_copies(p, last: int) -> None:
-    """The partition's copies up to the one numbered `last` arrive in shared memory."""
+    """Let the partition's copies up to the one numbered `last` arrive in shared memory."""
     while p.copies and p.copies[0].number <= last:
         copy = p.copies.pop(0)
         copy.target.view[...] = copy.values
 
 
+@known("mbarrier_arrive", of=(ampere.async_copy,))
 def cp_async_arrive(mbarrier, increment_count=True) -> None:
-    """async_copy.mbarrier_arrive: every thread arrives when its copies so far have written."""
+    """Let every thread arrive when its copies so far have written."""
     program = context.program()
     program.reschedule()
     p, bar = program.partition, barrier_of(mbarrier, "async_copy.mbarrier_arrive")
@@ -195,7 +209,7 @@ def cp_async_arrive(mbarrier, increment_count=True) -> None:
     def finish() -> None:
         _finish_copies(p, last)
         bar.join_clock(clock, fenced)
-        bar.arrived(threads, "async_copy.mbarrier_arrive", *who, end)
+        bar.count_arrivals(threads, "async_copy.mbarrier_arrive", *who, end)
 
     if p.copies:
         program.later(end, finish)
@@ -204,37 +218,26 @@ def cp_async_arrive(mbarrier, increment_count=True) -> None:
 
 
 def finish(program) -> None:
-    """What may not be under way when a program ends."""
+    """Report copies that are still under way when a program ends."""
     for p in program.partitions:
         program.partition = p
         while p.wgmmas:
             p.wgmmas.pop(0).finish()
         if p.stores:
             _, _, label, site = p.stores[0]
-            context.report(
-                "unfinished",
-                f"The kernel ends while a TMA store may still read {label}: the memory may be "
-                "given to the next block. tma.store_wait(0) comes last.",
-                at=site,
-                partition=p.name,
+            text = (
+                f"The kernel ends while a TMA store may still read {label}: the memory may be given to the next block."
             )
-        left = [copy for copy in p.copies if not copy.signalled]
-        if left:
-            context.report(
-                "unfinished",
-                f"The kernel ends while the cp.async into {left[0].target.label} is under "
-                "way: async_copy.wait_group(0) is missing.",
-                at=left[0].site,
-                partition=p.name,
-            )
+            report("unfinished", f"{text} tma.store_wait(0) comes last.", at=site, partition=p.name)
+        unfinished = [copy for copy in p.copies if not copy.signalled]
+        if unfinished:
+            text = f"The kernel ends while the cp.async into {unfinished[0].target.label} is under way"
+            hint = "async_copy.wait_group(0) is missing."
+            report("unfinished", f"{text}: {hint}", at=unfinished[0].site, partition=p.name)
     program.partition = program.partitions[0]
     for allocation in program.allocations:
         for copy in allocation.records:
             if copy.barrier is not None and not is_over(copy, program.partition.clock):
-                context.report(
-                    "unfinished",
-                    f"The kernel ends, and nobody has waited for {copy.what}: phase "
-                    f"{copy.phase} of {copy.barrier.name} (parity {copy.phase & 1}).",
-                    at=copy.site,
-                    partition=copy.partition,
-                )
+                phase = f"phase {copy.phase} of {copy.barrier.name} (parity {copy.phase & 1})"
+                text = f"The kernel ends, and nobody has waited for {copy.what}: {phase}."
+                report("unfinished", text, at=copy.site, partition=copy.partition)

@@ -1,4 +1,4 @@
-"""Gluon's element types as NumPy arrays. bf16, which NumPy lacks, is kept as float32 values rounded to bf16."""
+"""Gluon's element types in NumPy. NumPy has no bf16: such values are float32 numbers, rounded to bf16."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FLOAT_RANK = {"bf16": 0, "fp16": 1, "fp32": 2, "fp64": 3}
 
 
 def numpy_type(dtype) -> type:
-    """NumPy's type for a Gluon dtype."""
+    """Return NumPy's type for a Gluon dtype."""
     try:
         return NUMPY[dtype.name]
     except KeyError:
@@ -46,7 +46,7 @@ def numpy_type(dtype) -> type:
 
 
 def round_bf16(x: np.ndarray) -> np.ndarray:
-    """float32 values rounded to bf16, to nearest, ties to even; still float32."""
+    """Round float32 values to bf16, to nearest, ties to even; the result is float32."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) & np.uint32(0xFFFF0000)
     out = rounded.view(np.float32)
@@ -54,15 +54,17 @@ def round_bf16(x: np.ndarray) -> np.ndarray:
 
 
 def is_float(dtype) -> bool:
+    """Return whether a dtype is a floating-point type."""
     return dtype.name in FLOAT_RANK
 
 
 def is_int(dtype) -> bool:
+    """Return whether a dtype is an integer type, int1 included."""
     return dtype.name in NUMPY and dtype.name not in FLOAT_RANK
 
 
 def round_to(data, dtype):
-    """Array (or number) as values of `dtype`: ints wrap around, floats round to nearest even."""
+    """Return an array (or number) as values of `dtype`: integers wrap around, floats round to nearest even."""
     kind = numpy_type(dtype)
     if isinstance(data, np.ndarray):
         with np.errstate(all="ignore"):  # beyond the range of a type is inf, as on a GPU
@@ -77,7 +79,7 @@ def round_to(data, dtype):
 
 
 def round_number(value, dtype):
-    """A Python number as a value of `dtype`, still a Python number."""
+    """Return a Python number as a value of `dtype`; it stays a Python number."""
     name = dtype.name
     if name == "int1":
         return bool(value)
@@ -92,7 +94,7 @@ def round_number(value, dtype):
 
 
 def of_number(value) -> gl.dtype:
-    """The type that Triton gives a Python number."""
+    """Return the type that Triton gives a Python number."""
     if isinstance(value, bool):
         return gl.int1
     if isinstance(value, int):
@@ -103,19 +105,15 @@ def of_number(value) -> gl.dtype:
 
 
 def promote(a, b, division: bool = False):
-    """The type of `a op b` for two run-time types, by Triton's rules."""
+    """Return the type of `a op b` for two run-time types, by Triton's rules."""
     if is_float(a) or is_float(b):
         if not is_float(a):
             return b
         if not is_float(b):
             return a
-        if a.name == b.name:
-            return a
-        return (
-            gl.float32
-            if max(FLOAT_RANK[a.name], FLOAT_RANK[b.name]) == 1
-            else max(a, b, key=lambda t: FLOAT_RANK[t.name])
-        )
+        if {a.name, b.name} == {"bf16", "fp16"}:  # neither holds all values of the other
+            return gl.float32
+        return max(a, b, key=lambda t: FLOAT_RANK[t.name])
     if division:
         return gl.float32
     wide, narrow = (a, b) if a.primitive_bitwidth >= b.primitive_bitwidth else (b, a)

@@ -7,55 +7,51 @@ import math
 import numpy as np
 import torch
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 
 from . import context, layouts
+from .context import refuse
 from .dtypes import TORCH, is_int, numpy_type, round_to
-from .memory import Shape
-from .tensors import Tensor, broadcast_layout, to_tensor
+from .known import constant, known, number
+from .tensors import Shape, Tensor, broadcast_layout, to_tensor
 
 
 class GlobalBuffer:
-    """The storage under a torch tensor. Offsets count elements from the tensor's first one."""
+    """The memory of a torch tensor. Offsets count elements from the tensor's first one."""
 
     def __init__(self, tensor: torch.Tensor, name: str):
         if tensor.device.type != "cpu":
             raise ValueError(f"gluon_cpu runs on CPU tensors; {name} is on {tensor.device}. Move it with .cpu().")
         if tensor.dtype not in TORCH:
-            raise TypeError(
-                f"gluon_cpu does not know {tensor.dtype} ({name}); it knows " + ", ".join(str(t) for t in TORCH) + "."
-            )
+            known_types = ", ".join(map(str, TORCH))
+            raise TypeError(f"gluon_cpu does not know {tensor.dtype} ({name}); it knows {known_types}.")
         self.name, self.dtype = name, TORCH[tensor.dtype]
         self.base = tensor.storage_offset()
-        # Elements that the tensor reaches, first to last: what a kernel may touch through this pointer.
-        self.low, self.high = (
-            0,
-            (sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1 if tensor.numel() else 0),
-        )
+        # A kernel may touch the elements from the tensor's first one to its last, [0, end).
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        self.end = last + 1 if tensor.numel() else 0
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
         flat = torch.as_strided(tensor.detach(), (count,), (1,), 0)
         self.raw = (flat.view(torch.int16) if tensor.dtype == torch.bfloat16 else flat).numpy()
         self.is_bf16 = tensor.dtype == torch.bfloat16
 
     def check(self, offsets: np.ndarray, what: str) -> None:
-        """Refuse offsets outside of the tensor."""
-        if offsets.size and (offsets.min() < self.low or offsets.max() >= self.high):
-            bad = offsets[(offsets < self.low) | (offsets >= self.high)]
-            context.refuse(
-                "out of bounds",
-                f"{what} reaches element {int(bad.flat[0])} of {self.name}, which has "
-                f"elements {self.low} to {self.high - 1} ({bad.size} elements outside). A mask is missing "
-                "or wrong.",
-            )
+        """Refuse offsets that lie outside of the tensor."""
+        if offsets.size and (offsets.min() < 0 or offsets.max() >= self.end):
+            bad = offsets[(offsets < 0) | (offsets >= self.end)]
+            has = f"which has elements 0 to {self.end - 1} ({bad.size} elements outside)"
+            text = f"{what} reaches element {int(bad.flat[0])} of {self.name}, {has}"
+            refuse("out of bounds", f"{text}. A mask is missing or wrong.")
 
     def read(self, offsets: np.ndarray) -> np.ndarray:
-        """Values at element offsets."""
+        """Return the values at offsets, counted in elements."""
         raw = self.raw[offsets + self.base]
         if self.is_bf16:
             return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
         return raw
 
     def write(self, offsets: np.ndarray, values: np.ndarray) -> None:
-        """Set values at element offsets."""
+        """Set the values at offsets, counted in elements."""
         if self.is_bf16:
             bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
             values = (bits >> 16).astype(np.uint16).view(np.int16)
@@ -63,23 +59,23 @@ class GlobalBuffer:
 
 
 def pointer(tensor: torch.Tensor, name: str) -> Tensor:
-    """A torch tensor as a kernel sees it: a pointer to its first element."""
+    """Return a torch tensor as a kernel sees it: a pointer to its first element."""
     buffer = GlobalBuffer(tensor, name)
     return Tensor(0, gl.pointer_type(buffer.dtype), None, buffer)
 
 
 def addresses(ptr, mask, what: str):
-    """(offsets, mask, layout) of an access; all checked."""
+    """Return (offsets, mask, layout) of an access; refuse what does not fit or lies outside."""
     if not isinstance(ptr, Tensor) or ptr.buffer is None:
-        context.refuse("kernel", f"{what} needs a pointer or a tensor of pointers, got {ptr!r}.")
+        refuse("kernel", f"{what} needs a pointer or a tensor of pointers, got {ptr!r}.")
     layout = ptr.layout
     offsets = np.asarray(ptr.data, dtype=np.int64)
-    keep = np.ones((), np.bool_)
+    keep: np.ndarray = np.ones((), np.bool_)
     if mask is not None:
         mask = to_tensor(mask)
         layout = broadcast_layout(ptr, mask, f"{what}: pointers and mask")
         if mask.shape and not ptr.shape:
-            context.refuse("layout", f"{what}: one pointer with a mask of shape {list(mask.shape)}.")
+            refuse("layout", f"{what}: one pointer with a mask of shape {list(mask.shape)}.")
         keep = np.asarray(mask.data, dtype=np.bool_)
     if ptr.shape:
         layouts.distributed(layout, list(ptr.shape), what)
@@ -88,6 +84,7 @@ def addresses(ptr, mask, what: str):
     return offsets, keep, layout
 
 
+@known()
 def load(
     pointer,
     mask=None,
@@ -98,7 +95,7 @@ def load(
     eviction_policy="",
     volatile=False,
 ):
-    """gl.load."""
+    """Load elements by their addresses; masked ones are `other`, or zero."""
     offsets, keep, layout = addresses(pointer, mask, "gl.load")
     program = context.program()
     dtype = pointer.dtype.element_ty
@@ -108,43 +105,39 @@ def load(
         other = to_tensor(other)
         if other.shape:
             broadcast_layout(pointer, other, "gl.load: pointers and other")
-        values = np.where(
-            keep, values, round_to(np.asarray(other.data, dtype=np.float64 if not is_int(dtype) else np.int64), dtype)
-        )
-    program.spend(
-        program.model.global_latency + int(keep.sum()) * dtype.primitive_bitwidth / 8 / program.model.global_bytes,
-        "load",
-        pointer.buffer.name,
-    )
-    _count_sectors(program, pointer.buffer, offsets, keep, layout)
+        wide = np.asarray(other.data, dtype=np.int64 if is_int(dtype) else np.float64)
+        values = np.where(keep, values, round_to(wide, dtype))
+    _spend(program.model.global_latency, "load", pointer, offsets, keep, layout)
     return Tensor(values if values.ndim else values.item(), dtype, layout)
 
 
+@known()
 def store(pointer, value, mask=None, boundary_check=(), cache_modifier="", eviction_policy=""):
-    """gl.store."""
+    """Store elements by their addresses."""
     offsets, keep, _ = addresses(pointer, mask, "gl.store")
-    program = context.program()
     dtype = pointer.dtype.element_ty
     value = to_tensor(value)
     if value.shape:
         broadcast_layout(pointer, value, "gl.store: pointers and value")
         if not pointer.shape:
-            context.refuse("layout", f"gl.store: a value of shape {list(value.shape)} to one pointer.")
+            refuse("layout", f"gl.store: a value of shape {list(value.shape)} to one pointer.")
     data = round_to(np.asarray(value.data), dtype)
     data = np.broadcast_to(data, offsets.shape)
     pointer.buffer.write(offsets[keep], data[keep])
-    program.spend(
-        int(keep.sum()) * dtype.primitive_bitwidth / 8 / program.model.global_bytes + 10, "store", pointer.buffer.name
-    )
-    _count_sectors(program, pointer.buffer, offsets, keep, pointer.layout)
+    _spend(10, "store", pointer, offsets, keep, pointer.layout)
 
 
-def _count_sectors(program, buffer: GlobalBuffer, offsets: np.ndarray, keep: np.ndarray, layout) -> None:
-    """Note on the timeline how many 32-byte sectors an access touches, counted for each instruction of each warp."""
+def _spend(latency: float, kind: str, pointer: Tensor, offsets: np.ndarray, keep: np.ndarray, layout) -> None:
+    """Spend the time of an access, and note on the timeline how many 32-byte sectors it touches.
+
+    Sectors count once for each instruction of each warp that touches them.
+    """
+    program, buffer = context.program(), pointer.buffer
+    size = buffer.dtype.primitive_bitwidth // 8
+    program.spend(latency + int(keep.sum()) * size / program.model.global_bytes, kind, buffer.name)
     if program.events is None or not offsets.shape:
         return
     elements = layouts.elements_of(layout, offsets.shape, program.partition.num_warps)
-    size = buffer.dtype.primitive_bitwidth // 8
     at = (offsets.reshape(-1)[elements] + buffer.base) * size  # registers x lanes x warps
     kept = keep.reshape(-1)[elements]
     together = 1  # registers that one instruction moves: neighbours in memory, 16 bytes at most
@@ -159,17 +152,8 @@ def _count_sectors(program, buffer: GlobalBuffer, offsets: np.ndarray, keep: np.
     event.bytes, event.sectors = int(keep.sum()) * size, sectors
 
 
-def atomic(name: str):
-    """gl.atomic_add and its sisters: the old values; programs run one after another."""
-    update = {
-        "add": np.add,
-        "max": np.maximum,
-        "min": np.minimum,
-        "and": np.bitwise_and,
-        "or": np.bitwise_or,
-        "xor": np.bitwise_xor,
-        "xchg": lambda old, new: new,
-    }[name]
+def _atomic(name: str, update) -> None:
+    """Enter gl.atomic_<name>, which returns the old values; programs run one after another."""
 
     def run(pointer, val, mask=None, sem=None, scope=None):
         offsets, keep, layout = addresses(pointer, mask, f"gl.atomic_{name}")
@@ -177,20 +161,29 @@ def atomic(name: str):
         val = to_tensor(val)
         data = np.broadcast_to(round_to(np.asarray(val.data), dtype), offsets.shape)
         old = np.zeros(offsets.shape, numpy_type(dtype))
-        for i in zip(*np.nonzero(np.atleast_1d(keep)), strict=True):
-            i = i if offsets.ndim else ()
-            here = offsets[i] + np.zeros((), np.int64)
-            old[i] = pointer.buffer.read(here)
-            pointer.buffer.write(here, round_to(np.asarray(update(old[i], data[i])), dtype))
+        for index in zip(*np.nonzero(np.atleast_1d(keep)), strict=True):
+            i = index if offsets.ndim else ()
+            place = offsets[i] + np.zeros((), np.int64)
+            old[i] = pointer.buffer.read(place)
+            pointer.buffer.write(place, round_to(np.asarray(update(old[i], data[i])), dtype))
         program = context.program()
         program.spend(program.model.global_latency, "store", pointer.buffer.name)
         return Tensor(old if old.ndim else old.item(), dtype, layout)
 
-    return run
+    known(f"atomic_{name}")(run)
+
+
+_atomic("add", np.add)
+_atomic("max", np.maximum)
+_atomic("min", np.minimum)
+_atomic("and", np.bitwise_and)
+_atomic("or", np.bitwise_or)
+_atomic("xor", np.bitwise_xor)
+_atomic("xchg", lambda old, new: new)
 
 
 class _BlockType:
-    """desc.block_type: shape, dtype and bytes of a descriptor's box."""
+    """What desc.block_type is: shape, dtype and bytes of a descriptor's box."""
 
     def __init__(self, dtype, shape: list[int]):
         self.element_ty = self.scalar = dtype
@@ -201,7 +194,7 @@ class _BlockType:
     def __eq__(self, other) -> bool:
         return (self.element_ty.name, self.shape) == (other.element_ty.name, other.shape)
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]  # equality is all that kernels ask for
 
 
 class Descriptor:
@@ -221,19 +214,20 @@ class Descriptor:
         self.type = self
 
     def __getattr__(self, name):
-        context.refuse("unknown operation", f"gluon_cpu does not know .{name} of a TMA descriptor.")
+        refuse("unknown operation", f"gluon_cpu does not know .{name} of a TMA descriptor.")
 
     def box(self, coord: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """(element offsets, inside) of the box at coordinates; both of the box's shape."""
-        offsets, inside = np.int64(self.start), np.bool_(True)
+        """Return the offsets of the box at coordinates, and which of them lie inside; both have the box's shape."""
+        offsets: np.ndarray | np.int64 = np.int64(self.start)
+        inside: np.ndarray | np.bool_ = np.bool_(True)
         rank = len(self.sizes)
         for d, (at, size, step, block) in enumerate(zip(coord, self.sizes, self.steps, self.block_shape, strict=True)):
-            i = (at + np.arange(block, dtype=np.int64)).reshape([-1 if e == d else 1 for e in range(rank)])
-            offsets, inside = offsets + i * step, inside & (i >= 0) & (i < size)
+            along = np.arange(at, at + block, dtype=np.int64).reshape([-1 if e == d else 1 for e in range(rank)])
+            offsets, inside = offsets + along * step, inside & (along >= 0) & (along < size)
         return np.broadcast_arrays(offsets, inside)
 
     def read(self, coord: list[int]) -> np.ndarray:
-        """The box's values; what lies outside of the tensor is the padding."""
+        """Return the box's values; outside of the tensor they are the padding."""
         offsets, inside = self.box(coord)
         values = np.full(offsets.shape, np.nan if self.padding == "nan" else 0, numpy_type(self.dtype))
         self.buffer.check(offsets[inside], "A TMA copy")
@@ -241,14 +235,14 @@ class Descriptor:
         return values
 
     def write(self, coord: list[int], values: np.ndarray) -> None:
-        """Write the box; what lies outside of the tensor is dropped."""
+        """Write the box; values outside of the tensor are dropped."""
         offsets, inside = self.box(coord)
         self.buffer.check(offsets[inside], "A TMA store")
         self.buffer.write(offsets[inside], values[inside])
 
 
 def host_descriptor(desc, name: str) -> Descriptor:
-    """A TensorDescriptor made on the host, as a kernel argument."""
+    """Return a TensorDescriptor that was made on the host as a kernel sees it."""
     buffer = GlobalBuffer(desc.base, name)
     return Descriptor(
         buffer,
@@ -261,18 +255,17 @@ def host_descriptor(desc, name: str) -> Descriptor:
     )
 
 
+@known("make_tensor_descriptor", of=(hopper.tma,))
 def device_descriptor(base, shape, strides, block_shape, layout, padding_option="zero") -> Descriptor:
-    """tma.make_tensor_descriptor."""
-    block = [layouts.constant(b, "block_shape") for b in block_shape]
-    sizes = [layouts.number(s, "shape") for s in shape]
-    steps = [layouts.number(s, "strides") for s in strides]
+    """Make a TMA descriptor inside of a kernel."""
+    block = [constant(b, "block_shape") for b in block_shape]
+    sizes = [number(s, "shape") for s in shape]
+    steps = [number(s, "strides") for s in strides]
     size = base.buffer.dtype.primitive_bitwidth // 8
     if steps[-1] != 1 or any(s * size % 16 for s in steps[:-1]):
-        context.refuse(
+        refuse(
             "layout",
             f"make_tensor_descriptor: strides {steps} of {base.buffer.dtype}; the last must be 1 "
             "and the others multiples of 16 bytes.",
         )
-    return Descriptor(
-        base.buffer, int(base.data), sizes, steps, block, layouts.constant(layout, "layout"), padding_option
-    )
+    return Descriptor(base.buffer, int(base.data), sizes, steps, block, constant(layout, "layout"), padding_option)

@@ -1,39 +1,37 @@
-"""Running kernel source as Python: the function is compiled anew with every call and assignment going through here.
+"""Run kernel source as Python: each function is compiled anew, with its calls and assignments replaced by ours.
 
-Nothing of Triton is patched for this: a call looks up what the callee means to the simulator, by identity, so aliases,
-helpers in other modules and functions passed as arguments work. Line numbers stay those of the source file.
+Nothing of Triton is patched for this. A call looks its callee up in the table of known functions, by identity, so that
+aliases, helpers in other modules and functions as arguments work. Line numbers stay those of the source file.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 import types
 
+import triton.language as tl
 from triton.experimental.gluon import language as gl
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import ConstexprFunction, JITFunction
 
-from . import context
-from .dtypes import of_number, round_number
-from .language import BY_NAME
+from . import barriers, context, copies, language, ptx, reductions  # noqa: F401 (they fill the table)
+from .aggregates import Aggregate, is_instance
+from .context import refuse
+from .known import TABLE, meaning, unwrap
 from .memory import MemDesc
+from .products import finished_tensor
 from .tensors import NUMBERS, Tensor, to_tensor
-
-try:
-    from triton.runtime.jit import ConstexprFunction
-except ImportError:
-    from triton.runtime.jit import constexpr_function as ConstexprFunction  # type: ignore
-
 
 # ---- rewriting ---------------------------------------------------------------------------------------------------
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Calls, assignments, loops and constexpr globals go through the runtime names below."""
+    """Calls, assignments, loops and constexpr globals go through the functions of RUNTIME."""
 
     def __init__(self, names: dict):
-        self.names = names  # what the function's global names stand for
+        self.names = names  # the values of the function's global names
 
     def visit_Call(self, node):
         self.generic_visit(node)
@@ -42,134 +40,117 @@ class _Rewriter(ast.NodeTransformer):
     def visit_Attribute(self, node):
         self.generic_visit(node)
         if node.attr == "value" and isinstance(node.ctx, ast.Load):
-            return _at(ast.Call(_name("__gluon_value"), [node.value], []), node)
+            return _at(_runtime_call("value", node.value), node)
         return node
 
     def visit_Name(self, node):
         if isinstance(node.ctx, ast.Load) and isinstance(self.names.get(node.id), gl.constexpr):
-            return _at(ast.Call(_name("__gluon_unwrap"), [node], []), node)
+            return _at(_runtime_call("unwrap", node), node)
         return node
 
     def visit_Assign(self, node):
         self.generic_visit(node)
         label = node.targets[0].id if isinstance(node.targets[0], ast.Name) else ""
-        node.value = _at(ast.Call(_name("__gluon_assign"), [node.value, ast.Constant(label)], []), node)
+        node.value = _at(_runtime_call("assign", node.value, ast.Constant(label)), node)
         return node
 
     def visit_AugAssign(self, node):
         self.generic_visit(node)
-        target = ast.Name(node.target.id, ast.Load()) if isinstance(node.target, ast.Name) else node.target
-        value = ast.Call(_name("__gluon_assign"), [ast.BinOp(target, node.op, node.value), ast.Constant("")], [])
+        target = _name(node.target.id) if isinstance(node.target, ast.Name) else node.target
+        value = _runtime_call("assign", ast.BinOp(target, node.op, node.value), ast.Constant(""))
         return _at(ast.Assign([node.target], value), node)
 
     def visit_AnnAssign(self, node):
         self.generic_visit(node)
-        is_constant = "constexpr" in ast.unparse(node.annotation)
         if node.value is None:
             return _at(ast.Pass(), node)
-        name = "__gluon_constexpr" if is_constant else "__gluon_assign"
+        kind = "constexpr" if "constexpr" in ast.unparse(node.annotation) else "assign"
         label = node.target.id if isinstance(node.target, ast.Name) else ""
-        value = ast.Call(_name(name), [node.value, ast.Constant(label)], [])
-        return _at(ast.Assign([node.target], value), node)
+        return _at(ast.Assign([node.target], _runtime_call(kind, node.value, ast.Constant(label))), node)
 
     def visit_For(self, node):
         self.generic_visit(node)
-        node.body.insert(0, _at(ast.Expr(ast.Call(_name("__gluon_step"), [], [])), node))
+        node.body.insert(0, _at(ast.Expr(_runtime_call("step")), node))
         return node
 
-    def visit_While(self, node):
-        self.generic_visit(node)
-        node.body.insert(0, _at(ast.Expr(ast.Call(_name("__gluon_step"), [], [])), node))
-        return node
+    visit_While = visit_For
 
 
 def _name(name: str) -> ast.Name:
     return ast.Name(name, ast.Load())
 
 
+def _runtime_call(name: str, *arguments: ast.expr) -> ast.Call:
+    return ast.Call(_name(f"__gluon_{name}"), list(arguments), [])
+
+
 def _at(new, old):
+    """The new node, at the line of the one that it replaces."""
     for child in ast.walk(new):
         if not hasattr(child, "lineno"):
             ast.copy_location(child, old)
     return new
 
 
-_compiled: dict = {}
+_rewritten: dict = {}
 
 
-def compiled(jit) -> tuple:
-    """(Python function that runs a jit function's body, its signature, which parameters are constexpr)."""
-    key = jit.fn
-    if key in _compiled:
-        return _compiled[key]
-    raw, first = jit.raw_src, jit.starting_line_number
-    tree = ast.parse(textwrap.dedent("".join(raw)))
+def rewrite(jit) -> tuple:
+    """Return (a Python function that runs a jit function's body, its parameters, which of them are constexpr)."""
+    original = jit.fn
+    if original in _rewritten:
+        return _rewritten[original]
+    tree = ast.parse(textwrap.dedent("".join(jit.raw_src)))
     function = tree.body[0]
+    assert isinstance(function, ast.FunctionDef)
     function.decorator_list, function.returns = [], None
     function.args.defaults, function.args.kw_defaults = [], [None] * len(function.args.kwonlyargs)
     for argument in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs):
         argument.annotation = None
-    ast.increment_lineno(tree, first - 1)
-    closure = inspect.getclosurevars(key).nonlocals if key.__closure__ else {}
+    ast.increment_lineno(tree, jit.starting_line_number - 1)
+    closure = inspect.getclosurevars(original).nonlocals if original.__closure__ else {}
     local = {a.arg for a in function.args.args} | {
         n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
     }
-    names = {k: v for k, v in {**key.__globals__, **closure}.items() if k not in local}
+    names = {k: v for k, v in {**original.__globals__, **closure}.items() if k not in local}
     function.body = [_Rewriter(names).visit(statement) for statement in function.body]
-    outer = [*RUNTIME, *closure]
-    factory = ast.FunctionDef(
-        "__gluon_factory",
-        ast.arguments([], [ast.arg(n) for n in outer], None, [], [], None, []),
-        [function, ast.Return(_name(function.name))],
-        [],
-        None,
-    )
-    if "type_params" in ast.FunctionDef._fields:
-        factory.type_params = []
-    module = ast.Module([_at(factory, function)], [])
-    ast.fix_missing_locations(module)
+    # A function around it holds what the rewritten code calls, and the variables of the original's closure.
+    factory = ast.parse(f"def __gluon_factory({', '.join([*RUNTIME, *closure])}):\n    return {function.name}")
+    assert isinstance(factory.body[0], ast.FunctionDef)
+    factory.body[0].body.insert(0, function)
     space: dict = {}
-    exec(compile(module, key.__code__.co_filename, "exec"), key.__globals__, space)
+    exec(compile(factory, original.__code__.co_filename, "exec"), original.__globals__, space)
     body = space["__gluon_factory"](*RUNTIME.values(), *closure.values())
     context.register_code(body.__code__)
-    parameters = inspect.signature(key).parameters
+    parameters = inspect.signature(original).parameters
     constant = {name for name, p in parameters.items() if "constexpr" in str(p.annotation)}
-    _compiled[key] = body, parameters, constant
-    return _compiled[key]
+    _rewritten[original] = body, parameters, constant
+    return _rewritten[original]
 
 
 def run_jit(jit, args: tuple, kwargs: dict):
     """Run a @gluon.jit function."""
-    body, parameters, constant = compiled(jit)
-    values = dict(zip(parameters, args, strict=False))
+    body, parameters, constant = rewrite(jit)
+    label, values = jit.fn.__name__, dict(zip(parameters, args, strict=False))
     if len(args) > len(parameters):
-        raise TypeError(f"{jit.fn.__name__} takes {len(parameters)} arguments, got {len(args)}.")
+        raise TypeError(f"{label} takes {len(parameters)} arguments, got {len(args)}.")
     for name, value in kwargs.items():
         if name not in parameters or name in values:
-            raise TypeError(f"{jit.fn.__name__} has no parameter {name}, or it was given twice.")
+            raise TypeError(f"{label} has no parameter {name}, or it was given twice.")
         values[name] = value
     for name, p in parameters.items():
         if name not in values:
             if p.default is p.empty:
-                context.refuse("kernel", f"{jit.fn.__name__}: the argument {name} is missing.")
+                refuse("kernel", f"{label}: the argument {name} is missing.")
             values[name] = p.default
-        value = values[name]
-        if isinstance(value, gl.constexpr):
-            values[name] = value = value.value
-        if name in constant and isinstance(value, Tensor):
-            context.refuse(
-                "kernel",
-                f"{jit.fn.__name__}: {name} is a gl.constexpr parameter, but its argument is "
-                "known only when the kernel runs.",
-            )
+        values[name] = unwrap(values[name])
+        if name in constant and isinstance(values[name], Tensor):
+            why = "its argument is known only when the kernel runs"
+            refuse("kernel", f"{label}: {name} is a gl.constexpr parameter, but {why}.")
     return body(*(values[name] for name in parameters))
 
 
 # ---- what rewritten code calls -----------------------------------------------------------------------------------
-
-
-def _unwrap(value):
-    return value.value if isinstance(value, gl.constexpr) else value
 
 
 def _value(x):
@@ -177,27 +158,27 @@ def _value(x):
 
 
 def _assign(value, label: str):
-    """A plain assignment: numbers become run-time scalars, as in Triton."""
+    """Assign a value to a variable: numbers become run-time scalars, as in Triton."""
     if isinstance(value, Tensor):
         return value
-    if isinstance(value, gl.constexpr):
-        value = value.value
+    value = unwrap(value)
     if isinstance(value, NUMBERS):
-        dtype = of_number(value)
-        return Tensor(round_number(value, dtype), dtype)
+        return to_tensor(value)
     if isinstance(value, tuple):
         return tuple(_assign(v, "") for v in value)
-    if isinstance(value, MemDesc) and label and not value.allocation.name:
-        value.allocation.name = label
-        for barrier in value.allocation.barriers.values():
-            barrier.name = label + barrier.name.removeprefix(value.allocation.label)
+    if label and isinstance(value, MemDesc):
+        value.allocation.name = value.allocation.name or label
+    elif label and isinstance(value, Aggregate):
+        for path, leaf in value.leaves():
+            if isinstance(leaf, MemDesc):
+                leaf.allocation.path = leaf.allocation.path or f"{label}.{path}"
     return value
 
 
 def _constexpr(value, label: str):
     if isinstance(value, Tensor):
-        context.refuse("kernel", f"{label}: gl.constexpr = ... needs a value known when the kernel is compiled.")
-    return _unwrap(value)
+        refuse("kernel", f"{label}: gl.constexpr = ... needs a value known when the kernel is compiled.")
+    return unwrap(value)
 
 
 def _step() -> None:
@@ -205,125 +186,64 @@ def _step() -> None:
 
 
 def _range(*bounds):
-    """range: the loop variable is a run-time scalar, unless it runs over constants that stay constants."""
-    values = [to_tensor(b).data for b in bounds]
-    return (Tensor(i, gl.int32) for i in range(*values))
+    """`range`, with a run-time scalar for the loop variable."""
+    return (Tensor(i, gl.int32) for i in range(*(to_tensor(b).data for b in bounds)))
 
 
 def _static_range(*bounds):
-    for b in bounds:
-        if isinstance(b, Tensor):
-            context.refuse(
-                "kernel",
-                "gl.static_range needs constexpr bounds; use range for bounds known only when the kernel runs.",
-            )
+    if any(isinstance(b, Tensor) for b in bounds):
+        text = "gl.static_range needs constexpr bounds"
+        refuse("kernel", f"{text}; use range for bounds known only when the kernel runs.")
     return range(*(int(b) for b in bounds))
 
 
-def _min(*values):
-    out = values[0]
-    for v in values[1:]:
-        out = BY_NAME["minimum"](out, v)
-    return out
-
-
-def _max(*values):
-    out = values[0]
-    for v in values[1:]:
-        out = BY_NAME["maximum"](out, v)
-    return out
-
-
-def _len(x):
-    return len(x)
-
-
-def _tensor(handle, type=None):
-    """gl.tensor(handle, type) in a kernel author's own builtin: the registers that a token stands for."""
-    from .products import settled
-
-    return settled(handle)
-
-
-class Aggregate:
-    """An instance of a Gluon aggregate class."""
-
-    def __init__(self, cls, args, kwargs):
-        object.__setattr__(self, "_cls", cls)
-        call_raw(cls.hash_attrs[0], self, *args, **kwargs)
-
-    def __setattr__(self, name, value):
-        object.__setattr__(self, name, _unwrap(value))
-
-    def __getattr__(self, name):
-        member = getattr(object.__getattribute__(self, "_cls"), name)
-        return types.MethodType(member, self) if callable(member) else member
-
-
-def call_raw(function, *args, **kwargs):
-    """Call a plain Python function or a constexpr function as Python."""
-    return getattr(function, "fn", function)(*args, **kwargs)
-
-
-PLAIN = {
-    len: _len,
+for _function in (bool, float, getattr, hasattr, int, len, list, print, repr, str, tuple, type):
+    TABLE[_function] = _function  # Python's own, for constants
+TABLE |= {
     range: _range,
-    min: _min,
-    max: _max,
-    isinstance: isinstance,
-    int: int,
-    float: float,
-    bool: bool,
-    str: str,
-    repr: repr,
-    list: list,
-    tuple: tuple,
-    getattr: getattr,
-    hasattr: hasattr,
-    type: type,
-    print: print,
-    abs: lambda x: BY_NAME["abs"](x),
+    min: lambda *values: functools.reduce(meaning("minimum"), values),
+    max: lambda *values: functools.reduce(meaning("maximum"), values),
+    abs: lambda x: meaning("abs")(x),
+    isinstance: is_instance,
     gl.static_range: _static_range,
-    gl.constexpr: _unwrap,
-    gl.tensor: _tensor,
+    gl.constexpr: unwrap,
+    tl.constexpr: unwrap,
+    gl.tensor: lambda handle, type=None: finished_tensor(handle),  # in a builtin of a kernel's author
 }
 
 
 def call(function, *args, **kwargs):
-    """A call in kernel code."""
+    """Make a call in kernel code."""
     context.program().step()
-    if isinstance(function, gl.constexpr):
-        function = function.value
+    function = unwrap(function)
     if isinstance(function, types.MethodType) and isinstance(function.__self__, Aggregate):
         function, args = function.__func__, (function.__self__, *args)
     kwargs.pop("_semantic", None)
     kwargs.pop("_generator", None)
     try:
-        found = TABLE.get(function)
-    except TypeError:
-        found = None
-    if found is not None:
-        return found(*args, **kwargs)
+        ours = TABLE.get(function)
+    except TypeError:  # not hashable
+        ours = None
+    if ours is not None:
+        return ours(*args, **kwargs)
     if isinstance(function, JITFunction):
         return run_jit(function, args, kwargs)
     if isinstance(function, ConstexprFunction):
-        return function.fn(*(_unwrap(a) for a in args), **{k: _unwrap(v) for k, v in kwargs.items()})
+        return unwrap(function.fn(*map(unwrap, args), **{k: unwrap(v) for k, v in kwargs.items()}))
     if getattr(function, "__triton_aggregate__", False):
         return Aggregate(function, args, kwargs)
     owner = getattr(function, "__self__", None)
-    if isinstance(function, types.MethodType) and isinstance(owner, (Tensor, MemDesc)):
-        return function(*args, **kwargs)
     if owner is not None and not isinstance(owner, types.ModuleType):
-        return function(*args, **kwargs)  # methods of constants: numbers, strings, layouts
+        return function(*args, **kwargs)  # methods of tensors, shared memory and constants
     if isinstance(function, type):
         return function(*args, **kwargs)  # layouts and other constants
     module = getattr(function, "__module__", "") or ""
     name = f"{module}.{getattr(function, '__qualname__', function)}"
-    if getattr(function, "__triton_builtin__", False) and not module.startswith("triton."):
-        return _author_builtin(function, args, kwargs)
     if module.startswith("triton."):
-        context.refuse("unknown operation", f"gluon_cpu does not know {name}.")
-    context.refuse("kernel", f"{name} is no @gluon.jit function, so a kernel cannot call it.")
+        refuse("unknown operation", f"gluon_cpu does not know {name}.")
+    if getattr(function, "__triton_builtin__", False):
+        return run_jit(_AuthorBuiltin(function), args, {**kwargs, "_semantic": None})
+    refuse("kernel", f"{name} is no @gluon.jit function, so a kernel cannot call it.")
 
 
 class _AuthorBuiltin:
@@ -334,76 +254,11 @@ class _AuthorBuiltin:
         self.raw_src, self.starting_line_number = inspect.getsourcelines(self.fn)
 
 
-def _author_builtin(function, args, kwargs):
-    return run_jit(_AuthorBuiltin(function), args, {**kwargs, "_semantic": None})
-
-
 RUNTIME = {
     "__gluon_call": call,
     "__gluon_assign": _assign,
     "__gluon_constexpr": _constexpr,
     "__gluon_value": _value,
-    "__gluon_unwrap": _unwrap,
+    "__gluon_unwrap": unwrap,
     "__gluon_step": _step,
 }
-TABLE: dict = {}
-
-
-def fill_table() -> None:
-    """Pair Triton's functions with ours, by identity; names that this Triton lacks are left out."""
-    import triton.language as tl
-    from triton.experimental.gluon.language.nvidia import ampere, hopper
-
-    from . import barriers, copies, products, ptx, reductions  # noqa: F401 (reductions enters its functions)
-    from .global_memory import device_descriptor
-    from .language import BY_NAME as names
-
-    if TABLE:
-        return
-    TABLE.update(PLAIN)
-    TABLE[tl.constexpr] = _unwrap
-    for name, ours in names.items():
-        for module in (tl, gl):
-            if name != "barrier" or module is gl:
-                theirs = getattr(module, name, None)
-                if callable(theirs):
-                    TABLE[theirs] = ours
-    TABLE[gl.inline_asm_elementwise] = ptx.inline_asm_elementwise
-    for barrier in (ampere.mbarrier, hopper.mbarrier):
-        for name, ours in {
-            "init": barriers.init,
-            "invalidate": barriers.invalidate,
-            "expect": barriers.expect,
-            "arrive": barriers.arrive,
-            "wait": barriers.wait_barrier,
-        }.items():
-            if hasattr(barrier, name):
-                TABLE[getattr(barrier, name)] = ours
-    copy = ampere.async_copy
-    for name, ours in {
-        "async_copy_global_to_shared": copies.cp_async,
-        "async_load": copies.cp_async,
-        "commit_group": copies.commit_group,
-        "wait_group": copies.wait_group,
-        "mbarrier_arrive": copies.cp_async_arrive,
-    }.items():
-        if hasattr(copy, name):
-            TABLE[getattr(copy, name)] = ours
-    for name, ours in {
-        "async_copy_global_to_shared": copies.tma_load,
-        "async_load": copies.tma_load,
-        "async_copy_shared_to_global": copies.tma_store,
-        "async_store": copies.tma_store,
-        "store_wait": copies.store_wait,
-        "make_tensor_descriptor": device_descriptor,
-    }.items():
-        if hasattr(hopper.tma, name):
-            TABLE[getattr(hopper.tma, name)] = ours
-    for name, ours in {
-        "fence_async_shared": barriers.fence_async_shared,
-        "warpgroup_mma": products.warpgroup_mma,
-        "warpgroup_mma_wait": products.warpgroup_mma_wait,
-        "warpgroup_mma_init": products.warpgroup_mma_init,
-    }.items():
-        if hasattr(hopper, name):
-            TABLE[getattr(hopper, name)] = ours

@@ -1,4 +1,4 @@
-"""What the functions of `gl` do on NumPy data: shapes, layouts, mathematics, reductions."""
+"""What the functions of `gl` do on NumPy data: programs, shapes, layouts, mathematics."""
 
 from __future__ import annotations
 
@@ -6,59 +6,43 @@ import math
 
 import numpy as np
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._layouts import AutoLayout
 
 from . import context, layouts, memory
-from . import global_memory as gm
+from .aggregates import flatten
+from .context import refuse
 from .dtypes import is_float, numpy_type, promote, round_number, round_to
-from .tensors import Tensor, binary, broadcast_layout, expand_dims, to_tensor, work
-
-BY_NAME: dict = {}
-
-
-def known(function):
-    """Enter a function under its own name, less a trailing underscore."""
-    BY_NAME[function.__name__.rstrip("_")] = function
-    return function
-
-
-def constants(values, what: str) -> list:
-    return [layouts.constant(v, what) for v in values]
-
+from .known import constant, constants, known
+from .tensors import Tensor, binary, broadcast_layout, to_tensor, work
 
 # ---- programs and making tensors ---------------------------------------------------------------------------------
 
 
-@known
+@known()
 def program_id(axis=0):
-    return Tensor(context.program().ids[layouts.constant(axis, "program_id's axis")], gl.int32)
+    """Return this program's index along an axis of the grid."""
+    return Tensor(context.program().ids[constant(axis, "program_id's axis")], gl.int32)
 
 
-@known
+@known()
 def num_programs(axis=0):
-    return Tensor(context.program().grid[layouts.constant(axis, "num_programs' axis")], gl.int32)
+    """Return the size of the grid along an axis."""
+    return Tensor(context.program().grid[constant(axis, "num_programs' axis")], gl.int32)
 
 
-@known
-def num_warps():
-    return context.partition().num_warps
-
-
-@known
-def num_ctas():
-    return 1
-
-
-@known
+@known()
 def arange(start, end, layout=None):
-    start, end = layouts.constant(start, "arange's start"), layouts.constant(end, "arange's end")
+    """Return the integers [start, end)."""
+    start, end = constant(start, "arange's start"), constant(end, "arange's end")
     layouts.check_block([end - start], f"gl.arange({start}, {end})")
     layout = layouts.distributed(layout, [end - start], "gl.arange")
     return Tensor(np.arange(start, end, dtype=np.int32), gl.int32, layout)
 
 
-@known
+@known()
 def full(shape, value, dtype, layout=None):
-    shape, dtype = constants(shape, "gl.full's shape"), layouts.constant(dtype, "gl.full's dtype")
+    """Return a tensor of one value."""
+    shape, dtype = constants(shape, "gl.full's shape"), constant(dtype, "gl.full's dtype")
     layouts.check_block(shape, "gl.full")
     layout = layouts.distributed(layout, shape, "gl.full")
     out = Tensor(np.full(shape, round_number(to_tensor(value).data, dtype), numpy_type(dtype)), dtype, layout)
@@ -66,115 +50,133 @@ def full(shape, value, dtype, layout=None):
     return out
 
 
-@known
-def zeros(shape, dtype, layout=None):
-    return full(shape, 0, dtype, layout)
-
-
-@known
+@known()
 def full_like(input, value, shape=None, dtype=None, layout=None):
+    """Return a tensor of one value, otherwise like `input`."""
     return full(input.shape if shape is None else shape, value, dtype or input.dtype, layout or input.layout)
 
 
-@known
-def zeros_like(input, shape=None, dtype=None, layout=None):
-    return full_like(input, 0, shape, dtype, layout)
-
-
-@known
-def to_tensor_(x):
-    return to_tensor(x)
+# Functions that say with other words what is there already.
+for _name, _function in {
+    "num_warps": lambda: context.partition().num_warps,
+    "num_ctas": lambda: 1,
+    "zeros": lambda shape, dtype, layout=None: full(shape, 0, dtype, layout),
+    "zeros_like": lambda input, shape=None, dtype=None, layout=None: full_like(input, 0, shape, dtype, layout),
+    "to_tensor": to_tensor,
+    "cdiv": lambda x, div: (x + (div - 1)) // div,
+    "add": lambda x, y, sanitize_overflow=True: to_tensor(x) + y,
+    "sub": lambda x, y, sanitize_overflow=True: to_tensor(x) - y,
+    "mul": lambda x, y, sanitize_overflow=True: to_tensor(x) * y,
+    "fdiv": lambda x, y, ieee_rounding=False: to_tensor(x) / y,
+    "div_rn": lambda x, y: to_tensor(x) / y,
+    "ravel": lambda x: x.reshape([x.numel]),
+    "to_linear_layout": lambda layout, shape: layouts.linear(layout, constants(shape, "the shape")),
+    "bank_conflicts": layouts.bank_conflicts,
+    "multiple_of": lambda input, values=None: input,
+    "max_contiguous": lambda input, values=None: input,
+    "max_constancy": lambda input, values=None: input,
+    "assume": lambda cond: None,
+}.items():
+    known(_name)(_function)
 
 
 # ---- layouts and shapes ------------------------------------------------------------------------------------------
 
 
-@known
+@known()
 def convert_layout(value, layout, assert_trivial=False):
+    """Return the same values spread over the threads by another layout."""
     if not isinstance(value, Tensor) or not value.shape:
-        context.refuse("kernel", "gl.convert_layout needs a tensor, got a scalar.")
+        refuse("kernel", "gl.convert_layout needs a tensor, got a scalar.")
     layout = layouts.distributed(layout, list(value.shape), "gl.convert_layout")
     data = value.data
-    if layouts.constant(assert_trivial, "assert_trivial"):
+    if constant(assert_trivial, "assert_trivial"):
         layouts.check_trivial(value.layout, layout, list(value.shape))
     elif value.layout != layout:
         work(value)
     return Tensor(data, value.dtype, layout, value.buffer)
 
 
-@known
-def set_auto_layout(value, layout):
-    return convert_layout(value, layout)
+known("set_auto_layout")(lambda value, layout: convert_layout(value, layout))
 
 
-@known
-def to_linear_layout(layout, shape):
-    return layouts.linear(layout, constants(shape, "the shape"))
-
-
-@known
+@known()
 def broadcast(input, other):
+    """Return both tensors with their common shape."""
     input, other = to_tensor(input), to_tensor(other)
     layout = broadcast_layout(input, other, "gl.broadcast")
     a, b = np.broadcast_arrays(np.asarray(input.data), np.asarray(other.data))
     return Tensor(a, input.dtype, layout, input.buffer), Tensor(b, other.dtype, layout, other.buffer)
 
 
-@known
-def expand_dims_(input, axis):
-    return expand_dims(input, axis)
+@known()
+def expand_dims(input, axis):
+    """Insert a dimension of one; the layout must be the SliceLayout that this dimension was sliced from."""
+    axis = constant(axis, "expand_dims' axis")
+    if not isinstance(input, Tensor) or not input.shape:
+        refuse("kernel", "Only tensors have dimensions to add to; this is a scalar.")
+    axis = axis + len(input.shape) + 1 if axis < 0 else axis
+    layout = input.layout
+    if isinstance(layout, gl.SliceLayout):
+        if layout.dim != axis:
+            text = f"A new dimension {axis} of a tensor with {layout}: it is sliced along dimension {layout.dim}"
+            refuse("layout", f"{text}, so only that one can be added. Give gl.arange SliceLayout({axis}, ...).")
+        layout = layout.parent
+    elif not isinstance(layout, AutoLayout):
+        text = "A new dimension needs a SliceLayout that says how it is spread over threads"
+        refuse("layout", f"{text}; this tensor has {layout}.")
+    return Tensor(np.expand_dims(input.data, axis), input.dtype, layout, input.buffer)
 
 
-@known
+def _flat(values: tuple, what: str) -> list:
+    """The constants of `f(1, 2)` or `f((1, 2))`."""
+    return constants(values[0] if len(values) == 1 and isinstance(values[0], (list, tuple)) else values, what)
+
+
+@known()
 def reshape(input, *shape):
-    return input.reshape(*shape)
+    """Return the values in another shape."""
+    shape = _flat(shape, "reshape's shape")
+    if math.prod(shape) != input.numel:
+        refuse("layout", f"A tensor {list(input.shape)} cannot be reshaped to {shape}.")
+    layout = layouts.register_view(input.layout, list(input.shape), "reshape", tuple(shape))
+    return Tensor(input.data.reshape(shape), input.dtype, layout, input.buffer)
 
 
-@known
+@known()
 def permute(input, *dims):
-    return input.permute(*dims)
+    """Return the tensor with its dimensions in another order."""
+    dims = _flat(dims, "permute's order")
+    layout = layouts.register_view(input.layout, list(input.shape), "permute", tuple(dims))
+    return Tensor(np.transpose(input.data, dims), input.dtype, layout, input.buffer)
 
 
-@known
+@known()
 def split(a):
-    return a.split()
+    """Return the two halves along a last dimension of two."""
+    if not a.shape or a.shape[-1] != 2:
+        refuse("layout", f"split needs a last dimension of 2, got shape {list(a.shape)}.")
+    layout = layouts.register_view(a.layout, list(a.shape), "split")
+    return tuple(Tensor(np.ascontiguousarray(a.data[..., i]), a.dtype, layout) for i in (0, 1))
 
 
-@known
+@known()
 def join(a, b):
+    """Return both tensors along a new last dimension of two."""
     a, b = broadcast(a, b)
     layout = layouts.register_view(a.layout, list(a.shape), "join")
     return Tensor(np.stack([a.data, b.data], axis=-1), a.dtype, layout)
 
 
-@known
-def ravel(x):
-    return x.reshape([x.numel])
-
-
-@known
+@known()
 def gather(src, index, axis):
-    axis = layouts.constant(axis, "gather's axis")
+    """Return elements along an axis, by a tensor of indices."""
+    axis = constant(axis, "gather's axis")
     work(src)
     return Tensor(np.take_along_axis(src.data, index.data, axis), src.dtype, index.layout)
 
 
 # ---- elementwise -------------------------------------------------------------------------------------------------
-
-
-def _math(name: str, function, special: bool = True):
-    def run(x):
-        x = to_tensor(x)
-        if not is_float(x.dtype):
-            context.refuse("kernel", f"gl.{name} needs floats, got {x.dtype}; use .to(gl.float32).")
-        with np.errstate(all="ignore"):
-            out = function(np.asarray(x.data))
-        work(x, special)
-        out = round_to(np.asarray(out), x.dtype)
-        return Tensor(out if x.shape else out.item(), x.dtype, x.layout)
-
-    BY_NAME[name] = run
-    return run
 
 
 def _erf(x: np.ndarray) -> np.ndarray:
@@ -183,32 +185,39 @@ def _erf(x: np.ndarray) -> np.ndarray:
     return torch.erf(torch.from_numpy(np.ascontiguousarray(x))).numpy()
 
 
-for _name, _function in {
-    "exp": np.exp,
-    "exp2": np.exp2,
-    "log": np.log,
-    "log2": np.log2,
-    "cos": np.cos,
-    "sin": np.sin,
-    "sqrt": np.sqrt,
-    "sqrt_rn": np.sqrt,
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-    "erf": _erf,
-    "floor": np.floor,
-    "ceil": np.ceil,
-}.items():
-    _math(_name, _function, _name not in ("floor", "ceil"))
+def _enter_function(name: str, function, special: bool) -> None:
+    def run(x):
+        x = to_tensor(x)
+        if not is_float(x.dtype):
+            refuse("kernel", f"gl.{name} needs floats, got {x.dtype}; use .to(gl.float32).")
+        with np.errstate(all="ignore"):
+            out = round_to(np.asarray(function(np.asarray(x.data))), x.dtype)
+        work(x, special)
+        return Tensor(out if x.shape else out.item(), x.dtype, x.layout)
+
+    known(name)(run)
 
 
-@known
+for _name in ["exp", "exp2", "log", "log2", "cos", "sin", "sqrt"]:
+    _enter_function(_name, getattr(np, _name), special=True)
+_enter_function("sqrt_rn", np.sqrt, special=True)
+_enter_function("rsqrt", lambda x: 1 / np.sqrt(x), special=True)
+_enter_function("erf", _erf, special=True)
+_enter_function("floor", np.floor, special=False)
+_enter_function("ceil", np.ceil, special=False)
+
+
+@known()
 def abs_(x):
+    """Return absolute values."""
     x = to_tensor(x)
     work(x)
     return Tensor(np.abs(x.data) if x.shape else round_number(math.fabs(x.data), x.dtype), x.dtype, x.layout)
 
 
-@known
+@known()
 def fma(x, y, z):
+    """Return x y + z, rounded once."""
     with np.errstate(all="ignore"):
         x, y, z = to_tensor(x), to_tensor(y), to_tensor(z)
         layout = broadcast_layout(x, y, "gl.fma") or broadcast_layout(y, z, "gl.fma")
@@ -217,18 +226,9 @@ def fma(x, y, z):
         return Tensor(round_to(out, x.dtype) if out.ndim else round_number(out.item(), x.dtype), x.dtype, layout)
 
 
-@known
-def fdiv(x, y, ieee_rounding=False):
-    return to_tensor(x) / y
-
-
-@known
-def div_rn(x, y):
-    return to_tensor(x) / y
-
-
-@known
+@known()
 def umulhi(x, y):
+    """Return the upper 32 bits of the product."""
     x, y = to_tensor(x), to_tensor(y)
     layout = broadcast_layout(x, y, "gl.umulhi")
     high = (np.asarray(x.data).astype(np.uint32).astype(np.uint64) * np.asarray(y.data).astype(np.uint32)) >> 32
@@ -236,31 +236,31 @@ def umulhi(x, y):
     return Tensor(high, x.dtype, layout)
 
 
-def _pick(name: str, function):
+def _enter_choice(name: str, function, of_constants) -> None:
     def run(x, y, propagate_nan=None):
         if not isinstance(x, Tensor) and not isinstance(y, Tensor):
-            return max(x, y) if name == "maximum" else min(x, y)
+            return of_constants(x, y)
         total = binary("+" if getattr(x, "dtype", getattr(y, "dtype", None)).name != "int1" else "|", x, y)
         x, y = to_tensor(x), to_tensor(y)
         out = function(round_to(np.asarray(x.data), total.dtype), round_to(np.asarray(y.data), total.dtype))
         return Tensor(out if total.shape else out.item(), total.dtype, total.layout)
 
-    BY_NAME[name] = run
-    return run
+    known(name)(run)
 
 
-maximum, minimum = _pick("maximum", np.fmax), _pick("minimum", np.fmin)
+_enter_choice("maximum", np.fmax, max)
+_enter_choice("minimum", np.fmin, min)
 
 
-@known
+@known()
 def where(condition, x, y):
+    """Return x where the condition holds, and y elsewhere."""
     condition = to_tensor(condition)
-    if not isinstance(x, Tensor) and isinstance(y, Tensor):
-        dtype = binary("+", y, x).dtype if y.dtype.name != "int1" else y.dtype
-    elif not isinstance(y, Tensor) and isinstance(x, Tensor):
-        dtype = binary("+", x, y).dtype if x.dtype.name != "int1" else x.dtype
-    else:
+    if isinstance(x, Tensor) == isinstance(y, Tensor):
         dtype = promote(to_tensor(x).dtype, to_tensor(y).dtype)
+    else:
+        tensor, value = (x, y) if isinstance(x, Tensor) else (y, x)
+        dtype = binary("+", tensor, value).dtype if tensor.dtype.name != "int1" else tensor.dtype
     x, y = to_tensor(x), to_tensor(y)
     layout = None
     for a, b in ((condition, x), (condition, y), (x, y)):
@@ -271,40 +271,34 @@ def where(condition, x, y):
     return result
 
 
-@known
-def cdiv(x, div):
-    return (x + (div - 1)) // div
-
-
-@known
-def add(x, y, sanitize_overflow=True):
-    return to_tensor(x) + y
-
-
-@known
-def sub(x, y, sanitize_overflow=True):
-    return to_tensor(x) - y
-
-
-@known
-def mul(x, y, sanitize_overflow=True):
-    return to_tensor(x) * y
-
-
-@known
+@known()
 def cast(input, dtype, fp_downcast_rounding=None, bitcast=False):
-    return to_tensor(input).to(dtype, fp_downcast_rounding, bitcast)
+    """Return the values in another dtype; with `bitcast` the same bits."""
+    input, dtype = to_tensor(input), constant(dtype, "the dtype")
+    if isinstance(dtype, gl.pointer_type) or input.buffer is not None:
+        refuse("unknown operation", f"gluon_cpu does not convert {input.dtype} to {dtype}.")
+    if fp_downcast_rounding not in (None, "rtne"):
+        refuse("unknown operation", f"gluon_cpu rounds to nearest even only, not {fp_downcast_rounding!r}.")
+    data = input.data
+    work(input)
+    if bitcast:
+        if "bf16" in (dtype.name, input.dtype.name) or not input.shape:
+            refuse("unknown operation", f"gluon_cpu does not bitcast {input.dtype} to {dtype}.")
+        return Tensor(data.view(numpy_type(dtype)), dtype, input.layout)
+    return Tensor(round_to(data, dtype), dtype, input.layout)
 
 
-@known
+@known()
 def histogram(input, num_bins, mask=None, layout=None):
+    """Count how often each of the integers [0, num_bins) occurs."""
     data = input.data if mask is None else input.data[np.broadcast_to(mask.data, input.data.shape)]
-    n = layouts.constant(num_bins, "num_bins")
+    n = constant(num_bins, "num_bins")
     return Tensor(np.bincount(data, minlength=n)[:n].astype(np.int32), gl.int32, layout)
 
 
-@known
+@known()
 def dot_fma(a, b, acc):
+    """Return a @ b + acc, computed by the ordinary units."""
     work(acc)
     return Tensor(round_to(np.matmul(a.data, b.data) + acc.data, acc.dtype), acc.dtype, acc.layout)
 
@@ -312,103 +306,74 @@ def dot_fma(a, b, acc):
 # ---- the rest ----------------------------------------------------------------------------------------------------
 
 
-@known
+@known()
 def allocate_shared_memory(element_ty, shape, layout, value=None):
-    return memory.allocate(
-        layouts.constant(element_ty, "the dtype"), shape, layouts.constant(layout, "the layout"), value
-    )
+    """Allocate shared memory, and store a tensor there if one is given."""
+    return memory.allocate(constant(element_ty, "the dtype"), shape, constant(layout, "the layout"), value)
 
 
-@known
+@known()
 def static_assert(cond, msg=""):
-    if not layouts.constant(cond, "static_assert's condition"):
-        context.refuse("kernel", f"static_assert failed. {msg}")
+    """Refuse the kernel unless a constant condition holds."""
+    if not constant(cond, "static_assert's condition"):
+        refuse("kernel", f"static_assert failed. {msg}")
 
 
-@known
+@known()
 def device_assert(cond, msg="", mask=None):
-    cond = to_tensor(cond)
-    if not np.all(cond.data):
-        context.refuse("kernel", f"device_assert failed. {msg}")
+    """Refuse the kernel unless a condition holds in every element."""
+    if not np.all(to_tensor(cond).data):
+        refuse("kernel", f"device_assert failed. {msg}")
 
 
-@known
+@known()
 def device_print(prefix, *args, hex=False):
+    """Print values, with the program's index before them."""
     print(context.program().ids, prefix, *(a.data if isinstance(a, Tensor) else a for a in args))
 
 
-@known
+@known()
 def static_print(*values, sep=" ", end="\n", file=None, flush=False):
+    """Print constants."""
     print(*values, sep=sep, end=end)
 
 
-@known
-def assume(cond):
-    return None
-
-
-def _identity(input, values=None):
-    return input
-
-
-BY_NAME |= {
-    "multiple_of": _identity,
-    "max_contiguous": _identity,
-    "max_constancy": _identity,
-    "bank_conflicts": layouts.bank_conflicts,
-    "load": gm.load,
-    "store": gm.store,
-}
-for _name in ("add", "max", "min", "and", "or", "xor", "xchg"):
-    BY_NAME[f"atomic_{_name}"] = gm.atomic(_name)
-
-
-def _block_barrier(cluster=False):
-    """gl.barrier, gl.thread_barrier: the warps of a partition meet. A partition is one actor here: only time passes."""
+@known("barrier", "thread_barrier", of=(gl,))
+def block_barrier(cluster=False):
+    """Let the warps of a partition meet. A partition is one actor here, so only time passes."""
     program = context.program()
     program.reschedule()
     program.spend(program.model.barrier, "barrier")
 
 
-BY_NAME |= {"barrier": _block_barrier, "thread_barrier": _block_barrier}
-
-
-@known
+@known()
 def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
-    """gl.warp_specialize: the first function in the default partition, each other in one of its own."""
-    from .interpreter import call
-
+    """Run the first function in the default partition, and each other one in a partition of its own."""
     pairs = [tuple(p) for p in functions_and_args]
     warps = constants(worker_num_warps, "worker_num_warps")
     if len(warps) != len(pairs) - 1:
-        context.refuse("kernel", f"warp_specialize: {len(pairs) - 1} workers but {len(warps)} warp counts.")
+        refuse("kernel", f"warp_specialize: {len(pairs) - 1} workers but {len(warps)} warp counts.")
     if worker_num_regs is not None and len(worker_num_regs) != len(warps):
-        context.refuse("kernel", f"warp_specialize: {len(warps)} workers but {len(worker_num_regs)} register counts.")
-    if worker_num_regs is None and gl_version() < (3, 7):
-        context.refuse("kernel", "warp_specialize: Triton 3.6 needs worker_num_regs, a register count for each worker.")
+        refuse("kernel", f"warp_specialize: {len(warps)} workers but {len(worker_num_regs)} register counts.")
+    if worker_num_regs is None and _triton_version() < (3, 7):
+        refuse("kernel", "warp_specialize: Triton 3.6 needs worker_num_regs, a register count for each worker.")
     for n in warps:
         if n < 1 or n & (n - 1):
-            context.refuse("kernel", f"warp_specialize: a worker has a power of two of warps, got {n}.")
+            refuse("kernel", f"warp_specialize: a worker has a power of two of warps, got {n}.")
     names = [getattr(f, "__name__", "partition") for f, _ in pairs]
-    seen: dict[str, int] = {}
-    labels = []
-    for name in names:
-        labels.append(f"{name} {seen.get(name, 0)}" if names.count(name) > 1 else name)
-        seen[name] = seen.get(name, 0) + 1
+    labels = [  # a function that runs in several partitions gets a number in each
+        f"{name} {names[:i].count(name)}" if names.count(name) > 1 else name for i, name in enumerate(names)
+    ]
     for (_, args), label in zip(pairs[1:], labels[1:], strict=True):
-        if any(isinstance(a, Tensor) and a.shape for a in args):
-            context.refuse(
-                "kernel",
-                f"warp_specialize: {label} is a worker; workers take scalars, pointers, "
-                "descriptors and shared memory, no tensors.",
-            )
-    return context.program().warp_specialize(
-        [(label, lambda f=f, a=tuple(a): call(f, *a)) for label, (f, a) in zip(labels, pairs, strict=True)], warps
-    )
+        if any(isinstance(a, Tensor) and a.shape for a in flatten(args)):
+            what = "workers take scalars, pointers, descriptors and shared memory, no tensors"
+            refuse("kernel", f"warp_specialize: {label} is a worker; {what}.")
+    program = context.program()
+    calls = [(label, lambda f=f, a=tuple(a): program.call(f, *a)) for label, (f, a) in zip(labels, pairs, strict=True)]
+    return program.warp_specialize(calls, warps)
 
 
-def gl_version() -> tuple[int, int]:
-    """(major, minor) of the installed Triton."""
+def _triton_version() -> tuple[int, int]:
     import triton
 
     major, minor = triton.__version__.split(".")[:2]

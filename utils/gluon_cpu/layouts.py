@@ -1,51 +1,32 @@
-"""Layouts as checked facts: which exist for a partition's warps, which an instruction accepts, what views become.
+"""Rules for layouts: which fit a partition's warps, which an instruction accepts, and what they become in a view.
 
-What a layout becomes under permute, reshape, join and split is asked of Triton's own layout algebra, which runs
-without a GPU; the rules of wgmma, TMA and cp.async are written out here, each with its reason.
+Triton's own layout algebra, which runs without a GPU, says what a layout becomes under permute, reshape, join and
+split. The rules of TMA and cp.async are here, those of wgmma in products.py, each with its reason.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import NoReturn
 
 import numpy as np
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._layouts import AutoLayout, DistributedLayout, SharedLayout
 
 from . import context
+from .context import refuse
+from .known import constant
 
 
-def constant(value, what: str):
-    """A value that must be known when the kernel is compiled."""
-    from .tensors import Tensor
-
-    if isinstance(value, Tensor):
-        context.refuse(
-            "kernel",
-            f"{what} must be a constexpr; got a value that is known only when the kernel runs. "
-            "Annotate it: `name: gl.constexpr = ...`.",
-        )
-    return value
+def _refuse(message: str) -> NoReturn:
+    refuse("layout", message)
 
 
-def number(value, what: str) -> int:
-    """An integer, known at compile time or not."""
-    from .tensors import Tensor
-
-    if isinstance(value, Tensor):
-        if value.shape:
-            context.refuse("kernel", f"{what} must be a scalar; got a tensor of shape {list(value.shape)}.")
-        value = value.data
-    if isinstance(value, bool) or not isinstance(value, int):
-        context.refuse("kernel", f"{what} must be an integer; got {value!r}.")
-    return value
-
-
-def threads(layout, what: str) -> tuple[int, int] | None:
-    """(threads a warp, warps) that a layout is for; None if it is for any."""
+def threads(layout) -> tuple[int, int] | None:
+    """Return (threads of a warp, warps) that a layout is for; None if it is for any."""
     if isinstance(layout, (gl.SliceLayout, gl.DotOperandLayout)):
-        return threads(layout.parent, what)
+        return threads(layout.parent)
     if isinstance(layout, gl.BlockedLayout):
         return math.prod(layout.threads_per_warp), math.prod(layout.warps_per_cta)
     if isinstance(layout, gl.NVMMADistributedLayout):
@@ -59,7 +40,7 @@ _checked: set = set()
 
 
 def distributed(layout, shape: list[int], what: str):
-    """A register layout that fits the shape and the warps of the running partition."""
+    """Return a register layout; refuse one that does not fit the shape or the warps of the running partition."""
     layout = constant(layout, f"{what}'s layout")
     if layout is None:
         layout = AutoLayout()
@@ -70,177 +51,97 @@ def distributed(layout, shape: list[int], what: str):
     if key in _checked:
         return layout
     if not isinstance(layout, DistributedLayout):
-        context.refuse(
-            "layout", f"{what} needs a register layout (BlockedLayout, NVMMADistributedLayout, ...), got {layout!r}."
-        )
+        _refuse(f"{what} needs a register layout (BlockedLayout, NVMMADistributedLayout, ...), got {layout!r}.")
     if isinstance(layout, gl.CoalescedLayout):
         return layout
     if layout.rank != len(shape):
-        context.refuse(
-            "layout", f"{what}: shape {list(shape)} has {len(shape)} dimensions, {layout} has {layout.rank}."
-        )
-    found = threads(layout, what)
-    if found is not None and found[0] != 32:
-        context.refuse("layout", f"{what}: {layout} spreads over {found[0]} threads a warp; a warp has 32.")
-    if found is not None and found[1] != warps:
-        context.refuse("layout", f"{what}: {layout} is for {found[1]} warps; this partition has {warps}.")
+        _refuse(f"{what}: shape {list(shape)} has {len(shape)} dimensions, {layout} has {layout.rank}.")
+    spread = threads(layout)
+    if spread is not None and spread[0] != 32:
+        _refuse(f"{what}: {layout} spreads over {spread[0]} threads a warp; a warp has 32.")
+    if spread is not None and spread[1] != warps:
+        _refuse(f"{what}: {layout} is for {spread[1]} warps; this partition has {warps}.")
     _checked.add(key)
     return layout
 
 
 def check_block(shape: list[int], what: str) -> None:
-    """Register tensors have powers of two for dimensions."""
+    """Refuse a shape of a register tensor whose dimensions are not powers of two."""
     for size in shape:
         if not isinstance(size, int) or size < 1 or size & (size - 1):
-            context.refuse(
-                "layout",
+            _refuse(
                 f"{what}: shape {list(shape)}; every dimension of a tensor must be a power of "
-                "two. Take the next one up and mask.",
+                "two. Take the next one up and mask."
             )
 
 
 def same(a, b, what: str):
-    """The common layout of two operands."""
+    """Return the common layout of two operands; refuse two different ones."""
     if a is b or a == b or isinstance(b, AutoLayout):
         return a
     if isinstance(a, AutoLayout):
         return b
-    context.refuse(
-        "layout",
+    _refuse(
         f"{what}: the operands have different layouts,\n    {a}\n    {b}\n  and Gluon converts "
-        "nothing by itself: use gl.convert_layout.",
+        "nothing by itself: use gl.convert_layout."
     )
 
 
 def check_shared(layout, dtype, shape: list[int]) -> None:
-    """A shared memory layout that fits dtype and shape."""
+    """Refuse a shared memory layout that does not fit dtype and shape."""
     if not isinstance(layout, SharedLayout):
-        context.refuse(
-            "layout",
-            f"Shared memory needs a shared layout (NVMMASharedLayout, SwizzledSharedLayout, ...), got {layout!r}.",
-        )
+        _refuse(f"Shared memory needs a shared layout (NVMMASharedLayout, SwizzledSharedLayout, ...), got {layout!r}.")
     for size in shape:
         if not isinstance(size, int) or size < 1:
-            context.refuse("layout", f"Shared memory of shape {shape}: dimensions must be positive constants.")
+            _refuse(f"Shared memory of shape {shape}: dimensions must be positive constants.")
     if not isinstance(layout, gl.NVMMASharedLayout):
         return
     if layout.element_bitwidth != dtype.primitive_bitwidth:
-        context.refuse(
-            "layout", f"{layout} is for {layout.element_bitwidth}-bit elements; {dtype} has {dtype.primitive_bitwidth}."
-        )
+        _refuse(f"{layout} is for {layout.element_bitwidth}-bit elements; {dtype} has {dtype.primitive_bitwidth}.")
     if layout.rank not in (len(shape), len(shape) - 1):
-        context.refuse(
-            "layout",
+        _refuse(
             f"{layout} has rank {layout.rank}; shape {shape} needs {len(shape)}, or "
-            f"{len(shape) - 1} if its first dimension counts buffers.",
+            f"{len(shape) - 1} if its first dimension counts buffers."
         )
     tile = shape[len(shape) - layout.rank :]
     inner = tile[0] if layout.transposed else tile[-1]
     if inner * dtype.primitive_bitwidth // 8 < layout.swizzle_byte_width:
-        context.refuse(
-            "layout",
+        _refuse(
             f"A row of {inner} {dtype} has {inner * dtype.primitive_bitwidth // 8} bytes; "
             f"a swizzle of {layout.swizzle_byte_width} bytes needs rows at least that long. "
-            "NVMMASharedLayout.get_default_for(shape, dtype) picks one that fits.",
+            "NVMMASharedLayout.get_default_for(shape, dtype) picks one that fits."
         )
-
-
-def check_wgmma(a, b, acc_layout, acc_shape: list[int], acc_dtype, precision) -> None:
-    """What the instruction wgmma.mma_async accepts; a and b are shared memory, a may be registers."""
-    from .memory import MemDesc
-    from .tensors import Tensor
-
-    def no(reason: str) -> None:
-        context.refuse("layout", f"warpgroup_mma: {reason}")
-
-    warps = context.partition().num_warps
-    if not isinstance(b, MemDesc):
-        no("operand B must lie in shared memory; it is a register tensor. Only A may come from registers.")
-    if a.dtype.name != b.dtype.name:
-        no(f"A is {a.dtype} and B is {b.dtype}; both must have the same type.")
-    bits = a.dtype.primitive_bitwidth
-    if a.dtype.name not in ("fp16", "bf16", "fp32"):
-        no(f"gluon_cpu multiplies fp16, bf16 and tf32 (fp32) tiles; got {a.dtype}.")
-    if acc_dtype.name != "fp32" and not (acc_dtype.name == "fp16" and a.dtype.name == "fp16"):
-        no(f"the accumulator of {a.dtype} operands must be fp32; got {acc_dtype}.")
-    if len(a.shape) != 2 or len(b.shape) != 2:
-        no(f"A and B must be matrices; got shapes {list(a.shape)} and {list(b.shape)}. .reshape drops ones.")
-    (m, k), (k2, n) = a.shape, b.shape
-    if k != k2 or acc_shape != [m, n]:
-        no(f"A {[m, k]} times B {[k2, n]} into an accumulator {acc_shape}: the shapes do not fit.")
-    if not isinstance(acc_layout, gl.NVMMADistributedLayout) or list(acc_layout.version) != [3, 0]:
-        no(f"the accumulator needs an NVMMADistributedLayout of version [3, 0]; it has {acc_layout}.")
-    wm, wn = acc_layout.warps_per_cta
-    im, inn, *ik = acc_layout.instr_shape
-    if warps % 4:
-        no(f"wgmma is one instruction of a warpgroup, 4 warps; this partition has {warps}.")
-    if wm % 4:
-        no(
-            f"warps_per_cta is {[wm, wn]}; the four warps of a warpgroup lie along M, so its first must be a "
-            "multiple of 4."
-        )
-    if im != 16:
-        no(f"instr_shape {list(acc_layout.instr_shape)}: each of the four warps computes 16 rows, so M is 16.")
-    if inn % 8 or not 8 <= inn <= 256:
-        no(f"instr_shape {list(acc_layout.instr_shape)}: N must be a multiple of 8 up to 256.")
-    if ik and ik[0] * bits != 256:
-        no(f"instr_shape {list(acc_layout.instr_shape)}: K is 32 bytes, {256 // bits} for {a.dtype}.")
-    if m < 16 * wm or n < inn * wn:
-        no(
-            f"an accumulator {acc_shape} is smaller than one instruction for all warps, {[16 * wm, inn * wn]} "
-            f"(warps_per_cta {[wm, wn]}, instr_shape {list(acc_layout.instr_shape)})."
-        )
-    if k * bits < 256:
-        no(f"K is {k}; one instruction multiplies 32 bytes along K, {256 // bits} elements of {a.dtype}.")
-    for name, x in (("A", a), ("B", b)):
-        if isinstance(x, MemDesc) and not isinstance(x.layout, gl.NVMMASharedLayout):
-            no(f"{name} lies in shared memory with {x.layout}; the instruction reads NVMMASharedLayout only.")
-    k_contiguous = (not a.layout.transposed if isinstance(a, MemDesc) else True, b.layout.transposed)
-    if bits != 16 and not all(k_contiguous):
-        no(
-            f"{a.dtype} operands must lie with K innermost (B as a .permute((1, 0)) of [N, K]); only 16-bit types may "
-            "be transposed."
-        )
-    if isinstance(a, Tensor):
-        want = gl.DotOperandLayout(0, acc_layout, 32 // bits)
-        if a.layout != want:
-            no(f"A in registers needs the layout {want}; it has {a.layout}. Use gl.convert_layout.")
 
 
 def check_tma(desc, coord, smem, what: str) -> None:
-    """What a TMA copy accepts of its shared memory side."""
+    """Refuse shared memory that does not fit the descriptor of a TMA copy."""
     if len(coord) != len(desc.block_shape):
-        context.refuse(
-            "layout", f"{what}: {len(coord)} coordinates for a descriptor of {len(desc.block_shape)} dimensions."
-        )
+        _refuse(f"{what}: {len(coord)} coordinates for a descriptor of {len(desc.block_shape)} dimensions.")
     if list(smem.shape) != list(desc.block_shape):
-        context.refuse(
-            "layout",
-            f"{what}: the descriptor moves boxes {list(desc.block_shape)}, {smem.label} has shape {list(smem.shape)}.",
+        _refuse(
+            f"{what}: the descriptor moves boxes {list(desc.block_shape)}, {smem.label} has shape {list(smem.shape)}."
         )
     if smem.dtype.name != desc.dtype.name:
-        context.refuse("layout", f"{what}: the descriptor is {desc.dtype}, {smem.label} is {smem.dtype}.")
+        _refuse(f"{what}: the descriptor is {desc.dtype}, {smem.label} is {smem.dtype}.")
     if smem.layout != desc.layout:
-        context.refuse(
-            "layout",
+        _refuse(
             f"{what}: TMA uses the layout of the descriptor,\n    {desc.layout}\n  but "
-            f"{smem.label} has\n    {smem.layout}",
+            f"{smem.label} has\n    {smem.layout}"
         )
 
 
 def check_cp_async(smem, shape, dtype, layout) -> None:
-    """What cp.async accepts: shapes and dtypes that agree, and four bytes a thread."""
+    """Refuse a cp.async whose shapes or dtypes differ, or that copies less than four bytes a thread."""
     if list(smem.shape) != list(shape):
-        context.refuse("layout", f"cp.async: {smem.label} has shape {list(smem.shape)}, the pointers {list(shape)}.")
+        _refuse(f"cp.async: {smem.label} has shape {list(smem.shape)}, the pointers {list(shape)}.")
     if dtype.name != smem.dtype.name:
-        context.refuse("layout", f"cp.async: {smem.label} is {smem.dtype}, the pointers are to {dtype}.")
+        _refuse(f"cp.async: {smem.label} is {smem.dtype}, the pointers are to {dtype}.")
     per_thread = getattr(layout, "size_per_thread", None)
     if per_thread is not None and per_thread[layout.order[0]] * dtype.primitive_bitwidth < 32:
         neighbours = per_thread[layout.order[0]]
-        context.refuse(
-            "layout",
+        _refuse(
             f"cp.async copies 4, 8 or 16 bytes a thread; {layout} gives a thread {neighbours} "
-            f"neighbouring element of {dtype}, {neighbours * dtype.primitive_bitwidth // 8} bytes.",
+            f"neighbouring element of {dtype}, {neighbours * dtype.primitive_bitwidth // 8} bytes."
         )
 
 
@@ -249,7 +150,7 @@ def check_cp_async(smem, shape, dtype, layout) -> None:
 
 @functools.cache
 def _semantic(num_warps: int):
-    """A semantic on a scratch module that nothing is ever compiled from."""
+    """Triton's code generator on a scratch module, which is never compiled."""
     from triton._C.libtriton import gluon_ir, ir
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend
@@ -292,13 +193,13 @@ def _register_view(warps: int, layout, shape: tuple, operation: str, argument):
 
 
 def register_view(layout, shape: list[int], operation: str, argument=None):
-    """The layout of a register tensor after reshape, permute, split or join."""
+    """Return the layout of a register tensor after reshape, permute, split or join."""
     if isinstance(layout, AutoLayout):
         return layout
     try:
         return _register_view(context.partition().num_warps, layout, tuple(shape), operation, argument)
     except (RuntimeError, ValueError, TypeError) as error:
-        context.refuse("layout", f"{operation} of a tensor {list(shape)} with {layout}: {str(error).strip()}")
+        _refuse(f"{operation} of a tensor {list(shape)} with {layout}: {str(error).strip()}")
 
 
 @functools.cache
@@ -314,26 +215,29 @@ def _shared_view(dtype, shape: tuple, layout, operation: str, argument: tuple):
 
 
 def shared_view(dtype, shape: list[int], layout, operation: str, argument: tuple):
-    """The layout of shared memory after permute or reshape."""
+    """Return the layout of shared memory after permute or reshape."""
     try:
         return _shared_view(dtype, tuple(shape), layout, operation, argument)
     except (RuntimeError, ValueError, TypeError) as error:
-        context.refuse("layout", f"{operation} of shared memory {list(shape)} with {layout}: {str(error).strip()}")
+        _refuse(f"{operation} of shared memory {list(shape)} with {layout}: {str(error).strip()}")
 
 
 def linear(layout, shape: list[int]):
-    """The DistributedLinearLayout or SharedLinearLayout that a layout is."""
-    found = _semantic(context.partition().num_warps).to_linear_layout(layout, list(shape))
-    return getattr(found, "value", found)
+    """Return a layout as the DistributedLinearLayout or SharedLinearLayout that it is."""
+    return _linear(layout, shape, context.partition().num_warps)
+
+
+def _linear(layout, shape, warps: int):
+    result = _semantic(warps).to_linear_layout(layout, list(shape))
+    return getattr(result, "value", result)
 
 
 @functools.lru_cache(maxsize=64)
 def elements_of(layout, shape: tuple[int, ...], warps: int) -> np.ndarray:
-    """Which element, as a flat index, each register of each lane of each warp holds: (registers, lanes, warps)."""
-    found = _semantic(warps).to_linear_layout(layout, list(shape))
-    found = getattr(found, "value", found)
-    flat = np.zeros((1, 1, 1), np.int64)
-    for axis, bases in enumerate((found.reg_bases, found.lane_bases, found.warp_bases)):
+    """Return which element each register of each lane of each warp holds: flat indices, (registers, lanes, warps)."""
+    basis_of = _linear(layout, shape, warps)
+    flat: np.ndarray = np.zeros((1, 1, 1), np.int64)
+    for axis, bases in enumerate((basis_of.reg_bases, basis_of.lane_bases, basis_of.warp_bases)):
         for basis in bases:
             step = int(np.ravel_multi_index(basis, shape))
             flat = np.concatenate([flat, flat ^ step], axis)
@@ -341,13 +245,13 @@ def elements_of(layout, shape: tuple[int, ...], warps: int) -> np.ndarray:
 
 
 def bank_conflicts(distr_ty, shared_ty) -> int:
-    """gl.bank_conflicts, as Triton counts them."""
+    """Return the bank conflicts of an access, as Triton counts them."""
     from triton.experimental.gluon.language._core import shared_memory_descriptor_type
 
-    found = shared_memory_descriptor_type(
+    kind = shared_memory_descriptor_type(
         shared_ty.dtype, list(shared_ty.shape), shared_ty.layout, list(shared_ty.alloc_shape)
     )
-    return _semantic(context.partition().num_warps).bank_conflicts(distr_ty, found)
+    return _semantic(context.partition().num_warps).bank_conflicts(distr_ty, kind)
 
 
 @functools.cache
@@ -363,7 +267,4 @@ def _is_trivial(warps: int, a, b, shape: tuple) -> bool:
 def check_trivial(a, b, shape: list[int]) -> None:
     """Refuse a conversion that moves data between threads."""
     if not _is_trivial(context.partition().num_warps, a, b, tuple(shape)):
-        context.refuse(
-            "layout",
-            f"convert_layout(assert_trivial=True): from\n    {a}\n  to\n    {b}\n  moves values between threads.",
-        )
+        _refuse(f"convert_layout(assert_trivial=True): from\n    {a}\n  to\n    {b}\n  moves values between threads.")

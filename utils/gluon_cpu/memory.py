@@ -1,21 +1,25 @@
 """Shared memory: allocations, views of them, and who accessed what.
 
-Every access leaves a record: which bytes, read or write, through which proxy, and the clock event that says it is
-over. A new access must come after every record that it overlaps, unless both read; if nothing orders them that is a
-race, whatever the order in this run. An asynchronous access after an ordinary one needs a fence as well.
+Every access leaves a record: which bytes, read or write, through which proxy, and the event of a vector clock that
+says that it is over. A new access must come after every record that it overlaps, unless both read. If nothing puts
+them in order that is a race, whatever their order in this run. An asynchronous access after an ordinary one needs a
+fence as well.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from . import context, layouts
-from .clocks import Clock
+from .context import Clock, refuse, report
 from .dtypes import numpy_type
+from .known import constant, constants, number
 from .reports import Site
+from .tensors import Shape, Tensor
 
 SHARED_BYTES = 232448  # what one block of an H100 or H200 may use: 227 KiB
 
@@ -33,37 +37,33 @@ class Access:
     what: str  # "the TMA copy into ring[1]"
     site: Site
     partition: str
-    barrier: object = None  # the mbarrier that tells of its end, and in which phase
+    barrier: Any = None  # the MBarrier that tells of its end, and in which phase
     phase: int = 0
     covers: bool = True
 
 
-class Shape(list):
-    """A shape that adds to lists and tuples alike, as kernels write `[STAGES] + desc.block_type.shape`."""
-
-    def __add__(self, other):
-        return Shape([*self, *other])
-
-    def __radd__(self, other):
-        return Shape([*other, *self])
-
-
 class Allocation:
-    """One gl.allocate_shared_memory."""
+    """The memory of one gl.allocate_shared_memory."""
 
     def __init__(self, dtype, shape: list[int], layout, index: int):
         self.dtype, self.shape, self.layout, self.index = dtype, shape, layout, index
-        self.name = ""
-        self.data = np.zeros(shape, numpy_type(dtype))
-        self.written = np.zeros(shape, np.bool_)
+        self.name = ""  # the first variable that held it
+        self.path = ""  # the path to it through an aggregate, such as ring.bars.full
+        self.data: np.ndarray = np.zeros(shape, numpy_type(dtype))
+        self.written: np.ndarray = np.zeros(shape, np.bool_)
         self.records: list[Access] = []
-        self.barriers: dict[int, object] = {}
+        self.barriers: dict[int, Any] = {}  # the MBarriers in it, by their place
         self.bytes = math.prod(shape) * dtype.primitive_bitwidth // 8
         self.site = context.site()
-        self.first = self.last = context.program().steps
+        self.first = self.last = context.program().steps  # when it was in use, in steps of the program
 
     @property
     def label(self) -> str:
+        """What the kernel calls it."""
+        # A function that makes rings gives the memory of each the same name: then the path says which ring is meant.
+        others = context.program().allocations if self.path else []
+        if self.path and (not self.name or any(a.name == self.name and a is not self for a in others)):
+            return self.path
         return self.name or f"shared memory of line {self.site.line}"
 
 
@@ -84,6 +84,7 @@ def _overlap(a: Access, key: tuple, view: np.ndarray) -> bool:
 
 
 def is_over(access: Access, clock: Clock) -> bool:
+    """Return whether someone with this clock knows that an access is over."""
     return clock.get(access.component, 0) >= access.time
 
 
@@ -106,12 +107,11 @@ class MemDesc:
         start = view.__array_interface__["data"][0] - allocation.data.__array_interface__["data"][0]
         self.key = (start, view.shape, view.strides)
 
-    dtype = property(lambda self: self.allocation.dtype)
+    dtype = element_ty = property(lambda self: self.allocation.dtype)
     shape = property(lambda self: Shape(self.view.shape))
     rank = property(lambda self: self.view.ndim)
     numel = property(lambda self: self.view.size)
     type = property(lambda self: self)  # buffers.type.shape, buffers.type.layout
-    element_ty = property(lambda self: self.allocation.dtype)
     nbytes = property(lambda self: self.view.size * self.dtype.primitive_bitwidth // 8)
     label = property(lambda self: self.allocation.label + self.suffix)
 
@@ -119,125 +119,108 @@ class MemDesc:
         return f"<shared memory {self.label}: {self.dtype}{list(self.shape)}, {self.layout}>"
 
     def __getattr__(self, name):
-        context.refuse("unknown operation", f"gluon_cpu does not know the method .{name} of shared memory.")
+        refuse("unknown operation", f"gluon_cpu does not know the method .{name} of shared memory.")
+
+    def check_inside(self) -> None:
+        """Refuse a view that lies outside of its memory."""
+        if self.outside:
+            refuse("out of bounds", self.outside)
 
     # ---- views ----------------------------------------------------------------------------------------------------
 
     def index(self, index) -> MemDesc:
-        """The subview at `index` of the first dimension."""
-        i = layouts.number(index, "the index into shared memory")
+        """Return the subview at `index` of the first dimension."""
+        i = number(index, "the index into shared memory")
         if self.rank < 2:
-            context.refuse("layout", f"{self.label} has shape {list(self.shape)}; .index needs two dimensions or more.")
+            refuse("layout", f"{self.label} has shape {list(self.shape)}; .index needs two dimensions or more.")
         slots = self.view.shape[0]
         inside = min(max(i, 0), slots - 1)
-        found = MemDesc(self.allocation, self.view[inside], self.written[inside], self.layout, f"{self.suffix}[{i}]")
+        slot = MemDesc(self.allocation, self.view[inside], self.written[inside], self.layout, f"{self.suffix}[{i}]")
         if i != inside:
-            found.outside = (
-                f"{found.label}: there are {slots} slots, 0 to {slots - 1}. (In Triton -1 % n is -1, as in C.)"
-            )
-        return found
+            slots_text = f"there are {slots} slots, 0 to {slots - 1}"
+            slot.outside = f"{slot.label}: {slots_text}. (In Triton -1 % n is -1, as in C.)"
+        return slot
 
     def slice(self, start, length, dim=0) -> MemDesc:
-        """The subview [start, start + length) along a dimension."""
-        start, length, dim = (
-            layouts.constant(x, "slice's " + name) for x, name in ((start, "start"), (length, "length"), (dim, "dim"))
-        )
+        """Return the subview [start, start + length) along a dimension."""
+        start, length, dim = constant(start, "slice's start"), constant(length, "slice's length"), constant(dim, "dim")
         if start < 0 or length < 1 or start + length > self.view.shape[dim]:
-            context.refuse(
-                "layout", f"{self.label}.slice({start}, {length}, dim={dim}) leaves its shape {list(self.shape)}."
-            )
+            text = f"{self.label}.slice({start}, {length}, dim={dim})"
+            refuse("layout", f"{text} leaves its shape {list(self.shape)}.")
         at = tuple(slice(start, start + length) if d == dim else slice(None) for d in range(self.rank))
         text = ", ".join(f"{start}:{start + length}" if d == dim else ":" for d in range(dim + 1))
         return self._view(self.view[at], self.written[at], self.layout, f"{self.suffix}[{text}]", self.alloc_shape)
 
     def permute(self, order) -> MemDesc:
-        """The same memory with its dimensions in another order."""
-        order = [layouts.constant(o, "permute's order") for o in order]
+        """Return the same memory with its dimensions in another order."""
+        order = constants(order, "permute's order")
         layout = layouts.shared_view(self.dtype, list(self.shape), self.layout, "permute", tuple(order))
-        return self._view(
-            self.view.transpose(order),
-            self.written.transpose(order),
-            layout,
-            self.suffix,
-            [self.alloc_shape[-self.rank :][o] for o in order],
-        )
+        alloc_shape = [self.alloc_shape[-self.rank :][o] for o in order]
+        return self._view(self.view.transpose(order), self.written.transpose(order), layout, self.suffix, alloc_shape)
 
     def reshape(self, shape) -> MemDesc:
-        """The same memory with another shape."""
-        shape = [layouts.constant(s, "reshape's shape") for s in shape]
+        """Return the same memory with another shape."""
+        shape = constants(shape, "reshape's shape")
         if math.prod(shape) != self.view.size:
-            context.refuse(
-                "layout",
-                f"{self.label} has shape {list(self.shape)}, {self.view.size} elements; it cannot become {shape}.",
-            )
+            text = f"{self.label} has shape {list(self.shape)}, {self.view.size} elements"
+            refuse("layout", f"{text}; it cannot become {shape}.")
         layout = layouts.shared_view(self.dtype, list(self.shape), self.layout, "reshape", tuple(shape))
         view, written = self.view.reshape(shape), self.written.reshape(shape)
-        if not np.may_share_memory(view, self.view):
-            context.refuse(
-                "unknown operation",
-                f"gluon_cpu cannot reshape {self.label}: this view does not lie in "
-                "order. Reshape before .permute or .slice.",
-            )
+        if not np.may_share_memory(view, self.view):  # NumPy had to copy
+            text = f"gluon_cpu cannot reshape {self.label}: this view does not lie in order"
+            refuse("unknown operation", f"{text}. Reshape before .permute or .slice.")
         return self._view(view, written, layout, self.suffix)
 
     def _view(self, view, written, layout, suffix, alloc_shape=None) -> MemDesc:
-        found = MemDesc(self.allocation, view, written, layout, suffix, alloc_shape)
-        found.outside = self.outside
-        return found
+        subview = MemDesc(self.allocation, view, written, layout, suffix, alloc_shape)
+        subview.outside = self.outside
+        return subview
 
-    def _keep_alive(self) -> None:
+    def _keep_alive(self) -> None:  # only says that the memory is in use here
         self.allocation.last = context.program().steps
 
     # ---- ordinary access ------------------------------------------------------------------------------------------
 
-    def load(self, layout=None):
-        """A tensor with this memory's values."""
-        from .tensors import Tensor
-
+    def _spend(self, kind: str) -> None:
         program = context.program()
+        cycles = program.model.shared_latency + self.nbytes / program.model.shared_bytes
+        program.spend(cycles, kind, self.label)
+
+    def load(self, layout=None):
+        """Return a tensor with this memory's values."""
         layout = layouts.distributed(layout, list(self.shape), f"{self.label}.load")
         access(self, write=False, what=f"the load of {self.label}")
-        program.spend(
-            program.model.shared_latency + self.nbytes / program.model.shared_bytes, "shared load", self.label
-        )
+        self._spend("shared load")
         return Tensor(self.view.copy(), self.dtype, layout)
 
     def store(self, value) -> None:
         """Store a tensor of the same shape and dtype."""
-        program = context.program()
         if list(value.shape) != list(self.shape) or value.dtype.name != self.dtype.name:
-            context.refuse(
-                "layout",
-                f"{self.label} holds {self.dtype}{list(self.shape)}; a tensor "
-                f"{value.dtype}{list(value.shape)} cannot be stored there. Shapes and dtypes must match: "
-                "use .to(...) or .reshape(...).",
-            )
+            text = f"{self.label} holds {self.dtype}{list(self.shape)}; a tensor {value.dtype}{list(value.shape)}"
+            hint = "Shapes and dtypes must match: use .to(...) or .reshape(...)."
+            refuse("layout", f"{text} cannot be stored there. {hint}")
         data = value.data
         access(self, write=True, what=f"the store into {self.label}")
-        program.spend(
-            program.model.shared_latency + self.nbytes / program.model.shared_bytes, "shared store", self.label
-        )
+        self._spend("shared store")
         self.view[...] = data
 
     def gather(self, indices, axis):
-        """Elements along an axis by a tensor of indices."""
-        from .tensors import Tensor
-
-        axis = layouts.constant(axis, "gather's axis")
+        """Return elements along an axis, by a tensor of indices."""
+        axis = constant(axis, "gather's axis")
         access(self, write=False, what=f"the gather from {self.label}")
         return Tensor(np.take_along_axis(self.view, indices.data, axis), self.dtype, indices.layout)
 
     def scatter(self, values, indices, axis) -> None:
-        """Write elements along an axis by a tensor of indices."""
-        axis = layouts.constant(axis, "scatter's axis")
+        """Write elements along an axis, by a tensor of indices."""
+        axis = constant(axis, "scatter's axis")
         access(self, write=True, what=f"the scatter into {self.label}", covers=False)
         np.put_along_axis(self.view, indices.data, values.data, axis)
 
 
 def allocate(dtype, shape, layout, value=None) -> MemDesc:
-    """gl.allocate_shared_memory."""
+    """Allocate shared memory, as gl.allocate_shared_memory does."""
     program = context.program()
-    shape = [layouts.constant(s, "the shape of shared memory") for s in shape]
+    shape = constants(shape, "the shape of shared memory")
     layouts.check_shared(layout, dtype, shape)
     allocation = Allocation(dtype, shape, layout, len(program.allocations))
     program.allocations.append(allocation)
@@ -259,9 +242,20 @@ def access(
     phase: int = 0,
     covers: bool = True,
 ) -> Access:
-    """Check an access against all before it, and remember it. Without `component` it is an ordinary one."""
-    if desc.outside:
-        context.refuse("out of bounds", desc.outside)
+    """Check an access against all earlier ones, and remember it.
+
+    Args:
+        desc: the view.
+        write: whether it writes.
+        what: words for reports, "the TMA copy into ring[1]".
+        asynchronous: whether it goes through the async proxy, as TMA and wgmma do.
+        component: the component of the clock that will say that it is over; None for an ordinary instruction.
+        time: the count that says so.
+        barrier: the mbarrier that tells of the end, if one does.
+        phase: the barrier's phase that does.
+        covers: whether it touches every element of the view.
+    """
+    desc.check_inside()
     program = context.program()
     p = program.partition
     allocation = desc.allocation
@@ -278,9 +272,9 @@ def access(
             continue
         if write or old.write:
             if not is_over(old, p.clock):
-                _race(old, new, desc, p)
+                _report_race(old, new, p)
             elif asynchronous and not old.asynchronous and p.fenced.get(old.component, 0) < old.time:
-                _missing_fence(old, new, desc)
+                _report_missing_fence(old, new)
             if write and covers and (old.key == desc.key or _contains(new, old)):
                 continue  # ordered before this one: whoever comes after this one comes after that one
         elif old.key == desc.key and old.component == component:
@@ -305,59 +299,48 @@ def _contains(outer: Access, inner: Access) -> bool:
     return outer.key[0] <= low and high <= outer.key[0] + outer.view.nbytes
 
 
-def _hint(old: Access, p) -> str:
-    if old.barrier is None:
+def _hint(copy: Access, p) -> str:
+    """Where a partition should have waited for a copy, and where it did wait last."""
+    if copy.barrier is None:
         return ""
-    text = f" Its end is told by {old.barrier.name}, phase {old.phase} (parity {old.phase & 1})"
-    if old.barrier in p.last_wait:
-        parity, phase, site = p.last_wait[old.barrier]
-        text += (
-            f"; {p.name} last waited there for parity {parity} at line {site.line}, "
-            f"when {phase} phase{'s were' if phase != 1 else ' was'} over"
-        )
-    else:
-        text += f"; {p.name} never waited for it"
-    return text + "."
+    text = f" {copy.barrier.name} tells of its end, in phase {copy.phase} (parity {copy.phase & 1})"
+    if copy.barrier not in p.last_wait:
+        return f"{text}; {p.name} never waited for it."
+    parity, phase, site = p.last_wait[copy.barrier]
+    count = f"{phase} phase{'s were' if phase != 1 else ' was'} over"
+    return f"{text}; {p.name} last waited there for parity {parity} at line {site.line}, when {count}."
 
 
-def _race(old: Access, new: Access, desc: MemDesc, p) -> None:
-    where = f"{old.what} ({old.partition}, {old.site})"
-    unwritten = next((r for r in context.program().unwritten_reads if r is old), None)
-    if unwritten is not None:
-        context.program().unwritten_reads.remove(unwritten)
-        reader = context.program().partitions[old.component[1]]
-        context.report(
-            "race",
-            f"{_upper(old.what)} comes before {new.what} ({new.partition}, {new.site}) has "
-            "written there: nothing makes it wait for that." + _hint(new, reader),
-            at=old.site,
-            others=(new.site,),
-            partition=old.partition,
-        )
+_WAITS = {
+    "wgmma": " warpgroup_mma_wait tells when a wgmma has read its operands.",
+    "tma store": " tma.store_wait tells when a TMA store has read its buffer.",
+    "cp.async": " async_copy.wait_group tells when a cp.async has written.",
+}
+
+
+def _report_race(old: Access, new: Access, p) -> None:
+    program = context.program()
+    if any(read is old for read in program.unwritten_reads):
+        program.unwritten_reads.remove(old)
+        text = f"{_upper(old.what)} comes before {new.what} ({new.partition}, {new.site}) has written there"
+        hint = _hint(new, program.partitions[old.component[1]])
+        text += f": nothing makes it wait for that.{hint}"
+        report("race", text, at=old.site, others=(new.site,), partition=old.partition)
         return
+    where = f"{old.what} ({old.partition}, {old.site})"
     if old.write and not new.write:
         text = f"{_upper(new.what)} may come before {where} has written there: nothing orders them."
     elif old.write:
         text = f"{_upper(new.what)} may mix with {where}: two writes to the same bytes, and nothing orders them."
     else:
         text = f"{_upper(new.what)} may overwrite what {where} still reads: nothing orders them."
-    if old.component[0] == "wgmma":
-        text += " warpgroup_mma_wait tells when a wgmma has read its operands."
-    elif old.component[0] == "tma store":
-        text += " tma.store_wait tells when a TMA store has read its buffer."
-    elif old.component[0] == "cp.async":
-        text += " async_copy.wait_group tells when a cp.async has written."
-    context.report("race", text + _hint(old, p), others=(old.site,))
+    report("race", text + _WAITS.get(old.component[0], "") + _hint(old, p), others=(old.site,))
 
 
-def _missing_fence(old: Access, new: Access, desc: MemDesc) -> None:
-    context.report(
-        "missing fence",
-        f"{_upper(new.what)} goes through the async proxy; {old.what} "
-        f"({old.partition}, {old.site}) was an ordinary access. They are in order, but without "
-        "fence_async_shared() between them the async proxy need not see that.",
-        others=(old.site,),
-    )
+def _report_missing_fence(old: Access, new: Access) -> None:
+    text = f"{_upper(new.what)} goes through the async proxy; {old.what} ({old.partition}, {old.site})"
+    rule = "without fence_async_shared() between them the async proxy need not see that"
+    report("missing fence", f"{text} was an ordinary access. They are in order, but {rule}.", others=(old.site,))
 
 
 def _upper(text: str) -> str:
@@ -365,25 +348,16 @@ def _upper(text: str) -> str:
 
 
 def finish(program) -> None:
-    """Checks at the end of a program: reads of what nobody wrote, and how much memory was alive at once."""
+    """Check, at the end of a program, for reads of what nobody wrote and for too much memory in use at once."""
     for read in program.unwritten_reads:
-        context.report(
-            "uninitialized",
-            f"{_upper(read.what)} reads bytes that nothing has written.",
-            at=read.site,
-            partition=read.partition,
-        )
+        text = f"{_upper(read.what)} reads bytes that nothing has written."
+        report("uninitialized", text, at=read.site, partition=read.partition)
     program.unwritten_reads = []
-    ends = sorted({a.first for a in program.allocations})
-    for step in ends:
+    for step in sorted({a.first for a in program.allocations}):
         alive = [a for a in program.allocations if a.first <= step <= a.last]
         total = sum(a.bytes for a in alive)
         if total > SHARED_BYTES:
-            context.report(
-                "layout",
-                f"{total} bytes of shared memory are in use at once ("
-                + ", ".join(f"{a.label}: {a.bytes}" for a in alive)
-                + f"); a block of an H100 or H200 has {SHARED_BYTES}.",
-                at=alive[-1].site,
-            )
+            parts = ", ".join(f"{a.label}: {a.bytes}" for a in alive)
+            text = f"{total} bytes of shared memory are in use at once ({parts})"
+            report("layout", f"{text}; a block of an H100 or H200 has {SHARED_BYTES}.", at=alive[-1].site)
             return

@@ -1,6 +1,6 @@
-"""wgmma: products of shared memory tiles on the tensor cores, asynchronous and in order.
+"""wgmma: products of tiles of shared memory on the tensor cores, asynchronous and in order.
 
-Their operands are read and their results written until a warpgroup_mma_wait says so.
+Until a warpgroup_mma_wait, the tensor cores may read the operands and write the results.
 """
 
 from __future__ import annotations
@@ -8,17 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 
-from . import context, layouts
-from .barriers import truth
+from . import context
+from .barriers import is_true
+from .context import refuse, report
 from .dtypes import round_to
+from .known import constant, known
 from .memory import MemDesc, access
 from .reports import Site
 from .tensors import Tensor
 
 
 class _Product:
-    """One wgmma under way."""
+    """A wgmma under way."""
 
     def __init__(self, a, b, acc, use_acc: bool, dtype, number: int, end: float, site: Site):
         self.a, self.b, self.acc, self.use_acc, self.dtype = a, b, acc, use_acc, dtype
@@ -26,10 +30,10 @@ class _Product:
         self.result: np.ndarray | None = None
 
     def finish(self) -> None:
-        """Multiply. Products of 16-bit values are exact in fp32, sums are fp32."""
+        """Multiply. Products of 16-bit values are exact in fp32, and sums are fp32."""
         a = self.a.view if isinstance(self.a, MemDesc) else self.a.data
         b = self.b.view
-        if self.dtype_is_tf32(self.a):
+        if self.a.dtype.name == "fp32":
             a, b = _tf32(a), _tf32(b)
         with np.errstate(all="ignore"):
             out = np.matmul(np.ascontiguousarray(a, dtype=np.float32), np.ascontiguousarray(b, dtype=np.float32))
@@ -37,10 +41,6 @@ class _Product:
                 out = out + (self.acc.product.result if isinstance(self.acc, Accumulator) else self.acc.data)
         self.result = round_to(out, self.dtype)
         self.a = self.b = self.acc = None
-
-    @staticmethod
-    def dtype_is_tf32(x) -> bool:
-        return x.dtype.name == "fp32"
 
 
 def _tf32(x: np.ndarray) -> np.ndarray:
@@ -59,44 +59,96 @@ class Accumulator(Tensor):
 
     @property
     def data(self):
+        """The values, once the product is over and has been waited for."""
         product = self.product
         if self.token and product.result is not None:
-            context.refuse(
-                "kernel",
-                f"The result of the asynchronous wgmma of {product.site} is not a tensor yet, "
-                "though its product is over. Read what the wait returns: assign the result, "
-                "`acc = warpgroup_mma_wait(0, deps=[acc])`.",
-            )
+            text = f"The result of the asynchronous wgmma of {product.site} is not a tensor yet, though its product is over"
+            hint = "Read what the wait returns: assign the result, `acc = warpgroup_mma_wait(0, deps=[acc])`."
+            refuse("kernel", f"{text}. {hint}")
         if product.result is None:
-            context.report(
-                "race",
-                f"The result of the wgmma of {product.site} is read while it is still being "
-                "computed: warpgroup_mma_wait must come first, with few enough products outstanding.",
-                others=(product.site,),
-            )
+            text = f"The result of the wgmma of {product.site} is read while it is still being computed"
+            hint = "warpgroup_mma_wait must come first, with few enough products outstanding."
+            report("race", f"{text}: {hint}", others=(product.site,))
             return self._data
-        return self.product.result
+        return product.result
 
     @property
     def type(self):
-        if self.token:
-            return _TokenType(super().type)
-        return super().type
+        """Triton's type: a token's until the wait."""
+        return _TokenType(super().type) if self.token else super().type
 
 
 @dataclass
 class _TokenType:
-    """The type of what an asynchronous warpgroup_mma returns."""
+    """The type of the value that an asynchronous warpgroup_mma returns."""
 
     tensor_type: object
 
 
+_accepted: set[tuple] = set()  # what check_wgmma has found right before
+
+
+def check_wgmma(a, b, acc_layout, acc_shape: list[int], acc_dtype) -> None:
+    """Refuse operands that wgmma.mma_async does not accept: B in shared memory, A there or in registers."""
+
+    def require(holds: bool, reason: str) -> None:
+        if not holds:
+            refuse("layout", f"warpgroup_mma: {reason}")
+
+    warps = context.partition().num_warps
+    sides = [(type(x), x.dtype.name, tuple(x.shape), x.layout) for x in (a, b)]
+    key = (*sides, acc_layout, tuple(acc_shape), acc_dtype.name, warps)
+    if key in _accepted:
+        return
+    in_shared = "operand B must lie in shared memory; it is a register tensor. Only A may come from registers."
+    require(isinstance(b, MemDesc), in_shared)
+    require(a.dtype.name == b.dtype.name, f"A is {a.dtype} and B is {b.dtype}; both must have the same type.")
+    dtype, bits = a.dtype, a.dtype.primitive_bitwidth
+    multiplied = dtype.name in ("fp16", "bf16", "fp32")
+    require(multiplied, f"gluon_cpu multiplies fp16, bf16 and tf32 (fp32) tiles; got {dtype}.")
+    fits = acc_dtype.name == "fp32" or acc_dtype.name == dtype.name == "fp16"
+    require(fits, f"the accumulator of {dtype} operands must be fp32; got {acc_dtype}.")
+    shapes = f"got shapes {list(a.shape)} and {list(b.shape)}"
+    require(len(a.shape) == len(b.shape) == 2, f"A and B must be matrices; {shapes}. .reshape drops ones.")
+    (m, k), (k2, n) = a.shape, b.shape
+    fits = k == k2 and acc_shape == [m, n]
+    require(fits, f"A {[m, k]} times B {[k2, n]} into an accumulator {acc_shape}: the shapes do not fit.")
+    fits = isinstance(acc_layout, gl.NVMMADistributedLayout) and list(acc_layout.version) == [3, 0]
+    require(fits, f"the accumulator needs an NVMMADistributedLayout of version [3, 0]; it has {acc_layout}.")
+    wm, wn = acc_layout.warps_per_cta
+    im, inn, *ik = acc_layout.instr_shape
+    instruction = f"instr_shape {list(acc_layout.instr_shape)}"
+    require(warps % 4 == 0, f"wgmma is one instruction of a warpgroup, 4 warps; this partition has {warps}.")
+    along_m = "the four warps of a warpgroup lie along M, so its first must be a multiple of 4."
+    require(wm % 4 == 0, f"warps_per_cta is {[wm, wn]}; {along_m}")
+    require(im == 16, f"{instruction}: each of the four warps computes 16 rows, so M is 16.")
+    require(inn % 8 == 0 and 8 <= inn <= 256, f"{instruction}: N must be a multiple of 8 up to 256.")
+    require(not ik or ik[0] * bits == 256, f"{instruction}: K is 32 bytes, {256 // bits} for {dtype}.")
+    smallest = f"{[16 * wm, inn * wn]} (warps_per_cta {[wm, wn]}, {instruction})"
+    fits = m >= 16 * wm and n >= inn * wn
+    require(fits, f"an accumulator {acc_shape} is smaller than one instruction for all warps, {smallest}.")
+    one = f"one instruction multiplies 32 bytes along K, {256 // bits} elements of {dtype}"
+    require(k * bits >= 256, f"K is {k}; {one}.")
+    for name, x in (("A", a), ("B", b)):
+        fits = not isinstance(x, MemDesc) or isinstance(x.layout, gl.NVMMASharedLayout)
+        require(fits, f"{name} lies in shared memory with {x.layout}; the instruction reads NVMMASharedLayout only.")
+    k_innermost = (not isinstance(a, MemDesc) or not a.layout.transposed) and b.layout.transposed
+    how = "(B as a .permute((1, 0)) of [N, K]); only 16-bit types may be transposed"
+    require(bits == 16 or k_innermost, f"{dtype} operands must lie with K innermost {how}.")
+    if isinstance(a, Tensor):
+        layout = gl.DotOperandLayout(0, acc_layout, 32 // bits)
+        text = f"A in registers needs the layout {layout}; it has {a.layout}. Use gl.convert_layout."
+        require(a.layout == layout, text)
+    _accepted.add(key)
+
+
+@known(of=(hopper,))
 def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_acc=None, is_async=False):
-    """warpgroup_mma: acc = a @ b + (acc if use_acc else 0), on the tensor cores."""
+    """Start a @ b + (acc if use_acc else 0) on the tensor cores; wait for it unless `is_async`."""
     if not isinstance(acc, Tensor):
-        context.refuse("kernel", f"warpgroup_mma: the accumulator must be a tensor, got {acc!r}.")
+        refuse("kernel", f"warpgroup_mma: the accumulator must be a tensor, got {acc!r}.")
     shape = list(acc._data.shape)
-    layouts.check_wgmma(a, b, acc.layout, shape, acc.dtype, precision)
+    check_wgmma(a, b, acc.layout, shape, acc.dtype)
     program = context.program()
     program.reschedule()
     p, model = program.partition, program.model
@@ -112,8 +164,8 @@ def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_
                 time=p.wgmma_count,
                 what=f"the wgmma that reads {name} from {x.label}",
             )
-    left = a if isinstance(a, MemDesc) else Tensor(a.data, a.dtype, a.layout)
-    # A product may go on from one that is not waited for.
+    a = a if isinstance(a, MemDesc) else Tensor(a.data, a.dtype, a.layout)
+    # A product may add to one that was not waited for.
     source = acc if isinstance(acc, Accumulator) else Tensor(acc.data, acc.dtype, acc.layout)
     program.spend(model.issue, "issue", getattr(b, "label", ""))
     flops = 2 * a.shape[0] * a.shape[1] * b.shape[1]
@@ -122,20 +174,21 @@ def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_
     program.tensor_cores_free = end
     operands = " x ".join(x.label if isinstance(x, MemDesc) else "registers" for x in (a, b))
     program.record("tensor cores", "wgmma", operands, None, start, end)
-    product = _Product(left, b, source, truth(use_acc), acc.dtype, p.wgmma_count, end, context.site())
+    product = _Product(a, b, source, is_true(use_acc), acc.dtype, p.wgmma_count, end, context.site())
     p.wgmmas.append(product)
     result = Accumulator(product, shape, acc.dtype, acc.layout, token=True)
-    if layouts.constant(is_async, "is_async"):
+    if constant(is_async, "is_async"):
         return result
     wait_products(0)
     return Tensor(product.result, acc.dtype, acc.layout)
 
 
-def wait_products(left: int) -> None:
+def wait_products(outstanding: int) -> None:
+    """Wait until all but the last `outstanding` products of the running partition are over."""
     program = context.program()
     p = program.partition
     start = p.time
-    while len(p.wgmmas) > left:
+    while len(p.wgmmas) > outstanding:
         product = p.wgmmas.pop(0)
         product.finish()
         p.clock["wgmma", p.index] = product.number
@@ -144,20 +197,21 @@ def wait_products(left: int) -> None:
         program.record("partition", "wgmma wait", "", None, start, p.time)
 
 
+@known(of=(hopper,))
 def warpgroup_mma_wait(num_outstanding=0, deps=None):
-    """warpgroup_mma_wait: all but the last `num_outstanding` products of this partition are over."""
+    """Wait until all but the last `num_outstanding` products of this partition are over; return the tensors of `deps`."""
     if deps is None:
-        context.refuse("kernel", "warpgroup_mma_wait: deps must be given: the accumulators that it makes readable.")
+        refuse("kernel", "warpgroup_mma_wait: deps must be given: the accumulators that it makes readable.")
     if not isinstance(deps, (list, tuple)):
-        context.refuse("kernel", "warpgroup_mma_wait: `deps` is a list; one dep returns a tensor, several a tuple.")
+        refuse("kernel", "warpgroup_mma_wait: `deps` is a list; one dep returns a tensor, several a tuple.")
     context.program().reschedule()
-    wait_products(layouts.constant(num_outstanding, "warpgroup_mma_wait's num_outstanding"))
-    results = tuple(settled(x) for x in deps)
+    wait_products(constant(num_outstanding, "warpgroup_mma_wait's num_outstanding"))
+    results = tuple(finished_tensor(x) for x in deps)
     return results[0] if len(results) == 1 else results
 
 
-def settled(x):
-    """An accumulator as a tensor; it stays guarded while its product is under way."""
+def finished_tensor(x):
+    """Return an accumulator as a tensor; while its product is under way, reading it stays a race."""
     if not isinstance(x, Accumulator):
         return x
     if x.product.result is not None:
@@ -165,6 +219,7 @@ def settled(x):
     return Accumulator(x.product, list(x._data.shape), x.dtype, x.layout, token=False)
 
 
+@known(of=(hopper,))
 def warpgroup_mma_init(value):
-    """warpgroup_mma_init: a tensor as the accumulator to start from."""
+    """Return a tensor as the accumulator to start from."""
     return value

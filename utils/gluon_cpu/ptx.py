@@ -1,46 +1,44 @@
-"""Inline assembly: the few idioms that the course's kernels use, understood; anything else is refused by name."""
+"""Inline assembly: the simulator knows the three idioms of `utils/attention/gluon/shared.py`, and refuses all else.
+
+test_gluon_ptx.py runs the functions there through the simulator, so that neither side changes alone.
+"""
 
 from __future__ import annotations
 
 import re
 
 from . import context
-from .products import Accumulator, settled, wait_products
+from .context import refuse
+from .known import known
+from .products import Accumulator, finished_tensor, wait_products
 from .tensors import Tensor
 
 
+@known()
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
-    """gl.inline_asm_elementwise.
-
-    `wgmma.wait_group` waits; `shfl.sync.idx` from lane 0 of a scalar is that scalar; a body whose only results are
-    `mul.f32 $i, $i, factor` under a vote that skips factors of one is a multiplication.
-    """
+    """Run `gl.inline_asm_elementwise` if its text is known: a wait for products, a broadcast from lane 0, a product."""
     args = list(args)
     text = " ".join(str(asm).split())
     wait = re.fullmatch(r"wgmma\.wait_group\.sync\.aligned (\d+);", text)
     if wait:
         context.program().reschedule()
         wait_products(int(wait[1]))
-        return settled(args[0])
-    if (
-        re.fullmatch(r"shfl\.sync\.idx\.b32 \$0, \$1, 0, 31, 0xffffffff;", text)
-        and isinstance(args[0], Tensor)
-        and not args[0].shape
-        and not isinstance(args[0], Accumulator)
-    ):
-        return args[0]
-    results = re.findall(r"(\w[\w.]*) (\$\d+), (\$\d+), (\$\d+);", text)
-    if len(args) == 2 and results and all(op == "mul.f32" for op, *_ in results):
-        products = re.fullmatch(
-            r"\{ \.reg \.pred p, q; setp\.neu\.f32 p, (\$\d+), 0f3F800000; setp\.neu\.f32 q, (\$\d+), 0f3F800000; "
-            r"or\.pred p, p, q; vote\.sync\.any\.pred p, p, 0xffffffff; @!p bra done; "
-            r"(?:mul\.f32 \$\d+, \$\d+, \$\d+; )+done: \}",
-            text,
-        )
-        n = len(results)
-        in_place = all(
-            (out, left, right) == (f"${i}", f"${i}", f"${2 * n + i}") for i, (_, out, left, right) in enumerate(results)
-        )
-        if products and in_place and pack == n:
-            return args[0] * args[1]
-    context.refuse("unknown operation", f"gluon_cpu does not know this inline assembly: {text[:120]}")
+        return finished_tensor(args[0])
+    is_scalar = isinstance(args[0], Tensor) and not isinstance(args[0], Accumulator) and not args[0].shape
+    if text == "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;" and is_scalar:
+        return args[0]  # a scalar is the same in every lane
+    if len(args) == 2 and text == _product_text(pack):
+        return args[0] * args[1]
+    refuse("unknown operation", f"gluon_cpu does not know this inline assembly: {text[:120]}")
+
+
+def _product_text(n: int) -> str:
+    """The text that multiplies n registers by n factors, unless a vote says that all factors of the warp are 1.
+
+    The registers alternate between two rows, so the factors number 0 and 2 are those of both rows.
+    """
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
+    return (
+        f"{{ .reg .pred p, q; setp.neu.f32 p, ${2 * n}, 0f3F800000; setp.neu.f32 q, ${2 * n + 2}, 0f3F800000; "
+        f"or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; @!p bra done; {products} done: }}"
+    )

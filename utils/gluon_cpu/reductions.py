@@ -6,20 +6,21 @@ import numpy as np
 from triton.experimental.gluon import language as gl
 
 from . import context, layouts
+from .context import refuse
 from .dtypes import is_int, numpy_type, round_to
-from .language import BY_NAME, known
+from .known import constant, known
 from .tensors import Tensor, work
 
 
-def _reduced(x: Tensor, axis, keep_dims: bool, function, dtype=None) -> Tensor:
+def _reduce_axis(x: Tensor, axis, keep_dims: bool, function, dtype=None) -> Tensor:
     if not x.shape:
-        context.refuse("kernel", "A scalar cannot be reduced.")
-    axis, keep_dims = layouts.constant(axis, "the axis"), layouts.constant(keep_dims, "keep_dims")
+        refuse("kernel", "A scalar cannot be reduced.")
+    axis, keep_dims = constant(axis, "the axis"), constant(keep_dims, "keep_dims")
     data, layout = x.data, x.layout
     if axis is None:
         data, axis, keep_dims, layout = data.reshape(-1), 0, False, None
     elif not -len(x.shape) <= axis < len(x.shape):
-        context.refuse("layout", f"axis {axis} of a tensor with shape {list(x.shape)}.")
+        refuse("layout", f"axis {axis} of a tensor with shape {list(x.shape)}.")
     axis %= data.ndim
     work(x)
     with np.errstate(all="ignore"):  # a GPU overflows to infinity without a word
@@ -30,88 +31,86 @@ def _reduced(x: Tensor, axis, keep_dims: bool, function, dtype=None) -> Tensor:
         return Tensor(np.expand_dims(out, axis), dtype, layout)
     if not out.ndim:
         return Tensor(out.item(), dtype)
-    if layout is not None and layouts.threads(layout, "") is not None:
+    if layout is not None and layouts.threads(layout) is not None:
         layout = gl.SliceLayout(axis, layout)
     return Tensor(out, dtype, layout)
 
 
-@known
+@known()
 def sum_(input, axis=None, keep_dims=False, dtype=None):
-    dtype = layouts.constant(dtype, "sum's dtype")
+    """Return the sum along an axis; small integers are added as 32-bit ones, 16-bit floats as fp32."""
+    dtype = constant(dtype, "sum's dtype")
     if dtype is None and is_int(input.dtype) and input.dtype.primitive_bitwidth < 32:
         dtype = gl.uint32 if input.dtype.name.startswith("u") else gl.int32
     kind = np.float32 if input.dtype.name in ("fp16", "bf16") else numpy_type(dtype or input.dtype)
-    return _reduced(input, axis, keep_dims, lambda d, a: d.sum(axis=a, dtype=kind), dtype)
+    return _reduce_axis(input, axis, keep_dims, lambda d, a: d.sum(axis=a, dtype=kind), dtype)
 
 
-def _extreme(name: str, reduce, arg):
+def _enter_extreme(name: str, reduce, arg):
     def run(input, axis=None, return_indices=False, return_indices_tie_break_left=True, keep_dims=False):
-        values = _reduced(input, axis, keep_dims, lambda d, a: reduce(d, axis=a))
-        if not layouts.constant(return_indices, "return_indices"):
+        values = _reduce_axis(input, axis, keep_dims, lambda d, a: reduce(d, axis=a))
+        if not constant(return_indices, "return_indices"):
             return values
-        return values, _reduced(input, axis, keep_dims, lambda d, a: arg(d, axis=a), gl.int32)
+        return values, _reduce_axis(input, axis, keep_dims, lambda d, a: arg(d, axis=a), gl.int32)
 
-    BY_NAME[name] = run
-    return run
-
-
-_extreme("max", np.fmax.reduce, np.argmax)
-_extreme("min", np.fmin.reduce, np.argmin)
+    known(name)(run)
 
 
-@known
+_enter_extreme("max", np.fmax.reduce, np.argmax)
+_enter_extreme("min", np.fmin.reduce, np.argmin)
+
+
+@known()
 def xor_sum(input, axis=None, keep_dims=False):
-    return _reduced(input, axis, keep_dims, lambda d, a: np.bitwise_xor.reduce(d, axis=a))
+    """Return the exclusive or along an axis."""
+    return _reduce_axis(input, axis, keep_dims, lambda d, a: np.bitwise_xor.reduce(d, axis=a))
 
 
-@known
+@known()
 def reduce_or(input, axis, keep_dims=False):
-    return _reduced(input, axis, keep_dims, lambda d, a: np.bitwise_or.reduce(d, axis=a))
+    """Return the bitwise or along an axis."""
+    return _reduce_axis(input, axis, keep_dims, lambda d, a: np.bitwise_or.reduce(d, axis=a))
 
 
-@known
+@known()
 def reduce(input, axis, combine_fn, keep_dims=False):
-    """gl.reduce with a combine function: folds one slice of the axis after the other."""
-    from .interpreter import call
-
+    """Combine the slices along an axis, one after the other, by a function of the kernel's author."""
     many = isinstance(input, tuple)
     inputs = input if many else (input,)
-    axis = layouts.constant(axis, "reduce's axis")
+    axis = constant(axis, "reduce's axis")
 
     def parts(i):
-        layout = gl.SliceLayout(axis, inputs[0].layout) if layouts.threads(inputs[0].layout, "") else inputs[0].layout
+        layout = gl.SliceLayout(axis, inputs[0].layout) if layouts.threads(inputs[0].layout) else inputs[0].layout
         return [Tensor(v if (v := np.take(x.data, i, axis=axis)).ndim else v.item(), x.dtype, layout) for x in inputs]
 
     total = parts(0)
     for i in range(1, inputs[0].shape[axis]):
-        out = call(combine_fn, *total, *parts(i))
+        out = context.program().call(combine_fn, *total, *parts(i))
         total = list(out) if many else [out]
     results = tuple(
-        _reduced(x, axis, keep_dims, lambda d, a, t=t: np.asarray(t.data), t.dtype)
+        _reduce_axis(x, axis, keep_dims, lambda d, a, t=t: np.asarray(t.data), t.dtype)
         for x, t in zip(inputs, total, strict=True)
     )
     return results if many else results[0]
 
 
-@known
+@known()
 def associative_scan(input, axis, combine_fn, reverse=False):
-    """gl.associative_scan with a combine function."""
-    from .interpreter import call
-
+    """Return all partial results along an axis, combined by a function of the kernel's author."""
     many = isinstance(input, tuple)
     inputs = input if many else (input,)
-    axis = layouts.constant(axis, "the scan's axis") % len(inputs[0].shape)
+    axis = constant(axis, "the scan's axis") % len(inputs[0].shape)
     order = range(inputs[0].shape[axis])
-    order = order[::-1] if layouts.constant(reverse, "reverse") else order
+    order = order[::-1] if constant(reverse, "reverse") else order
     outs = [np.empty_like(x.data) for x in inputs]
     total = None
     for i in order:
         at = tuple(slice(i, i + 1) if d == axis else slice(None) for d in range(len(inputs[0].shape)))
-        here = [Tensor(x.data[at], x.dtype, x.layout) for x in inputs]
+        current = [Tensor(x.data[at], x.dtype, x.layout) for x in inputs]
         if total is None:
-            total = here
+            total = current
         else:
-            out = call(combine_fn, *total, *here)
+            out = context.program().call(combine_fn, *total, *current)
             total = list(out) if many else [out]
         for o, t in zip(outs, total, strict=True):
             o[at] = t.data

@@ -1,9 +1,9 @@
-"""What the simulator says about a kernel: a kind, a sentence, and the source lines it is about."""
+"""Reports of the simulator: a kind of mistake, a message, and the lines of the source that it is about."""
 
 from __future__ import annotations
 
 import linecache
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -28,7 +28,17 @@ NOWHERE = Site("", 0, "the launch")
 
 @dataclass(frozen=True)
 class Report:
-    """One finding. `kind` is one of KINDS; `others` are the further lines that `message` speaks about."""
+    """A mistake in a kernel.
+
+    Attributes:
+        kind: one of KINDS.
+        message: what happened, and what to do about it.
+        site: the line where it happened.
+        partition: the partition's name.
+        program: the program's index in the grid.
+        callers: the lines of the calls that led there, innermost first.
+        others: further lines that the message speaks about.
+    """
 
     kind: str
     message: str
@@ -36,11 +46,11 @@ class Report:
     partition: str = ""
     program: tuple[int, ...] = ()
     callers: tuple[Site, ...] = ()
-    others: tuple[Site, ...] = field(default=())
+    others: tuple[Site, ...] = ()
 
     @property
     def line(self) -> int:
-        """The source line where it happened."""
+        """The number of the source line where it happened."""
         return self.site.line
 
     def __str__(self) -> str:
@@ -53,7 +63,7 @@ class Report:
 
 
 class SimulationError(RuntimeError):
-    """Base of everything the simulator refuses; `.report` holds the finding as data."""
+    """A mistake that the simulator found; `.report` has it as data."""
 
     kind = "error"
 
@@ -63,67 +73,67 @@ class SimulationError(RuntimeError):
 
 
 class DeadlockError(SimulationError):
-    """Every partition waits and nothing is under way that could wake one."""
+    """Every partition waits, and nothing is under way that could wake one of them."""
 
     kind = "deadlock"
 
 
 class RaceError(SimulationError):
-    """Two accesses to the same memory or registers, one of them a write, that nothing puts in order."""
+    """Nothing puts two accesses to the same memory or registers in order, and at least one of them writes."""
 
     kind = "race"
 
 
 class FenceError(SimulationError):
-    """Ordinary and asynchronous access to shared memory in order, but without the fence between the two proxies."""
+    """An ordinary and an asynchronous access to shared memory are in order, but no fence lies between the two proxies."""
 
     kind = "missing fence"
 
 
 class UninitializedError(SimulationError):
-    """Shared memory that was read but never written."""
+    """The kernel reads shared memory that nothing has written."""
 
     kind = "uninitialized"
 
 
 class BarrierError(SimulationError):
-    """An mbarrier used in a way that the hardware leaves undefined, or that breaks its counting."""
+    """The use of an mbarrier is undefined in hardware, or breaks its counting."""
 
     kind = "barrier"
 
 
 class LayoutError(SimulationError):
-    """A layout or shape that the compiler or the hardware refuses."""
+    """The compiler or the hardware refuses a layout or a shape."""
 
     kind = "layout"
 
 
 class UnfinishedError(SimulationError):
-    """The kernel ended while copies were still under way."""
+    """The kernel ends while copies are still under way."""
 
     kind = "unfinished"
 
 
 class GlobalMemoryError(SimulationError):
-    """An access outside of the tensor that the pointer came from."""
+    """An access lies outside of the tensor that its pointer came from."""
 
     kind = "out of bounds"
 
 
 class UnknownOperationError(SimulationError):
-    """An operation that the simulator does not know."""
+    """The simulator does not know an operation."""
 
     kind = "unknown operation"
 
 
 class KernelError(SimulationError):
-    """Code that is no valid Gluon: a run-time value where a constexpr is needed, types that do not fit."""
+    """The code is no valid Gluon: a run-time value in place of a constexpr, or types that do not fit."""
 
     kind = "kernel"
 
 
 class EndlessLoopError(SimulationError):
-    """More steps than a program may take."""
+    """A program takes more steps than it may."""
 
     kind = "endless loop"
 

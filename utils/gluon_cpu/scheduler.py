@@ -1,8 +1,8 @@
 """One thread block: its partitions, its clock in model cycles, and who runs next.
 
-Partitions are threads, but one baton goes around: only its holder runs, and it is handed on only where the kernel
-synchronizes (barriers, copies, products). The next to run is the partition or pending copy that is furthest behind in
-model cycles, so a run is a discrete-event simulation and the same seed gives the same run.
+Each partition is a thread, but only the thread that holds the baton runs. It passes the baton on only where the kernel
+synchronizes (barriers, copies, products), to the partition that is furthest behind in model cycles. So a run is a
+discrete-event simulation, and the same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -11,23 +11,25 @@ import heapq
 import random
 import threading
 import time as wall
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import context
-from .clocks import Clock, join
+from .context import Clock, join, refuse
 from .reports import NOWHERE, DeadlockError, Report, Site
-from .timeline import CostModel, Event
+from .timeline import Event
 
 if TYPE_CHECKING:
     from .barriers import MBarrier
+    from .simulation import Run
 
 
 class _AbandonError(BaseException):
-    """Unwinds a partition's thread after another one has failed."""
+    """Ends a partition's thread after another partition has failed."""
 
 
 class Partition:
-    """A group of warps that runs one function: the default partition or a worker of warp_specialize."""
+    """A group of warps that runs one function: the default partition, or a worker of warp_specialize."""
 
     def __init__(self, index: int, name: str, num_warps: int):
         self.index = index
@@ -37,7 +39,7 @@ class Partition:
         self.me = ("partition", index)
         self.clock: Clock = {self.me: 1}  # what this partition knows to be over
         self.fenced: Clock = {}  # what it knows to be visible to the async proxy
-        self.blocked: tuple[MBarrier, int] | None = None  # barrier and parity it waits for
+        self.blocked: tuple[MBarrier | _Join, int] | None = None  # barrier and parity it waits for
         self.blocked_at: Site = NOWHERE
         self.finished = False
         self.baton = threading.Lock()
@@ -53,69 +55,72 @@ class Partition:
         self.copy_groups: list[int] = []  # for each committed group, the number of its last cp.async
 
     def tick(self) -> int:
-        """Count one ordinary access; the new count."""
+        """Count one ordinary access, and return the new count."""
         self.clock[self.me] += 1
         return self.clock[self.me]
 
 
 class Program:
-    """One program instance: shared memory, barriers, partitions and pending operations."""
+    """One program instance: shared memory, barriers, partitions and pending operations.
+
+    Args:
+        run: the simulation: its seed, cost model, limits and reports.
+        call: the interpreter's function for a call in kernel code.
+        ids: the program's index in the grid.
+        grid: the grid's size.
+        num_warps: warps of the default partition.
+        deadline: when the launch must be over, on the monotonic clock.
+        events: where to record the timeline; None records nothing.
+    """
 
     def __init__(
         self,
+        run: Run,
+        call: Callable,
         ids: tuple[int, int, int],
         grid: tuple[int, int, int],
         num_warps: int,
-        *,
-        seed: int | None,
-        model: CostModel,
-        limits: dict,
-        reports: list[Report],
-        collecting: bool,
+        deadline: float,
         events: list[Event] | None,
     ):
-        self.ids, self.grid, self.num_warps = ids, grid, num_warps
-        self.random = random.Random(f"{seed}/{ids}") if seed is not None else None
-        self.model = model
+        self.run, self.call, self.ids, self.grid, self.num_warps = run, call, ids, grid, num_warps
+        self.deadline, self.events, self.model = deadline, events, run.model
+        self.random = random.Random(f"{run.seed}/{ids}") if run.seed is not None else None
         self.partition = Partition(0, "default", num_warps)
         self.partitions = [self.partition]
-        self.reports, self.collecting, self.events = reports, collecting, events
-        self.max_steps, self.deadline = limits["max_steps"], limits["deadline"]
         self.steps = 0
         self.pending: list = []  # heap of (end, order, operation)
         self.issued = 0
         self.tma_free = self.tensor_cores_free = 0.0
         self.allocations: list = []
         self.failure: BaseException | None = None
-        self.abandoned = False  # the default partition knows of the failure
+        self.abandoned = False  # whether the default partition knows of the failure
         self.unwritten_reads: list = []
 
     # ---- findings -------------------------------------------------------------------------------------------------
 
     def collect(self, finding: Report) -> bool:
-        """Keep a finding; whether the kernel may go on."""
-        same = any(r.kind == finding.kind and r.site == finding.site for r in self.reports)
-        if not same:
-            self.reports.append(finding)
-        return self.collecting
+        """Keep a report, unless the same line has one of its kind; return whether the kernel may go on."""
+        if not any(r.kind == finding.kind and r.site == finding.site for r in self.run.reports):
+            self.run.reports.append(finding)
+        return not self.run.stop_at_first
 
     def step(self) -> None:
-        """Count one step of kernel code; ends endless loops."""
+        """Count one step of kernel code, and end endless loops."""
         self.steps += 1
-        if self.steps > self.max_steps:
-            context.refuse(
-                "endless loop", f"More than {self.max_steps} steps in one program. Look for a loop that never ends."
-            )
+        if self.steps > self.run.max_steps:
+            limit = f"More than {self.run.max_steps} steps in one program."
+            refuse("endless loop", f"{limit} Look for a loop that never ends.")
         if not self.steps & 1023:
             if self.failure is not None:
                 raise _AbandonError
             if wall.monotonic() > self.deadline:
-                context.refuse("endless loop", "The launch takes longer than simulate(max_seconds=...) allows.")
+                refuse("endless loop", "The launch takes longer than simulate(max_seconds=...) allows.")
 
     # ---- model time -----------------------------------------------------------------------------------------------
 
     def jitter(self, cycles: float) -> float:
-        """The cycles something takes; with a seed anything from a tenth to five times as long."""
+        """Return the cycles that something takes; with a seed, a tenth to five times as many."""
         return cycles * self.random.choice((0.1, 0.5, 1.0, 2.0, 5.0)) if self.random else cycles
 
     def spend(self, cycles: float, kind: str, buffer: str = "") -> None:
@@ -149,13 +154,16 @@ class Program:
     # ---- who runs -------------------------------------------------------------------------------------------------
 
     def reschedule(self) -> None:
-        """A synchronization point: hand the baton to whoever is furthest behind."""
+        """Pass the baton to the partition that is furthest behind: the kernel synchronizes here."""
         if self.failure is not None:
             raise _AbandonError
         me = self.partition
-        chosen = self._pick()
-        if chosen is not me:
-            self._hand_over(me, chosen)
+        self.partition = self._pick()
+        if self.partition is not me:
+            self.partition.baton.release()
+            me.baton.acquire()
+            if self.failure is not None:
+                raise _AbandonError
 
     def _pick(self) -> Partition:
         while True:
@@ -165,15 +173,8 @@ class Program:
                 heapq.heappop(self.pending)[-1]()
                 continue
             if chosen is None:
-                self._deadlock()
+                self._report_deadlock()
             return chosen
-
-    def _hand_over(self, me: Partition, chosen: Partition) -> None:
-        self.partition = chosen
-        chosen.baton.release()
-        me.baton.acquire()
-        if self.failure is not None:
-            raise _AbandonError
 
     def wait_for(self, barrier: MBarrier, parity: int) -> None:
         """Block the running partition until the barrier's phase of that parity is over."""
@@ -184,50 +185,50 @@ class Program:
         self.record("partition", "wait", barrier.name, parity, start, p.time)
 
     def wake(self, barrier: MBarrier, now: float) -> None:
-        """A phase is over: partitions that waited for it may run."""
+        """Let the partitions run that waited for the phase that has just ended."""
         for p in self.partitions:
             if p.blocked is not None and p.blocked[0] is barrier and barrier.is_over(p.blocked[1]):
                 p.blocked, p.time = None, max(p.time, now)
 
-    def _deadlock(self) -> None:
-        waiting = [p for p in self.partitions if p.blocked is not None]
-        lines = []
-        for p in waiting:
+    def _report_deadlock(self) -> NoReturn:
+        lines, waiting = [], []
+        for p in self.partitions:
+            if p.blocked is None:
+                continue
             barrier, parity = p.blocked
             if isinstance(barrier, _Join):
                 lines.append(f"{p.name} has done its part and waits for the other partitions to end")
                 continue
+            waiting.append(p)
             lines.append(f"{p.name} waits for {barrier.name}, phase parity {parity}, at {p.blocked_at}")
             lines += [f"    {line}" for line in barrier.explain(parity)]
         lines += [f"{p.name} has returned" for p in self.partitions if p.finished]
         for read in self.unwritten_reads:
             lines.append(f"also: {read.what} was read before anything was written to it, at {read.site}")
-        waiting = [p for p in waiting if not isinstance(p.blocked[0], _Join)]
         first = waiting[0] if waiting else self.partition
-        report = Report(
-            "deadlock",
-            "Nobody can go on and nothing is under way.\n    " + "\n    ".join(lines),
-            first.blocked_at,
-            first.name,
-            self.ids,
-            (),
-            tuple(p.blocked_at for p in waiting[1:]),
-        )
+        text = "Nobody can go on and nothing is under way.\n    " + "\n    ".join(lines)
+        others = tuple(p.blocked_at for p in waiting[1:])
+        report = Report("deadlock", text, first.blocked_at, first.name, self.ids, (), others)
         self.collect(report)
         raise DeadlockError(report)
 
     # ---- warp specialization --------------------------------------------------------------------------------------
 
     def warp_specialize(self, functions: list[tuple[str, Any]], worker_warps: list[int]):
-        """Run [(name, call)] as concurrent partitions; the first is the default one. Returns its result."""
+        """Run functions as concurrent partitions, and return the result of the first.
+
+        Args:
+            functions: [(name, function without arguments)], the default partition's first.
+            worker_warps: the number of warps of each other partition.
+        """
         main = self.partition
         if len(self.partitions) > 1 and any(not p.finished for p in self.partitions[1:]):
-            context.refuse("kernel", "warp_specialize inside of a partition of warp_specialize is not supported.")
-        base = len(self.partitions)
-        workers, before = [], main.name
+            refuse("kernel", "warp_specialize inside of a partition of warp_specialize is not supported.")
+        workers: list[Partition] = []
+        before = main.name
         main.name = functions[0][0]
-        for i, ((name, _), warps) in enumerate(zip(functions[1:], worker_warps, strict=True)):
-            worker = Partition(base + i, name, warps)
+        for (name, _), warps in zip(functions[1:], worker_warps, strict=True):
+            worker = Partition(len(self.partitions) + len(workers), name, warps)
             worker.time = main.time
             join(worker.clock, main.clock)
             join(worker.fenced, main.fenced)
@@ -245,8 +246,7 @@ class Program:
                 main.blocked, main.blocked_at = (_Join(workers), 0), context.site()
                 self.reschedule()
         except BaseException as error:
-            caused = self._abandon(workers, threads, error)
-            raise caused from None
+            raise self._abandon(workers, threads, error) from None
         for thread in threads:
             thread.join()
         for worker in workers:
@@ -272,7 +272,7 @@ class Program:
                 self.abandoned = True
                 main.baton.release()
             return
-        if main.blocked is not None and isinstance(main.blocked[0], _Join) and main.blocked[0].is_over(0):
+        if main.blocked is not None and isinstance(main.blocked[0], _Join) and main.blocked[0].is_over():
             main.blocked, main.time = None, max(main.time, worker.time)
         try:
             chosen = self._pick()
@@ -293,15 +293,11 @@ class Program:
 
 
 class _Join:
-    """What the default partition waits for after its own function: the workers' returns."""
-
-    name = "the workers"
+    """The end of all workers: the default partition waits for it after its own function."""
 
     def __init__(self, workers: list[Partition]):
         self.workers = workers
 
-    def is_over(self, parity: int) -> bool:
+    def is_over(self) -> bool:
+        """Return whether every worker has returned."""
         return all(w.finished for w in self.workers)
-
-    def explain(self, parity: int) -> list[str]:
-        return []

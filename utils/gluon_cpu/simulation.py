@@ -1,4 +1,4 @@
-"""`simulate()`: launches of Gluon kernels run here, program by program, while it is open."""
+"""`simulate()`: while it is open, launches of Gluon kernels run here, one program after another."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from . import context
 from .reports import Report
@@ -33,19 +32,35 @@ IGNORED = {
 }
 
 
+@dataclass(repr=False)
 class Run:
-    """What a simulation found. `reports`: findings; `events`: the timeline; `cycles`: model cycles of each program."""
+    """A simulation: how it runs, and what it found.
 
-    def __init__(
-        self, seed: int | None, stop_at_first: bool, timeline: int, max_steps: int, max_seconds: float, model: CostModel
-    ):
-        self.seed, self.stop_at_first, self.timeline = seed, stop_at_first, timeline
-        self.max_steps, self.max_seconds, self.model = max_steps, max_seconds, model
-        self.reports: list[Report] = []
-        self.events: list[Event] = []
-        self.cycles: list[float] = []
-        self.launches = 0
-        self.recorded = 0
+    Attributes:
+        seed: stretches and shrinks times; None leaves the cost model's.
+        stop_at_first: whether the first report ends the simulation.
+        timeline: how many programs to record.
+        max_steps: calls and loop turns that one program may take.
+        max_seconds: wall-clock time of one launch.
+        model: the cost model.
+        reports: what was found.
+        events: the timeline.
+        cycles: model cycles of each program.
+        launches: how many launches there were.
+        recorded: how many programs the timeline has.
+    """
+
+    seed: int | None
+    stop_at_first: bool
+    timeline: int
+    max_steps: int
+    max_seconds: float
+    model: CostModel
+    reports: list[Report] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    cycles: list[float] = field(default_factory=list)
+    launches: int = 0
+    recorded: int = 0
 
     @property
     def ok(self) -> bool:
@@ -53,36 +68,32 @@ class Run:
         return not self.reports
 
     def plot(self, *, ax: Axes | None = None, title: str | None = None) -> tuple[Figure, Axes]:
-        """Draw the timeline. Returns (Figure, Axes)."""
+        """Draw the timeline; returns (Figure, Axes).
+
+        Args:
+            ax: where to draw; a new figure without.
+            title: the picture's title.
+        """
         return plot_events(self.events, ax=ax, title=title)
 
     def __repr__(self) -> str:
         return f"<gluon_cpu run: {self.launches} launches, {len(self.cycles)} programs, {len(self.reports)} reports>"
 
     def launch(self, kernel, args: tuple, grid, options: dict) -> None:
-        """Run every program of one launch."""
+        """Run every program of one launch.
+
+        Args:
+            kernel: the @gluon.jit function.
+            args: its positional arguments.
+            grid: the grid's size, or a function of the arguments that returns it.
+            options: its arguments by name, and launch options such as num_warps.
+        """
         from . import copies, memory
-        from .interpreter import fill_table, run_jit
+        from .interpreter import call, run_jit
         from .scheduler import Program
 
-        fill_table()
-        names = list(_parameters(kernel))
-        values = dict(zip(names, args, strict=False))
-        if len(args) > len(names):
-            raise TypeError(f"{kernel.fn.__name__} takes {len(names)} arguments, got {len(args)}.")
-        for name in list(options):
-            if name in names:
-                values[name] = options[name] if name == "num_warps" else options.pop(name)
-        num_warps = _option(options, "num_warps", 4)
-        if _option(options, "num_ctas", 1) != 1:
-            raise NotImplementedError("gluon_cpu simulates single blocks; num_ctas must be 1.")
-        for name in options:
-            if name not in IGNORED and name not in names:
-                raise TypeError(f"{kernel.fn.__name__} has no parameter or option {name}.")
-        if num_warps < 1 or num_warps & (num_warps - 1):
-            raise ValueError(f"num_warps must be a power of two, got {num_warps}.")
-        if callable(grid):
-            grid = grid(values)
+        values, num_warps = _bind(kernel, args, options)
+        grid = grid(values) if callable(grid) else grid
         grid = tuple(int(g) for g in (grid if isinstance(grid, (tuple, list)) else (grid,)))
         grid = (*grid, 1, 1)[:3]
         constant = {p.name for p in kernel.params if p.is_constexpr}
@@ -91,18 +102,8 @@ class Run:
         deadline = time.monotonic() + self.max_seconds
         for z, y, x in itertools.product(*(range(g) for g in grid[::-1])):
             events = self.events if self.recorded < self.timeline else None
-            program = Program(
-                (x, y, z),
-                grid,
-                num_warps,
-                seed=self.seed,
-                model=self.model,
-                limits={"max_steps": self.max_steps, "deadline": deadline},
-                reports=self.reports,
-                collecting=not self.stop_at_first,
-                events=events,
-            )
             self.recorded += events is not None
+            program = Program(self, call, (x, y, z), grid, num_warps, deadline, events)
             context.set_program(program)
             try:
                 run_jit(kernel, (), arguments)
@@ -113,17 +114,28 @@ class Run:
             self.cycles.append(max(p.time for p in program.partitions))
 
 
-def _parameters(kernel) -> list[str]:
-    return [p.name for p in kernel.params]
-
-
-def _option(options: dict, name: str, default: int) -> int:
-    value = options.pop(name, default)
-    return getattr(value, "value", value)
+def _bind(kernel, args: tuple, options: dict) -> tuple[dict[str, Any], int]:
+    """The values of the kernel's parameters by name, and num_warps; launch options that change nothing are dropped."""
+    label, names = kernel.fn.__name__, [p.name for p in kernel.params]
+    if len(args) > len(names):
+        raise TypeError(f"{label} takes {len(names)} arguments, got {len(args)}.")
+    values = dict(zip(names, args, strict=False)) | {name: options[name] for name in names if name in options}
+    unknown = [name for name in options if name not in (*names, *IGNORED, "num_warps", "num_ctas")]
+    if unknown:
+        raise TypeError(f"{label} has no parameter or option {unknown[0]}.")
+    num_warps, num_ctas = (
+        getattr(value, "value", value) for value in (options.get("num_warps", 4), options.get("num_ctas", 1))
+    )
+    if num_ctas != 1:
+        raise NotImplementedError("gluon_cpu simulates single blocks; num_ctas must be 1.")
+    if num_warps < 1 or num_warps & (num_warps - 1):
+        raise ValueError(f"num_warps must be a power of two, got {num_warps}.")
+    return values, num_warps
 
 
 def _argument(value: Any, name: str):
     """A launch argument as the kernel sees it."""
+    import torch
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -142,14 +154,12 @@ def _argument(value: Any, name: str):
         return tuple(_argument(v, f"{name}[{i}]") for i, v in enumerate(value))
     if value is None:
         return None
-    raise TypeError(
-        f"A kernel takes tensors, TMA descriptors, numbers and None; {name} is {type(value).__name__}. "
-        "Types and layouts go to gl.constexpr parameters."
-    )
+    kinds = "A kernel takes tensors, TMA descriptors, numbers and None"
+    raise TypeError(f"{kinds}; {name} is {type(value).__name__}. Types and layouts go to gl.constexpr parameters.")
 
 
 def check_version() -> None:
-    """Refuse a Triton whose Gluon was not tried."""
+    """Raise an error unless the installed Triton is one whose Gluon was tried."""
     try:
         import triton
     except ImportError as error:
@@ -173,15 +183,17 @@ def simulate(
     max_seconds: float = 300.0,
     model: CostModel | None = None,
 ) -> Iterator[Run]:
-    """Run the Gluon kernels launched inside on the CPU, and check them. `@simulate()` does it for a whole function.
+    """Run the Gluon kernels that are launched inside on the CPU, and check them.
+
+    `@simulate()` does so for a whole function.
 
     Args:
         seed: None runs by the cost model's times; a number stretches and shrinks them at random. Same seed, same run.
-        stop_at_first: raise the first finding; False collects findings in `run.reports` and goes on where it can.
-        timeline: how many programs to record events of; True is one.
-        max_steps: calls and loop turns one program may take, against endless loops.
+        stop_at_first: raise the first report; False collects reports in `run.reports` and goes on where it can.
+        timeline: how many programs to record; True is one.
+        max_steps: calls and loop turns that one program may take, against endless loops.
         max_seconds: wall-clock limit of one launch.
-        model: the CostModel; the data sheet of an H100/H200 without.
+        model: rates of the hardware's units; by default those of an H100's or H200's data sheet.
     """
     check_version()
     from triton.experimental.gluon._runtime import GluonJITFunction
@@ -191,13 +203,12 @@ def simulate(
     def launch(kernel, *args, grid, warmup=False, **options):
         run.launch(kernel, args, grid, options)
 
-    missing = object()
-    before = GluonJITFunction.__dict__.get("run", missing)
+    before = vars(GluonJITFunction).get("run")  # None where the class inherits it
     GluonJITFunction.run = launch
     try:
         yield run
     finally:
-        if before is missing:
+        if before is None:
             del GluonJITFunction.run
         else:
             GluonJITFunction.run = before

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import math
+import operator
 
 import numpy as np
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._layouts import AutoLayout
 
 from . import context, layouts
+from .context import refuse
 from .dtypes import is_float, is_int, numpy_type, of_number, promote, round_number, round_to
-from .memory import Shape
+from .known import RunTimeValue, meaning, number, unwrap
 
 NUMBERS = (bool, int, float)
 
 
-class Tensor:
-    """A block of values in registers, or a scalar (`data` is a Python number then), or pointers (`buffer` is set).
+class Shape(list):
+    """A shape that adds to lists and tuples alike, as kernels write `[STAGES] + desc.block_type.shape`."""
 
-    Pointers hold element offsets into their buffer, a GlobalBuffer.
+    def __add__(self, other):
+        return Shape([*self, *other])
+
+    def __radd__(self, other):
+        return Shape([*other, *self])
+
+
+class Tensor(RunTimeValue):
+    """A block of values in registers, or a scalar, or pointers.
+
+    The data of a scalar is a Python number. Pointers have a `buffer`, a GlobalBuffer, and their data are offsets into
+    it, in elements. Operators, and the methods that Gluon has as functions too, are added below the class.
     """
 
     __slots__ = ("_data", "buffer", "dtype", "layout")
@@ -33,140 +45,64 @@ class Tensor:
 
     @property
     def shape(self) -> Shape:
-        data = self._data
-        return Shape(data.shape) if isinstance(data, np.ndarray) else Shape()
+        """The dimensions; none for a scalar."""
+        return Shape(self._data.shape) if isinstance(self._data, np.ndarray) else Shape()
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def type(self):
+        """Triton's type, with shape and layout."""
         return gl.distributed_type(self.dtype, list(self.shape), self.layout) if self.shape else self.dtype
 
     @property
     def handle(self):
+        """What a builtin of a kernel's author passes on."""
         return self
 
     @property
     def value(self):
-        context.refuse("kernel", ".value belongs to a constexpr; this is a value known only when the kernel runs.")
+        """Refused: only constants have a value before the kernel runs."""
+        refuse("kernel", ".value belongs to a constexpr; this is a value known only when the kernel runs.")
+
+    @property
+    def T(self):
+        """The transpose of a matrix."""
+        return self.permute(1, 0)
+
+    def trans(self, *dims):
+        """Return the tensor with its dimensions in another order, by default the other of two."""
+        return self.permute(*(dims or (1, 0)))
+
+    def broadcast_to(self, *shape):
+        """Return the tensor with its dimensions of one repeated."""
+        shape = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else list(shape)
+        return Tensor(np.broadcast_to(self.data, shape), self.dtype, self.layout, self.buffer)
 
     def __repr__(self) -> str:
         return f"<{self.dtype}{list(self.shape)} {self.layout or ''}: {self.data}>"
 
     def __getattr__(self, name):
-        context.refuse("unknown operation", f"gluon_cpu does not know the method .{name} of a tensor.")
+        refuse("unknown operation", f"gluon_cpu does not know the method .{name} of a tensor.")
 
     def __bool__(self) -> bool:
         if self.shape:
-            context.refuse(
-                "kernel",
-                f"A tensor of shape {list(self.shape)} has no single truth value. A condition "
-                "must be a scalar; use gl.where, or `|` and `&`.",
-            )
+            text = f"A tensor of shape {list(self.shape)} has no single truth value. A condition must be a scalar"
+            refuse("kernel", f"{text}; use gl.where, or `|` and `&`.")
         return bool(self.data)
 
     def __index__(self) -> int:
-        return layouts.number(self, "an index")
+        return number(self, "an index")
 
     def __len__(self):
-        context.refuse("kernel", "A tensor has no len(); use .shape.")
+        refuse("kernel", "A tensor has no len(); use .shape.")
 
     def __iter__(self):
-        context.refuse(
-            "kernel",
-            "A tensor cannot be unpacked or iterated over. (warpgroup_mma_wait returns a tensor "
-            "for one entry of deps, a tuple for several.)",
-        )
-
-    __hash__ = object.__hash__
-
-    # ---- arithmetic -----------------------------------------------------------------------------------------------
-
-    def __add__(self, other):
-        return binary("+", self, other)
-
-    def __radd__(self, other):
-        return binary("+", other, self)
-
-    def __sub__(self, other):
-        return binary("-", self, other)
-
-    def __rsub__(self, other):
-        return binary("-", other, self)
-
-    def __mul__(self, other):
-        return binary("*", self, other)
-
-    def __rmul__(self, other):
-        return binary("*", other, self)
-
-    def __truediv__(self, other):
-        return binary("/", self, other)
-
-    def __rtruediv__(self, other):
-        return binary("/", other, self)
-
-    def __floordiv__(self, other):
-        return binary("//", self, other)
-
-    def __rfloordiv__(self, other):
-        return binary("//", other, self)
-
-    def __mod__(self, other):
-        return binary("%", self, other)
-
-    def __rmod__(self, other):
-        return binary("%", other, self)
-
-    def __and__(self, other):
-        return binary("&", self, other)
-
-    def __rand__(self, other):
-        return binary("&", other, self)
-
-    def __or__(self, other):
-        return binary("|", self, other)
-
-    def __ror__(self, other):
-        return binary("|", other, self)
-
-    def __xor__(self, other):
-        return binary("^", self, other)
-
-    def __rxor__(self, other):
-        return binary("^", other, self)
-
-    def __lshift__(self, other):
-        return binary("<<", self, other)
-
-    def __rlshift__(self, other):
-        return binary("<<", other, self)
-
-    def __rshift__(self, other):
-        return binary(">>", self, other)
-
-    def __rrshift__(self, other):
-        return binary(">>", other, self)
-
-    def __lt__(self, other):
-        return binary("<", self, other)
-
-    def __le__(self, other):
-        return binary("<=", self, other)
-
-    def __gt__(self, other):
-        return binary(">", self, other)
-
-    def __ge__(self, other):
-        return binary(">=", self, other)
-
-    def __eq__(self, other):
-        return binary("==", self, other)
-
-    def __ne__(self, other):
-        return binary("!=", self, other)
+        text = "(warpgroup_mma_wait returns a tensor for one entry of deps, a tuple for several.)"
+        refuse("kernel", f"A tensor cannot be unpacked or iterated over. {text}")
 
     def __neg__(self):
         return binary("-", 0, self) if is_int(self.dtype) else binary("*", self, -1.0)
@@ -174,223 +110,82 @@ class Tensor:
     def __invert__(self):
         return binary("^", self, True if self.dtype.name == "int1" else -1)
 
-    def logical_and(self, other):
-        return binary("&", self, other)
-
-    def logical_or(self, other):
-        return binary("|", self, other)
-
-    # ---- shape ----------------------------------------------------------------------------------------------------
-
     def __getitem__(self, index):
-        index = index if isinstance(index, tuple) else (index,)
-        out = self
-        for axis, i in enumerate(index):
+        result = self
+        for axis, i in enumerate(index if isinstance(index, tuple) else (index,)):
             if i is None:
-                out = expand_dims(out, axis)
+                result = result.expand_dims(axis)
             elif i != slice(None):
-                context.refuse("kernel", f"A tensor can be indexed by `:` and None only, got {i!r}.")
-        return out
-
-    def expand_dims(self, axis):
-        return expand_dims(self, axis)
-
-    def reshape(self, *shape):
-        shape = [
-            layouts.constant(s, "reshape's shape")
-            for s in (shape[0] if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else shape)
-        ]
-        if math.prod(shape) != self.numel:
-            context.refuse("layout", f"A tensor {list(self.shape)} cannot be reshaped to {shape}.")
-        layout = layouts.register_view(self.layout, list(self.shape), "reshape", tuple(shape))
-        return Tensor(self.data.reshape(shape), self.dtype, layout, self.buffer)
-
-    def permute(self, *dims):
-        dims = [
-            layouts.constant(d, "permute's order")
-            for d in (dims[0] if len(dims) == 1 and isinstance(dims[0], (list, tuple)) else dims)
-        ]
-        layout = layouts.register_view(self.layout, list(self.shape), "permute", tuple(dims))
-        return Tensor(np.transpose(self.data, dims), self.dtype, layout, self.buffer)
-
-    def trans(self, *dims):
-        return self.permute(*(dims or (1, 0)))
-
-    @property
-    def T(self):
-        return self.permute(1, 0)
-
-    def split(self):
-        if not self.shape or self.shape[-1] != 2:
-            context.refuse("layout", f"split needs a last dimension of 2, got shape {list(self.shape)}.")
-        layout = layouts.register_view(self.layout, list(self.shape), "split")
-        return tuple(Tensor(np.ascontiguousarray(self.data[..., i]), self.dtype, layout) for i in (0, 1))
-
-    def broadcast_to(self, *shape):
-        shape = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else list(shape)
-        return Tensor(np.broadcast_to(self.data, shape), self.dtype, self.layout, self.buffer)
-
-    # ---- types and reductions -------------------------------------------------------------------------------------
-
-    def to(self, dtype, fp_downcast_rounding=None, bitcast=False):
-        """The values in another dtype."""
-        dtype = layouts.constant(dtype, "the dtype")
-        if isinstance(dtype, gl.pointer_type) or self.buffer is not None:
-            context.refuse("unknown operation", f"gluon_cpu does not convert {self.dtype} to {dtype}.")
-        if fp_downcast_rounding not in (None, "rtne"):
-            context.refuse("unknown operation", f"gluon_cpu rounds to nearest even only, not {fp_downcast_rounding!r}.")
-        data = self.data
-        work(self)
-        if bitcast:
-            if "bf16" in (dtype.name, self.dtype.name) or not self.shape:
-                context.refuse("unknown operation", f"gluon_cpu does not bitcast {self.dtype} to {dtype}.")
-            return Tensor(data.view(numpy_type(dtype)), dtype, self.layout)
-        return Tensor(round_to(data, dtype), dtype, self.layout)
-
-    cast = to
-
-    def sum(self, axis=None, keep_dims=False, dtype=None):
-        return call("sum", self, axis, keep_dims, dtype=dtype)
-
-    def max(self, axis=None, return_indices=False, return_indices_tie_break_left=True, keep_dims=False):
-        return call("max", self, axis, return_indices, return_indices_tie_break_left, keep_dims)
-
-    def min(self, axis=None, return_indices=False, return_indices_tie_break_left=True, keep_dims=False):
-        return call("min", self, axis, return_indices, return_indices_tie_break_left, keep_dims)
-
-    def reduce(self, axis, combine_fn, keep_dims=False):
-        return call("reduce", self, axis, combine_fn, keep_dims)
-
-    def exp(self):
-        return call("exp", self)
-
-    def exp2(self):
-        return call("exp2", self)
-
-    def log(self):
-        return call("log", self)
-
-    def log2(self):
-        return call("log2", self)
-
-    def sqrt(self):
-        return call("sqrt", self)
-
-    def rsqrt(self):
-        return call("rsqrt", self)
-
-    def abs(self):
-        return call("abs", self)
-
-
-def call(name: str, *args, **kwargs):
-    """A function of the language by its name in gl."""
-    from .language import BY_NAME
-
-    return BY_NAME[name](*args, **kwargs)
+                refuse("kernel", f"A tensor can be indexed by `:` and None only, got {i!r}.")
+        return result
 
 
 def work(x: Tensor, special: bool = False) -> None:
-    """Charge one elementwise operation on x to the running partition."""
+    """Charge one elementwise operation on x to the running partition.
+
+    Args:
+        x: a tensor of the operation's shape.
+        special: whether the special function units do it (exp2, log2, ...).
+    """
     program = context.program()
     n = x._data.size if isinstance(x._data, np.ndarray) else 1
     program.spend(program.model.compute(n, program.partition.num_warps, special), "compute")
 
 
 def to_tensor(x) -> Tensor:
-    """A run-time value: tensors stay, numbers become scalars."""
+    """Return a run-time value: tensors stay, numbers become scalars."""
     if isinstance(x, Tensor):
         return x
-    if isinstance(x, gl.constexpr):
-        x = x.value
+    x = unwrap(x)
     if isinstance(x, NUMBERS):
         dtype = of_number(x)
         return Tensor(round_number(x, dtype), dtype)
-    context.refuse("kernel", f"{x!r} is no tensor and no number.")
-
-
-def expand_dims(x: Tensor, axis) -> Tensor:
-    """Insert a dimension of one; the layout must be the SliceLayout that this dimension was sliced from."""
-    axis = layouts.constant(axis, "expand_dims' axis")
-    if not isinstance(x, Tensor) or not x.shape:
-        context.refuse("kernel", "Only tensors have dimensions to add to; this is a scalar.")
-    axis = axis + len(x.shape) + 1 if axis < 0 else axis
-    layout = x.layout
-    if isinstance(layout, gl.SliceLayout):
-        if layout.dim != axis:
-            context.refuse(
-                "layout",
-                f"A new dimension {axis} of a tensor with {layout}: it is sliced along "
-                f"dimension {layout.dim}, so only that one can be added. Give gl.arange "
-                f"SliceLayout({axis}, ...).",
-            )
-        layout = layout.parent
-    elif not isinstance(layout, AutoLayout):
-        context.refuse(
-            "layout",
-            f"A new dimension needs a SliceLayout that says how it is spread over threads; this tensor has {layout}.",
-        )
-    return Tensor(np.expand_dims(x.data, axis), x.dtype, layout, x.buffer)
+    refuse("kernel", f"{x!r} is no tensor and no number.")
 
 
 def broadcast_layout(a: Tensor, b: Tensor, what: str):
-    """The common layout of two operands whose shapes fit."""
+    """Return the common layout of two operands; refuse shapes that do not fit."""
     if not a.shape:
         return b.layout
     if not b.shape:
         return a.layout
     layout = layouts.same(a.layout, b.layout, what)
+    shapes = f"{what}: shapes {list(a.shape)} and {list(b.shape)}"
     if len(a.shape) != len(b.shape):
-        context.refuse(
-            "layout",
-            f"{what}: shapes {list(a.shape)} and {list(b.shape)} have different ranks. x[:, None] adds a dimension.",
-        )
-    for m, n in zip(a.shape, b.shape, strict=True):
-        if m != n and 1 not in (m, n):
-            context.refuse("layout", f"{what}: shapes {list(a.shape)} and {list(b.shape)} do not fit.")
+        refuse("layout", f"{shapes} have different ranks. x[:, None] adds a dimension.")
+    if any(m != n and 1 not in (m, n) for m, n in zip(a.shape, b.shape, strict=True)):
+        refuse("layout", f"{shapes} do not fit.")
     return layout
 
 
+# ---- arithmetic --------------------------------------------------------------------------------------------------
+
+COMPARISONS = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+BITS = {"&": operator.and_, "|": operator.or_, "^": operator.xor, "<<": operator.lshift, ">>": operator.rshift}
+ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+
 def _divide(a, b, mod: bool):
-    """C's integer division, which rounds to zero, and its remainder."""
+    """C's integer division, which rounds to zero, or its remainder."""
     if not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray):
         if b == 0:
-            context.refuse("kernel", "Integer division by zero.")
-        q = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-        return a - q * b if mod else q
+            refuse("kernel", "Integer division by zero.")
+        quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+        return a - quotient * b if mod else quotient
     if mod:
         return np.fmod(a, b)
     return (np.abs(a) // np.abs(b)) * (np.sign(a) * np.sign(b))
 
 
-COMPARISONS = {
-    "<": np.less,
-    "<=": np.less_equal,
-    ">": np.greater,
-    ">=": np.greater_equal,
-    "==": np.equal,
-    "!=": np.not_equal,
-}
-SCALAR_COMPARISONS = {
-    "<": lambda a, b: a < b,
-    "<=": lambda a, b: a <= b,
-    ">": lambda a, b: a > b,
-    ">=": lambda a, b: a >= b,
-    "==": lambda a, b: a == b,
-    "!=": lambda a, b: a != b,
-}
-BITS = {
-    "&": lambda a, b: a & b,
-    "|": lambda a, b: a | b,
-    "^": lambda a, b: a ^ b,
-    "<<": lambda a, b: a << b,
-    ">>": lambda a, b: a >> b,
-}
-ARITHMETIC = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
-
-
 def operand_type(op: str, a, b):
-    """The type that both operands take."""
+    """Return the type that both operands take."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return promote(a.dtype, b.dtype, op == "/")
     tensor, value = (a, b) if isinstance(a, Tensor) else (b, a)
@@ -398,53 +193,44 @@ def operand_type(op: str, a, b):
         return tensor.dtype
     if isinstance(value, float) or op == "/":
         return gl.float32
-    if tensor.dtype.name == "int1" and isinstance(value, bool):
-        return tensor.dtype
     if tensor.dtype.name == "int1":
-        return of_number(value)
-    if round_number(value, tensor.dtype) != value:
-        return of_number(value)
-    return tensor.dtype
+        return tensor.dtype if isinstance(value, bool) else of_number(value)
+    return tensor.dtype if round_number(value, tensor.dtype) == value else of_number(value)
 
 
 def binary(op: str, a, b) -> Tensor:
-    """A op b, where one of them is a tensor or scalar and the other may be a number."""
-    if isinstance(a, gl.constexpr):
-        a = a.value
-    if isinstance(b, gl.constexpr):
-        b = b.value
+    """Return `a op b`; one operand is a tensor or scalar of the kernel, the other may be a number."""
+    a, b = unwrap(a), unwrap(b)
     for x in (a, b):
         if not isinstance(x, (Tensor, *NUMBERS)):
-            context.refuse("kernel", f"{a!r} {op} {b!r}: not numbers or tensors.")
+            refuse("kernel", f"{a!r} {op} {b!r}: not numbers or tensors.")
     if getattr(a, "buffer", None) is not None or getattr(b, "buffer", None) is not None:
-        return _pointer(op, a, b)
+        return _move_pointer(op, a, b)
     dtype = operand_type(op, a, b)
     ta = a if isinstance(a, Tensor) else Tensor(a, dtype)
     tb = b if isinstance(b, Tensor) else Tensor(b, dtype)
     x = ta.data if ta.dtype.name == dtype.name else round_to(ta.data, dtype)
     y = tb.data if tb.dtype.name == dtype.name else round_to(tb.data, dtype)
+    if op in BITS and is_float(dtype):
+        refuse("kernel", f"{op} needs integers; got {dtype}.")
     if not isinstance(x, np.ndarray) and not isinstance(y, np.ndarray):
         work(ta)
         return _scalar(op, x, y, dtype)
     layout = broadcast_layout(ta, tb, f"a {op} b")
-    if not isinstance(x, np.ndarray):
-        x = numpy_type(dtype)(x)
-    if not isinstance(y, np.ndarray):
-        y = numpy_type(dtype)(y)
-    with np.errstate(all="ignore"):
+    x = x if isinstance(x, np.ndarray) else numpy_type(dtype)(x)
+    y = y if isinstance(y, np.ndarray) else numpy_type(dtype)(y)
+    with np.errstate(all="ignore"):  # a GPU overflows without a word
         if op in COMPARISONS:
             out, dtype = COMPARISONS[op](x, y), gl.int1
         elif op in ARITHMETIC:
             out = (x ^ y if op != "*" else x & y) if dtype.name == "int1" else ARITHMETIC[op](x, y)
         elif op in BITS:
-            if is_float(dtype):
-                context.refuse("kernel", f"{op} needs integers; got {dtype}.")
             out = BITS[op](x, y)
         elif op == "/":
             out = x / y
         elif is_float(dtype):
             if op == "//":
-                context.refuse("kernel", "// needs integers; use / and gl.floor for floats.")
+                refuse("kernel", "// needs integers; use / and gl.floor for floats.")
             out = np.fmod(x, y)
         else:
             out = _divide(x, y, op == "%")
@@ -454,14 +240,10 @@ def binary(op: str, a, b) -> Tensor:
 
 
 def _scalar(op: str, x, y, dtype) -> Tensor:
-    if op in SCALAR_COMPARISONS:
-        return Tensor(SCALAR_COMPARISONS[op](x, y), gl.int1)
-    if op in ARITHMETIC:
-        out = ARITHMETIC[op](x, y)
-    elif op in BITS:
-        if is_float(dtype):
-            context.refuse("kernel", f"{op} needs integers; got {dtype}.")
-        out = BITS[op](x, y)
+    if op in COMPARISONS:
+        return Tensor(COMPARISONS[op](x, y), gl.int1)
+    if op in ARITHMETIC or op in BITS:
+        out = (ARITHMETIC | BITS)[op](x, y)
     elif op == "/":
         with np.errstate(all="ignore"):
             out = float(np.float64(x) / np.float64(y))
@@ -472,22 +254,46 @@ def _scalar(op: str, x, y, dtype) -> Tensor:
     return Tensor(round_number(out, dtype), dtype)
 
 
-def _pointer(op: str, a, b) -> Tensor:
-    if op not in ("+", "-") or (getattr(a, "buffer", None) is not None and getattr(b, "buffer", None) is not None):
-        context.refuse(
-            "unknown operation",
-            f"gluon_cpu adds and subtracts integers to pointers; it does not know pointer {op} pointer."
-            if op in "+-"
-            else f"gluon_cpu does not know {op} of a pointer.",
-        )
-    pointer, offset = (a, b) if getattr(a, "buffer", None) is not None else (b, a)
-    offset = offset if isinstance(offset, Tensor) else to_tensor(offset)
+def _move_pointer(op: str, a, b) -> Tensor:
+    is_pointer = [getattr(x, "buffer", None) is not None for x in (a, b)]
+    if op not in ("+", "-"):
+        refuse("unknown operation", f"gluon_cpu does not know {op} of a pointer.")
+    if all(is_pointer):
+        text = "gluon_cpu adds and subtracts integers to pointers; it does not know"
+        refuse("unknown operation", f"{text} pointer {op} pointer.")
+    pointer, offset = (a, to_tensor(b)) if is_pointer[0] else (b, to_tensor(a))
     if not is_int(offset.dtype):
-        context.refuse("kernel", f"A pointer moves by integers, not by {offset.dtype}.")
+        refuse("kernel", f"A pointer moves by integers, not by {offset.dtype}.")
     layout = broadcast_layout(pointer, offset, "pointer + offset")
-    x, y = pointer.data, offset.data
-    if isinstance(y, np.ndarray):
-        y = y.astype(np.int64)
-    out = Tensor(x + y if op == "+" else x - y, pointer.dtype, layout, pointer.buffer)
-    work(out)
-    return out
+    step = offset.data.astype(np.int64) if isinstance(offset.data, np.ndarray) else offset.data
+    moved = pointer.data + step if op == "+" else pointer.data - step
+    result = Tensor(moved, pointer.dtype, layout, pointer.buffer)
+    work(result)
+    return result
+
+
+# ---- operators, and methods that are functions of gl too ---------------------------------------------------------
+
+
+def _operator(op: str, reflected: bool = False):
+    return (lambda self, other: binary(op, other, self)) if reflected else (lambda self, other: binary(op, self, other))
+
+
+def _method(name: str):
+    return lambda self, *args, **kwargs: meaning(name)(self, *args, **kwargs)
+
+
+ARITHMETIC_NAMES = "add sub mul truediv floordiv mod and or xor lshift rshift"
+ARITHMETIC_SIGNS = "+ - * / // % & | ^ << >>"
+METHODS = "expand_dims reshape permute split gather cast sum max min reduce exp exp2 log log2 cos sin sqrt rsqrt abs"
+
+for _name, _op in zip(ARITHMETIC_NAMES.split(), ARITHMETIC_SIGNS.split(), strict=True):
+    setattr(Tensor, f"__{_name}__", _operator(_op))
+    setattr(Tensor, f"__r{_name}__", _operator(_op, reflected=True))
+for _name, _op in zip(["lt", "le", "gt", "ge", "eq", "ne"], COMPARISONS, strict=True):
+    setattr(Tensor, f"__{_name}__", _operator(_op))
+for _name, _op in {"logical_and": "&", "logical_or": "|"}.items():
+    setattr(Tensor, _name, _operator(_op))
+for _name in METHODS.split():
+    setattr(Tensor, _name, _method(_name))
+Tensor.to = Tensor.cast  # type: ignore[attr-defined]  # entered by the loop

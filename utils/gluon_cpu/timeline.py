@@ -1,14 +1,14 @@
 """The timeline of a simulated program: events in model cycles, and their picture.
 
-The cost model is a ruler, not a stopwatch: one H200 SM from its data sheet (132 SMs at 1.83 GHz), every unit at
-its peak rate, nothing for bank conflicts, caches, registers or other blocks on the SM. It shows what waits for what
-and what overlaps; it does not predict a kernel's time.
+The cost model is a ruler, not a stopwatch: one SM of an H200's data sheet (132 SMs at 1.83 GHz), every unit at its peak
+rate, and no cost for bank conflicts, caches, registers or other blocks on the SM. It shows what waits for what and what
+overlaps; it does not predict a kernel's time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ COLORS = {
 
 @dataclass(frozen=True)
 class CostModel:
-    """Rates of one SM in units a cycle, latencies in cycles."""
+    """Rates of one SM, for each cycle, and latencies in cycles."""
 
     mma_flops: float = 4096.0  # dense fp16/bf16: 989.4 TFLOP/s / 132 SMs / 1.83 GHz
     global_bytes: float = 20.0  # an SM's share of 4.8 TB/s
@@ -49,14 +49,24 @@ class CostModel:
     issue: float = 10.0  # one thread starting a TMA copy, a wgmma, a cp.async
 
     def compute(self, elements: int, warps: int, special: bool = False) -> float:
-        """Cycles of one elementwise operation."""
+        """Return the cycles of one elementwise operation.
+
+        Args:
+            elements: how many there are.
+            warps: how many warps share them.
+            special: whether the special function units compute it.
+        """
         rate = self.special_per_warp if special else self.lanes_per_warp
         return elements / (rate * min(warps, 4))
 
 
 @dataclass
 class Event:
-    """One bar: who, what, which buffer, which barrier phase or parity, from when to when (model cycles)."""
+    """A bar of the timeline; times are in model cycles.
+
+    `phase` is the barrier's phase for a copy, and the parity for a wait. An ordinary load or store has the `bytes` that
+    it asks for, and the `sectors` of 32 bytes that its warps' instructions touch.
+    """
 
     partition: str
     kind: str
@@ -66,12 +76,21 @@ class Event:
     end: float
     line: int
     unit: str = "partition"
-    bytes: int = 0  # of an ordinary load or store: bytes asked for,
-    sectors: int = 0  # and the 32-byte sectors of memory that its warps' instructions touch
+    bytes: int = 0
+    sectors: int = 0
 
 
 def plot_events(events: list[Event], *, ax: Axes | None = None, title: str | None = None) -> tuple[Figure, Axes]:
-    """Draw a timeline: a row a partition, rows for the copies and products each started. Returns (Figure, Axes)."""
+    """Draw a timeline: a row for each partition, and rows for the copies and products that it started.
+
+    Args:
+        events: the events of one program.
+        ax: where to draw; a new figure without.
+        title: the picture's title.
+
+    Returns:
+        (Figure, Axes).
+    """
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
@@ -85,8 +104,9 @@ def plot_events(events: list[Event], *, ax: Axes | None = None, title: str | Non
     lanes = _lanes(events)
     deepest = {row: 1 + max(lanes[id(e)] for e in events if (e.unit, e.partition) == row) for row in rows}
     own = ax is None
-    if own:
+    if ax is None:
         _, ax = plt.subplots(figsize=(9.6, 0.9 + 0.45 * len(rows)), layout="constrained")
+    figure = cast("Figure", ax.figure)
     longest = max(e.end for e in events) - min(e.start for e in events)
     for e in events:
         row = (e.unit, e.partition)
@@ -115,16 +135,16 @@ def plot_events(events: list[Event], *, ax: Axes | None = None, title: str | Non
         ax.axhline(next(i for i, row in enumerate(rows) if row[1] == first) - 0.5, color="#bbbbbb", linewidth=0.6)
     handles = [Patch(color=color, label=label) for color, label in legend.items()]
     if own:  # below the axis label, whatever the height
-        ax.figure.legend(handles=handles, ncols=9, fontsize=7, loc="outside lower center", frameon=False)
+        figure.legend(handles=handles, ncols=9, fontsize=7, loc="outside lower center", frameon=False)
     else:
         ax.legend(handles=handles, ncols=6, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
     if title:
         ax.set_title(title)
-    return ax.figure, ax
+    return figure, ax
 
 
 def _lanes(events: list[Event]) -> dict[int, int]:
-    """For each event, by id, a lane of its row in which it overlaps no other: copies overlap in their latency."""
+    """A lane for each event, by its id: within a lane of a row no two events overlap."""
     ends: dict[tuple[str, str], list[float]] = {}
     lanes = {}
     for e in sorted(events, key=lambda e: e.start):

@@ -8,7 +8,7 @@ import torch
 
 from instructor.checks.common import Draw
 from utils.checking import check
-from utils.checking.kernel_exercises import Launch, Tile, expect_kernel, simulated
+from utils.checking.kernel_exercises import Launch, Tile, expect_kernel, simulate_launch
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -186,8 +186,8 @@ def repairs(source: str, repairs, seed=None):
         expect_kernel(text, launch, expected, rtol=0, atol=0, seeds=(None, *(draw.size(1, 9999) for _ in range(4))))
     # A ring of three slots must still overlap its copies with the work on other slots.
     launch, _ = repair_launch(8, 3, draw)
-    with_three = simulated(text, launch)[1].cycles[0]
-    with_one = simulated(text, replace(launch, args={**launch.args, "STAGES": 1}))[1].cycles[0]
+    with_three = simulate_launch(text, launch)[1].cycles[0]
+    with_one = simulate_launch(text, replace(launch, args={**launch.args, "STAGES": 1}))[1].cycles[0]
     if with_three > 0.8 * with_one:
         raise AssertionError(
             f"it runs, but three slots take {with_three:.0f} model cycles and one {with_one:.0f}: "

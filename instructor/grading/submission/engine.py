@@ -60,6 +60,7 @@ class Zygote:
             "PYTHONSAFEPATH": "1",
             "PYTHONHASHSEED": "0",
             "HF_HUB_OFFLINE": "1",
+            "LABS_COMPILE_CACHE": "off",  # a student's process could write a false result
         }
         environment.setdefault("OMP_NUM_THREADS", "1")
         if limits.gpu:

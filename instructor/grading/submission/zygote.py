@@ -132,6 +132,8 @@ def exercise() -> None:
     torch.vmap(torch.sum)(a)
     if "torch.nn.attention.flex_attention" in sys.modules:  # a block mask needs it, and it takes seconds to import
         importlib.import_module("torch._dynamo._trace_wrapped_higher_order_op")
+    if "utils.gluon_cpu.compiling" in sys.modules:  # lab 3: forks compile kernels
+        sys.modules["utils.gluon_cpu.compiling"].warm_up()
     check("1.1")(lambda: expect_close(a, a + 1, rtol=0, atol=0))()
     torch.set_rng_state(state)
 

@@ -1,6 +1,8 @@
-"""A student's kernel, tried three ways: what is counted, what is compiled, what is said; and the recorded tables."""
+"""A student's kernel, tried in three ways: figures, compilation and messages; and the recorded tables."""
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from tests.utils.gluon_cpu import test_gluon_planted_bugs as planted
 from tests.utils.gluon_cpu.gluon_launches import LAUNCHES
 from utils.checking import AnswerNeeded
 from utils.checking import kernel_exercises as exercises
+from utils.gluon_cpu import compiling
 
 ROOT = Path(__file__).parents[3]
 HEAD = """from triton.experimental import gluon
@@ -72,7 +75,7 @@ SECTORS = [(1, 1, 128), (1, 4, 128), (2, 1, 256), (8, 1, 1024), (16, 1, 1024)]
 @pytest.mark.parametrize(("stride", "piece", "loads"), SECTORS)
 def test_sectors_are_counted(stride, piece, loads):
     launch = move(stride, piece)
-    outputs, run = exercises.simulated(COPY, launch, timeline=True)
+    outputs, run = exercises.simulate_launch(COPY, launch, timeline=True)
     assert torch.equal(outputs["y_ptr"], launch.args["x_ptr"][::stride])
     load, store = (e for e in run.events if e.bytes)
     assert (load.kind, load.bytes, load.sectors) == ("load", 4096, loads)
@@ -81,7 +84,7 @@ def test_sectors_are_counted(stride, piece, loads):
 
 def test_a_launch_leaves_its_tensors_alone():
     launch = move(1, 1)
-    exercises.simulated(COPY, launch)
+    exercises.simulate_launch(COPY, launch)
     assert not launch.args["y_ptr"].any()
 
 
@@ -96,15 +99,28 @@ def test_elements_of_a_layout_are_each_held_once():
     assert list(held[:4, 1, 0]) == [4, 5, 6, 7]  # lane 1 holds columns 4 to 7 of row 0
 
 
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiling, "_CACHE", tmp_path / "compiled")
+    return tmp_path / "compiled"
+
+
 @pytest.mark.slow
-def test_it_compiles_for_hopper_and_the_compiler_is_heard():
+@pytest.mark.parametrize("fork", [True, False])
+def test_it_compiles_for_hopper_and_the_compiler_is_heard(fork, cache, monkeypatch):
+    """Both in a fork and in a new process."""
+    monkeypatch.setattr(compiling, "_may_fork", lambda: fork)
     launch = move(1, 4)
     compiled = exercises.compile_for_hopper(COPY, launch)
     assert compiled["global loads"] >= 1 and compiled["global stores"] >= 1 and compiled["wgmma"] == 0
     assert 0 < compiled.registers < 256 and compiled.spill_bytes == 0
-    assert exercises.compile_for_hopper(COPY, launch) is compiled
+    monkeypatch.setattr(compiling, "_run_forked", None)  # from here on there is no child to ask
+    monkeypatch.setattr(compiling, "_run_anew", None)
+    assert exercises.compile_for_hopper(COPY, launch) == compiled
+    monkeypatch.undo()
+    monkeypatch.setattr(compiling, "_may_fork", lambda: fork)
     launch = exercises.Launch("turn", (1,), {"y_ptr": torch.zeros(1), "n": 3}, ("y_ptr",))
-    exercises.simulated(TURN, launch)  # Python does not mind that x changes its type
+    exercises.simulate_launch(TURN, launch)  # Python does not mind that x changes its type
     with pytest.raises(AssertionError, match="the compiler for sm_90a refuses kernels") as error:
         exercises.compile_for_hopper(TURN, launch)
     assert "x" in str(error.value) and len(str(error.value)) < 3000 and "simulator" not in str(error.value)
@@ -116,10 +132,92 @@ def test_the_compiler_points_at_the_line_inside_of_a_partition():
     launch = exercises.Launch("split", (1,), {"y_ptr": torch.zeros(2)}, ("y_ptr",))
     with pytest.raises(AssertionError) as error:
         exercises.compile_for_hopper(SPLIT, launch)
-    told = str(error.value)
+    message = str(error.value)
     number = SPLIT.splitlines().index("    gl.store(y_ptr + 1, gl.load(y_ptr) @ 2)") + 1
-    assert f"line {number}: gl.store(y_ptr + 1, gl.load(y_ptr) @ 2)" in told, told
-    assert "warp_specialize" not in told and "Traceback" not in told and len(told.splitlines()) == 3
+    assert f"line {number}: gl.store(y_ptr + 1, gl.load(y_ptr) @ 2)" in message, message
+    assert "warp_specialize" not in message and "Traceback" not in message and len(message.splitlines()) == 3
+
+
+class Compiler:
+    """Stands in for the child process: counts requests and answers like one that accepts everything."""
+
+    def __init__(self):
+        self.requests = []
+
+    def __call__(self, text: str, timeout: float) -> tuple[int, str, str]:
+        self.requests.append(json.loads(text))
+        counts = dict.fromkeys(compiling.INSTRUCTIONS, 1)
+        figures = {"name": "move", "instructions": counts, "shared_bytes": 0, "registers": 30, "spill_bytes": 0}
+        return 0, json.dumps(figures if self.requests[-1]["figures"] else None) + "\n", ""
+
+
+@pytest.fixture
+def compiler(monkeypatch, cache):
+    stand_in = Compiler()
+    monkeypatch.setattr(compiling, "_may_fork", lambda: False)
+    monkeypatch.setattr(compiling, "_run_anew", stand_in)
+    return stand_in
+
+
+def test_a_result_is_kept_for_exactly_its_text_and_request(compiler):
+    launch = move(1, 4)
+    first = exercises.compile_for_hopper(COPY, launch)
+    assert exercises.compile_for_hopper(COPY, move(1, 4)) == first and len(compiler.requests) == 1
+    exercises.compile_for_hopper(COPY + "# another text\n", launch)
+    exercises.compile_for_hopper(COPY, move(1, 2))
+    assert len(compiler.requests) == 3
+
+
+def test_an_accepted_kernel_is_compiled_again_only_for_its_figures(compiler):
+    launch = move(1, 4)
+    expected = {"y_ptr": launch.args["x_ptr"]}
+    for _ in range(2):
+        exercises.expect_kernel(COPY, launch, expected, rtol=0, atol=0, compiles=True)
+    assert [request["figures"] for request in compiler.requests] == [False]
+    assert exercises.compile_for_hopper(COPY, launch).registers == 30
+    exercises.expect_kernel(COPY, launch, expected, rtol=0, atol=0, compiles=True)
+    assert [request["figures"] for request in compiler.requests] == [False, True]
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"compiled": {"name": "move"}}', '{"compiled": 3}'])
+def test_a_damaged_entry_is_compiled_again(compiler, cache, damage):
+    launch = move(1, 4)
+    first = exercises.compile_for_hopper(COPY, launch)
+    (entry,) = cache.iterdir()
+    entry.write_text(damage)
+    assert exercises.compile_for_hopper(COPY, launch) == first and len(compiler.requests) == 2
+    assert json.loads(entry.read_text())["compiled"]["registers"] == 30
+
+
+def test_a_folder_that_cannot_be_written_does_no_harm(compiler, cache):
+    cache.write_text("a file where the folder should be")
+    launch = move(1, 4)
+    assert exercises.compile_for_hopper(COPY, launch) == exercises.compile_for_hopper(COPY, launch)
+    assert len(compiler.requests) == 2
+
+
+def test_what_another_user_wrote_or_another_file_decides_is_not_used(compiler, cache, monkeypatch, tmp_path):
+    launch = move(1, 4)
+    exercises.compile_for_hopper(COPY, launch)
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    exercises.compile_for_hopper(COPY, launch)
+    monkeypatch.undo()
+    monkeypatch.setattr(compiling, "_may_fork", lambda: False)
+    monkeypatch.setattr(compiling, "_run_anew", compiler)
+    monkeypatch.setattr(compiling, "_CACHE", tmp_path / "second")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_helpers.py").write_text("")
+    for _ in range(2):  # the result depends on a file that the request does not hold
+        exercises.compile_for_hopper("import my_helpers\n" + COPY, launch)
+    assert len(compiler.requests) == 4 and not (tmp_path / "second").exists()
+
+
+def test_a_child_that_takes_too_long_is_a_message(monkeypatch, cache):
+    monkeypatch.setattr(compiling, "answer", lambda text: time.sleep(60))
+    monkeypatch.setattr(compiling, "_may_fork", lambda: True)
+    with pytest.raises(AssertionError, match="did not finish within 0 s"):
+        exercises.compile_for_hopper(COPY, move(1, 4), timeout=0.2)
 
 
 def test_a_complaint_names_the_students_line_and_the_compilers_words():
@@ -128,8 +226,8 @@ def test_a_complaint_names_the_students_line_and_the_compilers_words():
     outer = error + "at 3:4:\ndef mine(x):\n    top = gl.max(x, 1)\n          ^"
     between = "\n\nThe above exception was the direct cause of the following exception:\n\n"
     stderr = between.join([inner, outer, outer.replace("top", "other")])
-    told = exercises._complaint(stderr, "\n\n    top = gl.max(x, 1)\n")
-    assert told.split("\n") == ["    line 3: top = gl.max(x, 1)", "    no scalar"]
+    complaint = exercises._complaint(stderr, "\n\n    top = gl.max(x, 1)\n")
+    assert complaint.split("\n") == ["    line 3: top = gl.max(x, 1)", "    no scalar"]
     assert exercises._complaint("ptxas fatal\nRuntimeError: out of registers: 300", "x = 1") == (
         "    RuntimeError: out of registers: 300"
     )
@@ -168,11 +266,11 @@ def test_what_a_wait_takes_and_returns(wait, phrase):
     launch = exercises.Launch("square", (1,), {"y_ptr": torch.zeros(1)}, ("y_ptr",))
     source = WAITS.replace("WAIT", wait)
     if phrase is None:
-        outputs, _ = exercises.simulated(source, launch)
+        outputs, _ = exercises.simulate_launch(source, launch)
         assert outputs["y_ptr"].item() in (64, 128)
     else:
         with pytest.raises(AssertionError, match=phrase):
-            exercises.simulated(source, launch)
+            exercises.simulate_launch(source, launch)
 
 
 def test_files_that_cannot_be_tried():
@@ -189,7 +287,7 @@ def test_a_report_names_lines_and_no_paths():
     launch = move(1, 1)
     launch.args["x_ptr"] = torch.randn(1000)
     with pytest.raises(AssertionError, match="A mask is missing") as error:
-        exercises.simulated(COPY, launch)
+        exercises.simulate_launch(COPY, launch)
     assert "in move: gl.store(y_ptr + at, gl.load(x_ptr + at * stride))" in str(error.value)
     assert "/" not in str(error.value).replace("//", "")
 
@@ -240,5 +338,5 @@ def add_up(x_ptr, y_ptr):
 """
     )
     launch = exercises.Launch("add_up", (1,), {"x_ptr": torch.full((128,), 3e38), "y_ptr": torch.zeros(1)}, ("y_ptr",))
-    outputs, _ = exercises.simulated(source, launch)
+    outputs, _ = exercises.simulate_launch(source, launch)
     assert outputs["y_ptr"].item() == float("inf")

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF059 (partitions unpack tuples of which they use a part)
-"""Small correct Gluon kernels of many kinds, for the simulator's tests. They compile for a GPU as they stand."""
+"""Small correct Gluon kernels of many kinds, for the simulator's tests. They compile for a GPU unchanged."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -88,7 +88,7 @@ def plus(a, b):
 
 @gluon.jit
 def reductions(x_ptr, y_ptr, SIZE: gl.constexpr):
-    """y: maximum by a combine function, minimum, sum, sum of the even elements, last of the running sums."""
+    """Store five numbers: maximum (by a combine function), minimum, sum, sum of the even elements, last running sum."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     x = gl.load(x_ptr + gl.arange(0, SIZE, layout))
     pairs = x.reshape([SIZE // 2, 2])
@@ -103,7 +103,7 @@ def reductions(x_ptr, y_ptr, SIZE: gl.constexpr):
 
 @gluon.jit
 def integers(y_ptr, a, b, n):
-    """C's rules: division rounds to zero, int32 wraps around."""
+    """Follow C's rules: division rounds to zero, int32 wraps around."""
     gl.store(y_ptr, a // b)
     gl.store(y_ptr + 1, a % b)
     gl.store(y_ptr + 2, a * 1000003)
@@ -122,7 +122,7 @@ def integers(y_ptr, a, b, n):
 
 @gluon.jit
 def add_double_buffered(a_ptr, b_ptr, c_ptr, n, STEP: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr):
-    """C = a + b with cp.async: STAGES - 1 groups of copies under way."""
+    """C = a + b with cp.async: STAGES - 1 groups of copies are under way."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     shared: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     a_ring = gl.allocate_shared_memory(a_ptr.dtype.element_ty, [STAGES, STEP], shared)
@@ -182,7 +182,7 @@ def copy_tiles(x_desc, y_desc, columns, SCALE: gl.constexpr, STAGES: gl.constexp
 def matmul(
     a_desc, b_desc, c_desc, k_size, TRANSPOSE_B: gl.constexpr, A_IN_REGISTERS: gl.constexpr, num_warps: gl.constexpr
 ):
-    """C = A @ B, one tile a program, products waited for at once."""
+    """C = A @ B, one tile for each program; it waits for each product at once."""
     BLOCK_M: gl.constexpr = c_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = c_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = a_desc.block_type.shape[1]
@@ -220,7 +220,7 @@ def matmul(
 
 @gluon.jit
 def matmul_persistent(a_desc, b_desc, c_desc, m, n, k_size):
-    """C = A @ B: each program walks over tiles, the product of one step runs while the next tiles are loaded."""
+    """C = A @ B: each program computes several tiles, and a product runs while the next tiles are loaded."""
     BLOCK_M: gl.constexpr = c_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = c_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = a_desc.block_type.shape[1]
@@ -355,7 +355,7 @@ def halving_partition(y_ptr, ring, full, empty, n, SIZE: gl.constexpr, STAGES: g
 
 @gluon.jit
 def halve_cp_async_specialized(x_ptr, y_ptr, n, SIZE: gl.constexpr, STAGES: gl.constexpr):
-    """Y = x / 2: one warp copies with cp.async and tells by mbarrier, four warps compute."""
+    """Y = x / 2: one warp copies with cp.async and signals an mbarrier, four warps compute."""
     shared: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     ring = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, SIZE], shared)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

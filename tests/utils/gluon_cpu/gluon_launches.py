@@ -1,4 +1,4 @@
-"""One launch of each correct kernel on random shapes, on any device: for the agreement of simulator and GPU."""
+"""A launch of each correct kernel on random shapes, on any device, to compare the simulator with a GPU."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ class Tile:
 
 @dataclass
 class Launch:
-    """A kernel, its grid and arguments; tensors named in `outputs` (positions of arguments) are compared."""
+    """A kernel, its grid and its arguments; `outputs` are the positions of the arguments to compare."""
 
     kernel: object
     grid: tuple[int, ...]
     args: list
     outputs: list[int]
     options: dict = field(default_factory=dict)
-    rounding: torch.dtype | None = None  # the least precise type on the way, if not the output's
+    rounding: torch.dtype | None = None  # the least precise type of the computation, if it is not the output's
 
     def run(self, device: str) -> list[torch.Tensor]:
-        """Launch on copies of the tensors on `device`; the outputs, on the CPU."""
+        """Launch on copies of the tensors on `device`, and return the outputs on the CPU."""
 
-        def moved(x: torch.Tensor) -> torch.Tensor:  # the strides stay
+        def copy(x: torch.Tensor) -> torch.Tensor:  # with the same strides
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
 
         tensors = [
-            moved(a.matrix if isinstance(a, Tile) else a) if isinstance(a, (Tile, torch.Tensor)) else None
+            copy(a.matrix if isinstance(a, Tile) else a) if isinstance(a, (Tile, torch.Tensor)) else None
             for a in self.args
         ]
         args = [

@@ -2,6 +2,7 @@
 
 from triton.experimental.gluon import language as gl
 
+from tests.utils.gluon_cpu import gluon_aggregate_kernels as aggregates
 from tests.utils.gluon_cpu import gluon_correct_kernels as kernels
 from tests.utils.gluon_cpu import gluon_planted_bugs as bugs
 from utils.kernels.offline import compile_gluon
@@ -67,6 +68,12 @@ def main() -> None:
         dict(x_ptr=f32, y_ptr=f32, n=i32),
         dict(SIZE=256, BUG="", layout=gl.BlockedLayout([2], [32], [4], [0])),
     )
+    compile_for_hopper(
+        aggregates.add_with_aggregates,
+        dict(x_desc=small, y_desc=small, z_desc=small, steps=i32),
+        dict(STAGES=2, SCALE=0.5, BUG=""),
+    )
+    compile_for_hopper(aggregates.add_pairs, dict(x_ptr=f32, y_ptr=f32, n=i32), {})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-# ruff: noqa: F841, SIM102 (what a refused line would give is not used)
-"""Kernels with bugs to order: BUG names the one to plant, and `# found: name` stands above the line that must be reported.
+# ruff: noqa: F841, SIM102 (nobody uses the result of a line that is refused)
+"""Kernels into which a test plants bugs: BUG names the bug, and `# found: name` marks the line that must be reported.
 
-A mark names the line of the report, which for a deadlock is the line of the partition that waits first.
+The marked line is the one below the comment; for a deadlock, the line of the partition that waits first.
 """
 
 from triton.experimental import gluon

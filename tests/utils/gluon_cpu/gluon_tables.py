@@ -1,4 +1,4 @@
-"""The simulator's two tables, as files: what it finds in planted bugs, and how its results compare with a GPU's.
+"""Write the simulator's two tables: the planted bugs that it finds, and how its results compare with a GPU's.
 
     python tests/utils/gluon_cpu/gluon_tables.py bugs                   # assets/results/gluon_planted_bugs.json
     python tests/utils/gluon_cpu/gluon_tables.py simulate cases.pt      # on any machine: inputs and simulated outputs
@@ -34,7 +34,7 @@ LADDER = 3  # and of each step of the ladder
 
 
 def planted_bugs() -> list[dict]:
-    """One row a bug: what was planted, and what the simulator reported in each of four timings."""
+    """Return a row for each bug: its name, and the simulator's reports in each of four timings."""
     import test_gluon_planted_bugs as tests
 
     from utils import gluon_cpu
@@ -80,7 +80,7 @@ def planted_bugs() -> list[dict]:
 
 
 def lab_answers() -> dict[str, str]:
-    """{file: text} of lab 3's model answers, read off its source."""
+    """Return {file: text} of lab 3's model answers, from the lab's source."""
     text = (ROOT / "instructor" / "labs" / "lab3_gluon.py").read_text()
     cells = re.split(r"^# %%(?!writefile)[^\n]*\n", text, flags=re.MULTILINE)
     found = [re.match(r"# %%writefile (\S+)\n(.*)", cell, flags=re.DOTALL) for cell in cells]
@@ -88,7 +88,7 @@ def lab_answers() -> dict[str, str]:
 
 
 def lab_launches() -> dict:
-    """{name: draw -> Launch} of the model answers."""
+    """Return {name: function from a Draw to a Launch} of the model answers."""
     from instructor.checks.lab3_gluon import attention, pipelines
 
     def causal(draw):
@@ -127,9 +127,9 @@ def lab_launches() -> dict:
 
 
 def lab_case(name: str, start: int, device: str, tensors: dict | None = None):
-    """(inputs by argument, outputs by argument) of a model answer."""
+    """Return (inputs by argument, outputs by argument) of a model answer."""
     from instructor.checks.common import Draw
-    from utils.checking.kernel_exercises import Tile, load_kernels, simulated
+    from utils.checking.kernel_exercises import Tile, load_kernels, simulate_launch
 
     launch = lab_launches()[name](Draw(start))
     for argument, value in launch.args.items():
@@ -141,11 +141,11 @@ def lab_case(name: str, start: int, device: str, tensors: dict | None = None):
     inputs = {n: x for n, x in inputs.items() if isinstance(x, torch.Tensor)}
     if device == "cuda":
         return inputs, launch.run(load_kernels(source, launch), "cuda")
-    return inputs, simulated(source, launch, seed=start)[0]
+    return inputs, simulate_launch(source, launch, seed=start)[0]
 
 
 def small_case(name: str, start: int, device: str, tensors: dict | None = None):
-    """The same of a small kernel of the tests; arguments by position."""
+    """Return the same for a small kernel of the tests, with arguments by position."""
     from tests.utils.gluon_cpu.gluon_launches import LAUNCHES, Tile
     from utils import gluon_cpu
 
@@ -165,7 +165,7 @@ def small_case(name: str, start: int, device: str, tensors: dict | None = None):
 
 
 def ladder_case(name: str, start: int, device: str, tensors: dict | None = None):
-    """The same of a step of the attention ladder, "ladder step 3"."""
+    """Return the same for a step of the attention ladder, such as "ladder step 3"."""
     from utils import gluon_cpu
     from utils.attention.gluon import launch as ladder
 
@@ -208,7 +208,7 @@ def names() -> list[str]:
 
 
 def simulate_all(seed: int) -> list[dict]:
-    """Every kernel over random shapes: inputs and simulated outputs."""
+    """Simulate every kernel on random shapes, and keep inputs and outputs."""
     rng, cases = random.Random(seed), []
     for name in names():
         for _ in range(LADDER if name.startswith("ladder") else DRAWS):
@@ -220,7 +220,7 @@ def simulate_all(seed: int) -> list[dict]:
 
 
 def compare_on_gpu(cases: list[dict]) -> list[dict]:
-    """One row a case of one kernel: shapes, the largest differences, the tolerance."""
+    """Return a row for each case of a kernel: shapes, largest differences, tolerance."""
     from tests.utils.gluon_cpu.gluon_launches import LAUNCHES
 
     rows = []
@@ -261,7 +261,7 @@ def compare_on_gpu(cases: list[dict]) -> list[dict]:
 
 
 def agree(cases: list[dict]) -> dict:
-    """All cases on this machine's GPU, a process for each kernel, so that one failure does not lose the rest."""
+    """Run all cases on this machine's GPU, each kernel in a process of its own, so that one failure costs one kernel."""
     from utils.machine.environment import environment
 
     groups: dict[str, list[dict]] = {}

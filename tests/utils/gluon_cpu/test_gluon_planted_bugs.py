@@ -1,4 +1,4 @@
-"""Planted bugs: each is found, with the right kind of report, at the right line, for several seeds."""
+"""The simulator finds each planted bug, with the right kind of report, at the right line, for several seeds."""
 
 import pytest
 import torch

@@ -18,7 +18,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 def close(got: torch.Tensor, want: torch.Tensor, factor: float = 1.0) -> None:
-    """Within the rounding of got's dtype, relative to the largest value."""
+    """Assert that a result is right within the rounding of its dtype, relative to the largest value."""
     scale = want.double().abs().max().item() or 1.0
     error = (got.double() - want.double()).abs().max().item()
     assert error <= factor * TOLERANCE[got.dtype] * scale, f"{error} of {scale}"
@@ -30,7 +30,7 @@ def cdiv(a: int, b: int) -> int:
 
 @pytest.fixture(params=SEEDS, ids=lambda s: f"seed{s}")
 def draw(request):
-    """(random source, simulation seed), another one each run of the tests; the seed shows in a failure."""
+    """Return (random source, simulation seed); each run of the tests draws another seed, and a failure shows it."""
     start = random.randrange(10**9)
     print("shapes drawn from", start)
     torch.manual_seed(start)

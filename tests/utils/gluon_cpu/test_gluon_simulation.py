@@ -1,4 +1,4 @@
-"""simulate(): same seed, same run; timelines; collecting; what it refuses; real kernels of this project."""
+"""simulate(): same seed, same run; timelines; collected reports; refusals; and this project's own kernels."""
 
 import importlib.util
 import itertools
@@ -29,10 +29,8 @@ def launch_add(seed=None, n=160, **options):
     return run
 
 
-def test_import_needs_neither_triton_nor_matplotlib():
-    code = (
-        "import sys, utils.gluon_cpu; loaded = {'triton', 'matplotlib'} & set(sys.modules); assert not loaded, loaded"
-    )
+def test_import_loads_no_heavy_library():
+    code = "import sys, utils.gluon_cpu; loaded = {'torch', 'triton', 'matplotlib'} & set(sys.modules); assert not loaded, loaded"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -81,7 +79,7 @@ def test_picture():
 
 
 def test_more_stages_overlap_more():
-    """The cost model shows what it is for: with one slot copies and additions take turns."""
+    """With one slot, copies and additions take turns; with three they overlap."""
     a, b, c = (torch.ones(16, 640) for _ in range(3))
     cycles = []
     for stages in (1, 3):
@@ -228,7 +226,7 @@ LADDER = "utils.attention.gluon.launch"
 
 
 def attention(q, k, v, causal, window):
-    """fp64 reference; the last query stands at the last key."""
+    """Compute attention in fp64; the last query has the position of the last key."""
     q, k, v = q.double(), k.double(), v.double()
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT / math.sqrt(q.shape[-1])
@@ -271,7 +269,7 @@ def test_attention_ladder(step, shape, causal, window, seed, monkeypatch):
     [(64, 129, 4), (64, 300, 3), (64, 513, 1), (128, 256, 2), (128, 385, 5), (128, 513, 3)],
 )
 def test_a_tiles_end_beside_the_next_ones_start(head_dim, sk, programs, monkeypatch):
-    """Step 5's plan "ahead": one to six tiles a program, two to five blocks of keys, whole and not."""
+    """Step 5's plan "ahead": one to six tiles for each program, two to five blocks of keys, full and partial ones."""
     launch = importlib.import_module(LADDER)
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: programs)
     monkeypatch.setattr(launch, "variant_for", lambda *given: "ahead")

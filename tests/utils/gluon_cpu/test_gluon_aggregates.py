@@ -1,0 +1,67 @@
+"""Aggregates in the simulator: nested, with constants, methods and operators, across partitions; and Triton's rules."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="gluon_cpu needs Triton for the language; there are wheels for Linux only")
+
+from tests.utils.gluon_cpu import gluon_aggregate_kernels as kernels
+from tests.utils.gluon_cpu.gluon_helpers import descriptor
+from utils import gluon_cpu
+
+
+def launch_add(bug: str = "", seed: int | None = None, steps: int = 5, stages: int = 2):
+    x, y, z = torch.randn(16, 32 * steps), torch.randn(16, 32 * steps), torch.zeros(16, 32 * steps)
+    with gluon_cpu.simulate(seed=seed) as run:
+        kernels.add_with_aggregates[(1,)](*(descriptor(t, [16, 32]) for t in (x, y, z)), steps, stages, 0.5, bug)
+    return run, x, y, z
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_a_pipeline_of_aggregates_computes(seed, stages):
+    run, x, y, z = launch_add(seed=seed, stages=stages)
+    assert run.ok
+    torch.testing.assert_close(z, 0.5 * x + y)
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_bugs_in_aggregates_are_found(seed):
+    """Reports say which ring is meant, although both allocate their memory in the same line."""
+    with pytest.raises(gluon_cpu.RaceError, match=r"y_ring\.slots\[0\]") as error:
+        launch_add("no wait for y", seed)
+    assert "x_ring" not in str(error.value)
+    with pytest.raises(gluon_cpu.DeadlockError, match=r"y_ring\.bars\.empty\[0\]"):
+        launch_add("no release of y", seed)
+
+
+def test_operators_methods_and_isinstance():
+    x, y = torch.randn(128), torch.zeros(128)
+    with gluon_cpu.simulate() as run:
+        kernels.add_pairs[(1,)](x, y, 3)
+    assert run.ok
+    torch.testing.assert_close(y, 8 * (x + 1) * 3)
+
+
+RULES = {
+    "forgets a field": "did not set the field size",
+    "a number for a constant": r"field size .* gl\.constexpr\(3\)",
+    "an unknown field": "no field sizes",
+    "a field is assigned": "cannot be changed",
+    "an unknown attribute": "no field or method other",
+    "a number for a tensor": "field a .* tensor.* got 1",
+    "a tensor for a worker": "workers take scalars",
+    "subtracts": "__sub__",
+}
+
+
+@pytest.mark.parametrize("wrong", RULES)
+def test_tritons_rules_for_aggregates_hold(wrong):
+    with pytest.raises(gluon_cpu.KernelError, match=RULES[wrong]), gluon_cpu.simulate():
+        kernels.misuse[(1,)](torch.zeros(1), wrong)
+
+
+def test_without_a_mistake_the_rules_are_silent():
+    with gluon_cpu.simulate() as run:
+        kernels.misuse[(1,)](torch.zeros(1), "")
+    assert run.ok

@@ -1,0 +1,115 @@
+"""Gluon's aggregates: values with named fields, for example a ring of buffers with its barriers.
+
+Triton's rules hold here too: the constructor is a constexpr function that sets every declared field to a value of the
+declared type, and nothing changes a field afterwards.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.runtime.jit import JITCallable
+
+from . import context
+from .context import refuse
+from .global_memory import Descriptor
+from .known import unwrap
+from .memory import MemDesc
+from .tensors import Tensor
+
+# Triton's types of values, and the simulator's.
+TYPES = {gl.tensor: Tensor, gl.shared_memory_descriptor: MemDesc, tma.tensor_descriptor: Descriptor, gl.tuple: tuple}
+OPERATORS = "add sub mul truediv floordiv mod and or xor lshift rshift lt le gt ge eq ne"
+
+
+class Aggregate:
+    """An instance of a kernel's aggregate class."""
+
+    __slots__ = ("_cls", "_complete", "_declared", "_fields")
+
+    def __init__(self, cls, args: tuple, kwargs: dict):
+        # Triton keeps the class that the kernel's author wrote in a closure only.
+        author = inspect.getclosurevars(cls.__setattr__).nonlocals["cls"]
+        set_slot = object.__setattr__
+        set_slot(self, "_cls", cls)
+        set_slot(self, "_declared", author.__annotations__)
+        set_slot(self, "_fields", {})
+        set_slot(self, "_complete", False)
+        constructor = author.__init__
+        if not isinstance(constructor, JITCallable):
+            refuse("kernel", f"{cls.__name__}: decorate its __init__ with @gluon.constexpr_function.")
+        constructor.fn(self, *map(unwrap, args), **{name: unwrap(value) for name, value in kwargs.items()})
+        for name in self._declared:
+            if name not in self._fields:
+                refuse("kernel", f"The constructor of {cls.__name__} did not set the field {name}.")
+        set_slot(self, "_complete", True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        label = self._cls.__name__
+        if self._complete:
+            refuse("kernel", f"The field {name} of a {label} cannot be changed; make a new {label}.")
+        if name not in self._declared:
+            refuse("kernel", f"{label} has no field {name}: declare it as `{name}: type` in the class.")
+        kind = self._declared[name]
+        if isinstance(kind, str):
+            refuse("kernel", f"{label}: `from __future__ import annotations` hides the types of its fields.")
+        if not is_instance(value, kind):
+            text = getattr(kind, "__name__", str(kind))
+            wrap = f" Write gl.constexpr({value!r})." if kind is gl.constexpr and not isinstance(value, Tensor) else ""
+            refuse("kernel", f"The field {name} of {label} holds a value of type {text}; got {value!r}.{wrap}")
+        self._fields[name] = unwrap(value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._fields:
+            return self._fields[name]
+        member = getattr(self._cls, name, None)
+        if not isinstance(member, JITCallable):
+            refuse("kernel", f"A {self._cls.__name__} has no field or method {name}.")
+        return types.MethodType(member, self)
+
+    def __repr__(self) -> str:
+        return f"{self._cls.__name__}({', '.join(f'{name}={value!r}' for name, value in self._fields.items())})"
+
+    def leaves(self) -> list[tuple[str, Any]]:
+        """Return the fields that are no aggregates themselves, each with its path, such as `bars.full`."""
+        leaves = []
+        for name, value in self._fields.items():
+            inner = value.leaves() if isinstance(value, Aggregate) else [("", value)]
+            leaves += [(f"{name}.{path}".rstrip("."), leaf) for path, leaf in inner]
+        return leaves
+
+
+def _operator(name: str):
+    def apply(self: Aggregate, other: Any) -> Any:
+        return context.program().call(self.__getattr__(name), other)
+
+    return apply
+
+
+for _name in OPERATORS.split():
+    setattr(Aggregate, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def is_instance(value: Any, kind: Any) -> bool:
+    """Return whether a value has a type that a kernel names: one of Triton's, an aggregate class, or one of several."""
+    if isinstance(kind, types.UnionType):
+        kind = kind.__args__
+    if isinstance(kind, tuple):
+        return any(is_instance(value, k) for k in kind)
+    if getattr(kind, "__triton_aggregate__", False):
+        return isinstance(value, Aggregate) and value._cls is kind
+    return isinstance(value, TYPES.get(kind, kind))
+
+
+def flatten(values: tuple) -> list:
+    """Return the values of arguments, with those inside of tuples and aggregates."""
+    flat: list = []
+    for value in values:
+        if isinstance(value, Aggregate):
+            value = tuple(value._fields.values())
+        flat += flatten(value) if isinstance(value, tuple) else [value]
+    return flat

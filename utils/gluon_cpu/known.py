@@ -1,0 +1,81 @@
+"""What the simulator knows of Gluon: the meaning of each function, and which values are constants.
+
+The table begins empty. The modules with the operations fill it when they are imported, and the interpreter reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import triton.language as tl
+from triton.experimental.gluon import language as gl
+
+from .context import refuse
+
+TABLE: dict[Any, Callable] = {}  # a function of Triton -> the function that does the same on NumPy data
+
+
+def known(*names: str, of: tuple = (gl, tl)) -> Callable:
+    """Enter a function into the table as the meaning of Triton's functions of these names.
+
+    A name that this version of Triton lacks is left out.
+
+    Args:
+        names: names in `of`; without any, the function's own name, less a trailing underscore.
+        of: the modules of Triton that have the function.
+    """
+
+    def enter(function: Callable) -> Callable:
+        for name in names or (function.__name__.rstrip("_"),):
+            for module in of:
+                if callable(getattr(module, name, None)):
+                    TABLE[getattr(module, name)] = function
+        return function
+
+    return enter
+
+
+def meaning(name: str) -> Callable:
+    """Return the simulator's version of `gl.<name>`."""
+    return TABLE[getattr(gl, name)]
+
+
+class RunTimeValue:
+    """A value that is known only when the kernel runs, not when it is compiled."""
+
+    __slots__ = ()
+    shape: Any
+    data: Any
+
+
+def constant(value, what: str):
+    """Return a value that must be known when the kernel is compiled; refuse any other."""
+    if isinstance(value, RunTimeValue):
+        refuse(
+            "kernel",
+            f"{what} must be a constexpr; got a value that is known only when the kernel runs. "
+            "Annotate it: `name: gl.constexpr = ...`.",
+        )
+    return value
+
+
+def constants(values, what: str) -> list:
+    """Return a list of values that must be known when the kernel is compiled."""
+    return [constant(value, what) for value in values]
+
+
+def number(value, what: str) -> int:
+    """Return an integer, whether it is known at compile time or only at run time."""
+    if isinstance(value, RunTimeValue):
+        if value.shape:
+            refuse("kernel", f"{what} must be a scalar; got a tensor of shape {list(value.shape)}.")
+        value = value.data
+    if isinstance(value, bool) or not isinstance(value, int):
+        refuse("kernel", f"{what} must be an integer; got {value!r}.")
+    return value
+
+
+def unwrap(value):
+    """Return the Python value of a gl.constexpr, and anything else as it is."""
+    return value.value if isinstance(value, gl.constexpr) else value
