@@ -38,6 +38,11 @@ class _LineText:
     at: np.ndarray = field(default_factory=lambda: np.zeros(2))  # pixels from the axes' corner
 
 
+def list_columns(names: int) -> int:
+    """Return the number of columns of the list of names; 0 if so few names are written at their points."""
+    return 0 if names < MANY_NAMES else math.ceil(names / LIST_ROWS)
+
+
 class LabelLayer(Artist):
     """Keeps labels from overlapping each other and other texts, and away from markers and lines where possible."""
 
@@ -54,7 +59,7 @@ class LabelLayer(Artist):
         self._line_texts: list[_LineText] = []
         self._markers: list[tuple[float, float]] = []
         self._lines: list[np.ndarray] = []
-        self._numbered: list[str] | None = [] if names >= MANY_NAMES else None
+        self._numbered: list[str] | None = [] if list_columns(names) else None
         self._solved_for: tuple | None = None
         self._leaders = LineCollection([], colors=HAIR, linewidths=0.7, transform=IdentityTransform(), zorder=2.5)
         self._leaders.set_in_layout(False)

@@ -89,9 +89,9 @@ def plot_roofline(
     roofs = _roofs(main, slope, peaks)
     points = _points(roofs, main, slope, operations, measured)
 
-    from .labels import MANY_NAMES, LabelLayer  # it imports matplotlib, which takes half a second
+    from .labels import LabelLayer, list_columns  # it imports matplotlib, which takes half a second
 
-    figure, (axes,) = open_axes(ax, (7.4, 4.7) if len(points) < MANY_NAMES else (10.4, 4.9))
+    figure, (axes,) = open_axes(ax, (7.4 + 3.2 * list_columns(len(points)), 4.7))
     _limits(axes, roofs, slope, points)
     layer = LabelLayer(axes, names=len(points))
     _draw_roofs(axes, layer, roofs, slope)

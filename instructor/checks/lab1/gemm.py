@@ -106,11 +106,13 @@ def gemm_tiled(gemm_tiled, seed=None):
 
 
 class _Queue:
-    """A device that accepts work at once and finishes it later; it logs what is asked of it, and when."""
+    """A device that accepts work at once and finishes it later; it logs the calls and the waits, with their times."""
 
     def __init__(self, work_ms: list[float]):
-        self.work_ms, self.log, self.busy_until = list(work_ms), [], time.perf_counter()
-        self.launched, self.waited = [], []  # seconds: when each call came, when the first wait after it was over
+        self.work_ms, self.busy_until = list(work_ms), time.perf_counter()
+        self.log: list[str] = []
+        self.launched: list[float] = []  # seconds: when each call came
+        self.waited: list[float] = []  # seconds: when the first wait after each call was over
 
     def launch(self) -> None:
         now = time.perf_counter()

@@ -140,11 +140,8 @@ def block_sparse_attention(block_sparse_attention, seed=None):
         size_q, size_k = (block, block) if isinstance(block, int) else block
         batch, heads, head_dim = draw.size(1, 2), draw.size(2, 3), 8
         s, length = 8 * size_q, 6 * size_k
-        q, k, v = (
-            draw.normal(batch, heads, s, head_dim),
-            *(draw.normal(batch, heads, length, head_dim) for _ in range(2)),
-        )
-        q, k, v = (2 * x.to(dtype) for x in (q, k, v))
+        shapes = [(batch, heads, tokens, head_dim) for tokens in (s, length, length)]
+        q, k, v = (2 * draw.normal(*shape).to(dtype) for shape in shapes)
         cut, shift = draw.size(2, size_q - 1), draw.size(1, 3)
         ids = torch.arange(max(s, length)) // (2 * size_k + shift)
 

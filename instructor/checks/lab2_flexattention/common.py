@@ -79,24 +79,29 @@ def indices(sq: int, sk: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def expect_mask(
     mod: Mod,
-    wanted: torch.Tensor,
+    expected: torch.Tensor,
     what: str,
     mistakes: Mapping[str, torch.Tensor] | None = None,
     b: int = 0,
     h: int = 0,
 ) -> None:
-    """Assert that a mask_mod lets exactly the pairs of `wanted` (Sq, Sk) through.
+    """Assert that a mask_mod lets exactly the pairs of `expected` (Sq, Sk) through.
 
     Args:
-        mistakes: {hint: the mask that somebody gets who makes this mistake}
+        mod: the answer.
+        expected: the right mask.
+        what: name of the answer, the subject of the message.
+        mistakes: {hint: the mask that this mistake leads to}.
+        b: index of the sequence.
+        h: index of the head.
     """
-    sq, sk = wanted.shape
+    sq, sk = expected.shape
     got = pairs(mod, sq, sk, what, b, h)
-    if torch.equal(got, wanted):
+    if torch.equal(got, expected):
         return
-    # At some sizes two mistakes give the same mask: both are named then.
+    # At some sizes two mistakes lead to the same mask; then the message names both.
     hints = [hint for hint, mask in (mistakes or {}).items() if torch.equal(got, mask.expand(sq, sk))]
-    extra, missing = got & ~wanted, wanted & ~got
+    extra, missing = got & ~expected, expected & ~got
     found = []
     for name, wrong in (("lets through", extra), ("hides", missing)):
         if wrong.any():
@@ -147,14 +152,14 @@ def moved_heads(got: torch.Tensor, right: torch.Tensor, rtol: float = 1e-3, atol
 
 def expect_scores(
     mod: Mod,
-    wanted: torch.Tensor,
+    expected: torch.Tensor,
     scores: torch.Tensor,
     what: str,
     mistakes: Mapping[str, torch.Tensor] | None = None,
     b: int = 0,
     h: int = 0,
 ) -> None:
-    """Assert that a score_mod turns scores (Sq, Sk) of sequence b and head h into `wanted`."""
+    """Assert that a score_mod turns scores (Sq, Sk) of sequence b and head h into `expected`."""
     if not callable(mod):
         raise AssertionError(
             f"{what} should be a score_mod, a function of (score, b, h, q, k), and is a "
@@ -169,9 +174,9 @@ def expect_scores(
         if isinstance(got, torch.Tensor)
         and got.shape == wrong.shape
         and torch.allclose(got.to(wrong.dtype), wrong, **tolerance)
-        and not torch.allclose(wrong, wanted, **tolerance)
+        and not torch.allclose(wrong, expected, **tolerance)
     ]
-    expect_close(got, wanted, **tolerance, what=what, hint=" Or: ".join(hints))
+    expect_close(got, expected, **tolerance, what=what, hint=" Or: ".join(hints))
 
 
 def recording():

@@ -47,7 +47,8 @@ def masked_attention(masked_attention, seed=None):
     forbid(watch, FUSED_ATTENTION, hint="write product, mask, softmax, product yourself")
     for dtype, rtol, atol in ((torch.float32, 1e-4, 1e-5), (torch.float64, 1e-9, 1e-10)):
         b, h, s, length, d = draw.sizes(5, 2, 20)
-        q, k, v = draw.normal(b, h, s, d, dtype=dtype), *(draw.normal(b, h, length, d, dtype=dtype) for _ in range(2))
+        q = draw.normal(b, h, s, d, dtype=dtype)
+        k, v = (draw.normal(b, h, length, d, dtype=dtype) for _ in range(2))
         mask = draw.normal(s, length) > 0
         mask[:, 0] = True
         copies = [x.clone() for x in (q, k, v, mask)]

@@ -24,7 +24,7 @@ def _arrivals(draw: Draw, lengths: list[int]) -> tuple[torch.Tensor, torch.Tenso
     return conversation, position
 
 
-def _wanted(conversation, position, window) -> dict[str, torch.Tensor]:
+def _visible_pairs(conversation, position, window) -> dict[str, torch.Tensor]:
     """The mask between tokens as they arrive under "", and what people get who slip, by hint."""
     q, k = (lambda x: x[:, None]), (lambda x: x[None, :])
     same, past = q(conversation) == k(conversation), k(position) <= q(position)
@@ -80,9 +80,9 @@ def layout_mask(lay_out, seed=None):
         conversation, position = _arrivals(draw, lengths)
         window, size = draw.size(3, 5), sum(lengths)
         order, mod = _laid_out(lay_out, conversation, position, window)
-        masks = {hint: mask[order][:, order] for hint, mask in _wanted(conversation, position, window).items()}
+        masks = {hint: mask[order][:, order] for hint, mask in _visible_pairs(conversation, position, window).items()}
         right = masks.pop("")
-        by_token = _wanted(conversation, position, window)[""]
+        by_token = _visible_pairs(conversation, position, window)[""]
         if not torch.equal(by_token, right):
             masks["This is the mask between tokens as they arrived: rows are in the new order."] = by_token
         expect_mask(mod, right, f"the mask of conversations of {lengths} tokens, window {window},", masks)
@@ -98,17 +98,17 @@ def layout_blocks(lay_out, seed=None):
         conversation, position = _arrivals(draw, lengths)
         order, mod = _laid_out(lay_out, conversation, position, window)
         size = sum(lengths)
-        wanted = _wanted(conversation, position, window)[""]
+        visible = _visible_pairs(conversation, position, window)[""]
         got = pairs(mod, size, size, "the mask_mod of lay_out")
-        lost = int((wanted[order][:, order] & ~got).sum())
+        lost = int((visible[order][:, order] & ~got).sum())
         if lost:
             raise AssertionError(f"blocks count only if every pair that is wanted is there; {lost} pairs are hidden.")
         enough = []
         for number in (conversation, torch.where(conversation == 0, len(lengths), conversation)):
             by_owner = torch.argsort(number * size + position)
-            enough.append(_computed(wanted[by_owner][:, by_owner], block))
+            enough.append(_computed(visible[by_owner][:, by_owner], block))
         mine = _computed(got, block)
-        arrival = _computed(wanted, block)
+        arrival = _computed(visible, block)
         if mine > SLACK * max(enough):
             hint = "Tokens that see each other should be neighbours, so that the rest of the row is empty blocks."
             if len(conversation[order].unique_consecutive()) == len(lengths):  # each conversation in one piece
@@ -120,5 +120,6 @@ def layout_blocks(lay_out, seed=None):
 
 
 def _computed(mask: torch.Tensor, block: int) -> int:
-    found = sparsity(lambda b, h, q, k: mask[q, k], *mask.shape, block_size=block)
-    return found.full + found.partial
+    sq, sk = mask.shape
+    counts = sparsity(lambda b, h, q, k: mask[q, k], sq, sk, block_size=block)
+    return counts.full + counts.partial

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -12,22 +13,23 @@ from utils.checking import check
 from utils.checking.kernel_exercises import Launch, Tile, expect_kernel
 from utils.checking.kernel_exercises import overlap as overlap_of
 
-TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}
+TOLERANCE: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2}
 LEAST_OVERLAP = 0.12  # of the softmax; without overlap it is zero, the model answer has about 0.25
 
 
 def tile(x: torch.Tensor, rows: int) -> Tile:
+    """Return a tensor that is copied in tiles of `rows` whole rows."""
     return Tile(x, [1] * (x.dim() - 2) + [rows, x.shape[-1]])
 
 
 def inputs(heads: int, sq: int, sk: int, d: int, draw: Draw, sharp: float = 1.0) -> list[torch.Tensor]:
-    """q, k, v (heads, S, D) in bf16; sharp multiplies q, and with it the scores."""
+    """Draw q, k and v (heads, S, D) in bf16; `sharp` multiplies q, and so the scores."""
     q, k, v = (draw.normal(heads, s, d) for s in (sq, sk, sk))
     return [x.to(torch.bfloat16) for x in (q * sharp, k, v)]
 
 
 def expected_output(q, k, v, causal: bool = False) -> torch.Tensor:
-    """Attention in float64; the last query stands at the last key."""
+    """Compute attention in float64; with fewer queries than keys, the last query is at the last key."""
     q, k, v = q.double(), k.double(), v.double()
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     if causal:
@@ -37,7 +39,7 @@ def expected_output(q, k, v, causal: bool = False) -> torch.Tensor:
 
 
 def attention_launch(file: str, rows: int, q, k, v, block_n: int = 64, stages: int | None = None):
-    """A launch of `attention` with a program for each `rows` queries of each head, and what it should give."""
+    """Return a launch of `attention`, a program for each `rows` queries of each head, and its expected output."""
     d, sk = q.shape[-1], k.shape[-2]
     args = {
         "q_desc": tile(q, 64),
@@ -110,7 +112,7 @@ def specialized(source: str, seed=None):
 
 
 def overlap_launch(q, k, v, stages: int, block_n: int = 64):
-    """q, k, v (B, heads, S, D)."""
+    """Return a launch of the overlapped `attention` for q, k, v (B, heads, S, D), and its expected output."""
     sq, sk, heads = q.shape[-2], k.shape[-2], q.shape[1]
     args = {
         "q_desc": tile(q, 64),

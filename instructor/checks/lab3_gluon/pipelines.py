@@ -14,13 +14,12 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def cdiv(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
-# ---- 2.2 -----------------------------------------------------------------------------------------------------------
-
-
 def transpose_launch(m: int, n: int, draw: Draw) -> tuple[Launch, dict]:
+    """Return a launch of the transpose of an (m, n) matrix, and its expected output."""
     x = draw.normal(m, n)
     args = {"x_ptr": x, "y_ptr": torch.full((n, m), float("nan")), "m": m, "n": n, "x_stride": n, "y_stride": m}
     return Launch("transpose", (cdiv(m, 32), cdiv(n, 32)), args, ("y_ptr",), file="lab3_transpose.py"), {"y_ptr": x.T}
@@ -50,10 +49,8 @@ def transpose(source: str, seed=None):
         raise AssertionError("a program should load and store one tile of 32 x 32 elements.")
 
 
-# ---- 3.1 -----------------------------------------------------------------------------------------------------------
-
-
 def async_copy_launch(n: int, tile: int, tiles: int, stages: int, draw: Draw) -> tuple[Launch, dict]:
+    """Return a launch of the sum of two vectors through `stages` slots, and its expected output."""
     a, b = draw.normal(n), draw.normal(n)
     args = {
         "a_ptr": a,
@@ -95,10 +92,8 @@ def async_copy(source: str, seed=None):
         )
 
 
-# ---- 3.2 -----------------------------------------------------------------------------------------------------------
-
-
 def tma_ring_launch(rows: int, columns: int, stages: int, dtype: torch.dtype, draw: Draw) -> tuple[Launch, dict]:
+    """Return a launch of the TMA ring over a (rows, columns) matrix, and its expected output."""
     x = draw.normal(rows, columns, dtype=dtype)
     args = {
         "x_desc": Tile(x, [16, 64]),
@@ -142,10 +137,8 @@ def tma_ring(source: str, seed=None):
         )
 
 
-# ---- bonus 3.4 -----------------------------------------------------------------------------------------------------
-
-
 def repair_launch(tiles: int, stages: int, draw: Draw) -> tuple[Launch, dict]:
+    """Return a launch of the ring to repair over `tiles` tiles, and its expected output."""
     x = draw.normal(16, 32 * tiles)
     args = {
         "x_desc": Tile(x, [16, 32]),
@@ -195,10 +188,8 @@ def repairs(source: str, repairs, seed=None):
         )
 
 
-# ---- 4.1 -----------------------------------------------------------------------------------------------------------
-
-
 def wgmma_launch(m: int, n: int, k: int, block_n: int, dtype: torch.dtype, draw: Draw) -> tuple[Launch, dict]:
+    """Return a launch of the (m, k) x (k, n) product with wgmma, and its expected output."""
     a, b = draw.normal(m, k, dtype=dtype), draw.normal(n, k, dtype=dtype)
     c = torch.full((m, n), float("nan"), dtype=dtype)
     args = {

@@ -135,6 +135,7 @@ def errors(errors, seed=None):
 
 
 def expect_errors(got, largest, rms, what, largest_mistakes, rms_mistakes) -> None:
+    """Assert the pair (largest error, relative rms error), each with its known mistakes."""
     if not isinstance(got, tuple | list) or len(got) != 2:
         raise AssertionError(f"{what} should be (largest, rms), two numbers, and is {got!r}.")
     expect_value(got[0], largest, "", f"{what}: the largest", largest_mistakes, rel=1e-3)

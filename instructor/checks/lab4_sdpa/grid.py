@@ -1,4 +1,4 @@
-"""Part 6: questions to a table of results, asked of random tables of the same form."""
+"""Part 6: questions about a table of results; the checks ask them about random tables of the same form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BACKENDS = ("math", "flash", "efficient", "cudnn")
 
 
 def random_grid(draw: Draw, shapes: int = 24) -> pd.DataFrame:
-    """A table like the recorded one: rows in any order, some refused, some defaults without a time."""
+    """Return a table like the recorded one: rows in any order, some refused, some defaults without a time."""
     rows = []
     for shape in range(shapes):
         kind = KINDS[shape % 3]
@@ -27,7 +27,7 @@ def random_grid(draw: Draw, shapes: int = 24) -> pd.DataFrame:
             status = "ok"
             if backend != "math" and draw.size(1, 6) == 1:
                 status = draw.choice(("refused", "failed", "out of memory"))
-                # a failed row may carry a time, which must not count
+                # a failed row may have a time; it must not count
                 ms = draw.choice((math.nan, draw.real(1e-4, 2e-4)))
             rows.append(
                 {
@@ -52,17 +52,20 @@ def _timed(grid: pd.DataFrame) -> pd.DataFrame:
 
 
 def fastest(grid: pd.DataFrame) -> pd.Series:
+    """Return the fastest backend of each shape."""
     ordered = _timed(grid).sort_values("ms").drop_duplicates("shape")
     return ordered.set_index("shape")["backend"].sort_index()
 
 
 def default_slowdown(grid: pd.DataFrame) -> pd.Series:
+    """Return the default backend's time over the best time, for each shape where both are known."""
     best = _timed(grid).groupby("shape")["ms"].min()
     default = _timed(grid)[_timed(grid)["is_default"]].set_index("shape")["ms"]
     return (default / best.reindex(default.index)).sort_index()
 
 
 def geometric_mean(values) -> float:
+    """Return the geometric mean of positive numbers."""
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
@@ -162,6 +165,7 @@ def fastest_and_default(fastest_function, default_function, mean_function, seed=
 
 
 def answers(grid: pd.DataFrame) -> dict:
+    """Return the right answers to Question 6.2 for a table."""
     timed, best, loss = _timed(grid), fastest(grid), default_slowdown(grid)
     kinds = grid.drop_duplicates("shape").set_index("shape")["kind"]
     default = grid[grid["is_default"]].set_index("shape")["backend"]
@@ -199,7 +203,9 @@ def _usable(grid: pd.DataFrame) -> bool:
 
 
 def _is_close(got: object, expected: float) -> bool:
-    return isinstance(got, numbers.Real) and not isinstance(got, bool) and abs(got - expected) <= 1e-9 * abs(expected)
+    if not isinstance(got, numbers.Real) or isinstance(got, bool):
+        return False
+    return abs(float(got) - expected) <= 1e-9 * abs(expected)
 
 
 def _answer_mistakes(grid: pd.DataFrame, right: dict) -> dict[str, dict[str, float]]:

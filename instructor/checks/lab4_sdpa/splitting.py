@@ -176,7 +176,8 @@ def attention_backward(attention_backward, seed=None):
     """Gradients against autograd in float64; softmax and autograd are forbidden."""
     draw = Draw(seed)
     for case in range(3):
-        b, h, sq, sk, d = draw.size(1, 2), draw.size(1, 3), *draw.sizes(2, 7, 20), draw.choice((8, 16))
+        b, h = draw.size(1, 2), draw.size(1, 3)
+        (sq, sk), d = draw.sizes(2, 7, 20), draw.choice((8, 16))
         scale = 12 if case == 2 else 1
         q, k, v = scale * draw.normal(b, h, sq, d), scale * draw.normal(b, h, sk, d), draw.normal(b, h, sk, d)
         wide = [t.double().requires_grad_() for t in (q, k, v)]
