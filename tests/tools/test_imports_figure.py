@@ -30,7 +30,7 @@ def test_the_picture_says_what_it_shows(tmp_path):
 
 def dots(card: Card) -> dict[str, int]:
     """Count the dots of the imports by colour, without the one of the legend."""
-    colors = [line.get_color() for line in card.ax.lines if line.get_marker() == "o"]
+    colors = [line.get_markerfacecolor() for line in card.ax.lines if line.get_marker() == "o"]
     return {color: colors.count(color) - (color == figure.FORBIDDEN) for color in sorted(set(colors))}
 
 

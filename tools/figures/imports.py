@@ -87,16 +87,7 @@ def draw(edges: set[Edge], bands: list[list[str]]) -> Card:
             card.path((column[name], row[name]), (min(ends), row[name]), color=FORBIDDEN, line=1.1)
         for other in imported:
             allowed = band_of[other] > band_of[name]
-            card.ax.plot(
-                [column[other]],
-                [row[name]],
-                marker="o",
-                markersize=6,
-                color=color if allowed else FORBIDDEN,
-                zorder=5,
-                scalex=False,
-                scaley=False,
-            )
+            card.dot(column[other], row[name], 6, fill=color if allowed else FORBIDDEN)
         importers = [importer for importer, other in edges if other == name]
         above = [row[importer] for importer in importers if row[importer] < row[name]]
         below = [row[importer] for importer in importers if row[importer] > row[name]]
@@ -120,7 +111,7 @@ def _legend(card: Card, height: float) -> None:
     )
     for number, text in enumerate(lines):
         card.text(30, height - 128 + 22 * number, text, ha="left", size=9.5, color=SOFT)
-    card.ax.plot([34], [height - 56], marker="o", markersize=6, color=FORBIDDEN, scalex=False, scaley=False)
+    card.dot(34, height - 56, 6, fill=FORBIDDEN)
     card.text(
         44, height - 56, "An import that the contract forbids; there should be none.", ha="left", size=9.5, color=SOFT
     )

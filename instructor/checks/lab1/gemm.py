@@ -24,7 +24,7 @@ _TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.float64: (1e-9, 1e-10)}
 
 
 def _expect_product(gemm, a: torch.Tensor, b: torch.Tensor, what: str, hint: str) -> None:
-    """Assert gemm(a, b) = a @ b, NaN included, with the inputs left alone and no uninitialised memory used."""
+    """Assert gemm(a, b) = a @ b, also with NaN; the inputs must not change, and unwritten memory must not be read."""
     copies = a.clone(), b.clone()
     with poisoned_memory():
         got = gemm(a, b)
@@ -39,7 +39,7 @@ def _name(function: str, m: int, k: int, n: int, dtype: torch.dtype, more: str =
 
 @check("1.1", "Naive GEMM")
 def gemm_naive(gemm_naive, seed=None):
-    """Any shape and dtype, one element at a time, no library product."""
+    """Check any shape and dtype; one element at a time, without a product of the library."""
     draw = Draw(seed)
     m, k, n = draw.sizes(3, 3, 7)
     a, b = draw.normal(m, k), draw.normal(k, n)
@@ -67,7 +67,7 @@ def gemm_naive(gemm_naive, seed=None):
 
 @check("1.2", "Tiled GEMM")
 def gemm_tiled(gemm_tiled, seed=None):
-    """Tiles of any size on matrices of any size, one tile at a time, no library product."""
+    """Check tiles and matrices of any size; one tile at a time, without a product of the library for more."""
     draw = Draw(seed)
     hint = "Look at the tiles at the edges, and at where the accumulator starts and ends."
 
@@ -133,7 +133,7 @@ class _Queue:
 
 @check("1.3", "Timing")
 def time_calls(time_calls, seed=None):
-    """Waits at the right moments, times each call on its own, in ms."""
+    """Check that the function waits at the right moments and times each call separately, in ms."""
     draw = Draw(seed)
     work_ms = [draw.real(40, 60), draw.real(4, 6), draw.real(15, 25)]
     device = _Queue(work_ms)
@@ -175,7 +175,7 @@ _UNITS = ("MACs", "FLOPs", "bytes")
 
 @check("1.4", "MACs, FLOPs and bytes")
 def gemm_and_gemv_costs(gemm_macs_flops_bytes, gemv_macs_flops_bytes, seed=None):
-    """Counts of (M, K) @ (K, N) and (M, K) @ (K,) for several dtypes."""
+    """Check the counts of (M, K) @ (K, N) and (M, K) @ (K,) for several dtypes."""
     draw = Draw(seed)
     for dtype in DTYPES:
         size = dtype.itemsize
@@ -214,7 +214,7 @@ def _expect_costs(got, macs, n_bytes, what, byte_mistakes) -> None:
 
 @check("Bonus 1.6", "Tile traffic")
 def tile_traffic(tiled_gemm_bytes, largest_square_tile, seed=None):
-    """Traffic of a tiled GEMM, and the tile that fits."""
+    """Check the traffic of a tiled GEMM, and the largest tile that fits."""
     draw = Draw(seed)
     for dtype in DTYPES[1:3]:
         size = dtype.itemsize

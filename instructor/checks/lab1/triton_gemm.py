@@ -1,4 +1,4 @@
-"""Question 1.5: the student's Triton kernel, in Triton's interpreter, between guards."""
+"""Question 1.5: the student's Triton kernel, in Triton's interpreter, with guard zones around the tensors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def entry_of_the_check(a, b, block_m, block_n, block_k, transposed, dtype):
 
 
 def _last_words(text: str) -> str:
-    """The error itself, and the line of the kernel it comes from."""
+    """Return the message of an error with the line of the kernel that raised it."""
     lines = text.strip().splitlines()
     places = [i for i, line in enumerate(lines) if line.endswith("in gemm_kernel")]
     where = f"\n  in gemm_kernel: {lines[places[-1] + 1].strip()}" if places and places[-1] + 1 < len(lines) else ""
@@ -49,7 +49,7 @@ def _last_words(text: str) -> str:
 
 @check("1.5", "GEMM in Triton")
 def gemm_triton(source: str, seed=None):
-    """The kernel `gemm_kernel` of this source text: values, edges, strides, and no access outside."""
+    """Check the kernel `gemm_kernel` of this source text: values, edges, strides, and no access out of bounds."""
     # In the text, because a kernel's `raise` never reaches Python when it is compiled.
     if re.search(r"^\s*raise NotImplementedError", source, flags=re.MULTILINE):
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""What the checks of lab 2 share: masks and score modifiers evaluated pair by pair, and named mistakes."""
+"""Shared by the checks of lab 2: masks and score modifiers evaluated for each pair, and names of mistakes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NO_VALUE = (
 
 
 def _reason(error: Exception) -> str | None:
-    """What a student should read instead of vmap's words; None for an error that speaks for itself."""
+    """Return the sentence that replaces an error message of vmap; None if the message is clear."""
     text = str(error)
     if "data-dependent control flow" in text or "asks a tensor for True or False" in text:
         return (
@@ -35,7 +35,7 @@ def _reason(error: Exception) -> str | None:
 
 
 def _students(function: Callable, what: str, *args, **kwargs):
-    """Call a function that runs the student's mod; the usual errors of a mod in a sentence."""
+    """Call a function that runs the student's mod; explain the usual errors of a mod in a sentence."""
     try:
         return function(*args, **kwargs)
     except (RuntimeError, TypeError) as error:
@@ -46,7 +46,7 @@ def _students(function: Callable, what: str, *args, **kwargs):
 
 
 def pairs(mod: Mod, sq: int, sk: int, what: str, b: int = 0, h: int = 0) -> torch.Tensor:
-    """What a student's mask_mod says: (Sq, Sk) bool."""
+    """Evaluate a student's mask_mod for all pairs: (Sq, Sk) bool."""
     if not callable(mod):
         raise AssertionError(
             f"{what} should be a mask_mod, a function of (b, h, q, k), and is a {type(mod).__name__}: "
@@ -57,7 +57,7 @@ def pairs(mod: Mod, sq: int, sk: int, what: str, b: int = 0, h: int = 0) -> torc
 
 
 def arguments_counted(mod: Mod) -> int:
-    """Positional arguments of a function as FlexAttention counts them, to tell masks from score modifiers."""
+    """Count the positional arguments as FlexAttention does to distinguish masks from score modifiers."""
     if hasattr(mod, "__code__"):
         return mod.__code__.co_argcount - len(getattr(mod, "__defaults__", None) or ())
     return sum(parameter.default is inspect.Parameter.empty for parameter in inspect.signature(mod).parameters.values())
@@ -73,7 +73,7 @@ def _expect_four_arguments(mod: Mod, what: str) -> None:
 
 
 def indices(sq: int, sk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index tensors (Sq, 1) and (1, Sk) that broadcast to all pairs."""
+    """Return index tensors (Sq, 1) and (1, Sk) that broadcast to all pairs."""
     return torch.arange(sq)[:, None], torch.arange(sk)[None, :]
 
 
@@ -85,7 +85,7 @@ def expect_mask(
     b: int = 0,
     h: int = 0,
 ) -> None:
-    """Assert that a mask_mod lets exactly the pairs of `expected` (Sq, Sk) through.
+    """Assert that a mask_mod allows exactly the pairs of `expected` (Sq, Sk).
 
     Args:
         mod: the answer.
@@ -112,7 +112,7 @@ def expect_mask(
 
 
 def expect_program(mod: Mod, most: int, what: str, sq: int = 8, sk: int = 8) -> None:
-    """Assert that a mod touches no tensor of more than `most` elements for one pair: no tensor of pairs."""
+    """Assert that a mod uses no tensor with more than `most` elements for one pair, so no tensor of pairs."""
     arguments = [torch.tensor(0), torch.tensor(0), torch.tensor(sq - 1), torch.tensor(sk - 1)]
     with SizeWatch() as watch:
         _students(mod, what, *arguments)
@@ -127,7 +127,7 @@ def expect_program(mod: Mod, most: int, what: str, sq: int = 8, sk: int = 8) -> 
 
 
 def attend_densely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Attention in float64 under a mask that broadcasts to (B, H, S, L); a query without keys gets zeros."""
+    """Compute attention in float64 with a mask that broadcasts to (B, H, S, L); a query without keys gets zeros."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
     scores = q.double() @ k.mT / math.sqrt(q.shape[-1])
@@ -136,7 +136,7 @@ def attend_densely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torc
 
 
 def moved_heads(got: torch.Tensor, right: torch.Tensor, rtol: float = 1e-3, atol: float = 1e-4) -> str:
-    """A hint if `got` has the heads of `right`, in another order."""
+    """Return a hint if `got` has the heads of `right` in another order."""
     order = []
     for head in range(right.shape[1]):
         others = [head, *range(right.shape[1])]
@@ -180,7 +180,7 @@ def expect_scores(
 
 
 def recording():
-    """(attend, calls): attend(q, k, v, mask_mod) in float64, that notes the shapes and mask_mods it is called with."""
+    """Return `attend(q, k, v, mask_mod)` in float64, and the list of shapes and mask_mods that it was called with."""
     calls: list[tuple[tuple[int, ...], Mod]] = []
 
     def attend(q, k, v, mask_mod):

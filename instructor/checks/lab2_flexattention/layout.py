@@ -15,7 +15,7 @@ SLACK = 1.15  # times the blocks of a layout by conversation and position, instr
 
 
 def _arrivals(draw: Draw, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(conversation, position) of conversations of these lengths, in a drawn order of arrival."""
+    """Return (conversation, position) of each token, for conversations of these lengths in a random order of arrival."""
     conversation = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     conversation = conversation[torch.randperm(len(conversation), generator=draw.generator)]
     position = torch.zeros_like(conversation)
@@ -25,7 +25,7 @@ def _arrivals(draw: Draw, lengths: list[int]) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _visible_pairs(conversation, position, window) -> dict[str, torch.Tensor]:
-    """The mask between tokens as they arrive under "", and what people get who slip, by hint."""
+    """Return the masks between tokens in the order of arrival: the right one under "", and that of each mistake."""
     q, k = (lambda x: x[:, None]), (lambda x: x[None, :])
     same, past = q(conversation) == k(conversation), k(position) <= q(position)
     near, of_instructions, to_them = (q(position) - k(position) < window, q(conversation) == 0, k(conversation) == 0)
@@ -73,7 +73,7 @@ def _laid_out(lay_out, conversation, position, window):
 
 @check("7.1", "The mask of the layout")
 def layout_mask(lay_out, seed=None):
-    """Every pair of rows, for drawn conversations in a drawn order of arrival."""
+    """Check every pair of rows, for random conversations in a random order of arrival."""
     draw = Draw(seed)
     for _ in range(2):
         lengths = draw.sizes(4, 6, 20)
@@ -91,7 +91,7 @@ def layout_mask(lay_out, seed=None):
 
 @check("7.1", "The blocks of the layout")
 def layout_blocks(lay_out, seed=None):
-    """Blocks left to compute, against those of the layout by conversation and position; the mask must be right."""
+    """Compare the blocks to compute with those of a layout by conversation and position; the mask must be right."""
     draw = Draw(seed)
     for block, window in ((16, 1000), (16, 20)):
         lengths = draw.sizes(8, 24, 60)

@@ -14,7 +14,7 @@ from utils.checking import check
 
 @check("2.1", "Three masks")
 def three_masks(causal, sliding_window, prefix_lm, seed=None):
-    """Causal, sliding window and prefix-LM, on drawn lengths."""
+    """Check the causal mask, the sliding window and prefix-LM for random lengths."""
     draw = Draw(seed)
     for _ in range(2):
         sq, sk = draw.sizes(2, 12, 40)
@@ -61,7 +61,7 @@ def three_masks(causal, sliding_window, prefix_lm, seed=None):
 
 @check("2.2", "Packed documents")
 def packed_documents(document_numbers, packed_documents, seed=None):
-    """Numbers of documents; a mask that reads them, one row a sequence."""
+    """Check the numbers of documents, and the mask that reads them: one row for each sequence."""
     draw = Draw(seed)
     rows, size = [], draw.size(25, 40)  # four documents of six tokens fit
     for _ in range(3):
@@ -130,7 +130,7 @@ def _stripes(period: int, of_keys: bool):
 
 @check("2.3", "both and either")
 def compositions(both, either, seed=None):
-    """The pairs of all masks, and of at least one."""
+    """Check the pairs that all masks allow, and those that at least one allows."""
     draw = Draw(seed)
     sq, sk = draw.sizes(2, 10, 24)
     mods = [
@@ -166,7 +166,7 @@ def compositions(both, either, seed=None):
 
 @check("2.3", "Windows and sinks")
 def windows_and_sinks(window_per_head, sinks_and_window, seed=None):
-    """A window for each head; a window and the first keys."""
+    """Check a window for each head, and a window with the first keys."""
     draw = Draw(seed)
     heads = draw.size(3, 5)
     windows = torch.tensor(draw.sizes(heads, 2, 12))

@@ -10,7 +10,7 @@ from utils.checking import check, expect_close
 
 
 def _window(width: int):
-    """Causal, in sequence b the last width + b keys."""
+    """Allow the last width + b keys in sequence b, causally."""
 
     def mask_mod(b, h, q, k):
         return (k <= q) & (q - k < width + b + h)
@@ -20,7 +20,7 @@ def _window(width: int):
 
 @check("Bonus 8.1", "Decode")
 def at_positions(at_positions, seed=None):
-    """Queries that start at a position of their own in each sequence."""
+    """Check queries that start at a different position in each sequence."""
     draw = Draw(seed)
     sk, sq = draw.size(20, 30), draw.size(2, 4)
     starts = draw.sizes(3, 1, sk - sq)
@@ -53,7 +53,7 @@ def at_positions(at_positions, seed=None):
 
 @check("Bonus 8.2", "Pages")
 def paged_mask(paged_mask, seed=None):
-    """A pool of pages in a drawn order, with free ones."""
+    """Check a pool of pages in random order, some of them free."""
     draw = Draw(seed)
     page_size, sequences = draw.size(2, 5), 3
     pages = [(b, n) for b in range(sequences) for n in range(draw.size(2, 4))]
@@ -95,7 +95,7 @@ def paged_mask(paged_mask, seed=None):
 
 @check("Bonus 8.3", "A ragged batch")
 def ragged_attention(ragged_attention, seed=None):
-    """Texts of different lengths in one call, each by itself, causal."""
+    """Check texts of different lengths in one call; each is causal and sees itself only."""
     draw = Draw(seed)
     sizes = [*draw.sizes(3, 2, 12), 0, draw.size(2, 6)]
     texts = [tuple(draw.normal(2, size, 8) for _ in range(3)) for size in sizes]

@@ -57,7 +57,7 @@ def attention_launch(file: str, rows: int, q, k, v, block_n: int = 64, stages: i
 
 @check("5.1", "Online softmax in a kernel")
 def softmax(source: str, seed=None):
-    """Values with tails of keys, with large scores, with scores far below zero in the first block."""
+    """Check the output with an incomplete last block, with large scores, and with very negative scores in the first block."""
     draw = Draw(seed)
     for sk, d, sharp in ((draw.size(65, 180), 64, 1.0), (draw.size(1, 24), 64, 1.0), (draw.size(140, 190), 128, 60.0)):
         q, k, v = inputs(1, draw.size(33, 64), sk, d, draw, sharp)
@@ -86,7 +86,7 @@ def softmax(source: str, seed=None):
 
 @check("5.2", "Producer and consumers")
 def specialized(source: str, seed=None):
-    """Values for one to three slots, whatever the times; K and V loaded once for both consumers."""
+    """Check the output for one to three slots in any timing; K and V are loaded once for both consumers."""
     draw = Draw(seed)
     for stages in (2, 1, 3):
         q, k, v = inputs(1, draw.size(70, 128), draw.size(200, 300), 64, draw)
@@ -131,7 +131,7 @@ def overlap_launch(q, k, v, stages: int, block_n: int = 64):
 
 @check("5.3", "Overlap")
 def overlap(source: str, seed=None):
-    """Values whatever the times, and softmax that runs under a product."""
+    """Check the output in any timing; the softmax must run during a product."""
     draw = Draw(seed)
     for stages in (2, 3):
         q, k, v = (x[None] for x in inputs(1, draw.size(70, 128), draw.size(200, 300), 64, draw))
@@ -164,7 +164,7 @@ def overlap(source: str, seed=None):
 
 @check("Bonus 5.5", "Causal attention")
 def attention_causal(source: str, seed=None):
-    """Values with fewer queries than keys and with tails; and no product for a block that nobody sees."""
+    """Check fewer queries than keys and incomplete blocks; there must be no product for a block that no query sees."""
     draw = Draw(seed)
     for (sq, sk), d in (((draw.size(130, 190),) * 2, 64), ((draw.size(65, 100), draw.size(150, 200)), 128)):
         q, k, v = inputs(1, sq, sk, d, draw)

@@ -27,7 +27,7 @@ def transpose_launch(m: int, n: int, draw: Draw) -> tuple[Launch, dict]:
 
 @check("2.2", "Transpose")
 def transpose(source: str, seed=None):
-    """Values at any size, and whole 32-byte sectors both ways."""
+    """Check the output at any size; loads and stores move whole sectors of 32 bytes."""
     draw = Draw(seed)
     for m, n in ((draw.size(1, 31), draw.size(33, 63)), (draw.size(65, 90), draw.size(1, 60))):
         launch, expected = transpose_launch(m, n, draw)
@@ -67,7 +67,7 @@ def async_copy_launch(n: int, tile: int, tiles: int, stages: int, draw: Draw) ->
 
 @check("3.1", "cp.async pipeline")
 def async_copy(source: str, seed=None):
-    """Values for every number of slots, and copies that overlap."""
+    """Check the output for every number of slots; copies must overlap."""
     draw, cycles = Draw(seed), {}
     for stages in (2, 4, 1, 3):
         tiles = draw.size(stages + 1, 7)
@@ -108,7 +108,7 @@ def tma_ring_launch(rows: int, columns: int, stages: int, dtype: torch.dtype, dr
 
 @check("3.2", "TMA ring")
 def tma_ring(source: str, seed=None):
-    """Values for every number of slots, fewer tiles than slots included, and copies that overlap."""
+    """Check the output for every number of slots, also with fewer tiles than slots; copies must overlap."""
     draw, cycles = Draw(seed), {}
     for stages, columns in ((2, 64 * 5), (3, 8 * draw.size(9, 60)), (4, 64 + 8 * draw.size(0, 8)), (1, 64 * 3)):
         launch, expected = tma_ring_launch(draw.size(17, 40), columns, stages, draw.choice(HALVES), draw)
@@ -154,7 +154,7 @@ MOST_REPAIRS = 6
 
 
 def repaired(source: str, repairs: dict[str, str]) -> str:
-    """The broken file with its repairs; each key is a whole line of it, without the indentation."""
+    """Return the broken file with its repairs; each key is a whole line of the file without the indentation."""
     if not isinstance(repairs, dict) or not repairs:
         raise AssertionError("repairs() should be a dict {wrong line: what should stand there}, and not empty.")
     if len(repairs) > MOST_REPAIRS:
@@ -171,7 +171,7 @@ def repaired(source: str, repairs: dict[str, str]) -> str:
 
 @check("Bonus 3.4", "Repair")
 def repairs(source: str, repairs, seed=None):
-    """The repaired ring runs with any number of slots and tiles, whatever the times."""
+    """Check that the repaired ring is right with any number of slots and tiles and in any timing."""
     draw = Draw(seed)
     text = repaired(source, repairs())
     for stages in (1, 2, 3):
@@ -204,7 +204,7 @@ def wgmma_launch(m: int, n: int, k: int, block_n: int, dtype: torch.dtype, draw:
 
 @check("4.1", "The first wgmma")
 def wgmma(source: str, seed=None):
-    """Values over sizes and dtypes; on the tensor cores, and out by TMA."""
+    """Check the output for several sizes and dtypes; the product runs on the tensor cores, and TMA stores it."""
     draw = Draw(seed)
     for block_n, dtype in ((64, torch.float16), (128, torch.bfloat16)):
         m, n, k = draw.size(65, 120), 8 * draw.size(9, 24), 8 * draw.size(9, 40)

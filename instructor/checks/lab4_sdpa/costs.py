@@ -18,7 +18,7 @@ def _costs(b, h, kv, sq, sk, d, size, pairs):
 
 @check("2.1", "FLOPs and bytes of attention")
 def attention_costs(attention_costs, seed=None):
-    """Full, causal and decode, grouped heads, several dtypes."""
+    """Check full, causal and decode attention, with grouped heads and several dtypes."""
     draw = Draw(seed)
     for index, dtype in enumerate(DTYPES[:4] * 2):
         size = dtype.itemsize
@@ -80,7 +80,7 @@ def attention_costs(attention_costs, seed=None):
 
 @check("2.2", "Error against float64")
 def errors(errors, seed=None):
-    """Outputs with a known error, also one that only a float64 reference sees; grouped heads; causal."""
+    """Check outputs with a known error, also one that only a float64 reference reveals; grouped heads; causal."""
     draw = Draw(seed)
     for dtype, causal, group in (
         (torch.float32, False, 1),
@@ -144,7 +144,7 @@ def expect_errors(got, largest, rms, what, largest_mistakes, rms_mistakes) -> No
 
 @check("3.1", "Intensity, prefill and decode")
 def intensities(intensity, queries_to_ridge, seed=None):
-    """Counts of fused attention, and the inverse function."""
+    """Check the counts of fused attention, and the inverse function."""
     draw = Draw(seed)
     for dtype in DTYPES[:4]:
         size = dtype.itemsize
@@ -213,7 +213,7 @@ def _decode_us(programs, sk, splits, units, tile, tile_us, combine_us):
 
 @check("3.3", "How many splits?")
 def splits(decode_us, best_splits, seed=None):
-    """Waves, tiles, the second kernel, and the smallest of the best."""
+    """Check waves, tiles, the second kernel, and that the smallest of the best numbers of splits is taken."""
     draw = Draw(seed)
     for case in range(10):
         programs, units = draw.size(1, 300), draw.size(20, 150)

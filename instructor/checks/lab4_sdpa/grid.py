@@ -113,7 +113,7 @@ def _all_shapes(mistakes: dict[str, pd.Series], expected: pd.Series) -> set:
 
 @check("6.1", "The fastest and the default")
 def fastest_and_default(fastest_function, default_function, mean_function, seed=None):
-    """Random tables with refused rows that still carry a time; means of many values."""
+    """Check random tables, in which refused rows may have a time, and means of many values."""
     draw = Draw(seed)
     for _ in range(3):
         grid = random_grid(draw)
@@ -185,7 +185,7 @@ def answers(grid: pd.DataFrame) -> dict:
 
 
 def _usable(grid: pd.DataFrame) -> bool:
-    """Every answer exists, no tie decides one, and a forgotten condition shows."""
+    """Return whether every answer exists, none depends on a tie, and a forgotten condition changes the answer."""
     try:
         right = answers(grid)
     except (KeyError, ZeroDivisionError, ValueError):
@@ -209,7 +209,7 @@ def _is_close(got: object, expected: float) -> bool:
 
 
 def _answer_mistakes(grid: pd.DataFrame, right: dict) -> dict[str, dict[str, float]]:
-    """{key: {hint: the number that the mistake gives}} for Question 6.2."""
+    """Return {key: {hint: the number that the mistake leads to}} for Question 6.2."""
     timed, loss = _timed(grid), default_slowdown(grid)
     kinds = grid.drop_duplicates("shape").set_index("shape")["kind"]
     training = timed[timed["kind"] == "training"].pivot(index="shape", columns="backend", values="ms")
@@ -256,7 +256,7 @@ def _answer_mistakes(grid: pd.DataFrame, right: dict) -> dict[str, dict[str, flo
 
 @check("6.2", "Seven questions about the table")
 def grid_answers(grid_answers, seed=None):
-    """Random tables; the functions of Question 6.1 are right ones while this is judged."""
+    """Check random tables; right functions of Question 6.1 replace the student's meanwhile."""
     draw = Draw(seed)
     right_functions = {"fastest": fastest, "default_slowdown": default_slowdown, "geometric_mean": geometric_mean}
     for _ in range(2):
@@ -290,7 +290,7 @@ SIZES = ("batch", "heads", "kv_heads", "seq_len_q", "seq_len_kv")
 
 
 def _random_shapes(draw: Draw) -> pd.DataFrame:
-    """Measured shapes with sizes: two kinds, two head dimensions, rows in any order, some not ok."""
+    """Return measured shapes with their sizes: two kinds, two head dimensions, rows in any order, some not ok."""
     rows = []
     for shape in range(14):
         kv_heads = draw.choice((1, 2, 4, 8))
@@ -314,7 +314,7 @@ def _random_shapes(draw: Draw) -> pd.DataFrame:
 
 
 def _choice(grid, call, able, *, logarithmic=True, same=("kind", "head_dim", "causal"), sizes=SIZES, ok=True) -> str:
-    """The choice of Bonus 6.4, and with other arguments those of its mistakes."""
+    """Return the choice of Bonus 6.4, or with other arguments that of a known mistake."""
     near = [
         row
         for row in grid.to_dict("records")
@@ -334,7 +334,7 @@ def _choice(grid, call, able, *, logarithmic=True, same=("kind", "head_dim", "ca
 
 @check("Bonus 6.4", "A shape that nobody measured")
 def choose_backend(choose_backend, seed=None):
-    """Random tables and calls, calls from the table itself, few able backends, none left."""
+    """Check random tables and calls, calls of the table itself, and calls that few backends or none can run."""
     draw = Draw(seed)
     # Between two lengths, one factor apart from each side: halfway in tokens is not halfway in powers of two.
     length, fixed = draw.size(100, 900), {"kind": "prefill", "head_dim": 64, "causal": True}

@@ -1,4 +1,4 @@
-"""Part 5: where rounding happens, steps between bf16 numbers, repeatability, and attention in FP8."""
+"""Part 5: where rounding happens, distances between bf16 numbers, repeatability, and attention in FP8."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _bf16(x: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded(q, k, v, scores, p, normalize_first, output, *, sum_of_rounded=False, late_maximum=True):
-    """The recipe of Question 5.1 in float64, and two mistakes of it."""
+    """Compute Question 5.1 in float64, or with two known mistakes."""
     s = q.double() @ k.double().mT / math.sqrt(q.shape[-1])
     s = _bf16(s) if scores else s
     e = torch.exp(s - s.amax(-1, keepdim=True)) if late_maximum else torch.exp(s)
@@ -32,7 +32,7 @@ def _rounded(q, k, v, scores, p, normalize_first, output, *, sum_of_rounded=Fals
 
 @check("5.1", "Where rounding happens")
 def rounded_attention(rounded_attention, seed=None):
-    """Each switch alone and some together; the distance is measured in units of the rounding itself."""
+    """Check each switch alone and some together; the allowed difference is in units of the rounding itself."""
     draw = Draw(seed)
     names = ("scores", "p", "normalize_first", "output")
     for switches in (
@@ -95,14 +95,14 @@ def _rounding_mistakes(q, k, v, switches) -> dict[str, torch.Tensor]:
 
 
 def _line(x: torch.Tensor) -> torch.Tensor:
-    """bf16 numbers as whole numbers in order: neighbours differ by 1."""
+    """Map bf16 numbers to whole numbers in the same order: neighbours differ by 1."""
     bits = x.contiguous().view(torch.int16).long()
     return torch.where(bits >= 0, bits, -32768 - bits)
 
 
 @check("5.2", "Steps between bf16 numbers")
 def ulps_apart(ulps_apart, seed=None):
-    """Neighbours across powers of two, zero and signs; random pairs."""
+    """Check neighbours across powers of two, zero and signs, and random pairs."""
     draw = Draw(seed)
     bits = [draw.size(200, 32000) for _ in range(6)]
     x = torch.tensor(bits, dtype=torch.int16).view(torch.bfloat16)
@@ -133,7 +133,7 @@ def ulps_apart(ulps_apart, seed=None):
 
 @check("5.3", "Same bits every time?")
 def distinct_results(distinct_results, seed=None):
-    """Planned sequences: NaN, signed zero, tiny differences, reused buffers, tuples."""
+    """Check prepared sequences: NaN, signed zero, tiny differences, reused buffers, tuples."""
     draw = Draw(seed)
     base = draw.normal(4, 5)
     near = base.clone()
@@ -204,7 +204,7 @@ def distinct_results(distinct_results, seed=None):
 
 @check("Bonus 5.5", "FP8 with scales")
 def fp8(quantize_fp8, dequantize_fp8, seed=None):
-    """Shapes, ranges, exact scales, zeros, tails; errors at the level of the format."""
+    """Check shapes, ranges, exact scales, zeros and incomplete blocks; errors must be those of the format."""
     draw = Draw(seed)
     largest = torch.finfo(torch.float8_e4m3fn).max
     for block, dtype in ((None, torch.float32), (16, torch.float32), (16, torch.bfloat16), (7, torch.float32)):

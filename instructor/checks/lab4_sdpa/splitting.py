@@ -15,13 +15,13 @@ _SOFTMAX = (r"_?(?:log_)?softmax\w*", "_?safe_softmax", "softmin")
 
 
 def _lse(q, k) -> torch.Tensor:
-    """Log of the sum of e^score of each query, in float64."""
+    """Compute the logarithm of the sum of e^score of each query, in float64."""
     wide = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
     return torch.logsumexp(q.double() @ wide.mT / math.sqrt(q.shape[-1]), dim=-1)
 
 
 def _right_part(q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
-    """A right attend_part."""
+    """Compute a right answer for `attend_part`."""
     group = q.shape[1] // k.shape[1]
     keys, values = (t.float().repeat_interleave(group, 1) for t in (k, v))
     scores = q.float() @ keys.mT / math.sqrt(q.shape[-1])
@@ -35,7 +35,7 @@ def _expect_pair(got: object, what: str) -> tuple:
 
 
 def _group_hint(got, q, k, v) -> str:
-    """Name a wrong pairing of query heads with key heads."""
+    """Return a hint if query heads are paired with the wrong key heads."""
     if isinstance(got, torch.Tensor) and got.shape == q.shape and k.shape[1] < q.shape[1]:
         repeats = q.shape[1] // k.shape[1]
         wrong = reference_attention(q, k.repeat(1, repeats, 1, 1), v.repeat(1, repeats, 1, 1))
@@ -58,7 +58,7 @@ def _scale_hint(got, q, k, v) -> str:
 
 @check("3.2", "Attention over one part")
 def attend_part(attend_part, seed=None):
-    """Output and log-sum-exp in float32, grouped heads, large scores."""
+    """Check output and log-sum-exp in float32, with grouped heads and large scores."""
     draw = Draw(seed)
     # The last: large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
     for dtype, rtol, scale in ((torch.float32, 1e-4, 1), (torch.bfloat16, 1e-4, 1), (torch.float32, 1e-3, 20)):
@@ -94,7 +94,7 @@ def attend_part(attend_part, seed=None):
 
 
 def _parts_merged_wrongly(q, k, v, splits: int) -> dict[str, torch.Tensor]:
-    """What well-known wrong merges give."""
+    """Return the results of known wrong merges, by hint."""
     keys, values = (t.tensor_split(splits, dim=2) for t in (k, v))
     outputs = torch.stack([reference_attention(q, *pair) for pair in zip(keys, values, strict=True)])
     lses = torch.stack([_lse(q, part) for part in keys])
@@ -109,7 +109,7 @@ def _parts_merged_wrongly(q, k, v, splits: int) -> dict[str, torch.Tensor]:
 
 @check("3.2", "Split-KV attention")
 def split_kv_attention(split_kv_attention, seed=None):
-    """Any number of splits, parts on their own, large scores, the queries' dtype."""
+    """Check any number of splits, each part alone, large scores, and the dtype of the queries."""
     draw = Draw(seed)
     for dtype, splits, scale in (
         (torch.float32, 1, 1),
@@ -173,7 +173,7 @@ def split_kv_attention(split_kv_attention, seed=None):
 
 @check("Bonus 2.4", "The backward pass")
 def attention_backward(attention_backward, seed=None):
-    """Gradients against autograd in float64; softmax and autograd are forbidden."""
+    """Compare the gradients with autograd in float64; softmax and autograd are forbidden."""
     draw = Draw(seed)
     for case in range(3):
         b, h = draw.size(1, 2), draw.size(1, 3)
