@@ -268,7 +268,7 @@ LOCK_HEADER = """\
 """
 
 
-def bounded(pins: str, python_range: str) -> str:
+def keep_allowed_pythons(pins: str, python_range: str) -> str:
     """Drop pins for Pythons above the range, and conditions that every Python of the range meets.
 
     uv's universal resolution knows the lower bound of `requires-python` and ignores the upper one.
@@ -303,7 +303,9 @@ def lock() -> None:
     if result.returncode != 0:
         raise SetupError(f"The ranges in pyproject.toml have no common solution:\n{result.stderr.strip()}")
     project = load_project()
-    CONSTRAINTS.write_text(LOCK_HEADER + bounded(result.stdout, project["requires-python"]), encoding="utf-8")
+    CONSTRAINTS.write_text(
+        LOCK_HEADER + keep_allowed_pythons(result.stdout, project["requires-python"]), encoding="utf-8"
+    )
     CONDA_FILE.write_text(conda_environment(project), encoding="utf-8")
     print(f"Wrote {CONSTRAINTS.name} and {CONDA_FILE.name}.")
 

@@ -173,7 +173,7 @@ def online_softmax_stats(online_softmax_stats, seed=None):
             for i, block in enumerate(copies):
                 taken.append(i)
                 yield block
-                block.fill_(math.nan)  # each block can be looked at once
+                block.fill_(math.nan)  # each block can be read once
 
         with SizeWatch() as sizes, watch_operations() as watch:
             result = online_softmax_stats(arriving())
@@ -337,13 +337,15 @@ def merge_attention(merge_attention, seed=None):
         )
         scores = q @ k.transpose(-2, -1)
         if empty:
-            scores[:, :, ::2, :24] = -math.inf  # parts 0 and 1 hold nothing for every second query
+            scores[:, :, ::2, :24] = -math.inf  # every second query sees no key of parts 0 and 1
             scores[:, :, 1::2, 36:] = -math.inf
         outputs, lses = [], []
         for part in range(parts):
             block = scores[..., 12 * part : 12 * part + 12]
             lses.append(torch.logsumexp(block, dim=-1))
-            outputs.append(torch.softmax(block, dim=-1) @ v[:, :, 12 * part : 12 * part + 12])  # NaN where it is empty
+            outputs.append(
+                torch.softmax(block, dim=-1) @ v[:, :, 12 * part : 12 * part + 12]
+            )  # NaN where the part is empty
         outputs, lses = torch.stack(outputs).float(), torch.stack(lses).float()
         copies = outputs.clone(), lses.clone()
         with watch_operations() as watch:
@@ -353,7 +355,7 @@ def merge_attention(merge_attention, seed=None):
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise AssertionError(f"merge_attention should return (output, lse), and returned {type(result).__name__}.")
         what = f"{parts} parts" + (" of which some are empty" if empty else f" with L up to {lses.abs().max():.0f}")
-        # From the float32 inputs: at L around 1000 their rounding alone moves the answer.
+        # The expected value is computed from the float32 inputs: at L around 1000 their rounding alone changes the answer.
         wide = copies[1].double()
         weights = torch.softmax(wide, dim=0)[..., None]
         expected = (weights * torch.where(weights > 0, copies[0].double(), 0.0)).sum(dim=0)

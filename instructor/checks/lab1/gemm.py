@@ -74,7 +74,7 @@ def gemm_tiled(gemm_tiled, seed=None):
     def tiles(m, n, k):
         return f" with tiles ({m}, {n}, {k})"
 
-    # Whole tiles first, so that the message tells an error in the tiling from one at the edges.
+    # Whole tiles come first, so that the message separates errors in the tiling from errors at the edges.
     a, b = draw.normal(8, 12), draw.normal(12, 4)
     what = _name("gemm_tiled", 8, 12, 4, a.dtype, tiles(4, 2, 3))
     _expect_product(lambda x, y: gemm_tiled(x, y, 4, 2, 3), a, b, what, "Every tile is whole here.")
@@ -152,7 +152,8 @@ def time_calls(time_calls, seed=None):
     after = [b for a, b in zip(device.log, [*device.log[1:], ""], strict=True) if a == "call"]
     if any(event != "wait" for event in after):
         raise AssertionError("wait for the device after each call, before the clock stops: the work is still running.")
-    # A call's clock runs between the wait of the call before and the next call, so a busy machine changes no verdict.
+    # At most, a call is timed from the end of the wait before it to the next call. The limits are measured, so a busy machine
+    # does not change the verdict.
     most_ms = [
         (stop - start) * 1e3 * 1.01 + 1
         for start, stop in zip([begin, *device.waited], [*device.launched[1:], end], strict=False)

@@ -33,7 +33,7 @@ def count_blocks(count_blocks, seed=None):
         rows, columns = draw.sizes(2, 3, 6)
         s, length = rows * block - draw.size(1, block - 1), columns * block - draw.size(1, block - 1)
         mask = torch.ones(s, length, dtype=torch.bool).tril(draw.size(-2, 2 * block))
-        mask[:, : block + 1] = False  # a column of empty blocks, and one cut through
+        mask[:, : block + 1] = False  # a column of empty blocks, and a column of partial ones
         mask[:block] = True
         whole = mask[: s // block * block, : length // block * block]
         full, partial, empty = expected = _counts(mask, block)

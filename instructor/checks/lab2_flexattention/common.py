@@ -34,7 +34,7 @@ def _reason(error: Exception) -> str | None:
     return None
 
 
-def _students(function: Callable, what: str, *args, **kwargs):
+def _call_student_mod(function: Callable, what: str, *args, **kwargs):
     """Call a function that runs the student's mod; explain the usual errors of a mod in a sentence."""
     try:
         return function(*args, **kwargs)
@@ -53,10 +53,10 @@ def pairs(mod: Mod, sq: int, sk: int, what: str, b: int = 0, h: int = 0) -> torc
             "is a return missing?"
         )
     _expect_four_arguments(mod, what)
-    return _students(dense_mask, what, mod, sq, sk, b=b, h=h)
+    return _call_student_mod(dense_mask, what, mod, sq, sk, b=b, h=h)
 
 
-def arguments_counted(mod: Mod) -> int:
+def count_arguments(mod: Mod) -> int:
     """Count the positional arguments as FlexAttention does to distinguish masks from score modifiers."""
     if hasattr(mod, "__code__"):
         return mod.__code__.co_argcount - len(getattr(mod, "__defaults__", None) or ())
@@ -64,7 +64,7 @@ def arguments_counted(mod: Mod) -> int:
 
 
 def _expect_four_arguments(mod: Mod, what: str) -> None:
-    count = arguments_counted(mod)
+    count = count_arguments(mod)
     if count != 4:
         raise AssertionError(
             f"{what} is a function with {count} positional arguments to FlexAttention, which counts them. A mask_mod "
@@ -102,27 +102,27 @@ def expect_mask(
     # At some sizes two mistakes lead to the same mask; then the message names both.
     hints = [hint for hint, mask in (mistakes or {}).items() if torch.equal(got, mask.expand(sq, sk))]
     extra, missing = got & ~expected, expected & ~got
-    found = []
+    findings = []
     for name, wrong in (("lets through", extra), ("hides", missing)):
         if wrong.any():
             q, k = wrong.nonzero()[0].tolist()
-            found.append(f"{name} {int(wrong.sum())} pairs it should not, such as query {q}, key {k}")
+            findings.append(f"{name} {int(wrong.sum())} pairs it should not, such as query {q}, key {k}")
     hint = f" {' Or: '.join(hints)}" if hints else ""
-    raise AssertionError(f"{what} over {sq} queries and {sk} keys {' and '.join(found)}.{hint}")
+    raise AssertionError(f"{what} over {sq} queries and {sk} keys {' and '.join(findings)}.{hint}")
 
 
-def expect_program(mod: Mod, most: int, what: str, sq: int = 8, sk: int = 8) -> None:
-    """Assert that a mod uses no tensor with more than `most` elements for one pair, so no tensor of pairs."""
+def expect_program(mod: Mod, limit: int, what: str, sq: int = 8, sk: int = 8) -> None:
+    """Assert that a mod uses no tensor with more than `limit` elements for one pair, so no tensor of pairs."""
     arguments = [torch.tensor(0), torch.tensor(0), torch.tensor(sq - 1), torch.tensor(sk - 1)]
     with SizeWatch() as watch:
-        _students(mod, what, *arguments)
-    # FlexAttention asks for all sequences and heads at once as well: no index is a number that Python can look at.
-    _students(torch.vmap(mod), what, *(x.expand(2) for x in arguments))
+        _call_student_mod(mod, what, *arguments)
+    # FlexAttention also evaluates all sequences and heads at once, so no index is a number that Python can read.
+    _call_student_mod(torch.vmap(mod), what, *(x.expand(2) for x in arguments))
     name, size = max(watch.largest.items(), key=lambda item: item[1], default=("", 0))
-    if size > most:
+    if size > limit:
         raise AssertionError(
             f"{what} touches a tensor of {size} elements (in {name}) to decide about one pair. It is a program: "
-            f"it may read tensors with one number a token, {most} elements at most here, and no tensor of pairs."
+            f"it may read tensors with one number a token, {limit} elements at most here, and no tensor of pairs."
         )
 
 
@@ -165,7 +165,7 @@ def expect_scores(
             f"{what} should be a score_mod, a function of (score, b, h, q, k), and is a "
             f"{type(mod).__name__}: is a return missing?"
         )
-    got = _students(modified, what, mod, scores, b, h)
+    got = _call_student_mod(modified, what, mod, scores, b, h)
     rough = 1e-4 if scores.dtype.itemsize >= 4 else 3e-2  # a 16-bit result may round before or after an addition
     tolerance = {"rtol": rough, "atol": rough}
     hints = [

@@ -75,7 +75,7 @@ def mask_costs(mask_costs, seed=None):
     """Check (density, wasted FLOPs, bytes of the mask)."""
     draw = Draw(seed)
     for dtype in DTYPES[:3]:
-        s, length, batch, heads, head_dim = draw.sizes(5, 9, 40)  # none is the size of a dtype
+        s, length, batch, heads, head_dim = draw.sizes(5, 9, 40)  # no size equals the size of a dtype
         mask = draw.normal(s, length) > 0.5
         seen, total, size = int(mask.sum()), s * length, dtype.itemsize
         lost, many = total - seen, batch * heads

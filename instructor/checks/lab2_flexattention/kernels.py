@@ -21,7 +21,7 @@ class _Attention:
 
     def __init__(self):
         self.calls: list[dict] = []
-        self.running = False  # it asks the mask_mod for every pair itself
+        self.running = False  # true while it evaluates the mask_mod for every pair
 
     def __call__(self, *args, **kwargs):
         self.running = True
@@ -149,7 +149,7 @@ def buckets(bucketed_attention, seed=None):
     for tokens in (sizes[0] - 3, sizes[0] - 1, sizes[1], sizes[2] - 1):
         attend, calls = recording()
         q, k, v = (draw.normal(2, 2, tokens, 4) for _ in range(3))
-        k = k - 1.0  # scores that padding would stand out from
+        k = k - 1.0  # the scores differ clearly from those of padding
         got = bucketed_attention(attend, q, k, v, list(shuffled))
         if len(calls) != 1:
             raise AssertionError(f"attend should be called once, and was called {len(calls)} times.")

@@ -106,20 +106,20 @@ def layout_blocks(lay_out, seed=None):
         enough = []
         for number in (conversation, torch.where(conversation == 0, len(lengths), conversation)):
             by_owner = torch.argsort(number * size + position)
-            enough.append(_computed(visible[by_owner][:, by_owner], block))
-        mine = _computed(got, block)
-        arrival = _computed(visible, block)
-        if mine > SLACK * max(enough):
+            enough.append(_count_computed(visible[by_owner][:, by_owner], block))
+        computed = _count_computed(got, block)
+        arrival = _count_computed(visible, block)
+        if computed > SLACK * max(enough):
             hint = "Tokens that see each other should be neighbours, so that the rest of the row is empty blocks."
             if len(conversation[order].unique_consecutive()) == len(lengths):  # each conversation in one piece
                 hint = "It is a good start. Are tokens of one conversation in the order of their positions?"
             raise AssertionError(
-                f"your layout leaves {mine} of {math.ceil(size / block) ** 2} blocks of {block} x {block} to "
+                f"your layout leaves {computed} of {math.ceil(size / block) ** 2} blocks of {block} x {block} to "
                 f"compute (order of arrival: {arrival}); {min(enough)} are enough. {hint}"
             )
 
 
-def _computed(mask: torch.Tensor, block: int) -> int:
+def _count_computed(mask: torch.Tensor, block: int) -> int:
     sq, sk = mask.shape
     counts = sparsity(lambda b, h, q, k: mask[q, k], sq, sk, block_size=block)
     return counts.full + counts.partial

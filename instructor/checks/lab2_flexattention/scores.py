@@ -33,10 +33,10 @@ def score_mods(soft_cap, alibi, in_turn, seed=None):
     heads = draw.size(3, 5)
     slopes = draw.normal(heads).abs() + 0.1
     for h in range(1, heads):
-        wanted = scores - slopes[h] * (q - k)
+        expected = scores - slopes[h] * (q - k)
         expect_scores(
             alibi(slopes),
-            wanted,
+            expected,
             scores,
             f"alibi of {heads} slopes, head {h},",
             {

@@ -67,25 +67,27 @@ def paged_mask(paged_mask, seed=None):
     page, inside = k // page_size, k % page_size
     place = number[page] * page_size + inside
 
-    def seen(at, extra):
+    def window(at, extra):
         return (at <= q) & (q - at < width + extra)
 
     for b in range(sequences):
         for h in (0, 1):
-            mine, extra = owner[page] == b, b + h
+            owned, extra = owner[page] == b, b + h
             expect_mask(
                 mod,
-                mine & seen(place, extra),
+                owned & window(place, extra),
                 f"paged_mask, pages of {page_size}, sequence {b}, head {h},",
                 {
-                    "Pages of other sequences are visible: look at the owner.": seen(place, extra),
-                    "The key's position is not its place in the pool.": mine & seen(k, extra),
-                    "The place inside of the page is missing: k % page_size.": mine
-                    & seen(number[page] * page_size, extra),
-                    "A page holds page_size positions: multiply its number.": mine & seen(number[page] + inside, extra),
-                    "number[p] counts in the sequence, p in the pool.": mine & seen(page * page_size + inside, extra),
-                    "The mask itself is missing.": mine.expand(sq, k.shape[1]),
-                    "Pass b and h on to the mask as they are.": mine & seen(place, 0),
+                    "Pages of other sequences are visible: look at the owner.": window(place, extra),
+                    "The key's position is not its place in the pool.": owned & window(k, extra),
+                    "The place inside of the page is missing: k % page_size.": owned
+                    & window(number[page] * page_size, extra),
+                    "A page holds page_size positions: multiply its number.": owned
+                    & window(number[page] + inside, extra),
+                    "number[p] counts in the sequence, p in the pool.": owned
+                    & window(page * page_size + inside, extra),
+                    "The mask itself is missing.": owned.expand(sq, k.shape[1]),
+                    "Pass b and h on to the mask as they are.": owned & window(place, 0),
                 },
                 b,
                 h,

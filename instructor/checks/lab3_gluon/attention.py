@@ -14,7 +14,7 @@ from utils.checking.kernel_exercises import Launch, Tile, expect_kernel
 from utils.checking.kernel_exercises import overlap as overlap_of
 
 TOLERANCE: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2}
-LEAST_OVERLAP = 0.12  # of the softmax; without overlap it is zero, the model answer has about 0.25
+LEAST_OVERLAP = 0.12  # share of the softmax during a product: zero without overlap, about 0.25 in the model answer
 
 
 def tile(x: torch.Tensor, rows: int) -> Tile:
@@ -72,7 +72,7 @@ def softmax(source: str, seed=None):
                 "block to block?"
             )
         expect_kernel(source, launch, expected, **TOLERANCE, hint=hint)
-    # One block's scores all far above zero, the other's far below: first the lower one, then the higher one.
+    # All scores of one block are far above zero, those of the other far below; once the lower block comes first, once last.
     for low, hint in (
         (slice(0, 64), "The maximum starts at minus infinity, not at zero."),
         (slice(64, 128), "Scores fall from the first block to the second: the maximum never goes down."),

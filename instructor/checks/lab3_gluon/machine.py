@@ -12,7 +12,7 @@ TENSOR, SPECIAL, MEMORY = 4096, 16, 20  # a cycle of one SM: bf16 FLOPs, exponen
 def tile_cycles(tile_cycles, seed=None):
     """Check the cycles of one block of keys on the tensor cores, the special function units and the path from memory."""
     draw = Draw(seed)
-    # Each size another one each time, so that a mistake that one of them hides shows at the next.
+    # Every size is different each time: a mistake that one size hides shows at the next.
     drawn = draw.some(3, (64, 128, 192, 256)), draw.some(3, range(32, 193, 32)), draw.some(3, (64, 96, 128, 256))
     for rows, keys, d in zip(*drawn, strict=True):
         right = (4 * rows * keys * d / TENSOR, rows * keys / SPECIAL, 4 * keys * d / MEMORY)
@@ -42,7 +42,7 @@ def tile_cycles(tile_cycles, seed=None):
 def tile_budget(shared_bytes, registers_per_thread, seed=None):
     """Check the shared memory of a block, and the registers of a consumer thread for scores and output."""
     draw = Draw(seed)
-    # These numbers of keys are no head dimension, and make no two mistakes give the same number of bytes.
+    # No number of keys equals a head dimension, and no two mistakes lead to the same number of bytes.
     drawn = draw.sizes(3, 1, 3), draw.some(3, (96, 160, 192)), draw.some(3, (64, 128, 256)), draw.sizes(3, 1, 4)
     for consumers, keys, d, stages in zip(*drawn, strict=True):
         q, ring = 64 * consumers * d * 2, 2 * stages * keys * d * 2
@@ -88,7 +88,9 @@ def bytes_in_flight(bytes_in_flight, slots_needed, seed=None):
             {"That is the whole chip: divide by the number of SMs.": right * sms},
         )
         slot = draw.choice((4096, 8192, 16384, 32768))
-        while abs(right / slot - round(right / slot)) < 1e-6:  # rounding must not decide: another slot size
+        while (
+            abs(right / slot - round(right / slot)) < 1e-6
+        ):  # take another slot size, so that rounding does not decide
             slot += 128
         expect_value(
             slots_needed(terabytes, latency, sms, slot),

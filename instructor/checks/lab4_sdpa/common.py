@@ -42,14 +42,14 @@ class Attentions(TorchDispatchMode):
 
 def reasons_of(backend: str, q, k, v, **options) -> list[str]:
     """Return why torch does not run a call with this backend alone; "" if it does."""
-    with sdpa_kernel(BACKENDS[backend]), warnings.catch_warnings(record=True) as said:
+    with sdpa_kernel(BACKENDS[backend]), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             F.scaled_dot_product_attention(q, k, v, **options)
             return []
         except RuntimeError as error:
             first_line = str(error).splitlines()[0]
-    reasons = [str(warning.message).split(" (Triggered internally")[0] for warning in said]
+    reasons = [str(warning.message).split(" (Triggered internally")[0] for warning in caught]
     reasons = [text for text in reasons if "not used because" not in text and "runtime disabled" not in text]
     return list(dict.fromkeys(reasons)) or [first_line]
 

@@ -174,8 +174,8 @@ def intensities(intensity, queries_to_ridge, seed=None):
     for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn) * 2:
         size, sk, group, d = dtype.itemsize, draw.size(200, 900), draw.size(2, 9), 64
         ridge, exact = 0.0, 0.0
-        while not 0.05 < exact % 1 < 0.95:  # away from whole numbers, where rounding would decide
-            ridge = draw.real(0.3, 0.8) * 2 * sk / size  # so near to the limit that the queries' bytes matter
+        while not 0.05 < exact % 1 < 0.95:  # far enough from whole numbers, where rounding would decide
+            ridge = draw.real(0.3, 0.8) * 2 * sk / size  # so close to the limit that the bytes of the queries matter
             exact = ridge * size * sk / (group * (2 * sk - ridge * size))
         what = f"queries_to_ridge({ridge:.4f}, {sk}, {group}, {d}, {dtype_name(dtype)})"
         got = queries_to_ridge(ridge, sk, group, d, dtype)

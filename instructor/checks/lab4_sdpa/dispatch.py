@@ -243,7 +243,7 @@ def dispatch(dispatch, seed=None):
         first = case % 2 == 1
         if case < 2:
             allowed, refused = order[2:0:-1], {name: [] for name in names}
-        if case in (10, 11):  # nothing that is allowed can run, and something else could
+        if case in (10, 11):  # no allowed backend can run, and another backend could
             allowed, refused = order[:2], {name: ["no"] if name in order[:2] else [] for name in names}
         asked = [*allowed, *(name for name in order if name not in allowed)] if first else order
         able = [name for name in asked if name in allowed and not refused[name]]

@@ -59,7 +59,7 @@ def knock_outs(knock_outs, seed=None):
     draw = Draw(seed)
     if not isinstance(knock_outs, dict) or not knock_outs:
         raise AssertionError(f"KNOCK_OUTS should be a dict with at least four functions, and is {knock_outs!r}.")
-    found: dict[str, str] = {}
+    name_of_reason: dict[str, str] = {}
     for name, build in knock_outs.items():
         if not callable(build):
             raise AssertionError(f"KNOCK_OUTS[{name!r}] should be a function of (q, k, v), and is {build!r}.")
@@ -94,14 +94,14 @@ def knock_outs(knock_outs, seed=None):
                 "Question 4.1: find another way."
             )
         pattern = _pattern(reasons[0])
-        if pattern in found:
+        if pattern in name_of_reason:
             raise AssertionError(
-                f"KNOCK_OUTS[{name!r}] is refused for the reason of {found[pattern]!r}: "
+                f"KNOCK_OUTS[{name!r}] is refused for the reason of {name_of_reason[pattern]!r}: "
                 f"{reasons[0][:100].rstrip('.')}. Four different reasons were asked for."
             )
-        found[pattern] = name
-    if len(found) < 4:
-        raise AssertionError(f"KNOCK_OUTS holds {len(found)} knock-outs, and four were asked for.")
+        name_of_reason[pattern] = name
+    if len(name_of_reason) < 4:
+        raise AssertionError(f"KNOCK_OUTS holds {len(name_of_reason)} knock-outs, and four were asked for.")
 
 
 @check("4.3", "Apart without a copy")

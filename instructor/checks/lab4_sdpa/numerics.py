@@ -14,7 +14,7 @@ def _bf16(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.bfloat16).double()
 
 
-def _rounded(q, k, v, scores, p, normalize_first, output, *, sum_of_rounded=False, late_maximum=True):
+def _rounded_attention(q, k, v, scores, p, normalize_first, output, *, sum_of_rounded=False, late_maximum=True):
     """Compute Question 5.1 in float64, or with two known mistakes."""
     s = q.double() @ k.double().mT / math.sqrt(q.shape[-1])
     s = _bf16(s) if scores else s
@@ -50,9 +50,9 @@ def rounded_attention(rounded_attention, seed=None):
         got = rounded_attention(q, k, v, **options)
         what = "rounded_attention with " + ", ".join(f"{name}={value}" for name, value in options.items())
         expect_unchanged(copies, (q, k, v), what)
-        expected = _rounded(q, k, v, *switches)
-        expect_close(got, expected, rtol=0.05, atol=0.05, what=what)  # dtype and shape, and the answer roughly
-        exact = _rounded(q, k, v, False, False, True, False)
+        expected = _rounded_attention(q, k, v, *switches)
+        expect_close(got, expected, rtol=0.05, atol=0.05, what=what)  # checks dtype, shape and a rough answer
+        exact = _rounded_attention(q, k, v, False, False, True, False)
         noise = (expected - exact).square().mean().sqrt()
         distance = (got - expected).square().mean().sqrt()
         if distance <= max(0.04 * noise, 1e-6):
@@ -72,13 +72,13 @@ def rounded_attention(rounded_attention, seed=None):
 def _rounding_mistakes(q, k, v, switches) -> dict[str, torch.Tensor]:
     scores, p, normalize_first, output = switches
     wrong = {
-        "normalize_first decides what is rounded: P itself, or e^(s - max), which is divided by its sum at the end.": _rounded(
+        "normalize_first decides what is rounded: P itself, or e^(s - max), which is divided by its sum at the end.": _rounded_attention(
             q, k, v, scores, p, not normalize_first, output
         ),
-        "The sum is that of the numbers before they are rounded: a kernel adds it up in float32.": _rounded(
+        "The sum is that of the numbers before they are rounded: a kernel adds it up in float32.": _rounded_attention(
             q, k, v, scores, p, normalize_first, output, sum_of_rounded=True
         ),
-        "Subtract the maximum before the exponential: e^s rounds differently.": _rounded(
+        "Subtract the maximum before the exponential: e^s rounds differently.": _rounded_attention(
             q, k, v, scores, p, normalize_first, output, late_maximum=False
         ),
     }
@@ -86,7 +86,7 @@ def _rounding_mistakes(q, k, v, switches) -> dict[str, torch.Tensor]:
         flipped = list(switches)
         flipped[place] = not flipped[place]
         word = "True here, and nothing" if switches[place] else "False here, and something"
-        wrong[f"`{name}` is {word} was rounded at that place."] = _rounded(q, k, v, *flipped)
+        wrong[f"`{name}` is {word} was rounded at that place."] = _rounded_attention(q, k, v, *flipped)
     s = _bf16(q.double() @ k.double().mT) / math.sqrt(q.shape[-1])
     if scores:
         weights = torch.softmax(s, -1)

@@ -60,7 +60,7 @@ def _scale_hint(got, q, k, v) -> str:
 def attend_part(attend_part, seed=None):
     """Check output and log-sum-exp in float32, with grouped heads and large scores."""
     draw = Draw(seed)
-    # The last: large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
+    # The last case: large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
     for dtype, rtol, scale in ((torch.float32, 1e-4, 1), (torch.bfloat16, 1e-4, 1), (torch.float32, 1e-3, 20)):
         b, kv, group, sq, sk, d = (
             draw.size(1, 3),
@@ -161,12 +161,12 @@ def split_kv_attention(split_kv_attention, seed=None):
     limit = b * h * sq * sk // splits
     scores = max((batch * m * n for batch, m, inner, n in sizes.products if inner == d), default=0)
     others = {name: n for name, n in sizes.largest.items() if name in ("exp", "exp2", "_softmax", "logsumexp")}
-    name, most = max(others.items(), key=lambda item: item[1], default=("", 0))
-    if scores > limit or most > limit:
+    name, most_elements = max(others.items(), key=lambda item: item[1], default=("", 0))
+    if scores > limit or most_elements > limit:
         who = "the product of queries and keys" if scores > limit else name
         raise AssertionError(
             f"split_kv_attention over {sk} keys in {splits} splits: {who} worked on "
-            f"{max(scores, most)} scores at once, and one part has {limit}. Each part must be "
+            f"{max(scores, most_elements)} scores at once, and one part has {limit}. Each part must be "
             "computed from its own keys alone."
         )
 
@@ -200,14 +200,14 @@ def attention_backward(attention_backward, seed=None):
             "dk": "dK = dS^T Q, with the scale 1/sqrt(D).",
             "dv": "dV = P^T dO.",
         }
-        for name, mine, right in zip(
+        for name, gradient, right in zip(
             ("dv", "dq", "dk"), (got[2], got[0], got[1]), (expected[2], expected[0], expected[1]), strict=True
         ):
             hint = hints[name]
-            if isinstance(mine, torch.Tensor) and mine.shape == right.shape:
-                if name == "dq" and torch.allclose(mine.double(), no_delta, rtol=1e-2, atol=1e-3):
+            if isinstance(gradient, torch.Tensor) and gradient.shape == right.shape:
+                if name == "dq" and torch.allclose(gradient.double(), no_delta, rtol=1e-2, atol=1e-3):
                     hint = "delta is missing: the softmax's rows add up to 1, so each score moves all of its row."
-                elif torch.allclose(mine.double(), right * math.sqrt(d), rtol=1e-2, atol=1e-3):
+                elif torch.allclose(gradient.double(), right * math.sqrt(d), rtol=1e-2, atol=1e-3):
                     hint = "The scale 1/sqrt(D) is missing in this gradient."
             what = f"{name} for q {tuple(q.shape)}, k {tuple(k.shape)}"
-            expect_close(mine, right.float(), rtol=1e-3, atol=1e-3 * scale, what=what, hint=hint)
+            expect_close(gradient, right.float(), rtol=1e-3, atol=1e-3 * scale, what=what, hint=hint)
