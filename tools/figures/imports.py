@@ -77,7 +77,9 @@ def draw(edges: set[Edge], bands: list[list[str]]) -> Card:
         if number % 2:
             card.rect(14, y, width - 28, STEP_Y * len(band), fill="#f7f7f7", zorder=-5)
     for name in order:
-        imported = [other for importer, other in edges if importer == name]
+        imported = [
+            other for importer, other in sorted(edges) if importer == name
+        ]  # sorted: every run writes the same file
         color = GREEN if name in OUTSIDE else BLUE
         ends = [column[other] for other in imported]
         if ends:
