@@ -1,12 +1,17 @@
-"""Creates and keeps the course's environment, from the standard library alone.
+"""Create and keep the course's environment, with the standard library alone.
 
-    python tools/environment.py sync [--venv .venv]   make the environment, or leave it if it is current
-    python tools/environment.py lock                  write constraints.txt and environment.yml anew
-    python tools/environment.py check                 exit 1 if environment.yml differs from pyproject.toml
+    python tools/environment.py sync [--venv .venv]   create the environment, or leave it if it is current
+    python tools/environment.py lock                  write constraints.txt and environment.yml again
+    python tools/environment.py check                 exit with 1 if environment.yml differs from pyproject.toml
 
-`pyproject.toml` is the one source of version ranges. `constraints.txt` pins what those ranges resolve to.
-A torch and Triton that the calling Python already has are kept when they fit the ranges: they are put on the
-environment's path, and the pins of every package that comes with them are lifted.
+`pyproject.toml` is the one source of version ranges. `constraints.txt` pins one version of every package in those ranges.
+If the calling Python already has a torch and a Triton that fit the ranges, the environment uses them: their folder is put on
+its path, and the pins of all packages in that folder are dropped.
+
+`lock` resolves with uv, because pip cannot resolve for other platforms and other Pythons. `sync` installs with pip. uv is
+faster, but it was tried (0.13) and installs the wrong thing in two cases: it does not see packages that a .pth file puts on
+the path, so it replaces the host's torch; and it does not read pip.conf, so it misses a site's own index, which may hold a
+CPU build of torch, and downloads gigabytes of CUDA instead.
 """
 
 from __future__ import annotations
@@ -37,11 +42,11 @@ EXTRAS = ("grading", "test")
 
 
 class SetupError(Exception):
-    """Something the reader can mend; its text is all that is printed."""
+    """A problem that the reader can solve; only its text is printed."""
 
 
 def requirement_name(requirement: str) -> str:
-    """The normalized distribution name of a requirement or constraint line."""
+    """Return the normalized package name of a requirement or of a line of constraints.txt."""
     match = re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", requirement)
     if match is None:
         raise SetupError(f"{requirement!r} is not a requirement: it should start with a package name.")
@@ -49,18 +54,17 @@ def requirement_name(requirement: str) -> str:
 
 
 def load_project() -> dict:
+    """Read the [project] table of pyproject.toml."""
     return tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
 
 
-# ----------------------------------------------------------------------------- the host's own torch
-
-
 def version_tuple(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.match(r"\d+(?:\.\d+)*", version).group().split("."))
+    """Return the release numbers of a version: (2, 11, 0) for "2.11.0+cu130"."""
+    return tuple(int(part) for part in re.match(r"[\d.]*\d", version).group().split("."))
 
 
 def fits(version: str, requirement: str) -> bool:
-    """Whether `version` is inside the `>=` and `<` bounds of `requirement`."""
+    """Return whether `version` is inside the `>=` and `<` bounds of `requirement`."""
     release = version_tuple(version)
     for operator, bound in re.findall(r"(>=|<)\s*([\d.]+)", requirement.split(";")[0]):
         limit = version_tuple(bound)
@@ -69,7 +73,7 @@ def fits(version: str, requirement: str) -> bool:
     return True
 
 
-# Asked of the interpreter that the environment is made from, so that a virtual environment counts as a host too.
+# The program runs in the Python that the environment is created from; that may itself be a virtual environment.
 HOST_PROBE = """
 import importlib.metadata as metadata, json
 found = {}
@@ -81,14 +85,23 @@ for name in ("torch", "triton"):
         pass
 packages = []
 if "torch" in found:
-    beside = metadata.distributions(path=[found["torch"][1]])
-    packages = sorted({d.metadata["Name"] for d in beside if d.metadata["Name"]})
+    distributions = metadata.distributions(path=[found["torch"][1]])
+    packages = sorted({d.metadata["Name"] for d in distributions if d.metadata["Name"]})
 print(json.dumps({"found": found, "packages": packages}))
 """
 
 
 def host_packages(python: str, project: dict) -> tuple[Path | None, set[str], str]:
-    """Where the host's torch lives if it is to be kept, the names of all packages beside it, and a sentence."""
+    """Look for a torch and a Triton of this Python that fit the ranges of the project.
+
+    Args:
+        python: path of the interpreter.
+        project: the [project] table.
+
+    Returns:
+        The folder of the host's torch, or None if the environment needs its own; the names of all packages in that folder;
+        a sentence for the user, "" if there is nothing to say.
+    """
     probe = json.loads(subprocess.run([python, "-c", HOST_PROBE], check=True, capture_output=True, text=True).stdout)
     found = probe["found"]
     if "torch" not in found:
@@ -103,10 +116,8 @@ def host_packages(python: str, project: dict) -> tuple[Path | None, set[str], st
     return folder, {requirement_name(name) for name in probe["packages"]}, f"Keeping this Python's own {kept}."
 
 
-# ----------------------------------------------------------------------------- what the system must have
-
-
 def check_python(version: tuple[int, int], project: dict) -> None:
+    """Raise SetupError if the course does not run on this Python."""
     allowed = project["requires-python"]
     if not fits(".".join(map(str, version)), allowed):
         raise SetupError(
@@ -116,7 +127,7 @@ def check_python(version: tuple[int, int], project: dict) -> None:
 
 
 def missing_system_packages() -> dict[str, str]:
-    """Debian package -> why it is needed, for what this machine lacks."""
+    """Return the Debian packages that this machine lacks: {name: why it is needed}."""
     import sysconfig
 
     missing = {}
@@ -133,7 +144,7 @@ def missing_system_packages() -> dict[str, str]:
 
 
 def install_system_packages() -> None:
-    """Installs what is missing where that is possible (Debian, as root); elsewhere says it in a sentence."""
+    """Install the missing packages on Debian as root; elsewhere print which ones are missing and why."""
     missing = missing_system_packages()
     if not missing:
         return
@@ -151,11 +162,8 @@ def install_system_packages() -> None:
     print(f"Note: {text}", file=sys.stderr)
 
 
-# ----------------------------------------------------------------------------- sync
-
-
 def wants_gpu_extra() -> bool:
-    """CUDA 13 and a driver: what the `gpu` extra is built for."""
+    """Return whether this machine has an NVIDIA driver for CUDA 13, which the `gpu` extra needs."""
     if sys.platform != "linux" or not shutil.which("nvidia-smi"):
         return False
     report = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False).stdout
@@ -164,22 +172,25 @@ def wants_gpu_extra() -> bool:
 
 
 def fingerprint(extras: list[str], host: str) -> str:
-    """What the environment depends on: the project's table (no tool's settings), the pins, this file, this Python."""
-    made_from = [load_project(), sys.version, sys.executable, str(ROOT), extras, host]
-    digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode())
+    """Hash everything the environment depends on: the [project] table, the pins, this file, this Python, the host."""
+    inputs = [load_project(), sys.version, sys.executable, str(ROOT), extras, host]
+    digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode())
     digest.update(CONSTRAINTS.read_bytes())
     digest.update(Path(__file__).read_bytes())
     return digest.hexdigest()
 
 
-def constraint_lines(text: str, lifted: set[str]) -> str:
-    """The constraints without the pins of packages in `lifted`."""
+def constraint_lines(text: str, dropped: set[str]) -> str:
+    """Return the lines of constraints.txt without comments and without the packages in `dropped`."""
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    return "".join(f"{line}\n" for line in lines if requirement_name(line) not in lifted)
+    return "".join(f"{line}\n" for line in lines if requirement_name(line) not in dropped)
 
 
 def pip_install(python: Path, constraints: Path, extras: list[str], log: Path) -> int:
-    """Installs the course into the environment. A person sees pip's progress; elsewhere it goes to `log`."""
+    """Install the course into the environment and return pip's exit status.
+
+    On a terminal pip prints its progress. Elsewhere its output goes to `log`, and the last lines are printed if it fails.
+    """
     target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
     command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-c", str(constraints), "-e", target]
     if sys.stdout.isatty():
@@ -192,15 +203,16 @@ def pip_install(python: Path, constraints: Path, extras: list[str], log: Path) -
 
 
 def sync(venv: Path) -> None:
+    """Create the environment in `venv`, or return at once if it is current."""
     project = load_project()
     check_python(sys.version_info[:2], project)
     host_folder, host_names, sentence = host_packages(sys.executable, project)
     gpu = wants_gpu_extra()
     extras = [*EXTRAS, *(["gpu"] if gpu else [])]
     stamp = venv / "environment.json"
-    wanted = fingerprint(extras, str(host_folder))
+    current = fingerprint(extras, str(host_folder))
     python = venv / "bin" / "python"
-    if python.exists() and stamp.exists() and json.loads(stamp.read_text()).get("fingerprint") == wanted:
+    if python.exists() and stamp.exists() and json.loads(stamp.read_text()).get("fingerprint") == current:
         return
 
     install_system_packages()
@@ -210,13 +222,8 @@ def sync(venv: Path) -> None:
     stamp.unlink(missing_ok=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
     if host_folder is not None:
-        site = subprocess.run(
-            [str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout.strip()
-        Path(site, "host_torch.pth").write_text(f"{host_folder}\n")
+        site_packages = venv / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+        (site_packages / "host_torch.pth").write_text(f"{host_folder}\n")
     constraints = venv / "constraints.txt"
     constraints.write_text(constraint_lines(CONSTRAINTS.read_text(encoding="utf-8"), host_names))
 
@@ -228,19 +235,16 @@ def sync(venv: Path) -> None:
                 "package index, then run the same command again."
             )
         print(
-            "Note: flash-attn-4 could not be installed, so the `cute` and `flex_flash` providers will say that "
-            f"they are missing. Try again with: {venv.name}/bin/pip install '.[gpu]'",
+            "Note: flash-attn-4 could not be installed, so the attention backends that need it will say that it is "
+            f"missing. Try again with: {venv.name}/bin/pip install '.[gpu]'",
             file=sys.stderr,
         )
-    stamp.write_text(json.dumps({"fingerprint": wanted, "extras": extras, "host": str(host_folder or "")}))
+    stamp.write_text(json.dumps({"fingerprint": current, "extras": extras, "host": str(host_folder or "")}))
     print("The environment is ready.")
 
 
-# ----------------------------------------------------------------------------- lock and conda
-
-
 def conda_environment(project: dict) -> str:
-    """The text of environment.yml: conda gives Python and pip, pip installs the same ranges and pins."""
+    """Return the text of environment.yml: conda brings Python and pip, and pip installs the same ranges and pins."""
     extras = project["optional-dependencies"]
     requirements = [*project["dependencies"], *(line for extra in EXTRAS for line in extras[extra])]
     pip_lines = ["--constraint constraints.txt", *requirements, "--editable ."]
@@ -260,11 +264,33 @@ def conda_environment(project: dict) -> str:
 
 LOCK_HEADER = """\
 # Made from pyproject.toml by `make lock`: one tested version of every package, for Python 3.11 and 3.12.
-# `flash2` is left out: reading its needs means building it.
+# `flash2` is left out: its requirements are known only after it is built.
 """
 
 
+def keep_allowed_pythons(pins: str, python_range: str) -> str:
+    """Drop pins for Pythons above the range, and conditions that every Python of the range meets.
+
+    uv's universal resolution knows the lower bound of `requires-python` and ignores the upper one.
+
+    Args:
+        pins: the output of `uv pip compile --universal`.
+        python_range: `requires-python` of the project.
+    """
+    lines = []
+    for line in pins.splitlines(keepends=True):
+        least = re.findall(r"python_full_version >=? '([\d.]+)'", line)
+        if " or " not in line and any(not fits(version, python_range) for version in least):
+            continue
+        for version in re.findall(r"python_full_version < '([\d.]+)' and ", line):
+            if version_tuple(version) >= version_tuple(python_range.split("<")[1]):
+                line = line.replace(f"python_full_version < '{version}' and ", "")
+        lines.append(line)
+    return "".join(lines)
+
+
 def lock() -> None:
+    """Resolve the ranges of pyproject.toml with uv, and write constraints.txt and environment.yml."""
     uv = shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
     if uv is None:
         raise SetupError("`uv` is needed to resolve versions for all platforms: `make env` installs it.")
@@ -276,32 +302,28 @@ def lock() -> None:
     )
     if result.returncode != 0:
         raise SetupError(f"The ranges in pyproject.toml have no common solution:\n{result.stderr.strip()}")
-    CONSTRAINTS.write_text(LOCK_HEADER + result.stdout, encoding="utf-8")
-    CONDA_FILE.write_text(conda_environment(load_project()), encoding="utf-8")
+    project = load_project()
+    CONSTRAINTS.write_text(
+        LOCK_HEADER + keep_allowed_pythons(result.stdout, project["requires-python"]), encoding="utf-8"
+    )
+    CONDA_FILE.write_text(conda_environment(project), encoding="utf-8")
     print(f"Wrote {CONSTRAINTS.name} and {CONDA_FILE.name}.")
 
 
 def check() -> None:
+    """Raise SetupError if environment.yml is not the file that `lock` would write."""
     if not CONDA_FILE.exists() or CONDA_FILE.read_text(encoding="utf-8") != conda_environment(load_project()):
         raise SetupError(f"{CONDA_FILE.name} differs from what pyproject.toml says: run `make lock`.")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("sync", help="make the environment, or leave it if it is current").add_argument(
-        "--venv", type=Path, default=ROOT / ".venv"
-    )
-    commands.add_parser("lock", help="write constraints.txt and environment.yml anew")
-    commands.add_parser("check", help="exit 1 if environment.yml differs from pyproject.toml")
+    """Run the command of the command line; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("sync", "lock", "check"))
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="sync: the folder of the environment")
     arguments = parser.parse_args()
     try:
-        if arguments.command == "sync":
-            sync(arguments.venv.absolute())
-        elif arguments.command == "lock":
-            lock()
-        else:
-            check()
+        {"sync": lambda: sync(arguments.venv.absolute()), "lock": lock, "check": check}[arguments.command]()
     except SetupError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

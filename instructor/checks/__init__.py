@@ -1,1 +1,1 @@
-"""Hidden checks of the labs, one module a lab. A notebook's hidden tests call them; students never see them."""
+"""Hidden checks of the labs, a package for each lab. The hidden tests of the notebooks call them; students never see them."""

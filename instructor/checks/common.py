@@ -1,4 +1,4 @@
-"""What the checks of lab 1 share: fresh inputs, sizes of operators, numbers with their known mistakes."""
+"""Shared by the checks of all labs: fresh inputs, sizes of operators, numbers with their known mistakes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -14,79 +15,63 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from utils.checking import expect_number
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
-# Operators that compute; views, allocations and copies are not among them.
-ARITHMETIC = frozenset(
-    {
-        "mul",
-        "add",
-        "sub",
-        "div",
-        "sum",
-        "mean",
-        "prod",
-        "cumsum",
-        "addcmul",
-        "addcdiv",
-        "nansum",
-        "exp",
-        "exp2",
-        "expm1",
-        "max",
-        "amax",
-        "maximum",
-        "pow",
-        "logaddexp",
-        "masked_fill",
-        "where",
-        "_softmax",
-    }
+# Operators that compute, without views, allocations and copies.
+_ARITHMETIC = (
+    "mul add sub div sum mean prod cumsum addcmul addcdiv nansum exp exp2 expm1 max amax maximum pow logaddexp masked_fill "
+    "where _softmax"
 )
+ARITHMETIC = frozenset(_ARITHMETIC.split())
 
 
 class Draw:
-    """Fresh random inputs: `seed=None` is different at each call, a number repeats them."""
+    """Fresh random inputs: different ones each time with `seed=None`, the same ones with the same number."""
 
-    def __init__(self, seed: int | None):
+    def __init__(self, seed: int | None) -> None:
         self.numbers = random.Random(seed)
         self.generator = torch.Generator().manual_seed(self.numbers.getrandbits(48))
 
     def size(self, low: int, high: int) -> int:
-        """An integer in low ... high, both included."""
+        """Draw an integer from low to high, both included."""
         return self.numbers.randint(low, high)
 
     def sizes(self, count: int, low: int, high: int) -> list[int]:
-        """`count` different integers in low ... high, so that no two are mixed up unnoticed."""
+        """Draw `count` different integers from low to high: if an answer mixes up two sizes, the result is wrong."""
         return self.numbers.sample(range(low, high + 1), count)
 
     def real(self, low: float, high: float) -> float:
+        """Draw a number from low to high."""
         return self.numbers.uniform(low, high)
 
-    def choice(self, values: Sequence):
+    def choice(self, values: Sequence) -> Any:
+        """Draw one of the values."""
         return self.numbers.choice(values)
 
     def some(self, count: int, values: Sequence) -> list:
-        """`count` different ones of `values`, so that a mistake that only one of them hides always shows."""
+        """Draw `count` different values: a mistake that one value hides still shows with another."""
         return self.numbers.sample(values, count)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Standard normal values."""
+        """Draw standard normal values."""
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(dtype)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
-# ---- numbers -----------------------------------------------------------------------------------------------------
-
-
 def expect_value(
-    got: object, expected: float, unit: str, what: str, mistakes: Mapping[str, float] | None = None, rel: float = 1e-6
+    got: Any, expected: float, unit: str, what: str, mistakes: Mapping[str, float] | None = None, rel: float = 1e-6
 ) -> None:
-    """Assert a number; say what was expected, and name the mistake that gives this wrong number, if it is known.
+    """Assert a number; if it is wrong, say what was expected and which known mistake gives this number.
 
     Args:
-        mistakes: {hint: the number that somebody gets who makes this mistake}
+        got: the answer.
+        expected: the right number.
+        unit: of the number; "" if it has none.
+        what: name of the answer, the subject of the message.
+        mistakes: {hint: the number that this mistake leads to}.
+        rel: relative tolerance.
     """
     try:
         expect_number(got, expected, rel=rel, unit=unit, what=what)
@@ -99,15 +84,15 @@ def expect_value(
             raise error from None
         tail = f" {unit}" if unit else ""
         got_text, expected_text = _shown(value), _shown(expected)
-        # At some sizes two mistakes give the same number: both are named then.
+        # At some sizes two mistakes lead to the same number; then the message names both.
         hints = [
             hint
             for hint, number in (mistakes or {}).items()
             if abs(value - number) <= rel * max(abs(number), 1e-300) and abs(number - expected) > rel * abs(expected)
         ]
         if hints:
-            said = " Or: ".join(hints)
-            raise AssertionError(f"{what} is {got_text}{tail}, expected {expected_text}. {said}") from None
+            hint = " Or: ".join(hints)
+            raise AssertionError(f"{what} is {got_text}{tail}, expected {expected_text}. {hint}") from None
         raise AssertionError(f"{error} Expected here: {expected_text}{tail}.") from None
 
 
@@ -116,13 +101,13 @@ def _shown(number: float) -> str:
 
 
 def expect_counts(
-    got: object,
+    got: Any,
     expected: Sequence[float],
     units: Sequence[str],
     what: str,
     mistakes: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
-    """Assert a tuple of numbers; `mistakes` maps a hint to the tuple that the mistake gives."""
+    """Assert a tuple of numbers; `mistakes` maps a hint to the tuple that the mistake leads to."""
     if not isinstance(got, tuple | list) or len(got) != len(expected):
         raise AssertionError(f"{what} should be ({', '.join(units)}), {len(expected)} numbers, and is {got!r}.")
     for i, unit in enumerate(units):
@@ -130,13 +115,10 @@ def expect_counts(
         expect_value(got[i], expected[i], unit, f"{what}[{i}]", known)
 
 
-# ---- what ran ----------------------------------------------------------------------------------------------------
-
-
 class SizeWatch(TorchDispatchMode):
-    """Record the operators that run: (name, elements of the largest tensor written or, for a reduction, read)."""
+    """Records the operators that run, with the elements of the largest tensor that each one reads or writes."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.largest: dict[str, int] = {}
         self.products: list[tuple[int, int, int, int]] = []  # (batch, m, k, n) of each matrix product
@@ -159,18 +141,18 @@ class SizeWatch(TorchDispatchMode):
 
     @property
     def macs(self) -> int:
-        """Multiply-accumulates of all matrix products."""
+        """Return the multiply-accumulates of all matrix products."""
         return sum(math.prod(product) for product in self.products)
 
     def over(self, limit: int, names: frozenset[str] = ARITHMETIC) -> tuple[str, int] | None:
-        """The operator among `names` that touched the most elements, if these are more than `limit`."""
+        """Return the operator of `names` with the most elements, and their number, if it is more than `limit`."""
         name = max((n for n in self.largest if n in names), key=self.largest.__getitem__, default=None)
         return (name, self.largest[name]) if name and self.largest[name] > limit else None
 
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Make `torch.empty` hand out NaN, so that memory read before it is written shows."""
+    """Fill new memory of `torch.empty` with NaN: a function that reads it before writing gets NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -183,7 +165,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 class _ScalarsOfNothing(TorchFunctionMode):
-    """A meta tensor has no values: answer 1.0 where one is read."""
+    """Answers 1.0 when a value of a meta tensor is read; such a tensor has no values."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if getattr(func, "__name__", "") in ("item", "__float__"):
@@ -192,10 +174,15 @@ class _ScalarsOfNothing(TorchFunctionMode):
 
 
 def expect_follows_device(function: Callable[..., torch.Tensor], *shapes: tuple[int, ...], what: str) -> None:
-    """Assert that the result lies where the inputs lie, with inputs on a device that is not the default one.
+    """Assert that the result is on the device of the inputs, with inputs on a device that is not the default one.
 
-    The device is "meta": shapes without values, there on every machine. A function that needs values of its inputs
-    (to branch on them, say) cannot run there and is not judged.
+    That device is "meta": tensors with shapes and without values, which every machine has. A function that needs values of
+    its inputs, for example to branch on them, cannot run there and is not judged.
+
+    Args:
+        function: the answer.
+        *shapes: shapes of its inputs.
+        what: name of the answer, the subject of the message.
     """
     inputs = [torch.empty(*shape, device="meta") for shape in shapes]
     hint = "Create tensors with device=a.device (the device of the input): on a GPU they must not land on the CPU."
@@ -213,7 +200,7 @@ def expect_follows_device(function: Callable[..., torch.Tensor], *shapes: tuple[
 
 
 def expect_unchanged(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor], what: str) -> None:
-    """Assert that a function left its inputs alone."""
+    """Assert that a function did not change its inputs."""
     for old, new in zip(before, after, strict=True):
         if not torch.equal(torch.nan_to_num(old), torch.nan_to_num(new)):
             raise AssertionError(f"{what} changed one of its inputs. Work on new tensors: `x += ...` writes into x.")

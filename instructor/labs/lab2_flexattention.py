@@ -86,7 +86,7 @@ from utils.attention.masks import named as with_name
 from utils.attention.sparsity import sparsity
 from utils.benchmark.measuring import measure_together
 from utils.files import recorded_table
-from utils.visualization.masks import plot_mask, plot_sparsity_sweep
+from utils.visualization import plot_mask, plot_sparsity_sweep
 
 torch.manual_seed(0)
 device = default_device()

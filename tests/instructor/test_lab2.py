@@ -126,7 +126,7 @@ def test_arguments_are_counted_as_flex_attention_counts_them():
     """The checks refuse exactly the masks that create_block_mask refuses."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    from instructor.checks.lab2_flexattention.common import arguments_counted
+    from instructor.checks.lab2_flexattention.common import count_arguments
 
     class Mask:
         def __call__(self, b, h, q, k):
@@ -144,7 +144,7 @@ def test_arguments_are_counted_as_flex_attention_counts_them():
         (lambda *where: where[3] <= where[2], False),
         (lambda b, h, *where: where[1] <= where[0], False),
     ):
-        assert (arguments_counted(mod) == 4) is accepted
+        assert (count_arguments(mod) == 4) is accepted
         if accepted:
             create_block_mask(mod, None, None, 4, 4, device="cpu", BLOCK_SIZE=2)
         else:

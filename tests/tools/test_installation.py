@@ -1,6 +1,7 @@
 """The environment: one source of versions, repeatable, quick the second time, and clear when something is missing."""
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -113,7 +114,22 @@ def test_check_notices_a_difference(tmp_path, monkeypatch):
         environment.check()
 
 
-def test_pins_of_the_host_are_lifted():
+def test_the_lock_keeps_to_the_pythons_of_the_project():
+    pins = (
+        "numpy==2.4.6 ; python_full_version < '3.12'\n"
+        "numpy==2.5.5 ; python_full_version >= '3.12'\n"
+        "triton==3.7.1 ; python_full_version < '3.15' and sys_platform == 'linux'\n"
+        "triton==3.8.0 ; python_full_version >= '3.15' and sys_platform == 'linux'\n"
+        "zipp==4.1.2\n"
+    )
+    expected = [line for line in pins.splitlines() if "3.8.0" not in line]
+    expected[2] = "triton==3.7.1 ; sys_platform == 'linux'"
+    assert environment.keep_allowed_pythons(pins, ">=3.11,<3.13").splitlines() == expected
+    locked = environment.CONSTRAINTS.read_text()
+    assert environment.keep_allowed_pythons(locked, PROJECT["requires-python"]) == locked, "run `make lock`"
+
+
+def test_pins_of_the_host_are_dropped():
     text = "# a comment\ntorch==2.13.0\nnumpy==2.4.6 ; python_full_version < '3.12'\nnvidia_cublas==1.0\nrich==15.0.0\n"
     assert environment.constraint_lines(text, {"torch", "numpy", "nvidia-cublas"}) == "rich==15.0.0\n"
 
@@ -146,14 +162,31 @@ def fake_host(folder: Path, **versions: str) -> Path:
     return python
 
 
-def test_a_current_environment_is_not_rebuilt():
-    stamp = ROOT / ".venv" / "environment.json"
-    if not stamp.exists():
-        pytest.skip("there is no .venv here: `make test` makes one")
-    before = stamp.stat().st_mtime_ns
-    result = run_make("env")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "" and stamp.stat().st_mtime_ns == before
+def test_a_current_environment_is_left_alone_and_a_stale_one_is_rebuilt(tmp_path, monkeypatch):
+    """In a folder of its own: the environment that runs this test must never be rebuilt by it."""
+
+    class Rebuilt(Exception):
+        pass
+
+    def rebuild() -> None:
+        raise Rebuilt
+
+    monkeypatch.setattr(environment, "host_packages", lambda python, project: (None, set(), ""))
+    monkeypatch.setattr(environment, "wants_gpu_extra", lambda: False)
+    monkeypatch.setattr(environment, "install_system_packages", rebuild)
+    with pytest.raises(Rebuilt):
+        environment.sync(tmp_path)
+    stamp, python = tmp_path / "environment.json", tmp_path / "bin" / "python"
+    stamp.write_text(json.dumps({"fingerprint": environment.fingerprint(list(environment.EXTRAS), "None")}))
+    with pytest.raises(Rebuilt):
+        environment.sync(tmp_path)
+    python.parent.mkdir()
+    python.touch()
+    environment.sync(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "environment.json"]
+    stamp.write_text(json.dumps({"fingerprint": "another"}))
+    with pytest.raises(Rebuilt):
+        environment.sync(tmp_path)
 
 
 def test_help_lists_the_verbs():

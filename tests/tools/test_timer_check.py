@@ -22,7 +22,7 @@ def test_without_a_gpu_it_says_so():
 
 @pytest.mark.gpu
 def test_both_tables_are_filled(tmp_path):
-    result = run_check("--trials", "10", "--rounds", "6", "--json", str(tmp_path / "timer.json"))
+    result = run_check("--trials", "10", "--rounds", "6", "--out", str(tmp_path / "timer.json"))
     assert result.returncode == 0, result.stderr
     record = json.loads((tmp_path / "timer.json").read_text())
     assert [row["n"] for row in record["itself"]] == [1024, 2048, 4096]

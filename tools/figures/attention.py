@@ -58,17 +58,7 @@ def decoder_layer() -> Card:
         card.text(x, y, text, size=8, color=SOFT, ha="left")
 
     def join(y: float, sign: str) -> None:
-        card.ax.plot(
-            [mid],
-            [y],
-            marker="o",
-            markersize=16,
-            markerfacecolor=PAPER,
-            markeredgecolor=INK,
-            zorder=4,
-            scalex=False,
-            scaley=False,
-        )
+        card.dot(mid, y, 16, fill=PAPER, edge=INK, zorder=4)
         card.text(mid, y, sign, size=12)
 
     # attention
@@ -308,6 +298,3 @@ def flash_attention() -> Card:
     card.text(570, 376, "Q, K, V tiles in", ha="left", size=9)
     card.text(780, 376, "O out", ha="right", size=9)
     return card
-
-
-__all__ = ["decoder_layer", "flash_attention", "kv_cache"]

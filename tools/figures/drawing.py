@@ -1,4 +1,4 @@
-"""A card to draw on: boxes, arrows, grids and text in pixels from its upper left corner."""
+"""A card to draw on: boxes, arrows, grids and text, in pixels from the upper left corner."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from matplotlib.path import Path as Outline
 
 INK, SOFT, HAIR, PAPER = "#1b1b1b", "#5f5f5f", "#a9a9a9", "#ffffff"
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072b2", "#e39a1f", "#00694d", "#a8548a", "#8c8c8c"
-# Tints of the same hues, apart in lightness as well.
+# Tints of the same hues; they differ in lightness too.
 BLUE_TINT, ORANGE_TINT, GREEN_TINT, PURPLE_TINT, GREY_TINT = "#cfe4f3", "#fbe3b8", "#d3ebdf", "#f0dcea", "#f1f1f1"
 
-# Glyphs as paths look the same in every browser; ids from a fixed salt keep the files the same from run to run.
+# Letters as outlines look the same in every browser; a fixed salt for the ids makes every run write the same file.
 SVG_STYLE = {
     "svg.fonttype": "path",
     "svg.hashsalt": "gpu-efficiency-labs",
@@ -29,7 +29,7 @@ SVG_STYLE = {
 
 
 class Card:
-    """A white card of `width` x `height` pixels with a title; it reads on light and dark pages alike."""
+    """A white card of `width` x `height` pixels with a title, readable on light and on dark pages."""
 
     def __init__(self, width: int, height: int, title: str, description: str) -> None:
         self.size, self.title, self.description = (width, height), title, description
@@ -59,20 +59,10 @@ class Card:
         hatch: str = "",
         zorder: float = 2,
     ) -> None:
-        """A box, with its text centred."""
-        self.ax.add_patch(
-            FancyBboxPatch(
-                (x + round, y + round),
-                w - 2 * round,
-                h - 2 * round,
-                boxstyle=f"round,pad={round}",
-                facecolor=fill,
-                edgecolor=edge,
-                linewidth=line,
-                hatch=hatch,
-                zorder=zorder,
-            )
-        )
+        """Draw a box with rounded corners and its text in the middle."""
+        inner, pad = ((x + round, y + round), w - 2 * round, h - 2 * round), f"round,pad={round}"
+        look = {"facecolor": fill, "edgecolor": edge, "linewidth": line, "hatch": hatch, "zorder": zorder}
+        self.ax.add_patch(FancyBboxPatch(*inner, boxstyle=pad, **look))
         if text:
             self.text(x + w / 2, y + h / 2, text, size=size, color=color, weight=weight)
 
@@ -90,20 +80,9 @@ class Card:
         style: str = "-",
         zorder: float = 2,
     ) -> None:
-        """A plain rectangle."""
-        self.ax.add_patch(
-            Rectangle(
-                (x, y),
-                w,
-                h,
-                facecolor=fill,
-                edgecolor=edge,
-                linewidth=line,
-                hatch=hatch,
-                linestyle=style,
-                zorder=zorder,
-            )
-        )
+        """Draw a rectangle."""
+        look = {"facecolor": fill, "edgecolor": edge, "linewidth": line, "hatch": hatch, "linestyle": style}
+        self.ax.add_patch(Rectangle((x, y), w, h, zorder=zorder, **look))
 
     def text(
         self,
@@ -119,21 +98,9 @@ class Card:
         style: str = "normal",
         rotation: float = 0,
     ) -> None:
-        """Text at a point."""
-        self.ax.text(
-            x,
-            y,
-            text,
-            fontsize=size,
-            color=color,
-            ha=ha,
-            va=va,
-            fontweight=weight,
-            fontstyle=style,
-            rotation=rotation,
-            linespacing=1.3,
-            zorder=6,
-        )
+        """Write text at a point."""
+        font = {"fontsize": size, "color": color, "fontweight": weight, "fontstyle": style, "rotation": rotation}
+        self.ax.text(x, y, text, ha=ha, va=va, linespacing=1.3, zorder=6, **font)
 
     def arrow(
         self,
@@ -148,46 +115,41 @@ class Card:
         style: str = "-",
         bend: float = 0.0,
     ) -> None:
-        """An arrow from one point to another; `head` "-" for none."""
-        self.ax.add_patch(
-            FancyArrowPatch(
-                (x0, y0),
-                (x1, y1),
-                arrowstyle=head,
-                mutation_scale=9,
-                color=color,
-                linewidth=line,
-                linestyle=style,
-                shrinkA=0,
-                shrinkB=0,
-                connectionstyle=f"arc3,rad={bend}",
-                zorder=3,
-                joinstyle="miter",
-                capstyle="butt",
-            )
-        )
+        """Draw an arrow from one point to another; without an arrow head if `head` is "-"."""
+        look = {"color": color, "linewidth": line, "linestyle": style, "joinstyle": "miter", "capstyle": "butt"}
+        ends = {"arrowstyle": head, "mutation_scale": 9, "shrinkA": 0, "shrinkB": 0}
+        bow = f"arc3,rad={bend}"
+        self.ax.add_patch(FancyArrowPatch((x0, y0), (x1, y1), connectionstyle=bow, zorder=3, **ends, **look))
+
+    def dot(
+        self,
+        x: float,
+        y: float,
+        size: float,
+        *,
+        fill: str,
+        edge: str | None = None,
+        line: float = 1.0,
+        zorder: float = 5,
+    ) -> None:
+        """Draw a round marker of `size` points."""
+        look = {"color": fill, "markeredgecolor": edge or fill, "markeredgewidth": line, "zorder": zorder}
+        self.ax.plot([x], [y], marker="o", markersize=size, scalex=False, scaley=False, **look)
 
     def path(self, *points: tuple[float, float], color: str = SOFT, line: float = 1.2, style: str = "-") -> None:
-        """A polyline."""
-        self.ax.plot(
-            *zip(*points, strict=True),
-            color=color,
-            linewidth=line,
-            linestyle=style,
-            zorder=3,
-            solid_joinstyle="miter",
-            scalex=False,
-            scaley=False,
-        )
+        """Draw a line through the points."""
+        look = {"color": color, "linewidth": line, "linestyle": style, "solid_joinstyle": "miter"}
+        self.ax.plot(*zip(*points, strict=True), zorder=3, scalex=False, scaley=False, **look)
 
     def route(self, *points: tuple[float, float], color: str = SOFT, line: float = 1.2, style: str = "-") -> None:
-        """A polyline that ends in an arrow head."""
-        self.path(*points[:-1], color=color, line=line, style=style) if len(points) > 2 else None
+        """Draw a line through the points that ends in an arrow head."""
+        if len(points) > 2:
+            self.path(*points[:-1], color=color, line=line, style=style)
         (x0, y0), (x1, y1) = points[-2:]
         self.arrow(x0, y0, x1, y1, color=color, line=line, style=style)
 
     def shape(self, *points: tuple[float, float], fill: str, edge: str = "none", zorder: float = 1) -> None:
-        """A filled polygon."""
+        """Draw a filled polygon."""
         self.ax.add_patch(Polygon(points, closed=True, facecolor=fill, edgecolor=edge, zorder=zorder))
 
     def grid(
@@ -202,11 +164,11 @@ class Card:
         edge: str = HAIR,
         line: float = 0.5,
     ) -> None:
-        """A matrix of square cells; `fill(row, column)` colours each."""
+        """Draw a matrix of square cells; `fill` is their colour, or a function of row and column."""
         for row in range(rows):
             colors = [fill if isinstance(fill, str) else fill(row, col) for col in range(cols)]
             start = 0
-            for end in range(1, cols + 1):  # one rectangle a run of equal cells
+            for end in range(1, cols + 1):  # one rectangle for each run of equal cells
                 if end == cols or colors[end] != colors[start]:
                     if colors[start] != PAPER:
                         self.rect(x + start * cell, y + row * cell, (end - start) * cell, cell, fill=colors[start])
@@ -217,12 +179,12 @@ class Card:
         self.ax.add_patch(PathPatch(lines, facecolor="none", edgecolor=edge, linewidth=line, zorder=2.1))
 
     def save(self, path: Path) -> None:
-        """Write the SVG, without dates."""
+        """Write the SVG file, without a date."""
         metadata = {"Date": None, "Title": self.title, "Description": self.description}
         text = io.StringIO()
         with matplotlib.rc_context(SVG_STYLE):
             self.figure.savefig(text, format="svg", metadata=metadata, facecolor="none")
-        # Hundredths of a pixel are enough; matplotlib writes six decimals and deep indents, half of the file.
+        # Hundredths of a pixel are enough. Matplotlib writes six decimals and deep indents, which are half of the file.
         svg = re.sub(r' d="[^"]+"|translate\([^)]+\)', _shorten, text.getvalue())
         path.write_text(re.sub(r"\n +", "\n", svg), encoding="utf-8")
 

@@ -288,6 +288,3 @@ def pages() -> Card:
     )
     card.box(66, 260, 820, 36, text, fill=BLUE_TINT, edge=BLUE, size=9)
     return card
-
-
-__all__ = ["blocks", "mask_program", "pages", "paths"]

@@ -230,36 +230,15 @@ def roofline_anatomy() -> Card:
     card.text(222, 400, "memory-bound", size=11, weight="bold", color="#7a4e00")
     card.text(700, 400, "compute-bound", size=11, weight="bold", color="#00507d")
     card.text(ridge, bottom + 16, "ridge point = peak compute / bandwidth", size=9, weight="bold")
-    card.ax.plot([ridge], [roof], marker="o", markersize=6, color=INK, zorder=5, scalex=False, scaley=False)
+    card.dot(ridge, roof, 6, fill=INK)
     card.text(ridge - 4, roof - 22, "the ridge", weight="bold")
     for x, y0, y1, name, gap in (
         (215, start[1] - (215 - left) * 0.72, 352, "GEMV", "gap: reads that stall\nor repeat"),
         (600, roof, 232, "GEMM", "gap: units that wait,\ntiles that do not fit"),
     ):
         card.path((x, y0), (x, y1), color=INK, line=1.1)
-        card.ax.plot(
-            [x],
-            [y0],
-            marker="o",
-            markersize=8,
-            markerfacecolor=PAPER,
-            markeredgecolor=INK,
-            markeredgewidth=1.5,
-            zorder=5,
-            scalex=False,
-            scaley=False,
-        )
-        card.ax.plot(
-            [x],
-            [y1],
-            marker="o",
-            markersize=8.5,
-            color=BLUE,
-            markeredgecolor=PAPER,
-            zorder=5,
-            scalex=False,
-            scaley=False,
-        )
+        card.dot(x, y0, 8, fill=PAPER, edge=INK, line=1.5)
+        card.dot(x, y1, 8.5, fill=BLUE, edge=PAPER)
         card.text(x + 13, y0 + 18 if name == "GEMM" else y0 + 8, "predicted: on the roof", ha="left", size=8.5)
         card.text(x + 13, (y0 + y1) / 2 + (12 if name == "GEMM" else 6), gap, ha="left", size=8.5, color=SOFT)
         card.text(x + 13, y1 + 2, f"{name}, measured", ha="left", size=9, weight="bold", color="#00507d")
@@ -321,6 +300,3 @@ def kernel_fusion() -> Card:
     card.text(710, 364, "write gelu(x)", ha="right", size=8.8)
     card.text(455, 364, f"traffic: 2 times the tensor, {moved / 2:g} times less", size=9, weight="bold")
     return card
-
-
-__all__ = ["gemm_tiling", "kernel_fusion", "memory_hierarchy", "roofline_anatomy"]

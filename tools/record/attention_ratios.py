@@ -1,48 +1,67 @@
-"""Tables of this GPU's attention providers: `ratios` (Gluon against the others) and `ladder` (its five steps).
+"""Measure the Gluon attention kernel against the other backends (`ratios`), or its five steps against cuDNN (`ladder`).
 
     python -m tools.record.attention_ratios ratios --out assets/results/h200/attention_ratios.json
     python -m tools.record.attention_ratios ladder --out assets/results/h200/attention_ladder.json
     python -m tools.record.attention_ratios plot --read assets/results/h200/attention_ratios.json --out ratios.svg
 
-Every ratio comes from two providers timed in one process, their calls interleaved on the same inputs (bf16, random
+Every ratio comes from two backends that are timed in one process, their calls interleaved on the same inputs (bf16, random
 normal, forward), so that both run at the same clocks. TFLOP/s count 4 B H Sq Sk D operations, half of them if causal.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
+import itertools
 import math
-import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from tools.record.common import Record, arguments_parser, machine_name, numbers, read_record, save_picture
 from utils.attention.registry import attention
 from utils.attention.registry import provider as provider_named
 from utils.attention.request import make_request
 from utils.benchmark.measuring import compare
-from utils.machine.environment import environment
 
 TOKENS = 16384  # B x S of every point
 HEADS = {64: 32, 128: 16, 256: 8}  # model width 2048
+CHECKED_LENGTH = 2048  # up to this length the output is also compared with the "math" backend
 
 
+@functools.lru_cache(maxsize=1)  # the points of one shape come one after the other
 def inputs(head_dim: int, length: int, device: str = "cuda") -> list[torch.Tensor]:
-    """q, k, v of one point: B x S = 16384 tokens, width 2048."""
+    """Draw q, k and v of one shape, (B, H, S, D) in bf16 with B x S = 16384 tokens and H x D = 2048."""
     shape = (max(1, TOKENS // length), HEADS[head_dim], length, head_dim)
     return [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3)]
 
 
-def operations(q: torch.Tensor, k: torch.Tensor, causal: bool) -> float:
-    """Floating-point operations of one forward pass; a causal mask halves them."""
-    return 4.0 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.shape[3] * (0.5 if causal else 1.0)
+@functools.lru_cache(maxsize=1)
+def math_output(head_dim: int, length: int, causal: bool) -> torch.Tensor:
+    """Compute the output of the "math" backend for one shape and mask."""
+    return attention(*inputs(head_dim, length), causal=causal, provider="math")
 
 
-def against(name: str, call, other_name: str, other, flops: float, pairs: int) -> dict:
-    """One comparison: how many times faster `call` is than `other`, with its interval, and both rates."""
-    result = compare(other, call, warmup=3, iterations=pairs, labels=(other_name, name), device="cuda")
+def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return |a - b| / |b| in the Frobenius norm, computed in float64."""
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def compare_kernels(name: str, kernel: Callable, other_name: str, other: Callable, causal: bool, pairs: int) -> dict:
+    """Time `kernel` and `other` in turn: how many times faster `kernel` is, the interval, and both rates.
+
+    Args:
+        name: name of the kernel.
+        kernel: `partial(function, q, k, v, ...)`.
+        other_name: name of the kernel to compare with.
+        other: the call of that kernel, on the same tensors.
+        causal: whether half of the scores are masked, and so not counted as operations.
+        pairs: interleaved pairs of samples.
+    """
+    q, k = kernel.args[:2]
+    flops = 4.0 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.shape[3] * (0.5 if causal else 1.0)
+    result = compare(other, kernel, warmup=3, iterations=pairs, labels=(other_name, name), device="cuda")
     return {
         "against": other_name,
         "ratio": result.speedup,
@@ -55,146 +74,93 @@ def against(name: str, call, other_name: str, other, flops: float, pairs: int) -
     }
 
 
-def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+def ratio_row(head_dim: int, length: int, causal: bool, other_name: str, pairs: int) -> dict:
+    """Measure the Gluon kernel against one backend at one shape; the reason if that backend refuses the shape."""
+    q, k, v = inputs(head_dim, length)
+    row = {"head_dim": head_dim, "length": length, "batch": q.shape[0], "heads": q.shape[1], "causal": causal}
+    support = provider_named(other_name).support(make_request(q, k, v, causal, None, None))
+    if not support:
+        return row | {"against": other_name, "refused": support.reason}
+    gluon, other = (partial(attention, q, k, v, causal=causal, provider=name) for name in ("gluon", other_name))
+    row["difference"] = relative_difference(gluon(), other())
+    if length <= CHECKED_LENGTH:
+        row["difference_from_math"] = relative_difference(gluon(), math_output(head_dim, length, causal))
+    return row | compare_kernels("gluon", gluon, other_name, other, causal, pairs)
 
 
-def ratios(head_dims, lengths, others, pairs: int, show) -> list[dict]:
-    """Gluon against each other provider at each point."""
-    rows = []
-    for head_dim in head_dims:
-        for length in lengths:
-            q, k, v = inputs(head_dim, length)
-            for causal in (False, True):
-                flops = operations(q, k, causal)
-                expected = attention(q, k, v, causal=causal, provider="math") if length <= 2048 else None
-                for other in others:
-                    row = {
-                        "head_dim": head_dim,
-                        "length": length,
-                        "batch": q.shape[0],
-                        "heads": q.shape[1],
-                        "causal": causal,
-                    }
-                    support = provider_named(other).support(make_request(q, k, v, causal, None, None))
-                    if not support:
-                        rows.append(row | {"against": other, "refused": support.reason})
-                        continue
-                    mine, theirs = (
-                        partial(attention, q, k, v, causal=causal, provider=name) for name in ("gluon", other)
-                    )
-                    row["difference"] = relative_difference(mine(), theirs())
-                    if expected is not None:
-                        row["difference_from_math"] = relative_difference(mine(), expected)
-                    rows.append(row | against("gluon", mine, other, theirs, flops, pairs))
-                    show(rows)
-    return rows
-
-
-def ladder(head_dims, lengths, pairs: int, show) -> list[dict]:
-    """Each step of the Gluon ladder against cuDNN."""
+def ladder_row(head_dim: int, length: int, causal: bool, step: int, pairs: int) -> dict:
+    """Measure one step of the Gluon ladder against cuDNN at one shape."""
     from utils.attention.gluon.launch import describe, forward
 
-    rows = []
-    for head_dim in head_dims:
-        for length in lengths:
-            q, k, v = inputs(head_dim, length)
-            for causal in (False, True):
-                flops = operations(q, k, causal)
-                theirs = partial(attention, q, k, v, causal=causal, provider="cudnn")
-                for step in range(1, 6):
-                    mine = partial(forward, q, k, v, causal=causal, step=step)
-                    row = {
-                        "head_dim": head_dim,
-                        "length": length,
-                        "causal": causal,
-                        "plan": describe(step, q, k, causal),
-                        "step": step,
-                        "difference": relative_difference(mine(), theirs()),
-                    }
-                    rows.append(row | against(f"step {step}", mine, "cudnn", theirs, flops, pairs))
-                    show(rows)
-    return rows
+    q, k, v = inputs(head_dim, length)
+    kernel = partial(forward, q, k, v, causal=causal, step=step)
+    cudnn = partial(attention, q, k, v, causal=causal, provider="cudnn")
+    row = {"head_dim": head_dim, "length": length, "causal": causal, "plan": describe(step, q, k, causal), "step": step}
+    row["difference"] = relative_difference(kernel(), cudnn())
+    return row | compare_kernels(f"step {step}", kernel, "cudnn", cudnn, causal, pairs)
 
 
-def geometric_means(rows: list[dict]) -> dict:
-    """Geometric mean of the ratio by head dimension and opponent, for long (8k, 16k) and short sequences."""
-    means = {}
+def geometric_means(rows: list[dict]) -> dict[str, float]:
+    """Average the ratios by head dimension and opponent, for long (8k, 16k) and for short sequences."""
+    groups: dict[str, list[float]] = {}
     for row in rows:
         if "ratio" in row:
             key = f"D={row['head_dim']} {'long' if row['length'] >= 8192 else 'short'} {row['against']}"
-            means.setdefault(key, []).append(row["ratio"])
-    return {key: math.exp(sum(map(math.log, values)) / len(values)) for key, values in means.items()}
+            groups.setdefault(key, []).append(row["ratio"])
+    return {key: math.exp(sum(map(math.log, values)) / len(values)) for key, values in groups.items()}
 
 
-def plot(read: Path, out: Path) -> None:
-    """Draw a recorded table of ratios, with the machine and the commit it comes from."""
+def show(row: dict) -> str:
+    """Return the line that is printed for a row."""
+    name = f"step {row['step']}" if "step" in row else "gluon"
+    start = f"D={row['head_dim']:<4} S={row['length']:<6} {'causal' if row['causal'] else 'full':<7}{name:<7} "
+    if "refused" in row:
+        return f"{start}{row['against']} refuses: {row['refused']}"
+    low, high = row["interval"]
+    return f"{start}{row['tflops']:7.1f} TFLOP/s  {row['ratio']:.3f}x {row['against']} [{low:.3f}, {high:.3f}]"
+
+
+def plot(path: Path, out: Path) -> None:
+    """Draw a recorded table of ratios; the title says the machine and the commit that it comes from."""
     from utils.visualization.ratios import plot_attention_ratios
 
-    record = json.loads(read.read_text())
+    record = read_record(path)
     where = record["environment"]
-    figure, _ = plot_attention_ratios(
-        record["rows"],
-        title="How many times faster the Gluon kernel is: bf16 forward, B x S = 16384. Recorded on "
-        f"{where['gpu']}, torch {where['torch']}, commit {where['commit']}.",
+    title = (
+        "How many times faster the Gluon kernel is: bf16 forward, B x S = 16384. "
+        f"Recorded on {machine_name(record)}, torch {where['torch']}, commit {where['commit']}."
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
-    print(f"wrote {out}")
+    save_picture(plot_attention_ratios(record["rows"], title=title)[0], out)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and record a table, or draw a recorded one."""
+    parser = arguments_parser(__doc__, pairs=15)
     parser.add_argument("table", choices=("ratios", "ladder", "plot"))
-    parser.add_argument("--out", type=Path, required=True, help="JSON file, written after each point; plot: a picture")
     parser.add_argument("--read", type=Path, help="plot: the recorded table of ratios")
-    parser.add_argument("--against", default="cudnn,cute,flash", help="providers, with commas")
-    parser.add_argument("--head-dims", default="64,128,256")
-    parser.add_argument("--lengths", default="1024,2048,4096,8192,16384")
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after this time, with what there is")
-    args = parser.parse_args()
-    if (args.table == "plot") != (args.read is not None):
+    parser.add_argument("--against", default="cudnn,cute,flash", help="ratios: backends, with commas")
+    parser.add_argument("--head-dims", type=numbers, default="64,128,256")
+    parser.add_argument("--lengths", type=numbers, default="1024,2048,4096,8192,16384")
+    options = parser.parse_args(arguments)
+    if options.out is None:
+        parser.error("--out names the file to write")
+    if (options.table == "plot") != (options.read is not None):
         parser.error("--read names a recorded table of ratios for `plot`, and goes with nothing else")
-    if args.table == "plot":
-        plot(args.read, args.out)
+    if options.table == "plot":
+        plot(options.read, options.out)
         return
     torch.manual_seed(0)
-    start = time.monotonic()
-    record = {"table": args.table, "environment": environment("cuda"), "pairs": args.pairs, "rows": []}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-
-    def show(rows: list[dict]) -> None:
-        row = rows[-1]
-        name = f"step {row['step']}" if "step" in row else "gluon"
-        print(
-            f"D={row['head_dim']:<4} S={row['length']:<6} {'causal' if row['causal'] else 'full':<7}{name:<7} "
-            f"{row['tflops']:7.1f} TFLOP/s  {row['ratio']:.3f}x {row['against']} "
-            f"[{row['interval'][0]:.3f}, {row['interval'][1]:.3f}]",
-            flush=True,
-        )
-        record["rows"] = rows
-        record["geometric_means"] = geometric_means(rows) if args.table == "ratios" else {}
-        record["complete"] = False
-        args.out.write_text(json.dumps(record, indent=1, default=str))
-        if time.monotonic() - start > args.seconds:
-            raise TimeoutError
-
-    def numbers(text: str) -> list[int]:
-        return [int(x) for x in text.split(",")]
-
-    try:
-        if args.table == "ratios":
-            others = args.against.split(",")
-            record["rows"] = ratios(numbers(args.head_dims), numbers(args.lengths), others, args.pairs, show)
-        else:
-            record["rows"] = ladder(numbers(args.head_dims), numbers(args.lengths), args.pairs, show)
-        record["complete"] = True
-        args.out.write_text(json.dumps(record, indent=1, default=str))
-    except TimeoutError:
-        print(f"stopped after {args.seconds:g} s, before the table was complete")
-    for key, mean in record.get("geometric_means", {}).items():
-        print(f"{key:<28}{mean:.3f}")
+    record = Record(options.out, options.table, "cuda", options.seconds, pairs=options.pairs)
+    measure_row, variants = (
+        (ratio_row, options.against.split(",")) if options.table == "ratios" else (ladder_row, range(1, 6))
+    )
+    points = itertools.product(options.head_dims, options.lengths, (False, True), variants)
+    complete = record.fill(points, lambda point: measure_row(*point, pairs=options.pairs), show)
+    if options.table == "ratios":
+        record.contents["geometric_means"] = geometric_means(record.contents["rows"])
+        for key, mean in record.contents["geometric_means"].items():
+            print(f"{key:<28}{mean:.3f}")
+    record.finish() if complete else record.save()
 
 
 if __name__ == "__main__":

@@ -1,30 +1,28 @@
-"""How much of a mask's promise arrives: FlexAttention's paths over masks, block sizes and document spans.
+"""Measure how much of a mask's promise arrives: FlexAttention's paths over masks, block sizes and document lengths.
 
-    python -m tools.record.flex_sweep sweep --out assets/results/cpu/flex_sweep.json      # block size x document span
+    python -m tools.record.flex_sweep sweep --out assets/results/cpu/flex_sweep.json      # block size x document length
     python -m tools.record.flex_sweep promise --out assets/results/h200/flex_promise.json # paths x masks
     python -m tools.record.flex_sweep plot --read assets/results/h200/flex_sweep.json --out sweep.svg
 
-The promise of a mask is 1 / block density. Every row compares the same path without and with the mask, calls
-interleaved on the same inputs, after the first two heads of the output were held to float64; `share` is the speed-up
-over the promise. The file is written after every point.
+The promise of a mask is 1 / block density: so many times faster would the kernel be if its time were proportional to the
+blocks that it visits. Each row compares the same path without and with the mask. The calls are interleaved on the same
+inputs, and the first two heads of the output are compared with float64 first. `share` is the speed-up over the promise.
 
-A row: path, options (kernel options in force), picked (what path="auto" takes), mask, batch, heads, seq_len, head_dim,
-dtype, doc_span, block_size, density, block_density, ideal, ms, dense_ms, speedup, interval, share, error (relative, to
-float64), block_mask_ms (the first build in a process loads torch.compile too), compile_s (from inductor's cache where
---warm has filled it); or refused (why) in the place of the measurements.
+The keys of a row: path, options (kernel options in force), picked (whether path="auto" takes this path), mask, batch, heads,
+seq_len, head_dim, dtype, doc_span (tokens of a document), block_size, density, block_density, ideal, ms, dense_ms, speedup,
+interval, share, error (relative, to float64), block_mask_ms (the first build in a process also loads torch.compile),
+compile_s (from inductor's cache if --warm has filled it). A path that refuses has `refused`, the reason, instead.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from tools.record.common import Record, arguments_parser, machine_name, numbers, read_record, save_picture
 from utils.attention import masks
 from utils.attention.flex_dense import flex_reference
 from utils.attention.flex_options import pick, triton_options
@@ -32,9 +30,7 @@ from utils.attention.flex_paths import FlexUnsupported, Prepared, flex
 from utils.attention.sparsity import Sparsity, sparsity
 from utils.bench.workload import DTYPES
 from utils.benchmark.measuring import compare
-from utils.files import write_whole
 from utils.machine.device import default_device
-from utils.machine.environment import environment
 
 CHECKED_HEADS = 2
 ALLOWED_ERROR = {"fp16": 2e-3, "bf16": 1e-2, "fp32": 2e-6}  # relative, Frobenius, to float64
@@ -57,19 +53,21 @@ class Point:
 
 
 class Bench:
-    """Inputs, dense calls and sparsities are kept between points: many points share them."""
+    """Measures points; inputs, dense calls and sparsities are kept, since many points share them."""
 
-    def __init__(self, device: torch.device, shape: tuple, pairs: int):
+    def __init__(self, device: torch.device, shape: tuple, pairs: int) -> None:
+        """Keep `shape`, (batch, heads, seq_len, dtype), and the number of interleaved pairs of each comparison."""
         self.device, self.pairs = device, pairs
         _, self.heads, self.length, self.dtype = shape
-        self._inputs, self._dense, self._counted, self._expected = {}, {}, {}, {}
+        self._inputs, self._dense, self._sparsity, self._expected = {}, {}, {}, {}
 
     def inputs(self, point: Point) -> tuple[torch.Tensor, ...]:
+        """Draw q, k and v of a point, (B, H, S, D); the same shape gets the same numbers."""
         key = point.batch, point.head_dim
         if key not in self._inputs:
-            made = torch.Generator().manual_seed(sum(key))
+            generator = torch.Generator().manual_seed(sum(key))
             self._inputs[key] = tuple(
-                torch.randn(point.batch, self.heads, self.length, point.head_dim, generator=made).to(
+                torch.randn(point.batch, self.heads, self.length, point.head_dim, generator=generator).to(
                     self.device, DTYPES[self.dtype]
                 )
                 for _ in range(3)
@@ -77,31 +75,34 @@ class Bench:
         return self._inputs[key]
 
     def prepare(self, point: Point, masked: bool) -> Prepared:
+        """Prepare the call of a point, with its mask or without one."""
         q, k, v = self.inputs(point)
         mask = masks.by_name(point.mask, point.span) if masked else None
         options = triton_options(q, k, mask, point.block_size) if point.tuned else None
         return flex(q, k, v, mask_mod=mask, path=point.path, block_size=point.block_size, kernel_options=options)
 
     def dense(self, point: Point) -> Prepared:
+        """Prepare the call of a point without its mask, once for all masks."""
         key = point.path, point.tuned, point.batch, point.head_dim
         if key not in self._dense:
             self._dense[key] = self.prepare(point, masked=False)
         return self._dense[key]
 
-    def counted(self, point: Point) -> Sparsity:
+    def sparsity(self, point: Point) -> Sparsity:
+        """Count the pairs and the blocks that the mask of a point keeps."""
         key = point.mask, point.span, point.block_size
-        if key not in self._counted:
-            self._counted[key] = sparsity(
+        if key not in self._sparsity:
+            self._sparsity[key] = sparsity(
                 masks.by_name(point.mask, point.span), self.length, self.length, point.block_size, self.device
             )
-        return self._counted[key]
+        return self._sparsity[key]
 
     def error(self, point: Point, call: Prepared) -> float:
-        """Relative error of the first heads to float64; too large a one ends the run."""
+        """Compare the first heads with float64; raise AssertionError if the relative error is too large."""
         key = point.mask, point.span, point.batch, point.head_dim
         if key not in self._expected:
-            few = [x[:1, :CHECKED_HEADS] for x in self.inputs(point)]
-            self._expected[key] = flex_reference(*few, masks.by_name(point.mask, point.span))
+            first_heads = [x[:1, :CHECKED_HEADS] for x in self.inputs(point)]
+            self._expected[key] = flex_reference(*first_heads, masks.by_name(point.mask, point.span))
         expected = self._expected[key]
         out = call()[:1, :CHECKED_HEADS].double()
         error = float((out - expected).norm() / expected.norm())
@@ -113,8 +114,8 @@ class Bench:
         return error
 
     def row(self, point: Point) -> dict:
-        """The measured point."""
-        counted = self.counted(point)
+        """Measure a point: the path with the mask against the same path without it."""
+        counts = self.sparsity(point)
         row = {
             "path": point.path,
             "tuned": point.tuned,
@@ -126,9 +127,9 @@ class Bench:
             "dtype": self.dtype,
             "doc_span": point.span,
             "block_size": point.block_size,
-            "density": counted.density,
-            "block_density": counted.block_density,
-            "ideal": counted.ideal_speedup,
+            "density": counts.density,
+            "block_density": counts.block_density,
+            "ideal": counts.ideal_speedup,
         }
         try:
             call, dense = self.prepare(point, masked=True), self.dense(point)
@@ -147,7 +148,7 @@ class Bench:
             "dense_ms": pair.a.median_ms,
             "speedup": pair.speedup,
             "interval": list(pair.interval),
-            "share": pair.speedup / counted.ideal_speedup,
+            "share": pair.speedup / counts.ideal_speedup,
             "error": error,
             "block_mask_ms": 1e3 * call.seconds.get("block_mask", 0.0),
             "compile_s": call.seconds.get("compile"),
@@ -155,7 +156,7 @@ class Bench:
         }
 
     def cute_against_triton(self, head_dim: int, mask: str, span: int | None) -> dict:
-        """How many times as fast the CuTe path is as the Triton path, both under one mask, interleaved."""
+        """Measure how many times as fast the CuTe path is as the Triton path, both under one mask, interleaved."""
         triton, cute = (
             self.prepare(Point(head_dim, mask, span, path, 128), masked=True) for path in ("compiled", "cute")
         )
@@ -172,7 +173,7 @@ class Bench:
 
 
 def sweep_points(sizes: tuple) -> list[Point]:
-    """Block size x document span, on the compiled path."""
+    """List the points of `sweep`: block sizes x document lengths, on the compiled path."""
     _, spans, blocks, head_dims = sizes
     return [
         Point(head_dim, "document", span, "compiled", block)
@@ -181,7 +182,10 @@ def sweep_points(sizes: tuple) -> list[Point]:
 
 
 def promise_points(sizes: tuple, device: torch.device) -> list[Point]:
-    """Paths x masks. On a GPU also four times the batch at the shortest documents: what a longer kernel changes."""
+    """List the points of `promise`: paths x masks.
+
+    On a GPU the shortest documents come with four times the batch as well, to see what a longer kernel changes.
+    """
     (_, _, length, _), _, _, head_dims = sizes
     spans = (length // 8, length // 4, length // 2)
     cases = [("causal", None, 1), *(("document", span, 1) for span in spans)]
@@ -198,109 +202,95 @@ def promise_points(sizes: tuple, device: torch.device) -> list[Point]:
     ]
 
 
-def table(rows: list[dict]) -> str:
-    """The rows for the eye."""
-    lines = [
-        f"{'D':>4}{'B':>3} {'mask':<18}{'block':>6} {'path':<18}{'ms':>9}{'dense':>9}{'times':>8}{'ideal':>7}"
-        f"{'share':>7}"
-    ]
-    for row in rows:
-        mask = row["mask"] + (f" {row['doc_span']}" if row["doc_span"] else "")
-        path = row["path"] + (" tuned" if row["tuned"] else "")
-        head = f"{row['head_dim']:>4}{row['batch']:>3} {mask:<18}{row['block_size']:>6} {path:<18}"
-        lines.append(
-            f"{head} refused: {row['refused']}"
-            if "refused" in row
-            else f"{head}{row['ms']:>9.4f}{row['dense_ms']:>9.4f}{row['speedup']:>8.2f}{row['ideal']:>7.2f}"
-            f"{row['share']:>7.2f}{' picked' if row['picked'] else ''}"
-        )
-    return "\n".join(lines)
+HEADER = (
+    f"{'D':>4}{'B':>3} {'mask':<18}{'block':>6} {'path':<18}{'ms':>9}{'dense':>9}{'times':>8}{'ideal':>7}{'share':>7}"
+)
 
 
-def plot(record: dict, out: Path) -> None:
-    """The heat map of a sweep, a row of two for each head dimension."""
+def show(row: dict) -> str:
+    """Return the line that is printed for a row, under HEADER."""
+    mask = row["mask"] + (f" {row['doc_span']}" if row["doc_span"] else "")
+    path = row["path"] + (" tuned" if row["tuned"] else "")
+    start = f"{row['head_dim']:>4}{row['batch']:>3} {mask:<18}{row['block_size']:>6} {path:<18}"
+    if "refused" in row:
+        return f"{start} refused: {row['refused']}"
+    return (
+        f"{start}{row['ms']:>9.4f}{row['dense_ms']:>9.4f}{row['speedup']:>8.2f}{row['ideal']:>7.2f}{row['share']:>7.2f}"
+        f"{' picked' if row['picked'] else ''}"
+    )
+
+
+def show_cute(row: dict) -> str:
+    """Return the line that is printed for a comparison of the CuTe path with the Triton path."""
+    low, high = row["interval"]
+    mask = f"{row['mask']} {row['doc_span'] or ''}"
+    return f"D={row['head_dim']} {mask}: cute is {row['ratio']:.2f}x as fast as compiled [{low:.2f}, {high:.2f}]"
+
+
+def plot(path: Path, out: Path) -> None:
+    """Draw the heat maps of a recorded sweep, one picture for each head dimension."""
     import matplotlib
 
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     from utils.visualization import plot_sparsity_sweep
 
+    record = read_record(path)
     head_dims = sorted({row["head_dim"] for row in record["rows"]})
-    machine = record["environment"].get("gpu") or record["environment"].get("cpu") or "CPU"
     for head_dim in head_dims:
-        figure, _ = plot_sparsity_sweep(
-            [row for row in record["rows"] if row["head_dim"] == head_dim],
-            title=f"times as fast as dense, D = {head_dim}\n{machine}",
-        )
+        rows = [row for row in record["rows"] if row["head_dim"] == head_dim]
+        title = f"times as fast as dense, D = {head_dim}\n{machine_name(record)}"
         target = out if len(head_dims) == 1 else out.with_stem(f"{out.stem}_d{head_dim}")
-        figure.savefig(target)
-        plt.close(figure)
-        print(target)
+        save_picture(plot_sparsity_sweep(rows, title=title)[0], target)
+
+
+def warm_cache(bench: Bench, points: list[Point], part: str) -> None:
+    """Compile every N-th call, starting at call I, so that N processes fill inductor's cache together.
+
+    Args:
+        bench: prepares the calls.
+        points: the points of the table.
+        part: "I/N".
+    """
+    first, step = numbers(part.replace("/", ","))
+    dense = {(point.path, point.tuned, point.head_dim, point.batch): (point, False) for point in points}
+    for point, masked in [*dense.values(), *((point, True) for point in points)][first::step]:
+        try:
+            bench.prepare(point, masked)
+        except FlexUnsupported:
+            continue
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("sweep", "promise", "plot"))
-    parser.add_argument("--out", type=Path, required=True, help="JSON file; plot: the picture")
+    """Measure and record a table, or draw a recorded sweep."""
+    parser = arguments_parser(__doc__, pairs=15)
+    parser.add_argument("table", choices=("sweep", "promise", "plot"))
     parser.add_argument("--read", type=Path, help="plot: the recorded sweep")
-    parser.add_argument("--pairs", type=int, default=15, help="interleaved pairs of a comparison")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time, with what there is")
-    parser.add_argument("--head-dims", help="with commas, instead of the machine's own")
-    parser.add_argument("--warm", help="I/N: only compile every N-th point, so that N processes fill inductor's cache")
-    args = parser.parse_args(arguments)
-    if args.what == "plot":
-        if args.read is None:
+    parser.add_argument("--head-dims", type=numbers, help="with commas, instead of those chosen for this machine")
+    parser.add_argument("--warm", metavar="I/N", help="only compile every N-th call, from call I on, to fill the cache")
+    options = parser.parse_args(arguments)
+    if options.out is None and not options.warm:
+        parser.error("--out names the file to write")
+    if options.table == "plot":
+        if options.read is None:
             parser.error("plot needs --read, the sweep's JSON file.")
-        plot(json.loads(args.read.read_text()), args.out)
+        plot(options.read, options.out)
         return
     device = default_device()
-    sizes = GPU if device.type == "cuda" else CPU
-    if args.head_dims:
-        sizes = (*sizes[:3], tuple(int(x) for x in args.head_dims.split(",")))
-    points = sweep_points(sizes) if args.what == "sweep" else promise_points(sizes, device)
-    bench, began = Bench(device, sizes[0], args.pairs), time.monotonic()
-    if args.warm:
-        first, step = (int(x) for x in args.warm.split("/"))
-        jobs = {(point.path, point.tuned, point.head_dim, point.batch, None): (point, False) for point in points}
-        jobs |= {(*vars(point).values(), 0): (point, True) for point in points}
-        for point, masked in list(jobs.values())[first::step]:
-            try:
-                bench.prepare(point, masked)
-            except FlexUnsupported:
-                continue
+    shape, spans, blocks, head_dims = GPU if device.type == "cuda" else CPU
+    sizes = (shape, spans, blocks, options.head_dims or head_dims)
+    points = sweep_points(sizes) if options.table == "sweep" else promise_points(sizes, device)
+    bench = Bench(device, shape, options.pairs)
+    if options.warm:
+        warm_cache(bench, points, options.warm)
         return
-    record = {"what": args.what, "environment": environment(device), "pairs": args.pairs, "complete": False, "rows": []}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-
-    def save() -> None:
-        write_whole(args.out, json.dumps(record, indent=1, default=str))
-
-    for point in points:
-        if time.monotonic() - began > args.seconds:
-            print(f"stopped after {args.seconds:g} s, before the table was complete")
-            break
-        record["rows"].append(bench.row(point))
-        save()
-    else:
-        if args.what == "promise" and device.type == "cuda":
-            cases = [
-                (head_dim, mask, span)
-                for head_dim in sizes[3]
-                for mask, span in (("causal", None), ("document", sizes[0][2] // 8))
-            ]
-            record["cute_against_compiled"] = []
-            for case in cases:
-                record["cute_against_compiled"].append(bench.cute_against_triton(*case))
-                save()
-        record["complete"] = True
-    save()
-    print(table(record["rows"]))
-    for row in record.get("cute_against_compiled", []):
-        print(
-            f"D={row['head_dim']} {row['mask']} {row['doc_span'] or ''}: cute is {row['ratio']:.2f}x as fast as "
-            f"compiled [{row['interval'][0]:.2f}, {row['interval'][1]:.2f}]"
-        )
+    record = Record(options.out, options.table, device, options.seconds, pairs=options.pairs)
+    print(HEADER)
+    complete = record.fill(points, bench.row, show)
+    if complete and options.table == "promise" and device.type == "cuda":
+        masked = (("causal", None), ("document", shape[2] // 8))
+        cases = [(head_dim, *mask) for head_dim, mask in itertools.product(sizes[3], masked)]
+        complete = record.fill(cases, lambda case: bench.cute_against_triton(*case), show_cute, "cute_against_compiled")
+    record.finish() if complete else record.save()
 
 
 if __name__ == "__main__":

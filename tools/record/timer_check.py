@@ -1,41 +1,40 @@
-"""The timer against itself and against Triton's: `python -m tools.record.timer_check --json PATH`, on a GPU.
+"""Check the timer against itself and against Triton's, on a GPU.
 
-A/A: `compare` with the same bf16 matmul on both sides; how many of the ratios lie within 1% and 3% of 1, and how wide
-the intervals are that it gives them.
+    python -m tools.record.timer_check --out assets/results/h200/timer.json
 
-Agreement: `measure` and `triton.testing.do_bench` in the mode they share, a cold L2 (256 MB written before each call)
-and one launch a sample. They take turns in many short rounds, each as many samples as the other and after the same
-work, so that both find the GPU at the same clocks; each round gives a ratio of two medians.
+Against itself: `compare` gets the same bf16 matmul on both sides. The table says how many of the ratios lie within 1% and
+3% of 1, and how wide the intervals are that `compare` gives them.
+
+Against Triton: `measure` and `triton.testing.do_bench` in the mode that both have, a cold L2 (256 MB are written before each
+call) and one launch a sample. They take turns in many short rounds. Each round takes as many samples as the other timer's
+and follows the same work, so that both find the GPU at the same clocks. Each round gives a ratio of two medians.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
-from pathlib import Path
 
 import torch
 
+from tools.record.common import Record, arguments_parser
 from utils.benchmark import intervals as stats
 from utils.benchmark.measuring import compare, measure
-from utils.files import write_whole
-from utils.machine.environment import environment
 
 SIZES = (1024, 2048, 4096)
 PAIRS = 50  # pairs of samples in each comparison of a matmul with itself
-ROUNDS = 30  # of either timer
-ROUND_MS = 20.0  # what do_bench spends on one
-LOAD_MS = 5.0  # of the same kernel before either timer's turn
+ROUNDS = 30  # rounds of each timer
+ROUND_MS = 20.0  # time that do_bench spends on one round
+LOAD_MS = 5.0  # of the same kernel before each round
 
 
 def square(n: int) -> torch.Tensor:
+    """Draw an (n, n) matrix in bf16 on the GPU."""
     return torch.randn(n, n, device="cuda", dtype=torch.bfloat16)
 
 
 def shared_kernels() -> dict[str, tuple]:
-    """What both timers time: (function, arguments)."""
+    """Return the kernels that both timers measure: {name: (function, arguments)}."""
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     return {
         **{f"matmul {n}": (torch.mm, square(n), square(n)) for n in SIZES},
@@ -68,7 +67,17 @@ def against_itself(n: int, trials: int) -> dict:
 
 
 def against_do_bench(name: str, fn, *arguments, rounds: int = ROUNDS) -> dict:
-    """Both timers in turn: each round's medians, and the median of the rounds' ratios with its interval."""
+    """Measure a kernel with both timers in turn.
+
+    Args:
+        name: name of the kernel, for the row.
+        fn: the kernel's function.
+        *arguments: its arguments.
+        rounds: rounds of each timer.
+
+    Returns:
+        The medians of each round in microseconds, and the median of the rounds' ratios with its interval.
+    """
     from triton.testing import do_bench
 
     def call() -> None:
@@ -76,75 +85,81 @@ def against_do_bench(name: str, fn, *arguments, rounds: int = ROUNDS) -> dict:
 
     count = len(do_bench(call, warmup=LOAD_MS, rep=ROUND_MS, return_mode="all"))
     once_ms = measure(call, iterations=20, floor=False).median_ms
-    ours, theirs = [], []
+    measure_us: list[float] = []
+    do_bench_us: list[float] = []
     for turn in range(rounds):
-        for mine in (True, False) if turn % 2 == 0 else (False, True):
+        for own_turn in (True, False) if turn % 2 == 0 else (False, True):
             for _ in range(max(1, int(LOAD_MS / once_ms))):
                 call()
-            if mine:
+            if own_turn:
                 times = measure(call, l2="cold", warmup=2, iterations=count, floor=False).samples_ms
             else:
                 times = do_bench(call, warmup=1, rep=ROUND_MS, return_mode="all")
-            (ours if mine else theirs).append(statistics.median(times) * 1e3)
-    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+            (measure_us if own_turn else do_bench_us).append(statistics.median(times) * 1e3)
+    ratios = [own / other for own, other in zip(measure_us, do_bench_us, strict=True)]
     low, high = stats.median_interval(ratios)
     return {
         "kernel": name,
         "rounds": rounds,
         "samples_a_round": count,
-        "measure_us": statistics.median(ours),
-        "do_bench_us": statistics.median(theirs),
+        "measure_us": statistics.median(measure_us),
+        "do_bench_us": statistics.median(do_bench_us),
         "difference": statistics.median(ratios) - 1,
         "interval": [low - 1, high - 1],
-        # How far each timer's own rounds lie apart: no agreement can be closer than that.
-        "measure_spread": spread(ours),
-        "do_bench_spread": spread(theirs),
-        "measure_rounds_us": ours,
-        "do_bench_rounds_us": theirs,
+        # How far a timer's own rounds differ: the two timers cannot agree better than that.
+        "measure_spread": spread(measure_us),
+        "do_bench_spread": spread(do_bench_us),
+        "measure_rounds_us": measure_us,
+        "do_bench_rounds_us": do_bench_us,
     }
 
 
 def spread(rounds: list[float]) -> float:
-    """The distance from the 10th to the 90th percentile, as a share of the median."""
+    """Return the distance from the 10th to the 90th percentile as a share of the median."""
     return (stats.percentile(rounds, 90) - stats.percentile(rounds, 10)) / statistics.median(rounds)
 
 
+def show_itself(row: dict) -> str:
+    """Return the line that is printed for a matmul against itself."""
+    return (
+        f"matmul {row['n']:5} against itself: {row['median_us']:7.1f} us, {row['within_1_percent']:.1%} within 1%, "
+        f"{row['within_3_percent']:.1%} within 3%, intervals +-{row['interval_half_width']:.2%}, {row['verdicts']}"
+    )
+
+
+def show_do_bench(row: dict) -> str:
+    """Return the line that is printed for a kernel that both timers measured."""
+    low, high = row["interval"]
+    return (
+        f"{row['kernel']:20} against do_bench: {row['measure_us']:7.2f} us, {row['difference']:+.2%} "
+        f"[{low:+.2%}, {high:+.2%}]; rounds differ by {row['measure_spread']:.1%} (measure) and "
+        f"{row['do_bench_spread']:.1%} (do_bench)"
+    )
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="file to write the tables to")
+    """Measure and record both tables; return the exit status."""
+    parser = arguments_parser(__doc__)
     parser.add_argument("--trials", type=int, default=200, help="comparisons of each matmul with itself")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns of either timer")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of each timer")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("error: the timer check needs an NVIDIA GPU: torch.cuda.is_available() is False here.", file=sys.stderr)
         return 1
-    what = "the timer against itself and against do_bench"
-    record = {"what": what, "environment": environment("cuda"), "itself": [], "do_bench": []}
+    record = Record(options.out, "the timer against itself and against do_bench", "cuda")
 
-    def keep(table: str, row: dict) -> None:
-        record[table].append(row)
-        if options.json:
-            write_whole(options.json, json.dumps(record, indent=1) + "\n")
+    def itself(n: int) -> dict:
+        # The shortest matmul is launched 33 times a sample, and only its intervals promise something.
+        return against_itself(n, options.trials if n >= 2048 else max(1, options.trials // 4))
 
-    for n in SIZES:
-        # The shortest one is launched 33 times a sample, and there only the intervals promise something.
-        row = against_itself(n, options.trials if n >= 2048 else max(1, options.trials // 4))
-        keep("itself", row)
-        print(
-            f"matmul {n:5} against itself: {row['median_us']:7.1f} us, {row['within_1_percent']:.1%} within 1%, "
-            f"{row['within_3_percent']:.1%} within 3%, intervals +-{row['interval_half_width']:.2%}, "
-            f"{row['verdicts']}",
-            flush=True,
-        )
-    for name, call in shared_kernels().items():
-        row = against_do_bench(name, *call, rounds=options.rounds)
-        keep("do_bench", row)
-        print(
-            f"{name:20} against do_bench: {row['measure_us']:7.2f} us, {row['difference']:+.2%} "
-            f"[{row['interval'][0]:+.2%}, {row['interval'][1]:+.2%}]; the rounds of either lie "
-            f"{row['measure_spread']:.1%} and {row['do_bench_spread']:.1%} apart",
-            flush=True,
-        )
+    def do_bench(kernel: tuple) -> dict:
+        name, call = kernel
+        return against_do_bench(name, *call, rounds=options.rounds)
+
+    complete = record.fill(SIZES, itself, show_itself, "itself") and record.fill(
+        shared_kernels().items(), do_bench, show_do_bench, "do_bench"
+    )
+    record.finish() if complete else record.save()
     return 0
 
 

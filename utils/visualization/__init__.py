@@ -1,13 +1,14 @@
-"""Plots: rooflines, latencies, flash attention, masks, profiler timelines.
+"""Plots: rooflines, latencies, FlashAttention, masks, sweeps, profiler timelines; each kind of picture in its own file.
 
-Every function returns `(Figure, Axes)`, takes `ax=`, leaves the global style as it found it and never calls
-`plt.show()`: a notebook shows the figure once when the cell ends, a script saves it with `fig.savefig(...)`.
+Every function returns `(Figure, Axes)` and takes `ax=`. It leaves matplotlib's global style unchanged and never calls
+`plt.show()`: a notebook shows the figure once, at the end of the cell, and a script saves it with `fig.savefig(...)`.
 """
 
 from .attention import plot_flash_attn_improvement
 from .latency import plot_gemm_torch_matmul_latency, plot_latency
-from .masks import plot_mask, plot_sparsity_sweep
+from .masks import plot_mask
 from .roofline import plot_roofline
+from .sweep import plot_sparsity_sweep
 from .timeline import plot_timeline
 
 __all__ = [

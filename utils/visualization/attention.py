@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import checks
+from . import inputs
 from .style import INK, SOFT, key_above, log_axis, name_axes, open_axes, series
 
 if TYPE_CHECKING:
@@ -24,16 +25,16 @@ def plot_flash_attn_improvement(
     labels: Sequence[str] | None = None,
     title: str | None = None,
 ) -> tuple[Figure, np.ndarray]:
-    """Plot FlashAttention against standard attention: bars of latency (ms) and memory (GB) a sequence length.
+    """Plot FlashAttention against standard attention: latency (ms) and memory (GB) as bars for each sequence length.
 
     Args:
-        df: one row a sequence length.
+        df: one row for each sequence length.
         latency_cols: columns of latencies in ms, the baseline first.
         memory_cols: columns of memory in GB (1e9 bytes), in the same order.
         seq_len_col: column of sequence lengths.
-        ax: two Axes to draw in; a new Figure without.
-        labels: names of the bars; without, the latency columns' names less "_ms".
-        title: instead of the default one.
+        ax: two Axes to draw in; None for a new figure.
+        labels: names of the bars; None for the names of the latency columns without "_ms".
+        title: the title; None for "FlashAttention against standard attention".
 
     Returns:
         (Figure, array of two Axes): latency, memory.
@@ -53,7 +54,7 @@ def plot_flash_attn_improvement(
         )
     if len(df) == 0:
         raise ValueError("df has no rows; pass one row a sequence length.")
-    lengths = checks.sizes(seq_len_col, df[seq_len_col])
+    lengths = inputs.sizes(seq_len_col, df[seq_len_col])
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     lengths = [lengths[i] for i in order]
     names = [name.removesuffix("_ms") for name in latency_cols] if labels is None else [str(name) for name in labels]
@@ -64,7 +65,7 @@ def plot_flash_attn_improvement(
         values = list(df[name])
         return [check(f"{name} at {seq_len_col} {length}", values[i]) for i, length in zip(order, lengths, strict=True)]
 
-    latency = [column(name, checks.latency) for name in latency_cols]
+    latency = [column(name, inputs.latency) for name in latency_cols]
     memory = [column(name, _gigabytes) for name in memory_cols]
 
     figure, axes = open_axes(ax, (9.6, 4.0), count=2)
@@ -80,12 +81,12 @@ def plot_flash_attn_improvement(
 
 
 def _columns(argument: str, names: Any) -> list[str]:
-    return [str(name) for name in checks.sequence(argument, names, "column names")]
+    return [str(name) for name in inputs.sequence(argument, names, "column names")]
 
 
 def _gigabytes(name: str, value: Any) -> float:
-    result = checks.number(name, value, "GB")
-    if result > checks.MAX_MEMORY_GB:
+    result = inputs.number(name, value, "GB")
+    if result > inputs.MAX_MEMORY_GB:
         raise ValueError(f"{name} is {result:g} GB, more than any machine holds: it looks like MB or bytes.")
     return result
 
@@ -95,48 +96,28 @@ def _bars(ax: Any, own: bool, lengths: list[int], columns: list[list[float]], un
 
     values = [value for column in columns for value in column]
     low, high = min(values), max(values)
-    log = high / low > 25  # below that, a linear axis keeps lengths of bars honest and still readable
+    log = high / low > 25  # up to there, bars on a linear axis are readable, and their lengths are in proportion
     if log:
-        log_axis(ax.yaxis, 10 ** _floor_decade(low), high * 3)
+        log_axis(ax.yaxis, 10 ** math.floor(math.log10(low / 1.5)), high * 3)
     else:
         ax.set_ylim(0, high * 1.2)
     width = 0.8 / len(columns)
     base = ax.get_ylim()[0]
     layer = LabelLayer(ax)
     for i, column in enumerate(columns):
-        look = series(i)
         at = [x - 0.4 + (i + 0.5) * width for x in range(len(lengths))]
-        ax.bar(
-            at,
-            [value - base for value in column],
-            width * 0.94,
-            bottom=base,
-            color=look.color,
-            hatch=look.hatch,
-            edgecolor="white",
-            linewidth=0.0,
-            zorder=3,
-        )
+        ax.bar(at, [value - base for value in column], width * 0.94, bottom=base, zorder=3, **series(i).bar)
         for x, value in zip(at, column, strict=True):
             layer.avoid_line([x - 0.45 * width, x + 0.45 * width], [value, value])
             layer.avoid_line([x, x], [base, value])
     if len(columns) == 2:
         for x, (first, second) in enumerate(zip(*columns, strict=True)):
-            layer.add(
-                f"{first / second:.2g}x" if first / second < 99.5 else f"{first / second:.0f}x",
-                (x, max(first, second)),
-                prefer="N",
-                gap=3,
-                color=INK if first > second else SOFT,
-                leader=False,
-                size=8.5,
-                fontweight="bold" if first > second else "normal",
-            )
-    ax.set_xticks(
-        range(len(lengths)),
-        labels=[str(n) for n in lengths],
-        rotation=0 if sum(len(str(n)) + 2 for n in lengths) < 60 else 45,
-    )
+            ratio = first / second
+            text = f"{ratio:.2g}x" if ratio < 99.5 else f"{ratio:.0f}x"
+            look: dict[str, Any] = {"color": INK, "fontweight": "bold"} if ratio > 1 else {"color": SOFT}
+            layer.add(text, (x, max(first, second)), prefer="N", gap=3, leader=False, **look)
+    names = [str(length) for length in lengths]
+    ax.set_xticks(range(len(lengths)), labels=names, rotation=0 if sum(map(len, names)) + 2 * len(names) < 60 else 45)
     ax.set_xlim(-0.6, len(lengths) - 0.4)
     ax.tick_params(axis="x", length=0)
     ax.grid(False, axis="x")
@@ -145,16 +126,7 @@ def _bars(ax: Any, own: bool, lengths: list[int], columns: list[list[float]], un
     name_axes(ax, own, x=f"sequence length{note}", y=kind)
 
 
-def _floor_decade(value: float) -> int:
-    import math
-
-    return math.floor(math.log10(value / 1.5))
-
-
 def _key(names: list[str]) -> list[Any]:
     from matplotlib.patches import Patch
 
-    return [
-        Patch(facecolor=series(i).color, hatch=series(i).hatch, edgecolor="white", linewidth=0, label=name)
-        for i, name in enumerate(names)
-    ]
+    return [Patch(label=name, **series(i).bar) for i, name in enumerate(names)]

@@ -1,12 +1,12 @@
-"""Latencies: over matrix sizes, and side by side with their intervals."""
+"""Latencies: a row for each label, or a line over sizes, with their intervals."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import checks
-from .style import INK, SOFT, log_axis, name_axes, open_axes, plain, series, size_axis
+from . import inputs
+from .style import INK, PAPER, SMALL, SOFT, log_axis, name_axes, open_axes, plain, series, size_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,28 +27,28 @@ def plot_gemm_torch_matmul_latency(
 
     Args:
         sizes: n of each (n, n) @ (n, n).
-        gemm_tiled_latency_ms: one latency a size, in ms: numbers, Measurements, or (median, low, high).
-        torch_matmul_latency_ms: likewise.
-        ax: Axes to draw in; a new Figure without.
-        peak_flops: this machine's peak in TFLOP/s; a latency that would beat it is refused as seconds.
+        gemm_tiled_latency_ms: a latency for each size, in ms: numbers, Measurements, or (median, low, high).
+        torch_matmul_latency_ms: the same for `torch.matmul`.
+        ax: Axes to draw in; None for a new figure.
+        peak_flops: peak of this machine in TFLOP/s; a latency that would beat it must be in seconds and is refused.
         labels: names of the two lines.
-        title: instead of the default one.
+        title: the title; None for "GEMM latency".
 
     Returns:
         (Figure, Axes).
     """
-    order = checks.sizes("sizes", sizes)
-    limit = None if peak_flops is None else checks.tflops("peak_flops", peak_flops)
-    given = {"gemm_tiled_latency_ms": gemm_tiled_latency_ms, "torch_matmul_latency_ms": torch_matmul_latency_ms}
+    order = inputs.sizes("sizes", sizes)
+    limit = None if peak_flops is None else inputs.tflops("peak_flops", peak_flops)
+    latencies = {"gemm_tiled_latency_ms": gemm_tiled_latency_ms, "torch_matmul_latency_ms": torch_matmul_latency_ms}
     if len(labels) != 2:
         raise ValueError(f"labels must be two names, one a line; got {labels!r}.")
     curves: dict[str, dict[int, Any]] = {}
-    for label, (argument, values) in zip(labels, given.items(), strict=True):
-        row = checks.sequence(argument, values, "latencies in ms")
+    for label, (argument, values) in zip(labels, latencies.items(), strict=True):
+        row = inputs.sequence(argument, values, "latencies in ms")
         if len(row) != len(order):
             raise ValueError(f"{argument} holds {len(row)} latencies for {len(order)} sizes; pass one a size.")
         for size, value in zip(order, row, strict=True):
-            median, _ = checks.median_and_interval(f"{argument} at n={size}", value)
+            median, _ = inputs.median_and_interval(f"{argument} at n={size}", value)
             _plausible(argument, size, median, limit)
         curves[str(label)] = dict(zip(order, row, strict=True))
     figure, axes = plot_latency(
@@ -61,9 +61,9 @@ def plot_gemm_torch_matmul_latency(
 
 
 def _plausible(argument: str, size: int, median_ms: float, peak_tflops: float | None) -> None:
-    """Refuse a latency that no machine, or not this one, reaches: 2 n^3 FLOPs in that time."""
+    """Raise ValueError if 2 n^3 FLOPs in this time are more than the machine, or any machine, can do."""
     implied = 2 * size**3 / (median_ms * 1e-3) / 1e12
-    limit, owner = (checks.MAX_TFLOPS, "any machine") if peak_tflops is None else (peak_tflops, "peak_flops")
+    limit, owner = (inputs.MAX_TFLOPS, "any machine") if peak_tflops is None else (peak_tflops, "peak_flops")
     if implied > limit * (1.0 if peak_tflops is None else 1.1):  # a measured peak may be a little low
         raise ValueError(
             f"{argument} at n={size} is {median_ms:g} ms, which means {implied:.3g} TFLOP/s; {owner} allows "
@@ -74,30 +74,30 @@ def _plausible(argument: str, size: int, median_ms: float, peak_tflops: float | 
 def plot_latency(
     results: Mapping[str, Any], *, ax: Axes | None = None, size_name: str = "size", title: str | None = None
 ) -> tuple[Figure, Axes]:
-    """Plot medians with their intervals: a row a label, or a line a label over sizes.
+    """Plot medians with their intervals: a row for each label, or a line for each label over sizes.
 
     Args:
         results: {label: latency} for rows, {label: {size: latency}} for lines. A latency is a Measurement,
             a median in ms, or (median, low, high) in ms.
-        ax: Axes to draw in; a new Figure without.
-        size_name: what the sizes are, for the axis of lines.
-        title: a title; none without.
+        ax: Axes to draw in; None for a new figure.
+        size_name: name of the axis of sizes.
+        title: the title; None for no title.
 
     Returns:
         (Figure, Axes).
     """
-    rows = checks.mapping("results", results, '{"eager": 1.93, "compiled": (0.71, 0.70, 0.73)}')
+    rows = inputs.mapping("results", results, '{"eager": 1.93, "compiled": (0.71, 0.70, 0.73)}')
     nested = [isinstance(value, Mapping) for value in rows.values()]
     if any(nested) and not all(nested):
         raise ValueError("results mixes {label: latency} and {label: {size: latency}}; use one of the two.")
     if not any(nested):
-        return _rows({name: checks.median_and_interval(name, value) for name, value in rows.items()}, ax, title)
+        return _rows({name: inputs.median_and_interval(name, value) for name, value in rows.items()}, ax, title)
     lines: dict[str, dict[int, tuple]] = {}
     for name, value in rows.items():
-        curve = checks.mapping(f"results[{name!r}]", value, "{1024: 0.02}")
-        order = checks.sizes(f"results[{name!r}]", list(value))
+        curve = inputs.mapping(f"results[{name!r}]", value, "{1024: 0.02}")
+        order = inputs.sizes(f"results[{name!r}]", list(value))
         lines[name] = {
-            size: checks.median_and_interval(f"{name} at {size}", item)
+            size: inputs.median_and_interval(f"{name} at {size}", item)
             for size, item in sorted(zip(order, curve.values(), strict=True), key=lambda pair: pair[0])
         }
     return _lines(lines, ax, size_name, title)
@@ -120,15 +120,8 @@ def _rows(rows: dict[str, tuple], ax: Any, title: str | None) -> tuple[Any, Any]
             axes.plot(interval, [y, y], color=look.color, linestyle="none", marker="|", markersize=9, zorder=2)
             text += f"  [{plain(interval[0])}, {plain(interval[1])}]"
         axes.plot([median], [y], color=look.color, marker="o", markersize=6, zorder=3)
-        axes.annotate(
-            text,
-            (max(median, (interval or (median,))[-1]), y),
-            xytext=(9, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8.5,
-            color=INK,
-        )
+        end = (max(median, (interval or (median,))[-1]), y)
+        axes.annotate(text, end, (9, 0), textcoords="offset points", va="center", fontsize=SMALL, color=INK)
     axes.set_yticks(range(len(rows)), labels=list(rows), fontsize=9)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
@@ -142,37 +135,25 @@ def _lines(lines: dict[str, dict[int, tuple]], ax: Any, size_name: str, title: s
     figure, (axes,) = open_axes(ax, (7.0, 4.3))
     from .labels import LabelLayer
 
-    every = sorted({size for curve in lines.values() for size in curve})
-    ends = [
-        end for curve in lines.values() for median, interval in curve.values() for end in (median, *(interval or ()))
-    ]
-    size_axis(axes.xaxis, every)
+    curves = [list(curve.values()) for curve in lines.values()]
+    ends = [end for curve in curves for median, interval in curve for end in (median, *(interval or ()))]
+    size_axis(axes.xaxis, sorted({size for curve in lines.values() for size in curve}))
     left, right = axes.get_xlim()
     axes.set_xlim(left, right * (right / left) ** 0.16)  # room for the lines' names
     log_axis(axes.yaxis, min(ends) / 2, max(ends) * 2)
-    layer = LabelLayer(axes)
+    layer = LabelLayer(axes, names=len(lines))
     for i, (name, curve) in enumerate(lines.items()):
         look = series(i)
         sizes, medians = list(curve), [median for median, _ in curve.values()]
-        axes.plot(
-            sizes,
-            medians,
-            color=look.color,
-            linestyle=look.linestyle,
-            linewidth=1.7,
-            marker=look.marker,
-            markersize=6,
-            markeredgecolor="white",
-            markeredgewidth=0.6,
-            label=name,
-            zorder=3,
-        )
+        edge = {"markersize": 6, "markeredgecolor": PAPER, "markeredgewidth": 0.6}
+        axes.plot(sizes, medians, label=name, zorder=3, **look.line, **edge)
         layer.avoid_line(sizes, medians)
         for size, (median, interval) in curve.items():
             layer.avoid_point(size, median)
             if interval is not None:
                 axes.plot([size, size], interval, color=look.color, linewidth=1.2, marker="_", markersize=6, zorder=2)
-        layer.add(name, (sizes[-1], medians[-1]), prefer="E", gap=8, size=9, fontweight="bold")
+        layer.name(name, (sizes[-1], medians[-1]), prefer="E", gap=8, size=9, fontweight="bold")
+    layer.list_names()
     if len(lines) == 2:
         _ratios(layer, *lines.values())
     name_axes(axes, ax is None, x=size_name, y="latency (ms)", title=title)
@@ -180,10 +161,8 @@ def _lines(lines: dict[str, dict[int, tuple]], ax: Any, size_name: str, title: s
 
 
 def _ratios(layer: Any, first: dict[int, tuple], second: dict[int, tuple]) -> None:
-    """The gap between two lines as a factor, beside the upper one."""
+    """Write the ratio of two lines above the upper one, at each size."""
     for size in first:
         if size in second:
-            a, b = first[size][0], second[size][0]
-            layer.add(
-                f"{max(a, b) / min(a, b):.3g}x", (size, max(a, b)), prefer="N", gap=7, size=8, color=SOFT, leader=False
-            )
+            high, low = sorted((first[size][0], second[size][0]), reverse=True)
+            layer.add(f"{high / low:.3g}x", (size, high), prefer="N", gap=7, size=8, color=SOFT, leader=False)

@@ -6,8 +6,22 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import checks
-from .style import ALARM, HAIR, INK, SOFT, key_above, log_axis, name_axes, open_axes, plain, series
+from . import inputs
+from .style import (
+    ALARM,
+    HAIR,
+    HOLLOW,
+    INK,
+    SMALL,
+    SOFT,
+    SOLID,
+    key_above,
+    log_axis,
+    name_axes,
+    open_axes,
+    plain,
+    series,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,12 +29,16 @@ if TYPE_CHECKING:
 
 
 class _Roof(NamedTuple):
+    """A ceiling of compute over the slope of memory."""
+
     dtype: str  # "" for a main roof without a name
     tflops: float
     ridge: float  # FLOPs/Byte
 
 
 class _Point(NamedTuple):
+    """An operation: its place on the roof, and its measured rate if there is one."""
+
     name: str
     intensity: float  # FLOPs/Byte
     attainable: float  # TFLOP/s on its roof
@@ -28,12 +46,12 @@ class _Point(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Measured over attainable."""
+        """Return the measured rate over the attainable rate."""
         return (self.measured or 0.0) / self.attainable
 
     @property
     def beyond(self) -> bool:
-        """Above its roof by more than rounding."""
+        """Return whether the point is above its roof by more than rounding."""
         return self.measured is not None and self.share > 1 + 1e-9
 
 
@@ -48,34 +66,37 @@ def plot_roofline(
     ax: Axes | None = None,
     title: str | None = None,
 ) -> tuple[Figure, Axes]:
-    """Plot a roofline model, predicted points on it and measured points under it.
+    """Plot a roofline model with predicted points on it and measured points under it.
+
+    From 20 points on, the points have numbers, and a list beside the axes names them.
 
     Args:
         gpu_name: name of the machine, for the title.
         peak_flops: peak compute in TFLOP/s.
         peak_bandwidth: peak memory bandwidth in TB/s.
-        operations: {name: arithmetic intensity in FLOPs/Byte}; drawn hollow, on the roof.
-        measured: {name: (FLOPs/Byte, TFLOP/s)}; drawn solid, joined to the roof, with its share of it.
+        operations: {name: arithmetic intensity in FLOPs/Byte}; hollow points on the roof.
+        measured: {name: (FLOPs/Byte, TFLOP/s)}; solid points, each with a line to the roof and its share of the roof.
             A third element names the roof of `peaks` to compare with: `(212.5, 610.0, "bf16")`.
-        peaks: {dtype: peak compute in TFLOP/s}, more roofs over the same memory.
-        ax: Axes to draw in; a new Figure without.
-        title: instead of "Roofline: <gpu_name>".
+        peaks: {dtype: peak compute in TFLOP/s}, further roofs over the same memory.
+        ax: Axes to draw in; None for a new figure.
+        title: the title; None for "Roofline: <gpu_name>".
 
     Returns:
         (Figure, Axes).
     """
-    main = checks.tflops("peak_flops", peak_flops)
-    slope = checks.bandwidth("peak_bandwidth", peak_bandwidth)
+    main = inputs.tflops("peak_flops", peak_flops)
+    slope = inputs.bandwidth("peak_bandwidth", peak_bandwidth)
     roofs = _roofs(main, slope, peaks)
     points = _points(roofs, main, slope, operations, measured)
 
-    figure, (axes,) = open_axes(ax, (7.4, 4.7))
-    from .labels import LabelLayer  # after the arguments are known to be good: it imports matplotlib
+    from .labels import LabelLayer, list_columns  # it imports matplotlib, which takes half a second
 
+    figure, (axes,) = open_axes(ax, (7.4 + 3.2 * list_columns(len(points)), 4.7))
     _limits(axes, roofs, slope, points)
-    layer = LabelLayer(axes)
+    layer = LabelLayer(axes, names=len(points))
     _draw_roofs(axes, layer, roofs, slope)
     _draw_points(axes, layer, points)
+    layer.list_names()
     name_axes(
         axes,
         ax is None,
@@ -90,23 +111,24 @@ def plot_roofline(
 
 
 def _roofs(main: float, slope: float, peaks: Mapping[str, float] | None) -> list[_Roof]:
-    """The main roof first; dtypes with equal peaks share one line."""
+    """Return the roofs, the main one first; dtypes with equal peaks share one roof."""
     by_peak: dict[float, list[str]] = {main: []}
     if peaks is not None:
-        for dtype, peak in checks.mapping("peaks", peaks, '{"bf16": 989.0}').items():
-            by_peak.setdefault(checks.tflops(f"peaks[{dtype!r}]", peak), []).append(dtype)
+        for dtype, peak in inputs.mapping("peaks", peaks, '{"bf16": 989.0}').items():
+            by_peak.setdefault(inputs.tflops(f"peaks[{dtype!r}]", peak), []).append(dtype)
     return [_Roof(", ".join(dtypes), peak, peak / slope) for peak, dtypes in by_peak.items()]
 
 
 def _points(roofs: list[_Roof], main: float, slope: float, operations: Any, measured: Any) -> list[_Point]:
+    """Return the measured points, and the predicted ones that were not measured."""
     points = []
     if measured is not None:
-        for name, item in checks.mapping("measured", measured, '{"gemm_1024": (341.3, 14.2)}').items():
+        for name, item in inputs.mapping("measured", measured, '{"gemm_1024": (341.3, 14.2)}').items():
             parts = list(item) if isinstance(item, tuple | list) else [item]
             if len(parts) not in (2, 3):
                 raise ValueError(f"measured[{name!r}] must be (FLOPs/Byte, TFLOP/s), got {item!r}.")
-            intensity = checks.number(f"measured[{name!r}][0]", parts[0], "FLOPs/Byte")
-            rate = checks.tflops(f"measured[{name!r}][1]", parts[1])
+            intensity = inputs.number(f"measured[{name!r}][0]", parts[0], "FLOPs/Byte")
+            rate = inputs.tflops(f"measured[{name!r}][1]", parts[1])
             peak = main
             if len(parts) == 3:
                 known = {dtype: roof.tflops for roof in roofs for dtype in roof.dtype.split(", ") if dtype}
@@ -118,15 +140,15 @@ def _points(roofs: list[_Roof], main: float, slope: float, operations: Any, meas
             points.append(_Point(name, intensity, min(peak, intensity * slope), rate))
     seen = {(point.name, point.intensity) for point in points}
     if operations is not None:
-        for name, value in checks.mapping("operations", operations, '{"gemm_1024": 341.3}').items():
-            intensity = checks.number(f"operations[{name!r}]", value, "FLOPs/Byte")
+        for name, value in inputs.mapping("operations", operations, '{"gemm_1024": 341.3}').items():
+            intensity = inputs.number(f"operations[{name!r}]", value, "FLOPs/Byte")
             if (name, intensity) not in seen:
                 points.append(_Point(name, intensity, min(main, intensity * slope), None))
     return points
 
 
 def _limits(ax: Any, roofs: list[_Roof], slope: float, points: list[_Point]) -> None:
-    """Room for every point, a decade and a half on both sides of the ridges, and air above the roofs."""
+    """Set the limits: room for every point, a decade and a half on both sides of the ridges, and space above the roofs."""
     ridges = [roof.ridge for roof in roofs]
     intensities = [point.intensity for point in points]
     low = min([min(ridges) / 30, *(i / 2.5 for i in intensities)])
@@ -144,16 +166,10 @@ def _draw_roofs(ax: Any, layer: Any, roofs: list[_Roof], slope: float) -> None:
     main = roofs[0]
     highest = max(roofs, key=lambda roof: roof.tflops)
     start = max(low, bottom / slope)
-    ax.plot(
-        [start, highest.ridge],
-        [start * slope, highest.tflops],
-        color=INK,
-        linewidth=1.8,
-        zorder=3,
-        solid_capstyle="round",
-    )
-    layer.avoid_line([start, highest.ridge], [start * slope, highest.tflops])
-    # Memory-bound is where the slope is the lower roof: left of the ridge.
+    slope_line = [start, highest.ridge], [start * slope, highest.tflops]
+    ax.plot(*slope_line, color=INK, linewidth=1.8, zorder=3, solid_capstyle="round")
+    layer.avoid_line(*slope_line)
+    # Left of the ridge the slope is the lower limit: operations there are memory-bound.
     ax.axvspan(low, main.ridge, color="#f4f4f4", linewidth=0, zorder=0)
     ax.plot([main.ridge] * 2, [bottom, main.tflops], color=HAIR, linewidth=0.9, linestyle=(0, (2, 2)), zorder=2)
     layer.avoid_line([main.ridge] * 2, [bottom, main.tflops])
@@ -167,56 +183,32 @@ def _draw_roofs(ax: Any, layer: Any, roofs: list[_Roof], slope: float) -> None:
         name = f"{roof.dtype}  " if roof.dtype else ""
         ridge = "" if i == 0 else f", ridge {plain(roof.ridge)}"
         line = [(roof.ridge * (high / roof.ridge) ** share, roof.tflops) for share in (0.98, 0.85, 0.7, 0.55, 0.4)]
-        layer.add(
-            f"{name}{plain(roof.tflops)} TFLOP/s{ridge}",
-            line,
-            prefer="NW",
-            gap=4,
-            fontweight="bold" if i == 0 else "normal",
-        )
-    layer.add(f"ridge {plain(main.ridge)} FLOPs/Byte", (main.ridge, main.tflops), prefer="NW", gap=7, size=8.5)
+        weight = "bold" if i == 0 else "normal"
+        layer.add(f"{name}{plain(roof.tflops)} TFLOP/s{ridge}", line, prefer="NW", gap=4, fontweight=weight)
+    layer.add(f"ridge {plain(main.ridge)} FLOPs/Byte", (main.ridge, main.tflops), prefer="NW", gap=7)
     edge = 0.02
     at = (math.log(main.ridge) - math.log(low)) / (math.log(high) - math.log(low))
     for x, ha, words in ((at - edge / 2, "right", "memory-bound"), (at + edge / 2, "left", "compute-bound")):
-        ax.text(x, 0.02, words, transform=ax.transAxes, ha=ha, va="bottom", fontsize=8.5, color=SOFT, style="italic")
+        ax.text(x, 0.02, words, transform=ax.transAxes, ha=ha, va="bottom", fontsize=SMALL, color=SOFT, style="italic")
     layer.add_along(f"{plain(slope)} TB/s", (start, start * slope), (main.ridge, main.tflops), fontweight="bold")
 
 
 def _draw_points(ax: Any, layer: Any, points: list[_Point]) -> None:
-    solid, hollow = series(0), INK
     for point in sorted(points, key=lambda p: (p.intensity, p.attainable)):
-        ax.plot(
-            [point.intensity],
-            [point.attainable],
-            marker="o",
-            markersize=6.5,
-            markerfacecolor="white",
-            markeredgecolor=hollow,
-            markeredgewidth=1.3,
-            linestyle="none",
-            zorder=4,
-        )
+        ax.plot([point.intensity], [point.attainable], zorder=4, **HOLLOW)
         layer.avoid_point(point.intensity, point.attainable)
         if point.measured is None:
             below = "SE" if point.intensity < point.attainable else "S"
-            layer.add(point.name, (point.intensity, point.attainable), prefer=below)
+            layer.name(point.name, (point.intensity, point.attainable), prefer=below)
             continue
-        color, marker, size = (ALARM, "X", 9) if point.beyond else (solid.color, "o", 6.5)
-        ax.plot([point.intensity] * 2, [point.attainable, point.measured], color=color, linewidth=0.9, zorder=3.2)
-        ax.plot(
-            [point.intensity],
-            [point.measured],
-            marker=marker,
-            markersize=size,
-            color=color,
-            markeredgecolor="white",
-            markeredgewidth=0.6,
-            linestyle="none",
-            zorder=4.5,
-        )
+        color = ALARM if point.beyond else series(0).color
+        gap_line = [point.intensity] * 2, [point.attainable, point.measured]
+        ax.plot(*gap_line, color=color, linewidth=0.9, zorder=3.2)
+        look = SOLID | ({"marker": "X", "markersize": 9} if point.beyond else {})
+        ax.plot([point.intensity], [point.measured], color=color, zorder=4.5, **look)
         layer.avoid_point(point.intensity, point.measured)
-        layer.avoid_line([point.intensity] * 2, [point.attainable, point.measured])
-        layer.add(
+        layer.avoid_line(*gap_line)
+        layer.name(
             f"{point.name}  {_percent(point.share)}",
             (point.intensity, point.measured),
             color=color if point.beyond else INK,
@@ -226,17 +218,16 @@ def _draw_points(ax: Any, layer: Any, points: list[_Point]) -> None:
     beyond = [point for point in points if point.beyond]
     if beyond:
         worst = max(beyond, key=lambda p: p.share)
+        which = f"{worst.name} at" if len(beyond) == 1 else f"{len(beyond)} points, up to"
         text = (
-            f"Above the roof: {worst.name} at {_percent(worst.share)}.\n"
-            if len(beyond) == 1
-            else f"Above the roof: {len(beyond)} points, up to {_percent(worst.share)}.\n"
+            f"Above the roof: {which} {_percent(worst.share)}.\n"
+            "No measurement beats its roof: check\nbytes (warm cache?), FLOPs and peaks."
         )
-        text += "No measurement beats its roof: check\nbytes (warm cache?), FLOPs and peaks."
-        layer.add(text, (0.0, 1.0), coords="axes fraction", prefer="SE", color=ALARM, leader=False, size=8.5)
+        layer.add(text, (0.0, 1.0), coords="axes fraction", prefer="SE", color=ALARM, leader=False)
 
 
 def _percent(share: float) -> str:
-    """A share of the roof, never rounded across 100%."""
+    """Write a share of the roof; rounding never moves it across 100%."""
     percent = 100 * share
     if 99.5 <= percent < 100.5 and percent != 100:
         return f"{percent:.2f}%" if f"{percent:.1f}" == "100.0" else f"{percent:.1f}%"
@@ -244,36 +235,14 @@ def _percent(share: float) -> str:
 
 
 def _key(points: list[_Point]) -> list[Any]:
-    """What hollow and solid mean."""
+    """Return the key of hollow, solid and impossible points, as far as they are drawn."""
     from matplotlib.lines import Line2D
 
-    if not points:
-        return []
-    handles = [
-        Line2D(
-            [],
-            [],
-            marker="o",
-            linestyle="none",
-            markersize=6.5,
-            markerfacecolor="white",
-            markeredgecolor=INK,
-            markeredgewidth=1.3,
-            label="predicted, on the roof",
-        )
-    ]
+    handles = []
+    if points:
+        handles.append(Line2D([], [], label="predicted, on the roof", **HOLLOW))
     if any(point.measured is not None for point in points):
-        handles.append(
-            Line2D(
-                [],
-                [],
-                marker="o",
-                linestyle="none",
-                markersize=6.5,
-                color=series(0).color,
-                label="measured, with its share of the roof",
-            )
-        )
+        handles.append(Line2D([], [], color=series(0).color, label="measured, with its share of the roof", **SOLID))
     if any(point.beyond for point in points):
         handles.append(Line2D([], [], marker="X", linestyle="none", markersize=8, color=ALARM, label="above the roof"))
     return handles

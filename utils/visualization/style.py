@@ -1,4 +1,4 @@
-"""Colours, markers and axes: set artist by artist, so that matplotlib's global style stays untouched."""
+"""Colours, fonts, markers and axes of every picture, set for each artist: matplotlib's global style is never changed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,47 @@ SOFT = "#5f5f5f"  # secondary text: contrast 6:1 on white
 HAIR = "#9a9a9a"  # leader and drop lines
 GRID = "#e8e8e8"
 PAPER = "#ffffff"
-ALARM = "#b3261e"  # a number that cannot be
+ALARM = "#b3261e"  # a number that cannot be true
+SMALL, TEXT, HEAD = 8.5, 9.5, 11.0  # font sizes in points: labels, keys and notes; names of axes; titles
+# Markers of points: hollow for a prediction, solid for a measurement.
+HOLLOW: dict[str, Any] = {
+    "marker": "o",
+    "markersize": 6.5,
+    "markerfacecolor": PAPER,
+    "markeredgecolor": INK,
+    "markeredgewidth": 1.3,
+    "linestyle": "none",
+}
+SOLID: dict[str, Any] = {
+    "marker": "o",
+    "markersize": 6.5,
+    "markeredgecolor": PAPER,
+    "markeredgewidth": 0.6,
+    "linestyle": "none",
+}
 
 
 class Series(NamedTuple):
-    """How one series looks: four independent marks, so that no reader depends on colour."""
+    """The look of one series: colour, marker, line and hatch all differ, so that nobody depends on colour."""
 
     color: str
     marker: str
     linestyle: Any
     hatch: str
 
+    @property
+    def line(self) -> dict[str, Any]:
+        """Arguments of a matplotlib line with this look."""
+        return {"color": self.color, "marker": self.marker, "linestyle": self.linestyle, "linewidth": 1.6}
 
-# Okabe and Ito's palette, ordered and in part darkened: neighbours differ in lightness on a grey printer too.
+    @property
+    def bar(self) -> dict[str, Any]:
+        """Arguments of a filled matplotlib shape with this look."""
+        return {"facecolor": self.color, "hatch": self.hatch, "edgecolor": PAPER, "linewidth": 0.0}
+
+
+# The palette of Okabe and Ito, in an order, and with some colours darkened, that makes neighbours differ in lightness:
+# a grey printer keeps them apart.
 SERIES = (
     Series("#0072b2", "o", "-", ""),  # blue
     Series("#f0a830", "s", (0, (5, 2)), "///"),  # orange
@@ -34,12 +62,12 @@ SERIES = (
 
 
 def series(i: int) -> Series:
-    """The look of the i-th series."""
+    """Return the look of the i-th series."""
     return SERIES[i % len(SERIES)]
 
 
 def luminance(color: Any) -> float:
-    """Relative luminance of a colour, 0 black to 1 white (WCAG 2)."""
+    """Return the relative luminance of a colour, from 0 (black) to 1 (white), as WCAG 2 defines it."""
     from matplotlib.colors import to_rgb
 
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
@@ -47,12 +75,19 @@ def luminance(color: Any) -> float:
 
 
 def ink_on(color: Any) -> str:
-    """Black or white, whichever reads better on `color`."""
+    """Return the ink for text on `color`: black or white, whichever has more contrast."""
     return PAPER if luminance(color) < 0.22 else INK
 
 
 def open_axes(ax: Any, figsize: tuple[float, float], count: int = 1, rows: int = 1) -> tuple[Any, list[Any]]:
-    """`ax` and its Figure, or a new white pyplot figure with `count` Axes in `rows` rows."""
+    """Return the Figure and the Axes to draw in: those of `ax`, or a new white pyplot figure.
+
+    Args:
+        ax: one Axes, or a sequence or array of `count` Axes; None for a new figure.
+        figsize: size of a new figure, in inches.
+        count: how many Axes the picture needs.
+        rows: rows of Axes in a new figure.
+    """
     if ax is not None:
         axes = list(ax.flat) if hasattr(ax, "flat") else list(ax) if isinstance(ax, list | tuple) else [ax]
         if len(axes) != count or not all(hasattr(a, "get_figure") and hasattr(a, "plot") for a in axes):
@@ -60,8 +95,8 @@ def open_axes(ax: Any, figsize: tuple[float, float], count: int = 1, rows: int =
             raise ValueError(f"ax must be {what}, got {ax!r}; leave it out for a new figure.")
         figure = axes[0].get_figure(root=True)
     else:
-        # Through pyplot on purpose: Jupyter's inline backend shows and closes pyplot figures at a cell's
-        # end, once, whether the returned tuple is the last expression or assigned.
+        # The figure is made by pyplot because Jupyter's inline backend shows and closes pyplot figures at the end of a
+        # cell: once, whether the returned tuple is the last expression or is assigned.
         import matplotlib.pyplot as plt
 
         figure, grid = plt.subplots(
@@ -79,32 +114,33 @@ def _clean(ax: Any, own: bool) -> None:
     ax.set_axisbelow(True)
     ax.grid(True, which="major", color=GRID, linewidth=0.8, linestyle="-", alpha=1)
     ax.grid(False, which="minor")
-    if own:  # in somebody else's figure the margins keep their owner's colours
+    if own:  # in a figure of the caller, the margins keep the caller's colours
         ax.spines[["left", "bottom"]].set(color=SOFT, linewidth=0.8)
         ax.tick_params(which="both", color=SOFT, labelcolor=INK, labelsize=9, direction="out")
     ax.tick_params(which="minor", length=2)
 
 
 def name_axes(ax: Any, own: bool, *, x: str | None = None, y: str | None = None, title: str | None = None) -> None:
-    """Axis labels and a left-aligned title."""
+    """Write the names of both axes and a left-aligned title; `own` is whether the figure is ours to colour."""
     color = {"color": INK} if own else {}
     if x:
-        ax.set_xlabel(x, fontsize=9.5, **color)
+        ax.set_xlabel(x, fontsize=TEXT, **color)
     if y:
-        ax.set_ylabel(y, fontsize=9.5, **color)
+        ax.set_ylabel(y, fontsize=TEXT, **color)
     if title:
-        ax.set_title(title, loc="left", fontsize=11, fontweight="bold", **color)
+        ax.set_title(title, loc="left", fontsize=HEAD, fontweight="bold", **color)
 
 
 def key_above(ax: Any, own: bool, handles: list[Any], columns: int = 4) -> None:
-    """A one-line key between title and axes, outside the data."""
-    legend = ax.legend(
+    """Write a key between the title and the axes, outside the data, in rows of `columns` entries."""
+    rows = math.ceil(len(handles) / columns)
+    ax.legend(
         handles=handles,
         loc="lower left",
         bbox_to_anchor=(0, 1.0),
         ncols=min(columns, len(handles)),
         frameon=False,
-        fontsize=8.5,
+        fontsize=SMALL,
         borderaxespad=0.1,
         borderpad=0.1,
         handletextpad=0.5,
@@ -112,20 +148,12 @@ def key_above(ax: Any, own: bool, handles: list[Any], columns: int = 4) -> None:
         handlelength=1.8,
         labelcolor=SOFT if own else None,
     )
-    legend.set_in_layout(True)
-    rows = math.ceil(len(handles) / columns)
-    ax.set_title(
-        ax.get_title(loc="left"),
-        loc="left",
-        pad=8 + 14 * rows,
-        fontsize=11,
-        fontweight="bold",
-        color=ax.title.get_color() if not own else INK,
-    )
+    color = INK if own else ax.title.get_color()
+    ax.set_title(ax.get_title(loc="left"), loc="left", pad=8 + 14 * rows, fontsize=HEAD, fontweight="bold", color=color)
 
 
 def plain(value: float) -> str:
-    """A number for a tick or a label: three digits, no powers of ten between 0.001 and a million."""
+    """Write a number with three digits, and without a power of ten between 0.001 and a million."""
     if value == 0 or not 1e-3 <= abs(value) < 1e6:
         return f"{value:.3g}"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -134,7 +162,7 @@ def plain(value: float) -> str:
 
 
 def log_axis(axis: Any, low: float, high: float) -> None:
-    """A log axis over [low, high] with plain numbers, and 2s and 5s named where decades are few."""
+    """Make an axis logarithmic over [low, high], with plain numbers; over few decades 2s and 5s are named too."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
     if axis.axis_name == "x":
@@ -155,7 +183,7 @@ def log_axis(axis: Any, low: float, high: float) -> None:
 
 
 def size_axis(axis: Any, values: list[int]) -> None:
-    """A base-2 log axis whose ticks are the sizes themselves, thinned where their names would collide."""
+    """Make a logarithmic axis with the sizes as ticks; a size whose name would overlap the next one gets a small tick."""
     from matplotlib.ticker import FixedFormatter, FixedLocator, NullFormatter
 
     ax = axis.axes

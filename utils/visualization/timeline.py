@@ -1,4 +1,4 @@
-"""A profiler trace as a picture: a band of rows a thread or stream, a bar an operator or kernel."""
+"""A profiler trace as a picture: rows for each thread or stream, and a bar for each operator or kernel."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections.abc import Iterable, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from utils.validation import whole_number
+
 from .style import SOFT, key_above, name_axes, open_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Chrome-trace categories and kernel classes that stand for the same kind of work share a colour.
+# Chrome-trace categories and kernel classes for the same kind of work share a colour.
 _COLORS = {
     "cpu_op": "#8cc5e8",
     "python_function": "#dcdcdc",
@@ -35,10 +37,12 @@ _COLORS = {
 }
 _SPARE = ("#009e73", "#d55e00", "#7a5195", "#f0e442", "#8a3c00", "#003f5c", "#bc5090", "#4d4d4d")
 _KEYS = ("name", "category", "start_us", "duration_us", "lane")
-MOST_NAMES = 120  # bars that may carry a name, the longest ones
+MOST_NAMES = 120  # so many bars, the longest ones, may have names
 
 
 class _Bar(NamedTuple):
+    """One event: a bar in the rows of its lane."""
+
     name: str
     category: str
     start: float  # ms since the window's start
@@ -60,24 +64,25 @@ def plot_timeline(
     Args:
         events_or_trace: a finished profile, the path of a Chrome trace, or events with name, category, start_us,
             duration_us and lane, as keys or attributes (what `read_trace` returns).
-        ax: Axes to draw in; a new Figure without.
-        window_ms: (start, end) to show, in ms since the first event; all of it without.
-        max_depth: levels of nested operators to draw in a lane.
-        title: a title; none without.
+        ax: Axes to draw in; None for a new figure.
+        window_ms: (start, end) of the part to show, in ms since the first event; None for the whole trace.
+        max_depth: levels of nested operators to draw in each lane.
+        title: the title; None for no title.
 
     Returns:
         (Figure, Axes).
     """
-    if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < 1:
-        raise ValueError(f"max_depth must be a whole number of levels from 1, got {max_depth!r}.")
+    whole_number("max_depth", max_depth)
     events = _events(events_or_trace)
     first = min(event["start_us"] for event in events)
     last = max(event["start_us"] + event["duration_us"] for event in events)
     window = _window(window_ms, (last - first) / 1e3)
-    every = _nest(events, first)
-    visible = [bar for bar in every if bar.end >= window[0] and bar.start <= window[1]]
+    nested = _nest(events, first)
+    visible = [bar for bar in nested if bar.end >= window[0] and bar.start <= window[1]]
     if not visible:
-        raise ValueError(f"window_ms {window} holds none of the {len(every)} events; they end at {every[-1].end:g} ms.")
+        raise ValueError(
+            f"window_ms {window} holds none of the {len(nested)} events; they end at {nested[-1].end:g} ms."
+        )
     bars = [bar for bar in visible if bar.depth < max_depth]
     lanes: dict[str, int] = {}  # levels of each lane, in order of first event
     for bar in sorted(bars, key=lambda bar: bar.start):
@@ -92,7 +97,7 @@ def plot_timeline(
     axes.set_ylim(rows - 0.3, -0.4)
     colors = _colors(bars)
     _draw(axes, bars, tops, colors)
-    labels = [f"{lane}\n{100 * _busy(every, lane, window):.0f}% busy" for lane in lanes]
+    labels = [f"{lane}\n{100 * _busy(nested, lane, window):.0f}% busy" for lane in lanes]
     axes.set_yticks([tops[lane] + depth / 2 - 0.5 for lane, depth in lanes.items()], labels=labels, fontsize=8.5)
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")
@@ -105,9 +110,9 @@ def plot_timeline(
 
 
 def _events(given: Any) -> list[Mapping[str, Any]]:
-    """Events, read from a trace file or a profile if given one, each checked."""
+    """Return the events, read from a trace file or a profile if that was given; raise ValueError if one is damaged."""
     if isinstance(given, str | PathLike) or hasattr(given, "key_averages"):
-        from ..profiling import read_trace
+        from utils.benchmark.profiling import read_trace
 
         given = read_trace(given)
     if isinstance(given, Mapping) or not isinstance(given, Iterable):
@@ -117,7 +122,7 @@ def _events(given: Any) -> list[Mapping[str, Any]]:
     events = list(given)
     if not events:
         raise ValueError("events_or_trace holds no events: nothing was recorded while the profiler was active.")
-    rows = []
+    rows: list[Mapping[str, Any]] = []
     for i, event in enumerate(events):
         row = dict(event) if isinstance(event, Mapping) else {k: getattr(event, k) for k in _KEYS if hasattr(event, k)}
         missing = [key for key in _KEYS if key not in row]
@@ -144,13 +149,14 @@ def _window(given: Any, length: float) -> tuple[float, float]:
 
 
 def _nest(events: list[Mapping[str, Any]], first: float) -> list[_Bar]:
-    """Bars with their depth: an event that starts inside another of its lane lies one level below it."""
-    bars, stacks = [], {}
+    """Return the bars with their depths: an event that starts inside another event of its lane is one level deeper."""
+    bars: list[_Bar] = []
+    stacks: dict[str, list[float]] = {}  # of each lane: when the last bar of each level ends
     for event in sorted(events, key=lambda e: (e["start_us"], -e["duration_us"])):
         start = (event["start_us"] - first) / 1e3
         end = start + event["duration_us"] / 1e3
         stack = stacks.setdefault(str(event["lane"]), [])
-        # Concurrent bars keep their level: a level is free again once its own bar has ended.
+        # Concurrent bars keep their levels: a level is free again when its own bar has ended.
         depth = next((i for i, until in enumerate(stack) if until <= start + 1e-9), len(stack))
         if any(until > start + 1e-9 for until in stack[depth:]):
             depth = len(stack)
@@ -160,7 +166,7 @@ def _nest(events: list[Mapping[str, Any]], first: float) -> list[_Bar]:
 
 
 def _busy(bars: list[_Bar], lane: str, window: tuple[float, float]) -> float:
-    """Share of the window in which the lane has at least one event; an annotation is a name, not work."""
+    """Return the share of the window in which the lane has an event; an annotation is a name and does not count."""
     total, until = 0.0, window[0]
     for bar in sorted(bars, key=lambda bar: bar.start):
         if bar.lane == lane and "annotation" not in bar.category:
@@ -182,18 +188,18 @@ def _colors(bars: list[_Bar]) -> dict[str, str]:
 def _draw(ax: Any, bars: list[_Bar], tops: dict[str, float], colors: dict[str, str]) -> None:
     from matplotlib.collections import PolyCollection
 
-    from .fitted import BarNames
+    from .labels import BarNames  # it imports matplotlib
 
     low, high = ax.get_xlim()
     pixel = (high - low) / ax.bbox.width
     for category, color in colors.items():
-        mine = [bar for bar in bars if bar.category == category]
+        members = [bar for bar in bars if bar.category == category]
         corners = []
-        for bar in mine:
+        for bar in members:
             y = tops[bar.lane] + bar.depth
             corners.append([(bar.start, y - 0.44), (bar.end, y - 0.44), (bar.end, y + 0.44), (bar.start, y + 0.44)])
-        # A white edge parts neighbours; on a bar of a few pixels it would leave nothing.
-        edges = ["white" if bar.end - bar.start > 4 * pixel else color for bar in mine]
+        # A white edge separates neighbours; on a bar of a few pixels the edge would cover everything.
+        edges = ["white" if bar.end - bar.start > 4 * pixel else color for bar in members]
         ax.add_collection(
             PolyCollection(corners, facecolors=color, edgecolors=edges, linewidths=0.5, zorder=3), autolim=False
         )
@@ -203,7 +209,7 @@ def _draw(ax: Any, bars: list[_Bar], tops: dict[str, float], colors: dict[str, s
 
 
 def _short(name: str) -> str:
-    """A kernel's or operator's name without return type, namespaces, template and call arguments."""
+    """Shorten the name of a kernel or operator: no return type, namespaces, template arguments or call arguments."""
     bare = re.sub(r"[<(\[].*", "", name).strip()
     bare = bare.split(" ")[-1].split("::")[-1] if "::" in bare and not bare.startswith("aten::") else bare
     return bare or name

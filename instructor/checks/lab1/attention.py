@@ -23,7 +23,7 @@ _SOFTMAX = (r"_?(?:log_)?softmax\w*", r"_?safe_softmax", r"\w*logsumexp\w*", r"l
 
 
 def _reference(q, k, v, causal=False):
-    """Attention of (B, H, S, D) in float64."""
+    """Compute attention of (B, H, S, D) in float64."""
     wide = [t.double() for t in (q, k, v)]
     scores = wide[0] @ wide[1].transpose(-2, -1) / math.sqrt(q.shape[-1])
     if causal:
@@ -32,7 +32,7 @@ def _reference(q, k, v, causal=False):
 
 
 def _attention_hint(got, q, k, v, causal) -> str:
-    """Name the mistake if the result is a well-known wrong one."""
+    """Return a hint if the result is that of a known mistake."""
     if not isinstance(got, torch.Tensor) or got.shape != q.shape:
         return ""
     wrong = {
@@ -53,7 +53,7 @@ def _attention_hint(got, q, k, v, causal) -> str:
 
 @check("5.1", "Standard attention")
 def standard_attention(standard_attention, seed=None):
-    """softmax(q k^T / sqrt(D)) v, not fused, not causal."""
+    """Check softmax(q k^T / sqrt(D)) v, without a fused operator and without a causal mask."""
     draw = Draw(seed)
     q, k, v = (draw.normal(1, 2, 5, 8) for _ in range(3))
     with watch_operations() as watch:
@@ -83,7 +83,7 @@ def standard_attention(standard_attention, seed=None):
 
 @check("5.1", "Memory of the scores")
 def attention_memory(score_bytes, longest_length, seed=None):
-    """Bytes of one score matrix; the length at which two of them fill a memory."""
+    """Check the bytes of one score matrix, and the length at which two of them fill a memory."""
     draw = Draw(seed)
     for dtype in DTYPES[:3]:
         b, h, s = draw.sizes(3, 2, 300)
@@ -121,7 +121,7 @@ def attention_memory(score_bytes, longest_length, seed=None):
 
 @check("5.2", "Attention with (B, S, H, D) inputs")
 def attention_bshd(attention_bshd, seed=None):
-    """Right layout, causal, grouped heads."""
+    """Check the layout, the causal mask and grouped heads."""
     draw = Draw(seed)
     for s, heads, kv_heads in ((draw.size(9, 15), 4, 4), (6, 6, 6), (draw.size(9, 15), 6, 2), (draw.size(9, 15), 4, 1)):
         b, d = draw.size(2, 3), draw.choice((8, 16))
@@ -152,7 +152,7 @@ def _softmax_stats(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @check("5.3", "Online softmax")
 def online_softmax_stats(online_softmax_stats, seed=None):
-    """Running maximum and sum, each block looked at once."""
+    """Check the running maximum and sum; each block is read once."""
     draw = Draw(seed)
     for middle, order, dtype in (
         (0, None, torch.float32),
@@ -173,7 +173,7 @@ def online_softmax_stats(online_softmax_stats, seed=None):
             for i, block in enumerate(copies):
                 taken.append(i)
                 yield block
-                block.fill_(math.nan)  # each block can be looked at once
+                block.fill_(math.nan)  # each block can be read once
 
         with SizeWatch() as sizes, watch_operations() as watch:
             result = online_softmax_stats(arriving())
@@ -218,7 +218,7 @@ def _expect_tiled(function, q, k, v, tile_q, tile_k, causal, rtol, atol, name) -
 
 
 def _expect_tiles_only(function, draw: Draw, name: str) -> SizeWatch:
-    """Assert that no fused or whole-row operator runs and that scores exist for one pair of tiles at a time."""
+    """Assert that no fused operator and no operator on whole rows runs, and that only one tile of scores exists at a time."""
     b, h, s, d, tile_q, tile_k = 1, 2, 96, 4, 16, 24
     q, k, v = (draw.normal(b, h, s, d) for _ in range(3))
     with SizeWatch() as sizes, watch_operations() as watch:
@@ -245,7 +245,7 @@ def _expect_tiles_only(function, draw: Draw, name: str) -> SizeWatch:
 
 @check("5.3", "Flash attention by hand")
 def flash_attention_tiled(flash_attention_tiled, seed=None):
-    """Any lengths and tiles, several dtypes, large scores, one tile of scores at a time."""
+    """Check any lengths and tiles, several dtypes and large scores; one tile of scores at a time."""
     draw = Draw(seed)
     name = "flash_attention_tiled"
     q, k, v = (draw.normal(1, 2, 16, 8) for _ in range(3))
@@ -271,7 +271,7 @@ def flash_attention_tiled(flash_attention_tiled, seed=None):
 
 @check("5.4", "Intensity of attention")
 def attention_intensity(attention_intensity, seed=None):
-    """Standard and flash, several dtypes."""
+    """Check standard and flash attention for several dtypes."""
     draw = Draw(seed)
     for dtype in DTYPES[:3]:
         s, d = draw.size(100, 9000), draw.choice((48, 64, 96, 128, 256))
@@ -296,7 +296,7 @@ def attention_intensity(attention_intensity, seed=None):
 
 @check("Bonus 5.6", "Causal flash attention")
 def flash_attention_causal(flash_attention_causal, seed=None):
-    """Causal values, and no product for a tile that the mask hides."""
+    """Check the causal output; there must be no product for a tile that the mask hides."""
     draw = Draw(seed)
     name = "flash_attention_causal"
     for dtype, rtol, atol in ((torch.float32, 1e-4, 1e-5), (torch.bfloat16, 3e-2, 3e-2)):
@@ -326,7 +326,7 @@ def flash_attention_causal(flash_attention_causal, seed=None):
 
 @check("Bonus 5.7", "Merging")
 def merge_attention(merge_attention, seed=None):
-    """Merged parts equal attention over all keys, with large scores and with empty parts."""
+    """Check that merged parts equal attention over all keys, with large scores and with empty parts."""
     draw = Draw(seed)
     for scale, parts, empty in ((1, 3, False), (25, 4, False), (1, 1, False), (2, 4, True)):
         b, h, s, d = draw.sizes(4, 2, 9)
@@ -337,13 +337,15 @@ def merge_attention(merge_attention, seed=None):
         )
         scores = q @ k.transpose(-2, -1)
         if empty:
-            scores[:, :, ::2, :24] = -math.inf  # parts 0 and 1 hold nothing for every second query
+            scores[:, :, ::2, :24] = -math.inf  # every second query sees no key of parts 0 and 1
             scores[:, :, 1::2, 36:] = -math.inf
         outputs, lses = [], []
         for part in range(parts):
             block = scores[..., 12 * part : 12 * part + 12]
             lses.append(torch.logsumexp(block, dim=-1))
-            outputs.append(torch.softmax(block, dim=-1) @ v[:, :, 12 * part : 12 * part + 12])  # NaN where it is empty
+            outputs.append(
+                torch.softmax(block, dim=-1) @ v[:, :, 12 * part : 12 * part + 12]
+            )  # NaN where the part is empty
         outputs, lses = torch.stack(outputs).float(), torch.stack(lses).float()
         copies = outputs.clone(), lses.clone()
         with watch_operations() as watch:
@@ -353,7 +355,7 @@ def merge_attention(merge_attention, seed=None):
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise AssertionError(f"merge_attention should return (output, lse), and returned {type(result).__name__}.")
         what = f"{parts} parts" + (" of which some are empty" if empty else f" with L up to {lses.abs().max():.0f}")
-        # From the float32 inputs: at L around 1000 their rounding alone moves the answer.
+        # The expected value is computed from the float32 inputs: at L around 1000 their rounding alone changes the answer.
         wide = copies[1].double()
         weights = torch.softmax(wide, dim=0)[..., None]
         expected = (weights * torch.where(weights > 0, copies[0].double(), 0.0)).sum(dim=0)

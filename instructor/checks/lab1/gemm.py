@@ -24,7 +24,7 @@ _TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.float64: (1e-9, 1e-10)}
 
 
 def _expect_product(gemm, a: torch.Tensor, b: torch.Tensor, what: str, hint: str) -> None:
-    """Assert gemm(a, b) = a @ b, NaN included, with the inputs left alone and no uninitialised memory used."""
+    """Assert gemm(a, b) = a @ b, also with NaN; the inputs must not change, and unwritten memory must not be read."""
     copies = a.clone(), b.clone()
     with poisoned_memory():
         got = gemm(a, b)
@@ -39,7 +39,7 @@ def _name(function: str, m: int, k: int, n: int, dtype: torch.dtype, more: str =
 
 @check("1.1", "Naive GEMM")
 def gemm_naive(gemm_naive, seed=None):
-    """Any shape and dtype, one element at a time, no library product."""
+    """Check any shape and dtype; one element at a time, without a product of the library."""
     draw = Draw(seed)
     m, k, n = draw.sizes(3, 3, 7)
     a, b = draw.normal(m, k), draw.normal(k, n)
@@ -67,14 +67,14 @@ def gemm_naive(gemm_naive, seed=None):
 
 @check("1.2", "Tiled GEMM")
 def gemm_tiled(gemm_tiled, seed=None):
-    """Tiles of any size on matrices of any size, one tile at a time, no library product."""
+    """Check tiles and matrices of any size; one tile at a time, without a product of the library for more."""
     draw = Draw(seed)
     hint = "Look at the tiles at the edges, and at where the accumulator starts and ends."
 
     def tiles(m, n, k):
         return f" with tiles ({m}, {n}, {k})"
 
-    # Whole tiles first, so that the message tells an error in the tiling from one at the edges.
+    # Whole tiles come first, so that the message separates errors in the tiling from errors at the edges.
     a, b = draw.normal(8, 12), draw.normal(12, 4)
     what = _name("gemm_tiled", 8, 12, 4, a.dtype, tiles(4, 2, 3))
     _expect_product(lambda x, y: gemm_tiled(x, y, 4, 2, 3), a, b, what, "Every tile is whole here.")
@@ -106,11 +106,13 @@ def gemm_tiled(gemm_tiled, seed=None):
 
 
 class _Queue:
-    """A device that accepts work at once and finishes it later; it logs what is asked of it, and when."""
+    """A device that accepts work at once and finishes it later; it logs the calls and the waits, with their times."""
 
     def __init__(self, work_ms: list[float]):
-        self.work_ms, self.log, self.busy_until = list(work_ms), [], time.perf_counter()
-        self.launched, self.waited = [], []  # seconds: when each call came, when the first wait after it was over
+        self.work_ms, self.busy_until = list(work_ms), time.perf_counter()
+        self.log: list[str] = []
+        self.launched: list[float] = []  # seconds: when each call came
+        self.waited: list[float] = []  # seconds: when the first wait after each call was over
 
     def launch(self) -> None:
         now = time.perf_counter()
@@ -131,7 +133,7 @@ class _Queue:
 
 @check("1.3", "Timing")
 def time_calls(time_calls, seed=None):
-    """Waits at the right moments, times each call on its own, in ms."""
+    """Check that the function waits at the right moments and times each call separately, in ms."""
     draw = Draw(seed)
     work_ms = [draw.real(40, 60), draw.real(4, 6), draw.real(15, 25)]
     device = _Queue(work_ms)
@@ -150,7 +152,8 @@ def time_calls(time_calls, seed=None):
     after = [b for a, b in zip(device.log, [*device.log[1:], ""], strict=True) if a == "call"]
     if any(event != "wait" for event in after):
         raise AssertionError("wait for the device after each call, before the clock stops: the work is still running.")
-    # A call's clock runs between the wait of the call before and the next call, so a busy machine changes no verdict.
+    # At most, a call is timed from the end of the wait before it to the next call. The limits are measured, so a busy machine
+    # does not change the verdict.
     most_ms = [
         (stop - start) * 1e3 * 1.01 + 1
         for start, stop in zip([begin, *device.waited], [*device.launched[1:], end], strict=False)
@@ -173,7 +176,7 @@ _UNITS = ("MACs", "FLOPs", "bytes")
 
 @check("1.4", "MACs, FLOPs and bytes")
 def gemm_and_gemv_costs(gemm_macs_flops_bytes, gemv_macs_flops_bytes, seed=None):
-    """Counts of (M, K) @ (K, N) and (M, K) @ (K,) for several dtypes."""
+    """Check the counts of (M, K) @ (K, N) and (M, K) @ (K,) for several dtypes."""
     draw = Draw(seed)
     for dtype in DTYPES:
         size = dtype.itemsize
@@ -212,7 +215,7 @@ def _expect_costs(got, macs, n_bytes, what, byte_mistakes) -> None:
 
 @check("Bonus 1.6", "Tile traffic")
 def tile_traffic(tiled_gemm_bytes, largest_square_tile, seed=None):
-    """Traffic of a tiled GEMM, and the tile that fits."""
+    """Check the traffic of a tiled GEMM, and the largest tile that fits."""
     draw = Draw(seed)
     for dtype in DTYPES[1:3]:
         size = dtype.itemsize

@@ -16,7 +16,7 @@ _UNITS = ("MACs", "FLOPs", "bytes")
 
 
 def _draw_config(draw: Draw) -> SimpleNamespace:
-    """A Gemma-like model in which no two sizes are equal."""
+    """Draw the configuration of a model like Gemma-3 in which no two sizes are equal."""
     kv_heads, group = draw.choice((1, 2, 3)), draw.choice((2, 4, 5))
     return SimpleNamespace(
         hidden_size=draw.size(100, 900),
@@ -40,7 +40,7 @@ def _pairs(query_len: int, kv_len: int, window: int | None) -> int:
 
 @check("3.1", "Attended pairs")
 def attended_pairs(attended_pairs, seed=None):
-    """Prefill, decode and chunks, with and without a window."""
+    """Check prefill, decode and chunks, with and without a window."""
     draw = Draw(seed)
     length, window = draw.size(40, 90), draw.size(5, 20)
     cases = [(1, 1, None), (length, length, None), (1, length, None), (draw.size(2, 30), length, None)]
@@ -65,7 +65,7 @@ def attended_pairs(attended_pairs, seed=None):
 
 
 def _attention(batch, query_len, kv_len, config, size, window=None, *, kv_heads=None, keys_read=None, pairs=None):
-    """(MACs, FLOPs, bytes) of attention; the keyword arguments make the known mistakes."""
+    """Return (MACs, FLOPs, bytes) of attention; the keyword arguments make the known mistakes."""
     h, d, heads = config.hidden_size, config.head_dim, config.num_attention_heads
     kv_heads = config.num_key_value_heads if kv_heads is None else kv_heads
     pairs = _pairs(query_len, kv_len, window) if pairs is None else pairs
@@ -81,7 +81,7 @@ def _attention(batch, query_len, kv_len, config, size, window=None, *, kv_heads=
 
 @check("3.1", "Cost of attention")
 def attention_cost(attention_macs_flops_bytes, seed=None):
-    """Five operators, GQA, prefill and decode, full and sliding."""
+    """Check the five operators with grouped heads, in prefill and decode, in full and in sliding layers."""
     draw = Draw(seed)
     configs = GEMMA_CONFIG, _draw_config(draw), _draw_config(draw)
     for config, dtype in zip(configs, draw.some(3, DTYPES), strict=True):
@@ -152,7 +152,7 @@ def _mlp(t, h, i, size, *, wide=8, narrow=3, weights=3):
 
 @check("3.2", "MLP and norms")
 def mlp_and_norm_costs(mlp_macs_flops_bytes, rms_norm_flops_bytes, seed=None):
-    """Five operators of the gated MLP, one of RMSNorm."""
+    """Check the five operators of the gated MLP, and RMSNorm."""
     draw = Draw(seed)
     for config in (GEMMA_CONFIG, _draw_config(draw)):
         for dtype in DTYPES:
@@ -199,7 +199,7 @@ def mlp_and_norm_costs(mlp_macs_flops_bytes, rms_norm_flops_bytes, seed=None):
 
 @check("3.3", "PyTorch's FLOP counter")
 def counted_flops(counted_flops, seed=None):
-    """Any function with any arguments, run once."""
+    """Check any function with any arguments; it must run once."""
     draw = Draw(seed)
     m, k, n, p = draw.sizes(4, 3, 40)
     a, b, c = draw.normal(m, k), draw.normal(k, n), draw.normal(n, p)
@@ -234,7 +234,7 @@ def _small_layer(layer_idx: int):
 
 @check("3.4", "Decoding with a KV cache")
 def decode_with_cache(decode_with_cache, seed=None):
-    """Equals a full prefill, with the prompt run once and each new token alone."""
+    """Check that the result equals a full prefill, and that the prompt runs once and each new token alone."""
     from utils.model import get_position_embeddings, prefill_forward
 
     draw = Draw(seed)
@@ -275,7 +275,7 @@ def decode_with_cache(decode_with_cache, seed=None):
 
 @check("3.4", "KV-cache bytes")
 def kv_cache_bytes(kv_cache_bytes, seed=None):
-    """Keys and values of all layers; sliding layers keep their window."""
+    """Check the size of the keys and values of all layers; sliding layers keep their window only."""
     draw = Draw(seed)
     for config in (GEMMA_CONFIG, _draw_config(draw)):
         kinds, window, d = config.layer_types, config.sliding_window, config.head_dim
@@ -307,7 +307,7 @@ def kv_cache_bytes(kv_cache_bytes, seed=None):
 
 @check("Bonus 3.6", "The floor under decode")
 def decode_floor(decode_floor_ms, break_even_batch, seed=None):
-    """Weights and cache over bandwidth; the batch at which the cache weighs more."""
+    """Check weights and cache over bandwidth, and the batch at which the cache is larger than the weights."""
     draw = Draw(seed)
     for config in (GEMMA_CONFIG, _draw_config(draw)):
         h, d, kinds = config.hidden_size, config.head_dim, config.layer_types

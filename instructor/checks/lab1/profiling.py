@@ -16,7 +16,7 @@ from utils.machine.device import default_device
 
 @check("4.1", "Profile and trace")
 def profile_steps(profile_steps, seed=None):
-    """Six recorded steps, a readable Chrome trace where it was asked for, the profiler returned."""
+    """Check that six steps are recorded, that the Chrome trace is readable, and that the profiler is returned."""
     draw = Draw(seed)
     repeats = draw.size(2, 5)
     x, calls = draw.normal(64), []
@@ -55,7 +55,7 @@ def profile_steps(profile_steps, seed=None):
 
 @check("4.2", "GELU by hand")
 def gelu_by_hand(gelu_by_hand, seed=None):
-    """The tanh form, from elementwise operators, on any shape and dtype."""
+    """Check the tanh form of GELU, made of elementwise operators, on any shape and dtype."""
     draw = Draw(seed)
     x = draw.normal(3, 5)
     with watch_operations() as watch:
@@ -80,7 +80,7 @@ def gelu_by_hand(gelu_by_hand, seed=None):
 
 @check("4.2", "Bytes of fusion")
 def fusion_bytes(elementwise_bytes, fusion_speedup, seed=None):
-    """Traffic of a chain of elementwise operators, and what fusing it saves."""
+    """Check the traffic of a chain of elementwise operators, and how much of it fusion saves."""
     draw = Draw(seed)
     for dtype in DTYPES[:3]:
         numel, one, two = draw.size(10, 10**7), draw.size(1, 9), draw.size(10, 19)
@@ -112,7 +112,7 @@ def fusion_bytes(elementwise_bytes, fusion_speedup, seed=None):
 
 @check("4.3", "Kernels per step")
 def kernels_per_step(kernels_per_step, seed=None):
-    """Exactly the kernels of one call, not of all recorded ones."""
+    """Check that the kernels of one call are counted, not those of all recorded calls."""
     draw = Draw(seed)
     x = draw.normal(4096).to(default_device())
     functions = (torch.sin, torch.cos, torch.tanh, torch.exp, torch.sigmoid)
@@ -135,7 +135,7 @@ def kernels_per_step(kernels_per_step, seed=None):
 
 @check("4.4", "The launch queue")
 def launch_model(eager_time_us, graph_time_us, seed=None):
-    """Against a simulation of the queue, with launches slower and faster than kernels."""
+    """Compare the model with a simulation of the queue, with launches slower and faster than the kernels."""
     draw = Draw(seed)
     for launch, kernel in ((draw.real(5, 9), draw.real(0.5, 4)), (draw.real(1, 4), draw.real(5, 90)), (3.0, 3.0)):
         for n in (1, 2, draw.size(20, 90)):

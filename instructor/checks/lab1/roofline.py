@@ -1,4 +1,4 @@
-"""Part 2: intensity, ridge point, roof, and what was achieved."""
+"""Part 2: arithmetic intensity, ridge point, roof, and the achieved rate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from utils.checking import check
 
 @check("2.1", "Arithmetic intensity")
 def intensities(gemm_intensity, gemv_intensity, seed=None):
-    """FLOPs over bytes of GEMM and GEMV."""
+    """Check FLOPs over bytes of GEMM and GEMV."""
     draw = Draw(seed)
     for dtype in DTYPES:
         size = dtype.itemsize
@@ -35,7 +35,7 @@ def intensities(gemm_intensity, gemv_intensity, seed=None):
 
 @check("2.2", "Ridge point and roof")
 def ridge_and_roof(ridge_point, attainable_tflops, seed=None):
-    """Where the roofs meet, and the lower of the two."""
+    """Check the ridge point, and the lower of the two roofs."""
     draw = Draw(seed)
     for _ in range(3):
         peak, bandwidth = draw.real(0.1, 2000), draw.real(0.02, 8)
@@ -61,7 +61,7 @@ def ridge_and_roof(ridge_point, attainable_tflops, seed=None):
 
 @check("2.3", "Achieved speed and the smallest compute-bound GEMM")
 def achieved_and_smallest(achieved_tflops, smallest_compute_bound_gemm, seed=None):
-    """TFLOP/s from FLOPs and ms; the n at which GEMM reaches the ridge."""
+    """Check TFLOP/s from FLOPs and ms, and the n at which GEMM reaches the ridge."""
     draw = Draw(seed)
     for _ in range(3):
         flops, latency_ms = draw.size(10**6, 10**13), draw.real(0.002, 500)

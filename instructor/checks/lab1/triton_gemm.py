@@ -1,4 +1,4 @@
-"""Question 1.5: the student's Triton kernel, in Triton's interpreter, between guards."""
+"""Question 1.5: the student's Triton kernel, in Triton's interpreter, with guard zones around the tensors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from instructor.checks.common import Draw
 from utils.checking import check, expect_close
 from utils.kernels.interpreter import InterpretedKernelError, run_interpreted_cases
 
-_GUARD = 40  # rows and columns around each matrix, more than a block's overhang
+_GUARD = 40  # rows and columns around each matrix: more than a block can reach beyond its edges
 
-# Appended to the student's file and run in the interpreter's process, which refuses accesses outside of the matrices'
-# memory. Gaps between their rows belong to it: there A and B are surrounded by NaN, and C by sevens.
+# The code is appended to the student's file and runs in the interpreter's process, which refuses accesses outside the memory
+# of the matrices. The gaps between rows are inside that memory: they hold NaN around A and B, and sevens around C.
 _ENTRY = f"""
 
 def entry_of_the_check(a, b, block_m, block_n, block_k, transposed, dtype):
@@ -40,7 +40,7 @@ def entry_of_the_check(a, b, block_m, block_n, block_k, transposed, dtype):
 
 
 def _last_words(text: str) -> str:
-    """The error itself, and the line of the kernel it comes from."""
+    """Return the message of an error with the line of the kernel that raised it."""
     lines = text.strip().splitlines()
     places = [i for i, line in enumerate(lines) if line.endswith("in gemm_kernel")]
     where = f"\n  in gemm_kernel: {lines[places[-1] + 1].strip()}" if places and places[-1] + 1 < len(lines) else ""
@@ -49,8 +49,8 @@ def _last_words(text: str) -> str:
 
 @check("1.5", "GEMM in Triton")
 def gemm_triton(source: str, seed=None):
-    """The kernel `gemm_kernel` of this source text: values, edges, strides, and no access outside."""
-    # In the text, because a kernel's `raise` never reaches Python when it is compiled.
+    """Check the kernel `gemm_kernel` of this source text: values, edges, strides, and no access out of bounds."""
+    # Searched in the text, because a `raise` in a compiled kernel never reaches Python.
     if re.search(r"^\s*raise NotImplementedError", source, flags=re.MULTILINE):
         raise NotImplementedError
     if "gemm_kernel" not in source:

@@ -1,4 +1,4 @@
-"""Part 3: counting blocks, what they promise, and attention that skips them."""
+"""Part 3: counts of blocks, the speed-up that they promise, and attention that skips blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from utils.checking.watching import FUSED_ATTENTION
 
 
 def _counts(mask: torch.Tensor, block: int, filler: bool = False) -> tuple[int, int, int]:
-    """(full, partial, empty); `filler` is what stands beyond the edges."""
+    """Return (full, partial, empty); `filler` is the value of pairs beyond the edges."""
     padded = F.pad(mask, (0, -mask.shape[1] % block, 0, -mask.shape[0] % block), value=filler)
     seen = padded.unfold(0, block, block).unfold(1, block, block).sum(dim=(2, 3))
     full, empty = int((seen == block * block).sum()), int((seen == 0).sum())
@@ -26,14 +26,14 @@ def _counts(mask: torch.Tensor, block: int, filler: bool = False) -> tuple[int, 
 
 @check("3.1", "Counting blocks")
 def count_blocks(count_blocks, seed=None):
-    """(full, partial, empty), edges included."""
+    """Check (full, partial, empty), also for blocks at the edges."""
     draw = Draw(seed)
     for _ in range(3):
         block = draw.size(3, 7)
         rows, columns = draw.sizes(2, 3, 6)
         s, length = rows * block - draw.size(1, block - 1), columns * block - draw.size(1, block - 1)
         mask = torch.ones(s, length, dtype=torch.bool).tril(draw.size(-2, 2 * block))
-        mask[:, : block + 1] = False  # a column of empty blocks, and one cut through
+        mask[:, : block + 1] = False  # a column of empty blocks, and a column of partial ones
         mask[:block] = True
         whole = mask[: s // block * block, : length // block * block]
         full, partial, empty = expected = _counts(mask, block)
@@ -60,7 +60,7 @@ def count_blocks(count_blocks, seed=None):
 
 
 def _edges_full(mask: torch.Tensor, block: int) -> tuple[int, int, int]:
-    """A block counts as full if all its pairs that exist are visible."""
+    """Count a block as full if all its existing pairs are visible."""
     tiles = [tile for band in mask.split(block) for tile in band.split(block, dim=1)]
     full, empty = sum(bool(tile.all()) for tile in tiles), sum(not tile.any() for tile in tiles)
     return full, len(tiles) - full - empty, empty
@@ -68,7 +68,7 @@ def _edges_full(mask: torch.Tensor, block: int) -> tuple[int, int, int]:
 
 @check("3.2", "Promises")
 def promises(block_flops, promised_speedup, document_blocks, seed=None):
-    """FLOPs of the computed blocks, the promised speed-up, and the blocks of documents."""
+    """Check the FLOPs of the computed blocks, the promised speed-up, and the blocks of packed documents."""
     draw = Draw(seed)
     for _ in range(3):
         full, partial, empty, block, batch, heads, head_dim = draw.sizes(7, 2, 60)
@@ -121,7 +121,7 @@ def promises(block_flops, promised_speedup, document_blocks, seed=None):
 
 
 class _Counted:
-    """A mask_mod that counts the pairs it is asked about."""
+    """A mask_mod that counts the pairs that it is evaluated for."""
 
     def __init__(self, mod):
         self.mod, self.asked = mod, 0
@@ -134,17 +134,14 @@ class _Counted:
 
 @check("3.3", "Attention that skips")
 def block_sparse_attention(block_sparse_attention, seed=None):
-    """Attention along the tables of a BlockMask: values, products, mask evaluations, memory."""
+    """Check attention along the tables of a BlockMask: output, products, evaluations of the mask, memory."""
     draw = Draw(seed)
     for block, dtype in ((4, torch.float32), ((4, 8), torch.bfloat16)):
         size_q, size_k = (block, block) if isinstance(block, int) else block
         batch, heads, head_dim = draw.size(1, 2), draw.size(2, 3), 8
         s, length = 8 * size_q, 6 * size_k
-        q, k, v = (
-            draw.normal(batch, heads, s, head_dim),
-            *(draw.normal(batch, heads, length, head_dim) for _ in range(2)),
-        )
-        q, k, v = (2 * x.to(dtype) for x in (q, k, v))
+        shapes = [(batch, heads, tokens, head_dim) for tokens in (s, length, length)]
+        q, k, v = (2 * draw.normal(*shape).to(dtype) for shape in shapes)
         cut, shift = draw.size(2, size_q - 1), draw.size(1, 3)
         ids = torch.arange(max(s, length)) // (2 * size_k + shift)
 

@@ -1,4 +1,4 @@
-"""What the checks of lab 2 share: masks and score modifiers evaluated pair by pair, and named mistakes."""
+"""Shared by the checks of lab 2: masks and score modifiers evaluated for each pair, and names of mistakes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NO_VALUE = (
 
 
 def _reason(error: Exception) -> str | None:
-    """What a student should read instead of vmap's words; None for an error that speaks for itself."""
+    """Return the sentence that replaces an error message of vmap; None if the message is clear."""
     text = str(error)
     if "data-dependent control flow" in text or "asks a tensor for True or False" in text:
         return (
@@ -34,8 +34,8 @@ def _reason(error: Exception) -> str | None:
     return None
 
 
-def _students(function: Callable, what: str, *args, **kwargs):
-    """Call a function that runs the student's mod; the usual errors of a mod in a sentence."""
+def _call_student_mod(function: Callable, what: str, *args, **kwargs):
+    """Call a function that runs the student's mod; explain the usual errors of a mod in a sentence."""
     try:
         return function(*args, **kwargs)
     except (RuntimeError, TypeError) as error:
@@ -46,25 +46,25 @@ def _students(function: Callable, what: str, *args, **kwargs):
 
 
 def pairs(mod: Mod, sq: int, sk: int, what: str, b: int = 0, h: int = 0) -> torch.Tensor:
-    """What a student's mask_mod says: (Sq, Sk) bool."""
+    """Evaluate a student's mask_mod for all pairs: (Sq, Sk) bool."""
     if not callable(mod):
         raise AssertionError(
             f"{what} should be a mask_mod, a function of (b, h, q, k), and is a {type(mod).__name__}: "
             "is a return missing?"
         )
     _expect_four_arguments(mod, what)
-    return _students(dense_mask, what, mod, sq, sk, b=b, h=h)
+    return _call_student_mod(dense_mask, what, mod, sq, sk, b=b, h=h)
 
 
-def arguments_counted(mod: Mod) -> int:
-    """Positional arguments of a function as FlexAttention counts them, to tell masks from score modifiers."""
+def count_arguments(mod: Mod) -> int:
+    """Count the positional arguments as FlexAttention does to distinguish masks from score modifiers."""
     if hasattr(mod, "__code__"):
         return mod.__code__.co_argcount - len(getattr(mod, "__defaults__", None) or ())
     return sum(parameter.default is inspect.Parameter.empty for parameter in inspect.signature(mod).parameters.values())
 
 
 def _expect_four_arguments(mod: Mod, what: str) -> None:
-    count = arguments_counted(mod)
+    count = count_arguments(mod)
     if count != 4:
         raise AssertionError(
             f"{what} is a function with {count} positional arguments to FlexAttention, which counts them. A mask_mod "
@@ -73,56 +73,61 @@ def _expect_four_arguments(mod: Mod, what: str) -> None:
 
 
 def indices(sq: int, sk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index tensors (Sq, 1) and (1, Sk) that broadcast to all pairs."""
+    """Return index tensors (Sq, 1) and (1, Sk) that broadcast to all pairs."""
     return torch.arange(sq)[:, None], torch.arange(sk)[None, :]
 
 
 def expect_mask(
     mod: Mod,
-    wanted: torch.Tensor,
+    expected: torch.Tensor,
     what: str,
     mistakes: Mapping[str, torch.Tensor] | None = None,
     b: int = 0,
     h: int = 0,
 ) -> None:
-    """Assert that a mask_mod lets exactly the pairs of `wanted` (Sq, Sk) through.
+    """Assert that a mask_mod allows exactly the pairs of `expected` (Sq, Sk).
 
     Args:
-        mistakes: {hint: the mask that somebody gets who makes this mistake}
+        mod: the answer.
+        expected: the right mask.
+        what: name of the answer, the subject of the message.
+        mistakes: {hint: the mask that this mistake leads to}.
+        b: index of the sequence.
+        h: index of the head.
     """
-    sq, sk = wanted.shape
+    sq, sk = expected.shape
     got = pairs(mod, sq, sk, what, b, h)
-    if torch.equal(got, wanted):
+    if torch.equal(got, expected):
         return
-    # At some sizes two mistakes give the same mask: both are named then.
+    # At some sizes two mistakes lead to the same mask; then the message names both.
     hints = [hint for hint, mask in (mistakes or {}).items() if torch.equal(got, mask.expand(sq, sk))]
-    extra, missing = got & ~wanted, wanted & ~got
-    found = []
+    extra, missing = got & ~expected, expected & ~got
+    findings = []
     for name, wrong in (("lets through", extra), ("hides", missing)):
         if wrong.any():
             q, k = wrong.nonzero()[0].tolist()
-            found.append(f"{name} {int(wrong.sum())} pairs it should not, such as query {q}, key {k}")
+            findings.append(f"{name} {int(wrong.sum())} pairs it should not, such as query {q}, key {k}")
     hint = f" {' Or: '.join(hints)}" if hints else ""
-    raise AssertionError(f"{what} over {sq} queries and {sk} keys {' and '.join(found)}.{hint}")
+    raise AssertionError(f"{what} over {sq} queries and {sk} keys {' and '.join(findings)}.{hint}")
 
 
-def expect_program(mod: Mod, most: int, what: str, sq: int = 8, sk: int = 8) -> None:
-    """Assert that a mod touches no tensor of more than `most` elements for one pair: no tensor of pairs."""
+def expect_program(mod: Mod, limit: int, what: str, sq: int = 8, sk: int = 8) -> None:
+    """Assert that a mod uses no tensor with more than `limit` elements for one pair, so no tensor of pairs."""
     arguments = [torch.tensor(0), torch.tensor(0), torch.tensor(sq - 1), torch.tensor(sk - 1)]
     with SizeWatch() as watch:
-        _students(mod, what, *arguments)
-    # FlexAttention asks for all sequences and heads at once as well: no index is a number that Python can look at.
-    _students(torch.vmap(mod), what, *(x.expand(2) for x in arguments))
+        _call_student_mod(mod, what, *arguments)
+    # FlexAttention also evaluates all sequences and heads at once, so no index is a number that Python can read.
+    _call_student_mod(torch.vmap(mod), what, *(x.expand(2) for x in arguments))
     name, size = max(watch.largest.items(), key=lambda item: item[1], default=("", 0))
-    if size > most:
+    if size > limit:
         raise AssertionError(
             f"{what} touches a tensor of {size} elements (in {name}) to decide about one pair. It is a program: "
-            f"it may read tensors with one number a token, {most} elements at most here, and no tensor of pairs."
+            f"it may read tensors with one number a token, {limit} elements at most here, and no tensor of pairs."
         )
 
 
 def attend_densely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Attention in float64 under a mask that broadcasts to (B, H, S, L); a query without keys gets zeros."""
+    """Compute attention in float64 with a mask that broadcasts to (B, H, S, L); a query without keys gets zeros."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
     scores = q.double() @ k.mT / math.sqrt(q.shape[-1])
@@ -131,7 +136,7 @@ def attend_densely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torc
 
 
 def moved_heads(got: torch.Tensor, right: torch.Tensor, rtol: float = 1e-3, atol: float = 1e-4) -> str:
-    """A hint if `got` has the heads of `right`, in another order."""
+    """Return a hint if `got` has the heads of `right` in another order."""
     order = []
     for head in range(right.shape[1]):
         others = [head, *range(right.shape[1])]
@@ -147,20 +152,20 @@ def moved_heads(got: torch.Tensor, right: torch.Tensor, rtol: float = 1e-3, atol
 
 def expect_scores(
     mod: Mod,
-    wanted: torch.Tensor,
+    expected: torch.Tensor,
     scores: torch.Tensor,
     what: str,
     mistakes: Mapping[str, torch.Tensor] | None = None,
     b: int = 0,
     h: int = 0,
 ) -> None:
-    """Assert that a score_mod turns scores (Sq, Sk) of sequence b and head h into `wanted`."""
+    """Assert that a score_mod turns scores (Sq, Sk) of sequence b and head h into `expected`."""
     if not callable(mod):
         raise AssertionError(
             f"{what} should be a score_mod, a function of (score, b, h, q, k), and is a "
             f"{type(mod).__name__}: is a return missing?"
         )
-    got = _students(modified, what, mod, scores, b, h)
+    got = _call_student_mod(modified, what, mod, scores, b, h)
     rough = 1e-4 if scores.dtype.itemsize >= 4 else 3e-2  # a 16-bit result may round before or after an addition
     tolerance = {"rtol": rough, "atol": rough}
     hints = [
@@ -169,13 +174,13 @@ def expect_scores(
         if isinstance(got, torch.Tensor)
         and got.shape == wrong.shape
         and torch.allclose(got.to(wrong.dtype), wrong, **tolerance)
-        and not torch.allclose(wrong, wanted, **tolerance)
+        and not torch.allclose(wrong, expected, **tolerance)
     ]
-    expect_close(got, wanted, **tolerance, what=what, hint=" Or: ".join(hints))
+    expect_close(got, expected, **tolerance, what=what, hint=" Or: ".join(hints))
 
 
 def recording():
-    """(attend, calls): attend(q, k, v, mask_mod) in float64, that notes the shapes and mask_mods it is called with."""
+    """Return `attend(q, k, v, mask_mod)` in float64, and the list of shapes and mask_mods that it was called with."""
     calls: list[tuple[tuple[int, ...], Mod]] = []
 
     def attend(q, k, v, mask_mod):

@@ -1,4 +1,4 @@
-"""Part 1: attention under a mask held as data, and what that costs."""
+"""Part 1: attention with a mask in memory, and its cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from utils.checking.watching import FUSED_ATTENTION
 
 
 def _hint(got, q, k, v, mask) -> str:
-    """Name the mistake if the result is a well-known wrong one."""
+    """Return a hint if the result is that of a known mistake."""
     if not isinstance(got, torch.Tensor) or got.shape != q.shape:
         return ""
     right = attend_densely(q, k, v, mask)
@@ -39,7 +39,7 @@ def _hint(got, q, k, v, mask) -> str:
 
 @check("1.1", "Attention under a mask")
 def masked_attention(masked_attention, seed=None):
-    """softmax(q k^T / sqrt(D) where mask) v, not fused."""
+    """Check softmax(q k^T / sqrt(D) where mask) v, without a fused operator."""
     draw = Draw(seed)
     q, k, v = (draw.normal(1, 2, 5, 8) for _ in range(3))
     with watch_operations() as watch:
@@ -47,7 +47,8 @@ def masked_attention(masked_attention, seed=None):
     forbid(watch, FUSED_ATTENTION, hint="write product, mask, softmax, product yourself")
     for dtype, rtol, atol in ((torch.float32, 1e-4, 1e-5), (torch.float64, 1e-9, 1e-10)):
         b, h, s, length, d = draw.sizes(5, 2, 20)
-        q, k, v = draw.normal(b, h, s, d, dtype=dtype), *(draw.normal(b, h, length, d, dtype=dtype) for _ in range(2))
+        q = draw.normal(b, h, s, d, dtype=dtype)
+        k, v = (draw.normal(b, h, length, d, dtype=dtype) for _ in range(2))
         mask = draw.normal(s, length) > 0
         mask[:, 0] = True
         copies = [x.clone() for x in (q, k, v, mask)]
@@ -71,10 +72,10 @@ def masked_attention(masked_attention, seed=None):
 
 @check("1.2", "Costs of a mask")
 def mask_costs(mask_costs, seed=None):
-    """(density, wasted FLOPs, mask bytes)."""
+    """Check (density, wasted FLOPs, bytes of the mask)."""
     draw = Draw(seed)
     for dtype in DTYPES[:3]:
-        s, length, batch, heads, head_dim = draw.sizes(5, 9, 40)  # none is the size of a dtype
+        s, length, batch, heads, head_dim = draw.sizes(5, 9, 40)  # no size equals the size of a dtype
         mask = draw.normal(s, length) > 0.5
         seen, total, size = int(mask.sum()), s * length, dtype.itemsize
         lost, many = total - seen, batch * heads

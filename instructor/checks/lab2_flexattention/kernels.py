@@ -17,11 +17,11 @@ _SIGNATURE = inspect.signature(flex_attention)
 
 
 class _Attention:
-    """Stands for compiled FlexAttention: takes its arguments, notes them, and computes pair by pair."""
+    """Replaces compiled FlexAttention: takes its arguments, records them, and computes each pair."""
 
     def __init__(self):
         self.calls: list[dict] = []
-        self.running = False  # it asks the mask_mod for every pair itself
+        self.running = False  # true while it evaluates the mask_mod for every pair
 
     def __call__(self, *args, **kwargs):
         self.running = True
@@ -44,7 +44,7 @@ class _Attention:
 
 @check("5.1", "Prepare once")
 def prepare_flex(prepare_flex, seed=None):
-    """One block mask, shared, built before the first call; modifier, block size and GQA passed on."""
+    """Check that one block mask is built before the first call and shared; modifier, block size and GQA are passed on."""
     draw = Draw(seed)
     length, block, cpu = 16 * draw.size(3, 5), 16, torch.device("cpu")
     attention = _Attention()
@@ -126,7 +126,7 @@ def prepare_flex(prepare_flex, seed=None):
 
 
 def _compiles_of(mods: list, size: int) -> int:
-    """How many kernels torch.compile makes of these masks; a back end that compiles nothing keeps it quick."""
+    """Count the kernels that torch.compile makes for these masks; the compiler backend does nothing, to be quick."""
 
     def ask(mod, q, k):
         return mod(0 * q, 0 * q, q, k)
@@ -141,7 +141,7 @@ def _compiles_of(mods: list, size: int) -> int:
 
 @check("6.1", "Buckets")
 def buckets(bucketed_attention, seed=None):
-    """Padding to the smallest bucket, hidden by a mask that does not recompile."""
+    """Check the padding to the smallest bucket, hidden by a mask that does not need a new compilation."""
     draw = Draw(seed)
     sizes = sorted(draw.sizes(3, 12, 30))
     shuffled = [sizes[1], sizes[2], sizes[0]]
@@ -149,7 +149,7 @@ def buckets(bucketed_attention, seed=None):
     for tokens in (sizes[0] - 3, sizes[0] - 1, sizes[1], sizes[2] - 1):
         attend, calls = recording()
         q, k, v = (draw.normal(2, 2, tokens, 4) for _ in range(3))
-        k = k - 1.0  # scores that padding would stand out from
+        k = k - 1.0  # the scores differ clearly from those of padding
         got = bucketed_attention(attend, q, k, v, list(shuffled))
         if len(calls) != 1:
             raise AssertionError(f"attend should be called once, and was called {len(calls)} times.")

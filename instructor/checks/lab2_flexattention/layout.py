@@ -15,7 +15,7 @@ SLACK = 1.15  # times the blocks of a layout by conversation and position, instr
 
 
 def _arrivals(draw: Draw, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(conversation, position) of conversations of these lengths, in a drawn order of arrival."""
+    """Return (conversation, position) of each token, for conversations of these lengths in a random order of arrival."""
     conversation = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     conversation = conversation[torch.randperm(len(conversation), generator=draw.generator)]
     position = torch.zeros_like(conversation)
@@ -24,8 +24,8 @@ def _arrivals(draw: Draw, lengths: list[int]) -> tuple[torch.Tensor, torch.Tenso
     return conversation, position
 
 
-def _wanted(conversation, position, window) -> dict[str, torch.Tensor]:
-    """The mask between tokens as they arrive under "", and what people get who slip, by hint."""
+def _visible_pairs(conversation, position, window) -> dict[str, torch.Tensor]:
+    """Return the masks between tokens in the order of arrival: the right one under "", and that of each mistake."""
     q, k = (lambda x: x[:, None]), (lambda x: x[None, :])
     same, past = q(conversation) == k(conversation), k(position) <= q(position)
     near, of_instructions, to_them = (q(position) - k(position) < window, q(conversation) == 0, k(conversation) == 0)
@@ -73,16 +73,16 @@ def _laid_out(lay_out, conversation, position, window):
 
 @check("7.1", "The mask of the layout")
 def layout_mask(lay_out, seed=None):
-    """Every pair of rows, for drawn conversations in a drawn order of arrival."""
+    """Check every pair of rows, for random conversations in a random order of arrival."""
     draw = Draw(seed)
     for _ in range(2):
         lengths = draw.sizes(4, 6, 20)
         conversation, position = _arrivals(draw, lengths)
         window, size = draw.size(3, 5), sum(lengths)
         order, mod = _laid_out(lay_out, conversation, position, window)
-        masks = {hint: mask[order][:, order] for hint, mask in _wanted(conversation, position, window).items()}
+        masks = {hint: mask[order][:, order] for hint, mask in _visible_pairs(conversation, position, window).items()}
         right = masks.pop("")
-        by_token = _wanted(conversation, position, window)[""]
+        by_token = _visible_pairs(conversation, position, window)[""]
         if not torch.equal(by_token, right):
             masks["This is the mask between tokens as they arrived: rows are in the new order."] = by_token
         expect_mask(mod, right, f"the mask of conversations of {lengths} tokens, window {window},", masks)
@@ -91,34 +91,35 @@ def layout_mask(lay_out, seed=None):
 
 @check("7.1", "The blocks of the layout")
 def layout_blocks(lay_out, seed=None):
-    """Blocks left to compute, against those of the layout by conversation and position; the mask must be right."""
+    """Compare the blocks to compute with those of a layout by conversation and position; the mask must be right."""
     draw = Draw(seed)
     for block, window in ((16, 1000), (16, 20)):
         lengths = draw.sizes(8, 24, 60)
         conversation, position = _arrivals(draw, lengths)
         order, mod = _laid_out(lay_out, conversation, position, window)
         size = sum(lengths)
-        wanted = _wanted(conversation, position, window)[""]
+        visible = _visible_pairs(conversation, position, window)[""]
         got = pairs(mod, size, size, "the mask_mod of lay_out")
-        lost = int((wanted[order][:, order] & ~got).sum())
+        lost = int((visible[order][:, order] & ~got).sum())
         if lost:
             raise AssertionError(f"blocks count only if every pair that is wanted is there; {lost} pairs are hidden.")
         enough = []
         for number in (conversation, torch.where(conversation == 0, len(lengths), conversation)):
             by_owner = torch.argsort(number * size + position)
-            enough.append(_computed(wanted[by_owner][:, by_owner], block))
-        mine = _computed(got, block)
-        arrival = _computed(wanted, block)
-        if mine > SLACK * max(enough):
+            enough.append(_count_computed(visible[by_owner][:, by_owner], block))
+        computed = _count_computed(got, block)
+        arrival = _count_computed(visible, block)
+        if computed > SLACK * max(enough):
             hint = "Tokens that see each other should be neighbours, so that the rest of the row is empty blocks."
             if len(conversation[order].unique_consecutive()) == len(lengths):  # each conversation in one piece
                 hint = "It is a good start. Are tokens of one conversation in the order of their positions?"
             raise AssertionError(
-                f"your layout leaves {mine} of {math.ceil(size / block) ** 2} blocks of {block} x {block} to "
+                f"your layout leaves {computed} of {math.ceil(size / block) ** 2} blocks of {block} x {block} to "
                 f"compute (order of arrival: {arrival}); {min(enough)} are enough. {hint}"
             )
 
 
-def _computed(mask: torch.Tensor, block: int) -> int:
-    found = sparsity(lambda b, h, q, k: mask[q, k], *mask.shape, block_size=block)
-    return found.full + found.partial
+def _count_computed(mask: torch.Tensor, block: int) -> int:
+    sq, sk = mask.shape
+    counts = sparsity(lambda b, h, q, k: mask[q, k], sq, sk, block_size=block)
+    return counts.full + counts.partial

@@ -14,7 +14,7 @@ from utils.checking import check
 
 @check("2.1", "Three masks")
 def three_masks(causal, sliding_window, prefix_lm, seed=None):
-    """Causal, sliding window and prefix-LM, on drawn lengths."""
+    """Check the causal mask, the sliding window and prefix-LM for random lengths."""
     draw = Draw(seed)
     for _ in range(2):
         sq, sk = draw.sizes(2, 12, 40)
@@ -61,13 +61,13 @@ def three_masks(causal, sliding_window, prefix_lm, seed=None):
 
 @check("2.2", "Packed documents")
 def packed_documents(document_numbers, packed_documents, seed=None):
-    """Numbers of documents; a mask that reads them, one row a sequence."""
+    """Check the numbers of documents, and the mask that reads them: one row for each sequence."""
     draw = Draw(seed)
-    rows, size = [], draw.size(25, 40)  # four documents of six tokens fit
+    rows, size = [], draw.size(25, 40)  # there is room for four documents of six tokens
     for _ in range(3):
         lengths = [draw.size(1, 6) for _ in range(draw.size(2, 4))]
-        wanted = [number for number, length in enumerate(lengths) for _ in range(length)]
-        wanted += [-1] * (size - len(wanted))
+        expected = [number for number, length in enumerate(lengths) for _ in range(length)]
+        expected += [-1] * (size - len(expected))
         got = document_numbers(lengths, size, torch.device("cpu"))
         what = f"document_numbers({lengths}, {size}, cpu)"
         if not isinstance(got, torch.Tensor) or got.is_floating_point() or got.dtype == torch.bool:
@@ -76,16 +76,16 @@ def packed_documents(document_numbers, packed_documents, seed=None):
             )
         if got.shape != (size,):
             raise AssertionError(f"{what} should have shape ({size},), and has {tuple(got.shape)}.")
-        if got.tolist() != wanted:
+        if got.tolist() != expected:
             pad = " Tokens after the last document are padding: -1." if -1 not in got.tolist() else ""
-            raise AssertionError(f"{what} is {got.tolist()}, expected {wanted}.{pad}")
-        rows.append(wanted)
+            raise AssertionError(f"{what} is {got.tolist()}, expected {expected}.{pad}")
+        rows.append(expected)
     whole = document_numbers([3, size - 3], size, torch.device("cpu"))
     if whole.tolist() != [0] * 3 + [1] * (size - 3):
         raise AssertionError(
             f"document_numbers([3, {size - 3}], {size}, cpu), without any padding, is {whole.tolist()}."
         )
-    with contextlib.suppress(RuntimeError):  # a tensor without values: what needs them is not judged there
+    with contextlib.suppress(RuntimeError):  # the tensor has no values: code that needs values is not judged here
         if document_numbers([1], 2, torch.device("meta")).device.type != "meta":
             raise AssertionError("document_numbers has to put its tensor on the device it is given.")
     try:
@@ -130,7 +130,7 @@ def _stripes(period: int, of_keys: bool):
 
 @check("2.3", "both and either")
 def compositions(both, either, seed=None):
-    """The pairs of all masks, and of at least one."""
+    """Check the pairs that all masks allow, and those that at least one allows."""
     draw = Draw(seed)
     sq, sk = draw.sizes(2, 10, 24)
     mods = [
@@ -143,11 +143,11 @@ def compositions(both, either, seed=None):
         for b, h in ((0, 0), (1, 2)):
             each = [pairs(mod, sq, sk, "a mask", b, h) for mod in mods[:count]]
             for compose, join, name in ((both, torch.logical_and, "both"), (either, torch.logical_or, "either")):
-                wanted = functools.reduce(join, each)
+                expected = functools.reduce(join, each)
                 other = functools.reduce(torch.logical_or if join is torch.logical_and else torch.logical_and, each)
                 expect_mask(
                     compose(*mods[:count]),
-                    wanted,
+                    expected,
                     f"{name} of {count} masks, sequence {b}, head {h},",
                     {
                         "It does what the other of the two should do.": other,
@@ -166,7 +166,7 @@ def compositions(both, either, seed=None):
 
 @check("2.3", "Windows and sinks")
 def windows_and_sinks(window_per_head, sinks_and_window, seed=None):
-    """A window for each head; a window and the first keys."""
+    """Check a window for each head, and a window with the first keys."""
     draw = Draw(seed)
     heads = draw.size(3, 5)
     windows = torch.tensor(draw.sizes(heads, 2, 12))

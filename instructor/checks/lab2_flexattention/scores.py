@@ -11,7 +11,7 @@ from utils.checking import check
 
 @check("4.1", "Score modifiers")
 def score_mods(soft_cap, alibi, in_turn, seed=None):
-    """Soft-cap, ALiBi by head, and modifiers in turn."""
+    """Check soft-cap, ALiBi for each head, and modifiers one after the other."""
     draw = Draw(seed)
     sq, sk = draw.sizes(2, 6, 14)
     q, k = indices(sq, sk)
@@ -33,10 +33,10 @@ def score_mods(soft_cap, alibi, in_turn, seed=None):
     heads = draw.size(3, 5)
     slopes = draw.normal(heads).abs() + 0.1
     for h in range(1, heads):
-        wanted = scores - slopes[h] * (q - k)
+        expected = scores - slopes[h] * (q - k)
         expect_scores(
             alibi(slopes),
-            wanted,
+            expected,
             scores,
             f"alibi of {heads} slopes, head {h},",
             {
@@ -78,7 +78,7 @@ def score_mods(soft_cap, alibi, in_turn, seed=None):
 
 @check("4.2", "A learned bias")
 def relative_bias(relative_bias, seed=None):
-    """table[h, R + (q - k)], held at the ends."""
+    """Check table[h, R + (q - k)], with the distance clamped to the ends of the table."""
     draw = Draw(seed)
     heads, reach = draw.size(2, 4), draw.size(2, 4)
     sq, sk = draw.sizes(2, 10, 18)

@@ -10,7 +10,7 @@ from utils.checking import check, expect_close
 
 
 def _window(width: int):
-    """Causal, in sequence b the last width + b keys."""
+    """Allow the last width + b keys in sequence b, causally."""
 
     def mask_mod(b, h, q, k):
         return (k <= q) & (q - k < width + b + h)
@@ -20,7 +20,7 @@ def _window(width: int):
 
 @check("Bonus 8.1", "Decode")
 def at_positions(at_positions, seed=None):
-    """Queries that start at a position of their own in each sequence."""
+    """Check queries that start at a different position in each sequence."""
     draw = Draw(seed)
     sk, sq = draw.size(20, 30), draw.size(2, 4)
     starts = draw.sizes(3, 1, sk - sq)
@@ -53,7 +53,7 @@ def at_positions(at_positions, seed=None):
 
 @check("Bonus 8.2", "Pages")
 def paged_mask(paged_mask, seed=None):
-    """A pool of pages in a drawn order, with free ones."""
+    """Check a pool of pages in random order, some of them free."""
     draw = Draw(seed)
     page_size, sequences = draw.size(2, 5), 3
     pages = [(b, n) for b in range(sequences) for n in range(draw.size(2, 4))]
@@ -67,25 +67,27 @@ def paged_mask(paged_mask, seed=None):
     page, inside = k // page_size, k % page_size
     place = number[page] * page_size + inside
 
-    def seen(at, extra):
+    def window(at, extra):
         return (at <= q) & (q - at < width + extra)
 
     for b in range(sequences):
         for h in (0, 1):
-            mine, extra = owner[page] == b, b + h
+            owned, extra = owner[page] == b, b + h
             expect_mask(
                 mod,
-                mine & seen(place, extra),
+                owned & window(place, extra),
                 f"paged_mask, pages of {page_size}, sequence {b}, head {h},",
                 {
-                    "Pages of other sequences are visible: look at the owner.": seen(place, extra),
-                    "The key's position is not its place in the pool.": mine & seen(k, extra),
-                    "The place inside of the page is missing: k % page_size.": mine
-                    & seen(number[page] * page_size, extra),
-                    "A page holds page_size positions: multiply its number.": mine & seen(number[page] + inside, extra),
-                    "number[p] counts in the sequence, p in the pool.": mine & seen(page * page_size + inside, extra),
-                    "The mask itself is missing.": mine.expand(sq, k.shape[1]),
-                    "Pass b and h on to the mask as they are.": mine & seen(place, 0),
+                    "Pages of other sequences are visible: look at the owner.": window(place, extra),
+                    "The key's position is not its place in the pool.": owned & window(k, extra),
+                    "The place inside of the page is missing: k % page_size.": owned
+                    & window(number[page] * page_size, extra),
+                    "A page holds page_size positions: multiply its number.": owned
+                    & window(number[page] + inside, extra),
+                    "number[p] counts in the sequence, p in the pool.": owned
+                    & window(page * page_size + inside, extra),
+                    "The mask itself is missing.": owned.expand(sq, k.shape[1]),
+                    "Pass b and h on to the mask as they are.": owned & window(place, 0),
                 },
                 b,
                 h,
@@ -95,7 +97,7 @@ def paged_mask(paged_mask, seed=None):
 
 @check("Bonus 8.3", "A ragged batch")
 def ragged_attention(ragged_attention, seed=None):
-    """Texts of different lengths in one call, each by itself, causal."""
+    """Check texts of different lengths in one call; each is causal and sees itself only."""
     draw = Draw(seed)
     sizes = [*draw.sizes(3, 2, 12), 0, draw.size(2, 6)]
     texts = [tuple(draw.normal(2, size, 8) for _ in range(3)) for size in sizes]

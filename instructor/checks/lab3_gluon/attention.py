@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -12,22 +13,23 @@ from utils.checking import check
 from utils.checking.kernel_exercises import Launch, Tile, expect_kernel
 from utils.checking.kernel_exercises import overlap as overlap_of
 
-TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}
-LEAST_OVERLAP = 0.12  # of the softmax; without overlap it is zero, the model answer has about 0.25
+TOLERANCE: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2}
+LEAST_OVERLAP = 0.12  # share of the softmax during a product: zero without overlap, about 0.25 in the model answer
 
 
 def tile(x: torch.Tensor, rows: int) -> Tile:
+    """Return a tensor that is copied in tiles of `rows` whole rows."""
     return Tile(x, [1] * (x.dim() - 2) + [rows, x.shape[-1]])
 
 
 def inputs(heads: int, sq: int, sk: int, d: int, draw: Draw, sharp: float = 1.0) -> list[torch.Tensor]:
-    """q, k, v (heads, S, D) in bf16; sharp multiplies q, and with it the scores."""
+    """Draw q, k and v (heads, S, D) in bf16; `sharp` multiplies q, and so the scores."""
     q, k, v = (draw.normal(heads, s, d) for s in (sq, sk, sk))
     return [x.to(torch.bfloat16) for x in (q * sharp, k, v)]
 
 
 def expected_output(q, k, v, causal: bool = False) -> torch.Tensor:
-    """Attention in float64; the last query stands at the last key."""
+    """Compute attention in float64; with fewer queries than keys, the last query is at the last key."""
     q, k, v = q.double(), k.double(), v.double()
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     if causal:
@@ -37,7 +39,7 @@ def expected_output(q, k, v, causal: bool = False) -> torch.Tensor:
 
 
 def attention_launch(file: str, rows: int, q, k, v, block_n: int = 64, stages: int | None = None):
-    """A launch of `attention` with a program for each `rows` queries of each head, and what it should give."""
+    """Return a launch of `attention`, a program for each `rows` queries of each head, and its expected output."""
     d, sk = q.shape[-1], k.shape[-2]
     args = {
         "q_desc": tile(q, 64),
@@ -55,7 +57,7 @@ def attention_launch(file: str, rows: int, q, k, v, block_n: int = 64, stages: i
 
 @check("5.1", "Online softmax in a kernel")
 def softmax(source: str, seed=None):
-    """Values with tails of keys, with large scores, with scores far below zero in the first block."""
+    """Check the output with an incomplete last block, with large scores, and with very negative scores in the first block."""
     draw = Draw(seed)
     for sk, d, sharp in ((draw.size(65, 180), 64, 1.0), (draw.size(1, 24), 64, 1.0), (draw.size(140, 190), 128, 60.0)):
         q, k, v = inputs(1, draw.size(33, 64), sk, d, draw, sharp)
@@ -70,7 +72,7 @@ def softmax(source: str, seed=None):
                 "block to block?"
             )
         expect_kernel(source, launch, expected, **TOLERANCE, hint=hint)
-    # One block's scores all far above zero, the other's far below: first the lower one, then the higher one.
+    # All scores of one block are far above zero, those of the other far below; once the lower block comes first, once last.
     for low, hint in (
         (slice(0, 64), "The maximum starts at minus infinity, not at zero."),
         (slice(64, 128), "Scores fall from the first block to the second: the maximum never goes down."),
@@ -84,7 +86,7 @@ def softmax(source: str, seed=None):
 
 @check("5.2", "Producer and consumers")
 def specialized(source: str, seed=None):
-    """Values for one to three slots, whatever the times; K and V loaded once for both consumers."""
+    """Check the output for one to three slots in any timing; K and V are loaded once for both consumers."""
     draw = Draw(seed)
     for stages in (2, 1, 3):
         q, k, v = inputs(1, draw.size(70, 128), draw.size(200, 300), 64, draw)
@@ -110,7 +112,7 @@ def specialized(source: str, seed=None):
 
 
 def overlap_launch(q, k, v, stages: int, block_n: int = 64):
-    """q, k, v (B, heads, S, D)."""
+    """Return a launch of the overlapped `attention` for q, k, v (B, heads, S, D), and its expected output."""
     sq, sk, heads = q.shape[-2], k.shape[-2], q.shape[1]
     args = {
         "q_desc": tile(q, 64),
@@ -129,7 +131,7 @@ def overlap_launch(q, k, v, stages: int, block_n: int = 64):
 
 @check("5.3", "Overlap")
 def overlap(source: str, seed=None):
-    """Values whatever the times, and softmax that runs under a product."""
+    """Check the output in any timing; the softmax must run during a product."""
     draw = Draw(seed)
     for stages in (2, 3):
         q, k, v = (x[None] for x in inputs(1, draw.size(70, 128), draw.size(200, 300), 64, draw))
@@ -162,7 +164,7 @@ def overlap(source: str, seed=None):
 
 @check("Bonus 5.5", "Causal attention")
 def attention_causal(source: str, seed=None):
-    """Values with fewer queries than keys and with tails; and no product for a block that nobody sees."""
+    """Check fewer queries than keys and incomplete blocks; there must be no product for a block that no query sees."""
     draw = Draw(seed)
     for (sq, sk), d in (((draw.size(130, 190),) * 2, 64), ((draw.size(65, 100), draw.size(150, 200)), 128)):
         q, k, v = inputs(1, sq, sk, d, draw)

@@ -1,4 +1,4 @@
-"""Parts 1 and 2: what a tile costs, what it needs, who holds which element."""
+"""Parts 1 and 2: time and memory of a tile, and which thread holds which element."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ TENSOR, SPECIAL, MEMORY = 4096, 16, 20  # a cycle of one SM: bf16 FLOPs, exponen
 
 @check("1.1", "What a tile costs")
 def tile_cycles(tile_cycles, seed=None):
-    """Cycles of one block of keys on the tensor cores, the special function units and the way from memory."""
+    """Check the cycles of one block of keys on the tensor cores, the special function units and the path from memory."""
     draw = Draw(seed)
-    # Each size another one each time, so that a mistake that one of them hides shows at the next.
+    # Every size is different each time: a mistake that one size hides shows at the next.
     drawn = draw.some(3, (64, 128, 192, 256)), draw.some(3, range(32, 193, 32)), draw.some(3, (64, 96, 128, 256))
     for rows, keys, d in zip(*drawn, strict=True):
         right = (4 * rows * keys * d / TENSOR, rows * keys / SPECIAL, 4 * keys * d / MEMORY)
@@ -40,9 +40,9 @@ def tile_cycles(tile_cycles, seed=None):
 
 @check("1.1", "What a tile needs")
 def tile_budget(shared_bytes, registers_per_thread, seed=None):
-    """Shared memory of a block, and registers of a consumer thread for scores and output."""
+    """Check the shared memory of a block, and the registers of a consumer thread for scores and output."""
     draw = Draw(seed)
-    # These numbers of keys are no head dimension, and make no two mistakes give the same number of bytes.
+    # No number of keys equals a head dimension, and no two mistakes lead to the same number of bytes.
     drawn = draw.sizes(3, 1, 3), draw.some(3, (96, 160, 192)), draw.some(3, (64, 128, 256)), draw.sizes(3, 1, 4)
     for consumers, keys, d, stages in zip(*drawn, strict=True):
         q, ring = 64 * consumers * d * 2, 2 * stages * keys * d * 2
@@ -74,7 +74,7 @@ def tile_budget(shared_bytes, registers_per_thread, seed=None):
 
 @check("Bonus 1.3", "Bytes in flight")
 def bytes_in_flight(bytes_in_flight, slots_needed, seed=None):
-    """Little's law, and how many ring slots it takes."""
+    """Check Little's law, and the number of ring slots that follows from it."""
     draw = Draw(seed)
     for _ in range(4):
         terabytes, latency, sms = draw.real(1, 8), draw.real(300, 1200), draw.size(60, 200)
@@ -88,7 +88,9 @@ def bytes_in_flight(bytes_in_flight, slots_needed, seed=None):
             {"That is the whole chip: divide by the number of SMs.": right * sms},
         )
         slot = draw.choice((4096, 8192, 16384, 32768))
-        while abs(right / slot - round(right / slot)) < 1e-6:  # rounding must not decide: another slot size
+        while (
+            abs(right / slot - round(right / slot)) < 1e-6
+        ):  # take another slot size, so that rounding does not decide
             slot += 128
         expect_value(
             slots_needed(terabytes, latency, sms, slot),
@@ -101,7 +103,7 @@ def bytes_in_flight(bytes_in_flight, slots_needed, seed=None):
 
 @check("2.1", "Who holds an element")
 def owner(owner, seed=None):
-    """(warp, lane, register) of elements in blocked layouts, against Triton's own layout algebra."""
+    """Compare (warp, lane, register) of elements in blocked layouts with Triton's own layout algebra."""
     from triton.experimental.gluon import language as gl
 
     from utils.gluon_cpu.layouts import elements_of
@@ -135,7 +137,7 @@ def owner(owner, seed=None):
 
 
 def _owner(row, column, shape, size, threads, warps, order):
-    """The rule itself, for hints."""
+    """Compute the answer by the rule, for the hints."""
 
     def flat(at, extent):
         fast, slow = order

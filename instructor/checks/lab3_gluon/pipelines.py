@@ -14,13 +14,12 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def cdiv(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
-# ---- 2.2 -----------------------------------------------------------------------------------------------------------
-
-
 def transpose_launch(m: int, n: int, draw: Draw) -> tuple[Launch, dict]:
+    """Return a launch of the transpose of an (m, n) matrix, and its expected output."""
     x = draw.normal(m, n)
     args = {"x_ptr": x, "y_ptr": torch.full((n, m), float("nan")), "m": m, "n": n, "x_stride": n, "y_stride": m}
     return Launch("transpose", (cdiv(m, 32), cdiv(n, 32)), args, ("y_ptr",), file="lab3_transpose.py"), {"y_ptr": x.T}
@@ -28,7 +27,7 @@ def transpose_launch(m: int, n: int, draw: Draw) -> tuple[Launch, dict]:
 
 @check("2.2", "Transpose")
 def transpose(source: str, seed=None):
-    """Values at any size, and whole 32-byte sectors both ways."""
+    """Check the output at any size; loads and stores move whole sectors of 32 bytes."""
     draw = Draw(seed)
     for m, n in ((draw.size(1, 31), draw.size(33, 63)), (draw.size(65, 90), draw.size(1, 60))):
         launch, expected = transpose_launch(m, n, draw)
@@ -50,10 +49,8 @@ def transpose(source: str, seed=None):
         raise AssertionError("a program should load and store one tile of 32 x 32 elements.")
 
 
-# ---- 3.1 -----------------------------------------------------------------------------------------------------------
-
-
 def async_copy_launch(n: int, tile: int, tiles: int, stages: int, draw: Draw) -> tuple[Launch, dict]:
+    """Return a launch of the sum of two vectors through `stages` slots, and its expected output."""
     a, b = draw.normal(n), draw.normal(n)
     args = {
         "a_ptr": a,
@@ -70,7 +67,7 @@ def async_copy_launch(n: int, tile: int, tiles: int, stages: int, draw: Draw) ->
 
 @check("3.1", "cp.async pipeline")
 def async_copy(source: str, seed=None):
-    """Values for every number of slots, and copies that overlap."""
+    """Check the output for every number of slots; copies must overlap."""
     draw, cycles = Draw(seed), {}
     for stages in (2, 4, 1, 3):
         tiles = draw.size(stages + 1, 7)
@@ -95,10 +92,8 @@ def async_copy(source: str, seed=None):
         )
 
 
-# ---- 3.2 -----------------------------------------------------------------------------------------------------------
-
-
 def tma_ring_launch(rows: int, columns: int, stages: int, dtype: torch.dtype, draw: Draw) -> tuple[Launch, dict]:
+    """Return a launch of the TMA ring over a (rows, columns) matrix, and its expected output."""
     x = draw.normal(rows, columns, dtype=dtype)
     args = {
         "x_desc": Tile(x, [16, 64]),
@@ -113,7 +108,7 @@ def tma_ring_launch(rows: int, columns: int, stages: int, dtype: torch.dtype, dr
 
 @check("3.2", "TMA ring")
 def tma_ring(source: str, seed=None):
-    """Values for every number of slots, fewer tiles than slots included, and copies that overlap."""
+    """Check the output for every number of slots, also with fewer tiles than slots; copies must overlap."""
     draw, cycles = Draw(seed), {}
     for stages, columns in ((2, 64 * 5), (3, 8 * draw.size(9, 60)), (4, 64 + 8 * draw.size(0, 8)), (1, 64 * 3)):
         launch, expected = tma_ring_launch(draw.size(17, 40), columns, stages, draw.choice(HALVES), draw)
@@ -142,10 +137,8 @@ def tma_ring(source: str, seed=None):
         )
 
 
-# ---- bonus 3.4 -----------------------------------------------------------------------------------------------------
-
-
 def repair_launch(tiles: int, stages: int, draw: Draw) -> tuple[Launch, dict]:
+    """Return a launch of the ring to repair over `tiles` tiles, and its expected output."""
     x = draw.normal(16, 32 * tiles)
     args = {
         "x_desc": Tile(x, [16, 32]),
@@ -161,7 +154,7 @@ MOST_REPAIRS = 6
 
 
 def repaired(source: str, repairs: dict[str, str]) -> str:
-    """The broken file with its repairs; each key is a whole line of it, without the indentation."""
+    """Return the broken file with its repairs; each key is a whole line of the file without the indentation."""
     if not isinstance(repairs, dict) or not repairs:
         raise AssertionError("repairs() should be a dict {wrong line: what should stand there}, and not empty.")
     if len(repairs) > MOST_REPAIRS:
@@ -178,7 +171,7 @@ def repaired(source: str, repairs: dict[str, str]) -> str:
 
 @check("Bonus 3.4", "Repair")
 def repairs(source: str, repairs, seed=None):
-    """The repaired ring runs with any number of slots and tiles, whatever the times."""
+    """Check that the repaired ring is right with any number of slots and tiles and in any timing."""
     draw = Draw(seed)
     text = repaired(source, repairs())
     for stages in (1, 2, 3):
@@ -195,10 +188,8 @@ def repairs(source: str, repairs, seed=None):
         )
 
 
-# ---- 4.1 -----------------------------------------------------------------------------------------------------------
-
-
 def wgmma_launch(m: int, n: int, k: int, block_n: int, dtype: torch.dtype, draw: Draw) -> tuple[Launch, dict]:
+    """Return a launch of the (m, k) x (k, n) product with wgmma, and its expected output."""
     a, b = draw.normal(m, k, dtype=dtype), draw.normal(n, k, dtype=dtype)
     c = torch.full((m, n), float("nan"), dtype=dtype)
     args = {
@@ -213,7 +204,7 @@ def wgmma_launch(m: int, n: int, k: int, block_n: int, dtype: torch.dtype, draw:
 
 @check("4.1", "The first wgmma")
 def wgmma(source: str, seed=None):
-    """Values over sizes and dtypes; on the tensor cores, and out by TMA."""
+    """Check the output for several sizes and dtypes; the product runs on the tensor cores, and TMA stores it."""
     draw = Draw(seed)
     for block_n, dtype in ((64, torch.float16), (128, torch.bfloat16)):
         m, n, k = draw.size(65, 120), 8 * draw.size(9, 24), 8 * draw.size(9, 40)

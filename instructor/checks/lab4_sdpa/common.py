@@ -1,4 +1,4 @@
-"""What the checks of lab 4 share: what SDPA ran, what it refuses, and attention in float64."""
+"""Shared by the checks of lab 4: which backend ran, why a backend refuses, and attention in float64."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ BACKENDS = {
 
 
 class BackendRefused(RuntimeError):
-    """A backend that was asked for cannot run the call."""
+    """The requested backend cannot run the call."""
 
 
 class Attentions(TorchDispatchMode):
-    """The SDPA backends that run on CPU tensors under this mode, in order; math is told by its softmax."""
+    """Records the SDPA backends that run on CPU tensors, in order; the math backend is recognized by its softmax."""
 
     def __init__(self):
         super().__init__()
@@ -41,15 +41,15 @@ class Attentions(TorchDispatchMode):
 
 
 def reasons_of(backend: str, q, k, v, **options) -> list[str]:
-    """Why torch does not run a call with this backend alone; empty if it does."""
-    with sdpa_kernel(BACKENDS[backend]), warnings.catch_warnings(record=True) as said:
+    """Return why torch does not run a call with this backend alone; "" if it does."""
+    with sdpa_kernel(BACKENDS[backend]), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             F.scaled_dot_product_attention(q, k, v, **options)
             return []
         except RuntimeError as error:
             first_line = str(error).splitlines()[0]
-    reasons = [str(warning.message).split(" (Triggered internally")[0] for warning in said]
+    reasons = [str(warning.message).split(" (Triggered internally")[0] for warning in caught]
     reasons = [text for text in reasons if "not used because" not in text and "runtime disabled" not in text]
     return list(dict.fromkeys(reasons)) or [first_line]
 
@@ -64,7 +64,7 @@ KNOCKED_OUT = (
 
 
 def knocked_out(name: str, q, k, v) -> tuple[tuple, dict]:
-    """(q, k, v) and options that this torch's flash backend refuses on a CPU, and math computes."""
+    """Return (q, k, v) and options that the flash backend of this torch refuses on a CPU and the math backend computes."""
     if name == KNOCKED_OUT[0]:
         return (q.mT.contiguous().mT, k, v), {}
     if name == "dropout":
@@ -78,7 +78,7 @@ def knocked_out(name: str, q, k, v) -> tuple[tuple, dict]:
 
 
 def sdpa_switches() -> tuple:
-    """Which backends torch may use now, and in which order it asks them."""
+    """Return which backends torch may use now, and in which order it tries them."""
     flags = tuple(
         getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math", "cudnn")
     )
@@ -87,7 +87,7 @@ def sdpa_switches() -> tuple:
 
 @contextlib.contextmanager
 def with_right_answers(function: Callable, right: Mapping[str, Callable] | None = None) -> Iterator[None]:
-    """Give a student's function right versions of earlier answers: a mistake costs the question it is made in, alone.
+    """Give a student's function right versions of earlier answers, so that a mistake costs points in one question only.
 
     right: {name of an earlier answer: a right function}; `why_not` by default
     """
@@ -102,7 +102,7 @@ def with_right_answers(function: Callable, right: Mapping[str, Callable] | None 
 
 
 def reference_attention(q, k, v, causal: bool = False) -> torch.Tensor:
-    """Attention of (B, H, Sq, D) over (B, Hkv, Sk, D) in float64; causal: the last query sees the last key."""
+    """Compute attention of (B, H, Sq, D) over (B, Hkv, Sk, D) in float64; if causal, the last query sees the last key."""
     group = q.shape[1] // k.shape[1]
     wide = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
     scores = wide[0] @ wide[1].mT / math.sqrt(q.shape[-1])

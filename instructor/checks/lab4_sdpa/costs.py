@@ -18,7 +18,7 @@ def _costs(b, h, kv, sq, sk, d, size, pairs):
 
 @check("2.1", "FLOPs and bytes of attention")
 def attention_costs(attention_costs, seed=None):
-    """Full, causal and decode, grouped heads, several dtypes."""
+    """Check full, causal and decode attention, with grouped heads and several dtypes."""
     draw = Draw(seed)
     for index, dtype in enumerate(DTYPES[:4] * 2):
         size = dtype.itemsize
@@ -80,7 +80,7 @@ def attention_costs(attention_costs, seed=None):
 
 @check("2.2", "Error against float64")
 def errors(errors, seed=None):
-    """Outputs with a known error, also one that only a float64 reference sees; grouped heads; causal."""
+    """Check outputs with a known error, also one that only a float64 reference reveals; grouped heads; causal."""
     draw = Draw(seed)
     for dtype, causal, group in (
         (torch.float32, False, 1),
@@ -135,6 +135,7 @@ def errors(errors, seed=None):
 
 
 def expect_errors(got, largest, rms, what, largest_mistakes, rms_mistakes) -> None:
+    """Assert the pair (largest error, relative rms error), each with its known mistakes."""
     if not isinstance(got, tuple | list) or len(got) != 2:
         raise AssertionError(f"{what} should be (largest, rms), two numbers, and is {got!r}.")
     expect_value(got[0], largest, "", f"{what}: the largest", largest_mistakes, rel=1e-3)
@@ -143,7 +144,7 @@ def expect_errors(got, largest, rms, what, largest_mistakes, rms_mistakes) -> No
 
 @check("3.1", "Intensity, prefill and decode")
 def intensities(intensity, queries_to_ridge, seed=None):
-    """Counts of fused attention, and the inverse function."""
+    """Check the counts of fused attention, and the inverse function."""
     draw = Draw(seed)
     for dtype in DTYPES[:4]:
         size = dtype.itemsize
@@ -173,8 +174,8 @@ def intensities(intensity, queries_to_ridge, seed=None):
     for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn) * 2:
         size, sk, group, d = dtype.itemsize, draw.size(200, 900), draw.size(2, 9), 64
         ridge, exact = 0.0, 0.0
-        while not 0.05 < exact % 1 < 0.95:  # away from whole numbers, where rounding would decide
-            ridge = draw.real(0.3, 0.8) * 2 * sk / size  # so near to the limit that the queries' bytes matter
+        while not 0.05 < exact % 1 < 0.95:  # far enough from whole numbers, where rounding would decide
+            ridge = draw.real(0.3, 0.8) * 2 * sk / size  # so close to the limit that the bytes of the queries matter
             exact = ridge * size * sk / (group * (2 * sk - ridge * size))
         what = f"queries_to_ridge({ridge:.4f}, {sk}, {group}, {d}, {dtype_name(dtype)})"
         got = queries_to_ridge(ridge, sk, group, d, dtype)
@@ -212,7 +213,7 @@ def _decode_us(programs, sk, splits, units, tile, tile_us, combine_us):
 
 @check("3.3", "How many splits?")
 def splits(decode_us, best_splits, seed=None):
-    """Waves, tiles, the second kernel, and the smallest of the best."""
+    """Check waves, tiles, the second kernel, and that the smallest of the best numbers of splits is taken."""
     draw = Draw(seed)
     for case in range(10):
         programs, units = draw.size(1, 300), draw.size(20, 150)

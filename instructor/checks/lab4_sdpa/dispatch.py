@@ -1,4 +1,4 @@
-"""Part 1: which backend ran, why one cannot, a pin that pins, and the order in which a dispatcher asks."""
+"""Part 1: which backend ran, why a backend refuses, how to pin a backend, and the order of the dispatcher."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _BACKWARD = (
 
 @check("1.1", "Which backend ran?")
 def backends_in(backends_in, seed=None):
-    """Operator lists as a GPU and a CPU leave them, with what is inside, between and backward."""
+    """Check operator lists of a GPU and of a CPU, with nested, other and backward operators."""
     draw = Draw(seed)
 
     def expect(operators: list[str], expected: list[str], what: str, hint: str) -> None:
@@ -113,7 +113,7 @@ def _expect_reasons(got: object, what: str) -> list[str]:
 
 @check("1.2", "Ask it why")
 def why_not(why_not, seed=None):
-    """Real refusals of this torch, with warnings silenced, inside other contexts, and none where there is none."""
+    """Check real refusals of this torch, also with warnings off and inside other contexts, and calls that run."""
     draw = Draw(seed)
     b, h, s, d = draw.size(1, 2), draw.size(2, 4), draw.size(9, 20), 8 * draw.size(2, 5)
     q, k, v = (draw.normal(b, h, s, d) for _ in range(3))
@@ -158,7 +158,7 @@ def why_not(why_not, seed=None):
 
 @check("1.3", "A pin that pins")
 def pinned_sdpa(pinned_sdpa, seed=None):
-    """The backend asked for alone, an error with torch's words otherwise, and no trace left behind."""
+    """Check that only the requested backend runs, or an error has torch's reason, and that all settings are restored."""
     draw = Draw(seed)
     length = draw.size(9, 20)
     q, k, v = (draw.normal(2, 4, length, 16) for _ in range(3))
@@ -233,7 +233,7 @@ def _expect_refusal(pinned_sdpa, backend: str, tensors, options, what: str) -> N
 
 @check("1.4", "The order of priority")
 def dispatch(dispatch, seed=None):
-    """Random orders, subsets and refusals."""
+    """Check random orders, subsets and refusals."""
     draw = Draw(seed)
     names = ["math", "flash", "efficient", "cudnn"]
     for case in range(30):
@@ -243,7 +243,7 @@ def dispatch(dispatch, seed=None):
         first = case % 2 == 1
         if case < 2:
             allowed, refused = order[2:0:-1], {name: [] for name in names}
-        if case in (10, 11):  # nothing that is allowed can run, and something else could
+        if case in (10, 11):  # no allowed backend can run, and another backend could
             allowed, refused = order[:2], {name: ["no"] if name in order[:2] else [] for name in names}
         asked = [*allowed, *(name for name in order if name not in allowed)] if first else order
         able = [name for name in asked if name in allowed and not refused[name]]

@@ -1,4 +1,4 @@
-"""Part 6: questions to a table of results, asked of random tables of the same form."""
+"""Part 6: questions about a table of results; the checks ask them about random tables of the same form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BACKENDS = ("math", "flash", "efficient", "cudnn")
 
 
 def random_grid(draw: Draw, shapes: int = 24) -> pd.DataFrame:
-    """A table like the recorded one: rows in any order, some refused, some defaults without a time."""
+    """Return a table like the recorded one: rows in any order, some refused, some defaults without a time."""
     rows = []
     for shape in range(shapes):
         kind = KINDS[shape % 3]
@@ -27,7 +27,7 @@ def random_grid(draw: Draw, shapes: int = 24) -> pd.DataFrame:
             status = "ok"
             if backend != "math" and draw.size(1, 6) == 1:
                 status = draw.choice(("refused", "failed", "out of memory"))
-                # a failed row may carry a time, which must not count
+                # a failed row may have a time; it must not count
                 ms = draw.choice((math.nan, draw.real(1e-4, 2e-4)))
             rows.append(
                 {
@@ -47,22 +47,25 @@ def random_grid(draw: Draw, shapes: int = 24) -> pd.DataFrame:
     return pd.DataFrame(rows, index=draw.numbers.sample(range(1000), len(rows)))
 
 
-def _timed(grid: pd.DataFrame) -> pd.DataFrame:
+def _rows_with_time(grid: pd.DataFrame) -> pd.DataFrame:
     return grid[grid["status"] == "ok"]
 
 
 def fastest(grid: pd.DataFrame) -> pd.Series:
-    ordered = _timed(grid).sort_values("ms").drop_duplicates("shape")
+    """Return the fastest backend of each shape."""
+    ordered = _rows_with_time(grid).sort_values("ms").drop_duplicates("shape")
     return ordered.set_index("shape")["backend"].sort_index()
 
 
 def default_slowdown(grid: pd.DataFrame) -> pd.Series:
-    best = _timed(grid).groupby("shape")["ms"].min()
-    default = _timed(grid)[_timed(grid)["is_default"]].set_index("shape")["ms"]
+    """Return the default backend's time over the best time, for each shape where both are known."""
+    best = _rows_with_time(grid).groupby("shape")["ms"].min()
+    default = _rows_with_time(grid)[_rows_with_time(grid)["is_default"]].set_index("shape")["ms"]
     return (default / best.reindex(default.index)).sort_index()
 
 
 def geometric_mean(values) -> float:
+    """Return the geometric mean of positive numbers."""
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
@@ -71,8 +74,8 @@ def _expect_series(got: object, expected: pd.Series, what: str, mistakes: dict[s
         raise AssertionError(f"{what} should be a pandas Series, and is a {type(got).__name__}.")
     if not got.index.is_unique or set(got.index) - set(_all_shapes(mistakes, expected)):
         raise AssertionError(f"{what} should be indexed by `shape`, one entry each; it is {list(got.index)[:6]} ...")
-    mine = got.sort_index().to_dict()
-    right = expected.to_dict()
+    got_values = got.sort_index().to_dict()
+    expected_values = expected.to_dict()
 
     def same(one: dict, other: dict) -> bool:
         return one.keys() == other.keys() and all(
@@ -85,22 +88,25 @@ def _expect_series(got: object, expected: pd.Series, what: str, mistakes: dict[s
             for a, b in ((one[key], other[key]) for key in one)
         )
 
-    if same(mine, right):
+    if same(got_values, expected_values):
         return
     for hint, wrong in mistakes.items():
-        if same(mine, wrong.sort_index().to_dict()):
+        if same(got_values, wrong.sort_index().to_dict()):
             raise AssertionError(f"{what} is wrong. {hint}")
-    if mine.keys() != right.keys():
-        extra, missing = sorted(mine.keys() - right.keys()), sorted(right.keys() - mine.keys())
+    if got_values.keys() != expected_values.keys():
+        extra, missing = (
+            sorted(got_values.keys() - expected_values.keys()),
+            sorted(expected_values.keys() - got_values.keys()),
+        )
         raise AssertionError(
             f"{what} has entries for the wrong shapes: {len(extra)} too many {extra[:4]}, "
             f"{len(missing)} missing {missing[:4]}. A shape counts where what is asked for has a "
             "time."
         )
-    bad = [key for key in right if not same({0: mine[key]}, {0: right[key]})]
+    bad = [key for key in expected_values if not same({0: got_values[key]}, {0: expected_values[key]})]
     raise AssertionError(
-        f"{what} is wrong for {len(bad)} of {len(right)} shapes, the first is shape {bad[0]}: got "
-        f"{mine[bad[0]]!r}, expected {right[bad[0]]!r}."
+        f"{what} is wrong for {len(bad)} of {len(expected_values)} shapes, the first is shape {bad[0]}: got "
+        f"{got_values[bad[0]]!r}, expected {expected_values[bad[0]]!r}."
     )
 
 
@@ -110,13 +116,18 @@ def _all_shapes(mistakes: dict[str, pd.Series], expected: pd.Series) -> set:
 
 @check("6.1", "The fastest and the default")
 def fastest_and_default(fastest_function, default_function, mean_function, seed=None):
-    """Random tables with refused rows that still carry a time; means of many values."""
+    """Check random tables, in which refused rows may have a time, and means of many values."""
     draw = Draw(seed)
     for _ in range(3):
         grid = random_grid(draw)
         before = grid.copy(deep=True)
         anything = grid.assign(status="ok").dropna(subset=["ms"])
-        slowest = _timed(grid).sort_values("ms", ascending=False).drop_duplicates("shape").set_index("shape")["backend"]
+        slowest = (
+            _rows_with_time(grid)
+            .sort_values("ms", ascending=False)
+            .drop_duplicates("shape")
+            .set_index("shape")["backend"]
+        )
         _expect_series(
             fastest_function(grid),
             fastest(grid),
@@ -127,7 +138,7 @@ def fastest_and_default(fastest_function, default_function, mean_function, seed=
             },
         )
         right = default_slowdown(grid)
-        every = _timed(grid).groupby("shape")["ms"].min()
+        every = _rows_with_time(grid).groupby("shape")["ms"].min()
         _expect_series(
             default_function(grid),
             right,
@@ -162,7 +173,8 @@ def fastest_and_default(fastest_function, default_function, mean_function, seed=
 
 
 def answers(grid: pd.DataFrame) -> dict:
-    timed, best, loss = _timed(grid), fastest(grid), default_slowdown(grid)
+    """Return the right answers to Question 6.2 for a table."""
+    timed, best, loss = _rows_with_time(grid), fastest(grid), default_slowdown(grid)
     kinds = grid.drop_duplicates("shape").set_index("shape")["kind"]
     default = grid[grid["is_default"]].set_index("shape")["backend"]
     training = timed[timed["kind"] == "training"].pivot(index="shape", columns="backend", values="ms")
@@ -181,7 +193,7 @@ def answers(grid: pd.DataFrame) -> dict:
 
 
 def _usable(grid: pd.DataFrame) -> bool:
-    """Every answer exists, no tie decides one, and a forgotten condition shows."""
+    """Return whether every answer exists, none depends on a tie, and a forgotten condition changes the answer."""
     try:
         right = answers(grid)
     except (KeyError, ZeroDivisionError, ValueError):
@@ -190,7 +202,7 @@ def _usable(grid: pd.DataFrame) -> bool:
     values = [value for key, value in right.items() if key != "decode_winner"]
     if not all(map(math.isfinite, values)) or (len(counts) > 1 and counts.iloc[0] == counts.iloc[1]):
         return False
-    timed = _timed(grid)
+    timed = _rows_with_time(grid)
     return (
         default_slowdown(grid).max() > right["worst_default"]
         and timed[timed["kind"] == "prefill"]["tflops"].max() > right["peak_tflops"]
@@ -199,12 +211,14 @@ def _usable(grid: pd.DataFrame) -> bool:
 
 
 def _is_close(got: object, expected: float) -> bool:
-    return isinstance(got, numbers.Real) and not isinstance(got, bool) and abs(got - expected) <= 1e-9 * abs(expected)
+    if not isinstance(got, numbers.Real) or isinstance(got, bool):
+        return False
+    return abs(float(got) - expected) <= 1e-9 * abs(expected)
 
 
 def _answer_mistakes(grid: pd.DataFrame, right: dict) -> dict[str, dict[str, float]]:
-    """{key: {hint: the number that the mistake gives}} for Question 6.2."""
-    timed, loss = _timed(grid), default_slowdown(grid)
+    """Return {key: {hint: the number that the mistake leads to}} for Question 6.2."""
+    timed, loss = _rows_with_time(grid), default_slowdown(grid)
     kinds = grid.drop_duplicates("shape").set_index("shape")["kind"]
     training = timed[timed["kind"] == "training"].pivot(index="shape", columns="backend", values="ms")
     both = training[["flash", "cudnn"]].dropna()
@@ -250,7 +264,7 @@ def _answer_mistakes(grid: pd.DataFrame, right: dict) -> dict[str, dict[str, flo
 
 @check("6.2", "Seven questions about the table")
 def grid_answers(grid_answers, seed=None):
-    """Random tables; the functions of Question 6.1 are right ones while this is judged."""
+    """Check random tables; right functions of Question 6.1 replace the student's meanwhile."""
     draw = Draw(seed)
     right_functions = {"fastest": fastest, "default_slowdown": default_slowdown, "geometric_mean": geometric_mean}
     for _ in range(2):
@@ -284,7 +298,7 @@ SIZES = ("batch", "heads", "kv_heads", "seq_len_q", "seq_len_kv")
 
 
 def _random_shapes(draw: Draw) -> pd.DataFrame:
-    """Measured shapes with sizes: two kinds, two head dimensions, rows in any order, some not ok."""
+    """Return measured shapes with their sizes: two kinds, two head dimensions, rows in any order, some not ok."""
     rows = []
     for shape in range(14):
         kv_heads = draw.choice((1, 2, 4, 8))
@@ -308,7 +322,7 @@ def _random_shapes(draw: Draw) -> pd.DataFrame:
 
 
 def _choice(grid, call, able, *, logarithmic=True, same=("kind", "head_dim", "causal"), sizes=SIZES, ok=True) -> str:
-    """The choice of Bonus 6.4, and with other arguments those of its mistakes."""
+    """Return the choice of Bonus 6.4, or with other arguments that of a known mistake."""
     near = [
         row
         for row in grid.to_dict("records")
@@ -328,9 +342,9 @@ def _choice(grid, call, able, *, logarithmic=True, same=("kind", "head_dim", "ca
 
 @check("Bonus 6.4", "A shape that nobody measured")
 def choose_backend(choose_backend, seed=None):
-    """Random tables and calls, calls from the table itself, few able backends, none left."""
+    """Check random tables and calls, calls of the table itself, and calls that few backends or none can run."""
     draw = Draw(seed)
-    # Between two lengths, one factor apart from each side: halfway in tokens is not halfway in powers of two.
+    # A length between two measured lengths: the middle in tokens is not the middle in powers of two.
     length, fixed = draw.size(100, 900), {"kind": "prefill", "head_dim": 64, "causal": True}
     sizes = {"batch": 2, "heads": 8, "kv_heads": 4}
     grid = pd.DataFrame(
@@ -377,7 +391,7 @@ def _expect_choice(choose_backend, grid, call, able) -> None:
             "All five sizes count, the heads as well.": _choice(grid, call, able, sizes=("seq_len_q", "seq_len_kv")),
             "Look for the nearest row among those whose backend is in `able`.": _choice(grid, call, BACKENDS),
         }
-        # Few backends, many mistakes: several can lead to the one that was chosen.
+        # There are few backends and many mistakes, so several mistakes can lead to the chosen backend.
         hints = [text for text, choice in wrong.items() if choice == got]
         hint = " Or: ".join(hints) or "Which shape is the nearest?"
     raise AssertionError(f"choose_backend is {got!r}, expected {right!r}, for {call} and able {able}. {hint}")

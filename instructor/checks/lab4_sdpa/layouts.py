@@ -28,7 +28,7 @@ def _expect_same_values(got: object, x: torch.Tensor, what: str) -> None:
 
 @check("4.1", "Strides")
 def strides(knocked_out_by_strides, strided_and_fast, seed=None):
-    """Same shape and values; the dispatcher says who stays in."""
+    """Check that shape and values stay the same; the dispatcher decides which backends still accept the call."""
     draw = Draw(seed)
     for _ in range(2):
         q, k, v = (draw.normal(2, 3, 20, 16) for _ in range(3))
@@ -49,17 +49,17 @@ def strides(knocked_out_by_strides, strided_and_fast, seed=None):
 
 
 def _pattern(reason: str) -> str:
-    """A reason without its numbers, so that two sizes of one mistake count once."""
+    """Remove the numbers from a reason, so that two sizes of the same reason count once."""
     return re.sub(r"-?\d+", "#", reason)[:60]
 
 
 @check("4.2", "Four more knock-outs")
 def knock_outs(knock_outs, seed=None):
-    """Each refused by flash and computed by math, for four different reasons besides strides."""
+    """Check calls that flash refuses and math computes, for four different reasons other than strides."""
     draw = Draw(seed)
     if not isinstance(knock_outs, dict) or not knock_outs:
         raise AssertionError(f"KNOCK_OUTS should be a dict with at least four functions, and is {knock_outs!r}.")
-    found: dict[str, str] = {}
+    name_of_reason: dict[str, str] = {}
     for name, build in knock_outs.items():
         if not callable(build):
             raise AssertionError(f"KNOCK_OUTS[{name!r}] should be a function of (q, k, v), and is {build!r}.")
@@ -94,19 +94,19 @@ def knock_outs(knock_outs, seed=None):
                 "Question 4.1: find another way."
             )
         pattern = _pattern(reasons[0])
-        if pattern in found:
+        if pattern in name_of_reason:
             raise AssertionError(
-                f"KNOCK_OUTS[{name!r}] is refused for the reason of {found[pattern]!r}: "
+                f"KNOCK_OUTS[{name!r}] is refused for the reason of {name_of_reason[pattern]!r}: "
                 f"{reasons[0][:100].rstrip('.')}. Four different reasons were asked for."
             )
-        found[pattern] = name
-    if len(found) < 4:
-        raise AssertionError(f"KNOCK_OUTS holds {len(found)} knock-outs, and four were asked for.")
+        name_of_reason[pattern] = name
+    if len(name_of_reason) < 4:
+        raise AssertionError(f"KNOCK_OUTS holds {len(name_of_reason)} knock-outs, and four were asked for.")
 
 
 @check("4.3", "Apart without a copy")
 def unpack(unpack_qkv, ready_for_flash, seed=None):
-    """Views of one projection, accepted by flash; a copy only where it is needed."""
+    """Check views of one projection that flash accepts; a copy is allowed only where it is needed."""
     draw = Draw(seed)
     for _ in range(2):
         b, s, kv, group, d = draw.size(2, 3), draw.size(9, 20), draw.size(2, 3), draw.size(2, 3), draw.choice((8, 16))

@@ -1,4 +1,4 @@
-"""Part 5: where rounding happens, steps between bf16 numbers, repeatability, and attention in FP8."""
+"""Part 5: where rounding happens, distances between bf16 numbers, repeatability, and attention in FP8."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def _bf16(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.bfloat16).double()
 
 
-def _rounded(q, k, v, scores, p, normalize_first, output, *, sum_of_rounded=False, late_maximum=True):
-    """The recipe of Question 5.1 in float64, and two mistakes of it."""
+def _rounded_attention(q, k, v, scores, p, normalize_first, output, *, sum_of_rounded=False, late_maximum=True):
+    """Compute Question 5.1 in float64, or with two known mistakes."""
     s = q.double() @ k.double().mT / math.sqrt(q.shape[-1])
     s = _bf16(s) if scores else s
     e = torch.exp(s - s.amax(-1, keepdim=True)) if late_maximum else torch.exp(s)
@@ -32,7 +32,7 @@ def _rounded(q, k, v, scores, p, normalize_first, output, *, sum_of_rounded=Fals
 
 @check("5.1", "Where rounding happens")
 def rounded_attention(rounded_attention, seed=None):
-    """Each switch alone and some together; the distance is measured in units of the rounding itself."""
+    """Check each switch alone and some together; the allowed difference is in units of the rounding itself."""
     draw = Draw(seed)
     names = ("scores", "p", "normalize_first", "output")
     for switches in (
@@ -50,9 +50,9 @@ def rounded_attention(rounded_attention, seed=None):
         got = rounded_attention(q, k, v, **options)
         what = "rounded_attention with " + ", ".join(f"{name}={value}" for name, value in options.items())
         expect_unchanged(copies, (q, k, v), what)
-        expected = _rounded(q, k, v, *switches)
-        expect_close(got, expected, rtol=0.05, atol=0.05, what=what)  # dtype and shape, and the answer roughly
-        exact = _rounded(q, k, v, False, False, True, False)
+        expected = _rounded_attention(q, k, v, *switches)
+        expect_close(got, expected, rtol=0.05, atol=0.05, what=what)  # checks dtype, shape and a rough answer
+        exact = _rounded_attention(q, k, v, False, False, True, False)
         noise = (expected - exact).square().mean().sqrt()
         distance = (got - expected).square().mean().sqrt()
         if distance <= max(0.04 * noise, 1e-6):
@@ -72,13 +72,13 @@ def rounded_attention(rounded_attention, seed=None):
 def _rounding_mistakes(q, k, v, switches) -> dict[str, torch.Tensor]:
     scores, p, normalize_first, output = switches
     wrong = {
-        "normalize_first decides what is rounded: P itself, or e^(s - max), which is divided by its sum at the end.": _rounded(
+        "normalize_first decides what is rounded: P itself, or e^(s - max), which is divided by its sum at the end.": _rounded_attention(
             q, k, v, scores, p, not normalize_first, output
         ),
-        "The sum is that of the numbers before they are rounded: a kernel adds it up in float32.": _rounded(
+        "The sum is that of the numbers before they are rounded: a kernel adds it up in float32.": _rounded_attention(
             q, k, v, scores, p, normalize_first, output, sum_of_rounded=True
         ),
-        "Subtract the maximum before the exponential: e^s rounds differently.": _rounded(
+        "Subtract the maximum before the exponential: e^s rounds differently.": _rounded_attention(
             q, k, v, scores, p, normalize_first, output, late_maximum=False
         ),
     }
@@ -86,7 +86,7 @@ def _rounding_mistakes(q, k, v, switches) -> dict[str, torch.Tensor]:
         flipped = list(switches)
         flipped[place] = not flipped[place]
         word = "True here, and nothing" if switches[place] else "False here, and something"
-        wrong[f"`{name}` is {word} was rounded at that place."] = _rounded(q, k, v, *flipped)
+        wrong[f"`{name}` is {word} was rounded at that place."] = _rounded_attention(q, k, v, *flipped)
     s = _bf16(q.double() @ k.double().mT) / math.sqrt(q.shape[-1])
     if scores:
         weights = torch.softmax(s, -1)
@@ -95,14 +95,14 @@ def _rounding_mistakes(q, k, v, switches) -> dict[str, torch.Tensor]:
 
 
 def _line(x: torch.Tensor) -> torch.Tensor:
-    """bf16 numbers as whole numbers in order: neighbours differ by 1."""
+    """Map bf16 numbers to whole numbers in the same order: neighbours differ by 1."""
     bits = x.contiguous().view(torch.int16).long()
     return torch.where(bits >= 0, bits, -32768 - bits)
 
 
 @check("5.2", "Steps between bf16 numbers")
 def ulps_apart(ulps_apart, seed=None):
-    """Neighbours across powers of two, zero and signs; random pairs."""
+    """Check neighbours across powers of two, zero and signs, and random pairs."""
     draw = Draw(seed)
     bits = [draw.size(200, 32000) for _ in range(6)]
     x = torch.tensor(bits, dtype=torch.int16).view(torch.bfloat16)
@@ -133,7 +133,7 @@ def ulps_apart(ulps_apart, seed=None):
 
 @check("5.3", "Same bits every time?")
 def distinct_results(distinct_results, seed=None):
-    """Planned sequences: NaN, signed zero, tiny differences, reused buffers, tuples."""
+    """Check prepared sequences: NaN, signed zero, tiny differences, reused buffers, tuples."""
     draw = Draw(seed)
     base = draw.normal(4, 5)
     near = base.clone()
@@ -204,7 +204,7 @@ def distinct_results(distinct_results, seed=None):
 
 @check("Bonus 5.5", "FP8 with scales")
 def fp8(quantize_fp8, dequantize_fp8, seed=None):
-    """Shapes, ranges, exact scales, zeros, tails; errors at the level of the format."""
+    """Check shapes, ranges, exact scales, zeros and incomplete blocks; errors must be those of the format."""
     draw = Draw(seed)
     largest = torch.finfo(torch.float8_e4m3fn).max
     for block, dtype in ((None, torch.float32), (16, torch.float32), (16, torch.bfloat16), (7, torch.float32)):

@@ -15,13 +15,13 @@ _SOFTMAX = (r"_?(?:log_)?softmax\w*", "_?safe_softmax", "softmin")
 
 
 def _lse(q, k) -> torch.Tensor:
-    """Log of the sum of e^score of each query, in float64."""
+    """Compute the logarithm of the sum of e^score of each query, in float64."""
     wide = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
     return torch.logsumexp(q.double() @ wide.mT / math.sqrt(q.shape[-1]), dim=-1)
 
 
 def _right_part(q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
-    """A right attend_part."""
+    """Compute a right answer for `attend_part`."""
     group = q.shape[1] // k.shape[1]
     keys, values = (t.float().repeat_interleave(group, 1) for t in (k, v))
     scores = q.float() @ keys.mT / math.sqrt(q.shape[-1])
@@ -35,7 +35,7 @@ def _expect_pair(got: object, what: str) -> tuple:
 
 
 def _group_hint(got, q, k, v) -> str:
-    """Name a wrong pairing of query heads with key heads."""
+    """Return a hint if query heads are paired with the wrong key heads."""
     if isinstance(got, torch.Tensor) and got.shape == q.shape and k.shape[1] < q.shape[1]:
         repeats = q.shape[1] // k.shape[1]
         wrong = reference_attention(q, k.repeat(1, repeats, 1, 1), v.repeat(1, repeats, 1, 1))
@@ -58,9 +58,9 @@ def _scale_hint(got, q, k, v) -> str:
 
 @check("3.2", "Attention over one part")
 def attend_part(attend_part, seed=None):
-    """Output and log-sum-exp in float32, grouped heads, large scores."""
+    """Check output and log-sum-exp in float32, with grouped heads and large scores."""
     draw = Draw(seed)
-    # The last: large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
+    # The last case: large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
     for dtype, rtol, scale in ((torch.float32, 1e-4, 1), (torch.bfloat16, 1e-4, 1), (torch.float32, 1e-3, 20)):
         b, kv, group, sq, sk, d = (
             draw.size(1, 3),
@@ -94,7 +94,7 @@ def attend_part(attend_part, seed=None):
 
 
 def _parts_merged_wrongly(q, k, v, splits: int) -> dict[str, torch.Tensor]:
-    """What well-known wrong merges give."""
+    """Return the results of known wrong merges, by hint."""
     keys, values = (t.tensor_split(splits, dim=2) for t in (k, v))
     outputs = torch.stack([reference_attention(q, *pair) for pair in zip(keys, values, strict=True)])
     lses = torch.stack([_lse(q, part) for part in keys])
@@ -109,7 +109,7 @@ def _parts_merged_wrongly(q, k, v, splits: int) -> dict[str, torch.Tensor]:
 
 @check("3.2", "Split-KV attention")
 def split_kv_attention(split_kv_attention, seed=None):
-    """Any number of splits, parts on their own, large scores, the queries' dtype."""
+    """Check any number of splits, each part alone, large scores, and the dtype of the queries."""
     draw = Draw(seed)
     for dtype, splits, scale in (
         (torch.float32, 1, 1),
@@ -161,22 +161,23 @@ def split_kv_attention(split_kv_attention, seed=None):
     limit = b * h * sq * sk // splits
     scores = max((batch * m * n for batch, m, inner, n in sizes.products if inner == d), default=0)
     others = {name: n for name, n in sizes.largest.items() if name in ("exp", "exp2", "_softmax", "logsumexp")}
-    name, most = max(others.items(), key=lambda item: item[1], default=("", 0))
-    if scores > limit or most > limit:
+    name, most_elements = max(others.items(), key=lambda item: item[1], default=("", 0))
+    if scores > limit or most_elements > limit:
         who = "the product of queries and keys" if scores > limit else name
         raise AssertionError(
             f"split_kv_attention over {sk} keys in {splits} splits: {who} worked on "
-            f"{max(scores, most)} scores at once, and one part has {limit}. Each part must be "
+            f"{max(scores, most_elements)} scores at once, and one part has {limit}. Each part must be "
             "computed from its own keys alone."
         )
 
 
 @check("Bonus 2.4", "The backward pass")
 def attention_backward(attention_backward, seed=None):
-    """Gradients against autograd in float64; softmax and autograd are forbidden."""
+    """Compare the gradients with autograd in float64; softmax and autograd are forbidden."""
     draw = Draw(seed)
     for case in range(3):
-        b, h, sq, sk, d = draw.size(1, 2), draw.size(1, 3), *draw.sizes(2, 7, 20), draw.choice((8, 16))
+        b, h = draw.size(1, 2), draw.size(1, 3)
+        (sq, sk), d = draw.sizes(2, 7, 20), draw.choice((8, 16))
         scale = 12 if case == 2 else 1
         q, k, v = scale * draw.normal(b, h, sq, d), scale * draw.normal(b, h, sk, d), draw.normal(b, h, sk, d)
         wide = [t.double().requires_grad_() for t in (q, k, v)]
@@ -199,14 +200,14 @@ def attention_backward(attention_backward, seed=None):
             "dk": "dK = dS^T Q, with the scale 1/sqrt(D).",
             "dv": "dV = P^T dO.",
         }
-        for name, mine, right in zip(
+        for name, gradient, right in zip(
             ("dv", "dq", "dk"), (got[2], got[0], got[1]), (expected[2], expected[0], expected[1]), strict=True
         ):
             hint = hints[name]
-            if isinstance(mine, torch.Tensor) and mine.shape == right.shape:
-                if name == "dq" and torch.allclose(mine.double(), no_delta, rtol=1e-2, atol=1e-3):
+            if isinstance(gradient, torch.Tensor) and gradient.shape == right.shape:
+                if name == "dq" and torch.allclose(gradient.double(), no_delta, rtol=1e-2, atol=1e-3):
                     hint = "delta is missing: the softmax's rows add up to 1, so each score moves all of its row."
-                elif torch.allclose(mine.double(), right * math.sqrt(d), rtol=1e-2, atol=1e-3):
+                elif torch.allclose(gradient.double(), right * math.sqrt(d), rtol=1e-2, atol=1e-3):
                     hint = "The scale 1/sqrt(D) is missing in this gradient."
             what = f"{name} for q {tuple(q.shape)}, k {tuple(k.shape)}"
-            expect_close(mine, right.float(), rtol=1e-3, atol=1e-3 * scale, what=what, hint=hint)
+            expect_close(gradient, right.float(), rtol=1e-3, atol=1e-3 * scale, what=what, hint=hint)

@@ -4,6 +4,7 @@ import inspect
 import itertools
 import json
 import math
+import time
 import warnings
 
 import matplotlib
@@ -340,7 +341,7 @@ def crowded(seed: int) -> dict:
         dict(operations=flat),
         dict(measured={name: (x, float(rng.uniform(0.3, 1) * min(312, 2 * x))) for name, x in close.items()}),
         dict(measured={name: (x, float(rng.uniform(0.3, 1.3) * min(312, 2 * x))) for name, x in flat.items()}),
-        dict(operations={f"op {i}": float(x) for i, x in enumerate(10 ** rng.uniform(-1, 3.5, 30))}),
+        dict(operations={f"op {i}": float(x) for i, x in enumerate(10 ** rng.uniform(-1, 3.5, 19))}),
         dict(operations=close, peaks={"fp16": 312, "tf32": 156, "fp32": 19.5, "fp8": 330, "int8": 350}),
     ][seed % 7]
 
@@ -364,6 +365,31 @@ def test_labels_never_overlap_on_a_crowded_roofline(seed):
         box = text.get_window_extent(figure.canvas.get_renderer())
         assert axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1, text.get_text()
         assert axes.bbox.y0 <= box.y0 and box.y1 <= axes.bbox.y1, text.get_text()
+
+
+@pytest.mark.parametrize("crowd", ["spread", "close"])
+def test_from_twenty_names_on_points_have_numbers_and_a_list_names_them(crowd):
+    rng = np.random.default_rng(0)
+    at = 10 ** rng.uniform(-1, 3.5, 40) if crowd == "spread" else [100 * 1.01**i for i in range(40)]
+    names = {f"decoder_layer.self_attn.projection_{i} bf16": float(x) for i, x in enumerate(at)}
+    began = time.process_time()
+    figure, axes = plot_roofline("A100", 312, 2.0, names)
+    assert overlaps(figure) == []
+    assert time.process_time() - began < 30, "the layout of numbers is quick: a few seconds on one core"
+    words = labels(axes)
+    rows = [row.split("  ", 1) for text in words if "\n" in text for row in text.splitlines()]
+    assert [number.strip() for number, _ in rows] == [str(i) for i in range(1, 41)]
+    assert set(words) >= {str(i) for i in range(1, 41)}
+    by_intensity = sorted(names, key=names.get)
+    assert [name.strip() for _, name in rows] == by_intensity  # numbers grow from left to right
+    _, axes = plot_roofline("A100", 312, 2.0, dict(list(names.items())[:19]))
+    assert set(list(names)[:19]) <= {text.get_text() for text in axes.texts}
+
+
+def test_twenty_lines_have_numbers_too():
+    _, axes = plot_latency({f"kernel {i}": {512: 0.1 + i * 0.1, 1024: 0.5 + i * 0.3} for i in range(20)})
+    (listed,) = [text.get_text() for text in axes.texts if "\n" in text.get_text()]
+    assert listed.splitlines()[0].split() == ["1", "kernel", "0"]
 
 
 @pytest.mark.parametrize("dpi", [72, 100, 200])

@@ -1,4 +1,4 @@
-"""What a plot accepts: positive finite numbers in the unit its axis names."""
+"""Checks of the numbers that a plot is given: positive, finite, and in the unit that its axis names."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# Above these a number is in another unit, not from a better machine. The fastest part of 2026 does about
-# 10 000 TFLOP/s dense in 4 bits; memory (HBM4) about 22 TB/s, and no shared memory reaches 50 TB/s.
+# A larger number is in another unit, not from a better machine. The fastest chip of 2026 reaches about 10 000 TFLOP/s
+# (dense, 4 bits), its memory (HBM4) about 22 TB/s, and no shared memory reaches 50 TB/s.
 MAX_TFLOPS = 50_000.0
 MAX_BANDWIDTH_TB_S = 50.0
 MAX_MEMORY_GB = 4_000.0
-# No operator returns in half a microsecond: dispatch alone, or a kernel launch, takes longer.
+# No operator returns in half a microsecond: its dispatch, or a kernel launch, takes longer.
 MIN_LATENCY_MS = 0.0005
 
 
 def number(name: str, value: Any, unit: str) -> float:
-    """`value` as a positive finite float, or a ValueError that says what was given."""
+    """Return `value` as a positive finite float, or raise a ValueError that says what was given."""
     try:
         result = float(value)
     except (TypeError, ValueError) as error:
@@ -27,31 +27,28 @@ def number(name: str, value: Any, unit: str) -> float:
 
 
 def tflops(name: str, value: Any) -> float:
-    """A compute rate in TFLOP/s; a rate in FLOP/s is refused."""
-    result = number(name, value, "TFLOP/s")
-    if result > MAX_TFLOPS:
-        hint = f"pass {result / 1e12:g}" if result >= 1e9 else f"pass {result / 1e3:g} if it is in GFLOP/s"
-        raise ValueError(
-            f"{name} is in TFLOP/s (1e12 FLOP/s), and {result:g} TFLOP/s is beyond any machine "
-            f"(at most {MAX_TFLOPS:g} is accepted): {hint}."
-        )
-    return result
+    """Return a compute rate in TFLOP/s; raise ValueError if it must be in another unit."""
+    return _rate(name, value, MAX_TFLOPS, "TFLOP/s (1e12 FLOP/s)", "GFLOP/s", "machine")
 
 
 def bandwidth(name: str, value: Any) -> float:
-    """A memory bandwidth in TB/s; one in GB/s or bytes/s is refused."""
-    result = number(name, value, "TB/s")
-    if result > MAX_BANDWIDTH_TB_S:
-        hint = f"pass {result / 1e12:g}" if result >= 1e9 else f"pass {result / 1e3:g} if it is in GB/s"
+    """Return a memory bandwidth in TB/s; raise ValueError if it must be in another unit."""
+    return _rate(name, value, MAX_BANDWIDTH_TB_S, "TB/s (1e12 bytes/s)", "GB/s", "memory")
+
+
+def _rate(name: str, value: Any, limit: float, unit: str, smaller_unit: str, owner: str) -> float:
+    short = unit.split(" ")[0]
+    result = number(name, value, short)
+    if result > limit:
+        hint = f"pass {result / 1e12:g}" if result >= 1e9 else f"pass {result / 1e3:g} if it is in {smaller_unit}"
         raise ValueError(
-            f"{name} is in TB/s (1e12 bytes/s), and {result:g} TB/s is beyond any memory "
-            f"(at most {MAX_BANDWIDTH_TB_S:g} is accepted): {hint}."
+            f"{name} is in {unit}, and {result:g} {short} is beyond any {owner} (at most {limit:g} is accepted): {hint}."
         )
     return result
 
 
 def latency(name: str, value: Any) -> float:
-    """A latency in ms; one that is plainly in seconds is refused."""
+    """Return a latency in ms; raise ValueError if it must be in seconds."""
     result = number(name, value, "ms")
     if result < MIN_LATENCY_MS:
         raise ValueError(
@@ -62,7 +59,7 @@ def latency(name: str, value: Any) -> float:
 
 
 def sequence(name: str, values: Any, of: str) -> list:
-    """`values` as a list with at least one element."""
+    """Return `values` as a list; raise ValueError if it is no sequence or is empty."""
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise ValueError(f"{name} must be a sequence of {of}, got {values!r}.")
     result = list(values)
@@ -72,7 +69,7 @@ def sequence(name: str, values: Any, of: str) -> list:
 
 
 def sizes(name: str, values: Any) -> list[int]:
-    """Problem sizes: positive whole numbers, none twice."""
+    """Return problem sizes as positive whole numbers; raise ValueError if a size comes twice."""
     result = []
     for i, value in enumerate(sequence(name, values, "positive whole numbers")):
         size = number(f"{name}[{i}]", value, "whole numbers")
@@ -86,7 +83,7 @@ def sizes(name: str, values: Any) -> list[int]:
 
 
 def mapping(name: str, value: Any, example: str) -> dict:
-    """`value` as a non-empty dict with text keys."""
+    """Return `value` as a dict with text keys; raise ValueError if it is no mapping or is empty."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} must be a dict such as {example}, got {value!r}.")
     if not value:
@@ -95,7 +92,7 @@ def mapping(name: str, value: Any, example: str) -> dict:
 
 
 def median_and_interval(name: str, value: Any) -> tuple[float, tuple[float, float] | None]:
-    """A median in ms with its interval, from a Measurement, `(median, low, high)` or a bare number."""
+    """Return a median in ms and its interval, from a Measurement, from (median, low, high) or from a number."""
     if hasattr(value, "median_ms"):
         interval = getattr(value, "interval_ms", None)
         parts = [value.median_ms, *(interval if interval is not None else ())]

@@ -1,0 +1,76 @@
+"""Recorded files: one row a line, saved after each row, and true about whether the run came to its end."""
+
+import json
+
+import pytest
+
+from tools.record import attention_ratios, flex_sweep
+from tools.record.common import Record, arguments_parser, machine_name, numbers, read_record, to_text
+from utils.files import ROOT
+
+
+def test_a_row_is_a_line_and_the_file_is_json():
+    contents = {"what": "squares", "environment": {"gpu": None}, "rows": [{"n": 1, "square": 1}, {"n": 2, "square": 4}]}
+    text = to_text(contents)
+    assert json.loads(text) == contents
+    assert [line for line in text.splitlines() if '"n": 2' in line] == ['  {"n": 2, "square": 4}']
+
+
+def test_every_row_is_saved_and_the_end_is_marked(tmp_path, capsys):
+    path = tmp_path / "new" / "squares.json"
+    record = Record(path, "squares", pairs=3)
+    saved = []
+
+    def square(n: int) -> dict:
+        saved.append(len(read_record(path)["rows"]) if path.exists() else 0)
+        return {"n": n, "square": n * n}
+
+    assert record.fill([1, 2, 3], square, lambda row: f"{row['n']} -> {row['square']}")
+    assert saved == [0, 1, 2] and not read_record(path)["complete"]
+    record.finish()
+    written = read_record(path)
+    assert written["complete"] and written["pairs"] == 3 and written["rows"][-1] == {"n": 3, "square": 9}
+    assert written["environment"]["torch"] and machine_name(written)
+    assert "3 -> 9" in capsys.readouterr().out
+
+
+def test_a_run_out_of_time_keeps_its_rows(tmp_path, capsys):
+    record = Record(tmp_path / "squares.json", "squares", seconds=0.0)
+    record.began -= 1.0
+    assert not record.fill([1], lambda n: {"n": n}, str)
+    assert record.contents["rows"] == [] and "before the table was complete" in capsys.readouterr().out
+
+
+def test_without_a_path_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    record = Record(None, "squares")
+    record.fill([1], lambda n: {"n": n}, str)
+    record.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_that_belong_together(capsys):
+    assert arguments_parser("What.", pairs=15).parse_args([]).pairs == 15
+    assert numbers("64,128") == [64, 128]
+    for arguments in (["ratios"], ["plot", "--out", "x.svg"], ["ratios", "--out", "x.json", "--read", "y.json"]):
+        with pytest.raises(SystemExit):
+            attention_ratios.main(arguments)
+    with pytest.raises(SystemExit):
+        flex_sweep.main(["plot", "--out", "x.svg"])
+    assert "--read" in capsys.readouterr().err
+
+
+def test_recorded_tables_can_still_be_read_shown_and_averaged(tmp_path):
+    results = ROOT / "assets" / "results"
+    ratios = read_record(results / "h200" / "attention_ratios.json")
+    assert attention_ratios.geometric_means(ratios["rows"]) == pytest.approx(ratios["geometric_means"])
+    ladder = read_record(results / "h200" / "attention_ladder.json")
+    assert all("step" in attention_ratios.show(row) for row in ladder["rows"])
+    assert all("gluon" in attention_ratios.show(row) for row in ratios["rows"])
+    assert machine_name(ratios) == "NVIDIA H200"
+    for path in (results / "cpu" / "flex_sweep.json", results / "h200" / "flex_promise.json"):
+        assert all(flex_sweep.show(row) for row in read_record(path)["rows"])
+    attention_ratios.main(
+        ["plot", "--read", str(results / "h200" / "attention_ratios.json"), "--out", str(tmp_path / "ratios.svg")]
+    )
+    assert "<svg" in (tmp_path / "ratios.svg").read_text()
