@@ -146,7 +146,7 @@ def _report(summary, course) -> None:
         typer.echo(f"  {result.student}: {number_text(result.score)} points")
         for flag in result.flags:
             typer.echo(f"    {flag.question or 'submission'}: {flag.kind}: {flag.detail}")
-    walls = next((result.walls for result in graded if result.walls), {})
+    walls: dict[str, str] = next((result.walls for result in graded if result.walls), {})
     if walls:
         typer.echo("walls that stood:")
         for wall, how in walls.items():

@@ -61,7 +61,7 @@ class Leak:
 
 
 def bundle_files(built: Built, root: Path = ROOT) -> dict[str, bytes]:
-    """{name in the bundle: bytes}"""
+    """{name in the bundle: bytes} of all its files."""
     files = {f"{built.name}.ipynb": built.student.encode()}
     for name in BUNDLE:
         place = root / name

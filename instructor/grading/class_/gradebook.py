@@ -105,6 +105,7 @@ def _write_notebook(course: Course, student: str, result: SubmissionResult) -> N
 
 
 def record_path(course: Course, lab: str, student: str) -> Path:
+    """Where the record of a submission is kept."""
     return course.root / "grading" / lab / "results" / f"{student}.json"
 
 

@@ -54,7 +54,7 @@ def surroundings(tmp_path_factory):
     server = socket.create_server(("127.0.0.1", 0))
     server.setblocking(False)
     found = Surroundings(folder, server)
-    watched = [*folder.rglob("*"), ROOT / "utils" / "checking.py", ROOT / "instructor" / "build.py"]
+    watched = [*folder.rglob("*"), ROOT / "utils" / "checking" / "verdicts.py", ROOT / "instructor" / "build.py"]
     found.files = {path: path.read_bytes() for path in watched if path.is_file()}
     os.environ["GRADER_TOKEN"] = TOKEN
     yield found
@@ -101,7 +101,7 @@ def test_there_are_enough_attacks():
 
 
 def test_all_but_the_module_is_tested_at_a_distance(suite_lab):
-    modes = calibrate(suite_lab)["modes"]
+    modes = calibrate(suite_lab).modes
     assert {name for name, mode in modes.items() if mode == "inside"} == {"q2_2_tests"}
 
 

@@ -40,7 +40,7 @@ def without(*questions):
 
 
 def class_of(lab):
-    """{student: (notebook, automatic points by cell)}"""
+    """{student: (notebook, automatic points by cell)} of a small class."""
     return {
         "ada": (answered_notebook(lab), FULL),
         "Zoë 漢": (answered_notebook(lab, {"q1_1": OFTEN}), FULL),
@@ -266,7 +266,7 @@ def test_a_worker_of_several_threads(grade_again):
 
 
 def test_workers_of_another_version_of_the_course(grade_again, scheduler, monkeypatch):
-    monkeypatch.setattr(cluster, "sources_of", lambda fields: os.getpid())  # as if each process had its own
+    monkeypatch.setattr(cluster, "sources_of", lambda built: os.getpid())  # as if each process had its own
     said = grade_again("--scheduler", scheduler)
     assert said.exit_code == 2 and "has another version of the course" in said.output
 
@@ -280,10 +280,10 @@ def test_the_last_worker_goes_and_then_the_scheduler(monkeypatch):
         client = Client(address, set_as_default=False)
         future = client.submit(os.getpid)
         with pytest.raises(cluster.GradingError, match="no worker is left"):
-            list(cluster._as_they_end(client, [future], gpu=False))
+            list(cluster._in_order_of_end(client, [future], gpu=False))
     monkeypatch.setattr(cluster, "ABSENT", 60)
     with pytest.raises(cluster.GradingError, match="connection to the scheduler is lost"):
-        list(cluster._as_they_end(client, [future], gpu=False))
+        list(cluster._in_order_of_end(client, [future], gpu=False))
     client.close(timeout=5)
 
 
@@ -394,7 +394,7 @@ def test_a_submission_that_takes_its_worker_along_is_flagged_after_three(small_l
     result = json.dumps(grade_notebook(small_lab, small_lab.student, timeout=TIMEOUT, student="fine").as_json())
     folder = str(tries)
 
-    def deadly(fields, data, student, timeout, limits):
+    def deadly(built, data, student, timeout, limits):
         if student == "deadly":
             with open(f"{folder}/{time.time_ns()}", "w"):
                 pass

@@ -49,7 +49,7 @@ class Lab:
 
     @cached_property
     def model(self) -> dict[str, NotebookNode]:
-        """{id: cell} of the instructor's notebook"""
+        """{id: cell} of the instructor's notebook."""
         return {cell.id: cell for cell in nbformat.reads(self.built.instructor, as_version=4).cells}
 
     def worth(self, answers: tuple[str, ...] | None = None) -> float:

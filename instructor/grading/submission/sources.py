@@ -1,0 +1,170 @@
+"""The sources that decide a grade: the hidden checks of a lab, and what the lab and the checker import.
+
+Imports are read and not run: `import` statements anywhere in a file, modules that a string names, and names that a
+package such as `utils` loads when they are first used. Where a file computes the name of a module, all modules that the
+name may stand for count. So a module too many may be found, and none too few.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import nbformat
+
+from instructor.build import ROOT, Built
+from instructor.grading.submission.plan import python_of
+
+CHECKER = ("instructor.grading.submission.engine", "instructor.grading.submission.zygote")
+LIBRARIES = ("torch", "triton", "transformers", "numpy", "pandas", "nbformat", "ipython", "cloudpickle")
+_MODULE_NAME = re.compile(r"\b(?:utils|instructor)(?:\.\w+)+")
+
+
+@dataclass
+class References:
+    """What a piece of code refers to."""
+
+    modules: set[str] = field(default_factory=set)
+    packages: set[str] = field(default_factory=set)  # of which any module may be imported
+    words: set[str] = field(default_factory=set)  # identifiers, among them those that a package loads when used
+    exports: dict[str, str] = field(default_factory=dict)  # of a package that loads names when used: name -> module
+
+
+def read_references(text: str, module: str = "__main__", is_package: bool = False) -> References:
+    """Read what the code of a module, or of a notebook's cell, refers to."""
+    found, tree = References(), ast.parse(text)
+    loads_when_used = is_package and any(getattr(node, "name", "") == "__getattr__" for node in tree.body)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.modules.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = module.split(".")[: None if is_package else -1]
+            parents = parents[: len(parents) + 1 - node.level] if node.level else []
+            base = ".".join([*parents, node.module] if node.module else parents)
+            names = [alias.name for alias in node.names]
+            found.modules.update([base, *(f"{base}.{name}" for name in names)])
+            found.words.update(names)
+        elif isinstance(node, ast.Name | ast.Attribute):
+            found.words.add(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            found.modules.update(_MODULE_NAME.findall(node.value))
+        elif isinstance(node, ast.Call) and not loads_when_used:
+            if "import_module" in (getattr(node.func, "id", ""), getattr(node.func, "attr", "")):
+                found.packages.update(_computed_package(node.args[0], module))
+        elif isinstance(node, ast.Dict) and loads_when_used:
+            table = [
+                (getattr(k, "value", None), getattr(v, "value", None))
+                for k, v in zip(node.keys, node.values, strict=True)
+            ]
+            found.exports.update({k: f"{module}.{v}" for k, v in table if isinstance(k, str) and isinstance(v, str)})
+    return found
+
+
+def _computed_package(name: ast.expr, module: str) -> list[str]:
+    """The package that a computed module name lies in: the one it begins with, or else that of the file itself."""
+    if isinstance(name, ast.Constant):
+        return []
+    first = name.values[0] if isinstance(name, ast.JoinedStr) else None
+    begins = str(first.value) if isinstance(first, ast.Constant) else ""
+    return [begins.rstrip(".") if begins.endswith(".") else module.rpartition(".")[0]]
+
+
+@functools.lru_cache(maxsize=1000)
+def _references_of(path: Path, module: str, changed: tuple[int, int]) -> References:
+    return read_references(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
+
+
+def references_of(path: Path, module: str) -> References:
+    """What a file refers to; it is parsed again only after it has changed."""
+    state = path.stat()
+    return _references_of(path, module, (state.st_mtime_ns, state.st_size))
+
+
+def references_of_notebook(text: str) -> References:
+    """What a notebook's code refers to, the files that its cells write included.
+
+    A notebook is one namespace: one cell has `from utils import *`, and others the names of `utils`.
+    """
+    whole = References()
+    for cell in nbformat.reads(text, as_version=4).cells:
+        source = cell.source.partition("\n")[2] if cell.source.startswith("%%") else cell.source
+        if cell.cell_type == "code" and (code := python_of(source)):
+            found = read_references(code)
+            whole.modules |= found.modules
+            whole.packages |= found.packages - {""}
+            whole.words |= found.words
+    return whole
+
+
+def module_file(name: str) -> Path | None:
+    """The file of one of the course's modules; None for any other module."""
+    place = ROOT.joinpath(*name.split("."))
+    files = (place / "__init__.py", place.with_name(f"{place.name}.py"))
+    ours = name.partition(".")[0] in ("utils", "instructor")
+    return next((path for path in files if ours and path.is_file()), None)
+
+
+def modules_below(package: str) -> list[str]:
+    """The names of all modules in one of the course's packages, at any depth; the package itself included."""
+    folder = ROOT.joinpath(*package.split("."))
+    paths = [path.relative_to(ROOT).with_suffix("") for path in sorted(folder.rglob("*.py"))]
+    return [".".join(path.parts[:-1] if path.name == "__init__" else path.parts) for path in paths]
+
+
+def import_closure(roots: Iterable[References]) -> dict[str, Path]:
+    """{module: file} of the course's modules that the roots import, directly or through others."""
+    found: dict[str, Path] = {}
+    queue = list(roots)
+    while queue:
+        references = queue.pop()
+        names = set(references.modules)
+        for package in references.packages:
+            names.update(modules_below(package))
+        for name in references.modules:
+            if (path := module_file(name)) is not None and path.name == "__init__.py":
+                exports = references_of(path, name).exports
+                names.update(exports[word] for word in references.words & exports.keys())
+        for name in names:
+            parts = name.split(".")
+            for module in (".".join(parts[: length + 1]) for length in range(len(parts))):  # parents run first
+                if module not in found and (path := module_file(module)) is not None:
+                    found[module] = path
+                    queue.append(references_of(path, module))
+    return found
+
+
+def hidden_modules(lab: str) -> dict[str, list]:
+    """{module: [source, file, whether it is a package]} of a lab's hidden checks and of other checks they import."""
+    folder = f"instructor.checks.{lab}"
+    roots = References(modules={"instructor.checks", folder, *modules_below(folder)})
+    files = {
+        name: path
+        for name, path in import_closure([roots]).items()
+        if name == "instructor" or f"{name}.".startswith("instructor.checks.")
+    }
+    return {n: [p.read_text(encoding="utf-8"), str(p), p.name == "__init__.py"] for n, p in files.items()}
+
+
+def fingerprint(built: Built) -> str:
+    """A hash of all that decides a grade: the lab, what it and the checker import, and the libraries' versions."""
+    own = References(modules={*CHECKER, *modules_below(f"instructor.checks.{built.name}")})
+    digest = hashlib.sha256(built.instructor.encode())
+    for name, path in sorted(import_closure([references_of_notebook(built.instructor), own]).items()):
+        digest.update(name.encode() + path.read_bytes())
+    digest.update(sys.version.encode() + repr([_version(library) for library in LIBRARIES]).encode())
+    return digest.hexdigest()[:16]
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return ""
