@@ -88,6 +88,7 @@ def references_of(path: Path, module: str) -> References:
     return _references_of(path, module, (state.st_mtime_ns, state.st_size))
 
 
+@functools.lru_cache(maxsize=16)
 def references_of_notebook(text: str) -> References:
     """What a notebook's code refers to, the files that its cells write included.
 
@@ -105,11 +106,12 @@ def references_of_notebook(text: str) -> References:
 
 
 def module_file(name: str) -> Path | None:
-    """The file of one of the course's modules; None for any other module."""
+    """The file of one of the course's modules; None for any other name."""
+    if name.partition(".")[0] not in ("utils", "instructor"):
+        return None
     place = ROOT.joinpath(*name.split("."))
     files = (place / "__init__.py", place.with_name(f"{place.name}.py"))
-    ours = name.partition(".")[0] in ("utils", "instructor")
-    return next((path for path in files if ours and path.is_file()), None)
+    return next((path for path in files if path.is_file()), None)
 
 
 def modules_below(package: str) -> list[str]:
@@ -122,22 +124,27 @@ def modules_below(package: str) -> list[str]:
 def import_closure(roots: Iterable[References]) -> dict[str, Path]:
     """{module: file} of the course's modules that the roots import, directly or through others."""
     found: dict[str, Path] = {}
+    looked_up: set[str] = set()
     queue = list(roots)
-    while queue:
-        references = queue.pop()
-        names = set(references.modules)
-        for package in references.packages:
-            names.update(modules_below(package))
-        for name in references.modules:
-            if (path := module_file(name)) is not None and path.name == "__init__.py":
-                exports = references_of(path, name).exports
-                names.update(exports[word] for word in references.words & exports.keys())
+
+    def add(names: Iterable[str]) -> None:
         for name in names:
             parts = name.split(".")
-            for module in (".".join(parts[: length + 1]) for length in range(len(parts))):  # parents run first
-                if module not in found and (path := module_file(module)) is not None:
+            for length in range(1, len(parts) + 1):  # an import runs the packages above it, too
+                module = ".".join(parts[:length])
+                if module not in looked_up and (path := module_file(module)) is not None:
                     found[module] = path
                     queue.append(references_of(path, module))
+                looked_up.add(module)
+
+    while queue:
+        references = queue.pop()
+        add(references.modules)
+        for package in references.packages:
+            add(modules_below(package))
+        for package in references.modules & found.keys():
+            exports = references_of(found[package], package).exports
+            add(exports[word] for word in references.words & exports.keys())
     return found
 
 
@@ -154,7 +161,10 @@ def hidden_modules(lab: str) -> dict[str, list]:
 
 
 def fingerprint(built: Built) -> str:
-    """A hash of all that decides a grade: the lab, what it and the checker import, and the libraries' versions."""
+    """A hash of all that decides a grade: the lab, what it and the checker import, and the libraries' versions.
+
+    What only a submission imports is not part of it: after a change there, `labs grade --again` grades again.
+    """
     own = References(modules={*CHECKER, *modules_below(f"instructor.checks.{built.name}")})
     digest = hashlib.sha256(built.instructor.encode())
     for name, path in sorted(import_closure([references_of_notebook(built.instructor), own]).items()):

@@ -33,7 +33,7 @@ class _Flags:
 
 @pytest.fixture
 def across():
-    """Proxies of functions that stay in a process of their own: `proxy, ..., remote = across(name=function, ...)`."""
+    """Put functions into a process of their own; called with name=function, returns their proxies and the Remote."""
     started = []
 
     def start(**functions):
