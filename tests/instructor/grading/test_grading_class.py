@@ -32,7 +32,7 @@ WRONG = "def gemm_broadcast(a, b):\n    return a[:, :1] * b[:1]\n"
 PATCHED = "import torch\ntorch.allclose = lambda *a, **k: True\n\n" + WRONG
 OFTEN = "import torch\n\ndef gemm_broadcast(a, b):\n    return torch.stack([(a * c).sum(1) for c in b.T], 1)\n"
 FULL = {"q1_1_tests": 6.0, "q1_3_tests": 2.5, "bonus_1_4_tests": 3.0}
-TIMEOUT = 6.0
+TIMEOUT = 3.0  # seconds; a cell of an honest submission to this lab takes 0.25 s on a busy machine
 
 
 def without(*questions):
@@ -140,7 +140,7 @@ def test_feedback_shows_the_students_error_and_no_hidden_test(small_lab, graded)
     wrong = (course.root / "feedback" / "wrong" / small_lab.name / f"{small_lab.name}.html").read_text()
     assert "gemm_broadcast(a, b) is wrong in" in wrong
     hangs = (course.root / "feedback" / "hangs" / small_lab.name / f"{small_lab.name}.html").read_text()
-    assert "Question 1.1" in hangs and "ran longer than the 6 s" in hangs
+    assert "Question 1.1" in hangs and f"ran longer than the {TIMEOUT:g} s" in hangs
 
 
 def test_export(small_lab, graded, tmp_path):

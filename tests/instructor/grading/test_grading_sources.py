@@ -12,8 +12,6 @@ from instructor.points import lab_path
 OUTSIDE = (
     "utils/cli.py",
     "utils/bench/__init__.py",
-    "utils/cli.py",
-    "utils/bench/run.py",
     "instructor/grading/class_/cluster.py",
     "instructor/checks/lab4_sdpa/grid.py",
 )
