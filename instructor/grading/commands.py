@@ -35,7 +35,7 @@ def _build(lab: str):
 def release(
     lab: Lab, target: Annotated[Path, typer.Option("--to", help="The folder for the bundle.")] = Path("build/release")
 ) -> None:
-    """Make the bundle that students get, after looking through all of it for solutions and hidden tests."""
+    """Make the bundle that students get, after searching all of it for solutions and hidden tests."""
     from instructor.grading.release import ReleaseError
     from instructor.grading.release import release as make_bundle
 

@@ -370,12 +370,12 @@ class Watcher:
 
 
 def is_students(code: types.CodeType) -> bool:
-    """True for a student's code; tests that run in their process have names that they may not give theirs."""
+    """True for a student's code, and False for tests: these have file names that a student's code may not have."""
     return not code.co_filename.startswith(_TESTS) and watching.is_students(code)
 
 
 def _beyond_library(frame) -> types.CodeType:
-    """The code that called the standard library: pathlib, shutil, ctypes and the like stand in between."""
+    """The code that called the standard library, above the frames of pathlib, shutil, ctypes and the like."""
     while frame.f_back is not None and (
         frame.f_code.co_filename.startswith(_STDLIB) or frame.f_code.co_name == "_modified_open"  # IPython's open()
     ):
@@ -405,7 +405,7 @@ def _code_of(value) -> types.CodeType | None:
 
 
 def _by_student(value) -> bool:
-    """True for functions, classes and objects of theirs that a student wrote, also wrapped."""
+    """True if a student wrote the function or class, or the class of the object; also if it is wrapped."""
     if value is _GONE:
         return True
     kind = value if isinstance(value, type) else type(value)

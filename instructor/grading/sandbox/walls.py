@@ -121,7 +121,7 @@ def _uncovering_folder(needed: list[str]) -> str:
     for folder in ("/tmp", "/mnt", "/media", "/srv", "/opt", "/home", "/var"):
         if os.path.isdir(folder) and not any(path == folder or path.startswith(folder + "/") for path in needed):
             return folder
-    raise WallError("no folder is free to build a root in: the environment lies under each of /tmp, /mnt and /srv")
+    raise WallError("no folder is free to build a root in: the environment is below each of /tmp, /mnt and /srv")
 
 
 def build_root(
@@ -134,12 +134,12 @@ def build_root(
         course: name in the scratch folder -> path, of what students have next to their notebook.
         hidden: folders that an empty one covers where a visible folder contains them.
         limits: the sizes of the scratch folders, and whether GPUs are visible.
-        walls: what stands, to be added to.
+        walls: wall -> what it stands by; this function adds to it.
     """
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     root = _uncovering_folder([*visible, *course.values(), os.getcwd()])
     _mount("root", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=4m,mode=755")
-    # Before the rest: what is visible may lie under /tmp.
+    # First, since a visible path may be below /tmp.
     for folder, size in ((SCRATCH, limits.scratch_mb), ("/tmp", limits.scratch_mb), ("/out", limits.output_mb)):
         os.makedirs(root + folder, exist_ok=True)
         options = f"size={size}m,nr_inodes=20000,mode=1777"

@@ -24,9 +24,9 @@ import nbformat
 import torch
 
 from instructor.grading.sandbox.tampering import Sign
-from instructor.grading.submission.exceptions import error_with_lines
-from instructor.grading.submission.feedback import clean_outputs, error_output, explain, question_title
-from instructor.grading.submission.plan import Plan, Step, Unreadable, make_plan, python_of, question_of
+from instructor.grading.submission.exceptions import error_with_lines, explain
+from instructor.grading.submission.outputs import clean_outputs, error_output
+from instructor.grading.submission.plan import Plan, Step, Unreadable, make_plan, python_of, question_of, question_title
 from instructor.grading.submission.records import Job, Report
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
 from instructor.grading.submission.results import CellResult, Flag, SubmissionResult

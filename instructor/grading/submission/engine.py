@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import nbformat
@@ -23,7 +23,7 @@ import nbformat
 from instructor.build import ROOT, Built
 from instructor.grading.sandbox import walls
 from instructor.grading.submission.plan import plan_tests
-from instructor.grading.submission.records import Job, Report, WarmUp
+from instructor.grading.submission.records import Calibration, Job, Report, WarmUp
 from instructor.grading.submission.results import CellResult, GradingError, SubmissionResult
 from instructor.grading.submission.sources import fingerprint, hidden_modules
 from instructor.grading.wire.channel import Channel, Closed, TooLate
@@ -185,25 +185,6 @@ def close_all() -> None:
 # ---- where each check can run ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """How the questions of a lab are tested on this machine, found out by grading the model answers."""
-
-    modes: dict[str, str]  # test cell -> "distance" or "inside"
-    no_control: list[str]  # test cells inside whose checks accept corrupted answers, too
-    why: dict[str, str]  # test cell -> why it cannot run at a distance
-    result: SubmissionResult  # of the model answers
-
-    def as_json(self) -> dict:
-        """The record as a JSON object."""
-        return {**vars(self), "result": self.result.as_json()}
-
-    @classmethod
-    def from_json(cls, fields: dict) -> Calibration:
-        """Rebuild the record; `GradingError` if its result is not well formed."""
-        return cls(**{**fields, "result": SubmissionResult.from_json(fields["result"])})
-
-
 _calibrations: dict[Path, Calibration] = {}
 
 
@@ -242,7 +223,7 @@ def _calibrate(built: Built, limits: walls.Limits, timeout: float) -> Calibratio
         report = warm.grade(replace(job, modes=modes, no_control=no_control), CALIBRATION_SECONDS)
         wrong = {n: c for n, c in report.result.cells.items() if c.status not in ("passed", "by_hand")}
         if not wrong:
-            return Calibration(modes, no_control, why, report.result)
+            return Calibration(report.result, modes, why, no_control)
         # A right answer is flagged where the check accepts corrupted answers as well: there the control says nothing.
         no_control += [n for n, cell in wrong.items() if modes[n] == "inside" and cell.status == "flagged"]
     words = "\n".join(f"  {name}: {cell.message}" for name, cell in wrong.items())

@@ -9,6 +9,7 @@ import linecache
 import sys
 
 from instructor.grading.sandbox import tampering
+from utils.checking import AnswerNeeded, WrongAnswer
 
 MAX_WORDS = 5000  # characters of an exception's message, or of one of its attributes
 MAX_FRAMES = 12
@@ -53,6 +54,17 @@ def words_of(error: BaseException) -> str:
 
 
 # ---- on the checker's side ---------------------------------------------------------------------------------------
+
+
+def explain(error: BaseException) -> tuple[str, str]:
+    """(status, message): the words of a verdict, or what went wrong; never a line of a test."""
+    linecache.checkcache()
+    if isinstance(error, WrongAnswer | AnswerNeeded):
+        return "failed", str(error)[:5000]
+    words = " ".join(str(error).split())[:1000]
+    if isinstance(error, AssertionError):
+        return "failed", words or "A test of this question failed."
+    return "error", f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 def error_with_lines(fields: dict, own: dict[str, type] | None = None) -> BaseException:

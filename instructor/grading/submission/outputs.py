@@ -1,13 +1,18 @@
-"""What a student's cell shows, bounded, in the form in which a notebook keeps it."""
+"""What cells show: collected in the student's process with limits, and cleaned in the checker's of what may do harm."""
 
 from __future__ import annotations
 
 import io
 import json
 
+import nbformat
+from nbformat import NotebookNode
+
 MAX_TEXT = 200_000  # characters of output kept for one cell
 MAX_IMAGE = 2_000_000  # characters of one displayed image, base64
 MAX_ITEMS = 1000  # displays of one cell
+# No HTML, no SVG, no script: they would run in the browser of whoever grades.
+SHOWN_TYPES = ("text/plain", "text/latex", "image/png", "image/jpeg")
 
 
 class Outputs:
@@ -71,3 +76,36 @@ class Stream(io.TextIOBase):
     def fileno(self):
         """The descriptor that C code and child processes write to."""
         return 1 if self.stream == "stdout" else 2
+
+
+def error_output(name: str, message: str) -> NotebookNode:
+    """An error as a cell shows it."""
+    return nbformat.v4.new_output("error", ename=name, evalue=message, traceback=[message])
+
+
+def clean_outputs(outputs: object) -> list[dict]:
+    """The outputs of a cell, rebuilt: only what a notebook may hold."""
+    given = outputs if isinstance(outputs, list) else []
+    cleaned = [_clean_output(output) for output in given if isinstance(output, dict)]
+    return [output for output in cleaned if output is not None]
+
+
+def _clean_output(output: dict) -> dict | None:
+    kind = output.get("output_type")
+    if kind == "stream":
+        name = "stderr" if output.get("name") == "stderr" else "stdout"
+        return {"output_type": "stream", "name": name, "text": _joined(output.get("text"))}
+    if kind in ("display_data", "execute_result") and isinstance(output.get("data"), dict):
+        data = {str(k): _joined(v) for k, v in output["data"].items() if k in SHOWN_TYPES}
+        return {"output_type": "display_data", "data": data, "metadata": {}} if data else None
+    if kind == "error":
+        trace = output.get("traceback")
+        lines = [str(line) for line in trace] if isinstance(trace, list) else []
+        words = {"ename": str(output.get("ename")), "evalue": str(output.get("evalue"))}
+        return {"output_type": "error", **words, "traceback": lines}
+    return None
+
+
+def _joined(text: object) -> str:
+    """A text that a notebook may keep as a list of lines."""
+    return "".join(map(str, text)) if isinstance(text, list) else str(text)

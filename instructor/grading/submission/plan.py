@@ -287,6 +287,14 @@ def question_of(grade_id: str) -> str:
     return f"{match[1]}{match[2]}_{match[3]}" if match else grade_id
 
 
+def question_title(question: str) -> str:
+    """`q1_1` -> `Question 1.1`."""
+    kind, _, number = question.partition("_")
+    if kind == "bonus":
+        return f"Bonus {number.replace('_', '.')}"
+    return f"Question {question[1:].replace('_', '.')}" if question[:1] == "q" else "the notebook"
+
+
 def _merge(submission: NotebookNode, lab: _Lab, structure: list[Structure]) -> list[tuple]:
     """[(cell of the submission or the lab, the lab's cell that it is or None)] in running order."""
     original, released, order = lab.original, lab.released, lab.order

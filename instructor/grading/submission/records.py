@@ -6,10 +6,12 @@ A warm process gets one `WarmUp`. After that it gets a `Job` for every submissio
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Self
 
 from instructor.grading.sandbox.walls import Limits
 from instructor.grading.submission.plan import Needs
 from instructor.grading.submission.results import SubmissionResult
+from instructor.grading.submission.sources import Source
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class Job:
     submission: bytes  # the file as it was handed in
     timeout: float  # seconds for one cell, or for the tests of one question
     tests: dict[str, Needs]  # test cell -> what it needs
-    hidden: dict[str, list]  # module of the hidden checks -> [source, file, whether it is a package]
-    modes: dict[str, str]  # test cell -> "distance" or "inside"; a cell that is missing here is tried out
+    hidden: dict[str, Source]  # module of the hidden checks -> its source
+    modes: dict[str, str]  # test cell -> "distance" or "inside"; for other cells the checker finds out
     no_control: list[str]  # test cells inside whose checks accept corrupted answers, too
     gpu: bool
 
@@ -57,7 +59,8 @@ class Job:
     def from_frame(cls, fields: dict, blobs: list) -> Job:
         """Rebuild the job from what `as_frame` made."""
         tests = {name: Needs(*needs) for name, needs in fields["tests"].items()}
-        return cls(**{**fields, "submission": bytes(blobs[0]), "tests": tests})
+        hidden = {name: Source(*source) for name, source in fields["hidden"].items()}
+        return cls(**{**fields, "submission": bytes(blobs[0]), "tests": tests, "hidden": hidden})
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,13 @@ class Report:
         return {**vars(self), "result": self.result.as_json()}
 
     @classmethod
-    def from_json(cls, fields: dict) -> Report:
+    def from_json(cls, fields: dict) -> Self:
         """Rebuild the record; `GradingError` if its result is not well formed."""
         return cls(**{**fields, "result": SubmissionResult.from_json(fields["result"])})
+
+
+@dataclass(frozen=True)
+class Calibration(Report):
+    """How the questions of a lab are tested on one kind of machine: the report on the model answers, and more."""
+
+    no_control: list[str]  # test cells inside whose checks accept corrupted answers, too

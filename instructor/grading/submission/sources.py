@@ -2,7 +2,7 @@
 
 Imports are read and not run: `import` statements anywhere in a file, modules that a string names, and names that a
 package such as `utils` loads when they are first used. Where a file computes the name of a module, all modules that the
-name may stand for count. So a module too many may be found, and none too few.
+name may stand for count. So it may find modules that are not needed, and misses none.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 import nbformat
 
@@ -37,6 +38,7 @@ class References:
     exports: dict[str, str] = field(default_factory=dict)  # of a package that loads names when used: name -> module
 
 
+@functools.lru_cache(maxsize=1000)
 def read_references(text: str, module: str = "__main__", is_package: bool = False) -> References:
     """Read what the code of a module, or of a notebook's cell, refers to."""
     found, tree = References(), ast.parse(text)
@@ -69,23 +71,12 @@ def read_references(text: str, module: str = "__main__", is_package: bool = Fals
 
 
 def _computed_package(name: ast.expr, module: str) -> list[str]:
-    """The package that a computed module name lies in: the one it begins with, or else that of the file itself."""
+    """The package of a computed module name: the one that the name begins with, or else that of the file itself."""
     if isinstance(name, ast.Constant):
         return []
     first = name.values[0] if isinstance(name, ast.JoinedStr) else None
     begins = str(first.value) if isinstance(first, ast.Constant) else ""
     return [begins.rstrip(".") if begins.endswith(".") else module.rpartition(".")[0]]
-
-
-@functools.lru_cache(maxsize=1000)
-def _references_of(path: Path, module: str, changed: tuple[int, int]) -> References:
-    return read_references(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
-
-
-def references_of(path: Path, module: str) -> References:
-    """What a file refers to; it is parsed again only after it has changed."""
-    state = path.stat()
-    return _references_of(path, module, (state.st_mtime_ns, state.st_size))
 
 
 @functools.lru_cache(maxsize=16)
@@ -121,9 +112,17 @@ def modules_below(package: str) -> list[str]:
     return [".".join(path.parts[:-1] if path.name == "__init__" else path.parts) for path in paths]
 
 
-def import_closure(roots: Iterable[References]) -> dict[str, Path]:
-    """{module: file} of the course's modules that the roots import, directly or through others."""
-    found: dict[str, Path] = {}
+class Source(NamedTuple):
+    """The source of one of the course's modules."""
+
+    text: str
+    path: str
+    is_package: bool
+
+
+def import_closure(roots: Iterable[References]) -> dict[str, Source]:
+    """{module: its source} of the course's modules that the roots import, directly or through others."""
+    found: dict[str, Source] = {}
     looked_up: set[str] = set()
     queue = list(roots)
 
@@ -133,8 +132,8 @@ def import_closure(roots: Iterable[References]) -> dict[str, Path]:
             for length in range(1, len(parts) + 1):  # an import runs the packages above it, too
                 module = ".".join(parts[:length])
                 if module not in looked_up and (path := module_file(module)) is not None:
-                    found[module] = path
-                    queue.append(references_of(path, module))
+                    found[module] = source = Source(path.read_text("utf-8"), str(path), path.name == "__init__.py")
+                    queue.append(read_references(source.text, module, source.is_package))
                 looked_up.add(module)
 
     while queue:
@@ -143,21 +142,16 @@ def import_closure(roots: Iterable[References]) -> dict[str, Path]:
         for package in references.packages:
             add(modules_below(package))
         for package in references.modules & found.keys():
-            exports = references_of(found[package], package).exports
+            exports = read_references(found[package].text, package, found[package].is_package).exports
             add(exports[word] for word in references.words & exports.keys())
     return found
 
 
-def hidden_modules(lab: str) -> dict[str, list]:
-    """{module: [source, file, whether it is a package]} of a lab's hidden checks and of other checks they import."""
+def hidden_modules(lab: str) -> dict[str, Source]:
+    """{module: its source} of a lab's hidden checks and of other checks that they import."""
     folder = f"instructor.checks.{lab}"
-    roots = References(modules={"instructor.checks", folder, *modules_below(folder)})
-    files = {
-        name: path
-        for name, path in import_closure([roots]).items()
-        if name == "instructor" or f"{name}.".startswith("instructor.checks.")
-    }
-    return {n: [p.read_text(encoding="utf-8"), str(p), p.name == "__init__.py"] for n, p in files.items()}
+    sources = import_closure([References(modules={"instructor.checks", folder, *modules_below(folder)})])
+    return {n: s for n, s in sources.items() if n == "instructor" or f"{n}.".startswith("instructor.checks.")}
 
 
 def fingerprint(built: Built) -> str:
@@ -167,8 +161,8 @@ def fingerprint(built: Built) -> str:
     """
     own = References(modules={*CHECKER, *modules_below(f"instructor.checks.{built.name}")})
     digest = hashlib.sha256(built.instructor.encode())
-    for name, path in sorted(import_closure([references_of_notebook(built.instructor), own]).items()):
-        digest.update(name.encode() + path.read_bytes())
+    for name, source in sorted(import_closure([references_of_notebook(built.instructor), own]).items()):
+        digest.update(f"{name}\n{source.text}".encode())
     digest.update(sys.version.encode() + repr([_version(library) for library in LIBRARIES]).encode())
     return digest.hexdigest()[:16]
 

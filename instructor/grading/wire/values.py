@@ -325,18 +325,18 @@ class Decoder:
         array = np.frombuffer(self._data(index), dtype=kind).reshape(shape).copy()
         return array[()] if _exactly(scalar, bool) and not shape else array
 
-    def _read_tensor(self, depth, said):
-        dtype, shape, device = DTYPES[said["dtype"]], said["shape"], said["device"]
+    def _read_tensor(self, depth, fields):
+        dtype, shape, device = DTYPES[fields["dtype"]], fields["shape"], fields["device"]
         if device == "meta":
             _expect_size(shape, 1, None)
             return torch.empty(shape, dtype=dtype, device="meta")
-        data = self._data(said["data"])
+        data = self._data(fields["data"])
         _expect_size(shape, dtype.itemsize, len(data))
         flat = _from_buffer(data, dtype=torch.uint8).clone().view(dtype) if data else torch.empty(0, dtype=dtype)
         if dtype is torch.bool and data:
             flat = flat.view(torch.uint8) != 0  # other bytes are no truth values, and comparisons do what they like
         tensor = flat.view(shape)
-        stride = said["stride"]
+        stride = fields["stride"]
         if stride is not None and list(tensor.stride()) != stride:
             _expect_strides(shape, stride)
             if not _own_memory(shape, stride) or _reach(shape, stride) > 8 * tensor.numel() + 64:
@@ -344,10 +344,10 @@ class Decoder:
             tensor = torch.empty_strided(shape, stride, dtype=dtype).copy_(tensor)
         if _exactly(device, str) != "cpu":
             tensor = tensor.to(torch.device(device))
-        if said["grad"] is True and (dtype.is_floating_point or dtype.is_complex):
+        if fields["grad"] is True and (dtype.is_floating_point or dtype.is_complex):
             tensor.requires_grad_()
-        if self.keep and type(said["key"]) is int:
-            self.keep(said["key"], tensor)
+        if self.keep and type(fields["key"]) is int:
+            self.keep(fields["key"], tensor)
         return tensor
 
     def _read_known(self, depth, key):
@@ -398,10 +398,10 @@ class Decoder:
     def _read_own(self, depth, number):
         return self.own(_exactly(number, int))
 
-    def _read_object(self, depth, said):
-        if self.handle is None or not isinstance(said, dict):
+    def _read_object(self, depth, fields):
+        if self.handle is None or not isinstance(fields, dict):
             raise WireError("an object where only data is taken")
-        return self.handle(said)
+        return self.handle(fields)
 
     def _read_namespace(self, depth, pairs):
         self._refuse_from_student()
