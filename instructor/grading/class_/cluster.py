@@ -22,6 +22,7 @@ from instructor.course import Course
 from instructor.grading.class_ import gradebook
 from instructor.grading.class_.intake import Submission
 from instructor.grading.sandbox.walls import Limits
+from instructor.grading.submission import sources
 from instructor.grading.submission.engine import calibrate, close_all, grade_notebook, is_warm, unreadable
 from instructor.grading.submission.plan import question_of
 from instructor.grading.submission.results import Flag, GradingError, SubmissionResult
@@ -68,7 +69,7 @@ def calibrate_one(built: Built, limits: Limits) -> None:
 
 def sources_of(built: Built) -> str:
     """The fingerprint of the sources that the worker has."""
-    return fingerprint(built)
+    return sources.fingerprint(built)
 
 
 # ---- workers -----------------------------------------------------------------------------------------------------
@@ -190,13 +191,13 @@ def _expect_workers(client, scheduler: str, built: Built, gpu: bool) -> None:
             "with --nthreads 1, and more of them with --nworkers."
         )
     own = sources_of(built)
-    for name, sources in client.run(sources_of, built, workers=list(workers), on_error="return").items():
-        if isinstance(sources, Exception):
+    for name, answer in client.run(sources_of, built, workers=list(workers), on_error="return").items():
+        if isinstance(answer, Exception):
             raise GradingError(
-                f"the worker {name} cannot grade ({type(sources).__name__}: {sources}): workers need this folder at "
+                f"the worker {name} cannot grade ({type(answer).__name__}: {answer}): workers need this folder at "
                 "the same path, and the same environment."
             )
-        if sources != own:
+        if answer != own:
             raise GradingError(
                 f"the worker {name} has another version of the course than this machine: bring its folder up to date "
                 "and start it again."
