@@ -58,25 +58,26 @@ def read_references(text: str, module: str = "__main__", is_package: bool = Fals
             found.words.add(node.id if isinstance(node, ast.Name) else node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             found.modules.update(_MODULE_NAME.findall(node.value))
-        elif isinstance(node, ast.Call) and not loads_when_used:
+        elif isinstance(node, ast.Call):
             if "import_module" in (getattr(node.func, "id", ""), getattr(node.func, "attr", "")):
-                found.packages.update(_computed_package(node.args[0], module))
+                found.packages.update(_computed_package(node.args[0], module, is_package))
         elif isinstance(node, ast.Dict) and loads_when_used:
-            table = [
-                (getattr(k, "value", None), getattr(v, "value", None))
-                for k, v in zip(node.keys, node.values, strict=True)
-            ]
-            found.exports.update({k: f"{module}.{v}" for k, v in table if isinstance(k, str) and isinstance(v, str)})
+            for key, value in zip(node.keys, node.values, strict=True):
+                name, place = getattr(key, "value", None), getattr(value, "value", None)
+                if isinstance(name, str) and isinstance(place, str):
+                    found.exports[name] = f"{module}.{place}"
+    if found.exports:  # the names that are used say which modules of the package are loaded
+        found.packages.discard(module)
     return found
 
 
-def _computed_package(name: ast.expr, module: str) -> list[str]:
+def _computed_package(name: ast.expr, module: str, is_package: bool) -> list[str]:
     """The package of a computed module name: the one that the name begins with, or else that of the file itself."""
     if isinstance(name, ast.Constant):
         return []
     first = name.values[0] if isinstance(name, ast.JoinedStr) else None
     begins = str(first.value) if isinstance(first, ast.Constant) else ""
-    return [begins.rstrip(".") if begins.endswith(".") else module.rpartition(".")[0]]
+    return [begins.rstrip(".") if begins.endswith(".") else module if is_package else module.rpartition(".")[0]]
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,4 +1,4 @@
-"""Each attack costs its question, is told to a reviewer, and changes nothing else: no other point, file or process."""
+"""Each attack costs its question, gets a flag, and changes nothing else: no other point, file or process."""
 
 import os
 import socket
@@ -124,9 +124,11 @@ def test_attacks_get_no_credit(suite_lab, full_points, surroundings, hidden_line
     assert result.score == sum(expected.values())
 
     flagged = {flag.question for flag in result.flags}
-    untold = [a.name for a in attacks if a.flagged and not any(f.startswith(a.told_at or a.question) for f in flagged)]
-    assert untold == [], said
-    own = tuple(name.removesuffix("_tests") for name in loses) + tuple(a.told_at for a in attacks if a.told_at)
+    unflagged = [
+        a.name for a in attacks if a.flagged and not any(f.startswith(a.flagged_at or a.question) for f in flagged)
+    ]
+    assert unflagged == [], said
+    own = tuple(name.removesuffix("_tests") for name in loses) + tuple(a.flagged_at for a in attacks if a.flagged_at)
     assert all(name.startswith(own) for name in flagged), f"flagged as well: {result.flags}"
 
     shown = result.notebook + "".join(cell.message for cell in result.cells.values())

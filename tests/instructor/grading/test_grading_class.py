@@ -89,7 +89,7 @@ def scheduler(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def graded(small_lab, scheduler, tmp_path_factory):
-    """A class graded by `labs grade`: (course, what the command said)."""
+    """A class graded by `labs grade`: (course, the command's output)."""
     root = tmp_path_factory.mktemp("class") / "course"
     course = Course(root)
     # What was graded with other sources is graded again; here they may change while the tests run.
@@ -384,7 +384,7 @@ def test_three_hundred_with_thirty_faults_and_a_worker_killed(small_lab, schedul
 
 
 def test_a_submission_that_takes_its_worker_along_is_flagged_after_three(small_lab, scheduler, tmp_path, monkeypatch):
-    """The grading of the others is stood in for: this is about who tries again, and how often."""
+    """Nothing is graded here: the test is about which worker tries again, and how often."""
     from distributed import Client
 
     course, tries = Course(tmp_path / "course"), tmp_path / "tries"

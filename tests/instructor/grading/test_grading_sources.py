@@ -74,6 +74,14 @@ def test_imports_are_found_however_they_are_written():
     assert read_references("from . import near", "utils.here", is_package=True).modules >= {"utils.here.near"}
 
 
+def test_a_package_that_loads_names_when_they_are_used():
+    text = "{table}def __getattr__(name):\n    return getattr(import_module(f'utils.here.{{find(name)}}'), name)\n"
+    found = read_references(text.format(table="_HOME = {'plot': 'plots'}\n"), "utils.here", is_package=True)
+    assert found.exports == {"plot": "utils.here.plots"} and not found.packages
+    # Without a table that can be read, it may load any of its modules.
+    assert read_references(text.format(table=""), "utils.here", is_package=True).packages == {"utils.here"}
+
+
 @pytest.mark.parametrize("lab", ["lab1", "lab2_flexattention", "lab3_gluon", "lab4_sdpa"])
 def test_hidden_checks_come_with_the_checks_they_import_and_no_other_lab(lab):
     found = hidden_modules(lab)

@@ -93,7 +93,7 @@ def with_mistake(source: str, mistake) -> str:
     if mistake.code:
         return f"{source}\n\n{mistake.code}"
     for text, instead in mistake.replaces:
-        assert source.count(text) == 1, f"{text!r} stands {source.count(text)} times in the answer"
+        assert source.count(text) == 1, f"{text!r} is {source.count(text)} times in the answer"
         source = source.replace(text, instead)
     return source
 
