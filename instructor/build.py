@@ -1,7 +1,7 @@
 """Build a lab's notebooks: source -> instructor notebook -> student notebook, the same bytes every time.
 
-The student notebook comes out of nbgrader's own preprocessors, so that `nbgrader generate_assignment` on the
-instructor notebook makes the same cells. What must not reach students is looked for in the result.
+nbgrader's own preprocessors make the student notebook, so that `nbgrader generate_assignment` on the instructor
+notebook makes the same cells. Then the result is searched for lines that must not reach students.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Built:
     questions: list[Question] = field(repr=False)
 
     def files(self, root: Path = ROOT) -> dict[Path, str]:
-        """Where each notebook goes."""
+        """{path: text} of the notebooks that a build writes."""
         return {
             root / "build" / "instructor" / self.name / f"{self.name}.ipynb": self.instructor,
             root / f"{self.name}.ipynb": self.student,
@@ -100,10 +100,10 @@ def _raises_untouched(cell: Cell) -> bool:
 
 
 def student_notebook(instructor: NotebookNode) -> NotebookNode:
-    """What students get, made by the steps of `nbgrader generate_assignment`."""
+    """Make the students' notebook, by the steps of `nbgrader generate_assignment`."""
     from nbgrader.converters import GenerateAssignment
 
-    notebook, resources = copy.deepcopy(instructor), {}
+    notebook, resources = copy.deepcopy(instructor), dict[str, object]()
     for step in GenerateAssignment().preprocessors:
         if step.__name__ not in COURSE_STEPS:
             notebook, resources = step().preprocess(notebook, resources)
@@ -117,12 +117,12 @@ def notebook_text(notebook: NotebookNode) -> str:
 
 
 def _squeeze(text: str) -> str:
-    """Text without what an editor may change: markup of comments, spaces."""
+    """The text with each run of spaces and line breaks as one space."""
     return re.sub(r"\s+", " ", text).strip()
 
 
 def secret_lines(lab: Lab) -> dict[str, tuple[Cell, int]]:
-    """Every line that students may not see, without the short ones and imports: line -> (cell, line of the cell)."""
+    """{line: (cell, its number in the cell)} of all lines that students may not see, except short ones and imports."""
     secrets: dict[str, tuple[Cell, int]] = {}
     for cell in lab.cells:
         lines = cell.source.splitlines()
@@ -174,7 +174,7 @@ def _student_problems(lab: Lab, student: NotebookNode, secrets: dict[str, tuple[
 
 
 def write_files(files: dict[Path, str]) -> list[Path]:
-    """Write what differs; returns the paths that were written."""
+    """Write the files that differ from their text; returns the paths that were written."""
     changed = [path for path, text in files.items() if not _is_current(path, text)]
     for path in changed:
         path.parent.mkdir(parents=True, exist_ok=True)

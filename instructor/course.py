@@ -1,4 +1,4 @@
-"""An nbgrader course in a folder: release a lab, take submissions in, grade them with nbgrader's own commands."""
+"""An nbgrader course in a folder: release a lab, add submissions, grade them with nbgrader's own commands."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class CourseError(RuntimeError):
 
 @dataclass(frozen=True)
 class Score:
-    """What the gradebook holds for one graded cell of one submission."""
+    """What the gradebook has for one graded cell of one submission."""
 
-    auto: float | None  # None: nbgrader cannot tell, a person has to grade
+    auto: float | None  # None if a person has to grade the cell
     manual: float | None
-    points: float  # at most
+    points: float  # the most that the cell can get
     needs_manual_grade: bool
 
 
@@ -39,8 +39,9 @@ class Course:
     """An nbgrader course folder.
 
     Args:
-        root: the folder; made if need be
-        timeout: seconds that one cell may run when graded
+        root: the folder; it is made if it does not exist.
+        course_id: the course's name in the gradebook.
+        timeout: seconds that one cell may run when nbgrader grades it.
     """
 
     def __init__(self, root: Path, course_id: str = "labs", timeout: int = 300):
@@ -52,15 +53,15 @@ class Course:
 
     @property
     def database(self) -> str:
-        """Where nbgrader's gradebook lies."""
+        """The address of nbgrader's gradebook."""
         return f"sqlite:///{(self.root / 'gradebook.db').resolve()}"
 
     def nbgrader(self, *arguments: str, check: bool = True) -> str:
         """Run `nbgrader ARGUMENTS` in the course; returns what it printed."""
-        # The kernels import `utils` and `instructor.checks` from here. One thread each: several torch processes at
-        # once on few cores slow each other down tenfold.
+        # The kernels import `utils` and `instructor.checks` from here. Each gets one thread: several torch processes
+        # with many threads on few cores slow each other down tenfold.
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        # nbgrader calls `alembic` by name: it stands beside this Python, whether or not its environment is activated.
+        # nbgrader calls `alembic` by name. It is installed next to this Python, whose environment may not be activated.
         commands = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
         environment = {**os.environ, "PYTHONPATH": path, "PATH": commands}
         environment.setdefault("OMP_NUM_THREADS", "1")
@@ -86,7 +87,7 @@ class Course:
         return self.root / "release" / built.name / f"{built.name}.ipynb"
 
     def submit(self, lab: str, student: str, notebook: str) -> None:
-        """Take in a student's notebook, given as text."""
+        """Add a student's notebook, given as text."""
         path = self.root / "submitted" / student / lab / f"{lab}.ipynb"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(notebook, encoding="utf-8")
@@ -97,7 +98,7 @@ class Course:
         return self.scores(lab)
 
     def scores(self, lab: str) -> dict[str, dict[str, Score]]:
-        """What the gradebook holds for a lab now."""
+        """{student: {id of a graded cell: Score}} of a lab, as the gradebook has it now."""
         from nbgrader.api import Gradebook
 
         with Gradebook(self.database, self.course_id) as gradebook:
@@ -115,8 +116,8 @@ def answered_notebook(built: Built, answers: Mapping[str, str] | None = None) ->
     """A student's notebook, as text, with every answer filled in.
 
     Args:
-        built: the lab
-        answers: sources of answer cells by id, in place of the model answers
+        built: the lab.
+        answers: {id of an answer cell: source} in place of model answers.
     """
     answers = dict(answers or {})
     student = nbformat.reads(built.student, as_version=4)

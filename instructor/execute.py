@@ -1,4 +1,4 @@
-"""Run a lab's notebook from top to bottom, headless, and say how long each cell took and what went wrong."""
+"""Run a lab's notebook from top to bottom without a browser, and note each cell's time and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Execution:
     errors: dict[str, str]
 
     def record(self) -> dict:
-        """Machine, versions, commit and timings, as kept beside recorded results."""
+        """Machine, versions, commit and timings, as they are kept with recorded results."""
         from utils.machine.environment import environment
 
         return {
@@ -35,11 +35,12 @@ class Execution:
 
 
 def execute(text: str, *, timeout: int = 600, folder: Path = ROOT) -> Execution:
-    """Execute a notebook given as text; cells that fail are noted and the rest goes on.
+    """Execute a notebook given as text; the cells after one that fails run, too.
 
     Args:
-        timeout: seconds for one cell
-        folder: where the kernel runs
+        text: the notebook.
+        timeout: seconds for one cell.
+        folder: where the kernel runs.
     """
     from nbclient import NotebookClient
 
@@ -73,7 +74,7 @@ def execute(text: str, *, timeout: int = 600, folder: Path = ROOT) -> Execution:
 
 
 def execute_lab(built: Built, *, untouched: bool, timeout: int) -> tuple[Execution, Path, Path]:
-    """Execute a lab, solved or as students get it; returns what happened, the notebook's path and the record's."""
+    """Execute a lab, solved or as students get it; returns the execution and the paths of its notebook and record."""
     execution = execute(built.student if untouched else built.instructor, timeout=timeout)
     folder = ROOT / "build" / "executed"
     folder.mkdir(parents=True, exist_ok=True)

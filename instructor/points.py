@@ -1,4 +1,4 @@
-"""Questions and points: found in a lab's source, summed, and written wherever a reader meets them."""
+"""Questions and points: find them in a lab's source, add them up, and write them wherever a reader needs them."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ class Question:
 
     @property
     def name(self) -> str:
+        """`Question 1.1` or `Bonus Question 4.5`."""
         return f"{'Bonus Question' if self.bonus else 'Question'} {self.number}"
 
     @property
     def points(self) -> float:
+        """The points of its graded cells, together."""
         return sum(cell.points for cell in self.cells)
 
     @property
     def graded(self) -> str:
-        """automatically, by hand, or both."""
+        """How it is graded: `automatically`, `by hand` or `both`."""
         how = {"automatically" if cell.role == "tests" else "by hand" for cell in self.cells if cell.points}
         return "both" if len(how) > 1 else next(iter(how), "")
 
@@ -78,12 +80,12 @@ def find_questions(lab: Lab) -> list[Question]:
                     if current and level <= current[0]:
                         current = None
                     continue
-                found, said = _question(question, cell.line + number + 1, where)
-                problems += said
-                if any(q.number == found.number for q in questions):
-                    problems.append(f"{where}: {found.number} is the number of an earlier question.")
-                questions.append(found)
-                current = (level, found)
+                opened, wrong = _question(question, cell.line + number + 1, where)
+                problems += wrong
+                if any(q.number == opened.number for q in questions):
+                    problems.append(f"{where}: {opened.number} is the number of an earlier question.")
+                questions.append(opened)
+                current = (level, opened)
         if cell.question is None:
             continue
         owner = current[1] if current else None
@@ -92,8 +94,8 @@ def find_questions(lab: Lab) -> list[Question]:
         else:
             under = f"{owner.name} ({owner.key})" if owner else "no question's heading"
             problems.append(f"{lab.at(cell)}: the id belongs to {cell.question}, and the cell stands under {under}.")
-    for question in questions:
-        problems += [f"{lab.path.name}, line {question.line}: {p}" for p in _question_problems(question)]
+    for each in questions:
+        problems += [f"{lab.path.name}, line {each.line}: {p}" for p in _question_problems(each)]
     if problems:
         raise LabError(problems)
     return questions
@@ -129,7 +131,7 @@ def _question_problems(question: Question) -> list[str]:
 
 
 def fill_points(lab: Lab, questions: list[Question]) -> None:
-    """Replace `{points...}` in the prose of `lab` by what the marker lines of the graded cells add up to."""
+    """Replace `{points...}` in the prose of `lab` by the sums of the points in the marker lines."""
     problems: list[str] = []
     by_number = {question.number: question for question in questions}
     for cell in lab.cells:
@@ -137,13 +139,13 @@ def fill_points(lab: Lab, questions: list[Question]) -> None:
             continue
 
         def fill(match: re.Match, cell: Cell = cell) -> str:
-            said = match[1]
-            if said == "regular" or said == "bonus":
-                return number_text(sum(q.points for q in questions if q.bonus == (said == "bonus")))
-            if said == "table":
+            name = match[1]
+            if name in ("regular", "bonus"):
+                return number_text(sum(q.points for q in questions if q.bonus == (name == "bonus")))
+            if name == "table":
                 return _table(questions)
-            if said in by_number:
-                return number_text(by_number[said].points)
+            if name in by_number:
+                return number_text(by_number[name].points)
             problems.append(
                 f"{lab.at(cell)}: {match[0]} is unknown; write {{points:1.1}} (a question's number), "
                 "{points:regular}, {points:bonus} or {points:table}."
@@ -184,8 +186,8 @@ def lab_path(name: str, labs: Path | None = None) -> Path:
     """The source of the lab called `name`."""
     path = (labs or LABS) / f"{name}.py"
     if not path.is_file():
-        there = ", ".join(lab_names(labs)) or "none"
-        raise LabError([f"there is no lab {name!r}; the labs are: {there}."])
+        names = ", ".join(lab_names(labs)) or "none"
+        raise LabError([f"there is no lab {name!r}; the labs are: {names}."])
     return path
 
 
@@ -198,7 +200,8 @@ def points(lab: str | Path) -> dict:
     """The points of a lab, from its source.
 
     Args:
-        lab: a lab's name, such as `lab1`, or the path of a source
+        lab: a lab's name, such as `lab1`, or the path of a source.
+
     Returns:
         `{"regular": 100, "bonus": 20, "questions": {"1.1": {"title", "points", "bonus", "graded", "cells"}, ...}}`;
         `graded` is `automatically`, `by hand` or `both`, `cells` maps a graded cell's id to its points

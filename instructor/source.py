@@ -1,7 +1,7 @@
-"""Read a lab's source, jupytext percent text, into cells whose roles and nbgrader metadata are complete.
+"""Read a lab's source, text in jupytext's percent format, into cells with their roles and complete nbgrader metadata.
 
-Everything a single cell can get wrong is refused here, with the file and the line. `instructor.points` checks how
-cells and questions fit together, `instructor.build` what reaches the students.
+Everything that can be wrong with a single cell is refused here, with the file and the line. `instructor.points` checks
+how cells and questions fit together, and `instructor.build` checks what reaches the students.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ JUPYTEXT_KEYS = ("lines_to_next_cell", "lines_to_end_of_cell_marker", "cell_mark
 
 
 class LabError(ValueError):
-    """A lab that cannot be built; one sentence a problem."""
+    """A lab that cannot be built, with one sentence for each problem."""
 
     def __init__(self, problems: list[str]):
         self.problems = problems
@@ -51,11 +51,12 @@ class Cell:
 
     @property
     def grade_id(self) -> str | None:
+        """Its id in nbgrader's metadata; None for a cell without."""
         return self.nbgrader["grade_id"] if self.nbgrader else None
 
     @property
     def role(self) -> str:
-        """prose, code, locked, answer, tests, manual (an answer graded by hand) or task."""
+        """What it is for: prose, code, locked, answer, tests, manual (an answer graded by hand) or task."""
         meta = self.nbgrader
         if meta is None:
             return "code" if self.cell_type == "code" else "prose"
@@ -67,6 +68,7 @@ class Cell:
 
     @property
     def points(self) -> float:
+        """Its points; 0 for a cell that is not graded."""
         return self.nbgrader.get("points", 0) if self.nbgrader else 0
 
     @property
@@ -76,6 +78,7 @@ class Cell:
         return f"{match[1]}{match[2]}_{match[3]}" if match else None
 
     def has(self, kind: str) -> bool:
+        """True if it has a region of this kind, one of `REGIONS`."""
         return any(region.kind == kind for region in self.regions)
 
 
@@ -106,22 +109,22 @@ def read_lab(path: Path) -> Lab:
         lab.cells.append(cell)
         metadata = {k: v for k, v in raw.metadata.items() if k not in JUPYTEXT_KEYS}
         cell.tags = sorted(set(metadata.pop("tags", [])))
-        said = metadata.pop("nbgrader", None)
+        fields = metadata.pop("nbgrader", None)
         marker = text.splitlines()[line - 1]
-        if said is None and "nbgrader" in marker:
+        if fields is None and "nbgrader" in marker:
             problems.append(f"{lab.at(cell)}: the nbgrader metadata is no valid JSON: {marker}")
         elif metadata:
             problems.append(
                 f"{lab.at(cell)}: unknown cell metadata {', '.join(map(repr, sorted(metadata)))}; "
                 "a marker line takes nbgrader={...} and tags=[...]."
             )
-        if said is not None:
-            found = _metadata_problems(cell, dict(said))
-            problems += [f"{path.name}, line {line} (cell {said.get('grade_id', '?')}): {p}" for p in found]
-            if not found:
-                cell.nbgrader = _complete(dict(said))
+        if fields is not None:
+            wrong = _metadata_problems(cell, dict(fields))
+            problems += [f"{path.name}, line {line} (cell {fields.get('grade_id', '?')}): {p}" for p in wrong]
+            if not wrong:
+                cell.nbgrader = _complete(dict(fields))
         problems += [f"{lab.at(cell)}: {p}" for p in find_regions(cell)]
-        if not (said is not None and cell.nbgrader is None):  # a cell with broken metadata has no role yet
+        if fields is None or cell.nbgrader is not None:  # a cell with broken metadata has no role yet
             problems += [f"{lab.at(cell)}: {p}" for p in _role_problems(cell)]
     seen: dict[str, Cell] = {}
     for cell in lab.cells:
@@ -137,25 +140,28 @@ def read_lab(path: Path) -> Lab:
 
 
 def _marker_lines(text: str, cells: list) -> list[int]:
-    """The line of each cell's marker, from 1. A `# %%` inside of a string starts no cell: compare the text below."""
+    """The line of each cell's marker, from 1.
+
+    A `# %%` inside of a string starts no cell. So the text below a marker is compared with the cell.
+    """
     lines = text.splitlines()
     candidates = [i for i, line in enumerate(lines) if re.match(r"# %%", line)]
     found, start = [], 0
     for cell in cells:
         first = next((line.strip("#% ") for line in cell.source.splitlines() if line.strip("#% ")), "")
-        here = [c for c in candidates[start:] if not first or first in "\n".join(lines[c + 1 : c + 6])]
-        if here:
-            start = candidates.index(here[0]) + 1
-        found.append(here[0] + 1 if here else 1)
+        matching = [c for c in candidates[start:] if not first or first in "\n".join(lines[c + 1 : c + 6])]
+        if matching:
+            start = candidates.index(matching[0]) + 1
+        found.append(matching[0] + 1 if matching else 1)
     return found
 
 
-def _metadata_problems(cell: Cell, said: dict) -> list[str]:
+def _metadata_problems(cell: Cell, fields: dict) -> list[str]:
     problems = []
-    for key in sorted(set(said) - set(KEYS)):
+    for key in sorted(set(fields) - set(KEYS)):
         allowed = ", ".join(KEYS[:6])
         problems.append(f"unknown nbgrader metadata {key!r}; the source may say {allowed}.")
-    grade_id = said.get("grade_id")
+    grade_id = fields.get("grade_id")
     if not grade_id:
         problems.append("the nbgrader metadata has no grade_id.")
     elif not isinstance(grade_id, str) or not GRADE_ID.fullmatch(grade_id):
@@ -163,17 +169,17 @@ def _metadata_problems(cell: Cell, said: dict) -> list[str]:
     elif len(grade_id) > 64:
         problems.append(f"the id is {len(grade_id)} characters long; a notebook's cell ids end at 64.")
     for key in ("grade", "solution", "locked", "task"):
-        if not isinstance(said.get(key, False), bool):
-            problems.append(f"{key} is {said[key]!r} and should be true or false.")
-    grade, solution, task = (bool(said.get(key)) for key in ("grade", "solution", "task"))
-    points = said.get("points")
-    if said.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
-        problems.append(f"schema_version is {said['schema_version']}; leave it out (it is {SCHEMA_VERSION}).")
-    if said.get("cell_type", cell.cell_type) != cell.cell_type:
-        problems.append(f"cell_type says {said['cell_type']!r}, and the cell is {cell.cell_type}.")
-    if solution and said.get("locked"):
+        if not isinstance(fields.get(key, False), bool):
+            problems.append(f"{key} is {fields[key]!r} and should be true or false.")
+    grade, solution, task = (bool(fields.get(key)) for key in ("grade", "solution", "task"))
+    points = fields.get("points")
+    if fields.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
+        problems.append(f"schema_version is {fields['schema_version']}; leave it out (it is {SCHEMA_VERSION}).")
+    if fields.get("cell_type", cell.cell_type) != cell.cell_type:
+        problems.append(f"cell_type says {fields['cell_type']!r}, and the cell is {cell.cell_type}.")
+    if solution and fields.get("locked"):
         problems.append("an answer may not be locked: what a student writes there would be thrown away.")
-    if not (grade or solution or task or said.get("locked")):
+    if not (grade or solution or task or fields.get("locked")):
         problems.append("the metadata says nothing: neither grade, solution, task nor locked is true.")
     if task and (grade or solution):
         problems.append("a task cell is neither a grade nor a solution cell.")
@@ -195,25 +201,27 @@ def _metadata_problems(cell: Cell, said: dict) -> list[str]:
     return problems
 
 
-def _complete(said: dict) -> dict:
+def _complete(fields: dict) -> dict:
     """Nbgrader's full metadata, from the short form of the source."""
-    grade, solution, task = (bool(said.get(key)) for key in ("grade", "solution", "task"))
+    grade, solution, task = (bool(fields.get(key)) for key in ("grade", "solution", "task"))
     meta = {
         "grade": grade,
-        "grade_id": said["grade_id"],
+        "grade_id": fields["grade_id"],
         "locked": not solution,  # tests, tasks and read-only cells are restored when graded; answers never
         "schema_version": SCHEMA_VERSION,
         "solution": solution,
         "task": task,
     }
     if grade or task:
-        meta["points"] = said["points"]
+        meta["points"] = fields["points"]
     return meta
 
 
 def find_regions(cell: Cell) -> list[str]:
-    """Fill `cell.regions`; nbgrader looks for the bare words, so that is what counts here."""
-    problems, open_at, cell.regions = [], {}, []
+    """Fill `cell.regions` and return problems. nbgrader looks for the bare words, and so does this."""
+    problems: list[str] = []
+    open_at: dict[str, int] = {}
+    cell.regions = []
     for number, line in enumerate(cell.source.splitlines()):
         for kind in REGIONS:
             place = f"line {number + 1} of the cell"
@@ -299,7 +307,7 @@ def _code_problems(cell: Cell) -> list[str]:
 
 
 def _name(call: ast.Call) -> str:
-    return getattr(call.func, "attr", None) or getattr(call.func, "id", "")
+    return str(getattr(call.func, "attr", "") or getattr(call.func, "id", ""))
 
 
 def _may_raise(name: str) -> bool:

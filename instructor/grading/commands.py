@@ -35,7 +35,7 @@ def _build(lab: str):
 def release(
     lab: Lab, target: Annotated[Path, typer.Option("--to", help="The folder for the bundle.")] = Path("build/release")
 ) -> None:
-    """Make the bundle that students get, after looking through all of it for solutions and hidden tests."""
+    """Make the bundle that students get, after searching all of it for solutions and hidden tests."""
     from instructor.grading.release import ReleaseError
     from instructor.grading.release import release as make_bundle
 
@@ -146,7 +146,7 @@ def _report(summary, course) -> None:
         typer.echo(f"  {result.student}: {number_text(result.score)} points")
         for flag in result.flags:
             typer.echo(f"    {flag.question or 'submission'}: {flag.kind}: {flag.detail}")
-    walls = next((result.walls for result in graded if result.walls), {})
+    walls: dict[str, str] = next((result.walls for result in graded if result.walls), {})
     if walls:
         typer.echo("walls that stood:")
         for wall, how in walls.items():

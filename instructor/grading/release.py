@@ -1,4 +1,4 @@
-"""The student bundle of a lab, and the proof that nothing of the solutions is in it."""
+"""Make the student bundle of a lab, and search all of it for lines of solutions and hidden tests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _STAMP = (2024, 1, 1, 0, 0, 0)  # the same bundle has the same bytes
 
 
 class ReleaseError(RuntimeError):
-    """A bundle that may not go out; names each place."""
+    """A bundle that may not be given out; the message names each place."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Leak:
 
 
 def bundle_files(built: Built, root: Path = ROOT) -> dict[str, bytes]:
-    """{name in the bundle: bytes}"""
+    """{name in the bundle: bytes} of all its files."""
     files = {f"{built.name}.ipynb": built.student.encode()}
     for name in BUNDLE:
         place = root / name
@@ -76,7 +76,7 @@ def bundle_files(built: Built, root: Path = ROOT) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class Secrets:
-    """What may not go out: lines by themselves, and stretches of lines."""
+    """What may not be given out: single lines, and runs of lines."""
 
     lines: dict[str, str]  # line -> where it comes from
     stretches: dict[tuple[str, ...], str]  # STRETCH lines in a row -> where they come from
@@ -122,7 +122,7 @@ def secrets_of_all_labs(root: Path = ROOT) -> Secrets:
 
 
 def _rows(lines) -> list[str]:
-    """Lines without their indents and signs of a comment, and without those that say nothing, as brackets do."""
+    """The lines without indents and comment signs; lines that any module has, such as brackets, are left out."""
     return [line for line in map(_squeezed, lines) if not _SAYS_NOTHING.fullmatch(line)]
 
 
@@ -131,10 +131,10 @@ def _squeezed(line: str) -> str:
 
 
 def find_leaks(files: dict[str, bytes], secrets: Secrets) -> list[Leak]:
-    """Look for secrets in every file: as text, in the strings of JSON (notebooks), in zips and gzips.
+    """Search every file for secrets: as text, in the strings of JSON (notebooks), in zips and gzips.
 
     In notebooks and archives one secret line is a leak. The library, its documents and its figures share single
-    lines with solutions (`out = torch.empty_like(q)`); there it is a stretch of lines.
+    lines with solutions (`out = torch.empty_like(q)`); in these only a run of secret lines is a leak.
     """
     leaks = []
     for name, data in files.items():
@@ -153,7 +153,7 @@ def find_leaks(files: dict[str, bytes], secrets: Secrets) -> list[Leak]:
 
 
 def _texts(name: str, data: bytes, depth: int):
-    """(place, text) of a file and of what is packed in it."""
+    """Yield (place, text) of a file, and of each file that is packed in it."""
     if depth > MAX_DEPTH:
         raise ReleaseError(f"{name}: archives in archives, more than {MAX_DEPTH} deep, cannot be looked through.")
     if data[:2] == b"PK":
@@ -191,11 +191,11 @@ def _strings(value):
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle that was looked through and written."""
+    """A bundle that was searched and written."""
 
     path: Path
     files: int
-    shared: tuple[tuple[Leak, str], ...]  # what is known to stand in the library, and why it may
+    shared: tuple[tuple[Leak, str], ...]  # secret lines that the library needs itself, and why
 
 
 def release(built: Built, target: Path, root: Path = ROOT) -> Bundle:
@@ -217,7 +217,7 @@ def release(built: Built, target: Path, root: Path = ROOT) -> Bundle:
 
 
 def packed(files: dict[str, bytes], folder: str) -> bytes:
-    """A zip of the files in a folder: the same bytes for the same files."""
+    """Zip files into a folder: the same bytes for the same files."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in sorted(files):

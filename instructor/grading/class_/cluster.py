@@ -1,8 +1,8 @@
-"""Grade a class in worker processes: on this machine by default, on any Dask cluster by its address.
+"""Grade a class in worker processes: on this machine by default, or on a Dask cluster at an address.
 
-The code path is the same: `dask.distributed` hands submissions to workers, each of which keeps a warm process for the
-lab (`engine`). A worker that dies takes its submission with it; another one tries again, twice at most, and then the
-submission is flagged. Results come back as JSON text and are checked before one writer, this process, keeps them.
+In both cases `dask.distributed` gives submissions to workers, and each worker keeps a warm process for the lab
+(`engine`). When a worker dies, another one grades its submission again, twice at most; then the submission is flagged.
+Results come back as JSON text. They are checked, and one process, this one, writes them.
 """
 
 from __future__ import annotations
@@ -15,21 +15,26 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from instructor.build import Built
 from instructor.course import Course
 from instructor.grading.class_ import gradebook
 from instructor.grading.class_.intake import Submission
 from instructor.grading.sandbox.walls import Limits
-from instructor.grading.submission import engine
-from instructor.grading.submission.engine import calibrate, close_all, fingerprint, grade_notebook, is_warm, unreadable
+from instructor.grading.submission import sources
+from instructor.grading.submission.engine import calibrate, close_all, grade_notebook, is_warm, unreadable
+from instructor.grading.submission.plan import question_of
 from instructor.grading.submission.results import Flag, GradingError, SubmissionResult
+from instructor.grading.submission.sources import fingerprint
+
+Progress = Callable[[str, int, int], None]  # (student, how many are done, of how many)
 
 RETRIES = 2  # of a submission whose worker died, or whose checker failed
 BATCH = 8  # results merged into the gradebook at a time
 ARRIVE = 10.0  # seconds that workers have to register with a scheduler
 ABSENT = 60.0  # seconds without any worker after which a run ends
+SCATTER = 50  # submissions from which on the lab is sent to each worker once, and not with every submission
 
 
 @dataclass
@@ -43,25 +48,31 @@ class Summary:
 
     @property
     def flagged(self) -> list[SubmissionResult]:
+        """The results that a person should look at."""
         return [result for result in self.graded if result.flags]
 
 
-def grade_one(fields: dict, data: bytes, student: str, timeout: float, limits: dict) -> str:
-    """Runs in a worker: grade one submission; returns the result as JSON."""
-    built = Built(questions=[], **fields)
-    return json.dumps(grade_notebook(built, data, timeout=timeout, student=student, limits=Limits(**limits)).as_json())
+# ---- what runs in a worker ---------------------------------------------------------------------------------------
 
 
-def calibrate_one(fields: dict, limits: dict) -> None:
-    """Runs in a worker: find out how the lab is graded on its kind of machine."""
-    if limits["gpu"]:
+def grade_one(built: Built, data: bytes, student: str, timeout: float, limits: Limits) -> str:
+    """Grade one submission; returns the result as JSON."""
+    return json.dumps(grade_notebook(built, data, timeout=timeout, student=student, limits=limits).as_json())
+
+
+def calibrate_one(built: Built, limits: Limits) -> None:
+    """Find out how the lab is graded on the worker's kind of machine."""
+    if limits.gpu:
         gpus()
-    calibrate(Built(questions=[], **fields), Limits(**limits))
+    calibrate(built, limits)
 
 
-def sources_of(fields: dict) -> str:
-    """Runs in a worker: the fingerprint of the course that it has."""
-    return engine.fingerprint(Built(questions=[], **fields))
+def sources_of(built: Built) -> str:
+    """The fingerprint of the sources that the worker has."""
+    return sources.fingerprint(built)
+
+
+# ---- workers -----------------------------------------------------------------------------------------------------
 
 
 def gpus() -> list[str]:
@@ -81,7 +92,7 @@ def gpus() -> list[str]:
 
 
 def one_gpu_each(client, devices: Sequence[str]) -> None:
-    """Give each worker of this machine, also one that takes another's place, the GPU of its number."""
+    """Give each worker of this machine the GPU of its number; a worker that replaces another gets the same GPU."""
     from distributed import WorkerPlugin
 
     class OneGPU(WorkerPlugin):
@@ -93,15 +104,16 @@ def one_gpu_each(client, devices: Sequence[str]) -> None:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Processes and threads that start meanwhile never see Ctrl-C, which a terminal sends to all of a command's
-    processes: this one ends them in good order. One that comes meanwhile arrives here afterwards.
+    """Block SIGINT while workers start, so that only this process gets Ctrl-C and can end the others in good order.
+
+    A terminal sends Ctrl-C to all processes of a command. A Ctrl-C during that time is delivered afterwards.
     """
     from multiprocessing import resource_tracker
 
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # which lets SIGINT through again where it starts
+    resource_tracker.ensure_running()  # first, since it unblocks SIGINT when it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -110,8 +122,8 @@ def _without_interrupts() -> Iterator[None]:
 
 
 @contextmanager
-def connect(scheduler: str | None, jobs: int, fields: dict, gpu: bool = False) -> Iterator:
-    """A Dask client: of the cluster at an address, or of `jobs` worker processes here.
+def connect(scheduler: str | None, jobs: int, built: Built, gpu: bool = False) -> Iterator:
+    """Connect to the Dask cluster at an address, or start `jobs` worker processes here; yields a client.
 
     `GradingError` if that cluster does not answer, or has no workers that can grade this lab.
     """
@@ -124,7 +136,7 @@ def connect(scheduler: str | None, jobs: int, fields: dict, gpu: bool = False) -
         except (OSError, ValueError, TimeoutError) as error:
             raise GradingError(f"no Dask scheduler answers at {scheduler}: {error}") from None
         with client:
-            _expect_workers(client, scheduler, fields, gpu)
+            _expect_workers(client, scheduler, built, gpu)
             _limit_failures(client)
             yield client
         return
@@ -149,43 +161,43 @@ def connect(scheduler: str | None, jobs: int, fields: dict, gpu: bool = False) -
             yield client
 
 
-def _able(client, gpu: bool) -> dict[str, dict]:
-    """{address: what is known of it} of the workers that a submission can go to."""
+def _suitable_workers(client, gpu: bool) -> dict[str, dict]:
+    """{address: what the scheduler knows of it} of the workers that a submission can go to."""
     workers = client.scheduler_info(n_workers=-1)["workers"]
-    return {name: said for name, said in workers.items() if not gpu or said["resources"].get("GPU", 0) >= 1}
+    return {name: worker for name, worker in workers.items() if not gpu or worker["resources"].get("GPU", 0) >= 1}
 
 
-def _expect_workers(client, scheduler: str, fields: dict, gpu: bool) -> None:
-    """`GradingError` if a cluster's workers cannot grade this lab; Dask would wait for others for ever."""
+def _expect_workers(client, scheduler: str, built: Built, gpu: bool) -> None:
+    """`GradingError` if a cluster's workers cannot grade this lab: Dask would wait for others without end."""
     began = time.monotonic()
-    while not (able := _able(client, gpu)):
+    while not (workers := _suitable_workers(client, gpu)):
         if time.monotonic() - began > ARRIVE:
-            some = len(_able(client, False))
-            if gpu and some:
+            without_gpu = len(_suitable_workers(client, False))
+            if gpu and without_gpu:
                 raise GradingError(
-                    f"--gpu needs workers with the resource GPU, and none of the {some} at {scheduler} has it: start "
-                    f"one for each GPU with `dask worker {scheduler} --nworkers 1 --nthreads 1 --resources GPU=1`."
+                    f"--gpu needs workers with the resource GPU, and none of the {without_gpu} at {scheduler} has it: "
+                    f"start one for each GPU with `dask worker {scheduler} --nworkers 1 --nthreads 1 --resources GPU=1`."
                 )
             raise GradingError(
                 f"the scheduler at {scheduler} has no workers: start some with `dask worker {scheduler} --nworkers 4 "
                 "--nthreads 1`, or wait until they are there."
             )
         time.sleep(0.1)
-    threads = {name: said["nthreads"] for name, said in able.items() if said["nthreads"] != 1}
+    threads = {name: worker["nthreads"] for name, worker in workers.items() if worker["nthreads"] != 1}
     if threads:
         name, count = next(iter(threads.items()))
         raise GradingError(
             f"the worker {name} has {count} threads; each may have one, as it keeps one warm process: start workers "
             "with --nthreads 1, and more of them with --nworkers."
         )
-    here = sources_of(fields)
-    for name, there in client.run(sources_of, fields, workers=list(able), on_error="return").items():
-        if isinstance(there, Exception):
+    own = sources_of(built)
+    for name, answer in client.run(sources_of, built, workers=list(workers), on_error="return").items():
+        if isinstance(answer, Exception):
             raise GradingError(
-                f"the worker {name} cannot grade ({type(there).__name__}: {there}): workers need this folder at the "
-                "same path, and the same environment."
+                f"the worker {name} cannot grade ({type(answer).__name__}: {answer}): workers need this folder at "
+                "the same path, and the same environment."
             )
-        if there != here:
+        if answer != own:
             raise GradingError(
                 f"the worker {name} has another version of the course than this machine: bring its folder up to date "
                 "and start it again."
@@ -193,43 +205,47 @@ def _expect_workers(client, scheduler: str, fields: dict, gpu: bool) -> None:
 
 
 def _limit_failures(client) -> None:
-    """Have the scheduler give a submission up after as many dead workers as here; its default is one more."""
+    """Have the scheduler give a submission up after `RETRIES` + 1 dead workers; its default is one more."""
 
-    def limit(dask_scheduler) -> None:  # within a function: Dask sends its code, and no module has to be there
+    def limit(dask_scheduler) -> None:  # a local function: Dask sends its code, and the scheduler needs no module
         dask_scheduler.allowed_failures = retries
 
     retries = RETRIES
     client.run_on_scheduler(limit)
 
 
-def _as_they_end(client, futures: Iterable, gpu: bool) -> Iterator:
-    """Futures as they end; `GradingError` if nobody has been there for `ABSENT` seconds who could go on with them."""
+def _in_order_of_end(client, futures: Iterable, gpu: bool) -> Iterator:
+    """Yield futures as they end; `GradingError` if there was no suitable worker for `ABSENT` seconds."""
     from queue import Empty, SimpleQueue
 
     ended: SimpleQueue = SimpleQueue()
     for future in futures:
         future.add_done_callback(ended.put)
-    seen = time.monotonic()
+    last_seen = time.monotonic()
     for _ in futures:
         while True:
             try:
                 future = ended.get(timeout=min(5.0, ABSENT))
-                if future.cancelled():  # nobody here does that: Dask does where a connection is lost
-                    raise GradingError(
-                        "the connection to the scheduler is lost. What was graded is in the gradebook: start it again, "
-                        "and run the same command again to go on."
-                    )
-                yield future
-                seen = time.monotonic()
-                break
             except Empty:
-                if _able(client, gpu):
-                    seen = time.monotonic()
-                elif time.monotonic() - seen > ABSENT:
+                if _suitable_workers(client, gpu):
+                    last_seen = time.monotonic()
+                elif time.monotonic() - last_seen > ABSENT:
                     raise GradingError(
                         f"no worker is left since {ABSENT:.0f} s. What was graded is in the gradebook: start workers "
                         "and run the same command again to go on."
                     ) from None
+                continue
+            if future.cancelled():  # Dask cancels futures when a connection is lost, and nothing else does
+                raise GradingError(
+                    "the connection to the scheduler is lost. What was graded is in the gradebook: start it again, "
+                    "and run the same command again to go on."
+                )
+            yield future
+            last_seen = time.monotonic()
+            break
+
+
+# ---- a class -----------------------------------------------------------------------------------------------------
 
 
 def grade_class(
@@ -243,129 +259,151 @@ def grade_class(
     limits: Limits | None = None,
     again: bool = False,
     question: str | None = None,
-    progress: Callable[[str, int, int], None] = lambda student, done, total: None,
+    progress: Progress = lambda student, done, total: None,
     client=None,
 ) -> Summary:
     """Grade submissions and merge the results into the course's gradebook.
 
     Args:
-        course: where the gradebook and the folders are
-        built: the lab
-        submissions: what to grade
-        jobs: worker processes here, if there is no scheduler
-        scheduler: the address of a Dask scheduler, `tcp://...`
-        timeout: seconds a cell may take
-        again: grade also what was graded before from the same files
-        question: keep only this question's new result, `1.1` or `bonus 1.4`; the others stay as they were graded before
-        progress: is called with (student, done, total) after each submission
-        client: a Dask client to use instead of starting one
+        course: where the gradebook and the folders are.
+        built: the lab.
+        submissions: what to grade.
+        jobs: worker processes here, if there is no scheduler.
+        scheduler: the address of a Dask scheduler, `tcp://...`.
+        timeout: seconds that a cell may take.
+        limits: what a submission may use.
+        again: grade also what was graded before from the same files.
+        question: keep only this question's new result, `1.1` or `bonus 1.4`; the others stay as they were graded before.
+        progress: is called with (student, done, total) after each submission.
+        client: a Dask client to use instead of starting workers.
     """
-    began, summary, limits = time.perf_counter(), Summary(), limits or Limits()
+    began, limits = time.perf_counter(), limits or Limits()
     here = scheduler is None and client is None
     devices = gpus() if limits.gpu and here else []
     gradebook.prepare(course, built)
-    basis = f"{fingerprint(built)} {timeout} {limits}"
-    waiting, batch = {}, {}
-    for submission in submissions:
-        data = submission.path.read_bytes()
-        key = hashlib.sha256(basis.encode() + b"\0" + data).hexdigest()
-        known = gradebook.load_record(course, built.name, submission.student, key)
-        if known is not None and not again and question is None:
-            summary.graded.append(known)
-            summary.resumed.append(submission.student)
-            batch[submission.student] = known  # an interruption may have come before the gradebook had it
-        else:
-            waiting[submission.student] = (data, key)
-    gradebook.merge(course, batch)
-    total, done, batch = len(submissions), len(summary.resumed), {}
-    if summary.resumed:
-        progress(summary.resumed[-1], done, total)
+    run = _ClassRun(course, built, timeout, limits, question, progress, len(submissions))
+    run.resume(submissions, again)
+    try:
+        if run.waiting:
+            with ExitStack() as stack:
+                if scheduler is not None and client is None:  # first, since it may have no workers
+                    client = stack.enter_context(connect(scheduler, 0, built, limits.gpu))
+                if here or not limits.gpu:  # with a cluster's GPUs, this machine may have none
+                    _calibrate_here(built, limits)
+                if client is None:
+                    workers = min(jobs, len(run.waiting), len(devices) or jobs)
+                    client = stack.enter_context(connect(None, workers, built, limits.gpu))
+                if devices:
+                    one_gpu_each(client, devices)
+                run.dispatch(client, calibrate_there=limits.gpu and not here)
+    finally:
+        run.merge()  # also when interrupted: what is graded is kept
+        run.summary.seconds = time.perf_counter() - began
+    return run.summary
 
-    def keep(student: str, result: SubmissionResult) -> None:
-        nonlocal batch
-        if question is not None:
-            result = _only(question, result, gradebook.load_record(course, built.name, student, waiting[student][1]))
-        gradebook.save_record(course, result, waiting[student][1])
-        summary.graded.append(result)
-        batch[student] = result
-        if len(batch) >= BATCH:
-            gradebook.merge(course, batch)
-            batch = {}
 
-    fields = {"name": built.name, "instructor": built.instructor, "student": built.student}
+def _calibrate_here(built: Built, limits: Limits) -> None:
+    """Calibrate once for all workers of this machine, and learn early whether the lab itself is broken."""
+    was_warm = is_warm(built, limits)
+    calibrate(built, limits)
+    if not was_warm:
+        close_all()  # each worker starts a warm process of its own
 
-    def run(client) -> None:
-        nonlocal done
-        resources = {"GPU": 1} if limits.gpu else None
-        if devices:
-            one_gpu_each(client, devices)
-        if limits.gpu and not here:  # the machine of this process may have no GPU
-            calibrating = client.submit(calibrate_one, fields, limits.as_dict(), pure=False, resources=resources)
-            next(_as_they_end(client, [calibrating], gpu=True)).result()
-        shared = client.scatter(fields, broadcast=False, hash=False) if len(waiting) > 50 else fields
-        futures = {
-            client.submit(
-                grade_one,
-                shared,
-                data,
-                student,
-                timeout,
-                limits.as_dict(),
-                pure=False,
-                retries=RETRIES,
-                resources=resources,
-                key=f"grade-{student}-{key[:12]}-{time.time_ns()}",
-            ): student
-            for student, (data, key) in waiting.items()
-        }
-        for future in _as_they_end(client, futures, limits.gpu):
+
+@dataclass
+class _ClassRun:
+    """One run over a class: what waits to be graded, and what was graded so far."""
+
+    course: Course
+    built: Built
+    timeout: float
+    limits: Limits
+    question: str | None
+    progress: Progress
+    total: int  # submissions
+    done: int = 0
+    waiting: dict[str, tuple[bytes, str]] = field(default_factory=dict)  # student -> (the file, the key of its record)
+    unmerged: dict[str, SubmissionResult] = field(default_factory=dict)  # student -> a result to merge
+    summary: Summary = field(default_factory=Summary)
+
+    def resume(self, submissions: Sequence[Submission], again: bool) -> None:
+        """Take over what was graded before from the same files; the other submissions wait."""
+        basis = f"{fingerprint(self.built)} {self.timeout} {self.limits}".encode()
+        for submission in submissions:
+            student, data = submission.student, submission.path.read_bytes()
+            key = hashlib.sha256(basis + b"\0" + data).hexdigest()
+            record = gradebook.load_record(self.course, self.built.name, student, key)
+            if record is None or again or self.question is not None:
+                self.waiting[student] = (data, key)
+            else:
+                self.summary.graded.append(record)
+                self.summary.resumed.append(student)
+                self.unmerged[student] = record  # the gradebook may not have it after an interruption
+        self.merge()
+        self.done = len(self.summary.resumed)
+        if self.done:
+            self.progress(self.summary.resumed[-1], self.done, self.total)
+
+    def dispatch(self, client, calibrate_there: bool) -> None:
+        """Have the workers of a Dask client grade what waits, and keep the results as they come."""
+        gpu = self.limits.gpu
+        options = {"pure": False, "resources": {"GPU": 1} if gpu else None}
+        lab = replace(self.built, questions=[])  # workers need the notebooks alone
+        if calibrate_there:
+            calibration = client.submit(calibrate_one, lab, self.limits, **options)
+            next(_in_order_of_end(client, [calibration], gpu)).result()
+        shared = client.scatter(lab, broadcast=False, hash=False) if len(self.waiting) > SCATTER else lab
+        futures = {}
+        for student, (data, key) in self.waiting.items():
+            name = f"grade-{student}-{key[:12]}-{time.time_ns()}"
+            arguments = (shared, data, student, self.timeout, self.limits)
+            futures[client.submit(grade_one, *arguments, key=name, retries=RETRIES, **options)] = student
+        for future in _in_order_of_end(client, futures, gpu):
             student = futures[future]
             try:
                 result = SubmissionResult.from_json(json.loads(future.result()))
-            except Exception as error:  # whatever happened there, the others go on
-                why = f"not graded after {RETRIES + 1} attempts: {str(error).strip()[:500]}"
-                flag = Flag("", "not graded", why)
-                empty = unreadable(built, why, student)
-                summary.failed[student] = why
-                summary.graded.append(SubmissionResult(**{**vars(empty), "flags": (flag,)}))
+            except Exception as error:  # whatever happened to this submission, the others go on
+                self._fail(student, f"not graded after {RETRIES + 1} attempts: {str(error).strip()[:500]}")
             else:
-                keep(student, result)
-            done += 1
+                self._keep(student, result)
+            self.done += 1
             future.release()
-            progress(student, done, total)
+            self.progress(student, self.done, self.total)
 
-    try:
-        with ExitStack() as stack:
-            if waiting and scheduler is not None and client is None:  # first, as it may have no workers
-                client = stack.enter_context(connect(scheduler, 0, fields, limits.gpu))
-            if waiting and (here or not limits.gpu):
-                cold = not is_warm(built, limits)
-                calibrate(built, limits)  # once, and an early word if the lab itself is broken
-                if cold:
-                    close_all()  # the workers have their own
-            if waiting:
-                workers = min(jobs, len(waiting), len(devices) or jobs)
-                run(client or stack.enter_context(connect(None, workers, fields, limits.gpu)))
-    finally:
-        gradebook.merge(course, batch)  # also when interrupted: what is done is done
-        summary.seconds = time.perf_counter() - began
-    return summary
+    def _keep(self, student: str, result: SubmissionResult) -> None:
+        key = self.waiting[student][1]
+        if self.question is not None:
+            old = gradebook.load_record(self.course, self.built.name, student, key)
+            result = _replace_question(self.question, result, old)
+        gradebook.save_record(self.course, result, key)
+        self.summary.graded.append(result)
+        self.unmerged[student] = result
+        if len(self.unmerged) >= BATCH:
+            self.merge()
+
+    def _fail(self, student: str, why: str) -> None:
+        self.summary.failed[student] = why
+        result = replace(unreadable(self.built, why, student), flags=(Flag("", "not graded", why),))
+        self.summary.graded.append(result)
+
+    def merge(self) -> None:
+        """Write the results that the gradebook does not have yet."""
+        gradebook.merge(self.course, self.unmerged)
+        self.unmerged = {}
 
 
-def _only(question: str, new: SubmissionResult, old: SubmissionResult | None) -> SubmissionResult:
-    """The old result with one question replaced."""
-    from instructor.grading.submission.plan import question_of
-
+def _replace_question(question: str, new: SubmissionResult, old: SubmissionResult | None) -> SubmissionResult:
+    """The old result with one question's cells and flags from the new one."""
     if old is None:
         return new
-    wanted = question_id(question)
-    cells = {name: new.cells[name] if question_of(name) == wanted else cell for name, cell in old.cells.items()}
-    flags = [f for f in old.flags if f.question != wanted] + [f for f in new.flags if f.question == wanted]
-    return SubmissionResult(**{**vars(new), "cells": cells, "flags": tuple(flags)})
+    key = question_id(question)
+    cells = {name: new.cells[name] if question_of(name) == key else cell for name, cell in old.cells.items()}
+    flags = [f for f in old.flags if f.question != key] + [f for f in new.flags if f.question == key]
+    return replace(new, cells=cells, flags=tuple(flags))
 
 
 def question_id(question: str) -> str:
-    """`1.1`, `bonus 1.4` or `q1_1` -> the question's id."""
+    """The id of a question that is written as `1.1`, `bonus 1.4` or `q1_1`."""
     text = question.strip().lower().replace(".", "_")
     if text.startswith("bonus"):
         return "bonus_" + text.removeprefix("bonus").strip(" _")

@@ -1,4 +1,4 @@
-"""Into nbgrader's gradebook and folders: one writer, one transaction a submission.
+"""Write results into nbgrader's gradebook and folders, with one transaction for each submission.
 
 What is written is what `nbgrader autograde` writes: `autograded/<student>/<lab>/<lab>.ipynb` and scores in the
 database. So the formgrader, `nbgrader generate_feedback` and `nbgrader export` go on from here.
@@ -19,7 +19,7 @@ from utils.files import write_whole
 
 
 def prepare(course: Course, built: Built) -> None:
-    """Make the lab known to the gradebook, in its present version, by nbgrader's own `generate_assignment`."""
+    """Add the lab's present version to the gradebook, by nbgrader's own `generate_assignment`."""
     marker = course.root / "grading" / built.name / "assignment.ipynb"
     if marker.is_file() and marker.read_text(encoding="utf-8") == built.instructor and _is_known(course, built.name):
         return
@@ -39,16 +39,16 @@ def _is_known(course: Course, lab: str) -> bool:
 
 
 def merge(course: Course, results: Mapping[str, SubmissionResult]) -> None:
-    """Write results into the gradebook and the folder `autograded`; a manual grade that is there stays.
+    """Write results into the gradebook and the folder `autograded`; manual grades are kept.
 
-    Each submission is one transaction: after an interruption it is there as a whole or not at all.
+    Each submission is one transaction: after an interruption the gradebook has all of it or nothing.
     """
     from nbgrader.api import Gradebook, MissingEntry
 
     if not results:
         return
     with warnings.catch_warnings(), Gradebook(course.database, course.course_id) as gradebook:
-        warnings.simplefilter("ignore")  # nbgrader's own words to SQLAlchemy
+        warnings.simplefilter("ignore")  # SQLAlchemy's warnings about nbgrader
         for student, result in results.items():
             lab = result.lab
             _write_notebook(course, student, result)
@@ -105,25 +105,24 @@ def _write_notebook(course: Course, student: str, result: SubmissionResult) -> N
 
 
 def record_path(course: Course, lab: str, student: str) -> Path:
+    """Where the record of a submission is kept."""
     return course.root / "grading" / lab / "results" / f"{student}.json"
 
 
 def save_record(course: Course, result: SubmissionResult, key: str) -> None:
-    """Keep a result, with what it was made from."""
+    """Keep a result with the key of what it was made from."""
     path = record_path(course, result.lab, result.student)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps({"key": key, **result.as_json()}, indent=1))
 
 
 def load_record(course: Course, lab: str, student: str, key: str) -> SubmissionResult | None:
-    """The result made from exactly this, if there is one."""
+    """The record of a submission if it was made from the same sources and file (`key`), or None."""
     path = record_path(course, lab, student)
     if not path.is_file():
         return None
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        if said.pop("key") != key:
-            return None
-        return SubmissionResult.from_json(said)
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return SubmissionResult.from_json(fields) if fields.pop("key") == key else None
     except (ValueError, KeyError, GradingError):
         return None

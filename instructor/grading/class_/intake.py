@@ -1,4 +1,4 @@
-"""Submissions as they arrive: nbgrader's folders, or a zip from a learning platform."""
+"""Find submissions in nbgrader's folders, or copy them there from a learning platform's zip."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ STUDENT = re.compile(r"[\w.@+-]+(?: [\w.@+-]+)*", flags=re.UNICODE)
 
 
 class IntakeError(ValueError):
-    """Submissions that cannot be taken in; says what was found and what is expected."""
+    """Submissions that cannot be used; the message says what was found and what is expected."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A student's notebook for one lab, where it lies in the course."""
+    """A student's notebook for one lab: whose it is, and its path in the course."""
 
     student: str
     path: Path
@@ -43,7 +43,7 @@ def submissions(root: Path, lab: str, only: list[str] | None = None) -> list[Sub
 
 
 def student_of(member: str, lab: str) -> str | None:
-    """Whose notebook a member of a zip is, or None if it is none of this lab.
+    """The student whose notebook a member of a zip is, or None if it is no notebook of this lab.
 
     Moodle: `Ada Lovelace_4711_assignsubmission_file_/lab1.ipynb`; Canvas: `lovelaceada_4711_99_lab1.ipynb` (with
     `LATE` and `-1` now and then); nbgrader: `.../ada/lab1/lab1.ipynb`; otherwise a folder for each student.

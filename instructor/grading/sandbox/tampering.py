@@ -1,11 +1,11 @@
 """Signs of tampering in a student's process: what was tried (audit events) and what was replaced (identities).
 
-Neither protects anything; the walls and the distance to the checker do. They are why a grader learns of an attempt.
-An honest notebook must not set them off: so what counts is what a student's own line does, not what a library does,
-and of replaced functions only those that a check of theirs could lean on. What was replaced is put back, so that the
-next question runs in a process that is whole.
+Signs protect nothing; the walls and the distance to the checker do that. By the signs a grader learns of an attempt.
+An honest notebook must not cause any. So only what a student's own line does counts, not what a library does, and of
+the functions that were replaced only those that a check may rely on. What was replaced is put back, so that the next
+question runs in a process that is whole.
 
-A sign names the cell whose code did it, by the file name of that code: a function of an earlier cell that is called
+A sign names the cell whose code caused it, by the file name of that code: a function of an earlier cell that is called
 in a later one counts for its own question.
 """
 
@@ -25,6 +25,8 @@ import sys
 import sysconfig
 import threading
 import types
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,43 +45,15 @@ _EVENTS = frozenset(
         *_READS,
         *_TRACES,
         *_NETWORK,
-        "socket.__new__",
-        "exec",
-        "compile",
-        "code.__new__",
-        "import",
-        "open",
-        "os.fork",
-        "os.forkpty",
-        "os.symlink",
-        "os.putenv",
-        "os.kill",
-        "os.killpg",
-        "os.exec",
-        "os.posix_spawn",
-        "subprocess.Popen",
-        "fcntl.fcntl",
-        "ctypes.dlopen",
-        "ctypes.dlsym",
-        "ctypes.string_at",
-        "ctypes.wstring_at",
-        "ctypes.cdata",
-        "ctypes.PyObj_FromPtr",
-        "ctypes.addressof",
-        "ctypes.cdata/buffer",
-        "ctypes.set_errno",
-        "ctypes.call_function",
+        *("socket.__new__", "exec", "compile", "code.__new__", "import", "open", "fcntl.fcntl", "subprocess.Popen"),
+        *("os.fork", "os.forkpty", "os.symlink", "os.putenv", "os.kill", "os.killpg", "os.exec", "os.posix_spawn"),
+        *("ctypes.dlopen", "ctypes.dlsym", "ctypes.string_at", "ctypes.wstring_at", "ctypes.cdata", "ctypes.addressof"),
+        *("ctypes.PyObj_FromPtr", "ctypes.cdata/buffer", "ctypes.set_errno", "ctypes.call_function"),
     }
 )
 _WATCHED_MODULES = (
-    "torch",
-    "utils",
-    "utils.checking",
-    "utils.checking.verdicts",
-    "utils.checking.watching",
-    "time",
-    "builtins",
-    "numpy",
+    *("utils", "utils.checking", "utils.checking.verdicts", "utils.checking.watching"),
+    *("torch", "numpy", "time", "builtins"),
 )
 _STRICT = ("builtins", "time", "utils")  # no library replaces a function there
 _HOOKS = ("showtraceback", "_showtraceback", "showsyntaxerror", "run_cell", "run_code", "run_ast_nodes", "displayhook")
@@ -87,42 +61,44 @@ _GONE = object()
 _TESTS = ("<tests of ", "<definitions of ")  # how the checker names the code of a test cell
 # Methods that a comparison or conversion in a check would call.
 _ANSWERING = (
-    "__class__",
-    "__eq__",
-    "__ne__",
-    "__lt__",
-    "__le__",
-    "__gt__",
-    "__ge__",
-    "__float__",
-    "__int__",
-    "__index__",
-    "__sub__",
-    "__rsub__",
-    "__abs__",
-    "__truediv__",
-    "__getitem__",
-    "__torch_function__",
-    "__torch_dispatch__",
-    "__array__",
-    "__bool__",
+    *("__class__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__", "__getitem__"),
+    *("__float__", "__int__", "__index__", "__sub__", "__rsub__", "__abs__", "__truediv__"),
+    *("__torch_function__", "__torch_dispatch__", "__array__"),
 )
 _NOTHING: tuple[list[int], list] = ([], [])
 _MATMUL = re.compile("|".join(f"(?:{name})" for name in watching.MATMUL))
 
 
+class Sign(NamedTuple):
+    """Something that looks like tampering."""
+
+    cell: str  # whose code did it
+    kind: str
+    detail: str
+    during: str  # the cell that ran, or was tested, at the time
+
+
+class Place(NamedTuple):
+    """A namespace whose functions a check may rely on."""
+
+    name: str
+    space: Mapping[str, Any]
+    owner: Any  # the module or class
+
+
 class Watcher:
-    """Writes one JSON line for each sign into `descriptor`, where this process cannot take it back.
+    """Writes one JSON line for each sign into a pipe, from which this process cannot take it back.
 
     Args:
-        descriptor: the end of a pipe
-        channel: the descriptor of the channel to the checker
-        places: (name, namespace, its owner) whose functions a check may lean on
-        shell: the IPython shell in which cells run
+        descriptor: the end of the pipe.
+        channel: the descriptor of the channel to the checker.
+        places: the namespaces to compare with what they are now.
+        shell: the IPython shell in which cells run.
     """
 
-    def __init__(self, descriptor: int, channel: int, places: list[tuple[str, dict, object]], shell):
-        self.descriptor, self.channel, self.cell, self.said = descriptor, channel, "", set()
+    def __init__(self, descriptor: int, channel: int, places: list[Place], shell):
+        self.descriptor, self.channel, self.cell = descriptor, channel, ""
+        self.reported: set[Sign] = set()
         self.busy = False
         self.mended: list[tuple[str, object]] = []
         self.files: dict[str, str] = {}  # file name of a cell's code -> the cell
@@ -138,7 +114,7 @@ class Watcher:
             for key, value in space.items()
             if isinstance(value, types.FunctionType)
         ]
-        self.looked: dict[str, tuple[list[int], list]] = {}
+        self.seen: dict[str, tuple[list[int], list]] = {}  # as a namespace was at the last scan
         self.finders = list(sys.meta_path)
         self.modules = {name: sys.modules[name] for name in _WATCHED_MODULES if name in sys.modules}
         self.signals = {number: signal.getsignal(number) for number in _SIGNALS}
@@ -149,17 +125,19 @@ class Watcher:
         self.kept = [list(known) for known in self.lists]
 
     def begin(self, cell: str) -> None:
+        """Note which cell runs, or is tested, from now on."""
         self.cell = cell
 
     def sign(self, kind: str, detail: str, code: types.CodeType | None = None) -> None:
+        """Report a sign, once; `code` is the student's code that caused it, if that is known."""
         cell = self.files.get(code.co_filename, self.cell) if code is not None else self.cell
         # What an earlier answer does while another question is tested makes that test worthless, too.
         during = self.cell if kind != "patched" and threading.current_thread() is threading.main_thread() else cell
-        said = (cell, kind, detail, during)
-        if said not in self.said and len(self.said) < 200:
-            self.said.add(said)
-            line = json.dumps({"cell": cell, "kind": kind, "detail": detail[:300], "during": during}) + "\n"
-            with contextlib.suppress(OSError):  # the student closed it: the reader sees that
+        sign = Sign(cell, kind, detail[:300], during)
+        if sign not in self.reported and len(self.reported) < 200:
+            self.reported.add(sign)
+            line = json.dumps(sign._asdict()) + "\n"
+            with contextlib.suppress(OSError):  # the student closed it, which the reader sees
                 os.write(self.descriptor, line.encode())
 
     def _guard_ends(self) -> None:
@@ -191,7 +169,7 @@ class Watcher:
                 space[key] = old
 
     def scan(self) -> None:
-        """Compare what checks lean on with what it was before the first cell, and put it back."""
+        """Compare what checks rely on with what it was before the first cell, and put it back."""
         self.busy = True
         try:
             self.mend()
@@ -212,7 +190,7 @@ class Watcher:
                     self.sign("patched", f"a handler of {number.name} was set", _code_of(new))
                     signal.signal(number, old)
                     signal.setitimer(signal.ITIMER_REAL, 0)
-            threading._profile_hook = threading._trace_hook = None
+            threading._profile_hook = threading._trace_hook = None  # type: ignore[attr-defined]
             sys.settrace(None)
             sys.setprofile(None)
         finally:
@@ -220,7 +198,7 @@ class Watcher:
 
     def _compare(self, name: str, space, owner, before: dict) -> None:
         values = list(space.values())
-        if list(map(id, values)) == self.looked.get(name, _NOTHING)[0]:  # as at the last look
+        if list(map(id, values)) == self.seen.get(name, _NOTHING)[0]:  # nothing changed since the last scan
             return
         strict = name.split(".")[0] in _STRICT
         for key, old in before.items():
@@ -240,7 +218,7 @@ class Watcher:
                     with contextlib.suppress(AttributeError, TypeError):
                         delattr(owner, key)
         values = list(space.values())
-        self.looked[name] = list(map(id, values)), values  # kept, so that no address is used again
+        self.seen[name] = list(map(id, values)), values  # kept alive, so that no address is used again
 
     def _scan_modules(self) -> None:
         for finder in list(sys.meta_path):
@@ -274,8 +252,8 @@ class Watcher:
                     self.sign("patched", f"the magic {name} was replaced", _code_of(new))
                     shell.magics_manager.magics[kind][name] = old
 
-    def look_at(self, value: object, depth: int = 0) -> None:
-        """Note a result that would answer a check's questions itself: a number or tensor with methods of its own."""
+    def look_at(self, value: Any, depth: int = 0) -> None:
+        """Report a result that answers a check's comparisons itself: a number or tensor with methods of its own."""
         kind = type(value)
         if kind in (list, tuple) and depth < 3:
             for item in value[:100]:
@@ -293,6 +271,7 @@ class Watcher:
 
     def _holds_liars(self, value, kind: type) -> bool:
         """True for a list or dict of the student's that holds such values."""
+        parts: Iterable
         if issubclass(kind, list | tuple):
             parts = list.__iter__(value) if issubclass(kind, list) else tuple.__iter__(value)
         elif issubclass(kind, dict):
@@ -304,7 +283,7 @@ class Watcher:
     # ---- what was tried --------------------------------------------------------------------------------------
 
     def hook(self, event: str, args: tuple) -> None:
-        """An audit hook: it cannot be removed from Python."""
+        """Note an audit event; Python cannot remove a hook for them."""
         if self.busy or event not in _EVENTS:
             return
         self.busy = True
@@ -323,10 +302,10 @@ class Watcher:
                 self.files.setdefault(args[0].co_filename, self.files.get(code.co_filename, self.cell))
         elif event in _READS:
             above = caller.f_back
-            inspected = code.co_filename.endswith("inspect.py") and above is not None
-            if is_students(code) or (inspected and is_students(above.f_code)):
-                student = code if is_students(code) else above.f_code
-                self.sign("inspects frames or objects", event, student)
+            if above is not None and code.co_filename.endswith("inspect.py") and not is_students(code):
+                code = above.f_code
+            if is_students(code):
+                self.sign("inspects frames or objects", event, code)
         elif event in _TRACES:
             if is_students(code):
                 self.sign("traces the interpreter", event, code)
@@ -350,7 +329,7 @@ class Watcher:
                 self._note_beyond(event, args, code)
 
     def _note_beyond(self, event: str, args: tuple, code: types.CodeType) -> None:
-        """Events that the standard library may raise on a student's behalf."""
+        """Note events that the standard library may cause on a student's behalf."""
         if event == "socket.__new__":
             if args[1] in (socket.AF_INET, socket.AF_INET6):
                 self.sign("network", "an internet socket was made", code)
@@ -391,12 +370,12 @@ class Watcher:
 
 
 def is_students(code: types.CodeType) -> bool:
-    """True for a student's code; tests that run in their process have names that they may not give theirs."""
+    """True for a student's code, and False for tests: these have file names that a student's code may not have."""
     return not code.co_filename.startswith(_TESTS) and watching.is_students(code)
 
 
 def _beyond_library(frame) -> types.CodeType:
-    """The code that called the standard library: pathlib, shutil, ctypes and the like stand in between."""
+    """The code that called the standard library, above the frames of pathlib, shutil, ctypes and the like."""
     while frame.f_back is not None and (
         frame.f_code.co_filename.startswith(_STDLIB) or frame.f_code.co_name == "_modified_open"  # IPython's open()
     ):
@@ -426,7 +405,7 @@ def _code_of(value) -> types.CodeType | None:
 
 
 def _by_student(value) -> bool:
-    """True for functions, classes and objects of theirs that a student wrote, also wrapped."""
+    """True if a student wrote the function or class, or the class of the object; also if it is wrapped."""
     if value is _GONE:
         return True
     kind = value if isinstance(value, type) else type(value)
@@ -434,38 +413,22 @@ def _by_student(value) -> bool:
     return (code is not None and is_students(code)) or getattr(kind, "__module__", "") == "__main__"
 
 
-def watched_places() -> list[tuple[str, dict, object]]:
-    """(name, namespace, owner) of the namespaces whose functions a check may lean on."""
+def watched_places() -> list[Place]:
+    """The namespaces whose functions a check may rely on."""
     modules = [n for n in sys.modules if n.partition(".")[0] == "utils" and sys.modules[n] is not None]
-    modules += [
-        "time",
-        "torch",
-        "torch.testing",
-        "torch.testing._comparison",
-        "torch.nn.functional",
-        "torch.cuda",
-        "torch.overrides",
-        "torch.utils._python_dispatch",
-        "torch.utils.flop_counter",
-        "math",
-        "json",
-        "inspect",
-        "gc",
-        "os",
-        "sys",
-        "random",
-    ]
-    places: list[tuple[str, dict, object]] = []
+    modules += ["torch", "torch.testing", "torch.testing._comparison", "torch.nn.functional", "torch.cuda"]
+    modules += ["torch.overrides", "torch.utils._python_dispatch", "torch.utils.flop_counter"]
+    modules += ["time", "math", "json", "inspect", "gc", "os", "sys", "random"]
+    places = []
     for name in modules:
         if name in sys.modules:
             module = sys.modules[name]
-            places.append((name, vars(module), module))
+            places.append(Place(name, vars(module), module))
             for key, value in list(vars(module).items()):
                 if isinstance(value, type) and value.__module__ == name and name != "torch":
-                    places.append((f"{name}.{key}", vars(value), value))
-    for owner in (torch.Tensor, torch.nn.Module, torch.cuda.Event, torch.Event, random.Random, random.SystemRandom):
-        places.append((f"{owner.__module__}.{owner.__name__}", vars(owner), owner))
-    return places
+                    places.append(Place(f"{name}.{key}", vars(value), value))
+    owners = (torch.Tensor, torch.nn.Module, torch.cuda.Event, torch.Event, random.Random, random.SystemRandom)
+    return places + [Place(f"{owner.__module__}.{owner.__name__}", vars(owner), owner) for owner in owners]
 
 
 # ---- the watch, checked from below -------------------------------------------------------------------------------

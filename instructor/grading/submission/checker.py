@@ -1,7 +1,7 @@
-"""Grade one submission: run its cells in a student's process, and the tests here, where it cannot reach.
+"""Grade one submission: run its cells in a student's process, and the tests here, out of its reach.
 
-This runs in a process of its own, forked for one submission. The student's process can be replaced at any time: when a
-cell hangs or dies, a new one runs the cells before it again, and goes on behind it.
+This runs in a process of its own, forked for one submission. When a cell hangs or ends the student's process, a new one
+runs the cells before it again and goes on with the cells after it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import linecache
 import os
 import random
 import select
@@ -17,22 +16,27 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import nbformat
 import torch
 
-from instructor.grading.submission.plan import Plan, Step, Unreadable, make_plan, question_of
+from instructor.grading.sandbox.tampering import Sign
+from instructor.grading.submission.exceptions import error_with_lines, explain
+from instructor.grading.submission.outputs import clean_outputs, error_output
+from instructor.grading.submission.plan import Plan, Step, Unreadable, make_plan, python_of, question_of, question_title
+from instructor.grading.submission.records import Job, Report
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
-from instructor.grading.submission.results import CellResult, Flag
-from utils.checking import AnswerNeeded, WrongAnswer
+from instructor.grading.submission.results import CellResult, Flag, SubmissionResult
+from instructor.grading.wire.channel import Channel
 
 MAX_RESTARTS = 12
-# Functions that run a student's text in a process of their own: that process has to stand behind the walls, too.
+MAX_SHOWN = 20_000  # characters of what a test prints
+# Functions that run a student's text in a process of their own: that process has to be behind the walls, too.
 RUNNERS = {"utils.kernels.interpreter": ("run_interpreted_cases",)}
-_SHOWN = ("text/plain", "text/latex", "image/png", "image/jpeg")
-_GONE = {
+_WHY_GONE = {
     "timeout": "ran longer than the {timeout:g} s that it may take, and was ended. Look for a loop that never ends, "
     "and for work that could be smaller.",
     "killed": "ended its process (a crash, os._exit, or more memory than it may use).",
@@ -40,181 +44,201 @@ _GONE = {
 }
 
 
+class StudentProcess(NamedTuple):
+    """A student's process that has just started behind its walls."""
+
+    channel: Channel
+    signs: int  # descriptor of the pipe on which it reports signs of tampering
+    walls: dict[str, str]  # wall -> what it stands by
+    end: Callable[[], None]
+
+
 class Checker:
     """Grades one submission.
 
     Args:
-        job: the lab's notebooks, the submission and the limits
-        base: the notebook's names after the setup
-        start: starts a student's process; returns (channel, its flags' pipe, walls, a function that ends it)
+        job: the lab's notebooks, the submission and the limits.
+        base: the notebook's names after the setup.
+        start: starts a student's process; with `run_text=True`, one that may interpret Triton's kernels.
     """
 
-    def __init__(self, job: dict, base: dict, start):
+    def __init__(self, job: Job, base: dict, start: Callable[..., StudentProcess]):
         self.job, self.base, self.start = job, base, start
         self.errors = {n: v for n, v in base.items() if isinstance(v, type) and issubclass(v, Exception)}
-        self.timeout = float(job["timeout"])
+        self.timeout = job.timeout
         self.flags: list[Flag] = []
-        self.signs: list[dict] = []
+        self.signs: list[Sign] = []
         self.walls: dict[str, str] = {}
         self.cells: dict[str, CellResult] = {}
         self.fates: dict[str, tuple[str, str]] = {}  # question -> (status, message) of a cell that hung or died
         self.ran: list[Step] = []
         self.restarts = 0
+        self.process: StudentProcess | None = None  # None once there were too many restarts
         self.remote: Remote | None = None
+        self.unread = b""  # the beginning of a sign that has not come as a whole
         self.current = ""  # name of the cell that runs
         self.cell_seconds = 0.0
-        self.modes: dict[str, str] = dict(job["modes"])
+        self.modes = dict(job.modes)
         self.why: dict[str, str] = {}
         self.student_texts: list[str] = []
         self.testing = False
 
-    def grade(self) -> dict:
-        """The result, as JSON."""
+    def grade(self) -> Report:
+        """Run and test every cell of the submission."""
         began = time.perf_counter()
+        job = self.job
         try:
-            data, tests = bytes.fromhex(self.job["submission"]), self.job["tests"]
-            plan = make_plan(self.job["instructor"], self.job["student"], data, tests)
+            plan = make_plan(job.instructor_notebook, job.student_notebook, job.submission, job.tests)
         except Unreadable as error:
-            plan = make_plan(self.job["instructor"], self.job["student"], self.job["student"], tests)
+            plan = make_plan(job.instructor_notebook, job.student_notebook, job.student_notebook, job.tests)
             for step in plan.steps:
                 if step.points:
                     self.cells[step.name] = CellResult(0.0, step.points, "missing", str(error), 0.0)
-            return self._result(plan, began)
+            return self._report(plan, began)
         self.flags += [Flag(s.question, s.kind, s.detail) for s in plan.structure]
-        # In the warm process's folder: whatever becomes of this process, that one is removed.
+        # In the warm process's folder, which is removed whatever becomes of this process.
         with tempfile.TemporaryDirectory(prefix="checker-", dir=os.getcwd()) as self.folder:
             self._prepare()
-            self._fresh()
+            self._start_student()
+            stages = {"student": self._run, "tests": self._test, "skipped": self._show_as_submitted}
             for step in plan.steps:
-                if step.kind == "student":
-                    self._run(step)
-                elif step.kind == "tests":
-                    self._test(step)
-                elif step.kind == "skipped":
-                    self._show_as_submitted(step)
+                if step.kind in stages:
+                    stages[step.kind](step)
                 if step.by_hand:
                     self._wait_for_person(step)
-            self._stop()
-        self._take_away(plan.steps)
-        return self._result(plan, began)
+            self._stop_student()
+        self._flag_signs(plan.steps)
+        self._take_points_of_flagged()
+        return self._report(plan, began)
 
-    def _result(self, plan: Plan, began: float) -> dict:
+    def _report(self, plan: Plan, began: float) -> Report:
         skipped = [s.name for s in plan.steps if s.kind == "skipped"]
         plan.notebook.metadata["grading"] = {"walls": self.walls, "not_run": skipped}
-        return {
-            "student": self.job["name"],
-            "lab": self.job["lab"],
-            "cells": {name: vars(cell) for name, cell in self.cells.items()},
-            "flags": [vars(flag) for flag in self.flags],
-            "walls": self.walls,
-            "notebook": nbformat.writes(plan.notebook, version=4),
-            "seconds": time.perf_counter() - began,
-            "cell_seconds": self.cell_seconds,
-            "skipped": skipped,
-            "modes": self.modes,
-            "why": self.why,
-        }
+        result = SubmissionResult(
+            student=self.job.student,
+            lab=self.job.lab,
+            cells=self.cells,
+            flags=tuple(self.flags),
+            walls=self.walls,
+            notebook=nbformat.writes(plan.notebook, version=4),
+            seconds=time.perf_counter() - began,
+            cell_seconds=self.cell_seconds,
+            skipped=tuple(skipped),
+        )
+        return Report(result, self.modes, self.why)
 
     # ---- the student's process -------------------------------------------------------------------------------
 
-    def _fresh(self) -> None:
-        """A new student's process, without any cell run."""
-        channel, self.pipe, self.walls, self.end = self.start()
-        self.remote = Remote(channel, self.errors)
-        self.buffer = b""
+    def _start_student(self) -> None:
+        """Start a student's process in which no cell has run."""
+        self.process = self.start()
+        self.walls = self.process.walls
+        self.remote = Remote(self.process.channel, self.errors)
+        self.unread = b""
 
-    def _stop(self) -> None:
+    def _stop_student(self) -> None:
         self._collect_signs()
-        if self.remote is not None:
-            self.end()
-            self._collect_signs()
-            os.close(self.pipe)
-            self.remote.channel.close()
-            self.remote = None
+        if self.process is not None:
+            self.process.end()
+            self._collect_signs()  # those that it reported until its end
+            os.close(self.process.signs)
+            self.process.channel.close()
+            self.process = self.remote = None
 
     def _collect_signs(self) -> None:
-        """What the student's process reported of itself; it can add to this and not take away."""
-        if self.remote is None:
+        """Read what the student's process reported of itself; it can add to this and not take away."""
+        if self.process is None:
             return
         with contextlib.suppress(OSError):
-            while select.select([self.pipe], [], [], 0)[0] and len(self.buffer) < 1_000_000:
-                piece = os.read(self.pipe, 65536)
+            while select.select([self.process.signs], [], [], 0)[0] and len(self.unread) < 1_000_000:
+                piece = os.read(self.process.signs, 65536)
                 if not piece:
                     break
-                self.buffer += piece
-        *lines, self.buffer = self.buffer.split(b"\n")
+                self.unread += piece
+        *lines, self.unread = self.unread.split(b"\n")
         for line in lines[:1000]:
             try:
-                said = json.loads(line)
-                sign = {key: str(said[key])[:300] for key in ("cell", "kind", "detail", "during")}
+                fields = json.loads(line)
+                sign = Sign(*(str(fields[name])[:300] for name in Sign._fields))
             except (ValueError, KeyError, TypeError, RecursionError):
-                sign = {"cell": self.current, "during": self.current, "kind": "protocol", "detail": "unreadable sign"}
+                sign = Sign(self.current, "protocol", "unreadable sign", self.current)
             if sign not in self.signs:
                 self.signs.append(sign)
 
     def _restart(self) -> None:
-        """Start again behind a cell that hung or died: run what ran before it, without it.
-
-        Cells that tampered with the process are left out as well: they have lost their points, and may have broken it.
-        """
+        """Start again after a cell that hung or died: run the cells before it, without it."""
         self.restarts += 1
-        self._again()
+        self._replay()
 
-    def _again(self) -> None:
-        """Another process for the student's, in which the same cells ran."""
+    def _replay(self) -> None:
+        """Run the same cells in a new student's process.
+
+        Cells that tampered with the process are left out: they have lost their points, and may have broken it.
+        """
         while True:
-            self._stop()
-            guilty = {sign["cell"] for sign in self.signs}
+            self._stop_student()
+            guilty = {sign.cell for sign in self.signs}
             self.ran = [step for step in self.ran if step.name not in guilty]
             if self.restarts > MAX_RESTARTS:
                 return
-            self._fresh()
+            self._start_student()
             try:
                 for step in self.ran:
-                    self.remote.within(self.timeout)
-                    self.remote.ask({"op": "run", "cell": step.name, "source": step.source})
+                    self._run_there(step)
                 return
             except Gone:
-                self.ran.remove(step)  # it went well the first time; now it counts as gone
+                # The cell went well before. It does not now, so it is left out and counts as a restart.
+                self.ran.remove(step)
                 self.restarts += 1
+
+    def _run_there(self, step: Step) -> dict:
+        """Run a cell in the student's process; returns its answer."""
+        if self.remote is None:
+            raise Gone("killed")
+        self.remote.within(self.timeout)
+        return self.remote.ask({"op": "run", "cell": step.name, "source": step.source})[0]
 
     def _run(self, step: Step) -> None:
         """Run a cell of the student's and keep what it shows."""
         if self.remote is None:
-            step.cell.outputs = [_error_output("NotRun", "not run: too many cells before it hung or died")]
+            step.cell.outputs = [error_output("NotRun", "not run: too many cells before it hung or died")]
             return
         began, self.current = time.perf_counter(), step.name
-        self.remote.within(self.timeout)
         try:
-            reply, _ = self.remote.ask({"op": "run", "cell": step.name, "source": step.source})
-            outputs = _clean_outputs(reply.get("outputs"))
-            if reply.get("used_up"):
-                message = f"The cell {step.name} leaves too little for those after it: {str(reply['used_up'])[:100]}."
+            reply = self._run_there(step)
+            outputs = clean_outputs(reply.get("outputs"))
+            if resource := reply.get("exhausted"):
+                message = f"The cell {step.name} leaves too little for those after it: {str(resource)[:100]}."
                 self.fates.setdefault(step.question, ("killed", message))
-                outputs.append(_error_output("UsedUp", message))
+                outputs.append(error_output("UsedUp", message))
                 self._restart()
             else:
                 self.ran.append(step)
         except Gone as gone:
-            words = _GONE[gone.kind].format(timeout=self.timeout)
-            message = f"The cell {step.name} of {_label(step.question)} {words}"
-            self.fates.setdefault(step.question, ("killed" if gone.kind != "timeout" else "timeout", message))
-            if gone.kind == "protocol":
-                self._flag(step.question, "protocol", gone.detail)
-            outputs = [_error_output("Timeout" if gone.kind == "timeout" else "DeadKernel", message)]
+            why = self._why_gone(gone, step)
+            message = f"The cell {step.name} of {question_title(step.question)} {why}"
+            late = gone.kind == "timeout"
+            self.fates.setdefault(step.question, ("timeout" if late else "killed", message))
+            outputs = [error_output("Timeout" if late else "DeadKernel", message)]
             self._restart()
         self.cell_seconds += time.perf_counter() - began
-        step.cell.outputs = [nbformat.from_dict(o) for o in outputs]
+        step.cell.outputs = [nbformat.from_dict(output) for output in outputs]
+
+    def _why_gone(self, gone: Gone, step: Step) -> str:
+        """Say why the student's process is gone; a broken protocol is flagged."""
+        if gone.kind == "protocol":
+            self._flag(step.question, "protocol", gone.detail)
+        return _WHY_GONE[gone.kind].format(timeout=self.timeout)
 
     # ---- tests -----------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Load the hidden checks; they see runners of student's text that stay behind the walls."""
+        """Get this process ready for hidden checks: runners of student's text stay behind the walls."""
         for module, names in RUNNERS.items():
             with contextlib.suppress(ImportError):
                 owner = __import__(module, fromlist=["*"])
                 for name in names:
-                    setattr(owner, name, self._behind_walls(module, name, getattr(owner, name)))
+                    setattr(owner, name, self._runner_behind_walls(module, name))
         seed = int.from_bytes(os.urandom(6), "little")  # the student's process has the state of the setup cell
         torch.manual_seed(seed)
         random.seed(seed)
@@ -226,7 +250,7 @@ class Checker:
         sys.addaudithook(self._refuse)
 
     def _refuse(self, event: str, args: tuple) -> None:
-        """The checker runs no text of a student's and starts no process with it; such checks go inside."""
+        """Refuse to run a student's text here, or to start a process with it; such a check goes inside."""
         if not self.testing:
             return
         if event == "compile" and self.student_texts:
@@ -236,27 +260,28 @@ class Checker:
         elif event in ("subprocess.Popen", "os.posix_spawn", "os.exec", "os.system"):
             raise CannotTravel(f"the check starts a process ({event})")
 
-    def _behind_walls(self, module: str, name: str, function):
+    def _runner_behind_walls(self, module: str, name: str) -> Callable:
+        """A function that runs one of the `RUNNERS` in a new student's process."""
+
         def run(*args, **kwargs):
-            channel, pipe, _, end = self.start(run_text=True)
-            clean, left = Remote(channel), self.remote.deadline - time.monotonic()
+            process = self.start(run_text=True)
+            clean = Remote(process.channel)
             try:
-                clean.within(max(left, 1.0))
+                clean.within(max(self.remote.deadline - time.monotonic(), 1.0))
                 reply, _ = clean.ask({"op": "runner", "module": module, "name": name})
                 if reply["op"] != "ready":
                     raise Gone("protocol", "no runner")
                 return clean.call(1, args, kwargs)
             finally:
-                end()
-                os.close(pipe)
-                channel.close()
+                process.end()
+                os.close(process.signs)
+                process.channel.close()
 
-        run.__wrapped__ = None
-        del run.__wrapped__
         run.__name__ = name
         return run
 
     def _test(self, step: Step) -> None:
+        """Run a test cell and give its points."""
         began, self.current = time.perf_counter(), step.name
         status, message, shown = self._verdict(step)
         self._make_room()
@@ -270,17 +295,16 @@ class Checker:
         outputs = [nbformat.v4.new_output("stream", name="stdout", text=shown)] if shown else []
         if status != "passed":
             kind = {"failed": "WrongAnswer", "timeout": "Timeout", "killed": "DeadKernel"}.get(status, "Error")
-            outputs.append(_error_output(kind, message))
-        step.cell.outputs = [nbformat.from_dict(o) for o in outputs]
+            outputs.append(error_output(kind, message))
+        step.cell.outputs = [nbformat.from_dict(output) for output in outputs]
 
     def _make_room(self) -> None:
-        """Start again where the student's functions filled the memory as they were tested: later questions need it."""
+        """Restart if the student's functions filled the memory as they were tested: later questions need it."""
         if self.remote is None:
             return
         try:
             self.remote.within(self.timeout)
-            reply, _ = self.remote.ask({"op": "room"})
-            full = bool(reply.get("used_up"))
+            full = bool(self.remote.ask({"op": "room"})[0].get("exhausted"))
         except Gone:
             full = True
         if full:
@@ -291,29 +315,28 @@ class Checker:
         if self.remote is None:
             return "killed", "Not graded: too many cells before it hung or died.", ""
         mode = self.modes.get(step.name, "auto")
+        title = question_title(step.question)
         try:
             self.remote.within(self.timeout)
             if mode == "inside":
-                return self._inside(step)
+                return self._test_inside(self.remote, step)
             try:
-                return self._at_distance(step)
+                return self._test_at_distance(self.remote, step)
             except CannotTravel as reason:
                 if mode == "distance":
-                    return "error", f"the check of {_label(step.question)} cannot run on this answer: {reason}", ""
+                    return "error", f"the check of {title} cannot run on this answer: {reason}", ""
                 self.why[step.name] = str(reason)
-                return self._inside(step)
+                return self._test_inside(self.remote, step)
         except Gone as gone:
-            if gone.kind == "protocol":
-                self._flag(step.question, "protocol", gone.detail)
-            words = _GONE[gone.kind].format(timeout=self.timeout)
+            why = self._why_gone(gone, step)
             self._restart()
-            status = "timeout" if gone.kind == "timeout" else "killed"
-            return status, f"{_label(step.question)}: your code {words}", ""
+            return "timeout" if gone.kind == "timeout" else "killed", f"{title}: your code {why}", ""
 
-    def _at_distance(self, step: Step) -> tuple[str, str, str]:
+    def _test_at_distance(self, remote: Remote, step: Step) -> tuple[str, str, str]:
+        """Run a check in this process, on proxies of the student's functions."""
         names = {**self.base, "__name__": "__main__"}
-        names.update(self.remote.get(step.name, step.names))
-        self._fetch_files(step)
+        names.update(remote.get(step.name, step.needs.names))
+        self._fetch_files(remote, step)
         shown, error = io.StringIO(), None
         self.testing = True
         try:
@@ -326,20 +349,19 @@ class Checker:
             error = raised
         finally:
             self.testing = False
-        text = "".join(self.remote.shown)[:20_000] + shown.getvalue()[:20_000]
+        text = "".join(remote.shown)[:MAX_SHOWN] + shown.getvalue()[:MAX_SHOWN]
         if error is None:
             return "passed", "", text
-        return (*_explained(error), text)
+        return (*explain(error), text)
 
     def _sources(self, step: Step) -> list[tuple[str, str]]:
-        from instructor.grading.submission.plan import python_of
-
-        pieces = [(text, f"<definitions of {step.name}>") for text in step.definitions]
-        return [*pieces, (python_of(step.source), f"<tests of {step.name}>")]
+        """[(source, file name)] of a test cell, and before it the definitions that it needs."""
+        pieces = [(text, f"<definitions of {step.name}>") for text in step.needs.definitions]
+        return [*pieces, (python_of(step.source) or "", f"<tests of {step.name}>")]
 
     @contextlib.contextmanager
-    def _alarm(self):
-        """End a check that takes for ever on this side."""
+    def _alarm(self) -> Iterator[None]:
+        """End a check that never returns on this side."""
 
         def late(number, frame):
             raise Gone("timeout")
@@ -352,150 +374,99 @@ class Checker:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
 
-    def _fetch_files(self, step: Step) -> None:
-        """Put the files that are answers beside the test, as data."""
+    def _fetch_files(self, remote: Remote, step: Step) -> None:
+        """Put files that are answers into the folder of the test, as data."""
         self.student_texts = []
-        for name in step.files:
-            reply, blobs = self.remote.ask({"op": "file", "name": name})
+        for name in step.needs.files:
+            reply, blobs = remote.ask({"op": "file", "name": name})
             path = Path(self.folder, os.path.basename(name))
             path.unlink(missing_ok=True)
-            if reply.get("there") is True and len(blobs) == 1:
+            if reply.get("exists") is True and len(blobs) == 1:
                 path.write_bytes(blobs[0])
                 self.student_texts.append(blobs[0].decode(errors="replace"))
         self.student_texts = [text for text in self.student_texts if text.strip()]
 
-    def _inside(self, step: Step) -> tuple[str, str, str]:
-        """A check that works on live objects: in a fork of the student's process, against a control."""
+    def _test_inside(self, remote: Remote, step: Step) -> tuple[str, str, str]:
+        """Run a check of live objects in a fork of the student's process, and again on corrupted answers."""
+        control = step.name not in self.job.no_control and bool(step.needs.names or step.needs.files)
         message = {
             "op": "inside",
             "cell": step.name,
-            "names": step.names,
-            "files": step.files,
+            "names": step.needs.names,
+            "files": step.needs.files,
             "sources": self._sources(step),
-            "modules": self.job["hidden"],
-            "control": step.name not in self.job["no_control"] and bool(step.names or step.files),
-            "here": "",
+            "modules": self.job.hidden,
+            "corrupt": [False, True] if control else [False],
+            "fork": not self.job.gpu,
         }
         self.modes[step.name] = "inside"
+        title = question_title(step.question)
         try:
-            first, *rest = self._verdicts_inside(message)
-            if first is None:
-                return "killed", f"{_label(step.question)}: your code {_GONE['killed']}", ""
-            if first["passed"] is True and rest and (rest[0] or {}).get("passed") is True:
-                self._flag(step.question, "patched", "the check accepts answers that were spoilt on purpose")
-                return "flagged", f"{_label(step.question)}: the check was tampered with.", ""
-            shown = str(first["shown"])[:20_000]
-            if first["passed"] is True:
-                return "passed", "", shown
-            from instructor.grading.submission.remote import error_with_lines
-
-            return (*_explained(error_with_lines(first["error"], self.errors)), shown)
+            verdict, *controls = self._verdicts_inside(remote, message)
+            if verdict is None:
+                return "killed", f"{title}: your code {_WHY_GONE['killed']}", ""
+            passed, shown = verdict["passed"] is True, str(verdict["shown"])[:MAX_SHOWN]
+            if not passed:
+                return (*explain(error_with_lines(verdict["error"], self.errors)), shown)
+            if controls and (controls[0] or {}).get("passed") is True:
+                self._flag(step.question, "patched", "the check accepts answers that were corrupted on purpose")
+                return "flagged", f"{title}: the check was tampered with.", ""
+            return "passed", "", shown
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Gone("protocol", str(error)[:300]) from None
 
-    def _verdicts_inside(self, message: dict) -> list:
-        """The verdict on the answers, and with a control the one on spoilt answers."""
-        if not self.job["gpu"]:
-            return self.remote.ask(message)[0]["verdicts"]
-        verdicts = []
-        for here in ("as they are", "spoilt") if message["control"] else ("as they are",):
-            self.remote.within(self.timeout)
-            verdicts += self.remote.ask({**message, "here": here})[0]["verdicts"]
-            self._again()
+    def _verdicts_inside(self, remote: Remote, message: dict) -> list:
+        """The verdict on the answers, and with a control the one on corrupted answers.
+
+        With a GPU, whose state a fork does not have, each verdict is made in the student's process itself, and that
+        process is replaced after it.
+        """
+        if message["fork"]:
+            return remote.ask(message)[0]["verdicts"]
+        verdicts: list = []
+        for corrupt in message["corrupt"]:
+            remote.within(self.timeout)
+            verdicts += remote.ask({**message, "corrupt": [corrupt]})[0]["verdicts"]
+            self._replay()
             if self.remote is None or (verdicts[0] or {}).get("passed") is not True:
                 break
+            remote = self.remote
         return verdicts
 
     def _show_as_submitted(self, step: Step) -> None:
         """Keep the tables and plots that came along, for whoever grades the answers in words; and say so."""
-        shown = _clean_outputs(step.submitted)
+        shown = clean_outputs(step.submitted)
         if shown:
             note = {"output_type": "stream", "name": "stdout", "text": "[not run when graded; as submitted]\n"}
-            step.cell.outputs = [nbformat.from_dict(o) for o in (note, *shown[:50])]
+            step.cell.outputs = [nbformat.from_dict(output) for output in (note, *shown[:50])]
 
     # ---- by hand, and flags ------------------------------------------------------------------------------------
 
     def _wait_for_person(self, step: Step) -> None:
-        if step.untouched and step.answer:
-            self.cells[step.name] = CellResult(0.0, step.points, "missing", "The answer is empty.", 0.0)
-        else:
-            self.cells[step.name] = CellResult(0.0, step.points, "by_hand", "", 0.0)
+        empty = step.untouched and step.answer
+        status, message = ("missing", "The answer is empty.") if empty else ("by_hand", "")
+        self.cells[step.name] = CellResult(0.0, step.points, status, message, 0.0)
 
     def _flag(self, question: str, kind: str, detail: str) -> None:
         flag = Flag(question, kind, detail)
         if flag not in self.flags:
             self.flags.append(flag)
 
-    def _take_away(self, steps: list[Step]) -> None:
-        """Tampering costs the points of the question whose cell did it."""
+    def _flag_signs(self, steps: list[Step]) -> None:
+        """Flag the question whose code tampered, and the one that was tested meanwhile."""
         owner = {step.name: step.question for step in steps}
         for sign in self.signs:
-            question = owner.get(sign["cell"]) or question_of(sign["cell"])
-            self._flag(question, sign["kind"], sign["detail"])
-            if sign["during"] != sign["cell"] and sign["during"] in self.cells:
-                self._flag(question_of(sign["during"]), sign["kind"], f"in code of {question}: {sign['detail']}")
+            question = owner.get(sign.cell) or question_of(sign.cell)
+            self._flag(question, sign.kind, sign.detail)
+            if sign.during != sign.cell and sign.during in self.cells:
+                self._flag(question_of(sign.during), sign.kind, f"in code of {question}: {sign.detail}")
+
+    def _take_points_of_flagged(self) -> None:
+        """Tampering costs the points of its question; a changed structure alone costs none."""
         guilty = {flag.question for flag in self.flags if flag.kind != "structure"}
         for name, cell in self.cells.items():
-            if question_of(name) in guilty and cell.status in ("passed", "failed", "error"):
-                kinds = sorted({f.kind for f in self.flags if f.question == question_of(name)} - {"structure"})
-                message = f"{_label(question_of(name))}: no points, because of what the code does: {', '.join(kinds)}."
+            question = question_of(name)
+            if question in guilty and cell.status in ("passed", "failed", "error"):
+                kinds = sorted({flag.kind for flag in self.flags if flag.question == question} - {"structure"})
+                message = f"{question_title(question)}: no points, because of what the code does: {', '.join(kinds)}."
                 self.cells[name] = CellResult(0.0, cell.max_points, "flagged", message, cell.seconds)
-
-
-def _label(question: str) -> str:
-    """`q1_1` -> `Question 1.1`."""
-    kind, _, number = question.partition("_")
-    if kind == "bonus":
-        return f"Bonus {number.replace('_', '.')}"
-    return f"Question {question[1:].replace('_', '.')}" if question[:1] == "q" else "the notebook"
-
-
-def _explained(error: BaseException) -> tuple[str, str]:
-    """(status, message): the words of a verdict, or what went wrong; never a line of a test."""
-    linecache.checkcache()
-    if isinstance(error, WrongAnswer | AnswerNeeded):
-        return "failed", str(error)[:5000]
-    words = " ".join(str(error).split())[:1000]
-    if isinstance(error, AssertionError):
-        return "failed", words or "A test of this question failed."
-    return "error", f"{type(error).__name__}: {words}" if words else type(error).__name__
-
-
-def _error_output(name: str, message: str):
-    return nbformat.v4.new_output("error", ename=name, evalue=message, traceback=[message])
-
-
-def _clean_outputs(outputs) -> list[dict]:
-    """The outputs of a cell, rebuilt: only what a notebook may hold."""
-    kept = []
-    for output in outputs if isinstance(outputs, list) else []:
-        if isinstance(output, dict) and isinstance(output.get("text"), list):  # notebooks keep lines
-            output = {**output, "text": "".join(map(str, output["text"]))}
-        kind = output.get("output_type") if isinstance(output, dict) else None
-        if kind == "stream":
-            name = "stderr" if output.get("name") == "stderr" else "stdout"
-            kept.append({"output_type": "stream", "name": name, "text": str(output.get("text"))})
-        elif kind in ("display_data", "execute_result") and isinstance(output.get("data"), dict):
-            # No HTML, no SVG, no script: they would run in the browser of whoever grades.
-            data = {
-                str(k): "".join(map(str, v)) if isinstance(v, list) else str(v)
-                for k, v in output["data"].items()
-                if k in _SHOWN
-            }
-            if data:
-                kept.append({"output_type": "display_data", "data": data, "metadata": {}})
-        elif kind == "error":
-            trace = output.get("traceback")
-            kept.append(
-                {
-                    "output_type": "error",
-                    "ename": str(output.get("ename")),
-                    "evalue": str(output.get("evalue")),
-                    "traceback": [str(line) for line in trace] if isinstance(trace, list) else [],
-                }
-            )
-    return kept
-
-
-def explain_crash(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))[-4000:]

@@ -10,12 +10,12 @@ import functools
 import hashlib
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import nbformat
@@ -23,57 +23,40 @@ import nbformat
 from instructor.build import ROOT, Built
 from instructor.grading.sandbox import walls
 from instructor.grading.submission.plan import plan_tests
+from instructor.grading.submission.records import Calibration, Job, Report, WarmUp
 from instructor.grading.submission.results import CellResult, GradingError, SubmissionResult
-from instructor.grading.wire.protocol import Channel, Closed, TooLate
+from instructor.grading.submission.sources import fingerprint, hidden_modules
+from instructor.grading.wire.channel import Channel, Closed, TooLate
+from utils.files import write_whole
 
-# What a student's process keeps of the grader's environment: no tokens, no keys, no paths of the course.
+# The variables that a student's process inherits from the grader's environment. None holds a token or a key.
 KEPT = (
-    "LANG",
-    "LC_ALL",
-    "TZ",
-    "PATH",
-    "LD_LIBRARY_PATH",
-    "CUDA_HOME",
-    "CUDA_VISIBLE_DEVICES",
-    "XPU_DEVICE",
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "TRITON_PTXAS_PATH",
+    *("LANG", "LC_ALL", "TZ", "PATH", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "XPU_DEVICE"),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TRITON_PTXAS_PATH"),
 )
-COURSE = ("assets",)  # beside the notebook, as students have it
-WARM_SECONDS = 600.0
-_zygotes: dict[str, Zygote] = {}
+COURSE = ("assets",)  # folders that students have next to their notebook
+WARM_SECONDS = 600.0  # that a warm process may take to start
+CALIBRATION_SECONDS = 3600.0  # that grading the model answers once may take
+CALIBRATION_ROUNDS = 3  # in which checks that accept corrupted answers are found
+MAX_FILE = 12 << 20  # bytes of a submission
+
+
+# ---- warm processes ----------------------------------------------------------------------------------------------
 
 
 class Zygote:
-    """A warm process for one lab."""
+    """A warm process for one lab: it has imported the libraries and run the lab's setup."""
 
     def __init__(self, built: Built, limits: walls.Limits):
         ours, theirs = socket.socketpair()
         self.folder = tempfile.TemporaryDirectory(prefix="grading-")
-        environment = {name: os.environ[name] for name in KEPT if name in os.environ}
-        environment |= {
-            "PYTHONPATH": str(ROOT),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "MPLBACKEND": "Agg",
-            "HOME": self.folder.name,
-            "PYTHONSAFEPATH": "1",
-            "PYTHONHASHSEED": "0",
-            "HF_HUB_OFFLINE": "1",
-            "LABS_COMPILE_CACHE": "off",  # a student's process could write a false result
-        }
-        environment.setdefault("OMP_NUM_THREADS", "1")
-        if limits.gpu:
-            environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # torch looks for a GPU without starting CUDA
-        else:
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-        # An environment behind a symbolic link: behind the walls there is no link to follow, and a library's file
-        # has to have one name on both sides.
+        # Behind the walls no symbolic link can be followed, and a library's file needs the same name on both sides.
+        # So Python is called by the real path of its folder.
         python = str(Path(sys.executable).parent.resolve() / Path(sys.executable).name)
         self.process = subprocess.Popen(
             [python, "-m", "instructor.grading.submission.zygote", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env=environment,
+            env=self._environment(limits),
             cwd=self.folder.name,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -82,47 +65,58 @@ class Zygote:
         )
         theirs.close()
         self.channel = Channel(ours)
-        visible = [*walls.visible_paths(), str(ROOT / "utils"), *(str(ROOT / name) for name in COURSE)]
         course = {name: str(ROOT / name) for name in COURSE if (ROOT / name).exists()}
+        visible = [*walls.visible_paths(), str(ROOT / "utils"), *(str(ROOT / name) for name in COURSE)]
+        warm_up = WarmUp(setup_cells(built), self.folder.name, visible, course, hidden_paths(), limits)
         try:
-            self.channel.send(
-                {
-                    "op": "warm",
-                    "setup": setup_cells(built),
-                    "folder": self.folder.name,
-                    "visible": visible,
-                    "course": course,
-                    "hidden": hidden_paths(),
-                    "limits": limits.as_dict(),
-                }
-            )
+            self.channel.send(warm_up.as_json())
             ready, _ = self.channel.receive(time.monotonic() + WARM_SECONDS)
         except (Closed, TooLate):
             self.process.kill()
-            said = self.process.stderr.read().decode(errors="replace")[-2000:]
-            raise GradingError(f"the warm process for {built.name} did not start:\n{said}") from None
+            _, stderr = self.process.communicate()
+            words = stderr.decode(errors="replace")[-2000:]
+            raise GradingError(f"the warm process for {built.name} did not start:\n{words}") from None
         if ready["problems"]:
             self.close()
             raise GradingError(f"{built.name} cannot be graded: " + "; ".join(ready["problems"]))
 
-    def grade(self, job: dict, seconds: float) -> dict:
-        """Have one submission graded in forks of the warm process."""
+    def _environment(self, limits: walls.Limits) -> dict[str, str]:
+        environment = {"OMP_NUM_THREADS": "1"}
+        environment |= {name: os.environ[name] for name in KEPT if name in os.environ}
+        environment |= {
+            "PYTHONPATH": str(ROOT),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONSAFEPATH": "1",
+            "PYTHONHASHSEED": "0",
+            "HOME": self.folder.name,
+            "MPLBACKEND": "Agg",
+            "HF_HUB_OFFLINE": "1",
+            "LABS_COMPILE_CACHE": "off",  # a student's process could write a false result
+        }
+        if limits.gpu:
+            environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # torch looks for a GPU without starting CUDA
+        else:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        return environment
+
+    def grade(self, job: Job, seconds: float) -> Report:
+        """Grade one submission in forks of the warm process."""
         ours, theirs = socket.socketpair()
         channel = Channel(ours)
         try:
             socket.send_fds(self.channel.sock, [b"g"], [theirs.fileno()])
             theirs.close()
             deadline = time.monotonic() + seconds
-            channel.send(job, deadline=deadline)
+            channel.send(*job.as_frame(), deadline=deadline)
             answer, _ = channel.receive(deadline)
         except (OSError, Closed, TooLate) as error:
             why = type(error).__name__
-            raise GradingError(f"the checker of {job['name']} ended without a result ({why})") from None
+            raise GradingError(f"the checker of {job.student} ended without a result ({why})") from None
         finally:
             channel.close()
         if answer["op"] != "graded":
-            raise GradingError(f"the checker of {job['name']} failed:\n{answer.get('why', '')}")
-        return answer["result"]
+            raise GradingError(f"the checker of {job.student} failed:\n{answer.get('why', '')}")
+        return Report.from_json(answer["report"])
 
     def close(self) -> None:
         """End the warm process and everything below it."""
@@ -132,31 +126,36 @@ class Zygote:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self.process.stderr.close()
+        if self.process.stderr is not None:
+            self.process.stderr.close()
         self.folder.cleanup()
 
 
 def hidden_paths() -> list[str]:
-    """What no student's process sees, though a folder in its view holds it: the instructor's files, and every copy of
-    them that is installed beside the libraries.
+    """Paths that no student's process may see although a visible folder contains them.
+
+    These are the instructor's files, and each copy of them that is installed next to the libraries.
     """
-    found = [ROOT / name for name in ("instructor", "tests", "build", "submitted")]
+    paths = [ROOT / name for name in ("instructor", "tests", "build", "submitted")]
     libraries = [Path(entry) for entry in sys.path if entry]
     for prefix in map(Path, dict.fromkeys((sys.prefix, sys.base_prefix, sys.exec_prefix, "/usr", "/usr/local"))):
         libraries += [*prefix.glob("lib*/python3*/site-packages"), *prefix.glob("lib/python3*/dist-packages")]
-    found += [folder / "instructor" for folder in libraries if (folder / "instructor").is_dir()]
-    return list(dict.fromkeys(name for path in found for name in (str(path), os.path.realpath(path))))
+    paths += [folder / "instructor" for folder in libraries if (folder / "instructor").is_dir()]
+    return list(dict.fromkeys(name for path in paths for name in (str(path), os.path.realpath(path))))
 
 
 def setup_cells(built: Built) -> list[tuple[str, str]]:
-    """(id, source) of the code cells before the first answer: the same for every submission."""
-    found = []
+    """(id, source) of the code cells before the first answer, which are the same for every submission."""
+    cells = []
     for cell in nbformat.reads(built.student, as_version=4).cells:
         if cell.metadata.get("nbgrader", {}).get("solution"):
             break
         if cell.cell_type == "code":
-            found.append((cell.id, cell.source))
-    return found
+            cells.append((cell.id, cell.source))
+    return cells
+
+
+_zygotes: dict[str, Zygote] = {}
 
 
 def _key(built: Built, limits: walls.Limits) -> str:
@@ -169,12 +168,12 @@ def is_warm(built: Built, limits: walls.Limits) -> bool:
 
 
 def zygote(built: Built, limits: walls.Limits) -> Zygote:
-    """The warm process for a lab in this process, started on first use."""
+    """This process's warm process for a lab, started on first use."""
     key = _key(built, limits)
-    found = _zygotes.get(key)
-    if found is None or found.process.poll() is not None:
-        found = _zygotes[key] = Zygote(built, limits)
-    return found
+    running = _zygotes.get(key)
+    if running is None or running.process.poll() is not None:
+        running = _zygotes[key] = Zygote(built, limits)
+    return running
 
 
 @atexit.register
@@ -184,115 +183,84 @@ def close_all() -> None:
         _zygotes.popitem()[1].close()
 
 
-# ---- the hidden tests, and where they run ------------------------------------------------------------------------
+# ---- where each check can run ------------------------------------------------------------------------------------
 
 
-def hidden_modules(lab: str) -> dict[str, list]:
-    """{module: [source, file, is a package]} of a lab's hidden checks, and of what they import from other labs'."""
-    folder = ROOT / "instructor" / "checks"
-    files, labs, seen = [ROOT / "instructor" / "__init__.py", folder / "__init__.py"], [lab], set()
-    while labs:
-        seen.add(name := labs.pop())
-        own = sorted((folder / name).rglob("*.py")) if (folder / name).is_dir() else [*folder.glob(f"{name}.py")]
-        files += own
-        for path in own:
-            imported = re.findall(
-                r"^\s*(?:from|import) instructor\.checks\.(\w+)", path.read_text(encoding="utf-8"), flags=re.MULTILINE
-            )
-            labs += [other for other in imported if other not in seen and other not in labs]
-    found = {}
-    for path in files:
-        relative = path.relative_to(ROOT).with_suffix("")
-        package = relative.name == "__init__"
-        parts = relative.parts[:-1] if package else relative.parts
-        found[".".join(parts)] = [path.read_text(encoding="utf-8"), str(path), package]
-    return found
+_calibrations: dict[Path, Calibration] = {}
 
 
-def fingerprint(built: Built) -> str:
-    """Changes with the lab, its checks, the course's package and this engine."""
-    digest = hashlib.sha256(built.instructor.encode())
-    for folder in (ROOT / "instructor" / "checks", ROOT / "instructor" / "grading", ROOT / "utils"):
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-_calibrations: dict[str, dict] = {}
-
-
-def calibrate(built: Built, limits: walls.Limits | None = None, timeout: float = 300) -> dict:
+def calibrate(built: Built, limits: walls.Limits | None = None, timeout: float = 300) -> Calibration:
     """Grade the model answers, and so find out for each question where its check can run.
 
-    Returns {"modes": {cell: "distance" or "inside"}, "no_control": [...], "why": {cell: reason}, "seconds": {...}}.
-    The model answers have to get every point: `GradingError` names those that do not.
+    The model answers have to get every point: `GradingError` names those that do not. The calibration is kept in
+    `build/grading`, and holds until something changes that decides a grade (`sources.fingerprint`).
+
+    Args:
+        built: the lab.
+        limits: what a submission may use.
+        timeout: seconds that one cell, or the tests of one question, may take.
     """
+    limits = limits or walls.Limits()
+    gpu = "-gpu" if limits.gpu else ""
+    path = ROOT / "build" / "grading" / f"{built.name}-{fingerprint(built)}{gpu}.json"
+    if path not in _calibrations:
+        if path.is_file():
+            _calibrations[path] = Calibration.from_json(json.loads(path.read_text(encoding="utf-8")))
+        else:
+            _calibrations[path] = _calibrate(built, limits, timeout)
+            write_whole(path, json.dumps(_calibrations[path].as_json(), indent=1))
+    return _calibrations[path]
+
+
+def _calibrate(built: Built, limits: walls.Limits, timeout: float) -> Calibration:
     from instructor.course import answered_notebook
 
-    limits = limits or walls.Limits()
-    key = f"{built.name}-{fingerprint(built)}" + ("-gpu" if limits.gpu else "")
-    path = ROOT / "build" / "grading" / f"{key}.json"
-    if key in _calibrations:
-        return _calibrations[key]
-    if path.is_file():
-        _calibrations[key] = json.loads(path.read_text(encoding="utf-8"))
-        return _calibrations[key]
-    model = answered_notebook(built)
-    job = _job(built, model, timeout, "model answers", {"modes": {}, "no_control": []}, limits.gpu)
+    job = _job(built, answered_notebook(built).encode(), "model answers", timeout, limits.gpu)
     warm = zygote(built, limits)
-    first = warm.grade(job, 3600)
-    modes = {
-        name: first["modes"].get(name, "distance")
-        for name, cell in first["cells"].items()
-        if cell["status"] != "by_hand"
-    }
-    why = dict(first["why"])
-    for name, cell in first["cells"].items():
-        if name in modes and cell["status"] != "passed" and modes[name] == "distance":
-            modes[name], why[name] = "inside", cell["message"]
+    first = warm.grade(job, CALIBRATION_SECONDS)
+    modes, why = _first_modes(first)
     no_control: list[str] = []
-    for _ in range(3):
-        result = warm.grade({**job, "modes": modes, "no_control": no_control}, 3600)
-        wrong = {n: c for n, c in result["cells"].items() if c["status"] not in ("passed", "by_hand")}
-        blind = [n for n, c in wrong.items() if modes[n] == "inside" and c["status"] == "flagged"]
-        no_control += blind
+    for _ in range(CALIBRATION_ROUNDS):
+        report = warm.grade(replace(job, modes=modes, no_control=no_control), CALIBRATION_SECONDS)
+        wrong = {n: c for n, c in report.result.cells.items() if c.status not in ("passed", "by_hand")}
         if not wrong:
-            break
-    if wrong:
-        said = "\n".join(f"  {name}: {cell['message']}" for name, cell in wrong.items())
-        raise GradingError(f"the model answers of {built.name} do not pass on this machine:\n{said}")
-    found = {
-        "modes": modes,
-        "no_control": no_control,
-        "why": why,
-        "seconds": {n: c["seconds"] for n, c in result["cells"].items()},
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    os.replace(part, path)
-    _calibrations[key] = found
-    return found
+            return Calibration(report.result, modes, why, no_control)
+        # A right answer is flagged where the check accepts corrupted answers as well: there the control says nothing.
+        no_control += [n for n, cell in wrong.items() if modes[n] == "inside" and cell.status == "flagged"]
+    words = "\n".join(f"  {name}: {cell.message}" for name, cell in wrong.items())
+    raise GradingError(f"the model answers of {built.name} do not pass on this machine:\n{words}")
 
 
-_tests = functools.cache(plan_tests)
+def _first_modes(report: Report) -> tuple[dict[str, str], dict[str, str]]:
+    """(modes, why) after a first try: a check that fails on a model answer at a distance has to run inside."""
+    cells = {name: cell for name, cell in report.result.cells.items() if cell.status != "by_hand"}
+    modes, why = {name: report.modes.get(name, "distance") for name in cells}, dict(report.why)
+    for name, cell in cells.items():
+        if cell.status != "passed" and modes[name] == "distance":
+            modes[name], why[name] = "inside", cell.message
+    return modes, why
 
 
-def _job(built: Built, notebook: str | bytes, timeout: float, name: str, calibration: dict, gpu: bool) -> dict:
-    data = notebook.encode("utf-8", errors="surrogatepass") if isinstance(notebook, str) else notebook
-    return {
-        "instructor": built.instructor,
-        "student": built.student,
-        "submission": data.hex(),
-        "name": name,
-        "lab": built.name,
-        "timeout": timeout,
-        "modes": calibration["modes"],
-        "hidden": hidden_modules(built.name),
-        "no_control": calibration["no_control"],
-        "tests": _tests(built.instructor),
-        "gpu": gpu,
-    }
+# ---- grading -----------------------------------------------------------------------------------------------------
+
+_plan_tests = functools.cache(plan_tests)
+
+
+def _job(built: Built, submission: bytes, student: str, timeout: float, gpu: bool) -> Job:
+    """A job whose checks try out where they can run."""
+    return Job(
+        lab=built.name,
+        student=student,
+        instructor_notebook=built.instructor,
+        student_notebook=built.student,
+        submission=submission,
+        timeout=timeout,
+        tests=_plan_tests(built.instructor),
+        hidden=hidden_modules(built.name),
+        modes={},
+        no_control=[],
+        gpu=gpu,
+    )
 
 
 def grade_notebook(
@@ -306,30 +274,34 @@ def grade_notebook(
     """Grade one submission, isolated.
 
     Args:
-        built: the lab
-        notebook: the submission, as text or as the bytes of its file
-        timeout: seconds that one cell, or the tests of one question, may take
-        student: whose it is
-        limits: what the submission may use
+        built: the lab.
+        notebook: the submission, as text or as the bytes of its file, or the path of the file.
+        timeout: seconds that one cell, or the tests of one question, may take.
+        student: who handed it in.
+        limits: what the submission may use.
     """
     if timeout <= 0:
         raise ValueError(f"timeout is {timeout} s; it should be more than 0.")
     limits = limits or walls.Limits()
     calibration = calibrate(built, limits)
-    data = notebook.read_bytes() if isinstance(notebook, Path) else notebook
-    if len(data) > 12 << 20:
-        return unreadable(built, f"The submitted file has {len(data) >> 20} MB; at most 12 are read.", student)
-    job = _job(built, data, timeout, student, calibration, limits.gpu)
-    most = 60 + timeout * 2 * (len(calibration["modes"]) + 60)
-    said = zygote(built, limits).grade(job, most)
-    return SubmissionResult.from_json({k: v for k, v in said.items() if k not in ("modes", "why")})
+    if isinstance(notebook, str):
+        data = notebook.encode("utf-8", errors="surrogatepass")
+    else:
+        data = notebook.read_bytes() if isinstance(notebook, Path) else notebook
+    if len(data) > MAX_FILE:
+        why = f"The submitted file has {len(data) >> 20} MB; at most {MAX_FILE >> 20} are read."
+        return unreadable(built, why, student)
+    job = _job(built, data, student, timeout, limits.gpu)
+    job = replace(job, modes=calibration.modes, no_control=calibration.no_control)
+    seconds = 60 + timeout * 2 * (len(calibration.modes) + 60)
+    return zygote(built, limits).grade(job, seconds).result
 
 
 def unreadable(built: Built, why: str, student: str) -> SubmissionResult:
-    """The result of a submission that cannot even be looked at: no points, for the reason given."""
+    """The result of a submission that cannot be graded at all: no points, for the reason given."""
     cells = {}
     for cell in nbformat.reads(built.student, as_version=4).cells:
-        said = cell.metadata.get("nbgrader", {})
-        if "points" in said:
-            cells[said["grade_id"]] = CellResult(0.0, float(said["points"]), "missing", why, 0.0)
+        metadata = cell.metadata.get("nbgrader", {})
+        if "points" in metadata:
+            cells[metadata["grade_id"]] = CellResult(0.0, float(metadata["points"]), "missing", why, 0.0)
     return SubmissionResult(student, built.name, cells, (), {}, built.student)

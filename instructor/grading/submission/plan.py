@@ -1,8 +1,8 @@
-"""What of a submission runs, and where: the student's cells and the instructor's brought together.
+"""Merge a submission with the instructor's notebook, and decide which of its cells run, and where.
 
 A submission is data. Answers are taken from it by their ids; locked cells and tests come from the instructor's
-notebook; a student's extra cells stay where they are. Cells of the instructor that only show something (plots, timing
-tables) are left out when the student left them as they were and nothing that is graded uses a name of theirs.
+notebook; a student's extra cells keep their places. Cells of the instructor's that only show something (plots, timing
+tables) are left out if the student did not change them and nothing graded uses a name that they define.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import re
 import symtable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import nbformat
 from nbformat import NotebookNode
@@ -32,9 +33,20 @@ class Unreadable(ValueError):
     """A submission that is no notebook; the message is for the student."""
 
 
+class Needs(NamedTuple):
+    """What a test cell needs to run."""
+
+    names: list[str]  # names that come from the student
+    files: list[str]  # files that come from the student
+    definitions: list[str]  # statements of the instructor's
+
+
+NO_NEEDS = Needs([], [], [])
+
+
 @dataclass(frozen=True)
 class Structure:
-    """A change of the notebook's structure: the question, the kind, what it is."""
+    """A change of the notebook's structure: the question, the kind, and what was changed."""
 
     question: str
     kind: str
@@ -46,18 +58,16 @@ class Step:
     """One code cell of the merged notebook, or one that a person grades."""
 
     kind: str  # student (runs in the student's process), tests, skipped, manual (prose graded by hand)
-    cell: NotebookNode  # of the notebook that comes out
+    cell: NotebookNode  # the cell of the merged notebook
     name: str  # grade_id, or the place of an extra cell
-    question: str  # whose question it is, or whose it counts as
+    question: str  # the question that it belongs to, or counts for
     source: str = ""
     answer: bool = False
     points: float = 0.0
     by_hand: bool = False
     untouched: bool = False
     submitted: list = field(default_factory=list)  # skipped: the outputs that came with the submission
-    names: list[str] = field(default_factory=list)  # tests: names that come from the student
-    files: list[str] = field(default_factory=list)  # tests: files that come from the student
-    definitions: list[str] = field(default_factory=list)  # tests: statements of the instructor's that they need
+    needs: Needs = NO_NEEDS  # of tests
 
 
 @dataclass
@@ -91,7 +101,7 @@ def python_of(source: str) -> str | None:
 
 
 def used_names(source: str) -> set[str]:
-    """Names that the code takes from the notebook: read at the top level, or as globals inside of functions."""
+    """Names that the code takes from the notebook: those read at the top level, and globals in functions."""
     text = python_of(source)
     if text is None:
         return set()
@@ -113,7 +123,7 @@ def used_names(source: str) -> set[str]:
 
 
 def bound_names(node: ast.AST) -> set[str]:
-    """Names that a statement, or a whole cell, gives to the notebook."""
+    """Names that a statement, or a whole cell, defines in the notebook."""
     found: set[str] = set()
     inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
@@ -141,7 +151,7 @@ def _binds(source: str) -> set[str]:
 
 
 def read_notebook(text: str | bytes) -> NotebookNode:
-    """A submission as a notebook of format 4; `Unreadable` says in a sentence what is wrong with it."""
+    """Read a submission as a notebook of format 4; `Unreadable` says in a sentence what is wrong with it."""
     data = text.encode("utf-8", errors="replace") if isinstance(text, str) else bytes(text)
     if not data.strip():
         raise Unreadable("The submitted file is empty.")
@@ -151,7 +161,7 @@ def read_notebook(text: str | bytes) -> NotebookNode:
         raw = json.loads(data.decode("utf-8-sig"))
         if not isinstance(raw, dict):
             raise ValueError("it is no JSON object")
-        # Outputs are made anew, and broken ones are the most common reason for a notebook that does not validate.
+        # Outputs are made again. Broken ones are the most common reason why a notebook does not validate.
         for cell in _raw_cells(raw):
             if isinstance(cell, dict) and cell.get("cell_type") == "code":
                 cell["outputs"] = [o for o in cell.get("outputs") or [] if _is_output(o)][:200]
@@ -181,9 +191,9 @@ def _is_output(output) -> bool:
 
 def _grade_id(cell) -> str | None:
     metadata = cell.get("metadata")
-    said = metadata.get("nbgrader") if isinstance(metadata, dict) else None
-    found = said.get("grade_id") if isinstance(said, dict) else None
-    return found if isinstance(found, str) else None
+    fields = metadata.get("nbgrader") if isinstance(metadata, dict) else None
+    grade_id = fields.get("grade_id") if isinstance(fields, dict) else None
+    return grade_id if isinstance(grade_id, str) else None
 
 
 def _source(cell) -> str:
@@ -200,51 +210,64 @@ def _squeezed(source: str) -> str:
 # ---- merging -----------------------------------------------------------------------------------------------------
 
 
-def make_plan(instructor: str, student: str, submission: str | bytes, tests: dict | None = None) -> Plan:
-    """Bring a submission together with the instructor's and the students' notebook of its lab, all given as text.
+def make_plan(
+    instructor_notebook: str, student_notebook: str, submission: str | bytes, tests: dict[str, Needs] | None = None
+) -> Plan:
+    """Merge a submission with the notebooks of its lab.
 
     Args:
-        tests: `plan_tests(instructor)`, if it is there already
+        instructor_notebook: the lab with solutions and hidden tests, as text.
+        student_notebook: the lab as students got it, as text.
+        submission: what a student handed in; `Unreadable` if it is no notebook.
+        tests: `plan_tests(instructor_notebook)`, if that is known.
     """
-    original, given = read_built(instructor).cells, read_built(student)
-    released = {cell.id: cell for cell in given.cells}
-    order = {cell.id: place for place, cell in enumerate(original)}
+    original, released = read_built(instructor_notebook).cells, read_built(student_notebook)
+    lab = _Lab(original, {cell.id: cell for cell in released.cells})
     structure: list[Structure] = []
-    merged = _merge(read_notebook(submission), original, released, order, structure)
-    first_answer = next((i for i, c in enumerate(original) if _is_answer(c)), len(original))
-    notebook = nbformat.v4.new_notebook(metadata=given.metadata)
+    merged = _merge(read_notebook(submission), lab, structure)
+    notebook = nbformat.v4.new_notebook(metadata=released.metadata)
     notebook.nbformat_minor = 5
-    steps, section, taken = [], "", set()
+    steps: list[Step] = []
+    section, taken = "", set()
     for number, (cell, known) in enumerate(merged):
         name = f"{known.id}" if known is not None else f"extra-{number}"
         node = _new_cell(cell.get("cell_type"), f"{name[:50]}-{number}" if name in taken else name, _source(cell))
         taken.add(node.id)
         if known is not None:
-            node.metadata.update(json.loads(json.dumps(released[known.id].metadata)))
+            node.metadata.update(json.loads(json.dumps(lab.released[known.id].metadata)))
         notebook.cells.append(node)
-        new = _steps_of(cell, known, node, released, order, first_answer, number)
-        if known is not None and known.cell_type == "markdown" and (opened := _HEADING.search(known.source)):
-            section = f"{'bonus_' if opened[1] else 'q'}{opened[2]}_{opened[3]}"
-        for step in new:
+        step = _step_of(cell, known, node, lab)
+        if known is not None and known.cell_type == "markdown" and (heading := _HEADING.search(known.source)):
+            section = f"{'bonus_' if heading[1] else 'q'}{heading[2]}_{heading[3]}"
+        if step is not None:
             step.question = step.question or section
-        steps += new
+            steps.append(step)
     _attribute(steps)
-    planned = plan_tests(instructor) if tests is None else tests
+    needs = plan_tests(instructor_notebook) if tests is None else tests
     for step in steps:
         if step.kind == "tests":
-            step.names, step.files, step.definitions = planned[step.name]
+            step.needs = needs[step.name]
     _leave_out(steps)
     return Plan(notebook, steps, structure)
 
 
+class _Lab:
+    """The cells of a lab: the instructor's in order, and the students' by id."""
+
+    def __init__(self, original: list, released: dict[str, NotebookNode]):
+        self.original, self.released = original, released
+        self.order = {cell.id: place for place, cell in enumerate(original)}
+        self.first_answer = _first_answer(original)
+
+
 def read_built(text: str) -> NotebookNode:
-    """A notebook that the build wrote; it is valid, and checking that again takes longer than reading it."""
+    """Read a notebook that the build wrote. It is valid; to validate it again would take longer than to read it."""
     return nbformat.v4.nbjson.reads(text)
 
 
 def _new_cell(kind: str, name: str, source: str) -> NotebookNode:
-    """As nbformat makes one, without checking each against the schema: the notebook is checked when it is written."""
-    more = {"execution_count": None, "outputs": []} if kind == "code" else {}
+    """Make a cell without validating it, as nbformat would: the notebook is validated as a whole when it is written."""
+    more: dict = {"execution_count": None, "outputs": []} if kind == "code" else {}
     kind = kind if kind in ("code", "markdown") else "raw"
     return nbformat.from_dict({"id": name, "cell_type": kind, "metadata": {}, "source": source, **more})
 
@@ -253,16 +276,31 @@ def _is_answer(cell) -> bool:
     return bool(cell.metadata.get("nbgrader", {}).get("solution"))
 
 
+def _first_answer(cells: list) -> int:
+    """The place of the first answer; cells before it are the setup."""
+    return next((place for place, cell in enumerate(cells) if _is_answer(cell)), len(cells))
+
+
 def question_of(grade_id: str) -> str:
+    """The question that a cell belongs to by its id: `q1_1_tests` -> `q1_1`."""
     match = QUESTION_ID.fullmatch(grade_id)
     return f"{match[1]}{match[2]}_{match[3]}" if match else grade_id
 
 
-def _merge(submission, original, released, order, structure) -> list[tuple]:
-    """[(cell of the submission or of the instructor's, the instructor's cell it is or None)] in running order."""
-    by_grade_id = {_grade_id(cell): cell for cell in original if _grade_id(cell)}
+def question_title(question: str) -> str:
+    """`q1_1` -> `Question 1.1`."""
+    kind, _, number = question.partition("_")
+    if kind == "bonus":
+        return f"Bonus {number.replace('_', '.')}"
+    return f"Question {question[1:].replace('_', '.')}" if question[:1] == "q" else "the notebook"
+
+
+def _merge(submission: NotebookNode, lab: _Lab, structure: list[Structure]) -> list[tuple]:
+    """[(cell of the submission or the lab, the lab's cell that it is or None)] in running order."""
+    original, released, order = lab.original, lab.released, lab.order
+    by_grade_id = {grade_id: cell for cell in original if (grade_id := _grade_id(cell))}
     plain = {cell.id: cell for cell in original if not _grade_id(cell)}
-    groups: dict[int, list] = {-1: []}  # place in the original -> cells there, extras behind
+    groups: dict[int, list] = {-1: []}  # place in the lab -> the cell there, and extra cells after it
     seen: dict[str, str] = {}
     places, last = [], -1
     for cell in submission.cells:
@@ -276,7 +314,7 @@ def _merge(submission, original, released, order, structure) -> list[tuple]:
         if known.id in seen and not (_is_answer(known) or grade_id is None):
             structure.append(Structure(question_of(grade_id), "structure", f"the cell {grade_id} is there twice"))
             continue
-        if known.id in seen:  # a copied answer runs where it stands, as an extra cell
+        if known.id in seen:  # a copied answer runs in its place, as an extra cell
             if grade_id and _squeezed(_source(cell)) != seen[known.id]:
                 structure.append(Structure(question_of(grade_id), "structure", f"{grade_id} is answered twice"))
             groups.setdefault(last, []).append((cell, None))
@@ -287,79 +325,89 @@ def _merge(submission, original, released, order, structure) -> list[tuple]:
         groups.setdefault(last, []).insert(0, (_chosen(cell, known, released, structure), known))
     _note_moves(places, structure)
     for cell in original:
-        if cell.id not in seen and _grade_id(cell):
+        if cell.id not in seen and (name := _grade_id(cell)):
             # Locked cells and tests are put back, answers stay empty.
             groups.setdefault(order[cell.id], []).insert(0, (released[cell.id], cell))
             if not _is_answer(cell):
-                name = _grade_id(cell)
                 structure.append(Structure(question_of(name), "structure", f"the cell {name} was deleted"))
     return [entry for place in sorted(groups) for entry in groups[place]]
 
 
-def _chosen(cell, known, released, structure):
+def _chosen(cell: dict, known: NotebookNode, released: dict, structure: list[Structure]):
     """The student's text for answers and plain cells, the instructor's for locked cells and tests."""
-    said = known.metadata.get("nbgrader", {})
-    if not said:
+    metadata = known.metadata.get("nbgrader", {})
+    if not metadata:
         return cell
-    name, mine = said["grade_id"], released[known.id]
+    name, original = metadata["grade_id"], released[known.id]
     points = cell["metadata"]["nbgrader"].get("points")
-    if "points" in said and points != said["points"]:
+    if "points" in metadata and points != metadata["points"]:
         structure.append(Structure(question_of(name), "structure", f"the points of {name} were changed"))
-    if said.get("solution"):
+    if metadata.get("solution"):
         if cell.get("cell_type") != known.cell_type:
             return {**cell, "cell_type": known.cell_type}
         return cell
     if any(output.get("output_type") == "execute_result" for output in cell.get("outputs") or []):
         detail = f"the cell {name} was submitted with an output that its code does not make"
         structure.append(Structure(question_of(name), "structure", detail))
-    if cell.get("cell_type") != known.cell_type or _squeezed(_source(cell)) != _squeezed(mine.source):
-        lines = _squeezed(mine.source).splitlines(), _squeezed(_source(cell)).splitlines()
+    if cell.get("cell_type") != known.cell_type or _squeezed(_source(cell)) != _squeezed(original.source):
+        lines = _squeezed(original.source).splitlines(), _squeezed(_source(cell)).splitlines()
         first = next((new for old, new in itertools.zip_longest(*lines, fillvalue="") if new != old), "")
         structure.append(Structure(question_of(name), "structure", f"the cell {name} was changed: {first[:120]}"))
-    return mine
+    return original
 
 
 def _note_moves(places: list[tuple], structure: list[Structure]) -> None:
-    """Name tests and locked cells that do not stand in the order of the lab."""
-    graded = [(place, known) for place, known in places if _grade_id(known)]
+    """Name tests and locked cells that are not in the order of the lab."""
+    graded = [(place, name) for place, known in places if (name := _grade_id(known))]
     # The longest run of cells that are in order stays; the others were moved.
-    best: list[list[int]] = []
+    runs: list[list[int]] = []  # for each cell, the longest run that ends with it
     for i, (place, _) in enumerate(graded):
-        before = max((run for run in best if graded[run[-1]][0] < place), key=len, default=[])
-        best.append([*before, i])
-    stay = set(max(best, key=len, default=[]))
-    for i, (_, known) in enumerate(graded):
-        if i not in stay:
-            name = _grade_id(known)
+        before = [run for run in runs if graded[run[-1]][0] < place]
+        longest: list[int] = max(before, key=len) if before else []
+        runs.append([*longest, i])
+    in_order = max(runs, key=len) if runs else []
+    for i, (_, name) in enumerate(graded):
+        if i not in in_order:
             structure.append(Structure(question_of(name), "structure", f"the cell {name} was moved"))
 
 
-def _steps_of(cell, known, node, released, order, first_answer, number) -> list[Step]:
-    said = known.metadata.get("nbgrader", {}) if known is not None else {}
-    name = said.get("grade_id") or node.id
-    question = question_of(name) if said.get("grade") or said.get("solution") else ""
-    points = float(said.get("points", 0))
-    by_hand = bool((said.get("grade") and said.get("solution")) or said.get("task"))
-    touched = known is None or _squeezed(node.source) != _squeezed(released[known.id].source)
-    shown = cell.get("outputs") if isinstance(cell.get("outputs"), list) else []
-    common = {
-        "points": points,
-        "by_hand": by_hand,
-        "untouched": not touched,
-        "answer": bool(said.get("solution")),
-        "submitted": shown,
-    }
+def _step_of(cell: dict, known: NotebookNode | None, node: NotebookNode, lab: _Lab) -> Step | None:
+    """What to do with a merged cell; None for prose that nobody grades.
+
+    Args:
+        cell: the cell that was chosen, with the outputs that came along.
+        known: the lab's cell that it is, or None.
+        node: the cell in the merged notebook.
+        lab: the lab's cells.
+    """
+    metadata = known.metadata.get("nbgrader", {}) if known is not None else {}
+    grade, solution = bool(metadata.get("grade")), bool(metadata.get("solution"))
+    name = metadata.get("grade_id") or node.id
+    outputs = cell.get("outputs")
+    step = Step(
+        kind="student",
+        cell=node,
+        name=name,
+        question=question_of(name) if grade or solution else "",
+        source=node.source,
+        answer=solution,
+        points=float(metadata.get("points", 0)),
+        by_hand=(grade and solution) or bool(metadata.get("task")),
+        untouched=known is not None and _squeezed(node.source) == _squeezed(lab.released[known.id].source),
+        submitted=outputs if isinstance(outputs, list) else [],
+    )
     if node.cell_type != "code":
-        return [Step("manual", node, name, question, **common)] if by_hand else []
-    if said.get("grade") and not said.get("solution"):
-        return [Step("tests", node, name, question, known.source, **common)]
-    if known is not None and order[known.id] < first_answer and not touched:
-        return [Step("skipped", node, name, question, node.source, **common)]  # ran when the worker was warmed
-    return [Step("student", node, name, question, node.source, **common)]
+        step.kind = "manual"
+        return step if step.by_hand else None
+    if known is not None and grade and not solution:
+        step.kind, step.source = "tests", known.source
+    elif known is not None and lab.order[known.id] < lab.first_answer and step.untouched:
+        step.kind = "skipped"  # the setup, which the warm process has run
+    return step
 
 
 def _attribute(steps: list[Step]) -> None:
-    """Cells under no question's heading count as the question before them, or else the one after."""
+    """Let cells under no question's heading count for the question before them, or else for the one after."""
     for direction in (steps, steps[::-1]):
         last = ""
         for step in direction:
@@ -367,10 +415,9 @@ def _attribute(steps: list[Step]) -> None:
             step.question = step.question or last
 
 
-def plan_tests(instructor: str) -> dict[str, tuple[list[str], list[str], list[str]]]:
-    """{test cell: (names from the student, files from the student, statements of the instructor's that it needs)}."""
-    original = read_built(instructor).cells
-    first_answer = next((i for i, c in enumerate(original) if _is_answer(c)), len(original))
+def plan_tests(instructor_notebook: str) -> dict[str, Needs]:
+    """{test cell: what it needs} for each test cell of a lab."""
+    original = read_built(instructor_notebook).cells
     answers = [c for c in original if c.cell_type == "code" and _is_answer(c)]
     from_student: set[str] = set()
     for cell in answers:
@@ -378,24 +425,25 @@ def plan_tests(instructor: str) -> dict[str, tuple[list[str], list[str], list[st
             if not isinstance(node, ast.Import | ast.ImportFrom):  # a module is the instructor's, whoever imports it
                 from_student |= bound_names(node)
     files = [match[1] for c in answers if (match := _FILE.match(c.source.lstrip()))]
-    planned, statements = {}, []
-    for cell in original[first_answer:]:
+    planned: dict[str, Needs] = {}
+    statements: list[tuple[str, set, set]] = []  # as `_statements` gives them, of the cells so far
+    for cell in original[_first_answer(original) :]:
         if cell.cell_type != "code":
             continue
-        if cell.metadata.get("nbgrader", {}).get("grade") and not _is_answer(cell):
-            needed, chosen, own = used_names(cell.source), [], _binds(cell.source)
+        if (name := _grade_id(cell)) and cell.metadata["nbgrader"].get("grade") and not _is_answer(cell):
+            used, chosen, own = used_names(cell.source), [], _binds(cell.source)
             for text, binds, uses in reversed(statements):
-                if binds & needed - from_student - own:
+                if binds & used - from_student - own:
                     chosen.append(text)
-                    needed |= uses
-            beside = [name for name in files if any(name in text for text in (cell.source, *chosen))]
-            planned[_grade_id(cell)] = sorted(needed & from_student), beside, chosen[::-1]
+                    used |= uses
+            read = [file for file in files if any(file in text for text in (cell.source, *chosen))]
+            planned[name] = Needs(sorted(used & from_student), read, chosen[::-1])
         statements += _statements(cell)
     return planned
 
 
 def _statements(cell: NotebookNode) -> list[tuple[str, set, set]]:
-    """(text, names it binds, names it uses) of an instructor's cell; of an answer, its imports."""
+    """[(text, names that it binds, names that it uses)] of a cell's statements; of an answer only its imports."""
     found, text = [], python_of(cell.source)
     for node in ast.parse(text).body if text else []:
         if isinstance(node, ast.Expr) or not (binds := bound_names(node)):
@@ -407,19 +455,16 @@ def _statements(cell: NotebookNode) -> list[tuple[str, set, set]]:
 
 
 def _leave_out(steps: list[Step]) -> None:
-    """Turn the instructor's own unchanged cells that nothing needs into skipped ones."""
-    own = [s for s in steps if s.kind == "student"]
-    theirs = [s for s in own if not (s.untouched and "nbgrader" not in s.cell.metadata)]
-    if any(len(s.source) > MAX_SOURCE or _DYNAMIC.search(s.source) for s in theirs):
+    """Skip the instructor's own unchanged cells that nothing needs."""
+    run = [s for s in steps if s.kind == "student"]
+    needed_anyway = [s for s in run if not s.untouched or "nbgrader" in s.cell.metadata]
+    if any(len(s.source) > MAX_SOURCE or _DYNAMIC.search(s.source) for s in needed_anyway):
         return
-    needed = set().union(*(used_names(s.source) for s in theirs)) if theirs else set()
-    rest = [s for s in own if s not in theirs]
-    while True:
-        more = [s for s in rest if _binds(s.source) & needed]
-        if not more:
-            break
+    names = set().union(*(used_names(s.source) for s in needed_anyway))
+    rest = [s for s in run if s not in needed_anyway]
+    while more := [s for s in rest if _binds(s.source) & names]:
         for step in more:
             rest.remove(step)
-            needed |= used_names(step.source)
+            names |= used_names(step.source)
     for step in rest:
         step.kind = "skipped"

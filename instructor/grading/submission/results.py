@@ -1,4 +1,4 @@
-"""What grading a submission comes to, and its form as JSON, which is checked when it is read."""
+"""The result of grading a submission, and its form as JSON, which is checked when it is read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ STATUSES = ("passed", "failed", "error", "timeout", "killed", "missing", "flagge
 
 
 class GradingError(RuntimeError):
-    """Grading itself failed, not the submission; says what to do."""
+    """Grading itself failed, and not the submission; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class SubmissionResult:
     flags: tuple[Flag, ...]
     walls: dict[str, str]
     notebook: str = field(repr=False)  # as autograded, without hidden tests
-    seconds: float = 0.0  # of everything
-    cell_seconds: float = 0.0  # of the cells alone
-    skipped: tuple[str, ...] = ()  # cells of the instructor's that nothing graded uses
+    seconds: float = 0.0  # that grading took
+    cell_seconds: float = 0.0  # that the cells took of these
+    skipped: tuple[str, ...] = ()  # cells of the instructor's that were not run, since nothing graded uses them
 
     @property
     def score(self) -> float:
@@ -51,29 +51,30 @@ class SubmissionResult:
         return sum(cell.points for cell in self.cells.values())
 
     def as_json(self) -> dict:
+        """The result as a JSON object."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, said: dict) -> SubmissionResult:
-        """Rebuild a result; `GradingError` if it is not exactly one."""
+    def from_json(cls, fields: dict) -> SubmissionResult:
+        """Rebuild a result; `GradingError` if it is not well formed."""
         try:
-            cells = {_text(name): CellResult(**cell) for name, cell in said["cells"].items()}
-            flags = tuple(Flag(**{k: _text(v) for k, v in flag.items()}) for flag in said["flags"])
+            cells = {_text(name): CellResult(**cell) for name, cell in fields["cells"].items()}
+            flags = tuple(Flag(**{k: _text(v) for k, v in flag.items()}) for flag in fields["flags"])
             for name, cell in cells.items():
                 if cell.status not in STATUSES or not 0 <= cell.points <= cell.max_points:
                     raise ValueError(f"cell {name} has status {cell.status!r} and {cell.points} points")
                 _text(cell.message)
-            walls = {_text(k): _text(v) for k, v in said["walls"].items()}
+            walls = {_text(k): _text(v) for k, v in fields["walls"].items()}
             return cls(
-                _text(said["student"]),
-                _text(said["lab"]),
+                _text(fields["student"]),
+                _text(fields["lab"]),
                 cells,
                 flags,
                 walls,
-                _text(said["notebook"]),
-                float(said["seconds"]),
-                float(said["cell_seconds"]),
-                tuple(map(_text, said["skipped"])),
+                _text(fields["notebook"]),
+                float(fields["seconds"]),
+                float(fields["cell_seconds"]),
+                tuple(map(_text, fields["skipped"])),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise GradingError(f"a result is not well formed: {error}") from None

@@ -1,7 +1,7 @@
-"""Functions that stand for one in another process, with its name and its parameters.
+"""Proxies: functions that call a function in another process, and have its name and its parameters.
 
 FlexAttention counts the positional arguments of a function to tell a mask from a score modifier, and so do checks;
-`(*args, **kwargs)` would be neither.
+A proxy with `(*args, **kwargs)` would be neither.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import keyword
 from collections.abc import Callable
+from typing import Any
 
 MAX_PARAMETERS = 40
 _KINDS = ("only", "plain", "rest", "named", "named rest")
@@ -37,11 +38,11 @@ def parameters_of(function: Callable) -> list[list] | None:
     return found if _well_formed(found) else None
 
 
-def _well_formed(said: object) -> bool:
-    if type(said) is not list or len(said) > MAX_PARAMETERS:
+def _well_formed(parameters: object) -> bool:
+    if type(parameters) is not list or len(parameters) > MAX_PARAMETERS:
         return False
     names, places = [], []
-    for part in said:
+    for part in parameters:
         if type(part) is not list or len(part) != 3:
             return False
         name, kind, optional = part
@@ -55,37 +56,42 @@ def _well_formed(said: object) -> bool:
     return once and len(set(names)) == len(names) and places == sorted(places)
 
 
-def standing_for(call: Callable[[tuple, dict], object], name: str, said: object, names: type[dict] = dict) -> Callable:
-    """A function that hands its arguments to `call(args, kwargs)`.
+def make_proxy(
+    call: Callable[[tuple, dict], object], name: str, parameters: object, make_globals: Callable[[], dict] = dict
+) -> Any:
+    """Make a function that hands its arguments to `call(args, kwargs)`.
 
     Args:
-        name: what it is called; an identifier
-        said: its parameters, as `parameters_of` gives them; if they are none, it takes whatever it is given
-        names: makes what it has for `__globals__`
+        call: is called with the arguments that were given, and none of the defaults.
+        name: what the function is called; an identifier.
+        parameters: its parameters, as `parameters_of` gives them; if they are not well formed, it takes any arguments.
+        make_globals: makes its `__globals__`.
     """
-    made = _with_parameters(call, said, names()) if said and _well_formed(said) else None
-    made = made or _with_parameters(call, _ANYTHING, names())
+    made = None
+    if parameters and _well_formed(parameters):
+        made = _with_parameters(call, parameters, make_globals())
+    made = made or _with_parameters(call, _ANYTHING, make_globals())
     made.__name__ = made.__qualname__ = name
     made._torchdynamo_disable = True  # torch.compile calls it, and does not look into it
     return made
 
 
-def _with_parameters(call: Callable, said: list[list], space: dict) -> Callable | None:
+def _with_parameters(call: Callable, parameters: Any, space: dict) -> Any:
     parts, before = [], ""
-    for name, kind, optional in said:
+    for name, kind, optional in parameters:
         if before == "only" and kind != "only":
             parts.append("/")
-        if kind == "named" and "rest" not in [k for _, k, _ in said] and "*" not in parts:
+        if kind == "named" and "rest" not in [k for _, k, _ in parameters] and "*" not in parts:
             parts.append("*")
         stars = {"rest": "*", "named rest": "**"}.get(kind, "")
         parts.append(f"{stars}{name}" + ("=__left_out" if optional and not stars else ""))
         before = kind
     if before == "only":
         parts.append("/")
-    places = [(name, kind) for name, kind, _ in said if kind in ("only", "plain")]
-    rest = next((name for name, kind, _ in said if kind == "rest"), None)
-    named = [name for name, kind, _ in said if kind == "named"]
-    more = next((name for name, kind, _ in said if kind == "named rest"), None)
+    places = [(name, kind) for name, kind, _ in parameters if kind in ("only", "plain")]
+    rest = next((name for name, kind, _ in parameters if kind == "rest"), None)
+    named = [name for name, kind, _ in parameters if kind == "named"]
+    more = next((name for name, kind, _ in parameters if kind == "named rest"), None)
     values = ", ".join(f"({name!r}, {name})" for name, _ in places)
     keywords = ", ".join(f"({name!r}, {name})" for name in named)
     text = (

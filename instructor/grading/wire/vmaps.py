@@ -1,15 +1,15 @@
 """Tensors under `torch.vmap`, across processes: the plain tensor travels, with the dimension of each level.
 
-A mask or score modifier is called under one vmap an index; its arguments are wrapped tensors without memory of their
-own. Here they are unwrapped, sent with the levels that they were wrapped at, and wrapped again on the other side,
-where the same levels are entered before the function runs. So it meets what it would meet in the process of its
-caller: control flow that depends on data fails there as it fails here.
+A mask or score modifier is called under one vmap for each of its indices, and its arguments are wrapped tensors without
+memory of their own. Here they are unwrapped, sent with the levels that they were wrapped at, and wrapped again on the
+other side, where the same levels are entered before the function runs. So the function meets what it would meet in the
+process of its caller: control flow that depends on data fails there as it fails here.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch._C import _functorch
@@ -19,7 +19,7 @@ from torch._functorch.vmap import lazy_load_decompositions
 MAX_LEVELS = 16
 MAX_BATCH = 1 << 31
 RANDOMNESS = ("error", "same", "different")
-Levels = list  # [[size, randomness], ...], the outermost first
+Levels = Sequence  # [[size, randomness], ...], the outermost first
 
 
 class NotVmap(Exception):
@@ -27,7 +27,7 @@ class NotVmap(Exception):
 
 
 def levels_here() -> Levels:
-    """The vmaps that are on in this thread."""
+    """The vmaps that this thread is under."""
     found = []
     for interpreter in _functorch.get_interpreter_stack() or ():
         if interpreter.key() != _functorch.TransformType.Vmap:
@@ -38,8 +38,8 @@ def levels_here() -> Levels:
 
 
 @contextlib.contextmanager
-def lifted() -> Iterator[None]:
-    """Inside, no vmap is on."""
+def leave_levels() -> Iterator[None]:
+    """Leave all vmaps for the time of a `with` block."""
     if _functorch.peek_interpreter_stack() is None:
         yield
         return
@@ -48,11 +48,11 @@ def lifted() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def entered(levels: Levels) -> Iterator[None]:
-    """Inside, exactly these vmaps are on."""
+def enter_levels(levels: Levels) -> Iterator[None]:
+    """Enter exactly these vmaps for the time of a `with` block."""
     if levels:
         lazy_load_decompositions()  # as torch.vmap does: some operators have no other rule
-    with lifted():
+    with leave_levels():
         depth = 0
         try:
             for size, randomness in levels:
@@ -64,8 +64,8 @@ def entered(levels: Levels) -> Iterator[None]:
                 _functorch._vmap_decrement_nesting()
 
 
-def checked(levels: object) -> Levels:
-    """Levels that came from outside; `ValueError` if they are none."""
+def expect_levels(levels: object) -> Levels:
+    """Return levels that came from another process; `ValueError` if they are not well formed."""
     if type(levels) is not list or len(levels) > MAX_LEVELS:
         raise ValueError("the levels of vmap are no short list")
     for level in levels:
@@ -77,7 +77,7 @@ def checked(levels: object) -> Levels:
     return levels
 
 
-def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, list[list[int]]]:
+def unwrap(tensor: torch.Tensor) -> tuple[torch.Tensor, list[list[int]]]:
     """The plain tensor, and [level, dimension] of each vmap that it is wrapped at, the outermost first."""
     found = []
     while _functorch.is_batchedtensor(tensor):
@@ -88,8 +88,8 @@ def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, list[list[int]]]:
     return tensor, found[::-1]
 
 
-def wrapped(tensor: torch.Tensor, dims: list[list[int]], levels: Levels) -> torch.Tensor:
-    """Undo `unwrapped`; `ValueError` where `dims` contradict the tensor or the levels."""
+def wrap(tensor: torch.Tensor, dims: list[list[int]], levels: Levels) -> torch.Tensor:
+    """Undo `unwrap`; `ValueError` where `dims` contradict the tensor or the levels."""
     last = 0
     for level, dim in dims:
         if type(level) is not int or not last < level <= len(levels):

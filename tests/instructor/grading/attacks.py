@@ -1,7 +1,7 @@
 """Attacks on the grader from inside of an answer: each is a wrong or forbidden answer, and a way to get credit for it.
 
-`attacks_outside.py` holds those on files, processes, the protocol and the notebook. In the sources, OUTSIDE stands for
-a folder beside the class's files, PORT for a port that the test listens at, ROOT for the folder of the labs.
+`attacks_outside.py` has those on files, processes, the protocol and the notebook. In the sources, the test replaces
+OUTSIDE by the folder of the class's files, PORT by a port on which it listens, and ROOT by the folder of the labs.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Attack:
     """One way to get credit that is not due.
 
     Args:
-        name: what is tried
-        question: the question attacked, by the id of its answer cell
-        code: what stands in the answer cell, before the wrong answer
-        answer: what stands after it, if it is not the wrong answer of the question
-        edit: a change of the notebook, in place of or on top of `code`
-        costs: further questions that build on this answer
-        flagged: a reviewer must be told; False where nothing tells the attack from an honest mistake
-        told_at: where they are told, if it is not the question
-        alone: it shares no submission with another attack, because it ends or breaks the process
+        name: what is tried.
+        question: the question attacked, by the id of its answer cell.
+        code: the beginning of the answer cell, before the wrong answer.
+        answer: the rest of the cell, if it is not the wrong answer of the question.
+        edit: a change of the notebook, instead of `code` or with it.
+        costs: further questions that build on this answer.
+        flagged: True if a reviewer has to get a flag; False if the attack looks like an honest mistake.
+        flagged_at: the question that is flagged, if it is not the one attacked.
+        alone: True for an attack that ends or breaks the process, and so shares no submission with others.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Attack:
     edit: Callable[[NotebookNode], None] | None = None
     costs: tuple[str, ...] = field(default=())
     flagged: bool = True
-    told_at: str = ""
+    flagged_at: str = ""
     alone: bool = False
 
     @property
@@ -73,7 +73,7 @@ class Attack:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Questions that it can stand at: code before a wrong answer does for any."""
+        """Questions that it can attack: code before a wrong answer can be in the answer to any."""
         generic = self.question == COST and self.answer is None and self.edit is None
         return (COST, GEMV, TIMER, NUMBER, MODULE) if generic else (self.question,)
 

@@ -658,7 +658,7 @@ def _duplicate(notebook: NotebookNode) -> None:
 
 
 def _second_answer(notebook: NotebookNode) -> None:
-    """Two answer cells of one id: the wrong one where the question stands, another one before it."""
+    """Put two answer cells with one id into the notebook: a wrong one under the question, another one before it."""
     double = copy.deepcopy(_cell(notebook, "q1_2"))
     double.id, double.source = "double", "class V:\n    raise_if_wrong = print\n\ncheck_cost = lambda *a: V()"
     notebook.cells.insert(_find(notebook, "q1_2"), double)
@@ -734,7 +734,7 @@ EDITS = [
     _edited("the test cell turned into prose", _markdown_test),
     _edited("the answer under an id that the lab does not have", _swap, flagged=False),
     _edited("outputs written by hand", _outputs),
-    _edited("the locked set-up edited", _edit_setup, told_at="setup"),
+    _edited("the locked set-up edited", _edit_setup, flagged_at="setup"),
     _edited("the test cell tagged to be skipped", _skip),
     _edited("a cell before the tests that redefines check", _capture, flagged=False),
 ]

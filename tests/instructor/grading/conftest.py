@@ -1,4 +1,4 @@
-"""Tools for the suites of grading: the lab that is attacked, and what stands around a class's files."""
+"""Fixtures for the suites of grading: the lab that is attacked, and its points."""
 
 from pathlib import Path
 

@@ -38,7 +38,7 @@ class Fault:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Questions that it can stand at."""
+        """Questions in whose answer it can be."""
         return (COST, GEMV, TIMER, NUMBER, MODULE) if self.wrong and self.question == COST else (self.question,)
 
     @property
@@ -332,7 +332,7 @@ def _changed(text: str, change: Callable[[dict], None]) -> str:
 
 
 def _of_another_lab(text: str) -> str:
-    """Without what would be right wherever it stands: a file of the right name, a class that no stub replaces."""
+    """Leave out answers that are right in any cell: a file of the right name, a class that no stub replaces."""
     return text.replace("tiles.toml", "layers.toml").replace("RMSNorm", "LayerNorm")
 
 

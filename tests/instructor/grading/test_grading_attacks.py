@@ -1,4 +1,4 @@
-"""Each attack costs its question, is told to a reviewer, and changes nothing else: no other point, file or process."""
+"""Each attack costs its question, gets a flag, and changes nothing else: no other point, file or process."""
 
 import os
 import socket
@@ -54,7 +54,7 @@ def surroundings(tmp_path_factory):
     server = socket.create_server(("127.0.0.1", 0))
     server.setblocking(False)
     found = Surroundings(folder, server)
-    watched = [*folder.rglob("*"), ROOT / "utils" / "checking.py", ROOT / "instructor" / "build.py"]
+    watched = [*folder.rglob("*"), ROOT / "utils" / "checking" / "verdicts.py", ROOT / "instructor" / "build.py"]
     found.files = {path: path.read_bytes() for path in watched if path.is_file()}
     os.environ["GRADER_TOKEN"] = TOKEN
     yield found
@@ -101,7 +101,7 @@ def test_there_are_enough_attacks():
 
 
 def test_all_but_the_module_is_tested_at_a_distance(suite_lab):
-    modes = calibrate(suite_lab)["modes"]
+    modes = calibrate(suite_lab).modes
     assert {name for name, mode in modes.items() if mode == "inside"} == {"q2_2_tests"}
 
 
@@ -124,9 +124,11 @@ def test_attacks_get_no_credit(suite_lab, full_points, surroundings, hidden_line
     assert result.score == sum(expected.values())
 
     flagged = {flag.question for flag in result.flags}
-    untold = [a.name for a in attacks if a.flagged and not any(f.startswith(a.told_at or a.question) for f in flagged)]
-    assert untold == [], said
-    own = tuple(name.removesuffix("_tests") for name in loses) + tuple(a.told_at for a in attacks if a.told_at)
+    unflagged = [
+        a.name for a in attacks if a.flagged and not any(f.startswith(a.flagged_at or a.question) for f in flagged)
+    ]
+    assert unflagged == [], said
+    own = tuple(name.removesuffix("_tests") for name in loses) + tuple(a.flagged_at for a in attacks if a.flagged_at)
     assert all(name.startswith(own) for name in flagged), f"flagged as well: {result.flags}"
 
     shown = result.notebook + "".join(cell.message for cell in result.cells.values())

@@ -24,7 +24,7 @@ def _points(result) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def walls(suite_lab):
-    """Which walls stand on this machine."""
+    """The walls that this machine allows."""
     return grade_notebook(suite_lab, suite_lab.student, **QUICK).walls
 
 

@@ -1,5 +1,7 @@
-"""Grading with `--gpu`, as far as a machine without a GPU can show it: CUDA does not survive a fork, so every process
-runs the setup for itself, and a check of live objects runs in the student's process, which ends with it.
+"""Grading with `--gpu`, as far as a machine without a GPU can show it.
+
+CUDA does not survive a fork. So every process runs the setup for itself, and a check of live objects runs in the
+student's process, which ends after it.
 """
 
 from pathlib import Path
@@ -46,7 +48,7 @@ def graded(lab, first):
 
 
 def test_no_process_is_forked_that_ran_the_setup(lab, full_points):
-    assert calibrate(lab, LIMITS)["modes"]["q2_2_tests"] == "inside"
+    assert calibrate(lab, LIMITS).modes["q2_2_tests"] == "inside"
     result = graded(lab, OWN_SETUP)
     points = {name: cell.points for name, cell in result.cells.items() if cell.status != "by_hand"}
     assert points == full_points, [cell.message for cell in result.cells.values() if not cell.points]

@@ -44,7 +44,7 @@ def test_no_bundle_holds_a_secret(lab1, secrets, tmp_path):
     assert not [name for name in names if name.startswith(("instructor", "tests", ".git", "build"))]
     assert [name for name in names if name.endswith(".ipynb")] == ["lab1.ipynb"]
     assert bundle.path.read_bytes() == releasing.packed(bundle_files(lab1), "lab1")  # always the same
-    # What may stand in the library stands there, or its excuse has to go.
+    # Each line that may be in the library is in it; otherwise its entry in SHARED has to go.
     assert {(leak.file, leak.line) for leak, _ in bundle.shared} == set(releasing.SHARED)
     # The bundles differ in their notebook alone.
     notebooks = {f"{name}.ipynb": build_lab(lab_path(name)).student.encode() for name in lab_names()}

@@ -14,8 +14,11 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
 from instructor.grading.submission.student import Student
-from instructor.grading.wire.protocol import Channel, Decoder, Encoder, WireError, rebuilt_block_mask, vmaps
-from instructor.grading.wire.signatures import parameters_of, standing_for
+from instructor.grading.wire import vmaps
+from instructor.grading.wire.block_masks import rebuild_block_mask
+from instructor.grading.wire.channel import Channel, WireError
+from instructor.grading.wire.signatures import make_proxy, parameters_of
+from instructor.grading.wire.values import Decoder, Encoder
 from utils.attention.masks import dense_mask, evaluate
 from utils.attention.score_mods import modified
 from utils.checking import watch_operations
@@ -30,7 +33,7 @@ class _Flags:
 
 @pytest.fixture
 def across():
-    """across(functions): proxies of these functions, which stay in a process of their own."""
+    """Put functions into a process of their own; called with name=function, returns their proxies and the Remote."""
     started = []
 
     def start(**functions):
@@ -241,8 +244,8 @@ def _fields(**changes):
 )
 def test_forged_block_masks_are_refused(values):
     with pytest.raises(WireError):
-        rebuilt_block_mask(_fields(**values) if values else {})
-    assert type(rebuilt_block_mask(_fields())) is BlockMask
+        rebuild_block_mask(_fields(**values) if values else {})
+    assert type(rebuild_block_mask(_fields())) is BlockMask
 
 
 # ---- forged replies ------------------------------------------------------------------------------------------------
@@ -287,7 +290,7 @@ def test_forged_levels_of_results_are_refused(dims):
 )
 def test_forged_levels_of_a_callback_are_refused(levels):
     with pytest.raises((ValueError, TypeError)):
-        vmaps.checked(levels)
+        vmaps.expect_levels(levels)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +361,7 @@ def _optional(a, /, b, c=3, *more, d, e=5, **named):
     [_optional, lambda b, h, q, k: 1, lambda *a: 1, lambda: 1, lambda *, x: 1, lambda s, b, h, q, k, cap=3: 1],
 )
 def test_a_proxy_has_the_parameters_of_its_function(function):
-    made = standing_for(lambda args, kwargs: (args, kwargs), "made", json.loads(json.dumps(parameters_of(function))))
+    made = make_proxy(lambda args, kwargs: (args, kwargs), "made", json.loads(json.dumps(parameters_of(function))))
     assert made.__name__ == "made"
     for name in ("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_varnames"):
         mine, theirs = getattr(made.__code__, name), getattr(function.__code__, name)
@@ -367,7 +370,7 @@ def test_a_proxy_has_the_parameters_of_its_function(function):
 
 
 def test_a_proxy_hands_over_what_it_was_given_and_no_default():
-    made = standing_for(lambda args, kwargs: (args, kwargs), "made", parameters_of(_optional))
+    made = make_proxy(lambda args, kwargs: (args, kwargs), "made", parameters_of(_optional))
     assert made(1, 2, d=4) == ((1, 2), {"d": 4})
     assert made(1, 2, 3, 4, d=1, other=3) == ((1, 2, 3, 4), {"d": 1, "other": 3})
     with pytest.raises(TypeError, match="missing 1 required"):
@@ -391,7 +394,7 @@ def test_a_proxy_hands_over_what_it_was_given_and_no_default():
     ],
 )
 def test_forged_parameters_make_a_function_of_anything(said):
-    made = standing_for(lambda args, kwargs: (args, kwargs), "made", said)
+    made = make_proxy(lambda args, kwargs: (args, kwargs), "made", said)
     assert made(1, 2, c=3) == ((1, 2), {"c": 3})
 
 

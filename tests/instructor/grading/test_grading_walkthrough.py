@@ -11,8 +11,8 @@ def test_labs_2_and_4(tmp_path):
     course = tmp_path / "course"
     window = mistake(lab2_wrong_answers, "window one too wide")
     lab2 = released("lab2_flexattention", tmp_path / "release", ("q1_1", "q2_1"), window)
-    due = walk(lab2, course, zipped=True, whole=False)
+    due = walk(lab2, course, zipped=True)
     causal = mistake(lab4_wrong_answers, "causal costs as much as full")
     lab4 = released("lab4_sdpa", tmp_path / "release", ("q1_1", "q2_1"), causal)
-    due |= walk(lab4, course, whole=False)
+    due |= walk(lab4, course)
     assert exported(course) == due

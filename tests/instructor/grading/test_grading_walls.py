@@ -78,7 +78,7 @@ def probed(small_lab, tmp_path_factory):
 
 def needs(probed, wall, words):
     if not probed[1].walls[wall].startswith(words):
-        pytest.skip(f"{wall} does not stand here: {probed[1].walls[wall]}")
+        pytest.skip(f"this machine does not allow the wall {wall}: {probed[1].walls[wall]}")
 
 
 def test_no_network(probed):

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instructor.grading.submission.remote import error_with_lines
-from instructor.grading.submission.student import describe_error
-from instructor.grading.wire.protocol import Channel, Closed, Decoder, Encoder, TooLate, WireError
+from instructor.grading.submission.exceptions import describe_error, error_with_lines
+from instructor.grading.wire.channel import Channel, Closed, TooLate, WireError
+from instructor.grading.wire.values import Decoder, Encoder
 from utils.checking.watching import lines_of_traceback
 
 

@@ -17,13 +17,14 @@ from typer.testing import CliRunner
 
 from instructor.build import Built, build_lab
 from instructor.course import Course
+from instructor.grading import calibrate
 from instructor.grading.class_ import gradebook
 from instructor.grading.submission.plan import question_of
 from instructor.points import lab_path
 from utils.cli import app, mount_plugins
 
-# Students by what they sent; platforms make such names.
-RIGHT, PARTLY, UNTOUCHED = "Ada Lovelace_4711", "Grace Hopper_4712", "Nobody_4713"
+# Students by what they handed in; platforms make such names.
+PARTLY, UNTOUCHED = "Grace Hopper_4712", "Nobody_4713"
 
 
 def labs(*arguments: object) -> str:
@@ -37,7 +38,7 @@ def labs(*arguments: object) -> str:
 
 @dataclass(frozen=True)
 class Lab:
-    """A lab on its walk: as built, and as the bundle has it; what one student answered, and the mistake among it."""
+    """A lab as built and as in its bundle, with the answers that one student gave, and the mistake in one of them."""
 
     built: Built
     notebook: str
@@ -49,7 +50,7 @@ class Lab:
 
     @cached_property
     def model(self) -> dict[str, NotebookNode]:
-        """{id: cell} of the instructor's notebook"""
+        """{id: cell} of the instructor's notebook."""
         return {cell.id: cell for cell in nbformat.reads(self.built.instructor, as_version=4).cells}
 
     def worth(self, answers: tuple[str, ...] | None = None) -> float:
@@ -66,22 +67,10 @@ class Lab:
         """The points that the mistake loses."""
         return sum(self.model[name].metadata.nbgrader["points"] for name in self.mistake.lost)
 
-    @property
-    def in_words(self) -> int:
-        """How many answers wait for a person if all are given."""
-        return sum(_is(cell, "grade") and cell.cell_type == "markdown" for cell in self.model.values())
-
-    def answered(self) -> str:
-        """The bundle's notebook with all model answers filled in."""
-        return self._filled({name: cell.source for name, cell in self.model.items() if _is(cell, "solution")})
-
     def partly_answered(self) -> str:
-        """The bundle's notebook with some model answers filled in, one of them spoilt."""
+        """The bundle's notebook with some model answers filled in, one of them with the mistake."""
         sources = {name: self.model[name].source for name in self.answers}
-        sources[self.mistake.cell] = spoilt(sources[self.mistake.cell], self.mistake)
-        return self._filled(sources)
-
-    def _filled(self, sources: dict[str, str]) -> str:
+        sources[self.mistake.cell] = with_mistake(sources[self.mistake.cell], self.mistake)
         notebook = nbformat.reads(self.notebook, as_version=4)
         for cell in notebook.cells:
             if _is(cell, "solution"):
@@ -99,12 +88,12 @@ def mistake(answers, name: str):
     return next(wrong for wrong in answers.WRONG_ANSWERS if wrong.mistake == name)
 
 
-def spoilt(source: str, mistake) -> str:
-    """A model answer with one of the wrong answers in its place."""
+def with_mistake(source: str, mistake) -> str:
+    """A model answer with one of the lab's mistakes in it."""
     if mistake.code:
         return f"{source}\n\n{mistake.code}"
     for text, instead in mistake.replaces:
-        assert source.count(text) == 1, f"{text!r} stands {source.count(text)} times in the answer"
+        assert source.count(text) == 1, f"{text!r} is {source.count(text)} times in the answer"
         source = source.replace(text, instead)
     return source
 
@@ -118,20 +107,19 @@ def released(name: str, folder: Path, answers: tuple[str, ...], mistake) -> Lab:
     return Lab(build_lab(lab_path(name)), notebook, answers, mistake)
 
 
-def walk(lab: Lab, course: Path, zipped: bool = False, whole: bool = True) -> dict[tuple[str, str], float]:
+def walk(lab: Lab, course: Path, zipped: bool = False) -> dict[tuple[str, str], float]:
     """Hand notebooks in, `labs grade`, `labs feedback`; returns {(lab, student): what the code is worth}.
 
+    Nobody hands in all model answers: `labs grade` itself grades them, to calibrate, and its result is looked at here.
+
     Args:
-        lab: from `released`
-        course: the course's folder
-        zipped: hand in through a platform's zip
-        whole: one of them has all answers; without, it is `labs grade` alone that has the model answers pass
+        lab: from `released`.
+        course: the course's folder.
+        zipped: hand in through a platform's zip.
     """
     name = lab.built.name
     sent = {PARTLY: lab.partly_answered(), UNTOUCHED: lab.notebook}
     due = {PARTLY: lab.worth(lab.answers) - lab.costs, UNTOUCHED: 0.0}
-    if whole:
-        sent[RIGHT], due[RIGHT] = lab.answered(), lab.worth()
     arguments = []
     if zipped:
         arguments = ["--zip", course.parent / "platform.zip"]
@@ -144,8 +132,11 @@ def walk(lab: Lab, course: Path, zipped: bool = False, whole: bool = True) -> di
             path.parent.mkdir(parents=True)
             path.write_text(notebook, encoding="utf-8")
     said = labs("grade", name, "--course", course, "--jobs", 1, *arguments)
-    waiting = lab.in_words if whole else 0
-    assert re.search(rf"{len(sent)} graded in \d+ s, 0 flagged, {waiting} answers wait for a person", said), said
+    assert re.search(rf"{len(sent)} graded in \d+ s, 0 flagged, 0 answers wait for a person", said), said
+    solved = calibrate(lab.built).result
+    assert (solved.score, solved.flags) == (lab.worth(), ())
+    in_words = [name for name, cell in lab.model.items() if _is(cell, "grade") and cell.cell_type == "markdown"]
+    assert sorted(name for name, cell in solved.cells.items() if cell.status == "by_hand") == sorted(in_words)
     said = labs("feedback", name, "--course", course)
     assert f"{len(sent)} pages in {course / 'feedback'}" in said
     pages = {s: (course / "feedback" / s / name / f"{name}.html").read_text(encoding="utf-8") for s in sent}

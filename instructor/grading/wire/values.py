@@ -1,8 +1,8 @@
-"""What travels between the checker and a student's process: JSON with raw bytes beside it, never a pickle from there.
+"""Values between the checker and a student's process: JSON and raw bytes, never a pickle from there.
 
-A frame is two lengths (8 bytes each), a JSON header and the bytes of its tensors. A value is a small JSON list whose
-first item says what it is; `decode` accepts exactly these and rebuilds plain objects of the exact types, so that a
-subclass with a lying `__eq__` or `__torch_function__` arrives as the numbers that are in it, or not at all.
+A value is a small JSON list whose first item says what it is. `Decoder` accepts exactly these and rebuilds plain objects
+of the exact types. So a subclass with a lying `__eq__` or `__torch_function__` arrives as the numbers in it, or not at
+all.
 
 Towards the student, values may also be references to importable functions, and pickles of the checker's own objects
 (a config, a module): what the checker hands over as an argument is no secret. From the student neither is accepted.
@@ -13,15 +13,9 @@ from __future__ import annotations
 import collections
 import fractions
 import importlib
-import inspect
 import io
-import json
 import pickle
-import select
-import socket
-import struct
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator
 
@@ -29,11 +23,11 @@ import numpy as np
 import torch
 
 from instructor.grading.wire import vmaps
+from instructor.grading.wire.block_masks import block_mask_fields
+from instructor.grading.wire.channel import WireError
 
-_from_buffer = torch.frombuffer  # as it is: the checker's watch replaces it while a check runs
-MAX_HEADER = 32 << 20  # bytes of JSON in one frame
-MAX_BLOBS = 1 << 30  # bytes of tensors in one frame
-MAX_DEPTH, MAX_NODES = 32, 200_000
+_from_buffer = torch.frombuffer  # the original: the checker's watch replaces it while a check runs
+MAX_DEPTH, MAX_NODES = 32, 200_000  # of one value
 MAX_DIGITS = 5000  # hexadecimal digits of an integer
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -42,107 +36,8 @@ DTYPES = {
 }
 
 
-class WireError(Exception):
-    """A frame or value that is no valid one: nothing of it is used."""
-
-
-class TooLate(Exception):
-    """Nothing came before the deadline."""
-
-
-class Closed(Exception):
-    """The other side is gone."""
-
-
-class Channel:
-    """One end of a socket pair that carries frames."""
-
-    def __init__(self, sock: socket.socket):
-        self.sock = sock
-        sock.setblocking(True)
-
-    def send(self, message: dict, blobs: list | None = None, deadline: float | None = None) -> None:
-        blobs = blobs or []
-        header = json.dumps({**message, "blobs": [len(b) for b in blobs]}).encode()
-        total = sum(len(b) for b in blobs)
-        if len(header) > MAX_HEADER or total > MAX_BLOBS:
-            raise WireError(f"a message of {len(header) + total:,} bytes is too large")
-        for part in (struct.pack("<QQ", len(header), total) + header, *blobs):
-            self._write(part, deadline)
-
-    def _write(self, data, deadline: float | None) -> None:
-        view = memoryview(data)
-        while len(view):
-            if deadline is not None:
-                self._wait(deadline, writing=True)
-            try:
-                sent = self.sock.send(view[: 1 << 18], 0 if deadline is None else socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise Closed(str(error)) from None
-            view = view[sent:]
-
-    def _wait(self, deadline: float, writing: bool = False) -> None:
-        rest = deadline - time.monotonic()
-        sides = ([], [self.sock]) if writing else ([self.sock], [])
-        if rest <= 0 or not any(select.select(*sides, [], rest)):
-            raise TooLate
-
-    def receive(self, deadline: float | None = None) -> tuple[dict, list[bytearray]]:
-        """The next frame; `deadline` is a time of `time.monotonic`, for the whole frame."""
-        lengths = struct.unpack("<QQ", self._read(16, deadline))
-        if lengths[0] > MAX_HEADER or lengths[1] > MAX_BLOBS:
-            raise WireError(f"a message says that it is {sum(lengths):,} bytes long")
-        header = self._read(lengths[0], deadline)
-        try:
-            message = json.loads(header)
-            sizes = message.pop("blobs")
-            plain = isinstance(sizes, list) and all(type(n) is int and n >= 0 for n in sizes)
-        except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
-            raise WireError("a message is no JSON object with its sizes") from None
-        if not plain or sum(sizes) != lengths[1]:
-            raise WireError("the sizes in a message contradict each other")
-        if b"\\ud" in header.lower():
-            message = _without_surrogates(message)
-        return message, [self._read(size, deadline) for size in sizes]
-
-    def _read(self, size: int, deadline: float | None) -> bytearray:
-        data = bytearray()
-        while len(data) < size:  # grows with what arrives, not with what was announced
-            if deadline is not None:
-                self._wait(deadline)
-            try:
-                piece = self.sock.recv(min(size - len(data), 1 << 20))
-            except BlockingIOError:  # a student's code found the descriptor
-                self.sock.setblocking(True)
-                continue
-            except OSError as error:
-                raise Closed(str(error)) from None
-            if not piece:
-                raise Closed("the other side closed the channel")
-            data += piece
-        return data
-
-    def close(self) -> None:
-        self.sock.close()
-
-
-def _without_surrogates(value):
-    """JSON allows halves of characters, and nothing that stores text does."""
-    if isinstance(value, str):
-        return value.encode("utf-8", errors="replace").decode("utf-8")
-    if isinstance(value, list):
-        return [_without_surrogates(item) for item in value]
-    if isinstance(value, dict):
-        return {_without_surrogates(k): _without_surrogates(v) for k, v in value.items()}
-    return value
-
-
-# ---- values ------------------------------------------------------------------------------------------------------
-
-
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """The elements of a tensor in row-major order, as bytes."""
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
@@ -162,12 +57,13 @@ class Encoder:
     """Turns values into nodes and bytes.
 
     Args:
-        handle: gives an object that cannot travel a number; None refuses
-        known: gives the number of a tensor that the other side has already, or None; for a new one, [its number]
-        trusted: also send references and pickles
-        levels: the vmaps that the values stem from
-        shared: says where a tensor lies in the memory of one that the other side has: [number, offset], or None
-        block_mask: gives a BlockMask its number: ["own" or "theirs", number]; None refuses
+        handle: encodes an object that cannot travel as a number; None refuses such objects.
+        known: gives the number of a tensor that the other side has already; for a new tensor [its number], or None if
+            it needs none.
+        trusted: True towards the student: send references and pickles, too.
+        levels: the vmaps that the values stem from.
+        shared: gives [number, offset] of a tensor that the other side has and in whose memory this tensor lies, or None.
+        block_mask: gives a BlockMask its name, ["own" or "theirs", number]; None refuses BlockMasks.
     """
 
     def __init__(
@@ -185,6 +81,7 @@ class Encoder:
         self.nodes = 0
 
     def __call__(self, value, depth: int = 0) -> list:
+        """The node of a value; its bytes are added to `blobs`."""
         self.nodes += 1
         if depth > MAX_DEPTH or self.nodes > MAX_NODES:
             raise WireError("the value is nested too deeply or has too many parts")
@@ -231,13 +128,8 @@ class Encoder:
             return [table[0], *(self(part, depth + 1) for part in table[1:])]
         if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufc":
             plain = np.ascontiguousarray(value)
-            return [
-                "numpy",
-                plain.dtype.str,
-                list(value.shape),
-                isinstance(value, np.generic),
-                self._blob(plain.tobytes()),
-            ]
+            is_scalar = isinstance(value, np.generic)
+            return ["numpy", plain.dtype.str, list(value.shape), is_scalar, self._blob(plain.tobytes())]
         if isinstance(value, tuple) and hasattr(kind, "_fields"):  # a namedtuple
             return ["tuple", [self(item, depth + 1) for item in tuple.__iter__(value)]]
         if self.trusted:
@@ -261,7 +153,7 @@ class Encoder:
     def _tensor(self, tensor: torch.Tensor) -> list:
         with torch._C.DisableTorchFunctionSubclass():
             try:
-                tensor, dims = vmaps.unwrapped(tensor)
+                tensor, dims = vmaps.unwrap(tensor)
             except vmaps.NotVmap as error:
                 raise WireError(str(error)) from None
             if dims:
@@ -282,27 +174,9 @@ class Encoder:
                 raise WireError(f"a tensor of {dtype} cannot travel")
             stride = list(tensor.stride()) if _own_memory(list(tensor.shape), list(tensor.stride())) else None
             meta = tensor.device.type == "meta"
-            return [
-                "tensor",
-                {
-                    "dtype": dtype,
-                    "shape": list(tensor.shape),
-                    "stride": stride,
-                    "device": str(tensor.device),
-                    "grad": tensor.requires_grad,
-                    "key": key[0] if key else None,
-                    "data": None if meta else self._blob(tensor_bytes(tensor)),
-                },
-            ]
-
-
-def block_mask_fields(value) -> dict | None:
-    """What FlexAttention's BlockMask is made of; None for anything else."""
-    module = sys.modules.get("torch.nn.attention.flex_attention")
-    if module is None or type(value) is not module.BlockMask:
-        return None
-    names = inspect.signature(module.BlockMask.__init__).parameters
-    return {name: getattr(value, name) for name in names if name != "self"}
+            fields = {"dtype": dtype, "shape": list(tensor.shape), "stride": stride, "device": str(tensor.device)}
+            fields |= {"grad": tensor.requires_grad, "key": key[0] if key else None}
+            return ["tensor", {**fields, "data": None if meta else self._blob(tensor_bytes(tensor))}]
 
 
 def _table(value) -> tuple | None:
@@ -325,7 +199,7 @@ def _reference(value) -> tuple[str, str] | None:
         return None
     for place in (module, "torch", "torch._C._nn", "torch.nn.functional"):
         if isinstance(place, str) and not place.startswith(("instructor", "__main__")):
-            found = importlib.sys.modules.get(place)
+            found = sys.modules.get(place)
             for part in name.split("."):
                 found = getattr(found, part, None)
             if found is value:
@@ -336,38 +210,42 @@ def _reference(value) -> tuple[str, str] | None:
 class Decoder:
     """Rebuilds values from nodes; `WireError` for anything that is not exactly one.
 
+    Each kind of node has a method `_read_KIND`.
+
     Args:
-        handle: makes something of ["object", ...], an object of the other side
-        own: gives the object of this side that a number stands for
-        known: gives the tensor that a number stands for
-        keep: is told (key, tensor) for tensors that the other side gave a number
-        trusted: also accept references and pickles
-        levels: the vmaps that the values stem from
-        block_mask: gives the BlockMask for (whose, number), with fields as given
+        blobs: the bytes that came with the nodes.
+        handle: makes something of ["object", fields], an object of the other side; None refuses such objects.
+        own: gives the object of this side that has a number.
+        known: gives the tensor that has a number.
+        keep: is called with (number, tensor) for each tensor that the other side gave a number.
+        trusted: True on the student's side: accept references and pickles, too.
+        levels: the vmaps that the values stem from.
+        block_mask: gives the BlockMask for (whose, number, fields); None refuses BlockMasks.
     """
 
     def __init__(
         self,
         blobs: list,
-        handle=None,
-        own=None,
-        known=None,
-        keep=None,
+        handle: Callable | None = None,
+        own: Callable | None = None,
+        known: Callable | None = None,
+        keep: Callable | None = None,
         trusted: bool = False,
         levels: vmaps.Levels = (),
-        block_mask=None,
+        block_mask: Callable | None = None,
     ):
         self.blobs, self.handle, self.own, self.known, self.keep = blobs, handle, own, known, keep
         self.trusted, self.levels, self.block_mask = trusted, levels, block_mask
         self.nodes = 0
 
     def __call__(self, node, depth: int = 0):
+        """The value of a node."""
         self.nodes += 1
         if depth > MAX_DEPTH or self.nodes > MAX_NODES:
             raise WireError("a value is nested too deeply or has too many parts")
         if not isinstance(node, list) or not node or not isinstance(node[0], str):
             raise WireError("a value is no node")
-        method = getattr(self, f"_{node[0]}", None) if node[0].isidentifier() and node[0] in _KINDS else None
+        method = getattr(self, f"_read_{node[0]}", None) if node[0].isidentifier() else None
         if method is None:
             raise WireError(f"a value of the unknown kind {node[0]!r}")
         try:
@@ -382,122 +260,122 @@ class Decoder:
             raise WireError("a value names bytes that are not there")
         return self.blobs[index]
 
-    def _none(self, depth):
+    def _read_none(self, depth):
         return None
 
-    def _ellipsis(self, depth):
+    def _read_ellipsis(self, depth):
         return ...
 
-    def _bool(self, depth, value):
+    def _read_bool(self, depth, value):
         return _exactly(value, bool)
 
-    def _int(self, depth, text):
+    def _read_int(self, depth, text):
         if len(_exactly(text, str)) > MAX_DIGITS:
             raise WireError("an integer has too many digits")
         return int(text, 16)
 
-    def _float(self, depth, text):
+    def _read_float(self, depth, text):
         return float.fromhex(_exactly(text, str))
 
-    def _complex(self, depth, real, imaginary):
+    def _read_complex(self, depth, real, imaginary):
         return complex(float.fromhex(_exactly(real, str)), float.fromhex(_exactly(imaginary, str)))
 
-    def _str(self, depth, text):
+    def _read_str(self, depth, text):
         return _exactly(text, str)
 
-    def _bytes(self, depth, index):
+    def _read_bytes(self, depth, index):
         return bytes(self._data(index))
 
-    def _list(self, depth, items):
+    def _read_list(self, depth, items):
         return [self(item, depth) for item in _exactly(items, list)]
 
-    def _tuple(self, depth, items):
-        return tuple(self._list(depth, items))
+    def _read_tuple(self, depth, items):
+        return tuple(self._read_list(depth, items))
 
-    def _size(self, depth, items):
-        return torch.Size(self._list(depth, items))
+    def _read_size(self, depth, items):
+        return torch.Size(self._read_list(depth, items))
 
-    def _set(self, depth, items):
-        return set(self._list(depth, items))
+    def _read_set(self, depth, items):
+        return set(self._read_list(depth, items))
 
-    def _dict(self, depth, pairs):
+    def _read_dict(self, depth, pairs):
         return {self(k, depth): self(v, depth) for k, v in _exactly(pairs, list)}
 
-    def _range(self, depth, parts):
+    def _read_range(self, depth, parts):
         start, stop, step = (int(_exactly(part, str)[:40], 16) for part in _exactly(parts, list))
         return range(start, stop, step)
 
-    def _fraction(self, depth, numerator, denominator):
+    def _read_fraction(self, depth, numerator, denominator):
         return fractions.Fraction(_exactly(self(numerator, depth), int), _exactly(self(denominator, depth), int))
 
-    def _dtype(self, depth, name):
+    def _read_dtype(self, depth, name):
         return DTYPES[name]
 
-    def _device(self, depth, name):
+    def _read_device(self, depth, name):
         return torch.device(_exactly(name, str))
 
-    def _slice(self, depth, parts):
-        return slice(*self._list(depth, parts))
+    def _read_slice(self, depth, parts):
+        return slice(*self._read_list(depth, parts))
 
-    def _numpy(self, depth, dtype, shape, scalar, index):
+    def _read_numpy(self, depth, dtype, shape, scalar, index):
         kind = np.dtype(_exactly(dtype, str))
         if kind.kind not in "biufc":
             raise WireError("an array that is not of numbers")
-        _check_size(shape, kind.itemsize, len(self._data(index)))
+        _expect_size(shape, kind.itemsize, len(self._data(index)))
         array = np.frombuffer(self._data(index), dtype=kind).reshape(shape).copy()
         return array[()] if _exactly(scalar, bool) and not shape else array
 
-    def _tensor(self, depth, said):
-        dtype, shape, device = DTYPES[said["dtype"]], said["shape"], said["device"]
+    def _read_tensor(self, depth, fields):
+        dtype, shape, device = DTYPES[fields["dtype"]], fields["shape"], fields["device"]
         if device == "meta":
-            _check_size(shape, 1, None)
+            _expect_size(shape, 1, None)
             return torch.empty(shape, dtype=dtype, device="meta")
-        data = self._data(said["data"])
-        _check_size(shape, dtype.itemsize, len(data))
+        data = self._data(fields["data"])
+        _expect_size(shape, dtype.itemsize, len(data))
         flat = _from_buffer(data, dtype=torch.uint8).clone().view(dtype) if data else torch.empty(0, dtype=dtype)
         if dtype is torch.bool and data:
             flat = flat.view(torch.uint8) != 0  # other bytes are no truth values, and comparisons do what they like
         tensor = flat.view(shape)
-        stride = said["stride"]
+        stride = fields["stride"]
         if stride is not None and list(tensor.stride()) != stride:
-            _check_stride(shape, stride)
+            _expect_strides(shape, stride)
             if not _own_memory(shape, stride) or _reach(shape, stride) > 8 * tensor.numel() + 64:
                 raise WireError("the strides of a tensor would take much more memory than its elements")
             tensor = torch.empty_strided(shape, stride, dtype=dtype).copy_(tensor)
         if _exactly(device, str) != "cpu":
             tensor = tensor.to(torch.device(device))
-        if said["grad"] is True and (dtype.is_floating_point or dtype.is_complex):
+        if fields["grad"] is True and (dtype.is_floating_point or dtype.is_complex):
             tensor.requires_grad_()
-        if self.keep and type(said["key"]) is int:
-            self.keep(said["key"], tensor)
+        if self.keep and type(fields["key"]) is int:
+            self.keep(fields["key"], tensor)
         return tensor
 
-    def _known(self, depth, key):
+    def _read_known(self, depth, key):
         return self.known(_exactly(key, int))
 
-    def _view(self, depth, key, offset, shape, stride):
+    def _read_view(self, depth, key, offset, shape, stride):
         """A part of a tensor of this side: its own numbers, whatever the other side says."""
         whole = self.known(_exactly(key, int)).detach()
-        _check_size(shape, 1, None)
-        _check_stride(shape, stride)
-        _check_stride([1], [offset])
+        _expect_size(shape, 1, None)
+        _expect_strides(shape, stride)
+        _expect_strides([1], [offset])
         if offset + _reach(shape, stride) > _reach(list(whole.shape), list(whole.stride())):
             raise WireError("a view reaches beyond its tensor")
         return whole.as_strided(shape, stride, whole.storage_offset() + offset)
 
-    def _batched(self, depth, node, dims):
+    def _read_batched(self, depth, node, dims):
         tensor = self(node, depth)
         if not isinstance(tensor, torch.Tensor) or type(dims) is not list or len(dims) > vmaps.MAX_LEVELS:
             raise WireError("a value under vmap that is no tensor")
-        return vmaps.wrapped(tensor, dims, self.levels)
+        return vmaps.wrap(tensor, dims, self.levels)
 
-    def _block_mask(self, depth, whose, number, fields):
+    def _read_block_mask(self, depth, whose, number, fields):
         values = {_exactly(k, str): self(v, depth) for k, v in _exactly(fields, list)}
         if self.block_mask is None or whose not in ("own", "theirs"):
             raise WireError("a BlockMask where none is taken")
         return self.block_mask(whose, _exactly(number, int), values)
 
-    def _series(self, depth, values, index, name):
+    def _read_series(self, depth, values, index, name):
         import pandas
 
         values, index = self(values, depth), self(index, depth)
@@ -505,7 +383,7 @@ class Decoder:
             raise WireError("a column whose index has another length")
         return pandas.Series(values, index=index, name=self(name, depth), dtype=None if values else object)
 
-    def _frame(self, depth, columns, index, names):
+    def _read_frame(self, depth, columns, index, names):
         import pandas
 
         columns, index, names = self(columns, depth), self(index, depth), self(names, depth)
@@ -517,69 +395,32 @@ class Decoder:
         made.columns = names
         return made
 
-    def _own(self, depth, number):
+    def _read_own(self, depth, number):
         return self.own(_exactly(number, int))
 
-    def _object(self, depth, said):
-        if self.handle is None or not isinstance(said, dict):
+    def _read_object(self, depth, fields):
+        if self.handle is None or not isinstance(fields, dict):
             raise WireError("an object where only data is taken")
-        return self.handle(said)
+        return self.handle(fields)
 
-    def _namespace(self, depth, pairs):
-        self._only_trusted()
+    def _read_namespace(self, depth, pairs):
+        self._refuse_from_student()
         return types.SimpleNamespace(**{k: self(v, depth) for k, v in pairs})
 
-    def _ref(self, depth, module, name):
-        self._only_trusted()
+    def _read_ref(self, depth, module, name):
+        self._refuse_from_student()
         found = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
         return found
 
-    def _pickle(self, depth, index):
-        self._only_trusted()
+    def _read_pickle(self, depth, index):
+        self._refuse_from_student()
         return pickle.load(io.BytesIO(self._data(index)))
 
-    def _only_trusted(self):
+    def _refuse_from_student(self):
         if not self.trusted:
             raise WireError("references and pickles are not taken from a student's process")
-
-
-_KINDS = frozenset(
-    {
-        "none",
-        "ellipsis",
-        "range",
-        "fraction",
-        "bool",
-        "int",
-        "float",
-        "complex",
-        "str",
-        "bytes",
-        "list",
-        "tuple",
-        "size",
-        "set",
-        "dict",
-        "dtype",
-        "device",
-        "slice",
-        "numpy",
-        "tensor",
-        "known",
-        "view",
-        "batched",
-        "block_mask",
-        "series",
-        "frame",
-        "own",
-        "object",
-        "namespace",
-        "ref",
-        "pickle",
-    }
-)
 
 
 def _exactly(value, kind: type):
@@ -588,7 +429,7 @@ def _exactly(value, kind: type):
     return value
 
 
-def _check_size(shape, itemsize: int, length: int | None) -> None:
+def _expect_size(shape, itemsize: int, length: int | None) -> None:
     """Refuse a shape that is none, or that contradicts the number of bytes; nothing is allocated before."""
     if type(shape) is not list or len(shape) > 32 or any(type(n) is not int or not 0 <= n < 1 << 48 for n in shape):
         raise WireError("a shape is no list of sizes")
@@ -599,7 +440,7 @@ def _check_size(shape, itemsize: int, length: int | None) -> None:
         raise WireError(f"a tensor of shape {shape} should have {total} bytes, and has {length}")
 
 
-def _check_stride(shape: list, stride) -> None:
+def _expect_strides(shape: list, stride) -> None:
     plain = type(stride) is list and all(type(n) is int and 0 <= n < 1 << 48 for n in stride)
     if not plain or len(stride) != len(shape):
         raise WireError("the strides of a tensor are no list of sizes")
@@ -610,50 +451,3 @@ def _reach(shape: list[int], stride: list[int]) -> int:
     if 0 in shape:
         return 0
     return 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
-
-
-class BlockMasks:
-    """The BlockMasks that crossed, on one side: `is` holds on both, whichever way one travels."""
-
-    def __init__(self):
-        self.own: dict[int, object] = {}  # made on this side
-        self.theirs: dict[int, object] = {}
-
-    def named(self, value) -> list:
-        """[whose, number] of a mask, as the other side sees it."""
-        for whose, masks in (("theirs", self.own), ("own", self.theirs)):
-            for number, mask in masks.items():
-                if mask is value:
-                    return [whose, number]
-        self.own[len(self.own)] = value
-        return ["theirs", len(self.own) - 1]
-
-    def rebuilt(self, whose: str, number: int, values: dict) -> object:
-        """The mask of that name on this side, with these fields."""
-        masks = {"own": self.own, "theirs": self.theirs}[whose]
-        if whose == "own" and number not in masks:
-            raise WireError("a BlockMask that was never sent")
-        masks[number] = rebuilt_block_mask(values, masks.get(number))
-        return masks[number]
-
-
-def rebuilt_block_mask(values: dict, into: object | None = None) -> object:
-    """FlexAttention's BlockMask of these fields; into one that is there already, if it is given."""
-    module = importlib.import_module("torch.nn.attention.flex_attention")
-    expected = set(inspect.signature(module.BlockMask.__init__).parameters) - {"self"}
-    sizes = [values.get(name) for name in ("seq_lengths", "BLOCK_SIZE")]
-    if set(values) != expected or not callable(values["mask_mod"]):
-        raise WireError("a BlockMask with other parts than it has")
-    if any(type(s) is not tuple or len(s) != 2 or any(type(n) is not int or n < 0 for n in s) for s in sizes):
-        raise WireError("a BlockMask without sizes")
-    tables = {k: v for k, v in values.items() if k not in ("seq_lengths", "BLOCK_SIZE", "mask_mod", "dq_kv_order_spt")}
-    if any(v is not None and type(v) is not torch.Tensor for v in tables.values()):
-        raise WireError("a BlockMask whose tables are no tensors")
-    try:
-        made = module.BlockMask(**values)
-    except Exception as error:
-        raise WireError(f"a BlockMask that torch does not take: {error}") from None
-    if into is None:
-        return made
-    vars(into).update(vars(made))
-    return into

@@ -1,0 +1,179 @@
+"""A student's process before the first line of a submission runs: its walls go up one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from instructor.grading.sandbox import tampering, walls
+from instructor.grading.submission import student
+from instructor.grading.submission.warmup import Warm, run_setup
+from instructor.grading.wire.channel import Channel
+
+
+@dataclass
+class Enclosure:
+    """A student's process while its walls go up, before the first line of a submission runs."""
+
+    control: int  # descriptor of the channel to the checker
+    signs: int  # descriptor of the pipe that takes the signs of tampering
+    report: int  # descriptor of the pipe that tells the warden which walls stand
+    folder: str  # where it works if it cannot have a root of its own
+    warm: Warm
+    walls: dict[str, str] = field(default_factory=dict)  # wall -> what it stands by, or "none" and why
+    own_root: bool = False
+    user: int = field(default_factory=lambda: 61000 + os.getpid() % 4000)  # taken before it is number 1 of a namespace
+
+    def run(self) -> NoReturn:
+        """Raise the walls one after the other, tell the warden, and become the student's process."""
+        try:
+            for raise_wall in WALLS_IN_ORDER:
+                raise_wall(self)
+            base = self.warm.base
+            if base is None:
+                base, problems = run_setup(self.warm)
+                if problems:
+                    raise RuntimeError("; ".join(problems))
+            os.write(self.report, json.dumps(self.walls).encode())
+            os.close(self.report)
+            self._become_student(base)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                os.write(self.report, json.dumps({"all": f"none: {error!r}"}).encode())
+        finally:
+            os._exit(1)
+
+    def end_with_warden(self) -> None:
+        """Have the kernel end this process with the warden, and take no signal of the terminal's."""
+        walls.die_with_parent()
+        os.setsid()
+
+    def close_descriptors(self) -> None:
+        """Keep nothing open that belongs to the warden."""
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) not in {self.control, self.signs, self.report, 0, 1, 2}:
+                with contextlib.suppress(OSError):
+                    os.close(int(name))
+
+    def enter_namespaces(self) -> None:
+        """Leave the machine's network, mounts and processes."""
+        self.own_root = walls.enter_namespaces(self.walls)
+
+    def build_root(self) -> None:
+        """Enter a root folder that holds only what a submission may see; without one, work in a private folder."""
+        if self.own_root:
+            options = self.warm.options
+            try:
+                walls.build_root(options.visible, options.course, options.hidden, options.limits, self.walls)
+            except OSError as error:
+                self.walls["files"] = f"none ({error})"
+                self.own_root = False
+        if not self.own_root:
+            os.chdir(self.folder)
+            os.chmod(self.folder, 0o700)
+            if os.getuid() == 0:
+                os.chown(self.folder, self.user, self.user)
+
+    def become_first_process(self) -> None:
+        """Go on as the first process of the new process namespace; when it ends, all processes in there end."""
+        if self.walls.get("processes") == "namespace":
+            if first := os.fork():
+                self._close_pipes()
+                os.waitpid(first, 0)
+                os._exit(0)
+            walls.die_with_parent()
+
+    def finish_root(self) -> None:
+        """Leave the old root for good."""
+        if self.own_root:
+            walls.finish_root()
+
+    def limit_resources(self) -> None:
+        """Bound memory, processes, time and files."""
+        walls.limit_resources(self.warm.options.limits, self.walls)
+
+    def drop_privileges(self) -> None:
+        """Become another user, without capabilities."""
+        walls.drop_privileges(self.walls, self.user)
+        walls.die_with_parent()  # a change of user clears it
+
+    def become_second_process(self) -> None:
+        """Leave the first process of the namespace behind, to collect those that end."""
+        if self.walls.get("processes") == "namespace" and (child := os.fork()):
+            self._close_pipes()
+            _reap_until(child)
+
+    def settle(self) -> None:
+        """Set the working folder, the environment and the three standard descriptors."""
+        place = walls.SCRATCH if self.own_root else self.folder
+        os.chdir(place)
+        os.umask(0o077)
+        os.environ.update(
+            HOME=place,
+            TMPDIR="/tmp" if self.own_root else place,
+            USER="student",
+            IPYTHONDIR=f"{place}/.ipython",
+            MPLCONFIGDIR=f"{place}/.matplotlib",
+            TRITON_HOME=place,
+            TORCHINDUCTOR_CACHE_DIR=f"{place}/.inductor",
+        )
+        tempfile.tempdir = None
+        null = os.open("/dev/null", os.O_RDONLY)
+        output = os.open(f"{'/out' if self.own_root else place}/shown", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        for source, target in ((null, 0), (output, 1), (output, 2)):
+            os.dup2(source, target)
+        os.close(null)
+        os.close(output)
+        self.walls["output"] = f"{self.warm.options.limits.output_mb} MB a cell kept at most"
+
+    def filter_calls(self) -> None:
+        """Have the kernel refuse system calls that no lab needs."""
+        walls.filter_calls(self.walls)
+
+    def _close_pipes(self) -> None:
+        for descriptor in (self.control, self.signs, self.report):
+            os.close(descriptor)
+
+    def _become_student(self, base: dict) -> None:
+        shell = self.warm.shell
+        shell.starting_dir = os.getcwd()
+        channel = Channel(socket.socket(fileno=self.control))
+        watcher = tampering.Watcher(self.signs, self.control, tampering.watched_places(), shell)
+        sys.addaudithook(watcher.hook)
+        for name in [n for n in sys.modules if n == "instructor" or n.startswith("instructor.")]:
+            del sys.modules[name]
+        student.Student(channel, shell, base, watcher).serve()
+
+
+WALLS_IN_ORDER: tuple[Callable[[Enclosure], None], ...] = (
+    Enclosure.end_with_warden,
+    Enclosure.close_descriptors,
+    Enclosure.enter_namespaces,
+    Enclosure.build_root,  # makes mounts, which needs the privileges of the new mount namespace
+    Enclosure.become_first_process,  # the namespace of processes begins with the next child
+    Enclosure.finish_root,  # mounts /proc, which has to show the new processes and not the machine's
+    Enclosure.limit_resources,
+    Enclosure.drop_privileges,  # after everything that needs them
+    Enclosure.become_second_process,  # as the user without privileges: the first process may not outrank the student
+    Enclosure.settle,  # makes files, which belong to the new user
+    Enclosure.filter_calls,  # last: the steps above make calls that the filter refuses
+)
+
+
+def _reap_until(child: int) -> NoReturn:
+    """Collect processes that end, as the first one of a namespace has to, until `child` ends."""
+    while True:
+        try:
+            if os.waitpid(-1, 0)[0] == child:
+                os._exit(0)
+        except ChildProcessError:
+            os._exit(0)
+        except InterruptedError:
+            continue

@@ -1,0 +1,111 @@
+"""What cells show: collected in the student's process with limits, and cleaned in the checker's of what may do harm."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import nbformat
+from nbformat import NotebookNode
+
+MAX_TEXT = 200_000  # characters of output kept for one cell
+MAX_IMAGE = 2_000_000  # characters of one displayed image, base64
+MAX_ITEMS = 1000  # displays of one cell
+# No HTML, no SVG, no script: they would run in the browser of whoever grades.
+SHOWN_TYPES = ("text/plain", "text/latex", "image/png", "image/jpeg")
+
+
+class Outputs:
+    """What one cell shows, in order, with limits on its size."""
+
+    def __init__(self) -> None:
+        self.items: list[dict] = []
+        self.left = MAX_TEXT
+
+    def text(self, name: str, text: str) -> None:
+        """Add text to the stream of this name."""
+        if self.left <= 0:
+            return
+        text = text[: self.left]
+        self.left -= len(text)
+        if self.left <= 0:
+            text += "\n... the rest of the output is left out."
+        if self.items and self.items[-1].get("name") == name:
+            self.items[-1]["text"] += text
+        else:
+            self.items.append({"output_type": "stream", "name": name, "text": text})
+
+    def display(self, data: dict, metadata: dict | None, count: int | None = None) -> None:
+        """Add a display, or the result of the cell if it has a count; `data` is {MIME type: content}."""
+        kept = {}
+        for kind, value in data.items():
+            value = value if isinstance(value, str) else json.dumps(value, default=str)
+            limit = MAX_IMAGE if kind.startswith("image/") else self.left
+            if 0 < len(value) <= limit:
+                kept[kind] = value
+                self.left -= 0 if kind.startswith("image/") else len(value)
+        if kept and len(self.items) < MAX_ITEMS:
+            result = {"output_type": "execute_result", "execution_count": count}
+            kind = {"output_type": "display_data"} if count is None else result
+            self.items.append({**kind, "data": kept, "metadata": {}})
+
+    def error(self, name: str, value: str, trace: list[str]) -> None:
+        """Add an error with the lines of its traceback."""
+        cut = [line[:5000] for line in trace[-60:]]
+        self.items.append({"output_type": "error", "ename": name[:200], "evalue": value[:5000], "traceback": cut})
+
+
+class Stream(io.TextIOBase):
+    """The `sys.stdout` or `sys.stderr` of a cell."""
+
+    def __init__(self, name: str, outputs: Outputs):
+        self.stream, self.outputs = name, outputs
+        self.encoding_errors = "replace"
+
+    def writable(self):
+        """True."""
+        return True
+
+    def write(self, text):
+        """Add text to the outputs."""
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        self.outputs.text(self.stream, text)
+        return len(text)
+
+    def fileno(self):
+        """The descriptor that C code and child processes write to."""
+        return 1 if self.stream == "stdout" else 2
+
+
+def error_output(name: str, message: str) -> NotebookNode:
+    """An error as a cell shows it."""
+    return nbformat.v4.new_output("error", ename=name, evalue=message, traceback=[message])
+
+
+def clean_outputs(outputs: object) -> list[dict]:
+    """The outputs of a cell, rebuilt: only what a notebook may hold."""
+    given = outputs if isinstance(outputs, list) else []
+    cleaned = [_clean_output(output) for output in given if isinstance(output, dict)]
+    return [output for output in cleaned if output is not None]
+
+
+def _clean_output(output: dict) -> dict | None:
+    kind = output.get("output_type")
+    if kind == "stream":
+        name = "stderr" if output.get("name") == "stderr" else "stdout"
+        return {"output_type": "stream", "name": name, "text": _joined(output.get("text"))}
+    if kind in ("display_data", "execute_result") and isinstance(output.get("data"), dict):
+        data = {str(k): _joined(v) for k, v in output["data"].items() if k in SHOWN_TYPES}
+        return {"output_type": "display_data", "data": data, "metadata": {}} if data else None
+    if kind == "error":
+        trace = output.get("traceback")
+        lines = [str(line) for line in trace] if isinstance(trace, list) else []
+        words = {"ename": str(output.get("ename")), "evalue": str(output.get("evalue"))}
+        return {"output_type": "error", **words, "traceback": lines}
+    return None
+
+
+def _joined(text: object) -> str:
+    """A text that a notebook may keep as a list of lines."""
+    return "".join(map(str, text)) if isinstance(text, list) else str(text)

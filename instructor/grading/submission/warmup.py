@@ -1,0 +1,120 @@
+"""What a warm process does before its first fork: import the libraries, run the lab's setup, use what loads late."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from instructor.grading.submission.evidence import Recorder
+from instructor.grading.submission.outputs import Outputs
+from instructor.grading.submission.records import WarmUp
+
+PRELOADED = (  # modules that labs and checks import
+    *("matplotlib.pyplot", "matplotlib_inline.backend_inline", "pandas", "transformers", "cloudpickle", "linecache"),
+    *("torch.profiler", "torch.utils.flop_counter", "torch.nn.attention", "importlib.util"),
+    *("utils.model", "utils.kernels.interpreter"),
+)
+
+
+@dataclass
+class Warm:
+    """What every fork of the warm process inherits."""
+
+    options: WarmUp
+    shell: Any  # an IPython shell
+    base: dict | None  # the names that the setup gave; None where each process runs the setup itself
+
+
+def make_shell():
+    """Make an IPython shell in this process: cells run as in Jupyter, and no kernel has to start."""
+    from IPython.core.displayhook import DisplayHook
+    from IPython.core.displaypub import DisplayPublisher
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
+    config = Config()
+    config.HistoryManager.enabled = False
+    config.InteractiveShell.colors = "nocolor"
+    shell = InteractiveShell.instance(config=config)
+
+    class Publisher(DisplayPublisher):
+        def publish(self, data, metadata=None, **rest):
+            shell.outputs.display(data, metadata)
+
+        def clear_output(self, wait=False):
+            pass
+
+    class Hook(DisplayHook):
+        def __call__(self, result=None):
+            if result is not None:
+                data, metadata = self.compute_format_data(result)
+                shell.outputs.display(data, metadata, count=1)
+
+        def flush(self):
+            pass
+
+    def show_error(kind, value, lines):
+        shell.outputs.error(getattr(kind, "__name__", str(kind)), str(value), list(lines))
+
+    shell.outputs = Outputs()
+    shell.display_pub = Publisher(parent=shell)
+    shell.displayhook = Hook(parent=shell, shell=shell)
+    shell.display_trap.hook = shell.displayhook
+    shell._showtraceback = show_error
+    return shell
+
+
+def warm_up(options: WarmUp) -> tuple[Warm, list[str]]:
+    """Import what labs need and run the cells before the first answer; returns what forks inherit, and problems.
+
+    The setup of a lab asks for the GPU, and a process that has started CUDA cannot be forked with it. So with GPUs
+    every process runs the setup for itself.
+    """
+    os.environ.setdefault("MPLBACKEND", "Agg")
+    for name in PRELOADED:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    problems: list[str] = []
+    warm = Warm(options, make_shell(), None)
+    if not options.limits.gpu:
+        warm.base, problems = run_setup(warm)
+    exercise_libraries()
+    sys.stdout.flush()
+    return warm, problems
+
+
+def run_setup(warm: Warm) -> tuple[dict, list[str]]:
+    """Run the cells before the first answer; returns the names that they give, and problems."""
+    problems = []
+    for name, source in warm.options.setup:
+        result = warm.shell.run_cell(source, store_history=False)
+        if not result.success:
+            problems.append(f"the setup cell {name} failed: {result.error_before_exec or result.error_in_exec!r}")
+    return dict(warm.shell.user_ns), problems
+
+
+def exercise_libraries() -> None:
+    """Use everything once that loads itself at its first use, so that no fork has to load it again."""
+    import torch
+
+    from utils.checking import check, expect_close, watch_operations
+
+    state = torch.get_rng_state()
+    a = torch.randn(3, 3)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        with watch_operations(), Recorder():
+            x = a.to(dtype)
+            torch.softmax(x @ x.T, dim=-1).sum(dim=1).clone().exp()
+        torch.nn.functional.scaled_dot_product_attention(*[x[None, None]] * 3)
+    torch.nn.functional.gelu(torch.nn.functional.linear(a, a), approximate="tanh")
+    torch.vmap(torch.sum)(a)
+    if "torch.nn.attention.flex_attention" in sys.modules:  # a block mask needs it, and it takes seconds to import
+        importlib.import_module("torch._dynamo._trace_wrapped_higher_order_op")
+    if "utils.gluon_cpu.compiling" in sys.modules:  # lab 3: forks of this process compile kernels
+        sys.modules["utils.gluon_cpu.compiling"].warm_up()
+    check("1.1")(lambda: expect_close(a, a + 1, rtol=0, atol=0))()
+    torch.set_rng_state(state)
