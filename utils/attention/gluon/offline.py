@@ -12,7 +12,7 @@ import argparse
 import re
 
 from utils.attention.gluon.launch import kernel_of
-from utils.attention.gluon.plan import BLOCK_M, STEPS, plan_for, tail_as_window
+from utils.attention.gluon.plan import BLOCK_M, STEPS, Case, plan_for, tail_as_window
 from utils.kernels.offline import Assembly, compile_gluon, read_assembly
 
 
@@ -47,15 +47,8 @@ def compile_step(
         CONSUMERS=plan.consumers,
         STAGES=plan.stages,
         REGISTERS=plan.registers,
-        TAIL=tail,
-        DEALT=causal and not window,
-        HALVES=plan.halves,
-        O_IN_Q=plan.o_in_q,
-        OWN_KEYS=plan.own_keys,
-        SPLIT=plan.split,
-        Q_SLOTS=plan.q_slots,
-        V_STAGES=plan.v_stages,
-        ALIGNED=causal and not window and aligned,
+        PLAN=plan,
+        CASE=Case(causal, window, tail, lse, dealt=causal and not window, aligned=causal and not window and aligned),
     )
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     tile = {"q_desc": BLOCK_M, "o_desc": BLOCK_M, "k_desc": plan.block_n, "v_desc": plan.block_n}

@@ -54,6 +54,22 @@ class Plan:
         return self.stages + self.v_extra
 
 
+@dataclass(frozen=True)
+class Case:
+    """What an attention needs of step 5's kernel: a kernel is compiled for each.
+
+    tail: the keys are no multiple of a block. lse: the log-sum-exp is stored. dealt: the host deals out the tiles
+    (`deal_causal_tiles`). aligned: causal, and only the first block of a walk needs a mask (`aligned`).
+    """
+
+    causal: bool = False
+    window: bool = False
+    tail: bool = False
+    lse: bool = False
+    dealt: bool = False
+    aligned: bool = False
+
+
 # Step 5's plans, by tile width and variant (`variant_for`).
 _STEP_5 = {
     (64, ""): Plan(64, 128, 3, 3, 160, own_keys=True),

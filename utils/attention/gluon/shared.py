@@ -11,14 +11,30 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin, tensor
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
+from triton.language import core
 
 # Triton 3.8 renamed the two TMA copies.
 tma_load = gl.constexpr(getattr(tma, "async_load", None) or tma.async_copy_global_to_shared)
 tma_store = gl.constexpr(getattr(tma, "async_store", None) or tma.async_copy_shared_to_global)
 thread_barrier = gl.constexpr(getattr(gl, "barrier", None) or gl.thread_barrier)
 
+# Newer versions of Triton export the decorator.
+aggregate = getattr(gl, "aggregate", None) or core._aggregate
+
 LN2 = gl.constexpr(0.6931471805599453)
 MINUS_INF = gl.constexpr(float("-inf"))
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """Layout of a product [64, columns] in the registers of one warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def left_operand(columns):
+    """Layout of P as the left operand, in registers, of a product [64, columns]."""
+    return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]), 2)
 
 
 @gluon.jit
