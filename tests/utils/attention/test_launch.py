@@ -20,6 +20,7 @@ needs_triton = pytest.mark.skipif(not __import__("importlib").util.find_spec("tr
 def test_every_kernel_argument_is_given_once(monkeypatch, step, causal, window, return_lse):
     calls = []
     real = launch.kernel_of(step)
+    module = launch.step_module(step)
 
     class Recorder:
         def __getitem__(self, grid):
@@ -29,7 +30,7 @@ def test_every_kernel_argument_is_given_once(monkeypatch, step, causal, window, 
 
             return call
 
-    monkeypatch.setattr(launch, "kernel_of", lambda step: Recorder())
+    monkeypatch.setattr(module, f"attention_step{step}", Recorder())
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
     q = torch.randn(2, 4, 300, 72, dtype=torch.bfloat16)
     k, v = torch.randn(2, 2, 517, 72, dtype=torch.bfloat16), torch.randn(2, 2, 517, 72, dtype=torch.bfloat16)
@@ -38,7 +39,11 @@ def test_every_kernel_argument_is_given_once(monkeypatch, step, causal, window, 
     ((grid, given),) = calls
     assert set(given) == set(inspect.signature(real.fn).parameters)
     assert given["sq"] == 300 and given["sk"] == 517 and given["group"] == 2 and given["heads"] == 4
-    assert given["CAUSAL"] is causal and given["LSE"] is return_lse
+    if step == 5:
+        assert given["CASE"].causal is causal and given["CASE"].lse is return_lse
+        assert given["PLAN"] == launch.plan_of(5, q, k, causal, window > 0)
+    else:
+        assert given["CAUSAL"] is causal and given["LSE"] is return_lse
     assert math.prod(grid) <= 132 if step == 5 else grid == (math.ceil(300 / plan_for(step, 72).rows), 8)
 
 

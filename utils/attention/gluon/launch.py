@@ -9,7 +9,8 @@ from dataclasses import asdict
 
 import torch
 
-from utils.attention.gluon.plan import BLOCK_M, Plan, aligned, deal_causal_tiles, plan_for, tail_as_window, variant_for
+from utils.attention.gluon.arguments import Arguments, unused
+from utils.attention.gluon.plan import Plan, plan_for, variant_for
 
 LOG2_E = math.log2(math.e)
 MODULES = {
@@ -21,10 +22,14 @@ MODULES = {
 }
 
 
+def step_module(step: int):
+    """The module of a step, with its kernel and its `launch` (imports Triton)."""
+    return importlib.import_module(f"{__package__}.{MODULES[step]}")
+
+
 def kernel_of(step: int):
     """The Gluon kernel of a step (imports Triton)."""
-    module = importlib.import_module(f"{__package__}.{MODULES[step]}")
-    return getattr(module, f"attention_step{step}")
+    return getattr(step_module(step), f"attention_step{step}")
 
 
 @torch.library.custom_op("labs::attention_gluon", mutates_args=(), device_types="cuda")
@@ -98,113 +103,15 @@ def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: b
 
 
 def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse) -> None:
-    batch, heads, sq, head_dim = q.shape
-    kv_heads, sk = k.shape[1], k.shape[2]
     plan = plan_of(step, q, k, causal, window > 0)
-    kernel = kernel_of(step)
-    flags = dict(
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=plan.block_n,
-        BLOCK_D=plan.block_d,
-        CAUSAL=causal,
-        WINDOW=window > 0,
-        LSE=return_lse,
-        num_warps=4,
-    )
-    lse_pointer = lse if return_lse else _unused(q.device)
-    group = heads // kv_heads
-    tiles_m = -(-sq // plan.rows)
-    if step < 5 and batch * heads > 65535:
-        raise ValueError(
-            f"Steps 1 to 4 launch a row of blocks for each head, at most 65535, not {batch} x {heads}. "
-            "Step 5 takes any number."
-        )
-    if step in (1, 2):
-        strides = [stride for x in (q, k, v, out) for stride in x.stride()[:3]]
-        kernel[(tiles_m, batch * heads)](
-            q, k, v, out, lse_pointer, *strides, sq, sk, window, heads, group, c, HEAD_DIM=head_dim, **flags
-        )
-        return
-    descriptors = [
-        _descriptor(q, BLOCK_M, plan.block_d),
-        _descriptor(k, plan.block_n, plan.block_d),
-        _descriptor(v, plan.block_n, plan.block_d),
-        _descriptor(out, BLOCK_M, plan.block_d),
-    ]
-    if step == 3:
-        kernel[(tiles_m, batch * heads)](*descriptors, lse_pointer, sq, sk, window, heads, group, c, **flags)
-        return
-    flags |= dict(CONSUMERS=plan.consumers, STAGES=plan.stages, REGISTERS=plan.registers)
-    if step == 4:
-        kernel[(tiles_m, batch * heads)](*descriptors, lse_pointer, sq, sk, window, heads, group, c, **flags)
-        return
-    tail = sk % plan.block_n != 0
-    if tail_as_window(plan, causal, window > 0, tail):
-        window = sq + sk
-        flags["WINDOW"] = True
-    programs = min(_multiprocessors(q.device), tiles_m * batch * heads)
-    schedule, stride = None, 0
-    if causal and not window:
-        schedule, stride = _schedule(sq, sk, batch * heads, group, plan, programs, q.device)
-    dealt = schedule is not None
-    if not dealt:
-        schedule = _unused(q.device, torch.int32)
-    kernel[(programs,)](
-        *descriptors,
-        lse_pointer,
-        schedule,
-        sq,
-        sk,
-        window,
-        tiles_m,
-        batch * heads,
-        heads,
-        group,
-        stride,
-        c,
-        TAIL=tail,
-        DEALT=dealt,
-        HALVES=plan.halves,
-        O_IN_Q=plan.o_in_q,
-        OWN_KEYS=plan.own_keys,
-        SPLIT=plan.split,
-        Q_SLOTS=plan.q_slots,
-        V_STAGES=plan.v_stages,
-        ALIGNED=aligned(plan, causal, window > 0, sk - sq),
-        **flags,
-    )
-
-
-def _descriptor(x: torch.Tensor, rows: int, columns: int):
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    # Dimensions of size one may have any stride; TMA wants multiples of 16 bytes.
-    strides = [stride if size > 1 else 8 for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)] + [1]
-    return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, columns], gl.NVMMASharedLayout(128, 16, rank=4))
-
-
-@functools.lru_cache(maxsize=64)
-def _schedule(sq: int, sk: int, heads_total: int, group: int, plan: Plan, programs: int, device: torch.device):
-    head_bytes = sk * plan.block_d * 4
-    dealt = deal_causal_tiles(sq, sk, heads_total, group, plan.rows, plan.block_n, head_bytes, programs)
-    if dealt is None:
-        return None, 0
-    # A row for each program: how many tiles, the tiles, and one more to read ahead.
-    stride = max(map(len, dealt)) + 2
-    table = [[len(tiles), *tiles, *[0] * (stride - 1 - len(tiles))] for tiles in dealt]
-    return torch.tensor(table, dtype=torch.int32, device=device), stride
+    lse = lse if return_lse else unused(q.device)
+    programs = _multiprocessors(q.device)
+    step_module(step).launch(Arguments(q, k, v, out, lse, causal, window, return_lse, c, plan, programs))
 
 
 @functools.lru_cache(maxsize=16)
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.lru_cache(maxsize=16)
-def _unused(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A pointer for an argument that the kernel does not touch."""
-    return torch.zeros(4, dtype=dtype, device=device)
 
 
 def describe(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: bool = False) -> dict:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin, tensor
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
 
 # Triton 3.8 renamed the two TMA copies.
@@ -156,16 +156,6 @@ def wait_products(accumulator, LEFT: gl.constexpr, COLUMNS: gl.constexpr):
     return gl.inline_asm_elementwise(
         _wait_asm(LEFT), _tied(registers), [in_flight(accumulator)], dtype=gl.float32, is_pure=False, pack=registers
     )
-
-
-@gluon.jit
-def release(barrier):
-    """Every thread says that it is done with a slot: the barrier counts 128 arrivals a consumer.
-
-    `mbarrier.arrive` is one arrival, for which the compiler first brings the warpgroup together at a barrier.
-    This instruction arrives when the thread's own cp.async copies are done: it has none, so at once.
-    """
-    async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
 @gluon.jit

@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
+from utils.attention.gluon.arguments import Arguments
 from utils.attention.gluon.shared import (
     MINUS_INF,
     clean_blocks,
@@ -126,3 +127,11 @@ def attention_step1(
         o = warpgroup_mma(gl.convert_layout(p.to(dtype), left), v, o)
         thread_barrier()  # all have read K and V before the next are stored
     store_output(o_base, lse_ptr + gl.program_id(1).to(gl.int64) * sq, o, m, total, c, row, sq, o_row, HEAD_DIM, LSE)
+
+
+def launch(a: Arguments) -> None:
+    """Run the kernel on tensors of a GPU."""
+    strides = [stride for x in (a.q, a.k, a.v, a.out) for stride in x.stride()[:3]]
+    attention_step1[a.grid()](
+        a.q, a.k, a.v, a.out, a.lse, *strides, *a.sizes(), HEAD_DIM=a.q.shape[-1], **a.constants()
+    )

@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma
 
+from utils.attention.gluon.arguments import Arguments
 from utils.attention.gluon.shared import (
     MINUS_INF,
     clean_blocks,
@@ -132,3 +133,11 @@ def attention_step2(
         thread_barrier()
     async_copy.wait_group(0)
     store_output(o_base, lse_ptr + gl.program_id(1).to(gl.int64) * sq, o, m, total, c, row, sq, o_row, HEAD_DIM, LSE)
+
+
+def launch(a: Arguments) -> None:
+    """Run the kernel on tensors of a GPU."""
+    strides = [stride for x in (a.q, a.k, a.v, a.out) for stride in x.stride()[:3]]
+    attention_step2[a.grid()](
+        a.q, a.k, a.v, a.out, a.lse, *strides, *a.sizes(), HEAD_DIM=a.q.shape[-1], **a.constants()
+    )

@@ -19,6 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
+from utils.attention.gluon.arguments import Arguments
 from utils.attention.gluon.shared import (
     MINUS_INF,
     clean_blocks,
@@ -127,3 +128,8 @@ def attention_step3(
     thread_barrier()
     tma_store(o_desc, [batch, head, row, 0], q_ring.index(0))
     tma.store_wait(0)
+
+
+def launch(a: Arguments) -> None:
+    """Run the kernel on tensors of a GPU."""
+    attention_step3[a.grid()](*a.descriptors(), a.lse, *a.sizes(), **a.constants())

@@ -22,6 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
+from utils.attention.gluon.arguments import Arguments
 from utils.attention.gluon.shared import (
     MINUS_INF,
     clean_blocks,
@@ -191,3 +192,9 @@ def attention_step4(
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],
         )
+
+
+def launch(a: Arguments) -> None:
+    """Run the kernel on tensors of a GPU."""
+    pipeline = {"CONSUMERS": a.plan.consumers, "STAGES": a.plan.stages, "REGISTERS": a.plan.registers}
+    attention_step4[a.grid()](*a.descriptors(), a.lse, *a.sizes(), **a.constants(), **pipeline)

@@ -43,10 +43,21 @@ assets/results/h200/attention_ratios.json; how it got there, failures included: 
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
 
+import functools
+
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+)
 
+from utils.attention.gluon.arguments import Arguments, unused
+from utils.attention.gluon.plan import Case, Plan, aligned, deal_causal_tiles, tail_as_window
 from utils.attention.gluon.shared import (
     accumulator,
     aggregate,
@@ -55,7 +66,6 @@ from utils.attention.gluon.shared import (
     left_operand,
     mask_by_last_key,
     mask_scores,
-    release,
     rescale,
     tma_load,
     tma_store,
@@ -129,8 +139,12 @@ class Ring:
 
     @gluon.jit
     def release(self, i, lane=0):
-        """Consumer: this thread has read load number i. Without it the producer waits for ever, a round later."""
-        release(self.empty.index(self.slot(i, lane)))
+        """Consumer: this thread has read load number i. Without it the producer waits for ever, a round later.
+
+        `mbarrier.arrive` is one arrival, for which the compiler first brings the warpgroup together at a barrier.
+        This instruction arrives when the thread's own cp.async copies are done: it has none, so at once.
+        """
+        async_copy.mbarrier_arrive(self.empty.index(self.slot(i, lane)), increment_count=False)
 
 
 @gluon.jit
@@ -237,7 +251,7 @@ class Work:
         self.CASE = gl.constexpr(CASE)
 
     @gluon.jit
-    def key_blocks(self, row, ROWS: gl.constexpr):
+    def visible_blocks(self, row, ROWS: gl.constexpr):
         """Blocks of keys [lo, hi) that the rows row .. row+ROWS-1 may see."""
         BLOCK_N: gl.constexpr = self.PLAN.block_n
         return key_blocks(row, ROWS, self.sq, self.sk, self.window, BLOCK_N, self.CASE.causal, self.CASE.window)
@@ -282,7 +296,7 @@ def producer(work, q_desc, k_desc, v_desc):
         batch = flat // work.heads
         head = flat - batch * work.heads
         kv_head = head // work.group
-        lo, hi = work.key_blocks(row, BLOCK_M * CONSUMERS)
+        lo, hi = work.visible_blocks(row, BLOCK_M * CONSUMERS)
         for j in range(hi - lo):
             key = (hi - 1 - j) * PLAN.block_n
             # In the order of need: the first consumer's Q, K, the other consumers' Q, V.
@@ -332,16 +346,7 @@ def first_block(work, block, q, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TAIL
 
 @gluon.jit
 def finish_block(
-    work,
-    block,
-    s,
-    pv,
-    state,
-    more,
-    masked,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    TAIL: gl.constexpr = False,  # noqa: FBT002 (a constant of the kernel)
+    work, block, s, pv, state, more, masked, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TAIL: gl.constexpr = False
 ):
     """The softmax of block i, from the scores `s` in flight, while P V(i-1), `pv`, is still running."""
     PLAN: gl.constexpr = work.PLAN
@@ -428,13 +433,12 @@ def consumer(work, out, W: gl.constexpr):
         tile, flat = work.todo.locate(t)
         first_row = tile * (BLOCK_M * PLAN.consumers)
         row = first_row + W * BLOCK_M
-        lo, hi = work.key_blocks(first_row, BLOCK_M * PLAN.consumers)
+        lo, hi = work.visible_blocks(first_row, BLOCK_M * PLAN.consumers)
         if PLAN.own_keys:
             # The tile's last blocks may lie behind the last key of this consumer's rows; rows that do not exist need
             # none. It releases those slots unused, but not before they are full: until then the other consumers may
             # still owe the barrier their arrival for the slot's last use.
-            own_lo, own_hi = work.key_blocks(row, BLOCK_M)
-            own_hi = gl.where(row < sq, own_hi, lo + 1)
+            own_hi = gl.where(row < sq, work.visible_blocks(row, BLOCK_M)[1], lo + 1)
             for _skipped in range(hi - own_hi):
                 work.k.wait_full(it)
                 work.k.release(it)
@@ -507,7 +511,7 @@ def consumer_ahead(work, out, W: gl.constexpr):
     BLOCK_D: gl.constexpr = PLAN.block_d
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
 
-    count, t, rest = work.todo.first()
+    count, t = work.todo.first()[:2]
     n = gl.cdiv(work.sk, BLOCK_N)
     it = gl.to_tensor(0)
     last_key = (n - 1) * BLOCK_N  # only a tile's first block, with the last keys, is masked: that needs no row
@@ -533,9 +537,7 @@ def consumer_ahead(work, out, W: gl.constexpr):
             o, p, state = finish_block(work, block, s, pv, state, (n > 2) | more, False, False, False)
             it += 1
         for j in range(2 if PLAN.o_in_q else 1, n):
-            o, p, state = step(
-                work, Block(it, it, last_key), q, o, p, state, (j + 1 < n) | more, False, False, False
-            )
+            o, p, state = step(work, Block(it, it, last_key), q, o, p, state, (j + 1 < n) | more, False, False, False)
             it += 1
         if not PLAN.o_in_q:
             work.q.release(i, W)
@@ -628,3 +630,48 @@ def attention_step5(
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS, 24],
         )
+
+
+@functools.lru_cache(maxsize=64)
+def dealt_tiles(
+    sq: int, sk: int, heads_total: int, group: int, plan: Plan, programs: int, device: torch.device
+) -> tuple[torch.Tensor | None, int]:
+    """The schedule of causal tiles on the GPU, a row for each program, and the length of a row; None: not dealt."""
+    head_bytes = sk * plan.block_d * 4
+    dealt = deal_causal_tiles(sq, sk, heads_total, group, plan.rows, plan.block_n, head_bytes, programs)
+    if dealt is None:
+        return None, 0
+    # A row: how many tiles, the tiles, and one more, because a program reads ahead.
+    stride = max(map(len, dealt)) + 2
+    table = [[len(tiles), *tiles, *[0] * (stride - 1 - len(tiles))] for tiles in dealt]
+    return torch.tensor(table, dtype=torch.int32, device=device), stride
+
+
+def launch(a: Arguments) -> None:
+    """Run the kernel on tensors of a GPU: one program on each multiprocessor, or one for each tile if those are fewer."""
+    plan, window, tail = a.plan, a.window, a.sk % a.plan.block_n != 0
+    if tail_as_window(plan, a.causal, window > 0, tail):
+        window = a.sq + a.sk
+    programs = min(a.programs, a.tiles_m * a.heads_total)
+    schedule, stride = None, 0
+    if a.causal and not window:
+        schedule, stride = dealt_tiles(a.sq, a.sk, a.heads_total, a.group, plan, programs, a.q.device)
+    dealt = schedule is not None
+    case = Case(a.causal, window > 0, tail, a.return_lse, dealt, aligned(plan, a.causal, window > 0, a.sk - a.sq))
+    attention_step5[(programs,)](
+        *a.descriptors(),
+        a.lse,
+        schedule if dealt else unused(a.q.device, torch.int32),
+        a.sq,
+        a.sk,
+        window,
+        a.tiles_m,
+        a.heads_total,
+        a.heads,
+        a.group,
+        stride,
+        a.c,
+        PLAN=plan,
+        CASE=case,
+        num_warps=4,
+    )
