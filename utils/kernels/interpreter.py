@@ -11,7 +11,8 @@ So a kernel is interpreted in a child process: tensors go there and back in a fi
 The interpreter takes about 2 ms for each iteration of a kernel's inner loop, whatever the tile: large tiles and
 small matrices. It shows what a kernel computes, never how fast: no races, no shared memory, no registers.
 
-In the child, faults of the interpreter are put right or refused aloud, accesses outside of tensors too: `repair`.
+In the child, `interpreter_repairs` puts right what the interpreter computes wrongly, and refuses what it cannot
+compute, and every access outside of the tensors.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import torch
 from utils.files import ROOT
 
 _STUDENT_FILE = "student_kernel.py"
+_MACHINERY = (__file__, str(Path(__file__).with_name("interpreter_repairs.py")))  # no lines of a kernel
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -169,106 +171,10 @@ def _run_child(folder: str, name: str, timeout: float) -> None:
 
 
 def repair() -> None:
-    """Put right, in this process, what Triton's interpreter computes wrongly, and refuse what it cannot compute.
+    """Put right, in this process, what Triton's interpreter computes wrongly, and refuse what it cannot compute."""
+    from utils.kernels import interpreter_repairs
 
-    - Triton 3.6 with NumPy 2.4 and later: `range` with a bound known only at run time raises a TypeError.
-    - fp32 to bf16 truncates; a GPU rounds to nearest even, and so does this.
-    - `tl.dot` of bf16 multiplies the bit patterns as integers; here the values, in fp32.
-    - Other bf16 arithmetic computes with the bit patterns too: refused, with the remedy.
-    - A load or store outside every tensor of the launch reads or writes whatever is there: refused.
-    """
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    builder, handle, executor = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter.GridExecutor
-    if getattr(builder, "repaired", False):
-        return
-    builder.repaired = True
-    patch_tensor, cast, dot = interpreter._patch_lang_tensor, builder.cast_impl, builder.create_dot
-    binary, unary, host_arguments = builder.binary_op, builder.unary_op, executor._init_args_hst
-    load, store = builder.create_masked_load, builder.create_masked_store
-    inside: list[tuple[int, int]] = []  # first and last-plus-one byte address of each tensor of the launch
-
-    def is_bf16(x) -> bool:
-        return x.dtype.scalar == tl.bfloat16
-
-    def widen(x):
-        return handle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32) if is_bf16(x) else x
-
-    def narrow(x):
-        bits = np.ascontiguousarray(x.data).view(np.uint32)
-        nearest_even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return handle(np.where(np.isnan(x.data), (bits >> 16) | 0x40, nearest_even).astype(np.uint16), tl.bfloat16)
-
-    def patch_tensor_with_index(tensor, scope):
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-    def cast_rounding(self, source, target):
-        if is_bf16(source) and target.scalar == tl.float32:
-            return widen(source)
-        if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
-            return narrow(source)
-        return cast(self, source, target)
-
-    def bf16_constant(self, value):
-        return narrow(handle(np.array([value], dtype=np.float32), tl.float32))
-
-    def dot_widening(self, a, b, *rest):
-        return dot(self, widen(a), widen(b), *rest)
-
-    def refuse_bf16(*operands):
-        if any(is_bf16(x) for x in operands):
-            raise TypeError(
-                "Triton's interpreter has no bf16 arithmetic (it would compute with the bit patterns): "
-                "convert first, x.to(tl.float32), and convert the result back when it is stored"
-            )
-
-    def binary_checked(self, left, right, operation):
-        refuse_bf16(left, right)
-        return binary(self, left, right, operation)
-
-    def unary_checked(self, x, operation):
-        refuse_bf16(x)
-        return unary(self, x, operation)
-
-    def host_arguments_noted(self, args, kwargs):
-        found = host_arguments(self, args, kwargs)
-        inside.clear()
-        for value in [*found[0], *found[1].values()]:
-            tensor = getattr(value, "base", value)  # a tensor descriptor has its tensor in .base
-            if isinstance(tensor, torch.Tensor) and tensor.numel():
-                reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-                inside.append((tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()))
-        return found
-
-    def refuse_outside(pointers, mask, what: str):
-        addresses = np.broadcast_to(pointers.data, mask.data.shape)[mask.data]
-        element = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
-        outside = np.ones(addresses.shape, dtype=bool)
-        for first, end in inside:
-            outside &= (addresses < first) | (addresses + np.uint64(element) > end)
-        if outside.any():
-            raise IndexError(
-                f"{what} outside every tensor given to the kernel, at {outside.sum()} of "
-                f"{mask.data.size} elements: check the offsets, and mask the elements past an edge "
-                "(mask=offsets < size)"
-            )
-
-    def load_checked(self, pointers, mask, *rest):
-        refuse_outside(pointers, mask, "tl.load reads")
-        return load(self, pointers, mask, *rest)
-
-    def store_checked(self, pointers, value, mask, *rest):
-        refuse_outside(pointers, mask, "tl.store writes")
-        return store(self, pointers, value, mask, *rest)
-
-    interpreter._patch_lang_tensor = patch_tensor_with_index
-    executor._init_args_hst = host_arguments_noted
-    builder.cast_impl, builder.create_dot, builder.get_bf16 = cast_rounding, dot_widening, bf16_constant
-    builder.binary_op, builder.unary_op = binary_checked, unary_checked
-    builder.create_masked_load, builder.create_masked_store = load_checked, store_checked
+    interpreter_repairs.apply()
 
 
 def _load_function(job: dict, folder: str):
@@ -285,11 +191,8 @@ def _load_function(job: dict, folder: str):
         spec.loader.exec_module(module)
         function = getattr(module, name, None)
         if not callable(function):
-            defined = [
-                key
-                for key, value in vars(module).items()
-                if callable(value) and not isinstance(value, type) and not key.startswith("_")
-            ]
+            functions = (key for key, value in vars(module).items() if callable(value) and not isinstance(value, type))
+            defined = [key for key in functions if not key.startswith("_")]
             raise NameError(f"the source defines no function {name!r}; it defines: {', '.join(defined) or 'none'}")
         return function
     module_name, _, name = name.rpartition(".")
@@ -314,7 +217,7 @@ def _own_traceback(error: BaseException, folder: str, from_source: bool) -> str:
         frames += [
             frame
             for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename.startswith(own) and frame.filename != __file__
+            if frame.filename.startswith(own) and frame.filename not in _MACHINERY
         ]
         if type(error).__name__ != "InterpreterError" or error.__cause__ is None:
             break

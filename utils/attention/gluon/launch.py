@@ -13,22 +13,17 @@ from utils.attention.gluon.arguments import Arguments, unused
 from utils.attention.gluon.plan import Plan, plan_for, variant_for
 
 LOG2_E = math.log2(math.e)
-MODULES = {
-    1: "step1_synchronous",
-    2: "step2_async_copy",
-    3: "step3_tma",
-    4: "step4_warp_specialized",
-    5: "step5_overlapped",
-}
+MODULES = ("step1_synchronous", "step2_async_copy", "step3_tma", "step4_warp_specialized", "step5_overlapped")
 
 
+@functools.cache
 def step_module(step: int):
-    """The module of a step, with its kernel and its `launch` (imports Triton)."""
-    return importlib.import_module(f"{__package__}.{MODULES[step]}")
+    """Import the module of a step, 1 to 5, with its kernel and its `launch` (imports Triton)."""
+    return importlib.import_module(f"{__package__}.{MODULES[step - 1]}")
 
 
 def kernel_of(step: int):
-    """The Gluon kernel of a step (imports Triton)."""
+    """Return the Gluon kernel of a step (imports Triton)."""
     return getattr(step_module(step), f"attention_step{step}")
 
 
@@ -45,20 +40,24 @@ def attention_gluon(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention forward: (output like q, log-sum-exp (B, H, Sq) fp32 or empty). window 0: none."""
     if scale <= 0:
-        # The kernels take the maximum before they scale. Turned queries give the same scores with a scale they take.
-        turned = torch.zeros_like(q) if scale == 0 else -q
-        return attention_gluon(turned, k, v, causal, -scale or 1.0, window, return_lse, step)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
+        # The kernels take the maximum before they scale, so they need a positive scale. With the queries negated, or
+        # zero, a positive one gives the same scores.
+        negated = torch.zeros_like(q) if scale == 0 else -q
+        return attention_gluon(negated, k, v, causal, -scale or 1.0, window, return_lse, step)
+    out, lse = _empty_results(q, return_lse)
     if q.numel():
-        q, k, v = _copyable(q), _copyable(k), _copyable(v)
+        q, k, v = _addressable(q), _addressable(k), _addressable(v)
         with torch.cuda.device(q.device):
             _launch(step, q, k, v, out, lse, causal, scale * LOG2_E, window, return_lse)
     return out, lse
 
 
 @attention_gluon.register_fake
-def _(q, k, v, causal, scale, window, return_lse, step):
+def _attention_gluon_fake(q, k, v, causal, scale, window, return_lse, step):
+    return _empty_results(q, return_lse)
+
+
+def _empty_results(q: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
 
@@ -76,16 +75,25 @@ def forward(
 ):
     """Attention of q (B, H, Sq, D) over k, v (B, Hkv, Sk, D), fp16 or bf16: output, or (output, log-sum-exp).
 
-    The last query stands at the last key. scale: of the scores, 1/sqrt(D) by default. window: keys fewer than this
-    many positions away. The log-sum-exp (B, H, Sq), fp32, natural logarithm, is what a backward pass needs.
+    The last query has the position of the last key.
+
+    Args:
+        q: Queries (B, H, Sq, D).
+        k: Keys (B, Hkv, Sk, D); H is a multiple of Hkv.
+        v: Values (B, Hkv, Sk, D).
+        causal: Whether a query sees keys up to its own position only.
+        scale: Factor of the scores, 1/sqrt(D) by default.
+        window: A query sees keys that are fewer positions away than this; None: all.
+        return_lse: Whether to return the log-sum-exp too: (B, H, Sq), fp32, natural logarithm, for a backward pass.
+        step: Which kernel of the ladder, 1 to 5.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     out, lse = attention_gluon(q, k, v, causal, scale, window or 0, return_lse, step)
     return (out, lse) if return_lse else out
 
 
-def _copyable(x: torch.Tensor) -> torch.Tensor:
-    """X itself where TMA can address it: head dimension contiguous, rows at multiples of 16 bytes; else a copy."""
+def _addressable(x: torch.Tensor) -> torch.Tensor:
+    """Return x if TMA can address it (head dimension contiguous, rows at multiples of 16 bytes), else a copy."""
     strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
     aligned = x.data_ptr() % 16 == 0 and all(stride % 8 == 0 and stride > 0 for stride in strides)
     if x.stride(-1) == 1 and aligned:
@@ -94,7 +102,7 @@ def _copyable(x: torch.Tensor) -> torch.Tensor:
 
 
 def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: bool) -> Plan:
-    """The plan that a step takes for these tensors on their GPU."""
+    """Return the plan that a step takes for these tensors on their GPU."""
     batch, heads, sq, head_dim = q.shape
     if step < 5:
         return plan_for(step, head_dim)
@@ -103,6 +111,7 @@ def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: b
 
 
 def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse) -> None:
+    """Choose the plan and run the kernel of a step; c: scale * log2(e), window 0: none."""
     plan = plan_of(step, q, k, causal, window > 0)
     lse = lse if return_lse else unused(q.device)
     programs = _multiprocessors(q.device)
@@ -115,5 +124,5 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def describe(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: bool = False) -> dict:
-    """The plan that a step takes for these tensors as a dictionary, for reports."""
+    """Return the plan that a step takes for these tensors as a dictionary, for reports."""
     return {"step": step, **asdict(plan_of(step, q, k, causal, window))}

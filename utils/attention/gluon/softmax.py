@@ -73,7 +73,7 @@ def thread_sums(p):
 
 @gluon.jit
 def lazy_maximum(old, top, c, MASKED: gl.constexpr):
-    """Return the maximum to use (the old one until the new one is 2^8 above it), c * maximum, and the rescale factor."""
+    """Return the maximum to use (the old one until the new one is 2^8 above it), c * that, and the rescale factor."""
     new = gl.where((top - old) * c > 8.0, top, old)
     shifted = new * c
     if MASKED:

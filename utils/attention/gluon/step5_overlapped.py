@@ -648,7 +648,7 @@ def dealt_tiles(
 
 
 def launch(a: Arguments) -> None:
-    """Run the kernel on tensors of a GPU: one program on each multiprocessor, or one for each tile if those are fewer."""
+    """Run the kernel on tensors of a GPU: a program on each multiprocessor, or one for each tile if those are fewer."""
     plan, window, tail = a.plan, a.window, a.sk % a.plan.block_n != 0
     if tail_as_window(plan, a.causal, window > 0, tail):
         window = a.sq + a.sk
