@@ -3,7 +3,7 @@
 A is (M, K), B is (K, N), any sizes, any strides (a transposed view costs no copy), fp32, fp16 or bf16. Sums are kept
 in fp32; C has the dtype of its inputs. Every rung is a kernel for the GPU, compared with `torch.matmul`:
 
-    rung                    what it changes                                                  code
+    rung                    new in it                                                        code
     gemm_naive              the three loops: a lane sums one element of C, nothing is        gemm_triton.py
                             reused, every product reads two elements from cache
     gemm_tiled              a program computes 64 x 64 of C from tiles of A and B: each      gemm_triton.py
@@ -77,7 +77,7 @@ def gemm_warp_specialized(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return gemm_gluon.gemm(a, b)
 
 
-# From the first rung to the last; `torch.matmul` is what they are measured against.
+# From the first rung to the last; all are measured against `torch.matmul`.
 LADDER: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "gemm_naive": gemm_naive,
     "gemm_tiled": gemm_tiled,
@@ -88,11 +88,12 @@ LADDER: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def shapes(a: torch.Tensor, b: torch.Tensor) -> str:
+    """Name the shapes of both operands for a message."""
     return f"A {tuple(a.shape)} and B {tuple(b.shape)}"
 
 
 def check_operands(name: str, a: torch.Tensor, b: torch.Tensor, dtypes=tuple(DTYPES)) -> None:
-    """Refuse in one sentence what `name` cannot multiply."""
+    """Raise a TypeError or ValueError if the function `name` cannot multiply these operands."""
     for label, tensor in (("A", a), ("B", b)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} multiplies two torch tensors; {label} is a {type(tensor).__name__}.")
@@ -116,12 +117,13 @@ def check_operands(name: str, a: torch.Tensor, b: torch.Tensor, dtypes=tuple(DTY
         raise ValueError(f"{name} needs both matrices on one device; got {given} on {a.device} and {b.device}.")
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         raise ValueError(
-            f"{name} computes forward only, and autograd would lose its result; got {given}, of which one "
+            f"{name} computes forward only, and autograd would lose its result; got {given}, and at least one "
             "requires grad. Call it under torch.no_grad(), or use torch.matmul."
         )
 
 
 def need_triton(name: str) -> None:
+    """Raise a RuntimeError if Triton, which the function `name` needs, is not installed."""
     try:
         import triton  # noqa: F401
     except ImportError as error:
@@ -132,7 +134,7 @@ def need_triton(name: str) -> None:
 
 
 def check_device(name: str, tensor: torch.Tensor, given: str) -> None:
-    """A GPU tensor for compiled kernels, a CPU tensor where TRITON_INTERPRET=1 came before Triton: else an error."""
+    """Raise a ValueError for a CPU tensor where kernels are compiled, or a GPU tensor where they are interpreted."""
     interpreting = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
     if tensor.is_cuda and not interpreting:
         return
@@ -149,7 +151,7 @@ def check_device(name: str, tensor: torch.Tensor, given: str) -> None:
 
 
 def check_mode(name: str, tensor: torch.Tensor) -> None:
-    """Triton fixed its mode when it was imported: refuse a CPU tensor if that was to compile, and the reverse."""
+    """Raise a RuntimeError if the mode that Triton took when it was imported cannot run on this tensor's device."""
     from triton.language import standard
 
     interpreted = type(standard.sum).__name__ == "InterpretedFunction"

@@ -50,9 +50,12 @@ class InterpretedKernelError(RuntimeError):
 def run_interpreted(function_name: str, *args, timeout: float = 60, **kwargs):
     """Call a kernel function of `utils.kernels` through Triton's interpreter and return its result.
 
-    function_name: a name in `kernels.gemm` or `kernels.gelu` ("gemm_tiled"), or "module.function" below `utils.kernels`,
-        or the whole path of one elsewhere in `utils`.
-    args, kwargs: CPU tensors and plain values. timeout: seconds, the start of the process (about 2 s) included.
+    Args:
+        function_name: A name in `kernels.gemm` or `kernels.gelu` ("gemm_tiled"), "module.function" below
+            `utils.kernels`, or the whole path of a function elsewhere in `utils`.
+        *args: CPU tensors and plain values.
+        timeout: Seconds, the start of the process (about 2 s) included.
+        **kwargs: CPU tensors and plain values.
     """
     return run_interpreted_cases(function_name, [args], timeout=timeout, **kwargs)[0]
 
@@ -60,9 +63,13 @@ def run_interpreted(function_name: str, *args, timeout: float = 60, **kwargs):
 def run_interpreted_source(source: str, entry: str, *tensors, timeout: float = 60):
     """Run Triton source text through the interpreter: call its function `entry` and return what it returns.
 
-    source: Python text that defines `@triton.jit` kernels and `entry`; `torch`, `triton` and `tl` are there already.
-    tensors: CPU tensors (or plain values) for `entry`, which returns the output tensor. timeout: seconds.
     An error in the source raises InterpretedKernelError with the source's own traceback.
+
+    Args:
+        source: Python text that defines `@triton.jit` kernels and `entry`; `torch`, `triton` and `tl` are imported.
+        entry: Name of a function of the source, which returns the output tensor.
+        *tensors: CPU tensors (or plain values) for `entry`.
+        timeout: Seconds, the start of the process (about 2 s) included.
     """
     return run_interpreted_cases((source, entry), [tensors], timeout=timeout)[0]
 
@@ -72,30 +79,35 @@ def run_interpreted_cases(
 ) -> list:
     """Run one kernel on several inputs in a single interpreter process; return one result for each.
 
-    call: a function name as in `run_interpreted`, or (source, entry) as in `run_interpreted_source`.
-    cases: the positional arguments of each call. kwargs: the same for all. timeout: seconds for all together.
-    The first failing case raises InterpretedKernelError; its `case` says which.
+    The first case that fails raises InterpretedKernelError, and its `case` is the index.
+
+    Args:
+        call: A function name as in `run_interpreted`, or (source, entry) as in `run_interpreted_source`.
+        cases: The positional arguments of each call.
+        timeout: Seconds for all cases together, the start of the process included.
+        **kwargs: Keyword arguments, the same for all cases.
     """
     if importlib.util.find_spec("triton") is None:
         raise RuntimeError(
             "Triton's interpreter needs Triton, which is not installed here. "
             "On Linux: pip install 'triton>=3.6,<3.9'. There are no wheels for other systems."
         )
+    name = call if isinstance(call, str) else call[1]
     job = {
-        "call": call if isinstance(call, str) else call[1],
+        "call": name,
         "from_source": not isinstance(call, str),
         "cases": [tuple(_for_child(value, f"argument {i}") for i, value in enumerate(case)) for case in cases],
         "kwargs": {name: _for_child(value, f"argument {name}") for name, value in kwargs.items()},
     }
     with tempfile.TemporaryDirectory(prefix="interpreted-kernel-") as folder:
-        if job["from_source"]:
+        if not isinstance(call, str):
             Path(folder, _STUDENT_FILE).write_text(textwrap.dedent(call[0]), encoding="utf-8")
         torch.save(job, Path(folder, "job.pt"))
-        _run_child(folder, job["call"], timeout)
+        _run_child(folder, name, timeout)
         answer = torch.load(Path(folder, "answer.pt"), weights_only=True)
     if answer["error"]:
         raise InterpretedKernelError(
-            f"{job['call']} failed in Triton's interpreter.\n{answer['traceback']}", answer["traceback"], answer["case"]
+            f"{name} failed in Triton's interpreter.\n{answer['traceback']}", answer["traceback"], answer["case"]
         )
     return answer["results"]
 
@@ -117,7 +129,7 @@ def _for_child(value, name: str):
 
 
 def _run_child(folder: str, name: str, timeout: float) -> None:
-    """Start the child, wait for its answer, and say in a sentence what happened if there is none."""
+    """Start the child and wait for its answer; raise an InterpretedKernelError that explains why there is none."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
@@ -185,6 +197,7 @@ def _load_function(job: dict, folder: str):
 
         path = Path(folder, _STUDENT_FILE)
         spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec and spec.loader, "a .py file has a loader"
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
         module.__dict__.update(torch=torch, triton=triton, tl=tl)
@@ -235,13 +248,14 @@ def _only_tensors(result, name: str):
 
 def _child(folder: str) -> None:
     job = torch.load(Path(folder, "job.pt"), weights_only=True)
-    answer = {"error": False, "traceback": "", "case": None, "results": []}
+    results: list = []
+    answer = {"error": False, "traceback": "", "case": None, "results": results}
     try:
         repair()
         function = _load_function(job, folder)
         for index, case in enumerate(job["cases"]):
             answer["case"] = index
-            answer["results"].append(_only_tensors(function(*case, **job["kwargs"]), job["call"]))
+            results.append(_only_tensors(function(*case, **job["kwargs"]), job["call"]))
     except BaseException as error:
         answer.update(error=True, results=[], traceback=_own_traceback(error, folder, job["from_source"]))
     sys.stdout.flush()

@@ -1,7 +1,7 @@
 """Repairs of Triton's interpreter: what it computes wrongly is put right, and what it cannot compute is refused.
 
 Each repair replaces one function of the interpreter, and gets the original as its first argument (None where there was
-none). Importing this module imports Triton; `utils.kernels.interpreter.repair` applies the repairs in a process that interprets.
+none). Importing this module imports Triton; `utils.kernels.interpreter.repair` applies the repairs.
 """
 
 from __future__ import annotations
