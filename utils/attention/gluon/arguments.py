@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -30,35 +30,20 @@ class Arguments:
     plan: Plan
     programs: int
 
-    @property
-    def heads(self) -> int:
-        """Query heads of one sequence."""
-        return self.q.shape[1]
+    heads: int = field(init=False)  # query heads of one sequence
+    heads_total: int = field(init=False)  # query heads of all sequences
+    group: int = field(init=False)  # query heads that share a head of keys and values
+    sq: int = field(init=False)
+    sk: int = field(init=False)
+    head_dim: int = field(init=False)
+    tiles_m: int = field(init=False)  # tiles of query rows of one head
 
-    @property
-    def heads_total(self) -> int:
-        """Query heads of all sequences."""
-        return self.q.shape[0] * self.q.shape[1]
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a head of keys and values."""
-        return self.q.shape[1] // self.k.shape[1]
-
-    @property
-    def sq(self) -> int:
-        """Number of queries."""
-        return self.q.shape[2]
-
-    @property
-    def sk(self) -> int:
-        """Number of keys."""
-        return self.k.shape[2]
-
-    @property
-    def tiles_m(self) -> int:
-        """Tiles of query rows of one head."""
-        return -(-self.q.shape[2] // self.plan.rows)
+    def __post_init__(self):
+        batch, self.heads, self.sq, self.head_dim = self.q.shape
+        _, kv_heads, self.sk, _ = self.k.shape
+        self.heads_total = batch * self.heads
+        self.group = self.heads // kv_heads
+        self.tiles_m = -(-self.sq // self.plan.rows)
 
     def grid(self) -> tuple[int, int]:
         """Steps 1 to 4: a block for each tile of query rows of each head."""
@@ -71,15 +56,8 @@ class Arguments:
 
     def constants(self) -> dict:
         """What steps 1 to 4 are compiled for."""
-        return {
-            "BLOCK_M": BLOCK_M,
-            "BLOCK_N": self.plan.block_n,
-            "BLOCK_D": self.plan.block_d,
-            "CAUSAL": self.causal,
-            "WINDOW": self.window > 0,
-            "LSE": self.return_lse,
-            "num_warps": 4,
-        }
+        tile = {"BLOCK_M": BLOCK_M, "BLOCK_N": self.plan.block_n, "BLOCK_D": self.plan.block_d}
+        return tile | {"CAUSAL": self.causal, "WINDOW": self.window > 0, "LSE": self.return_lse, "num_warps": 4}
 
     def sizes(self) -> tuple:
         """Steps 1 to 4: the arguments sq, sk, window, heads, group, c."""

@@ -112,9 +112,8 @@ def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: b
 
 def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse) -> None:
     """Choose the plan and run the kernel of a step; c: scale * log2(e), window 0: none."""
-    plan = plan_of(step, q, k, causal, window > 0)
+    plan, programs = plan_of(step, q, k, causal, window > 0), _multiprocessors(q.device)
     lse = lse if return_lse else unused(q.device)
-    programs = _multiprocessors(q.device)
     step_module(step).launch(Arguments(q, k, v, out, lse, causal, window, return_lse, c, plan, programs))
 
 

@@ -142,6 +142,4 @@ def attention_step2(
 def launch(a: Arguments) -> None:
     """Run the kernel on tensors of a GPU."""
     strides = [stride for x in (a.q, a.k, a.v, a.out) for stride in x.stride()[:3]]
-    attention_step2[a.grid()](
-        a.q, a.k, a.v, a.out, a.lse, *strides, *a.sizes(), HEAD_DIM=a.q.shape[-1], **a.constants()
-    )
+    attention_step2[a.grid()](a.q, a.k, a.v, a.out, a.lse, *strides, *a.sizes(), HEAD_DIM=a.head_dim, **a.constants())
