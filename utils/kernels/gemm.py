@@ -5,7 +5,7 @@ in fp32; C has the dtype of its inputs. Every rung is a kernel for the GPU, comp
 
     rung                    new in it                                                        code
     gemm_naive              the three loops: a lane sums one element of C, nothing is        gemm_triton.py
-                            reused, every product reads two elements from cache
+                            reused, every product reads two elements from the cache
     gemm_tiled              a program computes 64 x 64 of C from tiles of A and B: each      gemm_triton.py
                             element read serves 64 products; fp16 and bf16 on tensor cores
     gemm_tiled_grouped      the same tile; loads run four tiles ahead, and programs that     gemm_triton.py

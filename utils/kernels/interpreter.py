@@ -2,14 +2,14 @@
 
 Triton decides when it is first imported whether kernels are compiled or interpreted, by TRITON_INTERPRET=1, and
 a process cannot have both. Setting the variable here would break every later `torch.compile` of the caller.
-So a kernel is interpreted in a child process: tensors go there and back in a file, the caller stays as it was.
+So a kernel is interpreted in a child process: tensors go there and back in a file, and the caller does not change.
 
     run_interpreted("gemm_tiled", a, b)                    a function of utils.kernels
     run_interpreted_source(source, "gemm", a, b)           source text: @triton.jit functions and a launch wrapper
-    run_interpreted_cases("gemm_tiled", [(a, b), ...])     several inputs for the price of one start (about 2 s)
+    run_interpreted_cases("gemm_tiled", [(a, b), ...])     several inputs, one start of the process (about 2 s)
 
-The interpreter takes about 2 ms for each iteration of a kernel's inner loop, whatever the tile: large tiles and
-small matrices. It shows what a kernel computes, never how fast: no races, no shared memory, no registers.
+The interpreter takes about 2 ms for each iteration of a kernel's inner loop, whatever the tile: use large tiles and
+small matrices. It shows what a kernel computes, never how fast: it has no races, no shared memory, no registers.
 
 In the child, `interpreter_repairs` puts right what the interpreter computes wrongly, and refuses what it cannot
 compute, and every access outside of the tensors.
@@ -135,7 +135,7 @@ def _run_child(folder: str, name: str, timeout: float) -> None:
         **os.environ,
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": os.pathsep.join(paths),
-        # no GPU, one thread: the parent's threads would fight the child's over the cores
+        # No GPU, and one thread: the parent's threads and the child's would share the cores.
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }
@@ -221,7 +221,7 @@ def _load_function(job: dict, folder: str):
 
 
 def _own_traceback(error: BaseException, folder: str, from_source: bool) -> str:
-    """The traceback of a failure without the frames of Triton and of this module: the kernel's own lines."""
+    """Format the traceback of a failure with the kernel's own lines only, without frames of Triton and this module."""
     own = str(Path(folder, _STUDENT_FILE)) if from_source else str(ROOT / "utils")
     if isinstance(error, SyntaxError):
         return "".join(traceback.format_exception_only(error)).replace(folder + os.sep, "")

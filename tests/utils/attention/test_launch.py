@@ -127,8 +127,8 @@ def test_aligned_rows_need_a_mask_in_their_last_block_alone(head_dim, variant):
     """Checked key by key: behind the first block of a walk, every row sees every key that there is."""
     plan, seen = plan_for(5, head_dim, variant), set()
     for sq, sk in itertools.product((1, 64, 100, 192, 321, 512, 640), repeat=2):
-        told = aligned(plan, True, False, sk - sq)
-        seen.add(told)
+        says_aligned = aligned(plan, True, False, sk - sq)
+        seen.add(says_aligned)
         needs_no_mask = True
         for row in range(0, -(-sq // plan.rows) * plan.rows, BLOCK_M):
             first, rows = (row, BLOCK_M) if plan.own_keys else (row // plan.rows * plan.rows, plan.rows)
@@ -136,6 +136,6 @@ def test_aligned_rows_need_a_mask_in_their_last_block_alone(head_dim, variant):
             behind = max(last - 1, 0) * plan.block_n
             if row < sq and behind and row + sk - sq < behind - 1:
                 needs_no_mask = False
-        assert needs_no_mask or not told, (sq, sk)
+        assert needs_no_mask or not says_aligned, (sq, sk)
     assert seen == {True, False}
     assert not aligned(plan, True, True, 0) and not aligned(plan, False, False, 0)

@@ -24,8 +24,8 @@ The checklist of warp-specialized attention, for Hopper:
 - Layouts: wgmma accumulators m64nN; P becomes the left operand of P V in registers; 128-byte swizzle for every tile; no
   conversion in the loop moves data between threads.
 - Softmax: in base 2, with a maximum that follows only when it has grown by more than 2^8 (`softmax.py`).
-- Sync: a full and an empty mbarrier for every slot of a ring (`pipeline.py`), K and V in rings of their own; no barrier inside
-  a consumer.
+- Sync: a full and an empty mbarrier for every slot of a ring (`pipeline.py`), K and V in rings of their own; no barrier
+  inside a consumer.
 - Memory: Hopper has no tensor memory: O stays in registers, Q in shared memory, O leaves through shared memory by TMA.
 - Loads: one elected thread issues TMA boxes of 64 rows (Q) and BLOCK_N rows (K, V); TMA zeroes what lies outside.
 - Critical path: the next scores' product is queued before P V, and the rescaling hides behind it. With `halves` the
