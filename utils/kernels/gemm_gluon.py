@@ -192,11 +192,11 @@ def column_pieces(tile, PIECES: gl.constexpr):
     """A tile cut into PIECES column blocks, in registers: each half lies in registers of its own, nothing moves."""
     pieces = (tile,)
     for _ in gl.static_range(PIECES.bit_length() - 1):
-        halves = ()  # type: ignore[assignment]  (a kernel's tuples grow)
+        halves = ()
         for i in gl.static_range(len(pieces)):
             x = pieces[i]
             halves += x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute(0, 2, 1).split()
-        pieces = halves
+        pieces = halves  # type: ignore[assignment]  # in a kernel a name's tuple may grow
     return pieces
 
 
