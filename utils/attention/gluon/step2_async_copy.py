@@ -42,7 +42,7 @@ def copy_rows(
     ROWS: gl.constexpr,
     BLOCK_D: gl.constexpr,
 ):
-    """Start copying rows first .. first+ROWS-1 of a (rows, HEAD_DIM) matrix; what lies outside becomes zeros."""
+    """Start to copy rows first .. first+ROWS-1 of a (rows, HEAD_DIM) matrix; elements outside of it become zeros."""
     r = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
     d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
     # Masked elements are zero-filled, 16 bytes at a time: HEAD_DIM is a multiple of 8.

@@ -234,12 +234,12 @@ def consumer(work, out, W: gl.constexpr):
         n = hi - lo
         right, edge = clean_blocks(row, BLOCK_M, lo, hi, sq, sk, work.window, BLOCK_N, CAUSAL, WINDOW)
 
-        work.q.wait_full(i, W)
+        work.q.wait_full(i, W)  # the first product reads Q; the producer loads it in the order of need
         block = Block(it, row, (hi - 1) * BLOCK_N)
         p, state = first_block(work, block, q, CAUSAL, WINDOW, work.CASE.tail)
         o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, accumulator(BLOCK_D))
         it += 1
-        work.k.wait_full(it, pred=n > 1)
+        work.k.wait_full(it, pred=n > 1)  # each step waits for the next one's keys; this is the first one's
         if PLAN.own_keys and LOOP_CAUSAL and not WINDOW:
             key = (hi - 1) * BLOCK_N
             # The first row sees keys up to this one: blocks that end behind it are masked.
@@ -303,7 +303,7 @@ def consumer_ahead(work, out, W: gl.constexpr):
     work.q.wait_full(0, W)
     p, state = first_block(work, Block(it, it, last_key), work.q.tile(0, W), False, False, TAIL)
     it += 1
-    work.k.wait_full(it)
+    work.k.wait_full(it)  # each step waits for the next one's keys; this is the first one's
     for i in range(count):
         more = i + 1 < count
         tile, flat = work.todo.locate(t)
