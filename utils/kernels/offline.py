@@ -55,7 +55,7 @@ def compile_gluon(kernel, signature: dict[str, str], constants: dict, aligned: I
     return triton.compile(source, target=GPUTarget(*HOPPER), options={"num_warps": num_warps})
 
 
-def disassembled(compiled) -> str:
+def disassemble(compiled) -> str:
     """Return the SASS of a compiled kernel."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
@@ -77,7 +77,7 @@ def read_assembly(compiled, name: str) -> Assembly:
     return Assembly(
         name,
         compiled.asm["ptx"],
-        disassembled(compiled),
+        disassemble(compiled),
         compiled.metadata.shared,
         total(r"Used (\d+) registers"),
         total(r"(\d+) bytes spill (?:stores|loads)"),

@@ -23,14 +23,14 @@ hopper = pytest.mark.skipif(
 COMPILE = """
 import json, re, sys
 from utils.kernels.gemm_gluon import CONFIGS, Config, compile_for_hopper
-from utils.kernels.offline import disassembled
+from utils.kernels.offline import disassemble
 
 reports = []
 for index, dtype, a_column_major, b_column_major, by_tma in json.loads(sys.argv[1]):
     config = CONFIGS[index] if index >= 0 else Config(256, 128)
     kernel = compile_for_hopper(config, dtype, a_column_major=a_column_major, b_column_major=b_column_major,
                                 by_tma=by_tma)
-    ptx, sass = kernel.asm["ptx"], disassembled(kernel)
+    ptx, sass = kernel.asm["ptx"], disassemble(kernel)
     kind = dtype.replace("fp16", "f16")
     patterns = {
         "loads": r"cp\\.async\\.bulk\\.tensor\\.2d\\.shared", "stores": r"cp\\.async\\.bulk\\.tensor\\.2d\\.global",

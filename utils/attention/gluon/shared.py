@@ -142,7 +142,8 @@ def _wait_asm(left):
 
 
 @gluon.constexpr_function
-def _tied(n):
+def _in_place(n):
+    # Constraints of an assembly with n outputs, each in the register of the input with its number.
     return ",".join(["=f"] * n) + "," + ",".join(str(i) for i in range(n))
 
 
@@ -155,7 +156,7 @@ def wait_products(accumulator, LEFT: gl.constexpr, COLUMNS: gl.constexpr):
     """
     registers: gl.constexpr = COLUMNS // 2
     return gl.inline_asm_elementwise(
-        _wait_asm(LEFT), _tied(registers), [in_flight(accumulator)], dtype=gl.float32, is_pure=False, pack=registers
+        _wait_asm(LEFT), _in_place(registers), [in_flight(accumulator)], dtype=gl.float32, is_pure=False, pack=registers
     )
 
 
@@ -189,7 +190,7 @@ def _rescale_asm(n):
 
 @gluon.constexpr_function
 def _rescale_constraints(n):
-    return _tied(n) + "," + ",".join(["f"] * n)
+    return _in_place(n) + "," + ",".join(["f"] * n)
 
 
 @gluon.jit

@@ -418,7 +418,7 @@ def attention_step5(
 
 
 @functools.lru_cache(maxsize=64)
-def dealt_tiles(
+def tile_schedule(
     sq: int, sk: int, heads_total: int, group: int, plan: Plan, programs: int, device: torch.device
 ) -> tuple[torch.Tensor | None, int]:
     """The schedule of causal tiles on the GPU, a row for each program, and the length of a row; None: not dealt."""
@@ -440,7 +440,7 @@ def launch(a: Arguments) -> None:
     programs = min(a.programs, a.tiles_m * a.heads_total)
     schedule, stride = None, 0
     if a.causal and not window:
-        schedule, stride = dealt_tiles(a.sq, a.sk, a.heads_total, a.group, plan, programs, a.q.device)
+        schedule, stride = tile_schedule(a.sq, a.sk, a.heads_total, a.group, plan, programs, a.q.device)
     dealt = schedule is not None
     case = Case(a.causal, window > 0, tail, a.return_lse, dealt, aligned(plan, a.causal, window > 0, a.sk - a.sq))
     attention_step5[(programs,)](
