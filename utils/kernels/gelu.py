@@ -1,7 +1,7 @@
 """GELU in its tanh form, four ways: gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
 
-One element costs a handful of FLOPs, so on a GPU the time is the bytes moved. Read and written for n elements of
-e bytes each:
+One element costs a handful of FLOPs, so on a GPU the bytes moved decide the time. For n elements of e bytes each, read
+and written:
 
     version        kernels    bytes moved    why
     gelu_unfused   9          21 n e         every operation reads from memory and writes its result: six move two
@@ -101,17 +101,17 @@ def _by_hand(x: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _compiled(situation: tuple):
-    """gelu_unfused compiled for one situation that torch.compile tells apart, each on a code object of its own.
+    """Compile gelu_unfused for one situation that torch.compile distinguishes, on a code object of its own.
 
-    Together they could pass its limit of eight recompilations for one function, beyond which it stops compiling.
-    fullgraph=True makes it raise there instead of running eagerly unannounced.
+    On one code object the situations together could pass torch.compile's limit of eight recompilations, beyond which
+    it stops compiling. fullgraph=True makes it raise an error there; otherwise it would silently run eagerly.
     """
     function = types.FunctionType(_by_hand.__code__.replace(), globals(), "gelu")
     return torch.compile(function, dynamic=True, fullgraph=True)
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """X itself if its elements fill a stretch of memory, in whatever order; else a copy that does, in that order."""
+    """Return x if its elements fill a stretch of memory, in whatever order; else a copy that does, in that order."""
     return torch.empty_like(x).copy_(x) if _overlaps_or_has_gaps(x) else x
 
 

@@ -1,10 +1,11 @@
-"""The fused tanh-GELU in Triton: the device code. `utils/kernels/gelu.py` is the way in.
+"""The fused tanh-GELU in Triton: the device code, called from `utils/kernels/gelu.py`.
 
-tanh need not be computed: 1 + tanh(u) = 2 / (1 + exp(-2u)), so gelu(x) = x / (1 + exp(-2u)). Where exp overflows to
+No tanh is needed: 1 + tanh(u) = 2 / (1 + exp(-2u)), so gelu(x) = x / (1 + exp(-2u)). Where exp overflows to
 infinity the quotient is -0, and where it underflows the quotient is x: both right, and no accuracy is lost near 0,
 which 1 - 2 / (exp(2u) + 1) would lose. Each program handles 1024 neighbouring elements, read and written once.
 
-Importing this module imports Triton. With TRITON_INTERPRET=1 set before that, the kernel runs on CPU tensors.
+A file of its own, because importing it imports Triton. With TRITON_INTERPRET=1 set before that, the kernel runs on CPU
+tensors.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def gelu_kernel(x, y, count, BLOCK: tl.constexpr):
+    """Compute y = gelu(x) of BLOCK elements: load, compute in fp32, round once, store."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + i, mask=i < count).to(tl.float32)
     u = 0.7978845608028654 * (v + 0.044715 * v * v * v)  # sqrt(2/pi)
@@ -25,6 +27,6 @@ INTERPRETED = not isinstance(gelu_kernel, triton.JITFunction)
 
 
 def launch(x, y) -> None:
-    """Y = gelu(x) over the elements as they lie in memory: both dense, with the same strides."""
+    """Compute y = gelu(x) over the elements as they lie in memory: both dense, with the same strides."""
     block = 1 << 16 if INTERPRETED else 1024  # the interpreter pays by the program, not by the element
     gelu_kernel[(triton.cdiv(x.numel(), block),)](x, y, x.numel(), BLOCK=block)

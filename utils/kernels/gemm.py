@@ -3,9 +3,9 @@
 A is (M, K), B is (K, N), any sizes, any strides (a transposed view costs no copy), fp32, fp16 or bf16. Sums are kept
 in fp32; C has the dtype of its inputs. Every rung is a kernel for the GPU, compared with `torch.matmul`:
 
-    rung                    what it changes                                                  code
+    rung                    new in it                                                        code
     gemm_naive              the three loops: a lane sums one element of C, nothing is        gemm_triton.py
-                            reused, every product reads two elements from cache
+                            reused, every product reads two elements from the cache
     gemm_tiled              a program computes 64 x 64 of C from tiles of A and B: each      gemm_triton.py
                             element read serves 64 products; fp16 and bf16 on tensor cores
     gemm_tiled_grouped      the same tile; loads run four tiles ahead, and programs that     gemm_triton.py
@@ -15,8 +15,8 @@ in fp32; C has the dtype of its inputs. Every rung is a kernel for the GPU, comp
     gemm_warp_specialized   Hopper: one warp keeps TMA copies in flight, two warpgroups      gemm_gluon.py
                             multiply 128 x 256 of C, stores overlap; fp16 and bf16
 
-H200 figures: assets/results/h200/gemm.json, written by `python -m utils.kernels.gemm --json PATH`, which measures
-each rung interleaved with torch.matmul.
+H200 figures: assets/results/h200/gemm.json, written by `python -m tools.record.gemm_ladder --json PATH`, which
+measures each rung interleaved with torch.matmul.
 
 fp32 stays fp32 (no TF32), as in torch.matmul by default. The kernels compute forward only. On a CPU they run through
 Triton's interpreter: `run_interpreted("gemm_tiled", a, b)` in `utils.kernels.interpreter`.
@@ -24,7 +24,6 @@ Triton's interpreter: `run_interpreted("gemm_tiled", a, b)` in `utils.kernels.in
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import torch
@@ -79,7 +78,7 @@ def gemm_warp_specialized(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return gemm_gluon.gemm(a, b)
 
 
-# From the first rung to the last; `torch.matmul` is what they are measured against.
+# From the first rung to the last; all are measured against `torch.matmul`.
 LADDER: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "gemm_naive": gemm_naive,
     "gemm_tiled": gemm_tiled,
@@ -90,11 +89,12 @@ LADDER: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def shapes(a: torch.Tensor, b: torch.Tensor) -> str:
+    """Name the shapes of both operands for a message."""
     return f"A {tuple(a.shape)} and B {tuple(b.shape)}"
 
 
 def check_operands(name: str, a: torch.Tensor, b: torch.Tensor, dtypes=tuple(DTYPES)) -> None:
-    """Refuse in one sentence what `name` cannot multiply."""
+    """Raise a TypeError or ValueError if the function `name` cannot multiply these operands."""
     for label, tensor in (("A", a), ("B", b)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} multiplies two torch tensors; {label} is a {type(tensor).__name__}.")
@@ -118,12 +118,13 @@ def check_operands(name: str, a: torch.Tensor, b: torch.Tensor, dtypes=tuple(DTY
         raise ValueError(f"{name} needs both matrices on one device; got {given} on {a.device} and {b.device}.")
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         raise ValueError(
-            f"{name} computes forward only, and autograd would lose its result; got {given}, of which one "
+            f"{name} computes forward only, and autograd would lose its result; got {given}, and at least one "
             "requires grad. Call it under torch.no_grad(), or use torch.matmul."
         )
 
 
 def need_triton(name: str) -> None:
+    """Raise a RuntimeError if Triton, which the function `name` needs, is not installed."""
     try:
         import triton  # noqa: F401
     except ImportError as error:
@@ -134,7 +135,7 @@ def need_triton(name: str) -> None:
 
 
 def check_device(name: str, tensor: torch.Tensor, given: str) -> None:
-    """A GPU tensor for compiled kernels, a CPU tensor where TRITON_INTERPRET=1 came before Triton: else an error."""
+    """Raise a ValueError for a CPU tensor where kernels are compiled, or a GPU tensor where they are interpreted."""
     interpreting = interpreter_requested()
     if tensor.is_cuda and not interpreting:
         return
@@ -151,7 +152,7 @@ def check_device(name: str, tensor: torch.Tensor, given: str) -> None:
 
 
 def check_mode(name: str, tensor: torch.Tensor) -> None:
-    """Triton fixed its mode when it was imported: refuse a CPU tensor if that was to compile, and the reverse."""
+    """Raise a RuntimeError if the mode that Triton took when it was imported cannot run on this tensor's device."""
     from triton.language import standard
 
     interpreted = type(standard.sum).__name__ == "InterpretedFunction"
@@ -181,114 +182,3 @@ def _launch(kernel: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         with torch.cuda.device(a.device if a.is_cuda else -1):
             getattr(gemm_triton, f"launch_{kernel}")(a, b, c)
     return c
-
-
-# The table -------------------------------------------------------------------------------------------------------
-
-SIZES = (512, 1024, 2048, 4096, 8192)
-NAIVE_UP_TO = 4096  # beyond it one call of the three loops takes too long to repeat
-
-
-def measure_ladder(sizes=SIZES, *, dtype: torch.dtype = torch.bfloat16, max_seconds: float = 1.0) -> dict:
-    """Time every rung against torch.matmul on square matrices, interleaved: rows of TFLOP/s and ratios.
-
-    sizes: M = N = K. max_seconds: time for each pair, warm-up included. Ratio: time of torch.matmul / time of the rung.
-    """
-    from utils.benchmark.measuring import compare
-    from utils.machine.environment import environment
-
-    rows, skipped = [], {}
-    for size in sizes:
-        a, b = (torch.randn(size, size, device="cuda", dtype=dtype) for _ in "ab")
-        exact = a.double() @ b.double() if size <= 2048 else None
-        for name, rung in LADDER.items():
-            if name == "gemm_naive" and size > NAIVE_UP_TO:
-                skipped[f"{name} {size}"] = f"the three loops are timed up to {NAIVE_UP_TO}"
-                continue
-            try:
-                c = rung(a, b)
-            except ValueError as error:  # the last rung on a GPU that is not a Hopper
-                skipped[f"{name} {size}"] = str(error)
-                continue
-            found = compare(
-                torch.matmul,
-                rung,
-                a,
-                b,
-                flops=2 * size**3,
-                dtype=dtype,
-                max_seconds=max_seconds,
-                warmup=3,
-                iterations=50,
-                labels=("torch.matmul", name),
-            )
-            error = None if exact is None else ((c.double() - exact).norm() / exact.norm()).item()
-            rows.append(
-                {
-                    "kernel": name,
-                    "size": size,
-                    "dtype": DTYPES[dtype],
-                    "tflops": found.b.tflops,
-                    "torch_tflops": found.a.tflops,
-                    "ratio": found.ratio,
-                    "interval": list(found.interval),
-                    "verdict": found.verdict,
-                    "relative_error": error,
-                    "median_ms": found.b.median_ms,
-                    "torch_median_ms": found.a.median_ms,
-                    "samples_ms": list(found.b.samples_ms),
-                    "torch_samples_ms": list(found.a.samples_ms),
-                    "method": found.b.method,
-                }
-            )
-    return {
-        "what": "GEMM ladder against torch.matmul",
-        "environment": environment(torch.device("cuda")),
-        "rows": rows,
-        "skipped": skipped,
-    }
-
-
-def ladder_table(result: dict) -> str:
-    """The rows of `measure_ladder` as text: a line a rung, a column a size, TFLOP/s and ratio to torch.matmul."""
-    sizes = sorted({row["size"] for row in result["rows"]})
-    cells = {(row["kernel"], row["size"]): f"{row['tflops']:.1f} ({row['ratio']:.2f}x)" for row in result["rows"]}
-    # each rung ran beside its own torch.matmul: the reference line shows the fastest of those runs
-    for size in sizes:
-        best = max(row["torch_tflops"] for row in result["rows"] if row["size"] == size)
-        cells["torch.matmul", size] = f"{best:.1f} (1.00x)"
-    lines = [f"{'TFLOP/s (ratio)':<22}" + "".join(f"{size:>17}" for size in sizes)]
-    for name in (*LADDER, "torch.matmul"):
-        lines.append(f"{name:<22}" + "".join(f"{cells.get((name, size), '-'):>17}" for size in sizes))
-    return "\n".join(lines)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    import argparse
-    import json
-    from pathlib import Path
-
-    parser = argparse.ArgumentParser(prog="python -m utils.kernels.gemm", description="Time the GEMM ladder in bf16.")
-    parser.add_argument("--json", metavar="PATH", type=Path, help="also write every sample there")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print(
-            "The GEMM ladder is timed on an NVIDIA GPU, and torch finds none here; "
-            "run_interpreted in utils.kernels.interpreter shows what the kernels compute.",
-            file=sys.stderr,
-        )
-        return 1
-    result = measure_ladder()
-    print(f"{torch.cuda.get_device_name()}, bf16, M = N = K; ratio: time of torch.matmul / time of the kernel")
-    print(ladder_table(result))
-    for what, reason in result["skipped"].items():
-        print(f"  {what}: {reason}")
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"wrote {options.json}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

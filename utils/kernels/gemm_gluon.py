@@ -1,10 +1,10 @@
 """Warp-specialized GEMM for Hopper in Gluon: C = A @ B, fp16 or bf16, fp32 accumulation. The ladder's last rung.
 
-One block stays on each SM and walks over tiles of C (persistent). Its warps have three jobs. One warp, the producer,
+One block stays on each SM and walks over tiles of C (persistent). Its warps have three roles. One warp, the producer,
 does nothing but start TMA copies of the next tiles of A and B into a ring in shared memory. Two warpgroups, the
-consumers, each multiply half of the rows of the tile with wgmma, reading the ring and keeping their sums in
-registers. Two mbarriers for each slot of the ring tell "full" (by the TMA unit, when the bytes have arrived) and
-"empty" (by the consumers, when both have read it). So nobody waits for a copy that could have been started earlier:
+consumers, each multiply half of the rows of the tile with wgmma; they read the ring and keep their sums in registers.
+Each slot of the ring has two mbarriers: "full" is completed by the TMA unit when the bytes have arrived, "empty" by
+the consumers when both have read the slot. So nobody waits for a copy that could have been started earlier:
 
     producer     | A0 B0 | A1 B1 | A2 B2 | A3 B3 | . wait empty . | A4 B4 | ...       runs on into the next tile
     consumer 0   . wait full .   | wgmma 0 | wgmma 1 | wgmma 2 |  ...  | store C |    its own pace: while one stores,
@@ -12,26 +12,25 @@ registers. Two mbarriers for each slot of the ring tell "full" (by the TMA unit,
 
     part             what                                     size, first configuration (128 x 256 x 64)
     tile of C        BLOCK_M x BLOCK_N, half the rows each    128 x 256; wgmma m64n256k16, four for each slot
-    ring             STAGES slots of A and B, 128 B swizzle   4 x (16 KiB + 32 KiB) = 192 KiB
+    ring             slots of A and B, 128 B swizzle          4 x (16 KiB + 32 KiB) = 192 KiB
     accumulator      fp32 in registers                        64 x 256 a consumer: 128 registers a thread
     registers        moved between warpgroups (setmaxnreg)    248 and 232 a consumer thread, 24 a producer thread
-    pieces of C      PIECES column blocks, two buffers a      64 x 64, 2 x 2 x 8 KiB = 32 KiB: stmatrix into one while
-                     consumer in turn                         TMA drains the other, and the next tile starts meanwhile
-    order of tiles   GROUP_M rows of tiles abreast            8: a wave of 132 tiles shares rows and columns in the L2
+    pieces of C      column blocks of a tile, two buffers     64 x 64, 2 x 2 x 8 KiB = 32 KiB: stmatrix into one while
+                     of each consumer in turn                 TMA drains the other, and the next tile starts meanwhile
 
 In the inner loop a consumer issues the wgmma of slot k before it waits for that of slot k - 1, so the tensor cores
-always have the next one queued; then it hands slot k - 1 back. TMA fills what lies outside of A and B with zeros
-and drops what lies outside of C, so no size needs a mask. Where rows of C do not start at multiples of 16 bytes (N is
-no multiple of 8), TMA cannot write them, and consumers store from registers with a mask instead.
+always have the next one queued; then it releases slot k - 1. TMA fills what lies outside of A and B with zeros and
+drops what lies outside of C, so no size needs a mask. Where rows of C do not start at multiples of 16 bytes (N is no
+multiple of 8), TMA cannot write them, and consumers store from registers with a mask instead.
 
-Figures: assets/results/h200/gemm.json, against torch.matmul. `python -m utils.kernels.gemm_gluon` compares the
-configurations. Importing this module imports Triton; `utils.kernels.gemm.gemm_warp_specialized` is the way in.
+On an H200, bf16, M = N = K: 783 TFLOP/s at 4096 and 723 at 8192, 1.00 and 1.02 of torch.matmul (cuBLAS); the
+autotuned Triton rung has 0.94 and 1.00 (assets/results/h200/gemm.json). `python -m tools.record.gemm_ladder
+--configurations` compares the configurations. Importing this module imports Triton; the way in is
+`utils.kernels.gemm.gemm_warp_specialized`.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
 
-import functools
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -46,22 +45,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import core
 
-# Triton 3.8 renamed the two TMA copies.
+# Triton 3.8 renamed the two TMA copies; later versions export the decorator.
 tma_load = gl.constexpr(getattr(tma, "async_load", None) or tma.async_copy_global_to_shared)
 tma_store = gl.constexpr(getattr(tma, "async_store", None) or tma.async_copy_shared_to_global)
+aggregate = getattr(gl, "aggregate", None) or core._aggregate
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tile and pipeline of the kernel; powers of two. `speed` is the tile's rate against the best tile's, about."""
+    """Tile and pipeline of the kernel; powers of two. `speed` is about the tile's rate against the best tile's."""
 
     block_m: int
     block_n: int
     block_k: int = 64  # 128 bytes of 16-bit elements: one swizzled row of shared memory
     stages: int = 4  # slots of the ring
     pieces: int = 4  # column blocks in which a tile of C is stored: even, two buffers take turns
-    group_m: int = 8
+    group_m: int = 8  # rows of tiles that are walked abreast, for the L2
     speed: float = 1.0
 
     @property
@@ -80,56 +81,109 @@ CONFIGS = (
 )
 
 
-@gluon.jit
-def tile_origin(tile, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr):
-    """First row and column of a tile: tiles are numbered down GROUP_M rows of tiles, then along."""
-    tiles_m = gl.cdiv(M, BLOCK_M)
-    tiles_n = gl.cdiv(N, BLOCK_N)
-    group = tile // (GROUP_M * tiles_n)
-    within = tile % (GROUP_M * tiles_n)
-    rows = min(tiles_m - group * GROUP_M, GROUP_M)
-    return (group * GROUP_M + within % rows) * BLOCK_M, (within // rows) * BLOCK_N
+@aggregate
+class Work:
+    """What producer and consumers share: the ring with its barriers, the sizes, and what is fixed when compiled.
+
+    Step i since the kernel's start, across tiles, uses slot i % stages, for the (i // stages)-th time: the parity of
+    that is the phase to wait for.
+    """
+
+    a_ring: gl.shared_memory_descriptor  # (stages, BLOCK_M, BLOCK_K), or its transpose where A is column-major
+    b_ring: gl.shared_memory_descriptor  # (stages, BLOCK_K, BLOCK_N), or its transpose
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    M: gl.tensor
+    N: gl.tensor
+    K: gl.tensor
+    CONFIG: gl.constexpr
+    A_COLUMN_MAJOR: gl.constexpr
+    B_COLUMN_MAJOR: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, a_ring, b_ring, full, empty, M, N, K, CONFIG, A_COLUMN_MAJOR, B_COLUMN_MAJOR):
+        self.a_ring = a_ring
+        self.b_ring = b_ring
+        self.full = full
+        self.empty = empty
+        self.M = M
+        self.N = N
+        self.K = K
+        self.CONFIG = gl.constexpr(CONFIG)
+        self.A_COLUMN_MAJOR = gl.constexpr(A_COLUMN_MAJOR)
+        self.B_COLUMN_MAJOR = gl.constexpr(B_COLUMN_MAJOR)
+
+    @gluon.jit
+    def slot(self, i):
+        """Slot of step i."""
+        return i % self.CONFIG.stages
+
+    @gluon.jit
+    def phase(self, i):
+        """Parity of the round in which step i uses its slot."""
+        return i // self.CONFIG.stages & 1
+
+    @gluon.jit
+    def tiles(self):
+        """Number of tiles of C."""
+        return gl.cdiv(self.M, self.CONFIG.block_m) * gl.cdiv(self.N, self.CONFIG.block_n)
+
+    @gluon.jit
+    def origin(self, tile):
+        """First row and column of a tile: tiles are numbered down group_m rows of tiles, then along."""
+        GROUP_M: gl.constexpr = self.CONFIG.group_m
+        tiles_m = gl.cdiv(self.M, self.CONFIG.block_m)
+        tiles_n = gl.cdiv(self.N, self.CONFIG.block_n)
+        group = tile // (GROUP_M * tiles_n)
+        within = tile % (GROUP_M * tiles_n)
+        rows = min(tiles_m - group * GROUP_M, GROUP_M)
+        return (group * GROUP_M + within % rows) * self.CONFIG.block_m, (within // rows) * self.CONFIG.block_n
+
+    @gluon.jit
+    def load(self, i, a_desc, b_desc, row, column, k):
+        """Producer: fetch A[row.., k..] and B[k.., column..] for step i, as soon as its slot is empty."""
+        # Without this wait TMA would overwrite what a consumer still reads. The parity is that of the round before: in
+        # the first round a fresh barrier counts as just completed.
+        mbarrier.wait(self.empty.index(self.slot(i)), self.phase(i) ^ 1)
+        arrived = self.full.index(self.slot(i))
+        # The bytes are announced first: copies that arrive unannounced could complete the phase too early. Whole boxes
+        # are counted, also where they hang over the edge and TMA fills in zeros.
+        mbarrier.expect(arrived, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+        if self.A_COLUMN_MAJOR:
+            tma_load(a_desc, [k, row], arrived, self.a_ring.index(self.slot(i)))
+        else:
+            tma_load(a_desc, [row, k], arrived, self.a_ring.index(self.slot(i)))
+        if self.B_COLUMN_MAJOR:
+            tma_load(b_desc, [column, k], arrived, self.b_ring.index(self.slot(i)))
+        else:
+            tma_load(b_desc, [k, column], arrived, self.b_ring.index(self.slot(i)))
+
+    @gluon.jit
+    def operands(self, i):
+        """Consumer: A and B of step i. What was column-major was copied as it lies, and is read through a view."""
+        a = self.a_ring.index(self.slot(i))
+        b = self.b_ring.index(self.slot(i))
+        # Without this wait wgmma would read the tiles of the round before.
+        mbarrier.wait(self.full.index(self.slot(i)), self.phase(i))
+        return a.permute((1, 0)) if self.A_COLUMN_MAJOR else a, b.permute((1, 0)) if self.B_COLUMN_MAJOR else b
+
+    @gluon.jit
+    def release_before(self, i, pred=True):
+        """Consumer: the slot of step i - 1 may be refilled; without that the producer waits for ever.
+
+        The slot was read through the async proxy, as it will be refilled by TMA, so no fence is needed.
+        """
+        mbarrier.arrive(self.empty.index((i + self.CONFIG.stages - 1) % self.CONFIG.stages), count=1, pred=pred)
 
 
 @gluon.jit
-def producer(
-    a_desc,
-    b_desc,
-    a_ring,
-    b_ring,
-    full,
-    empty,
-    M,
-    N,
-    K,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    A_COLUMN_MAJOR: gl.constexpr,
-    B_COLUMN_MAJOR: gl.constexpr,
-):
+def producer(work, a_desc, b_desc):
     """One warp: keep the ring full. `step` counts slots filled since the start, across tiles."""
-    tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
     step = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, column = tile_origin(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-        for k in range(0, K, BLOCK_K):
-            slot = step % STAGES
-            # The parity of the round before: in the first round a fresh barrier counts as just completed.
-            mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
-            arrived = full.index(slot)
-            # Whole boxes are counted, also where they hang over the edge and TMA fills in zeros.
-            mbarrier.expect(arrived, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-            if A_COLUMN_MAJOR:
-                tma_load(a_desc, [k, row], arrived, a_ring.index(slot))
-            else:
-                tma_load(a_desc, [row, k], arrived, a_ring.index(slot))
-            if B_COLUMN_MAJOR:
-                tma_load(b_desc, [column, k], arrived, b_ring.index(slot))
-            else:
-                tma_load(b_desc, [k, column], arrived, b_ring.index(slot))
+    for tile in range(gl.program_id(0), work.tiles(), gl.num_programs(0)):
+        row, column = work.origin(tile)
+        for k in range(0, work.K, work.CONFIG.block_k):
+            work.load(step, a_desc, b_desc, row, column, k)
             step += 1
 
 
@@ -142,76 +196,51 @@ def column_pieces(tile, PIECES: gl.constexpr):
         for i in gl.static_range(len(pieces)):
             x = pieces[i]
             halves += x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute(0, 2, 1).split()
-        pieces = halves
+        pieces = halves  # type: ignore[assignment]  # in a kernel a name's tuple may grow
     return pieces
 
 
 @gluon.jit
-def consumer(
-    c_desc,
-    c_pointer,
-    a_ring,
-    b_ring,
-    c_buffers,
-    full,
-    empty,
-    M,
-    N,
-    K,
-    WHICH: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    A_COLUMN_MAJOR: gl.constexpr,
-    B_COLUMN_MAJOR: gl.constexpr,
-    PIECES: gl.constexpr,
-    TMA_STORE: gl.constexpr,
-):
+def consumer(work, c_desc, c_pointer, c_buffers, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
     """One warpgroup: rows WHICH * BLOCK_M / 2 and on of each tile."""
-    dtype: gl.constexpr = a_ring.dtype
-    ROWS: gl.constexpr = BLOCK_M // 2
+    dtype: gl.constexpr = work.a_ring.dtype
+    ROWS: gl.constexpr = work.CONFIG.block_m // 2
+    BLOCK_N: gl.constexpr = work.CONFIG.block_n
+    PIECES: gl.constexpr = work.CONFIG.pieces
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
     step = 0
     acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, column = tile_origin(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    for tile in range(gl.program_id(0), work.tiles(), gl.num_programs(0)):
+        row, column = work.origin(tile)
         row += WHICH * ROWS
-        for k in range(0, K, BLOCK_K):
-            slot = step % STAGES
-            # A column-major operand was copied as it lies; its transposed view makes wgmma read it the other way.
-            a = a_ring.index(slot).permute((1, 0)) if A_COLUMN_MAJOR else a_ring.index(slot)
-            b = b_ring.index(slot).permute((1, 0)) if B_COLUMN_MAJOR else b_ring.index(slot)
-            mbarrier.wait(full.index(slot), step // STAGES & 1)
+        for k in range(0, work.K, work.CONFIG.block_k):
+            a, b = work.operands(step)
             # use_acc=False at k = 0 starts the sum anew: nobody has to zero 128 registers.
             acc = warpgroup_mma(a.slice(WHICH * ROWS, ROWS, dim=0), b, acc, use_acc=k > 0, is_async=True)
-            # All but this wgmma are done: the slot before may be refilled. Its reads went through the async proxy,
-            # as the refilling TMA will, so no fence is needed.
+            # All wgmma but this one are done: only now has the slot before been read.
             acc = warpgroup_mma_wait(1, deps=[acc])
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+            work.release_before(step, k > 0)
             step += 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+        acc = warpgroup_mma_wait(0, deps=[acc])  # the sums are complete, and the last slot has been read
+        work.release_before(step)
 
         if TMA_STORE:
             pieces = column_pieces(acc.to(dtype), PIECES)
             for i in gl.static_range(PIECES):
                 buffer = c_buffers.index(WHICH * 2 + i % 2)
-                tma.store_wait(1)  # the store before the last has left this buffer
+                tma.store_wait(1)  # the store before the last has left this buffer: it may be overwritten
                 buffer.store(pieces[i])
-                fence_async_shared()  # written by threads, read by the TMA unit
+                fence_async_shared()  # written by threads, read by the TMA unit: without it TMA may read older data
                 tma_store(c_desc, [row, column + i * (BLOCK_N // PIECES)], buffer)
         else:
             m = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
             n = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
             gl.store(
-                c_pointer + m.to(gl.int64)[:, None] * N + n[None, :],
+                c_pointer + m.to(gl.int64)[:, None] * work.N + n[None, :],
                 acc.to(dtype),
-                mask=(m < M)[:, None] & (n < N)[None, :],
+                mask=(m < work.M)[:, None] & (n < work.N)[None, :],
             )
-    tma.store_wait(0)
+    tma.store_wait(0)  # shared memory must live until TMA has read it
 
 
 @gluon.jit
@@ -230,17 +259,13 @@ def gemm_kernel(
     M,
     N,
     K,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
+    CONFIG: gl.constexpr,
     A_COLUMN_MAJOR: gl.constexpr,
     B_COLUMN_MAJOR: gl.constexpr,
-    PIECES: gl.constexpr,
     TMA_STORE: gl.constexpr,
 ):
-    """Ring and barriers, then the three jobs. c_desc is a_desc, and unused, where TMA cannot store C."""
+    """Allocate ring and barriers, then start the roles. c_desc is a_desc, and unused, where TMA cannot store C."""
+    STAGES: gl.constexpr = CONFIG.stages
     a_ring = shared_tiles(a_desc, STAGES)
     b_ring = shared_tiles(b_desc, STAGES)
     c_buffers = shared_tiles(c_desc, 4) if TMA_STORE else a_ring
@@ -249,79 +274,12 @@ def gemm_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
         mbarrier.init(empty.index(i), count=2)  # both consumers
+    work = Work(a_ring, b_ring, full, empty, M, N, K, CONFIG, A_COLUMN_MAJOR, B_COLUMN_MAJOR)
     gl.warp_specialize(
         [
-            (
-                consumer,
-                (
-                    c_desc,
-                    c_pointer,
-                    a_ring,
-                    b_ring,
-                    c_buffers,
-                    full,
-                    empty,
-                    M,
-                    N,
-                    K,
-                    0,
-                    BLOCK_M,
-                    BLOCK_N,
-                    BLOCK_K,
-                    STAGES,
-                    GROUP_M,
-                    A_COLUMN_MAJOR,
-                    B_COLUMN_MAJOR,
-                    PIECES,
-                    TMA_STORE,
-                ),
-            ),
-            (
-                consumer,
-                (
-                    c_desc,
-                    c_pointer,
-                    a_ring,
-                    b_ring,
-                    c_buffers,
-                    full,
-                    empty,
-                    M,
-                    N,
-                    K,
-                    1,
-                    BLOCK_M,
-                    BLOCK_N,
-                    BLOCK_K,
-                    STAGES,
-                    GROUP_M,
-                    A_COLUMN_MAJOR,
-                    B_COLUMN_MAJOR,
-                    PIECES,
-                    TMA_STORE,
-                ),
-            ),
-            (
-                producer,
-                (
-                    a_desc,
-                    b_desc,
-                    a_ring,
-                    b_ring,
-                    full,
-                    empty,
-                    M,
-                    N,
-                    K,
-                    BLOCK_M,
-                    BLOCK_N,
-                    BLOCK_K,
-                    STAGES,
-                    GROUP_M,
-                    A_COLUMN_MAJOR,
-                    B_COLUMN_MAJOR,
-                ),
-            ),
+            (consumer, (work, c_desc, c_pointer, c_buffers, 0, TMA_STORE)),
+            (consumer, (work, c_desc, c_pointer, c_buffers, 1, TMA_STORE)),
+            (producer, (work, a_desc, b_desc)),
         ],
         [4, 1],
         [232, 24],
@@ -383,23 +341,7 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
     with torch.cuda.device(a.device):
         gemm_kernel[(min(sms, tiles),)](
-            a_desc,
-            b_desc,
-            c_desc,
-            c,
-            m,
-            n,
-            k,
-            config.block_m,
-            config.block_n,
-            config.block_k,
-            config.stages,
-            config.group_m,
-            a_column_major,
-            b_column_major,
-            config.pieces,
-            by_tma,
-            num_warps=4,
+            a_desc, b_desc, c_desc, c, m, n, k, config, a_column_major, b_column_major, by_tma, num_warps=4
         )
 
 
@@ -421,14 +363,9 @@ def compile_for_hopper(
     a = descriptor([config.block_m, config.block_k], a_column_major)
     c = descriptor([config.block_m // 2, config.block_n // config.pieces]) if by_tma else a
     constants = {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "STAGES": config.stages,
-        "GROUP_M": config.group_m,
+        "CONFIG": config,
         "A_COLUMN_MAJOR": a_column_major,
         "B_COLUMN_MAJOR": b_column_major,
-        "PIECES": config.pieces,
         "TMA_STORE": by_tma,
     }
     signature = {
@@ -436,54 +373,6 @@ def compile_for_hopper(
         "b_desc": descriptor([config.block_k, config.block_n], b_column_major),
         "c_desc": c,
         "c_pointer": f"*{dtype}",
-        "M": "i32",
-        "N": "i32",
-        "K": "i32",
+        **dict.fromkeys("MNK", "i32"),
     }
     return compile_gluon(gemm_kernel, signature, constants)
-
-
-def main() -> int:
-    """Every configuration, and variations of the first, against torch.matmul in bf16 on square matrices."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        print(
-            "This kernel runs on a Hopper GPU (H100, H200), and there is none here; "
-            "compile_for_hopper() shows its assembly on any machine.",
-            file=sys.stderr,
-        )
-        return 1
-    from utils.benchmark.measuring import compare
-
-    candidates = (
-        *CONFIGS,
-        Config(128, 256, group_m=4),
-        Config(128, 256, group_m=16),
-        Config(128, 256, stages=3, pieces=2),
-        Config(256, 128),
-    )
-    sizes = (1024, 2048, 4096, 8192)
-    print(f"{torch.cuda.get_device_name()}, bf16, M = N = K: TFLOP/s (time of torch.matmul / time of the kernel)")
-    print(f"{'tile, stages, pieces, group':<32}" + "".join(f"{size:>18}" for size in sizes))
-    operands = {size: [torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in "ab"] for size in sizes}
-    for config in candidates:
-        tile = f"{config.block_m} x {config.block_n} x {config.block_k}"
-        line = f"{f'{tile}, {config.stages}, {config.pieces}, {config.group_m}':<32}"
-        for size in sizes:
-            gemm(*operands[size], config)
-            found = compare(
-                torch.matmul,
-                functools.partial(gemm, config=config),
-                *operands[size],
-                flops=2 * size**3,
-                warmup=3,
-                iterations=50,
-                max_seconds=0.7,
-                labels=("torch.matmul", "gemm_gluon"),
-            )
-            line += f"{f'{found.b.tflops:.1f} ({found.ratio:.3f}x)':>18}"
-        print(line, flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

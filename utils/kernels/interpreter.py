@@ -2,16 +2,17 @@
 
 Triton decides when it is first imported whether kernels are compiled or interpreted, by TRITON_INTERPRET=1, and
 a process cannot have both. Setting the variable here would break every later `torch.compile` of the caller.
-So a kernel is interpreted in a child process: tensors go there and back in a file, the caller stays as it was.
+So a kernel is interpreted in a child process: tensors go there and back in a file, and the caller does not change.
 
     run_interpreted("gemm_tiled", a, b)                    a function of utils.kernels
     run_interpreted_source(source, "gemm", a, b)           source text: @triton.jit functions and a launch wrapper
-    run_interpreted_cases("gemm_tiled", [(a, b), ...])     several inputs for the price of one start (about 2 s)
+    run_interpreted_cases("gemm_tiled", [(a, b), ...])     several inputs, one start of the process (about 2 s)
 
-The interpreter takes about 2 ms for each iteration of a kernel's inner loop, whatever the tile: large tiles and
-small matrices. It shows what a kernel computes, never how fast: no races, no shared memory, no registers.
+The interpreter takes about 2 ms for each iteration of a kernel's inner loop, whatever the tile: use large tiles and
+small matrices. It shows what a kernel computes, never how fast: it has no races, no shared memory, no registers.
 
-In the child, faults of the interpreter are put right or refused aloud, accesses outside of tensors too: `repair`.
+In the child, `interpreter_repairs` puts right what the interpreter computes wrongly, and refuses what it cannot
+compute, and every access outside of the tensors.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import torch
 from utils.files import ROOT
 
 _STUDENT_FILE = "student_kernel.py"
+_MACHINERY = (__file__, str(Path(__file__).with_name("interpreter_repairs.py")))  # no lines of a kernel
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -48,9 +50,12 @@ class InterpretedKernelError(RuntimeError):
 def run_interpreted(function_name: str, *args, timeout: float = 60, **kwargs):
     """Call a kernel function of `utils.kernels` through Triton's interpreter and return its result.
 
-    function_name: a name in `kernels.gemm` or `kernels.gelu` ("gemm_tiled"), or "module.function" below `utils.kernels`,
-        or the whole path of one elsewhere in `utils`.
-    args, kwargs: CPU tensors and plain values. timeout: seconds, the start of the process (about 2 s) included.
+    Args:
+        function_name: A name in `kernels.gemm` or `kernels.gelu` ("gemm_tiled"), "module.function" below
+            `utils.kernels`, or the whole path of a function elsewhere in `utils`.
+        *args: CPU tensors and plain values.
+        timeout: Seconds, the start of the process (about 2 s) included.
+        **kwargs: CPU tensors and plain values.
     """
     return run_interpreted_cases(function_name, [args], timeout=timeout, **kwargs)[0]
 
@@ -58,9 +63,13 @@ def run_interpreted(function_name: str, *args, timeout: float = 60, **kwargs):
 def run_interpreted_source(source: str, entry: str, *tensors, timeout: float = 60):
     """Run Triton source text through the interpreter: call its function `entry` and return what it returns.
 
-    source: Python text that defines `@triton.jit` kernels and `entry`; `torch`, `triton` and `tl` are there already.
-    tensors: CPU tensors (or plain values) for `entry`, which returns the output tensor. timeout: seconds.
     An error in the source raises InterpretedKernelError with the source's own traceback.
+
+    Args:
+        source: Python text that defines `@triton.jit` kernels and `entry`; `torch`, `triton` and `tl` are imported.
+        entry: Name of a function of the source, which returns the output tensor.
+        *tensors: CPU tensors (or plain values) for `entry`.
+        timeout: Seconds, the start of the process (about 2 s) included.
     """
     return run_interpreted_cases((source, entry), [tensors], timeout=timeout)[0]
 
@@ -70,30 +79,35 @@ def run_interpreted_cases(
 ) -> list:
     """Run one kernel on several inputs in a single interpreter process; return one result for each.
 
-    call: a function name as in `run_interpreted`, or (source, entry) as in `run_interpreted_source`.
-    cases: the positional arguments of each call. kwargs: the same for all. timeout: seconds for all together.
-    The first failing case raises InterpretedKernelError; its `case` says which.
+    The first case that fails raises InterpretedKernelError, and its `case` is the index.
+
+    Args:
+        call: A function name as in `run_interpreted`, or (source, entry) as in `run_interpreted_source`.
+        cases: The positional arguments of each call.
+        timeout: Seconds for all cases together, the start of the process included.
+        **kwargs: Keyword arguments, the same for all cases.
     """
     if importlib.util.find_spec("triton") is None:
         raise RuntimeError(
             "Triton's interpreter needs Triton, which is not installed here. "
             "On Linux: pip install 'triton>=3.6,<3.9'. There are no wheels for other systems."
         )
+    name = call if isinstance(call, str) else call[1]
     job = {
-        "call": call if isinstance(call, str) else call[1],
+        "call": name,
         "from_source": not isinstance(call, str),
         "cases": [tuple(_for_child(value, f"argument {i}") for i, value in enumerate(case)) for case in cases],
         "kwargs": {name: _for_child(value, f"argument {name}") for name, value in kwargs.items()},
     }
     with tempfile.TemporaryDirectory(prefix="interpreted-kernel-") as folder:
-        if job["from_source"]:
+        if not isinstance(call, str):
             Path(folder, _STUDENT_FILE).write_text(textwrap.dedent(call[0]), encoding="utf-8")
         torch.save(job, Path(folder, "job.pt"))
-        _run_child(folder, job["call"], timeout)
+        _run_child(folder, name, timeout)
         answer = torch.load(Path(folder, "answer.pt"), weights_only=True)
     if answer["error"]:
         raise InterpretedKernelError(
-            f"{job['call']} failed in Triton's interpreter.\n{answer['traceback']}", answer["traceback"], answer["case"]
+            f"{name} failed in Triton's interpreter.\n{answer['traceback']}", answer["traceback"], answer["case"]
         )
     return answer["results"]
 
@@ -115,13 +129,13 @@ def _for_child(value, name: str):
 
 
 def _run_child(folder: str, name: str, timeout: float) -> None:
-    """Start the child, wait for its answer, and say in a sentence what happened if there is none."""
+    """Start the child and wait for its answer; raise an InterpretedKernelError that explains why there is none."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": os.pathsep.join(paths),
-        # no GPU, one thread: the parent's threads would fight the child's over the cores
+        # No GPU, and one thread: the parent's threads and the child's would share the cores.
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }
@@ -169,106 +183,10 @@ def _run_child(folder: str, name: str, timeout: float) -> None:
 
 
 def repair() -> None:
-    """Put right, in this process, what Triton's interpreter computes wrongly, and refuse what it cannot compute.
+    """Put right, in this process, what Triton's interpreter computes wrongly, and refuse what it cannot compute."""
+    from utils.kernels import interpreter_repairs
 
-    - Triton 3.6 with NumPy 2.4 and later: `range` with a bound known only at run time raises a TypeError.
-    - fp32 to bf16 truncates; a GPU rounds to nearest even, and so does this.
-    - `tl.dot` of bf16 multiplies the bit patterns as integers; here the values, in fp32.
-    - Other bf16 arithmetic computes with the bit patterns too: refused, with the remedy.
-    - A load or store outside every tensor of the launch reads or writes whatever is there: refused.
-    """
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    builder, handle, executor = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter.GridExecutor
-    if getattr(builder, "repaired", False):
-        return
-    builder.repaired = True
-    patch_tensor, cast, dot = interpreter._patch_lang_tensor, builder.cast_impl, builder.create_dot
-    binary, unary, host_arguments = builder.binary_op, builder.unary_op, executor._init_args_hst
-    load, store = builder.create_masked_load, builder.create_masked_store
-    inside: list[tuple[int, int]] = []  # first and last-plus-one byte address of each tensor of the launch
-
-    def is_bf16(x) -> bool:
-        return x.dtype.scalar == tl.bfloat16
-
-    def widen(x):
-        return handle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32) if is_bf16(x) else x
-
-    def narrow(x):
-        bits = np.ascontiguousarray(x.data).view(np.uint32)
-        nearest_even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return handle(np.where(np.isnan(x.data), (bits >> 16) | 0x40, nearest_even).astype(np.uint16), tl.bfloat16)
-
-    def patch_tensor_with_index(tensor, scope):
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-    def cast_rounding(self, source, target):
-        if is_bf16(source) and target.scalar == tl.float32:
-            return widen(source)
-        if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
-            return narrow(source)
-        return cast(self, source, target)
-
-    def bf16_constant(self, value):
-        return narrow(handle(np.array([value], dtype=np.float32), tl.float32))
-
-    def dot_widening(self, a, b, *rest):
-        return dot(self, widen(a), widen(b), *rest)
-
-    def refuse_bf16(*operands):
-        if any(is_bf16(x) for x in operands):
-            raise TypeError(
-                "Triton's interpreter has no bf16 arithmetic (it would compute with the bit patterns): "
-                "convert first, x.to(tl.float32), and convert the result back when it is stored"
-            )
-
-    def binary_checked(self, left, right, operation):
-        refuse_bf16(left, right)
-        return binary(self, left, right, operation)
-
-    def unary_checked(self, x, operation):
-        refuse_bf16(x)
-        return unary(self, x, operation)
-
-    def host_arguments_noted(self, args, kwargs):
-        found = host_arguments(self, args, kwargs)
-        inside.clear()
-        for value in [*found[0], *found[1].values()]:
-            tensor = getattr(value, "base", value)  # a tensor descriptor has its tensor in .base
-            if isinstance(tensor, torch.Tensor) and tensor.numel():
-                reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-                inside.append((tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()))
-        return found
-
-    def refuse_outside(pointers, mask, what: str):
-        addresses = np.broadcast_to(pointers.data, mask.data.shape)[mask.data]
-        element = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
-        outside = np.ones(addresses.shape, dtype=bool)
-        for first, end in inside:
-            outside &= (addresses < first) | (addresses + np.uint64(element) > end)
-        if outside.any():
-            raise IndexError(
-                f"{what} outside every tensor given to the kernel, at {outside.sum()} of "
-                f"{mask.data.size} elements: check the offsets, and mask the elements past an edge "
-                "(mask=offsets < size)"
-            )
-
-    def load_checked(self, pointers, mask, *rest):
-        refuse_outside(pointers, mask, "tl.load reads")
-        return load(self, pointers, mask, *rest)
-
-    def store_checked(self, pointers, value, mask, *rest):
-        refuse_outside(pointers, mask, "tl.store writes")
-        return store(self, pointers, value, mask, *rest)
-
-    interpreter._patch_lang_tensor = patch_tensor_with_index
-    executor._init_args_hst = host_arguments_noted
-    builder.cast_impl, builder.create_dot, builder.get_bf16 = cast_rounding, dot_widening, bf16_constant
-    builder.binary_op, builder.unary_op = binary_checked, unary_checked
-    builder.create_masked_load, builder.create_masked_store = load_checked, store_checked
+    interpreter_repairs.apply()
 
 
 def _load_function(job: dict, folder: str):
@@ -279,17 +197,15 @@ def _load_function(job: dict, folder: str):
 
         path = Path(folder, _STUDENT_FILE)
         spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec and spec.loader, "a .py file has a loader"
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
         module.__dict__.update(torch=torch, triton=triton, tl=tl)
         spec.loader.exec_module(module)
         function = getattr(module, name, None)
         if not callable(function):
-            defined = [
-                key
-                for key, value in vars(module).items()
-                if callable(value) and not isinstance(value, type) and not key.startswith("_")
-            ]
+            functions = (key for key, value in vars(module).items() if callable(value) and not isinstance(value, type))
+            defined = [key for key in functions if not key.startswith("_")]
             raise NameError(f"the source defines no function {name!r}; it defines: {', '.join(defined) or 'none'}")
         return function
     module_name, _, name = name.rpartition(".")
@@ -305,7 +221,7 @@ def _load_function(job: dict, folder: str):
 
 
 def _own_traceback(error: BaseException, folder: str, from_source: bool) -> str:
-    """The traceback of a failure without the frames of Triton and of this module: the kernel's own lines."""
+    """Format the traceback of a failure with the kernel's own lines only, without frames of Triton and this module."""
     own = str(Path(folder, _STUDENT_FILE)) if from_source else str(ROOT / "utils")
     if isinstance(error, SyntaxError):
         return "".join(traceback.format_exception_only(error)).replace(folder + os.sep, "")
@@ -314,7 +230,7 @@ def _own_traceback(error: BaseException, folder: str, from_source: bool) -> str:
         frames += [
             frame
             for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename.startswith(own) and frame.filename != __file__
+            if frame.filename.startswith(own) and frame.filename not in _MACHINERY
         ]
         if type(error).__name__ != "InterpreterError" or error.__cause__ is None:
             break
@@ -332,13 +248,14 @@ def _only_tensors(result, name: str):
 
 def _child(folder: str) -> None:
     job = torch.load(Path(folder, "job.pt"), weights_only=True)
-    answer = {"error": False, "traceback": "", "case": None, "results": []}
+    results: list = []
+    answer = {"error": False, "traceback": "", "case": None, "results": results}
     try:
         repair()
         function = _load_function(job, folder)
         for index, case in enumerate(job["cases"]):
             answer["case"] = index
-            answer["results"].append(_only_tensors(function(*case, **job["kwargs"]), job["call"]))
+            results.append(_only_tensors(function(*case, **job["kwargs"]), job["call"]))
     except BaseException as error:
         answer.update(error=True, results=[], traceback=_own_traceback(error, folder, job["from_source"]))
     sys.stdout.flush()

@@ -1,7 +1,7 @@
-"""Gluon kernels compiled for Hopper without a GPU, and what came out: PTX, SASS, registers, spills.
+"""Compile Gluon kernels for Hopper without a GPU, and read the PTX, the SASS, the registers and the spills.
 
 Triton carries its own ptxas and disassembler. Not for a process that interprets Triton kernels (TRITON_INTERPRET); a
-wrong kernel can end the whole process. The assembly shows instructions; that results are right takes a run.
+wrong kernel can end the whole process. The assembly shows the instructions; only a run shows whether results are right.
 """
 
 from __future__ import annotations
@@ -30,15 +30,19 @@ class Assembly:
     warnings: tuple[str, ...]
 
     def count(self, pattern: str, where: str = "sass") -> int:
-        """How often a regular expression occurs in the SASS or the PTX."""
+        """Count the matches of a regular expression in the SASS or the PTX."""
         return len(re.findall(pattern, getattr(self, where)))
 
 
 def compile_gluon(kernel, signature: dict[str, str], constants: dict, aligned: Iterable[str] = (), num_warps: int = 4):
-    """Triton's compiled kernel: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`.
+    """Compile a kernel for sm_90a: Triton's object with `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`.
 
-    signature: {parameter: Triton's type}, without the constants. aligned: parameters at multiples of 16, as a launch
-    tells the compiler of its arguments.
+    Args:
+        kernel: A @gluon.jit function.
+        signature: {parameter: Triton's type}, without the constants.
+        constants: {parameter: value} of the gl.constexpr parameters.
+        aligned: Parameters that are multiples of 16, which a launch finds out for itself.
+        num_warps: Warps of the default partition.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -51,8 +55,8 @@ def compile_gluon(kernel, signature: dict[str, str], constants: dict, aligned: I
     return triton.compile(source, target=GPUTarget(*HOPPER), options={"num_warps": num_warps})
 
 
-def disassembled(compiled) -> str:
-    """The SASS of a compiled kernel."""
+def disassemble(compiled) -> str:
+    """Return the SASS of a compiled kernel."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
@@ -60,12 +64,12 @@ def disassembled(compiled) -> str:
 
 
 def read_assembly(compiled, name: str) -> Assembly:
-    """All that can be read off a compiled kernel; ptxas runs once more, for its own account of registers and spills."""
+    """Read a compiled kernel's assembly; ptxas runs once more, for its own report of registers and spills."""
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernel.ptx"
         ptx.write_text(compiled.asm["ptx"])
-        said = _tool("ptxas", "-v", "--gpu-name=sm_90a", ptx, "-o", Path(folder) / "again.cubin")
-    report = said.stdout + said.stderr
+        ptxas = _tool("ptxas", "-v", "--gpu-name=sm_90a", ptx, "-o", Path(folder) / "again.cubin")
+    report = ptxas.stdout + ptxas.stderr
 
     def total(pattern: str) -> int:
         return sum(int(number) for number in re.findall(pattern, report))
@@ -73,7 +77,7 @@ def read_assembly(compiled, name: str) -> Assembly:
     return Assembly(
         name,
         compiled.asm["ptx"],
-        disassembled(compiled),
+        disassemble(compiled),
         compiled.metadata.shared,
         total(r"Used (\d+) registers"),
         total(r"(\d+) bytes spill (?:stores|loads)"),
@@ -83,7 +87,7 @@ def read_assembly(compiled, name: str) -> Assembly:
 
 
 def _tool(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a program that Triton brings along."""
+    """Run a program of Triton's own folder."""
     import triton
 
     program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name

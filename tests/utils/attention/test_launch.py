@@ -20,6 +20,7 @@ needs_triton = pytest.mark.skipif(not __import__("importlib").util.find_spec("tr
 def test_every_kernel_argument_is_given_once(monkeypatch, step, causal, window, return_lse):
     calls = []
     real = launch.kernel_of(step)
+    module = launch.step_module(step)
 
     class Recorder:
         def __getitem__(self, grid):
@@ -29,7 +30,7 @@ def test_every_kernel_argument_is_given_once(monkeypatch, step, causal, window, 
 
             return call
 
-    monkeypatch.setattr(launch, "kernel_of", lambda step: Recorder())
+    monkeypatch.setattr(module, f"attention_step{step}", Recorder())
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
     q = torch.randn(2, 4, 300, 72, dtype=torch.bfloat16)
     k, v = torch.randn(2, 2, 517, 72, dtype=torch.bfloat16), torch.randn(2, 2, 517, 72, dtype=torch.bfloat16)
@@ -38,7 +39,11 @@ def test_every_kernel_argument_is_given_once(monkeypatch, step, causal, window, 
     ((grid, given),) = calls
     assert set(given) == set(inspect.signature(real.fn).parameters)
     assert given["sq"] == 300 and given["sk"] == 517 and given["group"] == 2 and given["heads"] == 4
-    assert given["CAUSAL"] is causal and given["LSE"] is return_lse
+    if step == 5:
+        assert given["CASE"].causal is causal and given["CASE"].lse is return_lse
+        assert given["PLAN"] == launch.plan_of(5, q, k, causal, window > 0)
+    else:
+        assert given["CAUSAL"] is causal and given["LSE"] is return_lse
     assert math.prod(grid) <= 132 if step == 5 else grid == (math.ceil(300 / plan_for(step, 72).rows), 8)
 
 
@@ -105,7 +110,7 @@ def test_inputs_that_tma_cannot_address_are_copied():
     x = torch.randn(2, 3, 50, 64, dtype=torch.bfloat16)
     rows_first = torch.randn(2, 50, 3, 64, dtype=torch.bfloat16).transpose(1, 2)
     for view in (x, rows_first, x[:, :, 3:40], x[:, 1:2]):
-        assert launch._copyable(view) is view
+        assert launch._addressable(view) is view
     odd = torch.randn(2, 3, 50, 67, dtype=torch.bfloat16)[..., :64]
     for view in (
         odd,
@@ -113,7 +118,7 @@ def test_inputs_that_tma_cannot_address_are_copied():
         x[:, :1].expand(2, 3, 50, 64),
         torch.randn(2 * 3 * 50 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 3, 50, 64),
     ):
-        copy = launch._copyable(view)
+        copy = launch._addressable(view)
         assert torch.equal(copy, view) and copy.data_ptr() % 16 == 0 and copy.is_contiguous()
 
 
@@ -122,8 +127,8 @@ def test_aligned_rows_need_a_mask_in_their_last_block_alone(head_dim, variant):
     """Checked key by key: behind the first block of a walk, every row sees every key that there is."""
     plan, seen = plan_for(5, head_dim, variant), set()
     for sq, sk in itertools.product((1, 64, 100, 192, 321, 512, 640), repeat=2):
-        told = aligned(plan, True, False, sk - sq)
-        seen.add(told)
+        says_aligned = aligned(plan, True, False, sk - sq)
+        seen.add(says_aligned)
         needs_no_mask = True
         for row in range(0, -(-sq // plan.rows) * plan.rows, BLOCK_M):
             first, rows = (row, BLOCK_M) if plan.own_keys else (row // plan.rows * plan.rows, plan.rows)
@@ -131,6 +136,6 @@ def test_aligned_rows_need_a_mask_in_their_last_block_alone(head_dim, variant):
             behind = max(last - 1, 0) * plan.block_n
             if row < sq and behind and row + sk - sq < behind - 1:
                 needs_no_mask = False
-        assert needs_no_mask or not told, (sq, sk)
+        assert needs_no_mask or not says_aligned, (sq, sk)
     assert seen == {True, False}
     assert not aligned(plan, True, True, 0) and not aligned(plan, False, False, 0)

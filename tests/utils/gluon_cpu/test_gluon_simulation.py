@@ -212,11 +212,11 @@ def test_warp_specialized_gemm(seed, columns):
     c = torch.full((m, n), float("nan")).half()
     a_desc, a_turned = gemm_gluon._operand("A", a, [128, 64])
     b_desc, b_turned = gemm_gluon._operand("B", b, [64, 64])
-    by_tma = n % 8 == 0
+    by_tma, config = n % 8 == 0, gemm_gluon.Config(128, 64, stages=3, pieces=2)
     c_desc = descriptor(c, [64, 32]) if by_tma else a_desc
     with gluon_cpu.simulate(seed=seed) as run:
         gemm_gluon.gemm_kernel[(3,)](
-            a_desc, b_desc, c_desc, c, m, n, k, 128, 64, 64, 3, 8, a_turned, b_turned, 2, by_tma, num_warps=4
+            a_desc, b_desc, c_desc, c, m, n, k, config, a_turned, b_turned, by_tma, num_warps=4
         )
     want = a.double() @ b.double()
     assert run.ok and (c.double() - want).abs().max() < 2e-3 * want.abs().max()

@@ -135,24 +135,6 @@ def test_without_triton_a_sentence_says_so(monkeypatch):
         gemm.need_triton("gemm_tiled")
 
 
-def test_the_table_says_why_it_needs_a_gpu(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gemm.main([]) == 1
-    assert "timed on an NVIDIA GPU, and torch finds none" in capsys.readouterr().err
-
-
-def test_the_table_has_a_line_a_rung_and_a_column_a_size():
-    rows = [
-        {"kernel": "gemm_tiled", "size": 512, "tflops": 10.0, "torch_tflops": 40.0, "ratio": 0.25},
-        {"kernel": "gemm_autotuned", "size": 1024, "tflops": 90.0, "torch_tflops": 100.0, "ratio": 0.9},
-    ]
-    lines = gemm.ladder_table({"rows": rows}).splitlines()
-    assert lines[0].split() == ["TFLOP/s", "(ratio)", "512", "1024"]
-    assert [line.split()[0] for line in lines[1:]] == [*gemm.LADDER, "torch.matmul"]
-    assert lines[2].split()[1:] == ["10.0", "(0.25x)", "-"]
-    assert lines[-1].split()[1:] == ["40.0", "(1.00x)", "100.0", "(1.00x)"]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 @pytest.mark.parametrize("name", TRITON_RUNGS[:3])
@@ -189,12 +171,3 @@ def test_no_rung_writes_outside_of_c():
         assert_product(c, a, b, launch.__name__)
         c.fill_(7.0)
         assert (zone == 7.0).all(), launch.__name__
-
-
-@pytest.mark.gpu
-def test_the_ladder_is_measured_against_torch_matmul():
-    result = gemm.measure_ladder([512], max_seconds=0.3)
-    assert {row["kernel"] for row in result["rows"]} >= set(TRITON_RUNGS)
-    for row in result["rows"]:
-        assert row["relative_error"] < 5e-3 and row["tflops"] > 0 and row["interval"][0] <= row["ratio"]
-        assert len(row["samples_ms"]) == len(row["torch_samples_ms"]) >= 3

@@ -23,14 +23,14 @@ hopper = pytest.mark.skipif(
 COMPILE = """
 import json, re, sys
 from utils.kernels.gemm_gluon import CONFIGS, Config, compile_for_hopper
-from utils.kernels.offline import disassembled
+from utils.kernels.offline import disassemble
 
 reports = []
 for index, dtype, a_column_major, b_column_major, by_tma in json.loads(sys.argv[1]):
     config = CONFIGS[index] if index >= 0 else Config(256, 128)
     kernel = compile_for_hopper(config, dtype, a_column_major=a_column_major, b_column_major=b_column_major,
                                 by_tma=by_tma)
-    ptx, sass = kernel.asm["ptx"], disassembled(kernel)
+    ptx, sass = kernel.asm["ptx"], disassemble(kernel)
     kind = dtype.replace("fp16", "f16")
     patterns = {
         "loads": r"cp\\.async\\.bulk\\.tensor\\.2d\\.shared", "stores": r"cp\\.async\\.bulk\\.tensor\\.2d\\.global",
@@ -127,16 +127,13 @@ def test_operands_that_tma_can_copy_and_those_it_cannot():
             _operand("A", x, [128, 64])
 
 
-def test_without_a_hopper_gpu_the_kernel_says_so(monkeypatch, capsys):
-    from utils.kernels import gemm_gluon
+def test_without_a_hopper_gpu_the_kernel_says_so():
     from utils.kernels.gemm import gemm_warp_specialized
 
     with pytest.raises(ValueError, match=r"runs on a Hopper GPU.*A \(2, 8\) and B \(8, 8\) on the CPU"):
         gemm_warp_specialized(torch.ones(2, 8).half(), torch.ones(8, 8).half())
     with pytest.raises(TypeError, match=r"takes float16 or bfloat16; got .*float32"):
         gemm_warp_specialized(torch.ones(2, 8), torch.ones(8, 8))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gemm_gluon.main() == 1 and "Hopper" in capsys.readouterr().err
 
 
 def assert_product(c, a, b, what):

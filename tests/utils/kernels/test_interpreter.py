@@ -159,7 +159,7 @@ def test_functions_of_the_package_by_name():
     x = torch.randn(7)
     assert torch.equal(run_interpreted("gelu.gelu_torch", x), torch.nn.functional.gelu(x, approximate="tanh"))
     with pytest.raises(
-        InterpretedKernelError, match="no function 'gemm_tilled' in utils.kernels.gemm, utils.kernels.gelu"
+        InterpretedKernelError, match=r"no function 'gemm_tilled' in utils\.kernels\.gemm, utils\.kernels\.gelu"
     ):
         run_interpreted("gemm_tilled", x)
     with pytest.raises(InterpretedKernelError, match=r"ValueError: gemm_tiled needs A's columns"):

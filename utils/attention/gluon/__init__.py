@@ -3,6 +3,8 @@
     from utils.attention.gluon.launch import forward
     out, lse = forward(q, k, v, causal=True, step=5)
 
-Read `shared.py` first, then step1 to step5: each says at its head what it adds. `plan.py` holds tiles and schedules,
-`launch.py` runs a step on a GPU, `offline.py` compiles one without. Importing this package imports no Triton.
+Read `shared.py` first, then step1 to step5: each says at its head what it adds, and has a `launch` of its own.
+`pipeline.py` and `softmax.py` are parts of step 5, `plan.py` holds tiles and schedules, `arguments.py` what a launch
+needs, `launch.py` is the operator that torch sees, and `offline.py` compiles a step without a GPU. Importing this
+package imports no Triton.
 """

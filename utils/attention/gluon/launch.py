@@ -9,22 +9,22 @@ from dataclasses import asdict
 
 import torch
 
-from utils.attention.gluon.plan import BLOCK_M, Plan, aligned, deal_causal_tiles, plan_for, tail_as_window, variant_for
+from utils.attention.gluon.arguments import Arguments, unused
+from utils.attention.gluon.plan import Plan, plan_for, variant_for
 
 LOG2_E = math.log2(math.e)
-MODULES = {
-    1: "step1_synchronous",
-    2: "step2_async_copy",
-    3: "step3_tma",
-    4: "step4_warp_specialized",
-    5: "step5_overlapped",
-}
+MODULES = ("step1_synchronous", "step2_async_copy", "step3_tma", "step4_warp_specialized", "step5_overlapped")
+
+
+@functools.cache
+def step_module(step: int):
+    """Import the module of a step, 1 to 5, with its kernel and its `launch` (imports Triton)."""
+    return importlib.import_module(f"{__package__}.{MODULES[step - 1]}")
 
 
 def kernel_of(step: int):
-    """The Gluon kernel of a step (imports Triton)."""
-    module = importlib.import_module(f"{__package__}.{MODULES[step]}")
-    return getattr(module, f"attention_step{step}")
+    """Return the Gluon kernel of a step (imports Triton)."""
+    return getattr(step_module(step), f"attention_step{step}")
 
 
 @torch.library.custom_op("labs::attention_gluon", mutates_args=(), device_types="cuda")
@@ -40,20 +40,24 @@ def attention_gluon(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention forward: (output like q, log-sum-exp (B, H, Sq) fp32 or empty). window 0: none."""
     if scale <= 0:
-        # The kernels take the maximum before they scale. Turned queries give the same scores with a scale they take.
-        turned = torch.zeros_like(q) if scale == 0 else -q
-        return attention_gluon(turned, k, v, causal, -scale or 1.0, window, return_lse, step)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
+        # The kernels take the maximum before they scale, so they need a positive scale. With the queries negated, or
+        # zero, a positive one gives the same scores.
+        negated = torch.zeros_like(q) if scale == 0 else -q
+        return attention_gluon(negated, k, v, causal, -scale or 1.0, window, return_lse, step)
+    out, lse = _empty_results(q, return_lse)
     if q.numel():
-        q, k, v = _copyable(q), _copyable(k), _copyable(v)
+        q, k, v = _addressable(q), _addressable(k), _addressable(v)
         with torch.cuda.device(q.device):
             _launch(step, q, k, v, out, lse, causal, scale * LOG2_E, window, return_lse)
     return out, lse
 
 
 @attention_gluon.register_fake
-def _(q, k, v, causal, scale, window, return_lse, step):
+def _attention_gluon_fake(q, k, v, causal, scale, window, return_lse, step):
+    return _empty_results(q, return_lse)
+
+
+def _empty_results(q: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
 
@@ -71,16 +75,25 @@ def forward(
 ):
     """Attention of q (B, H, Sq, D) over k, v (B, Hkv, Sk, D), fp16 or bf16: output, or (output, log-sum-exp).
 
-    The last query stands at the last key. scale: of the scores, 1/sqrt(D) by default. window: keys fewer than this
-    many positions away. The log-sum-exp (B, H, Sq), fp32, natural logarithm, is what a backward pass needs.
+    The last query has the position of the last key.
+
+    Args:
+        q: Queries (B, H, Sq, D).
+        k: Keys (B, Hkv, Sk, D); H is a multiple of Hkv.
+        v: Values (B, Hkv, Sk, D).
+        causal: Whether a query sees keys up to its own position only.
+        scale: Factor of the scores, 1/sqrt(D) by default.
+        window: A query sees keys that are fewer positions away than this; None: all.
+        return_lse: Whether to return the log-sum-exp too: (B, H, Sq), fp32, natural logarithm, for a backward pass.
+        step: Which kernel of the ladder, 1 to 5.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     out, lse = attention_gluon(q, k, v, causal, scale, window or 0, return_lse, step)
     return (out, lse) if return_lse else out
 
 
-def _copyable(x: torch.Tensor) -> torch.Tensor:
-    """X itself where TMA can address it: head dimension contiguous, rows at multiples of 16 bytes; else a copy."""
+def _addressable(x: torch.Tensor) -> torch.Tensor:
+    """Return x if TMA can address it (head dimension contiguous, rows at multiples of 16 bytes), else a copy."""
     strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
     aligned = x.data_ptr() % 16 == 0 and all(stride % 8 == 0 and stride > 0 for stride in strides)
     if x.stride(-1) == 1 and aligned:
@@ -89,7 +102,7 @@ def _copyable(x: torch.Tensor) -> torch.Tensor:
 
 
 def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: bool) -> Plan:
-    """The plan that a step takes for these tensors on their GPU."""
+    """Return the plan that a step takes for these tensors on their GPU."""
     batch, heads, sq, head_dim = q.shape
     if step < 5:
         return plan_for(step, head_dim)
@@ -98,102 +111,10 @@ def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: b
 
 
 def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse) -> None:
-    batch, heads, sq, head_dim = q.shape
-    kv_heads, sk = k.shape[1], k.shape[2]
-    plan = plan_of(step, q, k, causal, window > 0)
-    kernel = kernel_of(step)
-    flags = dict(
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=plan.block_n,
-        BLOCK_D=plan.block_d,
-        CAUSAL=causal,
-        WINDOW=window > 0,
-        LSE=return_lse,
-        num_warps=4,
-    )
-    lse_pointer = lse if return_lse else _unused(q.device)
-    group = heads // kv_heads
-    tiles_m = -(-sq // plan.rows)
-    if step < 5 and batch * heads > 65535:
-        raise ValueError(
-            f"Steps 1 to 4 launch a row of blocks for each head, at most 65535, not {batch} x {heads}. "
-            "Step 5 takes any number."
-        )
-    if step in (1, 2):
-        strides = [stride for x in (q, k, v, out) for stride in x.stride()[:3]]
-        kernel[(tiles_m, batch * heads)](
-            q, k, v, out, lse_pointer, *strides, sq, sk, window, heads, group, c, HEAD_DIM=head_dim, **flags
-        )
-        return
-    descriptors = [
-        _descriptor(q, BLOCK_M, plan.block_d),
-        _descriptor(k, plan.block_n, plan.block_d),
-        _descriptor(v, plan.block_n, plan.block_d),
-        _descriptor(out, BLOCK_M, plan.block_d),
-    ]
-    if step == 3:
-        kernel[(tiles_m, batch * heads)](*descriptors, lse_pointer, sq, sk, window, heads, group, c, **flags)
-        return
-    flags |= dict(CONSUMERS=plan.consumers, STAGES=plan.stages, REGISTERS=plan.registers)
-    if step == 4:
-        kernel[(tiles_m, batch * heads)](*descriptors, lse_pointer, sq, sk, window, heads, group, c, **flags)
-        return
-    tail = sk % plan.block_n != 0
-    if tail_as_window(plan, causal, window > 0, tail):
-        window = sq + sk
-        flags["WINDOW"] = True
-    programs = min(_multiprocessors(q.device), tiles_m * batch * heads)
-    schedule, stride = None, 0
-    if causal and not window:
-        schedule, stride = _schedule(sq, sk, batch * heads, group, plan, programs, q.device)
-    dealt = schedule is not None
-    if not dealt:
-        schedule = _unused(q.device, torch.int32)
-    kernel[(programs,)](
-        *descriptors,
-        lse_pointer,
-        schedule,
-        sq,
-        sk,
-        window,
-        tiles_m,
-        batch * heads,
-        heads,
-        group,
-        stride,
-        c,
-        TAIL=tail,
-        DEALT=dealt,
-        HALVES=plan.halves,
-        O_IN_Q=plan.o_in_q,
-        OWN_KEYS=plan.own_keys,
-        SPLIT=plan.split,
-        Q_SLOTS=plan.q_slots,
-        V_STAGES=plan.v_stages,
-        ALIGNED=aligned(plan, causal, window > 0, sk - sq),
-        **flags,
-    )
-
-
-def _descriptor(x: torch.Tensor, rows: int, columns: int):
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    # Dimensions of size one may have any stride; TMA wants multiples of 16 bytes.
-    strides = [stride if size > 1 else 8 for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)] + [1]
-    return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, columns], gl.NVMMASharedLayout(128, 16, rank=4))
-
-
-@functools.lru_cache(maxsize=64)
-def _schedule(sq: int, sk: int, heads_total: int, group: int, plan: Plan, programs: int, device: torch.device):
-    head_bytes = sk * plan.block_d * 4
-    dealt = deal_causal_tiles(sq, sk, heads_total, group, plan.rows, plan.block_n, head_bytes, programs)
-    if dealt is None:
-        return None, 0
-    # A row for each program: how many tiles, the tiles, and one more to read ahead.
-    stride = max(map(len, dealt)) + 2
-    table = [[len(tiles), *tiles, *[0] * (stride - 1 - len(tiles))] for tiles in dealt]
-    return torch.tensor(table, dtype=torch.int32, device=device), stride
+    """Choose the plan and run the kernel of a step; c: scale * log2(e), window 0: none."""
+    plan, programs = plan_of(step, q, k, causal, window > 0), _multiprocessors(q.device)
+    lse = lse if return_lse else unused(q.device)
+    step_module(step).launch(Arguments(q, k, v, out, lse, causal, window, return_lse, c, plan, programs))
 
 
 @functools.lru_cache(maxsize=16)
@@ -201,12 +122,6 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@functools.lru_cache(maxsize=16)
-def _unused(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A pointer for an argument that the kernel does not touch."""
-    return torch.zeros(4, dtype=dtype, device=device)
-
-
 def describe(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: bool = False) -> dict:
-    """The plan that a step takes for these tensors as a dictionary, for reports."""
+    """Return the plan that a step takes for these tensors as a dictionary, for reports."""
     return {"step": step, **asdict(plan_of(step, q, k, causal, window))}

@@ -1,9 +1,9 @@
-"""Compile a step for Hopper without a GPU, and read what came out: PTX, SASS, registers, spills.
+"""Compile a step for Hopper without a GPU, and read the PTX, the SASS, the registers and the spills.
 
     python -m utils.attention.gluon.offline 5 --head-dim 128 --causal
 
-Not for a process that interprets Triton kernels (TRITON_INTERPRET). It shows instructions; that the numbers are right
-and nothing deadlocks takes a GPU.
+Not for a process that interprets Triton kernels (TRITON_INTERPRET). It shows the instructions; whether the numbers are
+right and nothing deadlocks needs a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import re
 
 from utils.attention.gluon.launch import kernel_of
-from utils.attention.gluon.plan import BLOCK_M, STEPS, plan_for, tail_as_window
+from utils.attention.gluon.plan import BLOCK_M, STEPS, Case, plan_for, tail_as_window
 from utils.kernels.offline import Assembly, compile_gluon, read_assembly
 
 
@@ -28,8 +28,18 @@ def compile_step(
     variant: str = "",
     aligned: bool = False,
 ) -> Assembly:
-    """Compile a step of the ladder for sm_90a. dtype "bf16" or "fp16"; tail: keys are no multiple of the block.
-    variant: of step 5's plan (`plan.variant_for`); aligned: its loop needs no causal mask (`plan.aligned`).
+    """Compile a step of the ladder for sm_90a.
+
+    Args:
+        step: 1 to 5.
+        head_dim: Head dimension; the tile is the next larger of 64, 128 and 256.
+        dtype: "bf16" or "fp16".
+        causal: Whether the mask is causal.
+        window: Whether there is a sliding window.
+        tail: Whether the keys are no multiple of a block.
+        lse: Whether the log-sum-exp is stored.
+        variant: Of step 5's plan (`plan.variant_for`).
+        aligned: Whether step 5's loop needs no causal mask (`plan.aligned`).
     """
     from triton.experimental.gluon import language as gl
 
@@ -47,15 +57,8 @@ def compile_step(
         CONSUMERS=plan.consumers,
         STAGES=plan.stages,
         REGISTERS=plan.registers,
-        TAIL=tail,
-        DEALT=causal and not window,
-        HALVES=plan.halves,
-        O_IN_Q=plan.o_in_q,
-        OWN_KEYS=plan.own_keys,
-        SPLIT=plan.split,
-        Q_SLOTS=plan.q_slots,
-        V_STAGES=plan.v_stages,
-        ALIGNED=causal and not window and aligned,
+        PLAN=plan,
+        CASE=Case(causal, window, tail, lse, dealt=causal and not window, aligned=causal and not window and aligned),
     )
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     tile = {"q_desc": BLOCK_M, "o_desc": BLOCK_M, "k_desc": plan.block_n, "v_desc": plan.block_n}
@@ -71,12 +74,13 @@ def compile_step(
         else:
             signature[name] = kinds.get(name, "i32")
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    # What a launch tells the compiler about its arguments: tensors start, and rows lie, at multiples of 16 bytes.
+    # A launch tells the compiler that tensors and their rows start at multiples of 16 bytes.
     multiples = [name for name in kernel.arg_names if name.endswith(("_ptr", "_batch", "_head", "_row"))]
     return read_assembly(compile_gluon(kernel, signature, constants, multiples), f"attention_step{step}")
 
 
 def main() -> None:
+    """Compile the step that the command line names, and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("step", type=int, choices=STEPS)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -85,17 +89,17 @@ def main() -> None:
     for flag in ("causal", "window", "tail", "lse", "aligned"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--sass", action="store_true", help="print the disassembly")
-    given = vars(parser.parse_args())
-    show = given.pop("sass")
-    kernel = compile_step(given.pop("step"), given.pop("head_dim"), **given)
-    if show:
+    options = vars(parser.parse_args())
+    show_sass = options.pop("sass")
+    kernel = compile_step(options.pop("step"), options.pop("head_dim"), **options)
+    if show_sass:
         print(kernel.sass)
     print(
         f"{kernel.name}: {kernel.registers} registers at launch, {kernel.spill_bytes} bytes spilled, "
         f"{kernel.shared_bytes} bytes shared"
     )
-    for what in ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "MUFU.EX2", "BAR.SYNC", "USETMAXREG", "LDL", "STL"):
-        print(f"  {what:<12}{kernel.count(re.escape(what)):>6}")
+    for instruction in ("HGMMA", "UTMALDG", "LDGSTS", "SYNCS", "MUFU.EX2", "BAR.SYNC", "USETMAXREG", "LDL", "STL"):
+        print(f"  {instruction:<12}{kernel.count(re.escape(instruction)):>6}")
     for line in kernel.warnings:
         print(" ", line)
 

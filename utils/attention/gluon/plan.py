@@ -1,4 +1,4 @@
-"""Tiles, slots and registers of each step, and who gets which tile: plain Python, no Triton.
+"""Tiles, slots and registers of each step, and which program computes which tile: plain Python, no Triton.
 
 Chosen on an H200 (docs/attention-log.md). Gluon's tile shapes are powers of two. Shared memory holds 227 KiB a block;
 a thread has at most 255 registers, an SM 65536: 2 x 128 x 240 + 128 x 24, 3 x 128 x 160 + 128 x 32, or
@@ -24,24 +24,19 @@ HEAD_DIMS = (64, 128, 256)  # tile widths; any multiple of 8 up to 256 runs in t
 
 @dataclass(frozen=True)
 class Plan:
-    """Tile and pipeline of one kernel: keys of a block, warpgroups, slots of the K ring, registers of a consumer.
+    """Tile and pipeline of one kernel. Step 5 is compiled for a plan: it reads the fields, not the properties."""
 
-    v_extra: slots that the V ring has beyond the K ring's: a block's V is given back half a block later than its K.
-    own_keys: each consumer starts at its own rows' last block. split: masked blocks have a loop of their own.
-    q_slots: tiles of Q in shared memory; with two, a tile's last product runs beside the next tile's first softmax.
-    """
-
-    block_d: int
-    block_n: int
-    consumers: int = 1
-    stages: int = 2
-    registers: int = 0
-    v_extra: int = 0
-    halves: bool = False
-    o_in_q: bool = False
-    own_keys: bool = False
-    split: bool = False
-    q_slots: int = 1
+    block_d: int  # tile width: the head dimension, rounded up
+    block_n: int  # keys of a block
+    consumers: int = 1  # warpgroups that compute, 64 query rows each
+    stages: int = 2  # slots of the K ring
+    registers: int = 0  # of a consumer thread
+    v_extra: int = 0  # slots that the V ring has beyond the K ring's: V's is released half a block later than K's
+    halves: bool = False  # rows r and r + 8 of a warp have a softmax each (softmax.py)
+    o_in_q: bool = False  # the output leaves through Q's tile
+    own_keys: bool = False  # each consumer starts at its own rows' last block, not at the tile's
+    split: bool = False  # masked blocks have a loop of their own
+    q_slots: int = 1  # tiles of Q in shared memory; with two, a tile's end overlaps the next tile's start
 
     @property
     def rows(self) -> int:
@@ -52,6 +47,22 @@ class Plan:
     def v_stages(self) -> int:
         """Slots of the V ring."""
         return self.stages + self.v_extra
+
+
+@dataclass(frozen=True)
+class Case:
+    """What an attention needs of step 5's kernel: a kernel is compiled for each.
+
+    tail: the keys are no multiple of a block. lse: the log-sum-exp is stored. dealt: the host deals out the tiles
+    (`deal_causal_tiles`). aligned: causal, and only the first block of a walk needs a mask (`aligned`).
+    """
+
+    causal: bool = False
+    window: bool = False
+    tail: bool = False
+    lse: bool = False
+    dealt: bool = False
+    aligned: bool = False
 
 
 # Step 5's plans, by tile width and variant (`variant_for`).
@@ -66,15 +77,15 @@ _STEP_5 = {
 
 
 def block_head_dim(head_dim: int) -> int:
-    """The tile width that holds a head dimension: 64, 128 or 256."""
+    """Return the tile width that holds a head dimension: 64, 128 or 256."""
     return next(width for width in HEAD_DIMS if head_dim <= width)
 
 
 def variant_for(head_dim: int, causal: bool, window: bool, sq: int, sk: int, heads: int, programs: int) -> str:
-    """Which of step 5's plans an attention takes. heads: of all sequences; programs: multiprocessors.
+    """Name the variant of step 5's plan that an attention takes. heads: of all sequences; programs: multiprocessors.
 
-    "short": few causal keys, tiles end soon after they begin. "ahead": full attention, one tile's end beside the next
-    one's start. "": any other.
+    "short": few causal keys, so that tiles end soon after they begin. "ahead": full attention, where one tile's end
+    overlaps the next tile's start. "": any other.
     """
     d = block_head_dim(head_dim)
     if causal and not window:
@@ -90,7 +101,7 @@ def variant_for(head_dim: int, causal: bool, window: bool, sq: int, sk: int, hea
 
 
 def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
-    """The plan of a step of the ladder for a head dimension. variant: of step 5, see `variant_for`."""
+    """Return the plan of a step of the ladder for a head dimension. variant: of step 5, see `variant_for`."""
     d = block_head_dim(head_dim)
     if step in (1, 2):
         return Plan(d, 32 if d == 256 else 64)
@@ -100,20 +111,20 @@ def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
         return replace(_STEP_5[d, ""], v_extra=0)
     if step == 5:
         return _STEP_5.get((d, variant)) or _STEP_5[d, ""]
-    raise ValueError(f"The ladder has the steps 1 to 5, and step {step!r} was asked for.")
+    raise ValueError(f"The ladder has the steps 1 to 5; got step {step!r}.")
 
 
 def tail_as_window(plan: Plan, causal: bool, window: bool, tail: bool) -> bool:
-    """Whether step 5 masks the last keys as an endless window: at 160 registers ptxas spills the plain tail mask."""
+    """Tell whether step 5 masks the last keys as an endless window: at 160 registers ptxas spills the tail mask."""
     return tail and not causal and not window and plan.consumers == 3
 
 
 def aligned(plan: Plan, causal: bool, window: bool, shift: int) -> bool:
-    """Whether step 5 masks the first block of a walk alone: the diagonal of its rows lies in it. shift: Sk - Sq."""
+    """Tell whether step 5 masks the first block of a walk alone, which holds its rows' diagonal. shift: Sk - Sq."""
     return causal and not window and shift % (BLOCK_M if plan.own_keys else plan.rows) == 0
 
 
-# Heads whose K and V are worked on at the same time should fit in the L2 together; the H200 has 60 MB.
+# K and V of the heads that are computed at the same time should fit in the L2 together; the H200's has 60 MB.
 _L2_BYTES = 32 << 20
 # What a tile costs beyond its key blocks, in key blocks: first scores, last product, storing.
 _TILE_OVERHEAD = 1.5
@@ -124,10 +135,23 @@ _MOST_TILES = 1 << 16
 def deal_causal_tiles(
     sq: int, sk: int, heads_total: int, group: int, rows: int, block_n: int, head_bytes: int, programs: int
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Causal tiles for each program, longest first and to the least loaded: row tile | flat head << 16.
+    """Deal causal tiles to the programs, longest first and to the least loaded: row tile | head << 16.
 
-    head_bytes: bytes of one head's K and V. Heads go in sections whose K and V fit in the L2. None where there
-    are so many tiles that any order is balanced, or more than the code can number.
+    Heads are dealt in sections whose K and V fit in the L2.
+
+    Args:
+        sq: Number of queries.
+        sk: Number of keys.
+        heads_total: Query heads of all sequences.
+        group: Query heads that share a head of keys.
+        rows: Query rows of a tile.
+        block_n: Keys of a block.
+        head_bytes: Bytes of one head's K and V.
+        programs: Number of programs.
+
+    Returns:
+        The tiles of each program; None if there are so many that any order is balanced, or that 16 bits cannot
+        number them.
     """
     tiles_m = -(-sq // rows)
     if tiles_m * heads_total > _MOST_TILES or tiles_m > 0xFFFF or heads_total > 0x7FFF:

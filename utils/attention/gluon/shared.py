@@ -1,6 +1,6 @@
-"""What the kernels of the ladder share: which keys a row sees, masks, and Hopper instructions spelled once.
+"""Shared parts of the ladder's kernels: which keys a row sees, masks, softmax, and single Hopper instructions.
 
-Conventions. The last query stands at the last key: query i has position i + Sk - Sq. Causal: keys at or before it.
+Conventions. The last query has the position of the last key: query i is at i + Sk - Sq. Causal: keys up to there.
 Window w: keys fewer than w positions away (causal: w keys, the own one included). Scores are in base 2:
 softmax(scale * s) = 2^(c * (s - max)) / sum, with c = scale * log2(e), one FFMA and one MUFU.EX2 for each score.
 """
@@ -10,23 +10,40 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin, tensor
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.language import core
 
 # Triton 3.8 renamed the two TMA copies.
 tma_load = gl.constexpr(getattr(tma, "async_load", None) or tma.async_copy_global_to_shared)
 tma_store = gl.constexpr(getattr(tma, "async_store", None) or tma.async_copy_shared_to_global)
 thread_barrier = gl.constexpr(getattr(gl, "barrier", None) or gl.thread_barrier)
 
+# Newer versions of Triton export the decorator.
+aggregate = getattr(gl, "aggregate", None) or core._aggregate
+
 LN2 = gl.constexpr(0.6931471805599453)
 MINUS_INF = gl.constexpr(float("-inf"))
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """Layout of a product [64, columns] in the registers of one warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def left_operand(columns):
+    """Layout of P as the left operand, in registers, of a product [64, columns]."""
+    return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]), 2)
 
 
 @gluon.jit
 def key_blocks(
     row, ROWS: gl.constexpr, sq, sk, window, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr
 ):
-    """Blocks of keys [lo, hi) that rows row .. row+ROWS-1 may see. Never empty: a row without keys gets one
-    block, masked throughout, and comes out as zeros.
+    """Blocks of keys [lo, hi) that the rows row .. row+ROWS-1 may see.
+
+    Never empty: a row without keys gets one block, masked throughout, and comes out as zeros.
     """
     shift = sk - sq
     last = gl.cdiv(sk, BLOCK_N)
@@ -45,7 +62,7 @@ def key_blocks(
 def clean_blocks(
     row, ROWS: gl.constexpr, lo, hi, sq, sk, window, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr
 ):
-    """Which of the blocks, counted i = 0, 1, ... from the last key block down, need no mask: right <= i < left."""
+    """The blocks that need no mask, counted i = 0, 1, ... from the last key block down: right <= i < left."""
     shift = sk - sq
     seen = sk
     if CAUSAL:
@@ -62,7 +79,7 @@ def clean_blocks(
 
 @gluon.jit
 def mask_scores(s, row, key, sq, sk, window, layout: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
-    """Scores [BLOCK_M, BLOCK_N] of rows row.. and keys key..: minus infinity where a row may not look."""
+    """Replace the scores [BLOCK_M, BLOCK_N] of rows row.. and keys key.. by minus infinity where a row may not look."""
     BLOCK_M: gl.constexpr = s.shape[0]
     BLOCK_N: gl.constexpr = s.shape[1]
     positions = row + (sk - sq) + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))[:, None]
@@ -79,7 +96,7 @@ def mask_scores(s, row, key, sq, sk, window, layout: gl.constexpr, CAUSAL: gl.co
 
 @gluon.jit
 def mask_by_last_key(s, row, key, sq, sk, window, layout: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
-    """`mask_scores` with fewer comparisons: where registers are short, ptxas schedules what follows better."""
+    """Mask as `mask_scores`, with fewer comparisons: where registers are short, ptxas schedules the rest better."""
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     positions = row + (sk - sq) + gl.arange(0, s.shape[0], rows)
     keys = key + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))[None, :]
@@ -115,7 +132,7 @@ def inverse_and_lse(m, total, c):
 
 @builtin
 def in_flight(accumulator, _semantic=None):
-    """The registers of a product that has not finished, for `wait_products` to wait on."""
+    """View a product that is still running as a tensor of its registers, for `wait_products`."""
     return tensor(accumulator.handle, accumulator.type.tensor_type)
 
 
@@ -125,7 +142,8 @@ def _wait_asm(left):
 
 
 @gluon.constexpr_function
-def _tied(n):
+def _in_place(n):
+    # Constraints of an assembly with n outputs, each in the register of the input with its number.
     return ",".join(["=f"] * n) + "," + ",".join(str(i) for i in range(n))
 
 
@@ -138,23 +156,13 @@ def wait_products(accumulator, LEFT: gl.constexpr, COLUMNS: gl.constexpr):
     """
     registers: gl.constexpr = COLUMNS // 2
     return gl.inline_asm_elementwise(
-        _wait_asm(LEFT), _tied(registers), [in_flight(accumulator)], dtype=gl.float32, is_pure=False, pack=registers
+        _wait_asm(LEFT), _in_place(registers), [in_flight(accumulator)], dtype=gl.float32, is_pure=False, pack=registers
     )
 
 
 @gluon.jit
-def release(barrier):
-    """Every thread says that it is done with a slot: the barrier counts 128 arrivals a consumer.
-
-    `mbarrier.arrive` is one arrival, for which the compiler first brings the warpgroup together at a barrier.
-    This instruction arrives when the thread's own cp.async copies are done: it has none, so at once.
-    """
-    async_copy.mbarrier_arrive(barrier, increment_count=False)
-
-
-@gluon.jit
 def uniform(x):
-    """The value of lane 0: tells the compiler that a loaded scalar is the same in all lanes."""
+    """Take the value of lane 0, so that the compiler knows a loaded scalar to be the same in all lanes."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -162,7 +170,8 @@ def uniform(x):
 
 @gluon.constexpr_function
 def _rescale_asm(n):
-    # The accumulator of m64 alternates two registers of row r and two of row r + 8; a factor of one skips the lot.
+    # The accumulator of m64 alternates two registers of row r and two of row r + 8. If all factors are one, all the
+    # multiplications are skipped.
     factor = [f"${2 * n + i}" for i in range(n)]
     lines = [
         "{",
@@ -181,12 +190,12 @@ def _rescale_asm(n):
 
 @gluon.constexpr_function
 def _rescale_constraints(n):
-    return _tied(n) + "," + ",".join(["f"] * n)
+    return _in_place(n) + "," + ",".join(["f"] * n)
 
 
 @gluon.jit
 def rescale(o, factor):
-    """O * factor, both [64, D]; a warp whose sixteen rows all have the factor one skips the multiplications."""
+    """Multiply o by factor, both [64, D]; a warp whose sixteen rows all have the factor one skips that."""
     registers: gl.constexpr = o.shape[1] // 2
     return gl.inline_asm_elementwise(
         _rescale_asm(registers),

@@ -7,7 +7,8 @@ memory, wait, multiply, softmax, load V the same way, wait, multiply. Every part
     tile       64 queries x BLOCK_N keys              64             64     32
     pipeline   none: one K tile, one V tile, wgmma waited for at once
 
-On an H200, S = 16384, full: 352 TFLOP/s at head dim 64 (0.71 of cuDNN), 363 at 128 (0.52). docs/attention-log.md.
+On an H200, bf16, S = 16384, full: 345 TFLOP/s at head dim 64 (0.71 of cuDNN), 361 at 128 (0.52), 316 at 256 (0.42).
+assets/results/h200/attention_ladder.json.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
+from utils.attention.gluon.arguments import Arguments
 from utils.attention.gluon.shared import (
     MINUS_INF,
     clean_blocks,
@@ -31,7 +33,7 @@ from utils.attention.gluon.shared import (
 def load_rows(
     base, first, rows, stride, HEAD_DIM: gl.constexpr, layout: gl.constexpr, ROWS: gl.constexpr, BLOCK_D: gl.constexpr
 ):
-    """Rows first .. first+ROWS-1 of a (rows, HEAD_DIM) matrix into registers, zeros outside of it."""
+    """Load rows first .. first+ROWS-1 of a (rows, HEAD_DIM) matrix into registers, zeros outside of it."""
     r = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
     d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
     return gl.load(base + r.to(gl.int64) * stride + d, mask=(r < rows) & (d < HEAD_DIM), other=0.0)
@@ -85,6 +87,7 @@ def attention_step1(
     WINDOW: gl.constexpr,
     LSE: gl.constexpr,
 ):
+    """A block computes 64 query rows of one head: grid (row tiles, batch * heads)."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -115,8 +118,10 @@ def attention_step1(
         key = (hi - 1 - i) * BLOCK_N
         k.store(load_rows(k_base, key, sk, k_row, HEAD_DIM, loads, BLOCK_N, BLOCK_D))
         v.store(load_rows(v_base, key, sk, v_row, HEAD_DIM, loads, BLOCK_N, BLOCK_D))
-        fence_async_shared()  # ordinary stores, then wgmma reads: two different proxies
-        thread_barrier()
+        # The threads stored Q, K and V through the generic proxy, wgmma reads them through the async proxy: without the
+        # fence it may read what was there before.
+        fence_async_shared()
+        thread_barrier()  # without it a warp would multiply rows that another warp has not stored yet
         zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
         s = warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False)
         if (i < right) | (i >= edge) | (key + BLOCK_N > sk):
@@ -124,5 +129,11 @@ def attention_step1(
         p, m, total, alpha = online_softmax(s, m, total, c)
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
         o = warpgroup_mma(gl.convert_layout(p.to(dtype), left), v, o)
-        thread_barrier()  # all have read K and V before the next are stored
+        thread_barrier()  # without it a fast warp would store the next K and V while a slow one still reads these
     store_output(o_base, lse_ptr + gl.program_id(1).to(gl.int64) * sq, o, m, total, c, row, sq, o_row, HEAD_DIM, LSE)
+
+
+def launch(a: Arguments) -> None:
+    """Run the kernel on tensors of a GPU."""
+    strides = [stride for x in (a.q, a.k, a.v, a.out) for stride in x.stride()[:3]]
+    attention_step1[a.grid()](a.q, a.k, a.v, a.out, a.lse, *strides, *a.sizes(), HEAD_DIM=a.head_dim, **a.constants())

@@ -8,7 +8,8 @@ block takes longer than loading one; the threads still issue every copy themselv
     tile       64 queries x BLOCK_N keys              64             64     32
     pipeline   K and V: 2 slots each, cp.async groups, one barrier before and one after the products
 
-On an H200, S = 16384, full: 423 TFLOP/s at head dim 64 (0.86 of cuDNN), 441 at 128 (0.64). docs/attention-log.md.
+On an H200, bf16, S = 16384, full: 402 TFLOP/s at head dim 64 (0.86 of cuDNN), 426 at 128 (0.62), 407 at 256 (0.54).
+assets/results/h200/attention_ladder.json.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma
 
+from utils.attention.gluon.arguments import Arguments
 from utils.attention.gluon.shared import (
     MINUS_INF,
     clean_blocks,
@@ -40,7 +42,7 @@ def copy_rows(
     ROWS: gl.constexpr,
     BLOCK_D: gl.constexpr,
 ):
-    """Start copying rows first .. first+ROWS-1 of a (rows, HEAD_DIM) matrix; what lies outside becomes zeros."""
+    """Start to copy rows first .. first+ROWS-1 of a (rows, HEAD_DIM) matrix; elements outside of it become zeros."""
     r = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
     d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
     # Masked elements are zero-filled, 16 bytes at a time: HEAD_DIM is a multiple of 8.
@@ -81,6 +83,7 @@ def attention_step2(
     WINDOW: gl.constexpr,
     LSE: gl.constexpr,
 ):
+    """A block computes 64 query rows of one head: grid (row tiles, batch * heads)."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -119,9 +122,11 @@ def attention_step2(
         copy_rows(k_ring.index(1 - slot), k_base, next_key, sk, k_row, HEAD_DIM, loads, BLOCK_N, BLOCK_D)
         copy_rows(v_ring.index(1 - slot), v_base, next_key, sk, v_row, HEAD_DIM, loads, BLOCK_N, BLOCK_D)
         async_copy.commit_group()
-        async_copy.wait_group(1)
+        async_copy.wait_group(1)  # all groups but the newest: this thread's copies of the current block have arrived
+        # The copies wrote through the generic proxy, wgmma reads through the async proxy: without the fence it may read
+        # what was there before.
         fence_async_shared()
-        thread_barrier()
+        thread_barrier()  # the wait covers a thread's own copies only: without it a warp would read unfinished rows
         zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
         s = warpgroup_mma(q, k_ring.index(slot).permute([1, 0]), zero, use_acc=False)
         if (i < right) | (i >= edge) | (key + BLOCK_N > sk):
@@ -129,6 +134,12 @@ def attention_step2(
         p, m, total, alpha = online_softmax(s, m, total, c)
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
         o = warpgroup_mma(gl.convert_layout(p.to(dtype), left), v_ring.index(slot), o)
-        thread_barrier()
-    async_copy.wait_group(0)
+        thread_barrier()  # without it a fast warp's next copies would overwrite this slot while a slow one reads it
+    async_copy.wait_group(0)  # shared memory must live until the last copies have landed in it
     store_output(o_base, lse_ptr + gl.program_id(1).to(gl.int64) * sq, o, m, total, c, row, sq, o_row, HEAD_DIM, LSE)
+
+
+def launch(a: Arguments) -> None:
+    """Run the kernel on tensors of a GPU."""
+    strides = [stride for x in (a.q, a.k, a.v, a.out) for stride in x.stride()[:3]]
+    attention_step2[a.grid()](a.q, a.k, a.v, a.out, a.lse, *strides, *a.sizes(), HEAD_DIM=a.head_dim, **a.constants())

@@ -10,7 +10,8 @@ chance, inside a consumer nothing overlaps yet.
     tile       BLOCK_N keys, slots of each ring       128, 3         128, 2 64, 2
     registers  a consumer thread, a producer thread   160, 32        240, 24
 
-On an H200, S = 16384, full: 547 TFLOP/s at head dim 64 (1.10 of cuDNN), 623 at 128 (0.90). docs/attention-log.md.
+On an H200, bf16, S = 16384, full: 539 TFLOP/s at head dim 64 (1.11 of cuDNN), 592 at 128 (0.86), 663 at 256 (0.91).
+assets/results/h200/attention_ladder.json.
 """
 
 # A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
@@ -22,6 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
+from utils.attention.gluon.arguments import Arguments
 from utils.attention.gluon.shared import (
     MINUS_INF,
     clean_blocks,
@@ -36,6 +38,7 @@ from utils.attention.gluon.shared import (
 
 @gluon.jit
 def producer(loads, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """One warp: load Q, then each block of K and V as soon as its slot is empty, from the last block to the first."""
     descriptors, rings, bars, shape = loads
     q_desc, k_desc, v_desc = descriptors
     q_tiles, k_ring, v_ring = rings
@@ -54,6 +57,8 @@ def producer(loads, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.co
         slot = i % STAGES
         free = ((i // STAGES) & 1) ^ 1  # a fresh barrier counts as completed once: the first round does not wait
         key = (hi - 1 - i) * BLOCK_N
+        # Without the waits TMA would overwrite a K or V that a consumer still reads. The bytes of a copy are announced
+        # (`expect`) before it starts: otherwise they could complete the barrier's phase too early.
         mbarrier.wait(k_empty.index(slot), free)
         mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
         tma_load(k_desc, [batch, head // group, key, 0], k_full.index(slot), k_ring.index(slot))
@@ -72,6 +77,7 @@ def consumer(
     WINDOW: gl.constexpr,
     LSE: gl.constexpr,
 ):
+    """Warpgroup W: 64 query rows against the blocks of K and V that the producer loads."""
     o_desc, lse_ptr, rings, bars, shape, c = work
     q_tiles, k_ring, v_ring = rings
     q_full, k_full, k_empty, v_full, v_empty = bars
@@ -94,20 +100,20 @@ def consumer(
     total = gl.zeros([BLOCK_M], gl.float32, rows)
     o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, output)
     q = q_tiles.index(W).reshape([BLOCK_M, BLOCK_D])
-    mbarrier.wait(q_full.index(W), 0)
+    mbarrier.wait(q_full.index(W), 0)  # without it the first product would read what was in shared memory before
     for i in range(hi - lo):
         slot = i % STAGES
         phase = (i // STAGES) & 1
         key = (hi - 1 - i) * BLOCK_N
-        mbarrier.wait(k_full.index(slot), phase)
+        mbarrier.wait(k_full.index(slot), phase)  # K has arrived; `phase` tells this round of the slot from the last
         zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
         s = warpgroup_mma(q, k_ring.index(slot).reshape([BLOCK_N, BLOCK_D]).permute([1, 0]), zero, use_acc=False)
-        mbarrier.arrive(k_empty.index(slot), count=1)
+        mbarrier.arrive(k_empty.index(slot), count=1)  # without it the producer waits for ever, a round later
         if (i < right) | (i >= edge) | (key + BLOCK_N > sk):
             s = mask_scores(s, row, key, sq, sk, window, scores, CAUSAL, WINDOW)
         p, m, total, alpha = online_softmax(s, m, total, c)
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
-        mbarrier.wait(v_full.index(slot), phase)
+        mbarrier.wait(v_full.index(slot), phase)  # V has arrived
         o = warpgroup_mma(gl.convert_layout(p.to(dtype), left), v_ring.index(slot).reshape([BLOCK_N, BLOCK_D]), o)
         mbarrier.arrive(v_empty.index(slot), count=1)
 
@@ -116,11 +122,11 @@ def consumer(
         at = row + gl.arange(0, BLOCK_M, rows)
         gl.store(lse_ptr + flat.to(gl.int64) * sq + at, lse, mask=at < sq)
     o = o * gl.convert_layout(inverse, gl.SliceLayout(1, output))[:, None]
-    q.store(o.to(dtype))
-    fence_async_shared()
+    q.store(o.to(dtype))  # Q is not needed any more: its tile carries the output away
+    fence_async_shared()  # stored by threads, read by TMA: without the fence TMA may read Q instead
     batch = flat // heads
     tma_store(o_desc, [batch, flat - batch * heads, row, 0], q_tiles.index(W))
-    tma.store_wait(0)
+    tma.store_wait(0)  # shared memory must live until TMA has read it
 
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
@@ -147,6 +153,7 @@ def attention_step4(
     WINDOW: gl.constexpr,
     LSE: gl.constexpr,
 ):
+    """Allocate tiles, rings and barriers, then start the roles: CONSUMERS warpgroups and the producer warp."""
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
@@ -160,9 +167,9 @@ def attention_step4(
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)  # one arrival of each consumer that has read the slot
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
     rings = (q_tiles, k_ring, v_ring)
     bars = (q_full, k_full, k_empty, v_full, v_empty)
@@ -191,3 +198,9 @@ def attention_step4(
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],
         )
+
+
+def launch(a: Arguments) -> None:
+    """Run the kernel on tensors of a GPU."""
+    pipeline = {"CONSUMERS": a.plan.consumers, "STAGES": a.plan.stages, "REGISTERS": a.plan.registers}
+    attention_step4[a.grid()](*a.descriptors(), a.lse, *a.sizes(), **a.constants(), **pipeline)

@@ -1,0 +1,85 @@
+"""What a launch of any step needs: tensors, options and plan, and the TMA descriptors made from them. No Triton yet."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+
+from utils.attention.gluon.plan import BLOCK_M, Plan
+
+
+@dataclass(slots=True)
+class Arguments:
+    """One attention to launch: q, out (B, H, Sq, D), k, v (B, Hkv, Sk, D), not empty, and the plan of the step.
+
+    lse: (B, H, Sq) fp32, touched only with return_lse. window: 0 for none. c: scale * log2(e). programs: blocks that
+    the GPU runs at the same time, one on each multiprocessor.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    causal: bool
+    window: int
+    return_lse: bool
+    c: float
+    plan: Plan
+    programs: int
+
+    heads: int = field(init=False)  # query heads of one sequence
+    heads_total: int = field(init=False)  # query heads of all sequences
+    group: int = field(init=False)  # query heads that share a head of keys and values
+    sq: int = field(init=False)
+    sk: int = field(init=False)
+    head_dim: int = field(init=False)
+    tiles_m: int = field(init=False)  # tiles of query rows of one head
+
+    def __post_init__(self):
+        batch, self.heads, self.sq, self.head_dim = self.q.shape
+        _, kv_heads, self.sk, _ = self.k.shape
+        self.heads_total = batch * self.heads
+        self.group = self.heads // kv_heads
+        self.tiles_m = -(-self.sq // self.plan.rows)
+
+    def grid(self) -> tuple[int, int]:
+        """Steps 1 to 4: a block for each tile of query rows of each head."""
+        if self.heads_total > 65535:
+            raise ValueError(
+                f"Steps 1 to 4 launch a row of blocks for each head, at most 65535, not {self.q.shape[0]} x "
+                f"{self.heads}. Step 5 takes any number."
+            )
+        return self.tiles_m, self.heads_total
+
+    def constants(self) -> dict:
+        """What steps 1 to 4 are compiled for."""
+        tile = {"BLOCK_M": BLOCK_M, "BLOCK_N": self.plan.block_n, "BLOCK_D": self.plan.block_d}
+        return tile | {"CAUSAL": self.causal, "WINDOW": self.window > 0, "LSE": self.return_lse, "num_warps": 4}
+
+    def sizes(self) -> tuple:
+        """Steps 1 to 4: the arguments sq, sk, window, heads, group, c."""
+        return self.sq, self.sk, self.window, self.heads, self.group, self.c
+
+    def descriptors(self) -> list:
+        """TMA descriptors of q, k, v and out, with boxes of a consumer's rows and of a block of keys."""
+        rows = BLOCK_M, self.plan.block_n, self.plan.block_n, BLOCK_M
+        tensors = self.q, self.k, self.v, self.out
+        return [_descriptor(x, n, self.plan.block_d) for x, n in zip(tensors, rows, strict=True)]
+
+
+def _descriptor(x: torch.Tensor, rows: int, columns: int):
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    # Dimensions of size one may have any stride; TMA wants multiples of 16 bytes.
+    strides = [stride if size > 1 else 8 for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)] + [1]
+    return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, columns], gl.NVMMASharedLayout(128, 16, rank=4))
+
+
+@functools.lru_cache(maxsize=16)
+def unused(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor to point at for an argument that the kernel does not touch."""
+    return torch.zeros(4, dtype=dtype, device=device)

@@ -1,0 +1,210 @@
+"""What the roles of step 5 share: rings of tiles with their barriers, the tiles to compute, and sizes.
+
+Each is an aggregate, so it goes into a kernel's functions as one argument. A ring alone knows which slot and which
+phase of its barriers belong to a load: a role counts its loads, and never computes either.
+"""
+
+# No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+
+from utils.attention.gluon.shared import aggregate, key_blocks, mask_by_last_key, mask_scores, tma_load, uniform
+
+
+@aggregate
+class Ring:
+    """Tiles in shared memory that go round: the producer fills them, the consumers release them.
+
+    Load number i goes to slot i % SLOTS, and the slot is in use for the (i // SLOTS)-th time: the parity of that is
+    the phase to wait for. The rings of K and V have one lane; Q's has one for each consumer, all filled as number i.
+    """
+
+    tiles: gl.shared_memory_descriptor  # (SLOTS * LANES, 1, 1, rows, BLOCK_D)
+    full: gl.shared_memory_descriptor  # mbarriers: the tile's bytes have arrived
+    empty: gl.shared_memory_descriptor  # mbarriers: every thread that reads the tile has released it
+    SLOTS: gl.constexpr
+    LANES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, empty, SLOTS, LANES):
+        self.tiles = tiles
+        self.full = full
+        self.empty = empty
+        self.SLOTS = gl.constexpr(SLOTS)
+        self.LANES = gl.constexpr(LANES)
+
+    @gluon.jit
+    def slot(self, i, lane=0):
+        """Index of load number i among tiles and barriers."""
+        return (i % self.SLOTS) * self.LANES + lane
+
+    @gluon.jit
+    def phase(self, i):
+        """Parity of the round in which load number i uses its slot."""
+        return (i // self.SLOTS) & 1
+
+    @gluon.jit
+    def tile(self, i, lane=0):
+        """The tile of load number i, [rows, BLOCK_D]."""
+        return self.tiles.index(self.slot(i, lane)).reshape([self.tiles.shape[3], self.tiles.shape[4]])
+
+    @gluon.jit
+    def load(self, i, descriptor, batch, head, row, lane=0):
+        """Producer: fetch rows from `row` on into load number i's slot, as soon as that is empty."""
+        slot = self.slot(i, lane)
+        # Without this wait TMA would overwrite a tile that a consumer still reads. A fresh barrier counts as having
+        # completed the phase before its first: nobody waits in the first round.
+        mbarrier.wait(self.empty.index(slot), self.phase(i) ^ 1)
+        # The bytes are announced first: copies that arrive unannounced could complete the phase too early.
+        mbarrier.expect(self.full.index(slot), descriptor.block_type.nbytes)
+        tma_load(descriptor, [batch, head, row, 0], self.full.index(slot), self.tiles.index(slot))
+
+    @gluon.jit
+    def wait_full(self, i, lane=0, pred=True):
+        """Consumer: wait until load number i has arrived; a product before that would read the last round's tile."""
+        mbarrier.wait(self.full.index(self.slot(i, lane)), self.phase(i), pred=pred)
+
+    @gluon.jit
+    def release(self, i, lane=0):
+        """Consumer: this thread has read load number i. Without it the producer waits for ever, a round later.
+
+        `mbarrier.arrive` is one arrival, for which the compiler first brings the warpgroup together at a barrier.
+        This instruction arrives when the thread's own cp.async copies are done: it has none, so at once.
+        """
+        async_copy.mbarrier_arrive(self.empty.index(self.slot(i, lane)), increment_count=False)
+
+
+@gluon.jit
+def allocate_ring(descriptor, SLOTS: gl.constexpr, LANES: gl.constexpr, READERS: gl.constexpr):
+    """A ring for tiles of a TMA descriptor; READERS: consumers that read each tile."""
+    count: gl.constexpr = SLOTS * LANES
+    shape: gl.constexpr = [count] + descriptor.block_type.shape  # noqa: RUF005 (Gluon knows no starred lists)
+    tiles = gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
+    full = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(count):
+        mbarrier.init(full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
+        mbarrier.init(empty.index(i), count=128 * READERS)  # every thread releases for itself
+    return Ring(tiles, full, empty, SLOTS, LANES)
+
+
+@aggregate
+class Tiles:
+    """Which tiles of query rows this program computes, in which order. A tile belongs to one head of one sequence.
+
+    DEALT: a row of `schedule` for each program, computed on the host (`plan.deal_causal_tiles`). Otherwise program p
+    takes the tiles p, p + programs, ...; LONGEST_FIRST numbers them from the last row tile of all heads down.
+    """
+
+    schedule: gl.tensor
+    stride: gl.tensor
+    tiles_m: gl.tensor
+    heads_total: gl.tensor
+    DEALT: gl.constexpr
+    LONGEST_FIRST: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, schedule, stride, tiles_m, heads_total, DEALT, LONGEST_FIRST):
+        self.schedule = schedule
+        self.stride = stride
+        self.tiles_m = tiles_m
+        self.heads_total = heads_total
+        self.DEALT = gl.constexpr(DEALT)
+        self.LONGEST_FIRST = gl.constexpr(LONGEST_FIRST)
+
+    @gluon.jit
+    def first(self):
+        """Number of tiles of this program, its first tile, and where it reads the others."""
+        program = gl.program_id(0)
+        own = self.schedule + program * self.stride
+        if self.DEALT:
+            return uniform(gl.load(own)), uniform(gl.load(own + 1)), own + 2
+        else:
+            return gl.cdiv(self.tiles_m * self.heads_total - program, gl.num_programs(0)), program, own
+
+    @gluon.jit
+    def start_next(self, t, rest, i):
+        """Start to fetch the tile after t, the program's i-th; `finish_next` gives its number when t is done."""
+        return gl.load(rest + i) if self.DEALT else t + gl.num_programs(0)
+
+    @gluon.jit
+    def finish_next(self, t_next):
+        """The tile whose fetching `start_next` started."""
+        return uniform(t_next) if self.DEALT else t_next
+
+    @gluon.jit
+    def locate(self, t):
+        """Tile number -> (row tile, head counted over all sequences)."""
+        if self.DEALT:
+            return t & 0xFFFF, t >> 16
+        elif self.LONGEST_FIRST:
+            down = t // self.heads_total
+            return self.tiles_m - 1 - down, t - down * self.heads_total
+        else:
+            head = t // self.tiles_m
+            return t - head * self.tiles_m, head
+
+
+@aggregate
+class Work:
+    """What every role of the kernel gets: sizes, rings and tiles, and what is fixed when the kernel is compiled."""
+
+    sq: gl.tensor
+    sk: gl.tensor
+    window: gl.tensor
+    heads: gl.tensor
+    group: gl.tensor
+    c: gl.tensor
+    q: Ring
+    k: Ring
+    v: Ring
+    todo: Tiles
+    PLAN: gl.constexpr  # plan.Plan: tile, slots, variants
+    CASE: gl.constexpr  # plan.Case: what the attention needs
+
+    @gluon.constexpr_function
+    def __init__(self, sq, sk, window, heads, group, c, q, k, v, todo, PLAN, CASE):
+        self.sq = sq
+        self.sk = sk
+        self.window = window
+        self.heads = heads
+        self.group = group
+        self.c = c
+        self.q = q
+        self.k = k
+        self.v = v
+        self.todo = todo
+        self.PLAN = gl.constexpr(PLAN)
+        self.CASE = gl.constexpr(CASE)
+
+    @gluon.jit
+    def visible_blocks(self, row, ROWS: gl.constexpr):
+        """Blocks of keys [lo, hi) that the rows row .. row+ROWS-1 may see."""
+        BLOCK_N: gl.constexpr = self.PLAN.block_n
+        return key_blocks(row, ROWS, self.sq, self.sk, self.window, BLOCK_N, self.CASE.causal, self.CASE.window)
+
+    @gluon.jit
+    def mask(self, s, block, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+        """The scores of a block, minus infinity where a row may not look."""
+        layout: gl.constexpr = s.type.layout
+        if self.PLAN.own_keys:
+            return mask_by_last_key(s, block.row, block.key, self.sq, self.sk, self.window, layout, CAUSAL, WINDOW)
+        else:
+            return mask_scores(s, block.row, block.key, self.sq, self.sk, self.window, layout, CAUSAL, WINDOW)
+
+
+@aggregate
+class Block:
+    """One block of keys for one consumer: its number in the K and V rings, the first query row, the first key."""
+
+    number: gl.tensor
+    row: gl.tensor
+    key: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, number, row, key):
+        self.number = number
+        self.row = row
+        self.key = key

@@ -1,0 +1,163 @@
+"""Repairs of Triton's interpreter: what it computes wrongly is put right, and what it cannot compute is refused.
+
+Each repair replaces one function of the interpreter, and gets the original as its first argument (None where there was
+none). Importing this module imports Triton; `utils.kernels.interpreter.repair` applies the repairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
+
+REPAIRS: list[tuple[object, str, Callable]] = []
+_tensor_addresses: list[tuple[int, int]] = []  # first and last-plus-one byte of each tensor of the launch
+
+
+def replaces(owner: object, name: str) -> Callable[[Callable], Callable]:
+    """Enter the decorated function in the list of repairs, as the replacement of owner.name."""
+
+    def enter(repair: Callable) -> Callable:
+        REPAIRS.append((owner, name, repair))
+        return repair
+
+    return enter
+
+
+def apply() -> None:
+    """Apply every repair to this process, once."""
+    if getattr(InterpreterBuilder, "repaired", False):
+        return
+    InterpreterBuilder.repaired = True
+    for owner, name, repair in REPAIRS:
+        original = getattr(owner, name, None)
+
+        def repaired(*arguments, original=original, repair=repair):
+            return repair(original, *arguments)
+
+        setattr(owner, name, repaired)
+
+
+# Triton 3.6 with NumPy 2.4 and later: `range` with a bound known only at run time raises a TypeError.
+
+
+@replaces(interpreter, "_patch_lang_tensor")
+def give_tensors_an_index(original, tensor, scope):
+    """Let Python use a scalar tensor as an index."""
+    original(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+
+# bf16. The interpreter holds it as the bit patterns in uint16.
+
+
+def is_bf16(x) -> bool:
+    """Whether a tensor handle holds bf16."""
+    return x.dtype.scalar == tl.bfloat16
+
+
+def widen(x):
+    """The values of a bf16 handle in fp32; any other handle as it is."""
+    return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32) if is_bf16(x) else x
+
+
+def narrow(x):
+    """An fp32 handle in bf16, rounded to nearest even as a GPU does."""
+    bits = np.ascontiguousarray(x.data).view(np.uint32)
+    nearest_even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return TensorHandle(np.where(np.isnan(x.data), (bits >> 16) | 0x40, nearest_even).astype(np.uint16), tl.bfloat16)
+
+
+def refuse_bf16(*operands) -> None:
+    """Raise a TypeError for arithmetic on bf16, which would compute with the bit patterns."""
+    if any(is_bf16(x) for x in operands):
+        raise TypeError(
+            "Triton's interpreter has no bf16 arithmetic (it would compute with the bit patterns): "
+            "convert first, x.to(tl.float32), and convert the result back when it is stored"
+        )
+
+
+@replaces(InterpreterBuilder, "cast_impl")
+def cast_with_rounding(original, builder, source, target):
+    """Convert between fp32 and bf16; the original truncates."""
+    if is_bf16(source) and target.scalar == tl.float32:
+        return widen(source)
+    if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
+        return narrow(source)
+    return original(builder, source, target)
+
+
+@replaces(InterpreterBuilder, "get_bf16")
+def bf16_constant(original, builder, value):
+    """Make a constant in bf16, for which the interpreter has no function."""
+    return narrow(TensorHandle(np.array([value], dtype=np.float32), tl.float32))
+
+
+@replaces(InterpreterBuilder, "create_dot")
+def dot_of_values(original, builder, a, b, *rest):
+    """`tl.dot`: of bf16 the values are multiplied, in fp32; the original multiplies the bit patterns as integers."""
+    return original(builder, widen(a), widen(b), *rest)
+
+
+@replaces(InterpreterBuilder, "binary_op")
+def binary_without_bf16(original, builder, left, right, operation):
+    """Refuse bf16 in an operation of two operands."""
+    refuse_bf16(left, right)
+    return original(builder, left, right, operation)
+
+
+@replaces(InterpreterBuilder, "unary_op")
+def unary_without_bf16(original, builder, x, operation):
+    """Refuse bf16 in an operation of one operand."""
+    refuse_bf16(x)
+    return original(builder, x, operation)
+
+
+# A load or store outside every tensor of the launch would read or write whatever is there.
+
+
+@replaces(GridExecutor, "_init_args_hst")
+def note_addresses(original, executor, args, kwargs):
+    """Note where the tensors of the launch lie."""
+    on_host = original(executor, args, kwargs)
+    _tensor_addresses.clear()
+    for value in [*on_host[0], *on_host[1].values()]:
+        tensor = getattr(value, "base", value)  # a tensor descriptor has its tensor in .base
+        if isinstance(tensor, torch.Tensor) and tensor.numel():
+            reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            first = tensor.data_ptr()
+            _tensor_addresses.append((first, first + (reach + 1) * tensor.element_size()))
+    return on_host
+
+
+def refuse_outside(pointers, mask, access: str) -> None:
+    """Raise an IndexError if an element that the mask keeps lies outside every tensor. access: "tl.load reads"."""
+    addresses = np.broadcast_to(pointers.data, mask.data.shape)[mask.data]
+    element = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
+    outside = np.ones(addresses.shape, dtype=bool)
+    for first, end in _tensor_addresses:
+        outside &= (addresses < first) | (addresses + np.uint64(element) > end)
+    if outside.any():
+        raise IndexError(
+            f"{access} outside every tensor given to the kernel, at {outside.sum()} of "
+            f"{mask.data.size} elements: check the offsets, and mask the elements past an edge "
+            "(mask=offsets < size)"
+        )
+
+
+@replaces(InterpreterBuilder, "create_masked_load")
+def load_inside(original, builder, pointers, mask, *rest):
+    """Refuse a load outside of the tensors."""
+    refuse_outside(pointers, mask, "tl.load reads")
+    return original(builder, pointers, mask, *rest)
+
+
+@replaces(InterpreterBuilder, "create_masked_store")
+def store_inside(original, builder, pointers, value, mask, *rest):
+    """Refuse a store outside of the tensors."""
+    refuse_outside(pointers, mask, "tl.store writes")
+    return original(builder, pointers, value, mask, *rest)
