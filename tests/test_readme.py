@@ -24,6 +24,7 @@ def test_the_api_page_lists_exactly_what_utils_exports():
     assert listed == set(utils.__all__)
 
 
+@pytest.mark.slow
 def test_the_example_runs():
     code = README.split("```python")[1].split("```")[0]
     space: dict = {}

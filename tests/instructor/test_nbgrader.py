@@ -51,6 +51,7 @@ def automatic(scores):
     return {name: score.auto for name, score in scores.items()}
 
 
+@pytest.mark.slow
 def test_release_is_the_students_notebook(small_lab, graded):
     course, _ = graded
     released = course.root / "release" / small_lab.name
@@ -64,12 +65,14 @@ def test_release_is_the_students_notebook(small_lab, graded):
     assert text == small_lab.student
 
 
+@pytest.mark.slow
 def test_untouched_notebook_gets_nothing_and_no_crash(graded):
     scores = graded[1]["untouched"]
     assert automatic(scores) == {"q1_1_tests": 0, "q1_2": 0, "q1_3_tests": 0, "bonus_1_4_tests": 0}
     assert not any(score.needs_manual_grade for score in scores.values())
 
 
+@pytest.mark.slow
 def test_solved_notebook_gets_every_automatic_point(graded):
     scores = graded[1]["solved"]
     assert automatic(scores) == {"q1_1_tests": 6, "q1_2": None, "q1_3_tests": 2.5, "bonus_1_4_tests": 3}
@@ -77,11 +80,13 @@ def test_solved_notebook_gets_every_automatic_point(graded):
     assert sum(score.points for score in scores.values()) == 15.5
 
 
+@pytest.mark.slow
 def test_wrong_answer_loses_its_question_alone(graded):
     assert automatic(graded[1]["forbidden"]) == {"q1_1_tests": 0, "q1_2": None, "q1_3_tests": 2.5, "bonus_1_4_tests": 3}
     assert automatic(graded[1]["broken"]) == {"q1_1_tests": 0, "q1_2": None, "q1_3_tests": 0, "bonus_1_4_tests": 3}
 
 
+@pytest.mark.slow
 def test_autograded_cells_say_what_was_wrong(small_lab, graded):
     course, _ = graded
 
@@ -100,6 +105,7 @@ def test_autograded_cells_say_what_was_wrong(small_lab, graded):
     assert "SystemExit" in error_of("broken", "q1_1_tests").evalue
 
 
+@pytest.mark.slow
 def test_feedback_and_export(small_lab, graded):
     course, scores = graded
     course.nbgrader("generate_feedback", small_lab.name)
@@ -113,6 +119,7 @@ def test_feedback_and_export(small_lab, graded):
     assert {float(row["max_score"]) for row in rows.values()} == {15.5}
 
 
+@pytest.mark.slow
 def test_validate(small_lab, graded):
     course, _ = graded
     (course.root / "mine").mkdir()

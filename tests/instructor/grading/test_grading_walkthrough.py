@@ -6,6 +6,7 @@ from tests.instructor import lab2_wrong_answers, lab4_wrong_answers
 from tests.instructor.grading.walkthrough import exported, mistake, released, walk
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_labs_2_and_4(tmp_path):
     course = tmp_path / "course"

@@ -6,6 +6,7 @@ from tests.instructor import lab1_wrong_answers
 from tests.instructor.grading.walkthrough import exported, mistake, released, walk
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_lab_1(tmp_path):
     seconds = mistake(lab1_wrong_answers, "latency taken as seconds")

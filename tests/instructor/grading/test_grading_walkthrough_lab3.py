@@ -6,6 +6,7 @@ from tests.instructor import lab3_wrong_answers
 from tests.instructor.grading.walkthrough import exported, mistake, released, walk
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_lab_3(tmp_path):
     unmasked = mistake(lab3_wrong_answers, "no mask on the store")
