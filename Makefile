@@ -28,8 +28,8 @@ lab: env ## open JupyterLab on lab1.ipynb (LAB=... for another)
 # One process more than cores, up to four: many tests wait for a process of their own. On the GPU one test runs at a time.
 TEST_PROCESSES ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null | awk '{ print ($$1 < 4 ? $$1 + 1 : 4) }')
 PYTEST = $(TEST_ENV) "$(VENV)/bin/python" -m pytest
-# The tests of one group (tests/conftest.py: a file, or tests with one mark) stay in one process and share their fixtures.
-PARALLEL = -n $(or $(TEST_PROCESSES),2) --dist loadgroup --no-loadscope-reorder
+# The tests of a file stay in one process and share its fixtures; no file is long enough for the other processes to wait.
+PARALLEL = -n $(or $(TEST_PROCESSES),2) --dist loadfile --no-loadscope-reorder
 
 test: env ## run the quick tests (five minutes, no GPU needed)
 	@$(PYTEST) $(PARALLEL) --durations=15 -m "not slow and not overnight and not gpu"
