@@ -1,4 +1,4 @@
-"""The README keeps its word: its example runs, its names exist, its points are the lab's."""
+"""The README is true: its example runs, its names and links exist, its points are those of the lab."""
 
 import re
 from pathlib import Path

@@ -25,7 +25,7 @@ def small_lab() -> Built:
 
 @pytest.fixture(scope="session")
 def grade_notebooks(tmp_path_factory):
-    """`grade_notebooks(built, {student: notebook})` -> (course, {student: {cell id: Score}}), by stock nbgrader."""
+    """Grade with stock nbgrader: `grade_notebooks(built, {student: notebook})` -> (course, {student: {cell id: Score}})."""
 
     def grade(
         built: Built, notebooks: dict[str, str], timeout: int = 300
@@ -67,7 +67,7 @@ def answers(cells) -> dict[str, str]:
 
 @pytest.fixture
 def names(request, answers) -> dict:
-    """The notebook's names after its setup (the test file's SETUP) and the model answers; new ones for each test."""
+    """The notebook's names after its setup (SETUP of the test file) and the model answers. Each test gets its own."""
     names: dict = {}
     exec(request.module.SETUP, names)
     return lab_cases.run_answers(answers, names)

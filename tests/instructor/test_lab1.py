@@ -21,7 +21,7 @@ import json, math, time
 import torch
 import torch.nn.functional as F
 from utils import *
-"""  # what answers use of the notebook's setup cell
+"""  # the part of the notebook's setup cell that answers use
 
 
 class TestLab(EveryLab):

@@ -95,7 +95,7 @@ def test_another_right_answer_passes(calls, checks, answers, files, right):
     assert lab_cases.refusals(_verdicts(own, checks, answers, files, cell, code, replaces)) == []
 
 
-VISIBLE = [  # mistakes that the check in the notebook itself must find: (question, words of the message)
+VISIBLE = [  # mistakes that the check in the notebook itself must find: (mistake, test cell, words of the message)
     ("one slot of V, whatever the stages", "q1_1_budget_tests", "shared_bytes(1, 16, 10, 2)"),
     ("order read backwards", "q2_1_tests", "is held by"),
     ("repetitions counted along columns first", "q2_1_tests", "is held by"),
@@ -123,9 +123,8 @@ def visible(lab, answers):
 
 @pytest.mark.parametrize(("mistake", "cell", "phrase"), VISIBLE, ids=lambda value: str(value))
 def test_the_notebooks_own_check_finds_it(visible, answers, files, monkeypatch, mistake, cell, phrase):
-    monkeypatch.setattr(
-        "utils.machine.device.offline_compile_support", lambda: False
-    )  # slow, and not what is tried here
+    # Compiling is slow, and this test concerns the simulated run only.
+    monkeypatch.setattr("utils.machine.device.offline_compile_support", lambda: False)
     names, tests = dict(visible[0]), visible[1]
     (wrong,) = (w for w in WRONG_ANSWERS if w.mistake == mistake)
     texts = dict(files)
@@ -154,7 +153,7 @@ def test_an_unanswered_or_broken_file_is_a_message(calls, checks, answers, files
 
 @pytest.mark.gpu
 def test_model_answers_agree_on_a_gpu():
-    """The lab's own check: simulated, compiled, and run on this machine's Hopper GPU."""
+    """The lab's own check simulates the kernels, compiles them, and runs them on this machine's Hopper GPU."""
     from instructor.checks.common import Draw
     from instructor.checks.lab3_gluon import attention, pipelines
     from utils.checking.kernel_exercises import expect_kernel

@@ -28,7 +28,7 @@ BACKENDS = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION,
             "efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 class BackendRefused(RuntimeError): pass
 def to_bf16(x): return x.to(torch.bfloat16).double()
-"""  # what answers use of the notebook's setup cell and of the cells given
+"""  # the part of the notebook's setup cell and of its other given cells that answers use
 
 
 class TestLab(EveryLab):
@@ -90,7 +90,7 @@ def test_model_answers_run_on_a_gpu(names):
 
 
 def test_recorded_results_answer_the_questions(cells, names):
-    """The grid that the notebook loads has what Part 6 asks of it, and says where it was measured."""
+    """The grid that the notebook loads has the rows and columns that Part 6 uses."""
     (loader,) = [c.source for c in cells if c.cell_type == "code" and "def load_grid" in c.source]
     names |= {"display": lambda _: None, "show": lambda rows, index: None}
     exec(compile(loader.replace('Path("assets/', f'Path("{ROOT}/assets/'), "loader", "exec"), names)

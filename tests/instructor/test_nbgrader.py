@@ -9,7 +9,7 @@ from nbclient import NotebookClient
 from instructor.build import ROOT
 from instructor.course import answered_notebook
 
-# Right, and as noisy on stderr as can be: nbgrader gives a test cell with anything on its stderr no points.
+# A right answer that writes to stderr in every way: nbgrader gives no points to a test cell with any stderr output.
 NOISY = """\
 import logging, os, warnings
 handler = logging.StreamHandler()
@@ -101,7 +101,7 @@ def test_autograded_cells_say_what_was_wrong(small_lab, graded):
     forbidden = error_of("forbidden", "q1_1_tests")
     assert "matmul" in forbidden.evalue and "in helper, line 2" in forbidden.evalue
     assert "multiply and sum" in forbidden.evalue.lower()
-    assert len(forbidden.traceback) == 1  # the message alone, no walk through the checks
+    assert len(forbidden.traceback) == 1  # the message alone, without the frames of the checks
     assert "SystemExit" in error_of("broken", "q1_1_tests").evalue
 
 
@@ -125,9 +125,9 @@ def test_validate(small_lab, graded):
     (course.root / "mine").mkdir()
     (course.root / "mine" / "untouched.ipynb").write_text(small_lab.student)
     (course.root / "mine" / "solved.ipynb").write_text(answered_notebook(small_lab))
-    said = course.nbgrader("validate", "mine/untouched.ipynb")
-    assert "VALIDATION FAILED ON 4 CELL(S)" in said.replace("\n", " ")
-    assert "Question 1.1 is not answered yet." in said
+    output = course.nbgrader("validate", "mine/untouched.ipynb")
+    assert "VALIDATION FAILED ON 4 CELL(S)" in output.replace("\n", " ")
+    assert "Question 1.1 is not answered yet." in output
     assert "Success! Your notebook passes all the tests." in course.nbgrader("validate", "mine/solved.ipynb")
 
 
