@@ -1,14 +1,14 @@
-"""What holds for every test: one thread a process, GPU tests only on a GPU, and no slow test without its mark.
+"""The rules for every test: one thread a process, GPU tests on a GPU only, no slow test without its mark.
 
-The rule on slow tests: a test without the mark `slow` fails when one phase of it (its fixtures, or the test itself)
+The rule for slow tests: a test without the mark `slow` fails when one of its phases (its fixtures, or the test itself)
 
 - uses more than 10 s of CPU time, in this process and its children together. A busy machine makes a test take longer,
-  but hardly makes it use more CPU time, so this limit holds everywhere;
-- or takes more than 30 s by the clock while the machine is not overloaded (load average of at most two processes a core).
-  This limit is for tests that wait: for a time-out, for a server.
+  but it hardly makes the test use more CPU time, so this limit holds on busy machines as well;
+- or takes more than 30 s by the clock on a machine that is not overloaded (load average of at most two processes a core).
+  This limit finds tests that wait: for a time-out, for a server.
 
-A fixture of a module counts once, for the first test that needs it. LIMIT_S in the environment variable
-SLOW_TEST_SECONDS replaces the 10 s on a machine whose cores are slow. 0 switches the rule off.
+A fixture that several tests share counts once, for the first of them. The environment variable SLOW_TEST_SECONDS replaces
+the 10 s on a machine with slow cores; 0 switches the rule off.
 """
 
 import json
@@ -25,7 +25,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 LIMIT_S = float(os.environ.get("SLOW_TEST_SECONDS", "10"))
 WAITING = 3  # the limit by the clock, in multiples of the limit on CPU time
-BUSY = 2.0  # load average for each core above which the clock says nothing about a test
+BUSY = 2.0  # processes a core: with a higher load average, the clock says nothing about a test
 
 _left_out = pytest.StashKey[int]()
 _costs = pytest.StashKey[dict]()
@@ -38,14 +38,17 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(items):
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_tests and not _gpu_found():
+        reason = "needs an NVIDIA GPU: torch.cuda.is_available() is False here"
+        for item in gpu_tests:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _gpu_found() -> bool:
     import torch
 
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs an NVIDIA GPU: torch.cuda.is_available() is False here")
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+    return torch.cuda.is_available()
 
 
 # ---- what a test costs -------------------------------------------------------------------------------------------
@@ -59,7 +62,7 @@ def cpu_seconds() -> float:
 
 def _has_children() -> bool:
     try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # looks, and leaves an ended child as it is
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # NOWAIT: an ended child stays to be waited for
     except ChildProcessError:
         return False
     return True
@@ -99,7 +102,7 @@ def pytest_runtest_makereport(item, call):
     report = yield
     costs = item.stash.setdefault(_costs, {})
     now = cpu_seconds()
-    cpu_s = now - costs.get("until", now)
+    cpu_s = max(0.0, now - costs.get("until", now))  # a child that nobody waited for takes its seconds with it
     costs["until"] = now
     costs[call.when] = {"cpu": round(cpu_s, 3), "clock": round(call.duration, 3)}
     if report.passed and call.when in ("setup", "call") and not _may_be_slow(item):
@@ -139,18 +142,20 @@ def pytest_deselected(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """Each worker of xdist collects all tests; take the count from the last that ends."""
+    """Read the count of a worker of xdist: each worker collects all tests, the main process none."""
     count = getattr(node, "workeroutput", {}).get("left_out", 0)
     node.config.stash[_left_out] = max(count, node.config.stash.get(_left_out, 0))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session):
-    """Write the last line of the output, after the summary; a worker of xdist hands its count to the main process."""
+    """Write the last line of the output, after the summary. A worker of xdist sends its count to the main process."""
+    in_worker = hasattr(session.config, "workeroutput")
+    if in_worker:
+        session.config.workeroutput["left_out"] = session.config.stash.get(_left_out, 0)
     result = yield
     count = session.config.stash.get(_left_out, 0)
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left_out"] = count
-    elif count and (reporter := session.config.pluginmanager.get_plugin("terminalreporter")):
-        reporter.write_line(f"{count} tests left out (slow): make test-slow runs them.")
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if count and reporter and not in_worker:
+        reporter.write_line(f"{count} test{'s' * (count > 1)} left out (slow): make test-slow runs them.")
     return result
