@@ -83,7 +83,9 @@ def test_the_fused_kernel_keeps_the_small_values_of_the_negative_tail(interprete
     assert relative(y) < 1e-5 < relative(gelu.gelu_unfused(x).double())
 
 
-@pytest.mark.parametrize("name", ["gelu_torch", pytest.param("gelu_compiled", marks=needs_compiler)])
+@pytest.mark.parametrize(
+    "name", ["gelu_torch", pytest.param("gelu_compiled", marks=[needs_compiler, pytest.mark.slow])]
+)
 def test_the_other_fused_versions(name):
     for x in inputs():
         y = gelu.VERSIONS[name](x)
@@ -102,6 +104,7 @@ def test_the_unfused_version_rounds_at_every_step():
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_shapes_do_not_recompile():
     """One compiled function for each dtype: torch.compile would give up after eight recompilations."""
     before = gelu._compiled.cache_info().currsize

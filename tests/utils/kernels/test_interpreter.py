@@ -143,15 +143,21 @@ def test_views_arrive_as_views():
     assert strides.tolist() == list(x.stride()) and torch.equal(total, x.sum())
 
 
-def test_functions_of_the_package_by_name():
+def test_a_function_of_the_package_runs_by_its_name():
     x = torch.randn(7)
     assert torch.equal(run_interpreted("gelu.gelu_torch", x), torch.nn.functional.gelu(x, approximate="tanh"))
-    with pytest.raises(
-        InterpretedKernelError, match=r"no function 'gemm_tilled' in utils\.kernels\.gemm, utils\.kernels\.gelu"
-    ):
-        run_interpreted("gemm_tilled", x)
-    with pytest.raises(InterpretedKernelError, match=r"ValueError: gemm_tiled needs A's columns"):
-        run_interpreted("gemm_tiled", torch.ones(2, 3), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gemm_tilled", r"no function 'gemm_tilled' in utils\.kernels\.gemm, utils\.kernels\.gelu"),
+        ("gemm_tiled", r"ValueError: gemm_tiled needs A's columns"),
+    ],
+)
+def test_an_unknown_name_or_a_refusal_is_an_error(name, message):
+    with pytest.raises(InterpretedKernelError, match=message):
+        run_interpreted(name, torch.ones(2, 3), torch.ones(2, 3))
 
 
 def test_what_cannot_travel_is_refused_before_a_process_starts(monkeypatch):
