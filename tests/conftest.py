@@ -1,6 +1,21 @@
-"""GPU tests are skipped, with the reason, where there is no NVIDIA GPU."""
+"""The rules for every test: one thread a process, GPU tests on a GPU only, no slow test without its mark.
 
+The rule for slow tests: a test without the mark `slow` fails when one of its phases (its fixtures, or the test itself)
+
+- uses more than 10 s of CPU time, in this process and its children together. A busy machine makes a test take longer,
+  but it hardly makes the test use more CPU time, so this limit holds on busy machines as well;
+- or takes more than 30 s by the clock on a machine that is not overloaded (load average of at most two processes a core).
+  This limit finds tests that wait: for a time-out, for a server.
+
+A fixture that several tests share counts once, for the first of them. The environment variable SLOW_TEST_SECONDS replaces
+the 10 s on a machine with slow cores; 0 switches the rule off.
+"""
+
+import json
 import os
+import resource
+import time
+from pathlib import Path
 
 import pytest
 
@@ -8,13 +23,139 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+LIMIT_S = float(os.environ.get("SLOW_TEST_SECONDS", "10"))
+WAITING = 3  # the limit by the clock, in multiples of the limit on CPU time
+BUSY = 2.0  # processes a core: with a higher load average, the clock says nothing about a test
+
+_left_out = pytest.StashKey[int]()
+_costs = pytest.StashKey[dict]()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--cpu-times", metavar="FILE", help="append each test's CPU and clock seconds to FILE, a JSON object a line"
+    )
+
 
 def pytest_collection_modifyitems(items):
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_tests and not _gpu_found():
+        reason = "needs an NVIDIA GPU: torch.cuda.is_available() is False here"
+        for item in gpu_tests:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _gpu_found() -> bool:
     import torch
 
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs an NVIDIA GPU: torch.cuda.is_available() is False here")
-    for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+    return torch.cuda.is_available()
+
+
+# ---- what a test costs -------------------------------------------------------------------------------------------
+
+
+def cpu_seconds() -> float:
+    """CPU seconds so far of this process, of its children that have ended, and of its living descendants."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime + (_cpu_of_descendants() if _has_children() else 0.0)
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # NOWAIT: an ended child stays to be waited for
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _cpu_of_descendants() -> float:
+    """CPU seconds of the living descendants and of their ended children, from Linux's /proc; 0 elsewhere."""
+    parents, ticks = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # the process has ended meanwhile
+            continue
+        pid = int(path.parent.name)
+        parents[pid], ticks[pid] = int(fields[1]), sum(map(int, fields[11:15]))  # utime, stime, cutime, cstime
+    total, level = 0, {os.getpid()}
+    while level:
+        level = {pid for pid, parent in parents.items() if parent in level}
+        total += sum(ticks[pid] for pid in level)
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+def too_slow(cpu_s: float, clock_s: float) -> str | None:
+    """Say why a phase with these seconds needs the mark `slow`, or return None."""
+    if not LIMIT_S:
+        return None
+    if cpu_s > LIMIT_S:
+        return f"used {cpu_s:.1f} s of CPU time, more than {LIMIT_S:g} s"
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    if clock_s > WAITING * LIMIT_S and load <= BUSY:
+        return f"took {clock_s:.1f} s, more than {WAITING * LIMIT_S:g} s, on a machine that is not overloaded"
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    costs = item.stash.setdefault(_costs, {})
+    now = cpu_seconds()
+    cpu_s = max(0.0, now - costs.get("until", now))  # a child that nobody waited for takes its seconds with it
+    costs["until"] = now
+    costs[call.when] = {"cpu": round(cpu_s, 3), "clock": round(call.duration, 3)}
+    if report.passed and call.when in ("setup", "call") and not _may_be_slow(item):
+        reason = too_slow(cpu_s, call.duration)
+        if reason:
+            report.outcome = "failed"
+            phase = "the fixtures of this test" if call.when == "setup" else "this test"
+            report.longrepr = f"{phase} {reason}: mark it @pytest.mark.slow, or make it quicker (tests/README.md)"
+    return report
+
+
+def _may_be_slow(item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("slow", "overnight", "gpu"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    item.stash[_costs] = {"until": cpu_seconds()}
+    result = yield
+    path = item.config.getoption("--cpu-times")
+    if path:
+        costs = {when: value for when, value in item.stash[_costs].items() if when != "until"}
+        with open(path, "a", encoding="utf-8") as file:  # a line is one write: the workers of xdist share the file
+            file.write(json.dumps({"test": item.nodeid, **costs}) + "\n")
+    return result
+
+
+# ---- what was left out -------------------------------------------------------------------------------------------
+
+
+def pytest_deselected(items):
+    config = items[0].config
+    if not config.option.keyword:  # what -k leaves out is no loss
+        names = [{mark.name for mark in item.iter_markers()} for item in items]
+        config.stash[_left_out] = sum("slow" in marks and not marks & {"overnight", "gpu"} for marks in names)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Read the count of a worker of xdist: each worker collects all tests, the main process none."""
+    count = getattr(node, "workeroutput", {}).get("left_out", 0)
+    node.config.stash[_left_out] = max(count, node.config.stash.get(_left_out, 0))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session):
+    """Write the last line of the output, after the summary. A worker of xdist sends its count to the main process."""
+    in_worker = hasattr(session.config, "workeroutput")
+    if in_worker:
+        session.config.workeroutput["left_out"] = session.config.stash.get(_left_out, 0)
+    result = yield
+    count = session.config.stash.get(_left_out, 0)
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if count and reporter and not in_worker:
+        reporter.write_line(f"{count} test{'s' * (count > 1)} left out (slow): make test-slow runs them.")
+    return result

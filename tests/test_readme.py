@@ -1,4 +1,4 @@
-"""The README keeps its word: its example runs, its names exist, its points are the lab's."""
+"""The README is true: its example runs, its names and links exist, its points are those of the lab."""
 
 import re
 from pathlib import Path
@@ -24,6 +24,7 @@ def test_the_api_page_lists_exactly_what_utils_exports():
     assert listed == set(utils.__all__)
 
 
+@pytest.mark.slow
 def test_the_example_runs():
     code = README.split("```python")[1].split("```")[0]
     space: dict = {}

@@ -1,4 +1,4 @@
-"""`make lab` serves the notebook it is asked for, and says where."""
+"""`make lab` serves the notebook of the chosen lab and prints its address."""
 
 import json
 import os
@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture
 def served(tmp_path):
-    """JupyterLab as `make lab` starts it, on a free port without a display: (address, its output so far)."""
+    """JupyterLab as `make lab` starts it, on a free port without a display: (address, log file)."""
     if not (ROOT / ".venv" / "environment.json").exists():
         pytest.skip("there is no .venv here: `make test` makes one")
     log = tmp_path / "jupyter.log"
-    # A private runtime and settings folder: the reader's own JupyterLab is neither seen nor touched.
+    # Runtime and settings folders of its own: it neither finds nor changes the user's own JupyterLab.
     environment = {
         **{key: value for key, value in os.environ.items() if key not in ("DISPLAY", "WAYLAND_DISPLAY", "MAKEFLAGS")},
         **{f"JUPYTER_{kind}_DIR": str(tmp_path / kind) for kind in ("RUNTIME", "CONFIG", "DATA")},

@@ -1,4 +1,4 @@
-"""Tools for tests of labs: build one from its source, and grade notebooks with stock nbgrader."""
+"""Fixtures for tests of labs: the lab built from its source, its cells and checks, and its grades by stock nbgrader."""
 
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +25,7 @@ def small_lab() -> Built:
 
 @pytest.fixture(scope="session")
 def grade_notebooks(tmp_path_factory):
-    """`grade_notebooks(built, {student: notebook})` -> (course, {student: {cell id: Score}}), by stock nbgrader."""
+    """Grade with stock nbgrader: `grade_notebooks(built, {student: notebook})` -> (course, {student: {cell id: Score}})."""
 
     def grade(
         built: Built, notebooks: dict[str, str], timeout: int = 300
@@ -39,7 +39,7 @@ def grade_notebooks(tmp_path_factory):
     return grade
 
 
-# ---- the lab of a test file: its name stands there as LAB -------------------------------------------------------
+# ---- the lab of a test file, which names it in LAB ---------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +61,21 @@ def cells(lab) -> list:
 
 @pytest.fixture(scope="module")
 def answers(cells) -> dict[str, str]:
-    """{id of an answer cell: its source}"""
+    """The model answers: {id of an answer cell: its source}."""
     return lab_cases.answers_in(cells)
+
+
+@pytest.fixture
+def names(request, answers) -> dict:
+    """The notebook's names after its setup (SETUP of the test file) and the model answers. Each test gets its own."""
+    names: dict = {}
+    exec(request.module.SETUP, names)
+    return lab_cases.run_answers(answers, names)
 
 
 @pytest.fixture(scope="module")
 def calls(cells) -> dict[str, str]:
-    """{id of a test cell: the call of its hidden check}"""
+    """The calls of hidden checks: {id of a test cell: the call}."""
     return lab_cases.hidden_calls(cells)
 
 

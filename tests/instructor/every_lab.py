@@ -1,44 +1,88 @@
-"""Tests that each lab must pass. A lab's test file takes them in by `from tests.instructor.every_lab import *`; they go
-by its LAB (the lab's name) and BY_HAND ({id of an answer graded by hand: points}).
-"""
+"""Tests that each lab must pass. The test file of a lab subclasses `EveryLab` as `TestLab`, with the facts of its lab."""
+
+import re
 
 import pytest
 
+from instructor.build import ROOT
 from tests.instructor import lab_cases
 
-__all__ = [
-    "test_a_missing_answer_stops_only_cells_that_say_so",
-    "test_every_check_is_used_by_one_cell",
-    "test_graded_cells_need_no_plain_cell",
-    "test_solved_lab_gets_every_point",
-    "test_untouched_lab_gets_nothing_and_says_what_is_missing",
-    "test_verdicts_name_their_question",
-]
+
+def slow(test):
+    """Mark a test that executes whole notebooks, on a machine that may be busy."""
+    return pytest.mark.slow(pytest.mark.timeout(1500)(test))
 
 
-def test_every_check_is_used_by_one_cell(calls, checks):
-    lab_cases.assert_each_check_has_its_cell(calls, checks)
+class EveryLab:
+    """The tests that all labs share. `lab`, `checks`, `cells`, `calls` and `graded` are fixtures of conftest.py."""
 
+    points: tuple[float, float]  # regular, bonus
+    by_hand: dict[str, float]  # {id of an answer cell graded by hand: points}
+    wrong_answers: list[lab_cases.WrongAnswer]
+    least_mistakes: int
+    least_figures: int
+    least_predictions: int
+    prediction = r"\*\*Before you run\.\*\*"  # how the notebook asks for one
+    minutes = 8.0  # that all cells of the solved notebook may take together
+    longest_cell_s = 60.0
+    bare_stubs = False  # answers at the top level of their cell raise NotImplementedError by themselves
 
-def test_verdicts_name_their_question(calls, checks):
-    lab_cases.assert_verdicts_name_their_question(calls, checks)
+    def test_points_add_up(self, lab):
+        assert lab_cases.points_of(lab) == self.points
 
+    def test_every_check_is_used_by_one_cell(self, calls, checks):
+        assert sorted(lab_cases.check_in(call) for call in calls.values()) == sorted(checks.__all__)
 
-def test_a_missing_answer_stops_only_cells_that_say_so(cells):
-    lab_cases.assert_missing_answers_stop_only_cells_that_say_so(cells)
+    def test_verdicts_name_their_question(self, calls, checks):
+        for cell, call in calls.items():
+            kind, part, number = cell.split("_")[:3]
+            expected = f"Bonus {part}.{number}" if kind == "bonus" else f"{kind[1:]}.{part}"
+            assert getattr(checks, lab_cases.check_in(call)).question == expected, cell
 
+    def test_every_test_cell_has_its_mistake(self, calls):
+        """There are enough mistakes, all different, and each test cell is lost by one of them."""
+        assert len(self.wrong_answers) >= self.least_mistakes
+        assert len({wrong.mistake for wrong in self.wrong_answers}) == len(self.wrong_answers)
+        assert set().union(*(wrong.lost for wrong in self.wrong_answers)) == set(calls)
 
-def test_graded_cells_need_no_plain_cell(cells):
-    lab_cases.assert_graded_cells_need_no_plain_cell(cells)
+    def test_a_missing_answer_stops_only_cells_that_say_so(self, cells):
+        lab_cases.assert_missing_answers_stop_only_cells_that_say_so(cells)
 
+    def test_graded_cells_need_no_plain_cell(self, cells):
+        lab_cases.assert_graded_cells_need_no_plain_cell(cells)
 
-@pytest.mark.slow
-@pytest.mark.timeout(1500)  # whole notebooks, on a machine that may be busy
-def test_solved_lab_gets_every_point(graded, lab, request):
-    lab_cases.assert_solved_gets_every_point(graded, request.module.BY_HAND, points=sum(lab_cases.points_of(lab)))
+    def test_the_lab_reads_well(self, lab):
+        """Figures exist and are described; predictions come before the measurements."""
+        prose = lab_cases.prose_of(lab.student)
+        figures = re.findall(r"!\[(.*?)\]\((.*?)\)", prose)
+        assert len(figures) >= self.least_figures
+        for description, path in figures:
+            assert len(description) > 30 and (ROOT / path).is_file(), path
+        assert len(re.findall(self.prediction, prose)) >= self.least_predictions
 
+    # ---- what stock nbgrader makes of whole notebooks ----
 
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_untouched_lab_gets_nothing_and_says_what_is_missing(graded):
-    lab_cases.assert_untouched_says_what_is_missing(graded)
+    @slow
+    def test_solved_lab_gets_every_point(self, graded):
+        assert graded.not_full("solved") == {}
+        scores = graded.scores["solved"]
+        by_hand = {name: score.points for name, score in scores.items() if score.needs_manual_grade}
+        assert by_hand == self.by_hand
+        assert sum(score.points for score in scores.values()) == sum(self.points)
+        assert [(cell.source[:60], error.evalue) for cell, error in graded.errors("solved")] == []
+
+    @slow
+    def test_solved_lab_is_quick(self, graded):
+        seconds = graded.seconds("solved")
+        assert sum(seconds) > 5  # the times were recorded
+        assert max(seconds) < self.longest_cell_s
+        assert sum(seconds) < 60 * self.minutes
+
+    @slow
+    def test_untouched_lab_gets_nothing_and_says_what_is_missing(self, graded):
+        assert sum(score.auto or 0 for score in graded.scores["untouched"].values()) == 0
+        for cell, error in graded.errors("untouched"):
+            if self.bare_stubs and error.ename == "NotImplementedError":
+                continue
+            assert error.ename in ("WrongAnswer", "AnswerNeeded"), (cell.source[:60], error.evalue)
+            assert re.search(r"(Question|[Bb]onus) \d\.\d", error.evalue), error.evalue

@@ -1,6 +1,6 @@
-"""Wrong answers to lab 1, one a typical mistake: the question it must lose, and words of the message.
+"""Typical mistakes in lab 1, each with the question that it loses and words of the message.
 
-Each `code` is what stands after the model answer in the same cell, so that it replaces one function of it.
+`code` runs after the model answer in the same cell, and so replaces one of its functions.
 """
 
 from tests.instructor.lab_cases import WrongAnswer

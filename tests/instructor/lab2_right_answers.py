@@ -1,4 +1,4 @@
-"""Right answers to lab 2 that look unlike the model answers: (what is different, answer cell, code)."""
+"""Right answers to lab 2 that differ from the model answers: (difference, answer cell, code)."""
 
 RIGHT_ANSWERS = [
     (

@@ -1,6 +1,6 @@
-"""Right answers to lab 3 that look unlike the model answers: (what is different, answer cell, code or replacements).
+"""Right answers to lab 3 that differ from the model answers: (difference, answer cell, code or replacements).
 
-Code stands after the model answer; replacements are pairs (text of the answer's file, what stands there instead).
+Code runs after the model answer in the same cell. Replacements are pairs (text of the answer's file, new text).
 """
 
 _TRANSPOSE_BODY = """

@@ -1,7 +1,7 @@
-"""Wrong answers to lab 3, one a typical mistake: the question it must lose, and words of the message.
+"""Typical mistakes in lab 3, each with the question that it loses and words of the message.
 
-`code` stands after the model answer in its cell, so that it replaces one function of it; `replaces` are pairs (text of
-the answer's file, what stands there instead), each text there once.
+`code` runs after the model answer in the same cell, and so replaces one of its functions. `replaces` are pairs (text that
+the answer's file contains once, new text).
 """
 
 from tests.instructor.lab_cases import WrongAnswer

@@ -1,5 +1,7 @@
-"""What the tests of all labs do: read answers and hidden checks off a lab's cells, judge a changed answer, and look at
-what stock nbgrader makes of whole notebooks. What is one lab's own stands in its test file.
+"""Helpers for the tests of labs.
+
+They read the answers and the hidden checks from a lab's cells, judge changed answers, and read the grades that stock
+nbgrader gives to whole notebooks. What concerns one lab only is in the test file of that lab.
 """
 
 import ast
@@ -11,24 +13,25 @@ from types import ModuleType
 
 import nbformat
 
-from instructor.build import ROOT, Built
+from instructor.build import Built
 from instructor.course import Score, answered_notebook
 from utils.checking import Verdict
 
 
 @dataclass(frozen=True)
 class WrongAnswer:
-    """A mistake, the answer cell it stands in, what the student reads, and the test cells it loses."""
+    """A typical mistake in one answer cell, the words of the message, and the test cells that lose their points."""
 
     mistake: str
     cell: str
-    code: str = ""  # stands after the model answer, so that it replaces a function of it
-    phrase: str | tuple[str, ...] = ""  # in the message; of several, any one
-    loses: tuple[str, ...] = ()
-    replaces: tuple[tuple[str, str], ...] = ()  # in a file cell: pairs (text that stands there once, instead)
+    code: str = ""  # runs after the model answer, and so replaces one of its functions
+    phrase: str | tuple[str, ...] = ""  # the message contains it, or one of them
+    loses: tuple[str, ...] = ()  # empty: the answer's own test cell
+    replaces: tuple[tuple[str, str], ...] = ()  # for a cell that writes a file: pairs (old text, found once; new text)
 
     @property
     def lost(self) -> set[str]:
+        """Ids of the test cells that lose their points."""
         return set(self.loses or (f"{self.cell}_tests",))
 
 
@@ -36,12 +39,12 @@ class WrongAnswer:
 
 
 def has_role(cell, role: str) -> bool:
-    """Whether nbgrader's metadata give a cell this role: "solution", "grade"."""
+    """True if nbgrader's metadata give the cell this role ("solution" or "grade")."""
     return cell.metadata.get("nbgrader", {}).get(role, False)
 
 
 def answers_in(cells) -> dict[str, str]:
-    """{id of an answer cell: its source}"""
+    """Read the answers: {id of an answer cell: its source}."""
     return {
         cell.metadata.nbgrader["grade_id"]: cell.source
         for cell in cells
@@ -50,7 +53,7 @@ def answers_in(cells) -> dict[str, str]:
 
 
 def hidden_calls(cells) -> dict[str, str]:
-    """{id of a test cell: the call of its hidden check, `hidden.name(arguments)`, as the cell writes it}"""
+    """Read the calls of the hidden checks: {id of a test cell: the text `hidden.name(arguments)`}."""
     found = {}
     for cell in cells:
         if cell.cell_type == "code" and has_role(cell, "grade"):
@@ -60,19 +63,19 @@ def hidden_calls(cells) -> dict[str, str]:
 
 
 def check_in(call: str) -> str:
-    """The name of the check that a call calls."""
+    """Return the name of the check in the text of a call."""
     return re.match(r"hidden\.(\w+)", call)[1]
 
 
 def calls_of(answer: str, calls: dict[str, str]) -> dict[str, str]:
-    """The calls that judge one answer cell."""
+    """Select the calls that judge one answer cell."""
     own = {test: call for test, call in calls.items() if test.startswith(f"{answer}_")}
     assert own, f"no test cell judges {answer}"
     return own
 
 
 def checks_of(lab: str) -> ModuleType:
-    """The hidden checks of a lab."""
+    """Import the hidden checks of a lab."""
     return importlib.import_module(f"instructor.checks.{lab}")
 
 
@@ -80,7 +83,7 @@ def checks_of(lab: str) -> ModuleType:
 
 
 def run_answers(answers: dict[str, str], names: dict) -> dict:
-    """Run the answer cells in `names`, which it returns; a cell that writes a file is left out."""
+    """Run the answer cells with these global names and return the names; skip cells that write a file."""
     for cell, source in answers.items():
         if not source.startswith("%%writefile"):
             exec(compile(source, cell, "exec"), names)
@@ -88,23 +91,23 @@ def run_answers(answers: dict[str, str], names: dict) -> dict:
 
 
 def replaced_once(text: str, old: str, new: str) -> str:
-    """The text with `old`, which must stand there once, replaced."""
+    """Replace `old`, which the text must contain exactly once."""
     assert text.count(old) == 1, (text.count(old), old)
     return text.replace(old, new)
 
 
 def verdicts_on(calls: dict[str, str], names: dict, checks: ModuleType) -> dict[str, Verdict]:
-    """{id of a test cell: Verdict} of the hidden checks on the answers among `names`."""
+    """Run the hidden checks on the answers among `names`: {id of a test cell: Verdict}."""
     return {cell: eval(call, {**names, "hidden": checks}) for cell, call in calls.items()}
 
 
 def refusals(verdicts: dict[str, Verdict]) -> list[str]:
-    """What a student reads who did not pass."""
+    """Return the messages of the checks that did not pass."""
     return [str(verdict) for verdict in verdicts.values() if not verdict.passed]
 
 
 def assert_loses_alone(verdicts: dict[str, Verdict], wrong: WrongAnswer, every_message: bool = True) -> None:
-    """The mistake loses the tests it should and no others, and is named: in the last message at least."""
+    """Check that the mistake loses its own tests and no others, and that every message (or the last one) names it."""
     assert {cell for cell, verdict in verdicts.items() if not verdict.passed} == wrong.lost, refusals(verdicts)
     phrases = (wrong.phrase,) if isinstance(wrong.phrase, str) else wrong.phrase
     for cell in wrong.lost:
@@ -115,31 +118,13 @@ def assert_loses_alone(verdicts: dict[str, Verdict], wrong: WrongAnswer, every_m
             assert any(phrase in verdict.message for phrase in phrases), verdict.message
 
 
-# ---- all checks of a lab -----------------------------------------------------------------------------------------
+# ---- a lab as a whole --------------------------------------------------------------------------------------------
 
 
 def points_of(lab: Built) -> tuple[float, float]:
-    """(points, bonus points)"""
+    """Sum a lab's points: (regular, bonus)."""
     regular, bonus = (sum(q.points for q in lab.questions if q.bonus == which) for which in (False, True))
     return regular, bonus
-
-
-def assert_each_check_has_its_cell(calls: dict[str, str], checks: ModuleType) -> None:
-    assert sorted(check_in(call) for call in calls.values()) == sorted(checks.__all__)
-
-
-def assert_verdicts_name_their_question(calls: dict[str, str], checks: ModuleType) -> None:
-    for cell, call in calls.items():
-        kind, part, number = cell.split("_")[:3]
-        expected = f"Bonus {part}.{number}" if kind == "bonus" else f"{kind[1:]}.{part}"
-        assert getattr(checks, check_in(call)).question == expected, cell
-
-
-def assert_mistakes_cover(wrong_answers: list[WrongAnswer], calls: dict[str, str], at_least: int) -> None:
-    """There are so many mistakes, each once, and every test cell is lost by one."""
-    assert len(wrong_answers) >= at_least
-    assert len({wrong.mistake for wrong in wrong_answers}) == len(wrong_answers)
-    assert set().union(*(wrong.lost for wrong in wrong_answers)) == set(calls)
 
 
 # ---- what a notebook's cells use and give ------------------------------------------------------------------------
@@ -149,8 +134,8 @@ def names_used(tree: ast.AST) -> set[str]:
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
 
 
-def names_given(tree: ast.AST) -> set[str]:
-    """Names that a cell gives to the notebook."""
+def names_defined(tree: ast.AST) -> set[str]:
+    """Return the names that a cell defines for the notebook."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -167,14 +152,14 @@ def arguments_named(tree: ast.AST) -> set[str]:
 
 
 def answers_required(tree: ast.AST) -> set[str]:
-    """Names of the answers that a cell asks for with require_answer."""
+    """Return the names of the answers that a cell asks for with require_answer."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return {call.args[0].value for call in calls if getattr(call.func, "id", "") == "require_answer"}
 
 
 def assert_missing_answers_stop_only_cells_that_say_so(cells) -> None:
-    """What a cell uses comes from cells that run at least whenever it runs itself."""
-    needs, problems = {}, []  # needs: name -> answers without which it is not there
+    """Check that each cell which uses an answer asks for it with require_answer, also where it uses it indirectly."""
+    needs, problems = {}, []  # needs: {name: the answers without which it is not defined}
     for cell in cells:
         if cell.cell_type != "code" or cell.source.startswith("%%writefile"):
             continue
@@ -184,7 +169,7 @@ def assert_missing_answers_stop_only_cells_that_say_so(cells) -> None:
             continue
         if has_role(cell, "grade"):
             continue  # a check reports a missing answer by itself
-        required, given = answers_required(tree), names_given(tree)
+        required, given = answers_required(tree), names_defined(tree)
         for name in names_used(tree) - given - arguments_named(tree):
             missing = needs.get(name, set()) - required
             if missing:
@@ -194,13 +179,13 @@ def assert_missing_answers_stop_only_cells_that_say_so(cells) -> None:
 
 
 def assert_graded_cells_need_no_plain_cell(cells) -> None:
-    """Answers and tests use nothing that a student may delete: all they need is given by answers and locked cells."""
-    plain, needed = {}, []  # plain: name -> the first line of the plain cell that gives it
+    """Check that answers and tests use only names of answers and of locked cells: a student may delete the others."""
+    plain, needed = {}, []  # plain: {name: first line of the plain cell that defines it}
     for cell in cells:
         if cell.cell_type != "code" or cell.source.startswith("%%writefile"):
             continue
         tree = ast.parse(cell.source)
-        given = names_given(tree)
+        given = names_defined(tree)
         if "nbgrader" not in cell.metadata:
             plain |= dict.fromkeys(given, cell.source.splitlines()[0])
         elif has_role(cell, "grade") or has_role(cell, "solution"):
@@ -210,15 +195,8 @@ def assert_graded_cells_need_no_plain_cell(cells) -> None:
 
 
 def prose_of(notebook: str) -> str:
-    """The markdown cells of a notebook."""
+    """Join the markdown cells of a notebook."""
     return "\n".join(c.source for c in nbformat.reads(notebook, as_version=4).cells if c.cell_type == "markdown")
-
-
-def assert_figures_are_described(prose: str, at_least: int) -> None:
-    figures = re.findall(r"!\[(.*?)\]\((.*?)\)", prose)
-    assert len(figures) >= at_least
-    for alt, path in figures:
-        assert len(alt) > 30 and (ROOT / path).is_file(), path
 
 
 # ---- whole notebooks, graded by stock nbgrader -------------------------------------------------------------------
@@ -226,13 +204,13 @@ def assert_figures_are_described(prose: str, at_least: int) -> None:
 
 @dataclass(frozen=True)
 class Graded:
-    """Scores {student: {cell id: Score}} and executed notebooks of the students "solved", "untouched" and more."""
+    """Scores {student: {cell id: Score}} and executed notebooks of the students "solved", "untouched" and others."""
 
     scores: dict[str, dict[str, Score]]
     notebooks: dict[str, nbformat.NotebookNode]
 
     def errors(self, student: str) -> list[tuple]:
-        """[(cell, the error that stands below it)]"""
+        """The errors in a student's notebook: [(cell, error output)]."""
         return [
             (cell, output)
             for cell in self.notebooks[student].cells
@@ -241,11 +219,11 @@ class Graded:
         ]
 
     def seconds(self, student: str) -> list[float]:
-        """How long each code cell took."""
+        """Seconds that each code cell took."""
         return [_seconds(cell) for cell in self.notebooks[student].cells if cell.cell_type == "code"]
 
     def not_full(self, student: str) -> dict[str, Score]:
-        """The automatic tests without all their points."""
+        """The automatic tests that did not get all their points."""
         return {
             name: score
             for name, score in self.scores[student].items()
@@ -260,7 +238,7 @@ def _seconds(cell) -> float:
 
 
 def graded_by_nbgrader(lab: Built, grade_notebooks, **more: str) -> Graded:
-    """Stock nbgrader on the solved and the untouched notebook, and on more: {student: notebook}."""
+    """Grade the solved and the untouched notebook, and others by student, with stock nbgrader."""
     course, scores = grade_notebooks(lab, {"solved": answered_notebook(lab), "untouched": lab.student, **more})
     return Graded(
         scores,
@@ -269,30 +247,3 @@ def graded_by_nbgrader(lab: Built, grade_notebooks, **more: str) -> Graded:
             for student in scores
         },
     )
-
-
-def assert_solved_gets_every_point(graded: Graded, by_hand: dict[str, float], points: float) -> None:
-    assert graded.not_full("solved") == {}
-    scores = graded.scores["solved"]
-    assert {name: score.points for name, score in scores.items() if score.needs_manual_grade} == by_hand
-    assert sum(score.points for score in scores.values()) == points
-    assert [(cell.source[:60], error.evalue) for cell, error in graded.errors("solved")] == []
-
-
-def assert_solved_is_quick(graded: Graded, minutes: float = 8, longest_cell: float = 60) -> None:
-    seconds = graded.seconds("solved")
-    assert sum(seconds) > 5  # the times were recorded
-    assert max(seconds) < longest_cell
-    assert sum(seconds) < 60 * minutes
-
-
-def assert_untouched_says_what_is_missing(graded: Graded, bare_stubs: bool = False) -> None:
-    """No point, and each error names a question. bare_stubs: answers at the top level of their cell raise by
-    themselves.
-    """
-    assert sum(score.auto or 0 for score in graded.scores["untouched"].values()) == 0
-    for cell, error in graded.errors("untouched"):
-        if bare_stubs and error.ename == "NotImplementedError":
-            continue
-        assert error.ename in ("WrongAnswer", "AnswerNeeded"), (cell.source[:60], error.evalue)
-        assert re.search(r"(Question|[Bb]onus) \d\.\d", error.evalue), error.evalue

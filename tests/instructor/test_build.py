@@ -1,4 +1,4 @@
-"""From a lab's text to its two notebooks: what comes out, and what is refused."""
+"""Building a lab: the two notebooks that its source makes, and the sources that are refused."""
 
 import json
 import re
@@ -40,7 +40,7 @@ assert double("ab") == "abab"
 
 @pytest.fixture
 def lab_file(tmp_path):
-    """Write a lab's source (its header is added) and return its path."""
+    """Write a lab's source after the common header and return its path."""
 
     def write(*parts, name="tiny"):
         path = tmp_path / f"{name}.py"
@@ -114,7 +114,7 @@ def test_equal_cells_get_different_ids(lab_file):
 
 
 def test_source_goes_through_jupyterlab_unchanged():
-    """Opened as a notebook and saved again, the text stays as it is (but for jupytext's version in the header)."""
+    """A source that is opened as a notebook and saved again changes only jupytext's version in the header."""
     text = FIXTURE_LAB.read_text()
     saved = jupytext.writes(jupytext.reads(text, fmt="py:percent"), fmt="py:percent")
     saved = re.sub(r"#       (format_version|jupytext_version): .*\n", "", saved)
@@ -343,7 +343,7 @@ def test_code_that_breaks_without_its_solution(lab_file):
 
 @pytest.fixture
 def house(tmp_path, monkeypatch, lab_file):
-    """A folder with one lab, `tiny`, that the commands take for the repository."""
+    """A folder with the lab `tiny`, which the commands use as the repository."""
     path = lab_file(HEADING, ANSWER, TESTS)
     monkeypatch.setattr(points_module, "LABS", path.parent)
     monkeypatch.setattr(builder, "ROOT", tmp_path / "house")
@@ -412,7 +412,7 @@ def test_committed_notebook_is_what_its_source_builds(name):
 
 @pytest.mark.parametrize("name", lab_names())
 def test_every_cell_is_found_where_it_stands(name):
-    """The line that an error would name is the line of that cell's marker."""
+    """An error in a cell names the line of the cell's marker."""
     path = lab_path(name)
     lines = path.read_text().splitlines()
     lab = read_lab(path)

@@ -3,21 +3,24 @@
 import nbformat
 import pytest
 
-from instructor.execute import execute
+from instructor.execute import Execution, execute
 
 
-def test_a_solved_lab_runs_without_errors(small_lab):
-    execution = execute(small_lab.instructor)
-    assert execution.errors == {}
+@pytest.fixture(scope="module")
+def solved(small_lab) -> Execution:
+    return execute(small_lab.instructor)
+
+
+def test_a_solved_lab_runs_without_errors(small_lab, solved):
+    assert solved.errors == {}
     code = [cell.id for cell in nbformat.reads(small_lab.instructor, as_version=4).cells if cell.cell_type == "code"]
-    assert list(execution.seconds) == code
-    record = execution.record()
+    assert list(solved.seconds) == code
+    record = solved.record()
     assert record["environment"]["torch"] and record["total_seconds"] >= 0
 
 
-def test_an_untouched_lab_runs_to_its_end(small_lab):
+def test_an_untouched_lab_runs_to_its_end(small_lab, solved):
     execution = execute(small_lab.student)
-    solved = execute(small_lab.instructor)
     assert list(execution.seconds) == list(solved.seconds)
     assert any("not answered" in text for text in execution.errors.values()), execution.errors
 

@@ -3,75 +3,60 @@
 import ast
 import functools
 import json
-import math
-import re
-import warnings
 
 import pytest
 import torch
 
-from instructor.build import ROOT
 from tests.instructor import lab_cases
-from tests.instructor.every_lab import *  # noqa: F403
+from tests.instructor.every_lab import EveryLab, slow
 from tests.instructor.lab2_right_answers import RIGHT_ANSWERS
 from tests.instructor.lab2_wrong_answers import WRONG_ANSWERS
 
 LAB = "lab2_flexattention"
 BY_HAND = {"q1_3": 4, "q5_2": 5, "q5_3": 4, "q6_2": 4, "q7_2": 4}
+SETUP = """
+import functools, math, warnings
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+"""  # the part of the notebook's setup cell that answers use
 
 
-def _namespace(answers):
-    """The names of the setup cell that answers use, and the student's functions."""
-    import torch.nn.functional as F
-    from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+class TestLab(EveryLab):
+    points = (100, 18)
+    by_hand = BY_HAND
+    wrong_answers, least_mistakes = WRONG_ANSWERS, 60
+    least_figures, least_predictions = 4, 9
+    prediction = r"\*\*Before you (?:run|look)\.\*\*"
+    longest_cell_s = 8 * 60
 
-    names = {
-        "torch": torch,
-        "F": F,
-        "math": math,
-        "functools": functools,
-        "warnings": warnings,
-        "BlockMask": BlockMask,
-        "create_block_mask": create_block_mask,
-        "flex_attention": flex_attention,
-    }
-    return lab_cases.run_answers(answers, names)
-
-
-def test_hundred_points_and_eighteen(lab):
-    assert lab_cases.points_of(lab) == (100, 18)
-
-
-def test_the_students_notebook_is_the_built_one(lab):
-    assert (ROOT / f"{LAB}.ipynb").read_text(encoding="utf-8") == lab.student, f"run: labs build {LAB}"
+    @slow
+    def test_solved_lab_keeps_its_tables(self, graded):
+        text = json.dumps(graded.notebooks["solved"].cells[-2])
+        for table in ("mask_as_data", "promises", "race", "traces", "cliff", "buckets", "sweep", "layout"):
+            assert table in text
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_model_answers_pass_with_fresh_inputs(calls, checks, answers, seed):
-    assert lab_cases.refusals(lab_cases.verdicts_on(calls, _namespace(answers), checks)) == []
-
-
-def test_there_are_enough_mistakes(calls):
-    lab_cases.assert_mistakes_cover(WRONG_ANSWERS, calls, at_least=60)
+def test_model_answers_pass_with_fresh_inputs(calls, checks, names, seed):
+    assert lab_cases.refusals(lab_cases.verdicts_on(calls, names, checks)) == []
 
 
 @pytest.mark.parametrize("wrong", WRONG_ANSWERS, ids=lambda wrong: wrong.mistake)
-def test_wrong_answer_loses_its_question_alone(calls, checks, answers, wrong):
-    names = _namespace(answers)
+def test_wrong_answer_loses_its_question_alone(calls, checks, names, wrong):
     exec(compile(wrong.code, wrong.cell, "exec"), names)
     lab_cases.assert_loses_alone(lab_cases.verdicts_on(calls, names, checks), wrong, every_message=False)
 
 
 @pytest.mark.parametrize("right", RIGHT_ANSWERS, ids=lambda right: right[0])
-def test_another_right_answer_passes(calls, checks, answers, right):
+def test_another_right_answer_passes(calls, checks, names, right):
     _, cell, code = right
-    names = _namespace(answers)
     exec(compile(code, cell, "exec"), names)
     assert lab_cases.refusals(lab_cases.verdicts_on(lab_cases.calls_of(cell, calls), names, checks)) == []
 
 
 def _visible(cells, test, names):
-    """Run a test cell's visible part with the setup cell's helpers; the message it raises, or None."""
+    """Run a test cell's visible part with the setup cell's helpers; return the message it raises, or None."""
     setup = next(c.source for c in cells if c.metadata.get("nbgrader", {}).get("grade_id") == "setup")
     helpers = [
         node
@@ -103,21 +88,19 @@ def _visible(cells, test, names):
         ("all sequences at one position", "bonus_8_1_tests", "two queries"),
     ],
 )
-def test_the_first_check_finds_a_plain_mistake(cells, answers, mistake, test, phrase):
-    names = _namespace(answers)
+def test_the_first_check_finds_a_plain_mistake(cells, names, mistake, test, phrase):
     assert _visible(cells, test, names) is None
     (wrong,) = (wrong for wrong in WRONG_ANSWERS if wrong.mistake == mistake)
     exec(compile(wrong.code, wrong.cell, "exec"), names)
     message = _visible(cells, test, names)
-    if phrase is None:  # the light test has one head: grading finds it
+    if phrase is None:  # the visible test has one head; the hidden check finds the mistake
         assert message is None
     else:
         assert phrase.lower() in message.lower()
         assert message.count("Question") + message.count("Bonus") == 1, message
 
 
-def test_python_max_in_a_bias_is_named(cells, answers):
-    names = _namespace(answers)
+def test_python_max_in_a_bias_is_named(cells, names):
     exec("def relative_bias(table):\n    return lambda s, b, h, q, k: s + table[h, max(0, min(q - k + 1, 2))]", names)
     assert "clamp" in _visible(cells, "q4_2_tests", names)
 
@@ -152,21 +135,21 @@ def test_arguments_are_counted_as_flex_attention_counts_them():
                 create_block_mask(mod, None, None, 4, 4, device="cpu", BLOCK_SIZE=2)
 
 
-def test_unanswered_questions_say_so(calls, checks, answers):
+def test_unanswered_questions_say_so(calls, checks, names):
     def stub(*args, **kwargs):
         raise NotImplementedError()
 
-    names = dict.fromkeys(_namespace(answers), stub)
-    for cell, verdict in lab_cases.verdicts_on(calls, names, checks).items():
+    unanswered = dict.fromkeys(names, stub)
+    for cell, verdict in lab_cases.verdicts_on(calls, unanswered, checks).items():
         assert not verdict.passed and "not answered yet" in verdict.message, cell
 
 
 @pytest.mark.gpu
-def test_model_answers_run_on_a_gpu(answers):
+def test_model_answers_run_on_a_gpu(names):
     """The checks feed CPU tensors; here the same functions get tensors on the GPU, and FlexAttention compiles them."""
     from utils.attention.flex_dense import flex_reference
 
-    names, cuda = _namespace(answers), torch.device("cuda")
+    cuda = torch.device("cuda")
     length = 512
     q, k, v = (torch.randn(2, 4, length, 64, device=cuda, dtype=torch.bfloat16) for _ in range(3))
     numbers = names["document_numbers"]([200, 150, 100], length, cuda)
@@ -198,27 +181,11 @@ def test_model_answers_run_on_a_gpu(answers):
 
 
 def test_cells_bring_the_names_they_measure_with(cells):
-    """A cell run again, or out of order, does not take another cell's tensors."""
+    """A cell that runs again, or out of order, does not use another cell's tensors."""
     shared = {"q", "k", "v", "span", "block", "rows"}
     for cell in cells:
         if cell.cell_type != "code" or lab_cases.has_role(cell, "solution") or lab_cases.has_role(cell, "grade"):
             continue
         tree = ast.parse(cell.source)
-        own = lab_cases.names_given(tree) | lab_cases.arguments_named(tree)
+        own = lab_cases.names_defined(tree) | lab_cases.arguments_named(tree)
         assert lab_cases.names_used(tree) & shared <= own, cell.source.splitlines()[0]
-
-
-def test_the_lab_reads_well(lab):
-    """Figures are there and described; a prediction comes before the measurements."""
-    prose = lab_cases.prose_of(lab.student)
-    lab_cases.assert_figures_are_described(prose, at_least=4)
-    assert len(re.findall(r"\*\*Before you (?:run|look)\.\*\*", prose)) >= 9
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_solved_lab_is_quick_and_keeps_its_tables(graded):
-    lab_cases.assert_solved_is_quick(graded, longest_cell=8 * 60)
-    text = json.dumps(graded.notebooks["solved"].cells[-2])
-    for table in ("mask_as_data", "promises", "race", "traces", "cliff", "buckets", "sweep", "layout"):
-        assert table in text

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="lab 3 needs Triton for Gluon itself; there
 
 from instructor.points import lab_path
 from tests.instructor import lab_cases
-from tests.instructor.every_lab import *  # noqa: F403
+from tests.instructor.every_lab import EveryLab
 from tests.instructor.lab3_right_answers import BODY, RIGHT_ANSWERS
 from tests.instructor.lab3_wrong_answers import WRONG_ANSWERS
 
@@ -19,9 +19,21 @@ LAB = "lab3_gluon"
 BY_HAND = {"q1_2": 4, "q3_3": 4, "q4_2": 4, "q5_4": 6}
 
 
+class TestLab(EveryLab):
+    points = (100, 16)
+    by_hand = BY_HAND
+    wrong_answers, least_mistakes = WRONG_ANSWERS, 30
+    least_figures, least_predictions = 3, 5
+
+    def test_the_checklist_is_the_map(self, lab):
+        prose = lab_cases.prose_of(lab.student)
+        lines = "Pipeline", "Layouts", "Softmax", "Sync", "Memory", "Loads", "Critical path", "Schedule", "Masking"
+        assert [line for line in lines if f"| {line} |" not in prose] == []
+
+
 @pytest.fixture(scope="module")
 def files(cells):
-    """{file: its text}, of every cell that writes one."""
+    """The files that cells write: {file: its text}."""
     found = (re.match(r"%%writefile (\S+)\n(.*)", c.source, flags=re.DOTALL) for c in cells if c.cell_type == "code")
     return {m[1]: m[2] for m in found if m}
 
@@ -42,7 +54,7 @@ def _replaced(text, replaces):
 
 
 def _verdicts(calls, checks, answers, files, cell=None, code="", replaces=()):
-    """{id of a test cell: Verdict}, with one answer changed."""
+    """Run the checks with one answer changed: {id of a test cell: Verdict}."""
     names = lab_cases.run_answers(answers, {"math": math, "torch": torch})
     exec(compile(code, cell or "no change", "exec"), names)
     texts = dict(files)
@@ -53,23 +65,15 @@ def _verdicts(calls, checks, answers, files, cell=None, code="", replaces=()):
 
 
 def _near(calls, cell):
-    """The tests of one answer, and of the question before and after it: what a mistake there could touch."""
+    """Select the tests of one answer, and of the questions before and after it, which a mistake could affect."""
     order = list(calls)
     own = [order.index(test) for test in lab_cases.calls_of(cell, calls)]
     return {test: calls[test] for test in order[max(0, own[0] - 1) : own[-1] + 2]}
 
 
-def test_hundred_points_and_sixteen(lab):
-    assert lab_cases.points_of(lab) == (100, 16)
-
-
 @pytest.mark.parametrize("draw", range(2))
 def test_model_answers_pass_with_fresh_inputs(calls, checks, answers, files, draw):
     assert lab_cases.refusals(_verdicts(calls, checks, answers, files)) == []
-
-
-def test_there_are_enough_mistakes(calls):
-    lab_cases.assert_mistakes_cover(WRONG_ANSWERS, calls, at_least=30)
 
 
 @pytest.mark.parametrize("wrong", WRONG_ANSWERS, ids=lambda wrong: wrong.mistake)
@@ -91,7 +95,7 @@ def test_another_right_answer_passes(calls, checks, answers, files, right):
     assert lab_cases.refusals(_verdicts(own, checks, answers, files, cell, code, replaces)) == []
 
 
-VISIBLE = [  # mistakes that the check in the notebook itself must find: (question, words of the message)
+VISIBLE = [  # mistakes that the check in the notebook itself must find: (mistake, test cell, words of the message)
     ("one slot of V, whatever the stages", "q1_1_budget_tests", "shared_bytes(1, 16, 10, 2)"),
     ("order read backwards", "q2_1_tests", "is held by"),
     ("repetitions counted along columns first", "q2_1_tests", "is held by"),
@@ -106,7 +110,7 @@ VISIBLE = [  # mistakes that the check in the notebook itself must find: (questi
 
 @pytest.fixture(scope="module")
 def visible(lab, answers):
-    """(names of the notebook after setup and the model answers, {id of a test cell: its visible part})"""
+    """The notebook after setup and model answers: (its names, {id of a test cell: its visible part})."""
     names, tests = {"__name__": "notebook"}, {}
     for cell in nbformat.reads(lab.student, as_version=4).cells:
         name = cell.metadata.get("nbgrader", {}).get("grade_id")
@@ -119,9 +123,8 @@ def visible(lab, answers):
 
 @pytest.mark.parametrize(("mistake", "cell", "phrase"), VISIBLE, ids=lambda value: str(value))
 def test_the_notebooks_own_check_finds_it(visible, answers, files, monkeypatch, mistake, cell, phrase):
-    monkeypatch.setattr(
-        "utils.machine.device.offline_compile_support", lambda: False
-    )  # slow, and not what is tried here
+    # Compiling is slow, and this test concerns the simulated run only.
+    monkeypatch.setattr("utils.machine.device.offline_compile_support", lambda: False)
     names, tests = dict(visible[0]), visible[1]
     (wrong,) = (w for w in WRONG_ANSWERS if w.mistake == mistake)
     texts = dict(files)
@@ -150,7 +153,7 @@ def test_an_unanswered_or_broken_file_is_a_message(calls, checks, answers, files
 
 @pytest.mark.gpu
 def test_model_answers_agree_on_a_gpu():
-    """The lab's own check: simulated, compiled, and run on this machine's Hopper GPU."""
+    """The lab's own check simulates the kernels, compiles them, and runs them on this machine's Hopper GPU."""
     from instructor.checks.common import Draw
     from instructor.checks.lab3_gluon import attention, pipelines
     from utils.checking.kernel_exercises import expect_kernel
@@ -171,21 +174,3 @@ def test_model_answers_agree_on_a_gpu():
         attention.overlap_launch(*(x[None] for x in qkv), 2),
     ):
         expect_kernel(texts[launch.file], launch, expected, rtol=2e-2, atol=2e-2, compiles=True)
-
-
-# ---- the notebook ------------------------------------------------------------------------------------------------
-
-
-def test_the_lab_reads_well(lab):
-    """Figures are there and described; a prediction comes before the measurements; the checklist is the map."""
-    prose = lab_cases.prose_of(lab.student)
-    lab_cases.assert_figures_are_described(prose, at_least=3)
-    assert prose.count("**Before you run.**") >= 5
-    for line in ("Pipeline", "Layouts", "Softmax", "Sync", "Memory", "Loads", "Critical path", "Schedule", "Masking"):
-        assert f"| {line} |" in prose
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_solved_lab_is_quick(graded):
-    lab_cases.assert_solved_is_quick(graded)

@@ -1,10 +1,6 @@
 """Lab 4: the model answers pass every check, each wrong answer loses its question, and the notebook runs."""
 
-import functools
-import json
-import math
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,65 +8,48 @@ import torch
 from instructor.build import ROOT
 from instructor.checks.lab4_sdpa.common import sdpa_switches
 from tests.instructor import lab_cases
-from tests.instructor.every_lab import *  # noqa: F403
+from tests.instructor.every_lab import EveryLab
 from tests.instructor.lab4_right_answers import RIGHT_ANSWERS
 from tests.instructor.lab4_wrong_answers import WRONG_ANSWERS
 
 LAB = "lab4_sdpa"
 BY_HAND = {"q2_3": 5, "q3_4": 4, "q5_4": 5, "q6_3": 5}
+SETUP = """
+import functools, json, math, warnings
+from pathlib import Path
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from utils import GPU_SPECS
+from utils.checking import require_answer
 
-
-def _namespace(answers):
-    """The names that answers use, from the setup cell and the cells given, and the student's functions."""
-    import pandas as pd
-    import torch.nn.functional as F
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    from utils import GPU_SPECS
-    from utils.checking import require_answer
-
-    names = {
-        "torch": torch,
-        "F": F,
-        "math": math,
-        "json": json,
-        "warnings": warnings,
-        "functools": functools,
-        "pd": pd,
-        "Path": Path,
-        "SDPBackend": SDPBackend,
-        "sdpa_kernel": sdpa_kernel,
-        "GPU_SPECS": GPU_SPECS,
-        "require_answer": require_answer,
-    }
-    setup = """
 BACKENDS = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION,
             "efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 class BackendRefused(RuntimeError): pass
 def to_bf16(x): return x.to(torch.bfloat16).double()
-"""
-    exec(setup, names)
-    return lab_cases.run_answers(answers, names)
+"""  # the part of the notebook's setup cell and of its other given cells that answers use
 
 
-def test_hundred_points_and_twenty(lab):
-    assert lab_cases.points_of(lab) == (100, 20)
+class TestLab(EveryLab):
+    points = (100, 20)
+    by_hand = BY_HAND
+    wrong_answers, least_mistakes = WRONG_ANSWERS, 35
+    least_figures, least_predictions = 2, 10
+    minutes = 6.0
+    bare_stubs = True
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_model_answers_pass_with_fresh_inputs(calls, checks, answers, seed):
+def test_model_answers_pass_with_fresh_inputs(calls, checks, names, seed):
     switches, filters = sdpa_switches(), list(warnings.filters)
-    assert lab_cases.refusals(lab_cases.verdicts_on(calls, _namespace(answers), checks)) == []
+    assert lab_cases.refusals(lab_cases.verdicts_on(calls, names, checks)) == []
     assert (sdpa_switches(), list(warnings.filters)) == (switches, filters)  # grading leaves nothing behind
 
 
-def test_there_are_enough_mistakes(calls):
-    lab_cases.assert_mistakes_cover(WRONG_ANSWERS, calls, at_least=35)
-
-
 @pytest.mark.parametrize("wrong", WRONG_ANSWERS, ids=lambda wrong: wrong.mistake)
-def test_wrong_answer_loses_its_question_alone(calls, checks, answers, wrong):
-    names, switches = _namespace(answers), sdpa_switches()
+def test_wrong_answer_loses_its_question_alone(calls, checks, names, wrong):
+    switches = sdpa_switches()
     exec(compile(wrong.code, wrong.cell, "exec"), names)
     try:
         verdicts = lab_cases.verdicts_on(calls, names, checks)
@@ -81,17 +60,15 @@ def test_wrong_answer_loses_its_question_alone(calls, checks, answers, wrong):
 
 
 @pytest.mark.parametrize("right", RIGHT_ANSWERS, ids=lambda right: right[0])
-def test_another_right_answer_passes(calls, checks, answers, right):
+def test_another_right_answer_passes(calls, checks, names, right):
     _, cell, code = right
-    names = _namespace(answers)
     exec(compile(code, cell, "exec"), names)
     assert lab_cases.refusals(lab_cases.verdicts_on(lab_cases.calls_of(cell, calls), names, checks)) == []
 
 
 @pytest.mark.gpu
-def test_model_answers_run_on_a_gpu(answers):
+def test_model_answers_run_on_a_gpu(names):
     """The checks feed CPU tensors; here the same functions get tensors on the GPU, and all four backends run."""
-    names = _namespace(answers)
     q, k, v = (torch.randn(1, 4, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     for backend in ("math", "flash", "efficient", "cudnn"):
         assert names["why_not"](backend, q, k, v) == []
@@ -112,20 +89,10 @@ def test_model_answers_run_on_a_gpu(answers):
 # ---- the notebook ------------------------------------------------------------------------------------------------
 
 
-def test_the_lab_reads_well(lab):
-    """Figures are there and described; a prediction comes before the measurements."""
-    prose = lab_cases.prose_of(lab.student)
-    lab_cases.assert_figures_are_described(prose, at_least=2)
-    assert prose.count("**Before you run.**") >= 10
-
-
-def test_recorded_results_answer_the_questions(cells, answers):
-    """The grid that the notebook loads has what Part 6 asks of it, and says where it was measured."""
-    import pandas as pd
-
-    names = _namespace(answers)
+def test_recorded_results_answer_the_questions(cells, names):
+    """The grid that the notebook loads has the rows and columns that Part 6 uses."""
     (loader,) = [c.source for c in cells if c.cell_type == "code" and "def load_grid" in c.source]
-    names |= {"display": lambda _: None, "show": lambda rows, index: None, "pd": pd}
+    names |= {"display": lambda _: None, "show": lambda rows, index: None}
     exec(compile(loader.replace('Path("assets/', f'Path("{ROOT}/assets/'), "loader", "exec"), names)
     grid = names["grid"]
     assert grid["shape"].nunique() >= 60 and set(grid["kind"]) == {"training", "prefill", "decode"}
@@ -133,15 +100,3 @@ def test_recorded_results_answer_the_questions(cells, answers):
     assert not grid.duplicated(["shape", "backend"]).any()
     assert names["grid_answers"](grid).keys() >= {"default_loss", "decode_winner"}
     assert 1.0 <= names["geometric_mean"](names["default_slowdown"](grid)) < 10
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_solved_lab_is_quick(graded):
-    lab_cases.assert_solved_is_quick(graded, minutes=6)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_untouched_lab_gets_nothing_and_says_what_is_missing(graded):
-    lab_cases.assert_untouched_says_what_is_missing(graded, bare_stubs=True)

@@ -9,7 +9,7 @@ from nbclient import NotebookClient
 from instructor.build import ROOT
 from instructor.course import answered_notebook
 
-# Right, and as noisy on stderr as can be: nbgrader gives a test cell with anything on its stderr no points.
+# A right answer that writes to stderr in every way: nbgrader gives no points to a test cell with any stderr output.
 NOISY = """\
 import logging, os, warnings
 handler = logging.StreamHandler()
@@ -51,6 +51,7 @@ def automatic(scores):
     return {name: score.auto for name, score in scores.items()}
 
 
+@pytest.mark.slow
 def test_release_is_the_students_notebook(small_lab, graded):
     course, _ = graded
     released = course.root / "release" / small_lab.name
@@ -64,12 +65,14 @@ def test_release_is_the_students_notebook(small_lab, graded):
     assert text == small_lab.student
 
 
+@pytest.mark.slow
 def test_untouched_notebook_gets_nothing_and_no_crash(graded):
     scores = graded[1]["untouched"]
     assert automatic(scores) == {"q1_1_tests": 0, "q1_2": 0, "q1_3_tests": 0, "bonus_1_4_tests": 0}
     assert not any(score.needs_manual_grade for score in scores.values())
 
 
+@pytest.mark.slow
 def test_solved_notebook_gets_every_automatic_point(graded):
     scores = graded[1]["solved"]
     assert automatic(scores) == {"q1_1_tests": 6, "q1_2": None, "q1_3_tests": 2.5, "bonus_1_4_tests": 3}
@@ -77,11 +80,13 @@ def test_solved_notebook_gets_every_automatic_point(graded):
     assert sum(score.points for score in scores.values()) == 15.5
 
 
+@pytest.mark.slow
 def test_wrong_answer_loses_its_question_alone(graded):
     assert automatic(graded[1]["forbidden"]) == {"q1_1_tests": 0, "q1_2": None, "q1_3_tests": 2.5, "bonus_1_4_tests": 3}
     assert automatic(graded[1]["broken"]) == {"q1_1_tests": 0, "q1_2": None, "q1_3_tests": 0, "bonus_1_4_tests": 3}
 
 
+@pytest.mark.slow
 def test_autograded_cells_say_what_was_wrong(small_lab, graded):
     course, _ = graded
 
@@ -96,10 +101,11 @@ def test_autograded_cells_say_what_was_wrong(small_lab, graded):
     forbidden = error_of("forbidden", "q1_1_tests")
     assert "matmul" in forbidden.evalue and "in helper, line 2" in forbidden.evalue
     assert "multiply and sum" in forbidden.evalue.lower()
-    assert len(forbidden.traceback) == 1  # the message alone, no walk through the checks
+    assert len(forbidden.traceback) == 1  # the message alone, without the frames of the checks
     assert "SystemExit" in error_of("broken", "q1_1_tests").evalue
 
 
+@pytest.mark.slow
 def test_feedback_and_export(small_lab, graded):
     course, scores = graded
     course.nbgrader("generate_feedback", small_lab.name)
@@ -113,14 +119,15 @@ def test_feedback_and_export(small_lab, graded):
     assert {float(row["max_score"]) for row in rows.values()} == {15.5}
 
 
+@pytest.mark.slow
 def test_validate(small_lab, graded):
     course, _ = graded
     (course.root / "mine").mkdir()
     (course.root / "mine" / "untouched.ipynb").write_text(small_lab.student)
     (course.root / "mine" / "solved.ipynb").write_text(answered_notebook(small_lab))
-    said = course.nbgrader("validate", "mine/untouched.ipynb")
-    assert "VALIDATION FAILED ON 4 CELL(S)" in said.replace("\n", " ")
-    assert "Question 1.1 is not answered yet." in said
+    output = course.nbgrader("validate", "mine/untouched.ipynb")
+    assert "VALIDATION FAILED ON 4 CELL(S)" in output.replace("\n", " ")
+    assert "Question 1.1 is not answered yet." in output
     assert "Success! Your notebook passes all the tests." in course.nbgrader("validate", "mine/solved.ipynb")
 
 

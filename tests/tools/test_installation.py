@@ -3,8 +3,11 @@
 import itertools
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from tools import environment
 from utils.files import ROOT
 
 PROJECT = environment.load_project()
+PYTEST = tomllib.loads(environment.PYPROJECT.read_text())["tool"]["pytest"]["ini_options"]
 ALL_REQUIREMENTS = [*PROJECT["dependencies"], *itertools.chain(*PROJECT["optional-dependencies"].values())]
 
 
@@ -191,7 +195,7 @@ def test_a_current_environment_is_left_alone_and_a_stale_one_is_rebuilt(tmp_path
 
 def test_help_lists_the_verbs():
     text = run_make("help").stdout
-    for verb in ("lab", "test", "test-gpu", "labs", "lock"):
+    for verb in ("lab", "test", "test-slow", "test-gpu", "labs", "lint", "lock"):
         assert f"make {verb} " in text
 
 
@@ -221,7 +225,22 @@ def test_the_environment_is_stale_when_a_pin_changes(tmp_path, monkeypatch):
     assert environment.fingerprint(["gpu", "test"], "") != environment.fingerprint(["test"], "")
 
 
-def test_ci_calls_the_one_test_command():
+def test_ci_lints_and_runs_all_tests():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert script.read_text().strip().endswith("make test")
+    assert script.read_text().splitlines()[-3:] == ["make lint", "make test", "make test-slow"]
+
+
+@pytest.mark.parametrize("marker", ["slow", "overnight", "gpu"])
+def test_each_marker_has_its_verb(marker):
+    """A test that `make test` leaves out is run by the verb that its marker's description names."""
+    (description,) = [line for line in PYTEST["markers"] if line.startswith(f"{marker}: ")]
+    verb = re.search(r"`make ([a-z-]+)`", description)[1]
+    assert f"not {marker}" in selection_of("test") and marker in selection_of(verb)
+
+
+def selection_of(target: str) -> list[str]:
+    """The conditions that a target of the Makefile gives to `pytest -m`."""
+    command = shlex.split(run_make("--dry-run", target).stdout.splitlines()[-1])
+    options = command[command.index("pytest") :]
+    return options[options.index("-m") + 1].split(" and ")

@@ -14,6 +14,7 @@ from instructor.course import answered_notebook
 from instructor.grading import calibrate, grade_notebook
 from tests.instructor.grading.attacks import LIARS, MASKS, PATCHES, SPIES, WRONG, packed
 from tests.instructor.grading.attacks_outside import OUTSIDE_ATTACKS
+from tests.marks import slow_but_first
 
 ATTACKS = [*PATCHES, *SPIES, *LIARS, *MASKS, *OUTSIDE_ATTACKS]
 TIMEOUT = 6  # seconds; no cell of an honest submission to this lab takes one
@@ -112,7 +113,9 @@ def test_wrong_answers_alone_get_nothing_and_no_flag(suite_lab, full_points):
     assert not result.flags
 
 
-@pytest.mark.parametrize("attacks", packed(ATTACKS, 5), ids=lambda attacks: f"{attacks[0].name}, {len(attacks)} in all")
+@pytest.mark.parametrize(
+    "attacks", slow_but_first(packed(ATTACKS, 5)), ids=lambda attacks: f"{attacks[0].name}, {len(attacks)} in all"
+)
 def test_attacks_get_no_credit(suite_lab, full_points, surroundings, hidden_lines, attacks):
     result = grade_notebook(suite_lab, _notebook(suite_lab, attacks, surroundings), timeout=TIMEOUT)
 

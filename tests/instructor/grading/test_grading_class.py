@@ -111,17 +111,20 @@ def automatic(course, lab):
     }
 
 
+@pytest.mark.slow
 def test_every_grade_is_in_the_gradebook(small_lab, graded):
     course, _ = graded
     assert automatic(course, small_lab.name) == {s: points for s, (_, points) in class_of(small_lab).items()}
 
 
+@pytest.mark.slow
 def test_answers_in_words_wait_for_a_person(small_lab, graded):
     scores = graded[0].scores(small_lab.name)
     assert scores["ada"]["q1_2"].needs_manual_grade and scores["ada"]["q1_2"].auto is None
     assert not scores["untouched"]["q1_2"].needs_manual_grade and scores["untouched"]["q1_2"].auto == 0
 
 
+@pytest.mark.slow
 def test_the_summary_names_who_is_flagged_and_why(graded):
     said = graded[1]
     assert "8 graded" in said and "2 flagged" in said
@@ -130,6 +133,7 @@ def test_the_summary_names_who_is_flagged_and_why(graded):
     assert "network: " in said  # the walls that stood
 
 
+@pytest.mark.slow
 def test_feedback_shows_the_students_error_and_no_hidden_test(small_lab, graded):
     course, _ = graded
     said = run("feedback", FIXTURE_LAB, "--course", course.root)
@@ -143,6 +147,7 @@ def test_feedback_shows_the_students_error_and_no_hidden_test(small_lab, graded)
     assert "Question 1.1" in hangs and f"ran longer than the {TIMEOUT:g} s" in hangs
 
 
+@pytest.mark.slow
 def test_export(small_lab, graded, tmp_path):
     course, _ = graded
     said = run("export", "--course", course.root, "--to", tmp_path / "grades.csv")
@@ -152,6 +157,7 @@ def test_export(small_lab, graded, tmp_path):
     assert rows == {student: sum(points.values()) for student, (_, points) in class_of(small_lab).items()}
 
 
+@pytest.mark.slow
 def test_a_second_run_grades_nothing_again(small_lab, graded):
     course, _ = graded
     records = {s: gradebook.record_path(course, small_lab.name, s) for s in class_of(small_lab)}
@@ -161,6 +167,7 @@ def test_a_second_run_grades_nothing_again(small_lab, graded):
     assert {student: path.stat().st_mtime_ns for student, path in records.items()} == before
 
 
+@pytest.mark.slow
 def test_one_question_of_one_student_again(small_lab, graded, scheduler):
     """The rest of the result, and a person's grade, stay as they are."""
     from nbgrader.api import Gradebook
@@ -202,6 +209,7 @@ def test_one_question_of_one_student_again(small_lab, graded, scheduler):
         (("--scheduler", "tcp://127.0.0.1:1", "--again"), "no Dask scheduler answers"),
     ],
 )
+@pytest.mark.slow
 def test_what_cannot_be_done_is_said(graded, arguments, words):
     said = run("grade", FIXTURE_LAB, "--course", graded[0].root, "--timeout", TIMEOUT, *arguments)
     assert said.exit_code == 2 and words in said.output
@@ -219,6 +227,7 @@ def grade_again(graded, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_gpus_are_asked_for_and_there_are_none(grade_again, scheduler):
     if cuda_support():
         pytest.skip("this machine has a GPU")
@@ -228,6 +237,7 @@ def test_gpus_are_asked_for_and_there_are_none(grade_again, scheduler):
     assert said.exit_code == 2 and "none of the 2" in said.output and "--resources GPU=1" in said.output
 
 
+@pytest.mark.slow
 def test_a_worker_that_only_says_it_has_a_gpu(grade_again):
     if cuda_support():
         pytest.skip("this machine has a GPU")
@@ -253,18 +263,21 @@ def threads(count, **options):
         yield found.scheduler_address
 
 
+@pytest.mark.slow
 def test_a_scheduler_without_workers(grade_again):
     with threads(0) as address:
         said = grade_again("--scheduler", address)
     assert said.exit_code == 2 and f"the scheduler at {address} has no workers" in said.output
 
 
+@pytest.mark.slow
 def test_a_worker_of_several_threads(grade_again):
     with threads(2) as address:
         said = grade_again("--scheduler", address)
     assert said.exit_code == 2 and "has 2 threads" in said.output and "--nthreads 1" in said.output
 
 
+@pytest.mark.slow
 def test_workers_of_another_version_of_the_course(grade_again, scheduler, monkeypatch):
     monkeypatch.setattr(cluster, "sources_of", lambda built: os.getpid())  # as if each process had its own
     said = grade_again("--scheduler", scheduler)
@@ -306,6 +319,7 @@ def test_each_worker_of_this_machine_has_a_gpu_of_its_own():
 # ---- Ctrl-C ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ctrl_c(small_lab, scheduler, tmp_path):
     """As a terminal sends it: to the command and to all processes of its group."""
     import psutil
@@ -348,6 +362,7 @@ def test_ctrl_c(small_lab, scheduler, tmp_path):
 
 
 @pytest.mark.overnight
+@pytest.mark.slow
 def test_three_hundred_with_thirty_faults_and_a_worker_killed(small_lab, scheduler, tmp_path):
     """Each gets one verdict, the one of a serial run."""
     from distributed import Client
@@ -383,6 +398,7 @@ def test_three_hundred_with_thirty_faults_and_a_worker_killed(small_lab, schedul
     assert {s: {n: c.points for n, c in serial[t].cells.items() if n in FULL} for s, t in texts.items()} == scores
 
 
+@pytest.mark.slow
 def test_a_submission_that_takes_its_worker_along_is_flagged_after_three(small_lab, scheduler, tmp_path, monkeypatch):
     """Nothing is graded here: the test is about which worker tries again, and how often."""
     from distributed import Client
@@ -458,6 +474,7 @@ def test_question_ids():
     assert [question_id(q) for q in ("1.1", "q1_1", "bonus 1.4", "Bonus_1_4")] == ["q1_1", "q1_1"] + ["bonus_1_4"] * 2
 
 
+@pytest.mark.slow
 def test_the_gradebook_keeps_all_of_a_submission_or_nothing(small_lab, graded, monkeypatch):
     course, _ = graded
     result = gradebook.load_record(course, small_lab.name, "wrong", _key(course, small_lab.name, "wrong"))
@@ -494,6 +511,7 @@ def _commands():
                 continue
 
 
+@pytest.mark.slow
 def test_the_autograded_notebook_is_valid_and_without_hidden_tests(small_lab, graded):
     course, _ = graded
     for student in class_of(small_lab):

@@ -20,7 +20,8 @@ def _submissions():
     """Each pack of answers in a notebook with its share of the changes around them."""
     packed, names = list(packs()), list(NOTEBOOKS)
     for number, pack in enumerate(packed):
-        yield pytest.param(pack, names[number :: len(packed)], id=f"{next(iter(pack.values()))[0]}, {number}")
+        around, name = names[number :: len(packed)], next(iter(pack.values()))[0]
+        yield pytest.param(pack, around, id=f"{name}, {number}", marks=[pytest.mark.slow] if number else [])
 
 
 @pytest.mark.parametrize(("pack", "around"), list(_submissions()))

@@ -45,6 +45,7 @@ def compiled():
     return flex(*tensors(heads=4), mask_mod=MASK, score_mod=modifier, block_size=32, path="compiled"), modifier
 
 
+@pytest.mark.slow
 def test_the_compiled_path_is_right_and_says_what_was_in_force(compiled):
     call, modifier = compiled
     expected = flex_reference(*call.inputs, MASK, modifier)
@@ -58,6 +59,7 @@ def test_the_compiled_path_is_right_and_says_what_was_in_force(compiled):
     assert call.block_mask.BLOCK_SIZE == (32, 32)
 
 
+@pytest.mark.slow
 def test_the_tolerance_is_one_that_wrong_answers_cannot_pass(compiled):
     """Zeros, an ignored mask, swapped heads, a missing modifier: each is far outside."""
     call, modifier = compiled
@@ -73,6 +75,7 @@ def test_the_tolerance_is_one_that_wrong_answers_cannot_pass(compiled):
         assert error(wrong, expected) > 1000 * FP32_ERROR
 
 
+@pytest.mark.slow
 def test_other_tensors_of_the_same_shape_are_computed_and_others_refused(compiled):
     call, modifier = compiled
     others = tensors(heads=4, seed=7)
@@ -88,6 +91,7 @@ def test_other_tensors_of_the_same_shape_are_computed_and_others_refused(compile
     call.check()
 
 
+@pytest.mark.slow
 def test_the_generated_code_holds_the_score_modifier(compiled):
     code = compiled[0].generated_code()
     assert "tanh" in code and "cpp_fused" in code

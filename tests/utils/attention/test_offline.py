@@ -58,6 +58,7 @@ def of(report, case):
 
 
 @pytest.mark.parametrize("case", STEPS_1_TO_4 + STEP_5, ids=str)
+@pytest.mark.slow
 def test_uses_hopper_products_and_nothing_spills(report, case):
     row = of(report, case)
     assert row["wgmma"] and row["HGMMA"] and not row["HMMA"]
@@ -66,29 +67,34 @@ def test_uses_hopper_products_and_nothing_spills(report, case):
     assert row["shared_bytes"] <= 227 * 1024
 
 
+@pytest.mark.slow
 def test_step_1_loads_through_registers(report):
     row = of(report, STEPS_1_TO_4[0])
     assert not any(row[name] for name in ("cp_async", "tma_load", "mbarrier_wait", "setmaxnreg"))
 
 
+@pytest.mark.slow
 def test_step_2_copies_asynchronously(report):
     row = of(report, STEPS_1_TO_4[1])
     assert row["cp_async"] and row["LDGSTS"]
     assert not any(row[name] for name in ("tma_load", "mbarrier_wait", "setmaxnreg"))
 
 
+@pytest.mark.slow
 def test_step_3_uses_tma_and_mbarriers(report):
     row = of(report, STEPS_1_TO_4[2])
     assert row["tma_load"] and row["UTMALDG"] and row["UTMASTG"] and row["mbarrier_wait"] and row["expect_bytes"]
     assert not row["cp_async"] and not row["setmaxnreg"]
 
 
+@pytest.mark.slow
 def test_step_4_moves_registers_between_warpgroups(report):
     row = of(report, STEPS_1_TO_4[3])
     assert row["tma_load"] and row["mbarrier_wait"] and row["setmaxnreg"]
 
 
 @pytest.mark.parametrize("case", STEP_5, ids=str)
+@pytest.mark.slow
 def test_step_5_is_specialized_within_its_register_budget(report, case):
     row = of(report, case)
     assert row["tma_load"] and row["tma_store"] and row["mbarrier_wait"] and row["setmaxnreg"]
@@ -97,6 +103,7 @@ def test_step_5_is_specialized_within_its_register_budget(report, case):
 
 
 @pytest.mark.parametrize("case", STEP_5, ids=str)
+@pytest.mark.slow
 def test_step_5_overlaps_the_softmax_with_the_second_product(report, case):
     """In the loop both products are queued, then the first is waited for, and exponentials run beside the second."""
     loop = of(report, case)["loop"]

@@ -165,6 +165,7 @@ def test_operators_prove_which_provider_ran(name):
     assert flash_ran == (name == "flash")
 
 
+@pytest.mark.slow
 def test_flex_never_falls_back_in_silence():
     if not provider("flex").machine():
         pytest.skip(provider("flex").machine().reason)

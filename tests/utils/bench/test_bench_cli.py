@@ -37,6 +37,7 @@ def test_list_targets_of_a_chapter():
     assert wrong.exit_code == 2 and "Did you mean labs/flexattention" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_run_compare_report_check(folder):
     for name, backend in (("a", "flash"), ("b", "math")):
         done = labs_bench(

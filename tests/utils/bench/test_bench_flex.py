@@ -35,6 +35,7 @@ def documented_run(tmp_path_factory):
     return folder, document, case
 
 
+@pytest.mark.slow
 def test_checklist_1_captures_the_eager_versus_compiled_delta_and_stores_artifacts(documented_run):
     folder, document, case = documented_run
     assert (case["ran"]["baseline"]["provider"], case["ran"]["optimized"]["provider"]) == ("eager", "compiled")
@@ -48,6 +49,7 @@ def test_checklist_1_captures_the_eager_versus_compiled_delta_and_stores_artifac
     assert exit_code(document) == 0
 
 
+@pytest.mark.slow
 def test_the_speed_up_is_also_told_against_compiled_dense_attention_and_sdpa(documented_run):
     """Eager FlexAttention stores all scores: anything fused looks fast beside it."""
     folder, _, case = documented_run
@@ -59,6 +61,7 @@ def test_the_speed_up_is_also_told_against_compiled_dense_attention_and_sdpa(doc
     assert "against compiled dense attention under a stored mask (" in report and "against SDPA" in report
 
 
+@pytest.mark.slow
 def test_the_cost_of_create_block_mask_is_reported_and_does_not_dominate(documented_run):
     folder, _, case = documented_run
     block_mask = case["ran"]["optimized"]["block_mask"]
@@ -66,6 +69,7 @@ def test_the_cost_of_create_block_mask_is_reported_and_does_not_dominate(documen
     assert "create_block_mask takes" in (folder / "small" / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_checklist_2_block_size_and_doc_span_of_the_environment_make_a_sparsity_sweep(documented_run):
     _, _, case = documented_run
     knobs, ran = case["knobs"], case["ran"]["optimized"]
@@ -78,6 +82,7 @@ def test_checklist_2_block_size_and_doc_span_of_the_environment_make_a_sparsity_
     assert ran["sparsity"]["block_density"] == 12 / 64
 
 
+@pytest.mark.slow
 def test_the_environment_is_read_at_run_time_and_a_flag_goes_before_it(documented_run):
     _, _, case = documented_run
     target = TARGETS[FLEX]
@@ -134,6 +139,7 @@ def test_the_cute_target_refuses_on_a_cpu_what_only_its_cute_side_can(tmp_path):
     assert "needs a Hopper or newer NVIDIA GPU" in case["reason"]
 
 
+@pytest.mark.slow
 def test_traces_with_ranges_are_kept_for_both_sides(documented_run):
     """The artifacts show the fusion: many operators before compiling, one region after."""
     from utils.benchmark.profiling import read_trace
@@ -152,6 +158,7 @@ def test_traces_with_ranges_are_kept_for_both_sides(documented_run):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_a_sweep_is_checked_recorded_and_drawn(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(flex_sweep, "CPU", ((1, 2, 256, "fp32"), (64,), (64,), (16,)))
     out = tmp_path / "sweep.json"

@@ -194,6 +194,7 @@ def test_gpu_targets_are_refused_in_a_sentence(tmp_path):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_flexattention_eager_and_compiled_agree_and_are_proved(tmp_path):
     document = run_cpu(
         tmp_path,
@@ -214,6 +215,7 @@ def test_flexattention_eager_and_compiled_agree_and_are_proved(tmp_path):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_a_recompile_in_the_timed_calls_is_an_error(tmp_path, monkeypatch):
     target = TARGETS[FLEX]
     build = target.build

@@ -59,25 +59,33 @@ def assert_gelu(y, x, what="", steps=1.0):
     assert torch.equal(y[exact.isinf()].double(), exact[exact.isinf()]), what
 
 
+@pytest.fixture(scope="module")
+def interpreted():
+    """Results of the fused kernel, all interpreted in one process: ([(x, y)] of `inputs`, (x, y) of the negative tail)."""
+    tensors = [*inputs(), torch.linspace(-6, -3, 200)]
+    *pairs, tail = zip(tensors, run_interpreted_cases("gelu_triton", [(x,) for x in tensors]), strict=True)
+    return pairs, tail
+
+
 @needs_triton
-def test_the_fused_kernel_in_the_interpreter():
-    tensors = inputs()
-    for x, y in zip(tensors, run_interpreted_cases("gelu_triton", [(x,) for x in tensors]), strict=True):
+def test_the_fused_kernel_in_the_interpreter(interpreted):
+    for x, y in interpreted[0]:
         assert_gelu(y, x, "gelu_triton")
         assert y.stride() == torch.empty_like(x).stride()
 
 
 @needs_triton
-def test_the_fused_kernel_keeps_the_small_values_of_the_negative_tail():
+def test_the_fused_kernel_keeps_the_small_values_of_the_negative_tail(interpreted):
     """Where 1 + tanh cancels to 0 in fp32, x / (1 + exp(-2u)) keeps its relative accuracy."""
-    x = torch.linspace(-6, -3, 200)
-    y = run_interpreted_cases("gelu_triton", [(x,)])[0].double()
+    x, y = interpreted[1][0], interpreted[1][1].double()
     exact = 0.5 * x.double() * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x.double() + 0.044715 * x.double() ** 3)))
     relative = lambda value: ((value - exact) / exact).abs().max().item()  # noqa: E731
     assert relative(y) < 1e-5 < relative(gelu.gelu_unfused(x).double())
 
 
-@pytest.mark.parametrize("name", ["gelu_torch", pytest.param("gelu_compiled", marks=needs_compiler)])
+@pytest.mark.parametrize(
+    "name", ["gelu_torch", pytest.param("gelu_compiled", marks=[needs_compiler, pytest.mark.slow])]
+)
 def test_the_other_fused_versions(name):
     for x in inputs():
         y = gelu.VERSIONS[name](x)
@@ -96,6 +104,7 @@ def test_the_unfused_version_rounds_at_every_step():
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_shapes_do_not_recompile():
     """One compiled function for each dtype: torch.compile would give up after eight recompilations."""
     before = gelu._compiled.cache_info().currsize

@@ -46,30 +46,26 @@ def operands(dtype, device="cpu"):
     ]
 
 
+def cases_of(name):
+    """The operands on which a rung is interpreted, all in one process, which refuses any access outside of them."""
+    cases = [case for dtype in ROUNDING for case in operands(dtype)]
+    if name in ("gemm_tiled", "gemm_tiled_grouped"):
+        cases += [
+            # 130 = 128 + 2: more than one tile along M, N and K; eleven rows of tiles: more than one group of eight.
+            (torch.randn(130, 260), torch.randn(260, 131)),
+            (torch.randn(1300, 20), torch.randn(20, 257)),
+            # The sum of 4096 products of ones is 4096: sums in fp16 would stop at 2048.
+            (torch.ones(2, 4096, dtype=torch.float16), torch.ones(4096, 2, dtype=torch.float16)),
+        ]
+    return cases
+
+
 @needs_triton
 @pytest.mark.parametrize("name", TRITON_RUNGS)
 def test_rungs_compute_the_product_in_the_interpreter(name):
-    # The interpreter's process also refuses any access outside of the operands.
-    cases = [case for dtype in ROUNDING for case in operands(dtype)]
+    cases = cases_of(name)
     for (a, b), c in zip(cases, run_interpreted_cases(name, cases), strict=True):
         assert_product(c, a, b, name)
-
-
-@needs_triton
-@pytest.mark.parametrize("name", ["gemm_tiled", "gemm_tiled_grouped"])
-def test_several_tiles_in_each_direction(name):
-    """130 = 128 + 2: more than one tile along M, N and K, and eleven rows of tiles: more than one group of eight."""
-    cases = [(torch.randn(130, 260), torch.randn(260, 131)), (torch.randn(1300, 20), torch.randn(20, 257))]
-    for (a, b), c in zip(cases, run_interpreted_cases(name, cases), strict=True):
-        assert_product(c, a, b, name)
-
-
-@needs_triton
-def test_a_large_sum_stays_accurate():
-    """The sum of 4096 products of ones in fp16 is 4096: sums in fp16 would stop at 2048."""
-    a, b = torch.ones(2, 4096, dtype=torch.float16), torch.ones(4096, 2, dtype=torch.float16)
-    for name in ("gemm_tiled", "gemm_tiled_grouped"):
-        assert (run_interpreted_cases(name, [(a, b)])[0] == 4096).all()
 
 
 @pytest.mark.parametrize("name", list(gemm.LADDER))

@@ -76,6 +76,7 @@ def reports(tmp_path_factory):
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.slow
 def test_the_assembly_does_what_the_header_says(reports, variant):
     report, by_tma = reports[variant], variant[-1]
     assert report["target"] == "sm_90a" and report["threads"] == 3 * 128  # two consumers, a producer warp and 3 idle

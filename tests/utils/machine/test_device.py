@@ -338,6 +338,7 @@ def test_a_cpu_without_avx2_is_named(monkeypatch):
 
 @no_gpu
 @pytest.mark.skipif(not device._compile_on_cpu(), reason="torch.compile does not run on this CPU")
+@pytest.mark.slow
 def test_compile_support_keeps_its_promise():
     out = run_python(
         "import torch\n"

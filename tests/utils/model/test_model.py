@@ -426,6 +426,7 @@ def test_the_compiled_layer_is_one_graph_and_right(layer_idx):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_inductor_compiles_the_layer():
     from utils.machine.device import compile_support
 
