@@ -136,6 +136,7 @@ def test_graphs_are_refused_on_a_cpu_before_anything_runs(folder):
     assert not (folder / "artifacts").exists()
 
 
+@pytest.mark.slow
 def test_the_timing_asked_for_is_the_one_in_force_and_echoed(folder):
     small = f"{SMALL} --backend flash"
     done = labs_bench(
