@@ -19,9 +19,7 @@ from pathlib import Path
 
 import torch
 
-from utils.attention.registry import attention
-from utils.attention.registry import provider as provider_named
-from utils.attention.request import make_request
+from utils.attention import attention, find_backend, make_problem
 from utils.benchmark.measuring import compare
 from utils.machine.environment import environment
 
@@ -67,7 +65,7 @@ def ratios(head_dims, lengths, others, pairs: int, show) -> list[dict]:
             q, k, v = inputs(head_dim, length)
             for causal in (False, True):
                 flops = operations(q, k, causal)
-                expected = attention(q, k, v, causal=causal, provider="math") if length <= 2048 else None
+                expected = attention(q, k, v, causal=causal, backend="math") if length <= 2048 else None
                 for other in others:
                     row = {
                         "head_dim": head_dim,
@@ -76,12 +74,12 @@ def ratios(head_dims, lengths, others, pairs: int, show) -> list[dict]:
                         "heads": q.shape[1],
                         "causal": causal,
                     }
-                    support = provider_named(other).support(make_request(q, k, v, causal, None, None))
+                    support = find_backend(other).support(make_problem(q, k, v, causal=causal))
                     if not support:
                         rows.append(row | {"against": other, "refused": support.reason})
                         continue
                     mine, theirs = (
-                        partial(attention, q, k, v, causal=causal, provider=name) for name in ("gluon", other)
+                        partial(attention, q, k, v, causal=causal, backend=name) for name in ("gluon", other)
                     )
                     row["difference"] = relative_difference(mine(), theirs())
                     if expected is not None:
@@ -101,7 +99,7 @@ def ladder(head_dims, lengths, pairs: int, show) -> list[dict]:
             q, k, v = inputs(head_dim, length)
             for causal in (False, True):
                 flops = operations(q, k, causal)
-                theirs = partial(attention, q, k, v, causal=causal, provider="cudnn")
+                theirs = partial(attention, q, k, v, causal=causal, backend="cudnn")
                 for step in range(1, 6):
                     mine = partial(forward, q, k, v, causal=causal, step=step)
                     row = {

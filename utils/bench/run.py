@@ -20,7 +20,7 @@ from utils.bench.errors import BenchError, Refused, VerificationError, WrongRun,
 from utils.bench.profiles import profile_side
 from utils.bench.targets import SIDES, Plan
 from utils.bench.targets.base import Built, Case, Target
-from utils.bench.targets.providers import launched_by
+from utils.bench.targets.proof import launched_by
 from utils.bench.verify import Verification, verify
 from utils.bench.workload import DTYPES, arithmetic, check_fits
 from utils.benchmark.cuda_timer import CAPTURE_FAILED

@@ -46,7 +46,7 @@ def plot_mask(
     import numpy as np
 
     from utils.attention.masks import dense_mask, name_of
-    from utils.attention.sparsity import sparsity
+    from utils.attention.masks.sparsity import sparsity
 
     mods = list(mask_mod) if isinstance(mask_mod, Sequence) else [mask_mod]
     if not mods:
@@ -79,7 +79,7 @@ def _pairs_of_axes(ax: Any, count: int) -> tuple[Any, list[list[Any]]]:
 
 def _of_head(mod: Callable, sq: int, sk: int, block_size: Any, allowed: Any) -> Any:
     """The sparsity of one head's mask: its pairs, as a mask of their own."""
-    from utils.attention.sparsity import sparsity
+    from utils.attention.masks.sparsity import sparsity
 
     return sparsity(lambda b, h, q, k: allowed[q, k], sq, sk, block_size, allowed.device)
 

@@ -48,7 +48,7 @@ def choose(
     from utils.bench.choose import report as choose_report
     from utils.bench.choose.timing import shapes_done, sweep
     from utils.bench.cli import STOPPED, console, errors_as_lines, show_table
-    from utils.bench.targets.providers import SDPA_BACKENDS
+    from utils.bench.targets.sdpa import BACKENDS as SDPA_BACKENDS
     from utils.machine.device import default_device
 
     device, seconds = default_device(), math.inf if max_seconds is None else max_seconds
@@ -104,7 +104,7 @@ def choose(
                 f"{held['default_over_chosen']:.4f}."
             )
         typer.echo(
-            f'attention(provider="auto") goes by them after use_choices({str(written["choices"])!r}), or with '
+            f'attention(backend="auto") goes by them after use_choices({str(written["choices"])!r}), or with '
             f"LABS_ATTENTION_CHOICES={written['choices']}."
         )
     done = shapes_done(document, shapes)
@@ -132,10 +132,10 @@ def _words(flag: str, text: str, allowed: tuple[str, ...]) -> list[str]:
 
 
 def _providers(text: str) -> list[str]:
-    from utils.attention import PROVIDERS
-    from utils.bench.targets.providers import SDPA_BACKENDS
+    from utils.attention import BACKENDS
+    from utils.bench.targets.sdpa import BACKENDS as SDPA_BACKENDS
 
-    return [name for name in _words("--providers", text, PROVIDERS) if name not in SDPA_BACKENDS]
+    return [name for name in _words("--providers", text, BACKENDS) if name not in SDPA_BACKENDS]
 
 
 def _shapes(

@@ -1,4 +1,4 @@
-"""What a sweep says: the choices for `attention(provider="auto")`, how well they hold, and what the default costs.
+"""What a sweep says: the choices for `attention(backend="auto")`, how well they hold, and what the default costs.
 
 document = load_grid("assets/results/h200/sdpa_grid.json")
 choices_document(document)                # the small JSON
@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from utils.attention import choices as measured
-from utils.attention.choices import Choices, Point
+from utils.attention import choosing as measured
+from utils.attention.choosing import Choices, Point
 from utils.bench import results as res
 from utils.bench.errors import BenchError
 from utils.bench.report import table
@@ -78,7 +78,7 @@ def choices_document(document: dict) -> dict:
         "machine": {key: env.get(key) for key in MACHINE},
         "measured": document["finished"],
         "status": document["status"],
-        "rule": " ".join(measured.__doc__.split("\n\n")[2].split()),
+        "rule": measured.RULE,
         "points": [
             asdict(entry["point"]) | {"ms": {name: float(f"{ms:.4g}") for name, ms in entry["ms"].items()}}
             for entry in entries

@@ -14,16 +14,15 @@ import importlib.util
 
 import torch
 
-from utils.attention.registry import Provider
-from utils.attention.request import Request
+from utils.attention.problem import Backend, Problem, accept_plain, bind_plain
 from utils.machine.device import Support, triton_mode, triton_support
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, window: int) -> torch.Tensor:
-    """Launch the kernel, compiled or interpreted as this process has Triton. window 0: none."""
+    """Launch the kernel, compiled or interpreted, whichever mode Triton has in this process; window 0 is no window."""
     import triton
 
-    from utils.attention.triton_flash_kernel import flash_forward_kernel
+    from utils.attention.backends.triton_kernel import flash_forward_kernel
 
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     batch, heads, sq, head_dim = q.shape
@@ -58,24 +57,24 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sca
     return out
 
 
-def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -> torch.Tensor:
-    arguments = (q, k, v, request.causal, request.scale, request.window or 0)
+def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:
+    arguments = (q, k, v, problem.causal, problem.scale, problem.window or 0)
     if q.is_cuda:
         with torch.cuda.device(q.device):
             return forward(*arguments)
     from utils.kernels.interpreter import run_interpreted
 
-    return run_interpreted("utils.attention.triton_flash.forward", *arguments)
+    return run_interpreted("utils.attention.backends.triton.forward", *arguments)
 
 
-def _accepts(request: Request) -> Support:
-    if request.device.type == "cuda" and triton_mode() != "compiled":
+def _accepts(problem: Problem) -> Support:
+    if problem.device.type == "cuda" and triton_mode() != "compiled":
         return Support(False, f"Triton compiles nothing in this process: {triton_support().reason}")
-    if request.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return Support(False, f"it takes float16, bfloat16 and float32, not {request.type_name}.")
-    if request.head_dim > 256:
-        return Support(False, f"its head dimension ends at 256, and {request.head_dim} was given.")
-    if request.needs_grad:
+    if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return Support(False, f"it takes float16, bfloat16 and float32, not {problem.type_name}.")
+    if problem.head_dim > 256:
+        return Support(False, f"its head dimension ends at 256, and {problem.head_dim} was given.")
+    if problem.needs_grad:
         return Support(False, "it has no backward pass, and an input requires a gradient.")
     return Support(True)
 
@@ -84,7 +83,7 @@ def _machine() -> Support:
     if importlib.util.find_spec("triton") is None:
         return triton_support()
     if not torch.cuda.is_available():
-        # On a CPU the kernel runs in a process of its own, whatever this one did with Triton.
+        # On a CPU the kernel runs in a process of its own, whatever this process did with Triton.
         return Support(True, "Through Triton's interpreter, in a process of its own: for small tensors.")
     return triton_support()
 
@@ -95,12 +94,14 @@ def _implementation() -> str:
     return f"Triton {metadata.version('triton')}, " + ("compiled" if torch.cuda.is_available() else "interpreted")
 
 
-PROVIDER = Provider(
-    name="triton",
-    summary="FlashAttention in plain Triton (Ampere and later; a CPU through the interpreter)",
-    machine=_machine,
-    accepts=_accepts,
-    run=_run,
-    kernels=r"flash_forward_kernel",
-    implementation=_implementation,
-)
+BACKENDS = {
+    "triton": Backend(
+        name="triton",
+        summary="FlashAttention in plain Triton (Ampere and later; a CPU through the interpreter)",
+        machine=_machine,
+        accepts=accept_plain(_accepts),
+        bind=bind_plain(_run),
+        kernels=r"flash_forward_kernel",
+        implementation=_implementation,
+    )
+}
