@@ -204,8 +204,11 @@ def _with_backend(
 
 
 def _unsupported(name: str, reason: str, problem: Problem, options: Options) -> AttentionUnsupported:
-    others = tuple(other for other in able_backends(problem, options) if other != name)
-    return AttentionUnsupported(name, reason, others)
+    others = able_backends(problem, options)
+    if not others and options.given:
+        others = able_backends(problem)
+        reason = f"{reason.rstrip('.')}, and no other backend can do it with {' and '.join(options.given)} given"
+    return AttentionUnsupported(name, reason, tuple(other for other in others if other != name))
 
 
 def last_run() -> Run | None:

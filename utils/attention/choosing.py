@@ -95,8 +95,9 @@ class Point(Shape):
 def point_of(problem: Problem) -> Point:
     """Return the point of a problem without functions."""
     kind = kind_of(problem.sq, problem.sk, problem.needs_grad)
-    shape = (getattr(problem, name) for name in Shape.__dataclass_fields__)
-    return Point(*shape, kind, 8 * problem.dtype.itemsize, problem.causal)
+    heads = problem.heads, problem.kv_heads
+    lengths = problem.sq, problem.sk, problem.head_dim
+    return Point(problem.batch, *heads, *lengths, kind, 8 * problem.dtype.itemsize, problem.causal)
 
 
 @dataclass(frozen=True)

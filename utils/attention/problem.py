@@ -121,7 +121,7 @@ def _mask_function(is_causal: bool, window: int | None, offset: int, mask_mod: M
 
 
 def _with_plain_mask(problem: Problem) -> Problem | None:
-    mask_mod = problem.mask_mod
+    mask_mod: Any = problem.mask_mod
     # The kernels' masks end at the last key, a mask function's begin at the first one: equal only if Sq == Sk.
     if problem.sq != problem.sk or problem.causal or problem.window is not None:
         return None
@@ -321,6 +321,8 @@ def bind_plain(run: Callable[..., torch.Tensor]) -> Callable[[Problem, Options],
 
     def bind(problem: Problem, options: Options) -> Bound:
         plain = problem.plain()
+        if plain is None:
+            raise Refused(reason_against_functions(problem))
         call = on_plain_shapes(problem, plain, lambda q, k, v: run(q, k, v, plain))
         return Bound(call, {"kernel_mask": describe_plain(problem, plain)} if problem.has_functions else {})
 

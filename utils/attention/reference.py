@@ -38,8 +38,8 @@ def reference(
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float64, device=q.device)
     for b, h, kv, rows, mask in _pieces(problem, allowed):
-        tensors = (q[b, h, rows].double(), k[b, kv].double(), v[b, kv].double())
-        out[b, h, rows], lse[b, h, rows] = _attend(problem, *tensors, mask, b, h, rows.start)
+        query, keys, values = q[b, h, rows].double(), k[b, kv].double(), v[b, kv].double()
+        out[b, h, rows], lse[b, h, rows] = _attend(problem, query, keys, values, mask, b, h, rows.start)
     return out, lse
 
 
@@ -62,7 +62,7 @@ def reference_gradients(
     for b, h, kv, rows, mask in _pieces(problem, None):
         tensors = [x.double().requires_grad_() for x in (q[b, h, rows], k[b, kv], v[b, kv])]
         with torch.enable_grad():
-            part, _ = _attend(problem, *tensors, mask, b, h, rows.start)
+            part, _ = _attend(problem, tensors[0], tensors[1], tensors[2], mask, b, h, rows.start)
         parts = torch.autograd.grad(part, tensors, dout[b, h, rows].double())
         out[b, h, rows], dq[b, h, rows] = part.detach(), parts[0]
         dk[b, kv] += parts[1]

@@ -78,19 +78,12 @@ class Workload:
     @property
     def cost(self) -> flops.Cost:
         """FLOPs of the pairs that the mask lets through, and the bytes of q, k, v and the output."""
-        return sum(
-            flops.attention(
-                self.batch,
-                self.heads,
-                self.heads,
-                length,
-                length,
-                self.head_dim,
-                DTYPES[self.dtype],
-                causal=self.causal,
-            )
+        heads, dtype = (self.batch, self.heads, self.heads), DTYPES[self.dtype]
+        costs = (
+            flops.attention(*heads, length, length, self.head_dim, dtype, causal=self.causal)
             for length in self.documents
         )
+        return sum(costs, start=flops.Cost(0, 0))
 
     @property
     def density(self) -> float:

@@ -263,7 +263,7 @@ def translate(mask_mod: Callable | None, score_mod: Callable | None):
     functions = []
     for graph, function in zip(graphs, (cute_mask, cute_score), strict=True):
         if graph is not None:
-            function.__cute_hash__ = _hash(graph) + str(aux)
+            function.__cute_hash__ = _hash(graph) + str(aux)  # type: ignore[attr-defined]
         functions.append(None if graph is None else function)
     return functions[0], functions[1], tensors or None
 

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import time
 from importlib import metadata
+from typing import Any
 
 import torch
 
@@ -48,7 +49,8 @@ def call_package(function, q, k, v, **arguments) -> torch.Tensor:
 
 
 @functools.cache
-def _installed() -> str | None:
+def _installed() -> str:
+    """Return the name of the fastest package that is installed for this GPU, "" if there is none."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     for name, (module, _, needed) in _PACKAGES.items():
         try:
@@ -57,7 +59,7 @@ def _installed() -> str | None:
             spec = None
         if spec is not None and capability >= needed:
             return name
-    return None
+    return ""
 
 
 @functools.cache
@@ -65,7 +67,7 @@ def _machine() -> Support:
     if not (cuda := cuda_support()):
         return Support(False, f"flash-attn needs an NVIDIA GPU: {cuda.reason}", cuda.remedy)
     name = _installed()
-    if name is None:
+    if not name:
         return Support(
             False,
             "None of flash-attn, flash-attn-3 and flash-attn-4 is installed for this GPU.",
@@ -149,12 +151,12 @@ def bind_cute(problem: Problem, options: Options) -> Bound:
 
     began, plain = time.perf_counter(), _native(problem)
     if not problem.has_functions:
-        arguments = {"softmax_scale": problem.scale, "causal": problem.causal}
+        arguments: dict[str, Any] = {"softmax_scale": problem.scale, "causal": problem.causal}
         arguments["window_size"] = window_size(problem, None)
         return Bound(lambda q, k, v: call_package(flash_attn_func, q, k, v, **arguments))
     from utils.attention.backends.cute_mods import block_tables, translate
 
-    mask_mod = problem.mask_function() if plain is None else None
+    mask_mod: Any = problem.mask_function() if plain is None else None
     for mod in (mask_mod, problem.score_mod):
         if mod is not None:
             check_device(mod, problem.device)

@@ -227,15 +227,15 @@ def fewer_stages(kernel_options: dict, given: dict) -> list[dict]:
 
 def first_that_fits(attempts: list[dict], use: Callable[[dict], torch.Tensor]) -> torch.Tensor:
     """Return use(options) of the first options whose kernel fits into shared memory."""
-    first_error = None
+    errors = []
     for options in attempts:
         try:
             return use(options)
         except RuntimeError as error:
             if "out of resource" not in str(error):
                 raise
-            first_error = first_error or error
-    raise first_error
+            errors.append(error)
+    raise errors[0]
 
 
 def _bound(problem: Problem, options: Options, block_mask, settings, seconds, attempts: list[dict]) -> Bound:
@@ -267,7 +267,7 @@ BACKENDS = {
         accepts=_accepts_eager,
         bind=_bind_eager,
         kernels=r"(?i)softmax|gem[mv]|nvjet",
-        cpu_operators=r"flex_attention",
+        cpu_operators=r"FlexAttention",
         implementation=lambda: _implementation("eager"),
         options=("block_size",),
     ),

@@ -45,9 +45,8 @@ def stored_scores(problem: Problem, hidden: torch.Tensor | None, empty_rows: boo
 
 def _bind(problem: Problem, options: Options) -> Bound:
     began = time.perf_counter()
-    allowed = allowed_keys(problem)
-    empty_rows = problem.has_empty_rows
-    if problem.mask_mod is not None:
+    allowed, empty_rows = allowed_keys(problem), problem.has_empty_rows
+    if problem.mask_mod is not None and allowed is not None:
         empty_rows = not bool(allowed.any(-1).all())
         synchronize(problem.device)
     attend = stored_scores(problem, None if allowed is None else ~allowed, empty_rows)
@@ -90,7 +89,7 @@ BACKENDS = {
         machine=compile_support,
         accepts=accept_compiled,
         bind=_bind_compiled,
-        kernels=r"triton_.*softmax",
+        kernels=r"triton_(red|per|poi)_fused",
         cpu_operators=r"(?i)torch-compiled region|cpp_fused",
         implementation=lambda: f"{_implementation()}, compiled",
         options=("mode",),

@@ -12,6 +12,7 @@ import time
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -91,8 +92,8 @@ def probe(backend: SDPBackend, device_type: str) -> Support:
     x = torch.ones(1, 1, 16, 64, dtype=dtype, device=device_type)
     try:
         _refusing(backend, lambda q, k, v: F.scaled_dot_product_attention(q, k, v))(x, x, x)
-    except Refused as refusal:
-        why = f"torch's {backend.name} backend does not run on {device_type}: {refusal}"
+    except RuntimeError as error:
+        why = f"torch's {backend.name} backend does not run on {device_type}: {str(error).splitlines()[0]}"
         return Support(False, why, "Use another SDPA backend.")
     return Support(True, f"torch {torch.__version__}'s {backend.name} backend, pinned.")
 
@@ -157,7 +158,8 @@ def _bind(backend: SDPBackend | None, problem: Problem, options: Options) -> Bou
     plain = _plain_or_same(problem)
     if backend is None and plain.sq != problem.sq:
         plain = problem
-    began, mask = time.perf_counter(), None
+    began = time.perf_counter()
+    mask: Any = None
     if _needs_mask(plain):
         mask = allowed_keys(plain)
         if plain.mask_mod is not None and not bool(mask.any(-1).all()):

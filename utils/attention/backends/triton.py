@@ -17,6 +17,8 @@ import torch
 from utils.attention.problem import Backend, Problem, accept_plain, bind_plain
 from utils.machine.device import Support, triton_mode, triton_support
 
+LOG2_E = 1.4426950408889634  # the kernel uses exp2: e^x = 2^(x log2 e)
+
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, window: int) -> torch.Tensor:
     """Launch the kernel, compiled or interpreted, whichever mode Triton has in this process; window 0 is no window."""
@@ -30,29 +32,13 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sca
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_m, block_n = (128, 128) if not q.is_cuda else (128, 64) if block_d <= 128 else (64, 32)
     if q.numel():
-        flash_forward_kernel[(triton.cdiv(sq, block_m), batch * heads)](
-            q,
-            k,
-            v,
-            out,
-            *q.stride(),
-            *k.stride(),
-            *v.stride(),
-            *out.stride(),
-            sq,
-            sk,
-            head_dim,
-            heads,
-            heads // kv_heads,
-            window,
-            scale * 1.4426950408889634,
-            CAUSAL=causal,
-            WINDOW=window > 0,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            BLOCK_D=block_d,
-            num_warps=4 if block_d <= 64 else 8,
-            num_stages=2,
+        strides = [stride for x in (q, k, v, out) for stride in x.stride()]
+        lengths = (sq, sk, head_dim, heads, heads // kv_heads, window)
+        tile = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_d}
+        launch = {"num_warps": 4 if block_d <= 64 else 8, "num_stages": 2}
+        grid = (triton.cdiv(sq, block_m), batch * heads)
+        flash_forward_kernel[grid](
+            *(q, k, v, out), *strides, *lengths, scale * LOG2_E, CAUSAL=causal, WINDOW=window > 0, **tile, **launch
         )
     return out
 

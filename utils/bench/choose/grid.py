@@ -98,7 +98,8 @@ def held_out(
 
     Lengths are log-uniform and any whole number, so most are no multiple of a tile; heads and groups vary freely.
     """
-    draw, known, found = random.Random(seed), set(grid), []
+    draw, known = random.Random(seed), set(grid)
+    found: list[SdpaWorkload] = []
     head_dims, small = tuple(head_dims), device_type == "cpu"
 
     def length(low: int, high: int) -> int:

@@ -37,6 +37,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -176,7 +177,7 @@ def bare_name(kernel: str) -> str:
 def _prepared(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs, checked: list) -> tuple[dict, Callable | None]:
     """A row without times, and the call if it may be timed: taken, right, proved."""
     device = inputs.q.device
-    row = {"backend": name, "status": res.REFUSED, "refused": None}
+    row: dict[str, Any] = {"backend": name, "status": res.REFUSED, "refused": None}
     scores = 3.0 if name == "math" else 0.0
     needed, free = workload.bytes_needed(scores), _free_bytes(device)
     if needed > free:

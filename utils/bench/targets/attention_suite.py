@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import ClassVar
+from collections.abc import Mapping
 
 from utils.bench.targets import sdpa
 from utils.bench.targets.base import CAUSAL, Case, Target, dtype_support, shape_knobs
@@ -35,7 +35,7 @@ class Suite(Target):
         *shape_knobs(cpu=(None, None, None, None, DTYPES), gpu=(None, None, None, None, DTYPES), many_dtypes=True),
         CAUSAL,
     )
-    protocol: ClassVar = {"cpu": (5, 30), "cuda": (200, 500)}
+    protocol: Mapping[str, tuple[int, int]] = {"cpu": (5, 30), "cuda": (200, 500)}
 
     def __init__(self, workload: str, summary: str, baseline: str, optimized: str):
         self.workload, self.summary = workload, summary

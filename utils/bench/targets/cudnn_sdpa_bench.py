@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
 
 import torch
 
@@ -41,7 +41,7 @@ class FlashSdp(Target):
 
     chapter, workload = "labs/cudnn_sdpa_bench", "flash_sdp"
     summary = "one SDPA backend against another on the same inputs"
-    sides: ClassVar = {"baseline": "SDPA with --baseline-backend (math)", "optimized": "SDPA with --backend"}
+    sides: Mapping[str, str] = {"baseline": "SDPA with --baseline-backend (math)", "optimized": "SDPA with --backend"}
     choices = ("auto", *sdpa.BACKENDS)
     knobs = (
         *shape_knobs(cpu=(1, 4, 1024, 64, "fp32"), gpu=(4, 16, 4096, 128, "bf16")),

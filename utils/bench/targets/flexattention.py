@@ -8,7 +8,7 @@ stored mask (`--against`), and the results say what the block mask cost.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
 
 from utils.attention import AttentionUnsupported, prepare
 from utils.attention.masks import by_name, seconds_to_build_block_mask
@@ -38,7 +38,10 @@ class FlexAttention(Target):
 
     chapter, workload = "labs/flexattention", "flex_attention"
     summary = "FlexAttention with a block mask and a score modifier: eager against torch.compile"
-    sides: ClassVar = {"baseline": "eager FlexAttention: all scores stored", "optimized": "compiled: one fused kernel"}
+    sides: Mapping[str, str] = {
+        "baseline": "eager FlexAttention: all scores stored",
+        "optimized": "compiled: one fused kernel",
+    }
     knobs = (
         *shape_knobs(cpu=(1, 4, 1024, 64, "fp32"), gpu=(4, 16, 4096, 64, "bf16")),
         *mask_knobs(256, 1024),
@@ -174,7 +177,10 @@ class FlexAttentionCute(UnfusedFused):
 
     chapter, workload = "labs/flexattention", "flex_attention_cute"
     summary = "the same mask and score modifier without FlexAttention: FlashAttention in the CuTe DSL"
-    sides: ClassVar = {"baseline": "unfused, with a mask", "optimized": "CuTe, else flash-attn, else torch flash"}
+    sides: Mapping[str, str] = {
+        "baseline": "unfused, with a mask",
+        "optimized": "CuTe, else flash-attn, else torch flash",
+    }
     order = ("cute", "flash_attn", "flash")  # the last two take documents as sequences of one length, no modifier
     knobs = (
         *shape_knobs(cpu=(1, 4, 1024, 64, "fp32"), gpu=(4, 16, 4096, 64, "bf16")),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from utils.attention import AttentionUnsupported, Prepared, Recompiled, find_backend, prepare
 from utils.bench.errors import Refused, WrongRun
@@ -12,15 +14,17 @@ from utils.bench.targets.base import Built, Case, Target, dtype_support
 from utils.bench.targets.proof import prove
 from utils.machine.device import Support
 
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 @dataclass
 class PreparedBuilt(Built):
     """A side with the prepared call behind it."""
 
-    prepared: Prepared | None = None
+    prepared: Prepared = field(kw_only=True)
 
 
-def build_prepared(name: str, case: Case, inputs: Sequence, asked: str = "", **options) -> PreparedBuilt:
+def build_prepared(name: str, case: Case, inputs: Inputs, asked: str = "", **options) -> PreparedBuilt:
     """Prepare a backend on these inputs; raise Refused if it cannot do the case.
 
     The side's function is the bare call without the guard; `after` checks that it was compiled once.
@@ -32,8 +36,9 @@ def build_prepared(name: str, case: Case, inputs: Sequence, asked: str = "", **o
         asked: what the records call the backend, if it is another name.
         **options: block_size, mode and kernel_options of `prepare`.
     """
+    q, k, v = inputs
     try:
-        prepared = prepare(*inputs, backend=name, **case.workload.attention_arguments, **options)
+        prepared = prepare(q, k, v, backend=name, **case.workload.attention_arguments, **options)
     except AttentionUnsupported as error:
         raise Refused(str(error)) from None
     attend = prepared.fn
@@ -45,7 +50,7 @@ def build_prepared(name: str, case: Case, inputs: Sequence, asked: str = "", **o
             raise WrongRun(f"{error} It was among the timed calls, so these times are void.") from None
 
     implementation = prepared.settings["implementation"]
-    return PreparedBuilt(lambda: attend(*inputs), asked or name, implementation, after, prepared)
+    return PreparedBuilt(lambda: attend(q, k, v), asked or name, implementation, after, prepared=prepared)
 
 
 def backend_support(name: str, case: Case) -> Support:
