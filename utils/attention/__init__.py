@@ -6,10 +6,10 @@
     out = attention(q, k, v, causal=True, backend="gluon")      # this backend, or an error that says why not
     last_run().backend                                          # which backend ran
     attend = prepare(q, k, v, mask_mod=causal, backend="flex")  # built, compiled and run once; attend() is guarded
-    backend_table()                                             # what runs on this machine, and why not
-    use_choices("sdpa_grid_choices.json")                       # "auto" follows what `labs bench choose` measured
+    backend_table()                                             # which backends run on this machine, and why others do not
+    use_choices("sdpa_grid_choices.json")                       # "auto" follows the file of `labs bench choose`
 
-`problem.py` says what is asked and what a backend is, `call.py` is the door, `choosing.py` the automatic order,
+`problem.py` defines the question and a backend, `call.py` is the door, `choosing.py` the automatic order,
 `reference.py` the float64 specification, `masks/` has mask functions and score modifiers, `backends/` one file a
 library, and `gluon/` the course's own kernel in five steps.
 """

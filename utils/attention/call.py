@@ -3,7 +3,7 @@
 out = attention(q, k, v, causal=True)            # "auto": the best backend that can do it
 last_run().backend                               # which backend that was
 attend = prepare(q, k, v, mask_mod=mask)         # bound, compiled and run once; attend() is guarded
-for row in backend_table(): print(row)           # what runs on this machine, and why not
+for row in backend_table(): print(row)           # which backends run on this machine
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Run:
-    """What an attention call did.
+    """The record of one attention call.
 
     Attributes:
         backend: the name of the backend that ran.
-        problem: what it computed.
+        problem: the problem that it solved.
         passed_over: (name, reason) of the better backends that could not do it ("auto").
         chosen_by: the file of measured choices that "auto" followed; "" for the fixed order.
         why: why "auto" took the backend; "" for a backend that was asked for.
@@ -174,7 +174,7 @@ def prepare(
 def _with_backend(
     problem: Problem, options: Options, name: str, use: Callable[[Backend, Options], Result]
 ) -> tuple[Result, Run]:
-    """Return (use(backend, options), what ran), with the backend `name` or the best that does not refuse ("auto")."""
+    """Return use(backend, options) and its record, for the backend `name` or the best that does not refuse ("auto")."""
     if name != "auto":
         chosen = find_backend(name)
         if not (support := chosen.support(problem, options)):
@@ -212,7 +212,7 @@ def _unsupported(name: str, reason: str, problem: Problem, options: Options) -> 
 
 
 def last_run() -> Run | None:
-    """Return what the last `attention` call of this process did; None before the first."""
+    """Return the record of the last `attention` call of this process; None before the first."""
     return _last
 
 

@@ -47,10 +47,10 @@ class Prepared:
     """Attention by one backend, ready to be called with tensors like those it was prepared with.
 
     Attributes:
-        fn: the bare function of q, k, v, without the guard: what a benchmark times.
+        fn: the bare function of q, k, v, without the guard; benchmarks time it.
         inputs: the tensors it was prepared with.
-        settings: what is in force: the backend, the mask, shapes, and the options.
-        seconds: what was spent once: {"block_mask": ..., "compile": ...} or {"first_call": ...}.
+        settings: the settings in force: the backend, the mask, shapes, and the options.
+        seconds: time spent once: {"block_mask": ..., "compile": ...} or {"first_call": ...}.
         source: the function that torch.compile compiled, if it did.
         block_mask: FlexAttention's BlockMask, if there is one.
     """

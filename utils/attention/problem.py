@@ -212,7 +212,7 @@ def allowed_keys(problem: Problem, device: torch.device | str | None = None) -> 
 
 @dataclass(frozen=True)
 class Options:
-    """What only some backends take.
+    """Options that only some backends take.
 
     block_size: (queries, keys) of a block of the block mask. mode: torch.compile's. kernel_options: FlexAttention's.
     tuned: the backend may choose kernel options by itself, as it may under backend="auto".
@@ -244,8 +244,8 @@ class Bound:
 
     Attributes:
         call: attention of q, k, v like those of the problem.
-        settings: what is in force, such as the block size.
-        seconds: what was spent once, such as {"block_mask": 0.02}.
+        settings: the settings in force, such as the block size.
+        seconds: time spent once, such as {"block_mask": 0.02}.
         source: the function that torch.compile compiled, if it did.
         block_mask: FlexAttention's BlockMask, if there is one.
         first: makes the first call in place of `call`, where the library may raise Refused or need another attempt.
@@ -346,7 +346,7 @@ def on_plain_shapes(problem: Problem, plain: Problem, attend: Attend) -> Attend:
 
 
 def describe_plain(problem: Problem, plain: Problem) -> str:
-    """Say in words what a kernel does in place of the problem's mask function."""
+    """Name the mask that a kernel does by itself in place of the problem's mask function."""
     parts = ["causal"] if plain.causal else []
     parts += [f"window {plain.window}"] if plain.window else []
     parts += [f"documents of {plain.sq} as sequences"] if plain.sq != problem.sq else []

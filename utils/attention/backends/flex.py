@@ -53,7 +53,7 @@ def needed_kernel_options(block_size: tuple[int, int], lengths: tuple[int, int] 
 
 
 def triton_options(problem: Problem, block_size: BlockSize = 128) -> dict:
-    """Return kernel options of FlexAttention's Triton kernel: the measured tile, and what the mask is proved to allow."""
+    """Return kernel options of FlexAttention's Triton kernel: the measured tile, and the proved claims about the mask."""
     if problem.device.type != "cuda":
         return {}
     blocks, on_hopper = block_sizes(block_size), compute_capability() == (9, 0)

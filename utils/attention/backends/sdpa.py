@@ -40,7 +40,7 @@ MATH_BACKWARD = "aten::_softmax_backward_data"
 
 @dataclass(frozen=True)
 class Pin:
-    """One SDPA backend: what it takes on a GPU (on a CPU, flash takes everything, in a loop of its own)."""
+    """One SDPA backend and its limits on a GPU (on a CPU, flash takes everything, in a loop of its own)."""
 
     backend: SDPBackend
     summary: str

@@ -25,11 +25,6 @@ def _positive(name: str, value: float) -> float:
     return float(value)
 
 
-def alibi_slopes(heads: int) -> list[float]:
-    """Return ALiBi's slope of each head: 2^(-8/H), 2^(-16/H), ... for H a power of two (Press et al., 2022)."""
-    return [2.0 ** (-8.0 * (head + 1) / whole_number("heads", heads)) for head in range(heads)]
-
-
 def alibi(heads: int) -> ScoreMod:
     """ALiBi: each head subtracts its slope times the distance of the key."""
     exponent = -8.0 / whole_number("heads", heads)

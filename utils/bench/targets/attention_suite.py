@@ -77,7 +77,7 @@ class Suite(Target):
         return build_prepared(name, case, (q, k, v))
 
     def prove(self, case, side, built, launched):
-        """Return what ran; raise WrongRun if it is not what was asked for."""
+        """Return the backend that ran; raise WrongRun if it is another one than asked for."""
         return prove(self.contenders[side], launched)
 
     def range_name(self, side, ran):

@@ -24,7 +24,7 @@ from utils.machine.device import Support, compile_support
 
 BLOCK_SIZES = ("16", "32", "64", "128", "256")
 CPU_HEAD_DIMS = (8, 256)
-# Further baselines of the compiled side by the name that flags and records use: backend, and what it is.
+# Further baselines of the compiled side: {name in flags and records: (backend, description)}.
 AGAINST = {
     "dense_compiled": ("naive_compiled", "compiled dense attention under a stored mask"),
     "sdpa": ("sdpa", "SDPA, under a stored mask unless it is a plain causal one"),
@@ -200,7 +200,7 @@ class FlexAttentionCute(UnfusedFused):
         return [Case(self.name, workload, settings, device)]
 
     def facts(self, case, side, built):
-        """Return the settings in force and what was spent once."""
+        """Return the settings in force and the time spent once."""
         if side == "baseline":
             return {}
         return {"settings": built.prepared.settings, "seconds": built.prepared.seconds}

@@ -33,7 +33,7 @@ def build_prepared(name: str, case: Case, inputs: Inputs, asked: str = "", **opt
         name: the backend.
         case: the case; its mask and score modifier are passed on.
         inputs: q, k, v (B, H, S, D).
-        asked: what the records call the backend, if it is another name.
+        asked: the name of the backend in records, if it is another one.
         **options: block_size, mode and kernel_options of `prepare`.
     """
     q, k, v = inputs
@@ -103,6 +103,6 @@ class UnfusedFused(Target):
         return build_prepared(self.optimized_backend(case)[0], case, (q, k, v))
 
     def prove(self, case, side, built, launched):
-        """Return what ran; raise WrongRun if it is not what was asked for."""
+        """Return the backend that ran; raise WrongRun if it is another one than asked for."""
         prove("naive" if side == "baseline" else built.provider, launched)
         return built.provider

@@ -69,7 +69,7 @@ def prove(asked: str, launched: Launched, direction: str = "forward") -> str:
 
     Args:
         asked: a backend's name, or "auto" for torch's own choice of SDPA backend.
-        launched: what one call launched.
+        launched: the operators and kernels of one call.
         direction: "forward", "backward" or "both", of an SDPA call.
     """
     ran = asked

@@ -5,7 +5,7 @@ The target `labs/cudnn_sdpa_bench` and `labs bench choose` time the same calls; 
     workload = SdpaWorkload(4, 32, 1024, 128, "bf16", "causal", kv_heads=8, direction="both")
     inputs = make_inputs(workload, device, seed=0)             # q, k, v and the gradient of the output
     why_not(workload, "efficient", inputs)                     # torch's reason in words, or ""
-    call = bind(workload, "cudnn", inputs)                     # what is timed; attention and nothing else
+    call = bind(workload, "cudnn", inputs)                     # the call to time: attention and nothing else
     prove("cudnn", launched_by(call), workload.direction)      # raises unless cuDNN's kernels ran (`proof.py`)
 """
 
@@ -225,7 +225,7 @@ def refuse(workload: SdpaWorkload, backend: str, inputs: Inputs) -> None:
 
 
 def memory(call: Callable[[], object]) -> dict:
-    """Measure {"peak_bytes", "output_bytes", "workspace_bytes"} of one call: what it adds, its results, the rest."""
+    """Measure {"peak_bytes", "output_bytes", "workspace_bytes"} of one call: all that it adds, its results, the rest."""
     from utils.benchmark import benchmark_memory
 
     results = call()
