@@ -79,7 +79,7 @@ def verify(
         place = torch.unravel_index(rows.argmax(), rows.shape)
         batch, head, query = (int(index) for index in place)
         raise VerificationError(
-            f"{what} differs from the float64 reference by more than {precision} allows: relative error {whole:.3g} "
+            f"{what} is not the float64 reference's within the bounds for {precision}: relative error {whole:.3g} "
             f"(allowed {result.whole_bound:.3g}), in the worst row {result.worst_row:.3g} (allowed "
             f"{result.row_bound:.3g}), at batch {batch}, head {head}, query {query}."
         )

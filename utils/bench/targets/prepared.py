@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from utils.attention import AttentionUnsupported, Prepared, Recompiled, find_backend, prepare
+from utils.attention import AttentionUnsupported, Prepared, find_backend, prepare
+from utils.attention.prepared import compiled_versions
 from utils.bench.errors import Refused, WrongRun
 from utils.bench.knobs import Knob
 from utils.bench.targets.base import Built, Case, Target, dtype_support
 from utils.bench.targets.proof import prove
-from utils.machine.device import Support
+from utils.machine.device import Support, cuda_support
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -44,10 +45,11 @@ def build_prepared(name: str, case: Case, inputs: Inputs, asked: str = "", **opt
     attend = prepared.fn
 
     def after() -> None:
-        try:
-            prepared.check()
-        except Recompiled as error:
-            raise WrongRun(f"{error} It was among the timed calls, so these times are void.") from None
+        if prepared.source is not None and (versions := compiled_versions(prepared.source)) != 1:
+            raise WrongRun(
+                f"backend {name} was compiled {versions} times and once is right: a recompile or a fallback to eager "
+                "was among the timed calls, so these times are void."
+            )
 
     implementation = prepared.settings["implementation"]
     return PreparedBuilt(lambda: attend(q, k, v), asked or name, implementation, after, prepared=prepared)
@@ -61,6 +63,9 @@ def backend_support(name: str, case: Case) -> Support:
 
 def first_able(names: Sequence[str], case: Case) -> tuple[str | None, Support]:
     """Return the first backend of `names` that can do the case, or None and the reason of each."""
+    if not (cuda := cuda_support()) and not any(find_backend(name).machine() for name in names):
+        need = f"{', '.join(names)} need{'s' * (len(names) == 1)} an NVIDIA GPU: {cuda.reason}"
+        return None, Support(False, need, cuda.remedy)
     reasons = []
     for name in names:
         answer = backend_support(name, case)
