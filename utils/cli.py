@@ -29,10 +29,10 @@ def labs() -> None:
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False) -> None:
     """Say which parts of each lab this machine can run, and the remedy for the parts it cannot."""
-    from utils.attention import provider_table
+    from utils.attention import backend_table
     from utils.machine.doctor import examine_machine, print_report
 
-    report = examine_machine(provider_table())
+    report = examine_machine(backend_table())
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:

@@ -33,12 +33,7 @@ LEFT_OUT = ("__pycache__", ".ipynb_checkpoints", ".ruff_cache", ".pytest_cache")
 FOR_INSTRUCTORS = ("docs/grading.md",)
 STRETCH = 3  # lines in a row that are no coincidence; those that any module has (`_SAYS_NOTHING`) do not count
 # What the library shares with a solution because it needs it itself: {(file, line): why}. `labs release` prints it.
-SHARED = {
-    (
-        "utils/bench/targets/providers.py",
-        '"aten::_scaled_dot_product_flash_attention": "flash",',
-    ): "the bench tells SDPA's backends apart by the same names of operators (lab 4, question 1.1)"
-}
+SHARED: dict[tuple[str, str], str] = {}
 _SAYS_NOTHING = re.compile(r"(from [\w.]+ )?import .*|(try|else|finally):|.{0,3}")
 MAX_DEPTH = 4  # of archives in archives
 _STAMP = (2024, 1, 1, 0, 0, 0)  # the same bundle has the same bytes

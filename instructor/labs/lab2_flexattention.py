@@ -74,16 +74,12 @@ from utils import *
 from utils.checking import check, expect_close, expect_number, forbid, require_answer, watch_operations
 from utils.machine.device import compile_support, flash_attn_support
 from utils.machine.environment import environment
-from utils.attention.flex_paths import (
-    FlexUnsupported,
-    compiled_versions,
-    flex,
-    needed_kernel_options,
-    own_copy,
-)
+from utils.attention import AttentionUnsupported, prepare
+from utils.attention.backends.flex import needed_kernel_options
 from utils.attention.masks import dense_mask, documents
 from utils.attention.masks import named as with_name
-from utils.attention.sparsity import sparsity
+from utils.attention.masks.sparsity import sparsity
+from utils.attention.prepared import compiled_versions, own_copy
 from utils.benchmark.measuring import measure_together
 from utils.files import recorded_table
 from utils.visualization import plot_mask, plot_sparsity_sweep
@@ -659,7 +655,7 @@ hidden.promises(block_flops, promised_speedup, document_blocks).raise_if_wrong()
 
 # %% [markdown]
 # Now the promise meets the clock. The table predicts with your functions, then measures FlexAttention compiled, one
-# kernel for each mask. `flex` prepares a call: it builds the block mask, compiles, runs once, and raises an error should
+# kernel for each mask. `prepare` prepares a call: it builds the block mask, compiles, runs once, and raises an error should
 # the call ever be compiled a second time. `documents(span)` comes with the course: documents of `span` tokens, not causal.
 #
 # **Before you run.** Sliding window of an eighth of the text: what is promised? Which of the masks will keep its promise
@@ -680,7 +676,7 @@ tried = {
 }
 if compiler:
     print("compiling four kernels, then timing: up to half a minute on two CPU cores ...", flush=True)
-    calls = {name: flex(q, k, v, mask_mod=mod, path="compiled", block_size=block) for name, mod in tried.items()}
+    calls = {name: prepare(q, k, v, mask_mod=mod, backend="flex", block_size=block) for name, mod in tried.items()}
     rows = []
     for mod in tried.values():
         counts = ((length // block) ** 2, 0, 0)
@@ -1021,14 +1017,14 @@ q, k, v = random_qkv()
 span = length // 8
 mask = with_name(both(causal, documents(span)), f"both(causal, documents({span}))")
 contenders = {}
-for name, path in (
-    ("FlexAttention, eager", "eager"), ("matmul, softmax, matmul, compiled", "dense_compiled"),
-    ("SDPA, mask as a tensor", "sdpa"), ("FlexAttention, compiled", "compiled"), ("FlexAttention, CuTe", "cute"),
+for name, backend in (
+    ("FlexAttention, eager", "flex_eager"), ("matmul, softmax, matmul, compiled", "naive_compiled"),
+    ("SDPA, mask as a tensor", "sdpa"), ("FlexAttention, compiled", "flex"), ("FlexAttention, CuTe", "flex_flash"),
 ):
     print(f"preparing {name} ...", flush=True)
     try:
-        contenders[name] = flex(q, k, v, mask_mod=mask, path=path)
-    except (FlexUnsupported, torch.OutOfMemoryError) as reason:
+        contenders[name] = prepare(q, k, v, mask_mod=mask, backend=backend)
+    except (AttentionUnsupported, torch.OutOfMemoryError) as reason:
         print(f"  not here: {reason}")
 if compiler:
     compiled_attention = torch.compile(own_copy(flex_attention), dynamic=False)
@@ -1083,7 +1079,7 @@ if compiler:
     short = min(length, 1024)
     q, k, v = random_qkv(short)
     print("compiling ...", flush=True)
-    capped = flex(q, k, v, mask_mod=causal, score_mod=soft_cap(17.25), path="compiled")
+    capped = prepare(q, k, v, mask_mod=causal, score_mod=soft_cap(17.25), backend="flex")
     generated = capped.generated_code()
     Path("flex_generated_kernel.txt").write_text(generated)
     show_code(generated, "17.25")
@@ -1129,11 +1125,11 @@ require_answer("causal", globals().get("causal"), "2.1")
 require_answer("soft_cap", globals().get("soft_cap"), "4.1")
 q, k, v = random_qkv(min(length, 1024))
 traced = {}
-for name, path in (("eager", "eager"), ("compiled", "compiled")):
+for name, backend in (("eager", "flex_eager"), ("compiled", "flex")):
     print(f"preparing and profiling {name} ...", flush=True)
     try:
-        attend = flex(q, k, v, mask_mod=causal, score_mod=soft_cap(17.25), path=path)
-    except FlexUnsupported as error:
+        attend = prepare(q, k, v, mask_mod=causal, score_mod=soft_cap(17.25), backend=backend)
+    except AttentionUnsupported as error:
         print(f"{name}: not here: {error}")
         continue
 
@@ -1371,7 +1367,7 @@ if compiler:
     block_sizes = [64, 128, 256]
     spans = [64, 128, 256, length // 8, length // 2] if on_gpu else [64, 128, 256, 512, 1024]
     print(f"compiling a kernel for each of {len(block_sizes)} block sizes: up to 20 s on two CPU cores ...", flush=True)
-    calls, kernels = {(0, 0): flex(q, k, v, path="compiled")}, {}
+    calls, kernels = {(0, 0): prepare(q, k, v, backend="flex")}, {}
     for block in block_sizes:
         kernels[block] = own_copy(flex_attention)
         attend = torch.compile(kernels[block], dynamic=False)
@@ -1506,9 +1502,9 @@ if compiler:
     q, k, v = random_qkv()
     rows = [t[:, :, order] for t in (q, k, v)]
     ways = {
-        "no mask": flex(q, k, v, path="compiled"),
-        "order of arrival": flex(q, k, v, mask_mod=as_they_arrive, path="compiled"),
-        "your layout": flex(*rows, mask_mod=mine, path="compiled"),
+        "no mask": prepare(q, k, v, backend="flex"),
+        "order of arrival": prepare(q, k, v, mask_mod=as_they_arrive, backend="flex"),
+        "your layout": prepare(*rows, mask_mod=mine, backend="flex"),
     }
     error = (ways["your layout"]()[:, :, back].float() - ways["order of arrival"]().float()).abs().max().item()
     assert error < tolerance, f"the two layouts differ by {error}"

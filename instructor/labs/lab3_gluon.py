@@ -372,7 +372,7 @@ if on_gpu:
 else:
     batch, heads, length, d, dtype = 1, 4, 1024, 64, torch.float32
 q, k, v = (torch.randn(batch, heads, length, d, device=device, dtype=dtype) for _ in range(3))
-naive, fused = (partial(attention, q, k, v, provider=name) for name in ("naive", "flash"))
+naive, fused = (partial(attention, q, k, v, backend=name) for name in ("naive", "flash"))
 with nvtx_range("flashattention_baseline_unfused"):  # these names show in a trace
     expected = naive()
 with nvtx_range("flashattention_optimized_flash"):
@@ -1617,12 +1617,12 @@ if on_hopper:
     batch, heads, length, d = 1, 16, 16384, 128
     q, k, v = (torch.randn(batch, heads, length, d, device=device, dtype=torch.bfloat16) for _ in range(3))
     mine = student_attention(q, k, v)
-    expected = attention(q, k, v, provider="flash")
+    expected = attention(q, k, v, backend="flash")
     difference = ((mine.double() - expected.double()).norm() / expected.double().norm()).item()
     assert difference < 0.01, f"on this GPU your kernel differs from flash attention by {difference:.3f}: no race then"
-    contenders = {"naive": partial(attention, q, k, v, provider="naive"),
-                  "flash (FA2)": partial(attention, q, k, v, provider="flash"),
-                  "cuDNN": partial(attention, q, k, v, provider="cudnn")}
+    contenders = {"naive": partial(attention, q, k, v, backend="naive"),
+                  "flash (FA2)": partial(attention, q, k, v, backend="flash"),
+                  "cuDNN": partial(attention, q, k, v, backend="cudnn")}
     contenders |= {f"ladder step {step}": partial(forward, q, k, v, step=step) for step in range(1, 6)}
     flops, rows = 4 * batch * heads * length**2 * d, []
     for name, call in contenders.items():

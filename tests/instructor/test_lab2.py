@@ -147,7 +147,7 @@ def test_unanswered_questions_say_so(calls, checks, names):
 @pytest.mark.gpu
 def test_model_answers_run_on_a_gpu(names):
     """The checks feed CPU tensors; here the same functions get tensors on the GPU, and FlexAttention compiles them."""
-    from utils.attention.flex_dense import flex_reference
+    from utils.attention import reference
 
     cuda = torch.device("cuda")
     length = 512
@@ -164,17 +164,18 @@ def test_model_answers_run_on_a_gpu(names):
         names["packed_documents"](numbers.expand(2, -1)),
     ):
         attend = names["prepare_flex"](compiled, mask, score, length, cuda)
-        expected = flex_reference(q, k, v, mask, score)
+        expected, _ = reference(q, k, v, mask_mod=mask, score_mod=score)
         torch.testing.assert_close(attend(q, k, v).double(), expected, rtol=3e-2, atol=3e-2)
     block_mask = names["create_block_mask"](
         names["window_per_head"](windows), None, 4, length, length, device="cuda", BLOCK_SIZE=128
     )
     got = compiled(q, k, v, block_mask=block_mask)
-    expected = flex_reference(q, k, v, names["window_per_head"](windows))
+    expected, _ = reference(q, k, v, mask_mod=names["window_per_head"](windows))
     torch.testing.assert_close(got.double(), expected, rtol=3e-2, atol=3e-2)
     shared = names["create_block_mask"](names["causal"], None, None, length, length, device="cuda", BLOCK_SIZE=128)
     got = names["block_sparse_attention"](q, k, v, shared)
-    torch.testing.assert_close(got.double(), flex_reference(q, k, v, names["causal"]), rtol=3e-2, atol=3e-2)
+    expected, _ = reference(q, k, v, mask_mod=names["causal"])
+    torch.testing.assert_close(got.double(), expected, rtol=3e-2, atol=3e-2)
 
 
 # ---- the notebook ------------------------------------------------------------------------------------------------

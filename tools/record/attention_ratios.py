@@ -20,9 +20,7 @@ from pathlib import Path
 import torch
 
 from tools.record.common import Record, arguments_parser, machine_name, numbers, read_record, save_picture
-from utils.attention.registry import attention
-from utils.attention.registry import provider as provider_named
-from utils.attention.request import make_request
+from utils.attention import attention, find_backend, make_problem
 from utils.benchmark.measuring import compare
 
 TOKENS = 16384  # B x S of every point
@@ -78,10 +76,10 @@ def ratio_row(head_dim: int, length: int, causal: bool, other_name: str, pairs: 
     """Measure the Gluon kernel against one backend at one shape; the reason if that backend refuses the shape."""
     q, k, v = inputs(head_dim, length)
     row = {"head_dim": head_dim, "length": length, "batch": q.shape[0], "heads": q.shape[1], "causal": causal}
-    support = provider_named(other_name).support(make_request(q, k, v, causal, None, None))
+    support = find_backend(other_name).support(make_problem(q, k, v, causal=causal))
     if not support:
         return row | {"against": other_name, "refused": support.reason}
-    gluon, other = (partial(attention, q, k, v, causal=causal, provider=name) for name in ("gluon", other_name))
+    gluon, other = (partial(attention, q, k, v, causal=causal, backend=name) for name in ("gluon", other_name))
     row["difference"] = relative_difference(gluon(), other())
     if length <= CHECKED_LENGTH:
         row["difference_from_math"] = relative_difference(gluon(), math_output(head_dim, length, causal))
@@ -94,7 +92,7 @@ def ladder_row(head_dim: int, length: int, causal: bool, step: int, pairs: int) 
 
     q, k, v = inputs(head_dim, length)
     kernel = partial(forward, q, k, v, causal=causal, step=step)
-    cudnn = partial(attention, q, k, v, causal=causal, provider="cudnn")
+    cudnn = partial(attention, q, k, v, causal=causal, backend="cudnn")
     row = {"head_dim": head_dim, "length": length, "causal": causal, "plan": describe(step, q, k, causal), "step": step}
     row["difference"] = relative_difference(kernel(), cudnn())
     return row | compare_kernels(f"step {step}", kernel, "cudnn", cudnn, causal, pairs)

@@ -8,7 +8,7 @@ The promise of a mask is 1 / block density: so many times faster would the kerne
 blocks that it visits. Each row compares the same path without and with the mask. The calls are interleaved on the same
 inputs, and the first two heads of the output are compared with float64 first. `share` is the speed-up over the promise.
 
-The keys of a row: path, options (kernel options in force), picked (whether path="auto" takes this path), mask, batch, heads,
+The keys of a row: path (the name that recorded tables use for the backend: see PATHS), options (kernel options in force), picked (whether backend="auto" takes this backend), mask, batch, heads,
 seq_len, head_dim, dtype, doc_span (tokens of a document), block_size, density, block_density, ideal, ms, dense_ms, speedup,
 interval, share, error (relative, to float64), block_mask_ms (the first build in a process also loads torch.compile),
 compile_s (from inductor's cache if --warm has filled it). A path that refuses has `refused`, the reason, instead.
@@ -23,17 +23,28 @@ from pathlib import Path
 import torch
 
 from tools.record.common import Record, arguments_parser, machine_name, numbers, read_record, save_picture
-from utils.attention import masks
-from utils.attention.flex_dense import flex_reference
-from utils.attention.flex_options import pick, triton_options
-from utils.attention.flex_paths import FlexUnsupported, Prepared, flex
-from utils.attention.sparsity import Sparsity, sparsity
+from utils.attention import AttentionUnsupported, Prepared, find_backend, make_problem, masks, prepare, reference
+from utils.attention.backends.flex import triton_options
+from utils.attention.choosing import rank_backends
+from utils.attention.masks.sparsity import Sparsity, sparsity
+from utils.attention.problem import NO_OPTIONS
 from utils.bench.workload import DTYPES
 from utils.benchmark.measuring import compare
 from utils.machine.device import default_device
 
 CHECKED_HEADS = 2
 ALLOWED_ERROR = {"fp16": 2e-3, "bf16": 1e-2, "fp32": 2e-6}  # relative, Frobenius, to float64
+# Recorded tables name the backends by these older names; `attention` has its own.
+PATHS = {
+    "eager": "flex_eager",
+    "compiled": "flex",
+    "cute": "flex_flash",
+    "cute_direct": "cute",
+    "gluon": "gluon",
+    "dense": "naive",
+    "dense_compiled": "naive_compiled",
+    "sdpa": "sdpa",
+}
 # (batch, heads, seq_len, dtype), spans, block sizes, head dimensions
 CPU = ((1, 4, 1024, "fp32"), (64, 128, 256, 512), (32, 64, 128, 256), (64,))
 GPU = ((1, 16, 8192, "bf16"), (256, 512, 1024, 2048, 4096), (64, 128, 256), (64, 128))
@@ -78,8 +89,13 @@ class Bench:
         """Prepare the call of a point, with its mask or without one."""
         q, k, v = self.inputs(point)
         mask = masks.by_name(point.mask, point.span) if masked else None
-        options = triton_options(q, k, mask, point.block_size) if point.tuned else None
-        return flex(q, k, v, mask_mod=mask, path=point.path, block_size=point.block_size, kernel_options=options)
+        options = {}
+        if point.tuned:
+            options["kernel_options"] = triton_options(make_problem(q, k, v, mask_mod=mask), point.block_size)
+        name = PATHS[point.path]
+        if point.block_size != 128 and "block_size" in find_backend(name).options:
+            options["block_size"] = point.block_size
+        return prepare(q, k, v, mask_mod=mask, backend=name, **options)
 
     def dense(self, point: Point) -> Prepared:
         """Prepare the call of a point without its mask, once for all masks."""
@@ -102,7 +118,7 @@ class Bench:
         key = point.mask, point.span, point.batch, point.head_dim
         if key not in self._expected:
             first_heads = [x[:1, :CHECKED_HEADS] for x in self.inputs(point)]
-            self._expected[key] = flex_reference(*first_heads, masks.by_name(point.mask, point.span))
+            self._expected[key], _ = reference(*first_heads, mask_mod=masks.by_name(point.mask, point.span))
         expected = self._expected[key]
         out = call()[:1, :CHECKED_HEADS].double()
         error = float((out - expected).norm() / expected.norm())
@@ -133,14 +149,16 @@ class Bench:
         }
         try:
             call, dense = self.prepare(point, masked=True), self.dense(point)
-        except FlexUnsupported as error:
+        except AttentionUnsupported as error:
             return row | {"refused": str(error)}
-        choice = pick(*self.inputs(point), masks.by_name(point.mask, point.span))
+        problem = make_problem(*self.inputs(point), mask_mod=masks.by_name(point.mask, point.span))
+        best = next(name for name in rank_backends(problem, NO_OPTIONS).names if find_backend(name).support(problem))
         error = self.error(point, call)
         pair = compare(dense, call, warmup=5, iterations=self.pairs, labels=("dense", "masked"), device=self.device)
         call.check()
         options = call.settings.get("kernel_options")
-        picked = choice.path == point.path and (choice.kernel_options or {}) == (options or {} if point.tuned else {})
+        # "auto" lets compiled FlexAttention choose its options: the tuned row is the one that it takes.
+        picked = best == PATHS[point.path] and (point.tuned or best != "flex" or not triton_options(problem))
         return row | {
             "options": options,
             "picked": picked and point.block_size == 128,
@@ -256,7 +274,7 @@ def warm_cache(bench: Bench, points: list[Point], part: str) -> None:
     for point, masked in [*dense.values(), *((point, True) for point in points)][first::step]:
         try:
             bench.prepare(point, masked)
-        except FlexUnsupported:
+        except AttentionUnsupported:
             continue
 
 

@@ -1,55 +1,48 @@
-"""Attention: eleven ways to compute it behind one call, from three plain matmuls to a Hopper kernel in Gluon.
+"""Attention: fourteen ways to compute it behind one call, from three plain operators to a Hopper kernel in Gluon.
 
-    from utils.attention import attention, last_run, provider_table
-    out = attention(q, k, v, causal=True)                     # q (B, H, S, D); k, v (B, Hkv, S, D)
-    out = attention(q, k, v, causal=True, provider="gluon")   # this one or an error that says why not
-    last_run().provider                                       # who computed it
-    provider_table()                                          # what runs on this machine, and why not
-    use_choices("sdpa_grid_choices.json")                     # "auto" goes by what `labs bench choose` measured
+    from utils.attention import attention, backend_table, last_run, prepare, use_choices
+    out = attention(q, k, v, causal=True)                       # q (B, H, S, D); k, v (B, Hkv, S, D)
+    out = attention(q, k, v, mask_mod=both(causal, documents(1024)))
+    out = attention(q, k, v, causal=True, backend="gluon")      # this backend, or an error that says why not
+    last_run().backend                                          # which backend ran
+    attend = prepare(q, k, v, mask_mod=causal, backend="flex")  # built, compiled and run once; attend() is guarded
+    backend_table()                                             # which backends run on this machine, and why others do not
+    use_choices("sdpa_grid_choices.json")                       # "auto" follows the file of `labs bench choose`
 
-`registry.py` has the call and the list, `request.py` the checks, `reference.py` the float64 specification, one file
-for each provider the rest. `gluon_ladder` holds the course's own kernel in five steps.
-
-Masks and score modifiers as functions: `masks.py`, `score_mods.py`, `sparsity.py` (what a mask leaves to compute) and
-`flex_paths.py` (eager, compiled, CuTe, Gluon and the dense baselines behind one prepared call).
+`problem.py` defines the question and a backend, `call.py` is the door, `choosing.py` the automatic order,
+`reference.py` the float64 specification, `masks/` has mask functions and score modifiers, `backends/` one file a
+library, and `gluon/` the course's own kernel in five steps.
 """
 
-from utils.attention.choices import active_choices, use_choices
-from utils.attention.reference import reference
-from utils.attention.registry import (
-    AUTO_ORDER,
-    PROVIDERS,
-    Provider,
-    Run,
-    able_providers,
-    attention,
-    choose,
-    last_run,
-    launched_names,
-    proof,
-    provider,
-    provider_table,
-)
-from utils.attention.request import AttentionUnsupported, Request, allowed_keys, make_request
+from utils.attention.backends import BACKENDS, able_backends, find_backend
+from utils.attention.call import Run, attention, backend_table, last_run, launched_names, prepare, proof
+from utils.attention.choosing import active_choices, use_choices
+from utils.attention.prepared import Prepared, Recompiled
+from utils.attention.problem import AttentionUnsupported, Backend, Options, Problem, Refused, allowed_keys, make_problem
+from utils.attention.reference import reference, reference_gradients
 
 __all__ = [
-    "AUTO_ORDER",
-    "PROVIDERS",
+    "BACKENDS",
     "AttentionUnsupported",
-    "Provider",
-    "Request",
+    "Backend",
+    "Options",
+    "Prepared",
+    "Problem",
+    "Recompiled",
+    "Refused",
     "Run",
-    "able_providers",
+    "able_backends",
     "active_choices",
     "allowed_keys",
     "attention",
-    "choose",
+    "backend_table",
+    "find_backend",
     "last_run",
     "launched_names",
-    "make_request",
+    "make_problem",
+    "prepare",
     "proof",
-    "provider",
-    "provider_table",
     "reference",
+    "reference_gradients",
     "use_choices",
 ]

@@ -1,38 +1,118 @@
-"""Attention in float64, written to be read: the specification that every provider is tested against."""
+"""Attention in float64, written to be read: the specification that every backend is tested against.
+
+    out, lse = reference(q, k, v, causal=True)
+    out, (dq, dk, dv) = reference_gradients(q, k, v, dout, mask_mod=both(causal, documents(1024)))
+
+One head and a few rows of queries at a time, so that long sequences fit in memory.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from utils.attention.request import allowed_keys, make_request
+from utils.attention.masks.mask_mods import evaluate, same_for_all_heads
+from utils.attention.masks.score_mods import modify_scores
+from utils.attention.problem import Problem, make_problem
+
+CHUNK_BYTES = 512 * 1024**2  # the rows of scores that are worked on at a time, with their gradients, take this much
 
 
+@torch.no_grad()
 def reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, allowed: torch.Tensor | None = None, **arguments
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (B, H, Sq, D) and log-sum-exp (B, H, Sq) in float64. A query without keys: zeros, minus infinity.
+    """Return the output (B, H, Sq, D) and the log-sum-exp (B, H, Sq) in float64.
 
-    The last query stands at the last key: query i has position i + Sk - Sq. causal: it sees keys at or before its
-    position. window: only keys fewer than `window` positions away. One head at a time, so it needs Sq x Sk numbers.
+    A query without keys gets zeros, and minus infinity as its log-sum-exp.
+
+    Args:
+        q: queries (B, H, Sq, D).
+        k: keys (B, Hkv, Sk, D).
+        v: values (B, Hkv, Sk, D).
+        allowed: a mask as data, bool, that broadcasts to (B, H, Sq, Sk): True where a query sees a key.
+        **arguments: causal, scale, window, mask_mod and score_mod, as in `attention`.
     """
-    request = make_request(q, k, v, causal, scale, window)
-    keep = allowed_keys(request)
-    group = request.heads // request.kv_heads
+    problem = make_problem(q, k, v, **arguments)
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float64, device=q.device)
-    for b in range(request.batch):
-        for h in range(request.heads):
-            scores = q[b, h].double() @ k[b, h // group].double().T * request.scale
-            if keep is not None:
-                scores = scores.masked_fill(~keep, float("-inf"))
-            lse[b, h] = torch.logsumexp(scores, -1)
-            # exp(-inf - -inf) would be nan in a row without keys: there the maximum is taken as zero.
-            weights = torch.exp(scores - torch.where(lse[b, h].isinf(), 0.0, lse[b, h])[:, None])
-            out[b, h] = weights @ v[b, h // group].double()
+    for b, h, kv, rows, mask in _pieces(problem, allowed):
+        query, keys, values = q[b, h, rows].double(), k[b, kv].double(), v[b, kv].double()
+        out[b, h, rows], lse[b, h, rows] = _attend(problem, query, keys, values, mask, b, h, rows.start)
     return out, lse
+
+
+def reference_gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, **arguments
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Return the output and the gradients of q, k and v in float64, by torch.autograd.
+
+    Args:
+        q: queries (B, H, Sq, D).
+        k: keys (B, Hkv, Sk, D).
+        v: values (B, Hkv, Sk, D).
+        dout: the gradient of the output (B, H, Sq, D).
+        **arguments: causal, scale, window, mask_mod and score_mod, as in `attention`.
+    """
+    q, k, v = q.detach(), k.detach(), v.detach()
+    problem = make_problem(q, k, v, **arguments)
+    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (q, k, v))
+    for b, h, kv, rows, mask in _pieces(problem, None):
+        tensors = [x.double().requires_grad_() for x in (q[b, h, rows], k[b, kv], v[b, kv])]
+        with torch.enable_grad():
+            part, _ = _attend(problem, tensors[0], tensors[1], tensors[2], mask, b, h, rows.start)
+        parts = torch.autograd.grad(part, tensors, dout[b, h, rows].double())
+        out[b, h, rows], dq[b, h, rows] = part.detach(), parts[0]
+        dk[b, kv] += parts[1]
+        dv[b, kv] += parts[2]
+    return out, (dq, dk, dv)
+
+
+def _pieces(
+    problem: Problem, allowed: torch.Tensor | None
+) -> Iterator[tuple[int, int, int, slice, torch.Tensor | None]]:
+    """Yield (sequence, head, head of K and V, rows of queries, mask of those rows or None)."""
+    step = max(1, CHUNK_BYTES // (8 * 6 * problem.sk))
+    group = problem.heads // problem.kv_heads
+    if allowed is not None:
+        allowed = allowed.expand(problem.batch, problem.heads, problem.sq, problem.sk)
+    for first in range(0, problem.sq, step):
+        rows = slice(first, min(first + step, problem.sq))
+        shared = same_for_all_heads(problem.mask_mod) and allowed is None
+        mask = _mask_rows(problem, rows, 0, 0) if shared else None
+        for b in range(problem.batch):
+            for h in range(problem.heads):
+                if not shared:
+                    mask = _mask_rows(problem, rows, b, h)
+                if allowed is not None:
+                    mask = allowed[b, h, rows] if mask is None else mask & allowed[b, h, rows]
+                yield b, h, h // group, rows, mask
+
+
+def _mask_rows(problem: Problem, rows: slice, b: int, h: int) -> torch.Tensor | None:
+    queries = torch.arange(rows.start, rows.stop, device=problem.device, dtype=torch.int32)
+    keys = torch.arange(problem.sk, device=problem.device, dtype=torch.int32)
+    mask = None if problem.mask_mod is None else evaluate(problem.mask_mod, queries, keys, b, h)
+    if not problem.causal and problem.window is None:
+        return mask
+    distance = queries[:, None] + (problem.sk - problem.sq) - keys  # the last query is at the last key
+    mask = torch.ones_like(distance, dtype=torch.bool) if mask is None else mask
+    if problem.causal:
+        mask = mask & (distance >= 0)
+    if problem.window is not None:
+        mask = mask & (distance.abs() < problem.window)
+    return mask
+
+
+def _attend(problem: Problem, query, keys, values, mask, b: int, h: int, first_query: int):
+    """Return (output, log-sum-exp) of some rows of one head: query (rows, D), keys and values (Sk, D), float64."""
+    scores = query @ keys.T * problem.scale
+    scores = modify_scores(problem.score_mod, scores, b, h, first_query)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    lse = torch.logsumexp(scores, -1)
+    # exp(-inf - -inf) would be nan in a row without keys: there zero is subtracted instead.
+    weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse)[:, None])
+    return weights @ values, lse

@@ -14,7 +14,7 @@ from utils.bench.options import Options
 from utils.bench.profiles import Request, file_stem, profile_side
 from utils.bench.targets import SIDES, Plan
 from utils.bench.targets.base import Built, Case
-from utils.bench.targets.providers import launched_by
+from utils.bench.targets.proof import launched_by
 from utils.bench.verify import Verification, verify
 from utils.bench.workload import DTYPES, arithmetic, check_fits
 from utils.benchmark.cuda_timer import CAPTURE_FAILED

@@ -13,6 +13,7 @@ kernel function that returns anything else. The result says which of the two tim
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -356,9 +357,10 @@ def sweep(
         provider: a provider of attention, or "auto" for torch's default SDPA.
         dtypes: "fp16" and "bf16" by default; on a CPU bf16 alone, since fp16 products run near 1 GFLOP/s there.
     """
-    from utils.bench.targets import providers
+    from utils.attention import find_backend, prepare
     from utils.bench.targets.attention_suite import DTYPES, MATRIX
     from utils.bench.targets.base import dtype_support
+    from utils.bench.targets.proof import BACKEND_OF
     from utils.bench.workload import Workload, make_inputs
 
     device = harness.device
@@ -370,12 +372,10 @@ def sweep(
         for shape in MATRIX:
             workload = Workload(*shape, dtype)
             inputs = make_inputs(workload, device, harness.config.seed)
-            if provider == "auto":
-                call = providers.bind_default_sdpa(workload, *inputs)
-            elif support := providers.support(provider, workload, device):
-                call = providers.bind(provider, workload, *inputs)
-            else:
-                raise BenchError(f"{support.reason} {support.remedy}")
+            name = BACKEND_OF.get(provider, provider)
+            if not (answer := find_backend(name).support(workload.problem(device))):
+                raise BenchError(f"backend {provider}: {answer.reason} {answer.remedy}")
+            call = functools.partial(prepare(*inputs, backend=name, **workload.attention_arguments).fn, *inputs)
             yield harness.benchmark_kernel(
                 call,
                 f"{provider} {workload.label}",

@@ -1,4 +1,4 @@
-"""Is an output the reference's? Bounds follow the dtype's rounding, for the whole and for every single row."""
+"""Compare an output with its float64 reference: bounds follow the dtype's rounding, for the whole and for every row."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 
 from utils.bench.errors import VerificationError
 
-# Unit of rounding in what a kernel stores or multiplies. For fp32 it is 8 times the format's own: sums over
-# thousands of keys, in any order, and exp() of a few units in the last place.
+# Unit of rounding of the numbers that a kernel stores or multiplies. For fp32 it is 8 times the format's own: sums run
+# over thousands of keys, in any order, and exp() is wrong by a few units in the last place.
 ROUNDING = {"fp16": 2.0**-11, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-21}
 WHOLE = 3.0  # bounds in those units: relative error of the whole output (Frobenius norm)
 ROW = 12.0  # ... and of the worst row, over D numbers
-# The backward pass takes dP - rowsum(dO * O) with O as it was stored, rounded: a row in which the two nearly cancel
-# keeps that rounding. The worst row seen on an H200, in bf16 and with each fused backend: 13.5 units.
+# The backward pass computes dP - rowsum(dO * O) from the stored, rounded O: a row in which the two nearly cancel keeps
+# that rounding. The worst row seen on an H200, in bf16 over all fused backends, was 13.5 units off.
 GRADIENT_ROW = 24.0
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Relative errors against the float64 reference, and the bounds they were held to."""
+    """Relative errors against the float64 reference, and the bounds they must keep."""
 
     whole: float
     worst_row: float
@@ -29,6 +29,7 @@ class Verification:
     precision: str
 
     def to_dict(self) -> dict:
+        """Return the fields, for a JSON file."""
         return asdict(self)
 
 
@@ -42,15 +43,18 @@ def verify(
     what: str = "output",
     gradient: bool = False,
 ) -> Verification:
-    """Hold an output (B, H, S, D) against its float64 reference; raises VerificationError if it is another one.
+    """Compare the output with its float64 reference; raise VerificationError if the error is above the limit.
 
-    Nothing is left out of the comparison: a single NaN or infinity fails.
+    Every number takes part in the comparison: a single NaN or infinity fails.
 
     Args:
-        precision: "fp16", "bf16", "fp32" or "tf32": what the products ran in.
+        output: the output (B, H, S, D), or a gradient.
+        reference: the same in float64.
+        precision: "fp16", "bf16", "fp32" or "tf32": the precision of the products.
         dtype: dtype that the output must have.
-        gradient: it is a gradient, made of differences that may cancel: a row is held to at least the root mean
-            square of the rows, and to twice the bound.
+        what: the output's name in an error.
+        gradient: whether the output is a gradient, made of differences that may cancel: the size of a row counts at
+            least as the root mean square of the rows, and the bound is twice as wide.
     """
     if not isinstance(output, torch.Tensor):
         raise VerificationError(f"{what} is a {type(output).__name__} and no tensor.")
@@ -64,7 +68,7 @@ def verify(
     difference = (output.double() - reference).norm(dim=-1)
     size = reference.norm(dim=-1)
     scale = size.square().mean().sqrt()
-    # A row that is far smaller than the others is held to their scale: rounding of its terms does not shrink with it.
+    # A row that is far smaller than the others is measured on their scale: the rounding of its terms is not smaller.
     floor = (1.0 if gradient else 0.1) * scale
     rows = difference / torch.maximum(size, floor).clamp_min(torch.finfo(torch.float64).tiny)
     whole = float(difference.norm() / size.norm().clamp_min(torch.finfo(torch.float64).tiny))

@@ -104,7 +104,7 @@ def examine_machine(providers: list[dict]) -> dict:
     """Return everything that `labs doctor` says, as plain data.
 
     Args:
-        providers: the rows of `utils.attention.provider_table()`.
+        providers: the rows of `utils.attention.backend_table()`.
     """
     chosen = device.default_device()
     packages = ("torch", "triton", "transformers", "nbgrader", "jupyterlab", "flash-attn-4", "flash-attn")
@@ -152,7 +152,7 @@ def print_report(report: dict) -> None:
     console.print(table)
 
     table = Table(pad_edge=False)
-    table.add_column("Attention provider", no_wrap=True)
+    table.add_column("Attention backend", no_wrap=True)
     table.add_column("Here", no_wrap=True)
     table.add_column("What it is; why not, and what to do", ratio=1)
     for row in report["attention_providers"]:
@@ -160,7 +160,7 @@ def print_report(report: dict) -> None:
             note = row["summary"] + (f" ({row['implementation']})" if row["implementation"] else "")
         else:
             note = f"{row['reason']} {row['remedy']}".rstrip()
-        table.add_row(row["provider"], YES if row["ok"] else NO, escape(note))
+        table.add_row(row["backend"], YES if row["ok"] else NO, escape(note))
     console.print(table)
     for fault in report["faults"]:
         console.print(f"[bold red]Broken installation:[/] {escape(fault)}")

@@ -48,7 +48,7 @@ def plot_mask(
     import numpy as np
 
     from utils.attention.masks import dense_mask, name_of
-    from utils.attention.sparsity import sparsity
+    from utils.attention.masks.sparsity import sparsity
 
     mods = list(mask_mod) if isinstance(mask_mod, Sequence) else [mask_mod]
     if not mods:

@@ -9,8 +9,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from instructor.checks.common import Draw
 from instructor.checks.lab2_flexattention.common import attend_densely, indices, recording
-from utils.attention.flex_dense import flex_reference
-from utils.attention.flex_paths import compiled_versions, own_copy
+from utils.attention import reference
+from utils.attention.prepared import compiled_versions, own_copy
 from utils.checking import check, expect_close
 
 _SIGNATURE = inspect.signature(flex_attention)
@@ -37,9 +37,9 @@ class _Attention:
         if q.shape[1] != k.shape[1] and not given.get("enable_gqa"):
             raise ValueError(f"{q.shape[1]} query heads and {k.shape[1]} key-value heads need enable_gqa=True.")
         block_mask = given.get("block_mask")
-        return flex_reference(
-            q, k, v, None if block_mask is None else block_mask.mask_mod, given.get("score_mod"), given.get("scale")
-        ).to(q.dtype)
+        mask_mod = None if block_mask is None else block_mask.mask_mod
+        out, _ = reference(q, k, v, mask_mod=mask_mod, score_mod=given.get("score_mod"), scale=given.get("scale"))
+        return out.to(q.dtype)
 
 
 @check("5.1", "Prepare once")
@@ -100,12 +100,8 @@ def prepare_flex(prepare_flex, seed=None):
             )
         if arguments.get("score_mod") is None:
             raise AssertionError("attend calls attention without the score_mod.")
-        group = 4 // kv_heads
-        scores_bias = -0.1 * (query - key) * (torch.arange(4)[:, None, None] + 1)
-        keys, values = (x.double().repeat_interleave(group, 1) for x in (k, v))
-        scores = q.double() @ keys.mT / 4 + scores_bias
-        weights = torch.softmax(scores.masked_fill(~mask, -torch.inf), -1)
-        expect_close(got, (weights @ values).float(), rtol=1e-3, atol=1e-4, what=f"attend with 4 heads over {kv_heads}")
+        expected = reference(q, k, v, allowed=mask, score_mod=bias)[0].float()
+        expect_close(got, expected, rtol=1e-3, atol=1e-4, what=f"attend with 4 heads over {kv_heads}")
     if attention.calls[0]["block_mask"] is not attention.calls[1]["block_mask"]:
         raise AssertionError(
             "every call of attend has another block mask. Build it once, in prepare_flex, and keep it."

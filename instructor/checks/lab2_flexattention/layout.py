@@ -8,7 +8,7 @@ import torch
 
 from instructor.checks.common import Draw
 from instructor.checks.lab2_flexattention.common import expect_mask, expect_program, pairs
-from utils.attention.sparsity import sparsity
+from utils.attention.masks.sparsity import sparsity
 from utils.checking import check
 
 SLACK = 1.15  # times the blocks of a layout by conversation and position, instructions first or last

@@ -8,6 +8,7 @@ import torch
 
 from instructor.checks.common import Draw, SizeWatch, dtype_name, expect_unchanged
 from instructor.checks.lab4_sdpa.common import reference_attention, with_right_answers
+from utils.attention import reference, reference_gradients
 from utils.checking import check, expect_close, forbid, forbid_leaving, watch_operations
 from utils.checking.watching import FUSED_ATTENTION
 
@@ -15,9 +16,8 @@ _SOFTMAX = (r"_?(?:log_)?softmax\w*", "_?safe_softmax", "softmin")
 
 
 def _lse(q, k) -> torch.Tensor:
-    """Compute the logarithm of the sum of e^score of each query, in float64."""
-    wide = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
-    return torch.logsumexp(q.double() @ wide.mT / math.sqrt(q.shape[-1]), dim=-1)
+    """Return the log of the sum of e^score of each query, in float64."""
+    return reference(q.double(), k.double(), k.double())[1]
 
 
 def _right_part(q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,11 +180,9 @@ def attention_backward(attention_backward, seed=None):
         (sq, sk), d = draw.sizes(2, 7, 20), draw.choice((8, 16))
         scale = 12 if case == 2 else 1
         q, k, v = scale * draw.normal(b, h, sq, d), scale * draw.normal(b, h, sk, d), draw.normal(b, h, sk, d)
-        wide = [t.double().requires_grad_() for t in (q, k, v)]
-        out = reference_attention(*wide)
         dout = draw.normal(b, h, sq, d)
-        expected = torch.autograd.grad(out, wide, dout.double())
-        tensors = q, k, v, out.detach().float(), _lse(q, k).float(), dout
+        out, expected = reference_gradients(q, k, v, dout)
+        tensors = q, k, v, out.float(), _lse(q, k).float(), dout
         copies = [t.clone() for t in tensors]
         with watch_operations() as watch:
             got = attention_backward(*tensors)
@@ -192,9 +190,9 @@ def attention_backward(attention_backward, seed=None):
         expect_unchanged(copies, tensors, "attention_backward")
         if not isinstance(got, tuple | list) or len(got) != 3:
             raise AssertionError(f"attention_backward should return (dq, dk, dv), and returned {type(got).__name__}.")
-        p = torch.exp(wide[0] @ wide[1].mT / math.sqrt(d) - _lse(q, k)[..., None]).detach()
-        dp = dout.double() @ wide[2].mT.detach()
-        no_delta = (p * dp) @ wide[1].detach() / math.sqrt(d)
+        p = torch.exp(q.double() @ k.double().mT / math.sqrt(d) - _lse(q, k)[..., None])
+        dp = dout.double() @ v.double().mT
+        no_delta = (p * dp) @ k.double() / math.sqrt(d)
         hints = {
             "dq": "dS = P * (dP - delta), delta the sum of dO * O over a row; then the scale 1/sqrt(D).",
             "dk": "dK = dS^T Q, with the scale 1/sqrt(D).",

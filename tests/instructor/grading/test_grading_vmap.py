@@ -20,7 +20,7 @@ from instructor.grading.wire.channel import Channel, WireError
 from instructor.grading.wire.signatures import make_proxy, parameters_of
 from instructor.grading.wire.values import Decoder, Encoder
 from utils.attention.masks import dense_mask, evaluate
-from utils.attention.score_mods import modified
+from utils.attention.masks.score_mods import modify_scores
 from utils.checking import watch_operations
 
 
@@ -129,7 +129,7 @@ def test_score_modifiers_and_blocks(across):
     alibi = lambda s, b, h, q, k: s - slopes[h] * (q - k)  # noqa: E731
     mod, mask, _ = across(alibi=alibi, mask=MODS["reads a tensor"])
     scores = torch.randn(6, 8)
-    assert torch.equal(modified(mod, scores, h=1), modified(alibi, scores, h=1))
+    assert torch.equal(modify_scores(mod, scores, h=1), modify_scores(alibi, scores, h=1))
     built = create_block_mask(mask, None, None, 8, 8, device="cpu", BLOCK_SIZE=2)
     expected = create_block_mask(MODS["reads a tensor"], None, None, 8, 8, device="cpu", BLOCK_SIZE=2)
     assert torch.equal(built.to_dense(), expected.to_dense())

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from utils.attention import PROVIDERS, allowed_keys, attention, last_run, make_request, proof, provider, reference
+from utils.attention import BACKENDS, allowed_keys, attention, find_backend, last_run, make_problem, proof, reference
 from utils.machine.device import gluon_support
 
 pytestmark = [
@@ -32,13 +32,13 @@ def relative_error(x, expected):
 
 def rounding_error(q, k, v, expected, **options):
     """The error of an exact kernel that rounds what every fused kernel rounds: 2^(scores - maximum), and the output."""
-    request = make_request(q, k, v, options.get("causal", False), options.get("scale"), options.get("window"))
-    keep = allowed_keys(request)
-    group = request.heads // request.kv_heads
+    problem = make_problem(q, k, v, **options)
+    keep = allowed_keys(problem)
+    group = problem.heads // problem.kv_heads
     out = torch.empty_like(expected)
-    for b in range(request.batch):
-        for h in range(request.heads):
-            scores = q[b, h].double() @ k[b, h // group].double().T * request.scale
+    for b in range(problem.batch):
+        for h in range(problem.heads):
+            scores = q[b, h].double() @ k[b, h // group].double().T * problem.scale
             if keep is not None:
                 scores = scores.masked_fill(~keep, float("-inf"))
             top = scores.amax(-1, keepdim=True)
@@ -100,9 +100,9 @@ def test_random_shapes_against_float64(head_dim, causal, windowed, dtype, monkey
         assert torch.equal(out, again), f"not the same bits twice: {what}"
         error = relative_error(out, expected)
         assert error <= 1.5 * rounding_error(q, k, v, expected, **options) + 1e-6, what
-        request = make_request(q, k, v, options["causal"], options["scale"], options["window"])
-        if provider("cudnn").support(request):
-            cudnn = attention(q, k, v, provider="cudnn", **options)
+        problem = make_problem(q, k, v, **options)
+        if find_backend("cudnn").support(problem):
+            cudnn = attention(q, k, v, backend="cudnn", **options)
             assert error <= 1.5 * relative_error(cudnn, expected) + 1e-6, what
         seen = ~expected_lse.isinf()
         assert torch.equal(lse.isinf(), ~seen), what
@@ -160,7 +160,7 @@ def test_nothing_is_written_outside_of_the_output(step):
 def test_scales_that_are_not_positive(scale):
     q, k, v = (torch.randn(1, 2, 200, 64, device="cuda", dtype=torch.float16) for _ in range(3))
     expected, _ = reference(q, k, v, causal=True, scale=scale)
-    assert relative_error(attention(q, k, v, causal=True, scale=scale, provider="gluon"), expected) < 1e-3
+    assert relative_error(attention(q, k, v, causal=True, scale=scale, backend="gluon"), expected) < 1e-3
 
 
 def test_long_sequences_agree_with_cudnn():
@@ -168,27 +168,27 @@ def test_long_sequences_agree_with_cudnn():
         for causal, length in ((False, 8192), (True, 8192), (True, 7777)):
             q, k, v = (torch.randn(1, heads, length, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
             expected, _ = reference(q, k, v, causal=causal)
-            error = relative_error(attention(q, k, v, causal=causal, provider="gluon"), expected)
-            assert error <= 1.5 * relative_error(attention(q, k, v, causal=causal, provider="cudnn"), expected)
+            error = relative_error(attention(q, k, v, causal=causal, backend="gluon"), expected)
+            assert error <= 1.5 * relative_error(attention(q, k, v, causal=causal, backend="cudnn"), expected)
 
 
 def test_auto_takes_gluon_and_the_kernel_proves_it():
     q, k, v = (torch.randn(1, 2, 256, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     attention(q, k, v, causal=True)
-    assert last_run().provider == "gluon"
+    assert last_run().backend == "gluon"
     assert any("attention_step5" in name for name in proof("gluon", q, k, v, causal=True))
 
 
-@pytest.mark.parametrize("name", PROVIDERS)
+@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_providers_prove_themselves_and_agree(name, causal):
-    if not provider(name).machine():
-        pytest.skip(provider(name).machine().reason)
+def test_backends_prove_themselves_and_agree(name, causal):
+    if not find_backend(name).machine():
+        pytest.skip(find_backend(name).machine().reason)
     torch.manual_seed(1)
     q, k, v = (torch.randn(2, 4, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     expected, _ = reference(q, k, v, causal=causal)
-    assert relative_error(attention(q, k, v, causal=causal, provider=name), expected) < 1e-2
-    assert proof(name, q, k, v, causal=causal), "none of the launched kernels bears the provider's name"
+    assert relative_error(attention(q, k, v, causal=causal, backend=name), expected) < 1e-2
+    assert proof(name, q, k, v, causal=causal), "none of the launched kernels bears the backend's name"
 
 
 def test_torch_compile_sees_one_operator():
@@ -197,7 +197,7 @@ def test_torch_compile_sees_one_operator():
     def block(q, k, v):
         return torch.ops.labs.attention_gluon(q * 2, k, v, True, 0.125, 0, False, 5)[0] + 1
 
-    attention(q, k, v, provider="gluon")  # registers the operator
+    attention(q, k, v, backend="gluon")  # registers the operator
     torch.testing.assert_close(torch.compile(block, fullgraph=True)(q, k, v), block(q, k, v), atol=0.02, rtol=0.02)
 
 

@@ -8,7 +8,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typer.testing import CliRunner
 
-from utils.attention import attention, choices, last_run, make_request
+from utils.attention import attention, find_backend, last_run, make_problem
+from utils.attention import choosing as choices
 from utils.bench.choose import cli as choose_cli
 from utils.bench.choose import grid as choose_grid
 from utils.bench.choose import report as choose_report
@@ -90,13 +91,11 @@ def test_wrong_results_are_kept_out_of_the_race(monkeypatch):
     assert rows["flash"]["status"] == "ok"
 
 
-def test_other_providers_are_proved_too(monkeypatch):
+def test_other_backends_are_proved_too(monkeypatch):
     import dataclasses
 
-    entry = choosing.provider_named("naive")
-    monkeypatch.setattr(choosing, "provider_named", lambda name: entry)
-    claims = dataclasses.replace(entry, cpu_operators="aten::something_else")
-    monkeypatch.setattr("utils.bench.targets.providers.provider_named", lambda name: claims)
+    claims = dataclasses.replace(find_backend("naive"), cpu_operators="aten::something_else")
+    monkeypatch.setattr("utils.bench.targets.proof.find_backend", lambda name: claims)
     if torch.cuda.is_available():
         pytest.skip("the operators are a CPU's")
     (row,) = choosing.measure_shape(TINY[1][1], ("naive",), CPU, seed=1, samples=3)
@@ -249,7 +248,7 @@ def test_the_numbers_of_a_sweep(made_up):
 def request(batch, heads, kv_heads, sq, sk, head_dim=128, causal=False, dtype=torch.bfloat16, grad=False):
     q = torch.empty(batch, heads, sq, head_dim, dtype=dtype, requires_grad=grad)
     k = torch.empty(batch, kv_heads, sk, head_dim, dtype=dtype)
-    return make_request(q, k, k, causal, None, None)
+    return make_problem(q, k, k, causal=causal)
 
 
 def test_a_shape_is_ranked_like_its_neighbours(made_up):
@@ -289,18 +288,18 @@ def test_attention_goes_by_the_file(tmp_path, swept, monkeypatch):
     path = written(tmp_path, document)
     q = torch.randn(1, 2, 20, 16)
     attention(q, q, q, causal=True)
-    assert (last_run().provider, last_run().chosen_by) == ("flash", "")
+    assert (last_run().backend, last_run().chosen_by) == ("flash", "")
     assert choices.use_choices(path).machine["cpu"] == cpu_model()
     attention(q, q, q, causal=True)
-    assert (last_run().provider, last_run().chosen_by) == ("math", str(path))
-    attention(q, q, q, causal=True, provider="flash")
-    assert (last_run().provider, last_run().chosen_by) == ("flash", "")
+    assert (last_run().backend, last_run().chosen_by) == ("math", str(path))
+    attention(q, q, q, causal=True, backend="flash")
+    assert (last_run().backend, last_run().chosen_by) == ("flash", "")
     choices.use_choices(None)
     attention(q, q, q, causal=True)
-    assert last_run().provider == "flash"
+    assert last_run().backend == "flash"
     monkeypatch.setenv(choices.VARIABLE, str(path))
     attention(q, q, q, causal=True)
-    assert (last_run().provider, last_run().chosen_by) == ("math", str(path))
+    assert (last_run().backend, last_run().chosen_by) == ("math", str(path))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the made-up files are of a CPU")

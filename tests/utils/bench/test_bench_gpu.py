@@ -10,7 +10,7 @@ from utils.bench.options import Options
 from utils.bench.results import load_results
 from utils.bench.run import Runner
 from utils.bench.targets import TARGETS, plan
-from utils.bench.targets.providers import SDPA_BACKENDS
+from utils.bench.targets.sdpa import BACKENDS as SDPA_BACKENDS
 
 pytestmark = pytest.mark.gpu
 SDPA = "labs/cudnn_sdpa_bench:flash_sdp"

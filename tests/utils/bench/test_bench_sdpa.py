@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.utils.bench.bench_runs import SDPA, SMALL, run_cpu
+from utils.attention import allowed_keys, find_backend, make_problem
 from utils.bench import results
 from utils.bench.errors import BenchError, Refused, WrongRun
 from utils.bench.report import csv_text, markdown
 from utils.bench.targets import plan, sdpa
-from utils.bench.targets.providers import Launched, launched_by
+from utils.bench.targets.proof import Launched, launched_by, prove, sdpa_backend
 from utils.bench.targets.sdpa import SdpaWorkload
 from utils.bench.workload import Workload
 from utils.files import ROOT
@@ -39,9 +40,7 @@ def test_reference_and_every_direction_agree_with_autograd_in_float64(workload):
     q, k, v = (x.double().requires_grad_() for x in inputs.qkv)
     group = workload.heads // workload.hkv
     scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * workload.head_dim**-0.5
-    mask = sdpa._mask(workload, inputs) if workload.needs_mask else None
-    if mask is None and workload.causal:
-        mask = torch.ones(workload.seq_len, workload.sk, dtype=torch.bool).tril()
+    mask = allowed_keys(make_problem(q, k, v, **workload.attention_arguments))
     if mask is not None:
         assert int(mask.sum()) == workload.pairs
         scores = scores.masked_fill(~mask, float("-inf"))
@@ -128,7 +127,7 @@ def test_a_pin_that_allows_two_backends_is_caught(tmp_path, monkeypatch, directi
     def two(backend):
         return sdpa_kernel([backend, SDPBackend.FLASH_ATTENTION])
 
-    monkeypatch.setattr(sdpa, "sdpa_kernel", two)
+    monkeypatch.setattr("utils.attention.backends.sdpa.sdpa_kernel", two)
     (case,) = run_cpu(tmp_path, [SDPA], extra(f"--backend math --pass {direction}"))["cases"]
     assert case["status"] == "failed" and not case["sides"]
     assert "math was asked for and flash ran" in case["reason"]
@@ -177,18 +176,17 @@ def test_a_refusal_is_torchs_own_reason(monkeypatch):
 
 
 def test_proof_needs_forward_backward_and_kernels_to_agree():
-    both = SdpaWorkload(1, 1, 1, 1, "bf16", direction="both")
     forward, backward = "aten::_scaled_dot_product_{}_attention", "aten::_scaled_dot_product_{}_attention_backward"
     flash = forward.format("flash"), backward.format("flash")
-    assert sdpa.ran(both, Launched(flash, ())) == "flash"
+    assert sdpa_backend(Launched(flash, ()), "both") == "flash"
     with pytest.raises(WrongRun, match="forward ran flash and backward cudnn"):
-        sdpa.ran(both, Launched((flash[0], backward.format("cudnn")), ()))
+        sdpa_backend(Launched((flash[0], backward.format("cudnn")), ()), "both")
     with pytest.raises(WrongRun, match="2 SDPA backends"):
-        sdpa.ran(both, Launched((*flash, forward.format("cudnn")), ()))
+        sdpa_backend(Launched((*flash, forward.format("cudnn")), ()), "both")
     with pytest.raises(WrongRun, match="0 SDPA backends"):
-        sdpa.ran(both, Launched(flash[:1], ()))
-    with pytest.raises(WrongRun, match="none of the launched kernels"):
-        sdpa.prove(both, "auto", Launched(flash, ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80",), 1))
+        sdpa_backend(Launched(flash[:1], ()), "both")
+    with pytest.raises(WrongRun, match="none of what was launched"):
+        prove("auto", Launched(flash, ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80",), 1), "both")
 
 
 @pytest.mark.parametrize("direction", sdpa.DIRECTIONS)
@@ -196,19 +194,17 @@ def test_proof_needs_forward_backward_and_kernels_to_agree():
 def test_what_really_ran_on_a_cpu(backend, direction):
     workload = directed(SHAPES[0], direction)
     launched = launched_by(sdpa.bind(workload, backend, sdpa.make_inputs(workload, CPU, 0)))
-    assert sdpa.prove(workload, backend, launched) == backend
+    assert prove(backend, launched, direction) == backend
     with pytest.raises(WrongRun, match="was asked for"):
-        sdpa.prove(workload, {"flash": "math", "math": "flash"}[backend], launched)
+        prove({"flash": "math", "math": "flash"}[backend], launched, direction)
 
 
 def test_recorded_kernels_prove_their_own_backend_alone():
     import re
 
-    from utils.attention import provider
-
     rows = [row for row in json.loads(GRID.read_text())["rows"] if row["status"] == "ok"]
     assert {row["backend"] for row in rows} >= {"cudnn", "flash", "efficient", "math"}
     for row in rows:
         for name in ("cudnn", "flash", "efficient"):
-            own = any(re.search(provider(name).kernels, kernel) for kernel in row["kernels"])
+            own = any(re.search(find_backend(name).kernels, kernel) for kernel in row["kernels"])
             assert own == (name == row["backend"]), (row["label"], row["backend"], name)

@@ -7,7 +7,7 @@ import torch
 
 from tests.utils.bench.bench_runs import SDPA
 from tests.utils.bench.test_bench_gpu import run_gpu
-from utils.attention import attention, choices, last_run
+from utils.attention import attention, last_run, use_choices
 from utils.bench.choose import report as choose_report
 from utils.bench.choose import timing as choosing
 from utils.bench.documents import write_json
@@ -47,7 +47,9 @@ def test_refusals_are_torchs_own(tmp_path, flags, said):
 def test_a_pin_that_allows_two_backends_is_caught(tmp_path, monkeypatch):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    monkeypatch.setattr(sdpa, "sdpa_kernel", lambda one: sdpa_kernel([one, SDPBackend.FLASH_ATTENTION]))
+    monkeypatch.setattr(
+        "utils.attention.backends.sdpa.sdpa_kernel", lambda one: sdpa_kernel([one, SDPBackend.FLASH_ATTENTION])
+    )
     (case,) = run_gpu(tmp_path, [SDPA], [f"{SDPA}={SHAPE} --backend math --baseline-backend flash"])["cases"]
     assert case["status"] == "failed" and "math was asked for and flash ran" in case["reason"]
 
@@ -66,9 +68,9 @@ def test_a_small_sweep_and_attention_going_by_it(tmp_path):
     path = write_json(tmp_path / "choices.json", choose_report.choices_document(document), "points")
     best = json.loads(path.read_text())["points"][1]["ms"]
     try:
-        choices.use_choices(path)
+        use_choices(path)
         q = torch.randn(1, 8, 256, 128, device=GPU, dtype=torch.bfloat16)
         attention(q, q, q, causal=True)
-        assert last_run().provider == min(best, key=best.get) and last_run().chosen_by == str(path)
+        assert last_run().backend == min(best, key=best.get) and last_run().chosen_by == str(path)
     finally:
-        choices.use_choices(None)
+        use_choices(None)

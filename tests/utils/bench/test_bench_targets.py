@@ -1,11 +1,12 @@
 import pytest
 import torch
 
+from utils.attention import prepare
 from utils.bench.errors import BenchError, WrongRun
-from utils.bench.targets import TARGETS, describe_targets, plan, providers, read_name, targets_of
+from utils.bench.targets import TARGETS, describe_targets, plan, proof, read_name, targets_of
 from utils.bench.targets.attention_suite import MATRIX
 from utils.bench.targets.base import Built
-from utils.bench.workload import Workload
+from utils.bench.workload import Workload, reference
 
 CPU = torch.device("cpu")
 FLEX, CUTE = "labs/flexattention:flex_attention", "labs/flexattention:flex_attention_cute"
@@ -119,9 +120,8 @@ def test_refusals_give_a_reason():
 def test_documents_become_sequences_without_a_copy():
     workload = Workload(2, 3, 64, 16, "fp32", "causal_document", 16)
     q, k, v = (torch.randn(workload.shape) for _ in range(3))
-    assert q.view(providers.as_sequences(workload)).data_ptr() == q.data_ptr()
-    out = providers.bind("flash", workload, q, k, v)().reshape(workload.shape)
-    from utils.bench.workload import reference
+    assert workload.problem(CPU).plain().heads == 3 * 4
+    out = prepare(q, k, v, backend="flash", **workload.attention_arguments)()
 
     torch.testing.assert_close(out.double(), reference(workload, q, k, v), atol=1e-5, rtol=1e-5)
 
@@ -143,18 +143,18 @@ FLASH_KERNEL = "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_ke
     ],
 )
 def test_on_a_gpu_operator_and_kernel_must_both_be_the_backends(name, operator, kernel):
-    providers.prove(name, providers.Launched((operator,), (kernel,), 1))
+    proof.prove(name, proof.Launched((operator,), (kernel,), 1))
     for other in {"cudnn", "flash", "math", "efficient"} - {name}:
         with pytest.raises(WrongRun, match=f"{other} was asked for and {name} ran"):
-            providers.prove(other, providers.Launched((operator,), (kernel,), 1))
+            proof.prove(other, proof.Launched((operator,), (kernel,), 1))
     with pytest.raises(WrongRun, match="none of what was launched"):
-        providers.prove(name, providers.Launched((operator,), ("vectorized_elementwise_kernel",), 1))
+        proof.prove(name, proof.Launched((operator,), ("vectorized_elementwise_kernel",), 1))
 
 
 def test_gluon_is_proved_by_its_kernel():
-    providers.prove("gluon", providers.Launched((), ("attention_step5",), 1))
+    proof.prove("gluon", proof.Launched((), ("attention_step5",), 1))
     with pytest.raises(WrongRun, match="gluon was asked for"):
-        providers.prove("gluon", providers.Launched((), (FLASH_KERNEL,), 1))
+        proof.prove("gluon", proof.Launched((), (FLASH_KERNEL,), 1))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_gluon_is_proved_by_its_kernel():
     ],
 )
 def test_compiled_flexattention_is_proved_by_its_kernel(kernels, ran):
-    target, launched = TARGETS[FLEX], providers.Launched((), kernels, len(kernels))
+    target, launched = TARGETS[FLEX], proof.Launched((), kernels, len(kernels))
     other = {"compiled": "eager", "eager": "compiled"}[ran]
     assert target.prove(None, "optimized", Built(None, ran), launched) == ran
     with pytest.raises(WrongRun, match=f"that is {ran}"):
@@ -175,11 +175,11 @@ def test_compiled_flexattention_is_proved_by_its_kernel(kernels, ran):
 def test_the_backend_that_ran_is_proved_not_believed():
     workload = Workload(1, 2, 32, 16, "fp32")
     q, k, v = (torch.randn(workload.shape) for _ in range(3))
-    flash = providers.launched_by(providers.bind("flash", workload, q, k, v))
-    math = providers.launched_by(providers.bind("math", workload, q, k, v))
-    assert providers.sdpa_backend(flash) == "flash" and providers.sdpa_backend(math) == "math"
-    providers.prove("flash", flash)
+    flash = proof.launched_by(prepare(q, k, v, backend="flash"))
+    math = proof.launched_by(prepare(q, k, v, backend="math"))
+    assert proof.sdpa_backend(flash) == "flash" and proof.sdpa_backend(math) == "math"
+    proof.prove("flash", flash)
     with pytest.raises(WrongRun, match="flash was asked for and math ran"):
-        providers.prove("flash", math)
+        proof.prove("flash", math)
     with pytest.raises(WrongRun, match="0 SDPA backends"):
-        providers.sdpa_backend(providers.launched_by(lambda: q + 1))
+        proof.sdpa_backend(proof.launched_by(lambda: q + 1))

@@ -2,9 +2,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from utils.attention import allowed_keys
+from utils.attention import attention as attend
 from utils.bench.errors import Refused, VerificationError
 from utils.bench.verify import verify
-from utils.bench.workload import DTYPES, Workload, allowed_pairs, check_fits, make_inputs, reference, unfused_attention
+from utils.bench.workload import DTYPES, Workload, check_fits, make_inputs, reference
 from utils.model.costs import attention
 
 CPU = torch.device("cpu")
@@ -36,7 +38,7 @@ def test_the_reference_knows_documents(masked):
 def test_right_outputs_pass(dtype, score_mod):
     workload = Workload(1, 4, 96, 64, dtype, "causal", score_mod=score_mod)
     inputs = make_inputs(workload, CPU, 3)
-    out = unfused_attention(workload, *inputs, allowed_pairs(workload, CPU))
+    out = attend(*inputs, backend="naive", **workload.attention_arguments)
     found = verify(out, reference(workload, *inputs), dtype, dtype=DTYPES[dtype])
     assert 0 < found.whole <= found.whole_bound
 
@@ -104,7 +106,7 @@ def test_cost_knows_the_mask():
     full = Workload(2, 4, 128, 32, "bf16")
     assert full.cost.flops == attention(2, 4, 4, 128, 128, 32, torch.bfloat16).flops and full.density == 1.0
     documents = Workload(2, 4, 128, 32, "bf16", "causal_document", 48)
-    pairs = int(allowed_pairs(documents, CPU).sum())
+    pairs = int(allowed_keys(documents.problem(CPU)).sum())
     assert documents.cost.flops == 4 * 2 * 4 * 32 * pairs
     assert documents.cost.bytes == full.cost.bytes
     assert documents.density == pytest.approx(pairs / 128**2)

@@ -35,12 +35,12 @@ def test_json_lists_the_four_labs_with_reasons_and_remedies():
     assert result.returncode == (1 if report["faults"] else 0)
 
 
-def test_every_attention_provider_has_a_row():
-    from utils.attention import PROVIDERS
+def test_every_attention_backend_has_a_row():
+    from utils.attention import BACKENDS
 
     report = json.loads(run_doctor("--json").stdout)
-    rows = {row["provider"]: row for row in report["attention_providers"]}
-    assert set(rows) == set(PROVIDERS)
+    rows = {row["backend"]: row for row in report["attention_providers"]}
+    assert set(rows) == set(BACKENDS)
     assert rows["naive"]["ok"] and rows["math"]["ok"]
     assert all(row["ok"] or row["reason"].endswith(".") for row in rows.values())
 

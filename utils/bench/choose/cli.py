@@ -53,7 +53,7 @@ def choose(
     os.environ.setdefault("MPLBACKEND", "Agg")
     from utils.bench.choose.report import summary
     from utils.bench.choose.timing import shapes_done
-    from utils.bench.targets.providers import SDPA_BACKENDS
+    from utils.bench.targets.sdpa import BACKENDS as SDPA_BACKENDS
     from utils.machine.device import default_device
 
     device = default_device()
@@ -87,10 +87,10 @@ def choose(
 
 def _other_providers(text: str) -> list[str]:
     """Return the providers of --providers that are no SDPA backends: the backends are always timed."""
-    from utils.attention import PROVIDERS
-    from utils.bench.targets.providers import SDPA_BACKENDS
+    from utils.attention import BACKENDS
+    from utils.bench.targets.sdpa import BACKENDS as SDPA_BACKENDS
 
-    names = check_choices("--providers", text, PROVIDERS) if text.strip() else ()
+    names = check_choices("--providers", text, BACKENDS) if text.strip() else ()
     return [name for name in names if name not in SDPA_BACKENDS]
 
 

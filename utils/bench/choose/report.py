@@ -1,4 +1,4 @@
-"""What a sweep says: the choices for `attention(provider="auto")`, how well they hold, and what the default costs.
+"""What a sweep says: the choices for `attention(backend="auto")`, how well they hold, and what the default costs.
 
 document = load_grid("assets/results/h200/sdpa_grid.json")
 choices_document(document)                # the small JSON that `use_choices` reads
@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from utils.attention import choices as measured
-from utils.attention.choices import Choices, Point
+from utils.attention import choosing as measured
+from utils.attention.choosing import Choices, Point
 from utils.bench import results as res
 from utils.bench.errors import BenchError
 from utils.bench.report import page, percent, table
@@ -24,15 +24,6 @@ from utils.bench.workload import DTYPES
 
 WITHIN = 1.03  # a provider this near to the best counts as a right choice
 MACHINE = ("gpu", "cpu", "torch", "cudnn", "cuda", "driver", "triton", "python", "commit", "dirty")
-# Written into the choices, so that a reader of the file knows how `attention` uses it (see utils.attention.choices).
-RULE = (
-    "A shape that was not measured is ranked like its neighbours. Neighbours have the same kind (training, prefill or "
-    "decode), head dimension, size of dtype, causality and presence of grouped heads (in decode: one query or several). "
-    "The distance is taken in log2: in training and prefill of batch x heads, queries and heads in a group; in decode "
-    "of the keys and, counted double, of the blocks of work (batch x KV heads for one query, batch x heads for "
-    "several). For each provider log(its time / the best time) is averaged over the three nearest measured shapes with "
-    "weights 1 / distance**3, and the smallest average comes first. A measured shape keeps its own order."
-)
 
 
 def point_of_row(row: dict) -> Point:
@@ -88,7 +79,7 @@ def choices_document(document: dict) -> dict:
         "machine": {key: env.get(key) for key in MACHINE},
         "measured": document["finished"],
         "status": document["status"],
-        "rule": RULE,
+        "rule": measured.RULE,
         "points": [
             asdict(entry["point"]) | {"ms": {name: float(f"{ms:.4g}") for name, ms in entry["ms"].items()}}
             for entry in entries

@@ -39,16 +39,17 @@ from typing import Any
 
 import torch
 
-from utils.attention import provider as provider_named
-from utils.attention.choices import kind_of
-from utils.attention.request import Refused as ProviderRefused
-from utils.attention.request import make_request
+from utils.attention import Refused as BackendRefused
+from utils.attention import find_backend, make_problem
+from utils.attention.choosing import kind_of
+from utils.attention.problem import NO_OPTIONS
 from utils.bench import results as res
 from utils.bench.choose.correctness import largest_error, references_of
 from utils.bench.documents import Schema, utc_now, write_json
 from utils.bench.errors import BenchError, Refused, VerificationError, WrongRun, first_line
 from utils.bench.targets import sdpa
-from utils.bench.targets.providers import SDPA_BACKENDS, launched_by, prove
+from utils.bench.targets.proof import launched_by, prove
+from utils.bench.targets.sdpa import BACKENDS as SDPA_BACKENDS
 from utils.bench.targets.sdpa import SdpaWorkload
 from utils.benchmark.measuring import measure_together
 from utils.benchmark.result import Measurement
@@ -81,31 +82,30 @@ def shape_fields(workload: SdpaWorkload) -> dict:
 # ---- one shape ---------------------------------------------------------------------------------------------
 
 
-def _provider_call(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs) -> tuple[Callable | None, str]:
-    """(call, why not) of a provider of the registry that is no SDPA backend: forward alone."""
+def _other_call(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs) -> tuple[Callable | None, str]:
+    """Return (call, why not) of a backend that is not SDPA's: its forward pass alone."""
     if workload.direction != "forward":
         return None, "it is timed in its forward pass alone."
     if name == "triton" and inputs.q.device.type == "cpu":
         return None, "Triton's interpreter runs it on a CPU, and that time says nothing."
-    request = make_request(*inputs.qkv, workload.causal, None, None)
-    entry = provider_named(name)
-    if not (able := entry.support(request)):
+    problem = make_problem(*inputs.qkv, **workload.attention_arguments)
+    backend = find_backend(name)
+    if not (able := backend.support(problem)):
         return None, able.reason
-    call = functools.partial(entry.run, *inputs.qkv, request)
     try:
-        call()
-    except ProviderRefused as refusal:
+        bound = backend.bind(problem, NO_OPTIONS)
+        (bound.first or bound.call)(*inputs.qkv)
+    except BackendRefused as refusal:
         return None, str(refusal)
-    return call, ""
+    return functools.partial(bound.call, *inputs.qkv), ""
 
 
 def _call(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs) -> tuple[Callable | None, str]:
-    """(what is timed, why not)."""
+    """Return (the call that is timed, why not)."""
     if name not in SDPA_BACKENDS:
-        return _provider_call(workload, name, inputs)
-    here = provider_named(name).machine()
-    if not here:
-        return None, here.reason
+        return _other_call(workload, name, inputs)
+    if not (machine := find_backend(name).machine()):
+        return None, machine.reason
     if reason := sdpa.why_not(workload, name, inputs):
         return None, reason
     return sdpa.bind(workload, name, inputs), ""
@@ -143,10 +143,7 @@ def _first_call(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs) -> tuple
 def _proof(workload: SdpaWorkload, name: str, call: Callable) -> dict:
     """Prove that the provider's own kernels ran, and name them."""
     launched = launched_by(call)
-    if name in SDPA_BACKENDS:
-        sdpa.prove(workload, name, launched)
-    else:
-        prove(name, launched)
+    prove(name, launched, workload.direction)
     operators = [operator for operator in launched.operators if "::_scaled_dot" in operator or "::_soft" in operator]
     kernels = dict.fromkeys(bare_name(kernel) for kernel in launched.kernels or operators)
     return {"launches": launched.launches or None, "kernels": list(kernels)}
@@ -182,8 +179,8 @@ def _prepare(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs, references:
 
 
 def default_backend(workload: SdpaWorkload, inputs: sdpa.Inputs) -> str:
-    """Name the backend that torch picks when nothing is pinned, judged by what the call launches."""
-    return sdpa.prove(workload, "auto", launched_by(sdpa.bind(workload, "auto", inputs)))
+    """Return the backend that torch picks when nothing is pinned, by the operators that the call launches."""
+    return prove("auto", launched_by(sdpa.bind(workload, "auto", inputs)), workload.direction)
 
 
 def _time_calls(calls: Mapping[str, Callable], device: torch.device, samples: int) -> dict[str, Measurement]:

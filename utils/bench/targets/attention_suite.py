@@ -1,20 +1,30 @@
-"""attention_suite: SDPA, flash-attn, Gluon and the registry's other providers over one matrix of shapes, in fp16 and
-bf16.
-"""
+"""attention_suite: SDPA, flash-attn, Gluon and other attention backends over one matrix of shapes, in fp16 and bf16."""
 
 from __future__ import annotations
 
 import itertools
-from typing import ClassVar
+from collections.abc import Mapping
 
-from utils.bench.targets import providers
-from utils.bench.targets.base import CAUSAL, Built, Case, Target, dtype_support, shape_knobs
-from utils.bench.targets.cudnn_sdpa_bench import build_sdpa, prove_sdpa, sdpa_support
+from utils.bench.targets import sdpa
+from utils.bench.targets.base import CAUSAL, Case, Target, dtype_support, shape_knobs
+from utils.bench.targets.cudnn_sdpa_bench import build_sdpa, sdpa_support
+from utils.bench.targets.prepared import backend_support, build_prepared
+from utils.bench.targets.proof import prove
 from utils.bench.workload import Workload
 from utils.machine.device import Support
 
 MATRIX = ((1, 1, 128, 64), (8, 4, 128, 64), (32, 8, 128, 64), (32, 8, 256, 64))  # B, H, S, D
 DTYPES = ("fp16", "bf16")
+WORDS = {
+    "auto": "SDPA, torch's own choice of backend",
+    "math": "SDPA's math backend",
+    "flash_attn": "the flash-attn package",
+    "gluon": "the course's Gluon kernel",
+    "cute": "flash-attn-4's CuTe kernel",
+    "flex": "FlexAttention, compiled",
+    "flex_flash": "FlexAttention with its FLASH backend",
+    "triton": "the course's Triton kernel",
+}
 
 
 class Suite(Target):
@@ -25,24 +35,15 @@ class Suite(Target):
         *shape_knobs(cpu=(None, None, None, None, DTYPES), gpu=(None, None, None, None, DTYPES), many_dtypes=True),
         CAUSAL,
     )
-    protocol: ClassVar = {"cpu": (5, 30), "cuda": (200, 500)}
+    protocol: Mapping[str, tuple[int, int]] = {"cpu": (5, 30), "cuda": (200, 500)}
 
     def __init__(self, workload: str, summary: str, baseline: str, optimized: str):
         self.workload, self.summary = workload, summary
         self.contenders = {"baseline": baseline, "optimized": optimized}
-        words = {
-            "auto": "SDPA, torch's own choice of backend",
-            "math": "SDPA's math backend",
-            "flash_attn": "the flash-attn package",
-            "gluon": "the course's Gluon kernel",
-            "cute": "flash-attn-4's CuTe kernel",
-            "flex": "FlexAttention, compiled",
-            "flex_flash": "FlexAttention with its FLASH backend",
-            "triton": "the course's Triton kernel",
-        }
-        self.sides = {side: words[name] for side, name in self.contenders.items()}
+        self.sides = {side: WORDS[name] for side, name in self.contenders.items()}
 
     def cases(self, settings, device):
+        """Return a case for each shape and dtype."""
         given = [settings[key].value for key in ("batch", "heads", "seq_len", "head_dim")]
         shapes = dict.fromkeys(tuple(new or old for new, old in zip(given, row, strict=True)) for row in MATRIX)
         mask = "causal" if settings["causal"].value else "full"
@@ -52,8 +53,9 @@ class Suite(Target):
         ]
 
     def support(self, case, side):
+        """Whether this machine runs this side of the case, and why not."""
         name = self.contenders[side]
-        if name in ("auto", *providers.SDPA_BACKENDS):
+        if name in ("auto", *sdpa.BACKENDS):
             return sdpa_support(name, case)
         if name == "triton" and case.device.type == "cpu":
             return Support(
@@ -61,25 +63,25 @@ class Suite(Target):
                 "on a CPU the Triton kernel runs in Triton's interpreter, whose time says nothing.",
                 "Run it on an NVIDIA GPU.",
             )
-        here = providers.support(name, case.workload, case.device)
-        return here and dtype_support(case.workload.dtype, case.device)
+        return backend_support(name, case) and dtype_support(case.workload.dtype, case.device)
 
     def score_buffers(self, case, side):
+        """Fp32 buffers of (B, H, S, S) that the side needs at once."""
         return 3.0 if self.contenders[side] == "math" else 0.0
 
     def build(self, case, side, q, k, v):
+        """Prepare the side's call."""
         name = self.contenders[side]
-        if name in ("auto", *providers.SDPA_BACKENDS):
-            return build_sdpa(name, case, q, k, v)
-        return Built(providers.bind(name, case.workload, q, k, v), name, providers.implementation(name))
+        if name in ("auto", *sdpa.BACKENDS):
+            return build_sdpa(name, case, sdpa.Inputs(q, k, v, None))
+        return build_prepared(name, case, (q, k, v))
 
     def prove(self, case, side, built, launched):
-        if self.contenders[side] in ("auto", *providers.SDPA_BACKENDS):
-            return prove_sdpa(built, launched)
-        providers.prove(built.provider, launched)
-        return built.provider
+        """Return the backend that ran; raise WrongRun if it is another one than asked for."""
+        return prove(self.contenders[side], launched)
 
     def range_name(self, side, ran):
+        """NVTX range of the side in a profile."""
         return f"attention_suite_{self.workload}_{side}_{ran}"
 
 

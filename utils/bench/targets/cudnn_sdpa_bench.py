@@ -2,61 +2,47 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
 
 import torch
 
-from utils.attention import provider as provider_named
+from utils.attention import find_backend
 from utils.bench.errors import BenchError
 from utils.bench.knobs import Knob
-from utils.bench.targets import providers, sdpa
+from utils.bench.targets import sdpa
 from utils.bench.targets.base import CAUSAL, SHAPE_KNOBS, Built, Case, Target, dtype_support, shape_knobs
+from utils.bench.targets.proof import BACKEND_OF, prove
 from utils.machine.device import Support
 
 
 def sdpa_support(name: str, case: Case) -> Support:
-    """Whether a backend (or "auto", torch's own choice) exists on this machine. Whether it takes the shape is torch's
-    to say, when it is built.
+    """Whether a backend (or "auto", torch's own choice) exists on this machine.
+
+    Whether the backend takes the shape is torch's to say, when the side is built.
     """
-    if not (kind := dtype_support(case.workload.dtype, case.device)):
-        return kind
-    if name == "auto":
-        return Support(True)
-    if not (here := provider_named(name).machine()):
-        return here
-    if case.device.type == "cpu" and name in providers.NEED_GPU:
-        return Support(
-            False,
-            f"torch's {name} backend runs on an NVIDIA GPU, and the case is on {case.device}.",
-            "Use --backend flash or --backend math.",
-        )
-    return Support(True)
+    return dtype_support(case.workload.dtype, case.device) and find_backend(BACKEND_OF.get(name, name)).machine()
 
 
-def build_sdpa(name: str, case: Case, q, k, v, dout=None) -> Built:
-    """SDPA with one backend pinned alone, or with torch's choice; Refused with torch's reason where it takes not."""
-    workload, inputs = sdpa.as_sdpa(case.workload), sdpa.Inputs(q, k, v, dout)
+def build_sdpa(name: str, case: Case, inputs: sdpa.Inputs) -> Built:
+    """Bind SDPA with one backend pinned, or with torch's choice; raise Refused, with torch's reason, if it refuses."""
+    workload = sdpa.as_sdpa(case.workload)
     sdpa.refuse(workload, name, inputs)
-    implementation = f"SDPA of torch {torch.__version__}" if name == "auto" else providers.implementation(name)
+    backend = find_backend(BACKEND_OF.get(name, name))
+    implementation = f"SDPA of torch {torch.__version__}" if name == "auto" else backend.implementation()
     return Built(sdpa.bind(workload, name, inputs), name, implementation)
 
 
-def prove_sdpa(built: Built, launched: providers.Launched, workload=None) -> str:
-    """The backend that ran, from its operators; with a backend pinned, its kernels must agree."""
-    if workload is None:
-        workload = sdpa.SdpaWorkload(1, 1, 1, 1, "bf16")
-    return sdpa.prove(workload, built.provider, launched)
-
-
 def _count(value: int | None) -> int | None:
-    return value or None  # 0 stands for "as q has it", or for none
+    return value or None  # 0 means "as many as q has", or no window
 
 
 class FlashSdp(Target):
+    """One SDPA backend against another, in any direction, layout and grouping."""
+
     chapter, workload = "labs/cudnn_sdpa_bench", "flash_sdp"
     summary = "one SDPA backend against another on the same inputs"
-    sides: ClassVar = {"baseline": "SDPA with --baseline-backend (math)", "optimized": "SDPA with --backend"}
-    choices = ("auto", *providers.SDPA_BACKENDS)
+    sides: Mapping[str, str] = {"baseline": "SDPA with --baseline-backend (math)", "optimized": "SDPA with --backend"}
+    choices = ("auto", *sdpa.BACKENDS)
     knobs = (
         *shape_knobs(cpu=(1, 4, 1024, 64, "fp32"), gpu=(4, 16, 4096, 128, "bf16")),
         CAUSAL,
@@ -70,6 +56,7 @@ class FlashSdp(Target):
     )
 
     def cases(self, settings, device):
+        """Return the one case of these settings; raise BenchError for values that do not go together."""
         workload = sdpa.SdpaWorkload(
             *(settings[key].value for key in SHAPE_KNOBS),
             "causal" if settings["causal"].value else "full",
@@ -87,7 +74,7 @@ class FlashSdp(Target):
         if workload.needs_mask and workload.seq_len > workload.sk:
             raise BenchError(
                 f"--seq-len is {workload.seq_len} and --seq-len-kv {workload.sk}: with --causal or "
-                "--window the last query stands at the last key, and the first queries would see none. "
+                "--window the last query is at the last key, and the first queries would see none. "
                 "Choose --seq-len-kv at least --seq-len."
             )
         return [Case(self.name, workload, settings, device)]
@@ -96,25 +83,32 @@ class FlashSdp(Target):
         return case.value("backend" if side == "optimized" else "baseline_backend")
 
     def support(self, case, side):
+        """Whether this machine runs this side of the case, and why not."""
         return sdpa_support(self._backend(case, side), case)
 
     def score_buffers(self, case, side):
+        """Fp32 buffers of (B, H, S, S) that the side needs at once."""
         return 3.0 if self._backend(case, side) == "math" else 0.0
 
     def inputs(self, case):
+        """Return q, k, v, and the output's gradient unless the pass is forward."""
         inputs = sdpa.make_inputs(case.workload, case.device, case.value("seed"))
         return inputs.qkv if inputs.dout is None else inputs
 
     def expected(self, case, q, k, v, dout=None):
+        """Return the float64 reference of the output and the gradients, by name."""
         return sdpa.reference(case.workload, q, k, v, dout)
 
     def build(self, case, side, q, k, v, dout=None):
-        return build_sdpa(self._backend(case, side), case, q, k, v, dout)
+        """Bind the side's call."""
+        return build_sdpa(self._backend(case, side), case, sdpa.Inputs(q, k, v, dout))
 
     def prove(self, case, side, built, launched):
-        return prove_sdpa(built, launched, case.workload)
+        """Return the backend that ran; raise WrongRun if it is not the pinned one."""
+        return prove(built.provider, launched, case.workload.direction)
 
     def facts(self, case, side, built):
+        """Return the memory that a call needs."""
         return {"memory": sdpa.memory(built.fn)}
 
 

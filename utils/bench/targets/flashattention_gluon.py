@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
 
 from utils.bench.targets.base import CAUSAL, Case, plain_workload, shape_knobs
-from utils.bench.targets.unfused_fused import UnfusedFused, provider_knob
+from utils.bench.targets.prepared import UnfusedFused, provider_knob
 
 
 class FlashAttentionGluon(UnfusedFused):
+    """matmul, softmax, matmul against the course's Gluon kernel, else CuTe, else flash-attn."""
+
     chapter, workload = "labs/flashattention_gluon", "flashattention_gluon"
     summary = "unfused attention against a fused, warp-specialized FlashAttention"
-    sides: ClassVar = {"baseline": "matmul, softmax, matmul", "optimized": "Gluon, else CuTe, else flash-attn"}
+    sides: Mapping[str, str] = {"baseline": "matmul, softmax, matmul", "optimized": "Gluon, else CuTe, else flash-attn"}
     order = ("gluon", "cute", "flash_attn")
     knobs = (*shape_knobs(cpu=(1, 2, 512, 64, "fp32"), gpu=(4, 16, 4096, 128, "bf16")), CAUSAL, provider_knob(order))
 
     def cases(self, settings, device):
+        """Return the one case of these settings."""
         return [Case(self.name, plain_workload(settings), settings, device)]
 
     def range_name(self, side, ran):
+        """NVTX range of the side in a profile."""
         return f"flashattention_{side}_{ran}"
 
 

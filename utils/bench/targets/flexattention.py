@@ -1,81 +1,58 @@
-"""labs/flexattention: FlexAttention eager against compiled, and the CuTe path for machines without FlexAttention.
+"""labs/flexattention: FlexAttention eager against compiled, and the CuTe kernel for machines without FlexAttention.
 
 Block size, document span and compile mode are read at run time: from the flags, else from BLOCK_SIZE, DOC_SPAN and
 TORCH_COMPILE_MODE. The block mask is one for all batches and heads. Eager FlexAttention stores all scores, so that
-anything fused looks fast beside it: the compiled side is also timed against compiled dense attention and SDPA under a
+anything fused looks fast next to it: the compiled side is also timed against compiled dense attention and SDPA under a
 stored mask (`--against`), and the results say what the block mask cost.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping
 
-import torch
-
-from utils.attention import masks, score_mods
-from utils.attention.flex_paths import FlexUnsupported, Prepared, compiled_versions, flex, path_case
-from utils.attention.flex_paths import support as path_support
-from utils.attention.sparsity import sparsity
-from utils.bench.errors import BenchError, Refused, WrongRun
+from utils.attention import AttentionUnsupported, prepare
+from utils.attention.masks import by_name, seconds_to_build_block_mask
+from utils.attention.masks.sparsity import sparsity
+from utils.attention.problem import MODES
+from utils.bench.errors import BenchError, WrongRun
 from utils.bench.knobs import Knob
-from utils.bench.targets import providers
-from utils.bench.targets.base import Built, Case, Target, dtype_support, mask_knobs, masked_workload, shape_knobs
-from utils.bench.targets.unfused_fused import UnfusedFused, provider_knob
-from utils.bench.workload import DTYPES, SCORE_MODS, SOFT_CAP, Workload
+from utils.bench.targets.base import Case, Target, dtype_support, mask_knobs, masked_workload, shape_knobs
+from utils.bench.targets.prepared import PreparedBuilt, UnfusedFused, build_prepared, provider_knob
+from utils.bench.workload import SCORE_MODS
 from utils.benchmark.measuring import compare
 from utils.machine.device import Support, compile_support
 
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 BLOCK_SIZES = ("16", "32", "64", "128", "256")
 CPU_HEAD_DIMS = (8, 256)
-# Further baselines of the compiled side: what each is told as, in a sentence.
+# Further baselines of the compiled side: {name in flags and records: (backend, description)}.
 AGAINST = {
-    "dense_compiled": "compiled dense attention under a stored mask",
-    "sdpa": "SDPA, under a stored mask unless it is a plain causal one",
+    "dense_compiled": ("naive_compiled", "compiled dense attention under a stored mask"),
+    "sdpa": ("sdpa", "SDPA, under a stored mask unless it is a plain causal one"),
 }
 PAIRS = {"cpu": 15, "cuda": 30}  # interleaved pairs of each further comparison
-
-
-def mask_mod(workload: Workload):
-    """The workload's mask as FlexAttention wants it; None where every query sees every key."""
-    return masks.by_name(workload.mask, workload.doc_span)
-
-
-def score_mod(workload: Workload):
-    """The workload's score modifier as FlexAttention wants it; None without one."""
-    return score_mods.by_name(workload.score_mod, workload.heads, SOFT_CAP)
-
-
-@dataclass
-class FlexBuilt(Built):
-    """A side with the prepared call behind it and the tensors it works on."""
-
-    prepared: Prepared | None = None
-    inputs: tuple[torch.Tensor, ...] = ()
+SCORE_MOD = Knob("score-mod", "change of the scores before the softmax", "none", "none", choices=SCORE_MODS)
 
 
 class FlexAttention(Target):
+    """FlexAttention as eager Python against FlexAttention compiled."""
+
     chapter, workload = "labs/flexattention", "flex_attention"
     summary = "FlexAttention with a block mask and a score modifier: eager against torch.compile"
-    sides: ClassVar = {"baseline": "eager FlexAttention: all scores stored", "optimized": "compiled: one fused kernel"}
+    sides: Mapping[str, str] = {
+        "baseline": "eager FlexAttention: all scores stored",
+        "optimized": "compiled: one fused kernel",
+    }
     knobs = (
         *shape_knobs(cpu=(1, 4, 1024, 64, "fp32"), gpu=(4, 16, 4096, 64, "bf16")),
         *mask_knobs(256, 1024),
-        Knob("score-mod", "change of the scores before the softmax", "none", "none", choices=SCORE_MODS),
+        SCORE_MOD,
         Knob("block-size", "tokens of a block of the block mask", "128", "128", choices=BLOCK_SIZES, env="BLOCK_SIZE"),
-        Knob(
-            "compile-mode",
-            "mode of torch.compile",
-            "default",
-            "default",
-            choices=COMPILE_MODES,
-            env="TORCH_COMPILE_MODE",
-        ),
+        Knob("compile-mode", "mode of torch.compile", "default", "default", choices=MODES, env="TORCH_COMPILE_MODE"),
         Knob("against", "further baselines of the compiled side", "all", "all", choices=("all", "none", *AGAINST)),
     )
 
     def cases(self, settings, device):
+        """Return the one case of these settings; raise BenchError for values that do not go together."""
         mode = settings["compile_mode"]
         if device.type == "cpu" and mode.value in ("reduce-overhead", "max-autotune"):
             raise BenchError(
@@ -91,6 +68,7 @@ class FlexAttention(Target):
         return [Case(self.name, masked_workload(settings, settings["score_mod"].value), settings, device)]
 
     def support(self, case, side):
+        """Whether this machine runs this side of the case, and why not."""
         if not (kind := dtype_support(case.workload.dtype, case.device)):
             return kind
         if side == "optimized":
@@ -107,97 +85,77 @@ class FlexAttention(Target):
         return Support(True)
 
     def score_buffers(self, case, side):
+        """Fp32 buffers of (B, H, S, S) that the side needs at once."""
         return 4.0 if side == "baseline" else 0.0  # scores, modified, masked, weights
 
     def build(self, case, side, q, k, v):
-        options = {"mask_mod": mask_mod(case.workload), "score_mod": score_mod(case.workload)}
-        try:
-            if side == "baseline":
-                eager = flex(q, k, v, path="eager", block_size=int(case.value("block_size")), **options)
-                attend = eager.fn
-                return FlexBuilt(
-                    lambda: attend(q, k, v), "eager", eager.settings["implementation"], prepared=eager, inputs=(q, k, v)
-                )
-            mode = case.value("compile_mode")
-            prepared = flex(q, k, v, path="compiled", block_size=int(case.value("block_size")), mode=mode, **options)
-        except FlexUnsupported as error:
-            raise Refused(str(error)) from None
-        compiled = prepared.fn  # what is timed has no guard around it: `after` holds it to one version
-
-        def after() -> None:
-            versions = compiled_versions(prepared.source)
-            if versions != 1:
-                raise WrongRun(
-                    f"compiled FlexAttention was compiled {versions} times and once is right: a recompile "
-                    "or a fallback to eager was among the timed calls, so these times are void."
-                )
-
-        return FlexBuilt(
-            lambda: compiled(q, k, v),
-            "compiled",
-            f"{prepared.settings['implementation']}, mode {mode}",
-            after,
-            prepared,
-            (q, k, v),
-        )
+        """Prepare the side's call. The records name the sides "eager" and "compiled"."""
+        size, mode = int(case.value("block_size")), case.value("compile_mode")
+        if side == "baseline":
+            return build_prepared("flex_eager", case, (q, k, v), asked="eager", block_size=size)
+        built = build_prepared("flex", case, (q, k, v), asked="compiled", block_size=size, mode=mode)
+        built.implementation += f", mode {mode}"
+        return built
 
     def facts(self, case, side, built):
-        """What was in force, what the mask leaves, what its block mask cost; of the compiled side, honest baselines."""
+        """Return the settings in force; of the compiled side also the mask's sparsity and cost, and honest baselines."""
         if getattr(built, "prepared", None) is None:
             return {}
-        settings = built.prepared.settings
-        found = {"settings": settings, "seconds": built.prepared.seconds, "notes": []}
+        seconds, length = built.prepared.seconds, case.workload.seq_len
+        facts = {"settings": built.prepared.settings, "seconds": seconds, "notes": []}
         if side == "baseline":
-            return found
-        mask, size = mask_mod(case.workload), int(case.value("block_size"))
+            return facts
+        mask, size = by_name(case.workload.mask, case.workload.doc_span), int(case.value("block_size"))
         if mask is not None:
-            counted = sparsity(mask, case.workload.seq_len, case.workload.seq_len, size, case.device)
-            found["sparsity"] = counted.to_dict()
-            again = masks.seconds_to_build_block_mask(mask, *2 * (case.workload.seq_len,), case.device, size)
-            compiling = built.prepared.seconds["compile"]
-            found["block_mask"] = {"seconds": again, "share_of_preparation": again / (again + compiling)}
-            found["notes"] += [
+            counted = sparsity(mask, length, length, size, case.device)
+            building = seconds_to_build_block_mask(mask, length, length, case.device, size)
+            share = building / (building + seconds["compile"])
+            facts["sparsity"] = counted.to_dict()
+            facts["block_mask"] = {"seconds": building, "share_of_preparation": share}
+            facts["notes"] += [
                 f"{counted}.",
-                f"create_block_mask takes {1e3 * again:.3g} ms, once for all calls, "
-                f"batches and heads: {again / (again + compiling):.1%} of the preparation (compiling: "
-                f"{compiling:.3g} s).",
+                f"create_block_mask takes {1e3 * building:.3g} ms, once for all calls, batches and heads: {share:.1%} "
+                f"of the preparation (compiling: {seconds['compile']:.3g} s).",
             ]
-        found["against"] = {}
+        facts["against"] = {}
         for name in AGAINST:
             if case.value("against") in ("all", name):
-                found["against"][name], note = self._against(case, built, name)
-                found["notes"].append(note)
-        return found
+                facts["against"][name], note = self._against(case, built, name)
+                facts["notes"].append(note)
+        return facts
 
-    def _against(self, case: Case, built: FlexBuilt, name: str) -> tuple[dict, str]:
-        """The compiled side against another baseline: speed-up with its interval, and that in a sentence."""
+    def _against(self, case: Case, built: PreparedBuilt, name: str) -> tuple[dict, str]:
+        """Compare the compiled side with another baseline: the speed-up with its interval, and a sentence."""
+        backend, words = AGAINST[name]
+        inputs = built.prepared.inputs
         try:
-            other = flex(*built.inputs, path=name, mask_mod=mask_mod(case.workload), score_mod=score_mod(case.workload))
-        except FlexUnsupported as error:
-            return {"refused": str(error)}, f"not compared with {AGAINST[name]}: {error}."
+            other = prepare(*inputs, backend=backend, **case.workload.attention_arguments)
+        except AttentionUnsupported as error:
+            return {"refused": str(error)}, f"not compared with {words}: {error}"
         pair = compare(
             other.fn,
             built.prepared.fn,
-            *built.inputs,
+            *inputs,
             warmup=3,
             iterations=PAIRS[case.device.type],
             labels=(name, "compiled FlexAttention"),
             device=case.device,
         )
         other.check()
-        told = {
+        comparison = {
             "speedup": pair.speedup,
             "interval": list(pair.interval),
             "verdict": pair.verdict,
             "ms": pair.a.median_ms,
             "implementation": other.settings["implementation"],
         }
-        return told, (
-            f"against {AGAINST[name]} ({pair.a.median_ms:.3g} ms), compiled FlexAttention is "
+        return comparison, (
+            f"against {words} ({pair.a.median_ms:.3g} ms), compiled FlexAttention is "
             f"{pair.speedup:.3g}x as fast [{pair.interval[0]:.3g}, {pair.interval[1]:.3g}]."
         )
 
     def prove(self, case, side, built, launched):
+        """Return "compiled" if a fused kernel ran and no softmax, else "eager"; raise WrongRun for the other one."""
         names = launched.shown
         fused = (
             any("CompiledFxGraph" in name or name.startswith("cpp_fused") for name in launched.operators)
@@ -215,62 +173,35 @@ class FlexAttention(Target):
 
 
 class FlexAttentionCute(UnfusedFused):
+    """Unfused attention against FlashAttention 4 under the same mask and score modifier."""
+
     chapter, workload = "labs/flexattention", "flex_attention_cute"
     summary = "the same mask and score modifier without FlexAttention: FlashAttention in the CuTe DSL"
-    sides: ClassVar = {"baseline": "unfused, with a mask", "optimized": "CuTe, else flash-attn, else torch flash"}
+    sides: Mapping[str, str] = {
+        "baseline": "unfused, with a mask",
+        "optimized": "CuTe, else flash-attn, else torch flash",
+    }
     order = ("cute", "flash_attn", "flash")  # the last two take documents as sequences of one length, no modifier
     knobs = (
         *shape_knobs(cpu=(1, 4, 1024, 64, "fp32"), gpu=(4, 16, 4096, 64, "bf16")),
         *mask_knobs(256, 1024),
-        Knob("score-mod", "change of the scores before the softmax", "none", "none", choices=SCORE_MODS),
+        SCORE_MOD,
         provider_knob(order),
     )
 
     def cases(self, settings, device):
+        """Return the one case of these settings; raise BenchError for values that do not go together."""
         workload = masked_workload(settings, settings["score_mod"].value)
-        if device.type == "cpu":
-            try:
-                providers.as_sequences(workload)
-            except Refused as error:
-                raise BenchError(str(error)) from None
+        if device.type == "cpu" and len(set(workload.documents)) > 1:
+            raise BenchError(
+                f"--doc-span {workload.doc_span} does not divide --seq-len {workload.seq_len}: fused kernels on a CPU "
+                f"take documents as sequences of one length; choose a divisor of {workload.seq_len}."
+            )
         return [Case(self.name, workload, settings, device)]
 
-    def _provider(self, case):
-        asked = case.value("provider")
-        reason = ""
-        if asked in ("auto", "cute"):
-            cute = self._cute(case)
-            if cute or asked == "cute":
-                return "cute", cute
-            reason = f"path cute_direct {cute.reason.rstrip('.')}; "
-        names = self.order[1:] if asked == "auto" else (asked,)
-        try:
-            name, answer = providers.first_able(names, case.workload, case.device)
-        except Refused as error:
-            name, answer = None, Support(False, str(error))
-        return name, answer or Support(False, reason + answer.reason, answer.remedy)
-
-    @staticmethod
-    def _cute(case: Case) -> Support:
-        """Whether FlashAttention 4 does this itself, asked with tensors that take no memory."""
-        like = torch.empty(1, dtype=DTYPES[case.workload.dtype], device=case.device).expand(case.workload.shape)
-        return path_support(
-            "cute_direct", path_case(like, like, like, mask_mod(case.workload), score_mod(case.workload))
-        )
-
-    def build(self, case, side, q, k, v):
-        if side == "baseline" or self._provider(case)[0] != "cute":
-            return super().build(case, side, q, k, v)
-        prepared = flex(
-            q, k, v, mask_mod=mask_mod(case.workload), score_mod=score_mod(case.workload), path="cute_direct"
-        )
-        attend = prepared.fn
-        return FlexBuilt(
-            lambda: attend(q, k, v), "cute", prepared.settings["implementation"], prepared=prepared, inputs=(q, k, v)
-        )
-
     def facts(self, case, side, built):
-        if getattr(built, "prepared", None) is None:
+        """Return the settings in force and the time spent once."""
+        if side == "baseline":
             return {}
         return {"settings": built.prepared.settings, "seconds": built.prepared.seconds}
 

@@ -6,10 +6,9 @@ import matplotlib
 import pytest
 import torch
 
-from utils.attention import score_mods
-from utils.attention.cute_mods import NoCounterpart, block_tables, captured, replay, trace
-from utils.attention.flex_options import proved_options
-from utils.attention.kernel_masks import KernelMask, kernel_mask
+from utils.attention import allowed_keys, make_problem
+from utils.attention.backends.cute_mods import NoCounterpart, block_tables, captured, replay, trace
+from utils.attention.backends.flex import proved_options
 from utils.attention.masks import (
     at_offset,
     both,
@@ -24,17 +23,21 @@ from utils.attention.masks import (
     either,
     forget_block_masks,
     name_of,
+    nearby,
     negate,
     prefix_lm,
+    score_mods,
     sliding_window,
 )
-from utils.attention.sparsity import sparsity, sparsity_of_block_mask
+from utils.attention.masks.sparsity import sparsity, sparsity_of_block_mask
+from utils.attention.problem import describe_plain
 
 matplotlib.use("Agg")
 IDS = document_ids([5, 9, 1, 6])
 MASKS = {
     "causal": (causal, lambda q, k: k <= q),
     "sliding_window(4)": (sliding_window(4), lambda q, k: q - 4 < k <= q),
+    "nearby(4)": (nearby(4), lambda q, k: abs(q - k) < 4),
     "documents(6)": (documents(6), lambda q, k: q // 6 == k // 6),
     "documents(ids)": (documents(IDS), lambda q, k: IDS.tolist()[q] == IDS.tolist()[k]),
     "prefix_lm(3)": (prefix_lm(3), lambda q, k: k <= q or k < 3),
@@ -88,7 +91,7 @@ def test_masks_of_the_benchmarks_by_name():
 
 
 def test_a_long_mask_is_evaluated_in_chunks_of_rows(monkeypatch):
-    monkeypatch.setattr("utils.attention.masks.ROWS_AT_ONCE", 64)
+    monkeypatch.setattr("utils.attention.masks.mask_mods.ROWS_AT_ONCE", 64)
     assert torch.equal(dense_mask(prefix_lm(3), 21, 21), by_loops(MASKS["prefix_lm(3)"][1], 21, 21))
     blocks = count_blocks(causal, 21, 21, block_size=4)
     assert int(blocks.counts.sum()) == 21 * 22 // 2
@@ -125,7 +128,7 @@ def test_a_score_modifier_is_its_rule_pair_by_pair(name):
     scores = torch.randn(7, 9, dtype=torch.float64)
     for head in (0, 3):
         expected = torch.tensor([[rule(scores[q, k].item(), head, q, k) for k in range(9)] for q in range(7)])
-        got = score_mods.modified(modifier, scores, h=head)
+        got = score_mods.modify_scores(modifier, scores, h=head)
         assert torch.allclose(got, expected.double(), rtol=1e-6, atol=1e-6)
 
 
@@ -176,28 +179,60 @@ def test_sparsity_of_a_mask_known_by_hand():
     assert sparsity(None, 100, 60, 64).density == 1.0
 
 
-def test_a_kernel_is_told_only_the_masks_that_it_does_itself():
-    assert kernel_mask(None, 8, 4) == KernelMask() and kernel_mask(causal, 64, 64) == KernelMask(causal=True)
-    assert kernel_mask(sliding_window(9), 64, 64) == KernelMask(causal=True, window=9)
-    assert kernel_mask(both(documents(16), causal), 64, 64, documents=True) == KernelMask(causal=True, span=16)
-    assert str(KernelMask(causal=True, span=16)) == "causal, documents of 16 as sequences"
+def plain(mask, sq=64, sk=64, kv_heads=2, **arguments):
+    """What a kernel that knows causal masks and windows is asked in place of a mask function."""
+    problem = make_problem(torch.empty(1, 2, sq, 8), *[torch.empty(1, kv_heads, sk, 8)] * 2, mask_mod=mask, **arguments)
+    found = problem.plain()
+    if found is None:
+        return None
+    assert found.mask_mod is None and found.batch * found.heads * found.sq == 2 * sq
+    return describe_plain(problem, found)
+
+
+def test_a_kernel_is_asked_only_for_the_masks_that_it_does_by_itself():
+    assert plain(None, 8, 4) == "no mask" and plain(causal) == "causal" and plain(causal, kv_heads=1) == "causal"
+    assert plain(sliding_window(9)) == "causal, window 9" and plain(nearby(9)) == "window 9"
+    assert plain(both(documents(16), causal)) == "causal, documents of 16 as sequences"
+    assert plain(documents(16)) == "documents of 16 as sequences"
     for mask in (
-        documents(16),
         documents(IDS),
         prefix_lm(3),
         negate(causal),
         both(causal, causal),
         lambda b, h, q, k: q >= k,
-    ):
-        assert kernel_mask(mask, 64, 64) is None
-    for mask in (
         documents(24),
         both(documents(16), documents(32)),
         both(documents(16), prefix_lm(2)),
         either(causal, documents(16)),
     ):
-        assert kernel_mask(mask, 64, 64, documents=True) is None
-    assert kernel_mask(causal, 32, 64) is None
+        assert plain(mask) is None
+    assert plain(causal, 32, 64) is None and plain(documents(16), kv_heads=1) is None
+    assert plain(documents(16), causal=True) is None and plain(causal, score_mod=score_mods.soft_cap(2.0)) is None
+
+
+@pytest.mark.parametrize(("sq", "sk"), [(9, 9), (5, 12), (12, 5)])
+def test_the_fields_and_the_function_of_a_problem_make_one_mask(sq, sk):
+    """`causal` and `window` count from the last key, the function from the first."""
+    q, k = torch.empty(1, 1, sq, 8), torch.empty(1, 1, sk, 8)
+    for is_causal in (False, True):
+        for window in (None, 3):
+            for mask in (None, documents(4)):
+                problem = make_problem(q, k, k, causal=is_causal, window=window, mask_mod=mask)
+
+                def rule(i, j, problem=problem):
+                    distance = i + sk - sq - j
+                    return (
+                        (not problem.causal or distance >= 0)
+                        and (problem.window is None or abs(distance) < problem.window)
+                        and (problem.mask_mod is None or i // 4 == j // 4)
+                    )
+
+                expected = by_loops(rule, sq, sk)
+                assert torch.equal(dense_mask(problem.mask_function(), sq, sk), expected)
+                allowed = allowed_keys(problem)
+                assert expected.all() if allowed is None else torch.equal(allowed, expected)
+                again = make_problem(q, k, k, causal=is_causal, window=window, mask_mod=mask)
+                assert again.mask_function() is problem.mask_function()  # block masks are kept by the object
 
 
 class OnTensors:
@@ -250,7 +285,9 @@ def test_a_modifier_translated_for_the_cute_kernel_is_the_same_modifier(name):
     (q, k), scores = lanes(9), torch.randn(81)
     aux = {one: getattr(graph, one) for one in captured(graph)}
     got = replay(graph, [scores, torch.zeros_like(q), torch.full_like(q, 2), q, k], aux, OnTensors())
-    assert torch.allclose(got.view(9, 9), score_mods.modified(MODIFIERS[name][0], scores.view(9, 9), h=2), atol=1e-6)
+    assert torch.allclose(
+        got.view(9, 9), score_mods.modify_scores(MODIFIERS[name][0], scores.view(9, 9), h=2), atol=1e-6
+    )
 
 
 def test_other_operators_are_translated_by_value_or_refused_by_name():

@@ -1,8 +1,9 @@
 """Score modifiers: `score_mod(score, b, h, q, k)` changes one scaled score before the softmax.
 
-    scores = compose(relative_bias(16), soft_cap(20.0))     # from left to right
+    modifier = compose(relative_bias(16), soft_cap(20.0))     # from left to right
 
-A kernel applies it in registers, to the scores of the blocks that the mask needs. `modified(...)` applies it to all.
+A kernel applies the modifier in registers, to the scores of the blocks that the mask needs. `modify_scores` applies it
+to every score.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from utils.attention.masks import _whole, name_of, named
+from utils.attention.masks.mask_mods import name_of, named
+from utils.validation import whole_number
 
 ScoreMod = Callable[..., torch.Tensor]
 
@@ -23,14 +25,9 @@ def _positive(name: str, value: float) -> float:
     return float(value)
 
 
-def alibi_slopes(heads: int) -> list[float]:
-    """ALiBi's slope of each head, 2^(-8/H), 2^(-16/H), ... for H a power of two (Press et al., 2022)."""
-    return [2.0 ** (-8.0 * (head + 1) / _whole("heads", heads)) for head in range(heads)]
-
-
 def alibi(heads: int) -> ScoreMod:
-    """ALiBi: each head takes off its slope times the distance of the key."""
-    exponent = -8.0 / _whole("heads", heads)
+    """ALiBi: each head subtracts its slope times the distance of the key."""
+    exponent = -8.0 / whole_number("heads", heads)
 
     def score_mod(score, b, h, q, k):
         return score - torch.exp2(exponent * (h + 1)) * torch.abs(q - k)
@@ -39,10 +36,12 @@ def alibi(heads: int) -> ScoreMod:
 
 
 def relative_bias(table_or_heads: torch.Tensor | int) -> ScoreMod:
-    """A bias by how far the key is from the query.
+    """Add a bias that depends on the distance between query and key.
 
-    With a table (H, distances): entry table[h, |q - k|], further keys take the last one. With a number of heads:
-    ALiBi's slope times k - q, so that keys before the query lose and keys after it gain.
+    Args:
+        table_or_heads: a table (H, distances): the bias is table[h, |q - k|], and keys beyond the table take its last
+            entry. Or a number of heads: the bias is ALiBi's slope times k - q, so that keys before the query lose and
+            keys after it gain.
     """
     if isinstance(table_or_heads, torch.Tensor):
         table = table_or_heads
@@ -57,7 +56,7 @@ def relative_bias(table_or_heads: torch.Tensor | int) -> ScoreMod:
             return score + table[h, torch.abs(q - k).clamp(max=last)]
 
         return named(from_table, f"relative_bias({tuple(table.shape)})", kind="relative_bias", table=table)
-    exponent = -8.0 / _whole("heads", table_or_heads)
+    exponent = -8.0 / whole_number("heads", table_or_heads)
 
     def score_mod(score, b, h, q, k):
         return score + torch.exp2(exponent * (h + 1)) * (k - q)
@@ -66,7 +65,7 @@ def relative_bias(table_or_heads: torch.Tensor | int) -> ScoreMod:
 
 
 def soft_cap(cap: float) -> ScoreMod:
-    """Scores squeezed into (-cap, cap) by a tanh, as Gemma 2 does."""
+    """Squeeze scores into (-cap, cap) by a tanh, as Gemma 2 does."""
     cap = _positive("cap", cap)
 
     def score_mod(score, b, h, q, k):
@@ -76,8 +75,8 @@ def soft_cap(cap: float) -> ScoreMod:
 
 
 def document_decay(span: int, rate: float = 0.1) -> ScoreMod:
-    """Documents of `span` tokens: each document between query and key takes `rate` off the score."""
-    _whole("span", span)
+    """Documents of `span` tokens: each document between query and key subtracts `rate` from the score."""
+    whole_number("span", span)
     rate = _positive("rate", rate)
 
     def score_mod(score, b, h, q, k):
@@ -87,7 +86,7 @@ def document_decay(span: int, rate: float = 0.1) -> ScoreMod:
 
 
 def compose(*mods: ScoreMod) -> ScoreMod:
-    """The modifiers one after the other, from left to right."""
+    """Apply the modifiers one after the other, from left to right."""
     if not mods:
         raise ValueError("compose() was given no score modifier; give it one or more.")
     for mod in mods:
@@ -104,10 +103,10 @@ def compose(*mods: ScoreMod) -> ScoreMod:
     return named(score_mod, f"compose({', '.join(map(name_of, mods))})", kind="compose", mods=mods)
 
 
-def modified(
+def modify_scores(
     score_mod: ScoreMod | None, scores: torch.Tensor, b: int = 0, h: int = 0, first_query: int = 0
 ) -> torch.Tensor:
-    """Scores (Sq, Sk) of sequence b and head h after the modifier, every pair by its own scalars."""
+    """Apply a modifier to scores (Sq, Sk) of sequence b and head h, every pair by its own scalars."""
     if score_mod is None:
         return scores
     batch, head = (torch.full((), index, dtype=torch.int32, device=scores.device) for index in (b, h))
@@ -118,8 +117,8 @@ def modified(
 
 
 def by_name(name: str, heads: int, cap: float) -> ScoreMod | None:
-    """The score modifiers of the benchmarks: none, relative_bias (by `heads`), soft_cap (at `cap`)."""
-    made = {"none": lambda: None, "relative_bias": lambda: relative_bias(heads), "soft_cap": lambda: soft_cap(cap)}
-    if name not in made:
-        raise ValueError(f"there is no score modifier {name!r}; choose one of {', '.join(made)}.")
-    return made[name]()
+    """Return a score modifier of the benchmarks: none, relative_bias (of `heads` heads) or soft_cap (at `cap`)."""
+    makers = {"none": lambda: None, "relative_bias": lambda: relative_bias(heads), "soft_cap": lambda: soft_cap(cap)}
+    if name not in makers:
+        raise ValueError(f"there is no score modifier {name!r}; choose one of {', '.join(makers)}.")
+    return makers[name]()

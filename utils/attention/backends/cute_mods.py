@@ -1,9 +1,9 @@
-"""FlashAttention 4 with a mask function and a score modifier of PyTorch's, without FlexAttention.
+"""Mask functions and score modifiers of PyTorch, translated to the CuTe DSL for FlashAttention 4.
 
-FlashAttention 4 takes both as functions in the CuTe DSL. Here the PyTorch function is traced once, on scalar indices,
-into a graph of elementwise operators, and the graph is replayed on CuTe's register vectors while its kernel is built.
-Tensors that the function captures travel as the kernel's `aux_tensors`. An operator without a counterpart is refused
-by name.
+FlashAttention 4 takes both as functions in the CuTe DSL. The PyTorch function is traced once, on scalar indices, into
+a graph of elementwise operators, and the graph is replayed on CuTe's register vectors while the kernel is built.
+Tensors that the function captures become the kernel's `aux_tensors`. An operator without a counterpart is refused by
+its name.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 import torch
 
-from utils.attention import flash_attn_package
-from utils.attention.kernel_masks import KernelMask, kernel_mask
-from utils.attention.masks import count_blocks, name_of, on_device
+from utils.attention.masks.blocks import count_blocks
+from utils.attention.masks.mask_mods import name_of
+from utils.attention.problem import Refused
 
 
-class NoCounterpart(ValueError):
+class NoCounterpart(Refused):
     """A mask function or score modifier uses an operator that is not translated to the CuTe DSL."""
 
 
@@ -59,73 +59,62 @@ _TYPES = {
     torch.float16: "Float16",
     torch.bfloat16: "BFloat16",
 }
-KNOWN = sorted(
-    {
-        *_ARITHMETIC,
-        *_MATH,
-        "abs",
-        "neg",
-        "logical_not",
-        "bitwise_not",
-        "where",
-        "clamp",
-        "minimum",
-        "maximum",
-        "to",
-        "index",
-    }
-)
+_OTHERS = ("abs", "neg", "logical_not", "bitwise_not", "where", "clamp", "minimum", "maximum", "to", "index")
+KNOWN = sorted({*_ARITHMETIC, *_MATH, *_OTHERS})
 
 
 def trace(mod: Callable, arguments: int) -> torch.fx.GraphModule:
-    """The function as a graph of aten operators on one element: four indices, behind a score if there are five."""
+    """Trace a function into a graph of aten operators on one element.
+
+    Args:
+        mod: the mask function (4 arguments, indices) or score modifier (5 arguments, a score and indices).
+        arguments: 4 or 5.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    where = _device_of(mod)
-    indices = [torch.zeros(1, dtype=torch.int32, device=where) for _ in range(4)]
-    score = [torch.zeros(1, dtype=torch.float32, device=where)] if arguments == 5 else []
+    device = _device_of(mod)
+    indices = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(4)]
+    score = [torch.zeros(1, dtype=torch.float32, device=device)] if arguments == 5 else []
     graph = make_fx(mod)(*score, *indices)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     for node in graph.graph.nodes:
-        odd = {"alpha": 1, "rounding_mode": "floor"}  # arguments that would change the operator's meaning
-        strange = any(node.kwargs.get(key, usual) not in (usual, None) for key, usual in odd.items())
-        if node.op == "call_function" and (strange or _name(node) not in KNOWN):
-            how = f" with {dict(node.kwargs)}" if strange else ""
+        defaults = {"alpha": 1, "rounding_mode": "floor"}  # other values would change the operator's meaning
+        changed = any(node.kwargs.get(key, usual) not in (usual, None) for key, usual in defaults.items())
+        if node.op == "call_function" and (changed or _name(node) not in KNOWN):
+            arguments_text = f" with {dict(node.kwargs)}" if changed else ""
             raise NoCounterpart(
-                f"{name_of(mod)} uses {_name(node)}{how}, which is not translated to the CuTe DSL; it "
-                f"knows {', '.join(KNOWN)}. path='compiled' takes any."
+                f"{name_of(mod)} uses {_name(node)}{arguments_text}, which is not translated to the CuTe DSL; it "
+                f"knows {', '.join(KNOWN)}. Backend 'flex' takes any."
             )
     return graph
 
 
 def _device_of(mod: Callable) -> torch.device:
-    """Where the tensors are that a function captures, also through the functions that it is composed of."""
-    seen, left = set(), [mod]
-    while left:
-        value = left.pop()
+    """Return the device of the tensors that a function captures, also in the functions that it is composed of."""
+    seen: set[int] = set()
+    remaining: list = [mod]
+    while remaining:
+        value = remaining.pop()
         if isinstance(value, torch.Tensor):
             return value.device
         if id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, (tuple, list)):
-            left.extend(value)
-        left.extend(cell.cell_contents for cell in getattr(value, "__closure__", None) or ())
+            remaining.extend(value)
+        remaining.extend(cell.cell_contents for cell in getattr(value, "__closure__", None) or ())
     return torch.device("cpu")
 
 
 def _name(node: torch.fx.Node) -> str:
-    name = (
-        node.target.__name__.split(".")[0].rstrip("_")
-        if not node.target.__name__.startswith("__")
-        else node.target.__name__.split(".")[0]
-    )
-    return {"_to_copy": "to", "convert_element_type": "to", "abs": "abs"}.get(name, name)
+    name = node.target.__name__.split(".")[0]
+    name = name if name.startswith("__") else name.rstrip("_")  # add_ is add, __and__ stays
+    return {"_to_copy": "to", "convert_element_type": "to"}.get(name, name)
 
 
 def captured(graph: torch.fx.GraphModule) -> list[str]:
-    """The names of the tensors that the graph reads by index, in the order of `aux_tensors`."""
+    """Return the names of the tensors that the graph reads by index, in the order of `aux_tensors`."""
     indexed = [
         node.args[0].target for node in graph.graph.nodes if node.op == "call_function" and _name(node) == "index"
     ]
@@ -152,45 +141,59 @@ class CuteDsl:
         self.cutlass, self.cute = cutlass, cute
 
     def is_vector(self, x) -> bool:
+        """Whether x is a vector of registers, and not a Python number."""
         return isinstance(x, self.cute.TensorSSA)
 
     def is_float(self, x) -> bool:
+        """Whether x is a floating-point number or a vector of fp32."""
         return isinstance(x, float) or (self.is_vector(x) and x.dtype is self.cutlass.Float32)
 
     def to(self, x, dtype: torch.dtype):
+        """Convert a vector to a dtype of PyTorch."""
         return x.to(getattr(self.cutlass, _TYPES[dtype]))
 
     def math(self, name: str, x):
+        """Apply a function of the DSL's math library, such as "tanh"."""
         return getattr(self.cute.math, name)(x, fastmath=True)
 
     def invert(self, x):
+        """Return the logical not of a vector."""
         return x == self.cutlass.Boolean(False)
 
     def where(self, condition, x, y):
+        """Choose x or y in each lane."""
         return self.cute.where(condition, x, y)
 
     def full_like(self, x, value):
+        """Return a vector like x that holds one value."""
         return self.cute.full_like(x, value)
 
     def load(self, tensor, indices):
-        """tensor[i, j, ...] for each lane of the index vectors."""
+        """Read tensor[i, j, ...] for each lane of the index vectors."""
         cute, cutlass = self.cute, self.cutlass
         size = cute.size(next(index for index in indices if self.is_vector(index)).shape)
         values = cute.make_rmem_tensor(size, tensor.element_type)
         for lane in range(size):
-            at = tuple(index[lane] if self.is_vector(index) else index for index in indices)
-            values[lane] = tensor[at if len(at) > 1 else at[0]]
+            place = tuple(index[lane] if self.is_vector(index) else index for index in indices)
+            values[lane] = tensor[place if len(place) > 1 else place[0]]
         loaded = values.load()
         return loaded.to(cutlass.Float32) if tensor.element_type in (cutlass.Float16, cutlass.BFloat16) else loaded
 
 
 def replay(graph: torch.fx.GraphModule, inputs: list, aux: dict, dsl):
-    """The graph on a DSL's vectors. aux: {name of a captured tensor: the DSL's tensor}."""
+    """Run the graph on a DSL's vectors.
+
+    Args:
+        graph: a traced mask function or score modifier.
+        inputs: its arguments, as the DSL's vectors.
+        aux: {name of a captured tensor: the DSL's tensor}.
+        dsl: the operations, such as CuteDsl().
+    """
     values: dict = {}
-    left = iter(inputs)
+    remaining = iter(inputs)
     for node in graph.graph.nodes:
         if node.op == "placeholder":
-            values[node] = next(left)
+            values[node] = next(remaining)
         elif node.op == "get_attr":
             values[node] = aux[node.target] if node.target in aux else _constant(graph, node.target)
         elif node.op == "call_function":
@@ -201,7 +204,7 @@ def replay(graph: torch.fx.GraphModule, inputs: list, aux: dict, dsl):
 
 
 def _call(name: str, args: list, kwargs: dict, dsl):
-    """One operator of the graph."""
+    """Apply one operator of the graph."""
     first = args[0]
     if name in _ARITHMETIC:
         pair = args[:2]
@@ -235,78 +238,41 @@ def _call(name: str, args: list, kwargs: dict, dsl):
 
 
 def _hash(graph: torch.fx.GraphModule) -> str:
-    """Names the function in FlashAttention's cache of kernels: its code and the numbers built into it."""
-    numbers = [
-        (
-            node.target,
-            getattr(graph, node.target).shape,
-            getattr(graph, node.target).dtype,
-            _constant(graph, node.target) if getattr(graph, node.target).numel() == 1 else None,
-        )
-        for node in graph.graph.nodes
-        if node.op == "get_attr"
-    ]
+    """Name the function in FlashAttention's cache of kernels, by its code and the numbers built into it."""
+    names = [node.target for node in graph.graph.nodes if node.op == "get_attr"]
+    tensors = [(name, getattr(graph, name)) for name in names]
+    numbers = [(name, x.shape, x.dtype, x.item() if x.numel() == 1 else None) for name, x in tensors]
     return hashlib.sha256(f"{graph.code}{numbers}".encode()).hexdigest()
 
 
 def translate(mask_mod: Callable | None, score_mod: Callable | None):
-    """(mask function, score modifier, aux_tensors) for FlashAttention 4; None where there is none."""
+    """Return (mask function, score modifier, aux_tensors) for FlashAttention 4; None where there is none."""
     graphs = [None if mod is None else trace(mod, count) for mod, count in ((mask_mod, 4), (score_mod, 5))]
     aux = [(which, name) for which, graph in enumerate(graphs) if graph is not None for name in captured(graph)]
     tensors = [getattr(graphs[which], name).detach().contiguous() for which, name in aux]
 
-    def own(which: int, aux_tensors) -> dict:
+    def captured_by(which: int, aux_tensors) -> dict:
         return {name: aux_tensors[i] for i, (owner, name) in enumerate(aux) if owner == which}
 
     def cute_mask(b_idx, h_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
-        return replay(graphs[0], [b_idx, h_idx, q_idx, kv_idx], own(0, aux_tensors), CuteDsl())
+        return replay(graphs[0], [b_idx, h_idx, q_idx, kv_idx], captured_by(0, aux_tensors), CuteDsl())
 
     def cute_score(score, b_idx, h_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
-        return replay(graphs[1], [score, b_idx, h_idx, q_idx, kv_idx], own(1, aux_tensors), CuteDsl())
+        return replay(graphs[1], [score, b_idx, h_idx, q_idx, kv_idx], captured_by(1, aux_tensors), CuteDsl())
 
-    made = []
+    functions = []
     for graph, function in zip(graphs, (cute_mask, cute_score), strict=True):
         if graph is not None:
-            function.__cute_hash__ = _hash(graph) + str(aux)
-        made.append(None if graph is None else function)
-    return made[0], made[1], tensors or None
+            function.__cute_hash__ = _hash(graph) + str(aux)  # type: ignore[attr-defined]
+        functions.append(None if graph is None else function)
+    return functions[0], functions[1], tensors or None
 
 
 def block_tables(mask_mod: Callable, sq: int, sk: int, device, block_size: tuple[int, int]):
-    """(partial counts, partial indices, full counts, full indices), int32, one for all batches and heads."""
+    """Return (partial counts, partial indices, full counts, full indices), int32, one for all batches and heads."""
     blocks = count_blocks(mask_mod, sq, sk, device, block_size)
     tables = []
-    for wanted in (blocks.partial, blocks.full):
-        order = torch.argsort(wanted.int(), dim=1, descending=True, stable=True)
-        tables += [wanted.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None].contiguous()]
+    for kind in (blocks.partial, blocks.full):
+        order = torch.argsort(kind.int(), dim=1, descending=True, stable=True)
+        tables += [kind.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None].contiguous()]
     return tuple(tables)
-
-
-def bind(case) -> tuple[Callable, KernelMask | None]:
-    """(call on q, k, v (B, H, S, D), the kernel's own mask that it uses or None)."""
-    from flash_attn.cute import flash_attn_func
-
-    for mod in (case.mask_mod, case.score_mod):
-        if mod is not None:
-            on_device(mod, case.device)
-    own = kernel_mask(case.mask_mod, *case.lengths)
-    cute_mask, cute_score, aux = translate(case.mask_mod if own is None else None, case.score_mod)
-    options = {"softmax_scale": case.scale, "score_mod": cute_score, "aux_tensors": aux}
-    if own is None:
-        from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-
-        tables = block_tables(case.mask_mod, *case.lengths, case.device, case.block_size)
-        options |= {
-            "mask_mod": cute_mask,
-            "block_sparse_tensors": BlockSparseTensorsTorch(*tables, block_size=case.block_size),
-        }
-    elif own.window is not None:
-        options["window_size"] = (own.window - 1, 0)
-    else:
-        options["causal"] = own.causal
-
-    def attend(q, k, v):
-        out = flash_attn_func(*map(flash_attn_package.rows_first, (q, k, v)), **options)
-        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
-    return attend, own

@@ -1,25 +1,26 @@
-"""What a mask leaves to compute: pairs, blocks, FLOPs, bytes, and the speed-up that this promises.
+"""The work that a mask leaves: pairs, blocks, FLOPs, bytes, and the speed-up that this promises.
 
     s = sparsity(both(causal, documents(1024)), 8192, 8192)
     s.density, s.block_density, s.ideal_speedup
     s.full, s.partial, s.empty                      # blocks of 128 x 128
 
-A block kernel computes whole blocks: `block_density` bounds its speed, `density` what the mathematics needs. The two
-differ by the pairs of partial blocks that are computed and thrown away.
+A block kernel computes whole blocks: `block_density` is its share of the dense work, `density` the share that the
+mathematics needs. The two differ by the pairs of partial blocks that are computed and thrown away.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
-from utils.attention.masks import Blocks, MaskMod, block_sizes, count_blocks, name_of
+from utils.attention.masks.blocks import Blocks, BlockSize, block_sizes, count_blocks
+from utils.attention.masks.mask_mods import MaskMod, name_of
 
 
 @dataclass(frozen=True)
 class Sparsity:
-    """Counts of one mask over (Sq, Sk), for one head of one sequence."""
+    """The counts of one mask over (Sq, Sk), for one head of one sequence."""
 
     mask: str
     sq: int
@@ -33,7 +34,7 @@ class Sparsity:
 
     @property
     def total(self) -> int:
-        """All blocks."""
+        """Number of all blocks."""
         return self.full + self.partial + self.empty
 
     @property
@@ -48,12 +49,12 @@ class Sparsity:
 
     @property
     def ideal_speedup(self) -> float:
-        """How many times faster than without a mask, if a block's time were all there is: 1 / block density."""
+        """Speed-up over no mask if only the number of blocks mattered: 1 / block density."""
         return 1.0 / self.block_density if self.full + self.partial else float("inf")
 
     @property
     def element_speedup(self) -> float:
-        """1 / density: what a kernel that computes no masked pair could reach."""
+        """Speed-up that a kernel could reach if it computed no masked pair at all: 1 / density."""
         return 1.0 / self.density if self.pairs else float("inf")
 
     @property
@@ -63,7 +64,7 @@ class Sparsity:
         return 1.0 - self.pairs / computed if computed else 0.0
 
     def flops(self, batch: int, heads: int, head_dim: int) -> int:
-        """FLOPs of the pairs let through: 4 D each (q k^T and p v, a multiply-add is two)."""
+        """FLOPs of the pairs let through: 4 D each (q k^T and p v, a multiply-add counts two)."""
         return 4 * batch * heads * head_dim * self.pairs
 
     def block_flops(self, batch: int, heads: int, head_dim: int) -> int:
@@ -76,13 +77,13 @@ class Sparsity:
         return 4 * batch * heads * head_dim * self.sq * self.sk
 
     def bytes(self, batch: int, heads: int, head_dim: int, dtype: torch.dtype, kv_heads: int | None = None) -> int:
-        """Bytes of q, k, v and the output, each once: the least that a fused kernel moves."""
+        """Bytes of q, k, v and the output, each moved once: the least that a fused kernel moves."""
         kv_heads = heads if kv_heads is None else kv_heads
         return batch * head_dim * dtype.itemsize * (2 * heads * self.sq + 2 * kv_heads * self.sk)
 
     @property
     def dense_mask_bytes(self) -> int:
-        """Bytes of the mask as data, a byte a pair, for one head."""
+        """Bytes of the mask as data, one byte a pair, for one head."""
         return self.sq * self.sk
 
     @property
@@ -92,9 +93,10 @@ class Sparsity:
         return 4 * 2 * (rows + self.total)
 
     def to_dict(self) -> dict:
-        """Counts and the shares made of them, for a JSON file."""
-        own = {key: value for key, value in asdict(_without_blocks(self)).items() if key != "blocks"}
-        return own | {"density": self.density, "block_density": self.block_density, "ideal_speedup": self.ideal_speedup}
+        """Return the counts and the shares computed from them, for a JSON file."""
+        counts = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "blocks"}
+        shares = ("density", "block_density", "ideal_speedup")
+        return counts | {name: getattr(self, name) for name in shares}
 
     def __str__(self) -> str:
         return (
@@ -104,48 +106,26 @@ class Sparsity:
         )
 
 
-def _without_blocks(found: Sparsity) -> Sparsity:
-    from dataclasses import replace
-
-    return replace(found, blocks=None)
-
-
 def sparsity(
-    mask_mod: MaskMod | None,
-    sq: int,
-    sk: int,
-    block_size: int | tuple[int, int] = 128,
-    device: torch.device | str = "cpu",
+    mask_mod: MaskMod | None, sq: int, sk: int, block_size: BlockSize = 128, device: torch.device | str = "cpu"
 ) -> Sparsity:
     """Count a mask by evaluating it on every pair."""
     blocks = count_blocks(mask_mod, sq, sk, device, block_size)
     total, full, partial = blocks.counts.numel(), int(blocks.full.sum()), int(blocks.partial.sum())
-    return Sparsity(
-        name_of(mask_mod),
-        sq,
-        sk,
-        blocks.block_size,
-        int(blocks.counts.sum(dtype=torch.int64)),
-        full,
-        partial,
-        total - full - partial,
-        blocks,
-    )
+    empty, pairs = total - full - partial, int(blocks.counts.sum(dtype=torch.int64))
+    return Sparsity(name_of(mask_mod), sq, sk, blocks.block_size, pairs, full, partial, empty, blocks)
 
 
 def sparsity_of_block_mask(block_mask) -> Sparsity:
-    """Count what a FlexAttention BlockMask says: its own full and partial blocks, and its mask's pairs."""
+    """Count a FlexAttention BlockMask: the full and partial blocks that it lists, and the pairs of its mask."""
     if block_mask.kv_num_blocks.shape[:2] != (1, 1):
         raise ValueError(
             f"the block mask differs between {tuple(block_mask.kv_num_blocks.shape[:2])} batches and "
             "heads; count one that is shared by all (B=None, H=None)."
         )
     sq, sk = block_mask.seq_lengths
-    found = sparsity(
-        block_mask.mask_mod, sq, sk, block_sizes(tuple(block_mask.BLOCK_SIZE)), block_mask.kv_num_blocks.device
-    )
+    block_size, device = block_sizes(tuple(block_mask.BLOCK_SIZE)), block_mask.kv_num_blocks.device
+    counted = sparsity(block_mask.mask_mod, sq, sk, block_size, device)
     full = 0 if block_mask.full_kv_num_blocks is None else int(block_mask.full_kv_num_blocks.sum())
     partial = int(block_mask.kv_num_blocks.sum())
-    return Sparsity(
-        found.mask, sq, sk, found.block_size, found.pairs, full, partial, found.total - full - partial, found.blocks
-    )
+    return replace(counted, full=full, partial=partial, empty=counted.total - full - partial)

@@ -1,4 +1,4 @@
-"""The Triton kernel of `triton_flash`, in a file of its own: importing it imports Triton."""
+"""The Triton kernel behind the backend "triton", in a file of its own, since importing it imports Triton."""
 
 import triton
 import triton.language as tl
@@ -39,6 +39,7 @@ def flash_forward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    """Compute BLOCK_M rows of one head: one pass over the keys, with a running maximum m and a running sum."""
     row = tl.program_id(0) * BLOCK_M
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = tl.program_id(1) % heads

@@ -1,0 +1,342 @@
+"""Prepared calls on a CPU: right under mask and modifier, compiled once, guarded, refused in a sentence.
+
+Compiling costs seconds: what can be asked of one compiled call is asked of one.
+"""
+
+import dataclasses
+import functools
+import re
+import warnings
+
+import pytest
+import torch
+
+from utils.attention import AttentionUnsupported, Recompiled, Refused, find_backend, make_problem, prepare
+from utils.attention import reference as reference_with_lse
+from utils.attention.backends.flex import fewer_stages, first_that_fits, needed_kernel_options
+from utils.attention.choosing import rank_backends
+from utils.attention.masks import both, causal, document_ids, documents, negate, score_mods, sliding_window
+from utils.attention.problem import NO_OPTIONS, Options
+from utils.machine.device import compile_support
+
+needs_compiler = pytest.mark.skipif(not compile_support(), reason=compile_support().reason)
+FP32_ERROR = 1e-5
+IDS = document_ids([40, 70, 50])
+MASK = both(causal, documents(IDS))
+
+
+def tensors(heads=2, kv_heads=2, sq=160, sk=160, head_dim=16, dtype=torch.float32, seed=0):
+    made = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(2, number, length, head_dim, generator=made).to(dtype)
+        for number, length in ((heads, sq), (kv_heads, sk), (kv_heads, sk))
+    )
+
+
+def reference(q, k, v, mask_mod=None, score_mod=None, **arguments):
+    return reference_with_lse(q, k, v, mask_mod=mask_mod, score_mod=score_mod, **arguments)[0]
+
+
+def error(out, expected):
+    return float((out.double() - expected).norm() / expected.norm())
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """One compiled call with all there is: grouped heads, captured document numbers, a captured table, an odd block."""
+    if not (here := compile_support()):
+        pytest.skip(here.reason)
+    table = torch.randn(4, 9, generator=torch.Generator().manual_seed(3))
+    modifier = score_mods.compose(score_mods.soft_cap(3.0), score_mods.relative_bias(table))
+    return prepare(*tensors(heads=4), mask_mod=MASK, score_mod=modifier, block_size=32, backend="flex"), modifier
+
+
+@pytest.mark.slow
+def test_the_compiled_path_is_right_and_says_what_was_in_force(compiled):
+    call, modifier = compiled
+    expected = reference(*call.inputs, MASK, modifier)
+    assert error(call(), expected) < FP32_ERROR
+    settings = call.settings
+    assert settings["backend"] == "flex" and settings["block_size"] == (32, 32) and settings["mode"] == "default"
+    assert settings["mask"] == "both(causal, documents(ids))"
+    assert settings["score_mod"] == "compose(soft_cap(3), relative_bias((4, 9)))"
+    assert (settings["heads"], settings["kv_heads"], settings["sq"]) == (4, 2, 160)
+    assert call.seconds["compile"] > 0 and call.seconds["block_mask"] > 0 and "compiled" in settings["implementation"]
+    assert call.block_mask.BLOCK_SIZE == (32, 32)
+
+
+@pytest.mark.slow
+def test_the_tolerance_is_one_that_wrong_answers_cannot_pass(compiled):
+    """Zeros, an ignored mask, swapped heads, a missing modifier: each is far outside."""
+    call, modifier = compiled
+    q, k, v = call.inputs
+    expected = reference(q, k, v, MASK, modifier)
+    for wrong in (
+        torch.zeros_like(q),
+        reference(q, k, v, None, modifier),
+        expected.flip(1),
+        reference(q, k, v, MASK),
+        reference(q, k, v, documents(IDS), modifier),
+    ):
+        assert error(wrong, expected) > 1000 * FP32_ERROR
+
+
+@pytest.mark.slow
+def test_other_tensors_of_the_same_shape_are_computed_and_others_refused(compiled):
+    call, modifier = compiled
+    others = tensors(heads=4, seed=7)
+    assert error(call(*others), reference(*others, MASK, modifier)) < FP32_ERROR
+    call.check()
+    for wrong in (
+        tensors(heads=4, sq=96, sk=96),
+        tensors(heads=4, dtype=torch.bfloat16),
+        tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in others),
+    ):
+        with pytest.raises(ValueError, match=r"was prepared for q \(2, 4, 160, 16\) float32 .* was given q"):
+            call(*wrong)
+    call.check()
+
+
+@pytest.mark.slow
+def test_the_generated_code_holds_the_score_modifier(compiled):
+    code = compiled[0].generated_code()
+    assert "tanh" in code and "cpp_fused" in code
+    with pytest.raises(AttentionUnsupported, match="generates no code"):
+        prepare(*tensors(), mask_mod=causal, backend="naive").generated_code()
+
+
+@needs_compiler
+def test_a_prepared_call_survives_eight_others_and_a_reset_is_an_error():
+    """torch.compile's limit of eight versions counts by code object: each prepared call has its own."""
+    calls = []
+    for length in range(16, 16 + 9):
+        q, k, v = tensors(sq=length, sk=length)
+        calls.append(prepare(q, k, v, backend="naive_compiled"))
+    assert all(error(call(), reference(*call.inputs)) < FP32_ERROR for call in calls)
+    for call in calls:
+        call.check()
+    torch._dynamo.reset()
+    with pytest.raises(Recompiled, match="'naive_compiled' was compiled again by this call"):
+        calls[0]()
+    with pytest.raises(Recompiled, match=r"0 compiled versions .* ran as eager Python"):
+        calls[1].check()
+
+
+@needs_compiler
+def test_a_graph_break_and_a_second_version_are_errors():
+    def breaks(b, h, q, k):
+        print(end="")
+        return q >= k
+
+    q, k, v = tensors(sq=32, sk=32)
+    with pytest.raises(Exception, match=r"(?i)graph break|fullgraph"):
+        prepare(q, k, v, mask_mod=breaks, backend="flex")
+    call = prepare(q, k, v, backend="naive_compiled")
+    with torch.no_grad():
+        call.fn(q[:, :, :16], k, v)  # around the guard
+    with pytest.raises(Recompiled, match="2 compiled versions and one is right: a guard failed"):
+        call.check()
+
+
+@pytest.mark.parametrize("mask", [None, causal, MASK, sliding_window(9)], ids=["none", "causal", "ids", "window"])
+def test_eager_and_stored_scores_are_right(mask):
+    for modifier in (None, score_mods.alibi(4)):
+        q, k, v = tensors(heads=4)
+        expected = reference(q, k, v, mask, modifier)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            prepared = [
+                prepare(q, k, v, mask_mod=mask, score_mod=modifier, backend=name)
+                for name in ("flex_eager", "naive") + ("sdpa",) * (modifier is None)
+            ]
+            prepared.append(prepare(q, k, v, mask_mod=mask, score_mod=modifier, backend="flex_eager", block_size=64))
+        for call in prepared:
+            assert error(call(), expected) < FP32_ERROR, call.backend
+
+
+def test_more_keys_than_queries_and_queries_without_keys():
+    q, k, v = tensors(sq=24, sk=96)
+    last = both(causal, lambda b, h, q, k: q > 2)  # the first three queries see nothing
+    expected = reference(q, k, v, last)
+    assert not expected[:, :, :3].any() and torch.isfinite(expected).all()
+    assert error(prepare(q, k, v, mask_mod=last, backend="flex_eager", block_size=32)(), expected) < FP32_ERROR
+    per_head = reference(q, k, v, lambda b, h, q, k: k <= q + h)
+    assert error(per_head[:, 1:], reference(q, k, v, lambda b, h, q, k: k <= q + 1)[:, 1:]) == 0
+
+
+def test_the_reference_is_attention_written_out():
+    q, k, v = tensors(sq=12, sk=12)
+    allowed = torch.ones(12, 12, dtype=torch.bool).tril()
+    plain = torch.softmax((q.double() @ k.double().mT * 0.25).masked_fill(~allowed, float("-inf")), -1) @ v.double()
+    assert torch.allclose(reference(q, k, v, causal), plain, atol=1e-12)
+    assert torch.allclose(reference(q, k, v, allowed=allowed), plain, atol=1e-12)
+    assert torch.allclose(reference(q, k, v, causal, scale=0.5), reference(2 * q, k, v, causal), atol=1e-12)
+
+
+def refused(name, *qkv, **options):
+    with pytest.raises(AttentionUnsupported) as caught:
+        prepare(*qkv, backend=name, **options)
+    text = str(caught.value)
+    assert text.count("\n") == 0 and f"{name!r}: {caught.value.reason.rstrip('.')}. These would work: naive" in text
+    assert caught.value.backend == name and name not in caught.value.alternatives
+    return text
+
+
+def test_a_refusal_is_one_sentence_that_names_the_backends_that_can():
+    q, k, v = tensors()
+    for name in ("flex_flash", "cute", "gluon"):
+        assert "GPU" in refused(name, q, k, v, mask_mod=causal)
+    assert "takes no score modifier, and soft_cap(2) was given" in refused(
+        "sdpa", q, k, v, score_mod=score_mods.soft_cap(2.0)
+    )
+    gradient = q.clone().requires_grad_()
+    assert "no backward pass on a CPU" in refused("flex_eager", gradient, k, v, mask_mod=causal)
+    doubles = tensors(dtype=torch.float64)
+    assert "float32, not float64" in refused("flex_eager", *doubles, mask_mod=causal)
+    if compile_support():
+        assert "no backward pass on a CPU, and an input requires a gradient" in refused(
+            "flex", gradient, k, v, mask_mod=causal
+        )
+        assert "float32, not float64" in refused("flex", *doubles)
+        assert "head dimension is 8 to 256" in refused("flex", *tensors(head_dim=4))
+        with pytest.raises(AttentionUnsupported, match="uses CUDA graphs"):
+            prepare(q, k, v, mode="reduce-overhead", backend="flex")
+    with torch.no_grad():  # then no gradient is asked for
+        assert (
+            error(prepare(gradient, k, v, mask_mod=causal, backend="naive")(), reference(q, k, v, causal)) < FP32_ERROR
+        )
+
+
+def test_an_option_that_a_backend_does_not_take_is_refused():
+    q, k, v = tensors()
+    for name, options in (
+        ("naive", {"block_size": 64}),
+        ("flex_eager", {"mode": "default"}),
+        ("sdpa", {"mode": "default"}),
+    ):
+        with pytest.raises(AttentionUnsupported, match=f"it takes no {next(iter(options))}"):
+            prepare(q, k, v, mask_mod=causal, backend=name, **options)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block", "reason"),
+    [
+        (256, 128, "with a block mask its head dimension ends at 128 .* 256 was given"),
+        (64, 64, "takes blocks of 128 keys and a multiple of 64 queries, and the block size is 64 x 64"),
+        (64, (96, 128), "the block size is 96 x 128"),
+        (60, 128, "multiple of 8 up to 256, and 60"),
+    ],
+)
+def test_limits_of_flash_attention_4_are_said_without_a_gpu(head_dim, block, reason):
+    """The checks alone, of problems that claim to be on a GPU."""
+
+    def on_gpu(mask, *shape, **options):
+        problem = make_problem(*tensors(*shape, **options), mask_mod=mask)
+        return dataclasses.replace(problem, device=torch.device("cuda"))
+
+    options = Options(block_size=(block, block) if isinstance(block, int) else block)
+    cute, flash = find_backend("cute").accepts, find_backend("flex_flash").accepts
+    problem = on_gpu(documents(32), head_dim=head_dim, dtype=torch.bfloat16)
+    for accepts in (cute, flash):
+        assert re.search(reason, accepts(problem, options).reason)
+    assert cute(on_gpu(causal, head_dim=64, dtype=torch.bfloat16), NO_OPTIONS)
+    assert "float16 and bfloat16, not float32" in cute(on_gpu(causal), NO_OPTIONS).reason
+    assert "causal, documents(span)" in find_backend("gluon").accepts(on_gpu(documents(7)), NO_OPTIONS).reason
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error_type", "message"),
+    [
+        (dict(backend="tritton"), ValueError, "no attention backend 'tritton'; choose one of naive, .* or auto"),
+        (dict(mask_mod=3), TypeError, "mask_mod must be None or a function of indices, and is a int"),
+        (dict(mode="fast"), ValueError, "mode is 'fast'; it must be None or one of default"),
+        (dict(block_size=0), ValueError, "block_size is 0"),
+        (dict(scale="x"), ValueError, "could not convert"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, error_type, message):
+    with pytest.raises(error_type, match=message):
+        prepare(*tensors(), **{"mask_mod": causal, "backend": "flex_eager", **arguments})
+
+
+def test_the_tile_follows_the_block_size():
+    """Inductor's own tile of 128 does not divide a block of 64: compiling would fail without these options."""
+    assert needed_kernel_options((128, 128)) == {} and needed_kernel_options((256, 128)) == {}
+    assert needed_kernel_options((64, 64)) == {"BLOCK_M": 64, "BLOCK_N": 64}
+    assert needed_kernel_options((192, 32)) == {"BLOCK_M": 64, "BLOCK_N": 32}
+    assert needed_kernel_options((64, 128)) == {"BLOCK_M": 64, "BLOCK_N": 128}
+
+
+def test_a_block_that_reaches_behind_the_last_key_is_checked():
+    """Multiples of 128 are what inductor looks at; a block of 192 or 256 may overhang all the same."""
+    for block, lengths in (((192, 192), (512, 512)), ((256, 128), (384, 384)), ((128, 256), (512, 640))):
+        assert needed_kernel_options(block, lengths)["IS_DIVISIBLE"] is False
+    for block, lengths in (((192, 192), (384, 384)), ((256, 256), (512, 1024)), ((128, 128), (128, 384))):
+        assert "IS_DIVISIBLE" not in needed_kernel_options(block, lengths)
+
+
+class OutOfResource(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("fits", "options", "given", "stages"),
+    [(3, {}, {}, None), (2, {}, {}, 2), (1, {"BLOCK_M": 64}, {"BLOCK_M": 64}, 1), (1, {"num_stages": 2}, {}, 1)],
+)
+def test_a_kernel_that_needs_too_much_shared_memory_gets_fewer_stages(fits, options, given, stages):
+    def use(options):
+        if options.get("num_stages", 3) > fits:
+            raise OutOfResource("No valid triton configs. OutOfMemoryError: out of resource: Required: 246784")
+        return options
+
+    fitting = first_that_fits(fewer_stages(options, given), use)
+    assert fitting == options | ({"num_stages": stages} if stages else {})
+
+
+def test_stages_that_were_given_and_other_errors_are_left_alone():
+    def use(options, words="out of resource"):
+        tried.append(options.get("num_stages"))
+        raise OutOfResource(words)
+
+    for words, given, attempts in (
+        ("out of resource", {"num_stages": 3}, [3]),
+        ("another error", {}, [None]),
+        ("out of resource", {}, [None, 2, 1]),
+    ):
+        tried = []
+        with pytest.raises(OutOfResource, match=words):
+            first_that_fits(fewer_stages(given, given), functools.partial(use, words=words))
+        assert tried == attempts
+
+
+def test_auto_ranks_what_does_a_mask_by_itself_first_and_says_why():
+    q, k, v = tensors()
+    wide = make_problem(*tensors(head_dim=128), mask_mod=causal)
+    assert rank_backends(wide, NO_OPTIONS).names[:4] == ("gluon", "flex_flash", "cute", "flex")
+    narrow = rank_backends(make_problem(q, k, v, mask_mod=causal), NO_OPTIONS)
+    assert narrow.names[:2] == ("cute", "gluon") and "ahead of Gluon" in narrow.reasons["cute"]
+    assert rank_backends(make_problem(q, k, v, mask_mod=documents(16)), NO_OPTIONS).names[0] == "gluon"
+    assert rank_backends(make_problem(q, k, v), NO_OPTIONS).names[:2] == ("gluon", "cute")
+    assert "flex" in rank_backends(make_problem(q, k, v), Options(block_size=(64, 64))).names
+
+
+def test_auto_takes_a_fused_backend_or_says_what_it_takes(monkeypatch):
+    q, k, v = tensors()
+    if compile_support():
+        attend = prepare(q, k, v, mask_mod=causal)
+        assert attend.backend == "flex" and "inductor" in attend.settings["picked_because"]
+        assert [name for name, _ in attend.settings["passed_over"]] == ["cute", "gluon", "flex_flash"]
+    doubles = tensors(dtype=torch.float64)
+    attend = prepare(*doubles, mask_mod=negate(negate(causal)))
+    assert attend.backend == "sdpa" and attend.settings["picked_because"] == "no fused backend does this here"
+
+    def refuses(problem, options):
+        raise Refused("it was refused by its library.")
+
+    refusing = dataclasses.replace(find_backend("sdpa"), bind=refuses)
+    monkeypatch.setattr(
+        "utils.attention.call.find_backend", lambda name: refusing if name == "sdpa" else find_backend(name)
+    )
+    attend = prepare(*doubles, mask_mod=causal)
+    assert attend.settings["passed_over"][-1] == ("sdpa", "it was refused by its library.")
+    assert attend.backend.startswith("naive") and error(attend(), reference(*doubles, causal)) < 1e-12

@@ -1,0 +1,297 @@
+"""FlexAttention: mask and score modifier are Python functions, inductor writes the kernel.
+
+| backend | runs as |
+|---|---|
+| flex_eager | Python: all scores stored, the mask evaluated for every pair |
+| flex | one fused kernel made by inductor (Triton on a GPU, C++ on a CPU) |
+| flex_flash | the same with BACKEND=FLASH: the functions go into FlashAttention 4's CuTe kernel |
+
+Two of the Triton kernel's options are claims about the mask. They are made only after counting the mask's blocks has
+shown that they hold.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from utils.attention.backends.flash_attn import accept_functions, bind_cute, cute_implementation
+from utils.attention.backends.plain import accept_compiled
+from utils.attention.masks.blocks import BlockSize, block_sizes, build_timed, count_blocks, has_flex
+from utils.attention.masks.mask_mods import MaskMod, row_chunks
+from utils.attention.prepared import compile_attend, own_copy
+from utils.attention.problem import Attend, Backend, Bound, Options, Problem, Refused
+from utils.machine.device import Support, compile_support, compute_capability, flash_attn_support
+
+SMALLEST_TILE, DEFAULT_TILE = 16, 128  # of the Triton kernel, in queries and in keys
+# Triton's tile on Hopper in 16 bit, by head dimension, measured on an H200: 64 x 64 with 4 warps leaves room for
+# several tiles on a multiprocessor, so that one tile starts and ends while another is in its loop. Inductor's own
+# choice is 4 to 15% slower.
+_TILE = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
+HOPPER_TILES = {64: _TILE, 128: _TILE}
+
+
+# ---- kernel options ----------------------------------------------------------------------------------------
+
+
+def needed_kernel_options(block_size: tuple[int, int], lengths: tuple[int, int] = (0, 0)) -> dict:
+    """Return the options that FlexAttention's Triton kernel needs to be right for blocks of this size.
+
+    Its tiles must divide the blocks: the tile is named where inductor's own, 128, does not. And inductor leaves out
+    the check of the sequence's end where the lengths are multiples of 128: if they are no multiples of the block size,
+    the last block reaches beyond the last key, and the kernel would attend to the memory that follows.
+    """
+    options: dict = {}
+    for name, size in (("BLOCK_M", block_size[0]), ("BLOCK_N", block_size[1])):
+        if size % DEFAULT_TILE:
+            options[name] = min(size & -size, DEFAULT_TILE)
+    options = {"BLOCK_M": DEFAULT_TILE, "BLOCK_N": DEFAULT_TILE} | options if options else {}
+    overhang = any(length % size for length, size in zip(lengths, block_size, strict=True))
+    return options | {"IS_DIVISIBLE": False} if overhang else options
+
+
+def triton_options(problem: Problem, block_size: BlockSize = 128) -> dict:
+    """Return kernel options of FlexAttention's Triton kernel: the measured tile, and the proved claims about the mask."""
+    if problem.device.type != "cuda":
+        return {}
+    blocks, on_hopper = block_sizes(block_size), compute_capability() == (9, 0)
+    tile = HOPPER_TILES.get(problem.head_dim) if on_hopper and problem.dtype.itemsize == 2 else None
+    if not tile or blocks[0] % tile["BLOCK_M"] or blocks[1] % tile["BLOCK_N"]:
+        tile = {}
+    # Where inductor chooses the tile, the claims must hold for its smallest.
+    least_keys = tile.get("BLOCK_N", SMALLEST_TILE)
+    mask, device = problem.mask_function(), str(problem.device)
+    return tile | proved_options(mask, problem.sq, problem.sk, device, blocks, least_keys)
+
+
+@functools.lru_cache(maxsize=64)
+def proved_options(
+    mask_mod: MaskMod | None, sq: int, sk: int, device: str, block_size: tuple[int, int], tile_keys: int
+) -> dict:
+    """Return the claims about a mask that counting shows to hold, for tiles of `tile_keys` keys.
+
+    ROWS_GUARANTEED_SAFE: each query sees a key of the first tile that the kernel visits. That it sees a key in some
+    tile is not enough, though FlexAttention's documentation says so: after the first tile the running maximum would
+    still be minus infinity, and its difference with itself is NaN. BLOCKS_ARE_CONTIGUOUS: no row of blocks has a gap.
+    """
+    if mask_mod is None:
+        return {"ROWS_GUARANTEED_SAFE": True}
+    blocks = count_blocks(mask_mod, sq, sk, device, block_size)
+    options = {}
+    # Partial blocks are visited before full ones, each kind from the left.
+    first = torch.where(blocks.partial.any(1), blocks.partial.int().argmax(1), blocks.full.int().argmax(1))
+    keys = first.repeat_interleave(block_size[0])[:sq, None] * block_size[1] + torch.arange(tile_keys, device=device)
+
+    def safe(start: int, rows: torch.Tensor) -> bool:
+        visited = keys[start : start + len(rows)]
+        return bool((rows.gather(1, visited.clamp(max=sk - 1)) & (visited < sk)).any(1).all())
+
+    if all(safe(start, rows) for start, rows in row_chunks(mask_mod, sq, sk, device)):
+        options["ROWS_GUARANTEED_SAFE"] = True
+    if _without_gaps(blocks.partial) and _without_gaps(blocks.full):
+        options["BLOCKS_ARE_CONTIGUOUS"] = True
+    return options
+
+
+def _without_gaps(blocks: torch.Tensor) -> bool:
+    """Whether the True cells of every row are neighbours."""
+    starts = blocks & ~torch.nn.functional.pad(blocks, (1, 0))[:, :-1]
+    return bool((starts.sum(1) <= 1).all())
+
+
+# ---- whether -----------------------------------------------------------------------------------------------
+
+
+def _accepts_eager(problem: Problem, options: Options) -> Support:
+    if not has_flex():
+        return Support(False, f"it needs FlexAttention, which torch {torch.__version__} does not have.")
+    if problem.needs_grad and problem.device.type == "cpu":
+        return Support(False, "it has no backward pass on a CPU, and an input requires a gradient.")
+    if problem.type_name not in ("float16", "bfloat16", "float32"):
+        return Support(False, f"it takes float16, bfloat16 and float32, not {problem.type_name}.")
+    return Support(True)
+
+
+def _accepts_compiled(problem: Problem, options: Options) -> Support:
+    if not (eager := _accepts_eager(problem, options)):
+        return eager
+    if not (compiled := accept_compiled(problem, options)):
+        return compiled
+    if problem.has_empty_rows:
+        return Support(False, f"rows without keys are not tested with it (Sq {problem.sq} > Sk {problem.sk}).")
+    on_gpu = problem.device.type == "cuda"
+    shortest = 16 if on_gpu else 8
+    if not shortest <= problem.head_dim <= 256:
+        return Support(False, f"its head dimension is {shortest} to 256 here, and {problem.head_dim} was given.")
+    largest_tile = min(size & -size for size in options.blocks)  # the largest power of two that divides the blocks
+    if on_gpu and problem.mask_function() is not None and largest_tile < SMALLEST_TILE:
+        return Support(
+            False,
+            f"it takes blocks of {SMALLEST_TILE} tokens or a multiple, and the block size is "
+            f"{options.blocks[0]} x {options.blocks[1]}.",
+        )
+    return Support(True)
+
+
+def _accepts_flash(problem: Problem, options: Options) -> Support:
+    native = problem.mask_function() is None and has_flex()
+    flash = accept_functions(problem, options, native)
+    if not flash:
+        return flash
+    if problem.needs_grad:
+        return Support(False, "it is used forward only here, and an input requires a gradient.")
+    return _accepts_compiled(problem, options) if has_flex() else flash
+
+
+# ---- how ---------------------------------------------------------------------------------------------------
+
+
+def _flex_call(problem: Problem, block_mask, kernel_options: dict | None) -> Attend:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    score_mod, scale, grouped = problem.score_mod, problem.scale, problem.grouped
+
+    def attend(q, k, v):
+        return flex_attention(
+            q,
+            k,
+            v,
+            score_mod=score_mod,
+            block_mask=block_mask,
+            scale=scale,
+            enable_gqa=grouped,
+            kernel_options=kernel_options,
+        )
+
+    return own_copy(attend)
+
+
+def _block_mask(problem: Problem, options: Options) -> tuple:
+    """Return (block mask or None, its settings, {"block_mask": seconds})."""
+    mask = problem.mask_function()
+    block_mask, seconds = build_timed(mask, problem.sq, problem.sk, problem.device, options.blocks)
+    return block_mask, {"block_size": options.blocks if mask is not None else None}, {"block_mask": seconds}
+
+
+def _bind_eager(problem: Problem, options: Options) -> Bound:
+    block_mask, settings, seconds = _block_mask(problem, options)
+    return Bound(_flex_call(problem, block_mask, None), settings, seconds, block_mask=block_mask)
+
+
+def _bind_compiled(problem: Problem, options: Options) -> Bound:
+    block_mask, settings, seconds = _block_mask(problem, options)
+    mask, kernel_options = problem.mask_function(), {}
+    if problem.device.type == "cuda" and mask is not None:
+        kernel_options = needed_kernel_options(options.blocks, (problem.sq, problem.sk))
+    if options.tuned:
+        kernel_options |= triton_options(problem, options.blocks)
+    given = options.kernel_options or {}
+    return _bound(problem, options, block_mask, settings, seconds, fewer_stages(kernel_options | given, given))
+
+
+def _bind_flash(problem: Problem, options: Options) -> Bound:
+    if not has_flex():
+        bound = bind_cute(problem, options)
+        bound.settings["implementation"] = cute_implementation()
+        return bound
+    block_mask, settings, seconds = _block_mask(problem, options)
+    attempts = [{"BACKEND": "FLASH"} | (options.kernel_options or {})]
+    bound = _bound(problem, options, block_mask, settings, seconds, attempts)
+    compile_and_call = bound.first
+
+    def first(q, k, v):
+        try:
+            return compile_and_call(q, k, v)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # the backend says what it cannot do when it compiles
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            reason = lines[0] if lines else type(error).__name__
+            raise Refused(f"FlexAttention's FLASH backend refused it ({reason[:300]}).") from error
+
+    bound.first = first
+    return bound
+
+
+def fewer_stages(kernel_options: dict, given: dict) -> list[dict]:
+    """Return the kernel options to try in turn: these, then with fewer stages, unless the stages were given.
+
+    Tensors that a mask or a modifier reads go through the pipeline too. Inductor does not count them when it chooses
+    the stages, so that the kernel may need more shared memory than there is.
+    """
+    fewer = [n for n in (2, 1) if n < kernel_options.get("num_stages", 3) and "num_stages" not in given]
+    return [kernel_options, *(kernel_options | {"num_stages": n} for n in fewer)]
+
+
+def first_that_fits(attempts: list[dict], use: Callable[[dict], torch.Tensor]) -> torch.Tensor:
+    """Return use(options) of the first options whose kernel fits into shared memory."""
+    errors = []
+    for options in attempts:
+        try:
+            return use(options)
+        except RuntimeError as error:
+            if "out of resource" not in str(error):
+                raise
+            errors.append(error)
+    raise errors[0]
+
+
+def _bound(problem: Problem, options: Options, block_mask, settings, seconds, attempts: list[dict]) -> Bound:
+    mode = options.mode or "default"
+
+    def compile_with(kernel_options: dict) -> Attend:
+        bound.source = _flex_call(problem, block_mask, kernel_options or None)
+        bound.call = compile_attend(bound.source, mode)
+        bound.settings["kernel_options"] = kernel_options
+        return bound.call
+
+    def first(q, k, v):
+        return first_that_fits(attempts, lambda kernel_options: compile_with(kernel_options)(q, k, v))
+
+    bound = Bound(first, settings | {"mode": mode}, seconds, block_mask=block_mask, first=first)
+    compile_with(attempts[0])
+    return bound
+
+
+def _implementation(manner: str) -> str:
+    return f"FlexAttention of torch {torch.__version__}, {manner}"
+
+
+BACKENDS = {
+    "flex_eager": Backend(
+        name="flex_eager",
+        summary="FlexAttention as Python: all scores stored",
+        machine=lambda: Support(True, "Part of torch, on every device."),
+        accepts=_accepts_eager,
+        bind=_bind_eager,
+        kernels=r"(?i)softmax|gem[mv]|nvjet",
+        cpu_operators=r"FlexAttention",
+        implementation=lambda: _implementation("eager"),
+        options=("block_size",),
+    ),
+    "flex": Backend(
+        name="flex",
+        summary="FlexAttention compiled by inductor",
+        machine=compile_support,
+        accepts=_accepts_compiled,
+        bind=_bind_compiled,
+        kernels=r"triton_tem_fused|flex",
+        cpu_operators=r"(?i)torch-compiled region|flex|cpp_fused",
+        implementation=lambda: _implementation("compiled"),
+        options=("block_size", "mode", "kernel_options"),
+        compiles=True,
+    ),
+    "flex_flash": Backend(
+        name="flex_flash",
+        summary="FlexAttention with BACKEND=FLASH: FlashAttention 4's kernel with the mask inside",
+        machine=lambda: flash_attn_support(4) and compile_support(),
+        accepts=_accepts_flash,
+        bind=_bind_flash,
+        kernels=r"(?i)flash_?attention|flash_fwd|flash_attncute",
+        implementation=lambda: _implementation("FLASH backend"),
+        options=("block_size", "mode", "kernel_options"),
+        compiles=True,
+    ),
+}

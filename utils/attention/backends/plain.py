@@ -1,0 +1,98 @@
+"""Unfused attention: matmul, softmax, matmul, each a kernel of its own. The baseline of every lab.
+
+The scores, (B, H, Sq, Sk), are written to and read from memory three times: at S = 16384 and 16 heads, 8.6 GB in bf16.
+`naive_compiled` is the same under torch.compile: the honest baseline of a speed-up that comes from skipping blocks,
+since it has the same fusion of modifier, mask and softmax, and skips nothing.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from utils.attention.masks.blocks import synchronize
+from utils.attention.prepared import compile_attend, own_copy
+from utils.attention.problem import Attend, Backend, Bound, Options, Problem, allowed_keys
+from utils.machine.device import Support, compile_support
+
+
+def stored_scores(problem: Problem, hidden: torch.Tensor | None, empty_rows: bool) -> Attend:
+    """Return attention with all scores stored; `hidden` (Sq, Sk) is True where a query does not see a key."""
+    scale, score_mod, group = problem.scale, problem.score_mod, problem.heads // problem.kv_heads
+
+    def attend(q, k, v):
+        if group > 1:  # heads that share K and V: broadcast, not repeated
+            q, k, v = q.unflatten(1, (-1, group)), k.unsqueeze(2), v.unsqueeze(2)
+        scores = q @ k.transpose(-1, -2) * scale
+        if score_mod is not None:
+            if scores.dtype.itemsize == 2:
+                scores = scores.float()  # as FlexAttention does: modifier and softmax in fp32
+            flat = scores.flatten(1, 2) if group > 1 else scores
+            batch, head, query, key = (torch.arange(size, device=q.device, dtype=torch.int32) for size in flat.shape)
+            flat = score_mod(flat, batch[:, None, None, None], head[:, None, None], query[:, None], key)
+            scores = flat.view(scores.shape)
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, float("-inf"))
+        weights = torch.softmax(scores, -1).to(q.dtype)  # 16-bit scores too are summed in fp32
+        if empty_rows:
+            weights = weights.nan_to_num(0.0)  # the softmax of nothing is nan
+        out = weights @ v
+        return out.flatten(1, 2) if group > 1 else out
+
+    return attend
+
+
+def _bind(problem: Problem, options: Options) -> Bound:
+    began = time.perf_counter()
+    allowed, empty_rows = allowed_keys(problem), problem.has_empty_rows
+    if problem.mask_mod is not None and allowed is not None:
+        empty_rows = not bool(allowed.any(-1).all())
+        synchronize(problem.device)
+    attend = stored_scores(problem, None if allowed is None else ~allowed, empty_rows)
+    return Bound(attend, seconds={"mask": time.perf_counter() - began})
+
+
+def _bind_compiled(problem: Problem, options: Options) -> Bound:
+    bound, mode = _bind(problem, options), options.mode or "default"
+    source = own_copy(bound.call)
+    return Bound(compile_attend(source, mode), {"mode": mode}, bound.seconds, source)
+
+
+def accept_compiled(problem: Problem, options: Options) -> Support:
+    """Whether torch.compile runs here with these options."""
+    if problem.device.type != ("cuda" if torch.cuda.is_available() else "cpu"):
+        return Support(False, f"torch.compile was probed for another device than {problem.device}.")
+    if problem.device.type == "cpu" and options.mode in ("reduce-overhead", "max-autotune"):
+        return Support(False, f"with mode {options.mode!r} it uses CUDA graphs, and the tensors are on a CPU.")
+    return Support(True)
+
+
+def _implementation() -> str:
+    return f"matmul, softmax, matmul of torch {torch.__version__}"
+
+
+BACKENDS = {
+    "naive": Backend(
+        name="naive",
+        summary="matmul, softmax, matmul: unfused",
+        machine=lambda: Support(True, "Plain torch operators."),
+        accepts=lambda problem, options: Support(True),
+        bind=_bind,
+        kernels=r"gemm|nvjet|cutlass|cublas|gemv|dot_kernel|splitK",
+        cpu_operators=r"aten::(bmm|matmul)",
+        implementation=_implementation,
+    ),
+    "naive_compiled": Backend(
+        name="naive_compiled",
+        summary="matmul, softmax, matmul under torch.compile",
+        machine=compile_support,
+        accepts=accept_compiled,
+        bind=_bind_compiled,
+        kernels=r"triton_(red|per|poi)_fused",
+        cpu_operators=r"(?i)torch-compiled region|cpp_fused",
+        implementation=lambda: f"{_implementation()}, compiled",
+        options=("mode",),
+        compiles=True,
+    ),
+}

@@ -1,0 +1,246 @@
+"""scaled_dot_product_attention: its four backends, each pinned so that torch cannot take another one, and its own choice.
+
+A pin allows one backend and no other: if that backend does not take the call, torch raises, and its reason is passed
+on as `Refused`. `is_causal` is used where it means the same as `causal`; any other mask is given as a tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+import warnings
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from utils.attention.masks.mask_mods import name_of
+from utils.attention.problem import Attend, Backend, Bound, Options, Problem, Refused, allowed_keys, on_plain_shapes
+from utils.machine.device import Support
+
+HALF = (torch.float16, torch.bfloat16)
+
+# The operators that a call leaves in a trace, by the backend that ran. Math's backward pass has plain operators only.
+_KINDS = {
+    "cudnn_attention": "cudnn",
+    "flash_attention": "flash",
+    "flash_attention_for_cpu": "flash",
+    "efficient_attention": "efficient",
+    "attention_math": "math",
+    "fused_attention_overrideable": "overrideable",
+}
+FORWARD_OPERATORS = {f"aten::_scaled_dot_product_{kind}": name for kind, name in _KINDS.items()}
+BACKWARD_OPERATORS = {f"{operator}_backward": name for operator, name in FORWARD_OPERATORS.items() if name != "math"}
+MATH_BACKWARD = "aten::_softmax_backward_data"
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One SDPA backend and its limits on a GPU (on a CPU, flash takes everything, in a loop of its own)."""
+
+    backend: SDPBackend
+    summary: str
+    kernels: str
+    on_cpu: bool = False
+    masks: bool = False  # takes a mask as a tensor
+    groups: bool = True  # takes fewer heads of K and V than of Q
+    dtypes: tuple[torch.dtype, ...] | None = None
+    longest_head: int | None = None
+
+
+PINS = {
+    "math": Pin(
+        SDPBackend.MATH,
+        "its math backend: unfused, inside torch",
+        r"(?i)softmax|gem[mv]|nvjet",
+        on_cpu=True,
+        masks=True,
+    ),
+    "flash": Pin(
+        SDPBackend.FLASH_ATTENTION,
+        "its flash backend (FlashAttention 2 on a GPU)",
+        r"pytorch_flash|flash_fwd",
+        on_cpu=True,
+        dtypes=HALF,
+        longest_head=256,
+    ),
+    "efficient": Pin(
+        SDPBackend.EFFICIENT_ATTENTION,
+        "its memory-efficient backend (CUTLASS, from xFormers)",
+        r"fmha_cutlass",
+        masks=True,
+        groups=False,
+        dtypes=(*HALF, torch.float32),
+        longest_head=1 << 10,
+    ),
+    "cudnn": Pin(
+        SDPBackend.CUDNN_ATTENTION, "its cuDNN backend", r"cudnn.*(sdpa|flash)", dtypes=HALF, longest_head=256
+    ),
+}
+
+
+@functools.cache
+def probe(backend: SDPBackend, device_type: str) -> Support:
+    """Whether a backend runs on a kind of device, tried by a call: torch's own switches say yes where it cannot."""
+    if device_type == "cuda" and not torch.cuda.is_available():
+        return Support(False, "there is no NVIDIA GPU.", "Use a machine with an NVIDIA GPU.")
+    dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
+    x = torch.ones(1, 1, 16, 64, dtype=dtype, device=device_type)
+    try:
+        _refusing(backend, lambda q, k, v: F.scaled_dot_product_attention(q, k, v))(x, x, x)
+    except RuntimeError as error:
+        why = f"torch's {backend.name} backend does not run on {device_type}: {str(error).splitlines()[0]}"
+        return Support(False, why, "Use another SDPA backend.")
+    return Support(True, f"torch {torch.__version__}'s {backend.name} backend, pinned.")
+
+
+def _machine(pin: Pin) -> Support:
+    if pin.backend == SDPBackend.MATH:
+        return Support(True, "Part of torch, on every device.")
+    return probe(pin.backend, "cpu" if pin.on_cpu and not torch.cuda.is_available() else "cuda")
+
+
+def _plain_or_same(problem: Problem) -> Problem:
+    return problem.plain() or problem
+
+
+def _needs_mask(problem: Problem) -> bool:
+    return problem.mask_mod is not None or problem.window is not None or not problem.aligned_at_start
+
+
+def _accepts(pin: Pin, problem: Problem, options: Options) -> Support:
+    kind, on_cpu = problem.device.type, problem.device.type == "cpu"
+    if not on_cpu or pin.on_cpu:
+        available = probe(pin.backend, kind)
+    else:
+        available = Support(False, f"it runs on an NVIDIA GPU, and the tensors are on {problem.device}.")
+    if not available:
+        return Support(False, available.reason, available.remedy)
+    if not (whole := _accepts_functions(problem)):
+        return whole
+    if on_cpu:
+        return whole
+    if pin.dtypes is not None and problem.dtype not in pin.dtypes:
+        names = " and ".join(str(dtype).removeprefix("torch.") for dtype in pin.dtypes)
+        return Support(False, f"it takes {names} on {kind}, not {problem.type_name}.")
+    longest = pin.longest_head
+    if pin.backend == SDPBackend.CUDNN_ATTENTION:
+        if problem.sk == 1:
+            return Support(False, "torch does not give it a single key.")
+        longest = 256 if torch.cuda.get_device_capability(problem.device) >= (9, 0) else 128
+    if longest is not None and (problem.head_dim > longest or problem.head_dim % 8):
+        limit = f"ends at {longest}" if problem.head_dim > longest else "is a multiple of 8"
+        return Support(False, f"its head dimension {limit}, and {problem.head_dim} was given.")
+    plain = _plain_or_same(problem)
+    if not pin.masks and _needs_mask(plain):
+        mask = "a sliding window" if plain.window is not None else f"causal with Sq {plain.sq} and Sk {plain.sk}"
+        mask = mask if plain.mask_mod is None else name_of(plain.mask_mod)
+        return Support(False, f"it takes no mask, and {mask} needs one.")
+    if problem.grouped and not pin.groups:
+        return Support(False, f"it takes no grouped heads ({problem.heads} over {problem.kv_heads}).")
+    return Support(True)
+
+
+def _accepts_functions(problem: Problem, options: object = None) -> Support:
+    if problem.score_mod is not None:
+        return Support(False, f"it takes no score modifier, and {name_of(problem.score_mod)} was given.")
+    if problem.has_empty_rows:
+        return Support(False, f"SDPA leaves rows without keys undefined (Sq {problem.sq} > Sk {problem.sk}).")
+    return Support(True)
+
+
+def _bind(backend: SDPBackend | None, problem: Problem, options: Options) -> Bound:
+    """Bind a pinned backend, or torch's own choice (None), which gets documents as a mask and not as sequences."""
+    plain = _plain_or_same(problem)
+    if backend is None and plain.sq != problem.sq:
+        plain = problem
+    began = time.perf_counter()
+    mask: Any = None
+    if _needs_mask(plain):
+        mask = allowed_keys(plain)
+        if plain.mask_mod is not None and not bool(mask.any(-1).all()):
+            raise Refused(f"SDPA leaves rows without keys undefined, and {name_of(plain.mask_mod)} has such rows.")
+    arguments = dict(
+        attn_mask=mask, is_causal=plain.causal and mask is None, scale=plain.scale, enable_gqa=plain.grouped
+    )
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, **arguments)
+
+    def attend_pinned(q, k, v):
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, **arguments)
+
+    call = on_plain_shapes(problem, plain, attend if backend is None else attend_pinned)
+    first = on_plain_shapes(problem, plain, _refusing(backend, attend))
+    seconds = {"mask": time.perf_counter() - began}
+    return Bound(call, {"stored_mask": mask is not None}, seconds, first=first)
+
+
+def _refusing(backend: SDPBackend | None, attend: Attend) -> Attend:
+    """Return `attend` with one backend pinned, raising Refused with torch's reason if the backend does not take it.
+
+    Torch gives its reasons as warnings. (`torch.backends.cuda.can_use_flash_attention(params, debug=True)` and its
+    sisters answer without a call, but on a GPU they write the reason to standard error, past Python's warnings, and
+    on a CPU they say no to everything.)
+    """
+
+    def attend_or_refuse(q, k, v):
+        with sdpa_kernel(backend) if backend else nullcontext(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                return attend(q, k, v)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                if "DefaultCPUAllocator" in str(error) or "CUDA error" in str(error):
+                    raise
+                first_line = str(error).strip().splitlines()[0].rstrip(".")
+                raise Refused(_reasons(caught) or f"torch: {first_line}.") from error
+
+    return attend_or_refuse
+
+
+def _reasons(caught: list) -> str:
+    """Return torch's warnings as sentences, without their origin and without those about other backends."""
+    texts = [re.sub(r"\s*\((?:Triggered|function) .*", "", str(w.message), flags=re.S).strip() for w in caught]
+    texts = [text for text in texts if "not used because" not in text and "been runtime disabled" not in text]
+    return " ".join(text if text.endswith(".") else f"{text}." for text in dict.fromkeys(texts) if text)
+
+
+def _pinned(name: str, pin: Pin) -> Backend:
+    def implementation() -> str:
+        return (
+            f"cuDNN {torch.backends.cudnn.version()}"
+            if name == "cudnn"
+            else f"SDPA of torch {torch.__version__}, {name} alone"
+        )
+
+    on_cpu = "|".join(f"{operator}$" for operator, ran in FORWARD_OPERATORS.items() if ran == name)
+    return Backend(
+        name=name,
+        summary=f"SDPA pinned to {pin.summary}",
+        machine=lambda: _machine(pin),
+        accepts=functools.partial(_accepts, pin),
+        bind=functools.partial(_bind, pin.backend),
+        kernels=pin.kernels,
+        cpu_operators=on_cpu if pin.on_cpu else "",
+        implementation=implementation,
+    )
+
+
+BACKENDS = {name: _pinned(name, pin) for name, pin in PINS.items()}
+BACKENDS["sdpa"] = Backend(
+    name="sdpa",
+    summary="SDPA with torch's own choice of backend",
+    machine=lambda: Support(True, "Part of torch, on every device."),
+    accepts=_accepts_functions,
+    bind=functools.partial(_bind, None),
+    kernels="|".join(pin.kernels for pin in PINS.values()),
+    cpu_operators=r"aten::_scaled_dot_product_",
+    implementation=lambda: f"SDPA of torch {torch.__version__}, its own choice",
+)

@@ -1,0 +1,93 @@
+"""FlashAttention in plain Triton: for GPUs before Hopper, and for a CPU through Triton's interpreter.
+
+One program owns BLOCK_M rows of queries and walks over the keys in blocks: scores, running maximum and sum, rescale,
+second product. Triton decides about shared memory, pipelining and the tensor-core instruction.
+
+    part       what
+    tile       BLOCK_M x BLOCK_N: 128 x 64 (head dim up to 128), 64 x 32 beyond; interpreter: 128 x 128
+    pipeline   num_stages=2, by Triton
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from utils.attention.problem import Backend, Problem, accept_plain, bind_plain
+from utils.machine.device import Support, triton_mode, triton_support
+
+LOG2_E = 1.4426950408889634  # the kernel uses exp2: e^x = 2^(x log2 e)
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, window: int) -> torch.Tensor:
+    """Launch the kernel, compiled or interpreted, whichever mode Triton has in this process; window 0 is no window."""
+    import triton
+
+    from utils.attention.backends.triton_kernel import flash_forward_kernel
+
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    batch, heads, sq, head_dim = q.shape
+    kv_heads, sk = k.shape[1:3]
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_m, block_n = (128, 128) if not q.is_cuda else (128, 64) if block_d <= 128 else (64, 32)
+    if q.numel():
+        strides = [stride for x in (q, k, v, out) for stride in x.stride()]
+        lengths = (sq, sk, head_dim, heads, heads // kv_heads, window)
+        tile = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_d}
+        launch = {"num_warps": 4 if block_d <= 64 else 8, "num_stages": 2}
+        grid = (triton.cdiv(sq, block_m), batch * heads)
+        flash_forward_kernel[grid](
+            *(q, k, v, out), *strides, *lengths, scale * LOG2_E, CAUSAL=causal, WINDOW=window > 0, **tile, **launch
+        )
+    return out
+
+
+def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:
+    arguments = (q, k, v, problem.causal, problem.scale, problem.window or 0)
+    if q.is_cuda:
+        with torch.cuda.device(q.device):
+            return forward(*arguments)
+    from utils.kernels.interpreter import run_interpreted
+
+    return run_interpreted("utils.attention.backends.triton.forward", *arguments)
+
+
+def _accepts(problem: Problem) -> Support:
+    if problem.device.type == "cuda" and triton_mode() != "compiled":
+        return Support(False, f"Triton compiles nothing in this process: {triton_support().reason}")
+    if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return Support(False, f"it takes float16, bfloat16 and float32, not {problem.type_name}.")
+    if problem.head_dim > 256:
+        return Support(False, f"its head dimension ends at 256, and {problem.head_dim} was given.")
+    if problem.needs_grad:
+        return Support(False, "it has no backward pass, and an input requires a gradient.")
+    return Support(True)
+
+
+def _machine() -> Support:
+    if importlib.util.find_spec("triton") is None:
+        return triton_support()
+    if not torch.cuda.is_available():
+        # On a CPU the kernel runs in a process of its own, whatever this process did with Triton.
+        return Support(True, "Through Triton's interpreter, in a process of its own: for small tensors.")
+    return triton_support()
+
+
+def _implementation() -> str:
+    from importlib import metadata
+
+    return f"Triton {metadata.version('triton')}, " + ("compiled" if torch.cuda.is_available() else "interpreted")
+
+
+BACKENDS = {
+    "triton": Backend(
+        name="triton",
+        summary="FlashAttention in plain Triton (Ampere and later; a CPU through the interpreter)",
+        machine=_machine,
+        accepts=accept_plain(_accepts),
+        bind=bind_plain(_run),
+        kernels=r"flash_forward_kernel",
+        implementation=_implementation,
+    )
+}

@@ -1,0 +1,259 @@
+"""The door to attention: one plain call, one prepared call, and who computed it.
+
+out = attention(q, k, v, causal=True)            # "auto": the best backend that can do it
+last_run().backend                               # which backend that was
+attend = prepare(q, k, v, mask_mod=mask)         # bound, compiled and run once; attend() is guarded
+for row in backend_table(): print(row)           # which backends run on this machine
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+from utils.attention.backends import BACKENDS, able_backends, find_backend
+from utils.attention.choosing import rank_backends
+from utils.attention.masks.blocks import BlockSize, block_sizes
+from utils.attention.masks.mask_mods import MaskMod
+from utils.attention.masks.score_mods import ScoreMod
+from utils.attention.prepared import Prepared
+from utils.attention.problem import (
+    MODES,
+    NO_OPTIONS,
+    AttentionUnsupported,
+    Backend,
+    Bound,
+    Options,
+    Problem,
+    Refused,
+    make_problem,
+)
+
+# A function of torch.compile beyond its limit of eight versions would silently run unfused, fifty times slower.
+# The bound functions that `attention` keeps may be called with many layouts: allow more, and raise after that.
+_MANY_VERSIONS = {"recompile_limit": 256, "accumulated_recompile_limit": 1024, "fail_on_recompile_limit_hit": True}
+KEPT_AT_MOST = 256  # compiled functions that `attention` keeps
+
+_kept: dict[tuple[str, Problem], Bound] = {}
+_last: Run | None = None
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Run:
+    """The record of one attention call.
+
+    Attributes:
+        backend: the name of the backend that ran.
+        problem: the problem that it solved.
+        passed_over: (name, reason) of the better backends that could not do it ("auto").
+        chosen_by: the file of measured choices that "auto" followed; "" for the fixed order.
+        why: why "auto" took the backend; "" for a backend that was asked for.
+    """
+
+    backend: str
+    problem: Problem
+    passed_over: tuple[tuple[str, str], ...] = ()
+    chosen_by: str = ""
+    why: str = ""
+
+    @property
+    def implementation(self) -> str:
+        """The package and version behind the backend."""
+        return find_backend(self.backend).implementation()
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    mask_mod: MaskMod | None = None,
+    score_mod: ScoreMod | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Compute attention of q (B, H, Sq, D) over k and v (B, Hkv, Sk, D): the output (B, H, Sq, D).
+
+    With grouped heads, head h of q reads head h * Hkv // H of k and v. `last_run()` says which backend ran.
+
+    Args:
+        q: queries (B, H, Sq, D).
+        k: keys (B, Hkv, Sk, D).
+        v: values (B, Hkv, Sk, D).
+        causal: query i sees keys up to i + Sk - Sq, so the last query sees the last key.
+        scale: of the scores, 1/sqrt(D) by default.
+        window: a query sees only keys fewer than this many positions away (causal: its own and those before).
+        mask_mod: (b, h, q, k) -> bool, the same for all batches and heads. It compares index with index: for Sq < Sk,
+            masks.at_offset(mask, Sk - Sq) aligns the last query with the last key. Pass the same function object at
+            each call: a new one is compiled anew.
+        score_mod: (score, b, h, q, k) -> score, applied before the softmax.
+        backend: a name in BACKENDS, or "auto". A backend that cannot do this raises AttentionUnsupported and names
+            those that can.
+    """
+    global _last
+    problem = make_problem(q, k, v, causal=causal, scale=scale, window=window, mask_mod=mask_mod, score_mod=score_mod)
+    out, _last = _with_backend(
+        problem, NO_OPTIONS, backend, lambda chosen, options: _call_bound(chosen, options, problem, q, k, v)
+    )
+    return out
+
+
+def _call_bound(backend: Backend, options: Options, problem: Problem, q, k, v) -> torch.Tensor:
+    if not backend.compiles:
+        bound = backend.bind(problem, options)
+        return (bound.first or bound.call)(q, k, v)
+    key = backend.name, problem
+    if (kept := _kept.get(key)) is None:
+        kept = backend.bind(problem, options)
+        while len(_kept) >= KEPT_AT_MOST:
+            del _kept[next(iter(_kept))]  # a dict keeps its order: the first key is the oldest
+    if kept.source is None:
+        out = (kept.first or kept.call)(q, k, v)
+    else:
+        with torch._dynamo.config.patch(_MANY_VERSIONS):
+            out = (kept.first or kept.call)(q, k, v)
+    kept.first = None
+    _kept[key] = kept
+    return out
+
+
+def prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    mask_mod: MaskMod | None = None,
+    score_mod: ScoreMod | None = None,
+    backend: str = "auto",
+    block_size: BlockSize | None = None,
+    mode: str | None = None,
+    kernel_options: dict | None = None,
+) -> Prepared:
+    """Prepare attention of q (B, H, Sq, D) over k, v (B, Hkv, Sk, D): bound, compiled and called once.
+
+    Args:
+        q: queries (B, H, Sq, D).
+        k: keys (B, Hkv, Sk, D).
+        v: values (B, Hkv, Sk, D).
+        causal: as in `attention`.
+        scale: of the scores, 1/sqrt(D) by default.
+        window: as in `attention`.
+        mask_mod: as in `attention`.
+        score_mod: as in `attention`.
+        backend: a name in BACKENDS, or "auto": `settings["backend"]` says which one, and `settings["picked_because"]`
+            why.
+        block_size: tokens of a block of the block mask, or (queries, keys); 128 by default.
+        mode: torch.compile's mode, of the backends that it compiles.
+        kernel_options: FlexAttention's, over those that the block size makes necessary.
+    """
+    problem = make_problem(q, k, v, causal=causal, scale=scale, window=window, mask_mod=mask_mod, score_mod=score_mod)
+    if mode is not None and mode not in MODES:
+        raise ValueError(f"mode is {mode!r}; it must be None or one of {', '.join(MODES)}.")
+    blocks = None if block_size is None else block_sizes(block_size)
+
+    def prepare_with(chosen: Backend, options: Options) -> Prepared:
+        settings = {"backend": chosen.name, "implementation": chosen.implementation()}
+        return Prepared(chosen.bind(problem, options), problem, (q, k, v), settings)
+
+    prepared, run = _with_backend(problem, Options(blocks, mode, kernel_options), backend, prepare_with)
+    if backend == "auto":
+        prepared.settings |= {"picked_because": run.why, "passed_over": list(run.passed_over)}
+    return prepared
+
+
+def _with_backend(
+    problem: Problem, options: Options, name: str, use: Callable[[Backend, Options], Result]
+) -> tuple[Result, Run]:
+    """Return use(backend, options) and its record, for the backend `name` or the best that does not refuse ("auto")."""
+    if name != "auto":
+        chosen = find_backend(name)
+        if not (support := chosen.support(problem, options)):
+            raise _unsupported(name, support.reason, problem, options)
+        try:
+            return use(chosen, options), Run(name, problem)
+        except Refused as refusal:  # a library that says no only when it is called
+            raise _unsupported(name, str(refusal), problem, options) from refusal
+    ranking = rank_backends(problem, options)
+    options = options if options is NO_OPTIONS and not problem.has_functions else replace(options, tuned=True)
+    passed_over: list[tuple[str, str]] = []
+    for candidate_name in ranking.names:
+        candidate = find_backend(candidate_name)
+        if not (support := candidate.support(problem, options)):
+            passed_over.append((candidate_name, support.reason))
+            continue
+        try:
+            result = use(candidate, options)
+        except Refused as refusal:
+            passed_over.append((candidate_name, str(refusal)))
+            continue
+        return result, Run(
+            candidate_name, problem, tuple(passed_over), ranking.source, ranking.reasons.get(candidate_name, "")
+        )
+    reason = f"no backend in its order accepts {problem.type_name} on {problem.device} here"
+    raise _unsupported("auto", reason, problem, options)
+
+
+def _unsupported(name: str, reason: str, problem: Problem, options: Options) -> AttentionUnsupported:
+    others = able_backends(problem, options)
+    if not others and options.given:
+        others = able_backends(problem)
+        reason = f"{reason.rstrip('.')}, and no other backend can do it with {' and '.join(options.given)} given"
+    return AttentionUnsupported(name, reason, tuple(other for other in others if other != name))
+
+
+def last_run() -> Run | None:
+    """Return the record of the last `attention` call of this process; None before the first."""
+    return _last
+
+
+def backend_table() -> list[dict]:
+    """Return a row for each backend: backend, summary, ok, reason, remedy and implementation on this machine."""
+    rows = []
+    for name in BACKENDS:
+        found = find_backend(name)
+        support = found.machine()
+        rows.append(
+            {
+                "backend": name,
+                "summary": found.summary,
+                "ok": support.ok,
+                "reason": support.reason,
+                "remedy": support.remedy,
+                "implementation": found.implementation() if support else "",
+            }
+        )
+    return rows
+
+
+def launched_names(call: Callable[[], object], device: torch.device | str) -> list[str]:
+    """Return the names of the kernels (on a GPU) or operators (on a CPU) that a call launches, by torch's profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = torch.device(device).type == "cuda"
+    call()  # compiled, warm
+    if on_gpu:
+        torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu) as trace:
+        call()
+        if on_gpu:
+            torch.cuda.synchronize()
+    kind = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    return [event.name for event in trace.events() if event.device_type == kind]
+
+
+def proof(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments) -> list[str]:
+    """Return the launched kernels (CPU: operators) that prove that a backend computed this call; empty if none do."""
+    found = find_backend(name)
+    pattern = found.kernels if q.is_cuda else found.cpu_operators
+    names = launched_names(lambda: attention(q, k, v, backend=name, **arguments), q.device)
+    return [launched for launched in names if pattern and re.search(pattern, launched)]

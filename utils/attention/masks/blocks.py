@@ -1,0 +1,114 @@
+"""Block masks: the blocks of keys that each block of queries needs, as FlexAttention's BlockMask and as plain counts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from utils.attention.masks.mask_mods import MaskMod, check_device, row_chunks
+from utils.validation import whole_number
+
+BlockSize = int | tuple[int, int]
+KEPT_AT_MOST = 64  # block masks that are kept for the next call
+
+
+def block_sizes(block_size: BlockSize) -> tuple[int, int]:
+    """Return (queries, keys) of a block, from one number or two."""
+    pair = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
+    if len(pair) != 2:
+        raise ValueError(f"block_size is {block_size!r}; it must be one whole number or two: (queries, keys).")
+    return whole_number("block_size", pair[0]), whole_number("block_size", pair[1])
+
+
+def has_flex() -> bool:
+    """Whether this torch has FlexAttention."""
+    try:
+        import torch.nn.attention.flex_attention  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Which blocks of keys each block of queries needs: the content of FlexAttention's BlockMask, without it.
+
+    counts (query blocks, key blocks): pairs let through; full, partial: bool of the same shape.
+    """
+
+    counts: torch.Tensor
+    full: torch.Tensor
+    partial: torch.Tensor
+    block_size: tuple[int, int]
+
+
+def count_blocks(
+    mask_mod: MaskMod | None, sq: int, sk: int, device: torch.device | str = "cpu", block_size: BlockSize = 128
+) -> Blocks:
+    """Count the pairs of every block. A block that reaches over an edge is partial, as it is in FlexAttention."""
+    size_q, size_k = block_sizes(block_size)
+    chunks = []
+    for _, rows in row_chunks(mask_mod, sq, sk, device, size_q):
+        padded = torch.nn.functional.pad(rows, (0, -sk % size_k, 0, -len(rows) % size_q))
+        blocks = padded.view(padded.shape[0] // size_q, size_q, padded.shape[1] // size_k, size_k)
+        chunks.append(blocks.sum(dim=(1, 3), dtype=torch.int32))
+    counts = torch.cat(chunks)
+    full = counts == size_q * size_k
+    return Blocks(counts, full, (counts > 0) & ~full, (size_q, size_k))
+
+
+_kept: dict[tuple, tuple[Any, float]] = {}
+
+
+def build_block_mask(
+    mask_mod: MaskMod | None, sq: int, sk: int, device: torch.device | str = "cpu", block_size: BlockSize = 128
+) -> Any:
+    """Return FlexAttention's BlockMask, one for all batches and heads, kept for the next call; None for no mask."""
+    return build_timed(mask_mod, sq, sk, device, block_size)[0]
+
+
+def build_timed(
+    mask_mod: MaskMod | None, sq: int, sk: int, device: torch.device | str = "cpu", block_size: BlockSize = 128
+) -> tuple[Any, float]:
+    """Return (block mask, seconds that create_block_mask took when it was built); (None, 0) for no mask."""
+    if mask_mod is None:
+        return None, 0.0
+    check_device(mask_mod, device)
+    key = (mask_mod, whole_number("sq", sq), whole_number("sk", sk), str(device), block_sizes(block_size))
+    if key not in _kept:
+        built = _build(*key)
+        while len(_kept) >= KEPT_AT_MOST:
+            del _kept[next(iter(_kept))]  # a dict keeps its order: the first key is the oldest
+        _kept[key] = built
+    return _kept[key]
+
+
+def _build(mask_mod, sq, sk, device, block_size) -> tuple[Any, float]:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    synchronize(device)
+    began = time.perf_counter()
+    block_mask = create_block_mask(mask_mod, None, None, sq, sk, device=str(device), BLOCK_SIZE=block_size)
+    synchronize(device)
+    return block_mask, time.perf_counter() - began
+
+
+def seconds_to_build_block_mask(
+    mask_mod: MaskMod, sq: int, sk: int, device: torch.device | str = "cpu", block_size: BlockSize = 128
+) -> float:
+    """Measure the seconds that create_block_mask takes once everything is warm: the median of three."""
+    return sorted(_build(mask_mod, sq, sk, device, block_sizes(block_size))[1] for _ in range(3))[1]
+
+
+def forget_block_masks() -> None:
+    """Drop every block mask that is kept: captured tensors may be large, or may have been changed in place."""
+    _kept.clear()
+
+
+def synchronize(device: torch.device | str) -> None:
+    """Wait for the GPU; return at once on a CPU."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,270 @@
+"""Masks as functions: `mask_mod(b, h, q, k)` is True where query q of head h in sequence b sees key k.
+
+    mask = both(causal, documents(1024))         # compose them
+    dense_mask(mask, 16, 16)                     # the mask as data, pair by pair
+    build_block_mask(mask, 8192, 8192, "cuda")   # FlexAttention's tables: built once, for all batches and heads
+
+The indices are integer tensors; in a GPU kernel each lane holds one number. A mask function consists of arithmetic,
+comparisons and `&`, `|`, `~`, and it may read tensors that it captures. It cannot use Python's `and`, `or` and `if`:
+they would need the value of a tensor while the kernel is still being written.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from utils.validation import whole_number
+
+MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+ROWS_AT_ONCE = 2**24  # pairs of a dense mask that are evaluated at a time: 128 MiB for each int64 intermediate
+
+
+def named(mod: Callable, name: str, **facts: Any) -> Callable:
+    """Give a function a name that reads well in tables and errors, and facts about it as attributes."""
+    mod.__name__ = mod.__qualname__ = name
+    for key, value in facts.items():
+        setattr(mod, key, value)
+    return mod
+
+
+def name_of(mod: Callable | None) -> str:
+    """Return the name of a mask or modifier, such as "both(causal, documents(1024))"; "none" for None."""
+    return "none" if mod is None else getattr(mod, "__name__", type(mod).__name__)
+
+
+def causal(b, h, q, k):
+    """Let a query see its own key and the keys before it."""
+    return q >= k
+
+
+def sliding_window(window: int) -> MaskMod:
+    """Causal, and only the last `window` keys, the query's own key included."""
+    whole_number("window", window)
+
+    def mask_mod(b, h, q, k):
+        return (q >= k) & (q - k < window)
+
+    return named(mask_mod, f"sliding_window({window})", kind="sliding_window", window=window)
+
+
+def nearby(window: int) -> MaskMod:
+    """Only keys fewer than `window` positions away, before or after the query."""
+    whole_number("window", window)
+
+    def mask_mod(b, h, q, k):
+        return (q - k < window) & (k - q < window)
+
+    return named(mask_mod, f"nearby({window})", kind="nearby", window=window)
+
+
+def documents(ids_or_span: torch.Tensor | int) -> MaskMod:
+    """A query sees its own document only: `ids` (S,) number each token's document, or each has `span` tokens."""
+    if isinstance(ids_or_span, torch.Tensor):
+        return _documents_by_ids(ids_or_span)
+    span = whole_number("span", ids_or_span)
+
+    def mask_mod(b, h, q, k):
+        return q // span == k // span
+
+    return named(mask_mod, f"documents({span})", kind="documents", span=span)
+
+
+def _documents_by_ids(ids: torch.Tensor) -> MaskMod:
+    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(
+            f"document numbers are a tensor (S,) of integers; got {tuple(ids.shape)} of {ids.dtype}. "
+            "document_ids(lengths) makes one."
+        )
+
+    def mask_mod(b, h, q, k):
+        return ids[q] == ids[k]
+
+    return named(mask_mod, "documents(ids)", kind="documents_by_ids", ids=ids)
+
+
+def document_ids(lengths: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return the document number of each token, (S,), of documents in a row: lengths 2, 3 give 0 0 1 1 1."""
+    lengths = [whole_number("a document's length", length) for length in lengths]
+    if not lengths:
+        raise ValueError("document_ids() was given no lengths; give one whole number a document.")
+    numbers = torch.arange(len(lengths), dtype=torch.int32)
+    return torch.repeat_interleave(numbers, torch.tensor(lengths)).to(device)
+
+
+def prefix_lm(prefix: int) -> MaskMod:
+    """Every query sees the first `prefix` keys (the prompt); after them the mask is causal."""
+    whole_number("prefix", prefix, 0)
+
+    def mask_mod(b, h, q, k):
+        return (q >= k) | (k < prefix)
+
+    return named(mask_mod, f"prefix_lm({prefix})", kind="prefix_lm", prefix=prefix)
+
+
+def dilated(step: int, window: int | None = None) -> MaskMod:
+    """Causal, every `step`-th key back from the query's own; with `window`, at most window - 1 tokens back."""
+    whole_number("step", step)
+    if window is None:
+
+        def mask_mod(b, h, q, k):
+            return (q >= k) & ((q - k) % step == 0)
+
+        return named(mask_mod, f"dilated({step})", kind="dilated", step=step)
+    whole_number("window", window)
+
+    def windowed(b, h, q, k):
+        return (q >= k) & ((q - k) % step == 0) & (q - k < window)
+
+    return named(windowed, f"dilated({step}, window={window})", kind="dilated", step=step, window=window)
+
+
+def _checked_mods(name: str, mods: Sequence) -> tuple:
+    if not mods:
+        raise ValueError(f"{name}() was given no mask function; give it one or more, such as {name}(causal, ...).")
+    for mod in mods:
+        if not callable(mod):
+            raise TypeError(f"{name}() takes mask functions (b, h, q, k), and was given a {type(mod).__name__}.")
+    return tuple(mods)
+
+
+def _combine(name: str, join: Callable, mods: Sequence[MaskMod]) -> MaskMod:
+    mods = _checked_mods(name, mods)
+
+    def mask_mod(b, h, q, k):
+        allowed = mods[0](b, h, q, k)
+        for mod in mods[1:]:
+            allowed = join(allowed, mod(b, h, q, k))
+        return allowed
+
+    return named(mask_mod, f"{name}({', '.join(map(name_of, mods))})", kind=name, mods=mods)
+
+
+def both(*mods: MaskMod) -> MaskMod:
+    """Let through the pairs that all of the masks let through."""
+    return _combine("both", operator.and_, mods)
+
+
+def either(*mods: MaskMod) -> MaskMod:
+    """Let through the pairs that at least one of the masks lets through."""
+    return _combine("either", operator.or_, mods)
+
+
+def negate(mod: MaskMod) -> MaskMod:
+    """Let through the pairs that the mask does not let through."""
+    (mod,) = _checked_mods("negate", (mod,))
+
+    def mask_mod(b, h, q, k):
+        return ~mod(b, h, q, k)
+
+    return named(mask_mod, f"negate({name_of(mod)})", kind="negate", mods=(mod,))
+
+
+def at_offset(mod: MaskMod, offset: int) -> MaskMod:
+    """The mask for queries `offset` tokens later than their index says: for decoding, or for Sq < Sk."""
+    return shift_queries(mod, whole_number("offset", offset, 0))
+
+
+def shift_queries(mod: MaskMod, offset: int) -> MaskMod:
+    """`at_offset` for any offset, also a negative one (more queries than keys)."""
+
+    def mask_mod(b, h, q, k):
+        return mod(b, h, q + offset, k)
+
+    return named(mask_mod, f"at_offset({name_of(mod)}, {offset})", kind="at_offset", mods=(mod,), offset=offset)
+
+
+@functools.cache
+def by_name(name: str, span: int | None = None) -> MaskMod | None:
+    """Return a mask of the benchmarks: full, causal, document or causal_document, documents of `span` tokens each."""
+    if name == "full":
+        return None
+    if name == "causal":
+        return causal
+    if name not in ("document", "causal_document"):
+        raise ValueError(f"there is no mask {name!r}; choose full, causal, document or causal_document.")
+    mask = documents(whole_number("span", span))
+    return both(causal, mask) if name == "causal_document" else mask
+
+
+# ---- evaluation --------------------------------------------------------------------------------------------
+
+
+def check_device(mod: MaskMod, device: torch.device | str) -> None:
+    """Raise unless every tensor that a mask function of this module captures is on `device`."""
+    ids = getattr(mod, "ids", None)
+    if ids is not None and ids.device.type != torch.device(device).type:
+        raise ValueError(
+            f"{name_of(mod)} holds document numbers on {ids.device}, and the mask is evaluated on {device}; "
+            f'make them there: document_ids(lengths, device="{torch.device(device).type}").'
+        )
+    for part in getattr(mod, "mods", ()):
+        check_device(part, device)
+
+
+def same_for_all_heads(mask_mod: MaskMod | None) -> bool:
+    """Whether a mask is known to ignore b and h: the masks of this module do, other functions may not."""
+    if mask_mod is None or mask_mod is causal:
+        return True
+    return hasattr(mask_mod, "kind") and all(map(same_for_all_heads, getattr(mask_mod, "mods", ())))
+
+
+def evaluate(mask_mod: MaskMod, q: torch.Tensor, k: torch.Tensor, b: int = 0, h: int = 0) -> torch.Tensor:
+    """Evaluate the mask of these query and key indices, (len(q), len(k)) bool, each pair by its own four scalars."""
+    batch, head = (torch.full((), index, dtype=torch.int32, device=q.device) for index in (b, h))
+    pairs = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None))
+    try:
+        allowed = pairs(batch, head, q, k)
+    except RuntimeError as error:
+        if "data-dependent control flow" in str(error):
+            raise TypeError(
+                f"mask function {name_of(mask_mod)} asks a tensor for True or False: `and`, `or`, `not`, "
+                "`if` and chained comparisons cannot. Write &, |, ~ and torch.where. Put each comparison "
+                "in parentheses: (q >= k) & (q - k < 8)."
+            ) from error
+        raise
+    if not isinstance(allowed, torch.Tensor) or allowed.dtype != torch.bool:
+        given = allowed.dtype if isinstance(allowed, torch.Tensor) else type(allowed).__name__
+        raise TypeError(
+            f"mask function {name_of(mask_mod)} returns {given}; it must return True or False a pair "
+            "(a bool tensor), such as q >= k."
+        )
+    return allowed
+
+
+def row_chunks(
+    mask_mod: MaskMod | None, sq: int, sk: int, device, rows: int = 1, b: int = 0, h: int = 0
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (first query, mask (some rows, Sk)) over all queries, few enough rows at a time to stay small.
+
+    Args:
+        mask_mod: the mask function; None lets every pair through.
+        sq: number of queries.
+        sk: number of keys.
+        device: where the mask is evaluated.
+        rows: each chunk but the last has a multiple of this many rows.
+        b: index of the sequence.
+        h: index of the head.
+    """
+    if mask_mod is not None:
+        check_device(mask_mod, device)
+    step = max(rows, ROWS_AT_ONCE // max(sk, 1) // rows * rows)
+    keys = torch.arange(sk, device=device, dtype=torch.int32)
+    for first in range(0, sq, step):
+        queries = torch.arange(first, min(first + step, sq), device=device, dtype=torch.int32)
+        if mask_mod is None:
+            yield first, torch.ones(len(queries), sk, dtype=torch.bool, device=device)
+        else:
+            yield first, evaluate(mask_mod, queries, keys, b, h)
+
+
+def dense_mask(
+    mask_mod: MaskMod | None, sq: int, sk: int, device: torch.device | str = "cpu", b: int = 0, h: int = 0
+) -> torch.Tensor:
+    """Return the mask as data: (Sq, Sk) bool, True where query (row) sees key (column), of sequence b and head h."""
+    sq, sk = whole_number("sq", sq), whole_number("sk", sk)
+    return torch.cat([rows for _, rows in row_chunks(mask_mod, sq, sk, device, 1, b, h)])

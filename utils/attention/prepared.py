@@ -1,0 +1,172 @@
+"""A prepared attention call: bound and compiled once, and guarded, so that nothing else ever runs in its place."""
+
+from __future__ import annotations
+
+import time
+import types
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from utils.attention.masks.blocks import synchronize
+from utils.attention.masks.mask_mods import name_of
+from utils.attention.problem import Attend, AttentionUnsupported, Bound, Problem
+
+
+class Recompiled(RuntimeError):
+    """A prepared call has no compiled version, or several, where one is right."""
+
+
+def compiled_versions(function: Callable) -> int:
+    """Return how many compiled versions torch.compile holds of a function; more than one is a recompile."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    return len(_debug_get_cache_entry_list(function.__code__))
+
+
+def own_copy(function: Callable) -> Callable:
+    """Copy a function with a code object of its own: torch.compile keeps and counts its versions by code object."""
+    copy = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def compile_attend(function: Callable, mode: str | None) -> Attend:
+    """Compile for fixed shapes, in one graph, so that nothing of it can run as eager Python."""
+    return torch.compile(function, fullgraph=True, dynamic=False, mode=None if mode == "default" else mode)
+
+
+class Prepared:
+    """Attention by one backend, ready to be called with tensors like those it was prepared with.
+
+    Attributes:
+        fn: the bare function of q, k, v, without the guard; benchmarks time it.
+        inputs: the tensors it was prepared with.
+        settings: the settings in force: the backend, the mask, shapes, and the options.
+        seconds: time spent once: {"block_mask": ..., "compile": ...} or {"first_call": ...}.
+        source: the function that torch.compile compiled, if it did.
+        block_mask: FlexAttention's BlockMask, if there is one.
+    """
+
+    def __init__(self, bound: Bound, problem: Problem, inputs: tuple[torch.Tensor, ...], settings: dict):
+        self.inputs, self.seconds = inputs, bound.seconds
+        self._codes: list[str] = []
+        self._metadata = tuple(_metadata(x) for x in inputs)
+        self._grad = problem.needs_grad
+        first = bound.first or bound.call
+        began = time.perf_counter()
+        with warnings.catch_warnings():  # eager FlexAttention warns that it stores all scores: here that is known
+            warnings.simplefilter("ignore")
+            if bound.source is None:
+                self._run(first, *inputs)
+            else:
+                self._codes = _with_code(lambda: self._run(first, *inputs))
+        synchronize(problem.device)
+        # The first call may have settled the rest: it may take another attempt until a kernel fits.
+        self.fn, self.source, self.block_mask = bound.call, bound.source, bound.block_mask
+        self.seconds["compile" if self.source else "first_call"] = time.perf_counter() - began
+        self.settings = settings | _problem_settings(problem) | bound.settings
+        self.check()
+
+    @property
+    def backend(self) -> str:
+        """The name of the backend."""
+        return self.settings["backend"]
+
+    def __call__(
+        self, q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the output (B, H, Sq, D) for the tensors it was prepared with, or for others exactly like them."""
+        if q is None or k is None or v is None:
+            q, k, v = self.inputs
+        elif (given := tuple(_metadata(x) for x in (q, k, v))) != self._metadata:
+            raise ValueError(
+                f"this call was prepared for {_describe(self._metadata)} and was given {_describe(given)}: prepare "
+                "another one with prepare(...); compiled code is for one shape, type and layout."
+            )
+        if self.source is None:
+            return self._run(self.fn, q, k, v)
+        before = _compiled_graphs()
+        out = self._run(self.fn, q, k, v)
+        if _compiled_graphs() != before:
+            raise Recompiled(
+                f"backend {self.backend!r} was compiled again by this call ({self.settings['mask']}, "
+                f"{self.settings['score_mod']}): torch.compile's state was reset or a setting it guards "
+                "was changed, so what was timed was not the prepared kernel. Prepare it anew with prepare()."
+            )
+        return out
+
+    def _run(self, function: Attend, q, k, v) -> torch.Tensor:
+        if self._grad:
+            return function(q, k, v)
+        with torch.no_grad():
+            return function(q, k, v)
+
+    def check(self) -> None:
+        """Raise Recompiled unless exactly one compiled version exists: none means eager Python, two a recompile."""
+        if self.source is None:
+            return
+        versions = compiled_versions(self.source)
+        if versions != 1:
+            raise Recompiled(
+                f"backend {self.backend!r} has {versions} compiled versions and one is right: "
+                + ("it ran as eager Python." if versions == 0 else "a guard failed.")
+            )
+
+    def generated_code(self) -> str:
+        """Return the code that inductor wrote: Triton on a GPU, C++ on a CPU. Other backends refuse."""
+        if not self._codes:
+            raise AttentionUnsupported(self.backend, "it generates no code that inductor would show", ("flex",))
+        return "\n".join(self._codes)
+
+
+def _problem_settings(problem: Problem) -> dict:
+    shape = {name: getattr(problem, name) for name in ("batch", "heads", "kv_heads", "sq", "sk", "head_dim")}
+    return {
+        "mask": name_of(problem.mask_function()),
+        "score_mod": name_of(problem.score_mod),
+        **shape,
+        "dtype": problem.type_name,
+        "device": str(problem.device),
+        "scale": problem.scale,
+    }
+
+
+def _metadata(x: torch.Tensor) -> tuple:
+    return tuple(x.shape), tuple(x.stride()), x.dtype, x.device, x.requires_grad
+
+
+def _describe(metadata: tuple) -> str:
+    (shape, _, dtype, device, grad) = metadata[0]
+    lengths = f", {metadata[1][0][2]} keys" if metadata[1][0][2] != shape[2] else ""
+    strides = " ".join(str(list(tensor[1])) for tensor in metadata)
+    return f"q {shape} {str(dtype).removeprefix('torch.')} on {device}{lengths}, strides {strides}" + (
+        ", requiring a gradient" if grad else ""
+    )
+
+
+def _compiled_graphs() -> int:
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def _with_code(call: Callable) -> list[str]:
+    """Return the code that inductor writes during `call`: wrapper and kernels, new or from its cache."""
+    from torch._inductor.graph import GraphLowering
+
+    codes: list[str] = []
+    before = GraphLowering.__dict__["save_output_code"]  # inductor's own hook, for this purpose; None if unused
+    GraphLowering.save_output_code = staticmethod(codes.append)
+    try:
+        call()
+    finally:
+        GraphLowering.save_output_code = before
+    return list(dict.fromkeys(codes))

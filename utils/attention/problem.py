@@ -1,0 +1,353 @@
+"""The question and the answer's form: a `Problem` (shapes, types, mask), checked once, and the `Backend` that solves it.
+
+`causal` and `window` count positions from the end: the last query is at the last key, so query i is at position
+i + Sk - Sq. A `mask_mod` compares the index of a query with the index of a key. Where both are given, a query sees
+the keys that both let through.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from utils.attention.masks.mask_mods import (
+    MaskMod,
+    both,
+    causal,
+    dense_mask,
+    name_of,
+    nearby,
+    shift_queries,
+    sliding_window,
+)
+from utils.attention.masks.score_mods import ScoreMod
+from utils.machine.device import Support
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # of torch.compile
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class AttentionUnsupported(ValueError):
+    """A backend cannot do a problem. Has `backend`, `reason`, and `alternatives`: the backends that can."""
+
+    def __init__(self, backend: str, reason: str, alternatives: tuple[str, ...]):
+        remedy = f"These would work: {', '.join(alternatives)}." if alternatives else "No backend here can do it."
+        super().__init__(f"Attention backend {backend!r}: {reason.rstrip('.')}. {remedy}")
+        self.backend, self.reason, self.alternatives = backend, reason, alternatives
+
+
+class Refused(RuntimeError):
+    """A library refused a problem when it was called; the message says why."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shapes of an attention call: q (B, H, Sq, D), k and v (B, Hkv, Sk, D), H a multiple of Hkv."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    sq: int
+    sk: int
+    head_dim: int
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several query heads share a head of K and V."""
+        return self.heads != self.kv_heads
+
+
+@dataclass(frozen=True)
+class Problem(Shape):
+    """One attention problem: everything that decides which backend can do it, but no tensor of it."""
+
+    dtype: torch.dtype
+    device: torch.device
+    causal: bool
+    scale: float
+    window: int | None
+    needs_grad: bool
+    mask_mod: MaskMod | None = None
+    score_mod: ScoreMod | None = None
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether a mask function or a score modifier is part of the problem."""
+        return self.mask_mod is not None or self.score_mod is not None
+
+    @property
+    def has_empty_rows(self) -> bool:
+        """Whether `causal` and `window` leave some query without a key, as they can when Sq > Sk."""
+        return self.sq > self.sk and (self.causal or (self.window is not None and self.sq - self.sk >= self.window))
+
+    @property
+    def aligned_at_start(self) -> bool:
+        """Whether `causal` means the same when it is aligned at the first query and key, as SDPA's is_causal is."""
+        return not self.causal or self.sq == self.sk
+
+    @property
+    def type_name(self) -> str:
+        """The dtype's name, such as "bfloat16"."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def mask_function(self) -> MaskMod | None:
+        """Return the whole mask as one function of indices; None if every query sees every key."""
+        if not self.causal and self.window is None:
+            return self.mask_mod
+        return _mask_function(self.causal, self.window, self.sk - self.sq, self.mask_mod)
+
+    def with_plain_mask(self) -> Problem | None:
+        """Return the same attention without a mask function, for kernels that know `causal` and `window` only.
+
+        Documents of equal length become sequences of their own: heads are multiplied, lengths divided. None if the
+        mask needs its function.
+        """
+        return self if self.mask_mod is None else _with_plain_mask(self)
+
+    def plain(self) -> Problem | None:
+        """Return `with_plain_mask()` if there is no score modifier, else None."""
+        return self.with_plain_mask() if self.score_mod is None else None
+
+
+@functools.lru_cache(maxsize=64)  # one function object for one mask: block masks are kept by that object
+def _mask_function(is_causal: bool, window: int | None, offset: int, mask_mod: MaskMod | None) -> MaskMod:
+    own = causal if window is None else sliding_window(window) if is_causal else nearby(window)
+    own = shift_queries(own, offset) if offset else own
+    return own if mask_mod is None else both(own, mask_mod)
+
+
+def _with_plain_mask(problem: Problem) -> Problem | None:
+    mask_mod: Any = problem.mask_mod
+    # The kernels' masks end at the last key, a mask function's begin at the first one: equal only if Sq == Sk.
+    if problem.sq != problem.sk or problem.causal or problem.window is not None:
+        return None
+    kind, parts = getattr(mask_mod, "kind", ""), getattr(mask_mod, "mods", (mask_mod,))
+    if mask_mod is causal:
+        return replace(problem, mask_mod=None, causal=True)
+    if kind in ("sliding_window", "nearby"):
+        return replace(problem, mask_mod=None, causal=kind == "sliding_window", window=mask_mod.window)
+    if kind not in ("both", "documents") or problem.grouped:
+        return None
+    spans = [part.span for part in parts if getattr(part, "kind", "") == "documents"]
+    others = [part for part in parts if getattr(part, "kind", "") != "documents"]
+    if len(spans) != 1 or problem.sq % spans[0] or any(part is not causal for part in others):
+        return None
+    heads = problem.heads * (problem.sq // spans[0])
+    return replace(problem, mask_mod=None, causal=bool(others), heads=heads, kv_heads=heads, sq=spans[0], sk=spans[0])
+
+
+def make_problem(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    mask_mod: MaskMod | None = None,
+    score_mod: ScoreMod | None = None,
+) -> Problem:
+    """Check the arguments of an attention call; a ValueError or TypeError says what was given and what is allowed."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor (B, H, S, D), and is a {type(x).__name__}.")
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have the four dimensions (B, H, S, D), and has shape {tuple(x.shape)}.")
+    (batch, heads, sq, head_dim), (_, kv_heads, sk, _) = q.shape, k.shape
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have the same shape (B, Hkv, Sk, D): {_shapes(q, k, v)}.")
+    if batch != k.shape[0] or head_dim != k.shape[3]:
+        raise ValueError(f"q, k and v must agree in batch size and head dimension: {_shapes(q, k, v)}.")
+    if 0 in k.shape or not heads or not head_dim:
+        raise ValueError(f"Heads, keys and head dimension must not be empty: {_shapes(q, k, v)}.")
+    if heads % kv_heads:
+        raise ValueError(f"The {heads} heads of q must be a multiple of the {kv_heads} of k and v: {_shapes(q, k, v)}.")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must have one dtype: {q.dtype}, {k.dtype}, {v.dtype}.")
+    if not q.dtype.is_floating_point:
+        raise TypeError(f"Attention takes floating-point tensors, and these are {q.dtype}.")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device: {q.device}, {k.device}, {v.device}.")
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        raise ValueError(f"window must be None or a whole number of keys, at least 1; it is {window!r}.")
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be True or False; it is {causal!r}.")
+    for name, mod in (("mask_mod", mask_mod), ("score_mod", score_mod)):
+        if mod is not None and not callable(mod):
+            raise TypeError(f"{name} must be None or a function of indices, and is a {type(mod).__name__}.")
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    scale = head_dim**-0.5 if scale is None else float(scale)
+    shape = batch, heads, kv_heads, sq, sk, head_dim
+    return Problem(*shape, q.dtype, q.device, causal, scale, window, needs_grad, mask_mod, score_mod)
+
+
+def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
+
+def allowed_keys(problem: Problem, device: torch.device | str | None = None) -> torch.Tensor | None:
+    """Return the whole mask (Sq, Sk), True where a query sees a key; None if every query sees every key."""
+    device = problem.device if device is None else device
+    allowed = None
+    if problem.mask_mod is not None:
+        allowed = dense_mask(problem.mask_mod, problem.sq, problem.sk, device)
+    if not problem.causal and problem.window is None:
+        return allowed
+    position = torch.arange(problem.sq, device=device)[:, None] + problem.sk - problem.sq
+    distance = position - torch.arange(problem.sk, device=device)[None, :]
+    keep = torch.ones_like(distance, dtype=torch.bool) if allowed is None else allowed
+    if problem.causal:
+        keep &= distance >= 0
+    if problem.window is not None:
+        keep &= distance.abs() < problem.window
+    return keep
+
+
+# ---- who solves it -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options that only some backends take.
+
+    block_size: (queries, keys) of a block of the block mask. mode: torch.compile's. kernel_options: FlexAttention's.
+    tuned: the backend may choose kernel options by itself, as it may under backend="auto".
+    """
+
+    block_size: tuple[int, int] | None = None
+    mode: str | None = None
+    kernel_options: dict | None = None
+    tuned: bool = False
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The names of the options that the caller gave."""
+        names = ("block_size", "mode", "kernel_options")
+        return tuple(name for name in names if getattr(self, name) is not None)
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """(queries, keys) of a block: the given ones, or 128 x 128."""
+        return self.block_size or (128, 128)
+
+
+NO_OPTIONS = Options()
+
+
+@dataclass
+class Bound:
+    """A backend's function for one problem.
+
+    Attributes:
+        call: attention of q, k, v like those of the problem.
+        settings: the settings in force, such as the block size.
+        seconds: time spent once, such as {"block_mask": 0.02}.
+        source: the function that torch.compile compiled, if it did.
+        block_mask: FlexAttention's BlockMask, if there is one.
+        first: makes the first call in place of `call`, where the library may raise Refused or need another attempt.
+    """
+
+    call: Attend
+    settings: dict = field(default_factory=dict)
+    seconds: dict = field(default_factory=dict)
+    source: Callable | None = None
+    block_mask: Any = None
+    first: Attend | None = None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute attention.
+
+    Attributes:
+        name: its name in `attention(..., backend=name)`.
+        summary: half a sentence for tables.
+        machine: whether it runs on this machine at all.
+        accepts: whether it can do a problem with these options; a reason is a sentence that begins with "it".
+        bind: its function for a problem that it accepts; may raise Refused.
+        kernels: regular expression that the names of its GPU kernels match: the proof that it ran.
+        cpu_operators: the same for the names of operators on a CPU.
+        implementation: the package and version behind it.
+        options: the fields of Options that it takes; any other option is refused.
+        compiles: its first call takes seconds, so that `attention` keeps the bound function for the next call.
+    """
+
+    name: str
+    summary: str
+    machine: Callable[[], Support]
+    accepts: Callable[[Problem, Options], Support]
+    bind: Callable[[Problem, Options], Bound]
+    kernels: str
+    cpu_operators: str = ""
+    implementation: Callable[[], str] = lambda: ""
+    options: tuple[str, ...] = ()
+    compiles: bool = False
+
+    def support(self, problem: Problem, options: Options = NO_OPTIONS) -> Support:
+        """Whether this machine and this backend can do the problem."""
+        for name in options.given:
+            if name not in self.options:
+                return Support(False, f"it takes no {name}, and {getattr(options, name)} was given.")
+        return self.machine() and self.accepts(problem, options)
+
+
+def accept_plain(accepts: Callable[[Problem], Support]) -> Callable[[Problem, Options], Support]:
+    """Make `Backend.accepts` of a kernel that knows `causal` and `window` only: it is asked about the plain problem."""
+
+    def accepts_problem(problem: Problem, options: Options) -> Support:
+        plain = problem.plain()
+        return Support(False, reason_against_functions(problem)) if plain is None else accepts(plain)
+
+    return accepts_problem
+
+
+def reason_against_functions(problem: Problem) -> str:
+    """Say why a kernel that knows `causal` and `window` only cannot do a problem with functions."""
+    if problem.score_mod is not None:
+        return f"it takes no score modifier, and {name_of(problem.score_mod)} was given."
+    return (
+        "it takes causal, sliding_window, documents(span) and both(causal, documents(span)) with as many queries as "
+        "keys (documents: as many heads of K as of Q, a span that divides the length), and the mask is "
+        f"{name_of(problem.mask_function())}."
+    )
+
+
+def bind_plain(run: Callable[..., torch.Tensor]) -> Callable[[Problem, Options], Bound]:
+    """Make `Backend.bind` of `run(q, k, v, problem)`, a kernel that knows `causal` and `window` only."""
+
+    def bind(problem: Problem, options: Options) -> Bound:
+        plain = problem.plain()
+        if plain is None:
+            raise Refused(reason_against_functions(problem))
+        call = on_plain_shapes(problem, plain, lambda q, k, v: run(q, k, v, plain))
+        return Bound(call, {"kernel_mask": describe_plain(problem, plain)} if problem.has_functions else {})
+
+    return bind
+
+
+def on_plain_shapes(problem: Problem, plain: Problem, attend: Attend) -> Attend:
+    """Return `attend`, a function for the shapes of the plain problem, as a function for those of the problem.
+
+    Q, K and V are viewed, so nothing is copied unless they are not contiguous. The output is copied if the kernel
+    wrote it in another order than (B, H, S, D).
+    """
+    if plain.sq == problem.sq:
+        return attend
+
+    def attend_documents(q, k, v):
+        views = (x.reshape(plain.batch, -1, plain.sq, plain.head_dim) for x in (q, k, v))
+        return attend(*views).reshape(q.shape)
+
+    return attend_documents
+
+
+def describe_plain(problem: Problem, plain: Problem) -> str:
+    """Name the mask that a kernel does by itself in place of the problem's mask function."""
+    parts = ["causal"] if plain.causal else []
+    parts += [f"window {plain.window}"] if plain.window else []
+    parts += [f"documents of {plain.sq} as sequences"] if plain.sq != problem.sq else []
+    return ", ".join(parts) or "no mask"

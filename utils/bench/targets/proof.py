@@ -1,0 +1,92 @@
+"""Proof of which attention backend ran, from the operators and kernels that a call launched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from utils.attention import find_backend
+from utils.attention.backends.sdpa import BACKWARD_OPERATORS, FORWARD_OPERATORS, MATH_BACKWARD, PINS
+from utils.bench.errors import WrongRun
+
+# Records, flags and targets call torch's own choice of SDPA backend "auto"; `attention` calls it "sdpa".
+BACKEND_OF = {"auto": "sdpa"}
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The operators that one call launched, as the CPU saw them, and its kernels on the GPU (none on a CPU)."""
+
+    operators: tuple[str, ...]
+    kernels: tuple[str, ...]
+    launches: int = 0  # kernels, copies and fills that the GPU ran, repeats counted
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """The kernels, or on a CPU the operators."""
+        return self.kernels or self.operators
+
+
+def launched_by(fn: Callable[[], object]) -> Launched:
+    """Profile one call of a warm function."""
+    from utils.benchmark.profiling import profile, read_trace
+
+    events = read_trace(profile(fn, steps=1, warmup=1))
+    # Compiled regions on a CPU are no operators of torch's, but they say more than the operators around them.
+    operators = [e.name for e in events if e.category == "cpu_op" or "CompiledFxGraph" in e.name]
+    kernels = [e.name for e in events if e.on_gpu]
+    return Launched(tuple(dict.fromkeys(operators)), tuple(dict.fromkeys(kernels)), len(kernels))
+
+
+def _single(names: list[str], launched: Launched) -> str:
+    if len(set(names)) != 1:
+        raise WrongRun(
+            f"the trace shows {len(set(names))} SDPA backends ({', '.join(names) or 'none'}) and one was "
+            f"expected; it holds {', '.join(launched.operators[:12])}."
+        )
+    return names[0]
+
+
+def sdpa_backend(launched: Launched, direction: str = "forward") -> str:
+    """Return the SDPA backend that ran, by the operators of the forward pass, the backward pass, or both."""
+    names = []
+    if direction != "backward":
+        forward = [FORWARD_OPERATORS[name] for name in launched.operators if name in FORWARD_OPERATORS]
+        names.append(_single(forward, launched))
+    if direction != "forward":
+        fused = [BACKWARD_OPERATORS[name] for name in launched.operators if name in BACKWARD_OPERATORS]
+        names.append(_single(fused or ["math"] * (MATH_BACKWARD in launched.operators), launched))
+    if len(set(names)) > 1:
+        raise WrongRun(f"forward ran {names[0]} and backward {names[1]}.")
+    return names[0]
+
+
+def prove(asked: str, launched: Launched, direction: str = "forward") -> str:
+    """Return the name of the backend that ran; raise WrongRun unless it is the one that was asked for.
+
+    On a GPU the kernels must be the backend's own too, and for a fused SDPA backend the operators.
+
+    Args:
+        asked: a backend's name, or "auto" for torch's own choice of SDPA backend.
+        launched: the operators and kernels of one call.
+        direction: "forward", "backward" or "both", of an SDPA call.
+    """
+    ran = asked
+    if asked == "auto" or asked in PINS:
+        ran = sdpa_backend(launched, direction)
+        if asked not in ("auto", ran):
+            operators = [name for name in launched.operators if "scaled_dot" in name] or [MATH_BACKWARD]
+            raise WrongRun(f"the SDPA backend {asked} was asked for and {ran} ran, by {', '.join(operators)}.")
+        if not launched.kernels or ran not in PINS:
+            return ran  # the operator is the proof; "overrideable" has no kernels of its own
+    backend = find_backend(ran)
+    pattern, names = (
+        (backend.kernels, launched.kernels) if launched.kernels else (backend.cpu_operators, launched.operators)
+    )
+    if pattern and not any(re.search(pattern, name) for name in names):
+        raise WrongRun(
+            f"backend {ran} was asked for and none of what was launched is its own ({pattern}): "
+            f"{', '.join(names[:8]) or 'nothing'}."
+        )
+    return ran
