@@ -84,6 +84,8 @@ def test_other_tensors_of_the_same_shape_are_computed_and_others_refused(compile
     others = tensors(heads=4, seed=7)
     assert error(call(*others), reference(*others, MASK, modifier)) < FP32_ERROR
     call.check()
+    with pytest.raises(TypeError, match="give q, k and v, or none"):
+        call(others[0])
     for wrong in (
         tensors(heads=4, sq=96, sk=96),
         tensors(heads=4, dtype=torch.bfloat16),
