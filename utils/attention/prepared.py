@@ -84,8 +84,10 @@ class Prepared:
         self, q: torch.Tensor | None = None, k: torch.Tensor | None = None, v: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the output (B, H, Sq, D) for the tensors it was prepared with, or for others exactly like them."""
-        if q is None or k is None or v is None:
+        if q is None and k is None and v is None:
             q, k, v = self.inputs
+        elif q is None or k is None or v is None:
+            raise TypeError("give q, k and v, or none of them for the tensors that the call was prepared with.")
         elif (given := tuple(_metadata(x) for x in (q, k, v))) != self._metadata:
             raise ValueError(
                 f"this call was prepared for {_describe(self._metadata)} and was given {_describe(given)}: prepare "

@@ -6,6 +6,8 @@ Compiling costs seconds: what can be asked of one compiled call is asked of one.
 import dataclasses
 import functools
 import re
+import sys
+import types
 import warnings
 
 import pytest
@@ -87,6 +89,8 @@ def test_other_tensors_of_the_same_shape_are_computed_and_others_refused(compile
     others = tensors(heads=4, seed=7)
     assert error(call(*others), reference(*others, MASK, modifier)) < FP32_ERROR
     call.check()
+    with pytest.raises(TypeError, match="give q, k and v, or none"):
+        call(others[0])
     for wrong in (
         tensors(heads=4, sq=96, sk=96),
         tensors(heads=4, dtype=torch.bfloat16),
@@ -340,3 +344,39 @@ def test_auto_takes_a_fused_backend_or_says_what_it_takes(monkeypatch):
     attend = prepare(*doubles, mask_mod=causal)
     assert attend.settings["passed_over"][-1] == ("sdpa", "it was refused by its library.")
     assert attend.backend.startswith("naive") and error(attend(), reference(*doubles, causal)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected", "blocks"),
+    [
+        ({"causal": True, "window": 9}, {"causal": True, "window_size": (8, 0)}, False),
+        ({"window": 9}, {"causal": False, "window_size": (8, 8)}, False),
+        ({"mask_mod": causal}, {"causal": True}, False),
+        ({"mask_mod": sliding_window(7)}, {"window_size": (6, 0)}, False),
+        ({"mask_mod": documents(64)}, {}, True),
+        ({"mask_mod": documents(64), "causal": True, "score_mod": score_mods.soft_cap(2.0)}, {}, True),
+        ({"mask_mod": causal, "score_mod": score_mods.alibi(2)}, {"causal": True}, False),
+    ],
+)
+def test_what_flash_attention_4_is_asked(monkeypatch, arguments, expected, blocks):
+    """Its own causal mask and window where it has them, else the mask function with a table of blocks."""
+    asked = {}
+
+    def flash_attn_func(q, k, v, **options):
+        asked.update(options)
+        return q, None
+
+    sparsity = types.SimpleNamespace(BlockSparseTensorsTorch=lambda *tables, block_size: (tables, block_size))
+    for name, module in (
+        ("flash_attn", types.SimpleNamespace()),
+        ("flash_attn.cute", types.SimpleNamespace(flash_attn_func=flash_attn_func)),
+        ("flash_attn.cute.block_sparsity", sparsity),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    q, k, v = tensors(sq=256, sk=256)
+    bound = find_backend("cute").bind(make_problem(q, k, v, **arguments), NO_OPTIONS)
+    assert torch.equal(bound.call(q, k, v), q) and asked["softmax_scale"] == 0.25
+    assert expected.items() <= asked.items() and ("mask_mod" in asked) == ("block_sparse_tensors" in asked) == blocks
+    assert (asked.get("score_mod") is None) == ("score_mod" not in arguments)
+    if blocks:
+        assert bound.settings["block_size"] == (128, 128) and asked["block_sparse_tensors"][1] == (128, 128)
