@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from instructor.build import ROOT
+from utils.files import ROOT
 from utils.files import recorded_table
 
 RECORD = {"machine": "NVIDIA H200", "commit": "0cfa907", "tables": {"race": [{"way": "naive", "ms": 2.5}]}}

@@ -38,9 +38,19 @@ def own_copy(function: Callable) -> Callable:
     return copy
 
 
-def compile_attend(function: Callable, mode: str | None) -> Attend:
-    """Compile for fixed shapes, in one graph, so that nothing of it can run as eager Python."""
-    return torch.compile(function, fullgraph=True, dynamic=False, mode=None if mode == "default" else mode)
+def compile_attend(function: Callable, mode: str | None, **inductor_options: object) -> Attend:
+    """Compile for fixed shapes, in one graph, so that nothing of it can run as eager Python.
+
+    Args:
+        function: of q, k, v.
+        mode: torch.compile's mode.
+        **inductor_options: settings of inductor beside those of the mode.
+    """
+    if not inductor_options:
+        return torch.compile(function, fullgraph=True, dynamic=False, mode=None if mode == "default" else mode)
+    # torch.compile takes a mode or options, not both: the mode is spelled out as its options.
+    options = torch._inductor.list_mode_options(mode) | inductor_options
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
 class Prepared:

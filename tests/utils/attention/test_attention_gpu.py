@@ -19,7 +19,8 @@ from utils.attention.masks import (
 from utils.machine.device import flash_attn_support, gluon_support
 
 pytestmark = pytest.mark.gpu
-needs_cute = pytest.mark.skipif("not __import__('utils.machine.device').device.flash_attn_support(4)")
+needs_cute = pytest.mark.skipif(not flash_attn_support(4), reason="needs flash-attn-4 and a GPU that runs it")
+needs_gluon = pytest.mark.skipif(not gluon_support(), reason="the Gluon kernel needs a Hopper GPU")
 BF16_ERROR = 1e-2
 
 
@@ -131,9 +132,8 @@ def test_auto_goes_on_where_the_flash_backend_refuses_and_says_so():
     assert call.backend in ("flex_flash", "cute") and error(call, mask, modifier) < BF16_ERROR
 
 
-@pytest.mark.skipif("not __import__('utils.machine.device').device.gluon_support()")
+@needs_gluon
 def test_documents_as_sequences_in_the_gluon_kernel():
-    assert gluon_support()
     for head_dim in (64, 128):
         q, k, v = tensors(head_dim)
         for mask in (documents(128), both(causal, documents(256)), both(documents(64), causal)):

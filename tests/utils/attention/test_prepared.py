@@ -127,6 +127,13 @@ def test_a_prepared_call_survives_eight_others_and_a_reset_is_an_error():
 
 
 @needs_compiler
+def test_the_compiled_baseline_is_not_replaced_by_sdpa():
+    """Inductor replaces three such operators by SDPA, which is another algorithm and no baseline."""
+    call = prepare(*tensors(sq=48, sk=48), backend="naive_compiled")
+    assert "scaled_dot_product" not in call.generated_code()
+
+
+@needs_compiler
 def test_a_graph_break_and_a_second_version_are_errors():
     def breaks(b, h, q, k):
         print(end="")

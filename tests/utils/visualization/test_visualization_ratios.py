@@ -5,7 +5,7 @@ import json
 import matplotlib.pyplot as plt
 import pytest
 
-from instructor.build import ROOT
+from utils.files import ROOT
 from utils.visualization.ratios import plot_attention_ratios
 
 RECORD = ROOT / "assets" / "results" / "h200" / "attention_ratios.json"

@@ -56,7 +56,9 @@ def _bind(problem: Problem, options: Options) -> Bound:
 def _bind_compiled(problem: Problem, options: Options) -> Bound:
     bound, mode = _bind(problem, options), options.mode or "default"
     source = own_copy(bound.call)
-    return Bound(compile_attend(source, mode), {"mode": mode}, bound.seconds, source)
+    # Inductor recognizes attention in these three operators and would call SDPA's flash backend: another algorithm.
+    attend = compile_attend(source, mode, pattern_matcher=False)
+    return Bound(attend, {"mode": mode}, bound.seconds, source)
 
 
 def accept_compiled(problem: Problem, options: Options) -> Support:
