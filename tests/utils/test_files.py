@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from utils.files import ROOT
-from utils.files import recorded_table
+from utils.files import ROOT, recorded_table
 
 RECORD = {"machine": "NVIDIA H200", "commit": "0cfa907", "tables": {"race": [{"way": "naive", "ms": 2.5}]}}
 

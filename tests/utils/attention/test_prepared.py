@@ -109,6 +109,7 @@ def test_the_generated_code_holds_the_score_modifier(compiled):
         prepare(*tensors(), mask_mod=causal, backend="naive").generated_code()
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_prepared_call_survives_eight_others_and_a_reset_is_an_error():
     """torch.compile's limit of eight versions counts by code object: each prepared call has its own."""

@@ -7,6 +7,18 @@ import pytest
 from tests.utils.bench.bench_runs import SDPA, SMALL, run_cpu
 
 
+@pytest.fixture(scope="session", autouse=True)
+def small_roofs():
+    """Measure the roofs of a CPU on small matrices and copies: these tests need roofs, not true ones."""
+    from utils.benchmark import roofs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(roofs._SIDE, "cpu", 256)
+        patch.setitem(roofs._COPY_BYTES, "cpu", 16_000_000)
+        patch.setattr(roofs, "last_level_cache_bytes", lambda: 1_000_000)
+        yield
+
+
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")

@@ -81,6 +81,7 @@ def test_run_compare_report_check(folder):
     assert missing.exit_code == 2 and "no results at nothing" in missing.stderr
 
 
+@pytest.mark.slow
 def test_json_is_the_results_document(folder):
     done = labs_bench(
         "run",
