@@ -101,6 +101,7 @@ def test_there_are_enough_attacks():
     assert sum(attack.flagged for attack in ATTACKS) >= 45
 
 
+@pytest.mark.slow
 def test_all_but_the_module_is_tested_at_a_distance(suite_lab):
     modes = calibrate(suite_lab).modes
     assert {name for name, mode in modes.items() if mode == "inside"} == {"q2_2_tests"}

@@ -47,6 +47,7 @@ def graded(lab, first):
     return grade_notebook(lab, answered_notebook(lab, {"q2_2": NORM.format(first=first)}), timeout=6, limits=LIMITS)
 
 
+@pytest.mark.slow
 def test_no_process_is_forked_that_ran_the_setup(lab, full_points):
     assert calibrate(lab, LIMITS).modes["q2_2_tests"] == "inside"
     result = graded(lab, OWN_SETUP)

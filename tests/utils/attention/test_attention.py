@@ -32,6 +32,8 @@ from utils.machine.device import compile_support
 
 ON_CPU = ("naive", "naive_compiled", "math", "flash", "sdpa", "flex_eager", "flex", "triton")
 COMPILED = ("naive_compiled", "flex")
+# Each shape of a compiled backend compiles for seconds.
+CASES_OF_BACKENDS = [pytest.param(n, marks=pytest.mark.slow) if n in COMPILED else n for n in ON_CPU]
 CASES = [
     (dict(b=2, h=4, hkv=4, sq=64, sk=64, d=32), {}),
     (dict(b=1, h=4, hkv=2, sq=37, sk=101, d=64), {"causal": True}),
@@ -118,7 +120,7 @@ def test_mask_convention():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's list of backends")
-@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("name", CASES_OF_BACKENDS)
 @pytest.mark.parametrize("shape, options", CASES, ids=str)
 def test_backends_against_float64(name, shape, options):
     if name in COMPILED and (not compile_support() or shape in (CASES[0][0], CASES[2][0])):
@@ -203,7 +205,7 @@ def test_operators_prove_which_backend_ran(name):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's list of backends")
-@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("name", CASES_OF_BACKENDS)
 def test_mask_functions_and_modifiers_in_plain_calls(name):
     """A backend does the mask with its function or by itself, or says that it cannot."""
     modifier, shape = score_mods.soft_cap(2.0), dict(b=1, h=2, hkv=2, sq=48, sk=48, d=16)
@@ -254,6 +256,7 @@ def test_a_plain_call_of_a_compiled_backend_is_compiled_once_for_a_problem():
     assert counters["stats"]["unique_graphs"] == before
 
 
+@pytest.mark.slow
 def test_flex_never_falls_back_in_silence():
     if not find_backend("flex").machine():
         pytest.skip(find_backend("flex").machine().reason)

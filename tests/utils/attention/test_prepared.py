@@ -127,6 +127,7 @@ def test_a_prepared_call_survives_eight_others_and_a_reset_is_an_error():
         calls[1].check()
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_compiled_baseline_is_not_replaced_by_sdpa():
     """Inductor replaces three such operators by SDPA, which is another algorithm and no baseline."""

@@ -7,7 +7,7 @@ import pytest
 from tests.utils.bench.bench_runs import SDPA, SMALL, run_cpu
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def small_roofs():
     """Measure the roofs of a CPU on small matrices and copies: these tests need roofs, not true ones."""
     from utils.benchmark import roofs
@@ -16,6 +16,7 @@ def small_roofs():
         patch.setitem(roofs._SIDE, "cpu", 256)
         patch.setitem(roofs._COPY_BYTES, "cpu", 16_000_000)
         patch.setattr(roofs, "last_level_cache_bytes", lambda: 1_000_000)
+        patch.setattr(roofs, "_machine_roofs", {})  # the roofs that are kept stay true for other tests
         yield
 
 

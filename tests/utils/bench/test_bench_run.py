@@ -104,7 +104,7 @@ def test_wrong_outputs_are_never_timed(tmp_path, monkeypatch, wrong):
     assert exit_code(document) == 1
 
 
-@pytest.mark.parametrize("name", [FLEX, f"{FLEX}_cute"])
+@pytest.mark.parametrize("name", [pytest.param(FLEX, marks=pytest.mark.slow), f"{FLEX}_cute"])
 def test_an_ignored_mask_is_never_timed(tmp_path, monkeypatch, name):
     target, build = TARGETS[name], TARGETS[name].build
 
