@@ -84,6 +84,7 @@ def test_an_mlp_of_intensity_212_is_memory_bound_on_an_h100():
 # Measured
 
 
+@pytest.mark.slow
 def test_measured_roofs_of_a_cpu(cpu_roofs):
     assert cpu_roofs.origin == "measured"
     assert list(cpu_roofs.tflops) == ["fp32", "bf16"]
@@ -98,6 +99,7 @@ def test_measured_roofs_of_a_cpu(cpu_roofs):
 BUSY = 4
 
 
+@pytest.mark.slow
 def test_a_product_and_a_copy_stay_under_the_measured_roofs(cpu_roofs):
     a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
     product = measure(torch.mm, a, b, out=torch.empty_like(a), warmup=2, iterations=20)
@@ -109,6 +111,7 @@ def test_a_product_and_a_copy_stay_under_the_measured_roofs(cpu_roofs):
     assert 1 / BUSY < reached / cpu_roofs.memory_bandwidth_tb_s < BUSY
 
 
+@pytest.mark.slow
 def test_a_measurement_repeats(cpu_roofs):
     again = measure_roofs(torch.device("cpu"), dtypes=[torch.bfloat16])
     assert list(again.tflops) == ["bf16"]
