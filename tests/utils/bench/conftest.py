@@ -1,17 +1,18 @@
 """A small run on the CPU, made once, for the tests of results, reports and comparisons."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from tests.utils.bench.bench_runs import SDPA, SMALL, run_cpu
+from utils.benchmark import roofs
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_roofs():
+@contextmanager
+def small_roofs() -> Iterator[None]:
     """Measure the roofs of a CPU on small matrices and copies: these tests need roofs, not true ones."""
-    from utils.benchmark import roofs
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(roofs._SIDE, "cpu", 256)
         patch.setitem(roofs._COPY_BYTES, "cpu", 16_000_000)
@@ -20,10 +21,17 @@ def small_roofs():
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_roofs_in_this_module():
+    with small_roofs():
+        yield
+
+
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    document = run_cpu(folder, [SDPA], [f"{SMALL} --backend flash --causal"], profile="minimal")
+    with small_roofs():  # fixtures of a session come before those of a module
+        document = run_cpu(folder, [SDPA], [f"{SMALL} --backend flash --causal"], profile="minimal")
     return folder, document
 
 
