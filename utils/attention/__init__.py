@@ -15,7 +15,7 @@ library, and `gluon/` the course's own kernel in five steps.
 """
 
 from utils.attention.backends import BACKENDS, able_backends, find_backend
-from utils.attention.call import Run, attention, backend_table, last_run, launched_names, prepare, proof
+from utils.attention.call import Run, attention, backend_table, last_run, prepare, proof
 from utils.attention.choosing import active_choices, use_choices
 from utils.attention.prepared import Prepared, Recompiled
 from utils.attention.problem import AttentionUnsupported, Backend, Options, Problem, Refused, allowed_keys, make_problem
@@ -38,7 +38,6 @@ __all__ = [
     "backend_table",
     "find_backend",
     "last_run",
-    "launched_names",
     "make_problem",
     "prepare",
     "proof",

@@ -32,6 +32,7 @@ from utils.attention.problem import (
     Refused,
     make_problem,
 )
+from utils.benchmark.profiling import launched
 
 # A function of torch.compile beyond its limit of eight versions would silently run unfused, fifty times slower.
 # The bound functions that `attention` keeps may be called with many layouts: allow more, and raise after that.
@@ -235,25 +236,9 @@ def backend_table() -> list[dict]:
     return rows
 
 
-def launched_names(call: Callable[[], object], device: torch.device | str) -> list[str]:
-    """Return the names of the kernels (on a GPU) or operators (on a CPU) that a call launches, by torch's profiler."""
-    from torch.profiler import ProfilerActivity, profile
-
-    on_gpu = torch.device(device).type == "cuda"
-    call()  # compiled, warm
-    if on_gpu:
-        torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu) as trace:
-        call()
-        if on_gpu:
-            torch.cuda.synchronize()
-    kind = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
-    return [event.name for event in trace.events() if event.device_type == kind]
-
-
 def proof(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments) -> list[str]:
     """Return the launched kernels (CPU: operators) that prove that a backend computed this call; empty if none do."""
     found = find_backend(name)
-    pattern = found.kernels if q.is_cuda else found.cpu_operators
-    names = launched_names(lambda: attention(q, k, v, backend=name, **arguments), q.device)
-    return [launched for launched in names if pattern and re.search(pattern, launched)]
+    launches = launched(lambda: attention(q, k, v, backend=name, **arguments))
+    pattern, names = (found.kernels, launches.kernels) if q.is_cuda else (found.cpu_operators, launches.operators)
+    return [launch for launch in names if pattern and re.search(pattern, launch)]

@@ -14,11 +14,11 @@ from utils.bench.options import Options
 from utils.bench.profiles import Request, file_stem, profile_side
 from utils.bench.targets import SIDES, Plan
 from utils.bench.targets.base import Built, Case
-from utils.bench.targets.proof import launched_by
 from utils.bench.verify import Verification, verify
 from utils.bench.workload import DTYPES, arithmetic, check_fits
 from utils.benchmark.cuda_timer import CAPTURE_FAILED
 from utils.benchmark.measuring import compare, measure
+from utils.benchmark.profiling import launched as profile_launches
 from utils.benchmark.result import Measurement
 from utils.benchmark.roofs import machine_roofs
 from utils.machine.environment import HARMLESS_REASONS
@@ -119,7 +119,7 @@ class CaseRun:
     def _prove(self, built: Mapping[str, Built]) -> None:
         """Record what each side really ran, with the kernels and operators that prove it."""
         for side, call in built.items():
-            launched = launched_by(call.fn)
+            launched = profile_launches(call.fn)
             provider = self.target.prove(self.case, side, call, launched)
             facts = dict(self.target.facts(self.case, side, call))
             self.record.notes += facts.pop("notes", [])

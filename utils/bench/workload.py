@@ -115,18 +115,19 @@ def reference(workload: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
     return attention.reference(q, k, v, **workload.attention_arguments)[0]
 
 
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that tensors can still take on a device: on a GPU, what torch's allocator holds unused too."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return available_memory_bytes()
+
+
 def check_fits(workload: Workload, score_buffers: float, device: torch.device) -> int:
     """Estimate the bytes; raise Refused, before anything is allocated, if the free memory cannot hold them."""
     needed = workload.bytes_needed(score_buffers)
-    if device.type == "cuda":
-        free = (
-            torch.cuda.mem_get_info(device)[0]
-            + torch.cuda.memory_reserved(device)
-            - torch.cuda.memory_allocated(device)
-        )
-    else:
-        free = available_memory_bytes()
-    if free is not None and needed > free:
+    free = free_bytes(device)
+    if needed > free:
         stored = " (its unfused side stores all scores)" if score_buffers else ""
         raise Refused(
             f"{workload.label} needs about {needed / 1e9:,.1f} GB{stored} and {free / 1e9:,.1f} GB are free "

@@ -14,9 +14,11 @@ from utils.bench import results
 from utils.bench.errors import BenchError, Refused, WrongRun
 from utils.bench.report import csv_text, markdown
 from utils.bench.targets import plan, sdpa
-from utils.bench.targets.proof import Launched, launched_by, prove, sdpa_backend
+from utils.bench.targets.proof import prove, sdpa_backend
 from utils.bench.targets.sdpa import SdpaWorkload
 from utils.bench.workload import Workload
+from utils.benchmark.profiling import Launched
+from utils.benchmark.profiling import launched as profile_launches
 from utils.files import ROOT
 
 CPU = torch.device("cpu")
@@ -193,7 +195,7 @@ def test_proof_needs_forward_backward_and_kernels_to_agree():
 @pytest.mark.parametrize("backend", ["flash", "math"])
 def test_what_really_ran_on_a_cpu(backend, direction):
     workload = directed(SHAPES[0], direction)
-    launched = launched_by(sdpa.bind(workload, backend, sdpa.make_inputs(workload, CPU, 0)))
+    launched = profile_launches(sdpa.bind(workload, backend, sdpa.make_inputs(workload, CPU, 0)))
     assert prove(backend, launched, direction) == backend
     with pytest.raises(WrongRun, match="was asked for"):
         prove({"flash": "math", "math": "flash"}[backend], launched, direction)

@@ -7,6 +7,8 @@ from utils.bench.targets import TARGETS, describe_targets, plan, proof, read_nam
 from utils.bench.targets.attention_suite import MATRIX
 from utils.bench.targets.base import Built
 from utils.bench.workload import Workload, reference
+from utils.benchmark.profiling import Launched
+from utils.benchmark.profiling import launched as profile_launches
 
 CPU = torch.device("cpu")
 FLEX, CUTE = "labs/flexattention:flex_attention", "labs/flexattention:flex_attention_cute"
@@ -143,18 +145,18 @@ FLASH_KERNEL = "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_ke
     ],
 )
 def test_on_a_gpu_operator_and_kernel_must_both_be_the_backends(name, operator, kernel):
-    proof.prove(name, proof.Launched((operator,), (kernel,), 1))
+    proof.prove(name, Launched((operator,), (kernel,), 1))
     for other in {"cudnn", "flash", "math", "efficient"} - {name}:
         with pytest.raises(WrongRun, match=f"{other} was asked for and {name} ran"):
-            proof.prove(other, proof.Launched((operator,), (kernel,), 1))
+            proof.prove(other, Launched((operator,), (kernel,), 1))
     with pytest.raises(WrongRun, match="none of what was launched"):
-        proof.prove(name, proof.Launched((operator,), ("vectorized_elementwise_kernel",), 1))
+        proof.prove(name, Launched((operator,), ("vectorized_elementwise_kernel",), 1))
 
 
 def test_gluon_is_proved_by_its_kernel():
-    proof.prove("gluon", proof.Launched((), ("attention_step5",), 1))
+    proof.prove("gluon", Launched((), ("attention_step5",), 1))
     with pytest.raises(WrongRun, match="gluon was asked for"):
-        proof.prove("gluon", proof.Launched((), (FLASH_KERNEL,), 1))
+        proof.prove("gluon", Launched((), (FLASH_KERNEL,), 1))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,7 @@ def test_gluon_is_proved_by_its_kernel():
     ],
 )
 def test_compiled_flexattention_is_proved_by_its_kernel(kernels, ran):
-    target, launched = TARGETS[FLEX], proof.Launched((), kernels, len(kernels))
+    target, launched = TARGETS[FLEX], Launched((), kernels, len(kernels))
     other = {"compiled": "eager", "eager": "compiled"}[ran]
     assert target.prove(None, "optimized", Built(None, ran), launched) == ran
     with pytest.raises(WrongRun, match=f"that is {ran}"):
@@ -175,11 +177,11 @@ def test_compiled_flexattention_is_proved_by_its_kernel(kernels, ran):
 def test_the_backend_that_ran_is_proved_not_believed():
     workload = Workload(1, 2, 32, 16, "fp32")
     q, k, v = (torch.randn(workload.shape) for _ in range(3))
-    flash = proof.launched_by(prepare(q, k, v, backend="flash"))
-    math = proof.launched_by(prepare(q, k, v, backend="math"))
+    flash = profile_launches(prepare(q, k, v, backend="flash"))
+    math = profile_launches(prepare(q, k, v, backend="math"))
     assert proof.sdpa_backend(flash) == "flash" and proof.sdpa_backend(math) == "math"
     proof.prove("flash", flash)
     with pytest.raises(WrongRun, match="flash was asked for and math ran"):
         proof.prove("flash", math)
     with pytest.raises(WrongRun, match="0 SDPA backends"):
-        proof.sdpa_backend(proof.launched_by(lambda: q + 1))
+        proof.sdpa_backend(profile_launches(lambda: q + 1))

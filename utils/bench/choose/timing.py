@@ -48,12 +48,14 @@ from utils.bench.choose.correctness import largest_error, references_of
 from utils.bench.documents import Schema, utc_now, write_json
 from utils.bench.errors import BenchError, Refused, VerificationError, WrongRun, first_line
 from utils.bench.targets import sdpa
-from utils.bench.targets.proof import launched_by, prove
+from utils.bench.targets.proof import prove
 from utils.bench.targets.sdpa import BACKENDS as SDPA_BACKENDS
 from utils.bench.targets.sdpa import SdpaWorkload
+from utils.bench.workload import free_bytes
 from utils.benchmark.measuring import measure_together
+from utils.benchmark.profiling import launched as profile_launches
 from utils.benchmark.result import Measurement
-from utils.machine.environment import available_memory_bytes, environment, gpu_state
+from utils.machine.environment import environment, gpu_state
 
 GRID = Schema("labs-sdpa-grid", 1, ("status", "environment", "method", "sessions", "rows"))
 ROW_FIELDS = {"set", "kind", "label", "backend", "status", "default"}
@@ -111,13 +113,6 @@ def _call(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs) -> tuple[Calla
     return sdpa.bind(workload, name, inputs), ""
 
 
-def _free_bytes(device: torch.device) -> float:
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    return available_memory_bytes() or math.inf
-
-
 def bare_name(kernel: str) -> str:
     """Return a kernel's name without its template and call arguments, which can fill a page."""
     name, letters, depth = kernel.removeprefix("void ").replace("(anonymous namespace)::", ""), [], 0
@@ -142,7 +137,7 @@ def _first_call(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs) -> tuple
 
 def _proof(workload: SdpaWorkload, name: str, call: Callable) -> dict:
     """Prove that the provider's own kernels ran, and name them."""
-    launched = launched_by(call)
+    launched = profile_launches(call)
     prove(name, launched, workload.direction)
     operators = [operator for operator in launched.operators if "::_scaled_dot" in operator or "::_soft" in operator]
     kernels = dict.fromkeys(bare_name(kernel) for kernel in launched.kernels or operators)
@@ -152,7 +147,7 @@ def _proof(workload: SdpaWorkload, name: str, call: Callable) -> dict:
 def _check_provider(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs, references: list, row: dict) -> Callable:
     """Make a provider's call, verify and prove it, and fill its row; raises if it must not be timed."""
     device = inputs.q.device
-    needed, free = workload.bytes_needed(3.0 if name == "math" else 0.0), _free_bytes(device)
+    needed, free = workload.bytes_needed(3.0 if name == "math" else 0.0), free_bytes(device)
     if needed > free:
         raise MemoryError(f"it needs about {needed / 1e9:.3g} GB and {free / 1e9:.3g} GB are free: not tried.")
     call, first_ms = _first_call(workload, name, inputs)
@@ -180,7 +175,7 @@ def _prepare(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs, references:
 
 def default_backend(workload: SdpaWorkload, inputs: sdpa.Inputs) -> str:
     """Return the backend that torch picks when nothing is pinned, by the operators that the call launches."""
-    return prove("auto", launched_by(sdpa.bind(workload, "auto", inputs)), workload.direction)
+    return prove("auto", profile_launches(sdpa.bind(workload, "auto", inputs)), workload.direction)
 
 
 def _time_calls(calls: Mapping[str, Callable], device: torch.device, samples: int) -> dict[str, Measurement]:

@@ -10,8 +10,8 @@ import torch
 
 from utils.bench.errors import BenchError
 from utils.bench.knobs import Knob, Setting
-from utils.bench.targets.proof import Launched
 from utils.bench.workload import DTYPES, MASKS, Workload, make_inputs, reference
+from utils.benchmark.profiling import Launched
 from utils.machine.device import Support, compute_capability
 
 SIDES = ("baseline", "optimized")

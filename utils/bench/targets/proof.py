@@ -3,40 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from utils.attention import find_backend
 from utils.attention.backends.sdpa import BACKWARD_OPERATORS, FORWARD_OPERATORS, MATH_BACKWARD, PINS
 from utils.bench.errors import WrongRun
+from utils.benchmark.profiling import Launched
 
 # Records, flags and targets call torch's own choice of SDPA backend "auto"; `attention` calls it "sdpa".
 BACKEND_OF = {"auto": "sdpa"}
-
-
-@dataclass(frozen=True)
-class Launched:
-    """The operators that one call launched, as the CPU saw them, and its kernels on the GPU (none on a CPU)."""
-
-    operators: tuple[str, ...]
-    kernels: tuple[str, ...]
-    launches: int = 0  # kernels, copies and fills that the GPU ran, repeats counted
-
-    @property
-    def shown(self) -> tuple[str, ...]:
-        """The kernels, or on a CPU the operators."""
-        return self.kernels or self.operators
-
-
-def launched_by(fn: Callable[[], object]) -> Launched:
-    """Profile one call of a warm function."""
-    from utils.benchmark.profiling import profile, read_trace
-
-    events = read_trace(profile(fn, steps=1, warmup=1))
-    # Compiled regions on a CPU are no operators of torch's, but they say more than the operators around them.
-    operators = [e.name for e in events if e.category == "cpu_op" or "CompiledFxGraph" in e.name]
-    kernels = [e.name for e in events if e.on_gpu]
-    return Launched(tuple(dict.fromkeys(operators)), tuple(dict.fromkeys(kernels)), len(kernels))
 
 
 def _single(names: list[str], launched: Launched) -> str:

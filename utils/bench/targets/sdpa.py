@@ -6,7 +6,7 @@ The target `labs/cudnn_sdpa_bench` and `labs bench choose` time the same calls; 
     inputs = make_inputs(workload, device, seed=0)             # q, k, v and the gradient of the output
     why_not(workload, "efficient", inputs)                     # torch's reason in words, or ""
     call = bind(workload, "cudnn", inputs)                     # the call to time: attention and nothing else
-    prove("cudnn", launched_by(call), workload.direction)      # raises unless cuDNN's kernels ran (`proof.py`)
+    prove("cudnn", launched(call), workload.direction)      # raises unless cuDNN's kernels ran (`proof.py`)
 """
 
 from __future__ import annotations
