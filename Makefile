@@ -11,10 +11,10 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$python && break; \
 	done)
 
-.PHONY: help env lab test test-slow test-gpu test-class labs lint lock clean
+.PHONY: help env lab test test-slow test-gpu test-class test-versions labs lint lock clean
 
 help: ## list the verbs
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 	@echo "  LAB=lab3_gluon chooses a lab; PYTHON=/path/to/python3.12 chooses a Python."
 
 env: ## create the environment in .venv, or leave it if it is current
@@ -43,6 +43,9 @@ test-gpu: env ## run the tests that need an NVIDIA GPU
 
 test-class: env ## grade 300 submissions, faults among them (many minutes)
 	@$(PYTEST) -m overnight --timeout=3600
+
+test-versions: env ## run quick tests and compile the kernels with the oldest and the newest torch and Triton (half an hour)
+	@"$(VENV)/bin/python" -m tools.versions
 
 labs: env ## build the notebooks from instructor/labs
 	@"$(VENV)/bin/labs" build

@@ -5,6 +5,10 @@ Each name is loaded from its module when it is first used, so `import utils` cos
 
 from importlib import import_module
 
+from utils.machine.versions import warn_of_untested_versions
+
+warn_of_untested_versions()
+
 _MODULE_OF = {
     # facts and roofs
     "GEMMA_CONFIG": "config",

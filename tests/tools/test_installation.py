@@ -46,9 +46,13 @@ def test_every_range_has_an_upper_bound_where_the_labs_depend_on_behaviour():
 
 @pytest.mark.parametrize(
     ("torch", "triton", "transformers", "python"),
-    [("2.11.0+cu130", "3.6.0", "5.17.0", "3.12"), ("2.13.0+cpu", "3.7.1", "5.23.0", "3.11")],
+    [
+        ("2.11.0+cu130", "3.6.0", "5.17.0", "3.12"),
+        ("2.13.0+cpu", "3.7.1", "5.23.0", "3.11"),
+        ("2.15.0+cu132", "3.9.0", "5.23.0", "3.11"),
+    ],
 )
-def test_both_tested_machines_fit_the_ranges(torch, triton, transformers, python):
+def test_all_tested_machines_fit_the_ranges(torch, triton, transformers, python):
     ranges = {environment.requirement_name(line): line for line in PROJECT["dependencies"]}
     assert environment.fits(torch, ranges["torch"])
     assert environment.fits(triton, ranges["triton"])
@@ -56,9 +60,9 @@ def test_both_tested_machines_fit_the_ranges(torch, triton, transformers, python
     assert environment.fits(python, PROJECT["requires-python"])
 
 
-@pytest.mark.parametrize("version", ["2.10.1", "2.14.0", "2.14.0.dev20261101+cu130", "3.0"])
+@pytest.mark.parametrize("version", ["2.10.1", "2.16.0", "2.16.0.dev20261101+cu132", "3.0"])
 def test_a_torch_outside_the_range_does_not_fit(version):
-    assert not environment.fits(version, "torch>=2.11,<2.14")
+    assert not environment.fits(version, "torch>=2.11,<2.16")
 
 
 def test_constraints_pin_one_version_inside_each_range():
@@ -151,7 +155,7 @@ def test_a_host_torch_that_does_not_fit_is_left_alone(tmp_path):
     python = fake_host(tmp_path, torch="2.9.0+cu128", triton="3.5.0")
     folder, names, sentence = environment.host_packages(str(python), PROJECT)
     assert folder is None and names == set()
-    assert "2.9.0+cu128" in sentence and "torch>=2.11,<2.14" in sentence
+    assert "2.9.0+cu128" in sentence and "torch>=2.11,<2.16" in sentence
 
 
 def fake_host(folder: Path, **versions: str) -> Path:

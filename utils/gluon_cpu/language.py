@@ -8,6 +8,8 @@ import numpy as np
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._layouts import AutoLayout
 
+from utils.machine import versions
+
 from . import context, layouts, memory
 from .aggregates import flatten
 from .context import refuse
@@ -355,7 +357,7 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
         refuse("kernel", f"warp_specialize: {len(pairs) - 1} workers but {len(warps)} warp counts.")
     if worker_num_regs is not None and len(worker_num_regs) != len(warps):
         refuse("kernel", f"warp_specialize: {len(warps)} workers but {len(worker_num_regs)} register counts.")
-    if worker_num_regs is None and _triton_version() < (3, 7):
+    if worker_num_regs is None and versions.workers_need_register_counts():
         refuse("kernel", "warp_specialize: Triton 3.6 needs worker_num_regs, a register count for each worker.")
     for n in warps:
         if n < 1 or n & (n - 1):
@@ -371,10 +373,3 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
     program = context.program()
     calls = [(label, lambda f=f, a=tuple(a): program.call(f, *a)) for label, (f, a) in zip(labels, pairs, strict=True)]
     return program.warp_specialize(calls, warps)
-
-
-def _triton_version() -> tuple[int, int]:
-    import triton
-
-    major, minor = triton.__version__.split(".")[:2]
-    return int(major), int(minor)

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from utils.machine import versions
+
 HOPPER = ("cuda", 90, 32)  # Triton's name for sm_90a: backend, architecture, threads of a warp
 
 
@@ -68,7 +70,8 @@ def read_assembly(compiled, name: str) -> Assembly:
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernel.ptx"
         ptx.write_text(compiled.asm["ptx"])
-        ptxas = _tool("ptxas", "-v", "--gpu-name=sm_90a", ptx, "-o", Path(folder) / "again.cubin")
+        command = [*versions.ptxas_command(), str(ptx), "-o", str(Path(folder) / "again.cubin")]
+        ptxas = subprocess.run(command, capture_output=True, text=True, check=True)
     report = ptxas.stdout + ptxas.stderr
 
     def total(pattern: str) -> int:

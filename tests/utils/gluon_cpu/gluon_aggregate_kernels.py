@@ -7,10 +7,13 @@ BUG names the mistake to plant; the kernel is correct with BUG="".
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.language.core import _aggregate as aggregate
 
-tma_load = gl.constexpr(getattr(tma, "async_load", None) or tma.async_copy_global_to_shared)
-tma_store = gl.constexpr(getattr(tma, "async_store", None) or tma.async_copy_shared_to_global)
+from utils.machine.versions import adopt_newest_gluon_names
+
+adopt_newest_gluon_names()
+aggregate = gluon.aggregate
+tma_load = gl.constexpr(tma.async_load)
+tma_store = gl.constexpr(tma.async_store)
 
 
 @aggregate

@@ -2,8 +2,13 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from utils.machine.versions import adopt_newest_gluon_names
+
+adopt_newest_gluon_names()
+aggregate = gluon.aggregate
 
 
 @aggregate
@@ -114,3 +119,28 @@ def count_bank_conflicts(y_ptr, shared: gl.constexpr):
     x = gl.full([32, 32], 1.0, gl.float32, columns)
     a.store(x)
     gl.store(y_ptr, gl.bank_conflicts(x.type, a.type))
+
+
+@gluon.jit
+def old_cp_async(x_ptr, y_ptr):
+    """One tile by the name that cp.async had before Triton 3.8."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
+    at = gl.arange(0, 64, layout)
+    tile = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    async_copy.async_copy_global_to_shared(tile, x_ptr + at)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    gl.store(y_ptr + at, tile.load(layout))
+
+
+@gluon.jit
+def old_tma(x_desc, y_ptr):
+    """One tile by the name that a TMA load had before Triton 3.8."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 2], [1, 0])
+    tile = gl.allocate_shared_memory(gl.float32, x_desc.block_type.shape, x_desc.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, x_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(x_desc, [0, 0], bar, tile)
+    mbarrier.wait(bar, 0)
+    gl.store(y_ptr + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :], tile.load(layout))
