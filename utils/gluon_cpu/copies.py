@@ -115,8 +115,11 @@ def tma_store(tensor_desc, coord, src, cache_policy=None) -> None:
 
 
 @known(of=(hopper.tma,))
-def store_wait(pendings) -> None:
-    """Wait until all but the last `pendings` stores of this partition have read their buffers."""
+def store_wait(pendings, read_only=True) -> None:
+    """Wait until all but the last `pendings` stores of this partition have read their buffers.
+
+    What a store writes is visible to all at once here, so `read_only=False` waits for nothing more.
+    """
     pendings = constant(pendings, "store_wait's pendings")
     program = context.program()
     program.reschedule()

@@ -173,15 +173,20 @@ ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 def _divide(a, b, mod: bool):
-    """C's integer division, which rounds to zero, or its remainder."""
+    """C's integer division, which rounds to zero, or its remainder.
+
+    A GPU does not stop at a division by zero: the quotient has all bits set, the remainder is the dividend. Correct kernels
+    do this where they compute the place of a tile behind the last one and then don't use it.
+    """
     if not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray):
         if b == 0:
-            refuse("kernel", "Integer division by zero.")
+            return a if mod else -1
         quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
         return a - quotient * b if mod else quotient
+    safe = np.where(b == 0, 1, b)
     if mod:
-        return np.fmod(a, b)
-    return (np.abs(a) // np.abs(b)) * (np.sign(a) * np.sign(b))
+        return np.where(b == 0, a, np.fmod(a, safe))
+    return np.where(b == 0, -1, (np.abs(a) // np.abs(safe)) * (np.sign(a) * np.sign(safe)))
 
 
 def operand_type(op: str, a, b):
