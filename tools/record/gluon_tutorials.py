@@ -131,7 +131,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="python/tutorials/gluon of a checkout of Triton")
     options = parser.parse_args()
     if not (options.folder / "01-intro.py").is_file():
-        parser.error(f"{options.folder} has no 01-intro.py; give the folder python/tutorials/gluon of a checkout of Triton.")
+        parser.error(
+            f"{options.folder} has no 01-intro.py; give the folder python/tutorials/gluon of a checkout of Triton."
+        )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(options.folder))
     pretend_hopper()

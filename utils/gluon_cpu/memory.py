@@ -171,6 +171,25 @@ class MemDesc:
             refuse("unknown operation", f"{text}. Reshape before .permute or .slice.")
         return self._view(view, written, layout, self.suffix)
 
+    def _reinterpret(self, dtype=None, shape=None, layout=None) -> MemDesc:
+        """Return the start of the same memory with another shape and layout: how a kernel uses a free slot again.
+
+        What is read through one layout must have been written through it. The simulator keeps values by their place in
+        the tile, not by their address, so another dtype is refused.
+        """
+        shape = list(self.shape) if shape is None else constants(shape, "_reinterpret's shape")
+        layout = self.layout if layout is None else layout
+        if dtype is not None and dtype.name != self.dtype.name:
+            text = f"gluon_cpu cannot read {self.label}, {self.dtype}, as {dtype}"
+            refuse("unknown operation", f"{text}; allocate memory of that type instead.")
+        size = math.prod(shape)
+        if size > self.view.size or not self.view.flags.c_contiguous:
+            text = f"{self.label} has {self.view.size} elements that lie in order"
+            refuse("layout", f"_reinterpret: {text}; {shape} needs {size}.")
+        layouts.check_shared(layout, self.dtype, shape)
+        view, written = (array.reshape(-1)[:size].reshape(shape) for array in (self.view, self.written))
+        return self._view(view, written, layout, f"{self.suffix} as {shape}")
+
     def _view(self, view, written, layout, suffix, alloc_shape=None) -> MemDesc:
         subview = MemDesc(self.allocation, view, written, layout, suffix, alloc_shape)
         subview.outside = self.outside

@@ -232,3 +232,31 @@ def misuse(y_ptr, WRONG: gl.constexpr):
 @gluon.jit
 def no_work(pair):
     pass
+
+
+if hasattr(gl, "aggregate_replace"):  # Triton 3.8 and later
+
+    @aggregate
+    class Place:
+        """No constructor: Triton makes one from the fields."""
+
+        row: gl.tensor
+        column: gl.tensor
+        WIDTH: gl.constexpr = gl.constexpr(8)
+
+        @gluon.jit
+        def at(self):
+            return self.row * self.WIDTH + self.column
+
+    @gluon.jit
+    def generated_constructors(y_ptr):
+        first = Place(gl.to_tensor(1), column=gl.to_tensor(2))
+        second = gl.aggregate_replace(first, row=gl.to_tensor(3))
+        third = Place(first.row, first.column, 16)
+        gl.store(y_ptr, first.at())
+        gl.store(y_ptr + 1, second.at())
+        gl.store(y_ptr + 2, third.at())
+
+    @gluon.jit
+    def field_left_out(y_ptr):
+        gl.store(y_ptr, Place(gl.to_tensor(1)).at())

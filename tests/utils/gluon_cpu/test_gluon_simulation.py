@@ -213,6 +213,21 @@ def test_names_that_triton_removed_are_refused_as_triton_refuses_them(kernel):
                 kernel[(1,)](source, y, num_warps=2)
 
 
+def test_a_division_by_zero_is_no_error_as_on_a_gpu():
+    y = torch.zeros(128, dtype=torch.int32)
+    with gluon_cpu.simulate():
+        small.tile_behind_the_last[(1,)](y, 7, 8)
+    assert y[64:].tolist() == [7 - 1] * 64  # the remainder is the dividend, all bits of the quotient are set
+    assert y[:64].tolist() == list(range(64))
+
+
+def test_a_slot_is_used_again_with_another_shape():
+    x, y = torch.randn(8, 128), torch.zeros(8, 128)
+    with gluon_cpu.simulate():
+        small.slot_used_again[(1,)](x, y)
+    assert torch.equal(x, y)
+
+
 # ---- kernels of this project ----------------------------------------------------------------------------------------
 
 
