@@ -47,6 +47,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
 
+from utils.kernels.handle import Handle
+
 # Triton 3.8 renamed the two TMA copies; later versions export the decorator.
 tma_load = gl.constexpr(getattr(tma, "async_load", None) or tma.async_copy_global_to_shared)
 tma_store = gl.constexpr(getattr(tma, "async_store", None) or tma.async_copy_shared_to_global)
@@ -319,16 +321,22 @@ def _operand(label: str, x: torch.Tensor, block: list[int]) -> tuple[TensorDescr
 
 def gemm(a: torch.Tensor, b: torch.Tensor, config: Config | None = None) -> torch.Tensor:
     """C (M, N) = A (M, K) @ B (K, N): fp16 or bf16, each row- or column-major. The caller has checked them."""
+    return gemm_and_handle(a, b, config)[0]
+
+
+def gemm_and_handle(
+    a: torch.Tensor, b: torch.Tensor, config: Config | None = None
+) -> tuple[torch.Tensor, Handle | None]:
+    """Return C, and the launch, to be repeated on (a, b, c, c) like these; None if nothing was launched."""
     c = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
     if not c.numel():
-        return c
+        return c, None
     if a.shape[1] == 0:
-        return c.zero_()
-    launch(a, b, c, config)
-    return c
+        return c.zero_(), None
+    return c, launch(a, b, c, config)
 
 
-def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | None = None) -> None:
+def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | None = None) -> Handle | None:
     """Start the kernel: one block an SM, or a tile where there are fewer. c is contiguous, nothing is empty."""
     (m, k), n = a.shape, b.shape[1]
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
@@ -339,10 +347,13 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
     piece = [config.block_m // 2, config.block_n // config.pieces]
     c_desc = TensorDescriptor(c, [m, n], [n, 1], piece, _layout(piece)) if by_tma else a_desc
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+    grid, tensors = (min(sms, tiles),), (a_desc, b_desc, c_desc, c)
+    rest = (m, n, k, config, a_column_major, b_column_major, by_tma)
     with torch.cuda.device(a.device):
-        gemm_kernel[(min(sms, tiles),)](
-            a_desc, b_desc, c_desc, c, m, n, k, config, a_column_major, b_column_major, by_tma, num_warps=4
-        )
+        compiled = gemm_kernel[grid](*tensors, *rest, num_warps=4)
+    if compiled is None or not a.is_cuda:  # in a process that only simulates kernels
+        return None
+    return Handle(compiled, grid, tensors, rest, a.device.index)
 
 
 def compile_for_hopper(
