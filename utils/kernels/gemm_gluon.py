@@ -345,7 +345,7 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
     b_desc, b_column_major = _operand("B", b, [config.block_k, config.block_n])
     by_tma = n % 8 == 0 and c.data_ptr() % 16 == 0
     piece = [config.block_m // 2, config.block_n // config.pieces]
-    c_desc = TensorDescriptor(c, [m, n], [n, 1], piece, _layout(piece)) if by_tma else a_desc
+    c_desc = TensorDescriptor(c, [m, n], [c.stride(0), 1], piece, _layout(piece)) if by_tma else a_desc
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
     grid, tensors = (min(sms, tiles),), (a_desc, b_desc, c_desc, c)
     rest = (m, n, k, config, a_column_major, b_column_major, by_tma)
