@@ -13,6 +13,8 @@ from utils.benchmark.profiling import launched as profile_launches
 CPU = torch.device("cpu")
 FLEX, CUTE = "labs/flexattention:flex_attention", "labs/flexattention:flex_attention_cute"
 GLUON = "labs/flashattention_gluon:flashattention_gluon"
+HOST = "labs/host_time:attention_call"
+SUITES = ("sdpa", "flash_attn", "gluon", "fa3", "cute", "flex", "flex_flash", "triton")
 SDPA = "labs/cudnn_sdpa_bench:flash_sdp"
 
 
@@ -22,13 +24,7 @@ def one_case(target, extra="", environ=None, device=CPU):
 
 
 def test_documented_names():
-    assert set(TARGETS) == {
-        FLEX,
-        CUTE,
-        SDPA,
-        GLUON,
-        *(f"attention_suite:{one}" for one in ("sdpa", "flash_attn", "gluon", "cute", "flex", "flex_flash", "triton")),
-    }
+    assert set(TARGETS) == {FLEX, CUTE, SDPA, GLUON, HOST, *(f"attention_suite:{one}" for one in SUITES)}
     ((target, sides),) = read_name("labs/flashattention_gluon:baseline_flashattention_gluon")
     assert (target.workload, sides) == ("flashattention_gluon", ("baseline",))
     assert read_name("labs.flashattention_gluon.optimized_flashattention_gluon")[0][1] == ("optimized",)

@@ -232,23 +232,33 @@ def test_a_slot_is_used_again_with_another_shape():
 
 
 @pytest.mark.parametrize("columns", [104, 101])
-@pytest.mark.parametrize("seed", [None, 1])
-def test_warp_specialized_gemm(seed, columns):
+@pytest.mark.parametrize("seed, split", [(None, 1), (1, 1), (None, 4)])
+@pytest.mark.parametrize("consumers", [1, 2])
+def test_warp_specialized_gemm(seed, split, columns, consumers):
     from utils.kernels import gemm_gluon
 
-    m, n, k = 200, columns, 136
+    if consumers == 1 and seed is not None:
+        pytest.skip("one order of the threads is enough for one consumer")
+    m, n, k = 200, columns, 280
     a, b = torch.randn(m, k).half(), torch.randn(n, k).half().T
     c = torch.full((m, n), float("nan")).half()
-    a_desc, a_turned = gemm_gluon._operand("A", a, [128, 64])
+    config = gemm_gluon.Config(64 * consumers, 64, consumers, stages=3, pieces=2, split=split)
+    a_desc, a_turned = gemm_gluon._operand("A", a, [64, 64])
     b_desc, b_turned = gemm_gluon._operand("B", b, [64, 64])
-    by_tma, config = n % 8 == 0, gemm_gluon.Config(128, 64, stages=3, pieces=2)
+    by_tma = n % 8 == 0
     c_desc = descriptor(c, [64, 32]) if by_tma else a_desc
+    whole, rest = gemm_gluon.parts_of(m, n, config, 3)
+    assert (rest > 0) == (split > 1)
+    sums = torch.full((max(1, rest * split * config.block_m * 64),), float("nan"))
+    counters = torch.zeros(max(1, rest * consumers), dtype=torch.int32)
     with gluon_cpu.simulate(seed=seed) as run:
         gemm_gluon.gemm_kernel[(3,)](
-            a_desc, b_desc, c_desc, c, m, n, k, config, a_turned, b_turned, by_tma, num_warps=4
+            *(a_desc, b_desc, c_desc, c, sums, counters, m, n, k, whole, config, a_turned, b_turned, by_tma),
+            num_warps=4,
         )
     want = a.double() @ b.double()
     assert run.ok and (c.double() - want).abs().max() < 2e-3 * want.abs().max()
+    assert not counters.any()
 
 
 LADDER = "utils.attention.gluon.launch"

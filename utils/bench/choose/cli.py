@@ -145,7 +145,7 @@ def _show_choices(document: dict, choices: Path) -> None:
     if held := summary(document)["held_out"]:
         typer.echo(held_out_sentence(held))
     typer.echo(
-        f'attention(provider="auto") uses them after use_choices({str(choices)!r}), or with '
+        f'attention(backend="auto") uses them after use_choices({str(choices)!r}), or with '
         f"LABS_ATTENTION_CHOICES={choices}."
     )
 
