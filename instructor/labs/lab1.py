@@ -205,8 +205,11 @@ hidden.gemm_naive(gemm_naive).raise_if_wrong()
 #   tile, broadcast, is an *outer product*; add up `tile_k` of them. Library products are forbidden as before.
 # - Every size must work: matrices that the tiles do not divide, tiles larger than the matrix, tiles that are not
 #   square. The tiles at the edge are smaller.
-# - No operation may work on more than one tile: its result has at most `tile_m * tile_n * tile_k` elements. Only
-#   allocating and returning $C$ is exempt.
+# - No arithmetic may work on more than one tile: its result has at most `tile_m * tile_n * tile_k` elements. (Views, copies
+#   and conversions of whole matrices, and allocating $C$, are no arithmetic.)
+# - **Accumulate in float32**, or wider, whatever the dtype of `a` and `b`, and round once, when a tile of $C$ is done. A
+#   bf16 number has 8 significant bits: once the sum is 256 times a new product, adding that product changes nothing.
+#   Tensor cores and every library do the same: narrow inputs, wide accumulator.
 # - Same rule as before for shape, dtype and device of the result.
 
 # %% nbgrader={"grade_id": "q1_2", "solution": true}
@@ -222,7 +225,7 @@ def gemm_tiled(
         rows = slice(i, min(i + tile_m, m_size))
         for j in range(0, n_size, tile_n):
             cols = slice(j, min(j + tile_n, n_size))
-            accumulator = torch.zeros(rows.stop - i, cols.stop - j, dtype=a.dtype, device=a.device)
+            accumulator = torch.zeros(rows.stop - i, cols.stop - j, dtype=torch.float32, device=a.device)
             for k in range(0, k_size, tile_k):
                 a_tile = a[rows, k : k + tile_k]
                 b_tile = b[k : k + tile_k, cols]
@@ -999,7 +1002,7 @@ def check_attention_cost(attention_macs_flops_bytes):
 check_attention_cost(attention_macs_flops_bytes).raise_if_wrong()
 ### BEGIN HIDDEN TESTS
 from instructor.checks import lab1 as hidden
-hidden.attention_cost(attention_macs_flops_bytes).raise_if_wrong()
+hidden.attention_cost(attention_macs_flops_bytes, lambda *place: attended_pairs(*place)).raise_if_wrong()
 ### END HIDDEN TESTS
 
 # %% [markdown]

@@ -40,13 +40,13 @@ def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
     up = lambda size, tile: -(-size // tile) * tile
     a = F.pad(a, (0, up(k, tile_k) - k, 0, up(m, tile_m) - m))
     b = F.pad(b, (0, up(n, tile_n) - n, 0, up(k, tile_k) - k))
-    c = a.new_zeros(a.shape[0], b.shape[1])
+    c = torch.zeros(a.shape[0], b.shape[1], device=a.device)
     for i in range(0, a.shape[0], tile_m):
         for j in range(0, b.shape[1], tile_n):
             for p in range(0, a.shape[1], tile_k):
                 x, y = a[i:i + tile_m, p:p + tile_k], b[p:p + tile_k, j:j + tile_n]
                 c[i:i + tile_m, j:j + tile_n] += (x.unsqueeze(2) * y.unsqueeze(0)).sum(dim=1)
-    return c[:m, :n]
+    return c[:m, :n].to(a.dtype)
 """,
     ),
     (
