@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from utils.checking import expect_number
 from utils.checking.sizes import ARITHMETIC as ARITHMETIC
 from utils.checking.sizes import SizeWatch as SizeWatch
+from utils.checking.sizes import expect_follows_device as expect_follows_device
 from utils.checking.sizes import poisoned_memory as poisoned_memory
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
@@ -110,41 +110,6 @@ def expect_counts(
     for i, unit in enumerate(units):
         known = {hint: numbers[i] for hint, numbers in (mistakes or {}).items()}
         expect_value(got[i], expected[i], unit, f"{what}[{i}]", known)
-
-
-class _ScalarsOfNothing(TorchFunctionMode):
-    """Answers 1.0 when a value of a meta tensor is read; such a tensor has no values."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "__name__", "") in ("item", "__float__"):
-            return 1.0
-        return func(*args, **(kwargs or {}))
-
-
-def expect_follows_device(function: Callable[..., torch.Tensor], *shapes: tuple[int, ...], what: str) -> None:
-    """Assert that the result is on the device of the inputs, with inputs on a device that is not the default one.
-
-    That device is "meta": tensors with shapes and without values, which every machine has. A function that needs values of
-    its inputs, for example to branch on them, cannot run there and is not judged.
-
-    Args:
-        function: the answer.
-        *shapes: shapes of its inputs.
-        what: name of the answer, the subject of the message.
-    """
-    inputs = [torch.empty(*shape, device="meta") for shape in shapes]
-    hint = "Create tensors with device=a.device (the device of the input): on a GPU they must not land on the CPU."
-    try:
-        with _ScalarsOfNothing():
-            result = function(*inputs)
-    except RuntimeError as error:
-        if "same device" in str(error) or "devices" in str(error):
-            raise AssertionError(f"{what} mixes devices when its inputs are not on the CPU. {hint}") from None
-        return
-    except Exception:
-        return
-    if isinstance(result, torch.Tensor) and result.device.type != "meta":
-        raise AssertionError(f"{what} should be on its inputs' device, and is on the {result.device.type}. {hint}")
 
 
 def expect_unchanged(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor], what: str) -> None:

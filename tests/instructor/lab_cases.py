@@ -5,7 +5,9 @@ nbgrader gives to whole notebooks. What concerns one lab only is in the test fil
 """
 
 import ast
+import contextlib
 import importlib
+import io
 import re
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,7 +17,8 @@ import nbformat
 
 from instructor.build import Built
 from instructor.course import Score, answered_notebook
-from utils.checking import Verdict
+from utils.checking import AnswerNeeded, Verdict
+from utils.checking import WrongAnswer as VisibleRefusal
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,18 @@ def replaced_once(text: str, old: str, new: str) -> str:
 def verdicts_on(calls: dict[str, str], names: dict, checks: ModuleType) -> dict[str, Verdict]:
     """Run the hidden checks on the answers among `names`: {id of a test cell: Verdict}."""
     return {cell: eval(call, {**names, "hidden": checks}) for cell, call in calls.items()}
+
+
+def visible_complaints(cells: dict[str, str], names: dict) -> list[str]:
+    """Run students' test cells, {id: source}, and return what they say to answers that they refuse."""
+    found = []
+    for cell, source in cells.items():
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(source, cell, "exec"), names)
+        except (VisibleRefusal, AnswerNeeded) as refusal:
+            found.append(str(refusal))
+    return found
 
 
 def refusals(verdicts: dict[str, Verdict]) -> list[str]:

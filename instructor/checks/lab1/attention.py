@@ -16,8 +16,15 @@ from instructor.checks.common import (
     expect_value,
     poisoned_memory,
 )
-from utils.checking import check, expect_close, forbid, forbid_leaving, watch_operations
-from utils.checking.watching import FUSED_ATTENTION
+from utils.checking import (
+    FUSED_ATTENTION,
+    attention_mistake,
+    check,
+    expect_close,
+    forbid,
+    forbid_leaving,
+    watch_operations,
+)
 
 # What the text names: "softmax and logsumexp of the library, under any name". logaddexp is allowed.
 _SOFTMAX = (r"_?(?:log_)?softmax\w*", r"_?safe_softmax", r"\w*logsumexp\w*", r"logcumsumexp", "softmin")
@@ -31,26 +38,6 @@ def _reference(q, k, v, causal=False):
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
     return (torch.softmax(scores, dim=-1) @ wide[2]).to(q.dtype)
-
-
-def _attention_hint(got, q, k, v, causal) -> str:
-    """Return a hint if the result is that of a known mistake."""
-    if not isinstance(got, torch.Tensor) or got.shape != q.shape:
-        return ""
-    wrong = {
-        "The scores are divided by the square root of the head dimension.": (q * math.sqrt(q.shape[-1]), k, v, causal),
-        "The scores are divided by sqrt(D), not by D.": (q / math.sqrt(q.shape[-1]), k, v, causal),
-        "No mask was asked for.": (q, k, v, True),
-        "A query may not see the keys after it.": (q, k, v, False),
-    }
-    for hint, inputs in wrong.items():
-        if inputs[3] != causal and q.shape[2] != k.shape[2]:
-            continue
-        answer, right = _reference(*inputs), _reference(q, k, v, causal)
-        telling = not torch.allclose(answer, right, rtol=1e-3, atol=1e-4)
-        if telling and torch.allclose(got.to(answer.dtype), answer, rtol=1e-3, atol=1e-4):
-            return hint
-    return ""
 
 
 @check("5.1", "Standard attention")
@@ -69,7 +56,7 @@ def standard_attention(standard_attention, seed=None):
         got = standard_attention(q, k, v)
         what = f"standard_attention of ({b}, {h}, {s}, {d}) in {dtype_name(dtype)}"
         expect_unchanged(copies, (q, k, v), what)
-        hint = _attention_hint(got, q, k, v, causal=False) or "Which dimension is the softmax over?"
+        hint = attention_mistake(got, q, k, v) or "Which dimension is the softmax over?"
         expect_close(got, _reference(q, k, v), rtol=rtol, atol=atol, what=what, hint=hint)
     # Large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
     q, k, v = 20 * draw.normal(1, 1, 6, 64), 20 * draw.normal(1, 1, 6, 64), draw.normal(1, 1, 6, 64)
@@ -213,7 +200,7 @@ def _expect_tiled(function, q, k, v, tile_q, tile_k, causal, rtol, atol, name) -
     with poisoned_memory():
         got = function(q, k, v, tile_q, tile_k)
     expect_unchanged(copies, (q, k, v), what)
-    hint = _attention_hint(got, *copies, causal=causal) or (
+    hint = attention_mistake(got, *copies, causal=causal) or (
         "Look at the rescaling of BOTH the sum and the output, at the tiles at the edges, and at where m, l and O "
         "start."
     )
