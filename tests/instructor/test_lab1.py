@@ -34,6 +34,7 @@ def synchronize(): pass
 class TestLab(EveryLab):
     points = (100, 20)
     by_hand = BY_HAND
+    hinted = True
     wrong_answers, least_mistakes = WRONG_ANSWERS, 25
     least_figures, least_predictions = 6, 10
 

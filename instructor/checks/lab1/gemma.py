@@ -79,7 +79,7 @@ def _attention(batch, query_len, kv_len, config, size, window=None, *, kv_heads=
     return macs, 2 * macs, elements * size
 
 
-def _follows_pairs(got, attended_pairs, place: tuple, args: tuple, size: int) -> bool:
+def _follows_pairs(got, attended_pairs, place: tuple, args: tuple[int, int, int, object], size: int) -> bool:
     """Whether the counts are those of the student's own number of pairs."""
     query_len, kv_len, window = place
     try:
