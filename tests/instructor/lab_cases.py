@@ -17,6 +17,7 @@ import nbformat
 
 from instructor.build import Built
 from instructor.course import Score, answered_notebook
+from instructor.names import bound_names, used_names
 from utils.checking import AnswerNeeded, Verdict
 from utils.checking import WrongAnswer as VisibleRefusal
 
@@ -195,6 +196,24 @@ def assert_missing_answers_stop_only_cells_that_say_so(cells) -> None:
                 problems.append(f"{cell.source.splitlines()[0]}: {name} needs {missing}")
         needs |= {name: required for name in given}
     assert not problems, "\n".join(problems)
+
+
+def assert_no_cell_reads_a_name_of_two_cells(cells) -> None:
+    """Check that a name which one cell leaves for another is given by one cell only: the order of a rerun does not matter."""
+    given: dict[str, set[str]] = {}
+    read: dict[str, str] = {}
+    for cell in cells:
+        if cell.cell_type != "code" or cell.source.startswith("%%") or has_role(cell, "grade"):
+            continue
+        tree = ast.parse(cell.source)
+        plain = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
+        bound = set().union(*(bound_names(node) for node in plain)) if plain else set()
+        for name in used_names(cell.source) - bound_names(tree):
+            read.setdefault(name, cell.source.splitlines()[0])
+        for name in bound:
+            given.setdefault(name, set()).add(cell.id)
+    problems = [f"{name} (read first in {first!r})" for name, first in read.items() if len(given.get(name, ())) > 1]
+    assert not problems, "names that two cells define and another one reads: " + ", ".join(problems)
 
 
 def assert_graded_cells_need_no_plain_cell(cells) -> None:

@@ -1,6 +1,7 @@
 """Lab 1: the model answers pass every check, each wrong answer loses its question, and the notebook runs."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import nbformat
@@ -36,7 +37,21 @@ class TestLab(EveryLab):
     by_hand = BY_HAND
     hinted = True
     wrong_answers, least_mistakes = WRONG_ANSWERS, 25
-    least_figures, least_predictions = 6, 10
+    least_figures, least_predictions = 7, 13
+
+    def test_cells_may_run_again_in_any_order(self, cells):
+        lab_cases.assert_no_cell_reads_a_name_of_two_cells(cells)
+
+    def test_predictions_are_kept(self, lab, cells):
+        """Each guess that is asked for is set beside a measured value."""
+        code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+        asked = re.findall(r'^guesses\["(.+?)"\] = None', code, flags=re.M)
+        shown = re.findall(r'beside_guess\(f?"(.+?)"', code)
+        patterns = [
+            re.escape(text).replace(re.escape("{name}"), ".+").replace(re.escape("{what}"), ".+") for text in shown
+        ]
+        assert len(asked) >= 20
+        assert [text for text in asked if not any(re.fullmatch(pattern, text) for pattern in patterns)] == []
 
 
 def _verdicts(calls, checks, names, file_text=None):
