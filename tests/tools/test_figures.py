@@ -20,6 +20,7 @@ NAMES = [
     "lab4_split_kv",
     "gemm_tiling",
     "memory_hierarchy",
+    "gpu_in_ten_minutes",
     "roofline_anatomy",
     "decoder_layer",
     "kv_cache",

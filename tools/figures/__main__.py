@@ -11,13 +11,14 @@ from tools.figures.attention import decoder_layer, flash_attention, kv_cache
 from tools.figures.drawing import SVG_STYLE, Card
 from tools.figures.flex import blocks, mask_program, pages, paths
 from tools.figures.gluon import ring, specialized, streaming_multiprocessor
-from tools.figures.hardware import gemm_tiling, kernel_fusion, memory_hierarchy, roofline_anatomy
+from tools.figures.hardware import gemm_tiling, gpu_in_ten_minutes, kernel_fusion, memory_hierarchy, roofline_anatomy
 from tools.figures.sdpa import dispatcher, split_kv
 from utils.files import ROOT
 
 FIGURES = {
     "lab4_dispatcher": dispatcher,
     "lab4_split_kv": split_kv,
+    "gpu_in_ten_minutes": gpu_in_ten_minutes,
     "gemm_tiling": gemm_tiling,
     "memory_hierarchy": memory_hierarchy,
     "roofline_anatomy": roofline_anatomy,
