@@ -186,8 +186,20 @@ def prefix_lm(prefix):
         _mod("sliding_window", "window", "(k <= q) & (q - k <= window)"),
         "own key is one",
     ),
-    WrongAnswer("window not causal", "q2_1", _mod("sliding_window", "window", "(q - k).abs() < window"), "causal too", seen="it is causal"),
-    WrongAnswer("prefix and causal", "q2_1", _mod("prefix_lm", "prefix", "(k < prefix) & (k <= q)"), "with |", seen="which of & and |"),
+    WrongAnswer(
+        "window not causal",
+        "q2_1",
+        _mod("sliding_window", "window", "(q - k).abs() < window"),
+        "causal too",
+        seen="it is causal",
+    ),
+    WrongAnswer(
+        "prefix and causal",
+        "q2_1",
+        _mod("prefix_lm", "prefix", "(k < prefix) & (k <= q)"),
+        "with |",
+        seen="which of & and |",
+    ),
     WrongAnswer(
         "a number for a truth value",
         "q2_1",
@@ -944,12 +956,7 @@ def block_sparse_attention(q, k, v, block_mask):
         "may not use",
     ),
     WrongAnswer("partial blocks missing", "q3_3", _walk(visit="full"), ("Partial blocks are missing", "NaN")),
-    WrongAnswer(
-        "result in fp32",
-        "q3_3",
-        _walk().replace("out = torch.zeros_like(q)", "out = torch.zeros_like(q, dtype=torch.float32)"),
-        "dtype",
-    ),
+    WrongAnswer("result in fp32", "q3_3", _walk().replace("return out", "return out.float()"), "dtype"),
     # ---- more of 4 to 8
     WrongAnswer(
         "tanh of the bare score", "q4_1", _score("soft_cap", "cap", "cap * torch.tanh(score)"), "before the tanh"
@@ -1033,7 +1040,8 @@ def prepare_flex(attention, mask_mod, score_mod, length, device, block_size=128)
     block_mask = create_block_mask(mask_mod, None, None, length, length, device=device, BLOCK_SIZE=block_size)
     return lambda q, k, v: attention(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
 """,
-        ("raised", "block mask"),
+        "raised TypeError",
+        seen="no block mask to build",
     ),
     WrongAnswer("causal buckets", "q6_1", _bucket(mask="(k < end) & (k <= q)"), "not causal"),
     WrongAnswer(

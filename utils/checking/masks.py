@@ -12,11 +12,11 @@ import inspect
 from collections.abc import Callable, Mapping
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils.attention.masks import dense_mask
 from utils.attention.masks.score_mods import modify_scores
 from utils.attention.prepared import compiled_versions, own_copy
+from utils.checking.sizes import SizeWatch
 
 Mod = Callable[..., torch.Tensor]
 _NO_VALUE = (
@@ -119,31 +119,17 @@ def expect_rows(
     )
 
 
-class LargestTensor(TorchDispatchMode):
-    """Records the most elements that a tensor of any operator inside has, and the operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.size, self.name = 0, ""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in (*args, *(result if isinstance(result, tuple | list) else (result,))):
-            if isinstance(x, torch.Tensor) and x.numel() > self.size:
-                self.size, self.name = x.numel(), func._schema.name.split("::")[1].rstrip("_")
-        return result
-
-
 def expect_program(mod: Mod, limit: int, what: str, sq: int = 8, sk: int = 8) -> None:
     """Assert that a mod uses no tensor with more than `limit` elements for one pair, so no tensor of pairs."""
     arguments = [torch.tensor(0), torch.tensor(0), torch.tensor(sq - 1), torch.tensor(sk - 1)]
-    with LargestTensor() as largest:
+    with SizeWatch() as watch:
         call_mod(mod, what, *arguments)
     # FlexAttention also evaluates all sequences and heads at once, so no index is a number that Python can read.
     call_mod(torch.vmap(mod), what, *(x.expand(2) for x in arguments))
-    if largest.size > limit:
+    name, size = max(watch.largest.items(), key=lambda item: item[1], default=("", 0))
+    if size > limit:
         raise AssertionError(
-            f"{what} touches a tensor of {largest.size} elements (in {largest.name}) to decide about one pair. It is a "
+            f"{what} touches a tensor of {size} elements (in {name}) to decide about one pair. It is a "
             f"program: it may read tensors with one number a token, {limit} elements at most here, and no tensor of pairs."
         )
 

@@ -413,7 +413,7 @@ def _factor(value: float, expected: float, unit: str) -> str:
                 return (
                     f" It is 10^{3 * power} times too {side}: check the prefix of the unit (k, M, G, T; m for milli)."
                 )
-            if (flop or byte) and near((1024.0 / 1000.0) ** (sign * power)):
+            if (flop or byte or unit[:1] in "kMGT") and near((1024.0 / 1000.0) ** (sign * power)):
                 return " It is off by a power of 1024/1000: G is 10^9 here, not 2^30."
     if flop and near(0.5):
         return " It is half of the right number: a multiply-accumulate (MAC) is one MAC, and two FLOPs."

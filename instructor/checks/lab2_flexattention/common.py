@@ -10,6 +10,7 @@ from utils.attention import reference
 from utils.checking import expect_close
 from utils.checking.masks import Mod, modified, pairs
 
+
 def indices(sq: int, sk: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return index tensors (Sq, 1) and (1, Sk) that broadcast to all pairs."""
     return torch.arange(sq)[:, None], torch.arange(sk)[None, :]
@@ -58,7 +59,7 @@ def attend_densely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torc
 
 def moved_heads(got: torch.Tensor, right: torch.Tensor, rtol: float = 1e-3, atol: float = 1e-4) -> str:
     """Return a hint if `got` has the heads of `right` in another order."""
-    order = []
+    got, order = got.to(right.dtype), []
     for head in range(right.shape[1]):
         others = [head, *range(right.shape[1])]
         came = next((o for o in others if torch.allclose(got[:, head], right[:, o], rtol, atol)), None)
