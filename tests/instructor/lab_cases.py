@@ -32,6 +32,7 @@ class WrongAnswer:
     phrase: str | tuple[str, ...] = ""  # the message contains it, or one of them
     loses: tuple[str, ...] = ()  # empty: the answer's own test cell
     replaces: tuple[tuple[str, str], ...] = ()  # for a cell that writes a file: pairs (old text, found once; new text)
+    seen: str | tuple[str, ...] = ""  # the same of the visible check's message; empty: those of `phrase`
 
     @property
     def lost(self) -> set[str]:

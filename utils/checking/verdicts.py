@@ -406,14 +406,14 @@ def _factor(value: float, expected: float, unit: str) -> str:
 
     if near(-1):
         return " Its sign is wrong."
-    for power in (1, 2, 3, 4):
+    for power in (1, 2, 3, 4) if unit else ():  # a number without a unit has no prefix to mistake
         for sign in (1, -1):
             if near(1000.0 ** (sign * power)):
                 side = "large" if sign > 0 else "small"
                 return (
                     f" It is 10^{3 * power} times too {side}: check the prefix of the unit (k, M, G, T; m for milli)."
                 )
-            if near((1024.0 / 1000.0) ** (sign * power)):
+            if (flop or byte or unit[:1] in "kMGT") and near((1024.0 / 1000.0) ** (sign * power)):
                 return " It is off by a power of 1024/1000: G is 10^9 here, not 2^30."
     if flop and near(0.5):
         return " It is half of the right number: a multiply-accumulate (MAC) is one MAC, and two FLOPs."
