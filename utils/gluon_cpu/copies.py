@@ -149,7 +149,7 @@ class _CpAsync:
 def cp_async(smem, pointer, mask=None, cache_modifier="", eviction_policy="", volatile=False) -> None:
     """Start a copy of elements by their addresses; masked ones become zeros."""
     offsets, keep, layout = addresses(pointer, mask, "cp.async")
-    layouts.check_cp_async(smem, offsets.shape, pointer.dtype.element_ty, layout)
+    layouts.check_cp_async(smem, offsets.shape, pointer.dtype.element_ty, layout, offsets)
     program = context.program()
     program.reschedule()
     p = program.partition
