@@ -152,13 +152,17 @@ def arguments_named(tree: ast.AST) -> set[str]:
 
 
 def answers_required(tree: ast.AST) -> set[str]:
-    """Return the names of the answers that a cell asks for with require_answer."""
+    """Return the names of the answers that a cell asks for with needs or require_answer."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return {call.args[0].value for call in calls if getattr(call.func, "id", "") == "require_answer"}
+    asked = {call.args[0].value for call in calls if getattr(call.func, "id", "") == "require_answer"}
+    for call in calls:
+        if getattr(call.func, "id", "") == "needs":
+            asked |= {keyword.arg for keyword in call.keywords} - {"after", "files"}
+    return asked
 
 
 def assert_missing_answers_stop_only_cells_that_say_so(cells) -> None:
-    """Check that each cell which uses an answer asks for it with require_answer, also where it uses it indirectly."""
+    """Check that each cell which uses an answer asks for it, also where it uses it indirectly."""
     needs, problems = {}, []  # needs: {name: the answers without which it is not defined}
     for cell in cells:
         if cell.cell_type != "code" or cell.source.startswith("%%writefile"):

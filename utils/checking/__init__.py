@@ -8,6 +8,7 @@ from utils.checking.verdicts import (
     expect_close,
     expect_number,
     is_answered,
+    needs,
     quiet_stderr,
     require_answer,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "forbid",
     "forbid_leaving",
     "is_answered",
+    "needs",
     "quiet_stderr",
     "require_answer",
     "watch_operations",

@@ -171,6 +171,38 @@ def require_answer(name: str, value: object, question: str) -> None:
         raise AnswerNeeded(f"This cell needs {_label(question)} ({name}): answer it first.")
 
 
+def needs(own: str = "", /, *, files: dict[str, str] | None = None, after: str = "", **answers: str) -> None:
+    """Stop a cell if an answer or another name that it uses is missing, and say which cell has to run first.
+
+    The build writes this call into the notebooks' cells.
+
+    Args:
+        own: the question that the cell tests; its answers only have to exist, since the test says whether they are
+            written.
+        files: {file that an answer cell writes: its question}.
+        after: names that cells above define, with spaces between them.
+        **answers: {name of an answer: its question, `1.1` or `Bonus 4.5`}.
+    """
+    names = sys._getframe(1).f_globals
+    above = "Run the cells above this one first (menu Run, Run All Above Selected Cell)"
+    lost = [name for name in after.split() if name not in names]
+    if lost:
+        raise AnswerNeeded(f"This cell needs {lost[0]}, which a cell above it defines. {above}.")
+    for name, question in answers.items():
+        if name not in names:
+            raise AnswerNeeded(
+                f"This cell needs {_label(question)} ({name}), and there is no {name}. {above}; if you renamed your "
+                f"answer, call it {name} again."
+            )
+        if question != own:
+            require_answer(name, names[name], question)
+    for name, question in (files or {}).items():
+        if not os.path.exists(name):
+            raise AnswerNeeded(
+                f"This cell needs {_label(question)} ({name}), and there is no such file: run the answer cell that writes it."
+            )
+
+
 def check(question: str, title: str = "") -> Callable[[Callable], Callable[..., Verdict]]:
     """Turn a function into a check, which returns a `Verdict` and never raises for a student's mistake.
 
