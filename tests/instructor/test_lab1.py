@@ -49,9 +49,10 @@ def test_model_answers_pass_with_fresh_inputs(calls, checks, answers, names, see
     assert lab_cases.refusals(verdicts) == []
 
 
-def test_inputs_are_fresh_and_repeatable():
-    assert not torch.equal(Draw(None).normal(9), Draw(None).normal(9))
-    assert torch.equal(Draw(5).normal(9), Draw(5).normal(9))
+def test_inputs_are_repeatable():
+    """The same file gets the same grade each time; other seeds draw other inputs."""
+    assert torch.equal(Draw(None).normal(9), Draw(None).normal(9))
+    assert not torch.equal(Draw(None).normal(9), Draw(5).normal(9))
 
 
 @pytest.mark.parametrize("wrong", WRONG_ANSWERS, ids=lambda wrong: wrong.mistake)

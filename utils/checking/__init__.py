@@ -1,5 +1,6 @@
 """Verdicts on answers, a watch over the operators that an answer runs, and the runs of Gluon kernels that lab 3 checks."""
 
+from utils.checking.sizes import SizeWatch, poisoned_memory
 from utils.checking.verdicts import (
     AnswerNeeded,
     Verdict,
@@ -18,6 +19,7 @@ __all__ = [
     "MATMUL",
     "AnswerNeeded",
     "OperationWatch",
+    "SizeWatch",
     "StudentLine",
     "Verdict",
     "WrongAnswer",
@@ -28,6 +30,7 @@ __all__ = [
     "forbid_leaving",
     "is_answered",
     "needs",
+    "poisoned_memory",
     "quiet_stderr",
     "require_answer",
     "watch_operations",

@@ -30,7 +30,7 @@ import os
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -343,7 +343,14 @@ def _pattern(got: torch.Tensor, expected: torch.Tensor, rtol: float) -> str:
 
 
 def expect_number(
-    got: object, expected: float, rel: float = 0.01, unit: str = "", what: str = "the answer", *, abs_tol: float = 0.0
+    got: object,
+    expected: float,
+    rel: float = 0.01,
+    unit: str = "",
+    what: str = "the answer",
+    *,
+    abs_tol: float = 0.0,
+    mistakes: Mapping[str, float] | None = None,
 ) -> None:
     """Assert that `got` is the number `expected`; a wrong unit or a well-known factor is named.
 
@@ -354,6 +361,7 @@ def expect_number(
         unit: for example `FLOPs`, `bytes`, `ms`
         what: the quantity, in the student's words
         abs_tol: absolute tolerance
+        mistakes: {hint: the number that this mistake leads to}; the hint takes the place of the guesses about factors
     """
     if got is None or got is ...:
         raise AssertionError(f"{what} is not answered yet: it is {got!r}.")
@@ -367,9 +375,16 @@ def expect_number(
     if abs(value - expected) <= max(rel * abs(expected), abs_tol):
         return
     tail = f" {unit}" if unit else ""
-    hint = _factor(value, float(expected), unit)
+    near = max(rel, 1e-9)
+    # Two mistakes may lead to the same number; then the message names both.
+    known = [text for text, number in (mistakes or {}).items() if abs(value - number) <= near * abs(number)]
+    hint = f" {' Or: '.join(known)}" if known else _factor(value, float(expected), unit)
     # Do not say the right number: the message of a visible check would answer the question.
-    raise AssertionError(f"{what} is not {value:.6g}{tail}.{hint}")
+    raise AssertionError(f"{what} is not {_shown(value)}{tail}.{hint}")
+
+
+def _shown(number: float) -> str:
+    return f"{int(number):,}" if number.is_integer() and abs(number) < 1e15 else f"{number:.6g}"
 
 
 def _in(unit: str) -> str:

@@ -420,3 +420,12 @@ def test_bytes_are_named_where_bytes_are_counted(factor, unit):
 def test_zero_is_compared_absolutely():
     expect_number(1e-9, 0, abs_tol=1e-6)
     assert "is not 1" in number_complaint(1, 0)
+
+
+def test_known_mistakes_are_named_without_the_right_number():
+    known = {"The result is written, too.": 160, "Ask dtype.itemsize.": 320}
+    assert number_complaint(160, 240, rel=0, unit="bytes", mistakes=known) == (
+        "the answer is not 160 bytes. The result is written, too."
+    )
+    assert "4 times too large" in number_complaint(960, 240, rel=0, unit="bytes", mistakes=known)
+    expect_number(240, 240, rel=0, mistakes=known)
