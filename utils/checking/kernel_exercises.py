@@ -15,10 +15,12 @@ import ast
 import functools
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from utils.checking.kernel_mistakes import name_mistakes
 from utils.checking.verdicts import AnswerNeeded, expect_close
 from utils.gluon_cpu.compiling import Compiled, CompilerRefusal, Request, compile_kernel, import_file, write_source
 from utils.gluon_cpu.reports import Report, SimulationError
@@ -292,6 +294,7 @@ def expect_kernel(
     seeds: tuple[int | None, ...] = (None,),
     compiles: bool = False,
     hint: str = "",
+    mistakes: Callable[[], dict[str, torch.Tensor]] | None = None,
     max_steps: int = 60_000,
 ) -> Run:
     """Assert that a kernel computes what is expected: in the simulator and, with `compiles`, beyond it.
@@ -305,7 +308,8 @@ def expect_kernel(
         seeds: one simulation each; None is the cost model's own timing, and a number stretches and shrinks times, so
             that a wrong order shows.
         compiles: also ask the compiler for sm_90a, and run on a Hopper GPU if this machine has one.
-        hint: what to look at when the values are wrong.
+        hint: what to look at when the values are wrong, if no known mistake explains them.
+        mistakes: gives {what is wrong: the first output with this mistake}; asked for only when the values are wrong.
         max_steps: calls and loop turns of one program in the simulator.
 
     Returns:
@@ -316,7 +320,17 @@ def expect_kernel(
     def compare(outputs: dict[str, torch.Tensor], where: str) -> None:
         for name, tensor in expected.items():
             what = f"{name} after {launch.kernel}{where}"
-            expect_close(outputs[name], tensor.to(outputs[name].dtype), rtol=rtol, atol=atol, what=what, hint=hint)
+            got, right = outputs[name], tensor.to(outputs[name].dtype)
+            try:
+                expect_close(got, right, rtol=rtol, atol=atol, what=what, hint=hint)
+            except AssertionError as wrong:
+                words = name_mistakes(got, right, mistakes()) if mistakes else []
+                if not words:
+                    raise
+                text = str(wrong).removesuffix(hint).rstrip()
+                raise AssertionError(
+                    f"{text} These are the values of this mistake: {' Or: '.join(words)} {hint}"
+                ) from None
 
     runs: list[Run] = []
     for seed in seeds:
