@@ -183,6 +183,26 @@ def simulate_launch(
         raise AssertionError(f"the simulator stopped {launch.kernel}.\n  {describe(error.report)}") from None
 
 
+def simulate_failure(
+    source: str, launch: Launch, *, seed: int | None = None, model: CostModel | None = None
+) -> tuple[str, Run]:
+    """Run a launch that may fail, and return the report, "" if there is none, with the timeline up to it.
+
+    Args:
+        source: the text of the student's file.
+        launch: the kernel and its arguments.
+        seed: None runs by the cost model's times; a number stretches and shrinks them.
+        model: the cost model.
+    """
+    module = load_kernels(source, launch)
+    with simulate(seed=seed, timeline=True, max_steps=60_000, max_seconds=40.0, model=model) as run:
+        try:
+            launch.run(module, "cpu")
+        except SimulationError as error:
+            return describe(error.report), run
+    return "", run
+
+
 def run_on_gpu(source: str, launch: Launch) -> dict[str, torch.Tensor]:
     """Run a launch on this machine's GPU, and return the outputs on the CPU.
 
@@ -212,6 +232,42 @@ def compile_for_hopper(source: str, launch: Launch, timeout: float = 120.0) -> C
     compiled = _compile(source, launch, figures=True, timeout=timeout)
     assert compiled is not None
     return compiled
+
+
+def machine_code(source: str, launch: Launch, containing: str) -> str:
+    """Return what became of the lines of a student's file that contain a text: the PTX and the SASS below each line.
+
+    Args:
+        source: the text of the file.
+        launch: the kernel, with the arguments whose types it is compiled for.
+        containing: a part of the lines to show, or several, separated by "|".
+
+    Raises:
+        AssertionError: the compiler refuses the kernel, or no line contains the text.
+    """
+    compiled = compile_for_hopper(source, launch)
+    shown = []
+    for number, text in enumerate(source.splitlines(), 1):
+        code = text.split("#")[0]
+        if not any(part in code for part in containing.split("|")):
+            continue
+        rows = [f"line {number}: {text.strip()}"]
+        for kind, lines in compiled.lines.items():
+            found: dict[str, int] = {}
+            for instruction in lines.get(str(number), []):
+                # Registers and addresses say little here; equal instructions are counted.
+                short = re.sub(r"(\.[a-zA-Z0-9_:.]+) .*", r"\1", instruction) if kind == "PTX" else instruction
+                short = re.sub(r"^@!?U?P\w+ ", "", re.sub(r"^@!?%p\d+ ", "", short))
+                short = re.sub(r"^([A-Z][A-Z0-9_.x]+).*", r"\1", short) if kind == "SASS" else short
+                found[short] = found.get(short, 0) + 1
+            rows += [
+                f"    {kind:5}{short}{f'  ({count} times)' if count > 1 else ''}" for short, count in found.items()
+            ]
+        if len(rows) > 1:
+            shown.append("\n".join(rows))
+    if not shown:
+        raise AssertionError(f"no line of {launch.file} that contains {containing!r} became an instruction.")
+    return "\n".join(shown)
 
 
 def _compile(source: str, launch: Launch, figures: bool, timeout: float = 120.0) -> Compiled | None:
