@@ -154,7 +154,7 @@ def cp_async(
 ) -> None:
     """Start a copy of elements by their addresses; masked ones become zeros."""
     offsets, keep, layout = addresses(pointer, mask, "cp.async")
-    layouts.check_cp_async(smem, offsets.shape, pointer.dtype.element_ty, layout)
+    layouts.check_cp_async(smem, offsets.shape, pointer.dtype.element_ty, layout, offsets)
     program = context.program()
     program.reschedule()
     p = program.partition

@@ -96,7 +96,7 @@ def convert_layout(value, layout, assert_trivial=False):
         layouts.check_trivial(value.layout, layout, list(value.shape))
     elif value.layout != layout:
         work(value)
-    return Tensor(data, value.dtype, layout, value.buffer)
+    return Tensor(data, value.dtype, layout, value.buffer, value.reads)
 
 
 known("set_auto_layout")(lambda value, layout: convert_layout(value, layout))
@@ -142,7 +142,7 @@ def reshape(input, *shape):
     if math.prod(shape) != input.numel:
         refuse("layout", f"A tensor {list(input.shape)} cannot be reshaped to {shape}.")
     layout = layouts.register_view(input.layout, list(input.shape), "reshape", tuple(shape))
-    return Tensor(input.data.reshape(shape), input.dtype, layout, input.buffer)
+    return Tensor(input.data.reshape(shape), input.dtype, layout, input.buffer, input.reads)
 
 
 @known()
@@ -150,7 +150,7 @@ def permute(input, *dims):
     """Return the tensor with its dimensions in another order."""
     dims = _flat(dims, "permute's order")
     layout = layouts.register_view(input.layout, list(input.shape), "permute", tuple(dims))
-    return Tensor(np.transpose(input.data, dims), input.dtype, layout, input.buffer)
+    return Tensor(np.transpose(input.data, dims), input.dtype, layout, input.buffer, input.reads)
 
 
 @known()
@@ -287,7 +287,7 @@ def cast(input, dtype, fp_downcast_rounding=None, bitcast=False):
         if "bf16" in (dtype.name, input.dtype.name) or not input.shape:
             refuse("unknown operation", f"gluon_cpu does not bitcast {input.dtype} to {dtype}.")
         return Tensor(data.view(numpy_type(dtype)), dtype, input.layout)
-    return Tensor(round_to(data, dtype), dtype, input.layout)
+    return Tensor(round_to(data, dtype), dtype, input.layout, None, input.reads)
 
 
 @known()

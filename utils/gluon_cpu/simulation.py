@@ -69,13 +69,13 @@ class Run:
         return not self.reports
 
     def plot(self, *, ax: Axes | None = None, title: str | None = None) -> tuple[Figure, Axes]:
-        """Draw the timeline; returns (Figure, Axes).
+        """Draw the timeline, and on it the first finding if there is one; returns (Figure, Axes).
 
         Args:
             ax: where to draw; a new figure without.
             title: the picture's title.
         """
-        return plot_events(self.events, ax=ax, title=title)
+        return plot_events(self.events, ax=ax, title=title, report=self.reports[0] if self.reports else None)
 
     def __repr__(self) -> str:
         return f"<gluon_cpu run: {self.launches} launches, {len(self.cycles)} programs, {len(self.reports)} reports>"

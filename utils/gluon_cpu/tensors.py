@@ -30,13 +30,14 @@ class Tensor(RunTimeValue):
     """A block of values in registers, or a scalar, or pointers.
 
     The data of a scalar is a Python number. Pointers have a `buffer`, a GlobalBuffer, and their data are offsets into
-    it, in elements. Operators, and the methods that Gluon has as functions too, are added below the class.
+    it, in elements. `reads` are the loads from shared memory that the values come from. Operators, and the methods that
+    Gluon has as functions too, are added below the class.
     """
 
-    __slots__ = ("_data", "buffer", "dtype", "layout")
+    __slots__ = ("_data", "buffer", "dtype", "layout", "reads")
 
-    def __init__(self, data, dtype, layout=None, buffer=None):
-        self._data, self.dtype, self.layout, self.buffer = data, dtype, layout, buffer
+    def __init__(self, data, dtype, layout=None, buffer=None, reads=()):
+        self._data, self.dtype, self.layout, self.buffer, self.reads = data, dtype, layout, buffer, reads
 
     @property
     def data(self):
@@ -239,7 +240,7 @@ def binary(op: str, a, b) -> Tensor:
             out = np.fmod(x, y)
         else:
             out = _divide(x, y, op == "%")
-    result = Tensor(round_to(out, dtype), dtype, layout)
+    result = Tensor(round_to(out, dtype), dtype, layout, None, ta.reads or tb.reads)
     work(result)
     return result
 

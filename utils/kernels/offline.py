@@ -57,12 +57,12 @@ def compile_gluon(kernel, signature: dict[str, str], constants: dict, aligned: I
     return triton.compile(source, target=GPUTarget(*HOPPER), options={"num_warps": num_warps})
 
 
-def disassemble(compiled) -> str:
-    """Return the SASS of a compiled kernel."""
+def disassemble(compiled, lines: bool = False) -> str:
+    """Return the SASS of a compiled kernel; with `lines`, comments name the lines of source that it comes from."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
-        return _tool("nvdisasm", "-c", cubin).stdout
+        return _tool("nvdisasm", *(["-g"] if lines else []), "-c", cubin).stdout
 
 
 def read_assembly(compiled, name: str) -> Assembly:
