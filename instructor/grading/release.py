@@ -22,6 +22,7 @@ BUNDLE = (
     "pyproject.toml",
     "constraints.txt",
     "environment.yml",
+    "nbgrader_config.py",
     "assets",
     "utils",
     "tools",
