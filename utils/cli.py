@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +18,18 @@ import typer
 
 from utils.bench.cli import app as bench
 from utils.files import ROOT
+from utils.progress import (
+    FAILED,
+    NOT_RUN,
+    Part,
+    ProgressError,
+    keep_original,
+    parts,
+    read_notebook,
+    reset,
+    run_checks,
+    summary,
+)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="The GPU efficiency labs: check, open, measure.")
 
@@ -67,6 +82,8 @@ def open_lab(
     from utils.server import forwarding_command, free_port, has_display, jupyter_command
 
     notebook = find_lab(lab)
+    with progress_errors():
+        keep_original(notebook)
     if port is None and "JUPYTER_PORT" not in os.environ:
         port = free_port()
     where = "in your browser" if has_display() else "at the address below: open it in a browser"
@@ -80,6 +97,61 @@ def open_lab(
     sys.stdout.flush()
     os.chdir(ROOT)
     os.execv(command[0], command)
+
+
+@contextlib.contextmanager
+def progress_errors() -> Iterator[None]:
+    """Print a ProgressError as one line and leave with status 2."""
+    try:
+        yield
+    except ProgressError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command("check")
+def check_lab(
+    lab: Annotated[str, typer.Argument(help="A lab, in full or by its beginning.")] = "lab1",
+    timeout: Annotated[int, typer.Option(help="Seconds that one cell may take.", min=1)] = 600,
+) -> None:
+    """Run a copy of a lab and its visible checks here; print the table of points; status 1 if a check did not pass."""
+    from utils.bench.terminal import progress_bar, show_table
+
+    notebook = find_lab(lab)
+    with progress_errors(), progress_bar(remaining=True) as bar:
+        task = bar.add_task(f"running {notebook.name}", total=None)
+        executed = run_checks(notebook, timeout, lambda done, total: bar.update(task, completed=done, total=total))
+    found = parts(executed)
+    rows = [
+        [f"{part.question}{' (bonus)' if part.bonus else ''}", part.title, f"{part.points:g}", _said(part)]
+        for part in found
+    ]
+    show_table(["Question", "", "Points", "Visible check"], rows)
+    typer.echo(f"{summary(found)} Grading also tries other inputs.")
+    if any(part.state in (FAILED, NOT_RUN) and not part.bonus for part in found):
+        raise typer.Exit(1)
+
+
+def _said(part: Part) -> str:
+    message = re.sub(r"^(Bonus )?(Question )?[\d.]+:? ?", "", part.message)
+    return f"{part.state}: {message}" if part.state == FAILED and message else part.state
+
+
+@app.command("progress")
+def show_progress() -> None:
+    """Say which points the visible checks gave so far, in all labs, by what the saved notebooks show."""
+    with progress_errors():
+        for notebook in sorted(ROOT.glob("lab*.ipynb")):
+            typer.echo(f"{notebook.stem:20} {summary(parts(read_notebook(notebook)))}")
+
+
+@app.command("reset")
+def reset_lab(lab: Annotated[str, typer.Argument(help="A lab, in full or by its beginning.")]) -> None:
+    """Start a lab again; the old work is kept in out/backup."""
+    notebook = find_lab(lab)
+    with progress_errors():
+        backup = reset(notebook)
+    typer.echo(f"{notebook.name} starts again. Your old work: {backup.relative_to(ROOT)}")
 
 
 def mount_plugins() -> None:
