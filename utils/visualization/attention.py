@@ -123,8 +123,14 @@ def _bars(ax: Any, own: bool, lengths: list[int], columns: list[list[float]], un
         ax.bar(at, [value - base for value in column], width * 0.94, bottom=base, zorder=3, **series(i).bar)
         for x, value in zip(at, column, strict=True):
             if math.isnan(value):
-                look = {"rotation": 90, "fontsize": SMALL, "color": SOFT, "ha": "center", "va": "bottom"}
-                ax.annotate("out of memory", (x, base), xytext=(0, 4), textcoords="offset points", **look)
+                note: dict[str, Any] = {
+                    "rotation": 90,
+                    "fontsize": SMALL,
+                    "color": SOFT,
+                    "ha": "center",
+                    "va": "bottom",
+                }
+                ax.annotate("out of memory", (x, base), xytext=(0, 4), textcoords="offset points", **note)
                 continue
             layer.avoid_line([x - 0.45 * width, x + 0.45 * width], [value, value])
             layer.avoid_line([x, x], [base, value])
@@ -142,8 +148,8 @@ def _bars(ax: Any, own: bool, lengths: list[int], columns: list[list[float]], un
     ax.tick_params(axis="x", length=0)
     ax.grid(False, axis="x")
     kind = f"{unit}, log scale" if log else unit
-    note = f"   (numbers: times {gain})" if len(columns) == 2 else ""
-    name_axes(ax, own, x=f"sequence length{note}", y=kind)
+    hint = f"   (numbers: times {gain})" if len(columns) == 2 else ""
+    name_axes(ax, own, x=f"sequence length{hint}", y=kind)
 
 
 def _key(names: list[str]) -> list[Any]:
