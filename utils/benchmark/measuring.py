@@ -92,10 +92,8 @@ def measure(
     work = _work([call], device, flops, bytes, roofs, dtype)
     result = time_calls(timing, [call], itertools.repeat((0,)), width, work, floor)[0]
     if result.over_roof and roofs is not None:
-        from utils.benchmark.roofs import raised_roofs  # it measures with this module
-
         # Nothing beats its roof: perhaps the machine was busy when its roof was measured.
-        higher = raised_roofs(roofs)
+        higher = roofs.measured_again()
         if higher is not roofs:
             work = _work([call], device, flops, bytes, higher, dtype)
             result = dataclasses.replace(result, roof=work.roof, roof_share=(work.roof_ms or 0.0) / result.median_ms)

@@ -60,6 +60,12 @@ class Roofs:
             "The roofs may be too low; machine_roofs(refresh=True) measures again and keeps the best."
         )
 
+    def measured_again(self) -> Roofs:
+        """Measure again if these are the measured roofs of this machine, and return the best so far; else return these."""
+        if self.origin == "measured" and any(self is kept for kept in _machine_roofs.values()):
+            return machine_roofs(refresh=True)
+        return self
+
     def ridge_point(self, dtype) -> float:
         """Return the arithmetic intensity in FLOPs/Byte at which the compute roof meets the memory roof."""
         return self.peak_tflops(dtype) / self.memory_bandwidth_tb_s
@@ -203,13 +209,6 @@ def _beaten(roofs: Roofs, measured: Mapping[str, tuple]) -> bool:
         tflops > roofs.attainable_tflops(intensity, *(dtype or (highest,)))
         for intensity, tflops, *dtype in measured.values()
     )
-
-
-def raised_roofs(roofs: Roofs) -> Roofs:
-    """Measure again if `roofs` are the measured ones of this machine, and return the best so far; else return `roofs`."""
-    if roofs.origin == "measured" and any(roofs is kept for kept in _machine_roofs.values()):
-        return machine_roofs(refresh=True)
-    return roofs
 
 
 def _intensity(intensity: float) -> float:
