@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +51,22 @@ class Draw:
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Draw standard normal values."""
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(dtype)
+
+
+def by_value(function: Callable) -> Callable:
+    """Mark a check's function that runs where the answer runs, as a profiler or a counter of the student's needs it.
+
+    The grader sends such a function, with what it refers to, into the student's process. It may hold nothing that gives
+    an answer away. Functions that it refers to are called from afar if they are not marked.
+    """
+    function.travels_by_value = True  # type: ignore[attr-defined]
+    return function
+
+
+def beside(answer: object, function: Callable) -> Callable:
+    """Return a `by_value` function so that it runs in the process where the answer lives."""
+    run = getattr(answer, "remote_run", None)
+    return function if run is None else functools.partial(run, function)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -7,6 +7,9 @@
     outputs = run_on_gpu(text, launch)
 
 The tensors of a `Launch` stay on the CPU, and are copied for each try.
+
+`simulate_file`, `compile_file` and `run_file` are all that runs a student's text. They take and return plain data, so that
+the grader can have them run in another process, and judge what they return in its own.
 """
 
 from __future__ import annotations
@@ -16,16 +19,17 @@ import functools
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 
 import torch
 
+from utils.checking.kernel_files import expect_kernel_file
 from utils.checking.kernel_mistakes import name_mistakes
 from utils.checking.verdicts import AnswerNeeded, expect_close
 from utils.gluon_cpu.compiling import Compiled, CompilerRefusal, Request, compile_kernel, import_file, write_source
 from utils.gluon_cpu.reports import Report, SimulationError
 from utils.gluon_cpu.simulation import Run, simulate
-from utils.gluon_cpu.timeline import CostModel
+from utils.gluon_cpu.timeline import CostModel, Event
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
 
@@ -108,7 +112,8 @@ def load_kernels(source: str, launch: Launch):
 
     Raises:
         AnswerNeeded: the kernel is not written yet.
-        AssertionError: the file cannot be imported, or its kernel has another name or other arguments.
+        AssertionError: the file holds more than kernels, cannot be imported, or its kernel has another name or other
+            arguments.
     """
     try:
         tree = ast.parse(source)
@@ -121,6 +126,7 @@ def load_kernels(source: str, launch: Launch):
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     if launch.kernel not in names:
         raise AssertionError(f"{launch.file} defines no {launch.kernel}: keep the kernel's name and arguments.")
+    expect_kernel_file(source, launch.file)
     try:
         module = _module(source, launch.file)
     except Exception as error:
@@ -175,12 +181,30 @@ def simulate_launch(
     Raises:
         AssertionError: the simulator found a mistake; the message is its report.
     """
+    options = {"seed": seed, "timeline": timeline, "max_steps": max_steps, "max_seconds": max_seconds, "model": model}
+    outputs, seen = simulate_file(source, launch, options)
+    run = Run(seed, True, int(timeline), max_steps, max_seconds, model or CostModel())
+    run.events = [Event(*fields) for fields in seen["events"]]
+    run.cycles, run.launches, run.recorded = seen["cycles"], seen["launches"], seen["recorded"]
+    return outputs, run
+
+
+def simulate_file(source: str, launch: Launch, options: dict) -> tuple[dict[str, torch.Tensor], dict]:
+    """Run a launch in the simulator; return the outputs, and what the simulator saw, as plain data.
+
+    Args:
+        source: the text of the student's file.
+        launch: the kernel and its arguments.
+        options: of `simulate`.
+    """
     module = load_kernels(source, launch)
     try:
-        with simulate(seed=seed, timeline=timeline, max_steps=max_steps, max_seconds=max_seconds, model=model) as run:
-            return launch.run(module, "cpu"), run
+        with simulate(**options) as run:
+            outputs = launch.run(module, "cpu")
     except SimulationError as error:
         raise AssertionError(f"the simulator stopped {launch.kernel}.\n  {describe(error.report)}") from None
+    seen = {"cycles": [float(c) for c in run.cycles], "launches": run.launches, "recorded": run.recorded}
+    return outputs, {**seen, "events": [astuple(event) for event in run.events]}
 
 
 def simulate_failure(
@@ -212,6 +236,11 @@ def run_on_gpu(source: str, launch: Launch) -> dict[str, torch.Tensor]:
         source: the text of the student's file.
         launch: the kernel and its arguments.
     """
+    return run_file(source, launch)
+
+
+def run_file(source: str, launch: Launch) -> dict[str, torch.Tensor]:
+    """Run a launch on this machine's GPU; return the outputs on the CPU."""
     return launch.run(load_kernels(source, launch), "cuda")
 
 
@@ -229,9 +258,9 @@ def compile_for_hopper(source: str, launch: Launch, timeout: float = 120.0) -> C
     Raises:
         AssertionError: the compiler refuses the kernel; the message has the compiler's words.
     """
-    compiled = _compile(source, launch, figures=True, timeout=timeout)
-    assert compiled is not None
-    return compiled
+    fields = compile_file(source, launch, figures=True, timeout=timeout)
+    assert fields is not None
+    return Compiled(**fields)
 
 
 def machine_code(source: str, launch: Launch, containing: str) -> str:
@@ -270,7 +299,8 @@ def machine_code(source: str, launch: Launch, containing: str) -> str:
     return "\n".join(shown)
 
 
-def _compile(source: str, launch: Launch, figures: bool, timeout: float = 120.0) -> Compiled | None:
+def compile_file(source: str, launch: Launch, figures: bool, timeout: float = 120.0) -> dict | None:
+    """Compile a launch's kernel for sm_90a; return the fields of `Compiled`, or None if no figures are asked for."""
     kernel = getattr(load_kernels(source, launch), launch.kernel)
     constant = [p.name for p in kernel.params if p.is_constexpr]
     request = Request(
@@ -283,12 +313,13 @@ def _compile(source: str, launch: Launch, figures: bool, timeout: float = 120.0)
         num_warps=launch.num_warps,
     )
     try:
-        return compile_kernel(request, figures=figures, timeout=timeout)
+        compiled = compile_kernel(request, figures=figures, timeout=timeout)
     except CompilerRefusal as refusal:
         words = _complaint(str(refusal), source)
         raise AssertionError(f"the compiler for sm_90a refuses {launch.file}:\n{words}") from None
     except TimeoutError:
         raise AssertionError(f"{launch.file}: the compiler for sm_90a did not finish within {timeout:.0f} s.") from None
+    return asdict(compiled) if compiled is not None else None
 
 
 def _complaint(stderr: str, source: str) -> str:
@@ -395,7 +426,7 @@ def expect_kernel(
         runs.append(run)
     if compiles and offline_compile_support():
         try:
-            _compile(source, launch, figures=False)
+            compile_file(source, launch, figures=False)
         except AssertionError as refused:
             raise AssertionError(f"the simulator accepts {launch.file}, but {refused}") from None
     if compiles and gluon_support():

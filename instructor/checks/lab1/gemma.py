@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from instructor.checks.common import DTYPES, Draw, dtype_name, expect_counts, expect_value
+from instructor.checks.common import DTYPES, Draw, by_value, dtype_name, expect_counts, expect_value
 from utils.checking import check, expect_close
 from utils.config import GEMMA_CONFIG
 
@@ -223,8 +223,12 @@ def counted_flops(counted_flops, seed=None):
     a, b, c = draw.normal(m, k), draw.normal(k, n), draw.normal(n, p)
     calls = []
 
-    def chain(x, y, z):
+    def note_call():
         calls.append(1)
+
+    @by_value
+    def chain(x, y, z):
+        note_call()
         return torch.relu(x @ y) @ z
 
     expect_value(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import tempfile
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from instructor.checks.common import DTYPES, Draw, dtype_name, expect_unchanged, expect_value
+from instructor.checks.common import DTYPES, Draw, by_value, dtype_name, expect_unchanged, expect_value
 from utils.checking import MATMUL, check, expect_close, forbid, forbid_leaving, watch_operations
 from utils.machine.device import default_device
 
@@ -21,13 +22,17 @@ def profile_steps(profile_steps, seed=None):
     repeats = draw.size(2, 5)
     x, calls = draw.normal(64), []
 
-    def step():
+    def note_call():
         calls.append(1)
+
+    @by_value
+    def step():
+        note_call()
         for _ in range(repeats):
             torch.erfinv(x)
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"trace_{draw.size(0, 999)}.json"
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        path = Path(f"trace_{draw.size(0, 999)}.json")
         prof = profile_steps(step, str(path))
         if not path.exists():
             raise AssertionError(
@@ -122,6 +127,7 @@ def kernels_per_step(kernels_per_step, seed=None):
     for count in (draw.size(2, 4), draw.size(5, 9)):
         chosen = [draw.choice(functions) for _ in range(count)]
 
+        @by_value
         def chain(chosen=chosen):
             y = x
             for function in chosen:

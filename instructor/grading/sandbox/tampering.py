@@ -451,10 +451,18 @@ class Profile:
     def __exit__(self, *error: object) -> None:
         from torch.autograd import _disable_profiler
 
-        self.names = {event.name().removeprefix("aten::") for event in _disable_profiler().events()}
+        events = sorted(_disable_profiler().events(), key=lambda event: event.start_ns())
+        self.in_order = [event.name() for event in events]
+        self.names = {name.removeprefix("aten::") for name in self.in_order}
 
-    def unseen(self, recorded: set[str]) -> str:
-        """A matrix product that ran although the record of operators holds none, or nothing."""
-        ran = sorted(name for name in self.names if _MATMUL.fullmatch(name.strip("_")))
+    def unseen(self, recorded: set[str], refused: bool = False) -> str:
+        """A matrix product that ran although the record of operators holds none, or nothing.
+
+        Args:
+            recorded: the names in the record.
+            refused: the call raised; then SDPA's entry alone may be there, since it began and no backend took the call.
+        """
+        names = self.names - ({"scaled_dot_product_attention"} if refused else set())
+        ran = sorted(name for name in names if _MATMUL.fullmatch(name.strip("_")))
         seen = any(_MATMUL.fullmatch(name.strip("_")) for name in recorded)
         return ran[0] if ran and not seen else ""

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import select
+import shutil
 import signal
 import sys
 import tempfile
@@ -35,7 +36,13 @@ from instructor.grading.wire.channel import Channel
 MAX_RESTARTS = 12
 MAX_SHOWN = 20_000  # characters of what a test prints
 # Functions that run a student's text in a process of their own: that process has to be behind the walls, too.
-RUNNERS = {"utils.kernels.interpreter": ("run_interpreted_cases",)}
+RUNNERS = {
+    "utils.kernels.interpreter": ("run_interpreted_cases",),
+    "utils.checking.kernel_exercises": ("simulate_file", "compile_file", "run_file"),
+}
+# Functions that work on live objects of the student's, such as compiled masks: they run where these objects are.
+BESIDE = {"utils.checking.masks": ("kernels_for",)}
+INTERPRETED = ("utils.kernels.interpreter",)  # these need a process in which Triton interprets kernels
 _WHY_GONE = {
     "timeout": "ran longer than the {timeout:g} s that it may take, and was ended. Look for a loop that never ends, "
     "and for work that could be smaller.",
@@ -75,12 +82,13 @@ class Checker:
         self.restarts = 0
         self.process: StudentProcess | None = None  # None once there were too many restarts
         self.remote: Remote | None = None
-        self.unread = b""  # the beginning of a sign that has not come as a whole
+        self.unread = bytearray()  # the beginning of a sign that has not come as a whole
         self.current = ""  # name of the cell that runs
         self.cell_seconds = 0.0
         self.modes = dict(job.modes)
         self.why: dict[str, str] = {}
         self.student_texts: list[str] = []
+        self.clean: dict[bool, tuple[StudentProcess, Remote]] = {}  # of the test cell: interpreting Triton, or not
         self.testing = False
 
     def grade(self) -> Report:
@@ -99,6 +107,8 @@ class Checker:
         # In the warm process's folder, which is removed whatever becomes of this process.
         with tempfile.TemporaryDirectory(prefix="checker-", dir=os.getcwd()) as self.folder:
             self._prepare()
+            for name, text in plan.files.items():
+                Path(self.folder, name).write_text(text, encoding="utf-8")
             self._start_student()
             stages = {"student": self._run, "tests": self._test, "skipped": self._show_as_submitted}
             for step in plan.steps:
@@ -134,7 +144,7 @@ class Checker:
         self.process = self.start()
         self.walls = self.process.walls
         self.remote = Remote(self.process.channel, self.errors)
-        self.unread = b""
+        self.unread = bytearray()
 
     def _stop_student(self) -> None:
         self._collect_signs()
@@ -147,21 +157,26 @@ class Checker:
 
     def _collect_signs(self) -> None:
         """Read what the student's process reported of itself; it can add to this and not take away."""
-        if self.process is None:
-            return
+        if self.process is not None:
+            self._read_signs(self.process.signs, self.unread)
+
+    def _read_signs(self, descriptor: int, unread: bytearray) -> None:
         with contextlib.suppress(OSError):
-            while select.select([self.process.signs], [], [], 0)[0] and len(self.unread) < 1_000_000:
-                piece = os.read(self.process.signs, 65536)
+            while select.select([descriptor], [], [], 0)[0] and len(unread) < 1_000_000:
+                piece = os.read(descriptor, 65536)
                 if not piece:
                     break
-                self.unread += piece
-        *lines, self.unread = self.unread.split(b"\n")
+                unread += piece
+        *lines, rest = bytes(unread).split(b"\n")
+        unread[:] = rest
         for line in lines[:1000]:
             try:
                 fields = json.loads(line)
                 sign = Sign(*(str(fields[name])[:300] for name in Sign._fields))
             except (ValueError, KeyError, TypeError, RecursionError):
                 sign = Sign(self.current, "protocol", "unreadable sign", self.current)
+            if not sign.cell:  # of a process that ran a text for this cell's tests
+                sign = sign._replace(cell=self.current, during=self.current)
             if sign not in self.signs:
                 self.signs.append(sign)
 
@@ -234,11 +249,14 @@ class Checker:
 
     def _prepare(self) -> None:
         """Get this process ready for hidden checks: runners of student's text stay behind the walls."""
-        for module, names in RUNNERS.items():
-            with contextlib.suppress(ImportError):
-                owner = __import__(module, fromlist=["*"])
-                for name in names:
-                    setattr(owner, name, self._runner_behind_walls(module, name))
+        for table, make in ((RUNNERS, self._runner_behind_walls), (BESIDE, self._beside_answers)):
+            for module, names in table.items():
+                with contextlib.suppress(ImportError):
+                    owner = __import__(module, fromlist=["*"])
+                    for name in names:
+                        before, after = getattr(owner, name), make(module, name)
+                        setattr(owner, name, after)
+                        self.base.update({key: after for key, value in self.base.items() if value is before})
         seed = int.from_bytes(os.urandom(6), "little")  # the student's process has the state of the setup cell
         torch.manual_seed(seed)
         random.seed(seed)
@@ -253,7 +271,7 @@ class Checker:
         """Refuse to run a student's text here, or to start a process with it; such a check goes inside."""
         if not self.testing:
             return
-        if event == "compile" and self.student_texts:
+        if event == "compile" and self.student_texts and args[1] != "<unknown>":  # ast.parse, which runs nothing
             text = args[0].decode(errors="replace") if isinstance(args[0], bytes) else args[0]
             if isinstance(text, str) and any(own in text for own in self.student_texts):
                 raise CannotTravel("the check runs a student's text itself")
@@ -261,24 +279,49 @@ class Checker:
             raise CannotTravel(f"the check starts a process ({event})")
 
     def _runner_behind_walls(self, module: str, name: str) -> Callable:
-        """A function that runs one of the `RUNNERS` in a new student's process."""
+        """A function that runs one of the `RUNNERS` in a student's process where no cell of theirs has run.
+
+        Each test cell gets a process of its own for that.
+        """
 
         def run(*args, **kwargs):
-            process = self.start(run_text=True)
-            clean = Remote(process.channel)
-            try:
-                clean.within(max(self.remote.deadline - time.monotonic(), 1.0))
-                reply, _ = clean.ask({"op": "runner", "module": module, "name": name})
-                if reply["op"] != "ready":
-                    raise Gone("protocol", "no runner")
-                return clean.call(1, args, kwargs)
-            finally:
-                process.end()
-                os.close(process.signs)
-                process.channel.close()
+            clean = self._clean_remote(module)
+            clean.within(max(self.remote.deadline - time.monotonic(), 1.0) if self.remote else self.timeout)
+            reply, _ = clean.ask({"op": "runner", "module": module, "name": name})
+            if reply["op"] != "ready":
+                raise Gone("protocol", "no runner")
+            return clean.call(reply["target"], args, kwargs)
 
         run.__name__ = name
         return run
+
+    def _beside_answers(self, module: str, name: str) -> Callable:
+        """A function of `BESIDE`, run in the student's process."""
+        function = getattr(sys.modules[module], name)
+
+        def run(*args):
+            if self.remote is None:
+                raise Gone("killed")
+            return self.remote.run(function, *args)
+
+        run.__name__ = name
+        return run
+
+    def _clean_remote(self, module: str) -> Remote:
+        interpreted = module in INTERPRETED
+        if interpreted not in self.clean:
+            process = self.start(run_text=interpreted)
+            self.clean[interpreted] = process, Remote(process.channel)
+        return self.clean[interpreted][1]
+
+    def _end_clean(self) -> None:
+        """End the processes that ran a student's text for a test cell, and keep the signs that they reported."""
+        while self.clean:
+            process, _ = self.clean.popitem()[1]
+            process.end()
+            self._read_signs(process.signs, bytearray())
+            os.close(process.signs)
+            process.channel.close()
 
     def _test(self, step: Step) -> None:
         """Run a test cell and give its points."""
@@ -349,6 +392,7 @@ class Checker:
             error = raised
         finally:
             self.testing = False
+            self._end_clean()
         text = "".join(remote.shown)[:MAX_SHOWN] + shown.getvalue()[:MAX_SHOWN]
         if error is None:
             return "passed", "", text
@@ -380,6 +424,8 @@ class Checker:
         for name in step.needs.files:
             reply, blobs = remote.ask({"op": "file", "name": name})
             path = Path(self.folder, os.path.basename(name))
+            if path.is_dir():
+                shutil.rmtree(path)
             path.unlink(missing_ok=True)
             if reply.get("exists") is True and len(blobs) == 1:
                 path.write_bytes(blobs[0])
@@ -387,7 +433,10 @@ class Checker:
         self.student_texts = [text for text in self.student_texts if text.strip()]
 
     def _test_inside(self, remote: Remote, step: Step) -> tuple[str, str, str]:
-        """Run a check of live objects in a fork of the student's process, and again on corrupted answers."""
+        """Run a check of live objects in a fork of the student's process, and again on corrupted answers.
+
+        Only the cell's own source goes there: no module of hidden checks can be imported.
+        """
         control = step.name not in self.job.no_control and bool(step.needs.names or step.needs.files)
         message = {
             "op": "inside",
@@ -395,7 +444,6 @@ class Checker:
             "names": step.needs.names,
             "files": step.needs.files,
             "sources": self._sources(step),
-            "modules": self.job.hidden,
             "corrupt": [False, True] if control else [False],
             "fork": not self.job.gpu,
         }

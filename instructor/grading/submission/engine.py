@@ -25,7 +25,7 @@ from instructor.grading.sandbox import walls
 from instructor.grading.submission.plan import plan_tests
 from instructor.grading.submission.records import Calibration, Job, Report, WarmUp
 from instructor.grading.submission.results import CellResult, GradingError, SubmissionResult
-from instructor.grading.submission.sources import fingerprint, hidden_modules
+from instructor.grading.submission.sources import fingerprint
 from instructor.grading.wire.channel import Channel, Closed, TooLate
 from utils.files import write_whole
 
@@ -256,7 +256,6 @@ def _job(built: Built, submission: bytes, student: str, timeout: float, gpu: boo
         submission=submission,
         timeout=timeout,
         tests=_plan_tests(built.instructor),
-        hidden=hidden_modules(built.name),
         modes={},
         no_control=[],
         gpu=gpu,

@@ -12,6 +12,7 @@ import itertools
 import json
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import nbformat
@@ -75,6 +76,7 @@ class Plan:
     notebook: NotebookNode
     steps: list[Step]
     structure: list[Structure]
+    files: dict[str, str] = field(default_factory=dict)  # that cells of the instructor's write, and no answer
 
 
 def _binds(source: str) -> set[str]:
@@ -183,7 +185,16 @@ def make_plan(
         if step.kind == "tests":
             step.needs = needs[step.name]
     _leave_out(steps)
-    return Plan(notebook, steps, structure)
+    return Plan(notebook, steps, structure, _files_of_lab(original))
+
+
+def _files_of_lab(original: list[NotebookNode]) -> dict[str, str]:
+    """{name: text} of the files that cells of the lab write which are no answers."""
+    found = {}
+    for cell in original:
+        if cell.cell_type == "code" and not _is_answer(cell) and (match := FILE_CELL.match(cell.source)):
+            found[Path(match[1]).name] = cell.source.partition("\n")[2] + "\n"
+    return found
 
 
 class _Lab:

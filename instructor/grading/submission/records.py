@@ -11,7 +11,6 @@ from typing import Self
 from instructor.grading.sandbox.walls import Limits
 from instructor.grading.submission.plan import Needs
 from instructor.grading.submission.results import SubmissionResult
-from instructor.grading.submission.sources import Source
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,6 @@ class Job:
     submission: bytes  # the file as it was handed in
     timeout: float  # seconds for one cell, or for the tests of one question
     tests: dict[str, Needs]  # test cell -> what it needs
-    hidden: dict[str, Source]  # module of the hidden checks -> its source
     modes: dict[str, str]  # test cell -> "distance" or "inside"; for other cells the checker finds out
     no_control: list[str]  # test cells inside whose checks accept corrupted answers, too
     gpu: bool
@@ -59,8 +57,7 @@ class Job:
     def from_frame(cls, fields: dict, blobs: list) -> Job:
         """Rebuild the job from what `as_frame` made."""
         tests = {name: Needs(*needs) for name, needs in fields["tests"].items()}
-        hidden = {name: Source(*source) for name, source in fields["hidden"].items()}
-        return cls(**{**fields, "submission": bytes(blobs[0]), "tests": tests, "hidden": hidden})
+        return cls(**{**fields, "submission": bytes(blobs[0]), "tests": tests})
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,18 @@ modes that the check has on (`watch_operations`, dispatch modes of its own) are 
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import cloudpickle
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from instructor.grading.submission.conditions import expect_sdpa_switches, sdpa_switches, set_sdpa_switches
 from instructor.grading.submission.evidence import expect_canaries, merge_watch, replay
 from instructor.grading.submission.exceptions import error_with_lines
 from instructor.grading.wire import vmaps
@@ -27,6 +29,8 @@ from instructor.grading.wire.channel import Channel, Closed, TooLate, WireError
 from instructor.grading.wire.signatures import make_proxy, parameters_of
 from instructor.grading.wire.values import Decoder, Encoder
 from utils.checking import watching
+
+_FILE_NAME = re.compile(r"\w[\w-]{0,60}\.(?:json|csv|txt)")  # of a file that a check has a student's function write
 
 
 class Gone(BaseException):
@@ -192,7 +196,8 @@ class Remote:
         if kind == "iterator":
             return _ProxyIterator(self, number)
         if kind == "other":
-            return type(str(fields["type"]), (_Opaque,), {})()
+            name = str(fields["type"])
+            return _Profile.__new__(_Profile) if name == "profile" else type(name, (_Opaque,), {})()
         if fields["answered"] is not True:
 
             def proxy(*args, **kwargs):
@@ -205,7 +210,7 @@ class Remote:
                 return self.call(number, args, kwargs)
 
             proxy = make_proxy(call, name, fields.get("parameters"), lambda: _Names(self))
-        vars(proxy)["remote_number"] = number
+        vars(proxy).update(remote_number=number, remote_run=self.run)
         self.proxies[number] = proxy
         return proxy
 
@@ -221,7 +226,11 @@ class Remote:
 
     # ---- calls -----------------------------------------------------------------------------------------------
 
-    def call(self, number: int, args: tuple, kwargs: dict, step: bool = False):
+    def run(self, function: Callable, *args):
+        """Run one of the check's own functions in the student's process, where the student's objects are."""
+        return self.call(function, args, {})
+
+    def call(self, number: int | Callable, args: tuple, kwargs: dict, step: bool = False):
         """Call the student's object `number`; returns its result or raises what it raised."""
         try:
             levels = vmaps.levels_here()
@@ -230,7 +239,7 @@ class Remote:
         with vmaps.leave_levels():
             return self._call(number, args, kwargs, step, levels)
 
-    def _call(self, number: int, args: tuple, kwargs: dict, step: bool, levels: vmaps.Levels):
+    def _call(self, number: int | Callable, args: tuple, kwargs: dict, step: bool, levels: vmaps.Levels):
         dispatch, functions = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
         watches = [mode.seen for mode in dispatch if type(mode) is watching._Dispatch]
         replayed = [mode for mode in dispatch if type(mode) is not watching._Dispatch]
@@ -243,13 +252,15 @@ class Remote:
             "fill": torch.are_deterministic_algorithms_enabled(),
             "watch": bool(watches),
             "record": bool(watches or replayed),
+            "sdpa": sdpa_switches(),
+            "profile": bool(torch.autograd._profiler_enabled()),
             "canary": sizes,
             "modes": ["pickle", encode._blob(_ship(shipped))] if shipped else ["list", []],
         }
         updates = self._updates(encode)
         message = {
             "op": "call",
-            "target": number,
+            "target": number if isinstance(number, int) else self._encode(encode, number),
             "next": step,
             "conditions": conditions,
             "updates": updates,
@@ -262,7 +273,7 @@ class Remote:
         reply, blobs = self.ask(message, encode.blobs)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             try:
-                return self._conclude(reply, blobs, watches, replayed, sizes, levels)
+                value = self._conclude(reply, blobs, watches, replayed, sizes, levels)
             except (WireError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
                 if getattr(error, "remote", False):
                     raise
@@ -270,12 +281,27 @@ class Remote:
             finally:
                 if levels:
                     self.dropped += self._drop(before)
+        for argument in args:
+            if isinstance(argument, str) and _FILE_NAME.fullmatch(argument):
+                self._fetch(argument)
+        return value
+
+    def _fetch(self, name: str) -> None:
+        """Bring a file here that the call may have written; it is data."""
+        reply, blobs = self.ask({"op": "file", "name": name})
+        if reply.get("exists") is True and len(blobs) == 1:
+            with open(name, "wb") as file:
+                file.write(blobs[0])
 
     def _conclude(self, reply, blobs, watches, replayed, sizes, levels):
         if reply["op"] == "unsendable":
             raise _mark_as_students(TypeError(f"your code returned what no check can use: {reply['why']}"))
         decode = self.decoder(blobs, levels)
         self._apply(reply["mutated"], decode)
+        set_sdpa_switches(expect_sdpa_switches(reply["sdpa"]))
+        for name in reply["profile"]:
+            with torch.profiler.record_function(str(name)[:200]):
+                pass
         if isinstance(reply.get("shown"), str):
             self.shown.append(reply["shown"][:20_000])
         if watches or replayed:
@@ -347,6 +373,10 @@ class _ProxyIterator:
 
     def __next__(self):
         return self._remote.call(self.remote_number, (), {}, step=True)
+
+
+class _Profile(torch.profiler.profile):
+    """A profiler of the student's process; what it recorded is in the trace that it wrote, or in what they return."""
 
 
 class _Opaque:

@@ -24,8 +24,14 @@ import torch
 
 from instructor.grading.sandbox import tampering
 from instructor.grading.sandbox.walls import SCRATCH
-from instructor.grading.submission.conditions import no_modes, reads_by_tensor, set_conditions, uncompiled_flex
-from instructor.grading.submission.corruption import corrupt, install_sources, remove_sources
+from instructor.grading.submission.conditions import (
+    no_modes,
+    reads_by_tensor,
+    sdpa_switches,
+    set_conditions,
+    uncompiled_flex,
+)
+from instructor.grading.submission.corruption import corrupt
 from instructor.grading.submission.evidence import Recorder, describe_watch, run_canary
 from instructor.grading.submission.exceptions import describe_error, rebuild_error, words_of
 from instructor.grading.submission.outputs import MAX_TEXT, Outputs, Stream
@@ -38,7 +44,7 @@ from utils.checking import is_answered
 from utils.checking.watching import watch_operations
 
 MAX_PROCESSES = 16  # that a cell may leave behind
-MAX_FILE = 1_000_000  # bytes of a file that is an answer
+MAX_FILE = 8_000_000  # bytes of a file that is an answer
 
 
 class Student:
@@ -143,6 +149,8 @@ class Student:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise OSError("it is no plain file")
             data = os.read(descriptor, MAX_FILE + 1)
+            while data and len(data) <= MAX_FILE and (more := os.read(descriptor, MAX_FILE)):
+                data += more
             os.close(descriptor)
             if len(data) > MAX_FILE:
                 raise OSError(f"it is larger than {MAX_FILE:,} bytes")
@@ -182,8 +190,8 @@ class Student:
 
     def do_runner(self, message: dict, blobs: list) -> tuple[dict, list]:
         """Offer a function of the course that runs a student's text, in a process where no cell of theirs ran."""
-        self.objects[1] = getattr(importlib.import_module(message["module"]), message["name"])
-        return {"op": "ready"}, []
+        handle = self._handle(getattr(importlib.import_module(message["module"]), message["name"]))
+        return {"op": "ready", "target": handle[1]["id"]}, []
 
     def do_call(self, message: dict, blobs: list) -> tuple[dict, list]:
         """Call an object of this side, under the modes and vmaps that the checker has on."""
@@ -201,7 +209,8 @@ class Student:
         levels = message["levels"]
         decode = self._decoder(blobs, levels)
         self._apply(message["updates"], decode)
-        target = self.objects[message["target"]]
+        target = message["target"]
+        target = self.objects[target] if type(target) is int else decode(target)
         args, kwargs = decode(message["args"]), decode(message["kwargs"])
         conditions = message["conditions"]
         modes = decode(conditions["modes"])
@@ -217,7 +226,7 @@ class Student:
                 stack.enter_context(mode)
             if conditions["watch"]:
                 watch = stack.enter_context(watch_operations())
-            if conditions["record"]:
+            if conditions["record"] or conditions["profile"]:
                 profile = stack.enter_context(tampering.Profile())
             try:
                 if recorder is not None:
@@ -230,6 +239,7 @@ class Student:
                 raised = error
             finally:
                 self.watcher.mend()
+                after = sdpa_switches()
             if recorder is not None:
                 run_canary(ends[1])
         self.watcher.scan()
@@ -238,7 +248,7 @@ class Student:
         evidence += [set(watch.operations)] if watch is not None else []
         opaque = any("::" in name and not name.startswith(("aten::", "prim")) for name in ran)  # the watch names those
         for recorded in evidence:
-            if profile is not None and not opaque and (name := profile.unseen(recorded)):
+            if profile is not None and not opaque and (name := profile.unseen(recorded, raised is not None)):
                 code = getattr(target, "__code__", None)
                 self.watcher.sign("switches off the watch", f"{name} ran, and the watch does not show it", code)
         reply: dict = {"op": "raised" if raised is not None else "result"}
@@ -253,6 +263,8 @@ class Student:
             reply["watch"] = describe_watch(watch)
         if recorder is not None:
             reply["records"] = recorder.records
+        reply["sdpa"] = after
+        reply["profile"] = profile.in_order[:100_000] if profile is not None and conditions["profile"] else []
         reply["shown"] = "".join(i.get("text", "") for i in outputs.items)[:20_000]
         return reply, encode.blobs
 
@@ -389,7 +401,6 @@ class Student:
         """Run a test cell in this process, on the answers or on corrupted ones."""
         self.outputs = outputs = Outputs()
         self._redirect(outputs)
-        install_sources(message["modules"])
         answers = {name: self.shell.user_ns[name] for name in message["names"] if name in self.shell.user_ns}
         if corrupted:
             answers = {name: corrupt(value) for name, value in answers.items()}
@@ -403,7 +414,6 @@ class Student:
                 exec(compile(source, name, "exec"), names)
         except BaseException as raised:
             error = raised
-        remove_sources()  # or else they count as planted
         self.watcher.scan()
         shown = "".join(i.get("text", "") for i in outputs.items)[:20_000]
         return {"passed": error is None, "shown": shown, "error": error and describe_error(error)}
