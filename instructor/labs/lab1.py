@@ -345,7 +345,7 @@ hidden.gemm_naive(gemm_naive).raise_if_wrong()
 # - No arithmetic may work on more than one tile: its result has at most `tile_m * tile_n * tile_k` elements. (Views, copies
 #   and conversions of whole matrices, and allocating $C$, are no arithmetic.)
 # - **Accumulate in float32**, or wider, whatever the dtype of `a` and `b`, and round once, when a tile of $C$ is done. A
-#   bf16 number has 8 significant bits: once the sum is 256 times a new product, adding that product changes nothing.
+#   bf16 number has 8 significant bits: once the sum is 512 times a new product, adding that product changes nothing.
 #   Tensor cores and every library do the same: narrow inputs, wide accumulator.
 # - Same rule as before for shape, dtype and device of the result.
 
