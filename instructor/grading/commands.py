@@ -33,13 +33,21 @@ def _build(lab: str):
 
 @app.command()
 def release(
-    lab: Lab, target: Annotated[Path, typer.Option("--to", help="The folder for the bundle.")] = Path("build/release")
+    lab: Lab,
+    target: Annotated[Path, typer.Option("--to", help="The folder for the bundle.")] = Path("build/release"),
+    solutions: Annotated[
+        bool, typer.Option("--solutions", help="Worked solutions instead, for after the deadline: one notebook.")
+    ] = False,
 ) -> None:
     """Make the bundle that students get, after searching all of it for solutions and hidden tests."""
-    from instructor.grading.release import ReleaseError
+    from instructor.grading.release import ReleaseError, release_solutions
     from instructor.grading.release import release as make_bundle
 
     try:
+        if solutions:
+            path = release_solutions(_build(lab), target)
+            typer.echo(f"{path}: answers and explanations; no hidden test and no marking scheme in it")
+            return
         bundle = make_bundle(_build(lab), target)
     except ReleaseError as error:
         _fail(error)

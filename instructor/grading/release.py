@@ -1,4 +1,4 @@
-"""Make the student bundle of a lab, and search all of it for lines of solutions and hidden tests."""
+"""Make what students get of a lab: the bundle, searched for secret lines, and worked solutions after the deadline."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from instructor.build import PUBLIC, QUOTE_LENGTH, ROOT, Built, secret_lines
+import nbformat
+
+from instructor.build import PUBLIC, QUOTE_LENGTH, ROOT, Built, notebook_text, secret_lines
 from instructor.points import lab_names, lab_path
-from instructor.source import REGIONS, read_lab
+from instructor.source import REGIONS, Cell, find_regions, read_lab
 
 # What students get, beside the notebook and a README of their own; everything else stays here.
 BUNDLE = (
@@ -226,6 +228,53 @@ def release(built: Built, target: Path, root: Path = ROOT) -> Bundle:
     path = target / f"{built.name}.zip"
     path.write_bytes(packed(files, built.name))
     return Bundle(path, len(files), shared)
+
+
+def worked_solutions(built: Built) -> str:
+    """Return a lab's notebook with its answers, and without hidden tests, marking schemes and nbgrader's metadata.
+
+    `ReleaseError` if a line of a hidden test or a marking scheme of any lab, or of another lab's answer, is in it.
+    """
+    notebook = nbformat.reads(built.instructor, as_version=4)
+    answers: list[str] = []  # the lines that may be given out now
+    for cell in notebook.cells:
+        meta = cell.metadata.pop("nbgrader", {})
+        lines = cell.source.splitlines()
+        probe = Cell(cell.cell_type, cell.source, 0)
+        find_regions(probe)
+        secret = {
+            n for r in probe.regions if r.kind in ("HIDDEN TESTS", "MARK SCHEME") for n in range(r.first, r.last + 1)
+        }
+        markers = {n for r in probe.regions for n in (r.first, r.last)}
+        kept = [line for n, line in enumerate(lines) if n not in secret | markers]
+        cell.source = "\n".join(kept).rstrip()
+        if meta.get("solution"):
+            answers += kept
+    title = nbformat.v4.new_markdown_cell(
+        f"# Worked solutions: {built.name}\n\nFor reading after the deadline. Answers in words are one way to say it. "
+        "This notebook cannot be handed in.",
+        id="worked-solutions",
+    )
+    notebook.cells.insert(0, title)
+    text = notebook_text(notebook)
+    own = {_squeezed(line) for line in answers}
+    whole = " ".join(own)
+    name = f"{built.name}-solutions.ipynb"
+    found = find_leaks({name: text.encode()}, secrets_of_all_labs())
+    leaks = [leak for leak in found if _squeezed(leak.line) not in own and _squeezed(leak.line) not in whole]
+    if leaks:
+        shown = "\n".join(f"  {leak}" for leak in leaks[:20])
+        raise ReleaseError(f"{len(leaks)} secret lines are in the worked solutions of {built.name}:\n{shown}")
+    return text
+
+
+def release_solutions(built: Built, target: Path) -> Path:
+    """Write a lab's worked solutions into `target`; returns the notebook's path."""
+    text = worked_solutions(built)
+    target.mkdir(parents=True, exist_ok=True)
+    path = target / f"{built.name}-solutions.ipynb"
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 def packed(files: dict[str, bytes], folder: str) -> bytes:

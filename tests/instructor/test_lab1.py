@@ -171,6 +171,19 @@ def test_visible_checks_refuse_and_name_every_slip(answers, visible, notebook):
 
 
 @pytest.mark.slow
+def test_hidden_checks_refuse_every_slip(answers, calls, checks, model_names):
+    """A wrong answer gets its points in no draw that is graded."""
+    accepted = []
+    for mistake, cell, changes, _ in SLIPS:
+        if cell != "q1_5":
+            names = dict(model_names)
+            exec(compile(_slipped(answers, cell, changes), cell, "exec"), names)
+            own = lab_cases.calls_of(cell, calls)
+            accepted += [] if lab_cases.refusals(lab_cases.verdicts_on(own, names, checks)) else [f"{cell}: {mistake}"]
+    assert accepted == []
+
+
+@pytest.mark.slow
 def test_visible_checks_refuse_slips_of_the_triton_kernel(answers, visible, notebook):
     for mistake, cell, changes, words in SLIPS:
         if cell == "q1_5":
@@ -186,7 +199,7 @@ def test_visible_checks_refuse_wrong_answers(answers, visible, notebook):
             continue
         if not _complaints(wrong.cell, f"{answers[wrong.cell]}\n\n{wrong.code}", visible, dict(notebook)):
             unseen.append(wrong.mistake)
-    assert len(unseen) <= 0.05 * len(WRONG_ANSWERS), unseen
+    assert unseen == []
 
 
 def test_visible_messages_hold_no_solution(answers, visible, notebook, lab):

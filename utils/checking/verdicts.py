@@ -30,7 +30,7 @@ import os
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -350,7 +350,7 @@ def expect_number(
     what: str = "the answer",
     *,
     abs_tol: float = 0.0,
-    mistakes: Mapping[str, float] | None = None,
+    mistakes: Mapping[str, float | Sequence[float]] | None = None,
 ) -> None:
     """Assert that `got` is the number `expected`; a wrong unit or a well-known factor is named.
 
@@ -361,7 +361,8 @@ def expect_number(
         unit: for example `FLOPs`, `bytes`, `ms`
         what: the quantity, in the student's words
         abs_tol: absolute tolerance
-        mistakes: {hint: the number that this mistake leads to}; the hint takes the place of the guesses about factors
+        mistakes: {hint: the number, or numbers, that this mistake leads to}; the hint takes the place of the guesses
+            about factors
     """
     if got is None or got is ...:
         raise AssertionError(f"{what} is not answered yet: it is {got!r}.")
@@ -377,7 +378,11 @@ def expect_number(
     tail = f" {unit}" if unit else ""
     near = max(rel, 1e-9)
     # Two mistakes may lead to the same number; then the message names both.
-    known = [text for text, number in (mistakes or {}).items() if abs(value - number) <= near * abs(number)]
+    known = [
+        text
+        for text, numbers in (mistakes or {}).items()
+        if any(abs(value - n) <= near * abs(n) for n in (numbers if isinstance(numbers, Sequence) else (numbers,)))
+    ]
     hint = f" {' Or: '.join(known)}" if known else _factor(value, float(expected), unit)
     # Do not say the right number: the message of a visible check would answer the question.
     raise AssertionError(f"{what} is not {_shown(value)}{tail}.{hint}")

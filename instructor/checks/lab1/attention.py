@@ -16,15 +16,8 @@ from instructor.checks.common import (
     expect_value,
     poisoned_memory,
 )
-from utils.checking import (
-    FUSED_ATTENTION,
-    attention_mistake,
-    check,
-    expect_close,
-    forbid,
-    forbid_leaving,
-    watch_operations,
-)
+from utils.checking import attention_mistake, check, expect_close
+from utils.checking.watching import FUSED_ATTENTION, forbid, forbid_leaving, watch_operations
 
 # What the text names: "softmax and logsumexp of the library, under any name". logaddexp is allowed.
 _SOFTMAX = (r"_?(?:log_)?softmax\w*", r"_?safe_softmax", r"\w*logsumexp\w*", r"logcumsumexp", "softmin")
