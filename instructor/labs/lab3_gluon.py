@@ -941,6 +941,25 @@ for stages in (1, 2, 3, 4, 5, 6, 7, 8):
     print(f"{stages} slots: {run.cycles[0]:7,.0f} model cycles for 32 tiles of 2 KiB")
 
 # %% [markdown]
+# ## What the host does
+#
+# The checks launch your kernels for you. By hand it is three steps: describe each tensor that the TMA shall copy, choose
+# the grid, call. On a Hopper GPU you would leave out `simulate()`, and the tensors would be on the GPU.
+
+# %%
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+x, y = torch.randn(40, 440, dtype=torch.float16), torch.zeros(40)
+block = [16, 64]  # what one copy moves
+x_desc = TensorDescriptor(x, list(x.shape), list(x.stride()), block, gl.NVMMASharedLayout.get_default_for(block, gl.float16))
+module = load_kernels(text_of("lab3_tma_ring.py"), tma_ring_launch(40, 440, 3)[0])
+with gluon_cpu.simulate() as run:
+    grid = (math.ceil(x.shape[0] / block[0]),)  # one program for each 16 rows
+    module.sum_of_squares[grid](x_desc, y, *x.shape, STAGES=3, num_warps=4)
+print(f"largest difference {(y - x.float().square().sum(1)).abs().max().item():.1e}; the layout is {x_desc.layout}")
+
+# %% [markdown]
 # ## What a wrong barrier looks like
 #
 # On a GPU a wrong parity means one of two things. The wait never passes: the kernel hangs, and you see nothing. Or it
@@ -1222,13 +1241,14 @@ from triton.experimental.gluon import language as gl
 rows = []
 for name, shared in (("plain rows", gl.SwizzledSharedLayout(8, 1, 1, [1, 0])),
                      *((f"swizzle of {width} bytes", gl.NVMMASharedLayout(width, 16, rank=2)) for width in (32, 64, 128))):
+    row = {"layout of the tile": name}
     for how, layout in (("lanes along a row", gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])),
                         ("lanes along a column", gl.BlockedLayout([1, 8], [32, 1], [1, 4], [0, 1]))):
         launch = Launch("conflicts", (1,), dict(y_ptr=torch.zeros(1, dtype=torch.int32), shared=shared, layout=layout),
                         outputs=("y_ptr",), file="conflicts.py")
-        conflicts = simulate_launch(CONFLICTS, launch)[0]["y_ptr"].item()
-        rows.append({"layout of the tile": name, "": how, "conflicts": conflicts})
-display(pd.DataFrame(rows).pivot(index="layout of the tile", columns="", values="conflicts"))
+        row[how] = simulate_launch(CONFLICTS, launch)[0]["y_ptr"].item()
+    rows.append(row)
+display(pd.DataFrame(rows))
 
 
 # %% [markdown]
@@ -1697,13 +1717,11 @@ print(f"softmax under a product of the same consumer: {overlap(run):.0%}")
 #
 # ![Two schedules of one consumer. One after the other: scores, softmax and P V of each block, and the tensor cores idle during the softmax. Overlapped: the next scores and this P V are issued together, the softmax of the next block runs under P V](assets/lab3_overlap_schedule.svg)
 #
-# 1. wait for K of block `i`, issue its scores (asynchronous);
-# 2. wait for V of block `i - 1`, issue `p` times V onto `o` (asynchronous);
-# 3. wait until **one** product is left. The wait counts products in the order in which they were issued, so the scores
-#    are there. Give K's slot back;
-# 4. the softmax of block `i`: `p_next`, and new `m`, `total`, `alpha`;
-# 5. wait until no product is left; give V's slot back; rescale `o` by `alpha`; `p` is the new `p_next`, in the layout
-#    `left`.
+# The picture is the specification. Write the body of the loop: scores of block `i`, $P_{i-1} V_{i-1}$, and the softmax of
+# block `i`, whose results are `p_next`, `m`, `total` and `alpha`. At the end of a turn `o` is rescaled, and `p` is the new
+# `p_next` in the layout `left`. Decide for yourself how many products may still run at each wait, and when a slot of K and a
+# slot of V are free. `warpgroup_mma_wait(n, ...)` counts products in the order in which they were issued. The check wants
+# the right result in any timing, and at least 12 % of the softmax under a product.
 #
 # With one entry in `deps`, `warpgroup_mma_wait` returns a tensor, with two a pair:
 # `s, o = warpgroup_mma_wait(1, deps=[s, o])`.
@@ -1721,8 +1739,9 @@ print(f"softmax under a product of the same consumer: {overlap(run):.0%}")
 # Two products are under way at once, and you wait for the older one only.
 #
 # {hint plan}
-# Follow the five steps and the picture. After each wait ask: which registers may I read now, and which slot is free
-# now?
+# Five steps. K of block `i` is there: issue its scores. V of block `i - 1` is there: issue P V. Wait until one product is
+# left, then the scores may be read, and K's slot is free. The softmax. Wait until none is left, then V's slot is free and
+# `o` may be rescaled; `p` is the new one.
 #
 # {hint line}
 # Rescaling `o` reads and writes the registers of the product P V: it must be over by then. `p` is still read by that

@@ -1,7 +1,9 @@
 """Lab 3: the model answers pass every check, each wrong answer loses its question, and the notebook runs."""
 
+import json
 import math
 import re
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -30,6 +32,27 @@ class TestLab(EveryLab):
         prose = lab_cases.prose_of(lab.student)
         lines = "Pipeline", "Layouts", "Softmax", "Sync", "Memory", "Loads", "Critical path", "Schedule", "Masking"
         assert [line for line in lines if f"| {line} |" not in prose] == []
+
+
+def test_what_the_lab_says_of_its_records(lab):
+    """Sentences about recorded figures hold for the files that the lab shows."""
+    recorded = Path(__file__).parents[2] / "assets" / "results" / "h200"
+    prose = " ".join(lab_cases.prose_of(lab.student).split())
+    assert "the recorded 4.1 and 5.1 without their fence gave wrong numbers in *every* launch" in prose
+    assert "In the record the ring of 3.4 came through without that fence." in prose
+    fences = json.loads((recorded / "gluon_fences.json").read_text())
+    assert fences["triton"].startswith("3.6")
+    wrong = {(row["kernel"].split(",")[0].split()[0], row["fence"]): row for row in fences["rows"]}
+    for kernel in ("4.1", "5.1"):
+        assert wrong[kernel, "removed"]["wrong launches"] == wrong[kernel, "removed"]["launches"] > 0
+        assert wrong[kernel, "kept"]["wrong launches"] == wrong[kernel, "removed"]["fences in PTX"] == 0
+    assert wrong["3.2", "removed"]["fences in PTX"] == 1 and wrong["3.2", "removed"]["wrong launches"] == 0
+    assert wrong["3.4", "between partitions removed"]["wrong launches"] == 0
+    assert "Step 3 is slower than step 2 at head dimension 128." in prose
+    ladder = json.loads((recorded / "attention_ladder.json").read_text())["rows"]
+    at_16k = [row for row in ladder if (row["head_dim"], row["length"], row["causal"]) == (128, 16384, False)]
+    tflops = {row["step"]: row["tflops"] for row in at_16k if "tflops" in row}
+    assert tflops[3] < tflops[2] < tflops[4] < tflops[5]
 
 
 @pytest.fixture(scope="module")

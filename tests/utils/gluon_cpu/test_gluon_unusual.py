@@ -132,3 +132,13 @@ def test_the_compiler_agrees():
         kernels.copy_by_cp_async, signature, dict(layout=line, column=1), ["x_ptr", "y_ptr", "row"]
     )
     assert "cp.async" in compiled.asm["ptx"]
+
+
+def test_a_line_of_the_courses_own_files_is_named_with_its_file():
+    from utils.attention.gluon import shared
+    from utils.gluon_cpu.reports import Site
+
+    assert str(Site(shared.__file__, 12, "tma_load")).startswith(
+        "line 12 of utils/attention/gluon/shared.py in tma_load:"
+    )
+    assert str(Site("/tmp/kernels-x/lab3_wgmma.py", 12, "matmul")).startswith("line 12 in matmul:")
