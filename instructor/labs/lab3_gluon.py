@@ -1882,8 +1882,8 @@ hidden.overlap(text_of("lab3_overlap.py")).raise_if_wrong()
 run = show_timeline(answered("lab3_overlap.py"), overlap_launch(*big)[0], "Overlapped, 128 queries", model=FROM_L2)
 print(f"tensor cores at work: {tensor_core_share(run):.0%} of the time, for 128 queries")
 print(f"softmax under a product of the same consumer: {overlap(run):.0%}")
-_, ax = run.plot(title="About one turn of the loop, enlarged: where blue bars stand over red ones, softmax and product overlap")
-ax.set_xlim(0.38 * run.cycles[0], 0.62 * run.cycles[0])
+run.plot(title="Enlarged: the softmax (blue) of a consumer runs under its product with V (red)",
+         window=(0.38 * run.cycles[0], 0.62 * run.cycles[0]))
 plt.show()
 
 # %% [markdown]
