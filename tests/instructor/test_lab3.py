@@ -48,8 +48,22 @@ def test_what_the_lab_says_of_its_records(lab):
         assert wrong[kernel, "kept"]["wrong launches"] == wrong[kernel, "removed"]["fences in PTX"] == 0
     assert wrong["3.2", "removed"]["fences in PTX"] == 1 and wrong["3.2", "removed"]["wrong launches"] == 0
     assert wrong["3.4", "between partitions removed"]["wrong launches"] == 0
+    tables = json.loads((recorded / "lab3.json").read_text())["tables"]
+    race = {row["against"]: row["you are faster by"] for row in tables["race"]}
+    assert set(race) > {"naive", "cuDNN", "FlashAttention 2", "FlashAttention 3"}
+    naive = tables["naive_and_fused"][0]
+    assert naive["kernels"] < 8 and naive["MB moved"] / naive["ms"] > 1500, "a weak baseline: more than three operators"
+    # "The same library at the same shape reads differently in the three tables."
+    ladder, ratios = (
+        json.loads((recorded / f"attention_{name}.json").read_text())["rows"] for name in ("ladder", "ratios")
+    )
+    shape = (128, 16384, False, "cudnn")
+    same = [r for r in (*ladder, *ratios) if (r["head_dim"], r["length"], r["causal"], r.get("against")) == shape]
+    cudnn = [row["against_tflops"] for row in same] + [
+        r["its TFLOP/s"] for r in tables["race"] if r["against"] == "cuDNN"
+    ]
+    assert max(cudnn) > 1.03 * min(cudnn)
     assert "Step 3 is slower than step 2 at head dimension 128." in prose
-    ladder = json.loads((recorded / "attention_ladder.json").read_text())["rows"]
     at_16k = [row for row in ladder if (row["head_dim"], row["length"], row["causal"]) == (128, 16384, False)]
     tflops = {row["step"]: row["tflops"] for row in at_16k if "tflops" in row}
     assert tflops[3] < tflops[2] < tflops[4] < tflops[5]
