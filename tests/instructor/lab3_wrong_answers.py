@@ -178,7 +178,10 @@ def owner(row, column, shape, size, threads, warps, order):
         "copy into the slot in use",
         "q3_1",
         ("race", "wrong in"),
-        ("order(a_ring, ahead % STAGES, a_ptr, first + ahead", "order(a_ring, i % STAGES, a_ptr, first + ahead"),
+        (
+            "start_copy(a_ring, ahead % STAGES, a_ptr, first + ahead",
+            "start_copy(a_ring, i % STAGES, a_ptr, first + ahead",
+        ),
     ),
     _instead(
         "program's offset forgotten",

@@ -1,7 +1,9 @@
 """Lab 3: the model answers pass every check, each wrong answer loses its question, and the notebook runs."""
 
+import json
 import math
 import re
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -23,12 +25,48 @@ class TestLab(EveryLab):
     points = (100, 16)
     by_hand = BY_HAND
     wrong_answers, least_mistakes = WRONG_ANSWERS, 30
-    least_figures, least_predictions = 3, 5
+    least_figures, least_predictions = 8, 6
+    hinted = True
 
     def test_the_checklist_is_the_map(self, lab):
         prose = lab_cases.prose_of(lab.student)
         lines = "Pipeline", "Layouts", "Softmax", "Sync", "Memory", "Loads", "Critical path", "Schedule", "Masking"
         assert [line for line in lines if f"| {line} |" not in prose] == []
+
+
+def test_what_the_lab_says_of_its_records(lab):
+    """Sentences about recorded figures hold for the files that the lab shows."""
+    recorded = Path(__file__).parents[2] / "assets" / "results" / "h200"
+    prose = " ".join(lab_cases.prose_of(lab.student).split())
+    assert "the recorded 4.1 and 5.1 without their fence gave wrong numbers in *every* launch" in prose
+    assert "In the record the ring of 3.4 came through without that fence." in prose
+    fences = json.loads((recorded / "gluon_fences.json").read_text())
+    assert fences["triton"].startswith("3.6")
+    wrong = {(row["kernel"].split(",")[0].split()[0], row["fence"]): row for row in fences["rows"]}
+    for kernel in ("4.1", "5.1"):
+        assert wrong[kernel, "removed"]["wrong launches"] == wrong[kernel, "removed"]["launches"] > 0
+        assert wrong[kernel, "kept"]["wrong launches"] == wrong[kernel, "removed"]["fences in PTX"] == 0
+    assert wrong["3.2", "removed"]["fences in PTX"] == 1 and wrong["3.2", "removed"]["wrong launches"] == 0
+    assert wrong["3.4", "between partitions removed"]["wrong launches"] == 0
+    tables = json.loads((recorded / "lab3.json").read_text())["tables"]
+    race = {row["against"]: row["you are faster by"] for row in tables["race"]}
+    assert set(race) > {"naive", "cuDNN", "FlashAttention 2", "FlashAttention 3"}
+    naive = tables["naive_and_fused"][0]
+    assert naive["kernels"] < 8 and naive["MB moved"] / naive["ms"] > 1500, "a weak baseline: more than three operators"
+    # "The same library at the same shape reads differently in the three tables."
+    ladder, ratios = (
+        json.loads((recorded / f"attention_{name}.json").read_text())["rows"] for name in ("ladder", "ratios")
+    )
+    shape = (128, 16384, False, "cudnn")
+    same = [r for r in (*ladder, *ratios) if (r["head_dim"], r["length"], r["causal"], r.get("against")) == shape]
+    cudnn = [row["against_tflops"] for row in same] + [
+        r["its TFLOP/s"] for r in tables["race"] if r["against"] == "cuDNN"
+    ]
+    assert max(cudnn) > 1.03 * min(cudnn)
+    assert "Step 3 is slower than step 2 at head dimension 128." in prose
+    at_16k = [row for row in ladder if (row["head_dim"], row["length"], row["causal"]) == (128, 16384, False)]
+    tflops = {row["step"]: row["tflops"] for row in at_16k if "tflops" in row}
+    assert tflops[3] < tflops[2] < tflops[4] < tflops[5]
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import torch
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._layouts import AutoLayout
 from triton.experimental.gluon.language.nvidia import hopper
 
 from . import context, layouts
@@ -135,8 +136,8 @@ def _spend(latency: float, kind: str, pointer: Tensor, offsets: np.ndarray, keep
     program, buffer = context.program(), pointer.buffer
     size = buffer.dtype.primitive_bitwidth // 8
     program.spend(latency + int(keep.sum()) * size / program.model.global_bytes, kind, buffer.name)
-    if program.events is None or not offsets.shape:
-        return
+    if program.events is None or not offsets.shape or isinstance(layout, AutoLayout):
+        return  # sectors depend on a layout that only the compiler knows
     elements = layouts.elements_of(layout, offsets.shape, program.partition.num_warps)
     at = (offsets.reshape(-1)[elements] + buffer.base) * size  # registers x lanes x warps
     kept = keep.reshape(-1)[elements]

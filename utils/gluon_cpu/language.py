@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._layouts import AutoLayout
+from triton.language.extra import libdevice
 
 from utils.machine import versions
 
@@ -187,7 +189,7 @@ def _erf(x: np.ndarray) -> np.ndarray:
     return torch.erf(torch.from_numpy(np.ascontiguousarray(x))).numpy()
 
 
-def _enter_function(name: str, function, special: bool) -> None:
+def _enter_function(name: str, function, special: bool, of: tuple = (gl, tl)) -> None:
     def run(x):
         x = to_tensor(x)
         if not is_float(x.dtype):
@@ -197,7 +199,7 @@ def _enter_function(name: str, function, special: bool) -> None:
         work(x, special)
         return Tensor(out if x.shape else out.item(), x.dtype, x.layout)
 
-    known(name)(run)
+    known(name, of=of)(run)
 
 
 for _name in ["exp", "exp2", "log", "log2", "cos", "sin", "sqrt"]:
@@ -207,6 +209,11 @@ _enter_function("rsqrt", lambda x: 1 / np.sqrt(x), special=True)
 _enter_function("erf", _erf, special=True)
 _enter_function("floor", np.floor, special=False)
 _enter_function("ceil", np.ceil, special=False)
+# The fast versions of CUDA's library differ from these in the last bits.
+for _name in ["exp", "exp10", "log", "log2", "log10", "sin", "cos", "tan", "tanh"]:
+    _function = (lambda x: np.power(10, x)) if _name == "exp10" else getattr(np, _name)
+    _enter_function(f"fast_{_name}f", _function, special=True, of=(libdevice,))
+known("fast_dividef", of=(libdevice,))(lambda x, y: to_tensor(x) / y)
 
 
 @known()

@@ -53,7 +53,7 @@ def distributed(layout, shape: list[int], what: str):
     if not isinstance(layout, DistributedLayout):
         _refuse(f"{what} needs a register layout (BlockedLayout, NVMMADistributedLayout, ...), got {layout!r}.")
     if isinstance(layout, gl.CoalescedLayout):
-        return layout
+        return AutoLayout()  # the compiler chooses; here it fits everything, like an automatic one
     if layout.rank != len(shape):
         _refuse(f"{what}: shape {list(shape)} has {len(shape)} dimensions, {layout} has {layout.rank}.")
     spread = threads(layout)

@@ -68,14 +68,18 @@ class Run:
         """Whether nothing was found."""
         return not self.reports
 
-    def plot(self, *, ax: Axes | None = None, title: str | None = None) -> tuple[Figure, Axes]:
+    def plot(
+        self, *, ax: Axes | None = None, title: str | None = None, window: tuple[float, float] | None = None
+    ) -> tuple[Figure, Axes]:
         """Draw the timeline, and on it the first finding if there is one; returns (Figure, Axes).
 
         Args:
             ax: where to draw; a new figure without.
             title: the picture's title.
+            window: the cycles (first, last) to show; None shows all.
         """
-        return plot_events(self.events, ax=ax, title=title, report=self.reports[0] if self.reports else None)
+        report = self.reports[0] if self.reports else None
+        return plot_events(self.events, ax=ax, title=title, report=report, window=window)
 
     def __repr__(self) -> str:
         return f"<gluon_cpu run: {self.launches} launches, {len(self.cycles)} programs, {len(self.reports)} reports>"

@@ -89,7 +89,12 @@ class Event:
 
 
 def plot_events(
-    events: list[Event], *, ax: Axes | None = None, title: str | None = None, report: Report | None = None
+    events: list[Event],
+    *,
+    ax: Axes | None = None,
+    title: str | None = None,
+    report: Report | None = None,
+    window: tuple[float, float] | None = None,
 ) -> tuple[Figure, Axes]:
     """Draw a timeline: a row for each partition, and rows for the copies and products that it started.
 
@@ -99,6 +104,7 @@ def plot_events(
         title: the picture's title.
         report: a finding that ended the run: the bars that it is about are framed, and an arrow shows the order that is
             missing between them.
+        window: the cycles (first, last) to show; None shows all.
 
     Returns:
         (Figure, Axes).
@@ -122,7 +128,8 @@ def plot_events(
     if ax is None:
         _, ax = plt.subplots(figsize=(9.6, 0.9 + 0.45 * len(rows)), layout="constrained")
     figure = cast("Figure", ax.figure)
-    longest = max(e.end for e in events) - min(e.start for e in events)
+    first, last = window or (0.0, max(e.end for e in events))
+    longest = last - first
     places: dict[int, tuple[float, float]] = {}
     for e in events:
         row = (e.unit, e.partition)
@@ -139,27 +146,33 @@ def plot_events(
             hatch=HATCHES.get(e.kind, ""),
         )
         label = e.buffer if e.phase is None else f"{e.buffer} ({e.phase})"
+        if e.kind == "wgmma":  # its right operand says which product it is
+            label = label.split(" x ")[-1]
         named = e.unit != "partition" or e.kind == "blocked"
-        if named and deepest[row] <= 3 and 0.0085 * longest * len(label) < e.end - e.start:
-            ax.text((e.start + e.end) / 2, y, label, ha="center", va="center", fontsize=7)
+        shown = min(e.end, last) - max(e.start, first)
+        if named and deepest[row] <= 3 and 0.0085 * longest * len(label) < shown:
+            ax.text(max(e.start, first) + shown / 2, y, label, ha="center", va="center", fontsize=7, clip_on=True)
         places[id(e)] = (y, height)
     if report is not None:
         _draw_finding(ax, events, findings, report, places, rows)
     ax.set_yticks(range(len(rows)), [UNITS[unit] + partition for unit, partition in rows])
     ax.invert_yaxis()
-    ax.set_xlim(left=0)
+    if window:
+        ax.set_xlim(window)
+    else:
+        ax.set_xlim(left=0)
     ax.set_xlabel("model cycles")
     legend: dict[tuple[str, str], str] = {}  # kinds that look the same share an entry
     for kind in sorted({e.kind for e in events}, key=lambda k: list(COLORS).index(k) if k in COLORS else 99):
         legend.setdefault((COLORS.get(kind, "#888888"), HATCHES.get(kind, "")), LABELS.get(kind, kind))
-    for first in partitions[1:]:  # a line between one partition's rows and the next one's
-        ax.axhline(next(i for i, row in enumerate(rows) if row[1] == first) - 0.5, color="#bbbbbb", linewidth=0.6)
+    for name in partitions[1:]:  # a line between one partition's rows and the next one's
+        ax.axhline(next(i for i, row in enumerate(rows) if row[1] == name) - 0.5, color="#bbbbbb", linewidth=0.6)
     handles = [
         Patch(facecolor=color, edgecolor="#8a8a8a" if hatch else color, hatch=hatch, linewidth=0.0, label=label)
         for (color, hatch), label in legend.items()
     ]
     if own:  # below the axis label, whatever the height
-        figure.legend(handles=handles, ncols=9, fontsize=7, loc="outside lower center", frameon=False)
+        figure.legend(handles=handles, ncols=10, fontsize=7, loc="outside lower center", frameon=False)
     else:
         ax.legend(handles=handles, ncols=6, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
     if title:

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.language.core import _aggregate as aggregate
+from triton.language.extra import libdevice
 
 tma_load = gl.constexpr(getattr(tma, "async_load", None) or tma.async_copy_global_to_shared)
 
@@ -124,3 +125,13 @@ def careless(x_ptr, y_ptr, n, BUG: gl.constexpr):
     if BUG == "wait for nothing":
         warpgroup_mma_wait(0, deps=[])
     gl.store(y_ptr, total)
+
+
+@gluon.jit
+def coalesced(x_ptr, y_ptr, n):
+    """A layout that the compiler chooses, and functions of CUDA's library."""
+    i = gl.arange(0, 16, gl.CoalescedLayout())
+    j = gl.arange(0, 64, gl.CoalescedLayout())
+    at = i[:, None] * 64 + j[None, :]
+    x = gl.load(x_ptr + at, mask=at < n)
+    gl.store(y_ptr + at, libdevice.fast_dividef(libdevice.fast_expf(x), 2.0), mask=at < n)

@@ -132,3 +132,21 @@ def test_the_compiler_agrees():
         kernels.copy_by_cp_async, signature, dict(layout=line, column=1), ["x_ptr", "y_ptr", "row"]
     )
     assert "cp.async" in compiled.asm["ptx"]
+
+
+def test_a_line_of_the_courses_own_files_is_named_with_its_file():
+    from utils.attention.gluon import shared
+    from utils.gluon_cpu.reports import Site
+
+    assert str(Site(shared.__file__, 12, "tma_load")).startswith(
+        "line 12 of utils/attention/gluon/shared.py in tma_load:"
+    )
+    assert str(Site("/tmp/kernels-x/lab3_wgmma.py", 12, "matmul")).startswith("line 12 in matmul:")
+
+
+def test_the_compilers_layout_and_cudas_functions():
+    x, y = torch.randn(16, 64), torch.zeros(16, 64)
+    with gluon_cpu.simulate(timeline=True):
+        kernels.coalesced[(1,)](x, y, 1000)
+    torch.testing.assert_close(y.flatten()[:1000], x.exp().flatten()[:1000] / 2)
+    assert not y.flatten()[1000:].any()
