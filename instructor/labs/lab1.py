@@ -2258,6 +2258,8 @@ hidden.merge_attention(merge_attention).raise_if_wrong()
 # The tables of this run, with the machine they were made on. Compare them with those of another machine.
 
 # %%
+from utils.files import output_path
+
 machine = environment()
 record = {
     "machine": torch.cuda.get_device_name() if on_gpu else roofs.name,
@@ -2265,8 +2267,9 @@ record = {
     "environment": machine,
     "tables": results,
 }
-Path("lab1_results.json").write_text(json.dumps(record, indent=1, default=str))
-print(f"saved {', '.join(results) or 'no table'} to lab1_results.json")
+saved = output_path("lab1_results.json")
+saved.write_text(json.dumps(record, indent=1, default=str))
+print(f"saved {', '.join(results) or 'no table'} to {saved}")
 
 # %% [markdown]
 # ## What you know now
