@@ -11,10 +11,10 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$python && break; \
 	done)
 
-.PHONY: help env student-env lab test test-slow test-gpu test-class test-versions labs lint lock clean
+.PHONY: help env student-env lab test test-e2e site demo test-slow test-gpu test-class test-versions labs lint lock clean
 
 help: ## list the verbs
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 	@echo "  LAB=lab3 chooses a lab; PYTHON=/path/to/python3.12 chooses a Python."
 
 # $(call sync,EXTRAS): create the environment with these extras, or leave it if it is current.
@@ -55,6 +55,17 @@ test-class: env ## grade 300 submissions, faults among them (many minutes)
 
 test-versions: env ## run quick tests and compile the kernels with the oldest and the newest torch and Triton (half an hour)
 	@"$(VENV)/bin/python" -m tools.versions
+
+test-e2e: ## run the tests in a real browser (needs Chromium)
+	$(call sync,grading test e2e)
+	@$(PYTEST) -m e2e tests/e2e
+
+site: ## build the static site into build/site
+	$(call sync,grading site)
+	@"$(VENV)/bin/python" -m tools.site
+
+demo: env ## run the four solved labs and write a summary into out/demo
+	@"$(VENV)/bin/labs" demo
 
 labs: env ## build the notebooks from instructor/labs
 	@"$(VENV)/bin/labs" build

@@ -407,7 +407,7 @@ def lock() -> None:
     uv = shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
     if uv is None:
         raise SetupError("`uv` is needed to resolve versions for all platforms: `make env` installs it.")
-    extras = [word for extra in (*EXTRAS, "gpu") for word in ("--extra", extra)]
+    extras = [word for extra in (*EXTRAS, "site", "e2e", "gpu") for word in ("--extra", extra)]
     options = ["--universal", "--python-version", "3.11", *extras, "--quiet"]
     plain = ["--no-header", "--no-annotate", "--no-emit-index-url"]
     result = subprocess.run(

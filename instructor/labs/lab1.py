@@ -3338,6 +3338,8 @@ print(f"four parts of 2048 keys, merged: off by at most {(merged - whole).abs().
 # The tables of this run, with the machine they were made on. Compare them with those of another machine.
 
 # %%
+from utils.files import output_path
+
 machine = environment()
 record = {
     "machine": torch.cuda.get_device_name() if on_gpu else roofs.name,
@@ -3346,8 +3348,9 @@ record = {
     "tables": results,
     "guesses": {what: [guesses.get(what), outcome] for what, outcome in outcomes.items()},  # [yours, measured]
 }
-Path("lab1_results.json").write_text(json.dumps(record, indent=1, default=str))
-print(f"saved {', '.join(results) or 'no table'} to lab1_results.json")
+saved = output_path("lab1_results.json")
+saved.write_text(json.dumps(record, indent=1, default=str))
+print(f"saved {', '.join(results) or 'no table'} to {saved}")
 made = [what for what in outcomes if guesses.get(what) is not None]
 print(f"you made {len(made)} of {len(outcomes)} guesses")
 if made:

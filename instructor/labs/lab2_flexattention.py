@@ -1978,6 +1978,8 @@ hidden.ragged_attention(ragged_attention).raise_if_wrong()
 # The tables of this run, with the machine they were made on. Compare them with those of another machine.
 
 # %%
+from utils.files import output_path
+
 machine = environment()
 record = {
     "machine": torch.cuda.get_device_name() if on_gpu else machine.get("cpu"),
@@ -1985,8 +1987,9 @@ record = {
     "environment": machine,
     "tables": results,
 }
-Path("lab2_results.json").write_text(json.dumps(record, indent=1, default=str))
-print(f"saved {', '.join(results) or 'no table'} to lab2_results.json")
+saved = output_path("lab2_results.json")
+saved.write_text(json.dumps(record, indent=1, default=str))
+print(f"saved {', '.join(results) or 'no table'} to {saved}")
 
 # %% [markdown]
 # ## What you know now

@@ -2154,6 +2154,8 @@ hidden.attention_causal(text_of("lab3_causal.py")).raise_if_wrong()
 # The tables of this run, with the machine they were made on.
 
 # %%
+from utils.files import output_path
+
 machine = environment()
 record = {
     "machine": torch.cuda.get_device_name() if on_gpu else "CPU",
@@ -2161,8 +2163,9 @@ record = {
     "environment": machine,
     "tables": results,
 }
-Path("lab3_results.json").write_text(json.dumps(record, indent=1, default=str))
-print(f"saved {', '.join(results) or 'no table'} to lab3_results.json")
+saved = output_path("lab3_results.json")
+saved.write_text(json.dumps(record, indent=1, default=str))
+print(f"saved {', '.join(results) or 'no table'} to {saved}")
 
 # %% [markdown]
 # ## What you know now

@@ -2480,6 +2480,8 @@ if rows:
 # The tables of this run, with the machine they were made on. Compare them with those of another machine.
 
 # %%
+from utils.files import output_path
+
 machine = environment()
 record = {
     "machine": torch.cuda.get_device_name() if on_gpu else roofs.name,
@@ -2487,8 +2489,9 @@ record = {
     "environment": machine,
     "tables": {name: table for name, table in results.items() if not name.startswith("recorded")},
 }
-Path("lab4_results.json").write_text(json.dumps(record, indent=1, default=str))
-print(f"saved {', '.join(record['tables']) or 'no table'} to lab4_results.json")
+saved = output_path("lab4_results.json")
+saved.write_text(json.dumps(record, indent=1, default=str))
+print(f"saved {', '.join(record['tables']) or 'no table'} to {saved}")
 
 # %% [markdown]
 # ## What you know now

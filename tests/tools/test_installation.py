@@ -270,7 +270,7 @@ def test_a_python_that_is_not_there_is_one_sentence():
 
 def test_help_lists_the_verbs():
     text = run_make("help").stdout
-    for verb in ("lab", "test", "test-slow", "test-gpu", "labs", "lint", "lock"):
+    for verb in ("lab", "test", "test-slow", "test-gpu", "test-e2e", "site", "demo", "labs", "lint", "lock"):
         assert f"make {verb} " in text
 
 
@@ -305,12 +305,13 @@ def test_ci_lints_and_runs_all_tests():
     assert script.read_text().splitlines()[-3:] == ["make lint", "make test", "make test-slow"]
 
 
-@pytest.mark.parametrize("marker", ["slow", "overnight", "gpu"])
+@pytest.mark.parametrize("marker", ["slow", "overnight", "gpu", "e2e"])
 def test_each_marker_has_its_verb(marker):
     """A test that `make test` leaves out is run by the verb that its marker's description names."""
     (description,) = [line for line in PYTEST["markers"] if line.startswith(f"{marker}: ")]
-    verb = re.search(r"`make ([a-z-]+)`", description)[1]
-    assert f"not {marker}" in selection_of("test") and marker in selection_of(verb)
+    verb = re.search(r"`make ([a-z0-9-]+)`", description)[1]
+    left_out = "slow" if marker == "e2e" else marker  # a test with a browser is slow, too
+    assert f"not {left_out}" in selection_of("test") and marker in selection_of(verb)
 
 
 def selection_of(target: str) -> list[str]:
