@@ -19,12 +19,14 @@ from utils.attention.gluon.backward.plan import BackwardCase, BackwardPlan, plan
 
 LOG2_E = math.log2(math.e)
 L2_BYTES = 32 << 20  # what the heads in flight should fit in, of the H200's 60 MB
-MODULES = {3: "step3_warp_specialized"}
+MODULES = {3: "step3_warp_specialized", 4: "step4_overlapped"}
 
 
 @functools.cache
 def kernel_of(step: int, plan: BackwardPlan):
     """Return the Gluon kernel of a step (imports Triton)."""
+    if plan.block_d == 256:
+        return importlib.import_module(f"{__package__}.wide_heads").attention_backward_wide
     return getattr(importlib.import_module(f"{__package__}.{MODULES[step]}"), f"attention_backward_step{step}")
 
 

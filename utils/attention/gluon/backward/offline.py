@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import replace
 
 from utils.attention.gluon.backward.plan import STEPS, BackwardCase, plan_for
 from utils.kernels.offline import Assembly, compile_gluon, read_assembly
@@ -21,7 +22,7 @@ def compile_backward(
     window: bool = False,
     tail: bool = False,
     dq: bool = True,
-    variant: str = "",
+    **changes,
 ) -> Assembly:
     """Compile a step of the backward ladder for sm_90a.
 
@@ -33,13 +34,13 @@ def compile_backward(
         window: Whether there is a sliding window.
         tail: Whether the keys are no multiple of a block.
         dq: Whether dQ is summed in this kernel.
-        variant: Of the step's plan.
+        **changes: Fields of the plan that are not the step's own.
     """
     from triton.experimental.gluon import language as gl
 
     from utils.attention.gluon.backward.launch import kernel_of
 
-    plan = plan_for(step, head_dim, variant)
+    plan = replace(plan_for(step, head_dim), **changes)
     kernel = kernel_of(step, plan)
     constants = {"PLAN": plan, "CASE": BackwardCase(causal, window, tail, dq)}
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
@@ -62,15 +63,16 @@ def main() -> None:
     parser.add_argument("step", type=int, choices=STEPS)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
-    parser.add_argument("--variant", default="")
     for flag in ("causal", "window", "tail"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--without-dq", dest="dq", action="store_false")
     parser.add_argument("--sass", action="store_true", help="print the disassembly")
     parser.add_argument("--ptx", action="store_true", help="print the PTX")
+    parser.add_argument("changes", nargs="*", help="fields of the plan, such as early_dq=0")
     options = vars(parser.parse_args())
+    changes = {name: int(value) for name, value in (change.split("=") for change in options.pop("changes"))}
     show_sass, show_ptx = options.pop("sass"), options.pop("ptx")
-    kernel = compile_backward(options.pop("step"), options.pop("head_dim"), **options)
+    kernel = compile_backward(options.pop("step"), options.pop("head_dim"), **options, **changes)
     if show_ptx:
         print(kernel.ptx)
     if show_sass:

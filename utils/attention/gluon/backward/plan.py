@@ -13,6 +13,7 @@ STEPS = {
     1: "one warpgroup, synchronous, atomics",
     2: "TMA and mbarriers",
     3: "warp-specialized",
+    4: "overlapped",
 }
 PIECE = 64  # dQ is summed in pieces of 64 queries x 64 columns (`fragments.py`)
 
@@ -28,7 +29,7 @@ class BackwardPlan:
     do_slots: int = 2  # slots of the ring of dO and delta
     ds_slots: int = 2  # tiles of dS, which both consumers write and read
     registers: int = 240  # of a consumer thread
-    late_dq: bool = False  # dQ of a tile is computed beside the next tile's softmax
+    early_dq: bool = True  # dQ of the tile before is handed over before the softmax, not behind it
 
 
 @dataclass(frozen=True)
@@ -45,18 +46,15 @@ class BackwardCase:
     dq: bool = True
 
 
-_STEP_3 = {
-    (64, ""): BackwardPlan(64, 128, 128),
-    (128, ""): BackwardPlan(128, 64, 128),
-    (256, ""): BackwardPlan(256, 64, 64),
-    (64, "late"): BackwardPlan(64, 128, 128, late_dq=True),
-    (128, "late"): BackwardPlan(128, 64, 128, late_dq=True),
+_PLANS = {
+    64: BackwardPlan(64, 128, 128),
+    128: BackwardPlan(128, 64, 128),
+    256: BackwardPlan(256, 64, 64),
 }
 
 
-def plan_for(step: int, head_dim: int, variant: str = "") -> BackwardPlan:
+def plan_for(step: int, head_dim: int) -> BackwardPlan:
     """Return the plan of a step of the backward ladder for a head dimension."""
-    d = block_head_dim(head_dim)
-    if step == 3:
-        return _STEP_3[d, variant]
-    raise ValueError(f"The backward ladder has the steps {', '.join(map(str, STEPS))}; got step {step!r}.")
+    if step not in STEPS:
+        raise ValueError(f"The backward ladder has the steps {', '.join(map(str, STEPS))}; got step {step!r}.")
+    return _PLANS[block_head_dim(head_dim)]

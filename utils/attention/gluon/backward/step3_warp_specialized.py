@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from utils.attention.gluon.backward.fragments import add_fragments
 from utils.attention.gluon.backward.pipeline import Sizes, Work, allocate_row_ring
@@ -96,7 +96,7 @@ def publish_ds(work, i):
     slot = i % work.sizes.PLAN.ds_slots
     # Stored by threads, read by wgmma through the async proxy: without the fence it may read what was there before.
     fence_async_shared()
-    async_copy.mbarrier_arrive(work.written.index(slot), increment_count=False)
+    mbarrier.arrive(work.written.index(slot), count=1)
 
 
 @gluon.jit
@@ -155,8 +155,8 @@ def consumer(work, dk_desc, dv_desc, W: gl.constexpr):
         s = wait_products(s, 1, BLOCK_M)
         p = probabilities(work, s, i, key, m * BLOCK_M)
         p16 = gl.convert_layout(p.to(dtype), left_operand(BLOCK_D))
-        delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
         dp = wait_products(dp, 0, BLOCK_M)
+        delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
         ds = (p * (dp - delta[None, :])).to(dtype)
         if CASE.dq:
             # The slot's last dS, two tiles ago, has been read: this consumer has since seen the other one's next dS.
@@ -240,7 +240,7 @@ def attention_backward_step3(
     mbarrier.init(loaded.index(0), count=1)
     mbarrier.init(loaded.index(1), count=1)
     for i in gl.static_range(DS_SLOTS):
-        mbarrier.init(written.index(i), count=128 * CONSUMERS)
+        mbarrier.init(written.index(i), count=CONSUMERS)
     sizes = Sizes(sq, sk, window, heads, kv_heads, group, tiles_m, PLAN, CASE)
     work = Work(
         sizes, n * PLAN.block_n, batch, flat - batch * kv_heads, c, scale, dq_sums_ptr, q, do, k, v, ds, loaded, written
