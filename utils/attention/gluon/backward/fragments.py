@@ -47,6 +47,7 @@ def start_backward(
     o_ptr,
     do_ptr,
     lse_ptr,
+    dlse_ptr,
     lse2_ptr,
     delta_ptr,
     dq_sums_ptr,
@@ -62,12 +63,13 @@ def start_backward(
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     CLEAR: gl.constexpr,
+    DLSE: gl.constexpr,
 ):
-    """Delta and lse * log2(e) of 64 rows of one head, and zeros in their sums of dQ: grid (rows / 64, B * H)."""
+    """Delta and lse * log2(e) of 64 rows of one head, and zeros in their sums of dQ: grid (B * H, rows / 64)."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    tile = gl.program_id(0)
-    head_total = gl.program_id(1).to(gl.int64)
+    tile = gl.program_id(1)
+    head_total = gl.program_id(0).to(gl.int64)
     batch = head_total // heads
     head = head_total - batch * heads
     r = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
@@ -79,6 +81,9 @@ def start_backward(
     lse = gl.load(lse_ptr + head_total * sq + r, mask=r < sq, other=INFINITY)
     # A row without keys has -inf, a row that does not exist nothing: infinity makes their probabilities 2^(-inf) = 0.
     lse2 = gl.where(gl.abs(lse) == INFINITY, INFINITY, lse * LOG2_E)
+    if DLSE:
+        # The log-sum-exp has a gradient too: d lse / d S = P, so dS = P (dP - delta + dlse).
+        delta -= gl.load(dlse_ptr + head_total * sq + r, mask=r < sq, other=0.0)
     gl.store(lse2_ptr + head_total * rows + r, lse2)
     gl.store(delta_ptr + head_total * rows + r, delta)
     if CLEAR:
@@ -101,22 +106,26 @@ def finish_dq(
     scale,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
+    FRAGMENTS: gl.constexpr,
 ):
     """Scale one piece of the sums, 64 queries x 64 columns, and store it as rows of dQ.
 
-    Grid (rows / 64, BLOCK_D / 64, B * H).
+    Grid (B * H, rows / 64, BLOCK_D / 64). FRAGMENTS: the sums are in the order of the fragments, else in rows.
     """
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    tile = gl.program_id(0)
-    piece = gl.program_id(1)
-    head_total = gl.program_id(2).to(gl.int64)
+    tile = gl.program_id(1)
+    piece = gl.program_id(2)
+    head_total = gl.program_id(0).to(gl.int64)
     batch = head_total // heads
     head = head_total - batch * heads
     number = (head_total * (rows // 64) + tile) * (BLOCK_D // 64) + piece
-    sums = gl.load(dq_sums_ptr + number * 4096 + gl.arange(0, 4096, flat))
-    dq = gl.convert_layout(from_fragments(sums, 64) * scale, layout)
     r = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     d = piece * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+    if FRAGMENTS:
+        sums = gl.load(dq_sums_ptr + number * 4096 + gl.arange(0, 4096, flat))
+        dq = gl.convert_layout(from_fragments(sums, 64) * scale, layout)
+    else:
+        dq = gl.load(dq_sums_ptr + head_total * rows * BLOCK_D + r * BLOCK_D + d) * scale
     at = dq_ptr + batch * dq_batch + head * dq_head + r.to(gl.int64) * dq_row + d
     gl.store(at, dq.to(dq_ptr.dtype.element_ty), mask=(r < sq) & (d < HEAD_DIM))

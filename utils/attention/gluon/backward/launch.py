@@ -3,53 +3,41 @@
     out, lse = forward(q, k, v, causal=True, return_lse=True)
     dq, dk, dv = backward(dout, q, k, v, out, lse, causal=True)
 
-Three kernels: `start_backward` (delta, zeros for the sums of dQ), the step's own, and `finish_dq`.
+Three kernels: `start_backward` (delta, and zeros for the sums of dQ), the step's own, and `finish_dq`. In deterministic
+mode the step's kernel leaves dQ to the one of `dq.py`, which needs no sums.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import math
-from dataclasses import dataclass
 
 import torch
 
-from utils.attention.gluon.backward.plan import BackwardCase, BackwardPlan, plan_for
+from utils.attention.gluon.arguments import addressable
+from utils.attention.gluon.backward.arguments import Gradients
+from utils.attention.gluon.backward.plan import BackwardPlan, plan_for
 
-LOG2_E = math.log2(math.e)
-L2_BYTES = 32 << 20  # what the heads in flight should fit in, of the H200's 60 MB
-MODULES = {3: "step3_warp_specialized", 4: "step4_overlapped"}
+MODULES = {1: "step1_atomics", 2: "step2_tma", 3: "step3_warp_specialized", 4: "step4_overlapped"}
+NAMES = {name: f"attention_backward_step{step}" for step, name in MODULES.items()} | {
+    "wide_heads": "attention_backward_wide"
+}
+
+
+def module_name(step: int, plan: BackwardPlan) -> str:
+    """Name the module of a step; steps 3 and 4 have one in common for head dimension 256."""
+    return "wide_heads" if step >= 3 and plan.block_d == 256 else MODULES[step]
 
 
 @functools.cache
+def module_of(step: int, plan: BackwardPlan):
+    """Import the module of a step, with its kernel and its `launch` (imports Triton)."""
+    return importlib.import_module(f"{__package__}.{module_name(step, plan)}")
+
+
 def kernel_of(step: int, plan: BackwardPlan):
     """Return the Gluon kernel of a step (imports Triton)."""
-    if plan.block_d == 256:
-        return importlib.import_module(f"{__package__}.wide_heads").attention_backward_wide
-    return getattr(importlib.import_module(f"{__package__}.{MODULES[step]}"), f"attention_backward_step{step}")
-
-
-@dataclass(slots=True)
-class Gradients:
-    """One backward pass to launch: tensors (B, H, S, D), not empty, and the plan of the step.
-
-    lse: (B, H, Sq) fp32, natural logarithm. window: 0 for none.
-    """
-
-    dout: torch.Tensor
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    dq: torch.Tensor
-    dk: torch.Tensor
-    dv: torch.Tensor
-    causal: bool
-    window: int
-    scale: float
-    plan: BackwardPlan
+    return getattr(module_of(step, plan), NAMES[module_name(step, plan)])
 
 
 def backward(
@@ -63,7 +51,9 @@ def backward(
     causal: bool = False,
     scale: float | None = None,
     window: int | None = None,
-    step: int = 3,
+    dlse: torch.Tensor | None = None,
+    deterministic: bool = False,
+    step: int = 4,
     plan: BackwardPlan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v.
@@ -78,97 +68,53 @@ def backward(
         causal: Whether a query sees keys up to its own position only.
         scale: Factor of the scores, 1/sqrt(D) by default.
         window: A query sees keys that are fewer positions away than this; None: all.
-        step: Which kernel of the ladder.
+        dlse: Gradient of the log-sum-exp, if that was used too.
+        deterministic: Whether the same inputs must give the same bits; dQ then has a kernel of its own (`dq.py`).
+            Steps 3 and 4 only.
+        step: Which kernel of the ladder, 1 to 4.
         plan: Tile and pipeline; the step's own by default.
     """
-    from utils.attention.gluon.launch import _addressable
-
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    if deterministic and step < 3:
+        raise ValueError(
+            f"Step {step} of the backward ladder adds to dQ by atomics, in any order; deterministic=True needs step 3 or 4."
+        )
+    if not q.numel():
+        return torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     plan = plan or plan_for(step, q.shape[-1])
-    dout, q, k, v = (_addressable(x) for x in (dout, q, k, v))
-    launch(step, Gradients(dout, q, k, v, out, lse, dq, dk, dv, causal, window or 0, scale, plan))
-    return dq, dk, dv
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    dout, q, k, v = (addressable(x) for x in (dout, q, k, v))
+    dlse = None if dlse is None else dlse.float().contiguous()
+    g = Gradients(dout, q, k, v, out, lse.contiguous(), dlse, causal, window or 0, scale, plan, deterministic)
+    launch(step, g)
+    return g.dq, g.dk, g.dv
 
 
 def launch(step: int, g: Gradients) -> None:
     """Run the kernels of one backward pass."""
     from utils.attention.gluon.backward.fragments import finish_dq, start_backward
 
-    batch, heads, sq, head_dim = g.q.shape
-    kv_heads, sk = g.k.shape[1:3]
-    plan, device = g.plan, g.q.device
-    rows = -(-sq // plan.block_m) * plan.block_m
-    lse2 = torch.empty((batch * heads, rows), dtype=torch.float32, device=device)
-    delta = torch.empty_like(lse2)
-    dq_sums = torch.empty(batch * heads * rows * plan.block_d, dtype=torch.float32, device=device)
-    start_backward[(rows // 64, batch * heads)](
+    sizes = {"HEAD_DIM": g.head_dim, "BLOCK_D": g.plan.block_d, "num_warps": 4}
+    start_backward[(g.heads_total, g.rows // 64)](
         g.out,
         g.dout,
         g.lse,
-        lse2,
-        delta,
-        dq_sums,
+        g.lse if g.dlse is None else g.dlse,
+        g.lse2,
+        g.delta,
+        g.dq_sums,
         *g.out.stride()[:3],
         *g.dout.stride()[:3],
-        sq,
-        heads,
-        rows,
-        HEAD_DIM=head_dim,
-        BLOCK_D=plan.block_d,
-        CLEAR=True,
-        num_warps=4,
+        g.sq,
+        g.heads,
+        g.rows,
+        CLEAR=not g.deterministic,
+        DLSE=g.dlse is not None,
+        **sizes,
     )
-    blocks_n = -(-sk // plan.block_n)
-    section = max(1, L2_BYTES // (rows * plan.block_d * 8))
-    kernel_of(step, plan)[(blocks_n * batch * kv_heads,)](
-        _rows(g.q, plan.block_m, plan),
-        _rows(g.dout, plan.block_m, plan),
-        _rows(g.k, plan.block_n, plan),
-        _rows(g.v, 64, plan),
-        _rows(g.dk, 64, plan),
-        _rows(g.dv, 64, plan),
-        _numbers(lse2, plan),
-        _numbers(delta, plan),
-        dq_sums,
-        sq,
-        sk,
-        g.window,
-        heads,
-        kv_heads,
-        heads // kv_heads,
-        rows // plan.block_m,
-        blocks_n,
-        section,
-        batch * kv_heads,
-        g.scale * LOG2_E,
-        g.scale,
-        PLAN=plan,
-        CASE=BackwardCase(g.causal, g.window > 0, sk % plan.block_n != 0),
-        num_warps=4,
+    module_of(step, g.plan).launch(g)
+    if g.deterministic:
+        importlib.import_module(f"{__package__}.dq").launch(g)
+        return
+    finish_dq[(g.heads_total, g.rows // 64, g.plan.block_d // 64)](
+        g.dq_sums, g.dq, *g.dq.stride()[:3], g.sq, g.heads, g.rows, g.scale, FRAGMENTS=module_name(step, g.plan) == MODULES[3], **sizes
     )
-    finish_dq[(rows // 64, plan.block_d // 64, batch * heads)](
-        dq_sums,
-        g.dq,
-        *g.dq.stride()[:3],
-        sq,
-        heads,
-        rows,
-        g.scale,
-        HEAD_DIM=head_dim,
-        BLOCK_D=plan.block_d,
-        num_warps=4,
-    )
-
-
-def _rows(x: torch.Tensor, rows: int, plan: BackwardPlan):
-    from utils.attention.gluon.arguments import _descriptor
-
-    return _descriptor(x, rows, plan.block_d)
-
-
-def _numbers(x: torch.Tensor, plan: BackwardPlan):
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, plan.block_m], gl.NVMMASharedLayout(0, 32, rank=2))

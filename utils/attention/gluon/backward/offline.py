@@ -9,6 +9,7 @@ import argparse
 import re
 from dataclasses import replace
 
+from utils.attention.gluon.backward.launch import kernel_of
 from utils.attention.gluon.backward.plan import STEPS, BackwardCase, plan_for
 from utils.kernels.offline import Assembly, compile_gluon, read_assembly
 
@@ -27,7 +28,7 @@ def compile_backward(
     """Compile a step of the backward ladder for sm_90a.
 
     Args:
-        step: 1 to 3.
+        step: 1 to 4.
         head_dim: Head dimension; the tile is the next larger of 64, 128 and 256.
         dtype: "bf16" or "fp16".
         causal: Whether the mask is causal.
@@ -38,23 +39,26 @@ def compile_backward(
     """
     from triton.experimental.gluon import language as gl
 
-    from utils.attention.gluon.backward.launch import kernel_of
-
     plan = replace(plan_for(step, head_dim), **changes)
     kernel = kernel_of(step, plan)
-    constants = {"PLAN": plan, "CASE": BackwardCase(causal, window, tail, dq)}
+    constants = {"PLAN": plan, "CASE": BackwardCase(causal, window, tail, dq), "HEAD_DIM": head_dim}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     numbers = gl.NVMMASharedLayout(0, 32, rank=2)
     rows = {"q": plan.block_m, "do": plan.block_m, "k": plan.block_n, "v": 64, "dk": 64, "dv": 64}
-    signature = {name + "_desc": f"tensordesc<{dtype}[1, 1, {n}, {plan.block_d}],{layout!r}>" for name, n in rows.items()}
-    for name in ("lse_desc", "delta_desc"):
-        signature[name] = f"tensordesc<fp32[1, {plan.block_m}],{numbers!r}>"
-    kinds = {"dq_sums_ptr": "*fp32", "c": "fp32", "scale": "fp32"}
-    for name in kernel.arg_names:
-        if name not in constants and name not in signature:
-            signature[name] = kinds.get(name, "i32")
-    multiples = [name for name in kernel.arg_names if name.endswith("_ptr")]
-    return read_assembly(compile_gluon(kernel, signature, constants, multiples), f"attention_backward_step{step}")
+    kinds = {name + "_desc": f"tensordesc<{dtype}[1, 1, {n}, {plan.block_d}],{layout!r}>" for name, n in rows.items()}
+    kinds |= {name: f"tensordesc<fp32[1, {plan.block_m}],{numbers!r}>" for name in ("lse_desc", "delta_desc")}
+    kinds["sums_desc"] = f"tensordesc<fp32[64, 64],{gl.NVMMASharedLayout(128, 32, rank=2)!r}>"
+    kinds |= {name: "*fp32" for name in ("dq_sums_ptr", "lse2_ptr", "delta_ptr")} | {"c": "fp32", "scale": "fp32"}
+    signature = {
+        name: kinds.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
+        for name in kernel.arg_names
+        if name not in constants
+    }
+    # A launch tells the compiler that tensors and their rows start at multiples of 16 bytes.
+    multiples = [name for name in kernel.arg_names if name.endswith(("_ptr", "_batch", "_head", "_row"))]
+    warps = 8 if step < 3 and plan.block_d == 256 else 4
+    return read_assembly(compile_gluon(kernel, signature, constants, multiples, warps), kernel.__name__)
 
 
 def main() -> None:

@@ -1,12 +1,29 @@
 """What the roles of the warp-specialized backward share: rings of tiles with a row of statistics, sizes, and masks."""
 
+# A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
+# ruff: noqa: RUF059
+
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
 from utils.attention.gluon.shared import aggregate, tma_load
+
+
+@builtin
+def _tma_reduce_add(descriptor, coordinates, tile, _semantic=None):
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, tile.handle)
+
+
+# Hand a tile to TMA, which adds it to memory; its end is waited for as a store's. Triton has a function for it from 3.8
+# on; the instruction behind it was there before.
+tma_add = gl.constexpr(getattr(tma, "async_atomic_add", None) or _tma_reduce_add)
 
 
 @aggregate
@@ -63,8 +80,14 @@ class RowRing:
         mbarrier.wait(self.full.index(i % self.SLOTS), self.phase(i))
 
     @gluon.jit
-    def release(self, i):
-        """Consumer: this thread has read load number i. Without it the producer waits for ever, a round later."""
+    def release(self, i, FENCE: gl.constexpr = False):
+        """Consumer: this thread has read load number i. Without it the producer waits for ever, a round later.
+
+        FENCE: where no other fence lies between the ordinary load of the row's numbers and this release.
+        """
+        if FENCE:
+            # TMA writes the next numbers through the async proxy, which need not know of ordinary loads before it.
+            fence_async_shared()
         async_copy.mbarrier_arrive(self.empty.index(i % self.SLOTS), increment_count=False)
 
 
@@ -81,6 +104,29 @@ def allocate_row_ring(tile_desc, number_desc, SLOTS: gl.constexpr, READERS: gl.c
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=128 * READERS)
     return RowRing(tiles, numbers, full, empty, SLOTS)
+
+
+@gluon.jit
+def hide(p, key, row, shape, KEYS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """Zero the probabilities of keys key.. (dimension KEYS) and queries row.. where a query may not look.
+
+    The probabilities and not the scores, because an infinite score times a negative scale would be infinite again.
+    """
+    QUERIES: gl.constexpr = 1 - KEYS
+    layout: gl.constexpr = p.type.layout
+    sq, sk, window, heads, group = shape
+    keys = gl.expand_dims(key + gl.arange(0, p.shape[KEYS], gl.SliceLayout(QUERIES, layout)), QUERIES)
+    queries = gl.expand_dims(row + gl.arange(0, p.shape[QUERIES], gl.SliceLayout(KEYS, layout)), KEYS)
+    positions = queries + (sk - sq)
+    # Keys that do not exist were loaded as zeros; their probabilities could still be infinite.
+    keep = keys < sk
+    if CAUSAL:
+        keep = keep & (keys <= positions)
+    elif WINDOW:
+        keep = keep & (keys < positions + window)
+    if WINDOW:
+        keep = keep & (keys > positions - window)
+    return gl.where(keep, p, 0.0)
 
 
 @aggregate
@@ -142,18 +188,8 @@ class Sizes:
     @gluon.jit
     def mask(self, p, key, row):
         """Zero the probabilities [keys, queries] of keys key.. and queries row.. where a query may not look."""
-        layout: gl.constexpr = p.type.layout
-        keys = key + gl.arange(0, p.shape[0], gl.SliceLayout(1, layout))[:, None]
-        positions = row + (self.sk - self.sq) + gl.arange(0, p.shape[1], gl.SliceLayout(0, layout))[None, :]
-        # Keys that do not exist were loaded as zeros; their probabilities could still be infinite.
-        keep = keys < self.sk
-        if self.CASE.causal:
-            keep = keep & (keys <= positions)
-        elif self.CASE.window:
-            keep = keep & (keys < positions + self.window)
-        if self.CASE.window:
-            keep = keep & (keys > positions - self.window)
-        return gl.where(keep, p, 0.0)
+        shape = (self.sq, self.sk, self.window, self.heads, self.group)
+        return hide(p, key, row, shape, 0, self.CASE.causal, self.CASE.window)
 
 
 @aggregate
@@ -166,7 +202,6 @@ class Work:
     kv_head: gl.tensor
     c: gl.tensor  # scale * log2(e)
     scale: gl.tensor
-    dq_sums: gl.tensor
     q: RowRing
     do: RowRing
     k: gl.shared_memory_descriptor  # (1, 1, BLOCK_N, BLOCK_D)
@@ -176,14 +211,13 @@ class Work:
     written: gl.shared_memory_descriptor  # mbarriers: all consumers have written their part of dS
 
     @gluon.constexpr_function
-    def __init__(self, sizes, key, batch, kv_head, c, scale, dq_sums, q, do, k, v, ds, loaded, written):
+    def __init__(self, sizes, key, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written):
         self.sizes = sizes
         self.key = key
         self.batch = batch
         self.kv_head = kv_head
         self.c = c
         self.scale = scale
-        self.dq_sums = dq_sums
         self.q = q
         self.do = do
         self.k = k

@@ -29,7 +29,6 @@ class BackwardPlan:
     do_slots: int = 2  # slots of the ring of dO and delta
     ds_slots: int = 2  # tiles of dS, which both consumers write and read
     registers: int = 240  # of a consumer thread
-    early_dq: bool = True  # dQ of the tile before is handed over before the softmax, not behind it
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,11 @@ class BackwardCase:
     dq: bool = True
 
 
+_SIMPLE = {d: BackwardPlan(d, 64, 64) for d in (64, 128, 256)}  # steps 1 and 2
 _PLANS = {
     64: BackwardPlan(64, 128, 128),
     128: BackwardPlan(128, 64, 128),
-    256: BackwardPlan(256, 64, 64),
+    256: BackwardPlan(256, 64, 64, do_slots=1),
 }
 
 
@@ -57,4 +57,4 @@ def plan_for(step: int, head_dim: int) -> BackwardPlan:
     """Return the plan of a step of the backward ladder for a head dimension."""
     if step not in STEPS:
         raise ValueError(f"The backward ladder has the steps {', '.join(map(str, STEPS))}; got step {step!r}.")
-    return _PLANS[block_head_dim(head_dim)]
+    return (_SIMPLE if step < 3 else _PLANS)[block_head_dim(head_dim)]

@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
+from utils.attention.gluon.backward.arguments import Gradients
 from utils.attention.gluon.backward.fragments import add_fragments
 from utils.attention.gluon.backward.pipeline import Sizes, Work, allocate_row_ring
 from utils.attention.gluon.shared import accumulator, left_operand, tma_load, tma_store, wait_products
@@ -115,25 +116,31 @@ def start_dq(work, i, W: gl.constexpr):
 
 
 @gluon.jit
-def add_dq(work, dq, head, m, W: gl.constexpr):
+def add_dq(work, dq_sums, dq, head, m, W: gl.constexpr):
     """Add this consumer's part of dQ to the sums: 64 queries (tiles of 128) or 64 columns (tiles of 64)."""
     PLAN: gl.constexpr = work.sizes.PLAN
     tile = (work.batch * work.sizes.heads + head).to(gl.int64) * work.sizes.tiles_m + m
-    add_fragments(work.dq_sums + tile * (PLAN.block_m * PLAN.block_d) + W * 4096, dq)
+    add_fragments(dq_sums + tile * (PLAN.block_m * PLAN.block_d) + W * 4096, dq)
 
 
 @gluon.jit
-def store_rows(desc, work, tile, x, W: gl.constexpr):
-    """Store 64 rows of dK or dV through a tile of shared memory, which is free again afterwards."""
+def store_rows_at(desc, batch, head, row, tile, x):
+    """Store 64 rows through a tile of shared memory, which is free again afterwards."""
     tile.reshape([64, x.shape[1]]).store(x.to(tile.dtype))
     # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
     fence_async_shared()
-    tma_store(desc, [work.batch, work.kv_head, work.key + W * 64, 0], tile)
+    tma_store(desc, [batch, head, row, 0], tile)
     tma.store_wait(0)
 
 
 @gluon.jit
-def consumer(work, dk_desc, dv_desc, W: gl.constexpr):
+def store_rows(desc, work, tile, x, W: gl.constexpr):
+    """Store this consumer's 64 rows of dK or dV through a tile of shared memory."""
+    store_rows_at(desc, work.batch, work.kv_head, work.key + W * 64, tile, x)
+
+
+@gluon.jit
+def consumer(work, dq_sums, dk_desc, dv_desc, W: gl.constexpr):
     """Warpgroup W: 64 keys of the block against all tiles of queries that see them."""
     PLAN: gl.constexpr = work.sizes.PLAN
     CASE: gl.constexpr = work.sizes.CASE
@@ -166,16 +173,16 @@ def consumer(work, dk_desc, dv_desc, W: gl.constexpr):
             publish_ds(work, i)
             dq = start_dq(work, i, W)
             dv = wait_products(dv, 1, BLOCK_D)
-            work.do.release(i)
+            work.do.release(i, not CASE.dq)
             dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
             dq = wait_products(dq, 1, 64)
-            add_dq(work, dq, head, m, W)
+            add_dq(work, dq_sums, dq, head, m, W)
         else:
             dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
             dv = wait_products(dv, 1, BLOCK_D)
-            work.do.release(i)
+            work.do.release(i, not CASE.dq)
         dk = wait_products(dk, 0, BLOCK_D)
-        work.q.release(i)
+        work.q.release(i, not CASE.dq)
         m += 1
         if m == hi:
             m = lo
@@ -243,14 +250,31 @@ def attention_backward_step3(
         mbarrier.init(written.index(i), count=CONSUMERS)
     sizes = Sizes(sq, sk, window, heads, kv_heads, group, tiles_m, PLAN, CASE)
     work = Work(
-        sizes, n * PLAN.block_n, batch, flat - batch * kv_heads, c, scale, dq_sums_ptr, q, do, k, v, ds, loaded, written
+        sizes, n * PLAN.block_n, batch, flat - batch * kv_heads, c, scale, q, do, k, v, ds, loaded, written
     )
     gl.warp_specialize(
         [
-            (consumer, (work, dk_desc, dv_desc, 0)),
-            (consumer, (work, dk_desc, dv_desc, 1)),
+            (consumer, (work, dq_sums_ptr, dk_desc, dv_desc, 0)),
+            (consumer, (work, dq_sums_ptr, dk_desc, dv_desc, 1)),
             (producer, (work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
         ],
         [4, 1],
         [PLAN.registers, 24],
+    )
+
+
+def launch(g: Gradients) -> None:
+    """Run the kernel on tensors of a GPU."""
+    attention_backward_step3[(g.blocks_n * g.kv_heads_total,)](
+        *g.descriptors(64),
+        g.dq_sums,
+        *g.sizes(),
+        g.blocks_n,
+        g.section(),
+        g.kv_heads_total,
+        g.c,
+        g.scale,
+        PLAN=g.plan,
+        CASE=g.case(),
+        num_warps=4,
     )
