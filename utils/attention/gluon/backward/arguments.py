@@ -107,7 +107,14 @@ class Gradients:
     def descriptors(self, store_rows: int) -> list:
         """TMA descriptors of q, dout, k, v, dk, dv, and of the statistics of a tile of queries."""
         plan = self.plan
-        boxes = {"q": plan.block_m, "dout": plan.block_m, "k": plan.block_n, "v": 64, "dk": store_rows, "dv": store_rows}
+        boxes = {
+            "q": plan.block_m,
+            "dout": plan.block_m,
+            "k": plan.block_n,
+            "v": 64,
+            "dk": store_rows,
+            "dv": store_rows,
+        }
         return [*self.row_descriptors(boxes), *(self._numbers(x) for x in (self.lse2, self.delta))]
 
     def _numbers(self, x: torch.Tensor):

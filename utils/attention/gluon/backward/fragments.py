@@ -76,7 +76,9 @@ def start_backward(
     d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
     keep = (r < sq)[:, None] & (d < HEAD_DIM)
     o = gl.load(o_ptr + batch * o_batch + head * o_head + r.to(gl.int64)[:, None] * o_row + d, mask=keep, other=0.0)
-    do = gl.load(do_ptr + batch * do_batch + head * do_head + r.to(gl.int64)[:, None] * do_row + d, mask=keep, other=0.0)
+    do = gl.load(
+        do_ptr + batch * do_batch + head * do_head + r.to(gl.int64)[:, None] * do_row + d, mask=keep, other=0.0
+    )
     delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
     lse = gl.load(lse_ptr + head_total * sq + r, mask=r < sq, other=INFINITY)
     # A row without keys has -inf, a row that does not exist nothing: infinity makes their probabilities 2^(-inf) = 0.

@@ -1,6 +1,6 @@
 """Compile a step of the backward ladder for Hopper without a GPU, and read registers, spills and instructions.
 
-    python -m utils.attention.gluon.backward.offline 3 --head-dim 128 --causal
+python -m utils.attention.gluon.backward.offline 3 --head-dim 128 --causal
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import replace
+from typing import Any
 
 from utils.attention.gluon.backward.launch import kernel_of
-from utils.attention.gluon.backward.plan import STEPS, BackwardCase, plan_for
+from utils.attention.gluon.backward.plan import STEPS, BackwardCase, BackwardPlan, plan_for
 from utils.kernels.offline import Assembly, compile_gluon, read_assembly
 
 
@@ -23,7 +24,7 @@ def compile_backward(
     window: bool = False,
     tail: bool = False,
     dq: bool = True,
-    **changes,
+    plan: BackwardPlan | None = None,
 ) -> Assembly:
     """Compile a step of the backward ladder for sm_90a.
 
@@ -35,11 +36,11 @@ def compile_backward(
         window: Whether there is a sliding window.
         tail: Whether the keys are no multiple of a block.
         dq: Whether dQ is summed in this kernel.
-        **changes: Fields of the plan that are not the step's own.
+        plan: Tile and pipeline; the step's own by default.
     """
     from triton.experimental.gluon import language as gl
 
-    plan = replace(plan_for(step, head_dim), **changes)
+    plan = plan or plan_for(step, head_dim)
     kernel = kernel_of(step, plan)
     constants = {"PLAN": plan, "CASE": BackwardCase(causal, window, tail, dq), "HEAD_DIM": head_dim}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
@@ -72,11 +73,15 @@ def main() -> None:
     parser.add_argument("--without-dq", dest="dq", action="store_false")
     parser.add_argument("--sass", action="store_true", help="print the disassembly")
     parser.add_argument("--ptx", action="store_true", help="print the PTX")
-    parser.add_argument("changes", nargs="*", help="fields of the plan, such as early_dq=0")
+    parser.add_argument("changes", nargs="*", help="fields of the plan, such as q_slots=3")
     options = vars(parser.parse_args())
-    changes = {name: int(value) for name, value in (change.split("=") for change in options.pop("changes"))}
+    changes: dict[str, Any] = {
+        name: int(value) for name, value in (change.split("=") for change in options.pop("changes"))
+    }
+    step, head_dim = options.pop("step"), options.pop("head_dim")
+    plan = replace(plan_for(step, head_dim), **changes)
     show_sass, show_ptx = options.pop("sass"), options.pop("ptx")
-    kernel = compile_backward(options.pop("step"), options.pop("head_dim"), **options, **changes)
+    kernel = compile_backward(step, head_dim, plan=plan, **options)
     if show_ptx:
         print(kernel.ptx)
     if show_sass:
@@ -85,7 +90,19 @@ def main() -> None:
         f"{kernel.name}: {kernel.registers} registers at launch, {kernel.spill_bytes} bytes spilled, "
         f"{kernel.shared_bytes} bytes shared"
     )
-    for instruction in ("HGMMA", "UTMALDG", "REDG", "SYNCS", "MUFU.EX2", "BAR.SYNC", "STSM", "LDS", "USETMAXREG", "LDL", "STL"):
+    for instruction in (
+        "HGMMA",
+        "UTMALDG",
+        "REDG",
+        "SYNCS",
+        "MUFU.EX2",
+        "BAR.SYNC",
+        "STSM",
+        "LDS",
+        "USETMAXREG",
+        "LDL",
+        "STL",
+    ):
         print(f"  {instruction:<12}{kernel.count(re.escape(instruction)):>6}")
     for line in kernel.warnings:
         print(" ", line)

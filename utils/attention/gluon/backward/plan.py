@@ -9,12 +9,7 @@ from dataclasses import dataclass
 
 from utils.attention.gluon.plan import block_head_dim
 
-STEPS = {
-    1: "one warpgroup, synchronous, atomics",
-    2: "TMA and mbarriers",
-    3: "warp-specialized",
-    4: "overlapped",
-}
+STEPS = {1: "one warpgroup, synchronous, atomics", 2: "TMA and mbarriers", 3: "warp-specialized", 4: "overlapped"}
 PIECE = 64  # dQ is summed in pieces of 64 queries x 64 columns (`fragments.py`)
 
 
@@ -28,6 +23,7 @@ class BackwardPlan:
     q_slots: int = 2  # slots of the ring of Q and lse
     do_slots: int = 2  # slots of the ring of dO and delta
     ds_slots: int = 2  # tiles of dS, which both consumers write and read
+    late: bool = True
     registers: int = 240  # of a consumer thread
 
 
@@ -46,11 +42,7 @@ class BackwardCase:
 
 
 _SIMPLE = {d: BackwardPlan(d, 64, 64) for d in (64, 128, 256)}  # steps 1 and 2
-_PLANS = {
-    64: BackwardPlan(64, 128, 128),
-    128: BackwardPlan(128, 64, 128),
-    256: BackwardPlan(256, 64, 64, do_slots=1),
-}
+_PLANS = {64: BackwardPlan(64, 128, 128), 128: BackwardPlan(128, 64, 128), 256: BackwardPlan(256, 64, 64, do_slots=1)}
 
 
 def plan_for(step: int, head_dim: int) -> BackwardPlan:

@@ -1,7 +1,6 @@
 """Step 3: warp specialization. A producer warp loads, two consumer warpgroups compute, and dS goes between them."""
 
 # A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
-# ruff: noqa: RUF059
 
 from __future__ import annotations
 
@@ -192,7 +191,9 @@ def consumer(work, dq_sums, dk_desc, dv_desc, W: gl.constexpr):
     store_rows(dk_desc, work, work.v.index(W), dk * work.scale, W)
 
 
-@gluon.jit(do_not_specialize=["sq", "sk", "window", "heads", "kv_heads", "group", "tiles_m", "blocks_n", "section", "total"])
+@gluon.jit(
+    do_not_specialize=["sq", "sk", "window", "heads", "kv_heads", "group", "tiles_m", "blocks_n", "section", "total"]
+)
 def attention_backward_step3(
     q_desc,
     do_desc,
@@ -249,9 +250,7 @@ def attention_backward_step3(
     for i in gl.static_range(DS_SLOTS):
         mbarrier.init(written.index(i), count=CONSUMERS)
     sizes = Sizes(sq, sk, window, heads, kv_heads, group, tiles_m, PLAN, CASE)
-    work = Work(
-        sizes, n * PLAN.block_n, batch, flat - batch * kv_heads, c, scale, q, do, k, v, ds, loaded, written
-    )
+    work = Work(sizes, n * PLAN.block_n, batch, flat - batch * kv_heads, c, scale, q, do, k, v, ds, loaded, written)
     gl.warp_specialize(
         [
             (consumer, (work, dq_sums_ptr, dk_desc, dv_desc, 0)),

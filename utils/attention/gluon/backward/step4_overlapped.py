@@ -1,7 +1,6 @@
 """Step 4: the products of one tile beside the softmax of the next."""
 
 # A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
-# ruff: noqa: RUF059
 
 from __future__ import annotations
 
@@ -120,7 +119,49 @@ def consumer(work, sums_desc, dq_tiles, dk_desc, dv_desc, W: gl.constexpr):
     store_rows(dk_desc, work, work.v.index(W), dk * work.scale, W)
 
 
-@gluon.jit(do_not_specialize=["sq", "sk", "window", "heads", "kv_heads", "group", "tiles_m", "blocks_n", "section", "total"])
+@gluon.jit
+def consumer_prompt(work, sums_desc, dq_tiles, dk_desc, dv_desc, W: gl.constexpr):
+    """Warpgroup W: 64 keys of the block against all tiles of queries that see them; dQ of a tile within its turn."""
+    PLAN: gl.constexpr = work.sizes.PLAN
+    BLOCK_M: gl.constexpr = PLAN.block_m
+    BLOCK_D: gl.constexpr = PLAN.block_d
+    count, lo, hi = work.first()
+    head = work.kv_head * work.sizes.group
+    m = lo
+    key = work.key + W * 64
+    dq_tile = dq_tiles.index(W)
+    dk = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
+    dv = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
+    mbarrier.wait(work.loaded.index(0), 0)
+    if count > 0:
+        mbarrier.wait(work.loaded.index(1), 0)
+    for i in range(count):
+        p16, ds = softmax_gradient(work, i, key, m * BLOCK_M, W)
+        dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
+        write_ds(work, i, ds, W)
+        publish_ds(work, i)
+        dq = start_dq(work, i, W)
+        dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
+        dv = wait_products(dv, 2, BLOCK_D)
+        work.do.release(i)
+        dq = wait_products(dq, 1, 64)
+        stage_dq(dq_tile, dq)
+        fence_async_shared()
+        send_dq(sums_desc, work, dq_tile, head, m, W)
+        dk = wait_products(dk, 0, BLOCK_D)
+        work.q.release(i)
+        m += 1
+        if m == hi:
+            m = lo
+            head += 1
+    # V's own rows are not needed any more: they carry dV away, and then dK.
+    store_rows(dv_desc, work, work.v.index(W), dv, W)
+    store_rows(dk_desc, work, work.v.index(W), dk * work.scale, W)
+
+
+@gluon.jit(
+    do_not_specialize=["sq", "sk", "window", "heads", "kv_heads", "group", "tiles_m", "blocks_n", "section", "total"]
+)
 def attention_backward_step4(
     q_desc,
     do_desc,
@@ -178,18 +219,27 @@ def attention_backward_step4(
     for i in gl.static_range(DS_SLOTS):
         mbarrier.init(written.index(i), count=CONSUMERS)
     sizes = Sizes(sq, sk, window, heads, kv_heads, group, tiles_m, PLAN, CASE)
-    work = Work(
-        sizes, n * PLAN.block_n, batch, flat - batch * kv_heads, c, scale, q, do, k, v, ds, loaded, written
-    )
-    gl.warp_specialize(
-        [
-            (consumer, (work, sums_desc, dq_tiles, dk_desc, dv_desc, 0)),
-            (consumer, (work, sums_desc, dq_tiles, dk_desc, dv_desc, 1)),
-            (producer, (work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
-        ],
-        [4, 1],
-        [PLAN.registers, 24],
-    )
+    work = Work(sizes, n * PLAN.block_n, batch, flat - batch * kv_heads, c, scale, q, do, k, v, ds, loaded, written)
+    if PLAN.late:
+        gl.warp_specialize(
+            [
+                (consumer, (work, sums_desc, dq_tiles, dk_desc, dv_desc, 0)),
+                (consumer, (work, sums_desc, dq_tiles, dk_desc, dv_desc, 1)),
+                (producer, (work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
+            ],
+            [4, 1],
+            [PLAN.registers, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer_prompt, (work, sums_desc, dq_tiles, dk_desc, dv_desc, 0)),
+                (consumer_prompt, (work, sums_desc, dq_tiles, dk_desc, dv_desc, 1)),
+                (producer, (work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
+            ],
+            [4, 1],
+            [PLAN.registers, 24],
+        )
 
 
 def launch(g: Gradients) -> None:
