@@ -95,7 +95,20 @@ def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False, ca
 @known("async_copy_shared_to_global", "async_store", of=(hopper.tma,))
 def tma_store(tensor_desc, coord, src, cache_policy=None) -> None:
     """Start a TMA copy from shared to global memory."""
-    layouts.check_tma(tensor_desc, coord, src, "A TMA store")
+    at = _send(tensor_desc, coord, src, "A TMA store")
+    tensor_desc.write(at, src.view)
+
+
+@known("async_atomic_add", of=(hopper.tma,))
+def tma_add(tensor_desc, coord, src) -> None:
+    """Start a TMA reduction, which adds a tile of shared memory to global memory."""
+    at = _send(tensor_desc, coord, src, "A TMA reduction")
+    tensor_desc.add(at, src.view)
+
+
+def _send(tensor_desc, coord, src, what: str) -> list[int]:
+    """Let TMA read a tile of shared memory; return the box's coordinates."""
+    layouts.check_tma(tensor_desc, coord, src, what)
     at = _coordinates(coord)
     program = context.program()
     program.reschedule()
@@ -107,11 +120,11 @@ def tma_store(tensor_desc, coord, src, cache_policy=None) -> None:
         asynchronous=True,
         component=("tma store", p.index),
         time=p.store_count,
-        what=f"the TMA store from {src.label}",
+        what=f"the {what.removeprefix('A ')} from {src.label}",
     )
     end = _transfer("TMA", "copy out", src.label, tensor_desc.block_type.nbytes)
     p.stores.append((p.store_count, end, src.label, context.site()))
-    tensor_desc.write(at, src.view)
+    return at
 
 
 @known(of=(hopper.tma,))

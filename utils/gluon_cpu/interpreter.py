@@ -302,7 +302,7 @@ def call(function, *args, **kwargs):
     if module.startswith("triton."):
         refuse("unknown operation", f"gluon_cpu does not know {name}.")
     if getattr(function, "__triton_builtin__", False):
-        return run_jit(_AuthorBuiltin(function), args, {**kwargs, "_semantic": None})
+        return run_jit(_AuthorBuiltin(function), args, {**kwargs, "_semantic": AUTHOR_SEMANTIC})
     refuse("kernel", f"{name} is no @gluon.jit function, so a kernel cannot call it.")
 
 
@@ -314,6 +314,26 @@ class _AuthorBuiltin:
         self.raw_src, self.starting_line_number = inspect.getsourcelines(self.fn)
 
 
+class _Builder:
+    """The instructions that an author's builtin may ask Triton's builder for."""
+
+    def create_async_tma_reduce(self, kind, descriptor, coordinates, tile) -> None:
+        """Add a tile of shared memory to global memory."""
+        if kind.name != "ADD":
+            refuse("unknown operation", f"gluon_cpu knows TMA reductions that add, not {kind.name}.")
+        copies.tma_add(descriptor, coordinates, tile)
+
+
+class _Semantic:
+    """What an author's builtin gets as `_semantic`."""
+
+    builder = _Builder()
+
+    def _convert_to_ir_values(self, values, require_i64=True):
+        return values
+
+
+AUTHOR_SEMANTIC = _Semantic()
 RUNTIME = {
     "__gluon_call": call,
     "__gluon_assign": _assign,

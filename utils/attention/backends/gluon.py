@@ -15,8 +15,6 @@ def _accepts(problem: Problem) -> Support:
         return Support(False, f"it takes float16 and bfloat16, not {problem.type_name}.")
     if problem.head_dim % 8 or not 8 <= problem.head_dim <= 256:
         return Support(False, f"its head dimension is a multiple of 8 up to 256, and {problem.head_dim} was given.")
-    if problem.needs_grad:
-        return Support(False, "it has no backward pass yet, and an input requires a gradient.")
     return Support(True)
 
 

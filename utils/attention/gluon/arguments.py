@@ -67,10 +67,20 @@ class Arguments:
         """TMA descriptors of q, k, v and out, with boxes of a consumer's rows and of a block of keys."""
         rows = BLOCK_M, self.plan.block_n, self.plan.block_n, BLOCK_M
         tensors = self.q, self.k, self.v, self.out
-        return [_descriptor(x, n, self.plan.block_d) for x, n in zip(tensors, rows, strict=True)]
+        return [descriptor(x, n, self.plan.block_d) for x, n in zip(tensors, rows, strict=True)]
 
 
-def _descriptor(x: torch.Tensor, rows: int, columns: int):
+def addressable(x: torch.Tensor) -> torch.Tensor:
+    """Return x if TMA can address it (head dimension contiguous, rows at multiples of 16 bytes), else a copy."""
+    strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    aligned = x.data_ptr() % 16 == 0 and all(stride % 8 == 0 and stride > 0 for stride in strides)
+    if x.stride(-1) == 1 and aligned:
+        return x
+    return x.contiguous() if not x.is_contiguous() else x.clone()
+
+
+def descriptor(x: torch.Tensor, rows: int, columns: int):
+    """TMA descriptor of a tensor (B, H, S, D) with boxes of `rows` rows and `columns` columns."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
