@@ -83,3 +83,16 @@ def _descriptor(x: torch.Tensor, rows: int, columns: int):
 def unused(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A tensor to point at for an argument that the kernel does not touch."""
     return torch.zeros(4, dtype=dtype, device=device)
+
+
+def strides_fit(x: torch.Tensor) -> bool:
+    """Whether TMA can walk these strides: the head dimension contiguous, the others multiples of 16 bytes."""
+    strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    return x.stride(-1) == 1 and all(stride % 8 == 0 and stride > 0 for stride in strides)
+
+
+def addressable(x: torch.Tensor) -> torch.Tensor:
+    """Return x if TMA can address it (`strides_fit`, and it begins at a multiple of 16 bytes), else a copy."""
+    if strides_fit(x) and x.data_ptr() % 16 == 0:
+        return x
+    return x.contiguous() if not x.is_contiguous() else x.clone()

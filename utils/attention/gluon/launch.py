@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import torch
 
-from utils.attention.gluon.arguments import Arguments, unused
+from utils.attention.gluon.arguments import Arguments, addressable, unused
 from utils.attention.gluon.plan import Plan, plan_for, variant_for
 
 LOG2_E = math.log2(math.e)
@@ -46,7 +46,7 @@ def attention_gluon(
         return attention_gluon(negated, k, v, causal, -scale or 1.0, window, return_lse, step)
     out, lse = _empty_results(q, return_lse)
     if q.numel():
-        q, k, v = _addressable(q), _addressable(k), _addressable(v)
+        q, k, v = addressable(q), addressable(k), addressable(v)
         with torch.cuda.device(q.device):
             _launch(step, q, k, v, out, lse, causal, scale * LOG2_E, window, return_lse)
     return out, lse
@@ -90,15 +90,6 @@ def forward(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     out, lse = attention_gluon(q, k, v, causal, scale, window or 0, return_lse, step)
     return (out, lse) if return_lse else out
-
-
-def _addressable(x: torch.Tensor) -> torch.Tensor:
-    """Return x if TMA can address it (head dimension contiguous, rows at multiples of 16 bytes), else a copy."""
-    strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
-    aligned = x.data_ptr() % 16 == 0 and all(stride % 8 == 0 and stride > 0 for stride in strides)
-    if x.stride(-1) == 1 and aligned:
-        return x
-    return x.contiguous() if not x.is_contiguous() else x.clone()
 
 
 def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: bool) -> Plan:

@@ -26,6 +26,20 @@ def accumulator(columns, warps, row_warps):
 
 
 @gluon.jit
+def let_second_launch_begin():
+    """Let the next kernel of the stream begin, if it was launched to begin early; it still waits for this one's end."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_for_first_launch():
+    """Wait until the kernel before this one has ended and all it stored can be read."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def page_numbers(cache, cursor):
     """The pages of a block, a tuple; fetched a block ahead, because each is a load from memory."""
     if not cache.CASE.paged:
@@ -154,11 +168,6 @@ def attend(results, split, q_desc, k_desc, v_desc, program):
 
     unit = begin
     piece = gl.to_tensor(0)
-    left_first = gl.to_tensor(0)
-    left_count = gl.to_tensor(0)
-    left = cursor
-    right_count = gl.to_tensor(0)
-    right = cursor
     while unit < end:
         n = gl.minimum(cursor.blocks - cursor.j, end - unit)
         tile = cursor.head % results.tiles
@@ -229,48 +238,27 @@ def attend(results, split, q_desc, k_desc, v_desc, program):
         if n == cursor.blocks:
             results.store_whole(cursor, o, total)
         else:
-            head_begin = unit - cursor.j
-            first = split.owner(head_begin)
-            count = split.owner(head_begin + cursor.blocks - 1) - first + 1
-            results.store_part(cursor, 2 * program + (first == program).to(gl.int32), o, m, total)
-            if PLAN.merge == "last":
-                results.merge_if_last(cursor.b, cursor.head, first, count)
-            elif PLAN.merge == "together":
-                results.arrive(cursor.b, cursor.head)
-                # To be waited for at the end, when the others are done too.
-                if first == program:
-                    right = cursor
-                    right_count = count
-                else:
-                    left = cursor
-                    left_first = first
-                    left_count = count
+            first = split.owner(unit - cursor.j) == program
+            results.store_part(cursor, 2 * program + first.to(gl.int32), o, m, total)
         unit += n
         piece += 1
         cursor = following
         if Q_SLOTS == 1:
             pred = unit < end
             load_queries(q_desc, results, cursor.b, cursor.head, q_ring.index(0), q_full.index(0), pred)
-    if PLAN.merge == "together":
-        if left_count > 0:
-            results.merge_together(left.b, left.head, left_first, left_count, program)
-        if right_count > 0:
-            results.merge_together(right.b, right.head, program, right_count, program)
 
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
 SIZES = ["table_stride", "batch", "kv_heads", "group", "sq", "sk", "window", "tiles", "page", "pages", "head_dim"]
 
 
-@gluon.jit(do_not_specialize=SIZES)
+@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr"])
 def attention_decode(
     q_desc,
     k_desc,
     v_desc,
     out_ptr,
     parts_ptr,
-    sums_ptr,
-    counters_ptr,
     lens_ptr,
     table_ptr,
     table_stride,
@@ -291,19 +279,19 @@ def attention_decode(
     """One program an SM: its share of the blocks of all heads."""
     heads = kv_heads * tiles
     cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
-    results = Results(out_ptr, parts_ptr, sums_ptr, counters_ptr, group, tiles, head_dim, c, cache)
+    results = Results(out_ptr, parts_ptr, group, tiles, head_dim, c, cache)
     split = cache.split()
     program = gl.program_id(0)
+    if PLAN.early:
+        let_second_launch_begin()
     if program < split.programs:
         attend(results, split, q_desc, k_desc, v_desc, program)
 
 
-@gluon.jit(do_not_specialize=SIZES)
+@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr"])
 def attention_decode_merge(
     out_ptr,
     parts_ptr,
-    sums_ptr,
-    counters_ptr,
     lens_ptr,
     table_ptr,
     table_stride,
@@ -325,12 +313,14 @@ def attention_decode_merge(
     """The second launch: grid (heads of all sequences, programs that share a head's merge)."""
     heads = kv_heads * tiles
     cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
-    results = Results(out_ptr, parts_ptr, sums_ptr, counters_ptr, group, tiles, head_dim, c, cache)
+    results = Results(out_ptr, parts_ptr, group, tiles, head_dim, c, cache)
     split = cache.split_for(programs)
     flat = gl.program_id(0)
     begin, blocks = cache.place(flat)
     first = split.owner(begin)
     count = split.owner(begin + blocks - 1) - first + 1
+    if PLAN.early:
+        wait_for_first_launch()
     if count > 1:
         b = flat // heads
         results.merge(b, flat - b * heads, first, count, gl.program_id(1), gl.num_programs(1))

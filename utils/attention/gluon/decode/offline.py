@@ -26,8 +26,6 @@ def compile_decode(plan: Plan, case: Case, dtype: str = "bf16", merge: bool = Fa
         "v_desc": f"tensordesc<{dtype}[1, 1, {plan.box}, {plan.block_d}],{kv!r}>",
         "out_ptr": f"*{dtype}",
         "parts_ptr": "*fp32",
-        "sums_ptr": "*fp32",
-        "counters_ptr": "*i32",
         "lens_ptr": "*i32",
         "table_ptr": "*i32",
         "c": "fp32",
@@ -35,7 +33,7 @@ def compile_decode(plan: Plan, case: Case, dtype: str = "bf16", merge: bool = Fa
     names = [name for name in function.arg_names if name not in ("PLAN", "CASE")]
     signature = {name: kinds.get(name, "i32") for name in names}
     pointers = [name for name in names if name.endswith("_ptr")]
-    compiled = compile_gluon(function, signature, {"PLAN": plan, "CASE": case}, pointers, plan.warps)
+    compiled = compile_gluon(function, signature, {"PLAN": plan, "CASE": case}, pointers, 4 if merge else plan.warps)
     return read_assembly(compiled, function.__name__)
 
 
@@ -48,12 +46,11 @@ def main() -> None:
     parser.add_argument("--page", type=int)
     parser.add_argument("--block-n", type=int)
     parser.add_argument("--warps", type=int)
-    parser.add_argument("--merge", default="last")
     for flag in ("causal", "window", "lengths", "aligned"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--sass", action="store_true", help="print the disassembly")
     a = parser.parse_args()
-    plan = make_plan(a.head_dim, a.group, a.queries, a.page, a.merge, a.block_n, a.warps)
+    plan = make_plan(a.head_dim, a.group, a.queries, a.page, a.block_n, a.warps)
     case = Case(a.causal, a.window, a.lengths, 16, bool(a.page), a.aligned, a.lengths or bool(a.page))
     assembly = compile_decode(plan, case)
     if a.sass:

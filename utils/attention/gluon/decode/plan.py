@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MERGES = ("launch", "last", "together")
 MOST_QUERIES = 64  # new tokens of one call
 MOST_COLUMNS = 128  # query rows that share the keys of one tile
-MOST_GROUP = 128  # query heads that share a head of keys
+MOST_SEQUENCES = 4096
+PAGES = (16, 32, 64, 128, 256)  # tokens of a page
 SHARED_BYTES = 232_448
 
 
@@ -19,8 +19,6 @@ class Plan:
     """Tile and pipeline. The query rows of a head of keys are the columns of the products (`kernel.py`).
 
     heads: query heads of a tile, queries: new tokens of a tile; heads x queries are the columns.
-    merge: who adds up the parts of a head that several programs computed: a second kernel ("launch"), the program
-    that finishes last ("last"), or all of them, each some rows ("together").
     """
 
     block_d: int
@@ -32,8 +30,8 @@ class Plan:
     row_warps: int  # warps that share the rows of a product; the others take other columns
     q_slots: int  # tiles of Q in shared memory: with two, the next head's comes while this one is computed
     box: int  # rows of one TMA copy: block_n, or a page if that is smaller
-    merge: str = "last"
-    merge_splits: int = 32  # parts that a step of the merge adds up
+    merge_warps: int = 1  # warps that share the parts of a head in the merge; each takes 32
+    early: bool = True  # the second launch begins while the first runs, and waits for its end
 
     @property
     def columns(self) -> int:
@@ -75,12 +73,12 @@ def make_plan(
     group: int,
     sq: int,
     page: int | None = None,
-    merge: str = "last",
     block_n: int | None = None,
     warps: int | None = None,
     row_warps: int | None = None,
     slots: int | None = None,
-    merge_splits: int = 32,
+    merge_warps: int = 1,
+    early: bool = True,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
 
@@ -112,6 +110,28 @@ def make_plan(
         row_warps,
         q_slots,
         min(block_n, page) if page else block_n,
-        merge,
-        merge_splits,
+        merge_warps,
+        early,
     )
+
+
+def refuse(group: int, sq: int, batch: int, page: int | None = None) -> str:
+    """Say why the kernel does not take these sizes; "" if it does. The reason is a sentence that begins with "it"."""
+    if sq > MOST_QUERIES:
+        return f"it decodes up to {MOST_QUERIES} new tokens, and {sq} were given."
+    if group > MOST_COLUMNS:
+        return f"it takes groups of up to {MOST_COLUMNS} query heads, and {group} share a head of keys."
+    if batch > MOST_SEQUENCES:
+        return f"it takes up to {MOST_SEQUENCES} sequences, and {batch} were given."
+    if page is not None and page not in PAGES:
+        return f"its pages have {', '.join(map(str, PAGES))} tokens, and {page} were given."
+    return ""
+
+
+def aligned_split(heads: int, blocks: int, programs: int) -> bool:
+    """Whether programs take whole heads, so that nothing is merged: where that costs less than the merge.
+
+    heads: of all sequences. blocks: of each head.
+    """
+    rounds = -(-heads // programs)
+    return rounds * programs <= 1.04 * heads or blocks == 1
