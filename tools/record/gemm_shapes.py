@@ -62,7 +62,7 @@ def relative_error(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
     return ((c[rows].double() - exact).norm() / exact.norm()).item()
 
 
-def shape_row(shape: dict, pairs: int) -> dict:
+def shape_row(shape: dict, pairs: int, l2: str) -> dict:
     """Measure one shape."""
     a, b = operands(shape)
     errors = {"error": relative_error(gemm_warp_specialized(a, b), a, b)}
@@ -75,6 +75,7 @@ def shape_row(shape: dict, pairs: int) -> dict:
         warmup=3,
         iterations=pairs,
         max_seconds=1.5,
+        l2=l2,
         labels=("torch.matmul", "gemm_warp_specialized"),
     )
     flops = 2.0 * shape["m"] * shape["n"] * shape["k"]
@@ -112,15 +113,22 @@ def main() -> int:
     """Measure and record the table; return the exit status."""
     parser = arguments_parser(__doc__, pairs=15)
     parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--l2", choices=("cold", "warm"), default="cold", help="state of the cache before each call")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("error: the shapes are timed on an NVIDIA GPU: torch.cuda.is_available() is False here.", file=sys.stderr)
         return 1
     torch.manual_seed(options.seed)
     record = Record(
-        options.out, "GEMM at random shapes", "cuda", options.seconds, pairs=options.pairs, seed=options.seed
+        options.out,
+        "GEMM at random shapes",
+        "cuda",
+        options.seconds,
+        pairs=options.pairs,
+        seed=options.seed,
+        l2=options.l2,
     )
-    complete = record.fill(draw_shapes(options.seed), lambda shape: shape_row(shape, options.pairs), show)
+    complete = record.fill(draw_shapes(options.seed), lambda shape: shape_row(shape, options.pairs, options.l2), show)
     record.contents["summary"] = summary(record.contents["rows"])
     print(record.contents["summary"])
     record.finish() if complete else record.save()

@@ -75,6 +75,8 @@ def observed(*tensors: torch.Tensor) -> bool:
         return True
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return True
-    if any(x.__class__ is not torch.Tensor for x in tensors):
-        return True
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    grad = torch.is_grad_enabled()
+    for x in tensors:  # noqa: SIM110 (`any` with a generator takes three times as long)
+        if x.__class__ is not torch.Tensor or (grad and x.requires_grad):
+            return True
+    return False
