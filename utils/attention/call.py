@@ -142,7 +142,7 @@ def _may_be_kept(bound: Bound) -> bool:
     another one compiles it, and does not silently run unfused. `_Shortcut.holds` sees the compilation.
     """
     if bound.source is None:
-        return bound.light
+        return bound.light or any(bound is kept for kept in _kept.values())  # what is kept anyway may hold a mask
     return compiled_versions(bound.source) < torch._dynamo.config.recompile_limit
 
 
