@@ -21,11 +21,10 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from tools.record.common import Record, arguments_parser, read_record
-from tools.record.gemm_shapes import LARGEST, SMALLEST, draw_shapes
+from tools.record.gemm_shapes import LARGEST, PROCESSES, SMALLEST, draw_shapes
 
 SEED, SHAPES = 7, 140
 RANKED = 8  # configurations that are timed at a shape
@@ -91,7 +90,7 @@ def compile_all(shapes: list[dict]) -> None:
         for shape in shapes
         for config in ranked(shape)
     }
-    with ProcessPoolExecutor(15, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
         done = list(pool.map(compile_one, sorted(jobs)))
     wrong = [entry for entry in done if isinstance(entry[1], str) or entry[1] > 4e-3 or not entry[2]]
     if wrong:
@@ -106,7 +105,7 @@ def interleaved_us(calls: list, rounds: int = 7) -> list[float]:
         call()
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
-        torch.cuda._sleep(200_000 + 70_000 * len(calls))  # longer than the host needs to queue the round
+        torch.cuda._sleep(500_000 + 250_000 * len(calls))  # longer than the host needs to queue the round
         events = []
         for call in calls:
             flush.zero_()
@@ -144,37 +143,40 @@ def show(row: dict) -> str:
 # ---- the fit -----------------------------------------------------------------------------------------------
 
 
-def amounts(row: dict, index: int, split: int) -> dict:
-    """Return the model's amounts of one measured time."""
+def estimate(row: dict, index: int, split: int, cost) -> float:
+    """Return the model's time of one measured configuration."""
     from utils.kernels import gemm_gluon
 
     config = replace(gemm_gluon.CONFIGS[index], split=split)
-    return gemm_gluon.features(row["m"], row["n"], row["k"], config, SMS, late_rows(row))
+    return gemm_gluon.estimate(row["m"], row["n"], row["k"], config, SMS, late_rows(row), cost)
 
 
-def fit(rows: list[dict], names: list[str]) -> dict[str, float]:
-    """Fit the constants to relative errors, none negative, by projected gradient steps on the normal equations."""
-    table = [(amounts(row, index, split), us) for row in rows for index, split, us in row["times"]]
-    x = np.array([[amount.get(name, 0.0) / us for name in names] for amount, us in table])
-    scale = np.maximum(np.abs(x).max(axis=0), 1e-12)
-    x /= scale
-    gram, target = x.T @ x, x.sum(axis=0)
-    constants = np.full(len(names), 0.1)
-    for _ in range(200):
-        for i in range(len(names)):  # coordinate descent
-            rest = target[i] - gram[i] @ constants + gram[i, i] * constants[i]
-            constants[i] = max(0.0, rest / max(gram[i, i], 1e-12))
-    return dict(zip(names, (constants / scale).tolist(), strict=True))
+def error(rows: list[dict], cost) -> float:
+    """Return the mean square of log(estimate / measured)."""
+    logs = [math.log(estimate(row, index, split, cost) / us) for row in rows for index, split, us in row["times"]]
+    return sum(value * value for value in logs) / len(logs)
 
 
-def judge(rows: list[dict], constants: dict[str, float]) -> dict:
+def fit(rows: list[dict], cost, sweeps: int = 40):
+    """Fit the constants, one after the other, by steps that shrink where none of them helps."""
+    best, stride = error(rows, cost), 1.3
+    for _ in range(sweeps):
+        before = best
+        for field in fields(cost):
+            for factor in (stride, 1 / stride):
+                tried = replace(cost, **{field.name: getattr(cost, field.name) * factor})
+                if (now := error(rows, tried)) < best:
+                    best, cost = now, tried
+        if best == before:
+            stride = math.sqrt(stride)
+    return cost
+
+
+def judge(rows: list[dict], cost) -> dict:
     """Return how the choice does: time of the best over time of the chosen, and of torch.matmul over the chosen."""
     against_best, against_torch, oracle = [], [], []
     for row in rows:
-        estimates = [
-            sum(constants.get(name, 0.0) * amount for name, amount in amounts(row, index, split).items())
-            for index, split, _ in row["times"]
-        ]
+        estimates = [estimate(row, index, split, cost) for index, split, _ in row["times"]]
         times = [us for *_, us in row["times"]]
         chosen = times[estimates.index(min(estimates))]
         against_best.append(min(times) / chosen)
@@ -202,24 +204,13 @@ def print_fit(path: Path) -> None:
 
     rows = read_record(path)["rows"]
     seen, held_out = ([row for row in rows if (row["kind"] == "test") == test] for test in (False, True))
-    names = [field.name for field in fields(gemm_gluon.Cost) if field.name != "late"]
-    best: tuple[float, float, dict] | None = None
-    for late in (1.0, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0):
-        gemm_gluon.COST = replace(gemm_gluon.Cost(), late=late)
-        constants = fit(seen, names)
-        score = judge(seen, constants)["best / chosen"]
-        if best is None or score > best[0]:
-            best = score, late, constants
-    assert best is not None
-    _, late, constants = best
-    gemm_gluon.COST = replace(gemm_gluon.Cost(), late=late)
-    print("fitted:", {name: float(f"{value:.4g}") for name, value in (constants | {"late": late}).items()})
-    for label, group in (("fitted to", seen), ("held out", held_out)):
-        print(label, judge(group, constants))
-    gemm_gluon.COST = gemm_gluon.Cost()
-    present = asdict(gemm_gluon.COST)
-    for label, group in (("fitted to", seen), ("held out", held_out)):
-        print(f"present constants, {label}", judge(group, present))
+    fitted = fit(seen, gemm_gluon.COST)
+    print("fitted:", {name: float(f"{value:.4g}") for name, value in asdict(fitted).items()})
+    for what, cost in (("fitted", fitted), ("present", gemm_gluon.COST)):
+        for label, group in (("the shapes of the fit", seen), ("held-out shapes", held_out)):
+            if group:
+                spread = math.sqrt(error(group, cost))
+                print(f"{what} constants, {label}: off by {spread:.0%}, {judge(group, cost)}")
 
 
 def main(arguments: list[str] | None = None) -> int:

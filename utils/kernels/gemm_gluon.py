@@ -1,17 +1,17 @@
 """Warp-specialized GEMM for Hopper in Gluon: C = A @ B, fp16 or bf16, fp32 accumulation. The ladder's last rung.
 
-One block stays on each SM and walks over tiles of C (persistent). Its warps have three roles. One warp, the producer,
-does nothing but start TMA copies of the next tiles of A and B into a ring in shared memory. Two warpgroups, the
-consumers, each multiply half of the rows of the tile with wgmma; they read the ring and keep their sums in registers.
-Each slot of the ring has two mbarriers: "full" is completed by the TMA unit when the bytes have arrived, "empty" by
-the consumers when both have read the slot. So nobody waits for a copy that could have been started earlier:
+One block stays on each SM and walks over tiles of C (persistent). Its warps have two kinds of roles. One warp, the
+producer, does nothing but start TMA copies of the next tiles of A and B into a ring in shared memory. One to three
+warpgroups, the consumers, multiply 64 or 128 rows of the tile each with wgmma; they read the ring and keep their sums
+in registers. Each slot of the ring has two mbarriers: "full" is completed by the TMA unit when the bytes have arrived,
+"empty" by the consumers when all have read the slot. So nobody waits for a copy that could have been started earlier:
 
     producer     | A0 B0 | A1 B1 | A2 B2 | A3 B3 | . wait empty . | A4 B4 | ...       runs on into the next tile
     consumer 0   . wait full .   | wgmma 0 | wgmma 1 | wgmma 2 |  ...  | store C |    its own pace: while one stores,
     consumer 1   . wait full .   | wgmma 0 | wgmma 1 | wgmma 2 |  ...  | store C |    the other may still multiply
 
     part             what                                     size, first configuration (128 x 256 x 64)
-    tile of C        BLOCK_M x BLOCK_N, half the rows each    128 x 256; wgmma m64n256k16, four for each slot
+    tile of C        BLOCK_M x BLOCK_N, a share of the rows   128 x 256; wgmma m64n256k16, four for each slot
     ring             slots of A and B, 128 B swizzle          4 x (16 KiB + 32 KiB) = 192 KiB
     accumulator      fp32 in registers                        64 x 256 a consumer: 128 registers a thread
     registers        moved between warpgroups (setmaxnreg)    248 and 232 a consumer thread, 24 a producer thread
@@ -23,10 +23,19 @@ always have the next one queued; then it releases slot k - 1. TMA fills what lie
 drops what lies outside of C, so no size needs a mask. Where rows of C do not start at multiples of 16 bytes (N is no
 multiple of 8), TMA cannot write them, and consumers store from registers with a mask instead.
 
-On an H200, bf16, M = N = K: 783 TFLOP/s at 4096 and 723 at 8192, 1.00 and 1.02 of torch.matmul (cuBLAS); the
-autotuned Triton rung has 0.94 and 1.00 (assets/results/h200/gemm.json). `python -m tools.record.gemm_ladder
---configurations` compares the configurations. Importing this module imports Triton; the way in is
-`utils.kernels.gemm.gemm_warp_specialized`.
+**Which tile.** A tile reads block_m + block_n rows of 128 bytes a step, and the L2 gives an SM about as many bytes as
+128 x 256 needs, so larger tiles pay where there are enough of them: 192 x 256 (three consumers) and 256 x 192 (192
+registers of sums a thread) read 22% less a product. Gluon's tiles are powers of two, so 192 columns are two products of
+128 and 64. Rows that start at odd multiples of 16 bytes make it matter: 128 bytes then lie in five sectors of the L2
+instead of four. `choose` takes the configuration that a model of the time, fitted to measured times, ranks first.
+
+**Parts.** 800 tiles on 132 SMs are 6.06 rounds, done in 7; and a product with few tiles and long sums leaves most SMs
+idle. So the tiles that do not fill a round may be cut along K into 2 to 16 parts. Each part leaves its sums in global
+memory and counts; the part that counts last adds all of them in their order, so that the same bits come out twice. No
+program waits for another.
+
+H200 figures of square matrices: assets/results/h200/gemm.json; of random shapes: gemm_shapes.json (docs/gemm-log.md).
+Importing this module imports Triton; the way in is `utils.kernels.gemm.gemm_warp_specialized`.
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
@@ -513,24 +522,28 @@ def candidates(m: int, n: int, k: int, sms: int) -> list[Config]:
 
 @dataclass(frozen=True)
 class Cost:
-    """A model of the kernel's time, in microseconds; fitted to measured times by `tools.record.gemm_choice`."""
+    """Constants of a model of the kernel's time, in microseconds; fitted by `tools.record.gemm_choice`."""
 
-    product: float = 0.62  # of the products of 64 x 128 x 256 steps on one SM, in units of 2**21 multiplications
-    bytes: float = 0.011  # of a KB of A and B that an SM reads
-    late: float = 1.25  # how many times the bytes count where rows start at odd multiples of 16 bytes
-    step: float = 0.05  # of a step along K, whatever the tile
-    tile: float = 0.8  # of a tile's start and end
-    store: float = 0.004  # of a KB of C
-    part: float = 1.5  # of leaving a part's sums and counting
-    add: float = 0.004  # of a KB of sums that the last part reads
-    launch: float = 2.5
+    product: float = 0.68  # of 2**21 multiplications on one SM: 128 x 256 x 64
+    bytes: float = 0.0081  # of a KB of A and B that an SM reads
+    late: float = 2.0  # how many times the bytes count where rows start at odd multiples of 16 bytes
+    tile: float = 0.71  # of a tile's start and end
+    store: float = 0.035  # of a KB of C
+    part: float = 1.2  # of leaving a part's sums and counting
+    add: float = 0.0073  # of a KB of sums that the last part reads
+    traffic: float = 0.47  # of a MB of sums that all parts write and read
+    launch: float = 5.1
 
 
 COST = Cost()
 
 
-def estimate(m: int, n: int, k: int, config: Config, sms: int, late: tuple[bool, bool] = (False, False)) -> float:
+def estimate(
+    m: int, n: int, k: int, config: Config, sms: int, late: tuple[bool, bool] = (False, False), cost: Cost | None = None
+) -> float:
     """Estimate the time of a product in microseconds, for a choice between configurations.
+
+    A step takes as long as its products or its bytes, whichever is longer; a little longer where both are alike.
 
     Args:
         m: rows of C.
@@ -539,28 +552,27 @@ def estimate(m: int, n: int, k: int, config: Config, sms: int, late: tuple[bool,
         config: tile and parts.
         sms: multiprocessors.
         late: whether rows of A and of B (columns, where column-major) start at odd multiples of 16 bytes.
+        cost: the constants; None for COST.
     """
-    return sum(getattr(COST, name) * amount for name, amount in features(m, n, k, config, sms, late).items())
-
-
-def features(m: int, n: int, k: int, config: Config, sms: int, late: tuple[bool, bool] = (False, False)) -> dict:
-    """Return what `estimate` adds up, by the fields of `Cost`: how much of each the busiest SM has to do."""
+    cost = cost or COST
     steps = triton.cdiv(k, config.block_k)
     whole, rest = parts_of(m, n, config, sms)
-    rounds = triton.cdiv(whole, sms)
-    amounts = {"step": rounds * steps, "tile": rounds, "launch": 1}
+    rounds = triton.cdiv(whole, sms)  # of the busiest SM
+    all_steps, time = rounds * steps, cost.launch
     if rest:
         extra = triton.cdiv(rest * config.split, sms)
-        amounts["step"] += extra * triton.cdiv(steps, config.split)
-        amounts["tile"] += extra
-        amounts["part"] = extra
-        amounts["add"] = config.rows * config.block_n * config.split / 256
-    a_kb, b_kb = (rows * config.block_k / 512 for rows in (config.block_m, config.block_n))
-    weight_a, weight_b = (COST.late if is_late else 1.0 for is_late in late)
-    amounts["bytes"] = amounts["step"] * (a_kb * weight_a + b_kb * weight_b)
-    amounts["product"] = amounts["step"] * config.block_m * config.block_n * config.block_k / 2**21
-    amounts["store"] = amounts["tile"] * config.block_m * config.block_n / 512
-    return amounts
+        rounds += extra
+        all_steps += extra * triton.cdiv(steps, config.split)
+        time += cost.part * extra
+        time += cost.add * config.rows * config.block_n * config.split / 256
+        time += cost.traffic * rest * config.split * config.block_m * config.block_n / 2**18
+    a_kb, b_kb = (
+        rows * config.block_k / 512 * (cost.late if is_late else 1.0)
+        for rows, is_late in zip((config.block_m, config.block_n), late, strict=True)
+    )
+    product = cost.product * config.block_m * config.block_n * config.block_k / 2**21
+    step = (product**6 + (cost.bytes * (a_kb + b_kb)) ** 6) ** (1 / 6)
+    return time + all_steps * step + rounds * (cost.tile + cost.store * config.block_m * config.block_n / 512)
 
 
 def choose(m: int, n: int, k: int, sms: int, late: tuple[bool, bool] = (False, False)) -> Config:
