@@ -20,7 +20,7 @@ from utils.benchmark.host import host_time_us
 from utils.benchmark.measuring import measure
 
 SHAPE = (1, 16, 512, 128)  # B, H, S, D
-BACKENDS = ("sdpa", "cudnn", "flash", "gluon", "auto", "fa3", "cute", "flex", "flex_flash", "triton", "naive")
+BACKENDS = ("gluon", "auto", "cudnn", "flash", "sdpa", "fa3", "cute", "flex", "triton", "flex_flash")
 SIZE = 512  # M = N = K
 
 
@@ -35,19 +35,28 @@ def attention_row(name: str) -> dict:
         return attention(q, k, v, causal=True, backend=name)
 
     try:
-        row["host_us"] = host_time_us(through_the_door)
+        through_the_door()
     except (RuntimeError, ValueError) as error:
         return row | {"refused": str(error)[:300]}
-    row["device_us"] = 1e3 * measure(through_the_door, warmup=5, iterations=30, floor=False).median_ms
     row["ran"] = last_run().backend
-    if (own := library_call(row["ran"], q, k, v)) is not None:
-        row["library_host_us"] = host_time_us(own)
+    return row | in_turns(through_the_door, library_call(row["ran"], q, k, v))
+
+
+def in_turns(call: Callable, library: Callable | None) -> dict:
+    """Measure a call's host and device time, and the library's host time in turns with it: the smallest of three."""
+    row = {"host_us": host_time_us(call)}
+    if library is not None:
+        row["library_host_us"] = host_time_us(library)
+        for _ in range(2):
+            row["host_us"] = min(row["host_us"], host_time_us(call))
+            row["library_host_us"] = min(row["library_host_us"], host_time_us(library))
+    row["device_us"] = 1e3 * measure(call, warmup=5, iterations=30, floor=False).median_ms
     return row
 
 
 def library_call(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable | None:
-    """Return the call of a library's own function, on tensors in the layout that it wants; None if it has none."""
-    rows_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    """Return the call of a library's own function on these tensors, viewed in its layout; None if it has none."""
+    rows_first = [x.transpose(1, 2) for x in (q, k, v)]
     if name in ("sdpa", "cudnn", "flash"):
         return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
     if name == "fa3":
@@ -68,12 +77,7 @@ def gemm_row(name: str) -> dict:
 
     a, b = (torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16) for _ in "ab")
     rung = LADDER[name]
-    return {
-        "call": name,
-        "host_us": host_time_us(lambda: rung(a, b)),
-        "device_us": 1e3 * measure(rung, a, b, warmup=5, iterations=30, floor=False).median_ms,
-        "library_host_us": host_time_us(lambda: torch.matmul(a, b)),
-    }
+    return {"call": name} | in_turns(lambda: rung(a, b), lambda: torch.matmul(a, b))
 
 
 def show(row: dict) -> str:
@@ -96,8 +100,8 @@ def main() -> int:
     torch.manual_seed(0)
     record = Record(options.out, "host time of one call", "cuda", shape=SHAPE, size=SIZE)
     with torch.no_grad():
+        record.fill(("gemm_warp_specialized",), gemm_row, show)
         record.fill(BACKENDS, attention_row, show)
-        record.fill(("gemm_autotuned", "gemm_warp_specialized"), gemm_row, show)
     record.finish()
     return 0
 

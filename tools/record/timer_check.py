@@ -5,6 +5,9 @@
 Against itself: `compare` gets the same bf16 matmul on both sides. The table says how many of the ratios lie within 1% and
 3% of 1, and how wide the intervals are that `compare` gives them.
 
+Alone: `measure` times the same matmul again and again. The table says how many pairs of these medians lie within 1%, and in
+how many the two intervals meet.
+
 Against Triton: `measure` and `triton.testing.do_bench` in the mode that both have, a cold L2 (256 MB are written before each
 call) and one launch a sample. They take turns in many short rounds. Each round takes as many samples as the other timer's
 and follows the same work, so that both find the GPU at the same clocks. Each round gives a ratio of two medians.
@@ -12,6 +15,7 @@ and follows the same work, so that both find the GPU at the same clocks. Each ro
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 
@@ -22,6 +26,7 @@ from utils.benchmark import intervals as stats
 from utils.benchmark.measuring import compare, measure
 
 SIZES = (1024, 2048, 4096)
+SINGLE_SIZES = (768, 1536, 2048, 2560, 3072, 4096, 8192)
 PAIRS = 50  # pairs of samples in each comparison of a matmul with itself
 ROUNDS = 30  # rounds of each timer
 ROUND_MS = 20.0  # time that do_bench spends on one round
@@ -64,6 +69,39 @@ def against_itself(n: int, trials: int) -> dict:
         "gpu_after": results[-1].a.method["gpu_after"],
         "ratios": ratios,
     }
+
+
+def alone(n: int, trials: int) -> dict:
+    """Measure an n-cubed matmul `trials` times, each by itself, and compare all pairs of these measurements."""
+    a, b = square(n), square(n)
+    measure(torch.mm, a, b, max_seconds=0.5, floor=False)  # let the clocks settle
+    results = [measure(torch.mm, a, b, floor=False) for _ in range(trials)]
+    pairs = list(itertools.combinations(results, 2))
+    ratios = [max(x.median_ms, y.median_ms) / min(x.median_ms, y.median_ms) for x, y in pairs]
+    meet = [max(x.interval_ms[0], y.interval_ms[0]) <= min(x.interval_ms[1], y.interval_ms[1]) for x, y in pairs]
+    return {
+        "n": n,
+        "median_us": 1e3 * statistics.median(result.median_ms for result in results),
+        "trials": trials,
+        "within_1_percent": sum(ratio <= 1.01 for ratio in ratios) / len(pairs),
+        "furthest": max(ratios) - 1,
+        "within_1_percent_or_intervals_meet": sum(ratio <= 1.01 or met for ratio, met in zip(ratios, meet, strict=True))
+        / len(pairs),
+        "interval_half_width": statistics.median(
+            (r.interval_ms[1] - r.interval_ms[0]) / 2 / r.median_ms for r in results
+        ),
+        "stopped": sorted({result.method["stopped"] for result in results})[:3],
+        "medians_us": [1e3 * result.median_ms for result in results],
+    }
+
+
+def show_alone(row: dict) -> str:
+    """Return the line that is printed for a matmul that was measured again and again."""
+    return (
+        f"matmul {row['n']:5} alone: {row['median_us']:7.1f} us, {row['within_1_percent']:.1%} of pairs within 1% (furthest "
+        f"{row['furthest']:.1%}), {row['within_1_percent_or_intervals_meet']:.1%} within it or with intervals that meet, "
+        f"intervals +-{row['interval_half_width']:.2%}"
+    )
 
 
 def against_do_bench(name: str, fn, *arguments, rounds: int = ROUNDS) -> dict:
@@ -141,6 +179,8 @@ def main() -> int:
     """Measure and record both tables; return the exit status."""
     parser = arguments_parser(__doc__)
     parser.add_argument("--trials", type=int, default=200, help="comparisons of each matmul with itself")
+    parser.add_argument("--singles", type=int, default=20, help="measurements of each matmul alone")
+    parser.add_argument("--only-alone", action="store_true", help="measure this table alone")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of each timer")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -156,9 +196,10 @@ def main() -> int:
         name, call = kernel
         return against_do_bench(name, *call, rounds=options.rounds)
 
-    complete = record.fill(SIZES, itself, show_itself, "itself") and record.fill(
-        shared_kernels().items(), do_bench, show_do_bench, "do_bench"
-    )
+    complete = record.fill(SINGLE_SIZES, lambda n: alone(n, options.singles), show_alone, "alone")
+    if not options.only_alone:
+        complete = complete and record.fill(SIZES, itself, show_itself, "itself")
+        complete = complete and record.fill(shared_kernels().items(), do_bench, show_do_bench, "do_bench")
     record.finish() if complete else record.save()
     return 0
 

@@ -142,7 +142,7 @@ def _may_be_kept(bound: Bound) -> bool:
     another one compiles it, and does not silently run unfused. `_Shortcut.holds` sees the compilation.
     """
     if bound.source is None:
-        return bound.light
+        return bound.light or any(bound is kept for kept in _kept.values())  # what is kept anyway may hold a mask
     return compiled_versions(bound.source) < torch._dynamo.config.recompile_limit
 
 
@@ -159,17 +159,18 @@ class _Shortcut:
     fallback is an error.
     """
 
-    __slots__ = ("call", "choices", "compiled", "graphs", "run")
+    __slots__ = ("automatic", "call", "choices", "compiled", "graphs", "run")
 
     def __init__(self, bound: Bound, run: Run):
         self.call, self.run, self.compiled = bound.call, run, bound.source is not None
         self.choices, self.graphs = active_choices(), compiled_graphs()
+        self.automatic = bool(run.why)
 
     def holds(self) -> bool:
         """Whether the same decision would be taken now."""
         if self.compiled and compiled_graphs() != self.graphs:
             return False
-        return self.choices is active_choices()
+        return not self.automatic or self.choices is active_choices()
 
 
 _shortcuts: dict[tuple, _Shortcut] = {}

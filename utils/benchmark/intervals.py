@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 RESAMPLES = 2000
+BATCHES = 5  # of `drifting_interval`
 MIN_PAIRS = 10  # below this a bootstrap interval says little, so there is no verdict
 
 FASTER, SLOWER, SAME, NOT_ENOUGH_DATA = "faster", "slower", "same", "not enough data"
@@ -66,6 +67,38 @@ def median_interval(
     tail = 50.0 * (1.0 - confidence)
     low, high = np.percentile(medians, [tail, 100.0 - tail])
     return float(low), float(high)
+
+
+def drifting_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Return an interval (low, high) of the median of samples whose level moves slowly, as a GPU's clocks do.
+
+    A bootstrap takes the samples for independent. At the power limit they are not: a matmul of 2560 on an H200 gave
+    intervals of 0.2% in runs whose medians lay 3% apart. So the run is cut into five batches in the order of time, and
+    the interval also holds Student's interval of the mean of the batches' medians.
+    """
+    low, high = median_interval(samples, confidence)
+    array = _samples(samples)
+    if array.size < 4 * BATCHES:
+        return low, high
+    medians = np.array([np.median(batch) for batch in np.array_split(array, BATCHES)])
+    half = _student(confidence, BATCHES - 1) * float(medians.std(ddof=1)) / math.sqrt(BATCHES)
+    center = float(np.median(array))
+    return min(low, center - half), max(high, center + half)
+
+
+def _student(confidence: float, freedom: int) -> float:
+    """Return how many standard errors Student's two-sided interval has, by bisection on the integral of its density."""
+    scale = math.gamma((freedom + 1) / 2) / (math.sqrt(freedom * math.pi) * math.gamma(freedom / 2))
+
+    def inside(limit: float) -> float:
+        x = np.linspace(0.0, limit, 2001)
+        return 2.0 * float(np.trapezoid(scale * (1.0 + x**2 / freedom) ** (-(freedom + 1) / 2), x))
+
+    low, high = 0.0, 1000.0
+    for _ in range(40):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if inside(middle) < confidence else (low, middle)
+    return high
 
 
 def relative_half_width(interval: tuple[float, float], center: float) -> float:

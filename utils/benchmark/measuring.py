@@ -58,7 +58,8 @@ def measure(
         fn: the function to time; its result is dropped.
         *args: its arguments.
         warmup: calls before the timing.
-        iterations: number of samples; with `target_interval` the smallest number.
+        iterations: number of samples; with `target_interval` the smallest number. Where the clocks of a GPU move, as at
+            its power limit, more samples follow for half a second in all: medians of shorter runs lay 3 to 7% apart.
         device: "cuda" times by device events, "cpu" by the host's clock. Default: where the call's tensors are.
         flops: FLOPs of one call, for `tflops` and `roof_share`.
         bytes: bytes read and written by one call, for `gb_s` and `roof_share`.

@@ -15,11 +15,12 @@ from utils.benchmark import intervals as stats
 from utils.benchmark.cpu_timer import Call, CpuTimer, Timer
 from utils.benchmark.cuda_timer import CudaTimer
 from utils.benchmark.result import Measurement
-from utils.machine.environment import environment, gpu_state
+from utils.machine.environment import HARMLESS_REASONS, environment, gpu_state
 from utils.validation import whole_number
 
 MIN_SAMPLES = 3  # a time budget cuts no run below this, unless one call is over the budget
 MIN_ADAPTIVE = 20  # no early stop on an interval from fewer samples
+SPREAD_S = 0.5  # a single GPU measurement at moving clocks takes samples for so long: one level of them is no result
 MAX_ADAPTIVE = 50  # adaptive runs stop at this many times `iterations`
 FLOOR_MARGIN = 1.1  # a time within 10% of an empty call's cannot be distinguished from it
 
@@ -160,6 +161,8 @@ def time_calls(
         gpu_after = gpu_state(timing.device) if timing.on_gpu else None
         floors = [timer.floor_ms(call) if floor else None for call in prepared]
     seconds = budget.used_s()
+    # Samples that are taken in turns with another function's are compared in pairs, which share the clocks.
+    interval = stats.drifting_interval if timing.on_gpu and len(calls) == 1 else stats.median_interval
     measurements = []
     for call, done, times, floor_ms in zip(prepared, warmed_up, samples, floors, strict=True):
         notes = [*timer.notes, *call.notes]
@@ -192,7 +195,7 @@ def time_calls(
         measurements.append(
             Measurement(
                 samples_ms=tuple(times),
-                interval_ms=stats.median_interval(times, timing.confidence),
+                interval_ms=interval(times, timing.confidence),
                 label=call.label,
                 confidence=timing.confidence,
                 flops=work.flops,
@@ -205,6 +208,21 @@ def time_calls(
             )
         )
     return measurements
+
+
+def _all_done(timing: Timing, taken: int) -> str:
+    more = taken - timing.iterations
+    return f"all {timing.iterations} iterations done" + f", and {more} more: the GPU's clocks moved" * (more > 0)
+
+
+def clocks_move(device: torch.device) -> bool:
+    """Whether the GPU runs below its highest clock, or is held back: its next seconds may run at other clocks."""
+    state = gpu_state(device)
+    reasons = set(state.get("throttle_reasons") or ())
+    if reasons:
+        return bool(reasons - HARMLESS_REASONS)
+    clock, highest = state.get("sm_clock_mhz"), state.get("sm_clock_max_mhz")
+    return bool(clock and highest and clock < highest)
 
 
 def _collect(
@@ -225,6 +243,8 @@ def _collect(
         taken = len(samples[0])
         rounds = budget.affordable(goal - taken, taken, round_s, calls)
         if rounds == 0:
+            if target is None and taken >= timing.iterations:
+                return samples, _all_done(timing, taken)
             return samples, f"time budget of {budget.seconds:g} s used after {taken} of {goal} samples"
         begin = time.perf_counter()
         order = [index for turn in itertools.islice(turns, rounds) for index in turn]
@@ -235,7 +255,11 @@ def _collect(
         if taken < goal:
             continue
         if target is None:
-            return samples, f"all {timing.iterations} iterations done"
+            spread = round_s * taken
+            if len(calls) > 1 or spread >= SPREAD_S or not (timing.on_gpu and clocks_move(timing.device)):
+                return samples, _all_done(timing, taken)
+            goal = taken + max(1, math.ceil((SPREAD_S - spread) / round_s / 2))
+            continue
         reached = width(samples)
         if reached <= target:
             return samples, f"interval half-width {reached:.2%} reached the target of {target:.2%}"

@@ -1,17 +1,17 @@
 """Warp-specialized GEMM for Hopper in Gluon: C = A @ B, fp16 or bf16, fp32 accumulation. The ladder's last rung.
 
-One block stays on each SM and walks over tiles of C (persistent). Its warps have three roles. One warp, the producer,
-does nothing but start TMA copies of the next tiles of A and B into a ring in shared memory. Two warpgroups, the
-consumers, each multiply half of the rows of the tile with wgmma; they read the ring and keep their sums in registers.
-Each slot of the ring has two mbarriers: "full" is completed by the TMA unit when the bytes have arrived, "empty" by
-the consumers when both have read the slot. So nobody waits for a copy that could have been started earlier:
+One block stays on each SM and walks over tiles of C (persistent). Its warps have two kinds of roles. One warp, the
+producer, does nothing but start TMA copies of the next tiles of A and B into a ring in shared memory. One to three
+warpgroups, the consumers, multiply 64 or 128 rows of the tile each with wgmma; they read the ring and keep their sums
+in registers. Each slot of the ring has two mbarriers: "full" is completed by the TMA unit when the bytes have arrived,
+"empty" by the consumers when all have read the slot. So nobody waits for a copy that could have been started earlier:
 
     producer     | A0 B0 | A1 B1 | A2 B2 | A3 B3 | . wait empty . | A4 B4 | ...       runs on into the next tile
     consumer 0   . wait full .   | wgmma 0 | wgmma 1 | wgmma 2 |  ...  | store C |    its own pace: while one stores,
     consumer 1   . wait full .   | wgmma 0 | wgmma 1 | wgmma 2 |  ...  | store C |    the other may still multiply
 
     part             what                                     size, first configuration (128 x 256 x 64)
-    tile of C        BLOCK_M x BLOCK_N, half the rows each    128 x 256; wgmma m64n256k16, four for each slot
+    tile of C        BLOCK_M x BLOCK_N, a share of the rows   128 x 256; wgmma m64n256k16, four for each slot
     ring             slots of A and B, 128 B swizzle          4 x (16 KiB + 32 KiB) = 192 KiB
     accumulator      fp32 in registers                        64 x 256 a consumer: 128 registers a thread
     registers        moved between warpgroups (setmaxnreg)    248 and 232 a consumer thread, 24 a producer thread
@@ -23,10 +23,19 @@ always have the next one queued; then it releases slot k - 1. TMA fills what lie
 drops what lies outside of C, so no size needs a mask. Where rows of C do not start at multiples of 16 bytes (N is no
 multiple of 8), TMA cannot write them, and consumers store from registers with a mask instead.
 
-On an H200, bf16, M = N = K: 783 TFLOP/s at 4096 and 723 at 8192, 1.00 and 1.02 of torch.matmul (cuBLAS); the
-autotuned Triton rung has 0.94 and 1.00 (assets/results/h200/gemm.json). `python -m tools.record.gemm_ladder
---configurations` compares the configurations. Importing this module imports Triton; the way in is
-`utils.kernels.gemm.gemm_warp_specialized`.
+**Which tile.** A tile reads block_m + block_n rows of 128 bytes a step, and the L2 gives an SM about as many bytes as
+128 x 256 needs, so larger tiles pay where there are enough of them: 192 x 256 (three consumers) and 256 x 192 (192
+registers of sums a thread) read 22% less a product. Gluon's tiles are powers of two, so 192 columns are two products of
+128 and 64. Rows that start at odd multiples of 16 bytes make it matter: 128 bytes then lie in five sectors of the L2
+instead of four. `choose` takes the configuration that a model of the time, fitted to measured times, ranks first.
+
+**Parts.** 800 tiles on 132 SMs are 6.06 rounds, done in 7; and a product with few tiles and long sums leaves most SMs
+idle. So the tiles that do not fill a round may be cut along K into 2 to 16 parts. Each part leaves its sums in global
+memory and counts; the part that counts last adds all of them in their order, so that the same bits come out twice. No
+program waits for another.
+
+H200 figures of square matrices: assets/results/h200/gemm.json; of random shapes: gemm_shapes.json (docs/gemm-log.md).
+Importing this module imports Triton; the way in is `utils.kernels.gemm.gemm_warp_specialized`.
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
@@ -65,7 +74,7 @@ class Config:
     consumers: int = 2  # warpgroups that multiply, block_m / consumers rows each
     block_k: int = 64  # 128 bytes of 16-bit elements: one swizzled row of shared memory
     stages: int = 4  # slots of the ring
-    pieces: int = 4  # column blocks in which a tile of C is stored: even, two buffers take turns
+    pieces: int = 4  # column blocks in which columns[0] of C are stored: even, two buffers take turns
     group_m: int = 8  # rows of tiles that are walked abreast, for the L2
     split: int = 1  # parts along K of a tile that would leave SMs idle: 1, 2, 4, 8 or 16
 
@@ -73,6 +82,21 @@ class Config:
     def rows(self) -> int:
         """Rows of a consumer."""
         return self.block_m // self.consumers
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Columns of the tile as powers of two, which Gluon's tiles must be: (256, 0), or (128, 64) for 192.
+
+        With three consumers ptxas refuses a product of 256 columns at once: its sums alone take 128 registers.
+        """
+        first = 1 << self.block_n.bit_length() - 1
+        first = min(first, 128) if self.consumers == 3 else first
+        return first, self.block_n - first
+
+    @property
+    def piece(self) -> list[int]:
+        """Rows and columns of a piece of C."""
+        return [self.rows, self.columns[0] // self.pieces]
 
     @property
     def registers(self) -> int:
@@ -83,7 +107,7 @@ class Config:
     def shared_bytes(self) -> int:
         """Shared memory for ring and pieces of C, in bytes; an SM of an H100 or H200 gives a block 232448."""
         ring = self.stages * (self.block_m + self.block_n) * self.block_k * 2
-        return ring + 2 * self.block_m * (self.block_n // self.pieces) * 2
+        return ring + 2 * self.block_m * self.piece[1] * 2
 
 
 # Smaller tiles re-read A and B more often, but give small matrices enough tiles for all SMs.
@@ -92,12 +116,19 @@ CONFIGS = (
     Config(128, 128, stages=6, pieces=2),
     Config(128, 64, stages=8, pieces=2),
     Config(256, 128),
+    Config(256, 192, stages=3),
+    Config(128, 192, stages=5),
+    Config(192, 192, consumers=3),
+    Config(192, 256, consumers=3, stages=3),
     Config(192, 128, consumers=3, stages=5),
     Config(64, 256, consumers=1, stages=5),
     Config(64, 128, consumers=1, stages=8, pieces=2),
     Config(64, 64, consumers=1, stages=8, pieces=2),
 )
+# How many parts a tile may have: where tiles are large, many parts would cost more to add up than they gain.
 SPLITS = (1, 2, 4, 8, 16)
+MOST_PARTS = {config: 16 if config.block_m * config.block_n <= 8192 else 4 for config in CONFIGS}
+MOST_PARTS |= {config: 8 for config in CONFIGS if config.block_m * config.block_n == 16384}
 
 
 @aggregate
@@ -109,7 +140,8 @@ class Work:
     """
 
     a_ring: gl.shared_memory_descriptor  # (stages * consumers, ROWS, BLOCK_K), transposed where A is column-major
-    b_ring: gl.shared_memory_descriptor  # (stages, BLOCK_K, BLOCK_N), or its transpose
+    b_ring: gl.shared_memory_descriptor  # (stages, BLOCK_K, columns[0]), or its transpose
+    b2_ring: gl.shared_memory_descriptor  # (stages, BLOCK_K, columns[1]), or its transpose; b_ring if that is 0
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     M: gl.tensor
@@ -121,9 +153,10 @@ class Work:
     B_COLUMN_MAJOR: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, a_ring, b_ring, full, empty, M, N, K, whole, CONFIG, A_COLUMN_MAJOR, B_COLUMN_MAJOR):
+    def __init__(self, a_ring, b_ring, b2_ring, full, empty, M, N, K, whole, CONFIG, A_COLUMN_MAJOR, B_COLUMN_MAJOR):
         self.a_ring = a_ring
         self.b_ring = b_ring
+        self.b2_ring = b2_ring
         self.full = full
         self.empty = empty
         self.M = M
@@ -183,7 +216,7 @@ class Work:
         return tile, within * steps // parts, (within + 1) * steps // parts
 
     @gluon.jit
-    def load(self, i, a_desc, b_desc, row, column, k):
+    def load(self, i, a_desc, b_desc, b2_desc, row, column, k):
         """Producer: fetch A[row.., k..] and B[k.., column..] for step i, as soon as its slot is empty."""
         CONSUMERS: gl.constexpr = self.CONFIG.consumers
         ROWS: gl.constexpr = self.CONFIG.block_m // CONSUMERS
@@ -193,7 +226,8 @@ class Work:
         arrived = self.full.index(self.slot(i))
         # The bytes are announced first: copies that arrive unannounced could complete the phase too early. Whole boxes
         # are counted, also where they hang over the edge and TMA fills in zeros.
-        mbarrier.expect(arrived, CONSUMERS * a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+        B2_BYTES: gl.constexpr = b2_desc.block_type.nbytes if self.CONFIG.columns[1] > 0 else 0
+        mbarrier.expect(arrived, CONSUMERS * a_desc.block_type.nbytes + b_desc.block_type.nbytes + B2_BYTES)
         for w in gl.static_range(CONSUMERS):
             tile = self.a_ring.index(self.slot(i) * CONSUMERS + w)
             if self.A_COLUMN_MAJOR:
@@ -204,15 +238,26 @@ class Work:
             tma_load(b_desc, [column, k], arrived, self.b_ring.index(self.slot(i)))
         else:
             tma_load(b_desc, [k, column], arrived, self.b_ring.index(self.slot(i)))
+        if self.CONFIG.columns[1] > 0:
+            if self.B_COLUMN_MAJOR:
+                tma_load(b2_desc, [column + self.CONFIG.columns[0], k], arrived, self.b2_ring.index(self.slot(i)))
+            else:
+                tma_load(b2_desc, [k, column + self.CONFIG.columns[0]], arrived, self.b2_ring.index(self.slot(i)))
 
     @gluon.jit
     def operands(self, i, WHICH: gl.constexpr):
-        """Consumer: its rows of A, and B, of step i. What was column-major was copied as it lies, and is read turned."""
+        """Consumer: its rows of A, and B in two parts, of step i. What is column-major lies there as it is, and is turned."""
         a = self.a_ring.index(self.slot(i) * self.CONFIG.consumers + WHICH)
         b = self.b_ring.index(self.slot(i))
+        b2 = self.b2_ring.index(self.slot(i))
         # Without this wait wgmma would read the tiles of the round before.
         mbarrier.wait(self.full.index(self.slot(i)), self.phase(i))
-        return a.permute((1, 0)) if self.A_COLUMN_MAJOR else a, b.permute((1, 0)) if self.B_COLUMN_MAJOR else b
+        if self.A_COLUMN_MAJOR:
+            a = a.permute((1, 0))
+        if self.B_COLUMN_MAJOR:
+            b = b.permute((1, 0))
+            b2 = b2.permute((1, 0))
+        return a, b, b2
 
     @gluon.jit
     def release_before(self, i, pred=True):
@@ -224,14 +269,14 @@ class Work:
 
 
 @gluon.jit
-def producer(work, a_desc, b_desc):
+def producer(work, a_desc, b_desc, b2_desc):
     """One warp: keep the ring full. `step` counts slots filled since the start, across tiles."""
     step = 0
     for item in range(gl.program_id(0), work.items(), gl.num_programs(0)):
         tile, first, last = work.locate(item)
         row, column = work.origin(tile)
         for k in range(first, last):
-            work.load(step, a_desc, b_desc, row, column, k * work.CONFIG.block_k)
+            work.load(step, a_desc, b_desc, b2_desc, row, column, k * work.CONFIG.block_k)
             step += 1
 
 
@@ -267,17 +312,24 @@ def store_piece(work, out, piece, i, row, column, WHICH: gl.constexpr, TMA_STORE
 
 
 @gluon.jit
-def last_part(work, sums, counters, acc, part, WHICH: gl.constexpr):
+def leave_sums(sums, acc, FIRST: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Store an accumulator as columns FIRST and on of BLOCK_N columns."""
+    layout: gl.constexpr = acc.type.layout
+    m = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
+    n = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+    gl.store(sums + m[:, None] * BLOCK_N + n[None, :], acc)
+
+
+@gluon.jit
+def last_part(work, sums, counters, acc, acc2, part, WHICH: gl.constexpr):
     """Leave a part's sums in global memory, and tell whether all parts of the tile are there now."""
-    ROWS: gl.constexpr = acc.shape[0]
-    BLOCK_N: gl.constexpr = acc.shape[1]
+    BLOCK_N: gl.constexpr = work.CONFIG.block_n
     SPLIT: gl.constexpr = work.CONFIG.split
     CONSUMERS: gl.constexpr = work.CONFIG.consumers
-    layout: gl.constexpr = acc.type.layout
-    m = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-    place = (part * CONSUMERS + WHICH).to(gl.int64) * (ROWS * BLOCK_N)
-    gl.store(sums + place + m[:, None] * BLOCK_N + n[None, :], acc)
+    own = sums + (part * CONSUMERS + WHICH).to(gl.int64) * (acc.shape[0] * BLOCK_N)
+    leave_sums(own, acc, 0, BLOCK_N)
+    if work.CONFIG.columns[1] > 0:
+        leave_sums(own, acc2, acc.shape[1], BLOCK_N)
     # All threads of the warpgroup have stored before one of them counts: whoever counts last reads what all have stored.
     whole_warpgroup()
     counter = counters + part // SPLIT * CONSUMERS + WHICH
@@ -294,7 +346,7 @@ def summed_piece(work, sums, part, i, WHICH: gl.constexpr):
     BLOCK_N: gl.constexpr = work.CONFIG.block_n
     SPLIT: gl.constexpr = work.CONFIG.split
     CONSUMERS: gl.constexpr = work.CONFIG.consumers
-    COLUMNS: gl.constexpr = BLOCK_N // work.CONFIG.pieces
+    COLUMNS: gl.constexpr = work.CONFIG.piece[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // COLUMNS, COLUMNS // 4], [4, 1], [1, 0])
     m = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     n = i * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
@@ -307,45 +359,67 @@ def summed_piece(work, sums, part, i, WHICH: gl.constexpr):
 
 
 @gluon.jit
+def store_tile(work, out, acc, acc2, row, column, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
+    """Store a consumer's rows of a tile of C, piece by piece."""
+    dtype: gl.constexpr = work.a_ring.dtype
+    PIECES: gl.constexpr = work.CONFIG.pieces
+    pieces = column_pieces(acc.to(dtype), PIECES)
+    for i in gl.static_range(PIECES):
+        store_piece(work, out, pieces[i], i, row, column, WHICH, TMA_STORE)
+    if work.CONFIG.columns[1] > 0:
+        MORE: gl.constexpr = work.CONFIG.columns[1] // work.CONFIG.piece[1]
+        more = column_pieces(acc2.to(dtype), MORE)
+        for i in gl.static_range(MORE):
+            store_piece(work, out, more[i], PIECES + i, row, column, WHICH, TMA_STORE)
+
+
+@gluon.jit
 def consumer(work, out, partial, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
     """One warpgroup: rows WHICH * ROWS and on of each tile."""
-    dtype: gl.constexpr = work.a_ring.dtype
-    ROWS: gl.constexpr = work.CONFIG.block_m // work.CONFIG.consumers
-    BLOCK_N: gl.constexpr = work.CONFIG.block_n
-    PIECES: gl.constexpr = work.CONFIG.pieces
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    ROWS: gl.constexpr = work.CONFIG.rows
+    COLUMNS: gl.constexpr = work.CONFIG.columns[0]
+    MORE: gl.constexpr = work.CONFIG.columns[1]
+    TOTAL_PIECES: gl.constexpr = work.CONFIG.block_n // work.CONFIG.piece[1]
+    SECOND: gl.constexpr = MORE if MORE > 0 else 8  # without a second part its accumulator is never used
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    layout2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SECOND, 16])
     sums, counters = partial
     step = 0
-    acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
     for item in range(gl.program_id(0), work.items(), gl.num_programs(0)):
         tile, first, last = work.locate(item)
         row, column = work.origin(tile)
         row += WHICH * ROWS
+        # Made anew for each tile, so that its registers are free while parts are added up.
+        acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+        acc2 = gl.zeros([ROWS, SECOND], gl.float32, layout2)
         for k in range(first, last):
-            a, b = work.operands(step, WHICH)
-            # use_acc=False in the first step starts the sum anew: nobody has to zero 128 registers.
-            acc = warpgroup_mma(a, b, acc, use_acc=k > first, is_async=True)
-            # All wgmma but this one are done: only now has the slot before been read.
-            acc = warpgroup_mma_wait(1, deps=[acc])
+            a, b, b2 = work.operands(step, WHICH)
+            acc = warpgroup_mma(a, b, acc, is_async=True)
+            # All wgmma but this step's are done: only now has the slot before been read.
+            if MORE > 0:
+                acc2 = warpgroup_mma(a, b2, acc2, is_async=True)
+                acc, acc2 = warpgroup_mma_wait(2, deps=[acc, acc2])
+            else:
+                acc = warpgroup_mma_wait(1, deps=[acc])
             work.release_before(step, k > first)
             step += 1
-        acc = warpgroup_mma_wait(0, deps=[acc])  # the sums are complete, and the last slot has been read
+        # The sums are complete, and the last slot has been read.
+        if MORE > 0:
+            acc, acc2 = warpgroup_mma_wait(0, deps=[acc, acc2])
+        else:
+            acc = warpgroup_mma_wait(0, deps=[acc])
         work.release_before(step)
 
         if work.CONFIG.split == 1:
-            pieces = column_pieces(acc.to(dtype), PIECES)
-            for i in gl.static_range(PIECES):
-                store_piece(work, out, pieces[i], i, row, column, WHICH, TMA_STORE)
+            store_tile(work, out, acc, acc2, row, column, WHICH, TMA_STORE)
         else:
             part = work.part(item)
             if part < 0:
-                pieces = column_pieces(acc.to(dtype), PIECES)
-                for i in gl.static_range(PIECES):
-                    store_piece(work, out, pieces[i], i, row, column, WHICH, TMA_STORE)
+                store_tile(work, out, acc, acc2, row, column, WHICH, TMA_STORE)
             else:
-                if last_part(work, sums, counters, acc, part, WHICH):
-                    for i in gl.static_range(PIECES):
-                        piece = summed_piece(work, sums, part, i, WHICH).to(dtype)
+                if last_part(work, sums, counters, acc, acc2, part, WHICH):
+                    for i in gl.static_range(TOTAL_PIECES):
+                        piece = summed_piece(work, sums, part, i, WHICH).to(work.a_ring.dtype)
                         store_piece(work, out, piece, i, row, column, WHICH, TMA_STORE)
     tma.store_wait(0)  # shared memory must live until TMA has read it
 
@@ -361,6 +435,7 @@ def shared_tiles(desc, COUNT: gl.constexpr):
 def gemm_kernel(
     a_desc,
     b_desc,
+    b2_desc,
     c_desc,
     c_pointer,
     sums,
@@ -374,7 +449,9 @@ def gemm_kernel(
     B_COLUMN_MAJOR: gl.constexpr,
     TMA_STORE: gl.constexpr,
 ):
-    """Allocate ring and barriers, then start the roles. c_desc is a_desc, and unused, where TMA cannot store C.
+    """Allocate ring and barriers, then start the roles.
+
+    b2_desc is b_desc, and unused, where the tile's columns are a power of two; c_desc is a_desc where TMA cannot store C.
 
     sums, counters: fp32 (parts, BLOCK_M, BLOCK_N) and int32 zeros (split tiles, consumers), untouched if split is 1.
     """
@@ -383,26 +460,27 @@ def gemm_kernel(
     REGISTERS: gl.constexpr = CONFIG.registers
     a_ring = shared_tiles(a_desc, STAGES * CONSUMERS)
     b_ring = shared_tiles(b_desc, STAGES)
+    b2_ring = shared_tiles(b2_desc, STAGES) if CONFIG.columns[1] > 0 else b_ring
     c_buffers = shared_tiles(c_desc, 2 * CONSUMERS) if TMA_STORE else a_ring
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
         mbarrier.init(empty.index(i), count=CONSUMERS)  # all consumers
-    work = Work(a_ring, b_ring, full, empty, M, N, K, whole, CONFIG, A_COLUMN_MAJOR, B_COLUMN_MAJOR)
+    work = Work(a_ring, b_ring, b2_ring, full, empty, M, N, K, whole, CONFIG, A_COLUMN_MAJOR, B_COLUMN_MAJOR)
     out = (c_desc, c_pointer, c_buffers)
     partial = (sums, counters)
     # After the roles: warps and registers of all but the first, which has num_warps and the registers that are left.
     if CONSUMERS == 1:
         gl.warp_specialize(
-            [(consumer, (work, out, partial, 0, TMA_STORE)), (producer, (work, a_desc, b_desc))], [1], [24]
+            [(consumer, (work, out, partial, 0, TMA_STORE)), (producer, (work, a_desc, b_desc, b2_desc))], [1], [24]
         )
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (consumer, (work, out, partial, 0, TMA_STORE)),
                 (consumer, (work, out, partial, 1, TMA_STORE)),
-                (producer, (work, a_desc, b_desc)),
+                (producer, (work, a_desc, b_desc, b2_desc)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -414,7 +492,7 @@ def gemm_kernel(
                 (consumer, (work, out, partial, 0, TMA_STORE)),
                 (consumer, (work, out, partial, 1, TMA_STORE)),
                 (consumer, (work, out, partial, 2, TMA_STORE)),
-                (producer, (work, a_desc, b_desc)),
+                (producer, (work, a_desc, b_desc, b2_desc)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],
@@ -428,26 +506,78 @@ def parts_of(m: int, n: int, config: Config, sms: int) -> tuple[int, int]:
     return tiles - rest, rest
 
 
-def estimate(m: int, n: int, k: int, config: Config, sms: int) -> float:
-    """Estimate the time of a product in cycles of an SM, for a choice between configurations."""
-    steps = triton.cdiv(k, config.block_k)
-    step = config.block_m * config.block_n * config.block_k * 2 / 4096 + 120
-    whole, rest = parts_of(m, n, config, sms)
-    time = triton.cdiv(whole, sms) * (steps * step + 1500)
-    if rest:
-        rounds = triton.cdiv(rest * config.split, sms)
-        time += rounds * (triton.cdiv(steps, config.split) * step + 1500)
-        time += 3000 + config.rows * config.block_n / 32 * config.split
-    return time
-
-
-def choose(m: int, n: int, k: int, sms: int) -> Config:
-    """Return the configuration with the shortest estimated time."""
+def candidates(m: int, n: int, k: int, sms: int) -> list[Config]:
+    """Return the configurations that can do a product: each tile whole, and in parts of two steps at least."""
     steps = triton.cdiv(k, 64)
-    candidates = (
-        replace(config, split=split) for config in CONFIGS for split in SPLITS if 2 * split <= steps or split == 1
+    found = []
+    for config in CONFIGS:
+        found.append(config)
+        if not parts_of(m, n, replace(config, split=2), sms)[1]:
+            continue  # every round is full
+        found += [
+            replace(config, split=split) for split in SPLITS if 1 < split <= MOST_PARTS[config] and 2 * split <= steps
+        ]
+    return found
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Constants of a model of the kernel's time, in microseconds; fitted by `tools.record.gemm_choice`."""
+
+    product: float = 0.68  # of 2**21 multiplications on one SM: 128 x 256 x 64
+    bytes: float = 0.0081  # of a KB of A and B that an SM reads
+    late: float = 2.0  # how many times the bytes count where rows start at odd multiples of 16 bytes
+    tile: float = 0.71  # of a tile's start and end
+    store: float = 0.035  # of a KB of C
+    part: float = 1.2  # of leaving a part's sums and counting
+    add: float = 0.0073  # of a KB of sums that the last part reads
+    traffic: float = 0.47  # of a MB of sums that all parts write and read
+    launch: float = 5.1
+
+
+COST = Cost()
+
+
+def estimate(
+    m: int, n: int, k: int, config: Config, sms: int, late: tuple[bool, bool] = (False, False), cost: Cost | None = None
+) -> float:
+    """Estimate the time of a product in microseconds, for a choice between configurations.
+
+    A step takes as long as its products or its bytes, whichever is longer; a little longer where both are alike.
+
+    Args:
+        m: rows of C.
+        n: columns of C.
+        k: terms of the sums.
+        config: tile and parts.
+        sms: multiprocessors.
+        late: whether rows of A and of B (columns, where column-major) start at odd multiples of 16 bytes.
+        cost: the constants; None for COST.
+    """
+    cost = cost or COST
+    steps = triton.cdiv(k, config.block_k)
+    whole, rest = parts_of(m, n, config, sms)
+    rounds = triton.cdiv(whole, sms)  # of the busiest SM
+    all_steps, time = rounds * steps, cost.launch
+    if rest:
+        extra = triton.cdiv(rest * config.split, sms)
+        rounds += extra
+        all_steps += extra * triton.cdiv(steps, config.split)
+        time += cost.part * extra
+        time += cost.add * config.rows * config.block_n * config.split / 256
+        time += cost.traffic * rest * config.split * config.block_m * config.block_n / 2**18
+    a_kb, b_kb = (
+        rows * config.block_k / 512 * (cost.late if is_late else 1.0)
+        for rows, is_late in zip((config.block_m, config.block_n), late, strict=True)
     )
-    return min(candidates, key=lambda config: estimate(m, n, k, config, sms))
+    product = cost.product * config.block_m * config.block_n * config.block_k / 2**21
+    step = (product**6 + (cost.bytes * (a_kb + b_kb)) ** 6) ** (1 / 6)
+    return time + all_steps * step + rounds * (cost.tile + cost.store * config.block_m * config.block_n / 512)
+
+
+def choose(m: int, n: int, k: int, sms: int, late: tuple[bool, bool] = (False, False)) -> Config:
+    """Return the configuration with the shortest estimated time; the arguments are those of `estimate`."""
+    return min(candidates(m, n, k, sms), key=lambda config: estimate(m, n, k, config, sms, late))
 
 
 def _layout(shape: list[int]) -> gl.NVMMASharedLayout:
@@ -469,6 +599,11 @@ def _operand(label: str, x: torch.Tensor, block: list[int]) -> tuple[TensorDescr
         f"{x.data_ptr() % 16} bytes past a multiple of 16. Pad its rows to a multiple of 8 elements, copy it with "
         ".contiguous() or .clone(), or use gemm_autotuned."
     )
+
+
+def _is_late(x: torch.Tensor) -> bool:
+    """Whether rows (or columns) of a matrix start at odd multiples of 16 bytes: 128 of its bytes are in five sectors."""
+    return max(x.stride()) % 16 != 0
 
 
 def gemm(a: torch.Tensor, b: torch.Tensor, config: Config | None = None) -> torch.Tensor:
@@ -501,7 +636,7 @@ class Launch:
         """Return C = A @ B."""
         c = torch.empty(self.shape, dtype=a.dtype, device=a.device)
         sums, counters = workspace(c, self.partial_sums, self.counters)
-        self.handle(a, b, c, c, sums, counters)
+        self.handle(a, b, b, c, c, sums, counters)
         return c
 
 
@@ -537,19 +672,21 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
     """
     (m, k), n = a.shape, b.shape[1]
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
-    config = config or choose(m, n, k, sms)
+    config = config or choose(m, n, k, sms, (_is_late(a), _is_late(b)))
     if config.split > triton.cdiv(k, config.block_k):
         raise ValueError(f"{config.split} parts of K = {k} would be shorter than one step of {config.block_k}.")
     a_desc, a_column_major = _operand("A", a, [config.rows, config.block_k])
-    b_desc, b_column_major = _operand("B", b, [config.block_k, config.block_n])
+    first, second = config.columns
+    b_desc, b_column_major = _operand("B", b, [config.block_k, first])
+    b2_desc = _operand("B", b, [config.block_k, second])[0] if second else b_desc
     by_tma = c.stride(0) % 8 == 0 and c.data_ptr() % 16 == 0
-    piece = [config.rows, config.block_n // config.pieces]
+    piece = config.piece
     c_desc = TensorDescriptor(c, [m, n], [c.stride(0), 1], piece, _layout(piece)) if by_tma else a_desc
     whole, rest = parts_of(m, n, config, sms)
     partial_sums = rest * config.split * config.block_m * config.block_n
     with torch.cuda.device(a.device):
         sums, counters = workspace(c, partial_sums, rest * config.consumers)
-        grid, tensors = (min(sms, whole + rest * config.split),), (a_desc, b_desc, c_desc, c, sums, counters)
+        grid, tensors = (min(sms, whole + rest * config.split),), (a_desc, b_desc, b2_desc, c_desc, c, sums, counters)
         rest_of_arguments = (m, n, k, whole, config, a_column_major, b_column_major, by_tma)
         compiled = gemm_kernel[grid](*tensors, *rest_of_arguments, num_warps=4)
     if compiled is None or not a.is_cuda:  # in a process that only simulates kernels
@@ -574,7 +711,8 @@ def compile_for_hopper(
         return f"tensordesc<{dtype}{shape},{_layout(shape)!r}>"
 
     a = descriptor([config.rows, config.block_k], a_column_major)
-    c = descriptor([config.rows, config.block_n // config.pieces]) if by_tma else a
+    c = descriptor(config.piece) if by_tma else a
+    first, second = config.columns
     constants = {
         "CONFIG": config,
         "A_COLUMN_MAJOR": a_column_major,
@@ -583,7 +721,8 @@ def compile_for_hopper(
     }
     signature = {
         "a_desc": a,
-        "b_desc": descriptor([config.block_k, config.block_n], b_column_major),
+        "b_desc": descriptor([config.block_k, first], b_column_major),
+        "b2_desc": descriptor([config.block_k, second or first], b_column_major),
         "c_desc": c,
         "c_pointer": f"*{dtype}",
         "sums": "*fp32" if config.split > 1 else f"*{dtype}",

@@ -156,6 +156,13 @@ def test_torch_compile_vmap_and_flop_counter_see_the_call():
     assert counter.get_total_flops() > 0
 
 
+def test_a_bound_function_that_is_kept_anyway_may_hold_a_mask(monkeypatch):
+    stored = call.Bound(lambda q, k, v: q)
+    assert not call._may_be_kept(stored)
+    monkeypatch.setattr(call, "_kept", {("cute", None): stored})
+    assert call._may_be_kept(stored)
+
+
 def test_a_compiled_function_near_its_limit_of_versions_is_not_kept(monkeypatch):
     bound = call.Bound(lambda q, k, v: q, source=lambda q, k, v: q)
     monkeypatch.setattr(call, "compiled_versions", lambda source: 7)

@@ -108,3 +108,18 @@ def test_bad_input_is_refused_in_sentences():
         stats.speedup([1.0], [0.0])
     with pytest.raises(ValueError, match="a has 2 samples, b has 3"):
         stats.speedup([1.0, 2.0], [1.0, 2.0, 3.0])
+
+
+def test_an_interval_of_samples_whose_level_moves():
+    rng = np.random.default_rng(3)
+    steady = 10.0 + 0.01 * rng.standard_normal(100)
+    low, high = stats.drifting_interval(steady)
+    assert 9.98 < low < 10.0 < high < 10.02
+    moving = steady + np.repeat([0.0, 0.3, 0.3, 0.0, 0.2], 20)
+    low, high = stats.drifting_interval(moving)
+    plain_low, plain_high = stats.median_interval(moving)
+    assert low <= plain_low and high >= plain_high and high - low > 0.3
+    few = [1.0, 2.0, 3.0]
+    assert stats.drifting_interval(few) == stats.median_interval(few)
+    assert stats._student(0.95, 4) == pytest.approx(2.776, abs=2e-3)
+    assert stats._student(0.99, 4) == pytest.approx(4.604, abs=4e-3)

@@ -358,3 +358,60 @@ def test_samples_of_a_and_b_are_interleaved():
 
 def test_too_few_pairs_give_no_verdict():
     assert compare(lambda: busy(0.1), lambda: busy(0.3), warmup=1, iterations=5).verdict == "not enough data"
+
+
+# ---- a GPU whose clocks move ---------------------------------------------------------------------------------------
+
+
+class PacedTimer:
+    """A timer whose samples take a known time and drift; the clock of the run is moved on by hand."""
+
+    def __init__(self, clock, sample_s):
+        self.clock, self.sample_s, self.taken = clock, sample_s, 0
+
+    def sample(self, calls):
+        self.taken += len(calls)
+        self.clock[0] += self.sample_s * len(calls)
+        return [1.0] * len(calls)
+
+
+@pytest.mark.parametrize(
+    "state, calls, seconds, samples, said",
+    [
+        ({"sm_clock_mhz": 1980, "sm_clock_max_mhz": 1980, "throttle_reasons": []}, 1, None, 10, "all 10"),
+        ({"sm_clock_mhz": 1965, "sm_clock_max_mhz": 1980, "throttle_reasons": []}, 1, None, 500, "490 more"),
+        (
+            {"sm_clock_mhz": 1980, "sm_clock_max_mhz": 1980, "throttle_reasons": ["software power cap"]},
+            1,
+            None,
+            500,
+            "",
+        ),
+        (
+            {"sm_clock_mhz": 900, "sm_clock_max_mhz": 1980, "throttle_reasons": ["application clocks set"]},
+            1,
+            None,
+            10,
+            "",
+        ),
+        ({"sm_clock_mhz": 1700, "sm_clock_max_mhz": 1980}, 2, None, 10, "all 10"),  # a comparison is of pairs
+        ({"unavailable": "no NVML"}, 1, None, 10, "all 10"),
+        ({"sm_clock_mhz": 1700, "sm_clock_max_mhz": 1980}, 1, 0.1, 100, "iterations done, and"),
+    ],
+)
+def test_moving_clocks_spread_a_measurement(monkeypatch, state, calls, seconds, samples, said):
+    from utils.benchmark import sampling
+
+    clock = [0.0]
+    monkeypatch.setattr(sampling, "gpu_state", lambda device: state)
+    monkeypatch.setattr(sampling.time, "perf_counter", lambda: clock[0])
+    options = dict(warmup=0, iterations=10, l2="warm", graph=False, target_interval=None, max_seconds=seconds)
+    timing = sampling.Timing(
+        torch.device("cuda", 0), **options, calls_per_sample=None, queue_ahead=True, confidence=0.95
+    )
+    timer = PacedTimer(clock, 0.001)
+    order = sampling.itertools.repeat(tuple(range(calls)))
+    functions = [SimpleNamespace(run_ms=1.0) for _ in range(calls)]
+    taken, stopped = sampling._collect(timer, functions, order, None, timing, sampling.Budget(seconds))
+    assert said in stopped and not stopped.startswith("time budget")
+    assert len(taken[0]) == pytest.approx(samples, rel=0.1)

@@ -37,16 +37,17 @@ for index, split, dtype, a_column_major, b_column_major, by_tma in json.loads(sy
     patterns = {
         "loads": r"cp\\.async\\.bulk\\.tensor\\.2d\\.shared", "stores": r"cp\\.async\\.bulk\\.tensor\\.2d\\.global",
         "waits": r"mbarrier\\.try_wait", "setmaxnreg": r"setmaxnreg\\.(?:inc|dec)\\S+\\s+(?:232|160|32|24);",
-        "wgmma": r"wgmma\\.mma_async\\.sync\\.aligned\\.m64n%dk16\\.f32\\.%s\\.%s" % (config.block_n, kind, kind),
+        "wgmma": r"wgmma\\.mma_async\\.sync\\.aligned\\.m64n%dk16\\.f32\\.%s\\.%s" % (config.columns[0], kind, kind),
+        "wgmma2": r"wgmma\\.mma_async\\.sync\\.aligned\\.m64n%dk16\\." % config.columns[1],
     }
     report = {name: len(re.findall(pattern, ptx)) for name, pattern in patterns.items()}
     report |= {name: len(re.findall(name, sass)) for name in ("HGMMA", "UTMALDG", "UTMASTG", "LDL", "STL", "HMMA")}
-    in_flight = [int(depth, 16) for depth in re.findall(r"WARPGROUP\\.DEPBAR\\.LE gsb0, (0x[01])", sass)]
+    in_flight = [int(depth, 16) for depth in re.findall(r"WARPGROUP\\.DEPBAR\\.LE gsb0, (0x[012])", sass)]
     report["atomics"] = len(re.findall(r"\\batom\\.", ptx))
     report |= {"in_flight": in_flight, "target": re.search(r"\\.target (\\S+)", ptx)[1],
                "shared": kernel.metadata.shared,
                "expected_shared": config.shared_bytes, "block": [config.block_m, config.block_n, config.block_k],
-               "consumers": config.consumers,
+               "consumers": config.consumers, "columns": config.columns,
                "threads": int(re.search(r"\\.reqntid (\\d+)", ptx)[1])}
     reports.append(report)
 print(json.dumps(reports))
@@ -55,13 +56,11 @@ print(json.dumps(reports))
 VARIANTS = [
     (0, 1, "bf16", False, False, True),
     (0, 4, "fp16", False, True, True),
-    (0, 1, "bf16", True, False, False),
     (1, 1, "fp16", True, True, True),
     (2, 8, "fp16", False, True, False),
-    (3, 1, "bf16", False, False, True),
-    (4, 2, "bf16", True, False, True),
-    (5, 1, "bf16", False, False, True),
-    (7, 16, "fp16", True, False, True),
+    (4, 4, "bf16", True, True, True),
+    (7, 4, "bf16", False, True, True),
+    (10, 16, "fp16", True, False, True),
 ]
 
 
@@ -91,10 +90,16 @@ def test_the_assembly_does_what_the_header_says(reports, variant):
     assert (report["stores"] > 0) == by_tma and report["UTMASTG"] == report["stores"]
     assert report["waits"] == 1 + consumers  # the producer for "empty", each consumer for "full"
     rows, _, depth = report["block"]
-    assert report["wgmma"] == rows // 64 * (depth // 16) == report["HGMMA"]  # once a consumer, unrolled
+    first, second = report["columns"]
+    once = rows // 64 * (depth // 16)  # a step of all consumers, unrolled
+    if first == second:
+        assert report["wgmma"] == report["HGMMA"] == 2 * once
+    else:
+        assert report["wgmma"] == once and report["wgmma2"] == (once if second else 0)
+        assert report["HGMMA"] == report["wgmma"] + report["wgmma2"]
     assert report["HMMA"] == 0
-    # One wgmma stays queued in the loop, none after it.
-    assert sorted(report["in_flight"]) == [0] * consumers + [1] * consumers
+    # The products of one step stay queued in the loop, none after it.
+    assert sorted(report["in_flight"]) == [0] * consumers + [2 if second else 1] * consumers
     assert report["setmaxnreg"] >= 1
     assert report["atomics"] == (2 * consumers if split > 1 else 0)
     assert report["LDL"] == report["STL"] == 0  # nothing spills
@@ -108,15 +113,37 @@ def test_every_configuration_fits_and_is_whole():
 
     for config in CONFIGS:
         assert config.shared_bytes <= SHARED_MEMORY - 16 * config.stages
-        assert config.pieces % 2 == 0 and config.rows in (64, 128) and config.block_k * 2 == 128
+        assert config.rows in (64, 128) and config.block_k * 2 == 128
+        pieces = config.block_n // config.piece[1]
+        assert pieces % 2 == 0 and pieces * config.piece[1] == config.block_n == sum(config.columns)
 
 
 def test_the_choice_of_tile_fills_the_gpu():
-    from utils.kernels.gemm_gluon import CONFIGS, choose
+    from utils.kernels.gemm_gluon import candidates, choose, parts_of
 
-    assert choose(8192, 8192, 132) == choose(4096, 4096, 132) == CONFIGS[0]
-    assert choose(512, 512, 132) == CONFIGS[2]  # 32 tiles of the smallest, 8 of the largest
-    assert choose(1, 1, 132) == CONFIGS[2]
+    large = choose(8192, 8192, 8192, 132)
+    assert large.block_m * large.block_n >= 128 * 256
+    few = choose(320, 112, 12712, 132)  # six tiles at most, and long sums: parts keep more SMs busy
+    whole, rest = parts_of(320, 112, few, 132)
+    assert few.split > 1 and whole == 0 and rest * few.split > 20
+    assert choose(8, 8, 8, 132).split == 1
+    for m, n, k in ((1, 1, 1), (5000, 5000, 5000), (64, 16384, 200), (320, 112, 12712)):
+        for config in candidates(m, n, k, 132):
+            whole, rest = parts_of(m, n, config, 132)
+            tiles = -(-m // config.block_m) * -(-n // config.block_n)
+            assert whole + rest == tiles and (config.split == 1 or 0 < rest < 132) and whole % 132 in (0, tiles % 132)
+            assert config.split == 1 or 2 * config.split <= -(-k // 64)
+
+
+def test_parts_shorter_than_a_step_are_refused():
+    from utils.kernels.gemm_gluon import CONFIGS, launch
+
+    half = torch.zeros(64, 64, dtype=torch.float16)
+    properties = type("Properties", (), {"multi_processor_count": 132})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        with pytest.raises(ValueError, match="4 parts of K = 64 would be shorter than one step of 64"):
+            launch(half, half, half, replace(CONFIGS[0], split=4))
 
 
 def test_operands_that_tma_can_copy_and_those_it_cannot():
@@ -163,7 +190,7 @@ def matrix(rows, columns, dtype, column_major):
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("index", range(8))
+@pytest.mark.parametrize("index", range(11))
 @pytest.mark.parametrize("a_column_major", [False, True])
 @pytest.mark.parametrize("b_column_major", [False, True])
 def test_random_shapes_against_float64(index, a_column_major, b_column_major):

@@ -21,7 +21,7 @@ def test_a_launch_is_repeated_with_other_tensors(monkeypatch):
     driver = types.SimpleNamespace(get_current_stream=lambda index: 70 + index)
     monkeypatch.setattr(triton.runtime.driver, "_active", driver, raising=False)
     monkeypatch.setattr(type(triton.runtime.driver), "active", property(lambda self: driver))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
     compiled = types.SimpleNamespace(
         run=lambda *given: calls.append(given),
         function=11,

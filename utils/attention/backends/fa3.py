@@ -105,7 +105,7 @@ def _accepts(problem: Problem) -> Support:
 
 def _forward(q, k, v, causal: bool, scale: float, left: int, right: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output (B, H, S, D), a view of (B, S, H, D), and the log-sum-exp (B, H, S)."""
-    out, lse, *_ = torch.ops.flash_attn_3.fwd(
+    out, lse, *_ = torch.ops.flash_attn_3.fwd.default(
         *map(rows_first, (q, k, v)),
         softmax_scale=scale,
         is_causal=causal,
@@ -145,7 +145,7 @@ def attention_fa3_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v, from the gradient of the output."""
     dq, dk, dv = (torch.empty_like(rows_first(x), memory_format=torch.contiguous_format) for x in (q, k, v))
-    torch.ops.flash_attn_3.bwd(
+    torch.ops.flash_attn_3.bwd.default(
         *map(rows_first, (dout, q, k, v, out)),
         lse,
         dq,

@@ -1,0 +1,48 @@
+"""The shapes of the GEMM's recordings, and the fit of the model that chooses a configuration."""
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from tools.record import gemm_choice
+from tools.record.gemm_shapes import draw_shapes, summary
+
+
+def test_shapes_are_drawn_by_seed():
+    shapes = draw_shapes()
+    assert len(shapes) == 80 and shapes == draw_shapes() and shapes != draw_shapes(17)
+    for shape in shapes:
+        assert all(64 <= shape[x] <= 16384 and shape[x] % 8 == 0 for x in "mnk") and shape["dtype"] in ("bf16", "fp16")
+        assert 2e7 <= 2 * shape["m"] * shape["n"] * shape["k"] <= 4e12
+    assert {shape["a_column_major"] for shape in shapes} == {True, False}
+    assert not [
+        s for s in gemm_choice.training_shapes(count=40) if any(s["m"] == t["m"] and s["k"] == t["k"] for t in shapes)
+    ]
+
+
+def test_what_is_summed_up():
+    rows = [{"ratio": 0.5}, {"ratio": 2.0}, {"ratio": 1.0}]
+    assert summary(rows) == {"geometric_mean": pytest.approx(1.0), "smallest": 0.5, "under_0.90": 1, "shapes": 3}
+
+
+def test_the_fit_finds_constants_that_choose_well():
+    from utils.kernels import gemm_gluon
+
+    truth = replace(gemm_gluon.COST, product=0.5, bytes=0.02, late=1.3, tile=2.0, launch=3.0)
+    rows = []
+    for shape in gemm_choice.training_shapes(count=16):
+        row = shape | {"kind": "train", "torch_us": 10.0, "times": []}
+        for config in gemm_choice.ranked(shape, 5):
+            index = gemm_gluon.CONFIGS.index(replace(config, split=1))
+            us = gemm_choice.estimate(row, index, config.split, truth)
+            row["times"].append((index, config.split, us))
+        rows.append(row)
+    found = gemm_choice.fit(rows, gemm_gluon.COST, sweeps=15)
+    assert gemm_choice.error(rows, found) < 0.1 * gemm_choice.error(rows, gemm_gluon.COST)
+    judged = gemm_choice.judge(rows, found)
+    assert judged["best / chosen"] > 0.98 and judged["shapes"] == 16
+    assert gemm_choice.judge(rows, truth)["best / chosen"] == 1.0

@@ -1,0 +1,243 @@
+"""Fit the model that chooses the GEMM's tile and parts: measure many configurations at random shapes, then fit.
+
+    python -m tools.record.gemm_choice measure --out assets/results/h200/gemm_choice.json
+    python -m tools.record.gemm_choice fit --read assets/results/h200/gemm_choice.json
+
+`measure` times, at each shape, the configurations that the present model ranks first and torch.matmul, in turns, with a cold
+L2. The shapes of `tools.record.gemm_shapes` (kind "test") are measured too, but `fit` does not see them: it prints the
+constants for `utils.kernels.gemm_gluon.Cost` and how much slower than the best measured configuration the chosen one is,
+for the shapes it was fitted to and for the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import multiprocessing
+import random
+import statistics
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import torch
+
+from tools.record.common import Record, arguments_parser, read_record
+from tools.record.gemm_shapes import LARGEST, PROCESSES, SMALLEST, draw_shapes
+
+SEED, SHAPES = 7, 140
+RANKED = 8  # configurations that are timed at a shape
+FLUSH_INTS = 1 << 24  # 64 MB: more than the L2
+SMS = 132
+
+
+def training_shapes(seed: int = SEED, count: int = SHAPES) -> list[dict]:
+    """Draw shapes as `gemm_shapes` does, from another seed; A is row-major, B either."""
+    draw, shapes = random.Random(seed), []
+    while len(shapes) < count:
+        m, n, k = (8 * round(math.exp(draw.uniform(math.log(SMALLEST), math.log(LARGEST))) / 8) for _ in "mnk")
+        column_major = draw.random() < 0.5
+        if 2e7 <= 2 * m * n * k <= 1.2e12:
+            shapes.append({"m": m, "n": n, "k": k, "a_column_major": False, "b_column_major": column_major})
+    return shapes
+
+
+def late_rows(shape: dict) -> tuple[bool, bool]:
+    """Return whether rows of A and of B (columns, where column-major) start at odd multiples of 16 bytes."""
+    a = shape["m"] if shape["a_column_major"] else shape["k"]
+    b = shape["k"] if shape["b_column_major"] else shape["n"]
+    return a % 16 != 0, b % 16 != 0
+
+
+def ranked(shape: dict, count: int = RANKED) -> list:
+    """Return the configurations that the present model ranks first at a shape."""
+    from utils.kernels import gemm_gluon
+
+    sizes, late = (shape["m"], shape["n"], shape["k"]), late_rows(shape)
+    found = gemm_gluon.candidates(*sizes, SMS)
+    return sorted(found, key=lambda config: gemm_gluon.estimate(*sizes, config, SMS, late))[:count]
+
+
+def matrix(rows: int, columns: int, column_major: bool) -> torch.Tensor:
+    """Draw a matrix in bf16 on the GPU."""
+    x = torch.randn((columns, rows) if column_major else (rows, columns), device="cuda", dtype=torch.bfloat16)
+    return x.T if column_major else x
+
+
+def compile_one(job: tuple) -> tuple[tuple, float | str, bool]:
+    """Compile and run a configuration: (job, relative error or what went wrong, whether the same bits came twice)."""
+    from utils.kernels import gemm_gluon
+
+    index, split, a_column_major, b_column_major = job
+    config = replace(gemm_gluon.CONFIGS[index], split=split)
+    a = matrix(3 * config.block_m - 8, 64 * 33 - 8, a_column_major)
+    b = matrix(64 * 33 - 8, 5 * config.block_n - 8, b_column_major)
+    try:
+        first, second = gemm_gluon.gemm(a, b, config), gemm_gluon.gemm(a, b, config)
+    except Exception as error:
+        return job, str(error)[-300:], False
+    exact = a.double() @ b.double()
+    return job, ((first.double() - exact).norm() / exact.norm()).item(), torch.equal(first, second)
+
+
+def compile_all(shapes: list[dict]) -> None:
+    """Compile what the shapes need, in many processes; raise if one configuration computes wrong sums."""
+    from utils.kernels.gemm_gluon import CONFIGS
+
+    jobs = {
+        (CONFIGS.index(replace(config, split=1)), config.split, shape["a_column_major"], shape["b_column_major"])
+        for shape in shapes
+        for config in ranked(shape)
+    }
+    with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
+        done = list(pool.map(compile_one, sorted(jobs)))
+    wrong = [entry for entry in done if isinstance(entry[1], str) or entry[1] > 4e-3 or not entry[2]]
+    if wrong:
+        raise RuntimeError(f"{len(wrong)} of {len(done)} configurations are wrong: {wrong[:5]}")
+    print(f"compiled {len(done)} kernels, all right")
+
+
+def interleaved_us(calls: list, rounds: int = 7) -> list[float]:
+    """Return the median time of each call in microseconds, taken in turns, the L2 flushed before each."""
+    flush = torch.empty(FLUSH_INTS, dtype=torch.int32, device="cuda")
+    for call in calls:
+        call()
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        torch.cuda._sleep(500_000 + 250_000 * len(calls))  # longer than the host needs to queue the round
+        events = []
+        for call in calls:
+            flush.zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            events.append((begin, end))
+        torch.cuda.synchronize()
+        for samples, (begin, end) in zip(times, events, strict=True):
+            samples.append(1e3 * begin.elapsed_time(end))
+    return [statistics.median(samples) for samples in times]
+
+
+def shape_row(shape: dict) -> dict:
+    """Time the ranked configurations and torch.matmul at a shape."""
+    from utils.kernels import gemm_gluon
+
+    a = matrix(shape["m"], shape["k"], shape["a_column_major"])
+    b = matrix(shape["k"], shape["n"], shape["b_column_major"])
+    configs = ranked(shape)
+    launches = [gemm_gluon.gemm_and_launch(a, b, config)[1] for config in configs]
+    calls = [lambda: torch.matmul(a, b), *(lambda launch=launch: launch(a, b) for launch in launches)]
+    torch_us, *times = interleaved_us(calls)
+    names = [(gemm_gluon.CONFIGS.index(replace(config, split=1)), config.split) for config in configs]
+    return shape | {"torch_us": torch_us, "times": [(*name, us) for name, us in zip(names, times, strict=True)]}
+
+
+def show(row: dict) -> str:
+    """Return the line that is printed for a row."""
+    index, split, us = min(row["times"], key=lambda entry: entry[2])
+    return f"{row['kind']:<6}{row['m']:>6} x {row['n']:>6} x {row['k']:>6}: best {index}/{split}, {row['torch_us'] / us:.3f}x"
+
+
+# ---- the fit -----------------------------------------------------------------------------------------------
+
+
+def estimate(row: dict, index: int, split: int, cost) -> float:
+    """Return the model's time of one measured configuration."""
+    from utils.kernels import gemm_gluon
+
+    config = replace(gemm_gluon.CONFIGS[index], split=split)
+    return gemm_gluon.estimate(row["m"], row["n"], row["k"], config, SMS, late_rows(row), cost)
+
+
+def error(rows: list[dict], cost) -> float:
+    """Return the mean square of log(estimate / measured)."""
+    logs = [math.log(estimate(row, index, split, cost) / us) for row in rows for index, split, us in row["times"]]
+    return sum(value * value for value in logs) / len(logs)
+
+
+def fit(rows: list[dict], cost, sweeps: int = 40):
+    """Fit the constants, one after the other, by steps that shrink where none of them helps."""
+    best, stride = error(rows, cost), 1.3
+    for _ in range(sweeps):
+        before = best
+        for field in fields(cost):
+            for factor in (stride, 1 / stride):
+                tried = replace(cost, **{field.name: getattr(cost, field.name) * factor})
+                if (now := error(rows, tried)) < best:
+                    best, cost = now, tried
+        if best == before:
+            stride = math.sqrt(stride)
+    return cost
+
+
+def judge(rows: list[dict], cost) -> dict:
+    """Return how the choice does: time of the best over time of the chosen, and of torch.matmul over the chosen."""
+    against_best, against_torch, oracle = [], [], []
+    for row in rows:
+        estimates = [estimate(row, index, split, cost) for index, split, _ in row["times"]]
+        times = [us for *_, us in row["times"]]
+        chosen = times[estimates.index(min(estimates))]
+        against_best.append(min(times) / chosen)
+        against_torch.append(row["torch_us"] / chosen)
+        oracle.append(row["torch_us"] / min(times))
+    if not rows:
+        return {}
+
+    def mean(values: list[float]) -> float:
+        return math.exp(sum(map(math.log, values)) / len(values))
+
+    return {
+        "shapes": len(rows),
+        "best / chosen": mean(against_best),
+        "worst choice": min(against_best),
+        "torch / chosen": mean(against_torch),
+        "torch / best": mean(oracle),
+        "under_0.90": sum(ratio < 0.9 for ratio in against_torch),
+    }
+
+
+def print_fit(path: Path) -> None:
+    """Fit the recorded times; print the constants and the judgement."""
+    from utils.kernels import gemm_gluon
+
+    rows = read_record(path)["rows"]
+    seen, held_out = ([row for row in rows if (row["kind"] == "test") == test] for test in (False, True))
+    fitted = fit(seen, gemm_gluon.COST)
+    print("fitted:", {name: float(f"{value:.4g}") for name, value in asdict(fitted).items()})
+    for what, cost in (("fitted", fitted), ("present", gemm_gluon.COST)):
+        for label, group in (("the shapes of the fit", seen), ("held-out shapes", held_out)):
+            if group:
+                spread = math.sqrt(error(group, cost))
+                print(f"{what} constants, {label}: off by {spread:.0%}, {judge(group, cost)}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure or fit; return the exit status."""
+    parser = arguments_parser(__doc__)
+    parser.add_argument("what", choices=("measure", "fit"))
+    parser.add_argument("--read", type=Path, help="fit: the recorded times")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="measure: stop after this time")
+    options = parser.parse_args(arguments)
+    if (options.what == "fit") != (options.read is not None):
+        parser.error("--read names the recorded times for `fit`, and goes with nothing else")
+    if options.what == "fit":
+        print_fit(options.read)
+        return 0
+    if not torch.cuda.is_available():
+        print(
+            "error: the times are measured on an NVIDIA GPU: torch.cuda.is_available() is False here.", file=sys.stderr
+        )
+        return 1
+    shapes = [shape | {"kind": "test"} for shape in draw_shapes()]
+    shapes += [shape | {"kind": "train"} for shape in training_shapes()]
+    record = Record(options.out, "GEMM configurations at random shapes", "cuda", options.seconds, ranked=RANKED)
+    compile_all(shapes)
+    complete = record.fill(itertools.chain(shapes), shape_row, show)
+    record.finish() if complete else record.save()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
