@@ -148,7 +148,7 @@ def show_recorded(table: str) -> None:
     if rows is None:
         return
     if set(BACKENDS) < set(rows.columns):  # a map of calls and backends
-        show_map(rows.to_dict("records"))
+        show_map([row | {"call": row["call"].replace("yours:", "the course's:")} for row in rows.to_dict("records")])
         return
     with pd.option_context("display.float_format", "{:.4g}".format, "display.max_colwidth", None):
         display(rows.rename(columns=NEW_NAMES))
@@ -2614,7 +2614,7 @@ if len(grid):
                     markerfacecolor="none", alpha=0.8)
         ax.set(xscale="log", yscale="log", title=title)
         plain_ticks(ax.xaxis, (128, 1024, 8192, 65536))
-        plain_ticks(ax.yaxis, (1, 1.2, 1.5, 2, 3, 5, 10, 30, 100))
+        plain_ticks(ax.yaxis, (1, 1.5, 2, 3, 5, 10, 30, 100))
     for ax in axes[1]:
         ax.set_xlabel("keys")
     for ax in axes[:, 0]:
