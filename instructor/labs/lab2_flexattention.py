@@ -40,6 +40,8 @@
 # | 7. Design | sweep block size and document length, then lay out a batch so that blocks can be skipped |
 # | 8. Pages and ragged batches | masks for a paged KV cache and for texts of different lengths (bonus) |
 #
+# You need lab 1 (the roofline, FLOPs and bytes) and PyTorch tensors. Plan five hours, two more for the bonus.
+#
 # The lab gives {points:regular} points, and {points:bonus} bonus points.
 #
 # {points:table}
@@ -47,24 +49,32 @@
 # %% [markdown]
 # ## How to work
 #
-# - **Run all cells in order.** Later parts use earlier answers. A cell that needs one tells you which.
-# - **Predict first.** Cells marked *Before you run* ask for a guess. Say a number, then run.
+# - **Run all cells in order.** Later parts use earlier answers. A cell that needs one says which one.
+# - **Predict first.** Where it says *Before you run*, the next cell has a line `guesses[...] = None`: write your guess
+#   there, then run. The measured value is printed beside it, and both are saved. A wrong guess teaches more than a right one.
 # - **Look at every mask.** A mask is a picture. Most mistakes are visible at once.
 # - **Think about why.** The questions in words are graded by hand, and ask for numbers from your own run.
 #
 # Write code where it says `# YOUR CODE HERE` and delete the line `raise NotImplementedError()`. Below each answer is a
 # cell of checks. It gives you a first, light test. Grading adds more: other sizes, other layouts, other masks.
 #
+# Read more: the [FlexAttention paper](https://arxiv.org/abs/2412.05496), its
+# [introduction](https://pytorch.org/blog/flexattention/), and [attention-gym](https://github.com/meta-pytorch/attention-gym), a
+# collection of masks and score modifiers. `labs bench run --targets labs/flexattention:flex_attention` measures the same race
+# from the command line, with your own sizes.
+#
 # The lab runs with and without a GPU, at sizes made for each. On a GPU, FlexAttention generates Triton. On a CPU it
 # generates C++, and the same masks skip the same blocks.
 
 # %% nbgrader={"grade_id": "setup", "locked": true}
+import dataclasses
 import functools
 import inspect
 import itertools
 import json
 import math
 import os
+import time
 import warnings
 from pathlib import Path
 
@@ -100,8 +110,22 @@ batch, heads, length, head_dim = (1, 16, 8192, 128) if on_gpu else (1, 4, 2048, 
 
 tolerance = 0.1 if on_gpu else 1e-3  # between two ways to compute the same attention, in this dtype
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler from writing a line for each start and stop
 RECORDED = Path("assets/results/h200/lab2.json")  # this lab's tables from an H200
 results = {}  # this run's tables, saved at the end
+guesses, outcomes = {}, {}  # your predictions, and what came out
+
+
+def beside_guess(what: str, measured: object) -> None:
+    """Print a measured value beside your guess, and keep both."""
+    guess, outcomes[what] = guesses.get(what), measured
+    shown = format(measured, ".3g") if isinstance(measured, float) else str(measured)
+    print(f"{what}: {shown}" + ("   (no guess)" if guess is None else f"   (you guessed {guess})"))
+
+
+def everything(b, h, q, k):
+    """A mask that lets every pair through: the same kernel, blocks and tiles as under other masks, and nothing to skip."""
+    return q >= 0
 
 
 def random_qkv(length: int = length) -> list[torch.Tensor]:
@@ -130,20 +154,26 @@ def arrivals(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 def keep(name: str, table: pd.DataFrame, digits: int = 3) -> None:
     """Show a table and keep it in results."""
     results[name] = table.to_dict("records")
-    display(table.set_index(table.columns[0]).round(digits))
+    display(whole_numbers(table.set_index(table.columns[0])).round(digits))
+
+
+def whole_numbers(table: pd.DataFrame) -> pd.DataFrame:
+    """Show counts as 256, not as 256.0."""
+    counts = [c for c in ("full", "partial", "empty", "blocks", "computed") if c in table and table[c].notna().all()]
+    return table.astype(dict.fromkeys(counts, int))
 
 
 def show_recorded(table: str) -> None:
     """Show a table of this lab as it was recorded on an H200, and say that it was not measured here."""
     rows = recorded_table(RECORDED, table)
     if rows is not None:
-        display(rows.round(3))
+        display(whole_numbers(rows).round(3))
 
 
 compiler = compile_support()
 print(f"device        {torch.cuda.get_device_name() if on_gpu else 'CPU'}, PyTorch {torch.__version__}")
 print(f"benchmarks    {batch} x {heads} heads, {length} tokens, head dim {head_dim}, {dtype_name}")
-print(f"torch.compile {compiler.reason}")
+print(f"compiler      {compiler.reason}")
 
 # %% [markdown]
 # # Part 1: A mask as data
@@ -165,6 +195,18 @@ print(f"torch.compile {compiler.reason}")
 # - Scores are divided by $\sqrt{D}$. Each query's weights add up to 1 over the keys it sees.
 # - A query that sees no key gets zeros, not NaN.
 # - No `F.scaled_dot_product_attention`, no `flex_attention`.
+#
+# {hint idea}
+# Attention is a softmax over the keys that a query sees. A key that is not seen must not take part in the softmax at
+# all, so something has to happen before it.
+#
+# {hint plan}
+# Scores first, then the mask, then the softmax, then the product with the values. Test each step on a mask of 3 × 4
+# pairs that you can check by hand. A row of the mask without a single True comes last.
+#
+# {hint line}
+# What does the softmax make of a row in which every score is minus infinity? Print it once. Then decide what such a row
+# should hold, and for which rows.
 
 # %% nbgrader={"grade_id": "q1_1", "solution": true}
 def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -236,6 +278,18 @@ hidden.masked_attention(masked_attention).raise_if_wrong()
 #   value). How many FLOPs go into pairs that the mask then removes, over all heads and sequences?
 # - **mask bytes**: fused kernels take the mask as numbers of the dtype of `q`, to be added to the scores. Every head of
 #   every sequence reads one number per pair. How many bytes is that?
+#
+# {hint idea}
+# All three numbers are counts. Count for one head of one sequence first, then ask which of the counts each further head
+# and sequence repeats.
+#
+# {hint plan}
+# Find the number of pairs, and how many of them stay. The pairs that go cost FLOPs for nothing. Every pair, whether it
+# stays or goes, has a number in the mask that the kernel reads.
+#
+# {hint line}
+# Two products, each with one multiply-add for each of the D numbers: and a multiply-add is how many FLOPs? The dtype
+# decides the bytes of the mask, and it is not bool.
 
 # %% nbgrader={"grade_id": "q1_2", "solution": true}
 def mask_costs(
@@ -284,10 +338,12 @@ hidden.mask_costs(mask_costs).raise_if_wrong()
 # Time it. Four calls of the library's fused attention, SDPA: no mask; a causal mask and a mask of documents, as tensors;
 # causal as a word, `is_causal=True`, which the kernel understands.
 #
-# **Before you run.** The documents leave one pair in eight. How much faster is attention with that tensor than without
-# any mask?
+# **Before you run.** The documents leave one pair in eight. How long does attention take with that tensor, compared with no
+# mask at all?
 
 # %%
+guesses["documents as a tensor, time over no mask"] = None  # a ratio
+guesses["causal as a word, time over no mask"] = None
 q, k, v = random_qkv()
 positions = torch.arange(length, device=device)
 span = length // 8
@@ -308,6 +364,8 @@ data_table["density"] = [float(density) for density, _, _ in costs]
 data_table["mask MB read"] = [int(costs[i][2]) / 1e6 if i in (1, 2) else 0.0 for i in range(4)]
 data_table["time over no mask"] = data_table["ms"] / data_table["ms"][0]
 keep("mask_as_data", data_table)
+beside_guess("documents as a tensor, time over no mask", float(data_table["time over no mask"][2]))
+beside_guess("causal as a word, time over no mask", float(data_table["time over no mask"][3]))
 if not on_gpu:
     show_recorded("mask_as_data")
 
@@ -320,6 +378,17 @@ if not on_gpu:
 #    the mask? What does that do to the FLOPs/Byte of the kernel?
 # 3. `is_causal=True` says the same as the causal tensor. What can a kernel do with the word that it cannot do with
 #    the tensor?
+#
+# {hint idea}
+# When does a kernel learn that a score will be thrown away: before it computes it, or after?
+#
+# {hint plan}
+# Take your table: time with the tensor over time without. Then count the bytes that a head reads anyway, and the bytes
+# of its mask. FLOPs/Byte before and after, beside a ridge point of lab 1.
+#
+# {hint line}
+# The word *causal* is known without reading memory. Think of a whole tile of keys above the diagonal: what can the
+# kernel do with it?
 
 # %% [markdown] nbgrader={"grade_id": "q1_3", "grade": true, "solution": true, "points": 4}
 # 1. None: the time is that without a mask, or more (1.2 to 1.4 times on two cores, 2.2 on an H200). A tensor of values is known only when
@@ -372,6 +441,17 @@ if not on_gpu:
 #
 # No mask may build or read a tensor of pairs. Grading evaluates each function on single pairs and looks at the size of
 # everything it touches.
+#
+# {hint idea}
+# A mask function is one question about two numbers: may position q look at position k?
+#
+# {hint plan}
+# Write each rule as a sentence with *and* and *or* first, for example "the key is not later, and it is one of the last
+# w". Then replace the words by comparisons in parentheses and `&`, `|`.
+#
+# {hint line}
+# How many keys lie between the query and a key that is just outside of the window? Try a window of 1: which key is the
+# only one that is seen?
 
 # %% nbgrader={"grade_id": "q2_1", "solution": true}
 def causal(b, h, q, k):
@@ -438,6 +518,18 @@ hidden.three_masks(causal, sliding_window, prefix_lm).raise_if_wrong()
 #   padding and get −1. If the documents together exceed `size`, raise a `ValueError`.
 # - `packed_documents(numbers)`: a `mask_mod` for `numbers` of shape (B, S), **one row for each sequence of the batch**:
 #   causal, inside of one document. Padding sees nothing, and nobody sees padding.
+#
+# {hint idea}
+# Two tokens belong together if the same number stands at both places. So one mask needs two look-ups in the same
+# tensor.
+#
+# {hint plan}
+# `document_numbers`: begin with a tensor of padding, and write the number of each document over its tokens.
+# `packed_documents`: a condition for *same document*, one for *causal*, one for *no padding*.
+#
+# {hint line}
+# Padding tokens carry equal numbers, too. And the row of `numbers` depends on the sequence: which argument of the mask
+# says which sequence it is?
 
 # %% nbgrader={"grade_id": "q2_2", "solution": true}
 def document_numbers(lengths: list[int], size: int, device: torch.device) -> torch.Tensor:
@@ -513,8 +605,21 @@ hidden.packed_documents(document_numbers, packed_documents).raise_if_wrong()
 # - `window_per_head(windows)`: as `sliding_window`, but each head has a window of its own: `windows` is an integer tensor
 #   (H,).
 # - `sinks_and_window(sinks, window)`: a sliding window, and in addition the first `sinks` keys are seen by every query
-#   that comes at or after them: it stays causal. (Models with a sliding window keep such *attention sinks*.) Compose it
+#   that comes at or after them: it stays causal. (Models with a sliding window keep such
+#   [attention sinks](https://arxiv.org/abs/2309.17453): the first tokens take the weight that a query has to put somewhere.)
+#   Compose it
 #   of the functions above, or write it as one expression.
+#
+# {hint idea}
+# A composed mask is a mask: a function of the same four arguments, which asks other masks.
+#
+# {hint plan}
+# Start with the first mask's answer and join the others to it one after the other. For the windows, one number is
+# looked up by head. For the sinks, say the rule as a sentence: it stays causal, and then one of two things has to hold.
+#
+# {hint line}
+# Hand all four arguments on as they came: a mask may look at b and h. And with sinks and window, put parentheses around
+# the *or*, since `&` binds first.
 
 # %% nbgrader={"grade_id": "q2_3", "solution": true}
 def both(*mods):
@@ -633,9 +738,11 @@ hidden.windows_and_sinks(window_per_head, sinks_and_window).raise_if_wrong()
 # Now look at them. Each mask is drawn twice: pair by pair, and in blocks of 16 × 16. The block pattern is what the next
 # part is about.
 #
-# **Before you look.** Which of these masks leaves the most blocks without a single pair?
+# **Before you look.** Which of these masks leaves the most blocks without a single pair, and what share of them?
 
 # %%
+guesses["the mask with the most empty blocks"] = None  # a name of the gallery below
+guesses["its share of empty blocks"] = None  # 0 to 1
 packed = packed_documents(document_numbers([50, 20, 7, 40, 30], 160, torch.device("cpu"))[None])
 gallery = {
     "causal": causal,
@@ -647,6 +754,9 @@ gallery = {
 fig, axes = plt.subplots(2, len(gallery), figsize=(17, 7.4), layout="constrained")
 plot_mask(list(gallery.values()), 160, block_size=16, labels=list(gallery), ax=list(axes.T.flat))
 plt.show()
+empty = {name: counted.empty / counted.total for name, mod in gallery.items() for counted in [sparsity(mod, 160, 160, block_size=16)]}
+beside_guess("the mask with the most empty blocks", max(empty, key=empty.get))
+beside_guess("its share of empty blocks", max(empty.values()))
 
 # %% [markdown]
 # # Part 3: Blocks
@@ -670,6 +780,16 @@ plt.show()
 # `count_blocks(mask, block)` sorts the blocks of `block` × `block` pairs of a mask (S, L) and returns the three numbers
 # `(full, partial, empty)`. S and L need not be multiples of `block`. A block that sticks out over the edge is never
 # full: the pairs outside do not exist, and a kernel must mask them. It is partial or empty.
+#
+# {hint idea}
+# A block is judged by how many of its pairs are visible: all that it could hold, none, or something between.
+#
+# {hint plan}
+# Bring the mask to a multiple of the block on both sides. Look at it as rows of blocks × rows in a block × columns of
+# blocks × columns in a block, and count the visible pairs of each block.
+#
+# {hint line}
+# What do you fill the border with, so that a block which sticks out cannot be full?
 
 # %% nbgrader={"grade_id": "q3_1", "solution": true}
 def count_blocks(mask: torch.Tensor, block: int) -> tuple[int, int, int]:
@@ -725,6 +845,17 @@ hidden.count_blocks(count_blocks).raise_if_wrong()
 # - `document_blocks(length, span, block)`: how many blocks are computed for documents of `span` tokens each, **not**
 #   causal, over `length` tokens. All three are powers of two, `span` and `block` no larger than `length`. Work it out
 #   on paper: no mask, no loop over blocks.
+#
+# {hint idea}
+# A kernel pays for blocks. Whether a computed block is full or partial makes no difference to its FLOPs.
+#
+# {hint plan}
+# FLOPs: pairs in a block, times the FLOPs of a pair, times the blocks that are computed, for each head of each
+# sequence. For the documents, draw 8 tokens with documents of 4 and blocks of 2, then documents of 2 and blocks of 4.
+#
+# {hint line}
+# A document of n blocks a side has how many blocks? And what happens to the diagonal when several documents fit into
+# one block?
 
 # %% nbgrader={"grade_id": "q3_2", "solution": true}
 def block_flops(counts: tuple[int, int, int], block: int, batch: int, heads: int, head_dim: int) -> int:
@@ -786,19 +917,25 @@ hidden.promises(block_flops, promised_speedup, document_blocks).raise_if_wrong()
 # kernel for each mask. `prepare` prepares a call: it builds the block mask, compiles, runs once, and raises an error should
 # the call ever be compiled a second time. `documents(span)` comes with the course: documents of `span` tokens, not causal.
 #
-# **Before you run.** Sliding window of an eighth of the text: what is promised? Which of the masks will keep its promise
-# best, which worst?
+# The promise compares with a kernel that computes *all* blocks of the same size. So that is the baseline: `everything`, a mask
+# that lets every pair through. *No mask* is another kernel, with tiles of its own, and has a row to show it.
+#
+# **Before you run.** Sliding window of an eighth of the text: what is promised, and how much of it will arrive? What does asking
+# for blocks cost when none can be skipped?
 
 # %%
+guesses["promise of the sliding window"] = None  # times faster
+guesses["share of it that arrives"] = None  # 0 to 1
+guesses["everything in blocks, time over no mask"] = None
 q, k, v = random_qkv()
 block = 128
 span = length // 8
 tried = {
-    "no mask": None, "causal": causal, f"sliding_window({span})": sliding_window(span),
+    "everything, in blocks": everything, "no mask": None, "causal": causal, f"sliding_window({span})": sliding_window(span),
     f"documents({span})": documents(span),
 }
 if compiler:
-    print("compiling four kernels, then timing: up to half a minute on two CPU cores ...", flush=True)
+    print("compiling five kernels, then timing: up to half a minute on two CPU cores ...", flush=True)
     calls = {name: prepare(q, k, v, mask_mod=mod, backend="flex", block_size=block) for name, mod in tried.items()}
     rows = []
     for mod in tried.values():
@@ -811,15 +948,23 @@ if compiler:
     promise_table["measured"] = promise_table["ms"][0] / promise_table["ms"]
     promise_table["kept"] = promise_table["measured"] / promise_table["promised"]
     keep("promises", promise_table)
+    beside_guess("promise of the sliding window", float(promise_table["promised"][3]))
+    beside_guess("share of it that arrives", float(promise_table["kept"][3]))
+    beside_guess("everything in blocks, time over no mask", float(promise_table["ms"][0] / promise_table["ms"][1]))
 else:
     print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
 if not on_gpu:
     show_recorded("promises")
 
 # %% [markdown]
-# *Kept* is measured over promised. On a CPU it may be more than 1: the blocks of a mask are also the kernel's tiles there,
-# and without a mask its tile takes all keys at once, which no cache holds. On a GPU tiles are the same with and without a
-# mask, and a part of the promise is lost. Part 7 asks where.
+# kept = measured speed-up / promised speed-up. 0.7 means that 70% of the promise arrived. In Part 7 you will find where the rest
+# goes: starting a tile, partial blocks, uneven rows.
+#
+# Why does *no mask* have a row of its own? Without a block mask FlexAttention has no blocks. On a CPU its tile is then *all*
+# queries against *all* keys, and the scores of a whole head lie in memory: slower than the same work in blocks, so that a mask
+# would seem to keep more than it promised. On a GPU the kernel's tiles are the same with blocks of 128 and without. An honest
+# baseline changes one thing only. (A recorded table without the row *everything, in blocks* was made before this lab had it: its
+# *kept* compares with *no mask*.)
 
 # %% [markdown]
 # ### Question 3.3: Attention that skips {points}
@@ -840,6 +985,17 @@ if not on_gpu:
 # - at no time may there be a tensor as large as all scores. One row of blocks may be there at once.
 # - a query may see nothing in a partial block, or nothing at all: then its output is 0, not NaN.
 # - compute in float32 or wider; the result has the dtype of `q`. No SDPA, no FlexAttention.
+#
+# {hint idea}
+# Each row of blocks is a small attention of its own: its queries against the keys of the blocks that its tables name.
+#
+# {hint plan}
+# For a row: collect the scores of each visited key block and its values. Ask the mask in the blocks of the partial
+# table only. Put the row's scores side by side, one softmax, one product, write the rows of the output.
+#
+# {hint line}
+# The tables are padded with filler: how many entries of a row count? And a query can see nothing in a partial block, or
+# nothing in the whole row: look at that row after the softmax.
 
 # %% nbgrader={"grade_id": "q3_3", "solution": true}
 def block_sparse_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: BlockMask) -> torch.Tensor:
@@ -937,8 +1093,8 @@ hidden.block_sparse_attention(block_sparse_attention).raise_if_wrong()
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# That is the algorithm of FlexAttention's kernel. The compiled one runs one program for each row of blocks, all at the same
-# time, and uses online softmax instead of keeping a row of scores.
+# That is the algorithm of FlexAttention's kernel. The compiled one starts a program for each row of blocks. As many run at
+# the same time as the chip has room for, and the rest wait. It uses online softmax instead of keeping a row of scores.
 
 # %% [markdown]
 # # Part 4: Score modifiers
@@ -956,10 +1112,22 @@ hidden.block_sparse_attention(block_sparse_attention).raise_if_wrong()
 # %% [markdown]
 # ### Question 4.1: Soft-cap, ALiBi, and in what order {points}
 #
-# - `soft_cap(cap)`: squeezes scores into (−cap, cap): $\text{cap} \cdot \tanh(s / \text{cap})$. Gemma 2 does so with 50.
-# - `alibi(slopes)`: a penalty that grows with the distance, $s - m_h\,(q - k)$. `slopes` is a tensor (H,): one
+# - `soft_cap(cap)`: squeezes scores into (−cap, cap): $\text{cap} \cdot \tanh(s / \text{cap})$.
+#   [Gemma 2](https://arxiv.org/abs/2408.00118) does so with 50.
+# - `alibi(slopes)` ([Press et al.](https://arxiv.org/abs/2108.12409)): a penalty that grows with the distance, $s - m_h\,(q - k)$. `slopes` is a tensor (H,): one
 #   $m_h$ for each head.
 # - `in_turn(*score_mods)`: applies the modifiers from left to right; each takes the score the one before returned.
+#
+# {hint idea}
+# A score modifier takes one number and returns one number. The indices tell it which pair the number belongs to.
+#
+# {hint plan}
+# Soft-cap: shrink, bend, stretch again. ALiBi: the penalty is a slope times a distance. `in_turn`: keep the score in a
+# variable and let each modifier replace it.
+#
+# {hint line}
+# Soft-cap must leave small scores nearly alone: put a score of 0.1 and a cap of 50 into yours. In ALiBi, check the sign
+# with a key far behind the query.
 
 # %% nbgrader={"grade_id": "q4_1", "solution": true}
 def soft_cap(cap: float):
@@ -1030,10 +1198,22 @@ hidden.score_mods(soft_cap, alibi, in_turn).raise_if_wrong()
 # %% [markdown]
 # ### Question 4.2: A learned bias by distance {points}
 #
-# T5 and its relatives learn a bias for each head and each distance. `relative_bias(table)`: `table` is a tensor
+# A model can learn a bias for each head and each distance. ([T5](https://arxiv.org/abs/1910.10683) does so in a coarser way: it
+# learns one for each *bucket* of distances, and large distances share a bucket.) `relative_bias(table)`: `table` is a tensor
 # (H, 2R + 1). Column $R$ is the bias of distance 0, column $R + 1$ that of $q - k = 1$ (the key before the query), column
 # $R - 1$ that of $q - k = -1$. Distances beyond $\pm R$ take the column at that end. The bias is added to the score, and
 # the result keeps the dtype of the score.
+#
+# {hint idea}
+# The bias is a look-up: the head chooses the row, the distance chooses the column.
+#
+# {hint plan}
+# Compute R from the shape of the table. Bring the distance between -R and R, shift it so that distance 0 lands on the
+# middle column, look up, add.
+#
+# {hint line}
+# A tensor has no value for Python's `min` and `max` here. And a table in float32 widens a bf16 score: which of the two
+# should change its dtype?
 
 # %% nbgrader={"grade_id": "q4_2", "solution": true}
 def relative_bias(table: torch.Tensor):
@@ -1083,6 +1263,7 @@ hidden.relative_bias(relative_bias).raise_if_wrong()
 # still push a score below −4?
 
 # %%
+guesses["the one that goes below -4"] = None  # "soft_cap, then alibi" or "alibi, then soft_cap"
 slopes = torch.tensor([0.5])
 bumps = 3 * torch.sin(torch.arange(65) / 4.0)[None]
 shown = {
@@ -1099,6 +1280,8 @@ for ax, (name, mod) in zip(axes, shown.items(), strict=True):
     left = mod(torch.full((64, 64), 8.0), nothing, nothing, index[:, None], index[None, :])
     left = left.expand(64, 64).masked_fill(index[None, :] > index[:, None], math.nan)
     image = ax.imshow(left, cmap="viridis", vmin=-8, vmax=12)
+    if "then" in name and left.nan_to_num(0.0).min() < -4.0:
+        beside_guess("the one that goes below -4", name.replace("(4)", ""))
     ax.set_title(name, fontsize=10)
     ax.set_xlabel("key")
 axes[0].set_ylabel("query")
@@ -1130,6 +1313,16 @@ plt.show()
 # - The block mask is built **in `prepare_flex`, once**, with blocks of `block_size`, for `length` queries and keys, and
 #   shared by all sequences and heads. `mask_mod` may be None: then there is no block mask.
 # - `enable_gqa` must be True when there are fewer key-value heads than query heads.
+#
+# {hint idea}
+# What is the same for every call belongs outside of `attend`; what depends on q, k and v belongs inside.
+#
+# {hint plan}
+# Build the block mask (or none) first. Then define `attend`, which hands everything on to `attention`, and return it.
+#
+# {hint line}
+# Which argument tells FlexAttention that there are fewer key heads than query heads? And B and H of a block mask that
+# is the same for all sequences and heads?
 
 # %% nbgrader={"grade_id": "q5_1", "solution": true}
 def prepare_flex(attention, mask_mod, score_mod, length: int, device: torch.device, block_size: int = 128):
@@ -1213,6 +1406,8 @@ hidden.prepare_flex(prepare_flex).raise_if_wrong()
 # **Before you run.** Put the five in order. By what factor do you expect eager and compiled FlexAttention to differ?
 
 # %%
+guesses["eager over compiled FlexAttention"] = None  # a ratio
+guesses["mask as a tensor over compiled FlexAttention"] = None
 q, k, v = random_qkv()
 span = length // 8
 mask = with_name(both(causal, documents(span)), f"both(causal, documents({span}))")
@@ -1237,12 +1432,16 @@ for name, attend in contenders.items():
 race_table = time_ways(contenders, samples=5)
 race_table[f"speed-up over {race_table['way'][0]}"] = race_table["ms"][0] / race_table["ms"]
 keep("race", race_table)
+race_ms = race_table.set_index("way")["ms"]
+if "FlexAttention, compiled" in race_ms and "FlexAttention, eager" in race_ms:
+    beside_guess("eager over compiled FlexAttention", float(race_ms["FlexAttention, eager"] / race_ms["FlexAttention, compiled"]))
+    tensor_ms = race_ms["SDPA, mask as a tensor"]
+    beside_guess("mask as a tensor over compiled FlexAttention", float(tensor_ms / race_ms["FlexAttention, compiled"]))
 for name, attend in contenders.items():
     if hasattr(attend, "seconds"):
         print(f"{name:34}", ", ".join(f"{what} {seconds:.3f} s" for what, seconds in attend.seconds.items()))
 if not on_gpu:
     show_recorded("race")
-    print("The recorded race has no CuTe row: flash-attn-4 was not installed on that machine.")
 
 # %% [markdown]
 # The last lines say what was paid once: building the block mask, and compiling. A block mask that serves every layer and
@@ -1255,9 +1454,21 @@ if not on_gpu:
 # writes the generated code to `flex_generated_kernel.txt` and shows the places around that number. Open the file; the
 # kernel is one function, a few hundred lines long.
 #
-# **Before you run.** Your soft-cap is one line of Python. How many lines of the kernel will it become?
+# **Before you run.** Your soft-cap is one line of Python. In how many lines of the kernel will its constant stand?
+#
+# {hint idea}
+# The generated kernel holds your function step by step: each operator of your expression is a line.
+#
+# {hint plan}
+# Search for 17.25 in the file. Read the lines after it: a division, a function, a product. Your mask is near: search
+# for the comparison of two indices and for infinity.
+#
+# {hint line}
+# To say where both stand, find the first product, the maximum and the exponentials in the same function, and look which
+# comes first. For full blocks, look for a second loop, or a table with *full* in its name.
 
 # %%
+guesses["lines of the kernel with 17.25"] = None
 
 
 def show_code(code: str, needle: str, before: int = 4, after: int = 8, places: int = 2) -> None:
@@ -1281,6 +1492,7 @@ if compiler:
     generated = capped.generated_code()
     Path("flex_generated_kernel.txt").write_text(generated)
     show_code(generated, "17.25")
+    beside_guess("lines of the kernel with 17.25", sum("17.25" in line for line in generated.splitlines()))
 else:
     print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
 
@@ -1317,6 +1529,16 @@ else:
 # The cell profiles the same call eager and compiled, each inside of a named range (`nvtx_range`: Nsight shows it too), and
 # exports both as Chrome traces. Drop `flex_eager.json` and `flex_compiled.json` on
 # [ui.perfetto.dev](https://ui.perfetto.dev) to walk through them.
+#
+# {hint idea}
+# Eager stores every step in memory. Compiled keeps a step in registers and hands it to the next.
+#
+# {hint plan}
+# Count in your table. Compute B·H·S² times the bytes of a number for one score tensor, and divide the extra memory by
+# it. Name operators from the picture: product, cap, mask, softmax, product.
+#
+# {hint line}
+# Two different things make the compiled call fast. Ask of each: would it still be there without the mask?
 
 # %%
 q, k, v = random_qkv(min(length, 1024))
@@ -1336,13 +1558,18 @@ for name, backend in (("eager", "flex_eager"), ("compiled", "flex")):
     prof = profile(step, steps=3, trace_path=f"flex_{name}.json")
     counts = count_cuda_kernels(prof)
     _, extra_gb = benchmark_memory(step, n_warmup=1, n_repeat=3)
-    traced[name] = (counts["total"], benchmark_latency(step, n_warmup=2, n_repeat=10), extra_gb * 1e3)
-    ranges = [event for event in read_trace(f"flex_{name}.json") if event.name == f"flex {name}"]
-    window = (ranges[-1].start_us / 1e3, ranges[-1].end_us / 1e3)
-    plot_timeline(f"flex_{name}.json", window_ms=window, max_depth=9, title=f"FlexAttention, {name}: one call")
+    traced[name] = (counts["total"], step, extra_gb * 1e3)
+    events = read_trace(f"flex_{name}.json")
+    call = [event for event in events if event.name == f"flex {name}"][-1]
+    inside = [  # the axis begins with the call, and names fit their bars
+        dataclasses.replace(event, name=event.name.removeprefix("aten::"))
+        for event in events if call.start_us <= event.start_us <= call.end_us
+    ]
+    plot_timeline(inside, max_depth=9, title=f"FlexAttention, {name}: one call")
     plt.show()
+traced_ms = time_ways({name: step for name, (_, step, _) in traced.items()})["ms"]
 trace_table = pd.DataFrame(
-    [(name, *row) for name, row in traced.items()],
+    [(name, count, ms, extra) for (name, (count, _, extra)), ms in zip(traced.items(), traced_ms, strict=True)],
     columns=["path", "kernels" if on_gpu else "operators", "ms", "extra memory, MB"],
 )
 keep("traces", trace_table)
@@ -1352,8 +1579,8 @@ if not on_gpu:
 # %% [markdown]
 # Two notes on these traces. The eager call shows a *Torch-Compiled Region* as well: PyTorch traces it, and then runs what
 # it traced operator by operator. And on a CPU the compiled call counts zero operators: the generated kernel is a plain C++
-# function there, and the profiler counts PyTorch's own. Zero means that not one of them is left. (Lines that begin with
-# `USDT:` are printed by the profiler.)
+# function there, and the profiler counts PyTorch's own. Zero means that not one of them is left. On a GPU, Nsight Systems
+# shows the same ranges (`nsys profile python ...`), and Nsight Compute the inside of one kernel.
 #
 # **Explain**, with numbers from your table and names from your traces:
 # 1. How many kernels (on a CPU: operators) does one eager call run, and one compiled call? Name three of the eager ones,
@@ -1379,43 +1606,132 @@ if not on_gpu:
 # === END MARK SCHEME ===
 
 # %% [markdown]
-# # Part 6: The recompile cliff
+# ## Training under a mask
 #
-# With `dynamic=False`, `torch.compile` makes one kernel for one set of shapes. A new length means a new kernel: some seconds.
-# That is the price you see. There is another one. After eight kernels for the same function, PyTorch compiles no more and
-# logs a warning. The lengths it knows stay fast; every **new** length runs **eager**. Results stay right. Nothing fails. It
-# is only slow.
+# Everything so far was forward. Training runs attention backward as well, with five products where forward has two, and a mask
+# that skips blocks can skip them in all seven. Three ways to train under the mask of the race:
 #
-# Walk up to the cliff. So that you need not wait for eight kernels, the cell lowers the limit to two.
+# - SDPA with the mask as a tensor: every block is computed, in both directions;
+# - your `block_sparse_attention` of Question 3.3: autograd recorded only the blocks that you visited, so backward visits only
+#   those (it is a Python loop, so a short text and large blocks will do);
+# - compiled FlexAttention. On a GPU its backward is a second generated kernel, which walks the same tables once by rows for
+#   $dQ$ and once by columns for $dK$ and $dV$. On a CPU FlexAttention has no backward at all: it raises an error.
 #
-# **Before you run.** Five lengths, each a little longer than the one before. What will the speed of a call do between the
-# second length and the third?
+# **Before you run.** Forward and backward, SDPA with the tensor against blocks that are skipped: what do the blocks promise,
+# and will your Python loop keep any of it?
 
 # %%
+guesses["your loop, forward and backward: speed-up over the tensor"] = None
+tokens, block = (4096, 512) if on_gpu else (2048, 256)
+mask = with_name(both(causal, documents(tokens // 8)), f"both(causal, documents({tokens // 8}))")
+leaves = [t.float().requires_grad_() for t in random_qkv(tokens)]
+upstream = torch.randn_like(leaves[0])
+dense = dense_mask(mask, tokens, tokens, device)
+tables = create_block_mask(mask, None, None, tokens, tokens, device=device, BLOCK_SIZE=block)
+forwards = {
+    "SDPA, mask as a tensor": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=dense),
+    "your block_sparse_attention": lambda q, k, v: block_sparse_attention(q, k, v, tables),
+}
+if on_gpu:
+    trained = torch.compile(own_copy(flex_attention), dynamic=False)
+    fine = create_block_mask(mask, None, None, tokens, tokens, device=device)
+    forwards["FlexAttention, compiled"] = lambda q, k, v: trained(q, k, v, block_mask=fine)
+
+
+def gradients(forward):
+    """A call of forward and backward."""
+    return lambda: torch.autograd.grad(forward(*leaves), leaves, upstream)
+
+
+reference = gradients(forwards["SDPA, mask as a tensor"])()
+for name, forward in forwards.items():
+    error = max((a - b).abs().max().item() for a, b in zip(gradients(forward)(), reference, strict=True))
+    assert error < (0.1 if on_gpu else 1e-3), f"the gradients of {name} differ from those of SDPA by {error}"
+plain = [t.detach() for t in leaves]
+ways = {f"{name}, forward": functools.partial(forward, *plain) for name, forward in forwards.items()}
+ways |= {f"{name}, both": gradients(forward) for name, forward in forwards.items()}
+training_ms = time_ways(ways, samples=7).set_index("way")["ms"]
+full, partial, empty = map(int, count_blocks(dense, block))
+training_table = pd.DataFrame([
+    {"way": name, "forward ms": training_ms[f"{name}, forward"], "both ms": training_ms[f"{name}, both"],
+     "both / forward": training_ms[f"{name}, both"] / training_ms[f"{name}, forward"],
+     "speed-up, both": training_ms["SDPA, mask as a tensor, both"] / training_ms[f"{name}, both"]} for name in forwards])
+training_table["blocks promise"] = [1.0] + [promised_speedup((full, partial, empty))] * (len(forwards) - 1)
+keep("training", training_table)
+beside_guess("your loop, forward and backward: speed-up over the tensor", float(training_table["speed-up, both"][1]))
+if not on_gpu:
+    show_recorded("training")
+
+# %% [markdown]
+# The gradients agree: a pair that is masked has the weight 0, so nothing flows back through it, and skipping it loses nothing.
+# The blocks promise the same factor for backward as for forward. How much of it arrives is a matter of what each block costs
+# beside its products: a Python loop pays a dozen operators for each, a generated kernel a few look-ups in its tables.
+
+# %% [markdown]
+# # Part 6: The recompile cliff
+#
+# `torch.compile` can treat a shape in two ways. A **static** shape becomes a constant of the kernel: the compiler knows every
+# loop's length, and another length needs another kernel. A **dynamic** shape is an argument of the kernel: one kernel serves all
+# lengths, and has to check and compute what the static one knew. The switch is called `dynamic`:
+#
+# - `dynamic=False`: always static. Eight lengths are eight kernels.
+# - `dynamic=None`, the default: static at first. When a second length comes, PyTorch compiles once more, now dynamically.
+# - `dynamic=True`: dynamic from the beginning.
+#
+# Why would anyone set `False`, as this lab does in its benchmarks? A kernel for one shape may be faster, a CUDA graph needs fixed
+# shapes, and not everything compiles dynamically: on a CPU a mask that captures a tensor does not. The price is the cliff of this
+# part. After `recompile_limit` kernels for the same function (eight, if nobody changes it) PyTorch compiles no more and logs a
+# warning. The lengths it knows stay fast; every **new** length runs **eager**. Results stay right. Nothing fails. It is only slow.
+# PyTorch's page on [recompilation](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/compile/programming_model.recompilation.html)
+# therefore begins with the advice not to set `dynamic=False`.
+#
+# Walk up to the cliff, with all three. So that you need not wait for eight kernels, the cell lowers the limit to two.
+#
+# **Before you run.** Five lengths, each a little longer than the one before. What will the speed of `dynamic=False` do between
+# the second length and the third? How many kernels will the other two have at the end?
+
+# %%
+guesses["dynamic=False: speed at the second length / at the third"] = None  # a ratio
+guesses["kernels of the default"] = None
+guesses["kernels of dynamic=True"] = None
 if compiler:
     limit = 2
     # On a GPU long enough that a kernel takes longer than its launch.
     lengths = [length * (i + 4) // 8 if on_gpu else length * (i + 3) // 16 for i in range(5)]
-    print(f"walking, with kernels for {limit} lengths: up to 20 s on two CPU cores ...", flush=True)
+    print(f"walking three times, with at most {limit} kernels each: up to 30 s on two CPU cores ...", flush=True)
     unit, flops = ("TFLOP/s", 1e12) if on_gpu else ("GFLOP/s", 1e9)
-    cliff = own_copy(flex_attention)  # a function of its own: what happens to it does not touch the rest of the lab
-    walking = torch.compile(cliff, dynamic=False)
+    settings = {"dynamic=False": False, "default": None, "dynamic=True": True}
+    walked = {name: own_copy(flex_attention) for name in settings}  # functions of their own: nothing else is touched
+    for number, function in enumerate(walked.values()):  # and names of their own, by which PyTorch remembers the sizes it saw
+        function.__code__ = function.__code__.replace(co_name=f"walk_{number}_{time.time_ns()}")
+    walking = {name: torch.compile(walked[name], dynamic=dynamic) for name, dynamic in settings.items()}
     rows = []
     with torch._dynamo.config.patch(recompile_limit=limit):
         for n in lengths:
             q, k, v = random_qkv(n)
-            first_ms = benchmark_latency(walking, q, k, v, n_warmup=0, n_repeat=1)
-            ms = benchmark_latency(walking, q, k, v, n_warmup=1, n_repeat=15)
-            speed = 4 * batch * heads * head_dim * n**2 / (ms / 1e3) / flops
-            rows.append((n, compiled_versions(cliff), first_ms / 1e3, ms, speed))
-    cliff_table = pd.DataFrame(rows, columns=["tokens", "kernels so far", "first call, s", "ms", unit])
+            first_s = {}
+            for name, attend in walking.items():
+                first_s[name] = benchmark_latency(attend, q, k, v, n_warmup=0, n_repeat=1) / 1e3
+            timed = time_ways({name: functools.partial(attend, q, k, v) for name, attend in walking.items()}, samples=9)
+            for name, ms in zip(timed["way"], timed["ms"], strict=True):
+                speed = 4 * batch * heads * head_dim * n**2 / (ms / 1e3) / flops
+                rows.append((name, n, compiled_versions(walked[name]), first_s[name], ms, speed))
+    cliff_table = pd.DataFrame(rows, columns=["setting", "tokens", "kernels so far", "first call, s", "ms", unit])
+    cliff_table = cliff_table.sort_values(["setting", "tokens"], key=lambda c: c.map(list(settings).index) if c.name == "setting" else c)
     keep("cliff", cliff_table)
+    speed_of = cliff_table.set_index(["setting", "tokens"])[unit]
+    beside_guess("dynamic=False: speed at the second length / at the third",
+                 float(speed_of["dynamic=False", lengths[1]] / speed_of["dynamic=False", lengths[2]]))
+    beside_guess("kernels of the default", compiled_versions(walked["default"]))
+    beside_guess("kernels of dynamic=True", compiled_versions(walked["dynamic=True"]))
 
-    fig, ax = plt.subplots(figsize=(7, 3), layout="constrained")
-    ax.plot(cliff_table["tokens"], cliff_table[unit], "o-", color="tab:blue")
-    ax.axvspan(lengths[limit] - length // 64, lengths[-1] + length // 64, color="tab:orange", alpha=0.2, label="past the limit: eager")
+    fig, ax = plt.subplots(figsize=(7.5, 3.4), layout="constrained")
+    for (name, rows_of_setting), style in zip(cliff_table.groupby("setting", sort=False), ("o-", "s--", "^:"), strict=True):
+        ax.plot(rows_of_setting["tokens"], rows_of_setting[unit], style, label=name)
+    ax.axvspan(lengths[limit] - length // 64, lengths[-1] + length // 64, color="tab:orange", alpha=0.15)
+    ax.text(lengths[limit], ax.get_ylim()[1] * 0.02, "dynamic=False: past the limit, eager", fontsize=9)
     ax.set(xlabel="tokens", ylabel=unit, title="The same call, one length after the other", ylim=0)
-    ax.legend(frameon=False)
+    ax.legend(frameon=False, bbox_to_anchor=(1.0, 1.0), loc="upper left")
     plt.show()
 else:
     print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
@@ -1423,10 +1739,15 @@ if not on_gpu:
     show_recorded("cliff")
 
 # %% [markdown]
+# Read the table in both directions. Down a column: the static kernels fall off the cliff, the dynamic ones do not. Across, at the
+# first two lengths: what the static kernel is worth where it exists. For this call the default is the right choice. Where static
+# shapes are worth it, or needed, the answer is not a kernel for each length but a few lengths that everything is padded to.
+
+# %% [markdown]
 # ### Question 6.1: Buckets {points}
 #
-# A service gets texts of any length. One kernel for each length is too many; one kernel for the longest wastes work.
-# **Buckets** are the compromise: a few lengths, and each text is padded to the smallest one that holds it.
+# A service gets texts of any length and wants static shapes, for CUDA graphs or for speed. One kernel for each length is too many;
+# one kernel for the longest wastes work. **Buckets** are the compromise: a few lengths, and each text is padded to the smallest one that holds it.
 #
 # Write `bucketed_attention(attend, q, k, v, buckets)`:
 # - `q`, `k`, `v` are (B, H, S, D); `buckets` is a list of lengths, in any order. Pad to the smallest bucket that holds S
@@ -1437,6 +1758,17 @@ if not on_gpu:
 # - **The mask must not cause a recompile.** A Python number that a mask captures becomes a constant of the kernel, and
 #   another number means another kernel. A tensor is an argument of the kernel: its values may change. Grading compiles
 #   your mask and counts the kernels.
+#
+# {hint idea}
+# Pad to a size that the compiler has seen, hide the padding, cut it off again.
+#
+# {hint plan}
+# Of the buckets that are large enough take the smallest, and raise an error if there is none. Pad the token dimension
+# of q, k and v. The mask asks one thing of a key: is it real?
+#
+# {hint line}
+# What does your mask capture: a Python number, or a tensor with one number in it? The first is a constant of the
+# kernel.
 
 # %% nbgrader={"grade_id": "q6_1", "solution": true}
 def bucketed_attention(
@@ -1513,9 +1845,11 @@ hidden.buckets(bucketed_attention).raise_if_wrong()
 # The railing at work: twelve texts of twelve lengths, two buckets, and an error instead of silence should the limit
 # be reached.
 #
-# **Before you run.** How many kernels will there be at the end?
+# **Before you run.** How many kernels will there be at the end? And how much of the work is padding?
 
 # %%
+guesses["kernels behind the railing"] = None
+guesses["padding"] = None  # 0 to 1
 if compiler:
     guarded = own_copy(flex_attention)
     behind_railing = torch.compile(guarded, dynamic=False)
@@ -1541,6 +1875,8 @@ if compiler:
             assert error < tolerance, f"{tokens} tokens: differs from SDPA by {error}"
     padded = sum(min(bucket for bucket in buckets if bucket >= n) for n in texts)
     print(f"{len(set(texts))} lengths, {compiled_versions(guarded)} kernels, {padded / sum(texts) - 1:.0%} padding")
+    beside_guess("kernels behind the railing", compiled_versions(guarded))
+    beside_guess("padding", padded / sum(texts) - 1)
     results["buckets"] = [{"lengths": len(set(texts)), "kernels": compiled_versions(guarded), "padding": padded / sum(texts) - 1}]
 else:
     print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
@@ -1555,11 +1891,22 @@ else:
 #    Name two ways to make sure that the last two are right as well, or that the benchmark stops.
 # 3. Twice as many buckets: what gets better, what gets worse?
 # 4. `sliding_window(window)` captures a Python number. When is that right, and when should `window` be a tensor?
+#
+# {hint idea}
+# Right and fast are two properties, and a test of the first says nothing about the second.
+#
+# {hint plan}
+# Take the speeds on both sides of the limit from your table. For 2, think of an error instead of a warning, of a fresh
+# start for each length, and of the other two lines in the figure. For 3, what does one more bucket cost once, and what
+# does it save each time?
+#
+# {hint line}
+# For 4, ask how often the number changes while the program runs: never, or with each call?
 
 # %% [markdown] nbgrader={"grade_id": "q6_2", "grade": true, "solution": true, "points": 4}
-# 1. The student's own factor (two CPU cores: 3 to 6 times; an H200: from 248 to 14 TFLOP/s, eighteenfold). Eager FlexAttention
+# 1. The student's own factor (two CPU cores: 3 to 6 times; an H200: more than tenfold). Eager FlexAttention
 #    ran: all scores stored, one operator after the other. It computes the same numbers, only slowly.
-# 2. `fail_on_recompile_limit_hit`, which turns the silence into an error; `torch._dynamo.reset()` or a fresh function for
+# 2. Leave `dynamic` at its default, so that the second length brings a kernel for all; `fail_on_recompile_limit_hit`, which turns the silence into an error; `torch._dynamo.reset()` or a fresh function for
 #    each length, so that each has its own limit; a higher `recompile_limit`; counting compiled versions or looking at what
 #    ran (a profile). Raising the limit alone only moves the cliff, counting alone does not prevent it.
 # 3. Better: less padding, so less wasted work. Worse: more kernels, so more seconds of compiling, more memory, and nearer
@@ -1577,48 +1924,57 @@ else:
 # # Part 7: Design
 #
 # First, a map. Documents of different lengths, blocks of different sizes: which promises are kept? For each
-# point the speed-up over no mask is measured and divided by two ideals: what the *pairs* promise (1/density), and
+# point the speed-up over *everything in blocks of the same size* is measured and divided by two ideals: what the *pairs* promise (1/density), and
 # what the *blocks* promise. The heat maps show the speed-up, and its share of what the blocks promise. The shortest
 # documents are a quarter of the largest block.
+#
+# (A baseline of the same blocks matters. On a GPU blocks of 64 make the kernel's tiles smaller, and smaller tiles are slower by
+# themselves, whatever the mask skips. The column `everything, ms` shows it.)
 #
 # **Before you run.** Documents of half a block: can any kernel of this kind keep the promise of their pairs? Large blocks
 # or small blocks: which reach more of the promise of their pairs, which more of the promise of their blocks?
 
 # %%
+guesses["block size with the best mean share of its blocks' promise"] = None  # 64, 128 or 256
+guesses["documents of half a block: best share of the pairs' promise"] = None  # 0 to 1
 if compiler:
     q, k, v = random_qkv()
     block_sizes = [64, 128, 256]
     spans = [64, 128, 256, length // 8, length // 2] if on_gpu else [64, 128, 256, 512, 1024]
     print(f"compiling a kernel for each of {len(block_sizes)} block sizes: up to 20 s on two CPU cores ...", flush=True)
-    calls, kernels = {(0, 0): prepare(q, k, v, backend="flex")}, {}
+    calls, kernels = {}, {}
     for block in block_sizes:
         kernels[block] = own_copy(flex_attention)
         attend = torch.compile(kernels[block], dynamic=False)
         options = needed_kernel_options((block, block)) if on_gpu else None  # tiles that divide the blocks
-        for span in spans:
+        for span in [*spans, length]:  # a document as long as the text: everything is visible
             ids = torch.arange(length, device=device) // span  # a tensor: one kernel serves every span
             block_mask = create_block_mask(documents(ids), None, None, length, length, device=device, BLOCK_SIZE=block)
             calls[block, span] = functools.partial(attend, q, k, v, block_mask=block_mask, kernel_options=options or None)
     sweep_times = time_ways(calls, samples=5)
     assert all(compiled_versions(kernel) == 1 for kernel in kernels.values()), "a kernel was compiled twice"
+    ms_of = dict(zip(calls, sweep_times["ms"], strict=True))
     rows = []
-    for (block, span), ms in zip(list(calls)[1:], sweep_times["ms"][1:], strict=True):
-        counts = tuple(map(int, count_blocks(dense_mask(documents(span), length, length, device), block)))
-        measured = sweep_times["ms"][0] / ms
-        rows.append((block, span, length / span, promised_speedup(counts), measured))
-    sweep_table = pd.DataFrame(rows, columns=["block", "span", "pairs promise", "blocks promise", "measured"])
+    for block, span in calls:
+        if span < length:
+            counts = tuple(map(int, count_blocks(dense_mask(documents(span), length, length, device), block)))
+            rows.append((block, span, ms_of[block, length], length / span, promised_speedup(counts), ms_of[block, length] / ms_of[block, span]))
+    sweep_table = pd.DataFrame(rows, columns=["block", "span", "everything, ms", "pairs promise", "blocks promise", "measured"])
     sweep_table["of pairs"] = sweep_table["measured"] / sweep_table["pairs promise"]
     sweep_table["of blocks"] = sweep_table["measured"] / sweep_table["blocks promise"]
+    by_block = sweep_table.groupby("block")["of blocks"].mean()
+    beside_guess("block size with the best mean share of its blocks' promise", int(by_block.idxmax()))
+    half = sweep_table[2 * sweep_table["span"] == sweep_table["block"]]
+    beside_guess("documents of half a block: best share of the pairs' promise", float(half["of pairs"].max()))
     keep("sweep", sweep_table)
 
     drawn = sweep_table.rename(columns={"block": "block_size", "span": "doc_span", "measured": "speedup"})
-    plot_sparsity_sweep(drawn.assign(ideal=drawn["blocks promise"]).to_dict("records"))
+    plot_sparsity_sweep(drawn.assign(ideal=drawn["blocks promise"]).to_dict("records"), title="times as fast as everything in these blocks")
     plt.show()
 else:
     print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
 if not on_gpu:
     show_recorded("sweep")
-    print("The recorded sweep has long documents only: none is shorter than a block.")
 
 # %% [markdown]
 # ### Question 7.1: Lay out a batch {points}
@@ -1641,7 +1997,19 @@ if not on_gpu:
 # and no tensor of pairs.
 #
 # You are judged twice: is the mask right, pair by pair; and how many blocks does it leave to compute. Blocks are
-# 128 × 128 (32 × 32 in the check, 16 × 16 in grading). A good order is enough; no padding.
+# 128 × 128 (32 × 32 and 16 × 16 in the checks). They are counted for your order under the right mask, so a mistake in the mask
+# costs nothing here, and at most 1.15 times the blocks of a simple good order are accepted. No padding is needed.
+#
+# {hint idea}
+# A block is empty if no query in it looks at any key in it. So put those together who look at each other.
+#
+# {hint plan}
+# First the order: which tokens should be neighbours, and in which order among themselves? Then reorder both tensors,
+# and write the mask with them: it is asked about rows of the new layout.
+#
+# {hint line}
+# Row r holds token order[r]: index `conversation` and `position` by the order once, and let the mask look into the
+# results. The window counts positions, not rows.
 
 # %% nbgrader={"grade_id": "q7_1", "solution": true}
 def lay_out(conversation: torch.Tensor, position: torch.Tensor, window: int):
@@ -1737,10 +2105,12 @@ hidden.layout_blocks(lay_out).raise_if_wrong()
 # %% [markdown]
 # Your layout at work: the same attention in the order of arrival and in yours.
 #
-# **Before you run.** Seven conversations, and instructions that are an eighth of all tokens. Read the promise off the
-# picture, then see whether it is kept.
+# **Before you run.** Seven conversations, and instructions that are an eighth of all tokens. What does your layout promise, and
+# how much of it will be kept?
 
 # %%
+guesses["promise of your layout"] = None  # times faster
+guesses["share of the layout's promise that is kept"] = None  # 0 to 1
 shares = [2, 3, 1, 2, 2, 3, 1, 2]  # sixteenths of the row; the first are the instructions
 lengths = [length // 16 * share for share in shares]
 conversation, position = (t.to(device) for t in arrivals(lengths))
@@ -1761,7 +2131,7 @@ if compiler:
     q, k, v = random_qkv()
     rows = [t[:, :, order] for t in (q, k, v)]
     ways = {
-        "no mask": prepare(q, k, v, backend="flex"),
+        "everything, in blocks": prepare(q, k, v, mask_mod=everything, backend="flex"),
         "order of arrival": prepare(q, k, v, mask_mod=as_they_arrive, backend="flex"),
         "your layout": prepare(*rows, mask_mod=mine, backend="flex"),
     }
@@ -1769,15 +2139,15 @@ if compiler:
     assert error < tolerance, f"the two layouts differ by {error}"
     layout_table = time_ways(ways)
     blocks = [0, 0, 0]
-    for i, mod in enumerate((None, as_they_arrive, mine)):
-        full, partial = (length // 128) ** 2, 0
-        if mod is not None:
-            full, partial, _ = map(int, count_blocks(dense_mask(mod, length, length, device), 128))
+    for i, mod in enumerate((everything, as_they_arrive, mine)):
+        full, partial, _ = map(int, count_blocks(dense_mask(mod, length, length, device), 128))
         blocks[i] = full + partial
     layout_table["blocks"] = blocks
     layout_table["promised"] = blocks[0] / layout_table["blocks"]
     layout_table["measured"] = layout_table["ms"][0] / layout_table["ms"]
     keep("layout", layout_table)
+    beside_guess("promise of your layout", float(layout_table["promised"][2]))
+    beside_guess("share of the layout's promise that is kept", float(layout_table["measured"][2] / layout_table["promised"][2]))
 else:
     print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
 if not on_gpu:
@@ -1791,7 +2161,18 @@ if not on_gpu:
 # 2. Smaller blocks skip more. Name two reasons why they are not always faster.
 # 3. Where does your kernel keep the promise of its blocks worst, and why there? Think of what each row of blocks has to do
 #    however few blocks it visits, of partial blocks, and of rows that have more to do than others.
-# 4. In the order of arrival the mask was slower than no mask at all, or no faster. Why?
+# 4. In the order of arrival the mask was slower than letting everything through, or no faster. Why?
+#
+# {hint idea}
+# A block is computed whole or not at all, and every row of blocks has a fixed cost.
+#
+# {hint plan}
+# Look for the place in the sweep where *of pairs* falls while *of blocks* does not; for the block sizes side by side at
+# one document length; and for the smallest *of blocks*. Then the row *order of arrival* of the layout.
+#
+# {hint line}
+# For 3, write down what a row of blocks does before its first block and after its last one, and divide it by the number
+# of blocks that it visits.
 
 # %% [markdown] nbgrader={"grade_id": "q7_2", "grade": true, "solution": true, "points": 4}
 # 1. That of the pairs: a block is computed whole, so documents of half a block reach at most half of the pairs' promise,
@@ -1824,6 +2205,15 @@ if not on_gpu:
 #
 # `at_positions(mask_mod, positions)` turns a mask between positions into one for such queries. `positions` is an
 # integer tensor (B,), captured as a tensor, so that the next token needs no new kernel.
+#
+# {hint idea}
+# The query's index says where it lies in the tensor; the mask wants to know where it stands in the text.
+#
+# {hint plan}
+# Return a function of the same four arguments that asks the given mask about another query position.
+#
+# {hint line}
+# Every sequence has a position of its own: which argument chooses it? Only one of the two indices moves.
 
 # %% nbgrader={"grade_id": "bonus_8_1", "solution": true}
 def at_positions(mask_mod, positions: torch.Tensor):
@@ -1865,7 +2255,8 @@ hidden.at_positions(at_positions).raise_if_wrong()
 # %% [markdown]
 # ### Bonus Question 8.2: A paged KV cache {points}
 #
-# A server keeps the keys of all sequences in one pool of **pages** of `page_size` tokens, in any order. Two integer
+# A server keeps the keys of all sequences in one pool of **pages** of `page_size` tokens, in any order
+# ([vLLM](https://arxiv.org/abs/2309.06180) made this usual). Two integer
 # tensors (P,) describe the pool: `owner[p]` is the sequence that page `p` belongs to, −1 if it is free, and `number[p]`
 # says which page of that sequence it is: 0 holds its positions 0 … page_size − 1, and so on. The `number` of a free page
 # is what its last owner left there, 0 or more. Attention runs over the whole pool, so key index $k$ is a place in the pool.
@@ -1875,6 +2266,16 @@ hidden.at_positions(at_positions).raise_if_wrong()
 # `paged_mask(mask_mod, owner, number, page_size)` turns a mask between positions into one over the pool: query $q$
 # of sequence `b` sees the key at place $k$ if the page belongs to `b`, and `mask_mod` lets $q$ see the position that lies
 # there. Free pages are seen by nobody.
+#
+# {hint idea}
+# Translate the place in the pool into a position of a sequence, then ask the mask about that position.
+#
+# {hint plan}
+# From a place get the page, and the place inside of the page. The page's number tells which positions lie in it. Two
+# conditions: the page is mine, and the mask allows the position.
+#
+# {hint line}
+# Test with a free page whose old number is still there, and with the second token of a page.
 
 # %% nbgrader={"grade_id": "bonus_8_2", "solution": true}
 def paged_mask(mask_mod, owner: torch.Tensor, number: torch.Tensor, page_size: int):
@@ -1923,6 +2324,16 @@ hidden.paged_mask(paged_mask).raise_if_wrong()
 # each (H, S_i, D) with an S_i of its own. Put all texts end to end into one row of batch 1, call
 # `attend(q, k, v, mask_mod)` **once**, and return the list of results (H, S_i, D). Each text attends to itself alone,
 # causally. An empty text (S_i = 0) gives an empty result.
+#
+# {hint idea}
+# Put end to end, the texts are packed documents, causal inside of each.
+#
+# {hint plan}
+# Count the sizes, number the tokens by text, join q, k and v along the tokens, add a batch dimension, call once, take
+# the batch dimension away, split by the sizes.
+#
+# {hint line}
+# A text of no tokens has a size, too: 0. It takes part in the list of sizes and in nothing else.
 
 # %% nbgrader={"grade_id": "bonus_8_3", "solution": true}
 def ragged_attention(attend, texts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
@@ -1986,6 +2397,7 @@ record = {
     "commit": machine.get("commit"),
     "environment": machine,
     "tables": results,
+    "guesses": {what: {"guess": guesses.get(what), "outcome": outcome} for what, outcome in outcomes.items()},
 }
 saved = output_path("lab2_results.json")
 saved.write_text(json.dumps(record, indent=1, default=str))
@@ -1997,7 +2409,8 @@ print(f"saved {', '.join(results) or 'no table'} to {saved}")
 # - A mask as data is read pair by pair, after the work is done. A mask as a program is known before it starts.
 # - Kernels skip blocks, not pairs. What a mask promises is one over its block density.
 # - A score modifier becomes a few lines of a generated kernel. You have seen yours.
-# - Compiled code that silently stops being compiled is a benchmark's worst enemy.
+# - A baseline changes one thing only. "No mask" changed the tiles as well.
+# - Compiled code that silently stops being compiled is a benchmark's worst enemy. PyTorch's default would not have fallen.
 # - The order of the tokens is yours to choose. A good layout makes blocks empty.
 #
 # Look at the first paragraph of this lab again. Which three decisions turn seven eighths of wasted work into time saved?
