@@ -131,6 +131,7 @@ def _bar(title: str, total: int):
 
 
 def _report(summary, course) -> None:
+    from instructor.grading.submission.harmless import for_terminal
     from instructor.points import number_text
 
     graded, waiting = summary.graded, 0
@@ -145,7 +146,7 @@ def _report(summary, course) -> None:
     for result in sorted(summary.flagged, key=lambda r: r.student):
         typer.echo(f"  {result.student}: {number_text(result.score)} points")
         for flag in result.flags:
-            typer.echo(f"    {flag.question or 'submission'}: {flag.kind}: {flag.detail}")
+            typer.echo(f"    {flag.question or 'submission'}: {flag.kind}: {for_terminal(flag.detail)}")
     walls: dict[str, str] = next((result.walls for result in graded if result.walls), {})
     if walls:
         typer.echo("walls that stood:")

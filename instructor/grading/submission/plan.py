@@ -20,11 +20,13 @@ from typing import NamedTuple
 import nbformat
 from nbformat import NotebookNode
 
+from instructor.grading.submission.harmless import harmless_attachments, harmless_markdown
 from instructor.source import QUESTION_ID
 
 MAX_NOTEBOOK = 64 << 20  # bytes
 MAX_CELLS = 2000
 MAX_SOURCE = 200_000  # characters of a cell whose names are looked at
+MAX_WORK = 1_000_000  # characters times magics of such a cell: seconds
 _DYNAMIC = re.compile(r"\b(globals|eval|exec|locals|get_ipython|vars)\s*\(|^\s*%run\b", flags=re.MULTILINE)
 _HEADING = re.compile(r"^#{1,6} (Bonus )?Question (\d+)\.(\d+)", flags=re.MULTILINE)
 _FILE = re.compile(r"%%(?:writefile|file)\s+(?:-a\s+)?(\S+)")
@@ -88,7 +90,7 @@ def python_of(source: str) -> str | None:
     """A code cell as plain Python, or None if it is not."""
     from IPython.core.inputtransformer2 import TransformerManager
 
-    if len(source) > MAX_SOURCE or _FILE.match(source.lstrip()):
+    if is_too_much(source) or _FILE.match(source.lstrip()):
         return None
     try:
         try:
@@ -98,8 +100,14 @@ def python_of(source: str) -> str | None:
             text = TransformerManager().transform_cell(source)
             ast.parse(text)
             return text
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, RuntimeError, MemoryError):  # RuntimeError: too many magics for IPython
         return None
+
+
+def is_too_much(source: str) -> bool:
+    """True for a cell that takes long to read: IPython goes through all of it again for each magic and each `!`."""
+    magics = sum(source.count(sign) for sign in "!%?")
+    return len(source) > MAX_SOURCE or magics * len(source) > MAX_WORK
 
 
 def used_names(source: str) -> set[str]:
@@ -165,8 +173,10 @@ def read_notebook(text: str | bytes) -> NotebookNode:
             raise ValueError("it is no JSON object")
         # Outputs are made again. Broken ones are the most common reason why a notebook does not validate.
         for cell in _raw_cells(raw):
-            if isinstance(cell, dict) and cell.get("cell_type") == "code":
-                cell["outputs"] = [o for o in cell.get("outputs") or [] if _is_output(o)][:200]
+            if isinstance(cell, dict):
+                given = cell.pop("outputs", None)
+                if cell.get("cell_type") == "code":
+                    cell["outputs"] = [o for o in given if _is_output(o)][:200] if isinstance(given, list) else []
         old = raw.get("nbformat", 0) < 4  # its sources are lists of lines, which `convert` alone does not take
         notebook = nbformat.reads(json.dumps(raw), as_version=4) if old else nbformat.from_dict(raw)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError, nbformat.ValidationError) as error:
@@ -235,6 +245,10 @@ def make_plan(
         name = f"{known.id}" if known is not None else f"extra-{number}"
         node = _new_cell(cell.get("cell_type"), f"{name[:50]}-{number}" if name in taken else name, _source(cell))
         taken.add(node.id)
+        if node.cell_type == "markdown" and not (known is not None and node.source == known.source):
+            node.source = harmless_markdown(node.source)
+            if pictures := harmless_attachments(cell.get("attachments")):
+                node["attachments"] = pictures
         if known is not None:
             node.metadata.update(json.loads(json.dumps(lab.released[known.id].metadata)))
         notebook.cells.append(node)
@@ -469,7 +483,7 @@ def _leave_out(steps: list[Step]) -> None:
     """Skip the instructor's own unchanged cells that nothing needs."""
     run = [s for s in steps if s.kind == "student"]
     needed_anyway = [s for s in run if not s.untouched or "nbgrader" in s.cell.metadata]
-    if any(len(s.source) > MAX_SOURCE or _DYNAMIC.search(s.source) for s in needed_anyway):
+    if any(is_too_much(s.source) or _DYNAMIC.search(s.source) for s in needed_anyway):
         return
     names = set().union(*(used_names(s.source) for s in needed_anyway))
     rest = [s for s in run if s not in needed_anyway]

@@ -57,7 +57,7 @@ class Student:
         own_root = os.getcwd() == SCRATCH and os.path.ismount("/out")
         self.folders: tuple[str, ...] = (SCRATCH, "/tmp") if own_root else ()
         self.memory = memory_left()
-        self.strays = self.question = 0
+        self.strays = self.question = self.depth = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -94,6 +94,7 @@ class Student:
             reply, data = {"op": "unsendable", "why": str(error)[:500]}, []
         except Exception as error:
             reply, data = {"op": "broken", "why": traceback.format_exc()[-2000:] or str(error)}, []
+        self.watcher.beat(message.get("n"))
         self.channel.send({**reply, "n": message.get("n")}, data)
 
     # ---- cells -----------------------------------------------------------------------------------------------
@@ -199,9 +200,11 @@ class Student:
             del self.tensors[key], self.sent[key]
         shown = self.outputs
         with vmaps.leave_levels(), no_modes(), uncompiled_flex():  # a callback may ask in the middle of another call
+            self.depth += 1
             try:
                 return self._call(message, blobs)
             finally:
+                self.depth -= 1
                 self.outputs = shown
                 self._redirect(shown)
 
@@ -217,7 +220,7 @@ class Student:
         self.outputs = outputs = Outputs()
         self._redirect(outputs)
         recorder = watch = profile = raised = value = None
-        ends = [torch.empty(size, device="meta") for size in conditions["canary"]]
+        ends = [torch.empty(size, device="meta", dtype=torch.float32) for size in conditions["canary"]]
         with contextlib.ExitStack() as stack:
             set_conditions(stack, conditions)
             if conditions["record"]:
@@ -242,7 +245,8 @@ class Student:
                 after = sdpa_switches()
             if recorder is not None:
                 run_canary(ends[1])
-        self.watcher.scan()
+        if self.depth == 1:  # within another call, what that call's watch replaced is in place
+            self.watcher.scan()
         ran = [record[0] for record in recorder.records] if recorder is not None else []
         evidence = [{name.rpartition("::")[2] for name in ran}] if recorder is not None else []
         evidence += [set(watch.operations)] if watch is not None else []
@@ -355,9 +359,10 @@ class Student:
             now = _bytes_of(tensor)
             if now != self.sent[key]:
                 self.sent[key] = now
-                known, encode.known = encode.known, None
+                # Its numbers travel: as a tensor that the other side has, it would be the old one there.
+                before, (encode.known, encode.shared) = (encode.known, encode.shared), (None, None)
                 changed.append([key, encode(tensor.detach())])
-                encode.known = known
+                encode.known, encode.shared = before
         return changed
 
     def _apply(self, updates: list, decode: Decoder) -> None:
