@@ -157,18 +157,18 @@ class Watcher:
         """Note the ways to end the process, or to run after its end, that have no audit event."""
         watcher = self
 
-        def noting(function, what):
+        def noting(function, what, kind="ends the process"):
             @functools.wraps(function)
             def noted(*args, **kwargs):
                 code = sys._getframe(1).f_code
                 if is_students(code):
-                    watcher.sign("ends the process", what, code)
+                    watcher.sign(kind, what, code)
                 return function(*args, **kwargs)
 
             return noted
 
         os._exit, os.abort = noting(os._exit, "os._exit"), noting(os.abort, "os.abort")
-        atexit.register = noting(atexit.register, "atexit.register")
+        atexit.register = noting(atexit.register, "atexit.register", "runs at the end")
 
     # ---- what was replaced -----------------------------------------------------------------------------------
 

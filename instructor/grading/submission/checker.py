@@ -35,6 +35,8 @@ from instructor.grading.wire.channel import Channel
 
 MAX_RESTARTS = 12
 MAX_ALIKE, MAX_FLAGS = 4, 200  # flags of one kind for one question, and of a submission
+# Flags that take no points: a changed structure, and what honest code does now and then and the walls make harmless.
+NOTED = ("structure", "inspects frames or objects", "network", "runs at the end", "unreadable", "not graded")
 READ_SECONDS = 60  # that reading a submission and planning its cells may take
 MAX_SHOWN = 20_000  # characters of what a test prints
 # Functions that run a student's text in a process of their own: that process has to be behind the walls, too.
@@ -570,11 +572,11 @@ class Checker:
 
     def _take_points_of_flagged(self) -> None:
         """Tampering costs the points of its question; a changed structure alone costs none."""
-        guilty = {flag.question for flag in self.flags if flag.kind != "structure"}
+        guilty = {flag.question for flag in self.flags if flag.kind not in NOTED}
         for name, cell in self.cells.items():
             question = question_of(name)
             if question in guilty and cell.status in ("passed", "failed", "error"):
-                kinds = sorted({flag.kind for flag in self.flags if flag.question == question} - {"structure"})
+                kinds = sorted({flag.kind for flag in self.flags if flag.question == question} - set(NOTED))
                 message = f"{question_title(question)}: no points, because of what the code does: {', '.join(kinds)}."
                 self.cells[name] = CellResult(0.0, cell.max_points, "flagged", message, cell.seconds)
 

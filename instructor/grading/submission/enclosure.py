@@ -124,6 +124,7 @@ class Enclosure:
             TRITON_HOME=place,
             TORCHINDUCTOR_CACHE_DIR=f"{place}/.inductor",
         )
+        sys.path.insert(0, place)  # as in Jupyter: a cell may write a module, and another import it
         tempfile.tempdir = None
         null = os.open("/dev/null", os.O_RDONLY)
         output = os.open(f"{'/out' if self.own_root else place}/shown", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
@@ -135,7 +136,7 @@ class Enclosure:
 
     def filter_calls(self) -> None:
         """Have the kernel refuse system calls that no lab needs."""
-        walls.filter_calls(self.walls)
+        walls.filter_calls(self.walls, self.warm.options.limits.gpu)
 
     def _close_pipes(self) -> None:
         for descriptor in (self.control, self.signs, self.report):

@@ -301,7 +301,7 @@ def grade_notebook(
         data = notebook.read_bytes() if isinstance(notebook, Path) else notebook
     if len(data) > MAX_FILE:
         why = f"The submitted file has {len(data) >> 20} MB; at most {MAX_FILE >> 20} are read."
-        return unreadable(built, why, student)
+        return replace(unreadable(built, why, student), flags=(Flag("", "unreadable", why),))
     job = _job(built, data, student, timeout, limits.gpu)
     job = replace(job, modes=calibration.modes, no_control=calibration.no_control, watching=calibration.watching)
     total = total_seconds(calibration.result.cell_seconds, timeout)
