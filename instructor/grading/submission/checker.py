@@ -286,6 +286,8 @@ class Checker:
         """Say why the student's process is gone; a broken protocol is flagged."""
         if gone.kind == "protocol":
             self._flag(step.question, "protocol", gone.detail)
+        if gone.kind == "timeout" and self._out_of_time:
+            return f"was ended: the submission has used the {self.job.total:.0f} s that it may take in all."
         return _WHY_GONE[gone.kind].format(timeout=self.timeout)
 
     # ---- tests -----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from instructor.grading.sandbox import tampering, walls
 from instructor.grading.submission import student
+from instructor.grading.submission.library import Library
 from instructor.grading.submission.warmup import Warm, run_setup
 from instructor.grading.wire.channel import Channel
 
@@ -146,11 +147,13 @@ class Enclosure:
         shell = self.warm.shell
         shell.starting_dir = os.getcwd()
         channel = Channel(socket.socket(fileno=self.control))
+        library = Library()
+        library.hide(self.warm.options.answers)
         watcher = tampering.Watcher(self.signs, self.control, tampering.watched_places(), shell)
         sys.addaudithook(watcher.hook)
         for name in [n for n in sys.modules if n == "instructor" or n.startswith("instructor.")]:
             del sys.modules[name]
-        student.Student(channel, shell, base, watcher).serve()
+        student.Student(channel, shell, base, watcher, library).serve()
 
 
 WALLS_IN_ORDER: tuple[Callable[[Enclosure], None], ...] = (

@@ -23,6 +23,7 @@ class WarmUp:
     course: dict[str, str]  # name in the scratch folder -> path, of what students have next to their notebook
     hidden: list[str]  # folders that an empty one covers wherever a visible path contains them
     limits: Limits
+    answers: dict[str, list[str]]  # module of the course -> functions in it that a student may not call
 
     def as_json(self) -> dict:
         """The record as a JSON object."""

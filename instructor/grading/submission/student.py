@@ -34,6 +34,7 @@ from instructor.grading.submission.conditions import (
 from instructor.grading.submission.corruption import corrupt
 from instructor.grading.submission.evidence import Recorder, describe_watch, run_canary
 from instructor.grading.submission.exceptions import describe_error, rebuild_error, words_of
+from instructor.grading.submission.library import Library
 from instructor.grading.submission.outputs import MAX_TEXT, Outputs, Stream
 from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import BlockMasks
@@ -50,8 +51,8 @@ MAX_FILE = 8_000_000  # bytes of a file that is an answer
 class Student:
     """Serves the checker's requests, one after the other."""
 
-    def __init__(self, channel: Channel, shell, base: dict, watcher: tampering.Watcher):
-        self.channel, self.shell, self.base, self.watcher = channel, shell, base, watcher
+    def __init__(self, channel: Channel, shell, base: dict, watcher: tampering.Watcher, library: Library):
+        self.channel, self.shell, self.base, self.watcher, self.library = channel, shell, base, watcher, library
         self.outputs = Outputs()
         # Without a root of its own the folders are the machine's, and other programs fill them, too.
         own_root = os.getcwd() == SCRATCH and os.path.ismount("/out")
@@ -173,11 +174,12 @@ class Student:
         values = {}
         for name in message["names"]:
             if name in self.shell.user_ns:
-                self.watcher.look_at(self.shell.user_ns[name])
+                value = self.library.own(self.shell.user_ns[name])
+                self.watcher.look_at(value)
                 try:
-                    values[name] = encode(self.shell.user_ns[name])
+                    values[name] = encode(value)
                 except WireError:
-                    values[name] = self._handle(self.shell.user_ns[name])
+                    values[name] = self._handle(value)
         return {"op": "values", "values": values}, encode.blobs
 
     def do_room(self, message: dict, blobs: list) -> tuple[dict, list]:
