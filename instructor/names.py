@@ -8,6 +8,7 @@ import re
 import symtable
 
 MAX_SOURCE = 200_000  # characters of a cell whose names are looked at
+MAX_WORK = 1_000_000  # characters times magics of such a cell: seconds
 FILE_CELL = re.compile(r"%%(?:writefile|file)\s+(?:-a\s+)?(\S+)")
 
 
@@ -15,7 +16,7 @@ def python_of(source: str) -> str | None:
     """A code cell as plain Python, or None if it is not."""
     from IPython.core.inputtransformer2 import TransformerManager
 
-    if len(source) > MAX_SOURCE or FILE_CELL.match(source.lstrip()):
+    if is_too_much(source) or FILE_CELL.match(source.lstrip()):
         return None
     try:
         try:
@@ -25,8 +26,14 @@ def python_of(source: str) -> str | None:
             text = TransformerManager().transform_cell(source)
             ast.parse(text)
             return text
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, RuntimeError, MemoryError):  # RuntimeError: too many magics for IPython
         return None
+
+
+def is_too_much(source: str) -> bool:
+    """True for a cell that takes long to read: IPython goes through all of it again for each magic and each `!`."""
+    magics = sum(source.count(sign) for sign in "!%?")
+    return len(source) > MAX_SOURCE or magics * len(source) > MAX_WORK
 
 
 def used_names(source: str) -> set[str]:

@@ -38,9 +38,11 @@ def standard_attention(standard_attention, seed=None):
     """Check softmax(q k^T / sqrt(D)) v, without a fused operator and without a causal mask."""
     draw = Draw(seed)
     q, k, v = (draw.normal(1, 2, 5, 8) for _ in range(3))
+    copies = q.clone(), k.clone(), v.clone()
     with watch_operations() as watch:
-        standard_attention(q, k, v)
+        watched = standard_attention(q, k, v)
     forbid(watch, FUSED_ATTENTION, hint="write the three lines yourself")
+    right = _reference(*copies)
     for dtype, rtol, atol in ((torch.float32, 1e-4, 1e-5), (torch.float64, 1e-5, 1e-6)):
         b, h, s = draw.sizes(3, 2, 20)
         d = draw.choice((6, 12, 20))  # no square, so that sqrt(D) is no short number
@@ -62,6 +64,7 @@ def standard_attention(standard_attention, seed=None):
         what="standard_attention with scores in the hundreds",
         hint="exp overflows: subtract the largest score first, or use torch.softmax.",
     )
+    expect_close(watched, right, rtol=1e-4, atol=1e-5, what="standard_attention of (1, 2, 5, 8)")
 
 
 @check("5.1", "Memory of the scores")
@@ -109,8 +112,10 @@ def attention_bshd(attention_bshd, seed=None):
     for s, heads, kv_heads in ((draw.size(9, 15), 4, 4), (6, 6, 6), (draw.size(9, 15), 6, 2), (draw.size(9, 15), 4, 1)):
         b, d = draw.size(2, 3), draw.choice((8, 16))
         q, k, v = draw.normal(b, s, heads, d), draw.normal(b, s, kv_heads, d), draw.normal(b, s, kv_heads, d)
-        got = attention_bshd(q, k, v)
+        inputs = q.clone(), k.clone(), v.clone()
+        got = attention_bshd(*inputs)
         what = f"attention_bshd of q ({b}, {s}, {heads}, {d}) with {kv_heads} key-value heads"
+        expect_unchanged((q, k, v), inputs, what)
 
         def attend(causal, q=q, k=k, v=v, group=heads // kv_heads):
             keys, values = (t.transpose(1, 2).repeat_interleave(group, dim=1) for t in (k, v))
@@ -219,8 +224,9 @@ def _expect_tiles_only(function, draw: Draw, name: str) -> SizeWatch:
     """Assert that no fused operator and no operator on whole rows runs, and that only one tile of scores exists at a time."""
     b, h, s, d, tile_q, tile_k = 1, 2, 96, 4, 16, 24
     q, k, v = (draw.normal(b, h, s, d) for _ in range(3))
+    copies = q.clone(), k.clone(), v.clone()
     with SizeWatch() as sizes, watch_operations() as watch:
-        function(q, k, v, tile_q, tile_k)
+        got = function(q, k, v, tile_q, tile_k)
     forbid(
         watch, (*FUSED_ATTENTION, *_SOFTMAX), hint="the softmax is the running maximum and sum of online_softmax_stats"
     )
@@ -238,6 +244,8 @@ def _expect_tiles_only(function, draw: Draw, name: str) -> SizeWatch:
             f"{name}: {found[0]} worked on {found[1]} scores at once; one tile of queries and one of keys have "
             f"{b} x {h} x {tile_q} x {tile_k} = {tile}." + (f"\n  {line}" if line else "")
         )
+    what = f"{name} of {s} tokens with tiles ({tile_q}, {tile_k})"
+    expect_close(got, _reference(*copies, causal="causal" in name), rtol=1e-4, atol=1e-5, what=what)
     return sizes
 
 
@@ -306,8 +314,9 @@ def flash_attention_causal(flash_attention_causal, seed=None):
     _expect_tiles_only(flash_attention_causal, draw, name)
     for s, tile_q, tile_k in ((96, 16, 16), (draw.size(60, 90), 16, 8), (draw.size(60, 90), 8, 24)):
         q, k, v = (draw.normal(1, 1, s, 8) for _ in range(3))
+        expected = _reference(q, k, v, causal=True)
         with SizeWatch() as sizes:
-            flash_attention_causal(q, k, v, tile_q, tile_k)
+            got = flash_attention_causal(q, k, v, tile_q, tile_k)
         needed = whole = 0
         for i in range(0, s, tile_q):
             rows = min(tile_q, s - i)
@@ -321,6 +330,8 @@ def flash_attention_causal(flash_attention_causal, seed=None):
                 f"{name} on {s} tokens with tiles ({tile_q}, {tile_k}) computed {sizes.macs:,} MACs in its products; "
                 f"the tiles with at least one visible score need {needed:,}.{more} Where can the loop over keys stop?"
             )
+        what = f"{name} of {s} tokens with tiles ({tile_q}, {tile_k})"
+        expect_close(got, expected, rtol=1e-4, atol=1e-5, what=what)
 
 
 @check("Bonus 5.7", "Merging")

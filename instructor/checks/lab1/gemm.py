@@ -47,8 +47,9 @@ def gemm_naive(gemm_naive, seed=None):
     draw = Draw(seed)
     m, k, n = draw.sizes(3, 3, 7)
     a, b = draw.normal(m, k), draw.normal(k, n)
+    expected = a @ b
     with SizeWatch() as sizes, watch_operations() as watch:
-        gemm_naive(a, b)
+        watched = gemm_naive(a, b)
     forbid(watch, MATMUL, hint="write the three loops yourself")
     forbid_leaving(watch, hint="Read one element at a time: a[i, k], or a[i, k].item().")
     if found := sizes.over(1):
@@ -58,6 +59,7 @@ def gemm_naive(gemm_naive, seed=None):
             f"multiply-accumulate on two numbers in each pass of the inner loop." + (f"\n  {line}" if line else "")
         )
     hint = "Which index does each of the three loops run over, and where is the sum set back to zero?"
+    watched_what = _name("gemm_naive", m, k, n, a.dtype)
     for dtype in (torch.float32, torch.float64):
         shapes = [tuple(draw.sizes(3, 3, 7)), (1, draw.size(4, 9), 1), (draw.size(3, 6), 1, draw.size(3, 6)), (4, 4, 4)]
         for m, k, n in shapes:
@@ -66,6 +68,7 @@ def gemm_naive(gemm_naive, seed=None):
     a, b = draw.normal(5, 3).T, draw.normal(4, 5).T  # not contiguous
     a[1, 2] = math.nan
     _expect_product(gemm_naive, a, b, "gemm_naive of transposed views, with a NaN in row 1 of a,", hint)
+    expect_close(watched, expected, rtol=1e-4, atol=1e-5, what=watched_what, hint=hint)
     expect_follows_device(gemm_naive, (2, 3), (3, 4), what="gemm_naive(a, b)")
 
 
@@ -84,8 +87,9 @@ def gemm_tiled(gemm_tiled, seed=None):
     _expect_product(lambda x, y: gemm_tiled(x, y, 4, 2, 3), a, b, what, "Every tile is whole here.")
 
     a, b = draw.normal(20, 24), draw.normal(24, 22)
+    expected = a @ b
     with SizeWatch() as sizes, watch_operations() as watch:
-        gemm_tiled(a, b, 5, 4, 3)
+        watched = gemm_tiled(a, b, 5, 4, 3)
     forbid(watch, MATMUL, hint="build the product of two tiles from elementwise products and sums")
     forbid_leaving(watch)
     if found := sizes.over(5 * 4 * 3):
@@ -106,6 +110,8 @@ def gemm_tiled(gemm_tiled, seed=None):
     a[1, 2] = math.nan
     what = "gemm_tiled of transposed views, with a NaN in row 1 of a,"
     _expect_product(lambda x, y: gemm_tiled(x, y, 4, 4, 4), a, b, what, hint)
+    what = _name("gemm_tiled", 20, 24, 22, torch.float32, tiles(5, 4, 3))
+    expect_close(watched, expected, rtol=1e-4, atol=1e-5, what=what, hint=hint)
     _expect_wide_accumulator(gemm_tiled, draw)
     expect_follows_device(lambda x, y: gemm_tiled(x, y, 2, 2, 2), (3, 5), (5, 4), what="gemm_tiled(a, b)")
 

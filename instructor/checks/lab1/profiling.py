@@ -63,8 +63,9 @@ def gelu_by_hand(gelu_by_hand, seed=None):
     """Check the tanh form of GELU, made of elementwise operators, on any shape and dtype."""
     draw = Draw(seed)
     x = draw.normal(3, 5)
+    right = torch.nn.functional.gelu(x.double(), approximate="tanh").float()
     with watch_operations() as watch:
-        gelu_by_hand(x)
+        watched = gelu_by_hand(x)
     forbid(watch, ("gelu", r"\w*gelu\w*", *MATMUL), hint="write the formula from +, * and torch.tanh")
     forbid_leaving(watch)
     # A constant in float32, such as torch.sqrt(torch.tensor(2 / math.pi)), is right in float64, too.
@@ -82,6 +83,7 @@ def gelu_by_hand(gelu_by_hand, seed=None):
         if comparable and torch.allclose(got.double(), exact.double(), rtol=1e-6, atol=1e-9, equal_nan=True):
             hint = "This is the exact GELU, with erf. Gemma uses the tanh form."
         expect_close(got, wide, rtol=rtol, atol=atol, what=what, hint=hint)
+    expect_close(watched, right, rtol=1e-4, atol=1e-6, what="gelu_by_hand of (3, 5)")
 
 
 @check("4.2", "Bytes of fusion")

@@ -42,8 +42,10 @@ def masked_attention(masked_attention, seed=None):
     """Check softmax(q k^T / sqrt(D) where mask) v, without a fused operator."""
     draw = Draw(seed)
     q, k, v = (draw.normal(1, 2, 5, 8) for _ in range(3))
+    mask = torch.ones(5, 5, dtype=torch.bool)
+    right = attend_densely(q, k, v, mask)
     with watch_operations() as watch:
-        masked_attention(q, k, v, torch.ones(5, 5, dtype=torch.bool))
+        watched = masked_attention(q, k, v, mask)
     forbid(watch, FUSED_ATTENTION, hint="write product, mask, softmax, product yourself")
     for _ in range(3):
         b, h, s, length, d = draw.sizes(5, 2, 20)
@@ -68,6 +70,7 @@ def masked_attention(masked_attention, seed=None):
         what="masked_attention with a query that sees no key",
         hint="The softmax of nothing is 0 divided by 0: such a query gets zeros.",
     )
+    expect_close(watched, right, rtol=1e-4, atol=1e-5, what="masked_attention of 5 tokens that see each other")
 
 
 @check("1.2", "Costs of a mask")

@@ -150,12 +150,13 @@ def split_kv_attention(split_kv_attention, seed=None):
         expect_close(got, expected, **tolerance, what=what, hint=hint)
     b, h, sq, sk, d, splits = 1, 2, 2, 962, 5, 8
     q, k, v = draw.normal(b, h, sq, d), draw.normal(b, h, sk, d), draw.normal(b, h, sk, d)
+    right = reference_attention(q, k, v).float()
     with (
         with_right_answers(split_kv_attention, {"attend_part": _right_part}),
         SizeWatch() as sizes,
         watch_operations() as watch,
     ):
-        split_kv_attention(q, k, v, splits)
+        got = split_kv_attention(q, k, v, splits)
     forbid(watch, FUSED_ATTENTION, hint="each part comes from attend_part")
     forbid_leaving(watch)
     limit = b * h * sq * -(-sk // splits)
@@ -176,6 +177,8 @@ def split_kv_attention(split_kv_attention, seed=None):
             f"split_kv_attention over {sk} keys in {splits} splits: the parts have {sorted(lengths)} keys. Their sizes "
             "should differ by at most 1."
         )
+    what = f"split_kv_attention over {sk} keys in {splits} splits"
+    expect_close(got, right, rtol=1e-3, atol=1e-4, what=what)
 
 
 @check("Bonus 2.4", "The backward pass")

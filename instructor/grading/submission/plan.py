@@ -18,7 +18,8 @@ from typing import NamedTuple
 import nbformat
 from nbformat import NotebookNode
 
-from instructor.names import FILE_CELL, MAX_SOURCE, bound_names, python_of, used_names
+from instructor.grading.submission.harmless import harmless_attachments, harmless_markdown
+from instructor.names import FILE_CELL, bound_names, is_too_much, python_of, used_names
 from instructor.needs import NAME as NEEDS
 from instructor.source import QUESTION_ID
 
@@ -100,8 +101,10 @@ def read_notebook(text: str | bytes) -> NotebookNode:
             raise ValueError("it is no JSON object")
         # Outputs are made again. Broken ones are the most common reason why a notebook does not validate.
         for cell in _raw_cells(raw):
-            if isinstance(cell, dict) and cell.get("cell_type") == "code":
-                cell["outputs"] = [o for o in cell.get("outputs") or [] if _is_output(o)][:200]
+            if isinstance(cell, dict):
+                given = cell.pop("outputs", None)
+                if cell.get("cell_type") == "code":
+                    cell["outputs"] = [o for o in given if _is_output(o)][:200] if isinstance(given, list) else []
         old = raw.get("nbformat", 0) < 4  # its sources are lists of lines, which `convert` alone does not take
         notebook = nbformat.reads(json.dumps(raw), as_version=4) if old else nbformat.from_dict(raw)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError, nbformat.ValidationError) as error:
@@ -170,6 +173,10 @@ def make_plan(
         name = f"{known.id}" if known is not None else f"extra-{number}"
         node = _new_cell(cell.get("cell_type"), f"{name[:50]}-{number}" if name in taken else name, _source(cell))
         taken.add(node.id)
+        if node.cell_type == "markdown" and not (known is not None and node.source == known.source):
+            node.source = harmless_markdown(node.source)
+            if pictures := harmless_attachments(cell.get("attachments")):
+                node["attachments"] = pictures
         if known is not None:
             node.metadata.update(json.loads(json.dumps(lab.released[known.id].metadata)))
         notebook.cells.append(node)
@@ -404,7 +411,7 @@ def _leave_out(steps: list[Step]) -> None:
     """Skip the instructor's own unchanged cells that nothing needs."""
     run = [s for s in steps if s.kind == "student"]
     needed_anyway = [s for s in run if not s.untouched or "nbgrader" in s.cell.metadata]
-    if any(len(s.source) > MAX_SOURCE or _DYNAMIC.search(s.source) for s in needed_anyway):
+    if any(is_too_much(s.source) or _DYNAMIC.search(s.source) for s in needed_anyway):
         return
     names = set().union(*(used_names(s.source) for s in needed_anyway))
     rest = [s for s in run if s not in needed_anyway]

@@ -23,6 +23,7 @@ class WarmUp:
     course: dict[str, str]  # name in the scratch folder -> path, of what students have next to their notebook
     hidden: list[str]  # folders that an empty one covers wherever a visible path contains them
     limits: Limits
+    answers: dict[str, list[str]]  # module of the course -> functions in it that a student may not call
 
     def as_json(self) -> dict:
         """The record as a JSON object."""
@@ -44,9 +45,11 @@ class Job:
     student_notebook: str
     submission: bytes  # the file as it was handed in
     timeout: float  # seconds for one cell, or for the tests of one question
+    total: float  # seconds for the whole submission
     tests: dict[str, Needs]  # test cell -> what it needs
     modes: dict[str, str]  # test cell -> "distance" or "inside"; for other cells the checker finds out
     no_control: list[str]  # test cells inside whose checks accept corrupted answers, too
+    watching: list[str]  # test cells that forbid something: every call of a student's function is recorded in them
     gpu: bool
 
     def as_frame(self) -> tuple[dict, list[bytes]]:
@@ -67,6 +70,7 @@ class Report:
     result: SubmissionResult
     modes: dict[str, str]  # test cell -> "distance" or "inside"
     why: dict[str, str]  # test cell -> why it could not run at a distance
+    watching: list[str]  # test cells that record what runs in the student's functions
 
     def as_json(self) -> dict:
         """The record as a JSON object."""

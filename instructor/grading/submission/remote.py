@@ -21,7 +21,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from instructor.grading.submission.conditions import expect_sdpa_switches, sdpa_switches, set_sdpa_switches
-from instructor.grading.submission.evidence import expect_canaries, merge_watch, replay
+from instructor.grading.submission.evidence import expect_canaries, expect_consistent, merge_watch, replay
 from instructor.grading.submission.exceptions import error_with_lines
 from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import BlockMasks
@@ -61,6 +61,8 @@ class Remote:
     def __init__(self, channel: Channel, errors: dict[str, type] | None = None):
         self.channel, self.number, self.errors = channel, 0, errors or {}
         self.deadline = 0.0
+        self.watch_all = False  # record every call, also those that the check does not watch
+        self.beats: Callable[[int], None] = lambda number: None  # waits for the watch's word on a request
         self.shown: list[str] = []
         self.forget()
 
@@ -75,6 +77,9 @@ class Remote:
         self.last_key = 0
         self.dropped: list[int] = []  # keys of tensors that the student's process may forget
         self.shown = []
+        self.ledger: list[tuple[int, watching.OperationWatch]] = []  # (function, what ran) of each recorded call
+        self.watches: list[tuple[int, watching.OperationWatch]] = []  # (function, a watch of the check it ran under)
+        self.contradictions: list[str] = []
 
     def within(self, seconds: float) -> None:
         """Set the deadline of all requests from now on."""
@@ -92,6 +97,7 @@ class Remote:
                     continue
                 if reply.get("n") != number or not isinstance(reply.get("op"), str):
                     raise WireError("an answer to another question")
+                self.beats(number)
                 if reply["op"] == "broken":
                     raise WireError(f"the process that runs it failed: {str(reply.get('why'))[-280:]}")
                 return reply, data
@@ -243,6 +249,11 @@ class Remote:
         dispatch, functions = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
         watches = [mode.seen for mode in dispatch if type(mode) is watching._Dispatch]
         replayed = [mode for mode in dispatch if type(mode) is not watching._Dispatch]
+        if isinstance(number, int):
+            self.watches += [(number, watch) for watch in watches]
+        profiled = bool(torch.autograd._profiler_enabled())  # it would show each operator once for each mode
+        always = self.watch_all and isinstance(number, int) and not (levels or step or profiled)
+        recorded = bool(watches or replayed or always)
         shipped = [mode for mode in functions if type(mode) is not watching._Calls]
         sizes = [1 + secrets.randbelow(10**6) for _ in range(2)]
         encode, before = self.encoder(levels), self.last_key
@@ -250,10 +261,10 @@ class Remote:
             "grad": torch.is_grad_enabled(),
             "inference": torch.is_inference_mode_enabled(),
             "fill": torch.are_deterministic_algorithms_enabled(),
-            "watch": bool(watches),
-            "record": bool(watches or replayed),
+            "watch": recorded,
+            "record": recorded,
             "sdpa": sdpa_switches(),
-            "profile": bool(torch.autograd._profiler_enabled()),
+            "profile": profiled,
             "canary": sizes,
             "modes": ["pickle", encode._blob(_ship(shipped))] if shipped else ["list", []],
         }
@@ -273,7 +284,7 @@ class Remote:
         reply, blobs = self.ask(message, encode.blobs)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             try:
-                value = self._conclude(reply, blobs, watches, replayed, sizes, levels)
+                value = self._conclude(reply, blobs, number, watches, replayed, sizes if recorded else None, levels)
             except (WireError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
                 if getattr(error, "remote", False):
                     raise
@@ -293,7 +304,7 @@ class Remote:
             with open(name, "wb") as file:
                 file.write(blobs[0])
 
-    def _conclude(self, reply, blobs, watches, replayed, sizes, levels):
+    def _conclude(self, reply, blobs, number, watches, replayed, sizes, levels):
         if reply["op"] == "unsendable":
             raise _mark_as_students(TypeError(f"your code returned what no check can use: {reply['why']}"))
         decode = self.decoder(blobs, levels)
@@ -304,16 +315,28 @@ class Remote:
                 pass
         if isinstance(reply.get("shown"), str):
             self.shown.append(reply["shown"][:20_000])
-        if watches or replayed:
+        if sizes is not None:
             records = expect_canaries(reply["records"], sizes)
-            for watch in watches:
+            everything = watching.OperationWatch()
+            for watch in (*watches, everything):
                 merge_watch(watch, reply["watch"])
+            self.ledger.append((number, everything))
+            if not levels and (why := expect_consistent(records, reply["watch"], _shape_made(reply))):
+                self.contradictions.append(why)
             replay(replayed, records)
         if reply["op"] == "raised":
             raise _mark_as_students(error_with_lines(reply["error"], self.errors))
         if reply["op"] != "result":
             raise WireError("a reply that is neither a result nor an exception")
         return decode(reply["value"])
+
+    def expect_rules_kept(self) -> None:
+        """Assert that every call kept to what the check forbade in the calls that it watched."""
+        for number, watch in self.watches:
+            for rule, arguments in watch.rules:
+                for called, ran in self.ledger:
+                    if called == number:
+                        rule(ran, *arguments)
 
     def _serve(self, message: dict, blobs: list) -> None:
         """Answer the student's code, which called a function of the check or took the next item of its iterator."""
@@ -335,6 +358,14 @@ class Remote:
             kinds = [f"{k.__module__}:{k.__qualname__}" for k in type(error).__mro__]
             reply = {"op": "raise", "error": {"kinds": kinds, "words": str(error)[:2000]}, "updates": []}
         self.channel.send(reply, encode.blobs, self.deadline)
+
+
+def _shape_made(reply: dict) -> list | None:
+    """The shape of a result that is a new tensor; None for any other result."""
+    node = reply.get("value")
+    if reply["op"] != "result" or not isinstance(node, list) or node[:1] != ["tensor"] or 0 in node[1]["shape"]:
+        return None
+    return list(node[1]["shape"])
 
 
 def _indices(by_tensor: bool):

@@ -34,6 +34,7 @@ from instructor.grading.submission.conditions import (
 from instructor.grading.submission.corruption import corrupt
 from instructor.grading.submission.evidence import Recorder, describe_watch, run_canary
 from instructor.grading.submission.exceptions import describe_error, rebuild_error, words_of
+from instructor.grading.submission.library import Library
 from instructor.grading.submission.outputs import MAX_TEXT, Outputs, Stream
 from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import BlockMasks
@@ -50,14 +51,14 @@ MAX_FILE = 8_000_000  # bytes of a file that is an answer
 class Student:
     """Serves the checker's requests, one after the other."""
 
-    def __init__(self, channel: Channel, shell, base: dict, watcher: tampering.Watcher):
-        self.channel, self.shell, self.base, self.watcher = channel, shell, base, watcher
+    def __init__(self, channel: Channel, shell, base: dict, watcher: tampering.Watcher, library: Library):
+        self.channel, self.shell, self.base, self.watcher, self.library = channel, shell, base, watcher, library
         self.outputs = Outputs()
         # Without a root of its own the folders are the machine's, and other programs fill them, too.
         own_root = os.getcwd() == SCRATCH and os.path.ismount("/out")
         self.folders: tuple[str, ...] = (SCRATCH, "/tmp") if own_root else ()
         self.memory = memory_left()
-        self.strays = self.question = 0
+        self.strays = self.question = self.depth = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -94,6 +95,7 @@ class Student:
             reply, data = {"op": "unsendable", "why": str(error)[:500]}, []
         except Exception as error:
             reply, data = {"op": "broken", "why": traceback.format_exc()[-2000:] or str(error)}, []
+        self.watcher.beat(message.get("n"))
         self.channel.send({**reply, "n": message.get("n")}, data)
 
     # ---- cells -----------------------------------------------------------------------------------------------
@@ -172,11 +174,12 @@ class Student:
         values = {}
         for name in message["names"]:
             if name in self.shell.user_ns:
-                self.watcher.look_at(self.shell.user_ns[name])
+                value = self.library.own(self.shell.user_ns[name])
+                self.watcher.look_at(value)
                 try:
-                    values[name] = encode(self.shell.user_ns[name])
+                    values[name] = encode(value)
                 except WireError:
-                    values[name] = self._handle(self.shell.user_ns[name])
+                    values[name] = self._handle(value)
         return {"op": "values", "values": values}, encode.blobs
 
     def do_room(self, message: dict, blobs: list) -> tuple[dict, list]:
@@ -199,9 +202,11 @@ class Student:
             del self.tensors[key], self.sent[key]
         shown = self.outputs
         with vmaps.leave_levels(), no_modes(), uncompiled_flex():  # a callback may ask in the middle of another call
+            self.depth += 1
             try:
                 return self._call(message, blobs)
             finally:
+                self.depth -= 1
                 self.outputs = shown
                 self._redirect(shown)
 
@@ -217,7 +222,7 @@ class Student:
         self.outputs = outputs = Outputs()
         self._redirect(outputs)
         recorder = watch = profile = raised = value = None
-        ends = [torch.empty(size, device="meta") for size in conditions["canary"]]
+        ends = [torch.empty(size, device="meta", dtype=torch.float32) for size in conditions["canary"]]
         with contextlib.ExitStack() as stack:
             set_conditions(stack, conditions)
             if conditions["record"]:
@@ -242,7 +247,8 @@ class Student:
                 after = sdpa_switches()
             if recorder is not None:
                 run_canary(ends[1])
-        self.watcher.scan()
+        if self.depth == 1:  # within another call, what that call's watch replaced is in place
+            self.watcher.scan()
         ran = [record[0] for record in recorder.records] if recorder is not None else []
         evidence = [{name.rpartition("::")[2] for name in ran}] if recorder is not None else []
         evidence += [set(watch.operations)] if watch is not None else []
@@ -355,9 +361,10 @@ class Student:
             now = _bytes_of(tensor)
             if now != self.sent[key]:
                 self.sent[key] = now
-                known, encode.known = encode.known, None
+                # Its numbers travel: as a tensor that the other side has, it would be the old one there.
+                before, (encode.known, encode.shared) = (encode.known, encode.shared), (None, None)
                 changed.append([key, encode(tensor.detach())])
-                encode.known = known
+                encode.known, encode.shared = before
         return changed
 
     def _apply(self, updates: list, decode: Decoder) -> None:

@@ -24,7 +24,7 @@ import torch
 
 from instructor.grading.wire import functions, vmaps
 from instructor.grading.wire.block_masks import block_mask_fields
-from instructor.grading.wire.channel import WireError
+from instructor.grading.wire.channel import MAX_BLOBS, WireError
 
 _from_buffer = torch.frombuffer  # the original: the checker's watch replaces it while a check runs
 MAX_DEPTH, MAX_NODES = 32, 200_000  # of one value
@@ -258,7 +258,8 @@ class Decoder:
     ):
         self.blobs, self.handle, self.own, self.known, self.keep = blobs, handle, own, known, keep
         self.trusted, self.levels, self.block_mask = trusted, levels, block_mask
-        self.nodes = 0
+        self.nodes = self.taken = 0
+        self.used: set[int] = set()  # bytes that a value was made of: a second value of them would take memory again
 
     def __call__(self, node, depth: int = 0):
         """The value of a node."""
@@ -280,6 +281,9 @@ class Decoder:
     def _data(self, index) -> bytearray:
         if type(index) is not int or not 0 <= index < len(self.blobs):
             raise WireError("a value names bytes that are not there")
+        if index in self.used:
+            raise WireError("two values name the same bytes")
+        self.used.add(index)
         return self.blobs[index]
 
     def _read_none(self, depth):
@@ -343,8 +347,9 @@ class Decoder:
         kind = np.dtype(_exactly(dtype, str))
         if kind.kind not in "biufc":
             raise WireError("an array that is not of numbers")
-        _expect_size(shape, kind.itemsize, len(self._data(index)))
-        array = np.frombuffer(self._data(index), dtype=kind).reshape(shape).copy()
+        data = self._data(index)
+        _expect_size(shape, kind.itemsize, len(data))
+        array = np.frombuffer(data, dtype=kind).reshape(shape).copy()
         return array[()] if _exactly(scalar, bool) and not shape else array
 
     def _read_tensor(self, depth, fields):
@@ -363,6 +368,9 @@ class Decoder:
             _expect_strides(shape, stride)
             if not _own_memory(shape, stride) or _reach(shape, stride) > 8 * tensor.numel() + 64:
                 raise WireError("the strides of a tensor would take much more memory than its elements")
+            self.taken += _reach(shape, stride) * dtype.itemsize
+            if self.taken > MAX_BLOBS:
+                raise WireError("the tensors of a message would take too much memory")
             tensor = torch.empty_strided(shape, stride, dtype=dtype).copy_(tensor)
         if _exactly(device, str) != "cpu":
             tensor = tensor.to(torch.device(device))

@@ -1,11 +1,14 @@
 """Nothing that decides points is judged where student code runs: every check of every lab works at a distance."""
 
+import importlib
+
 import nbformat
 import pytest
 import torch
 
 from instructor.build import build_lab
 from instructor.grading import calibrate, grade_notebook
+from instructor.grading.submission.library import ANSWERS, Library
 from instructor.grading.wire.channel import WireError
 from instructor.grading.wire.functions import MARK, travels
 from instructor.grading.wire.values import Decoder, Encoder
@@ -110,3 +113,30 @@ def test_no_code_is_taken_from_a_student(node):
 def test_an_answers_number_may_not_be_hidden_in_what_travels():
     expected = torch.ones(2)
     assert not travels(lambda x: x == expected, lambda part: False)  # it has a parameter: it stays with the checker
+
+
+# ---- answers in the library ----------------------------------------------------------------------------------------
+
+
+def test_the_librarys_answers_are_out_of_a_students_reach():
+    from utils.attention.masks import mask_mods
+
+    before, library = mask_mods.both, Library()
+    space = {"masks": mask_mods}
+    try:
+        library.hide({"utils.attention.masks.mask_mods": ["both", "no_such_name"], "utils.no_such_module": ["x"]})
+        exec(compile("def answer(*mods):\n    return masks.both(*mods)", "<cell>", "exec"), space)
+        with pytest.raises(AssertionError, match=r"mask_mods\.both answers a question"):
+            space["answer"](mask_mods.causal, mask_mods.causal)
+        for own in (mask_mods.both, before):
+            with pytest.raises(AssertionError, match=r"mask_mods\.both answers a question"):
+                library.own(own)(mask_mods.causal)
+        assert library.own(mask_mods.causal) is mask_mods.causal
+    finally:
+        mask_mods.both = before
+
+
+@pytest.mark.parametrize("lab", ANSWERS)
+def test_the_named_functions_are_there(lab):
+    for module, names in ANSWERS[lab].items():
+        assert [name for name in names if not hasattr(importlib.import_module(module), name)] == []
