@@ -185,9 +185,6 @@ def needs(own: str = "", /, *, files: dict[str, str] | None = None, after: str =
     """
     names = sys._getframe(1).f_globals
     above = "Run the cells above this one first (menu Run, Run All Above Selected Cell)"
-    lost = [name for name in after.split() if name not in names]
-    if lost:
-        raise AnswerNeeded(f"This cell needs {lost[0]}, which a cell above it defines. {above}.")
     for name, question in answers.items():
         if name not in names:
             raise AnswerNeeded(
@@ -201,6 +198,10 @@ def needs(own: str = "", /, *, files: dict[str, str] | None = None, after: str =
             raise AnswerNeeded(
                 f"This cell needs {_label(question)} ({name}), and there is no such file: run the answer cell that writes it."
             )
+    # Answers come first: a cell above that defines nothing may have stopped for the same answer.
+    lost = [name for name in after.split() if name not in names]
+    if lost:
+        raise AnswerNeeded(f"This cell needs {lost[0]}, which a cell above it defines. {above}.")
 
 
 def check(question: str, title: str = "") -> Callable[[Callable], Callable[..., Verdict]]:
