@@ -263,18 +263,19 @@ def compile_for_hopper(source: str, launch: Launch, timeout: float = 120.0) -> C
     return Compiled(**fields)
 
 
-def machine_code(source: str, launch: Launch, containing: str) -> str:
+def machine_code(source: str, launch: Launch, containing: str, compiled: Compiled | None = None) -> str:
     """Return what became of the lines of a student's file that contain a text: the PTX and the SASS below each line.
 
     Args:
         source: the text of the file.
         launch: the kernel, with the arguments whose types it is compiled for.
         containing: a part of the lines to show, or several, separated by "|".
+        compiled: what `compile_for_hopper` returned for them; None compiles.
 
     Raises:
         AssertionError: the compiler refuses the kernel, or no line contains the text.
     """
-    compiled = compile_for_hopper(source, launch)
+    compiled = compiled or compile_for_hopper(source, launch)
     shown = []
     for number, text in enumerate(source.splitlines(), 1):
         code = text.split("#")[0]

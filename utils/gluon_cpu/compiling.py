@@ -110,9 +110,6 @@ def compile_kernel(request: Request, *, figures: bool = True, timeout: float = 1
     Raises:
         CompilerRefusal: the kernel does not compile.
     """
-    request_text = json.dumps(asdict(request), sort_keys=True, default=repr)
-    if figures and request_text in _figures:
-        return _figures[request_text]
     entry = _cache_entry(request)
     known = _read_entry(entry)
     if known is not None and (known["compiled"] or not figures):
@@ -122,15 +119,11 @@ def compile_kernel(request: Request, *, figures: bool = True, timeout: float = 1
     if code:
         raise CompilerRefusal(errors)
     compiled = json.loads(output.splitlines()[-1])
-    if figures and _CACHE is not None:
-        _figures[request_text] = Compiled(**compiled)
     if entry is not None:
         with contextlib.suppress(OSError):  # a full disk, or a folder that may not be written
             write_whole(entry, json.dumps({"compiled": compiled}))
     return Compiled(**compiled) if figures else None
 
-
-_figures: dict[str, Compiled] = {}  # of this process: a file that imports the course's own may not be kept longer
 
 # ---- results that are kept ---------------------------------------------------------------------------------------
 

@@ -89,38 +89,39 @@ def lab_answers() -> dict[str, str]:
 
 def lab_launches() -> dict:
     """Return {name: function from a Draw to a Launch} of the model answers."""
-    from instructor.checks.lab3_gluon import attention, pipelines
+    from utils.checking import gluon_launches as launches
 
     def causal(draw):
         sq, extra = draw.size(65, 150), draw.size(0, 90)
-        q, k, v = attention.inputs(2, sq, sq + extra, 64, draw)
-        launch, _ = attention.attention_launch("lab3_causal.py", 64, q, k, v)
-        args = {name: launch.args[name] for name in ("q_desc", "k_desc", "v_desc", "o_desc")}
-        args |= {"sq": sq, "sk": sq + extra, "c": launch.args["c"]}
-        return attention.Launch("attention_causal", launch.grid, args, ("o_desc",), file="lab3_causal.py")
+        q, k, v, _ = launches.attention_inputs(2, sq, sq + extra, normal=draw.normal)
+        return launches.causal_launch(q, k, v)[0]
 
-    def attend(file, rows, stages=None):
+    def attend(file, rows, **constants):
         def make(draw):
-            q, k, v = attention.inputs(2, draw.size(33, 150), draw.size(20, 250), draw.choice((64, 128)), draw)
-            return attention.attention_launch(file, rows, q, k, v, stages=stages)[0]
+            sq, sk, d = draw.size(33, 150), draw.size(20, 250), draw.choice((64, 128))
+            inputs = launches.attention_inputs(2, sq, sk, d, normal=draw.normal)
+            return launches.attention_launch(file, rows, *inputs, **constants)[0]
 
         return make
 
     def overlap(draw):
-        q, k, v = (x[None] for x in attention.inputs(2, draw.size(33, 150), draw.size(20, 250), 128, draw))
-        return attention.overlap_launch(q, k, v, 2, block_n=draw.choice((64, 128)))[0]
+        inputs = launches.attention_inputs(2, draw.size(33, 150), draw.size(20, 250), 128, normal=draw.normal)
+        return launches.overlap_launch(*inputs, block_n=draw.choice((64, 128)))[0]
+
+    def tma_ring(draw):
+        return launches.tma_ring_launch(draw.size(1, 60), 8 * draw.size(1, 60), 3, normal=draw.normal)[0]
+
+    def wgmma(draw):
+        sizes = draw.size(1, 150), 8 * draw.size(1, 20), 8 * draw.size(1, 30)
+        return launches.wgmma_launch(*sizes, normal=draw.normal)[0]
 
     return {
-        "lab 3: transpose": lambda d: pipelines.transpose_launch(d.size(1, 90), d.size(1, 90), d)[0],
-        "lab 3: cp.async": lambda d: pipelines.async_copy_launch(d.size(1, 4000), 256, 4, 3, d)[0],
-        "lab 3: TMA ring": lambda d: pipelines.tma_ring_launch(d.size(1, 60), 8 * d.size(1, 60), 3, torch.float16, d)[
-            0
-        ],
-        "lab 3: wgmma": lambda d: pipelines.wgmma_launch(
-            d.size(1, 150), 8 * d.size(1, 20), 8 * d.size(1, 30), 64, torch.bfloat16, d
-        )[0],
+        "lab 3: transpose": lambda d: launches.transpose_launch(d.size(1, 90), d.size(1, 90), d.normal)[0],
+        "lab 3: cp.async": lambda d: launches.async_copy_launch(d.size(1, 4000), 4, 3, normal=d.normal)[0],
+        "lab 3: TMA ring": tma_ring,
+        "lab 3: wgmma": wgmma,
         "lab 3: softmax": attend("lab3_softmax.py", 64),
-        "lab 3: producer, consumers": attend("lab3_specialized.py", 128, 2),
+        "lab 3: producer, consumers": attend("lab3_specialized.py", 128, STAGES=2),
         "lab 3: overlap": overlap,
         "lab 3: causal": causal,
     }
