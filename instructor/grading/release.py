@@ -15,13 +15,13 @@ from instructor.build import PUBLIC, QUOTE_LENGTH, ROOT, Built, secret_lines
 from instructor.points import lab_names, lab_path
 from instructor.source import REGIONS, read_lab
 
-# What students get; everything else stays here.
+# What students get, beside the notebook and a README of their own; everything else stays here.
 BUNDLE = (
-    "README.md",
     "Makefile",
     "pyproject.toml",
     "constraints.txt",
     "environment.yml",
+    "nbgrader_config.py",
     "assets",
     "utils",
     "tools",
@@ -29,8 +29,21 @@ BUNDLE = (
     "expectations",
     "LICENSE",
 )
+STUDENTS_README = """\
+# {title}
+
+```bash
+make lab LAB={name}     # makes the environment, opens the lab
+```
+
+You need Python 3.11 or 3.12 and make. A GPU is optional. [Getting started](docs/students.md) covers laptops, campus GPUs,
+JupyterHub and SSH, and lists trouble by its symptom. `.venv/bin/labs check {name}` runs the visible checks and prints your
+points; hand in `{name}.ipynb`.
+
+[`utils` in one page](docs/utils.md) lists the helper package, and [how we measure](docs/measuring.md) says what a time means.
+"""
 LEFT_OUT = ("__pycache__", ".ipynb_checkpoints", ".ruff_cache", ".pytest_cache")
-FOR_INSTRUCTORS = ("docs/grading.md",)
+FOR_INSTRUCTORS = ("docs/grading.md", "docs/instructors.md", "docs/contributing.md", "docs/points.md")
 STRETCH = 3  # lines in a row that are no coincidence; those that any module has (`_SAYS_NOTHING`) do not count
 # What the library shares with a solution because it needs it itself: {(file, line): why}. `labs release` prints it.
 SHARED: dict[tuple[str, str], str] = {}
@@ -66,6 +79,10 @@ def bundle_files(built: Built, root: Path = ROOT) -> dict[str, bytes]:
             hidden = any(part in LEFT_OUT or part.endswith(".pyc") for part in path.parts)
             if path.is_file() and not hidden and relative not in FOR_INSTRUCTORS:
                 files[relative] = path.read_bytes()
+    title = next(
+        line for cell in json.loads(built.student)["cells"] for line in cell["source"] if line.startswith("# ")
+    )
+    files["README.md"] = STUDENTS_README.format(title=title.removeprefix("# ").strip(), name=built.name).encode()
     return files
 
 
@@ -216,5 +233,7 @@ def packed(files: dict[str, bytes], folder: str) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in sorted(files):
-            archive.writestr(zipfile.ZipInfo(f"{folder}/{name}", _STAMP), files[name], zipfile.ZIP_DEFLATED)
+            entry = zipfile.ZipInfo(f"{folder}/{name}", _STAMP)
+            entry.external_attr = 0o644 << 16  # everyone may read; without it, only the owner
+            archive.writestr(entry, files[name], zipfile.ZIP_DEFLATED)
     return buffer.getvalue()

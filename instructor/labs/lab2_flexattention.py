@@ -2,6 +2,7 @@
 # jupyter:
 #   jupytext:
 #     cell_metadata_filter: nbgrader,tags,-all
+#     notebook_metadata_filter: -jupytext.text_representation.format_version,-jupytext.text_representation.jupytext_version
 #     text_representation:
 #       extension: .py
 #       format_name: percent
@@ -59,8 +60,11 @@
 
 # %% nbgrader={"grade_id": "setup", "locked": true}
 import functools
+import inspect
+import itertools
 import json
 import math
+import os
 import warnings
 from pathlib import Path
 
@@ -71,7 +75,10 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from utils import *
-from utils.checking import check, expect_close, expect_number, forbid, require_answer, watch_operations
+from utils.checking import SizeWatch, check, expect_close, expect_number, forbid, watch_operations
+from utils.checking.masks import expect_program, expect_rows, kernels_for, modified, pairs
+from utils.checking.mistakes import known_mistake
+from utils.checking.watching import FUSED_ATTENTION
 from utils.machine.device import compile_support, flash_attn_support
 from utils.machine.environment import environment
 from utils.attention import AttentionUnsupported, prepare
@@ -107,23 +114,6 @@ def time_ways(ways: dict, samples: int = 11) -> pd.DataFrame:
     taken = measure_together(list(ways.values()), labels=list(ways), warmup=2, iterations=samples)
     rows = [(name, m.median_ms, m.interval_ms[0], m.interval_ms[1]) for name, m in zip(ways, taken, strict=True)]
     return pd.DataFrame(rows, columns=["way", "ms", "from", "to"])
-
-
-def rows_of(mask_mod, queries: int, keys: int, b: int = 0, h: int = 0) -> list[list[int]]:
-    """A mask as lists of 0 and 1, one list a query; a function that FlexAttention would refuse is refused here."""
-    assert callable(mask_mod), f"expected a mask_mod, got a {type(mask_mod).__name__}: is a return missing?"
-    try:
-        mask = dense_mask(mask_mod, queries, keys, b=b, h=h)
-    except TypeError as error:
-        raise AssertionError(str(error)) from None
-    try:
-        create_block_mask(mask_mod, b + 1, h + 1, queries, keys, device="cpu", BLOCK_SIZE=1)
-    except AssertionError as error:
-        raise AssertionError(
-            f"FlexAttention refuses your mask_mod: {error}. It takes exactly four positional arguments (b, h, q, k), and "
-            "*args does not count."
-        ) from None
-    return mask.int().tolist()
 
 
 def arrivals(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,14 +179,45 @@ def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
 # %% nbgrader={"grade_id": "q1_1_tests", "grade": true, "points": 5}
 @check("1.1", "Attention under a mask")
 def check_masked_attention(masked_attention):
-    q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
-    mask = torch.ones(6, 6, dtype=torch.bool).tril()
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    hint = "Are scores divided by sqrt(D), and masked before the softmax?"
-    expect_close(masked_attention(q, k, v, mask), expected, rtol=1e-4, atol=1e-5, what="masked_attention, causal", hint=hint)
-    mask[0], expected[:, :, 0] = False, 0.0
-    what, hint = "masked_attention with a query 0 that sees no key", "Such a query gets zeros."
-    expect_close(masked_attention(q, k, v, mask), expected, rtol=1e-4, atol=1e-5, what=what, hint=hint)
+    # With the identity as values, the output is the weights: every rule of the question can be read off them.
+    q, k, eye = torch.randn(1, 2, 5, 6), torch.randn(1, 2, 6, 6), torch.eye(6).expand(1, 2, 6, 6)
+    mask = torch.ones(5, 6, dtype=torch.bool).tril(1)
+    with watch_operations() as watch:
+        weights = masked_attention(q, k, eye, mask)
+    forbid(watch, FUSED_ATTENTION, hint="write product, mask, softmax, product yourself")
+    expected = F.scaled_dot_product_attention(q, k, eye, attn_mask=mask)
+    if isinstance(weights, torch.Tensor) and weights.shape == expected.shape:
+        on_hidden, on_seen = weights[:, :, ~mask].abs().max().item(), weights[:, :, mask].abs().max().item()
+        if on_hidden > 1e-4 and on_seen < 1e-4:
+            raise AssertionError("only masked pairs get a weight: the mask is upside down. True means that the query sees the key.")
+        if on_hidden > 1e-4:
+            same = torch.allclose(weights, masked_attention(q, k, eye, torch.ones_like(mask)), atol=1e-4)
+            raise AssertionError(f"a masked pair has the weight {on_hidden:.3g}, and should have 0. " + (
+                "The mask is ignored: without it your result is the same."
+                if same else "Before the softmax its score should be -inf, not 0: e^0 is 1."))
+        if on_seen > 1e-4 and (weights.sum(-1) - 1).abs().max() > 1e-4:
+            raise AssertionError(f"the weights of a query add up to {weights.sum(-1).flatten()[0]:.3g} over the keys it sees, and "
+                                 "should add up to 1: mask the scores before the softmax, not the weights after it.")
+    hint = known_mistake(weights, {
+        "Divide the scores by sqrt(D).": F.scaled_dot_product_attention(q, k, eye, attn_mask=mask, scale=1.0),
+        "Divide the scores by sqrt(D), not by D.": F.scaled_dot_product_attention(q, k, eye, attn_mask=mask, scale=1 / 6),
+        "The heads are in another order.": expected.flip(1),
+    })
+    expect_close(weights, expected, rtol=1e-4, atol=1e-5, what="the weights (v is the identity)", hint=hint)
+    q, k, v = torch.randn(2, 3, 5, 10), torch.randn(2, 3, 7, 10), torch.randn(2, 3, 7, 10)
+    mask = torch.rand(5, 7) < 0.5
+    mask[:, 0], mask[2] = True, False
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.clone().index_fill_(0, torch.tensor([2]), True))
+    expected[:, :, 2] = 0.0
+    got = masked_attention(q, k, v, mask)
+    what, hint = "masked_attention, 2 sequences of 3 heads, query 2 sees no key,", ""
+    if isinstance(got, torch.Tensor) and got.shape == expected.shape:
+        if not torch.allclose(got[:, :, 2], expected[:, :, 2]):
+            hint = "A query that sees no key gets zeros: the softmax of nothing is 0 divided by 0."
+        for head in range(3):
+            if not hint and any(torch.allclose(got[0, head], expected[0, o], atol=1e-4) for o in range(3) if o != head):
+                hint = "The heads are in another order."
+    expect_close(got, expected, rtol=1e-4, atol=1e-5, what=what, hint=hint)
 
 
 check_masked_attention(masked_attention).raise_if_wrong()
@@ -231,14 +252,26 @@ def mask_costs(
 # %% nbgrader={"grade_id": "q1_2_tests", "grade": true, "points": 4}
 @check("1.2", "Costs of a mask")
 def check_mask_costs(mask_costs):
-    got = mask_costs(torch.ones(4, 4, dtype=torch.bool).tril(), 1, 1, 10, torch.float32)
-    assert isinstance(got, tuple) and len(got) == 3, f"expected (density, wasted FLOPs, mask bytes), got {got!r}"
-    # a causal mask of 4 x 4: 10 pairs stay, 6 go
-    for value, (expected, unit, what) in zip(
-        got, ((0.625, "", "density"), (240, "FLOPs", "number of wasted FLOPs"), (64, "bytes", "size")), strict=True
-    ):
-        what = f"the {what} of a causal mask over 4 tokens, D = 10, in fp32,"
-        expect_number(value, expected, rel=1e-9, unit=unit, what=what)
+    # 10 of 24 pairs stay and 14 go; 5 sequences of 3 heads, D = 10, in fp32
+    got = mask_costs(torch.ones(4, 6, dtype=torch.bool).tril(), 5, 3, 10, torch.float32)
+    assert isinstance(got, tuple | list) and len(got) == 3, f"expected (density, wasted FLOPs, mask bytes), got {got!r}"
+    where = "of a causal mask of 4 x 6 pairs, 5 sequences of 3 heads, D = 10, fp32,"
+    density, flops, size = got
+    expect_number(density, 10 / 24, rel=1e-6, what=f"the density {where}", mistakes={
+        "This is the share of the pairs that are masked.": 14 / 24, "A share of the pairs is asked for, not their number.": 10})
+    expect_number(flops, 8400, rel=0, unit="FLOPs", what=f"the number of wasted FLOPs {where}", mistakes={
+        "Each head of each sequence computes its own pairs.": 560, "Each sequence computes its own pairs.": 1680,
+        "Each head computes its own pairs.": 2800, "These are the FLOPs of all pairs.": 14400,
+        "These are the FLOPs of the pairs that stay.": 6000,
+        "A multiply-add is two FLOPs, and both products count.": 4200, "Each pair costs 4 D FLOPs.": 210})
+    expect_number(size, 1440, rel=0, unit="bytes", what=f"the size {where}", mistakes={
+        "A truth value takes one byte. Fused kernels take the mask as numbers of the dtype of q.": 360,
+        "Every head of every sequence reads a number for each pair.": 96, "Every sequence reads them.": 288,
+        "Every head reads them.": 480, "All pairs have a number, the masked ones too.": 600,
+        "The pairs that stay have a number, too.": 840})
+    half = mask_costs(torch.ones(4, 6, dtype=torch.bool).tril(), 5, 3, 10, torch.bfloat16)[2]
+    expect_number(half, 720, rel=0, unit="bytes", what="the same in bf16", mistakes={
+        "A bf16 number has 2 bytes: dtype.itemsize.": 1440})
 
 
 check_mask_costs(mask_costs).raise_if_wrong()
@@ -255,7 +288,6 @@ hidden.mask_costs(mask_costs).raise_if_wrong()
 # any mask?
 
 # %%
-require_answer("mask_costs", globals().get("mask_costs"), "1.2")
 q, k, v = random_qkv()
 positions = torch.arange(length, device=device)
 span = length // 8
@@ -372,13 +404,20 @@ def prefix_lm(prefix: int):
 # %% nbgrader={"grade_id": "q2_1_tests", "grade": true, "points": 6}
 @check("2.1", "Three masks")
 def check_three_masks(causal, sliding_window, prefix_lm):
-    for mod, what, expected in (
-        (causal, "causal", [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]),
-        (sliding_window(2), "sliding_window(2)", [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]),
-        (prefix_lm(2), "prefix_lm(2)", [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]),
-    ):
-        got = rows_of(mod, 4, 4)
-        assert got == expected, f"{what} over 4 tokens is\n{got}, one list a query."
+    own, later = "A query sees its own key.", "Keys after the query are hidden: it is causal."
+    expect_rows(causal, "1000/1100/1110", "causal", {(1, 1): own, (0, 1): later, (1, 0): "Keys before the query are seen."},
+                mistakes={"q and k are the wrong way round: the key comes before the query.": "1111/0111/0011"})
+    expect_rows(sliding_window(3), "10000/11000/11100/01110/00111", "sliding_window(3)",
+                {(0, 1): later, (0, 0): own, (3, 0): "The window holds `window` keys, and the query's own key is one of them.",
+                 (2, 0): "The window is too narrow: it holds `window` keys, the query's own key included."},
+                mistakes={"The window counts back from the query, not on from key 0.": "10000/11000/11100/11100/11100"})
+    expect_rows(prefix_lm(3), "11100/11100/11100/11110/11111", "prefix_lm(3)",
+                {(0, 2): "Every query sees the first `prefix` keys, the queries of the prefix as well. Beyond it the mask is "
+                         "causal. Which of & and | joins the two?",
+                 (4, 3): "Beyond the prefix the mask is causal: which of & and | joins the two?",
+                 (3, 4): later, (0, 3): "The prefix has one key too many: keys 0 ... prefix - 1."})
+    for mod, what in ((causal, "causal"), (sliding_window(5), "sliding_window(5)"), (prefix_lm(5), "prefix_lm(5)")):
+        expect_program(mod, 16, what)
 
 
 check_three_masks(causal, sliding_window, prefix_lm).raise_if_wrong()
@@ -428,11 +467,34 @@ def packed_documents(numbers: torch.Tensor):
 # %% nbgrader={"grade_id": "q2_2_tests", "grade": true, "points": 6}
 @check("2.2", "Packed documents")
 def check_documents(document_numbers, packed_documents):
-    numbers = document_numbers([2, 1], 4, torch.device("cpu"))
-    assert numbers.tolist() == [0, 0, 1, -1], f"document_numbers([2, 1], 4, cpu) is {numbers.tolist()}"
-    got = rows_of(packed_documents(numbers[None]), 4, 4)
-    expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
-    assert got == expected, f"the mask of documents of 2 and 1 tokens and one of padding is\n{got}, one list a query."
+    cpu = torch.device("cpu")
+    for lengths, size, expected in (([2, 1], 5, [0, 0, 1, -1, -1]), ([1, 3], 4, [0, 1, 1, 1]), ([3], 4, [0, 0, 0, -1])):
+        got, what = document_numbers(lengths, size, cpu), f"document_numbers({lengths}, {size}, cpu)"
+        assert isinstance(got, torch.Tensor) and not got.is_floating_point() and got.dtype != torch.bool, (
+            f"{what} should be a tensor of integers, and is {getattr(got, 'dtype', type(got).__name__)}")
+        hint = " Tokens after the last document are padding: -1." if -1 in expected and -1 not in got.tolist() else ""
+        assert got.tolist() == expected, f"{what} is {got.tolist()}, expected {expected}.{hint}"
+    try:
+        on = document_numbers([1], 2, torch.device("meta")).device.type
+    except RuntimeError:
+        on = "meta"  # a meta tensor has no values: code that reads some is not judged here
+    assert on == "meta", f"document_numbers should put its tensor on the device it is given; it is on the {on}"
+    try:
+        got = document_numbers([3, 2], 4, cpu)
+    except ValueError:
+        pass
+    else:
+        raise AssertionError(f"documents of 3 and 2 tokens do not fit into 4: raise a ValueError. It returned {got}")
+    rows = torch.tensor([[0, 0, 1, 1, -1, -1], [0, 1, 1, 1, 2, -1]])
+    mod = packed_documents(rows)
+    hints = {(0, 1): "Inside of a document the mask is causal.", (2, 1): "A token sees its own document only.",
+             (4, 4): "Padding sees padding here: -1 equals -1.", (1, 0): "A token sees the earlier tokens of its document."}
+    expect_rows(mod, "100000/110000/001000/001100/000000/000000", "packed_documents", hints)
+    expect_rows(mod, "100000/010000/011000/011100/000010/000000", "packed_documents", {
+        (5, 5): "Padding sees padding here: -1 equals -1."}, b=1, mistakes={
+        "It looks at sequence 0 only: each sequence b has documents of its own.": "100000/110000/001000/001100/000000/000000"})
+    long = torch.zeros(1, 64, dtype=torch.int64)
+    expect_program(packed_documents(long), 64, "packed_documents of 64 tokens", 64, 64)
 
 
 check_documents(document_numbers, packed_documents).raise_if_wrong()
@@ -498,11 +560,38 @@ def sinks_and_window(sinks: int, window: int):
 # %% nbgrader={"grade_id": "q2_3_tests", "grade": true, "points": 3}
 @check("2.3", "both and either")
 def check_compositions(both, either):
-    even_keys, past = (lambda b, h, q, k: k % 2 == 0), (lambda b, h, q, k: k <= q)
-    got = rows_of(both(even_keys, past), 3, 3)
-    assert got == [[1, 0, 0], [1, 0, 0], [1, 0, 1]], f"both(even keys, causal) over 3 tokens is {got}"
-    got = rows_of(either(even_keys, past), 3, 3)
-    assert got == [[1, 0, 1], [1, 1, 1], [1, 1, 1]], f"either(even keys, causal) over 3 tokens is {got}"
+    def even_keys(b, h, q, k):
+        return k % 2 == 0
+
+    def past(b, h, q, k):
+        return k <= q
+
+    def not_first(b, h, q, k):
+        return k > 0
+
+    def shifted(b, h, q, k):
+        return k == b + 2 * h
+
+    swapped = "It does what the other of the two should do."
+    expect_rows(both(even_keys, past), "100/100/101", "both(even keys, causal)", mistakes={
+        swapped: "101/111/111", "Only the first mask counts here.": "101/101/101", "Only the last mask counts here.": "100/110/111",
+        "^ is exclusive: it counts an odd number of masks.": "001/011/010"})
+    expect_rows(either(even_keys, past), "101/111/111", "either(even keys, causal)", mistakes={
+        swapped: "100/100/101", "Only the first mask counts here.": "101/101/101", "Only the last mask counts here.": "100/110/111",
+        "^ is exclusive: it hides what two masks let through.": "001/011/010"})
+    expect_rows(both(even_keys, past, not_first), "000/000/001", "both of three masks", mistakes={
+        "Only the first two masks count here: any number may come.": "100/100/101"})
+    expect_rows(either(even_keys, past, not_first), "111/111/111", "either of three masks", mistakes={
+        "Only the first two masks count here: any number may come.": "101/111/111",
+        "^ is exclusive: it counts an odd number of masks.": "010/000/001"})
+    expect_rows(both(past), "100/110/111", "both of one mask")
+    expect_rows(either(past), "100/110/111", "either of one mask")
+    for b, h, rows in ((1, 0, "0100/0100/0100/0100"), (0, 1, "0010/0010/0010/0010")):
+        for compose, name in ((both, "both"), (either, "either")):
+            expect_rows(compose(shifted, shifted), rows, f"{name} of two masks that look at b and h", b=b, h=h, mistakes={
+                "Pass b and h on to the masks as they are.": "1000/1000/1000/1000",
+                "b and h are mixed up.": "0010/0010/0010/0010" if b else "0100/0100/0100/0100",
+                "^ is exclusive: it hides what two masks let through.": "0000/0000/0000/0000"})
 
 
 check_compositions(both, either).raise_if_wrong()
@@ -514,12 +603,24 @@ hidden.compositions(both, either).raise_if_wrong()
 # %% nbgrader={"grade_id": "q2_3_heads_tests", "grade": true, "points": 4}
 @check("2.3", "Windows and sinks")
 def check_windows(window_per_head, sinks_and_window):
-    mod = window_per_head(torch.tensor([1, 3]))
-    got = [sum(map(sum, rows_of(mod, 3, 3, h=head))) for head in (0, 1)]
-    assert got == [3, 6], f"windows of 1 and 3 over 3 tokens let {got} pairs through, not [3, 6]"
-    got = rows_of(sinks_and_window(1, 2), 4, 4)
-    expected = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]]
-    assert got == expected, f"sinks_and_window(1, 2) over 4 tokens is\n{got}, one list a query."
+    mod = window_per_head(torch.tensor([1, 2, 4]))
+    tables = ["1000/0100/0010/0001", "1000/1100/0110/0011", "1000/1100/1110/1111"]
+    for h, rows in enumerate(tables):
+        expect_rows(mod, rows, "window_per_head of windows 1, 2 and 4", {
+            (0, 1): "It has to be causal too.", (2 if h == 1 else 1 if h == 0 else 0, 0): "The query's own key is one of the window."},
+            b=1, h=h, mistakes={
+            hint: tables[i] for i, hint in ((0, "All heads have the window of head 0."), (2, "All heads have the largest window."),
+                                            (1, "Index the windows with h: b is the sequence.")) if i != h})
+    expect_program(mod, 16, "window_per_head of three windows")
+    expect_rows(sinks_and_window(2, 1), "1000/1100/1110/1101", "sinks_and_window(2, 1)", {
+        (0, 1): "Sinks are causal as well: no query sees a key after it.", (3, 0): "The sinks are missing.",
+        (3, 2): "Is there one sink too many, or a window that is too wide?", (2, 2): "The window is missing."}, mistakes={
+        "The two arguments are the wrong way round.": "1000/1100/1110/1011"})
+    expect_rows(sinks_and_window(1, 3), "10000/11000/11100/11110/10111", "sinks_and_window(1, 3)", {
+        (4, 1): "Is there one sink too many, or a window that is too wide?", (4, 0): "The sinks are missing.",
+        (2, 1): "A key has to be in one of the two, not in both."}, mistakes={
+        "The two arguments are the wrong way round.": "10000/11000/11100/11110/11101"})
+    expect_program(sinks_and_window(2, 3), 16, "sinks_and_window(2, 3)")
 
 
 check_windows(window_per_head, sinks_and_window).raise_if_wrong()
@@ -535,12 +636,6 @@ hidden.windows_and_sinks(window_per_head, sinks_and_window).raise_if_wrong()
 # **Before you look.** Which of these masks leaves the most blocks without a single pair?
 
 # %%
-require_answer("sliding_window", globals().get("sliding_window"), "2.1")
-require_answer("causal", globals().get("causal"), "2.1")
-require_answer("prefix_lm", globals().get("prefix_lm"), "2.1")
-require_answer("document_numbers", globals().get("document_numbers"), "2.2")
-require_answer("packed_documents", globals().get("packed_documents"), "2.2")
-require_answer("sinks_and_window", globals().get("sinks_and_window"), "2.3")
 packed = packed_documents(document_numbers([50, 20, 7, 40, 30], 160, torch.device("cpu"))[None])
 gallery = {
     "causal": causal,
@@ -591,10 +686,27 @@ def count_blocks(mask: torch.Tensor, block: int) -> tuple[int, int, int]:
 # %% nbgrader={"grade_id": "q3_1_tests", "grade": true, "points": 6}
 @check("3.1", "Counting blocks")
 def check_count_blocks(count_blocks):
-    mask = torch.ones(6, 6, dtype=torch.bool).tril()
-    got = count_blocks(mask, 2)
-    assert isinstance(got, tuple) and len(got) == 3, f"expected (full, partial, empty), got {got!r}"
-    assert got == (3, 3, 3), f"a causal mask of 6 x 6 in blocks of 2 gives {got}; sort its nine blocks by hand"
+    causal_8_4 = torch.ones(8, 4, dtype=torch.bool).tril()
+    column = torch.zeros(5, 7, dtype=torch.bool)
+    column[:, 2] = True
+    for mask, block, expected, what, mistakes in (
+        (causal_8_4, 2, (5, 2, 1), "a causal mask of 8 x 4", {
+            "The order is (full, partial, empty).": (1, 2, 5), "Partial are those that are neither full nor empty.": (5, 7, 1),
+            "A partial block counts as full here.": (7, 2, 1), "True means visible: full and empty are exchanged.": (1, 2, 5)}),
+        (causal_8_4[:7], 2, (3, 4, 1), "a causal mask of 7 x 4 (its last row of blocks sticks out)", {
+            "The blocks at the edges are left out.": (3, 2, 1),
+            "A block that sticks out over the edge is not full: the kernel has to mask what is outside.": (5, 2, 1)}),
+        (column, 3, (0, 2, 4), "a mask of 5 x 7 in which key 2 alone is seen", {
+            "The blocks at the edges are left out.": (0, 1, 1)}),
+        (torch.ones(4, 6, dtype=torch.bool), 2, (6, 0, 0), "a mask of 4 x 6 in which everything is seen", {
+            "The edges of this mask are edges of blocks: nothing sticks out.": (2, 4, 0)}),
+    ):
+        got = count_blocks(mask.clone(), block)
+        what = f"count_blocks of {what}, in blocks of {block},"
+        assert isinstance(got, tuple | list) and len(got) == 3, f"{what} should be (full, partial, empty), and is {got!r}"
+        got = tuple(int(number) for number in got)
+        hint = " Or: ".join(text for text, wrong in mistakes.items() if got == wrong) or "Draw it, and sort its blocks by hand."
+        assert got == expected, f"{what} is {got}, and full should be {expected[0]}. {hint}"
 
 
 check_count_blocks(count_blocks).raise_if_wrong()
@@ -640,11 +752,27 @@ def document_blocks(length: int, span: int, block: int) -> int:
 # %% nbgrader={"grade_id": "q3_2_tests", "grade": true, "points": 5}
 @check("3.2", "Promises")
 def check_promises(block_flops, promised_speedup, document_blocks):
-    expect_number(block_flops((3, 3, 3), 2, 1, 1, 10), 960, rel=0, unit="FLOPs",
-                  what="block_flops of 3 full, 3 partial and 3 empty blocks of 2 x 2, one head, D = 10,")
-    expect_number(promised_speedup((3, 3, 3)), 1.5, rel=1e-9, what="promised_speedup((3, 3, 3))")
-    expect_number(document_blocks(8, 4, 2), 8, rel=0, unit="blocks", what="document_blocks(8, 4, 2)")
-    expect_number(document_blocks(8, 2, 4), 2, rel=0, unit="blocks", what="document_blocks(8, 2, 4)")
+    # 2 full, 3 partial and 6 empty blocks of 4 x 4; 5 sequences of 7 heads, D = 10: 4 D x 16 = 640 FLOPs a block
+    expect_number(block_flops((2, 3, 6), 4, 5, 7, 10), 112_000, rel=0, unit="FLOPs",
+                  what="block_flops of (2, 3, 6) blocks of 4 x 4, 5 sequences of 7 heads, D = 10,", mistakes={
+        "Partial blocks are computed as well, whole.": 44_800, "Partial blocks are computed whole, not half.": 78_400,
+        "Empty blocks are skipped.": 246_400, "The counts are those of one head of one sequence.": 3_200,
+        "Each sequence has its blocks, too.": 22_400, "Each head has its blocks, too.": 16_000,
+        "A block has block x block pairs.": 28_000, "A multiply-add is two FLOPs, and there are two products.": 56_000})
+    expect_number(promised_speedup((2, 3, 6)), 2.2, rel=1e-9, what="promised_speedup((2, 3, 6))", mistakes={
+        "This is the share of blocks that are computed; the speed-up is its inverse.": 5 / 11,
+        "Partial blocks are computed as well.": 5.5, "A partial block costs as much as a full one.": 11 / 3.5,
+        "Compare with all blocks, not with the empty ones.": 1.2})
+    expect_number(promised_speedup((0, 5, 5)), 2.0, rel=1e-9, what="promised_speedup((0, 5, 5)), no full block,")
+    expect_number(document_blocks(64, 16, 4), 64, rel=0, unit="blocks", what="document_blocks(64, 16, 4)", mistakes={
+        "These are all blocks.": 256, "A document of n blocks a side has n x n blocks, not n.": 16,
+        "Not causal: both halves count.": 40})
+    short = "Documents shorter than a block still need the block, and share it."
+    expect_number(document_blocks(64, 2, 16), 4, rel=0, unit="blocks", what="document_blocks(64, 2, 16)", mistakes={
+        short: 0.5, "A block that two documents share is computed once.": 32})
+    expect_number(document_blocks(64, 8, 16), 4, rel=0, unit="blocks", what="document_blocks(64, 8, 16)", mistakes={
+        short: 2, "A block that two documents share is computed once.": 8})
+    expect_number(document_blocks(32, 8, 8), 4, rel=0, unit="blocks", what="document_blocks(32, 8, 8)")
 
 
 check_promises(block_flops, promised_speedup, document_blocks).raise_if_wrong()
@@ -662,11 +790,6 @@ hidden.promises(block_flops, promised_speedup, document_blocks).raise_if_wrong()
 # best, which worst?
 
 # %%
-require_answer("count_blocks", globals().get("count_blocks"), "3.1")
-require_answer("promised_speedup", globals().get("promised_speedup"), "3.2")
-require_answer("block_flops", globals().get("block_flops"), "3.2")
-require_answer("causal", globals().get("causal"), "2.1")
-require_answer("sliding_window", globals().get("sliding_window"), "2.1")
 q, k, v = random_qkv()
 block = 128
 span = length // 8
@@ -751,21 +874,60 @@ def block_sparse_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bl
 # %% nbgrader={"grade_id": "q3_3_tests", "grade": true, "points": 9}
 @check("3.3", "Attention that skips")
 def check_block_sparse(block_sparse_attention):
-    q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
-    numbers = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])
+    numbers = torch.tensor([0] * 6 + [1] * 6)
+    asked = []
 
     def mod(b, h, q, k):
-        return (numbers[q] == numbers[k]) & (q >= k)
+        asked.append(torch.broadcast_shapes(q.shape, k.shape))
+        return (numbers[q] == numbers[k]) & (q >= k) & (q > 0)  # query 0 sees nothing
 
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(mod, 8, 8))
-    block_mask = create_block_mask(mod, None, None, 8, 8, device="cpu", BLOCK_SIZE=2)
-    got = block_sparse_attention(q, k, v, block_mask)
-    hint = (
-        "Are full blocks visited? Only the first kv_num_blocks entries used? Are the indices counted from the start of the "
-        "text?"
-    )
-    what = "block_sparse_attention with two documents in blocks of 2"
-    expect_close(got, expected, rtol=1e-4, atol=1e-5, what=what, hint=hint)
+    block_mask = create_block_mask(mod, None, None, 12, 12, device="cpu", BLOCK_SIZE=(2, 3))
+    mask = dense_mask(mod, 12, 12)
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
+        q, k, v = (torch.randn(2, 3, 12, 10).to(dtype) for _ in range(3))
+        wide = [x.float() for x in (q, k, v)]
+        expected = F.scaled_dot_product_attention(*wide, attn_mask=mask)
+        expected[:, :, 0] = 0.0
+        asked.clear()
+        with watch_operations() as watch:
+            block_sparse_attention(q, k, v, block_mask)
+        forbid(watch, FUSED_ATTENTION, hint="walk the tables yourself")
+        asked.clear()
+        with SizeWatch() as sizes:
+            got = block_sparse_attention(q, k, v, block_mask)
+        seen = sum(math.prod(shape) for shape in asked)
+        what, hint = f"block_sparse_attention in {dtype}, blocks of (2, 3), query 0 sees nothing,".replace("torch.", ""), ""
+        if isinstance(got, torch.Tensor) and got.shape == q.shape:
+            full = torch.zeros(12, 12, dtype=torch.bool)
+            touched = torch.zeros(12, 12, dtype=torch.bool)
+            for i in range(6):
+                for j in range(4):
+                    tile = mask[2 * i : 2 * i + 2, 3 * j : 3 * j + 3]
+                    full[2 * i : 2 * i + 2, 3 * j : 3 * j + 3] = tile.all()
+                    touched[2 * i : 2 * i + 2, 3 * j : 3 * j + 3] = tile.any()
+            wrong = {"The mask is not applied inside of partial blocks.": touched, "Full blocks are missing.": mask & ~full,
+                     "Partial blocks are missing.": full}
+            hint = known_mistake(got, {text: F.scaled_dot_product_attention(*wide, attn_mask=m).nan_to_num(0.0)
+                                       for text, m in wrong.items()} | {
+                "Divide the scores by sqrt(D).": F.scaled_dot_product_attention(*wide, attn_mask=mask, scale=1.0).nan_to_num(0.0),
+                "The heads are in another order.": expected.flip(1), "The heads are in another order: rolled.": expected.roll(1, 1),
+            }, rtol=3e-2, atol=3e-2)
+            if got.isnan().any():
+                hint = "A query that sees nothing in a block, or nothing at all, must not end in NaN: its weights are 0."
+        expect_close(got, expected.to(dtype), rtol=tolerance, atol=tolerance, what=what, hint=hint)
+        visited = int(block_mask.kv_num_blocks.sum() + block_mask.full_kv_num_blocks.sum())
+        one = 2 * 2 * 3 * 6 * 10  # multiply-adds of a block, both products, all heads of both sequences
+        assert sizes.macs <= one * visited, (
+            f"{what} does the products of {sizes.macs / one:.0f} blocks, and {visited} of 24 hold a visible pair. Visit those in "
+            "the tables, and only the first kv_num_blocks entries of a row.")
+        partial = int(block_mask.kv_num_blocks.sum())
+        assert seen <= 6 * partial, (
+            f"{what} asks mask_mod about {seen} pairs, and the {partial} partial blocks hold {6 * partial}. "
+            "In full blocks every pair is visible: do not ask.")
+        over = sizes.over(2 * 3 * 2 * 12)
+        assert over is None, (
+            f"{what} works on a tensor of {over[1]} elements (in {over[0]}), and one row of blocks has {2 * 3 * 2 * 12} scores. "
+            "Keep one row of blocks at a time.")
 
 
 check_block_sparse(block_sparse_attention).raise_if_wrong()
@@ -835,14 +997,28 @@ def in_turn(*score_mods):
 # %% nbgrader={"grade_id": "q4_1_tests", "grade": true, "points": 7}
 @check("4.1", "Score modifiers")
 def check_score_mods(soft_cap, alibi, in_turn):
-    zero, one, five, two = (torch.tensor(i) for i in (0, 1, 5, 2))
-    score = torch.tensor(3.0)
-    expect_number(soft_cap(2.0)(score, zero, one, five, two), 1.81030, rel=1e-4, what="soft_cap(2) of a score of 3")
-    slopes = torch.tensor([1.0, 0.5])
-    expect_number(alibi(slopes)(score, zero, one, five, two), 1.5, rel=1e-6,
-                  what="alibi([1, 0.5]) of a score of 3 in head 1, query 5, key 2 (distance q - k = 3: a penalty),")
-    got = in_turn(soft_cap(2.0), alibi(slopes))(score, zero, one, five, two)
-    expect_number(got, 0.31030, rel=1e-3, what="soft-cap, then ALiBi, of the same score")
+    def at(mod, what, score=3.0, b=2, h=1, q=5, k=2):
+        """What the modifier makes of one score, in one pair, asked as FlexAttention asks."""
+        return modified(lambda s, b, h, i, j: mod(s, b, h, i + q, j + k), torch.full((1, 1), score), what, b, h)
+
+    expect_number(at(soft_cap(2.0), "soft_cap(2)"), 1.81030, rel=1e-4, what="soft_cap(2) of a score of 3", mistakes={
+        "Multiply by the cap again after the tanh.": 0.905148, "Divide by the cap before the tanh.": 1.990110,
+        "That cuts scores off; a soft-cap bends them.": 2.0, "The score is unchanged.": 3.0, "tanh, not tan.": 28.2028})
+    slopes = torch.tensor([1.0, 0.5, 0.25])
+    what = "alibi([1, 0.5, 0.25]) of a score of 3 in sequence 2, head 1, query 5, key 2 (distance q - k = 3: a penalty),"
+    expect_number(at(alibi(slopes), what), 1.5, rel=1e-6, what=what, mistakes={
+        "The sign is wrong: keys that lie further back lose.": 4.5, "Every head has a slope of its own: slopes[h].": 0.0,
+        "Index the slopes with h: b is the sequence.": 2.25, "The score itself is lost.": -1.5, "The score is unchanged.": 3.0,
+        "Multiply the slope by the distance.": 2.5})
+    what = "alibi of a score of 3 in head 1, query 2, key 5 (q - k = -3),"
+    expect_number(at(alibi(slopes), what, q=2, k=5), 4.5, rel=1e-6, what=what, mistakes={
+        "The distance is q - k, and negative for keys after the query.": 1.5})
+    add, double = (lambda s, b, h, q, k: s + 10 * h + b), (lambda s, b, h, q, k: 2 * s)
+    got = at(in_turn(add, double, soft_cap(50.0)), "in_turn")
+    expect_number(got, 26.8525, rel=1e-4, what="in_turn(add 10 h + b, double, soft_cap(50)) of a score of 3, sequence 2, head 1,",
+                  mistakes={"They run from the last to the first here.": 17.9928, "Only the first modifier runs.": 15.0,
+                            "Each modifier gets what the one before it returned.": 2.99641, "Pass b and h on.": 5.97150})
+    expect_number(at(in_turn(double), "in_turn"), 6.0, rel=1e-6, what="in_turn of one modifier")
 
 
 check_score_mods(soft_cap, alibi, in_turn).raise_if_wrong()
@@ -875,19 +1051,22 @@ def relative_bias(table: torch.Tensor):
 # %% nbgrader={"grade_id": "q4_2_tests", "grade": true, "points": 4}
 @check("4.2", "A learned bias")
 def check_relative_bias(relative_bias):
-    mod = relative_bias(torch.tensor([[10.0, 20.0, 30.0]]))
-    score, zero, four = torch.tensor(1.0), torch.tensor(0), torch.tensor(4)
-    try:  # under vmap, as FlexAttention asks: no index has a value that Python can look at
-        got = torch.vmap(lambda key: mod(score, zero, zero, four, key))(torch.tensor([4, 3, 5]))
-    except RuntimeError as error:
-        if "data-dependent" not in str(error):
-            raise
-        raise AssertionError(
-            "Python's `max`, `min`, `and`, `or` and `if` cannot choose by the value of a tensor; .clamp and torch.where can."
-        ) from None
-    for value, key, bias in zip(got, (4, 3, 5), (20.0, 30.0, 10.0), strict=True):
-        what = f"a score of 1 at query 4, key {key} (distance q - k = {4 - key}), table [10, 20, 30],"
-        expect_number(value, 1.0 + bias, rel=1e-6, what=what)
+    bias = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0], [10.0, 20.0, 30.0, 40.0, 50.0]])  # two heads, R = 2
+    mod, scores = relative_bias(bias), torch.full((7, 7), 0.5)
+    got = modified(mod, scores, "relative_bias", h=1)
+    assert isinstance(got, torch.Tensor) and got.shape == scores.shape, "relative_bias should return one score a pair"
+    for q, k, column in ((4, 4, 2), (4, 3, 3), (4, 5, 1), (4, 2, 4), (2, 4, 0), (6, 0, 4), (0, 6, 0), (6, 1, 4), (1, 4, 0)):
+        distance = q - k
+        wrong = {"The distance is q - k: it has the wrong sign.": 4 - column,
+                 "Distances beyond R take the column at that end: this one wraps around.": (2 + distance) % 5,
+                 "Column R is distance 0.": min(abs(distance), 4)}
+        known = {text: 0.5 + 10 * (c + 1) for text, c in wrong.items() if c != column}
+        known |= {"Every head has a row of its own.": 1.5 + column, "The score itself is lost.": 10.0 * (column + 1),
+                  "The bias is missing.": 0.5, "Add the bias.": 5.0 * (column + 1)}
+        what = f"a score of 0.5 in head 1 at query {q}, key {k} (distance q - k = {distance}), R = 2, row [10, 20, 30, 40, 50],"
+        expect_number(got[q, k], 0.5 + 10 * (column + 1), rel=1e-6, what=what, mistakes=known)
+    small = modified(mod, scores.bfloat16(), "relative_bias", h=1).dtype
+    assert small == torch.bfloat16, f"a bf16 score should keep its dtype, and becomes {small}: convert the bias, not the score"
 
 
 check_relative_bias(relative_bias).raise_if_wrong()
@@ -904,10 +1083,6 @@ hidden.relative_bias(relative_bias).raise_if_wrong()
 # still push a score below −4?
 
 # %%
-require_answer("soft_cap", globals().get("soft_cap"), "4.1")
-require_answer("alibi", globals().get("alibi"), "4.1")
-require_answer("in_turn", globals().get("in_turn"), "4.1")
-require_answer("relative_bias", globals().get("relative_bias"), "4.2")
 slopes = torch.tensor([0.5])
 bumps = 3 * torch.sin(torch.arange(65) / 4.0)[None]
 shown = {
@@ -975,25 +1150,53 @@ def prepare_flex(attention, mask_mod, score_mod, length: int, device: torch.devi
 # %% nbgrader={"grade_id": "q5_1_tests", "grade": true, "points": 6}
 @check("5.1", "Prepare once")
 def check_prepare(prepare_flex):
-    q, k, v = (torch.randn(1, 2, 32, 16) for _ in range(3))
+    signature, calls, asked, cpu = inspect.signature(flex_attention), [], [], torch.device("cpu")
+
+    def attention(*args, **options):
+        """Stands in for FlexAttention: keeps what it is called with."""
+        calls.append(signature.bind(*args, **options).arguments)
+        return args[0] if args else options["query"]
+
+    def near(b, h, q, k):
+        asked.append(1)
+        return (k <= q) & (q - k < 20)
+
+    def bias(score, b, h, q, k):
+        return score - 0.1 * (q - k)
+
+    attend = prepare_flex(attention, near, bias, 48, cpu, 16)
+    assert callable(attend), f"prepare_flex should return a function attend(q, k, v), and returns a {type(attend).__name__}"
+    assert not calls, "prepare_flex already calls attention; that is what attend is for"
+    built = len(asked)
+    assert built, "prepare_flex does not build the block mask before the first call: it never called mask_mod"
+    q, k, v = torch.randn(2, 4, 48, 16), torch.randn(2, 2, 48, 16), torch.randn(2, 2, 48, 16)
+    attend(q, k, v)
+    attend(q, k, v)
+    assert len(calls) == 2, f"two calls of attend should call attention twice, and called it {len(calls)} times"
+    assert len(asked) == built, "attend calls the mask_mod again. Build it once, in prepare_flex: the block mask of the first call serves all"
+    given = calls[0]
+    assert given["query"] is q and given["key"] is k and given["value"] is v, "attend should pass q, k and v on as they are"
+    block_mask = given.get("block_mask")
+    assert isinstance(block_mask, BlockMask), "attend calls attention without a block_mask: every block would be computed"
+    assert tuple(block_mask.BLOCK_SIZE) == (16, 16), f"block_size is 16, and the block mask has blocks of {block_mask.BLOCK_SIZE}"
+    assert tuple(block_mask.kv_num_blocks.shape) == (1, 1, 3), (
+        f"the block mask has tables for {tuple(block_mask.kv_num_blocks.shape[:2])} (sequences, heads); one, shared by all: "
+        "B=None, H=None")
+    seen = block_mask.kv_num_blocks + block_mask.full_kv_num_blocks
+    assert seen.flatten().tolist() == [1, 2, 3], f"rows of blocks see {seen.flatten().tolist()} blocks, and should see [1, 2, 3]"
+    assert given.get("score_mod") is bias, "attend calls attention without the score_mod"
+    assert given.get("enable_gqa"), "4 query heads over 2 key-value heads: pass enable_gqa=True"
+    try:
+        attend = prepare_flex(attention, None, None, 48, cpu)
+    except TypeError:
+        raise AssertionError("prepare_flex fails when mask_mod is None: then there is no block mask to build") from None
+    attend(q, q, q)
+    assert calls[-1].get("block_mask") is None, "without a mask_mod there should be no block mask"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # eager FlexAttention warns that it is eager
-        attend = prepare_flex(flex_attention, lambda b, h, q, k: k <= q, None, 32, torch.device("cpu"), 16)
-        got = attend(q, k, v)
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    expect_close(got, expected, rtol=1e-4, atol=1e-5, what="attend(q, k, v) under a causal mask")
-    asked = []  # one entry each time that the mask_mod is called
-
-    def counted(b, h, q, k):
-        asked.append(1)
-        return k <= q
-
-    attend = prepare_flex(lambda q, k, v, *more, **named: q, counted, None, 32, torch.device("cpu"), 16)
-    built = len(asked)
-    assert built, "prepare_flex does not build the block mask: it never called mask_mod"
-    attend(q, k, v)
-    attend(q, k, v)
-    assert len(asked) == built, "attend calls mask_mod again: build the block mask once, in prepare_flex"
+        got = prepare_flex(flex_attention, lambda b, h, q, k: k <= q, None, 48, cpu, 16)(q, q, q)
+    expected = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    expect_close(got, expected, rtol=1e-4, atol=1e-5, what="attend(q, k, v) under a causal mask, by FlexAttention itself")
 
 
 check_prepare(prepare_flex).raise_if_wrong()
@@ -1010,9 +1213,6 @@ hidden.prepare_flex(prepare_flex).raise_if_wrong()
 # **Before you run.** Put the five in order. By what factor do you expect eager and compiled FlexAttention to differ?
 
 # %%
-require_answer("causal", globals().get("causal"), "2.1")
-require_answer("both", globals().get("both"), "2.3")
-require_answer("prepare_flex", globals().get("prepare_flex"), "5.1")
 q, k, v = random_qkv()
 span = length // 8
 mask = with_name(both(causal, documents(span)), f"both(causal, documents({span}))")
@@ -1058,8 +1258,6 @@ if not on_gpu:
 # **Before you run.** Your soft-cap is one line of Python. How many lines of the kernel will it become?
 
 # %%
-require_answer("causal", globals().get("causal"), "2.1")
-require_answer("soft_cap", globals().get("soft_cap"), "4.1")
 
 
 def show_code(code: str, needle: str, before: int = 4, after: int = 8, places: int = 2) -> None:
@@ -1121,8 +1319,6 @@ else:
 # [ui.perfetto.dev](https://ui.perfetto.dev) to walk through them.
 
 # %%
-require_answer("causal", globals().get("causal"), "2.1")
-require_answer("soft_cap", globals().get("soft_cap"), "4.1")
 q, k, v = random_qkv(min(length, 1024))
 traced = {}
 for name, backend in (("eager", "flex_eager"), ("compiled", "flex")):
@@ -1265,16 +1461,46 @@ def bucketed_attention(
 # %% nbgrader={"grade_id": "q6_1_tests", "grade": true, "points": 6}
 @check("6.1", "Buckets")
 def check_buckets(bucketed_attention):
-    q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
-    lengths_seen = []
+    calls = []
 
     def attend(q, k, v, mask_mod):
-        lengths_seen.append(q.shape[2])
+        calls.append((q.shape[2], mask_mod))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(mask_mod, q.shape[2], k.shape[2]))
 
-    got = bucketed_attention(attend, q, k, v, [4, 8, 16])
-    assert lengths_seen == [8], f"5 tokens belong into the bucket of 8, and attend was called with {lengths_seen}"
-    expect_close(got, F.scaled_dot_product_attention(q, k, v), rtol=1e-4, atol=1e-5, what="5 tokens in a bucket of 8")
+    for tokens, bucket in ((5, 8), (3, 4), (4, 4), (8, 8), (9, 16)):
+        q, k, v = (torch.randn(2, 3, tokens, 6) for _ in range(3))
+        calls.clear()
+        got = bucketed_attention(attend, q, k, v, [8, 16, 4])
+        sizes = [size for size, _ in calls]
+        assert sizes == [bucket], (
+            f"{tokens} tokens and buckets of [8, 16, 4]: attend should be called once, with {bucket} tokens, the smallest bucket "
+            f"that holds them; it was called with {sizes}")
+        wide = [F.pad(x, (0, 0, 0, bucket - tokens)) for x in (q, k, v)]
+        hint = known_mistake(got, {
+            "Padded keys take part in the softmax: hide them.": F.scaled_dot_product_attention(*wide)[:, :, :tokens],
+            "Attention is not causal here.": F.scaled_dot_product_attention(q, k, v, is_causal=True)})
+        expected = F.scaled_dot_product_attention(q, k, v)
+        if isinstance(got, torch.Tensor) and got.shape[2:] != expected.shape[2:]:
+            hint = "Return the result without its padding."
+            assert got.shape[2] == tokens, f"{tokens} tokens came in, and the result has {got.shape[2]}: cut the padding off, so that the shape is that of q"
+        expect_close(got, expected, rtol=1e-4, atol=1e-5, what=f"{tokens} tokens in a bucket of {bucket}", hint=hint)
+    masks = []
+    for tokens in (5, 7):
+        calls.clear()
+        q = torch.randn(1, 1, tokens, 6)
+        bucketed_attention(attend, q, q, q, [8, 16, 4])
+        masks.append(calls[0][1])
+    count = kernels_for(masks, 8)
+    assert count == 1, (
+        f"the masks of 5 and 7 tokens in the same bucket need {count} kernels: their length is a Python number, and became a "
+        "constant. Capture a tensor.")
+    q = torch.randn(1, 1, 17, 6)
+    try:
+        bucketed_attention(attend, q, q, q, [8, 16, 4])
+    except ValueError:
+        pass
+    else:
+        raise AssertionError("17 tokens fit into no bucket of [8, 16, 4]: raise a ValueError")
 
 
 check_buckets(bucketed_attention).raise_if_wrong()
@@ -1290,7 +1516,6 @@ hidden.buckets(bucketed_attention).raise_if_wrong()
 # **Before you run.** How many kernels will there be at the end?
 
 # %%
-require_answer("bucketed_attention", globals().get("bucketed_attention"), "6.1")
 if compiler:
     guarded = own_copy(flex_attention)
     behind_railing = torch.compile(guarded, dynamic=False)
@@ -1360,8 +1585,6 @@ else:
 # or small blocks: which reach more of the promise of their pairs, which more of the promise of their blocks?
 
 # %%
-require_answer("count_blocks", globals().get("count_blocks"), "3.1")
-require_answer("promised_speedup", globals().get("promised_speedup"), "3.2")
 if compiler:
     q, k, v = random_qkv()
     block_sizes = [64, 128, 256]
@@ -1438,14 +1661,40 @@ def lay_out(conversation: torch.Tensor, position: torch.Tensor, window: int):
 # %% nbgrader={"grade_id": "q7_1_tests", "grade": true, "points": 4}
 @check("7.1", "The mask of the layout")
 def check_lay_out(lay_out):
-    conversation, position = torch.tensor([2, 0, 1, 0, 1]), torch.tensor([0, 0, 0, 1, 1])
-    order, mod = lay_out(conversation, position, 8)
-    assert sorted(order.tolist()) == [0, 1, 2, 3, 4], f"order should be a permutation of 0 ... 4, and is {order.tolist()}"
-    rows = rows_of(mod, 5, 5)
-    sees = {(int(order[q]), int(order[k])) for q in range(5) for k in range(5) if rows[q][k]}
-    # tokens 1 and 3 are the instructions, 2 and 4 are conversation 1, and token 0 is all of conversation 2
-    expected = {(0, 0), (0, 1), (0, 3), (1, 1), (2, 1), (2, 2), (2, 3), (3, 1), (3, 3), (4, 1), (4, 2), (4, 3), (4, 4)}
-    assert sees == expected, f"of five tokens, (query, key) too many {sorted(sees - expected)}, missing {sorted(expected - sees)}"
+    # tokens 2, 5, 7 are the instructions, 0, 3, 6, 9 are conversation 1, and 1, 4, 8 conversation 2; the window is 2
+    conversation = torch.tensor([1, 2, 0, 1, 2, 0, 1, 0, 2, 1])
+    position = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2, 3])
+    result = lay_out(conversation.clone(), position.clone(), 2)
+    assert isinstance(result, tuple | list) and len(result) == 2, f"lay_out should return (order, mask_mod), and returns {result!r:.80}"
+    order, mod = result
+    assert isinstance(order, torch.Tensor) and sorted(order.tolist()) == list(range(10)), (
+        f"order should be a permutation of 0 ... 9, a tensor of integers, and is {order!r:.120}")
+    got = pairs(mod, 10, 10, "the mask_mod of lay_out")
+    by_token = torch.zeros_like(got)
+    by_token[order[:, None], order[None, :]] = got
+    own = {2: "2", 5: "25", 7: "257", 0: "0", 3: "03", 6: "36", 9: "69", 1: "1", 4: "14", 8: "48"}
+    right = torch.zeros_like(got)
+    for token, keys in own.items():
+        right[token, [int(key) for key in keys + ("" if token in (2, 5, 7) else "257")]] = True
+    if torch.equal(by_token, right):
+        return
+    hints = {
+        "This is the mask between tokens as they arrived; the rows are in the new order.": torch.equal(got, right),
+        "Rows and tokens are mixed up: row r of the new layout holds token order[r], not the other way round.":
+            torch.equal(got[order][:, order], right),
+        "The instructions have no window: they see all instructions up to their own position.": not by_token[7, 2],
+        "Every token of every other conversation sees all instructions.": not by_token[[0, 1], :][:, [2, 5, 7]].all(),
+        "There is a window within a conversation.": bool(by_token[9, 0] or by_token[8, 1]),
+        "Within a conversation, later positions are hidden.": bool(by_token[0, 3] or by_token[1, 4]),
+        "Instructions see instructions only, and no later ones.": bool(by_token[2, [5, 7, 0, 1]].any()),
+        "A conversation does not see another one.": bool(by_token[0, 1] or by_token[9, 8] or by_token[1, 0]),
+    }
+    q, k = (by_token != right).nonzero()[0].tolist()
+    hint = next((text for text, true in hints.items() if true), "")
+    raise AssertionError(
+        f"of ten tokens, {int((by_token & ~right).sum())} pairs too many are seen and {int((right & ~by_token).sum())} are hidden. "
+        f"The first wrong pair is token {q} (conversation {conversation[q]}, position {position[q]}) that "
+        f"{'sees' if by_token[q, k] else 'does not see'} token {k} (conversation {conversation[k]}, position {position[k]}). {hint}")
 
 
 check_lay_out(lay_out).raise_if_wrong()
@@ -1457,14 +1706,26 @@ hidden.layout_mask(lay_out).raise_if_wrong()
 # %% nbgrader={"grade_id": "q7_1_blocks_tests", "grade": true, "points": 4}
 @check("7.1", "The blocks of the layout")
 def check_layout_blocks(lay_out):
-    conversation, position = arrivals([32] * 8)
-    _, mod = lay_out(conversation, position, 1000)
-    computed = sparsity(mod, 256, 256, block_size=32)
-    # each conversation fits a block of its own: 8 on the diagonal, 7 more for the instructions
-    assert computed.total == 64 and computed.full + computed.partial <= 15, (
-        f"your layout of 8 conversations of 32 tokens leaves {computed.full + computed.partial} of 64 blocks of 32 x 32 "
-        "to compute; tokens that see each other should be neighbours"
-    )
+    # Blocks are counted for your order under the mask that is wanted: a mistake in your mask costs nothing here.
+    for lengths, block, enough in (([32] * 8, 32, 15), ([64] * 4, 16, 79)):
+        conversation, position = arrivals(lengths)
+        order = lay_out(conversation.clone(), position.clone(), 16)[0].tolist()
+        assert sorted(order) == list(range(256)), "order should hold each of 0 ... 255 once"
+        tokens = list(zip(conversation[order].tolist(), position[order].tolist(), strict=True))
+        computed = {
+            (i // block, j // block)
+            for i, (own, at) in enumerate(tokens)
+            for j, (other, there) in enumerate(tokens)
+            if (other == 0 < own) or (own == other and there <= at and (own == 0 or at - there < 16))
+        }
+        pieces = 1 + sum(a[0] != b[0] for a, b in itertools.pairwise(tokens))
+        hint = "Tokens that see each other should be neighbours."
+        if pieces == len(lengths):
+            hint = "Each conversation is in one piece. Are its tokens in the order of their positions?"
+        assert len(computed) <= 1.15 * enough, (
+            f"your order of {len(lengths)} conversations of {lengths[0]} tokens, window 16, leaves {len(computed)} of "
+            f"{(256 // block) ** 2} blocks of {block} x {block} to compute, and {enough} are enough. {hint}"
+        )
 
 
 check_layout_blocks(lay_out).raise_if_wrong()
@@ -1480,8 +1741,6 @@ hidden.layout_blocks(lay_out).raise_if_wrong()
 # picture, then see whether it is kept.
 
 # %%
-require_answer("lay_out", globals().get("lay_out"), "7.1")
-require_answer("count_blocks", globals().get("count_blocks"), "3.1")
 shares = [2, 3, 1, 2, 2, 3, 1, 2]  # sixteenths of the row; the first are the instructions
 lengths = [length // 16 * share for share in shares]
 conversation, position = (t.to(device) for t in arrivals(lengths))
@@ -1580,10 +1839,21 @@ def at_positions(mask_mod, positions: torch.Tensor):
 # %% nbgrader={"grade_id": "bonus_8_1_tests", "grade": true, "points": 4}
 @check("Bonus 8.1", "Decode")
 def check_positions(at_positions):
-    mod = at_positions(lambda b, h, q, k: k <= q, torch.tensor([0, 3]))
-    got = [rows_of(mod, 2, 6, b=b) for b in (0, 1)]
-    expected = [[[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0]], [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]]]
-    assert got == expected, f"two queries from positions 0 and 3 on, causal: sequence 0 sees {got[0]}, sequence 1 {got[1]}"
+    def window(b, h, q, k):
+        return (k <= q) & (q - k < 3 + h)
+
+    mod = at_positions(window, torch.tensor([0, 3]))
+    expect_rows(mod, "100000/110000", "at_positions of [0, 3], window of 3,", b=0)
+    moved = {"The queries are not moved: query q stands at positions[b] + q.": "100000/110000",
+             "The queries move, not the keys.": "000000/000000", "Query q stands at positions[b] + q.": "011100/011100"}
+    expect_rows(mod, "011100/001110", "at_positions of [0, 3], window of 3,", b=1, mistakes=moved | {
+        "Each sequence has a position of its own: positions[b].": "100000/110000"})
+    expect_rows(mod, "111100/011110", "at_positions of [0, 3], a window that depends on h,", b=1, h=1, mistakes={
+        "Pass b and h on to the mask as they are.": "011100/001110"})
+    by_sequence = at_positions(lambda b, h, q, k: k == q + b, torch.tensor([0, 3]))
+    expect_rows(by_sequence, "000010/000001", "at_positions of a mask that looks at b", b=1, mistakes={
+        "Pass b and h on to the mask as they are.": "000100/000010"})
+    expect_program(mod, 16, "at_positions")
 
 
 check_positions(at_positions).raise_if_wrong()
@@ -1622,11 +1892,22 @@ def paged_mask(mask_mod, owner: torch.Tensor, number: torch.Tensor, page_size: i
 # %% nbgrader={"grade_id": "bonus_8_2_tests", "grade": true, "points": 8}
 @check("Bonus 8.2", "Pages")
 def check_pages(paged_mask):
-    mod = paged_mask(lambda b, h, q, k: k <= q, torch.tensor([0, 1, 0]), torch.tensor([1, 0, 0]), 2)
-    got = [rows_of(mod, 3, 6, b=b) for b in (0, 1)]
-    expected = [[[0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 1], [1, 0, 0, 0, 1, 1]],
-                [[0, 0, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0]]]
-    assert got == expected, f"three pages of two tokens: sequence 0 sees {got[0]}, sequence 1 sees {got[1]}"
+    # places 0-1: page 1 of sequence 0; 2-3: page 0 of sequence 1; 4-5: free, its number is an old one; 6-7: page 0 of sequence 0
+    owner, number = torch.tensor([0, 1, -1, 0]), torch.tensor([1, 0, 0, 0])
+    mod = paged_mask(lambda b, h, q, k: (k <= q) & (q - k < 3 + h), owner, number, 2)
+    free = "Pages of other sequences are visible: look at the owner."
+    expect_rows(mod, "00000010/00000011/10000011/11000001", "paged_mask", {
+        (0, 2): free, (2, 4): "Free pages are seen by nobody."}, mistakes={
+        "The key's position is not its place in the pool.": "10000000/11000000/11000000/01000000",
+        "The mask itself is missing.": "11000011/11000011/11000011/11000011",
+        "A page holds page_size positions: multiply its number.": "00000010/10000011/11000011/11000001",
+        "The place inside of the page is missing: k % page_size.": "00000011/00000011/11000011/11000000",
+        "number[p] counts in the sequence, p in the pool.": "10000000/11000000/11000000/01000000"})
+    expect_rows(mod, "00100000/00110000/00110000/00010000", "paged_mask", b=1, mistakes={
+        "The key's position is not its place in the pool.": "00000000/00000000/00100000/00110000"})
+    expect_rows(mod, "00000010/00000011/10000011/11000011", "paged_mask of a mask that looks at h", h=1, mistakes={
+        "Pass b and h on to the mask as they are.": "00000010/00000011/10000011/11000001"})
+    expect_program(mod, 16, "paged_mask of 4 pages", 8, 8)
 
 
 check_pages(paged_mask).raise_if_wrong()
@@ -1661,15 +1942,28 @@ def ragged_attention(attend, texts: list[tuple[torch.Tensor, torch.Tensor, torch
 # %% nbgrader={"grade_id": "bonus_8_3_tests", "grade": true, "points": 6}
 @check("Bonus 8.3", "A ragged batch")
 def check_ragged(ragged_attention):
+    shapes = []
+
     def attend(q, k, v, mask_mod):
+        shapes.append(tuple(q.shape))
+        if not q.shape[2]:
+            return q
         return F.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(mask_mod, q.shape[2], k.shape[2]))
 
-    texts = [tuple(torch.randn(2, size, 4) for _ in range(3)) for size in (3, 5)]
+    sizes = [3, 0, 5, 2]
+    texts = [tuple(torch.randn(2, size, 6) for _ in range(3)) for size in sizes]
     got = ragged_attention(attend, texts)
-    assert isinstance(got, list) and len(got) == 2, "expected a list with a result for each of the two texts"
+    assert len(shapes) == 1, f"attend should be called once for all texts, and was called {len(shapes)} times"
+    assert shapes[0] == (1, 2, 10, 6), (
+        f"texts of {sizes} tokens make one row of 10, (1, 2, 10, 6); attend got {shapes[0]}. No padding: put them end to end")
+    assert isinstance(got, tuple | list) and len(got) == 4, "expected a list with a result for each of the four texts"
     for i, (q, k, v) in enumerate(texts):
-        expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        expect_close(got[i], expected, rtol=1e-4, atol=1e-5, what=f"text {i} of lengths 3 and 5")
+        expected, hint = torch.zeros_like(q), ""
+        if sizes[i]:
+            expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            hint = known_mistake(got[i], {"Each text is causal.": F.scaled_dot_product_attention(q, k, v)}) or (
+                "Does it look at other texts?")
+        expect_close(got[i], expected, rtol=1e-4, atol=1e-5, what=f"text {i} of lengths {sizes}", hint=hint)
 
 
 check_ragged(ragged_attention).raise_if_wrong()

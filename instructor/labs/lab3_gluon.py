@@ -2,6 +2,7 @@
 # jupyter:
 #   jupytext:
 #     cell_metadata_filter: nbgrader,tags,-all
+#     notebook_metadata_filter: -jupytext.text_representation.format_version,-jupytext.text_representation.jupytext_version
 #     text_representation:
 #       extension: .py
 #       format_name: percent
@@ -81,16 +82,19 @@
 # %% nbgrader={"grade_id": "setup", "locked": true}
 import json
 import math
+import os
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler from writing a line for each start and stop
 
 import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 
 from utils import *
-from utils.checking import check, expect_number, require_answer
+from utils.checking import check, expect_number
 from utils.machine.device import gluon_support, offline_compile_support
 from utils.machine.environment import environment
 from utils.attention import attention
@@ -98,6 +102,22 @@ from utils.files import recorded_table
 
 assert find_spec("triton"), "This lab needs Triton for the language itself: pip install triton (Linux, no GPU needed)."
 from utils import gluon_cpu
+from utils.checking.gluon_launches import (
+    CLOSE,
+    async_copy_launch,
+    attention_inputs,
+    attention_launch,
+    causal_launch,
+    edge_inputs,
+    falling_inputs,
+    overlap_launch,
+    repair_launch,
+    ring_mistakes,
+    tma_ring_launch,
+    transpose_launch,
+    wgmma_launch,
+    wgmma_mistakes,
+)
 from utils.checking.kernel_exercises import (
     Launch,
     Tile,
@@ -108,6 +128,7 @@ from utils.checking.kernel_exercises import (
     overlap,
     simulate_launch,
 )
+from utils.checking.kernel_mistakes import BLOCKS, OVERLAP, SOFTMAX, attention_mistakes, causal
 
 torch.manual_seed(0)
 device = default_device()
@@ -153,90 +174,18 @@ print(f"compiler    {offline_compile_support().reason}")
 print(f"Hopper GPU  {'yes: your kernels run here, too' if on_hopper else gluon_support().reason}")
 
 # %% nbgrader={"grade_id": "launches", "locked": true}
-# The launches that the checks and the timelines use.
-def transpose_launch(m: int, n: int) -> tuple[Launch, dict]:
-    """A launch on a random (m, n) matrix, and what it should write."""
-    x = torch.randn(m, n)
-    args = dict(x_ptr=x, y_ptr=torch.zeros(n, m), m=m, n=n, x_stride=n, y_stride=m)
-    grid = (math.ceil(m / 32), math.ceil(n / 32))
-    return Launch("transpose", grid, args, outputs=("y_ptr",), file="lab3_transpose.py"), {"y_ptr": x.T}
-
-
-def async_copy_launch(n: int, tiles: int, stages: int) -> tuple[Launch, dict]:
-    """A launch on n elements, tiles of 256, and what it should write."""
-    a, b = torch.randn(n), torch.randn(n)
-    args = dict(a_ptr=a, b_ptr=b, c_ptr=torch.zeros(n), n=n, TILE=256, TILES=tiles, STAGES=stages)
-    launch = Launch("add", (math.ceil(n / (256 * tiles)),), args, outputs=("c_ptr",), file="lab3_async_copy.py")
-    return launch, {"c_ptr": a + b}
-
-
-def tma_ring_launch(rows: int, columns: int, stages: int) -> tuple[Launch, dict]:
-    """A launch on a random fp16 matrix, and the sums of squares of its rows."""
-    x = torch.randn(rows, columns, dtype=torch.float16)
-    args = dict(x_desc=Tile(x, [16, 64]), y_ptr=torch.zeros(rows), rows=rows, columns=columns, STAGES=stages)
-    launch = Launch("sum_of_squares", (math.ceil(rows / 16),), args, outputs=("y_ptr",), file="lab3_tma_ring.py")
-    return launch, {"y_ptr": x.double().square().sum(1)}
-
-
 def repaired(text: str, repairs: dict[str, str]) -> str:
     """The broken file with repairs in place of the lines they name."""
+    assert isinstance(repairs, dict), f"repairs() should be a dict, and is {type(repairs).__name__}."
     unknown = sorted(set(repairs) - {line.strip() for line in text.splitlines()})
-    assert not unknown, f"no line of the file reads `{unknown[0]}`: copy a whole line, without its indentation."
-    assert len(repairs) <= 6, f"{len(repairs)} lines change; six at most. Change what is wrong."
+    assert not unknown, f"`{unknown[0]}` stands 0 times in lab3_broken.py: copy a whole line, without its indentation."
+    assert len(repairs) <= 6, f"repairs changes {len(repairs)} lines; 6 at most. Change what is wrong."
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]
         new = repairs.get(line.strip(), line.strip())
         lines += [indent + part.strip() if part.strip() else "" for part in new.split("\n")]
     return "\n".join(lines) + "\n"
-
-
-def repair_launch(stages: int) -> tuple[Launch, dict]:
-    x = torch.randn(16, 32 * 6)
-    args = dict(x_desc=Tile(x, [16, 32]), y_desc=Tile(torch.zeros_like(x), [16, 32]), tiles=6, factor=2.5,
-                STAGES=stages)
-    return Launch("scale", (1,), args, outputs=("y_desc",), file="lab3_broken.py"), {"y_desc": 2.5 * x}
-
-
-def wgmma_launch(m: int, n: int, k: int, block_n: int = 64) -> tuple[Launch, dict]:
-    """A launch on random bf16 matrices (m, k) and (n, k), and their product."""
-    a, b = torch.randn(m, k, dtype=torch.bfloat16), torch.randn(n, k, dtype=torch.bfloat16)
-    c = torch.zeros(m, n, dtype=torch.bfloat16)
-    args = dict(a_desc=Tile(a, [64, 64]), b_desc=Tile(b, [block_n, 64]), c_desc=Tile(c, [64, block_n]), k_size=k)
-    launch = Launch("matmul", (math.ceil(m / 64), math.ceil(n / block_n)), args, ("c_desc",), file="lab3_wgmma.py")
-    return launch, {"c_desc": a.double() @ b.double().T}
-
-
-def attention_inputs(heads: int, sq: int, sk: int, d: int = 64, sharp: float = 1.0):
-    """Random q, k, v (heads, S, D) in bf16, and attention over them in float64."""
-    q, k, v = (torch.randn(heads, length, d) for length in (sq, sk, sk))
-    q, k, v = ((x * f).bfloat16() for x, f in ((q, sharp), (k, 1.0), (v, 1.0)))
-    return q, k, v, torch.softmax(q.double() @ k.double().mT / math.sqrt(d), -1) @ v.double()
-
-
-def tile(x: torch.Tensor, rows: int) -> Tile:
-    """x as TMA sees it: tiles of `rows` rows of the last two dimensions."""
-    return Tile(x, [1] * (x.dim() - 2) + [rows, x.shape[-1]])
-
-
-def attention_launch(file: str, rows: int, q, k, v, expected, **constants) -> tuple[Launch, dict]:
-    """A launch of `attention` with one program for each `rows` queries of a head."""
-    c = math.log2(math.e) / math.sqrt(q.shape[-1])
-    args = dict(q_desc=tile(q, 64), k_desc=tile(k, 64), v_desc=tile(v, 64), o_desc=tile(torch.zeros_like(q), 64),
-                sk=k.shape[1], c=c, **constants)
-    grid = (math.ceil(q.shape[1] / rows), q.shape[0])
-    return Launch("attention", grid, args, outputs=("o_desc",), file=file), {"o_desc": expected}
-
-
-def overlap_launch(q, k, v, expected, stages: int = 2, block_n: int = 64) -> tuple[Launch, dict]:
-    """A launch on q, k, v (heads, S, D), one program for each 128 queries of a head."""
-    q, k, v, expected = (x[None] for x in (q, k, v, expected))
-    heads, sq = q.shape[1:3]
-    args = dict(q_desc=tile(q, 64), k_desc=tile(k, block_n), v_desc=tile(v, block_n),
-                o_desc=tile(torch.zeros_like(q), 64), sq=sq, sk=k.shape[2], heads=heads,
-                c=math.log2(math.e) / math.sqrt(q.shape[-1]), STAGES=stages)
-    launch = Launch("attention", (math.ceil(sq / 128), heads), args, outputs=("o_desc",), file="lab3_overlap.py")
-    return launch, {"o_desc": expected}
 
 
 FROM_L2 = gluon_cpu.CostModel(global_bytes=40.0, global_latency=300.0)
@@ -309,10 +258,17 @@ def registers_per_thread(keys: int, d: int) -> float:
 # %% nbgrader={"grade_id": "q1_1_tests", "grade": true, "points": 3}
 @check("1.1", "What a tile costs")
 def check_tile_cycles(tile_cycles):
-    products, exponentials, loads = tile_cycles(100, 40, 50)
-    expect_number(products, 195.3125, rel=1e-6, unit="cycles", what="products of tile_cycles(100, 40, 50)")
-    expect_number(exponentials, 250, rel=1e-6, unit="cycles", what="exponentials of tile_cycles(100, 40, 50)")
-    expect_number(loads, 400, rel=1e-6, unit="cycles", what="loads of tile_cycles(100, 40, 50)")
+    for rows, keys, d, right in ((100, 40, 50, (195.3125, 250, 400)), (192, 96, 64, (1152, 1152, 1228.8))):
+        got, what = tile_cycles(rows, keys, d), f"tile_cycles({rows}, {keys}, {d})"
+        assert isinstance(got, (tuple, list)) and len(got) == 3, f"{what} should be three numbers, and is {got!r}."
+        hints = (
+            {"Count both products, and two FLOPs for each multiply-accumulate.": right[0] / 2},
+            {"One quarter takes 4 a cycle, and an SM has four quarters.": 4 * right[1]},
+            {"Load K and V, two bytes an element.": right[2] / 2, "Each element has two bytes.": 2 * right[2],
+             "Q is loaded once, before the loop.": right[2] + 2 * rows * d / 20},
+        )
+        for name, number, expected, known in zip(("products", "exponentials", "loads"), got, right, hints, strict=True):
+            expect_number(number, expected, rel=1e-6, unit="cycles", what=f"{name} of {what}", mistakes=known)
 
 
 check_tile_cycles(tile_cycles).raise_if_wrong()
@@ -324,8 +280,23 @@ hidden.tile_cycles(tile_cycles).raise_if_wrong()
 # %% nbgrader={"grade_id": "q1_1_budget_tests", "grade": true, "points": 3}
 @check("1.1", "What a tile needs")
 def check_tile_budget(shared_bytes, registers_per_thread):
-    expect_number(shared_bytes(1, 16, 10, 2), 2560, rel=1e-6, unit="bytes", what="shared_bytes(1, 16, 10, 2)")
-    expect_number(registers_per_thread(20, 40), 30, rel=1e-6, unit="registers", what="registers_per_thread(20, 40)")
+    for consumers, keys, d, stages in ((1, 16, 10, 2), (3, 96, 128, 4)):
+        q, ring = 128 * consumers * d, 4 * stages * keys * d
+        expect_number(shared_bytes(consumers, keys, d, stages), q + ring, rel=1e-6, unit="bytes",
+                      what=f"shared_bytes({consumers}, {keys}, {d}, {stages})", mistakes={
+            "K and V need a ring each.": q + ring // 2,
+            "An element of bf16 takes two bytes.": 2 * (q + ring),
+            "That counts elements; one of bf16 takes two bytes.": (q + ring) // 2,
+            "Each consumer has 64 rows of Q of its own.": q // consumers + ring,
+            "Both rings have `stages` slots.": q + 2 * (stages + 1) * keys * d,
+        })
+    for keys, d, right in ((20, 40, 30), (160, 64, 112)):
+        expect_number(registers_per_thread(keys, d), right, rel=1e-6, unit="registers",
+                      what=f"registers_per_thread({keys}, {d})", mistakes={
+            "The output (64 × d) lies in registers, too.": keys / 2,
+            "A warpgroup is four warps: 128 threads share the tile.": 4 * right,
+            "Accumulators are fp32: an element takes a whole register.": right / 2,
+        })
 
 
 check_tile_budget(shared_bytes, registers_per_thread).raise_if_wrong()
@@ -339,9 +310,6 @@ hidden.tile_budget(shared_bytes, registers_per_thread).raise_if_wrong()
 # must share a block of keys until the loads are no longer the longest?
 
 # %%
-require_answer("tile_cycles", globals().get("tile_cycles"), "1.1")
-require_answer("shared_bytes", globals().get("shared_bytes"), "1.1")
-require_answer("registers_per_thread", globals().get("registers_per_thread"), "1.1")
 rows = []
 for d, queries, keys in ((64, 64, 128), (64, 192, 128), (128, 64, 128), (128, 128, 128), (128, 256, 128), (256, 128, 64)):
     products, exponentials, loads = tile_cycles(queries, keys, d)
@@ -446,8 +414,18 @@ def slots_needed(bandwidth_tb_s: float, latency_ns: float, sms: int, slot_bytes:
 # %% nbgrader={"grade_id": "bonus_1_3_tests", "grade": true, "points": 4}
 @check("Bonus 1.3", "Bytes in flight")
 def check_bytes_in_flight(bytes_in_flight, slots_needed):
-    expect_number(bytes_in_flight(2.0, 500, 100), 10_000, rel=1e-6, unit="bytes", what="bytes_in_flight(2.0, 500, 100)")
-    expect_number(slots_needed(2.0, 500, 100, 4096), 3, rel=1e-6, what="slots_needed(2.0, 500, 100, 4096)")
+    for bandwidth, latency, sms, slot, right, slots in ((2.0, 500, 100, 4096, 10_000, 3), (4.8, 700, 132, 32_768, 25_454.5454, 1)):
+        expect_number(bytes_in_flight(bandwidth, latency, sms), right, rel=1e-6, unit="bytes",
+                      what=f"bytes_in_flight({bandwidth}, {latency}, {sms})", mistakes={
+            "That is the whole chip: divide by the number of SMs.": right * sms,
+            "1 TB/s is 1e12 bytes a second, and 1 ns is 1e-9 s.": right * 1e-3,
+        })
+        expect_number(slots_needed(bandwidth, latency, sms, slot), slots, rel=1e-6, unit="slots",
+                      what=f"slots_needed({bandwidth}, {latency}, {sms}, {slot})", mistakes={
+            "There is no half slot: round up.": right // slot,
+            "That is one slot too many: round up, and no further.": slots + 1,
+            "A number of slots is a whole number: round up.": right / slot,
+        })
 
 
 check_bytes_in_flight(bytes_in_flight, slots_needed).raise_if_wrong()
@@ -501,17 +479,33 @@ def owner(row: int, column: int, shape: tuple, size: tuple, threads: tuple, warp
 @check("2.1", "Who holds an element")
 def check_owner(owner):
     along, down = ((1, 4), (4, 8), (2, 1), (1, 0)), ((4, 1), (8, 4), (1, 4), (0, 1))
-    for layout, row, column, shape, right in (
-        (along, 0, 0, (8, 32), (0, 0, 0)), (along, 0, 3, (8, 32), (0, 0, 3)), (along, 0, 4, (8, 32), (0, 1, 0)),
-        (along, 1, 0, (8, 32), (0, 8, 0)), (along, 5, 0, (8, 32), (1, 8, 0)), (along, 0, 33, (8, 64), (0, 0, 5)),
-        (along, 8, 1, (16, 64), (0, 0, 9)), (down, 5, 3, (32, 16), (0, 25, 1)), (down, 5, 7, (32, 16), (1, 25, 1)),
-        (down, 37, 3, (64, 32), (0, 25, 5)), (down, 37, 23, (64, 32), (1, 25, 13)),
+    odd = ((2, 2), (4, 8), (2, 2), (0, 1))
+    backwards, repetitions = (
+        "`order` names the fastest dimension first.", "Repetitions are counted in the layout's order, too.")
+    pieces, dropped = (
+        "Registers count first within the piece of a thread, and then over the repetitions.",
+        "A tensor that is larger than the layout's tile repeats it: each repetition takes further registers.")
+    for layout, row, column, shape, right, known in (
+        (along, 0, 0, (8, 32), (0, 0, 0), {}), (along, 0, 3, (8, 32), (0, 0, 3), {}),
+        (along, 0, 4, (8, 32), (0, 1, 0), {(0, 4, 0): backwards}), (along, 1, 0, (8, 32), (0, 8, 0), {(0, 1, 0): backwards}),
+        (along, 5, 0, (8, 32), (1, 8, 0), {(1, 1, 0): backwards}),
+        (along, 0, 33, (8, 64), (0, 0, 5), {(0, 0, 3): pieces, (0, 0, 1): dropped}), (along, 8, 1, (16, 64), (0, 0, 9), {}),
+        (down, 5, 3, (32, 16), (0, 25, 1), {(0, 7, 1): backwards}), (down, 5, 7, (32, 16), (1, 25, 1), {}),
+        (down, 37, 3, (64, 32), (0, 25, 5), {(0, 25, 9): repetitions, (0, 25, 1): dropped}),
+        (down, 37, 23, (64, 32), (1, 25, 13), {}),
+        (odd, 9, 41, (32, 64), (1, 16, 11), {(1, 16, 7): repetitions, (1, 16, 14): pieces}),
     ):
         got = owner(row, column, shape, *layout)
-        assert tuple(got) == right, (
-            f"element ({row}, {column}) of {shape} in BlockedLayout{layout} is held by (warp, lane, register) {right}, "
-            f"not {tuple(got)}."
-        )
+        assert isinstance(got, (tuple, list)) and len(got) == 3, f"owner should return three numbers, and returned {got!r}."
+        if tuple(got) != right:
+            hint = known.get(tuple(got), "")
+            if got[1] >= 32:
+                hint = "A warp has lanes 0 to 31: its grid of pieces repeats from warp to warp."
+            part = next(name for name, a, b in zip(("warp", "lane", "register"), got, right, strict=True) if a != b)
+            raise AssertionError(
+                f"element ({row}, {column}) of {shape} in BlockedLayout{layout} is held by (warp, lane, register) {right}, "
+                f"not {tuple(got)}: the {part} is wrong. {hint}"
+            )
 
 
 check_owner(owner).raise_if_wrong()
@@ -521,7 +515,6 @@ hidden.owner(owner).raise_if_wrong()
 ### END HIDDEN TESTS
 
 # %%
-require_answer("owner", globals().get("owner"), "2.1")
 layouts = {
     "[1, 4] [4, 8] [4, 1], order [1, 0]": ((1, 4), (4, 8), (4, 1), (1, 0)),
     "[4, 1] [8, 4] [1, 4], order [0, 1]": ((4, 1), (8, 4), (1, 4), (0, 1)),
@@ -586,11 +579,12 @@ def transpose(x_ptr, y_ptr, m, n, x_stride, y_stride):
 # %% nbgrader={"grade_id": "q2_2_tests", "grade": true, "points": 8}
 @check("2.2", "Transpose")
 def check_transpose(text):
-    for m, n in ((32, 32), (64, 96), (45, 70)):
+    for m, n in ((32, 64), (96, 32), (45, 70), (3, 65), (33, 1)):
         run = expect_kernel(text, *transpose_launch(m, n), rtol=0, atol=0, compiles=(m, n) == (45, 70),
-                            hint=f"X is ({m}, {n}).")
+                            hint=f"X is ({m}, {n}). Where is row i, column j of X in Y?")
         for e in run.events:
             if e.kind in ("load", "store") and e.bytes and m % 32 == n % 32 == 0:
+                assert e.bytes <= 4 * 32 * 32, f"line {e.line} moves {e.bytes} bytes; a program moves one 32 x 32 tile."
                 assert 32 * e.sectors <= e.bytes, (
                     f"X is ({m}, {n}): the {e.kind} at line {e.line} moves {e.bytes} bytes and touches {e.sectors} "
                     f"sectors of 32 bytes; {e.bytes // 32} would do. What do neighbouring lanes hold?"
@@ -604,7 +598,6 @@ hidden.transpose(text_of("lab3_transpose.py")).raise_if_wrong()
 ### END HIDDEN TESTS
 
 # %%
-require_answer("transpose", answered("lab3_transpose.py"), "2.2")
 _, run = simulate_launch(answered("lab3_transpose.py"), transpose_launch(32, 32)[0], timeline=True)
 for event in run.events:
     if event.bytes:
@@ -681,9 +674,14 @@ def add(a_ptr, b_ptr, c_ptr, n, TILE: gl.constexpr, TILES: gl.constexpr, STAGES:
 # %% nbgrader={"grade_id": "q3_1_tests", "grade": true, "points": 10}
 @check("3.1", "cp.async pipeline")
 def check_async_copy(text):
-    for n, tiles, stages in ((1024, 4, 2), (2000, 4, 3), (700, 3, 1)):
-        expect_kernel(text, *async_copy_launch(n, tiles, stages), rtol=0, atol=0, compiles=stages == 3,
-                      hint=f"n = {n}, {tiles} tiles a program, {stages} slots.")
+    for n, tiles, stages in ((2051, 5, 2), (2001, 4, 3), (700, 3, 1), (1089, 4, 4)):
+        expect_kernel(text, *async_copy_launch(n, tiles, stages), rtol=0, atol=0, seeds=(None, 1), compiles=stages == 3,
+                      hint=f"n = {n}, {tiles} tiles for each program, {stages} slots. Which tile lies in which slot?")
+    slow, fast = (simulate_launch(text, async_copy_launch(2048, 8, stages)[0])[1].cycles[0] for stages in (1, 3))
+    assert fast < 0.6 * slow, (
+        f"three slots take {fast:.0f} model cycles, one slot {slow:.0f}: the copies wait for each other. Is tile "
+        "i + STAGES - 1 issued before you wait for tile i, and does the wait leave the younger groups under way?"
+    )
 
 
 check_async_copy(text_of("lab3_async_copy.py")).raise_if_wrong()
@@ -699,7 +697,6 @@ hidden.async_copy(text_of("lab3_async_copy.py")).raise_if_wrong()
 # **Before you run.** Eight tiles, one slot against three. Guess the ratio of the times.
 
 # %%
-require_answer("add", answered("lab3_async_copy.py"), "3.1")
 until = None
 for stages in (1, 3):
     name = f"add with {stages} {'slot' if stages == 1 else 'slots'}"
@@ -783,9 +780,20 @@ def sum_of_squares(x_desc, y_ptr, rows, columns, STAGES: gl.constexpr):
 # %% nbgrader={"grade_id": "q3_2_tests", "grade": true, "points": 12}
 @check("3.2", "TMA ring")
 def check_tma_ring(text):
-    for rows, columns, stages in ((16, 256, 2), (40, 440, 3), (16, 64, 2)):
-        expect_kernel(text, *tma_ring_launch(rows, columns, stages), rtol=1e-4, atol=1e-3, seeds=(None, 1),
-                      compiles=stages == 3, hint=f"{rows} rows, {columns} columns, {stages} slots.")
+    for rows, columns, stages, dtype in ((16, 320, 2, torch.float16), (40, 440, 3, torch.bfloat16),
+                                         (19, 72, 4, torch.float16), (16, 192, 1, torch.float16)):
+        launch, expected = tma_ring_launch(rows, columns, stages, dtype)
+        run = expect_kernel(text, launch, expected, rtol=1e-4, atol=1e-3, seeds=(None, 1), compiles=stages == 3,
+                            hint=f"{rows} rows, {columns} columns, {stages} slots.",
+                            mistakes=partial(ring_mistakes, launch, expected))
+        copies = sum(e.kind == "copy in" for e in run.events)
+        tiles = math.ceil(columns / 64)
+        assert copies == tiles, f"{columns} columns are {tiles} tiles, and a program starts {copies} TMA copies."
+    slow, fast = (simulate_launch(text, tma_ring_launch(16, 512, stages)[0])[1].cycles[0] for stages in (1, 3))
+    assert fast < 0.65 * slow, (
+        f"three slots take {fast:.0f} model cycles, one slot {slow:.0f}: the copies wait for each other. How many are "
+        "under way before the loop, and when is a slot filled again?"
+    )
 
 
 check_tma_ring(text_of("lab3_tma_ring.py")).raise_if_wrong()
@@ -795,7 +803,6 @@ hidden.tma_ring(text_of("lab3_tma_ring.py")).raise_if_wrong()
 ### END HIDDEN TESTS
 
 # %%
-require_answer("sum_of_squares", answered("lab3_tma_ring.py"), "3.2")
 _ = show_timeline(answered("lab3_tma_ring.py"), tma_ring_launch(16, 512, 3)[0], "TMA ring of 3 slots")
 for stages in (1, 2, 3, 4, 5, 6, 7, 8):
     _, run = simulate_launch(answered("lab3_tma_ring.py"), tma_ring_launch(16, 2048, stages)[0])
@@ -812,7 +819,6 @@ for stages in (1, 2, 3, 4, 5, 6, 7, 8):
 # hangs, which reads too early, and where?
 
 # %%
-require_answer("sum_of_squares", answered("lab3_tma_ring.py"), "3.2")
 BROKEN = '''
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -952,8 +958,10 @@ def repairs() -> dict[str, str]:
 @check("Bonus 3.4", "Repair")
 def check_repairs(repairs):
     text = repaired(text_of("lab3_broken.py"), repairs())
-    for stages in (2, 1):
-        expect_kernel(text, *repair_launch(stages), rtol=0, atol=0, seeds=(None, 1, 2))
+    for stages in (2, 1, 3):
+        expect_kernel(text, *repair_launch(stages), rtol=0, atol=0, seeds=(None, 1, 2, 3))
+    slow, fast = (simulate_launch(text, repair_launch(stages, 8)[0])[1].cycles[0] for stages in (1, 3))
+    assert fast < 0.8 * slow, f"three slots take {fast:.0f} model cycles, one {slow:.0f}: a repair serialized the ring."
 
 
 check_repairs(repairs).raise_if_wrong()
@@ -1051,9 +1059,15 @@ def matmul(a_desc, b_desc, c_desc, k_size):
 # %% nbgrader={"grade_id": "q4_1_tests", "grade": true, "points": 10}
 @check("4.1", "The first wgmma")
 def check_wgmma(text):
-    for m, n, k, block_n in ((64, 64, 64, 64), (100, 72, 200, 64), (64, 128, 256, 128)):
-        expect_kernel(text, *wgmma_launch(m, n, k, block_n), rtol=2e-2, atol=2e-2, seeds=(None, 1),
-                      compiles=m == 100, hint=f"A is ({m}, {k}), B is ({n}, {k}).")
+    for m, n, k, block_n, dtype in ((64, 128, 64, 128, torch.bfloat16), (100, 72, 200, 32, torch.float16),
+                                    (129, 65 * 8, 72, 128, torch.bfloat16)):
+        launch, expected = wgmma_launch(m, n, k, block_n, dtype)
+        run = expect_kernel(text, launch, expected, rtol=1e-2, atol=2e-2, seeds=(None, 1), compiles=m == 100,
+                            hint=f"A is ({m}, {k}), B is ({n}, {k}).", mistakes=partial(wgmma_mistakes, launch, expected))
+        products = sum(e.kind == "wgmma" for e in run.events)
+        steps = math.ceil(k / 64)
+        assert products == steps, f"K = {k} takes {steps} steps, and a program starts {products} products: one a step."
+        assert any(e.kind == "copy out" for e in run.events), "C should leave by TMA: into c_tile, then tma_store."
 
 
 check_wgmma(text_of("lab3_wgmma.py")).raise_if_wrong()
@@ -1063,7 +1077,6 @@ hidden.wgmma(text_of("lab3_wgmma.py")).raise_if_wrong()
 ### END HIDDEN TESTS
 
 # %%
-require_answer("matmul", answered("lab3_wgmma.py"), "4.1")
 _ = show_timeline(answered("lab3_wgmma.py"), wgmma_launch(64, 128, 512, 128)[0], "C = A Bᵀ, 64 × 128, K = 512")
 
 # %% [markdown]
@@ -1191,12 +1204,18 @@ def attention(q_desc, k_desc, v_desc, o_desc, sk, c):
 # %% nbgrader={"grade_id": "q5_1_tests", "grade": true, "points": 10}
 @check("5.1", "Online softmax in a kernel")
 def check_softmax(text):
-    for heads, sq, sk, d, sharp in ((1, 64, 128, 64, 1.0), (2, 100, 200, 64, 1.0), (1, 64, 128, 64, 60.0),
-                                    (1, 60, 100, 128, 1.0)):
-        launch, expected = attention_launch("lab3_softmax.py", 64, *attention_inputs(heads, sq, sk, d, sharp))
-        expect_kernel(text, launch, expected, rtol=2e-2, atol=2e-2, compiles=heads == 2,
-                      hint=f"{sq} queries, {sk} keys in blocks of 64, head dimension {d}"
-                           + (", large scores." if sharp > 1 else "."))
+    cases = [(edge_inputs(70, 3, dtype=torch.float16), "three keys, all other columns are masked"),
+             (edge_inputs(60, 65), "the second block has one key, its other columns are masked"),
+             (edge_inputs(60, 1), "one key, all other columns are masked"),
+             (attention_inputs(2, 100, 200, 128, dtype=torch.float16), ""),
+             (attention_inputs(1, 64, 130, 64, 60.0), "large scores"),
+             (falling_inputs(False), "scores fall from block to block"),
+             (falling_inputs(True), "scores rise from block to block")]
+    for (q, k, v, expected), words in cases:
+        launch, outputs = attention_launch("lab3_softmax.py", 64, q, k, v, expected)
+        hint = f"{q.shape[1]} queries, {k.shape[1]} keys in blocks of 64, head dimension {q.shape[2]}; {words or q.dtype}."
+        expect_kernel(text, launch, outputs, **CLOSE, compiles=k.shape[1] == 200, hint=hint,
+                      mistakes=partial(attention_mistakes, q, k, v, SOFTMAX))
 
 
 check_softmax(text_of("lab3_softmax.py")).raise_if_wrong()
@@ -1212,7 +1231,6 @@ hidden.softmax(text_of("lab3_softmax.py")).raise_if_wrong()
 # **Before you run.** One warpgroup, everything in one partition. What share of the time will the tensor cores work?
 
 # %%
-require_answer("attention", answered("lab3_softmax.py"), "5.1")
 launch, _ = attention_launch("lab3_softmax.py", 64, *big)
 run = show_timeline(answered("lab3_softmax.py"), launch, "One warpgroup, 64 queries", model=FROM_L2)
 print(f"tensor cores at work: {tensor_core_share(run):.0%} of the time, for 64 queries")
@@ -1352,10 +1370,19 @@ def attention(q_desc, k_desc, v_desc, o_desc, sk, c, STAGES: gl.constexpr):
 # %% nbgrader={"grade_id": "q5_2_tests", "grade": true, "points": 12}
 @check("5.2", "Producer and consumers")
 def check_specialized(text):
-    for heads, sq, sk, stages in ((1, 128, 256, 2), (2, 100, 200, 2), (1, 128, 256, 3)):
-        launch, expected = attention_launch("lab3_specialized.py", 128, *attention_inputs(heads, sq, sk), STAGES=stages)
-        expect_kernel(text, launch, expected, rtol=2e-2, atol=2e-2, seeds=(None, 1), compiles=heads == 2,
-                      hint=f"{sq} queries, {sk} keys, {stages} slots.")
+    for sq, sk, stages, dtype in ((128, 257, 2, torch.bfloat16), (100, 195, 3, torch.float16), (70, 193, 1, torch.bfloat16)):
+        q, k, v, expected = edge_inputs(sq, sk, dtype=dtype)
+        launch, outputs = attention_launch("lab3_specialized.py", 128, q, k, v, expected, STAGES=stages)
+        run = expect_kernel(text, launch, outputs, **CLOSE, seeds=(None, 1, 2), compiles=stages == 3,
+                            hint=f"{sq} queries, {sk} keys, {stages} slots.",
+                            mistakes=partial(attention_mistakes, q, k, v, BLOCKS))
+        copies, blocks = [e for e in run.events if e.kind == "copy in"], math.ceil(sk / 64)
+        assert len(copies) == 2 + 2 * blocks, (
+            f"{blocks} blocks of keys: two copies for Q and two for each block are {2 + 2 * blocks}, and there are "
+            f"{len(copies)}. Both consumers read the same tiles."
+        )
+        who = {e.partition for e in copies}
+        assert who == {"load_partition"}, f"load_partition alone issues copies; here {', '.join(sorted(who))} did."
 
 
 check_specialized(text_of("lab3_specialized.py")).raise_if_wrong()
@@ -1365,7 +1392,6 @@ hidden.specialized(text_of("lab3_specialized.py")).raise_if_wrong()
 ### END HIDDEN TESTS
 
 # %%
-require_answer("attention", answered("lab3_specialized.py"), "5.2")
 launch, _ = attention_launch("lab3_specialized.py", 128, *big, STAGES=2)
 run = show_timeline(answered("lab3_specialized.py"), launch, "A producer and two consumers, 128 queries", model=FROM_L2)
 print(f"tensor cores at work: {tensor_core_share(run):.0%} of the time, for 128 queries")
@@ -1509,10 +1535,13 @@ def attention(q_desc, k_desc, v_desc, o_desc, sq, sk, heads, c, STAGES: gl.const
 # %% nbgrader={"grade_id": "q5_3_tests", "grade": true, "points": 8}
 @check("5.3", "Overlap")
 def check_overlap(text):
-    for heads, sq, sk, stages in ((1, 128, 256, 2), (2, 100, 200, 2), (1, 128, 320, 3)):
-        launch, expected = overlap_launch(*attention_inputs(heads, sq, sk), stages=stages)
-        expect_kernel(text, launch, expected, rtol=2e-2, atol=2e-2, seeds=(None, 1), compiles=heads == 2,
-                      hint=f"{sq} queries, {sk} keys, {stages} slots.")
+    for (q, k, v, expected), stages in ((edge_inputs(128, 257), 2), (edge_inputs(100, 195, dtype=torch.float16), 3),
+                                        (attention_inputs(1, 128, 256, 64, 20.0), 2)):
+        launch, outputs = overlap_launch(q, k, v, expected, stages=stages)
+        expect_kernel(text, launch, outputs, **CLOSE, seeds=(None, 1), compiles=stages == 3,
+                      hint=f"{q.shape[1]} queries, {k.shape[1]} keys, {stages} slots.",
+                      mistakes=partial(attention_mistakes, q[None], k[None], v[None], SOFTMAX | BLOCKS | OVERLAP,
+                                       downward=True))
     _, run = simulate_launch(text, overlap_launch(*big)[0], timeline=True)
     assert overlap(run) > 0.12, f"only {overlap(run):.0%} of the softmax runs under a product; what do you wait for?"
 
@@ -1524,7 +1553,6 @@ hidden.overlap(text_of("lab3_overlap.py")).raise_if_wrong()
 ### END HIDDEN TESTS
 
 # %%
-require_answer("attention", answered("lab3_overlap.py"), "5.3")
 run = show_timeline(answered("lab3_overlap.py"), overlap_launch(*big)[0], "Overlapped, 128 queries", model=FROM_L2)
 print(f"tensor cores at work: {tensor_core_share(run):.0%} of the time, for 128 queries")
 print(f"softmax under a product of the same consumer: {overlap(run):.0%}")
@@ -1598,7 +1626,6 @@ if rows:
 # FlashAttention 4 as its backend.
 
 # %%
-require_answer("attention", answered("lab3_overlap.py"), "5.3")
 if on_hopper:
     from utils.attention.gluon.launch import forward
 
@@ -1731,18 +1758,20 @@ def attention_causal(q_desc, k_desc, v_desc, o_desc, sq, sk, c):
 # %% nbgrader={"grade_id": "bonus_5_5_tests", "grade": true, "points": 6}
 @check("Bonus 5.5", "Causal attention")
 def check_causal(text):
-    for sq, sk, d in ((64, 64, 64), (130, 130, 64), (70, 150, 128)):
-        q, k, v, _ = attention_inputs(1, sq, sk, d)
-        hidden_keys = torch.arange(sk)[None] > torch.arange(sq)[:, None] + sk - sq
-        scores = (q.double() @ k.double().mT / math.sqrt(d)).masked_fill(hidden_keys, -math.inf)
-        args = dict(q_desc=tile(q, 64), k_desc=tile(k, 64), v_desc=tile(v, 64), o_desc=tile(torch.zeros_like(q), 64),
-                    sq=sq, sk=sk, c=math.log2(math.e) / math.sqrt(d))
-        launch = Launch("attention_causal", (math.ceil(sq / 64), 1), args, outputs=("o_desc",), file="lab3_causal.py")
-        run = expect_kernel(text, launch, {"o_desc": torch.softmax(scores, -1) @ v.double()}, rtol=2e-2, atol=2e-2,
-                            compiles=sq == 130, hint=f"{sq} queries, {sk} keys, head dimension {d}.")
-        if sq == sk:  # the first 64 rows see one block
-            products = sum(e.kind == "wgmma" for e in run.events)
-            assert products == 2, f"{sq} queries, {sk} keys: program 0 needs 1 block, 2 products, and makes {products}."
+    for sq, sk, d, dtype in ((64, 65, 64, torch.bfloat16), (130, 130, 64, torch.float16), (70, 150, 128, torch.bfloat16),
+                             (3, 193, 64, torch.bfloat16)):
+        q, k, v, _ = attention_inputs(2, sq, sk, d, dtype=dtype)
+        q[0], k[0] = q[0].abs(), k[0].abs() * (torch.arange(sk)[:, None] / sk).to(dtype)  # later keys weigh more
+        launch, outputs = causal_launch(q, k, v)
+        run = expect_kernel(text, launch, outputs, **CLOSE, compiles=sq == 130,
+                            hint=f"{sq} queries, {sk} keys, head dimension {d}: query i sees keys 0 ... i + {sk - sq}.",
+                            mistakes=partial(attention_mistakes, q, k, v, causal(sk - sq)))
+        blocks = min(math.ceil(sk / 64), math.ceil((64 + sk - sq) / 64))
+        products = sum(e.kind == "wgmma" for e in run.events)
+        assert products == 2 * blocks, (
+            f"{sq} queries, {sk} keys: the first 64 rows see {blocks} of {math.ceil(sk / 64)} blocks, which are "
+            f"{2 * blocks} products, and their program makes {products}."
+        )
 
 
 check_causal(text_of("lab3_causal.py")).raise_if_wrong()

@@ -2,6 +2,7 @@
 # jupyter:
 #   jupytext:
 #     cell_metadata_filter: nbgrader,tags,-all
+#     notebook_metadata_filter: -jupytext.text_representation.format_version,-jupytext.text_representation.jupytext_version
 #     text_representation:
 #       extension: .py
 #       format_name: percent
@@ -72,7 +73,10 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocat
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from utils import *
-from utils.checking import AnswerNeeded, check, expect_close, expect_number, require_answer
+from utils.benchmark.measuring import measure_together
+from utils.checking import SizeWatch, check, expect_close, expect_number, forbid, is_answered, watch_operations
+from utils.checking.mistakes import known_mistake
+from utils.checking.watching import FUSED_ATTENTION
 from utils.machine.environment import environment
 from utils.files import recorded_table
 
@@ -111,12 +115,6 @@ def show(rows: list[dict] | pd.DataFrame, index: str | list[str]) -> None:
         display(pd.DataFrame(rows).set_index(index))
 
 
-def require_cell(name: str, cell: str) -> None:
-    """Stop a cell that uses `name` before `cell` has made it."""
-    if name not in globals():
-        raise AnswerNeeded(f"Run {cell} first.")
-
-
 def plain_ticks(axis, ticks=None, subs=(1, 2, 5)) -> None:
     """Plain numbers on a logarithmic axis: at `ticks`, or at `subs` times each power of ten."""
     axis.set_major_locator(FixedLocator(ticks) if ticks else LogLocator(subs=subs))
@@ -138,39 +136,80 @@ def show_recorded(table: str) -> None:
     rows = recorded_table(RECORDED, table)
     if rows is None:
         return
+    if set(BACKENDS) < set(rows.columns):  # a map of calls and backends
+        show_map(rows.to_dict("records"))
+        return
     with pd.option_context("display.float_format", "{:.4g}".format, "display.max_colwidth", None):
         display(rows.rename(columns=NEW_NAMES))
-    if rows.isin(["no (1)"]).any(axis=None):
-        print("What the numbers in brackets stand for was not recorded. Those under your own table count other reasons.")
 
 
-def flash_runs(*tensors: torch.Tensor, **options) -> bool:
-    """Whether torch runs this call with flash alone."""
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), warnings.catch_warnings():
+def runs(backend: str, query, key, value, **options) -> bool:
+    """Whether torch runs this call with `backend` alone."""
+    with warnings.catch_warnings(), sdpa_kernel(BACKENDS[backend]):
         warnings.simplefilter("ignore")
         try:
-            F.scaled_dot_product_attention(*tensors, **options)
+            F.scaled_dot_product_attention(query, key, value, **options)
         except RuntimeError:
             return False
     return True
 
 
-def who_runs(calls: dict[str, tuple]) -> list[dict]:
-    """Show who runs each call, {name: (q, k, v, options)}, with torch's reasons below; returns rows with the reasons."""
-    rows, shown, numbers = [], [], {}
-    for name, (q, k, v, options) in calls.items():
-        row, full = {"call": name}, {"call": name}
+def reasons_against(backend: str, q, k, v, **options) -> list[str]:
+    """Why a backend does not run a call: by your why_not (Question 1.2) once you have written it, else in few words."""
+    if runs(backend, q, k, v, **options):
+        return []
+    if is_answered(ask := globals().get("why_not")):
+        return list(ask(backend, q, k, v, **options))
+    return ["torch refuses it; your why_not of Question 1.2 will say why"]
+
+
+def running_backends(q, k, v, **options) -> list[str]:
+    """The backends that run this call here; the others are named with their reasons."""
+    left = [backend for backend in BACKENDS if runs(backend, q, k, v, **options)]
+    for backend in BACKENDS:
+        if backend not in left:
+            print(f"{backend:9} is left out here: {' '.join(reasons_against(backend, q, k, v, **options))[:100]}")
+    return left
+
+
+def show_map(rows: list[dict]) -> None:
+    """Show which backend runs which call; reasons get numbers, and stand below the table."""
+    shown, numbers = [], {}
+    for row in rows:
+        line = {"call": row["call"]}
         for backend in BACKENDS:
-            reasons = why_not(backend, q, k, v, **options)  # your answer to Question 1.2
-            marks = [f"({numbers.setdefault(reason, len(numbers) + 1)})" for reason in reasons]
-            row[backend] = "runs" if not reasons else "no " + " ".join(marks)
-            full[backend] = "runs" if not reasons else " ".join(reasons)
-        shown.append(row)
-        rows.append(full)
+            reasons = [row[backend]] if isinstance(row[backend], str) else row[backend]
+            marks = [f"({numbers.setdefault(reason, len(numbers) + 1)})" for reason in reasons if reason != "runs"]
+            line[backend] = "no " + " ".join(marks) if marks else "runs"
+        shown.append(line)
     show(shown, "call")
     for reason, number in numbers.items():
         print(f"({number}) {reason}")
-    return rows
+
+
+def who_runs(calls: dict[str, tuple]) -> list[dict]:
+    """Show who runs each call, {name: (q, k, v, options)}, with torch's reasons below; returns rows with the reasons."""
+    rows = []
+    for name, (q, k, v, options) in calls.items():
+        rows.append({"call": name} | {b: reasons_against(b, q, k, v, **options) or ["runs"] for b in BACKENDS})
+    show_map(rows)
+    return [{"call": row["call"]} | {b: " ".join(row[b]) for b in BACKENDS} for row in rows]
+
+
+def time_in_turn(calls: dict, iterations: int = 15) -> dict[str, Measurement]:
+    """Measure calls that take turns (a b c c b a ...), so that a change of the machine's speed meets all of them."""
+    timed = measure_together(list(calls.values()), labels=list(calls), warmup=2, iterations=iterations)
+    return dict(zip(calls, timed, strict=True))
+
+
+def pinned(backend: str, *tensors, **options):
+    """A call of SDPA without arguments that allows one backend alone. (Question 1.3 asks for more: it explains refusals.)"""
+
+    def call():
+        with sdpa_kernel(BACKENDS[backend]):
+            return F.scaled_dot_product_attention(*tensors, **options)
+
+    return call
 
 
 print(f"device        {torch.cuda.get_device_name() if on_gpu else 'CPU'}, PyTorch {torch.__version__}")
@@ -246,8 +285,25 @@ def check_backends_in(backends_in):
         F.scaled_dot_product_attention(x, x, x)
         F.scaled_dot_product_attention(turned, x, x)
 
-    got = backends_in(operators_of(two_calls))
-    assert got == ["flash", "math"], f"on a CPU these two calls run flash, then math; backends_in says {got!r}"
+    frame, head = "aten::scaled_dot_product_attention", "aten::_scaled_dot_product_"
+    inside = "One attention call leaves several operators, one inside the other; only one of them is in the table."
+    cpu = "Look at the table again: on a CPU flash has a name of its own."
+    for operators, expected, what, hint in (
+        (operators_of(two_calls), ["flash", "math"], "two calls on this CPU", cpu),
+        ([frame, head + "flash_attention", "aten::_flash_attention_forward"], ["flash"], "a call of flash on a GPU", inside),
+        ([frame, head + "efficient_attention", "aten::_efficient_attention_forward"], ["efficient"], "a call of efficient", inside),
+        ([frame, head + "cudnn_attention", "aten::_cudnn_attention_forward"], ["cudnn"], "a call of cuDNN", inside),
+        (["aten::cudnn_convolution", "flash attention, step 3", "aten::_efficientzerotensor", "math"], [],
+         "a program without attention", "Only the operators of the table tell, by their whole names."),
+        ([frame, head + "flash_attention"] * 2, ["flash", "flash"], "two calls that both ran flash", "One entry for each call."),
+        ([frame, head + "flash_attention", head + "flash_attention_backward", "aten::_flash_attention_backward"], ["flash"],
+         "a forward and a backward pass", "A backward operator is no call of attention."),
+        ([frame, head + "flash_attention_for_cpu", head + "flash_attention_for_cpu_backward"], ["flash"],
+         "the same on a CPU", "A backward operator is no call of attention."),
+    ):
+        got = backends_in(list(operators))
+        got = list(got) if isinstance(got, tuple) else got
+        assert got == expected, f"backends_in of {what} is {got!r}, expected {expected!r}. {hint}\n  {', '.join(operators)[:400]}"
 
 
 check_backends_in(backends_in).raise_if_wrong()
@@ -311,12 +367,40 @@ def why_not(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **o
 # %% nbgrader={"grade_id": "q1_2_tests", "grade": true, "points": 6}
 @check("1.2", "Ask it why")
 def check_why_not(why_not):
-    x, turned = torch.randn(1, 2, 16, 32), torch.randn(1, 2, 32, 16).transpose(2, 3)
-    assert why_not("flash", x, x, x) == [], f"flash runs this call, and why_not says {why_not('flash', x, x, x)!r}"
-    got = why_not("flash", turned, x, x)
-    assert not any("not used because:" in r for r in got), f"a headline ('... because:') is no reason: {got!r}"
-    assert len(got) == 1 and "last dimension" in got[0], f"the strides of q are refused; why_not says {got!r}"
-    assert "Triggered" not in got[0], f"cut the reason before '(Triggered internally': {got[0]!r}"
+    def switches():
+        return [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math", "cudnn")]
+
+    x, turned = torch.randn(2, 2, 16, 32), torch.randn(2, 2, 32, 16).transpose(2, 3)
+    calls = {"plain attention": ((x, x, x), {}, ""), "a q with other strides": ((turned, x, x), {}, "last dimension"),
+             "dropout": ((x, x, x), {"dropout_p": 0.5}, "dropout"), "causal attention": ((x, x, x), {"is_causal": True}, "")}
+    for outside in ("default", "ignore"):
+        for name, (tensors, options, word) in calls.items():
+            with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
+                warnings.simplefilter(outside)
+                before, filters = switches(), list(warnings.filters)
+                got, by_math = why_not("flash", *tensors, **options), why_not("math", *tensors, **options)
+                after, filters_after = switches(), list(warnings.filters)
+            what = f"why_not of flash for {name}"
+            assert isinstance(got, list | tuple), f"{what} should be a list of sentences, and is {got!r}"
+            for reason in got:
+                assert "not used because" not in reason, f"{what} holds a headline ('... because:'), which is no reason: {reason!r}"
+                assert "runtime disabled" not in reason, f"{what} holds {reason!r}: it is no reason, your own pin switched it off"
+                assert "Triggered" not in reason, f"{what}: cut each reason where ' (Triggered internally' begins: {reason!r}"
+            assert len(set(got)) == len(got), f"{what} says something twice: {got!r}. Each reason once."
+            if not word:
+                assert not got, f"{what} is {got!r}, but flash runs this here: the list should be empty"
+            else:
+                silenced = outside == "ignore"
+                assert got, f"{what} is empty" + (
+                    " while the caller silences warnings: open your own filter inside" if silenced else "; torch refuses the call")
+                assert any(word in reason.lower() for reason in got), f"{what} is {got!r}, and torch's reason speaks of {word!r}"
+            assert not by_math, f"why_not of math for {name} is {by_math!r}: math runs it, also inside of another sdpa_kernel block"
+            assert before == after, "after why_not inside of an sdpa_kernel block other backends are switched on than before"
+            assert filters == filters_after, "after why_not the warning filters are others than before: use warnings.catch_warnings()"
+    got = why_not("efficient", x, x, x)
+    assert got, ("efficient does not exist for CPU tensors, and why_not of it is empty. Torch says so in an exception alone: "
+                 "then its first line is the reason")
+    assert len(got) == 1 and "\n" not in got[0], f"why_not of efficient should be the exception's first line alone, and is {got!r}"
 
 
 check_why_not(why_not).raise_if_wrong()
@@ -331,7 +415,6 @@ hidden.why_not(why_not).raise_if_wrong()
 # **Before you run.** Which of the four will run plain attention in bf16? In fp32? In fp64?
 
 # %%
-require_answer("why_not", why_not, "1.2")
 kinds = torch.bfloat16, torch.float32, torch.float64
 results["dtypes"] = who_runs({str(kind): (*random_qkv(1, 4, 128, 64, dtype=kind), {}) for kind in kinds})
 
@@ -370,18 +453,45 @@ def pinned_sdpa(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
 # %% nbgrader={"grade_id": "q1_3_tests", "grade": true, "points": 5}
 @check("1.3", "A pin that pins")
 def check_pin(pinned_sdpa):
-    x, turned = torch.randn(1, 2, 16, 32), torch.randn(1, 2, 32, 16).transpose(2, 3)
+    def switches():
+        return [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math", "cudnn")]
+
+    x, turned = torch.randn(2, 4, 16, 32), torch.randn(2, 4, 32, 16).transpose(2, 3)
+    few, mask = torch.randn(2, 2, 16, 32), torch.ones(16, 16, dtype=torch.bool).tril(2)
+    on_cpu = {f"aten::_scaled_dot_product_{tail}": b for b, tail in (("math", "attention_math"), ("flash", "flash_attention_for_cpu"))}
+    before = switches()
     for backend in ("math", "flash"):
-        ran = backends_in(operators_of(lambda backend=backend: pinned_sdpa(backend, x, x, x)))
-        assert ran == [backend], f"pinned_sdpa({backend!r}, ...) ran {ran}"
-    try:
-        pinned_sdpa("flash", turned, x, x)
-    except BackendRefused as refused:
-        assert "last dimension" in str(refused), f"the message should hold torch's reason; it is {str(refused)!r}"
-    except RuntimeError:
-        raise AssertionError("a bare RuntimeError came out of pinned_sdpa: raise BackendRefused instead") from None
-    else:
-        raise AssertionError("flash cannot run these strides, and pinned_sdpa returned a result")
+        for tensors, options in (((x, x, x), {}), ((x, x, x), {"is_causal": True, "scale": 0.3}), ((x, x, x), {"attn_mask": mask}),
+                                 ((x, few, few), {"enable_gqa": True})):
+            what, results = f"pinned_sdpa({backend!r}, q, k, v{''.join(f', {name}=...' for name in options)})", []
+            for outside in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+                with sdpa_kernel(outside):
+                    inner = switches()
+                    names = operators_of(lambda t=tensors, o=options, b=backend, r=results: r.append(pinned_sdpa(b, *t, **o)))
+                    assert switches() == inner, f"after {what} inside of an sdpa_kernel block other backends are allowed than before"
+                ran = [on_cpu[name] for name in names if name in on_cpu]
+                assert set(ran) <= {backend}, f"{what} ran {ran}. A pin allows one backend, alone, also inside of another block."
+                assert len(ran) == 1, (f"{what} computed attention {len(ran)} times. Compute once: asking first would double every "
+                                       "time that you measure.")
+            expected = F.scaled_dot_product_attention(*tensors, **options)
+            hint = "Do all options reach SDPA?"
+            expect_close(results[0], expected, rtol=1e-4, atol=1e-5, what=what, hint=hint)
+    for backend, tensors, options, word, what in (
+        ("flash", (turned, x, x), {}, "last dimension", "flash of a q with other strides"),
+        ("flash", (x, x, x), {"dropout_p": 0.5}, "dropout", "flash with dropout"), ("cudnn", (x, x, x), {}, "", "cudnn on CPU tensors"),
+    ):
+        ran = []
+        try:
+            ran = operators_of(lambda b=backend, t=tensors, o=options: pinned_sdpa(b, *t, **o))
+        except BackendRefused as refused:
+            assert str(refused) and word in str(refused).lower(), f"the message for {what} should hold torch's reason; it is {str(refused)!r}"
+        except RuntimeError:
+            raise AssertionError(f"a bare RuntimeError came out of pinned_sdpa for {what}: it should raise BackendRefused") from None
+        else:
+            ran = [on_cpu[name] for name in ran if name in on_cpu]
+            copies = " (on copies, which nobody asked for)" if ran == [backend] else ""
+            raise AssertionError(f"torch refuses {what}, and pinned_sdpa returned a result all the same{copies}; {ran} ran")
+        assert switches() == before, f"after a refusal ({what}) other backends are allowed than before"
 
 
 check_pin(pinned_sdpa).raise_if_wrong()
@@ -417,8 +527,28 @@ def dispatch(order: list[str], allowed: list[str], reasons: dict[str, list[str]]
 def check_dispatch(dispatch):
     order = ["flash", "efficient", "math", "cudnn"]
     able = {name: [] for name in order}
-    got = dispatch(order, ["math", "flash"], able)
-    assert got == "flash", f"flash and math are allowed, both can, flash is asked first; dispatch says {got!r}"
+    no_flash = able | {"flash": ["strides"]}
+    is_set, in_turn = "Without set_priority the order of `allowed` says nothing: it is a set.", (
+        "With set_priority, the allowed ones are asked in the order in which `allowed` names them.")
+    for allowed, reasons, first, expected, hint in (
+        (["math", "flash"], able, False, "flash", is_set), (["math", "flash"], able, True, "math", in_turn),
+        (["cudnn", "math"], able, False, "math", "That one is not allowed, or not asked first."),
+        (["flash", "math"], no_flash, False, "math", "A backend with a reason cannot run."),
+        (["flash", "cudnn", "math"], no_flash, True, "cudnn", in_turn),
+        (["flash", "cudnn", "math"], no_flash, False, "math", is_set),
+    ):
+        what = f"dispatch(order={order}, allowed={allowed}, reasons={reasons}, set_priority={first})"
+        try:
+            got = dispatch(list(order), list(allowed), dict(reasons), first)
+        except BackendRefused:
+            got = "BackendRefused"
+        assert got == expected, f"{what} is {got!r}, expected {expected!r}. {hint}"
+    for allowed, first in ((["flash"], False), (["flash"], True)):
+        try:
+            got = dispatch(list(order), allowed, dict(no_flash), first)
+        except BackendRefused:
+            continue
+        raise AssertionError(f"flash alone is allowed and has a reason against it: raise BackendRefused. dispatch returned {got!r}")
 
 
 check_dispatch(dispatch).raise_if_wrong()
@@ -434,8 +564,6 @@ hidden.dispatch(dispatch).raise_if_wrong()
 # **Before you run.** What runs in each of the eight? Which line would you have noticed in a benchmark?
 
 # %%
-require_answer("backends_in", backends_in, "1.1")
-require_answer("why_not", why_not, "1.2")
 q, k, v = random_qkv(1, 4, 256, 64)
 calls = {
     "as it is": ((q, k, v), {}),
@@ -497,11 +625,35 @@ def attention_costs(
 # %% nbgrader={"grade_id": "q2_1_tests", "grade": true, "points": 5}
 @check("2.1", "FLOPs and bytes of attention")
 def check_attention_costs(attention_costs):
-    flops, fused, _ = attention_costs(1, 2, 1, 3, 6, 4, torch.bfloat16)
-    expect_number(flops, 576, rel=0, unit="FLOPs", what="3 queries, 6 keys, 2 heads of 4, no mask,")
-    expect_number(fused, 192, rel=0, unit="bytes", what="fused, 2 query heads on 1 key head, bf16,")
-    flops, _, _ = attention_costs(1, 2, 1, 3, 6, 4, torch.bfloat16, causal=True)
-    expect_number(flops, 480, rel=0, unit="FLOPs", what="the same, causal: the queries see 4, 5 and 6 keys,")
+    # 5 sequences, 6 query heads over 2 key heads, 3 queries, 7 keys, D = 10, bf16
+    got = attention_costs(5, 6, 2, 3, 7, 10, torch.bfloat16)
+    assert isinstance(got, tuple | list) and len(got) == 3, f"expected (FLOPs, fused bytes, unfused bytes), got {got!r}"
+    where = "5 sequences, 6 heads over 2 key heads, 3 queries, 7 keys, D = 10, bf16:"
+    expect_number(got[0], 25_200, rel=0, unit="FLOPs", what=f"{where} the number of FLOPs", mistakes={
+        "Count FLOPs for query heads: each has its own scores.": 8_400, "Each sequence counts.": 5_040,
+        "A multiply-accumulate is two FLOPs, and there are two products.": 12_600})
+    expect_number(got[1], 6_400, rel=0, unit="bytes", what=f"{where} the fused size", mistakes={
+        "Keys and values have kv_heads heads, and the group shares them.": 12_000, "The output is written, too.": 4_600,
+        "These are elements: multiply by dtype.itemsize.": 3_200, "Each sequence counts.": 1_280,
+        "Queries and outputs have the queries' length, keys and values that of the keys.": 4_800,
+        "Queries and outputs have the heads of the queries.": 4_000})
+    expect_number(got[2], 11_440, rel=0, unit="bytes", what=f"{where} the unfused size", mistakes={
+        "The scores travel four times: written, read and written by the softmax, read.": 8_920,
+        "The matrix of scores is missing.": 6_400, "The scores travel four times, not three.": 10_180,
+        "The scores travel four times, not once.": 7_660, "There are scores for all query heads.": 8_080,
+        "These are elements: multiply by dtype.itemsize.": 5_720,
+        "Keys and values have kv_heads heads, and the group shares them.": 17_040})
+    causal = attention_costs(5, 6, 2, 3, 7, 10, torch.bfloat16, causal=True)
+    expect_number(causal[0], 21_600, rel=0, unit="FLOPs", what="the same, causal: the queries see 5, 6 and 7 keys;", mistakes={
+        "The mask takes pairs away: causal costs fewer FLOPs.": 25_200,
+        "The last query sees the last key: query i sees i + 1 + (kv_len - query_len) keys.": 7_200,
+        "Half of all pairs leaves out half of the diagonal.": 12_600})
+    expect_number(causal[2], 11_440, rel=0, unit="bytes", what="the same, causal: the unfused size", mistakes={
+        "The mask takes no bytes away: the whole score matrix is written, and read.": 10_720})
+    wide = attention_costs(1, 4, 4, 5, 5, 6, torch.float64, True)
+    expect_number(wide[0], 1_440, rel=0, unit="FLOPs", what="4 heads, 5 queries and keys, D = 6, causal:", mistakes={
+        "Half of all pairs leaves out half of the diagonal.": 1_200})
+    expect_number(wide[1], 3_840, rel=0, unit="bytes", what="4 heads, 5 queries and keys, D = 6, fp64: the fused size")
 
 
 check_attention_costs(attention_costs).raise_if_wrong()
@@ -546,14 +698,39 @@ def errors(
 # %% nbgrader={"grade_id": "q2_2_tests", "grade": true, "points": 4}
 @check("2.2", "Error against float64")
 def check_errors(errors):
-    q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
-    out = F.scaled_dot_product_attention(q, k, v)
-    largest, rms = errors(out, q, k, v)
-    assert 0 < largest < 1e-5 and 0 < rms < 1e-5, f"float32 attention is off by about 1e-7; errors says {largest}, {rms}"
-    largest, rms = errors(out + 0.5, q, k, v)
-    expect_number(largest, 0.5, rel=1e-4, what="the largest error of an output that is 0.5 too large")
-    _, rms = errors(3 * out, q, k, v)
-    expect_number(rms, 2.0, rel=1e-4, what="the relative rms error of an output that is three times too large")
+    q, k, v = torch.randn(2, 6, 20, 10), torch.randn(2, 2, 20, 10), torch.randn(2, 2, 20, 10)
+    for causal in (False, True):
+        exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal, enable_gqa=True)
+        other = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=not causal, enable_gqa=True)
+        turned = F.scaled_dot_product_attention(q.double(), k.repeat(1, 3, 1, 1).double(), v.repeat(1, 3, 1, 1).double(),
+                                                is_causal=causal)
+        noise = torch.rand_like(exact)
+        for out, what in ((exact.float(), "a float32 output without an error but its rounding"),
+                          ((exact + noise).float(), "an output that is up to 1 too large"), (3 * exact.float(), "three times the output")):
+            got = errors(out, q, k, v, causal)
+            assert isinstance(got, tuple | list) and len(got) == 2, f"errors should be (largest, rms), two numbers, and is {got!r}"
+            d, what = (out.double() - exact), f"{what}, 6 heads over 2, causal={causal}"
+            largest, rms = d.abs().max().item(), (d.square().mean() / exact.square().mean()).sqrt().item()
+            known = {"The reference is causal when causal is True, and only then.": (out - other).abs().max().item(),
+                     "Query head h reads key head h // (H / Hkv): neighbours share.": (out - turned).abs().max().item(),
+                     "The largest error: take the maximum, not the mean.": d.abs().mean().item(),
+                     "Take the absolute value first.": d.max().item() if d.max() != d.abs().max() else math.nan}
+            if what.startswith("a float32") and largest > 0 and float(got[0]) == 0:
+                raise AssertionError("the error of a float32 output is its rounding, about 1e-8, and not 0: the reference stays in "
+                                     "float64. Rounded to the output's dtype, it hides the rounding.")
+            expect_number(got[0], largest, rel=1e-3, what=f"the largest error of {what},", mistakes=known)
+            mean = exact.square().mean().sqrt().item()
+            expect_number(got[1], rms, rel=1e-3, what=f"the relative rms error of {what},", mistakes={
+                "Relative: divide by the root mean square of the reference.": rms * mean, "Root mean square: take the root.": rms**2,
+                "That is a mean of absolute values, not a root mean square.": (d.abs().mean() / exact.abs().mean()).item(),
+                "Relative to the reference, not to the output.": (d.square().mean() / out.double().square().mean()).sqrt().item()})
+    small = [t.bfloat16() for t in (q, k, v)]
+    exact = F.scaled_dot_product_attention(*(t.double() for t in small), enable_gqa=True)
+    out = exact.bfloat16()
+    _, rms = errors(out, *small)
+    right = ((out.double() - exact).square().mean() / exact.square().mean()).sqrt().item()
+    expect_number(rms, right, rel=1e-3, what="the rms error of a bf16 output that is rounded and nothing else (about 2e-3)", mistakes={
+        "The reference stays in float64: rounded to the output's dtype, it hides the rounding.": 0.0})
 
 
 check_errors(errors).raise_if_wrong()
@@ -570,10 +747,6 @@ hidden.errors(errors).raise_if_wrong()
 # operators) does each take? Which one is *more* exact?
 
 # %%
-require_answer("backends_in", backends_in, "1.1")
-require_answer("why_not", why_not, "1.2")
-require_answer("attention_costs", attention_costs, "2.1")
-require_answer("errors", errors, "2.2")
 
 
 def measure_backend(backend: str, q, k, v, **options) -> dict:
@@ -622,8 +795,6 @@ if not on_gpu:
 # `compare` takes turns: one call of each, again and again, and gives an interval for the ratio.
 
 # %%
-require_answer("why_not", why_not, "1.2")
-require_answer("pinned_sdpa", pinned_sdpa, "1.3")
 q, k, v = random_qkv(2, 16, 4096, 128) if on_gpu else random_qkv(1, 4, 1024, 64)
 others = [backend for backend in BACKENDS if backend != "flash" and not why_not(backend, q, k, v)]
 for backend in others:
@@ -641,7 +812,6 @@ for backend in others:
 # **Before you run.** In math's trace, which operators will take most of the time? How many bars will flash have?
 
 # %%
-require_answer("why_not", why_not, "1.2")
 q, k, v = random_qkv(2, 16, 4096, 128) if on_gpu else random_qkv(1, 4, 1024, 64)
 running = [backend for backend in BACKENDS if not why_not(backend, q, k, v)]
 figure, axes = plt.subplots(len(running), 1, figsize=(9, 3.2 * len(running)), squeeze=False)
@@ -726,14 +896,28 @@ def attention_backward(q, k, v, out, lse, dout) -> tuple[torch.Tensor, torch.Ten
 # %% nbgrader={"grade_id": "bonus_2_4_tests", "grade": true, "points": 8}
 @check("Bonus 2.4", "The backward pass")
 def check_backward(attention_backward):
-    q, k, v = (torch.randn(1, 2, 6, 8, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(2, 3, length, 10, requires_grad=True) for length in (6, 9, 9))
     out = F.scaled_dot_product_attention(q, k, v)
     dout = torch.randn_like(out)
     expected = torch.autograd.grad(out, (q, k, v), dout)
-    lse = torch.logsumexp(q @ k.mT / math.sqrt(8), dim=-1)
+    lse = torch.logsumexp(q @ k.mT / math.sqrt(10), dim=-1)
     inputs = [t.detach() for t in (q, k, v, out, lse)]
-    for name, got, right in zip(("dq", "dk", "dv"), attention_backward(*inputs, dout), expected, strict=True):
-        expect_close(got, right, rtol=1e-3, atol=1e-4, what=name)
+    with watch_operations() as watch:
+        got = attention_backward(*inputs, dout)
+    forbid(watch, (*FUSED_ATTENTION, r".*softmax.*", r".*logsumexp.*"), hint="the probabilities are e^(score - lse)")
+    assert isinstance(got, tuple | list) and len(got) == 3, f"attention_backward should return (dq, dk, dv), and returned {got!r:.80}"
+    hints = {"dq": "dS = P * (dP - delta), delta the sum of dO * O over a row; then dS K and the scale.",
+             "dk": "dK is dS transposed times Q, with the scale.", "dv": "dV is P transposed times dO."}
+    # without delta, dS would be P * dP: the same as for an output of zeros
+    no_delta = attention_backward(*inputs[:3], torch.zeros_like(inputs[3]), inputs[4], dout)
+    for name, mine, right, bare in zip(("dq", "dk", "dv"), got, expected, no_delta, strict=True):
+        hint = hints[name]
+        if name != "dv" and isinstance(mine, torch.Tensor) and torch.equal(mine, bare):
+            hint = "delta is missing: the output makes no difference to your gradient."
+        hint = known_mistake(mine, {"The scale 1/sqrt(D) is missing in this gradient.": right * math.sqrt(10),
+                                    "The scale 1/sqrt(D) stands twice in this gradient.": right / math.sqrt(10),
+                                    "Its sign is wrong.": -right}, otherwise=hint)
+        expect_close(mine, right, rtol=1e-3, atol=1e-4, what=f"{name} for 6 queries and 9 keys", hint=hint)
 
 
 check_backward(attention_backward).raise_if_wrong()
@@ -748,7 +932,6 @@ hidden.attention_backward(attention_backward).raise_if_wrong()
 # **Before you run.** Will forward plus backward take 3.5 times as long as forward? For which backend more, for which less?
 
 # %%
-require_answer("why_not", why_not, "1.2")
 q, k, v = random_qkv(2, 16, 4096, 128) if on_gpu else random_qkv(1, 4, 512, 64)
 leaves = [t.clone().requires_grad_() for t in (q, k, v)]
 dout = torch.randn_like(q)
@@ -810,14 +993,28 @@ def queries_to_ridge(ridge: float, kv_len: int, group: int, head_dim: int, dtype
 # %% nbgrader={"grade_id": "q3_1_tests", "grade": true, "points": 5}
 @check("3.1", "Intensity, prefill and decode")
 def check_intensity(intensity, queries_to_ridge):
-    expect_number(intensity(100, 100, 1, 64, torch.bfloat16), 50.0, rel=1e-6, unit="FLOPs/Byte", what="100 tokens, bf16,")
-    n = queries_to_ridge(10.3, 1000, 1, 64, torch.bfloat16)
+    # 4 FLOPs a pair and number; (2 x 3 x 20 + 2 x 120) numbers of 2 bytes: 3 heads share the keys
+    expect_number(intensity(20, 120, 3, 10, torch.bfloat16), 40.0, rel=1e-6, unit="FLOPs/Byte",
+                  what="the intensity of 20 queries, 120 keys, 3 heads to a key head, bf16,", mistakes={
+        "The heads of a group share keys and values: they are read once.": 120 / 7,
+        "These are FLOPs per element: divide by the bytes of an element.": 80.0, "Two FLOPs a multiply-accumulate.": 20.0,
+        "Each query head of the group has queries and an output of its own.": 360 / 7,
+        "Keys are as long as the cache, not as the queries.": 15.0})
+    expect_number(intensity(20, 120, 3, 10, torch.float32), 20.0, rel=1e-6, unit="FLOPs/Byte", what="the same in fp32", mistakes={
+        "An element has dtype.itemsize bytes.": 40.0})
+    n = queries_to_ridge(50.3, 120, 3, 10, torch.bfloat16)
     assert isinstance(n, int), f"a number of queries is an integer; got {n!r}"
-    assert intensity(n, 1000, 1, 64, torch.bfloat16) >= 10.3 > intensity(n - 1, 1000, 1, 64, torch.bfloat16), (
-        f"{n} queries are not the fewest that reach the ridge"
-    )
-    n = queries_to_ridge(12.0, 10, 1, 64, torch.bfloat16)
-    assert n is None, f"over 10 keys in bf16 the intensity stays below 10, and the ridge is 12: None; got {n!r}"
+    expect_number(n, 29, rel=0, what="queries_to_ridge of a ridge of 50.3, 120 keys, 3 heads to a key head, bf16", mistakes={
+        "One query fewer still lies left of the ridge: round up.": 28, "The group shares the keys, too: group * queries count.": 87,
+        "Queries and outputs have bytes as well, not only the cache.": 17, "An element has itemsize bytes.": 11})
+    n = queries_to_ridge(50.3, 1000, 1, 64, torch.bfloat16)
+    expect_number(n, 53, rel=0, what="queries_to_ridge of a ridge of 50.3, 1000 keys, 1 head, bf16", mistakes={
+        "One query fewer still lies left of the ridge: round up.": 52,
+        "Queries and outputs have bytes as well, not only the cache.": 51})
+    for ridge in (12.0, 10.0):
+        n = queries_to_ridge(ridge, 10, 4, 64, torch.bfloat16)
+        assert n is None, (f"over 10 keys in bf16 the intensity stays below 10 however many queries there are, and the ridge is "
+                           f"{ridge}: return None. Got {n!r}")
 
 
 check_intensity(intensity, queries_to_ridge).raise_if_wrong()
@@ -833,8 +1030,6 @@ hidden.intensities(intensity, queries_to_ridge).raise_if_wrong()
 # decode lie?
 
 # %%
-require_answer("intensity", intensity, "3.1")
-require_answer("attention_costs", attention_costs, "2.1")
 heads, kv_long = (16, 65536) if on_gpu else (4, 16384)
 lengths, head_dims = ((512, 2048, 8192), (64, 128, 256)) if on_gpu else ((64, 256, 1024), (32, 64, 128))
 cases = [(f"S {length}", length, length, head_dims[1]) for length in lengths]
@@ -869,7 +1064,6 @@ if not on_gpu:
 # will the time stay as it is?
 
 # %%
-require_answer("queries_to_ridge", queries_to_ridge, "3.1")
 heads, kv_long = (16, 65536) if on_gpu else (4, 16384)
 ridge = peak / bandwidth
 print(f"this machine, {dtype_name}: ridge {ridge:.1f}, {queries_to_ridge(ridge, kv_long, 1, 64, dtype)} queries")
@@ -943,13 +1137,35 @@ def split_kv_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, splits
 # %% nbgrader={"grade_id": "q3_2_part_tests", "grade": true, "points": 3}
 @check("3.2", "Attention over one part")
 def check_attend_part(attend_part):
-    q, k, v = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 8)
-    out, _ = attend_part(q, k, v)
-    expect_close(out, F.scaled_dot_product_attention(q, k, v), rtol=1e-4, atol=1e-5, what="the output")
-    # over a single key, the log of the sum of one exponential is the score itself
-    score = (q[0, 0, 0] @ k[0, 0, 0] / math.sqrt(8)).item()
-    lse = attend_part(q, k[:, :, :1], v[:, :, :1])[1][0, 0, 0]
-    expect_number(lse, score, rel=1e-4, what="lse over one key (natural logarithm?)")
+    for dtype, large in ((torch.float32, 1), (torch.bfloat16, 1), (torch.float32, 30)):
+        q = large * torch.randn(2, 6, 3, 10, dtype=dtype)
+        k, v = large * torch.randn(2, 2, 9, 10, dtype=dtype), torch.randn(2, 2, 9, 10, dtype=dtype)
+        with watch_operations() as watch:
+            got = attend_part(q, k, v)
+        forbid(watch, FUSED_ATTENTION, hint="write the products and the softmax yourself: SDPA does not return the lse")
+        assert isinstance(got, tuple | list) and len(got) == 2, f"attend_part should return (output, lse), and returned {got!r:.80}"
+        wide = [t.float() for t in (q, k, v)]
+        turned = [t.repeat(1, 3, 1, 1) for t in wide[1:]]
+        expected = F.scaled_dot_product_attention(*wide, enable_gqa=True)
+        hint = known_mistake(got[0], {
+            "Query head h reads key head h // (H / Hkv): neighbours share, so repeat_interleave, not repeat.":
+                F.scaled_dot_product_attention(wide[0], *turned),
+            "Divide the scores by sqrt(D).": F.scaled_dot_product_attention(*wide, enable_gqa=True, scale=1.0),
+            "Divide the scores by sqrt(D), not by D.": F.scaled_dot_product_attention(*wide, enable_gqa=True, scale=0.1)},
+            otherwise="Divide by the part's own sum.")
+        what = f"attend_part of 6 heads over 2 in {dtype}{', scores in the thousands' if large > 1 else ''}".replace("torch.", "")
+        expect_close(got[0], expected, rtol=1e-3, atol=1e-3 if large > 1 else 1e-5, what=f"the output of {what}", hint=hint)
+        # e^lse is the sum of all e^score: over one key it is that score, over the same key n times it is log(n) more
+        _, one = attend_part(q, k[:, :, :1], v[:, :, :1])
+        score = (wide[0] * wide[1][:, :, :1].repeat_interleave(3, dim=1)).sum(-1) / math.sqrt(10)
+        expect_close(one, score, rtol=1e-3, atol=1e-3, what=f"the lse over one key, {what}", hint=known_mistake(one, {
+            "It is the natural logarithm, not that to base 2.": score / math.log(2),
+            "It is the log of the sum, not the sum.": score.exp(), "The scores are scaled by 1/sqrt(D), also in the lse.": score * math.sqrt(10),
+            "The maximum that was subtracted is missing: add it again.": torch.zeros_like(score)}))
+        _, five = attend_part(q, k[:, :, :1].expand(2, 2, 5, 10), v[:, :, :5])
+        expect_close(five, score + math.log(5), rtol=1e-3, atol=1e-3, what=f"the lse over five equal keys, {what}",
+                     hint=known_mistake(five, {"It is the natural logarithm of the sum of all e^score, not the largest score.": score},
+                                        otherwise="It is the natural logarithm of the sum of all e^score."))
 
 
 check_attend_part(attend_part).raise_if_wrong()
@@ -961,12 +1177,43 @@ hidden.attend_part(attend_part).raise_if_wrong()
 # %% nbgrader={"grade_id": "q3_2_tests", "grade": true, "points": 5}
 @check("3.2", "Split-KV attention")
 def check_split(split_kv_attention):
-    q, k, v = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 8)
-    expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    for splits in (1, 2, 5):
-        got = split_kv_attention(q, k, v, splits)
-        expect_close(got, expected, rtol=1e-4, atol=1e-5, what=f"split_kv_attention over 10 keys in {splits} splits",
-                     hint="Weigh the parts with their log-sum-exp.")
+    for dtype, keys, splits, large, rtol in ((torch.float32, 10, 1, 1, 1e-3), (torch.float32, 10, 4, 1, 1e-3),
+                                             (torch.float32, 11, 3, 1, 1e-3), (torch.bfloat16, 10, 4, 1, 2e-2),
+                                             (torch.float32, 10, 4, 40, 1e-2), (torch.float32, 10, 16, 1, 1e-3)):
+        q = large * torch.randn(2, 6, 3, 12, dtype=dtype)
+        k, v = large * torch.randn(2, 2, keys, 12, dtype=dtype), torch.randn(2, 2, keys, 12, dtype=dtype)
+        wide = [t.float() for t in (q, k, v)]
+        expected = F.scaled_dot_product_attention(*wide, enable_gqa=True)
+        with SizeWatch() as sizes, watch_operations() as watch:
+            got = split_kv_attention(q, k, v, splits)
+        forbid(watch, FUSED_ATTENTION, hint="each part comes from attend_part")
+        what = f"split_kv_attention over {keys} keys in {splits} splits, {dtype}".replace("torch.", "")
+        what += ", scores in the thousands" if large > 1 else ""
+        hint = ""
+        if large == 1 and 1 < splits <= keys:
+            # the parts, each with its own softmax, and three wrong ways to merge them
+            parts = [F.scaled_dot_product_attention(wide[0], *(t.tensor_split(splits, 2)[i] for t in wide[1:]), enable_gqa=True)
+                     for i in range(splits)]
+            short = keys // splits * splits
+            hint = known_mistake(got, {
+                "Parts do not count equally: weight each by its e^lse over the sum of all e^lse.": sum(parts) / splits,
+                "Outputs of parts cannot just be added: weight each by its e^lse over the sum of all e^lse.": sum(parts),
+                f"The last {keys - short} keys are left out: {splits} does not divide {keys}.": F.scaled_dot_product_attention(
+                    wide[0], wide[1][:, :, :short], wide[2][:, :, :short], enable_gqa=True) if short < keys else got * math.nan,
+            }, rtol=2e-2, atol=2e-2, otherwise="Weigh the parts with their log-sum-exp, and let the weights add up to 1.")
+        elif large > 1:
+            hint = "e^lse overflows: subtract the largest lse first."
+        elif splits > keys:
+            hint = "With more splits than keys some parts are empty: leave them out, or give them weight 0."
+        expect_close(got, expected.to(dtype), rtol=rtol, atol=rtol / 2, what=what, hint=hint)
+        # the shapes of the products with D tell how many keys each part had
+        lengths = [n if m in (3, 9) else m for _, m, inner, n in sizes.products if inner == 12 and {m, n} & {3, 9}]
+        if 1 < splits <= keys and lengths:
+            limit = -(-keys // splits)
+            assert max(lengths) <= limit, (f"{what}: {max(lengths)} scores at once for a query, and a part of {limit} keys has "
+                                           f"{limit}. Each part must be computed from its own keys alone.")
+            assert max(lengths) - min(lengths) <= 1, (f"{what}: the parts have {sorted(set(lengths))} keys; their sizes should differ "
+                                                      "by at most 1")
 
 
 check_split(split_kv_attention).raise_if_wrong()
@@ -1014,11 +1261,29 @@ def best_splits(
 # %% nbgrader={"grade_id": "q3_3_tests", "grade": true, "points": 4}
 @check("3.3", "How many splits?")
 def check_splits(decode_us, best_splits):
-    # 2 programs on 4 units, 1000 keys in tiles of 100, 1 us a tile: 10 us; in 2 parts on all 4 units: 5 us, and 3 to merge
-    expect_number(decode_us(2, 1000, 1, 4, 100, 1.0, 3.0), 10, rel=1e-9, unit="us", what="2 programs, no split,")
-    expect_number(decode_us(2, 1000, 2, 4, 100, 1.0, 3.0), 8, rel=1e-9, unit="us", what="2 programs, 2 splits,")
-    got = best_splits(2, 1000, 4, 100, 1.0, 3.0, most=2)
-    assert got == 2, f"1 split takes 10 us and 2 splits take 8: 2 splits are the best; best_splits says {got!r}"
+    # 3 programs on 4 units, 1000 keys in tiles of 128, 2 us a tile, 5 us to merge
+    waves = "A part of a wave takes as long as a whole one: round the waves up."
+    tiles = "A part of a tile takes as long as a whole one: round the tiles up."
+    expect_number(decode_us(3, 1000, 1, 4, 128, 2.0, 5.0), 16.0, rel=1e-9, unit="us",
+                  what="3 programs on 4 units, 1000 keys in tiles of 128 (2 us each), no split,", mistakes={
+        "One split needs no second kernel.": 21.0, waves: 12.0, tiles: 15.625, "Both waves and tiles are rounded up.": 11.71875})
+    expect_number(decode_us(3, 1000, 3, 4, 128, 2.0, 5.0), 23.0, rel=1e-9, unit="us",
+                  what="the same in 3 splits (9 programs, 334 keys each)", mistakes={
+        waves: 18.5, tiles: 20.625, "Splitting makes more programs: programs * splits.": 11.0,
+        "Splitting makes parts shorter: kv_len / splits keys each.": 53.0, "Results of several splits are merged by a second kernel.": 18.0,
+        "The second kernel runs once, whatever the number of splits.": 33.0})
+    expect_number(decode_us(4, 1024, 2, 4, 128, 2.0, 5.0), 21.0, rel=1e-9, unit="us", what="4 programs, 1024 keys, 2 splits", mistakes={
+        "A wave that is just full is one wave.": 29.0})
+    fewest, most = "Of splits that take equally long, take the fewest.", "More splits are not always faster: compare the times."
+    for arguments, expected, what, mistakes in (
+        ((2, 1000, 4, 100, 1.0, 3.0, 8), 2, "2 programs on 4 units, 1000 keys, 3 us to merge: 1 split takes 10 us, 2 splits 8,", {
+            most: 8, "Splitting pays here: compare the times.": 1}),
+        ((4, 1000, 4, 100, 1.0, 3.0, 8), 1, "4 programs fill 4 units: no number of splits is faster than one,", {most: 8}),
+        ((1, 400, 9, 100, 1.0, 0.5, 16), 4, "1 program on 9 units, 400 keys in tiles of 100: 4 to 9 splits take 1.5 us,", {
+            fewest: 9, most: 16}),
+        ((1, 10_000, 64, 100, 1.0, 0.5, 16), 15, "1 program on 64 units, 100 tiles: 15 and 16 splits take 7.5 us,", {fewest: 16}),
+    ):
+        expect_number(best_splits(*arguments), expected, rel=0, what=f"the best number of splits of {what}", mistakes=mistakes)
 
 
 check_splits(decode_us, best_splits).raise_if_wrong()
@@ -1033,8 +1298,6 @@ hidden.splits(decode_us, best_splits).raise_if_wrong()
 # **Before you run.** At which batch is there nothing left to gain?
 
 # %%
-require_answer("decode_us", decode_us, "3.3")
-require_answer("best_splits", best_splits, "3.3")
 machine_model = {"units": 132, "tile": 128, "tile_us": 0.5, "combine_us": 4.0}
 figure, ax = plt.subplots(figsize=(7, 3.4))
 for batch, style in ((1, "o-"), (4, "s--"), (16, "^:"), (64, "d-.")):
@@ -1057,8 +1320,6 @@ plt.show()
 # split? On a GPU the names of the longest kernels tell: look for `split` and `combine`.
 
 # %%
-require_answer("why_not", why_not, "1.2")
-require_answer("attention_costs", attention_costs, "2.1")
 rows = []
 for batch in (1, 16) if on_gpu else (1, 8):
     kv_heads, group, kv_len, head_dim = (8, 4, 32768, 128) if on_gpu else (2, 4, 8192, 64)
@@ -1147,13 +1408,18 @@ def strided_and_fast(x: torch.Tensor) -> torch.Tensor:
 # %% nbgrader={"grade_id": "q4_1_tests", "grade": true, "points": 4}
 @check("4.1", "Strides")
 def check_strides(knocked_out_by_strides, strided_and_fast):
-    x = torch.randn(1, 2, 10, 16)
+    x = torch.randn(2, 3, 10, 16)
     for function in (knocked_out_by_strides, strided_and_fast):
-        got = function(x)
-        assert got.shape == x.shape and torch.equal(got, x), f"{function.__name__}(x) should hold the values of x"
-    assert not flash_runs(knocked_out_by_strides(x), x, x), "flash runs with knocked_out_by_strides(x) as q"
-    assert not strided_and_fast(x).is_contiguous(), "strided_and_fast(x) should not be contiguous"
-    assert flash_runs(strided_and_fast(x), x, x), "flash refuses strided_and_fast(x) as q"
+        got, what = function(x), f"{function.__name__}(x)"
+        assert isinstance(got, torch.Tensor), f"{what} should be a tensor, and is a {type(got).__name__}"
+        assert got.shape == x.shape, (f"{what} should keep the shape {tuple(x.shape)}, and has {tuple(got.shape)}: a tensor that was "
+                                      "transposed has to be transposed back. Only the memory may differ")
+        assert torch.equal(got, x), f"{what} should hold the values of x"
+    bad, good = knocked_out_by_strides(x), strided_and_fast(x)
+    assert not runs("flash", bad, x, x), (f"flash still runs with knocked_out_by_strides(x), strides {bad.stride()}, as q. Which "
+                                          "dimension does a kernel want to read in one piece?")
+    assert not good.is_contiguous(), "strided_and_fast(x) is contiguous. It should not be, and flash should run it"
+    assert runs("flash", good, x, x), f"flash refuses strided_and_fast(x), strides {good.stride()}, as q"
 
 
 check_strides(knocked_out_by_strides, strided_and_fast).raise_if_wrong()
@@ -1194,12 +1460,26 @@ KNOCK_OUTS = {
 # %% nbgrader={"grade_id": "q4_2_tests", "grade": true, "points": 4}
 @check("4.2", "Four more knock-outs")
 def check_knock_outs(knock_outs):
-    assert len(knock_outs) >= 4, f"four were asked for, and KNOCK_OUTS holds {len(knock_outs)}"
+    assert isinstance(knock_outs, dict) and len(knock_outs) >= 4, f"four were asked for; KNOCK_OUTS is {knock_outs!r:.120}"
+    found = {}
     for name, build in knock_outs.items():
         arguments = build(*(torch.randn(2, 4, 24, 32) for _ in range(3)))
+        assert isinstance(arguments, dict), f"KNOCK_OUTS[{name!r}] should return a dict of SDPA's arguments, and returns {arguments!r:.80}"
         missing = {"query", "key", "value"} - set(arguments)
         assert not missing, f"KNOCK_OUTS[{name!r}] lacks {sorted(missing)}"
-        assert not flash_runs(**arguments), f"flash runs KNOCK_OUTS[{name!r}]: it is no knock-out"
+        assert runs("math", **arguments), f"math cannot compute KNOCK_OUTS[{name!r}] either: a wrong call is no knock-out"
+        assert not runs("flash", **arguments), f"flash runs KNOCK_OUTS[{name!r}]: it is no knock-out"
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                F.scaled_dot_product_attention(**arguments)
+            except RuntimeError as error:
+                told = [str(w.message) for w in said if "because" not in str(w.message) and "disabled" not in str(w.message)]
+                reason = (told or [str(error)])[0].split(" (Triggered")[0].splitlines()[0]
+        assert "stride" not in reason, f"KNOCK_OUTS[{name!r}] is refused for its strides. That was Question 4.1: find another way"
+        same = found.setdefault("".join(c for c in reason if not c.isdigit())[:60], name)
+        assert same == name, (f"KNOCK_OUTS[{name!r}] is refused for the reason of {same!r}: {reason[:90].rstrip('.')}. Four different "
+                              "reasons were asked for")
 
 
 check_knock_outs(KNOCK_OUTS).raise_if_wrong()
@@ -1214,10 +1494,6 @@ hidden.knock_outs(KNOCK_OUTS).raise_if_wrong()
 # **Before you run.** Which columns will hold "runs" from top to bottom?
 
 # %%
-require_answer("why_not", why_not, "1.2")
-require_answer("knocked_out_by_strides", knocked_out_by_strides, "4.1")
-require_answer("strided_and_fast", strided_and_fast, "4.1")
-require_cell("KNOCK_OUTS", "the cell of Question 4.2")
 q, k, v = random_qkv(2, 4, 24, 32)
 grouped = random_qkv(2, 2, 24, 32)
 mask = torch.ones(24, 24, dtype=torch.bool, device=device).tril()
@@ -1269,14 +1545,32 @@ def ready_for_flash(x: torch.Tensor) -> torch.Tensor:
 # %% nbgrader={"grade_id": "q4_3_tests", "grade": true, "points": 4}
 @check("4.3", "Apart without a copy")
 def check_unpack(unpack_qkv, ready_for_flash):
-    packed = torch.arange(2 * 3 * 24.0).reshape(2, 3, 24)  # 2 query, 2 key and 2 value heads of 4 numbers each
-    q, k, v = unpack_qkv(packed, 2, 2)
-    assert q.shape == (2, 2, 3, 4) and k.shape == v.shape == (2, 2, 3, 4), f"shapes {q.shape}, {k.shape}, {v.shape}"
-    assert q[0, 0, 0].tolist() == [0, 1, 2, 3], f"head 0 of token 0 is the first 4 numbers; got {q[0, 0, 0].tolist()}"
-    assert q.data_ptr() == packed.data_ptr(), "q is a copy, and a view was asked for"
-    assert torch.equal(k[1, 1, 2], packed[1, 2, 12:16]), "key head 1 of a token is its numbers 12 to 15"
-    assert flash_runs(q, k, v), "flash refuses the strides of these views"
-    assert ready_for_flash(q) is q or ready_for_flash(q).data_ptr() == q.data_ptr(), "flash runs q as it is: no copy"
+    packed = torch.arange(2 * 3 * 24.0).reshape(2, 3, 24)  # 2 query heads, 2 key and 2 value heads of 4 numbers each
+    wide = torch.arange(2 * 5 * 64.0).reshape(2, 5, 64)  # 4 query heads, 2 key and 2 value heads of 8 numbers each
+    for x, heads, kv_heads, tokens, size in ((packed, 2, 2, 3, 4), (wide, 4, 2, 5, 8)):
+        got = unpack_qkv(x, heads, kv_heads)
+        what = f"unpack_qkv of {tuple(x.shape)} with {heads} query heads and {kv_heads} key heads"
+        assert isinstance(got, tuple | list) and len(got) == 3, f"{what} should be (q, k, v), and is {got!r:.80}"
+        first = 0
+        for name, tensor, count in zip("qkv", got, (heads, kv_heads, kv_heads), strict=True):
+            assert tensor.shape == (2, count, tokens, size), f"{name} of {what} should have shape {(2, count, tokens, size)}, and has {tuple(tensor.shape)}"
+            for h in range(count):
+                numbers = x[1, tokens - 1, first : first + size].tolist()
+                assert tensor[1, h, tokens - 1].tolist() == numbers, (
+                    f"{name} of {what}: head {h} of the last token should be its numbers {first} to {first + size - 1}, and is others. "
+                    "Split each token's numbers into heads first, then swap tokens and heads: a reshape mixes tokens.")
+                first += size
+            assert tensor.untyped_storage().data_ptr() == x.untyped_storage().data_ptr(), f"{name} of {what} is a copy, and a view was asked for"
+        assert runs("flash", *got, enable_gqa=True), "flash refuses the strides of these views"
+    x = torch.randn(2, 3, 12, 16)
+    for tensor, copied, what in ((x, False, "a contiguous tensor"), (x.transpose(1, 2).contiguous().transpose(1, 2), False, "transposed heads"),
+                                 (x[:, :, ::2], False, "every second token"), (x.mT.contiguous().mT, True, "a transposed memory"),
+                                 (x[..., ::2], True, "every second number")):
+        got = ready_for_flash(tensor)
+        assert isinstance(got, torch.Tensor) and torch.equal(got, tensor), f"ready_for_flash of {what} should hold the same values"
+        assert runs("flash", got, got, got), f"flash refuses ready_for_flash of {what}, strides {got.stride()}"
+        same = got.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        assert same or copied, f"ready_for_flash of {what} (strides {tensor.stride()}) is a copy, and flash runs it as it is. Copy only where it is needed"
 
 
 check_unpack(unpack_qkv, ready_for_flash).raise_if_wrong()
@@ -1292,9 +1586,6 @@ hidden.unpack(unpack_qkv, ready_for_flash).raise_if_wrong()
 # run, or store it right in the first place. Guess the ratios.
 
 # %%
-require_answer("knocked_out_by_strides", knocked_out_by_strides, "4.1")
-require_answer("ready_for_flash", ready_for_flash, "4.3")
-require_answer("backends_in", backends_in, "1.1")
 q, k, v = random_qkv(2, 16, 4096, 128) if on_gpu else random_qkv(1, 4, 1024, 64)
 bad = knocked_out_by_strides(q)
 ways = {
@@ -1364,14 +1655,37 @@ def rounded_attention(
 # %% nbgrader={"grade_id": "q5_1_tests", "grade": true, "points": 6}
 @check("5.1", "Where rounding happens")
 def check_rounded(rounded_attention):
-    q, k, v = (torch.randn(1, 2, 50, 16, dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = (torch.randn(2, 3, length, 10, dtype=torch.bfloat16) for length in (20, 50, 50))
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
-    expect_close(rounded_attention(q, k, v), exact, rtol=1e-9, atol=1e-9, what="rounded_attention with all switches off")
-    expect_close(rounded_attention(q, k, v, output=True), to_bf16(exact), rtol=1e-2, atol=1e-6, what="the rounded output")
+    for first in (True, False):
+        got = rounded_attention(q, k, v, normalize_first=first)
+        expect_close(got, exact, rtol=1e-6, atol=1e-8, what=f"rounded_attention without rounding, normalize_first={first}",
+                     hint="Compute in float64, and round only where a switch says so.")
     got = rounded_attention(q, k, v, output=True)
-    assert torch.equal(got, to_bf16(got)), "with output=True every number of the result is a bf16 number"
-    p_alone, scores_alone = (rounded_attention(q, k, v, **{switch: True}) for switch in ("p", "scores"))
-    assert not torch.equal(p_alone, scores_alone), "p=True and scores=True give one result"
+    assert got.dtype == torch.float64, f"the result should be float64, and is {got.dtype}"
+    assert torch.equal(got, to_bf16(got)), "with output=True every number of the result should be a bf16 number"
+    expect_close(got, to_bf16(exact), rtol=1e-2, atol=1e-6, what="the rounded output")
+    # one query and four keys, computed by hand with each rounding
+    q = torch.tensor([[[[1.0, -0.5, 2.0]]]], dtype=torch.bfloat16)
+    k = torch.tensor([[[[0.5, 1.0, 0.75], [-1.0, 0.25, 1.5], [2.0, -1.0, 0.3125], [0.1, 0.7, -0.4]]]], dtype=torch.bfloat16)
+    v = torch.tensor([[[[1.0], [-2.0], [3.0], [0.7]]]], dtype=torch.bfloat16)
+    bare, p_first, e_late = 1.2619220209, 1.2604379654, 1.2611877311
+    first_or_late = "normalize_first decides what is rounded: P itself, or e^(s - max), which is divided by its sum at the end."
+    before = "The sum is that of the numbers before they are rounded."
+    largest = "Subtract the maximum before the exponential: e^s rounds differently."
+    none = "Nothing was rounded at that place."
+    for switches, expected, mistakes in (
+        ({"scores": True}, 1.2595055602, {none: bare, "Round the scores after they are scaled.": 1.2618713040}),
+        ({"p": True}, p_first, {none: bare, first_or_late: e_late}),
+        ({"p": True, "normalize_first": False}, e_late, {none: bare, first_or_late: p_first, before: 1.2613347195, largest: 1.2584492055}),
+        ({"scores": True, "p": True, "normalize_first": False}, 1.2590798424, {
+            before: 1.2578434713, largest: 1.2541361155, first_or_late: p_first, "The scores are not rounded here.": e_late,
+            "P is not rounded here.": 1.2595055602}),
+        ({"scores": True, "p": True}, p_first, {first_or_late: 1.2590798424, "P is not rounded here.": 1.2595055602}),
+    ):
+        got = rounded_attention(q, k, v, **switches)
+        what = f"one query over four keys with {', '.join(f'{name}={value}' for name, value in switches.items())}"
+        expect_number(got.flatten()[0].item(), expected, rel=1e-7, what=what, mistakes=mistakes)
 
 
 check_rounded(rounded_attention).raise_if_wrong()
@@ -1388,9 +1702,6 @@ hidden.rounded_attention(rounded_attention).raise_if_wrong()
 # score matrix in memory, have the larger error or the smaller one?
 
 # %%
-require_answer("rounded_attention", rounded_attention, "5.1")
-require_answer("errors", errors, "2.2")
-require_answer("why_not", why_not, "1.2")
 q, k, v = random_qkv(1, 4, 2048 if on_gpu else 512, 64, dtype=torch.bfloat16)
 recipes = {
     "output": {"output": True},
@@ -1452,12 +1763,24 @@ def ulps_apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 @check("5.2", "Steps between bf16 numbers")
 def check_ulps(ulps_apart):
     smallest = 2.0**-133  # the smallest positive bf16 number
-    a = torch.tensor([1.0, 1.0, 0.001, 4.0, -1.0, -smallest], dtype=torch.bfloat16)
-    b = torch.tensor([1.0, 1.0078125, 0.001, 4.0625, -1.0078125, smallest], dtype=torch.bfloat16)
-    got = ulps_apart(a, b).tolist()
-    assert got[:4] == [0, 1, 0, 2], f"1 to 1.0078125 is one step, 4 to 4.0625 two; ulps_apart says {got[:4]}"
-    assert got[4] == 1, f"-1 to -1.0078125 is one step; ulps_apart says {got[4]}"
-    assert got[5] == 2, f"from the largest negative number over 0 to the smallest positive: 2; ulps_apart says {got[5]}"
+    far = "The largest distance is about 65,000: compute with more than 16 bits."
+    for a, b, steps, what, hint in (
+        (1.0, 1.0, 0, "1 and 1", ""), (1.0, 1.0078125, 1, "1 and its neighbour above", "Reinterpret the 16 bits as an integer."),
+        (0.001, 0.001, 0, "0.001 and itself", ""), (4.0, 4.0625, 2, "4 and 4.0625", "Reinterpret the 16 bits: spacing grows with the number."),
+        (1.0, 0.99609375, 1, "1 and its neighbour below", "Spacing changes at a power of two: count steps, not sizes."),
+        (0.001, 0.0010147, 2, "0.001 and 0.0010147", "Reinterpret the 16 bits: spacing shrinks with the number."),
+        (-1.0, -1.0078125, 1, "-1 and its neighbour", "Below zero the integers run backwards."),
+        (0.0, -0.0, 0, "0 and -0", "They are the same number: 0 steps."),
+        (smallest, 0.0, 1, "the smallest number and 0", "Neighbours are one step apart, also around 0."),
+        (-smallest, smallest, 2, "the smallest number and its negative", "From one to the other it is two steps, through 0."),
+        (1.0, -1.0, 32_512, "1 and -1", "Put the numbers on one line, negative ones left of 0."),
+        (3e38, -3e38, 65_220, "3e38 and -3e38", far),
+    ):
+        for x, y in ((a, b), (b, a)):
+            got = ulps_apart(torch.tensor([[x]], dtype=torch.bfloat16), torch.tensor([[y]], dtype=torch.bfloat16))
+            assert isinstance(got, torch.Tensor) and not got.is_floating_point(), f"ulps_apart should be a tensor of integers, and is {got!r}"
+            assert got.shape == (1, 1), f"ulps_apart should keep the shape (1, 1), and has {tuple(got.shape)}"
+            assert int(got) == steps, f"{what} are {steps} steps apart; ulps_apart says {int(got)}. {hint}"
 
 
 check_ulps(ulps_apart).raise_if_wrong()
@@ -1467,11 +1790,6 @@ hidden.ulps_apart(ulps_apart).raise_if_wrong()
 ### END HIDDEN TESTS
 
 # %%
-require_answer("rounded_attention", rounded_attention, "5.1")
-require_answer("errors", errors, "2.2")
-require_answer("why_not", why_not, "1.2")
-require_answer("ulps_apart", ulps_apart, "5.2")
-require_cell("bf16_outputs", "the cell of recipes below Question 5.1")
 rows = []
 names = list(bf16_outputs)
 pairs = [(one, other) for i, one in enumerate(names) for other in names[i + 1 :]]
@@ -1513,11 +1831,30 @@ def distinct_results(fn, runs: int) -> int:
 @check("5.3", "Same bits every time?")
 def check_distinct(distinct_results):
     x = torch.randn(3, 4)
-    got = distinct_results(lambda: x * 2, 4)
-    assert got == 1, f"the same product four times is 1 result; distinct_results says {got!r}"
-    numbers = iter([1.0, 2.0, 1.0, 3.0])
-    got = distinct_results(lambda: x * next(numbers), 4)
-    assert got == 3, f"x times 1, 2, 1 and 3 are 3 results; distinct_results says {got!r}"
+    near, holes = x.clone(), x.clone()
+    near[1, 2] = torch.nextafter(near[1, 2], torch.tensor(9.0))
+    holes[0, 0] = math.nan
+    buffer = torch.empty(3, 4)
+    bits = "compare bits, without a tolerance"
+    for results, expected, what, hint in (
+        ([x, x.clone(), x.clone()], 1, "three equal results", ""), ([x, 2 * x, x, 3 * x], 3, "A, B, A, C", "Count different results."),
+        ([x, near, near.clone(), x], 2, "A, B, B, A", "Count different results, not changes, and not differences from the first; " + bits),
+        ([holes, holes.clone()], 1, "two equal results with a NaN", f"NaN != NaN, but its bits are equal: {bits}"),
+        ([torch.zeros(3), -torch.zeros(3)], 2, "0 and -0", f"They compare equal, and their bits differ: {bits}"),
+        ([x.bfloat16(), x.bfloat16(), (2 * x).bfloat16()], 2, "bf16 results A, A, B", "Any floating-point dtype may come."),
+        ([(x, near), (x.clone(), near.clone()), (x, x)], 2, "tuples of two tensors", "All tensors of a tuple count."),
+        ([buffer, x, near, 2 * x], 3, "three results in one buffer, which fn writes again",
+         "Keep a copy of each result: fn may write the next one into the same memory."),
+    ):
+        shared = results[0] is buffer
+        calls = iter(results[1:] if shared else results)
+        runs_asked = len(results) - shared
+        try:
+            got = distinct_results(lambda c=calls, s=shared: buffer.copy_(next(c)) if s else next(c), runs_asked)
+        except StopIteration:
+            raise AssertionError(f"fn was called more than {runs_asked} times: `runs` says how often") from None
+        assert next(calls, None) is None, f"fn was called fewer than {runs_asked} times: `runs` says how often"
+        assert got == expected, f"distinct_results of {what} is {got!r}, expected {expected}. {hint}"
 
 
 check_distinct(distinct_results).raise_if_wrong()
@@ -1534,9 +1871,6 @@ hidden.distinct_results(distinct_results).raise_if_wrong()
 # gives the same answer.)
 
 # %%
-require_answer("distinct_results", distinct_results, "5.3")
-require_answer("ulps_apart", ulps_apart, "5.2")
-require_answer("why_not", why_not, "1.2")
 q, k, v = random_qkv(4, 8, 2048 if on_gpu else 256, 64, dtype=torch.bfloat16)
 leaves = [t.clone().requires_grad_() for t in (q, k, v)]
 dout = torch.randn_like(q)
@@ -1656,14 +1990,36 @@ def dequantize_fp8(x8: torch.Tensor, scale: torch.Tensor, block: int | None = No
 # %% nbgrader={"grade_id": "bonus_5_5_tests", "grade": true, "points": 7}
 @check("Bonus 5.5", "FP8 with scales")
 def check_fp8(quantize_fp8, dequantize_fp8):
-    x = torch.randn(1, 2, 40, 8)
-    x[0, 0, 0] *= 1000
-    for block, shape in ((None, (1, 1, 1, 1)), (16, (1, 2, 3, 1))):
-        x8, scale = quantize_fp8(x, block)
-        assert tuple(scale.shape) == shape, f"scale with block {block} has shape {tuple(scale.shape)}, expected {shape}"
-        assert x8.float().abs().max() == 448, "the largest absolute value should land on 448"
-        back = dequantize_fp8(x8, scale, block)
-        expect_close(back[0, 0, :1], x[0, 0, :1], rtol=0.07, atol=5, what=f"token 0 and back, block {block}")
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(2, 3, 40, 8, dtype=dtype)
+        x[0, 0, 0] *= 1000
+        x[1, 2, 16:32] = 0.0  # a block of zeros
+        for block, shape in ((None, (1, 1, 1, 1)), (16, (2, 3, 3, 1)), (1, (2, 3, 40, 1))):
+            what = f"quantize_fp8 of {tuple(x.shape)} with block {block}"
+            got = quantize_fp8(x, block)
+            assert isinstance(got, tuple | list) and len(got) == 2, f"{what} should be (x8, scale), and is {got!r:.80}"
+            x8, scale = got
+            assert x8.dtype == torch.float8_e4m3fn and x8.shape == x.shape, f"x8 of {what} should be float8_e4m3fn of x's shape, and is {x8.dtype}"
+            assert scale.dtype == torch.float32, f"scale of {what} should be float32, and is {scale.dtype}"
+            assert tuple(scale.shape) == shape, f"scale of {what} has shape {tuple(scale.shape)}, expected {shape}"
+            assert torch.isfinite(x8.float()).all() and torch.isfinite(scale).all(), (
+                f"{what} holds NaN or infinity: a block of zeros has no largest value to divide by. Its scale is 1")
+            largest = x8.float().abs().max().item()
+            assert largest == 448, f"{what}: the largest absolute value should land on 448, and the largest is {largest:g}"
+            # the scale of the first block, or of all, is given by token 0, which is the largest there
+            top = x[0, 0, :1].float().abs().max().item()
+            expect_number(scale.flatten()[0].item(), top / 448, rel=1e-3, what=f"the first scale of {what}", mistakes={
+                "It is the inverse: x8 = x / scale, and x = x8 * scale.": 448 / top})
+            if block == 16:
+                expect_number(scale[1, 2, 1, 0].item(), 1.0, rel=0, what=f"the scale of a block of zeros, {what}")
+                last = x[0, 1, 32:].float().abs().max().item() / 448
+                expect_number(scale[0, 1, 2, 0].item(), last, rel=1e-3, what=f"the scale of the last, shorter block, {what}")
+            back = dequantize_fp8(x8, scale, block)
+            wide, spread = x.float(), scale if block is None else scale.repeat_interleave(block, dim=2)[:, :, :40]
+            assert isinstance(back, torch.Tensor) and back.dtype == torch.float32 and back.shape == x.shape, f"dequantize_fp8 after {what} should be float32 of x's shape"
+            worst = ((back - wide).abs() - wide.abs() / 16 * 1.01 - spread * 2**-10 * 1.01).max().item()
+            assert worst <= 0, (f"dequantize_fp8 after {what} misses x by more than e4m3 rounds. x8 is x / scale, computed in float32; "
+                                "back, each number is multiplied by the scale of its own block")
 
 
 check_fp8(quantize_fp8, dequantize_fp8).raise_if_wrong()
@@ -1681,9 +2037,6 @@ hidden.fp8(quantize_fp8, dequantize_fp8).raise_if_wrong()
 # on do blocks help: 100, 10,000 or 100,000? (INT8 would need them at 10. What does FP8 have that INT8 has not?)
 
 # %%
-require_answer("quantize_fp8", quantize_fp8, "bonus 5.5")
-require_answer("dequantize_fp8", dequantize_fp8, "bonus 5.5")
-require_answer("errors", errors, "2.2")
 kinds_of_scale = {"one scale": None, "blocks of 64": 64, "a scale for each token": 1}
 rows = []
 for factor in (1, 100, 10_000, 100_000):
@@ -1798,15 +2151,38 @@ def geometric_mean(values: pd.Series) -> float:
 # %% nbgrader={"grade_id": "q6_1_tests", "grade": true, "points": 6}
 @check("6.1", "The fastest and the default")
 def check_fastest(fastest, default_slowdown, geometric_mean):
-    small = pd.DataFrame({
-        "shape": [0, 0, 0, 1, 1, 1], "backend": ["math", "flash", "cudnn"] * 2, "ms": [9.0, 2.0, 1.0, 8.0, 3.0, 0.5],
-        "status": ["ok", "ok", "ok", "ok", "ok", "refused"], "is_default": [False, True, False] * 2,
-    })
-    got = dict(fastest(small))
-    assert got == {0: "cudnn", 1: "flash"}, f"cudnn wins shape 0, and is refused in shape 1; fastest says {got}"
-    got = dict(default_slowdown(small))
-    assert got == {0: 2.0, 1: 1.0}, f"flash is the default, twice as slow as the best in shape 0; got {got}"
-    expect_number(geometric_mean(pd.Series([1.0, 4.0])), 2.0, rel=1e-6, what="the geometric mean of 1 and 4")
+    # shape 0: cudnn wins; shape 1: cudnn failed, whatever its ms; shape 4: the default was refused; shape 7: no time at all
+    rows = [(0, "math", 9.0, "ok", False), (0, "flash", 2.0, "ok", True), (0, "cudnn", 1.0, "ok", False),
+            (1, "math", 8.0, "ok", False), (1, "flash", 3.0, "ok", True), (1, "cudnn", 0.5, "failed", False),
+            (4, "math", 6.0, "ok", False), (4, "flash", 0.1, "refused", True), (4, "cudnn", 4.0, "ok", False),
+            (7, "math", 3.0, "out of memory", False), (7, "flash", math.nan, "refused", True)]
+    small = pd.DataFrame(rows, columns=["shape", "backend", "ms", "status", "is_default"], index=range(20, 9, -1)).sample(frac=1)
+    before = small.copy(deep=True)
+    got, only_ok = fastest(small), 'Rows that are not "ok" do not count, whatever stands in their `ms`.'
+    assert isinstance(got, pd.Series), f"fastest(grid) should be a Series, and is a {type(got).__name__}"
+    right = {0: "cudnn", 1: "flash", 4: "cudnn"}
+    hint = only_ok if dict(got) == {0: "cudnn", 1: "cudnn", 4: "flash", 7: "math"} else (
+        "The fastest has the smallest time." if dict(got) == {0: "math", 1: "math", 4: "math"} else
+        "A shape without any time is left out; the index is `shape`.")
+    assert dict(got) == right, f"fastest(grid) is {dict(got)}, expected {right}. {hint}"
+    got = default_slowdown(small)
+    assert isinstance(got, pd.Series), f"default_slowdown(grid) should be a Series, and is a {type(got).__name__}"
+    got, right = dict(got), {0: 2.0, 1: 1.0}
+    hint = "The index is `shape`."
+    if set(got) > {0, 1}:
+        hint = "A shape whose default has no time is left out: a missing default is no 1, and no NaN. " + only_ok
+    elif got == {0: 0.5, 1: 1.0}:
+        hint = "Time of the default over the best time, not the other way round."
+    elif got.get(1) == 6.0:
+        hint = only_ok
+    assert got == right, f"default_slowdown(grid) is {got}, expected {right}. {hint}"
+    assert small.equals(before), "one of the functions changed the table it was given: work on a copy"
+    expect_number(geometric_mean(pd.Series([1.0, 2.0, 32.0])), 4.0, rel=1e-6, what="the geometric mean of 1, 2 and 32", mistakes={
+        "That is the arithmetic mean.": 35 / 3, "That is the median.": 2.0, "Take the n-th root of the product.": 64.0,
+        "The n-th root, not always the square root.": 8.0})
+    got = geometric_mean(pd.Series([100.0] * 400))
+    assert math.isfinite(got), "the geometric mean of 400 times 100 is 100, and the product of all overflows: add logarithms instead"
+    expect_number(got, 100.0, rel=1e-6, what="the geometric mean of 400 times 100")
 
 
 check_fastest(fastest, default_slowdown, geometric_mean).raise_if_wrong()
@@ -1819,9 +2195,6 @@ hidden.fastest_and_default(fastest, default_slowdown, geometric_mean).raise_if_w
 # **Before you run.** On how many of ten shapes will the default be the best? And which backend will win decode?
 
 # %%
-require_answer("fastest", fastest, "6.1")
-require_answer("default_slowdown", default_slowdown, "6.1")
-require_cell("grid", "the cell that loads the table, above Question 6.1,")
 if len(grid):
     shapes = grid.drop_duplicates("shape").set_index("shape")
     wins = pd.crosstab(shapes["kind"], fastest(grid))
@@ -1855,7 +2228,6 @@ if len(grid):
 # **Before you run.** Your model in Question 3.3: at which batch does splitting stop paying?
 
 # %%
-require_cell("grid", "the cell that loads the table, above Question 6.1,")
 if len(grid):
     decode = grid[(grid["kind"] == "decode") & (grid["status"] == "ok") & grid["backend"].isin(["flash", "cudnn"])]
     in_two = decode["kernels"].map(lambda names: any("combine" in name or "reduction" in name for name in names))
@@ -1909,18 +2281,44 @@ def grid_answers(grid: pd.DataFrame) -> dict:
 # %% nbgrader={"grade_id": "q6_2_tests", "grade": true, "points": 7}
 @check("6.2", "Seven questions about the table")
 def check_answers(grid_answers):
-    kinds, times = ["training", "prefill", "decode"], {"flash": [3.0, 4.0, 1.0], "cudnn": [2.0, 1.0, 2.0]}
+    def row(shape, kind, backend, ms, tflops, gb_s, status="ok", head_dim=128):
+        return {"shape": shape, "kind": kind, "backend": backend, "ms": ms, "status": status, "head_dim": head_dim,
+                "is_default": backend == "flash", "tflops": tflops, "gb_s": gb_s}
+
     small = pd.DataFrame([
-        {"shape": i, "kind": kind, "backend": backend, "ms": times[backend][i], "status": "ok", "head_dim": 128,
-         "is_default": backend == "flash", "tflops": 100 / times[backend][i], "gb_s": 2400 / times[backend][i]}
-        for i, kind in enumerate(kinds) for backend in times
+        row(0, "training", "flash", 3.0, 900, 100), row(0, "training", "cudnn", 2.0, 800, 200), row(0, "training", "math", 90.0, 9, 9),
+        row(1, "training", "flash", 8.0, 70, 100), row(1, "training", "cudnn", 1.0, 80, 5000), row(1, "training", "math", 90.0, 9, 9),
+        row(2, "prefill", "flash", 4.0, 500, 100), row(2, "prefill", "cudnn", 1.0, 600, 200), row(2, "prefill", "math", 0.1, 999, 9, "failed"),
+        row(3, "prefill", "flash", 3.0, 50, 100, head_dim=64), row(3, "prefill", "cudnn", 2.0, 700, 200, head_dim=64),
+        row(4, "decode", "flash", 1.0, 5, 2400), row(4, "decode", "cudnn", 2.0, 4, 1200), row(4, "decode", "math", 0.5, 9, 4700, "failed"),
+        row(5, "decode", "flash", 1.0, 5, 100), row(5, "decode", "cudnn", 3.0, 4, 100),
+        row(6, "decode", "flash", 0.1, 5, 100, "refused"), row(6, "decode", "cudnn", 3.0, 4, 100), row(6, "decode", "math", 9.0, 4, 100),
+        row(7, "training", "flash", 0.1, 5, 100, "refused"), row(7, "training", "cudnn", 7.0, 4, 100),
     ])
-    got = grid_answers(small)
+    got = grid_answers(small.copy(deep=True))
     keys = {"default_wins", "default_loss", "decode_winner", "worst_default", "peak_tflops", "decode_bandwidth",
             "cudnn_over_flash"}
     assert isinstance(got, dict) and set(got) == keys, f"the keys should be {sorted(keys)}; got {got!r:.200}"
-    expect_number(got["default_wins"], 1 / 3, rel=1e-6, what="flash is the default and wins 1 of 3 shapes: default_wins")
-    assert got["decode_winner"] == "flash", f"flash wins the decode shape; decode_winner is {got['decode_winner']!r}"
+    assert got["decode_winner"] == "flash", (f"flash wins two of three decode shapes; decode_winner is {got['decode_winner']!r}. Count "
+                                             "among decode shapes only, the shapes that a backend wins")
+    loss = [1.5, 8.0, 4.0, 1.5, 1.0, 1.0]
+    bandwidth = GPU_SPECS["H200"]["memory_bandwidth_tb_s"]
+    for key, right, mistakes in (
+        ("default_wins", 2 / 8, {"Shapes whose default has no time count, too: they are no wins.": 2 / 6,
+                                 "It is a share of shapes, between 0 and 1.": 2.0, "In percent? It should lie between 0 and 1.": 25.0,
+                                 "A share of shapes, not of rows.": 2 / 17}),
+        ("default_loss", math.prod(loss) ** (1 / 6), {"Geometric mean, not the arithmetic one.": sum(loss) / 6,
+                                                      "Geometric mean, not the median.": 1.5}),
+        ("worst_default", 4.0, {"Among prefill shapes only.": 8.0, "The largest: the default loses most there.": 1.5}),
+        ("peak_tflops", 600.0, {"Head dimension 128 only.": 700.0, "Prefill only.": 900.0, 'Rows that are not "ok" do not count.': 999.0}),
+        ("decode_bandwidth", 2.4 / bandwidth, {
+            "As a share: GB/s over the bandwidth in GB/s.": 2400.0, "Memory bandwidth in the table is in TB/s, and gb_s in GB/s.": 2400 / bandwidth,
+            "Decode only.": 5.0 / bandwidth, 'Rows that are not "ok" do not count.': 4.7 / bandwidth, "As a share of the bandwidth.": 2.4}),
+        ("cudnn_over_flash", math.sqrt(1.5 * 8), {"It is flash's time over cuDNN's: above 1, cuDNN is faster.": 1 / math.sqrt(12),
+            "The mean of ratios, shape by shape, not the ratio of sums.": 11 / 3, "Geometric mean, not the arithmetic one.": 4.75,
+            "Training shapes only.": (1.5 * 8 * 4 * 1.5 * 0.5 / 3) ** (1 / 6)}),
+    ):
+        expect_number(got[key], right, rel=1e-6, what=f"{key} of a small table of 8 shapes", mistakes=mistakes)
 
 
 check_answers(grid_answers).raise_if_wrong()
@@ -1933,11 +2331,6 @@ hidden.grid_answers(grid_answers).raise_if_wrong()
 # **Before you run.** Guess all seven for the H200.
 
 # %%
-require_answer("fastest", fastest, "6.1")
-require_answer("default_slowdown", default_slowdown, "6.1")
-require_answer("geometric_mean", geometric_mean, "6.1")
-require_answer("grid_answers", grid_answers, "6.2")
-require_cell("grid", "the cell that loads the table, above Question 6.1,")
 if len(grid):
     print("recorded on an H200:")
     for key, value in grid_answers(grid).items():
@@ -2019,17 +2412,40 @@ def choose_backend(grid: pd.DataFrame, call: dict, able: list[str]) -> str:
 # %% nbgrader={"grade_id": "bonus_6_4_tests", "grade": true, "points": 5}
 @check("Bonus 6.4", "A shape that nobody measured")
 def check_choose(choose_backend):
-    shape = {"kind": "prefill", "head_dim": 64, "causal": True, "batch": 1, "heads": 8, "kv_heads": 8, "status": "ok"}
+    base = {"kind": "prefill", "head_dim": 64, "causal": True, "batch": 1, "heads": 8, "kv_heads": 8, "status": "ok"}
+
+    def rows(shape, times, **sizes):
+        length = sizes.pop("length", 1024)
+        return [base | {"shape": shape, "seq_len_q": length, "seq_len_kv": length} | sizes | {"backend": backend, "ms": abs(ms)}
+                | ({"status": "failed"} if ms < 0 else {}) for backend, ms in times.items()]
+
     small = pd.DataFrame([
-        shape | {"shape": i, "seq_len_q": length, "seq_len_kv": length, "backend": backend, "ms": ms}
-        for i, length in enumerate((512, 2048)) for backend, ms in (("flash", 1.0 + i), ("cudnn", 1.5))
+        *rows(0, {"flash": 1.0, "cudnn": 2.0}, length=512), *rows(1, {"flash": 2.0, "cudnn": 1.0, "math": -0.1}, length=2048),
+        *rows(2, {"math": 1.0, "efficient": 2.0}, length=1024, batch=64), *rows(3, {"efficient": 1.0, "cudnn": 2.0}, length=1024, kind="training"),
+        *rows(4, {"math": 1.0, "cudnn": 2.0}, length=1024, head_dim=128), *rows(5, {"efficient": 1.0, "flash": 3.0}, length=1024, causal=False),
+        *rows(6, {"efficient": 1.0, "flash": 3.0}, length=16384),
     ])
-    call = {key: value for key, value in shape.items() if key != "status"}
-    for length, expected in ((600, "flash"), (1500, "cudnn")):
-        got = choose_backend(small, call | {"seq_len_q": length, "seq_len_kv": length}, ["math", "flash", "cudnn"])
-        assert got == expected, f"{length} tokens are nearest to {512 if length < 1000 else 2048}: {expected}; got {got!r}"
-    got = choose_backend(small, call | {"seq_len_q": 1500, "seq_len_kv": 1500}, ["flash"])
-    assert got == "flash", f"cudnn cannot run this call, and flash can; got {got!r}"
+    before, every = small.copy(deep=True), ["math", "flash", "efficient", "cudnn"]
+    call = {key: value for key, value in base.items() if key != "status"} | {"seq_len_q": 600, "seq_len_kv": 600}
+    same = "Look only at shapes of the same kind, head dimension and causality."
+    for change, able, expected, hint in (
+        ({}, every, "flash", f"600 tokens are nearest to shape 0, of 512. {same}"),
+        ({"seq_len_q": 1500, "seq_len_kv": 1500}, every, "cudnn",
+         'Shape 1, of 2048 tokens, is the nearest. Rows that are not "ok" have no time that counts.'),
+        ({"seq_len_q": 1120, "seq_len_kv": 1120}, every, "cudnn", "Measure distance in powers of two: 2048 is nearer to 1120 than 512 is."),
+        ({"seq_len_q": 1024, "seq_len_kv": 1024}, every, "flash", "512 and 2048 are equally far from 1024: take the smaller `shape`."),
+        ({"batch": 60, "seq_len_q": 1024, "seq_len_kv": 1024}, every, "math", "All five sizes count, the batch as well."),
+        ({"seq_len_q": 1500, "seq_len_kv": 1500}, ["flash"], "flash", "cudnn is not in `able`."),
+        ({}, ["efficient", "math"], "math", "Of the nearest shapes only those count for which a backend in `able` has a time: shape 2."),
+        ({"head_dim": 256}, ["efficient", "cudnn"], "efficient", "No shape of this head dimension was measured: the answer is able[0]."),
+    ):
+        got = choose_backend(small, call | change, list(able))
+        what = f"choose_backend for {call | change} and able {able}"
+        assert got in able, f"{what} is {got!r}, which cannot run the call: it is not in `able`. If no shape is left, it is able[0]"
+        if got in ("math", "efficient"):
+            hint += f" Or: {same} And all five sizes count."
+        assert got == expected, f"{what} is {got!r}, expected {expected!r}. {hint}"
+    assert small.equals(before), "choose_backend changed the table it was given: work on a copy"
 
 
 check_choose(choose_backend).raise_if_wrong()
@@ -2046,8 +2462,6 @@ hidden.choose_backend(choose_backend).raise_if_wrong()
 # within 3% of the best? Predict two numbers: yours, and always cuDNN.
 
 # %%
-require_answer("choose_backend", choose_backend, "bonus 6.4")
-require_cell("grid", "the cell that loads the table, above Question 6.1,")
 held_out = load_grid(GRID, "held-out")
 rows = []
 for _, group in held_out.groupby("shape"):

@@ -71,12 +71,22 @@ def _near(calls, cell):
     return {test: calls[test] for test in order[max(0, own[0] - 1) : own[-1] + 2]}
 
 
+def _few_quick(cases, count):
+    """Return the cases as parameters, with all but the first `count` of each answer cell marked slow."""
+    seen, parameters = {}, []
+    for case in cases:
+        name, cell = (case.mistake, case.cell) if hasattr(case, "mistake") else case[:2]
+        seen[cell] = seen.get(cell, 0) + 1
+        parameters.append(pytest.param(case, id=name, marks=[pytest.mark.slow] if seen[cell] > count else []))
+    return parameters
+
+
 @pytest.mark.parametrize("draw", range(2))
 def test_model_answers_pass_with_fresh_inputs(calls, checks, answers, files, draw):
     assert lab_cases.refusals(_verdicts(calls, checks, answers, files)) == []
 
 
-@pytest.mark.parametrize("wrong", WRONG_ANSWERS, ids=lambda wrong: wrong.mistake)
+@pytest.mark.parametrize("wrong", _few_quick(WRONG_ANSWERS, 4))
 def test_wrong_answer_loses_its_question_alone(calls, checks, answers, files, wrong):
     near = _near(calls, wrong.cell)
     verdicts = _verdicts(near, checks, answers, files, wrong.cell, wrong.code, wrong.replaces)
@@ -87,25 +97,12 @@ def test_wrong_answer_loses_its_question_alone(calls, checks, answers, files, wr
             assert re.search(r"line \d+ in \w+: ", message), message
 
 
-@pytest.mark.parametrize("right", RIGHT_ANSWERS, ids=lambda right: right[0])
+@pytest.mark.parametrize("right", _few_quick(RIGHT_ANSWERS, 2))
 def test_another_right_answer_passes(calls, checks, answers, files, right):
     _, cell, change = right
     code, replaces = (change, ()) if isinstance(change, str) else ("", change)
     own = lab_cases.calls_of(cell, calls)
     assert lab_cases.refusals(_verdicts(own, checks, answers, files, cell, code, replaces)) == []
-
-
-VISIBLE = [  # mistakes that the check in the notebook itself must find: (mistake, test cell, words of the message)
-    ("one slot of V, whatever the stages", "q1_1_budget_tests", "shared_bytes(1, 16, 10, 2)"),
-    ("order read backwards", "q2_1_tests", "is held by"),
-    ("repetitions counted along columns first", "q2_1_tests", "is held by"),
-    ("written along the columns", "q2_2_tests", "sectors of 32 bytes"),
-    ("more lines than six", "bonus_3_4_tests", "six at most"),
-    ("repairs what is not there", "bonus_3_4_tests", "no line of the file reads"),
-    ("factor in the scores' layout", "q5_1_tests", "layout"),
-    ("all blocks computed", "bonus_5_5_tests", "needs 1 block"),
-    ("mask in the output's layout", "bonus_5_5_tests", "layout"),
-]
 
 
 @pytest.fixture(scope="module")
@@ -121,21 +118,41 @@ def visible(lab, answers):
     return lab_cases.run_answers(answers, names), tests
 
 
-@pytest.mark.parametrize(("mistake", "cell", "phrase"), VISIBLE, ids=lambda value: str(value))
-def test_the_notebooks_own_check_finds_it(visible, answers, files, monkeypatch, mistake, cell, phrase):
+def _check_visibly(visible, answers, files, folder, cell, code="", replaces=()):
+    """Run the visible checks of an answer in a folder with the lab's files: the message of the one that refuses, or ""."""
+    texts = dict(files)
+    if replaces:
+        file = _file_of(answers, cell)
+        texts[file] = _replaced(texts[file], replaces)
+    for file, text in texts.items():
+        (folder / file).write_text(text)
+    names, tests = dict(visible[0]), visible[1]
+    exec(compile(code, "answer", "exec"), names)
+    for test in lab_cases.calls_of(cell, tests):
+        try:
+            exec(compile(tests[test], test, "exec"), names)
+        except AssertionError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("wrong", _few_quick(WRONG_ANSWERS, 1))
+def test_the_notebooks_own_check_names_it(visible, answers, files, monkeypatch, tmp_path, wrong):
+    monkeypatch.chdir(tmp_path)
     # Compiling is slow, and this test concerns the simulated run only.
     monkeypatch.setattr("utils.machine.device.offline_compile_support", lambda: False)
-    names, tests = dict(visible[0]), visible[1]
-    (wrong,) = (w for w in WRONG_ANSWERS if w.mistake == mistake)
-    texts = dict(files)
-    if wrong.replaces:
-        file = _file_of(answers, wrong.cell)
-        texts[file] = _replaced(texts[file], wrong.replaces)
-    exec(compile(wrong.code, "answer", "exec"), names)
-    names["text_of"] = texts.__getitem__
-    with pytest.raises(AssertionError) as error:
-        exec(compile(tests[cell], cell, "exec"), names)
-    assert phrase in str(error.value), str(error.value)
+    message = _check_visibly(visible, answers, files, tmp_path, wrong.cell, wrong.code, wrong.replaces)
+    phrases = (wrong.phrase,) if isinstance(wrong.phrase, str) else wrong.phrase
+    assert any(phrase in message for phrase in phrases), message or "it passes"
+
+
+@pytest.mark.parametrize("right", _few_quick(RIGHT_ANSWERS, 1))
+def test_the_notebooks_own_check_accepts_another_right_answer(visible, answers, files, monkeypatch, tmp_path, right):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("utils.machine.device.offline_compile_support", lambda: False)
+    _, cell, change = right
+    code, replaces = (change, ()) if isinstance(change, str) else ("", change)
+    assert _check_visibly(visible, answers, files, tmp_path, cell, code, replaces) == ""
 
 
 def test_an_unanswered_or_broken_file_is_a_message(calls, checks, answers, files):
@@ -154,23 +171,22 @@ def test_an_unanswered_or_broken_file_is_a_message(calls, checks, answers, files
 @pytest.mark.gpu
 def test_model_answers_agree_on_a_gpu():
     """The lab's own check simulates the kernels, compiles them, and runs them on this machine's Hopper GPU."""
-    from instructor.checks.common import Draw
-    from instructor.checks.lab3_gluon import attention, pipelines
+    from utils.checking import gluon_launches as launches
     from utils.checking.kernel_exercises import expect_kernel
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("TMA, mbarriers and wgmma need a Hopper GPU (H100, H200)")
     source = lab_path(LAB).read_text()
     texts = {m[1]: m[2] for m in re.finditer(r"^# %%writefile (\S+)\n(.*?)(?=^# %% )", source, re.M | re.S)}
-    draw = Draw(None)
-    qkv = attention.inputs(2, 150, 230, 64, draw)
+    qkv = launches.edge_inputs(150, 230)
     for launch, expected in (
-        pipelines.transpose_launch(45, 70, draw),
-        pipelines.async_copy_launch(2000, 256, 4, 3, draw),
-        pipelines.tma_ring_launch(40, 440, 3, torch.float16, draw),
-        pipelines.wgmma_launch(100, 72, 200, 64, torch.bfloat16, draw),
-        attention.attention_launch("lab3_softmax.py", 64, *qkv),
-        attention.attention_launch("lab3_specialized.py", 128, *qkv, stages=2),
-        attention.overlap_launch(*(x[None] for x in qkv), 2),
+        launches.transpose_launch(45, 70),
+        launches.async_copy_launch(2000, 4, 3),
+        launches.tma_ring_launch(40, 440, 3),
+        launches.wgmma_launch(100, 72, 200),
+        launches.attention_launch("lab3_softmax.py", 64, *qkv),
+        launches.attention_launch("lab3_specialized.py", 128, *qkv, STAGES=2),
+        launches.overlap_launch(*qkv),
+        launches.causal_launch(*qkv[:3]),
     ):
-        expect_kernel(texts[launch.file], launch, expected, rtol=2e-2, atol=2e-2, compiles=True)
+        expect_kernel(texts[launch.file], launch, expected, rtol=1e-2, atol=2e-2, compiles=True)

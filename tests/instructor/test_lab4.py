@@ -1,5 +1,6 @@
 """Lab 4: the model answers pass every check, each wrong answer loses its question, and the notebook runs."""
 
+import contextlib
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ from tests.instructor import lab_cases
 from tests.instructor.every_lab import EveryLab
 from tests.instructor.lab4_right_answers import RIGHT_ANSWERS
 from tests.instructor.lab4_wrong_answers import WRONG_ANSWERS
+from tests.instructor.visible import VisibleChecks, assert_names_the_mistake
 
 LAB = "lab4_sdpa"
 BY_HAND = {"q2_3": 5, "q3_4": 4, "q5_4": 5, "q6_3": 5}
@@ -40,6 +42,11 @@ class TestLab(EveryLab):
     bare_stubs = True
 
 
+@pytest.fixture(scope="module")
+def visible(cells):
+    return VisibleChecks(cells)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_model_answers_pass_with_fresh_inputs(calls, checks, names, seed):
     switches, filters = sdpa_switches(), list(warnings.filters)
@@ -47,23 +54,52 @@ def test_model_answers_pass_with_fresh_inputs(calls, checks, names, seed):
     assert (sdpa_switches(), list(warnings.filters)) == (switches, filters)  # grading leaves nothing behind
 
 
-@pytest.mark.parametrize("wrong", WRONG_ANSWERS, ids=lambda wrong: wrong.mistake)
-def test_wrong_answer_loses_its_question_alone(calls, checks, names, wrong):
+@contextlib.contextmanager
+def kept_conditions():
+    """Undo what a wrong answer leaves behind: SDPA's switches and the warning filters."""
     switches = sdpa_switches()
-    exec(compile(wrong.code, wrong.cell, "exec"), names)
     try:
-        verdicts = lab_cases.verdicts_on(calls, names, checks)
+        with warnings.catch_warnings():
+            yield
     finally:
         for name, enabled in zip(("flash", "mem_efficient", "math", "cudnn"), switches, strict=False):
             getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
+
+
+@pytest.mark.parametrize("wrong", WRONG_ANSWERS, ids=lambda wrong: wrong.mistake)
+def test_wrong_answer_is_refused_twice_and_named(calls, checks, names, visible, wrong):
+    """The visible check and the hidden one refuse a wrong answer, each with words that name the mistake."""
+    exec(compile(wrong.code, wrong.cell, "exec"), names)
+    with kept_conditions():
+        lab_cases.assert_loses_alone(lab_cases.verdicts_on(lab_cases.calls_of(wrong.cell, calls), names, checks), wrong)
+    scope = visible.scope(names)
+    for test in wrong.lost:
+        with kept_conditions():
+            message = visible.message(test, scope)
+        assert_names_the_mistake(message, wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", WRONG_ANSWERS, ids=lambda wrong: wrong.mistake)
+def test_wrong_answer_loses_its_question_alone(calls, checks, names, wrong):
+    exec(compile(wrong.code, wrong.cell, "exec"), names)
+    with kept_conditions():
+        verdicts = lab_cases.verdicts_on(calls, names, checks)
     lab_cases.assert_loses_alone(verdicts, wrong)
 
 
 @pytest.mark.parametrize("right", RIGHT_ANSWERS, ids=lambda right: right[0])
-def test_another_right_answer_passes(calls, checks, names, right):
+def test_another_right_answer_passes(calls, checks, names, visible, right):
     _, cell, code = right
     exec(compile(code, cell, "exec"), names)
     assert lab_cases.refusals(lab_cases.verdicts_on(lab_cases.calls_of(cell, calls), names, checks)) == []
+    scope = visible.scope(names)
+    assert [visible.message(test, scope) for test in visible.of(cell)] == [None] * len(visible.of(cell))
+
+
+def test_model_answers_pass_the_visible_checks(names, visible):
+    scope = visible.scope(names)
+    assert {test: message for test in visible.tests if (message := visible.message(test, scope))} == {}
 
 
 @pytest.mark.gpu

@@ -38,7 +38,7 @@ def inputs(head_dim: int, length: int, device: str = "cuda") -> list[torch.Tenso
 @functools.lru_cache(maxsize=1)
 def math_output(head_dim: int, length: int, causal: bool) -> torch.Tensor:
     """Compute the output of the "math" backend for one shape and mask."""
-    return attention(*inputs(head_dim, length), causal=causal, provider="math")
+    return attention(*inputs(head_dim, length), causal=causal, backend="math")
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = arguments_parser(__doc__, pairs=15)
     parser.add_argument("table", choices=("ratios", "ladder", "plot"))
     parser.add_argument("--read", type=Path, help="plot: the recorded table of ratios")
-    parser.add_argument("--against", default="cudnn,cute,flash", help="ratios: backends, with commas")
+    parser.add_argument("--against", default="cudnn,fa3,cute,flash", help="ratios: backends, with commas")
     parser.add_argument("--head-dims", type=numbers, default="64,128,256")
     parser.add_argument("--lengths", type=numbers, default="1024,2048,4096,8192,16384")
     options = parser.parse_args(arguments)

@@ -16,11 +16,11 @@ from typing import TypeVar
 import torch
 
 from utils.attention.backends import BACKENDS, able_backends, find_backend
-from utils.attention.choosing import rank_backends
+from utils.attention.choosing import active_choices, rank_backends
 from utils.attention.masks.blocks import BlockSize, block_sizes
 from utils.attention.masks.mask_mods import MaskMod
 from utils.attention.masks.score_mods import ScoreMod
-from utils.attention.prepared import Prepared
+from utils.attention.prepared import Prepared, compiled_graphs, compiled_versions
 from utils.attention.problem import (
     MODES,
     NO_OPTIONS,
@@ -38,6 +38,8 @@ from utils.benchmark.profiling import launched
 # The bound functions that `attention` keeps may be called with many layouts: allow more, and raise after that.
 _MANY_VERSIONS = {"recompile_limit": 256, "accumulated_recompile_limit": 1024, "fail_on_recompile_limit_hit": True}
 KEPT_AT_MOST = 256  # compiled functions that `attention` keeps
+
+SHORTCUTS_AT_MOST = 4096  # calls whose backend is known, see `_Shortcut`
 
 _kept: dict[tuple[str, Problem], Bound] = {}
 _last: Run | None = None
@@ -98,23 +100,122 @@ def attention(
         backend: a name in BACKENDS, or "auto". A backend that cannot do this raises AttentionUnsupported and names
             those that can.
     """
+    if torch.compiler.is_compiling():
+        return _outside_of_the_graph(q, k, v, causal, scale, window, mask_mod, score_mod, backend)
+    return _attention(q, k, v, causal, scale, window, mask_mod, score_mod, backend)
+
+
+def _attention(q, k, v, causal, scale, window, mask_mod, score_mod, backend: str) -> torch.Tensor:
     global _last
+    key = _key(q, k, v, causal, scale, window, mask_mod, score_mod, backend)
+    shortcut = None if key is None else _shortcuts.get(key)
+    if key is not None and shortcut is not None:
+        if shortcut.holds():
+            try:
+                out, _last = shortcut.call(q, k, v), shortcut.run
+                return out
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                pass  # the long way says who refuses and why, and under "auto" goes on to the next
+        del _shortcuts[key]
     problem = make_problem(q, k, v, causal=causal, scale=scale, window=window, mask_mod=mask_mod, score_mod=score_mod)
-    out, _last = _with_backend(
-        problem, NO_OPTIONS, backend, lambda chosen, options: _call_bound(chosen, options, problem, q, k, v)
-    )
+    bound: Bound | None = None
+
+    def use(chosen: Backend, options: Options) -> torch.Tensor:
+        nonlocal bound
+        out, bound = _call_bound(chosen, options, problem, q, k, v)
+        return out
+
+    out, _last = _with_backend(problem, NO_OPTIONS, backend, use)
+    if key is not None and bound is not None and _may_be_kept(bound):
+        while len(_shortcuts) >= SHORTCUTS_AT_MOST:
+            del _shortcuts[next(iter(_shortcuts))]  # a dict keeps its order: the first key is the oldest
+        _shortcuts[key] = _Shortcut(bound, _last)
     return out
 
 
-def _call_bound(backend: Backend, options: Options, problem: Problem, q, k, v) -> torch.Tensor:
+def _may_be_kept(bound: Bound) -> bool:
+    """Whether a later call may use `bound.call` as it is.
+
+    A compiled function may, while it is so far from torch.compile's own limit of versions that a call which needs
+    another one compiles it, and does not silently run unfused. `_Shortcut.holds` sees the compilation.
+    """
+    if bound.source is None:
+        return bound.light
+    return compiled_versions(bound.source) < torch._dynamo.config.recompile_limit
+
+
+# A backend decides and launches outside of the graphs that torch.compile makes, as it does without torch.compile.
+_outside_of_the_graph = torch.compiler.disable(_attention)
+
+
+class _Shortcut:
+    """The backend that an earlier call took, for a call that is the same but for the data in its tensors.
+
+    The key of a shortcut holds all that a decision depends on: shapes, strides, types, devices, the mask, whether a
+    gradient is needed. What it cannot hold is asked at each call: the file of choices that "auto" follows, and whether
+    torch.compile has compiled anything meanwhile. After that the call goes the long way once, on which an eager
+    fallback is an error.
+    """
+
+    __slots__ = ("call", "choices", "compiled", "graphs", "run")
+
+    def __init__(self, bound: Bound, run: Run):
+        self.call, self.run, self.compiled = bound.call, run, bound.source is not None
+        self.choices, self.graphs = active_choices(), compiled_graphs()
+
+    def holds(self) -> bool:
+        """Whether the same decision would be taken now."""
+        if self.compiled and compiled_graphs() != self.graphs:
+            return False
+        return self.choices is active_choices()
+
+
+_shortcuts: dict[tuple, _Shortcut] = {}
+
+
+def _key(q, k, v, causal, scale, window, mask_mod, score_mod, backend) -> tuple | None:
+    """Return all that decides which backend computes a call and how; None if the call has to go the long way.
+
+    That is so for arguments of unusual types: True and 1 are equal keys, and 1 is no legal value of `causal`.
+    """
+    if not q.__class__ is k.__class__ is v.__class__ is torch.Tensor or causal.__class__ is not bool:
+        return None
+    if scale.__class__ not in _NUMBERS or window.__class__ not in _WHOLE_NUMBERS:
+        return None
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return None  # fake tensors, vmap: what they hold is not what a kernel reads
+    grad = torch.is_grad_enabled()
+    # fmt: off
+    key = (
+        backend, causal, scale, window, mask_mod, score_mod, grad and (q.requires_grad or k.requires_grad or v.requires_grad),
+        q.shape, q.stride(), q.dtype, q.device,
+        k.shape, k.stride(), k.dtype, k.device,
+        v.shape, v.stride(), v.dtype, v.device,
+    )
+    # fmt: on
+    try:
+        hash(key)
+    except TypeError:  # a mask function that cannot be hashed
+        return None
+    return key
+
+
+_NUMBERS, _WHOLE_NUMBERS = (float, int, type(None)), (int, type(None))
+
+
+def _call_bound(backend: Backend, options: Options, problem: Problem, q, k, v) -> tuple[torch.Tensor, Bound]:
+    """Call a backend; also return what was called, for the next call."""
     if not backend.compiles:
         bound = backend.bind(problem, options)
-        return (bound.first or bound.call)(q, k, v)
+        return (bound.first or bound.call)(q, k, v), bound
     key = backend.name, problem
     if (kept := _kept.get(key)) is None:
         kept = backend.bind(problem, options)
         while len(_kept) >= KEPT_AT_MOST:
             del _kept[next(iter(_kept))]  # a dict keeps its order: the first key is the oldest
+            _shortcuts.clear()  # they would keep its block mask alive
     if kept.source is None:
         out = (kept.first or kept.call)(q, k, v)
     else:
@@ -122,7 +223,7 @@ def _call_bound(backend: Backend, options: Options, problem: Problem, q, k, v) -
             out = (kept.first or kept.call)(q, k, v)
     kept.first = None
     _kept[key] = kept
-    return out
+    return out, kept
 
 
 def prepare(

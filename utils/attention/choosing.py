@@ -42,9 +42,10 @@ DECODE_QUERIES = 16  # up to this many queries over a longer cache are decode: o
 NEIGHBOURS, FALL_OFF = 3, 3.0  # how many nearest shapes count, and the power of 1 / distance they count with
 REMEMBERED = 4096  # shapes whose order is kept, so that a call need not rank again
 
-# Without mask functions: Gluon on Hopper, else flash-attn, else SDPA by its measured speed on a GPU; a CPU has flash,
+# Without mask functions: Gluon on Hopper, else FlashAttention 3 (the fastest backward pass over all head dimensions),
+# else flash-attn, else SDPA by its measured speed on a GPU; a CPU has flash,
 # math and naive.
-PLAIN_ORDER = ("gluon", "cute", "flash_attn", "cudnn", "flash", "efficient", "math", "naive")
+PLAIN_ORDER = ("gluon", "fa3", "cute", "flash_attn", "cudnn", "flash", "efficient", "math", "naive")
 # With mask functions, score modifiers, or options of a block mask, and why. Measured on an H200:
 # docs/flexattention.md.
 _PIPELINE, _STORED = "FlashAttention 4's pipeline under any mask function", "no fused backend does this here"

@@ -105,9 +105,9 @@ class Prepared:
             )
         if self.source is None:
             return self._run(self.fn, q, k, v)
-        before = _compiled_graphs()
+        before = compiled_graphs()
         out = self._run(self.fn, q, k, v)
-        if _compiled_graphs() != before:
+        if compiled_graphs() != before:
             raise Recompiled(
                 f"backend {self.backend!r} was compiled again by this call ({self.settings['mask']}, "
                 f"{self.settings['score_mod']}): torch.compile's state was reset or a setting it guards "
@@ -164,7 +164,8 @@ def _describe(metadata: tuple) -> str:
     )
 
 
-def _compiled_graphs() -> int:
+def compiled_graphs() -> int:
+    """Return how many graphs torch.compile has compiled in this process."""
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]

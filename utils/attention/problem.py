@@ -249,6 +249,7 @@ class Bound:
         source: the function that torch.compile compiled, if it did.
         block_mask: FlexAttention's BlockMask, if there is one.
         first: makes the first call in place of `call`, where the library may raise Refused or need another attempt.
+        light: holds no tensor, such as a stored mask, so that `attention` may keep it for later calls like this one.
     """
 
     call: Attend
@@ -257,6 +258,7 @@ class Bound:
     source: Callable | None = None
     block_mask: Any = None
     first: Attend | None = None
+    light: bool = False
 
 
 @dataclass(frozen=True)
@@ -324,7 +326,8 @@ def bind_plain(run: Callable[..., torch.Tensor]) -> Callable[[Problem, Options],
         if plain is None:
             raise Refused(reason_against_functions(problem))
         call = on_plain_shapes(problem, plain, lambda q, k, v: run(q, k, v, plain))
-        return Bound(call, {"kernel_mask": describe_plain(problem, plain)} if problem.has_functions else {})
+        settings = {"kernel_mask": describe_plain(problem, plain)} if problem.has_functions else {}
+        return Bound(call, settings, light=True)
 
     return bind
 

@@ -18,11 +18,13 @@ import ast
 import functools
 import os
 import re
+from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass
 
 import torch
 
 from utils.checking.kernel_files import expect_kernel_file
+from utils.checking.kernel_mistakes import name_mistakes
 from utils.checking.verdicts import AnswerNeeded, expect_close
 from utils.gluon_cpu.compiling import Compiled, CompilerRefusal, Request, compile_kernel, import_file, write_source
 from utils.gluon_cpu.reports import Report, SimulationError
@@ -205,6 +207,26 @@ def simulate_file(source: str, launch: Launch, options: dict) -> tuple[dict[str,
     return outputs, {**seen, "events": [astuple(event) for event in run.events]}
 
 
+def simulate_failure(
+    source: str, launch: Launch, *, seed: int | None = None, model: CostModel | None = None
+) -> tuple[str, Run]:
+    """Run a launch that may fail, and return the report, "" if there is none, with the timeline up to it.
+
+    Args:
+        source: the text of the student's file.
+        launch: the kernel and its arguments.
+        seed: None runs by the cost model's times; a number stretches and shrinks them.
+        model: the cost model.
+    """
+    module = load_kernels(source, launch)
+    with simulate(seed=seed, timeline=True, max_steps=60_000, max_seconds=40.0, model=model) as run:
+        try:
+            launch.run(module, "cpu")
+        except SimulationError as error:
+            return describe(error.report), run
+    return "", run
+
+
 def run_on_gpu(source: str, launch: Launch) -> dict[str, torch.Tensor]:
     """Run a launch on this machine's GPU, and return the outputs on the CPU.
 
@@ -239,6 +261,42 @@ def compile_for_hopper(source: str, launch: Launch, timeout: float = 120.0) -> C
     fields = compile_file(source, launch, figures=True, timeout=timeout)
     assert fields is not None
     return Compiled(**fields)
+
+
+def machine_code(source: str, launch: Launch, containing: str) -> str:
+    """Return what became of the lines of a student's file that contain a text: the PTX and the SASS below each line.
+
+    Args:
+        source: the text of the file.
+        launch: the kernel, with the arguments whose types it is compiled for.
+        containing: a part of the lines to show, or several, separated by "|".
+
+    Raises:
+        AssertionError: the compiler refuses the kernel, or no line contains the text.
+    """
+    compiled = compile_for_hopper(source, launch)
+    shown = []
+    for number, text in enumerate(source.splitlines(), 1):
+        code = text.split("#")[0]
+        if not any(part in code for part in containing.split("|")):
+            continue
+        rows = [f"line {number}: {text.strip()}"]
+        for kind, lines in compiled.lines.items():
+            found: dict[str, int] = {}
+            for instruction in lines.get(str(number), []):
+                # Registers and addresses say little here; equal instructions are counted.
+                short = re.sub(r"(\.[a-zA-Z0-9_:.]+) .*", r"\1", instruction) if kind == "PTX" else instruction
+                short = re.sub(r"^@!?U?P\w+ ", "", re.sub(r"^@!?%p\d+ ", "", short))
+                short = re.sub(r"^([A-Z][A-Z0-9_.x]+).*", r"\1", short) if kind == "SASS" else short
+                found[short] = found.get(short, 0) + 1
+            rows += [
+                f"    {kind:5}{short}{f'  ({count} times)' if count > 1 else ''}" for short, count in found.items()
+            ]
+        if len(rows) > 1:
+            shown.append("\n".join(rows))
+    if not shown:
+        raise AssertionError(f"no line of {launch.file} that contains {containing!r} became an instruction.")
+    return "\n".join(shown)
 
 
 def compile_file(source: str, launch: Launch, figures: bool, timeout: float = 120.0) -> dict | None:
@@ -323,6 +381,7 @@ def expect_kernel(
     seeds: tuple[int | None, ...] = (None,),
     compiles: bool = False,
     hint: str = "",
+    mistakes: Callable[[], dict[str, torch.Tensor]] | None = None,
     max_steps: int = 60_000,
 ) -> Run:
     """Assert that a kernel computes what is expected: in the simulator and, with `compiles`, beyond it.
@@ -336,7 +395,8 @@ def expect_kernel(
         seeds: one simulation each; None is the cost model's own timing, and a number stretches and shrinks times, so
             that a wrong order shows.
         compiles: also ask the compiler for sm_90a, and run on a Hopper GPU if this machine has one.
-        hint: what to look at when the values are wrong.
+        hint: what to look at when the values are wrong, if no known mistake explains them.
+        mistakes: gives {what is wrong: the first output with this mistake}; asked for only when the values are wrong.
         max_steps: calls and loop turns of one program in the simulator.
 
     Returns:
@@ -347,7 +407,17 @@ def expect_kernel(
     def compare(outputs: dict[str, torch.Tensor], where: str) -> None:
         for name, tensor in expected.items():
             what = f"{name} after {launch.kernel}{where}"
-            expect_close(outputs[name], tensor.to(outputs[name].dtype), rtol=rtol, atol=atol, what=what, hint=hint)
+            got, right = outputs[name], tensor.to(outputs[name].dtype)
+            try:
+                expect_close(got, right, rtol=rtol, atol=atol, what=what, hint=hint)
+            except AssertionError as wrong:
+                words = name_mistakes(got, right, mistakes()) if mistakes else []
+                if not words:
+                    raise
+                text = str(wrong).removesuffix(hint).rstrip()
+                raise AssertionError(
+                    f"{text} These are the values of this mistake: {' Or: '.join(words)} {hint}"
+                ) from None
 
     runs: list[Run] = []
     for seed in seeds:

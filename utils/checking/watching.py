@@ -117,15 +117,24 @@ def lines_of_traceback(trace: types.TracebackType | None, skip: types.CodeType |
 
     Args:
         trace: the traceback.
-        skip: the code of a check; its frames do not count.
+        skip: the code of a check; its frames do not count, nor do those of the functions that it defines.
     """
+    skipped = _with_inner_functions(skip) if skip is not None else set()
     lines = []
     while trace is not None:
         code = trace.tb_frame.f_code
-        if code is not skip and is_students(code):
+        if code not in skipped and is_students(code):
             lines.append(_line(code, trace.tb_lineno))
         trace = trace.tb_next
     return lines
+
+
+def _with_inner_functions(code: types.CodeType) -> set[types.CodeType]:
+    found = {code}
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            found |= _with_inner_functions(inner)
+    return found
 
 
 def _line_of_stack() -> StudentLine | None:

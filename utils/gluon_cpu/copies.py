@@ -59,7 +59,7 @@ def _coordinates(coord) -> list[int]:
 
 
 @known("async_copy_global_to_shared", "async_load", of=(hopper.tma,))
-def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False) -> None:
+def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False, cache_policy=None) -> None:
     """Start a TMA copy from global to shared memory, which reports to a barrier."""
     if constant(multicast, "multicast"):
         refuse("unknown operation", "gluon_cpu runs one block at a time and knows no multicast.")
@@ -93,7 +93,7 @@ def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False) ->
 
 
 @known("async_copy_shared_to_global", "async_store", of=(hopper.tma,))
-def tma_store(tensor_desc, coord, src) -> None:
+def tma_store(tensor_desc, coord, src, cache_policy=None) -> None:
     """Start a TMA copy from shared to global memory."""
     layouts.check_tma(tensor_desc, coord, src, "A TMA store")
     at = _coordinates(coord)
@@ -115,8 +115,11 @@ def tma_store(tensor_desc, coord, src) -> None:
 
 
 @known(of=(hopper.tma,))
-def store_wait(pendings) -> None:
-    """Wait until all but the last `pendings` stores of this partition have read their buffers."""
+def store_wait(pendings, read_only=True) -> None:
+    """Wait until all but the last `pendings` stores of this partition have read their buffers.
+
+    What a store writes is visible to all at once here, so `read_only=False` waits for nothing more.
+    """
     pendings = constant(pendings, "store_wait's pendings")
     program = context.program()
     program.reschedule()
@@ -146,10 +149,12 @@ class _CpAsync:
 
 
 @known("async_copy_global_to_shared", "async_load", of=(ampere.async_copy,))
-def cp_async(smem, pointer, mask=None, cache_modifier="", eviction_policy="", volatile=False) -> None:
+def cp_async(
+    smem, pointer, mask=None, cache_modifier=None, eviction_policy=None, volatile=False, cache_policy=None
+) -> None:
     """Start a copy of elements by their addresses; masked ones become zeros."""
     offsets, keep, layout = addresses(pointer, mask, "cp.async")
-    layouts.check_cp_async(smem, offsets.shape, pointer.dtype.element_ty, layout)
+    layouts.check_cp_async(smem, offsets.shape, pointer.dtype.element_ty, layout, offsets)
     program = context.program()
     program.reschedule()
     p = program.partition

@@ -243,6 +243,9 @@ class Descriptor:
 
 def host_descriptor(desc, name: str) -> Descriptor:
     """Return a TensorDescriptor that was made on the host as a kernel sees it."""
+    if getattr(desc, "round_f32_to_tf32", False):
+        text = f"{name}: gluon_cpu does not round to tf32 on the way, as round_f32_to_tf32=True asks"
+        raise NotImplementedError(f"{text}. Make the descriptor without it; wgmma reads the upper 19 bits anyway.")
     buffer = GlobalBuffer(desc.base, name)
     return Descriptor(
         buffer,

@@ -8,6 +8,8 @@ import numpy as np
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._layouts import AutoLayout
 
+from utils.machine import versions
+
 from . import context, layouts, memory
 from .aggregates import flatten
 from .context import refuse
@@ -94,7 +96,7 @@ def convert_layout(value, layout, assert_trivial=False):
         layouts.check_trivial(value.layout, layout, list(value.shape))
     elif value.layout != layout:
         work(value)
-    return Tensor(data, value.dtype, layout, value.buffer)
+    return Tensor(data, value.dtype, layout, value.buffer, value.reads)
 
 
 known("set_auto_layout")(lambda value, layout: convert_layout(value, layout))
@@ -140,7 +142,7 @@ def reshape(input, *shape):
     if math.prod(shape) != input.numel:
         refuse("layout", f"A tensor {list(input.shape)} cannot be reshaped to {shape}.")
     layout = layouts.register_view(input.layout, list(input.shape), "reshape", tuple(shape))
-    return Tensor(input.data.reshape(shape), input.dtype, layout, input.buffer)
+    return Tensor(input.data.reshape(shape), input.dtype, layout, input.buffer, input.reads)
 
 
 @known()
@@ -148,7 +150,7 @@ def permute(input, *dims):
     """Return the tensor with its dimensions in another order."""
     dims = _flat(dims, "permute's order")
     layout = layouts.register_view(input.layout, list(input.shape), "permute", tuple(dims))
-    return Tensor(np.transpose(input.data, dims), input.dtype, layout, input.buffer)
+    return Tensor(np.transpose(input.data, dims), input.dtype, layout, input.buffer, input.reads)
 
 
 @known()
@@ -285,7 +287,7 @@ def cast(input, dtype, fp_downcast_rounding=None, bitcast=False):
         if "bf16" in (dtype.name, input.dtype.name) or not input.shape:
             refuse("unknown operation", f"gluon_cpu does not bitcast {input.dtype} to {dtype}.")
         return Tensor(data.view(numpy_type(dtype)), dtype, input.layout)
-    return Tensor(round_to(data, dtype), dtype, input.layout)
+    return Tensor(round_to(data, dtype), dtype, input.layout, None, input.reads)
 
 
 @known()
@@ -355,7 +357,7 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
         refuse("kernel", f"warp_specialize: {len(pairs) - 1} workers but {len(warps)} warp counts.")
     if worker_num_regs is not None and len(worker_num_regs) != len(warps):
         refuse("kernel", f"warp_specialize: {len(warps)} workers but {len(worker_num_regs)} register counts.")
-    if worker_num_regs is None and _triton_version() < (3, 7):
+    if worker_num_regs is None and versions.workers_need_register_counts():
         refuse("kernel", "warp_specialize: Triton 3.6 needs worker_num_regs, a register count for each worker.")
     for n in warps:
         if n < 1 or n & (n - 1):
@@ -371,10 +373,3 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
     program = context.program()
     calls = [(label, lambda f=f, a=tuple(a): program.call(f, *a)) for label, (f, a) in zip(labels, pairs, strict=True)]
     return program.warp_specialize(calls, warps)
-
-
-def _triton_version() -> tuple[int, int]:
-    import triton
-
-    major, minor = triton.__version__.split(".")[:2]
-    return int(major), int(minor)

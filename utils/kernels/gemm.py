@@ -28,8 +28,11 @@ from collections.abc import Callable
 
 import torch
 
+from utils.kernels.handle import observed
 from utils.machine.device import interpreter_requested
 
+KEPT_AT_MOST = 1024  # launches of gemm_warp_specialized that are kept, to be repeated
+_launches: dict[tuple | None, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {}
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -59,6 +62,11 @@ def gemm_warp_specialized(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     TMA copies A and B, so their rows (columns, where column-major) must start at multiples of 16 bytes.
     """
     name = "gemm_warp_specialized"
+    # Operands of these shapes, strides and types were checked before, and their launch was kept.
+    key = None if observed(a, b) else (a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device)
+    kept = _launches.get(key)
+    if kept is not None and (a.data_ptr() | b.data_ptr()) % 16 == 0:
+        return kept(a, b)
     check_operands(name, a, b, dtypes=(torch.float16, torch.bfloat16))
     given = shapes(a, b)
     if not a.is_cuda:
@@ -75,7 +83,12 @@ def gemm_warp_specialized(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     need_triton(name)
     from utils.kernels import gemm_gluon
 
-    return gemm_gluon.gemm(a, b)
+    c, launch = gemm_gluon.gemm_and_launch(a, b)
+    if launch is not None and key is not None:
+        while len(_launches) >= KEPT_AT_MOST:
+            del _launches[next(iter(_launches))]  # a dict keeps its order: the first key is the oldest
+        _launches[key] = launch
+    return c
 
 
 # From the first rung to the last; all are measured against `torch.matmul`.

@@ -31,7 +31,7 @@ autotuned Triton rung has 0.94 and 1.00 (assets/results/h200/gemm.json). `python
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -45,40 +45,59 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language import core
 
-# Triton 3.8 renamed the two TMA copies; later versions export the decorator.
-tma_load = gl.constexpr(getattr(tma, "async_load", None) or tma.async_copy_global_to_shared)
-tma_store = gl.constexpr(getattr(tma, "async_store", None) or tma.async_copy_shared_to_global)
-aggregate = getattr(gl, "aggregate", None) or core._aggregate
+from utils.kernels.handle import Handle
+from utils.machine import versions
+
+versions.adopt_newest_gluon_names()
+tma_load = gl.constexpr(tma.async_load)
+tma_store = gl.constexpr(tma.async_store)
+whole_warpgroup = gl.barrier  # of the partition that calls it
+aggregate = gluon.aggregate
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tile and pipeline of the kernel; powers of two. `speed` is about the tile's rate against the best tile's."""
+    """Tile and pipeline of the kernel, and into how many parts the sums of some tiles are cut."""
 
     block_m: int
     block_n: int
+    consumers: int = 2  # warpgroups that multiply, block_m / consumers rows each
     block_k: int = 64  # 128 bytes of 16-bit elements: one swizzled row of shared memory
     stages: int = 4  # slots of the ring
     pieces: int = 4  # column blocks in which a tile of C is stored: even, two buffers take turns
     group_m: int = 8  # rows of tiles that are walked abreast, for the L2
-    speed: float = 1.0
+    split: int = 1  # parts along K of a tile that would leave SMs idle: 1, 2, 4, 8 or 16
+
+    @property
+    def rows(self) -> int:
+        """Rows of a consumer."""
+        return self.block_m // self.consumers
+
+    @property
+    def registers(self) -> int:
+        """Registers of a consumer thread; three consumers and a producer of 32 share the 65536 of an SM."""
+        return 160 if self.consumers == 3 else 232
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory for ring and pieces of C, in bytes; an SM of an H100 or H200 gives a block 232448."""
         ring = self.stages * (self.block_m + self.block_n) * self.block_k * 2
-        return ring + 4 * (self.block_m // 2) * (self.block_n // self.pieces) * 2
+        return ring + 2 * self.block_m * (self.block_n // self.pieces) * 2
 
 
-# Smaller tiles re-read A and B more often, but give small matrices enough tiles for all SMs. `speed` is the mean of
-# 4096 and 8192 cubed in bf16 on an H200.
+# Smaller tiles re-read A and B more often, but give small matrices enough tiles for all SMs.
 CONFIGS = (
     Config(128, 256),
-    Config(128, 128, stages=6, pieces=2, speed=0.93),
-    Config(128, 64, stages=8, pieces=2, speed=0.58),
+    Config(128, 128, stages=6, pieces=2),
+    Config(128, 64, stages=8, pieces=2),
+    Config(256, 128),
+    Config(192, 128, consumers=3, stages=5),
+    Config(64, 256, consumers=1, stages=5),
+    Config(64, 128, consumers=1, stages=8, pieces=2),
+    Config(64, 64, consumers=1, stages=8, pieces=2),
 )
+SPLITS = (1, 2, 4, 8, 16)
 
 
 @aggregate
@@ -89,19 +108,20 @@ class Work:
     that is the phase to wait for.
     """
 
-    a_ring: gl.shared_memory_descriptor  # (stages, BLOCK_M, BLOCK_K), or its transpose where A is column-major
+    a_ring: gl.shared_memory_descriptor  # (stages * consumers, ROWS, BLOCK_K), transposed where A is column-major
     b_ring: gl.shared_memory_descriptor  # (stages, BLOCK_K, BLOCK_N), or its transpose
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     M: gl.tensor
     N: gl.tensor
     K: gl.tensor
+    whole: gl.tensor  # tiles that are computed in one go; each of the others in CONFIG.split parts
     CONFIG: gl.constexpr
     A_COLUMN_MAJOR: gl.constexpr
     B_COLUMN_MAJOR: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, a_ring, b_ring, full, empty, M, N, K, CONFIG, A_COLUMN_MAJOR, B_COLUMN_MAJOR):
+    def __init__(self, a_ring, b_ring, full, empty, M, N, K, whole, CONFIG, A_COLUMN_MAJOR, B_COLUMN_MAJOR):
         self.a_ring = a_ring
         self.b_ring = b_ring
         self.full = full
@@ -109,6 +129,7 @@ class Work:
         self.M = M
         self.N = N
         self.K = K
+        self.whole = whole
         self.CONFIG = gl.constexpr(CONFIG)
         self.A_COLUMN_MAJOR = gl.constexpr(A_COLUMN_MAJOR)
         self.B_COLUMN_MAJOR = gl.constexpr(B_COLUMN_MAJOR)
@@ -140,28 +161,54 @@ class Work:
         return (group * GROUP_M + within % rows) * self.CONFIG.block_m, (within // rows) * self.CONFIG.block_n
 
     @gluon.jit
+    def items(self):
+        """Number of items of work: whole tiles first, then the parts of the others."""
+        return self.whole + (self.tiles() - self.whole) * self.CONFIG.split
+
+    @gluon.jit
+    def part(self, item):
+        """Number of an item among the parts of tiles; negative for a whole tile."""
+        return item - self.whole
+
+    @gluon.jit
+    def locate(self, item):
+        """Tile of an item, and its first step along K and the one behind its last."""
+        SPLIT: gl.constexpr = self.CONFIG.split
+        steps = gl.cdiv(self.K, self.CONFIG.block_k)
+        part = self.part(item)
+        is_part = min(max(part + 1, 0), 1)  # 1 or 0
+        tile = min(item, self.whole + part // SPLIT)  # whole tiles: part is negative, and the item is the smaller one
+        within = part % SPLIT * is_part
+        parts = 1 + (SPLIT - 1) * is_part
+        return tile, within * steps // parts, (within + 1) * steps // parts
+
+    @gluon.jit
     def load(self, i, a_desc, b_desc, row, column, k):
         """Producer: fetch A[row.., k..] and B[k.., column..] for step i, as soon as its slot is empty."""
+        CONSUMERS: gl.constexpr = self.CONFIG.consumers
+        ROWS: gl.constexpr = self.CONFIG.block_m // CONSUMERS
         # Without this wait TMA would overwrite what a consumer still reads. The parity is that of the round before: in
         # the first round a fresh barrier counts as just completed.
         mbarrier.wait(self.empty.index(self.slot(i)), self.phase(i) ^ 1)
         arrived = self.full.index(self.slot(i))
         # The bytes are announced first: copies that arrive unannounced could complete the phase too early. Whole boxes
         # are counted, also where they hang over the edge and TMA fills in zeros.
-        mbarrier.expect(arrived, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-        if self.A_COLUMN_MAJOR:
-            tma_load(a_desc, [k, row], arrived, self.a_ring.index(self.slot(i)))
-        else:
-            tma_load(a_desc, [row, k], arrived, self.a_ring.index(self.slot(i)))
+        mbarrier.expect(arrived, CONSUMERS * a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+        for w in gl.static_range(CONSUMERS):
+            tile = self.a_ring.index(self.slot(i) * CONSUMERS + w)
+            if self.A_COLUMN_MAJOR:
+                tma_load(a_desc, [k, row + w * ROWS], arrived, tile)
+            else:
+                tma_load(a_desc, [row + w * ROWS, k], arrived, tile)
         if self.B_COLUMN_MAJOR:
             tma_load(b_desc, [column, k], arrived, self.b_ring.index(self.slot(i)))
         else:
             tma_load(b_desc, [k, column], arrived, self.b_ring.index(self.slot(i)))
 
     @gluon.jit
-    def operands(self, i):
-        """Consumer: A and B of step i. What was column-major was copied as it lies, and is read through a view."""
-        a = self.a_ring.index(self.slot(i))
+    def operands(self, i, WHICH: gl.constexpr):
+        """Consumer: its rows of A, and B, of step i. What was column-major was copied as it lies, and is read turned."""
+        a = self.a_ring.index(self.slot(i) * self.CONFIG.consumers + WHICH)
         b = self.b_ring.index(self.slot(i))
         # Without this wait wgmma would read the tiles of the round before.
         mbarrier.wait(self.full.index(self.slot(i)), self.phase(i))
@@ -180,10 +227,11 @@ class Work:
 def producer(work, a_desc, b_desc):
     """One warp: keep the ring full. `step` counts slots filled since the start, across tiles."""
     step = 0
-    for tile in range(gl.program_id(0), work.tiles(), gl.num_programs(0)):
+    for item in range(gl.program_id(0), work.items(), gl.num_programs(0)):
+        tile, first, last = work.locate(item)
         row, column = work.origin(tile)
-        for k in range(0, work.K, work.CONFIG.block_k):
-            work.load(step, a_desc, b_desc, row, column, k)
+        for k in range(first, last):
+            work.load(step, a_desc, b_desc, row, column, k * work.CONFIG.block_k)
             step += 1
 
 
@@ -201,45 +249,104 @@ def column_pieces(tile, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def consumer(work, c_desc, c_pointer, c_buffers, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
-    """One warpgroup: rows WHICH * BLOCK_M / 2 and on of each tile."""
+def store_piece(work, out, piece, i, row, column, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
+    """Store column block i of a consumer's rows: through one of its two buffers by TMA, or from registers."""
+    c_desc, c_pointer, c_buffers = out
+    if TMA_STORE:
+        buffer = c_buffers.index(WHICH * 2 + i % 2)
+        tma.store_wait(1)  # the store before the last has left this buffer: it may be overwritten
+        buffer.store(piece)
+        fence_async_shared()  # written by threads, read by the TMA unit: without it TMA may read older data
+        tma_store(c_desc, [row, column + i * piece.shape[1]], buffer)
+    else:
+        layout: gl.constexpr = piece.type.layout
+        m = row + gl.arange(0, piece.shape[0], gl.SliceLayout(1, layout))
+        n = column + i * piece.shape[1] + gl.arange(0, piece.shape[1], gl.SliceLayout(0, layout))
+        inside = (m < work.M)[:, None] & (n < work.N)[None, :]
+        gl.store(c_pointer + m.to(gl.int64)[:, None] * work.N + n[None, :], piece, mask=inside)
+
+
+@gluon.jit
+def last_part(work, sums, counters, acc, part, WHICH: gl.constexpr):
+    """Leave a part's sums in global memory, and tell whether all parts of the tile are there now."""
+    ROWS: gl.constexpr = acc.shape[0]
+    BLOCK_N: gl.constexpr = acc.shape[1]
+    SPLIT: gl.constexpr = work.CONFIG.split
+    CONSUMERS: gl.constexpr = work.CONFIG.consumers
+    layout: gl.constexpr = acc.type.layout
+    m = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+    place = (part * CONSUMERS + WHICH).to(gl.int64) * (ROWS * BLOCK_N)
+    gl.store(sums + place + m[:, None] * BLOCK_N + n[None, :], acc)
+    # All threads of the warpgroup have stored before one of them counts: whoever counts last reads what all have stored.
+    whole_warpgroup()
+    counter = counters + part // SPLIT * CONSUMERS + WHICH
+    count = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    if count == SPLIT - 1:
+        gl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")  # the next launch finds it as this one did
+    return count == SPLIT - 1
+
+
+@gluon.jit
+def summed_piece(work, sums, part, i, WHICH: gl.constexpr):
+    """Column block i of a tile, summed over its parts in their order, whichever part was the last to arrive."""
+    ROWS: gl.constexpr = work.CONFIG.block_m // work.CONFIG.consumers
+    BLOCK_N: gl.constexpr = work.CONFIG.block_n
+    SPLIT: gl.constexpr = work.CONFIG.split
+    CONSUMERS: gl.constexpr = work.CONFIG.consumers
+    COLUMNS: gl.constexpr = BLOCK_N // work.CONFIG.pieces
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // COLUMNS, COLUMNS // 4], [4, 1], [1, 0])
+    m = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    n = i * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    offsets = m[:, None] * BLOCK_N + n[None, :]
+    total = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    for other in gl.static_range(SPLIT):
+        place = ((part // SPLIT * SPLIT + other) * CONSUMERS + WHICH).to(gl.int64) * (ROWS * BLOCK_N)
+        total += gl.load(sums + place + offsets, cache_modifier=".cg")  # the L1 may hold what was there before
+    return total
+
+
+@gluon.jit
+def consumer(work, out, partial, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
+    """One warpgroup: rows WHICH * ROWS and on of each tile."""
     dtype: gl.constexpr = work.a_ring.dtype
-    ROWS: gl.constexpr = work.CONFIG.block_m // 2
+    ROWS: gl.constexpr = work.CONFIG.block_m // work.CONFIG.consumers
     BLOCK_N: gl.constexpr = work.CONFIG.block_n
     PIECES: gl.constexpr = work.CONFIG.pieces
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    sums, counters = partial
     step = 0
     acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
-    for tile in range(gl.program_id(0), work.tiles(), gl.num_programs(0)):
+    for item in range(gl.program_id(0), work.items(), gl.num_programs(0)):
+        tile, first, last = work.locate(item)
         row, column = work.origin(tile)
         row += WHICH * ROWS
-        for k in range(0, work.K, work.CONFIG.block_k):
-            a, b = work.operands(step)
-            # use_acc=False at k = 0 starts the sum anew: nobody has to zero 128 registers.
-            acc = warpgroup_mma(a.slice(WHICH * ROWS, ROWS, dim=0), b, acc, use_acc=k > 0, is_async=True)
+        for k in range(first, last):
+            a, b = work.operands(step, WHICH)
+            # use_acc=False in the first step starts the sum anew: nobody has to zero 128 registers.
+            acc = warpgroup_mma(a, b, acc, use_acc=k > first, is_async=True)
             # All wgmma but this one are done: only now has the slot before been read.
             acc = warpgroup_mma_wait(1, deps=[acc])
-            work.release_before(step, k > 0)
+            work.release_before(step, k > first)
             step += 1
         acc = warpgroup_mma_wait(0, deps=[acc])  # the sums are complete, and the last slot has been read
         work.release_before(step)
 
-        if TMA_STORE:
+        if work.CONFIG.split == 1:
             pieces = column_pieces(acc.to(dtype), PIECES)
             for i in gl.static_range(PIECES):
-                buffer = c_buffers.index(WHICH * 2 + i % 2)
-                tma.store_wait(1)  # the store before the last has left this buffer: it may be overwritten
-                buffer.store(pieces[i])
-                fence_async_shared()  # written by threads, read by the TMA unit: without it TMA may read older data
-                tma_store(c_desc, [row, column + i * (BLOCK_N // PIECES)], buffer)
+                store_piece(work, out, pieces[i], i, row, column, WHICH, TMA_STORE)
         else:
-            m = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-            n = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-            gl.store(
-                c_pointer + m.to(gl.int64)[:, None] * work.N + n[None, :],
-                acc.to(dtype),
-                mask=(m < work.M)[:, None] & (n < work.N)[None, :],
-            )
+            part = work.part(item)
+            if part < 0:
+                pieces = column_pieces(acc.to(dtype), PIECES)
+                for i in gl.static_range(PIECES):
+                    store_piece(work, out, pieces[i], i, row, column, WHICH, TMA_STORE)
+            else:
+                if last_part(work, sums, counters, acc, part, WHICH):
+                    for i in gl.static_range(PIECES):
+                        piece = summed_piece(work, sums, part, i, WHICH).to(dtype)
+                        store_piece(work, out, piece, i, row, column, WHICH, TMA_STORE)
     tma.store_wait(0)  # shared memory must live until TMA has read it
 
 
@@ -250,50 +357,97 @@ def shared_tiles(desc, COUNT: gl.constexpr):
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K"])
+@gluon.jit(do_not_specialize=["M", "N", "K", "whole"])
 def gemm_kernel(
     a_desc,
     b_desc,
     c_desc,
     c_pointer,
+    sums,
+    counters,
     M,
     N,
     K,
+    whole,
     CONFIG: gl.constexpr,
     A_COLUMN_MAJOR: gl.constexpr,
     B_COLUMN_MAJOR: gl.constexpr,
     TMA_STORE: gl.constexpr,
 ):
-    """Allocate ring and barriers, then start the roles. c_desc is a_desc, and unused, where TMA cannot store C."""
+    """Allocate ring and barriers, then start the roles. c_desc is a_desc, and unused, where TMA cannot store C.
+
+    sums, counters: fp32 (parts, BLOCK_M, BLOCK_N) and int32 zeros (split tiles, consumers), untouched if split is 1.
+    """
     STAGES: gl.constexpr = CONFIG.stages
-    a_ring = shared_tiles(a_desc, STAGES)
+    CONSUMERS: gl.constexpr = CONFIG.consumers
+    REGISTERS: gl.constexpr = CONFIG.registers
+    a_ring = shared_tiles(a_desc, STAGES * CONSUMERS)
     b_ring = shared_tiles(b_desc, STAGES)
-    c_buffers = shared_tiles(c_desc, 4) if TMA_STORE else a_ring
+    c_buffers = shared_tiles(c_desc, 2 * CONSUMERS) if TMA_STORE else a_ring
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
-        mbarrier.init(empty.index(i), count=2)  # both consumers
-    work = Work(a_ring, b_ring, full, empty, M, N, K, CONFIG, A_COLUMN_MAJOR, B_COLUMN_MAJOR)
-    gl.warp_specialize(
-        [
-            (consumer, (work, c_desc, c_pointer, c_buffers, 0, TMA_STORE)),
-            (consumer, (work, c_desc, c_pointer, c_buffers, 1, TMA_STORE)),
-            (producer, (work, a_desc, b_desc)),
-        ],
-        [4, 1],
-        [232, 24],
-    )  # warps and registers of the second and third; the first has num_warps and the rest
+        mbarrier.init(empty.index(i), count=CONSUMERS)  # all consumers
+    work = Work(a_ring, b_ring, full, empty, M, N, K, whole, CONFIG, A_COLUMN_MAJOR, B_COLUMN_MAJOR)
+    out = (c_desc, c_pointer, c_buffers)
+    partial = (sums, counters)
+    # After the roles: warps and registers of all but the first, which has num_warps and the registers that are left.
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [(consumer, (work, out, partial, 0, TMA_STORE)), (producer, (work, a_desc, b_desc))], [1], [24]
+        )
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consumer, (work, out, partial, 0, TMA_STORE)),
+                (consumer, (work, out, partial, 1, TMA_STORE)),
+                (producer, (work, a_desc, b_desc)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.static_assert(CONSUMERS == 3)
+        gl.warp_specialize(
+            [
+                (consumer, (work, out, partial, 0, TMA_STORE)),
+                (consumer, (work, out, partial, 1, TMA_STORE)),
+                (consumer, (work, out, partial, 2, TMA_STORE)),
+                (producer, (work, a_desc, b_desc)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 32],
+        )
 
 
-def choose(m: int, n: int, sms: int) -> Config:
-    """The configuration with the least work for the busiest SM, each tile weighed by its rate."""
+def parts_of(m: int, n: int, config: Config, sms: int) -> tuple[int, int]:
+    """Return how many tiles are computed whole, and how many in parts: those that would not fill a round of all SMs."""
+    tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+    rest = tiles % sms if config.split > 1 else 0
+    return tiles - rest, rest
 
-    def time(config: Config) -> float:
-        tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-        return triton.cdiv(tiles, sms) * config.block_m * config.block_n / config.speed
 
-    return min(CONFIGS, key=time)
+def estimate(m: int, n: int, k: int, config: Config, sms: int) -> float:
+    """Estimate the time of a product in cycles of an SM, for a choice between configurations."""
+    steps = triton.cdiv(k, config.block_k)
+    step = config.block_m * config.block_n * config.block_k * 2 / 4096 + 120
+    whole, rest = parts_of(m, n, config, sms)
+    time = triton.cdiv(whole, sms) * (steps * step + 1500)
+    if rest:
+        rounds = triton.cdiv(rest * config.split, sms)
+        time += rounds * (triton.cdiv(steps, config.split) * step + 1500)
+        time += 3000 + config.rows * config.block_n / 32 * config.split
+    return time
+
+
+def choose(m: int, n: int, k: int, sms: int) -> Config:
+    """Return the configuration with the shortest estimated time."""
+    steps = triton.cdiv(k, 64)
+    candidates = (
+        replace(config, split=split) for config in CONFIGS for split in SPLITS if 2 * split <= steps or split == 1
+    )
+    return min(candidates, key=lambda config: estimate(m, n, k, config, sms))
 
 
 def _layout(shape: list[int]) -> gl.NVMMASharedLayout:
@@ -319,30 +473,89 @@ def _operand(label: str, x: torch.Tensor, block: list[int]) -> tuple[TensorDescr
 
 def gemm(a: torch.Tensor, b: torch.Tensor, config: Config | None = None) -> torch.Tensor:
     """C (M, N) = A (M, K) @ B (K, N): fp16 or bf16, each row- or column-major. The caller has checked them."""
+    return gemm_and_launch(a, b, config)[0]
+
+
+def gemm_and_launch(
+    a: torch.Tensor, b: torch.Tensor, config: Config | None = None
+) -> tuple[torch.Tensor, "Launch | None"]:
+    """Return C, and the launch, to be repeated on operands like these; None if nothing was launched."""
     c = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
     if not c.numel():
-        return c
+        return c, None
     if a.shape[1] == 0:
-        return c.zero_()
-    launch(a, b, c, config)
-    return c
+        return c.zero_(), None
+    return c, launch(a, b, c, config)
 
 
-def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | None = None) -> None:
-    """Start the kernel: one block an SM, or a tile where there are fewer. c is contiguous, nothing is empty."""
+@dataclass(frozen=True)
+class Launch:
+    """A launch that was made, to be repeated on A and B of the same shapes, strides and alignment."""
+
+    handle: Handle
+    shape: tuple[int, int]
+    partial_sums: int
+    counters: int
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Return C = A @ B."""
+        c = torch.empty(self.shape, dtype=a.dtype, device=a.device)
+        sums, counters = workspace(c, self.partial_sums, self.counters)
+        self.handle(a, b, c, c, sums, counters)
+        return c
+
+
+_counters: dict[tuple[int, int], torch.Tensor] = {}  # zeros, by device and stream
+
+
+def workspace(c: torch.Tensor, partial_sums: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for the sums of parts, and counters that are zero, as the kernel leaves them; C if none is needed.
+
+    Launches of one stream run one after another and share their counters. A captured graph may be replayed on any
+    stream, so it gets counters of its own.
+    """
+    if not partial_sums:
+        return c, c
+    sums = torch.empty(partial_sums, dtype=torch.float32, device=c.device)
+    if torch.cuda.is_current_stream_capturing():
+        return sums, torch.zeros(counters, dtype=torch.int32, device=c.device)
+    key = c.device.index, torch._C._cuda_getCurrentRawStream(c.device.index)
+    zeros = _counters.get(key)
+    if zeros is None or len(zeros) < counters:
+        zeros = _counters[key] = torch.zeros(max(1024, counters), dtype=torch.int32, device=c.device)
+    return sums, zeros
+
+
+def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | None = None) -> Launch | None:
+    """Start the kernel: one block an SM, or an item of work where there are fewer. Nothing is empty.
+
+    Args:
+        a: (M, K).
+        b: (K, N).
+        c: (M, N), contiguous; where N is a multiple of 8, its rows may be further apart.
+        config: a configuration; None for the one with the shortest estimated time.
+    """
     (m, k), n = a.shape, b.shape[1]
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
-    config = config or choose(m, n, sms)
-    a_desc, a_column_major = _operand("A", a, [config.block_m, config.block_k])
+    config = config or choose(m, n, k, sms)
+    if config.split > triton.cdiv(k, config.block_k):
+        raise ValueError(f"{config.split} parts of K = {k} would be shorter than one step of {config.block_k}.")
+    a_desc, a_column_major = _operand("A", a, [config.rows, config.block_k])
     b_desc, b_column_major = _operand("B", b, [config.block_k, config.block_n])
-    by_tma = n % 8 == 0 and c.data_ptr() % 16 == 0
-    piece = [config.block_m // 2, config.block_n // config.pieces]
-    c_desc = TensorDescriptor(c, [m, n], [n, 1], piece, _layout(piece)) if by_tma else a_desc
-    tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+    by_tma = c.stride(0) % 8 == 0 and c.data_ptr() % 16 == 0
+    piece = [config.rows, config.block_n // config.pieces]
+    c_desc = TensorDescriptor(c, [m, n], [c.stride(0), 1], piece, _layout(piece)) if by_tma else a_desc
+    whole, rest = parts_of(m, n, config, sms)
+    partial_sums = rest * config.split * config.block_m * config.block_n
     with torch.cuda.device(a.device):
-        gemm_kernel[(min(sms, tiles),)](
-            a_desc, b_desc, c_desc, c, m, n, k, config, a_column_major, b_column_major, by_tma, num_warps=4
-        )
+        sums, counters = workspace(c, partial_sums, rest * config.consumers)
+        grid, tensors = (min(sms, whole + rest * config.split),), (a_desc, b_desc, c_desc, c, sums, counters)
+        rest_of_arguments = (m, n, k, whole, config, a_column_major, b_column_major, by_tma)
+        compiled = gemm_kernel[grid](*tensors, *rest_of_arguments, num_warps=4)
+    if compiled is None or not a.is_cuda:  # in a process that only simulates kernels
+        return None
+    handle = Handle(compiled, grid, tensors, rest_of_arguments, a.device.index)
+    return Launch(handle, (m, n), partial_sums, rest * config.consumers)
 
 
 def compile_for_hopper(
@@ -360,8 +573,8 @@ def compile_for_hopper(
         shape = shape[::-1] if transposed else shape
         return f"tensordesc<{dtype}{shape},{_layout(shape)!r}>"
 
-    a = descriptor([config.block_m, config.block_k], a_column_major)
-    c = descriptor([config.block_m // 2, config.block_n // config.pieces]) if by_tma else a
+    a = descriptor([config.rows, config.block_k], a_column_major)
+    c = descriptor([config.rows, config.block_n // config.pieces]) if by_tma else a
     constants = {
         "CONFIG": config,
         "A_COLUMN_MAJOR": a_column_major,
@@ -373,6 +586,8 @@ def compile_for_hopper(
         "b_desc": descriptor([config.block_k, config.block_n], b_column_major),
         "c_desc": c,
         "c_pointer": f"*{dtype}",
-        **dict.fromkeys("MNK", "i32"),
+        "sums": "*fp32" if config.split > 1 else f"*{dtype}",
+        "counters": "*i32" if config.split > 1 else f"*{dtype}",
+        **dict.fromkeys(("M", "N", "K", "whole"), "i32"),
     }
     return compile_gluon(gemm_kernel, signature, constants)

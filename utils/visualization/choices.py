@@ -20,6 +20,7 @@ LETTERS = {
     "math": "m",
     "gluon": "g",
     "cute": "q",
+    "fa3": "3",
     "triton": "t",
     "flex": "x",
     "flex_flash": "X",

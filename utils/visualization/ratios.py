@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "cudnn": "cuDNN",
+    "fa3": "FlashAttention 3",
     "cute": "flash-attn-4",
     "flex_flash": "Flex (FLASH)",
     "flash": "torch flash (FA2)",

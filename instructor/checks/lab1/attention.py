@@ -16,10 +16,19 @@ from instructor.checks.common import (
     expect_value,
     poisoned_memory,
 )
-from utils.checking import check, expect_close, forbid, forbid_leaving, watch_operations
-from utils.checking.watching import FUSED_ATTENTION
+from utils.checking import (
+    FUSED_ATTENTION,
+    attention_mistake,
+    check,
+    expect_close,
+    forbid,
+    forbid_leaving,
+    watch_operations,
+)
 
-_SOFTMAX = (r"_?(?:log_)?softmax\w*", r"_?safe_softmax", r"\w*logsumexp\w*", r"logcumsumexp", "logaddexp2?", "softmin")
+# What the text names: "softmax and logsumexp of the library, under any name". logaddexp is allowed.
+_SOFTMAX = (r"_?(?:log_)?softmax\w*", r"_?safe_softmax", r"\w*logsumexp\w*", r"logcumsumexp", "softmin")
+_ACCURATE_ENOUGH = 0.006  # rms error in bf16 over 400 keys: 0.003 with float32 inside, 0.009 with bf16 inside
 
 
 def _reference(q, k, v, causal=False):
@@ -29,26 +38,6 @@ def _reference(q, k, v, causal=False):
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
     return (torch.softmax(scores, dim=-1) @ wide[2]).to(q.dtype)
-
-
-def _attention_hint(got, q, k, v, causal) -> str:
-    """Return a hint if the result is that of a known mistake."""
-    if not isinstance(got, torch.Tensor) or got.shape != q.shape:
-        return ""
-    wrong = {
-        "The scores are divided by the square root of the head dimension.": (q * math.sqrt(q.shape[-1]), k, v, causal),
-        "The scores are divided by sqrt(D), not by D.": (q / math.sqrt(q.shape[-1]), k, v, causal),
-        "No mask was asked for.": (q, k, v, True),
-        "A query may not see the keys after it.": (q, k, v, False),
-    }
-    for hint, inputs in wrong.items():
-        if inputs[3] != causal and q.shape[2] != k.shape[2]:
-            continue
-        answer, right = _reference(*inputs), _reference(q, k, v, causal)
-        telling = not torch.allclose(answer, right, rtol=1e-3, atol=1e-4)
-        if telling and torch.allclose(got.to(answer.dtype), answer, rtol=1e-3, atol=1e-4):
-            return hint
-    return ""
 
 
 @check("5.1", "Standard attention")
@@ -61,14 +50,15 @@ def standard_attention(standard_attention, seed=None):
         watched = standard_attention(q, k, v)
     forbid(watch, FUSED_ATTENTION, hint="write the three lines yourself")
     right = _reference(*copies)
-    for dtype, rtol, atol in ((torch.float32, 1e-4, 1e-5), (torch.float64, 1e-9, 1e-10)):
-        b, h, s, d = draw.sizes(4, 2, 20)
+    for dtype, rtol, atol in ((torch.float32, 1e-4, 1e-5), (torch.float64, 1e-5, 1e-6)):
+        b, h, s = draw.sizes(3, 2, 20)
+        d = draw.choice((6, 12, 20))  # no square, so that sqrt(D) is no short number
         q, k, v = (2 * draw.normal(b, h, s, d, dtype=dtype) for _ in range(3))
         copies = q.clone(), k.clone(), v.clone()
         got = standard_attention(q, k, v)
         what = f"standard_attention of ({b}, {h}, {s}, {d}) in {dtype_name(dtype)}"
         expect_unchanged(copies, (q, k, v), what)
-        hint = _attention_hint(got, q, k, v, causal=False) or "Which dimension is the softmax over?"
+        hint = attention_mistake(got, q, k, v) or "Which dimension is the softmax over?"
         expect_close(got, _reference(q, k, v), rtol=rtol, atol=atol, what=what, hint=hint)
     # Large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
     q, k, v = 20 * draw.normal(1, 1, 6, 64), 20 * draw.normal(1, 1, 6, 64), draw.normal(1, 1, 6, 64)
@@ -161,12 +151,14 @@ def online_softmax_stats(online_softmax_stats, seed=None):
     draw = Draw(seed)
     for middle, order, dtype in (
         (0, None, torch.float32),
-        (1000, None, torch.float64),
+        (1000, None, torch.float32),
         (-1000, None, torch.float64),
         (0, "rising", torch.float32),
         (0, "falling", torch.float32),
     ):
-        rows, widths = draw.size(3, 7), [draw.size(1, 9) for _ in range(draw.size(3, 5))]
+        rows, widths = draw.size(3, 7), [draw.size(4, 9) for _ in range(draw.size(3, 5))]
+        if order is None:
+            widths[0] = 1
         x = middle + 3 * draw.normal(rows, sum(widths), dtype=dtype)
         if order:
             x = x.sort(dim=1, descending=order == "falling").values
@@ -182,17 +174,15 @@ def online_softmax_stats(online_softmax_stats, seed=None):
 
         with SizeWatch() as sizes, watch_operations() as watch:
             result = online_softmax_stats(arriving())
-        forbid(
-            watch,
-            (*_SOFTMAX, "cat", "stack", "hstack", "concat", "concatenate", "column_stack"),
-            hint="keep a running maximum and a running sum, and look at one block at a time",
-        )
         forbid_leaving(watch)
         if len(taken) != len(widths):
             raise AssertionError(f"{len(widths)} blocks arrived, and {len(taken)} were looked at.")
         largest = rows * max(widths)
-        if found := sizes.over(largest):
-            raise AssertionError(f"the operator {found[0]} worked on {found[1]} elements; no block has over {largest}.")
+        if found := sizes.over(largest + 2 * rows):  # a block, and beside it the maximum and the sum so far
+            raise AssertionError(
+                f"the operator {found[0]} worked on {found[1]} elements; no block has over {largest}. Keep a running "
+                "maximum and a running sum, and look at one block at a time."
+            )
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise AssertionError(f"online_softmax_stats should return (m, l), and returned {type(result).__name__}.")
         m, l = _softmax_stats(x.double())  # noqa: E741 (the formula's letter)
@@ -201,12 +191,12 @@ def online_softmax_stats(online_softmax_stats, seed=None):
             result[0],
             m.to(dtype),
             rtol=1e-6,
-            atol=1e-6,
+            atol=1e-5,
             what=f"m of {name}",
             hint="m is the largest value of the row over all blocks.",
         )
         hint = "When a block brings a larger maximum, what happens to the sum so far?"
-        expect_close(result[1], l.to(dtype), rtol=1e-4, atol=1e-6, what=f"l of {name}", hint=hint)
+        expect_close(result[1], l.to(dtype), rtol=1e-3, atol=1e-6, what=f"l of {name}", hint=hint)
 
 
 def _expect_tiled(function, q, k, v, tile_q, tile_k, causal, rtol, atol, name) -> None:
@@ -215,11 +205,26 @@ def _expect_tiled(function, q, k, v, tile_q, tile_k, causal, rtol, atol, name) -
     with poisoned_memory():
         got = function(q, k, v, tile_q, tile_k)
     expect_unchanged(copies, (q, k, v), what)
-    hint = _attention_hint(got, *copies, causal=causal) or (
+    hint = attention_mistake(got, *copies, causal=causal) or (
         "Look at the rescaling of BOTH the sum and the output, at the tiles at the edges, and at where m, l and O "
         "start."
     )
     expect_close(got, _reference(*copies, causal=causal), rtol=rtol, atol=atol, what=what, hint=hint)
+
+
+def _expect_wide_inside(function, draw: Draw, causal: bool, name: str) -> None:
+    """Assert that bf16 inputs are computed on in float32: an error of bf16 in each tile adds up."""
+    s = 400 if causal else 24
+    q, k, v = (draw.normal(1, 2, n, 16, dtype=torch.bfloat16) for n in (s, 400, 400))
+    got = function(q, k, v, 8 if not causal else 50, 16)
+    exact = _reference(q.double(), k.double(), v.double(), causal=causal)
+    expect_close(got, exact.to(q.dtype), rtol=0.1, atol=0.1, what=f"{name} of 400 keys in bfloat16")
+    error = float(((got.double() - exact).square().mean() / exact.square().mean()).sqrt())
+    if error > _ACCURATE_ENOUGH:
+        raise AssertionError(
+            f"{name} of 400 keys in bfloat16 is off by {error:.2%} (root mean square); with float32 inside it is about "
+            "0.2%. Which of scores, maximum, sum and output are still in bfloat16?"
+        )
 
 
 def _expect_tiles_only(function, draw: Draw, name: str) -> SizeWatch:
@@ -262,11 +267,12 @@ def flash_attention_tiled(flash_attention_tiled, seed=None):
     for dtype, rtol, atol in ((torch.float32, 1e-4, 1e-5), (torch.bfloat16, 3e-2, 3e-2), (torch.float64, 1e-4, 1e-5)):
         b, h = draw.size(1, 3), draw.size(1, 3)
         s, length = draw.sizes(2, 20, 50)
-        d = draw.choice((8, 16))
+        d = draw.choice((8, 12, 20))
         q = draw.normal(b, h, s, d, dtype=dtype)
         k, v = draw.normal(b, h, length, d, dtype=dtype), draw.normal(b, h, length, d, dtype=dtype)
         for tile_q, tile_k in (draw.sizes(2, 5, 13), (64, 64)):
             _expect_tiled(flash_attention_tiled, q, k, v, tile_q, tile_k, False, rtol, atol, name)
+    _expect_wide_inside(flash_attention_tiled, draw, False, name)
     # Large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
     q, k, v = 20 * draw.normal(1, 1, 20, 16), 20 * draw.normal(1, 1, 33, 16), draw.normal(1, 1, 33, 16)
     _expect_tiled(flash_attention_tiled, q, k, v, 6, 8, False, 1e-3, 1e-3, name)

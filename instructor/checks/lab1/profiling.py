@@ -68,7 +68,8 @@ def gelu_by_hand(gelu_by_hand, seed=None):
         watched = gelu_by_hand(x)
     forbid(watch, ("gelu", r"\w*gelu\w*", *MATMUL), hint="write the formula from +, * and torch.tanh")
     forbid_leaving(watch)
-    for dtype, rtol, atol in ((torch.float64, 1e-9, 1e-12), (torch.float32, 1e-4, 1e-6), (torch.bfloat16, 3e-2, 3e-2)):
+    # A constant in float32, such as torch.sqrt(torch.tensor(2 / math.pi)), is right in float64, too.
+    for dtype, rtol, atol in ((torch.float64, 1e-5, 1e-7), (torch.float32, 1e-4, 1e-6), (torch.bfloat16, 3e-2, 3e-2)):
         x = 3 * draw.normal(draw.size(2, 5), draw.size(20, 40), dtype=dtype)
         x[0, :4] = torch.tensor([0.0, -30.0, 30.0, math.nan], dtype=dtype)
         before = x.clone()
@@ -121,7 +122,9 @@ def fusion_bytes(elementwise_bytes, fusion_speedup, seed=None):
 def kernels_per_step(kernels_per_step, seed=None):
     """Check that the kernels of one call are counted, not those of all recorded calls."""
     draw = Draw(seed)
-    x = draw.normal(4096).to(default_device())
+    device = default_device()
+    # On a GPU the kernels are long enough to be still in the queue when a step ends.
+    x = draw.normal(4096 if device.type == "cpu" else 1 << 24).to(device)
     functions = (torch.sin, torch.cos, torch.tanh, torch.exp, torch.sigmoid)
     for count in (draw.size(2, 4), draw.size(5, 9)):
         chosen = [draw.choice(functions) for _ in range(count)]
@@ -137,7 +140,13 @@ def kernels_per_step(kernels_per_step, seed=None):
             count,
             "",
             f"kernels_per_step of {count} elementwise operators",
-            {"That is the sum over the 6 recorded steps.": 6 * count, "That is the sum over all 10 calls.": 10 * count},
+            {
+                "That is the sum over the 6 recorded steps.": 6 * count,
+                "That is the sum over all 10 calls.": 10 * count,
+                "Wait for the GPU before prof.step(): kernels of earlier steps ran in the recorded ones.": round(
+                    count * 10 / 6
+                ),
+            },
         )
 
 

@@ -100,9 +100,14 @@ def promises(block_flops, promised_speedup, document_blocks, seed=None):
                 "A partial block costs as much as a full one.": (computed + empty) / (full + partial / 2),
             },
         )
-    for i in range(6):
-        length, block = 2 ** draw.size(6, 10), 2 ** draw.size(2, 6)
-        span = 2 ** draw.size(1, int(math.log2(length))) if i % 2 else block // 2
+    for i in range(8):
+        block = 2 ** draw.size(2, 6)
+        length = block * 2 ** draw.size(3, 5)
+        span = (
+            (block // 2, block * 2, block * 4, block, block // 4)[i]
+            if i < 5
+            else 2 ** draw.size(1, int(math.log2(length)))
+        )
         expected = (length // block) * max(1, span // block)
         expect_value(
             document_blocks(length, span, block),

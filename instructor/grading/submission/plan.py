@@ -8,11 +8,9 @@ tables) are left out if the student did not change them and nothing graded uses 
 from __future__ import annotations
 
 import ast
-import builtins
 import itertools
 import json
 import re
-import symtable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -21,15 +19,14 @@ import nbformat
 from nbformat import NotebookNode
 
 from instructor.grading.submission.harmless import harmless_attachments, harmless_markdown
+from instructor.names import FILE_CELL, bound_names, is_too_much, python_of, used_names
+from instructor.needs import NAME as NEEDS
 from instructor.source import QUESTION_ID
 
 MAX_NOTEBOOK = 64 << 20  # bytes
 MAX_CELLS = 2000
-MAX_SOURCE = 200_000  # characters of a cell whose names are looked at
-MAX_WORK = 1_000_000  # characters times magics of such a cell: seconds
 _DYNAMIC = re.compile(r"\b(globals|eval|exec|locals|get_ipython|vars)\s*\(|^\s*%run\b", flags=re.MULTILINE)
 _HEADING = re.compile(r"^#{1,6} (Bonus )?Question (\d+)\.(\d+)", flags=re.MULTILINE)
-_FILE = re.compile(r"%%(?:writefile|file)\s+(?:-a\s+)?(\S+)")
 
 
 class Unreadable(ValueError):
@@ -81,75 +78,6 @@ class Plan:
     steps: list[Step]
     structure: list[Structure]
     files: dict[str, str] = field(default_factory=dict)  # that cells of the instructor's write, and no answer
-
-
-# ---- names of a piece of code ------------------------------------------------------------------------------------
-
-
-def python_of(source: str) -> str | None:
-    """A code cell as plain Python, or None if it is not."""
-    from IPython.core.inputtransformer2 import TransformerManager
-
-    if is_too_much(source) or _FILE.match(source.lstrip()):
-        return None
-    try:
-        try:
-            ast.parse(source)
-            return source  # as most cells are; the transformer is slow
-        except SyntaxError:
-            text = TransformerManager().transform_cell(source)
-            ast.parse(text)
-            return text
-    except (SyntaxError, ValueError, RuntimeError, MemoryError):  # RuntimeError: too many magics for IPython
-        return None
-
-
-def is_too_much(source: str) -> bool:
-    """True for a cell that takes long to read: IPython goes through all of it again for each magic and each `!`."""
-    magics = sum(source.count(sign) for sign in "!%?")
-    return len(source) > MAX_SOURCE or magics * len(source) > MAX_WORK
-
-
-def used_names(source: str) -> set[str]:
-    """Names that the code takes from the notebook: those read at the top level, and globals in functions."""
-    text = python_of(source)
-    if text is None:
-        return set()
-    found: set[str] = set()
-
-    def visit(table: symtable.SymbolTable) -> None:
-        for symbol in table.get_symbols():
-            outer = table.get_type() == "module" or symbol.is_global()
-            if outer and symbol.is_referenced():
-                found.add(symbol.get_name())
-        for child in table.get_children():
-            visit(child)
-
-    try:
-        visit(symtable.symtable(text, "cell", "exec"))
-    except (SyntaxError, ValueError, RecursionError):
-        return set()
-    return found - set(vars(builtins))
-
-
-def bound_names(node: ast.AST) -> set[str]:
-    """Names that a statement, or a whole cell, defines in the notebook."""
-    found: set[str] = set()
-    inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-
-    def visit(part: ast.AST) -> None:
-        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(part.name)
-        elif isinstance(part, ast.Import | ast.ImportFrom):
-            found.update((alias.asname or alias.name).split(".")[0] for alias in part.names)
-        elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-            found.add(part.id)
-        if not isinstance(part, inner):
-            for child in ast.iter_child_nodes(part):
-                visit(child)
-
-    visit(node)
-    return found
 
 
 def _binds(source: str) -> set[str]:
@@ -271,7 +199,7 @@ def _files_of_lab(original: list[NotebookNode]) -> dict[str, str]:
     """{name: text} of the files that cells of the lab write which are no answers."""
     found = {}
     for cell in original:
-        if cell.cell_type == "code" and not _is_answer(cell) and (match := _FILE.match(cell.source)):
+        if cell.cell_type == "code" and not _is_answer(cell) and (match := FILE_CELL.match(cell.source)):
             found[Path(match[1]).name] = cell.source.partition("\n")[2] + "\n"
     return found
 
@@ -449,7 +377,7 @@ def plan_tests(instructor_notebook: str) -> dict[str, Needs]:
         for node in ast.parse(python_of(cell.source) or "").body:
             if not isinstance(node, ast.Import | ast.ImportFrom):  # a module is the instructor's, whoever imports it
                 from_student |= bound_names(node)
-    files = [match[1] for c in answers if (match := _FILE.match(c.source.lstrip()))]
+    files = [match[1] for c in answers if (match := FILE_CELL.match(c.source.lstrip()))]
     planned: dict[str, Needs] = {}
     statements: list[tuple[str, set, set]] = []  # as `_statements` gives them, of the cells so far
     for cell in original[_first_answer(original) :]:
@@ -487,7 +415,8 @@ def _leave_out(steps: list[Step]) -> None:
         return
     names = set().union(*(used_names(s.source) for s in needed_anyway))
     rest = [s for s in run if s not in needed_anyway]
-    while more := [s for s in rest if _binds(s.source) & names]:
+    # Every cell imports `needs` for itself, so that no cell needs another one for it.
+    while more := [s for s in rest if (_binds(s.source) - {NEEDS}) & names]:
         for step in more:
             rest.remove(step)
             names |= used_names(step.source)

@@ -168,7 +168,13 @@ def test_auto_tells_who_ran_and_who_was_passed_over():
     q, k, v = tensors(1, 2, 2, 16, 16, 32)
     attention(q, k, v)
     run = last_run()
-    assert run.backend == "flash" and [name for name, _ in run.passed_over] == ["gluon", "cute", "flash_attn", "cudnn"]
+    assert run.backend == "flash" and [name for name, _ in run.passed_over] == [
+        "gluon",
+        "fa3",
+        "cute",
+        "flash_attn",
+        "cudnn",
+    ]
     assert all(reason for _, reason in run.passed_over)
     attention(q[:, :, :, :8].expand(1, 2, 16, 8), k[..., :8], v[..., :8], causal=True)
     q, k, v = tensors(1, 1, 1, 5, 3, 8)
@@ -184,6 +190,7 @@ def test_a_refusal_at_the_call_is_reported_or_passed_over(monkeypatch):
         raise Refused("not today.")
 
     refusing = dataclasses.replace(real, bind=bind)
+    monkeypatch.setattr(call, "_shortcuts", {})  # of earlier tests, which took the real backend
     monkeypatch.setattr(call, "find_backend", lambda name: refusing if name == "flash" else find_backend(name))
     q, k, v = tensors(1, 2, 2, 16, 16, 32)
     with pytest.raises(

@@ -13,6 +13,8 @@ from utils.benchmark.profiling import launched as profile_launches
 CPU = torch.device("cpu")
 FLEX, CUTE = "labs/flexattention:flex_attention", "labs/flexattention:flex_attention_cute"
 GLUON = "labs/flashattention_gluon:flashattention_gluon"
+HOST = "labs/host_time:attention_call"
+SUITES = ("sdpa", "flash_attn", "gluon", "fa3", "cute", "flex", "flex_flash", "triton")
 SDPA = "labs/cudnn_sdpa_bench:flash_sdp"
 
 
@@ -22,13 +24,7 @@ def one_case(target, extra="", environ=None, device=CPU):
 
 
 def test_documented_names():
-    assert set(TARGETS) == {
-        FLEX,
-        CUTE,
-        SDPA,
-        GLUON,
-        *(f"attention_suite:{one}" for one in ("sdpa", "flash_attn", "gluon", "cute", "flex", "flex_flash", "triton")),
-    }
+    assert set(TARGETS) == {FLEX, CUTE, SDPA, GLUON, HOST, *(f"attention_suite:{one}" for one in SUITES)}
     ((target, sides),) = read_name("labs/flashattention_gluon:baseline_flashattention_gluon")
     assert (target.workload, sides) == ("flashattention_gluon", ("baseline",))
     assert read_name("labs.flashattention_gluon.optimized_flashattention_gluon")[0][1] == ("optimized",)
@@ -100,7 +96,10 @@ def test_real_sizes_on_a_gpu_and_small_ones_on_a_cpu():
 def test_the_suite_is_the_documented_matrix():
     (found,) = plan(["attention_suite:sdpa"], [], CPU, {})
     assert [case.workload.shape for case in found.cases] == [*MATRIX, *MATRIX]
-    assert [case.workload.dtype for case in found.cases] == ["fp16"] * 4 + ["bf16"] * 4
+    assert [case.workload.dtype for case in found.cases] == ["fp32"] * 4 + ["bf16"] * 4, "a CPU can do both"
+    (on_gpu,) = [target for target in TARGETS.values() if target.name == "attention_suite:sdpa"]
+    (dtypes,) = [knob.default("cuda") for knob in on_gpu.knobs if knob.name == "dtype"]
+    assert dtypes == ("fp16", "bf16")
     assert MATRIX == ((1, 1, 128, 64), (8, 4, 128, 64), (32, 8, 128, 64), (32, 8, 256, 64))
     (found,) = plan(["attention_suite:sdpa"], ["attention_suite:sdpa=--seq-len 64 --dtype bf16"], CPU, {})
     assert [case.workload.shape for case in found.cases] == [(1, 1, 64, 64), (8, 4, 64, 64), (32, 8, 64, 64)]

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,41 +23,45 @@ hopper = pytest.mark.skipif(
 # In a process of its own: Triton may be interpreting in this one, and a fault of the assembler would end it.
 COMPILE = """
 import json, re, sys
-from utils.kernels.gemm_gluon import CONFIGS, Config, compile_for_hopper
+from dataclasses import replace
+from utils.kernels.gemm_gluon import CONFIGS, compile_for_hopper
 from utils.kernels.offline import disassemble
 
 reports = []
-for index, dtype, a_column_major, b_column_major, by_tma in json.loads(sys.argv[1]):
-    config = CONFIGS[index] if index >= 0 else Config(256, 128)
+for index, split, dtype, a_column_major, b_column_major, by_tma in json.loads(sys.argv[1]):
+    config = replace(CONFIGS[index], split=split)
     kernel = compile_for_hopper(config, dtype, a_column_major=a_column_major, b_column_major=b_column_major,
                                 by_tma=by_tma)
     ptx, sass = kernel.asm["ptx"], disassemble(kernel)
     kind = dtype.replace("fp16", "f16")
     patterns = {
         "loads": r"cp\\.async\\.bulk\\.tensor\\.2d\\.shared", "stores": r"cp\\.async\\.bulk\\.tensor\\.2d\\.global",
-        "waits": r"mbarrier\\.try_wait", "setmaxnreg": r"setmaxnreg\\.(?:inc|dec)\\S+\\s+(?:232|24);",
+        "waits": r"mbarrier\\.try_wait", "setmaxnreg": r"setmaxnreg\\.(?:inc|dec)\\S+\\s+(?:232|160|32|24);",
         "wgmma": r"wgmma\\.mma_async\\.sync\\.aligned\\.m64n%dk16\\.f32\\.%s\\.%s" % (config.block_n, kind, kind),
     }
     report = {name: len(re.findall(pattern, ptx)) for name, pattern in patterns.items()}
     report |= {name: len(re.findall(name, sass)) for name in ("HGMMA", "UTMALDG", "UTMASTG", "LDL", "STL", "HMMA")}
     in_flight = [int(depth, 16) for depth in re.findall(r"WARPGROUP\\.DEPBAR\\.LE gsb0, (0x[01])", sass)]
+    report["atomics"] = len(re.findall(r"\\batom\\.", ptx))
     report |= {"in_flight": in_flight, "target": re.search(r"\\.target (\\S+)", ptx)[1],
-               "registers": int(re.search(r"\\.maxnreg (\\d+)", ptx)[1]), "shared": kernel.metadata.shared,
+               "shared": kernel.metadata.shared,
                "expected_shared": config.shared_bytes, "block": [config.block_m, config.block_n, config.block_k],
+               "consumers": config.consumers,
                "threads": int(re.search(r"\\.reqntid (\\d+)", ptx)[1])}
     reports.append(report)
 print(json.dumps(reports))
 """
-# configuration (-1: 256 x 128), dtype, A and B column-major, C stored by TMA
+# configuration, parts, dtype, A and B column-major, C stored by TMA
 VARIANTS = [
-    (0, "bf16", False, False, True),
-    (0, "fp16", False, True, True),
-    (0, "bf16", True, False, False),
-    (1, "bf16", False, False, True),
-    (1, "fp16", True, True, True),
-    (2, "bf16", False, False, True),
-    (2, "fp16", False, True, False),
-    (-1, "bf16", False, False, True),
+    (0, 1, "bf16", False, False, True),
+    (0, 4, "fp16", False, True, True),
+    (0, 1, "bf16", True, False, False),
+    (1, 1, "fp16", True, True, True),
+    (2, 8, "fp16", False, True, False),
+    (3, 1, "bf16", False, False, True),
+    (4, 2, "bf16", True, False, True),
+    (5, 1, "bf16", False, False, True),
+    (7, 16, "fp16", True, False, True),
 ]
 
 
@@ -79,15 +84,19 @@ def reports(tmp_path_factory):
 @pytest.mark.slow
 def test_the_assembly_does_what_the_header_says(reports, variant):
     report, by_tma = reports[variant], variant[-1]
-    assert report["target"] == "sm_90a" and report["threads"] == 3 * 128  # two consumers, a producer warp and 3 idle
+    consumers, split = report["consumers"], variant[1]
+    assert report["target"] == "sm_90a"
+    assert report["threads"] == (consumers + 1) * 128  # the consumers, a producer warp and 3 idle
     assert report["loads"] >= 2 and report["UTMALDG"] == report["loads"]
     assert (report["stores"] > 0) == by_tma and report["UTMASTG"] == report["stores"]
-    assert report["waits"] == 3  # the producer for "empty", each consumer for "full"
+    assert report["waits"] == 1 + consumers  # the producer for "empty", each consumer for "full"
     rows, _, depth = report["block"]
-    assert report["wgmma"] == 2 * (rows // 2 // 64) * (depth // 16) == report["HGMMA"]  # once a consumer, unrolled
+    assert report["wgmma"] == rows // 64 * (depth // 16) == report["HGMMA"]  # once a consumer, unrolled
     assert report["HMMA"] == 0
-    assert sorted(report["in_flight"]) == [0, 0, 1, 1]  # one wgmma stays queued in the loop, none after it
-    assert report["setmaxnreg"] >= 2 and report["registers"] == 168
+    # One wgmma stays queued in the loop, none after it.
+    assert sorted(report["in_flight"]) == [0] * consumers + [1] * consumers
+    assert report["setmaxnreg"] >= 1
+    assert report["atomics"] == (2 * consumers if split > 1 else 0)
     assert report["LDL"] == report["STL"] == 0  # nothing spills
     assert report["shared"] <= SHARED_MEMORY
     if by_tma:
@@ -99,7 +108,7 @@ def test_every_configuration_fits_and_is_whole():
 
     for config in CONFIGS:
         assert config.shared_bytes <= SHARED_MEMORY - 16 * config.stages
-        assert config.pieces % 2 == 0 and config.block_m >= 128 and config.block_k * 2 == 128
+        assert config.pieces % 2 == 0 and config.rows in (64, 128) and config.block_k * 2 == 128
 
 
 def test_the_choice_of_tile_fills_the_gpu():
@@ -154,17 +163,18 @@ def matrix(rows, columns, dtype, column_major):
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("index", range(8))
 @pytest.mark.parametrize("a_column_major", [False, True])
 @pytest.mark.parametrize("b_column_major", [False, True])
 def test_random_shapes_against_float64(index, a_column_major, b_column_major):
     from utils.kernels import gemm_gluon
 
     dtype = random.choice(list(ROUNDING))
-    config = gemm_gluon.CONFIGS[index]
     fixed = [(1, 8, 8), (1, 1, 1), (128, 256, 64), (129, 257, 65), (127, 248, 2048), (3000, 1032, 520)]
     drawn = [[random.randint(1, limit) for limit in (1500, 1500, 700)] for _ in range(6)]
-    for m, n, k in [*fixed, *drawn]:
+    splits = [random.choice(gemm_gluon.SPLITS) for _ in (*fixed, *drawn)]
+    for split, (m, n, k) in zip(splits, [*fixed, *drawn], strict=True):
+        config = replace(gemm_gluon.CONFIGS[index], split=split if split <= -(-k // 64) else 1)
         a, b = matrix(m, k, dtype, a_column_major), matrix(k, n, dtype, b_column_major)
         c = gemm_gluon.gemm(a, b, config)
         assert_product(c, a, b, f"{config} {m} x {n} x {k} {dtype} A^T {a_column_major} B^T {b_column_major}")

@@ -24,6 +24,7 @@ MODULES = {
     "cudnn": "sdpa",
     "sdpa": "sdpa",
     "flash_attn": "flash_attn",
+    "fa3": "fa3",
     "cute": "flash_attn",
     "flex_eager": "flex",
     "flex": "flex",

@@ -50,7 +50,7 @@ def _bind(problem: Problem, options: Options) -> Bound:
         empty_rows = not bool(allowed.any(-1).all())
         synchronize(problem.device)
     attend = stored_scores(problem, None if allowed is None else ~allowed, empty_rows)
-    return Bound(attend, seconds={"mask": time.perf_counter() - began})
+    return Bound(attend, seconds={"mask": time.perf_counter() - began}, light=allowed is None)
 
 
 def _bind_compiled(problem: Problem, options: Options) -> Bound:

@@ -171,14 +171,45 @@ def _bind(backend: SDPBackend | None, problem: Problem, options: Options) -> Bou
     def attend(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, **arguments)
 
-    def attend_pinned(q, k, v):
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, **arguments)
-
-    call = on_plain_shapes(problem, plain, attend if backend is None else attend_pinned)
+    call = on_plain_shapes(problem, plain, attend if backend is None else _pinning(backend, attend))
     first = on_plain_shapes(problem, plain, _refusing(backend, attend))
     seconds = {"mask": time.perf_counter() - began}
-    return Bound(call, {"stored_mask": mask is not None}, seconds, first=first)
+    return Bound(call, {"stored_mask": mask is not None}, seconds, first=first, light=mask is None)
+
+
+# Torch's switches of SDPA backends, by the name in `torch._C._get_NAME_sdp_enabled` and `torch._C._set_sdp_use_NAME`.
+_SWITCHES = {
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.EFFICIENT_ATTENTION: "mem_efficient",
+    SDPBackend.MATH: "math",
+    SDPBackend.CUDNN_ATTENTION: "cudnn",
+    SDPBackend.OVERRIDEABLE: "overrideable",
+}
+
+
+def _pinning(backend: SDPBackend, attend: Attend) -> Attend:
+    """Return `attend` with one backend pinned, as under `sdpa_kernel`.
+
+    The context manager takes several times as long as the call. Only torch.compile, which knows it, gets it.
+    """
+    reads = [getattr(torch._C, f"_get_{name}_sdp_enabled") for name in _SWITCHES.values()]
+    writes = [getattr(torch._C, f"_set_sdp_use_{name}") for name in _SWITCHES.values()]
+    pinned = [other == backend for other in _SWITCHES]
+
+    def attend_pinned(q, k, v):
+        if torch.compiler.is_compiling():
+            with sdpa_kernel(backend):
+                return attend(q, k, v)
+        before = [read() for read in reads]
+        try:
+            for write, on in zip(writes, pinned, strict=True):
+                write(on)
+            return attend(q, k, v)
+        finally:
+            for write, on in zip(writes, before, strict=True):
+                write(on)
+
+    return attend_pinned
 
 
 def _refusing(backend: SDPBackend | None, attend: Attend) -> Attend:

@@ -11,8 +11,11 @@ import torch
 
 from utils.attention.gluon.arguments import Arguments, unused
 from utils.attention.gluon.plan import Plan, plan_for, variant_for
+from utils.kernels.handle import Handle, observed
 
 LOG2_E = math.log2(math.e)
+KEPT_AT_MOST = 1024  # launches that are kept, to be repeated
+_handles: dict[tuple, Handle] = {}
 MODULES = ("step1_synchronous", "step2_async_copy", "step3_tma", "step4_warp_specialized", "step5_overlapped")
 
 
@@ -44,17 +47,43 @@ def attention_gluon(
         # zero, a positive one gives the same scores.
         negated = torch.zeros_like(q) if scale == 0 else -q
         return attention_gluon(negated, k, v, causal, -scale or 1.0, window, return_lse, step)
-    out, lse = _empty_results(q, return_lse)
-    if q.numel():
-        q, k, v = _addressable(q), _addressable(k), _addressable(v)
-        with torch.cuda.device(q.device):
-            _launch(step, q, k, v, out, lse, causal, scale * LOG2_E, window, return_lse)
-    return out, lse
+    out, lse = _run(q, k, v, causal, scale, window, return_lse, step)
+    return out, q.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
 @attention_gluon.register_fake
 def _attention_gluon_fake(q, k, v, causal, scale, window, return_lse, step):
     return _empty_results(q, return_lse)
+
+
+def _run(q, k, v, causal: bool, scale: float, window: int, return_lse: bool, step: int):
+    """Launch a step: again as an earlier launch on tensors of these shapes, strides and types, if there was one.
+
+    A launch is kept only if TMA could address its tensors without a copy. Where the tensors start is no part of the
+    key, and is looked at each time.
+
+    Returns:
+        The output, and the log-sum-exp or None.
+    """
+    sizes = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
+    key = (*sizes, q.dtype, k.dtype, v.dtype, q.device, causal, scale, window, return_lse, step)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
+    if not q.numel():
+        return out, lse
+    kept = _handles.get(key)
+    if kept is not None and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0:
+        kept(q, k, v, out, unused(q.device) if lse is None else lse)
+        return out, lse
+    given = q, k, v
+    q, k, v = map(_addressable, given)
+    with torch.cuda.device(q.device):
+        handle = _launch(step, q, k, v, out, lse, causal, scale * LOG2_E, window, return_lse)
+    if handle is not None and all(x is y for x, y in zip((q, k, v), given, strict=True)):
+        while len(_handles) >= KEPT_AT_MOST:
+            del _handles[next(iter(_handles))]  # a dict keeps its order: the first key is the oldest
+        _handles[key] = handle
+    return out, lse
 
 
 def _empty_results(q: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +117,10 @@ def forward(
         step: Which kernel of the ladder, 1 to 5.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    out, lse = attention_gluon(q, k, v, causal, scale, window or 0, return_lse, step)
+    # The operator costs the host several times as much as the launch: it is for those who have to see it.
+    bare = q.is_cuda and scale > 0 and not observed(q, k, v)
+    call = _run if bare else attention_gluon
+    out, lse = call(q, k, v, causal, scale, window or 0, return_lse, step)
     return (out, lse) if return_lse else out
 
 
@@ -110,11 +142,11 @@ def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: b
     return plan_for(step, head_dim, variant_for(head_dim, causal, window, sq, k.shape[2], batch * heads, programs))
 
 
-def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse) -> None:
-    """Choose the plan and run the kernel of a step; c: scale * log2(e), window 0: none."""
+def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse) -> Handle | None:
+    """Choose the plan and run the kernel of a step; c: scale * log2(e), window 0: none. Step 5 returns its launch."""
     plan, programs = plan_of(step, q, k, causal, window > 0), _multiprocessors(q.device)
     lse = lse if return_lse else unused(q.device)
-    step_module(step).launch(Arguments(q, k, v, out, lse, causal, window, return_lse, c, plan, programs))
+    return step_module(step).launch(Arguments(q, k, v, out, lse, causal, window, return_lse, c, plan, programs))
 
 
 @functools.lru_cache(maxsize=16)

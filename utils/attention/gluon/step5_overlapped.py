@@ -64,6 +64,7 @@ from utils.attention.gluon.softmax import (
     unseen_halves,
     whole_softmax,
 )
+from utils.kernels.handle import Handle
 
 
 @gluon.jit
@@ -432,8 +433,12 @@ def tile_schedule(
     return torch.tensor(table, dtype=torch.int32, device=device), stride
 
 
-def launch(a: Arguments) -> None:
-    """Run the kernel on tensors of a GPU: a program on each multiprocessor, or one for each tile if those are fewer."""
+def launch(a: Arguments) -> Handle | None:
+    """Run the kernel on tensors of a GPU: a program on each multiprocessor, or one for each tile if those are fewer.
+
+    Returns:
+        The launch, to be repeated on (q, k, v, out, lse) like these; None in a process that only simulates kernels.
+    """
     plan, window, tail = a.plan, a.window, a.sk % a.plan.block_n != 0
     if tail_as_window(plan, a.causal, window > 0, tail):
         window = a.sq + a.sk
@@ -443,20 +448,10 @@ def launch(a: Arguments) -> None:
         schedule, stride = tile_schedule(a.sq, a.sk, a.heads_total, a.group, plan, programs, a.q.device)
     dealt = schedule is not None
     case = Case(a.causal, window > 0, tail, a.return_lse, dealt, aligned(plan, a.causal, window > 0, a.sk - a.sq))
-    attention_step5[(programs,)](
-        *a.descriptors(),
-        a.lse,
-        schedule if dealt else unused(a.q.device, torch.int32),
-        a.sq,
-        a.sk,
-        window,
-        a.tiles_m,
-        a.heads_total,
-        a.heads,
-        a.group,
-        stride,
-        a.c,
-        PLAN=plan,
-        CASE=case,
-        num_warps=4,
-    )
+    tensors = (*a.descriptors(), a.lse)
+    table = schedule if schedule is not None else unused(a.q.device, torch.int32)
+    sizes = (a.sq, a.sk, window, a.tiles_m, a.heads_total, a.heads, a.group, stride, a.c)
+    compiled = attention_step5[(programs,)](*tensors, table, *sizes, PLAN=plan, CASE=case, num_warps=4)
+    if compiled is None or not a.q.is_cuda:
+        return None
+    return Handle(compiled, (programs,), tensors, (table, *sizes, plan, case), a.q.device.index)

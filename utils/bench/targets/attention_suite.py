@@ -1,4 +1,4 @@
-"""attention_suite: SDPA, flash-attn, Gluon and other attention backends over one matrix of shapes, in fp16 and bf16."""
+"""attention_suite: SDPA, flash-attn, Gluon and other attention backends over one matrix of shapes, in two dtypes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from utils.machine.device import Support
 
 MATRIX = ((1, 1, 128, 64), (8, 4, 128, 64), (32, 8, 128, 64), (32, 8, 256, 64))  # B, H, S, D
 DTYPES = ("fp16", "bf16")
+CPU_DTYPES = ("fp32", "bf16")  # fp16 products run near 1 GFLOP/s there
 WORDS = {
     "auto": "SDPA, torch's own choice of backend",
     "math": "SDPA's math backend",
     "flash_attn": "the flash-attn package",
+    "fa3": "FlashAttention 3's C++ kernels",
     "gluon": "the course's Gluon kernel",
     "cute": "flash-attn-4's CuTe kernel",
     "flex": "FlexAttention, compiled",
@@ -32,7 +34,7 @@ class Suite(Target):
 
     chapter = "attention_suite"
     knobs = (
-        *shape_knobs(cpu=(None, None, None, None, DTYPES), gpu=(None, None, None, None, DTYPES), many_dtypes=True),
+        *shape_knobs(cpu=(None, None, None, None, CPU_DTYPES), gpu=(None, None, None, None, DTYPES), many_dtypes=True),
         CAUSAL,
     )
     protocol: Mapping[str, tuple[int, int]] = {"cpu": (5, 30), "cuda": (200, 500)}
@@ -89,6 +91,7 @@ TARGETS = (
     Suite("sdpa", "scaled_dot_product_attention over the matrix of shapes", "math", "auto"),
     Suite("flash_attn", "the flash-attn package over the matrix of shapes", "auto", "flash_attn"),
     Suite("gluon", "the Gluon FlashAttention over the matrix of shapes", "auto", "gluon"),
+    Suite("fa3", "FlashAttention 3 over the matrix of shapes", "auto", "fa3"),
     Suite("cute", "flash-attn-4 over the matrix of shapes", "auto", "cute"),
     Suite("flex", "compiled FlexAttention over the matrix of shapes", "auto", "flex"),
     Suite("flex_flash", "FlexAttention's FLASH backend over the matrix of shapes", "auto", "flex_flash"),

@@ -9,12 +9,15 @@ from utils.bench.targets.prepared import UnfusedFused, provider_knob
 
 
 class FlashAttentionGluon(UnfusedFused):
-    """matmul, softmax, matmul against the course's Gluon kernel, else CuTe, else flash-attn."""
+    """matmul, softmax, matmul against the course's Gluon kernel, else FlashAttention 3, else CuTe, else flash-attn."""
 
     chapter, workload = "labs/flashattention_gluon", "flashattention_gluon"
     summary = "unfused attention against a fused, warp-specialized FlashAttention"
-    sides: Mapping[str, str] = {"baseline": "matmul, softmax, matmul", "optimized": "Gluon, else CuTe, else flash-attn"}
-    order = ("gluon", "cute", "flash_attn")
+    sides: Mapping[str, str] = {
+        "baseline": "matmul, softmax, matmul",
+        "optimized": "Gluon, else FlashAttention 3, else CuTe, else flash-attn",
+    }
+    order = ("gluon", "fa3", "cute", "flash_attn")
     knobs = (*shape_knobs(cpu=(1, 2, 512, 64, "fp32"), gpu=(4, 16, 4096, 128, "bf16")), CAUSAL, provider_knob(order))
 
     def cases(self, settings, device):

@@ -1,0 +1,164 @@
+"""A call like an earlier one goes straight to its backend: what is remembered, and what must not be."""
+
+import warnings
+
+import pytest
+import torch
+
+from utils.attention import Refused, attention, call, choosing, last_run
+from utils.attention.masks import causal as causal_mask
+
+
+@pytest.fixture(autouse=True)
+def empty(monkeypatch):
+    monkeypatch.setattr(call, "_shortcuts", {})
+
+
+def tensors(heads=2, length=16, head_dim=8, **options):
+    made = torch.Generator().manual_seed(length)
+    return [torch.randn(1, heads, length, head_dim, generator=made, **options) for _ in range(3)]
+
+
+def test_a_second_call_decides_nothing(monkeypatch):
+    q, k, v = tensors()
+    first = attention(q, k, v, causal=True)
+    run = last_run()
+    monkeypatch.setattr(call, "make_problem", None)  # whoever decides again needs it
+    assert torch.equal(attention(q, k, v, causal=True), first) and last_run() is run
+    q2, k2, v2 = (2 * x for x in (q, k, v))
+    assert not torch.equal(attention(q2, k2, v2, causal=True), first)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"causal": False},
+        {"scale": 0.5},
+        {"window": 3},
+        {"backend": "math"},
+        {"mask_mod": causal_mask, "causal": False, "backend": "naive"},
+        {"score_mod": lambda score, b, h, q, k: score + 1, "backend": "naive"},
+    ],
+)
+def test_what_differs_is_decided_anew(monkeypatch, change):
+    q, k, v = tensors()
+    attention(q, k, v, causal=True)
+    decided = []
+    real = call.make_problem
+    monkeypatch.setattr(call, "make_problem", lambda *a, **o: decided.append(o) or real(*a, **o))
+    attention(q, k, v, **({"causal": True} | change))
+    attention(*(x.to(torch.bfloat16) for x in (q, k, v)), causal=True)
+    attention(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, causal=True)
+    assert len(decided) == 3
+
+
+def test_values_that_are_equal_to_legal_ones_are_still_refused():
+    q, k, v = tensors()
+    attention(q, k, v, causal=True, window=1)
+    with pytest.raises(TypeError, match="causal must be True or False"):
+        attention(q, k, v, causal=1, window=1)
+    with pytest.raises(ValueError, match="window must be None or a whole number"):
+        attention(q, k, v, causal=True, window=True)
+    with pytest.raises(TypeError, match="k must be a tensor"):
+        attention(q, [1], v, causal=True, window=1)
+
+
+def test_a_gradient_is_part_of_the_decision():
+    q, k, v = tensors()
+    attention(q, k, v, backend="math")
+    q.requires_grad_()
+    out = attention(q, k, v, backend="math")
+    assert last_run().problem.needs_grad
+    out.sum().backward()
+    again = attention(q, k, v, backend="math")  # by the shortcut, and still differentiable
+    before, q.grad = q.grad, None
+    again.sum().backward()
+    assert torch.equal(q.grad, before)
+    with torch.no_grad():
+        assert not attention(q, k, v, backend="math").requires_grad
+        assert not last_run().problem.needs_grad
+
+
+def test_another_file_of_choices_decides_anew(monkeypatch):
+    q, k, v = tensors()
+    attention(q, k, v)
+    assert last_run().chosen_by == ""
+    point = choosing.point_of(last_run().problem)
+    monkeypatch.setattr(choosing, "_in_use", choosing.Choices(((point, {"math": 1.0, "flash": 2.0}),), {}, "measured"))
+    attention(q, k, v)
+    assert (last_run().chosen_by, last_run().backend) == ("measured", "math")
+    monkeypatch.setattr(choosing, "_in_use", None)
+    attention(q, k, v)
+    assert last_run().chosen_by == "" and last_run().backend == "flash"
+
+
+def test_an_error_in_a_remembered_call_goes_the_long_way(monkeypatch):
+    q, k, v = tensors()
+    expected = attention(q, k, v, backend="flash")
+    (kept,) = call._shortcuts.values()
+
+    def refuse(q, k, v):
+        raise RuntimeError("not today")
+
+    kept.call = refuse
+    assert torch.equal(attention(q, k, v, backend="flash"), expected)
+    assert next(iter(call._shortcuts.values())) is not kept
+
+
+def test_a_stored_mask_is_not_kept():
+    q, k, v = tensors()
+    attention(q, k, v, window=3, backend="math")
+    attention(q, k, v, window=3, backend="naive")
+    assert not call._shortcuts
+
+
+def test_the_pin_holds_and_is_undone():
+    q, k, v = tensors()
+    switches = [torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()]
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        for _ in range(2):
+            attention(q, k, v, backend="flash")
+            assert not torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
+        with pytest.raises((RuntimeError, Refused)):
+            next(iter(call._shortcuts.values())).call(q.to(torch.int32), k, v)
+        assert not torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_flash_sdp(switches[0])
+    assert [torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()] == switches
+
+
+def test_no_more_than_so_many_are_kept(monkeypatch):
+    monkeypatch.setattr(call, "SHORTCUTS_AT_MOST", 3)
+    for length in (8, 9, 10, 11, 12):
+        attention(*tensors(length=length))
+    assert [key[7][2] for key in call._shortcuts] == [10, 11, 12]
+
+
+def test_torch_compile_vmap_and_flop_counter_see_the_call():
+    q, k, v = tensors()
+    expected = attention(q, k, v, causal=True, backend="math")
+
+    def twice(q, k, v):
+        return attention(q, k, v, causal=True, backend="math") * 2
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a trace into the decision warned at each cache that it met
+        compiled = torch.compile(twice, backend="eager")
+        torch.testing.assert_close(compiled(q, k, v), expected * 2)
+        torch.testing.assert_close(compiled(q, k, v), expected * 2)
+    many = torch.vmap(lambda *x: attention(*x, causal=True, backend="math"))(*(torch.stack([x, x]) for x in (q, k, v)))
+    torch.testing.assert_close(many[1], expected)
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        attention(q, k, v, causal=True, backend="math")
+    assert counter.get_total_flops() > 0
+
+
+def test_a_compiled_function_near_its_limit_of_versions_is_not_kept(monkeypatch):
+    bound = call.Bound(lambda q, k, v: q, source=lambda q, k, v: q)
+    monkeypatch.setattr(call, "compiled_versions", lambda source: 7)
+    assert call._may_be_kept(bound)
+    monkeypatch.setattr(call, "compiled_versions", lambda source: 8)
+    assert not call._may_be_kept(bound)

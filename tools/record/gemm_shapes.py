@@ -1,0 +1,131 @@
+"""Time the warp-specialized GEMM against torch.matmul (cuBLAS) at 80 shapes drawn at random by seed.
+
+    python -m tools.record.gemm_shapes --out assets/results/h200/gemm_shapes.json
+
+M, N and K are drawn evenly in their logarithm from 64 to 16,384 and rounded to multiples of 8; bf16 or fp16; A and B each
+row- or column-major. Shapes whose product would take less than 20 MFLOP or more than 4 TFLOP are drawn again. Both sides
+are timed in one process, their calls interleaved. Ratio: time of torch.matmul / time of the kernel. The result is compared
+with torch.matmul's, both against a float64 product of 64 rows.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+
+import torch
+
+from tools.record.common import Record, arguments_parser
+from utils.benchmark.measuring import compare
+from utils.kernels.gemm import gemm_warp_specialized
+
+SEED, SHAPES = 16, 80
+SMALLEST, LARGEST = 64, 16384
+FEWEST_FLOPS, MOST_FLOPS = 2e7, 4e12
+ROWS_CHECKED = 64
+
+
+def draw_shapes(seed: int = SEED, count: int = SHAPES) -> list[dict]:
+    """Draw the shapes: m, n, k, dtype, and whether A and B are column-major."""
+    draw, shapes = random.Random(seed), []
+    while len(shapes) < count:
+        m, n, k = (8 * round(math.exp(draw.uniform(math.log(SMALLEST), math.log(LARGEST))) / 8) for _ in "mnk")
+        rest = {
+            "dtype": draw.choice(("bf16", "fp16")),
+            "a_column_major": draw.random() < 0.5,
+            "b_column_major": draw.random() < 0.5,
+        }
+        if FEWEST_FLOPS <= 2.0 * m * n * k <= MOST_FLOPS:
+            shapes.append({"m": m, "n": n, "k": k} | rest)
+    return shapes
+
+
+def operands(shape: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw A (M, K) and B (K, N) of a shape on the GPU."""
+    dtype = torch.bfloat16 if shape["dtype"] == "bf16" else torch.float16
+
+    def matrix(rows: int, columns: int, column_major: bool) -> torch.Tensor:
+        size = (columns, rows) if column_major else (rows, columns)
+        x = torch.randn(size, device="cuda", dtype=dtype)
+        return x.T if column_major else x
+
+    m, n, k = shape["m"], shape["n"], shape["k"]
+    return matrix(m, k, shape["a_column_major"]), matrix(k, n, shape["b_column_major"])
+
+
+def relative_error(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the error of the first and last rows of C against their float64 product."""
+    half = min(ROWS_CHECKED, len(a)) // 2
+    rows = [*range(half), *range(len(a) - half, len(a))]
+    exact = a[rows].double() @ b.double()
+    return ((c[rows].double() - exact).norm() / exact.norm()).item()
+
+
+def shape_row(shape: dict, pairs: int) -> dict:
+    """Measure one shape."""
+    a, b = operands(shape)
+    errors = {"error": relative_error(gemm_warp_specialized(a, b), a, b)}
+    errors["torch_error"] = relative_error(torch.matmul(a, b), a, b)
+    result = compare(
+        torch.matmul,
+        gemm_warp_specialized,
+        a,
+        b,
+        warmup=3,
+        iterations=pairs,
+        max_seconds=1.5,
+        labels=("torch.matmul", "gemm_warp_specialized"),
+    )
+    flops = 2.0 * shape["m"] * shape["n"] * shape["k"]
+    return shape | {
+        "ratio": result.speedup,
+        "interval": list(result.interval),
+        "us": 1e3 * result.b.median_ms,
+        "torch_us": 1e3 * result.a.median_ms,
+        "tflops": flops / result.b.median_ms / 1e9,
+        **errors,
+    }
+
+
+def show(row: dict) -> str:
+    """Return the line that is printed for a row."""
+    order = "".join("C" if row[f"{x}_column_major"] else "R" for x in "ab")
+    return (
+        f"{row['m']:>6} x {row['n']:>6} x {row['k']:>6} {row['dtype']} {order} {row['us']:9.1f} us "
+        f"{row['tflops']:6.1f} TFLOP/s  {row['ratio']:.3f}x"
+    )
+
+
+def summary(rows: list[dict]) -> dict:
+    """Return the geometric mean of the ratios, the smallest, and how many are under 0.90."""
+    ratios = [row["ratio"] for row in rows]
+    return {
+        "geometric_mean": math.exp(sum(map(math.log, ratios)) / len(ratios)),
+        "smallest": min(ratios),
+        "under_0.90": sum(ratio < 0.9 for ratio in ratios),
+        "shapes": len(ratios),
+    }
+
+
+def main() -> int:
+    """Measure and record the table; return the exit status."""
+    parser = arguments_parser(__doc__, pairs=15)
+    parser.add_argument("--seed", type=int, default=SEED)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("error: the shapes are timed on an NVIDIA GPU: torch.cuda.is_available() is False here.", file=sys.stderr)
+        return 1
+    torch.manual_seed(options.seed)
+    record = Record(
+        options.out, "GEMM at random shapes", "cuda", options.seconds, pairs=options.pairs, seed=options.seed
+    )
+    complete = record.fill(draw_shapes(options.seed), lambda shape: shape_row(shape, options.pairs), show)
+    record.contents["summary"] = summary(record.contents["rows"])
+    print(record.contents["summary"])
+    record.finish() if complete else record.save()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

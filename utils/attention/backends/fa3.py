@@ -1,0 +1,223 @@
+"""FlashAttention 3: the C++ kernels for Hopper, called through the operators that their library registers with torch.
+
+The library is found in this order: its operators are registered already; FLASH_ATTENTION_3_LIBRARY names the file
+`_C.so`; one of the packages that bring it is installed (flash-attn-3, or xformers, which has a copy). The operators
+are `torch.ops.flash_attn_3.fwd` and `bwd`; tensors are (B, S, H, D) there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from utils.attention.backends.flash_attn import accepts, rows_first, window_size
+from utils.attention.problem import Backend, Problem, accept_plain, bind_plain
+from utils.kernels.handle import observed
+from utils.machine.device import Support, compute_capability, cuda_support, first_line
+
+VARIABLE = "FLASH_ATTENTION_3_LIBRARY"
+# Packages that bring the library, and the distribution that names its version.
+_PACKAGES = {"flash_attn_3": "flash-attn-3", "xformers.flash_attn_3": "xformers"}
+
+
+def _registered() -> bool:
+    return hasattr(torch.ops.flash_attn_3, "fwd") and hasattr(torch.ops.flash_attn_3, "bwd")
+
+
+def _installed() -> tuple[Path, str] | None:
+    """Return the library's file in an installed package and the package with its version; None if there is none."""
+    for package, distribution in _PACKAGES.items():
+        top, _, below = package.partition(".")
+        spec = importlib.util.find_spec(top)  # of the top alone: finding a part of a package imports the package
+        for folder in (spec.submodule_search_locations or ()) if spec else ():
+            if files := sorted((Path(folder) / below).glob("_C*.so")):
+                try:
+                    return files[0], f"{distribution} {metadata.version(distribution)}"
+                except metadata.PackageNotFoundError:
+                    return files[0], package
+    return None
+
+
+@functools.cache
+def _library() -> tuple[Support, str]:
+    """Load the library once: whether its operators are there, and where they come from."""
+    if _registered():
+        return Support(True, "FlashAttention 3's operators are registered."), "operators registered elsewhere"
+    named = os.environ.get(VARIABLE)
+    found = (Path(named).expanduser(), f"the library of {VARIABLE}") if named else _installed()
+    if found is None:
+        return Support(
+            False,
+            "FlashAttention 3's library is not here: no package flash-attn-3 or xformers brings it, and "
+            f"{VARIABLE} names no file.",
+            f"Set {VARIABLE} to the file _C.so of a build of FlashAttention 3 (folder `hopper` of flash-attention).",
+        ), ""
+    path, origin = found
+    if not path.is_file():
+        return Support(False, f"{VARIABLE} is {named}, and there is no such file.", "Let it name the file _C.so."), ""
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        return Support(
+            False,
+            f"{path.name} of {origin} does not load: {first_line(error)}",
+            "Use a build for this torch and CUDA version; LD_LIBRARY_PATH must lead to its libcudart.",
+        ), ""
+    if not _registered():
+        return Support(
+            False,
+            f"{path.name} of {origin} registers no operators flash_attn_3.fwd and flash_attn_3.bwd.",
+            "Use a build of FlashAttention 3 with forward and backward.",
+        ), ""
+    return Support(True, f"FlashAttention 3 is loaded: {origin}."), origin
+
+
+@functools.cache
+def _machine() -> Support:
+    if not (cuda := cuda_support()):
+        return Support(False, f"FlashAttention 3 needs a Hopper GPU: {cuda.reason}", cuda.remedy)
+    capability = compute_capability() or (0, 0)
+    if capability != (9, 0):
+        return Support(
+            False,
+            "FlashAttention 3's kernels are for Hopper, compute capability 9.0, and this GPU has "
+            f"{capability[0]}.{capability[1]}.",
+            "Run on an H100 or H200.",
+        )
+    return _library()[0]
+
+
+def _accepts(problem: Problem) -> Support:
+    if problem.causal and problem.window is None and problem.has_empty_rows and problem.needs_grad:
+        return Support(
+            False, f"its gradients are not tested for rows without keys (Sq {problem.sq} > Sk {problem.sk})."
+        )
+    return accepts(problem)
+
+
+# ---- the operators ------------------------------------------------------------------------------------------
+
+
+def _forward(q, k, v, causal: bool, scale: float, left: int, right: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output (B, H, S, D), a view of (B, S, H, D), and the log-sum-exp (B, H, S)."""
+    out, lse, *_ = torch.ops.flash_attn_3.fwd(
+        *map(rows_first, (q, k, v)),
+        softmax_scale=scale,
+        is_causal=causal,
+        window_size_left=left,
+        window_size_right=right,
+    )
+    return out.transpose(1, 2), lse
+
+
+@torch.library.custom_op("labs::attention_fa3", mutates_args=(), device_types="cuda")
+def attention_fa3(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, left: int, right: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention forward as one operator, for torch.compile and autograd: output and log-sum-exp."""
+    return _forward(q, k, v, causal, scale, left, right)
+
+
+@attention_fa3.register_fake
+def _attention_fa3_fake(q, k, v, causal, scale, left, right):
+    batch, heads, length, head_dim = q.shape
+    out = q.new_empty(batch, length, heads, head_dim).transpose(1, 2)
+    return out, q.new_empty(batch, heads, length, dtype=torch.float32)
+
+
+@torch.library.custom_op("labs::attention_fa3_backward", mutates_args=(), device_types="cuda")
+def attention_fa3_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+    left: int,
+    right: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v, from the gradient of the output."""
+    dq, dk, dv = (torch.empty_like(rows_first(x), memory_format=torch.contiguous_format) for x in (q, k, v))
+    torch.ops.flash_attn_3.bwd(
+        *map(rows_first, (dout, q, k, v, out)),
+        lse,
+        dq,
+        dk,
+        dv,
+        softmax_scale=scale,
+        is_causal=causal,
+        window_size_left=left,
+        window_size_right=right,
+    )
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+@attention_fa3_backward.register_fake
+def _attention_fa3_backward_fake(dout, q, k, v, out, lse, causal, scale, left, right):
+    def like(x):
+        return x.transpose(1, 2).new_empty(x.transpose(1, 2).shape).transpose(1, 2)
+
+    return like(q), like(k), like(v)
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx, dout, _dlse):
+    q, k, v, out, lse = ctx.saved_tensors
+    return *attention_fa3_backward(dout, q, k, v, out, lse, *ctx.options), None, None, None, None
+
+
+attention_fa3.register_autograd(_gradients, setup_context=_save)
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q (B, H, Sq, D) over k, v (B, Hkv, Sk, D): output (B, H, Sq, D) and log-sum-exp (B, H, Sq), fp32.
+
+    Args:
+        q: queries, fp16 or bf16.
+        k: keys; H is a multiple of Hkv.
+        v: values.
+        causal: the last query sees the last key, and each other query one key less than the next.
+        scale: of the scores, 1/sqrt(D) by default.
+        window: keys to the left and to the right of a query's own position that it sees; -1: all.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    call = attention_fa3 if observed(q, k, v) else _forward
+    return call(q, k, v, causal, scale, *window)
+
+
+def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:
+    window = window_size(problem, -1)
+    return forward(q, k, v, causal=problem.causal, scale=problem.scale, window=window)[0]
+
+
+BACKENDS = {
+    "fa3": Backend(
+        name="fa3",
+        summary="FlashAttention 3, the C++ kernels for Hopper",
+        machine=_machine,
+        accepts=accept_plain(_accepts),
+        bind=bind_plain(_run),
+        kernels=r"flash::.*Sm90|FlashAttnFwdSm90|FlashAttnBwdSm90",
+        implementation=lambda: f"FlashAttention 3, {_library()[1]}",
+    )
+}

@@ -1,0 +1,92 @@
+"""labs/host_time: what a call takes the host, beside what it takes the device, directly and through the course's door.
+
+The timed times are the device's, as everywhere. The host's time of the same call, with the GPU's queue never full, is a
+fact of each side, and a note says which of the two a caller waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from utils.attention import BACKENDS, AttentionUnsupported, attention, find_backend, last_run
+from utils.bench.errors import Refused
+from utils.bench.knobs import Knob
+from utils.bench.targets.base import CAUSAL, Built, Case, Target, dtype_support, plain_workload, shape_knobs
+from utils.bench.targets.prepared import backend_support
+from utils.bench.targets.proof import prove
+from utils.benchmark.host import host_time_us
+from utils.benchmark.measuring import measure
+
+
+class HostTime(Target):
+    """One call of torch's SDPA against one call of `attention`: both as a user would write them."""
+
+    chapter, workload = "labs/host_time", "attention_call"
+    summary = "host time and device time of one call: torch's SDPA, and attention(backend=...)"
+    sides: Mapping[str, str] = {
+        "baseline": "F.scaled_dot_product_attention",
+        "optimized": "attention(q, k, v, backend=--provider)",
+    }
+    knobs = (
+        *shape_knobs(cpu=(1, 2, 64, 64, "fp32"), gpu=(1, 16, 512, 128, "bf16")),
+        CAUSAL,
+        Knob("provider", "backend behind the door", "auto", "auto", choices=("auto", *BACKENDS)),
+    )
+
+    def cases(self, settings, device):
+        """Return the one case of these settings."""
+        return [Case(self.name, plain_workload(settings), settings, device)]
+
+    def support(self, case, side):
+        """Whether this machine runs this side of the case, and why not."""
+        name = case.value("provider")
+        if side == "optimized" and name != "auto" and not (answer := backend_support(name, case)):
+            return answer
+        return dtype_support(case.workload.dtype, case.device)
+
+    def score_buffers(self, case, side):
+        """Fp32 buffers of (B, H, S, S) that the side needs at once."""
+        return 3.0 if side == "optimized" and case.value("provider") in ("naive", "math", "flex_eager") else 0.0
+
+    def build(self, case, side, q, k, v):
+        """Return the plain call; it has run once, so that everything is compiled and decided."""
+        arguments = case.workload.attention_arguments
+        if side == "baseline":
+            causal = arguments.get("causal", False)
+            return Built(
+                lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal), "auto", "torch's own choice"
+            )
+        name = case.value("provider")
+
+        def call() -> torch.Tensor:
+            return attention(q, k, v, backend=name, **arguments)
+
+        try:
+            call()
+        except AttentionUnsupported as error:
+            raise Refused(str(error)) from None
+        ran = last_run().backend
+        return Built(call, ran, find_backend(ran).implementation())
+
+    def prove(self, case, side, built, launched):
+        """Return the backend that ran; raise WrongRun if it is another one than asked for."""
+        return prove(built.provider, launched)
+
+    def facts(self, case, side, built):
+        """Return the host's time and the device's, and a note that says which one a caller waits for."""
+        host_us = host_time_us(built.fn, calls=100)
+        if case.device.type == "cpu":
+            return {
+                "host_us": host_us,
+                "notes": [f"{side}: {host_us:.0f} us from call to return; the CPU is host and device."],
+            }
+        device_us = 1e3 * measure(built.fn, warmup=5, iterations=20, floor=False).median_ms
+        longer = "host" if host_us > device_us else "device"
+        note = f"{side}: the host takes {host_us:.0f} us a call and the device {device_us:.0f} us: the {longer} sets the pace."
+        return {"host_us": host_us, "device_us": device_us, "notes": [note]}
+
+
+TARGETS = (HostTime(),)
