@@ -9,7 +9,7 @@ from instructor.course import answered_notebook
 from instructor.grading import calibrate, grade_notebook
 from instructor.grading.sandbox.walls import Limits
 from instructor.grading.submission import engine
-from instructor.grading.submission.plan import python_of
+from instructor.names import python_of
 from tests.instructor.grading.attacks import packed
 from tests.instructor.grading.faults import BROKEN_FILES, FAULTS, ODD_FILES, STUDENTS
 from tests.marks import slow_but_first
