@@ -197,7 +197,7 @@ def test_an_unanswered_or_broken_file_is_a_message(calls, checks, answers, files
     call = {"q3_2_tests": calls["q3_2_tests"]}
     for text, phrase in (
         ("def sum_of_squares(:\n", "is no Python"),
-        ("import nowhere_to_be_found\ndef sum_of_squares(): pass\n", "cannot be imported"),
+        ("import nowhere_to_be_found\ndef sum_of_squares(): pass\n", "may not stand in a file of kernels"),
         ("x = 1\n", "defines no sum_of_squares"),
         ("def sum_of_squares(): pass\n", "should be a @gluon.jit function of"),
         (files["lab3_tma_ring.py"].replace("### BEGIN SOLUTION", "raise NotImplementedError()"), "write the kernel"),
