@@ -204,7 +204,7 @@ def test_other_tritons_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("columns", [104, 101])
 @pytest.mark.parametrize("seed, split", [(None, 1), (1, 1), (None, 4)])
-@pytest.mark.parametrize("consumers, block_n", [(1, 64), (2, 64), (2, 96)])
+@pytest.mark.parametrize("consumers, block_n", [(1, 64), (2, 64), (2, 96), (3, 64)])
 def test_warp_specialized_gemm(seed, split, columns, consumers, block_n):
     from utils.kernels import gemm_gluon
 
