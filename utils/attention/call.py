@@ -101,13 +101,14 @@ def attention(
             those that can.
     """
     if torch.compiler.is_compiling():
-        from utils.attention.uncompiled import attention_outside_of_graphs
+        # The decision is Python that no graph can hold.
+        from utils.attention.uncompiled import call_outside_of_graphs
 
-        return attention_outside_of_graphs(q, k, v, causal, scale, window, mask_mod, score_mod, backend)
-    return decide_and_call(q, k, v, causal, scale, window, mask_mod, score_mod, backend)
+        return call_outside_of_graphs(_decide_and_call, q, k, v, causal, scale, window, mask_mod, score_mod, backend)
+    return _decide_and_call(q, k, v, causal, scale, window, mask_mod, score_mod, backend)
 
 
-def decide_and_call(q, k, v, causal, scale, window, mask_mod, score_mod, backend: str) -> torch.Tensor:
+def _decide_and_call(q, k, v, causal, scale, window, mask_mod, score_mod, backend: str) -> torch.Tensor:
     """`attention` with all arguments given: by the decision of an earlier call like this one, if there was one."""
     global _last
     key = _key(q, k, v, causal, scale, window, mask_mod, score_mod, backend)
