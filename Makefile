@@ -11,18 +11,27 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$python && break; \
 	done)
 
-.PHONY: help env lab test test-slow test-gpu test-class labs lint lock clean
+.PHONY: help env student-env lab test test-e2e site demo test-slow test-gpu test-class test-versions labs lint lock clean
 
 help: ## list the verbs
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
-	@echo "  LAB=lab3_gluon chooses a lab; PYTHON=/path/to/python3.12 chooses a Python."
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
+	@echo "  LAB=lab3 chooses a lab; PYTHON=/path/to/python3.12 chooses a Python."
 
-env: ## create the environment in .venv, or leave it if it is current
+# $(call sync,EXTRAS): create the environment with these extras, or leave it if it is current.
+define sync
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "error: Python 3.11 or 3.12 is needed and neither python3, python3.12 nor python3.11 is one: install it, or name it with make PYTHON=/path/to/python3.12." >&2; exit 1; fi
-	@"$(PYTHON)" tools/environment.py sync --venv "$(VENV)"
+	@command -v "$(PYTHON)" >/dev/null || { echo "error: there is no $(PYTHON): name a Python 3.11 or 3.12, such as make PYTHON=/usr/bin/python3.12." >&2; exit 1; }
+	@"$(PYTHON)" tools/environment.py sync --venv "$(VENV)" $(addprefix --extra ,$(1))
+endef
 
-lab: env ## open JupyterLab on lab1.ipynb (LAB=... for another)
+env: ## create the whole environment in .venv: labs, grading, tests
+	$(call sync,grading test)
+
+student-env:
+	$(call sync)
+
+lab: student-env ## open JupyterLab on lab1.ipynb (LAB=lab3 for another)
 	@"$(VENV)/bin/labs" open "$(LAB)"
 
 # One process more than cores, up to four: many tests wait for a process of their own. On the GPU one test runs at a time.
@@ -43,6 +52,20 @@ test-gpu: env ## run the tests that need an NVIDIA GPU
 
 test-class: env ## grade 300 submissions, faults among them (many minutes)
 	@$(PYTEST) -m overnight --timeout=3600
+
+test-versions: env ## run quick tests and compile the kernels with the oldest and the newest torch and Triton (half an hour)
+	@"$(VENV)/bin/python" -m tools.versions
+
+test-e2e: ## run the tests in a real browser (needs Chromium)
+	$(call sync,grading test e2e)
+	@$(PYTEST) -m e2e tests/e2e
+
+site: ## build the static site into build/site
+	$(call sync,grading site)
+	@"$(VENV)/bin/python" -m tools.site
+
+demo: env ## run the four solved labs and write a summary into out/demo
+	@"$(VENV)/bin/labs" demo
 
 labs: env ## build the notebooks from instructor/labs
 	@"$(VENV)/bin/labs" build

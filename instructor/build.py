@@ -15,6 +15,8 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
+from instructor.hints import fill_hints
+from instructor.needs import find_needs
 from instructor.points import Question, fill_points, find_questions
 from instructor.source import REGIONS, Cell, Lab, LabError, parse_code, read_lab
 from utils.files import ROOT
@@ -35,6 +37,7 @@ class Built:
     instructor: str = field(repr=False)
     student: str = field(repr=False)
     questions: list[Question] = field(repr=False)
+    hints: dict[str, list[str]] = field(repr=False)  # {number of a question: kinds of its hints}
 
     def files(self, root: Path = ROOT) -> dict[Path, str]:
         """{path: text} of the notebooks that a build writes."""
@@ -49,13 +52,14 @@ def build_lab(path: Path) -> Built:
     lab = read_lab(path)
     questions = find_questions(lab)
     fill_points(lab, questions)
+    hints = fill_hints(lab)
     secrets = secret_lines(lab)
     instructor = instructor_notebook(lab)
     student = student_notebook(instructor)
     problems = _student_problems(lab, student, secrets)
     if problems:
         raise LabError(problems)
-    return Built(lab.name, notebook_text(instructor), notebook_text(student), questions)
+    return Built(lab.name, notebook_text(instructor), notebook_text(student), questions, hints)
 
 
 def instructor_notebook(lab: Lab) -> NotebookNode:
@@ -67,10 +71,15 @@ def instructor_notebook(lab: Lab) -> NotebookNode:
         language_info={"name": "python"},
     )
     repeats: dict[str, int] = {}
-    for cell in lab.cells:
+    needs = find_needs(lab)
+    for place, cell in enumerate(lab.cells):
         make = getattr(nbformat.v4, f"new_{cell.cell_type}_cell")
         node = make(cell.source, id=_cell_id(cell, repeats))
-        tags = sorted({*cell.tags, MAY_RAISE} if _raises_untouched(cell) else cell.tags)
+        needed = needs.get(place)
+        if needed:
+            node.source = needed.lines + node.source
+        raises = _raises_untouched(cell) or bool(needed and (needed.answers or needed.files))
+        tags = sorted({*cell.tags, MAY_RAISE} if raises else cell.tags)
         if tags:
             node.metadata["tags"] = tags
         if cell.nbgrader:
@@ -157,7 +166,8 @@ def _student_problems(lab: Lab, student: NotebookNode, secrets: dict[str, tuple[
                 f"notebook in {' and '.join(map(lab.at, seen))}. Reword one of them, or end the secret line in "
                 f"{PUBLIC!r}."
             )
-    for cell, node in zip(lab.cells, student.cells, strict=True):
+    needs = find_needs(lab)
+    for place, (cell, node) in enumerate(zip(lab.cells, student.cells, strict=True)):
         if cell.cell_type == "code":
             try:
                 parse_code(node.source)
@@ -166,7 +176,8 @@ def _student_problems(lab: Lab, student: NotebookNode, secrets: dict[str, tuple[
                     f"{lab.at(cell)}: without the solution the cell is no valid Python: {error.msg} "
                     f"(line {error.lineno} of the students' cell)."
                 )
-        if cell.source.strip() and not node.source.strip():
+        generated = needs[place].lines if place in needs else ""
+        if cell.source.strip() and not node.source.removeprefix(generated.rstrip()).strip():
             problems.append(f"{lab.at(cell)}: nothing of the cell is left for students; keep one visible line.")
         if node.get("outputs"):
             problems.append(f"{lab.at(cell)}: the students' cell has outputs.")

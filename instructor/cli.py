@@ -95,6 +95,37 @@ def points(
 
 
 @app.command()
+def demo(
+    labs: Names = None,
+    out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path("out/demo"),
+    timeout: Annotated[int, typer.Option(help="Seconds that one cell may take.", min=1)] = 900,
+) -> None:
+    """Run the solved labs under one bar; write notebooks, pages, traces and a summary."""
+    from instructor.build import build_lab
+    from instructor.demo import run_demo
+    from instructor.points import lab_path
+    from instructor.source import LabError
+    from utils.bench.terminal import progress_bar
+
+    try:
+        built = [build_lab(lab_path(name)) for name in _names(labs)]
+        out.mkdir(parents=True, exist_ok=True)
+    except LabError as error:
+        _fail(error.problems)
+    except OSError as error:
+        _fail([f"{out}: {error.strerror}. Name a folder that you may write to."])
+    with progress_bar(remaining=True) as bar:
+        task = bar.add_task("starting", total=None)
+        summary = run_demo(
+            built,
+            out.absolute(),
+            lambda name, done, total: bar.update(task, description=name, completed=done, total=total),
+            timeout,
+        )
+    typer.echo(f"The demo is ready: {summary}")
+
+
+@app.command()
 def execute(
     lab: Annotated[str, typer.Argument(help="A lab by name, such as lab1.")],
     untouched: Annotated[bool, typer.Option("--untouched", help="The students' notebook, unanswered.")] = False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,13 +35,16 @@ class Execution:
         }
 
 
-def execute(text: str, *, timeout: int = 600, folder: Path = ROOT) -> Execution:
+def execute(
+    text: str, *, timeout: int = 600, folder: Path = ROOT, on_cell: Callable[[int], None] = lambda index: None
+) -> Execution:
     """Execute a notebook given as text; the cells after one that fails run, too.
 
     Args:
         text: the notebook.
         timeout: seconds for one cell.
         folder: where the kernel runs.
+        on_cell: called with the index of each code cell that has run.
     """
     from nbclient import NotebookClient
 
@@ -53,6 +57,7 @@ def execute(text: str, *, timeout: int = 600, folder: Path = ROOT) -> Execution:
 
     def finish(cell, cell_index, execute_reply):
         seconds[cell.id] = time.perf_counter() - started[cell_index]
+        on_cell(cell_index)
 
     client = NotebookClient(
         notebook,

@@ -1,49 +1,220 @@
-"""The README is true: its example runs, its names and links exist, its points are those of the lab."""
+"""The documents are true: links lead somewhere, commands exist, Python examples run as they stand, tables are current."""
 
+import io
+import os
 import re
+import shlex
+import subprocess
+import sys
+import tomllib
+import urllib.parse
+import zipfile
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
+import typer.main
+import yaml
 
 import utils
+from tests.marks import slow_but_first
+from tools.figures import badges, gallery
+from utils import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in (ROOT, ROOT / "docs", ROOT / "instructor", ROOT / "tools" / "record", ROOT / "tests")
+    for path in folder.glob("*.md")
+)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_the_two_commands_are_on_the_first_screen():
-    first_screen = "\n".join(README.splitlines()[:12])
-    assert "make lab " in first_screen and "make test " in first_screen
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def code_of(text: str, *languages: str) -> list[str]:
+    """The fenced code blocks of a document in these languages."""
+    return [code for language, code in re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL) if language in languages]
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub makes of a document's headings."""
+    titles = re.findall(r"^#+ +(.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_first_screen_says_what_it_is_and_how_to_start():
+    first_screen = "\n".join(README.splitlines()[:20])
+    for part in ("git clone", "make lab ", "make test ", "docs/gallery/ladder.svg", "Apache-2.0"):
+        assert part in first_screen
+    for way in ("Student", "Instructor", "Contributor"):
+        assert f"**{way}**" in README
+
+
+def test_the_readme_stays_short():
+    assert len(README.splitlines()) < 90, "three screens: what is longer belongs into docs/"
 
 
 def test_the_api_page_lists_exactly_what_utils_exports():
-    section = README.split("## `utils` in one page")[1].split("```")[0]
+    section = text_of("docs/utils.md").split("```")[0]
     rows = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ") and "Names" not in line]
     listed = set(re.findall(r"`(\w+)`", " ".join(rows)))
     assert listed == set(utils.__all__)
 
 
 @pytest.mark.slow
-def test_the_example_runs():
-    code = README.split("```python")[1].split("```")[0]
-    space: dict = {}
-    exec("import torch\n" + code, space)
-    plt.close("all")
+@pytest.mark.parametrize("name", [name for name in DOCUMENTS if "from utils import" in text_of(name)])
+def test_python_examples_run_as_they_stand(name):
+    for code in code_of(text_of(name), "python"):
+        if "utils" in code:
+            exec(code, {})
+            plt.close("all")
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#]+)\)", README))))
-def test_links_lead_somewhere(target):
-    assert (ROOT / target).exists()
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name):
+    text = re.sub(r"```.*?```", "", text_of(name), flags=re.DOTALL)
+    for target in set(re.findall(r"\]\(([^)\s]+)\)", text)):
+        if urllib.parse.urlparse(target).scheme:
+            continue
+        path, _, anchor = target.partition("#")
+        place = (ROOT / name).parent / path if path else ROOT / name
+        assert place.exists(), f"{name}: {target}"
+        assert not anchor or anchor in anchors(place.read_text(encoding="utf-8")), f"{name}: {target}"
 
 
-def test_the_points_table_is_the_labs():
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_commands_exist(name):
+    """Every `make VERB` and every `labs COMMAND` of a document, also inside of its sentences."""
+    text, makefile = text_of(name), text_of("Makefile")
+    spoken = "\n".join(re.findall(r"`([^`\n]+)`", text)) + "\n" + "\n".join(code_of(text, "bash", "sh", ""))
+    for verb in re.findall(r"\bmake ([a-z][a-z0-9-]*)", spoken):
+        assert re.search(rf"^{verb}:", makefile, re.MULTILINE), f"{name}: make {verb}"
+    commands = known_commands()
+    for words in re.findall(r"(?:^|[\s/(])labs ((?:bench )?[a-z][a-z-]*)\b", spoken):
+        assert tuple(words.split()) in commands, f"{name}: labs {words}"
+
+
+def known_commands() -> set[tuple[str, ...]]:
+    """The commands of `labs`, and of `labs bench`."""
+    from instructor.cli import app as instructor
+
+    student, teacher = typer.main.get_command(cli.app), typer.main.get_command(instructor)
+    names = {(name,) for name in {*student.commands, *teacher.commands}}
+    return names | {("bench", name) for name in student.commands["bench"].commands}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_options_in_command_lines_exist(name):
+    """Each `--option` in a line of a shell example that calls labs is one of that command."""
+    from instructor.cli import app as instructor
+
+    groups = [typer.main.get_command(cli.app), typer.main.get_command(instructor)]
+    for line in "\n".join(code_of(text_of(name), "bash", "sh", "")).splitlines():
+        if not re.match(r"(\S*/)?labs ", line):
+            continue
+        words = shlex.split(line, comments=True)
+        for group in groups:
+            command = group.commands.get(words[1])
+            if words[1] == "bench" and command and len(words) > 2:
+                command = command.commands.get(words[2])
+            if command is None:
+                continue
+            known = {option for parameter in command.params for option in parameter.opts}
+            for word in words[1:]:
+                assert not word.startswith("--") or word.split("=")[0] in {*known, "--help"}, f"{name}: {line}"
+
+
+LABS = sorted(path.stem for path in ROOT.glob("lab*.ipynb"))
+
+
+@pytest.mark.parametrize("lab", slow_but_first(LABS))
+def test_points_tables_are_the_labs(lab):
     from instructor.points import put_points_table
 
-    assert put_points_table(README, "lab1") == README, "run: labs points lab1 --readme README.md"
+    text = text_of("docs/points.md")
+    assert put_points_table(text, lab) == text, f"run: labs points {lab} --readme docs/points.md"
 
 
-def test_verbs_in_the_readme_exist():
-    makefile = (ROOT / "Makefile").read_text()
-    for verb in set(re.findall(r"`?make ([a-z-]+)", README)):
-        assert re.search(rf"^{verb}:", makefile, re.MULTILINE), verb
+@pytest.mark.parametrize("lab", LABS)
+def test_the_table_of_labs_has_their_points(lab):
+    table = text_of("docs/points.md").split(f"<!-- points:{lab} -->")[1].split("<!-- /points -->")[0]
+    regular, bonus = re.search(r"\*\*(\d+) \+ (\d+) bonus\*\*", table).groups()
+    (row,) = [line for line in README.splitlines() if f"({lab}.ipynb)" in line]
+    assert f"{regular} + {bonus}" in row
+
+
+def test_badges_say_what_pyproject_says():
+    for name, texts in badges.facts().items():
+        assert (badges.FOLDER / f"{name}.svg").read_text() == badges.badge(*texts), (
+            "run: python -m tools.figures.badges"
+        )
+
+
+def test_citation_and_licence_agree_with_pyproject():
+    citation = yaml.safe_load(text_of("CITATION.cff"))
+    assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
+    assert citation["authors"] == PROJECT["authors"]
+    assert "Apache License" in text_of("LICENSE") and f"## {PROJECT['version']}" in text_of("CHANGELOG.md")
+
+
+def test_every_picture_of_the_gallery_is_in_the_readme_and_says_where_it_comes_from():
+    shown = set(re.findall(r"docs/gallery/(\w+)\.svg", README))
+    assert shown == set(gallery.PICTURES) == {path.stem for path in gallery.FOLDER.glob("*.svg")}
+
+
+@pytest.mark.parametrize("name", ["ladder", "roofline", "decode", "attention"])
+def test_the_caption_of_a_recorded_picture_names_machine_and_commit(name, monkeypatch):
+    captions = []
+    monkeypatch.setattr(gallery, "_signed", lambda figure, text: captions.append(text) or figure)
+    plt.close(gallery.PICTURES[name]())
+    assert re.search(r"measured on an NVIDIA H200, torch [\d.]+\S*, Triton [\d.]+, commit \w{7}", captions[0])
+
+
+@pytest.mark.slow
+def test_the_gallery_is_what_its_script_draws():
+    made_by = {re.search(r"Matplotlib v([\w.]+)", path.read_text())[1] for path in gallery.FOLDER.glob("*.svg")}
+    import matplotlib
+
+    if made_by != {matplotlib.__version__}:
+        pytest.skip(f"drawn with matplotlib {made_by}, and this is {matplotlib.__version__}")
+    for name in gallery.PICTURES:
+        code = f"from tools.figures import gallery; print(gallery.draw({name!r}), end='')"
+        drawn = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
+        committed = (gallery.FOLDER / f"{name}.svg").read_text(encoding="utf-8")
+        assert drawn == committed, f"{name}: run python -m tools.figures.gallery"
+
+
+@pytest.fixture(scope="module")
+def bundle():
+    from instructor.build import build_lab
+    from instructor.grading.release import bundle_files
+    from instructor.points import lab_path
+
+    return bundle_files(build_lab(lab_path("lab3_gluon")))
+
+
+def test_documents_of_the_students_bundle_link_to_what_is_in_it(bundle):
+    folders = {str(parent) for name in bundle for parent in Path(name).parents}
+    for name in [name for name in bundle if name.endswith(".md")]:
+        for target in re.findall(r"\]\(([^)\s#:]+)\)", bundle[name].decode()):
+            place = os.path.normpath(Path(name).parent / target)
+            assert place in bundle or place in folders, f"{name} of the bundle: {target}"
+
+
+def test_the_students_bundle_speaks_of_its_lab_alone(bundle):
+    text = bundle["README.md"].decode()
+    assert text.startswith("# Lab 3: ") and "make lab LAB=lab3_gluon" in text and "make test" not in text
+    assert "nbgrader_config.py" in bundle and "LICENSE" in bundle
+
+
+def test_everyone_may_read_the_files_of_a_bundle():
+    from instructor.grading.release import packed
+
+    with zipfile.ZipFile(io.BytesIO(packed({"a.txt": b"a"}, "lab"))) as archive:
+        assert archive.getinfo("lab/a.txt").external_attr >> 16 == 0o644

@@ -2,17 +2,22 @@
 
 import json
 import os
+import pty
 import re
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
+import nbformat
 import pytest
 
-from utils import cli
+from utils import cli, server
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -56,11 +61,17 @@ def fetch(address: str) -> bytes:
 
 def test_make_lab_serves_lab1(served):
     address, log = served
-    assert "open the address below" in log.read_text()
+    text = log.read_text()
+    assert "at the address below" in text and len(text.splitlines()) <= 10, text
     base, token = re.match(r"(http://localhost:\d+)/lab/tree/lab1\.ipynb\?token=(\w+)", address).groups()
     assert b"JupyterLab" in fetch(address)
     listing = json.loads(fetch(f"{base}/api/contents/lab1.ipynb?token={token}"))
     assert listing["type"] == "notebook" and listing["content"]["cells"]
+    names = {item["name"] for item in json.loads(fetch(f"{base}/api/contents?token={token}"))["content"]}
+    assert {"lab1.ipynb", "lab4_sdpa.ipynb", "README.md", "utils"} <= names
+    assert not names & {"instructor", "tests"}, "solutions are not among what a student sees"
+    settings = fetch(f"{base}/lab/api/settings/@jupyterlab/apputils-extension:notification?token={token}")
+    assert json.loads(settings)["schema"]["properties"]["fetchNews"]["default"] == "false", "no popup about news"
     kernels = json.loads(fetch(f"{base}/api/kernelspecs?token={token}"))
     assert kernels["default"] in kernels["kernelspecs"]
 
@@ -82,5 +93,95 @@ def test_a_browser_is_opened_only_on_a_display(monkeypatch, variables, expected)
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert cli.has_display() is expected
-    assert ("--no-browser" in cli.jupyter_command(cli.ROOT / "lab1.ipynb", None)) is not expected
+    assert server.has_display() is expected
+    assert ("--no-browser" in server.jupyter_command(cli.ROOT / "lab1.ipynb", None)) is not expected
+
+
+@pytest.mark.parametrize("name", ["lab3", "lab3_gluon", "lab3_gluon.ipynb", "./lab3_gluon.ipynb"])
+def test_a_lab_is_named_in_full_or_by_its_beginning(name):
+    assert cli.find_lab(name) == ROOT / "lab3_gluon.ipynb"
+
+
+def test_a_name_that_fits_several_labs_names_them(capsys):
+    with pytest.raises(cli.typer.Exit):
+        cli.find_lab("lab")
+    assert "lab could be lab1 or lab2_flexattention" in capsys.readouterr().err
+
+
+def test_saving_an_unchanged_lab_leaves_its_file_as_it_is(tmp_path):
+    stored = (ROOT / "lab1.ipynb").read_text(encoding="utf-8")
+    (tmp_path / "lab1.ipynb").write_text(stored, encoding="utf-8")
+    content = nbformat.reads(stored, as_version=4)
+    content["metadata"]["language_info"] = {"name": "python", "version": "3.12.1"}  # as JupyterLab fills it in
+    model = {"type": "notebook", "content": content}
+    server.keep_language_version(model, "lab1.ipynb", SimpleNamespace(root_dir=str(tmp_path)))
+    assert nbformat.writes(model["content"], version=4).rstrip("\n") + "\n" == stored
+
+
+def test_the_server_calls_the_hook_at_each_save():
+    hooks = []
+    manager = SimpleNamespace(register_pre_save_hook=hooks.append)
+    server._load_jupyter_server_extension(SimpleNamespace(contents_manager=manager))
+    assert hooks == [server.keep_language_version]
+
+
+def test_who_comes_by_ssh_reads_how_to_forward_the_port(monkeypatch):
+    monkeypatch.setenv("SSH_CONNECTION", "10.0.0.2 50000 10.0.0.1 22")
+    monkeypatch.setenv("USER", "ada")
+    assert server.forwarding_command(8890) == "ssh -L 8890:localhost:8890 ada@10.0.0.1"
+    monkeypatch.delenv("SSH_CONNECTION")
+    assert server.forwarding_command(8890) is None
+
+
+def test_a_taken_port_is_passed_over():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert server.free_port(port) != port
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_ctrl_c_asks_before_the_server_stops(tmp_path):
+    """The question of Jupyter is answered with n: the server goes on; then with y: it stops and leaves no file."""
+    folders = {f"JUPYTER_{kind}_DIR": str(tmp_path / kind) for kind in ("RUNTIME", "CONFIG", "DATA")}
+    environment = {**os.environ, **folders, "JUPYTER_PORT": "0"}
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execve(sys.executable, [sys.executable, "-m", "utils.cli", "open"], environment)
+    try:
+        address = re.search(r"http://127\S+", read_until(terminal, r"http://127\S+\s", 60))[0]
+        os.write(terminal, b"\x03")
+        read_until(terminal, r"Shut down this Jupyter server", 20)
+        os.write(terminal, b"n\n")
+        time.sleep(2)  # Jupyter's handler comes back in a later turn of its loop, and says nothing
+        assert b"JupyterLab" in fetch(address)
+        os.write(terminal, b"\x03")
+        read_until(terminal, r"Shut down this Jupyter server", 20)
+        os.write(terminal, b"y\n")
+        read_until(terminal, r"\Z.", 20, at_end=True)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        pid = 0
+        assert not list((tmp_path / "RUNTIME").glob("jpserver-*")), "the server put its files away"
+    finally:
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        os.close(terminal)
+
+
+def read_until(terminal: int, pattern: str, seconds: float, at_end: bool = False) -> str:
+    """What the terminal shows until the pattern comes, or until the program has ended."""
+    text, deadline = "", time.monotonic() + seconds
+    while not re.search(pattern, text) and time.monotonic() < deadline:
+        if select.select([terminal], [], [], 0.2)[0]:
+            try:
+                text += os.read(terminal, 4096).decode(errors="replace")
+            except OSError:  # Linux reports the end of a terminal's program as an error
+                if at_end:
+                    return text
+                raise
+    assert not at_end and re.search(pattern, text), f"{pattern} did not come in {seconds} s:\n{text}"
+    return text

@@ -1,17 +1,19 @@
 """Create and keep the course's environment, with the standard library alone.
 
-    python tools/environment.py sync [--venv .venv]   create the environment, or leave it if it is current
-    python tools/environment.py lock                  write constraints.txt and environment.yml again
-    python tools/environment.py check                 exit with 1 if environment.yml differs from pyproject.toml
+    python tools/environment.py sync [--venv .venv] [--extra grading --extra test]
+                                      create the environment, or leave it if it is current
+    python tools/environment.py lock  write constraints.txt and environment.yml again
+    python tools/environment.py check exit with 1 if environment.yml differs from pyproject.toml
 
 `pyproject.toml` is the one source of version ranges. `constraints.txt` pins one version of every package in those ranges.
 If the calling Python already has a torch and a Triton that fit the ranges, the environment uses them: their folder is put on
 its path, and the pins of all packages in that folder are dropped.
 
-`lock` resolves with uv, because pip cannot resolve for other platforms and other Pythons. `sync` installs with pip. uv is
-faster, but it was tried (0.13) and installs the wrong thing in two cases: it does not see packages that a .pth file puts on
-the path, so it replaces the host's torch; and it does not read pip.conf, so it misses a site's own index, which may hold a
-CPU build of torch, and downloads gigabytes of CUDA instead.
+A student's environment has no extra. An extra that is missing is added to the environment that is there.
+
+`sync` installs with uv, which takes a tenth of pip's time, and with pip where uv cannot do the same. Those cases are two:
+packages of the host, which a .pth file puts on the path and uv does not see; and settings of pip that `uv_options` cannot
+translate. uv itself does not read pip's settings, which may name a site's own index with a CPU build of torch.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 if sys.version_info < (3, 11):  # noqa: UP036  (an older Python gets a sentence, not a traceback)
@@ -37,7 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = ROOT / "pyproject.toml"
 CONSTRAINTS = ROOT / "constraints.txt"
 CONDA_FILE = ROOT / "environment.yml"
-# Everything the course, its grading and its tests need on any machine.
+# What instructors and developers need beside the course itself.
 EXTRAS = ("grading", "test")
 
 
@@ -171,9 +174,9 @@ def wants_gpu_extra() -> bool:
     return version is not None and int(version.group(1)) >= 13
 
 
-def fingerprint(extras: list[str], host: str) -> str:
+def fingerprint(host: str) -> str:
     """Hash everything the environment depends on: the [project] table, the pins, this file, this Python, the host."""
-    inputs = [load_project(), sys.version, sys.executable, str(ROOT), extras, host]
+    inputs = [load_project(), sys.version, sys.executable, str(ROOT), host]
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode())
     digest.update(CONSTRAINTS.read_bytes())
     digest.update(Path(__file__).read_bytes())
@@ -186,70 +189,180 @@ def constraint_lines(text: str, dropped: set[str]) -> str:
     return "".join(f"{line}\n" for line in lines if requirement_name(line) not in dropped)
 
 
-def pip_install(python: Path, constraints: Path, extras: list[str], log: Path) -> int:
-    """Install the course into the environment and return pip's exit status.
+# pip's settings that uv knows by another name, and those that do not change what is installed.
+UV_NAMES = {
+    "index-url": "--default-index",
+    "extra-index-url": "--index",
+    "find-links": "--find-links",
+    "trusted-host": "--allow-insecure-host",
+}
+HARMLESS = {
+    *("timeout", "default-timeout", "retries", "disable-pip-version-check", "cache-dir", "progress-bar", "no-color"),
+    *("quiet", "verbose", "root-user-action", "no-input", "break-system-packages", "require-virtualenv", "cert"),
+}
 
-    On a terminal pip prints its progress. Elsewhere its output goes to `log`, and the last lines are printed if it fails.
+
+def uv_options(pip_settings: str) -> tuple[list[str], dict[str, str]] | None:
+    """Translate the output of `pip config list` into options and environment variables of uv.
+
+    Returns None if a setting has no translation: then pip has to install.
     """
-    target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
-    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-c", str(constraints), "-e", target]
+    options, variables = ["--index-strategy", "unsafe-best-match"], dict[str, str]()  # as pip chooses between indexes
+    for line in pip_settings.splitlines():
+        key, _, value = line.partition("=")
+        section, _, name = key.rpartition(".")
+        value = value.strip("'\"")
+        if section not in ("global", "install", ":env:"):
+            continue  # a setting of another command
+        if name == "cert":
+            variables["SSL_CERT_FILE"] = value
+        elif name == "no-index":
+            options += ["--no-index"] if value.lower() in ("1", "true", "yes", "on") else []
+        elif name in UV_NAMES:
+            options += [word for part in value.split() for word in (UV_NAMES[name], part)]
+        elif name not in HARMLESS:
+            return None
+    return options, variables
+
+
+def find_uv(python: Path, log: Path) -> str | None:
+    """Return the path of uv: the user's own, or one that pip puts into a folder of the environment; None if neither."""
+    if found := shutil.which("uv"):
+        return found
+    pins = re.findall(r"^uv==\S+", CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE)
+    folder = python.parent.parent / "uv"
+    command = [str(python), "-m", "pip", "install", "--quiet", "--target", str(folder), *(pins or ["uv"])]
+    if watch(command, log, "fetching uv") != 0:
+        return None
+    return shutil.which("uv", path=str(folder / "bin"))
+
+
+def watch(command: list[str], log: Path, what: str, variables: dict[str, str] | None = None) -> int:
+    """Run a command quietly into `log` and return its exit status; a terminal gets one line that counts the seconds."""
+    begin = time.monotonic()
+    with log.open("a", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(variables or {})}
+        )
+        try:
+            while True:
+                try:
+                    return process.wait(timeout=1)
+                except subprocess.TimeoutExpired:
+                    show_progress(f"{what}, {time.monotonic() - begin:.0f} s: {last_line(log)}")
+        except KeyboardInterrupt:
+            process.wait(timeout=10)  # Ctrl-C reached it, too
+            raise
+        finally:
+            show_progress("")
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a log that says something."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 2000))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def show_progress(text: str) -> None:
+    """Write a line over the last one, on a terminal only."""
     if sys.stdout.isatty():
-        return subprocess.run(command, check=False).returncode
-    with log.open("w") as output:
-        code = subprocess.run(command, check=False, stdout=output, stderr=subprocess.STDOUT).returncode
-    if code != 0:
-        print("".join(log.read_text().splitlines(keepends=True)[-15:]), file=sys.stderr)
-    return code
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r{text[:width]:<{width}}\r", end="", flush=True)
 
 
-def sync(venv: Path) -> None:
-    """Create the environment in `venv`, or return at once if it is current."""
+def install(python: Path, constraints: Path, extras: list[str], log: Path, uv: str | None) -> bool:
+    """Install the course into the environment, with uv or with pip if that fails; return whether it worked."""
+    target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
+    if uv is not None:
+        settings = subprocess.run(
+            [str(python), "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
+        )
+        translated = uv_options(settings.stdout)
+        if translated is not None:
+            options, variables = translated
+            command = [uv, "pip", "install", "--python", str(python), *options, "-c", str(constraints), "-e", target]
+            if watch(command, log, "installing with uv", variables) == 0:
+                return True
+    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
+    return watch([*command, "-c", str(constraints), "-e", target], log, "installing with pip") == 0
+
+
+def sync(venv: Path, wanted: tuple[str, ...] = ()) -> None:
+    """Create the environment in `venv` with these extras at least, or return at once if it is current."""
     project = load_project()
     check_python(sys.version_info[:2], project)
     host_folder, host_names, sentence = host_packages(sys.executable, project)
     gpu = wants_gpu_extra()
-    extras = [*EXTRAS, *(["gpu"] if gpu else [])]
-    stamp = venv / "environment.json"
-    current = fingerprint(extras, str(host_folder))
-    python = venv / "bin" / "python"
-    if python.exists() and stamp.exists() and json.loads(stamp.read_text()).get("fingerprint") == current:
+    stamp, python, log = venv / "environment.json", venv / "bin" / "python", venv / "install.log"
+    current = fingerprint(str(host_folder))
+    state = json.loads(stamp.read_text()) if python.exists() and stamp.exists() else {}
+    is_current = state.get("fingerprint") == current
+    if is_current and {*wanted, *(["gpu"] if gpu else [])} <= {*state["extras"], *state.get("refused", [])}:
         return
 
-    install_system_packages()
-    if sentence:
-        print(sentence)
-    print(f"Creating the environment in {venv.name} (a few minutes the first time)", flush=True)
+    begin = time.monotonic()
+    extras = sorted({*wanted, *state.get("extras", []), *(["gpu"] if gpu else [])})
+    if is_current:
+        print(
+            f"Adding {', '.join(sorted(set(extras) - set(state['extras'])))} to the environment in {venv.name}.",
+            flush=True,
+        )
+    else:
+        install_system_packages()
+        if sentence:
+            print(sentence)
+        print(f"Creating the environment in {venv.name}. A first download of torch can take minutes.", flush=True)
+        create(venv, host_folder)
     stamp.unlink(missing_ok=True)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
-    if host_folder is not None:
-        site_packages = venv / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-        (site_packages / "host_torch.pth").write_text(f"{host_folder}\n")
     constraints = venv / "constraints.txt"
     constraints.write_text(constraint_lines(CONSTRAINTS.read_text(encoding="utf-8"), host_names))
 
-    log = venv / "install.log"
-    if pip_install(python, constraints, extras, log) != 0:
-        if not gpu or pip_install(python, constraints, list(EXTRAS), log) != 0:
-            raise SetupError(
-                "pip could not install the packages (its own message is above): check the network or the "
-                "package index, then run the same command again."
-            )
+    uv = find_uv(python, log) if host_folder is None else None
+    refused: list[str] = []
+    worked = install(python, constraints, extras, log, uv)
+    if not worked and gpu:
+        extras, refused = [extra for extra in extras if extra != "gpu"], ["gpu"]
+        worked = install(python, constraints, extras, log, uv)
+    shutil.rmtree(venv / "uv", ignore_errors=True)
+    if not worked:
+        print("".join(log.read_text(errors="replace").splitlines(keepends=True)[-15:]), file=sys.stderr)
+        raise SetupError(
+            f"the packages could not be installed (pip's own message is above, the rest in {log}): check the network or "
+            "the package index, then run the same command again."
+        )
+    if refused:
         print(
             "Note: flash-attn-4 could not be installed, so the attention backends that need it will say that it is "
             f"missing. Try again with: {venv.name}/bin/pip install '.[gpu]'",
             file=sys.stderr,
         )
-    stamp.write_text(json.dumps({"fingerprint": current, "extras": extras, "host": str(host_folder or "")}))
-    print("The environment is ready.")
+    record = {"fingerprint": current, "extras": extras, "refused": refused, "host": str(host_folder or "")}
+    stamp.write_text(json.dumps(record))
+    print(f"The environment is ready after {time.monotonic() - begin:.0f} s.")
+
+
+def create(venv: Path, host_folder: Path | None) -> None:
+    """Make an empty environment in `venv` that also sees the packages of `host_folder`."""
+    command = [sys.executable, "-m", "venv", "--clear", str(venv)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        why = (result.stderr.strip() or result.stdout.strip() or "no message").splitlines()[-1]
+        raise SetupError(
+            f"no environment can be created in {venv}: {why}. Make the folder writable, or name another Python."
+        )
+    if host_folder is not None:
+        site_packages = venv / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+        (site_packages / "host_torch.pth").write_text(f"{host_folder}\n")
 
 
 def conda_environment(project: dict) -> str:
     """Return the text of environment.yml: conda brings Python and pip, and pip installs the same ranges and pins."""
-    extras = project["optional-dependencies"]
-    requirements = [*project["dependencies"], *(line for extra in EXTRAS for line in extras[extra])]
-    pip_lines = ["--constraint constraints.txt", *requirements, "--editable ."]
+    pip_lines = ["--constraint constraints.txt", *project["dependencies"], "--editable ."]
     lines = [
         "# Made from pyproject.toml by `make lock`; edit that file instead.",
+        "# This is a student's environment. Instructors and developers add: pip install -e '.[grading,test]'",
         f"name: {project['name']}",
         "channels:",
         "  - conda-forge",
@@ -294,7 +407,7 @@ def lock() -> None:
     uv = shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
     if uv is None:
         raise SetupError("`uv` is needed to resolve versions for all platforms: `make env` installs it.")
-    extras = [word for extra in (*EXTRAS, "gpu") for word in ("--extra", extra)]
+    extras = [word for extra in (*EXTRAS, "site", "e2e", "gpu") for word in ("--extra", extra)]
     options = ["--universal", "--python-version", "3.11", *extras, "--quiet"]
     plain = ["--no-header", "--no-annotate", "--no-emit-index-url"]
     result = subprocess.run(
@@ -321,12 +434,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("sync", "lock", "check"))
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="sync: the folder of the environment")
+    parser.add_argument(
+        "--extra",
+        action="append",
+        default=[],
+        choices=tuple(load_project()["optional-dependencies"]),
+        help="sync: add it",
+    )
     arguments = parser.parse_args()
+    commands = {"sync": lambda: sync(arguments.venv.absolute(), tuple(arguments.extra)), "lock": lock, "check": check}
     try:
-        {"sync": lambda: sync(arguments.venv.absolute()), "lock": lock, "check": check}[arguments.command]()
+        commands[arguments.command]()
     except SetupError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        print(
+            f"error: {error.strerror}: {error.filename}. The environment needs a folder it may write to.",
+            file=sys.stderr,
+        )
+        return 1
+    except KeyboardInterrupt:
+        print("\nStopped. The same command goes on from here.", file=sys.stderr)
+        return 130
     return 0
 
 

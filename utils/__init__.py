@@ -3,7 +3,15 @@
 Each name is loaded from its module when it is first used, so `import utils` costs next to nothing.
 """
 
+import os
 from importlib import import_module
+
+from utils.machine.versions import warn_of_untested_versions
+
+warn_of_untested_versions()
+
+# Silences the lines "USDT: ... profiler_start" of torch's profiler, which reads this when it first starts.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 _MODULE_OF = {
     # facts and roofs

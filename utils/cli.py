@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +18,18 @@ import typer
 
 from utils.bench.cli import app as bench
 from utils.files import ROOT
+from utils.progress import (
+    FAILED,
+    NOT_RUN,
+    Part,
+    ProgressError,
+    keep_original,
+    parts,
+    read_notebook,
+    reset,
+    run_checks,
+    summary,
+)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="The GPU efficiency labs: check, open, measure.")
 
@@ -41,42 +56,102 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the repor
         raise typer.Exit(1)
 
 
-def has_display() -> bool:
-    """Whether a browser window could open here."""
-    if sys.platform in ("darwin", "win32"):
-        return "SSH_CONNECTION" not in os.environ
-    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
-
-
-def jupyter_command(notebook: Path, port: int | None) -> list[str]:
-    """Return the command that starts JupyterLab on one notebook, from the folder of the labs."""
-    # The notebook is the default address, not a file to open: the address that Jupyter prints then leads to it.
-    command = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={ROOT}"]
-    command.append(f"--LabApp.default_url=/lab/tree/{notebook.relative_to(ROOT)}")
-    if port is not None:
-        command.append(f"--ServerApp.port={port}")
-    if not has_display():
-        command.append("--no-browser")
-    if hasattr(os, "geteuid") and os.geteuid() == 0:
-        command.append("--allow-root")
-    return command
+def find_lab(name: str) -> Path:
+    """Return the notebook of a lab named in full or by its beginning, such as lab3; otherwise leave with status 2."""
+    stem = Path(name).name.removesuffix(".ipynb")
+    labs = sorted(path.stem for path in ROOT.glob("lab*.ipynb"))
+    found = [lab for lab in labs if lab == stem] or [lab for lab in labs if stem and lab.startswith(stem)]
+    if len(found) != 1:
+        present = ", ".join(labs) or "none"
+        problem = f"{name} could be {' or '.join(found)}" if found else f"there is no {stem}.ipynb in {ROOT}"
+        typer.echo(f"error: {problem}; the labs here are: {present}.", err=True)
+        raise typer.Exit(2)
+    return ROOT / f"{found[0]}.ipynb"
 
 
 @app.command("open")
 def open_lab(
-    lab: Annotated[str, typer.Argument(help="lab1, lab2_flexattention, lab3_gluon or lab4_sdpa")] = "lab1",
-    port: Annotated[int | None, typer.Option(help="The port to serve on; JupyterLab chooses one if not given.")] = None,
+    lab: Annotated[str, typer.Argument(help="A lab, in full or by its beginning: lab3 is enough.")] = "lab1",
+    port: Annotated[
+        int | None,
+        typer.Option(help="The port to serve on; by default the first free one from 8888.", min=1, max=65535),
+    ] = None,
+    instructor: Annotated[bool, typer.Option("--instructor", help="Show the formgrader and all files.")] = False,
 ) -> None:
     """Open JupyterLab on a lab; without a display, print the address to open elsewhere."""
-    name = lab.removesuffix(".ipynb")
-    notebook = ROOT / f"{name}.ipynb"
-    if not notebook.exists():
-        present = ", ".join(sorted(path.stem for path in ROOT.glob("lab*.ipynb"))) or "none"
-        typer.echo(f"error: there is no {name}.ipynb in {ROOT}; the labs here are: {present}.", err=True)
-        raise typer.Exit(2)
-    if not has_display():
-        typer.echo("No display here: open the address below in a browser.")
-    raise typer.Exit(subprocess.run(jupyter_command(notebook, port), cwd=ROOT, check=False).returncode)
+    from utils.server import forwarding_command, free_port, has_display, jupyter_command
+
+    notebook = find_lab(lab)
+    with progress_errors():
+        keep_original(notebook)
+    if port is None and "JUPYTER_PORT" not in os.environ:
+        port = free_port()
+    where = "in your browser" if has_display() else "at the address below: open it in a browser"
+    typer.echo(f"JupyterLab opens {notebook.name} {where}. Ctrl-C here asks whether to stop it.")
+    if port and (forwarding := forwarding_command(port)):
+        typer.echo(f"You came by SSH. First run this on your own machine: {forwarding}")
+    command = jupyter_command(notebook, port, instructor)
+    if sys.platform == "win32":  # there, execv returns to the terminal at once
+        raise typer.Exit(subprocess.run(command, cwd=ROOT, check=False).returncode)
+    # This process becomes the server. As a parent it would kill the server at Ctrl-C, before the question is answered.
+    sys.stdout.flush()
+    os.chdir(ROOT)
+    os.execv(command[0], command)
+
+
+@contextlib.contextmanager
+def progress_errors() -> Iterator[None]:
+    """Print a ProgressError as one line and leave with status 2."""
+    try:
+        yield
+    except ProgressError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command("check")
+def check_lab(
+    lab: Annotated[str, typer.Argument(help="A lab, in full or by its beginning.")] = "lab1",
+    timeout: Annotated[int, typer.Option(help="Seconds that one cell may take.", min=1)] = 600,
+) -> None:
+    """Run a copy of a lab and its visible checks here; print the table of points; status 1 if a check did not pass."""
+    from utils.bench.terminal import progress_bar, show_table
+
+    notebook = find_lab(lab)
+    with progress_errors(), progress_bar(remaining=True) as bar:
+        task = bar.add_task(f"running {notebook.name}", total=None)
+        executed = run_checks(notebook, timeout, lambda done, total: bar.update(task, completed=done, total=total))
+    found = parts(executed)
+    rows = [
+        [f"{part.question}{' (bonus)' if part.bonus else ''}", part.title, f"{part.points:g}", _said(part)]
+        for part in found
+    ]
+    show_table(["Question", "", "Points", "Visible check"], rows)
+    typer.echo(f"{summary(found)} Grading also tries other inputs.")
+    if any(part.state in (FAILED, NOT_RUN) and not part.bonus for part in found):
+        raise typer.Exit(1)
+
+
+def _said(part: Part) -> str:
+    message = re.sub(r"^(Bonus )?(Question )?[\d.]+:? ?", "", part.message)
+    return f"{part.state}: {message}" if part.state == FAILED and message else part.state
+
+
+@app.command("progress")
+def show_progress() -> None:
+    """Say which points the visible checks gave so far, in all labs, by what the saved notebooks show."""
+    with progress_errors():
+        for notebook in sorted(ROOT.glob("lab*.ipynb")):
+            typer.echo(f"{notebook.stem:20} {summary(parts(read_notebook(notebook)))}")
+
+
+@app.command("reset")
+def reset_lab(lab: Annotated[str, typer.Argument(help="A lab, in full or by its beginning.")]) -> None:
+    """Start a lab again; the old work is kept in out/backup."""
+    notebook = find_lab(lab)
+    with progress_errors():
+        backup = reset(notebook)
+    typer.echo(f"{notebook.name} starts again. Your old work: {backup.relative_to(ROOT)}")
 
 
 def mount_plugins() -> None:

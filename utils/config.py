@@ -7,7 +7,9 @@ FP32 accumulation, which torch uses.
 
 from __future__ import annotations
 
+import copy
 import difflib
+import functools
 
 DTYPES = ("fp16", "bf16", "fp32", "tf32", "fp8")
 
@@ -151,6 +153,7 @@ def _unknown(kind: str, name, known, candidates) -> str:
     return f"{name!r} is not a known {kind}{hint} Known: {', '.join(known)}."
 
 
+@functools.cache
 def _gemma_config():
     from transformers import Gemma3TextConfig
 
@@ -176,13 +179,61 @@ def _gemma_config():
     )
 
 
-def __getattr__(name: str):
-    # GEMMA_CONFIG needs transformers, whose import takes two seconds: it is built at its first use.
-    if name == "GEMMA_CONFIG":
-        globals()[name] = _gemma_config()
-        return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+class _StandsForClass(type):
+    """The class of the class below: what is asked of it, or made with it, is asked of or made with transformers' class."""
+
+    def __getattr__(cls, name: str):
+        return getattr(type(_gemma_config()), name)
+
+    def __call__(cls, *arguments, **fields):
+        return type(_gemma_config())(*arguments, **fields)
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), "GEMMA_CONFIG"})
+class Gemma3TextConfig(metaclass=_StandsForClass):
+    """Stands for transformers' class of this name until `GEMMA_CONFIG` is first used.
+
+    Importing transformers takes about as long as importing torch. At its first use, of whatever kind, the one instance
+    becomes an instance of transformers' class, with all that belongs to it; nothing of this class is left then.
+    """
+
+    def _become_real(self):
+        real = _gemma_config()
+        object.__setattr__(self, "__dict__", real.__dict__)
+        object.__setattr__(self, "__class__", type(real))
+        return self
+
+    def __getattribute__(self, name: str):
+        if name == "_become_real":
+            return object.__getattribute__(self, name)
+        if name == "__class__":  # isinstance() asks for it, and compares it with the type that it saw before
+            return type(_gemma_config())
+        return getattr(self._become_real(), name)
+
+    def __setattr__(self, name: str, value) -> None:
+        setattr(self._become_real(), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._become_real(), name)
+
+    def __dir__(self):
+        return dir(self._become_real())
+
+    def __repr__(self) -> str:
+        return repr(self._become_real())
+
+    def __eq__(self, other) -> bool:
+        return self._become_real() == other
+
+    __hash__ = None  # type: ignore[assignment]  # as transformers' class, if that can be compared
+
+    def __copy__(self):
+        return copy.copy(self._become_real())
+
+    def __deepcopy__(self, memo: dict):
+        return copy.deepcopy(self._become_real(), memo)
+
+    def __reduce_ex__(self, protocol):
+        return self._become_real().__reduce_ex__(protocol)
+
+
+GEMMA_CONFIG = object.__new__(Gemma3TextConfig)

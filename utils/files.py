@@ -30,6 +30,17 @@ def write_whole(path: Path, content: str | bytes) -> None:
         raise
 
 
+def output_path(name: str) -> Path:
+    """Return where a lab writes a result: the folder `out` of the course, or of the current folder outside of the course.
+
+    A lab that is opened from its source in `instructor/labs` writes to the same place.
+    """
+    here = Path.cwd().resolve()
+    folder = (ROOT if here in (ROOT, ROOT / "instructor" / "labs") else here) / "out"
+    folder.mkdir(exist_ok=True)
+    return folder / name
+
+
 def recorded_table(path: str | Path, table: str) -> pd.DataFrame | None:
     """Return a table from a lab's record, the file that its last cell saves; print a line and return None if missing.
 

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
+import functools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils.checking import expect_number
+from utils.checking.sizes import ARITHMETIC as ARITHMETIC
+from utils.checking.sizes import SizeWatch as SizeWatch
+from utils.checking.sizes import expect_follows_device as expect_follows_device
+from utils.checking.sizes import poisoned_memory as poisoned_memory
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
-# Operators that compute, without views, allocations and copies.
-_ARITHMETIC = (
-    "mul add sub div sum mean prod cumsum addcmul addcdiv nansum exp exp2 expm1 max amax maximum pow logaddexp masked_fill "
-    "where _softmax"
-)
-ARITHMETIC = frozenset(_ARITHMETIC.split())
+# The seed of a check that is given none: the same file gets the same grade each time. Students do not have this file. Tests
+# draw with many other seeds.
+COURSE_SEED = 715_517
 
 
 class Draw:
-    """Fresh random inputs: different ones each time with `seed=None`, the same ones with the same number."""
+    """Random inputs: the same ones with the same number; `seed=None` is the course's own seed."""
 
     def __init__(self, seed: int | None) -> None:
-        self.numbers = random.Random(seed)
+        self.numbers = random.Random(COURSE_SEED if seed is None else seed)
         self.generator = torch.Generator().manual_seed(self.numbers.getrandbits(48))
 
     def size(self, low: int, high: int) -> int:
@@ -53,6 +51,22 @@ class Draw:
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Draw standard normal values."""
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(dtype)
+
+
+def by_value(function: Callable) -> Callable:
+    """Mark a check's function that runs where the answer runs, as a profiler or a counter of the student's needs it.
+
+    The grader sends such a function, with what it refers to, into the student's process. It may hold nothing that gives
+    an answer away. Functions that it refers to are called from afar if they are not marked.
+    """
+    function.travels_by_value = True  # type: ignore[attr-defined]
+    return function
+
+
+def beside(answer: object, function: Callable) -> Callable:
+    """Return a `by_value` function so that it runs in the process where the answer lives."""
+    run = getattr(answer, "remote_run", None)
+    return function if run is None else functools.partial(run, function)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -113,90 +127,6 @@ def expect_counts(
     for i, unit in enumerate(units):
         known = {hint: numbers[i] for hint, numbers in (mistakes or {}).items()}
         expect_value(got[i], expected[i], unit, f"{what}[{i}]", known)
-
-
-class SizeWatch(TorchDispatchMode):
-    """Records the operators that run, with the elements of the largest tensor that each one reads or writes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest: dict[str, int] = {}
-        self.products: list[tuple[int, int, int, int]] = []  # (batch, m, k, n) of each matrix product
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        name = func._schema.name.split("::")[1].rstrip("_") or func.__name__
-        tensors = [t for t in (*args, result) if isinstance(t, torch.Tensor)]
-        if isinstance(result, tuple):
-            tensors += [t for t in result if isinstance(t, torch.Tensor)]
-        elements = max((t.numel() for t in tensors), default=0)
-        self.largest[name] = max(self.largest.get(name, 0), elements)
-        if name in ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv"):
-            pair = [t for t in args if isinstance(t, torch.Tensor)][-2:]
-            left, right = pair[0], pair[1]
-            batch = left.shape[0] if left.dim() == 3 else 1
-            columns = right.shape[-1] if right.dim() >= 2 else 1
-            self.products.append((batch, left.shape[-2], left.shape[-1], columns))
-        return result
-
-    @property
-    def macs(self) -> int:
-        """Return the multiply-accumulates of all matrix products."""
-        return sum(math.prod(product) for product in self.products)
-
-    def over(self, limit: int, names: frozenset[str] = ARITHMETIC) -> tuple[str, int] | None:
-        """Return the operator of `names` with the most elements, and their number, if it is more than `limit`."""
-        name = max((n for n in self.largest if n in names), key=self.largest.__getitem__, default=None)
-        return (name, self.largest[name]) if name and self.largest[name] > limit else None
-
-
-@contextlib.contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """Fill new memory of `torch.empty` with NaN: a function that reads it before writing gets NaN."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fill
-
-
-class _ScalarsOfNothing(TorchFunctionMode):
-    """Answers 1.0 when a value of a meta tensor is read; such a tensor has no values."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "__name__", "") in ("item", "__float__"):
-            return 1.0
-        return func(*args, **(kwargs or {}))
-
-
-def expect_follows_device(function: Callable[..., torch.Tensor], *shapes: tuple[int, ...], what: str) -> None:
-    """Assert that the result is on the device of the inputs, with inputs on a device that is not the default one.
-
-    That device is "meta": tensors with shapes and without values, which every machine has. A function that needs values of
-    its inputs, for example to branch on them, cannot run there and is not judged.
-
-    Args:
-        function: the answer.
-        *shapes: shapes of its inputs.
-        what: name of the answer, the subject of the message.
-    """
-    inputs = [torch.empty(*shape, device="meta") for shape in shapes]
-    hint = "Create tensors with device=a.device (the device of the input): on a GPU they must not land on the CPU."
-    try:
-        with _ScalarsOfNothing():
-            result = function(*inputs)
-    except RuntimeError as error:
-        if "same device" in str(error) or "devices" in str(error):
-            raise AssertionError(f"{what} mixes devices when its inputs are not on the CPU. {hint}") from None
-        return
-    except Exception:
-        return
-    if isinstance(result, torch.Tensor) and result.device.type != "meta":
-        raise AssertionError(f"{what} should be on its inputs' device, and is on the {result.device.type}. {hint}")
 
 
 def expect_unchanged(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor], what: str) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 app = typer.Typer()
+MAX_FLAGS = 12  # of one submission that are printed
 
 Lab = Annotated[str, typer.Argument(help="A lab by name, such as lab1, or the path of its source.")]
 CourseFolder = Annotated[Path, typer.Option("--course", help="The folder of the course, with submitted/.")]
@@ -33,13 +34,21 @@ def _build(lab: str):
 
 @app.command()
 def release(
-    lab: Lab, target: Annotated[Path, typer.Option("--to", help="The folder for the bundle.")] = Path("build/release")
+    lab: Lab,
+    target: Annotated[Path, typer.Option("--to", help="The folder for the bundle.")] = Path("build/release"),
+    solutions: Annotated[
+        bool, typer.Option("--solutions", help="Worked solutions instead, for after the deadline: one notebook.")
+    ] = False,
 ) -> None:
     """Make the bundle that students get, after searching all of it for solutions and hidden tests."""
-    from instructor.grading.release import ReleaseError
+    from instructor.grading.release import ReleaseError, release_solutions
     from instructor.grading.release import release as make_bundle
 
     try:
+        if solutions:
+            path = release_solutions(_build(lab), target)
+            typer.echo(f"{path}: answers and explanations; no hidden test and no marking scheme in it")
+            return
         bundle = make_bundle(_build(lab), target)
     except ReleaseError as error:
         _fail(error)
@@ -70,17 +79,23 @@ def grade(
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several torch processes on few cores slow each other down tenfold
     from instructor.course import Course, CourseError
     from instructor.grading.class_.cluster import grade_class, question_id
-    from instructor.grading.class_.intake import IntakeError, submissions, take_in
+    from instructor.grading.class_.intake import IntakeError, submissions, take_in, without_submission
     from instructor.grading.sandbox.walls import Limits
+    from instructor.grading.submission.harmless import for_terminal
     from instructor.grading.submission.results import GradingError
 
     built = _build(lab)
     if question is not None and question_id(question) not in {q.key for q in built.questions}:
         _fail(f"{built.name} has no question {question!r}; it has {', '.join(q.key for q in built.questions)}.")
-    course = Course(course_folder, timeout=int(timeout))
+    if archive is None and not course_folder.is_dir():
+        _fail(f"{course_folder} is no folder: name the course's with --course, or take in a zip with --zip.")
     try:
+        course = Course(course_folder, timeout=int(timeout))
         if archive is not None:
-            typer.echo(f"{len(take_in(archive, course.root, built.name))} submissions taken in from {archive.name}")
+            intake = take_in(archive, course.root, built.name)
+            typer.echo(f"{len(intake)} submissions taken in from {archive.name}")
+            for student, why in intake.refused.items():
+                typer.echo(f"  not taken in: {for_terminal(student)}: {for_terminal(why)}")
         found = submissions(course.root, built.name, only)
         with _bar(f"grading {built.name}", len(found)) as advance:
             summary = grade_class(
@@ -100,7 +115,13 @@ def grade(
         raise typer.Exit(130) from None
     except (IntakeError, GradingError, CourseError) as error:
         _fail(error)
-    _report(summary, course)
+    except OSError as error:  # a full disk, a folder that may not be written
+        _fail(f"{error.strerror or error}: {error.filename or course_folder}. What was graded until then is kept.")
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] != "sqlalchemy":
+            raise
+        _fail(f"the gradebook {course_folder / 'gradebook.db'} cannot be written: {str(error).splitlines()[0]}")
+    _report(summary, course, built.name, without_submission(course.root, built.name))
     if summary.failed:
         raise typer.Exit(1)
 
@@ -130,27 +151,50 @@ def _bar(title: str, total: int):
     return bar()
 
 
-def _report(summary, course) -> None:
+def _report(summary, course, lab: str, missing: dict[str, str]) -> None:
+    from instructor.grading.class_ import gradebook
+    from instructor.grading.class_.intake import arrivals
+    from instructor.grading.submission.harmless import for_terminal
     from instructor.points import number_text
 
     graded, waiting = summary.graded, 0
     for result in graded:
-        waiting += sum(cell.status == "by_hand" for cell in result.cells.values())
+        waiting += sum(cell.status in ("by_hand", "flagged") for cell in result.cells.values())
     resumed = f" ({len(summary.resumed)} of them before)" if summary.resumed else ""
     done = len(graded) - len(summary.failed)
     typer.echo(
         f"{done} graded{resumed} in {summary.seconds:.0f} s, {len(summary.flagged)} flagged, "
-        f"{waiting} answers wait for a person (nbgrader formgrader)"
+        f"{waiting} answers wait for a person (JupyterLab, Nbgrader, Formgrader)"
     )
+    rows = gradebook.summary_rows(graded, missing, arrivals(course.root, lab))
+    table = gradebook.write_summary(course, lab, rows)
+    for row in rows:
+        points = f"{number_text(row['points'])} of {number_text(row['of'])}" if row["points"] != "" else "-"
+        extra = [
+            f"{number_text(row['bonus'])} bonus" if row["bonus"] else "",
+            f"{row['waiting']} wait" if row["waiting"] else "",
+        ]
+        extra += [
+            f"{row['flags']} flags" if row["flags"] else "",
+            row["late"],
+            "" if row["state"] == "graded" else row["state"],
+        ]
+        words = ", ".join(filter(None, [points, *extra, for_terminal(row["note"])]))
+        typer.echo(f"  {for_terminal(row['student'])}: {words}")
+    if summary.flagged:
+        typer.echo("flags, each for a person to look at:")
     for result in sorted(summary.flagged, key=lambda r: r.student):
-        typer.echo(f"  {result.student}: {number_text(result.score)} points")
-        for flag in result.flags:
-            typer.echo(f"    {flag.question or 'submission'}: {flag.kind}: {flag.detail}")
+        typer.echo(f"  {for_terminal(result.student)}: {number_text(result.score)} points")
+        for flag in result.flags[:MAX_FLAGS]:
+            typer.echo(f"    {flag.question or 'submission'}: {flag.kind}: {for_terminal(flag.detail)}")
+        if len(result.flags) > MAX_FLAGS:
+            typer.echo(f"    and {len(result.flags) - MAX_FLAGS} more, in {table.parent / 'results'}")
     walls: dict[str, str] = next((result.walls for result in graded if result.walls), {})
     if walls:
         typer.echo("walls that stood:")
         for wall, how in walls.items():
             typer.echo(f"  {wall}: {how}")
+    typer.echo(f"everybody, as a table: {table}")
     typer.echo(f"gradebook: {course.root / 'gradebook.db'}")
 
 
@@ -158,8 +202,14 @@ def _report(summary, course) -> None:
 def feedback(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
     """Write a page of feedback for each student, by `nbgrader generate_feedback`."""
     lab = Path(lab).stem
+    from instructor.grading.submission.harmless import with_policy
+
     _nbgrader(course_folder, "generate_feedback", lab, "--force")
     folder = course_folder / "feedback"
+    for page in folder.glob(f"*/{lab}/*.html"):
+        text = page.read_text(encoding="utf-8")
+        if "Content-Security-Policy" not in text:
+            page.write_text(with_policy(text), encoding="utf-8")
     typer.echo(f"{len(list(folder.glob(f'*/{lab}/*.html')))} pages in {folder}")
 
 

@@ -1,4 +1,4 @@
-"""Make the student bundle of a lab, and search all of it for lines of solutions and hidden tests."""
+"""Make what students get of a lab: the bundle, searched for secret lines, and worked solutions after the deadline."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from instructor.build import PUBLIC, QUOTE_LENGTH, ROOT, Built, secret_lines
-from instructor.points import lab_names, lab_path
-from instructor.source import REGIONS, read_lab
+import nbformat
 
-# What students get; everything else stays here.
+from instructor.build import PUBLIC, QUOTE_LENGTH, ROOT, Built, notebook_text, secret_lines
+from instructor.points import lab_names, lab_path
+from instructor.source import REGIONS, Cell, find_regions, read_lab
+
+# What students get, beside the notebook and a README of their own; everything else stays here.
 BUNDLE = (
-    "README.md",
     "Makefile",
     "pyproject.toml",
     "constraints.txt",
     "environment.yml",
+    "nbgrader_config.py",
     "assets",
     "utils",
     "tools",
@@ -29,8 +31,21 @@ BUNDLE = (
     "expectations",
     "LICENSE",
 )
+STUDENTS_README = """\
+# {title}
+
+```bash
+make lab LAB={name}     # makes the environment, opens the lab
+```
+
+You need Python 3.11 or 3.12 and make. A GPU is optional. [Getting started](docs/students.md) covers laptops, campus GPUs,
+JupyterHub and SSH, and lists trouble by its symptom. `.venv/bin/labs check {name}` runs the visible checks and prints your
+points; hand in `{name}.ipynb`.
+
+[`utils` in one page](docs/utils.md) lists the helper package, and [how we measure](docs/measuring.md) says what a time means.
+"""
 LEFT_OUT = ("__pycache__", ".ipynb_checkpoints", ".ruff_cache", ".pytest_cache")
-FOR_INSTRUCTORS = ("docs/grading.md",)
+FOR_INSTRUCTORS = ("docs/grading.md", "docs/instructors.md", "docs/contributing.md", "docs/points.md")
 STRETCH = 3  # lines in a row that are no coincidence; those that any module has (`_SAYS_NOTHING`) do not count
 # What the library shares with a solution because it needs it itself: {(file, line): why}. `labs release` prints it.
 SHARED: dict[tuple[str, str], str] = {}
@@ -66,6 +81,10 @@ def bundle_files(built: Built, root: Path = ROOT) -> dict[str, bytes]:
             hidden = any(part in LEFT_OUT or part.endswith(".pyc") for part in path.parts)
             if path.is_file() and not hidden and relative not in FOR_INSTRUCTORS:
                 files[relative] = path.read_bytes()
+    title = next(
+        line for cell in json.loads(built.student)["cells"] for line in cell["source"] if line.startswith("# ")
+    )
+    files["README.md"] = STUDENTS_README.format(title=title.removeprefix("# ").strip(), name=built.name).encode()
     return files
 
 
@@ -211,10 +230,59 @@ def release(built: Built, target: Path, root: Path = ROOT) -> Bundle:
     return Bundle(path, len(files), shared)
 
 
+def worked_solutions(built: Built) -> str:
+    """Return a lab's notebook with its answers, and without hidden tests, marking schemes and nbgrader's metadata.
+
+    `ReleaseError` if a line of a hidden test or a marking scheme of any lab, or of another lab's answer, is in it.
+    """
+    notebook = nbformat.reads(built.instructor, as_version=4)
+    answers: list[str] = []  # the lines that may be given out now
+    for cell in notebook.cells:
+        meta = cell.metadata.pop("nbgrader", {})
+        lines = cell.source.splitlines()
+        probe = Cell(cell.cell_type, cell.source, 0)
+        find_regions(probe)
+        secret = {
+            n for r in probe.regions if r.kind in ("HIDDEN TESTS", "MARK SCHEME") for n in range(r.first, r.last + 1)
+        }
+        markers = {n for r in probe.regions for n in (r.first, r.last)}
+        kept = [line for n, line in enumerate(lines) if n not in secret | markers]
+        cell.source = "\n".join(kept).rstrip()
+        if meta.get("solution"):
+            answers += kept
+    title = nbformat.v4.new_markdown_cell(
+        f"# Worked solutions: {built.name}\n\nFor reading after the deadline. Answers in words are one way to say it. "
+        "This notebook cannot be handed in.",
+        id="worked-solutions",
+    )
+    notebook.cells.insert(0, title)
+    text = notebook_text(notebook)
+    own = {_squeezed(line) for line in answers}
+    whole = " ".join(own)
+    name = f"{built.name}-solutions.ipynb"
+    found = find_leaks({name: text.encode()}, secrets_of_all_labs())
+    leaks = [leak for leak in found if _squeezed(leak.line) not in own and _squeezed(leak.line) not in whole]
+    if leaks:
+        shown = "\n".join(f"  {leak}" for leak in leaks[:20])
+        raise ReleaseError(f"{len(leaks)} secret lines are in the worked solutions of {built.name}:\n{shown}")
+    return text
+
+
+def release_solutions(built: Built, target: Path) -> Path:
+    """Write a lab's worked solutions into `target`; returns the notebook's path."""
+    text = worked_solutions(built)
+    target.mkdir(parents=True, exist_ok=True)
+    path = target / f"{built.name}-solutions.ipynb"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
 def packed(files: dict[str, bytes], folder: str) -> bytes:
     """Zip files into a folder: the same bytes for the same files."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in sorted(files):
-            archive.writestr(zipfile.ZipInfo(f"{folder}/{name}", _STAMP), files[name], zipfile.ZIP_DEFLATED)
+            entry = zipfile.ZipInfo(f"{folder}/{name}", _STAMP)
+            entry.external_attr = 0o644 << 16  # everyone may read; without it, only the owner
+            archive.writestr(entry, files[name], zipfile.ZIP_DEFLATED)
     return buffer.getvalue()

@@ -2,6 +2,7 @@
 # jupyter:
 #   jupytext:
 #     cell_metadata_filter: nbgrader,tags,-all
+#     notebook_metadata_filter: -jupytext.text_representation.format_version,-jupytext.text_representation.jupytext_version
 #     text_representation:
 #       extension: .py
 #       format_name: percent
@@ -18,9 +19,9 @@
 # softmax one after the other leaves the tensor cores idle for more than half of the time. This lab is about that half.
 #
 # You will write kernels in **Gluon**, the language under Triton. In Triton the compiler decides which thread holds which
-# element, where a tile lies in shared memory, when it is loaded and who waits for whom. In Gluon you decide. You need no
-# GPU for it: the course's simulator runs your kernels on any machine, and finds deadlocks and races that a GPU would
-# punish with a hang, or with wrong numbers once in a thousand runs.
+# element, where a tile lies in shared memory, when it is loaded and who waits for whom. In Gluon you decide. You need
+# no GPU for it: on any Linux machine the course's simulator runs your kernels, and finds deadlocks and races that a GPU
+# would punish with a hang, or with wrong numbers once in a thousand runs.
 #
 # **After this lab you can**
 # 1. say what a streaming multiprocessor consists of, and which part limits a kernel;
@@ -28,7 +29,7 @@
 # 3. build pipelines with `cp.async`, and with TMA copies and mbarriers;
 # 4. multiply with `wgmma`, and keep its asynchrony in order;
 # 5. split a kernel into producer and consumers, and overlap its products with its softmax;
-# 6. read what became of it: PTX and SASS, registers, a timeline.
+# 6. read what became of it: the PTX and SASS of your own lines, registers, a timeline.
 #
 # | Part | You will |
 # |---|---|
@@ -53,9 +54,9 @@
 # | Pipeline | one group of warps loads, multiplies, does the softmax | partitions for loads, products, softmax | a producer warp; consumers multiply *and* do the softmax | 5.2 |
 # | Layouts | the compiler's choice | explicit block, product and swizzle layouts | the same, with `wgmma`'s accumulator layout | 2.1, 2.2, 4.1 |
 # | Softmax | once, after the product | in two parts, so that each overlaps the other's products | online, under the product of the block before | 5.1, 5.3 |
-# | Sync | implicit barriers | mbarriers, ordered so that the less critical wait first | mbarriers, full and empty for each slot; the consumer waits for K before V | 3.2, 5.2, 5.3 |
+# | Sync | implicit barriers | mbarriers, in an order in which the less critical waits come first | mbarriers, full and empty for each slot; the consumer waits for K before V | 3.2, 5.2, 5.3 |
 # | Memory | the compiler's choice | accumulators and P in tensor memory (TMEM) | accumulators and P in registers, Q K V in shared memory | 1.1, 4.1 |
-# | Loads | each warp loads small pieces | TMA: one thread orders a whole tile | the same | 3.2 |
+# | Loads | each warp loads small pieces | TMA: one thread issues the copy of a whole tile | the same | 3.2 |
 # | Critical path | products wait for softmax and back | the softmax limits; products and loads hide behind it | the same, within each consumer | 5.3 |
 # | Schedule | heuristics | partition counts, parts, order of barriers written in the source | the same: tiles, slots, registers of each partition | 1.1, 5.2 |
 # | Masking | in the one loop | in the softmax partitions, only where needed | in the consumers, only where needed | Bonus 5.5 |
@@ -70,27 +71,36 @@
 #   **Read the report to the end**: it is the feedback. Its line numbers count from the file's first line: one less than
 #   the cell's, whose first line is `%%writefile`.
 # - **Predict first.** Cells marked *Before you run* ask for a guess.
-# - After the simulator, your kernel is compiled for a Hopper GPU (`sm_90a`), on any machine. With a Hopper GPU it also
-#   runs there, and must give the same result.
+# - After the simulator, your kernel is compiled for a Hopper GPU (`sm_90a`); no GPU is needed for that. With a Hopper
+#   GPU it also runs there, and must give the same result.
+# - **Hints** are folded below each question: the idea, the plan, and the line that people miss. Open one at a time.
 #
 # Grading tries other shapes, other numbers of slots, and other timings: the simulator can stretch and shrink the time
 # that copies and products take. A kernel that is right only because a copy happens to be fast is wrong.
 #
-# The simulator needs the package `triton` (Linux), not a GPU.
+# The simulator and the compiler need the package `triton`, which exists for Linux only, and no GPU. On Windows take WSL,
+# on macOS a container or a remote machine. On a GPU two tools look for the same mistakes: Triton's own ConSan
+# (`instrumentation_mode="consan"`), and NVIDIA's `compute-sanitizer`.
+#
+# **Words.** To *issue* an operation is to start it: the thread goes on at once. A *partition* is a group of warps that
+# runs one function. In layouts, `order` says which dimension counts fastest.
 
 # %% nbgrader={"grade_id": "setup", "locked": true}
 import json
 import math
+import os
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler from writing a line for each start and stop
 
 import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 
 from utils import *
-from utils.checking import check, expect_number, require_answer
+from utils.checking import check, expect_number
 from utils.machine.device import gluon_support, offline_compile_support
 from utils.machine.environment import environment
 from utils.attention import attention
@@ -98,6 +108,22 @@ from utils.files import recorded_table
 
 assert find_spec("triton"), "This lab needs Triton for the language itself: pip install triton (Linux, no GPU needed)."
 from utils import gluon_cpu
+from utils.checking.gluon_launches import (
+    CLOSE,
+    async_copy_launch,
+    attention_inputs,
+    attention_launch,
+    causal_launch,
+    edge_inputs,
+    falling_inputs,
+    overlap_launch,
+    repair_launch,
+    ring_mistakes,
+    tma_ring_launch,
+    transpose_launch,
+    wgmma_launch,
+    wgmma_mistakes,
+)
 from utils.checking.kernel_exercises import (
     Launch,
     Tile,
@@ -105,9 +131,12 @@ from utils.checking.kernel_exercises import (
     descriptor,
     expect_kernel,
     load_kernels,
+    machine_code,
     overlap,
+    simulate_failure,
     simulate_launch,
 )
+from utils.checking.kernel_mistakes import BLOCKS, OVERLAP, SOFTMAX, attention_mistakes, causal
 
 torch.manual_seed(0)
 device = default_device()
@@ -153,90 +182,18 @@ print(f"compiler    {offline_compile_support().reason}")
 print(f"Hopper GPU  {'yes: your kernels run here, too' if on_hopper else gluon_support().reason}")
 
 # %% nbgrader={"grade_id": "launches", "locked": true}
-# The launches that the checks and the timelines use.
-def transpose_launch(m: int, n: int) -> tuple[Launch, dict]:
-    """A launch on a random (m, n) matrix, and what it should write."""
-    x = torch.randn(m, n)
-    args = dict(x_ptr=x, y_ptr=torch.zeros(n, m), m=m, n=n, x_stride=n, y_stride=m)
-    grid = (math.ceil(m / 32), math.ceil(n / 32))
-    return Launch("transpose", grid, args, outputs=("y_ptr",), file="lab3_transpose.py"), {"y_ptr": x.T}
-
-
-def async_copy_launch(n: int, tiles: int, stages: int) -> tuple[Launch, dict]:
-    """A launch on n elements, tiles of 256, and what it should write."""
-    a, b = torch.randn(n), torch.randn(n)
-    args = dict(a_ptr=a, b_ptr=b, c_ptr=torch.zeros(n), n=n, TILE=256, TILES=tiles, STAGES=stages)
-    launch = Launch("add", (math.ceil(n / (256 * tiles)),), args, outputs=("c_ptr",), file="lab3_async_copy.py")
-    return launch, {"c_ptr": a + b}
-
-
-def tma_ring_launch(rows: int, columns: int, stages: int) -> tuple[Launch, dict]:
-    """A launch on a random fp16 matrix, and the sums of squares of its rows."""
-    x = torch.randn(rows, columns, dtype=torch.float16)
-    args = dict(x_desc=Tile(x, [16, 64]), y_ptr=torch.zeros(rows), rows=rows, columns=columns, STAGES=stages)
-    launch = Launch("sum_of_squares", (math.ceil(rows / 16),), args, outputs=("y_ptr",), file="lab3_tma_ring.py")
-    return launch, {"y_ptr": x.double().square().sum(1)}
-
-
 def repaired(text: str, repairs: dict[str, str]) -> str:
     """The broken file with repairs in place of the lines they name."""
+    assert isinstance(repairs, dict), f"repairs() should be a dict, and is {type(repairs).__name__}."
     unknown = sorted(set(repairs) - {line.strip() for line in text.splitlines()})
-    assert not unknown, f"no line of the file reads `{unknown[0]}`: copy a whole line, without its indentation."
-    assert len(repairs) <= 6, f"{len(repairs)} lines change; six at most. Change what is wrong."
+    assert not unknown, f"`{unknown[0]}` stands 0 times in lab3_broken.py: copy a whole line, without its indentation."
+    assert len(repairs) <= 6, f"repairs changes {len(repairs)} lines; 6 at most. Change what is wrong."
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]
         new = repairs.get(line.strip(), line.strip())
         lines += [indent + part.strip() if part.strip() else "" for part in new.split("\n")]
     return "\n".join(lines) + "\n"
-
-
-def repair_launch(stages: int) -> tuple[Launch, dict]:
-    x = torch.randn(16, 32 * 6)
-    args = dict(x_desc=Tile(x, [16, 32]), y_desc=Tile(torch.zeros_like(x), [16, 32]), tiles=6, factor=2.5,
-                STAGES=stages)
-    return Launch("scale", (1,), args, outputs=("y_desc",), file="lab3_broken.py"), {"y_desc": 2.5 * x}
-
-
-def wgmma_launch(m: int, n: int, k: int, block_n: int = 64) -> tuple[Launch, dict]:
-    """A launch on random bf16 matrices (m, k) and (n, k), and their product."""
-    a, b = torch.randn(m, k, dtype=torch.bfloat16), torch.randn(n, k, dtype=torch.bfloat16)
-    c = torch.zeros(m, n, dtype=torch.bfloat16)
-    args = dict(a_desc=Tile(a, [64, 64]), b_desc=Tile(b, [block_n, 64]), c_desc=Tile(c, [64, block_n]), k_size=k)
-    launch = Launch("matmul", (math.ceil(m / 64), math.ceil(n / block_n)), args, ("c_desc",), file="lab3_wgmma.py")
-    return launch, {"c_desc": a.double() @ b.double().T}
-
-
-def attention_inputs(heads: int, sq: int, sk: int, d: int = 64, sharp: float = 1.0):
-    """Random q, k, v (heads, S, D) in bf16, and attention over them in float64."""
-    q, k, v = (torch.randn(heads, length, d) for length in (sq, sk, sk))
-    q, k, v = ((x * f).bfloat16() for x, f in ((q, sharp), (k, 1.0), (v, 1.0)))
-    return q, k, v, torch.softmax(q.double() @ k.double().mT / math.sqrt(d), -1) @ v.double()
-
-
-def tile(x: torch.Tensor, rows: int) -> Tile:
-    """x as TMA sees it: tiles of `rows` rows of the last two dimensions."""
-    return Tile(x, [1] * (x.dim() - 2) + [rows, x.shape[-1]])
-
-
-def attention_launch(file: str, rows: int, q, k, v, expected, **constants) -> tuple[Launch, dict]:
-    """A launch of `attention` with one program for each `rows` queries of a head."""
-    c = math.log2(math.e) / math.sqrt(q.shape[-1])
-    args = dict(q_desc=tile(q, 64), k_desc=tile(k, 64), v_desc=tile(v, 64), o_desc=tile(torch.zeros_like(q), 64),
-                sk=k.shape[1], c=c, **constants)
-    grid = (math.ceil(q.shape[1] / rows), q.shape[0])
-    return Launch("attention", grid, args, outputs=("o_desc",), file=file), {"o_desc": expected}
-
-
-def overlap_launch(q, k, v, expected, stages: int = 2, block_n: int = 64) -> tuple[Launch, dict]:
-    """A launch on q, k, v (heads, S, D), one program for each 128 queries of a head."""
-    q, k, v, expected = (x[None] for x in (q, k, v, expected))
-    heads, sq = q.shape[1:3]
-    args = dict(q_desc=tile(q, 64), k_desc=tile(k, block_n), v_desc=tile(v, block_n),
-                o_desc=tile(torch.zeros_like(q), 64), sq=sq, sk=k.shape[2], heads=heads,
-                c=math.log2(math.e) / math.sqrt(q.shape[-1]), STAGES=stages)
-    launch = Launch("attention", (math.ceil(sq / 128), heads), args, outputs=("o_desc",), file="lab3_overlap.py")
-    return launch, {"o_desc": expected}
 
 
 FROM_L2 = gluon_cpu.CostModel(global_bytes=40.0, global_latency=300.0)
@@ -258,14 +215,15 @@ def tensor_core_share(run) -> float:
 #
 # - Four **quarters**. Each runs warps of 32 threads and has its own registers, arithmetic units, 4 special function units
 #   (exponentials, logarithms) and one **tensor core**.
-# - A **warpgroup** is four warps, one a quarter. It is the unit that orders tensor core products: `wgmma` multiplies a
-#   tile of 64 rows, and all 128 threads hold a part of the result in their registers.
+# - A **warpgroup** is four neighbouring warps, one on each quarter of the SM. It issues products for the tensor cores
+#   together: `wgmma` multiplies a tile of 64 rows, and all 128 threads hold a part of the result in their registers.
 # - **Shared memory**, 227 KiB for a block, is where tensor cores read their operands from.
 # - The **TMA** is a copy engine. One thread gives it the coordinates of a tile; it computes all addresses, copies, and
 #   reports to an **mbarrier** how many bytes have arrived.
 #
-# Nothing in this list waits for anything else by itself. Tensor cores and the TMA run on their own once they were told
-# to. This is where the speed is, and where the bugs are.
+# Ordinary instructions wait by themselves: the hardware stops a thread until the register that it needs is there. The
+# tensor cores and the TMA are different. Once told to, they run on their own, and nobody waits for them unless the
+# program says so. This is where the speed is, and where the bugs are.
 
 # %% [markdown]
 # ### Question 1.1: What a tile costs, and what it needs {points}
@@ -283,6 +241,18 @@ def tensor_core_share(run) -> float:
 #    one for $K$ and one for $V$, in bf16. A slot holds a block of `keys` rows.
 # 3. `registers_per_thread`: registers that one thread of a warpgroup needs for its part of the scores (64 × `keys`) and
 #    of the output (64 × `d`), both fp32. A register holds 4 bytes.
+#
+# {hint idea}
+# Three units work on the same step. For each, count what it has to do, and divide by what it does per cycle.
+#
+# {hint plan}
+# Two products: $QK^\top$ and $PV$, each `rows` × `keys` × `d` multiply-accumulates. One exponential for each score.
+# Loads: the block of K and the block of V, in bf16. For memory count tiles: Q once for each consumer, K and V once for
+# each slot. For registers count elements of the two accumulators and share them among the threads of a warpgroup.
+#
+# {hint line}
+# A multiply-accumulate is two FLOPs, an element of bf16 is two bytes, and one of fp32 is a whole register. Q is not
+# loaded in the step.
 
 # %% nbgrader={"grade_id": "q1_1", "solution": true}
 def tile_cycles(rows: int, keys: int, d: int) -> tuple[float, float, float]:
@@ -309,10 +279,17 @@ def registers_per_thread(keys: int, d: int) -> float:
 # %% nbgrader={"grade_id": "q1_1_tests", "grade": true, "points": 3}
 @check("1.1", "What a tile costs")
 def check_tile_cycles(tile_cycles):
-    products, exponentials, loads = tile_cycles(100, 40, 50)
-    expect_number(products, 195.3125, rel=1e-6, unit="cycles", what="products of tile_cycles(100, 40, 50)")
-    expect_number(exponentials, 250, rel=1e-6, unit="cycles", what="exponentials of tile_cycles(100, 40, 50)")
-    expect_number(loads, 400, rel=1e-6, unit="cycles", what="loads of tile_cycles(100, 40, 50)")
+    for rows, keys, d, right in ((100, 40, 50, (195.3125, 250, 400)), (192, 96, 64, (1152, 1152, 1228.8))):
+        got, what = tile_cycles(rows, keys, d), f"tile_cycles({rows}, {keys}, {d})"
+        assert isinstance(got, (tuple, list)) and len(got) == 3, f"{what} should be three numbers, and is {got!r}."
+        hints = (
+            {"Count both products, and two FLOPs for each multiply-accumulate.": right[0] / 2},
+            {"One quarter takes 4 a cycle, and an SM has four quarters.": 4 * right[1]},
+            {"Load K and V, two bytes an element.": right[2] / 2, "Each element has two bytes.": 2 * right[2],
+             "Q is loaded once, before the loop.": right[2] + 2 * rows * d / 20},
+        )
+        for name, number, expected, known in zip(("products", "exponentials", "loads"), got, right, hints, strict=True):
+            expect_number(number, expected, rel=1e-6, unit="cycles", what=f"{name} of {what}", mistakes=known)
 
 
 check_tile_cycles(tile_cycles).raise_if_wrong()
@@ -324,8 +301,23 @@ hidden.tile_cycles(tile_cycles).raise_if_wrong()
 # %% nbgrader={"grade_id": "q1_1_budget_tests", "grade": true, "points": 3}
 @check("1.1", "What a tile needs")
 def check_tile_budget(shared_bytes, registers_per_thread):
-    expect_number(shared_bytes(1, 16, 10, 2), 2560, rel=1e-6, unit="bytes", what="shared_bytes(1, 16, 10, 2)")
-    expect_number(registers_per_thread(20, 40), 30, rel=1e-6, unit="registers", what="registers_per_thread(20, 40)")
+    for consumers, keys, d, stages in ((1, 16, 10, 2), (3, 96, 128, 4)):
+        q, ring = 128 * consumers * d, 4 * stages * keys * d
+        expect_number(shared_bytes(consumers, keys, d, stages), q + ring, rel=1e-6, unit="bytes",
+                      what=f"shared_bytes({consumers}, {keys}, {d}, {stages})", mistakes={
+            "K and V need a ring each.": q + ring // 2,
+            "An element of bf16 takes two bytes.": 2 * (q + ring),
+            "That counts elements; one of bf16 takes two bytes.": (q + ring) // 2,
+            "Each consumer has 64 rows of Q of its own.": q // consumers + ring,
+            "Both rings have `stages` slots.": q + 2 * (stages + 1) * keys * d,
+        })
+    for keys, d, right in ((20, 40, 30), (160, 64, 112)):
+        expect_number(registers_per_thread(keys, d), right, rel=1e-6, unit="registers",
+                      what=f"registers_per_thread({keys}, {d})", mistakes={
+            "The output (64 × d) lies in registers, too.": keys / 2,
+            "A warpgroup is four warps: 128 threads share the tile.": 4 * right,
+            "Accumulators are fp32: an element takes a whole register.": right / 2,
+        })
 
 
 check_tile_budget(shared_bytes, registers_per_thread).raise_if_wrong()
@@ -339,9 +331,6 @@ hidden.tile_budget(shared_bytes, registers_per_thread).raise_if_wrong()
 # must share a block of keys until the loads are no longer the longest?
 
 # %%
-require_answer("tile_cycles", globals().get("tile_cycles"), "1.1")
-require_answer("shared_bytes", globals().get("shared_bytes"), "1.1")
-require_answer("registers_per_thread", globals().get("registers_per_thread"), "1.1")
 rows = []
 for d, queries, keys in ((64, 64, 128), (64, 192, 128), (128, 64, 128), (128, 128, 128), (128, 256, 128), (256, 128, 64)):
     products, exponentials, loads = tile_cycles(queries, keys, d)
@@ -353,26 +342,38 @@ display(pd.DataFrame(rows).round(2))
 
 # %% [markdown]
 # Two lessons. First, the exponentials are no detail: at head dimension 64 they take as long as the products, at 128 half
-# as long. If they do not run *at the same time*, the tensor cores idle for half of the time, or a third. Second, 20 bytes a cycle are too few for 64
-# rows. Real kernels let several warpgroups share each block of keys, and fetch it from the L2 cache, where it lies
-# because other blocks of the same head read it, too.
+# as long. If they do not run *at the same time*, the tensor cores idle for half
+# of the time at head dimension 64, and for a third at 128. Second, 20 bytes per cycle are too few for 64 rows. Real
+# kernels let several warpgroups share each block of keys, and fetch it from the L2 cache, where it lies because other
+# blocks of the same head read it, too.
 #
 # ## Naive against fused, measured
 #
-# The naive version is three operators: a matrix product, a softmax, a matrix product. The fused one is the library's
-# flash attention. Same result, same FLOPs (nearly). The column *MB moved* counts what each must move at least: the naive
-# version writes and reads its scores and its probabilities once each. PyTorch needs more kernels for scaling, casts and
-# fp32, and they move more.
+# The naive version is three operators: a matrix product, a softmax, a matrix product. It is written as well as three
+# operators can be: the scale goes into $Q$, which is small, and not into the scores, and the softmax reads and writes the
+# inputs' dtype (inside it computes in fp32). A weaker baseline would make every other number look better. The fused
+# version is the library's flash attention. Same result, nearly the same FLOPs. The column *MB moved* counts what each must
+# move at least: the naive version writes and reads its scores and its probabilities once each.
 #
-# **Before you run.** How many kernels does each launch? How many bytes must each move?
+# **Before you run.** How many kernels does each launch? How many bytes must each move? Write your guesses into the cell:
+# they are shown beside what comes out.
 
 # %%
+my_guess = {"kernels, naive": None, "kernels, fused": None, "MB, naive": None, "MB, fused": None}
+
+
+def naive_attention(q, k, v):
+    """Attention by three operators; the scores are a tensor in memory."""
+    scores = (q * q.shape[-1] ** -0.5) @ k.mT
+    return torch.softmax(scores, -1) @ v
+
+
 if on_gpu:
     batch, heads, length, d, dtype = 4, 16, 4096, 128, torch.bfloat16
 else:
     batch, heads, length, d, dtype = 1, 4, 1024, 64, torch.float32
 q, k, v = (torch.randn(batch, heads, length, d, device=device, dtype=dtype) for _ in range(3))
-naive, fused = (partial(attention, q, k, v, backend=name) for name in ("naive", "flash"))
+naive, fused = partial(naive_attention, q, k, v), partial(attention, q, k, v, backend="flash")
 with nvtx_range("flashattention_baseline_unfused"):  # these names show in a trace
     expected = naive()
 with nvtx_range("flashattention_optimized_flash"):
@@ -393,6 +394,7 @@ for name, call, measurement, elements in (
 results["naive_and_fused"] = rows
 display(pd.DataFrame(rows).round(4))
 print(result.sentence())
+print("Your guesses:", my_guess)
 show_recorded("naive_and_fused")
 
 # %% [markdown]
@@ -403,6 +405,18 @@ show_recorded("naive_and_fused")
 # 2. Fused, 128 queries and head dimension 128: what limits an SM if products, exponentials and loads run one after the
 #    other? How much faster can it get if all three run at the same time?
 # 3. Why not simply take 512 rows of queries a block? Name two things of the SM that run out, with your numbers of 1.1.
+#
+# {hint idea}
+# Fusion removes bytes. What is left takes cycles on three units, and the question is whether they work in turns or
+# together.
+#
+# {hint plan}
+# 1: which tensors of size S × S does the naive version make, and how often does each cross the memory bus? 2: take a
+# row of your first table; in turns the three times add up, together the longest one counts. 3: compute shared memory
+# and registers for 512 rows with your own functions.
+#
+# {hint line}
+# In 3 mind the registers of the whole SM: 65536, shared by all threads of the block.
 
 # %% [markdown] nbgrader={"grade_id": "q1_2", "grade": true, "solution": true, "points": 4}
 # 1. The scores and the probabilities, S × S for each head: written and read, 4·B·H·S² elements (for B 1, H 4, S 1024 in
@@ -427,6 +441,15 @@ show_recorded("naive_and_fused")
 #
 # 1. `bytes_in_flight`: bytes that **one SM** must have under way so that all SMs together reach the bandwidth.
 # 2. `slots_needed`: how many ring slots of `slot_bytes` bytes hold that many bytes; at least 1.
+#
+# {hint idea}
+# A pipe that delivers B bytes per second and is T seconds long holds B · T bytes when it is full.
+#
+# {hint plan}
+# First the bytes for the whole chip, then one SM's share. Then how many slots hold them.
+#
+# {hint line}
+# Units: TB/s and ns. And a number of slots is whole: which way must it be rounded, and what is the least?
 
 # %% nbgrader={"grade_id": "bonus_1_3", "solution": true}
 def bytes_in_flight(bandwidth_tb_s: float, latency_ns: float, sms: int) -> float:
@@ -446,8 +469,18 @@ def slots_needed(bandwidth_tb_s: float, latency_ns: float, sms: int, slot_bytes:
 # %% nbgrader={"grade_id": "bonus_1_3_tests", "grade": true, "points": 4}
 @check("Bonus 1.3", "Bytes in flight")
 def check_bytes_in_flight(bytes_in_flight, slots_needed):
-    expect_number(bytes_in_flight(2.0, 500, 100), 10_000, rel=1e-6, unit="bytes", what="bytes_in_flight(2.0, 500, 100)")
-    expect_number(slots_needed(2.0, 500, 100, 4096), 3, rel=1e-6, what="slots_needed(2.0, 500, 100, 4096)")
+    for bandwidth, latency, sms, slot, right, slots in ((2.0, 500, 100, 4096, 10_000, 3), (4.8, 700, 132, 32_768, 25_454.5454, 1)):
+        expect_number(bytes_in_flight(bandwidth, latency, sms), right, rel=1e-6, unit="bytes",
+                      what=f"bytes_in_flight({bandwidth}, {latency}, {sms})", mistakes={
+            "That is the whole chip: divide by the number of SMs.": right * sms,
+            "1 TB/s is 1e12 bytes a second, and 1 ns is 1e-9 s.": right * 1e-3,
+        })
+        expect_number(slots_needed(bandwidth, latency, sms, slot), slots, rel=1e-6, unit="slots",
+                      what=f"slots_needed({bandwidth}, {latency}, {sms}, {slot})", mistakes={
+            "There is no half slot: round up.": right // slot,
+            "That is one slot too many: round up, and no further.": slots + 1,
+            "A number of slots is a whole number: round up.": right / slot,
+        })
 
 
 check_bytes_in_flight(bytes_in_flight, slots_needed).raise_if_wrong()
@@ -469,8 +502,15 @@ hidden.bytes_in_flight(bytes_in_flight, slots_needed).raise_if_wrong()
 # - the 32 lanes of a warp stand in a grid of 4 × 8 pieces: a warp covers 4 × 32 elements;
 # - two warps stand in a grid of 2 × 1: together 8 × 32. A larger tensor repeats that tile; each repetition takes
 #   further registers of the same threads.
-# - `order` names the dimension that counts fastest: `[1, 0]` is along columns first, for the elements in a thread, the
-#   lanes, the warps and the repetitions alike.
+# - `order` names the dimension whose index changes fastest: with `[1, 0]` the column index does, so neighbours within a
+#   row come first. That holds for the elements of a thread, the lanes, the warps and the repetitions alike.
+#
+# ![A tile of 8 rows and 32 columns in a blocked layout: lanes 0 to 7 hold row 0 of warp 0 with four columns each, lanes 8 to 15 row 1; rows 4 to 7 belong to warp 1; beside it the slices of the layout](assets/lab3_blocked_layout.svg)
+#
+# A vector lacks a dimension, and so does its layout: **`gl.SliceLayout(d, L)` is `L` without dimension `d`**. A vector with
+# one value for each row has lost dimension 1, the columns: `SliceLayout(1, L)`. A vector with one value for each column
+# has lost dimension 0. `[:, None]` puts dimension 1 back, `[None, :]` dimension 0; then both have the layout `L` again and
+# may be added. Every lane of a row holds the row's value.
 
 # %% [markdown]
 # ### Question 2.1: Who holds an element? {points}
@@ -478,6 +518,19 @@ hidden.bytes_in_flight(bytes_in_flight, slots_needed).raise_if_wrong()
 # Write `owner`. It returns (warp, lane, register) of element (`row`, `column`) of a tensor of shape `shape`. All sizes
 # are powers of two, and the shape is one or more whole tiles in each dimension. Registers count first within the
 # thread's piece, then over repetitions.
+#
+# {hint idea}
+# A position is written in mixed radix: first within the piece of a thread, then the lane, then the warp, then the
+# repetition, for each dimension on its own.
+#
+# {hint plan}
+# For each dimension divide the index by the piece's size, then by the number of lanes, then by the number of warps; the
+# remainders are the places in the piece, in the warp, in the block, and what is left is the repetition. Then turn each
+# pair of places into one number.
+#
+# {hint line}
+# The pair becomes one number by `order`: its first entry names the dimension that counts with weight 1. The weight of
+# the other is the extent of the first, and for repetitions that extent depends on the shape.
 
 # %% nbgrader={"grade_id": "q2_1", "solution": true}
 def owner(row: int, column: int, shape: tuple, size: tuple, threads: tuple, warps: tuple, order: tuple) -> tuple:
@@ -501,17 +554,33 @@ def owner(row: int, column: int, shape: tuple, size: tuple, threads: tuple, warp
 @check("2.1", "Who holds an element")
 def check_owner(owner):
     along, down = ((1, 4), (4, 8), (2, 1), (1, 0)), ((4, 1), (8, 4), (1, 4), (0, 1))
-    for layout, row, column, shape, right in (
-        (along, 0, 0, (8, 32), (0, 0, 0)), (along, 0, 3, (8, 32), (0, 0, 3)), (along, 0, 4, (8, 32), (0, 1, 0)),
-        (along, 1, 0, (8, 32), (0, 8, 0)), (along, 5, 0, (8, 32), (1, 8, 0)), (along, 0, 33, (8, 64), (0, 0, 5)),
-        (along, 8, 1, (16, 64), (0, 0, 9)), (down, 5, 3, (32, 16), (0, 25, 1)), (down, 5, 7, (32, 16), (1, 25, 1)),
-        (down, 37, 3, (64, 32), (0, 25, 5)), (down, 37, 23, (64, 32), (1, 25, 13)),
+    odd = ((2, 2), (4, 8), (2, 2), (0, 1))
+    backwards, repetitions = (
+        "`order` names the fastest dimension first.", "Repetitions are counted in the layout's order, too.")
+    pieces, dropped = (
+        "Registers count first within the piece of a thread, and then over the repetitions.",
+        "A tensor that is larger than the layout's tile repeats it: each repetition takes further registers.")
+    for layout, row, column, shape, right, known in (
+        (along, 0, 0, (8, 32), (0, 0, 0), {}), (along, 0, 3, (8, 32), (0, 0, 3), {}),
+        (along, 0, 4, (8, 32), (0, 1, 0), {(0, 4, 0): backwards}), (along, 1, 0, (8, 32), (0, 8, 0), {(0, 1, 0): backwards}),
+        (along, 5, 0, (8, 32), (1, 8, 0), {(1, 1, 0): backwards}),
+        (along, 0, 33, (8, 64), (0, 0, 5), {(0, 0, 3): pieces, (0, 0, 1): dropped}), (along, 8, 1, (16, 64), (0, 0, 9), {}),
+        (down, 5, 3, (32, 16), (0, 25, 1), {(0, 7, 1): backwards}), (down, 5, 7, (32, 16), (1, 25, 1), {}),
+        (down, 37, 3, (64, 32), (0, 25, 5), {(0, 25, 9): repetitions, (0, 25, 1): dropped}),
+        (down, 37, 23, (64, 32), (1, 25, 13), {}),
+        (odd, 9, 41, (32, 64), (1, 16, 11), {(1, 16, 7): repetitions, (1, 16, 14): pieces}),
     ):
         got = owner(row, column, shape, *layout)
-        assert tuple(got) == right, (
-            f"element ({row}, {column}) of {shape} in BlockedLayout{layout} is held by (warp, lane, register) {right}, "
-            f"not {tuple(got)}."
-        )
+        assert isinstance(got, (tuple, list)) and len(got) == 3, f"owner should return three numbers, and returned {got!r}."
+        if tuple(got) != right:
+            hint = known.get(tuple(got), "")
+            if got[1] >= 32:
+                hint = "A warp has lanes 0 to 31: its grid of pieces repeats from warp to warp."
+            part = next(name for name, a, b in zip(("warp", "lane", "register"), got, right, strict=True) if a != b)
+            raise AssertionError(
+                f"element ({row}, {column}) of {shape} in BlockedLayout{layout} is held by (warp, lane, register) {right}, "
+                f"not {tuple(got)}: the {part} is wrong. {hint}"
+            )
 
 
 check_owner(owner).raise_if_wrong()
@@ -521,7 +590,6 @@ hidden.owner(owner).raise_if_wrong()
 ### END HIDDEN TESTS
 
 # %%
-require_answer("owner", globals().get("owner"), "2.1")
 layouts = {
     "[1, 4] [4, 8] [4, 1], order [1, 0]": ((1, 4), (4, 8), (4, 1), (1, 0)),
     "[4, 1] [8, 4] [1, 4], order [0, 1]": ((4, 1), (8, 4), (1, 4), (0, 1)),
@@ -557,6 +625,18 @@ plt.show()
 # You need `gl.BlockedLayout`, `gl.arange(0, 32, gl.SliceLayout(1, layout))` for rows, `SliceLayout(0, layout)` for
 # columns, `[:, None]`, `[None, :]`, `gl.load(pointers, mask=...)`, `gl.convert_layout(tensor, layout)` and
 # `gl.store(pointers, tensor, mask=...)`. Layouts are compile-time values: `name: gl.constexpr = ...`.
+#
+# {hint idea}
+# Neighbouring lanes must hold neighbours in memory, once for the load and once for the store; those are two different
+# dimensions.
+#
+# {hint plan}
+# Two blocked layouts with 4 warps that cover 32 × 32. Rows, columns and mask in the first one, the load, one
+# conversion; rows, columns and mask again in the second one, the store.
+#
+# {hint line}
+# Pointers and masks belong to a layout: after the conversion those of the load no longer fit, so compute them anew with
+# slices of the second layout.
 
 # %% nbgrader={"grade_id": "q2_2", "solution": true}
 # %%writefile lab3_transpose.py
@@ -586,11 +666,12 @@ def transpose(x_ptr, y_ptr, m, n, x_stride, y_stride):
 # %% nbgrader={"grade_id": "q2_2_tests", "grade": true, "points": 8}
 @check("2.2", "Transpose")
 def check_transpose(text):
-    for m, n in ((32, 32), (64, 96), (45, 70)):
+    for m, n in ((32, 64), (96, 32), (45, 70), (3, 65), (33, 1)):
         run = expect_kernel(text, *transpose_launch(m, n), rtol=0, atol=0, compiles=(m, n) == (45, 70),
-                            hint=f"X is ({m}, {n}).")
+                            hint=f"X is ({m}, {n}). Where is row i, column j of X in Y?")
         for e in run.events:
             if e.kind in ("load", "store") and e.bytes and m % 32 == n % 32 == 0:
+                assert e.bytes <= 4 * 32 * 32, f"line {e.line} moves {e.bytes} bytes; a program moves one 32 x 32 tile."
                 assert 32 * e.sectors <= e.bytes, (
                     f"X is ({m}, {n}): the {e.kind} at line {e.line} moves {e.bytes} bytes and touches {e.sectors} "
                     f"sectors of 32 bytes; {e.bytes // 32} would do. What do neighbouring lanes hold?"
@@ -604,7 +685,6 @@ hidden.transpose(text_of("lab3_transpose.py")).raise_if_wrong()
 ### END HIDDEN TESTS
 
 # %%
-require_answer("transpose", answered("lab3_transpose.py"), "2.2")
 _, run = simulate_launch(answered("lab3_transpose.py"), transpose_launch(32, 32)[0], timeline=True)
 for event in run.events:
     if event.bytes:
@@ -625,19 +705,40 @@ for event in run.events:
 # async_copy.wait_group(2)         # wait until at most 2 groups are still under way
 # ```
 #
-# Groups end in the order in which they were committed. So a pipeline of three slots keeps two groups under way while it
-# works on the third.
+# `wait_group` counts groups in the order in which they were committed: at most the last two are still under way. So a
+# pipeline of three slots keeps two groups under way while it works on the third.
+#
+# In Gluon the compiler adds what the hardware asks for beyond that: `wait_group` waits for the copies of the *own* thread
+# only, and a barrier of all threads must follow before one thread reads what another one copied. The same holds after
+# `mbarrier.init`. If you write CUDA one day, `__syncthreads()` is yours to write.
+#
+# There are two kinds of loops. `for i in range(n)` runs on the GPU, and `i` is known only there. `for i in
+# gl.static_range(3)` is unrolled by the compiler, and `i` is a constant in each copy of the body. A variable keeps its
+# kind: what was a constant before a `range` loop cannot become a run-time value inside of it.
 
 # %% [markdown]
 # ### Question 3.1: A cp.async pipeline {points}
 #
-# Write the loop of `add`: `c = a + b`, `TILES` tiles of `TILE` elements a program, through rings of `STAGES` slots
-# (1 ≤ STAGES ≤ TILES). Order the first `STAGES - 1` tiles before the loop. In step `i` order tile `i + STAGES - 1` if
-# there is one, wait until tile `i` has arrived, and add it. `order(...)` starts one copy. Its slot is the tile's number
-# modulo `STAGES`. All copies must be over when the kernel ends.
+# Write the loop of `add`: `c = a + b`, `TILES` tiles of `TILE` elements for each program, through rings of
+# `STAGES` slots (1 ≤ STAGES ≤ TILES). Issue the copies of the first `STAGES - 1` tiles before the loop. In step `i` issue
+# those of tile `i + STAGES - 1` if there is one, wait until tile `i` has arrived, and add it. `start_copy(...)` issues one
+# copy. Its slot is the tile's number modulo `STAGES`. All copies must be over when the kernel ends.
 #
-# `ring.index(slot).load(layout)` reads a slot into registers. A commit without copies is an empty group: handy at the
-# end, where there is nothing left to order but `wait_group` keeps counting.
+# `ring.index(slot).load(layout)` reads a slot into registers. An empty commit still counts as a group. So commit in every
+# step, also when nothing was issued; otherwise the number that you give to `wait_group` no longer means "tile `i` has
+# arrived".
+#
+# {hint idea}
+# Keep `STAGES - 1` groups under way while you work on one tile. Each step issues one group, waits for the oldest, and
+# adds.
+#
+# {hint plan}
+# Before the loop: for each of the first tiles two copies and one commit. In the loop: the copies of the tile that is
+# `STAGES - 1` ahead, if it exists; one commit; a wait; two loads from shared memory; one store to memory with a mask.
+#
+# {hint line}
+# Count the groups: after the commit of step `i` there are `i + STAGES` of them, and tile `i` is the one with number `i`
+# from 0. How many younger ones may still be under way? That only works if every step commits.
 
 # %% nbgrader={"grade_id": "q3_1", "solution": true}
 # %%writefile lab3_async_copy.py
@@ -648,7 +749,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 
 @gluon.jit
-def order(ring, slot, ptr, start, n, TILE: gl.constexpr, layout: gl.constexpr):
+def start_copy(ring, slot, ptr, start, n, TILE: gl.constexpr, layout: gl.constexpr):
     """Start the copy of elements start .. start+TILE-1 into a slot. Nothing behind element n is touched."""
     at = start + gl.arange(0, TILE, layout)
     async_copy.async_copy_global_to_shared(ring.index(slot), ptr + at, mask=at < n)
@@ -663,14 +764,14 @@ def add(a_ptr, b_ptr, c_ptr, n, TILE: gl.constexpr, TILES: gl.constexpr, STAGES:
     first = gl.program_id(0) * (TILE * TILES)  # this program adds TILES tiles from here on
     ### BEGIN SOLUTION
     for i in gl.static_range(STAGES - 1):
-        order(a_ring, i, a_ptr, first + i * TILE, n, TILE, layout)
-        order(b_ring, i, b_ptr, first + i * TILE, n, TILE, layout)
+        start_copy(a_ring, i, a_ptr, first + i * TILE, n, TILE, layout)
+        start_copy(b_ring, i, b_ptr, first + i * TILE, n, TILE, layout)
         async_copy.commit_group()
     for i in range(TILES):
         ahead = i + STAGES - 1
         if ahead < TILES:
-            order(a_ring, ahead % STAGES, a_ptr, first + ahead * TILE, n, TILE, layout)
-            order(b_ring, ahead % STAGES, b_ptr, first + ahead * TILE, n, TILE, layout)
+            start_copy(a_ring, ahead % STAGES, a_ptr, first + ahead * TILE, n, TILE, layout)
+            start_copy(b_ring, ahead % STAGES, b_ptr, first + ahead * TILE, n, TILE, layout)
         async_copy.commit_group()
         async_copy.wait_group(STAGES - 1)
         total = a_ring.index(i % STAGES).load(layout) + b_ring.index(i % STAGES).load(layout)
@@ -681,9 +782,14 @@ def add(a_ptr, b_ptr, c_ptr, n, TILE: gl.constexpr, TILES: gl.constexpr, STAGES:
 # %% nbgrader={"grade_id": "q3_1_tests", "grade": true, "points": 10}
 @check("3.1", "cp.async pipeline")
 def check_async_copy(text):
-    for n, tiles, stages in ((1024, 4, 2), (2000, 4, 3), (700, 3, 1)):
-        expect_kernel(text, *async_copy_launch(n, tiles, stages), rtol=0, atol=0, compiles=stages == 3,
-                      hint=f"n = {n}, {tiles} tiles a program, {stages} slots.")
+    for n, tiles, stages in ((2051, 5, 2), (2001, 4, 3), (700, 3, 1), (1089, 4, 4)):
+        expect_kernel(text, *async_copy_launch(n, tiles, stages), rtol=0, atol=0, seeds=(None, 1), compiles=stages == 3,
+                      hint=f"n = {n}, {tiles} tiles for each program, {stages} slots. Which tile lies in which slot?")
+    slow, fast = (simulate_launch(text, async_copy_launch(2048, 8, stages)[0])[1].cycles[0] for stages in (1, 3))
+    assert fast < 0.6 * slow, (
+        f"three slots take {fast:.0f} model cycles, one slot {slow:.0f}: the copies wait for each other. Is tile "
+        "i + STAGES - 1 issued before you wait for tile i, and does the wait leave the younger groups under way?"
+    )
 
 
 check_async_copy(text_of("lab3_async_copy.py")).raise_if_wrong()
@@ -694,24 +800,32 @@ hidden.async_copy(text_of("lab3_async_copy.py")).raise_if_wrong()
 
 # %% [markdown]
 # The simulator keeps a clock. Its cost model is simple: every unit runs at its peak rate, a copy takes 600 cycles and its
-# share of the bandwidth. Read it as a ruler, not as a stopwatch. It shows what waits for what.
+# share of the bandwidth. Read it as a ruler, not as a stopwatch. It shows what waits for what. Grey bars wait: plain
+# for a barrier, hatched for a product, dotted for a copy.
 #
-# **Before you run.** Eight tiles, one slot against three. Guess the ratio of the times.
+# **Before you run.** Eight tiles, one slot against three. Guess the ratio of the times, and write it into the cell.
 
 # %%
-require_answer("add", answered("lab3_async_copy.py"), "3.1")
-until = None
+my_ratio = None  # your guess: cycles with one slot over cycles with three
+until, taken = None, []
 for stages in (1, 3):
     name = f"add with {stages} {'slot' if stages == 1 else 'slots'}"
     run = show_timeline(answered("lab3_async_copy.py"), async_copy_launch(2048, 8, stages)[0], name, until)
     until = until or run.cycles[0]  # both pictures to one scale
+    taken.append(run.cycles[0])
+print(f"One slot takes {taken[0] / taken[1]:.2f} times as long as three; your guess: {my_ratio}.")
+
+# %% [markdown]
+# Less than three times: three slots share the latency of a copy among three tiles. The bandwidth, the issuing and the
+# addition are paid for every tile as before, and the first tiles have nothing to hide behind.
 
 # %% [markdown]
 # ## TMA and mbarriers
 #
 # With `cp.async` all threads compute addresses. With **TMA** one thread says: tile (row, column) of this tensor into that
 # slot. The tensor is described once, by a *descriptor* that the host makes. What lies outside of the tensor arrives as
-# zeros and counts as bytes: announce whole tiles. The copy reports to an **mbarrier**, eight bytes of shared memory that count.
+# zeros and counts as bytes: announce whole tiles, so that the number of bytes is the same for every
+# tile. The copy reports to an **mbarrier**, eight bytes of shared memory that count.
 #
 # ![A ring of two slots over six tiles: copies fill a slot, the barrier of the slot flips its phase, the wait for parity 0, 0, 1, 1 passes](assets/lab3_ring.svg)
 #
@@ -725,6 +839,8 @@ for stages in (1, 3):
 # A barrier goes through phases 0, 1, 2, ... and starts the next one at once. You wait with the **parity** of the phase, its
 # number modulo 2. A slot that is used again has its barrier's next phase: tile `i` lies in slot `i % STAGES` and is
 # phase `i // STAGES` of that slot's barrier.
+#
+# ![A table of what one barrier counts: after init one arrival is missing; each expect is the arrival and announces 2048 bytes; when the bytes are there the phase ends, the parity flips, and the wait for the old parity passes](assets/lab3_barrier_states.svg)
 
 # %% [markdown]
 # ### Question 3.2: A TMA ring {points}
@@ -732,13 +848,27 @@ for stages in (1, 3):
 # Write the middle of `sum_of_squares`: for 16 rows, add up the squares of `tiles` tiles, through a ring of `STAGES` slots.
 #
 # 1. Initialize the barriers `full.index(0)`, `full.index(1)`, ...
-# 2. Order the first `STAGES` tiles. There may be fewer tiles than slots: `expect` and `tma_load` take `pred=condition`
-#    and do nothing where it is false.
+# 2. Issue the copies of the first `STAGES` tiles. There may be fewer tiles than slots: `expect` and `tma_load` take
+#    `pred=condition` and do nothing where it is false.
 # 3. In step `i`: wait for the tile, read it into registers and convert it to fp32 (`.to(gl.float32)`), refill its slot
 #    with tile `i + STAGES` if there is one, and add `gl.sum(x * x, 1)` to `total`.
 #
-# One more rule. Threads read shared memory through one path, the TMA writes it through another (the *async proxy*).
-# Between your read and the copy that overwrites the slot there must be a `fence_async_shared()`.
+# One more rule. Threads read and write shared memory through one path, the TMA through another (the *async proxy*).
+# Between your read and the copy that overwrites the slot there must be a `fence_async_shared()`. It is a rule of the
+# hardware's memory model, and the simulator holds you to it. Sometimes the compiler puts a forgotten fence back; below you
+# will see when, and what happens when it does not.
+#
+# {hint idea}
+# The barrier of a slot tells when its tile is there. Whoever issues a copy announces its bytes first, at the same
+# barrier.
+#
+# {hint plan}
+# Initialize; for each slot announce and copy, if there is such a tile. In each step: wait, read, fence, announce and
+# copy the tile that comes into this slot next, if there is one, and add.
+#
+# {hint line}
+# The parity is that of the slot's round, not that of the tile. And the refill may only be issued when the tile is in
+# registers.
 
 # %% nbgrader={"grade_id": "q3_2", "solution": true}
 # %%writefile lab3_tma_ring.py
@@ -783,9 +913,20 @@ def sum_of_squares(x_desc, y_ptr, rows, columns, STAGES: gl.constexpr):
 # %% nbgrader={"grade_id": "q3_2_tests", "grade": true, "points": 12}
 @check("3.2", "TMA ring")
 def check_tma_ring(text):
-    for rows, columns, stages in ((16, 256, 2), (40, 440, 3), (16, 64, 2)):
-        expect_kernel(text, *tma_ring_launch(rows, columns, stages), rtol=1e-4, atol=1e-3, seeds=(None, 1),
-                      compiles=stages == 3, hint=f"{rows} rows, {columns} columns, {stages} slots.")
+    for rows, columns, stages, dtype in ((16, 320, 2, torch.float16), (40, 440, 3, torch.bfloat16),
+                                         (19, 72, 4, torch.float16), (16, 192, 1, torch.float16)):
+        launch, expected = tma_ring_launch(rows, columns, stages, dtype)
+        run = expect_kernel(text, launch, expected, rtol=1e-4, atol=1e-3, seeds=(None, 1), compiles=stages == 3,
+                            hint=f"{rows} rows, {columns} columns, {stages} slots.",
+                            mistakes=partial(ring_mistakes, launch, expected))
+        copies = sum(e.kind == "copy in" for e in run.events)
+        tiles = math.ceil(columns / 64)
+        assert copies == tiles, f"{columns} columns are {tiles} tiles, and a program starts {copies} TMA copies."
+    slow, fast = (simulate_launch(text, tma_ring_launch(16, 512, stages)[0])[1].cycles[0] for stages in (1, 3))
+    assert fast < 0.65 * slow, (
+        f"three slots take {fast:.0f} model cycles, one slot {slow:.0f}: the copies wait for each other. How many are "
+        "under way before the loop, and when is a slot filled again?"
+    )
 
 
 check_tma_ring(text_of("lab3_tma_ring.py")).raise_if_wrong()
@@ -795,24 +936,42 @@ hidden.tma_ring(text_of("lab3_tma_ring.py")).raise_if_wrong()
 ### END HIDDEN TESTS
 
 # %%
-require_answer("sum_of_squares", answered("lab3_tma_ring.py"), "3.2")
 _ = show_timeline(answered("lab3_tma_ring.py"), tma_ring_launch(16, 512, 3)[0], "TMA ring of 3 slots")
 for stages in (1, 2, 3, 4, 5, 6, 7, 8):
     _, run = simulate_launch(answered("lab3_tma_ring.py"), tma_ring_launch(16, 2048, stages)[0])
     print(f"{stages} slots: {run.cycles[0]:7,.0f} model cycles for 32 tiles of 2 KiB")
 
 # %% [markdown]
+# ## What the host does
+#
+# The checks launch your kernels for you. By hand it is three steps: describe each tensor that the TMA shall copy, choose
+# the grid, call. On a Hopper GPU you would leave out `simulate()`, and the tensors would be on the GPU.
+
+# %%
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+x, y = torch.randn(40, 440, dtype=torch.float16), torch.zeros(40)
+block = [16, 64]  # what one copy moves
+x_desc = TensorDescriptor(x, list(x.shape), list(x.stride()), block, gl.NVMMASharedLayout.get_default_for(block, gl.float16))
+module = load_kernels(text_of("lab3_tma_ring.py"), tma_ring_launch(40, 440, 3)[0])
+with gluon_cpu.simulate() as run:
+    grid = (math.ceil(x.shape[0] / block[0]),)  # one program for each 16 rows
+    module.sum_of_squares[grid](x_desc, y, *x.shape, STAGES=3, num_warps=4)
+print(f"largest difference {(y - x.float().square().sum(1)).abs().max().item():.1e}; the layout is {x_desc.layout}")
+
+# %% [markdown]
 # ## What a wrong barrier looks like
 #
 # On a GPU a wrong parity means one of two things. The wait never passes: the kernel hangs, and you see nothing. Or it
 # passes too early: you read what was there before, and with luck that is even right. Here both have a name. The next cell
-# breaks your ring on purpose, in two ways.
+# has a small kernel with one slot and one wait, and breaks it in two ways. A timeline shows how far it came. Framed in red
+# is what the report is about; the dashed arrow is the order that is missing: nothing makes the second wait for the first.
 #
-# **Before you run.** (a) The parity of every wait is turned around. (b) The barrier expects 64 bytes too many. Which
+# **Before you run.** (a) The parity of the wait is turned around. (b) The barrier expects 64 bytes too many. Which
 # hangs, which reads too early, and where?
 
 # %%
-require_answer("sum_of_squares", answered("lab3_tma_ring.py"), "3.2")
 BROKEN = '''
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -834,11 +993,50 @@ def read_one(x_desc, y_ptr, TURN: gl.constexpr, EXTRA: gl.constexpr):
 for what, turn, extra in (("right", 0, 0), ("(a) turned parity", 1, 0), ("(b) 64 bytes too many", 0, 64)):
     launch = Launch("read_one", (1,), dict(x_desc=Tile(torch.ones(16, 64).half(), [16, 64]), y_ptr=torch.zeros(1),
                                            TURN=turn, EXTRA=extra), outputs=("y_ptr",))
-    try:
-        outputs, _ = simulate_launch(BROKEN, launch)
-        print(f"{what}: {outputs['y_ptr'].item()}\n")
-    except AssertionError as report:
-        print(f"{what}: {report}\n")
+    report, run = simulate_failure(BROKEN, launch)
+    print(f"{what}: {report or simulate_launch(BROKEN, launch)[0]['y_ptr'].item()}\n")
+    if report:
+        run.plot(title=what)
+        plt.show()
+
+# %% [markdown]
+# ## Who put the fence back?
+#
+# Take your ring of 3.2, delete the fence, and compile. The next cell counts the fences for the async proxy in the machine
+# code, with and without yours. Then it prints what the compiler made of your own lines.
+#
+# **Before you run.** How many fences will be left in your ring without yours?
+
+# %%
+def without_fences(text: str) -> str:
+    """The text of a file with `pass` in place of every fence."""
+    return "\n".join(line.split("fence_async_shared()")[0] + "pass" if line.strip().startswith("fence_async_shared()")
+                     else line for line in text.splitlines()) + "\n"
+
+
+ring = tma_ring_launch(40, 440, 3)[0]
+if offline_compile_support():
+    for name, text in (("with", text_of("lab3_tma_ring.py")), ("without", without_fences(text_of("lab3_tma_ring.py")))):
+        print(f"3.2 {name} your fence: {compile_for_hopper(text, ring)['proxy fences']} in the machine code")
+    print()
+    print(machine_code(text_of("lab3_tma_ring.py"), ring, "tma_load(|mbarrier.|.load(layout)|fence_async_shared()"))
+else:
+    print(offline_compile_support().reason)
+if (RECORDED / "gluon_fences.json").exists():
+    fences = json.loads((RECORDED / "gluon_fences.json").read_text())
+    print(f"\nRecorded on an {fences['gpu']} with Triton {fences['triton']}, not measured here: launches with wrong results.")
+    display(pd.DataFrame(fences["rows"]))
+
+# %% [markdown]
+# In the ring the compiler put the fence back: it saw a read and then a TMA copy into the same memory, in one partition.
+# What it sees depends on its version. Triton 3.6 puts a fence before a TMA *load*, and none before a TMA *store*; so the
+# recorded 4.1 and 5.1 without their fence gave wrong numbers in *every* launch. Triton 3.7 puts both back. Neither does so
+# *between* partitions, where the read and the copy are in different functions: there it is up to you. In the record the
+# ring of 3.4 came through without that fence. That is luck, not a proof: DeepEP, a library for mixtures of experts, once
+# left out the fence between a read and the TMA copy that overwrites it, and had to repair it.
+#
+# `UTMALDG` is a TMA copy, `SYNCS` an mbarrier operation, `FENCE.VIEW.ASYNC` the fence. `BAR.SYNC` is a barrier of all
+# threads that you did not write: the compiler puts one where all threads must be done before one of them goes on.
 
 # %% [markdown]
 # ### Question 3.3: Phases and proofs {points}
@@ -848,6 +1046,17 @@ for what, turn, extra in (("right", 0, 0), ("(a) turned parity", 1, 0), ("(b) 64
 #    and why does the simulator find it in *every* run, also when its copy happens to be fast?
 # 3. A fresh barrier lets `wait(bar, 1)` pass at once. Which partition of a producer and consumer pair makes use of that?
 # 4. From your table of slots: from how many on do more slots gain less than 5 %? Which number sets that point?
+#
+# {hint idea}
+# Think of what the barrier can show (one bit), and of who may be how far ahead of whom.
+#
+# {hint plan}
+# 1: compare the bits of phases 0, 1, 2; then ask how far the waiting side can fall behind in a ring. 2: which
+# instruction makes the read come after the copy? 3: who may start at once? 4: find the row in your table, then compute
+# latency times bandwidth.
+#
+# {hint line}
+# In 4 use the cost model's own numbers: 600 cycles and 20 bytes per cycle, and divide by the size of a slot.
 
 # %% [markdown] nbgrader={"grade_id": "q3_3", "grade": true, "solution": true, "points": 4}
 # 1. The barrier shows only the parity of the running phase. In a ring nobody can be two phases ahead: a slot is refilled
@@ -874,7 +1083,21 @@ for what, turn, extra in (("right", 0, 0), ("(a) turned parity", 1, 0), ("(b) 64
 #
 # Write `repairs`. It returns a dict from a wrong line (copied whole, without its indentation) to what should stand there
 # instead. A replacement may be several lines, separated by `\n`, or `"pass"` to remove a line. At most six lines may
-# change. Work like with a compiler: repair what the report names, run, read the next report.
+# change. Work like with a compiler: repair what the report names, run, read the next report. The check writes the file
+# with your repairs to `lab3_repaired.py`; the line numbers of its reports are those of that file.
+#
+# {hint idea}
+# Every wait needs somebody who ends its phase, and every slot needs to be full before it is read and empty before it is
+# filled.
+#
+# {hint plan}
+# Repair one report at a time. Write down for each barrier: who arrives, how often in a phase, which bytes are
+# announced, and which parity the first wait has. Then look at the order of read, fence and arrival in the consumer, and
+# at what the second store may overwrite.
+#
+# {hint line}
+# One mistake is a line at the wrong place: removing it there and adding it elsewhere changes two lines. Run with other
+# timings: one of the five shows only then.
 
 # %% nbgrader={"grade_id": "broken_ring", "locked": true}
 # %%writefile lab3_broken.py
@@ -952,8 +1175,11 @@ def repairs() -> dict[str, str]:
 @check("Bonus 3.4", "Repair")
 def check_repairs(repairs):
     text = repaired(text_of("lab3_broken.py"), repairs())
-    for stages in (2, 1):
-        expect_kernel(text, *repair_launch(stages), rtol=0, atol=0, seeds=(None, 1, 2))
+    Path("lab3_repaired.py").write_text(text)  # reports count the lines of this file
+    for stages in (2, 1, 3):
+        expect_kernel(text, *repair_launch(stages), rtol=0, atol=0, seeds=(None, 1, 2, 3))
+    slow, fast = (simulate_launch(text, repair_launch(stages, 8)[0])[1].cycles[0] for stages in (1, 3))
+    assert fast < 0.8 * slow, f"three slots take {fast:.0f} model cycles, one {slow:.0f}: a repair serialized the ring."
 
 
 check_repairs(repairs).raise_if_wrong()
@@ -975,15 +1201,56 @@ hidden.repairs(text_of("lab3_broken.py"), repairs).raise_if_wrong()
 # acc = warpgroup_mma_wait(0, deps=[acc])          # until at most 0 products are under way; then acc may be read
 # ```
 #
-# `version [3, 0]` is Hopper's. Four warps stand along the rows, 16 rows each: 64. Operands must lie in shared memory in a
-# *swizzled* layout (`NVMMASharedLayout`), in which rows of 128 bytes are shuffled so that reads along columns hit
-# different banks. The TMA shuffles on the way, so the descriptor's layout and the tile's layout are the same object.
+# `version [3, 0]` is Hopper's. Four warps stand along the rows, 16 rows each: 64. Who holds what:
+#
+# ![16 rows of a wgmma accumulator: row r is held by lanes 4 r to 4 r + 3 with two neighbouring columns each, row r + 8 by the same lanes; lane 5 holds columns 2, 3, 10 and 11 of rows 1 and 9](assets/lab3_wgmma_fragment.svg)
+#
+# Tiles lie in shared memory in a *swizzled* layout, `NVMMASharedLayout`. Shared memory has 32 **banks**, and each gives 4
+# bytes in a turn. A read whose addresses fall into the same bank takes several turns: a **bank conflict**. Rows of 128
+# bytes are as wide as all banks together, so a column of plain rows lies in a single bank. The swizzle moves chunk `c` of row
+# `r` to place `c` XOR `r`:
+#
+# ![Eight rows of eight chunks: plain rows keep chunk 2 of every row in banks 8 to 11, eight turns; swizzled rows spread it over all 32 banks, one turn](assets/lab3_swizzle.svg)
+#
+# The TMA swizzles on the way in, so the descriptor's layout and the tile's layout are the same object.
 #
 # `wgmma` reads shared memory through the async proxy, as the TMA does. Until the wait, the product reads its operands
-# and writes its accumulator. Whoever refills a slot earlier destroys it.
+# and writes its accumulator. Refilling a slot before that wait corrupts the product.
+#
 # On Blackwell this instruction is `tcgen05`: its accumulator lies in *tensor memory*, a memory of its own beside the
-# registers, a single thread orders it, and two SMs may share one product (2-CTA). With 2-CTA each SM loads half of B. More
+# registers, a single thread issues it, and two SMs may share one product (2-CTA). With 2-CTA each SM loads half of B. More
 # on that in 5.4.
+#
+# Before the question, the next cell lets Triton count bank conflicts: a tile of 64 rows of 128 bytes, stored by lanes that
+# stand along a row or along a column.
+
+# %%
+CONFLICTS = '''
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def conflicts(y_ptr, shared: gl.constexpr, layout: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.float16, [64, 64], shared)
+    x = gl.full([64, 64], 1.0, gl.float16, layout)
+    tile.store(x)
+    gl.store(y_ptr, gl.bank_conflicts(x.type, tile.type))
+'''
+from triton.experimental.gluon import language as gl
+
+rows = []
+for name, shared in (("plain rows", gl.SwizzledSharedLayout(8, 1, 1, [1, 0])),
+                     *((f"swizzle of {width} bytes", gl.NVMMASharedLayout(width, 16, rank=2)) for width in (32, 64, 128))):
+    row = {"layout of the tile": name}
+    for how, layout in (("lanes along a row", gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])),
+                        ("lanes along a column", gl.BlockedLayout([1, 8], [32, 1], [1, 4], [0, 1]))):
+        launch = Launch("conflicts", (1,), dict(y_ptr=torch.zeros(1, dtype=torch.int32), shared=shared, layout=layout),
+                        outputs=("y_ptr",), file="conflicts.py")
+        row[how] = simulate_launch(CONFLICTS, launch)[0]["y_ptr"].item()
+    rows.append(row)
+display(pd.DataFrame(rows))
+
 
 # %% [markdown]
 # ### Question 4.1: The first wgmma {points}
@@ -992,10 +1259,23 @@ hidden.repairs(text_of("lab3_broken.py"), repairs).raise_if_wrong()
 # copies are there, without a ring: load a step, wait, multiply. Write what is missing:
 #
 # 1. the accumulator's layout, and the accumulator;
-# 2. the product of a step. `b_tile` is (BLOCK_N, BLOCK_K); `.permute([1, 0])` turns it, without a copy. The tiles
-#    are overwritten right behind your lines, so the product must be over by then;
+# 2. the product of a step. `b_tile` is (BLOCK_N, BLOCK_K), and the product wants (BLOCK_K, BLOCK_N): `.permute([1, 0])` of
+#    a tile is a *view*, the same bytes read the other way round, and copies nothing. The tiles are overwritten right
+#    behind your lines, so the product must be over by then;
 # 3. the way out: store `acc` into `c_tile` in the dtype of `c_desc`, tell the async proxy, `tma_store(c_desc, [row,
 #    column], c_tile)`, and wait until it has been read (`tma.store_wait(0)`).
+#
+# {hint idea}
+# The layout of the accumulator decides the instruction: four warps along the rows, 16 rows each, and as many columns as
+# the tile has.
+#
+# {hint plan}
+# Accumulator: layout and zeros in fp32. In each step: one asynchronous product that adds to the accumulator, and a
+# wait. At the end: convert, store into the tile, fence, TMA store, wait.
+#
+# {hint line}
+# The wait returns the tensor that you may read: the old name is still the one under way. And before the TMA reads what
+# you stored there must be a fence.
 
 # %% nbgrader={"grade_id": "q4_1", "solution": true}
 # %%writefile lab3_wgmma.py
@@ -1051,9 +1331,15 @@ def matmul(a_desc, b_desc, c_desc, k_size):
 # %% nbgrader={"grade_id": "q4_1_tests", "grade": true, "points": 10}
 @check("4.1", "The first wgmma")
 def check_wgmma(text):
-    for m, n, k, block_n in ((64, 64, 64, 64), (100, 72, 200, 64), (64, 128, 256, 128)):
-        expect_kernel(text, *wgmma_launch(m, n, k, block_n), rtol=2e-2, atol=2e-2, seeds=(None, 1),
-                      compiles=m == 100, hint=f"A is ({m}, {k}), B is ({n}, {k}).")
+    for m, n, k, block_n, dtype in ((64, 128, 64, 128, torch.bfloat16), (100, 72, 200, 32, torch.float16),
+                                    (129, 65 * 8, 72, 128, torch.bfloat16)):
+        launch, expected = wgmma_launch(m, n, k, block_n, dtype)
+        run = expect_kernel(text, launch, expected, rtol=1e-2, atol=2e-2, seeds=(None, 1), compiles=m == 100,
+                            hint=f"A is ({m}, {k}), B is ({n}, {k}).", mistakes=partial(wgmma_mistakes, launch, expected))
+        products = sum(e.kind == "wgmma" for e in run.events)
+        steps = math.ceil(k / 64)
+        assert products == steps, f"K = {k} takes {steps} steps, and a program starts {products} products: one a step."
+        assert any(e.kind == "copy out" for e in run.events), "C should leave by TMA: into c_tile, then tma_store."
 
 
 check_wgmma(text_of("lab3_wgmma.py")).raise_if_wrong()
@@ -1063,7 +1349,6 @@ hidden.wgmma(text_of("lab3_wgmma.py")).raise_if_wrong()
 ### END HIDDEN TESTS
 
 # %%
-require_answer("matmul", answered("lab3_wgmma.py"), "4.1")
 _ = show_timeline(answered("lab3_wgmma.py"), wgmma_launch(64, 128, 512, 128)[0], "C = A Bᵀ, 64 × 128, K = 512")
 
 # %% [markdown]
@@ -1075,6 +1360,16 @@ _ = show_timeline(answered("lab3_wgmma.py"), wgmma_launch(64, 128, 512, 128)[0],
 #    into its operands?
 # 3. Look at your timeline. The tensor cores are idle for most of the time. What would you change, and what does a tile of
 #    128 × 128 change about the ratio of products to loads?
+#
+# {hint idea}
+# Ask for each memory who reads or writes it, when, and through which path.
+#
+# {hint plan}
+# 1: list the operands and the result of a product. 2: name the path of your store, of the TMA store, of the TMA copy
+# and of the product. 3: compare how FLOPs and bytes grow when both edges of the tile double.
+#
+# {hint line}
+# In 3 count bytes as rows of A plus rows of B: 64 + 128 against 128 + 128.
 
 # %% [markdown] nbgrader={"grade_id": "q4_2", "grade": true, "solution": true, "points": 4}
 # 1. The two operand tiles (not to be overwritten) and the accumulator's registers (neither read nor written). If the left
@@ -1095,10 +1390,11 @@ _ = show_timeline(answered("lab3_wgmma.py"), wgmma_launch(64, 128, 512, 128)[0],
 # Now the pieces come together. Scores, probabilities and the output stay in registers. For each block of keys:
 # $S = QK^\top$ by `wgmma`, the online softmax on the accumulator, and $O = O\alpha + PV$ by a second `wgmma`, whose left
 # operand $P$ comes straight from registers (`gl.convert_layout(p, left)` costs nothing there: both layouts put the same
-# elements into the same threads).
+# elements into the same threads, as the picture in Part 4 shows).
 #
 # The softmax in base 2 saves a multiplication: $e^{x} = 2^{x \log_2 e}$. With $c = \text{scale} \cdot \log_2 e$ the weights are
-# $2^{c\,(s - m)}$, one multiply-add and one `exp2` for each score.
+# $2^{c\,(s - m)}$, in code `p = gl.exp2(s * c - m * c)`: one multiply-add and one `exp2` for each
+# score, since `m * c` is computed once for each row.
 
 # %% [markdown]
 # ### Question 5.1: Online softmax in a kernel {points}
@@ -1111,8 +1407,21 @@ _ = show_timeline(answered("lab3_wgmma.py"), wgmma_launch(64, 128, 512, 128)[0],
 #
 # `m`, `total` and your factor have the layout `SliceLayout(1, scores)`. The same threads hold row $i$ of the scores and
 # row $i$ of the output, but the layouts are different types. To multiply `o` by a factor of each row, convert the factor
-# to `gl.SliceLayout(1, output)`; that moves nothing. Then `[:, None]`. `gl.max(x, 1)` and `gl.sum(x, 1)` reduce over the columns. Mask with `gl.where(condition, s,
+# to `gl.SliceLayout(1, output)`; that moves nothing. Then `[:, None]`. `gl.max(x, 1)` and `gl.sum(x, 1)` reduce over the
+# columns; `gl.maximum(a, b)` takes the larger of two values, element by element. Mask with `gl.where(condition, s,
 # float("-inf"))`: $2^{-\infty} = 0$, so a masked key counts nothing.
+#
+# {hint idea}
+# The softmax of all keys is built block by block: when the maximum grows, everything so far must shrink by the same
+# factor.
+#
+# {hint plan}
+# Key numbers in a slice of the scores' layout; the mask; the new maximum of each row; the factor from the old to the
+# new one; the probabilities; the new sum; the output times the factor. After the loop, the division.
+#
+# {hint line}
+# The factor of the first block is $2^{-\infty} = 0$, and that is right. Keys are counted over all blocks, not within
+# one. And a factor for `o` must have the output's slice, not the scores'.
 
 # %% nbgrader={"grade_id": "q5_1", "solution": true}
 # %%writefile lab3_softmax.py
@@ -1191,12 +1500,18 @@ def attention(q_desc, k_desc, v_desc, o_desc, sk, c):
 # %% nbgrader={"grade_id": "q5_1_tests", "grade": true, "points": 10}
 @check("5.1", "Online softmax in a kernel")
 def check_softmax(text):
-    for heads, sq, sk, d, sharp in ((1, 64, 128, 64, 1.0), (2, 100, 200, 64, 1.0), (1, 64, 128, 64, 60.0),
-                                    (1, 60, 100, 128, 1.0)):
-        launch, expected = attention_launch("lab3_softmax.py", 64, *attention_inputs(heads, sq, sk, d, sharp))
-        expect_kernel(text, launch, expected, rtol=2e-2, atol=2e-2, compiles=heads == 2,
-                      hint=f"{sq} queries, {sk} keys in blocks of 64, head dimension {d}"
-                           + (", large scores." if sharp > 1 else "."))
+    cases = [(edge_inputs(70, 3, dtype=torch.float16), "three keys, all other columns are masked"),
+             (edge_inputs(60, 65), "the second block has one key, its other columns are masked"),
+             (edge_inputs(60, 1), "one key, all other columns are masked"),
+             (attention_inputs(2, 100, 200, 128, dtype=torch.float16), ""),
+             (attention_inputs(1, 64, 130, 64, 60.0), "large scores"),
+             (falling_inputs(False), "scores fall from block to block"),
+             (falling_inputs(True), "scores rise from block to block")]
+    for (q, k, v, expected), words in cases:
+        launch, outputs = attention_launch("lab3_softmax.py", 64, q, k, v, expected)
+        hint = f"{q.shape[1]} queries, {k.shape[1]} keys in blocks of 64, head dimension {q.shape[2]}; {words or q.dtype}."
+        expect_kernel(text, launch, outputs, **CLOSE, compiles=k.shape[1] == 200, hint=hint,
+                      mistakes=partial(attention_mistakes, q, k, v, SOFTMAX))
 
 
 check_softmax(text_of("lab3_softmax.py")).raise_if_wrong()
@@ -1206,16 +1521,17 @@ hidden.softmax(text_of("lab3_softmax.py")).raise_if_wrong()
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# For the timelines of attention we tell the cost model that keys and values come from the L2 cache: 40 bytes a cycle
-# instead of 20, after 300 cycles instead of 600.
+# For the timelines of attention we tell the cost model that keys and values come from the L2 cache. We assume twice the
+# bandwidth of memory and half its latency: 40 bytes per cycle, after 300 cycles. These are round numbers to draw with,
+# and were not measured.
 #
 # **Before you run.** One warpgroup, everything in one partition. What share of the time will the tensor cores work?
 
 # %%
-require_answer("attention", answered("lab3_softmax.py"), "5.1")
 launch, _ = attention_launch("lab3_softmax.py", 64, *big)
 run = show_timeline(answered("lab3_softmax.py"), launch, "One warpgroup, 64 queries", model=FROM_L2)
 print(f"tensor cores at work: {tensor_core_share(run):.0%} of the time, for 64 queries")
+print("In the rest nothing multiplies: the one partition waits for a copy, or computes its softmax.")
 
 # %% [markdown]
 # ## Producer and consumers
@@ -1224,15 +1540,15 @@ print(f"tensor cores at work: {tensor_core_share(run):.0%} of the time, for 64 q
 #
 # ![A block split into three partitions: a producer warp fills a ring of K and V slots by TMA; two consumer warpgroups multiply and compute the softmax; full barriers go from the TMA to the consumers, empty barriers from the consumers back to the producer](assets/lab3_specialized.svg)
 #
-# - The **producer** is one warp with 24 registers a thread. It only orders copies, and runs ahead as far as the ring
-#   allows.
+# - The **producer** is one warp with 24 registers for each thread. It only issues copies, and runs ahead as far as the
+#   ring allows.
 # - Each **consumer** is a warpgroup with 64 rows of queries, and gets the registers that the producer gave up.
 # - Between them stand two barriers for each slot. `full`: the copy has arrived. `empty`: *both* consumers are done.
 #
 # Both consumers read the same K and V, so each copy serves 128 rows.
 #
-# The call ends in `[4, 1], [240, 24]`: the warps and registers of the second and third partition. The first has the
-# kernel's 4 warps and the rest of the registers. Registers move by whole warpgroups: the producer's warp counts as 128
+# The call ends in `[4, 1], [240, 24]`: the warps and registers of the second and third partition. The first partition is
+# the kernel's own 4 warps; the compiler gives it the registers that are left (here 240). Registers move by whole warpgroups: the producer's warp counts as 128
 # threads. The block starts with 384 × 168 registers, and 256 × 240 + 128 × 24 is just as many.
 
 # %% [markdown]
@@ -1240,13 +1556,24 @@ print(f"tensor cores at work: {tensor_core_share(run):.0%} of the time, for 64 q
 #
 # Fill the four holes. K and V of a block share a slot number and the barriers of that slot.
 #
-# 1. The producer's loop: wait until the slot is free, announce the bytes of K **and** V, order both. In the first round
-#    every slot is free.
+# 1. The producer's loop: wait until the slot is free, announce the bytes of K **and** V, issue both copies. In the first
+#    round every slot is free.
 # 2. The consumer: wait until the block is there, before the product.
 # 3. The consumer: say that it is done with the slot. Products here are not asynchronous (`is_async` is left out), so
 #    they are over when the line is.
 # 4. The barriers' counts. How many arrivals end a phase of `full`, how many one of `empty`? `mbarrier.arrive(bar,
 #    count=1)` counts one for the whole partition.
+#
+# {hint idea}
+# Two barriers for each slot: `full` ends the consumers' waiting, `empty` the producer's.
+#
+# {hint plan}
+# Producer: wait for empty, announce, two copies. Consumer: wait for full, multiply, arrive at empty. Counts: who
+# arrives at each of them in one phase?
+#
+# {hint line}
+# In the first round nobody has emptied anything: which parity passes on a fresh barrier? And a copy's bytes are no
+# arrival; the announcement is.
 
 # %% nbgrader={"grade_id": "q5_2", "solution": true}
 # %%writefile lab3_specialized.py
@@ -1352,10 +1679,19 @@ def attention(q_desc, k_desc, v_desc, o_desc, sk, c, STAGES: gl.constexpr):
 # %% nbgrader={"grade_id": "q5_2_tests", "grade": true, "points": 12}
 @check("5.2", "Producer and consumers")
 def check_specialized(text):
-    for heads, sq, sk, stages in ((1, 128, 256, 2), (2, 100, 200, 2), (1, 128, 256, 3)):
-        launch, expected = attention_launch("lab3_specialized.py", 128, *attention_inputs(heads, sq, sk), STAGES=stages)
-        expect_kernel(text, launch, expected, rtol=2e-2, atol=2e-2, seeds=(None, 1), compiles=heads == 2,
-                      hint=f"{sq} queries, {sk} keys, {stages} slots.")
+    for sq, sk, stages, dtype in ((128, 257, 2, torch.bfloat16), (100, 195, 3, torch.float16), (70, 193, 1, torch.bfloat16)):
+        q, k, v, expected = edge_inputs(sq, sk, dtype=dtype)
+        launch, outputs = attention_launch("lab3_specialized.py", 128, q, k, v, expected, STAGES=stages)
+        run = expect_kernel(text, launch, outputs, **CLOSE, seeds=(None, 1, 2), compiles=stages == 3,
+                            hint=f"{sq} queries, {sk} keys, {stages} slots.",
+                            mistakes=partial(attention_mistakes, q, k, v, BLOCKS))
+        copies, blocks = [e for e in run.events if e.kind == "copy in"], math.ceil(sk / 64)
+        assert len(copies) == 2 + 2 * blocks, (
+            f"{blocks} blocks of keys: two copies for Q and two for each block are {2 + 2 * blocks}, and there are "
+            f"{len(copies)}. Both consumers read the same tiles."
+        )
+        who = {e.partition for e in copies}
+        assert who == {"load_partition"}, f"load_partition alone issues copies; here {', '.join(sorted(who))} did."
 
 
 check_specialized(text_of("lab3_specialized.py")).raise_if_wrong()
@@ -1365,7 +1701,6 @@ hidden.specialized(text_of("lab3_specialized.py")).raise_if_wrong()
 ### END HIDDEN TESTS
 
 # %%
-require_answer("attention", answered("lab3_specialized.py"), "5.2")
 launch, _ = attention_launch("lab3_specialized.py", 128, *big, STAGES=2)
 run = show_timeline(answered("lab3_specialized.py"), launch, "A producer and two consumers, 128 queries", model=FROM_L2)
 print(f"tensor cores at work: {tensor_core_share(run):.0%} of the time, for 128 queries")
@@ -1378,26 +1713,44 @@ print(f"softmax under a product of the same consumer: {overlap(run):.0%}")
 # %% [markdown]
 # ### Question 5.3: Overlap {points}
 #
-# The softmax of block $i$ needs the scores of block $i$, but nothing of $P_{i-1} V_{i-1}$. So order both products, wait for
-# the scores only, and compute the softmax while the tensor cores still work on $P_{i-1} V_{i-1}$:
+# The softmax of block $i$ needs the scores of block $i$, but nothing of $P_{i-1} V_{i-1}$. So issue both products, wait
+# for the scores only, and compute the softmax while the tensor cores still work on $P_{i-1} V_{i-1}$:
 #
-# 1. wait for K of block `i`, order its scores (asynchronous);
-# 2. wait for V of block `i - 1`, order `p` times V onto `o` (asynchronous);
-# 3. wait until **one** product is left: products end in order, so the scores are there. Give K's slot back;
-# 4. the softmax of block `i`: `p_next`, and new `m`, `total`, `alpha`;
-# 5. wait until no product is left; give V's slot back; rescale `o` by `alpha`; `p` is the new `p_next`, in the layout
-#    `left`.
+# ![Two schedules of one consumer. One after the other: scores, softmax and P V of each block, and the tensor cores idle during the softmax. Overlapped: the next scores and this P V are issued together, the softmax of the next block runs under P V](assets/lab3_overlap_schedule.svg)
+#
+# The picture is the specification. Write the body of the loop: scores of block `i`, $P_{i-1} V_{i-1}$, and the softmax of
+# block `i`, whose results are `p_next`, `m`, `total` and `alpha`. At the end of a turn `o` is rescaled, and `p` is the new
+# `p_next` in the layout `left`. Decide for yourself how many products may still run at each wait, and when a slot of K and a
+# slot of V are free. `warpgroup_mma_wait(n, ...)` counts products in the order in which they were issued. The check wants
+# the right result in any timing, and at least 12 % of the softmax under a product.
 #
 # With one entry in `deps`, `warpgroup_mma_wait` returns a tensor, with two a pair:
 # `s, o = warpgroup_mma_wait(1, deps=[s, o])`.
 #
-# Only the body of the loop is missing. The producer is the one of the course's own step 4. It has separate barriers for
-# K and V (why?) and brings the last block of keys first, so that the block with the tail needs its mask before the loop
-# and no other does. Its tensors have a batch dimension: (B, H, S, D).
+# Only the body of the loop is missing. The producer is the one of the course's own step 4. It has separate barriers
+# for K and V: the scores can start before V is there, and K's slot is free half a block earlier than V's. It brings the
+# last block of keys first, so that the block with the tail needs its mask before the loop and no other does. Its tensors
+# have a batch dimension: (B, H, S, D).
+#
+# This schedule is that of **FlashAttention-3** ([Shah et al., 2024](https://arxiv.org/abs/2407.08608)): a producer warp,
+# consumer warpgroups, and the softmax of one block under the products of another. There the two consumers also take turns
+# on purpose (*ping-pong*); here their turns are left to chance.
+#
+# {hint idea}
+# Two products are under way at once, and you wait for the older one only.
+#
+# {hint plan}
+# Five steps. K of block `i` is there: issue its scores. V of block `i - 1` is there: issue P V. Wait until one product is
+# left, then the scores may be read, and K's slot is free. The softmax. Wait until none is left, then V's slot is free and
+# `o` may be rescaled; `p` is the new one.
+#
+# {hint line}
+# Rescaling `o` reads and writes the registers of the product P V: it must be over by then. `p` is still read by that
+# product, too, so the new one needs another name until the wait.
 
 # %% nbgrader={"grade_id": "q5_3", "solution": true}
 # %%writefile lab3_overlap.py
-"""Attention whose products run under the softmax: the next scores are ordered before this block's P V."""
+"""Attention whose products run under the softmax: the next scores are issued before this block's P V."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -1509,10 +1862,13 @@ def attention(q_desc, k_desc, v_desc, o_desc, sq, sk, heads, c, STAGES: gl.const
 # %% nbgrader={"grade_id": "q5_3_tests", "grade": true, "points": 8}
 @check("5.3", "Overlap")
 def check_overlap(text):
-    for heads, sq, sk, stages in ((1, 128, 256, 2), (2, 100, 200, 2), (1, 128, 320, 3)):
-        launch, expected = overlap_launch(*attention_inputs(heads, sq, sk), stages=stages)
-        expect_kernel(text, launch, expected, rtol=2e-2, atol=2e-2, seeds=(None, 1), compiles=heads == 2,
-                      hint=f"{sq} queries, {sk} keys, {stages} slots.")
+    for (q, k, v, expected), stages in ((edge_inputs(128, 257), 2), (edge_inputs(100, 195, dtype=torch.float16), 3),
+                                        (attention_inputs(1, 128, 256, 64, 20.0), 2)):
+        launch, outputs = overlap_launch(q, k, v, expected, stages=stages)
+        expect_kernel(text, launch, outputs, **CLOSE, seeds=(None, 1), compiles=stages == 3,
+                      hint=f"{q.shape[1]} queries, {k.shape[1]} keys, {stages} slots.",
+                      mistakes=partial(attention_mistakes, q[None], k[None], v[None], SOFTMAX | BLOCKS | OVERLAP,
+                                       downward=True))
     _, run = simulate_launch(text, overlap_launch(*big)[0], timeline=True)
     assert overlap(run) > 0.12, f"only {overlap(run):.0%} of the softmax runs under a product; what do you wait for?"
 
@@ -1524,17 +1880,19 @@ hidden.overlap(text_of("lab3_overlap.py")).raise_if_wrong()
 ### END HIDDEN TESTS
 
 # %%
-require_answer("attention", answered("lab3_overlap.py"), "5.3")
 run = show_timeline(answered("lab3_overlap.py"), overlap_launch(*big)[0], "Overlapped, 128 queries", model=FROM_L2)
 print(f"tensor cores at work: {tensor_core_share(run):.0%} of the time, for 128 queries")
 print(f"softmax under a product of the same consumer: {overlap(run):.0%}")
+run.plot(title="Enlarged: the softmax (blue) of a consumer runs under its product with V (red)",
+         window=(0.38 * run.cycles[0], 0.62 * run.cycles[0]))
+plt.show()
 
 # %% [markdown]
 # ## What your kernels became
 #
 # The compiler turned each of your files into SASS, the machine code of `sm_90a`. The next cell counts what matters.
 # `UTMALDG` and `UTMASTG` are TMA copies, `HGMMA` is `wgmma`, `SYNCS` are mbarrier operations, `MUFU.EX2` exponentials.
-# These are instructions in the program, not executions.
+# These are instructions in the program, not executions. Below the table stands what became of your lines of 4.1 and 5.3.
 
 # %%
 kernels = {
@@ -1561,6 +1919,11 @@ for name, (file, (launch, _)) in kernels.items():
 if rows:
     results["instructions"] = rows
     display(pd.DataFrame(rows).set_index("kernel").T.map(lambda number: f"{number:.4g}"))
+for name, lines in (("4.1 wgmma", "tma_load(|.wait(|warpgroup_mma|c_tile.store|fence_async|tma_store("),
+                    ("5.3 overlapped", "mbarrier.wait(k_full.index(k_slot)|warpgroup_mma|mbarrier.arrive(k_empty")):
+    file, (launch, _) = kernels[name]
+    if answered(file) and any(row["kernel"] == name for row in rows):
+        print(f"{name}\n{machine_code(answered(file), launch, lines)}\n")
 
 # %% [markdown]
 # ### Question 5.4: The checklist, on Hopper and on Blackwell {points}
@@ -1569,8 +1932,19 @@ if rows:
 #    (`USETMAXREG`) do for the consumers? (A block starts with the same number of registers for every thread.)
 # 2. 5.2 has no global loads and no `cp.async`, neither in the producer nor in the consumers. Who computes the addresses?
 # 3. Take the three differences named at the start of Part 4: `tcgen05` with its accumulator in tensor memory, one thread
-#    that orders a product, products over two SMs. For each: what of *your* kernel 5.3 would change, and what becomes free
+#    that issues a product, products over two SMs. For each: what of *your* kernel 5.3 would change, and what becomes free
 #    (registers, shared memory, a warpgroup's threads), if anything?
+#
+# {hint idea}
+# Each instruction in the table belongs to a line that you can see below it.
+#
+# {hint plan}
+# 1: subtract the columns. Multiply registers by threads before and after the move. 2: look at what the TMA instruction
+# is given. 3: take each of the three differences and go through 5.3 line by line: what would be elsewhere, what would
+# wait elsewhere?
+#
+# {hint line}
+# Free registers are only part of the answer: what lies in tensor memory must be fetched before the softmax can use it.
 
 # %% [markdown] nbgrader={"grade_id": "q5_4", "grade": true, "solution": true, "points": 6}
 # 1. More mbarrier operations (full and empty), `USETMAXREG`: the producer gives registers back (24 a thread), the
@@ -1579,7 +1953,7 @@ if rows:
 # 2. The TMA engine, from the descriptor and the coordinates that one thread gives.
 # 3. Tensor memory: scores and output leave the registers (64 × keys + 64 × d over 128 threads: 128 of 240 at d = 128), so
 #    the softmax can have more warps or larger tiles; but they must be fetched (tcgen05.ld) before the softmax, and P or
-#    the rescaled O stored back. One thread orders products: the product moves out of the consumers into a partition of
+#    the rescaled O stored back. One thread issues products: the product moves out of the consumers into a partition of
 #    its own, and the consumers become pure softmax warps; warpgroup_mma_wait becomes a wait at an mbarrier. Two SMs: each
 #    loads half of B; shared memory for K and V is halved per SM, or tiles double; barriers span the cluster.
 #
@@ -1591,14 +1965,20 @@ if rows:
 # %% [markdown]
 # ## The race
 #
-# On a Hopper GPU your own kernel of 5.3 now runs against the naive version, the library's FlashAttention 2, cuDNN, and
-# the five steps of the course's ladder, of which the last one is what your kernel can still become: persistent blocks,
-# softmax in halves, barriers without a warpgroup barrier. Elsewhere you see the recorded tables; there "5.3" is the
-# model answer. In the last table `cute` is FlashAttention 4, called directly, and `flex_flash` is FlexAttention with
-# FlashAttention 4 as its backend.
+# On a Hopper GPU your own kernel of 5.3 now runs against the naive version of Part 1, the library's FlashAttention 2, cuDNN,
+# FlashAttention 3 where its package is installed, and the five steps of the course's ladder. The last step is what your
+# kernel can still become: persistent blocks, softmax in halves, barriers without a warpgroup barrier. Elsewhere you see
+# the recorded tables; there "5.3" is the model answer.
+#
+# In the last table `cute` is the package of FlashAttention 4, called directly, and `flex_flash` is FlexAttention with that
+# package as its backend. FlashAttention 4's own algorithm is for Blackwell. On Hopper the package runs a reimplementation
+# of FlashAttention 3's forward kernel, so there it is FlashAttention 3's algorithm that you race against.
+#
+# **Read ratios, not absolute figures.** The same library at the same shape reads differently in the three tables, because
+# they were recorded at different moments, and a GPU at its power limit lowers its clock. Within a row both contenders ran
+# in turns, at the same clocks: only that ratio is a result.
 
 # %%
-require_answer("attention", answered("lab3_overlap.py"), "5.3")
 if on_hopper:
     from utils.attention.gluon.launch import forward
 
@@ -1620,9 +2000,13 @@ if on_hopper:
     expected = attention(q, k, v, backend="flash")
     difference = ((mine.double() - expected.double()).norm() / expected.double().norm()).item()
     assert difference < 0.01, f"on this GPU your kernel differs from flash attention by {difference:.3f}: no race then"
-    contenders = {"naive": partial(attention, q, k, v, backend="naive"),
-                  "flash (FA2)": partial(attention, q, k, v, backend="flash"),
+    contenders = {"naive": partial(naive_attention, q, k, v),
+                  "FlashAttention 2": partial(attention, q, k, v, backend="flash"),
                   "cuDNN": partial(attention, q, k, v, backend="cudnn")}
+    if find_spec("flash_attn_interface"):  # FlashAttention 3's package; its tensors are (B, S, H, D)
+        from flash_attn_interface import flash_attn_func
+
+        contenders["FlashAttention 3"] = partial(flash_attn_func, *(x.transpose(1, 2).contiguous() for x in (q, k, v)))
     contenders |= {f"ladder step {step}": partial(forward, q, k, v, step=step) for step in range(1, 6)}
     flops, rows = 4 * batch * heads * length**2 * d, []
     for name, call in contenders.items():
@@ -1666,6 +2050,17 @@ for file in ("attention_ladder.json", "attention_ratios.json"):
 # keys that no row of the tile sees must be neither loaded nor multiplied: the check counts the products. Blocks that
 # the diagonal crosses need a mask. The kernel is the one of 5.1, without a ring. Write the number of `blocks` for this
 # tile, and the mask.
+#
+# {hint idea}
+# The last row of the tile sees the most keys: it decides how many blocks are needed.
+#
+# {hint plan}
+# Position of the last row, the first key that it does not see, rounded up to blocks, and never more than there are. In
+# the mask compare a column of positions with a row of keys, and keep the tail's mask.
+#
+# {hint line}
+# The last query stands at the last key, so positions are shifted by `sk - sq`. And a query sees the key at its own
+# position.
 
 # %% nbgrader={"grade_id": "bonus_5_5", "solution": true}
 # %%writefile lab3_causal.py
@@ -1731,18 +2126,20 @@ def attention_causal(q_desc, k_desc, v_desc, o_desc, sq, sk, c):
 # %% nbgrader={"grade_id": "bonus_5_5_tests", "grade": true, "points": 6}
 @check("Bonus 5.5", "Causal attention")
 def check_causal(text):
-    for sq, sk, d in ((64, 64, 64), (130, 130, 64), (70, 150, 128)):
-        q, k, v, _ = attention_inputs(1, sq, sk, d)
-        hidden_keys = torch.arange(sk)[None] > torch.arange(sq)[:, None] + sk - sq
-        scores = (q.double() @ k.double().mT / math.sqrt(d)).masked_fill(hidden_keys, -math.inf)
-        args = dict(q_desc=tile(q, 64), k_desc=tile(k, 64), v_desc=tile(v, 64), o_desc=tile(torch.zeros_like(q), 64),
-                    sq=sq, sk=sk, c=math.log2(math.e) / math.sqrt(d))
-        launch = Launch("attention_causal", (math.ceil(sq / 64), 1), args, outputs=("o_desc",), file="lab3_causal.py")
-        run = expect_kernel(text, launch, {"o_desc": torch.softmax(scores, -1) @ v.double()}, rtol=2e-2, atol=2e-2,
-                            compiles=sq == 130, hint=f"{sq} queries, {sk} keys, head dimension {d}.")
-        if sq == sk:  # the first 64 rows see one block
-            products = sum(e.kind == "wgmma" for e in run.events)
-            assert products == 2, f"{sq} queries, {sk} keys: program 0 needs 1 block, 2 products, and makes {products}."
+    for sq, sk, d, dtype in ((64, 65, 64, torch.bfloat16), (130, 130, 64, torch.float16), (70, 150, 128, torch.bfloat16),
+                             (3, 193, 64, torch.bfloat16)):
+        q, k, v, _ = attention_inputs(2, sq, sk, d, dtype=dtype)
+        q[0], k[0] = q[0].abs(), k[0].abs() * (torch.arange(sk)[:, None] / sk).to(dtype)  # later keys weigh more
+        launch, outputs = causal_launch(q, k, v)
+        run = expect_kernel(text, launch, outputs, **CLOSE, compiles=sq == 130,
+                            hint=f"{sq} queries, {sk} keys, head dimension {d}: query i sees keys 0 ... i + {sk - sq}.",
+                            mistakes=partial(attention_mistakes, q, k, v, causal(sk - sq)))
+        blocks = min(math.ceil(sk / 64), math.ceil((64 + sk - sq) / 64))
+        products = sum(e.kind == "wgmma" for e in run.events)
+        assert products == 2 * blocks, (
+            f"{sq} queries, {sk} keys: the first 64 rows see {blocks} of {math.ceil(sk / 64)} blocks, which are "
+            f"{2 * blocks} products, and their program makes {products}."
+        )
 
 
 check_causal(text_of("lab3_causal.py")).raise_if_wrong()
@@ -1757,6 +2154,8 @@ hidden.attention_causal(text_of("lab3_causal.py")).raise_if_wrong()
 # The tables of this run, with the machine they were made on.
 
 # %%
+from utils.files import output_path
+
 machine = environment()
 record = {
     "machine": torch.cuda.get_device_name() if on_gpu else "CPU",
@@ -1764,8 +2163,9 @@ record = {
     "environment": machine,
     "tables": results,
 }
-Path("lab3_results.json").write_text(json.dumps(record, indent=1, default=str))
-print(f"saved {', '.join(results) or 'no table'} to lab3_results.json")
+saved = output_path("lab3_results.json")
+saved.write_text(json.dumps(record, indent=1, default=str))
+print(f"saved {', '.join(results) or 'no table'} to {saved}")
 
 # %% [markdown]
 # ## What you know now
@@ -1773,9 +2173,22 @@ print(f"saved {', '.join(results) or 'no table'} to lab3_results.json")
 # - An SM is a factory of units that run on their own. A kernel is the order in which they wait for each other.
 # - A layout says who holds what. A wrong one costs sectors, bank conflicts, or a trip through shared memory.
 # - A copy is over when a barrier says so, not when it was fast enough.
-# - Producer and consumers need two barriers a slot: *full* and *empty*.
+# - Two paths lead to shared memory. What crosses from one to the other needs a fence, and a run that happens to be right
+#   does not prove that it may be left out.
+# - Producer and consumers need two barriers for each slot: *full* and *empty*.
 # - At head dimension 64 exponentials take as long as products, at 128 half as long. Flash attention is fast where the
 #   two run at the same time.
 #
-# The ladder in `utils/attention/gluon` goes on where you stopped. On an H200 its last step is on a par with
-# FlashAttention 4 at head dimension 64 and ahead of it at 128. You can read every line of it now.
+# The ladder in `utils/attention/gluon` goes on where you stopped, and you can read every line of it now. How it compares
+# with other libraries is in the recorded tables above, and in `docs/attention-log.md` with each step's prediction. On the
+# command line, `labs bench list-targets --chapter labs/flashattention_gluon` lists the same contest, and
+# `labs bench run --targets labs/flashattention_gluon:baseline_flashattention_gluon --profile minimal` runs its baseline.
+#
+# **To read on**
+# - Triton's own [Gluon tutorials](https://github.com/triton-lang/triton/tree/main/python/tutorials/gluon): layouts, TMA,
+#   `wgmma`, persistence, warp specialization, Blackwell.
+# - NVIDIA's [PTX manual](https://docs.nvidia.com/cuda/parallel-thread-execution/): the chapters on mbarrier, on
+#   asynchronous warpgroup level matrix instructions, and on proxies.
+# - Shah et al., [FlashAttention-3](https://arxiv.org/abs/2407.08608), and Dao,
+#   [FlashAttention-2](https://arxiv.org/abs/2307.08691).
+# - A missing fence in the wild: [DeepEP, pull request 642](https://github.com/deepseek-ai/DeepEP/pull/642).

@@ -65,9 +65,17 @@ def answers(cells) -> dict[str, str]:
     return lab_cases.answers_in(cells)
 
 
+@pytest.fixture(scope="module")
+def model_names(request, answers) -> dict:
+    """The notebook's names after its setup (SETUP of the test file) and the model answers."""
+    names: dict = {}
+    exec(request.module.SETUP, names)
+    return lab_cases.run_answers(answers, names)
+
+
 @pytest.fixture
 def names(request, answers) -> dict:
-    """The notebook's names after its setup (SETUP of the test file) and the model answers. Each test gets its own."""
+    """The same names anew: each test gets its own."""
     names: dict = {}
     exec(request.module.SETUP, names)
     return lab_cases.run_answers(answers, names)

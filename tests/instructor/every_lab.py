@@ -25,6 +25,7 @@ class EveryLab:
     prediction = r"\*\*Before you run\.\*\*"  # how the notebook asks for one
     minutes = 8.0  # that all cells of the solved notebook may take together
     longest_cell_s = 60.0
+    hinted = False  # every question has its three hints
     bare_stubs = False  # answers at the top level of their cell raise NotImplementedError by themselves
 
     def test_points_add_up(self, lab):
@@ -50,6 +51,10 @@ class EveryLab:
 
     def test_graded_cells_need_no_plain_cell(self, cells):
         lab_cases.assert_graded_cells_need_no_plain_cell(cells)
+
+    def test_every_question_has_its_hints(self, lab):
+        without = [number for number, kinds in lab.hints.items() if not kinds]
+        assert without == [] or not self.hinted
 
     def test_the_lab_reads_well(self, lab):
         """Figures exist and are described; predictions come before the measurements."""

@@ -23,7 +23,7 @@ def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):
 """
 _TILE_LOOPS = """for i in range(0, m, tile_m):
         for j in range(0, n, tile_n):
-            acc = torch.zeros(min(tile_m, m - i), min(tile_n, n - j), dtype=a.dtype, device=a.device)
+            acc = torch.zeros(min(tile_m, m - i), min(tile_n, n - j), device=a.device)
             for p in range(0, k, tile_k):
                 x, y = a[i:i + tile_m, p:p + tile_k], b[p:p + tile_k, j:j + tile_n]
                 {step}
@@ -377,7 +377,7 @@ def attended_pairs(query_len, kv_len, window=None):
     return sum(min(p + 1, (window or p) + 1) for p in range(kv_len - query_len, kv_len))
 """,
         "the query's own included",
-        loses=("q3_1_pairs_tests", "q3_1_cost_tests"),
+        loses=("q3_1_pairs_tests",),
     ),
     WrongAnswer(
         "no causal mask",
@@ -387,7 +387,7 @@ def attended_pairs(query_len, kv_len, window=None):
     return query_len * (min(kv_len, window) if window else kv_len)
 """,
         "causal mask hides",
-        loses=("q3_1_pairs_tests", "q3_1_cost_tests"),
+        loses=("q3_1_pairs_tests",),
     ),
     WrongAnswer(
         "forgets GQA", "q3_1", _cost(kv_heads="num_attention_heads"), "not num_attention_heads", ("q3_1_cost_tests",)

@@ -264,4 +264,491 @@ def ragged_attention(attend, texts):
     return [out[0, :, start:start + size] for start, size in zip(starts, sizes)]
 """,
     ),
+    (
+        "float mask added to the scores",
+        "q1_1",
+        """
+def masked_attention(q, k, v, mask):
+    bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
+    weights = F.softmax(q.matmul(k.transpose(2, 3)) / q.size(-1) ** 0.5 + bias, dim=3)
+    return torch.nan_to_num(weights) @ v
+""",
+    ),
+    (
+        "softmax in float32 and back, as Hugging Face writes it",
+        "q1_1",
+        """
+def masked_attention(q, k, v, mask):
+    scaling = q.shape[-1] ** -0.5
+    attn_weights = torch.matmul(q, k.transpose(-2, -1)) * scaling
+    attn_weights = attn_weights + torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+    attn_weights = F.softmax(attn_weights, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(attn_weights, v) * mask.any(-1, keepdim=True)
+""",
+    ),
+    (
+        "a loop over sequences and heads, scaled queries",
+        "q1_1",
+        """
+def masked_attention(q, k, v, mask):
+    out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype)
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            s = (q[b, h] * (1 / math.sqrt(q.shape[-1]))).mm(k[b, h].t())
+            s = s.masked_fill(mask.logical_not(), -1e30)
+            e = (s - s.max(1, keepdim=True).values).exp() * mask
+            z = e.sum(1, keepdim=True)
+            out[b, h] = e.mm(v[b, h]) / torch.where(z == 0, torch.ones_like(z), z)
+    return out
+""",
+    ),
+    (
+        "baddbmm on flattened heads, as Megatron does",
+        "q1_1",
+        """
+def masked_attention(q, k, v, mask):
+    b, h, s, d = q.shape
+    scores = torch.baddbmm(torch.empty(b * h, s, k.shape[2], dtype=q.dtype), q.reshape(b * h, s, d),
+                           k.reshape(b * h, -1, d).transpose(1, 2), beta=0.0, alpha=1.0 / math.sqrt(d))
+    scores = scores.view(b, h, s, -1).masked_fill_(~mask, -10000.0)
+    p = torch.softmax(scores, -1).masked_fill(~mask, 0.0)
+    return torch.bmm(p.view(b * h, s, -1), v.reshape(b * h, -1, v.shape[-1])).view(b, h, s, -1)
+""",
+    ),
+    (
+        "costs in floats and numpy",
+        "q1_2",
+        """
+def mask_costs(mask, batch, heads, head_dim, dtype):
+    import numpy as np
+    m = mask.cpu().numpy()
+    density = np.count_nonzero(m) / m.size
+    calls = np.prod([batch, heads])
+    return density, calls * (m.size - m.sum()) * 4 * head_dim, calls * m.size * torch.finfo(dtype).bits // 8
+""",
+    ),
+    (
+        "nested loops for the pairs",
+        "q1_2",
+        """
+def mask_costs(mask, batch, heads, head_dim, dtype):
+    rows, columns = mask.shape
+    wasted = sum(1 for i in range(rows) for j in range(columns) if not mask[i, j])
+    size = torch.zeros(1, dtype=dtype).element_size()
+    return 1 - wasted / (rows * columns), wasted * 2 * head_dim * 2 * heads * batch, rows * columns * size * heads * batch
+""",
+    ),
+    (
+        "torch functions instead of operators",
+        "q2_1",
+        """
+def causal(b, h, q_idx, kv_idx):
+    return torch.le(kv_idx, q_idx)
+
+def sliding_window(window):
+    def mask_mod(b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx).logical_and(q_idx - kv_idx <= window - 1)
+    return mask_mod
+
+def prefix_lm(prefix):
+    def mask_mod(b, h, q_idx, kv_idx):
+        return causal(b, h, q_idx, kv_idx) | torch.lt(kv_idx, prefix)
+    return mask_mod
+""",
+    ),
+    (
+        "masks as classes",
+        "q2_1",
+        """
+class sliding_window:
+    def __init__(self, window):
+        self.window = window
+    def __call__(self, b, h, q, k):
+        return (k <= q) & (k + self.window > q)
+
+class prefix_lm:
+    def __init__(self, prefix):
+        self.prefix = prefix
+    def __call__(self, b, h, q, k):
+        return ~((k >= self.prefix) & (k > q))
+""",
+    ),
+    (
+        "a window of two causal masks",
+        "q2_1",
+        """
+def sliding_window(window):
+    return lambda b, h, q, k: causal(b, h, q, k) & ~causal(b, h, q - window, k)
+
+def prefix_lm(prefix):
+    return lambda b, h, q, k: k <= torch.clamp(q, min=prefix - 1)
+""",
+    ),
+    (
+        "numbers by bucketize, the mask by one product",
+        "q2_2",
+        """
+def document_numbers(lengths, size, device):
+    ends = torch.tensor(lengths, device=device).cumsum(0)
+    if len(lengths) and int(ends[-1]) > size if device.type != "meta" else sum(lengths) > size:
+        raise ValueError(f"{lengths} do not fit into {size}")
+    ids = torch.bucketize(torch.arange(size, device=device), ends, right=True)
+    return ids.masked_fill(ids == len(lengths), -1)
+
+def packed_documents(numbers):
+    def mask_mod(b, h, q, k):
+        same = numbers[b][q] == numbers[b][k]
+        return same & (numbers[b][k] != -1) & (k <= q)
+    return mask_mod
+""",
+    ),
+    (
+        "numbers as a Python list",
+        "q2_2",
+        """
+def document_numbers(lengths, size, device):
+    ids = []
+    for i, n in enumerate(lengths):
+        ids += [i] * n
+    if len(ids) > size:
+        raise ValueError("the documents do not fit")
+    ids.extend([-1] * (size - len(ids)))
+    return torch.tensor(ids, dtype=torch.int32, device=device)
+""",
+    ),
+    (
+        "numbers by torch.cat and F.pad",
+        "q2_2",
+        """
+def document_numbers(lengths, size, device):
+    total = sum(lengths)
+    if total > size:
+        raise ValueError(f"{total} > {size}")
+    ids = torch.cat([torch.full((n,), i, dtype=torch.long, device=device) for i, n in enumerate(lengths)])
+    return F.pad(ids, (0, size - total), value=-1)
+""",
+    ),
+    (
+        "torch's own and_masks and or_masks",
+        "q2_3",
+        """
+from torch.nn.attention.flex_attention import and_masks, or_masks
+
+def both(*mods):
+    return and_masks(*mods)
+
+def either(*mods):
+    return or_masks(*mods)
+
+def sinks_and_window(sinks, window):
+    first = lambda b, h, q, k: k < sinks
+    return both(causal, either(first, sliding_window(window)))
+""",
+    ),
+    (
+        "stacked and reduced",
+        "q2_3",
+        """
+def both(*mods):
+    def mod(b, h, q, k):
+        return torch.stack([m(b, h, q, k) for m in mods]).all(0)
+    return mod
+
+def either(*mods):
+    def mod(b, h, q, k):
+        return torch.stack([m(b, h, q, k) for m in mods]).any(0)
+    return mod
+
+def window_per_head(windows):
+    def mod(b, h, q, k):
+        d = q - k
+        return torch.where(d >= 0, d < windows[h.long()], False)
+    return mod
+""",
+    ),
+    (
+        "recursion, and sinks by clamping",
+        "q2_3",
+        """
+def both(first, *rest):
+    if not rest:
+        return first
+    others = both(*rest)
+    return lambda b, h, q, k: first(b, h, q, k) & others(b, h, q, k)
+
+def either(first, *rest):
+    return first if not rest else lambda b, h, q, k: first(b, h, q, k) | either(*rest)(b, h, q, k)
+
+def sinks_and_window(sinks, window):
+    return lambda b, h, q, k: ~(q < k) & ~((k >= sinks) & (q - k >= window))
+""",
+    ),
+    (
+        "counts by average pooling",
+        "q3_1",
+        """
+def count_blocks(mask, block):
+    s, l = mask.shape
+    m = F.pad(mask.float()[None, None], (0, -l % block, 0, -s % block))
+    share = F.avg_pool2d(m, block)[0, 0] * block * block
+    full, empty = int((share > block * block - 0.5).sum()), int((share < 0.5).sum())
+    return full, share.numel() - full - empty, empty
+""",
+    ),
+    (
+        "counts by splitting, edges by size, as a list",
+        "q3_1",
+        """
+def count_blocks(mask, block):
+    counts = [0, 0, 0]
+    for band in torch.split(mask, block, dim=0):
+        for tile in torch.split(band, block, dim=1):
+            if not tile.any():
+                counts[2] += 1
+            elif tile.all() and tile.shape == (block, block):
+                counts[0] += 1
+            else:
+                counts[1] += 1
+    return counts
+""",
+    ),
+    (
+        "counts with numpy reshape",
+        "q3_1",
+        """
+def count_blocks(mask, block):
+    import numpy as np
+    m = mask.cpu().numpy()
+    m = np.pad(m, ((0, -m.shape[0] % block), (0, -m.shape[1] % block)))
+    tiles = m.reshape(m.shape[0] // block, block, m.shape[1] // block, block).transpose(0, 2, 1, 3).reshape(-1, block * block)
+    full, some = tiles.all(1), tiles.any(1)
+    return int(full.sum()), int((some & ~full).sum()), int((~some).sum())
+""",
+    ),
+    (
+        "counts through create_block_mask",
+        "q3_1",
+        """
+def count_blocks(mask, block):
+    s, l = mask.shape
+    rows, columns = -(-s // block), -(-l // block)
+    full = partial = 0
+    for i in range(rows):
+        for j in range(columns):
+            n = mask[i * block : (i + 1) * block, j * block : (j + 1) * block].sum().item()
+            if n == block**2:
+                full += 1
+            elif n > 0:
+                partial += 1
+    return (full, partial, rows * columns - full - partial)
+""",
+    ),
+    (
+        "promises in floats, documents by the larger side",
+        "q3_2",
+        """
+def block_flops(counts, block, batch, heads, head_dim):
+    full, partial, empty = counts
+    pairs = (full + partial) * block * block
+    return 2.0 * 2.0 * pairs * head_dim * heads * batch
+
+def promised_speedup(counts):
+    full, partial, empty = counts
+    return 1 / (1 - empty / (full + partial + empty))
+
+def document_blocks(length, span, block):
+    side = max(span, block)
+    return (length // side) * (side // block) ** 2
+""",
+    ),
+    (
+        "all visited keys gathered, one softmax a row",
+        "q3_3",
+        """
+def block_sparse_attention(q, k, v, block_mask):
+    bq, bk = block_mask.BLOCK_SIZE
+    wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    out = []
+    for i in range(q.shape[2] // bq):
+        np_, nf = int(block_mask.kv_num_blocks[0, 0, i]), int(block_mask.full_kv_num_blocks[0, 0, i])
+        ids = torch.cat([block_mask.kv_indices[0, 0, i, :np_], block_mask.full_kv_indices[0, 0, i, :nf]]).long()
+        if len(ids) == 0:
+            out.append(torch.zeros_like(q[:, :, :bq]))
+            continue
+        keys = (ids[:, None] * bk + torch.arange(bk)).flatten()
+        rows = torch.arange(i * bq, (i + 1) * bq)
+        seen = torch.ones(bq, len(keys), dtype=torch.bool)
+        if np_:
+            seen[:, : np_ * bk] = block_mask.mask_mod(torch.tensor(0), torch.tensor(0), rows[:, None], keys[None, : np_ * bk])
+        s = torch.einsum("bhqd,bhkd->bhqk", q[:, :, rows].to(wide), k[:, :, keys].to(wide)) * q.shape[-1] ** -0.5
+        p = torch.softmax(s.masked_fill(~seen, float("-inf")), -1)
+        p = torch.where(seen, p, 0.0).nan_to_num()
+        out.append(torch.einsum("bhqk,bhkd->bhqd", p, v[:, :, keys].to(wide)).to(q.dtype))
+    return torch.cat(out, dim=2)
+""",
+    ),
+    (
+        "running sums without a maximum of minus infinity",
+        "q3_3",
+        """
+def block_sparse_attention(q, k, v, block_mask):
+    bq, bk = block_mask.BLOCK_SIZE
+    out = torch.zeros(q.shape, dtype=torch.float32)
+    for i in range(q.size(2) // bq):
+        qi = q[:, :, i * bq : (i + 1) * bq].float()
+        top = torch.full(qi.shape[:3], -1e20)
+        total, acc = torch.zeros(qi.shape[:3]), torch.zeros_like(qi)
+        visits = [(int(j), True) for j in block_mask.kv_indices[0, 0, i][: block_mask.kv_num_blocks[0, 0, i]]]
+        visits += [(int(j), False) for j in block_mask.full_kv_indices[0, 0, i][: block_mask.full_kv_num_blocks[0, 0, i]]]
+        for j, partial in sorted(visits):
+            s = qi @ k[:, :, j * bk : (j + 1) * bk].float().transpose(-1, -2) / math.sqrt(q.size(-1))
+            if partial:
+                zero = torch.tensor(0)
+                ok = block_mask.mask_mod(zero, zero, torch.arange(i * bq, i * bq + bq)[:, None], torch.arange(j * bk, j * bk + bk)[None])
+                s = torch.where(ok, s, -1e20)
+            new = torch.maximum(top, s.amax(-1))
+            p = torch.exp(s - new[..., None]) * (s > -1e19)
+            scale = torch.exp(top - new)
+            total, acc, top = total * scale + p.sum(-1), acc * scale[..., None] + p @ v[:, :, j * bk : (j + 1) * bk].float(), new
+        out[:, :, i * bq : (i + 1) * bq] = acc / total.clamp(min=1e-20)[..., None]
+    return out.to(q.dtype)
+""",
+    ),
+    (
+        "modifiers as classes and a reduce",
+        "q4_1",
+        """
+class soft_cap:
+    def __init__(self, cap):
+        self.cap = cap
+    def __call__(self, score, b, h, q, k):
+        return (score / self.cap).tanh() * self.cap
+
+def alibi(slopes):
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + (kv_idx - q_idx) * slopes[h]
+    return mod
+
+def in_turn(*mods):
+    return lambda score, b, h, q, k: functools.reduce(lambda s, mod: mod(s, b, h, q, k), mods, score)
+""",
+    ),
+    (
+        "bias by where, padded table",
+        "q4_2",
+        """
+def relative_bias(table):
+    r = (table.shape[1] - 1) // 2
+    def mod(score, b, h, q, k):
+        d = q - k
+        d = torch.where(d > r, r, torch.where(d < -r, -r, d))
+        return score + table[h][d + r].to(score)
+    return mod
+""",
+    ),
+    (
+        "bias by minimum and maximum",
+        "q4_2",
+        """
+def relative_bias(table):
+    reach = torch.tensor(table.shape[1] // 2)
+    def mod(score, b, h, q, k):
+        column = torch.minimum(torch.maximum(q - k, -reach), reach) + reach
+        return (score + table[h, column]).type_as(score)
+    return mod
+""",
+    ),
+    (
+        "a class with __call__, keyword arguments",
+        "q5_1",
+        """
+class prepare_flex:
+    def __init__(self, attention, mask_mod, score_mod, length, device, block_size=128):
+        self.attention, self.score_mod = attention, score_mod
+        self.block_mask = mask_mod and create_block_mask(
+            mask_mod=mask_mod, B=None, H=None, Q_LEN=length, KV_LEN=length, device=device, BLOCK_SIZE=(block_size, block_size))
+    def __call__(self, q, k, v):
+        return self.attention(query=q, key=k, value=v, score_mod=self.score_mod, block_mask=self.block_mask,
+                              enable_gqa=k.size(1) < q.size(1))
+""",
+    ),
+    (
+        "buckets by bisect, new_zeros",
+        "q6_1",
+        """
+def bucketed_attention(attend, q, k, v, buckets):
+    import bisect
+    ordered = sorted(buckets)
+    place = bisect.bisect_left(ordered, q.shape[-2])
+    if place == len(ordered):
+        raise ValueError("no bucket is large enough")
+    missing = ordered[place] - q.shape[-2]
+    padded = [torch.cat([t, t.new_zeros(t.shape[0], t.shape[1], missing, t.shape[3])], dim=-2) for t in (q, k, v)]
+    count = torch.full((), q.shape[-2], device=q.device)
+    return attend(padded[0], padded[1], padded[2], lambda b, h, q, k: torch.lt(k, count)).narrow(2, 0, q.shape[-2])
+""",
+    ),
+    (
+        "a sort key of floats, lookup tables",
+        "q7_1",
+        """
+def lay_out(conversation, position, window):
+    key = conversation.double() + position.double() / (position.max().item() + 1)
+    order = key.argsort()
+    table = torch.stack([conversation[order], position[order]])
+    def mask_mod(b, h, q, k):
+        cq, ck, pq, pk = table[0][q], table[0][k], table[1][q], table[1][k]
+        instruction = (ck == 0) & ((cq != 0) | (pk <= pq))
+        own = (cq == ck) & (ck != 0) & (pk <= pq) & (pq - pk < window)
+        return instruction | own
+    return order, mask_mod
+""",
+    ),
+    (
+        "lists sorted in Python",
+        "q7_1",
+        """
+def lay_out(conversation, position, window):
+    c, p = conversation.tolist(), position.tolist()
+    order = torch.tensor(sorted(range(len(c)), key=lambda i: (c[i], p[i])), device=conversation.device)
+    who, where = conversation[order], position[order]
+    def mask_mod(b, h, q, k):
+        d = where[q] - where[k]
+        same = who[q] == who[k]
+        return torch.where(who[q] == 0, same & (d >= 0), (who[k] == 0) | (same & (d >= 0) & (d < window)))
+    return order, mask_mod
+""",
+    ),
+    (
+        "positions as a shifted query",
+        "bonus_8_1",
+        """
+def at_positions(mask_mod, positions):
+    return lambda b, h, q_idx, kv_idx: mask_mod(b, h, torch.add(q_idx, positions[b.long()]), kv_idx)
+""",
+    ),
+    (
+        "pages by divmod of tensors",
+        "bonus_8_2",
+        """
+def paged_mask(mask_mod, owner, number, page_size):
+    def mod(b, h, q, k):
+        page = torch.div(k, page_size, rounding_mode="floor")
+        inside = torch.remainder(k, page_size)
+        return mask_mod(b, h, q, number[page] * page_size + inside) & torch.eq(owner[page], b)
+    return mod
+""",
+    ),
+    (
+        "texts by document numbers",
+        "bonus_8_3",
+        """
+def ragged_attention(attend, texts):
+    sizes = [t[0].shape[-2] for t in texts]
+    numbers = torch.cat([torch.full((n,), i, dtype=torch.long) for i, n in enumerate(sizes)]).to(texts[0][0].device)
+    q, k, v = (torch.cat([t[i] for t in texts], -2).unsqueeze(0) for i in range(3))
+    out = attend(q, k, v, packed_documents(numbers[None]))
+    return [*torch.split(out.squeeze(0), sizes, dim=-2)]
+""",
+    ),
 ]

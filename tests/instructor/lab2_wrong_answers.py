@@ -186,8 +186,20 @@ def prefix_lm(prefix):
         _mod("sliding_window", "window", "(k <= q) & (q - k <= window)"),
         "own key is one",
     ),
-    WrongAnswer("window not causal", "q2_1", _mod("sliding_window", "window", "(q - k).abs() < window"), "causal too"),
-    WrongAnswer("prefix and causal", "q2_1", _mod("prefix_lm", "prefix", "(k < prefix) & (k <= q)"), "with |"),
+    WrongAnswer(
+        "window not causal",
+        "q2_1",
+        _mod("sliding_window", "window", "(q - k).abs() < window"),
+        "causal too",
+        seen="it is causal",
+    ),
+    WrongAnswer(
+        "prefix and causal",
+        "q2_1",
+        _mod("prefix_lm", "prefix", "(k < prefix) & (k <= q)"),
+        "with |",
+        seen="which of & and |",
+    ),
     WrongAnswer(
         "a number for a truth value",
         "q2_1",
@@ -609,8 +621,9 @@ def lay_out(conversation, position, window):
         {_LAYOUT_MASK}
     return torch.argsort(order), mask_mod
 """,
-        ("pairs it should not", "is there", "are hidden"),
+        ("pairs it should not", "neighbours"),
         loses=("q7_1_tests", "q7_1_blocks_tests"),
+        seen=("mixed up", "neighbours"),
     ),
     WrongAnswer(
         "instructions with a window",
@@ -622,7 +635,7 @@ def lay_out(conversation, position, window):
         return ((owner[q] == owner[k]) & near) | ((owner[q] > 0) & (owner[k] == 0))""",
         ),
         "Instructions have no window",
-        loses=("q7_1_tests", "q7_1_blocks_tests"),
+        loses=("q7_1_tests",),
     ),
     WrongAnswer(
         "mask of the old order",
@@ -635,7 +648,7 @@ def lay_out(conversation, position, window):
     return {_SORTED}, mask_mod
 """,
         ("as they arrived", "is there"),
-        loses=("q7_1_tests", "q7_1_blocks_tests"),
+        loses=("q7_1_tests",),
     ),
     WrongAnswer(
         "more is seen than wanted",
@@ -700,5 +713,440 @@ def ragged_attention(attend, texts):
     return [attend(q[None], k[None], v[None], past)[0] for q, k, v in texts]
 """,
         "called once",
+    ),
+    # ---- more of 1
+    WrongAnswer("divided by D", "q1_1", _masked(f"{_SOFTMAX}.nan_to_num(0.0)", "q.shape[-1]"), "not by D"),
+    WrongAnswer(
+        "True added as 1",
+        "q1_1",
+        _masked("weights = torch.softmax(scores + mask.float(), -1)"),
+        ("added to the scores", "should be -inf"),
+    ),
+    WrongAnswer(
+        "a query without keys looks at all",
+        "q1_1",
+        _masked("weights = torch.softmax(scores.masked_fill(~mask, -1e9), -1)"),
+        ("gets zeros", "zeros"),
+    ),
+    WrongAnswer(
+        "the sequences forgotten",
+        "q1_2",
+        """
+def mask_costs(mask, batch, heads, head_dim, dtype):
+    seen, n = int(mask.sum()), heads
+    return seen / mask.numel(), 4 * head_dim * n * (mask.numel() - seen), n * mask.numel() * dtype.itemsize
+""",
+        ("Each sequence", "sequence computes"),
+    ),
+    WrongAnswer(
+        "two FLOPs a pair and dimension",
+        "q1_2",
+        """
+def mask_costs(mask, batch, heads, head_dim, dtype):
+    seen, n = int(mask.sum()), batch * heads
+    return seen / mask.numel(), 2 * head_dim * n * (mask.numel() - seen), n * mask.numel() * dtype.itemsize
+""",
+        ("oth products count",),
+    ),
+    WrongAnswer(
+        "the masked share",
+        "q1_2",
+        """
+def mask_costs(mask, batch, heads, head_dim, dtype):
+    lost, n = mask.numel() - int(mask.sum()), batch * heads
+    return lost / mask.numel(), 4 * head_dim * n * lost, n * mask.numel() * dtype.itemsize
+""",
+        ("masked share", "that are masked"),
+    ),
+    WrongAnswer(
+        "all FLOPs called wasted",
+        "q1_2",
+        """
+def mask_costs(mask, batch, heads, head_dim, dtype):
+    n = batch * heads
+    return int(mask.sum()) / mask.numel(), 4 * head_dim * n * mask.numel(), n * mask.numel() * dtype.itemsize
+""",
+        ("all FLOPs", "FLOPs of all pairs"),
+    ),
+    # ---- more of 2
+    WrongAnswer(
+        "prefix one too long", "q2_1", _mod("prefix_lm", "prefix", "(k <= prefix) | (k <= q)"), "one key too many"
+    ),
+    WrongAnswer(
+        "queries of the prefix see all",
+        "q2_1",
+        _mod("prefix_lm", "prefix", "(q < prefix) | (k <= q)"),
+        ("keys in the prefix", "one key too many"),
+    ),
+    WrongAnswer(
+        "window one too narrow",
+        "q2_1",
+        _mod("sliding_window", "window", "(k <= q) & (q - k < window - 1)"),
+        ("too narrow", "too few"),
+    ),
+    WrongAnswer(
+        "window from key 0", "q2_1", _mod("sliding_window", "window", "(k <= q) & (k < window)"), "from the query"
+    ),
+    WrongAnswer("prefix alone causal", "q2_1", _mod("prefix_lm", "prefix", "k <= q"), ("later keys", "as well")),
+    WrongAnswer(
+        "documents see each other",
+        "q2_2",
+        _mod("packed_documents", "numbers", "(numbers[b, q] >= 0) & (numbers[b, k] >= 0) & (k <= q)"),
+        ("Documents are ignored", "own document only"),
+    ),
+    WrongAnswer(
+        "documents upside down",
+        "q2_2",
+        _mod("packed_documents", "numbers", "(numbers[b, q] == numbers[b, k]) & (numbers[b, q] >= 0) & (k >= q)"),
+        ("upside down", "causal"),
+    ),
+    WrongAnswer(
+        "documents by head",
+        "q2_2",
+        _mod("packed_documents", "numbers", "(numbers[h, q] == numbers[h, k]) & (numbers[h, q] >= 0) & (k <= q)"),
+        "sequence 0 only",
+    ),
+    WrongAnswer(
+        "numbers from 1",
+        "q2_2",
+        """
+def document_numbers(lengths, size, device):
+    if sum(lengths) > size:
+        raise ValueError("too long")
+    ids = [i + 1 for i, n in enumerate(lengths) for _ in range(n)]
+    return torch.tensor(ids + [-1] * (size - len(ids)), device=device)
+""",
+        "expected [",
+    ),
+    WrongAnswer(
+        "and called or",
+        "q2_3",
+        """
+def either(*mods):
+    return lambda b, h, q, k: functools.reduce(lambda x, y: x & y, (mod(b, h, q, k) for mod in mods))
+""",
+        ("what the other", "other of the two"),
+    ),
+    WrongAnswer(
+        "windows without causality",
+        "q2_3",
+        _mod("window_per_head", "windows", "q - k < windows[h]"),
+        "causal too",
+        loses=("q2_3_heads_tests",),
+    ),
+    WrongAnswer(
+        "windows one too wide",
+        "q2_3",
+        _mod("window_per_head", "windows", "(k <= q) & (q - k <= windows[h])"),
+        ("own key is one", "window"),
+        loses=("q2_3_heads_tests",),
+    ),
+    WrongAnswer(
+        "one sink too many",
+        "q2_3",
+        _mod("sinks_and_window", "sinks, window", "(k <= q) & ((q - k < window) | (k <= sinks))"),
+        "one sink too many",
+        loses=("q2_3_heads_tests",),
+    ),
+    WrongAnswer(
+        "sinks and window exchanged",
+        "q2_3",
+        _mod("sinks_and_window", "sinks, window", "(k <= q) & ((q - k < sinks) | (k < window))"),
+        "wrong way round",
+        loses=("q2_3_heads_tests",),
+    ),
+    WrongAnswer(
+        "sinks forgotten",
+        "q2_3",
+        _mod("sinks_and_window", "sinks, window", "(k <= q) & (q - k < window)"),
+        "sinks are missing",
+        loses=("q2_3_heads_tests",),
+    ),
+    WrongAnswer(
+        "only sinks in the window",
+        "q2_3",
+        _mod("sinks_and_window", "sinks, window", "(k <= q) & (q - k < window) & (k < sinks)"),
+        ("not in both", "window", "sinks"),
+        loses=("q2_3_heads_tests",),
+    ),
+    # ---- more of 3
+    WrongAnswer(
+        "always (3, 3, 3)", "q3_1", "def count_blocks(mask, block):\n    return 3, 3, 3\n", "count_blocks of a"
+    ),
+    WrongAnswer(
+        "partial includes full",
+        "q3_1",
+        """
+_counted = count_blocks
+def count_blocks(mask, block):
+    full, partial, empty = _counted(mask, block)
+    return full, partial + full, empty
+""",
+        "neither full nor empty",
+    ),
+    WrongAnswer(
+        "partial called full",
+        "q3_1",
+        """
+_counted = count_blocks
+def count_blocks(mask, block):
+    full, partial, empty = _counted(mask, block)
+    return full + partial, partial, empty
+""",
+        ("counts as full", "expected"),
+    ),
+    WrongAnswer(
+        "FLOPs of one head",
+        "q3_2",
+        """
+def block_flops(counts, block, batch, heads, head_dim):
+    return 4 * head_dim * (counts[0] + counts[1]) * block**2
+""",
+        "one head of one sequence",
+    ),
+    WrongAnswer(
+        "FLOPs of full blocks",
+        "q3_2",
+        """
+def block_flops(counts, block, batch, heads, head_dim):
+    return 4 * head_dim * batch * heads * counts[0] * block**2
+""",
+        "Partial blocks are computed as well",
+    ),
+    WrongAnswer(
+        "a block of one side",
+        "q3_2",
+        """
+def block_flops(counts, block, batch, heads, head_dim):
+    return 4 * head_dim * batch * heads * (counts[0] + counts[1]) * block
+""",
+        "block x block",
+    ),
+    WrongAnswer(
+        "speed-up from full blocks",
+        "q3_2",
+        "def promised_speedup(counts):\n    return sum(counts) / max(counts[0], 1)\n",
+        ("Partial blocks are computed as well", "promised_speedup"),
+    ),
+    WrongAnswer(
+        "blocks of a diagonal",
+        "q3_2",
+        "def document_blocks(length, span, block):\n    return max(length // block, length // span)\n",
+        ("n x n", "shorter"),
+    ),
+    WrongAnswer(
+        "document blocks causal",
+        "q3_2",
+        """
+def document_blocks(length, span, block):
+    n = max(1, span // block)
+    return length // max(span, block) * n * (n + 1) // 2
+""",
+        "both halves",
+    ),
+    WrongAnswer(
+        "SDPA with the mask",
+        "q3_3",
+        """
+def block_sparse_attention(q, k, v, block_mask):
+    zero = torch.zeros((), dtype=torch.int64)
+    i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=block_mask.mask_mod(zero, zero, i, j)).nan_to_num(0.0)
+""",
+        "may not use",
+    ),
+    WrongAnswer("partial blocks missing", "q3_3", _walk(visit="full"), ("Partial blocks are missing", "NaN")),
+    WrongAnswer("result in fp32", "q3_3", _walk().replace("return out", "return out.float()"), "dtype"),
+    # ---- more of 4 to 8
+    WrongAnswer(
+        "tanh of the bare score", "q4_1", _score("soft_cap", "cap", "cap * torch.tanh(score)"), "before the tanh"
+    ),
+    WrongAnswer(
+        "slope by sequence", "q4_1", _score("alibi", "slopes", "score - slopes[b] * (q - k)"), "b is the sequence"
+    ),
+    WrongAnswer(
+        "ALiBi of the absolute distance",
+        "q4_1",
+        _score("alibi", "slopes", "score - slopes[h] * (q - k).abs()"),
+        "negative for keys after",
+    ),
+    WrongAnswer(
+        "the score lost", "q4_1", _score("alibi", "slopes", "-slopes[h] * (q - k)"), ("itself is lost", "is lost")
+    ),
+    WrongAnswer(
+        "only the first modifier",
+        "q4_1",
+        "def in_turn(*mods):\n    return lambda score, b, h, q, k: mods[0](score, b, h, q, k)\n",
+        "first modifier",
+    ),
+    WrongAnswer(
+        "modifiers of the bare score",
+        "q4_1",
+        """
+def in_turn(*mods):
+    def score_mod(score, b, h, q, k):
+        for mod in mods:
+            out = mod(score, b, h, q, k)
+        return out
+    return score_mod
+""",
+        "one before it returned",
+    ),
+    WrongAnswer(
+        "no clamp",
+        "q4_2",
+        """
+def relative_bias(table):
+    r = table.shape[1] // 2
+    return lambda score, b, h, q, k: score + table[h, (r + q - k) % table.shape[1]].to(score.dtype)
+""",
+        ("wrap", "wraps"),
+    ),
+    WrongAnswer(
+        "bias times the score",
+        "q4_2",
+        """
+def relative_bias(table):
+    r = table.shape[1] // 2
+    return lambda score, b, h, q, k: score * table[h, r + (q - k).clamp(-r, r)].to(score.dtype)
+""",
+        ("Add the bias", "relative_bias"),
+    ),
+    WrongAnswer(
+        "head 0's bias for all",
+        "q4_2",
+        """
+def relative_bias(table):
+    r = table.shape[1] // 2
+    return lambda score, b, h, q, k: score + table[0, r + (q - k).clamp(-r, r)].to(score.dtype)
+""",
+        "row of its own",
+    ),
+    WrongAnswer(
+        "distance without its sign",
+        "q4_2",
+        """
+def relative_bias(table):
+    r = table.shape[1] // 2
+    return lambda score, b, h, q, k: score + table[h, r + (q - k).abs().clamp(max=r)].to(score.dtype)
+""",
+        ("relative_bias", "distance"),
+    ),
+    WrongAnswer(
+        "a block mask for no mask",
+        "q5_1",
+        """
+def prepare_flex(attention, mask_mod, score_mod, length, device, block_size=128):
+    block_mask = create_block_mask(mask_mod, None, None, length, length, device=device, BLOCK_SIZE=block_size)
+    return lambda q, k, v: attention(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
+""",
+        "raised TypeError",
+        seen="no block mask to build",
+    ),
+    WrongAnswer("causal buckets", "q6_1", _bucket(mask="(k < end) & (k <= q)"), "not causal"),
+    WrongAnswer(
+        "too long goes into the largest bucket",
+        "q6_1",
+        _bucket(find="bucket = min([b for b in buckets if b >= tokens], default=tokens)"),
+        "ValueError",
+    ),
+    WrongAnswer(
+        "instructions see everybody",
+        "q7_1",
+        _LAYOUT.format(
+            order=_SORTED,
+            mask="""
+        near = (place[k] <= place[q]) & ((place[q] - place[k] < window) | (owner[q] == 0))
+        return ((owner[q] == owner[k]) & near) | (owner[k] == 0)""",
+        ),
+        ("order of their positions", "no later ones"),
+        loses=("q7_1_tests",),
+    ),
+    WrongAnswer(
+        "instructions forgotten",
+        "q7_1",
+        _LAYOUT.format(
+            order=_SORTED,
+            mask="""
+        near = (place[k] <= place[q]) & ((place[q] - place[k] < window) | (owner[q] == 0))
+        return (owner[q] == owner[k]) & near""",
+        ),
+        ("instructions are missing", "sees all instructions"),
+        loses=("q7_1_tests",),
+    ),
+    WrongAnswer(
+        "later positions seen",
+        "q7_1",
+        _LAYOUT.format(
+            order=_SORTED,
+            mask="""
+        near = (place[q] - place[k] < window) | (owner[q] == 0)
+        return ((owner[q] == owner[k]) & near) | ((owner[q] > 0) & (owner[k] == 0))""",
+        ),
+        "later positions",
+        loses=("q7_1_tests",),
+    ),
+    WrongAnswer(
+        "by conversation, positions as they come",
+        "q7_1",
+        _LAYOUT.format(
+            order="torch.argsort(conversation * 10_000 - position)", mask=f"\n        {_LAYOUT_MASK}"
+        ).replace(
+            "torch.argsort(conversation * 10_000 - position)",
+            "torch.argsort(conversation * 10_000 + position * 7919 % 10_000)",
+        ),
+        ("neighbours", "good start", "order of their positions"),
+        loses=("q7_1_blocks_tests",),
+    ),
+    WrongAnswer(
+        "b and h of a decode mask lost",
+        "bonus_8_1",
+        "def at_positions(mask_mod, positions):\n    return lambda b, h, q, k: mask_mod(0, 0, q + positions[b], k)\n",
+        "Pass b and h",
+    ),
+    WrongAnswer(
+        "queries not moved",
+        "bonus_8_1",
+        "def at_positions(mask_mod, positions):\n    return mask_mod\n",
+        ("not moved",),
+    ),
+    *(
+        WrongAnswer(
+            mistake,
+            "bonus_8_2",
+            f"""
+def paged_mask(mask_mod, owner, number, page_size):
+    def mod(b, h, q, k):
+        page = k // page_size
+        return {expression}
+    return mod
+""",
+            phrase,
+        )
+        for mistake, expression, phrase in (
+            (
+                "place inside of a page forgotten",
+                "(owner[page] == b) & mask_mod(b, h, q, number[page] * page_size)",
+                "inside of the page",
+            ),
+            ("page mask missing", "(owner[page] == b) & (q >= 0)", "mask itself is missing"),
+            (
+                "b and h of a paged mask lost",
+                "(owner[page] == b) & mask_mod(0, 0, q, number[page] * page_size + k % page_size)",
+                "Pass b and h",
+            ),
+        )
+    ),
+    WrongAnswer(
+        "padded to the longest text",
+        "bonus_8_3",
+        """
+def ragged_attention(attend, texts):
+    longest = max(q.shape[1] for q, _, _ in texts)
+    q, k, v = (torch.stack([F.pad(x, (0, 0, 0, longest - x.shape[1])) for x in part]) for part in zip(*texts))
+    out = attend(q, k, v, lambda b, h, i, j: j <= i)
+    return [out[i, :, :t[0].shape[1]] for i, t in enumerate(texts)]
+""",
+        "end to end",
     ),
 ]

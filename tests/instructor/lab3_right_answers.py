@@ -17,8 +17,8 @@ _TRANSPOSE_BODY = """
 """
 _ASYNC_BODY = """
     for i in gl.static_range(STAGES):
-        order(a_ring, i, a_ptr, first + i * TILE, n, TILE, layout)
-        order(b_ring, i, b_ptr, first + i * TILE, n, TILE, layout)
+        start_copy(a_ring, i, a_ptr, first + i * TILE, n, TILE, layout)
+        start_copy(b_ring, i, b_ptr, first + i * TILE, n, TILE, layout)
         async_copy.commit_group()
     for i in range(TILES):
         async_copy.wait_group(STAGES - 1)
@@ -26,8 +26,8 @@ _ASYNC_BODY = """
         a = a_ring.index(slot).load(layout)
         b = b_ring.index(slot).load(layout)
         if i + STAGES < TILES:
-            order(a_ring, slot, a_ptr, first + (i + STAGES) * TILE, n, TILE, layout)
-            order(b_ring, slot, b_ptr, first + (i + STAGES) * TILE, n, TILE, layout)
+            start_copy(a_ring, slot, a_ptr, first + (i + STAGES) * TILE, n, TILE, layout)
+            start_copy(b_ring, slot, b_ptr, first + (i + STAGES) * TILE, n, TILE, layout)
         async_copy.commit_group()
         at = first + i * TILE + gl.arange(0, TILE, layout)
         gl.store(c_ptr + at, a + b, mask=at < n)
@@ -185,6 +185,326 @@ def repairs():
             (
                 "blocks = gl.minimum(gl.cdiv(sk, BLOCK_N), gl.cdiv(row + BLOCK_M + sk - sq, BLOCK_N))",
                 "blocks = (gl.minimum(sk, row + BLOCK_M + sk - sq) + BLOCK_N - 1) // BLOCK_N",
+            ),
+        ),
+    ),
+    # ---- more idioms
+    (
+        "cycles with powers of two and floats",
+        "q1_1",
+        """
+def tile_cycles(rows, keys, d):
+    flops = 2 * rows * keys * d * 2.0
+    return [flops / (1024 * 4), float(rows) * keys / 16.0, keys * d * 4 / 20.0]
+""",
+    ),
+    (
+        "bytes of tiles added up",
+        "q1_1",
+        """
+def shared_bytes(consumers, keys, d, stages):
+    q = sum(64 * d * 2 for _ in range(consumers))
+    slot = keys * d * 2
+    return q + sum(slot + slot for _ in range(stages))
+""",
+    ),
+    (
+        "registers by bytes",
+        "q1_1",
+        """
+def registers_per_thread(keys, d):
+    return (64 * keys * 4 + 64 * d * 4) // 128 / 4
+""",
+    ),
+    (
+        "Little's law in bytes a nanosecond",
+        "bonus_1_3",
+        """
+def bytes_in_flight(bandwidth_tb_s, latency_ns, sms):
+    return bandwidth_tb_s * 1000 * latency_ns / sms
+""",
+    ),
+    (
+        "slots by negative division",
+        "bonus_1_3",
+        """
+def slots_needed(bandwidth_tb_s, latency_ns, sms, slot_bytes):
+    return max(-int(-bytes_in_flight(bandwidth_tb_s, latency_ns, sms) // slot_bytes), 1)
+""",
+    ),
+    (
+        "owner with numpy",
+        "q2_1",
+        """
+def owner(row, column, shape, size, threads, warps, order):
+    import numpy as np
+    at, size_, threads_, warps_ = (np.array(x) for x in ((row, column), size, threads, warps))
+    shape_ = np.array(shape)
+    def flat(place, extent):
+        place, extent = place[list(order)], extent[list(order)]
+        return int(place[0] + extent[0] * place[1])
+    inside, rest = at % size_, at // size_
+    lane, rest = rest % threads_, rest // threads_
+    warp, rest = rest % warps_, rest // warps_
+    times = shape_ // (size_ * threads_ * warps_)
+    return flat(warp, warps_), flat(lane, threads_), flat(inside, size_) + int(size_.prod()) * flat(rest, times)
+""",
+    ),
+    (
+        "owner by searching all threads",
+        "q2_1",
+        """
+def owner(row, column, shape, size, threads, warps, order):
+    fast, slow = order
+    seen = {}
+    tiles = [shape[i] // (size[i] * threads[i] * warps[i]) for i in (0, 1)]
+    at = [row, column]
+    def digits(i):
+        value, out = at[i], []
+        for base in (size[i], threads[i], warps[i], tiles[i]):
+            value, digit = divmod(value, base)
+            out.append(digit)
+        return out
+    f, s = digits(fast), digits(slow)
+    bases = ((size, 0), (threads, 1), (warps, 2), (tiles, 3))
+    piece, lane, warp, again = (f[level] + base[fast] * s[level] for base, level in bases)
+    return warp, lane, again * size[0] * size[1] + piece
+""",
+    ),
+    (
+        "transpose with single elements",
+        "q2_2",
+        (
+            ("gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])", "gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])"),
+            ("gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])", "gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])"),
+        ),
+    ),
+    (
+        "pointers of rows and columns first",
+        "q2_2",
+        (
+            (
+                "x_ptr + rows[:, None] * x_stride + columns[None, :]",
+                "(x_ptr + rows * x_stride)[:, None] + gl.expand_dims(columns, 0)",
+            ),
+        ),
+    ),
+    (
+        "copies issued under a counter of their own",
+        "q3_1",
+        (
+            ("    for i in range(TILES):\n", "    slot = 0\n    for i in range(TILES):\n"),
+            (
+                "total = a_ring.index(i % STAGES).load(layout) + b_ring.index(i % STAGES).load(layout)",
+                "total = a_ring.index(slot).load(layout) + b_ring.index(slot).load(layout)\n"
+                "        slot = gl.where(slot == STAGES - 1, 0, slot + 1)",
+            ),
+        ),
+    ),
+    (
+        "groups for a and b of their own",
+        "q3_1",
+        (
+            (
+                "        start_copy(b_ring, i, b_ptr, first + i * TILE, n, TILE, layout)\n        async_copy.commit_group()\n",
+                "        async_copy.commit_group()\n        start_copy(b_ring, i, b_ptr, first + i * TILE, n, TILE, layout)\n"
+                "        async_copy.commit_group()\n",
+            ),
+            (
+                "            start_copy(b_ring, ahead % STAGES, b_ptr, first + ahead * TILE, n, TILE, layout)\n"
+                "        async_copy.commit_group()\n        async_copy.wait_group(STAGES - 1)\n",
+                "        async_copy.commit_group()\n        if ahead < TILES:\n"
+                "            start_copy(b_ring, ahead % STAGES, b_ptr, first + ahead * TILE, n, TILE, layout)\n"
+                "        async_copy.commit_group()\n        async_copy.wait_group(2 * (STAGES - 1))\n",
+            ),
+        ),
+    ),
+    (
+        "parity by remainder",
+        "q3_2",
+        (("mbarrier.wait(full.index(slot), (i // STAGES) & 1)", "mbarrier.wait(full.index(slot), (i // STAGES) % 2)"),),
+    ),
+    (
+        "squares by fma",
+        "q3_2",
+        (("total += gl.sum(x * x, 1)", "total = gl.sum(gl.fma(x, x, x * 0.0), axis=1) + total"),),
+    ),
+    (
+        "added before the refill",
+        "q3_2",
+        (
+            ("        total += gl.sum(x * x, 1)\n", ""),
+            (
+                "        fence_async_shared()  # public\n",
+                "        total += gl.sum(x * x, 1)\n        fence_async_shared()  # public\n",
+            ),
+        ),
+    ),
+    (
+        "repaired by a fence of the other side",
+        "bonus_3_4",
+        """
+def repairs():
+    return {
+        "mbarrier.wait(empty.index(slot), (i // STAGES) & 1)": "mbarrier.wait(empty.index(slot), (i // STAGES + 1) & 1)",
+        "mbarrier.expect(full.index(slot), x_desc.block_type.nbytes // 2)":
+            "mbarrier.expect(full.index(slot), x_desc.block_type.nbytes)",
+        "mbarrier.arrive(empty.index(slot), count=1)": "x = ring.index(slot).load(layout)",
+        "x = ring.index(slot).load(layout)": "fence_async_shared()\\nmbarrier.arrive(empty.index(slot), count=1)",
+        "tma.store_wait(1)": "tma.store_wait(0)",
+        "mbarrier.init(empty.index(i), count=2)": "mbarrier.init(empty.index(i), count=1)",
+    }
+""",
+    ),
+    (
+        "operand A through registers",
+        "q4_1",
+        (
+            (
+                "acc = warpgroup_mma(a_tile, b_tile.permute([1, 0]), acc, is_async=True)",
+                "a = a_tile.load(gl.DotOperandLayout(0, layout, 2))\n"
+                "        acc = warpgroup_mma(a, b_tile.permute([1, 0]), acc, is_async=True)",
+            ),
+        ),
+    ),
+    (
+        "deps as a tuple",
+        "q4_1",
+        (("warpgroup_mma_wait(0, deps=[acc])", "warpgroup_mma_wait(num_outstanding=0, deps=(acc,))"),),
+    ),
+    (
+        "accumulator by full",
+        "q4_1",
+        (
+            (
+                "gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)",
+                "gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, layout)",
+            ),
+            ("b_tile.permute([1, 0])", "b_tile.permute((1, 0))"),
+        ),
+    ),
+    (
+        "converted in a line of its own",
+        "q4_1",
+        (
+            (
+                "    c_tile.store(acc.to(c_desc.dtype))\n",
+                "    rounded = gl.cast(acc, c_desc.dtype)\n    c_tile.store(rounded)\n",
+            ),
+        ),
+    ),
+    (
+        "mask by subtraction",
+        "q5_1",
+        (
+            (
+                's = gl.where((keys < sk)[None, :], s, float("-inf"))',
+                's = gl.where((sk - keys > 0)[None, :], s, -float("inf"))',
+            ),
+        ),
+    ),
+    ("mask by the last key", "q5_1", (("(keys < sk)[None, :]", "gl.expand_dims(keys <= sk - 1, 0)"),)),
+    (
+        "factor computed from scaled maxima",
+        "q5_1",
+        (
+            ("alpha = gl.exp2((m - top) * c)", "alpha = gl.exp2(m * c - top * c)"),
+            ("p = gl.exp2((s - top[:, None]) * c)", "p = gl.exp2(s * c - (top * c)[:, None])"),
+        ),
+    ),
+    (
+        "probabilities masked to zero, too",
+        "q5_1",
+        (
+            (
+                "p = gl.exp2((s - top[:, None]) * c)",
+                "p = gl.where((keys < sk)[None, :], gl.exp2((s - top[:, None]) * c), 0.0)",
+            ),
+        ),
+    ),
+    (
+        "multiplied by the inverse",
+        "q5_1",
+        (
+            (
+                "o = o / gl.convert_layout(total, gl.SliceLayout(1, output))[:, None]",
+                "o = o * gl.convert_layout(1.0 / total, gl.SliceLayout(1, output))[:, None]",
+            ),
+        ),
+    ),
+    (
+        "a running slot and parity in both partitions",
+        "q5_2",
+        (
+            (
+                "    for i in range(gl.cdiv(sk, BLOCK_N)):  # public\n        slot = i % STAGES  # public\n",
+                "    slot = 0\n    turn = 1\n    for i in range((sk + BLOCK_N - 1) // BLOCK_N):\n",
+            ),
+            ("((i // STAGES) & 1) ^ 1)", "turn)"),
+            (
+                "        tma_load(v_desc, [head, i * BLOCK_N, 0], full.index(slot), v_ring.index(slot))\n",
+                "        tma_load(v_desc, [head, i * BLOCK_N, 0], full.index(slot), v_ring.index(slot))\n        slot += 1\n"
+                "        if slot == STAGES:\n            slot = 0\n            turn ^= 1\n",
+            ),
+        ),
+    ),
+    (
+        "no wait in the first round",
+        "q5_2",
+        (
+            (
+                "mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)",
+                "mbarrier.wait(empty.index(slot), (i // STAGES - 1) & 1, pred=i >= STAGES)",
+            ),
+        ),
+    ),
+    (
+        "V announced and copied first",
+        "q5_2",
+        (
+            ("        tma_load(k_desc, [head, i * BLOCK_N, 0], full.index(slot), k_ring.index(slot))\n", ""),
+            (
+                "        tma_load(v_desc, [head, i * BLOCK_N, 0], full.index(slot), v_ring.index(slot))\n",
+                "        tma_load(v_desc, [head, i * BLOCK_N, 0], full.index(slot), v_ring.index(slot))\n"
+                "        tma_load(k_desc, [head, i * BLOCK_N, 0], full.index(slot), k_ring.index(slot))\n",
+            ),
+        ),
+    ),
+    (
+        "both products in the wait",
+        "q5_3",
+        (("s = warpgroup_mma_wait(1, deps=[s])", "s, o = warpgroup_mma_wait(1, deps=[s, o])"),),
+    ),
+    (
+        "P converted before the second wait",
+        "q5_3",
+        (
+            ("        p = gl.convert_layout(p_next.to(dtype), left)\n", "        p = after\n"),
+            (
+                "        o = warpgroup_mma_wait(0, deps=[o])\n",
+                "        after = gl.convert_layout(p_next.to(dtype), left)\n        o = warpgroup_mma_wait(0, deps=[o])\n",
+            ),
+        ),
+    ),
+    (
+        "causal mask in two steps",
+        "bonus_5_5",
+        (
+            (
+                "seen = (keys[None, :] <= position[:, None]) & (keys < sk)[None, :]\n"
+                '        s = gl.where(seen, s, float("-inf"))',
+                's = gl.where((keys < sk)[None, :], s, float("-inf"))\n'
+                '        s = gl.where(position[:, None] >= keys[None, :], s, float("-inf"))',
+            ),
+        ),
+    ),
+    (
+        "blocks by the last position",
+        "bonus_5_5",
+        (
+            (
+                "blocks = gl.minimum(gl.cdiv(sk, BLOCK_N), gl.cdiv(row + BLOCK_M + sk - sq, BLOCK_N))",
+                "last = row + BLOCK_M - 1 + sk - sq\n    blocks = gl.minimum(last // BLOCK_N + 1, gl.cdiv(sk, BLOCK_N))",
             ),
         ),
     ),

@@ -114,7 +114,7 @@ def owner(row, column, shape, size, threads, warps, order):
     _after(
         "lanes do not wrap",
         "q2_1",
-        "Expected here",
+        ("Expected here", "lanes 0 to 31"),
         code="""
 right_owner = owner
 def owner(row, column, shape, size, threads, warps, order):
@@ -125,7 +125,7 @@ def owner(row, column, shape, size, threads, warps, order):
     _after(
         "repetitions counted along columns first",
         "q2_1",
-        ("Expected here", "fastest dimension first"),
+        "Repetitions are counted in the layout's order",
         code="""
 right_owner = owner
 def owner(row, column, shape, size, threads, warps, order):
@@ -178,7 +178,10 @@ def owner(row, column, shape, size, threads, warps, order):
         "copy into the slot in use",
         "q3_1",
         ("race", "wrong in"),
-        ("order(a_ring, ahead % STAGES, a_ptr, first + ahead", "order(a_ring, i % STAGES, a_ptr, first + ahead"),
+        (
+            "start_copy(a_ring, ahead % STAGES, a_ptr, first + ahead",
+            "start_copy(a_ring, i % STAGES, a_ptr, first + ahead",
+        ),
     ),
     _instead(
         "program's offset forgotten",
@@ -449,5 +452,301 @@ def repairs():
     ),
     _instead(
         "own key masked", "bonus_5_5", ("wrong in", "NaN"), ("keys[None, :] <= position", "keys[None, :] < position")
+    ),
+    # ---- more, by question
+    _after(
+        "exponentials of one quarter",
+        "q1_1",
+        "four",
+        code="""
+def tile_cycles(rows, keys, d):
+    return 4 * rows * keys * d / 4096, rows * keys / 4, 4 * keys * d / 20
+""",
+    ),
+    _after(
+        "K alone is loaded",
+        "q1_1",
+        "K and V",
+        code="""
+def tile_cycles(rows, keys, d):
+    return 4 * rows * keys * d / 4096, rows * keys / 16, 2 * keys * d / 20
+""",
+    ),
+    _after(
+        "elements for bytes",
+        "q1_1",
+        "two bytes",
+        loses=("q1_1_budget_tests",),
+        code="""
+def shared_bytes(consumers, keys, d, stages):
+    return consumers * 64 * d + 2 * stages * keys * d
+""",
+    ),
+    _after(
+        "one Q for all consumers",
+        "q1_1",
+        "64 rows of Q of its own",
+        loses=("q1_1_budget_tests",),
+        code="""
+def shared_bytes(consumers, keys, d, stages):
+    return 2 * (64 * d + 2 * stages * keys * d)
+""",
+    ),
+    _after(
+        "registers of one warp",
+        "q1_1",
+        "128 threads share",
+        loses=("q1_1_budget_tests",),
+        code="""
+def registers_per_thread(keys, d):
+    return 64 * (keys + d) / 32
+""",
+    ),
+    _after(
+        "registers before repetitions",
+        "q2_1",
+        "within the piece",
+        code="""
+right_owner = owner
+def owner(row, column, shape, size, threads, warps, order):
+    warp, lane, register = right_owner(row, column, shape, size, threads, warps, order)
+    piece = size[0] * size[1]
+    times = shape[0] * shape[1] // (piece * 32 * warps[0] * warps[1])
+    return warp, lane, register // piece + times * (register % piece)
+""",
+    ),
+    _after(
+        "repetitions dropped",
+        "q2_1",
+        "further registers",
+        code="""
+right_owner = owner
+def owner(row, column, shape, size, threads, warps, order):
+    warp, lane, register = right_owner(row, column, shape, size, threads, warps, order)
+    return warp, lane, register % (size[0] * size[1])
+""",
+    ),
+    _instead(
+        "mask of the load without columns",
+        "q2_2",
+        "out of bounds",
+        (
+            "    mask = (rows < m)[:, None] & (columns < n)[None, :]\n    tile = gl.load",
+            "    mask = (rows < m)[:, None]\n    tile = gl.load",
+        ),
+    ),
+    _instead(
+        "half a warp in the layout",
+        "q2_2",
+        "a warp has 32",
+        (
+            "reading: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8]",
+            "reading: gl.constexpr = gl.BlockedLayout([1, 4], [2, 8]",
+        ),
+    ),
+    _instead(
+        "layout without constexpr", "q2_2", "gl.constexpr = ...", ("writing: gl.constexpr = gl.", "writing = gl.")
+    ),
+    _instead(
+        "store without mask",
+        "q3_1",
+        "A mask is missing",
+        ("gl.store(c_ptr + at, total, mask=at < n)", "gl.store(c_ptr + at, total)"),
+    ),
+    _instead(
+        "commit only when something was issued",
+        "q3_1",
+        ("race", "wait_group", "unfinished"),
+        (
+            "        async_copy.commit_group()\n        async_copy.wait_group",
+            "            async_copy.commit_group()\n        async_copy.wait_group",
+        ),
+    ),
+    _instead(
+        "constant reused in the loop",
+        "q3_1",
+        "was a compile-time constant before this loop",
+        ("        ahead = i + STAGES - 1\n", "        t = i\n        ahead = i + STAGES - 1\n"),
+        (
+            "    for i in gl.static_range(STAGES - 1):\n",
+            "    for t in gl.static_range(STAGES):\n        pass\n    for i in gl.static_range(STAGES - 1):\n",
+        ),
+    ),
+    _instead(
+        "one tile too many",
+        "q3_2",
+        ("TMA copies", "race", "deadlock", "parity"),
+        ("    for i in range(tiles):  # public\n", "    for i in range(tiles + 1):  # public\n"),
+    ),
+    _instead(
+        "refill with the same tile",
+        "q3_2",
+        ("refill begin", "wrong in"),
+        ("tma_load(x_desc, [row, (i + STAGES) * COLUMNS]", "tma_load(x_desc, [row, i * COLUMNS]"),
+    ),
+    _instead("sum of x", "q3_2", "sum of x, not of x * x", ("total += gl.sum(x * x, 1)", "total += gl.sum(x, 1)")),
+    _instead(
+        "sum over the rows", "q3_2", ("layout", "shape"), ("total += gl.sum(x * x, 1)", "total += gl.sum(x * x, 0)")
+    ),
+    _instead("last tile alone", "q3_2", "add to `total`", ("total += gl.sum(x * x, 1)", "total = gl.sum(x * x, 1)")),
+    _instead(
+        "two arrivals awaited",
+        "q3_2",
+        "1 of 2 arrivals missing",
+        ("mbarrier.init(full.index(i), count=1)", "mbarrier.init(full.index(i), count=2)"),
+    ),
+    _instead("coordinates swapped", "q3_2", ("wrong in", "NaN"), ("[row, i * COLUMNS]", "[i * COLUMNS, row]")),
+    _instead(
+        "barrier without index",
+        "q3_2",
+        ".index(i) takes one",
+        ("mbarrier.wait(full.index(slot), (i // STAGES) & 1)", "mbarrier.wait(full, (i // STAGES) & 1)"),
+    ),
+    _instead(
+        "subscripts for slots",
+        "q3_2",
+        ".index(i) is slot i",
+        ("x = ring.index(slot).load(layout)", "x = ring[slot].load(layout)"),
+    ),
+    _instead(
+        "wait for all but one",
+        "q4_1",
+        ("race", "still being computed"),
+        ("warpgroup_mma_wait(0, deps=[acc])", "warpgroup_mma_wait(1, deps=[acc])"),
+    ),
+    _instead(
+        "result of the wait dropped",
+        "q4_1",
+        "assign the result",
+        ("acc = warpgroup_mma_wait(0, deps=[acc])", "warpgroup_mma_wait(0, deps=[acc])"),
+    ),
+    _instead("two warps by two", "q4_1", "multiple of 4", ("[3, 0], [4, 1]", "[3, 0], [2, 2]")),
+    _instead("K of 8", "q4_1", "K is 32 bytes", ("[16, BLOCK_N, 16]", "[16, BLOCK_N, 8]")),
+    _instead("stored in fp32", "q4_1", "use .to(", ("c_tile.store(acc.to(c_desc.dtype))", "c_tile.store(acc)")),
+    _instead(
+        "fence after the TMA store",
+        "q4_1",
+        "missing fence",
+        (
+            "    fence_async_shared()  # public\n    tma_store(c_desc, [row, column], c_tile)  # public\n",
+            "    tma_store(c_desc, [row, column], c_tile)  # public\n    fence_async_shared()  # public\n",
+        ),
+    ),
+    _instead(
+        "nothing to wait for",
+        "q4_1",
+        "`deps` is empty",
+        ("warpgroup_mma_wait(0, deps=[acc])", "warpgroup_mma_wait(0, deps=[])"),
+    ),
+    _instead("one key too many", "q5_1", "One key too many", ("(keys < sk)[None, :]", "(keys <= sk)[None, :]")),
+    _instead("four keys too many", "q5_1", "masked", ("(keys < sk)[None, :]", "(keys < sk + 4)[None, :]")),
+    _instead(
+        "last key masked", "q5_1", "The last key takes no part", ("(keys < sk)[None, :]", "(keys < sk - 1)[None, :]")
+    ),
+    _instead(
+        "keys counted in the block",
+        "q5_1",
+        "counts the keys of each block from 0",
+        ("keys = key + gl.arange", "keys = gl.arange"),
+    ),
+    _instead(
+        "alpha turned around",
+        "q5_1",
+        "turned around",
+        ("alpha = gl.exp2((m - top) * c)", "alpha = gl.exp2((top - m) * c)"),
+    ),
+    _instead(
+        "powers of e", "q5_1", "powers of e", ("p = gl.exp2(", "p = gl.exp("), ("alpha = gl.exp2(", "alpha = gl.exp(")
+    ),
+    _instead(
+        "sum lost", "q5_1", "the sum so far is lost", ("total = total * alpha + gl.sum(p, 1)", "total = gl.sum(p, 1)")
+    ),
+    _instead("maximum over the rows", "q5_1", ("layout", "shape"), ("gl.max(s, 1)", "gl.max(s, 0)")),
+    _instead(
+        "parity of the tile",
+        "q5_2",
+        ("parity", "race", "deadlock"),
+        ("mbarrier.wait(full.index(slot), (i // STAGES) & 1)", "mbarrier.wait(full.index(slot), i & 1)"),
+    ),
+    _instead(
+        "last block forgotten",
+        "q5_2",
+        ("left out", "deadlock"),
+        ("    for i in range(gl.cdiv(sk, BLOCK_N)):  # public\n", "    for i in range(sk // BLOCK_N):  # public\n"),
+    ),
+    _instead(
+        "one tile of V",
+        "q5_2",
+        "same block of V",
+        ("tma_load(v_desc, [head, i * BLOCK_N, 0]", "tma_load(v_desc, [head, 0, 0]"),
+    ),
+    _instead(
+        "one tile of K",
+        "q5_2",
+        "K of every step is the same block",
+        ("tma_load(k_desc, [head, i * BLOCK_N, 0]", "tma_load(k_desc, [head, 0, 0]"),
+    ),
+    _instead(
+        "each thread is to arrive",
+        "q5_2",
+        "arrivals missing",
+        ("mbarrier.init(empty.index(i), count=2)", "mbarrier.init(empty.index(i), count=256)"),
+    ),
+    _instead(
+        "full counts two",
+        "q5_2",
+        "1 of 2 arrivals missing",
+        ("mbarrier.init(full.index(i), count=1)", "mbarrier.init(full.index(i), count=2)"),
+    ),
+    _instead(
+        "two arrivals of each consumer",
+        "q5_2",
+        ("arrival", "race"),
+        ("mbarrier.arrive(empty.index(slot), count=1)", "mbarrier.arrive(empty.index(slot), count=2)"),
+    ),
+    _instead(
+        "arrives at the wrong barrier",
+        "q5_2",
+        ("arrival", "deadlock", "parity"),
+        ("mbarrier.arrive(empty.index(slot), count=1)", "mbarrier.arrive(full.index(slot), count=1)"),
+    ),
+    _instead(
+        "head forgotten",
+        "q5_2",
+        ("wrong in", "NaN"),
+        ("tma_load(k_desc, [head, i * BLOCK_N, 0]", "tma_load(k_desc, [0, i * BLOCK_N, 0]"),
+    ),
+    _instead(
+        "p never replaced",
+        "q5_3",
+        "P of the first block",
+        ("p = gl.convert_layout(p_next.to(dtype), left)", "unused = gl.convert_layout(p_next.to(dtype), left)"),
+    ),
+    _instead(
+        "scores accumulate",
+        "q5_3",
+        "wrong in",
+        ("s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)", "s = warpgroup_mma(q, k, o, is_async=True)"),
+    ),
+    _instead(
+        "no wait for V", "q5_3", "nothing orders them", ("        mbarrier.wait(v_full.index(v_slot), v_phase)\n", "")
+    ),
+    _instead(
+        "one block too many",
+        "bonus_5_5",
+        ("products, and their program makes", "unfinished", "race"),
+        ("    blocks = gl.minimum(", "    blocks = 1 + gl.minimum("),
+    ),
+    _instead(
+        "one key behind the own",
+        "bonus_5_5",
+        "one key too many",
+        ("keys[None, :] <= position", "keys[None, :] <= 1 + position"),
+    ),
+    _instead(
+        "shift forgotten in the blocks",
+        "bonus_5_5",
+        ("products, and their program makes", "wrong in"),
+        ("gl.cdiv(row + BLOCK_M + sk - sq, BLOCK_N)", "gl.cdiv(row + BLOCK_M, BLOCK_N)"),
     ),
 ]

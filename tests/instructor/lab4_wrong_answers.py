@@ -82,6 +82,7 @@ def backends_in(operators):
     return [words[name] for name in operators if name in words]
 """,
         "one call that ran flash",
+        seen="a name of its own",
     ),
     WrongAnswer(
         "the backward pass counted",
@@ -660,5 +661,714 @@ def quantize_fp8(x, block=None):
     return _blocks(x, None)
 """,
         "of shape",
+        seen="has shape (1, 1, 1, 1), expected",
+    ),
+    # ---- what only a second look finds
+    WrongAnswer(
+        "a pin that is not closed",
+        "q1_2",
+        """
+_asked = why_not
+def why_not(backend, q, k, v, **options):
+    found = _asked(backend, q, k, v, **options)
+    for name in ("flash", "mem_efficient", "math", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(True)
+    return found
+""",
+        "other backends are",
+    ),
+    WrongAnswer(
+        "warnings silenced for good",
+        "q1_2",
+        """
+_asked = why_not
+def why_not(backend, q, k, v, **options):
+    found = _asked(backend, q, k, v, **options)
+    warnings.simplefilter("ignore")
+    return found
+""",
+        "warning filters are others",
+    ),
+    WrongAnswer(
+        "reasons not cut",
+        "q1_2",
+        _WHY.replace('.split(" (Triggered internally")[0]', "").format(
+            filter=_ALWAYS, rest=f"{_KEEP}\n    return list(dict.fromkeys(found)) or [first]"
+        ),
+        "Triggered",
+    ),
+    WrongAnswer(
+        "one string, no list",
+        "q1_2",
+        """
+_asked = why_not
+def why_not(backend, q, k, v, **options):
+    return " ".join(_asked(backend, q, k, v, **options))
+""",
+        "list of sentences",
+    ),
+    WrongAnswer(
+        "None instead of an error",
+        "q1_4",
+        """
+def dispatch(order, allowed, reasons, set_priority=False):
+    for name in allowed if set_priority else order:
+        if name in allowed and not reasons[name]:
+            return name
+""",
+        "raise BackendRefused",
+        seen="BackendRefused",
+    ),
+    WrongAnswer(
+        "priority ignored",
+        "q1_4",
+        """
+def dispatch(order, allowed, reasons, set_priority=False):
+    for name in order:
+        if name in allowed and not reasons[name]:
+            return name
+    raise BackendRefused("none")
+""",
+        "asked in the order in which",
+    ),
+    WrongAnswer(
+        "reasons not looked at",
+        "q1_4",
+        """
+def dispatch(order, allowed, reasons, set_priority=False):
+    for name in allowed if set_priority else order:
+        if name in allowed:
+            return name
+    raise BackendRefused("none")
+""",
+        ("A backend with a reason", "raise BackendRefused"),
+    ),
+    WrongAnswer(
+        "the first of the order, allowed or not",
+        "q1_4",
+        """
+def dispatch(order, allowed, reasons, set_priority=False):
+    for name in list(allowed) + list(order) if set_priority else order:
+        if not reasons[name]:
+            return name
+    raise BackendRefused("none")
+""",
+        ("not allowed", "raise BackendRefused"),
+    ),
+    *(
+        WrongAnswer(mistake, "q2_1", code, phrase)
+        for mistake, code, phrase in (
+            (
+                "half of the FLOPs",
+                _COSTS.format(pairs=f"({_PAIRS}) / 2", kv="kv_heads", scores=_SCORES),
+                "two products",
+            ),
+            (
+                "half of all pairs is causal",
+                _COSTS.format(
+                    pairs="(query_len * kv_len / 2 if causal else query_len * kv_len)", kv="kv_heads", scores=_SCORES
+                ),
+                ("half of the diagonal",),
+            ),
+            (
+                "the mask makes the matrix smaller",
+                _COSTS.format(pairs=_PAIRS, kv="kv_heads", scores=f"4 * batch * heads * ({_PAIRS})"),
+                "takes no bytes away",
+            ),
+            (
+                "scores of key heads",
+                _COSTS.format(pairs=_PAIRS, kv="kv_heads", scores="4 * batch * kv_heads * query_len * kv_len"),
+                ("scores for all query heads", "unfused", "[2]"),
+            ),
+        )
+    ),
+    WrongAnswer(
+        "no output bytes",
+        "q2_1",
+        """
+def attention_costs(batch, heads, kv_heads, query_len, kv_len, head_dim, dtype, causal=False):
+    pairs = sum(kv_len - query_len + i + 1 for i in range(query_len)) if causal else query_len * kv_len
+    elements = batch * heads * query_len * head_dim + 2 * batch * kv_heads * kv_len * head_dim
+    scores = 4 * batch * heads * query_len * kv_len
+    return 4 * batch * heads * head_dim * pairs, elements * dtype.itemsize, (elements + scores) * dtype.itemsize
+""",
+        "output is written",
+    ),
+    WrongAnswer(
+        "the mean for the largest",
+        "q2_2",
+        _ERRORS.format(
+            rest="""d = out.double() - exact
+    return d.abs().mean().item(), (d.square().mean() / exact.square().mean()).sqrt().item()"""
+        ),
+        ("not the mean", "the largest"),
+    ),
+    WrongAnswer(
+        "groups repeated as a whole",
+        "q2_2",
+        _ERRORS.replace(
+            "k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)",
+            "k.repeat(1, group, 1, 1), v.repeat(1, group, 1, 1)",
+        ).format(
+            rest="""d = out.double() - exact
+    return d.abs().max().item(), (d.square().mean() / exact.square().mean()).sqrt().item()"""
+        ),
+        ("neighbours share", "the largest"),
+    ),
+    WrongAnswer(
+        "mean of absolute values",
+        "q2_2",
+        _ERRORS.format(
+            rest="""d = out.double() - exact
+    return d.abs().max().item(), (d.abs().mean() / exact.abs().mean()).item()"""
+        ),
+        ("mean of absolute values",),
+    ),
+    WrongAnswer(
+        "no root",
+        "q2_2",
+        _ERRORS.format(
+            rest="""d = out.double() - exact
+    return d.abs().max().item(), (d.square().mean() / exact.square().mean()).item()"""
+        ),
+        "take the root",
+    ),
+    WrongAnswer(
+        "intensity for an element",
+        "q3_1",
+        """
+def intensity(query_len, kv_len, group, head_dim, dtype):
+    return 2 * group * query_len * kv_len / (group * query_len + kv_len)
+""",
+        "divide by the bytes",
+    ),
+    WrongAnswer(
+        "queries rounded down",
+        "q3_1",
+        """
+_up = queries_to_ridge
+def queries_to_ridge(ridge, kv_len, group, head_dim, dtype):
+    n = _up(ridge, kv_len, group, head_dim, dtype)
+    return None if n is None else n - 1
+""",
+        "round up",
+    ),
+    WrongAnswer(
+        "the group forgotten",
+        "q3_1",
+        """
+def queries_to_ridge(ridge, kv_len, group, head_dim, dtype):
+    slack = 2 * kv_len - ridge * dtype.itemsize
+    return None if slack <= 0 else math.ceil(ridge * dtype.itemsize * kv_len / slack)
+""",
+        "group * queries count",
+    ),
+    WrongAnswer(
+        "a part not scaled",
+        "q3_2",
+        """
+def attend_part(q, k, v):
+    n = q.shape[1] // k.shape[1]
+    k, v = (t.float().repeat_interleave(n, 1) for t in (k, v))
+    s = q.float() @ k.mT
+    return torch.softmax(s, -1) @ v, torch.logsumexp(s, -1)
+""",
+        "sqrt(D)",
+        ("q3_2_part_tests",),
+    ),
+    WrongAnswer(
+        "the largest score for the lse",
+        "q3_2",
+        """
+_exact = attend_part
+def attend_part(q, k, v):
+    out, _ = _exact(q, k, v)
+    n = q.shape[1] // k.shape[1]
+    s = q.float() @ k.float().repeat_interleave(n, 1).mT / math.sqrt(q.shape[-1])
+    return out, s.amax(-1)
+""",
+        "natural logarithm of the sum",
+        ("q3_2_part_tests",),
+    ),
+    WrongAnswer(
+        "a part without a maximum",
+        "q3_2",
+        """
+def attend_part(q, k, v):
+    n = q.shape[1] // k.shape[1]
+    k, v = (t.float().repeat_interleave(n, 1) for t in (k, v))
+    e = torch.exp(q.float() @ k.mT / math.sqrt(q.shape[-1]))
+    total = e.sum(-1, keepdim=True)
+    return e / total @ v, total[..., 0].log()
+""",
+        ("overflow", "NaN", "infinite"),
+        ("q3_2_part_tests",),
+    ),
+    WrongAnswer(
+        "a part in the dtype of q",
+        "q3_2",
+        """
+_exact = attend_part
+def attend_part(q, k, v):
+    return tuple(t.to(q.dtype) for t in _exact(q, k, v))
+""",
+        "dtype",
+        ("q3_2_part_tests",),
+    ),
+    WrongAnswer(
+        "chunks of unequal size",
+        "q3_2",
+        """
+def split_kv_attention(q, k, v, splits):
+    parts = zip(k.chunk(splits, 2), v.chunk(splits, 2))
+    outs, lses = (torch.stack(t) for t in zip(*(attend_part(q, *part) for part in parts)))
+    return (torch.softmax(lses, 0)[..., None] * outs).sum(0).to(q.dtype)
+""",
+        "differ by at most 1",
+        seen="differ by at most 1",
+    ),
+    WrongAnswer("parts added", "q3_2", _SPLIT.format(rest="return outs.sum(0).to(q.dtype)"), "cannot just be added"),
+    WrongAnswer(
+        "weights of lse",
+        "q3_2",
+        _SPLIT.format(rest="w = lses / lses.sum(0)\n    return (w[..., None] * outs).sum(0).to(q.dtype)"),
+        ("not lse", "log-sum-exp"),
+    ),
+    WrongAnswer(
+        "merged in float32, returned so",
+        "q3_2",
+        _SPLIT.format(rest="return (torch.softmax(lses, 0)[..., None] * outs).sum(0)"),
+        "dtype",
+    ),
+    WrongAnswer(
+        "empty parts attended to",
+        "q3_2",
+        """
+def split_kv_attention(q, k, v, splits):
+    n, rest = divmod(k.shape[2], splits)
+    ends = [0]
+    for i in range(splits):
+        ends.append(ends[-1] + n + (i < rest))
+    outs, lses = [], []
+    for a, b in zip(ends, ends[1:]):
+        o, l = attend_part(q, k[:, :, a:b], v[:, :, a:b])
+        outs.append(o); lses.append(l if b > a else torch.zeros(q.shape[:3]))
+    return (torch.softmax(torch.stack(lses), 0)[..., None] * torch.stack(outs)).sum(0).to(q.dtype)
+""",
+        ("some parts are empty", "raised"),
+    ),
+    *(
+        WrongAnswer(
+            mistake,
+            "q3_3",
+            f"""
+def decode_us(programs, kv_len, splits, units, tile, tile_us, combine_us):
+    waves, keys = {waves}, {keys}
+    return waves * {tiles} * tile_us + {tail}
+""",
+            phrase,
+        )
+        for mistake, waves, keys, tiles, tail, phrase in (
+            (
+                "merged once a split",
+                "math.ceil(programs * splits / units)",
+                "math.ceil(kv_len / splits)",
+                "math.ceil(keys / tile)",
+                "(combine_us * splits if splits > 1 else 0)",
+                ("runs once", "decode_us"),
+            ),
+            (
+                "always merged",
+                "math.ceil(programs * splits / units)",
+                "math.ceil(kv_len / splits)",
+                "math.ceil(keys / tile)",
+                "combine_us",
+                "no second kernel",
+            ),
+            (
+                "never merged",
+                "math.ceil(programs * splits / units)",
+                "math.ceil(kv_len / splits)",
+                "math.ceil(keys / tile)",
+                "0",
+                "second kernel",
+            ),
+            (
+                "tiles not rounded up",
+                "math.ceil(programs * splits / units)",
+                "math.ceil(kv_len / splits)",
+                "keys / tile",
+                "(combine_us if splits > 1 else 0)",
+                ("round the tiles up", "decode_us"),
+            ),
+            (
+                "programs not split",
+                "math.ceil(programs / units)",
+                "math.ceil(kv_len / splits)",
+                "math.ceil(keys / tile)",
+                "(combine_us if splits > 1 else 0)",
+                "more programs",
+            ),
+            (
+                "keys not split",
+                "math.ceil(programs * splits / units)",
+                "kv_len",
+                "math.ceil(keys / tile)",
+                "(combine_us if splits > 1 else 0)",
+                "parts shorter",
+            ),
+        )
+    ),
+    WrongAnswer(
+        "the last of the best",
+        "q3_3",
+        """
+def best_splits(programs, kv_len, units, tile, tile_us, combine_us, most=64):
+    costs = {n: decode_us(programs, kv_len, n, units, tile, tile_us, combine_us) for n in range(1, most + 1)}
+    return max(n for n in costs if costs[n] <= min(costs.values()))
+""",
+        "take the fewest",
+    ),
+    WrongAnswer(
+        "other values",
+        "q4_1",
+        "def strided_and_fast(x):\n    return torch.randn(*x.shape[:-1], 2 * x.shape[-1])[..., : x.shape[-1]]\n",
+        ("values of x",),
+    ),
+    WrongAnswer(
+        "flash refuses the fast one too",
+        "q4_1",
+        "def strided_and_fast(x):\n    return x.mT.contiguous().mT\n",
+        "flash refuses",
+    ),
+    WrongAnswer(
+        "one reason four times",
+        "q4_2",
+        """
+KNOCK_OUTS = {f"dropout {p}": lambda q, k, v, p=p: {"query": q, "key": k, "value": v, "dropout_p": p} for p in (0.1, 0.2, 0.3, 0.4)}
+""",
+        "for the reason of",
+    ),
+    WrongAnswer(
+        "three are enough", "q4_2", "KNOCK_OUTS = dict(list(KNOCK_OUTS.items())[:3])\n", ("four were asked for",)
+    ),
+    WrongAnswer(
+        "strides again",
+        "q4_2",
+        """
+KNOCK_OUTS["strides"] = lambda q, k, v: {"query": q.mT.contiguous().mT, "key": k, "value": v}
+""",
+        "That was Question 4.1",
+        seen="for its strides",
+    ),
+    WrongAnswer(
+        "keys before queries",
+        "q4_3",
+        """
+_taken = unpack_qkv
+def unpack_qkv(packed, heads, kv_heads):
+    q, k, v = _taken(packed, heads, kv_heads)
+    return q, v, k
+""",
+        ("is wrong in", "should be its numbers"),
+    ),
+    WrongAnswer("never a copy", "q4_3", "def ready_for_flash(x):\n    return x\n", "flash refuses"),
+    WrongAnswer(
+        "is_contiguous decides",
+        "q4_3",
+        "def ready_for_flash(x):\n    return x if x.is_contiguous() else x.contiguous()\n",
+        "Copy only where",
+    ),
+    WrongAnswer(
+        "no maximum subtracted",
+        "q5_1",
+        _ROUNDED.format(
+            rest="""e = torch.exp(s)
+    l = e.sum(-1, keepdim=True)
+    if normalize_first:
+        out = (to_bf16(e / l) if p else e / l) @ v.double()
+    else:
+        out = (to_bf16(e) if p else e) @ v.double() / l"""
+        ),
+        "Subtract the maximum",
+    ),
+    WrongAnswer(
+        "p never rounded",
+        "q5_1",
+        """
+_round = rounded_attention
+def rounded_attention(q, k, v, scores=False, p=False, normalize_first=True, output=False):
+    return _round(q, k, v, scores, False, normalize_first, output)
+""",
+        ("nothing was rounded at that place",),
+    ),
+    WrongAnswer(
+        "never normalized first",
+        "q5_1",
+        """
+_round = rounded_attention
+def rounded_attention(q, k, v, scores=False, p=False, normalize_first=True, output=False):
+    return _round(q, k, v, scores, p, False, output)
+""",
+        "normalize_first decides",
+    ),
+    WrongAnswer(
+        "the output left as it is",
+        "q5_1",
+        """
+_round = rounded_attention
+def rounded_attention(q, k, v, scores=False, p=False, normalize_first=True, output=False):
+    return _round(q, k, v, scores, p, normalize_first, False)
+""",
+        ("nothing was rounded at that place", "should be a bf16 number"),
+    ),
+    WrongAnswer(
+        "computed in float32",
+        "q5_1",
+        """
+_round = rounded_attention
+def rounded_attention(q, k, v, scores=False, p=False, normalize_first=True, output=False):
+    return _round(q, k, v, scores, p, normalize_first, output).float()
+""",
+        ("dtype", "float64"),
+    ),
+    WrongAnswer(
+        "scores rounded before they are scaled",
+        "q5_1",
+        """
+def rounded_attention(q, k, v, scores=False, p=False, normalize_first=True, output=False):
+    s = q.double() @ k.double().mT
+    s = (to_bf16(s) if scores else s) / math.sqrt(q.shape[-1])
+    e = torch.exp(s - s.amax(-1, keepdim=True))
+    l = e.sum(-1, keepdim=True)
+    w = e / l if normalize_first else e
+    out = (to_bf16(w) if p else w) @ v.double()
+    out = out if normalize_first else out / l
+    return to_bf16(out) if output else out
+""",
+        ("after they are scaled", "nothing was rounded"),
+    ),
+    WrongAnswer(
+        "sixteen bits to compute with",
+        "q5_2",
+        """
+def ulps_apart(a, b):
+    def place(x):
+        bits = x.view(torch.int16)
+        return torch.where(bits >= 0, bits, -32768 - bits)
+    return (place(a) - place(b)).abs()
+""",
+        ("16 bits",),
+    ),
+    WrongAnswer(
+        "signs forgotten",
+        "q5_2",
+        "def ulps_apart(a, b):\n    return (a.abs().view(torch.int16).int() - b.abs().view(torch.int16).int()).abs()\n",
+        ("left of 0", "through 0"),
+    ),
+    WrongAnswer(
+        "0 and -0 apart",
+        "q5_2",
+        """
+def ulps_apart(a, b):
+    def place(x):
+        bits = x.view(torch.int16).int()
+        return torch.where(bits >= 0, bits, -32769 - bits)
+    return (place(a) - place(b)).abs()
+""",
+        ("0 steps",),
+    ),
+    WrongAnswer(
+        "with a tolerance",
+        "q5_3",
+        """
+def distinct_results(fn, runs):
+    found = []
+    for _ in range(runs):
+        r = fn()
+        r = tuple(t.clone() for t in (r if isinstance(r, tuple) else (r,)))
+        if not any(all(torch.allclose(a, b, equal_nan=True) for a, b in zip(r, old)) for old in found):
+            found.append(r)
+    return len(found)
+""",
+        ("Compare bits", "compare bits"),
+    ),
+    WrongAnswer(
+        "changes counted",
+        "q5_3",
+        """
+def distinct_results(fn, runs):
+    bits = lambda r: b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in (r if isinstance(r, tuple) else (r,)))
+    rows = [bits(fn()) for _ in range(runs)]
+    return 1 + sum(a != b for a, b in zip(rows, rows[1:]))
+""",
+        ("not changes", "Count different results"),
+    ),
+    WrongAnswer(
+        "only the first tensor of a tuple",
+        "q5_3",
+        """
+def distinct_results(fn, runs):
+    found = set()
+    for _ in range(runs):
+        r = fn()
+        r = r[0] if isinstance(r, tuple) else r
+        found.add(r.contiguous().view(torch.uint8).numpy().tobytes() * 1)
+    return len(found)
+_first = distinct_results
+def distinct_results(fn, runs):
+    return min(_first(fn, runs), 2)
+""",
+        ("distinct_results of",),
+    ),
+    WrongAnswer(
+        "the slowest",
+        "q6_1",
+        """
+def fastest(grid):
+    ok = grid[grid["status"] == "ok"]
+    return ok.loc[ok.groupby("shape")["ms"].idxmax()].set_index("shape")["backend"]
+""",
+        "smallest time",
+    ),
+    WrongAnswer(
+        "a missing default is 1",
+        "q6_1",
+        """
+_known = default_slowdown
+def default_slowdown(grid):
+    shapes = grid[grid["status"] == "ok"]["shape"].unique()
+    return _known(grid).reindex(sorted(shapes)).fillna(1.0)
+""",
+        ("leave the shape out", "left out"),
+    ),
+    WrongAnswer(
+        "a square root whatever the number",
+        "q6_1",
+        "def geometric_mean(values):\n    return math.exp(sum(map(math.log, values)) / 2)\n",
+        ("geometric_mean", "square root"),
+    ),
+    *(
+        WrongAnswer(mistake, "q6_2", _ANSWERS.format(change=f'found["{key}"] = {value}'), phrase)
+        for mistake, key, value, phrase in (
+            ("wins in percent", "default_wins", '100 * found["default_wins"]', "between 0 and 1"),
+            ("arithmetic mean of losses", "default_loss", "default_slowdown(grid).mean()", "not the arithmetic one"),
+            (
+                "the winner of all kinds",
+                "decode_winner",
+                "fastest(grid).value_counts().idxmax()",
+                ("decode", "decode_winner"),
+            ),
+            (
+                "peak of all head dimensions",
+                "peak_tflops",
+                'timed[timed["kind"] == "prefill"]["tflops"].max()',
+                "Head dimension 128",
+            ),
+            (
+                "bandwidth of all kinds",
+                "decode_bandwidth",
+                'timed["gb_s"].max() / 1e3 / 4.8',
+                ("Decode only", "decode_bandwidth"),
+            ),
+            (
+                "ratio of sums",
+                "cudnn_over_flash",
+                'timed.pivot(index="shape", columns="backend", values="ms").loc[timed[timed["kind"] == "training"]["shape"].unique()][["flash", "cudnn"]].dropna().sum().pipe(lambda s: s["flash"] / s["cudnn"])',
+                "ratio of sums",
+            ),
+        )
+    ),
+    WrongAnswer(
+        "dq without the scale",
+        "bonus_2_4",
+        """
+_scaled = attention_backward
+def attention_backward(q, k, v, out, lse, dout):
+    dq, dk, dv = _scaled(q, k, v, out, lse, dout)
+    return dq * math.sqrt(q.shape[-1]), dk, dv
+""",
+        "is missing in this gradient",
+    ),
+    WrongAnswer(
+        "autograd",
+        "bonus_2_4",
+        """
+def attention_backward(q, k, v, out, lse, dout):
+    with torch.enable_grad():
+        leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+        return torch.autograd.grad(F.scaled_dot_product_attention(*leaves), leaves, dout)
+""",
+        "may not use",
+    ),
+    WrongAnswer(
+        "softmax again",
+        "bonus_2_4",
+        """
+def attention_backward(q, k, v, out, lse, dout):
+    scale = q.shape[-1] ** -0.5
+    p = torch.softmax(q @ k.mT * scale, -1)
+    ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
+    return ds @ k * scale, ds.mT @ q * scale, p.mT @ dout
+""",
+        "may not use",
+    ),
+    WrongAnswer(
+        "the kind of a shape ignored",
+        "bonus_6_4",
+        """
+def choose_backend(grid, call, able):
+    near = grid[(grid["status"] == "ok") & grid["backend"].isin(able)]
+    if near.empty:
+        return able[0]
+    far = sum((near[n] / call[n]).map(math.log2) ** 2 for n in ("batch", "heads", "kv_heads", "seq_len_q", "seq_len_kv"))
+    return near.assign(far=far.round(9)).sort_values(["far", "shape", "ms"])["backend"].iloc[0]
+""",
+        ("same kind", "able[0]", "nearest"),
+    ),
+    WrongAnswer(
+        "lengths only",
+        "bonus_6_4",
+        """
+def choose_backend(grid, call, able):
+    near = grid[(grid["status"] == "ok") & grid["backend"].isin(able)]
+    for name in ("kind", "head_dim", "causal"):
+        near = near[near[name] == call[name]]
+    if near.empty:
+        return able[0]
+    far = sum((near[n] / call[n]).map(math.log2) ** 2 for n in ("seq_len_q", "seq_len_kv"))
+    return near.assign(far=far.round(9)).sort_values(["far", "shape", "ms"])["backend"].iloc[0]
+""",
+        ("five sizes", "nearest"),
+    ),
+    WrongAnswer(
+        "the scale upside down",
+        "bonus_5_5",
+        """
+_q, _d = quantize_fp8, dequantize_fp8
+def quantize_fp8(x, block=None):
+    x8, scale = _q(x, block)
+    return x8, 1 / scale
+def dequantize_fp8(x8, scale, block=None):
+    return _d(x8, 1 / scale, block)
+""",
+        "inverse",
+    ),
+    WrongAnswer(
+        "scales in bf16",
+        "bonus_5_5",
+        """
+_q = quantize_fp8
+def quantize_fp8(x, block=None):
+    x8, scale = _q(x, block)
+    return x8, scale.bfloat16()
+""",
+        "float32",
+    ),
+    WrongAnswer(
+        "scales not undone",
+        "bonus_5_5",
+        "def dequantize_fp8(x8, scale, block=None):\n    return x8.float()\n",
+        "scale of its own",
     ),
 ]

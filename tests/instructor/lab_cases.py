@@ -5,7 +5,9 @@ nbgrader gives to whole notebooks. What concerns one lab only is in the test fil
 """
 
 import ast
+import contextlib
 import importlib
+import io
 import re
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,7 +17,9 @@ import nbformat
 
 from instructor.build import Built
 from instructor.course import Score, answered_notebook
-from utils.checking import Verdict
+from instructor.names import bound_names, used_names
+from utils.checking import AnswerNeeded, Verdict
+from utils.checking import WrongAnswer as VisibleRefusal
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class WrongAnswer:
     phrase: str | tuple[str, ...] = ""  # the message contains it, or one of them
     loses: tuple[str, ...] = ()  # empty: the answer's own test cell
     replaces: tuple[tuple[str, str], ...] = ()  # for a cell that writes a file: pairs (old text, found once; new text)
+    seen: str | tuple[str, ...] = ""  # the same of the visible check's message; empty: those of `phrase`
 
     @property
     def lost(self) -> set[str]:
@@ -101,6 +106,18 @@ def verdicts_on(calls: dict[str, str], names: dict, checks: ModuleType) -> dict[
     return {cell: eval(call, {**names, "hidden": checks}) for cell, call in calls.items()}
 
 
+def visible_complaints(cells: dict[str, str], names: dict) -> list[str]:
+    """Run students' test cells, {id: source}, and return what they say to answers that they refuse."""
+    found = []
+    for cell, source in cells.items():
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(source, cell, "exec"), names)
+        except (VisibleRefusal, AnswerNeeded) as refusal:
+            found.append(str(refusal))
+    return found
+
+
 def refusals(verdicts: dict[str, Verdict]) -> list[str]:
     """Return the messages of the checks that did not pass."""
     return [str(verdict) for verdict in verdicts.values() if not verdict.passed]
@@ -152,13 +169,17 @@ def arguments_named(tree: ast.AST) -> set[str]:
 
 
 def answers_required(tree: ast.AST) -> set[str]:
-    """Return the names of the answers that a cell asks for with require_answer."""
+    """Return the names of the answers that a cell asks for with needs or require_answer."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return {call.args[0].value for call in calls if getattr(call.func, "id", "") == "require_answer"}
+    asked = {call.args[0].value for call in calls if getattr(call.func, "id", "") == "require_answer"}
+    for call in calls:
+        if getattr(call.func, "id", "") == "needs":
+            asked |= {keyword.arg for keyword in call.keywords} - {"after", "files"}
+    return asked
 
 
 def assert_missing_answers_stop_only_cells_that_say_so(cells) -> None:
-    """Check that each cell which uses an answer asks for it with require_answer, also where it uses it indirectly."""
+    """Check that each cell which uses an answer asks for it, also where it uses it indirectly."""
     needs, problems = {}, []  # needs: {name: the answers without which it is not defined}
     for cell in cells:
         if cell.cell_type != "code" or cell.source.startswith("%%writefile"):
@@ -176,6 +197,24 @@ def assert_missing_answers_stop_only_cells_that_say_so(cells) -> None:
                 problems.append(f"{cell.source.splitlines()[0]}: {name} needs {missing}")
         needs |= {name: required for name in given}
     assert not problems, "\n".join(problems)
+
+
+def assert_no_cell_reads_a_name_of_two_cells(cells) -> None:
+    """Check that a name which one cell leaves for another is given by one cell only: the order of a rerun does not matter."""
+    given: dict[str, set[str]] = {}
+    read: dict[str, str] = {}
+    for cell in cells:
+        if cell.cell_type != "code" or cell.source.startswith("%%") or has_role(cell, "grade"):
+            continue
+        tree = ast.parse(cell.source)
+        plain = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
+        bound = set().union(*(bound_names(node) for node in plain)) if plain else set()
+        for name in used_names(cell.source) - bound_names(tree):
+            read.setdefault(name, cell.source.splitlines()[0])
+        for name in bound:
+            given.setdefault(name, set()).add(cell.id)
+    problems = [f"{name} (read first in {first!r})" for name, first in read.items() if len(given.get(name, ())) > 1]
+    assert not problems, "names that two cells define and another one reads: " + ", ".join(problems)
 
 
 def assert_graded_cells_need_no_plain_cell(cells) -> None:

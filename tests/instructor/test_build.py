@@ -67,7 +67,7 @@ def test_student_notebook_keeps_the_question_and_loses_the_answer(lab_file):
     built = build_lab(lab_file(HEADING, ANSWER, TESTS))
     student, instructor = cells(built.student), cells(built.instructor)
     assert student["q1_1"].source == "def double(x):\n    # YOUR CODE HERE\n    raise NotImplementedError()"
-    assert student["q1_1_tests"].source == "assert double(2) == 4"
+    assert student["q1_1_tests"].source.endswith("assert double(2) == 4")
     assert "twice_as_much" in instructor["q1_1"].source and "abab" in instructor["q1_1_tests"].source
     assert "twice_as_much" not in built.student and "abab" not in built.student
     assert list(student) == list(instructor)
@@ -123,7 +123,7 @@ def test_source_goes_through_jupyterlab_unchanged():
 
 def test_cells_that_raise_untouched_are_tagged(small_lab):
     tagged = {i for i, c in cells(small_lab.student).items() if "raises-exception" in c.metadata.get("tags", [])}
-    (needing,) = (i for i, c in cells(small_lab.student).items() if c.source.startswith("require_answer("))
+    (needing,) = (i for i, c in cells(small_lab.student).items() if "\nrequire_answer(" in c.source)
     assert tagged == {"q1_1_tests", "q1_3", "q1_3_tests", "bonus_1_4_tests", needing}
 
 
@@ -157,6 +157,65 @@ def test_task_cell_loses_its_marking_scheme(lab_file):
     built = build_lab(lab_file(HEADING, task))
     assert cells(built.student)["q1_1"].source.rstrip() == "Measure it, in as many cells as you need."
     assert built.questions[0].points == 5 and built.questions[0].graded == "by hand"
+
+
+# --- what a cell needs, and hints ---
+
+_NEEDS = "from utils.checking import needs\n\n"
+
+
+def test_cells_say_which_answers_and_cells_they_need(lab_file):
+    """A test cell and a plain cell that uses an answer, or what another cell made of it, begin with `needs`."""
+    plain = "# %%\nresult = double(4)\nif result > 3:\n    maybe = 1\n\n# %%\nprint(result, maybe)\n"
+    built = build_lab(lab_file("# %%\nimport math\n\n", HEADING, ANSWER, TESTS, plain))
+    code = [c for c in nbformat.reads(built.student, as_version=4).cells if c.cell_type == "code"]
+    sources = [cell.source for cell in code]
+    assert sources[0] == "import math"
+    assert sources[1].startswith("def double")
+    assert sources[2].startswith(f'{_NEEDS}needs("1.1", double="1.1")\n\n')
+    assert sources[3].startswith(f'{_NEEDS}needs(double="1.1")\n\n')
+    assert sources[4].startswith(f'{_NEEDS}needs(double="1.1", after="result")\n\n')  # `maybe` may be left out
+    assert ["raises-exception" in c.metadata.get("tags", []) for c in code] == [False, False, True, True, True]
+
+
+def test_cell_that_asks_is_answered_goes_on_without(lab_file):
+    plain = "# %%\nprint(is_answered(double))\n"
+    built = build_lab(lab_file(HEADING, ANSWER, TESTS, plain))
+    assert list(cells(built.student).values())[-1].source == "print(is_answered(double))"
+
+
+HINTS = "{hint idea}\nTwo of it.\n\n{hint plan}\nAdd it\nto itself.\n\n{hint line}\nReturn it."
+
+
+def as_prose(text: str) -> str:
+    return "# %% [markdown]\n" + "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines()) + "\n"
+
+
+def test_hints_are_folded(lab_file):
+    built = build_lab(lab_file(HEADING, as_prose(HINTS), ANSWER, TESTS))
+    assert built.hints == {"1.1": ["idea", "plan", "line"]}
+    folded = list(cells(built.student).values())[1].source
+    assert folded.count("<details>") == folded.count("</details>") == 3
+    assert "<summary>Hint 2: the plan</summary>\n\nAdd it\nto itself.\n\n</details>" in folded
+    assert "{hint" not in built.student
+
+
+@pytest.mark.parametrize(
+    ("hints", "problem"),
+    [
+        (HINTS.replace("{hint plan}", "{hint trick}"), "{hint trick} is unknown; write idea, plan, line"),
+        (HINTS.replace("Return it.", ""), "the hint 'line' of Question 1.1 is empty"),
+        (HINTS[: HINTS.index("{hint line}")], "Question 1.1 has the hints idea, plan; write idea, plan, line"),
+        (HINTS.replace("Two of it.", "twice_as_much = x + x"), "is secret and reaches the students' notebook"),
+    ],
+)
+def test_bad_hints_are_refused(lab_file, hints, problem):
+    assert problem in problems_of(lab_file(HEADING, as_prose(hints), ANSWER, TESTS))[0]
+
+
+def test_hint_under_no_question_is_refused(lab_file):
+    (found, *_) = problems_of(lab_file(as_prose(HINTS), HEADING, ANSWER, TESTS))
+    assert "a hint stands under no question's heading" in found
 
 
 # --- points ---

@@ -1,6 +1,8 @@
 """Lab 1: the model answers pass every check, each wrong answer loses its question, and the notebook runs."""
 
 import importlib.util
+import re
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -11,24 +13,45 @@ from instructor.course import answered_notebook
 from tests.instructor import lab_cases
 from tests.instructor.every_lab import EveryLab, slow
 from tests.instructor.lab1_right_answers import RIGHT_ANSWERS
+from tests.instructor.lab1_slips import SLIPS
 from tests.instructor.lab1_wrong_answers import FILE, WRONG_ANSWERS
 
 LAB = "lab1"
 BY_HAND = {"q1_3_explain": 3, "q2_4": 5, "q3_5": 5, "q4_5": 5, "q5_5": 4}
 TRITON = "q1_5_tests"  # takes the file's text instead of a function
 SETUP = """
-import json, math, time
+import functools, json, math, time
+from pathlib import Path
+from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from utils import *
-"""  # the part of the notebook's setup cell that answers use
+from utils.checking import *
+device, on_gpu = torch.device("cpu"), False
+def synchronize(): pass
+"""  # the part of the notebook's setup cell that answers and their tests use
 
 
 class TestLab(EveryLab):
     points = (100, 20)
     by_hand = BY_HAND
+    hinted = True
     wrong_answers, least_mistakes = WRONG_ANSWERS, 25
-    least_figures, least_predictions = 6, 10
+    least_figures, least_predictions = 7, 13
+
+    def test_cells_may_run_again_in_any_order(self, cells):
+        lab_cases.assert_no_cell_reads_a_name_of_two_cells(cells)
+
+    def test_predictions_are_kept(self, lab, cells):
+        """Each guess that is asked for is set beside a measured value."""
+        code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+        asked = re.findall(r'^guesses\["(.+?)"\] = None', code, flags=re.M)
+        shown = re.findall(r'beside_guess\(f?"(.+?)"', code)
+        patterns = [
+            re.escape(text).replace(re.escape("{name}"), ".+").replace(re.escape("{what}"), ".+") for text in shown
+        ]
+        assert len(asked) >= 20
+        assert [text for text in asked if not any(re.fullmatch(pattern, text) for pattern in patterns)] == []
 
 
 def _verdicts(calls, checks, names, file_text=None):
@@ -49,28 +72,174 @@ def test_model_answers_pass_with_fresh_inputs(calls, checks, answers, names, see
     assert lab_cases.refusals(verdicts) == []
 
 
-def test_inputs_are_fresh_and_repeatable():
-    assert not torch.equal(Draw(None).normal(9), Draw(None).normal(9))
-    assert torch.equal(Draw(5).normal(9), Draw(5).normal(9))
+def test_inputs_are_repeatable():
+    """The same file gets the same grade each time; other seeds draw other inputs."""
+    assert torch.equal(Draw(None).normal(9), Draw(None).normal(9))
+    assert not torch.equal(Draw(None).normal(9), Draw(5).normal(9))
 
 
 @pytest.mark.parametrize("wrong", WRONG_ANSWERS, ids=lambda wrong: wrong.mistake)
-def test_wrong_answer_loses_its_question_alone(calls, checks, answers, names, wrong):
+def test_wrong_answer_loses_its_points(calls, checks, answers, names, wrong):
+    """The check of the answer refuses it, and names the mistake. That it loses no others is the next test's."""
     exec(compile(wrong.code, wrong.cell, "exec"), names)
-    file_text = None
-    if wrong.replaces:
-        file_text = _file_text(answers)
-        for old, new in wrong.replaces:
-            file_text = lab_cases.replaced_once(file_text, old, new)
-    verdicts = _verdicts(calls, checks, names, file_text)
-    lab_cases.assert_loses_alone(verdicts, wrong, every_message=False)
+    file_text = changed_file(answers, wrong) if wrong.replaces else None
+    own = lab_cases.calls_of(wrong.cell, calls)
+    lab_cases.assert_loses_alone(_verdicts(own, checks, names, file_text), wrong, every_message=False)
+
+
+def test_wrong_answers_lose_no_others(calls, checks, names):
+    """One wrong answer of each answer cell at a time: the other questions keep their points."""
+    for wrong in {wrong.cell: wrong for wrong in WRONG_ANSWERS if wrong.code}.values():
+        others = {cell: call for cell, call in calls.items() if not cell.startswith(f"{wrong.cell}_")}
+        quick = {cell: call for cell, call in others.items() if not cell.startswith(("q1_", "q3_4", "q4_1", "q4_3"))}
+        kept = dict(names)
+        exec(compile(wrong.code, wrong.cell, "exec"), names)
+        assert lab_cases.refusals(_verdicts(quick, checks, names)) == [], wrong.mistake
+        names.clear()
+        names.update(kept)
+
+
+def changed_file(answers, wrong) -> str:
+    text = _file_text(answers)
+    for old, new in wrong.replaces:
+        text = lab_cases.replaced_once(text, old, new)
+    return text
+
+
+# ---- visible checks: a green tick means right ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def visible(lab, cells) -> dict[str, str]:
+    """The test cells that students see: {id: source}."""
+    ids = {cell.id for cell in cells if cell.cell_type == "code" and lab_cases.has_role(cell, "grade")}
+    return {cell.id: cell.source for cell in nbformat.reads(lab.student, as_version=4).cells if cell.id in ids}
+
+
+@pytest.fixture
+def notebook(cells, model_names, tmp_path, monkeypatch):
+    """The notebook's names, with its locked cells, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    queueing = next(cell.source for cell in cells if cell.id == "queueing_device")
+    names = dict(model_names)
+    exec(queueing[: queueing.index("pretend =")], names)
+    return names
+
+
+def _complaints(cell: str, source: str, visible, notebook) -> list[str]:
+    first, _, text = source.partition("\n")
+    if first.startswith("%%writefile"):
+        Path(first.split()[1]).write_text(text)
+    else:
+        exec(compile(source, cell, "exec"), notebook)
+    return lab_cases.visible_complaints(lab_cases.calls_of(cell, visible), notebook)
+
+
+def test_visible_checks_pass_model_answers(answers, visible, notebook):
+    complaints = {cell: _complaints(cell, source, visible, notebook) for cell, source in answers.items()}
+    assert {cell: said for cell, said in complaints.items() if said} == {}
+
+
+def _slipped(answers, cell, changes) -> str:
+    source = answers[cell]
+    for old, new in changes:
+        assert old in source, (cell, old)
+        source = source.replace(old, new)
+    return source
+
+
+NOT_SEEN = set()  # slips that no visible check can see, by name
+
+
+def test_visible_checks_refuse_and_name_every_slip(answers, visible, notebook):
+    """At least 95% of the catalogue is refused where the student sees it, in words that name the mistake."""
+    unseen, unnamed = [], []
+    for mistake, cell, changes, words in SLIPS:
+        if cell == "q1_5" and mistake not in ("other= left out", "strides of a row-major B"):
+            continue  # each takes a start of the interpreter: the rest is slow
+        names = dict(notebook)
+        said = " ".join(_complaints(cell, _slipped(answers, cell, changes), visible, names))
+        words = (words,) if isinstance(words, str) else words
+        if not said:
+            unseen.append(f"{cell}: {mistake}")
+        elif not any(word in said for word in words):
+            unnamed.append(f"{cell}: {mistake}: {said}")
+    assert len(SLIPS) >= 190
+    assert len(unseen) + len(unnamed) <= 0.05 * len(SLIPS), "\n".join([*unseen, *unnamed])
+    assert set(unseen) == NOT_SEEN, unseen
+    assert unnamed == []
+
+
+@pytest.mark.slow
+def test_hidden_checks_refuse_every_slip(answers, calls, checks, model_names):
+    """A wrong answer gets its points in no draw that is graded."""
+    accepted = []
+    for mistake, cell, changes, _ in SLIPS:
+        if cell != "q1_5":
+            names = dict(model_names)
+            exec(compile(_slipped(answers, cell, changes), cell, "exec"), names)
+            own = lab_cases.calls_of(cell, calls)
+            accepted += [] if lab_cases.refusals(lab_cases.verdicts_on(own, names, checks)) else [f"{cell}: {mistake}"]
+    assert accepted == []
+
+
+@pytest.mark.slow
+def test_visible_checks_refuse_slips_of_the_triton_kernel(answers, visible, notebook):
+    for mistake, cell, changes, words in SLIPS:
+        if cell == "q1_5":
+            said = " ".join(_complaints(cell, _slipped(answers, cell, changes), visible, notebook))
+            assert any(word in said for word in ((words,) if isinstance(words, str) else words)), (mistake, said)
+
+
+def test_visible_checks_refuse_wrong_answers(answers, visible, notebook):
+    """The catalogue of the hidden checks' mistakes is refused visibly, too."""
+    unseen = []
+    for wrong in WRONG_ANSWERS:
+        if wrong.replaces:
+            continue
+        if not _complaints(wrong.cell, f"{answers[wrong.cell]}\n\n{wrong.code}", visible, dict(notebook)):
+            unseen.append(wrong.mistake)
+    assert unseen == []
+
+
+def test_visible_messages_hold_no_solution(answers, visible, notebook, lab):
+    """A visible complaint does not say the right number of a count."""
+    number = visible["q1_4_tests"]
+    assert "334" not in number and "770, 167 * size" in number
+    said = _complaints("q1_4", _slipped(answers, "q1_4", [("* dtype.itemsize", "* 3")]), visible, notebook)
+    assert said and not any("334" in text or "668" in text for text in said)
+
+
+# ---- right answers -----------------------------------------------------------------------------------------------------
+
+
+def _refused(right, calls, checks, names, seeds) -> list[str]:
+    _, cell, code = right
+    exec(compile(code, cell, "exec"), names)
+    own = lab_cases.calls_of(cell, calls)
+    found = []
+    for seed in seeds:
+        drawn = {test: call[:-1] + f", seed={seed})" for test, call in own.items()}
+        found += [f"seed {seed}: {text}" for text in lab_cases.refusals(lab_cases.verdicts_on(drawn, names, checks))]
+    return found
+
+
+def test_there_are_many_right_answers():
+    assert len(RIGHT_ANSWERS) >= 40 and len({right[0] for right in RIGHT_ANSWERS}) == len(RIGHT_ANSWERS)
 
 
 @pytest.mark.parametrize("right", RIGHT_ANSWERS, ids=lambda right: right[0])
-def test_another_right_answer_passes(calls, checks, names, right):
-    _, cell, code = right
-    exec(compile(code, cell, "exec"), names)
-    assert lab_cases.refusals(_verdicts(lab_cases.calls_of(cell, calls), checks, names)) == []
+def test_another_right_answer_passes(calls, checks, notebook, visible, right):
+    """The course's own draw and two others, and the visible check."""
+    assert _refused(right, calls, checks, notebook, (None, 1, 2)) == []
+    assert lab_cases.visible_complaints(lab_cases.calls_of(right[1], visible), notebook) == []
+
+
+@pytest.mark.overnight
+@pytest.mark.parametrize("right", RIGHT_ANSWERS, ids=lambda right: right[0])
+def test_another_right_answer_passes_in_200_draws(calls, checks, names, right):
+    slow_ones = ("q1_3", "q3_4", "q4_1", "q4_3")  # their checks wait, or run a model
+    assert _refused(right, calls, checks, names, range(20 if right[1] in slow_ones else 200)) == []
 
 
 @pytest.mark.gpu

@@ -1,7 +1,9 @@
 """Lab 3: the model answers pass every check, each wrong answer loses its question, and the notebook runs."""
 
+import json
 import math
 import re
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -23,12 +25,48 @@ class TestLab(EveryLab):
     points = (100, 16)
     by_hand = BY_HAND
     wrong_answers, least_mistakes = WRONG_ANSWERS, 30
-    least_figures, least_predictions = 3, 5
+    least_figures, least_predictions = 8, 6
+    hinted = True
 
     def test_the_checklist_is_the_map(self, lab):
         prose = lab_cases.prose_of(lab.student)
         lines = "Pipeline", "Layouts", "Softmax", "Sync", "Memory", "Loads", "Critical path", "Schedule", "Masking"
         assert [line for line in lines if f"| {line} |" not in prose] == []
+
+
+def test_what_the_lab_says_of_its_records(lab):
+    """Sentences about recorded figures hold for the files that the lab shows."""
+    recorded = Path(__file__).parents[2] / "assets" / "results" / "h200"
+    prose = " ".join(lab_cases.prose_of(lab.student).split())
+    assert "the recorded 4.1 and 5.1 without their fence gave wrong numbers in *every* launch" in prose
+    assert "In the record the ring of 3.4 came through without that fence." in prose
+    fences = json.loads((recorded / "gluon_fences.json").read_text())
+    assert fences["triton"].startswith("3.6")
+    wrong = {(row["kernel"].split(",")[0].split()[0], row["fence"]): row for row in fences["rows"]}
+    for kernel in ("4.1", "5.1"):
+        assert wrong[kernel, "removed"]["wrong launches"] == wrong[kernel, "removed"]["launches"] > 0
+        assert wrong[kernel, "kept"]["wrong launches"] == wrong[kernel, "removed"]["fences in PTX"] == 0
+    assert wrong["3.2", "removed"]["fences in PTX"] == 1 and wrong["3.2", "removed"]["wrong launches"] == 0
+    assert wrong["3.4", "between partitions removed"]["wrong launches"] == 0
+    tables = json.loads((recorded / "lab3.json").read_text())["tables"]
+    race = {row["against"]: row["you are faster by"] for row in tables["race"]}
+    assert set(race) > {"naive", "cuDNN", "FlashAttention 2", "FlashAttention 3"}
+    naive = tables["naive_and_fused"][0]
+    assert naive["kernels"] < 8 and naive["MB moved"] / naive["ms"] > 1500, "a weak baseline: more than three operators"
+    # "The same library at the same shape reads differently in the three tables."
+    ladder, ratios = (
+        json.loads((recorded / f"attention_{name}.json").read_text())["rows"] for name in ("ladder", "ratios")
+    )
+    shape = (128, 16384, False, "cudnn")
+    same = [r for r in (*ladder, *ratios) if (r["head_dim"], r["length"], r["causal"], r.get("against")) == shape]
+    cudnn = [row["against_tflops"] for row in same] + [
+        r["its TFLOP/s"] for r in tables["race"] if r["against"] == "cuDNN"
+    ]
+    assert max(cudnn) > 1.03 * min(cudnn)
+    assert "Step 3 is slower than step 2 at head dimension 128." in prose
+    at_16k = [row for row in ladder if (row["head_dim"], row["length"], row["causal"]) == (128, 16384, False)]
+    tflops = {row["step"]: row["tflops"] for row in at_16k if "tflops" in row}
+    assert tflops[3] < tflops[2] < tflops[4] < tflops[5]
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +109,22 @@ def _near(calls, cell):
     return {test: calls[test] for test in order[max(0, own[0] - 1) : own[-1] + 2]}
 
 
+def _few_quick(cases, count):
+    """Return the cases as parameters, with all but the first `count` of each answer cell marked slow."""
+    seen, parameters = {}, []
+    for case in cases:
+        name, cell = (case.mistake, case.cell) if hasattr(case, "mistake") else case[:2]
+        seen[cell] = seen.get(cell, 0) + 1
+        parameters.append(pytest.param(case, id=name, marks=[pytest.mark.slow] if seen[cell] > count else []))
+    return parameters
+
+
 @pytest.mark.parametrize("draw", range(2))
 def test_model_answers_pass_with_fresh_inputs(calls, checks, answers, files, draw):
     assert lab_cases.refusals(_verdicts(calls, checks, answers, files)) == []
 
 
-@pytest.mark.parametrize("wrong", WRONG_ANSWERS, ids=lambda wrong: wrong.mistake)
+@pytest.mark.parametrize("wrong", _few_quick(WRONG_ANSWERS, 4))
 def test_wrong_answer_loses_its_question_alone(calls, checks, answers, files, wrong):
     near = _near(calls, wrong.cell)
     verdicts = _verdicts(near, checks, answers, files, wrong.cell, wrong.code, wrong.replaces)
@@ -87,25 +135,12 @@ def test_wrong_answer_loses_its_question_alone(calls, checks, answers, files, wr
             assert re.search(r"line \d+ in \w+: ", message), message
 
 
-@pytest.mark.parametrize("right", RIGHT_ANSWERS, ids=lambda right: right[0])
+@pytest.mark.parametrize("right", _few_quick(RIGHT_ANSWERS, 2))
 def test_another_right_answer_passes(calls, checks, answers, files, right):
     _, cell, change = right
     code, replaces = (change, ()) if isinstance(change, str) else ("", change)
     own = lab_cases.calls_of(cell, calls)
     assert lab_cases.refusals(_verdicts(own, checks, answers, files, cell, code, replaces)) == []
-
-
-VISIBLE = [  # mistakes that the check in the notebook itself must find: (mistake, test cell, words of the message)
-    ("one slot of V, whatever the stages", "q1_1_budget_tests", "shared_bytes(1, 16, 10, 2)"),
-    ("order read backwards", "q2_1_tests", "is held by"),
-    ("repetitions counted along columns first", "q2_1_tests", "is held by"),
-    ("written along the columns", "q2_2_tests", "sectors of 32 bytes"),
-    ("more lines than six", "bonus_3_4_tests", "six at most"),
-    ("repairs what is not there", "bonus_3_4_tests", "no line of the file reads"),
-    ("factor in the scores' layout", "q5_1_tests", "layout"),
-    ("all blocks computed", "bonus_5_5_tests", "needs 1 block"),
-    ("mask in the output's layout", "bonus_5_5_tests", "layout"),
-]
 
 
 @pytest.fixture(scope="module")
@@ -121,21 +156,41 @@ def visible(lab, answers):
     return lab_cases.run_answers(answers, names), tests
 
 
-@pytest.mark.parametrize(("mistake", "cell", "phrase"), VISIBLE, ids=lambda value: str(value))
-def test_the_notebooks_own_check_finds_it(visible, answers, files, monkeypatch, mistake, cell, phrase):
+def _check_visibly(visible, answers, files, folder, cell, code="", replaces=()):
+    """Run the visible checks of an answer in a folder with the lab's files: the message of the one that refuses, or ""."""
+    texts = dict(files)
+    if replaces:
+        file = _file_of(answers, cell)
+        texts[file] = _replaced(texts[file], replaces)
+    for file, text in texts.items():
+        (folder / file).write_text(text)
+    names, tests = dict(visible[0]), visible[1]
+    exec(compile(code, "answer", "exec"), names)
+    for test in lab_cases.calls_of(cell, tests):
+        try:
+            exec(compile(tests[test], test, "exec"), names)
+        except AssertionError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("wrong", _few_quick(WRONG_ANSWERS, 1))
+def test_the_notebooks_own_check_names_it(visible, answers, files, monkeypatch, tmp_path, wrong):
+    monkeypatch.chdir(tmp_path)
     # Compiling is slow, and this test concerns the simulated run only.
     monkeypatch.setattr("utils.machine.device.offline_compile_support", lambda: False)
-    names, tests = dict(visible[0]), visible[1]
-    (wrong,) = (w for w in WRONG_ANSWERS if w.mistake == mistake)
-    texts = dict(files)
-    if wrong.replaces:
-        file = _file_of(answers, wrong.cell)
-        texts[file] = _replaced(texts[file], wrong.replaces)
-    exec(compile(wrong.code, "answer", "exec"), names)
-    names["text_of"] = texts.__getitem__
-    with pytest.raises(AssertionError) as error:
-        exec(compile(tests[cell], cell, "exec"), names)
-    assert phrase in str(error.value), str(error.value)
+    message = _check_visibly(visible, answers, files, tmp_path, wrong.cell, wrong.code, wrong.replaces)
+    phrases = (wrong.phrase,) if isinstance(wrong.phrase, str) else wrong.phrase
+    assert any(phrase in message for phrase in phrases), message or "it passes"
+
+
+@pytest.mark.parametrize("right", _few_quick(RIGHT_ANSWERS, 1))
+def test_the_notebooks_own_check_accepts_another_right_answer(visible, answers, files, monkeypatch, tmp_path, right):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("utils.machine.device.offline_compile_support", lambda: False)
+    _, cell, change = right
+    code, replaces = (change, ()) if isinstance(change, str) else ("", change)
+    assert _check_visibly(visible, answers, files, tmp_path, cell, code, replaces) == ""
 
 
 def test_an_unanswered_or_broken_file_is_a_message(calls, checks, answers, files):
@@ -154,23 +209,22 @@ def test_an_unanswered_or_broken_file_is_a_message(calls, checks, answers, files
 @pytest.mark.gpu
 def test_model_answers_agree_on_a_gpu():
     """The lab's own check simulates the kernels, compiles them, and runs them on this machine's Hopper GPU."""
-    from instructor.checks.common import Draw
-    from instructor.checks.lab3_gluon import attention, pipelines
+    from utils.checking import gluon_launches as launches
     from utils.checking.kernel_exercises import expect_kernel
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("TMA, mbarriers and wgmma need a Hopper GPU (H100, H200)")
     source = lab_path(LAB).read_text()
     texts = {m[1]: m[2] for m in re.finditer(r"^# %%writefile (\S+)\n(.*?)(?=^# %% )", source, re.M | re.S)}
-    draw = Draw(None)
-    qkv = attention.inputs(2, 150, 230, 64, draw)
+    qkv = launches.edge_inputs(150, 230)
     for launch, expected in (
-        pipelines.transpose_launch(45, 70, draw),
-        pipelines.async_copy_launch(2000, 256, 4, 3, draw),
-        pipelines.tma_ring_launch(40, 440, 3, torch.float16, draw),
-        pipelines.wgmma_launch(100, 72, 200, 64, torch.bfloat16, draw),
-        attention.attention_launch("lab3_softmax.py", 64, *qkv),
-        attention.attention_launch("lab3_specialized.py", 128, *qkv, stages=2),
-        attention.overlap_launch(*(x[None] for x in qkv), 2),
+        launches.transpose_launch(45, 70),
+        launches.async_copy_launch(2000, 4, 3),
+        launches.tma_ring_launch(40, 440, 3),
+        launches.wgmma_launch(100, 72, 200),
+        launches.attention_launch("lab3_softmax.py", 64, *qkv),
+        launches.attention_launch("lab3_specialized.py", 128, *qkv, STAGES=2),
+        launches.overlap_launch(*qkv),
+        launches.causal_launch(*qkv[:3]),
     ):
-        expect_kernel(texts[launch.file], launch, expected, rtol=2e-2, atol=2e-2, compiles=True)
+        expect_kernel(texts[launch.file], launch, expected, rtol=1e-2, atol=2e-2, compiles=True)

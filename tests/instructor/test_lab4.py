@@ -1,7 +1,13 @@
 """Lab 4: the model answers pass every check, each wrong answer loses its question, and the notebook runs."""
 
+import contextlib
+import json
+import math
+import os
+import re
 import warnings
 
+import pandas as pd
 import pytest
 import torch
 
@@ -11,8 +17,10 @@ from tests.instructor import lab_cases
 from tests.instructor.every_lab import EveryLab
 from tests.instructor.lab4_right_answers import RIGHT_ANSWERS
 from tests.instructor.lab4_wrong_answers import WRONG_ANSWERS
+from tests.instructor.visible import VisibleChecks, assert_names_the_mistake
 
 LAB = "lab4_sdpa"
+HONEST_DRAWS = int(os.environ.get("HONEST_DRAWS", "3"))  # of each right answer, in the slow set
 BY_HAND = {"q2_3": 5, "q3_4": 4, "q5_4": 5, "q6_3": 5}
 SETUP = """
 import functools, json, math, warnings
@@ -38,6 +46,12 @@ class TestLab(EveryLab):
     least_figures, least_predictions = 2, 10
     minutes = 6.0
     bare_stubs = True
+    hinted = True
+
+
+@pytest.fixture(scope="module")
+def visible(cells):
+    return VisibleChecks(cells)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -47,23 +61,69 @@ def test_model_answers_pass_with_fresh_inputs(calls, checks, names, seed):
     assert (sdpa_switches(), list(warnings.filters)) == (switches, filters)  # grading leaves nothing behind
 
 
-@pytest.mark.parametrize("wrong", WRONG_ANSWERS, ids=lambda wrong: wrong.mistake)
-def test_wrong_answer_loses_its_question_alone(calls, checks, names, wrong):
+@contextlib.contextmanager
+def kept_conditions():
+    """Undo what a wrong answer leaves behind: SDPA's switches and the warning filters."""
     switches = sdpa_switches()
-    exec(compile(wrong.code, wrong.cell, "exec"), names)
     try:
-        verdicts = lab_cases.verdicts_on(calls, names, checks)
+        with warnings.catch_warnings():
+            yield
     finally:
         for name, enabled in zip(("flash", "mem_efficient", "math", "cudnn"), switches, strict=False):
             getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
+
+
+@pytest.mark.parametrize("wrong", WRONG_ANSWERS, ids=lambda wrong: wrong.mistake)
+def test_wrong_answer_is_refused_twice_and_named(calls, checks, names, visible, wrong):
+    """The visible check and the hidden one refuse a wrong answer, each with words that name the mistake."""
+    exec(compile(wrong.code, wrong.cell, "exec"), names)
+    with kept_conditions():
+        lab_cases.assert_loses_alone(lab_cases.verdicts_on(lab_cases.calls_of(wrong.cell, calls), names, checks), wrong)
+    scope = visible.scope(names)
+    for test in wrong.lost:
+        with kept_conditions():
+            message = visible.message(test, scope)
+        assert_names_the_mistake(message, wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", WRONG_ANSWERS, ids=lambda wrong: wrong.mistake)
+def test_wrong_answer_loses_its_question_alone(calls, checks, names, wrong):
+    exec(compile(wrong.code, wrong.cell, "exec"), names)
+    with kept_conditions():
+        verdicts = lab_cases.verdicts_on(calls, names, checks)
     lab_cases.assert_loses_alone(verdicts, wrong)
 
 
 @pytest.mark.parametrize("right", RIGHT_ANSWERS, ids=lambda right: right[0])
-def test_another_right_answer_passes(calls, checks, names, right):
+def test_another_right_answer_passes(calls, checks, names, visible, right):
     _, cell, code = right
     exec(compile(code, cell, "exec"), names)
     assert lab_cases.refusals(lab_cases.verdicts_on(lab_cases.calls_of(cell, calls), names, checks)) == []
+    scope = visible.scope(names)
+    assert [visible.message(test, scope) for test in visible.of(cell)] == [None] * len(visible.of(cell))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("right", RIGHT_ANSWERS, ids=lambda right: right[0])
+def test_another_right_answer_passes_in_many_draws(calls, checks, names, right):
+    """Other inputs than those of the grading; HONEST_DRAWS=200 draws as many of them as you like."""
+    _, cell, code = right
+    exec(compile(code, cell, "exec"), names)
+    for seed in range(HONEST_DRAWS):
+        drawn = {test: f"{call[:-1]}, seed={seed})" for test, call in lab_cases.calls_of(cell, calls).items()}
+        assert lab_cases.refusals(lab_cases.verdicts_on(drawn, names, checks)) == [], seed
+
+
+def test_there_are_many_honest_variants(calls):
+    """At least forty idioms, different ones, and each answer cell has one."""
+    assert len({name for name, _, _ in RIGHT_ANSWERS}) == len(RIGHT_ANSWERS) >= 40
+    assert {cell for _, cell, _ in RIGHT_ANSWERS} == {re.sub(r"(_[a-z]+)?_tests$", "", test) for test in calls}
+
+
+def test_model_answers_pass_the_visible_checks(names, visible):
+    scope = visible.scope(names)
+    assert {test: message for test in visible.tests if (message := visible.message(test, scope))} == {}
 
 
 @pytest.mark.gpu
@@ -100,3 +160,99 @@ def test_recorded_results_answer_the_questions(cells, names):
     assert not grid.duplicated(["shape", "backend"]).any()
     assert names["grid_answers"](grid).keys() >= {"default_loss", "decode_winner"}
     assert 1.0 <= names["geometric_mean"](names["default_slowdown"](grid)) < 10
+
+
+# ---- what is said about recorded tables --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """The tables that were recorded on an H200, by name."""
+    tables = json.loads((ROOT / "assets/results/h200/lab4.json").read_text())["tables"]
+    return {name: pd.DataFrame(rows) for name, rows in tables.items()}
+
+
+@pytest.fixture(scope="module")
+def prose(cells):
+    """All text of the instructor's notebook, without line breaks."""
+    return " ".join(" ".join(c.source for c in cells if c.cell_type == "markdown").split())
+
+
+@pytest.fixture(scope="module")
+def grid():
+    """The recorded sweep, one row a shape and backend."""
+    rows = pd.DataFrame(json.loads((ROOT / "assets/results/h200/sdpa_grid.json").read_text())["rows"])
+    rows = rows[(rows["set"] == "grid") & rows["backend"].isin(["math", "flash", "efficient", "cudnn"])].copy()
+    sizes = ["kind", "pass", "batch", "heads", "kv_heads", "seq_len_q", "seq_len_kv", "head_dim", "causal"]
+    rows["shape"], rows["is_default"] = rows.groupby(sizes).ngroup(), rows["is_default"].eq(True)
+    return rows
+
+
+def test_every_recorded_table_that_is_shown_exists(cells, recorded):
+    shown = set(re.findall(r'show_recorded\("(\w+)"\)', "\n".join(c.source for c in cells)))
+    assert shown and shown - set(recorded) <= {"host", "order"}  # not recorded yet: the notebook says so
+
+
+def test_kernels_are_for_the_chips_that_the_text_names(prose, recorded):
+    """Who the four are: cuDNN's kernel is for sm90 and uses wgmma, efficient's is for sm80, flash's is FlashAttention-2's."""
+    names = recorded["traces"].groupby("backend")["name"].first()
+    assert "sm90" in names["cudnn"] and "wgmma" in names["cudnn"] and "sm80" in names["efficient"]
+    assert "flash_fwd_kernel" in names["flash"] and "fmha_cutlassF_bf16_aligned_64x128_rf_sm80" in prose
+    assert names["efficient"].startswith("fmha_cutlassF_bf16_aligned_64x128_rf_sm80")
+
+
+def test_the_ratio_of_cudnn_and_flash_is_the_recorded_one(prose, recorded):
+    full = recorded["backends"].query("not causal").set_index("backend")["ms"]
+    assert f"cuDNN is {full['flash'] / full['cudnn']:.1f} times as fast as flash" in prose
+
+
+def test_recorded_errors_are_those_of_the_model_answer(prose, recorded):
+    rms = recorded["backends"].query("not causal").set_index("backend")["rms error"]
+    assert math.isclose(rms["math"], 1.6e-3, rel_tol=0.06) and "(1.6e-3 on an H200)" in prose
+    assert (
+        all(math.isclose(rms[b], 2.27e-3, rel_tol=0.01) for b in ("flash", "efficient", "cudnn")) and "2.27e-3" in prose
+    )
+
+
+def test_recorded_queries_ride_as_the_model_answer_says(prose, recorded):
+    ms = recorded["queries"].set_index("queries")["ms"]
+    assert "An H200 is flat up to 64 and takes three times as long at 256" in prose
+    assert ms[64] < 1.05 * ms[1] and 2.7 < ms[256] / ms[1] < 3.4
+
+
+def test_recorded_gradients_differ_where_the_question_says_so(recorded):
+    runs = recorded["determinism"].set_index("backend")
+    assert runs["backward"]["math"] == 1 and (runs["backward"] > 1).sum() >= 2 and set(runs["forward"]) == {1}
+
+
+def test_knock_outs_are_refused_for_their_own_reasons(recorded):
+    """A call of the course's that is refused for its dtype alone says that it was made in float32."""
+    layouts = recorded["layouts"].astype(str)
+    own = layouts[layouts["call"].str.contains("yours|the course's")]
+    refused = own.apply(lambda c: c.str.contains("Got Query dtype: float,")).any(axis=1)
+    assert len(own) >= 4 and own["call"][refused].str.contains("in fp32").all()
+
+
+def test_the_default_is_cudnn_for_every_recorded_shape(prose, grid):
+    assert set(grid[grid["is_default"]]["backend"]) == {"cudnn"}
+    assert "the default is cuDNN for every shape" in prose and "the default was cuDNN for every shape" in prose
+
+
+def test_the_rule_of_the_model_answer_has_its_numbers(prose, grid):
+    """6.3: who wins where, what the rule gains over the default, and what it loses against the best."""
+    ok = grid[grid["status"] == "ok"]
+    ms = ok.pivot(index="shape", columns="backend", values="ms")
+    facts = ok.drop_duplicates("shape").set_index("shape")
+    programs = facts["batch"] * facts["kv_heads"]
+    best = ms.idxmin(axis=1)
+    many = facts["kind"] != "decode"
+    assert f"it wins {(best[many] == 'cudnn').sum()} of {many.sum()} shapes" in prose
+    few = (facts["kind"] == "decode") & (facts["seq_len_q"] == 4) & (programs <= 16)
+    wide = (facts["kind"] == "decode") & (facts["seq_len_q"] == 1) & (facts["head_dim"] == 256)
+    for which, words in ((few, "{} of {} shapes, {:.1f} times as fast"), (wide, "{} of {}, {:.2f} times")):
+        ratio = (ms["cudnn"] / ms["flash"])[which]
+        mean = math.exp(ratio.map(math.log).mean())
+        assert words.format((best[which] == "flash").sum(), which.sum(), mean) in prose
+    rule = ms["flash"].where(few | wide, ms["cudnn"])
+    gain, loss = (math.exp(r.map(math.log).mean()) for r in (ms["cudnn"] / rule, rule / ms.min(axis=1)))
+    assert f"gains {gain:.2f}, and takes {loss:.2f} times the best" in prose

@@ -20,6 +20,7 @@ NAMES = [
     "lab4_split_kv",
     "gemm_tiling",
     "memory_hierarchy",
+    "gpu_in_ten_minutes",
     "roofline_anatomy",
     "decoder_layer",
     "kv_cache",
@@ -28,6 +29,11 @@ NAMES = [
     "lab3_sm",
     "lab3_ring",
     "lab3_specialized",
+    "lab3_blocked_layout",
+    "lab3_wgmma_fragment",
+    "lab3_swizzle",
+    "lab3_barrier_states",
+    "lab3_overlap_schedule",
     "lab2_mask_program",
     "lab2_blocks",
     "lab2_paths",
@@ -165,3 +171,20 @@ def test_drawing_leaves_matplotlibs_style_alone(tmp_path):
     before = dict(matplotlib.rcParams)
     figures.draw("gemm_tiling").save(tmp_path / "gemm_tiling.svg")
     assert dict(matplotlib.rcParams) == before
+
+
+def test_lab_3s_layouts_are_tritons():
+    pytest.importorskip("triton")
+    from triton.experimental.gluon import language as gl
+
+    from tools.figures import gluon_layouts
+    from utils.gluon_cpu.layouts import elements_of
+
+    held = elements_of(gl.BlockedLayout([1, 4], [4, 8], [2, 1], [1, 0]), (8, 32), 2)  # registers, lanes, warps
+    fragment = elements_of(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]), (64, 16), 4)
+    for row, column in itertools.product(range(8), range(32)):
+        warp, lane, register = gluon_layouts.blocked_owner(row, column)
+        assert held[register, lane, warp] == 32 * row + column
+    for row, column in itertools.product(range(16), range(16)):
+        lane, register = gluon_layouts.fragment_owner(row, column)
+        assert fragment[register, lane, 0] == 16 * row + column

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from tests.marks import slow_but_first
 from utils.config import DTYPES, GPU_SPECS, dtype_name, get_ridge_point, gpu_spec, peak_tflops
 
 FIELDS = {f"{name}_tflops" for name in DTYPES} | {
@@ -236,12 +237,34 @@ def test_gemma_config_is_built_once_and_on_demand():
     assert utils.config.GEMMA_CONFIG is utils.config.GEMMA_CONFIG
     assert "GEMMA_CONFIG" in dir(utils.config)
     with pytest.raises(AttributeError, match="GEMMA_CONFIGS"):
-        _ = utils.config.GEMMA_CONFIGS
+        _ = utils.config.GEMMA_CONFIGS  # type: ignore[attr-defined]
     out = run_python(
         "import sys, utils.config as c; before = 'transformers' in sys.modules; c.GEMMA_CONFIG.head_dim;"
         "print(before, 'transformers' in sys.modules)"
     )
     assert out == "False True"
+
+
+FIRST_USES = {
+    "isinstance": "isinstance(g, Gemma3TextConfig)",
+    "attribute": "g.head_dim == 256 and type(g) is Gemma3TextConfig",
+    "copy": "type(copy.deepcopy(g)) is Gemma3TextConfig and type(copy.copy(g)) is Gemma3TextConfig",
+    "pickle": "pickle.loads(pickle.dumps(g)).head_dim == 256",
+    "assignment": "setattr(g, 'extra', 3) is None and g.extra == 3 and g.head_dim == 256",
+    "text": "'head_dim' in repr(g)",
+    "its type": "type(type(g).from_dict(g.to_dict())) is Gemma3TextConfig",
+    "a new one": "type(type(g)(head_dim=64)) is Gemma3TextConfig",
+    "name of the type": "type(g).__name__ == 'Gemma3TextConfig'",
+}
+
+
+@pytest.mark.parametrize("use", slow_but_first(list(FIRST_USES)))
+def test_whatever_uses_gemma_config_first_finds_transformers_class(use):
+    out = run_python(
+        "import copy, pickle, sys; from utils import *; g = GEMMA_CONFIG; assert 'transformers' not in sys.modules;"
+        f"from transformers import Gemma3TextConfig; print({FIRST_USES[use]}, isinstance(g, Gemma3TextConfig))"
+    )
+    assert out == "True True"
 
 
 def test_facts_cost_no_heavy_import():
@@ -269,3 +292,14 @@ def test_the_row_of_this_gpu_agrees_with_the_driver():
     # CUDA keeps a part of it as L1.
     shared_kb = properties.shared_memory_per_multiprocessor / 1024
     assert 0.5 * spec["sram_per_sm_kb"] < shared_kb < spec["sram_per_sm_kb"]
+
+
+@pytest.mark.slow
+def test_the_names_of_the_labs_cost_at_most_half_of_what_torch_costs():
+    """The import of all names against a bare torch: CPU seconds of fresh processes, in turn, the best of three."""
+    best = {"import torch": math.inf, "from utils import *": math.inf}
+    for _ in range(3):
+        for code in best:
+            seconds = run_python(f"{code}\nimport time; print(time.process_time())")
+            best[code] = min(best[code], float(seconds))
+    assert best["from utils import *"] <= 1.5 * best["import torch"], best

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from utils.files import ROOT, recorded_table
+from utils.files import ROOT, output_path, recorded_table
 
 RECORD = {"machine": "NVIDIA H200", "commit": "0cfa907", "tables": {"race": [{"way": "naive", "ms": 2.5}]}}
 
@@ -32,3 +32,10 @@ def test_every_table_that_a_lab_shows_is_recorded(lab, capsys):
     assert shown
     for table in shown:
         assert len(recorded_table(ROOT / f"assets/results/h200/lab{lab}.json", table)), table
+
+
+def test_results_go_to_one_folder(tmp_path, monkeypatch):
+    for folder, expected in ((tmp_path, tmp_path), (ROOT, ROOT), (ROOT / "instructor" / "labs", ROOT)):
+        monkeypatch.chdir(folder)
+        path = output_path("lab1_results.json")
+        assert path == expected / "out" / "lab1_results.json" and path.parent.is_dir()

@@ -11,13 +11,15 @@ from tools.figures.attention import decoder_layer, flash_attention, kv_cache
 from tools.figures.drawing import SVG_STYLE, Card
 from tools.figures.flex import blocks, mask_program, pages, paths
 from tools.figures.gluon import ring, specialized, streaming_multiprocessor
-from tools.figures.hardware import gemm_tiling, kernel_fusion, memory_hierarchy, roofline_anatomy
+from tools.figures.gluon_layouts import barrier_states, blocked_layout, overlap_schedule, swizzle, wgmma_fragment
+from tools.figures.hardware import gemm_tiling, gpu_in_ten_minutes, kernel_fusion, memory_hierarchy, roofline_anatomy
 from tools.figures.sdpa import dispatcher, split_kv
 from utils.files import ROOT
 
 FIGURES = {
     "lab4_dispatcher": dispatcher,
     "lab4_split_kv": split_kv,
+    "gpu_in_ten_minutes": gpu_in_ten_minutes,
     "gemm_tiling": gemm_tiling,
     "memory_hierarchy": memory_hierarchy,
     "roofline_anatomy": roofline_anatomy,
@@ -28,6 +30,11 @@ FIGURES = {
     "lab3_sm": streaming_multiprocessor,
     "lab3_ring": ring,
     "lab3_specialized": specialized,
+    "lab3_blocked_layout": blocked_layout,
+    "lab3_wgmma_fragment": wgmma_fragment,
+    "lab3_swizzle": swizzle,
+    "lab3_barrier_states": barrier_states,
+    "lab3_overlap_schedule": overlap_schedule,
     "lab2_mask_program": mask_program,
     "lab2_blocks": blocks,
     "lab2_paths": paths,

@@ -185,11 +185,13 @@ class Card:
         with matplotlib.rc_context(SVG_STYLE):
             self.figure.savefig(text, format="svg", metadata=metadata, facecolor="none")
         # Hundredths of a pixel are enough. Matplotlib writes six decimals and deep indents, which are half of the file.
-        svg = re.sub(r' d="[^"]+"|translate\([^)]+\)', _shorten, text.getvalue())
+        svg = re.sub(r' d="[^"]+"|translate\([^)]+\)', shorten_path, text.getvalue())
         path.write_text(re.sub(r"\n +", "\n", svg), encoding="utf-8")
 
 
-def _shorten(outline: re.Match) -> str:
+def shorten_path(outline: re.Match) -> str:
+    """Round the numbers of an SVG outline to hundredths of a pixel."""
+
     def short(number: re.Match) -> str:
         return f"{float(number[0]):.2f}".rstrip("0").rstrip(".")
 

@@ -229,7 +229,7 @@ def paths() -> Card:
     card.text(
         28,
         366,
-        "Same arguments, same result. Compiled and CuTe walk the block tables and never store a score; eager skips "
+        "Same arguments, same result. Compiled and CuTe walk the block tables, a tile of scores at a time; eager skips "
         "nothing.",
         size=9,
         ha="left",

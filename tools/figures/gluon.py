@@ -52,12 +52,12 @@ def streaming_multiprocessor() -> Card:
     for i in range(4):
         x = 30 + i * (width + 18) + width / 2
         card.arrow(x, 64, x, 82, color=INK)
-    card.text(474, 53, "a warpgroup: four warps, one on each quarter, 128 threads; it orders a wgmma", size=9)
+    card.text(474, 53, "a warpgroup: four warps, one on each quarter, 128 threads; it issues a wgmma", size=9)
 
     card.box(30, 322, 620, 62, fill=GREEN_TINT, edge=GREEN, round=5)
     card.text(340, 342, "shared memory: 227 KiB for a block, 128 bytes a cycle", size=9.5, weight="bold")
     card.text(340, 364, "tiles of Q, K, V;  mbarriers: 8 bytes each that count arrivals and bytes", size=8.8)
-    card.box(700, 322, 208, 62, "TMA copy engine\none thread orders a tile", fill=PAPER, edge=GREEN, size=8.8)
+    card.box(700, 322, 208, 62, "TMA copy engine\none thread issues a copy", fill=PAPER, edge=GREEN, size=8.8)
     card.arrow(698, 353, 652, 353, color=GREEN, line=2)
     for i in range(4):
         x = 30 + i * (width + 18) + 60
@@ -106,7 +106,7 @@ def ring() -> Card:
     card.text(
         left + 3 * cell,
         340,
-        "tile i + 2 is ordered into the slot when tile i has been read: the same barrier's next phase",
+        "the copy of tile i + 2 into the slot is issued when tile i has been read: the same barrier's next phase",
         size=9.5,
     )
     card.text(
@@ -126,7 +126,7 @@ def specialized() -> Card:
         430,
         "One block, three partitions",
         (
-            "Left, the producer: one warp with 24 registers a thread, which orders copies. Middle, shared memory: a ring "
+            "Left, the producer: one warp with 24 registers a thread, which issues copies. Middle, shared memory: a ring "
             "of slots with a tile of K and of V each, full barriers and empty barriers. Right, two consumers: a warpgroup "
             "each with 240 registers a thread, which wait for full, multiply, compute the softmax and arrive at empty."
         ),
@@ -134,7 +134,7 @@ def specialized() -> Card:
     card.box(28, 120, 190, 190, fill=GREEN_TINT, edge=GREEN, round=6)
     card.text(123, 142, "producer", size=11, weight="bold")
     card.text(123, 166, "1 warp, 24 registers", size=9, color=SOFT)
-    card.text(123, 236, "wait empty[slot]\nexpect full[slot]\norder K, V into slot\n\nnext slot", size=9)
+    card.text(123, 236, "wait empty[slot]\nexpect full[slot]\nissue copies of K, V\n\nnext slot", size=9)
 
     card.box(328, 76, 260, 292, fill=GREY_TINT, edge=HAIR, round=6)
     card.text(458, 94, "shared memory", size=10, weight="bold")

@@ -300,3 +300,75 @@ def kernel_fusion() -> Card:
     card.text(710, 364, "write gelu(x)", ha="right", size=8.8)
     card.text(455, 364, f"traffic: 2 times the tensor, {moved / 2:g} times less", size=9, weight="bold")
     return card
+
+
+def gpu_in_ten_minutes() -> Card:
+    """A GPU as a newcomer needs it: the CPU, the stream of kernels, SMs with warps and tensor cores, L2 and HBM."""
+    spec = GPU_SPECS["H200"]
+    card = Card(
+        1000,
+        500,
+        f"A GPU: one {spec['full_name']}",
+        (
+            "Left: the CPU launches kernels into a stream. Middle: the GPU takes one kernel after the other and deals its "
+            "thread blocks to the SMs, each with warps, tensor cores, registers and shared memory. Below: the L2 cache, "
+            "which all SMs share, and the HBM."
+        ),
+    )
+    card.box(30, 70, 150, 62, "CPU: Python, PyTorch,\nthe driver", fill=ORANGE_TINT, edge=ORANGE, size=9)
+    card.text(105, 152, "launches a kernel\nin some microseconds,\nand goes on", size=8.5, color=SOFT, va="top")
+    for i, name in enumerate(("GEMM", "add", "norm")):
+        card.box(215 + 62 * i, 84, 54, 34, name, fill=PAPER, edge=BLUE, size=8.8)
+    card.text(303, 66, "a stream: kernels in a queue", size=9, color=SOFT, style="italic")
+    card.arrow(180, 101, 212, 101)
+    card.arrow(402, 101, 436, 101)
+    card.box(436, 60, 534, 418, fill="#f8fafc", edge=SOFT, round=8)
+    card.text(452, 80, "GPU", size=11, weight="bold", ha="left")
+    card.text(
+        500,
+        80,
+        "deals the thread blocks of a kernel to its SMs; the rest waits for the next wave",
+        size=8.5,
+        ha="left",
+        color=SOFT,
+    )
+    for x in (452, 804):
+        card.box(x, 102, 150, 214, fill=PAPER, edge=INK)
+        card.text(x + 75, 116, "SM", size=9.5, weight="bold")
+        card.box(x + 8, 128, 134, 84, fill=BLUE_TINT, edge=BLUE)
+        card.text(x + 75, 139, "a thread block", size=8.3)
+        for row in range(4):
+            card.rect(x + 16, 150 + 14 * row, 118, 9, fill=BLUE if row == 0 else "#a9cbe6")
+        card.box(x + 8, 218, 134, 26, "tensor cores", fill=GREEN, edge=GREEN, color=PAPER, size=8.5, weight="bold")
+        card.box(x + 8, 249, 134, 24, "registers 256 KB", fill=PAPER, edge=GREY, size=8)
+        card.box(x + 8, 278, 134, 30, f"shared memory {spec['sram_per_sm_kb']} KB", fill=PAPER, edge=GREY, size=8)
+    card.text(703, 200, f"{spec['sm_count']} SMs", size=12, weight="bold", color=SOFT)
+    card.path((438, 155), (468, 155), color=BLUE)
+    card.text(424, 172, "a warp:\n32 threads that take\nthe same step", size=8.5, color=BLUE, ha="right")
+    card.text(424, 232, "multiply small\nmatrices: nearly\nall the FLOP/s", size=8.5, color=GREEN, ha="right")
+    card.box(452, 336, 502, 36, f"L2 cache, {spec['l2_mb']} MB: shared by all SMs", fill="#cfe2f1", edge=BLUE, size=9)
+    card.box(
+        452,
+        402,
+        502,
+        58,
+        f"HBM, {spec['memory_gb']} GB: weights, activations, KV cache",
+        fill="#b8d6ea",
+        edge=BLUE,
+        size=9.5,
+        weight="bold",
+    )
+    for x in (527, 879):
+        card.arrow(x, 334, x, 318, head="<|-|>")
+    card.arrow(703, 400, 703, 374, head="<|-|>", line=2.2, color=BLUE)
+    card.text(712, 387, f"{spec['memory_bandwidth_tb_s']:g} TB/s: the narrowest pipe", size=8.8, ha="left", color=BLUE)
+    card.text(
+        30,
+        330,
+        "Three limits of a kernel:\n\n1  compute: its FLOPs over the peak\n2  memory: its bytes over the bandwidth\n"
+        "3  launch: the CPU cannot feed it faster\n\nThe slowest of the three decides.",
+        size=9.3,
+        ha="left",
+        va="top",
+    )
+    return card

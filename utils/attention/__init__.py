@@ -17,6 +17,7 @@ library, and `gluon/` the course's own kernel in five steps.
 from utils.attention.backends import BACKENDS, able_backends, find_backend
 from utils.attention.call import Run, attention, backend_table, last_run, prepare, proof
 from utils.attention.choosing import active_choices, use_choices
+from utils.attention.decode import attention_decode, decode_reference
 from utils.attention.prepared import Prepared, Recompiled
 from utils.attention.problem import AttentionUnsupported, Backend, Options, Problem, Refused, allowed_keys, make_problem
 from utils.attention.reference import reference, reference_gradients
@@ -35,7 +36,9 @@ __all__ = [
     "active_choices",
     "allowed_keys",
     "attention",
+    "attention_decode",
     "backend_table",
+    "decode_reference",
     "find_backend",
     "last_run",
     "make_problem",

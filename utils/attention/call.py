@@ -320,6 +320,12 @@ def last_run() -> Run | None:
     return _last
 
 
+def record_run(run: Run) -> None:
+    """Note who computed an attention that did not come through `attention`, for `last_run`."""
+    global _last
+    _last = run
+
+
 def backend_table() -> list[dict]:
     """Return a row for each backend: backend, summary, ok, reason, remedy and implementation on this machine."""
     rows = []

@@ -55,9 +55,10 @@ UpdateExpectations = Annotated[
 @app.command("list-targets")
 def list_targets(
     chapter: Annotated[str | None, typer.Option(help="One chapter, such as labs/flexattention.")] = None,
+    flags: Annotated[bool, typer.Option("--flags", help="Also the two sides and the flags of each target.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the targets, their two sides, their flags, and whether each runs on this machine."""
+    """List the targets, and whether each runs on this machine."""
     from utils.bench.targets import describe_targets
 
     with errors_as_lines():
@@ -65,16 +66,31 @@ def list_targets(
     if as_json:
         show_json(rows)
         return
-    targets, flags = [], []
+    if flags:
+        _show_flags(rows)
+        return
     for row in rows:
-        runs = "yes" if row["runs"] else f"no: {row['reason']}"
-        targets.append([row["target"], row["baseline"], row["optimized"], runs])
-        for number, knob in enumerate(row["knobs"]):
-            name = row["target"] if number == 0 else ""
-            flags.append([name, f"--{knob['name']}", knob["default"], knob["allowed"], knob["help"]])
-    show_table(["Target", "Baseline", "Optimized", "Here"], targets)
-    title = "Flags, for --target-extra-arg 'TARGET=--flag value'"
-    show_table(["Target", "Flag", "Default here", "Allowed", "Meaning"], flags, title)
+        typer.echo(row["target"])
+        typer.echo(f"    {row['summary']}" if row["runs"] else f"    not here: {row['reason'].split(': ')[-1]}")
+    typer.echo("\n--flags lists the two sides and the flags of each; --chapter takes one chapter.")
+
+
+def _show_flags(rows: list[dict]) -> None:
+    """Print the sides of each target, then each set of flags once, with the targets that have it."""
+    columns = ["Target", "Baseline", "Optimized", "Here"]
+    lines = [
+        [row["target"], row["baseline"], row["optimized"], "yes" if row["runs"] else f"no: {row['reason']}"]
+        for row in rows
+    ]
+    show_table(columns, lines, wrap=columns[1:])
+    sets: dict[tuple, list[str]] = {}
+    for row in rows:
+        knobs = tuple((f"--{k['name']}", k["default"], k["allowed"], k["help"]) for k in row["knobs"])
+        sets.setdefault(knobs, []).append(row["target"])
+    typer.echo("\nFlags, for --target-extra-arg 'TARGET=--flag value'")
+    for knobs, names in sets.items():
+        typer.echo("\n" + "\n".join(names))
+        show_table(["Flag", "Default here", "Allowed", "Meaning"], knobs, wrap=["Default here", "Allowed", "Meaning"])
 
 
 @app.command()
@@ -97,7 +113,7 @@ def run(
     update_expectations: UpdateExpectations = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run targets: verify both sides, prove what ran, time them interleaved, keep everything under artifacts/."""
+    """Run targets: verify both sides, prove what ran, time them interleaved, keep everything in one folder."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler, which reads it at its first start
     from utils.bench.documents import to_json
     from utils.bench.options import Options, new_run_id
@@ -126,7 +142,8 @@ def run(
         _show_run(document)
     if update_expectations:
         _record_expectations(document, to_stderr=as_json)
-    typer.echo(f"{document['status']}: {status_text(document)}; {options.folder}", err=True)
+    folders = str(options.folder) if profile == "none" else f"{options.folder}, profiles in {options.profiles_dir}"
+    typer.echo(f"{document['status']}: {status_text(document)}; {folders}", err=True)
     raise typer.Exit(exit_code(document))
 
 
@@ -297,7 +314,7 @@ def check(
             for row in rows
         ]
         columns = ["Optimized ms (expected)", "Baseline ms", "Speed-up"]
-        show_table(["Target", "Workload", *columns, "Verdict", "Why"], lines)
+        show_table(["Target", "Workload", *columns, "Verdict", "Why"], lines, wrap=["Why"])
         typer.echo(f"{len(failing)} of {len(rows)} cases fail against {path.name}.")
     raise typer.Exit(FAILED if failing else 0)
 

@@ -66,7 +66,10 @@ class Schema:
     def read(self, path: Path) -> dict:
         """Read a document; raise BenchError if the file is truncated, or of another schema or version."""
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            if text.strip() and not text.lstrip().startswith("{"):
+                raise BenchError(f"{path} is no {self.name} document: it holds no JSON object.")
+            document = json.loads(text)
         except OSError as error:
             raise BenchError(f"{path} cannot be read: {error.strerror}.") from None
         except UnicodeDecodeError:

@@ -105,7 +105,8 @@ def case_key(case: dict) -> tuple:
 def machine_name(document: dict) -> str:
     """Return the GPU of a result, or its CPU with the number of threads."""
     env = document["environment"]
-    return env.get("gpu") or f"{env.get('cpu')} ({env.get('threads')} threads)"
+    threads = env.get("threads")
+    return env.get("gpu") or f"{env.get('cpu')} ({threads} thread{'' if threads == 1 else 's'})"
 
 
 def status_counts(document: dict) -> dict[str, int]:

@@ -26,12 +26,18 @@ RunName = Annotated[str, typer.Argument(help="A run id, its folder, or a results
 
 @contextlib.contextmanager
 def errors_as_lines() -> Iterator[None]:
-    """Print a BenchError as one line on standard error and leave with exit status 2."""
+    """Print a BenchError, or a file that cannot be read or written, as one line and leave with exit status 2."""
     try:
         yield
     except BenchError as error:
         typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(USAGE) from None
+    except OSError as error:
+        if error.filename is None:
+            raise
+        typer.echo(f"error: {error.filename}: {error.strerror}. Name a folder that you may write to.", err=True)
+    else:
+        return
+    raise typer.Exit(USAGE)
 
 
 def console(stderr: bool = False) -> Console:
@@ -42,17 +48,65 @@ def console(stderr: bool = False) -> Console:
     return Console(file=stream, width=None if stream.isatty() else 200, highlight=False)
 
 
-def show_table(columns: Sequence[str], lines: Sequence[Sequence[object]], title: str | None = None) -> None:
-    """Print a table on standard output; the cells are shown as they are, without rich's markup."""
+def show_table(
+    columns: Sequence[str], lines: Sequence[Sequence[object]], title: str | None = None, *, wrap: Sequence[str] = ()
+) -> None:
+    """Print a table on standard output; the cells are shown as they are, without rich's markup.
+
+    A table that is wider than the terminal would break numbers inside. It is printed as records instead: a line for each
+    cell, under the first cell as a heading.
+
+    Args:
+        columns: the names of the columns.
+        lines: the cells of each line.
+        title: printed above.
+        wrap: columns of sentences, which may be broken between words, down to 30 characters.
+    """
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", pad_edge=False)
     for name in columns:
-        table.add_column(name, overflow="fold", no_wrap=name == "Target")
+        table.add_column(name, overflow="fold", no_wrap=name not in wrap)
     for line in lines:
         table.add_row(*(escape(str(cell)) for cell in line))
-    console().print(table)
+    screen = console()
+    widths = [max(len(str(cell)) for cell in cells) for cells in zip(columns, *lines, strict=True)]
+    narrowest = [min(width, 30) if name in wrap else width for name, width in zip(columns, widths, strict=True)]
+    if sum(narrowest) + 3 * len(narrowest) + 1 <= screen.width:
+        screen.print(table)
+    else:
+        screen.print(records_text(columns, lines, title, screen.width), markup=False, soft_wrap=True)
+
+
+def records_text(columns: Sequence[str], lines: Sequence[Sequence[object]], title: str | None, width: int) -> str:
+    """Return a table as records: the first cell as a heading, then a line `name  cell` for every cell that is not empty.
+
+    Lines that repeat the first cell of the line above do not repeat the heading.
+    """
+    import textwrap
+
+    names = max(map(len, columns[1:]), default=0)
+    text, heading = [title] if title else [], None
+    for line in lines:
+        first, *rest = map(str, line)
+        if first and first != heading:
+            text += ["", first] if text else [first]
+            heading = first
+        elif len(text) > 1:
+            text.append("")
+        for name, cell in zip(columns[1:], rest, strict=True):
+            if cell:
+                indent = " " * (4 + names)
+                text += textwrap.wrap(
+                    cell,
+                    max(width, len(indent) + 20),
+                    initial_indent=f"  {name:{names}}  ",
+                    subsequent_indent=indent,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+    return "\n".join(text)
 
 
 def show_json(value: Any) -> None:

@@ -10,6 +10,7 @@ with `functools.partial`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import random
@@ -90,7 +91,14 @@ def measure(
         return stats.relative_half_width(stats.median_interval(times, confidence), float(np.median(times)))
 
     work = _work([call], device, flops, bytes, roofs, dtype)
-    return time_calls(timing, [call], itertools.repeat((0,)), width, work, floor)[0]
+    result = time_calls(timing, [call], itertools.repeat((0,)), width, work, floor)[0]
+    if result.over_roof and roofs is not None:
+        # Nothing beats its roof: perhaps the machine was busy when its roof was measured.
+        higher = roofs.measured_again()
+        if higher is not roofs:
+            work = _work([call], device, flops, bytes, higher, dtype)
+            result = dataclasses.replace(result, roof=work.roof, roof_share=(work.roof_ms or 0.0) / result.median_ms)
+    return result
 
 
 def compare(

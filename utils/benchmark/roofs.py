@@ -8,12 +8,14 @@ of the first may be at 95% of the second.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import psutil
 import torch
 
 from utils.benchmark.measuring import measure, pick_device
@@ -29,8 +31,11 @@ _MEASURED_ON = {"cpu": ("fp32", "bf16"), "cuda": ("fp16", "bf16", "fp32", "tf32"
 _SIDE = {"cpu": 2048, "cuda": 8192}
 _COPY_BYTES = {"cpu": 256_000_000, "cuda": 4_000_000_000}
 _MIN_COPY = 4  # times the last-level cache
-_ROUNDS, _WARMUP, _ITERATIONS = 3, 1, 4
-_BUDGET_MS = 3000.0  # no further round after this much timed work
+_ROUNDS, _WARMUP, _ITERATIONS = 8, 1, 4
+_SETTLED = 0.02  # no further round after one that raised no roof by more than this share
+_BUDGET_MS = 3000.0  # nor after this much timed work
+_BUSY = 0.2  # share of the CPU that other processes may use before a measured roof says so
+_RETRIES = 2  # how often a roof is measured again because a point stands above it
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,24 @@ class Roofs:
     tflops: dict[str, float]  # "bf16" -> TFLOP/s
     memory_bandwidth_tb_s: float  # TB/s, 1e12, read + written
     detail: str = ""  # the document, or the sizes measured
+    spread: float = 0.0  # how far the rounds of a measurement lay apart: 0.1 is 10%
+    others: float | None = None  # share of the CPU that other processes used just before; None if not known
+
+    @property
+    def busy(self) -> str:
+        """Say that the machine was busy when the roofs were measured, "" if it was not: then they are too low."""
+        if self.others is None or self.others <= _BUSY:
+            return ""
+        return (
+            f"The machine was busy when its roofs were measured: other processes used {self.others:.0%} of the CPU. "
+            "The roofs may be too low; machine_roofs(refresh=True) measures again and keeps the best."
+        )
+
+    def measured_again(self) -> Roofs:
+        """Measure again if these are the measured roofs of this machine, and return the best so far; else return these."""
+        if self.origin == "measured" and any(self is kept for kept in _machine_roofs.values()):
+            return machine_roofs(refresh=True)
+        return self
 
     def ridge_point(self, dtype) -> float:
         """Return the arithmetic intensity in FLOPs/Byte at which the compute roof meets the memory roof."""
@@ -81,7 +104,10 @@ def measure_roofs(device: torch.device | str | None = None, dtypes: Iterable | N
     """Measure the roofs of this machine, in a few seconds: square matrix products and a large copy.
 
     The best of all samples counts, since a disturbance can only lengthen a time. The products and the copy take turns
-    in several rounds, so that a short disturbance does not hit all samples of one of them.
+    in rounds, so that a short disturbance does not hit all samples of one of them, until a round raises nothing any more.
+
+    On a CPU the bf16 roof is at least the fp32 roof: a kernel may convert bf16 to fp32 and multiply there, which is faster on
+    a CPU without bf16 instructions.
 
     Args:
         device: "cpu" or "cuda"; by default the GPU if there is one.
@@ -95,17 +121,22 @@ def measure_roofs(device: torch.device | str | None = None, dtypes: Iterable | N
     calls = {name: _product(target, name, side) for name in names}
     calls["copy"] = _copy(target, copy_bytes)
 
+    others = psutil.cpu_percent(interval=0.2) / 100  # while this process waits, all of it is other processes'
     best_ms = dict.fromkeys(calls, math.inf)
+    rounds: dict[str, list[float]] = {name: [] for name in calls}
     spent_ms = 0.0
     for _ in range(_ROUNDS):
+        before_ms = dict(best_ms)
         for name, call in calls.items():
             with _fp32_products("tf32" if name == "tf32" else "ieee"):
                 times = measure(
                     call, warmup=_WARMUP, iterations=_ITERATIONS, device=target, max_seconds=_BUDGET_MS / 1e3
                 )
+            rounds[name].append(times.min_ms)
             best_ms[name] = min(best_ms[name], times.min_ms)
             spent_ms += times.median_ms * (_WARMUP + _ITERATIONS)
-        if spent_ms > _BUDGET_MS:
+        settled = all(best_ms[name] > before_ms[name] * (1 - _SETTLED) for name in calls)
+        if settled or spent_ms > _BUDGET_MS:
             break
 
     if target.type == "cpu":
@@ -113,23 +144,35 @@ def measure_roofs(device: torch.device | str | None = None, dtypes: Iterable | N
         machine = f"{cpu_model()}, {threads} thread{'s' if threads > 1 else ''}"
     else:
         machine = torch.cuda.get_device_name(target)
+    tflops = {name: 2 * side**3 / best_ms[name] / 1e9 for name in names}
+    if target.type == "cpu" and {"fp32", "bf16"} <= set(tflops):
+        tflops["bf16"] = max(tflops["bf16"], tflops["fp32"])
+    spread = max(max(times) / min(times) - 1 for times in rounds.values())
     return Roofs(
         name=machine,
         origin="measured",
-        tflops={name: 2 * side**3 / best_ms[name] / 1e9 for name in names},
+        tflops=tflops,
         memory_bandwidth_tb_s=2 * copy_bytes / best_ms["copy"] / 1e9,
         detail=f"best of repeats: torch.mm of {side} x {side} matrices, copy of {copy_bytes / 1e6:.0f} MB "
-        f"(read + written), torch {torch.__version__}",
+        f"(read + written), torch {torch.__version__}; {len(rounds['copy'])} rounds, {spread:.0%} apart",
+        spread=spread,
+        others=others,
     )
 
 
 _machine_roofs: dict[tuple, Roofs] = {}
 
 
-def machine_roofs(refresh: bool = False) -> Roofs:
+def machine_roofs(refresh: bool = False, *, measured: Mapping[str, tuple] | None = None) -> Roofs:
     """Return the roofs of this machine: the datasheet's if GPU_SPECS has its GPU, else measured once and kept.
 
-    `refresh=True` measures again. The roofs of a CPU depend on the number of threads, so each number has its own.
+    The roofs of a CPU depend on the number of threads, so each number has its own. A measurement on a busy machine says so
+    in a line.
+
+    Args:
+        refresh: measure again, and keep the best of all measurements.
+        measured: points as `plot_roofline` takes them, {name: (FLOPs/Byte, TFLOP/s, dtype)}. A point above a measured roof
+            shows that the roof is too low, and it is measured again.
     """
     row = detect_gpu()
     if row is not None:
@@ -137,8 +180,35 @@ def machine_roofs(refresh: bool = False) -> Roofs:
     device = default_device()
     key = ("cpu", torch.get_num_threads()) if device.type == "cpu" else ("cuda", torch.cuda.current_device())
     if refresh or key not in _machine_roofs:
-        _machine_roofs[key] = measure_roofs(device)
+        _measure_again(key, device)
+    for _ in range(_RETRIES):
+        if not _beaten(_machine_roofs[key], measured or {}):
+            break
+        _measure_again(key, device)
     return _machine_roofs[key]
+
+
+def _measure_again(key: tuple, device: torch.device) -> None:
+    """Measure the roofs and keep the best of all that was measured for this key."""
+    new, old = measure_roofs(device), _machine_roofs.get(key)
+    if new.busy:
+        print(new.busy)
+    if old is not None:
+        new = dataclasses.replace(
+            new,
+            tflops={name: max(value, old.tflops.get(name, 0.0)) for name, value in new.tflops.items()},
+            memory_bandwidth_tb_s=max(new.memory_bandwidth_tb_s, old.memory_bandwidth_tb_s),
+        )
+    _machine_roofs[key] = new
+
+
+def _beaten(roofs: Roofs, measured: Mapping[str, tuple]) -> bool:
+    """Return whether one of the points {name: (FLOPs/Byte, TFLOP/s, dtype)} stands above its roof."""
+    highest = max(roofs.tflops, key=roofs.tflops.__getitem__)
+    return any(
+        tflops > roofs.attainable_tflops(intensity, *(dtype or (highest,)))
+        for intensity, tflops, *dtype in measured.values()
+    )
 
 
 def _intensity(intensity: float) -> float:

@@ -1,5 +1,7 @@
 """Verdicts on answers, a watch over the operators that an answer runs, and the runs of Gluon kernels that lab 3 checks."""
 
+from utils.checking.attention_mistakes import attention_mistake
+from utils.checking.sizes import SizeWatch, expect_follows_device, poisoned_memory
 from utils.checking.verdicts import (
     AnswerNeeded,
     Verdict,
@@ -8,24 +10,39 @@ from utils.checking.verdicts import (
     expect_close,
     expect_number,
     is_answered,
+    needs,
     quiet_stderr,
     require_answer,
 )
-from utils.checking.watching import MATMUL, OperationWatch, StudentLine, forbid, forbid_leaving, watch_operations
+from utils.checking.watching import (
+    FUSED_ATTENTION,
+    MATMUL,
+    OperationWatch,
+    StudentLine,
+    forbid,
+    forbid_leaving,
+    watch_operations,
+)
 
 __all__ = [
+    "FUSED_ATTENTION",
     "MATMUL",
     "AnswerNeeded",
     "OperationWatch",
+    "SizeWatch",
     "StudentLine",
     "Verdict",
     "WrongAnswer",
+    "attention_mistake",
     "check",
     "expect_close",
+    "expect_follows_device",
     "expect_number",
     "forbid",
     "forbid_leaving",
     "is_answered",
+    "needs",
+    "poisoned_memory",
     "quiet_stderr",
     "require_answer",
     "watch_operations",

@@ -7,6 +7,9 @@
     outputs = run_on_gpu(text, launch)
 
 The tensors of a `Launch` stay on the CPU, and are copied for each try.
+
+`simulate_file`, `compile_file` and `run_file` are all that runs a student's text. They take and return plain data, so that
+the grader can have them run in another process, and judge what they return in its own.
 """
 
 from __future__ import annotations
@@ -15,15 +18,18 @@ import ast
 import functools
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, astuple, dataclass
 
 import torch
 
+from utils.checking.kernel_files import expect_kernel_file
+from utils.checking.kernel_mistakes import name_mistakes
 from utils.checking.verdicts import AnswerNeeded, expect_close
 from utils.gluon_cpu.compiling import Compiled, CompilerRefusal, Request, compile_kernel, import_file, write_source
 from utils.gluon_cpu.reports import Report, SimulationError
 from utils.gluon_cpu.simulation import Run, simulate
-from utils.gluon_cpu.timeline import CostModel
+from utils.gluon_cpu.timeline import CostModel, Event
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
 
@@ -106,7 +112,8 @@ def load_kernels(source: str, launch: Launch):
 
     Raises:
         AnswerNeeded: the kernel is not written yet.
-        AssertionError: the file cannot be imported, or its kernel has another name or other arguments.
+        AssertionError: the file holds more than kernels, cannot be imported, or its kernel has another name or other
+            arguments.
     """
     try:
         tree = ast.parse(source)
@@ -119,6 +126,7 @@ def load_kernels(source: str, launch: Launch):
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     if launch.kernel not in names:
         raise AssertionError(f"{launch.file} defines no {launch.kernel}: keep the kernel's name and arguments.")
+    expect_kernel_file(source, launch.file)
     try:
         module = _module(source, launch.file)
     except Exception as error:
@@ -173,12 +181,50 @@ def simulate_launch(
     Raises:
         AssertionError: the simulator found a mistake; the message is its report.
     """
+    options = {"seed": seed, "timeline": timeline, "max_steps": max_steps, "max_seconds": max_seconds, "model": model}
+    outputs, seen = simulate_file(source, launch, options)
+    run = Run(seed, True, int(timeline), max_steps, max_seconds, model or CostModel())
+    run.events = [Event(*fields) for fields in seen["events"]]
+    run.cycles, run.launches, run.recorded = seen["cycles"], seen["launches"], seen["recorded"]
+    return outputs, run
+
+
+def simulate_file(source: str, launch: Launch, options: dict) -> tuple[dict[str, torch.Tensor], dict]:
+    """Run a launch in the simulator; return the outputs, and what the simulator saw, as plain data.
+
+    Args:
+        source: the text of the student's file.
+        launch: the kernel and its arguments.
+        options: of `simulate`.
+    """
     module = load_kernels(source, launch)
     try:
-        with simulate(seed=seed, timeline=timeline, max_steps=max_steps, max_seconds=max_seconds, model=model) as run:
-            return launch.run(module, "cpu"), run
+        with simulate(**options) as run:
+            outputs = launch.run(module, "cpu")
     except SimulationError as error:
         raise AssertionError(f"the simulator stopped {launch.kernel}.\n  {describe(error.report)}") from None
+    seen = {"cycles": [float(c) for c in run.cycles], "launches": run.launches, "recorded": run.recorded}
+    return outputs, {**seen, "events": [astuple(event) for event in run.events]}
+
+
+def simulate_failure(
+    source: str, launch: Launch, *, seed: int | None = None, model: CostModel | None = None
+) -> tuple[str, Run]:
+    """Run a launch that may fail, and return the report, "" if there is none, with the timeline up to it.
+
+    Args:
+        source: the text of the student's file.
+        launch: the kernel and its arguments.
+        seed: None runs by the cost model's times; a number stretches and shrinks them.
+        model: the cost model.
+    """
+    module = load_kernels(source, launch)
+    with simulate(seed=seed, timeline=True, max_steps=60_000, max_seconds=40.0, model=model) as run:
+        try:
+            launch.run(module, "cpu")
+        except SimulationError as error:
+            return describe(error.report), run
+    return "", run
 
 
 def run_on_gpu(source: str, launch: Launch) -> dict[str, torch.Tensor]:
@@ -190,6 +236,11 @@ def run_on_gpu(source: str, launch: Launch) -> dict[str, torch.Tensor]:
         source: the text of the student's file.
         launch: the kernel and its arguments.
     """
+    return run_file(source, launch)
+
+
+def run_file(source: str, launch: Launch) -> dict[str, torch.Tensor]:
+    """Run a launch on this machine's GPU; return the outputs on the CPU."""
     return launch.run(load_kernels(source, launch), "cuda")
 
 
@@ -207,12 +258,49 @@ def compile_for_hopper(source: str, launch: Launch, timeout: float = 120.0) -> C
     Raises:
         AssertionError: the compiler refuses the kernel; the message has the compiler's words.
     """
-    compiled = _compile(source, launch, figures=True, timeout=timeout)
-    assert compiled is not None
-    return compiled
+    fields = compile_file(source, launch, figures=True, timeout=timeout)
+    assert fields is not None
+    return Compiled(**fields)
 
 
-def _compile(source: str, launch: Launch, figures: bool, timeout: float = 120.0) -> Compiled | None:
+def machine_code(source: str, launch: Launch, containing: str) -> str:
+    """Return what became of the lines of a student's file that contain a text: the PTX and the SASS below each line.
+
+    Args:
+        source: the text of the file.
+        launch: the kernel, with the arguments whose types it is compiled for.
+        containing: a part of the lines to show, or several, separated by "|".
+
+    Raises:
+        AssertionError: the compiler refuses the kernel, or no line contains the text.
+    """
+    compiled = compile_for_hopper(source, launch)
+    shown = []
+    for number, text in enumerate(source.splitlines(), 1):
+        code = text.split("#")[0]
+        if not any(part in code for part in containing.split("|")):
+            continue
+        rows = [f"line {number}: {text.strip()}"]
+        for kind, lines in compiled.lines.items():
+            found: dict[str, int] = {}
+            for instruction in lines.get(str(number), []):
+                # Registers and addresses say little here; equal instructions are counted.
+                short = re.sub(r"(\.[a-zA-Z0-9_:.]+) .*", r"\1", instruction) if kind == "PTX" else instruction
+                short = re.sub(r"^@!?U?P\w+ ", "", re.sub(r"^@!?%p\d+ ", "", short))
+                short = re.sub(r"^([A-Z][A-Z0-9_.x]+).*", r"\1", short) if kind == "SASS" else short
+                found[short] = found.get(short, 0) + 1
+            rows += [
+                f"    {kind:5}{short}{f'  ({count} times)' if count > 1 else ''}" for short, count in found.items()
+            ]
+        if len(rows) > 1:
+            shown.append("\n".join(rows))
+    if not shown:
+        raise AssertionError(f"no line of {launch.file} that contains {containing!r} became an instruction.")
+    return "\n".join(shown)
+
+
+def compile_file(source: str, launch: Launch, figures: bool, timeout: float = 120.0) -> dict | None:
+    """Compile a launch's kernel for sm_90a; return the fields of `Compiled`, or None if no figures are asked for."""
     kernel = getattr(load_kernels(source, launch), launch.kernel)
     constant = [p.name for p in kernel.params if p.is_constexpr]
     request = Request(
@@ -225,12 +313,13 @@ def _compile(source: str, launch: Launch, figures: bool, timeout: float = 120.0)
         num_warps=launch.num_warps,
     )
     try:
-        return compile_kernel(request, figures=figures, timeout=timeout)
+        compiled = compile_kernel(request, figures=figures, timeout=timeout)
     except CompilerRefusal as refusal:
         words = _complaint(str(refusal), source)
         raise AssertionError(f"the compiler for sm_90a refuses {launch.file}:\n{words}") from None
     except TimeoutError:
         raise AssertionError(f"{launch.file}: the compiler for sm_90a did not finish within {timeout:.0f} s.") from None
+    return asdict(compiled) if compiled is not None else None
 
 
 def _complaint(stderr: str, source: str) -> str:
@@ -292,6 +381,7 @@ def expect_kernel(
     seeds: tuple[int | None, ...] = (None,),
     compiles: bool = False,
     hint: str = "",
+    mistakes: Callable[[], dict[str, torch.Tensor]] | None = None,
     max_steps: int = 60_000,
 ) -> Run:
     """Assert that a kernel computes what is expected: in the simulator and, with `compiles`, beyond it.
@@ -305,7 +395,8 @@ def expect_kernel(
         seeds: one simulation each; None is the cost model's own timing, and a number stretches and shrinks times, so
             that a wrong order shows.
         compiles: also ask the compiler for sm_90a, and run on a Hopper GPU if this machine has one.
-        hint: what to look at when the values are wrong.
+        hint: what to look at when the values are wrong, if no known mistake explains them.
+        mistakes: gives {what is wrong: the first output with this mistake}; asked for only when the values are wrong.
         max_steps: calls and loop turns of one program in the simulator.
 
     Returns:
@@ -316,7 +407,17 @@ def expect_kernel(
     def compare(outputs: dict[str, torch.Tensor], where: str) -> None:
         for name, tensor in expected.items():
             what = f"{name} after {launch.kernel}{where}"
-            expect_close(outputs[name], tensor.to(outputs[name].dtype), rtol=rtol, atol=atol, what=what, hint=hint)
+            got, right = outputs[name], tensor.to(outputs[name].dtype)
+            try:
+                expect_close(got, right, rtol=rtol, atol=atol, what=what, hint=hint)
+            except AssertionError as wrong:
+                words = name_mistakes(got, right, mistakes()) if mistakes else []
+                if not words:
+                    raise
+                text = str(wrong).removesuffix(hint).rstrip()
+                raise AssertionError(
+                    f"{text} These are the values of this mistake: {' Or: '.join(words)} {hint}"
+                ) from None
 
     runs: list[Run] = []
     for seed in seeds:
@@ -325,7 +426,7 @@ def expect_kernel(
         runs.append(run)
     if compiles and offline_compile_support():
         try:
-            _compile(source, launch, figures=False)
+            compile_file(source, launch, figures=False)
         except AssertionError as refused:
             raise AssertionError(f"the simulator accepts {launch.file}, but {refused}") from None
     if compiles and gluon_support():

@@ -30,7 +30,7 @@ import os
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -169,6 +169,38 @@ def require_answer(name: str, value: object, question: str) -> None:
     """
     if not is_answered(value):
         raise AnswerNeeded(f"This cell needs {_label(question)} ({name}): answer it first.")
+
+
+def needs(own: str = "", /, *, files: dict[str, str] | None = None, after: str = "", **answers: str) -> None:
+    """Stop a cell if an answer or another name that it uses is missing, and say which cell has to run first.
+
+    The build writes this call into the notebooks' cells.
+
+    Args:
+        own: the question that the cell tests; its answers only have to exist, since the test says whether they are
+            written.
+        files: {file that an answer cell writes: its question}.
+        after: names that cells above define, with spaces between them.
+        **answers: {name of an answer: its question, `1.1` or `Bonus 4.5`}.
+    """
+    names = sys._getframe(1).f_globals
+    above = "Run the cells above this one first (menu Run, Run All Above Selected Cell)"
+    lost = [name for name in after.split() if name not in names]
+    if lost:
+        raise AnswerNeeded(f"This cell needs {lost[0]}, which a cell above it defines. {above}.")
+    for name, question in answers.items():
+        if name not in names:
+            raise AnswerNeeded(
+                f"This cell needs {_label(question)} ({name}), and there is no {name}. {above}; if you renamed your "
+                f"answer, call it {name} again."
+            )
+        if question != own:
+            require_answer(name, names[name], question)
+    for name, question in (files or {}).items():
+        if not os.path.exists(name):
+            raise AnswerNeeded(
+                f"This cell needs {_label(question)} ({name}), and there is no such file: run the answer cell that writes it."
+            )
 
 
 def check(question: str, title: str = "") -> Callable[[Callable], Callable[..., Verdict]]:
@@ -311,7 +343,14 @@ def _pattern(got: torch.Tensor, expected: torch.Tensor, rtol: float) -> str:
 
 
 def expect_number(
-    got: object, expected: float, rel: float = 0.01, unit: str = "", what: str = "the answer", *, abs_tol: float = 0.0
+    got: object,
+    expected: float,
+    rel: float = 0.01,
+    unit: str = "",
+    what: str = "the answer",
+    *,
+    abs_tol: float = 0.0,
+    mistakes: Mapping[str, float | Sequence[float]] | None = None,
 ) -> None:
     """Assert that `got` is the number `expected`; a wrong unit or a well-known factor is named.
 
@@ -322,6 +361,8 @@ def expect_number(
         unit: for example `FLOPs`, `bytes`, `ms`
         what: the quantity, in the student's words
         abs_tol: absolute tolerance
+        mistakes: {hint: the number, or numbers, that this mistake leads to}; the hint takes the place of the guesses
+            about factors
     """
     if got is None or got is ...:
         raise AssertionError(f"{what} is not answered yet: it is {got!r}.")
@@ -335,9 +376,20 @@ def expect_number(
     if abs(value - expected) <= max(rel * abs(expected), abs_tol):
         return
     tail = f" {unit}" if unit else ""
-    hint = _factor(value, float(expected), unit)
+    near = max(rel, 1e-9)
+    # Two mistakes may lead to the same number; then the message names both.
+    known = [
+        text
+        for text, numbers in (mistakes or {}).items()
+        if any(abs(value - n) <= near * abs(n) for n in (numbers if isinstance(numbers, Sequence) else (numbers,)))
+    ]
+    hint = f" {' Or: '.join(known)}" if known else _factor(value, float(expected), unit)
     # Do not say the right number: the message of a visible check would answer the question.
-    raise AssertionError(f"{what} is not {value:.6g}{tail}.{hint}")
+    raise AssertionError(f"{what} is not {_shown(value)}{tail}.{hint}")
+
+
+def _shown(number: float) -> str:
+    return f"{int(number):,}" if number.is_integer() and abs(number) < 1e15 else f"{number:.6g}"
 
 
 def _in(unit: str) -> str:
@@ -359,14 +411,14 @@ def _factor(value: float, expected: float, unit: str) -> str:
 
     if near(-1):
         return " Its sign is wrong."
-    for power in (1, 2, 3, 4):
+    for power in (1, 2, 3, 4) if unit else ():  # a number without a unit has no prefix to mistake
         for sign in (1, -1):
             if near(1000.0 ** (sign * power)):
                 side = "large" if sign > 0 else "small"
                 return (
                     f" It is 10^{3 * power} times too {side}: check the prefix of the unit (k, M, G, T; m for milli)."
                 )
-            if near((1024.0 / 1000.0) ** (sign * power)):
+            if (flop or byte or unit[:1] in "kMGT") and near((1024.0 / 1000.0) ** (sign * power)):
                 return " It is off by a power of 1024/1000: G is 10^9 here, not 2^30."
     if flop and near(0.5):
         return " It is half of the right number: a multiply-accumulate (MAC) is one MAC, and two FLOPs."

@@ -20,6 +20,7 @@ Of other machinery it sees:
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
 import re
@@ -116,15 +117,24 @@ def lines_of_traceback(trace: types.TracebackType | None, skip: types.CodeType |
 
     Args:
         trace: the traceback.
-        skip: the code of a check; its frames do not count.
+        skip: the code of a check; its frames do not count, nor do those of the functions that it defines.
     """
+    skipped = _with_inner_functions(skip) if skip is not None else set()
     lines = []
     while trace is not None:
         code = trace.tb_frame.f_code
-        if code is not skip and is_students(code):
+        if code not in skipped and is_students(code):
             lines.append(_line(code, trace.tb_lineno))
         trace = trace.tb_next
     return lines
+
+
+def _with_inner_functions(code: types.CodeType) -> set[types.CodeType]:
+    found = {code}
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            found |= _with_inner_functions(inner)
+    return found
 
 
 def _line_of_stack() -> StudentLine | None:
@@ -146,6 +156,7 @@ class OperationWatch:
     custom: Counter[str] = field(default_factory=Counter)  # operators of other namespaces: "mylib::mm"
     kernels: Counter[str] = field(default_factory=Counter)  # Triton kernels launched
     lines: dict[str, StudentLine] = field(default_factory=dict)  # name -> the first line that used it
+    rules: list[tuple] = field(default_factory=list)  # what was forbidden: (function of this module, its arguments)
 
     def _note(self, counter: Counter[str], name: str) -> None:
         if name not in counter:
@@ -318,6 +329,7 @@ def forbid(watch: OperationWatch, operations: tuple[str, ...] = MATMUL, hint: st
             products, convolutions and attention.
         hint: what to do instead.
     """
+    watch.rules.append((forbid, (operations, hint)))
     pattern = re.compile("|".join(f"(?:{name})" for name in operations))
     hint = f" {hint[0].upper()}{hint[1:]}" if hint else ""
     hint += "" if not hint or hint.endswith((".", "!", "?")) else "."
@@ -347,6 +359,7 @@ def forbid_leaving(watch: OperationWatch, hint: str = "", *, scalars: bool = Tru
         hint: what to do instead.
         scalars: allow single values to leave, by `.item()`, `float(t)`, `if t:`.
     """
+    watch.rules.append((functools.partial(forbid_leaving, scalars=scalars), (hint,)))
     exits = [name for name in watch.exits if not (scalars and name in SCALAR_EXITS)]
     if exits:
         line = watch.lines.get(exits[0])

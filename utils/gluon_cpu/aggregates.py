@@ -1,13 +1,15 @@
 """Gluon's aggregates: values with named fields, for example a ring of buffers with its barriers.
 
 Triton's rules hold here too: the constructor is a constexpr function that sets every declared field to a value of the
-declared type, and nothing changes a field afterwards.
+declared type, and nothing changes a field afterwards. From Triton 3.8 on, a class without a constructor takes its fields in
+the order of their declaration, with the defaults that stand there, and those of the aggregates that it inherits from.
 """
 
 from __future__ import annotations
 
 import inspect
 import types
+import typing
 from typing import Any
 
 from triton.experimental.gluon import language as gl
@@ -17,7 +19,7 @@ from triton.runtime.jit import JITCallable
 from . import context
 from .context import refuse
 from .global_memory import Descriptor
-from .known import unwrap
+from .known import known, unwrap
 from .memory import MemDesc
 from .tensors import Tensor
 
@@ -36,17 +38,36 @@ class Aggregate:
         author = inspect.getclosurevars(cls.__setattr__).nonlocals["cls"]
         set_slot = object.__setattr__
         set_slot(self, "_cls", cls)
-        set_slot(self, "_declared", author.__annotations__)
+        generated = getattr(cls, "__aggregate_defaults__", None)  # from Triton 3.8 on; None before
+        set_slot(self, "_declared", author.__annotations__ if generated is None else cls.__annotations__)
         set_slot(self, "_fields", {})
         set_slot(self, "_complete", False)
         constructor = author.__init__
-        if not isinstance(constructor, JITCallable):
+        if isinstance(constructor, JITCallable):
+            constructor.fn(self, *map(unwrap, args), **{name: unwrap(value) for name, value in kwargs.items()})
+        elif generated is not None and "__init__" not in vars(author):
+            self._set_fields(args, kwargs, generated)
+        else:
             refuse("kernel", f"{cls.__name__}: decorate its __init__ with @gluon.constexpr_function.")
-        constructor.fn(self, *map(unwrap, args), **{name: unwrap(value) for name, value in kwargs.items()})
         for name in self._declared:
             if name not in self._fields:
                 refuse("kernel", f"The constructor of {cls.__name__} did not set the field {name}.")
         set_slot(self, "_complete", True)
+
+    def _set_fields(self, args: tuple, kwargs: dict, defaults: dict) -> None:
+        """Set the fields of a class without a constructor, as Triton's generated one does."""
+        label, names = self._cls.__name__, list(self._declared)
+        if len(args) > len(names):
+            refuse("kernel", f"{label} has {len(names)} fields and got {len(args)} values.")
+        given = dict(zip(names, args, strict=False))
+        for name in kwargs:
+            if name in given or name not in names:
+                what = "is given twice" if name in given else "is no field of it"
+                refuse("kernel", f"{label}({name}=...): {name} {what}.")
+        for name, value in ({**defaults, **given, **kwargs}).items():
+            kind = self._declared[name]
+            constant = not is_instance(value, kind) and is_instance(gl.constexpr(value), kind)
+            setattr(self, name, gl.constexpr(value) if constant else value)
 
     def __setattr__(self, name: str, value: Any) -> None:
         label = self._cls.__name__
@@ -96,8 +117,8 @@ for _name in OPERATORS.split():
 
 def is_instance(value: Any, kind: Any) -> bool:
     """Return whether a value has a type that a kernel names: one of Triton's, an aggregate class, or one of several."""
-    if isinstance(kind, types.UnionType):
-        kind = kind.__args__
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        kind = typing.get_args(kind)
     if isinstance(kind, tuple):
         return any(is_instance(value, k) for k in kind)
     if getattr(kind, "__triton_aggregate__", False):
@@ -113,3 +134,11 @@ def flatten(values: tuple) -> list:
             value = tuple(value._fields.values())
         flat += flatten(value) if isinstance(value, tuple) else [value]
     return flat
+
+
+@known("aggregate_replace")
+def replace(instance, **changes):
+    """Return a copy of an aggregate in which some fields have other values."""
+    if not isinstance(instance, Aggregate):
+        refuse("kernel", f"aggregate_replace takes an aggregate; got {instance!r}.")
+    return Aggregate(instance._cls, (), {**instance._fields, **changes})

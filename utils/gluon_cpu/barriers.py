@@ -82,6 +82,11 @@ class MBarrier:
         if n > self.pending:
             coming = f", {self.bytes} bytes still to come" if self.bytes > 0 else ""
             before = f" Before: {self.arrivals[-1]}." if self.arrivals else ""
+            if self.bytes > 0 and "expect" in what:
+                before += (
+                    f" {who} came round to this barrier again before the copy of the round before had arrived: wait until "
+                    "the slot is free first."
+                )
             report(
                 "barrier",
                 f"{what}: {n} arrival{'s' if n > 1 else ''} at {self.name}, but its phase {self.phase} waits for "
@@ -147,16 +152,20 @@ def wait(barrier: MBarrier, parity: int) -> None:
     program.reschedule()
     unknown = barrier.phase - p.clock.get(barrier.component, 0)
     if unknown > 1 or (unknown and not barrier.is_over(parity)):
+        known_phases = barrier.phase - unknown
+        ended = f"Phase {known_phases}" if unknown == 1 else f"Phases {known_phases} to {barrier.phase - 1}"
         passes = (
-            "It passes only because the phases in between were fast enough"
+            "The wait passes now, but only because those phases were fast enough"
             if barrier.is_over(parity)
-            else f"It blocks now until phase {barrier.phase} is over; a little earlier it would have passed at once"
+            else f"So parity {parity} now means phase {barrier.phase}, and the wait blocks until that one has ended; "
+            "a little earlier it would have passed at once"
         )
         report(
             "barrier",
-            f"{p.name} waits for parity {parity} of {barrier.name}. {barrier.phase} phases of it are over, {unknown} "
-            f"without {p.name}'s knowledge. {passes}: a parity cannot tell phase k from phase k + 2. "
-            "Is this the right parity?",
+            f"{p.name} waits for parity {parity} of {barrier.name}. {ended} of that barrier "
+            f"{'has' if unknown == 1 else 'have'} ended, but {p.name} never waited for "
+            f"{'it' if unknown == 1 else 'them'}. {passes}: a parity cannot tell phase k from phase k + 2. Is this the "
+            "right parity? Use k of one barrier has the parity k & 1: for tile i of a ring, (i // STAGES) & 1.",
         )
     if barrier.is_over(parity):
         program.spend(program.model.barrier, "barrier", barrier.name)

@@ -99,6 +99,8 @@ def report(
     if at is not None:
         stack = (at, *(stack[1:] if stack and stack[0] == at else ()))
     finding = _finding(kind, message, stack, partition, others)
+    if _program is not None:
+        _program.mark(finding)
     if _program is None or not _program.collect(finding):
         raise ERRORS[kind](finding)
 
@@ -112,5 +114,6 @@ def refuse(kind: str, message: str) -> NoReturn:
     """
     finding = _finding(kind, message, sites(), None)
     if _program is not None:
+        _program.mark(finding)
         _program.collect(finding)
     raise ERRORS[kind](finding)

@@ -59,7 +59,7 @@ def _coordinates(coord) -> list[int]:
 
 
 @known("async_copy_global_to_shared", "async_load", of=(hopper.tma,))
-def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False) -> None:
+def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False, cache_policy=None) -> None:
     """Start a TMA copy from global to shared memory, which reports to a barrier."""
     if constant(multicast, "multicast"):
         refuse("unknown operation", "gluon_cpu runs one block at a time and knows no multicast.")
@@ -93,9 +93,22 @@ def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False) ->
 
 
 @known("async_copy_shared_to_global", "async_store", of=(hopper.tma,))
-def tma_store(tensor_desc, coord, src) -> None:
+def tma_store(tensor_desc, coord, src, cache_policy=None) -> None:
     """Start a TMA copy from shared to global memory."""
-    layouts.check_tma(tensor_desc, coord, src, "A TMA store")
+    at = _send(tensor_desc, coord, src, "A TMA store")
+    tensor_desc.write(at, src.view)
+
+
+@known("async_atomic_add", of=(hopper.tma,))
+def tma_add(tensor_desc, coord, src) -> None:
+    """Start a TMA reduction, which adds a tile of shared memory to global memory."""
+    at = _send(tensor_desc, coord, src, "A TMA reduction")
+    tensor_desc.add(at, src.view)
+
+
+def _send(tensor_desc, coord, src, what: str) -> list[int]:
+    """Let TMA read a tile of shared memory; return the box's coordinates."""
+    layouts.check_tma(tensor_desc, coord, src, what)
     at = _coordinates(coord)
     program = context.program()
     program.reschedule()
@@ -107,16 +120,19 @@ def tma_store(tensor_desc, coord, src) -> None:
         asynchronous=True,
         component=("tma store", p.index),
         time=p.store_count,
-        what=f"the TMA store from {src.label}",
+        what=f"the {what.removeprefix('A ')} from {src.label}",
     )
     end = _transfer("TMA", "copy out", src.label, tensor_desc.block_type.nbytes)
     p.stores.append((p.store_count, end, src.label, context.site()))
-    tensor_desc.write(at, src.view)
+    return at
 
 
 @known(of=(hopper.tma,))
-def store_wait(pendings) -> None:
-    """Wait until all but the last `pendings` stores of this partition have read their buffers."""
+def store_wait(pendings, read_only=True) -> None:
+    """Wait until all but the last `pendings` stores of this partition have read their buffers.
+
+    What a store writes is visible to all at once here, so `read_only=False` waits for nothing more.
+    """
     pendings = constant(pendings, "store_wait's pendings")
     program = context.program()
     program.reschedule()
@@ -146,10 +162,12 @@ class _CpAsync:
 
 
 @known("async_copy_global_to_shared", "async_load", of=(ampere.async_copy,))
-def cp_async(smem, pointer, mask=None, cache_modifier="", eviction_policy="", volatile=False) -> None:
+def cp_async(
+    smem, pointer, mask=None, cache_modifier=None, eviction_policy=None, volatile=False, cache_policy=None
+) -> None:
     """Start a copy of elements by their addresses; masked ones become zeros."""
     offsets, keep, layout = addresses(pointer, mask, "cp.async")
-    layouts.check_cp_async(smem, offsets.shape, pointer.dtype.element_ty, layout)
+    layouts.check_cp_async(smem, offsets.shape, pointer.dtype.element_ty, layout, offsets)
     program = context.program()
     program.reschedule()
     p = program.partition

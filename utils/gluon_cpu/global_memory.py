@@ -7,6 +7,7 @@ import math
 import numpy as np
 import torch
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._layouts import AutoLayout
 from triton.experimental.gluon.language.nvidia import hopper
 
 from . import context, layouts
@@ -135,8 +136,8 @@ def _spend(latency: float, kind: str, pointer: Tensor, offsets: np.ndarray, keep
     program, buffer = context.program(), pointer.buffer
     size = buffer.dtype.primitive_bitwidth // 8
     program.spend(latency + int(keep.sum()) * size / program.model.global_bytes, kind, buffer.name)
-    if program.events is None or not offsets.shape:
-        return
+    if program.events is None or not offsets.shape or isinstance(layout, AutoLayout):
+        return  # sectors depend on a layout that only the compiler knows
     elements = layouts.elements_of(layout, offsets.shape, program.partition.num_warps)
     at = (offsets.reshape(-1)[elements] + buffer.base) * size  # registers x lanes x warps
     kept = keep.reshape(-1)[elements]
@@ -161,6 +162,11 @@ def _atomic(name: str, update) -> None:
         val = to_tensor(val)
         data = np.broadcast_to(round_to(np.asarray(val.data), dtype), offsets.shape)
         old = np.zeros(offsets.shape, numpy_type(dtype))
+        if name == "add" and offsets.ndim and np.unique(offsets[keep]).size == np.count_nonzero(keep):
+            # No address twice, as nearly always: all at once, where one by one takes seconds.
+            old[keep] = pointer.buffer.read(offsets[keep])
+            pointer.buffer.write(offsets[keep], round_to(np.asarray(update(old[keep], data[keep])), dtype))
+            keep = np.zeros_like(keep)
         for index in zip(*np.nonzero(np.atleast_1d(keep)), strict=True):
             i = index if offsets.ndim else ()
             place = offsets[i] + np.zeros((), np.int64)
@@ -240,9 +246,24 @@ class Descriptor:
         self.buffer.check(offsets[inside], "A TMA store")
         self.buffer.write(offsets[inside], values[inside])
 
+    def add(self, coord: list[int], values: np.ndarray) -> None:
+        """Add to the box, in the tensor's type; values outside of the tensor are dropped."""
+        offsets, inside = self.box(coord)
+        self.buffer.check(offsets[inside], "A TMA reduction")
+        old = np.asarray(self.buffer.read(offsets[inside]))
+        self.buffer.write(offsets[inside], round_to(old + np.asarray(values)[inside], self.dtype))
+
+    @property
+    def handle(self):
+        """What a builtin of a kernel's author passes on."""
+        return self
+
 
 def host_descriptor(desc, name: str) -> Descriptor:
     """Return a TensorDescriptor that was made on the host as a kernel sees it."""
+    if getattr(desc, "round_f32_to_tf32", False):
+        text = f"{name}: gluon_cpu does not round to tf32 on the way, as round_f32_to_tf32=True asks"
+        raise NotImplementedError(f"{text}. Make the descriptor without it; wgmma reads the upper 19 bits anyway.")
     buffer = GlobalBuffer(desc.base, name)
     return Descriptor(
         buffer,

@@ -32,6 +32,7 @@ class _Rewriter(ast.NodeTransformer):
 
     def __init__(self, names: dict):
         self.names = names  # the values of the function's global names
+        self.loops = 0
 
     def visit_Call(self, node):
         self.generic_visit(node)
@@ -51,7 +52,8 @@ class _Rewriter(ast.NodeTransformer):
     def visit_Assign(self, node):
         self.generic_visit(node)
         label = node.targets[0].id if isinstance(node.targets[0], ast.Name) else ""
-        node.value = _at(_runtime_call("assign", node.value, ast.Constant(label)), node)
+        kind = "layout" if _makes_a_layout(node.value) else "assign"
+        node.value = _at(_runtime_call(kind, node.value, ast.Constant(label)), node)
         return node
 
     def visit_AugAssign(self, node):
@@ -69,15 +71,49 @@ class _Rewriter(ast.NodeTransformer):
         return _at(ast.Assign([node.target], _runtime_call(kind, node.value, ast.Constant(label))), node)
 
     def visit_For(self, node):
+        unrolled = isinstance(node, ast.For) and "static_range" in ast.unparse(node.iter)
+        carried = [] if unrolled else _assigned(node.body)
         self.generic_visit(node)
         node.body.insert(0, _at(ast.Expr(_runtime_call("step")), node))
-        return node
+        if not carried:
+            return node
+        # The names that are compile-time constants when the loop begins must not be run-time values after a turn of it.
+        self.loops += 1
+        constants = f"__gluon_constants_{self.loops}"
+        before = _runtime_call("constants", _locals(), ast.Constant(tuple(carried)))
+        check = ast.Expr(_runtime_call("check_constants", _name(constants), _locals()))
+        node.body.insert(0, _at(check, node))
+        after = _at(ast.Expr(_runtime_call("check_constants", _name(constants), _locals())), node)
+        return [_at(ast.Assign([ast.Name(constants, ast.Store())], before), node), node, after]
 
     visit_While = visit_For
 
 
+def _assigned(body: list[ast.stmt]) -> list[str]:
+    """Names to which statements assign run-time values."""
+    targets = [
+        target
+        for statement in body
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Assign | ast.AugAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    ]
+    names = [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+    return list(dict.fromkeys(names))
+
+
+def _makes_a_layout(node: ast.expr) -> bool:
+    """Whether an expression is the call of a layout's class, such as `gl.BlockedLayout(...)`."""
+    function = node.args[0] if isinstance(node, ast.Call) and node.args else None  # the first argument of our own call
+    return getattr(function, "attr", getattr(function, "id", "")).endswith("Layout")
+
+
 def _name(name: str) -> ast.Name:
     return ast.Name(name, ast.Load())
+
+
+def _locals() -> ast.Call:
+    return ast.Call(_name("locals"), [], [])
 
 
 def _runtime_call(name: str, *arguments: ast.expr) -> ast.Call:
@@ -113,14 +149,18 @@ def rewrite(jit) -> tuple:
         n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
     }
     names = {k: v for k, v in {**original.__globals__, **closure}.items() if k not in local}
-    function.body = [_Rewriter(names).visit(statement) for statement in function.body]
+    function.body = _Rewriter(names).visit(ast.Module(function.body, [])).body
     # A function around it holds what the rewritten code calls, and the variables of the original's closure.
+    # In there the function has a name that no kernel uses: by its own name, the body of a method `load` would find the
+    # method itself where the kernel calls a global function `load`.
+    name, function.name = function.name, "__gluon_body"
     factory = ast.parse(f"def __gluon_factory({', '.join([*RUNTIME, *closure])}):\n    return {function.name}")
     assert isinstance(factory.body[0], ast.FunctionDef)
     factory.body[0].body.insert(0, function)
     space: dict = {}
     exec(compile(factory, original.__code__.co_filename, "exec"), original.__globals__, space)
     body = space["__gluon_factory"](*RUNTIME.values(), *closure.values())
+    body.__code__ = body.__code__.replace(co_name=name)  # reports name the function as its author does
     context.register_code(body.__code__)
     parameters = inspect.signature(original).parameters
     constant = {name for name, p in parameters.items() if "constexpr" in str(p.annotation)}
@@ -173,6 +213,26 @@ def _assign(value, label: str):
             if isinstance(leaf, MemDesc):
                 leaf.allocation.path = leaf.allocation.path or f"{label}.{path}"
     return value
+
+
+def _layout(value, label: str):
+    """Refuse a layout that is assigned as if it were a value of the kernel."""
+    name = label or "name"
+    refuse("kernel", f"A layout is a compile-time constant: write `{name}: gl.constexpr = ...`.")
+
+
+def _constants(values: dict, names: tuple[str, ...]) -> dict:
+    """Return those of the names that are compile-time constants."""
+    return {name: values[name] for name in names if isinstance(values.get(name), NUMBERS)}
+
+
+def _check_constants(constants: dict, values: dict) -> None:
+    """Refuse a loop that has given a run-time value to a name that held a compile-time constant before it."""
+    for name, constant in constants.items():
+        if isinstance(values.get(name), Tensor):
+            text = f"`{name}` was a compile-time constant before this loop ({constant}), and the loop assigns to it"
+            hint = "Give the variable in the loop another name (the variable of gl.static_range is such a constant)"
+            refuse("kernel", f"{text}: the compiler refuses a variable that changes its type in a loop. {hint}.")
 
 
 def _constexpr(value, label: str):
@@ -242,7 +302,7 @@ def call(function, *args, **kwargs):
     if module.startswith("triton."):
         refuse("unknown operation", f"gluon_cpu does not know {name}.")
     if getattr(function, "__triton_builtin__", False):
-        return run_jit(_AuthorBuiltin(function), args, {**kwargs, "_semantic": None})
+        return run_jit(_AuthorBuiltin(function), args, {**kwargs, "_semantic": AUTHOR_SEMANTIC})
     refuse("kernel", f"{name} is no @gluon.jit function, so a kernel cannot call it.")
 
 
@@ -254,9 +314,32 @@ class _AuthorBuiltin:
         self.raw_src, self.starting_line_number = inspect.getsourcelines(self.fn)
 
 
+class _Builder:
+    """The instructions that an author's builtin may ask Triton's builder for."""
+
+    def create_async_tma_reduce(self, kind, descriptor, coordinates, tile) -> None:
+        """Add a tile of shared memory to global memory."""
+        if kind.name != "ADD":
+            refuse("unknown operation", f"gluon_cpu knows TMA reductions that add, not {kind.name}.")
+        copies.tma_add(descriptor, coordinates, tile)
+
+
+class _Semantic:
+    """What an author's builtin gets as `_semantic`."""
+
+    builder = _Builder()
+
+    def _convert_to_ir_values(self, values, require_i64=True):
+        return values
+
+
+AUTHOR_SEMANTIC = _Semantic()
 RUNTIME = {
     "__gluon_call": call,
     "__gluon_assign": _assign,
+    "__gluon_layout": _layout,
+    "__gluon_constants": _constants,
+    "__gluon_check_constants": _check_constants,
     "__gluon_constexpr": _constexpr,
     "__gluon_value": _value,
     "__gluon_unwrap": unwrap,

@@ -11,7 +11,11 @@ from typing import Any
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
+from utils.machine import versions
+
 from .context import refuse
+
+versions.adopt_newest_gluon_names()
 
 TABLE: dict[Any, Callable] = {}  # a function of Triton -> the function that does the same on NumPy data
 
@@ -30,10 +34,22 @@ def known(*names: str, of: tuple = (gl, tl)) -> Callable:
         for name in names or (function.__name__.rstrip("_"),):
             for module in of:
                 if callable(getattr(module, name, None)):
-                    TABLE[getattr(module, name)] = function
+                    TABLE[getattr(module, name)] = _removed(name) or function
         return function
 
     return enter
+
+
+def _removed(name: str) -> Callable | None:
+    """Return a function that refuses a name as the installed Triton does, or None if Triton still has it."""
+    replacement = versions.replacement_of_removed_gluon_name(name)
+    if replacement is None:
+        return None
+
+    def refuse_name(*_, **__):
+        refuse("unknown operation", f"{name} was removed from this version of Triton; call {replacement} instead.")
+
+    return refuse_name
 
 
 def meaning(name: str) -> Callable:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._layouts import AutoLayout
+from triton.language.extra import libdevice
+
+from utils.machine import versions
 
 from . import context, layouts, memory
 from .aggregates import flatten
@@ -94,7 +98,7 @@ def convert_layout(value, layout, assert_trivial=False):
         layouts.check_trivial(value.layout, layout, list(value.shape))
     elif value.layout != layout:
         work(value)
-    return Tensor(data, value.dtype, layout, value.buffer)
+    return Tensor(data, value.dtype, layout, value.buffer, value.reads)
 
 
 known("set_auto_layout")(lambda value, layout: convert_layout(value, layout))
@@ -140,7 +144,7 @@ def reshape(input, *shape):
     if math.prod(shape) != input.numel:
         refuse("layout", f"A tensor {list(input.shape)} cannot be reshaped to {shape}.")
     layout = layouts.register_view(input.layout, list(input.shape), "reshape", tuple(shape))
-    return Tensor(input.data.reshape(shape), input.dtype, layout, input.buffer)
+    return Tensor(input.data.reshape(shape), input.dtype, layout, input.buffer, input.reads)
 
 
 @known()
@@ -148,7 +152,7 @@ def permute(input, *dims):
     """Return the tensor with its dimensions in another order."""
     dims = _flat(dims, "permute's order")
     layout = layouts.register_view(input.layout, list(input.shape), "permute", tuple(dims))
-    return Tensor(np.transpose(input.data, dims), input.dtype, layout, input.buffer)
+    return Tensor(np.transpose(input.data, dims), input.dtype, layout, input.buffer, input.reads)
 
 
 @known()
@@ -185,7 +189,7 @@ def _erf(x: np.ndarray) -> np.ndarray:
     return torch.erf(torch.from_numpy(np.ascontiguousarray(x))).numpy()
 
 
-def _enter_function(name: str, function, special: bool) -> None:
+def _enter_function(name: str, function, special: bool, of: tuple = (gl, tl)) -> None:
     def run(x):
         x = to_tensor(x)
         if not is_float(x.dtype):
@@ -195,7 +199,7 @@ def _enter_function(name: str, function, special: bool) -> None:
         work(x, special)
         return Tensor(out if x.shape else out.item(), x.dtype, x.layout)
 
-    known(name)(run)
+    known(name, of=of)(run)
 
 
 for _name in ["exp", "exp2", "log", "log2", "cos", "sin", "sqrt"]:
@@ -205,6 +209,11 @@ _enter_function("rsqrt", lambda x: 1 / np.sqrt(x), special=True)
 _enter_function("erf", _erf, special=True)
 _enter_function("floor", np.floor, special=False)
 _enter_function("ceil", np.ceil, special=False)
+# The fast versions of CUDA's library differ from these in the last bits.
+for _name in ["exp", "exp10", "log", "log2", "log10", "sin", "cos", "tan", "tanh"]:
+    _function = (lambda x: np.power(10, x)) if _name == "exp10" else getattr(np, _name)
+    _enter_function(f"fast_{_name}f", _function, special=True, of=(libdevice,))
+known("fast_dividef", of=(libdevice,))(lambda x, y: to_tensor(x) / y)
 
 
 @known()
@@ -285,7 +294,7 @@ def cast(input, dtype, fp_downcast_rounding=None, bitcast=False):
         if "bf16" in (dtype.name, input.dtype.name) or not input.shape:
             refuse("unknown operation", f"gluon_cpu does not bitcast {input.dtype} to {dtype}.")
         return Tensor(data.view(numpy_type(dtype)), dtype, input.layout)
-    return Tensor(round_to(data, dtype), dtype, input.layout)
+    return Tensor(round_to(data, dtype), dtype, input.layout, None, input.reads)
 
 
 @known()
@@ -355,7 +364,7 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
         refuse("kernel", f"warp_specialize: {len(pairs) - 1} workers but {len(warps)} warp counts.")
     if worker_num_regs is not None and len(worker_num_regs) != len(warps):
         refuse("kernel", f"warp_specialize: {len(warps)} workers but {len(worker_num_regs)} register counts.")
-    if worker_num_regs is None and _triton_version() < (3, 7):
+    if worker_num_regs is None and versions.workers_need_register_counts():
         refuse("kernel", "warp_specialize: Triton 3.6 needs worker_num_regs, a register count for each worker.")
     for n in warps:
         if n < 1 or n & (n - 1):
@@ -371,10 +380,3 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
     program = context.program()
     calls = [(label, lambda f=f, a=tuple(a): program.call(f, *a)) for label, (f, a) in zip(labels, pairs, strict=True)]
     return program.warp_specialize(calls, warps)
-
-
-def _triton_version() -> tuple[int, int]:
-    import triton
-
-    major, minor = triton.__version__.split(".")[:2]
-    return int(major), int(minor)

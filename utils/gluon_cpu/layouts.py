@@ -53,7 +53,7 @@ def distributed(layout, shape: list[int], what: str):
     if not isinstance(layout, DistributedLayout):
         _refuse(f"{what} needs a register layout (BlockedLayout, NVMMADistributedLayout, ...), got {layout!r}.")
     if isinstance(layout, gl.CoalescedLayout):
-        return layout
+        return AutoLayout()  # the compiler chooses; here it fits everything, like an automatic one
     if layout.rank != len(shape):
         _refuse(f"{what}: shape {list(shape)} has {len(shape)} dimensions, {layout} has {layout.rank}.")
     spread = threads(layout)
@@ -130,18 +130,24 @@ def check_tma(desc, coord, smem, what: str) -> None:
         )
 
 
-def check_cp_async(smem, shape, dtype, layout) -> None:
-    """Refuse a cp.async whose shapes or dtypes differ, or that copies less than four bytes a thread."""
+def check_cp_async(smem, shape, dtype, layout, offsets) -> None:
+    """Refuse a cp.async whose shapes or dtypes differ, or in which a thread copies less than four bytes at once.
+
+    `offsets` are the addresses in elements. A thread's elements are neighbours if their addresses follow each other.
+    """
     if list(smem.shape) != list(shape):
         _refuse(f"cp.async: {smem.label} has shape {list(smem.shape)}, the pointers {list(shape)}.")
     if dtype.name != smem.dtype.name:
         _refuse(f"cp.async: {smem.label} is {smem.dtype}, the pointers are to {dtype}.")
-    per_thread = getattr(layout, "size_per_thread", None)
-    if per_thread is not None and per_thread[layout.order[0]] * dtype.primitive_bitwidth < 32:
-        neighbours = per_thread[layout.order[0]]
+    if dtype.primitive_bitwidth >= 32 or isinstance(layout, (AutoLayout, gl.CoalescedLayout)):
+        return
+    held = np.unique(offsets.reshape(-1)[elements_of(layout, tuple(shape), context.partition().num_warps)[:, 0, 0]])
+    neighbours = int(np.diff(np.flatnonzero(np.diff(held, prepend=-2, append=held[-1] + 2) != 1)).min())
+    if neighbours * dtype.primitive_bitwidth < 32:
         _refuse(
-            f"cp.async copies 4, 8 or 16 bytes a thread; {layout} gives a thread {neighbours} "
-            f"neighbouring element of {dtype}, {neighbours * dtype.primitive_bitwidth // 8} bytes."
+            f"cp.async copies 4, 8 or 16 bytes of a thread at once; with {layout} and these pointers a thread has "
+            f"{neighbours} neighbouring element of {dtype}, {neighbours * dtype.primitive_bitwidth // 8} bytes. "
+            "Give each thread more elements along the rows of memory."
         )
 
 

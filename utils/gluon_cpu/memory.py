@@ -40,6 +40,7 @@ class Access:
     barrier: Any = None  # the MBarrier that tells of its end, and in which phase
     phase: int = 0
     covers: bool = True
+    settled: bool = False  # a read whose values a finished product has used: nothing of it is under way
 
 
 class Allocation:
@@ -121,6 +122,9 @@ class MemDesc:
     def __getattr__(self, name):
         refuse("unknown operation", f"gluon_cpu does not know the method .{name} of shared memory.")
 
+    def __getitem__(self, index):
+        refuse("kernel", f"{self.label}[...] is not how shared memory is indexed: {self.label}.index(i) is slot i.")
+
     def check_inside(self) -> None:
         """Refuse a view that lies outside of its memory."""
         if self.outside:
@@ -138,8 +142,14 @@ class MemDesc:
         slot = MemDesc(self.allocation, self.view[inside], self.written[inside], self.layout, f"{self.suffix}[{i}]")
         if i != inside:
             slots_text = f"there are {slots} slots, 0 to {slots - 1}"
-            slot.outside = f"{slot.label}: {slots_text}. (In Triton -1 % n is -1, as in C.)"
+            sign = " (In Triton -1 % n is -1, as in C.)" if i < 0 else ""
+            slot.outside = f"{slot.label}: {slots_text}.{sign}"
         return slot
+
+    @property
+    def handle(self):
+        """What a builtin of a kernel's author passes on."""
+        return self
 
     def slice(self, start, length, dim=0) -> MemDesc:
         """Return the subview [start, start + length) along a dimension."""
@@ -171,6 +181,25 @@ class MemDesc:
             refuse("unknown operation", f"{text}. Reshape before .permute or .slice.")
         return self._view(view, written, layout, self.suffix)
 
+    def _reinterpret(self, dtype=None, shape=None, layout=None) -> MemDesc:
+        """Return the start of the same memory with another shape and layout: how a kernel uses a free slot again.
+
+        What is read through one layout must have been written through it. The simulator keeps values by their place in
+        the tile, not by their address, so another dtype is refused.
+        """
+        shape = list(self.shape) if shape is None else constants(shape, "_reinterpret's shape")
+        layout = self.layout if layout is None else layout
+        if dtype is not None and dtype.name != self.dtype.name:
+            text = f"gluon_cpu cannot read {self.label}, {self.dtype}, as {dtype}"
+            refuse("unknown operation", f"{text}; allocate memory of that type instead.")
+        size = math.prod(shape)
+        if size > self.view.size or not self.view.flags.c_contiguous:
+            text = f"{self.label} has {self.view.size} elements that lie in order"
+            refuse("layout", f"_reinterpret: {text}; {shape} needs {size}.")
+        layouts.check_shared(layout, self.dtype, shape)
+        view, written = (array.reshape(-1)[:size].reshape(shape) for array in (self.view, self.written))
+        return self._view(view, written, layout, f"{self.suffix} as {shape}")
+
     def _view(self, view, written, layout, suffix, alloc_shape=None) -> MemDesc:
         subview = MemDesc(self.allocation, view, written, layout, suffix, alloc_shape)
         subview.outside = self.outside
@@ -189,9 +218,9 @@ class MemDesc:
     def load(self, layout=None):
         """Return a tensor with this memory's values."""
         layout = layouts.distributed(layout, list(self.shape), f"{self.label}.load")
-        access(self, write=False, what=f"the load of {self.label}")
+        read = access(self, write=False, what=f"the load of {self.label}")
         self._spend("shared load")
-        return Tensor(self.view.copy(), self.dtype, layout)
+        return Tensor(self.view.copy(), self.dtype, layout, reads=(read,))
 
     def store(self, value) -> None:
         """Store a tensor of the same shape and dtype."""
@@ -273,7 +302,7 @@ def access(
         if write or old.write:
             if not is_over(old, p.clock):
                 _report_race(old, new, p)
-            elif asynchronous and not old.asynchronous and p.fenced.get(old.component, 0) < old.time:
+            elif asynchronous and not (old.asynchronous or old.settled) and p.fenced.get(old.component, 0) < old.time:
                 _report_missing_fence(old, new)
             if write and covers and (old.key == desc.key or _contains(new, old)):
                 continue  # ordered before this one: whoever comes after this one comes after that one
@@ -338,8 +367,13 @@ def _report_race(old: Access, new: Access, p) -> None:
 
 
 def _report_missing_fence(old: Access, new: Access) -> None:
+    unit = "the tensor cores" if "wgmma" in new.what else "the TMA"
     text = f"{_upper(new.what)} goes through the async proxy; {old.what} ({old.partition}, {old.site})"
-    rule = "without fence_async_shared() between them the async proxy need not see that"
+    rule = (
+        f"without fence_async_shared() between them {unit} may not see that"
+        if old.write
+        else (f"without fence_async_shared() between them {unit} may overwrite what is still being read")
+    )
     report("missing fence", f"{text} was an ordinary access. They are in order, but {rule}.", others=(old.site,))
 
 

@@ -28,6 +28,9 @@ class _Product:
         self.a, self.b, self.acc, self.use_acc, self.dtype = a, b, acc, use_acc, dtype
         self.number, self.end, self.site = number, end, site
         self.result: np.ndarray | None = None
+        # The product needs A's registers, so when it is over, the loads that filled them are over too: then a copy may
+        # overwrite what they read without a fence.
+        self.reads = () if isinstance(a, MemDesc) else a.reads
 
     def finish(self) -> None:
         """Multiply. Products of 16-bit values are exact in fp32, and sums are fp32."""
@@ -88,6 +91,23 @@ class _TokenType:
 _accepted: set[tuple] = set()  # what check_wgmma has found right before
 
 
+def contiguous_dimension(x: MemDesc) -> int | None:
+    """Return the dimension of a matrix along which an operand of wgmma lies in memory; None if wgmma cannot read it."""
+    layout = x.layout
+    if isinstance(layout, gl.NVMMASharedLayout):
+        return 0 if layout.transposed else 1
+    if not isinstance(layout, gl.SharedLinearLayout) or len(layout.offset_bases[0]) != 2:
+        return None
+    # A core matrix: 16 bytes along one dimension, and eight rows of them. All steps are plain, without a swizzle.
+    steps = [tuple(step) for step in layout.offset_bases]
+    dimension = 1 if steps[0] == (0, 1) else 0
+    row = {2: 3, 4: 2}.get(x.dtype.primitive_bitwidth // 8, 4)
+    along = [(0, 1 << i) if dimension else (1 << i, 0) for i in range(row)]
+    down = [(1 << i, 0) if dimension else (0, 1 << i) for i in range(3)]
+    plain = all(0 in step for step in steps)
+    return dimension if plain and steps[: row + 3] == along + down else None
+
+
 def check_wgmma(a, b, acc_layout, acc_shape: list[int], acc_dtype) -> None:
     """Refuse operands that wgmma.mma_async does not accept: B in shared memory, A there or in registers."""
 
@@ -124,15 +144,16 @@ def check_wgmma(a, b, acc_layout, acc_shape: list[int], acc_dtype) -> None:
     require(im == 16, f"{instruction}: each of the four warps computes 16 rows, so M is 16.")
     require(inn % 8 == 0 and 8 <= inn <= 256, f"{instruction}: N must be a multiple of 8 up to 256.")
     require(not ik or ik[0] * bits == 256, f"{instruction}: K is 32 bytes, {256 // bits} for {dtype}.")
-    smallest = f"{[16 * wm, inn * wn]} (warps_per_cta {[wm, wn]}, {instruction})"
-    fits = m >= 16 * wm and n >= inn * wn
-    require(fits, f"an accumulator {acc_shape} is smaller than one instruction for all warps, {smallest}.")
+    # More warps than the accumulator has instructions are no mistake: the warps beyond it compute the same once more.
+    one = f"{[64, inn]} (four warps of 16 rows, {instruction})"
+    require(m >= 64 and n >= inn, f"an accumulator {acc_shape} is smaller than one instruction of a warpgroup, {one}.")
     one = f"one instruction multiplies 32 bytes along K, {256 // bits} elements of {dtype}"
     require(k * bits >= 256, f"K is {k}; {one}.")
     for name, x in (("A", a), ("B", b)):
-        fits = not isinstance(x, MemDesc) or isinstance(x.layout, gl.NVMMASharedLayout)
-        require(fits, f"{name} lies in shared memory with {x.layout}; the instruction reads NVMMASharedLayout only.")
-    k_innermost = (not isinstance(a, MemDesc) or not a.layout.transposed) and b.layout.transposed
+        fits = not isinstance(x, MemDesc) or contiguous_dimension(x) is not None
+        text = "the instruction reads NVMMASharedLayout, or core matrices of 8 x 16 bytes in a SharedLinearLayout"
+        require(fits, f"{name} lies in shared memory with {x.layout}; {text}.")
+    k_innermost = (not isinstance(a, MemDesc) or contiguous_dimension(a) == 1) and contiguous_dimension(b) == 0
     how = "(B as a .permute((1, 0)) of [N, K]); only 16-bit types may be transposed"
     require(bits == 16 or k_innermost, f"{dtype} operands must lie with K innermost {how}.")
     if isinstance(a, Tensor):
@@ -164,7 +185,7 @@ def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_
                 time=p.wgmma_count,
                 what=f"the wgmma that reads {name} from {x.label}",
             )
-    a = a if isinstance(a, MemDesc) else Tensor(a.data, a.dtype, a.layout)
+    a = a if isinstance(a, MemDesc) else Tensor(a.data, a.dtype, a.layout, reads=a.reads)
     # A product may add to one that was not waited for.
     source = acc if isinstance(acc, Accumulator) else Tensor(acc.data, acc.dtype, acc.layout)
     program.spend(model.issue, "issue", getattr(b, "label", ""))
@@ -193,6 +214,8 @@ def wait_products(outstanding: int) -> None:
         product.finish()
         p.clock["wgmma", p.index] = product.number
         p.time = max(p.time, product.end)
+        for read in product.reads:
+            read.settled = True
     if p.time > start:
         program.record("partition", "wgmma wait", "", None, start, p.time)
 
@@ -204,6 +227,8 @@ def warpgroup_mma_wait(num_outstanding=0, deps=None):
         refuse("kernel", "warpgroup_mma_wait: deps must be given: the accumulators that it makes readable.")
     if not isinstance(deps, (list, tuple)):
         refuse("kernel", "warpgroup_mma_wait: `deps` is a list; one dep returns a tensor, several a tuple.")
+    if not deps:
+        refuse("kernel", "warpgroup_mma_wait: `deps` is empty: name the accumulators that the wait makes readable.")
     context.program().reschedule()
     wait_products(constant(num_outstanding, "warpgroup_mma_wait's num_outstanding"))
     results = tuple(finished_tensor(x) for x in deps)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import linecache
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -20,9 +22,11 @@ class Site(NamedTuple):
         return linecache.getline(self.file, self.line).split("  #")[0].strip()
 
     def __str__(self) -> str:
-        return f"line {self.line} in {self.function}: {self.text}"
+        library = f" of {self.file[len(_ROOT) :]}" if self.file.startswith(f"{_ROOT}utils{os.sep}") else ""
+        return f"line {self.line}{library} in {self.function}: {self.text}"
 
 
+_ROOT = f"{Path(__file__).parents[2]}{os.sep}"  # a line of the course's own files in utils is named with its file
 NOWHERE = Site("", 0, "the launch")
 
 

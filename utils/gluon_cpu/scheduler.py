@@ -146,6 +146,12 @@ class Program:
             line = context.site().line
             self.events.append(Event(self.partition.name, kind, buffer, phase, start, end, line, unit))
 
+    def mark(self, finding: Report) -> None:
+        """Put a finding on the timeline, where the partition that it is about stands now."""
+        if self.events is not None:
+            p = next((p for p in self.partitions if p.name == finding.partition), self.partition)
+            self.events.append(Event(p.name, "finding", finding.kind, None, p.time, p.time, finding.line))
+
     def later(self, end: float, operation) -> None:
         """Let `operation()` happen at model time `end`."""
         self.issued += 1
@@ -205,6 +211,13 @@ class Program:
         lines += [f"{p.name} has returned" for p in self.partitions if p.finished]
         for read in self.unwritten_reads:
             lines.append(f"also: {read.what} was read before anything was written to it, at {read.site}")
+        if self.events is not None:  # a wait that never ends, drawn as long as a tenth of what came before
+            now = max([p.time for p in self.partitions] + [e.end for e in self.events])
+            for p in waiting:
+                barrier, parity = p.blocked  # type: ignore[misc]
+                name = f"waits for {barrier.name}"  # type: ignore[union-attr]
+                end, line = 1.1 * now + 50, p.blocked_at.line
+                self.events.append(Event(p.name, "blocked", name, parity, p.time, end, line))
         first = waiting[0] if waiting else self.partition
         text = "Nobody can go on and nothing is under way.\n    " + "\n    ".join(lines)
         others = tuple(p.blocked_at for p in waiting[1:])

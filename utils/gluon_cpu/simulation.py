@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from utils.machine import versions
+
 from . import context
 from .reports import Report
 from .timeline import CostModel, Event, plot_events
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SUPPORTED = ((3, 6), (3, 7))
 # Launch options that change how a kernel is compiled, not what it computes.
 IGNORED = {
     "maxnreg",
@@ -67,14 +68,18 @@ class Run:
         """Whether nothing was found."""
         return not self.reports
 
-    def plot(self, *, ax: Axes | None = None, title: str | None = None) -> tuple[Figure, Axes]:
-        """Draw the timeline; returns (Figure, Axes).
+    def plot(
+        self, *, ax: Axes | None = None, title: str | None = None, window: tuple[float, float] | None = None
+    ) -> tuple[Figure, Axes]:
+        """Draw the timeline, and on it the first finding if there is one; returns (Figure, Axes).
 
         Args:
             ax: where to draw; a new figure without.
             title: the picture's title.
+            window: the cycles (first, last) to show; None shows all.
         """
-        return plot_events(self.events, ax=ax, title=title)
+        report = self.reports[0] if self.reports else None
+        return plot_events(self.events, ax=ax, title=title, report=report, window=window)
 
     def __repr__(self) -> str:
         return f"<gluon_cpu run: {self.launches} launches, {len(self.cycles)} programs, {len(self.reports)} reports>"
@@ -159,18 +164,21 @@ def _argument(value: Any, name: str):
 
 
 def check_version() -> None:
-    """Raise an error unless the installed Triton is one whose Gluon was tried."""
+    """Raise an error unless Triton is installed and its Gluon is one that the simulator knows.
+
+    A version newer than the tested ones is tried; `import utils` has warned of it.
+    """
+    oldest = ".".join(map(str, versions.TESTED["triton"][0]))
     try:
         import triton
     except ImportError as error:
         raise ImportError(
             "gluon_cpu runs Gluon kernels and needs Triton for the language itself (no GPU): "
-            "pip install 'triton>=3.6,<3.8'; there are wheels for Linux only."
+            f"pip install 'triton>={oldest}'; there are wheels for Linux only."
         ) from error
-    major_minor = tuple(int(x) for x in triton.__version__.split(".")[:2])
-    if major_minor not in SUPPORTED:
-        known = " and ".join(".".join(map(str, v)) for v in SUPPORTED)
-        raise RuntimeError(f"gluon_cpu knows the Gluon of Triton {known}; this is {triton.__version__}.")
+    version = versions.installed_version("triton")
+    if version is not None and version < versions.TESTED["triton"][0]:
+        raise RuntimeError(f"gluon_cpu knows the Gluon of Triton {oldest} and later; this is {triton.__version__}.")
 
 
 @contextlib.contextmanager

@@ -30,13 +30,14 @@ class Tensor(RunTimeValue):
     """A block of values in registers, or a scalar, or pointers.
 
     The data of a scalar is a Python number. Pointers have a `buffer`, a GlobalBuffer, and their data are offsets into
-    it, in elements. Operators, and the methods that Gluon has as functions too, are added below the class.
+    it, in elements. `reads` are the loads from shared memory that the values come from. Operators, and the methods that
+    Gluon has as functions too, are added below the class.
     """
 
-    __slots__ = ("_data", "buffer", "dtype", "layout")
+    __slots__ = ("_data", "buffer", "dtype", "layout", "reads")
 
-    def __init__(self, data, dtype, layout=None, buffer=None):
-        self._data, self.dtype, self.layout, self.buffer = data, dtype, layout, buffer
+    def __init__(self, data, dtype, layout=None, buffer=None, reads=()):
+        self._data, self.dtype, self.layout, self.buffer, self.reads = data, dtype, layout, buffer, reads
 
     @property
     def data(self):
@@ -173,15 +174,20 @@ ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 def _divide(a, b, mod: bool):
-    """C's integer division, which rounds to zero, or its remainder."""
+    """C's integer division, which rounds to zero, or its remainder.
+
+    A GPU does not stop at a division by zero: the quotient has all bits set, the remainder is the dividend. Correct kernels
+    do this where they compute the place of a tile behind the last one and then don't use it.
+    """
     if not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray):
         if b == 0:
-            refuse("kernel", "Integer division by zero.")
+            return a if mod else -1
         quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
         return a - quotient * b if mod else quotient
+    safe = np.where(b == 0, 1, b)
     if mod:
-        return np.fmod(a, b)
-    return (np.abs(a) // np.abs(b)) * (np.sign(a) * np.sign(b))
+        return np.where(b == 0, a, np.fmod(a, safe))
+    return np.where(b == 0, -1, (np.abs(a) // np.abs(safe)) * (np.sign(a) * np.sign(safe)))
 
 
 def operand_type(op: str, a, b):
@@ -234,7 +240,7 @@ def binary(op: str, a, b) -> Tensor:
             out = np.fmod(x, y)
         else:
             out = _divide(x, y, op == "%")
-    result = Tensor(round_to(out, dtype), dtype, layout)
+    result = Tensor(round_to(out, dtype), dtype, layout, None, ta.reads or tb.reads)
     work(result)
     return result
 

@@ -7,12 +7,15 @@ overlaps; it does not predict a kernel's time.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from .reports import Report
 
 # Rows of the picture, for each partition: itself, then what it started on other units.
 UNITS = {"partition": "", "tensor cores": "tensor cores: ", "cp.async": "cp.async: ", "TMA": "TMA: "}
@@ -31,7 +34,12 @@ COLORS = {
     "wgmma wait": "#d9d9d9",
     "store wait": "#d9d9d9",
     "copy wait": "#d9d9d9",
+    "blocked": "#f4b6b0",
 }
+# Waits say by their hatching what they wait for: a barrier has none.
+HATCHES = {"wgmma wait": "///", "store wait": "...", "copy wait": "...", "blocked": "xx"}
+LABELS = {"wait": "wait: barrier", "wgmma wait": "wait: product", "store wait": "wait: copy", "copy wait": "wait: copy",
+          "blocked": "waits for ever"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,19 +88,32 @@ class Event:
     sectors: int = 0
 
 
-def plot_events(events: list[Event], *, ax: Axes | None = None, title: str | None = None) -> tuple[Figure, Axes]:
+def plot_events(
+    events: list[Event],
+    *,
+    ax: Axes | None = None,
+    title: str | None = None,
+    report: Report | None = None,
+    window: tuple[float, float] | None = None,
+) -> tuple[Figure, Axes]:
     """Draw a timeline: a row for each partition, and rows for the copies and products that it started.
 
     Args:
         events: the events of one program.
         ax: where to draw; a new figure without.
         title: the picture's title.
+        report: a finding that ended the run: the bars that it is about are framed, and an arrow shows the order that is
+            missing between them.
+        window: the cycles (first, last) to show; None shows all.
 
     Returns:
         (Figure, Axes).
     """
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
+
+    findings = [e for e in events if e.kind == "finding"]
+    events = [e for e in events if e.kind != "finding"]
 
     if not events:
         raise ValueError("No events to draw: launch a kernel inside `with gluon_cpu.simulate(timeline=True) as run:`.")
@@ -107,7 +128,9 @@ def plot_events(events: list[Event], *, ax: Axes | None = None, title: str | Non
     if ax is None:
         _, ax = plt.subplots(figsize=(9.6, 0.9 + 0.45 * len(rows)), layout="constrained")
     figure = cast("Figure", ax.figure)
-    longest = max(e.end for e in events) - min(e.start for e in events)
+    first, last = window or (0.0, max(e.end for e in events))
+    longest = last - first
+    places: dict[int, tuple[float, float]] = {}
     for e in events:
         row = (e.unit, e.partition)
         height = 0.8 / deepest[row]
@@ -118,29 +141,82 @@ def plot_events(events: list[Event], *, ax: Axes | None = None, title: str | Non
             left=e.start,
             height=height,
             color=COLORS.get(e.kind, "#888888"),
-            edgecolor="white",
-            linewidth=0.3,
+            edgecolor="#8a8a8a" if e.kind in HATCHES else "white",
+            linewidth=0.0 if e.kind in HATCHES else 0.3,
+            hatch=HATCHES.get(e.kind, ""),
         )
         label = e.buffer if e.phase is None else f"{e.buffer} ({e.phase})"
-        if e.unit != "partition" and deepest[row] <= 3 and 0.0085 * longest * len(label) < e.end - e.start:
-            ax.text((e.start + e.end) / 2, y, label, ha="center", va="center", fontsize=7)
+        if e.kind == "wgmma":  # its right operand says which product it is
+            label = label.split(" x ")[-1]
+        named = e.unit != "partition" or e.kind == "blocked"
+        shown = min(e.end, last) - max(e.start, first)
+        if named and deepest[row] <= 3 and 0.0085 * longest * len(label) < shown:
+            ax.text(max(e.start, first) + shown / 2, y, label, ha="center", va="center", fontsize=7, clip_on=True)
+        places[id(e)] = (y, height)
+    if report is not None:
+        _draw_finding(ax, events, findings, report, places, rows)
     ax.set_yticks(range(len(rows)), [UNITS[unit] + partition for unit, partition in rows])
     ax.invert_yaxis()
-    ax.set_xlim(left=0)
+    if window:
+        ax.set_xlim(window)
+    else:
+        ax.set_xlim(left=0)
     ax.set_xlabel("model cycles")
-    legend: dict[str, str] = {}  # kinds of one colour share an entry: the many ways to wait are "wait"
+    legend: dict[tuple[str, str], str] = {}  # kinds that look the same share an entry
     for kind in sorted({e.kind for e in events}, key=lambda k: list(COLORS).index(k) if k in COLORS else 99):
-        legend.setdefault(COLORS.get(kind, "#888888"), "wait" if kind.endswith("wait") else kind)
-    for first in partitions[1:]:  # a line between one partition's rows and the next one's
-        ax.axhline(next(i for i, row in enumerate(rows) if row[1] == first) - 0.5, color="#bbbbbb", linewidth=0.6)
-    handles = [Patch(color=color, label=label) for color, label in legend.items()]
+        legend.setdefault((COLORS.get(kind, "#888888"), HATCHES.get(kind, "")), LABELS.get(kind, kind))
+    for name in partitions[1:]:  # a line between one partition's rows and the next one's
+        ax.axhline(next(i for i, row in enumerate(rows) if row[1] == name) - 0.5, color="#bbbbbb", linewidth=0.6)
+    handles = [
+        Patch(facecolor=color, edgecolor="#8a8a8a" if hatch else color, hatch=hatch, linewidth=0.0, label=label)
+        for (color, hatch), label in legend.items()
+    ]
     if own:  # below the axis label, whatever the height
-        figure.legend(handles=handles, ncols=9, fontsize=7, loc="outside lower center", frameon=False)
+        figure.legend(handles=handles, ncols=10, fontsize=7, loc="outside lower center", frameon=False)
     else:
         ax.legend(handles=handles, ncols=6, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
     if title:
         ax.set_title(title)
     return figure, ax
+
+
+def _draw_finding(
+    ax: Axes,
+    events: list[Event],
+    findings: list[Event],
+    report: Report,
+    places: dict[int, tuple[float, float]],
+    rows: list,
+) -> None:
+    """Frame the bars that a report is about, and draw the order that is missing as an arrow."""
+    red = "#b3423a"
+    stuck = list({e.buffer: e for e in events if e.kind == "blocked"}.values())  # one for each barrier
+    if stuck:
+        for one, other in itertools.pairwise(stuck):
+            middle = max(one.start, other.start) + 0.5 * (one.end - max(one.start, other.start))
+            look = {"arrowstyle": "<->", "color": red, "linestyle": "--", "linewidth": 1.6}
+            ax.annotate("", (middle, places[id(one)][0]), (middle, places[id(other)][0]), arrowprops=look, zorder=6)
+        ax.text(stuck[0].end, -0.62, "nobody can go on", color=red, fontsize=8, ha="right")
+        return
+    lines = {site.line for site in report.others} | {report.line}
+    # Of several bars of a line, the report means the last one whose buffer it names.
+    about = [e for e in events if e.line in lines and e.buffer]
+    about = [e for e in about if e.buffer in report.message] or about
+    framed = {e.line: e for e in about if e.kind not in ("issue", "barrier")}
+    for e in framed.values():
+        y, height = places[id(e)]
+        ax.barh(y, e.end - e.start, left=e.start, height=height, fill=False, edgecolor=red, linewidth=1.8, zorder=5)
+    if not findings:
+        return
+    found = findings[-1]
+    row = rows.index(("partition", found.partition)) if ("partition", found.partition) in rows else 0
+    ax.plot([found.start], [row], marker="X", color=red, markersize=9, markeredgecolor="white", zorder=6)
+    ax.text(found.start, row - 0.1, f"   {report.kind}: line {report.line}", color=red, fontsize=8, zorder=7)
+    early = [e for e in framed.values() if e.line != report.line]
+    if early:
+        look = {"arrowstyle": "-|>", "color": red, "linestyle": "--", "linewidth": 1.6}
+        start = (early[0].end, places[id(early[0])][0])
+        ax.annotate("", (found.start, row), start, arrowprops=look, zorder=6)
 
 
 def _lanes(events: list[Event]) -> dict[int, int]:

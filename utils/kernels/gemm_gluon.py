@@ -54,15 +54,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language import core
 
 from utils.kernels.handle import Handle
+from utils.machine import versions
 
-# Triton 3.8 renamed the two TMA copies; later versions export the decorator.
-tma_load = gl.constexpr(getattr(tma, "async_load", None) or tma.async_copy_global_to_shared)
-tma_store = gl.constexpr(getattr(tma, "async_store", None) or tma.async_copy_shared_to_global)
-whole_warpgroup = getattr(gl, "barrier", None) or gl.thread_barrier  # of the partition that calls it
-aggregate = getattr(gl, "aggregate", None) or core._aggregate
+versions.adopt_newest_gluon_names()
+tma_load = gl.constexpr(tma.async_load)
+tma_store = gl.constexpr(tma.async_store)
+whole_warpgroup = gl.barrier  # of the partition that calls it
+aggregate = gluon.aggregate
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,16 @@ class InterpretedKernelError(RuntimeError):
         self.traceback = traceback
         self.case = case
 
+    @property
+    def in_short(self) -> str:
+        """What went wrong, and the line of the source on which it did, without the way there."""
+        lines = (self.traceback or str(self)).strip().splitlines()
+        places = [i for i, line in enumerate(lines) if line.lstrip().startswith('File "') and i + 1 < len(lines)]
+        if not places:
+            return lines[-1]
+        function = lines[places[-1]].rpartition(", in ")[2]
+        return f"{lines[-1]}\n  in {function}: {lines[places[-1] + 1].strip()}"
+
 
 def run_interpreted(function_name: str, *args, timeout: float = 60, **kwargs):
     """Call a kernel function of `utils.kernels` through Triton's interpreter and return its result.

@@ -149,11 +149,26 @@ def refuse_outside(pointers, mask, access: str) -> None:
         )
 
 
+# Without `other=`, Triton leaves the elements that a load's mask hides undefined. The interpreter puts 0 there, with which
+# a sum comes out right that is wrong on a GPU.
+
+
+def undefined(pointers) -> TensorHandle | None:
+    """NaN in the shape of the pointers; None for types without one."""
+    kind = pointers.get_element_ty()
+    if kind.scalar == tl.bfloat16:
+        return TensorHandle(np.full(pointers.data.shape, 0x7FC0, dtype=np.uint16), tl.bfloat16)
+    if kind.scalar in (tl.float16, tl.float32, tl.float64):
+        size = kind.primitive_bitwidth
+        return TensorHandle(np.full(pointers.data.shape, np.nan, dtype=f"float{size}"), kind.scalar)
+    return None
+
+
 @replaces(InterpreterBuilder, "create_masked_load")
-def load_inside(original, builder, pointers, mask, *rest):
-    """Refuse a load outside of the tensors."""
+def load_inside(original, builder, pointers, mask, other, *rest):
+    """Refuse a load outside of the tensors; give NaN where the mask hides an element and `other` is missing."""
     refuse_outside(pointers, mask, "tl.load reads")
-    return original(builder, pointers, mask, *rest)
+    return original(builder, pointers, mask, undefined(pointers) if other is None else other, *rest)
 
 
 @replaces(InterpreterBuilder, "create_masked_store")

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from utils.machine import versions
+
 HOPPER = ("cuda", 90, 32)  # Triton's name for sm_90a: backend, architecture, threads of a warp
 
 
@@ -55,12 +57,12 @@ def compile_gluon(kernel, signature: dict[str, str], constants: dict, aligned: I
     return triton.compile(source, target=GPUTarget(*HOPPER), options={"num_warps": num_warps})
 
 
-def disassemble(compiled) -> str:
-    """Return the SASS of a compiled kernel."""
+def disassemble(compiled, lines: bool = False) -> str:
+    """Return the SASS of a compiled kernel; with `lines`, comments name the lines of source that it comes from."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
-        return _tool("nvdisasm", "-c", cubin).stdout
+        return _tool("nvdisasm", *(["-g"] if lines else []), "-c", cubin).stdout
 
 
 def read_assembly(compiled, name: str) -> Assembly:
@@ -68,7 +70,8 @@ def read_assembly(compiled, name: str) -> Assembly:
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernel.ptx"
         ptx.write_text(compiled.asm["ptx"])
-        ptxas = _tool("ptxas", "-v", "--gpu-name=sm_90a", ptx, "-o", Path(folder) / "again.cubin")
+        command = [*versions.ptxas_command(), str(ptx), "-o", str(Path(folder) / "again.cubin")]
+        ptxas = subprocess.run(command, capture_output=True, text=True, check=True)
     report = ptxas.stdout + ptxas.stderr
 
     def total(pattern: str) -> int:

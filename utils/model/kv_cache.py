@@ -80,12 +80,11 @@ def finish_prefill(slots: StaticLayer, length: int) -> None:
 
 def start_decode(
     cache: StaticCache, layer: torch.nn.Module, hidden_states: torch.Tensor, cache_positions: torch.Tensor
-) -> tuple[StaticLayer, torch.Tensor, int | None]:
+) -> tuple[StaticLayer, int | None]:
     """Point the layer's slots at the position to write.
 
     Returns:
-        `(slots, visible, position)`: the layer's slots; a boolean (slots,) that is True for the slots the token may
-        see; the position as a Python int if it is known without waiting for the GPU.
+        `(slots, position)`: the layer's slots; the position as a Python int if it is known without waiting for the GPU.
     """
     slots = _slots(cache, layer)
     if not hasattr(slots, "tokens_held"):
@@ -101,8 +100,20 @@ def start_decode(
         slots.cumulative_length_int = 0
     else:
         slots.cumulative_length.copy_(slot)
+    return slots, position
+
+
+def visible_slots(slots: StaticLayer, cache_positions: torch.Tensor) -> torch.Tensor:
+    """Return a boolean (slots,) that is True for the slots the token at this position may see."""
     # After the first round of a ring, every slot number is at or below the position, and every slot is in the window.
-    return slots, slots.slot_numbers <= cache_positions, position
+    return slots.slot_numbers <= cache_positions
+
+
+def filled_slots(slots: StaticLayer, cache_positions: torch.Tensor, batch: int) -> torch.Tensor:
+    """Return how many slots the token at this position may see, the first ones: (batch,) int32, on the device."""
+    filled = torch.empty(batch, dtype=torch.int32, device=cache_positions.device)
+    torch.add(cache_positions.expand(batch), 1, out=filled)
+    return filled.clamp_(max=slots.max_cache_len) if slots.is_sliding else filled
 
 
 def finish_decode(slots: StaticLayer, position: int | None) -> None:

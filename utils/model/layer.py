@@ -18,18 +18,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
 from utils.model.kv_cache import (
+    filled_slots,
     finish_decode,
     finish_prefill,
     is_capturing,
     remember_position,
     start_decode,
     start_prefill,
+    visible_slots,
 )
 from utils.validation import suggest_keywords, whole_numbers
 
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
 PositionEmbeddings = tuple[torch.Tensor, torch.Tensor]
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
+_GIVEN_ATTENTION = "given_attention"  # the name in transformers of the attention that `decode_forward` is given
 
 
 # ---- the layer ---------------------------------------------------------------------------------------------
@@ -225,6 +230,7 @@ def decode_forward(
     past_key_values: StaticCache | None = None,
     cache_positions: torch.Tensor | None = None,
     prefill_hidden_states: torch.Tensor | None = None,
+    attend: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Run one new token through the layer, with the cache or by computing the whole sequence again.
 
@@ -239,6 +245,8 @@ def decode_forward(
             earlier position overwrites it and drops the later tokens. A GPU tensor that
             `create_decode_inputs_with_cache` did not make is read once for a check: warm up before timing.
         prefill_hidden_states: all tokens before the new token, (B, S, hidden_size).
+        attend: with a cache, the attention to use in place of the layer's own: called as attend(q, keys, values,
+            seqlens=..., scale=..., causal=False), such as `utils.attention.attention_decode`.
 
     Returns:
         (B, 1, hidden_size), the same with and without the cache.
@@ -264,16 +272,39 @@ def decode_forward(
         missing = "past_key_values" if past_key_values is None else "cache_positions"
         raise ValueError(f"decode with a cache needs {missing}; use_kv_cache=False decodes without a cache")
     _check_inputs(layer, hidden_states, position_ids, position_embeddings)
-    slots, visible, position = start_decode(past_key_values, layer, hidden_states, cache_positions)
-    output = layer(
-        hidden_states,
-        position_embeddings=position_embeddings,
-        attention_mask=_attention_mask(layer, visible[None], hidden_states.dtype),
-        position_ids=position_ids,
-        past_key_values=past_key_values,
+    slots, position = start_decode(past_key_values, layer, hidden_states, cache_positions)
+    arguments = dict(
+        position_embeddings=position_embeddings, position_ids=position_ids, past_key_values=past_key_values
     )
+    if attend is None:
+        visible = visible_slots(slots, cache_positions)[None]
+        output = layer(hidden_states, attention_mask=_attention_mask(layer, visible, hidden_states.dtype), **arguments)
+    else:
+        seqlens = filled_slots(slots, cache_positions, hidden_states.shape[0])
+        with _attending_with(layer):
+            output = layer(hidden_states, attention_mask=None, attend=attend, seqlens=seqlens, **arguments)
     finish_decode(slots, position)
     return output
+
+
+@contextlib.contextmanager
+def _attending_with(layer: torch.nn.Module) -> Iterator[None]:
+    """Let the layer compute attention by the function that its call is given as `attend`."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_GIVEN_ATTENTION, _attend_to_cache)
+    before = layer.config._attn_implementation
+    layer.config._attn_implementation = _GIVEN_ATTENTION
+    try:
+        yield
+    finally:
+        layer.config._attn_implementation = before
+
+
+def _attend_to_cache(module, query, key, value, attention_mask, *, attend, seqlens, scaling, **options):
+    """Attention of one new token over the cache's slots, in the form in which transformers calls it."""
+    out = attend(query, key, value, seqlens=seqlens, scale=scaling, causal=False)
+    return out.transpose(1, 2), None
 
 
 # ---- masks -------------------------------------------------------------------------------------------------

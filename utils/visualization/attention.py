@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import inputs
-from .style import INK, SOFT, key_above, log_axis, name_axes, open_axes, series
+from .style import INK, SMALL, SOFT, key_above, log_axis, name_axes, open_axes, series
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,7 +30,8 @@ def plot_flash_attn_improvement(
     Args:
         df: one row for each sequence length.
         latency_cols: columns of latencies in ms, the baseline first.
-        memory_cols: columns of memory in GB (1e9 bytes), in the same order.
+        memory_cols: columns of memory in GB (1e9 bytes), in the same order. NaN in both columns of a kernel says that it
+            ran out of memory; the picture says so, too.
         seq_len_col: column of sequence lengths.
         ax: two Axes to draw in; None for a new figure.
         labels: names of the bars; None for the names of the latency columns without "_ms".
@@ -63,10 +64,19 @@ def plot_flash_attn_improvement(
 
     def column(name: str, check: Any) -> list[float]:
         values = list(df[name])
-        return [check(f"{name} at {seq_len_col} {length}", values[i]) for i, length in zip(order, lengths, strict=True)]
+        return [
+            math.nan if _is_nan(values[i]) else check(f"{name} at {seq_len_col} {length}", values[i])
+            for i, length in zip(order, lengths, strict=True)
+        ]
 
     latency = [column(name, inputs.latency) for name in latency_cols]
     memory = [column(name, _gigabytes) for name in memory_cols]
+
+    for name, times, sizes in zip(latency_cols, latency, memory, strict=True):
+        if [math.isnan(t) for t in times] != [math.isnan(m) for m in sizes]:
+            raise ValueError(f"{name} is NaN where its memory is not, or the reverse: NaN in both means out of memory.")
+        if all(map(math.isnan, times)):
+            raise ValueError(f"{name} is NaN at every length: leave that kernel out.")
 
     figure, axes = open_axes(ax, (9.6, 4.0), count=2)
     own = ax is None
@@ -78,6 +88,10 @@ def plot_flash_attn_improvement(
     for axis in axes:
         key_above(axis, own, _key(names))
     return figure, np.array(axes)
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
 
 
 def _columns(argument: str, names: Any) -> list[str]:
@@ -94,7 +108,7 @@ def _gigabytes(name: str, value: Any) -> float:
 def _bars(ax: Any, own: bool, lengths: list[int], columns: list[list[float]], unit: str, gain: str) -> None:
     from .labels import LabelLayer
 
-    values = [value for column in columns for value in column]
+    values = [value for column in columns for value in column if not math.isnan(value)]
     low, high = min(values), max(values)
     log = high / low > 25  # up to there, bars on a linear axis are readable, and their lengths are in proportion
     if log:
@@ -108,10 +122,22 @@ def _bars(ax: Any, own: bool, lengths: list[int], columns: list[list[float]], un
         at = [x - 0.4 + (i + 0.5) * width for x in range(len(lengths))]
         ax.bar(at, [value - base for value in column], width * 0.94, bottom=base, zorder=3, **series(i).bar)
         for x, value in zip(at, column, strict=True):
+            if math.isnan(value):
+                note: dict[str, Any] = {
+                    "rotation": 90,
+                    "fontsize": SMALL,
+                    "color": SOFT,
+                    "ha": "center",
+                    "va": "bottom",
+                }
+                ax.annotate("out of memory", (x, base), xytext=(0, 4), textcoords="offset points", **note)
+                continue
             layer.avoid_line([x - 0.45 * width, x + 0.45 * width], [value, value])
             layer.avoid_line([x, x], [base, value])
     if len(columns) == 2:
         for x, (first, second) in enumerate(zip(*columns, strict=True)):
+            if math.isnan(first) or math.isnan(second):
+                continue
             ratio = first / second
             text = f"{ratio:.2g}x" if ratio < 99.5 else f"{ratio:.0f}x"
             look: dict[str, Any] = {"color": INK, "fontweight": "bold"} if ratio > 1 else {"color": SOFT}
@@ -122,8 +148,8 @@ def _bars(ax: Any, own: bool, lengths: list[int], columns: list[list[float]], un
     ax.tick_params(axis="x", length=0)
     ax.grid(False, axis="x")
     kind = f"{unit}, log scale" if log else unit
-    note = f"   (numbers: times {gain})" if len(columns) == 2 else ""
-    name_axes(ax, own, x=f"sequence length{note}", y=kind)
+    hint = f"   (numbers: times {gain})" if len(columns) == 2 else ""
+    name_axes(ax, own, x=f"sequence length{hint}", y=kind)
 
 
 def _key(names: list[str]) -> list[Any]:

@@ -57,7 +57,7 @@ def plot_mask(
     names = [name_of(mod) if mod is not None else "no mask" for mod in mods] if labels is None else list(labels)
     if len(names) != len(mods):
         raise ValueError(f"labels {names} must name the {len(mods)} masks.")
-    figure, flat = open_axes(ax, (8.4, 0.3 + 4.1 * len(mods)), 2 * len(mods), rows=len(mods))
+    figure, flat = open_axes(ax, (8.4, 0.7 + 4.1 * len(mods)), 2 * len(mods), rows=len(mods))
     axes = np.array(flat).reshape(-1, 2)
     for mod, name, (left, right) in zip(mods, names, axes, strict=True):
         allowed = dense_mask(mod, sq, sk, device, b, h)

@@ -221,7 +221,7 @@ def _draw_points(ax: Any, layer: Any, points: list[_Point]) -> None:
         which = f"{worst.name} at" if len(beyond) == 1 else f"{len(beyond)} points, up to"
         text = (
             f"Above the roof: {which} {_percent(worst.share)}.\n"
-            "No measurement beats its roof: check\nbytes (warm cache?), FLOPs and peaks."
+            "Was the machine busy when the roofs were measured? Measure\nthem again. Or is a count wrong (bytes, FLOPs, peaks)?"
         )
         layer.add(text, (0.0, 1.0), coords="axes fraction", prefer="SE", color=ALARM, leader=False)
 

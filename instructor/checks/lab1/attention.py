@@ -16,10 +16,12 @@ from instructor.checks.common import (
     expect_value,
     poisoned_memory,
 )
-from utils.checking import check, expect_close, forbid, forbid_leaving, watch_operations
-from utils.checking.watching import FUSED_ATTENTION
+from utils.checking import attention_mistake, check, expect_close
+from utils.checking.watching import FUSED_ATTENTION, forbid, forbid_leaving, watch_operations
 
-_SOFTMAX = (r"_?(?:log_)?softmax\w*", r"_?safe_softmax", r"\w*logsumexp\w*", r"logcumsumexp", "logaddexp2?", "softmin")
+# What the text names: "softmax and logsumexp of the library, under any name". logaddexp is allowed.
+_SOFTMAX = (r"_?(?:log_)?softmax\w*", r"_?safe_softmax", r"\w*logsumexp\w*", r"logcumsumexp", "softmin")
+_ACCURATE_ENOUGH = 0.006  # rms error in bf16 over 400 keys: 0.003 with float32 inside, 0.009 with bf16 inside
 
 
 def _reference(q, k, v, causal=False):
@@ -31,42 +33,25 @@ def _reference(q, k, v, causal=False):
     return (torch.softmax(scores, dim=-1) @ wide[2]).to(q.dtype)
 
 
-def _attention_hint(got, q, k, v, causal) -> str:
-    """Return a hint if the result is that of a known mistake."""
-    if not isinstance(got, torch.Tensor) or got.shape != q.shape:
-        return ""
-    wrong = {
-        "The scores are divided by the square root of the head dimension.": (q * math.sqrt(q.shape[-1]), k, v, causal),
-        "The scores are divided by sqrt(D), not by D.": (q / math.sqrt(q.shape[-1]), k, v, causal),
-        "No mask was asked for.": (q, k, v, True),
-        "A query may not see the keys after it.": (q, k, v, False),
-    }
-    for hint, inputs in wrong.items():
-        if inputs[3] != causal and q.shape[2] != k.shape[2]:
-            continue
-        answer, right = _reference(*inputs), _reference(q, k, v, causal)
-        telling = not torch.allclose(answer, right, rtol=1e-3, atol=1e-4)
-        if telling and torch.allclose(got.to(answer.dtype), answer, rtol=1e-3, atol=1e-4):
-            return hint
-    return ""
-
-
 @check("5.1", "Standard attention")
 def standard_attention(standard_attention, seed=None):
     """Check softmax(q k^T / sqrt(D)) v, without a fused operator and without a causal mask."""
     draw = Draw(seed)
     q, k, v = (draw.normal(1, 2, 5, 8) for _ in range(3))
+    copies = q.clone(), k.clone(), v.clone()
     with watch_operations() as watch:
-        standard_attention(q, k, v)
+        watched = standard_attention(q, k, v)
     forbid(watch, FUSED_ATTENTION, hint="write the three lines yourself")
-    for dtype, rtol, atol in ((torch.float32, 1e-4, 1e-5), (torch.float64, 1e-9, 1e-10)):
-        b, h, s, d = draw.sizes(4, 2, 20)
+    right = _reference(*copies)
+    for dtype, rtol, atol in ((torch.float32, 1e-4, 1e-5), (torch.float64, 1e-5, 1e-6)):
+        b, h, s = draw.sizes(3, 2, 20)
+        d = draw.choice((6, 12, 20))  # no square, so that sqrt(D) is no short number
         q, k, v = (2 * draw.normal(b, h, s, d, dtype=dtype) for _ in range(3))
         copies = q.clone(), k.clone(), v.clone()
         got = standard_attention(q, k, v)
         what = f"standard_attention of ({b}, {h}, {s}, {d}) in {dtype_name(dtype)}"
         expect_unchanged(copies, (q, k, v), what)
-        hint = _attention_hint(got, q, k, v, causal=False) or "Which dimension is the softmax over?"
+        hint = attention_mistake(got, q, k, v) or "Which dimension is the softmax over?"
         expect_close(got, _reference(q, k, v), rtol=rtol, atol=atol, what=what, hint=hint)
     # Large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
     q, k, v = 20 * draw.normal(1, 1, 6, 64), 20 * draw.normal(1, 1, 6, 64), draw.normal(1, 1, 6, 64)
@@ -79,6 +64,7 @@ def standard_attention(standard_attention, seed=None):
         what="standard_attention with scores in the hundreds",
         hint="exp overflows: subtract the largest score first, or use torch.softmax.",
     )
+    expect_close(watched, right, rtol=1e-4, atol=1e-5, what="standard_attention of (1, 2, 5, 8)")
 
 
 @check("5.1", "Memory of the scores")
@@ -126,8 +112,10 @@ def attention_bshd(attention_bshd, seed=None):
     for s, heads, kv_heads in ((draw.size(9, 15), 4, 4), (6, 6, 6), (draw.size(9, 15), 6, 2), (draw.size(9, 15), 4, 1)):
         b, d = draw.size(2, 3), draw.choice((8, 16))
         q, k, v = draw.normal(b, s, heads, d), draw.normal(b, s, kv_heads, d), draw.normal(b, s, kv_heads, d)
-        got = attention_bshd(q, k, v)
+        inputs = q.clone(), k.clone(), v.clone()
+        got = attention_bshd(*inputs)
         what = f"attention_bshd of q ({b}, {s}, {heads}, {d}) with {kv_heads} key-value heads"
+        expect_unchanged((q, k, v), inputs, what)
 
         def attend(causal, q=q, k=k, v=v, group=heads // kv_heads):
             keys, values = (t.transpose(1, 2).repeat_interleave(group, dim=1) for t in (k, v))
@@ -156,12 +144,14 @@ def online_softmax_stats(online_softmax_stats, seed=None):
     draw = Draw(seed)
     for middle, order, dtype in (
         (0, None, torch.float32),
-        (1000, None, torch.float64),
+        (1000, None, torch.float32),
         (-1000, None, torch.float64),
         (0, "rising", torch.float32),
         (0, "falling", torch.float32),
     ):
-        rows, widths = draw.size(3, 7), [draw.size(1, 9) for _ in range(draw.size(3, 5))]
+        rows, widths = draw.size(3, 7), [draw.size(4, 9) for _ in range(draw.size(3, 5))]
+        if order is None:
+            widths[0] = 1
         x = middle + 3 * draw.normal(rows, sum(widths), dtype=dtype)
         if order:
             x = x.sort(dim=1, descending=order == "falling").values
@@ -177,17 +167,15 @@ def online_softmax_stats(online_softmax_stats, seed=None):
 
         with SizeWatch() as sizes, watch_operations() as watch:
             result = online_softmax_stats(arriving())
-        forbid(
-            watch,
-            (*_SOFTMAX, "cat", "stack", "hstack", "concat", "concatenate", "column_stack"),
-            hint="keep a running maximum and a running sum, and look at one block at a time",
-        )
         forbid_leaving(watch)
         if len(taken) != len(widths):
             raise AssertionError(f"{len(widths)} blocks arrived, and {len(taken)} were looked at.")
         largest = rows * max(widths)
-        if found := sizes.over(largest):
-            raise AssertionError(f"the operator {found[0]} worked on {found[1]} elements; no block has over {largest}.")
+        if found := sizes.over(largest + 2 * rows):  # a block, and beside it the maximum and the sum so far
+            raise AssertionError(
+                f"the operator {found[0]} worked on {found[1]} elements; no block has over {largest}. Keep a running "
+                "maximum and a running sum, and look at one block at a time."
+            )
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise AssertionError(f"online_softmax_stats should return (m, l), and returned {type(result).__name__}.")
         m, l = _softmax_stats(x.double())  # noqa: E741 (the formula's letter)
@@ -196,12 +184,12 @@ def online_softmax_stats(online_softmax_stats, seed=None):
             result[0],
             m.to(dtype),
             rtol=1e-6,
-            atol=1e-6,
+            atol=1e-5,
             what=f"m of {name}",
             hint="m is the largest value of the row over all blocks.",
         )
         hint = "When a block brings a larger maximum, what happens to the sum so far?"
-        expect_close(result[1], l.to(dtype), rtol=1e-4, atol=1e-6, what=f"l of {name}", hint=hint)
+        expect_close(result[1], l.to(dtype), rtol=1e-3, atol=1e-6, what=f"l of {name}", hint=hint)
 
 
 def _expect_tiled(function, q, k, v, tile_q, tile_k, causal, rtol, atol, name) -> None:
@@ -210,19 +198,35 @@ def _expect_tiled(function, q, k, v, tile_q, tile_k, causal, rtol, atol, name) -
     with poisoned_memory():
         got = function(q, k, v, tile_q, tile_k)
     expect_unchanged(copies, (q, k, v), what)
-    hint = _attention_hint(got, *copies, causal=causal) or (
+    hint = attention_mistake(got, *copies, causal=causal) or (
         "Look at the rescaling of BOTH the sum and the output, at the tiles at the edges, and at where m, l and O "
         "start."
     )
     expect_close(got, _reference(*copies, causal=causal), rtol=rtol, atol=atol, what=what, hint=hint)
 
 
+def _expect_wide_inside(function, draw: Draw, causal: bool, name: str) -> None:
+    """Assert that bf16 inputs are computed on in float32: an error of bf16 in each tile adds up."""
+    s = 400 if causal else 24
+    q, k, v = (draw.normal(1, 2, n, 16, dtype=torch.bfloat16) for n in (s, 400, 400))
+    got = function(q, k, v, 8 if not causal else 50, 16)
+    exact = _reference(q.double(), k.double(), v.double(), causal=causal)
+    expect_close(got, exact.to(q.dtype), rtol=0.1, atol=0.1, what=f"{name} of 400 keys in bfloat16")
+    error = float(((got.double() - exact).square().mean() / exact.square().mean()).sqrt())
+    if error > _ACCURATE_ENOUGH:
+        raise AssertionError(
+            f"{name} of 400 keys in bfloat16 is off by {error:.2%} (root mean square); with float32 inside it is about "
+            "0.2%. Which of scores, maximum, sum and output are still in bfloat16?"
+        )
+
+
 def _expect_tiles_only(function, draw: Draw, name: str) -> SizeWatch:
     """Assert that no fused operator and no operator on whole rows runs, and that only one tile of scores exists at a time."""
     b, h, s, d, tile_q, tile_k = 1, 2, 96, 4, 16, 24
     q, k, v = (draw.normal(b, h, s, d) for _ in range(3))
+    copies = q.clone(), k.clone(), v.clone()
     with SizeWatch() as sizes, watch_operations() as watch:
-        function(q, k, v, tile_q, tile_k)
+        got = function(q, k, v, tile_q, tile_k)
     forbid(
         watch, (*FUSED_ATTENTION, *_SOFTMAX), hint="the softmax is the running maximum and sum of online_softmax_stats"
     )
@@ -240,6 +244,8 @@ def _expect_tiles_only(function, draw: Draw, name: str) -> SizeWatch:
             f"{name}: {found[0]} worked on {found[1]} scores at once; one tile of queries and one of keys have "
             f"{b} x {h} x {tile_q} x {tile_k} = {tile}." + (f"\n  {line}" if line else "")
         )
+    what = f"{name} of {s} tokens with tiles ({tile_q}, {tile_k})"
+    expect_close(got, _reference(*copies, causal="causal" in name), rtol=1e-4, atol=1e-5, what=what)
     return sizes
 
 
@@ -254,11 +260,12 @@ def flash_attention_tiled(flash_attention_tiled, seed=None):
     for dtype, rtol, atol in ((torch.float32, 1e-4, 1e-5), (torch.bfloat16, 3e-2, 3e-2), (torch.float64, 1e-4, 1e-5)):
         b, h = draw.size(1, 3), draw.size(1, 3)
         s, length = draw.sizes(2, 20, 50)
-        d = draw.choice((8, 16))
+        d = draw.choice((8, 12, 20))
         q = draw.normal(b, h, s, d, dtype=dtype)
         k, v = draw.normal(b, h, length, d, dtype=dtype), draw.normal(b, h, length, d, dtype=dtype)
         for tile_q, tile_k in (draw.sizes(2, 5, 13), (64, 64)):
             _expect_tiled(flash_attention_tiled, q, k, v, tile_q, tile_k, False, rtol, atol, name)
+    _expect_wide_inside(flash_attention_tiled, draw, False, name)
     # Large enough for exp to overflow, small enough for fp32 to tell the largest scores apart.
     q, k, v = 20 * draw.normal(1, 1, 20, 16), 20 * draw.normal(1, 1, 33, 16), draw.normal(1, 1, 33, 16)
     _expect_tiled(flash_attention_tiled, q, k, v, 6, 8, False, 1e-3, 1e-3, name)
@@ -307,8 +314,9 @@ def flash_attention_causal(flash_attention_causal, seed=None):
     _expect_tiles_only(flash_attention_causal, draw, name)
     for s, tile_q, tile_k in ((96, 16, 16), (draw.size(60, 90), 16, 8), (draw.size(60, 90), 8, 24)):
         q, k, v = (draw.normal(1, 1, s, 8) for _ in range(3))
+        expected = _reference(q, k, v, causal=True)
         with SizeWatch() as sizes:
-            flash_attention_causal(q, k, v, tile_q, tile_k)
+            got = flash_attention_causal(q, k, v, tile_q, tile_k)
         needed = whole = 0
         for i in range(0, s, tile_q):
             rows = min(tile_q, s - i)
@@ -322,6 +330,8 @@ def flash_attention_causal(flash_attention_causal, seed=None):
                 f"{name} on {s} tokens with tiles ({tile_q}, {tile_k}) computed {sizes.macs:,} MACs in its products; "
                 f"the tiles with at least one visible score need {needed:,}.{more} Where can the loop over keys stop?"
             )
+        what = f"{name} of {s} tokens with tiles ({tile_q}, {tile_k})"
+        expect_close(got, expected, rtol=1e-4, atol=1e-5, what=what)
 
 
 @check("Bonus 5.7", "Merging")

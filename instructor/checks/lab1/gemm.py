@@ -20,7 +20,12 @@ from instructor.checks.common import (
 )
 from utils.checking import MATMUL, check, expect_close, forbid, forbid_leaving, watch_operations
 
-_TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.float64: (1e-9, 1e-10)}
+# Sums of a few products of numbers near 1. float64 is here for the dtype of the result, not for its precision: a sum that
+# was kept in float32 is right.
+_RTOL, _ATOL = 1e-4, 1e-4
+_WIDE_ENOUGH = (
+    0.008  # rms error of a bf16 product with K = 512: 0.003 with a float32 accumulator, 0.02 with one in bf16
+)
 
 
 def _expect_product(gemm, a: torch.Tensor, b: torch.Tensor, what: str, hint: str) -> None:
@@ -29,8 +34,7 @@ def _expect_product(gemm, a: torch.Tensor, b: torch.Tensor, what: str, hint: str
     with poisoned_memory():
         got = gemm(a, b)
     expect_unchanged(copies, (a, b), what)
-    rtol, atol = _TOLERANCE[a.dtype]
-    expect_close(got, copies[0] @ copies[1], rtol=rtol, atol=atol, what=what, hint=hint)
+    expect_close(got, copies[0] @ copies[1], rtol=_RTOL, atol=_ATOL, what=what, hint=hint)
 
 
 def _name(function: str, m: int, k: int, n: int, dtype: torch.dtype, more: str = "") -> str:
@@ -43,8 +47,9 @@ def gemm_naive(gemm_naive, seed=None):
     draw = Draw(seed)
     m, k, n = draw.sizes(3, 3, 7)
     a, b = draw.normal(m, k), draw.normal(k, n)
+    expected = a @ b
     with SizeWatch() as sizes, watch_operations() as watch:
-        gemm_naive(a, b)
+        watched = gemm_naive(a, b)
     forbid(watch, MATMUL, hint="write the three loops yourself")
     forbid_leaving(watch, hint="Read one element at a time: a[i, k], or a[i, k].item().")
     if found := sizes.over(1):
@@ -54,6 +59,7 @@ def gemm_naive(gemm_naive, seed=None):
             f"multiply-accumulate on two numbers in each pass of the inner loop." + (f"\n  {line}" if line else "")
         )
     hint = "Which index does each of the three loops run over, and where is the sum set back to zero?"
+    watched_what = _name("gemm_naive", m, k, n, a.dtype)
     for dtype in (torch.float32, torch.float64):
         shapes = [tuple(draw.sizes(3, 3, 7)), (1, draw.size(4, 9), 1), (draw.size(3, 6), 1, draw.size(3, 6)), (4, 4, 4)]
         for m, k, n in shapes:
@@ -62,6 +68,7 @@ def gemm_naive(gemm_naive, seed=None):
     a, b = draw.normal(5, 3).T, draw.normal(4, 5).T  # not contiguous
     a[1, 2] = math.nan
     _expect_product(gemm_naive, a, b, "gemm_naive of transposed views, with a NaN in row 1 of a,", hint)
+    expect_close(watched, expected, rtol=1e-4, atol=1e-5, what=watched_what, hint=hint)
     expect_follows_device(gemm_naive, (2, 3), (3, 4), what="gemm_naive(a, b)")
 
 
@@ -80,8 +87,9 @@ def gemm_tiled(gemm_tiled, seed=None):
     _expect_product(lambda x, y: gemm_tiled(x, y, 4, 2, 3), a, b, what, "Every tile is whole here.")
 
     a, b = draw.normal(20, 24), draw.normal(24, 22)
+    expected = a @ b
     with SizeWatch() as sizes, watch_operations() as watch:
-        gemm_tiled(a, b, 5, 4, 3)
+        watched = gemm_tiled(a, b, 5, 4, 3)
     forbid(watch, MATMUL, hint="build the product of two tiles from elementwise products and sums")
     forbid_leaving(watch)
     if found := sizes.over(5 * 4 * 3):
@@ -102,7 +110,24 @@ def gemm_tiled(gemm_tiled, seed=None):
     a[1, 2] = math.nan
     what = "gemm_tiled of transposed views, with a NaN in row 1 of a,"
     _expect_product(lambda x, y: gemm_tiled(x, y, 4, 4, 4), a, b, what, hint)
+    what = _name("gemm_tiled", 20, 24, 22, torch.float32, tiles(5, 4, 3))
+    expect_close(watched, expected, rtol=1e-4, atol=1e-5, what=what, hint=hint)
+    _expect_wide_accumulator(gemm_tiled, draw)
     expect_follows_device(lambda x, y: gemm_tiled(x, y, 2, 2, 2), (3, 5), (5, 4), what="gemm_tiled(a, b)")
+
+
+def _expect_wide_accumulator(gemm_tiled, draw: Draw) -> None:
+    """Assert that a long sum of bf16 products is added in at least float32; float64 and float32 alike are right."""
+    a, b = draw.normal(8, 512, dtype=torch.bfloat16), draw.normal(512, 8, dtype=torch.bfloat16)
+    got, exact = gemm_tiled(a, b, 8, 8, 1), a.double() @ b.double()
+    # Wrong values, shapes and dtypes have their own messages.
+    expect_close(got, exact.to(a.dtype), rtol=0.2, atol=10.0, what="gemm_tiled of (8, 512) @ (512, 8) in bfloat16")
+    error = float(((got.double() - exact).square().mean() / exact.square().mean()).sqrt())
+    if error > _WIDE_ENOUGH:
+        raise AssertionError(
+            f"gemm_tiled of (8, 512) @ (512, 8) in bfloat16 is off by {error:.1%} (root mean square); rounding the result "
+            "alone is off by 0.2%. In which dtype does the accumulator add 512 products?"
+        )
 
 
 class _Queue:

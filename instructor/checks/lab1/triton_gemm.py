@@ -8,6 +8,7 @@ import torch
 
 from instructor.checks.common import Draw
 from utils.checking import check, expect_close
+from utils.checking.kernel_files import kernels_of
 from utils.kernels.interpreter import InterpretedKernelError, run_interpreted_cases
 
 _GUARD = 40  # rows and columns around each matrix: more than a block can reach beyond its edges
@@ -39,14 +40,6 @@ def entry_of_the_check(a, b, block_m, block_n, block_k, transposed, dtype):
 """
 
 
-def _last_words(text: str) -> str:
-    """Return the message of an error with the line of the kernel that raised it."""
-    lines = text.strip().splitlines()
-    places = [i for i, line in enumerate(lines) if line.endswith("in gemm_kernel")]
-    where = f"\n  in gemm_kernel: {lines[places[-1] + 1].strip()}" if places and places[-1] + 1 < len(lines) else ""
-    return lines[-1] + where
-
-
 @check("1.5", "GEMM in Triton")
 def gemm_triton(source: str, seed=None):
     """Check the kernel `gemm_kernel` of this source text: values, edges, strides, and no access out of bounds."""
@@ -55,6 +48,7 @@ def gemm_triton(source: str, seed=None):
         raise NotImplementedError
     if "gemm_kernel" not in source:
         raise AssertionError("the file defines no gemm_kernel: keep the name and the arguments of the kernel.")
+    source = kernels_of(source, "gemm_triton.py", "gemm_kernel")  # what launches the kernel is the check's own
     draw = Draw(seed)
     cases, names = [], []
     for name, (m, n, k), (bm, bn, bk), transposed, dtype in (
@@ -70,7 +64,7 @@ def gemm_triton(source: str, seed=None):
         results = run_interpreted_cases((source + _ENTRY, "entry_of_the_check"), cases, timeout=60)
     except InterpretedKernelError as error:
         place = f" on {names[error.case]}" if error.case is not None else ""
-        raise AssertionError(f"gemm_kernel failed{place}: {_last_words(str(error))}") from None
+        raise AssertionError(f"gemm_kernel failed{place}: {error.in_short}") from None
     for name, (a, b, *_), result in zip(names, cases, results, strict=True):
         m, n = a.shape[0], b.shape[1]
         inside = result[_GUARD : _GUARD + m, _GUARD : _GUARD + n]

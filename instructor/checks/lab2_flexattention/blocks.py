@@ -100,9 +100,14 @@ def promises(block_flops, promised_speedup, document_blocks, seed=None):
                 "A partial block costs as much as a full one.": (computed + empty) / (full + partial / 2),
             },
         )
-    for i in range(6):
-        length, block = 2 ** draw.size(6, 10), 2 ** draw.size(2, 6)
-        span = 2 ** draw.size(1, int(math.log2(length))) if i % 2 else block // 2
+    for i in range(8):
+        block = 2 ** draw.size(2, 6)
+        length = block * 2 ** draw.size(3, 5)
+        span = (
+            (block // 2, block * 2, block * 4, block, block // 4)[i]
+            if i < 5
+            else 2 ** draw.size(1, int(math.log2(length)))
+        )
         expected = (length // block) * max(1, span // block)
         expect_value(
             document_blocks(length, span, block),
@@ -155,7 +160,7 @@ def block_sparse_attention(block_sparse_attention, seed=None):
         what = f"block_sparse_attention of ({batch}, {heads}, {s}, {head_dim}) over {length} keys, blocks of {block}"
         if dtype == torch.float32:
             with watch_operations() as watch:
-                block_sparse_attention(q, k, v, block_mask)
+                watched = block_sparse_attention(q, k, v, block_mask)
             forbid(watch, FUSED_ATTENTION, hint="walk the tables yourself")
             counted.asked = 0
         with poisoned_memory(), SizeWatch() as sizes:
@@ -163,6 +168,8 @@ def block_sparse_attention(block_sparse_attention, seed=None):
         tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
         right = attend_densely(q, k, v, mask)
         expect_close(got, right, **tolerance, what=what, hint=_hint(got, right, q, k, v, mask, block_mask))
+        if dtype == torch.float32:
+            expect_close(watched, right, **tolerance, what=f"another call of {what}")
         visited = int(block_mask.kv_num_blocks.sum() + block_mask.full_kv_num_blocks.sum())
         one = 2 * batch * heads * size_q * size_k * head_dim
         if sizes.macs > one * visited:

@@ -2,74 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
-from instructor.checks.common import SizeWatch
 from utils.attention import reference
-from utils.attention.masks import dense_mask
-from utils.attention.masks.score_mods import modify_scores
 from utils.checking import expect_close
-
-Mod = Callable[..., torch.Tensor]
-_NO_VALUE = (
-    "takes a value out of a tensor (.item(), int(), float(), a Python index). A kernel has no Python: stay in tensors."
-)
-
-
-def _reason(error: Exception) -> str | None:
-    """Return the sentence that replaces an error message of vmap; None if the message is clear."""
-    text = str(error)
-    if "data-dependent control flow" in text or "asks a tensor for True or False" in text:
-        return (
-            "asks a tensor for True or False: `and`, `or`, `not`, `if`, `max`, `min` and chained comparisons cannot "
-            "work here. Write &, |, ~, torch.where, and put each comparison in parentheses."
-        )
-    if ".item()" in text or "__index__" in text or "_local_scalar_dense" in text:
-        return _NO_VALUE
-    if "it must return True or False" in text:
-        return "should return a bool tensor, one truth value a pair, such as k <= q. It does not."
-    return None
-
-
-def _call_student_mod(function: Callable, what: str, *args, **kwargs):
-    """Call a function that runs the student's mod; explain the usual errors of a mod in a sentence."""
-    try:
-        return function(*args, **kwargs)
-    except (RuntimeError, TypeError) as error:
-        reason = _reason(error)
-        if reason is None:
-            raise
-        raise AssertionError(f"{what} {reason}") from None
-
-
-def pairs(mod: Mod, sq: int, sk: int, what: str, b: int = 0, h: int = 0) -> torch.Tensor:
-    """Evaluate a student's mask_mod for all pairs: (Sq, Sk) bool."""
-    if not callable(mod):
-        raise AssertionError(
-            f"{what} should be a mask_mod, a function of (b, h, q, k), and is a {type(mod).__name__}: "
-            "is a return missing?"
-        )
-    _expect_four_arguments(mod, what)
-    return _call_student_mod(dense_mask, what, mod, sq, sk, b=b, h=h)
-
-
-def count_arguments(mod: Mod) -> int:
-    """Count the positional arguments as FlexAttention does to distinguish masks from score modifiers."""
-    if hasattr(mod, "__code__"):
-        return mod.__code__.co_argcount - len(getattr(mod, "__defaults__", None) or ())
-    return sum(parameter.default is inspect.Parameter.empty for parameter in inspect.signature(mod).parameters.values())
-
-
-def _expect_four_arguments(mod: Mod, what: str) -> None:
-    count = count_arguments(mod)
-    if count != 4:
-        raise AssertionError(
-            f"{what} is a function with {count} positional arguments to FlexAttention, which counts them. A mask_mod "
-            "takes exactly four, (b, h, q, k); *args does not count."
-        )
+from utils.checking.masks import Mod, modified, pairs
 
 
 def indices(sq: int, sk: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,21 +50,6 @@ def expect_mask(
     raise AssertionError(f"{what} over {sq} queries and {sk} keys {' and '.join(findings)}.{hint}")
 
 
-def expect_program(mod: Mod, limit: int, what: str, sq: int = 8, sk: int = 8) -> None:
-    """Assert that a mod uses no tensor with more than `limit` elements for one pair, so no tensor of pairs."""
-    arguments = [torch.tensor(0), torch.tensor(0), torch.tensor(sq - 1), torch.tensor(sk - 1)]
-    with SizeWatch() as watch:
-        _call_student_mod(mod, what, *arguments)
-    # FlexAttention also evaluates all sequences and heads at once, so no index is a number that Python can read.
-    _call_student_mod(torch.vmap(mod), what, *(x.expand(2) for x in arguments))
-    name, size = max(watch.largest.items(), key=lambda item: item[1], default=("", 0))
-    if size > limit:
-        raise AssertionError(
-            f"{what} touches a tensor of {size} elements (in {name}) to decide about one pair. It is a program: "
-            f"it may read tensors with one number a token, {limit} elements at most here, and no tensor of pairs."
-        )
-
-
 def attend_densely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Compute attention in float64 under a mask that broadcasts to (B, H, S, L); a query without keys gets zeros."""
     if not q.numel() or not k.numel():  # `reference` wants a key; an empty text has none
@@ -135,7 +59,7 @@ def attend_densely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torc
 
 def moved_heads(got: torch.Tensor, right: torch.Tensor, rtol: float = 1e-3, atol: float = 1e-4) -> str:
     """Return a hint if `got` has the heads of `right` in another order."""
-    order = []
+    got, order = got.to(right.dtype), []
     for head in range(right.shape[1]):
         others = [head, *range(right.shape[1])]
         came = next((o for o in others if torch.allclose(got[:, head], right[:, o], rtol, atol)), None)
@@ -158,12 +82,7 @@ def expect_scores(
     h: int = 0,
 ) -> None:
     """Assert that a score_mod turns scores (Sq, Sk) of sequence b and head h into `expected`."""
-    if not callable(mod):
-        raise AssertionError(
-            f"{what} should be a score_mod, a function of (score, b, h, q, k), and is a "
-            f"{type(mod).__name__}: is a return missing?"
-        )
-    got = _call_student_mod(modify_scores, what, mod, scores, b, h)
+    got = modified(mod, scores, what, b, h)
     rough = 1e-4 if scores.dtype.itemsize >= 4 else 3e-2  # a 16-bit result may round before or after an addition
     tolerance = {"rtol": rough, "atol": rough}
     hints = [

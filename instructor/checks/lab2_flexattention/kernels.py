@@ -7,11 +7,11 @@ import inspect
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from instructor.checks.common import Draw
+from instructor.checks.common import Draw, beside, by_value
 from instructor.checks.lab2_flexattention.common import attend_densely, indices, recording
 from utils.attention import reference
-from utils.attention.prepared import compiled_versions, own_copy
 from utils.checking import check, expect_close
+from utils.checking.masks import kernels_for
 
 _SIGNATURE = inspect.signature(flex_attention)
 
@@ -121,18 +121,10 @@ def prepare_flex(prepare_flex, seed=None):
     )
 
 
-def _compiles_of(mods: list, size: int) -> int:
-    """Count the kernels that torch.compile makes for these masks; the compiler backend does nothing, to be quick."""
-
-    def ask(mod, q, k):
-        return mod(0 * q, 0 * q, q, k)
-
-    ask = own_copy(ask)
-    compiled = torch.compile(ask, backend=lambda graph, _: graph.forward, dynamic=False)
-    q, k = indices(size, size)
-    for mod in mods:
-        compiled(mod, q, k)
-    return compiled_versions(ask)
+@by_value
+def _kernels_for(mods: list, size: int) -> int:
+    """Count the kernels that torch.compile makes for these masks, where they live."""
+    return kernels_for(mods, size)
 
 
 @check("6.1", "Buckets")
@@ -186,7 +178,7 @@ def buckets(bucketed_attention, seed=None):
             ) from error
     else:
         raise AssertionError(f"{sizes[2] + 1} tokens and buckets of {shuffled} should raise a ValueError.")
-    count = _compiles_of(mods[:2], sizes[0])
+    count = beside(bucketed_attention, _kernels_for)(mods[:2], sizes[0])
     if count > 1:
         raise AssertionError(
             f"the masks of two texts in the same bucket need {count} kernels. Their lengths are Python "

@@ -8,8 +8,9 @@ import functools
 import torch
 
 from instructor.checks.common import Draw
-from instructor.checks.lab2_flexattention.common import expect_mask, expect_program, indices, pairs
+from instructor.checks.lab2_flexattention.common import expect_mask, indices
 from utils.checking import check
+from utils.checking.masks import expect_program, pairs
 
 
 @check("2.1", "Three masks")
@@ -109,6 +110,7 @@ def packed_documents(document_numbers, packed_documents, seed=None):
             "Padding sees padding here: -1 equals -1.": same & past,
             "Inside of a document the mask is causal.": same & real,
             "Documents are ignored.": past.expand(size, size),
+            "Documents are ignored: a token sees its own only.": past & real & (mine[k] >= 0),
             "Documents are kept apart, but the mask is upside down: keys come before the query.": same
             & real
             & (k >= q),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from instructor.checks.common import Draw
-from instructor.checks.lab2_flexattention.common import expect_program, expect_scores, indices
+from instructor.checks.lab2_flexattention.common import expect_scores, indices
 from utils.checking import check
+from utils.checking.masks import expect_program
 
 
 @check("4.1", "Score modifiers")
@@ -33,6 +34,7 @@ def score_mods(soft_cap, alibi, in_turn, seed=None):
     heads = draw.size(3, 5)
     slopes = draw.normal(heads).abs() + 0.1
     for h in range(1, heads):
+        b = 2 if h == 1 else 0
         expected = scores - slopes[h] * (q - k)
         expect_scores(
             alibi(slopes),
@@ -42,12 +44,12 @@ def score_mods(soft_cap, alibi, in_turn, seed=None):
             {
                 "The sign is wrong: keys that lie further back lose.": scores + slopes[h] * (q - k),
                 "Every head has a slope of its own: slopes[h].": scores - slopes[0] * (q - k),
-                "Index the slopes with h: b is the sequence.": scores - slopes[1] * (q - k),
+                "Index the slopes with h: b is the sequence.": scores - slopes[b] * (q - k),
                 "The distance is q - k, and negative for keys after the query.": scores - slopes[h] * (q - k).abs(),
                 "The score itself is lost.": -slopes[h] * (q - k).expand(sq, sk),
                 "The score is unchanged.": scores,
             },
-            b=0 if h != 1 else 2,
+            b=b,
             h=h,
         )
     add, double = lambda s, b, h, q, k: s + 3 * h + b, lambda s, b, h, q, k: 2 * s

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from instructor.checks.common import Draw
-from instructor.checks.lab2_flexattention.common import attend_densely, expect_mask, expect_program, indices, recording
+from instructor.checks.lab2_flexattention.common import attend_densely, expect_mask, indices, recording
 from utils.checking import check, expect_close
+from utils.checking.masks import expect_program
 
 
 def _window(width: int):

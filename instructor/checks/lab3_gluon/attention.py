@@ -2,102 +2,81 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from functools import partial
 
 import torch
 
 from instructor.checks.common import Draw
-from instructor.checks.lab3_gluon.pipelines import cdiv
+from instructor.checks.lab3_gluon.pipelines import HALVES, cdiv
 from utils.checking import check
-from utils.checking.kernel_exercises import Launch, Tile, expect_kernel
+from utils.checking.gluon_launches import (
+    CLOSE,
+    attention_inputs,
+    attention_launch,
+    causal_launch,
+    edge_inputs,
+    falling_inputs,
+    overlap_launch,
+)
+from utils.checking.kernel_exercises import expect_kernel
 from utils.checking.kernel_exercises import overlap as overlap_of
+from utils.checking.kernel_mistakes import BLOCKS, OVERLAP, SOFTMAX, attention_mistakes, causal
 
-TOLERANCE: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2}
 LEAST_OVERLAP = 0.12  # share of the softmax during a product: zero without overlap, about 0.25 in the model answer
-
-
-def tile(x: torch.Tensor, rows: int) -> Tile:
-    """Return a tensor that is copied in tiles of `rows` whole rows."""
-    return Tile(x, [1] * (x.dim() - 2) + [rows, x.shape[-1]])
-
-
-def inputs(heads: int, sq: int, sk: int, d: int, draw: Draw, sharp: float = 1.0) -> list[torch.Tensor]:
-    """Draw q, k and v (heads, S, D) in bf16; `sharp` multiplies q, and so the scores."""
-    q, k, v = (draw.normal(heads, s, d) for s in (sq, sk, sk))
-    return [x.to(torch.bfloat16) for x in (q * sharp, k, v)]
-
-
-def expected_output(q, k, v, causal: bool = False) -> torch.Tensor:
-    """Compute attention in float64; with fewer queries than keys, the last query is at the last key."""
-    q, k, v = q.double(), k.double(), v.double()
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    if causal:
-        positions = torch.arange(q.shape[-2])[:, None] + k.shape[-2] - q.shape[-2]
-        scores = scores.masked_fill(torch.arange(k.shape[-2])[None] > positions, -math.inf)
-    return torch.softmax(scores, -1) @ v
-
-
-def attention_launch(file: str, rows: int, q, k, v, block_n: int = 64, stages: int | None = None):
-    """Return a launch of `attention`, a program for each `rows` queries of each head, and its expected output."""
-    d, sk = q.shape[-1], k.shape[-2]
-    args = {
-        "q_desc": tile(q, 64),
-        "k_desc": tile(k, block_n),
-        "v_desc": tile(v, block_n),
-        "o_desc": tile(torch.full_like(q, float("nan")), 64),
-        "sk": sk,
-        "c": d**-0.5 * math.log2(math.e),
-    }
-    if stages:
-        args["STAGES"] = stages
-    launch = Launch("attention", (cdiv(q.shape[-2], rows), q.shape[0]), args, ("o_desc",), file=file)
-    return launch, {"o_desc": expected_output(q, k, v)}
+TAILS = (3, 65, 1)  # keys: a few, alone in the second block, and alone at all
 
 
 @check("5.1", "Online softmax in a kernel")
 def softmax(source: str, seed=None):
-    """Check the output with an incomplete last block, with large scores, and with very negative scores in the first block."""
+    """Check the output at the edges of the mask, with large scores, and with scores that fall or rise between blocks."""
     draw = Draw(seed)
-    for sk, d, sharp in ((draw.size(65, 180), 64, 1.0), (draw.size(1, 24), 64, 1.0), (draw.size(140, 190), 128, 60.0)):
-        q, k, v = inputs(1, draw.size(33, 64), sk, d, draw, sharp)
-        launch, expected = attention_launch("lab3_softmax.py", 64, q, k, v)
-        hint = (
-            f"{sk} keys in blocks of 64: are the keys past the last one masked, are the sum and the output "
-            "rescaled by alpha in each block, and is the output divided by the sum at the end?"
+    cases = [
+        (
+            edge_inputs(draw.size(33, 64), sk, 64, HALVES[sk == 3], draw.normal),
+            f"{sk} keys in blocks of 64: are all columns without a key masked?",
         )
-        if sharp == 60.0:
-            hint = (
-                f"{sk} keys in blocks of 64. Scores go up to 200 here: is the maximum subtracted, and carried from "
-                "block to block?"
-            )
-        expect_kernel(source, launch, expected, **TOLERANCE, hint=hint)
-    # All scores of one block are far above zero, those of the other far below; once the lower block comes first, once last.
-    for low, hint in (
-        (slice(0, 64), "The maximum starts at minus infinity, not at zero."),
-        (slice(64, 128), "Scores fall from the first block to the second: the maximum never goes down."),
-    ):
-        q, k, v = inputs(1, 64, 128, 64, draw)
-        q, k = q.abs(), k.abs()
-        k[:, low] *= -40
-        launch, expected = attention_launch("lab3_softmax.py", 64, q, k, v)
-        expect_kernel(source, launch, expected, **TOLERANCE, hint=hint)
+        for sk in TAILS
+    ]
+    sq, sk = draw.size(65, 100), draw.size(66, 180)
+    cases.append((attention_inputs(2, sq, sk, 128, 1.0, torch.float16, draw.normal), ""))
+    cases.append((edge_inputs(draw.size(65, 90), draw.size(129, 190), 64, torch.float16, draw.normal), ""))
+    sharp = attention_inputs(1, 64, draw.size(140, 190), 128, 60.0, torch.bfloat16, draw.normal)
+    text = "Scores go up to 200 here: is the maximum subtracted, and carried from block to block?"
+    cases.append((sharp, text))
+    cases.append((falling_inputs(True, normal=draw.normal), "The maximum starts at minus infinity, not at zero."))
+    text = "Scores fall from the first block to the second: the maximum never goes down."
+    cases.append((falling_inputs(False, normal=draw.normal), text))
+    for inputs, words in cases:
+        q, k, v, _ = inputs
+        launch, expected = attention_launch("lab3_softmax.py", 64, *inputs)
+        expect_kernel(
+            source,
+            launch,
+            expected,
+            **CLOSE,
+            hint=words or f"{k.shape[1]} keys in blocks of 64, {q.shape[1]} queries, head dimension {q.shape[2]}.",
+            mistakes=partial(attention_mistakes, q, k, v, SOFTMAX),
+        )
 
 
 @check("5.2", "Producer and consumers")
 def specialized(source: str, seed=None):
     """Check the output for one to three slots in any timing; K and V are loaded once for both consumers."""
     draw = Draw(seed)
-    for stages in (2, 1, 3):
-        q, k, v = inputs(1, draw.size(70, 128), draw.size(200, 300), 64, draw)
-        launch, expected = attention_launch("lab3_specialized.py", 128, q, k, v, stages=stages)
+    tails = draw.some(3, (1, 3, 65))
+    for stages, tail in zip((2, 1, 3), tails, strict=True):
+        sk = 192 + tail if tail < 64 else 128 + tail
+        inputs = edge_inputs(draw.size(70, 128), sk, 64, draw.choice(HALVES), draw.normal)
+        q, k, v, _ = inputs
+        launch, expected = attention_launch("lab3_specialized.py", 128, *inputs, STAGES=stages)
         run = expect_kernel(
             source,
             launch,
             expected,
-            **TOLERANCE,
+            **CLOSE,
             seeds=(None, draw.size(1, 999), draw.size(1, 999)),
             hint=f"With {stages} slots: does each consumer take every block of keys once, and store its own 64 rows?",
+            mistakes=partial(attention_mistakes, q, k, v, BLOCKS),
         )
         blocks = cdiv(k.shape[-2], 64)
         copies = [e for e in run.events if e.kind == "copy in"]
@@ -108,25 +87,7 @@ def specialized(source: str, seed=None):
             )
         who = {e.partition for e in copies}
         if who != {"load_partition"}:
-            raise AssertionError(f"K and V should be ordered by load_partition alone, and were by {', '.join(who)}.")
-
-
-def overlap_launch(q, k, v, stages: int, block_n: int = 64):
-    """Return a launch of the overlapped `attention` for q, k, v (B, heads, S, D), and its expected output."""
-    sq, sk, heads = q.shape[-2], k.shape[-2], q.shape[1]
-    args = {
-        "q_desc": tile(q, 64),
-        "k_desc": tile(k, block_n),
-        "v_desc": tile(v, block_n),
-        "o_desc": tile(torch.full_like(q, float("nan")), 64),
-        "sq": sq,
-        "sk": sk,
-        "heads": heads,
-        "c": q.shape[-1] ** -0.5 * math.log2(math.e),
-        "STAGES": stages,
-    }
-    launch = Launch("attention", (cdiv(sq, 128), q.shape[0] * heads), args, ("o_desc",), file="lab3_overlap.py")
-    return launch, {"o_desc": expected_output(q, k, v)}
+            raise AssertionError(f"K and V should be issued by load_partition alone, and were by {', '.join(who)}.")
 
 
 @check("5.3", "Overlap")
@@ -134,48 +95,53 @@ def overlap(source: str, seed=None):
     """Check the output in any timing; the softmax must run during a product."""
     draw = Draw(seed)
     for stages in (2, 3):
-        q, k, v = (x[None] for x in inputs(1, draw.size(70, 128), draw.size(200, 300), 64, draw))
-        launch, expected = overlap_launch(q, k, v, stages)
-        expect_kernel(
-            source,
-            launch,
-            expected,
-            **TOLERANCE,
-            seeds=(None, draw.size(1, 999), draw.size(1, 999)),
-            hint="Is o rescaled by alpha after the product of the block before, and is the last product "
-            "added after the loop?",
-        )
-    q, k, v = (x[None] for x in inputs(1, 128, 384, 128, draw, sharp=20.0))
-    launch, expected = overlap_launch(q, k, v, 2)
-    run = expect_kernel(
-        source,
-        launch,
-        expected,
-        **TOLERANCE,
-        hint="The scores are large here: is o rescaled by alpha after the product of the block before?",
-    )
+        inputs = edge_inputs(draw.size(70, 128), draw.size(200, 250), 64, draw.choice(HALVES), draw.normal)
+        _expect_overlapped(source, inputs, stages, (None, draw.size(1, 999), draw.size(1, 999)), "")
+    # Scores rise toward the first keys, which come last: the output so far must shrink in each block.
+    for d, length, sharp in ((64, 256, 1.0), (128, 384, 20.0)):
+        inputs = attention_inputs(1, 128, length, d, sharp, torch.bfloat16, draw.normal)
+        run = _expect_overlapped(source, inputs, 2, (None,), "The scores are large here." if sharp > 1 else "")
     share = overlap_of(run)
     if share < LEAST_OVERLAP:
         raise AssertionError(
-            f"only {share:.0%} of the softmax runs while a product of the same consumer is under way. Order the scores "
+            f"only {share:.0%} of the softmax runs while a product of the same consumer is under way. Issue the scores "
             "of block i, then P V of block i - 1, wait until one product is left, and compute the softmax then."
         )
+
+
+def _expect_overlapped(source: str, inputs, stages: int, seeds: tuple, words: str):
+    q, k, v, right = inputs
+    launch, expected = overlap_launch(q, k, v, right, stages)
+    return expect_kernel(
+        source,
+        launch,
+        expected,
+        **CLOSE,
+        seeds=seeds,
+        hint=words or "Is o rescaled by alpha after the product of the block before, and is p the new p_next?",
+        mistakes=lambda: attention_mistakes(q[None], k[None], v[None], SOFTMAX | BLOCKS | OVERLAP, downward=True),
+    )
 
 
 @check("Bonus 5.5", "Causal attention")
 def attention_causal(source: str, seed=None):
     """Check fewer queries than keys and incomplete blocks; there must be no product for a block that no query sees."""
     draw = Draw(seed)
-    for (sq, sk), d in (((draw.size(130, 190),) * 2, 64), ((draw.size(65, 100), draw.size(150, 200)), 128)):
-        q, k, v = inputs(1, sq, sk, d, draw)
-        launch, _ = attention_launch("lab3_causal.py", 64, q, k, v)
-        tiles = cdiv(sq, 64)
-        args = {name: launch.args[name] for name in ("q_desc", "k_desc", "v_desc", "o_desc")}
-        args |= {"sq": sq, "sk": sk, "c": launch.args["c"]}
-        launch = Launch("attention_causal", (tiles, 1), args, ("o_desc",), file="lab3_causal.py")
-        expected = {"o_desc": expected_output(q, k, v, causal=True)}
+    square, wide = draw.size(130, 190), (draw.size(65, 100), draw.size(150, 200))
+    for (sq, sk), d in (((square, square), 64), (wide, 128), ((draw.size(1, 60), 193), 64)):
+        q, k, v, _ = attention_inputs(2, sq, sk, d, 1.0, draw.choice(HALVES), draw.normal)
+        q[0], k[0] = q[0].abs(), k[0].abs()  # the keys' sizes grow, so that one key more or less is seen
+        k[0] *= (torch.arange(sk)[:, None] / sk).to(k.dtype)
+        launch, expected = causal_launch(q, k, v)
         hint = f"{sq} queries, {sk} keys: query i sees keys 0 ... i + {sk - sq}."
-        run = expect_kernel(source, launch, expected, **TOLERANCE, hint=hint)
+        run = expect_kernel(
+            source,
+            launch,
+            expected,
+            **CLOSE,
+            hint=hint,
+            mistakes=partial(attention_mistakes, q, k, v, causal(k.shape[1] - q.shape[1])),
+        )
         products = sum(e.kind == "wgmma" for e in run.events)  # of the first program
         needed = 2 * min(cdiv(sk, 64), cdiv(64 + sk - sq, 64))
         if products != needed:

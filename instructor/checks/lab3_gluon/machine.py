@@ -54,6 +54,7 @@ def tile_budget(shared_bytes, registers_per_thread, seed=None):
             {
                 "K and V need a ring each.": q + ring // 2,
                 "An element of bf16 takes two bytes.": 2 * (q + ring),
+                "That counts elements, and one of bf16 takes two bytes.": (q + ring) // 2,
                 "Each consumer has 64 rows of Q of its own.": 64 * d * 2 + ring,
                 "Every slot of the ring holds a tile of K and one of V.": q + (stages + 1) * keys * d * 2,
             },
@@ -97,7 +98,7 @@ def bytes_in_flight(bytes_in_flight, slots_needed, seed=None):
             max(1, -(-right // slot)),
             "slots",
             f"slots_needed({given}, {slot})",
-            {"Half a slot cannot be ordered: round up.": right // slot},
+            {"There is no half slot: round up.": right // slot},
         )
 
 
@@ -128,26 +129,38 @@ def owner(owner, seed=None):
             row, column = divmod(int(held[r, t, w]), shape[1])
             what = f"owner({row}, {column}, {shape}, {size}, {threads}, {warps}, {order})"
             got = owner(row, column, shape, size, threads, warps, order)
-            swapped = {
-                "`order` names the fastest dimension first: (1, 0) counts along columns first.": _owner(
-                    row, column, shape, size, threads, warps, order[::-1]
-                )
+            known = {
+                words: _owner(row, column, shape, size, threads, warps, order, slip) for words, slip in SLIPS.items()
             }
-            expect_counts(got, (w, t, r), ("warp", "lane", "register"), what, swapped)
+            expect_counts(got, (w, t, r), ("warp", "lane", "register"), what, known)
 
 
-def _owner(row, column, shape, size, threads, warps, order):
-    """Compute the answer by the rule, for the hints."""
+SLIPS = {
+    "`order` names the fastest dimension first: (1, 0) counts along columns first.": "backwards",
+    "A warp has lanes 0 to 31: its grid of pieces repeats from warp to warp.": "lanes",
+    "Repetitions are counted in the layout's order, too.": "repetitions",
+    "Registers count first within the piece of a thread, and then over the repetitions.": "pieces",
+    "A tensor that is larger than the layout's tile repeats it: each repetition takes further registers.": "once",
+}
 
-    def flat(at, extent):
+
+def _owner(row, column, shape, size, threads, warps, order, slip=""):
+    """Compute the answer by the rule, or with one of the SLIPS, for the hints."""
+    order = order[::-1] if slip == "backwards" else order
+
+    def flat(at, extent, order=order):
         fast, slow = order
         return at[fast] + extent[fast] * at[slow]
 
     at = (row, column)
     inside = [at[i] % size[i] for i in (0, 1)]
-    lane = [at[i] // size[i] % threads[i] for i in (0, 1)]
+    lane = [at[i] // size[i] % (threads[i] if slip != "lanes" else shape[i]) for i in (0, 1)]
     warp = [at[i] // (size[i] * threads[i]) % warps[i] for i in (0, 1)]
     tile = [size[i] * threads[i] * warps[i] for i in (0, 1)]
     repeat = [at[i] // tile[i] for i in (0, 1)]
     repeats = [shape[i] // tile[i] for i in (0, 1)]
-    return flat(warp, warps), flat(lane, threads), flat(inside, size) + size[0] * size[1] * flat(repeat, repeats)
+    again = flat(repeat, repeats, order[::-1] if slip == "repetitions" else order)
+    register = flat(inside, size) + (size[0] * size[1] * again if slip != "once" else 0)
+    if slip == "pieces":
+        register = again + repeats[0] * repeats[1] * flat(inside, size)
+    return flat(warp, warps), flat(lane, threads), register

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from instructor.checks.common import Draw
 from utils.checking import check
-from utils.checking.kernel_exercises import Launch, Tile, expect_kernel, simulate_launch
+from utils.checking.gluon_launches import (
+    async_copy_launch,
+    repair_launch,
+    ring_mistakes,
+    tma_ring_launch,
+    transpose_launch,
+    wgmma_launch,
+    wgmma_mistakes,
+)
+from utils.checking.kernel_exercises import expect_kernel, simulate_launch
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -18,21 +28,14 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def transpose_launch(m: int, n: int, draw: Draw) -> tuple[Launch, dict]:
-    """Return a launch of the transpose of an (m, n) matrix, and its expected output."""
-    x = draw.normal(m, n)
-    args = {"x_ptr": x, "y_ptr": torch.full((n, m), float("nan")), "m": m, "n": n, "x_stride": n, "y_stride": m}
-    return Launch("transpose", (cdiv(m, 32), cdiv(n, 32)), args, ("y_ptr",), file="lab3_transpose.py"), {"y_ptr": x.T}
-
-
 @check("2.2", "Transpose")
 def transpose(source: str, seed=None):
     """Check the output at any size; loads and stores move whole sectors of 32 bytes."""
     draw = Draw(seed)
     for m, n in ((draw.size(1, 31), draw.size(33, 63)), (draw.size(65, 90), draw.size(1, 60))):
-        launch, expected = transpose_launch(m, n, draw)
+        launch, expected = transpose_launch(m, n, draw.normal)
         expect_kernel(source, launch, expected, rtol=0, atol=0, hint=f"X is ({m}, {n}). Where is row i, column j in Y?")
-    launch, expected = transpose_launch(64, 32, draw)
+    launch, expected = transpose_launch(64, 32, draw.normal)
     run = expect_kernel(source, launch, expected, rtol=0, atol=0)
     for kind in ("load", "store"):
         events = [e for e in run.events if e.kind == kind and e.bytes]
@@ -49,22 +52,6 @@ def transpose(source: str, seed=None):
         raise AssertionError("a program should load and store one tile of 32 x 32 elements.")
 
 
-def async_copy_launch(n: int, tile: int, tiles: int, stages: int, draw: Draw) -> tuple[Launch, dict]:
-    """Return a launch of the sum of two vectors through `stages` slots, and its expected output."""
-    a, b = draw.normal(n), draw.normal(n)
-    args = {
-        "a_ptr": a,
-        "b_ptr": b,
-        "c_ptr": torch.full((n,), float("nan")),
-        "n": n,
-        "TILE": tile,
-        "TILES": tiles,
-        "STAGES": stages,
-    }
-    launch = Launch("add", (cdiv(n, tile * tiles),), args, ("c_ptr",), file="lab3_async_copy.py")
-    return launch, {"c_ptr": a + b}
-
-
 @check("3.1", "cp.async pipeline")
 def async_copy(source: str, seed=None):
     """Check the output for every number of slots; copies must overlap."""
@@ -72,7 +59,7 @@ def async_copy(source: str, seed=None):
     for stages in (2, 4, 1, 3):
         tiles = draw.size(stages + 1, 7)
         n = 128 * tiles + draw.size(1, 127)
-        launch, expected = async_copy_launch(n, 128, tiles, stages, draw)
+        launch, expected = async_copy_launch(n, tiles, stages, 128, draw.normal)
         expect_kernel(
             source,
             launch,
@@ -83,27 +70,13 @@ def async_copy(source: str, seed=None):
             hint="Which tile lies in which slot?",
         )
     for stages in (1, 3):
-        launch, expected = async_copy_launch(256 * 8, 256, 8, stages, draw)
+        launch, expected = async_copy_launch(256 * 8, 8, stages, normal=draw.normal)
         cycles[stages] = expect_kernel(source, launch, expected, rtol=0, atol=0).cycles[0]
     if cycles[3] > 0.6 * cycles[1]:
         raise AssertionError(
             f"three slots take {cycles[3]:.0f} model cycles, one slot {cycles[1]:.0f}: the copies wait for each other. "
-            "Order tile i + STAGES - 1 before you wait for tile i, and wait for no more groups than tile i needs."
+            "Issue the copy of tile i + STAGES - 1 before you wait for tile i, and wait for no more groups than tile i needs."
         )
-
-
-def tma_ring_launch(rows: int, columns: int, stages: int, dtype: torch.dtype, draw: Draw) -> tuple[Launch, dict]:
-    """Return a launch of the TMA ring over a (rows, columns) matrix, and its expected output."""
-    x = draw.normal(rows, columns, dtype=dtype)
-    args = {
-        "x_desc": Tile(x, [16, 64]),
-        "y_ptr": torch.full((rows,), float("nan")),
-        "rows": rows,
-        "columns": columns,
-        "STAGES": stages,
-    }
-    launch = Launch("sum_of_squares", (cdiv(rows, 16),), args, ("y_ptr",), file="lab3_tma_ring.py")
-    return launch, {"y_ptr": x.double().square().sum(1)}
 
 
 @check("3.2", "TMA ring")
@@ -111,7 +84,7 @@ def tma_ring(source: str, seed=None):
     """Check the output for every number of slots, also with fewer tiles than slots; copies must overlap."""
     draw, cycles = Draw(seed), {}
     for stages, columns in ((2, 64 * 5), (3, 8 * draw.size(9, 60)), (4, 64 + 8 * draw.size(0, 8)), (1, 64 * 3)):
-        launch, expected = tma_ring_launch(draw.size(17, 40), columns, stages, draw.choice(HALVES), draw)
+        launch, expected = tma_ring_launch(draw.size(17, 40), columns, stages, draw.choice(HALVES), draw.normal)
         run = expect_kernel(
             source,
             launch,
@@ -120,34 +93,22 @@ def tma_ring(source: str, seed=None):
             atol=1e-3,
             seeds=(None, draw.size(1, 999)),
             hint=f"With {stages} slots and {cdiv(columns, 64)} tiles: is each tile added once?",
+            mistakes=partial(ring_mistakes, launch, expected),
         )
         copies = [e for e in run.events if e.kind == "copy in" and e.unit == "TMA"]
         if len(copies) != cdiv(columns, 64):
             raise AssertionError(
-                f"a program with {cdiv(columns, 64)} tiles orders {len(copies)} TMA copies: each tile "
+                f"a program with {cdiv(columns, 64)} tiles issues {len(copies)} TMA copies: each tile "
                 "should come once, by tma_load."
             )
     for stages in (1, 3):
-        launch, expected = tma_ring_launch(16, 64 * 8, stages, torch.float16, draw)
+        launch, expected = tma_ring_launch(16, 64 * 8, stages, normal=draw.normal)
         cycles[stages] = expect_kernel(source, launch, expected, rtol=1e-4, atol=1e-3).cycles[0]
     if cycles[3] > 0.65 * cycles[1]:
         raise AssertionError(
             f"three slots take {cycles[3]:.0f} model cycles, one slot {cycles[1]:.0f}: the copies wait for each other. "
-            "Order STAGES tiles before the loop, and refill a slot as soon as its tile is in registers."
+            "Issue the copies of STAGES tiles before the loop, and refill a slot as soon as its tile is in registers."
         )
-
-
-def repair_launch(tiles: int, stages: int, draw: Draw) -> tuple[Launch, dict]:
-    """Return a launch of the ring to repair over `tiles` tiles, and its expected output."""
-    x = draw.normal(16, 32 * tiles)
-    args = {
-        "x_desc": Tile(x, [16, 32]),
-        "y_desc": Tile(torch.full_like(x, float("nan")), [16, 32]),
-        "tiles": tiles,
-        "factor": 2.5,
-        "STAGES": stages,
-    }
-    return Launch("scale", (1,), args, ("y_desc",), file="lab3_broken.py"), {"y_desc": 2.5 * x}
 
 
 MOST_REPAIRS = 6
@@ -160,8 +121,9 @@ def repaired(source: str, repairs: dict[str, str]) -> str:
     if len(repairs) > MOST_REPAIRS:
         raise AssertionError(f"repairs changes {len(repairs)} lines; {MOST_REPAIRS} at most. Change what is wrong.")
     lines = source.splitlines()
+    before = tuple(line.strip() for line in lines)  # a replacement may read like another line of the file
     for wrong, right in repairs.items():
-        places = [i for i, line in enumerate(lines) if line.strip() == str(wrong).strip()]
+        places = [i for i, line in enumerate(before) if line == str(wrong).strip()]
         if len(places) != 1:
             raise AssertionError(f"`{wrong}` stands {len(places)} times in lab3_broken.py: copy one whole line of it.")
         indent = lines[places[0]][: len(lines[places[0]]) - len(lines[places[0]].lstrip())]
@@ -175,10 +137,10 @@ def repairs(source: str, repairs, seed=None):
     draw = Draw(seed)
     text = repaired(source, repairs())
     for stages in (1, 2, 3):
-        launch, expected = repair_launch(draw.size(4, 7), stages, draw)
+        launch, expected = repair_launch(stages, draw.size(4, 7), draw.normal)
         expect_kernel(text, launch, expected, rtol=0, atol=0, seeds=(None, *(draw.size(1, 9999) for _ in range(4))))
     # A ring of three slots must still overlap its copies with the work on other slots.
-    launch, _ = repair_launch(8, 3, draw)
+    launch, _ = repair_launch(3, 8, draw.normal)
     with_three = simulate_launch(text, launch)[1].cycles[0]
     with_one = simulate_launch(text, replace(launch, args={**launch.args, "STAGES": 1}))[1].cycles[0]
     if with_three > 0.8 * with_one:
@@ -188,35 +150,22 @@ def repairs(source: str, repairs, seed=None):
         )
 
 
-def wgmma_launch(m: int, n: int, k: int, block_n: int, dtype: torch.dtype, draw: Draw) -> tuple[Launch, dict]:
-    """Return a launch of the (m, k) x (k, n) product with wgmma, and its expected output."""
-    a, b = draw.normal(m, k, dtype=dtype), draw.normal(n, k, dtype=dtype)
-    c = torch.full((m, n), float("nan"), dtype=dtype)
-    args = {
-        "a_desc": Tile(a, [64, 64]),
-        "b_desc": Tile(b, [block_n, 64]),
-        "c_desc": Tile(c, [64, block_n]),
-        "k_size": k,
-    }
-    launch = Launch("matmul", (cdiv(m, 64), cdiv(n, block_n)), args, ("c_desc",), file="lab3_wgmma.py")
-    return launch, {"c_desc": a.double() @ b.double().T}
-
-
 @check("4.1", "The first wgmma")
 def wgmma(source: str, seed=None):
     """Check the output for several sizes and dtypes; the product runs on the tensor cores, and TMA stores it."""
     draw = Draw(seed)
-    for block_n, dtype in ((64, torch.float16), (128, torch.bfloat16)):
+    for block_n, dtype in ((128, torch.bfloat16), (32, torch.float16)):
         m, n, k = draw.size(65, 120), 8 * draw.size(9, 24), 8 * draw.size(9, 40)
-        launch, expected = wgmma_launch(m, n, k, block_n, dtype, draw)
+        launch, expected = wgmma_launch(m, n, k, block_n, dtype, draw.normal)
         run = expect_kernel(
             source,
             launch,
             expected,
-            rtol=2e-2,
+            rtol=1e-2,
             atol=2e-2,
             seeds=(None, draw.size(1, 999)),
             hint="C = A Bᵀ: is B turned, and is each step added to the accumulator?",
+            mistakes=partial(wgmma_mistakes, launch, expected),
         )
         products = [e for e in run.events if e.kind == "wgmma"]
         if len(products) != cdiv(k, 64):

@@ -88,7 +88,7 @@ def errors(errors, seed=None):
         (torch.bfloat16, False, 4),
         (torch.float16, True, 1),
     ):
-        b, kv, s, d = draw.size(1, 2), draw.size(1, 3), draw.size(12, 30), draw.choice((8, 16))
+        b, kv, s, d = draw.size(1, 2), draw.size(1, 3), draw.size(12, 30), draw.choice((6, 8, 10, 12))
         q = draw.normal(b, kv * group, s, d, dtype=dtype)
         k, v = draw.normal(b, kv, s, d, dtype=dtype), draw.normal(b, kv, s, d, dtype=dtype)
         exact = reference_attention(q, k, v, causal)

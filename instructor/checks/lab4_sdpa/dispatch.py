@@ -11,6 +11,7 @@ from instructor.checks.common import Draw, expect_unchanged
 from instructor.checks.lab4_sdpa.common import (
     KNOCKED_OUT,
     Attentions,
+    BackendRefused,
     knocked_out,
     reasons_of,
     sdpa_switches,
@@ -122,7 +123,8 @@ def why_not(why_not, seed=None):
         for options in ({}, {"is_causal": True}):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                got = _expect_reasons(why_not(backend, q, k, v, **options), f"why_not({backend!r}, q, k, v)")
+                got = why_not(backend, q, k, v, **options)
+            got = _expect_reasons(got, f"why_not({backend!r}, q, k, v)")
             if got:
                 raise AssertionError(
                     f"why_not({backend!r}, q, k, v, {options}) is {got!r}, but {backend} runs this "
@@ -134,7 +136,17 @@ def why_not(why_not, seed=None):
         for outside in ("default", "ignore"):
             with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
                 warnings.simplefilter(outside)
+                inside, filters = sdpa_switches(), list(warnings.filters)
                 got = why_not("flash", *tensors, **options)
+                if sdpa_switches() != inside:
+                    raise AssertionError(
+                        "after why_not inside of an sdpa_kernel block, other backends are allowed than before. Use "
+                        "sdpa_kernel in a `with` block: it restores them."
+                    )
+                if list(warnings.filters) != filters:
+                    raise AssertionError(
+                        "after why_not the warning filters are others than before: warnings.catch_warnings() restores them."
+                    )
             got = _expect_reasons(got, f"why_not of flash with {name}")
             if not got:
                 hint = " while the caller silences warnings: open your own filter inside" if outside == "ignore" else ""
@@ -254,12 +266,12 @@ def dispatch(dispatch, seed=None):
         except Exception as error:
             if type(error).__name__ != "BackendRefused":
                 raise
-            got = None
+            got = BackendRefused
         if (order, allowed, refused) != kept:
             raise AssertionError("dispatch changed one of its arguments. Work on copies of the lists.")
-        if able and got is None:
+        if able and got is BackendRefused:
             raise AssertionError(f"{what} raised BackendRefused, and {able[0]} can run.")
-        if not able and got is not None:
+        if not able and got is not BackendRefused:
             raise AssertionError(f"{what} is {got!r}, and no backend that is allowed can run: raise BackendRefused.")
         if able and got != able[0]:
             hint = ""

@@ -205,6 +205,7 @@ def _usable(grid: pd.DataFrame) -> bool:
     timed = _rows_with_time(grid)
     return (
         default_slowdown(grid).max() > right["worst_default"]
+        and fastest(grid).value_counts().idxmax() != counts.idxmax()
         and timed[timed["kind"] == "prefill"]["tflops"].max() > right["peak_tflops"]
         and timed["gb_s"].max() > timed[timed["kind"] == "decode"]["gb_s"].max()
     )

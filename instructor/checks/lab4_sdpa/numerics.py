@@ -112,6 +112,7 @@ def ulps_apart(ulps_apart, seed=None):
     zero, one = torch.zeros(1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)
     below_one = torch.tensor([0x3F7F], dtype=torch.int16).view(torch.bfloat16)
     u, w = draw.normal(5, 7, dtype=torch.bfloat16), draw.normal(5, 7, dtype=torch.bfloat16)
+    huge = (10.0 ** (30 + 8 * draw.normal(6).abs().clamp(max=1))).to(torch.bfloat16)
     cases = (
         ("two positive tensors", x, y, "Reinterpret the 16 bits as an integer: neighbours then differ by 1."),
         ("two negative tensors", -x, -y, "Below zero the integers run backwards."),
@@ -120,6 +121,7 @@ def ulps_apart(ulps_apart, seed=None):
         ("the smallest number and 0", tiny, zero, "Neighbours are one step apart, also around 0."),
         ("the smallest number and its negative", tiny, -tiny, "From one to the other it is two steps, through 0."),
         ("two random tensors with both signs", u, w, "Put the numbers on one line, negative ones left of 0."),
+        ("huge numbers and their negatives", huge, -huge, "Up to 65,000 steps: 16 bits are too few to compute with."),
     )
     for name, a, b, hint in cases:
         for first, second in ((a, b), (b, a)):
@@ -161,16 +163,16 @@ def distinct_results(distinct_results, seed=None):
 
     run([base, base.clone(), base.clone()], 1, "three equal results", "Equal bits count once.")
     run(
+        [base, base + 1, base + 1, base],
+        2,
+        "A, B, B, A",
+        "Count different results, not changes, and not differences from the first.",
+    )
+    run(
         [base, near, base.clone()],
         2,
         "two results that differ in the last bit of one number",
         "Compare bits: no tolerance.",
-    )
-    run(
-        [base, near, near.clone(), base],
-        2,
-        "A, B, B, A",
-        "Count different results, not changes, and not differences from the first.",
     )
     run(
         [base, near, base + 1, base + 2, near],

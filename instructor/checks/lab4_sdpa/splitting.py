@@ -68,7 +68,7 @@ def attend_part(attend_part, seed=None):
             draw.size(2, 3),
             draw.size(1, 4),
             draw.size(9, 30),
-            draw.choice((8, 16)),
+            draw.choice((6, 8, 10, 12)),
         )
         q = scale * draw.normal(b, kv * group, sq, d, dtype=dtype)
         k, v = scale * draw.normal(b, kv, sk, d, dtype=dtype), draw.normal(b, kv, sk, d, dtype=dtype)
@@ -120,7 +120,7 @@ def split_kv_attention(split_kv_attention, seed=None):
         (torch.float32, 64, 1),
     ):
         b, kv, group, sq = draw.size(1, 3), draw.size(2, 3), draw.size(2, 3), draw.size(1, 4)
-        sk, d = draw.choice((37, 41, 43)), draw.choice((8, 16))
+        sk, d = draw.choice((37, 41, 43)), draw.choice((6, 8, 10, 12))
         q = scale * draw.normal(b, kv * group, sq, d, dtype=dtype)
         k, v = scale * draw.normal(b, kv, sk, d, dtype=dtype), draw.normal(b, kv, sk, d, dtype=dtype)
         large = ", scores in the thousands" if scale > 1 else ""
@@ -148,17 +148,18 @@ def split_kv_attention(split_kv_attention, seed=None):
         if splits > sk:
             hint = hint or "With more splits than keys some parts are empty: leave them out, or give them weight 0."
         expect_close(got, expected, **tolerance, what=what, hint=hint)
-    b, h, sq, sk, d, splits = 1, 2, 2, 960, 4, 8
+    b, h, sq, sk, d, splits = 1, 2, 2, 962, 5, 8
     q, k, v = draw.normal(b, h, sq, d), draw.normal(b, h, sk, d), draw.normal(b, h, sk, d)
+    right = reference_attention(q, k, v).float()
     with (
         with_right_answers(split_kv_attention, {"attend_part": _right_part}),
         SizeWatch() as sizes,
         watch_operations() as watch,
     ):
-        split_kv_attention(q, k, v, splits)
+        got = split_kv_attention(q, k, v, splits)
     forbid(watch, FUSED_ATTENTION, hint="each part comes from attend_part")
     forbid_leaving(watch)
-    limit = b * h * sq * sk // splits
+    limit = b * h * sq * -(-sk // splits)
     scores = max((batch * m * n for batch, m, inner, n in sizes.products if inner == d), default=0)
     others = {name: n for name, n in sizes.largest.items() if name in ("exp", "exp2", "_softmax", "logsumexp")}
     name, most_elements = max(others.items(), key=lambda item: item[1], default=("", 0))
@@ -169,6 +170,15 @@ def split_kv_attention(split_kv_attention, seed=None):
             f"{max(scores, most_elements)} scores at once, and one part has {limit}. Each part must be "
             "computed from its own keys alone."
         )
+    # The products with D show how many keys each part had.
+    lengths = {n if m == sq else m for _, m, inner, n in sizes.products if inner == d and sq in (m, n)}
+    if lengths and max(lengths) - min(lengths) > 1:
+        raise AssertionError(
+            f"split_kv_attention over {sk} keys in {splits} splits: the parts have {sorted(lengths)} keys. Their sizes "
+            "should differ by at most 1."
+        )
+    what = f"split_kv_attention over {sk} keys in {splits} splits"
+    expect_close(got, right, rtol=1e-3, atol=1e-4, what=what)
 
 
 @check("Bonus 2.4", "The backward pass")
@@ -177,7 +187,7 @@ def attention_backward(attention_backward, seed=None):
     draw = Draw(seed)
     for case in range(3):
         b, h = draw.size(1, 2), draw.size(1, 3)
-        (sq, sk), d = draw.sizes(2, 7, 20), draw.choice((8, 16))
+        (sq, sk), d = draw.sizes(2, 7, 20), draw.choice((6, 8, 10, 12))
         scale = 12 if case == 2 else 1
         q, k, v = scale * draw.normal(b, h, sq, d), scale * draw.normal(b, h, sk, d), draw.normal(b, h, sk, d)
         dout = draw.normal(b, h, sq, d)

@@ -12,10 +12,13 @@ import json
 import os
 import platform
 import signal
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from instructor.build import Built
 from instructor.course import Course
@@ -146,9 +149,12 @@ def connect(scheduler: str | None, jobs: int, built: Built, gpu: bool = False) -
         "distributed.logging.distributed": "error",
         "distributed.worker.memory.terminate": False,
     }
-    with dask.config.set(settings):
+    with dask.config.set(settings), tempfile.TemporaryDirectory(prefix="labs-grade-") as folder:
+        security = private_security(Path(folder))
         with _without_interrupts():
             cluster = LocalCluster(
+                protocol="tls://",
+                security=security,
                 n_workers=jobs,
                 threads_per_worker=1,
                 processes=True,
@@ -159,6 +165,32 @@ def connect(scheduler: str | None, jobs: int, built: Built, gpu: bool = False) -
             )
         with cluster, Client(cluster, set_as_default=False) as client:
             yield client
+
+
+def private_security(folder: Path):
+    """Certificates, made for one run, by which the workers of this machine know each other and nobody else.
+
+    A scheduler runs what it is sent, and a port of this machine is open to every user of it.
+    """
+    from distributed.security import Security
+
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "30", "-subj", "/CN=labs-grade"]
+    try:
+        folder.chmod(0o700)
+        subprocess.run([*command, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+        key.chmod(0o600)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise GradingError(
+            f"no certificate could be made for the workers of this machine ({error}): grading needs the command openssl, "
+            "so that no other user of this machine can send work to them."
+        ) from None
+    pairs = {
+        f"tls_{role}_{part}": str(path)
+        for role in ("client", "worker", "scheduler")
+        for part, path in (("cert", certificate), ("key", key))
+    }
+    return Security(tls_ca_file=str(certificate), require_encryption=True, **pairs)
 
 
 def _suitable_workers(client, gpu: bool) -> dict[str, dict]:
@@ -280,6 +312,29 @@ def grade_class(
     began, limits = time.perf_counter(), limits or Limits()
     here = scheduler is None and client is None
     devices = gpus() if limits.gpu and here else []
+    with gradebook.only_grader(course, built.name):
+        return _grade_class(
+            course,
+            built,
+            submissions,
+            jobs,
+            scheduler,
+            timeout,
+            limits,
+            again,
+            question,
+            progress,
+            client,
+            devices,
+            began,
+        )
+
+
+def _grade_class(
+    course, built, submissions, jobs, scheduler, timeout, limits, again, question, progress, client, devices, began
+) -> Summary:
+    """`grade_class` while no other grader works on the lab."""
+    here = scheduler is None and client is None
     gradebook.prepare(course, built)
     run = _ClassRun(course, built, timeout, limits, question, progress, len(submissions))
     run.resume(submissions, again)
@@ -373,8 +428,11 @@ class _ClassRun:
     def _keep(self, student: str, result: SubmissionResult) -> None:
         key = self.waiting[student][1]
         if self.question is not None:
-            old = gradebook.load_record(self.course, self.built.name, student, key)
+            # Whatever changed since, the timeout, a check or the file: the other questions keep what they have.
+            old = gradebook.load_record(self.course, self.built.name, student, None)
             result = _replace_question(self.question, result, old)
+            if old is not None:
+                key = gradebook.key_of_record(self.course, self.built.name, student) or key
         gradebook.save_record(self.course, result, key)
         self.summary.graded.append(result)
         self.unmerged[student] = result
@@ -397,7 +455,8 @@ def _replace_question(question: str, new: SubmissionResult, old: SubmissionResul
     if old is None:
         return new
     key = question_id(question)
-    cells = {name: new.cells[name] if question_of(name) == key else cell for name, cell in old.cells.items()}
+    chosen = {**old.cells, **new.cells}  # a cell of another version of the lab may be in one of them only
+    cells = {name: cell if question_of(name) == key else old.cells.get(name, cell) for name, cell in chosen.items()}
     flags = [f for f in old.flags if f.question != key] + [f for f in new.flags if f.question == key]
     return replace(new, cells=cells, flags=tuple(flags))
 

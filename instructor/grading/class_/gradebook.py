@@ -6,14 +6,21 @@ database. So the formgrader, `nbgrader generate_feedback` and `nbgrader export` 
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import fcntl
+import io
 import json
+import os
+import platform
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from instructor.build import Built
 from instructor.course import Course
+from instructor.grading.class_.intake import Arrival
 from instructor.grading.submission.results import GradingError, SubmissionResult
 from utils.files import write_whole
 
@@ -61,7 +68,9 @@ def merge(course: Course, results: Mapping[str, SubmissionResult]) -> None:
                     grade = gradebook.find_grade(name, lab, lab, student)
                     waits = cell.status == "by_hand"
                     grade.auto_score = None if waits else cell.points
-                    grade.needs_manual_grade = waits or grade.manual_score is not None
+                    # A sign of tampering takes the points for now; a person confirms it or gives them back.
+                    flagged = cell.status == "flagged"
+                    grade.needs_manual_grade = waits or flagged or grade.manual_score is not None
                     if name in commented:
                         comment = gradebook.find_comment(name, lab, lab, student)
                         comment.auto_comment = "No response." if cell.status == "missing" else None
@@ -116,13 +125,95 @@ def save_record(course: Course, result: SubmissionResult, key: str) -> None:
     write_whole(path, json.dumps({"key": key, **result.as_json()}, indent=1))
 
 
-def load_record(course: Course, lab: str, student: str, key: str) -> SubmissionResult | None:
-    """The record of a submission if it was made from the same sources and file (`key`), or None."""
+def load_record(course: Course, lab: str, student: str, key: str | None) -> SubmissionResult | None:
+    """The record of a submission if it was made from the same sources and file (`key`; None takes any), or None."""
     path = record_path(course, lab, student)
     if not path.is_file():
         return None
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        return SubmissionResult.from_json(fields) if fields.pop("key") == key else None
+        made_from = fields.pop("key")
+        return SubmissionResult.from_json(fields) if key in (made_from, None) else None
     except (ValueError, KeyError, GradingError):
         return None
+
+
+def key_of_record(course: Course, lab: str, student: str) -> str | None:
+    """What a student's record was made from."""
+    path = record_path(course, lab, student)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["key"] if path.is_file() else None
+    except (ValueError, KeyError):
+        return None
+
+
+# ---- who has what ------------------------------------------------------------------------------------------------
+
+COLUMNS = ("student", "points", "of", "bonus", "waiting", "flags", "late", "state", "note")
+
+
+def summary_rows(
+    results: Iterable[SubmissionResult], missing: Mapping[str, str], arrivals: Mapping[str, Arrival]
+) -> list[dict]:
+    """A row for everybody: points, answers that wait for a person, flags, and why there is no grade."""
+    rows = []
+    for result in results:
+        waiting = [c for c in result.cells.values() if c.status in ("by_hand", "flagged")]
+        bonus = sum(c.points for name, c in result.cells.items() if name.startswith("bonus"))
+        broken = [f for f in result.flags if f.kind in ("unreadable", "not graded")]
+        arrival = arrivals.get(result.student)
+        notes = [f.detail for f in broken] + ([arrival.note] if arrival and arrival.note else [])
+        rows.append(
+            {
+                "student": result.student,
+                "points": result.score - bonus,
+                "of": sum(c.max_points for name, c in result.cells.items() if not name.startswith("bonus")),
+                "bonus": bonus,
+                "waiting": len(waiting),
+                "flags": len(result.flags),
+                "late": "late" if arrival and arrival.late else "",
+                "state": broken[0].kind if broken else "graded",
+                "note": "; ".join(notes),
+            }
+        )
+    for student, why in missing.items():
+        late = arrivals[student].late if student in arrivals else False
+        blank = {"points": "", "of": "", "bonus": "", "waiting": "", "flags": "", "late": "late" if late else ""}
+        rows.append({"student": student, **blank, "state": "no notebook", "note": why})
+    return sorted(rows, key=lambda row: str(row["student"]).casefold())
+
+
+def write_summary(course: Course, lab: str, rows: list[dict]) -> Path:
+    """Write the rows to `grading/<lab>/summary.csv`; text that a spreadsheet would run is quoted."""
+    path = course.root / "grading" / lab / "summary.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow(
+            {k: f"'{v}" if isinstance(v, str) and v[:1] in ("=", "+", "-", "@") else v for k, v in row.items()}
+        )
+    write_whole(path, buffer.getvalue())
+    return path
+
+
+@contextlib.contextmanager
+def only_grader(course: Course, lab: str) -> Iterator[None]:
+    """Keep a second `labs grade` off the same lab of the same course; `GradingError` says that one is running."""
+    path = course.root / "grading" / f"{lab}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            who = file.read().strip() or "of another machine"
+            raise GradingError(
+                f"{lab} of {course.root} is being graded already (process {who}). Wait until that has ended, and run "
+                "the command again: it goes on from there."
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()} on {platform.node()}")
+        file.flush()
+        yield

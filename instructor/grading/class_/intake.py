@@ -1,15 +1,27 @@
-"""Find submissions in nbgrader's folders, or copy them there from a learning platform's zip."""
+"""Find submissions in nbgrader's folders, or copy them there from a learning platform's zip.
+
+Nobody's upload stops another's: what cannot be used is reported by name, and the others go on.
+"""
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
+import stat
+import unicodedata
 import zipfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path, PurePosixPath
+from typing import Any
+
+from utils.files import write_whole
 
 MAX_FILE = 64 << 20  # bytes of one notebook, unpacked
 MAX_MEMBERS = 20_000
-STUDENT = re.compile(r"[\w.@+-]+(?: [\w.@+-]+)*", flags=re.UNICODE)
+MAX_NAME = 120  # characters of a student's name
+_UNSAFE = re.compile(r"[/\\:*?\"<>|\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")  # in names of folders
 
 
 class IntakeError(ValueError):
@@ -24,12 +36,194 @@ class Submission:
     path: Path
 
 
+@dataclass
+class Arrival:
+    """What a platform's zip says of one student's upload."""
+
+    file: str  # the member of the zip that was taken; "" if none was
+    time: str = ""  # when it was handed in, as far as the zip says
+    late: bool = False  # marked so by the platform
+    note: str = ""  # what a person should know: a renamed file, several notebooks, why nothing was taken
+
+
+@dataclass
+class Intake:
+    """A zip that was taken in: the submissions, and for each student what was found."""
+
+    taken: list[Submission] = field(default_factory=list)
+    arrivals: dict[str, Arrival] = field(default_factory=dict)
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """{student: why nothing was taken}."""
+        return {student: a.note for student, a in self.arrivals.items() if not a.file}
+
+    def __len__(self) -> int:
+        return len(self.taken)
+
+
+# ---- whose a file is ---------------------------------------------------------------------------------------------
+
+
+def usable_name(name: str) -> str | None:
+    """A student's name as that of a folder, with letters as they are; None if nothing is left of it."""
+    name = " ".join(_UNSAFE.sub("_", unicodedata.normalize("NFC", name)).split())[:MAX_NAME].strip()
+    if name.startswith("."):
+        name = "_" + name.lstrip(".")
+    return name if name.strip("_. ") else None
+
+
+def _place(member: str) -> tuple[str, str, bool] | None:
+    """(student, name of the file, marked late) of a member of a zip; None if it is nobody's.
+
+    Moodle: `Ada Lovelace_4711_assignsubmission_file_/lab1.ipynb`; Canvas: `lovelaceada_LATE_4711_99_lab1-1.ipynb`;
+    Gradescope: `assignment_1_export/submission_4711/lab1.ipynb`; nbgrader: `.../ada/lab1/lab1.ipynb`; otherwise a
+    folder for each student.
+    """
+    parts = [p for p in PurePosixPath(member.replace("\\", "/")).parts if p not in ("/", ".")]
+    if not parts or ".." in parts or parts[0].startswith("__MACOSX") or ".ipynb_checkpoints" in parts:
+        return None
+    for folder in parts[:-1]:
+        if moodle := re.fullmatch(r"(.+?)_(\d+)_assignsubmission_\w*", folder):
+            return f"{moodle[1]}_{moodle[2]}", parts[-1], False
+    if canvas := re.fullmatch(r"([^_/]+?)_(LATE_)?(\d+)_\d+_(.+)", parts[-1]):
+        return f"{canvas[1]}_{canvas[3]}", canvas[4], bool(canvas[2])
+    return (parts[-2], parts[-1], False) if len(parts) > 1 else None
+
+
+def _fits(file: str, lab: str) -> int:
+    """How well a file's name fits a lab: 3 its name, 2 its name and more, 1 another name, 0 no notebook or another lab."""
+    from instructor.points import lab_names
+
+    if not file.lower().endswith(".ipynb"):
+        return 0
+    stem, wanted = file[: -len(".ipynb")].casefold(), lab.casefold()
+    if stem == wanted or re.fullmatch(rf"{re.escape(wanted)}(?:[ _-]?\(?\d+\)?)?", stem):
+        return 3
+    own = wanted.partition("_")[0]  # "lab3" of lab3_gluon
+    others = {name.casefold().partition("_")[0] for name in lab_names()} - {own}
+    if any(stem.startswith(name) for name in others):
+        return 0
+    return 2 if stem.startswith(own) else 1
+
+
+# ---- a zip -------------------------------------------------------------------------------------------------------
+
+
+def take_in(archive: Path, root: Path, lab: str) -> Intake:
+    """Copy the notebooks of a zip to `submitted/<student>/<lab>/<lab>.ipynb`, and note what was found of whom."""
+    if not archive.is_file():
+        raise IntakeError(f"{archive} is no file: name the zip that the learning platform gave you.")
+    intake = Intake()
+    try:
+        with zipfile.ZipFile(archive) as file:
+            members = [m for m in file.infolist() if not m.is_dir()]
+            if len(members) > MAX_MEMBERS:
+                raise IntakeError(f"{archive.name} has {len(members):,} members; at most {MAX_MEMBERS:,} are taken.")
+            for student, own in sorted(_by_student(members, lab, _gradescope_names(file)).items()):
+                arrival, data = _choose(file, own, lab)
+                intake.arrivals[student] = arrival
+                if data is not None:
+                    path = root / "submitted" / student / lab / f"{lab}.ipynb"
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(data)
+                    (path.parent / "timestamp.txt").write_text(f"{arrival.time}\n", encoding="utf-8")
+                    intake.taken.append(Submission(student, path))
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+        raise IntakeError(f"{archive} cannot be unpacked: {error}") from None
+    if not intake.taken:
+        raise IntakeError(
+            f"{archive.name} holds no {lab}.ipynb under a student's folder (nbgrader, Moodle, Gradescope), and no "
+            f"<name>_<number>_<number>_{lab}.ipynb (Canvas)."
+        )
+    record = root / "grading" / lab / "intake.json"
+    before = arrivals(root, lab)
+    record.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(record, json.dumps({s: asdict(a) for s, a in (before | intake.arrivals).items()}, indent=1))
+    return intake
+
+
+def arrivals(root: Path, lab: str) -> dict[str, Arrival]:
+    """{student: what the zips that were taken in said}."""
+    record = root / "grading" / lab / "intake.json"
+    if not record.is_file():
+        return {}
+    try:
+        return {s: Arrival(**fields) for s, fields in json.loads(record.read_text(encoding="utf-8")).items()}
+    except (ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _gradescope_names(file: zipfile.ZipFile) -> dict[str, str]:
+    """{folder of a submission: the student's name} of Gradescope's `submission_metadata.yml`, if there is one."""
+    named = next((m for m in file.namelist() if PurePosixPath(m).name == "submission_metadata.yml"), None)
+    if named is None:
+        return {}
+    yaml: Any = importlib.import_module("yaml")
+    try:
+        fields = yaml.safe_load(file.read(named)[:MAX_FILE])
+        who = {folder: entry[":submitters"][0] for folder, entry in fields.items() if entry.get(":submitters")}
+        return {folder: str(person.get(":name") or person.get(":email")) for folder, person in who.items()}
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError, IndexError):
+        return {}
+
+
+def _by_student(members: list, lab: str, names: dict[str, str]) -> dict[str, list]:
+    """{student: [(member, name of the file, marked late)]}."""
+    found: dict[str, list] = {}
+    for member in members:
+        parts = [p for p in PurePosixPath(member.filename.replace("\\", "/")).parts if p not in ("/", ".")]
+        path = member.filename
+        if len(parts) > 2 and parts[-2] == lab:
+            path = "/".join((*parts[:-2], parts[-1]))
+        place = _place(path)
+        if place is None or PurePosixPath(path).name.startswith((".", "submission_metadata")):
+            continue
+        student = usable_name(names.get(place[0], place[0]))
+        if student is not None and student != lab:
+            found.setdefault(student, []).append((member, place[1], place[2]))
+    return found
+
+
+def _choose(file: zipfile.ZipFile, own: list, lab: str) -> tuple[Arrival, bytes | None]:
+    """The notebook of one student's files: the one whose name fits best, of several such the newest."""
+    late = any(marked for _, _, marked in own)
+    plain = [entry for entry in own if not stat.S_ISLNK(entry[0].external_attr >> 16)]
+    rated = sorted(((_fits(name, lab), m.date_time, name, m) for m, name, _ in plain), key=lambda e: e[:3])
+    if not rated or rated[-1][0] == 0:
+        what = ", ".join(sorted(name for _, name, _ in own))[:200]
+        why = "a symbolic link" if len(plain) < len(own) else f"no notebook of {lab}: {what}"
+        return Arrival("", "", late, f"handed in {why}"), None
+    rating, when, name, member = rated[-1]
+    note = "" if rating == 3 else f"the file was called {name}"
+    if (others := sum(entry[0] >= rating for entry in rated) - 1) > 0:
+        note = f"{others + 1} notebooks; the newest, {member.filename}, was taken"
+    try:
+        time = datetime(*when).strftime("%Y-%m-%d %H:%M:%S")
+    except ValueError:
+        time = ""
+    try:
+        with file.open(member) as stream:
+            data = stream.read(MAX_FILE + 1)
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, EOFError) as error:
+        return Arrival("", time, late, f"{name} cannot be unpacked: {error}"), None
+    if len(data) > MAX_FILE:
+        return Arrival("", time, late, f"{name} is larger than {MAX_FILE >> 20} MB"), None
+    return Arrival(member.filename, time, late, note), data
+
+
+# ---- the folders -------------------------------------------------------------------------------------------------
+
+
 def submissions(root: Path, lab: str, only: list[str] | None = None) -> list[Submission]:
-    """The submissions for a lab below `submitted/`, by student."""
+    """The submissions for a lab below `submitted/`, by student; one under another name counts if it is the only one."""
     found = []
     folder = root / "submitted"
     for place in sorted(folder.iterdir()) if folder.is_dir() else []:
         path = place / lab / f"{lab}.ipynb"
+        if not (path.is_file() or path.is_symlink()):
+            others = sorted((place / lab).glob("*.ipynb")) if (place / lab).is_dir() else []
+            path = others[0] if len(others) == 1 else path
         if place.is_dir() and path.is_file() and not path.is_symlink():
             found.append(Submission(place.name, path))
     if only:
@@ -42,60 +236,22 @@ def submissions(root: Path, lab: str, only: list[str] | None = None) -> list[Sub
     return found
 
 
-def student_of(member: str, lab: str) -> str | None:
-    """The student whose notebook a member of a zip is, or None if it is no notebook of this lab.
-
-    Moodle: `Ada Lovelace_4711_assignsubmission_file_/lab1.ipynb`; Canvas: `lovelaceada_4711_99_lab1.ipynb` (with
-    `LATE` and `-1` now and then); nbgrader: `.../ada/lab1/lab1.ipynb`; otherwise a folder for each student.
-    """
-    parts = [p for p in PurePosixPath(member.replace("\\", "/")).parts if p not in ("/", ".")]
-    if not parts or ".." in parts or parts[0].startswith("__MACOSX") or not parts[-1].endswith(".ipynb"):
-        return None
-    if ".ipynb_checkpoints" in parts:
-        return None
-    name = parts[-1].removesuffix(".ipynb")
-    if len(parts) > 1:
-        moodle = re.fullmatch(r"(.+?)_(\d+)_assignsubmission_\w*", parts[-2])
-        if moodle:
-            return f"{moodle[1]}_{moodle[2]}"
-    canvas = re.fullmatch(rf"(.+?)_(?:LATE_)?(\d+)_\d+_{re.escape(lab)}(?:[ _-]?\(?\d+\)?)?", name)
-    if canvas:
-        return f"{canvas[1]}_{canvas[2]}"
-    if name != lab:
-        return None
-    folders = parts[:-1]
-    if folders and folders[-1] == lab:
-        folders = folders[:-1]
-    return folders[-1] if folders else None
-
-
-def take_in(archive: Path, root: Path, lab: str) -> list[Submission]:
-    """Copy the notebooks of a zip to `submitted/<student>/<lab>/<lab>.ipynb`."""
-    taken: dict[str, Path] = {}
-    try:
-        with zipfile.ZipFile(archive) as file:
-            members = file.infolist()
-            if len(members) > MAX_MEMBERS:
-                raise IntakeError(f"{archive.name} has {len(members):,} members; at most {MAX_MEMBERS:,} are taken.")
-            for member in members:
-                student = student_of(member.filename, lab)
-                if student is None or member.is_dir():
-                    continue
-                if not STUDENT.fullmatch(student) or student in (".", ".."):
-                    raise IntakeError(f"{archive.name}: {member.filename!r} gives no usable name of a student.")
-                if student in taken:
-                    raise IntakeError(f"{archive.name} has two notebooks of {student} for {lab}: keep one of them.")
-                with file.open(member) as stream:
-                    data = stream.read(MAX_FILE + 1)
-                path = root / "submitted" / student / lab / f"{lab}.ipynb"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(data[:MAX_FILE] if len(data) <= MAX_FILE else b"")
-                taken[student] = path
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
-        raise IntakeError(f"{archive} cannot be unpacked: {error}") from None
-    if not taken:
-        raise IntakeError(
-            f"{archive.name} holds no {lab}.ipynb under a student's folder (nbgrader, Moodle), and no "
-            f"<name>_<number>_<number>_{lab}.ipynb (Canvas)."
-        )
-    return [Submission(student, path) for student, path in sorted(taken.items())]
+def without_submission(root: Path, lab: str) -> dict[str, str]:
+    """{student: why there is nothing to grade} of those who have a folder, or were in a zip, and no usable notebook."""
+    why: dict[str, str] = {}
+    folder = root / "submitted"
+    usable = set()
+    for place in sorted(folder.iterdir()) if folder.is_dir() else []:
+        path, own = place / lab / f"{lab}.ipynb", place / lab
+        others = sorted(own.glob("*.ipynb")) if own.is_dir() else []
+        if path.is_symlink():
+            why[place.name] = f"{lab}.ipynb is a symbolic link"
+        elif path.is_file() or len(others) == 1:
+            usable.add(place.name)
+        elif place.is_dir() and own.is_dir():
+            what = f"{len(others)} notebooks, and none is {lab}.ipynb" if others else f"no {lab}.ipynb"
+            why[place.name] = f"the folder has {what}"
+    for student, arrival in arrivals(root, lab).items():
+        if not arrival.file and student not in usable:
+            why[student] = arrival.note
+    return why

@@ -229,8 +229,13 @@ def limit_resources(limits: Limits, walls: dict[str, str]) -> None:
             resource.setrlimit(kind, (value, value))
     walls["memory"] = "none (GPU)" if limits.gpu else f"address space + {limits.memory_gb:g} GB"
     walls["limits"] = f"{limits.processes} processes, {limits.cpu_seconds} s of CPU, files of {limits.file_mb} MB"
+    first_to_go()
+
+
+def first_to_go() -> None:
+    """Have the kernel end this process, and what it starts, before others when the machine runs out of memory."""
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go when the machine runs out of memory
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 # ---- seccomp -----------------------------------------------------------------------------------------------------
@@ -265,9 +270,15 @@ _NUMBERS = {  # x86_64, aarch64
     "mount_setattr": (442, 442),
     "io_uring_setup": (425, 425),
     "socket": (41, 198),
+    "clone": (56, 220),
+    "clone3": (435, 435),
+    "memfd_create": (319, 279),  # memory that no limit of a process counts
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
     "pidfd_getfd": (438, 438),
 }
-_NOT_REFUSED = ("pivot_root", "capset", "socket")  # needed here, or filtered by their arguments
+_NOT_REFUSED = ("pivot_root", "capset", "socket", "clone", "clone3")  # needed here, or filtered by their arguments
+_NEW_NAMESPACES = _NEWNS | _NEWUTS | _NEWIPC | _NEWUSER | _NEWPID | _NEWNET | 1 << 25  # 25: CLONE_NEWCGROUP
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 
@@ -275,21 +286,30 @@ def _number(name: str) -> int:
     return _NUMBERS[name][_ARCHITECTURES[platform.machine()][0]]
 
 
-def filter_calls(walls: dict[str, str]) -> None:
-    """Refuse system calls that no lab needs, and internet sockets, which a network namespace only leaves useless."""
+def filter_calls(walls: dict[str, str], gpu: bool = False) -> None:
+    """Refuse system calls that no lab needs, and internet sockets, which a network namespace only leaves useless.
+
+    Args:
+        walls: wall -> what it stands by; this function adds to it.
+        gpu: allow the memory without a name that CUDA's driver asks for.
+    """
     if platform.machine() not in _ARCHITECTURES:
         walls["system calls"] = f"none ({platform.machine()} is not known)"
         return
     column, architecture = _ARCHITECTURES[platform.machine()]
-    refused = [numbers[column] for name, numbers in _NUMBERS.items() if name not in _NOT_REFUSED]
-    load, jump_equal, finish = 0x20, 0x15, 0x06
+    left_out = (*_NOT_REFUSED, "memfd_create") if gpu else _NOT_REFUSED
+    refused = [numbers[column] for name, numbers in _NUMBERS.items() if name not in left_out]
+    load, jump_equal, jump_if_any, finish = 0x20, 0x15, 0x45, 0x06
     refuse, allow = 0x00050000 | 1, 0x7FFF0000  # EPERM
+    unknown = 0x00050000 | 38  # ENOSYS: the C library then takes clone, whose flags can be looked at
     program = [(load, 0, 0, 4), (jump_equal, 1, 0, architecture), (finish, 0, 0, 0x80000000), (load, 0, 0, 0)]
     for number in refused:
         program += [(jump_equal, 0, 1, number), (finish, 0, 0, refuse)]
     # The first argument of socket() is at offset 16; family 1 is AF_UNIX, which stays allowed.
     program += [(jump_equal, 0, 3, _number("socket")), (load, 0, 0, 16), (jump_equal, 1, 0, 1), (finish, 0, 0, refuse)]
-    program.append((finish, 0, 0, allow))
+    program += [(load, 0, 0, 0), (jump_equal, 0, 1, _number("clone3")), (finish, 0, 0, unknown)]
+    program += [(jump_equal, 0, 3, _number("clone")), (load, 0, 0, 16), (jump_if_any, 0, 1, _NEW_NAMESPACES)]
+    program += [(finish, 0, 0, refuse), (finish, 0, 0, allow)]
     code = b"".join(struct.pack("<HBBI", *step) for step in program)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = ctypes.create_string_buffer(struct.pack("<HxxxxxxQ", len(program), ctypes.addressof(buffer)), 16)

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import select
+import shutil
 import signal
 import sys
 import tempfile
@@ -33,9 +34,19 @@ from instructor.grading.submission.results import CellResult, Flag, SubmissionRe
 from instructor.grading.wire.channel import Channel
 
 MAX_RESTARTS = 12
+MAX_ALIKE, MAX_FLAGS = 4, 200  # flags of one kind for one question, and of a submission
+# Flags that take no points: a changed structure, and what honest code does now and then and the walls make harmless.
+NOTED = ("structure", "inspects frames or objects", "network", "runs at the end", "unreadable", "not graded")
+READ_SECONDS = 60  # that reading a submission and planning its cells may take
 MAX_SHOWN = 20_000  # characters of what a test prints
 # Functions that run a student's text in a process of their own: that process has to be behind the walls, too.
-RUNNERS = {"utils.kernels.interpreter": ("run_interpreted_cases",)}
+RUNNERS = {
+    "utils.kernels.interpreter": ("run_interpreted_cases",),
+    "utils.checking.kernel_exercises": ("simulate_file", "compile_file", "run_file"),
+}
+# Functions that work on live objects of the student's, such as compiled masks: they run where these objects are.
+BESIDE = {"utils.checking.masks": ("kernels_for",)}
+INTERPRETED = ("utils.kernels.interpreter",)  # these need a process in which Triton interprets kernels
 _WHY_GONE = {
     "timeout": "ran longer than the {timeout:g} s that it may take, and was ended. Look for a loop that never ends, "
     "and for work that could be smaller.",
@@ -66,6 +77,7 @@ class Checker:
         self.job, self.base, self.start = job, base, start
         self.errors = {n: v for n, v in base.items() if isinstance(v, type) and issubclass(v, Exception)}
         self.timeout = job.timeout
+        self.ends = time.monotonic() + job.total
         self.flags: list[Flag] = []
         self.signs: list[Sign] = []
         self.walls: dict[str, str] = {}
@@ -75,30 +87,41 @@ class Checker:
         self.restarts = 0
         self.process: StudentProcess | None = None  # None once there were too many restarts
         self.remote: Remote | None = None
-        self.unread = b""  # the beginning of a sign that has not come as a whole
+        self.unread = bytearray()  # the beginning of a sign that has not come as a whole
+        self.beat = 0  # the last request after which the watch in the student's process was whole
         self.current = ""  # name of the cell that runs
+        self.silent = False  # the watch has fallen silent: no question from there on has points that can be proved
         self.cell_seconds = 0.0
         self.modes = dict(job.modes)
         self.why: dict[str, str] = {}
         self.student_texts: list[str] = []
+        self.clean: dict[bool, tuple[StudentProcess, Remote]] = {}  # of the test cell: interpreting Triton, or not
         self.testing = False
+        self.watching = set(job.watching)  # test cells that record what runs in the student's functions
 
     def grade(self) -> Report:
         """Run and test every cell of the submission."""
         began = time.perf_counter()
         job = self.job
         try:
-            plan = make_plan(job.instructor_notebook, job.student_notebook, job.submission, job.tests)
-        except Unreadable as error:
+            with self._alarm(READ_SECONDS):
+                plan = make_plan(job.instructor_notebook, job.student_notebook, job.submission, job.tests)
+        except (Unreadable, Gone) as error:
+            why = f"The submitted notebook takes more than {READ_SECONDS} s to be read."
+            why = str(error) if isinstance(error, Unreadable) else why
+            self._flag("", "unreadable", why)
             plan = make_plan(job.instructor_notebook, job.student_notebook, job.student_notebook, job.tests)
             for step in plan.steps:
                 if step.points:
-                    self.cells[step.name] = CellResult(0.0, step.points, "missing", str(error), 0.0)
+                    self.cells[step.name] = CellResult(0.0, step.points, "missing", why, 0.0)
             return self._report(plan, began)
-        self.flags += [Flag(s.question, s.kind, s.detail) for s in plan.structure]
+        for change in plan.structure:
+            self._flag(change.question, change.kind, change.detail)
         # In the warm process's folder, which is removed whatever becomes of this process.
         with tempfile.TemporaryDirectory(prefix="checker-", dir=os.getcwd()) as self.folder:
             self._prepare()
+            for name, text in plan.files.items():
+                Path(self.folder, name).write_text(text, encoding="utf-8")
             self._start_student()
             stages = {"student": self._run, "tests": self._test, "skipped": self._show_as_submitted}
             for step in plan.steps:
@@ -125,7 +148,15 @@ class Checker:
             cell_seconds=self.cell_seconds,
             skipped=tuple(skipped),
         )
-        return Report(result, self.modes, self.why)
+        return Report(result, self.modes, self.why, sorted(self.watching))
+
+    def _left(self) -> float:
+        """Seconds that a cell, or the tests of a question, may take now."""
+        return max(0.0, min(self.timeout, self.ends - time.monotonic()))
+
+    @property
+    def _out_of_time(self) -> bool:
+        return time.monotonic() >= self.ends
 
     # ---- the student's process -------------------------------------------------------------------------------
 
@@ -134,7 +165,9 @@ class Checker:
         self.process = self.start()
         self.walls = self.process.walls
         self.remote = Remote(self.process.channel, self.errors)
-        self.unread = b""
+        self.remote.beats = self._wait_for_beat
+        self.silent = False
+        self.unread, self.beat = bytearray(), 0
 
     def _stop_student(self) -> None:
         self._collect_signs()
@@ -147,21 +180,40 @@ class Checker:
 
     def _collect_signs(self) -> None:
         """Read what the student's process reported of itself; it can add to this and not take away."""
-        if self.process is None:
-            return
+        if self.process is not None:
+            self._read_signs(self.process.signs, self.unread)
+
+    def _wait_for_beat(self, number: int) -> None:
+        """Wait for the watch in the student's process to say that it was whole when a request was answered.
+
+        It wrote so before it answered, so it is here already, unless somebody closed the pipe or took its place.
+        """
+        self._collect_signs()
+        if self.beat < number and not self.silent:
+            self.silent = True
+            detail = "the watch over its process fell silent: its pipe was closed, or something took its place"
+            self.signs.append(Sign(self.current, "watch ended", detail, self.current))
+
+    def _read_signs(self, descriptor: int, unread: bytearray) -> None:
         with contextlib.suppress(OSError):
-            while select.select([self.process.signs], [], [], 0)[0] and len(self.unread) < 1_000_000:
-                piece = os.read(self.process.signs, 65536)
+            while select.select([descriptor], [], [], 0)[0] and len(unread) < 1_000_000:
+                piece = os.read(descriptor, 65536)
                 if not piece:
                     break
-                self.unread += piece
-        *lines, self.unread = self.unread.split(b"\n")
-        for line in lines[:1000]:
+                unread += piece
+        *lines, rest = bytes(unread).split(b"\n")
+        unread[:] = rest
+        for line in lines[:5000]:
             try:
                 fields = json.loads(line)
+                if "beat" in fields:
+                    self.beat = fields["beat"] if type(fields["beat"]) is int else self.beat
+                    continue
                 sign = Sign(*(str(fields[name])[:300] for name in Sign._fields))
             except (ValueError, KeyError, TypeError, RecursionError):
                 sign = Sign(self.current, "protocol", "unreadable sign", self.current)
+            if not sign.cell:  # of a process that ran a text for this cell's tests
+                sign = sign._replace(cell=self.current, during=self.current)
             if sign not in self.signs:
                 self.signs.append(sign)
 
@@ -179,7 +231,7 @@ class Checker:
             self._stop_student()
             guilty = {sign.cell for sign in self.signs}
             self.ran = [step for step in self.ran if step.name not in guilty]
-            if self.restarts > MAX_RESTARTS:
+            if self.restarts > MAX_RESTARTS or self._out_of_time:
                 return
             self._start_student()
             try:
@@ -195,11 +247,15 @@ class Checker:
         """Run a cell in the student's process; returns its answer."""
         if self.remote is None:
             raise Gone("killed")
-        self.remote.within(self.timeout)
+        self.remote.within(self._left())
         return self.remote.ask({"op": "run", "cell": step.name, "source": step.source})[0]
 
     def _run(self, step: Step) -> None:
         """Run a cell of the student's and keep what it shows."""
+        if self._out_of_time:
+            message = f"not run: the submission has used the {self.job.total:.0f} s that it may take in all"
+            step.cell.outputs = [error_output("NotRun", message)]
+            return
         if self.remote is None:
             step.cell.outputs = [error_output("NotRun", "not run: too many cells before it hung or died")]
             return
@@ -207,7 +263,9 @@ class Checker:
         try:
             reply = self._run_there(step)
             outputs = clean_outputs(reply.get("outputs"))
-            if resource := reply.get("exhausted"):
+            if self.silent:
+                self._restart()
+            elif resource := reply.get("exhausted"):
                 message = f"The cell {step.name} leaves too little for those after it: {str(resource)[:100]}."
                 self.fates.setdefault(step.question, ("killed", message))
                 outputs.append(error_output("UsedUp", message))
@@ -228,17 +286,22 @@ class Checker:
         """Say why the student's process is gone; a broken protocol is flagged."""
         if gone.kind == "protocol":
             self._flag(step.question, "protocol", gone.detail)
+        if gone.kind == "timeout" and self._out_of_time:
+            return f"was ended: the submission has used the {self.job.total:.0f} s that it may take in all."
         return _WHY_GONE[gone.kind].format(timeout=self.timeout)
 
     # ---- tests -----------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
         """Get this process ready for hidden checks: runners of student's text stay behind the walls."""
-        for module, names in RUNNERS.items():
-            with contextlib.suppress(ImportError):
-                owner = __import__(module, fromlist=["*"])
-                for name in names:
-                    setattr(owner, name, self._runner_behind_walls(module, name))
+        for table, make in ((RUNNERS, self._runner_behind_walls), (BESIDE, self._beside_answers)):
+            for module, names in table.items():
+                with contextlib.suppress(ImportError):
+                    owner = __import__(module, fromlist=["*"])
+                    for name in names:
+                        before, after = getattr(owner, name), make(module, name)
+                        setattr(owner, name, after)
+                        self.base.update({key: after for key, value in self.base.items() if value is before})
         seed = int.from_bytes(os.urandom(6), "little")  # the student's process has the state of the setup cell
         torch.manual_seed(seed)
         random.seed(seed)
@@ -253,7 +316,7 @@ class Checker:
         """Refuse to run a student's text here, or to start a process with it; such a check goes inside."""
         if not self.testing:
             return
-        if event == "compile" and self.student_texts:
+        if event == "compile" and self.student_texts and args[1] != "<unknown>":  # ast.parse, which runs nothing
             text = args[0].decode(errors="replace") if isinstance(args[0], bytes) else args[0]
             if isinstance(text, str) and any(own in text for own in self.student_texts):
                 raise CannotTravel("the check runs a student's text itself")
@@ -261,24 +324,49 @@ class Checker:
             raise CannotTravel(f"the check starts a process ({event})")
 
     def _runner_behind_walls(self, module: str, name: str) -> Callable:
-        """A function that runs one of the `RUNNERS` in a new student's process."""
+        """A function that runs one of the `RUNNERS` in a student's process where no cell of theirs has run.
+
+        Each test cell gets a process of its own for that.
+        """
 
         def run(*args, **kwargs):
-            process = self.start(run_text=True)
-            clean = Remote(process.channel)
-            try:
-                clean.within(max(self.remote.deadline - time.monotonic(), 1.0))
-                reply, _ = clean.ask({"op": "runner", "module": module, "name": name})
-                if reply["op"] != "ready":
-                    raise Gone("protocol", "no runner")
-                return clean.call(1, args, kwargs)
-            finally:
-                process.end()
-                os.close(process.signs)
-                process.channel.close()
+            clean = self._clean_remote(module)
+            clean.within(max(self.remote.deadline - time.monotonic(), 1.0) if self.remote else self.timeout)
+            reply, _ = clean.ask({"op": "runner", "module": module, "name": name})
+            if reply["op"] != "ready":
+                raise Gone("protocol", "no runner")
+            return clean.call(reply["target"], args, kwargs)
 
         run.__name__ = name
         return run
+
+    def _beside_answers(self, module: str, name: str) -> Callable:
+        """A function of `BESIDE`, run in the student's process."""
+        function = getattr(sys.modules[module], name)
+
+        def run(*args):
+            if self.remote is None:
+                raise Gone("killed")
+            return self.remote.run(function, *args)
+
+        run.__name__ = name
+        return run
+
+    def _clean_remote(self, module: str) -> Remote:
+        interpreted = module in INTERPRETED
+        if interpreted not in self.clean:
+            process = self.start(run_text=interpreted)
+            self.clean[interpreted] = process, Remote(process.channel)
+        return self.clean[interpreted][1]
+
+    def _end_clean(self) -> None:
+        """End the processes that ran a student's text for a test cell, and keep the signs that they reported."""
+        while self.clean:
+            process, _ = self.clean.popitem()[1]
+            process.end()
+            self._read_signs(process.signs, bytearray())
+            os.close(process.signs)
+            process.channel.close()
 
     def _test(self, step: Step) -> None:
         """Run a test cell and give its points."""
@@ -303,8 +391,8 @@ class Checker:
         if self.remote is None:
             return
         try:
-            self.remote.within(self.timeout)
-            full = bool(self.remote.ask({"op": "room"})[0].get("exhausted"))
+            self.remote.within(self._left())
+            full = bool(self.remote.ask({"op": "room"})[0].get("exhausted")) or self.silent
         except Gone:
             full = True
         if full:
@@ -314,10 +402,16 @@ class Checker:
         """(status, message, what is shown) of a test cell."""
         if self.remote is None:
             return "killed", "Not graded: too many cells before it hung or died.", ""
+        if self._out_of_time:
+            return (
+                "timeout",
+                f"Not graded: the submission has used the {self.job.total:.0f} s that it may take in all.",
+                "",
+            )
         mode = self.modes.get(step.name, "auto")
         title = question_title(step.question)
         try:
-            self.remote.within(self.timeout)
+            self.remote.within(self._left())
             if mode == "inside":
                 return self._test_inside(self.remote, step)
             try:
@@ -339,16 +433,28 @@ class Checker:
         self._fetch_files(remote, step)
         shown, error = io.StringIO(), None
         self.testing = True
+        remote.watch_all = step.name in self.job.watching
         try:
-            with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(io.StringIO()), self._alarm():
+            with (
+                contextlib.redirect_stdout(shown),
+                contextlib.redirect_stderr(io.StringIO()),
+                self._alarm(self._left() + 5),
+            ):
                 for source, file in self._sources(step):
                     exec(compile(source, file, "exec"), names)
+            if remote.watch_all:
+                _for_question(step, remote.expect_rules_kept)
         except (Gone, CannotTravel):
             raise
         except BaseException as raised:
             error = raised
         finally:
             self.testing = False
+            self._end_clean()
+            if remote.ledger:
+                self.watching.add(step.name)
+            if remote.contradictions:
+                self._flag(step.question, "switches off the watch", remote.contradictions[0])
         text = "".join(remote.shown)[:MAX_SHOWN] + shown.getvalue()[:MAX_SHOWN]
         if error is None:
             return "passed", "", text
@@ -360,14 +466,14 @@ class Checker:
         return [*pieces, (python_of(step.source) or "", f"<tests of {step.name}>")]
 
     @contextlib.contextmanager
-    def _alarm(self) -> Iterator[None]:
-        """End a check that never returns on this side."""
+    def _alarm(self, seconds: float) -> Iterator[None]:
+        """End what never returns on this side."""
 
         def late(number, frame):
             raise Gone("timeout")
 
         before = signal.signal(signal.SIGALRM, late)
-        signal.setitimer(signal.ITIMER_REAL, self.timeout + 5, 1)
+        signal.setitimer(signal.ITIMER_REAL, seconds, 1)
         try:
             yield
         finally:
@@ -380,6 +486,8 @@ class Checker:
         for name in step.needs.files:
             reply, blobs = remote.ask({"op": "file", "name": name})
             path = Path(self.folder, os.path.basename(name))
+            if path.is_dir():
+                shutil.rmtree(path)
             path.unlink(missing_ok=True)
             if reply.get("exists") is True and len(blobs) == 1:
                 path.write_bytes(blobs[0])
@@ -387,7 +495,10 @@ class Checker:
         self.student_texts = [text for text in self.student_texts if text.strip()]
 
     def _test_inside(self, remote: Remote, step: Step) -> tuple[str, str, str]:
-        """Run a check of live objects in a fork of the student's process, and again on corrupted answers."""
+        """Run a check of live objects in a fork of the student's process, and again on corrupted answers.
+
+        Only the cell's own source goes there: no module of hidden checks can be imported.
+        """
         control = step.name not in self.job.no_control and bool(step.needs.names or step.needs.files)
         message = {
             "op": "inside",
@@ -395,7 +506,6 @@ class Checker:
             "names": step.needs.names,
             "files": step.needs.files,
             "sources": self._sources(step),
-            "modules": self.job.hidden,
             "corrupt": [False, True] if control else [False],
             "fork": not self.job.gpu,
         }
@@ -425,7 +535,7 @@ class Checker:
             return remote.ask(message)[0]["verdicts"]
         verdicts: list = []
         for corrupt in message["corrupt"]:
-            remote.within(self.timeout)
+            remote.within(self._left())
             verdicts += remote.ask({**message, "corrupt": [corrupt]})[0]["verdicts"]
             self._replay()
             if self.remote is None or (verdicts[0] or {}).get("passed") is not True:
@@ -448,9 +558,10 @@ class Checker:
         self.cells[step.name] = CellResult(0.0, step.points, status, message, 0.0)
 
     def _flag(self, question: str, kind: str, detail: str) -> None:
-        flag = Flag(question, kind, detail)
-        if flag not in self.flags:
-            self.flags.append(flag)
+        flag, alike = Flag(question, kind, detail), sum(f.question == question and f.kind == kind for f in self.flags)
+        if flag in self.flags or alike > MAX_ALIKE or len(self.flags) > MAX_FLAGS:
+            return
+        self.flags.append(flag if alike < MAX_ALIKE else Flag(question, kind, "and more of the same kind"))
 
     def _flag_signs(self, steps: list[Step]) -> None:
         """Flag the question whose code tampered, and the one that was tested meanwhile."""
@@ -463,10 +574,18 @@ class Checker:
 
     def _take_points_of_flagged(self) -> None:
         """Tampering costs the points of its question; a changed structure alone costs none."""
-        guilty = {flag.question for flag in self.flags if flag.kind != "structure"}
+        guilty = {flag.question for flag in self.flags if flag.kind not in NOTED}
         for name, cell in self.cells.items():
             question = question_of(name)
             if question in guilty and cell.status in ("passed", "failed", "error"):
-                kinds = sorted({flag.kind for flag in self.flags if flag.question == question} - {"structure"})
+                kinds = sorted({flag.kind for flag in self.flags if flag.question == question} - set(NOTED))
                 message = f"{question_title(question)}: no points, because of what the code does: {', '.join(kinds)}."
                 self.cells[name] = CellResult(0.0, cell.max_points, "flagged", message, cell.seconds)
+
+
+def _for_question(step: Step, expect: Callable[[], None]) -> None:
+    """Call a function that asserts something; its words then name the question, as those of a check do."""
+    try:
+        expect()
+    except AssertionError as error:
+        raise AssertionError(f"{question_title(step.question)}: {error}") from None

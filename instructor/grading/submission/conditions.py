@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from typing import Any
 
 import torch
 
@@ -18,6 +19,36 @@ def set_conditions(stack: contextlib.ExitStack, conditions: dict) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = True
         stack.callback(torch.use_deterministic_algorithms, before[0], warn_only=before[1])
+    if (wanted := conditions["sdpa"]) != (now := sdpa_switches()):
+        stack.callback(set_sdpa_switches, now)
+        set_sdpa_switches(wanted)
+
+
+_SDPA = ("flash", "mem_efficient", "math", "cudnn")
+
+
+def sdpa_switches() -> list:
+    """Which backends of SDPA torch may use, and the order in which it asks them."""
+    flags = [bool(getattr(torch.backends.cuda, f"{name}_sdp_enabled")()) for name in _SDPA]
+    return [flags, [int(n) for n in torch._C._get_sdp_priority_order()]]
+
+
+def set_sdpa_switches(switches: list) -> None:
+    """Undo changes since `sdpa_switches`."""
+    flags, order = switches
+    for name, allowed in zip(_SDPA, flags, strict=True):
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(allowed)
+    torch._C._set_sdp_priority_order(order)
+
+
+def expect_sdpa_switches(switches: Any) -> list:
+    """Return switches that came from another process; `ValueError` if they are not well formed."""
+    plain = type(switches) is list and len(switches) == 2 and all(type(part) is list for part in switches)
+    if not plain or [type(flag) for flag in switches[0]] != [bool] * len(_SDPA):
+        raise ValueError("no switches of SDPA's backends")
+    if sorted(switches[1]) != sorted(torch._C._get_sdp_priority_order()):
+        raise ValueError("no order of SDPA's backends")
+    return switches
 
 
 @contextlib.contextmanager

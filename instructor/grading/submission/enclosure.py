@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from instructor.grading.sandbox import tampering, walls
 from instructor.grading.submission import student
+from instructor.grading.submission.library import Library
 from instructor.grading.submission.warmup import Warm, run_setup
 from instructor.grading.wire.channel import Channel
 
@@ -124,6 +125,7 @@ class Enclosure:
             TRITON_HOME=place,
             TORCHINDUCTOR_CACHE_DIR=f"{place}/.inductor",
         )
+        sys.path.insert(0, place)  # as in Jupyter: a cell may write a module, and another import it
         tempfile.tempdir = None
         null = os.open("/dev/null", os.O_RDONLY)
         output = os.open(f"{'/out' if self.own_root else place}/shown", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
@@ -135,7 +137,7 @@ class Enclosure:
 
     def filter_calls(self) -> None:
         """Have the kernel refuse system calls that no lab needs."""
-        walls.filter_calls(self.walls)
+        walls.filter_calls(self.walls, self.warm.options.limits.gpu)
 
     def _close_pipes(self) -> None:
         for descriptor in (self.control, self.signs, self.report):
@@ -145,11 +147,13 @@ class Enclosure:
         shell = self.warm.shell
         shell.starting_dir = os.getcwd()
         channel = Channel(socket.socket(fileno=self.control))
+        library = Library()
+        library.hide(self.warm.options.answers)
         watcher = tampering.Watcher(self.signs, self.control, tampering.watched_places(), shell)
         sys.addaudithook(watcher.hook)
         for name in [n for n in sys.modules if n == "instructor" or n.startswith("instructor.")]:
             del sys.modules[name]
-        student.Student(channel, shell, base, watcher).serve()
+        student.Student(channel, shell, base, watcher, library).serve()
 
 
 WALLS_IN_ORDER: tuple[Callable[[Enclosure], None], ...] = (

@@ -22,10 +22,11 @@ import nbformat
 
 from instructor.build import ROOT, Built
 from instructor.grading.sandbox import walls
+from instructor.grading.submission.library import ANSWERS
 from instructor.grading.submission.plan import plan_tests
 from instructor.grading.submission.records import Calibration, Job, Report, WarmUp
-from instructor.grading.submission.results import CellResult, GradingError, SubmissionResult
-from instructor.grading.submission.sources import fingerprint, hidden_modules
+from instructor.grading.submission.results import CellResult, Flag, GradingError, SubmissionResult
+from instructor.grading.submission.sources import fingerprint
 from instructor.grading.wire.channel import Channel, Closed, TooLate
 from utils.files import write_whole
 
@@ -38,10 +39,16 @@ COURSE = ("assets",)  # folders that students have next to their notebook
 WARM_SECONDS = 600.0  # that a warm process may take to start
 CALIBRATION_SECONDS = 3600.0  # that grading the model answers once may take
 CALIBRATION_ROUNDS = 3  # in which checks that accept corrupted answers are found
-MAX_FILE = 12 << 20  # bytes of a submission
+MAX_FILE = 64 << 20  # bytes of a submission
+MIN_TOTAL = 120.0  # seconds that every submission may take in all
+GRACE = 120.0  # seconds beyond that, for starting, reading and writing
 
 
 # ---- warm processes ----------------------------------------------------------------------------------------------
+
+
+class OutOfTime(GradingError):
+    """A submission used up its time; to try it again would take as long."""
 
 
 class Zygote:
@@ -67,7 +74,8 @@ class Zygote:
         self.channel = Channel(ours)
         course = {name: str(ROOT / name) for name in COURSE if (ROOT / name).exists()}
         visible = [*walls.visible_paths(), str(ROOT / "utils"), *(str(ROOT / name) for name in COURSE)]
-        warm_up = WarmUp(setup_cells(built), self.folder.name, visible, course, hidden_paths(), limits)
+        answers = dict(ANSWERS.get(built.name, {}))
+        warm_up = WarmUp(setup_cells(built), self.folder.name, visible, course, hidden_paths(), limits, answers)
         try:
             self.channel.send(warm_up.as_json())
             ready, _ = self.channel.receive(time.monotonic() + WARM_SECONDS)
@@ -109,7 +117,9 @@ class Zygote:
             deadline = time.monotonic() + seconds
             channel.send(*job.as_frame(), deadline=deadline)
             answer, _ = channel.receive(deadline)
-        except (OSError, Closed, TooLate) as error:
+        except TooLate:
+            raise OutOfTime(f"the submission took longer than the {seconds:.0f} s that it may take in all") from None
+        except (OSError, Closed) as error:
             why = type(error).__name__
             raise GradingError(f"the checker of {job.student} ended without a result ({why})") from None
         finally:
@@ -219,12 +229,14 @@ def _calibrate(built: Built, limits: walls.Limits, timeout: float) -> Calibratio
     warm = zygote(built, limits)
     first = warm.grade(job, CALIBRATION_SECONDS)
     modes, why = _first_modes(first)
+    watching = first.watching
     no_control: list[str] = []
     for _ in range(CALIBRATION_ROUNDS):
-        report = warm.grade(replace(job, modes=modes, no_control=no_control), CALIBRATION_SECONDS)
+        known = replace(job, modes=modes, no_control=no_control, watching=watching)
+        report = warm.grade(known, CALIBRATION_SECONDS)
         wrong = {n: c for n, c in report.result.cells.items() if c.status not in ("passed", "by_hand")}
         if not wrong:
-            return Calibration(report.result, modes, why, no_control)
+            return Calibration(report.result, modes, why, watching, no_control)
         # A right answer is flagged where the check accepts corrupted answers as well: there the control says nothing.
         no_control += [n for n, cell in wrong.items() if modes[n] == "inside" and cell.status == "flagged"]
     words = "\n".join(f"  {name}: {cell.message}" for name, cell in wrong.items())
@@ -255,10 +267,11 @@ def _job(built: Built, submission: bytes, student: str, timeout: float, gpu: boo
         student_notebook=built.student,
         submission=submission,
         timeout=timeout,
+        total=CALIBRATION_SECONDS,
         tests=_plan_tests(built.instructor),
-        hidden=hidden_modules(built.name),
         modes={},
         no_control=[],
+        watching=[],
         gpu=gpu,
     )
 
@@ -290,11 +303,19 @@ def grade_notebook(
         data = notebook.read_bytes() if isinstance(notebook, Path) else notebook
     if len(data) > MAX_FILE:
         why = f"The submitted file has {len(data) >> 20} MB; at most {MAX_FILE >> 20} are read."
-        return unreadable(built, why, student)
+        return replace(unreadable(built, why, student), flags=(Flag("", "unreadable", why),))
     job = _job(built, data, student, timeout, limits.gpu)
-    job = replace(job, modes=calibration.modes, no_control=calibration.no_control)
-    seconds = 60 + timeout * 2 * (len(calibration.modes) + 60)
-    return zygote(built, limits).grade(job, seconds).result
+    job = replace(job, modes=calibration.modes, no_control=calibration.no_control, watching=calibration.watching)
+    total = total_seconds(calibration.result.cell_seconds, timeout)
+    try:
+        return zygote(built, limits).grade(replace(job, total=total), total + GRACE).result
+    except OutOfTime as late:  # it would take as long a second time
+        return replace(unreadable(built, str(late), student), flags=(Flag("", "not graded", str(late)),))
+
+
+def total_seconds(model_seconds: float, timeout: float) -> float:
+    """Seconds that one submission may take in all: ten times the model answers, and some cells that run into the limit."""
+    return max(MIN_TOTAL, 10 * model_seconds) + 4 * timeout
 
 
 def unreadable(built: Built, why: str, student: str) -> SubmissionResult:

@@ -76,6 +76,31 @@ def expect_canaries(records: list, sizes: list[int]) -> list:
     return records[1:-1]
 
 
+def expect_consistent(records: list, fields: dict, shape: list | None) -> str:
+    """Say how the two records of one call contradict each other, or the result; "" if they do not.
+
+    Args:
+        records: of the `Recorder`, without the canaries.
+        fields: of `describe_watch`.
+        shape: of the result, if that is a tensor which the call made itself.
+    """
+    own = {str(r[0]).rpartition("::")[2].rstrip("_") for r in records if str(r[0]).startswith(("aten::", "prim"))}
+    if unseen := sorted(own - {str(name).strip("_") for name in fields["operations"]} - set(fields["operations"])):
+        return f"{unseen[0]} is in one record of the call, and not in the other"
+    opaque = fields["exits"] or fields["custom"] or fields["kernels"]
+    if shape is not None and not opaque and not any(_holds_shape(part, shape) for r in records for part in r[2:]):
+        return "no operator in the record made the result"
+    return ""
+
+
+def _holds_shape(sketch, shape: list) -> bool:
+    if isinstance(sketch, dict):
+        if "tensor" in sketch:
+            return list(sketch["tensor"][0]) == shape
+        return any(_holds_shape(part, shape) for part in sketch.values())
+    return isinstance(sketch, list | tuple) and any(_holds_shape(part, shape) for part in sketch)
+
+
 def merge_watch(watch, fields: dict) -> None:
     """Add to a watch of the check what the student's process saw."""
     for name in _COUNTERS:

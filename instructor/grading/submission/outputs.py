@@ -8,6 +8,8 @@ import json
 import nbformat
 from nbformat import NotebookNode
 
+from instructor.grading.submission.harmless import harmless_latex, is_picture
+
 MAX_TEXT = 200_000  # characters of output kept for one cell
 MAX_IMAGE = 2_000_000  # characters of one displayed image, base64
 MAX_ITEMS = 1000  # displays of one cell
@@ -97,6 +99,9 @@ def _clean_output(output: dict) -> dict | None:
         return {"output_type": "stream", "name": name, "text": _joined(output.get("text"))}
     if kind in ("display_data", "execute_result") and isinstance(output.get("data"), dict):
         data = {str(k): _joined(v) for k, v in output["data"].items() if k in SHOWN_TYPES}
+        data = {k: v for k, v in data.items() if not k.startswith("image/") or is_picture(k, v)}
+        if "text/latex" in data:
+            data["text/latex"] = harmless_latex(data["text/latex"])
         return {"output_type": "display_data", "data": data, "metadata": {}} if data else None
     if kind == "error":
         trace = output.get("traceback")

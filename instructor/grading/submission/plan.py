@@ -8,25 +8,25 @@ tables) are left out if the student did not change them and nothing graded uses 
 from __future__ import annotations
 
 import ast
-import builtins
 import itertools
 import json
 import re
-import symtable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import nbformat
 from nbformat import NotebookNode
 
+from instructor.grading.submission.harmless import harmless_attachments, harmless_markdown
+from instructor.names import FILE_CELL, bound_names, is_too_much, python_of, used_names
+from instructor.needs import NAME as NEEDS
 from instructor.source import QUESTION_ID
 
 MAX_NOTEBOOK = 64 << 20  # bytes
 MAX_CELLS = 2000
-MAX_SOURCE = 200_000  # characters of a cell whose names are looked at
 _DYNAMIC = re.compile(r"\b(globals|eval|exec|locals|get_ipython|vars)\s*\(|^\s*%run\b", flags=re.MULTILINE)
 _HEADING = re.compile(r"^#{1,6} (Bonus )?Question (\d+)\.(\d+)", flags=re.MULTILINE)
-_FILE = re.compile(r"%%(?:writefile|file)\s+(?:-a\s+)?(\S+)")
 
 
 class Unreadable(ValueError):
@@ -77,69 +77,7 @@ class Plan:
     notebook: NotebookNode
     steps: list[Step]
     structure: list[Structure]
-
-
-# ---- names of a piece of code ------------------------------------------------------------------------------------
-
-
-def python_of(source: str) -> str | None:
-    """A code cell as plain Python, or None if it is not."""
-    from IPython.core.inputtransformer2 import TransformerManager
-
-    if len(source) > MAX_SOURCE or _FILE.match(source.lstrip()):
-        return None
-    try:
-        try:
-            ast.parse(source)
-            return source  # as most cells are; the transformer is slow
-        except SyntaxError:
-            text = TransformerManager().transform_cell(source)
-            ast.parse(text)
-            return text
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-
-
-def used_names(source: str) -> set[str]:
-    """Names that the code takes from the notebook: those read at the top level, and globals in functions."""
-    text = python_of(source)
-    if text is None:
-        return set()
-    found: set[str] = set()
-
-    def visit(table: symtable.SymbolTable) -> None:
-        for symbol in table.get_symbols():
-            outer = table.get_type() == "module" or symbol.is_global()
-            if outer and symbol.is_referenced():
-                found.add(symbol.get_name())
-        for child in table.get_children():
-            visit(child)
-
-    try:
-        visit(symtable.symtable(text, "cell", "exec"))
-    except (SyntaxError, ValueError, RecursionError):
-        return set()
-    return found - set(vars(builtins))
-
-
-def bound_names(node: ast.AST) -> set[str]:
-    """Names that a statement, or a whole cell, defines in the notebook."""
-    found: set[str] = set()
-    inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-
-    def visit(part: ast.AST) -> None:
-        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(part.name)
-        elif isinstance(part, ast.Import | ast.ImportFrom):
-            found.update((alias.asname or alias.name).split(".")[0] for alias in part.names)
-        elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-            found.add(part.id)
-        if not isinstance(part, inner):
-            for child in ast.iter_child_nodes(part):
-                visit(child)
-
-    visit(node)
-    return found
+    files: dict[str, str] = field(default_factory=dict)  # that cells of the instructor's write, and no answer
 
 
 def _binds(source: str) -> set[str]:
@@ -163,8 +101,10 @@ def read_notebook(text: str | bytes) -> NotebookNode:
             raise ValueError("it is no JSON object")
         # Outputs are made again. Broken ones are the most common reason why a notebook does not validate.
         for cell in _raw_cells(raw):
-            if isinstance(cell, dict) and cell.get("cell_type") == "code":
-                cell["outputs"] = [o for o in cell.get("outputs") or [] if _is_output(o)][:200]
+            if isinstance(cell, dict):
+                given = cell.pop("outputs", None)
+                if cell.get("cell_type") == "code":
+                    cell["outputs"] = [o for o in given if _is_output(o)][:200] if isinstance(given, list) else []
         old = raw.get("nbformat", 0) < 4  # its sources are lists of lines, which `convert` alone does not take
         notebook = nbformat.reads(json.dumps(raw), as_version=4) if old else nbformat.from_dict(raw)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError, nbformat.ValidationError) as error:
@@ -233,6 +173,10 @@ def make_plan(
         name = f"{known.id}" if known is not None else f"extra-{number}"
         node = _new_cell(cell.get("cell_type"), f"{name[:50]}-{number}" if name in taken else name, _source(cell))
         taken.add(node.id)
+        if node.cell_type == "markdown" and not (known is not None and node.source == known.source):
+            node.source = harmless_markdown(node.source)
+            if pictures := harmless_attachments(cell.get("attachments")):
+                node["attachments"] = pictures
         if known is not None:
             node.metadata.update(json.loads(json.dumps(lab.released[known.id].metadata)))
         notebook.cells.append(node)
@@ -248,7 +192,16 @@ def make_plan(
         if step.kind == "tests":
             step.needs = needs[step.name]
     _leave_out(steps)
-    return Plan(notebook, steps, structure)
+    return Plan(notebook, steps, structure, _files_of_lab(original))
+
+
+def _files_of_lab(original: list[NotebookNode]) -> dict[str, str]:
+    """{name: text} of the files that cells of the lab write which are no answers."""
+    found = {}
+    for cell in original:
+        if cell.cell_type == "code" and not _is_answer(cell) and (match := FILE_CELL.match(cell.source)):
+            found[Path(match[1]).name] = cell.source.partition("\n")[2] + "\n"
+    return found
 
 
 class _Lab:
@@ -424,7 +377,7 @@ def plan_tests(instructor_notebook: str) -> dict[str, Needs]:
         for node in ast.parse(python_of(cell.source) or "").body:
             if not isinstance(node, ast.Import | ast.ImportFrom):  # a module is the instructor's, whoever imports it
                 from_student |= bound_names(node)
-    files = [match[1] for c in answers if (match := _FILE.match(c.source.lstrip()))]
+    files = [match[1] for c in answers if (match := FILE_CELL.match(c.source.lstrip()))]
     planned: dict[str, Needs] = {}
     statements: list[tuple[str, set, set]] = []  # as `_statements` gives them, of the cells so far
     for cell in original[_first_answer(original) :]:
@@ -458,11 +411,12 @@ def _leave_out(steps: list[Step]) -> None:
     """Skip the instructor's own unchanged cells that nothing needs."""
     run = [s for s in steps if s.kind == "student"]
     needed_anyway = [s for s in run if not s.untouched or "nbgrader" in s.cell.metadata]
-    if any(len(s.source) > MAX_SOURCE or _DYNAMIC.search(s.source) for s in needed_anyway):
+    if any(is_too_much(s.source) or _DYNAMIC.search(s.source) for s in needed_anyway):
         return
     names = set().union(*(used_names(s.source) for s in needed_anyway))
     rest = [s for s in run if s not in needed_anyway]
-    while more := [s for s in rest if _binds(s.source) & names]:
+    # Every cell imports `needs` for itself, so that no cell needs another one for it.
+    while more := [s for s in rest if (_binds(s.source) - {NEEDS}) & names]:
         for step in more:
             rest.remove(step)
             names |= used_names(step.source)

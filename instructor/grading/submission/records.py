@@ -11,7 +11,6 @@ from typing import Self
 from instructor.grading.sandbox.walls import Limits
 from instructor.grading.submission.plan import Needs
 from instructor.grading.submission.results import SubmissionResult
-from instructor.grading.submission.sources import Source
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,7 @@ class WarmUp:
     course: dict[str, str]  # name in the scratch folder -> path, of what students have next to their notebook
     hidden: list[str]  # folders that an empty one covers wherever a visible path contains them
     limits: Limits
+    answers: dict[str, list[str]]  # module of the course -> functions in it that a student may not call
 
     def as_json(self) -> dict:
         """The record as a JSON object."""
@@ -45,10 +45,11 @@ class Job:
     student_notebook: str
     submission: bytes  # the file as it was handed in
     timeout: float  # seconds for one cell, or for the tests of one question
+    total: float  # seconds for the whole submission
     tests: dict[str, Needs]  # test cell -> what it needs
-    hidden: dict[str, Source]  # module of the hidden checks -> its source
     modes: dict[str, str]  # test cell -> "distance" or "inside"; for other cells the checker finds out
     no_control: list[str]  # test cells inside whose checks accept corrupted answers, too
+    watching: list[str]  # test cells that forbid something: every call of a student's function is recorded in them
     gpu: bool
 
     def as_frame(self) -> tuple[dict, list[bytes]]:
@@ -59,8 +60,7 @@ class Job:
     def from_frame(cls, fields: dict, blobs: list) -> Job:
         """Rebuild the job from what `as_frame` made."""
         tests = {name: Needs(*needs) for name, needs in fields["tests"].items()}
-        hidden = {name: Source(*source) for name, source in fields["hidden"].items()}
-        return cls(**{**fields, "submission": bytes(blobs[0]), "tests": tests, "hidden": hidden})
+        return cls(**{**fields, "submission": bytes(blobs[0]), "tests": tests})
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class Report:
     result: SubmissionResult
     modes: dict[str, str]  # test cell -> "distance" or "inside"
     why: dict[str, str]  # test cell -> why it could not run at a distance
+    watching: list[str]  # test cells that record what runs in the student's functions
 
     def as_json(self) -> dict:
         """The record as a JSON object."""

@@ -9,17 +9,19 @@ modes that the check has on (`watch_operations`, dispatch modes of its own) are 
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import cloudpickle
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from instructor.grading.submission.evidence import expect_canaries, merge_watch, replay
+from instructor.grading.submission.conditions import expect_sdpa_switches, sdpa_switches, set_sdpa_switches
+from instructor.grading.submission.evidence import expect_canaries, expect_consistent, merge_watch, replay
 from instructor.grading.submission.exceptions import error_with_lines
 from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import BlockMasks
@@ -27,6 +29,8 @@ from instructor.grading.wire.channel import Channel, Closed, TooLate, WireError
 from instructor.grading.wire.signatures import make_proxy, parameters_of
 from instructor.grading.wire.values import Decoder, Encoder
 from utils.checking import watching
+
+_FILE_NAME = re.compile(r"\w[\w-]{0,60}\.(?:json|csv|txt)")  # of a file that a check has a student's function write
 
 
 class Gone(BaseException):
@@ -57,6 +61,8 @@ class Remote:
     def __init__(self, channel: Channel, errors: dict[str, type] | None = None):
         self.channel, self.number, self.errors = channel, 0, errors or {}
         self.deadline = 0.0
+        self.watch_all = False  # record every call, also those that the check does not watch
+        self.beats: Callable[[int], None] = lambda number: None  # waits for the watch's word on a request
         self.shown: list[str] = []
         self.forget()
 
@@ -71,6 +77,9 @@ class Remote:
         self.last_key = 0
         self.dropped: list[int] = []  # keys of tensors that the student's process may forget
         self.shown = []
+        self.ledger: list[tuple[int, watching.OperationWatch]] = []  # (function, what ran) of each recorded call
+        self.watches: list[tuple[int, watching.OperationWatch]] = []  # (function, a watch of the check it ran under)
+        self.contradictions: list[str] = []
 
     def within(self, seconds: float) -> None:
         """Set the deadline of all requests from now on."""
@@ -88,6 +97,7 @@ class Remote:
                     continue
                 if reply.get("n") != number or not isinstance(reply.get("op"), str):
                     raise WireError("an answer to another question")
+                self.beats(number)
                 if reply["op"] == "broken":
                     raise WireError(f"the process that runs it failed: {str(reply.get('why'))[-280:]}")
                 return reply, data
@@ -192,7 +202,8 @@ class Remote:
         if kind == "iterator":
             return _ProxyIterator(self, number)
         if kind == "other":
-            return type(str(fields["type"]), (_Opaque,), {})()
+            name = str(fields["type"])
+            return _Profile.__new__(_Profile) if name == "profile" else type(name, (_Opaque,), {})()
         if fields["answered"] is not True:
 
             def proxy(*args, **kwargs):
@@ -205,7 +216,7 @@ class Remote:
                 return self.call(number, args, kwargs)
 
             proxy = make_proxy(call, name, fields.get("parameters"), lambda: _Names(self))
-        vars(proxy)["remote_number"] = number
+        vars(proxy).update(remote_number=number, remote_run=self.run)
         self.proxies[number] = proxy
         return proxy
 
@@ -221,7 +232,11 @@ class Remote:
 
     # ---- calls -----------------------------------------------------------------------------------------------
 
-    def call(self, number: int, args: tuple, kwargs: dict, step: bool = False):
+    def run(self, function: Callable, *args):
+        """Run one of the check's own functions in the student's process, where the student's objects are."""
+        return self.call(function, args, {})
+
+    def call(self, number: int | Callable, args: tuple, kwargs: dict, step: bool = False):
         """Call the student's object `number`; returns its result or raises what it raised."""
         try:
             levels = vmaps.levels_here()
@@ -230,10 +245,15 @@ class Remote:
         with vmaps.leave_levels():
             return self._call(number, args, kwargs, step, levels)
 
-    def _call(self, number: int, args: tuple, kwargs: dict, step: bool, levels: vmaps.Levels):
+    def _call(self, number: int | Callable, args: tuple, kwargs: dict, step: bool, levels: vmaps.Levels):
         dispatch, functions = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
         watches = [mode.seen for mode in dispatch if type(mode) is watching._Dispatch]
         replayed = [mode for mode in dispatch if type(mode) is not watching._Dispatch]
+        if isinstance(number, int):
+            self.watches += [(number, watch) for watch in watches]
+        profiled = bool(torch.autograd._profiler_enabled())  # it would show each operator once for each mode
+        always = self.watch_all and isinstance(number, int) and not (levels or step or profiled)
+        recorded = bool(watches or replayed or always)
         shipped = [mode for mode in functions if type(mode) is not watching._Calls]
         sizes = [1 + secrets.randbelow(10**6) for _ in range(2)]
         encode, before = self.encoder(levels), self.last_key
@@ -241,15 +261,17 @@ class Remote:
             "grad": torch.is_grad_enabled(),
             "inference": torch.is_inference_mode_enabled(),
             "fill": torch.are_deterministic_algorithms_enabled(),
-            "watch": bool(watches),
-            "record": bool(watches or replayed),
+            "watch": recorded,
+            "record": recorded,
+            "sdpa": sdpa_switches(),
+            "profile": profiled,
             "canary": sizes,
             "modes": ["pickle", encode._blob(_ship(shipped))] if shipped else ["list", []],
         }
         updates = self._updates(encode)
         message = {
             "op": "call",
-            "target": number,
+            "target": number if isinstance(number, int) else self._encode(encode, number),
             "next": step,
             "conditions": conditions,
             "updates": updates,
@@ -262,7 +284,7 @@ class Remote:
         reply, blobs = self.ask(message, encode.blobs)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             try:
-                return self._conclude(reply, blobs, watches, replayed, sizes, levels)
+                value = self._conclude(reply, blobs, number, watches, replayed, sizes if recorded else None, levels)
             except (WireError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
                 if getattr(error, "remote", False):
                     raise
@@ -270,24 +292,51 @@ class Remote:
             finally:
                 if levels:
                     self.dropped += self._drop(before)
+        for argument in args:
+            if isinstance(argument, str) and _FILE_NAME.fullmatch(argument):
+                self._fetch(argument)
+        return value
 
-    def _conclude(self, reply, blobs, watches, replayed, sizes, levels):
+    def _fetch(self, name: str) -> None:
+        """Bring a file here that the call may have written; it is data."""
+        reply, blobs = self.ask({"op": "file", "name": name})
+        if reply.get("exists") is True and len(blobs) == 1:
+            with open(name, "wb") as file:
+                file.write(blobs[0])
+
+    def _conclude(self, reply, blobs, number, watches, replayed, sizes, levels):
         if reply["op"] == "unsendable":
             raise _mark_as_students(TypeError(f"your code returned what no check can use: {reply['why']}"))
         decode = self.decoder(blobs, levels)
         self._apply(reply["mutated"], decode)
+        set_sdpa_switches(expect_sdpa_switches(reply["sdpa"]))
+        for name in reply["profile"]:
+            with torch.profiler.record_function(str(name)[:200]):
+                pass
         if isinstance(reply.get("shown"), str):
             self.shown.append(reply["shown"][:20_000])
-        if watches or replayed:
+        if sizes is not None:
             records = expect_canaries(reply["records"], sizes)
-            for watch in watches:
+            everything = watching.OperationWatch()
+            for watch in (*watches, everything):
                 merge_watch(watch, reply["watch"])
+            self.ledger.append((number, everything))
+            if not levels and (why := expect_consistent(records, reply["watch"], _shape_made(reply))):
+                self.contradictions.append(why)
             replay(replayed, records)
         if reply["op"] == "raised":
             raise _mark_as_students(error_with_lines(reply["error"], self.errors))
         if reply["op"] != "result":
             raise WireError("a reply that is neither a result nor an exception")
         return decode(reply["value"])
+
+    def expect_rules_kept(self) -> None:
+        """Assert that every call kept to what the check forbade in the calls that it watched."""
+        for number, watch in self.watches:
+            for rule, arguments in watch.rules:
+                for called, ran in self.ledger:
+                    if called == number:
+                        rule(ran, *arguments)
 
     def _serve(self, message: dict, blobs: list) -> None:
         """Answer the student's code, which called a function of the check or took the next item of its iterator."""
@@ -309,6 +358,14 @@ class Remote:
             kinds = [f"{k.__module__}:{k.__qualname__}" for k in type(error).__mro__]
             reply = {"op": "raise", "error": {"kinds": kinds, "words": str(error)[:2000]}, "updates": []}
         self.channel.send(reply, encode.blobs, self.deadline)
+
+
+def _shape_made(reply: dict) -> list | None:
+    """The shape of a result that is a new tensor; None for any other result."""
+    node = reply.get("value")
+    if reply["op"] != "result" or not isinstance(node, list) or node[:1] != ["tensor"] or 0 in node[1]["shape"]:
+        return None
+    return list(node[1]["shape"])
 
 
 def _indices(by_tensor: bool):
@@ -347,6 +404,10 @@ class _ProxyIterator:
 
     def __next__(self):
         return self._remote.call(self.remote_number, (), {}, step=True)
+
+
+class _Profile(torch.profiler.profile):
+    """A profiler of the student's process; what it recorded is in the trace that it wrote, or in what they return."""
 
 
 class _Opaque:

@@ -148,13 +148,6 @@ def import_closure(roots: Iterable[References]) -> dict[str, Source]:
     return found
 
 
-def hidden_modules(lab: str) -> dict[str, Source]:
-    """{module: its source} of a lab's hidden checks and of other checks that they import."""
-    folder = f"instructor.checks.{lab}"
-    sources = import_closure([References(modules={"instructor.checks", folder, *modules_below(folder)})])
-    return {n: s for n, s in sources.items() if n == "instructor" or f"{n}.".startswith("instructor.checks.")}
-
-
 def fingerprint(built: Built) -> str:
     """A hash of all that decides a grade: the lab, what it and the checker import, and the libraries' versions.
 

@@ -24,10 +24,17 @@ import torch
 
 from instructor.grading.sandbox import tampering
 from instructor.grading.sandbox.walls import SCRATCH
-from instructor.grading.submission.conditions import no_modes, reads_by_tensor, set_conditions, uncompiled_flex
-from instructor.grading.submission.corruption import corrupt, install_sources, remove_sources
+from instructor.grading.submission.conditions import (
+    no_modes,
+    reads_by_tensor,
+    sdpa_switches,
+    set_conditions,
+    uncompiled_flex,
+)
+from instructor.grading.submission.corruption import corrupt
 from instructor.grading.submission.evidence import Recorder, describe_watch, run_canary
 from instructor.grading.submission.exceptions import describe_error, rebuild_error, words_of
+from instructor.grading.submission.library import Library
 from instructor.grading.submission.outputs import MAX_TEXT, Outputs, Stream
 from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import BlockMasks
@@ -38,20 +45,20 @@ from utils.checking import is_answered
 from utils.checking.watching import watch_operations
 
 MAX_PROCESSES = 16  # that a cell may leave behind
-MAX_FILE = 1_000_000  # bytes of a file that is an answer
+MAX_FILE = 8_000_000  # bytes of a file that is an answer
 
 
 class Student:
     """Serves the checker's requests, one after the other."""
 
-    def __init__(self, channel: Channel, shell, base: dict, watcher: tampering.Watcher):
-        self.channel, self.shell, self.base, self.watcher = channel, shell, base, watcher
+    def __init__(self, channel: Channel, shell, base: dict, watcher: tampering.Watcher, library: Library):
+        self.channel, self.shell, self.base, self.watcher, self.library = channel, shell, base, watcher, library
         self.outputs = Outputs()
         # Without a root of its own the folders are the machine's, and other programs fill them, too.
         own_root = os.getcwd() == SCRATCH and os.path.ismount("/out")
         self.folders: tuple[str, ...] = (SCRATCH, "/tmp") if own_root else ()
         self.memory = memory_left()
-        self.strays = self.question = 0
+        self.strays = self.question = self.depth = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -88,6 +95,7 @@ class Student:
             reply, data = {"op": "unsendable", "why": str(error)[:500]}, []
         except Exception as error:
             reply, data = {"op": "broken", "why": traceback.format_exc()[-2000:] or str(error)}, []
+        self.watcher.beat(message.get("n"))
         self.channel.send({**reply, "n": message.get("n")}, data)
 
     # ---- cells -----------------------------------------------------------------------------------------------
@@ -143,6 +151,8 @@ class Student:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise OSError("it is no plain file")
             data = os.read(descriptor, MAX_FILE + 1)
+            while data and len(data) <= MAX_FILE and (more := os.read(descriptor, MAX_FILE)):
+                data += more
             os.close(descriptor)
             if len(data) > MAX_FILE:
                 raise OSError(f"it is larger than {MAX_FILE:,} bytes")
@@ -164,11 +174,12 @@ class Student:
         values = {}
         for name in message["names"]:
             if name in self.shell.user_ns:
-                self.watcher.look_at(self.shell.user_ns[name])
+                value = self.library.own(self.shell.user_ns[name])
+                self.watcher.look_at(value)
                 try:
-                    values[name] = encode(self.shell.user_ns[name])
+                    values[name] = encode(value)
                 except WireError:
-                    values[name] = self._handle(self.shell.user_ns[name])
+                    values[name] = self._handle(value)
         return {"op": "values", "values": values}, encode.blobs
 
     def do_room(self, message: dict, blobs: list) -> tuple[dict, list]:
@@ -182,8 +193,8 @@ class Student:
 
     def do_runner(self, message: dict, blobs: list) -> tuple[dict, list]:
         """Offer a function of the course that runs a student's text, in a process where no cell of theirs ran."""
-        self.objects[1] = getattr(importlib.import_module(message["module"]), message["name"])
-        return {"op": "ready"}, []
+        handle = self._handle(getattr(importlib.import_module(message["module"]), message["name"]))
+        return {"op": "ready", "target": handle[1]["id"]}, []
 
     def do_call(self, message: dict, blobs: list) -> tuple[dict, list]:
         """Call an object of this side, under the modes and vmaps that the checker has on."""
@@ -191,9 +202,11 @@ class Student:
             del self.tensors[key], self.sent[key]
         shown = self.outputs
         with vmaps.leave_levels(), no_modes(), uncompiled_flex():  # a callback may ask in the middle of another call
+            self.depth += 1
             try:
                 return self._call(message, blobs)
             finally:
+                self.depth -= 1
                 self.outputs = shown
                 self._redirect(shown)
 
@@ -201,14 +214,15 @@ class Student:
         levels = message["levels"]
         decode = self._decoder(blobs, levels)
         self._apply(message["updates"], decode)
-        target = self.objects[message["target"]]
+        target = message["target"]
+        target = self.objects[target] if type(target) is int else decode(target)
         args, kwargs = decode(message["args"]), decode(message["kwargs"])
         conditions = message["conditions"]
         modes = decode(conditions["modes"])
         self.outputs = outputs = Outputs()
         self._redirect(outputs)
         recorder = watch = profile = raised = value = None
-        ends = [torch.empty(size, device="meta") for size in conditions["canary"]]
+        ends = [torch.empty(size, device="meta", dtype=torch.float32) for size in conditions["canary"]]
         with contextlib.ExitStack() as stack:
             set_conditions(stack, conditions)
             if conditions["record"]:
@@ -217,7 +231,7 @@ class Student:
                 stack.enter_context(mode)
             if conditions["watch"]:
                 watch = stack.enter_context(watch_operations())
-            if conditions["record"]:
+            if conditions["record"] or conditions["profile"]:
                 profile = stack.enter_context(tampering.Profile())
             try:
                 if recorder is not None:
@@ -230,15 +244,17 @@ class Student:
                 raised = error
             finally:
                 self.watcher.mend()
+                after = sdpa_switches()
             if recorder is not None:
                 run_canary(ends[1])
-        self.watcher.scan()
+        if self.depth == 1:  # within another call, what that call's watch replaced is in place
+            self.watcher.scan()
         ran = [record[0] for record in recorder.records] if recorder is not None else []
         evidence = [{name.rpartition("::")[2] for name in ran}] if recorder is not None else []
         evidence += [set(watch.operations)] if watch is not None else []
         opaque = any("::" in name and not name.startswith(("aten::", "prim")) for name in ran)  # the watch names those
         for recorded in evidence:
-            if profile is not None and not opaque and (name := profile.unseen(recorded)):
+            if profile is not None and not opaque and (name := profile.unseen(recorded, raised is not None)):
                 code = getattr(target, "__code__", None)
                 self.watcher.sign("switches off the watch", f"{name} ran, and the watch does not show it", code)
         reply: dict = {"op": "raised" if raised is not None else "result"}
@@ -253,6 +269,8 @@ class Student:
             reply["watch"] = describe_watch(watch)
         if recorder is not None:
             reply["records"] = recorder.records
+        reply["sdpa"] = after
+        reply["profile"] = profile.in_order[:100_000] if profile is not None and conditions["profile"] else []
         reply["shown"] = "".join(i.get("text", "") for i in outputs.items)[:20_000]
         return reply, encode.blobs
 
@@ -343,9 +361,10 @@ class Student:
             now = _bytes_of(tensor)
             if now != self.sent[key]:
                 self.sent[key] = now
-                known, encode.known = encode.known, None
+                # Its numbers travel: as a tensor that the other side has, it would be the old one there.
+                before, (encode.known, encode.shared) = (encode.known, encode.shared), (None, None)
                 changed.append([key, encode(tensor.detach())])
-                encode.known = known
+                encode.known, encode.shared = before
         return changed
 
     def _apply(self, updates: list, decode: Decoder) -> None:
@@ -389,7 +408,6 @@ class Student:
         """Run a test cell in this process, on the answers or on corrupted ones."""
         self.outputs = outputs = Outputs()
         self._redirect(outputs)
-        install_sources(message["modules"])
         answers = {name: self.shell.user_ns[name] for name in message["names"] if name in self.shell.user_ns}
         if corrupted:
             answers = {name: corrupt(value) for name, value in answers.items()}
@@ -403,7 +421,6 @@ class Student:
                 exec(compile(source, name, "exec"), names)
         except BaseException as raised:
             error = raised
-        remove_sources()  # or else they count as planted
         self.watcher.scan()
         shown = "".join(i.get("text", "") for i in outputs.items)[:20_000]
         return {"passed": error is None, "shown": shown, "error": error and describe_error(error)}

@@ -17,6 +17,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -84,6 +85,7 @@ def _grade(descriptor: int, warm: Warm, runner: socket.socket | None) -> None:
             os.close(descriptor)
             _run_warden(theirs, warm)
         theirs.close()
+        walls.first_to_go()  # a checker that a submission made large ends before anybody else does
         channel = Channel(socket.socket(fileno=descriptor))
         job = Job.from_frame(*channel.receive())
 
@@ -205,6 +207,7 @@ def start_runner(options: WarmUp) -> socket.socket | None:
 
 # ---- the warden --------------------------------------------------------------------------------------------------
 
+WATCH_EVERY = 0.5  # seconds between two looks at the memory of a submission's processes
 START, KILL = b"s", b"k"  # what a checker asks of its warden: START with two descriptors, KILL with a process number
 
 
@@ -212,8 +215,12 @@ def _run_warden(sock: socket.socket, warm: Warm) -> NoReturn:
     """Start and end students' processes on request; this process runs no code of theirs."""
     walls.die_with_parent()
     folders: dict[int, str] = {}
+    limits = warm.options.limits
     try:
         while True:
+            while not select.select([sock], [], [], WATCH_EVERY)[0]:
+                for process in folders:
+                    _end_if_too_large(process, limits)
             request, descriptors, _, _ = socket.recv_fds(sock, 5, 2)
             if not request:
                 break
@@ -256,6 +263,24 @@ def _kill(process: int, folder: str) -> None:
         os.waitpid(process, 0)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_if_too_large(process: int, limits: walls.Limits) -> None:
+    """End a student's process whose whole tree holds more memory than one submission may: children count, too."""
+    tree = _descendants(process)
+    if len(tree) > 2 and not limits.gpu and sum(map(_own_memory, tree)) > limits.memory_gb * 1e9:
+        for pid in tree:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _own_memory(process: int) -> int:
+    """Bytes that a process shares with no other; 0 if that cannot be read."""
+    try:
+        with open(f"/proc/{process}/smaps_rollup") as file:
+            return 1024 * sum(int(line.split()[1]) for line in file if line.startswith("Private_"))
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _descendants(root: int) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import keyword
+import unicodedata
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,8 @@ def _well_formed(parameters: object) -> bool:
             return False
         name, kind, optional = part
         if type(name) is not str or not name.isidentifier() or keyword.iskeyword(name) or len(name) > 80:
+            return False
+        if unicodedata.normalize("NFKC", name) != name:  # Python would take it for another name
             return False
         if name.startswith("__") or kind not in _KINDS or type(optional) is not bool:
             return False

@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from instructor.grading.wire import vmaps
+from instructor.grading.wire import functions, vmaps
 from instructor.grading.wire.block_masks import block_mask_fields
-from instructor.grading.wire.channel import WireError
+from instructor.grading.wire.channel import MAX_BLOBS, WireError
 
 _from_buffer = torch.frombuffer  # the original: the checker's watch replaces it while a check runs
 MAX_DEPTH, MAX_NODES = 32, 200_000  # of one value
@@ -133,6 +133,13 @@ class Encoder:
         if isinstance(value, tuple) and hasattr(kind, "_fields"):  # a namedtuple
             return ["tuple", [self(item, depth + 1) for item in tuple.__iter__(value)]]
         if self.trusted:
+            if functions.travels(value, lambda part: _reference(part) is not None):
+                code, fields = functions.describe_function(value)
+                return ["function", self._blob(code), self(fields, depth + 1)]
+            if kind is types.ModuleType and not value.__name__.startswith("instructor"):
+                return ["module", value.__name__]
+            if isinstance(value, torch.nn.Module):
+                return ["pickle", self._blob(self._pickled_module(value))]
             if kind is types.SimpleNamespace:
                 return ["namespace", [[k, self(v, depth + 1)] for k, v in vars(value).items()]]
             if (reference := _reference(value)) is not None:
@@ -145,6 +152,20 @@ class Encoder:
         if self.handle is not None:
             return self.handle(value)
         raise WireError(f"a {kind.__name__} cannot travel")
+
+    def _pickled_module(self, value: torch.nn.Module) -> bytes:
+        """A module with its weights; functions in it that cannot be imported (hooks of a check) stay here."""
+        encode, buffer = self, io.BytesIO()
+
+        class Pickler(pickle.Pickler):
+            def persistent_id(self, part):
+                return encode(part) if isinstance(part, types.FunctionType) and _reference(part) is None else None
+
+        try:
+            Pickler(buffer).dump(value)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise WireError(f"a {type(value).__name__} cannot travel: {error}") from None
+        return buffer.getvalue()
 
     def _blob(self, data) -> int:
         self.blobs.append(data)
@@ -198,12 +219,13 @@ def _reference(value) -> tuple[str, str] | None:
     if not callable(value) or not isinstance(name, str) or "<" in name:
         return None
     for place in (module, "torch", "torch._C._nn", "torch.nn.functional"):
-        if isinstance(place, str) and not place.startswith(("instructor", "__main__")):
-            found = sys.modules.get(place)
-            for part in name.split("."):
-                found = getattr(found, part, None)
-            if found is value:
-                return place, name
+        for path in (name, name.rpartition(".")[2]):  # torch.matmul calls itself _VariableFunctionsClass.matmul
+            if isinstance(place, str) and not place.startswith(("instructor", "__main__")):
+                found = sys.modules.get(place)
+                for part in path.split("."):
+                    found = getattr(found, part, None)
+                if found is value:
+                    return place, path
     return None
 
 
@@ -236,7 +258,8 @@ class Decoder:
     ):
         self.blobs, self.handle, self.own, self.known, self.keep = blobs, handle, own, known, keep
         self.trusted, self.levels, self.block_mask = trusted, levels, block_mask
-        self.nodes = 0
+        self.nodes = self.taken = 0
+        self.used: set[int] = set()  # bytes that a value was made of: a second value of them would take memory again
 
     def __call__(self, node, depth: int = 0):
         """The value of a node."""
@@ -258,6 +281,9 @@ class Decoder:
     def _data(self, index) -> bytearray:
         if type(index) is not int or not 0 <= index < len(self.blobs):
             raise WireError("a value names bytes that are not there")
+        if index in self.used:
+            raise WireError("two values name the same bytes")
+        self.used.add(index)
         return self.blobs[index]
 
     def _read_none(self, depth):
@@ -321,8 +347,9 @@ class Decoder:
         kind = np.dtype(_exactly(dtype, str))
         if kind.kind not in "biufc":
             raise WireError("an array that is not of numbers")
-        _expect_size(shape, kind.itemsize, len(self._data(index)))
-        array = np.frombuffer(self._data(index), dtype=kind).reshape(shape).copy()
+        data = self._data(index)
+        _expect_size(shape, kind.itemsize, len(data))
+        array = np.frombuffer(data, dtype=kind).reshape(shape).copy()
         return array[()] if _exactly(scalar, bool) and not shape else array
 
     def _read_tensor(self, depth, fields):
@@ -341,6 +368,9 @@ class Decoder:
             _expect_strides(shape, stride)
             if not _own_memory(shape, stride) or _reach(shape, stride) > 8 * tensor.numel() + 64:
                 raise WireError("the strides of a tensor would take much more memory than its elements")
+            self.taken += _reach(shape, stride) * dtype.itemsize
+            if self.taken > MAX_BLOBS:
+                raise WireError("the tensors of a message would take too much memory")
             tensor = torch.empty_strided(shape, stride, dtype=dtype).copy_(tensor)
         if _exactly(device, str) != "cpu":
             tensor = tensor.to(torch.device(device))
@@ -416,7 +446,21 @@ class Decoder:
 
     def _read_pickle(self, depth, index):
         self._refuse_from_student()
-        return pickle.load(io.BytesIO(self._data(index)))
+        decode = self
+
+        class Unpickler(pickle.Unpickler):
+            def persistent_load(self, node):
+                return decode(node)
+
+        return Unpickler(io.BytesIO(self._data(index))).load()
+
+    def _read_function(self, depth, index, fields):
+        self._refuse_from_student()
+        return functions.rebuild_function(bytes(self._data(index)), self(fields, depth))
+
+    def _read_module(self, depth, name):
+        self._refuse_from_student()
+        return functions.module_of_name(_exactly(name, str))
 
     def _refuse_from_student(self):
         if not self.trusted:

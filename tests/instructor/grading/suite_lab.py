@@ -297,10 +297,12 @@ def mlp(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
 def check_mlp(mlp, seed=0):
     generator = torch.Generator().manual_seed(seed)
     x, w1, w2 = (torch.randn(*shape, generator=generator) for shape in ((3, 4), (4, 6), (6, 2)))
-    expected = torch.relu(x @ w1) @ w2
+    expected, before = torch.relu(x @ w1) @ w2, x.clone()
     with watch_operations() as watch:
         got = mlp(x, w1, w2)
     forbid(watch, MATMUL, hint="use gemm_broadcast")
+    if not torch.equal(x, before):
+        raise AssertionError("mlp(x, w1, w2) changed x.")
     expect_close(got, expected, rtol=1e-4, atol=1e-5, what="mlp(x, w1, w2)")
 
 

@@ -14,9 +14,10 @@ from instructor.course import answered_notebook
 from instructor.grading import calibrate, grade_notebook
 from tests.instructor.grading.attacks import LIARS, MASKS, PATCHES, SPIES, WRONG, packed
 from tests.instructor.grading.attacks_outside import OUTSIDE_ATTACKS
+from tests.instructor.grading.attacks_watch import WATCH_ATTACKS
 from tests.marks import slow_but_first
 
-ATTACKS = [*PATCHES, *SPIES, *LIARS, *MASKS, *OUTSIDE_ATTACKS]
+ATTACKS = [*PATCHES, *SPIES, *LIARS, *MASKS, *OUTSIDE_ATTACKS, *WATCH_ATTACKS]
 TIMEOUT = 6  # seconds; no cell of an honest submission to this lab takes one
 TOKEN = "token-7f3a-of-the-grader"
 

@@ -20,7 +20,14 @@ from instructor.build import ROOT
 from instructor.course import Course, answered_notebook
 from instructor.grading.class_ import cluster, gradebook
 from instructor.grading.class_.cluster import grade_class, question_id
-from instructor.grading.class_.intake import IntakeError, Submission, student_of, submissions, take_in
+from instructor.grading.class_.intake import (
+    IntakeError,
+    arrivals,
+    submissions,
+    take_in,
+    usable_name,
+    without_submission,
+)
 from instructor.grading.submission.engine import grade_notebook
 from tests.instructor.conftest import FIXTURE_LAB
 from utils.cli import app, mount_plugins
@@ -447,27 +454,145 @@ def test_a_submission_that_takes_its_worker_along_is_flagged_after_three(small_l
         ("../ada/lab1.ipynb", None),
     ],
 )
-def test_names_in_the_zips_of_platforms(member, student):
-    assert student_of(member, "lab1") == student
-
-
-def test_a_zip_is_taken_in(tmp_path):
+def test_names_in_the_zips_of_platforms(tmp_path, member, student):
     archive = tmp_path / "class.zip"
+    _zip(archive, {member: "{}", "other/lab1.ipynb": "{}"})
+    taken = {s.student for s in take_in(archive, tmp_path, "lab1").taken}
+    assert taken == {"other"} | ({student} if student else set())
+
+
+def _zip(archive, members, links=()):
     with zipfile.ZipFile(archive, "w") as file:
-        file.writestr("Ada_1_assignsubmission_file_/lab1.ipynb", "{}")
-        file.writestr("../../evil/lab1.ipynb", "{}")
-        file.writestr("notes.txt", "no notebook")
-    assert take_in(archive, tmp_path, "lab1") == [
-        Submission("Ada_1", tmp_path / "submitted" / "Ada_1" / "lab1" / "lab1.ipynb")
-    ]
+        for name, text in members.items():
+            file.writestr(zipfile.ZipInfo(name, (2026, 11, 20, 23, 58, 10)), text)
+        for name in links:
+            link = zipfile.ZipInfo(name)
+            link.external_attr = 0o120777 << 16
+            file.writestr(link, "/etc/passwd")
+
+
+def test_a_zip_is_taken_in_and_everybody_is_named(tmp_path):
+    archive = tmp_path / "class.zip"
+    members = {
+        "Ada_1_assignsubmission_file_/lab1.ipynb": "{}",
+        "../../evil/lab1.ipynb": "{}",
+        "notes.txt": "no notebook",
+        "O'Brien, Pat (Hans)_2_assignsubmission_file_/lab1.ipynb": "{}",
+        "Jose\u0301_3_assignsubmission_file_/Lab1.ipynb": "{}",
+        "สมชาย ใจดี_4_assignsubmission_file_/lab1_final.ipynb": "{}",
+        "Two_5_assignsubmission_file_/a.ipynb": "{}",
+        "Two_5_assignsubmission_file_/lab1.ipynb": '{"mine": 1}',
+        "Pdf_6_assignsubmission_file_/lab1.pdf": "x",
+        "Other_7_assignsubmission_file_/lab4_sdpa.ipynb": "{}",
+        "lovelaceada_LATE_8_99_lab1-1.ipynb": "{}",
+    }
+    _zip(archive, members, links=["Link_9_assignsubmission_file_/lab1.ipynb"])
+    intake = take_in(archive, tmp_path, "lab1")
+    assert {s.student for s in intake.taken} == {
+        *("Ada_1", "O'Brien, Pat (Hans)_2", "Jos\u00e9_3", "สมชาย ใจดี_4", "Two_5", "lovelaceada_8")
+    }
+    assert set(intake.refused) == {"Pdf_6", "Other_7", "Link_9"}
+    assert "lab4_sdpa.ipynb" in intake.refused["Other_7"] and "symbolic link" in intake.refused["Link_9"]
+    assert (tmp_path / "submitted" / "Two_5" / "lab1" / "lab1.ipynb").read_text() == '{"mine": 1}'
+    stamp = tmp_path / "submitted" / "Ada_1" / "lab1" / "timestamp.txt"
+    assert stamp.read_text() == "2026-11-20 23:58:10\n"
+    known = arrivals(tmp_path, "lab1")
+    assert known["lovelaceada_8"].late and not known["Ada_1"].late and "Lab1" not in known["Ada_1"].note
+    assert known["สมชาย ใจดี_4"].note == "the file was called lab1_final.ipynb"
+    assert set(without_submission(tmp_path, "lab1")) == set(intake.refused)
     assert not (tmp_path.parent / "evil").exists()
-    with zipfile.ZipFile(archive, "a") as file:
-        file.writestr("again/Ada_1/lab1.ipynb", "{}")
-    with pytest.raises(IntakeError, match="two notebooks of Ada_1"):
-        take_in(archive, tmp_path, "lab1")
     with pytest.raises(IntakeError, match="cannot be unpacked"):
         (tmp_path / "no.zip").write_text("no zip")
         take_in(tmp_path / "no.zip", tmp_path, "lab1")
+    with pytest.raises(IntakeError, match="is no file"):
+        take_in(tmp_path / "absent.zip", tmp_path, "lab1")
+
+
+def test_gradescopes_export_has_names_of_its_own(tmp_path):
+    archive = tmp_path / "class.zip"
+    names = "submission_12:\n  :submitters:\n  - :name: Grace Hopper\n    :email: g@example.org\n"
+    _zip(
+        archive,
+        {
+            "assignment_1_export/submission_metadata.yml": names,
+            "assignment_1_export/submission_12/lab1.ipynb": "{}",
+            "assignment_1_export/submission_13/lab1.ipynb": "{}",
+        },
+    )
+    assert {s.student for s in take_in(archive, tmp_path, "lab1").taken} == {"Grace Hopper", "submission_13"}
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("Jose\u0301", "Jos\u00e9"),
+        ("..", None),
+        ("../x", "__x"),
+        ("a/b\\c", "a_b_c"),
+        ("  a \n b ", "a _ b"),
+        ("\u202eabc", "_abc"),
+        ("\x00", None),
+        ("-", "-"),
+        ("李小龍", "李小龍"),
+    ],
+)
+def test_names_as_folders(name, folder):
+    assert usable_name(name) == folder
+
+
+@pytest.mark.slow
+def test_no_other_program_of_this_machine_can_send_work_to_the_workers(small_lab):
+    from distributed import Client
+    from distributed.security import Security
+
+    with cluster.connect(None, 1, small_lab) as client:
+        address = client.scheduler.address
+        assert address.startswith("tls://") and client.submit(sum, [1, 2]).result() == 3
+        stranger = Security(require_encryption=True, tls_ca_file=client.security.tls_ca_file)
+        for other, security in ((address.replace("tls", "tcp"), None), (address, stranger)):
+            with pytest.raises((OSError, TypeError, ValueError)):
+                Client(other, timeout="2s", set_as_default=False, security=security)
+
+
+def test_renamed_links_and_empty_folders_are_accounted_for(tmp_path):
+    for student in ("fine", "renamed", "two", "link", "empty"):
+        (tmp_path / "submitted" / student / "lab1").mkdir(parents=True)
+    place = tmp_path / "submitted"
+    (place / "fine" / "lab1" / "lab1.ipynb").write_text("{}")
+    (place / "renamed" / "lab1" / "my lab.ipynb").write_text("{}")
+    (place / "two" / "lab1" / "a.ipynb").write_text("{}")
+    (place / "two" / "lab1" / "b.ipynb").write_text("{}")
+    (place / "link" / "lab1" / "lab1.ipynb").symlink_to(place / "fine" / "lab1" / "lab1.ipynb")
+    assert {s.student for s in submissions(tmp_path, "lab1")} == {"fine", "renamed"}
+    why = without_submission(tmp_path, "lab1")
+    assert set(why) == {"two", "link", "empty"} and "symbolic link" in why["link"]
+
+
+def test_a_second_grader_says_so_and_stops(tmp_path):
+    course = Course(tmp_path)
+    with (
+        gradebook.only_grader(course, "lab1"),
+        pytest.raises(cluster.GradingError, match=f"being graded already.*{os.getpid()}"),
+        gradebook.only_grader(course, "lab1"),
+    ):
+        pass
+    with gradebook.only_grader(course, "lab1"):  # the first one has ended
+        pass
+
+
+def test_a_table_names_everybody_and_runs_nothing_in_a_spreadsheet(tmp_path, small_lab):
+    from instructor.grading.submission.engine import unreadable
+    from instructor.grading.submission.results import Flag
+
+    broken = unreadable(small_lab, "The submitted file is empty.", "=cmd()")
+    broken = type(broken)(**{**vars(broken), "flags": (Flag("", "unreadable", "The submitted file is empty."),)})
+    rows = gradebook.summary_rows([broken], {"link": "lab1.ipynb is a symbolic link"}, {})
+    assert [(r["student"], r["state"], r["note"]) for r in rows] == [
+        ("=cmd()", "unreadable", "The submitted file is empty."),
+        ("link", "no notebook", "lab1.ipynb is a symbolic link"),
+    ]
+    text = gradebook.write_summary(Course(tmp_path), small_lab.name, rows).read_text()
+    assert "\n'=cmd()," in text and "symbolic link" in text
 
 
 def test_question_ids():

@@ -6,8 +6,10 @@ import nbformat
 import pytest
 
 from instructor.course import answered_notebook
-from instructor.grading import grade_notebook
+from instructor.grading import calibrate, grade_notebook
 from instructor.grading.sandbox.walls import Limits
+from instructor.grading.submission import engine
+from instructor.grading.submission.plan import python_of
 from tests.instructor.grading.attacks import packed
 from tests.instructor.grading.faults import BROKEN_FILES, FAULTS, ODD_FILES, STUDENTS
 from tests.marks import slow_but_first
@@ -97,3 +99,49 @@ def test_feedback_shows_the_students_own_error_and_no_hidden_test(suite_lab):
 def test_a_wrong_number_is_not_corrected_in_public(suite_lab):
     result = grade_notebook(suite_lab, answered_notebook(suite_lab, {"q1_3": "cache_bytes = 5"}), **QUICK)
     assert "109051904" not in result.notebook + result.cells["q1_3_tests"].message
+
+
+@pytest.mark.slow
+def test_a_submission_has_a_time_in_all_and_is_not_tried_again(suite_lab, full_points, monkeypatch):
+    calibrate(suite_lab, LIMITS)
+    monkeypatch.setattr(engine, "total_seconds", lambda model, timeout: 5.0)
+    notebook = nbformat.reads(answered_notebook(suite_lab), as_version=4)
+    place = next(i for i, cell in enumerate(notebook.cells) if cell.id == "q2_1")
+    notebook.cells[place:place] = [nbformat.v4.new_code_cell("import time\ntime.sleep(1.5)") for _ in range(40)]
+    began = time.monotonic()
+    result = grade_notebook(suite_lab, nbformat.writes(notebook, version=4), **QUICK)
+    assert time.monotonic() - began < 30
+    points = _points(result)
+    assert points["q1_1_tests"] == full_points["q1_1_tests"] and points["q2_1_tests"] == 0
+    assert result.cells["q2_1_tests"].status == "timeout" and "in all" in result.cells["q2_1_tests"].message
+
+
+@pytest.mark.slow
+def test_the_memory_of_children_counts(suite_lab, full_points, walls):
+    if walls.get("processes") != "namespace":
+        pytest.skip(f"without a namespace of processes their memory cannot be seen: {walls}")
+    code = (
+        "import os, time\nfor _ in range(6):\n    if os.fork() == 0:\n        held = bytearray(400_000_000)\n"
+        "        held[::4096] = bytes([1]) * len(held[::4096])\n        time.sleep(60)\ntime.sleep(3)\n"
+    )
+    result = grade_notebook(suite_lab, answered_notebook(suite_lab, {"q1_2": code}), **QUICK)
+    assert (
+        result.cells["q1_2_tests"].status in ("killed", "flagged")
+        and "ended" in str(result.cells["q1_2_tests"]) + result.notebook
+    )
+    assert _points(result)["q3_1_tests"] == full_points["q3_1_tests"]
+
+
+def test_a_flood_of_flags_is_cut(suite_lab):
+    notebook = nbformat.reads(answered_notebook(suite_lab), as_version=4)
+    tests = next(cell for cell in notebook.cells if cell.id == "q1_2_tests")
+    notebook.cells += [nbformat.from_dict({**tests, "id": f"copy-{n}"}) for n in range(300)]
+    result = grade_notebook(suite_lab, nbformat.writes(notebook, version=4), **QUICK)
+    assert 1 <= len(result.flags) <= 10
+
+
+@pytest.mark.parametrize("source", ["\n".join(["x = !true"] * 480) + "\n" + "# " * 90_000, "%timeit 1\n" * 600])
+def test_a_cell_that_ipython_reads_for_minutes_is_read_in_seconds(source):
+    began = time.process_time()
+    assert python_of(source) is None
+    assert time.process_time() - began < 3

@@ -2,6 +2,7 @@
 
 import nbformat
 import pytest
+from nbformat.v4 import new_code_cell
 
 from instructor.course import answered_notebook
 from instructor.grading import grade_notebook
@@ -39,3 +40,27 @@ def test_right_answers_get_every_point(suite_lab, full_points, pack, around):
     assert not lost
     assert not result.flags, around
     assert result.score == sum(full_points.values())
+
+
+UNUSUAL = (
+    "%%writefile mine.py\nfactor = 2",
+    "import mine\n\nassert mine.factor == 2",
+    "import inspect\n\nprint(inspect.currentframe().f_lineno)",
+    "import gc\n\nprint(len(gc.get_objects()) > 0)",
+    "import atexit\n\natexit.register(print, 'done')",
+    "import urllib.request\n\ntry:\n    urllib.request.urlopen('http://127.0.0.1:9', timeout=1)\n"
+    "except OSError:\n    print('offline')",
+    "torch.set_default_dtype(torch.float64)",
+)
+
+
+@pytest.mark.slow
+def test_unusual_code_is_noted_at_most_and_keeps_its_points(suite_lab, full_points):
+    notebook = nbformat.reads(answered_notebook(suite_lab), as_version=4)
+    places = {cell.id: place for place, cell in enumerate(notebook.cells)}
+    after = [new_code_cell("torch.set_default_dtype(torch.float32)")]
+    notebook.cells[places["q1_1_tests"] + 1 : places["q1_1_tests"] + 1] = after
+    notebook.cells[places["q1_1"] : places["q1_1"]] = [new_code_cell(text) for text in UNUSUAL]
+    result = grade_notebook(suite_lab, nbformat.writes(notebook, version=4), timeout=TIMEOUT)
+    assert {n: c.points for n, c in result.cells.items() if n in full_points} == full_points, result.flags
+    assert {flag.kind for flag in result.flags} <= {"inspects frames or objects", "runs at the end", "network"}

@@ -1,5 +1,6 @@
 """The students' bundle: what is in it, and that the scan finds a secret wherever it hides."""
 
+import dataclasses
 import gzip
 import io
 import json
@@ -7,10 +8,19 @@ import zipfile
 
 import nbformat
 import pytest
+from typer.testing import CliRunner
 
 from instructor.build import build_lab
 from instructor.grading import release as releasing
-from instructor.grading.release import ReleaseError, bundle_files, find_leaks, release, secrets_of_all_labs
+from instructor.grading.commands import app
+from instructor.grading.release import (
+    ReleaseError,
+    bundle_files,
+    find_leaks,
+    release,
+    secrets_of_all_labs,
+    worked_solutions,
+)
 from instructor.points import lab_names, lab_path
 
 HIDDEN = '    hint = "Which index does each of the three loops run over, and where is the sum set back to zero?"'
@@ -99,3 +109,41 @@ def test_a_leak_stops_the_release(lab1, tmp_path, monkeypatch):
 def test_archives_without_end_are_refused(secrets):
     with pytest.raises(ReleaseError, match="archives in archives"):
         find_leaks({"bomb.zip": packed("x", 8)}, secrets)
+
+
+# ---- worked solutions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", lab_names())
+def test_worked_solutions_hold_answers_and_no_test(name):
+    lab = build_lab(lab_path(name))
+    text = worked_solutions(lab)
+    notebook = nbformat.reads(text, as_version=4)
+    nbformat.validate(notebook)
+    assert "import lab" not in text and "MARK SCHEME" not in text
+    code = [line for cell in notebook.cells if cell.cell_type == "code" for line in cell.source.splitlines()]
+    assert not [line for line in code if line.strip() == "raise NotImplementedError()"]
+    assert not [line for line in text.splitlines() if "BEGIN SOLUTION" in line or "HIDDEN TESTS" in line]
+    assert not [cell for cell in notebook.cells if "nbgrader" in cell.metadata]  # it cannot be handed in
+    student = nbformat.reads(lab.student, as_version=4)
+    assert len(notebook.cells) == len(student.cells) + 1
+
+
+def test_worked_solutions_refuse_a_hidden_test(lab1):
+    """A line of a hidden check in the prose of the lab is found."""
+    leaking = dataclasses.replace(
+        lab1, instructor=lab1.instructor.replace("## How to work", HIDDEN.strip().replace('"', "'"))
+    )
+    worked_solutions(leaking)  # other quotes: another line
+    leaking = dataclasses.replace(
+        lab1, instructor=lab1.instructor.replace("## How to work", HIDDEN.strip().replace('"', '\\"'))
+    )
+    with pytest.raises(ReleaseError, match="secret lines are in the worked solutions of lab1"):
+        worked_solutions(leaking)
+
+
+def test_command_for_worked_solutions(tmp_path):
+    done = CliRunner().invoke(app, ["release", "lab1", "--solutions", "--to", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "no hidden test and no marking scheme" in done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["lab1-solutions.ipynb"]

@@ -6,7 +6,7 @@ import pytest
 
 from instructor.build import ROOT, build_lab
 from instructor.grading.submission import sources
-from instructor.grading.submission.sources import fingerprint, hidden_modules, read_references
+from instructor.grading.submission.sources import fingerprint, read_references
 from instructor.points import lab_path
 
 OUTSIDE = (
@@ -80,12 +80,3 @@ def test_a_package_that_loads_names_when_they_are_used():
     assert found.exports == {"plot": "utils.here.plots"} and not found.packages
     # Without a table that can be read, it may load any of its modules.
     assert read_references(text.format(table=""), "utils.here", is_package=True).packages == {"utils.here"}
-
-
-@pytest.mark.parametrize("lab", ["lab1", "lab2_flexattention", "lab3_gluon", "lab4_sdpa"])
-def test_hidden_checks_come_with_the_checks_they_import_and_no_other_lab(lab):
-    found = hidden_modules(lab)
-    folder = ROOT / "instructor" / "checks" / lab
-    own = {f"instructor.checks.{lab}.{path.stem}" for path in folder.glob("*.py") if path.stem != "__init__"}
-    shared = {"instructor", "instructor.checks", "instructor.checks.common", f"instructor.checks.{lab}"}
-    assert set(found) == own | shared

@@ -19,7 +19,7 @@ from instructor.grading.submission.results import CellResult, GradingError, Subm
 from instructor.points import lab_path
 
 PROBES = """
-import json, os, resource, socket, subprocess, sys
+import ctypes, json, os, platform, resource, socket, subprocess, sys, threading
 def tried(what):
     try:
         return repr(what())
@@ -29,7 +29,23 @@ def connect():
     with socket.socket() as s:
         s.settimeout(3)
         return s.connect(("127.0.0.1", 22))
+def thread():
+    seen = []
+    one = threading.Thread(target=lambda: seen.append(subprocess.run(["true"]).returncode))
+    one.start()
+    one.join()
+    return seen
+def clone(flag):
+    number = {"x86_64": 56, "aarch64": 220}[platform.machine()]
+    child = ctypes.CDLL(None, use_errno=True).syscall(number, flag | 17, 0, 0, 0, 0)
+    if child == 0:
+        os._exit(0)
+    return child
 found = {
+    "memory without a name": tried(lambda: os.memfd_create("mine")),
+    "shared memory": tried(lambda: ctypes.CDLL(None).shmget(0, 10**9, 0o1600)),
+    "namespaces": [tried(lambda: clone(flag)) for flag in (1 << 28, 1 << 17, 1 << 30)],
+    "threads and programs": tried(thread),
     "network": tried(connect),
     "interfaces": tried(lambda: os.listdir("/sys/class/net")),
     "write": [tried(lambda: open(path + "/mine", "w")) for path in (ROOT + "/utils", sys.prefix, "/usr", "/", "/etc")],
@@ -108,6 +124,13 @@ def test_alone_and_without_privileges(probed):
     assert "Error" in found["setuid"] or found["user"] == 0
     assert found["new privileges"]
     assert "Error" in found["mount"] and "Error" in found["unshare"]
+
+
+def test_no_new_namespace_and_no_memory_that_no_limit_counts(probed):
+    needs(probed, "system calls", "seccomp")
+    assert probed[0]["namespaces"] == ["-1"] * 3
+    assert "PermissionError" in probed[0]["memory without a name"] and probed[0]["shared memory"] == "-1"
+    assert probed[0]["threads and programs"] == "[0]"
 
 
 def test_no_secret_in_the_environment(probed):

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instructor.grading.submission.exceptions import describe_error, error_with_lines
+from instructor.grading.wire import signatures
 from instructor.grading.wire.channel import Channel, Closed, TooLate, WireError
 from instructor.grading.wire.values import Decoder, Encoder
 from utils.checking.watching import lines_of_traceback
@@ -277,3 +278,15 @@ def test_an_error_that_derives_from_nothing_known_is_no_way_out():
         "raised_there": False,
     }
     assert isinstance(error_with_lines(said), Exception)
+
+
+def test_bytes_are_taken_once():
+    encode = Encoder()
+    node = encode(torch.ones(4))
+    with pytest.raises(WireError, match="two values name the same bytes"):
+        Decoder(encode.blobs)(["list", [node, node]])
+
+
+def test_a_parameter_that_python_would_rename_is_none():
+    assert not signatures._well_formed([["_\uff3fhand_over", "plain", False]])
+    assert signatures._well_formed([["größe", "plain", False]])

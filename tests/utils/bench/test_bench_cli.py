@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from tests.utils.bench.bench_runs import SDPA, SMALL
-from utils.bench import profiles
+from utils.bench import profiles, terminal
 from utils.bench.cli import app
 from utils.bench.targets import TARGETS
 
@@ -26,7 +26,9 @@ def labs_bench(*words):
 
 
 def test_list_targets_of_a_chapter():
-    found = labs_bench("list-targets", "--chapter", "labs/flexattention")
+    short = labs_bench("list-targets", "--chapter", "labs/flexattention")
+    assert short.exit_code == 0 and "--block-size" not in short.stdout and len(short.stdout.splitlines()) < 10
+    found = labs_bench("list-targets", "--chapter", "labs/flexattention", "--flags")
     assert found.exit_code == 0
     for text in ("labs/flexattention:flex_attention_cute", "--block-size", "BLOCK_SIZE", "TORCH_COMPILE_MODE"):
         assert text in found.stdout
@@ -35,6 +37,57 @@ def test_list_targets_of_a_chapter():
     assert len(rows) == len(TARGETS) and rows[0]["sides"]["baseline"] == "labs/flexattention:baseline_flex_attention"
     wrong = labs_bench("list-targets", "--chapter", "labs/flexatention")
     assert wrong.exit_code == 2 and "Did you mean labs/flexattention" in wrong.stderr
+
+
+def test_a_table_too_wide_for_the_terminal_is_printed_as_records():
+    columns, lines = (
+        ["Target", "Median", "Why"],
+        [["labs:a", "12.7 [12.1, 13.0] ms", "one two three four five"], ["labs:a", "1 ms", ""]],
+    )
+    text = terminal.records_text(columns, lines, "Title", 30)
+    assert text.splitlines() == [
+        "Title",
+        "",
+        "labs:a",
+        "  Median  12.7 [12.1, 13.0] ms",
+        "  Why     one two three four",
+        "          five",
+        "",
+        "  Median  1 ms",
+    ]
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_number_is_broken_whatever_the_width(width, monkeypatch, capsys):
+    import rich.console
+
+    console = rich.console.Console
+    monkeypatch.setattr(terminal, "console", lambda: console(width=width, highlight=False))
+    terminal.show_table(["Target", "Median", "Of roof"], [["chapter:workload", "12.71 [12.10, 13.02] ms", "98.3%"]])
+    shown = capsys.readouterr().out
+    assert "12.71 [12.10, 13.02] ms" in shown and "98.3%" in shown and "chapter:workload" in shown
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "--targets", "attention_suite:sdpa", "--iterations", "1", "--artifacts-dir", "/proc/nowhere"),
+        ("choose", "--quick", "--out", "/proc/nowhere/x.json"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_one_line_before_anything_is_timed(words, monkeypatch):
+    from utils.benchmark import measuring
+
+    monkeypatch.setattr(measuring, "measure", None)
+    result = labs_bench(*words)
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
+    assert result.stderr.startswith("error: /proc/nowhere") and len(result.stderr.splitlines()) == 1
+
+
+def test_a_document_that_is_no_run_is_named_so(tmp_path):
+    (tmp_path / "README.md").write_text("# Text")
+    result = labs_bench("report", tmp_path / "README.md")
+    assert result.exit_code == 2 and "holds no JSON object" in result.stderr
 
 
 @pytest.mark.slow

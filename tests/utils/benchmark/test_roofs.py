@@ -88,6 +88,7 @@ def test_an_mlp_of_intensity_212_is_memory_bound_on_an_h100():
 def test_measured_roofs_of_a_cpu(cpu_roofs):
     assert cpu_roofs.origin == "measured"
     assert list(cpu_roofs.tflops) == ["fp32", "bf16"]
+    assert cpu_roofs.tflops["bf16"] >= cpu_roofs.tflops["fp32"], "bf16 may be computed in fp32"
     assert f"{torch.get_num_threads()} thread" in cpu_roofs.name
     assert "2048 x 2048" in cpu_roofs.detail and "MB" in cpu_roofs.detail
     # Any CPU that torch runs on, from a slow core to a server: a slip of units would be a factor of 1000.
@@ -247,6 +248,56 @@ def test_machine_roofs_are_measured_once(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4321)
     assert machine_roofs().name == "run 3"
     assert calls == [torch.device("cpu")] * 3
+
+
+@pytest.fixture
+def measured_in_turn(monkeypatch):
+    """machine_roofs() on a CPU, with the roofs of this list as its measurements, one after the other."""
+    queue: list[Roofs] = []
+    monkeypatch.setattr(roofs, "detect_gpu", lambda: None)
+    monkeypatch.setattr(roofs, "default_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(roofs, "measure_roofs", lambda device: queue.pop(0))
+    monkeypatch.setattr(roofs, "_machine_roofs", {})
+    return queue
+
+
+def test_the_best_of_all_measurements_is_kept(measured_in_turn):
+    measured_in_turn += [Roofs("m", "measured", {"fp32": 2.0}, 0.1), Roofs("m", "measured", {"fp32": 1.0}, 0.3)]
+    machine_roofs()
+    best = machine_roofs(refresh=True)
+    assert (best.tflops, best.memory_bandwidth_tb_s) == ({"fp32": 2.0}, 0.3)
+
+
+def test_a_point_above_the_roof_has_it_measured_again(measured_in_turn):
+    measured_in_turn += [Roofs("m", "measured", {"fp32": value}, 0.1) for value in (1.0, 1.5, 4.0)]
+    points = {"below": (100.0, 0.9, "fp32"), "above": (100.0, 3.0)}
+    assert machine_roofs(measured={"below": points["below"]}).tflops == {"fp32": 1.0}
+    assert machine_roofs(measured=points).tflops == {"fp32": 4.0} and measured_in_turn == []
+
+
+def test_a_point_that_stays_above_ends_the_measuring(measured_in_turn):
+    measured_in_turn += [Roofs("m", "measured", {"fp32": 1.0}, 0.1)] * 3
+    assert machine_roofs(measured={"impossible": (1e9, 100.0)}).tflops == {"fp32": 1.0}
+    assert measured_in_turn == []
+
+
+def test_a_time_above_the_roof_has_the_roof_measured_again(measured_in_turn):
+    a = torch.randn(256, 256)
+    measured_in_turn += [Roofs("m", "measured", {"fp32": value}, 1.0) for value in (1e-9, 1e6)]
+    result = measure(torch.mm, a, a, flops=2 * 256**3, roofs=machine_roofs(), iterations=3, warmup=1)
+    assert 0 < result.roof_share < 1 and result.roof["tflops"] == 1e6 and not result.over_roof
+    fixed = Roofs("given", "measured", {"fp32": 1e-9}, 1.0)  # not those of this machine: nothing to measure again
+    assert measure(torch.mm, a, a, flops=2 * 256**3, roofs=fixed, iterations=3, warmup=1).over_roof
+
+
+def test_a_busy_machine_is_named(measured_in_turn, capsys):
+    measured_in_turn += [
+        Roofs("m", "measured", {"fp32": 1.0}, 0.1, others=0.63),
+        Roofs("m", "measured", {"fp32": 1.0}, 0.1, others=0.05),
+    ]
+    machine_roofs()
+    assert "other processes used 63% of the CPU" in capsys.readouterr().out
+    assert machine_roofs(refresh=True).busy == "" and capsys.readouterr().out == ""
 
 
 def test_a_known_gpu_has_its_datasheet_roofs(monkeypatch):

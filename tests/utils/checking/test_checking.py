@@ -16,6 +16,7 @@ from utils.checking import (
     expect_close,
     expect_number,
     is_answered,
+    needs,
     quiet_stderr,
     require_answer,
     watch_operations,
@@ -251,6 +252,28 @@ def test_decorated_stubs_are_seen_through():
     assert not is_answered(triton.jit(_stub)) and is_answered(triton.jit(_guarded))
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ('needs(gemm="1.1", after="x")', None),
+        ('needs("1.2", stub="1.2")', None),  # its test says that it is not answered
+        ('needs(stub="1.2")', "This cell needs Question 1.2 (stub): answer it first."),
+        ('needs(gone="Bonus 1.6")', "This cell needs Bonus 1.6 (gone), and there is no gone. Run the cells above"),
+        ('needs("1.6", gone="1.6")', "This cell needs Question 1.6 (gone), and there is no gone."),
+        ('needs(after="x roofs")', "This cell needs roofs, which a cell above it defines. Run the cells above"),
+        ('needs(files={"no_such_file.py": "1.5"})', "This cell needs Question 1.5 (no_such_file.py)"),
+    ],
+)
+def test_needs(call, message):
+    names = {"needs": needs, "gemm": _guarded, "stub": _stub, "x": None}
+    if message is None:
+        exec(call, names)
+        return
+    with pytest.raises(AnswerNeeded) as caught:
+        exec(call, names)
+    assert str(caught.value).startswith(message)
+
+
 def test_require_answer():
     require_answer("gemm", _guarded, "1.1")
     with pytest.raises(AnswerNeeded, match=r"^This cell needs Question 1\.1 \(gemm\): answer it first\.$"):
@@ -397,3 +420,12 @@ def test_bytes_are_named_where_bytes_are_counted(factor, unit):
 def test_zero_is_compared_absolutely():
     expect_number(1e-9, 0, abs_tol=1e-6)
     assert "is not 1" in number_complaint(1, 0)
+
+
+def test_known_mistakes_are_named_without_the_right_number():
+    known = {"The result is written, too.": 160, "Ask dtype.itemsize.": 320}
+    assert number_complaint(160, 240, rel=0, unit="bytes", mistakes=known) == (
+        "the answer is not 160 bytes. The result is written, too."
+    )
+    assert "4 times too large" in number_complaint(960, 240, rel=0, unit="bytes", mistakes=known)
+    expect_number(240, 240, rel=0, mistakes=known)

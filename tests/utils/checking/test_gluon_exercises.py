@@ -208,6 +208,8 @@ def test_what_another_user_wrote_or_another_file_decides_is_not_used(compiler, c
     monkeypatch.setattr(compiling, "_CACHE", tmp_path / "second")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_helpers.py").write_text("")
+    # The exercises take no such file; the compiler's cache is for others, too.
+    monkeypatch.setattr(exercises, "expect_kernel_file", lambda source, file: None)
     for _ in range(2):  # the result depends on a file that the request does not hold
         exercises.compile_for_hopper("import my_helpers\n" + COPY, launch)
     assert len(compiler.requests) == 4 and not (tmp_path / "second").exists()
@@ -340,3 +342,79 @@ def add_up(x_ptr, y_ptr):
     launch = exercises.Launch("add_up", (1,), {"x_ptr": torch.full((128,), 3e38), "y_ptr": torch.zeros(1)}, ("y_ptr",))
     outputs, _ = exercises.simulate_launch(source, launch)
     assert outputs["y_ptr"].item() == float("inf")
+
+
+WAIT = (
+    HEAD
+    + """from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from utils.attention.gluon.shared import tma_load
+
+
+@gluon.jit
+def read(x_desc, y_ptr, PARITY: gl.constexpr, EXTRA: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    slot = gl.allocate_shared_memory(x_desc.dtype, [16, 64], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    mbarrier.expect(full, x_desc.block_type.nbytes + EXTRA)
+    tma_load(x_desc, [0, 0], full, slot)
+    mbarrier.wait(full, PARITY)
+    gl.store(y_ptr, gl.max(gl.max(slot.load(layout).to(gl.float32), 1), 0))
+"""
+)
+
+
+def wait_launch(parity: int, extra: int = 0) -> exercises.Launch:
+    x = exercises.Tile(torch.ones(16, 64).half(), [16, 64])
+    args = dict(x_desc=x, y_ptr=torch.zeros(1), PARITY=parity, EXTRA=extra)
+    return exercises.Launch("read", (1,), args, ("y_ptr",))
+
+
+def test_a_failure_is_drawn_with_the_missing_order():
+    import matplotlib.pyplot as plt
+
+    report, run = exercises.simulate_failure(WAIT, wait_launch(0))
+    assert report == "" and run.ok and not any(e.kind in ("finding", "blocked") for e in run.events)
+    report, run = exercises.simulate_failure(WAIT, wait_launch(1))
+    assert report.startswith("race") and [e.line for e in run.events if e.kind == "finding"] == [run.reports[0].line]
+    figure, axes = run.plot()
+    assert any("race: line" in text.get_text() for text in axes.texts)
+    assert any(getattr(text, "arrow_patch", None) for text in axes.texts), "no arrow from the copy to the read"
+    plt.close(figure)
+    report, run = exercises.simulate_failure(WAIT, wait_launch(0, 64))
+    assert report.startswith("deadlock")
+    (stuck,) = (e for e in run.events if e.kind == "blocked")
+    assert stuck.buffer == "waits for full" and stuck.end > max(e.end for e in run.events if e is not stuck)
+    figure, axes = run.plot()
+    assert any("nobody can go on" in text.get_text() for text in axes.texts)
+    plt.close(figure)
+
+
+@pytest.mark.slow
+def test_machine_code_stands_below_its_line(cache):
+    code = exercises.machine_code(WAIT, wait_launch(0), "tma_load(|mbarrier.wait|mbarrier.expect")
+    lines = code.split("\nline ")
+    assert len(lines) == 3 and "mbarrier.arrive.expect_tx" in lines[0] and "SYNCS.ARRIVE" in lines[0]
+    assert "cp.async.bulk.tensor.2d" in lines[1] and "UTMALDG.2D" in lines[1]
+    assert "mbarrier.try_wait.parity" in lines[2] and "SYNCS.PHASECHK" in lines[2]
+    with pytest.raises(AssertionError, match="no line of"):
+        exercises.machine_code(WAIT, wait_launch(0), "warpgroup_mma")
+
+
+def test_a_wrong_result_names_the_mistake_that_explains_it():
+    from utils.checking.gluon_launches import edge_inputs, reference
+    from utils.checking.kernel_mistakes import SOFTMAX, Steps, attention_in_blocks, attention_mistakes, name_mistakes
+
+    torch.manual_seed(0)  # in some draws a mistake changes nothing
+    q, k, v, expected = edge_inputs(40, 67)
+    right = attention_in_blocks(q, k, v, Steps())
+    assert torch.allclose(right, expected) and torch.allclose(
+        attention_in_blocks(q, k, v, Steps(), downward=True), expected
+    )
+    causal = attention_in_blocks(q, k, v, Steps(visible=27))
+    assert torch.allclose(causal, reference(q, k, v, causal=True))
+    known = attention_mistakes(q, k, v, SOFTMAX)
+    for words, values in known.items():
+        noise = 1 + 0.001 * torch.randn_like(values)
+        assert words in name_mistakes((values * noise).bfloat16(), expected.bfloat16(), known), words
+    assert name_mistakes(torch.randn_like(expected), expected, known) == []

@@ -7,10 +7,13 @@ BUG names the mistake to plant; the kernel is correct with BUG="".
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.language.core import _aggregate as aggregate
 
-tma_load = gl.constexpr(getattr(tma, "async_load", None) or tma.async_copy_global_to_shared)
-tma_store = gl.constexpr(getattr(tma, "async_store", None) or tma.async_copy_shared_to_global)
+from utils.machine.versions import adopt_newest_gluon_names
+
+adopt_newest_gluon_names()
+aggregate = gluon.aggregate
+tma_load = gl.constexpr(tma.async_load)
+tma_store = gl.constexpr(tma.async_store)
 
 
 @aggregate
@@ -229,3 +232,31 @@ def misuse(y_ptr, WRONG: gl.constexpr):
 @gluon.jit
 def no_work(pair):
     pass
+
+
+if hasattr(gl, "aggregate_replace"):  # Triton 3.8 and later
+
+    @aggregate
+    class Place:
+        """No constructor: Triton makes one from the fields."""
+
+        row: gl.tensor
+        column: gl.tensor
+        WIDTH: gl.constexpr = gl.constexpr(8)
+
+        @gluon.jit
+        def at(self):
+            return self.row * self.WIDTH + self.column
+
+    @gluon.jit
+    def generated_constructors(y_ptr):
+        first = Place(gl.to_tensor(1), column=gl.to_tensor(2))
+        second = gl.aggregate_replace(first, row=gl.to_tensor(3))
+        third = Place(first.row, first.column, 16)
+        gl.store(y_ptr, first.at())
+        gl.store(y_ptr + 1, second.at())
+        gl.store(y_ptr + 2, third.at())
+
+    @gluon.jit
+    def field_left_out(y_ptr):
+        gl.store(y_ptr, Place(gl.to_tensor(1)).at())

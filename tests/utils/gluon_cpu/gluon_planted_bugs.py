@@ -16,9 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-tma_load = gl.constexpr(getattr(tma, "async_load", None) or tma.async_copy_global_to_shared)
-tma_store = gl.constexpr(getattr(tma, "async_store", None) or tma.async_copy_shared_to_global)
-cp_async = gl.constexpr(getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared)
+from utils.machine.versions import adopt_newest_gluon_names
+
+adopt_newest_gluon_names()
+tma_load = gl.constexpr(tma.async_load)
+tma_store = gl.constexpr(tma.async_store)
+cp_async = gl.constexpr(async_copy.async_load)
 
 
 # ---- a TMA ring between a producer and a consumer ----------------------------------------------------------------------

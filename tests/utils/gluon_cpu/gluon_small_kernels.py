@@ -2,8 +2,13 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from utils.machine.versions import adopt_newest_gluon_names
+
+adopt_newest_gluon_names()
+aggregate = gluon.aggregate
 
 
 @aggregate
@@ -114,3 +119,51 @@ def count_bank_conflicts(y_ptr, shared: gl.constexpr):
     x = gl.full([32, 32], 1.0, gl.float32, columns)
     a.store(x)
     gl.store(y_ptr, gl.bank_conflicts(x.type, a.type))
+
+
+@gluon.jit
+def old_cp_async(x_ptr, y_ptr):
+    """One tile by the name that cp.async had before Triton 3.8."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
+    at = gl.arange(0, 64, layout)
+    tile = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    async_copy.async_copy_global_to_shared(tile, x_ptr + at)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    gl.store(y_ptr + at, tile.load(layout))
+
+
+@gluon.jit
+def old_tma(x_desc, y_ptr):
+    """One tile by the name that a TMA load had before Triton 3.8."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 2], [1, 0])
+    tile = gl.allocate_shared_memory(gl.float32, x_desc.block_type.shape, x_desc.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, x_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(x_desc, [0, 0], bar, tile)
+    mbarrier.wait(bar, 0)
+    gl.store(y_ptr + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :], tile.load(layout))
+
+
+@gluon.jit
+def tile_behind_the_last(y_ptr, tiles, group):
+    """A scheduler's arithmetic for a tile that does not exist: the result is not used."""
+    place = tiles % (group - 8) + tiles // (group - 8)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    at = gl.arange(0, 128, layout)
+    gl.store(y_ptr + at, gl.where(at < 64, at % (at // 64), place))
+
+
+@gluon.jit
+def slot_used_again(x_ptr, y_ptr):
+    """A tile of 16 x 64 goes through the start of a slot of 32 x 64, read as 8 x 128."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    rows = gl.arange(0, 8, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, 128, gl.SliceLayout(0, layout))
+    at = rows[:, None] * 128 + columns[None, :]
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    slots = gl.allocate_shared_memory(gl.float32, [2, 32, 64], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    tile = slots.index(1)._reinterpret(gl.float32, [8, 128], shared)
+    tile.store(gl.load(x_ptr + at))
+    gl.store(y_ptr + at, tile.load(layout))

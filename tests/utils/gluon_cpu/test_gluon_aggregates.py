@@ -8,6 +8,7 @@ pytest.importorskip("triton", reason="gluon_cpu needs Triton for the language; t
 from tests.utils.gluon_cpu import gluon_aggregate_kernels as kernels
 from tests.utils.gluon_cpu.gluon_helpers import descriptor
 from utils import gluon_cpu
+from utils.machine import versions
 
 
 def launch_add(bug: str = "", seed: int | None = None, steps: int = 5, stages: int = 2):
@@ -65,3 +66,13 @@ def test_without_a_mistake_the_rules_are_silent():
     with gluon_cpu.simulate() as run:
         kernels.misuse[(1,)](torch.zeros(1), "")
     assert run.ok
+
+
+@pytest.mark.skipif(versions.installed_version("triton") < (3, 8), reason="Triton generates constructors from 3.8 on")
+def test_constructors_that_triton_generates():
+    y = torch.zeros(3, dtype=torch.int32)
+    with gluon_cpu.simulate():
+        kernels.generated_constructors[(1,)](y)
+    assert y.tolist() == [10, 26, 18]
+    with gluon_cpu.simulate(), pytest.raises(gluon_cpu.KernelError, match="did not set the field column"):
+        kernels.field_left_out[(1,)](y)

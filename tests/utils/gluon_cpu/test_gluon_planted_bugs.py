@@ -87,7 +87,7 @@ PRODUCT = {
     "missing warpgroup_mma_wait": ("race", "warpgroup_mma_wait", {}),
     "wait for too few": ("race", "warpgroup_mma_wait", {}),
     "operand layout not converted": ("layout", "DotOperandLayout", {}),
-    "operand not for wgmma": ("layout", "NVMMASharedLayout only", {}),
+    "operand not for wgmma": ("layout", "the instruction reads NVMMASharedLayout", {}),
     "old version": ("layout", "version [3, 0]", {"version": [2, 0]}),
     "instruction too wide": ("layout", "smaller than one instruction", {"instruction": [16, 128, 16]}),
     "instruction not 16 rows": ("layout", "16 rows", {"instruction": [64, 64, 16]}),

@@ -12,7 +12,6 @@ import torch
 
 pytest.importorskip("triton", reason="gluon_cpu needs Triton for the language; there are wheels for Linux only")
 
-import triton
 from triton.experimental.gluon import language as gl
 
 from tests.utils.gluon_cpu import gluon_correct_kernels as kernels
@@ -20,6 +19,7 @@ from tests.utils.gluon_cpu import gluon_small_kernels as small
 from tests.utils.gluon_cpu.gluon_helpers import descriptor
 from utils import gluon_cpu
 from utils.gluon_cpu import simulation
+from utils.machine import versions
 
 
 def launch_add(seed=None, n=160, **options):
@@ -190,13 +190,42 @@ def test_bad_launches():
             small.programs[(1,)](x)
 
 
-def test_other_tritons_are_refused(monkeypatch):
-    monkeypatch.setattr(triton, "__version__", "3.8.0")
-    with pytest.raises(RuntimeError, match=r"Triton 3\.6 and 3\.7; this is 3\.8\.0"), gluon_cpu.simulate():
+def test_older_tritons_are_refused(monkeypatch):
+    monkeypatch.setattr(versions, "installed_version", lambda package: (3, 5))
+    with pytest.raises(RuntimeError, match=r"Triton 3\.6 and later"), gluon_cpu.simulate():
         pass
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ImportError, match="pip install"):
         simulation.check_version()
+
+
+@pytest.mark.parametrize("kernel", [small.old_cp_async, small.old_tma])
+def test_names_that_triton_removed_are_refused_as_triton_refuses_them(kernel):
+    """Up to Triton 3.8 the old names work, from 3.9 on they raise an error: here as there."""
+    x, y = torch.arange(64.0), torch.zeros(64)
+    source = descriptor(x[None], [1, 64]) if kernel is small.old_tma else x
+    with gluon_cpu.simulate():
+        if versions.installed_version("triton") < (3, 9):
+            kernel[(1,)](source, y, num_warps=2)
+            assert torch.equal(y, x)
+        else:
+            with pytest.raises(gluon_cpu.UnknownOperationError, match="call async_load instead"):
+                kernel[(1,)](source, y, num_warps=2)
+
+
+def test_a_division_by_zero_is_no_error_as_on_a_gpu():
+    y = torch.zeros(128, dtype=torch.int32)
+    with gluon_cpu.simulate():
+        small.tile_behind_the_last[(1,)](y, 7, 8)
+    assert y[64:].tolist() == [7 - 1] * 64  # the remainder is the dividend, all bits of the quotient are set
+    assert y[:64].tolist() == list(range(64))
+
+
+def test_a_slot_is_used_again_with_another_shape():
+    x, y = torch.randn(8, 128), torch.zeros(8, 128)
+    with gluon_cpu.simulate():
+        small.slot_used_again[(1,)](x, y)
+    assert torch.equal(x, y)
 
 
 # ---- kernels of this project ----------------------------------------------------------------------------------------

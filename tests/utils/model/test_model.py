@@ -163,6 +163,27 @@ def test_decode_with_cache_is_the_row_of_a_full_forward(layer_idx, implementatio
 
 
 @both_types
+@pytest.mark.parametrize("prompt", [30, WINDOW + 5])
+def test_decode_with_a_given_attention_is_the_same(layer_idx, prompt):
+    from utils.attention import attention_decode
+
+    built = build(layer_idx)
+    hidden_states, _ = create_prefill_inputs(2, prompt, HIDDEN, torch.float32, "cpu")
+    own, given = (initialize_kv_cache(built[0].config, WINDOW + 20) for _ in range(2))
+    prefill(built, hidden_states, own)
+    prefill(built, hidden_states, given)
+    for position in (prompt, prompt + 1):
+        token, position_ids, cache_positions = create_decode_inputs_with_cache(
+            2, position, HIDDEN, torch.float32, "cpu"
+        )
+        arguments = built[0], token, position_ids, embed(built, token, position_ids), True
+        expected = decode_forward(*arguments, own, cache_positions)
+        out = decode_forward(*arguments, given, cache_positions, attend=attention_decode)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+        assert built[0].config._attn_implementation == "sdpa"
+
+
+@both_types
 @both_implementations
 def test_decode_without_cache_is_the_last_row_of_a_full_forward(layer_idx, implementation):
     built = build(layer_idx, implementation)

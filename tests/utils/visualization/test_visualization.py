@@ -561,7 +561,9 @@ def test_flash_takes_other_columns_and_sorts(attention_frame):
     [
         (lambda df: df.drop(columns="flash_ms"), "no column 'flash_ms'; it has"),
         (lambda df: df.iloc[:0], "df has no rows"),
-        (lambda df: df.assign(sdpa_ms=[1, math.nan, 1, 1]), "sdpa_ms at seq_len 1024 must be positive and finite"),
+        (lambda df: df.assign(sdpa_ms=[1, math.nan, 1, 1]), "sdpa_ms is NaN where its memory is not"),
+        (lambda df: df.assign(sdpa_ms=math.nan, sdpa_mem_gb=math.nan), "sdpa_ms is NaN at every length"),
+        (lambda df: df.assign(sdpa_ms=[1, math.inf, 1, 1]), "sdpa_ms at seq_len 1024 must be positive and finite"),
         (lambda df: df.assign(flash_mem_gb=0.0), "flash_mem_gb at seq_len 512 must be positive"),
         (lambda df: df.assign(flash_ms=df.flash_ms / 1e3), "looks like seconds"),
         (lambda df: df.assign(sdpa_mem_gb=df.sdpa_mem_gb * 1e9), "looks like MB or bytes"),
@@ -573,6 +575,15 @@ def test_flash_refuses_in_a_sentence(attention_frame, change, message):
     with pytest.raises(ValueError, match=message):
         plot_flash_attn_improvement(change(attention_frame))
     assert plt.get_fignums() == []
+
+
+def test_flash_draws_what_ran_out_of_memory(attention_frame):
+    last = attention_frame.index[-1]
+    attention_frame.loc[last, ["sdpa_ms", "sdpa_mem_gb"]] = math.nan
+    figure, axes = plot_flash_attn_improvement(attention_frame)
+    for ax in axes:
+        assert [text.get_text() for text in ax.texts].count("out of memory") == 1
+    figure.canvas.draw()
 
 
 def test_flash_columns_must_pair_up(attention_frame):
@@ -715,3 +726,17 @@ def test_no_plot_warns(attention_frame):
         warnings.simplefilter("error")
         for plot in all_plots(attention_frame).values():
             plot()[0].canvas.draw()
+
+
+def test_a_mask_saved_plainly_keeps_its_titles():
+    """`fig.savefig(path)` without bbox_inches: nothing may stand outside of the figure."""
+    from utils.attention.masks import causal
+    from utils.visualization import plot_mask
+
+    for masks in ([causal], [causal, None]):
+        figure, axes = plot_mask(masks, 256)
+        figure.canvas.draw()
+        for ax in axes.flat:
+            title = ax._left_title.get_window_extent()
+            assert figure.bbox.y0 <= title.y0 and title.y1 <= figure.bbox.y1
+        plt.close(figure)

@@ -1,11 +1,17 @@
-"""This course's own FlashAttention for Hopper, in Gluon: step 5 of the ladder in `utils/attention/gluon`."""
+"""This course's own FlashAttention for Hopper, in Gluon: step 5 of the ladder in `utils/attention/gluon`.
+
+A few queries over more keys go to the decode kernel (`utils/attention/gluon/decode`), which splits the keys.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from utils.attention.gluon.decode.plan import refuse
 from utils.attention.problem import Backend, Problem, accept_plain, bind_plain
 from utils.machine.device import Support, gluon_support
+
+FEW_QUERIES = 64  # up to this many new tokens the decode kernel is faster than step 5
 
 
 def _accepts(problem: Problem) -> Support:
@@ -15,12 +21,20 @@ def _accepts(problem: Problem) -> Support:
         return Support(False, f"it takes float16 and bfloat16, not {problem.type_name}.")
     if problem.head_dim % 8 or not 8 <= problem.head_dim <= 256:
         return Support(False, f"its head dimension is a multiple of 8 up to 256, and {problem.head_dim} was given.")
-    if problem.needs_grad:
-        return Support(False, "it has no backward pass yet, and an input requires a gradient.")
     return Support(True)
 
 
+def decodes(problem: Problem) -> bool:
+    """Whether the decode kernel takes this: few queries, and more keys than a tile of step 5 has."""
+    few = problem.sq <= FEW_QUERIES and problem.sk > problem.sq
+    return few and not refuse(problem.heads // problem.kv_heads, problem.sq, problem.batch)
+
+
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:
+    if decodes(problem):
+        from utils.attention.gluon.decode.launch import decode
+
+        return decode(q, k, v, causal=problem.causal, scale=problem.scale, window=problem.window)
     from utils.attention.gluon.launch import forward
 
     return forward(q, k, v, causal=problem.causal, scale=problem.scale, window=problem.window)
@@ -29,7 +43,7 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) ->
 def _implementation() -> str:
     import triton
 
-    return f"Gluon of Triton {triton.__version__}, step 5"
+    return f"Gluon of Triton {triton.__version__}, step 5, and its decode kernel"
 
 
 BACKENDS = {
@@ -39,7 +53,7 @@ BACKENDS = {
         machine=gluon_support,
         accepts=accept_plain(_accepts),
         bind=bind_plain(_run),
-        kernels=r"attention_step5",
+        kernels=r"attention_(step5|decode)",
         implementation=_implementation,
     )
 }

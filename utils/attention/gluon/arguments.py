@@ -67,10 +67,11 @@ class Arguments:
         """TMA descriptors of q, k, v and out, with boxes of a consumer's rows and of a block of keys."""
         rows = BLOCK_M, self.plan.block_n, self.plan.block_n, BLOCK_M
         tensors = self.q, self.k, self.v, self.out
-        return [_descriptor(x, n, self.plan.block_d) for x, n in zip(tensors, rows, strict=True)]
+        return [descriptor(x, n, self.plan.block_d) for x, n in zip(tensors, rows, strict=True)]
 
 
-def _descriptor(x: torch.Tensor, rows: int, columns: int):
+def descriptor(x: torch.Tensor, rows: int, columns: int):
+    """TMA descriptor of a tensor (B, H, S, D) with boxes of `rows` rows and `columns` columns."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -83,3 +84,16 @@ def _descriptor(x: torch.Tensor, rows: int, columns: int):
 def unused(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A tensor to point at for an argument that the kernel does not touch."""
     return torch.zeros(4, dtype=dtype, device=device)
+
+
+def strides_fit(x: torch.Tensor) -> bool:
+    """Whether TMA can walk these strides: the head dimension contiguous, the others multiples of 16 bytes."""
+    strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    return x.stride(-1) == 1 and all(stride % 8 == 0 and stride > 0 for stride in strides)
+
+
+def addressable(x: torch.Tensor) -> torch.Tensor:
+    """Return x if TMA can address it (`strides_fit`, and it begins at a multiple of 16 bytes), else a copy."""
+    if strides_fit(x) and x.data_ptr() % 16 == 0:
+        return x
+    return x.contiguous() if not x.is_contiguous() else x.clone()

@@ -9,7 +9,8 @@ from dataclasses import asdict
 
 import torch
 
-from utils.attention.gluon.arguments import Arguments, unused
+from utils.attention.gluon.arguments import Arguments, addressable, unused
+from utils.attention.gluon.backward.operator import differentiate
 from utils.attention.gluon.plan import Plan, plan_for, variant_for
 from utils.kernels.handle import Handle, observed
 
@@ -56,6 +57,9 @@ def _attention_gluon_fake(q, k, v, causal, scale, window, return_lse, step):
     return _empty_results(q, return_lse)
 
 
+differentiate(attention_gluon)
+
+
 def _run(q, k, v, causal: bool, scale: float, window: int, return_lse: bool, step: int):
     """Launch a step: again as an earlier launch on tensors of these shapes, strides and types, if there was one.
 
@@ -76,7 +80,7 @@ def _run(q, k, v, causal: bool, scale: float, window: int, return_lse: bool, ste
         kept(q, k, v, out, unused(q.device) if lse is None else lse)
         return out, lse
     given = q, k, v
-    q, k, v = map(_addressable, given)
+    q, k, v = map(addressable, given)
     with torch.cuda.device(q.device):
         handle = _launch(step, q, k, v, out, lse, causal, scale * LOG2_E, window, return_lse)
     if handle is not None and all(x is y for x, y in zip((q, k, v), given, strict=True)):
@@ -118,19 +122,12 @@ def forward(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     # The operator costs the host several times as much as the launch: it is for those who have to see it.
-    bare = q.is_cuda and scale > 0 and not observed(q, k, v)
-    call = _run if bare else attention_gluon
-    out, lse = call(q, k, v, causal, scale, window or 0, return_lse, step)
+    if q.is_cuda and scale > 0 and not observed(q, k, v):
+        out, lse = _run(q, k, v, causal, scale, window or 0, return_lse, step)
+    else:
+        needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        out, lse = attention_gluon(q, k, v, causal, scale, window or 0, return_lse or needs_grad, step)
     return (out, lse) if return_lse else out
-
-
-def _addressable(x: torch.Tensor) -> torch.Tensor:
-    """Return x if TMA can address it (head dimension contiguous, rows at multiples of 16 bytes), else a copy."""
-    strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
-    aligned = x.data_ptr() % 16 == 0 and all(stride % 8 == 0 and stride > 0 for stride in strides)
-    if x.stride(-1) == 1 and aligned:
-        return x
-    return x.contiguous() if not x.is_contiguous() else x.clone()
 
 
 def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: bool) -> Plan:

@@ -11,15 +11,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin, tensor
 from triton.experimental.gluon.language.nvidia.hopper import tma
-from triton.language import core
 
-# Triton 3.8 renamed the two TMA copies.
-tma_load = gl.constexpr(getattr(tma, "async_load", None) or tma.async_copy_global_to_shared)
-tma_store = gl.constexpr(getattr(tma, "async_store", None) or tma.async_copy_shared_to_global)
-thread_barrier = gl.constexpr(getattr(gl, "barrier", None) or gl.thread_barrier)
+from utils.machine import versions
 
-# Newer versions of Triton export the decorator.
-aggregate = getattr(gl, "aggregate", None) or core._aggregate
+versions.adopt_newest_gluon_names()
+tma_load = gl.constexpr(tma.async_load)
+tma_store = gl.constexpr(tma.async_store)
+thread_barrier = gl.constexpr(gl.barrier)
+aggregate = gluon.aggregate
 
 LN2 = gl.constexpr(0.6931471805599453)
 MINUS_INF = gl.constexpr(float("-inf"))

@@ -46,7 +46,7 @@ def copy_rows(
     r = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
     d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
     # Masked elements are zero-filled, 16 bytes at a time: HEAD_DIM is a multiple of 8.
-    async_copy.async_copy_global_to_shared(slot, base + r.to(gl.int64) * stride + d, mask=(r < rows) & (d < HEAD_DIM))
+    async_copy.async_load(slot, base + r.to(gl.int64) * stride + d, mask=(r < rows) & (d < HEAD_DIM))
 
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,6 +66,7 @@ def choose(
         seconds = math.inf if max_seconds is None else max_seconds
         if not seconds > 0:
             raise BenchError(f"--max-seconds is {max_seconds}; it must be above 0.")
+        _check_writable(out)
         document = _sweep_with_progress(
             shapes,
             out,
@@ -83,6 +85,13 @@ def choose(
     typer.echo(f"{document['status']}: {shapes_done(document, shapes)} of {len(shapes)} shapes; {files}", err=True)
     if document["status"] == "stopped":
         typer.echo("--max-seconds ended it; the same command goes on from there.", err=True)
+
+
+def _check_writable(out: Path) -> None:
+    """Fail before the timing if the sweep's file could not be written after it."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=out.parent):
+        pass
 
 
 def _other_providers(text: str) -> list[str]:

@@ -1,0 +1,114 @@
+"""`labs demo`: the solved labs, run from top to bottom, as pages to look at with a summary."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+
+from instructor.build import Built
+from instructor.execute import Execution, execute
+from utils.files import ROOT, write_whole
+
+STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem}"
+    "table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid #ddd;padding:.4rem .6rem;text-align:left}"
+    "@media(prefers-color-scheme:dark){body{background:#14181e;color:#ddd}a{color:#7fb6e8}td,th{border-color:#333}}"
+)
+
+
+def run_demo(labs: Sequence[Built], target: Path, step: Callable[[str, int, int], None], timeout: int = 900) -> Path:
+    """Run solved labs; write their notebooks, pages, traces and a summary into `target`, and return the summary's path.
+
+    Each lab runs in a folder of its own, so that what it writes, such as traces, stays beside its page. The summary is
+    written after every lab: a run that is stopped leaves what was done.
+
+    Args:
+        labs: the labs.
+        target: the folder.
+        step: called after each cell with the name of the lab, and the numbers of cells that have run and of all cells.
+        timeout: seconds that one cell may take.
+    """
+    totals = [len(nbformat.reads(built.instructor, as_version=4).cells) for built in labs]
+    summary, done = target / "index.html", 0
+    rows: list[tuple[str, Execution, list[str]]] = []
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))  # the kernels import utils from there
+    try:
+        for built, total in zip(labs, totals, strict=True):
+            folder = target / built.name
+            folder.mkdir(parents=True, exist_ok=True)
+            link = folder / "assets"  # figures and recorded results, which the labs read from the current folder
+            if not link.exists():
+                link.symlink_to(ROOT / "assets")
+            execution = execute(
+                built.instructor, timeout=timeout, folder=folder, on_cell=_Steps(step, built.name, done, sum(totals))
+            )
+            done += total
+            rows.append((built.name, execution, _write(folder, built.name, execution)))
+            write_whole(summary, summary_page(rows))
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return summary
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Counts the cells of one lab on from those of the labs before it."""
+
+    step: Callable[[str, int, int], None]
+    name: str
+    start: int
+    total: int
+
+    def __call__(self, index: int) -> None:
+        self.step(self.name, self.start + index + 1, self.total)
+
+
+def _write(folder: Path, name: str, execution: Execution) -> list[str]:
+    """Write notebook, page and record of an executed lab; return the names of all files in its folder."""
+    from nbconvert import HTMLExporter
+
+    nbformat.write(execution.notebook, folder / f"{name}.ipynb")
+    body, _ = HTMLExporter(embed_images=True).from_notebook_node(
+        execution.notebook, resources={"metadata": {"path": str(folder)}}
+    )
+    write_whole(folder / f"{name}.html", body)
+    write_whole(folder / "run.json", json.dumps(execution.record(), indent=1) + "\n")
+    return sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and "assets" not in path.relative_to(folder).parts and "__pycache__" not in path.parts
+    )
+
+
+def summary_page(rows: Sequence[tuple[str, Execution, list[str]]]) -> str:
+    """Return the page that says what ran, where, for how long, and what ended with an error."""
+    machine = rows[0][1].record()["environment"]
+    lines = []
+    for name, execution, files in rows:
+        slowest = max(execution.seconds, key=execution.seconds.__getitem__, default="-")
+        failed = "; ".join(f"{cell}: {text.splitlines()[0]}" for cell, text in execution.errors.items()) or "none"
+        links = ", ".join(f'<a href="{name}/{html.escape(file)}">{html.escape(file)}</a>' for file in files)
+        seconds = f"{sum(execution.seconds.values()):.0f} s"
+        longest = f"{html.escape(slowest)}, {execution.seconds.get(slowest, 0):.0f} s"
+        page = f'<a href="{name}/{name}.html"><b>{name}</b></a>'
+        lines.append(
+            f"<tr><td>{page}</td><td>{seconds}</td><td>{longest}</td><td>{html.escape(failed)}</td><td>{links}</td></tr>"
+        )
+    where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads, no GPU"
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>GPU Efficiency Labs: demo</title><style>{STYLE}</style>'
+        f"<h1>GPU Efficiency Labs</h1><p>The solved labs, run from top to bottom on {html.escape(where)}: torch "
+        f"{machine['torch']}, Triton {machine['triton']}, commit {(machine['commit'] or 'unknown')[:7]}. Traces (.json) open "
+        "in ui.perfetto.dev or chrome://tracing.</p><table><tr><th>Lab</th><th>Took</th><th>Longest cell</th><th>Errors</th>"
+        f"<th>Files</th></tr>{''.join(lines)}</table></html>\n"
+    )

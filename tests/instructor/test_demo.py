@@ -1,0 +1,32 @@
+"""`labs demo`: solved labs as pages, with what they wrote and a summary."""
+
+import nbformat
+import pytest
+
+from instructor.build import Built
+from instructor.demo import run_demo
+from utils.files import ROOT
+
+
+@pytest.mark.slow
+def test_a_demo_has_pages_files_and_a_summary(tmp_path):
+    sources = {
+        "lab8": [
+            "from pathlib import Path\nimport utils",
+            "Path('trace.json').write_text('[]')\nPath('assets/gemm_tiling.svg').stat()",
+        ],
+        "lab9": ["1 / 0", "print('went on')"],
+    }
+    labs = []
+    for name, cells in sources.items():
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+        notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        labs.append(Built(name, nbformat.writes(notebook), "", []))
+    steps = []
+    page = run_demo(labs, tmp_path, lambda *step: steps.append(step), timeout=60)
+    text = page.read_text()
+    assert 'href="lab8/lab8.html"' in text and 'href="lab8/trace.json"' in text and "ZeroDivisionError" in text
+    assert "went on" in (tmp_path / "lab9" / "lab9.html").read_text()
+    assert (tmp_path / "lab9" / "lab9.ipynb").exists() and (tmp_path / "lab9" / "run.json").exists()
+    assert steps[-1] == ("lab9", 4, 4) and steps[0] == ("lab8", 1, 4)
+    assert (tmp_path / "lab8" / "assets").resolve() == ROOT / "assets"

@@ -1,0 +1,128 @@
+"""What lab 1 says about its record from an H200, and about hardware, holds: each sentence beside the number that it is about."""
+
+import json
+import re
+
+import pytest
+
+from instructor.build import ROOT, build_lab
+from instructor.points import lab_path
+from utils.config import GEMMA_CONFIG, GPU_SPECS, get_ridge_point
+
+H200 = GPU_SPECS["H200"]
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    """The instructor's notebook, answers in words included, as one line."""
+    cells = json.loads(build_lab(lab_path("lab1")).instructor)["cells"]
+    return re.sub(r"\s+", " ", " ".join("".join(cell["source"]) for cell in cells))
+
+
+@pytest.fixture(scope="module")
+def tables() -> dict[str, list[dict]]:
+    return json.loads((ROOT / "assets/results/h200/lab1.json").read_text())["tables"]
+
+
+def row(table: list[dict], **where) -> dict:
+    (found,) = [row for row in table if all(row[name] == value for name, value in where.items())]
+    return found
+
+
+def says(text: str, *sentences: str) -> None:
+    """Check that the lab still says this: a test of a sentence that is gone would hold for nothing."""
+    for sentence in sentences:
+        assert sentence in text, sentence
+
+
+def test_opening(text, tables):
+    says(
+        text,
+        "An H200 can do 989 trillion bf16 operations a second.",
+        "it does less than one hundredth of a percent of that",
+        "Memory alone would allow about three hundred times as much.",
+        "It reaches less than one percent of its *memory* roof.",
+        "On the H200 at batch 1 it is 0.3% of the memory roof",
+    )
+    decode = row(tables["layer_roofline"], operation="decode B1")
+    assert round(H200["bf16_tflops"]) == 989
+    assert decode["TFLOP/s"] / H200["bf16_tflops"] < 1e-4
+    assert decode["FLOPs/Byte"] < get_ridge_point("H200", "bf16")  # so the memory roof is the lower one
+    assert decode["share"] == pytest.approx(decode["TFLOP/s"] / (decode["FLOPs/Byte"] * H200["memory_bandwidth_tb_s"]))
+    assert 250 <= 1 / decode["share"] <= 350
+    assert f"{decode['share']:.1%}" == "0.3%"
+
+
+def test_memory_of_the_naive_product(text):
+    says(text, "an H200 would need almost 2,000 TB/s, and has 4.8")
+    assert 1900 < H200["bf16_tflops"] * 2 < 2000 and H200["memory_bandwidth_tb_s"] == 4.8
+
+
+def test_page_on_the_gpu(text):
+    says(
+        text,
+        "an H200 has 132 of them",
+        "The **L2 cache**, 60 MB",
+        "the 141 GB in the GPU's name",
+        "4.8 TB/s, which is fast",
+    )
+    assert (H200["sm_count"], H200["l2_mb"], H200["memory_gb"]) == (132, 60, 141)
+
+
+def test_ridge_points_by_year(text):
+    says(text, "To the right, then back (the H200 is an H100 with faster memory), and to the right again.")
+    a100, h100, h200, b200 = (get_ridge_point(name, "bf16") for name in ("A100", "H100", "H200", "B200"))
+    assert a100 < h100 > h200 < b200
+    assert GPU_SPECS["H100"]["bf16_tflops"] == H200["bf16_tflops"]
+
+
+def test_large_products_reach_four_fifths_of_the_peak(text, tables):
+    says(text, "and reach 80% of the peak all the same")
+    assert 0.75 < row(tables["roofline"], operation="gemm 8192")["share"] < 0.85
+
+
+def test_weights_and_output_head(text):
+    says(text, "One token in one Gemma-3 layer reads 11 MB of weights. An H200 does that in 2.3 µs", "262,144 words")
+    c = GEMMA_CONFIG
+    heads = c.num_attention_heads + c.num_key_value_heads
+    weights = 2 * c.hidden_size * c.head_dim * heads + 3 * c.hidden_size * c.intermediate_size
+    assert round(2 * weights / 1e6) == 11
+    assert 2 * weights / H200["memory_bandwidth_tb_s"] / 1e6 == pytest.approx(2.3, abs=0.05)
+    assert c.vocab_size == 262_144
+    assert c.num_hidden_layers * weights * 2 / 1e9 == pytest.approx(0.2005, abs=1e-4)
+
+
+def test_kernels_of_gelu_by_hand(text, tables):
+    """Counted after a synchronize, a chain of nine operators is nine kernels on a GPU, however long they are."""
+    says(text, "The chain of nine operators")
+    assert row(tables["gelu"], GELU="by hand")["kernels"] == 9
+    assert {way["kernels"] for way in tables["gelu"] if way["GELU"] != "by hand"} == {1}
+
+
+def test_graphs(text, tables):
+    says(
+        text,
+        "a CUDA graph gains nothing at batch 8, and a part of the time at batch 1",
+        "one launch is left of about ninety",
+        "The graph is still far above the memory floor",
+    )
+    graphs = tables["cuda_graphs"]
+    decode = row(graphs, phase="decode after 512", batch=1)
+    assert 85 <= decode["kernels"] <= 95 and 85 <= decode["launches"] <= 95 and decode["launches of the graph"] == 1
+    assert decode["gain"] > 4 and decode["graph_ms"] > 10 * 0.0023
+    one, eight = (row(graphs, phase="prefill of 8192", batch=batch) for batch in (1, 8))
+    assert 1.2 < one["gain"] < 2.6 and 0.95 < eight["gain"] < 1.1
+    # "At batch 8 the kernels are longer than a launch", at batch 1 shorter.
+    launch_us = 1e3 * decode["eager_ms"] / decode["kernels"]
+    assert 1e3 * eight["graph_ms"] / eight["kernels"] > launch_us > 1e3 * one["graph_ms"] / one["kernels"]
+
+
+def test_own_flash_attention(text, tables):
+    """The record holds three versions, and the memory of the student's loop grows like the library's."""
+    says(text, "it grows like the library's, not like the square", "On a GPU it is even slower than standard attention")
+    first, last = tables["flash_attention"][0], tables["flash_attention"][-1]
+    longer = last["seq_len"] / first["seq_len"]
+    assert last["standard_mem_gb"] / first["standard_mem_gb"] > 0.8 * longer**2
+    assert last["yours_mem_gb"] / first["yours_mem_gb"] < 1.5 * longer
+    assert last["library_mem_gb"] / first["library_mem_gb"] < 1.2 * longer
+    assert last["yours_ms"] > last["standard_ms"]

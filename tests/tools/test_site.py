@@ -1,0 +1,105 @@
+"""The site: students' cells with the outputs of a solved run, links that lead somewhere, no solutions."""
+
+import json
+import re
+from importlib.util import find_spec
+
+import nbformat
+import pytest
+
+import tools.site.__main__ as site
+from instructor.build import build_lab
+from instructor.points import lab_path
+from tools.site import pages
+from utils.files import ROOT
+
+
+@pytest.fixture(scope="module")
+def built():
+    return build_lab(lab_path("lab3_gluon"))
+
+
+def executed(built) -> dict:
+    """The instructor's notebook, as after a run in which every code cell printed its own id."""
+    notebook = nbformat.reads(built.instructor, as_version=4)
+    for number, cell in enumerate(notebook.cells):
+        if cell.cell_type == "code":
+            cell.execution_count = number
+            cell.outputs = [nbformat.v4.new_output("stream", text=f"out of {cell.id}\n")]
+    return notebook
+
+
+def test_the_cells_are_the_students_and_the_outputs_are_those_of_the_run(built):
+    student = nbformat.reads(built.student, as_version=4)
+    shown = nbformat.reads(pages.with_outputs(built.student, executed(built)), as_version=4)
+    assert [cell.source for cell in shown.cells] == [cell.source for cell in student.cells]
+    for cell in shown.cells:
+        if cell.cell_type == "code":
+            assert cell.outputs[0].text == f"out of {cell.id}\n"
+
+
+def test_a_run_of_other_code_is_not_taken(built):
+    notebook = executed(built)
+    assert site.same_code(built.instructor, notebook)
+    notebook.cells[-1].source += "\n# changed"
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    code[0].source += "\n# changed"
+    assert not site.same_code(built.instructor, notebook)
+
+
+def test_an_output_with_a_solution_is_not_published(built, tmp_path, monkeypatch):
+    notebook = executed(built)
+    answer = next(c for c in notebook.cells if "### BEGIN SOLUTION" in c.source)
+    answer.outputs = [nbformat.v4.new_output("stream", text=answer.source)]
+    leaking = pages.with_outputs(built.student, notebook)
+    monkeypatch.setattr(site, "collect", lambda folder, notebooks: {"lab3_gluon.ipynb": leaking.encode()})
+    with pytest.raises(site.SiteError, match="would publish solutions"):
+        site.build(tmp_path / "site", {})
+    assert not (tmp_path / "site").exists()
+
+
+@pytest.mark.parametrize("document", [file for file in pages.PAGES if file.endswith(".md")])
+def test_links_of_the_pages_lead_to_pages_or_copies(document):
+    links = pages.Links()
+    text = links.rewrite((ROOT / document).read_text(encoding="utf-8"), document)
+    for target in re.findall(r"\]\(([^)\s#]+)[^)]*\)", re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.DOTALL)):
+        known = {*pages.PAGES.values(), *links.files.values()}
+        assert target in known or re.match(r"[a-z]+:", target), f"{document}: {target}"
+
+
+def test_a_link_in_code_stays_as_it_is():
+    text = "[a](students.md)\n```\n[b](docs/students.md)\n```\n[c](docs/students.md) [d](docs)"
+    assert pages.Links().rewrite(text.replace("[a](students.md)", "x"), "README.md") == (
+        "x\n```\n[b](docs/students.md)\n```\n[c](students.md) d"
+    )
+
+
+def test_a_link_that_leads_nowhere_stops_the_build():
+    with pytest.raises(FileNotFoundError, match=r"README\.md links to gone\.md"):
+        pages.Links().rewrite("[a](gone.md)", "README.md")
+
+
+def test_the_reference_has_every_name():
+    import utils
+
+    text = pages.api_page()
+    for name in utils.__all__:
+        assert f"## `{name}`" in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("sphinx") is None, reason="Sphinx is missing: `make site` adds it")
+def test_the_site_is_built_without_a_warning(built, tmp_path):
+    from instructor.points import lab_names
+
+    labs = {name: build_lab(lab_path(name)).student for name in lab_names()}
+    labs["lab3_gluon"] = pages.with_outputs(built.student, executed(built))
+    page = site.build(tmp_path / "site", labs)
+    text = page.read_text(encoding="utf-8")
+    assert "Search" in text and "theme-switch" in text
+    lab = (page.parent / "lab3_gluon.html").read_text(encoding="utf-8")
+    assert "out of q3_2" in lab and "YOUR CODE HERE" in lab and "BEGIN SOLUTION" not in lab
+    assert json.loads(re.search(r"\((.*)\)", (page.parent / "searchindex.js").read_text(), re.DOTALL)[1])["titles"]
+    assert not (page.parent / "_sources").exists()
+    for target in re.findall(r'(?:href|src)="([^"#:?]+)["#?]', text):
+        assert (page.parent / target).exists(), target

@@ -1,0 +1,184 @@
+"""The backward ladder without a GPU: every step against float64 in the simulator, and the operator's shapes."""
+
+import random
+
+import pytest
+import torch
+
+from tests.marks import slow_but_first
+from utils.attention.reference import reference, reference_gradients
+from utils.machine.device import offline_compile_support
+
+pytestmark = pytest.mark.skipif(not offline_compile_support(), reason=offline_compile_support().reason)
+
+LIMITS = {torch.bfloat16: 8e-3, torch.float16: 1e-3}  # relative error: 2^-9 and 2^-12 a rounding, a few of them
+
+
+def relative_error(x, expected):
+    norm = expected.norm()
+    return ((x.double() - expected).norm() / norm).item() if norm > 1e-12 else x.double().abs().max().item()
+
+
+def tensors(batch, heads, kv_heads, sq, sk, head_dim, dtype, seed=0):
+    torch.manual_seed(seed)
+    q, dout = (torch.randn(batch, heads, sq, head_dim, dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(batch, kv_heads, sk, head_dim, dtype=dtype) for _ in range(2))
+    return q, k, v, dout
+
+
+def simulated(q, k, v, dout, seed=None, step=4, deterministic=False, plan=None, **problem):
+    """Run a backward in the simulator: its gradients, and those of float64."""
+    from utils import gluon_cpu
+    from utils.attention.gluon.backward.launch import backward
+
+    out, lse = reference(q, k, v, **problem)
+    with gluon_cpu.simulate(seed=seed) as run:
+        gradients = backward(
+            *(dout, q, k, v, out.to(q.dtype), lse.float()), step=step, deterministic=deterministic, plan=plan, **problem
+        )
+    assert run.ok
+    return gradients, reference_gradients(q, k, v, dout, **problem)[1]
+
+
+def check(gradients, expected, dtype):
+    for name, x, y in zip(("dq", "dk", "dv"), gradients, expected, strict=True):
+        assert x.dtype == dtype
+        assert relative_error(x, y) < LIMITS[dtype], name
+
+
+QUICK = {(1, 64), (2, 64), (3, 128), (4, 64), (4, 128), (4, 256)}
+LADDER = [
+    pytest.param(step, head_dim, marks=[] if (step, head_dim) in QUICK else pytest.mark.slow)
+    for step in (1, 2, 3, 4)
+    for head_dim in (64, 128, 256)
+]
+
+
+@pytest.mark.parametrize(("step", "head_dim"), LADDER)
+def test_each_step_matches_float64(step, head_dim):
+    q, k, v, dout = tensors(1, 2, 1, 200, 150, head_dim, torch.bfloat16)
+    check(*simulated(q, k, v, dout, step=step, causal=True), torch.bfloat16)
+
+
+@pytest.mark.parametrize("head_dim", slow_but_first([256, 64, 128]))
+def test_the_deterministic_mode_matches_float64(head_dim):
+    q, k, v, dout = tensors(1, 2, 1, 270, 150, head_dim, torch.float16)
+    check(*simulated(q, k, v, dout, causal=True, deterministic=True), torch.float16)
+
+
+PROBLEMS = [
+    {"causal": True, "window": 40},
+    {"window": 30},
+    {"scale": -0.3},  # a negative factor turns the order of the scores around
+    {"scale": 0.0},
+    {},
+]
+
+
+@pytest.mark.parametrize("problem", slow_but_first(PROBLEMS), ids=str)
+@pytest.mark.parametrize("deterministic", slow_but_first([False, True]))
+def test_masks_and_scales(problem, deterministic):
+    q, k, v, dout = tensors(1, 1, 1, 200, 150, 64, torch.bfloat16)
+    check(*simulated(q, k, v, dout, deterministic=deterministic, **problem), torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_random_shapes(seed):
+    """Tails, grouped heads, head dimensions between the tile's widths, in any order of the roles."""
+    rng = random.Random(seed)
+    head_dim = rng.choice((40, 64, 96, 128, 160, 256))
+    kv_heads, group = rng.choice(((1, 1), (2, 1), (1, 3)))
+    sq, sk = rng.choice((1, 63, 130, 257)), rng.choice((1, 65, 128, 300))
+    dtype = rng.choice((torch.bfloat16, torch.float16))
+    q, k, v, dout = tensors(rng.choice((1, 2)), kv_heads * group, kv_heads, sq, sk, head_dim, dtype, seed)
+    problem = {"causal": rng.random() < 0.5, "window": rng.choice((None, None, 50))}
+    options = {"step": rng.choice((3, 4)), "deterministic": rng.random() < 0.3, "seed": seed}
+    check(*simulated(q, k, v, dout, **options, **problem), dtype)
+
+
+def test_strided_tensors():
+    q, k, v, _dout = tensors(1, 2, 2, 70, 90, 64, torch.bfloat16)
+    rows_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    spread = torch.randn(1, 2, 70, 1, dtype=torch.bfloat16).expand(-1, -1, -1, 64)  # the gradient of a sum
+    check(*simulated(*rows_first, spread, causal=True), torch.bfloat16)
+
+
+def test_a_gradient_of_the_log_sum_exp_is_added():
+    from utils import gluon_cpu
+    from utils.attention.gluon.backward.launch import backward
+
+    q, k, v, dout = tensors(1, 1, 1, 90, 70, 64, torch.float16)
+    dlse = torch.randn(1, 1, 90)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    scores = wide[0] @ wide[1].transpose(-1, -2) / 8
+    out, lse = torch.softmax(scores, -1) @ wide[2], torch.logsumexp(scores, -1)
+    expected = torch.autograd.grad((out, lse), wide, (dout.double(), dlse.double()))
+    with gluon_cpu.simulate():
+        gradients = backward(dout, q, k, v, out.detach().half(), lse.detach().float(), dlse=dlse)
+    check(gradients, expected, torch.float16)
+
+
+def test_steps_that_add_in_any_order_refuse_to_be_deterministic():
+    q, k, v, dout = tensors(1, 1, 1, 64, 64, 64, torch.bfloat16)
+    with pytest.raises(ValueError, match="needs step 3 or 4"):
+        simulated(q, k, v, dout, step=1, deterministic=True)
+
+
+def test_no_queries_give_zeros():
+    from utils.attention.gluon.backward.launch import backward
+
+    q, k, v, dout = tensors(1, 2, 2, 0, 70, 64, torch.bfloat16)
+    dq, dk, dv = backward(dout, q, k, v, q, torch.empty(1, 2, 0))
+    assert dq.shape == q.shape and not dk.any() and not dv.any()
+
+
+def test_one_slot_of_ds_is_a_race():
+    """With two consumers a third tile's dS would overwrite what the other one still reads: the simulator says so."""
+    from dataclasses import replace
+
+    from utils.attention.gluon.backward.plan import plan_for
+    from utils.gluon_cpu import SimulationError
+
+    q, k, v, dout = tensors(1, 1, 1, 400, 128, 128, torch.bfloat16)
+    with pytest.raises(SimulationError, match=r"race|overwrite"):
+        simulated(q, k, v, dout, step=3, plan=replace(plan_for(3, 128), ds_slots=1))
+
+
+@pytest.mark.slow
+def test_torch_differentiates_the_operator_with_shapes_alone():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from utils.attention.gluon.launch import attention_gluon
+
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 100, 64, dtype=torch.bfloat16, requires_grad=True)
+        k, v = (torch.empty(2, 2, 70, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+        out, lse = attention_gluon(q, k, v, True, 0.125, 0, True, 5)
+        gradients = torch.autograd.grad((out, lse), (q, k, v), (torch.empty_like(out), torch.empty_like(lse)))
+    assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+
+
+COMPILED = [(3, 64, False), (4, 128, True)]
+
+
+@pytest.mark.slow
+def test_the_assembly_adds_by_tma_and_keeps_its_products_in_flight():
+    """A process of its own: Triton's interpreter, which other tests use, excludes compiling."""
+    import json
+    import subprocess
+    import sys
+
+    code = (
+        "import json; from utils.attention.gluon.backward.offline import compile_backward\n"
+        f"for case in {COMPILED!r}:\n"
+        "    a = compile_backward(case[0], case[1], causal=case[2])\n"
+        "    print(json.dumps([a.count('UTMAREDG'), a.count('REDG.E.ADD'), a.count('HGMMA'), a.shared_bytes, a.warnings]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == len(COMPILED), done.stderr[-2000:]
+    for (step, _, _), (by_tma, by_threads, products, shared, warnings) in zip(COMPILED, rows, strict=True):
+        assert products and shared <= 227 * 1024
+        assert warnings == []  # ptxas warns where it has to serialize wgmma
+        assert bool(by_tma) == (step == 4) and bool(by_threads) == (step == 3)

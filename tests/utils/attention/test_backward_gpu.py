@@ -1,0 +1,124 @@
+"""The backward ladder on a Hopper GPU: gradients against float64, and training through the door to attention."""
+
+import random
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from utils.attention import attention, last_run, reference_gradients
+from utils.machine.device import gluon_support
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not gluon_support(), reason=gluon_support().reason),
+    pytest.mark.timeout(600),
+]
+
+LIMITS = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
+LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 191, 256, 383, 509, 640, 1024, 1500)
+
+
+def relative_error(x, expected):
+    norm = expected.norm()
+    return ((x.double() - expected).norm() / norm).item() if norm > 1e-9 else x.double().abs().max().item()
+
+
+def draw(batch, heads, kv_heads, sq, sk, head_dim, dtype, seed=0):
+    torch.manual_seed(seed)
+    q = torch.randn(batch, heads, sq, head_dim, device="cuda", dtype=dtype, requires_grad=True)
+    k, v = (
+        torch.randn(batch, kv_heads, sk, head_dim, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2)
+    )
+    return q, k, v, torch.randn_like(q)
+
+
+def check(gradients, q, k, v, dout, **problem):
+    expected = reference_gradients(q, k, v, dout, **problem)[1]
+    for name, x, y in zip(("dq", "dk", "dv"), gradients, expected, strict=True):
+        assert relative_error(x, y) < LIMITS[q.dtype], (name, tuple(q.shape), tuple(k.shape), problem)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_each_step_matches_float64(step, head_dim):
+    from utils.attention.gluon.backward.launch import backward
+    from utils.attention.gluon.launch import forward
+
+    q, k, v, dout = (x.detach() for x in draw(2, 4, 2, 300, 429, head_dim, torch.bfloat16))
+    out, lse = forward(q, k, v, causal=True, return_lse=True)
+    check(backward(dout, q, k, v, out, lse, causal=True, step=step), q, k, v, dout, causal=True)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_random_shapes_match_float64(head_dim, causal, windowed, deterministic):
+    rng = random.Random(f"{head_dim} {causal} {windowed}")
+    for _ in range(6):
+        kv_heads, group = rng.choice((1, 2, 3)), rng.choice((1, 1, 2, 4))
+        d = head_dim if rng.random() < 0.75 else {64: 40, 128: 96, 256: 160}[head_dim]
+        dtype = rng.choice((torch.bfloat16, torch.float16))
+        sq = rng.choice(LENGTHS)
+        sk = sq if rng.random() < 0.5 else rng.choice(LENGTHS)
+        q, k, v, dout = draw(rng.choice((1, 2)), kv_heads * group, kv_heads, sq, sk, d, dtype, rng.randrange(1 << 20))
+        problem = {"causal": causal, "window": rng.choice((1, 17, 100, 500)) if windowed else None}
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            gradients = torch.autograd.grad(attention(q, k, v, backend="gluon", **problem), (q, k, v), dout)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        check(gradients, q, k, v, dout, **problem)
+
+
+WAYS = {
+    "eager": lambda attend: attend,
+    "compiled": lambda attend: torch.compile(lambda q, k, v: attend(q * 1.0, k, v) * 1.0),
+    "checkpointed": lambda attend: lambda q, k, v: checkpoint(attend, q, k, v, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_goes_through_the_door(way):
+    q, k, v, dout = draw(2, 4, 2, 300, 300, 64, torch.bfloat16)
+    attend = WAYS[way](lambda q, k, v: attention(q, k, v, causal=True, backend="gluon"))
+    check(torch.autograd.grad(attend(q, k, v), (q, k, v), dout), q, k, v, dout, causal=True)
+    assert last_run().backend == "gluon"
+
+
+def test_the_gradient_of_a_sum():
+    q, k, v, _ = draw(1, 2, 2, 100, 100, 128, torch.bfloat16)
+    attention(q, k, v, backend="gluon").sum().backward()  # the gradient of the output has strides of zero
+    check((q.grad, k.grad, v.grad), q, k, v, torch.ones_like(q))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_bits_repeat_in_deterministic_mode(head_dim):
+    from utils.attention.gluon.backward.launch import backward
+    from utils.attention.gluon.launch import forward
+
+    q, k, v, dout = (x.detach() for x in draw(2, 8, 4, 2048, 2048, head_dim, torch.bfloat16))
+    out, lse = forward(q, k, v, causal=True, return_lse=True)
+    first = backward(dout, q, k, v, out, lse, causal=True, deterministic=True)
+    for _ in range(5):
+        again = backward(dout, q, k, v, out, lse, causal=True, deterministic=True)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+def test_a_graph_captures_forward_and_backward():
+    q, k, v, dout = draw(1, 4, 4, 256, 256, 128, torch.bfloat16)
+
+    def step():
+        return torch.autograd.grad(attention(q, k, v, causal=True, backend="gluon"), (q, k, v), dout)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()  # compiles, which a graph cannot capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        gradients = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    check(gradients, q, k, v, dout, causal=True)

@@ -1,0 +1,151 @@
+"""Decode on every machine: the call, its errors and its torch path against float64, and the kernel in the simulator."""
+
+import pytest
+import torch
+
+from utils.attention import AttentionUnsupported, attention_decode, decode_reference, last_run
+from utils.attention.gluon.decode.plan import SHARED_BYTES, aligned_split, make_plan, refuse
+
+
+def random_cache(batch, kv_heads, slots, head_dim, dtype=torch.float32, seed=0, page=None, fill=float("nan")):
+    """Draw k, v, lengths and a block table (None without a page); what lies behind a sequence's end is `fill`."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, slots + 1, (batch,), generator=generator, dtype=torch.int32)
+    lengths[0] = slots
+    keep = (torch.arange(slots) < lengths[:, None])[:, None, :, None]
+    shape = batch, kv_heads, slots, head_dim
+    k, v = (torch.where(keep, torch.randn(shape, generator=generator), fill).to(dtype) for _ in range(2))
+    if page is None:
+        return k, v, lengths, None
+    each = -(-slots // page)
+    order = torch.randperm(batch * each + 3, generator=generator)[: batch * each]
+
+    def in_pages(x):
+        x = torch.nn.functional.pad(x, (0, 0, 0, each * page - slots), value=fill)
+        pages = torch.full((batch * each + 3, kv_heads, page, head_dim), fill, dtype=dtype)
+        pages[order] = x.view(batch, kv_heads, each, page, head_dim).transpose(1, 2).flatten(0, 1)
+        return pages
+
+    table = order.view(batch, each).int()
+    behind = torch.arange(each) * page >= lengths[:, None]
+    table[behind] = torch.tensor([-7, 10**6], dtype=torch.int32).repeat(behind.sum())[: behind.sum()]
+    return in_pages(k), in_pages(v), lengths, table
+
+
+def relative_error(out, expected):
+    return ((out.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("options", [{}, {"window": 20}, {"causal": False, "window": 9}, {"scale": -0.3}], ids=str)
+def test_torch_path_is_right_with_lengths_pages_and_garbage_behind_the_end(page, options):
+    k, v, lengths, table = random_cache(4, 2, 70, 16, page=page, seed=len(str(options)))
+    q = torch.randn(4, 6, 5, 16)
+    out = attention_decode(q, k, v, seqlens=lengths, block_table=table, **options)
+    assert last_run().backend == "sdpa"
+    assert "Hopper" in dict(last_run().passed_over)["gluon"]
+    expected = decode_reference(q, k, v, seqlens=lengths, block_table=table, **options)
+    assert relative_error(out, expected) < 1e-5
+    assert not out[lengths == 0].any()
+
+
+def test_a_full_cache_is_plain_attention():
+    q, k, v = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 50, 16), torch.randn(2, 2, 50, 16)
+    expected = decode_reference(q, k, v)
+    assert relative_error(attention_decode(q, k, v), expected) < 1e-5
+
+
+def test_strides_are_free():
+    k, v, lengths, table = random_cache(3, 2, 40, 16, page=16)
+    q = torch.randn(3, 2, 4, 16).transpose(1, 2)
+    expected = decode_reference(q, k, v, seqlens=lengths, block_table=table)
+    tokens_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
+    out = attention_decode(q, *tokens_first, seqlens=lengths, block_table=table)
+    assert relative_error(out, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"seqlens": [3, 4]}, TypeError, "int32"),
+        ({"seqlens": torch.tensor([3, 4])}, ValueError, "torch.int64"),
+        ({"seqlens": torch.tensor([3], dtype=torch.int32)}, ValueError, r"\(2,\)"),
+        ({"block_table": torch.zeros(2, 3, dtype=torch.int32)}, ValueError, "seqlens"),
+        ({"block_table": torch.zeros(2, dtype=torch.int32)}, ValueError, "pages"),
+        ({"backend": "cudnn"}, ValueError, "gluon, sdpa"),
+        ({"backend": "gluon"}, AttentionUnsupported, "sdpa"),
+        ({"window": 0}, ValueError, "window"),
+        ({"q": torch.randn(2, 3, 1, 16)}, ValueError, "multiple"),
+        ({"q": torch.randn(2, 4, 1, 16, requires_grad=True)}, ValueError, "backward"),
+        ({"seqlen": torch.tensor([3, 4])}, TypeError, "seqlens"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_named(change, error, says):
+    arguments = {"q": torch.randn(2, 4, 1, 16), "k_cache": torch.randn(2, 2, 50, 16)} | change
+    with pytest.raises(error, match=says):
+        attention_decode(arguments.pop("q"), arguments.pop("k_cache"), torch.randn(2, 2, 50, 16), **arguments)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 4, 16, 128])
+@pytest.mark.parametrize("page", [None, 16, 256])
+def test_every_plan_fits(head_dim, group, page):
+    for sq in (1, 2, 5, 16, 64):
+        plan = make_plan(head_dim, group, sq, page)
+        assert not refuse(group, sq, 1, page)
+        assert plan.shared_bytes + 3000 < SHARED_BYTES
+        assert plan.slots >= 2 and plan.slots % 2 == 0
+        assert 8 <= plan.columns <= 128 and plan.heads >= group
+        assert plan.block_n % plan.box == 0 and plan.block_n % (16 * plan.row_warps) == 0
+
+
+def test_sizes_out_of_range_are_named():
+    assert "64 new tokens" in refuse(4, 65, 1)
+    assert "129 share" in refuse(129, 1, 1)
+    assert "48 were given" in refuse(4, 1, 1, 48)
+
+
+def test_whole_heads_only_where_they_are_balanced():
+    assert aligned_split(1024, 8, 132)  # 7.76 rounds done in 8
+    assert not aligned_split(140, 64, 132)  # 1.06 rounds done in 2
+    assert aligned_split(5, 1, 132)
+
+
+# ---- the kernel, in the simulator ----------------------------------------------------------------------------------
+
+KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; options; choices of the launch
+    "one token": ((1, 4, 1, 1, 300, 64, None), {}, {}),
+    "group of two, three tokens": ((2, 4, 2, 3, 300, 64, None), {}, {}),
+    "lengths and a window": ((3, 4, 2, 2, 500, 64, None), {"window": 100}, {"lengths": True}),
+    "pages of 16": ((2, 4, 2, 1, 300, 128, 16), {}, {"lengths": True}),
+    "pages of 256, no causal mask": ((2, 2, 2, 5, 600, 64, 256), {"causal": False, "window": 90}, {"lengths": True}),
+    "64 columns": ((1, 8, 2, 16, 400, 128, None), {}, {}),
+    "three tiles of queries": ((1, 12, 2, 33, 300, 64, None), {}, {}),
+    "whole heads": ((4, 2, 2, 1, 200, 64, None), {}, {"aligned": True}),
+    "head dimension 256": ((1, 4, 1, 2, 300, 256, None), {}, {}),
+    "head dimension 72": ((1, 4, 1, 2, 300, 72, None), {}, {}),
+}
+
+
+@pytest.mark.parametrize(("sizes", "options", "choices"), KERNEL_CASES.values(), ids=KERNEL_CASES)
+def test_the_kernel_is_right_in_the_simulator(sizes, options, choices):
+    pytest.importorskip("triton", reason="the simulator needs Triton for the language; there are wheels for Linux only")
+    from utils import gluon_cpu
+    from utils.attention.gluon.decode.launch import Launch
+
+    batch, heads, kv_heads, sq, slots, head_dim, page = sizes
+    choices = {"programs": 5, **choices}
+    with_lengths = choices.pop("lengths", False)
+    fill = float("nan") if with_lengths else 0.5
+    k, v, lengths, table = random_cache(batch, kv_heads, slots, head_dim, torch.bfloat16, len(str(sizes)), page, fill)
+    lengths = lengths if with_lengths else None
+    q = torch.randn(batch, heads, sq, head_dim, dtype=torch.bfloat16)
+    causal, window = options.get("causal", True), options.get("window", 0)
+    launch = Launch(q, k, v, causal, window, with_lengths, table, **choices)
+    with gluon_cpu.simulate():
+        out = launch(q, k, v, 0.1, lengths, table)
+        again = launch(q, k, v, 0.1, lengths, table)
+    expected = decode_reference(q, k, v, seqlens=lengths, block_table=table, scale=0.1, **options)
+    assert relative_error(out, expected) < 4e-3
+    assert torch.equal(out, again)

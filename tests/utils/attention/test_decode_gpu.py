@@ -1,0 +1,99 @@
+"""Decode on a Hopper GPU: float64 over random lengths, pages and windows, streams, graphs, and what runs."""
+
+import random
+
+import pytest
+import torch
+
+from tests.utils.attention.test_decode import random_cache, relative_error
+from utils.attention import attention, attention_decode, decode_reference, last_run, proof, reference
+from utils.machine.device import gluon_support
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not gluon_support(), reason=gluon_support().reason),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_lengths_pages_and_windows(seed):
+    rng = random.Random(seed)
+    dtype = rng.choice((torch.bfloat16, torch.float16))
+    batch, kv_heads, group = rng.choice((1, 2, 5, 17)), rng.choice((1, 2, 3)), rng.choice((1, 2, 3, 4, 5, 8, 16))
+    sq, head_dim = rng.choice((1, 1, 2, 4, 7, 16, 33, 64)), rng.choice((64, 128, 256, 80, 40))
+    slots, page = rng.choice((1, 5, 64, 129, 700, 1500, 4097)), rng.choice((None, None, 16, 32, 64, 128, 256))
+    options = {"causal": rng.random() < 0.7, "window": rng.choice((None, None, 1, 100, 1000))}
+    k, v, lengths, table = (
+        x if x is None else x.cuda() for x in random_cache(batch, kv_heads, slots, head_dim, dtype, seed, page)
+    )
+    q = torch.randn(batch, sq, kv_heads * group, head_dim, device="cuda", dtype=dtype).transpose(1, 2)
+    q = q if seed % 2 else q.contiguous()
+    expected = decode_reference(q, k, v, seqlens=lengths, block_table=table, **options)
+    for _ in range(2):
+        out = attention_decode(q, k, v, seqlens=lengths, block_table=table, backend="gluon", **options)
+        assert not out.isnan().any()
+        assert relative_error(out, expected) < 5e-3 if expected.any() else not out.any()
+
+
+@pytest.mark.parametrize("sq", [1, 8, 40])
+def test_the_door_takes_the_decode_kernel_for_few_queries(sq):
+    q, k, v = (
+        torch.randn(2, h, s, 128, device="cuda", dtype=torch.bfloat16) for h, s in ((8, sq), (2, 3000), (2, 3000))
+    )
+    out = attention(q, k, v, causal=True)
+    assert last_run().backend == "gluon"
+    assert relative_error(out, reference(q, k, v, causal=True)[0]) < 5e-3
+    assert any("decode" in name for name in proof("gluon", q, k, v, causal=True))
+
+
+def test_many_sequences():
+    k, v, lengths, _ = (x if x is None else x.cuda() for x in random_cache(300, 2, 300, 128, torch.bfloat16))
+    q = torch.randn(300, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
+    out = attention_decode(q, k, v, seqlens=lengths, backend="gluon")
+    assert relative_error(out, decode_reference(q, k, v, seqlens=lengths)) < 5e-3
+
+
+def test_a_graph_follows_lengths_and_pages_that_change_in_place():
+    k, v, lengths, table = (x.cuda() for x in random_cache(4, 2, 1000, 128, torch.bfloat16, 0, 64))
+    q = torch.randn(4, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
+    attention_decode(q, k, v, seqlens=lengths, block_table=table, backend="gluon")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention_decode(q, k, v, seqlens=lengths, block_table=table, backend="gluon")
+    for _ in range(3):
+        lengths.copy_(torch.randint(1, int(lengths.max()), (4,)).clamp(max=lengths.cpu()))
+        q.normal_()
+        graph.replay()
+        expected = decode_reference(q, k, v, seqlens=lengths, block_table=table)
+        assert relative_error(out, expected) < 5e-3
+
+
+def test_two_streams_do_not_disturb_each_other():
+    q, k, v = (
+        torch.randn(1, h, s, 128, device="cuda", dtype=torch.bfloat16) for h, s in ((8, 1), (2, 9000), (2, 9000))
+    )
+    expected = attention_decode(q, k, v, backend="gluon")
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    outs = []
+    for i in range(40):
+        with torch.cuda.stream(streams[i % 2]):
+            outs.append(attention_decode(q, k, v, backend="gluon"))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for out in outs)
+
+
+def test_tensors_that_tma_cannot_address_are_copied():
+    whole = torch.randn(2, 2, 500, 128 + 4, device="cuda", dtype=torch.bfloat16)
+    k, q = whole[..., :128], torch.randn(2, 4, 1, 128, device="cuda", dtype=torch.bfloat16)
+    out = attention_decode(q, k, k, backend="gluon")
+    assert relative_error(out, decode_reference(q, k, k)) < 5e-3
+
+
+def test_compiled_by_torch():
+    q, k, v = (torch.randn(1, h, s, 64, device="cuda", dtype=torch.bfloat16) for h, s in ((8, 1), (2, 900), (2, 900)))
+    from utils.attention.gluon.decode.launch import decode
+
+    compiled = torch.compile(lambda q, k, v: decode(q, k, v) * 2, fullgraph=True)
+    assert relative_error(compiled(q, k, v), 2 * decode_reference(q, k, v)) < 5e-3

@@ -1,0 +1,73 @@
+"""Without a GPU: the decode kernel compiles for sm_90a, does not spill, and is made of wgmma and TMA."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from utils.machine.device import offline_compile_support
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not offline_compile_support(), reason=offline_compile_support().reason),
+]
+
+ROOT = Path(__file__).resolve().parents[3]
+CASES = {  # arguments of make_plan, of Case
+    "one token": (dict(head_dim=128, group=4, sq=1), dict()),
+    "sixteen tokens": (dict(head_dim=128, group=4, sq=16), dict(causal=True)),
+    "pages of 16": (
+        dict(head_dim=128, group=4, sq=1, page=16),
+        dict(lengths=True, batch_block=8, paged=True, clean=True),
+    ),
+    "head dimension 256": (dict(head_dim=256, group=4, sq=8), dict(causal=True, window=True)),
+}
+PROGRAM = """
+import json, sys
+from utils.attention.gluon.decode.offline import compile_decode
+from utils.attention.gluon.decode.plan import Case, make_plan
+answer = {}
+for name, (plan, case) in json.loads(sys.argv[1]).items():
+    plan, case = make_plan(**plan), Case(**case)
+    first, second = compile_decode(plan, case), compile_decode(plan, case, merge=True)
+    loads = plan.block_n // plan.box * (2 + plan.slots)
+    answer[name] = dict(
+        spill=first.spill_bytes + second.spill_bytes, shared=[first.shared_bytes, plan.shared_bytes],
+        wgmma=first.count("wgmma.mma_async", "ptx"), loads=[first.count("cp.async.bulk.tensor", "ptx"), loads],
+        begins=first.count("griddepcontrol.launch_dependents", "ptx"), waits=second.count("griddepcontrol.wait", "ptx"),
+    )
+print("REPORT " + json.dumps(answer))
+"""
+
+
+@pytest.fixture(scope="module")
+def report():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(CASES)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=550,
+        cwd=ROOT,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
+    assert lines, f"compiling failed:\n{done.stderr[-3000:]}"
+    return json.loads(lines[0].removeprefix("REPORT "))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_assembly_is_what_the_plan_says(report, name):
+    found = report[name]
+    assert found["spill"] == 0
+    assert found["wgmma"] >= 16
+    measured, planned = found["shared"]
+    assert planned <= measured <= min(planned + 4096, 232_448)  # barriers and what reductions exchange
+    # The first blocks before the loop and two tiles in it; the queries come by TMA too.
+    issued, expected = found["loads"]
+    assert issued > expected
+    assert found["begins"] == found["waits"] == 1

@@ -1,0 +1,139 @@
+"""A student's file of kernels: what it may hold is read from its text, before any of it runs."""
+
+import ast
+
+import nbformat
+import pytest
+
+pytest.importorskip("triton", reason="the rules look names up in Triton; there are wheels for Linux only")
+
+from instructor.build import ROOT
+from utils.checking.kernel_files import expect_kernel_file, kernels_of
+
+HEAD = """\
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+"""
+KERNEL = """\
+@gluon.jit
+def scale(x_ptr, n, TILE: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    at = gl.program_id(0) * TILE + gl.arange(0, TILE, layout)
+    gl.store(x_ptr + at, 2 * gl.load(x_ptr + at, mask=at < n), mask=at < n)
+"""
+UNUSUAL = {
+    "helpers, constants and a lambda": "import math\nLOG2E = math.log2(math.e)\nhalf = lambda x: x / 2\n",
+    "a helper of plain Python": "def layout(warps):\n    return gl.BlockedLayout([1], [32], [warps], [0])\n",
+    "a docstring, a print, a check": '"""Mine."""\nprint("loaded")\nassert 2 + 2 == 4\n',
+    "an aggregate": (
+        "from utils.attention.gluon.shared import aggregate\n"
+        "@aggregate\nclass Ring:\n    full: gl.shared_memory_descriptor\n"
+        "    def __init__(self, full):\n        self.full = full\n"
+    ),
+    "an option of jit": '@gluon.jit(do_not_specialize=["n"])\ndef other(n):\n    pass\n',
+    "types are asked": "def kind(x):\n    return type(x) is int or isinstance(x, float) or hasattr(x, 'shape')\n",
+}
+REACHING = {
+    "another module": "import os\n",
+    "torch": "import torch\n",
+    "a part of Triton": "import triton\nrun = triton.runtime.driver\n",
+    "a private part": "import triton\nrun = triton.language._utils\n",
+    "a module behind a name": "import triton\nt = triton\n",
+    "a module's module": "from triton.language import core\nx = core.inspect\n",
+    "what a module imported": "from triton.language.core import wraps\n",
+    "an import in a kernel": "def f():\n    import os\n",
+    "the same name twice": "import triton\nimport math as triton\n",
+    "another meaning of a name": "import triton\ndef f(triton):\n    return triton.runtime\n",
+    "builtins": "f = __builtins__\n",
+    "exec": "exec('1')\n",
+    "open": "def f():\n    return open('x')\n",
+    "getattr with a made name": "def f(x):\n    return getattr(x, '__' + 'class__')\n",
+    "getattr of a private name": "def f(x):\n    return getattr(x, '__class__')\n",
+    "a class made by type": "t = type('T', (), {})\n",
+    "a private attribute": "x = ().__class__\n",
+    "a frame": "def f(g):\n    return g.gi_frame.f_back\n",
+    "a frame of an error": "try:\n    1 / 0\nexcept ValueError as e:\n    pass\n",
+    "a function of a kernel": "def f():\n    return scale.fn\n",
+    "a class": "class Kernel:\n    def __getitem__(self, grid):\n        return print\n",
+    "a base class": "@gluon.jit\nclass K(dict):\n    pass\n",
+    "a decorator of their own": "def mine(f):\n    return f\n@mine\ndef g():\n    pass\n",
+    "a special method": "def __getattr__(name):\n    return name\n",
+    "an attribute that is set": "gl.load = print\n",
+    "a with": "def f(x):\n    with x:\n        pass\n",
+    "a generator": "def f():\n    yield 1\n",
+    "the model answer": "from utils.attention.gluon.step4_warp_specialized import attention_step4\n",
+    "all of utils": "from utils import *\n",
+    "a star": "from triton.language import *\n",
+}
+
+
+def test_the_labs_files_are_files_of_kernels():
+    checked = 0
+    for lab in ROOT.glob("lab3*.ipynb"):
+        for cell in nbformat.read(lab, as_version=4).cells:
+            if cell.source.startswith("%%writefile"):
+                head, _, text = cell.source.partition("\n")
+                expect_kernel_file(text, head.split()[1])
+                checked += 1
+    assert checked >= 9
+
+
+@pytest.mark.parametrize("what", UNUSUAL)
+def test_what_a_kernel_needs_may_stand_there(what):
+    expect_kernel_file(HEAD + UNUSUAL[what] + KERNEL, "mine.py")
+
+
+@pytest.mark.parametrize("what", REACHING)
+def test_nothing_else_may(what):
+    text = HEAD + KERNEL + REACHING[what]
+    ast.parse(text)
+    with pytest.raises(AssertionError, match=r"mine\.py, line \d+: .* file of kernels"):
+        expect_kernel_file(text, "mine.py")
+
+
+def test_a_file_that_is_no_python_is_named():
+    with pytest.raises(AssertionError, match=r"mine\.py is no Python"):
+        expect_kernel_file("def f(:\n", "mine.py")
+
+
+TRITON = """\
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gemm_kernel(a_ptr, N: tl.constexpr):
+    tl.store(a_ptr + tl.arange(0, N), 1.0)
+
+
+def gemm(a):
+    gemm_kernel[(1,)](a, N=a.numel())
+    return torch.relu(a)
+"""
+
+
+def test_a_launcher_is_left_out_and_lines_keep_their_numbers():
+    kept = kernels_of(TRITON, "gemm.py", "gemm_kernel")
+    assert "torch" not in kept and "def gemm(" not in kept
+    assert kept.splitlines().index("def gemm_kernel(a_ptr, N: tl.constexpr):") == 6
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class Kernel:\n    def __getitem__(self, grid):\n        return lambda a, **k: a.fill_(1)\n\n\ngemm_kernel = Kernel()\n",
+        "def gemm_kernel(a):\n    return a\n",
+        "import triton\ndef jit(f):\n    return f\n@jit\ndef gemm_kernel(a):\n    return a\n",
+    ],
+)
+def test_what_is_no_kernel_is_not_taken_for_one(text):
+    with pytest.raises(AssertionError, match=r"defines no @triton\.jit function gemm_kernel"):
+        kernels_of(text, "gemm.py", "gemm_kernel")
+
+
+def test_a_kernel_that_reaches_beyond_is_refused():
+    with pytest.raises(AssertionError, match="line 8: `torch`"):
+        kernels_of(TRITON.replace("1.0)", "torch.ones(3))"), "gemm.py", "gemm_kernel")

@@ -1,0 +1,258 @@
+"""The gallery of the README: `python -m tools.figures.gallery [folder]` writes it to `docs/gallery` by default.
+
+Every picture comes from results that are recorded in `assets/results`, or is computed here without a measurement: a mask
+is counted and a timeline is simulated. Each picture says which.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+
+from tools.figures.drawing import SVG_STYLE, shorten_path
+from utils.files import ROOT
+from utils.visualization.style import HAIR, INK, PAPER, SMALL, SOFT, TEXT, log_axis, name_axes, open_axes, series
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RESULTS = ROOT / "assets" / "results" / "h200"
+FOLDER = ROOT / "docs" / "gallery"
+STEPS = (
+    "one warpgroup,\nsynchronous",
+    "cp.async,\ndouble-buffered",
+    "TMA and\nmbarriers",
+    "warp-\nspecialized",
+    "overlapped,\npersistent",
+)
+
+
+def record(name: str) -> dict[str, Any]:
+    """Return a recorded result by the name of its file."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def source(document: dict[str, Any]) -> str:
+    """Return the line that says where a recorded result comes from."""
+    env = document["environment"]
+    return f"measured on an {env['gpu']}, torch {env['torch']}, Triton {env['triton']}, commit {env['commit'][:7]}"
+
+
+def _signed(figure: Figure, text: str) -> Figure:
+    """Write the origin of the data at the foot of a picture."""
+    figure.supxlabel(text, fontsize=SMALL, color=SOFT, x=0.99, ha="right")
+    return figure
+
+
+def ladder() -> Figure:
+    """The five steps of the attention kernel, beside cuDNN measured in turn with each, and flash-attn-4."""
+    head_dim, length = 128, 16384
+    steps = record("attention_ladder")
+    rows = [row for row in steps["rows"] if (row["head_dim"], row["length"], row["causal"]) == (head_dim, length, True)]
+    (peer,) = [
+        row["against_tflops"]
+        for row in record("attention_ratios")["rows"]
+        if (row["head_dim"], row["length"], row["causal"], row["against"]) == (head_dim, length, True, "cute")
+    ]
+    figure, (ax,) = open_axes(None, (8.6, 4.1))
+    ax.grid(False, axis="x")
+    rows.sort(key=lambda row: row["step"])
+    for row in rows:
+        best = row["step"] == len(rows)
+        look = series(0).bar if best else {**series(0).bar, "alpha": 0.45}
+        ax.bar(row["step"], row["tflops"], width=0.62, **look)
+        ax.text(row["step"], row["tflops"] + 12, f"{row['tflops']:.0f}", ha="center", fontsize=TEXT, fontweight="bold")
+    cudnn = sorted(row["against_tflops"] for row in rows)[len(rows) // 2]
+    for value, name, look in ((cudnn, "cuDNN", series(4)), (peer, "flash-attn-4", series(2))):
+        ax.axhline(value, color=look.color, linestyle=look.linestyle, linewidth=1.6)
+        ax.text(0.42, value + 8, f"{name} {value:.0f}", color=look.color, fontsize=TEXT, va="bottom")
+    ax.set_xticks([row["step"] for row in rows], [f"{row['step']}\n{STEPS[row['step'] - 1]}" for row in rows])
+    ax.set_xlim(0.4, len(rows) + 0.5)
+    ax.set_ylim(0, 880)
+    name_axes(ax, True, y="TFLOP/s", title="FlashAttention for Hopper in Gluon, in five steps (lab 3)")
+    return _signed(figure, f"causal, {length} tokens, head dim {head_dim}, bf16; {source(steps)}")
+
+
+def roofline() -> Figure:
+    """Lab 1's matrix products, a Gemma-3 layer and attention under the roofs of an H200."""
+    from utils.config import GPU_SPECS
+    from utils.visualization import plot_roofline
+
+    lab1 = record("lab1")
+    measured: dict[str, tuple] = {}
+    for table in ("roofline", "layer_roofline", "attention_roofline"):
+        for row in lab1["tables"][table]:
+            if row["operation"] not in ("prefill B8", "decode B8"):
+                measured[row["operation"]] = (row["FLOPs/Byte"], row["TFLOP/s"])
+    spec = GPU_SPECS["H200"]
+    figure, _ = plot_roofline(
+        "H200",
+        spec["bf16_tflops"],
+        spec["memory_bandwidth_tb_s"],
+        measured=measured,
+        title="Measured under the roofs (lab 1)",
+    )
+    return _signed(figure, f"roofs: datasheet; points: {source(lab1)}")
+
+
+def decode() -> Figure:
+    """One decode step of a Gemma-3 layer over the batch: measured, and the three roofs above it."""
+    from utils.config import GEMMA_CONFIG, GPU_SPECS
+    from utils.model.costs import decoder_layer
+
+    lab1, spec, past = record("lab1"), GPU_SPECS["H200"], 2048
+    eager = {row["batch"]: row["cached_ms"] for row in lab1["tables"]["decoder_layer"] if row["length"] == past}
+    graphs = {row["batch"]: row["graph_ms"] for row in lab1["tables"]["cuda_graphs"]}
+    kernels = {row["layer"]: row["kernels"] for row in lab1["tables"]["compiled_layer"]}
+    batches = [2**i for i in range(6)]
+    cost = {batch: sum(decoder_layer(GEMMA_CONFIG, batch, 1, past=past).values()) for batch in batches}
+    figure, (ax,) = open_axes(None, (7.4, 4.3))
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(batches, [str(batch) for batch in batches])
+    log_axis(ax.yaxis, 1e-5, 4)
+    for values, name, look in (
+        (eager, f"eager: the CPU launches {kernels['eager']} kernels", series(0)),
+        (graphs, "CUDA graph: the GPU starts them itself", series(1)),
+    ):
+        ax.plot(list(values), list(values.values()), **look.line, markersize=7)
+        ax.text(1.05, values[1] * 1.22, name, color=INK, fontsize=TEXT)
+    for values, name in (
+        (
+            {b: c.bytes / spec["memory_bandwidth_tb_s"] / 1e9 for b, c in cost.items()},
+            "roof of memory: bytes / 4.8 TB/s",
+        ),
+        ({b: c.flops / spec["bf16_tflops"] / 1e9 for b, c in cost.items()}, "roof of compute: FLOPs / 989 TFLOP/s"),
+    ):
+        ax.plot(list(values), list(values.values()), color=INK, linewidth=1.4)
+        ax.text(batches[1], values[batches[1]] * 0.75, name, color=SOFT, fontsize=TEXT, va="top")
+    title = "Gemma-3 decode: the third roof is the launch (lab 1)"
+    name_axes(ax, True, x="batch", y="ms for one token in one layer", title=title)
+    return _signed(figure, f"{past} tokens in the cache; roofs: datasheet; {source(lab1)}")
+
+
+def attention() -> Figure:
+    """The course's attention kernel against each other backend: median of the ratio over lengths, and its range."""
+    document = record("attention_ratios")
+    names = {"cudnn": "cuDNN", "cute": "flash-attn-4", "flex_flash": "Flex (FLASH)", "flash": "torch flash (FA2)"}
+    figure, axes = open_axes(None, (8.6, 3.2), count=2)
+    for ax, causal in zip(axes, (False, True), strict=True):
+        for place, backend in enumerate(names):
+            for offset, head_dim in enumerate((64, 128, 256)):
+                ratios = sorted(
+                    row["ratio"]
+                    for row in document["rows"]
+                    if (row["against"], row["head_dim"], row["causal"]) == (backend, head_dim, causal)
+                    and row.get("ratio")
+                )
+                if not ratios:
+                    continue
+                look, y = series((0, 4, 2)[offset]), place + (offset - 1) * 0.22
+                ax.plot(
+                    ratios[:: len(ratios) - 1 or 1],
+                    [y] * len(ratios[:: len(ratios) - 1 or 1]),
+                    color=look.color,
+                    linewidth=1.4,
+                )
+                middle = ratios[len(ratios) // 2]
+                label = f"head dim {head_dim}" if place == 0 else None
+                ax.plot([middle], [y], marker=look.marker, color=look.color, linestyle="none", label=label)
+        ax.axvline(1, color=INK, linewidth=1.2)
+        ax.set_yticks(range(len(names)), list(names.values()) if not causal else [""] * len(names))
+        ax.invert_yaxis()
+        ax.set_xlim(0.8, 2.7)
+        name_axes(ax, True, x="times as fast as", title="causal" if causal else "full")
+    axes[1].legend(frameon=False, fontsize=SMALL, loc="upper right")
+    return _signed(figure, f"forward, bf16, median and range over lengths 1k to 16k; {source(document)}")
+
+
+def mask() -> Figure:
+    """Packed documents under a causal mask, as pairs and as blocks."""
+    from utils.attention.masks.mask_mods import both, causal, document_ids, documents
+    from utils.visualization import plot_mask
+
+    lengths = (300, 120, 420, 184)
+    packed = both(causal, documents(document_ids(lengths)))
+    figure, _ = plot_mask(packed, sum(lengths), labels=["four packed documents, causal"])
+    return _signed(figure, "counted, not measured (lab 2)")
+
+
+def deadlock() -> Figure:
+    """A ring of two slots in the simulator: as it should run, and with one slot that is never given back."""
+    import torch
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from tools.figures.gallery_ring import ring_of_two
+    from utils import gluon_cpu
+
+    x, tiles = torch.arange(64 * 512, dtype=torch.float32).reshape(64, 512).div(1e5).half(), 8
+    layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
+    figure, axes = open_axes(None, (9.0, 5.0), count=2, rows=2)
+    for ax, forget in zip(axes, (False, True), strict=True):
+        arguments = (TensorDescriptor.from_tensor(x, [64, 64], layout), torch.zeros(64), tiles, forget)
+        with gluon_cpu.simulate(timeline=True) as run:
+            try:
+                ring_of_two[(1,)](*arguments)
+                text = f"runs to the end: {run.cycles[0]:,.0f} model cycles"
+                whole = run.cycles[0]
+            except gluon_cpu.DeadlockError as error:
+                waits = re.findall(r"(\w+) waits for (\w+\[\d\]), phase parity (\d)", str(error))
+                text = "deadlock found: " + ", ".join(f"{who.strip('_')} waits for {bar}" for who, bar, _ in waits)
+        run.plot(ax=ax)
+        ax.set_title(text, loc="left", fontsize=TEXT, fontweight="bold")
+        ax.set_xlim(0, whole)
+        ax.set_yticks(ax.get_yticks(), [label.get_text().replace("_", "") for label in ax.get_yticklabels()])
+        if forget:
+            end = max(event.end for event in run.events)
+            ax.axvspan(end, whole, facecolor=PAPER, edgecolor=HAIR, hatch="///", linewidth=0)
+            ax.text(
+                (end + whole) / 2, ax.get_ylim()[0] / 2 - 0.3, "nobody can go on", ha="center", backgroundcolor=PAPER
+            )
+        else:
+            ax.get_legend().remove()
+            ax.set_xlabel("")
+    return _signed(figure, "simulated on a CPU, no GPU needed (lab 3)")
+
+
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "ladder": ladder,
+    "roofline": roofline,
+    "decode": decode,
+    "attention": attention,
+    "mask": mask,
+    "deadlock": deadlock,
+}
+
+
+def draw(name: str) -> str:
+    """Draw one picture and return it as SVG, the same text every time."""
+    import matplotlib.pyplot as plt
+
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "agg", **SVG_STYLE}):
+        figure = PICTURES[name]()
+        text = io.StringIO()
+        figure.savefig(
+            text, format="svg", metadata={"Date": None}, facecolor=PAPER, bbox_inches="tight", pad_inches=0.12
+        )
+        plt.close(figure)
+    return re.sub(r"\n +", "\n", re.sub(r' d="[^"]+"|translate\([^)]+\)', shorten_path, text.getvalue()))
+
+
+def main(folder: Path = FOLDER) -> list[Path]:
+    """Write every picture to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in PICTURES:
+        (folder / f"{name}.svg").write_text(draw(name), encoding="utf-8")
+    return [folder / f"{name}.svg" for name in PICTURES]
+
+
+if __name__ == "__main__":
+    for written in main(*map(Path, sys.argv[1:2])):
+        print(f"{written}  {written.stat().st_size / 1000:.0f} kB")

@@ -1,0 +1,228 @@
+"""Measure the Gluon backward against cuDNN and FlashAttention 3 and 4 (`ratios`), its steps (`ladder`), its errors.
+
+    python -m tools.record.backward ratios --fa3 ~/fa3/_C.so --out assets/results/h200/backward_ratios.json
+    python -m tools.record.backward ladder --out assets/results/h200/backward_ladder.json
+    python -m tools.record.backward errors --fa3 ~/fa3/_C.so --out assets/results/h200/backward_errors.json
+    python -m tools.record.backward plot --read assets/results/h200/backward_ratios.json --out ratios.svg
+
+All contenders of a row run in one process, their calls interleaved on the same inputs (bf16, random normal), so that they
+run at the same clocks, with a cold L2. A backward counts 10 B H Sq Sk D operations, half of them if causal, for all
+contenders: what one recomputes beyond that is its own affair.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tools.record.attention_ratios import inputs, relative_difference
+from tools.record.common import Record, arguments_parser, machine_name, numbers, read_record, save_picture
+from utils.attention.gluon.backward.plan import STEPS
+from utils.benchmark.measuring import measure_together
+
+PEERS = ("cudnn", "fa3", "fa4")
+LENGTHS, HEAD_DIMS = "4096,16384", "64,128,256"
+Gradients = Callable[[], tuple[torch.Tensor, ...]]
+
+
+def rows_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Copy tensors (B, H, S, D) to (B, S, H, D), the layout of the flash-attn packages."""
+    return [x.transpose(1, 2).contiguous() for x in tensors]
+
+
+def cudnn_backward(q, k, v, dout, causal: bool) -> Gradients:
+    """Return the call of cuDNN's backward pass alone."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+
+def fa3_backward(q, k, v, dout, causal: bool) -> Gradients:
+    """Return the call of FlashAttention 3's backward pass (its C++ build, see --fa3)."""
+    q, k, v, dout = rows_first(q, k, v, dout)
+    out, lse = torch.ops.flash_attn_3.fwd(q, k, v, is_causal=causal)[:2]
+    return lambda: torch.ops.flash_attn_3.bwd(dout, q, k, v, out, lse, is_causal=causal)[:3]
+
+
+def fa4_backward(q, k, v, dout, causal: bool) -> Gradients:
+    """Return the call of FlashAttention 4's backward pass."""
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    q, k, v, dout = rows_first(q, k, v, dout)
+    out, lse = _flash_attn_fwd(q, k, v, causal=causal, return_lse=True)[:2]
+    return lambda: _flash_attn_bwd(q, k, v, out, dout, lse, causal=causal)[:3]
+
+
+def gluon_backward(q, k, v, dout, causal: bool, step: int = 4, deterministic: bool = False, **changes) -> Gradients:
+    """Return the call of a step of the ladder; changes: fields of its plan."""
+    from dataclasses import replace
+
+    from utils.attention.gluon.backward.launch import backward
+    from utils.attention.gluon.backward.plan import plan_for
+    from utils.attention.gluon.launch import forward
+
+    plan = replace(plan_for(step, q.shape[-1]), **changes)
+    out, lse = forward(q, k, v, causal=causal, return_lse=True)
+    return lambda: backward(dout, q, k, v, out, lse, causal=causal, step=step, plan=plan, deterministic=deterministic)
+
+
+MAKERS: dict[str, Callable[..., Gradients]] = {
+    "cudnn": cudnn_backward,
+    "fa3": fa3_backward,
+    "fa4": fa4_backward,
+    "gluon": gluon_backward,
+    "deterministic": lambda *tensors: gluon_backward(*tensors, deterministic=True),
+}
+MAKERS |= {f"step{step}": lambda *tensors, step=step: gluon_backward(*tensors, step=step) for step in STEPS}
+
+
+def maker_of(name: str) -> Callable[..., Gradients]:
+    """Return what makes a contender; "gluon:late=0,q_slots=3" changes fields of the plan."""
+    kind, _, changes = name.partition(":")
+    fields = {key: int(value) for key, value in (change.split("=") for change in changes.split(",") if change)}
+    return lambda *tensors: MAKERS[kind](*tensors, **fields)
+
+
+def prepare(names: list[str], head_dim: int, length: int, causal: bool) -> tuple[dict[str, Gradients], dict[str, str]]:
+    """Make the contenders of a point and call each once; return the calls, and why others refused."""
+    q, k, v = inputs(head_dim, length)
+    dout = torch.randn_like(q)
+    calls, refused = {}, {}
+    for name in names:
+        try:
+            calls[name] = maker_of(name)(q, k, v, dout, causal)
+            calls[name]()
+            torch.cuda.synchronize()
+        except Exception as error:
+            calls.pop(name, None)
+            refused[name] = f"{type(error).__name__}: {error}"[:300]
+    return calls, refused
+
+
+def rates_row(head_dim: int, length: int, causal: bool, names: list[str], samples: int) -> dict:
+    """Time the contenders of one point, interleaved."""
+    calls, refused = prepare(names, head_dim, length, causal)
+    q = inputs(head_dim, length)[0]
+    flops = 10.0 * q.shape[0] * q.shape[1] * length * length * head_dim * (0.5 if causal else 1.0)
+    results = measure_together(
+        list(calls.values()), labels=list(calls), warmup=2, iterations=samples, device="cuda", flops=flops, l2="cold"
+    )
+    times = {name: result.median_ms for name, result in zip(calls, results, strict=True)}
+    row = {"head_dim": head_dim, "length": length, "batch": q.shape[0], "heads": q.shape[1], "causal": causal}
+    row |= {"ms": times, "tflops": {name: flops / ms / 1e9 for name, ms in times.items()}}
+    if "gluon" in times:
+        row["ratios"] = {name: times[name] / times["gluon"] for name in times if name in PEERS}
+    return row | ({"refused": refused} if refused else {})
+
+
+def errors_row(head_dim: int, length: int, causal: bool, names: list[str]) -> dict:
+    """Compare dQ, dK and dV of each contender with float64, at one sequence and two heads."""
+    from utils.attention.reference import reference_gradients
+
+    q, k, v, dout = (torch.randn(1, 2, length, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    _, expected = reference_gradients(q, k, v, dout, causal=causal)
+    row: dict = {"head_dim": head_dim, "length": length, "causal": causal, "errors": {}}
+    for name in names:
+        gradients = maker_of(name)(q, k, v, dout, causal)()
+        if name.startswith("fa"):
+            gradients = tuple(x.transpose(1, 2) for x in gradients)
+        row["errors"][name] = [relative_difference(x, y) for x, y in zip(gradients, expected, strict=True)]
+    if "gluon" in row["errors"]:
+        ours = row["errors"]["gluon"]
+        others = {name: errors for name, errors in row["errors"].items() if name in PEERS}
+        row["ratios"] = {name: max(a / b for a, b in zip(ours, x, strict=True)) for name, x in others.items()}
+    return row
+
+
+def geometric_means(rows: list[dict]) -> dict[str, float]:
+    """Average the ratios by head dimension and opponent; "best" is the fastest peer of each point."""
+    groups: dict[str, list[float]] = {}
+    for row in rows:
+        ratios = row.get("ratios", {})
+        for name, ratio in (ratios | ({"best": min(ratios.values())} if ratios else {})).items():
+            groups.setdefault(f"D={row['head_dim']} {name}", []).append(ratio)
+    return {key: math.exp(sum(map(math.log, values)) / len(values)) for key, values in sorted(groups.items())}
+
+
+def show(row: dict) -> str:
+    """Return the line that is printed for a row."""
+    start = f"D={row['head_dim']:<4} S={row['length']:<6} {'causal' if row['causal'] else 'full':<7}"
+    if "errors" in row:
+        errors = "  ".join(f"{name} {max(values):.5f}" for name, values in row["errors"].items())
+        return f"{start}{errors}"
+    rates = "  ".join(f"{name} {rate:.0f}" for name, rate in row["tflops"].items())
+    ratios = "  ".join(f"{ratio:.3f}x {name}" for name, ratio in row.get("ratios", {}).items())
+    return f"{start}{rates}  {ratios}  {row.get('refused', '')}".rstrip()
+
+
+def plot(path: Path, out: Path) -> None:
+    """Draw how many times faster the Gluon backward is than each peer."""
+    import matplotlib.pyplot as plt
+
+    record = read_record(path)
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True, layout="constrained")
+    for ax, head_dim in zip(axes, (64, 128, 256), strict=True):
+        rows = [row for row in record["rows"] if row["head_dim"] == head_dim and "ratios" in row]
+        places = range(len(rows))
+        for name, marker in zip(PEERS, "os^", strict=True):
+            ax.plot(places, [row["ratios"].get(name) for row in rows], marker, label=f"against {name}")
+        ax.axhline(1.0, color="0.5", linewidth=1)
+        labels = [f"{row['length'] // 1024}k\n{'causal' if row['causal'] else 'full'}" for row in rows]
+        ax.set_xticks(list(places), labels)
+        ax.set_title(f"head dimension {head_dim}")
+    axes[0].set_ylabel("time of the other / time of Gluon")
+    axes[0].legend()
+    where = record["environment"]
+    figure.suptitle(f"Backward, bf16, B x S = 16384. {machine_name(record)}, torch {where['torch']}.")
+    save_picture(figure, out)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and record a table, or draw a recorded one."""
+    parser = arguments_parser(__doc__, pairs=11)
+    parser.add_argument("table", choices=("ratios", "ladder", "errors", "plot"))
+    parser.add_argument("--read", type=Path, help="plot: the recorded table of ratios")
+    parser.add_argument("--fa3", type=Path, help="FlashAttention 3's library, _C.so")
+    parser.add_argument("--names", help="contenders, with semicolons; by default the table's own")
+    parser.add_argument("--head-dims", type=numbers, default=HEAD_DIMS)
+    parser.add_argument("--lengths", type=numbers, help=f"by default {LENGTHS}; errors: 1024,2048")
+    options = parser.parse_args(arguments)
+    if options.out is None:
+        parser.error("--out names the file to write")
+    if options.table == "plot":
+        if options.read is None:
+            parser.error("--read names the recorded table of ratios to draw")
+        plot(options.read, options.out)
+        return
+    if options.fa3:
+        torch.ops.load_library(str(options.fa3.expanduser()))
+    names = {
+        "ratios": ["gluon", *PEERS, "deterministic"],
+        "ladder": ["cudnn", *(f"step{step}" for step in STEPS), "deterministic"],
+        "errors": ["gluon", *PEERS, "deterministic"],
+    }[options.table]
+    names = options.names.split(";") if options.names else names
+    lengths = options.lengths or numbers("1024,2048" if options.table == "errors" else LENGTHS)
+    torch.manual_seed(0)
+    record = Record(options.out, f"backward {options.table}", "cuda", options.seconds, samples=options.pairs)
+    points = itertools.product(options.head_dims, lengths, (False, True))
+    if options.table == "errors":
+        complete = record.fill(points, lambda point: errors_row(*point, names), show)
+    else:
+        complete = record.fill(points, lambda point: rates_row(*point, names, options.pairs), show)
+    if options.table == "ratios":
+        record.contents["geometric_means"] = geometric_means(record.contents["rows"])
+        for key, mean in record.contents["geometric_means"].items():
+            print(f"{key:<20}{mean:.3f}")
+    record.finish() if complete else record.save()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Build the site: see `tools.site`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tools.site.pages import collect, with_outputs
+from utils.files import ROOT
+
+
+class SiteError(Exception):
+    """A problem that the reader can solve; only its text is printed."""
+
+
+def executed_notebooks(run: bool) -> dict[str, str]:
+    """Return {lab: the students' notebook with the outputs of the solved run}; run what was not run yet if `run`."""
+    from instructor.build import build_lab
+    from instructor.execute import execute_lab
+    from instructor.points import lab_names, lab_path
+
+    notebooks = {}
+    for name in lab_names():
+        built = build_lab(lab_path(name))
+        path = ROOT / "build" / "executed" / f"{name}.ipynb"
+        executed = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        if executed is None or not same_code(built.instructor, executed):
+            if not run:
+                raise SiteError(
+                    f"build/executed/{name}.ipynb is missing or of another version: run labs execute {name}."
+                )
+            print(f"running {name}, solved: some minutes ...", flush=True)
+            execution, _, _ = execute_lab(built, untouched=False, timeout=900)
+            executed = execution.notebook
+        notebooks[name] = with_outputs(built.student, executed)
+    return notebooks
+
+
+def same_code(instructor: str, executed: dict) -> bool:
+    """Whether an executed notebook has the code of the present one."""
+
+    def code(cells: list[dict]) -> list[str]:
+        return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+    return code(json.loads(instructor)["cells"]) == code(executed["cells"])
+
+
+def build(folder: Path, notebooks: dict[str, str]) -> Path:
+    """Build the site into `folder` from notebooks with outputs; raise SiteError if it would publish a solution."""
+    from instructor.grading.release import find_leaks, secrets_of_all_labs
+
+    with tempfile.TemporaryDirectory() as name:
+        source = Path(name)
+        published = collect(source, notebooks)
+        pages = {path: data for path, data in published.items() if not path.startswith("instructor-sources")}
+        leaks = find_leaks(pages, secrets_of_all_labs())
+        if leaks:
+            raise SiteError("the site would publish solutions:\n" + "\n".join(f"  {leak}" for leak in leaks[:20]))
+        (source / "_static").mkdir()
+        shutil.copy(Path(__file__).with_name("print.css"), source / "_static")
+        (source / "extra").mkdir()
+        if (source / "files").exists():  # linked files keep their place beside the pages
+            shutil.copytree(source / "files", source / "extra" / "files")
+        shutil.rmtree(folder, ignore_errors=True)
+        command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(source), str(folder)]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise SiteError(f"Sphinx found something:\n{result.stderr.strip()[-3000:]}")
+    for name in (".doctrees", "_sources"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    return folder / "index.html"
+
+
+def main() -> int:
+    """Run the command of the command line; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "build" / "site")
+    parser.add_argument("--no-run", action="store_true", help="fail instead of running a lab that was not run yet")
+    arguments = parser.parse_args()
+    try:
+        page = build(arguments.folder, executed_notebooks(run=not arguments.no_run))
+    except SiteError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"The site is in {arguments.folder}: open {page}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""What is published: the pages, the students' notebooks with outputs, and the links between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from utils.files import ROOT
+
+# {file of the repository: page of the site}, in the order of the navigation, under the headings of HEADINGS.
+HEADINGS = {
+    "Start": {"docs/students.md": "students.md"},
+    "Labs": {
+        "lab1.ipynb": "lab1.ipynb",
+        "lab2_flexattention.ipynb": "lab2_flexattention.ipynb",
+        "lab3_gluon.ipynb": "lab3_gluon.ipynb",
+        "lab4_sdpa.ipynb": "lab4_sdpa.ipynb",
+        "docs/points.md": "points.md",
+    },
+    "How and how fast": {
+        "docs/measuring.md": "measuring.md",
+        "docs/attention-log.md": "attention-log.md",
+        "docs/flexattention.md": "flexattention.md",
+    },
+    "Reference": {"docs/utils.md": "utils.md", "api": "api.md"},
+    "Teach and contribute": {
+        "docs/instructors.md": "instructors.md",
+        "instructor/README.md": "instructor-sources.md",
+        "docs/grading.md": "grading.md",
+        "docs/contributing.md": "contributing.md",
+        "tests/README.md": "tests.md",
+        "CHANGELOG.md": "changelog.md",
+    },
+}
+PAGES = {"README.md": "index.md", **{file: page for pages in HEADINGS.values() for file, page in pages.items()}}
+_LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def with_outputs(student: str, executed: Mapping[str, Any]) -> str:
+    """Return the students' notebook with the outputs that the same cells had in a run of the solved lab.
+
+    Args:
+        student: the notebook that students get, as text.
+        executed: the executed notebook of the instructor.
+    """
+    notebook = nbformat.reads(student, as_version=4)
+    ran = {cell["id"]: cell for cell in executed["cells"] if cell["cell_type"] == "code"}
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and cell.id in ran:
+            cell.execution_count = ran[cell.id].get("execution_count")
+            cell.outputs = [nbformat.from_dict(output) for output in ran[cell.id].get("outputs", [])]
+    return nbformat.writes(notebook) + "\n"
+
+
+class Links:
+    """Rewrites the links of a document for the site, and remembers the files that they need.
+
+    A link to a page of the site leads to the page, a link to another file to a copy of it, and a link to a folder becomes
+    its text: the site has no folders.
+    """
+
+    def __init__(self, root: Path = ROOT):
+        self.root = root
+        self.files: dict[str, str] = {}  # {file of the repository: path on the site}
+
+    def rewrite(self, text: str, document: str) -> str:
+        """Return the Markdown `text` of a document of the repository with the links of the site."""
+        text = re.sub(r"\[(!\[[^\]]*\]\([^)]+\))\]\([^)]+\)", r"\1", text)  # a badge is no link here
+        parts = re.split(r"(```.*?```)", text, flags=re.DOTALL)  # code stays as it is
+        return "".join(
+            part if part.startswith("```") else _LINK.sub(lambda match: self._link(match, document), part)
+            for part in parts
+        )
+
+    def _link(self, match: re.Match, document: str) -> str:
+        opening, target, anchor = match.groups()
+        if re.match(r"[a-z]+:", target):
+            return match[0]
+        file = os.path.normpath(Path(document).parent / target)
+        if file in PAGES:
+            return f"{opening}{PAGES[file]}{anchor or ''})"
+        place = self.root / file
+        if place.is_dir():
+            return opening.removesuffix("](").removeprefix("[")
+        if not place.is_file():
+            raise FileNotFoundError(f"{document} links to {target}, which is not there.")
+        # Browsers show a text file, and download one that ends in .py or has no ending.
+        path = f"files/{file}" if place.suffix in (".svg", ".png", ".md", ".json") else f"files/{file}.txt"
+        self.files[file] = path
+        if opening.startswith("!"):
+            return f"{opening}{path})"
+        return f"{opening}{path})" if opening.startswith("[!") else f'<a href="{path}">{opening[1:-2]}</a>'
+
+
+def collect(folder: Path, notebooks: Mapping[str, str]) -> dict[str, bytes]:
+    """Write the sources of the site into `folder`; return {path: bytes} of all that will be published.
+
+    Args:
+        folder: an empty folder.
+        notebooks: {name of a lab: its notebook with outputs, as text}.
+    """
+    links = Links()
+    published: dict[str, bytes] = {}
+    for file, page in PAGES.items():
+        if file.endswith(".ipynb"):
+            notebook = json.loads(notebooks[file.removesuffix(".ipynb")])
+            for cell in notebook["cells"]:
+                if cell["cell_type"] == "markdown":
+                    cell["source"] = links.rewrite("".join(cell["source"]), file)
+                cell["metadata"].pop("nbgrader", None)
+            published[page] = json.dumps(notebook, indent=1).encode()
+        elif file == "api":
+            published[page] = api_page().encode()
+        else:
+            text = links.rewrite((ROOT / file).read_text(encoding="utf-8"), file)
+            published[page] = (text + (navigation() if file == "README.md" else "")).encode()
+    for file, path in links.files.items():
+        published[path] = (ROOT / file).read_bytes()
+    for path, data in published.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(data)
+    shutil.copy(Path(__file__).with_name("conf.py"), folder)
+    return published
+
+
+def navigation() -> str:
+    """Return the tables of contents that Sphinx makes the navigation from."""
+    return "".join(
+        f"\n```{{toctree}}\n:hidden:\n:caption: {heading}\n\n" + "\n".join(map(_entry, pages.values())) + "\n```\n"
+        for heading, pages in HEADINGS.items()
+    )
+
+
+def _entry(page: str) -> str:
+    """Return the line of a page in a table of contents; the titles of labs are too long for it."""
+    stem = Path(page).stem
+    return f"Lab {stem[3]} <{stem}>" if page.endswith(".ipynb") else stem
+
+
+def api_page() -> str:
+    """Return the page of the names that `utils` exports, for Sphinx to fill from their docstrings."""
+    import inspect
+
+    import utils
+
+    text = "# API reference\n\nWhat `from utils import *` brings, from the docstrings.\n"
+    for name in utils.__all__:
+        thing = getattr(utils, name)
+        home = f"utils.{utils._MODULE_OF[name]}.{name}"
+        if inspect.isclass(thing):
+            body = f"```{{eval-rst}}\n.. autoclass:: {home}\n   :members:\n```"
+        elif inspect.isroutine(thing):
+            body = f"```{{eval-rst}}\n.. autofunction:: {home}\n```"
+        else:
+            body = f"A constant of [`utils.{utils._MODULE_OF[name]}`](utils.md)."
+        text += f"\n## `{name}`\n\n{body}\n"
+    return text

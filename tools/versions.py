@@ -1,0 +1,86 @@
+"""Run the quick tests and compile every kernel with the oldest and the newest torch and Triton of the ranges.
+
+    python -m tools.versions                    both environments: tests, then the table of the kernels
+    python -m tools.versions --only newest      one of them
+    python -m tools.versions --kernels-only     no tests
+
+Each environment is made anew in build/versions, with the newest versions of all other packages in their ranges; torch comes
+with its CUDA libraries, about 6 GB an environment, because there is no CPU wheel of every release. The table of registers
+and spills goes to assets/results/kernel_versions.json. This is `make test-versions`; it takes about half an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tools.environment import EXTRAS, ROOT, load_project
+from utils.machine.versions import TESTED
+
+FOLDER = ROOT / "build" / "versions"
+TABLE = ROOT / "assets" / "results" / "kernel_versions.json"
+# What is pinned; everything else is the newest that fits. Transformers' range is pinned at the same ends.
+PINS = {
+    "oldest": {**{name: oldest for name, (oldest, _) in TESTED.items()}, "transformers": (5, 17)},
+    "newest": {name: newest for name, (_, newest) in TESTED.items()},
+}
+
+
+def requirements(which: str) -> list[str]:
+    """Return the project's requirements with the pins of one environment in place of the ranges."""
+    project = load_project()
+    lines = [*project["dependencies"], *(line for extra in EXTRAS for line in project["optional-dependencies"][extra])]
+    pins = {name: f"{name}=={'.'.join(map(str, version))}.*" for name, version in PINS[which].items()}
+    return [next((pin for name, pin in pins.items() if line.startswith(name)), line) for line in lines]
+
+
+def make_environment(which: str) -> Path:
+    """Create an environment from nothing and return its Python."""
+    folder = FOLDER / which
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    python = folder / "bin" / "python"
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, *requirements(which)], check=True)
+    subprocess.run([*pip, "--no-deps", "--editable", ROOT], check=True)
+    return python
+
+
+def check_environment(python: Path, which: str, kernels_only: bool) -> bool:
+    """Run the tests, and compile the kernels; return whether everything passed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
+    environment["PATH"] = f"{python.parent}{os.pathsep}{environment['PATH']}"
+    commands = [[python, "-m", "tools.record.kernel_assembly", "--out", FOLDER / f"{which}.json"]]
+    if not kernels_only:
+        quick = ["-m", "not slow and not overnight and not gpu"]
+        parallel = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
+        commands.append([python, "-m", "pytest", *parallel, *quick])
+    return all([subprocess.run(command, cwd=ROOT, env=environment).returncode == 0 for command in commands])
+
+
+def main() -> int:
+    """Check the environments and write the table; return 0 if everything passed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=tuple(PINS), help="check one environment")
+    parser.add_argument("--kernels-only", action="store_true", help="compile the kernels and run no tests")
+    parser.add_argument("--keep", action="store_true", help="leave the environments in build/versions")
+    options = parser.parse_args()
+    passed = {}
+    for which in [options.only] if options.only else PINS:
+        print(f"== {which}: {', '.join(requirements(which)[:3])}", flush=True)
+        passed[which] = check_environment(make_environment(which), which, options.kernels_only)
+        if not options.keep:
+            shutil.rmtree(FOLDER / which)
+    files = sorted(FOLDER.glob("*.json"))
+    table = [sys.executable, "-m", "tools.record.kernel_assembly", "table", *files, "--out", TABLE]
+    subprocess.run(table, cwd=ROOT, check=True)
+    print("; ".join(f"{which}: {'passed' if ok else 'FAILED'}" for which, ok in passed.items()))
+    return 0 if all(passed.values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

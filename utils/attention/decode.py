@@ -1,0 +1,214 @@
+"""Attention of a few new tokens over a cache: sequences of different lengths, and caches in pages.
+
+    out = attention_decode(q, keys, values, seqlens=lengths)                           # (B, Hkv, S, D), filled so far
+    out = attention_decode(q, keys, values, seqlens=lengths, block_table=table)        # (P, Hkv, page, D)
+    last_run().backend                                                                 # which backend that was
+
+Where all sequences are as long as the cache, `attention(q, k, v, causal=True)` is the same. On a Hopper GPU both run the
+decode kernel of `utils/attention/gluon/decode`. Elsewhere the cache is gathered and masked for torch's
+`scaled_dot_product_attention`: right on every machine, but it copies a cache in pages at every call.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from utils.attention.backends import find_backend
+from utils.attention.call import Run, record_run
+from utils.attention.problem import AttentionUnsupported, Problem, make_problem
+from utils.attention.reference import reference
+from utils.machine.device import Support
+from utils.validation import suggest_keywords
+
+BACKENDS = ("gluon", "sdpa")  # in the order in which "auto" tries them
+KEPT_AT_MOST = 512  # decisions
+
+_decided: dict[tuple, Run] = {}
+
+
+@suggest_keywords
+def attention_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    seqlens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Compute attention of the newest tokens q (B, H, Sq, D) over a cache: the output (B, H, Sq, D).
+
+    The new tokens are in the cache already, and the last query of a sequence is at its last key: with `seqlens`, query i
+    of sequence b is at position seqlens[b] - Sq + i. What lies in the cache behind a sequence's last key is never read
+    as a number, so it may be uninitialized. A query that sees no key gets zeros.
+
+    Args:
+        q: queries (B, H, Sq, D).
+        k_cache: keys (B, Hkv, S, D); with a block table pages of keys (P, Hkv, page, D). Any strides, so a cache
+            (B, S, Hkv, D) or (P, page, Hkv, D) goes in as `cache.transpose(1, 2)`, without a copy.
+        v_cache: values, of the same shape.
+        seqlens: tokens of each sequence in the cache, the new ones included: (B,) int32 on the device of q. None: the
+            whole cache. Its numbers are not checked, since reading them would wait for the GPU.
+        block_table: (B, pages) int32: where the sequence's tokens 0 .. page - 1, page .. 2 page - 1, ... are. Entries
+            behind the sequence's last page may be anything. Needs `seqlens`.
+        causal: whether a query sees keys up to its own position only.
+        scale: of the scores, 1/sqrt(D) by default.
+        window: a query sees only keys fewer than this many positions away (causal: its own and those before).
+        backend: "gluon", "sdpa", or "auto": gluon where it can, else sdpa.
+    """
+    # What was checked and decided for these shapes is kept: a decode step takes microseconds.
+    kinds = tuple(map(_kind, (q, k_cache, v_cache, seqlens, block_table)))
+    key = kinds, causal, scale, window, backend, torch.is_grad_enabled()
+    run = _decided.get(key)
+    if run is None:
+        while len(_decided) >= KEPT_AT_MOST:
+            del _decided[next(iter(_decided))]
+        run = _decided[key] = _decide(q, k_cache, v_cache, seqlens, block_table, causal, scale, window, backend)
+    if run.backend == "gluon":
+        from utils.attention.gluon.decode.launch import decode
+
+        scale = run.problem.scale
+        out = decode(
+            q, k_cache, v_cache, causal=causal, scale=scale, window=window, seqlens=seqlens, block_table=block_table
+        )
+    else:
+        out = _gathered(run.problem, q, k_cache, v_cache, seqlens, block_table)
+    record_run(run)
+    return out
+
+
+def _kind(x) -> object:
+    return (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else type(x)
+
+
+def _decide(q, k_cache, v_cache, seqlens, block_table, causal, scale, window, backend: str) -> Run:
+    """Check the arguments and choose the backend."""
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"There is no decode backend {backend!r}; choose one of {', '.join(BACKENDS)}, or auto.")
+    problem = _check(q, k_cache, v_cache, seqlens, block_table, causal, scale, window)
+    able = gluon_takes(problem, k_cache if block_table is not None else None)
+    if backend == "gluon" and not able:
+        raise AttentionUnsupported("gluon", able.reason, ("sdpa",))
+    if backend == "sdpa" or not able:
+        return Run("sdpa", problem, (("gluon", able.reason),) if backend == "auto" else ())
+    return Run("gluon", problem)
+
+
+def gluon_takes(problem: Problem, pages: torch.Tensor | None = None) -> Support:
+    """Whether the Gluon decode kernel runs here and takes this problem; pages: the keys, if they are in pages."""
+    from utils.attention.gluon.decode.plan import refuse
+
+    whole = find_backend("gluon").support(problem)
+    if not whole:
+        return whole
+    page = None if pages is None else pages.shape[2]
+    reason = refuse(problem.heads // problem.kv_heads, problem.sq, problem.batch, page)
+    return Support(not reason, reason)
+
+
+def gather_pages(cache: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
+    """Copy a cache in pages (P, Hkv, page, D) to (B, Hkv, pages x page, D); a page that is none is page 0."""
+    pages, kv_heads, page, head_dim = cache.shape
+    numbers = torch.where((block_table >= 0) & (block_table < pages), block_table, 0).long()
+    gathered = cache[numbers.flatten()].view(*numbers.shape, kv_heads, page, head_dim)
+    return gathered.transpose(1, 2).reshape(len(numbers), kv_heads, -1, head_dim)
+
+
+def decode_reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    seqlens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    **arguments,
+) -> torch.Tensor:
+    """Return the output of `attention_decode` in float64, sequence by sequence.
+
+    Args:
+        q: queries (B, H, Sq, D).
+        k_cache: keys, as in `attention_decode`.
+        v_cache: values, as in `attention_decode`.
+        seqlens: as in `attention_decode`.
+        block_table: as in `attention_decode`.
+        **arguments: causal (True by default), scale and window, as in `attention_decode`.
+    """
+    if block_table is not None:
+        k_cache, v_cache = gather_pages(k_cache, block_table), gather_pages(v_cache, block_table)
+    lengths = [k_cache.shape[2]] * len(q) if seqlens is None else seqlens.tolist()
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    for b, length in enumerate(lengths):
+        if length > 0:
+            sequence = (x[b : b + 1, :, :length] for x in (k_cache, v_cache))
+            out[b] = reference(q[b : b + 1], *sequence, **{"causal": True, **arguments})[0]
+    return out
+
+
+def _gathered(problem: Problem, q, k_cache, v_cache, seqlens, block_table) -> torch.Tensor:
+    """Attention by torch, over a cache in one piece and with a mask (B, 1, Sq, S)."""
+    if block_table is not None:
+        k_cache, v_cache = gather_pages(k_cache, block_table), gather_pages(v_cache, block_table)
+    slots = k_cache.shape[2]
+    lengths = torch.full((problem.batch,), slots, device=q.device) if seqlens is None else seqlens
+    key = torch.arange(slots, device=q.device)
+    filled = key[None] < lengths[:, None]
+    position = lengths[:, None] - problem.sq + torch.arange(problem.sq, device=q.device)
+    distance = position[:, :, None] - key
+    visible = filled[:, None].expand(-1, problem.sq, -1)
+    if problem.causal:
+        visible = visible & (distance >= 0)
+    if problem.window is not None:
+        visible = visible & (distance.abs() < problem.window)
+    # Zeros in place of what was never written: zero times nan would be nan.
+    if seqlens is not None:
+        k_cache, v_cache = (torch.where(filled[:, None, :, None], x, 0) for x in (k_cache, v_cache))
+    out = F.scaled_dot_product_attention(
+        q, k_cache, v_cache, attn_mask=visible[:, None], scale=problem.scale, enable_gqa=problem.grouped
+    )
+    return torch.where(visible.any(-1)[:, None, :, None], out, 0)
+
+
+def _check(q, k_cache, v_cache, seqlens, block_table, causal, scale, window) -> Problem:
+    """Check the arguments, and return the problem of sequences that fill the cache."""
+    if block_table is None:
+        problem = make_problem(q, k_cache, v_cache, causal=causal, scale=scale, window=window)
+    else:
+        for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+            if not isinstance(x, torch.Tensor) or x.dim() != 4:
+                shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+                raise ValueError(
+                    f"{name} must have four dimensions (q: B, H, Sq, D; cache: P, Hkv, page, D); it is {shape}."
+                )
+        _check_integers("block_table", block_table, (len(q), None), q.device)
+        if seqlens is None:
+            raise ValueError("block_table was given without seqlens: say how many tokens each sequence has.")
+        slots = block_table.shape[1] * k_cache.shape[2]
+        # The shapes of the same attention over a cache in one piece; nothing is read or allocated.
+        piece = (k_cache[:1, :, :1].expand(len(q), -1, slots, -1), v_cache[:1, :, :1].expand(len(q), -1, slots, -1))
+        if k_cache.shape != v_cache.shape:
+            shapes = f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+            raise ValueError(f"k_cache and v_cache must have the same shape (P, Hkv, page, D): {shapes}.")
+        problem = make_problem(q, *piece, causal=causal, scale=scale, window=window)
+    if problem.needs_grad:
+        raise ValueError(
+            "attention_decode has no backward pass, and an input requires a gradient: use torch.no_grad()."
+        )
+    if seqlens is not None:
+        _check_integers("seqlens", seqlens, (len(q),), q.device)
+    return problem
+
+
+def _check_integers(name: str, x, shape: tuple, device: torch.device) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor of int32, and is a {type(x).__name__}.")
+    fits = x.dim() == len(shape) and all(n is None or n == m for n, m in zip(shape, x.shape, strict=True))
+    if not fits or x.dtype != torch.int32 or x.device != device or (x.dim() and x.stride(-1) != 1 and x.shape[-1] > 1):
+        wanted = f"({', '.join('pages' if n is None else str(n) for n in shape)}{',' if len(shape) == 1 else ''})"
+        raise ValueError(
+            f"{name} must be int32 of shape {wanted} on {device}, its last dimension contiguous; it is {x.dtype} of "
+            f"shape {tuple(x.shape)} on {x.device}."
+        )

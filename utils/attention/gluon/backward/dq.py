@@ -1,0 +1,165 @@
+"""dQ by itself, for the deterministic mode: no sum in memory, so no order of blocks that could change its bits.
+
+A block owns 128 query rows and walks over their keys, as the forward does: S = Q K^T, dP = dO V^T, dQ += dS K. S and dP
+are computed a second time here, seven products in place of five, but dQ stays in registers, in fp32, until it is
+stored: no atomics, no zeros to write before and no order to restore behind.
+
+    part          what                              head dim 64    128    256
+    consumers     2 warpgroups x 64 query rows
+    K, V tile     BLOCK_N keys, slots of each ring  128, 2         64, 2  32, 2
+    registers     a consumer thread, a producer     240, 24
+"""
+
+# A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
+# ruff: noqa: RUF059
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+
+from utils.attention.gluon.backward.arguments import Gradients
+from utils.attention.gluon.backward.pipeline import hide
+from utils.attention.gluon.backward.plan import BackwardCase
+from utils.attention.gluon.backward.step3_warp_specialized import start_product, store_rows_at
+from utils.attention.gluon.pipeline import allocate_ring
+from utils.attention.gluon.shared import accumulator, clean_blocks, key_blocks, left_operand, tma_load, wait_products
+
+
+@gluon.jit
+def producer(place, shape, rings, descriptors, CONSUMERS: gl.constexpr, CASE: gl.constexpr):
+    """One warp: load the block's Q and dO once, and K and V block by block."""
+    row, batch, head = place
+    sq, sk, window, heads, group = shape
+    q, do, k, v, loaded = rings
+    q_desc, do_desc, k_desc, v_desc = descriptors
+    BLOCK_N: gl.constexpr = k.tiles.shape[3]
+    mbarrier.expect(loaded.index(0), q_desc.block_type.nbytes * (2 * CONSUMERS))
+    for w in gl.static_range(CONSUMERS):
+        tma_load(q_desc, [batch, head, row + w * 64, 0], loaded.index(0), q.index(w))
+        tma_load(do_desc, [batch, head, row + w * 64, 0], loaded.index(0), do.index(w))
+    lo, hi = key_blocks(row, 64 * CONSUMERS, sq, sk, window, BLOCK_N, CASE.causal, CASE.window)
+    for i in range(hi - lo):
+        key = (hi - 1 - i) * BLOCK_N
+        k.load(i, k_desc, batch, head // group, key)
+        v.load(i, v_desc, batch, head // group, key)
+
+
+@gluon.jit
+def consumer(
+    place, shape, rings, dq_desc, numbers, c, scale, W: gl.constexpr, CONSUMERS: gl.constexpr, CASE: gl.constexpr
+):
+    """Warpgroup W: 64 query rows against the blocks of keys that they see."""
+    first_row, batch, head = place
+    sq, sk, window, heads, group = shape
+    q_tiles, do_tiles, k, v, loaded = rings
+    lse2_ptr, delta_ptr = numbers
+    dtype: gl.constexpr = q_tiles.dtype
+    BLOCK_D: gl.constexpr = q_tiles.shape[4]
+    BLOCK_N: gl.constexpr = k.tiles.shape[3]
+    row = first_row + W * 64
+    rows: gl.constexpr = gl.SliceLayout(1, accumulator(BLOCK_N))
+    at = row + gl.arange(0, 64, rows)
+    lse2 = gl.load(lse2_ptr + at)
+    delta = gl.load(delta_ptr + at)
+    lo, hi = key_blocks(first_row, 64 * CONSUMERS, sq, sk, window, BLOCK_N, CASE.causal, CASE.window)
+    right, edge = clean_blocks(row, 64, lo, hi, sq, sk, window, BLOCK_N, CASE.causal, CASE.window)
+    q = q_tiles.index(W).reshape([64, BLOCK_D])
+    do = do_tiles.index(W).reshape([64, BLOCK_D])
+    dq = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
+    mbarrier.wait(loaded.index(0), 0)
+    for i in range(hi - lo):
+        key = (hi - 1 - i) * BLOCK_N
+        k.wait_full(i)
+        s = start_product(q, k.tile(i).permute([1, 0]), 64, BLOCK_N)
+        v.wait_full(i)
+        dp = start_product(do, v.tile(i).permute([1, 0]), 64, BLOCK_N)
+        s = wait_products(s, 1, BLOCK_N)
+        p = gl.exp2(s * c - lse2[:, None])
+        if (i < right) | (i >= edge) | (key + BLOCK_N > sk):
+            p = hide(p, key, row, shape, 1, CASE.causal, CASE.window)
+        dp = wait_products(dp, 0, BLOCK_N)
+        v.release(i)
+        ds = gl.convert_layout((p * (dp - delta[:, None])).to(dtype), left_operand(BLOCK_D))
+        dq = wait_products(warpgroup_mma(ds, k.tile(i), dq, is_async=True), 0, BLOCK_D)
+        k.release(i)
+    # Q is not needed any more: its tile carries dQ away.
+    store_rows_at(dq_desc, batch, head, row, q_tiles.index(W), dq * scale)
+
+
+# One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
+@gluon.jit(do_not_specialize=["sq", "sk", "window", "heads", "group", "rows", "tiles", "heads_total"])
+def attention_backward_dq(
+    q_desc,
+    do_desc,
+    k_desc,
+    v_desc,
+    dq_desc,
+    lse2_ptr,
+    delta_ptr,
+    sq,
+    sk,
+    window,
+    heads,
+    group,
+    rows,
+    tiles,
+    heads_total,
+    c,
+    scale,
+    SLOTS: gl.constexpr,
+    CASE: gl.constexpr,
+):
+    """A block computes dQ of 128 query rows of one head: grid (tiles * B * H,), the last rows of all heads first."""
+    CONSUMERS: gl.constexpr = 2
+    down = gl.program_id(0) // heads_total
+    flat = gl.program_id(0) - down * heads_total
+    batch = flat // heads
+    head = flat - batch * heads
+    row = (tiles - 1 - down) * (64 * CONSUMERS)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    shape: gl.constexpr = [CONSUMERS] + q_desc.block_type.shape  # noqa: RUF005 (Gluon knows no starred lists)
+    q = gl.allocate_shared_memory(q_desc.dtype, shape, q_desc.layout)
+    do = gl.allocate_shared_memory(q_desc.dtype, shape, q_desc.layout)
+    k = allocate_ring(k_desc, SLOTS, 1, CONSUMERS)
+    v = allocate_ring(v_desc, SLOTS, 1, CONSUMERS)
+    loaded = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    mbarrier.init(loaded.index(0), count=1)
+    place = (row, batch, head)
+    sizes = (sq, sk, window, heads, group)
+    rings = (q, do, k, v, loaded)
+    numbers = (lse2_ptr + flat.to(gl.int64) * rows, delta_ptr + flat.to(gl.int64) * rows)
+    gl.warp_specialize(
+        [
+            (consumer, (place, sizes, rings, dq_desc, numbers, c, scale, 0, CONSUMERS, CASE)),
+            (consumer, (place, sizes, rings, dq_desc, numbers, c, scale, 1, CONSUMERS, CASE)),
+            (producer, (place, sizes, rings, (q_desc, do_desc, k_desc, v_desc), CONSUMERS, CASE)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+def launch(g: Gradients) -> None:
+    """Run the kernel on tensors of a GPU."""
+    block_n = 8192 // g.plan.block_d
+    tiles = -(-g.sq // 128)
+    attention_backward_dq[(tiles * g.heads_total,)](
+        *g.row_descriptors({"q": 64, "dout": 64, "k": block_n, "v": block_n, "dq": 64}),
+        g.lse2,
+        g.delta,
+        g.sq,
+        g.sk,
+        g.window,
+        g.heads,
+        g.group,
+        g.rows,
+        tiles,
+        g.heads_total,
+        g.c,
+        g.scale,
+        SLOTS=2,
+        CASE=BackwardCase(g.causal, g.window > 0),
+        num_warps=4,
+    )

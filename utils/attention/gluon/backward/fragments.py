@@ -1,0 +1,133 @@
+"""dQ's sum in memory, in the order in which the tensor cores hold it, and the two small kernels around the main one.
+
+Blocks of keys add to the same rows of dQ, in fp32 and without an order. A thread of an m64n64 product holds, for each
+eight columns, two elements of row r and two of row r + 8: in row-major order that would be scattered pairs. Stored in
+the order (eight columns, thread, four elements) the four are neighbours, and a warp adds 512 consecutive bytes with one
+`red.v4.f32`. `finish_dq` brings the rows back into order.
+
+    sums of dQ    (B * H, Sq / 64, D / 64, 8, 128, 4) fp32: pieces of 64 queries x 64 columns
+    statistics    lse * log2(e) and delta = rowsum(dO * O), (B * H, rows), fp32, rows a multiple of the query tile
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+INFINITY = gl.constexpr(float("inf"))
+
+
+@gluon.jit
+def to_fragments(x):
+    """[64, N] accumulator -> its elements in the order of the sum, [64 * N]: registers are renamed, not moved."""
+    blocks: gl.constexpr = x.shape[1] // 8
+    # row = 16 warp + 8 half + high, column = 8 block + 2 low + pair; thread = 32 warp + 4 high + low
+    flat = x.reshape([4, 2, 8, blocks, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([64 * x.shape[1]])
+    return gl.convert_layout(flat, gl.BlockedLayout([4], [32], [4], [0]), assert_trivial=True)
+
+
+@gluon.jit
+def from_fragments(flat, N: gl.constexpr):
+    """Undo `to_fragments`: [64 * N] -> [64, N], an accumulator's layout."""
+    x = flat.reshape([N // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, N])
+    return x
+
+
+@gluon.jit
+def add_fragments(sums, x):
+    """Add an accumulator [64, N] to 64 * N consecutive elements of the sums of dQ."""
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    at = sums + gl.arange(0, 64 * x.shape[1], layout)
+    gl.atomic_add(at, to_fragments(x), sem="relaxed")
+
+
+@gluon.jit(do_not_specialize=["sq", "heads", "rows"])
+def start_backward(
+    o_ptr,
+    do_ptr,
+    lse_ptr,
+    dlse_ptr,
+    lse2_ptr,
+    delta_ptr,
+    dq_sums_ptr,
+    o_batch,
+    o_head,
+    o_row,
+    do_batch,
+    do_head,
+    do_row,
+    sq,
+    heads,
+    rows,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    CLEAR: gl.constexpr,
+    DLSE: gl.constexpr,
+):
+    """Delta and lse * log2(e) of 64 rows of one head, and zeros in their sums of dQ: grid (B * H, rows / 64)."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    tile = gl.program_id(1)
+    head_total = gl.program_id(0).to(gl.int64)
+    batch = head_total // heads
+    head = head_total - batch * heads
+    r = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
+    keep = (r < sq)[:, None] & (d < HEAD_DIM)
+    o = gl.load(o_ptr + batch * o_batch + head * o_head + r.to(gl.int64)[:, None] * o_row + d, mask=keep, other=0.0)
+    do = gl.load(
+        do_ptr + batch * do_batch + head * do_head + r.to(gl.int64)[:, None] * do_row + d, mask=keep, other=0.0
+    )
+    delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
+    lse = gl.load(lse_ptr + head_total * sq + r, mask=r < sq, other=INFINITY)
+    # A row without keys has -inf, a row that does not exist nothing: infinity makes their probabilities 2^(-inf) = 0.
+    lse2 = gl.where(gl.abs(lse) == INFINITY, INFINITY, lse * LOG2_E)
+    if DLSE:
+        # The log-sum-exp has a gradient too: d lse / d S = P, so dS = P (dP - delta + dlse).
+        delta -= gl.load(dlse_ptr + head_total * sq + r, mask=r < sq, other=0.0)
+    gl.store(lse2_ptr + head_total * rows + r, lse2)
+    gl.store(delta_ptr + head_total * rows + r, delta)
+    if CLEAR:
+        sums = dq_sums_ptr + (head_total * (rows // 64) + tile) * (64 * BLOCK_D)
+        for part in gl.static_range(BLOCK_D // 32):
+            at = sums + part * 2048 + gl.arange(0, 2048, flat)
+            gl.store(at, gl.zeros([2048], gl.float32, flat))
+
+
+@gluon.jit(do_not_specialize=["sq", "heads", "rows"])
+def finish_dq(
+    dq_sums_ptr,
+    dq_ptr,
+    dq_batch,
+    dq_head,
+    dq_row,
+    sq,
+    heads,
+    rows,
+    scale,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    FRAGMENTS: gl.constexpr,
+):
+    """Scale one piece of the sums, 64 queries x 64 columns, and store it as rows of dQ.
+
+    Grid (B * H, rows / 64, BLOCK_D / 64). FRAGMENTS: the sums are in the order of the fragments, else in rows.
+    """
+    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    tile = gl.program_id(1)
+    piece = gl.program_id(2)
+    head_total = gl.program_id(0).to(gl.int64)
+    batch = head_total // heads
+    head = head_total - batch * heads
+    number = (head_total * (rows // 64) + tile) * (BLOCK_D // 64) + piece
+    r = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    d = piece * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+    if FRAGMENTS:
+        sums = gl.load(dq_sums_ptr + number * 4096 + gl.arange(0, 4096, flat))
+        dq = gl.convert_layout(from_fragments(sums, 64) * scale, layout)
+    else:
+        dq = gl.load(dq_sums_ptr + head_total * rows * BLOCK_D + r * BLOCK_D + d) * scale
+    at = dq_ptr + batch * dq_batch + head * dq_head + r.to(gl.int64) * dq_row + d
+    gl.store(at, dq.to(dq_ptr.dtype.element_ty), mask=(r < sq) & (d < HEAD_DIM))

@@ -1,0 +1,128 @@
+"""Run a step of the backward ladder on tensors (B, H, S, D) of a Hopper GPU.
+
+    out, lse = forward(q, k, v, causal=True, return_lse=True)
+    dq, dk, dv = backward(dout, q, k, v, out, lse, causal=True)
+
+Three kernels: `start_backward` (delta, and zeros for the sums of dQ), the step's own, and `finish_dq`. In deterministic
+mode the step's kernel leaves dQ to the one of `dq.py`, which needs no sums.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import torch
+
+from utils.attention.gluon.arguments import addressable
+from utils.attention.gluon.backward.arguments import Gradients
+from utils.attention.gluon.backward.plan import BackwardPlan, plan_for
+
+MODULES = {1: "step1_atomics", 2: "step2_tma", 3: "step3_warp_specialized", 4: "step4_overlapped"}
+NAMES = {name: f"attention_backward_step{step}" for step, name in MODULES.items()} | {
+    "wide_heads": "attention_backward_wide"
+}
+
+
+def module_name(step: int, plan: BackwardPlan) -> str:
+    """Name the module of a step; steps 3 and 4 have one in common for head dimension 256."""
+    return "wide_heads" if step >= 3 and plan.block_d == 256 else MODULES[step]
+
+
+@functools.cache
+def module_of(step: int, plan: BackwardPlan):
+    """Import the module of a step, with its kernel and its `launch` (imports Triton)."""
+    return importlib.import_module(f"{__package__}.{module_name(step, plan)}")
+
+
+def kernel_of(step: int, plan: BackwardPlan):
+    """Return the Gluon kernel of a step (imports Triton)."""
+    return getattr(module_of(step, plan), NAMES[module_name(step, plan)])
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    dlse: torch.Tensor | None = None,
+    deterministic: bool = False,
+    step: int = 4,
+    plan: BackwardPlan | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k and v.
+
+    Args:
+        dout: Gradient of the output (B, H, Sq, D).
+        q: Queries (B, H, Sq, D), fp16 or bf16.
+        k: Keys (B, Hkv, Sk, D); H is a multiple of Hkv.
+        v: Values (B, Hkv, Sk, D).
+        out: The forward's output (B, H, Sq, D).
+        lse: The forward's log-sum-exp (B, H, Sq), fp32, natural logarithm.
+        causal: Whether a query sees keys up to its own position only.
+        scale: Factor of the scores, 1/sqrt(D) by default.
+        window: A query sees keys that are fewer positions away than this; None: all.
+        dlse: Gradient of the log-sum-exp, if that was used too.
+        deterministic: Whether the same inputs must give the same bits; dQ then has a kernel of its own (`dq.py`).
+            Steps 3 and 4 only.
+        step: Which kernel of the ladder, 1 to 4.
+        plan: Tile and pipeline; the step's own by default.
+    """
+    if deterministic and step < 3:
+        raise ValueError(
+            f"Step {step} of the backward ladder adds to dQ by atomics, in any order; deterministic=True needs step 3 or 4."
+        )
+    if not q.numel():
+        return torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    plan = plan or plan_for(step, q.shape[-1])
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    dout, q, k, v = (addressable(x) for x in (dout, q, k, v))
+    dlse = None if dlse is None else dlse.float().contiguous()
+    g = Gradients(dout, q, k, v, out, lse.contiguous(), dlse, causal, window or 0, scale, plan, deterministic)
+    launch(step, g)
+    return g.dq, g.dk, g.dv
+
+
+def launch(step: int, g: Gradients) -> None:
+    """Run the kernels of one backward pass."""
+    from utils.attention.gluon.backward.fragments import finish_dq, start_backward
+
+    sizes = {"HEAD_DIM": g.head_dim, "BLOCK_D": g.plan.block_d, "num_warps": 4}
+    start_backward[(g.heads_total, g.rows // 64)](
+        g.out,
+        g.dout,
+        g.lse,
+        g.lse if g.dlse is None else g.dlse,
+        g.lse2,
+        g.delta,
+        g.dq_sums,
+        *g.out.stride()[:3],
+        *g.dout.stride()[:3],
+        g.sq,
+        g.heads,
+        g.rows,
+        CLEAR=not g.deterministic,
+        DLSE=g.dlse is not None,
+        **sizes,
+    )
+    module_of(step, g.plan).launch(g)
+    if g.deterministic:
+        importlib.import_module(f"{__package__}.dq").launch(g)
+        return
+    finish_dq[(g.heads_total, g.rows // 64, g.plan.block_d // 64)](
+        g.dq_sums,
+        g.dq,
+        *g.dq.stride()[:3],
+        g.sq,
+        g.heads,
+        g.rows,
+        g.scale,
+        FRAGMENTS=module_name(step, g.plan) == MODULES[3],
+        **sizes,
+    )

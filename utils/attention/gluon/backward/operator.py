@@ -1,0 +1,64 @@
+"""The backward pass as an operator of torch, so that `attention` differentiates: eagerly, compiled and checkpointed."""
+
+from __future__ import annotations
+
+import torch
+
+
+@torch.library.custom_op("labs::attention_gluon_backward", mutates_args=(), device_types="cuda")
+def attention_gluon_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+    window: int,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v. window 0: none; dlse: gradient of the log-sum-exp, if it was used."""
+    from utils.attention.gluon.backward.launch import backward
+
+    with torch.cuda.device(q.device):
+        return backward(
+            *(dout, q, k, v, out, lse),
+            causal=causal,
+            scale=scale,
+            window=window,
+            dlse=dlse,
+            deterministic=deterministic,
+        )
+
+
+@attention_gluon_backward.register_fake
+def _attention_gluon_backward_fake(dout, dlse, q, k, v, out, lse, causal, scale, window, deterministic):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    q, k, v, causal, scale, window, return_lse, _ = inputs
+    out, lse = output
+    if not return_lse:
+        ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, out, lse)
+    ctx.settings = causal, scale, window, return_lse
+
+
+def _gradients(ctx, dout, dlse):
+    q, k, v, out, lse = ctx.saved_tensors
+    causal, scale, window, return_lse = ctx.settings
+    if not return_lse:
+        raise RuntimeError("The backward pass needs the log-sum-exp: call attention_gluon with return_lse=True.")
+    dout = torch.zeros_like(out) if dout is None else dout
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    dq, dk, dv = attention_gluon_backward(dout, dlse, q, k, v, out, lse, causal, scale, window, deterministic)
+    return dq, dk, dv, None, None, None, None, None
+
+
+def differentiate(attention_gluon) -> None:
+    """Give the forward's operator its gradients. Under torch.use_deterministic_algorithms the bits repeat."""
+    attention_gluon.register_autograd(_gradients, setup_context=_save_for_backward)

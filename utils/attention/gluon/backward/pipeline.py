@@ -1,0 +1,243 @@
+"""What the roles of the warp-specialized backward share: rings of tiles with a row of statistics, sizes, and masks."""
+
+# A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
+# ruff: noqa: RUF059
+
+# No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
+
+from utils.attention.gluon.shared import aggregate, tma_load
+
+
+@builtin
+def _tma_reduce_add(descriptor, coordinates, tile, _semantic=None):
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, tile.handle)
+
+
+# Hand a tile to TMA, which adds it to memory; its end is waited for as a store's. Triton has a function for it from 3.8
+# on; the instruction behind it was there before.
+tma_add = gl.constexpr(getattr(tma, "async_atomic_add", None) or _tma_reduce_add)
+
+
+@aggregate
+class RowRing:
+    """Tiles of query rows (Q or dO) that go round, each with one number a row (lse or delta).
+
+    Load number i goes to slot i % SLOTS; the parity of i // SLOTS is the phase to wait for.
+    """
+
+    tiles: gl.shared_memory_descriptor  # (SLOTS, 1, 1, BLOCK_M, BLOCK_D)
+    numbers: gl.shared_memory_descriptor  # (SLOTS, 1, BLOCK_M) fp32
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    SLOTS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, numbers, full, empty, SLOTS):
+        self.tiles = tiles
+        self.numbers = numbers
+        self.full = full
+        self.empty = empty
+        self.SLOTS = gl.constexpr(SLOTS)
+
+    @gluon.jit
+    def phase(self, i):
+        """Parity of the round in which load number i uses its slot."""
+        return (i // self.SLOTS) & 1
+
+    @gluon.jit
+    def tile(self, i):
+        """The tile of load number i, [BLOCK_M, BLOCK_D]."""
+        return self.tiles.index(i % self.SLOTS).reshape([self.tiles.shape[3], self.tiles.shape[4]])
+
+    @gluon.jit
+    def row_numbers(self, i, layout: gl.constexpr):
+        """The numbers of load number i, one a row, [BLOCK_M]."""
+        return self.numbers.index(i % self.SLOTS).reshape([self.numbers.shape[2]]).load(layout)
+
+    @gluon.jit
+    def load(self, i, tile_desc, number_desc, batch, head, heads, row):
+        """Producer: fetch rows from `row` on, and their numbers, as soon as the slot is empty."""
+        slot = i % self.SLOTS
+        # Without this wait TMA would overwrite a tile that a consumer still reads.
+        mbarrier.wait(self.empty.index(slot), self.phase(i) ^ 1)
+        full = self.full.index(slot)
+        # The bytes are announced first: copies that arrive unannounced could complete the phase too early.
+        mbarrier.expect(full, tile_desc.block_type.nbytes + number_desc.block_type.nbytes)
+        tma_load(tile_desc, [batch, head, row, 0], full, self.tiles.index(slot))
+        tma_load(number_desc, [batch * heads + head, row], full, self.numbers.index(slot))
+
+    @gluon.jit
+    def wait_full(self, i):
+        """Consumer: wait until load number i has arrived."""
+        mbarrier.wait(self.full.index(i % self.SLOTS), self.phase(i))
+
+    @gluon.jit
+    def release(self, i, FENCE: gl.constexpr = False):
+        """Consumer: this thread has read load number i. Without it the producer waits for ever, a round later.
+
+        FENCE: where no other fence lies between the ordinary load of the row's numbers and this release.
+        """
+        if FENCE:
+            # TMA writes the next numbers through the async proxy, which need not know of ordinary loads before it.
+            fence_async_shared()
+        async_copy.mbarrier_arrive(self.empty.index(i % self.SLOTS), increment_count=False)
+
+
+@gluon.jit
+def allocate_row_ring(tile_desc, number_desc, SLOTS: gl.constexpr, READERS: gl.constexpr):
+    """A ring for tiles of a TMA descriptor and the numbers of their rows; READERS: warpgroups that read it."""
+    shape: gl.constexpr = [SLOTS] + tile_desc.block_type.shape  # noqa: RUF005 (Gluon knows no starred lists)
+    number_shape: gl.constexpr = [SLOTS] + number_desc.block_type.shape  # noqa: RUF005
+    tiles = gl.allocate_shared_memory(tile_desc.dtype, shape, tile_desc.layout)
+    numbers = gl.allocate_shared_memory(gl.float32, number_shape, number_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=128 * READERS)
+    return RowRing(tiles, numbers, full, empty, SLOTS)
+
+
+@gluon.jit
+def hide(p, key, row, shape, KEYS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """Zero the probabilities of keys key.. (dimension KEYS) and queries row.. where a query may not look.
+
+    The probabilities and not the scores, because an infinite score times a negative scale would be infinite again.
+    """
+    QUERIES: gl.constexpr = 1 - KEYS
+    layout: gl.constexpr = p.type.layout
+    sq, sk, window, heads, group = shape
+    keys = gl.expand_dims(key + gl.arange(0, p.shape[KEYS], gl.SliceLayout(QUERIES, layout)), QUERIES)
+    queries = gl.expand_dims(row + gl.arange(0, p.shape[QUERIES], gl.SliceLayout(KEYS, layout)), KEYS)
+    positions = queries + (sk - sq)
+    # Keys that do not exist were loaded as zeros; their probabilities could still be infinite.
+    keep = keys < sk
+    if CAUSAL:
+        keep = keep & (keys <= positions)
+    elif WINDOW:
+        keep = keep & (keys < positions + window)
+    if WINDOW:
+        keep = keep & (keys > positions - window)
+    return gl.where(keep, p, 0.0)
+
+
+@aggregate
+class Sizes:
+    """Sizes of the problem, and which tiles of queries see a block of keys."""
+
+    sq: gl.tensor
+    sk: gl.tensor
+    window: gl.tensor
+    heads: gl.tensor
+    kv_heads: gl.tensor
+    group: gl.tensor
+    tiles_m: gl.tensor
+    PLAN: gl.constexpr
+    CASE: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, sq, sk, window, heads, kv_heads, group, tiles_m, PLAN, CASE):
+        self.sq = sq
+        self.sk = sk
+        self.window = window
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.group = group
+        self.tiles_m = tiles_m
+        self.PLAN = gl.constexpr(PLAN)
+        self.CASE = gl.constexpr(CASE)
+
+    @gluon.jit
+    def tiles_of(self, key):
+        """Tiles of queries [lo, hi) that see some of the keys key .. key + BLOCK_N - 1; may be empty."""
+        BLOCK_M: gl.constexpr = self.PLAN.block_m
+        shift = self.sk - self.sq
+        lo = 0
+        hi = self.tiles_m
+        if self.CASE.causal:
+            lo = gl.maximum(key - shift, 0) // BLOCK_M
+        elif self.CASE.window:
+            lo = gl.maximum(key - self.window + 1 - shift, 0) // BLOCK_M
+        if self.CASE.window:
+            last = gl.minimum(key + self.PLAN.block_n, self.sk) - 1
+            hi = gl.minimum(hi, gl.cdiv(gl.maximum(last + self.window - shift, 0), BLOCK_M))
+        return lo, gl.maximum(hi, lo)
+
+    @gluon.jit
+    def needs_mask(self, key, ROWS: gl.constexpr, row):
+        """Whether a query of the tile at `row` may not look at a key of key .. key + ROWS - 1."""
+        BLOCK_M: gl.constexpr = self.PLAN.block_m
+        position = row + (self.sk - self.sq)
+        masked = key + ROWS > self.sk
+        if self.CASE.causal:
+            masked = masked | (key + ROWS - 1 > position)
+        elif self.CASE.window:
+            masked = masked | (key + ROWS - 1 >= position + self.window)
+        if self.CASE.window:
+            masked = masked | (key <= position + BLOCK_M - 1 - self.window)
+        return masked
+
+    @gluon.jit
+    def mask(self, p, key, row):
+        """Zero the probabilities [keys, queries] of keys key.. and queries row.. where a query may not look."""
+        shape = (self.sq, self.sk, self.window, self.heads, self.group)
+        return hide(p, key, row, shape, 0, self.CASE.causal, self.CASE.window)
+
+
+@aggregate
+class Work:
+    """What every role of the kernel gets: sizes, the block's keys, rings of Q and dO, and tiles in shared memory."""
+
+    sizes: Sizes
+    key: gl.tensor  # first key of the block
+    batch: gl.tensor
+    kv_head: gl.tensor
+    c: gl.tensor  # scale * log2(e)
+    scale: gl.tensor
+    q: RowRing
+    do: RowRing
+    k: gl.shared_memory_descriptor  # (1, 1, BLOCK_N, BLOCK_D)
+    v: gl.shared_memory_descriptor  # (consumers, 1, 1, 64, BLOCK_D)
+    ds: gl.shared_memory_descriptor  # dS^T: (slots, BLOCK_N, BLOCK_M) or in columns of 64
+    loaded: gl.shared_memory_descriptor  # mbarriers: K and V have arrived
+    written: gl.shared_memory_descriptor  # mbarriers: all consumers have written their part of dS
+
+    @gluon.constexpr_function
+    def __init__(self, sizes, key, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written):
+        self.sizes = sizes
+        self.key = key
+        self.batch = batch
+        self.kv_head = kv_head
+        self.c = c
+        self.scale = scale
+        self.q = q
+        self.do = do
+        self.k = k
+        self.v = v
+        self.ds = ds
+        self.loaded = loaded
+        self.written = written
+
+    @gluon.jit
+    def k_rows(self, W: gl.constexpr):
+        """Rows W * 64 .. W * 64 + 63 of K."""
+        return self.k.reshape([self.k.shape[2], self.k.shape[3]]).slice(W * 64, 64, 0)
+
+    @gluon.jit
+    def v_rows(self, W: gl.constexpr):
+        """Rows W * 64 .. W * 64 + 63 of V."""
+        return self.v.index(W).reshape([64, self.v.shape[4]])
+
+    @gluon.jit
+    def first(self):
+        """(number of query tiles to walk, tiles of one head, first tile): all heads that share these keys."""
+        lo, hi = self.sizes.tiles_of(self.key)
+        return (hi - lo) * self.sizes.group, lo, hi

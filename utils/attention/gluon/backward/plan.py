@@ -1,0 +1,52 @@
+"""Tiles, slots and registers of each step of the backward ladder: plain Python, no Triton.
+
+Chosen on an H200 (docs/backward-log.md). Gluon's tile shapes are powers of two; shared memory holds 227 KiB a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from utils.attention.gluon.plan import block_head_dim
+
+STEPS = {1: "one warpgroup, synchronous, atomics", 2: "TMA and mbarriers", 3: "warp-specialized", 4: "overlapped"}
+PIECE = 64  # dQ is summed in pieces of 64 queries x 64 columns (`fragments.py`)
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """Tile and pipeline of one kernel; a kernel is compiled for a plan."""
+
+    block_d: int  # tile width: the head dimension, rounded up
+    block_m: int  # queries of a tile, the inner loop
+    block_n: int  # keys of a block
+    q_slots: int = 2  # slots of the ring of Q and lse
+    do_slots: int = 2  # slots of the ring of dO and delta
+    ds_slots: int = 2  # tiles of dS, which both consumers write and read
+    late: bool = True
+    registers: int = 240  # of a consumer thread
+
+
+@dataclass(frozen=True)
+class BackwardCase:
+    """What a backward pass needs of a kernel: a kernel is compiled for each.
+
+    tail: the keys are no multiple of a block. dq: whether dQ is summed here; in deterministic mode a kernel of its own
+    computes it (`dq.py`).
+    """
+
+    causal: bool = False
+    window: bool = False
+    tail: bool = False
+    dq: bool = True
+
+
+_SIMPLE = {d: BackwardPlan(d, 64, 64) for d in (64, 128, 256)}  # steps 1 and 2
+_PLANS = {64: BackwardPlan(64, 128, 128), 128: BackwardPlan(128, 64, 128), 256: BackwardPlan(256, 64, 64, do_slots=1)}
+
+
+def plan_for(step: int, head_dim: int) -> BackwardPlan:
+    """Return the plan of a step of the backward ladder for a head dimension."""
+    if step not in STEPS:
+        raise ValueError(f"The backward ladder has the steps {', '.join(map(str, STEPS))}; got step {step!r}.")
+    return (_SIMPLE if step < 3 else _PLANS)[block_head_dim(head_dim)]

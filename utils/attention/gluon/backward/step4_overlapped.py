@@ -1,0 +1,259 @@
+"""Step 4: the products of one tile beside the softmax of the next."""
+
+# A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+
+from utils.attention.gluon.backward.arguments import Gradients
+from utils.attention.gluon.backward.pipeline import Sizes, Work, allocate_row_ring, tma_add
+from utils.attention.gluon.backward.step3_warp_specialized import (
+    probabilities,
+    producer,
+    publish_ds,
+    start_dp,
+    start_dq,
+    start_scores,
+    store_rows,
+    write_ds,
+)
+from utils.attention.gluon.shared import accumulator, left_operand, wait_products
+
+
+@gluon.jit
+def softmax_gradient(work, i, key, row, W: gl.constexpr):
+    """P^T and dS^T of tile i as left operands, P^T for dV, and dS^T for dK and for shared memory."""
+    PLAN: gl.constexpr = work.sizes.PLAN
+    dtype: gl.constexpr = work.k.dtype
+    s = start_scores(work, i, W)
+    dp = start_dp(work, i, W)
+    s = wait_products(s, 1, PLAN.block_m)
+    p = probabilities(work, s, i, key, row)
+    dp = wait_products(dp, 0, PLAN.block_m)
+    delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
+    ds = (p * (dp - delta[None, :])).to(dtype)
+    return gl.convert_layout(p.to(dtype), left_operand(PLAN.block_d)), ds
+
+
+@gluon.jit
+def stage_dq(tile, dq):
+    """Put this consumer's part of dQ, 64 queries x 64 columns, where TMA reads it."""
+    tma.store_wait(0)  # TMA may still be reading the last tile's part
+    tile.store(dq)
+
+
+@gluon.jit
+def send_dq(sums_desc, work, tile, head, m, W: gl.constexpr):
+    """Hand the staged part of dQ to TMA, which adds it to the sums."""
+    PLAN: gl.constexpr = work.sizes.PLAN
+    row = ((work.batch * work.sizes.heads + head) * work.sizes.tiles_m + m) * PLAN.block_m
+    if PLAN.block_m == 64:
+        tma_add(sums_desc, [row, W * 64], tile)
+    else:
+        tma_add(sums_desc, [row + W * 64, 0], tile)
+
+
+@gluon.jit
+def consumer(work, sums_desc, dq_tiles, dk_desc, dv_desc, W: gl.constexpr):
+    """Warpgroup W: 64 keys of the block against all tiles of queries that see them."""
+    PLAN: gl.constexpr = work.sizes.PLAN
+    CASE: gl.constexpr = work.sizes.CASE
+    BLOCK_M: gl.constexpr = PLAN.block_m
+    BLOCK_D: gl.constexpr = PLAN.block_d
+    count, lo, hi = work.first()
+    head = work.kv_head * work.sizes.group
+    m = lo
+    key = work.key + W * 64
+    dq_tile = dq_tiles.index(W)
+    dk = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
+    dv = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
+    mbarrier.wait(work.loaded.index(0), 0)
+    if count > 0:
+        mbarrier.wait(work.loaded.index(1), 0)
+        # The first tile has no dQ of another beside it.
+        p16, ds = softmax_gradient(work, 0, key, m * BLOCK_M, W)
+        dv = warpgroup_mma(p16, work.do.tile(0), dv, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(0), dk, is_async=True)
+        if CASE.dq:
+            write_ds(work, 0, ds, W)
+            publish_ds(work, 0)
+        dv = wait_products(dv, 1, BLOCK_D)
+        work.do.release(0, not CASE.dq)
+        dk = wait_products(dk, 0, BLOCK_D)
+        work.q.release(0, not CASE.dq)
+        for i in range(1, count):
+            m_before = m
+            head_before = head
+            m += 1
+            if m == hi:
+                m = lo
+                head += 1
+            p16, ds = softmax_gradient(work, i, key, m * BLOCK_M, W)
+            if CASE.dq:
+                # dQ of the tile before: the other consumer has had a whole tile's time to write its part of dS.
+                dq = start_dq(work, i - 1, W)
+            dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
+            dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
+            if CASE.dq:
+                # The slot holds the dS of two tiles ago. The other consumer has read it: it wrote the last dS after that.
+                write_ds(work, i, ds, W)
+                dq = wait_products(dq, 2, 64)
+                stage_dq(dq_tile, dq)
+                # Only now: who sees this dS written takes the dS before it for read. Its fence is for dQ too.
+                publish_ds(work, i)
+                send_dq(sums_desc, work, dq_tile, head_before, m_before, W)
+            dv = wait_products(dv, 1, BLOCK_D)
+            work.do.release(i, not CASE.dq)
+            dk = wait_products(dk, 0, BLOCK_D)
+            work.q.release(i, not CASE.dq)
+        if CASE.dq:
+            stage_dq(dq_tile, wait_products(start_dq(work, count - 1, W), 0, 64))
+            # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
+            fence_async_shared()
+            send_dq(sums_desc, work, dq_tile, head, m, W)
+    # V's own rows are not needed any more: they carry dV away, and then dK.
+    store_rows(dv_desc, work, work.v.index(W), dv, W)
+    store_rows(dk_desc, work, work.v.index(W), dk * work.scale, W)
+
+
+@gluon.jit
+def consumer_prompt(work, sums_desc, dq_tiles, dk_desc, dv_desc, W: gl.constexpr):
+    """Warpgroup W: 64 keys of the block against all tiles of queries that see them; dQ of a tile within its turn."""
+    PLAN: gl.constexpr = work.sizes.PLAN
+    BLOCK_M: gl.constexpr = PLAN.block_m
+    BLOCK_D: gl.constexpr = PLAN.block_d
+    count, lo, hi = work.first()
+    head = work.kv_head * work.sizes.group
+    m = lo
+    key = work.key + W * 64
+    dq_tile = dq_tiles.index(W)
+    dk = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
+    dv = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
+    mbarrier.wait(work.loaded.index(0), 0)
+    if count > 0:
+        mbarrier.wait(work.loaded.index(1), 0)
+    for i in range(count):
+        p16, ds = softmax_gradient(work, i, key, m * BLOCK_M, W)
+        dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
+        write_ds(work, i, ds, W)
+        publish_ds(work, i)
+        dq = start_dq(work, i, W)
+        dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
+        dv = wait_products(dv, 2, BLOCK_D)
+        work.do.release(i)
+        dq = wait_products(dq, 1, 64)
+        stage_dq(dq_tile, dq)
+        fence_async_shared()
+        send_dq(sums_desc, work, dq_tile, head, m, W)
+        dk = wait_products(dk, 0, BLOCK_D)
+        work.q.release(i)
+        m += 1
+        if m == hi:
+            m = lo
+            head += 1
+    # V's own rows are not needed any more: they carry dV away, and then dK.
+    store_rows(dv_desc, work, work.v.index(W), dv, W)
+    store_rows(dk_desc, work, work.v.index(W), dk * work.scale, W)
+
+
+@gluon.jit(
+    do_not_specialize=["sq", "sk", "window", "heads", "kv_heads", "group", "tiles_m", "blocks_n", "section", "total"]
+)
+def attention_backward_step4(
+    q_desc,
+    do_desc,
+    k_desc,
+    v_desc,
+    dk_desc,
+    dv_desc,
+    lse_desc,
+    delta_desc,
+    sums_desc,
+    sq,
+    sk,
+    window,
+    heads,
+    kv_heads,
+    group,
+    tiles_m,
+    blocks_n,
+    section,
+    total,
+    c,
+    scale,
+    PLAN: gl.constexpr,
+    CASE: gl.constexpr,
+):
+    """A block computes dK and dV of BLOCK_N keys of one head, and adds to dQ: grid (blocks of keys * B * Hkv,).
+
+    Heads are dealt in sections of `section`; within one, the blocks of the first keys, the longest under a causal mask,
+    come first.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    CONSUMERS: gl.constexpr = PLAN.block_n // 64
+    DS_SLOTS: gl.constexpr = PLAN.ds_slots
+    per_section = section * blocks_n
+    number = gl.program_id(0) // per_section
+    rest = gl.program_id(0) - number * per_section
+    wide = gl.minimum(section, total - number * section)
+    n = rest // wide
+    flat = number * section + rest - n * wide
+    batch = flat // kv_heads
+
+    q = allocate_row_ring(q_desc, lse_desc, PLAN.q_slots, CONSUMERS)
+    do = allocate_row_ring(do_desc, delta_desc, PLAN.do_slots, CONSUMERS)
+    k = gl.allocate_shared_memory(dtype, [1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, 64, PLAN.block_d], v_desc.layout)
+    columns: gl.constexpr = PLAN.block_m // 64
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    ds = gl.allocate_shared_memory(dtype, [PLAN.ds_slots * columns, PLAN.block_n, 64], swizzled)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 64, 64], sums_desc.layout)
+    loaded = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    written = gl.allocate_shared_memory(gl.int64, [PLAN.ds_slots, 1], barrier)
+    mbarrier.init(loaded.index(0), count=1)
+    mbarrier.init(loaded.index(1), count=1)
+    for i in gl.static_range(DS_SLOTS):
+        mbarrier.init(written.index(i), count=CONSUMERS)
+    sizes = Sizes(sq, sk, window, heads, kv_heads, group, tiles_m, PLAN, CASE)
+    work = Work(sizes, n * PLAN.block_n, batch, flat - batch * kv_heads, c, scale, q, do, k, v, ds, loaded, written)
+    if PLAN.late:
+        gl.warp_specialize(
+            [
+                (consumer, (work, sums_desc, dq_tiles, dk_desc, dv_desc, 0)),
+                (consumer, (work, sums_desc, dq_tiles, dk_desc, dv_desc, 1)),
+                (producer, (work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
+            ],
+            [4, 1],
+            [PLAN.registers, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer_prompt, (work, sums_desc, dq_tiles, dk_desc, dv_desc, 0)),
+                (consumer_prompt, (work, sums_desc, dq_tiles, dk_desc, dv_desc, 1)),
+                (producer, (work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
+            ],
+            [4, 1],
+            [PLAN.registers, 24],
+        )
+
+
+def launch(g: Gradients) -> None:
+    """Run the kernel on tensors of a GPU."""
+    attention_backward_step4[(g.blocks_n * g.kv_heads_total,)](
+        *g.descriptors(64),
+        g.sums_descriptor(),
+        *g.sizes(),
+        g.blocks_n,
+        g.section(),
+        g.kv_heads_total,
+        g.c,
+        g.scale,
+        PLAN=g.plan,
+        CASE=g.case(),
+        num_warps=4,
+    )

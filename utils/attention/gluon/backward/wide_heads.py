@@ -1,0 +1,298 @@
+"""Head dimension 256, where dK and dV of 64 keys fill the registers of a warpgroup each: the products are split.
+
+One consumer computes S^T and dV, the other dP^T, dS and dK, and each half of dQ's columns. P goes from the first to
+the second in fp32 through shared memory, dS back as the left operand of dQ.
+"""
+
+# A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
+# ruff: noqa: RUF059
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+)
+
+from utils.attention.gluon.backward.arguments import Gradients
+from utils.attention.gluon.backward.fragments import from_fragments, to_fragments
+from utils.attention.gluon.backward.pipeline import Sizes, Work, allocate_row_ring, tma_add
+from utils.attention.gluon.backward.step3_warp_specialized import (
+    probabilities,
+    producer,
+    start_dp,
+    start_product,
+    start_scores,
+    store_rows,
+)
+from utils.attention.gluon.shared import accumulator, left_operand, wait_products
+
+
+@gluon.jit
+def half_dq(work, i, W: gl.constexpr):
+    """Hand columns W * 128 and on of dQ = dS K of tile i to the tensor cores: [64, 128]."""
+    k = work.k.reshape([64, 256]).slice(W * 128, 128, 1)
+    return start_product(work.ds.index(i % work.sizes.PLAN.ds_slots).permute([1, 0]), k, 64, 128)
+
+
+@gluon.jit
+def split_columns(dq):
+    """[64, 128] -> its two halves of columns, [64, 64]: registers are renamed, not moved."""
+    left, right = dq.reshape([64, 2, 64]).permute([0, 2, 1]).split()
+    return gl.convert_layout(left, accumulator(64)), gl.convert_layout(right, accumulator(64))
+
+
+@gluon.jit
+def add_columns(work, add, part, head, m, column):
+    """Hand 64 queries x 64 columns of dQ to TMA, which adds them to the sums; add: descriptor and tile to send from."""
+    sums_desc, tile = add
+    tma.store_wait(0)  # TMA may still be reading the last columns
+    tile.store(part)
+    # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
+    fence_async_shared()
+    row = ((work.batch * work.sizes.heads + head) * work.sizes.tiles_m + m) * 64
+    tma_add(sums_desc, [row, column], tile)
+
+
+@gluon.jit
+def finish_scores(work, exchange, s, i, m, dv):
+    """P^T of tile i from its scores, to the other consumer too, and dV += P^T dO handed to the tensor cores."""
+    p_tile, p_full, p_empty, ds_empty = exchange
+    s = wait_products(s, 0, 64)
+    p = probabilities(work, s, i, work.key, m * 64)
+    work.q.release(i, True)
+    mbarrier.wait(p_empty, (i & 1) ^ 1)  # the other consumer has read the last P
+    p_tile.store(to_fragments(p))
+    mbarrier.arrive(p_full, count=1)
+    work.do.wait_full(i)
+    p16 = gl.convert_layout(p.to(work.do.tiles.dtype), left_operand(256))
+    return warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
+
+
+@gluon.jit
+def late_dq(work, i):
+    """Hand the first half of dQ of tile i to the tensor cores, as soon as the other consumer has written its dS."""
+    SLOTS: gl.constexpr = work.sizes.PLAN.ds_slots
+    mbarrier.wait(work.written.index(i % SLOTS), (i // SLOTS) & 1)
+    return half_dq(work, i, 0)
+
+
+@gluon.jit
+def first_consumer(work, exchange, add, dv_desc):
+    """S^T and P^T, dV, and the first half of dQ's columns, a tile later than the rest.
+
+    Of 128 columns of dQ only 64 fit where TMA sends from. The others stay in registers until the next tile's scores are
+    with the tensor cores: `rest`, which for a block's first tile is zero.
+    """
+    p_tile, p_full, p_empty, ds_empty = exchange
+    PLAN: gl.constexpr = work.sizes.PLAN
+    CASE: gl.constexpr = work.sizes.CASE
+    count, lo, hi = work.first()
+    head = work.kv_head * work.sizes.group
+    m = lo
+    dv = gl.zeros([64, 256], gl.float32, accumulator(256))
+    mbarrier.wait(work.loaded.index(0), 0)
+    if count > 0:
+        dv = wait_products(finish_scores(work, exchange, start_scores(work, 0, 0), 0, m, dv), 0, 256)
+        work.do.release(0)
+        rest = gl.zeros([64, 64], gl.float32, accumulator(64))
+        rest_head = head
+        rest_m = m
+        for i in range(1, count):
+            head_before = head
+            m_before = m
+            m += 1
+            if m == hi:
+                m = lo
+                head += 1
+            s = start_scores(work, i, 0)
+            if CASE.dq:
+                add_columns(work, add, rest, rest_head, rest_m, 64)
+            dv = finish_scores(work, exchange, s, i, m, dv)
+            if CASE.dq:
+                dq = late_dq(work, i - 1)
+                dv = wait_products(dv, 1, 256)
+                work.do.release(i)
+                dq = wait_products(dq, 0, 128)
+                async_copy.mbarrier_arrive(ds_empty.index((i - 1) % PLAN.ds_slots), increment_count=False)
+                left, rest = split_columns(dq)
+                rest_head = head_before
+                rest_m = m_before
+                add_columns(work, add, left, rest_head, rest_m, 0)
+            else:
+                dv = wait_products(dv, 0, 256)
+                work.do.release(i)
+        if CASE.dq:
+            add_columns(work, add, rest, rest_head, rest_m, 64)
+            left, rest = split_columns(wait_products(late_dq(work, count - 1), 0, 128))
+            add_columns(work, add, left, head, m, 0)
+            add_columns(work, add, rest, head, m, 64)
+        else:
+            # Without dS to wait for: the other consumer tells of its last read of dO by reading the last P.
+            mbarrier.wait(p_empty, (count - 1) & 1)
+    # All dO have been read, by the other consumer too: it has written its last dS.
+    store_rows(dv_desc, work, work.do.tiles.index(0), dv, 0)
+
+
+@gluon.jit
+def second_consumer(work, exchange, add, dk_desc):
+    """dP^T and dS^T, dK, and the second half of dQ's columns."""
+    p_tile, p_full, p_empty, ds_empty = exchange
+    CASE: gl.constexpr = work.sizes.CASE
+    SLOTS: gl.constexpr = work.sizes.PLAN.ds_slots
+    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    dtype: gl.constexpr = dk_desc.dtype
+    count, lo, hi = work.first()
+    head = work.kv_head * work.sizes.group
+    m = lo
+    dk = gl.zeros([64, 256], gl.float32, accumulator(256))
+    rest = gl.zeros([64, 64], gl.float32, accumulator(64))
+    rest_head = head
+    rest_m = m
+    mbarrier.wait(work.loaded.index(0), 0)
+    if count > 0:
+        mbarrier.wait(work.loaded.index(1), 0)
+    for i in range(count):
+        slot = i % SLOTS
+        dp = start_dp(work, i, 0)
+        if CASE.dq:
+            add_columns(work, add, rest, rest_head, rest_m, 192)
+        dp = wait_products(dp, 0, 64)
+        delta = work.do.row_numbers(i, gl.SliceLayout(0, dp.type.layout))
+        dp = dp - delta[None, :]
+        work.do.release(i, True)
+        mbarrier.wait(p_full, i & 1)
+        p = gl.convert_layout(from_fragments(p_tile.load(flat), 64), accumulator(64), assert_trivial=True)
+        async_copy.mbarrier_arrive(p_empty, increment_count=False)
+        ds = (p * dp).to(dtype)
+        if CASE.dq:
+            mbarrier.wait(ds_empty.index(slot), ((i // SLOTS) & 1) ^ 1)  # the first consumer's dQ has read the slot
+            work.ds.index(slot).store(ds)
+        work.q.wait_full(i)
+        dk = warpgroup_mma(gl.convert_layout(ds, left_operand(256)), work.q.tile(i), dk, is_async=True)
+        if CASE.dq:
+            # Stored by threads, read by wgmma through the async proxy: without the fence it may read what was there
+            # before.
+            fence_async_shared()
+            mbarrier.arrive(work.written.index(slot), count=1)
+            dq = half_dq(work, i, 1)
+            dk = wait_products(dk, 1, 256)
+            work.q.release(i)
+            left, rest = split_columns(wait_products(dq, 0, 128))
+            rest_head = head
+            rest_m = m
+            add_columns(work, add, left, head, m, 128)
+        else:
+            dk = wait_products(dk, 0, 256)
+            work.q.release(i)
+        m += 1
+        if m == hi:
+            m = lo
+            head += 1
+    if CASE.dq:  # noqa: SIM102 (the first is decided by the compiler)
+        if count > 0:
+            add_columns(work, add, rest, rest_head, rest_m, 192)
+    # V is read by this consumer alone: its tile carries dK away.
+    store_rows(dk_desc, work, work.v.index(0), dk * work.scale, 0)
+
+
+@gluon.jit(
+    do_not_specialize=["sq", "sk", "window", "heads", "kv_heads", "group", "tiles_m", "blocks_n", "section", "total"]
+)
+def attention_backward_wide(
+    q_desc,
+    do_desc,
+    k_desc,
+    v_desc,
+    dk_desc,
+    dv_desc,
+    lse_desc,
+    delta_desc,
+    sums_desc,
+    sq,
+    sk,
+    window,
+    heads,
+    kv_heads,
+    group,
+    tiles_m,
+    blocks_n,
+    section,
+    total,
+    c,
+    scale,
+    PLAN: gl.constexpr,
+    CASE: gl.constexpr,
+):
+    """A block computes dK and dV of BLOCK_N keys of one head, and adds to dQ: grid (blocks of keys * B * Hkv,).
+
+    Heads are dealt in sections of `section`; within one, the blocks of the first keys, the longest under a causal mask,
+    come first.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    CONSUMERS: gl.constexpr = 2
+    DS_SLOTS: gl.constexpr = PLAN.ds_slots
+    per_section = section * blocks_n
+    number = gl.program_id(0) // per_section
+    rest = gl.program_id(0) - number * per_section
+    wide = gl.minimum(section, total - number * section)
+    n = rest // wide
+    flat = number * section + rest - n * wide
+    batch = flat // kv_heads
+
+    q = allocate_row_ring(q_desc, lse_desc, PLAN.q_slots, CONSUMERS)
+    do = allocate_row_ring(do_desc, delta_desc, PLAN.do_slots, CONSUMERS)
+    k = gl.allocate_shared_memory(dtype, [1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [1, 1, 1, 64, PLAN.block_d], v_desc.layout)
+    columns: gl.constexpr = PLAN.block_m // 64
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    ds = gl.allocate_shared_memory(dtype, [PLAN.ds_slots * columns, PLAN.block_n, 64], swizzled)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 64, 64], sums_desc.layout)
+    loaded = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    written = gl.allocate_shared_memory(gl.int64, [PLAN.ds_slots, 1], barrier)
+    ds_empty = gl.allocate_shared_memory(gl.int64, [DS_SLOTS, 1], barrier)
+    p_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    p_empty = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    p_tile = gl.allocate_shared_memory(gl.float32, [4096], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    mbarrier.init(p_full, count=1)
+    mbarrier.init(p_empty, count=128)
+    mbarrier.init(loaded.index(0), count=1)
+    mbarrier.init(loaded.index(1), count=1)
+    for i in gl.static_range(DS_SLOTS):
+        mbarrier.init(written.index(i), count=1)
+        mbarrier.init(ds_empty.index(i), count=128)
+    sizes = Sizes(sq, sk, window, heads, kv_heads, group, tiles_m, PLAN, CASE)
+    work = Work(sizes, n * PLAN.block_n, batch, flat - batch * kv_heads, c, scale, q, do, k, v, ds, loaded, written)
+    exchange = (p_tile, p_full, p_empty, ds_empty)
+    gl.warp_specialize(
+        [
+            (first_consumer, (work, exchange, (sums_desc, dq_tiles.index(0)), dv_desc)),
+            (second_consumer, (work, exchange, (sums_desc, dq_tiles.index(1)), dk_desc)),
+            (producer, (work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
+        ],
+        [4, 1],
+        [PLAN.registers, 24],
+    )
+
+
+def launch(g: Gradients) -> None:
+    """Run the kernel on tensors of a GPU."""
+    attention_backward_wide[(g.blocks_n * g.kv_heads_total,)](
+        *g.descriptors(64),
+        g.sums_descriptor(),
+        *g.sizes(),
+        g.blocks_n,
+        g.section(),
+        g.kv_heads_total,
+        g.c,
+        g.scale,
+        PLAN=g.plan,
+        CASE=g.case(),
+        num_warps=4,
+    )

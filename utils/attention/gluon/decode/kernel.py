@@ -1,0 +1,326 @@
+"""The decode kernel.
+
+The rows of a product of tensor cores are 64 at least, and a decode step has few query rows: the heads of a group times
+the new tokens. So the products are turned round: keys are the rows, query rows the columns, of which eight suffice.
+S^T = K Q^T and O^T = V^T P^T read K and V from shared memory as TMA brings them.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from utils.attention.gluon.decode.merge import Results
+from utils.attention.gluon.decode.work import Cache
+from utils.attention.gluon.shared import MINUS_INF, thread_barrier, tma_load
+
+
+@gluon.constexpr_function
+def accumulator(columns, warps, row_warps):
+    """Layout of a product with that many columns: its rows are spread over row_warps warps."""
+    return gl.NVMMADistributedLayout([3, 0], [row_warps, warps // row_warps], [16, columns * row_warps // warps, 16])
+
+
+@gluon.jit
+def let_second_launch_begin():
+    """Let the next kernel of the stream begin, if it was launched to begin early; it still waits for this one's end."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_for_first_launch():
+    """Wait until the kernel before this one has ended and all it stored can be read."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def page_numbers(cache, cursor):
+    """The pages of a block, a tuple; fetched a block ahead, because each is a load from memory."""
+    if not cache.CASE.paged:
+        return ()
+    else:
+        PAGES: gl.constexpr = cache.PLAN.block_n // cache.PLAN.box
+        numbers = ()
+        first = (cursor.first + cursor.j) * cache.PLAN.block_n // cache.page
+        row = cache.table_ptr + cursor.b.to(gl.int64) * cache.table_stride
+        for i in gl.static_range(PAGES):
+            inside = (cursor.b < cache.batch) & (first + i < cache.pages)
+            numbers = numbers + (gl.load(row + first + i, mask=inside, other=-1),)  # noqa: RUF005
+        return numbers
+
+
+@gluon.jit
+def load_block(descriptor, cache, cursor, numbers, kv_head, tile, full, pred):
+    """Start the copy of one block of K or V; its barrier completes when all bytes are there.
+
+    Rows outside of the tensor, and pages whose number is none, come as zeros.
+    """
+    PLAN: gl.constexpr = cache.PLAN
+    mbarrier.expect(full, PLAN.block_n * PLAN.block_d * 2, pred=pred)
+    key = (cursor.first + cursor.j) * PLAN.block_n
+    if cache.CASE.paged:
+        PAGES: gl.constexpr = PLAN.block_n // PLAN.box
+        row = key % cache.page
+        for i in gl.static_range(PAGES):
+            part = tile.slice(i * PLAN.box, PLAN.box, dim=2)
+            tma_load(descriptor, [numbers[i], kv_head, row, 0], full, part, pred=pred)
+    else:
+        tma_load(descriptor, [cursor.b, kv_head, key, 0], full, tile, pred=pred)
+
+
+@gluon.jit
+def load_queries(q_desc, results, b, head, tile, full, pred):
+    """Start the copy of the queries of a head; heads and tokens that do not exist come as zeros."""
+    mbarrier.expect(full, q_desc.block_type.nbytes, pred=pred)
+    query = (head % results.tiles) * results.cache.PLAN.queries
+    tma_load(q_desc, [b, head // results.tiles, 0, query, 0], full, tile, pred=pred)
+
+
+@gluon.jit
+def thread_sums(p, WARPS: gl.constexpr):
+    """Sum over the rows that one thread holds, [keys, columns] -> [WARPS, 8, columns]: no exchange between threads.
+
+    WARPS: warps that share the rows.
+    """
+    parts = p.reshape([p.shape[0] // (16 * WARPS), WARPS, 2, 8, p.shape[1]])
+    return gl.sum(gl.sum(parts, 2), 0)
+
+
+@gluon.jit
+def mask_block(s, cache, cursor, j, tile):
+    """The scores [keys, columns] of block j, minus infinity where a column's query may not look."""
+    PLAN: gl.constexpr = cache.PLAN
+    layout: gl.constexpr = s.type.layout
+    key = (cursor.first + j) * PLAN.block_n + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))
+    column = gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
+    position = cursor.length - cache.sq + tile * PLAN.queries + column % PLAN.queries
+    if cache.CASE.causal:
+        last = gl.minimum(position, cursor.length - 1)
+    elif cache.CASE.window:
+        last = gl.minimum(position + cache.window - 1, cursor.length - 1)
+    else:
+        last = gl.full_like(position, 0) + (cursor.length - 1)
+    keep = key[:, None] <= last[None, :]
+    if cache.CASE.window:
+        keep = keep & (key[:, None] > (position - cache.window)[None, :])
+    return gl.where(keep, s, MINUS_INF)
+
+
+@gluon.jit
+def clean_values(v, cursor, j, BLOCK_N: gl.constexpr):
+    """Replace the values behind the last key by zeros: zero times nan would be nan."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    key = (cursor.first + j) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+    values = v.load(layout)
+    v.store(gl.where((key < cursor.length)[:, None], values, gl.zeros_like(values)))
+
+
+@gluon.jit
+def attend(results, split, q_desc, k_desc, v_desc, program):
+    """The blocks of one program: load, multiply, and store each head or its part."""
+    cache = results.cache
+    PLAN: gl.constexpr = cache.PLAN
+    CASE: gl.constexpr = cache.CASE
+    BLOCK_N: gl.constexpr = PLAN.block_n
+    BLOCK_D: gl.constexpr = PLAN.block_d
+    COLUMNS: gl.constexpr = PLAN.columns
+    SLOTS: gl.constexpr = PLAN.slots
+    Q_SLOTS: gl.constexpr = PLAN.q_slots
+    WARPS: gl.constexpr = PLAN.row_warps
+    dtype: gl.constexpr = k_desc.dtype
+    layout: gl.constexpr = accumulator(COLUMNS, PLAN.warps, PLAN.row_warps)
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
+
+    ring = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    q_ring = gl.allocate_shared_memory(dtype, [Q_SLOTS, 1, 1, PLAN.heads, PLAN.queries, BLOCK_D], q_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], mbarrier.MBarrierLayout())
+    # Keys innermost: the right operand of V^T P^T, in the order in which wgmma likes it best.
+    p_tile = gl.allocate_shared_memory(dtype, [COLUMNS, BLOCK_N], gl.NVMMASharedLayout(128, 16, rank=2))
+    for fill in gl.static_range(SLOTS):
+        mbarrier.init(full.index(fill), count=1)
+    for fill in gl.static_range(Q_SLOTS):
+        mbarrier.init(q_full.index(fill), count=1)
+    # TMA completes the barriers through the async proxy, and may otherwise find them as they were before; and a warp
+    # could wait on a barrier that is not ready.
+    fence_async_shared()
+    thread_barrier()
+
+    begin = split.begin(program)
+    end = split.begin(program + 1)
+    cursor = cache.locate(begin)
+    load_queries(q_desc, results, cursor.b, cursor.head, q_ring.index(0), q_full.index(0), True)
+    ahead = cursor
+    numbers = page_numbers(cache, ahead)
+    for fill in gl.static_range(SLOTS // 2):
+        wanted = begin + fill < end
+        kv_head = ahead.head // results.tiles
+        load_block(k_desc, cache, ahead, numbers, kv_head, ring.index(2 * fill), full.index(2 * fill), wanted)
+        load_block(v_desc, cache, ahead, numbers, kv_head, ring.index(2 * fill + 1), full.index(2 * fill + 1), wanted)
+        ahead = cache.advance(ahead)
+        numbers = page_numbers(cache, ahead)
+
+    unit = begin
+    piece = gl.to_tensor(0)
+    while unit < end:
+        n = gl.minimum(cursor.blocks - cursor.j, end - unit)
+        tile = cursor.head % results.tiles
+        following = cache.advance(cursor.at_last())
+        if Q_SLOTS == 2:
+            # The other tile of Q was used by the piece before, whose products are done.
+            other = (piece + 1) % 2
+            pred = unit + n < end
+            load_queries(q_desc, results, following.b, following.head, q_ring.index(other), q_full.index(other), pred)
+        q_slot = piece % Q_SLOTS
+        mbarrier.wait(q_full.index(q_slot), (piece // Q_SLOTS) & 1)
+        q = q_ring.index(q_slot).reshape([COLUMNS, BLOCK_D])
+        m = gl.full([COLUMNS], MINUS_INF, gl.float32, columns)
+        o = gl.zeros([BLOCK_D, COLUMNS], gl.float32, layout)
+        sums = thread_sums(gl.zeros([BLOCK_N, COLUMNS], gl.float32, layout), WARPS)
+        sums_layout: gl.constexpr = sums.type.layout
+
+        # Keys from `clear` on, and keys before `low`, need a mask.
+        clear = cursor.length
+        if CASE.causal:
+            clear = clear - cache.sq + 1
+        elif CASE.window:
+            clear = gl.minimum(clear, clear - cache.sq + cache.window)
+        low = cursor.length - cache.window if CASE.window else gl.to_tensor(0)
+        for k in range(n):
+            i = unit - begin + k
+            j = cursor.j + k
+            slot = 2 * i % SLOTS
+            phase = (2 * i // SLOTS) & 1
+            more = i + SLOTS // 2 < end - begin
+            kv_head = ahead.head // results.tiles
+            mbarrier.wait(full.index(slot), phase)  # K has arrived
+            k_tile = ring.index(slot).reshape([BLOCK_N, BLOCK_D])
+            zero = gl.zeros([BLOCK_N, COLUMNS], gl.float32, layout)
+            s = warpgroup_mma(k_tile, q.permute([1, 0]), zero, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, [s])
+            thread_barrier()  # all warps have read this K: TMA may overwrite it
+            load_block(k_desc, cache, ahead, numbers, kv_head, ring.index(slot), full.index(slot), more)
+            key = (cursor.first + j) * BLOCK_N
+            if (key + BLOCK_N > clear) | (key < low):
+                s = mask_block(s, cache, cursor, j, tile)
+            top = gl.maximum(m, gl.max(s, 0))
+            shifted = gl.where(top == MINUS_INF, 0.0, top * results.c)  # no key yet: 2^(-inf), not nan
+            factor = gl.exp2(m * results.c - shifted)
+            m = top
+            p = gl.exp2(s * results.c - shifted[None, :])
+            p_tile.permute([1, 0]).store(p.to(dtype))
+            spread = gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(1, sums_layout)))
+            sums = sums * spread[None, :][:, None, :] + thread_sums(p, WARPS)
+            o = o * factor[None, :]
+            mbarrier.wait(full.index(slot + 1), phase)  # V has arrived
+            v_tile = ring.index(slot + 1).reshape([BLOCK_N, BLOCK_D])
+            if CASE.clean:  # noqa: SIM102 (decided by the compiler; the next line for each block)
+                if key + BLOCK_N > cursor.length:
+                    clean_values(v_tile, cursor, j, BLOCK_N)
+            # P was stored by threads, wgmma reads through the async proxy: without the fence it may read the last P,
+            # without the barrier the rows of slower warps would be missing.
+            fence_async_shared()
+            thread_barrier()
+            o = warpgroup_mma(v_tile.permute([1, 0]), p_tile.permute([1, 0]), o, is_async=True)
+            o = warpgroup_mma_wait(0, [o])
+            thread_barrier()  # all warps have read V and P
+            load_block(v_desc, cache, ahead, numbers, kv_head, ring.index(slot + 1), full.index(slot + 1), more)
+            ahead = cache.advance(ahead)
+            numbers = page_numbers(cache, ahead)
+
+        total = gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), columns)
+        if n == cursor.blocks:
+            results.store_whole(cursor, o, total)
+        else:
+            first = split.owner(unit - cursor.j) == program
+            results.store_part(cursor, 2 * program + first.to(gl.int32), o, m, total)
+        unit += n
+        piece += 1
+        cursor = following
+        if Q_SLOTS == 1:
+            pred = unit < end
+            load_queries(q_desc, results, cursor.b, cursor.head, q_ring.index(0), q_full.index(0), pred)
+
+
+# One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
+SIZES = ["table_stride", "batch", "kv_heads", "group", "sq", "sk", "window", "tiles", "page", "pages", "head_dim"]
+
+
+@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr"])
+def attention_decode(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_ptr,
+    parts_ptr,
+    lens_ptr,
+    table_ptr,
+    table_stride,
+    batch,
+    kv_heads,
+    group,
+    sq,
+    sk,
+    window,
+    tiles,
+    page,
+    pages,
+    head_dim,
+    c,
+    PLAN: gl.constexpr,
+    CASE: gl.constexpr,
+):
+    """One program an SM: its share of the blocks of all heads."""
+    heads = kv_heads * tiles
+    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
+    results = Results(out_ptr, parts_ptr, group, tiles, head_dim, c, cache)
+    split = cache.split()
+    program = gl.program_id(0)
+    if PLAN.early:
+        let_second_launch_begin()
+    if program < split.programs:
+        attend(results, split, q_desc, k_desc, v_desc, program)
+
+
+@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr"])
+def attention_decode_merge(
+    out_ptr,
+    parts_ptr,
+    lens_ptr,
+    table_ptr,
+    table_stride,
+    batch,
+    kv_heads,
+    group,
+    sq,
+    sk,
+    window,
+    tiles,
+    page,
+    pages,
+    head_dim,
+    c,
+    programs,
+    PLAN: gl.constexpr,
+    CASE: gl.constexpr,
+):
+    """The second launch: grid (heads of all sequences, programs that share a head's merge)."""
+    heads = kv_heads * tiles
+    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
+    results = Results(out_ptr, parts_ptr, group, tiles, head_dim, c, cache)
+    split = cache.split_for(programs)
+    flat = gl.program_id(0)
+    begin, blocks = cache.place(flat)
+    first = split.owner(begin)
+    count = split.owner(begin + blocks - 1) - first + 1
+    if PLAN.early:
+        wait_for_first_launch()
+    if count > 1:
+        b = flat // heads
+        results.merge(b, flat - b * heads, first, count, gl.program_id(1), gl.num_programs(1))

@@ -1,0 +1,234 @@
+"""Run the decode kernel on tensors of a Hopper GPU, and register it with torch as one operator.
+
+What a call needs is worked out once for each combination of shapes, strides and options, and kept (`Launch`): a decode
+step takes microseconds, so its call must not take more. A kept launch starts the compiled kernel by itself and leaves
+out Triton's search for it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from utils.attention.gluon.arguments import addressable, strides_fit, unused
+from utils.attention.gluon.decode.plan import Case, aligned_split, make_plan, power_of_two
+
+LOG2_E = math.log2(math.e)
+KEPT_AT_MOST = 512  # launches
+MERGE_WARPS = 4
+MERGE_PROGRAMS = 2048  # of the second launch, about
+
+
+def decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    seqlens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of the newest tokens q (B, H, Sq, D) over a cache, fp16 or bf16, on a Hopper GPU: (B, H, Sq, D).
+
+    The last query of a sequence is at its last key. The arguments are checked by `utils.attention.decode`.
+
+    Args:
+        q: queries, at most `plan.MOST_QUERIES` a sequence.
+        k: keys (B, Hkv, S, D), or pages (P, Hkv, page, D) with a block table.
+        v: values, of the same shape.
+        causal: whether a query sees keys up to its own position only.
+        scale: factor of the scores, 1/sqrt(D) by default.
+        window: a query sees keys that are fewer positions away than this; None: all.
+        seqlens: keys of each sequence, the new ones included, (B,) int32; None: S.
+        block_table: pages of each sequence in order, (B, pages) int32; the cache is then in pages.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if torch.compiler.is_compiling():
+        return attention_decode(q, k, v, causal, scale, window or 0, seqlens, block_table)
+    return _decode(q, k, v, causal, scale, window or 0, seqlens, block_table)
+
+
+@torch.library.custom_op("labs::attention_decode", mutates_args=(), device_types="cuda")
+def attention_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float,
+    window: int,
+    seqlens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+) -> torch.Tensor:
+    """`decode` as one operator, for graphs of torch.compile; window 0: none."""
+    return _decode(q, k, v, causal, scale, window, seqlens, block_table)
+
+
+@attention_decode.register_fake
+def _attention_decode_fake(q, k, v, causal, scale, window, seqlens, block_table):
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+def _decode(q, k, v, causal, scale, window, seqlens, block_table) -> torch.Tensor:
+    if scale <= 0:
+        # The kernel takes the maximum before it scales, so it needs a positive scale. With the queries negated, or
+        # zero, a positive one gives the same scores.
+        negated = torch.zeros_like(q) if scale == 0 else -q
+        return _decode(negated, k, v, causal, -scale or 1.0, window, seqlens, block_table)
+    table = None if block_table is None else (block_table.shape, block_table.stride())
+    key = (
+        q.shape,
+        q.stride(),
+        k.shape,
+        k.stride(),
+        v.stride(),
+        q.dtype,
+        q.device,
+        causal,
+        window,
+        seqlens is None,
+        table,
+    )
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        while len(_LAUNCHES) >= KEPT_AT_MOST:
+            del _LAUNCHES[next(iter(_LAUNCHES))]  # a dict keeps its order: the first key is the oldest
+        launch = _LAUNCHES[key] = Launch(q, k, v, causal, window, seqlens is not None, block_table)
+    if launch.copies or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+        q, k, v = addressable(q), addressable(k), addressable(v)
+        return _decode(q, k, v, causal, scale, window, seqlens, block_table)
+    return launch(q, k, v, scale, seqlens, block_table)
+
+
+_LAUNCHES: dict[tuple, Launch] = {}
+
+
+class Map:
+    """What Triton's launcher reads of a TMA descriptor: a tensor, its shape and its strides.
+
+    Triton's own class checks its arguments each time it is made, which takes longer than the rest of a call.
+    """
+
+    __slots__ = ("base", "shape", "strides")
+    padding = "zero"
+    round_f32_to_tf32 = False
+
+    def __init__(self, base, shape, strides):
+        self.base, self.shape, self.strides = base, shape, strides
+
+
+class Launch:
+    """Decode for tensors of given shapes and strides: plan, arguments, and after the first call the compiled kernel.
+
+    programs, aligned, and `make_plan`'s own choices overrule what is best, for measurements and the simulator.
+    """
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool,
+        window: int,
+        lengths: bool,
+        block_table: torch.Tensor | None,
+        programs: int = 0,
+        aligned: bool | None = None,
+        **choices,
+    ):
+        batch, _, sq, head_dim = q.shape
+        kv_heads, rows = k.shape[1:3]
+        group = q.shape[1] // kv_heads
+        paged = block_table is not None
+        page = rows if paged else 0
+        self.device = q.device
+        self.plan = plan = make_plan(head_dim, group, sq, page or None, **choices)
+        tiles = -(-sq // plan.queries)
+        heads = batch * kv_heads * tiles
+        self.programs = programs or torch.cuda.get_device_properties(q.device).multi_processor_count
+        seen = min(rows, sq + window - 1) if window else rows  # keys, of a full cache
+        blocks = -(-seen // plan.block_n)
+        if aligned is None:
+            aligned = not lengths and aligned_split(heads, blocks, self.programs)
+        if min(blocks, self.programs // heads + 2) > 32 and "merge_warps" not in choices:
+            self.plan = plan = replace(plan, merge_warps=MERGE_WARPS)
+        holds = power_of_two(batch) if lengths else 1
+        self.case = Case(causal and sq > 1, window > 0, lengths, holds, paged, aligned, lengths or paged)
+        pages, stride = (0, 0) if block_table is None else (block_table.shape[1], block_table.stride(0))
+        self.sizes = (stride, batch, kv_heads, group, sq, rows, window, tiles, page, pages, head_dim)
+        self.parts = 0 if aligned else 2 * self.programs * plan.columns * (plan.block_d + 2)
+        # A step of the merge adds up two numbers a thread; few heads have enough programs for all their steps.
+        pieces = -(-group * min(sq, plan.queries) * plan.block_d // (64 * MERGE_WARPS // plan.merge_warps))
+        self.merge_grid = heads, min(pieces, -(-MERGE_PROGRAMS // heads))
+        self.constants = plan, self.case
+        self.copies = not all(map(strides_fit, (q, k, v)))
+        q_shape = [batch, kv_heads, group, sq, head_dim]
+        q_strides = [q.stride(0), q.stride(1) * group, q.stride(1), q.stride(2)]
+        self.q_map = q_shape, _tma_strides(q_shape, q_strides)
+        self.k_map = list(k.shape), _tma_strides(k.shape, k.stride())
+        self.v_map = list(v.shape), _tma_strides(v.shape, v.stride())
+        self.compiled: list[tuple] = []
+
+    def __call__(self, q, k, v, scale: float, seqlens, block_table) -> torch.Tensor:
+        """Attention of tensors like those it was made for."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=self.device)
+        parts = torch.empty(self.parts, dtype=torch.float32, device=self.device) if self.parts else unused(self.device)
+        none = unused(self.device, torch.int32)
+        lens, table = none if seqlens is None else seqlens, none if block_table is None else block_table
+        sizes = (lens, table, *self.sizes, scale * LOG2_E)
+        if not self.compiled or _launch_is_watched():
+            self._launch_by_triton(q, k, v, out, parts, sizes)
+            return out
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        maps = Map(q, *self.q_map), Map(k, *self.k_map), Map(v, *self.v_map)
+        start, function, metadata = self.compiled[0]
+        rest = out, parts, *sizes
+        start(self.programs, 1, 1, stream, function, metadata, None, None, None, *maps, *rest, *self.constants)
+        if self.parts:
+            start, function, metadata = self.compiled[1]
+            grid = *self.merge_grid, 1
+            start(*grid, stream, function, metadata, None, None, None, *rest, self.programs, *self.constants)
+        return out
+
+    def _launch_by_triton(self, q, k, v, out, parts, sizes: tuple) -> None:
+        """Compile the kernels if need be, and launch them: the first call."""
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        from utils.attention.gluon.decode.kernel import attention_decode, attention_decode_merge
+
+        def descriptor(x, map_, box):
+            return TensorDescriptor(x, *map_, box, gl.NVMMASharedLayout(128, 16, rank=len(box)))
+
+        plan = self.plan
+        cache_box = [1, 1, plan.box, plan.block_d]
+        descriptors = (
+            descriptor(q, self.q_map, [1, 1, plan.heads, plan.queries, plan.block_d]),
+            descriptor(k, self.k_map, cache_box),
+            descriptor(v, self.v_map, cache_box),
+        )
+        constants = {"PLAN": plan, "CASE": self.case}
+        grid = (self.programs,)
+        kernels = [attention_decode[grid](*descriptors, out, parts, *sizes, **constants, num_warps=plan.warps)]
+        if self.parts:
+            options = {"num_warps": MERGE_WARPS, "launch_pdl": plan.early}
+            merge = attention_decode_merge[self.merge_grid]
+            kernels.append(merge(out, parts, *sizes, self.programs, **constants, **options))
+        if hasattr(kernels[0], "run"):  # not in the simulator
+            self.compiled = [(kernel.run, kernel.function, kernel.packed_metadata) for kernel in kernels]
+
+
+def _launch_is_watched() -> bool:
+    """Whether somebody, such as Triton's own profiler, wants to be told of launches: then Triton launches."""
+    from triton import knobs
+
+    return knobs.runtime.launch_enter_hook is not None
+
+
+def _tma_strides(shape, strides) -> list[int]:
+    """Strides for a descriptor: dimensions of size one may have any, and TMA wants multiples of 16 bytes."""
+    pairs = zip(shape[:-1], strides, strict=False)
+    return [stride if size > 1 else 8 for size, stride in pairs] + [1]

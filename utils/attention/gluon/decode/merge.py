@@ -1,0 +1,147 @@
+"""Where results go: the output of a head that one program computed whole, or its parts, which are added up here.
+
+A part is an unnormalized output (columns x BLOCK_D, fp32) with the maximum and the sum of each column. With m the largest
+of the maxima, out = sum_i 2^(c (m_i - m)) o_i / sum_i 2^(c (m_i - m)) total_i.
+
+A program has two parts at most: of the head in which it begins (part 2 p) and of the one in which it ends (2 p + 1). The
+maxima and sums of a part stand before its output.
+"""
+
+# No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from utils.attention.gluon.decode.work import Cache
+from utils.attention.gluon.shared import MINUS_INF, aggregate
+
+
+@aggregate
+class Results:
+    """Output and parts, and what says where in them a row is."""
+
+    out_ptr: gl.tensor
+    parts_ptr: gl.tensor
+    group: gl.tensor  # query heads of a head of keys
+    tiles: gl.tensor  # tiles of queries
+    head_dim: gl.tensor
+    c: gl.tensor
+    cache: Cache
+
+    @gluon.constexpr_function
+    def __init__(self, out_ptr, parts_ptr, group, tiles, head_dim, c, cache):
+        self.out_ptr = out_ptr
+        self.parts_ptr = parts_ptr
+        self.group = group
+        self.tiles = tiles
+        self.head_dim = head_dim
+        self.c = c
+        self.cache = cache
+
+    @gluon.jit
+    def rows(self, b, head, column):
+        """Where the columns' rows begin in the output, (B, Hkv, group, Sq, D), and which of them exist."""
+        QUERIES: gl.constexpr = self.cache.PLAN.queries
+        in_group = column // QUERIES
+        query = (head % self.tiles) * QUERIES + column % QUERIES
+        kv_head = head // self.tiles
+        kv_heads = self.cache.heads // self.tiles
+        row = ((b * kv_heads + kv_head) * self.group + in_group) * self.cache.sq + query
+        return row.to(gl.int64) * self.head_dim, (in_group < self.group) & (query < self.cache.sq)
+
+    @gluon.jit
+    def store_whole(self, cursor, o, total):
+        """Store the output of a head; o: [BLOCK_D, columns], total: [columns]."""
+        layout: gl.constexpr = o.type.layout
+        column = gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))
+        d = gl.arange(0, o.shape[0], gl.SliceLayout(1, layout))
+        at, exists = self.rows(cursor.b, cursor.head, column)
+        # A row that sees no key has the sum zero, and zeros as its output.
+        o = o * gl.where(total == 0.0, 0.0, 1.0 / gl.where(total == 0.0, 1.0, total))[None, :]
+        keep = exists[None, :] & (d < self.head_dim)[:, None]
+        gl.store(self.out_ptr + at[None, :] + d[:, None], o.to(self.out_ptr.dtype.element_ty), mask=keep)
+
+    @gluon.jit
+    def store_part(self, cursor, part, o, m, total):
+        """Store one part of a head."""
+        layout: gl.constexpr = o.type.layout
+        COLUMNS: gl.constexpr = o.shape[1]
+        BLOCK_D: gl.constexpr = o.shape[0]
+        column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+        d = gl.arange(0, BLOCK_D, gl.SliceLayout(1, layout))
+        exists = self.rows(cursor.b, cursor.head, column)[1]
+        sums = self.parts_ptr + part * (COLUMNS * (BLOCK_D + 2))
+        gl.store(sums + column, m)
+        gl.store(sums + COLUMNS + column, total)
+        keep = exists[None, :] & (d < self.head_dim)[:, None]
+        gl.store(sums + 2 * COLUMNS + column[None, :] * BLOCK_D + d[:, None], o, mask=keep)
+
+    @gluon.jit
+    def pieces(self, head):
+        """How many pieces the merge of a head has: a piece is what all threads add up in one step."""
+        queries = gl.minimum(self.cache.sq - head % self.tiles * self.cache.PLAN.queries, self.cache.PLAN.queries)
+        return gl.cdiv(
+            self.group * queries * self.cache.PLAN.block_d, 64 * (gl.num_warps() // self.cache.PLAN.merge_warps)
+        )
+
+    @gluon.jit
+    def merge(self, b, head, first, count, turn, turns):
+        """Add up the parts of the programs first .. first + count - 1: pieces turn, turn + turns, ... of the head.
+
+        A thread holds two neighbouring numbers of 32 parts, so that all its loads are under way at the same time, and
+        adds them up by itself. With `merge_warps`, for heads of many parts, as many warps take 32 parts each.
+        """
+        PLAN: gl.constexpr = self.cache.PLAN
+        COLUMNS: gl.constexpr = PLAN.columns
+        BLOCK_D: gl.constexpr = PLAN.block_d
+        PARTS: gl.constexpr = 32 * PLAN.merge_warps
+        PAIRS: gl.constexpr = 32 * (gl.num_warps() // PLAN.merge_warps)
+        layout: gl.constexpr = gl.BlockedLayout(
+            [32, 1, 2], [1, 32, 1], [PLAN.merge_warps, gl.num_warps() // PLAN.merge_warps, 1], [2, 1, 0]
+        )
+        sums: gl.constexpr = gl.SliceLayout(2, layout)
+        split = gl.arange(0, PARTS, gl.SliceLayout(1, sums))
+        pair = gl.arange(0, PAIRS, gl.SliceLayout(0, sums))
+        two = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+        result: gl.constexpr = gl.SliceLayout(0, layout)
+
+        queries = gl.minimum(self.cache.sq - head % self.tiles * PLAN.queries, PLAN.queries)
+        rows = self.group * queries
+        for piece in range(turn, self.pieces(head), turns):
+            at = (piece * PAIRS + pair) * 2
+            row = at // BLOCK_D
+            d = at % BLOCK_D
+            column = (row // queries) * PLAN.queries + row % queries
+            exists = (row < rows) & (d < self.head_dim)
+            m = gl.full([PAIRS], MINUS_INF, gl.float32, gl.SliceLayout(0, sums))
+            total = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(0, sums))
+            o = gl.zeros([PAIRS, 2], gl.float32, result)
+            for begin in range(0, count, PARTS):
+                i = begin + split
+                part = 2 * (first + i) + (i == 0).to(gl.int32)
+                here = (i < count)[:, None] & exists[None, :]
+                # Past the L1: other SMs have written this a moment ago.
+                own = (part * (COLUMNS * (BLOCK_D + 2)))[:, None] + column[None, :]
+                numbers = own + (column * (BLOCK_D - 1) + d + 2 * COLUMNS)[None, :]
+                values = gl.load(
+                    self.parts_ptr + numbers[:, :, None] + two[None, None, :],
+                    mask=here[:, :, None],
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                maxima = gl.load(self.parts_ptr + own, mask=here, other=MINUS_INF, cache_modifier=".cg")
+                totals = gl.load(self.parts_ptr + own + COLUMNS, mask=here, other=0.0, cache_modifier=".cg")
+                top = gl.maximum(m, gl.max(maxima, 0))
+                shifted = gl.where(top == MINUS_INF, 0.0, top * self.c)
+                weight = gl.exp2(maxima * self.c - shifted[None, :])
+                old = gl.exp2(m * self.c - shifted)
+                m = top
+                total = total * old + gl.sum(totals * weight, 0)
+                spread = gl.convert_layout(old, gl.SliceLayout(1, result))
+                o = o * spread[:, None] + gl.sum(values * weight[:, :, None], 0)
+            inverse = gl.where(total == 0.0, 0.0, 1.0 / gl.where(total == 0.0, 1.0, total))
+            o = o * gl.convert_layout(inverse, gl.SliceLayout(1, result))[:, None]
+            place = gl.convert_layout(self.rows(b, head, column)[0] + d, gl.SliceLayout(1, result))
+            keep = gl.convert_layout(exists, gl.SliceLayout(1, result))
+            out = self.out_ptr + place[:, None] + gl.arange(0, 2, gl.SliceLayout(0, result))[None, :]
+            gl.store(out, o.to(self.out_ptr.dtype.element_ty), mask=keep[:, None])

@@ -1,0 +1,68 @@
+"""Compile the decode kernel for Hopper without a GPU, and read registers, spills and instructions.
+
+python -m utils.attention.gluon.decode.offline --head-dim 128 --group 4 --queries 1
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from utils.attention.gluon.decode.plan import Case, Plan, make_plan
+from utils.kernels.offline import Assembly, compile_gluon, read_assembly
+
+
+def compile_decode(plan: Plan, case: Case, dtype: str = "bf16", merge: bool = False) -> Assembly:
+    """Compile the kernel, or the one of the second launch, for sm_90a."""
+    from triton.experimental.gluon import language as gl
+
+    from utils.attention.gluon.decode import kernel
+
+    function = kernel.attention_decode_merge if merge else kernel.attention_decode
+    q = gl.NVMMASharedLayout(128, 16, rank=5)
+    kv = gl.NVMMASharedLayout(128, 16, rank=4)
+    kinds = {
+        "q_desc": f"tensordesc<{dtype}[1, 1, {plan.heads}, {plan.queries}, {plan.block_d}],{q!r}>",
+        "k_desc": f"tensordesc<{dtype}[1, 1, {plan.box}, {plan.block_d}],{kv!r}>",
+        "v_desc": f"tensordesc<{dtype}[1, 1, {plan.box}, {plan.block_d}],{kv!r}>",
+        "out_ptr": f"*{dtype}",
+        "parts_ptr": "*fp32",
+        "lens_ptr": "*i32",
+        "table_ptr": "*i32",
+        "c": "fp32",
+    }
+    names = [name for name in function.arg_names if name not in ("PLAN", "CASE")]
+    signature = {name: kinds.get(name, "i32") for name in names}
+    pointers = [name for name in names if name.endswith("_ptr")]
+    compiled = compile_gluon(function, signature, {"PLAN": plan, "CASE": case}, pointers, 4 if merge else plan.warps)
+    return read_assembly(compiled, function.__name__)
+
+
+def main() -> None:
+    """Compile the kernel that the command line names, and print its figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--group", type=int, default=4)
+    parser.add_argument("--queries", type=int, default=1)
+    parser.add_argument("--page", type=int)
+    parser.add_argument("--block-n", type=int)
+    parser.add_argument("--warps", type=int)
+    for flag in ("causal", "window", "lengths", "aligned"):
+        parser.add_argument(f"--{flag}", action="store_true")
+    parser.add_argument("--sass", action="store_true", help="print the disassembly")
+    a = parser.parse_args()
+    plan = make_plan(a.head_dim, a.group, a.queries, a.page, a.block_n, a.warps)
+    case = Case(a.causal, a.window, a.lengths, 16, bool(a.page), a.aligned, a.lengths or bool(a.page))
+    assembly = compile_decode(plan, case)
+    if a.sass:
+        print(assembly.sass)
+    print(plan, plan.shared_bytes)
+    print(
+        f"{assembly.name}: {assembly.registers} registers, {assembly.spill_bytes} bytes spilled, "
+        f"{assembly.shared_bytes} bytes shared, {len(assembly.sass)} characters of SASS"
+    )
+    for instruction in ("HGMMA", "UTMALDG", "SYNCS", "MUFU", "BAR.SYNC", "SHFL", "STS", "STSM", "LDS", "LDL", "STL"):
+        print(f"  {instruction:<12}{assembly.count(instruction):>6}")
+
+
+if __name__ == "__main__":
+    main()

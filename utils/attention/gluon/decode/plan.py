@@ -1,0 +1,137 @@
+"""Tiles of the decode kernel and what it is compiled for: plain Python, no Triton.
+
+Chosen on an H200 (docs/decode-log.md). All tile shapes are powers of two; a block has 227 KiB of shared memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MOST_QUERIES = 64  # new tokens of one call
+MOST_COLUMNS = 128  # query rows that share the keys of one tile
+MOST_SEQUENCES = 4096
+PAGES = (16, 32, 64, 128, 256)  # tokens of a page
+SHARED_BYTES = 232_448
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tile and pipeline. The query rows of a head of keys are the columns of the products (`kernel.py`).
+
+    heads: query heads of a tile, queries: new tokens of a tile; heads x queries are the columns.
+    """
+
+    block_d: int
+    block_n: int  # keys of a block
+    heads: int
+    queries: int
+    slots: int  # tiles of K and V in shared memory, an even number
+    warps: int
+    row_warps: int  # warps that share the rows of a product; the others take other columns
+    q_slots: int  # tiles of Q in shared memory: with two, the next head's comes while this one is computed
+    box: int  # rows of one TMA copy: block_n, or a page if that is smaller
+    merge_warps: int = 1  # warps that share the parts of a head in the merge; each takes 32
+    early: bool = True  # the second launch begins while the first runs, and waits for its end
+
+    @property
+    def columns(self) -> int:
+        """Columns of the products."""
+        return self.heads * self.queries
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory, without the barriers."""
+        tile = self.block_n * self.block_d
+        return 2 * (self.slots * tile + self.columns * (self.q_slots * self.block_d + self.block_n))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What an attention needs of the kernel.
+
+    causal, window: the mask. lengths: each sequence has its own, read by the kernel; batch_block: a power of two that
+    holds all sequences, only then. paged: the cache is in pages. aligned: whole heads only, so nothing is merged.
+    clean: what lies behind a sequence's last key may be anything, even nan, and its values are replaced by zeros.
+    """
+
+    causal: bool = False
+    window: bool = False
+    lengths: bool = False
+    batch_block: int = 1
+    paged: bool = False
+    aligned: bool = False
+    clean: bool = False
+
+
+def power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def make_plan(
+    head_dim: int,
+    group: int,
+    sq: int,
+    page: int | None = None,
+    block_n: int | None = None,
+    warps: int | None = None,
+    row_warps: int | None = None,
+    slots: int | None = None,
+    merge_warps: int = 1,
+    early: bool = True,
+) -> Plan:
+    """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
+
+    The other arguments overrule the choice, for measurements.
+    """
+    block_d = next(d for d in (64, 128, 256) if head_dim <= d)
+    heads = power_of_two(group)
+    queries = min(power_of_two(sq), MOST_COLUMNS // heads)
+    if heads * queries < 8:  # a product has eight columns at least
+        heads = 8 // queries
+    columns = heads * queries
+    block_n = block_n or (64 if block_d == 256 or columns == 128 else 128)
+    # With many columns each warpgroup takes half of them, so that its maxima and factors fit into registers.
+    warps = warps or (8 if columns >= 64 else 4)
+    row_warps = row_warps or (4 if columns >= 64 else warps)
+    tile, rest = 2 * block_n * block_d, 512
+    for q_slots in (2, 1):
+        room = SHARED_BYTES - rest - 2 * columns * (q_slots * block_d + block_n) - 32 * columns
+        fit = min(room // tile // 2 * 2, 16)
+        if fit >= (6 if 2 * columns * block_d > 8192 else 4) or q_slots == 1:
+            break
+    return Plan(
+        block_d,
+        block_n,
+        heads,
+        queries,
+        slots or fit,
+        warps,
+        row_warps,
+        q_slots,
+        min(block_n, page) if page else block_n,
+        merge_warps,
+        early,
+    )
+
+
+def refuse(group: int, sq: int, batch: int, page: int | None = None) -> str:
+    """Say why the kernel does not take these sizes; "" if it does. The reason is a sentence that begins with "it"."""
+    if sq > MOST_QUERIES:
+        return f"it decodes up to {MOST_QUERIES} new tokens, and {sq} were given."
+    if group > MOST_COLUMNS:
+        return f"it takes groups of up to {MOST_COLUMNS} query heads, and {group} share a head of keys."
+    if batch > MOST_SEQUENCES:
+        return f"it takes up to {MOST_SEQUENCES} sequences, and {batch} were given."
+    if page is not None and page not in PAGES:
+        return f"its pages have {', '.join(map(str, PAGES))} tokens, and {page} were given."
+    return ""
+
+
+def aligned_split(heads: int, blocks: int, programs: int) -> bool:
+    """Whether programs take whole heads, so that nothing is merged: where that costs less than the merge.
+
+    heads: of all sequences. blocks: of each head.
+    """
+    rounds = -(-heads // programs)
+    return rounds * programs <= 1.04 * heads or blocks == 1

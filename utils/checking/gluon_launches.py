@@ -1,0 +1,197 @@
+"""The launches of lab 3's kernels: a kernel's arguments by name, and what it should write.
+
+Inputs come from a function like torch.randn, so that the notebook draws its own and a grader draws others. No size equals
+another one where a mistake could hide behind that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from utils.checking.kernel_exercises import Launch, Tile
+
+Normal = Callable[..., torch.Tensor]  # standard normal values: normal(*shape, dtype=...)
+# Attention in 16 bits differs from float64 by 2e-3 at most in these launches, and by 0.2% of large outputs.
+CLOSE: dict[str, Any] = {"rtol": 1e-2, "atol": 5e-3}
+NAN = float("nan")  # what outputs hold before: an element that is not written shows
+Attention = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v (heads, S, D), expected output
+
+
+def transpose_launch(m: int, n: int, normal: Normal = torch.randn) -> tuple[Launch, dict]:
+    """Return a launch on a random (m, n) matrix, and what it should write."""
+    x = normal(m, n)
+    args = dict(x_ptr=x, y_ptr=torch.full((n, m), NAN), m=m, n=n, x_stride=n, y_stride=m)
+    grid = (math.ceil(m / 32), math.ceil(n / 32))
+    return Launch("transpose", grid, args, outputs=("y_ptr",), file="lab3_transpose.py"), {"y_ptr": x.T}
+
+
+def async_copy_launch(
+    n: int, tiles: int, stages: int, tile: int = 256, normal: Normal = torch.randn
+) -> tuple[Launch, dict]:
+    """Return a launch on n elements, `tiles` tiles of `tile` a program, and what it should write."""
+    a, b = normal(n), normal(n)
+    args = dict(a_ptr=a, b_ptr=b, c_ptr=torch.full((n,), NAN), n=n, TILE=tile, TILES=tiles, STAGES=stages)
+    launch = Launch("add", (math.ceil(n / (tile * tiles)),), args, outputs=("c_ptr",), file="lab3_async_copy.py")
+    return launch, {"c_ptr": a + b}
+
+
+def tma_ring_launch(
+    rows: int, columns: int, stages: int, dtype: torch.dtype = torch.float16, normal: Normal = torch.randn
+) -> tuple[Launch, dict]:
+    """Return a launch on a random matrix, and the sums of squares of its rows."""
+    x = normal(rows, columns, dtype=dtype)
+    args = dict(x_desc=Tile(x, [16, 64]), y_ptr=torch.full((rows,), NAN), rows=rows, columns=columns, STAGES=stages)
+    launch = Launch("sum_of_squares", (math.ceil(rows / 16),), args, outputs=("y_ptr",), file="lab3_tma_ring.py")
+    return launch, {"y_ptr": x.double().square().sum(1)}
+
+
+def ring_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
+    """Return what sums of squares with known mistakes are."""
+    args: dict[str, Any] = launch.args
+    x, tile = args["x_desc"].tensor.double(), 64
+    columns, stages = x.shape[1], args["STAGES"]
+    tiles = math.ceil(columns / tile)
+    piece = [x[:, i * tile : (i + 1) * tile].square().sum(1) for i in range(tiles)]
+    right = expected["y_ptr"]
+    return {
+        "The last tile is left out.": right - piece[-1],
+        "Only the first tiles are added, as many as there are slots: is a slot refilled?": torch.stack(
+            piece[:stages]
+        ).sum(0),
+        "Every tile is the first one: which column does a refill begin at?": tiles * piece[0],
+        "The last tile alone is in the sum: add to `total`.": piece[-1],
+        "This is the sum of x, not of x * x.": x.sum(1),
+        "Every tile is added twice.": 2 * right,
+    }
+
+
+def repair_launch(stages: int, tiles: int = 6, normal: Normal = torch.randn) -> tuple[Launch, dict]:
+    """Return a launch of the ring to repair, and what it should write."""
+    x = normal(16, 32 * tiles)
+    args = dict(
+        x_desc=Tile(x, [16, 32]), y_desc=Tile(torch.full_like(x, NAN), [16, 32]), tiles=tiles, factor=2.5, STAGES=stages
+    )
+    return Launch("scale", (1,), args, outputs=("y_desc",), file="lab3_broken.py"), {"y_desc": 2.5 * x}
+
+
+def wgmma_launch(
+    m: int, n: int, k: int, block_n: int = 64, dtype: torch.dtype = torch.bfloat16, normal: Normal = torch.randn
+) -> tuple[Launch, dict]:
+    """Return a launch on random matrices (m, k) and (n, k), and the product of the first with the other transposed."""
+    a, b = normal(m, k, dtype=dtype), normal(n, k, dtype=dtype)
+    c = torch.full((m, n), NAN, dtype=dtype)
+    args = dict(a_desc=Tile(a, [64, 64]), b_desc=Tile(b, [block_n, 64]), c_desc=Tile(c, [64, block_n]), k_size=k)
+    launch = Launch("matmul", (math.ceil(m / 64), math.ceil(n / block_n)), args, ("c_desc",), file="lab3_wgmma.py")
+    return launch, {"c_desc": a.double() @ b.double().T}
+
+
+def wgmma_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
+    """Return what products with known mistakes are."""
+    args: dict[str, Any] = launch.args
+    a, b = (args[name].tensor.double() for name in ("a_desc", "b_desc"))
+    last = (a.shape[1] - 1) // 64 * 64
+    return {
+        "Only the last step along K is in the result: each product must add to the accumulator.": a[:, last:]
+        @ b[:, last:].T,
+        "Only the first step along K is in the result.": a[:, :64] @ b[:, :64].T,
+        "The last step along K is not in the result.": a[:, :last] @ b[:, :last].T,
+        "Half of every step along K is missing.": torch.stack(
+            [a[:, i : i + 32] @ b[:, i : i + 32].T for i in range(0, a.shape[1], 64)]
+        ).sum(0),
+    }
+
+
+# ---- attention ----------------------------------------------------------------------------------------------------
+
+
+def attention_inputs(
+    heads: int,
+    sq: int,
+    sk: int,
+    d: int = 64,
+    sharp: float = 1.0,
+    dtype: torch.dtype = torch.bfloat16,
+    normal: Normal = torch.randn,
+) -> Attention:
+    """Return random q, k, v (heads, S, D), and attention over them in float64; `sharp` multiplies the scores."""
+    q, k, v = (normal(heads, length, d) for length in (sq, sk, sk))
+    q, k, v = ((x * f).to(dtype) for x, f in ((q, sharp), (k, 1.0), (v, 1.0)))
+    return q, k, v, reference(q, k, v)
+
+
+def edge_inputs(
+    sq: int, sk: int, d: int = 64, dtype: torch.dtype = torch.bfloat16, normal: Normal = torch.randn
+) -> Attention:
+    """Return inputs of three heads that show a wrong edge of the mask by more than a rounding.
+
+    In head 0 all scores are far below zero: a key that does not exist, whose score is zero, would count for everything.
+    In head 1 the last key has the highest score, so a result without it is another one. Head 2 is random, and the first
+    block's scores are above the later ones, so that a sum or output that is rescaled wrongly shows.
+    """
+    q, k, v = (normal(3, length, d) for length in (sq, sk, sk))
+    q[:2], k[:2] = q[:2].abs(), -k[:2].abs() * 0.5
+    k[1, -1] = 1.0
+    k[2, :1] *= 2.0
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    return q, k, v, reference(q, k, v)
+
+
+def falling_inputs(upward: bool, d: int = 64, normal: Normal = torch.randn) -> Attention:
+    """Return two heads with 128 keys: the scores of one block are far above zero, those of the other far below."""
+    q, k, v = (normal(2, length, d) for length in (64, 128, 128))
+    q, k = q.abs(), k.abs()
+    k[:, slice(0, 64) if upward else slice(64, 128)] *= -40
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    return q, k, v, reference(q, k, v)
+
+
+def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> torch.Tensor:
+    """Compute attention in float64; with fewer queries than keys, the last query stands at the last key."""
+    scores = q.double() @ k.double().mT / math.sqrt(q.shape[-1])
+    if causal:
+        positions = torch.arange(q.shape[-2])[:, None] + k.shape[-2] - q.shape[-2]
+        scores = scores.masked_fill(torch.arange(k.shape[-2])[None] > positions, -math.inf)
+    return torch.softmax(scores, -1) @ v.double()
+
+
+def tile(x: torch.Tensor, rows: int) -> Tile:
+    """Return x as TMA sees it: tiles of `rows` rows of the last two dimensions."""
+    return Tile(x, [1] * (x.dim() - 2) + [rows, x.shape[-1]])
+
+
+def exponent_scale(d: int) -> float:
+    """Return c, the factor of a score in the exponent of 2: log2(e) / sqrt(d)."""
+    return math.log2(math.e) / math.sqrt(d)
+
+
+def attention_launch(file: str, rows: int, q, k, v, expected, **constants) -> tuple[Launch, dict]:
+    """Return a launch of `attention` with one program for each `rows` queries of a head."""
+    out = torch.full_like(q, NAN)
+    args = dict(q_desc=tile(q, 64), k_desc=tile(k, 64), v_desc=tile(v, 64), o_desc=tile(out, 64), sk=k.shape[1])
+    args |= dict(c=exponent_scale(q.shape[-1]), **constants)
+    grid = (math.ceil(q.shape[1] / rows), q.shape[0])
+    return Launch("attention", grid, args, outputs=("o_desc",), file=file), {"o_desc": expected}
+
+
+def overlap_launch(q, k, v, expected, stages: int = 2, block_n: int = 64) -> tuple[Launch, dict]:
+    """Return a launch on q, k, v (heads, S, D), one program for each 128 queries of a head."""
+    q, k, v, expected = (x[None] for x in (q, k, v, expected))
+    heads, sq = q.shape[1:3]
+    args: dict[str, object] = dict(q_desc=tile(q, 64), k_desc=tile(k, block_n), v_desc=tile(v, block_n))
+    args |= dict(o_desc=tile(torch.full_like(q, NAN), 64), sq=sq, sk=k.shape[2], heads=heads)
+    args |= dict(c=exponent_scale(q.shape[-1]), STAGES=stages)
+    launch = Launch("attention", (math.ceil(sq / 128), heads), args, outputs=("o_desc",), file="lab3_overlap.py")
+    return launch, {"o_desc": expected}
+
+
+def causal_launch(q, k, v) -> tuple[Launch, dict]:
+    """Return a launch of `attention_causal` on q, k, v (heads, S, D), one program for each 64 queries of a head."""
+    launch, _ = attention_launch("lab3_causal.py", 64, q, k, v, None)
+    args: dict[str, object] = {name: launch.args[name] for name in ("q_desc", "k_desc", "v_desc", "o_desc")}
+    args |= dict(sq=q.shape[1], sk=k.shape[1], c=launch.args["c"])
+    launch = Launch("attention_causal", launch.grid, args, outputs=("o_desc",), file="lab3_causal.py")
+    return launch, {"o_desc": reference(q, k, v, causal=True)}

@@ -1,0 +1,203 @@
+"""What comes out of a kernel with a known mistake: a wrong result that equals one of these has its mistake named.
+
+Each function returns {what is wrong: the values that this mistake gives}. The sentences say what to look at, not what to
+write. Attention is computed block by block in float64, as the kernels of lab 3 do, with one step changed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How blocks of keys become an output; the defaults are right, and each other value is a mistake.
+
+    Attributes:
+        last_key: the number of keys that the mask lets through beyond those that exist.
+        in_block: whether the mask counts keys within the block, not over all blocks.
+        rescale_output: exponent of the factor that the output so far is multiplied with; 0 leaves it out.
+        rescale_sum: the same for the sum of each row.
+        scale: factor of the scores in the exponent.
+        divide: whether the output is divided by the sum.
+        maximum: what is subtracted: the maximum so far ("running"), of the block alone ("block") or nothing ("none").
+        total: "new" adds the block's sum to the sum so far; "block" keeps the block's alone.
+        value_block: which block of V belongs to a block of K: "own", "first" or "next".
+        key_block: which block of keys is read in each step: "own" or "first".
+        whole_blocks: whether an incomplete last block is left out.
+        skip: the number of blocks left out at the end.
+        visible: beyond which key a query looks: its own position plus this; None is no causal mask.
+        probabilities: "own" multiplies V with its block's probabilities, "first" always with those of the first block.
+    """
+
+    last_key: int = 0
+    in_block: bool = False
+    rescale_output: float = 1.0
+    rescale_sum: float = 1.0
+    scale: float = 1.0
+    divide: bool = True
+    maximum: str = "running"
+    total: str = "new"
+    value_block: str = "own"
+    key_block: str = "own"
+    whole_blocks: bool = False
+    skip: int = 0
+    visible: int | None = None
+    probabilities: str = "own"
+
+
+def attention_in_blocks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, steps: Steps, block: int = 64, downward: bool = False
+) -> torch.Tensor:
+    """Compute attention of q (..., Sq, D) over k and v (..., Sk, D) block by block in float64.
+
+    Args:
+        q: queries.
+        k: keys; those of an incomplete block arrive as zeros.
+        v: values.
+        steps: what to do in each block.
+        block: keys of a block.
+        downward: from the last block to the first, as the producer with an incomplete block brings them.
+    """
+    q, k, v = q.double(), k.double(), v.double()
+    sq, sk = q.shape[-2], k.shape[-2]
+    blocks = -(-sk // block)
+    padded = [torch.nn.functional.pad(x, (0, 0, 0, blocks * block - sk)) for x in (k, v)]
+    scale = steps.scale * math.log2(math.e) / math.sqrt(q.shape[-1])
+    output, total = torch.zeros_like(q), torch.zeros_like(q[..., 0])
+    highest = torch.full_like(total, -math.inf)
+    order = list(range(sk // block if steps.whole_blocks else blocks))
+    order = order[::-1] if downward else order
+    order = order[: len(order) - steps.skip]
+    kept: torch.Tensor | None = None
+    for i in order:
+        keys = i * block + torch.arange(block)
+        source = order[0] if steps.key_block == "first" else i
+        s = q @ padded[0][..., source * block : (source + 1) * block, :].mT
+        counted = torch.arange(block) if steps.in_block else keys
+        keep = (counted < sk + steps.last_key).expand(sq, block)
+        if steps.visible is not None:
+            keep = keep & (keys <= torch.arange(sq)[:, None] + steps.visible)
+        s = s.masked_fill(~keep, -math.inf)
+        top = s.amax(-1)
+        top = {"running": torch.maximum(highest, top), "block": top, "none": torch.zeros_like(top)}[steps.maximum]
+        finite = torch.where(torch.isfinite(top), top, 0.0)
+        alpha = torch.where(torch.isfinite(highest), torch.exp2((highest - finite) * scale), 0.0)
+        alpha = torch.ones_like(alpha) if steps.maximum == "none" else alpha
+        p = torch.exp2((s - finite[..., None]) * scale)
+        # Turned around, the factor of the first block is 2^(+inf), and 0 times that is NaN.
+        grown = alpha if steps.rescale_output < 0 else torch.where(torch.isfinite(highest), alpha, 1.0)
+        total = (total * grown**steps.rescale_sum if steps.total == "new" else 0.0) + p.sum(-1)
+        kept = p if kept is None or steps.probabilities == "own" else kept
+        j = {"own": i, "first": order[0], "next": min(i + 1, blocks - 1)}[steps.value_block]
+        values = padded[1][..., j * block : (j + 1) * block, :]
+        output = output * (grown**steps.rescale_output)[..., None] + kept @ values
+        highest = top
+    return output / total[..., None] if steps.divide else output
+
+
+SOFTMAX = {
+    "The keys from number sk on take part: TMA brings them as zeros, so their scores are 0 and not minus infinity. Are "
+    "they masked?": Steps(last_key=10**9),
+    "One key too many takes part: number sk, which does not exist. The last key is number sk - 1.": Steps(last_key=1),
+    "The last key takes no part: it is number sk - 1.": Steps(last_key=-1),
+    "The mask counts the keys of each block from 0; the first column of s is key number `key`.": Steps(in_block=True),
+    "The output of the blocks before is not rescaled when the maximum of a row grows.": Steps(rescale_output=0.0),
+    "The sum of the blocks before is not rescaled when the maximum of a row grows.": Steps(rescale_sum=0.0),
+    "Neither the sum nor the output of the blocks before is rescaled when the maximum grows.": Steps(
+        rescale_output=0.0, rescale_sum=0.0
+    ),
+    "The factor for the blocks before is turned around: it must shrink them when the maximum grows, and they grow.": Steps(
+        rescale_output=-1.0, rescale_sum=-1.0
+    ),
+    "The output of the blocks before is rescaled twice.": Steps(rescale_output=2.0),
+    "Only the last block is in the sum of each row: the sum so far is lost.": Steps(total="block"),
+    "The output is not divided by the sum of its row.": Steps(divide=False),
+    "The weights are powers of e. c contains log2(e) already, so they should be powers of 2.": Steps(
+        scale=math.log2(math.e)
+    ),
+    "c multiplies twice.": Steps(scale=2.0),
+}
+BLOCKS = {
+    "The last block of keys, which is not full, is left out: how many blocks does sk need?": Steps(whole_blocks=True),
+    "One block of keys is left out at the end.": Steps(skip=1),
+    "Every block of K is multiplied with the same block of V: which row of V does its copy begin at?": Steps(
+        value_block="first"
+    ),
+    "K of every step is the same block: which row does its copy begin at?": Steps(key_block="first"),
+    "K and V of every step are the same block: which row do their copies begin at?": Steps(
+        key_block="first", value_block="first"
+    ),
+    "K is multiplied with V of the next block.": Steps(value_block="next"),
+}
+OVERLAP = {
+    "P of the first block is multiplied with every block of V: p must become p_next at the end of each turn.": Steps(
+        probabilities="first"
+    )
+}
+
+
+def causal(shift: int) -> dict[str, Steps]:
+    """Return the mistakes of a causal mask in which query i sees keys up to i + shift."""
+    return {
+        "Nothing is masked by position: a query sees keys behind its own position.": Steps(),
+        "A query does not see the key at its own position: it sees keys 0 up to and including its position.": Steps(
+            visible=shift - 1
+        ),
+        "A query sees one key too many, behind its own position.": Steps(visible=shift + 1),
+        "The first query stands at the first key; it is the last query that stands at the last key.": Steps(visible=0),
+        "Keys from number sk on take part.": Steps(visible=shift, last_key=10**9),
+        "The positions are shifted twice.": Steps(visible=2 * shift),
+        "The positions are shifted the wrong way.": Steps(visible=-shift),
+    }
+
+
+def attention_mistakes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mistakes: dict[str, Steps], downward: bool = False, **same
+) -> dict[str, torch.Tensor]:
+    """Return what attention with each of the mistakes gives: {what is wrong: output}.
+
+    Args:
+        q: queries (..., Sq, D).
+        k: keys (..., Sk, D).
+        v: values (..., Sk, D).
+        mistakes: the mistakes by their words.
+        downward: from the last block to the first.
+        **same: steps that hold for all of them.
+    """
+    return {
+        words: attention_in_blocks(q, k, v, replace(steps, **same), downward=downward)
+        for words, steps in mistakes.items()
+    }
+
+
+def name_mistakes(got: torch.Tensor, expected: torch.Tensor, mistakes: dict[str, torch.Tensor]) -> list[str]:
+    """Return the words of the mistakes that give these values: at most two, the nearest first.
+
+    Args:
+        got: the wrong result.
+        expected: the right one.
+        mistakes: {what is wrong: the values that it gives}.
+    """
+    found: list[tuple[float, str]] = []
+    g, e = got.double(), expected.double()
+    wrong = _apart(g, e)
+    for words, values in mistakes.items():
+        apart = _apart(g, values.double())
+        # A mistake explains the wrong elements, and says nothing else about the right ones.
+        if apart.double().mean() < 0.1 and apart[wrong].double().mean() < 0.1:
+            found.append((apart.double().mean().item(), words))
+    best = min((share for share, _ in found), default=0.0)
+    return [words for share, words in sorted(found) if share <= best + 1e-3][:2]
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Where two tensors differ by more than 2% of the second one's typical size; NaN is NaN, and infinity infinity."""
+    finite = torch.isfinite(b)
+    size = b[finite].abs().mean() if finite.any() else torch.ones(())
+    near = (a - b).abs() <= 0.02 * size + 0.02 * torch.nan_to_num(b, 0.0, 0.0, 0.0).abs()
+    same = (a == b) | (torch.isnan(a) & torch.isnan(b))
+    return ~(near | same)

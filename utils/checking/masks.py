@@ -1,0 +1,158 @@
+"""Checks of mask functions and score modifiers: evaluated pair by pair, and shown beside what was expected.
+
+    expect_rows(causal, "100/110/111", "causal", {(1, 1): "A query sees its own key."})
+
+A mask function runs under vmap, as FlexAttention runs it: no index has a value that Python could look at. The errors of
+torch that this leads to are said in a sentence that names the usual causes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+
+import torch
+
+from utils.attention.masks import dense_mask
+from utils.attention.masks.score_mods import modify_scores
+from utils.attention.prepared import compiled_versions, own_copy
+from utils.checking.sizes import SizeWatch
+
+Mod = Callable[..., torch.Tensor]
+_NO_VALUE = (
+    "takes a value out of a tensor (.item(), int(), float(), a Python index). A kernel has no Python: stay in tensors."
+)
+
+
+def _reason(error: Exception) -> str | None:
+    """Return the sentence that replaces an error message of vmap; None if the message is clear."""
+    text = str(error)
+    if "data-dependent control flow" in text or "asks a tensor for True or False" in text:
+        return (
+            "asks a tensor for True or False: `and`, `or`, `not`, `if`, `max`, `min` and chained comparisons cannot "
+            "work here. Write &, |, ~, .clamp or torch.where, and put each comparison in parentheses."
+        )
+    if ".item()" in text or "__index__" in text or "_local_scalar_dense" in text:
+        return _NO_VALUE
+    if "it must return True or False" in text:
+        return "should return a bool tensor, one truth value a pair, such as k <= q. It does not."
+    return None
+
+
+def call_mod(function: Callable, what: str, *args, **kwargs):
+    """Call a function that runs the student's mod; explain the usual errors of a mod in a sentence."""
+    try:
+        return function(*args, **kwargs)
+    except (RuntimeError, TypeError) as error:
+        reason = _reason(error)
+        if reason is None:
+            raise
+        raise AssertionError(f"{what} {reason}") from None
+
+
+def count_arguments(mod: Mod) -> int:
+    """Count the positional arguments as FlexAttention does to distinguish masks from score modifiers."""
+    if hasattr(mod, "__code__"):
+        return mod.__code__.co_argcount - len(getattr(mod, "__defaults__", None) or ())
+    return sum(parameter.default is inspect.Parameter.empty for parameter in inspect.signature(mod).parameters.values())
+
+
+def pairs(mod: Mod, sq: int, sk: int, what: str, b: int = 0, h: int = 0) -> torch.Tensor:
+    """Evaluate a student's mask_mod for all pairs: (Sq, Sk) bool."""
+    if not callable(mod):
+        raise AssertionError(
+            f"{what} should be a mask_mod, a function of (b, h, q, k), and is a {type(mod).__name__}: "
+            "is a return missing?"
+        )
+    count = count_arguments(mod)
+    if count != 4:
+        raise AssertionError(
+            f"{what} is a function with {count} positional arguments to FlexAttention, which counts them. A mask_mod "
+            "takes exactly four, (b, h, q, k); *args does not count."
+        )
+    return call_mod(dense_mask, what, mod, sq, sk, b=b, h=h)
+
+
+def table(rows: str) -> torch.Tensor:
+    """Read a mask written as rows of 0 and 1, one row a query: "10/11" is causal over two tokens."""
+    return torch.tensor([[digit == "1" for digit in row] for row in rows.split("/")])
+
+
+def expect_rows(
+    mod: Mod,
+    rows: str,
+    what: str,
+    probes: Mapping[tuple[int, int], str] | None = None,
+    b: int = 0,
+    h: int = 0,
+    mistakes: Mapping[str, str] | None = None,
+) -> None:
+    """Assert that a mask_mod lets exactly the pairs of a small table through; otherwise show both tables.
+
+    Args:
+        mod: the answer.
+        rows: the right mask as in `table`, written out by hand.
+        what: name of the answer, the subject of the message.
+        probes: {(query, key): what it means if the answer is wrong at this pair}; the first that is wrong is said.
+        b: index of the sequence.
+        h: index of the head.
+        mistakes: {hint: the whole mask, as rows, that this mistake leads to}; looked at before the probes.
+    """
+    expected = table(rows)
+    sq, sk = expected.shape
+    got = pairs(mod, sq, sk, what, b, h)
+    wrong = got != expected
+    if not wrong.any():
+        return
+    hints = [hint for hint, mask in (mistakes or {}).items() if torch.equal(got, table(mask))]
+    hints = hints or [hint for (q, k), hint in (probes or {}).items() if wrong[q, k]][:1]
+    where = next(((q, k) for q, k in probes or {} if wrong[q, k]), None) or tuple(wrong.nonzero()[0].tolist())
+    sees = "lets query {} see key {}, and should not" if got[where] else "hides key {1} from query {0}, and should not"
+    lines = [f"  {'got':{max(sk, 3)}}   expected"]
+    for mine, right in zip(got.int().tolist(), expected.int().tolist(), strict=True):
+        row, other = "".join(map(str, mine)), "".join(map(str, right))
+        lines.append(f"  {row:3}   {other}" + ("   <-" if row != other else ""))
+    hint = f" {' Or: '.join(hints)}" if hints else ""
+    place = "" if b == h == 0 else f" in sequence {b}, head {h},"
+    raise AssertionError(
+        f"{what}{place} over {sq} queries and {sk} keys {sees.format(*where)}.{hint}\n" + "\n".join(lines)
+    )
+
+
+def expect_program(mod: Mod, limit: int, what: str, sq: int = 8, sk: int = 8) -> None:
+    """Assert that a mod uses no tensor with more than `limit` elements for one pair, so no tensor of pairs."""
+    arguments = [torch.tensor(0), torch.tensor(0), torch.tensor(sq - 1), torch.tensor(sk - 1)]
+    with SizeWatch() as watch:
+        call_mod(mod, what, *arguments)
+    # FlexAttention also evaluates all sequences and heads at once, so no index is a number that Python can read.
+    call_mod(torch.vmap(mod), what, *(x.expand(2) for x in arguments))
+    name, size = max(watch.largest.items(), key=lambda item: item[1], default=("", 0))
+    if size > limit:
+        raise AssertionError(
+            f"{what} touches a tensor of {size} elements (in {name}) to decide about one pair. It is a "
+            f"program: it may read tensors with one number a token, {limit} elements at most here, and no tensor of pairs."
+        )
+
+
+def modified(mod: Mod, scores: torch.Tensor, what: str, b: int = 0, h: int = 0) -> torch.Tensor:
+    """Run a student's score_mod on scores (Sq, Sk) of sequence b and head h, one pair at a time."""
+    if not callable(mod):
+        raise AssertionError(
+            f"{what} should be a score_mod, a function of (score, b, h, q, k), and is a "
+            f"{type(mod).__name__}: is a return missing?"
+        )
+    return call_mod(modify_scores, what, mod, scores, b, h)
+
+
+def kernels_for(mods: list[Mod], size: int) -> int:
+    """Count the kernels that torch.compile makes for these masks; the compiler backend does nothing, to be quick."""
+
+    def ask(mod, q, k):
+        return mod(0 * q, 0 * q, q, k)
+
+    ask = own_copy(ask)
+    compiled = torch.compile(ask, backend=lambda graph, _: graph.forward, dynamic=False)
+    q, k = torch.arange(size)[:, None], torch.arange(size)[None, :]
+    for mod in mods:
+        compiled(mod, q, k)
+    return compiled_versions(ask)

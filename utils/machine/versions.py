@@ -1,0 +1,111 @@
+"""Which versions of torch and Triton the course was tested with, and what changed between them.
+
+This is the one place that knows. Kernels, simulator and labs use Gluon's newest names; on an older Triton
+`adopt_newest_gluon_names` adds these names as aliases of the old ones:
+
+| newest name             | from Triton | before                                   | what became of the old name    |
+|---|---|---|---|
+| `tma.async_load`        | 3.8         | `tma.async_copy_global_to_shared`        | raises an error from 3.9 on    |
+| `tma.async_store`       | 3.8         | `tma.async_copy_shared_to_global`        | raises an error from 3.9 on    |
+| `async_copy.async_load` | 3.8         | `async_copy.async_copy_global_to_shared` | raises an error from 3.9 on    |
+| `gl.barrier`            | 3.7         | `gl.thread_barrier`                      | gone from 3.7 on               |
+| `gluon.aggregate`       | 3.8         | `triton.language.core._aggregate`        | still there                    |
+"""
+
+import functools
+import os
+import re
+import warnings
+from importlib import metadata
+
+# package -> oldest and newest minor version that the tests have run with
+TESTED = {"torch": ((2, 11), (2, 15)), "triton": ((3, 6), (3, 9))}
+
+
+@functools.cache
+def installed_version(package: str) -> tuple[int, int] | None:
+    """Return the major and minor version of an installed package, or None if there is none."""
+    try:
+        found = re.match(r"(\d+)\.(\d+)", metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return None
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def untested_versions() -> list[str]:
+    """Return a sentence for each installed package whose version the course was not tested with."""
+    sentences = []
+    for package, (oldest, newest) in TESTED.items():
+        version = installed_version(package)
+        if version is None or oldest <= version <= newest:
+            continue
+        tested = f"{package} {'.'.join(map(str, oldest))} to {'.'.join(map(str, newest))}"
+        what = (
+            "older: kernels and labs may fail" if version < oldest else "newer: kernels and labs may behave otherwise"
+        )
+        sentences.append(
+            f"The course was tested with {tested}; {package} {metadata.version(package)} is {what}. "
+            "`make env` installs versions that fit."
+        )
+    return sentences
+
+
+def warn_of_untested_versions() -> None:
+    """Warn of each installed package whose version the course was not tested with."""
+    for sentence in untested_versions():
+        warnings.warn(sentence, stacklevel=3)
+
+
+@functools.cache
+def adopt_newest_gluon_names() -> None:
+    """Let Gluon's newest names be used whatever Triton is installed. Names that exist are left as they are."""
+    keep_fp_fusion()
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+    from triton.language import core
+
+    for module, newest, old_module, old in (
+        (tma, "async_load", tma, "async_copy_global_to_shared"),
+        (tma, "async_store", tma, "async_copy_shared_to_global"),
+        (async_copy, "async_load", async_copy, "async_copy_global_to_shared"),
+        (gl, "barrier", gl, "thread_barrier"),
+        (gluon, "aggregate", core, "_aggregate"),
+    ):
+        if not hasattr(module, newest):
+            setattr(module, newest, getattr(old_module, old))
+
+
+def replacement_of_removed_gluon_name(name: str) -> str | None:
+    """Return what to call in place of a Gluon function that the installed Triton refuses; None if it has it still."""
+    version = installed_version("triton")
+    if version is None or version < (3, 9):
+        return None
+    return {"async_copy_global_to_shared": "async_load", "async_copy_shared_to_global": "async_store"}.get(name)
+
+
+def ptxas_command() -> list[str]:
+    """Return the program and the options with which the installed Triton assembles PTX for Hopper.
+
+    Triton 3.9 has two assemblers and takes the newer one for every GPU, under the name `ptxas-blackwell`.
+    """
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    version = installed_version("triton")
+    options = ["--regAllocOptLevel=2"] if version and version >= (3, 7) else []
+    return [get_ptxas(90).path, *options, "-v", "--gpu-name=sm_90a"]
+
+
+def keep_fp_fusion() -> None:
+    """Let Triton go on fusing a product and a sum into one instruction; the kernels' speed and errors count on it.
+
+    Triton 3.9 warns that 3.10 will stop doing so by default.
+    """
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+
+def workers_need_register_counts() -> bool:
+    """Whether `gl.warp_specialize` demands `worker_num_regs`: up to Triton 3.6 it does."""
+    version = installed_version("triton")
+    return version is not None and version < (3, 7)
