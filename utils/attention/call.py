@@ -101,11 +101,15 @@ def attention(
             those that can.
     """
     if torch.compiler.is_compiling():
-        return _outside_of_the_graph(q, k, v, causal, scale, window, mask_mod, score_mod, backend)
-    return _attention(q, k, v, causal, scale, window, mask_mod, score_mod, backend)
+        # The decision is Python that no graph can hold.
+        from utils.attention.uncompiled import call_outside_of_graphs
+
+        return call_outside_of_graphs(_decide_and_call, q, k, v, causal, scale, window, mask_mod, score_mod, backend)
+    return _decide_and_call(q, k, v, causal, scale, window, mask_mod, score_mod, backend)
 
 
-def _attention(q, k, v, causal, scale, window, mask_mod, score_mod, backend: str) -> torch.Tensor:
+def _decide_and_call(q, k, v, causal, scale, window, mask_mod, score_mod, backend: str) -> torch.Tensor:
+    """`attention` with all arguments given: by the decision of an earlier call like this one, if there was one."""
     global _last
     key = _key(q, k, v, causal, scale, window, mask_mod, score_mod, backend)
     shortcut = None if key is None else _shortcuts.get(key)
@@ -146,10 +150,6 @@ def _may_be_kept(bound: Bound) -> bool:
     return compiled_versions(bound.source) < torch._dynamo.config.recompile_limit
 
 
-# A backend decides and launches outside of the graphs that torch.compile makes, as it does without torch.compile.
-_outside_of_the_graph = torch.compiler.disable(_attention)
-
-
 class _Shortcut:
     """The backend that an earlier call took, for a call that is the same but for the data in its tensors.
 
@@ -163,7 +163,8 @@ class _Shortcut:
 
     def __init__(self, bound: Bound, run: Run):
         self.call, self.run, self.compiled = bound.call, run, bound.source is not None
-        self.choices, self.graphs = active_choices(), compiled_graphs()
+        self.choices = active_choices()
+        self.graphs = compiled_graphs() if self.compiled else 0  # counting them imports Triton
         self.automatic = bool(run.why)
 
     def holds(self) -> bool:

@@ -21,6 +21,12 @@ from utils.validation import whole_number
 MIN_SAMPLES = 3  # a time budget cuts no run below this, unless one call is over the budget
 MIN_ADAPTIVE = 20  # no early stop on an interval from fewer samples
 SPREAD_S = 0.5  # a single GPU measurement at moving clocks takes samples for so long: one level of them is no result
+# Half of the largest distance between two such measurements on an H200: 7%, over seconds in which the power limit, the
+# temperature and with them the clocks changed. No sample of half a second shows it.
+MOVING_HALF_WIDTH = 0.035
+# From this share of the power limit on clocks moved, also where no reason was given yet: 2304 cubed at 0.61 was steady
+# within 0.4%, 2560 cubed at 0.70 was not.
+MOVING_POWER = 0.65
 MAX_ADAPTIVE = 50  # adaptive runs stop at this many times `iterations`
 FLOOR_MARGIN = 1.1  # a time within 10% of an empty call's cannot be distinguished from it
 
@@ -159,16 +165,25 @@ def time_calls(
             warmed_up.append(done)
         samples, stopped = _collect(timer, prepared, turns, width, timing, budget)
         gpu_after = gpu_state(timing.device) if timing.on_gpu else None
+        alone = timing.on_gpu and len(calls) == 1
+        moved = alone and timing.target_interval is None and clocks_move(timing.device)
         floors = [timer.floor_ms(call) if floor else None for call in prepared]
     seconds = budget.used_s()
     # Samples that are taken in turns with another function's are compared in pairs, which share the clocks.
-    interval = stats.drifting_interval if timing.on_gpu and len(calls) == 1 else stats.median_interval
+    interval = stats.drifting_interval if alone else stats.median_interval
     measurements = []
     for call, done, times, floor_ms in zip(prepared, warmed_up, samples, floors, strict=True):
         notes = [*timer.notes, *call.notes]
         if done < timing.warmup:
             notes.append(f"the time budget cut the warm-up to {done} of {timing.warmup} calls")
         median_ms = float(np.median(times))
+        low, high = interval(times, timing.confidence)
+        if moved:
+            low, high = (min(low, median_ms * (1 - MOVING_HALF_WIDTH)), max(high, median_ms * (1 + MOVING_HALF_WIDTH)))
+            notes.append(
+                f"the GPU's clocks move: the interval is at least +-{MOVING_HALF_WIDTH:.1%}, as far as such measurements "
+                "lay apart; `compare` times two functions at the same clocks"
+            )
         share = None if work.roof_ms is None or median_ms <= 0 else work.roof_ms / median_ms
         method = {
             **timer.describe(call),
@@ -195,7 +210,7 @@ def time_calls(
         measurements.append(
             Measurement(
                 samples_ms=tuple(times),
-                interval_ms=interval(times, timing.confidence),
+                interval_ms=(low, high),
                 label=call.label,
                 confidence=timing.confidence,
                 flops=work.flops,
@@ -216,13 +231,16 @@ def _all_done(timing: Timing, taken: int) -> str:
 
 
 def clocks_move(device: torch.device) -> bool:
-    """Whether the GPU runs below its highest clock, or is held back: its next seconds may run at other clocks."""
+    """Whether the GPU is held back, below its highest clock, or near its power limit: its next seconds may differ."""
     state = gpu_state(device)
     reasons = set(state.get("throttle_reasons") or ())
     if reasons:
         return bool(reasons - HARMLESS_REASONS)
     clock, highest = state.get("sm_clock_mhz"), state.get("sm_clock_max_mhz")
-    return bool(clock and highest and clock < highest)
+    if clock and highest and clock < highest:
+        return True
+    power, limit = state.get("power_w"), state.get("power_limit_w")
+    return bool(power and limit and power >= MOVING_POWER * limit)
 
 
 def _collect(

@@ -395,6 +395,8 @@ class PacedTimer:
             "",
         ),
         ({"sm_clock_mhz": 1700, "sm_clock_max_mhz": 1980}, 2, None, 10, "all 10"),  # a comparison is of pairs
+        ({"power_w": 489.0, "power_limit_w": 700.0, "sm_clock_mhz": 1980, "sm_clock_max_mhz": 1980}, 1, None, 500, ""),
+        ({"power_w": 430.0, "power_limit_w": 700.0, "sm_clock_mhz": 1980, "sm_clock_max_mhz": 1980}, 1, None, 10, ""),
         ({"unavailable": "no NVML"}, 1, None, 10, "all 10"),
         ({"sm_clock_mhz": 1700, "sm_clock_max_mhz": 1980}, 1, 0.1, 100, "iterations done, and"),
     ],

@@ -233,7 +233,7 @@ def test_a_slot_is_used_again_with_another_shape():
 
 @pytest.mark.parametrize("columns", [104, 101])
 @pytest.mark.parametrize("seed, split", [(None, 1), (1, 1), (None, 4)])
-@pytest.mark.parametrize("consumers, block_n", [(1, 64), (2, 64), (2, 96)])
+@pytest.mark.parametrize("consumers, block_n", [(1, 64), (2, 64), (2, 96), (3, 64)])
 def test_warp_specialized_gemm(seed, split, columns, consumers, block_n):
     from utils.kernels import gemm_gluon
 
