@@ -80,7 +80,10 @@ MAKERS: dict[str, Callable[..., Gradients]] = {
     "gluon": gluon_backward,
     "deterministic": lambda *tensors: gluon_backward(*tensors, deterministic=True),
 }
-MAKERS |= {f"step{step}": lambda *tensors, step=step: gluon_backward(*tensors, step=step) for step in STEPS}
+MAKERS |= {
+    f"step{step}": lambda *tensors, step=step, **changes: gluon_backward(*tensors, step=step, **changes)
+    for step in STEPS
+}
 
 
 def maker_of(name: str) -> Callable[..., Gradients]:

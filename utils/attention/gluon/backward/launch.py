@@ -116,13 +116,5 @@ def launch(step: int, g: Gradients) -> None:
         importlib.import_module(f"{__package__}.dq").launch(g)
         return
     finish_dq[(g.heads_total, g.rows // 64, g.plan.block_d // 64)](
-        g.dq_sums,
-        g.dq,
-        *g.dq.stride()[:3],
-        g.sq,
-        g.heads,
-        g.rows,
-        g.scale,
-        FRAGMENTS=module_name(step, g.plan) == MODULES[3],
-        **sizes,
+        g.dq_sums, g.dq, *g.dq.stride()[:3], g.sq, g.heads, g.rows, g.scale, FRAGMENTS=step >= 3, **sizes
     )

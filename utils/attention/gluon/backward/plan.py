@@ -23,7 +23,7 @@ class BackwardPlan:
     q_slots: int = 2  # slots of the ring of Q and lse
     do_slots: int = 2  # slots of the ring of dO and delta
     ds_slots: int = 2  # tiles of dS, which both consumers write and read
-    late: bool = True
+    by_tma: bool = False  # step 4: TMA adds dQ to the sums, not the threads
     registers: int = 240  # of a consumer thread
 
 
@@ -42,7 +42,7 @@ class BackwardCase:
 
 
 _SIMPLE = {d: BackwardPlan(d, 64, 64) for d in (64, 128, 256)}  # steps 1 and 2
-_PLANS = {64: BackwardPlan(64, 128, 128), 128: BackwardPlan(128, 64, 128), 256: BackwardPlan(256, 64, 64, do_slots=1)}
+_PLANS = {64: BackwardPlan(64, 128, 128), 128: BackwardPlan(128, 64, 128), 256: BackwardPlan(256, 64, 64)}
 
 
 def plan_for(step: int, head_dim: int) -> BackwardPlan:

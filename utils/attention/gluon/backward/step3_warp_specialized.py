@@ -6,7 +6,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+)
 
 from utils.attention.gluon.backward.arguments import Gradients
 from utils.attention.gluon.backward.fragments import add_fragments
@@ -77,6 +83,8 @@ def write_ds(work, i, ds, W: gl.constexpr):
     """Store this consumer's 64 keys of dS^T, and tell the other one."""
     PLAN: gl.constexpr = work.sizes.PLAN
     slot = i % PLAN.ds_slots
+    if PLAN.ds_slots == 1:
+        mbarrier.wait(work.read, (i & 1) ^ 1)  # the other consumer's dQ has read the last dS
     if PLAN.block_m == 64:
         work.ds.index(slot).reshape([PLAN.block_n, 64]).slice(W * 64, 64, 0).store(ds)
     else:
@@ -112,6 +120,15 @@ def start_dq(work, i, W: gl.constexpr):
         return start_product(ds.permute([1, 0]), k.slice(W * 64, 64, 1), 64, 64)
     else:
         return start_product(work.ds.index(slot * 2 + W).permute([1, 0]), k, 64, 64)
+
+
+@gluon.jit
+def wait_dq(work, dq, LEFT: gl.constexpr):
+    """Wait for dQ, with LEFT younger products in flight; this consumer has then read dS."""
+    dq = wait_products(dq, LEFT, 64)
+    if work.sizes.PLAN.ds_slots == 1:
+        async_copy.mbarrier_arrive(work.read, increment_count=False)
+    return dq
 
 
 @gluon.jit
@@ -174,7 +191,7 @@ def consumer(work, dq_sums, dk_desc, dv_desc, W: gl.constexpr):
             dv = wait_products(dv, 1, BLOCK_D)
             work.do.release(i, not CASE.dq)
             dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
-            dq = wait_products(dq, 1, 64)
+            dq = wait_dq(work, dq, 1)
             add_dq(work, dq_sums, dq, head, m, W)
         else:
             dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
@@ -245,12 +262,16 @@ def attention_backward_step3(
     ds = gl.allocate_shared_memory(dtype, [PLAN.ds_slots * columns, PLAN.block_n, 64], swizzled)
     loaded = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     written = gl.allocate_shared_memory(gl.int64, [PLAN.ds_slots, 1], barrier)
+    read = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    mbarrier.init(read, count=128 * CONSUMERS)
     mbarrier.init(loaded.index(0), count=1)
     mbarrier.init(loaded.index(1), count=1)
     for i in gl.static_range(DS_SLOTS):
         mbarrier.init(written.index(i), count=CONSUMERS)
     sizes = Sizes(sq, sk, window, heads, kv_heads, group, tiles_m, PLAN, CASE)
-    work = Work(sizes, n * PLAN.block_n, batch, flat - batch * kv_heads, c, scale, q, do, k, v, ds, loaded, written)
+    work = Work(
+        sizes, n * PLAN.block_n, batch, flat - batch * kv_heads, c, scale, q, do, k, v, ds, loaded, written, read
+    )
     gl.warp_specialize(
         [
             (consumer, (work, dq_sums_ptr, dk_desc, dv_desc, 0)),

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from utils.attention.gluon.backward.arguments import Gradients
+from utils.attention.gluon.backward.fragments import add_fragments, to_fragments
 from utils.attention.gluon.backward.pipeline import Sizes, Work, allocate_row_ring, tma_add
 from utils.attention.gluon.backward.step3_warp_specialized import (
     probabilities,
@@ -18,18 +19,17 @@ from utils.attention.gluon.backward.step3_warp_specialized import (
     start_dq,
     start_scores,
     store_rows,
+    wait_dq,
     write_ds,
 )
 from utils.attention.gluon.shared import accumulator, left_operand, wait_products
 
 
 @gluon.jit
-def softmax_gradient(work, i, key, row, W: gl.constexpr):
-    """P^T and dS^T of tile i as left operands, P^T for dV, and dS^T for dK and for shared memory."""
+def softmax_gradient(work, s, dp, i, key, row):
+    """P^T and dS^T of tile i from products in flight: P^T as the left operand of dV, and dS^T."""
     PLAN: gl.constexpr = work.sizes.PLAN
     dtype: gl.constexpr = work.k.dtype
-    s = start_scores(work, i, W)
-    dp = start_dp(work, i, W)
     s = wait_products(s, 1, PLAN.block_m)
     p = probabilities(work, s, i, key, row)
     dp = wait_products(dp, 0, PLAN.block_m)
@@ -42,18 +42,16 @@ def softmax_gradient(work, i, key, row, W: gl.constexpr):
 def stage_dq(tile, dq):
     """Put this consumer's part of dQ, 64 queries x 64 columns, where TMA reads it."""
     tma.store_wait(0)  # TMA may still be reading the last tile's part
-    tile.store(dq)
+    tile.store(to_fragments(dq).reshape([32, 128]))
 
 
 @gluon.jit
 def send_dq(sums_desc, work, tile, head, m, W: gl.constexpr):
     """Hand the staged part of dQ to TMA, which adds it to the sums."""
     PLAN: gl.constexpr = work.sizes.PLAN
-    row = ((work.batch * work.sizes.heads + head) * work.sizes.tiles_m + m) * PLAN.block_m
-    if PLAN.block_m == 64:
-        tma_add(sums_desc, [row, W * 64], tile)
-    else:
-        tma_add(sums_desc, [row + W * 64, 0], tile)
+    PIECES: gl.constexpr = PLAN.block_m * PLAN.block_d // 4096
+    piece = ((work.batch * work.sizes.heads + head) * work.sizes.tiles_m + m) * PIECES + W
+    tma_add(sums_desc, [piece * 32, 0], tile)
 
 
 @gluon.jit
@@ -74,7 +72,9 @@ def consumer(work, sums_desc, dq_tiles, dk_desc, dv_desc, W: gl.constexpr):
     if count > 0:
         mbarrier.wait(work.loaded.index(1), 0)
         # The first tile has no dQ of another beside it.
-        p16, ds = softmax_gradient(work, 0, key, m * BLOCK_M, W)
+        s = start_scores(work, 0, W)
+        dp = start_dp(work, 0, W)
+        p16, ds = softmax_gradient(work, s, dp, 0, key, m * BLOCK_M)
         dv = warpgroup_mma(p16, work.do.tile(0), dv, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(0), dk, is_async=True)
         if CASE.dq:
@@ -91,7 +91,9 @@ def consumer(work, sums_desc, dq_tiles, dk_desc, dv_desc, W: gl.constexpr):
             if m == hi:
                 m = lo
                 head += 1
-            p16, ds = softmax_gradient(work, i, key, m * BLOCK_M, W)
+            s = start_scores(work, i, W)
+            dp = start_dp(work, i, W)
+            p16, ds = softmax_gradient(work, s, dp, i, key, m * BLOCK_M)
             if CASE.dq:
                 # dQ of the tile before: the other consumer has had a whole tile's time to write its part of dS.
                 dq = start_dq(work, i - 1, W)
@@ -120,40 +122,55 @@ def consumer(work, sums_desc, dq_tiles, dk_desc, dv_desc, W: gl.constexpr):
 
 
 @gluon.jit
-def consumer_prompt(work, sums_desc, dq_tiles, dk_desc, dv_desc, W: gl.constexpr):
-    """Warpgroup W: 64 keys of the block against all tiles of queries that see them; dQ of a tile within its turn."""
+def adding_consumer(work, dq_sums, dk_desc, dv_desc, W: gl.constexpr):
+    """`consumer` whose threads add dQ to the sums themselves, while the tensor cores compute the next tile's scores."""
     PLAN: gl.constexpr = work.sizes.PLAN
+    CASE: gl.constexpr = work.sizes.CASE
     BLOCK_M: gl.constexpr = PLAN.block_m
     BLOCK_D: gl.constexpr = PLAN.block_d
     count, lo, hi = work.first()
     head = work.kv_head * work.sizes.group
     m = lo
     key = work.key + W * 64
-    dq_tile = dq_tiles.index(W)
     dk = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
     dv = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
+    dq = gl.zeros([64, 64], gl.float32, accumulator(64))
+    place = dq_sums
     mbarrier.wait(work.loaded.index(0), 0)
     if count > 0:
         mbarrier.wait(work.loaded.index(1), 0)
     for i in range(count):
-        p16, ds = softmax_gradient(work, i, key, m * BLOCK_M, W)
+        s = start_scores(work, i, W)
+        dp = start_dp(work, i, W)
+        if CASE.dq:  # noqa: SIM102 (the first is decided by the compiler)
+            if i > 0:
+                # The additions leave the SM at about 32 bytes a cycle, and whoever issues them waits for that.
+                add_fragments(place, dq)
+        p16, ds = softmax_gradient(work, s, dp, i, key, m * BLOCK_M)
+        if CASE.dq:
+            # The slot's last dS, two tiles ago, has been read: this consumer has since seen the other one's next dS.
+            write_ds(work, i, ds, W)
         dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
-        write_ds(work, i, ds, W)
-        publish_ds(work, i)
-        dq = start_dq(work, i, W)
+        if CASE.dq:
+            publish_ds(work, i)
+            next_dq = start_dq(work, i, W)
         dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
-        dv = wait_products(dv, 2, BLOCK_D)
-        work.do.release(i)
-        dq = wait_products(dq, 1, 64)
-        stage_dq(dq_tile, dq)
-        fence_async_shared()
-        send_dq(sums_desc, work, dq_tile, head, m, W)
+        dv = wait_products(dv, 2 if CASE.dq else 1, BLOCK_D)
+        work.do.release(i, not CASE.dq)
+        if CASE.dq:
+            # Copied by an addition: ptxas would wait for the next product before it reads registers of another.
+            dq = wait_dq(work, next_dq, 1) + 0.0
+            tile = (work.batch * work.sizes.heads + head).to(gl.int64) * work.sizes.tiles_m + m
+            place = dq_sums + tile * (BLOCK_M * BLOCK_D) + W * 4096
         dk = wait_products(dk, 0, BLOCK_D)
-        work.q.release(i)
+        work.q.release(i, not CASE.dq)
         m += 1
         if m == hi:
             m = lo
             head += 1
+    if CASE.dq:  # noqa: SIM102 (the first is decided by the compiler)
+        if count > 0:
+            add_fragments(place, dq)
     # V's own rows are not needed any more: they carry dV away, and then dK.
     store_rows(dv_desc, work, work.v.index(W), dv, W)
     store_rows(dk_desc, work, work.v.index(W), dk * work.scale, W)
@@ -172,6 +189,7 @@ def attention_backward_step4(
     lse_desc,
     delta_desc,
     sums_desc,
+    dq_sums_ptr,
     sq,
     sk,
     window,
@@ -211,16 +229,20 @@ def attention_backward_step4(
     columns: gl.constexpr = PLAN.block_m // 64
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ds = gl.allocate_shared_memory(dtype, [PLAN.ds_slots * columns, PLAN.block_n, 64], swizzled)
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 64, 64], sums_desc.layout)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 32, 128], sums_desc.layout)
     loaded = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     written = gl.allocate_shared_memory(gl.int64, [PLAN.ds_slots, 1], barrier)
+    read = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    mbarrier.init(read, count=128 * CONSUMERS)
     mbarrier.init(loaded.index(0), count=1)
     mbarrier.init(loaded.index(1), count=1)
     for i in gl.static_range(DS_SLOTS):
         mbarrier.init(written.index(i), count=CONSUMERS)
     sizes = Sizes(sq, sk, window, heads, kv_heads, group, tiles_m, PLAN, CASE)
-    work = Work(sizes, n * PLAN.block_n, batch, flat - batch * kv_heads, c, scale, q, do, k, v, ds, loaded, written)
-    if PLAN.late:
+    work = Work(
+        sizes, n * PLAN.block_n, batch, flat - batch * kv_heads, c, scale, q, do, k, v, ds, loaded, written, read
+    )
+    if PLAN.by_tma:
         gl.warp_specialize(
             [
                 (consumer, (work, sums_desc, dq_tiles, dk_desc, dv_desc, 0)),
@@ -233,8 +255,8 @@ def attention_backward_step4(
     else:
         gl.warp_specialize(
             [
-                (consumer_prompt, (work, sums_desc, dq_tiles, dk_desc, dv_desc, 0)),
-                (consumer_prompt, (work, sums_desc, dq_tiles, dk_desc, dv_desc, 1)),
+                (adding_consumer, (work, dq_sums_ptr, dk_desc, dv_desc, 0)),
+                (adding_consumer, (work, dq_sums_ptr, dk_desc, dv_desc, 1)),
                 (producer, (work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
             ],
             [4, 1],
@@ -247,6 +269,7 @@ def launch(g: Gradients) -> None:
     attention_backward_step4[(g.blocks_n * g.kv_heads_total,)](
         *g.descriptors(64),
         g.sums_descriptor(),
+        g.dq_sums,
         *g.sizes(),
         g.blocks_n,
         g.section(),
