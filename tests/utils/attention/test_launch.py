@@ -110,7 +110,7 @@ def test_inputs_that_tma_cannot_address_are_copied():
     x = torch.randn(2, 3, 50, 64, dtype=torch.bfloat16)
     rows_first = torch.randn(2, 50, 3, 64, dtype=torch.bfloat16).transpose(1, 2)
     for view in (x, rows_first, x[:, :, 3:40], x[:, 1:2]):
-        assert launch._addressable(view) is view
+        assert launch.addressable(view) is view
     odd = torch.randn(2, 3, 50, 67, dtype=torch.bfloat16)[..., :64]
     for view in (
         odd,
@@ -118,7 +118,7 @@ def test_inputs_that_tma_cannot_address_are_copied():
         x[:, :1].expand(2, 3, 50, 64),
         torch.randn(2 * 3 * 50 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 3, 50, 64),
     ):
-        copy = launch._addressable(view)
+        copy = launch.addressable(view)
         assert torch.equal(copy, view) and copy.data_ptr() % 16 == 0 and copy.is_contiguous()
 
 

@@ -14,6 +14,7 @@ CPU = torch.device("cpu")
 FLEX, CUTE = "labs/flexattention:flex_attention", "labs/flexattention:flex_attention_cute"
 GLUON = "labs/flashattention_gluon:flashattention_gluon"
 SDPA = "labs/cudnn_sdpa_bench:flash_sdp"
+TRAINING = "labs/flashattention_gluon:attention_training"
 
 
 def one_case(target, extra="", environ=None, device=CPU):
@@ -27,6 +28,7 @@ def test_documented_names():
         CUTE,
         SDPA,
         GLUON,
+        TRAINING,
         *(f"attention_suite:{one}" for one in ("sdpa", "flash_attn", "gluon", "cute", "flex", "flex_flash", "triton")),
     }
     ((target, sides),) = read_name("labs/flashattention_gluon:baseline_flashattention_gluon")

@@ -37,7 +37,7 @@ BACKENDS = {
         machine=gluon_support,
         accepts=accept_plain(_accepts),
         bind=bind_plain(_run),
-        kernels=r"attention_step5",
+        kernels=r"attention_step5|attention_backward",
         implementation=_implementation,
     )
 }

@@ -16,7 +16,7 @@ import torch
 
 from utils.attention.gluon.arguments import addressable
 from utils.attention.gluon.backward.arguments import Gradients
-from utils.attention.gluon.backward.plan import BackwardPlan, plan_for
+from utils.attention.gluon.backward.plan import BackwardPlan, fastest_step, plan_for
 
 MODULES = {1: "step1_atomics", 2: "step2_tma", 3: "step3_warp_specialized", 4: "step4_overlapped"}
 NAMES = {name: f"attention_backward_step{step}" for step, name in MODULES.items()} | {
@@ -53,7 +53,7 @@ def backward(
     window: int | None = None,
     dlse: torch.Tensor | None = None,
     deterministic: bool = False,
-    step: int = 4,
+    step: int | None = None,
     plan: BackwardPlan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v.
@@ -71,9 +71,10 @@ def backward(
         dlse: Gradient of the log-sum-exp, if that was used too.
         deterministic: Whether the same inputs must give the same bits; dQ then has a kernel of its own (`dq.py`).
             Steps 3 and 4 only.
-        step: Which kernel of the ladder, 1 to 4.
+        step: Which kernel of the ladder, 1 to 4; None: the fastest one for the head dimension.
         plan: Tile and pipeline; the step's own by default.
     """
+    step = fastest_step(q.shape[-1]) if step is None else step
     if deterministic and step < 3:
         raise ValueError(
             f"Step {step} of the backward ladder adds to dQ by atomics, in any order; deterministic=True needs step 3 or 4."

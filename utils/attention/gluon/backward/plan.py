@@ -41,6 +41,7 @@ class BackwardCase:
     dq: bool = True
 
 
+FASTEST = {64: 4, 128: 4, 256: 4}  # the fastest step, by tile width
 _SIMPLE = {d: BackwardPlan(d, 64, 64) for d in (64, 128, 256)}  # steps 1 and 2
 _PLANS = {64: BackwardPlan(64, 128, 128), 128: BackwardPlan(128, 64, 128), 256: BackwardPlan(256, 64, 64)}
 
@@ -50,3 +51,8 @@ def plan_for(step: int, head_dim: int) -> BackwardPlan:
     if step not in STEPS:
         raise ValueError(f"The backward ladder has the steps {', '.join(map(str, STEPS))}; got step {step!r}.")
     return (_SIMPLE if step < 3 else _PLANS)[block_head_dim(head_dim)]
+
+
+def fastest_step(head_dim: int) -> int:
+    """Return the step that was measured fastest for a head dimension."""
+    return FASTEST[block_head_dim(head_dim)]
