@@ -1,4 +1,18 @@
-"""Step 3: warp specialization. A producer warp loads, two consumer warpgroups compute, and dS goes between them."""
+"""Step 3: warp specialization. A producer warp loads, two consumer warpgroups compute, and dS goes between them.
+
+A block owns 128 keys, 64 for each consumer, and walks over the tiles of queries that see them. The scores are computed
+transposed, keys along M, so that P^T and dS^T are left operands of dV and dK in the registers where they were computed;
+only dS goes through shared memory, because dQ sums over the keys of both consumers. Each consumer computes half of dQ
+(64 queries, or 64 columns) and its threads add it to the sums in the order of their registers (`fragments.py`).
+
+    part          what                                        head dim 64      128
+    tile          queries x keys                              128 x 128        64 x 128
+    slots         of Q, of dO, of dS                          2, 2, 2          2, 2, 2
+    registers     a consumer thread, a producer thread        240, 24          240, 24
+    shared        K + V + Q + dO + dS                         16+16+32+32+64   32+32+32+32+32 KiB
+
+Head dimension 256 is in `wide_heads.py`. Places and figures: docs/backward-log.md.
+"""
 
 # A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
 

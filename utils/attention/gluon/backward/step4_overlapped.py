@@ -1,4 +1,14 @@
-"""Step 4: the products of one tile beside the softmax of the next."""
+"""Step 4: what belongs to one tile beside the products of another. Two ways, chosen by the plan.
+
+`adding_consumer`: the threads add dQ of a tile while the tensor cores compute the scores of the next one. The additions
+leave an SM at about 32 bytes a cycle, and in step 3 the consumers waited for that with nothing else to do.
+
+`consumer` (`by_tma`): dQ of a tile is computed beside the next tile's dV and dK, when the other consumer has long written
+its dS, and TMA adds it from a buffer of shared memory, so that no thread waits for an addition.
+
+Tiles, slots and registers are those of step 3. Head dimension 256 is in `wide_heads.py`. Places and figures:
+docs/backward-log.md.
+"""
 
 # A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
 

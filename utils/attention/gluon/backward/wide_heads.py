@@ -1,7 +1,16 @@
-"""Head dimension 256, where dK and dV of 64 keys fill the registers of a warpgroup each: the products are split.
+"""Steps 3 and 4 for head dimension 256, where dK and dV of 64 keys fill the registers of a warpgroup each.
 
-One consumer computes S^T and dV, the other dP^T, dS and dK, and each half of dQ's columns. P goes from the first to
-the second in fp32 through shared memory, dS back as the left operand of dQ.
+The products are split: one consumer computes S^T and dV, the other dP^T, dS and dK, and each half of dQ's columns, so
+both have the same work. P goes from the first to the second in fp32 through shared memory, dS back as the left operand of
+dQ, which the first computes a tile late. The additions to dQ run beside the next tile's first product.
+
+    part          what
+    tile          64 queries x 64 keys
+    slots         Q 2, dO 2, dS 2, P 1
+    registers     240 a consumer thread, 24 a producer thread
+    shared        K + V + Q + dO + dS + P: 32+32+64+64+16+16 KiB
+
+Places and figures: docs/backward-log.md.
 """
 
 # A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
