@@ -16,7 +16,7 @@ import torch
 
 from utils.attention.gluon.arguments import addressable
 from utils.attention.gluon.backward.arguments import Gradients
-from utils.attention.gluon.backward.plan import BackwardPlan, fastest_step, plan_for
+from utils.attention.gluon.backward.plan import BackwardPlan, dq_apart, fastest_step, plan_for
 
 MODULES = {1: "step1_atomics", 2: "step2_tma", 3: "step3_warp_specialized", 4: "step4_overlapped"}
 NAMES = {name: f"attention_backward_step{step}" for step, name in MODULES.items()} | {
@@ -71,10 +71,13 @@ def backward(
         dlse: Gradient of the log-sum-exp, if that was used too.
         deterministic: Whether the same inputs must give the same bits; dQ then has a kernel of its own (`dq.py`).
             Steps 3 and 4 only.
-        step: Which kernel of the ladder, 1 to 4; None: the fastest one for the head dimension.
+        step: Which kernel of the ladder, 1 to 4; None: the fastest way for the head dimension, which at 256 is the
+            deterministic one.
         plan: Tile and pipeline; the step's own by default.
     """
-    step = fastest_step(q.shape[-1]) if step is None else step
+    if step is None:
+        step = fastest_step(q.shape[-1])
+        deterministic = deterministic or dq_apart(q.shape[-1])
     if deterministic and step < 3:
         raise ValueError(
             f"Step {step} of the backward ladder adds to dQ by atomics, in any order; deterministic=True needs step 3 or 4."

@@ -1,10 +1,9 @@
-"""Step 4: what belongs to one tile beside the products of another. Two ways, chosen by the plan.
+"""Step 4: dQ of a tile beside the next tile's dV and dK, and TMA adds it.
 
-`adding_consumer`: the threads add dQ of a tile while the tensor cores compute the scores of the next one. The additions
-leave an SM at about 32 bytes a cycle, and in step 3 the consumers waited for that with nothing else to do.
-
-`consumer` (`by_tma`): dQ of a tile is computed beside the next tile's dV and dK, when the other consumer has long written
-its dS, and TMA adds it from a buffer of shared memory, so that no thread waits for an addition.
+In step 3 a consumer waits for the other one's part of dS, and then for its own additions to leave the SM, at about 32
+bytes a cycle. Here dQ of a tile is computed a tile late, when the other consumer has long written its dS, and TMA adds it
+to the sums from a buffer of shared memory, so that no thread waits for an addition. Both barriers, the fence and the
+traffic of the buffer cost as much as they save: as fast as step 3 at head dim 128, slower at 64.
 
 Tiles, slots and registers are those of step 3. Head dimension 256 is in `wide_heads.py`. Places and figures:
 docs/backward-log.md.
@@ -19,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from utils.attention.gluon.backward.arguments import Gradients
-from utils.attention.gluon.backward.fragments import add_fragments, to_fragments
+from utils.attention.gluon.backward.fragments import to_fragments
 from utils.attention.gluon.backward.pipeline import Sizes, Work, allocate_row_ring, tma_add
 from utils.attention.gluon.backward.step3_warp_specialized import (
     probabilities,
@@ -29,7 +28,6 @@ from utils.attention.gluon.backward.step3_warp_specialized import (
     start_dq,
     start_scores,
     store_rows,
-    wait_dq,
     write_ds,
 )
 from utils.attention.gluon.shared import accumulator, left_operand, wait_products
@@ -131,61 +129,6 @@ def consumer(work, sums_desc, dq_tiles, dk_desc, dv_desc, W: gl.constexpr):
     store_rows(dk_desc, work, work.v.index(W), dk * work.scale, W)
 
 
-@gluon.jit
-def adding_consumer(work, dq_sums, dk_desc, dv_desc, W: gl.constexpr):
-    """`consumer` whose threads add dQ to the sums themselves, while the tensor cores compute the next tile's scores."""
-    PLAN: gl.constexpr = work.sizes.PLAN
-    CASE: gl.constexpr = work.sizes.CASE
-    BLOCK_M: gl.constexpr = PLAN.block_m
-    BLOCK_D: gl.constexpr = PLAN.block_d
-    count, lo, hi = work.first()
-    head = work.kv_head * work.sizes.group
-    m = lo
-    key = work.key + W * 64
-    dk = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
-    dv = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
-    dq = gl.zeros([64, 64], gl.float32, accumulator(64))
-    place = dq_sums
-    mbarrier.wait(work.loaded.index(0), 0)
-    if count > 0:
-        mbarrier.wait(work.loaded.index(1), 0)
-    for i in range(count):
-        s = start_scores(work, i, W)
-        dp = start_dp(work, i, W)
-        if CASE.dq:  # noqa: SIM102 (the first is decided by the compiler)
-            if i > 0:
-                # The additions leave the SM at about 32 bytes a cycle, and whoever issues them waits for that.
-                add_fragments(place, dq)
-        p16, ds = softmax_gradient(work, s, dp, i, key, m * BLOCK_M)
-        if CASE.dq:
-            # The slot's last dS, two tiles ago, has been read: this consumer has since seen the other one's next dS.
-            write_ds(work, i, ds, W)
-        dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
-        if CASE.dq:
-            publish_ds(work, i)
-            next_dq = start_dq(work, i, W)
-        dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
-        dv = wait_products(dv, 2 if CASE.dq else 1, BLOCK_D)
-        work.do.release(i, not CASE.dq)
-        if CASE.dq:
-            # Copied by an addition: ptxas would wait for the next product before it reads registers of another.
-            dq = wait_dq(work, next_dq, 1) + 0.0
-            tile = (work.batch * work.sizes.heads + head).to(gl.int64) * work.sizes.tiles_m + m
-            place = dq_sums + tile * (BLOCK_M * BLOCK_D) + W * 4096
-        dk = wait_products(dk, 0, BLOCK_D)
-        work.q.release(i, not CASE.dq)
-        m += 1
-        if m == hi:
-            m = lo
-            head += 1
-    if CASE.dq:  # noqa: SIM102 (the first is decided by the compiler)
-        if count > 0:
-            add_fragments(place, dq)
-    # V's own rows are not needed any more: they carry dV away, and then dK.
-    store_rows(dv_desc, work, work.v.index(W), dv, W)
-    store_rows(dk_desc, work, work.v.index(W), dk * work.scale, W)
-
-
 @gluon.jit(
     do_not_specialize=["sq", "sk", "window", "heads", "kv_heads", "group", "tiles_m", "blocks_n", "section", "total"]
 )
@@ -199,7 +142,6 @@ def attention_backward_step4(
     lse_desc,
     delta_desc,
     sums_desc,
-    dq_sums_ptr,
     sq,
     sk,
     window,
@@ -252,26 +194,15 @@ def attention_backward_step4(
     work = Work(
         sizes, n * PLAN.block_n, batch, flat - batch * kv_heads, c, scale, q, do, k, v, ds, loaded, written, read
     )
-    if PLAN.by_tma:
-        gl.warp_specialize(
-            [
-                (consumer, (work, sums_desc, dq_tiles, dk_desc, dv_desc, 0)),
-                (consumer, (work, sums_desc, dq_tiles, dk_desc, dv_desc, 1)),
-                (producer, (work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
-            ],
-            [4, 1],
-            [PLAN.registers, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (adding_consumer, (work, dq_sums_ptr, dk_desc, dv_desc, 0)),
-                (adding_consumer, (work, dq_sums_ptr, dk_desc, dv_desc, 1)),
-                (producer, (work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
-            ],
-            [4, 1],
-            [PLAN.registers, 24],
-        )
+    gl.warp_specialize(
+        [
+            (consumer, (work, sums_desc, dq_tiles, dk_desc, dv_desc, 0)),
+            (consumer, (work, sums_desc, dq_tiles, dk_desc, dv_desc, 1)),
+            (producer, (work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
+        ],
+        [4, 1],
+        [PLAN.registers, 24],
+    )
 
 
 def launch(g: Gradients) -> None:
@@ -279,7 +210,6 @@ def launch(g: Gradients) -> None:
     attention_backward_step4[(g.blocks_n * g.kv_heads_total,)](
         *g.descriptors(64),
         g.sums_descriptor(),
-        g.dq_sums,
         *g.sizes(),
         g.blocks_n,
         g.section(),
