@@ -60,15 +60,17 @@ def fa4_backward(q, k, v, dout, causal: bool) -> Gradients:
     return lambda: _flash_attn_bwd(q, k, v, out, dout, lse, causal=causal)[:3]
 
 
-def gluon_backward(q, k, v, dout, causal: bool, step: int = 4, deterministic: bool = False, **changes) -> Gradients:
+def gluon_backward(
+    q, k, v, dout, causal: bool, step: int | None = None, deterministic: bool = False, **changes
+) -> Gradients:
     """Return the call of a step of the ladder; changes: fields of its plan."""
     from dataclasses import replace
 
     from utils.attention.gluon.backward.launch import backward
-    from utils.attention.gluon.backward.plan import plan_for
+    from utils.attention.gluon.backward.plan import fastest_step, plan_for
     from utils.attention.gluon.launch import forward
 
-    plan = replace(plan_for(step, q.shape[-1]), **changes)
+    plan = replace(plan_for(step or fastest_step(q.shape[-1]), q.shape[-1]), **changes)
     out, lse = forward(q, k, v, causal=causal, return_lse=True)
     return lambda: backward(dout, q, k, v, out, lse, causal=causal, step=step, plan=plan, deterministic=deterministic)
 
@@ -80,7 +82,10 @@ MAKERS: dict[str, Callable[..., Gradients]] = {
     "gluon": gluon_backward,
     "deterministic": lambda *tensors: gluon_backward(*tensors, deterministic=True),
 }
-MAKERS |= {f"step{step}": lambda *tensors, step=step: gluon_backward(*tensors, step=step) for step in STEPS}
+MAKERS |= {
+    f"step{step}": lambda *tensors, step=step, **changes: gluon_backward(*tensors, step=step, **changes)
+    for step in STEPS
+}
 
 
 def maker_of(name: str) -> Callable[..., Gradients]:

@@ -16,6 +16,7 @@ GLUON = "labs/flashattention_gluon:flashattention_gluon"
 HOST = "labs/host_time:attention_call"
 SUITES = ("sdpa", "flash_attn", "gluon", "fa3", "cute", "flex", "flex_flash", "triton")
 SDPA = "labs/cudnn_sdpa_bench:flash_sdp"
+TRAINING = "labs/flashattention_gluon:attention_training"
 
 
 def one_case(target, extra="", environ=None, device=CPU):
@@ -24,7 +25,7 @@ def one_case(target, extra="", environ=None, device=CPU):
 
 
 def test_documented_names():
-    assert set(TARGETS) == {FLEX, CUTE, SDPA, GLUON, HOST, *(f"attention_suite:{one}" for one in SUITES)}
+    assert set(TARGETS) == {FLEX, CUTE, SDPA, GLUON, TRAINING, HOST, *(f"attention_suite:{one}" for one in SUITES)}
     ((target, sides),) = read_name("labs/flashattention_gluon:baseline_flashattention_gluon")
     assert (target.workload, sides) == ("flashattention_gluon", ("baseline",))
     assert read_name("labs.flashattention_gluon.optimized_flashattention_gluon")[0][1] == ("optimized",)

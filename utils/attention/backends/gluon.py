@@ -53,7 +53,7 @@ BACKENDS = {
         machine=gluon_support,
         accepts=accept_plain(_accepts),
         bind=bind_plain(_run),
-        kernels=r"attention_(step5|decode)",
+        kernels=r"attention_(step5|decode|backward)",
         implementation=_implementation,
     )
 }

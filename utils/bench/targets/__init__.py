@@ -9,11 +9,18 @@ import torch
 
 from utils.bench.errors import BenchError, nearest
 from utils.bench.knobs import parse_flags, settle, split_extra_args
-from utils.bench.targets import attention_suite, cudnn_sdpa_bench, flashattention_gluon, flexattention, host_time
+from utils.bench.targets import (
+    attention_suite,
+    attention_training,
+    cudnn_sdpa_bench,
+    flashattention_gluon,
+    flexattention,
+    host_time,
+)
 from utils.bench.targets.base import SIDES, Case, Target
 from utils.machine.device import Support, default_device
 
-FAMILIES = (flexattention, flashattention_gluon, cudnn_sdpa_bench, host_time, attention_suite)
+FAMILIES = (flexattention, flashattention_gluon, attention_training, cudnn_sdpa_bench, host_time, attention_suite)
 TARGETS: dict[str, Target] = {target.name: target for family in FAMILIES for target in family.TARGETS}
 
 

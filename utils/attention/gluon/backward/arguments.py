@@ -96,13 +96,13 @@ class Gradients:
         return [descriptor(getattr(self, name), count, self.plan.block_d) for name, count in rows.items()]
 
     def sums_descriptor(self):
-        """TMA descriptor of the sums of dQ as rows (B * H * rows, block_d), with boxes of 64 x 64."""
+        """TMA descriptor of the sums of dQ, with boxes of a piece, 4096 numbers that follow each other."""
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        rows = self.dq_sums.view(-1, self.dq_sums.numel() if self.deterministic else self.plan.block_d)
-        layout = gl.NVMMASharedLayout(128, 32, rank=2)
-        return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [64, 64], layout)
+        sums = self.dq_sums.view(-1, self.dq_sums.numel() if self.deterministic else 128)
+        layout = gl.NVMMASharedLayout(0, 32, rank=2)
+        return TensorDescriptor(sums, list(sums.shape), list(sums.stride()), [32, 128], layout)
 
     def descriptors(self, store_rows: int) -> list:
         """TMA descriptors of q, dout, k, v, dk, dv, and of the statistics of a tile of queries."""

@@ -16,7 +16,7 @@ import torch
 
 from utils.attention.gluon.arguments import addressable
 from utils.attention.gluon.backward.arguments import Gradients
-from utils.attention.gluon.backward.plan import BackwardPlan, plan_for
+from utils.attention.gluon.backward.plan import BackwardPlan, dq_apart, fastest_step, plan_for
 
 MODULES = {1: "step1_atomics", 2: "step2_tma", 3: "step3_warp_specialized", 4: "step4_overlapped"}
 NAMES = {name: f"attention_backward_step{step}" for step, name in MODULES.items()} | {
@@ -53,7 +53,7 @@ def backward(
     window: int | None = None,
     dlse: torch.Tensor | None = None,
     deterministic: bool = False,
-    step: int = 4,
+    step: int | None = None,
     plan: BackwardPlan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v.
@@ -71,9 +71,13 @@ def backward(
         dlse: Gradient of the log-sum-exp, if that was used too.
         deterministic: Whether the same inputs must give the same bits; dQ then has a kernel of its own (`dq.py`).
             Steps 3 and 4 only.
-        step: Which kernel of the ladder, 1 to 4.
+        step: Which kernel of the ladder, 1 to 4; None: the fastest way for the head dimension, which at 256 is the
+            deterministic one.
         plan: Tile and pipeline; the step's own by default.
     """
+    if step is None:
+        step = fastest_step(q.shape[-1])
+        deterministic = deterministic or dq_apart(q.shape[-1])
     if deterministic and step < 3:
         raise ValueError(
             f"Step {step} of the backward ladder adds to dQ by atomics, in any order; deterministic=True needs step 3 or 4."
@@ -116,13 +120,5 @@ def launch(step: int, g: Gradients) -> None:
         importlib.import_module(f"{__package__}.dq").launch(g)
         return
     finish_dq[(g.heads_total, g.rows // 64, g.plan.block_d // 64)](
-        g.dq_sums,
-        g.dq,
-        *g.dq.stride()[:3],
-        g.sq,
-        g.heads,
-        g.rows,
-        g.scale,
-        FRAGMENTS=module_name(step, g.plan) == MODULES[3],
-        **sizes,
+        g.dq_sums, g.dq, *g.dq.stride()[:3], g.sq, g.heads, g.rows, g.scale, FRAGMENTS=step >= 3, **sizes
     )

@@ -49,7 +49,7 @@ def compile_backward(
     rows = {"q": plan.block_m, "do": plan.block_m, "k": plan.block_n, "v": 64, "dk": 64, "dv": 64}
     kinds = {name + "_desc": f"tensordesc<{dtype}[1, 1, {n}, {plan.block_d}],{layout!r}>" for name, n in rows.items()}
     kinds |= {name: f"tensordesc<fp32[1, {plan.block_m}],{numbers!r}>" for name in ("lse_desc", "delta_desc")}
-    kinds["sums_desc"] = f"tensordesc<fp32[64, 64],{gl.NVMMASharedLayout(128, 32, rank=2)!r}>"
+    kinds["sums_desc"] = f"tensordesc<fp32[32, 128],{numbers!r}>"
     kinds |= {name: "*fp32" for name in ("dq_sums_ptr", "lse2_ptr", "delta_ptr")} | {"c": "fp32", "scale": "fp32"}
     signature = {
         name: kinds.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")

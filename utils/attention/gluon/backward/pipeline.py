@@ -209,9 +209,10 @@ class Work:
     ds: gl.shared_memory_descriptor  # dS^T: (slots, BLOCK_N, BLOCK_M) or in columns of 64
     loaded: gl.shared_memory_descriptor  # mbarriers: K and V have arrived
     written: gl.shared_memory_descriptor  # mbarriers: all consumers have written their part of dS
+    read: gl.shared_memory_descriptor  # mbarrier: all consumers have read dS; used where dS has one slot
 
     @gluon.constexpr_function
-    def __init__(self, sizes, key, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written):
+    def __init__(self, sizes, key, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written, read):
         self.sizes = sizes
         self.key = key
         self.batch = batch
@@ -225,6 +226,7 @@ class Work:
         self.ds = ds
         self.loaded = loaded
         self.written = written
+        self.read = read
 
     @gluon.jit
     def k_rows(self, W: gl.constexpr):

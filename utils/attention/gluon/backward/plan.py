@@ -23,7 +23,7 @@ class BackwardPlan:
     q_slots: int = 2  # slots of the ring of Q and lse
     do_slots: int = 2  # slots of the ring of dO and delta
     ds_slots: int = 2  # tiles of dS, which both consumers write and read
-    late: bool = True
+    by_tma: bool = False  # head dimension 256: TMA adds dQ to the sums, not the threads
     registers: int = 240  # of a consumer thread
 
 
@@ -41,8 +41,10 @@ class BackwardCase:
     dq: bool = True
 
 
+FASTEST = {64: 3, 128: 3, 256: 4}  # the fastest step, by tile width
+_DQ_APART = (256,)  # tile widths at which computing dQ by itself is faster than adding it up
 _SIMPLE = {d: BackwardPlan(d, 64, 64) for d in (64, 128, 256)}  # steps 1 and 2
-_PLANS = {64: BackwardPlan(64, 128, 128), 128: BackwardPlan(128, 64, 128), 256: BackwardPlan(256, 64, 64, do_slots=1)}
+_PLANS = {64: BackwardPlan(64, 128, 128), 128: BackwardPlan(128, 64, 128), 256: BackwardPlan(256, 64, 64)}
 
 
 def plan_for(step: int, head_dim: int) -> BackwardPlan:
@@ -50,3 +52,13 @@ def plan_for(step: int, head_dim: int) -> BackwardPlan:
     if step not in STEPS:
         raise ValueError(f"The backward ladder has the steps {', '.join(map(str, STEPS))}; got step {step!r}.")
     return (_SIMPLE if step < 3 else _PLANS)[block_head_dim(head_dim)]
+
+
+def fastest_step(head_dim: int) -> int:
+    """Return the step that was measured fastest for a head dimension."""
+    return FASTEST[block_head_dim(head_dim)]
+
+
+def dq_apart(head_dim: int) -> bool:
+    """Tell whether a head dimension's fastest way is the deterministic one, with a kernel of its own for dQ."""
+    return block_head_dim(head_dim) in _DQ_APART

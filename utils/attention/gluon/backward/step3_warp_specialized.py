@@ -1,4 +1,18 @@
-"""Step 3: warp specialization. A producer warp loads, two consumer warpgroups compute, and dS goes between them."""
+"""Step 3: warp specialization. A producer warp loads, two consumer warpgroups compute, and dS goes between them.
+
+A block owns 128 keys, 64 for each consumer, and walks over the tiles of queries that see them. The scores are computed
+transposed, keys along M, so that P^T and dS^T are left operands of dV and dK in the registers where they were computed;
+only dS goes through shared memory, because dQ sums over the keys of both consumers. Each consumer computes half of dQ
+(64 queries, or 64 columns) and its threads add it to the sums in the order of their registers (`fragments.py`).
+
+    part          what                                        head dim 64      128
+    tile          queries x keys                              128 x 128        64 x 128
+    slots         of Q, of dO, of dS                          2, 2, 2          2, 2, 2
+    registers     a consumer thread, a producer thread        240, 24          240, 24
+    shared        K + V + Q + dO + dS                         16+16+32+32+64   32+32+32+32+32 KiB
+
+Head dimension 256 is in `wide_heads.py`. Places and figures: docs/backward-log.md.
+"""
 
 # A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
 
@@ -6,7 +20,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+)
 
 from utils.attention.gluon.backward.arguments import Gradients
 from utils.attention.gluon.backward.fragments import add_fragments
@@ -77,6 +97,8 @@ def write_ds(work, i, ds, W: gl.constexpr):
     """Store this consumer's 64 keys of dS^T, and tell the other one."""
     PLAN: gl.constexpr = work.sizes.PLAN
     slot = i % PLAN.ds_slots
+    if PLAN.ds_slots == 1:
+        mbarrier.wait(work.read, (i & 1) ^ 1)  # the other consumer's dQ has read the last dS
     if PLAN.block_m == 64:
         work.ds.index(slot).reshape([PLAN.block_n, 64]).slice(W * 64, 64, 0).store(ds)
     else:
@@ -112,6 +134,15 @@ def start_dq(work, i, W: gl.constexpr):
         return start_product(ds.permute([1, 0]), k.slice(W * 64, 64, 1), 64, 64)
     else:
         return start_product(work.ds.index(slot * 2 + W).permute([1, 0]), k, 64, 64)
+
+
+@gluon.jit
+def wait_dq(work, dq, LEFT: gl.constexpr):
+    """Wait for dQ, with LEFT younger products in flight; this consumer has then read dS."""
+    dq = wait_products(dq, LEFT, 64)
+    if work.sizes.PLAN.ds_slots == 1:
+        async_copy.mbarrier_arrive(work.read, increment_count=False)
+    return dq
 
 
 @gluon.jit
@@ -174,7 +205,7 @@ def consumer(work, dq_sums, dk_desc, dv_desc, W: gl.constexpr):
             dv = wait_products(dv, 1, BLOCK_D)
             work.do.release(i, not CASE.dq)
             dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
-            dq = wait_products(dq, 1, 64)
+            dq = wait_dq(work, dq, 1)
             add_dq(work, dq_sums, dq, head, m, W)
         else:
             dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
@@ -245,12 +276,16 @@ def attention_backward_step3(
     ds = gl.allocate_shared_memory(dtype, [PLAN.ds_slots * columns, PLAN.block_n, 64], swizzled)
     loaded = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     written = gl.allocate_shared_memory(gl.int64, [PLAN.ds_slots, 1], barrier)
+    read = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    mbarrier.init(read, count=128 * CONSUMERS)
     mbarrier.init(loaded.index(0), count=1)
     mbarrier.init(loaded.index(1), count=1)
     for i in gl.static_range(DS_SLOTS):
         mbarrier.init(written.index(i), count=CONSUMERS)
     sizes = Sizes(sq, sk, window, heads, kv_heads, group, tiles_m, PLAN, CASE)
-    work = Work(sizes, n * PLAN.block_n, batch, flat - batch * kv_heads, c, scale, q, do, k, v, ds, loaded, written)
+    work = Work(
+        sizes, n * PLAN.block_n, batch, flat - batch * kv_heads, c, scale, q, do, k, v, ds, loaded, written, read
+    )
     gl.warp_specialize(
         [
             (consumer, (work, dq_sums_ptr, dk_desc, dv_desc, 0)),

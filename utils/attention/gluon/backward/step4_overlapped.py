@@ -1,4 +1,13 @@
-"""Step 4: the products of one tile beside the softmax of the next."""
+"""Step 4: dQ of a tile beside the next tile's dV and dK, and TMA adds it.
+
+In step 3 a consumer waits for the other one's part of dS, and then for its own additions to leave the SM, at about 32
+bytes a cycle. Here dQ of a tile is computed a tile late, when the other consumer has long written its dS, and TMA adds it
+to the sums from a buffer of shared memory, so that no thread waits for an addition. Both barriers, the fence and the
+traffic of the buffer cost as much as they save: as fast as step 3 at head dim 128, slower at 64.
+
+Tiles, slots and registers are those of step 3. Head dimension 256 is in `wide_heads.py`. Places and figures:
+docs/backward-log.md.
+"""
 
 # A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
 
@@ -9,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from utils.attention.gluon.backward.arguments import Gradients
+from utils.attention.gluon.backward.fragments import to_fragments
 from utils.attention.gluon.backward.pipeline import Sizes, Work, allocate_row_ring, tma_add
 from utils.attention.gluon.backward.step3_warp_specialized import (
     probabilities,
@@ -24,12 +34,10 @@ from utils.attention.gluon.shared import accumulator, left_operand, wait_product
 
 
 @gluon.jit
-def softmax_gradient(work, i, key, row, W: gl.constexpr):
-    """P^T and dS^T of tile i as left operands, P^T for dV, and dS^T for dK and for shared memory."""
+def softmax_gradient(work, s, dp, i, key, row):
+    """P^T and dS^T of tile i from products in flight: P^T as the left operand of dV, and dS^T."""
     PLAN: gl.constexpr = work.sizes.PLAN
     dtype: gl.constexpr = work.k.dtype
-    s = start_scores(work, i, W)
-    dp = start_dp(work, i, W)
     s = wait_products(s, 1, PLAN.block_m)
     p = probabilities(work, s, i, key, row)
     dp = wait_products(dp, 0, PLAN.block_m)
@@ -42,18 +50,16 @@ def softmax_gradient(work, i, key, row, W: gl.constexpr):
 def stage_dq(tile, dq):
     """Put this consumer's part of dQ, 64 queries x 64 columns, where TMA reads it."""
     tma.store_wait(0)  # TMA may still be reading the last tile's part
-    tile.store(dq)
+    tile.store(to_fragments(dq).reshape([32, 128]))
 
 
 @gluon.jit
 def send_dq(sums_desc, work, tile, head, m, W: gl.constexpr):
     """Hand the staged part of dQ to TMA, which adds it to the sums."""
     PLAN: gl.constexpr = work.sizes.PLAN
-    row = ((work.batch * work.sizes.heads + head) * work.sizes.tiles_m + m) * PLAN.block_m
-    if PLAN.block_m == 64:
-        tma_add(sums_desc, [row, W * 64], tile)
-    else:
-        tma_add(sums_desc, [row + W * 64, 0], tile)
+    PIECES: gl.constexpr = PLAN.block_m * PLAN.block_d // 4096
+    piece = ((work.batch * work.sizes.heads + head) * work.sizes.tiles_m + m) * PIECES + W
+    tma_add(sums_desc, [piece * 32, 0], tile)
 
 
 @gluon.jit
@@ -74,7 +80,9 @@ def consumer(work, sums_desc, dq_tiles, dk_desc, dv_desc, W: gl.constexpr):
     if count > 0:
         mbarrier.wait(work.loaded.index(1), 0)
         # The first tile has no dQ of another beside it.
-        p16, ds = softmax_gradient(work, 0, key, m * BLOCK_M, W)
+        s = start_scores(work, 0, W)
+        dp = start_dp(work, 0, W)
+        p16, ds = softmax_gradient(work, s, dp, 0, key, m * BLOCK_M)
         dv = warpgroup_mma(p16, work.do.tile(0), dv, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(0), dk, is_async=True)
         if CASE.dq:
@@ -91,7 +99,9 @@ def consumer(work, sums_desc, dq_tiles, dk_desc, dv_desc, W: gl.constexpr):
             if m == hi:
                 m = lo
                 head += 1
-            p16, ds = softmax_gradient(work, i, key, m * BLOCK_M, W)
+            s = start_scores(work, i, W)
+            dp = start_dp(work, i, W)
+            p16, ds = softmax_gradient(work, s, dp, i, key, m * BLOCK_M)
             if CASE.dq:
                 # dQ of the tile before: the other consumer has had a whole tile's time to write its part of dS.
                 dq = start_dq(work, i - 1, W)
@@ -114,46 +124,6 @@ def consumer(work, sums_desc, dq_tiles, dk_desc, dv_desc, W: gl.constexpr):
             # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
             fence_async_shared()
             send_dq(sums_desc, work, dq_tile, head, m, W)
-    # V's own rows are not needed any more: they carry dV away, and then dK.
-    store_rows(dv_desc, work, work.v.index(W), dv, W)
-    store_rows(dk_desc, work, work.v.index(W), dk * work.scale, W)
-
-
-@gluon.jit
-def consumer_prompt(work, sums_desc, dq_tiles, dk_desc, dv_desc, W: gl.constexpr):
-    """Warpgroup W: 64 keys of the block against all tiles of queries that see them; dQ of a tile within its turn."""
-    PLAN: gl.constexpr = work.sizes.PLAN
-    BLOCK_M: gl.constexpr = PLAN.block_m
-    BLOCK_D: gl.constexpr = PLAN.block_d
-    count, lo, hi = work.first()
-    head = work.kv_head * work.sizes.group
-    m = lo
-    key = work.key + W * 64
-    dq_tile = dq_tiles.index(W)
-    dk = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
-    dv = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
-    mbarrier.wait(work.loaded.index(0), 0)
-    if count > 0:
-        mbarrier.wait(work.loaded.index(1), 0)
-    for i in range(count):
-        p16, ds = softmax_gradient(work, i, key, m * BLOCK_M, W)
-        dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
-        write_ds(work, i, ds, W)
-        publish_ds(work, i)
-        dq = start_dq(work, i, W)
-        dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
-        dv = wait_products(dv, 2, BLOCK_D)
-        work.do.release(i)
-        dq = wait_products(dq, 1, 64)
-        stage_dq(dq_tile, dq)
-        fence_async_shared()
-        send_dq(sums_desc, work, dq_tile, head, m, W)
-        dk = wait_products(dk, 0, BLOCK_D)
-        work.q.release(i)
-        m += 1
-        if m == hi:
-            m = lo
-            head += 1
     # V's own rows are not needed any more: they carry dV away, and then dK.
     store_rows(dv_desc, work, work.v.index(W), dv, W)
     store_rows(dk_desc, work, work.v.index(W), dk * work.scale, W)
@@ -211,35 +181,28 @@ def attention_backward_step4(
     columns: gl.constexpr = PLAN.block_m // 64
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ds = gl.allocate_shared_memory(dtype, [PLAN.ds_slots * columns, PLAN.block_n, 64], swizzled)
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 64, 64], sums_desc.layout)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 32, 128], sums_desc.layout)
     loaded = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     written = gl.allocate_shared_memory(gl.int64, [PLAN.ds_slots, 1], barrier)
+    read = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    mbarrier.init(read, count=128 * CONSUMERS)
     mbarrier.init(loaded.index(0), count=1)
     mbarrier.init(loaded.index(1), count=1)
     for i in gl.static_range(DS_SLOTS):
         mbarrier.init(written.index(i), count=CONSUMERS)
     sizes = Sizes(sq, sk, window, heads, kv_heads, group, tiles_m, PLAN, CASE)
-    work = Work(sizes, n * PLAN.block_n, batch, flat - batch * kv_heads, c, scale, q, do, k, v, ds, loaded, written)
-    if PLAN.late:
-        gl.warp_specialize(
-            [
-                (consumer, (work, sums_desc, dq_tiles, dk_desc, dv_desc, 0)),
-                (consumer, (work, sums_desc, dq_tiles, dk_desc, dv_desc, 1)),
-                (producer, (work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
-            ],
-            [4, 1],
-            [PLAN.registers, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consumer_prompt, (work, sums_desc, dq_tiles, dk_desc, dv_desc, 0)),
-                (consumer_prompt, (work, sums_desc, dq_tiles, dk_desc, dv_desc, 1)),
-                (producer, (work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
-            ],
-            [4, 1],
-            [PLAN.registers, 24],
-        )
+    work = Work(
+        sizes, n * PLAN.block_n, batch, flat - batch * kv_heads, c, scale, q, do, k, v, ds, loaded, written, read
+    )
+    gl.warp_specialize(
+        [
+            (consumer, (work, sums_desc, dq_tiles, dk_desc, dv_desc, 0)),
+            (consumer, (work, sums_desc, dq_tiles, dk_desc, dv_desc, 1)),
+            (producer, (work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
+        ],
+        [4, 1],
+        [PLAN.registers, 24],
+    )
 
 
 def launch(g: Gradients) -> None:

@@ -1,7 +1,16 @@
-"""Head dimension 256, where dK and dV of 64 keys fill the registers of a warpgroup each: the products are split.
+"""Steps 3 and 4 for head dimension 256, where dK and dV of 64 keys fill the registers of a warpgroup each.
 
-One consumer computes S^T and dV, the other dP^T, dS and dK, and each half of dQ's columns. P goes from the first to
-the second in fp32 through shared memory, dS back as the left operand of dQ.
+The products are split: one consumer computes S^T and dV, the other dP^T, dS and dK, and each half of dQ's columns, so
+both have the same work. P goes from the first to the second in fp32 through shared memory, dS back as the left operand of
+dQ, which the first computes a tile late. The additions to dQ run beside the next tile's first product.
+
+    part          what
+    tile          64 queries x 64 keys
+    slots         Q 2, dO 2, dS 2, P 1
+    registers     240 a consumer thread, 24 a producer thread
+    shared        K + V + Q + dO + dS + P: 32+32+64+64+16+16 KiB
+
+Places and figures: docs/backward-log.md.
 """
 
 # A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
@@ -20,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from utils.attention.gluon.backward.arguments import Gradients
-from utils.attention.gluon.backward.fragments import from_fragments, to_fragments
+from utils.attention.gluon.backward.fragments import add_fragments, from_fragments, to_fragments
 from utils.attention.gluon.backward.pipeline import Sizes, Work, allocate_row_ring, tma_add
 from utils.attention.gluon.backward.step3_warp_specialized import (
     probabilities,
@@ -42,21 +51,53 @@ def half_dq(work, i, W: gl.constexpr):
 
 @gluon.jit
 def split_columns(dq):
-    """[64, 128] -> its two halves of columns, [64, 64]: registers are renamed, not moved."""
+    """[64, 128] -> its two halves of columns, [64, 64]; the right one in registers that no product has written.
+
+    It is read while the next product runs, and ptxas would wait for that product before it reads registers of another.
+    """
     left, right = dq.reshape([64, 2, 64]).permute([0, 2, 1]).split()
-    return gl.convert_layout(left, accumulator(64)), gl.convert_layout(right, accumulator(64))
+    return gl.convert_layout(left, accumulator(64)), gl.convert_layout(right, accumulator(64)) + 0.0
 
 
 @gluon.jit
-def add_columns(work, add, part, head, m, column):
-    """Hand 64 queries x 64 columns of dQ to TMA, which adds them to the sums; add: descriptor and tile to send from."""
-    sums_desc, tile = add
+def piece_of(work, head, m, COLUMN: gl.constexpr):
+    """Number of the piece of the sums that holds columns COLUMN * 64 and on of a tile of 64 queries."""
+    return ((work.batch * work.sizes.heads + head) * work.sizes.tiles_m + m) * 4 + COLUMN
+
+
+@gluon.jit
+def add_now(work, add, dq, piece):
+    """Add what can be added at once of a half of dQ, [64, 128], and return the rest, for `add_later`."""
+    sums_desc, dq_sums, tile = add
+    if work.sizes.PLAN.by_tma:
+        left, right = split_columns(dq)
+        send_columns(add, left, piece)
+        return right
+    else:
+        # Copied by an addition: ptxas would wait for the next product before it reads registers of another.
+        return dq + 0.0
+
+
+@gluon.jit
+def add_later(work, add, rest, piece):
+    """Add the rest of a half of dQ, while the tensor cores compute the next tile's first product."""
+    sums_desc, dq_sums, tile = add
+    if work.sizes.PLAN.by_tma:
+        send_columns(add, rest, piece + 1)
+    else:
+        # The additions leave the SM at about 32 bytes a cycle, and whoever issues them waits for that.
+        add_fragments(dq_sums + piece.to(gl.int64) * 4096, rest)
+
+
+@gluon.jit
+def send_columns(add, part, piece):
+    """Hand 64 queries x 64 columns of dQ to TMA, which adds them to the sums."""
+    sums_desc, dq_sums, tile = add
     tma.store_wait(0)  # TMA may still be reading the last columns
-    tile.store(part)
+    tile.store(to_fragments(part).reshape([32, 128]))
     # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
     fence_async_shared()
-    row = ((work.batch * work.sizes.heads + head) * work.sizes.tiles_m + m) * 64
-    tma_add(sums_desc, [row, column], tile)
+    tma_add(sums_desc, [piece * 32, 0], tile)
 
 
 @gluon.jit
@@ -84,11 +125,7 @@ def late_dq(work, i):
 
 @gluon.jit
 def first_consumer(work, exchange, add, dv_desc):
-    """S^T and P^T, dV, and the first half of dQ's columns, a tile later than the rest.
-
-    Of 128 columns of dQ only 64 fit where TMA sends from. The others stay in registers until the next tile's scores are
-    with the tensor cores: `rest`, which for a block's first tile is zero.
-    """
+    """S^T and P^T, dV, and the first half of dQ's columns, a tile later than the rest."""
     p_tile, p_full, p_empty, ds_empty = exchange
     PLAN: gl.constexpr = work.sizes.PLAN
     CASE: gl.constexpr = work.sizes.CASE
@@ -100,19 +137,18 @@ def first_consumer(work, exchange, add, dv_desc):
     if count > 0:
         dv = wait_products(finish_scores(work, exchange, start_scores(work, 0, 0), 0, m, dv), 0, 256)
         work.do.release(0)
-        rest = gl.zeros([64, 64], gl.float32, accumulator(64))
-        rest_head = head
-        rest_m = m
+        rest = gl.zeros([64, 64 if PLAN.by_tma else 128], gl.float32, accumulator(64 if PLAN.by_tma else 128))
+        piece = piece_of(work, head, m, 0)
         for i in range(1, count):
-            head_before = head
-            m_before = m
+            s = start_scores(work, i, 0)
+            if CASE.dq:  # noqa: SIM102 (the first is decided by the compiler)
+                if i > 1:
+                    add_later(work, add, rest, piece)
+            piece = piece_of(work, head, m, 0)
             m += 1
             if m == hi:
                 m = lo
                 head += 1
-            s = start_scores(work, i, 0)
-            if CASE.dq:
-                add_columns(work, add, rest, rest_head, rest_m, 64)
             dv = finish_scores(work, exchange, s, i, m, dv)
             if CASE.dq:
                 dq = late_dq(work, i - 1)
@@ -120,18 +156,16 @@ def first_consumer(work, exchange, add, dv_desc):
                 work.do.release(i)
                 dq = wait_products(dq, 0, 128)
                 async_copy.mbarrier_arrive(ds_empty.index((i - 1) % PLAN.ds_slots), increment_count=False)
-                left, rest = split_columns(dq)
-                rest_head = head_before
-                rest_m = m_before
-                add_columns(work, add, left, rest_head, rest_m, 0)
+                rest = add_now(work, add, dq, piece)
             else:
                 dv = wait_products(dv, 0, 256)
                 work.do.release(i)
         if CASE.dq:
-            add_columns(work, add, rest, rest_head, rest_m, 64)
-            left, rest = split_columns(wait_products(late_dq(work, count - 1), 0, 128))
-            add_columns(work, add, left, head, m, 0)
-            add_columns(work, add, rest, head, m, 64)
+            if count > 1:
+                add_later(work, add, rest, piece)
+            piece = piece_of(work, head, m, 0)
+            rest = add_now(work, add, wait_products(late_dq(work, count - 1), 0, 128), piece)
+            add_later(work, add, rest, piece)
         else:
             # Without dS to wait for: the other consumer tells of its last read of dO by reading the last P.
             mbarrier.wait(p_empty, (count - 1) & 1)
@@ -143,25 +177,26 @@ def first_consumer(work, exchange, add, dv_desc):
 def second_consumer(work, exchange, add, dk_desc):
     """dP^T and dS^T, dK, and the second half of dQ's columns."""
     p_tile, p_full, p_empty, ds_empty = exchange
+    PLAN: gl.constexpr = work.sizes.PLAN
     CASE: gl.constexpr = work.sizes.CASE
-    SLOTS: gl.constexpr = work.sizes.PLAN.ds_slots
+    SLOTS: gl.constexpr = PLAN.ds_slots
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     dtype: gl.constexpr = dk_desc.dtype
     count, lo, hi = work.first()
     head = work.kv_head * work.sizes.group
     m = lo
     dk = gl.zeros([64, 256], gl.float32, accumulator(256))
-    rest = gl.zeros([64, 64], gl.float32, accumulator(64))
-    rest_head = head
-    rest_m = m
+    rest = gl.zeros([64, 64 if PLAN.by_tma else 128], gl.float32, accumulator(64 if PLAN.by_tma else 128))
+    piece = piece_of(work, head, m, 2)
     mbarrier.wait(work.loaded.index(0), 0)
     if count > 0:
         mbarrier.wait(work.loaded.index(1), 0)
     for i in range(count):
         slot = i % SLOTS
         dp = start_dp(work, i, 0)
-        if CASE.dq:
-            add_columns(work, add, rest, rest_head, rest_m, 192)
+        if CASE.dq:  # noqa: SIM102 (the first is decided by the compiler)
+            if i > 0:
+                add_later(work, add, rest, piece)
         dp = wait_products(dp, 0, 64)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, dp.type.layout))
         dp = dp - delta[None, :]
@@ -183,10 +218,8 @@ def second_consumer(work, exchange, add, dk_desc):
             dq = half_dq(work, i, 1)
             dk = wait_products(dk, 1, 256)
             work.q.release(i)
-            left, rest = split_columns(wait_products(dq, 0, 128))
-            rest_head = head
-            rest_m = m
-            add_columns(work, add, left, head, m, 128)
+            piece = piece_of(work, head, m, 2)
+            rest = add_now(work, add, wait_products(dq, 0, 128), piece)
         else:
             dk = wait_products(dk, 0, 256)
             work.q.release(i)
@@ -196,7 +229,7 @@ def second_consumer(work, exchange, add, dk_desc):
             head += 1
     if CASE.dq:  # noqa: SIM102 (the first is decided by the compiler)
         if count > 0:
-            add_columns(work, add, rest, rest_head, rest_m, 192)
+            add_later(work, add, rest, piece)
     # V is read by this consumer alone: its tile carries dK away.
     store_rows(dk_desc, work, work.v.index(0), dk * work.scale, 0)
 
@@ -214,6 +247,7 @@ def attention_backward_wide(
     lse_desc,
     delta_desc,
     sums_desc,
+    dq_sums_ptr,
     sq,
     sk,
     window,
@@ -253,7 +287,6 @@ def attention_backward_wide(
     columns: gl.constexpr = PLAN.block_m // 64
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ds = gl.allocate_shared_memory(dtype, [PLAN.ds_slots * columns, PLAN.block_n, 64], swizzled)
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 64, 64], sums_desc.layout)
     loaded = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     written = gl.allocate_shared_memory(gl.int64, [PLAN.ds_slots, 1], barrier)
     ds_empty = gl.allocate_shared_memory(gl.int64, [DS_SLOTS, 1], barrier)
@@ -268,12 +301,20 @@ def attention_backward_wide(
         mbarrier.init(written.index(i), count=1)
         mbarrier.init(ds_empty.index(i), count=128)
     sizes = Sizes(sq, sk, window, heads, kv_heads, group, tiles_m, PLAN, CASE)
-    work = Work(sizes, n * PLAN.block_n, batch, flat - batch * kv_heads, c, scale, q, do, k, v, ds, loaded, written)
+    work = Work(
+        sizes, n * PLAN.block_n, batch, flat - batch * kv_heads, c, scale, q, do, k, v, ds, loaded, written, ds_empty
+    )
+    first_tile = p_tile
+    second_tile = p_tile
+    if PLAN.by_tma:
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 32, 128], sums_desc.layout)
+        first_tile = dq_tiles.index(0)
+        second_tile = dq_tiles.index(1)
     exchange = (p_tile, p_full, p_empty, ds_empty)
     gl.warp_specialize(
         [
-            (first_consumer, (work, exchange, (sums_desc, dq_tiles.index(0)), dv_desc)),
-            (second_consumer, (work, exchange, (sums_desc, dq_tiles.index(1)), dk_desc)),
+            (first_consumer, (work, exchange, (sums_desc, dq_sums_ptr, first_tile), dv_desc)),
+            (second_consumer, (work, exchange, (sums_desc, dq_sums_ptr, second_tile), dk_desc)),
             (producer, (work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
         ],
         [4, 1],
@@ -286,6 +327,7 @@ def launch(g: Gradients) -> None:
     attention_backward_wide[(g.blocks_n * g.kv_heads_total,)](
         *g.descriptors(64),
         g.sums_descriptor(),
+        g.dq_sums,
         *g.sizes(),
         g.blocks_n,
         g.section(),
