@@ -31,6 +31,7 @@ class Plan:
     q_slots: int  # tiles of Q in shared memory: with two, the next head's comes while this one is computed
     box: int  # rows of one TMA copy: block_n, or a page if that is smaller
     merge_warps: int = 1  # warps that share the parts of a head in the merge; each takes 32
+    together: bool = False  # the programs of a head wait for each other and merge it, without a second launch
     early: bool = True  # the second launch begins while the first runs, and waits for its end
 
     @property
@@ -78,6 +79,7 @@ def make_plan(
     row_warps: int | None = None,
     slots: int | None = None,
     merge_warps: int = 1,
+    together: bool = False,
     early: bool = True,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
@@ -90,7 +92,8 @@ def make_plan(
     if heads * queries < 8:  # a product has eight columns at least
         heads = 8 // queries
     columns = heads * queries
-    block_n = block_n or (64 if block_d == 256 or columns == 128 else 128)
+    if block_n is None:
+        block_n = 256 if block_d == 64 and columns <= 32 else 64 if block_d == 256 or columns == 128 else 128
     # With many columns each warpgroup takes half of them, so that its maxima and factors fit into registers.
     warps = warps or (8 if columns >= 64 else 4)
     row_warps = row_warps or (4 if columns >= 64 else warps)
@@ -111,6 +114,7 @@ def make_plan(
         q_slots,
         min(block_n, page) if page else block_n,
         merge_warps,
+        together,
         early,
     )
 
