@@ -12,6 +12,9 @@ MOST_COLUMNS = 128  # query rows that share the keys of one tile
 MOST_SEQUENCES = 4096
 PAGES = (16, 32, 64, 128, 256)  # tokens of a page
 SHARED_BYTES = 232_448
+# Warps, and how many of them share the rows of a product, by head dimension and columns; else 4, and 8 with 64 columns
+# and more, each warpgroup half of these, so that its maxima and factors fit into registers.
+WARPS: dict[tuple[int, int], tuple[int, int]] = {(128, 64): (8, 4), (128, 128): (8, 4)}
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,10 @@ def make_plan(
     columns = heads * queries
     if block_n is None:
         block_n = 256 if block_d == 64 and columns <= 32 else 64 if block_d == 256 or columns == 128 else 128
-    # With many columns each warpgroup takes half of them, so that its maxima and factors fit into registers.
-    warps = warps or (8 if columns >= 64 else 4)
-    row_warps = row_warps or (4 if columns >= 64 else warps)
+    best = WARPS.get((block_d, columns), (8, 4) if columns >= 64 else (4, 4))
+    warps, row_warps = (
+        (best if row_warps is None else (best[0], row_warps)) if warps is None else (warps, row_warps or 4)
+    )
     tile, rest = 2 * block_n * block_d, 512
     for q_slots in (2, 1):
         room = SHARED_BYTES - rest - 2 * columns * (q_slots * block_d + block_n) - 32 * columns
