@@ -1,8 +1,20 @@
-"""The decode kernel.
+"""The decode kernel: keys are the rows of the products, the few query rows are the columns, and SMs share the keys.
 
-The rows of a product of tensor cores are 64 at least, and a decode step has few query rows: the heads of a group times
-the new tokens. So the products are turned round: keys are the rows, query rows the columns, of which eight suffice.
-S^T = K Q^T and O^T = V^T P^T read K and V from shared memory as TMA brings them.
+A product of tensor cores has 64 rows at least. A decode step has few query rows, the heads of a group times the new
+tokens, so the products are turned round: S^T = K Q^T and O^T = V^T P^T, with eight columns or more. K and V are read from
+shared memory as TMA brings them, and P goes through shared memory. Each program reads an equal share of all blocks of
+keys (`work.py`); a head whose blocks lie in several programs is merged (`merge.py`), by the same launch or by a second.
+
+One role: all warps compute, and between two products one thread starts the copy into the slot that just became free.
+A program's warps meet at a barrier before that anyway, for the maxima over the keys.
+
+    part        what                                    head dim 64           128                 256
+    columns     heads of the group x new tokens         8 to 128, powers of two
+    block       keys (with 128 columns)                 256 (64)              128 (64)            64
+    ring        tiles of K and V in turn                6 to 16               6 to 8              4 to 6
+    pipeline    the next block's scores are computed during this block's softmax
+
+Measured against the other libraries: docs/decode-log.md, assets/results/h200/decode.json.
 """
 
 from triton.experimental import gluon
