@@ -5,13 +5,14 @@
     out = attention(q, k, v, mask_mod=both(causal, documents(1024)))
     out = attention(q, k, v, causal=True, backend="gluon")      # this backend, or an error that says why not
     last_run().backend                                          # which backend ran
+    out = attention_decode(q, keys, values, seqlens=lengths)    # a few new tokens over a cache, in one piece or in pages
     attend = prepare(q, k, v, mask_mod=causal, backend="flex")  # built, compiled and run once; attend() is guarded
     backend_table()                                             # which backends run on this machine, and why others do not
     use_choices("sdpa_grid_choices.json")                       # "auto" follows the file of `labs bench choose`
 
-`problem.py` defines the question and a backend, `call.py` is the door, `choosing.py` the automatic order,
-`reference.py` the float64 specification, `masks/` has mask functions and score modifiers, `backends/` one file a
-library, and `gluon/` the course's own kernel in five steps.
+`problem.py` defines the question and a backend, `call.py` is the door and `decode.py` the one for caches, `choosing.py`
+the automatic order, `reference.py` the float64 specification, `masks/` has mask functions and score modifiers,
+`backends/` one file a library, and `gluon/` the course's own kernels: one in five steps, and one for decode.
 """
 
 from utils.attention.backends import BACKENDS, able_backends, find_backend

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from utils.attention.gluon.decode.plan import refuse
+from utils.attention.gluon.decode.plan import MOST_QUERIES, refuse
 from utils.attention.problem import Backend, Problem, accept_plain, bind_plain
 from utils.machine.device import Support, gluon_support
 
-FEW_QUERIES = 64  # up to this many new tokens the decode kernel is faster than step 5
+# Measured on an H200 (docs/decode-log.md): up to 32 new tokens the decode kernel is faster than step 5; up to 64, where
+# step 5 has less than a tile for each SM.
+FEW_QUERIES, FEW_HEADS = 32, 132
 
 
 def _accepts(problem: Problem) -> Support:
@@ -25,9 +27,10 @@ def _accepts(problem: Problem) -> Support:
 
 
 def decodes(problem: Problem) -> bool:
-    """Whether the decode kernel takes this: few queries, and more keys than a tile of step 5 has."""
-    few = problem.sq <= FEW_QUERIES and problem.sk > problem.sq
-    return few and not refuse(problem.heads // problem.kv_heads, problem.sq, problem.batch)
+    """Whether the decode kernel takes this: few queries over more keys."""
+    heads = problem.batch * problem.heads
+    few = problem.sq <= FEW_QUERIES or (problem.sq <= MOST_QUERIES and heads < FEW_HEADS)
+    return few and problem.sk > problem.sq and not refuse(problem.heads // problem.kv_heads, problem.sq, problem.batch)
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:

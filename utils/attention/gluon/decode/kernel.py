@@ -1,8 +1,20 @@
-"""The decode kernel.
+"""The decode kernel: keys are the rows of the products, the few query rows are the columns, and SMs share the keys.
 
-The rows of a product of tensor cores are 64 at least, and a decode step has few query rows: the heads of a group times
-the new tokens. So the products are turned round: keys are the rows, query rows the columns, of which eight suffice.
-S^T = K Q^T and O^T = V^T P^T read K and V from shared memory as TMA brings them.
+A product of tensor cores has 64 rows at least. A decode step has few query rows, the heads of a group times the new
+tokens, so the products are turned round: S^T = K Q^T and O^T = V^T P^T, with eight columns or more. K and V are read from
+shared memory as TMA brings them, and P goes through shared memory. Each program reads an equal share of all blocks of
+keys (`work.py`); a head whose blocks lie in several programs is merged (`merge.py`), by the same launch or by a second.
+
+One role: all warps compute, and between two products one thread starts the copy into the slot that just became free.
+A program's warps meet at a barrier before that anyway, for the maxima over the keys.
+
+    part        what                                    head dim 64           128                 256
+    columns     heads of the group x new tokens         8 to 128, powers of two
+    block       keys (with 128 columns)                 256 (64)              128 (64)            64
+    ring        tiles of K and V in turn                6 to 16               6 to 8              4 to 6
+    pipeline    the next block's scores are computed during this block's softmax
+
+Measured against the other libraries: docs/decode-log.md, assets/results/h200/decode.json.
 """
 
 from triton.experimental import gluon
@@ -113,10 +125,40 @@ def mask_block(s, cache, cursor, j, tile):
 
 
 @gluon.jit
-def clean_values(v, cursor, j, BLOCK_N: gl.constexpr):
+def start_scores(k_tile, q, layout: gl.constexpr):
+    """Hand S^T = K Q^T to the tensor cores; k_tile: a slot of the ring, q: [columns, BLOCK_D]."""
+    BLOCK_N: gl.constexpr = k_tile.shape[2]
+    COLUMNS: gl.constexpr = q.shape[0]
+    k = k_tile.reshape([BLOCK_N, k_tile.shape[3]])
+    zero = gl.zeros([BLOCK_N, COLUMNS], gl.float32, layout)
+    return warpgroup_mma(k, q.permute([1, 0]), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def start_output(v_tile, p_tile, o, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Hand O^T + V^T P^T to the tensor cores."""
+    v = v_tile.reshape([BLOCK_N, BLOCK_D])
+    return warpgroup_mma(v.permute([1, 0]), p_tile.permute([1, 0]), o, is_async=True)
+
+
+@gluon.jit
+def softmax(s, m, sums, c, WARPS: gl.constexpr):
+    """One block of the online softmax: 2^(scores - maximum), and the new maxima, factors and sums of the columns."""
+    top = gl.maximum(m, gl.max(s, 0))
+    shifted = gl.where(top == MINUS_INF, 0.0, top * c)  # no key yet: 2^(-inf), not nan
+    factor = gl.exp2(m * c - shifted)
+    p = gl.exp2(s * c - shifted[None, :])
+    layout: gl.constexpr = sums.type.layout
+    spread = gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    return p, top, factor, sums * spread[None, :][:, None, :] + thread_sums(p, WARPS)
+
+
+@gluon.jit
+def clean_values(v_tile, cursor, j, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr):
     """Replace the values behind the last key by zeros: zero times nan would be nan."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     key = (cursor.first + j) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+    v = v_tile.reshape([BLOCK_N, BLOCK_D])
     values = v.load(layout)
     v.store(gl.where((key < cursor.length)[:, None], values, gl.zeros_like(values)))
 
@@ -156,16 +198,25 @@ def attend(results, split, q_desc, k_desc, v_desc, program):
     end = split.begin(program + 1)
     cursor = cache.locate(begin)
     load_queries(q_desc, results, cursor.b, cursor.head, q_ring.index(0), q_full.index(0), True)
-    ahead = cursor
-    numbers = page_numbers(cache, ahead)
+    # The blocks to load next: K runs a block before V.
+    k_next = cursor
+    k_pages = page_numbers(cache, k_next)
     for fill in gl.static_range(SLOTS // 2):
         wanted = begin + fill < end
-        kv_head = ahead.head // results.tiles
-        load_block(k_desc, cache, ahead, numbers, kv_head, ring.index(2 * fill), full.index(2 * fill), wanted)
-        load_block(v_desc, cache, ahead, numbers, kv_head, ring.index(2 * fill + 1), full.index(2 * fill + 1), wanted)
-        ahead = cache.advance(ahead)
-        numbers = page_numbers(cache, ahead)
+        kv_head = k_next.head // results.tiles
+        load_block(k_desc, cache, k_next, k_pages, kv_head, ring.index(2 * fill), full.index(2 * fill), wanted)
+        load_block(v_desc, cache, k_next, k_pages, kv_head, ring.index(2 * fill + 1), full.index(2 * fill + 1), wanted)
+        k_next = cache.advance(k_next)
+        k_pages = page_numbers(cache, k_next)
+    v_next = k_next
+    v_pages = k_pages
 
+    start = cursor
+    left_first = gl.to_tensor(0)
+    left_count = gl.to_tensor(0)
+    right_count = gl.to_tensor(0)
+    right_b = gl.to_tensor(0)
+    right_head = gl.to_tensor(0)
     unit = begin
     piece = gl.to_tensor(0)
     while unit < end:
@@ -183,7 +234,6 @@ def attend(results, split, q_desc, k_desc, v_desc, program):
         m = gl.full([COLUMNS], MINUS_INF, gl.float32, columns)
         o = gl.zeros([BLOCK_D, COLUMNS], gl.float32, layout)
         sums = thread_sums(gl.zeros([BLOCK_N, COLUMNS], gl.float32, layout), WARPS)
-        sums_layout: gl.constexpr = sums.type.layout
 
         # Keys from `clear` on, and keys before `low`, need a mask.
         clear = cursor.length
@@ -192,60 +242,109 @@ def attend(results, split, q_desc, k_desc, v_desc, program):
         elif CASE.window:
             clear = gl.minimum(clear, clear - cache.sq + cache.window)
         low = cursor.length - cache.window if CASE.window else gl.to_tensor(0)
-        for k in range(n):
+        # The first scores by themselves; each step then starts the scores of the next block, so that the tensor cores
+        # compute them during this block's softmax.
+        i = unit - begin
+        slot = 2 * i % SLOTS
+        mbarrier.wait(full.index(slot), (2 * i // SLOTS) & 1)  # K has arrived
+        s = warpgroup_mma_wait(0, [start_scores(ring.index(slot), q, layout)])
+        thread_barrier()  # all warps have read this K: TMA may overwrite it
+        more = i + SLOTS // 2 < end - begin
+        load_block(
+            k_desc, cache, k_next, k_pages, k_next.head // results.tiles, ring.index(slot), full.index(slot), more
+        )
+        k_next = cache.advance(k_next)
+        k_pages = page_numbers(cache, k_next)
+        for k in range(n - 1):
             i = unit - begin + k
-            j = cursor.j + k
-            slot = 2 * i % SLOTS
-            phase = (2 * i // SLOTS) & 1
-            more = i + SLOTS // 2 < end - begin
-            kv_head = ahead.head // results.tiles
-            mbarrier.wait(full.index(slot), phase)  # K has arrived
-            k_tile = ring.index(slot).reshape([BLOCK_N, BLOCK_D])
-            zero = gl.zeros([BLOCK_N, COLUMNS], gl.float32, layout)
-            s = warpgroup_mma(k_tile, q.permute([1, 0]), zero, use_acc=False, is_async=True)
-            s = warpgroup_mma_wait(0, [s])
-            thread_barrier()  # all warps have read this K: TMA may overwrite it
-            load_block(k_desc, cache, ahead, numbers, kv_head, ring.index(slot), full.index(slot), more)
-            key = (cursor.first + j) * BLOCK_N
+            after = 2 * (i + 1) % SLOTS
+            mbarrier.wait(full.index(after), (2 * (i + 1) // SLOTS) & 1)
+            s_next = start_scores(ring.index(after), q, layout)
+            key = (cursor.first + cursor.j + k) * BLOCK_N
             if (key + BLOCK_N > clear) | (key < low):
-                s = mask_block(s, cache, cursor, j, tile)
-            top = gl.maximum(m, gl.max(s, 0))
-            shifted = gl.where(top == MINUS_INF, 0.0, top * results.c)  # no key yet: 2^(-inf), not nan
-            factor = gl.exp2(m * results.c - shifted)
-            m = top
-            p = gl.exp2(s * results.c - shifted[None, :])
+                s = mask_block(s, cache, cursor, cursor.j + k, tile)
+            p, m, factor, sums = softmax(s, m, sums, results.c, WARPS)
             p_tile.permute([1, 0]).store(p.to(dtype))
-            spread = gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(1, sums_layout)))
-            sums = sums * spread[None, :][:, None, :] + thread_sums(p, WARPS)
             o = o * factor[None, :]
-            mbarrier.wait(full.index(slot + 1), phase)  # V has arrived
-            v_tile = ring.index(slot + 1).reshape([BLOCK_N, BLOCK_D])
+            slot = 2 * i % SLOTS + 1
+            mbarrier.wait(full.index(slot), (2 * i // SLOTS) & 1)  # V has arrived
             if CASE.clean:  # noqa: SIM102 (decided by the compiler; the next line for each block)
                 if key + BLOCK_N > cursor.length:
-                    clean_values(v_tile, cursor, j, BLOCK_N)
+                    clean_values(ring.index(slot), cursor, cursor.j + k, BLOCK_N, BLOCK_D)
             # P was stored by threads, wgmma reads through the async proxy: without the fence it may read the last P,
             # without the barrier the rows of slower warps would be missing.
             fence_async_shared()
             thread_barrier()
-            o = warpgroup_mma(v_tile.permute([1, 0]), p_tile.permute([1, 0]), o, is_async=True)
-            o = warpgroup_mma_wait(0, [o])
+            o_next = start_output(ring.index(slot), p_tile, o, BLOCK_N, BLOCK_D)
+            s = warpgroup_mma_wait(1, [s_next])  # the older product: its K is free
+            thread_barrier()
+            more = i + 1 + SLOTS // 2 < end - begin
+            kv_head = k_next.head // results.tiles
+            load_block(k_desc, cache, k_next, k_pages, kv_head, ring.index(after), full.index(after), more)
+            k_next = cache.advance(k_next)
+            k_pages = page_numbers(cache, k_next)
+            o = warpgroup_mma_wait(0, [o_next])
             thread_barrier()  # all warps have read V and P
-            load_block(v_desc, cache, ahead, numbers, kv_head, ring.index(slot + 1), full.index(slot + 1), more)
-            ahead = cache.advance(ahead)
-            numbers = page_numbers(cache, ahead)
+            more = i + SLOTS // 2 < end - begin
+            kv_head = v_next.head // results.tiles
+            load_block(v_desc, cache, v_next, v_pages, kv_head, ring.index(slot), full.index(slot), more)
+            v_next = cache.advance(v_next)
+            v_pages = page_numbers(cache, v_next)
+
+        # The last block, with no scores to start.
+        i = unit - begin + n - 1
+        j = cursor.j + n - 1
+        key = (cursor.first + j) * BLOCK_N
+        if (key + BLOCK_N > clear) | (key < low):
+            s = mask_block(s, cache, cursor, j, tile)
+        p, m, factor, sums = softmax(s, m, sums, results.c, WARPS)
+        p_tile.permute([1, 0]).store(p.to(dtype))
+        o = o * factor[None, :]
+        slot = 2 * i % SLOTS + 1
+        mbarrier.wait(full.index(slot), (2 * i // SLOTS) & 1)
+        if CASE.clean:  # noqa: SIM102
+            if key + BLOCK_N > cursor.length:
+                clean_values(ring.index(slot), cursor, j, BLOCK_N, BLOCK_D)
+        fence_async_shared()
+        thread_barrier()
+        o = warpgroup_mma_wait(0, [start_output(ring.index(slot), p_tile, o, BLOCK_N, BLOCK_D)])
+        thread_barrier()
+        more = i + SLOTS // 2 < end - begin
+        load_block(
+            v_desc, cache, v_next, v_pages, v_next.head // results.tiles, ring.index(slot), full.index(slot), more
+        )
+        v_next = cache.advance(v_next)
+        v_pages = page_numbers(cache, v_next)
 
         total = gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), columns)
         if n == cursor.blocks:
             results.store_whole(cursor, o, total)
         else:
-            first = split.owner(unit - cursor.j) == program
-            results.store_part(cursor, 2 * program + first.to(gl.int32), o, m, total)
+            head_begin = unit - cursor.j
+            first = split.owner(head_begin)
+            results.store_part(cursor, 2 * program + (first == program).to(gl.int32), o, m, total)
+            if PLAN.together:
+                results.arrive(cursor.b, cursor.head)
+                count = split.owner(head_begin + cursor.blocks - 1) - first + 1
+                if first == program:
+                    right_b = cursor.b
+                    right_head = cursor.head
+                    right_count = count
+                else:
+                    left_first = first
+                    left_count = count
         unit += n
         piece += 1
         cursor = following
         if Q_SLOTS == 1:
             pred = unit < end
             load_queries(q_desc, results, cursor.b, cursor.head, q_ring.index(0), q_full.index(0), pred)
+    if PLAN.together:
+        # At the end, when the other programs are done too: the head in which this one began, and the one it ended in.
+        if left_count > 0:
+            results.merge_together(start.b, start.head, left_first, left_count, program)
+        if right_count > 0:
+            results.merge_together(right_b, right_head, program, right_count, program)
 
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
@@ -259,6 +358,7 @@ def attention_decode(
     v_desc,
     out_ptr,
     parts_ptr,
+    counters_ptr,
     lens_ptr,
     table_ptr,
     table_stride,
@@ -279,10 +379,10 @@ def attention_decode(
     """One program an SM: its share of the blocks of all heads."""
     heads = kv_heads * tiles
     cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
-    results = Results(out_ptr, parts_ptr, group, tiles, head_dim, c, cache)
+    results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, head_dim, c, cache)
     split = cache.split()
     program = gl.program_id(0)
-    if PLAN.early:
+    if PLAN.early and not PLAN.together:
         let_second_launch_begin()
     if program < split.programs:
         attend(results, split, q_desc, k_desc, v_desc, program)
@@ -292,6 +392,7 @@ def attention_decode(
 def attention_decode_merge(
     out_ptr,
     parts_ptr,
+    counters_ptr,
     lens_ptr,
     table_ptr,
     table_stride,
@@ -313,7 +414,7 @@ def attention_decode_merge(
     """The second launch: grid (heads of all sequences, programs that share a head's merge)."""
     heads = kv_heads * tiles
     cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
-    results = Results(out_ptr, parts_ptr, group, tiles, head_dim, c, cache)
+    results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, head_dim, c, cache)
     split = cache.split_for(programs)
     flat = gl.program_id(0)
     begin, blocks = cache.place(flat)

@@ -18,6 +18,7 @@ from utils.attention.gluon.decode.plan import Case, aligned_split, make_plan, po
 LOG2_E = math.log2(math.e)
 KEPT_AT_MOST = 512  # launches
 MERGE_WARPS = 4
+TOGETHER_BYTES = 40 << 20  # of keys and values; measured: docs/decode-log.md
 MERGE_PROGRAMS = 2048  # of the second launch, about
 
 
@@ -79,24 +80,17 @@ def _decode(q, k, v, causal, scale, window, seqlens, block_table) -> torch.Tenso
         negated = torch.zeros_like(q) if scale == 0 else -q
         return _decode(negated, k, v, causal, -scale or 1.0, window, seqlens, block_table)
     table = None if block_table is None else (block_table.shape, block_table.stride())
-    key = (
-        q.shape,
-        q.stride(),
-        k.shape,
-        k.stride(),
-        v.stride(),
-        q.dtype,
-        q.device,
-        causal,
-        window,
-        seqlens is None,
-        table,
-    )
+    # A captured graph may be replayed on any stream, beside another: it shares no counters, and so merges by a launch.
+    captured = torch.cuda.is_current_stream_capturing()
+    strides = q.stride(), k.stride(), v.stride()
+    key = q.shape, k.shape, strides, table, q.dtype, q.device, causal, window, seqlens is None, captured
     launch = _LAUNCHES.get(key)
     if launch is None:
         while len(_LAUNCHES) >= KEPT_AT_MOST:
             del _LAUNCHES[next(iter(_LAUNCHES))]  # a dict keeps its order: the first key is the oldest
-        launch = _LAUNCHES[key] = Launch(q, k, v, causal, window, seqlens is not None, block_table)
+        launch = _LAUNCHES[key] = Launch(
+            q, k, v, causal, window, seqlens is not None, block_table, together=False if captured else None
+        )
     if launch.copies or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         q, k, v = addressable(q), addressable(k), addressable(v)
         return _decode(q, k, v, causal, scale, window, seqlens, block_table)
@@ -104,6 +98,7 @@ def _decode(q, k, v, causal, scale, window, seqlens, block_table) -> torch.Tenso
 
 
 _LAUNCHES: dict[tuple, Launch] = {}
+_COUNTERS: dict[tuple, torch.Tensor] = {}
 
 
 class Map:
@@ -137,6 +132,7 @@ class Launch:
         block_table: torch.Tensor | None,
         programs: int = 0,
         aligned: bool | None = None,
+        together: bool | None = None,
         **choices,
     ):
         batch, _, sq, head_dim = q.shape
@@ -153,6 +149,12 @@ class Launch:
         blocks = -(-seen // plan.block_n)
         if aligned is None:
             aligned = not lengths and aligned_split(heads, blocks, self.programs)
+        # Waiting for each other is faster where the time is that of launches, not of bytes.
+        bytes_ = 2 * seen * batch * kv_heads * head_dim * q.element_size()
+        if together is None:
+            together = not lengths and not aligned and bytes_ <= TOGETHER_BYTES
+        self.plan = plan = replace(plan, together=together)
+        self.counters = 2 * heads if together else 0
         if min(blocks, self.programs // heads + 2) > 32 and "merge_warps" not in choices:
             self.plan = plan = replace(plan, merge_warps=MERGE_WARPS)
         holds = power_of_two(batch) if lengths else 1
@@ -177,23 +179,32 @@ class Launch:
         out = torch.empty(q.shape, dtype=q.dtype, device=self.device)
         parts = torch.empty(self.parts, dtype=torch.float32, device=self.device) if self.parts else unused(self.device)
         none = unused(self.device, torch.int32)
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else 0
+        counters = self.counters_for(stream) if self.counters else none
         lens, table = none if seqlens is None else seqlens, none if block_table is None else block_table
         sizes = (lens, table, *self.sizes, scale * LOG2_E)
         if not self.compiled or _launch_is_watched():
-            self._launch_by_triton(q, k, v, out, parts, sizes)
+            self._launch_by_triton(q, k, v, out, parts, counters, sizes)
             return out
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         maps = Map(q, *self.q_map), Map(k, *self.k_map), Map(v, *self.v_map)
         start, function, metadata = self.compiled[0]
-        rest = out, parts, *sizes
+        rest = out, parts, counters, *sizes
         start(self.programs, 1, 1, stream, function, metadata, None, None, None, *maps, *rest, *self.constants)
-        if self.parts:
+        if self.parts and not self.counters:
             start, function, metadata = self.compiled[1]
             grid = *self.merge_grid, 1
             start(*grid, stream, function, metadata, None, None, None, *rest, self.programs, *self.constants)
         return out
 
-    def _launch_by_triton(self, q, k, v, out, parts, sizes: tuple) -> None:
+    def counters_for(self, stream: int) -> torch.Tensor:
+        """Counters, all zero, of a stream: its kernels run one after another and each leaves them at zero."""
+        kept = _COUNTERS.get((self.device, stream))
+        if kept is None or kept.numel() < self.counters:
+            kept = torch.zeros(max(self.counters, 1024), dtype=torch.int32, device=self.device)
+            _COUNTERS[self.device, stream] = kept
+        return kept
+
+    def _launch_by_triton(self, q, k, v, out, parts, counters, sizes: tuple) -> None:
         """Compile the kernels if need be, and launch them: the first call."""
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -212,11 +223,12 @@ class Launch:
         )
         constants = {"PLAN": plan, "CASE": self.case}
         grid = (self.programs,)
-        kernels = [attention_decode[grid](*descriptors, out, parts, *sizes, **constants, num_warps=plan.warps)]
-        if self.parts:
+        options = {"num_warps": plan.warps} | ({"launch_cooperative_grid": True} if plan.together else {})
+        kernels = [attention_decode[grid](*descriptors, out, parts, counters, *sizes, **constants, **options)]
+        if self.parts and not self.counters:
             options = {"num_warps": MERGE_WARPS, "launch_pdl": plan.early}
             merge = attention_decode_merge[self.merge_grid]
-            kernels.append(merge(out, parts, *sizes, self.programs, **constants, **options))
+            kernels.append(merge(out, parts, counters, *sizes, self.programs, **constants, **options))
         if hasattr(kernels[0], "run"):  # not in the simulator
             self.compiled = [(kernel.run, kernel.function, kernel.packed_metadata) for kernel in kernels]
 
@@ -225,7 +237,8 @@ def _launch_is_watched() -> bool:
     """Whether somebody, such as Triton's own profiler, wants to be told of launches: then Triton launches."""
     from triton import knobs
 
-    return knobs.runtime.launch_enter_hook is not None
+    hook = knobs.runtime.launch_enter_hook
+    return bool(getattr(hook, "calls", hook))  # a chain of hooks, or one or None
 
 
 def _tma_strides(shape, strides) -> list[int]:

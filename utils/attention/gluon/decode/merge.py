@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from utils.attention.gluon.decode.work import Cache
-from utils.attention.gluon.shared import MINUS_INF, aggregate
+from utils.attention.gluon.shared import MINUS_INF, aggregate, thread_barrier
 
 
 @aggregate
@@ -22,6 +22,7 @@ class Results:
 
     out_ptr: gl.tensor
     parts_ptr: gl.tensor
+    counters_ptr: gl.tensor  # two for each head, zero before and after a launch; touched only with PLAN.together
     group: gl.tensor  # query heads of a head of keys
     tiles: gl.tensor  # tiles of queries
     head_dim: gl.tensor
@@ -29,9 +30,10 @@ class Results:
     cache: Cache
 
     @gluon.constexpr_function
-    def __init__(self, out_ptr, parts_ptr, group, tiles, head_dim, c, cache):
+    def __init__(self, out_ptr, parts_ptr, counters_ptr, group, tiles, head_dim, c, cache):
         self.out_ptr = out_ptr
         self.parts_ptr = parts_ptr
+        self.counters_ptr = counters_ptr
         self.group = group
         self.tiles = tiles
         self.head_dim = head_dim
@@ -145,3 +147,28 @@ class Results:
             keep = gl.convert_layout(exists, gl.SliceLayout(1, result))
             out = self.out_ptr + place[:, None] + gl.arange(0, 2, gl.SliceLayout(0, result))[None, :]
             gl.store(out, o.to(self.out_ptr.dtype.element_ty), mask=keep[:, None])
+
+    @gluon.jit
+    def arrive(self, b, head):
+        """Say that this program's part of a head is stored."""
+        thread_barrier()  # one thread says so for all: without it, another's part might not be stored yet
+        gl.atomic_add(self.counters_ptr + 2 * (b * self.cache.heads + head), 1, sem="acq_rel", scope="gpu")
+
+    @gluon.jit
+    def merge_together(self, b, head, first, count, program):
+        """Wait until all parts of a head are stored, and add up this program's share of its rows.
+
+        All programs are on the GPU at the same time (a cooperative launch), and each has stored its parts before it
+        waits, so the waiting ends.
+        """
+        counter = self.counters_ptr + 2 * (b * self.cache.heads + head)
+        if program - first < self.pieces(head):
+            stored = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+            while stored < count:
+                stored = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+            thread_barrier()  # one thread has seen that: the others may read only behind it
+            self.merge(b, head, first, count, program - first, count)
+        # Who leaves last sets both counters to zero for the next launch: nobody waits for them any more.
+        if gl.atomic_add(counter + 1, 1, sem="acq_rel", scope="gpu") == count - 1:
+            gl.store(counter, 0)
+            gl.store(counter + 1, 0)

@@ -26,6 +26,7 @@ def compile_decode(plan: Plan, case: Case, dtype: str = "bf16", merge: bool = Fa
         "v_desc": f"tensordesc<{dtype}[1, 1, {plan.box}, {plan.block_d}],{kv!r}>",
         "out_ptr": f"*{dtype}",
         "parts_ptr": "*fp32",
+        "counters_ptr": "*i32",
         "lens_ptr": "*i32",
         "table_ptr": "*i32",
         "c": "fp32",

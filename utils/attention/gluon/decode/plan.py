@@ -12,6 +12,9 @@ MOST_COLUMNS = 128  # query rows that share the keys of one tile
 MOST_SEQUENCES = 4096
 PAGES = (16, 32, 64, 128, 256)  # tokens of a page
 SHARED_BYTES = 232_448
+# Warps, and how many of them share the rows of a product, by head dimension and columns; else 4, and 8 with 64 columns
+# and more, each warpgroup half of these, so that its maxima and factors fit into registers.
+WARPS: dict[tuple[int, int], tuple[int, int]] = {(128, 64): (8, 4), (128, 128): (8, 4)}
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Plan:
     q_slots: int  # tiles of Q in shared memory: with two, the next head's comes while this one is computed
     box: int  # rows of one TMA copy: block_n, or a page if that is smaller
     merge_warps: int = 1  # warps that share the parts of a head in the merge; each takes 32
+    together: bool = False  # the programs of a head wait for each other and merge it, without a second launch
     early: bool = True  # the second launch begins while the first runs, and waits for its end
 
     @property
@@ -78,6 +82,7 @@ def make_plan(
     row_warps: int | None = None,
     slots: int | None = None,
     merge_warps: int = 1,
+    together: bool = False,
     early: bool = True,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
@@ -90,10 +95,12 @@ def make_plan(
     if heads * queries < 8:  # a product has eight columns at least
         heads = 8 // queries
     columns = heads * queries
-    block_n = block_n or (64 if block_d == 256 or columns == 128 else 128)
-    # With many columns each warpgroup takes half of them, so that its maxima and factors fit into registers.
-    warps = warps or (8 if columns >= 64 else 4)
-    row_warps = row_warps or (4 if columns >= 64 else warps)
+    if block_n is None:
+        block_n = 256 if block_d == 64 and columns <= 32 else 64 if block_d == 256 or columns == 128 else 128
+    best = WARPS.get((block_d, columns), (8, 4) if columns >= 64 else (4, 4))
+    warps, row_warps = (
+        (best if row_warps is None else (best[0], row_warps)) if warps is None else (warps, row_warps or 4)
+    )
     tile, rest = 2 * block_n * block_d, 512
     for q_slots in (2, 1):
         room = SHARED_BYTES - rest - 2 * columns * (q_slots * block_d + block_n) - 32 * columns
@@ -111,6 +118,7 @@ def make_plan(
         q_slots,
         min(block_n, page) if page else block_n,
         merge_warps,
+        together,
         early,
     )
 
