@@ -79,7 +79,19 @@ def test_strides_are_free():
         ({"q": torch.randn(2, 4, 1, 16, requires_grad=True)}, ValueError, "backward"),
         ({"seqlen": torch.tensor([3, 4])}, TypeError, "seqlens"),
     ],
-    ids=str,
+    ids=(
+        "lengths as a list",
+        "lengths in int64",
+        "too few lengths",
+        "pages without lengths",
+        "pages in one dimension",
+        "a backend that cannot",
+        "a backend that is not here",
+        "no window",
+        "heads that do not fit",
+        "a gradient",
+        "a typo",
+    ),
 )
 def test_wrong_arguments_are_named(change, error, says):
     arguments = {"q": torch.randn(2, 4, 1, 16), "k_cache": torch.randn(2, 2, 50, 16)} | change
