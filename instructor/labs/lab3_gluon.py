@@ -700,10 +700,12 @@ for event in run.events:
 # `cp.async` is the older kind. Each thread copies its own few bytes. Copies are collected into **groups**:
 #
 # ```python
-# async_copy.async_copy_global_to_shared(ring.index(slot), pointers, mask=...)  # start; returns at once
+# async_copy.async_load(ring.index(slot), pointers, mask=...)    # start; returns at once
 # async_copy.commit_group()        # all copies started since the last commit are one group
 # async_copy.wait_group(2)         # wait until at most 2 groups are still under way
 # ```
+#
+# (Before Triton 3.8, Gluon called it `async_copy.async_copy_global_to_shared`. The course adds the newer name there.)
 #
 # `wait_group` counts groups in the order in which they were committed: at most the last two are still under way. So a
 # pipeline of three slots keeps two groups under way while it works on the third.
@@ -752,7 +754,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 def start_copy(ring, slot, ptr, start, n, TILE: gl.constexpr, layout: gl.constexpr):
     """Start the copy of elements start .. start+TILE-1 into a slot. Nothing behind element n is touched."""
     at = start + gl.arange(0, TILE, layout)
-    async_copy.async_copy_global_to_shared(ring.index(slot), ptr + at, mask=at < n)
+    async_copy.async_load(ring.index(slot), ptr + at, mask=at < n)
 
 
 @gluon.jit

@@ -151,6 +151,7 @@ def _slipped(answers, cell, changes) -> str:
 NOT_SEEN = set()  # slips that no visible check can see, by name
 
 
+@pytest.mark.slow
 def test_visible_checks_refuse_and_name_every_slip(answers, visible, notebook):
     """At least 95% of the catalogue is refused where the student sees it, in words that name the mistake."""
     unseen, unnamed = [], []

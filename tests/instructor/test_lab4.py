@@ -190,7 +190,7 @@ def grid():
 
 def test_every_recorded_table_that_is_shown_exists(cells, recorded):
     shown = set(re.findall(r'show_recorded\("(\w+)"\)', "\n".join(c.source for c in cells)))
-    assert shown and shown - set(recorded) <= {"host", "order"}  # not recorded yet: the notebook says so
+    assert shown and shown <= set(recorded)
 
 
 def test_kernels_are_for_the_chips_that_the_text_names(prose, recorded):

@@ -65,6 +65,7 @@ def test_every_figure_is_there_and_nothing_is_drawn_twice():
     assert {path.stem for path in ASSETS.glob("*.svg")} == set(NAMES)
 
 
+@pytest.mark.slow
 def test_the_script_draws_the_files_that_are_kept(tmp_path):
     runs = []
     for folder in (tmp_path / "one", tmp_path / "two"):  # two processes: hashes differ between them

@@ -23,6 +23,10 @@ INSTRUCTIONS = ("HGMMA", "UTMALDG", "UTMASTG", "LDGSTS", "SYNCS", "MUFU.EX2", "B
 
 def kernels() -> Iterator[tuple[str, Callable[[], Assembly]]]:
     """Yield the name of each kernel with its variant, and a function that compiles it."""
+    from utils.attention.gluon.backward.offline import compile_backward
+    from utils.attention.gluon.backward.plan import STEPS as BACKWARD_STEPS
+    from utils.attention.gluon.decode.offline import compile_decode
+    from utils.attention.gluon.decode.plan import Case, make_plan
     from utils.attention.gluon.offline import compile_step
     from utils.kernels.gemm_gluon import CONFIGS, compile_for_hopper
 
@@ -47,6 +51,19 @@ def kernels() -> Iterator[tuple[str, Callable[[], Assembly]]]:
         yield (
             f"attention step 5, head dim {head_dim}, {words}" if words else f"attention step 5, head dim {head_dim}",
             lambda head_dim=head_dim, variant=variant, flags=flags: compile_step(5, head_dim, variant=variant, **flags),
+        )
+    for step in BACKWARD_STEPS:
+        for head_dim in (64, 128, 256):
+            yield (
+                f"backward step {step}, head dim {head_dim}, causal",
+                lambda step=step, head_dim=head_dim: compile_backward(step, head_dim, causal=True),
+            )
+    for head_dim, tokens in ((64, 1), (128, 1), (128, 16), (256, 8)):
+        yield (
+            f"decode, head dim {head_dim}, {tokens} new tokens in groups of 4 heads",
+            lambda head_dim=head_dim, tokens=tokens: compile_decode(
+                make_plan(head_dim=head_dim, group=4, sq=tokens), Case(causal=tokens > 1)
+            ),
         )
     for config in CONFIGS:
         for dtype in ("bf16", "fp16"):

@@ -108,6 +108,7 @@ def test_all_but_the_module_is_tested_at_a_distance(suite_lab):
     assert {name for name, mode in modes.items() if mode == "inside"} == {"q2_2_tests"}
 
 
+@pytest.mark.slow
 def test_wrong_answers_alone_get_nothing_and_no_flag(suite_lab, full_points):
     """What the attacks build on: wrong, and nothing worse than that."""
     result = grade_notebook(suite_lab, answered_notebook(suite_lab, WRONG), timeout=TIMEOUT)

@@ -616,6 +616,7 @@ def _key(course, lab, student):
     return json.loads(gradebook.record_path(course, lab, student).read_text())["key"]
 
 
+@pytest.mark.slow
 def test_nothing_of_a_submission_lives_on(small_lab):
     code = "import subprocess\nsubprocess.Popen(['sleep', '98765'], start_new_session=True)\n" + OFTEN
     assert grade_notebook(small_lab, answered_notebook(small_lab, {"q1_1": code}), timeout=TIMEOUT).score == 11.5

@@ -12,7 +12,6 @@ from instructor.grading.submission import engine
 from instructor.names import python_of
 from tests.instructor.grading.attacks import packed
 from tests.instructor.grading.faults import BROKEN_FILES, FAULTS, ODD_FILES, STUDENTS
-from tests.marks import slow_but_first
 
 TIMEOUT = 4  # seconds
 LIMITS = Limits(memory_gb=1.0, processes=32, scratch_mb=64, file_mb=32)  # no fault harms the machine of the test
@@ -31,9 +30,8 @@ def walls(suite_lab):
     return grade_notebook(suite_lab, suite_lab.student, **QUICK).walls
 
 
-@pytest.mark.parametrize(
-    "faults", slow_but_first(packed(FAULTS, 3)), ids=lambda faults: f"{faults[0].name}, {len(faults)} in all"
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("faults", packed(FAULTS, 3), ids=lambda faults: f"{faults[0].name}, {len(faults)} in all")
 def test_faults_cost_their_questions_alone(suite_lab, full_points, walls, faults):
     for wall in {wall for fault in faults for wall in fault.walls}:
         if walls.get(wall, "none").startswith("none"):

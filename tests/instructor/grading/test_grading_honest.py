@@ -22,7 +22,7 @@ def _submissions():
     packed, names = list(packs()), list(NOTEBOOKS)
     for number, pack in enumerate(packed):
         around, name = names[number :: len(packed)], next(iter(pack.values()))[0]
-        yield pytest.param(pack, around, id=f"{name}, {number}", marks=[pytest.mark.slow] if number else [])
+        yield pytest.param(pack, around, id=f"{name}, {number}", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("pack", "around"), list(_submissions()))

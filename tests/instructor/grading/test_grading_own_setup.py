@@ -59,10 +59,10 @@ def test_no_process_is_forked_that_ran_the_setup(lab, full_points):
 @pytest.mark.parametrize(
     ("first", "status", "says"),
     [
-        ("x = x + 1", "failed", "RMSNorm(width)(x)"),
+        pytest.param("x = x + 1", "failed", "RMSNorm(width)(x)", marks=pytest.mark.slow),
         (TAMPERS, "flagged", "no points, because of what the code does"),
         ("os._exit(0)", "killed", "os._exit"),
-        ("while True: pass", "timeout", "ran longer than the 6 s"),
+        pytest.param("while True: pass", "timeout", "ran longer than the 6 s", marks=pytest.mark.slow),
     ],
     ids=["wrong", "tampers", "ends", "hangs"],
 )

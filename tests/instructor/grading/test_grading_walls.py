@@ -97,10 +97,12 @@ def needs(probed, wall, words):
         pytest.skip(f"this machine does not allow the wall {wall}: {probed[1].walls[wall]}")
 
 
+@pytest.mark.slow
 def test_no_network(probed):
     assert "Error" in probed[0]["network"], probed[0]["network"]
 
 
+@pytest.mark.slow
 def test_nothing_but_the_scratch_folder(probed):
     needs(probed, "files", "own root")
     found = probed[0]
@@ -111,11 +113,13 @@ def test_nothing_but_the_scratch_folder(probed):
     assert "instructor" not in found["root"].replace("'instructor'", "") and "tests" not in found["root"]
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_course_among_the_libraries_is_hidden(probed):
     needs(probed, "files", "own root")
     assert probed[0]["installed"] == "['instructor', 'some_library']"  # both folders, and nothing in the first
 
 
+@pytest.mark.slow
 def test_alone_and_without_privileges(probed):
     needs(probed, "processes", "namespace")
     found = probed[0]
@@ -126,6 +130,7 @@ def test_alone_and_without_privileges(probed):
     assert "Error" in found["mount"] and "Error" in found["unshare"]
 
 
+@pytest.mark.slow
 def test_no_new_namespace_and_no_memory_that_no_limit_counts(probed):
     needs(probed, "system calls", "seccomp")
     assert probed[0]["namespaces"] == ["-1"] * 3
@@ -133,10 +138,12 @@ def test_no_new_namespace_and_no_memory_that_no_limit_counts(probed):
     assert probed[0]["threads and programs"] == "[0]"
 
 
+@pytest.mark.slow
 def test_no_secret_in_the_environment(probed):
     assert probed[0]["environment"] is False
 
 
+@pytest.mark.slow
 def test_limits(probed):
     found = probed[0]
     assert found["memory"].startswith("MemoryError")
@@ -144,6 +151,7 @@ def test_limits(probed):
     assert found["limits"] == 64
 
 
+@pytest.mark.slow
 def test_the_network_is_flagged_and_the_rest_keeps_its_points(probed):
     result = probed[1]
     assert {f.question for f in result.flags} == {"q1_3"} and "network" in {f.kind for f in result.flags}

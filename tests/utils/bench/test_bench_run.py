@@ -187,7 +187,7 @@ def test_one_side_alone_and_refusals_beside_it(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a CPU cannot run")
 def test_gpu_targets_are_refused_in_a_sentence(tmp_path):
-    document = run_cpu(tmp_path, ["labs/flashattention_gluon"])
+    document = run_cpu(tmp_path, ["labs/flashattention_gluon:flashattention_gluon"])
     (case,) = document["cases"]
     assert case["status"] == "refused" and "need an NVIDIA GPU" in case["reason"]
     assert "baseline_flashattention_gluon" in case["reason"] and exit_code(document) == 1

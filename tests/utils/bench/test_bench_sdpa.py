@@ -126,10 +126,15 @@ def test_flags_that_cannot_be(flags, said):
 
 @pytest.mark.parametrize("direction", sdpa.DIRECTIONS)
 def test_a_pin_that_allows_two_backends_is_caught(tmp_path, monkeypatch, direction):
-    def two(backend):
-        return sdpa_kernel([backend, SDPBackend.FLASH_ATTENTION])
+    def two(backend, attend):
+        def attend_pinned(q, k, v):
+            with sdpa_kernel([backend, SDPBackend.FLASH_ATTENTION]):
+                return attend(q, k, v)
 
-    monkeypatch.setattr("utils.attention.backends.sdpa.sdpa_kernel", two)
+        return attend_pinned
+
+    monkeypatch.setattr("utils.attention.backends.sdpa._pinning", two)
+    monkeypatch.setattr("utils.attention.backends.sdpa._refusing", two)
     (case,) = run_cpu(tmp_path, [SDPA], extra(f"--backend math --pass {direction}"))["cases"]
     assert case["status"] == "failed" and not case["sides"]
     assert "math was asked for and flash ran" in case["reason"]

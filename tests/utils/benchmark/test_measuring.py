@@ -18,6 +18,7 @@ from utils.machine import device
 ROOFS = SimpleNamespace(
     name="test part", origin="datasheet", tflops={"fp32": 1.0, "bf16": 4.0, "fp8": None}, memory_bandwidth_tb_s=0.5
 )
+ROOFS.measured_again = lambda: ROOFS  # as roofs from a data sheet do
 
 # Functions without tensors would be timed on the GPU where there is one.
 measure = functools.partial(measure_anywhere, device="cpu")

@@ -10,10 +10,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 from triton.language.extra import libdevice
 
-tma_load = gl.constexpr(getattr(tma, "async_load", None) or tma.async_copy_global_to_shared)
+from utils.machine.versions import adopt_newest_gluon_names
+
+adopt_newest_gluon_names()
+aggregate = gluon.aggregate
+tma_load = gl.constexpr(tma.async_load)
 
 
 @gluon.jit
@@ -73,7 +76,7 @@ def copy_by_cp_async(x_ptr, y_ptr, row, column, layout: gl.constexpr):
     i = gl.arange(0, 128, gl.SliceLayout(1, layout))
     j = gl.arange(0, 128, gl.SliceLayout(0, layout))
     at = i[:, None] * row + j[None, :] * column
-    async_copy.async_copy_global_to_shared(tile, x_ptr + at)
+    async_copy.async_load(tile, x_ptr + at)
     async_copy.commit_group()
     async_copy.wait_group(0)
     gl.store(y_ptr + at, tile.load(layout))

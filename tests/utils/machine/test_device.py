@@ -208,6 +208,7 @@ def test_triton_imported_to_compile_cannot_run_without_a_gpu():
 
 
 @needs_triton
+@pytest.mark.slow
 def test_triton_has_one_mode_for_a_process():
     out = run_python("import triton, os; os.environ['TRITON_INTERPRET'] = '1'\n" + MODE)
     assert out.startswith("None False") and "imported without TRITON_INTERPRET=1" in out
