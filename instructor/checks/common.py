@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from utils.checking.sizes import ARITHMETIC as ARITHMETIC
 from utils.checking.sizes import SizeWatch as SizeWatch
 from utils.checking.sizes import expect_follows_device as expect_follows_device
 from utils.checking.sizes import poisoned_memory as poisoned_memory
+from utils.checking.travel import by_value as by_value
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 # The seed of a check that is given none: the same file gets the same grade each time. Students do not have this file. Tests
@@ -51,22 +51,6 @@ class Draw:
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Draw standard normal values."""
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(dtype)
-
-
-def by_value(function: Callable) -> Callable:
-    """Mark a check's function that runs where the answer runs, as a profiler or a counter of the student's needs it.
-
-    The grader sends such a function, with what it refers to, into the student's process. It may hold nothing that gives
-    an answer away. Functions that it refers to are called from afar if they are not marked.
-    """
-    function.travels_by_value = True  # type: ignore[attr-defined]
-    return function
-
-
-def beside(answer: object, function: Callable) -> Callable:
-    """Return a `by_value` function so that it runs in the process where the answer lives."""
-    run = getattr(answer, "remote_run", None)
-    return function if run is None else functools.partial(run, function)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

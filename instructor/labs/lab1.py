@@ -129,8 +129,8 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from utils import *
 from utils.checking import (
-    FUSED_ATTENTION, MATMUL, SizeWatch, attention_mistake, check, expect_close, expect_follows_device, expect_number, forbid,
-    forbid_leaving, poisoned_memory, require_answer, watch_operations,
+    FUSED_ATTENTION, MATMUL, SizeWatch, attention_mistake, by_value, check, expect_close, expect_follows_device, expect_number,
+    forbid, forbid_leaving, poisoned_memory, require_answer, watch_operations,
 )
 from utils.benchmark.measuring import measure_together
 from utils.machine.device import compile_support, cuda_graph_support
@@ -1618,8 +1618,12 @@ def counted_flops(fn, *args) -> int:
 def check_counted_flops(counted_flops):
     calls = []
 
-    def chain(a, b, c):
+    def note_call():
         calls.append(1)
+
+    @by_value
+    def chain(a, b, c):
+        note_call()
         return torch.relu(a @ b) @ c
 
     got = counted_flops(chain, torch.ones(2, 3), torch.ones(3, 4), torch.ones(4, 5))
@@ -2123,6 +2127,7 @@ def profile_steps(fn, trace_path: str) -> torch.profiler.profile:
 
 
 # %% nbgrader={"grade_id": "q4_1_tests", "grade": true, "points": 3}
+import contextlib
 import tempfile
 
 
@@ -2130,12 +2135,16 @@ import tempfile
 def check_profile(profile_steps):
     x, calls = torch.randn(100), []
 
-    def step():
+    def note_call():
         calls.append(1)
+
+    @by_value
+    def step():
+        note_call()
         torch.erf(x)
 
-    with tempfile.TemporaryDirectory() as folder:  # new each time, so that no old file is read
-        path = Path(folder) / "check_trace.json"
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # new each time, so that no old file is read
+        path = Path("check_trace.json")
         try:
             prof = profile_steps(step, str(path))
         except (RuntimeError, AssertionError) as error:

@@ -21,7 +21,7 @@ def test_a_demo_has_pages_files_and_a_summary(tmp_path):
     for name, cells in sources.items():
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
         notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
-        labs.append(Built(name, nbformat.writes(notebook), "", []))
+        labs.append(Built(name, nbformat.writes(notebook), "", [], {}))
     steps = []
     page = run_demo(labs, tmp_path, lambda *step: steps.append(step), timeout=60)
     text = page.read_text()

@@ -2,6 +2,7 @@
 
 from utils.checking.attention_mistakes import attention_mistake
 from utils.checking.sizes import SizeWatch, expect_follows_device, poisoned_memory
+from utils.checking.travel import by_value
 from utils.checking.verdicts import (
     AnswerNeeded,
     Verdict,
@@ -34,6 +35,7 @@ __all__ = [
     "Verdict",
     "WrongAnswer",
     "attention_mistake",
+    "by_value",
     "check",
     "expect_close",
     "expect_follows_device",

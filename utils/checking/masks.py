@@ -17,6 +17,7 @@ from utils.attention.masks import dense_mask
 from utils.attention.masks.score_mods import modify_scores
 from utils.attention.prepared import compiled_versions, own_copy
 from utils.checking.sizes import SizeWatch
+from utils.checking.travel import by_value
 
 Mod = Callable[..., torch.Tensor]
 _NO_VALUE = (
@@ -144,6 +145,7 @@ def modified(mod: Mod, scores: torch.Tensor, what: str, b: int = 0, h: int = 0) 
     return call_mod(modify_scores, what, mod, scores, b, h)
 
 
+@by_value
 def kernels_for(mods: list[Mod], size: int) -> int:
     """Count the kernels that torch.compile makes for these masks; the compiler backend does nothing, to be quick."""
 

@@ -7,7 +7,7 @@ import inspect
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from instructor.checks.common import Draw, beside, by_value
+from instructor.checks.common import Draw
 from instructor.checks.lab2_flexattention.common import attend_densely, indices, recording
 from utils.attention import reference
 from utils.checking import check, expect_close
@@ -121,12 +121,6 @@ def prepare_flex(prepare_flex, seed=None):
     )
 
 
-@by_value
-def _kernels_for(mods: list, size: int) -> int:
-    """Count the kernels that torch.compile makes for these masks, where they live."""
-    return kernels_for(mods, size)
-
-
 @check("6.1", "Buckets")
 def buckets(bucketed_attention, seed=None):
     """Check the padding to the smallest bucket, hidden by a mask that does not need a new compilation."""
@@ -178,7 +172,7 @@ def buckets(bucketed_attention, seed=None):
             ) from error
     else:
         raise AssertionError(f"{sizes[2] + 1} tokens and buckets of {shuffled} should raise a ValueError.")
-    count = beside(bucketed_attention, _kernels_for)(mods[:2], sizes[0])
+    count = kernels_for(mods[:2], sizes[0])
     if count > 1:
         raise AssertionError(
             f"the masks of two texts in the same bucket need {count} kernels. Their lengths are Python "

@@ -2,7 +2,7 @@
 
 Most functions of a check stay with the checker, and a student's code calls them from afar. A profiler or a FLOP counter of
 the student's sees nothing of such a call. So two kinds of functions travel themselves: those that a check marks
-(`by_value` in `instructor.checks.common`), and functions without parameters that only compute with tensors. They hold no
+(`by_value` in `utils.checking`), and functions without parameters that only compute with tensors. They hold no
 expected value: a student can read what travels.
 """
 
