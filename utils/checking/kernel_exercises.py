@@ -103,11 +103,11 @@ def _module(source: str, file: str):
     return import_file(write_source(source, file))
 
 
-def load_kernels(source: str, launch: Launch):
+def load_kernels(source: str | None, launch: Launch):
     """Return the student's file as a module.
 
     Args:
-        source: the text of the file.
+        source: the text of the file; None if there is none yet.
         launch: names the kernel, and its arguments in their order.
 
     Raises:
@@ -115,6 +115,8 @@ def load_kernels(source: str, launch: Launch):
         AssertionError: the file holds more than kernels, cannot be imported, or its kernel has another name or other
             arguments.
     """
+    if source is None:
+        raise AnswerNeeded(f"{launch.file} is not written yet: answer its question first, and run its cell.")
     try:
         tree = ast.parse(source)
     except SyntaxError as error:

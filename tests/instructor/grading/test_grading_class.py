@@ -134,7 +134,7 @@ def test_answers_in_words_wait_for_a_person(small_lab, graded):
 @pytest.mark.slow
 def test_the_summary_names_who_is_flagged_and_why(graded):
     said = graded[1]
-    assert "8 graded" in said and "2 flagged" in said
+    assert "8 graded" in said and "3 flagged" in said
     assert "q1_3: processes: os.kill" in said  # of the one who dies
     assert "torch.allclose was replaced" in said
     assert "network: " in said  # the walls that stood
