@@ -17,6 +17,8 @@ from tests.instructor.grading.attacks_outside import OUTSIDE_ATTACKS
 from tests.instructor.grading.attacks_watch import WATCH_ATTACKS
 from tests.marks import slow_but_first
 
+pytestmark = pytest.mark.slow  # whole submissions, graded in processes of their own
+
 ATTACKS = [*PATCHES, *SPIES, *LIARS, *MASKS, *OUTSIDE_ATTACKS, *WATCH_ATTACKS]
 TIMEOUT = 6  # seconds; no cell of an honest submission to this lab takes one
 TOKEN = "token-7f3a-of-the-grader"

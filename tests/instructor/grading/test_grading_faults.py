@@ -13,6 +13,8 @@ from instructor.names import python_of
 from tests.instructor.grading.attacks import packed
 from tests.instructor.grading.faults import BROKEN_FILES, FAULTS, ODD_FILES, STUDENTS
 
+pytestmark = pytest.mark.slow  # whole submissions, graded in processes of their own
+
 TIMEOUT = 4  # seconds
 LIMITS = Limits(memory_gb=1.0, processes=32, scratch_mb=64, file_mb=32)  # no fault harms the machine of the test
 QUICK = {"timeout": TIMEOUT, "limits": LIMITS}

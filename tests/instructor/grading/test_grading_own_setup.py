@@ -14,6 +14,8 @@ from instructor.grading import grade_notebook
 from instructor.grading.sandbox.walls import Limits
 from instructor.grading.submission.engine import calibrate
 
+pytestmark = pytest.mark.slow  # whole submissions, graded in processes of their own
+
 LIMITS = Limits(gpu=True)
 SETUP = "torch.manual_seed(0)\n"
 NORM = """

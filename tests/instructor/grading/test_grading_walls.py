@@ -225,6 +225,7 @@ def test_time_must_be_positive(small_lab):
         grade_notebook(small_lab, small_lab.student, timeout=0)
 
 
+@pytest.mark.slow
 def test_the_checker_leaves_no_folder_behind(small_lab):
     limits = Limits()
     before = set(Path(tempfile.gettempdir()).glob("checker-*"))

@@ -334,6 +334,7 @@ def test_auto_ranks_what_does_a_mask_by_itself_first_and_says_why():
     assert "flex" in rank_backends(make_problem(q, k, v), Options(block_size=(64, 64))).names
 
 
+@pytest.mark.slow
 def test_auto_takes_a_fused_backend_or_says_what_it_takes(monkeypatch):
     q, k, v = tensors()
     if compile_support():
