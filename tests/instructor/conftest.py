@@ -10,7 +10,7 @@ from instructor.build import Built, build_lab
 from instructor.course import Course, Score
 from instructor.points import lab_path
 
-pytest.register_assert_rewrite("tests.instructor.lab_cases")
+pytest.register_assert_rewrite("tests.instructor.lab_cases", "tests.instructor.every_lab")
 
 from tests.instructor import lab_cases  # noqa: E402
 

@@ -18,6 +18,7 @@ functions below; ``@check`` turns whatever happens inside of it into a `Verdict`
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dis
 import functools
@@ -32,6 +33,7 @@ import tempfile
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -159,6 +161,15 @@ def is_answered(value: object) -> bool:
     return not (isinstance(code, types.CodeType) and _raises_at_once(code))
 
 
+def raises_not_implemented(source: str) -> bool:
+    """Whether a text of Python still has the `raise NotImplementedError()` of an unanswered question in it."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # written, if wrongly: the check says what is wrong with it
+        return False
+    return any(isinstance(node, ast.Raise) and "NotImplementedError" in ast.unparse(node) for node in ast.walk(tree))
+
+
 def require_answer(name: str, value: object, question: str) -> None:
     """Stop a cell that needs an earlier answer, and say which one.
 
@@ -198,6 +209,8 @@ def needs(own: str = "", /, *, files: dict[str, str] | None = None, after: str =
             raise AnswerNeeded(
                 f"This cell needs {_label(question)} ({name}), and there is no such file: run the answer cell that writes it."
             )
+        if question != own and raises_not_implemented(Path(name).read_text(errors="replace")):
+            raise AnswerNeeded(f"This cell needs {_label(question)} ({name}): answer it first.")
     # Answers come first: a cell above that defines nothing may have stopped for the same answer.
     lost = [name for name in after.split() if name not in names]
     if lost:

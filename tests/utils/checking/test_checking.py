@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -262,9 +263,16 @@ def test_decorated_stubs_are_seen_through():
         ('needs("1.6", gone="1.6")', "This cell needs Question 1.6 (gone), and there is no gone."),
         ('needs(after="x roofs")', "This cell needs roofs, which a cell above it defines. Run the cells above"),
         ('needs(files={"no_such_file.py": "1.5"})', "This cell needs Question 1.5 (no_such_file.py)"),
+        ('needs(files={"stub.py": "1.5"})', "This cell needs Question 1.5 (stub.py): answer it first."),
+        ('needs("1.5", files={"stub.py": "1.5"})', None),  # its test says that it is not answered
+        ('needs(files={"broken.py": "1.5", "written.py": "1.5"})', None),
     ],
 )
-def test_needs(call, message):
+def test_needs(call, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("stub.py").write_text("def kernel():\n    raise NotImplementedError()\n")
+    Path("written.py").write_text("def kernel():\n    pass  # was: raise NotImplementedError()\n")
+    Path("broken.py").write_text("def kernel(:\n")
     names = {"needs": needs, "gemm": _guarded, "stub": _stub, "x": None}
     if message is None:
         exec(call, names)
