@@ -50,7 +50,7 @@ test-slow: env ## run the tests that `make test` leaves out
 test-gpu: env ## run the tests that need an NVIDIA GPU
 	@$(PYTEST) -m gpu
 
-test-class: env ## grade 300 submissions, faults among them (many minutes)
+test-class: env ## grade 300 submissions, faults among them, and other runs of many minutes
 	@$(PYTEST) -m overnight --timeout=3600
 
 test-versions: env ## run quick tests and compile the kernels with the oldest and the newest torch and Triton (half an hour)

@@ -7,7 +7,7 @@ import nbformat
 import pytest
 
 from instructor.build import Built, build_lab
-from instructor.course import Course, Score
+from instructor.course import Course, Score, answered_notebook
 from instructor.points import lab_path
 
 pytest.register_assert_rewrite("tests.instructor.lab_cases", "tests.instructor.every_lab")
@@ -89,5 +89,11 @@ def calls(cells) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def graded(lab, grade_notebooks) -> lab_cases.Graded:
-    """Stock nbgrader on the solved and the untouched notebook."""
-    return lab_cases.graded_by_nbgrader(lab, grade_notebooks)
+    """Stock nbgrader on the solved notebook."""
+    return lab_cases.graded_by_nbgrader(lab, grade_notebooks, solved=answered_notebook(lab))
+
+
+@pytest.fixture(scope="module")
+def graded_untouched(lab, grade_notebooks) -> lab_cases.Graded:
+    """Stock nbgrader on the notebook as students get it."""
+    return lab_cases.graded_by_nbgrader(lab, grade_notebooks, untouched=lab.student)

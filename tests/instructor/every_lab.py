@@ -2,10 +2,15 @@
 
 import re
 
+import nbformat
 import pytest
 
 from instructor.build import ROOT
 from tests.instructor import lab_cases
+from tests.instructor.visible import VisibleChecks
+from utils.checking import needs
+
+NAMES_A_QUESTION = r"(Question|[Bb]onus) \d\.\d"
 
 
 def slow(test):
@@ -52,6 +57,16 @@ class EveryLab:
     def test_graded_cells_need_no_plain_cell(self, cells):
         lab_cases.assert_graded_cells_need_no_plain_cell(cells)
 
+    def test_an_untouched_lab_says_which_answer_is_missing(self, lab, cells, request, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        names: dict = {"needs": needs}
+        exec(getattr(request.module, "SETUP", "import math, torch"), names)
+        student = nbformat.reads(lab.student, as_version=4).cells
+        said = lab_cases.said_by_untouched_cells(student, VisibleChecks(cells), names)
+        assert len(said) > len(self.by_hand)
+        silent = {cell: message for cell, message in said.items() if not re.search(NAMES_A_QUESTION, message or "")}
+        assert silent == {}
+
     def test_every_question_has_its_hints(self, lab):
         without = [number for number, kinds in lab.hints.items() if not kinds]
         assert without == [] or not self.hinted
@@ -83,11 +98,12 @@ class EveryLab:
         assert max(seconds) < self.longest_cell_s
         assert sum(seconds) < 60 * self.minutes
 
-    @slow
-    def test_untouched_lab_gets_nothing_and_says_what_is_missing(self, graded):
-        assert sum(score.auto or 0 for score in graded.scores["untouched"].values()) == 0
-        for cell, error in graded.errors("untouched"):
+    @pytest.mark.overnight
+    @pytest.mark.timeout(1500)
+    def test_untouched_lab_gets_nothing_and_says_what_is_missing(self, graded_untouched):
+        assert sum(score.auto or 0 for score in graded_untouched.scores["untouched"].values()) == 0
+        for cell, error in graded_untouched.errors("untouched"):
             if self.bare_stubs and error.ename == "NotImplementedError":
                 continue
             assert error.ename in ("WrongAnswer", "AnswerNeeded"), (cell.source[:60], error.evalue)
-            assert re.search(r"(Question|[Bb]onus) \d\.\d", error.evalue), error.evalue
+            assert re.search(NAMES_A_QUESTION, error.evalue), error.evalue

@@ -11,12 +11,13 @@ import io
 import re
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from types import ModuleType
 
 import nbformat
 
 from instructor.build import Built
-from instructor.course import Score, answered_notebook
+from instructor.course import Score
 from instructor.names import bound_names, used_names
 from utils.checking import AnswerNeeded, Verdict
 from utils.checking import WrongAnswer as VisibleRefusal
@@ -135,6 +136,56 @@ def assert_loses_alone(verdicts: dict[str, Verdict], wrong: WrongAnswer, every_m
             assert any(phrase in verdict.message for phrase in phrases), verdict.message
 
 
+def said_by_untouched_cells(cells, visible, names: dict) -> dict[str, str | None]:
+    """Return what a student reads who runs a notebook without answering: {id of a cell that needs an answer: message}.
+
+    Args:
+        cells: the student's notebook; its answer cells are run as they are, in the current folder.
+        visible: VisibleChecks of the lab.
+        names: the notebook's names after its setup.
+    """
+    for cell in cells:
+        if cell.cell_type != "code" or not has_role(cell, "solution"):
+            continue
+        if cell.source.startswith("%%writefile"):
+            head, text = cell.source.split("\n", 1)
+            Path(head.split()[1]).write_text(text)
+            continue
+        with contextlib.suppress(NotImplementedError):  # a stub at the top level of its cell
+            exec(compile(cell.source, cell.id, "exec"), names)
+    found: dict[str, str | None] = {}
+    scope = visible.scope(names)
+    for cell in cells:
+        if cell.cell_type != "code":
+            continue
+        call = next((node for node in ast.parse(_python_of(cell)).body if _is_call(node, "needs")), None)
+        earlier = _names_after(call.value) if call else []
+        given = {name: object() for name in earlier} | scope  # as if the plain cells above had run
+        if has_role(cell, "grade"):
+            found[cell.id] = visible.message(cell.metadata.nbgrader["grade_id"], given)
+        elif call is not None and any(keyword.arg != "after" for keyword in call.value.keywords):
+            found[cell.id] = None
+            try:
+                exec(compile(ast.Module([call], []), cell.id, "exec"), given)
+            except AnswerNeeded as missing:
+                found[cell.id] = str(missing)
+    return found
+
+
+def _python_of(cell) -> str:
+    return "" if cell.source.startswith("%%") else re.sub(r"^\s*[%!].*$", "pass", cell.source, flags=re.MULTILINE)
+
+
+def _is_call(node: ast.AST, name: str) -> bool:
+    return (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == name
+    )
+
+
+def _names_after(call: ast.Call) -> list[str]:
+    return next((keyword.value.value.split() for keyword in call.keywords if keyword.arg == "after"), [])
+
+
 # ---- a lab as a whole --------------------------------------------------------------------------------------------
 
 
@@ -243,7 +294,7 @@ def prose_of(notebook: str) -> str:
 
 @dataclass(frozen=True)
 class Graded:
-    """Scores {student: {cell id: Score}} and executed notebooks of the students "solved", "untouched" and others."""
+    """Scores {student: {cell id: Score}} and executed notebooks by student."""
 
     scores: dict[str, dict[str, Score]]
     notebooks: dict[str, nbformat.NotebookNode]
@@ -276,9 +327,9 @@ def _seconds(cell) -> float:
     return (datetime.fromisoformat(end) - datetime.fromisoformat(begin)).total_seconds() if begin and end else 0.0
 
 
-def graded_by_nbgrader(lab: Built, grade_notebooks, **more: str) -> Graded:
-    """Grade the solved and the untouched notebook, and others by student, with stock nbgrader."""
-    course, scores = grade_notebooks(lab, {"solved": answered_notebook(lab), "untouched": lab.student, **more})
+def graded_by_nbgrader(lab: Built, grade_notebooks, **notebooks: str) -> Graded:
+    """Grade notebooks, by student, with stock nbgrader."""
+    course, scores = grade_notebooks(lab, notebooks)
     return Graded(
         scores,
         {

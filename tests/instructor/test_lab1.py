@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from instructor.checks.common import Draw
-from instructor.course import answered_notebook
 from tests.instructor import lab_cases
-from tests.instructor.every_lab import EveryLab, slow
+from tests.instructor.every_lab import EveryLab
 from tests.instructor.lab1_right_answers import RIGHT_ANSWERS
 from tests.instructor.lab1_slips import SLIPS
 from tests.instructor.lab1_wrong_answers import FILE, WRONG_ANSWERS
@@ -272,32 +271,3 @@ def test_model_answers_run_on_a_gpu(answers, names, tmp_path):
         a, b = torch.randn(200, 130, device="cuda", dtype=dtype), torch.randn(130, 90, device="cuda", dtype=dtype)
         expected = (a.double() @ b.double()).to(dtype)
         torch.testing.assert_close(module.gemm(a, b), expected, rtol=2e-2, atol=2e-2)
-
-
-# ---- the notebook ------------------------------------------------------------------------------------------------
-
-
-WRONG = {wrong.mistake: wrong for wrong in WRONG_ANSWERS}
-MISTAKES = [WRONG["F.linear"], WRONG["forgets GQA"], WRONG["K not masked"]]
-
-
-@pytest.fixture(scope="module")
-def graded(lab, answers, grade_notebooks):
-    """Stock nbgrader on the solved and the untouched notebook, and on one with three mistakes.
-
-    The student with the mistakes deleted all plain code cells: grading needs none of them, and they take the most time.
-    """
-    changed = {}
-    for wrong in MISTAKES:
-        text = f"{answers[wrong.cell]}\n\n{wrong.code}" if wrong.code else answers[wrong.cell]
-        for old, new in wrong.replaces:
-            text = lab_cases.replaced_once(text, old, new)
-        changed[wrong.cell] = text
-    mistaken = nbformat.reads(answered_notebook(lab, changed), as_version=4)
-    mistaken.cells = [c for c in mistaken.cells if c.cell_type != "code" or "nbgrader" in c.metadata]
-    return lab_cases.graded_by_nbgrader(lab, grade_notebooks, mistaken=nbformat.writes(mistaken))
-
-
-@slow
-def test_mistakes_lose_their_points_alone(graded):
-    assert graded.not_full("mistaken").keys() == set().union(*(wrong.lost for wrong in MISTAKES))

@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterable
 
 from tests.instructor import lab_cases
+from utils.checking import AnswerNeeded
 
 
 class VisibleChecks:
@@ -27,7 +28,9 @@ class VisibleChecks:
             if name.endswith("_tests")
         }
         graded = {facts["grade_id"] for facts in (c.metadata.get("nbgrader", {}) for c in cells) if _is_graded(facts)}
-        given = [ast.parse(source) for name, source in sources.items() if name not in graded]
+        given = [
+            ast.parse(source) for name, source in sources.items() if name not in graded and not source.startswith("%%")
+        ]
         kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
         self.helpers = [node for tree in given for node in tree.body if isinstance(node, kinds)]
 
@@ -46,7 +49,7 @@ class VisibleChecks:
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 exec(self.tests[test], scope)
-        except AssertionError as error:
+        except (AssertionError, AnswerNeeded) as error:
             return str(error)
         return None
 
