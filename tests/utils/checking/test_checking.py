@@ -290,6 +290,16 @@ def test_require_answer():
         require_answer("macs", None, "2.2")
 
 
+def test_an_answer_that_ends_the_program_is_wrong():
+    """Neither a notebook nor a grader may end with it."""
+
+    def answer():
+        raise SystemExit(3)
+
+    verdict = check("1.1")(lambda function: function())(answer)
+    assert not verdict.passed and "SystemExit: 3" in verdict.message and "Return the result" in verdict.message
+
+
 # --- closeness ---
 
 EXPECTED = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
