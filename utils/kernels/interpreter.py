@@ -1,4 +1,4 @@
-"""Triton kernels on a CPU: Triton's interpreter, in a process of its own.
+"""Triton kernels on a CPU: Triton's interpreter, in a process of its own for each call.
 
 Triton decides when it is first imported whether kernels are compiled or interpreted, by TRITON_INTERPRET=1, and
 a process cannot have both. Setting the variable here would break every later `torch.compile` of the caller.
@@ -6,7 +6,7 @@ So a kernel is interpreted in a child process: tensors go there and back in a fi
 
     run_interpreted("gemm_tiled", a, b)                    a function of utils.kernels
     run_interpreted_source(source, "gemm", a, b)           source text: @triton.jit functions and a launch wrapper
-    run_interpreted_cases("gemm_tiled", [(a, b), ...])     several inputs, one start of the process (about 2 s)
+    run_interpreted_cases("gemm_tiled", [(a, b), ...])     several inputs in one process
 
 The interpreter takes about 2 ms for each iteration of a kernel's inner loop, whatever the tile: use large tiles and
 small matrices. It shows what a kernel computes, never how fast: it has no races, no shared memory, no registers.
@@ -21,7 +21,6 @@ import importlib
 import importlib.util
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -32,6 +31,7 @@ from pathlib import Path
 import torch
 
 from utils.files import ROOT
+from utils.kernels.interpreter_process import run_job
 
 _STUDENT_FILE = "student_kernel.py"
 _MACHINERY = (__file__, str(Path(__file__).with_name("interpreter_repairs.py")))  # no lines of a kernel
@@ -64,7 +64,7 @@ def run_interpreted(function_name: str, *args, timeout: float = 60, **kwargs):
         function_name: A name in `kernels.gemm` or `kernels.gelu` ("gemm_tiled"), "module.function" below
             `utils.kernels`, or the whole path of a function elsewhere in `utils`.
         *args: CPU tensors and plain values.
-        timeout: Seconds, the start of the process (about 2 s) included.
+        timeout: Seconds, the start of a process included (two to four, for the first call of a program).
         **kwargs: CPU tensors and plain values.
     """
     return run_interpreted_cases(function_name, [args], timeout=timeout, **kwargs)[0]
@@ -79,7 +79,7 @@ def run_interpreted_source(source: str, entry: str, *tensors, timeout: float = 6
         source: Python text that defines `@triton.jit` kernels and `entry`; `torch`, `triton` and `tl` are imported.
         entry: Name of a function of the source, which returns the output tensor.
         *tensors: CPU tensors (or plain values) for `entry`.
-        timeout: Seconds, the start of the process (about 2 s) included.
+        timeout: Seconds, the start of a process included (two to four, for the first call of a program).
     """
     return run_interpreted_cases((source, entry), [tensors], timeout=timeout)[0]
 
@@ -94,13 +94,13 @@ def run_interpreted_cases(
     Args:
         call: A function name as in `run_interpreted`, or (source, entry) as in `run_interpreted_source`.
         cases: The positional arguments of each call.
-        timeout: Seconds for all cases together, the start of the process included.
+        timeout: Seconds for all cases together, the start of a process included.
         **kwargs: Keyword arguments, the same for all cases.
     """
     if importlib.util.find_spec("triton") is None:
         raise RuntimeError(
             "Triton's interpreter needs Triton, which is not installed here. "
-            "On Linux: pip install 'triton>=3.6,<3.9'. There are no wheels for other systems."
+            "On Linux `make env` installs it with the course. There are no wheels for other systems."
         )
     name = call if isinstance(call, str) else call[1]
     job = {
@@ -139,53 +139,29 @@ def _for_child(value, name: str):
 
 
 def _run_child(folder: str, name: str, timeout: float) -> None:
-    """Start the child and wait for its answer; raise an InterpretedKernelError that explains why there is none."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join(paths),
-        # No GPU, and one thread: the parent's threads and the child's would share the cores.
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
-    child = subprocess.Popen(
-        [sys.executable, "-m", "utils.kernels.interpreter", folder],
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    """Have the job in a folder done; raise an InterpretedKernelError that explains why there is none."""
     try:
-        printed, complaints = child.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
+        ended = run_job(folder, timeout)
+    except TimeoutError:
         raise InterpretedKernelError(
             f"{name} did not finish within {timeout:g} s in Triton's interpreter, which takes about 2 ms for each "
             "iteration of an inner loop: use smaller tensors or larger blocks, look for a loop that never ends, or "
             "pass a longer timeout="
         ) from None
-    finally:
-        if child.poll() is None:  # also on an interrupt of the caller
-            os.killpg(child.pid, signal.SIGKILL)
-            child.communicate()
-    if printed:
-        print(printed, end="")
+    if ended.printed:
+        print(ended.printed, end="")
     if Path(folder, "answer.pt").exists():
         return
-    if child.returncode < 0:
-        signal_name = signal.Signals(-child.returncode).name
+    if ended.status < 0:
+        signal_name = signal.Signals(-ended.status).name
         raise InterpretedKernelError(
             f"{name} ended Triton's interpreter with {signal_name}. A load or store outside its tensor does that: "
             "check the pointer arithmetic, and that every load and store at an edge has a mask."
         )
     raise InterpretedKernelError(
-        f"{name} ended Triton's interpreter with exit status {child.returncode} before it "
-        f"returned. It said:\n{complaints.strip()[-2000:]}",
-        complaints,
+        f"{name} ended Triton's interpreter with exit status {ended.status} before it "
+        f"returned. It said:\n{ended.complaints.strip()[-2000:]}",
+        ended.complaints,
     )
 
 
@@ -256,22 +232,19 @@ def _only_tensors(result, name: str):
     return type(result)(value.detach() for value in values) if isinstance(result, (tuple, list)) else result.detach()
 
 
-def _child(folder: str) -> None:
+def answer(folder: str) -> None:
+    """Run the job in a folder, and write its results or its error there."""
     job = torch.load(Path(folder, "job.pt"), weights_only=True)
     results: list = []
-    answer = {"error": False, "traceback": "", "case": None, "results": results}
+    said = {"error": False, "traceback": "", "case": None, "results": results}
     try:
         repair()
         function = _load_function(job, folder)
         for index, case in enumerate(job["cases"]):
-            answer["case"] = index
+            said["case"] = index
             results.append(_only_tensors(function(*case, **job["kwargs"]), job["call"]))
     except BaseException as error:
-        answer.update(error=True, results=[], traceback=_own_traceback(error, folder, job["from_source"]))
+        said.update(error=True, results=[], traceback=_own_traceback(error, folder, job["from_source"]))
     sys.stdout.flush()
-    torch.save(answer, Path(folder, "answer.part"))
+    torch.save(said, Path(folder, "answer.part"))
     os.replace(Path(folder, "answer.part"), Path(folder, "answer.pt"))  # whole or absent
-
-
-if __name__ == "__main__":
-    _child(sys.argv[1])

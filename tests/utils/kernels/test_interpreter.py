@@ -7,10 +7,11 @@ import sys
 import textwrap
 import time
 
+import psutil
 import pytest
 import torch
 
-from utils.kernels import interpreter
+from utils.kernels import interpreter, interpreter_process
 from utils.kernels.interpreter import (
     InterpretedKernelError,
     run_interpreted,
@@ -65,15 +66,21 @@ def test_source_text_runs_on_several_inputs_and_its_prints_arrive(capfd):
 
 
 def test_the_caller_can_still_compile():
-    """Neither TRITON_INTERPRET nor Triton itself is left behind in the calling process."""
+    """Neither TRITON_INTERPRET nor Triton itself is left behind in the calling process, and no process behind it."""
     code = (
         "import os, sys, torch\nfrom utils.kernels.interpreter import run_interpreted\n"
         "run_interpreted('gelu_triton', torch.ones(3))\n"
-        "print('triton' in sys.modules, os.environ.get('TRITON_INTERPRET'))"
+        "print('triton' in sys.modules, os.environ.get('TRITON_INTERPRET'))\n"
+        "from utils.kernels import interpreter_process\nprint(interpreter_process._server.process.pid)"
     )
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.split() == ["False", "None"]
+    *left, server = done.stdout.split()
+    assert left == ["False", "None"]
+    until = time.monotonic() + 20
+    while psutil.pid_exists(int(server)) and psutil.Process(int(server)).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until, "the process that stays has outlived its program"
+        time.sleep(0.05)
 
 
 def test_bf16_is_computed_as_a_gpu_does():
@@ -87,6 +94,40 @@ def test_bf16_is_computed_as_a_gpu_does():
     exact = a.double() @ b.double()
     assert ((c.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-5).all()  # half a unit in the last place
     assert torch.equal(rounded[:-1], halves.bfloat16()[:-1]) and rounded[-1].isnan()
+
+
+LEAVES_A_MARK = """
+    def mark(x):
+        seen, torch.mark = getattr(torch, "mark", 0), 1
+        return torch.tensor([seen, os.getpid(), os.getppid(), int(os.environ.get("A_WORD", 0))])
+"""
+
+
+def _mark() -> list[int]:
+    return run_interpreted_source("import os\n" + textwrap.dedent(LEAVES_A_MARK), "mark", torch.ones(1)).tolist()
+
+
+def test_calls_share_one_start_and_nothing_else(monkeypatch):
+    first = _mark()
+    monkeypatch.setenv("A_WORD", "7")
+    second = _mark()
+    assert first[0] == second[0] == 0 and first[1] != second[1] and first[2] == second[2]
+    assert (first[3], second[3]) == (0, 7)  # the environment is that of the call
+    assert first[2] == interpreter_process._server.process.pid
+
+
+def test_a_killed_process_is_replaced_and_a_fork_gets_its_own(monkeypatch):
+    first = _mark()
+    interpreter_process._server.process.kill()
+    assert _mark()[2] != first[2]
+    monkeypatch.setattr(interpreter_process._server, "owner", 0)  # as in a fork of the process that started it
+    assert not interpreter_process._server.serves_this_process()
+
+
+def test_where_students_are_graded_every_call_has_a_process_new_from_the_start(monkeypatch):
+    monkeypatch.setenv("LABS_COMPILE_CACHE", "off")
+    monkeypatch.setattr(interpreter_process, "Server", None)
+    assert _mark()[2] == os.getpid()
 
 
 # (text of DOUBLE, the text that replaces it, phrases of the error)

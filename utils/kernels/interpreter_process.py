@@ -1,0 +1,247 @@
+"""Processes in which Triton interprets kernels: one that stays and forks a fresh one for each job.
+
+Importing torch and Triton takes two to four seconds, interpreting a small kernel some milliseconds. So the first job of
+a program starts a process that imports both, runs no kernel itself, and forks a child for each job: a kernel finds
+nothing that an earlier one left behind, and whatever it does to its process ends with the job. The process that stays
+goes when its program ends, or when nobody has asked it for five minutes; the next job then starts another one.
+
+A grader gives each job a process that is new from the start: there a kernel is not trusted to leave its parent alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from utils.files import ROOT
+
+IDLE_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job's process ended: its exit status (minus the signal's number), and what it printed."""
+
+    status: int
+    printed: str
+    complaints: str
+
+
+def run_job(folder: str, timeout: float) -> Ended:
+    """Run the job in a folder, which `interpreter.answer` reads and answers, in a process of its own.
+
+    Args:
+        folder: It has job.pt; answer.pt is written there.
+        timeout: Seconds, the start of processes included.
+
+    Raises:
+        TimeoutError: The job did not end in time; its process has been killed.
+    """
+    if os.environ.get("LABS_COMPILE_CACHE") == "off":  # as the grader sets it: nothing is shared between jobs
+        return _run_anew(folder, timeout)
+    global _server
+    with _one_at_a_time:
+        deadline = time.monotonic() + timeout
+        for fresh in (False, True):
+            if fresh or _server is None or not _server.serves_this_process():
+                _server = Server()
+            try:
+                return _server.run(folder, deadline)
+            except Gone as gone:  # it had been idle for too long, or something killed it
+                complaints = str(gone)
+    return Ended(1, "", complaints)
+
+
+def _environment() -> dict[str, str]:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+        # No GPU, and one thread: the parent's threads and the child's would share the cores.
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _run_anew(folder: str, timeout: float) -> Ended:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "utils.kernels.interpreter_process", folder],
+        cwd=folder,
+        env=_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        printed, complaints = child.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError from None
+    finally:
+        if child.poll() is None:  # also on an interrupt of the caller
+            _kill_group(child.pid)
+            child.communicate()
+    return Ended(child.returncode, printed, complaints)
+
+
+def _kill_group(pid: int) -> None:
+    for kill in (os.killpg, os.kill):  # the process alone, if it has not become the leader of a group yet
+        with suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+            return
+
+
+# The caller's side -----------------------------------------------------------------------------------------------
+
+
+class Gone(Exception):
+    """The process that stays has ended; the message is what it wrote to stderr."""
+
+
+class Server:
+    """The process that stays, seen from the program that started it. A job is a line of JSON; so are its answers."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.complaints = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process writes to it)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "utils.kernels.interpreter_process"],
+            env=_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.complaints,
+            start_new_session=True,  # an interrupt from the keyboard is for the caller
+        )
+        self.unread = b""
+
+    def serves_this_process(self) -> bool:
+        """Whether this process started it and it runs: a fork of its owner must not write into the same pipe."""
+        return self.owner == os.getpid() and self.process.poll() is None
+
+    def run(self, folder: str, deadline: float) -> Ended:
+        """Run one job; see `run_job`."""
+        job = None
+        try:
+            self._send({"folder": folder, "environment": _environment()})
+            job = int(self._line(deadline))
+            status = int(self._line(deadline))
+        except BaseException:  # also an interrupt of the caller
+            if job is not None:
+                _kill_group(job)
+            self.process.kill()
+            self.process.wait()
+            raise
+        return Ended(status, *(_text(Path(folder, name)) for name in ("printed", "complaints")))
+
+    def _send(self, job: dict) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(job).encode() + b"\n")
+            self.process.stdin.flush()
+        except OSError:
+            raise Gone(self._said()) from None
+
+    def _line(self, deadline: float) -> bytes:
+        assert self.process.stdout is not None
+        while b"\n" not in self.unread:
+            if not select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise TimeoutError
+            read = os.read(self.process.stdout.fileno(), 4096)
+            if not read:
+                raise Gone(self._said())
+            self.unread += read
+        line, self.unread = self.unread.split(b"\n", 1)
+        return line
+
+    def _said(self) -> str:
+        self.complaints.seek(0)
+        return self.complaints.read().decode(errors="replace")
+
+
+_server: Server | None = None
+_one_at_a_time = threading.Lock()
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+# The process that stays ------------------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Fork a child for each job that a line of stdin names, until stdin ends or nobody has asked for long."""
+    from utils.kernels import interpreter
+
+    interpreter.repair()  # imports torch and Triton
+    unread = b""
+    while select.select([0], [], [], IDLE_SECONDS)[0]:
+        read = os.read(0, 1 << 20)
+        if not read:
+            return
+        unread += read
+        while b"\n" in unread:
+            line, unread = unread.split(b"\n", 1)
+            job = json.loads(line)
+            pid = os.fork()
+            if pid == 0:
+                _work(job)
+            os.write(1, b"%d\n" % pid)
+            os.write(1, b"%d\n" % _wait(pid))
+
+
+def _wait(pid: int) -> int:
+    """Wait for a child and return its exit status; end it, and this process, if the program that asked has ended."""
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if select.select([0], [], [], 0.005)[0]:  # nothing is sent while a job runs: stdin has ended
+            _kill_group(pid)
+            os._exit(0)
+
+
+def _work(job: dict) -> None:
+    """Do one job in a fork of the process that stays, and end."""
+    os.setsid()
+    folder = job["folder"]
+    os.chdir(folder)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    for number, name in ((1, "printed"), (2, "complaints")):
+        with open(name, "wb") as file:
+            os.dup2(file.fileno(), number)
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    status = 1
+    try:
+        from utils.kernels import interpreter
+
+        interpreter.answer(folder)
+        status = 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        from utils.kernels.interpreter import answer
+
+        answer(sys.argv[1])
+    else:
+        serve()
