@@ -1,8 +1,7 @@
 """A student's Gluon kernel compiled for Hopper without a GPU: its instructions by what they do, registers, spills.
 
 A wrong kernel can end the process that compiles it, so a child process does: a fork of this process where that is safe
-(milliseconds), a new one otherwise (a second or two). Run as a module, this file is that child: it reads a request
-(JSON) from stdin and prints the answer.
+(milliseconds), a fork of a process beside it otherwise (`utils.kernels.warm_process`), which runs this file as a module.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import json
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -24,8 +22,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
 
-from utils.files import ROOT, write_whole
+from utils.files import write_whole
 from utils.kernels import offline
+from utils.kernels.warm_process import WarmProcess, serve
 from utils.machine import versions
 
 # What to look for in SASS, by what it does.
@@ -183,9 +182,9 @@ def _read_entry(entry: Path | None) -> dict | None:
 
 def warm_up() -> None:
     """Import what compiling needs, so that a fork of this process compiles at once."""
-    from triton.experimental.gluon import language  # noqa: F401 (loaded for the forks)
     from triton.runtime.cache import triton_key
 
+    versions.adopt_newest_gluon_names()  # imports Gluon
     triton_key()  # reads all of Triton: most of a second
 
 
@@ -234,26 +233,20 @@ def _answer_to_files(text: str, output: int, errors: int) -> None:
 
 
 def _run_anew(text: str, timeout: float) -> tuple[int, str, str]:
-    """Answer a request in a new process; returns (exit status, stdout, stderr)."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "utils.gluon_cpu.compiling"],
-            input=text,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path},
-            timeout=timeout,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise TimeoutError from None
-    return done.returncode, done.stdout, done.stderr
+    """Answer a request in a process beside this one; returns (exit status, stdout, stderr)."""
+    with tempfile.TemporaryDirectory(prefix="compile-") as folder:
+        Path(folder, "request.json").write_text(text, encoding="utf-8")
+        ended = PROCESS.run(folder, timeout)
+    return ended.status, ended.printed, ended.complaints
+
+
+def _answer_in(folder: str) -> None:
+    answer(Path(folder, "request.json").read_text(encoding="utf-8"))
 
 
 def answer(text: str) -> None:
     """Compile what a request asks for and print the result, the fields of `Compiled` or null, as one line of JSON."""
-    versions.adopt_newest_gluon_names()  # this process may have imported nothing else that does
+    warm_up()
     request = json.loads(text)
     kernel = getattr(import_file(Path(request["path"])), request["kernel"])
     built = offline.compile_gluon(
@@ -323,5 +316,7 @@ def import_file(path: Path) -> ModuleType:
     return module
 
 
+PROCESS = WarmProcess("utils.gluon_cpu.compiling")
+
 if __name__ == "__main__":
-    answer(sys.stdin.read())
+    serve(warm_up, _answer_in)

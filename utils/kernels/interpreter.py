@@ -31,10 +31,12 @@ from pathlib import Path
 import torch
 
 from utils.files import ROOT
-from utils.kernels.interpreter_process import run_job
+from utils.kernels.warm_process import WarmProcess, serve
 
 _STUDENT_FILE = "student_kernel.py"
 _MACHINERY = (__file__, str(Path(__file__).with_name("interpreter_repairs.py")))  # no lines of a kernel
+# No GPU, and one thread: the caller's threads and the interpreter's would share the cores.
+PROCESS = WarmProcess("utils.kernels.interpreter", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -141,7 +143,7 @@ def _for_child(value, name: str):
 def _run_child(folder: str, name: str, timeout: float) -> None:
     """Have the job in a folder done; raise an InterpretedKernelError that explains why there is none."""
     try:
-        ended = run_job(folder, timeout)
+        ended = PROCESS.run(folder, timeout)
     except TimeoutError:
         raise InterpretedKernelError(
             f"{name} did not finish within {timeout:g} s in Triton's interpreter, which takes about 2 ms for each "
@@ -248,3 +250,7 @@ def answer(folder: str) -> None:
     sys.stdout.flush()
     torch.save(said, Path(folder, "answer.part"))
     os.replace(Path(folder, "answer.part"), Path(folder, "answer.pt"))  # whole or absent
+
+
+if __name__ == "__main__":
+    serve(repair, answer)

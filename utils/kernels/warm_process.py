@@ -1,11 +1,13 @@
-"""Processes in which Triton interprets kernels: one that stays and forks a fresh one for each job.
+"""A process that stays, has imported what takes seconds, and forks a fresh child for each job.
 
-Importing torch and Triton takes two to four seconds, interpreting a small kernel some milliseconds. So the first job of
-a program starts a process that imports both, runs no kernel itself, and forks a child for each job: a kernel finds
-nothing that an earlier one left behind, and whatever it does to its process ends with the job. The process that stays
-goes when its program ends, or when nobody has asked it for five minutes; the next job then starts another one.
+Importing torch and Triton takes two to four seconds, interpreting or compiling a small kernel a fraction of one. So the
+first job of a program starts a process that imports both, runs no kernel itself, and forks a child for each job: a
+kernel finds nothing that an earlier one left behind, and whatever it does to its process ends with the job. The process
+that stays goes when its program ends, or when nobody has asked it for five minutes; the next job then starts another.
 
 A grader gives each job a process that is new from the start: there a kernel is not trusted to leave its parent alone.
+
+A module that works in this way calls `serve` when it is run as a program, and keeps a `WarmProcess` of itself.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,48 +41,51 @@ class Ended:
     complaints: str
 
 
-def run_job(folder: str, timeout: float) -> Ended:
-    """Run the job in a folder, which `interpreter.answer` reads and answers, in a process of its own.
+class WarmProcess:
+    """Runs jobs in forks of a process that runs `python -m MODULE`, which it starts when it is needed.
 
     Args:
-        folder: It has job.pt; answer.pt is written there.
-        timeout: Seconds, the start of processes included.
-
-    Raises:
-        TimeoutError: The job did not end in time; its process has been killed.
+        module: It calls `serve` as a program.
+        **variables: Environment variables of the jobs, beside the caller's own.
     """
-    if os.environ.get("LABS_COMPILE_CACHE") == "off":  # as the grader sets it: nothing is shared between jobs
-        return _run_anew(folder, timeout)
-    global _server
-    with _one_at_a_time:
-        deadline = time.monotonic() + timeout
-        for fresh in (False, True):
-            if fresh or _server is None or not _server.serves_this_process():
-                _server = Server()
-            try:
-                return _server.run(folder, deadline)
-            except Gone as gone:  # it had been idle for too long, or something killed it
-                complaints = str(gone)
-    return Ended(1, "", complaints)
+
+    def __init__(self, module: str, **variables: str) -> None:
+        self.module, self.variables = module, variables
+        self.server: Server | None = None
+        self._one_at_a_time = threading.Lock()
+
+    def run(self, folder: str, timeout: float) -> Ended:
+        """Have the work done for which a folder holds what the module reads.
+
+        Args:
+            folder: The job's current folder; the module writes its results there, or prints them.
+            timeout: Seconds, the start of a process included.
+
+        Raises:
+            TimeoutError: The job did not end in time; its process has been killed.
+        """
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **self.variables}
+        command = [sys.executable, "-m", self.module]
+        if os.environ.get("LABS_COMPILE_CACHE") == "off":  # as the grader sets it: nothing is shared between jobs
+            return _run_anew([*command, folder], environment, timeout)
+        with self._one_at_a_time:
+            deadline = time.monotonic() + timeout
+            for fresh in (False, True):
+                if fresh or self.server is None or not self.server.serves_this_process():
+                    self.server = Server(command, environment)
+                try:
+                    return self.server.run(folder, environment, deadline)
+                except Gone as gone:  # it had been idle for too long, or something killed it
+                    complaints = str(gone)
+        return Ended(1, "", complaints)
 
 
-def _environment() -> dict[str, str]:
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join(paths),
-        # No GPU, and one thread: the parent's threads and the child's would share the cores.
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
-
-
-def _run_anew(folder: str, timeout: float) -> Ended:
+def _run_anew(command: list[str], environment: dict[str, str], timeout: float) -> Ended:
     child = subprocess.Popen(
-        [sys.executable, "-m", "utils.kernels.interpreter_process", folder],
-        cwd=folder,
-        env=_environment(),
+        command,
+        cwd=command[-1],
+        env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -114,12 +121,12 @@ class Gone(Exception):
 class Server:
     """The process that stays, seen from the program that started it. A job is a line of JSON; so are its answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self.owner = os.getpid()
         self.complaints = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process writes to it)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "utils.kernels.interpreter_process"],
-            env=_environment(),
+            command,
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.complaints,
@@ -131,11 +138,11 @@ class Server:
         """Whether this process started it and it runs: a fork of its owner must not write into the same pipe."""
         return self.owner == os.getpid() and self.process.poll() is None
 
-    def run(self, folder: str, deadline: float) -> Ended:
-        """Run one job; see `run_job`."""
+    def run(self, folder: str, environment: dict[str, str], deadline: float) -> Ended:
+        """Run one job in a folder, with these environment variables."""
         job = None
         try:
-            self._send({"folder": folder, "environment": _environment()})
+            self._send({"folder": folder, "environment": environment})
             job = int(self._line(deadline))
             status = int(self._line(deadline))
         except BaseException:  # also an interrupt of the caller
@@ -171,10 +178,6 @@ class Server:
         return self.complaints.read().decode(errors="replace")
 
 
-_server: Server | None = None
-_one_at_a_time = threading.Lock()
-
-
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
@@ -182,11 +185,17 @@ def _text(path: Path) -> str:
 # The process that stays ------------------------------------------------------------------------------------------
 
 
-def serve() -> None:
-    """Fork a child for each job that a line of stdin names, until stdin ends or nobody has asked for long."""
-    from utils.kernels import interpreter
+def serve(prepare: Callable[[], object], work: Callable[[str], object]) -> None:
+    """Work on the folder that the command line names, or fork a child for each folder that comes through stdin.
 
-    interpreter.repair()  # imports torch and Triton
+    Args:
+        prepare: Imports what takes long.
+        work: Does one job, given its folder.
+    """
+    if len(sys.argv) > 1:
+        work(sys.argv[1])
+        return
+    prepare()
     unread = b""
     while select.select([0], [], [], IDLE_SECONDS)[0]:
         read = os.read(0, 1 << 20)
@@ -198,7 +207,7 @@ def serve() -> None:
             job = json.loads(line)
             pid = os.fork()
             if pid == 0:
-                _work(job)
+                _be_a_child(job, work)
             os.write(1, b"%d\n" % pid)
             os.write(1, b"%d\n" % _wait(pid))
 
@@ -214,7 +223,7 @@ def _wait(pid: int) -> int:
             os._exit(0)
 
 
-def _work(job: dict) -> None:
+def _be_a_child(job: dict, work: Callable[[str], object]) -> None:
     """Do one job in a fork of the process that stays, and end."""
     os.setsid()
     folder = job["folder"]
@@ -228,20 +237,11 @@ def _work(job: dict) -> None:
     os.environ.update(job["environment"])
     status = 1
     try:
-        from utils.kernels import interpreter
-
-        interpreter.answer(folder)
+        work(folder)
         status = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        from utils.kernels.interpreter import answer
-
-        answer(sys.argv[1])
-    else:
-        serve()
