@@ -314,23 +314,11 @@ class _AuthorBuiltin:
         self.raw_src, self.starting_line_number = inspect.getsourcelines(self.fn)
 
 
-class _Builder:
-    """The instructions that an author's builtin may ask Triton's builder for."""
-
-    def create_async_tma_reduce(self, kind, descriptor, coordinates, tile) -> None:
-        """Add a tile of shared memory to global memory."""
-        if kind.name != "ADD":
-            refuse("unknown operation", f"gluon_cpu knows TMA reductions that add, not {kind.name}.")
-        copies.tma_add(descriptor, coordinates, tile)
-
-
 class _Semantic:
-    """What an author's builtin gets as `_semantic`."""
+    """What an author's builtin gets as `_semantic`: nothing of Triton's compiler is there to be used."""
 
-    builder = _Builder()
-
-    def _convert_to_ir_values(self, values, require_i64=True):
-        return values
+    def __getattr__(self, name):
+        refuse("unknown operation", f"gluon_cpu does not know _semantic.{name}: call a function of gl in its place.")
 
 
 AUTHOR_SEMANTIC = _Semantic()
