@@ -121,10 +121,11 @@ def _runtime_call(name: str, *arguments: ast.expr) -> ast.Call:
 
 
 def _at(new, old):
-    """The new node, at the line of the one that it replaces."""
-    for child in ast.walk(new):
-        if not hasattr(child, "lineno"):
-            ast.copy_location(child, old)
+    """Give a new node the line of the one that it replaces; parts of it that come from the source keep their own."""
+    if not hasattr(new, "lineno"):
+        ast.copy_location(new, old)
+        for child in ast.iter_child_nodes(new):
+            _at(child, old)
     return new
 
 
