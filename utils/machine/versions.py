@@ -127,3 +127,17 @@ def workers_need_register_counts() -> bool:
     """Whether `gl.warp_specialize` demands `worker_num_regs`: up to Triton 3.6 it does."""
     version = installed_version("triton")
     return version is not None and version < (3, 7)
+
+
+@functools.cache
+def keep_captured_floats_constant() -> None:
+    """Let eager FlexAttention take a second score modifier that captures another number.
+
+    From torch 2.15 on, a Python float that has changed since the last call becomes a symbol of the graph, and eager
+    FlexAttention raises an error because it takes no such symbol. As a constant it is compiled anew, as before.
+    """
+    version = installed_version("torch")
+    if version is not None and version >= (2, 15):
+        from torch._dynamo import config
+
+        config.specialize_float = True
