@@ -2,7 +2,7 @@
 
     python -m tools.record.gluon_verdicts simulate --out assets/results/gluon_verdicts.json       # any machine
     python -m tools.record.gluon_verdicts gpu --out gpu.json [--seconds 600] [--judges consan,memcheck]
-    python -m tools.record.gluon_verdicts table assets/results/gluon_verdicts.json gpu.json --out verdicts.json
+    python -m tools.record.gluon_verdicts table assets/results/gluon_verdicts.json gpu.json [...] --out verdicts.json
 
 The cases are those of tests/utils/gluon_cpu/verdict_cases.py. On the GPU every launch has a process of its own with a time limit,
 because a planted bug may wait for ever. The judges there:
@@ -31,7 +31,7 @@ from utils.files import ROOT
 SEEDS = (None, 1, 2, 3)
 TOOLS = ("memcheck", "racecheck", "synccheck")
 JUDGES = ("plain", "consan", *TOOLS)
-LIMIT_S = 90  # of one process; Triton compiles in it, and with ConSan that takes seconds
+LIMIT_S = 45  # of one process; Triton compiles in it, and with ConSan that takes seconds
 SAME, DIFFERENT = "result: right", "result: wrong"
 
 
@@ -103,7 +103,7 @@ def is_finding(judge: str, line: str) -> bool:
     """Return whether a line of output is a report of the judge."""
     if judge == "consan":
         return bool(re.search(r"Assertion|device-side assert", line))
-    if judge in TOOLS:
+    if judge in TOOLS and "attachable process" not in line:  # the tool itself has failed
         return bool(re.search(r"=========\s+(Invalid|Error|Race|Barrier error|Uninitialized|Divergent|Hazard)", line))
     return False
 
@@ -143,10 +143,10 @@ def gpu_rows(points: list[tuple[Case, str]], processes: int) -> Iterator[dict]:
 # ---- side by side --------------------------------------------------------------------------------------------------
 
 
-def side_by_side(simulated: dict, judged: dict) -> list[dict]:
+def side_by_side(simulated: dict, judged: list[dict]) -> list[dict]:
     """Return a row for each case with the verdicts of all judges, those that differ from what is planted first."""
     by_case: dict[str, dict] = {}
-    for row in judged["rows"]:
+    for row in (row for record in judged for row in record["rows"]):
         by_case.setdefault(row["case"], {})[row["judge"]] = row
     rows = []
     for row in simulated["rows"]:
@@ -174,7 +174,7 @@ def main() -> None:
         return
     parser = arguments_parser(__doc__ or "")
     parser.add_argument("command", choices=("simulate", "gpu", "table", "run"))
-    parser.add_argument("files", nargs="*", type=Path, help="table: the simulator's record and the GPU's")
+    parser.add_argument("files", nargs="*", type=Path, help="table: the simulator's record, then those of a GPU")
     parser.add_argument("--judges", default=",".join(JUDGES), help="gpu: which judges, with commas between them")
     parser.add_argument("--processes", type=int, default=6, help="gpu: launches at a time")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="gpu: stop after this time")
@@ -205,11 +205,11 @@ def main() -> None:
         if whole:
             record.finish()
     elif command == "table":
-        if len(options.files) != 2:
-            parser.error("table takes two files: the simulator's record and the GPU's.")
-        simulated, judged = map(read_record, options.files)
+        if len(options.files) < 2:
+            parser.error("table takes the simulator's record and at least one of a GPU.")
+        simulated, *judged = map(read_record, options.files)
         record = Record(options.out, "verdicts of the simulator, of ConSan and of compute-sanitizer", "cpu")
-        record.contents |= {"simulated_in": simulated["environment"], "judged_in": judged["environment"]}
+        record.contents |= {"simulated_in": simulated["environment"], "judged_in": [j["environment"] for j in judged]}
         record.fill(
             side_by_side(simulated, judged), dict, lambda row: f"{row['case']}: {', '.join(row['differs']) or 'agree'}"
         )

@@ -19,7 +19,7 @@ from triton.runtime.jit import ConstexprFunction, JITFunction
 from . import barriers, context, copies, language, ptx, reductions  # noqa: F401 (they fill the table)
 from .aggregates import Aggregate, is_instance
 from .context import refuse
-from .known import TABLE, meaning, unwrap
+from .known import TABLE, advice, meaning, unwrap
 from .memory import MemDesc
 from .products import finished_tensor
 from .tensors import NUMBERS, Tensor, to_tensor
@@ -301,7 +301,7 @@ def call(function, *args, **kwargs):
     module = getattr(function, "__module__", "") or ""
     name = f"{module}.{getattr(function, '__qualname__', function)}"
     if module.startswith("triton."):
-        refuse("unknown operation", f"gluon_cpu does not know {name}.")
+        refuse("unknown operation", f"gluon_cpu does not know {name}.{advice(name)}")
     if getattr(function, "__triton_builtin__", False):
         return run_jit(_AuthorBuiltin(function), args, {**kwargs, "_semantic": AUTHOR_SEMANTIC})
     refuse("kernel", f"{name} is no @gluon.jit function, so a kernel cannot call it.")

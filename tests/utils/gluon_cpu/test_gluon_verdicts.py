@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("triton", reason="gluon_cpu needs Triton for the language; there are wheels for Linux only")
 
-from tests.utils.gluon_cpu.verdict_cases import BUGS, CASES, CORRECT, simulate_case, source
+from tests.utils.gluon_cpu.verdict_cases import BUGS, CASES, CORRECT, Case, simulate_case, source
+from tools.record.gluon_verdicts import judge_row, judge_verdict, side_by_side
 from utils.files import ROOT
 
 RECORD = ROOT / "assets" / "results" / "gluon_verdicts.json"
@@ -79,3 +80,52 @@ def test_the_planted_bugs_are_gluon_that_compiles_for_hopper(tmp_path):
         env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, f"{labels}: {done.stderr[-3000:]}"
+
+
+def test_multicast_is_refused_with_what_to_use_instead():
+    edit = ("slots.index(s), pred=s < steps)", "slots.index(s), pred=s < steps, multicast=True)")
+    verdict = simulate_case(Case("ring", "multicast", "", (edit,)))
+    assert verdict["kind"] == "unknown operation" and "each block copies the tile for itself" in verdict["report"]
+
+
+# Lines as compute-sanitizer, a device-side assertion and Python print them.
+@pytest.mark.parametrize(
+    ("judge", "code", "text", "expected"),
+    [
+        ("plain", 0, "result: right", ("right numbers", False)),
+        ("plain", 0, "result: wrong", ("wrong numbers", False)),
+        ("plain", None, "", ("did not end", False)),
+        ("plain", 1, "RuntimeError: CUDA error", ("error", True)),
+        ("consan", 1, "ring.py:50: ring: block: [0,0,0], thread: [0,0,0] Assertion `a read` failed.", ("error", True)),
+        ("consan", 0, "result: right", ("right numbers", False)),
+        ("memcheck", 0, "========= Invalid __global__ write of size 4 bytes\nresult: right", ("right numbers", True)),
+        ("racecheck", 0, "========= Error: Race reported between Write access\nresult: right", ("right numbers", True)),
+        ("synccheck", 0, "result: right\n========= ERROR SUMMARY: 0 errors", ("right numbers", False)),
+        ("synccheck", None, "========= Error: No attachable process found.", ("did not end", False)),
+    ],
+)
+def test_what_a_process_on_the_gpu_printed_is_read(judge, code, text, expected):
+    verdict = judge_verdict(judge, code, text)
+    assert (verdict["result"], verdict["reported"]) == expected
+
+
+def test_verdicts_side_by_side_show_where_they_differ():
+    simulated = {
+        "rows": [{"case": "a", "bug": "phase", "kinds": ["race"]}, {"case": "b", "bug": "", "kinds": ["none"]}]
+    }
+    judged = [
+        {"case": case, "judge": "consan", "reported": False, "result": "right numbers", "message": ""} for case in "ab"
+    ]
+    first, second = side_by_side(simulated, [{"rows": judged[:1]}, {"rows": judged[1:]}])
+    assert (first["case"], first["simulator"], first["consan"]) == ("a", "reported", "right numbers")
+    assert first["differs"] == ["consan"] and second["differs"] == []
+
+
+@pytest.mark.slow
+def test_a_launch_without_a_gpu_is_an_error_in_a_process_of_its_own():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    row = judge_row((CASES["ring: as written"], "plain"))
+    assert row["result"] == "error" and row["message"]
