@@ -62,7 +62,10 @@ def _coordinates(coord) -> list[int]:
 def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False, cache_policy=None) -> None:
     """Start a TMA copy from global to shared memory, which reports to a barrier."""
     if constant(multicast, "multicast"):
-        refuse("unknown operation", "gluon_cpu runs one block at a time and knows no multicast.")
+        refuse(
+            "unknown operation",
+            "gluon_cpu runs one block at a time and knows no multicast. Leave it out: each block copies the tile for itself.",
+        )
     layouts.check_tma(tensor_desc, coord, result, "A TMA copy")
     at = _coordinates(coord)
     if not is_true(pred):

@@ -42,7 +42,9 @@ def numpy_type(dtype) -> type:
     try:
         return NUMPY[dtype.name]
     except KeyError:
-        raise TypeError(f"gluon_cpu computes with {', '.join(NUMPY)}; it does not know {dtype}.") from None
+        raise TypeError(
+            f"gluon_cpu computes with {', '.join(NUMPY)}; it does not know {dtype}. Use fp16 or bf16 in place of fp8."
+        ) from None
 
 
 def round_bf16(x: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from triton.runtime.jit import ConstexprFunction, JITFunction
 from . import barriers, context, copies, language, ptx, reductions  # noqa: F401 (they fill the table)
 from .aggregates import Aggregate, is_instance
 from .context import refuse
-from .known import TABLE, meaning, unwrap
+from .known import TABLE, advice, meaning, unwrap
 from .memory import MemDesc
 from .products import finished_tensor
 from .tensors import NUMBERS, Tensor, to_tensor
@@ -121,10 +121,11 @@ def _runtime_call(name: str, *arguments: ast.expr) -> ast.Call:
 
 
 def _at(new, old):
-    """The new node, at the line of the one that it replaces."""
-    for child in ast.walk(new):
-        if not hasattr(child, "lineno"):
-            ast.copy_location(child, old)
+    """Give a new node the line of the one that it replaces; parts of it that come from the source keep their own."""
+    if not hasattr(new, "lineno"):
+        ast.copy_location(new, old)
+        for child in ast.iter_child_nodes(new):
+            _at(child, old)
     return new
 
 
@@ -300,7 +301,7 @@ def call(function, *args, **kwargs):
     module = getattr(function, "__module__", "") or ""
     name = f"{module}.{getattr(function, '__qualname__', function)}"
     if module.startswith("triton."):
-        refuse("unknown operation", f"gluon_cpu does not know {name}.")
+        refuse("unknown operation", f"gluon_cpu does not know {name}.{advice(name)}")
     if getattr(function, "__triton_builtin__", False):
         return run_jit(_AuthorBuiltin(function), args, {**kwargs, "_semantic": AUTHOR_SEMANTIC})
     refuse("kernel", f"{name} is no @gluon.jit function, so a kernel cannot call it.")
@@ -314,23 +315,11 @@ class _AuthorBuiltin:
         self.raw_src, self.starting_line_number = inspect.getsourcelines(self.fn)
 
 
-class _Builder:
-    """The instructions that an author's builtin may ask Triton's builder for."""
-
-    def create_async_tma_reduce(self, kind, descriptor, coordinates, tile) -> None:
-        """Add a tile of shared memory to global memory."""
-        if kind.name != "ADD":
-            refuse("unknown operation", f"gluon_cpu knows TMA reductions that add, not {kind.name}.")
-        copies.tma_add(descriptor, coordinates, tile)
-
-
 class _Semantic:
-    """What an author's builtin gets as `_semantic`."""
+    """What an author's builtin gets as `_semantic`: nothing of Triton's compiler is there to be used."""
 
-    builder = _Builder()
-
-    def _convert_to_ir_values(self, values, require_i64=True):
-        return values
+    def __getattr__(self, name):
+        refuse("unknown operation", f"gluon_cpu does not know _semantic.{name}: call a function of gl in its place.")
 
 
 AUTHOR_SEMANTIC = _Semantic()

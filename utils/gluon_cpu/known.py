@@ -52,6 +52,24 @@ def _removed(name: str) -> Callable | None:
     return refuse_name
 
 
+# What to use in place of what the simulator does not know: part of the name in Triton -> advice.
+INSTEAD = {
+    "im2col": "Copy plain tiles with a TensorDescriptor, or load elements by their addresses with gl.load.",
+    "gather": "Load the rows by their addresses, with gl.load or cp.async.",
+    "scatter": "Store the rows by their addresses, with gl.store.",
+    "tcgen05": "That is Blackwell's; Hopper's product is warpgroup_mma, with the accumulator in registers.",
+    "tensor_memory": "That is Blackwell's; Hopper's accumulators are tensors in registers.",
+    "clc": "That is Blackwell's; on Hopper a persistent kernel loops over its tiles: range(gl.program_id(0), tiles, ...).",
+    "cluster": "The simulator runs one block at a time: leave clusters out, num_ctas=1.",
+    "mma_v2": "Hopper's product is warpgroup_mma.",
+}
+
+
+def advice(name: str) -> str:
+    """Return a sentence on what to use in place of a function that the simulator does not know; "" if there is none."""
+    return next((f" {text}" for part, text in INSTEAD.items() if part in name), "")
+
+
 def meaning(name: str) -> Callable:
     """Return the simulator's version of `gl.<name>`."""
     return TABLE[getattr(gl, name)]

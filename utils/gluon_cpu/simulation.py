@@ -132,7 +132,10 @@ def _bind(kernel, args: tuple, options: dict) -> tuple[dict[str, Any], int]:
         getattr(value, "value", value) for value in (options.get("num_warps", 4), options.get("num_ctas", 1))
     )
     if num_ctas != 1:
-        raise NotImplementedError("gluon_cpu simulates single blocks; num_ctas must be 1.")
+        raise NotImplementedError(
+            f"num_ctas={num_ctas}: gluon_cpu runs one block at a time and knows no clusters. Launch with num_ctas=1, "
+            "where each block copies and computes its own tiles."
+        )
     if num_warps < 1 or num_warps & (num_warps - 1):
         raise ValueError(f"num_warps must be a power of two, got {num_warps}.")
     return values, num_warps
@@ -159,6 +162,11 @@ def _argument(value: Any, name: str):
         return tuple(_argument(v, f"{name}[{i}]") for i, v in enumerate(value))
     if value is None:
         return None
+    if "Im2Col" in type(value).__name__:
+        raise NotImplementedError(
+            f"{name} is a {type(value).__name__}: gluon_cpu does not know TMA's im2col mode. Copy plain tiles with a "
+            "TensorDescriptor, or load elements by their addresses with gl.load."
+        )
     kinds = "A kernel takes tensors, TMA descriptors, numbers and None"
     raise TypeError(f"{kinds}; {name} is {type(value).__name__}. Types and layouts go to gl.constexpr parameters.")
 

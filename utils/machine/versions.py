@@ -10,12 +10,14 @@ This is the one place that knows. Kernels, simulator and labs use Gluon's newest
 | `async_copy.async_load` | 3.8         | `async_copy.async_copy_global_to_shared` | raises an error from 3.9 on    |
 | `gl.barrier`            | 3.7         | `gl.thread_barrier`                      | gone from 3.7 on               |
 | `gluon.aggregate`       | 3.8         | `triton.language.core._aggregate`        | still there                    |
+| `tma.async_atomic_add`  | 3.8         | no function, but the same instruction    |                                |
 """
 
 import functools
 import os
 import re
 import warnings
+from collections.abc import Callable
 from importlib import metadata
 
 # package -> oldest and newest minor version that the tests have run with
@@ -75,6 +77,22 @@ def adopt_newest_gluon_names() -> None:
     ):
         if not hasattr(module, newest):
             setattr(module, newest, getattr(old_module, old))
+    if not hasattr(tma, "async_atomic_add"):
+        tma.async_atomic_add = _make_async_atomic_add()
+
+
+def _make_async_atomic_add() -> Callable:
+    """Return `tma.async_atomic_add` for a Triton whose Gluon has its instruction, but no function for it."""
+    from triton._C.libtriton import ir
+    from triton.experimental.gluon.language._core import builtin
+
+    @builtin
+    def async_atomic_add(tensor_desc, coord, src, _semantic=None):
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
+
+    return async_atomic_add
 
 
 def replacement_of_removed_gluon_name(name: str) -> str | None:
@@ -109,3 +127,17 @@ def workers_need_register_counts() -> bool:
     """Whether `gl.warp_specialize` demands `worker_num_regs`: up to Triton 3.6 it does."""
     version = installed_version("triton")
     return version is not None and version < (3, 7)
+
+
+@functools.cache
+def keep_captured_floats_constant() -> None:
+    """Let eager FlexAttention take a second score modifier that captures another number.
+
+    From torch 2.15 on, a Python float that has changed since the last call becomes a symbol of the graph, and eager
+    FlexAttention raises an error because it takes no such symbol. As a constant it is compiled anew, as before.
+    """
+    version = installed_version("torch")
+    if version is not None and version >= (2, 15):
+        from torch._dynamo import config
+
+        config.specialize_float = True

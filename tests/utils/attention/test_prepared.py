@@ -391,3 +391,10 @@ def test_what_flash_attention_4_is_asked(monkeypatch, arguments, expected, block
     assert (asked.get("score_mod") is None) == ("score_mod" not in arguments)
     if blocks:
         assert bound.settings["block_size"] == (128, 128) and asked["block_sparse_tensors"][1] == (128, 128)
+
+
+def test_eager_modifiers_that_differ_in_a_number_alone():
+    for cap, length in ((10.0, 16), (20.0, 32), (30.0, 48)):  # torch sees a number change, and a size
+        q, k, v = tensors(sq=length, sk=length)
+        call = prepare(q, k, v, score_mod=score_mods.soft_cap(cap), backend="flex_eager")
+        assert error(call(), reference(q, k, v, None, score_mods.soft_cap(cap))) < FP32_ERROR

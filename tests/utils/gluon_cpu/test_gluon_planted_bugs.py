@@ -1,5 +1,7 @@
 """The simulator finds each planted bug, with the right kind of report, at the right line, for several seeds."""
 
+import random
+
 import pytest
 import torch
 
@@ -12,7 +14,8 @@ from tests.utils.gluon_cpu.gluon_helpers import descriptor, marked_lines
 from utils import gluon_cpu
 
 LINES = marked_lines(bugs)
-SEEDS = (None, 1, 2, 3)
+SEEDS = (None, 1, 2, 3)  # of the table
+TIMINGS = (None, random.randrange(10**6))  # of a test
 
 # name -> kind of report and words that its message must have. Where two kinds stand, the first thing that goes wrong
 # depends on who is faster: a wait for the wrong parity passes at once, or blocks.
@@ -53,10 +56,10 @@ def run_pipeline(bug: str, seed, **options):
     return run, y, x * w.repeat(1, 6)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_pipeline_without_a_bug(seed):
-    run, y, want = run_pipeline("", seed or None)
-    assert run.ok and torch.equal(y, want)
+def test_the_pipeline_without_a_bug():
+    for seed in (None, *range(1, 6)):
+        run, y, want = run_pipeline("", seed)
+        assert run.ok and torch.equal(y, want)
 
 
 def check(error: pytest.ExceptionInfo, bug: str, kind: str, words: str) -> None:
@@ -70,7 +73,7 @@ def check(error: pytest.ExceptionInfo, bug: str, kind: str, words: str) -> None:
     assert report.site.file == bugs.__file__
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", TIMINGS, ids=("model", "drawn"))
 @pytest.mark.parametrize("bug", PIPELINE)
 def test_pipeline_bugs(bug, seed):
     with pytest.raises(gluon_cpu.SimulationError) as error:
@@ -108,12 +111,12 @@ def run_product(bug: str, seed=None, **changed):
 
 
 def test_the_product_without_a_bug():
-    for seed in range(10):
+    for seed in range(4):
         run, c, want = run_product("", seed)
         assert run.ok and torch.allclose(c.double(), want, atol=1e-3)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", TIMINGS, ids=("model", "drawn"))
 @pytest.mark.parametrize("bug", PRODUCT)
 def test_product_bugs(bug, seed):
     kind, words, changed = PRODUCT[bug]
@@ -142,7 +145,7 @@ def run_buffered(bug: str, seed=None):
     return run, x, y
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", TIMINGS, ids=("model", "drawn"))
 @pytest.mark.parametrize("bug", BUFFERED)
 def test_cp_async_bugs(bug, seed):
     with pytest.raises(gluon_cpu.SimulationError) as error:
@@ -151,7 +154,7 @@ def test_cp_async_bugs(bug, seed):
 
 
 def test_cp_async_without_a_bug():
-    for seed in range(10):
+    for seed in range(4):
         run, x, y = run_buffered("", seed)
         assert run.ok and torch.equal(x, y)
 
@@ -174,7 +177,7 @@ REFUSED = {
     "condition on a tensor": ("kernel", "scalar"),
     "endless loop": ("endless loop", "steps"),
     "plain python function": ("kernel", "no @gluon.jit function"),
-    "unknown operation": ("unknown operation", "allocate_tensor_memory"),
+    "unknown operation": ("unknown operation", "allocate_tensor_memory. That is Blackwell's; Hopper's accumulators"),
     "unknown assembly": ("unknown operation", "brkpt"),
 }
 

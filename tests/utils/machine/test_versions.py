@@ -58,6 +58,20 @@ def test_every_newest_name_is_there():
     from triton.experimental.gluon.language.nvidia.ampere import async_copy
     from triton.experimental.gluon.language.nvidia.hopper import tma
 
-    for module, name in ((tma, "async_load"), (tma, "async_store"), (async_copy, "async_load"), (gl, "barrier")):
-        assert callable(getattr(module, name))
+    for module, names in (
+        (tma, ("async_load", "async_store", "async_atomic_add")),
+        (async_copy, ("async_load",)),
+        (gl, ("barrier",)),
+    ):
+        assert all(callable(getattr(module, name)) for name in names)
     assert gluon.aggregate.__name__.endswith("aggregate")
+
+
+def test_nobody_else_asks_which_gluon_names_are_there():
+    """A kernel that looks for a name of Triton's itself would know a version of its own."""
+    modules = r"(tma|async_copy|mbarrier|gl|gluon|tl|hopper|ampere|triton)"
+    asks = re.compile(rf"hasattr\({modules},|getattr\({modules}, \"|{modules}\.__version__\s*(<|>|==|!=)")
+    own = ROOT / "utils" / "machine" / "versions.py"
+    files = [file for folder in ("utils", "instructor") for file in (ROOT / folder).rglob("*.py") if file != own]
+    found = [f"{file.relative_to(ROOT)}: {match[0]}" for file in files for match in asks.finditer(file.read_text())]
+    assert found == []

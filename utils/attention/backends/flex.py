@@ -24,6 +24,9 @@ from utils.attention.masks.mask_mods import MaskMod, row_chunks
 from utils.attention.prepared import compile_attend, own_copy
 from utils.attention.problem import Attend, Backend, Bound, Options, Problem, Refused
 from utils.machine.device import Support, compile_support, compute_capability, flash_attn_support
+from utils.machine.versions import keep_captured_floats_constant
+
+keep_captured_floats_constant()
 
 SMALLEST_TILE, DEFAULT_TILE = 16, 128  # of the Triton kernel, in queries and in keys
 # Triton's tile on Hopper in 16 bit, by head dimension, measured on an H200: 64 x 64 with 4 warps leaves room for

@@ -5,25 +5,14 @@
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
 from utils.attention.gluon.shared import aggregate, tma_load
 
-
-@builtin
-def _tma_reduce_add(descriptor, coordinates, tile, _semantic=None):
-    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
-    _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, tile.handle)
-
-
-# Hand a tile to TMA, which adds it to memory; its end is waited for as a store's. Triton has a function for it from 3.8
-# on; the instruction behind it was there before.
-tma_add = gl.constexpr(getattr(tma, "async_atomic_add", None) or _tma_reduce_add)
+# Hand a tile to TMA, which adds it to memory; its end is waited for as a store's.
+tma_add = gl.constexpr(tma.async_atomic_add)
 
 
 @aggregate
