@@ -147,7 +147,7 @@ def test_the_kernel_is_right_in_the_simulator(sizes, options, choices):
     from utils.attention.gluon.decode.launch import Launch
 
     batch, heads, kv_heads, sq, slots, head_dim, page = sizes
-    choices = {"programs": 5, "together": False, **choices}  # programs cannot wait for each other in the simulator
+    choices = {"programs": 5, "merge": "last", **choices}  # programs cannot wait for each other in the simulator
     with_lengths = choices.pop("lengths", False)
     fill = float("nan") if with_lengths else 0.5
     k, v, lengths, table = random_cache(batch, kv_heads, slots, head_dim, torch.bfloat16, len(str(sizes)), page, fill)

@@ -89,7 +89,7 @@ def _decode(q, k, v, causal, scale, window, seqlens, block_table) -> torch.Tenso
         while len(_LAUNCHES) >= KEPT_AT_MOST:
             del _LAUNCHES[next(iter(_LAUNCHES))]  # a dict keeps its order: the first key is the oldest
         launch = _LAUNCHES[key] = Launch(
-            q, k, v, causal, window, seqlens is not None, block_table, together=False if captured else None
+            q, k, v, causal, window, seqlens is not None, block_table, merge="second" if captured else None
         )
     if launch.copies or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         q, k, v = addressable(q), addressable(k), addressable(v)
@@ -132,7 +132,7 @@ class Launch:
         block_table: torch.Tensor | None,
         programs: int = 0,
         aligned: bool | None = None,
-        together: bool | None = None,
+        merge: str | None = None,
         **choices,
     ):
         batch, _, sq, head_dim = q.shape
@@ -151,10 +151,10 @@ class Launch:
             aligned = not lengths and aligned_split(heads, blocks, self.programs)
         # Waiting for each other is faster where the time is that of launches, not of bytes.
         bytes_ = 2 * seen * batch * kv_heads * head_dim * q.element_size()
-        if together is None:
-            together = not lengths and not aligned and bytes_ <= TOGETHER_BYTES
-        self.plan = plan = replace(plan, together=together)
-        self.counters = 2 * heads if together else 0
+        if merge is None:
+            merge = "together" if not lengths and not aligned and bytes_ <= TOGETHER_BYTES else "second"
+        self.plan = plan = replace(plan, merge=merge)
+        self.counters = 0 if merge == "second" else 2 * heads
         if min(blocks, self.programs // heads + 2) > 32 and "merge_warps" not in choices:
             self.plan = plan = replace(plan, merge_warps=MERGE_WARPS)
         holds = power_of_two(batch) if lengths else 1
@@ -223,7 +223,7 @@ class Launch:
         )
         constants = {"PLAN": plan, "CASE": self.case}
         grid = (self.programs,)
-        options = {"num_warps": plan.warps} | ({"launch_cooperative_grid": True} if plan.together else {})
+        options = {"num_warps": plan.warps} | ({"launch_cooperative_grid": True} if plan.merge == "together" else {})
         kernels = [attention_decode[grid](*descriptors, out, parts, counters, *sizes, **constants, **options)]
         if self.parts and not self.counters:
             options = {"num_warps": MERGE_WARPS, "launch_pdl": plan.early}

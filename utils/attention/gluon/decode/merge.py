@@ -22,7 +22,7 @@ class Results:
 
     out_ptr: gl.tensor
     parts_ptr: gl.tensor
-    counters_ptr: gl.tensor  # two for each head, zero before and after a launch; touched only with PLAN.together
+    counters_ptr: gl.tensor  # two for each head, zero before and after a launch; untouched with a second launch
     group: gl.tensor  # query heads of a head of keys
     tiles: gl.tensor  # tiles of queries
     head_dim: gl.tensor
@@ -149,26 +149,59 @@ class Results:
             gl.store(out, o.to(self.out_ptr.dtype.element_ty), mask=keep[:, None])
 
     @gluon.jit
-    def arrive(self, b, head):
-        """Say that this program's part of a head is stored."""
-        thread_barrier()  # one thread says so for all: without it, another's part might not be stored yet
-        gl.atomic_add(self.counters_ptr + 2 * (b * self.cache.heads + head), 1, sem="acq_rel", scope="gpu")
+    def merge_own(self, split, program):
+        """After a program's last store: its part in the merge of the head it began in, and of the one it ended in."""
+        if self.cache.PLAN.merge != "second":
+            begin = split.begin(program)
+            end = split.begin(program + 1)
+            left = self.cache.locate(begin)
+            right = self.cache.locate(end - 1)
+            left_begin = begin - left.j
+            right_begin = end - 1 - right.j
+            has_left = left.j > 0
+            has_right = (right.j + 1 < right.blocks) & (right_begin >= begin)
+            thread_barrier()  # one thread says so for all: without it, another's part might not be stored yet
+            # Both are announced before either is waited for: otherwise each program would wait for the one before it.
+            left_arrived = self.arrive(left, has_left)
+            right_arrived = self.arrive(right, has_right)
+            if has_left:
+                self.merge_head(split, program, left, left_begin, left_arrived)
+            if has_right:
+                self.merge_head(split, program, right, right_begin, right_arrived)
 
     @gluon.jit
-    def merge_together(self, b, head, first, count, program):
-        """Wait until all parts of a head are stored, and add up this program's share of its rows.
+    def counter(self, cursor):
+        """The first of the two counters of the cursor's head."""
+        return self.counters_ptr + 2 * (cursor.b * self.cache.heads + cursor.head)
 
-        All programs are on the GPU at the same time (a cooperative launch), and each has stored its parts before it
-        waits, so the waiting ends.
-        """
-        counter = self.counters_ptr + 2 * (b * self.cache.heads + head)
-        if program - first < self.pieces(head):
-            stored = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-            while stored < count:
-                stored = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-            thread_barrier()  # one thread has seen that: the others may read only behind it
-            self.merge(b, head, first, count, program - first, count)
-        # Who leaves last sets both counters to zero for the next launch: nobody waits for them any more.
-        if gl.atomic_add(counter + 1, 1, sem="acq_rel", scope="gpu") == count - 1:
-            gl.store(counter, 0)
-            gl.store(counter + 1, 0)
+    @gluon.jit
+    def arrive(self, cursor, has_part):
+        """Say that this program's part of a head is stored; how many are now."""
+        arrived = gl.to_tensor(0)
+        if has_part:
+            arrived = gl.atomic_add(self.counter(cursor), 1, sem="acq_rel", scope="gpu") + 1
+        return arrived
+
+    @gluon.jit
+    def merge_head(self, split, program, cursor, head_begin, arrived):
+        """Merge a head, or this program's share of it, once all its parts are stored."""
+        first = split.owner(head_begin)
+        count = split.owner(head_begin + cursor.blocks - 1) - first + 1
+        counter = self.counter(cursor)
+        if self.cache.PLAN.merge == "last":
+            if arrived == count:
+                thread_barrier()  # one thread has seen that: the others may read only behind it
+                self.merge(cursor.b, cursor.head, first, count, 0, 1)
+                gl.store(counter, 0)  # for the next launch: nobody looks at it any more
+        else:
+            # All programs are on the GPU at the same time (a cooperative launch), and none waits before it has said
+            # that its parts are stored, so the waiting ends.
+            if program - first < self.pieces(cursor.head):
+                while arrived < count:
+                    arrived = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+                thread_barrier()
+                self.merge(cursor.b, cursor.head, first, count, program - first, count)
+            # Who leaves last sets both counters to zero for the next launch.
+            if gl.atomic_add(counter + 1, 1, sem="acq_rel", scope="gpu") == count - 1:
+                gl.store(counter, 0)
+                gl.store(counter + 1, 0)

@@ -15,6 +15,11 @@ SHARED_BYTES = 232_448
 # Warps, and how many of them share the rows of a product, by head dimension and columns; else 4, and 8 with 64 columns
 # and more, each warpgroup half of these, so that its maxima and factors fit into registers.
 WARPS: dict[tuple[int, int], tuple[int, int]] = {(128, 64): (8, 4), (128, 128): (8, 4)}
+MERGES = {
+    "second": "a second launch, which begins while the first runs and waits for its end",
+    "together": "the programs of a head, which wait for each other (a cooperative launch), each some of its rows",
+    "last": "the program of a head that stores its part last, alone; nobody waits",
+}
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Plan:
     q_slots: int  # tiles of Q in shared memory: with two, the next head's comes while this one is computed
     box: int  # rows of one TMA copy: block_n, or a page if that is smaller
     merge_warps: int = 1  # warps that share the parts of a head in the merge; each takes 32
-    together: bool = False  # the programs of a head wait for each other and merge it, without a second launch
+    merge: str = "second"  # who adds up the parts of a head: a key of MERGES
     early: bool = True  # the second launch begins while the first runs, and waits for its end
 
     @property
@@ -82,7 +87,7 @@ def make_plan(
     row_warps: int | None = None,
     slots: int | None = None,
     merge_warps: int = 1,
-    together: bool = False,
+    merge: str = "second",
     early: bool = True,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
@@ -118,7 +123,7 @@ def make_plan(
         q_slots,
         min(block_n, page) if page else block_n,
         merge_warps,
-        together,
+        merge,
         early,
     )
 
