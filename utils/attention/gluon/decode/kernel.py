@@ -35,7 +35,7 @@ from utils.attention.gluon.decode.blocks import (
     mask_block,
     page_numbers,
 )
-from utils.attention.gluon.decode.merge import Results
+from utils.attention.gluon.decode.merge import Results, in_eights, inverse
 from utils.attention.gluon.decode.work import Cache
 from utils.attention.gluon.shared import MINUS_INF, thread_barrier
 
@@ -235,10 +235,11 @@ def attend(results, split, q_desc, k_desc, v_desc, program):
 
         total = gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), columns)
         if n == cursor.blocks:
-            results.store_whole(cursor, o, total)
+            results.store_whole(cursor, o * inverse(total)[None, :], 0, 1)
         else:
-            begins_here = split.owner(unit - cursor.j) == program
-            results.store_part(cursor, 2 * program + begins_here.to(gl.int32), o, m, total)
+            part = 2 * program + (split.owner(unit - cursor.j) == program).to(gl.int32)
+            results.store_sums(part, gl.arange(0, COLUMNS, columns), m, total)
+            results.store_part(cursor, part, o, 0, 1)
         unit += n
         piece += 1
         cursor = following
@@ -280,7 +281,7 @@ def attention_decode(
     """One program an SM: its share of the blocks of all heads."""
     heads = kv_heads * tiles
     cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
-    results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, head_dim, c, cache)
+    results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
     split = cache.split()
     program = gl.program_id(0)
     if PLAN.early and PLAN.merge == "second":
@@ -315,7 +316,7 @@ def attention_decode_merge(
     """The second launch: grid (heads of all sequences, programs that share a head's merge)."""
     heads = kv_heads * tiles
     cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
-    results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, head_dim, c, cache)
+    results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
     split = cache.split_for(programs)
     flat = gl.program_id(0)
     begin, blocks = cache.place(flat)

@@ -210,6 +210,7 @@ class Launch:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         from utils.attention.gluon.decode.kernel import attention_decode, attention_decode_merge
+        from utils.attention.gluon.decode.rows import attention_decode_rows
 
         def descriptor(x, map_, box):
             return TensorDescriptor(x, *map_, box, gl.NVMMASharedLayout(128, 16, rank=len(box)))
@@ -223,8 +224,9 @@ class Launch:
         )
         constants = {"PLAN": plan, "CASE": self.case}
         grid = (self.programs,)
-        options = {"num_warps": plan.warps} | ({"launch_cooperative_grid": True} if plan.merge == "together" else {})
-        kernels = [attention_decode[grid](*descriptors, out, parts, counters, *sizes, **constants, **options)]
+        options = plan.options | ({"launch_cooperative_grid": True} if plan.merge == "together" else {})
+        kernel = attention_decode_rows if plan.consumers else attention_decode
+        kernels = [kernel[grid](*descriptors, out, parts, counters, *sizes, **constants, **options)]
         if self.parts and not self.counters:
             options = {"num_warps": MERGE_WARPS, "launch_pdl": plan.early}
             merge = attention_decode_merge[self.merge_grid]

@@ -16,6 +16,18 @@ from utils.attention.gluon.decode.work import Cache
 from utils.attention.gluon.shared import MINUS_INF, aggregate, thread_barrier
 
 
+@gluon.jit
+def in_eights(head_dim):
+    """The head dimension, known to the compiler as a multiple of eight: it then stores two neighbours at once."""
+    return head_dim // 8 * 8
+
+
+@gluon.jit
+def inverse(total):
+    """1 / total; zero for a row that sees no key, whose sum is zero, so that its output is zeros."""
+    return gl.where(total == 0.0, 0.0, 1.0 / gl.where(total == 0.0, 1.0, total))
+
+
 @aggregate
 class Results:
     """Output and parts, and what says where in them a row is."""
@@ -52,31 +64,35 @@ class Results:
         return row.to(gl.int64) * self.head_dim, (in_group < self.group) & (query < self.cache.sq)
 
     @gluon.jit
-    def store_whole(self, cursor, o, total):
-        """Store the output of a head; o: [BLOCK_D, columns], total: [columns]."""
+    def store_whole(self, cursor, o, first_row, ROWS: gl.constexpr):
+        """Store the output of a head; dimension ROWS of o holds the tile's query rows first_row and on, the other D."""
         layout: gl.constexpr = o.type.layout
-        column = gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))
-        d = gl.arange(0, o.shape[0], gl.SliceLayout(1, layout))
-        at, exists = self.rows(cursor.b, cursor.head, column)
-        # A row that sees no key has the sum zero, and zeros as its output.
-        o = o * gl.where(total == 0.0, 0.0, 1.0 / gl.where(total == 0.0, 1.0, total))[None, :]
-        keep = exists[None, :] & (d < self.head_dim)[:, None]
-        gl.store(self.out_ptr + at[None, :] + d[:, None], o.to(self.out_ptr.dtype.element_ty), mask=keep)
+        row = first_row + gl.arange(0, o.shape[ROWS], gl.SliceLayout(1 - ROWS, layout))
+        d = gl.expand_dims(gl.arange(0, o.shape[1 - ROWS], gl.SliceLayout(ROWS, layout)), ROWS)
+        at, exists = self.rows(cursor.b, cursor.head, row)
+        keep = gl.expand_dims(exists, 1 - ROWS) & (d < self.head_dim)
+        gl.store(self.out_ptr + gl.expand_dims(at, 1 - ROWS) + d, o.to(self.out_ptr.dtype.element_ty), mask=keep)
 
     @gluon.jit
-    def store_part(self, cursor, part, o, m, total):
-        """Store one part of a head."""
+    def store_sums(self, part, row, m, total):
+        """Store the maxima and sums of some rows of a part."""
+        COLUMNS: gl.constexpr = self.cache.PLAN.columns
+        sums = self.parts_ptr + part * (COLUMNS * (self.cache.PLAN.block_d + 2))
+        gl.store(sums + row, m)
+        gl.store(sums + COLUMNS + row, total)
+
+    @gluon.jit
+    def store_part(self, cursor, part, o, first_row, ROWS: gl.constexpr):
+        """Store a part's unnormalized output; o as in `store_whole`."""
         layout: gl.constexpr = o.type.layout
-        COLUMNS: gl.constexpr = o.shape[1]
-        BLOCK_D: gl.constexpr = o.shape[0]
-        column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-        d = gl.arange(0, BLOCK_D, gl.SliceLayout(1, layout))
-        exists = self.rows(cursor.b, cursor.head, column)[1]
-        sums = self.parts_ptr + part * (COLUMNS * (BLOCK_D + 2))
-        gl.store(sums + column, m)
-        gl.store(sums + COLUMNS + column, total)
-        keep = exists[None, :] & (d < self.head_dim)[:, None]
-        gl.store(sums + 2 * COLUMNS + column[None, :] * BLOCK_D + d[:, None], o, mask=keep)
+        COLUMNS: gl.constexpr = self.cache.PLAN.columns
+        BLOCK_D: gl.constexpr = self.cache.PLAN.block_d
+        row = first_row + gl.arange(0, o.shape[ROWS], gl.SliceLayout(1 - ROWS, layout))
+        d = gl.expand_dims(gl.arange(0, o.shape[1 - ROWS], gl.SliceLayout(ROWS, layout)), ROWS)
+        exists = self.rows(cursor.b, cursor.head, row)[1]
+        keep = gl.expand_dims(exists, 1 - ROWS) & (d < self.head_dim)
+        numbers = self.parts_ptr + part * (COLUMNS * (BLOCK_D + 2)) + 2 * COLUMNS
+        gl.store(numbers + gl.expand_dims(row, 1 - ROWS) * BLOCK_D + d, o, mask=keep)
 
     @gluon.jit
     def pieces(self, head):
@@ -141,8 +157,7 @@ class Results:
                 total = total * old + gl.sum(totals * weight, 0)
                 spread = gl.convert_layout(old, gl.SliceLayout(1, result))
                 o = o * spread[:, None] + gl.sum(values * weight[:, :, None], 0)
-            inverse = gl.where(total == 0.0, 0.0, 1.0 / gl.where(total == 0.0, 1.0, total))
-            o = o * gl.convert_layout(inverse, gl.SliceLayout(1, result))[:, None]
+            o = o * gl.convert_layout(inverse(total), gl.SliceLayout(1, result))[:, None]
             place = gl.convert_layout(self.rows(b, head, column)[0] + d, gl.SliceLayout(1, result))
             keep = gl.convert_layout(exists, gl.SliceLayout(1, result))
             out = self.out_ptr + place[:, None] + gl.arange(0, 2, gl.SliceLayout(0, result))[None, :]

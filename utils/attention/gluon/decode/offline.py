@@ -15,9 +15,10 @@ def compile_decode(plan: Plan, case: Case, dtype: str = "bf16", merge: bool = Fa
     """Compile the kernel, or the one of the second launch, for sm_90a."""
     from triton.experimental.gluon import language as gl
 
-    from utils.attention.gluon.decode import kernel
+    from utils.attention.gluon.decode import kernel, rows
 
-    function = kernel.attention_decode_merge if merge else kernel.attention_decode
+    attend = rows.attention_decode_rows if plan.consumers else kernel.attention_decode
+    function = kernel.attention_decode_merge if merge else attend
     q = gl.NVMMASharedLayout(128, 16, rank=5)
     kv = gl.NVMMASharedLayout(128, 16, rank=4)
     kinds = {
@@ -34,7 +35,8 @@ def compile_decode(plan: Plan, case: Case, dtype: str = "bf16", merge: bool = Fa
     names = [name for name in function.arg_names if name not in ("PLAN", "CASE")]
     signature = {name: kinds.get(name, "i32") for name in names}
     pointers = [name for name in names if name.endswith("_ptr")]
-    compiled = compile_gluon(function, signature, {"PLAN": plan, "CASE": case}, pointers, 4 if merge else plan.warps)
+    options = {"num_warps": 4} if merge else plan.options
+    compiled = compile_gluon(function, signature, {"PLAN": plan, "CASE": case}, pointers, **options)
     return read_assembly(compiled, function.__name__)
 
 
