@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tests.utils.attention.test_decode import random_cache, relative_error
+from tests.utils.attention.decode_cases import random_cache, relative_error
 from utils.attention import attention, attention_decode, decode_reference, last_run, proof, reference
 from utils.machine.device import gluon_support
 
@@ -45,6 +45,20 @@ def test_the_door_takes_the_decode_kernel_for_few_queries(sq):
     assert last_run().backend == "gluon"
     assert relative_error(out, reference(q, k, v, causal=True)[0]) < 5e-3
     assert any("decode" in name for name in proof("gluon", q, k, v, causal=True))
+
+
+@pytest.mark.parametrize("merge", ["second", "together", "last"])
+@pytest.mark.parametrize("consumers", [0, 1, 2])
+def test_both_kernels_with_every_merge(consumers, merge):
+    from utils.attention.gluon.decode.launch import Launch
+
+    q, k, v = (
+        torch.randn(2, h, s, 128, device="cuda", dtype=torch.bfloat16) for h, s in ((8, 16), (2, 3000), (2, 3000))
+    )
+    launch = Launch(q, k, v, True, 0, False, None, consumers=consumers, merge=merge)
+    expected = decode_reference(q, k, v, scale=0.1)
+    for _ in range(5):
+        assert relative_error(launch(q, k, v, 0.1, None, None), expected) < 5e-3
 
 
 def test_many_sequences():

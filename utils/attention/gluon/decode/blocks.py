@@ -104,7 +104,11 @@ def mask_block(s, cache, cursor, j, tile, first_row, KEYS: gl.constexpr):
 def clean_values(v_tile, cursor, j, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr):
     """Replace the values behind the last key by zeros: zero times nan would be nan."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    key = (cursor.first + j) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+    # Few keys at a time, because the output's registers are in use.
+    PIECE: gl.constexpr = min(16 * gl.num_warps() // (BLOCK_D // 64), BLOCK_N)
     v = v_tile.reshape([BLOCK_N, BLOCK_D])
-    values = v.load(layout)
-    v.store(gl.where((key < cursor.length)[:, None], values, gl.zeros_like(values)))
+    for i in gl.static_range(BLOCK_N // PIECE):
+        key = (cursor.first + j) * BLOCK_N + i * PIECE + gl.arange(0, PIECE, gl.SliceLayout(1, layout))
+        piece = v.slice(i * PIECE, PIECE)
+        values = piece.load(layout)
+        piece.store(gl.where((key < cursor.length)[:, None], values, gl.zeros_like(values)))
