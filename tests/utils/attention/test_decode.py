@@ -27,6 +27,37 @@ def test_a_full_cache_is_plain_attention():
     assert relative_error(attention_decode(q, k, v), expected) < 1e-5
 
 
+def test_a_layer_step_takes_the_kernel_by_itself_only_in_a_graph_on_a_hopper_gpu(monkeypatch):
+    from types import SimpleNamespace
+
+    from utils import decode_forward
+    from utils.attention import decode_step
+
+    def projection(n):
+        return SimpleNamespace(out_features=n)
+
+    def layer(implementation="sdpa", head_dim=256):
+        attention = SimpleNamespace(head_dim=head_dim, q_proj=projection(1024), k_proj=projection(256))
+        return SimpleNamespace(self_attn=attention, config=SimpleNamespace(_attn_implementation=implementation))
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    token = torch.zeros(2, 1, 640, dtype=torch.bfloat16)
+    assert decode_step.attention_for_step(layer(), token) is None
+    token = token.as_subclass(OnGpu)
+    monkeypatch.setattr(decode_step, "gluon_support", lambda: True)
+    capturing = iter((False, True, True, True, True))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: next(capturing))
+    assert decode_step.attention_for_step(layer(), token) is None
+    assert decode_step.attention_for_step(layer(), token).func is attention_decode
+    assert decode_step.attention_for_step(layer("eager"), token) is None
+    assert decode_step.attention_for_step(layer(head_dim=260), token) is None
+    assert decode_step.attention_for_step(layer(), token.float()) is None
+    with pytest.raises(ValueError, match="'flash'"):
+        decode_forward(None, token, None, None, True, attend="flash")
+
+
 def test_strides_are_free():
     k, v, lengths, table = random_cache(3, 2, 40, 16, page=16)
     q = torch.randn(3, 2, 4, 16).transpose(1, 2)
