@@ -4,6 +4,7 @@
     python -m tools.record.decode_variants points --warm 0/8                             # compile, in 8 processes
     python -m tools.record.decode_variants points --fa3 fa3/_C.so --out decode_variants.json
     python -m tools.record.decode_variants pages --fa3 fa3/_C.so --out decode_variants_pages.json
+    python -m tools.record.decode_variants fp8 --out decode_fp8.json
 
 A variant is a set of arguments of `Launch`: which kernel (`consumers`), how parts are merged, how many programs share the
 keys, how many keys a block has. All variants of a row and the other libraries are timed in one process, interleaved,
@@ -71,11 +72,11 @@ def plan_of(point: tuple, choices: dict) -> Plan:
     return make_plan(head_dim, heads // kv_heads, new_tokens, **tile)
 
 
-def bound(choices: dict, q, k, v, seqlens=None, table=None, **case) -> Callable[[], torch.Tensor]:
+def bound(choices: dict, q, k, v, seqlens=None, table=None, scales=None, **case) -> Callable[[], torch.Tensor]:
     """Return a variant's call."""
     causal, window = case.get("causal", True), case.get("window") or 0
     launch = Launch(q, k, v, causal, window, seqlens is not None, table, **choices)
-    return partial(launch, q, k, v, q.shape[-1] ** -0.5, seqlens, table)
+    return partial(launch, q, k, v, q.shape[-1] ** -0.5, seqlens, table, scales)
 
 
 def error_of(out: torch.Tensor, expected: torch.Tensor) -> float:
@@ -83,12 +84,14 @@ def error_of(out: torch.Tensor, expected: torch.Tensor) -> float:
     return ((out.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
-def right_calls(named: dict[str, dict], expected: torch.Tensor, *tensors) -> tuple[dict[str, Callable], dict[str, str]]:
+def right_calls(
+    named: dict[str, dict], expected: torch.Tensor, *tensors, scales=None
+) -> tuple[dict[str, Callable], dict[str, str]]:
     """Return the variants' calls whose first sequence is right, each tried twice, and why others are left out."""
     calls, left_out = {}, {}
     for name, choices in named.items():
         try:
-            call = bound(choices, *tensors)
+            call = bound(choices, *tensors, scales=scales)
             errors = [
                 error_of(call()[:1], expected) for _ in range(2)
             ]  # the second call finds the counters of the first
@@ -148,6 +151,26 @@ def measure_pages(cache: tuple, fa3: bool, warm: bool = False) -> dict:
     return row | {"us": {n: round(median(t), 2) for n, t in time_together(calls, size, ITERATIONS).items()}}
 
 
+def measure_fp8(point: tuple, warm: bool = False) -> dict:
+    """Measure a cache in e4m3 beside the same one in bf16, which both kernels read."""
+    q, k, v = draw(*point)
+    kernels: dict[str, dict] = {"bf16, keys": {}, "bf16, rows": {"consumers": 1}}
+    calls, left_out = right_calls(kernels, decode_reference(q[:1], k[:1], v[:1]), q, k, v)
+    small, scales = [x.to(torch.float8_e4m3fn) for x in (k, v)], torch.rand(2, point[2], device="cuda") + 0.5
+    expected = decode_reference(q[:1], small[0][:1], small[1][:1], kv_scales=scales)
+    named: dict[str, dict] = {"fp8": {"fp8": True}}
+    if point[4] <= 128:
+        named["fp8, half the keys a block"] = {"fp8": True, "block_n": 32 if point[4] == 128 else 64}
+    found, missing = right_calls(named, expected, q, *small, scales=scales)
+    calls |= found
+    row: dict = {"point": list(point), "left_out": left_out | missing}
+    if warm or not calls:
+        return row
+    us = {n: round(median(t), 2) for n, t in time_together(calls, k.numel(), ITERATIONS).items()}
+    bf16, fp8 = (min(us[n] for n in us if n.startswith(kind)) for kind in ("bf16", "fp8"))
+    return row | {"us": us, "ratio": round(bf16 / fp8, 3), "tb_s": round(2 * k.numel() / fp8 / 1e6, 3)}
+
+
 def random_case(seed: int) -> dict:
     """Compare one variant on random shapes, lengths, pages and masks with float64, twice."""
     from tests.utils.attention.decode_cases import random_cache
@@ -163,10 +186,17 @@ def random_case(seed: int) -> dict:
         x if x is None else x.cuda() for x in random_cache(batch, kv_heads, slots, head_dim, dtype, seed, page)
     )
     q = torch.randn(batch, kv_heads * group, sq, head_dim, device="cuda", dtype=dtype)
-    # A cache that some sequences fill in part needs the lengths.
     choices = {"consumers": consumers, "merge": rng.choice(("last", "second")), "programs": rng.choice((0, 3, 128))}
-    call = bound(choices, q, k, v, lengths, table, **case)
-    expected = decode_reference(q, k, v, seqlens=lengths, block_table=table, **case)
+    scales = None
+    if rng.random() < 0.25 and head_dim % 16 == 0:
+        choices = choices | {"consumers": 1, "fp8": True}
+        k, v, scales = (
+            k.to(torch.float8_e4m3fn),
+            v.to(torch.float8_e4m3fn),
+            torch.rand(2, kv_heads, device="cuda") + 0.5,
+        )
+    call = bound(choices, q, k, v, lengths, table, scales, **case)
+    expected = decode_reference(q, k, v, seqlens=lengths, block_table=table, kv_scales=scales, **case)
     errors = [error_of(call(), expected) for _ in range(2)]
     shape = (batch, kv_heads * group, kv_heads, sq, slots, head_dim, page)
     return {
@@ -182,7 +212,7 @@ def random_case(seed: int) -> dict:
 def main() -> None:
     """Run what the command line names."""
     parser = arguments_parser(__doc__)
-    parser.add_argument("table", choices=("right", "points", "pages"))
+    parser.add_argument("table", choices=("right", "points", "pages", "fp8"))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     parser.add_argument("--fa3", type=Path, help="the built library of FlashAttention 3")
     parser.add_argument(
@@ -200,6 +230,7 @@ def main() -> None:
     tables: dict[str, tuple] = {
         "right": (range(options.first, options.first + options.cases), random_case, str),
         "points": (points, partial(measure_point, fa3=options.fa3 is not None, warm=warm), show_row),
+        "fp8": ([(*c, n) for c in CACHES for n in (1, 16)], partial(measure_fp8, warm=warm), show_row),
         "pages": (PAGED_CACHES, partial(measure_pages, fa3=options.fa3 is not None, warm=warm), show_row),
     }
     rows, measure, show = tables[options.table]

@@ -29,7 +29,7 @@ CASES = {  # arguments of make_plan, of Case
         dict(head_dim=128, group=8, sq=16, page=16, consumers=2),
         dict(causal=True, window=True, lengths=True, batch_block=8, paged=True, clean=True),
     ),
-    "128 rows, head dimension 256": (dict(head_dim=256, group=8, sq=16, consumers=2), dict(causal=True)),
+    "fp8": (dict(head_dim=128, group=4, sq=4, fp8=True), dict(causal=True)),
 }
 PROGRAM = """
 import json, sys

@@ -34,7 +34,7 @@ def load_block(descriptor, cache, cursor, numbers, kv_head, tile, full, pred):
     Rows outside of the tensor, and pages whose number is none, come as zeros.
     """
     PLAN: gl.constexpr = cache.PLAN
-    mbarrier.expect(full, PLAN.block_n * PLAN.block_d * 2, pred=pred)
+    mbarrier.expect(full, PLAN.block_n * PLAN.block_d * (descriptor.dtype.primitive_bitwidth // 8), pred=pred)
     key = (cursor.first + cursor.j) * PLAN.block_n
     if cache.CASE.paged:
         PAGES: gl.constexpr = PLAN.block_n // PLAN.box

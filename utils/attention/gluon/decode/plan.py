@@ -5,7 +5,7 @@ Chosen on an H200 (docs/decode-log.md). All tile shapes are powers of two; a blo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MOST_QUERIES = 64  # new tokens of one call
 MOST_COLUMNS = 128  # query rows that share the keys of one tile
@@ -44,6 +44,7 @@ class Plan:
     early: bool = True  # the second launch begins while the first runs, and waits for its end
     consumers: int = 0  # warpgroups of 64 query rows each; 0: keys are the rows of the products
     registers: int = 0  # of a consumer's thread, with two consumers
+    raw_slots: int = 0  # slots of K and of V for an fp8 cache's bytes, each; 0: the cache has the queries' type
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)
 
     @property
@@ -54,7 +55,7 @@ class Plan:
     @property
     def producer_registers(self) -> int:
         """Registers of a thread of the producer: what two consumers leave, and enough beside one."""
-        return 504 - 2 * self.registers if self.consumers == 2 else 56
+        return 504 - 2 * self.registers if self.consumers == 2 and not self.raw_slots else 40
 
     @property
     def options(self) -> dict:
@@ -63,14 +64,15 @@ class Plan:
         With one consumer the block has eight warps with their padding, and Triton would ask for 256 registers a thread,
         which no instruction can name; ptxas then ignores the number that the roles' own requests build on.
         """
-        return {"num_warps": self.warps} | ({"maxnreg": 240} if self.consumers == 1 else {})
+        return {"num_warps": self.warps} | ({"maxnreg": 240} if self.consumers == 1 and not self.raw_slots else {})
 
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory, without the barriers."""
         tile = self.block_n * self.block_d
         p = 0 if self.consumers else self.columns * self.block_n
-        return 2 * (self.slots * tile + self.columns * self.q_slots * self.block_d + p)
+        raw = 2 * self.raw_slots * tile
+        return 2 * (self.slots * tile + self.columns * self.q_slots * self.block_d + p) + raw
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,16 @@ def make_plan(
     consumers: int = 0,
     halves: bool | None = None,
     q_slots: int | None = None,
+    fp8: bool = False,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
 
     The other arguments overrule the choice, for measurements. consumers: 1 or 2 make query rows the rows of the
-    products, 64 or 128 a tile (`rows.py`); 0, the default, makes keys the rows.
+    products, 64 or 128 a tile (`rows.py`); 0, the default, makes keys the rows. fp8: the cache is in e4m3, and one
+    consumer's kernel reads it (`quantized.py`).
     """
+    if fp8:
+        return _fp8_plan(head_dim, group, sq, page, block_n, merge_warps, merge, early, consumers, halves)
     if consumers:
         return _rows_plan(
             head_dim, group, sq, page, block_n, slots, merge_warps, merge, early, consumers, halves, q_slots
@@ -195,7 +201,18 @@ def _rows_plan(
     )
 
 
-def refuse(group: int, sq: int, batch: int, page: int | None = None) -> str:
+def _fp8_plan(head_dim, group, sq, page, block_n, merge_warps, merge, early, consumers, halves) -> Plan:
+    """Return `make_plan`'s plan for a cache in e4m3: two slots each for the converted K and V, the rest for bytes."""
+    rows = 64 * (consumers or 1)
+    if power_of_two(group) > rows or consumers not in (0, 1):
+        raise ValueError(f"an fp8 cache takes groups of up to 64 query heads and one consumer; {group} share a head.")
+    block_n = block_n or {64: 128, 128: 64, 256: 32}[next(d for d in (64, 128, 256) if head_dim <= d)]
+    plan = _rows_plan(head_dim, group, sq, page, block_n, 4, merge_warps, merge, early, 1, halves, 1)
+    room = SHARED_BYTES - 1024 - plan.shared_bytes
+    return replace(plan, raw_slots=min(room // (2 * block_n * plan.block_d), 8))
+
+
+def refuse(group: int, sq: int, batch: int, page: int | None = None, head_dim: int = 0, fp8: bool = False) -> str:
     """Say why the kernel does not take these sizes; "" if it does. The reason is a sentence that begins with "it"."""
     if sq > MOST_QUERIES:
         return f"it decodes up to {MOST_QUERIES} new tokens, and {sq} were given."
@@ -205,6 +222,10 @@ def refuse(group: int, sq: int, batch: int, page: int | None = None) -> str:
         return f"it takes up to {MOST_SEQUENCES} sequences, and {batch} were given."
     if page is not None and page not in PAGES:
         return f"its pages have {', '.join(map(str, PAGES))} tokens, and {page} were given."
+    if fp8 and group > 64:
+        return f"with an fp8 cache it takes groups of up to 64 query heads, and {group} share a head of keys."
+    if fp8 and head_dim % 16:
+        return f"with an fp8 cache its head dimension is a multiple of 16, and {head_dim} was given."
     return ""
 
 

@@ -52,11 +52,12 @@ class Share:
     v: Ring
     cleaned: gl.shared_memory_descriptor  # mbarrier: V's rows behind the last key have been replaced by zeros
     c: gl.tensor
+    scales_ptr: gl.tensor  # of K, then of V, a head of keys each; read only where the cache is in fp8
     PLAN: gl.constexpr
     CASE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, results, begin, end, start, q, k, v, cleaned, c, PLAN, CASE):
+    def __init__(self, results, begin, end, start, q, k, v, cleaned, c, scales_ptr, PLAN, CASE):
         self.results = results
         self.begin = begin
         self.end = end
@@ -66,8 +67,32 @@ class Share:
         self.v = v
         self.cleaned = cleaned
         self.c = c
+        self.scales_ptr = scales_ptr
         self.PLAN = gl.constexpr(PLAN)
         self.CASE = gl.constexpr(CASE)
+
+    @gluon.jit
+    def scaled(self, kv_head):
+        """This share for one head of an fp8 cache, whose scores have a scale of their own; and the scales of K and V."""
+        heads = self.results.cache.heads // self.results.tiles
+        k_scale = gl.load(self.scales_ptr + kv_head)
+        v_scale = gl.load(self.scales_ptr + heads + kv_head)
+        c = self.c * k_scale
+        share = Share(
+            self.results,
+            self.begin,
+            self.end,
+            self.start,
+            self.q,
+            self.k,
+            self.v,
+            self.cleaned,
+            c,
+            self.scales_ptr,
+            self.PLAN,
+            self.CASE,
+        )
+        return share, k_scale, v_scale
 
     @gluon.jit
     def mask(self, s, block, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
@@ -186,8 +211,9 @@ def clean_tile(share, block, times, W: gl.constexpr):
 
 
 @gluon.jit
-def consumer(share, W: gl.constexpr):
+def consumer(all_heads, W: gl.constexpr):
     """Warpgroup W: the query rows W * 64 and on of each head, over all blocks of this program."""
+    share = all_heads
     results = share.results
     cache = results.cache
     PLAN: gl.constexpr = share.PLAN
@@ -204,6 +230,8 @@ def consumer(share, W: gl.constexpr):
     while unit < share.end:
         n = gl.minimum(cursor.blocks - cursor.j, share.end - unit)
         low, clear = clear_keys(cache, cursor)
+        if PLAN.raw_slots > 0:
+            share, k_scale, v_scale = all_heads.scaled(cursor.head // results.tiles)
         share.q.wait_full(piece)  # the first product reads Q
         q = share.q.tiles.index(share.q.slot(piece)).reshape([PLAN.columns, BLOCK_D]).slice(ROW, 64)
         p, state = first_block(share, Block(it, cursor, cursor.j, gl.to_tensor(ROW)), q, True, False, False)
@@ -228,12 +256,16 @@ def consumer(share, W: gl.constexpr):
         sums = row_sums(state, ROW)
         o = wait_products(pv, 0, BLOCK_D)  # the output's registers are read next, and V's slot is released
         share.v.release(it - 1)
+        if PLAN.raw_slots > 0:
+            o = o * v_scale
         if n == cursor.blocks:
             results.store_whole(cursor, o * spread(inverses(sums), o), ROW, 0)
         else:
             part = 2 * program + (split.owner(unit - cursor.j) == program).to(gl.int32)
             for half in gl.static_range(len(sums)):
                 rows, m, total = sums[half]
+                if PLAN.raw_slots > 0:
+                    m = m * k_scale  # the merge knows one scale for all heads
                 results.store_sums(part, rows, m, total)
             results.store_part(cursor, part, o, ROW, 0)
         unit += n
@@ -257,7 +289,7 @@ def attend_rows(results, split, q_desc, k_desc, v_desc, program):
     begin = split.begin(program)
     start = cache.locate(begin)
     end = split.begin(program + 1)
-    share = Share(results, begin, end, start, q, k, v, cleaned, results.c, PLAN, cache.CASE)
+    share = Share(results, begin, end, start, q, k, v, cleaned, results.c, results.counters_ptr, PLAN, cache.CASE)
     # The first role has four warps and the registers that are left by the others.
     if CONSUMERS == 1:
         gl.warp_specialize(
