@@ -108,10 +108,10 @@ def _decide(q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale,
     if _in_fp8(k_cache, v_cache) or kv_scales is not None:
         _check_scales(q, k_cache, v_cache, kv_scales)
         # The same shapes in the queries' type; nothing is allocated.
-        like = [q.new_empty(()).expand(x.shape) for x in (k_cache, v_cache)]
+        keys, values = (q.new_empty(()).expand(x.shape) for x in (k_cache, v_cache))
     else:
-        like = [k_cache, v_cache]
-    problem = _check(q, *like, seqlens, block_table, causal, scale, window)
+        keys, values = k_cache, v_cache
+    problem = _check(q, keys, values, seqlens, block_table, causal, scale, window)
     able = gluon_takes(problem, k_cache if block_table is not None else None, fp8=kv_scales is not None)
     if backend == "gluon" and not able:
         raise AttentionUnsupported("gluon", able.reason, ("sdpa",))

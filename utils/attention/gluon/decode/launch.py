@@ -237,10 +237,11 @@ class Launch:
         grid = (self.programs,)
         options = plan.options | ({"launch_cooperative_grid": True} if plan.merge == "together" else {})
         kernel = attention_decode_rows if plan.consumers else attention_decode
-        extra = ()
+        rest = (out, parts, counters, *sizes)
         if self.fp8:
-            kernel, extra = attention_decode_fp8, (scales,)
-        kernels = [kernel[grid](*descriptors, out, parts, counters, *sizes, *extra, **constants, **options)]
+            kernels = [attention_decode_fp8[grid](*descriptors, *rest, scales, **constants, **options)]
+        else:
+            kernels = [kernel[grid](*descriptors, *rest, **constants, **options)]
         if self.parts and not self.counters:
             options = {"num_warps": MERGE_WARPS, "launch_pdl": plan.early}
             merge = attention_decode_merge[self.merge_grid]
