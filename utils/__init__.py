@@ -43,7 +43,7 @@ _MODULE_OF = {
     "create_decode_inputs_with_cache": "model",
     "create_decode_inputs_without_cache": "model",
     "create_prefill_inputs": "model",
-    "decode_forward": "model",
+    "decode_forward": "attention.decode_step",
     "get_position_embeddings": "model",
     "initialize_kv_cache": "model",
     "prefill_forward": "model",

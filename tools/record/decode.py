@@ -1,4 +1,4 @@
-"""Measure decode: the Gluon kernel against cuDNN and FlashAttention 2, 3 and 4 on an H200 (`points`), pages, the layer.
+"""Measure decode: the Gluon kernel against cuDNN, FlashAttention and FlashInfer on an H200 (`points`), pages, the layer.
 
     python -m tools.record.decode points --fa3 fa3/_C.so --out assets/results/h200/decode.json
     python -m tools.record.decode pages --fa3 fa3/_C.so --out assets/results/h200/decode_pages.json
@@ -7,7 +7,8 @@
 
 The functions of a row are timed in one process, interleaved, with a cold L2 cache and a queue that is kept full: device
 time alone. Bytes are those of the cache. cuDNN and FlashAttention 2 (of torch) cannot align a causal mask at the last key
-without storing it, so they compute without a mask; the others are causal.
+without storing it, so they compute without a mask; the others are causal. A library that cannot run is left out, and the
+record says why ("left_out").
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ NEW_TOKENS = (1, 8, 16)
 PAGED_CACHES = ((8, 32, 8, 8192, 128), (64, 32, 8, 4096, 128), (1, 32, 8, 32768, 128))
 PAGES = (16, 64, 256)
 NAMES = {"gluon": "Gluon", "cudnn": "cuDNN", "fa2": "FA2", "fa3": "FA3", "fa3_lengths": "FA3, lengths", "fa4": "FA4"}
+NAMES["flashinfer"] = "FlashInfer"
 ITERATIONS = 21
 
 
@@ -52,37 +54,75 @@ def draw(batch: int, heads: int, kv_heads: int, keys: int, head_dim: int, new_to
     return tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
 
 
-def others(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fa3: bool, fa4: bool) -> dict[str, Callable]:
-    """Return the other libraries' calls that run here."""
+def others(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fa3: bool, fa4: bool, left_out: dict | None = None
+) -> dict[str, Callable]:
+    """Return the other libraries' calls that run here; why one does not is written to `left_out`."""
     grouped = q.shape[1] != k.shape[1]
 
     def pinned(backend: SDPBackend) -> torch.Tensor:
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
 
-    calls: dict[str, Callable] = {
-        "cudnn": partial(pinned, SDPBackend.CUDNN_ATTENTION),
-        "fa2": partial(pinned, SDPBackend.FLASH_ATTENTION),
+    # How to make each call: to make it may already fail, where a library is missing or compiles its kernels here.
+    makers: dict[str, Callable[[], Callable]] = {
+        "cudnn": lambda: partial(pinned, SDPBackend.CUDNN_ATTENTION),
+        "fa2": lambda: partial(pinned, SDPBackend.FLASH_ATTENTION),
+        "flashinfer": lambda: flashinfer_call(q, k, v),
     }
     tokens_first = [x.transpose(1, 2) for x in (q, k, v)]
     if fa3:
         used = torch.full((len(q),), k.shape[2], dtype=torch.int32, device=q.device)
         forward = torch.ops.flash_attn_3.fwd
         options = {"is_causal": q.shape[2] > 1, "num_splits": 0}  # 0: its own choice
-        calls["fa3"] = partial(forward, *tokens_first, **options)
-        calls["fa3_lengths"] = partial(forward, *tokens_first, seqused_k=used, **options)
+        makers["fa3"] = lambda: partial(forward, *tokens_first, **options)
+        makers["fa3_lengths"] = lambda: partial(forward, *tokens_first, seqused_k=used, **options)
     if fa4:
-        from flash_attn.cute import flash_attn_func
 
-        calls["fa4"] = partial(flash_attn_func, *tokens_first, causal=q.shape[2] > 1)
-    for name in list(calls):
+        def flash_attention_4() -> Callable:
+            from flash_attn.cute import flash_attn_func
+
+            return partial(flash_attn_func, *tokens_first, causal=q.shape[2] > 1)
+
+        makers["fa4"] = flash_attention_4
+    calls: dict[str, Callable] = {}
+    for name, make in makers.items():
         try:
+            calls[name] = make()
             calls[name]()
             torch.cuda.synchronize()
-        except Exception as error:  # a library that cannot do this shape
-            print(f"  {name}: {str(error).splitlines()[0][:100]}")
-            del calls[name]
+        except Exception as error:  # a library that is not here, or cannot do this shape
+            calls.pop(name, None)
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
+            print(f"  {name}: {reason}")
+            if left_out is not None:
+                left_out[name] = reason
     return calls
+
+
+def flashinfer_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable:
+    """Return FlashInfer's call: its paged kernels, with the cache as one page a sequence; planned before it is timed.
+
+    From 0.6 on the wheel of flashinfer-python holds no compiled kernels: it needs nvcc, or the package
+    flashinfer-jit-cache of the same version, which its own index has. Where both are missing this raises.
+    """
+    import flashinfer
+
+    batch, heads, new_tokens, head_dim = q.shape
+    kv_heads, keys = k.shape[1:3]
+    space = torch.empty(128 << 20, dtype=torch.uint8, device=q.device)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+    last = torch.full((batch,), keys, dtype=torch.int32, device=q.device)
+    types = {"q_data_type": q.dtype, "kv_data_type": k.dtype}
+    if new_tokens == 1:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "HND", use_tensor_cores=heads != kv_heads)
+        wrapper.plan(starts, starts[:-1], last, heads, kv_heads, head_dim, keys, **types)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "HND")
+        rows = starts * new_tokens
+        wrapper.plan(rows, starts, starts[:-1], last, heads, kv_heads, head_dim, keys, causal=True, **types)
+    tokens = q.transpose(1, 2).reshape(-1, heads, head_dim)
+    return partial(wrapper.run, tokens, (k, v))
 
 
 def time_together(calls: dict[str, Callable], bytes_: int, iterations: int = ITERATIONS) -> dict[str, list[float]]:
@@ -113,7 +153,8 @@ def measure_point(point: tuple, fa3: bool, fa4: bool) -> dict:
         raise RuntimeError(f"the decode kernel did not run for {point}")
     out = attention(q[:1], k[:1], v[:1], causal=True, backend="gluon").double()
     expected = decode_reference(q[:1], k[:1], v[:1])
-    calls = {"gluon": partial(attention_decode, q, k, v, backend="gluon")} | others(q, k, v, fa3, fa4)
+    left_out: dict[str, str] = {}
+    calls = {"gluon": partial(attention_decode, q, k, v, backend="gluon")} | others(q, k, v, fa3, fa4, left_out)
     size = 2 * k.numel() * k.element_size()
     samples = time_together(calls, size)
     us = {name: round(median(times), 2) for name, times in samples.items()}
@@ -132,6 +173,7 @@ def measure_point(point: tuple, fa3: bool, fa4: bool) -> dict:
         "tb_s": round(size / us["gluon"] / 1e6, 3),
         "error": float(f"{((out - expected).norm() / expected.norm()).item():.2e}"),
         "kernels": kernels,
+        "left_out": left_out,
     }
 
 

@@ -2,6 +2,7 @@
 
     out = attention_decode(q, keys, values, seqlens=lengths)                           # (B, Hkv, S, D), filled so far
     out = attention_decode(q, keys, values, seqlens=lengths, block_table=table)        # (P, Hkv, page, D)
+    out = attention_decode(q, keys, values, kv_scales=scales)                          # keys, values in float8_e4m3fn
     last_run().backend                                                                 # which backend that was
 
 Where all sequences are as long as the cache, `attention(q, k, v, causal=True)` is the same. On a Hopper GPU both run the
@@ -35,6 +36,7 @@ def attention_decode(
     *,
     seqlens: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
@@ -55,27 +57,41 @@ def attention_decode(
             whole cache. Its numbers are not checked, since reading them would wait for the GPU.
         block_table: (B, pages) int32: where the sequence's tokens 0 .. page - 1, page .. 2 page - 1, ... are. Entries
             behind the sequence's last page may be anything. Needs `seqlens`.
+        kv_scales: for a cache in float8_e4m3fn, whose keys and values are these factors times its numbers: (2, Hkv) fp32,
+            of the keys and of the values of each head. Needed there, and nowhere else.
         causal: whether a query sees keys up to its own position only.
         scale: of the scores, 1/sqrt(D) by default.
         window: a query sees only keys fewer than this many positions away (causal: its own and those before).
         backend: "gluon", "sdpa", or "auto": gluon where it can, else sdpa.
     """
     # What was checked and decided for these shapes is kept: a decode step takes microseconds.
-    kinds = tuple(map(_kind, (q, k_cache, v_cache, seqlens, block_table)))
+    kinds = tuple(map(_kind, (q, k_cache, v_cache, seqlens, block_table, kv_scales)))
     key = kinds, causal, scale, window, backend, torch.is_grad_enabled()
     run = _decided.get(key)
     if run is None:
         while len(_decided) >= KEPT_AT_MOST:
             del _decided[next(iter(_decided))]
-        run = _decided[key] = _decide(q, k_cache, v_cache, seqlens, block_table, causal, scale, window, backend)
+        run = _decided[key] = _decide(
+            q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, window, backend
+        )
     if run.backend == "gluon":
         from utils.attention.gluon.decode.launch import decode
 
         scale = run.problem.scale
         out = decode(
-            q, k_cache, v_cache, causal=causal, scale=scale, window=window, seqlens=seqlens, block_table=block_table
+            q,
+            k_cache,
+            v_cache,
+            causal=causal,
+            scale=scale,
+            window=window,
+            seqlens=seqlens,
+            block_table=block_table,
+            kv_scales=kv_scales,
         )
     else:
+        if kv_scales is not None:
+            k_cache, v_cache = _scaled(k_cache, v_cache, kv_scales, q.dtype)
         out = _gathered(run.problem, q, k_cache, v_cache, seqlens, block_table)
     record_run(run)
     return out
@@ -85,12 +101,18 @@ def _kind(x) -> object:
     return (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else type(x)
 
 
-def _decide(q, k_cache, v_cache, seqlens, block_table, causal, scale, window, backend: str) -> Run:
+def _decide(q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, window, backend: str) -> Run:
     """Check the arguments and choose the backend."""
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"There is no decode backend {backend!r}; choose one of {', '.join(BACKENDS)}, or auto.")
-    problem = _check(q, k_cache, v_cache, seqlens, block_table, causal, scale, window)
-    able = gluon_takes(problem, k_cache if block_table is not None else None)
+    if _in_fp8(k_cache, v_cache) or kv_scales is not None:
+        _check_scales(q, k_cache, v_cache, kv_scales)
+        # The same shapes in the queries' type; nothing is allocated.
+        keys, values = (q.new_empty(()).expand(x.shape) for x in (k_cache, v_cache))
+    else:
+        keys, values = k_cache, v_cache
+    problem = _check(q, keys, values, seqlens, block_table, causal, scale, window)
+    able = gluon_takes(problem, k_cache if block_table is not None else None, fp8=kv_scales is not None)
     if backend == "gluon" and not able:
         raise AttentionUnsupported("gluon", able.reason, ("sdpa",))
     if backend == "sdpa" or not able:
@@ -98,7 +120,7 @@ def _decide(q, k_cache, v_cache, seqlens, block_table, causal, scale, window, ba
     return Run("gluon", problem)
 
 
-def gluon_takes(problem: Problem, pages: torch.Tensor | None = None) -> Support:
+def gluon_takes(problem: Problem, pages: torch.Tensor | None = None, fp8: bool = False) -> Support:
     """Whether the Gluon decode kernel runs here and takes this problem; pages: the keys, if they are in pages."""
     from utils.attention.gluon.decode.plan import refuse
 
@@ -106,7 +128,8 @@ def gluon_takes(problem: Problem, pages: torch.Tensor | None = None) -> Support:
     if not whole:
         return whole
     page = None if pages is None else pages.shape[2]
-    reason = refuse(problem.heads // problem.kv_heads, problem.sq, problem.batch, page)
+    group = problem.heads // problem.kv_heads
+    reason = refuse(group, problem.sq, problem.batch, page, problem.head_dim, fp8)
     return Support(not reason, reason)
 
 
@@ -125,6 +148,7 @@ def decode_reference(
     *,
     seqlens: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
     **arguments,
 ) -> torch.Tensor:
     """Return the output of `attention_decode` in float64, sequence by sequence.
@@ -135,8 +159,12 @@ def decode_reference(
         v_cache: values, as in `attention_decode`.
         seqlens: as in `attention_decode`.
         block_table: as in `attention_decode`.
+        kv_scales: as in `attention_decode`; every number of the cache is multiplied before anything is rounded.
         **arguments: causal (True by default), scale and window, as in `attention_decode`.
     """
+    if kv_scales is not None:
+        q = q.double()
+        k_cache, v_cache = _scaled(k_cache, v_cache, kv_scales.double(), torch.float64)
     if block_table is not None:
         k_cache, v_cache = gather_pages(k_cache, block_table), gather_pages(v_cache, block_table)
     lengths = [k_cache.shape[2]] * len(q) if seqlens is None else seqlens.tolist()
@@ -200,6 +228,39 @@ def _check(q, k_cache, v_cache, seqlens, block_table, causal, scale, window) -> 
     if seqlens is not None:
         _check_integers("seqlens", seqlens, (len(q),), q.device)
     return problem
+
+
+def _in_fp8(k_cache, v_cache) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn for x in (k_cache, v_cache))
+
+
+def _scaled(k_cache, v_cache, kv_scales, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of an fp8 cache, rounded once to a type."""
+    k, v = (
+        (x.to(kv_scales.dtype) * s[:, None, None]).to(dtype) for x, s in zip((k_cache, v_cache), kv_scales, strict=True)
+    )
+    return k, v
+
+
+def _check_scales(q, k_cache, v_cache, kv_scales) -> None:
+    """Check that a cache in fp8 and its scales fit together."""
+    if not all(isinstance(x, torch.Tensor) for x in (q, k_cache, v_cache)):
+        raise TypeError("q, k_cache and v_cache must be tensors.")
+    if k_cache.dtype != torch.float8_e4m3fn or v_cache.dtype != torch.float8_e4m3fn:
+        raise TypeError(
+            f"kv_scales go with keys and values in float8_e4m3fn; they are {k_cache.dtype} and {v_cache.dtype}. Leave "
+            "kv_scales out, or convert both."
+        )
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise TypeError(f"with a cache in float8_e4m3fn, q is float16, bfloat16 or float32; it is {q.dtype}.")
+    wanted = (2, k_cache.shape[1]) if k_cache.dim() == 4 else (2,)
+    found = (tuple(kv_scales.shape), kv_scales.dtype, kv_scales.device) if isinstance(kv_scales, torch.Tensor) else None
+    if found != (wanted, torch.float32, q.device) or not kv_scales.is_contiguous():
+        given = type(kv_scales).__name__ if found is None else f"{found[1]} of shape {found[0]} on {found[2]}"
+        raise ValueError(
+            f"a cache in float8_e4m3fn needs kv_scales: float32 of shape {wanted} (the factors of K and of V for each "
+            f"head), contiguous, on {q.device}; given: {given}. Without scales pass ones."
+        )
 
 
 def _check_integers(name: str, x, shape: tuple, device: torch.device) -> None:

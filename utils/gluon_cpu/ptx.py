@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+import torch
 from triton.experimental.gluon import language as gl
 
 from . import context
@@ -15,12 +16,17 @@ from .known import known
 from .products import Accumulator, finished_tensor, wait_products
 from .tensors import Tensor
 
+_E4M3_TO_FP16 = (
+    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
+)
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float16).numpy()  # by their bits
+
 
 @known()
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     """Run `gl.inline_asm_elementwise` if its text is known.
 
-    A wait for products, a broadcast from lane 0, a product; and what lets a launch begin before the last one has ended,
+    A wait for products, a broadcast from lane 0, a product, four e4m3 numbers as fp16; and what lets a launch begin before the last one has ended,
     which says nothing here, where launches run one after another.
     """
     args = list(args)
@@ -37,6 +43,8 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return args[0]  # a scalar is the same in every lane
     if len(args) == 2 and text == _product_text(pack):
         return args[0] * args[1]
+    if text == _E4M3_TO_FP16 and pack == 4 and args[0].dtype.name == "uint8":
+        return Tensor(_E4M3[args[0].data], gl.float16, args[0].layout)
     refuse("unknown operation", f"gluon_cpu does not know this inline assembly: {text[:120]}")
 
 

@@ -37,12 +37,7 @@ class Assembly:
 
 
 def compile_gluon(
-    kernel,
-    signature: dict[str, str],
-    constants: dict,
-    aligned: Iterable[str] = (),
-    num_warps: int = 4,
-    instrumentation: str = "",
+    kernel, signature: dict[str, str], constants: dict, aligned: Iterable[str] = (), num_warps: int = 4, **options
 ):
     """Compile a kernel for sm_90a: Triton's object with `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`.
 
@@ -52,7 +47,7 @@ def compile_gluon(
         constants: {parameter: value} of the gl.constexpr parameters.
         aligned: Parameters that are multiples of 16, which a launch finds out for itself.
         num_warps: Warps of the default partition.
-        instrumentation: "consan" adds the checks of Triton's concurrency sanitizer.
+        **options: Triton's other options of a launch, such as `maxnreg`, or `instrumentation_mode="consan"` for its sanitizer.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -62,9 +57,7 @@ def compile_gluon(
     signature = {name: "constexpr" if name in constants else signature[name] for name in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = GluonASTSource(kernel, signature, constants, attributes)
-    return triton.compile(
-        source, target=GPUTarget(*HOPPER), options={"num_warps": num_warps, "instrumentation_mode": instrumentation}
-    )
+    return triton.compile(source, target=GPUTarget(*HOPPER), options={"num_warps": num_warps, **options})
 
 
 def disassemble(compiled, lines: bool = False) -> str:

@@ -246,7 +246,9 @@ def decode_forward(
             `create_decode_inputs_with_cache` did not make is read once for a check: warm up before timing.
         prefill_hidden_states: all tokens before the new token, (B, S, hidden_size).
         attend: with a cache, the attention to use in place of the layer's own: called as attend(q, keys, values,
-            seqlens=..., scale=..., causal=False), such as `utils.attention.attention_decode`.
+            seqlens=..., scale=..., causal=False), such as `utils.attention.attention_decode`. None: the layer's own.
+            `utils.decode_forward` also takes "auto", its default: in a CUDA graph on a Hopper GPU the course's decode
+            kernel, elsewhere the layer's own.
 
     Returns:
         (B, 1, hidden_size), the same with and without the cache.

@@ -3,37 +3,9 @@
 import pytest
 import torch
 
+from tests.utils.attention.decode_cases import random_cache, relative_error
 from utils.attention import AttentionUnsupported, attention_decode, decode_reference, last_run
 from utils.attention.gluon.decode.plan import SHARED_BYTES, aligned_split, make_plan, refuse
-
-
-def random_cache(batch, kv_heads, slots, head_dim, dtype=torch.float32, seed=0, page=None, fill=float("nan")):
-    """Draw k, v, lengths and a block table (None without a page); what lies behind a sequence's end is `fill`."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, slots + 1, (batch,), generator=generator, dtype=torch.int32)
-    lengths[0] = slots
-    keep = (torch.arange(slots) < lengths[:, None])[:, None, :, None]
-    shape = batch, kv_heads, slots, head_dim
-    k, v = (torch.where(keep, torch.randn(shape, generator=generator), fill).to(dtype) for _ in range(2))
-    if page is None:
-        return k, v, lengths, None
-    each = -(-slots // page)
-    order = torch.randperm(batch * each + 3, generator=generator)[: batch * each]
-
-    def in_pages(x):
-        x = torch.nn.functional.pad(x, (0, 0, 0, each * page - slots), value=fill)
-        pages = torch.full((batch * each + 3, kv_heads, page, head_dim), fill, dtype=dtype)
-        pages[order] = x.view(batch, kv_heads, each, page, head_dim).transpose(1, 2).flatten(0, 1)
-        return pages
-
-    table = order.view(batch, each).int()
-    behind = torch.arange(each) * page >= lengths[:, None]
-    table[behind] = torch.tensor([-7, 10**6], dtype=torch.int32).repeat(behind.sum())[: behind.sum()]
-    return in_pages(k), in_pages(v), lengths, table
-
-
-def relative_error(out, expected):
-    return ((out.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("page", [None, 16])
@@ -49,10 +21,75 @@ def test_torch_path_is_right_with_lengths_pages_and_garbage_behind_the_end(page,
     assert not out[lengths == 0].any()
 
 
+@pytest.mark.parametrize("page", [None, 16])
+def test_an_fp8_cache_has_a_scale_for_each_head(page):
+    k, v, lengths, table = random_cache(3, 2, 70, 16, page=page)
+    k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+    q, scales = torch.randn(3, 4, 3, 16), torch.tensor([[0.5, 3.0], [2.0, 0.1]])
+    arguments = {"seqlens": lengths, "block_table": table, "kv_scales": scales}
+    out = attention_decode(q, k, v, **arguments)
+    assert relative_error(out, decode_reference(q, k, v, **arguments)) < 1e-5
+    # The scales once more, by hand: the second head of keys is the query heads 2 and 3.
+    plain = attention_decode(q, 3.0 * k.float(), 0.1 * v.float(), seqlens=lengths, block_table=table)
+    assert relative_error(out[:, 2:], plain[:, 2:].double()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("scales", "error", "says"),
+    [
+        (None, ValueError, "NoneType. Without scales pass ones"),
+        (torch.ones(2), ValueError, r"float32 of shape \(2, 2\)"),
+        (torch.ones(2, 2, dtype=torch.float64), ValueError, "torch.float64 of shape"),
+    ],
+    ids=("none", "a scale for each of K and V", "float64"),
+)
+def test_wrong_scales_are_named(scales, error, says):
+    k = torch.randn(2, 2, 50, 16).to(torch.float8_e4m3fn)
+    with pytest.raises(error, match=says):
+        attention_decode(torch.randn(2, 4, 1, 16), k, k, kv_scales=scales)
+
+
+def test_scales_without_an_fp8_cache_are_named():
+    k = torch.randn(2, 2, 50, 16)
+    with pytest.raises(TypeError, match=r"they are torch\.float32 and"):
+        attention_decode(torch.randn(2, 4, 1, 16), k, k, kv_scales=torch.ones(2, 2))
+
+
 def test_a_full_cache_is_plain_attention():
     q, k, v = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 50, 16), torch.randn(2, 2, 50, 16)
     expected = decode_reference(q, k, v)
     assert relative_error(attention_decode(q, k, v), expected) < 1e-5
+
+
+def test_a_layer_step_takes_the_kernel_by_itself_only_in_a_graph_on_a_hopper_gpu(monkeypatch):
+    from types import SimpleNamespace
+
+    from utils import decode_forward
+    from utils.attention import decode_step
+
+    def projection(n):
+        return SimpleNamespace(out_features=n)
+
+    def layer(implementation="sdpa", head_dim=256):
+        attention = SimpleNamespace(head_dim=head_dim, q_proj=projection(1024), k_proj=projection(256))
+        return SimpleNamespace(self_attn=attention, config=SimpleNamespace(_attn_implementation=implementation))
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    token = torch.zeros(2, 1, 640, dtype=torch.bfloat16)
+    assert decode_step.attention_for_step(layer(), token) is None
+    token = token.as_subclass(OnGpu)
+    monkeypatch.setattr(decode_step, "gluon_support", lambda: True)
+    capturing = iter((False, True, True, True, True))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: next(capturing))
+    assert decode_step.attention_for_step(layer(), token) is None
+    assert decode_step.attention_for_step(layer(), token).func is attention_decode
+    assert decode_step.attention_for_step(layer("eager"), token) is None
+    assert decode_step.attention_for_step(layer(head_dim=260), token) is None
+    assert decode_step.attention_for_step(layer(), token.float()) is None
+    with pytest.raises(ValueError, match="'flash'"):
+        decode_forward(None, token, None, None, True, attend="flash")
 
 
 def test_strides_are_free():
@@ -110,12 +147,27 @@ def test_every_plan_fits(head_dim, group, page):
         assert plan.slots >= 2 and plan.slots % 2 == 0
         assert 8 <= plan.columns <= 128 and plan.heads >= group
         assert plan.block_n % plan.box == 0 and plan.block_n % (16 * plan.row_warps) == 0
+        if group <= 64:
+            plan = make_plan(head_dim, group, sq, page, fp8=True)
+            assert plan.shared_bytes + 1000 < SHARED_BYTES
+            assert plan.raw_slots >= 2 and plan.slots == 4
+        for consumers in (1, 2) if group <= 64 else (2,):
+            plan = make_plan(head_dim, group, sq, page, consumers=consumers)
+            assert plan.shared_bytes + 700 < SHARED_BYTES  # no reduction exchanges anything
+            assert plan.columns == 64 * consumers and plan.heads >= group
+            assert plan.slots // 2 >= 2 and plan.block_n % plan.box == 0
 
 
 def test_sizes_out_of_range_are_named():
     assert "64 new tokens" in refuse(4, 65, 1)
     assert "129 share" in refuse(129, 1, 1)
     assert "48 were given" in refuse(4, 1, 1, 48)
+    assert "multiple of 16" in refuse(4, 1, 1, None, 72, fp8=True)
+    assert "128 share" in refuse(128, 1, 1, None, 64, fp8=True)
+    with pytest.raises(ValueError, match="groups of 65"):
+        make_plan(128, 65, 1, consumers=1)
+    with pytest.raises(ValueError, match="128 share"):
+        make_plan(128, 128, 1, fp8=True)
 
 
 def test_whole_heads_only_where_they_are_balanced():
@@ -128,15 +180,21 @@ def test_whole_heads_only_where_they_are_balanced():
 
 KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; options; choices of the launch
     "one token": ((1, 4, 1, 1, 300, 64, None), {}, {}),
-    "group of two, three tokens": ((2, 4, 2, 3, 300, 64, None), {}, {}),
+    "group of two, three tokens": ((2, 4, 2, 3, 300, 64, None), {}, {"merge": "second"}),
     "lengths and a window": ((3, 4, 2, 2, 500, 64, None), {"window": 100}, {"lengths": True}),
-    "pages of 16": ((2, 4, 2, 1, 300, 128, 16), {}, {"lengths": True}),
+    "pages of 16": ((2, 4, 2, 1, 300, 128, 16), {}, {"lengths": True, "merge": "second"}),
     "pages of 256, no causal mask": ((2, 2, 2, 5, 600, 64, 256), {"causal": False, "window": 90}, {"lengths": True}),
-    "64 columns": ((1, 8, 2, 16, 400, 128, None), {}, {}),
-    "three tiles of queries": ((1, 12, 2, 33, 300, 64, None), {}, {}),
+    "64 columns": ((1, 4, 1, 16, 300, 128, None), {}, {}),
+    "three tiles of queries": ((1, 2, 1, 64, 70, 64, None), {}, {"merge": "second"}),
     "whole heads": ((4, 2, 2, 1, 200, 64, None), {}, {"aligned": True}),
-    "head dimension 256": ((1, 4, 1, 2, 300, 256, None), {}, {}),
+    "head dimension 256": ((1, 4, 1, 2, 300, 256, None), {}, {"merge": "second"}),
     "head dimension 72": ((1, 4, 1, 2, 300, 72, None), {}, {}),
+    "64 rows": ((1, 4, 1, 16, 400, 128, None), {}, {"consumers": 1}),
+    "128 rows, lengths": ((2, 8, 1, 16, 200, 128, None), {}, {"consumers": 2, "lengths": True, "merge": "second"}),
+    "64 rows, a window, pages of 16": ((2, 3, 1, 5, 300, 64, 16), {"window": 60}, {"consumers": 1, "lengths": True}),
+    "fp8": ((1, 4, 1, 4, 150, 128, None), {}, {"fp8": True}),
+    "fp8, lengths, a window, pages": ((2, 4, 2, 1, 300, 64, 16), {"window": 70}, {"fp8": True, "lengths": True}),
+    "128 rows, whole heads of 256": ((2, 5, 1, 7, 90, 256, None), {}, {"consumers": 2, "aligned": True}),
 }
 
 
@@ -147,17 +205,22 @@ def test_the_kernel_is_right_in_the_simulator(sizes, options, choices):
     from utils.attention.gluon.decode.launch import Launch
 
     batch, heads, kv_heads, sq, slots, head_dim, page = sizes
-    choices = {"programs": 5, "together": False, **choices}  # programs cannot wait for each other in the simulator
+    choices = {"programs": 5, "merge": "last", **choices}  # programs cannot wait for each other in the simulator
     with_lengths = choices.pop("lengths", False)
     fill = float("nan") if with_lengths else 0.5
     k, v, lengths, table = random_cache(batch, kv_heads, slots, head_dim, torch.bfloat16, len(str(sizes)), page, fill)
     lengths = lengths if with_lengths else None
     q = torch.randn(batch, heads, sq, head_dim, dtype=torch.bfloat16)
     causal, window = options.get("causal", True), options.get("window", 0)
+    scales = None
+    if choices.get("fp8"):
+        k, v, scales = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), torch.rand(2, kv_heads) + 0.5
     launch = Launch(q, k, v, causal, window, with_lengths, table, **choices)
     with gluon_cpu.simulate():
-        out = launch(q, k, v, 0.1, lengths, table)
-        again = launch(q, k, v, 0.1, lengths, table)
-    expected = decode_reference(q, k, v, seqlens=lengths, block_table=table, scale=0.1, **options)
+        out = launch(q, k, v, 0.1, lengths, table, scales)
+        again = (
+            launch(q, k, v, 0.1, lengths, table, scales) if launch.counters else out
+        )  # which the first call left at zero
+    expected = decode_reference(q, k, v, seqlens=lengths, block_table=table, kv_scales=scales, scale=0.1, **options)
     assert relative_error(out, expected) < 4e-3
     assert torch.equal(out, again)

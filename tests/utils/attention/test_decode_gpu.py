@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tests.utils.attention.test_decode import random_cache, relative_error
+from tests.utils.attention.decode_cases import random_cache, relative_error
 from utils.attention import attention, attention_decode, decode_reference, last_run, proof, reference
 from utils.machine.device import gluon_support
 
@@ -45,6 +45,63 @@ def test_the_door_takes_the_decode_kernel_for_few_queries(sq):
     assert last_run().backend == "gluon"
     assert relative_error(out, reference(q, k, v, causal=True)[0]) < 5e-3
     assert any("decode" in name for name in proof("gluon", q, k, v, causal=True))
+
+
+@pytest.mark.parametrize("merge", ["second", "together", "last"])
+@pytest.mark.parametrize("consumers", [0, 1, 2])
+def test_both_kernels_with_every_merge(consumers, merge):
+    from utils.attention.gluon.decode.launch import Launch
+
+    q, k, v = (
+        torch.randn(2, h, s, 128, device="cuda", dtype=torch.bfloat16) for h, s in ((8, 16), (2, 3000), (2, 3000))
+    )
+    launch = Launch(q, k, v, True, 0, False, None, consumers=consumers, merge=merge)
+    expected = decode_reference(q, k, v, scale=0.1)
+    for _ in range(5):
+        assert relative_error(launch(q, k, v, 0.1, None, None), expected) < 5e-3
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_fp8_caches(seed):
+    rng = random.Random(seed)
+    head_dim, page, sq = rng.choice((64, 128, 256)), rng.choice((None, 16, 64)), rng.choice((1, 4, 16))
+    k, v, lengths, table = (
+        x if x is None else x.cuda() for x in random_cache(3, 2, 1500, head_dim, torch.float32, seed, page)
+    )
+    k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+    q = torch.randn(3, 8, sq, head_dim, device="cuda", dtype=rng.choice((torch.bfloat16, torch.float16)))
+    arguments = {"seqlens": lengths, "block_table": table, "kv_scales": torch.rand(2, 2, device="cuda") + 0.5}
+    expected = decode_reference(q, k, v, **arguments)
+    for _ in range(2):
+        assert relative_error(attention_decode(q, k, v, backend="gluon", **arguments), expected) < 5e-3
+
+
+@pytest.mark.parametrize("layer_idx", [0, 5])
+def test_a_captured_layer_step_takes_the_kernel(layer_idx):
+    from utils import (
+        build_decoder_layer,
+        create_decode_inputs_with_cache,
+        create_prefill_inputs,
+        decode_forward,
+        get_position_embeddings,
+        initialize_kv_cache,
+        prefill_forward,
+    )
+
+    layer, rotary = build_decoder_layer(layer_idx=layer_idx, device="cuda")
+    kind, hidden = layer.self_attn.layer_type, layer.config.hidden_size
+    cache = initialize_kv_cache(layer.config, 700)
+    states, ids = create_prefill_inputs(2, 600, hidden, torch.bfloat16, "cuda")
+    prefill_forward(layer, states, ids, get_position_embeddings(states, ids, rotary, kind), cache)
+    token, ids, positions = create_decode_inputs_with_cache(2, 600, hidden, torch.bfloat16, "cuda")
+    step = (layer, token, ids, get_position_embeddings(token, ids, rotary, kind), True, cache, positions)
+    own = decode_forward(*step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_forward(*step)
+    assert last_run().backend == "gluon"
+    graph.replay()
+    assert relative_error(out, own.double()) < 2e-2
 
 
 def test_many_sequences():

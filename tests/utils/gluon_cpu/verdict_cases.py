@@ -567,7 +567,7 @@ def compile_case(case: Case, instrumentation: str = "") -> None:
         constants = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
         signature = {name: signature_of(value) for name, value in values.items() if name not in constants}
         aligned = [name for name, value in values.items() if isinstance(value, torch.Tensor)]
-        assert compile_gluon(kernel, signature, constants, aligned, instrumentation=instrumentation).asm["cubin"]
+        assert compile_gluon(kernel, signature, constants, aligned, instrumentation_mode=instrumentation).asm["cubin"]
 
     before = vars(GluonJITFunction).get("run")
     # Triton 3.6 asks the knob, later versions the option.

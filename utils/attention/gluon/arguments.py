@@ -89,7 +89,7 @@ def unused(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Te
 def strides_fit(x: torch.Tensor) -> bool:
     """Whether TMA can walk these strides: the head dimension contiguous, the others multiples of 16 bytes."""
     strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
-    return x.stride(-1) == 1 and all(stride % 8 == 0 and stride > 0 for stride in strides)
+    return x.stride(-1) == 1 and all(stride * x.element_size() % 16 == 0 and stride > 0 for stride in strides)
 
 
 def addressable(x: torch.Tensor) -> torch.Tensor:

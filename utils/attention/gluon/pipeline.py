@@ -51,12 +51,19 @@ class Ring:
         return self.tiles.index(self.slot(i, lane)).reshape([self.tiles.shape[3], self.tiles.shape[4]])
 
     @gluon.jit
+    def wait_empty(self, i, lane=0):
+        """Producer: wait until load number i's slot is empty.
+
+        Without this wait TMA would overwrite a tile that a consumer still reads. A fresh barrier counts as having
+        completed the phase before its first: nobody waits in the first round.
+        """
+        mbarrier.wait(self.empty.index(self.slot(i, lane)), self.phase(i) ^ 1)
+
+    @gluon.jit
     def load(self, i, descriptor, batch, head, row, lane=0):
         """Producer: fetch rows from `row` on into load number i's slot, as soon as that is empty."""
         slot = self.slot(i, lane)
-        # Without this wait TMA would overwrite a tile that a consumer still reads. A fresh barrier counts as having
-        # completed the phase before its first: nobody waits in the first round.
-        mbarrier.wait(self.empty.index(slot), self.phase(i) ^ 1)
+        self.wait_empty(i, lane)
         # The bytes are announced first: copies that arrive unannounced could complete the phase too early.
         mbarrier.expect(self.full.index(slot), descriptor.block_type.nbytes)
         tma_load(descriptor, [batch, head, row, 0], self.full.index(slot), self.tiles.index(slot))
@@ -76,11 +83,17 @@ class Ring:
         async_copy.mbarrier_arrive(self.empty.index(self.slot(i, lane)), increment_count=False)
 
 
+@gluon.constexpr_function
+def ring_shape(count, box, rows):
+    """Shape of `count` tiles with the shape of a TMA box, or with more rows, which then come in several boxes."""
+    return [count, *box] if rows == 0 else [count, *box[:2], rows, *box[3:]]
+
+
 @gluon.jit
-def allocate_ring(descriptor, SLOTS: gl.constexpr, LANES: gl.constexpr, READERS: gl.constexpr):
-    """A ring for tiles of a TMA descriptor; READERS: consumers that read each tile."""
+def allocate_ring(descriptor, SLOTS: gl.constexpr, LANES: gl.constexpr, READERS: gl.constexpr, ROWS: gl.constexpr = 0):
+    """A ring for tiles of a TMA descriptor; READERS: consumers that read each tile. ROWS: of a tile, if not a box's."""
     count: gl.constexpr = SLOTS * LANES
-    shape: gl.constexpr = [count] + descriptor.block_type.shape  # noqa: RUF005 (Gluon knows no starred lists)
+    shape: gl.constexpr = ring_shape(count, descriptor.block_type.shape, ROWS)
     tiles = gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
     full = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())

@@ -26,9 +26,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from utils.attention.gluon.decode.merge import Results
+from utils.attention.gluon.decode.blocks import (
+    clean_values,
+    clear_keys,
+    load_block,
+    load_next,
+    load_queries,
+    mask_block,
+    page_numbers,
+)
+from utils.attention.gluon.decode.merge import Results, in_eights, inverse
 from utils.attention.gluon.decode.work import Cache
-from utils.attention.gluon.shared import MINUS_INF, thread_barrier, tma_load
+from utils.attention.gluon.shared import MINUS_INF, thread_barrier
 
 
 @gluon.constexpr_function
@@ -52,49 +61,6 @@ def wait_for_first_launch():
 
 
 @gluon.jit
-def page_numbers(cache, cursor):
-    """The pages of a block, a tuple; fetched a block ahead, because each is a load from memory."""
-    if not cache.CASE.paged:
-        return ()
-    else:
-        PAGES: gl.constexpr = cache.PLAN.block_n // cache.PLAN.box
-        numbers = ()
-        first = (cursor.first + cursor.j) * cache.PLAN.block_n // cache.page
-        row = cache.table_ptr + cursor.b.to(gl.int64) * cache.table_stride
-        for i in gl.static_range(PAGES):
-            inside = (cursor.b < cache.batch) & (first + i < cache.pages)
-            numbers = numbers + (gl.load(row + first + i, mask=inside, other=-1),)  # noqa: RUF005
-        return numbers
-
-
-@gluon.jit
-def load_block(descriptor, cache, cursor, numbers, kv_head, tile, full, pred):
-    """Start the copy of one block of K or V; its barrier completes when all bytes are there.
-
-    Rows outside of the tensor, and pages whose number is none, come as zeros.
-    """
-    PLAN: gl.constexpr = cache.PLAN
-    mbarrier.expect(full, PLAN.block_n * PLAN.block_d * 2, pred=pred)
-    key = (cursor.first + cursor.j) * PLAN.block_n
-    if cache.CASE.paged:
-        PAGES: gl.constexpr = PLAN.block_n // PLAN.box
-        row = key % cache.page
-        for i in gl.static_range(PAGES):
-            part = tile.slice(i * PLAN.box, PLAN.box, dim=2)
-            tma_load(descriptor, [numbers[i], kv_head, row, 0], full, part, pred=pred)
-    else:
-        tma_load(descriptor, [cursor.b, kv_head, key, 0], full, tile, pred=pred)
-
-
-@gluon.jit
-def load_queries(q_desc, results, b, head, tile, full, pred):
-    """Start the copy of the queries of a head; heads and tokens that do not exist come as zeros."""
-    mbarrier.expect(full, q_desc.block_type.nbytes, pred=pred)
-    query = (head % results.tiles) * results.cache.PLAN.queries
-    tma_load(q_desc, [b, head // results.tiles, 0, query, 0], full, tile, pred=pred)
-
-
-@gluon.jit
 def thread_sums(p, WARPS: gl.constexpr):
     """Sum over the rows that one thread holds, [keys, columns] -> [WARPS, 8, columns]: no exchange between threads.
 
@@ -102,26 +68,6 @@ def thread_sums(p, WARPS: gl.constexpr):
     """
     parts = p.reshape([p.shape[0] // (16 * WARPS), WARPS, 2, 8, p.shape[1]])
     return gl.sum(gl.sum(parts, 2), 0)
-
-
-@gluon.jit
-def mask_block(s, cache, cursor, j, tile):
-    """The scores [keys, columns] of block j, minus infinity where a column's query may not look."""
-    PLAN: gl.constexpr = cache.PLAN
-    layout: gl.constexpr = s.type.layout
-    key = (cursor.first + j) * PLAN.block_n + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))
-    column = gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
-    position = cursor.length - cache.sq + tile * PLAN.queries + column % PLAN.queries
-    if cache.CASE.causal:
-        last = gl.minimum(position, cursor.length - 1)
-    elif cache.CASE.window:
-        last = gl.minimum(position + cache.window - 1, cursor.length - 1)
-    else:
-        last = gl.full_like(position, 0) + (cursor.length - 1)
-    keep = key[:, None] <= last[None, :]
-    if cache.CASE.window:
-        keep = keep & (key[:, None] > (position - cache.window)[None, :])
-    return gl.where(keep, s, MINUS_INF)
 
 
 @gluon.jit
@@ -154,13 +100,31 @@ def softmax(s, m, sums, c, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def clean_values(v_tile, cursor, j, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Replace the values behind the last key by zeros: zero times nan would be nan."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    key = (cursor.first + j) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
-    v = v_tile.reshape([BLOCK_N, BLOCK_D])
-    values = v.load(layout)
-    v.store(gl.where((key < cursor.length)[:, None], values, gl.zeros_like(values)))
+def start_block(results, cursor, block, s, m, o, sums, p_tile, v_tile, v_full, CLEAN: gl.constexpr):
+    """The softmax of one block, from its scores, and the start of its product with V: output, maxima, sums.
+
+    block: its number in the head, and the keys that need no mask. v_full: the barrier of V and its phase. CLEAN: the
+    block may hold keys behind the last one; only the last block of a head does.
+    """
+    cache = results.cache
+    PLAN: gl.constexpr = cache.PLAN
+    j, low, clear = block
+    key = (cursor.first + j) * PLAN.block_n
+    if (key + PLAN.block_n > clear) | (key < low):
+        s = mask_block(s, cache, cursor, j, cursor.head % results.tiles, 0, 0)
+    p, m, factor, sums = softmax(s, m, sums, results.c, PLAN.row_warps)
+    p_tile.permute([1, 0]).store(p.to(p_tile.dtype))
+    o = o * factor[None, :]
+    barrier, phase = v_full
+    mbarrier.wait(barrier, phase)  # V has arrived
+    if CLEAN:  # noqa: SIM102 (decided by the compiler; the next line for each block)
+        if key + PLAN.block_n > cursor.length:
+            clean_values(v_tile, cursor, j, PLAN.block_n, PLAN.block_d)
+    # P was stored by threads, wgmma reads through the async proxy: without the fence it may read the last P, without
+    # the barrier the rows of slower warps would be missing.
+    fence_async_shared()
+    thread_barrier()
+    return start_output(v_tile, p_tile, o, PLAN.block_n, PLAN.block_d), m, sums
 
 
 @gluon.jit
@@ -203,25 +167,18 @@ def attend(results, split, q_desc, k_desc, v_desc, program):
     k_pages = page_numbers(cache, k_next)
     for fill in gl.static_range(SLOTS // 2):
         wanted = begin + fill < end
+        slot = 2 * fill
         kv_head = k_next.head // results.tiles
-        load_block(k_desc, cache, k_next, k_pages, kv_head, ring.index(2 * fill), full.index(2 * fill), wanted)
-        load_block(v_desc, cache, k_next, k_pages, kv_head, ring.index(2 * fill + 1), full.index(2 * fill + 1), wanted)
-        k_next = cache.advance(k_next)
-        k_pages = page_numbers(cache, k_next)
+        load_block(k_desc, cache, k_next, k_pages, kv_head, ring.index(slot), full.index(slot), wanted)
+        slot += 1
+        k_next, k_pages = load_next(v_desc, results, k_next, k_pages, ring.index(slot), full.index(slot), wanted)
     v_next = k_next
     v_pages = k_pages
 
-    start = cursor
-    left_first = gl.to_tensor(0)
-    left_count = gl.to_tensor(0)
-    right_count = gl.to_tensor(0)
-    right_b = gl.to_tensor(0)
-    right_head = gl.to_tensor(0)
     unit = begin
     piece = gl.to_tensor(0)
     while unit < end:
         n = gl.minimum(cursor.blocks - cursor.j, end - unit)
-        tile = cursor.head % results.tiles
         following = cache.advance(cursor.at_last())
         if Q_SLOTS == 2:
             # The other tile of Q was used by the piece before, whose products are done.
@@ -235,13 +192,7 @@ def attend(results, split, q_desc, k_desc, v_desc, program):
         o = gl.zeros([BLOCK_D, COLUMNS], gl.float32, layout)
         sums = thread_sums(gl.zeros([BLOCK_N, COLUMNS], gl.float32, layout), WARPS)
 
-        # Keys from `clear` on, and keys before `low`, need a mask.
-        clear = cursor.length
-        if CASE.causal:
-            clear = clear - cache.sq + 1
-        elif CASE.window:
-            clear = gl.minimum(clear, clear - cache.sq + cache.window)
-        low = cursor.length - cache.window if CASE.window else gl.to_tensor(0)
+        low, clear = clear_keys(cache, cursor)
         # The first scores by themselves; each step then starts the scores of the next block, so that the tensor cores
         # compute them during this block's softmax.
         i = unit - begin
@@ -250,101 +201,52 @@ def attend(results, split, q_desc, k_desc, v_desc, program):
         s = warpgroup_mma_wait(0, [start_scores(ring.index(slot), q, layout)])
         thread_barrier()  # all warps have read this K: TMA may overwrite it
         more = i + SLOTS // 2 < end - begin
-        load_block(
-            k_desc, cache, k_next, k_pages, k_next.head // results.tiles, ring.index(slot), full.index(slot), more
-        )
-        k_next = cache.advance(k_next)
-        k_pages = page_numbers(cache, k_next)
+        k_next, k_pages = load_next(k_desc, results, k_next, k_pages, ring.index(slot), full.index(slot), more)
         for k in range(n - 1):
             i = unit - begin + k
             after = 2 * (i + 1) % SLOTS
             mbarrier.wait(full.index(after), (2 * (i + 1) // SLOTS) & 1)
             s_next = start_scores(ring.index(after), q, layout)
-            key = (cursor.first + cursor.j + k) * BLOCK_N
-            if (key + BLOCK_N > clear) | (key < low):
-                s = mask_block(s, cache, cursor, cursor.j + k, tile)
-            p, m, factor, sums = softmax(s, m, sums, results.c, WARPS)
-            p_tile.permute([1, 0]).store(p.to(dtype))
-            o = o * factor[None, :]
             slot = 2 * i % SLOTS + 1
-            mbarrier.wait(full.index(slot), (2 * i // SLOTS) & 1)  # V has arrived
-            if CASE.clean:  # noqa: SIM102 (decided by the compiler; the next line for each block)
-                if key + BLOCK_N > cursor.length:
-                    clean_values(ring.index(slot), cursor, cursor.j + k, BLOCK_N, BLOCK_D)
-            # P was stored by threads, wgmma reads through the async proxy: without the fence it may read the last P,
-            # without the barrier the rows of slower warps would be missing.
-            fence_async_shared()
-            thread_barrier()
-            o_next = start_output(ring.index(slot), p_tile, o, BLOCK_N, BLOCK_D)
+            v_full = full.index(slot), (2 * i // SLOTS) & 1
+            block = cursor.j + k, low, clear
+            o_next, m, sums = start_block(
+                results, cursor, block, s, m, o, sums, p_tile, ring.index(slot), v_full, False
+            )
             s = warpgroup_mma_wait(1, [s_next])  # the older product: its K is free
             thread_barrier()
             more = i + 1 + SLOTS // 2 < end - begin
-            kv_head = k_next.head // results.tiles
-            load_block(k_desc, cache, k_next, k_pages, kv_head, ring.index(after), full.index(after), more)
-            k_next = cache.advance(k_next)
-            k_pages = page_numbers(cache, k_next)
+            k_next, k_pages = load_next(k_desc, results, k_next, k_pages, ring.index(after), full.index(after), more)
             o = warpgroup_mma_wait(0, [o_next])
             thread_barrier()  # all warps have read V and P
             more = i + SLOTS // 2 < end - begin
-            kv_head = v_next.head // results.tiles
-            load_block(v_desc, cache, v_next, v_pages, kv_head, ring.index(slot), full.index(slot), more)
-            v_next = cache.advance(v_next)
-            v_pages = page_numbers(cache, v_next)
+            v_next, v_pages = load_next(v_desc, results, v_next, v_pages, ring.index(slot), full.index(slot), more)
 
         # The last block, with no scores to start.
         i = unit - begin + n - 1
-        j = cursor.j + n - 1
-        key = (cursor.first + j) * BLOCK_N
-        if (key + BLOCK_N > clear) | (key < low):
-            s = mask_block(s, cache, cursor, j, tile)
-        p, m, factor, sums = softmax(s, m, sums, results.c, WARPS)
-        p_tile.permute([1, 0]).store(p.to(dtype))
-        o = o * factor[None, :]
         slot = 2 * i % SLOTS + 1
-        mbarrier.wait(full.index(slot), (2 * i // SLOTS) & 1)
-        if CASE.clean:  # noqa: SIM102
-            if key + BLOCK_N > cursor.length:
-                clean_values(ring.index(slot), cursor, j, BLOCK_N, BLOCK_D)
-        fence_async_shared()
-        thread_barrier()
-        o = warpgroup_mma_wait(0, [start_output(ring.index(slot), p_tile, o, BLOCK_N, BLOCK_D)])
+        v_full = full.index(slot), (2 * i // SLOTS) & 1
+        block = cursor.j + n - 1, low, clear
+        o, m, sums = start_block(results, cursor, block, s, m, o, sums, p_tile, ring.index(slot), v_full, CASE.clean)
+        o = warpgroup_mma_wait(0, [o])
         thread_barrier()
         more = i + SLOTS // 2 < end - begin
-        load_block(
-            v_desc, cache, v_next, v_pages, v_next.head // results.tiles, ring.index(slot), full.index(slot), more
-        )
-        v_next = cache.advance(v_next)
-        v_pages = page_numbers(cache, v_next)
+        v_next, v_pages = load_next(v_desc, results, v_next, v_pages, ring.index(slot), full.index(slot), more)
 
         total = gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), columns)
         if n == cursor.blocks:
-            results.store_whole(cursor, o, total)
+            results.store_whole(cursor, o * inverse(total)[None, :], 0, 1)
         else:
-            head_begin = unit - cursor.j
-            first = split.owner(head_begin)
-            results.store_part(cursor, 2 * program + (first == program).to(gl.int32), o, m, total)
-            if PLAN.together:
-                results.arrive(cursor.b, cursor.head)
-                count = split.owner(head_begin + cursor.blocks - 1) - first + 1
-                if first == program:
-                    right_b = cursor.b
-                    right_head = cursor.head
-                    right_count = count
-                else:
-                    left_first = first
-                    left_count = count
+            part = 2 * program + (split.owner(unit - cursor.j) == program).to(gl.int32)
+            results.store_sums(part, gl.arange(0, COLUMNS, columns), m, total)
+            results.store_part(cursor, part, o, 0, 1)
         unit += n
         piece += 1
         cursor = following
         if Q_SLOTS == 1:
             pred = unit < end
             load_queries(q_desc, results, cursor.b, cursor.head, q_ring.index(0), q_full.index(0), pred)
-    if PLAN.together:
-        # At the end, when the other programs are done too: the head in which this one began, and the one it ended in.
-        if left_count > 0:
-            results.merge_together(start.b, start.head, left_first, left_count, program)
-        if right_count > 0:
-            results.merge_together(right_b, right_head, program, right_count, program)
+    results.merge_own(split, program)
 
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
@@ -379,10 +281,10 @@ def attention_decode(
     """One program an SM: its share of the blocks of all heads."""
     heads = kv_heads * tiles
     cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
-    results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, head_dim, c, cache)
+    results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
     split = cache.split()
     program = gl.program_id(0)
-    if PLAN.early and not PLAN.together:
+    if PLAN.early and PLAN.merge == "second":
         let_second_launch_begin()
     if program < split.programs:
         attend(results, split, q_desc, k_desc, v_desc, program)
@@ -414,7 +316,7 @@ def attention_decode_merge(
     """The second launch: grid (heads of all sequences, programs that share a head's merge)."""
     heads = kv_heads * tiles
     cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
-    results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, head_dim, c, cache)
+    results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
     split = cache.split_for(programs)
     flat = gl.program_id(0)
     begin, blocks = cache.place(flat)

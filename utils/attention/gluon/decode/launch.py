@@ -32,6 +32,7 @@ def decode(
     window: int | None = None,
     seqlens: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the newest tokens q (B, H, Sq, D) over a cache, fp16 or bf16, on a Hopper GPU: (B, H, Sq, D).
 
@@ -46,11 +47,12 @@ def decode(
         window: a query sees keys that are fewer positions away than this; None: all.
         seqlens: keys of each sequence, the new ones included, (B,) int32; None: S.
         block_table: pages of each sequence in order, (B, pages) int32; the cache is then in pages.
+        kv_scales: for keys and values in float8_e4m3fn: their factors, (2, Hkv) fp32, of K and of V.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if torch.compiler.is_compiling():
-        return attention_decode(q, k, v, causal, scale, window or 0, seqlens, block_table)
-    return _decode(q, k, v, causal, scale, window or 0, seqlens, block_table)
+        return attention_decode(q, k, v, causal, scale, window or 0, seqlens, block_table, kv_scales)
+    return _decode(q, k, v, causal, scale, window or 0, seqlens, block_table, kv_scales)
 
 
 @torch.library.custom_op("labs::attention_decode", mutates_args=(), device_types="cuda")
@@ -63,38 +65,40 @@ def attention_decode(
     window: int,
     seqlens: torch.Tensor | None,
     block_table: torch.Tensor | None,
+    kv_scales: torch.Tensor | None,
 ) -> torch.Tensor:
     """`decode` as one operator, for graphs of torch.compile; window 0: none."""
-    return _decode(q, k, v, causal, scale, window, seqlens, block_table)
+    return _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales)
 
 
 @attention_decode.register_fake
-def _attention_decode_fake(q, k, v, causal, scale, window, seqlens, block_table):
+def _attention_decode_fake(q, k, v, causal, scale, window, seqlens, block_table, kv_scales):
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-def _decode(q, k, v, causal, scale, window, seqlens, block_table) -> torch.Tensor:
+def _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales) -> torch.Tensor:
     if scale <= 0:
         # The kernel takes the maximum before it scales, so it needs a positive scale. With the queries negated, or
         # zero, a positive one gives the same scores.
         negated = torch.zeros_like(q) if scale == 0 else -q
-        return _decode(negated, k, v, causal, -scale or 1.0, window, seqlens, block_table)
+        return _decode(negated, k, v, causal, -scale or 1.0, window, seqlens, block_table, kv_scales)
     table = None if block_table is None else (block_table.shape, block_table.stride())
     # A captured graph may be replayed on any stream, beside another: it shares no counters, and so merges by a launch.
     captured = torch.cuda.is_current_stream_capturing()
     strides = q.stride(), k.stride(), v.stride()
-    key = q.shape, k.shape, strides, table, q.dtype, q.device, causal, window, seqlens is None, captured
+    key = q.shape, k.shape, strides, table, q.dtype, k.dtype, q.device, causal, window, seqlens is None, captured
     launch = _LAUNCHES.get(key)
     if launch is None:
         while len(_LAUNCHES) >= KEPT_AT_MOST:
             del _LAUNCHES[next(iter(_LAUNCHES))]  # a dict keeps its order: the first key is the oldest
-        launch = _LAUNCHES[key] = Launch(
-            q, k, v, causal, window, seqlens is not None, block_table, together=False if captured else None
-        )
+        merge = "second" if captured else None
+        fp8 = k.dtype == torch.float8_e4m3fn
+        launch = Launch(q, k, v, causal, window, seqlens is not None, block_table, merge=merge, fp8=fp8)
+        _LAUNCHES[key] = launch
     if launch.copies or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         q, k, v = addressable(q), addressable(k), addressable(v)
-        return _decode(q, k, v, causal, scale, window, seqlens, block_table)
-    return launch(q, k, v, scale, seqlens, block_table)
+        return _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales)
+    return launch(q, k, v, scale, seqlens, block_table, kv_scales)
 
 
 _LAUNCHES: dict[tuple, Launch] = {}
@@ -132,7 +136,8 @@ class Launch:
         block_table: torch.Tensor | None,
         programs: int = 0,
         aligned: bool | None = None,
-        together: bool | None = None,
+        merge: str | None = None,
+        fp8: bool = False,
         **choices,
     ):
         batch, _, sq, head_dim = q.shape
@@ -141,7 +146,7 @@ class Launch:
         paged = block_table is not None
         page = rows if paged else 0
         self.device = q.device
-        self.plan = plan = make_plan(head_dim, group, sq, page or None, **choices)
+        self.plan = plan = make_plan(head_dim, group, sq, page or None, fp8=fp8, **choices)
         tiles = -(-sq // plan.queries)
         heads = batch * kv_heads * tiles
         self.programs = programs or torch.cuda.get_device_properties(q.device).multi_processor_count
@@ -150,11 +155,11 @@ class Launch:
         if aligned is None:
             aligned = not lengths and aligned_split(heads, blocks, self.programs)
         # Waiting for each other is faster where the time is that of launches, not of bytes.
-        bytes_ = 2 * seen * batch * kv_heads * head_dim * q.element_size()
-        if together is None:
-            together = not lengths and not aligned and bytes_ <= TOGETHER_BYTES
-        self.plan = plan = replace(plan, together=together)
-        self.counters = 2 * heads if together else 0
+        bytes_ = 2 * seen * batch * kv_heads * head_dim * k.element_size()
+        if merge is None:
+            merge = "together" if not lengths and not aligned and bytes_ <= TOGETHER_BYTES else "second"
+        self.plan = plan = replace(plan, merge=merge)
+        self.counters = 0 if merge == "second" else 2 * heads
         if min(blocks, self.programs // heads + 2) > 32 and "merge_warps" not in choices:
             self.plan = plan = replace(plan, merge_warps=MERGE_WARPS)
         holds = power_of_two(batch) if lengths else 1
@@ -167,15 +172,16 @@ class Launch:
         self.merge_grid = heads, min(pieces, -(-MERGE_PROGRAMS // heads))
         self.constants = plan, self.case
         self.copies = not all(map(strides_fit, (q, k, v)))
+        self.fp8 = fp8
         q_shape = [batch, kv_heads, group, sq, head_dim]
         q_strides = [q.stride(0), q.stride(1) * group, q.stride(1), q.stride(2)]
         self.q_map = q_shape, _tma_strides(q_shape, q_strides)
-        self.k_map = list(k.shape), _tma_strides(k.shape, k.stride())
-        self.v_map = list(v.shape), _tma_strides(v.shape, v.stride())
+        self.k_map = list(k.shape), _tma_strides(k.shape, k.stride(), 16 // k.element_size())
+        self.v_map = list(v.shape), _tma_strides(v.shape, v.stride(), 16 // v.element_size())
         self.compiled: list[tuple] = []
 
-    def __call__(self, q, k, v, scale: float, seqlens, block_table) -> torch.Tensor:
-        """Attention of tensors like those it was made for."""
+    def __call__(self, q, k, v, scale: float, seqlens, block_table, scales=None) -> torch.Tensor:
+        """Attention of tensors like those it was made for; scales: (2, Hkv) fp32, of K and of V, for an fp8 cache."""
         out = torch.empty(q.shape, dtype=q.dtype, device=self.device)
         parts = torch.empty(self.parts, dtype=torch.float32, device=self.device) if self.parts else unused(self.device)
         none = unused(self.device, torch.int32)
@@ -184,12 +190,13 @@ class Launch:
         lens, table = none if seqlens is None else seqlens, none if block_table is None else block_table
         sizes = (lens, table, *self.sizes, scale * LOG2_E)
         if not self.compiled or _launch_is_watched():
-            self._launch_by_triton(q, k, v, out, parts, counters, sizes)
+            self._launch_by_triton(q, k, v, out, parts, counters, sizes, scales)
             return out
         maps = Map(q, *self.q_map), Map(k, *self.k_map), Map(v, *self.v_map)
         start, function, metadata = self.compiled[0]
         rest = out, parts, counters, *sizes
-        start(self.programs, 1, 1, stream, function, metadata, None, None, None, *maps, *rest, *self.constants)
+        own = (scales, *self.constants) if self.fp8 else self.constants
+        start(self.programs, 1, 1, stream, function, metadata, None, None, None, *maps, *rest, *own)
         if self.parts and not self.counters:
             start, function, metadata = self.compiled[1]
             grid = *self.merge_grid, 1
@@ -204,15 +211,20 @@ class Launch:
             _COUNTERS[self.device, stream] = kept
         return kept
 
-    def _launch_by_triton(self, q, k, v, out, parts, counters, sizes: tuple) -> None:
+    def _launch_by_triton(self, q, k, v, out, parts, counters, sizes: tuple, scales) -> None:
         """Compile the kernels if need be, and launch them: the first call."""
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         from utils.attention.gluon.decode.kernel import attention_decode, attention_decode_merge
+        from utils.attention.gluon.decode.quantized import attention_decode_fp8
+        from utils.attention.gluon.decode.rows import attention_decode_rows
 
         def descriptor(x, map_, box):
-            return TensorDescriptor(x, *map_, box, gl.NVMMASharedLayout(128, 16, rank=len(box)))
+            bits = 8 * x.element_size()
+            swizzle = min(box[-1] * bits // 8, 128)
+            x = x.view(torch.uint8) if self.fp8 and bits == 8 else x
+            return TensorDescriptor(x, *map_, box, gl.NVMMASharedLayout(swizzle, bits, rank=len(box)))
 
         plan = self.plan
         cache_box = [1, 1, plan.box, plan.block_d]
@@ -223,8 +235,13 @@ class Launch:
         )
         constants = {"PLAN": plan, "CASE": self.case}
         grid = (self.programs,)
-        options = {"num_warps": plan.warps} | ({"launch_cooperative_grid": True} if plan.together else {})
-        kernels = [attention_decode[grid](*descriptors, out, parts, counters, *sizes, **constants, **options)]
+        options = plan.options | ({"launch_cooperative_grid": True} if plan.merge == "together" else {})
+        kernel = attention_decode_rows if plan.consumers else attention_decode
+        rest = (out, parts, counters, *sizes)
+        if self.fp8:
+            kernels = [attention_decode_fp8[grid](*descriptors, *rest, scales, **constants, **options)]
+        else:
+            kernels = [kernel[grid](*descriptors, *rest, **constants, **options)]
         if self.parts and not self.counters:
             options = {"num_warps": MERGE_WARPS, "launch_pdl": plan.early}
             merge = attention_decode_merge[self.merge_grid]
@@ -241,7 +258,7 @@ def _launch_is_watched() -> bool:
     return bool(getattr(hook, "calls", hook))  # a chain of hooks, or one or None
 
 
-def _tma_strides(shape, strides) -> list[int]:
-    """Strides for a descriptor: dimensions of size one may have any, and TMA wants multiples of 16 bytes."""
+def _tma_strides(shape, strides, fitting: int = 8) -> list[int]:
+    """Strides for a descriptor: dimensions of size one may have any, and TMA wants multiples of 16 bytes (fitting)."""
     pairs = zip(shape[:-1], strides, strict=False)
-    return [stride if size > 1 else 8 for size, stride in pairs] + [1]
+    return [stride if size > 1 else fitting for size, stride in pairs] + [1]

@@ -16,13 +16,25 @@ from utils.attention.gluon.decode.work import Cache
 from utils.attention.gluon.shared import MINUS_INF, aggregate, thread_barrier
 
 
+@gluon.jit
+def in_eights(head_dim):
+    """The head dimension, known to the compiler as a multiple of eight: it then stores two neighbours at once."""
+    return head_dim // 8 * 8
+
+
+@gluon.jit
+def inverse(total):
+    """1 / total; zero for a row that sees no key, whose sum is zero, so that its output is zeros."""
+    return gl.where(total == 0.0, 0.0, 1.0 / gl.where(total == 0.0, 1.0, total))
+
+
 @aggregate
 class Results:
     """Output and parts, and what says where in them a row is."""
 
     out_ptr: gl.tensor
     parts_ptr: gl.tensor
-    counters_ptr: gl.tensor  # two for each head, zero before and after a launch; touched only with PLAN.together
+    counters_ptr: gl.tensor  # two for each head, zero before and after a launch; untouched with a second launch
     group: gl.tensor  # query heads of a head of keys
     tiles: gl.tensor  # tiles of queries
     head_dim: gl.tensor
@@ -52,31 +64,35 @@ class Results:
         return row.to(gl.int64) * self.head_dim, (in_group < self.group) & (query < self.cache.sq)
 
     @gluon.jit
-    def store_whole(self, cursor, o, total):
-        """Store the output of a head; o: [BLOCK_D, columns], total: [columns]."""
+    def store_whole(self, cursor, o, first_row, ROWS: gl.constexpr):
+        """Store the output of a head; dimension ROWS of o holds the tile's query rows first_row and on, the other D."""
         layout: gl.constexpr = o.type.layout
-        column = gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))
-        d = gl.arange(0, o.shape[0], gl.SliceLayout(1, layout))
-        at, exists = self.rows(cursor.b, cursor.head, column)
-        # A row that sees no key has the sum zero, and zeros as its output.
-        o = o * gl.where(total == 0.0, 0.0, 1.0 / gl.where(total == 0.0, 1.0, total))[None, :]
-        keep = exists[None, :] & (d < self.head_dim)[:, None]
-        gl.store(self.out_ptr + at[None, :] + d[:, None], o.to(self.out_ptr.dtype.element_ty), mask=keep)
+        row = first_row + gl.arange(0, o.shape[ROWS], gl.SliceLayout(1 - ROWS, layout))
+        d = gl.expand_dims(gl.arange(0, o.shape[1 - ROWS], gl.SliceLayout(ROWS, layout)), ROWS)
+        at, exists = self.rows(cursor.b, cursor.head, row)
+        keep = gl.expand_dims(exists, 1 - ROWS) & (d < self.head_dim)
+        gl.store(self.out_ptr + gl.expand_dims(at, 1 - ROWS) + d, o.to(self.out_ptr.dtype.element_ty), mask=keep)
 
     @gluon.jit
-    def store_part(self, cursor, part, o, m, total):
-        """Store one part of a head."""
+    def store_sums(self, part, row, m, total):
+        """Store the maxima and sums of some rows of a part."""
+        COLUMNS: gl.constexpr = self.cache.PLAN.columns
+        sums = self.parts_ptr + part * (COLUMNS * (self.cache.PLAN.block_d + 2))
+        gl.store(sums + row, m)
+        gl.store(sums + COLUMNS + row, total)
+
+    @gluon.jit
+    def store_part(self, cursor, part, o, first_row, ROWS: gl.constexpr):
+        """Store a part's unnormalized output; o as in `store_whole`."""
         layout: gl.constexpr = o.type.layout
-        COLUMNS: gl.constexpr = o.shape[1]
-        BLOCK_D: gl.constexpr = o.shape[0]
-        column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-        d = gl.arange(0, BLOCK_D, gl.SliceLayout(1, layout))
-        exists = self.rows(cursor.b, cursor.head, column)[1]
-        sums = self.parts_ptr + part * (COLUMNS * (BLOCK_D + 2))
-        gl.store(sums + column, m)
-        gl.store(sums + COLUMNS + column, total)
-        keep = exists[None, :] & (d < self.head_dim)[:, None]
-        gl.store(sums + 2 * COLUMNS + column[None, :] * BLOCK_D + d[:, None], o, mask=keep)
+        COLUMNS: gl.constexpr = self.cache.PLAN.columns
+        BLOCK_D: gl.constexpr = self.cache.PLAN.block_d
+        row = first_row + gl.arange(0, o.shape[ROWS], gl.SliceLayout(1 - ROWS, layout))
+        d = gl.expand_dims(gl.arange(0, o.shape[1 - ROWS], gl.SliceLayout(ROWS, layout)), ROWS)
+        exists = self.rows(cursor.b, cursor.head, row)[1]
+        keep = gl.expand_dims(exists, 1 - ROWS) & (d < self.head_dim)
+        numbers = self.parts_ptr + part * (COLUMNS * (BLOCK_D + 2)) + 2 * COLUMNS
+        gl.store(numbers + gl.expand_dims(row, 1 - ROWS) * BLOCK_D + d, o, mask=keep)
 
     @gluon.jit
     def pieces(self, head):
@@ -141,34 +157,66 @@ class Results:
                 total = total * old + gl.sum(totals * weight, 0)
                 spread = gl.convert_layout(old, gl.SliceLayout(1, result))
                 o = o * spread[:, None] + gl.sum(values * weight[:, :, None], 0)
-            inverse = gl.where(total == 0.0, 0.0, 1.0 / gl.where(total == 0.0, 1.0, total))
-            o = o * gl.convert_layout(inverse, gl.SliceLayout(1, result))[:, None]
+            o = o * gl.convert_layout(inverse(total), gl.SliceLayout(1, result))[:, None]
             place = gl.convert_layout(self.rows(b, head, column)[0] + d, gl.SliceLayout(1, result))
             keep = gl.convert_layout(exists, gl.SliceLayout(1, result))
             out = self.out_ptr + place[:, None] + gl.arange(0, 2, gl.SliceLayout(0, result))[None, :]
             gl.store(out, o.to(self.out_ptr.dtype.element_ty), mask=keep[:, None])
 
     @gluon.jit
-    def arrive(self, b, head):
-        """Say that this program's part of a head is stored."""
-        thread_barrier()  # one thread says so for all: without it, another's part might not be stored yet
-        gl.atomic_add(self.counters_ptr + 2 * (b * self.cache.heads + head), 1, sem="acq_rel", scope="gpu")
+    def merge_own(self, split, program):
+        """After a program's last store: its part in the merge of the head it began in, and of the one it ended in."""
+        if self.cache.PLAN.merge != "second":
+            begin = split.begin(program)
+            end = split.begin(program + 1)
+            left = self.cache.locate(begin)
+            right = self.cache.locate(end - 1)
+            left_begin = begin - left.j
+            right_begin = end - 1 - right.j
+            has_left = left.j > 0
+            has_right = (right.j + 1 < right.blocks) & (right_begin >= begin)
+            thread_barrier()  # one thread says so for all: without it, another's part might not be stored yet
+            # Both are announced before either is waited for: otherwise each program would wait for the one before it.
+            left_arrived = self.arrive(left, has_left)
+            right_arrived = self.arrive(right, has_right)
+            if has_left:
+                self.merge_head(split, program, left, left_begin, left_arrived)
+            if has_right:
+                self.merge_head(split, program, right, right_begin, right_arrived)
 
     @gluon.jit
-    def merge_together(self, b, head, first, count, program):
-        """Wait until all parts of a head are stored, and add up this program's share of its rows.
+    def counter(self, cursor):
+        """The first of the two counters of the cursor's head."""
+        return self.counters_ptr + 2 * (cursor.b * self.cache.heads + cursor.head)
 
-        All programs are on the GPU at the same time (a cooperative launch), and each has stored its parts before it
-        waits, so the waiting ends.
-        """
-        counter = self.counters_ptr + 2 * (b * self.cache.heads + head)
-        if program - first < self.pieces(head):
-            stored = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-            while stored < count:
-                stored = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-            thread_barrier()  # one thread has seen that: the others may read only behind it
-            self.merge(b, head, first, count, program - first, count)
-        # Who leaves last sets both counters to zero for the next launch: nobody waits for them any more.
-        if gl.atomic_add(counter + 1, 1, sem="acq_rel", scope="gpu") == count - 1:
-            gl.store(counter, 0)
-            gl.store(counter + 1, 0)
+    @gluon.jit
+    def arrive(self, cursor, has_part):
+        """Say that this program's part of a head is stored; how many are now."""
+        arrived = gl.to_tensor(0)
+        if has_part:
+            arrived = gl.atomic_add(self.counter(cursor), 1, sem="acq_rel", scope="gpu") + 1
+        return arrived
+
+    @gluon.jit
+    def merge_head(self, split, program, cursor, head_begin, arrived):
+        """Merge a head, or this program's share of it, once all its parts are stored."""
+        first = split.owner(head_begin)
+        count = split.owner(head_begin + cursor.blocks - 1) - first + 1
+        counter = self.counter(cursor)
+        if self.cache.PLAN.merge == "last":
+            if arrived == count:
+                thread_barrier()  # one thread has seen that: the others may read only behind it
+                self.merge(cursor.b, cursor.head, first, count, 0, 1)
+                gl.store(counter, 0)  # for the next launch: nobody looks at it any more
+        else:
+            # All programs are on the GPU at the same time (a cooperative launch), and none waits before it has said
+            # that its parts are stored, so the waiting ends.
+            if program - first < self.pieces(cursor.head):
+                while arrived < count:
+                    arrived = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+                thread_barrier()
+                self.merge(cursor.b, cursor.head, first, count, program - first, count)
+            # Who leaves last sets both counters to zero for the next launch.
+            if gl.atomic_add(counter + 1, 1, sem="acq_rel", scope="gpu") == count - 1:
+                gl.store(counter, 0)
+                gl.store(counter + 1, 0)

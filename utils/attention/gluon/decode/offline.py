@@ -15,26 +15,32 @@ def compile_decode(plan: Plan, case: Case, dtype: str = "bf16", merge: bool = Fa
     """Compile the kernel, or the one of the second launch, for sm_90a."""
     from triton.experimental.gluon import language as gl
 
-    from utils.attention.gluon.decode import kernel
+    from utils.attention.gluon.decode import kernel, quantized, rows
 
-    function = kernel.attention_decode_merge if merge else kernel.attention_decode
+    attend = rows.attention_decode_rows if plan.consumers else kernel.attention_decode
+    attend = quantized.attention_decode_fp8 if plan.raw_slots else attend
+    function = kernel.attention_decode_merge if merge else attend
     q = gl.NVMMASharedLayout(128, 16, rank=5)
-    kv = gl.NVMMASharedLayout(128, 16, rank=4)
+    bits = 8 if plan.raw_slots else 16
+    kv = gl.NVMMASharedLayout(min(plan.block_d * bits // 8, 128), bits, rank=4)
+    cache = "u8" if plan.raw_slots else dtype
     kinds = {
         "q_desc": f"tensordesc<{dtype}[1, 1, {plan.heads}, {plan.queries}, {plan.block_d}],{q!r}>",
-        "k_desc": f"tensordesc<{dtype}[1, 1, {plan.box}, {plan.block_d}],{kv!r}>",
-        "v_desc": f"tensordesc<{dtype}[1, 1, {plan.box}, {plan.block_d}],{kv!r}>",
+        "k_desc": f"tensordesc<{cache}[1, 1, {plan.box}, {plan.block_d}],{kv!r}>",
+        "v_desc": f"tensordesc<{cache}[1, 1, {plan.box}, {plan.block_d}],{kv!r}>",
         "out_ptr": f"*{dtype}",
         "parts_ptr": "*fp32",
         "counters_ptr": "*i32",
         "lens_ptr": "*i32",
         "table_ptr": "*i32",
         "c": "fp32",
+        "scales_ptr": "*fp32",
     }
     names = [name for name in function.arg_names if name not in ("PLAN", "CASE")]
     signature = {name: kinds.get(name, "i32") for name in names}
     pointers = [name for name in names if name.endswith("_ptr")]
-    compiled = compile_gluon(function, signature, {"PLAN": plan, "CASE": case}, pointers, 4 if merge else plan.warps)
+    options = {"num_warps": 4} if merge else plan.options
+    compiled = compile_gluon(function, signature, {"PLAN": plan, "CASE": case}, pointers, **options)
     return read_assembly(compiled, function.__name__)
 
 

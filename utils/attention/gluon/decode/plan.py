@@ -5,7 +5,7 @@ Chosen on an H200 (docs/decode-log.md). All tile shapes are powers of two; a blo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MOST_QUERIES = 64  # new tokens of one call
 MOST_COLUMNS = 128  # query rows that share the keys of one tile
@@ -15,38 +15,64 @@ SHARED_BYTES = 232_448
 # Warps, and how many of them share the rows of a product, by head dimension and columns; else 4, and 8 with 64 columns
 # and more, each warpgroup half of these, so that its maxima and factors fit into registers.
 WARPS: dict[tuple[int, int], tuple[int, int]] = {(128, 64): (8, 4), (128, 128): (8, 4)}
+MERGES = {
+    "second": "a second launch, which begins while the first runs and waits for its end",
+    "together": "the programs of a head, which wait for each other (a cooperative launch), each some of its rows",
+    "last": "the program of a head that stores its part last, alone; nobody waits",
+}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Tile and pipeline. The query rows of a head of keys are the columns of the products (`kernel.py`).
+    """Tile and pipeline. The query rows of a head of keys are the columns of the products, or their rows.
 
-    heads: query heads of a tile, queries: new tokens of a tile; heads x queries are the columns.
+    heads: query heads of a tile, queries: new tokens of a tile; heads x queries are the columns. consumers: 0 for the
+    kernel in which keys are the rows (`kernel.py`), else warpgroups of the other one (`rows.py`), 64 query rows each.
     """
 
     block_d: int
     block_n: int  # keys of a block
     heads: int
     queries: int
-    slots: int  # tiles of K and V in shared memory, an even number
+    slots: int  # tiles of K and V in shared memory; an even number where keys are the rows
     warps: int
     row_warps: int  # warps that share the rows of a product; the others take other columns
     q_slots: int  # tiles of Q in shared memory: with two, the next head's comes while this one is computed
     box: int  # rows of one TMA copy: block_n, or a page if that is smaller
     merge_warps: int = 1  # warps that share the parts of a head in the merge; each takes 32
-    together: bool = False  # the programs of a head wait for each other and merge it, without a second launch
+    merge: str = "second"  # who adds up the parts of a head: a key of MERGES
     early: bool = True  # the second launch begins while the first runs, and waits for its end
+    consumers: int = 0  # warpgroups of 64 query rows each; 0: keys are the rows of the products
+    registers: int = 0  # of a consumer's thread, with two consumers
+    raw_slots: int = 0  # slots of K and of V for an fp8 cache's bytes, each; 0: the cache has the queries' type
+    halves: bool = False  # rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)
 
     @property
     def columns(self) -> int:
-        """Columns of the products."""
+        """Query rows of a tile: columns of the products, or their rows."""
         return self.heads * self.queries
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers of a thread of the producer: what two consumers leave, and enough beside one."""
+        return 504 - 2 * self.registers if self.consumers == 2 and not self.raw_slots else 40
+
+    @property
+    def options(self) -> dict:
+        """Triton's options of the launch.
+
+        With one consumer the block has eight warps with their padding, and Triton would ask for 256 registers a thread,
+        which no instruction can name; ptxas then ignores the number that the roles' own requests build on.
+        """
+        return {"num_warps": self.warps} | ({"maxnreg": 240} if self.consumers == 1 and not self.raw_slots else {})
 
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory, without the barriers."""
         tile = self.block_n * self.block_d
-        return 2 * (self.slots * tile + self.columns * (self.q_slots * self.block_d + self.block_n))
+        p = 0 if self.consumers else self.columns * self.block_n
+        raw = 2 * self.raw_slots * tile
+        return 2 * (self.slots * tile + self.columns * self.q_slots * self.block_d + p) + raw
 
 
 @dataclass(frozen=True)
@@ -82,13 +108,25 @@ def make_plan(
     row_warps: int | None = None,
     slots: int | None = None,
     merge_warps: int = 1,
-    together: bool = False,
+    merge: str = "second",
     early: bool = True,
+    consumers: int = 0,
+    halves: bool | None = None,
+    q_slots: int | None = None,
+    fp8: bool = False,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
 
-    The other arguments overrule the choice, for measurements.
+    The other arguments overrule the choice, for measurements. consumers: 1 or 2 make query rows the rows of the
+    products, 64 or 128 a tile (`rows.py`); 0, the default, makes keys the rows. fp8: the cache is in e4m3, and one
+    consumer's kernel reads it (`quantized.py`).
     """
+    if fp8:
+        return _fp8_plan(head_dim, group, sq, page, block_n, merge_warps, merge, early, consumers, halves)
+    if consumers:
+        return _rows_plan(
+            head_dim, group, sq, page, block_n, slots, merge_warps, merge, early, consumers, halves, q_slots
+        )
     block_d = next(d for d in (64, 128, 256) if head_dim <= d)
     heads = power_of_two(group)
     queries = min(power_of_two(sq), MOST_COLUMNS // heads)
@@ -102,10 +140,10 @@ def make_plan(
         (best if row_warps is None else (best[0], row_warps)) if warps is None else (warps, row_warps or 4)
     )
     tile, rest = 2 * block_n * block_d, 512
-    for q_slots in (2, 1):
-        room = SHARED_BYTES - rest - 2 * columns * (q_slots * block_d + block_n) - 32 * columns
+    for tiles in (2, 1) if q_slots is None else (q_slots,):
+        room = SHARED_BYTES - rest - 2 * columns * (tiles * block_d + block_n) - 32 * columns
         fit = min(room // tile // 2 * 2, 16)
-        if fit >= (6 if 2 * columns * block_d > 8192 else 4) or q_slots == 1:
+        if fit >= (6 if 2 * columns * block_d > 8192 else 4):
             break
     return Plan(
         block_d,
@@ -115,15 +153,66 @@ def make_plan(
         slots or fit,
         warps,
         row_warps,
-        q_slots,
+        tiles,
         min(block_n, page) if page else block_n,
         merge_warps,
-        together,
+        merge,
         early,
     )
 
 
-def refuse(group: int, sq: int, batch: int, page: int | None = None) -> str:
+def _rows_plan(
+    head_dim, group, sq, page, block_n, slots, merge_warps, merge, early, consumers, halves, q_slots
+) -> Plan:
+    """Return `make_plan`'s plan where query rows are the rows of the products."""
+    rows = 64 * consumers
+    heads = power_of_two(group)
+    if consumers not in (1, 2) or heads > rows:
+        raise ValueError(
+            f"consumers are 1 or 2, with 64 query rows each, which hold all heads of a group; {consumers} were given "
+            f"for groups of {group}."
+        )
+    block_d = next(d for d in (64, 128, 256) if head_dim <= d)
+    queries = min(power_of_two(sq), rows // heads)
+    heads = rows // queries
+    block_n = block_n or (64 if block_d == 256 else 128)
+    tile, room = 2 * block_n * block_d, SHARED_BYTES - 1024
+    q_bytes = 2 * rows * block_d
+    if q_slots is None:
+        q_slots = 2 if (room - 2 * q_bytes) // tile >= 6 else 1
+    fit = min((room - q_slots * q_bytes) // tile, 16)
+    return Plan(
+        block_d,
+        block_n,
+        heads,
+        queries,
+        slots or fit,
+        4,
+        4,
+        q_slots,
+        min(block_n, page) if page else block_n,
+        merge_warps,
+        merge,
+        early,
+        consumers,
+        # A producer that looks up eight pages a block needs 40 registers; ptxas spills them in 24.
+        registers=0 if consumers == 1 else 232 if page and page < block_n else 240,
+        halves=halves if halves is not None else block_d >= 128,
+    )
+
+
+def _fp8_plan(head_dim, group, sq, page, block_n, merge_warps, merge, early, consumers, halves) -> Plan:
+    """Return `make_plan`'s plan for a cache in e4m3: two slots each for the converted K and V, the rest for bytes."""
+    rows = 64 * (consumers or 1)
+    if power_of_two(group) > rows or consumers not in (0, 1):
+        raise ValueError(f"an fp8 cache takes groups of up to 64 query heads and one consumer; {group} share a head.")
+    block_n = block_n or {64: 128, 128: 64, 256: 32}[next(d for d in (64, 128, 256) if head_dim <= d)]
+    plan = _rows_plan(head_dim, group, sq, page, block_n, 4, merge_warps, merge, early, 1, halves, 1)
+    room = SHARED_BYTES - 1024 - plan.shared_bytes
+    return replace(plan, raw_slots=min(room // (2 * block_n * plan.block_d), 8))
+
+
+def refuse(group: int, sq: int, batch: int, page: int | None = None, head_dim: int = 0, fp8: bool = False) -> str:
     """Say why the kernel does not take these sizes; "" if it does. The reason is a sentence that begins with "it"."""
     if sq > MOST_QUERIES:
         return f"it decodes up to {MOST_QUERIES} new tokens, and {sq} were given."
@@ -133,6 +222,10 @@ def refuse(group: int, sq: int, batch: int, page: int | None = None) -> str:
         return f"it takes up to {MOST_SEQUENCES} sequences, and {batch} were given."
     if page is not None and page not in PAGES:
         return f"its pages have {', '.join(map(str, PAGES))} tokens, and {page} were given."
+    if fp8 and group > 64:
+        return f"with an fp8 cache it takes groups of up to 64 query heads, and {group} share a head of keys."
+    if fp8 and head_dim % 16:
+        return f"with an fp8 cache its head dimension is a multiple of 16, and {head_dim} was given."
     return ""
 
 

@@ -1,0 +1,343 @@
+"""The decode kernel for many query rows: query rows are the rows of the products, and a warp does nothing but load.
+
+From 64 query rows on (heads of a group times new tokens) the kernel that makes keys the rows (`kernel.py`) is bound by
+its chain of instructions, not by bytes: all its warps meet six times a block, and P goes through shared memory. Here a
+tile of 64 query rows belongs to one warpgroup, as in step 5 of the ladder: scores, maxima, P and output stay in its
+registers, the next block's scores are queued before this block's P V, and half of the softmax runs beside that. Which
+program reads which keys, the parts, and the merge are the same as there.
+
+    part         what                                            head dim 64      128              256
+    consumers    warpgroups x 64 query rows                      1 or 2           1 or 2           1 or 2
+    block        keys                                            128              128              64
+    rings        slots of K and V (64 rows / 128 rows)           6+7 / 6+6        3+3 / 3+3        2+3 / 2+2
+    queries      tiles of Q (64 rows / 128 rows)                 2 / 2            2 / 1            1 / 1
+    producer     one warp: TMA copies of Q, K and V, a box a page where the cache is in pages
+
+Not measured yet on a GPU; predictions: docs/decode-log.md.
+"""
+
+# No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+
+from utils.attention.gluon.decode.blocks import (
+    clean_values,
+    clear_keys,
+    load_block,
+    load_queries,
+    mask_block,
+    page_numbers,
+)
+from utils.attention.gluon.decode.kernel import SIZES, let_second_launch_begin
+from utils.attention.gluon.decode.merge import Results, in_eights, inverse
+from utils.attention.gluon.decode.work import Cache, Cursor
+from utils.attention.gluon.pipeline import Ring, allocate_ring
+from utils.attention.gluon.shared import accumulator, aggregate, thread_barrier, wait_products
+from utils.attention.gluon.softmax import spread
+from utils.attention.gluon.step5_overlapped import first_block, start_output, step
+
+
+@aggregate
+class Share:
+    """One program's blocks, first and behind the last in the long row, and what its roles share."""
+
+    results: Results
+    begin: gl.tensor
+    end: gl.tensor
+    start: Cursor  # the cursor at block `begin`
+    q: Ring
+    k: Ring
+    v: Ring
+    cleaned: gl.shared_memory_descriptor  # mbarrier: V's rows behind the last key have been replaced by zeros
+    c: gl.tensor
+    scales_ptr: gl.tensor  # of K, then of V, a head of keys each; read only where the cache is in fp8
+    PLAN: gl.constexpr
+    CASE: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, results, begin, end, start, q, k, v, cleaned, c, scales_ptr, PLAN, CASE):
+        self.results = results
+        self.begin = begin
+        self.end = end
+        self.start = start
+        self.q = q
+        self.k = k
+        self.v = v
+        self.cleaned = cleaned
+        self.c = c
+        self.scales_ptr = scales_ptr
+        self.PLAN = gl.constexpr(PLAN)
+        self.CASE = gl.constexpr(CASE)
+
+    @gluon.jit
+    def scaled(self, kv_head):
+        """This share for one head of an fp8 cache, whose scores have a scale of their own; and the scales of K and V."""
+        heads = self.results.cache.heads // self.results.tiles
+        k_scale = gl.load(self.scales_ptr + kv_head)
+        v_scale = gl.load(self.scales_ptr + heads + kv_head)
+        c = self.c * k_scale
+        share = Share(
+            self.results,
+            self.begin,
+            self.end,
+            self.start,
+            self.q,
+            self.k,
+            self.v,
+            self.cleaned,
+            c,
+            self.scales_ptr,
+            self.PLAN,
+            self.CASE,
+        )
+        return share, k_scale, v_scale
+
+    @gluon.jit
+    def mask(self, s, block, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+        """The scores of a block, minus infinity where a row may not look: what step 5's functions call."""
+        tile = block.cursor.head % self.results.tiles
+        return mask_block(s, self.results.cache, block.cursor, block.j, tile, block.row, 1)
+
+
+@aggregate
+class Block:
+    """One block of keys for one consumer: its number in the K and V rings, its number in the head, its first row."""
+
+    number: gl.tensor
+    cursor: Cursor
+    j: gl.tensor
+    row: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, number, cursor, j, row):
+        self.number = number
+        self.cursor = cursor
+        self.j = j
+        self.row = row
+
+
+@gluon.jit
+def load_tile(ring, i, descriptor, cache, cursor, numbers, kv_head):
+    """Producer: fetch a block of K or V into load number i's slot, as soon as that is empty."""
+    ring.wait_empty(i)
+    slot = ring.slot(i)
+    load_block(descriptor, cache, cursor, numbers, kv_head, ring.tiles.index(slot), ring.full.index(slot), True)
+
+
+@gluon.jit
+def load_query_tile(share, piece, cursor, q_desc):
+    """Producer: fetch the queries of a piece, as soon as the slot is empty."""
+    share.q.wait_empty(piece)
+    slot = share.q.slot(piece)
+    tile, full = share.q.tiles.index(slot), share.q.full.index(slot)
+    load_queries(q_desc, share.results, cursor.b, cursor.head, tile, full, True)
+
+
+@gluon.jit
+def producer(share, q_desc, k_desc, v_desc):
+    """One warp: keep the rings of Q, K and V full, across heads.
+
+    With one tile of Q, the next head's queries cannot come before this head's last scores. Its first blocks need not
+    wait for that, so they are fetched before its queries: the slots they go to become empty without them.
+    """
+    PLAN: gl.constexpr = share.PLAN
+    LATE: gl.constexpr = PLAN.slots // 2 - 2  # the block behind which a later head's queries are fetched
+    cache = share.results.cache
+    cursor = share.start
+    count = share.end - share.begin
+    piece = gl.to_tensor(0)
+    numbers = page_numbers(cache, cursor)
+    load_query_tile(share, piece, cursor, q_desc)
+    for i in range(count):
+        if (cursor.j == 0) & (i > 0):
+            piece += 1
+            if PLAN.q_slots == 2:
+                load_query_tile(share, piece, cursor, q_desc)
+        kv_head = cursor.head // share.results.tiles
+        load_tile(share.k, i, k_desc, cache, cursor, numbers, kv_head)
+        load_tile(share.v, i, v_desc, cache, cursor, numbers, kv_head)
+        if PLAN.q_slots == 1:
+            is_last = (cursor.j == cursor.blocks - 1) | (i == count - 1)
+            late = (cursor.j == LATE) | ((cursor.j < LATE) & is_last)
+            if late & (piece > 0):
+                load_query_tile(share, piece, cursor, q_desc)
+        cursor = cache.advance(cursor)
+        numbers = page_numbers(cache, cursor)
+
+
+@gluon.jit
+def row_sums(state, row):
+    """Row numbers, maximum in use and sum: a tuple with one such triple, or with two where a warp's rows are halved."""
+    if len(state) == 2:
+        upper, lower = state
+        layout: gl.constexpr = upper.maximum.type.layout
+        warp = gl.arange(0, 4, gl.SliceLayout(1, layout))[:, None]
+        numbers = row + 16 * warp + gl.arange(0, 8, gl.SliceLayout(0, layout))[None, :]
+        total0 = gl.convert_layout(gl.sum(upper.total, 2), layout)
+        total1 = gl.convert_layout(gl.sum(lower.total, 2), layout)
+        return (numbers, upper.maximum, total0), (numbers + 8, lower.maximum, total1)
+    else:
+        rows = state[0]
+        numbers = row + gl.arange(0, rows.maximum.shape[0], rows.maximum.type.layout)
+        return ((numbers, rows.maximum, rows.total),)
+
+
+@gluon.jit
+def inverses(sums):
+    """1 / sum of each triple of `row_sums`."""
+    if len(sums) == 2:
+        return inverse(sums[0][2]), inverse(sums[1][2])
+    else:
+        return (inverse(sums[0][2]),)
+
+
+@gluon.jit
+def clean_tile(share, block, times, W: gl.constexpr):
+    """Replace the values behind the last key by zeros before any consumer multiplies them; times: cleaned before."""
+    PLAN: gl.constexpr = share.PLAN
+    share.v.wait_full(block.number)
+    if W == 0:
+        tile = share.v.tiles.index(share.v.slot(block.number))
+        clean_values(tile, block.cursor, block.j, PLAN.block_n, PLAN.block_d)
+        # Zeros stored by threads, read by wgmma through the async proxy: without the fence it may read what was there.
+        fence_async_shared()
+        if PLAN.consumers == 2:
+            async_copy.mbarrier_arrive(share.cleaned, increment_count=False)
+        thread_barrier()  # the other warps' zeros
+    else:
+        mbarrier.wait(share.cleaned, times & 1)  # without it this consumer could multiply what is not a number
+
+
+@gluon.jit
+def consumer(all_heads, W: gl.constexpr):
+    """Warpgroup W: the query rows W * 64 and on of each head, over all blocks of this program."""
+    share = all_heads
+    results = share.results
+    cache = results.cache
+    PLAN: gl.constexpr = share.PLAN
+    BLOCK_N: gl.constexpr = PLAN.block_n
+    BLOCK_D: gl.constexpr = PLAN.block_d
+    ROW: gl.constexpr = 64 * W
+    split = cache.split()
+    program = gl.program_id(0)
+    cursor = share.start
+    unit = share.begin
+    it = gl.to_tensor(0)
+    piece = gl.to_tensor(0)
+    cleaned = gl.to_tensor(0)
+    while unit < share.end:
+        n = gl.minimum(cursor.blocks - cursor.j, share.end - unit)
+        low, clear = clear_keys(cache, cursor)
+        if PLAN.raw_slots > 0:
+            share, k_scale, v_scale = all_heads.scaled(cursor.head // results.tiles)
+        share.q.wait_full(piece)  # the first product reads Q
+        q = share.q.tiles.index(share.q.slot(piece)).reshape([PLAN.columns, BLOCK_D]).slice(ROW, 64)
+        p, state = first_block(share, Block(it, cursor, cursor.j, gl.to_tensor(ROW)), q, True, False, False)
+        o = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
+        it += 1
+        share.k.wait_full(it, pred=n > 1)  # each step waits for the next one's keys; this is the first one's
+        for k in range(1, n):
+            j = cursor.j + k
+            key = (cursor.first + j) * BLOCK_N
+            masked = (key + BLOCK_N > clear) | (key < low)
+            block = Block(it, cursor, j, gl.to_tensor(ROW))
+            o, p, state = step(share, block, q, o, p, state, k + 1 < n, masked, True, False)
+            it += 1
+        share.q.release(piece)
+
+        j = cursor.j + n - 1
+        if share.CASE.clean:  # noqa: SIM102 (decided by the compiler; the next line for each head)
+            if (cursor.first + j + 1) * BLOCK_N > cursor.length:
+                clean_tile(share, Block(it - 1, cursor, j, gl.to_tensor(ROW)), cleaned, W)
+                cleaned += 1
+        pv = start_output(share, it, o, p, state)
+        sums = row_sums(state, ROW)
+        o = wait_products(pv, 0, BLOCK_D)  # the output's registers are read next, and V's slot is released
+        share.v.release(it - 1)
+        if PLAN.raw_slots > 0:
+            o = o * v_scale
+        if n == cursor.blocks:
+            results.store_whole(cursor, o * spread(inverses(sums), o), ROW, 0)
+        else:
+            part = 2 * program + (split.owner(unit - cursor.j) == program).to(gl.int32)
+            for half in gl.static_range(len(sums)):
+                rows, m, total = sums[half]
+                if PLAN.raw_slots > 0:
+                    m = m * k_scale  # the merge knows one scale for all heads
+                results.store_sums(part, rows, m, total)
+            results.store_part(cursor, part, o, ROW, 0)
+        unit += n
+        piece += 1
+        cursor = cache.advance(cursor.at_last())
+
+
+@gluon.jit
+def attend_rows(results, split, q_desc, k_desc, v_desc, program):
+    """The blocks of one program: allocate rings and barriers, and start the roles."""
+    cache = results.cache
+    PLAN: gl.constexpr = cache.PLAN
+    CONSUMERS: gl.constexpr = PLAN.consumers
+    q = allocate_ring(q_desc, PLAN.q_slots, 1, CONSUMERS)
+    k = allocate_ring(k_desc, PLAN.slots // 2, 1, CONSUMERS, PLAN.block_n)
+    v = allocate_ring(v_desc, PLAN.slots - PLAN.slots // 2, 1, CONSUMERS, PLAN.block_n)
+    cleaned = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(cleaned, count=128)  # every thread of the consumer that cleans arrives for itself
+    # TMA completes the barriers through the async proxy, and may otherwise find them as they were before.
+    fence_async_shared()
+    begin = split.begin(program)
+    start = cache.locate(begin)
+    end = split.begin(program + 1)
+    share = Share(results, begin, end, start, q, k, v, cleaned, results.c, results.counters_ptr, PLAN, cache.CASE)
+    # The first role has four warps and the registers that are left by the others.
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [(consumer, (share, 0)), (producer, (share, q_desc, k_desc, v_desc))], [1], [PLAN.producer_registers]
+        )
+    else:
+        gl.static_assert(CONSUMERS == 2)
+        gl.warp_specialize(
+            [(consumer, (share, 0)), (consumer, (share, 1)), (producer, (share, q_desc, k_desc, v_desc))],
+            [4, 1],
+            [PLAN.registers, PLAN.producer_registers],
+        )
+
+
+@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr"])
+def attention_decode_rows(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_ptr,
+    parts_ptr,
+    counters_ptr,
+    lens_ptr,
+    table_ptr,
+    table_stride,
+    batch,
+    kv_heads,
+    group,
+    sq,
+    sk,
+    window,
+    tiles,
+    page,
+    pages,
+    head_dim,
+    c,
+    PLAN: gl.constexpr,
+    CASE: gl.constexpr,
+):
+    """One program an SM: its share of the blocks of all heads. The arguments are `attention_decode`'s."""
+    heads = kv_heads * tiles
+    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
+    results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
+    split = cache.split()
+    program = gl.program_id(0)
+    if PLAN.early and PLAN.merge == "second":
+        let_second_launch_begin()
+    if program < split.programs:
+        attend_rows(results, split, q_desc, k_desc, v_desc, program)
+        # Behind the roles' last stores: the first role's warps go on when all roles have ended.
+        results.merge_own(split, program)
