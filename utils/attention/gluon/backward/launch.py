@@ -122,3 +122,20 @@ def launch(step: int, g: Gradients) -> None:
     finish_dq[(g.heads_total, g.rows // 64, g.plan.block_d // 64)](
         g.dq_sums, g.dq, *g.dq.stride()[:3], g.sq, g.heads, g.rows, g.scale, FRAGMENTS=step >= 3, **sizes
     )
+
+
+def launch_blocks(kernel, g: Gradients, *sums) -> None:
+    """Run the kernel of steps 3 and on: a program for each block of keys; sums: its own way to the sums of dQ."""
+    kernel[(g.blocks_n * g.kv_heads_total,)](
+        *g.descriptors(64),
+        *sums,
+        *g.sizes(),
+        g.blocks_n,
+        g.section(),
+        g.kv_heads_total,
+        g.c,
+        g.scale,
+        PLAN=g.plan,
+        CASE=g.case(),
+        num_warps=4,
+    )
