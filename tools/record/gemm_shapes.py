@@ -15,10 +15,11 @@ import multiprocessing
 import random
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import torch
 
-from tools.record.common import Record, arguments_parser
+from tools.record.common import Record, arguments_parser, read_record
 from utils.benchmark.measuring import compare
 from utils.kernels.gemm import gemm_warp_specialized
 
@@ -124,17 +125,34 @@ def summary(rows: list[dict]) -> dict:
     }
 
 
+def kept_rows(path: Path, seed: int, l2: str) -> list[dict]:
+    """Return the rows of an earlier record; refuse one that was measured by another method."""
+    record = read_record(path)
+    before, now = (record["seed"], record["l2"]), (seed, l2)
+    if before != now:
+        raise SystemExit(f"error: {path} has seed and L2 {before}, and this run {now}: their rows are no one table.")
+    return record["rows"]
+
+
+def missing_shapes(shapes: list[dict], rows: list[dict]) -> list[dict]:
+    """Return the shapes that no row has measured."""
+    return [shape for shape in shapes if not any(all(row[key] == shape[key] for key in shape) for row in rows)]
+
+
 def main() -> int:
     """Measure and record the table; return the exit status."""
     parser = arguments_parser(__doc__, pairs=15)
     parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--keep", type=Path, help="an earlier record: its rows are kept and not measured again")
     parser.add_argument("--l2", choices=("cold", "warm"), default="cold", help="state of the cache before each call")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("error: the shapes are timed on an NVIDIA GPU: torch.cuda.is_available() is False here.", file=sys.stderr)
         return 1
+    kept = kept_rows(options.keep, options.seed, options.l2) if options.keep else []
     torch.manual_seed(options.seed)
-    compile_all(draw_shapes(options.seed))
+    shapes = missing_shapes(draw_shapes(options.seed), kept)
+    compile_all(shapes)
     record = Record(
         options.out,
         "GEMM at random shapes",
@@ -144,7 +162,9 @@ def main() -> int:
         seed=options.seed,
         l2=options.l2,
     )
-    complete = record.fill(draw_shapes(options.seed), lambda shape: shape_row(shape, options.pairs, options.l2), show)
+    if kept:
+        record.contents |= {"rows": kept, "rows_kept": len(kept), "kept_from": read_record(options.keep)["environment"]}
+    complete = record.fill(shapes, lambda shape: shape_row(shape, options.pairs, options.l2), show)
     record.contents["summary"] = summary(record.contents["rows"])
     print(record.contents["summary"])
     record.finish() if complete else record.save()

@@ -77,6 +77,7 @@ class Config:
     pieces: int = 4  # column blocks in which columns[0] of C are stored: even, two buffers take turns
     group_m: int = 8  # rows of tiles that are walked abreast, for the L2
     split: int = 1  # parts along K of a tile that would leave SMs idle: 1, 2, 4, 8 or 16
+    by_tma: bool = True  # C leaves through shared memory by TMA where that can write it, else from registers
 
     @property
     def rows(self) -> int:
@@ -679,7 +680,7 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
     first, second = config.columns
     b_desc, b_column_major = _operand("B", b, [config.block_k, first])
     b2_desc = _operand("B", b, [config.block_k, second])[0] if second else b_desc
-    by_tma = c.stride(0) % 8 == 0 and c.data_ptr() % 16 == 0
+    by_tma = config.by_tma and c.stride(0) % 8 == 0 and c.data_ptr() % 16 == 0
     piece = config.piece
     c_desc = TensorDescriptor(c, [m, n], [c.stride(0), 1], piece, _layout(piece)) if by_tma else a_desc
     whole, rest = parts_of(m, n, config, sms)

@@ -46,11 +46,12 @@ def check(gradients, expected, dtype):
         assert relative_error(x, y) < LIMITS[dtype], name
 
 
-QUICK = {(1, 64), (2, 64), (3, 128), (4, 64), (4, 128), (4, 256)}
+QUICK = {(1, 64), (2, 64), (3, 128), (4, 64), (4, 256), (5, 64), (5, 128)}
 LADDER = [
     pytest.param(step, head_dim, marks=[] if (step, head_dim) in QUICK else pytest.mark.slow)
-    for step in (1, 2, 3, 4)
+    for step in (1, 2, 3, 4, 5)
     for head_dim in (64, 128, 256)
+    if (step, head_dim) != (5, 256)  # the kernel of step 4
 ]
 
 
@@ -82,6 +83,15 @@ def test_masks_and_scales(problem, deterministic):
     check(*simulated(q, k, v, dout, deterministic=deterministic, **problem), torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    "problem", slow_but_first([{"causal": True}, {"window": 60}, {"causal": True, "window": 50}]), ids=str
+)
+@pytest.mark.parametrize("keys", [300, 128])  # with a tail and without
+def test_masked_tiles_in_loops_of_their_own(problem, keys):
+    q, k, v, dout = tensors(1, 2, 1, 400, keys, 64, torch.bfloat16)
+    check(*simulated(q, k, v, dout, step=5, **problem), torch.bfloat16)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_random_shapes(seed):
@@ -93,7 +103,7 @@ def test_random_shapes(seed):
     dtype = rng.choice((torch.bfloat16, torch.float16))
     q, k, v, dout = tensors(rng.choice((1, 2)), kv_heads * group, kv_heads, sq, sk, head_dim, dtype, seed)
     problem = {"causal": rng.random() < 0.5, "window": rng.choice((None, None, 50))}
-    options = {"step": rng.choice((3, 4)), "deterministic": rng.random() < 0.3, "seed": seed}
+    options = {"step": rng.choice((3, 4, 5)), "deterministic": rng.random() < 0.3, "seed": seed}
     check(*simulated(q, k, v, dout, **options, **problem), dtype)
 
 
@@ -121,7 +131,7 @@ def test_a_gradient_of_the_log_sum_exp_is_added():
 
 def test_steps_that_add_in_any_order_refuse_to_be_deterministic():
     q, k, v, dout = tensors(1, 1, 1, 64, 64, 64, torch.bfloat16)
-    with pytest.raises(ValueError, match="needs step 3 or 4"):
+    with pytest.raises(ValueError, match="needs step 3, 4 or 5"):
         simulated(q, k, v, dout, step=1, deterministic=True)
 
 
@@ -138,6 +148,9 @@ def test_no_queries_give_zeros():
     ("head_dim", "step", "changes"),
     [
         (64, 3, {"ds_slots": 1}),
+        (64, 5, {"ds_slots": 1, "exp_first": True}),
+        (64, 5, {"by_tma": False, "producer_first": True}),
+        (128, 5, {"split": False, "producer_first": True}),
         (128, 3, {"ds_slots": 1}),
         (256, 4, {"by_tma": True, "do_slots": 1}),
         (256, 4, {"q_slots": 1, "do_slots": 1}),
@@ -167,7 +180,7 @@ def test_torch_differentiates_the_operator_with_shapes_alone():
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
 
 
-COMPILED = [(3, 64, False), (4, 128, True)]
+COMPILED = [(3, 64, False), (5, 128, True)]
 
 
 @pytest.mark.slow
@@ -189,4 +202,4 @@ def test_the_assembly_adds_by_tma_and_keeps_its_products_in_flight():
     for (step, _, _), (by_tma, by_threads, products, shared, warnings) in zip(COMPILED, rows, strict=True):
         assert products and shared <= 227 * 1024
         assert warnings == []  # ptxas warns where it has to serialize wgmma
-        assert bool(by_tma) == (step == 4) and bool(by_threads) == (step == 3)
+        assert bool(by_tma) == (step == 5) and bool(by_threads) == (step == 3)

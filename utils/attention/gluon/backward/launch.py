@@ -18,14 +18,20 @@ from utils.attention.gluon.arguments import addressable
 from utils.attention.gluon.backward.arguments import Gradients
 from utils.attention.gluon.backward.plan import BackwardPlan, dq_apart, fastest_step, plan_for
 
-MODULES = {1: "step1_atomics", 2: "step2_tma", 3: "step3_warp_specialized", 4: "step4_overlapped"}
+MODULES = {
+    1: "step1_atomics",
+    2: "step2_tma",
+    3: "step3_warp_specialized",
+    4: "step4_overlapped",
+    5: "step5_storing_warp",
+}
 NAMES = {name: f"attention_backward_step{step}" for step, name in MODULES.items()} | {
     "wide_heads": "attention_backward_wide"
 }
 
 
 def module_name(step: int, plan: BackwardPlan) -> str:
-    """Name the module of a step; steps 3 and 4 have one in common for head dimension 256."""
+    """Name the module of a step; steps 3 to 5 have one in common for head dimension 256."""
     return "wide_heads" if step >= 3 and plan.block_d == 256 else MODULES[step]
 
 
@@ -70,8 +76,8 @@ def backward(
         window: A query sees keys that are fewer positions away than this; None: all.
         dlse: Gradient of the log-sum-exp, if that was used too.
         deterministic: Whether the same inputs must give the same bits; dQ then has a kernel of its own (`dq.py`).
-            Steps 3 and 4 only.
-        step: Which kernel of the ladder, 1 to 4; None: the fastest way for the head dimension, which at 256 is the
+            Not in steps 1 and 2.
+        step: Which kernel of the ladder, 1 to 5; None: the fastest way for the head dimension, which at 256 is the
             deterministic one.
         plan: Tile and pipeline; the step's own by default.
     """
@@ -80,7 +86,7 @@ def backward(
         deterministic = deterministic or dq_apart(q.shape[-1])
     if deterministic and step < 3:
         raise ValueError(
-            f"Step {step} of the backward ladder adds to dQ by atomics, in any order; deterministic=True needs step 3 or 4."
+            f"Step {step} of the backward ladder adds to dQ by atomics, in any order; deterministic=True needs step 3, 4 or 5."
         )
     if not q.numel():
         return torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -121,4 +127,21 @@ def launch(step: int, g: Gradients) -> None:
         return
     finish_dq[(g.heads_total, g.rows // 64, g.plan.block_d // 64)](
         g.dq_sums, g.dq, *g.dq.stride()[:3], g.sq, g.heads, g.rows, g.scale, FRAGMENTS=step >= 3, **sizes
+    )
+
+
+def launch_blocks(kernel, g: Gradients, *sums) -> None:
+    """Run the kernel of steps 3 and on: a program for each block of keys; sums: its own way to the sums of dQ."""
+    kernel[(g.blocks_n * g.kv_heads_total,)](
+        *g.descriptors(64),
+        *sums,
+        *g.sizes(),
+        g.blocks_n,
+        g.section(),
+        g.kv_heads_total,
+        g.c,
+        g.scale,
+        PLAN=g.plan,
+        CASE=g.case(),
+        num_warps=4,
     )

@@ -29,7 +29,7 @@ def compile_backward(
     """Compile a step of the backward ladder for sm_90a.
 
     Args:
-        step: 1 to 4.
+        step: 1 to 5.
         head_dim: Head dimension; the tile is the next larger of 64, 128 and 256.
         dtype: "bf16" or "fp16".
         causal: Whether the mask is causal.

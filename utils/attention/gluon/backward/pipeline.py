@@ -1,4 +1,4 @@
-"""What the roles of the warp-specialized backward share: rings of tiles with a row of statistics, sizes, and masks."""
+"""What the warp-specialized steps share: rings of tiles with a row of statistics, sizes, masks, and a block's start."""
 
 # A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
 # ruff: noqa: RUF059
@@ -198,7 +198,7 @@ class Work:
     ds: gl.shared_memory_descriptor  # dS^T: (slots, BLOCK_N, BLOCK_M) or in columns of 64
     loaded: gl.shared_memory_descriptor  # mbarriers: K and V have arrived
     written: gl.shared_memory_descriptor  # mbarriers: all consumers have written their part of dS
-    read: gl.shared_memory_descriptor  # mbarrier: all consumers have read dS; used where dS has one slot
+    read: gl.shared_memory_descriptor  # mbarriers: dS has been read by those who wait for it (`block_work`)
 
     @gluon.constexpr_function
     def __init__(self, sizes, key, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written, read):
@@ -232,3 +232,44 @@ class Work:
         """(number of query tiles to walk, tiles of one head, first tile): all heads that share these keys."""
         lo, hi = self.sizes.tiles_of(self.key)
         return (hi - lo) * self.sizes.group, lo, hi
+
+
+@gluon.jit
+def block_work(sizes, descriptors, blocks_n, section, total, c, scale, CONSUMERS: gl.constexpr, WRITERS: gl.constexpr):
+    """Find this block's keys, allocate its shared memory and barriers, and return what its roles get.
+
+    Heads are dealt in sections of `section` of the `total`; within one, the blocks of the first keys, the longest under a
+    causal mask, come first. WRITERS: how many of the consumers write dS.
+    """
+    PLAN: gl.constexpr = sizes.PLAN
+    DS_SLOTS: gl.constexpr = PLAN.ds_slots
+    # Two writers wait for each other's reads only where dS has one slot; a single writer does at each slot.
+    READ_SLOTS: gl.constexpr = 1 if WRITERS > 1 else DS_SLOTS
+    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc = descriptors
+    dtype: gl.constexpr = q_desc.dtype
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    per_section = section * blocks_n
+    number = gl.program_id(0) // per_section
+    rest = gl.program_id(0) - number * per_section
+    wide = gl.minimum(section, total - number * section)
+    n = rest // wide
+    flat = number * section + rest - n * wide
+    batch = flat // sizes.kv_heads
+
+    q = allocate_row_ring(q_desc, lse_desc, PLAN.q_slots, CONSUMERS)
+    do = allocate_row_ring(do_desc, delta_desc, PLAN.do_slots, CONSUMERS)
+    k = gl.allocate_shared_memory(dtype, [1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [PLAN.block_n // 64, 1, 1, 64, PLAN.block_d], v_desc.layout)
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    ds = gl.allocate_shared_memory(dtype, [PLAN.ds_slots * (PLAN.block_m // 64), PLAN.block_n, 64], swizzled)
+    loaded = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    written = gl.allocate_shared_memory(gl.int64, [PLAN.ds_slots, 1], barrier)
+    read = gl.allocate_shared_memory(gl.int64, [READ_SLOTS, 1], barrier)
+    mbarrier.init(loaded.index(0), count=1)
+    mbarrier.init(loaded.index(1), count=1)
+    for i in gl.static_range(DS_SLOTS):
+        mbarrier.init(written.index(i), count=WRITERS)
+    for i in gl.static_range(READ_SLOTS):
+        mbarrier.init(read.index(i), count=128 * WRITERS)
+    kv_head = flat - batch * sizes.kv_heads
+    return Work(sizes, n * PLAN.block_n, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written, read)

@@ -5,11 +5,17 @@ Chosen on an H200 (docs/backward-log.md). Gluon's tile shapes are powers of two;
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from utils.attention.gluon.plan import block_head_dim
 
-STEPS = {1: "one warpgroup, synchronous, atomics", 2: "TMA and mbarriers", 3: "warp-specialized", 4: "overlapped"}
+STEPS = {
+    1: "one warpgroup, synchronous, atomics",
+    2: "TMA and mbarriers",
+    3: "warp-specialized",
+    4: "overlapped",
+    5: "a warp that stores dQ",
+}
 PIECE = 64  # dQ is summed in pieces of 64 queries x 64 columns (`fragments.py`)
 
 
@@ -23,7 +29,10 @@ class BackwardPlan:
     q_slots: int = 2  # slots of the ring of Q and lse
     do_slots: int = 2  # slots of the ring of dO and delta
     ds_slots: int = 2  # tiles of dS, which both consumers write and read
-    by_tma: bool = False  # head dimension 256: TMA adds dQ to the sums, not the threads
+    by_tma: bool = False  # head dimension 256 and step 5: TMA adds dQ to the sums, not the threads
+    split: bool = False  # step 5: masked tiles have a loop of their own
+    exp_first: bool = False  # step 5: dP is waited for behind the exponentials
+    producer_first: bool = False  # step 5: the producer is the default partition
     registers: int = 240  # of a consumer thread
 
 
@@ -51,7 +60,8 @@ def plan_for(step: int, head_dim: int) -> BackwardPlan:
     """Return the plan of a step of the backward ladder for a head dimension."""
     if step not in STEPS:
         raise ValueError(f"The backward ladder has the steps {', '.join(map(str, STEPS))}; got step {step!r}.")
-    return (_SIMPLE if step < 3 else _PLANS)[block_head_dim(head_dim)]
+    plan = (_SIMPLE if step < 3 else _PLANS)[block_head_dim(head_dim)]
+    return replace(plan, by_tma=True, split=True) if step == 5 and plan.block_d < 256 else plan
 
 
 def fastest_step(head_dim: int) -> int:

@@ -30,7 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from utils.attention.gluon.backward.arguments import Gradients
 from utils.attention.gluon.backward.fragments import add_fragments
-from utils.attention.gluon.backward.pipeline import Sizes, Work, allocate_row_ring
+from utils.attention.gluon.backward.launch import launch_blocks
+from utils.attention.gluon.backward.pipeline import Sizes, block_work
 from utils.attention.gluon.shared import accumulator, left_operand, tma_load, tma_store, wait_products
 
 
@@ -98,7 +99,7 @@ def write_ds(work, i, ds, W: gl.constexpr):
     PLAN: gl.constexpr = work.sizes.PLAN
     slot = i % PLAN.ds_slots
     if PLAN.ds_slots == 1:
-        mbarrier.wait(work.read, (i & 1) ^ 1)  # the other consumer's dQ has read the last dS
+        mbarrier.wait(work.read.index(0), (i & 1) ^ 1)  # the other consumer's dQ has read the last dS
     if PLAN.block_m == 64:
         work.ds.index(slot).reshape([PLAN.block_n, 64]).slice(W * 64, 64, 0).store(ds)
     else:
@@ -141,7 +142,7 @@ def wait_dq(work, dq, LEFT: gl.constexpr):
     """Wait for dQ, with LEFT younger products in flight; this consumer has then read dS."""
     dq = wait_products(dq, LEFT, 64)
     if work.sizes.PLAN.ds_slots == 1:
-        async_copy.mbarrier_arrive(work.read, increment_count=False)
+        async_copy.mbarrier_arrive(work.read.index(0), increment_count=False)
     return dq
 
 
@@ -250,42 +251,10 @@ def attention_backward_step3(
     PLAN: gl.constexpr,
     CASE: gl.constexpr,
 ):
-    """A block computes dK and dV of BLOCK_N keys of one head, and adds to dQ: grid (blocks of keys * B * Hkv,).
-
-    Heads are dealt in sections of `section`; within one, the blocks of the first keys, the longest under a causal mask,
-    come first.
-    """
-    dtype: gl.constexpr = q_desc.dtype
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    CONSUMERS: gl.constexpr = PLAN.block_n // 64
-    DS_SLOTS: gl.constexpr = PLAN.ds_slots
-    per_section = section * blocks_n
-    number = gl.program_id(0) // per_section
-    rest = gl.program_id(0) - number * per_section
-    wide = gl.minimum(section, total - number * section)
-    n = rest // wide
-    flat = number * section + rest - n * wide
-    batch = flat // kv_heads
-
-    q = allocate_row_ring(q_desc, lse_desc, PLAN.q_slots, CONSUMERS)
-    do = allocate_row_ring(do_desc, delta_desc, PLAN.do_slots, CONSUMERS)
-    k = gl.allocate_shared_memory(dtype, [1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, 64, PLAN.block_d], v_desc.layout)
-    columns: gl.constexpr = PLAN.block_m // 64
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    ds = gl.allocate_shared_memory(dtype, [PLAN.ds_slots * columns, PLAN.block_n, 64], swizzled)
-    loaded = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    written = gl.allocate_shared_memory(gl.int64, [PLAN.ds_slots, 1], barrier)
-    read = gl.allocate_shared_memory(gl.int64, [1], barrier)
-    mbarrier.init(read, count=128 * CONSUMERS)
-    mbarrier.init(loaded.index(0), count=1)
-    mbarrier.init(loaded.index(1), count=1)
-    for i in gl.static_range(DS_SLOTS):
-        mbarrier.init(written.index(i), count=CONSUMERS)
+    """A block computes dK and dV of BLOCK_N keys of one head, and adds to dQ: grid (blocks of keys * B * Hkv,)."""
     sizes = Sizes(sq, sk, window, heads, kv_heads, group, tiles_m, PLAN, CASE)
-    work = Work(
-        sizes, n * PLAN.block_n, batch, flat - batch * kv_heads, c, scale, q, do, k, v, ds, loaded, written, read
-    )
+    tiles = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
+    work = block_work(sizes, tiles, blocks_n, section, total, c, scale, 2, 2)
     gl.warp_specialize(
         [
             (consumer, (work, dq_sums_ptr, dk_desc, dv_desc, 0)),
@@ -299,16 +268,4 @@ def attention_backward_step3(
 
 def launch(g: Gradients) -> None:
     """Run the kernel on tensors of a GPU."""
-    attention_backward_step3[(g.blocks_n * g.kv_heads_total,)](
-        *g.descriptors(64),
-        g.dq_sums,
-        *g.sizes(),
-        g.blocks_n,
-        g.section(),
-        g.kv_heads_total,
-        g.c,
-        g.scale,
-        PLAN=g.plan,
-        CASE=g.case(),
-        num_warps=4,
-    )
+    launch_blocks(attention_backward_step3, g, g.dq_sums)

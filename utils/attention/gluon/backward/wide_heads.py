@@ -1,4 +1,4 @@
-"""Steps 3 and 4 for head dimension 256, where dK and dV of 64 keys fill the registers of a warpgroup each.
+"""Steps 3 to 5 for head dimension 256, where dK and dV of 64 keys fill the registers of a warpgroup each.
 
 The products are split: one consumer computes S^T and dV, the other dP^T, dS and dK, and each half of dQ's columns, so
 both have the same work. P goes from the first to the second in fp32 through shared memory, dS back as the left operand of
@@ -30,7 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from utils.attention.gluon.backward.arguments import Gradients
 from utils.attention.gluon.backward.fragments import add_fragments, from_fragments, to_fragments
-from utils.attention.gluon.backward.pipeline import Sizes, Work, allocate_row_ring, tma_add
+from utils.attention.gluon.backward.launch import launch_blocks
+from utils.attention.gluon.backward.pipeline import Sizes, block_work, tma_add
 from utils.attention.gluon.backward.step3_warp_specialized import (
     probabilities,
     producer,
@@ -263,54 +264,22 @@ def attention_backward_wide(
     PLAN: gl.constexpr,
     CASE: gl.constexpr,
 ):
-    """A block computes dK and dV of BLOCK_N keys of one head, and adds to dQ: grid (blocks of keys * B * Hkv,).
-
-    Heads are dealt in sections of `section`; within one, the blocks of the first keys, the longest under a causal mask,
-    come first.
-    """
-    dtype: gl.constexpr = q_desc.dtype
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    CONSUMERS: gl.constexpr = 2
-    DS_SLOTS: gl.constexpr = PLAN.ds_slots
-    per_section = section * blocks_n
-    number = gl.program_id(0) // per_section
-    rest = gl.program_id(0) - number * per_section
-    wide = gl.minimum(section, total - number * section)
-    n = rest // wide
-    flat = number * section + rest - n * wide
-    batch = flat // kv_heads
-
-    q = allocate_row_ring(q_desc, lse_desc, PLAN.q_slots, CONSUMERS)
-    do = allocate_row_ring(do_desc, delta_desc, PLAN.do_slots, CONSUMERS)
-    k = gl.allocate_shared_memory(dtype, [1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [1, 1, 1, 64, PLAN.block_d], v_desc.layout)
-    columns: gl.constexpr = PLAN.block_m // 64
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    ds = gl.allocate_shared_memory(dtype, [PLAN.ds_slots * columns, PLAN.block_n, 64], swizzled)
-    loaded = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    written = gl.allocate_shared_memory(gl.int64, [PLAN.ds_slots, 1], barrier)
-    ds_empty = gl.allocate_shared_memory(gl.int64, [DS_SLOTS, 1], barrier)
-    p_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
-    p_empty = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    """A block computes dK and dV of BLOCK_N keys of one head, and adds to dQ: grid (blocks of keys * B * Hkv,)."""
+    sizes = Sizes(sq, sk, window, heads, kv_heads, group, tiles_m, PLAN, CASE)
+    tiles = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
+    work = block_work(sizes, tiles, blocks_n, section, total, c, scale, 2, 1)
+    p_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    p_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     p_tile = gl.allocate_shared_memory(gl.float32, [4096], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mbarrier.init(p_full, count=1)
     mbarrier.init(p_empty, count=128)
-    mbarrier.init(loaded.index(0), count=1)
-    mbarrier.init(loaded.index(1), count=1)
-    for i in gl.static_range(DS_SLOTS):
-        mbarrier.init(written.index(i), count=1)
-        mbarrier.init(ds_empty.index(i), count=128)
-    sizes = Sizes(sq, sk, window, heads, kv_heads, group, tiles_m, PLAN, CASE)
-    work = Work(
-        sizes, n * PLAN.block_n, batch, flat - batch * kv_heads, c, scale, q, do, k, v, ds, loaded, written, ds_empty
-    )
     first_tile = p_tile
     second_tile = p_tile
     if PLAN.by_tma:
         dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 32, 128], sums_desc.layout)
         first_tile = dq_tiles.index(0)
         second_tile = dq_tiles.index(1)
-    exchange = (p_tile, p_full, p_empty, ds_empty)
+    exchange = (p_tile, p_full, p_empty, work.read)
     gl.warp_specialize(
         [
             (first_consumer, (work, exchange, (sums_desc, dq_sums_ptr, first_tile), dv_desc)),
@@ -324,17 +293,4 @@ def attention_backward_wide(
 
 def launch(g: Gradients) -> None:
     """Run the kernel on tensors of a GPU."""
-    attention_backward_wide[(g.blocks_n * g.kv_heads_total,)](
-        *g.descriptors(64),
-        g.sums_descriptor(),
-        g.dq_sums,
-        *g.sizes(),
-        g.blocks_n,
-        g.section(),
-        g.kv_heads_total,
-        g.c,
-        g.scale,
-        PLAN=g.plan,
-        CASE=g.case(),
-        num_warps=4,
-    )
+    launch_blocks(attention_backward_wide, g, g.sums_descriptor(), g.dq_sums)
