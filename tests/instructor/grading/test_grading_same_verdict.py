@@ -12,12 +12,15 @@ import importlib
 import io
 import os
 import random
+import sys
+import types
 
 import pytest
 
 from instructor.build import build_lab
 from instructor.course import answered_notebook
 from instructor.grading import calibrate, grade_notebook
+from instructor.grading.submission.conditions import sdpa_switches, set_sdpa_switches
 from instructor.grading.submission.engine import setup_cells
 from instructor.grading.submission.exceptions import explain
 from instructor.grading.submission.plan import plan_tests
@@ -63,14 +66,18 @@ class OneProcess:
 
     def __init__(self, lab, folder):
         self.lab, self.folder, self.needs = lab, folder, plan_tests(lab.instructor)
-        self.base: dict = {"__name__": "__main__"}
+        notebook = types.ModuleType("the_notebook")  # torch.compile looks for a function's module by its name
+        sys.modules[notebook.__name__] = notebook
+        self.base = vars(notebook)
+        self.switches = sdpa_switches()
         with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
             for name, source in setup_cells(lab):
                 exec(compile(python_of(source), name, "exec"), self.base)
 
     def verdicts(self, answers: dict[str, str], cells) -> dict[str, tuple[str, str]]:
         """{test cell: (status, message)}, with these texts for answers."""
-        names, found = dict(self.base), {}
+        names, found, before = self.base, {}, dict(self.base)
+        set_sdpa_switches(self.switches)  # an answer before may have left others
         with contextlib.chdir(self.folder), contextlib.redirect_stdout(io.StringIO()):
             for cell in cells:
                 facts = cell.metadata.get("nbgrader", {})
@@ -84,6 +91,8 @@ class OneProcess:
                 elif facts.get("solution") or facts.get("locked"):
                     with contextlib.suppress(Exception):  # as Jupyter: the next cell runs all the same
                         exec(compile(python_of(source) or "", cell.id, "exec"), names)
+        names.clear()
+        names.update(before)
         return found
 
     def _verdict(self, cell, names: dict) -> tuple[str, str]:
