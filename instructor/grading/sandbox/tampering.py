@@ -16,6 +16,7 @@ import builtins
 import contextlib
 import functools
 import json
+import logging
 import os
 import random
 import re
@@ -24,6 +25,7 @@ import socket
 import sys
 import sysconfig
 import threading
+import traceback
 import types
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -35,6 +37,9 @@ from utils.checking import watching
 os_write, json_dumps = os.write, json.dumps  # the originals, whatever a student puts into the modules
 _STDLIB = (sysconfig.get_paths()["stdlib"] + os.sep, "<frozen")
 _READS = ("sys._getframe", "sys._current_frames", "gc.get_objects", "gc.get_referrers", "gc.get_referents")
+_FRAMES = ("tb_frame", "gi_frame", "cr_frame", "ag_frame")  # attributes by which code reaches a frame
+_GIVES_FRAMES = ((logging, "currentframe"), (traceback, "walk_stack"))
+_NOTED = "labs.noted"  # an audit event of this module's own
 _TRACES = ("sys.settrace", "sys.setprofile", "sys.addaudithook", "sys.monitoring.register_callback")
 _NETWORK = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto", "urllib.Request")
 _LOADER = ("LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT", "PYTHONSTARTUP", "PYTHONPATH", "PYTHONHOME")
@@ -43,6 +48,8 @@ _OPEN = ("/scratch", "/tmp", "/dev", "/out", "/proc/self/fd")
 _SIGNALS = tuple(number for number in signal.Signals if number not in (signal.SIGKILL, signal.SIGSTOP))
 _EVENTS = frozenset(
     {
+        _NOTED,
+        "object.__getattr__",
         *_READS,
         *_TRACES,
         *_NETWORK,
@@ -95,15 +102,29 @@ class Watcher:
         channel: the descriptor of the channel to the checker.
         places: the namespaces to compare with what they are now.
         shell: the IPython shell in which cells run.
+        answers: files of the course whose functions answer questions; nobody loads them a second time.
     """
 
     # No attribute of an instance can hide a method.
     __slots__ = (
-        *("before", "builtins", "builtins_space", "busy", "cell", "channel", "codes", "descriptor", "files", "finders"),
+        *(
+            "answers",
+            "before",
+            "builtins",
+            "builtins_space",
+            "busy",
+            "cell",
+            "channel",
+            "codes",
+            "descriptor",
+            "files",
+            "finders",
+        ),
         *("hooks", "kept", "lists", "magics", "mended", "modules", "reported", "seen", "shell", "signals"),
     )
 
-    def __init__(self, descriptor: int, channel: int, places: list[Place], shell):
+    def __init__(self, descriptor: int, channel: int, places: list[Place], shell, answers: Iterable[str] = ()):
+        self.answers = frozenset(answers)
         self.descriptor, self.channel, self.cell = descriptor, channel, ""
         self.reported: set[Sign] = set()
         self.busy = False
@@ -155,20 +176,23 @@ class Watcher:
 
     def _guard_ends(self) -> None:
         """Note the ways to end the process, or to run after its end, that have no audit event."""
-        watcher = self
 
         def noting(function, what, kind="ends the process"):
+            # By an audit event, and not by the watcher itself: whatever a closure holds is in a student's reach.
             @functools.wraps(function)
             def noted(*args, **kwargs):
                 code = sys._getframe(1).f_code
                 if is_students(code):
-                    watcher.sign(kind, what, code)
+                    sys.audit(_NOTED, kind, what, code)
                 return function(*args, **kwargs)
 
             return noted
 
         os._exit, os.abort = noting(os._exit, "os._exit"), noting(os.abort, "os.abort")
         atexit.register = noting(atexit.register, "atexit.register", "runs at the end")
+        for module, name in _GIVES_FRAMES:
+            function = getattr(module, name)
+            setattr(module, name, noting(function, f"{module.__name__}.{name}", "inspects frames or objects"))
 
     # ---- what was replaced -----------------------------------------------------------------------------------
 
@@ -310,7 +334,14 @@ class Watcher:
     def _note(self, event: str, args: tuple) -> None:
         caller = sys._getframe(2)
         code = caller.f_code
-        if event == "exec":
+        if event == _NOTED:
+            self.sign(*args)
+        elif event == "object.__getattr__":
+            if args[1] in _FRAMES and is_students(code):
+                self.sign("inspects frames or objects", str(args[1]), code)
+        elif event == "exec":
+            if args[0].co_filename in self.answers:
+                self.sign("an answer of the course", f"{args[0].co_filename} was loaded again", _beyond_library(caller))
             if is_students(args[0]):
                 self.files.setdefault(args[0].co_filename, self.files.get(code.co_filename, self.cell))
         elif event in _READS:

@@ -232,6 +232,14 @@ def limit_resources(limits: Limits, walls: dict[str, str]) -> None:
     first_to_go()
 
 
+def limit_memory(gigabytes: float | None) -> None:
+    """Limit the address space of this process to what it has now and so many GB; None leaves it as it is."""
+    if gigabytes is not None and os.path.isfile("/proc/self/statm"):
+        with open("/proc/self/statm") as statm:
+            most = int(statm.read().split()[0]) * resource.getpagesize() + int(gigabytes * 1e9)
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
 def first_to_go() -> None:
     """Have the kernel end this process, and what it starts, before others when the machine runs out of memory."""
     with contextlib.suppress(OSError):

@@ -36,7 +36,10 @@ from instructor.grading.wire.channel import Channel
 MAX_RESTARTS = 12
 MAX_ALIKE, MAX_FLAGS = 4, 200  # flags of one kind for one question, and of a submission
 # Flags that take no points: a changed structure, and what honest code does now and then and the walls make harmless.
-NOTED = ("structure", "inspects frames or objects", "network", "runs at the end", "unreadable", "not graded")
+NOTED = (
+    *("structure", "inspects frames or objects", "network", "runs at the end", "proved in part"),
+    *("unreadable", "not graded"),
+)
 READ_SECONDS = 60  # that reading a submission and planning its cells may take
 MAX_SHOWN = 20_000  # characters of what a test prints
 # Functions that run a student's text in a process of their own: that process has to be behind the walls, too.
@@ -98,6 +101,7 @@ class Checker:
         self.clean: dict[bool, tuple[StudentProcess, Remote]] = {}  # of the test cell: interpreting Triton, or not
         self.testing = False
         self.watching = set(job.watching)  # test cells that record what runs in the student's functions
+        self.proving: dict[str, str] = {}  # of these, the ones whose records compute the results: "whole" or "in part"
 
     def grade(self) -> Report:
         """Run and test every cell of the submission."""
@@ -148,7 +152,7 @@ class Checker:
             cell_seconds=self.cell_seconds,
             skipped=tuple(skipped),
         )
-        return Report(result, self.modes, self.why, sorted(self.watching))
+        return Report(result, self.modes, self.why, sorted(self.watching), self.proving)
 
     def _left(self) -> float:
         """Seconds that a cell, or the tests of a question, may take now."""
@@ -433,7 +437,7 @@ class Checker:
         self._fetch_files(remote, step)
         shown, error = io.StringIO(), None
         self.testing = True
-        remote.watch_all = step.name in self.job.watching
+        remote.watch_all = remote.prove = step.name in self.job.watching
         try:
             with (
                 contextlib.redirect_stdout(shown),
@@ -444,12 +448,13 @@ class Checker:
                     exec(compile(source, file, "exec"), names)
             if remote.watch_all:
                 _for_question(step, remote.expect_rules_kept)
+                _for_question(step, lambda: self._prove(remote, step))
         except (Gone, CannotTravel):
             raise
         except BaseException as raised:
             error = raised
         finally:
-            self.testing = False
+            self.testing = remote.watch_all = remote.prove = False
             self._end_clean()
             if remote.ledger:
                 self.watching.add(step.name)
@@ -459,6 +464,23 @@ class Checker:
         if error is None:
             return "passed", "", text
         return (*explain(error), text)
+
+    def _prove(self, remote: Remote, step: Step) -> None:
+        """Have the records of calls run again, in a process in which no cell of the student's has run."""
+
+        def clean() -> Remote:
+            found = self._clean_remote("")
+            found.within(max(remote.deadline - time.monotonic(), 1.0))
+            return found
+
+        refuted, partly = remote.expect_proved(clean)
+        known = self.job.proving.get(step.name, "")  # how far the model answer's record could be proved
+        if not refuted:
+            self.proving[step.name] = "in part" if partly else "whole"
+        elif known:
+            self._flag(step.question, "not proved", refuted)
+        if partly and known == "whole":
+            self._flag(step.question, "proved in part", partly)
 
     def _sources(self, step: Step) -> list[tuple[str, str]]:
         """[(source, file name)] of a test cell, and before it the definitions that it needs."""

@@ -149,11 +149,11 @@ class Enclosure:
         channel = Channel(socket.socket(fileno=self.control))
         library = Library()
         library.hide(self.warm.options.answers)
-        watcher = tampering.Watcher(self.signs, self.control, tampering.watched_places(), shell)
+        watcher = tampering.Watcher(self.signs, self.control, tampering.watched_places(), shell, library.files)
         sys.addaudithook(watcher.hook)
         for name in [n for n in sys.modules if n == "instructor" or n.startswith("instructor.")]:
             del sys.modules[name]
-        student.Student(channel, shell, base, watcher, library).serve()
+        student.Student(channel, shell, base, watcher).serve()
 
 
 WALLS_IN_ORDER: tuple[Callable[[Enclosure], None], ...] = (

@@ -236,7 +236,7 @@ def _calibrate(built: Built, limits: walls.Limits, timeout: float) -> Calibratio
         report = warm.grade(known, CALIBRATION_SECONDS)
         wrong = {n: c for n, c in report.result.cells.items() if c.status not in ("passed", "by_hand")}
         if not wrong:
-            return Calibration(report.result, modes, why, watching, no_control)
+            return Calibration(report.result, modes, why, watching, report.proving, no_control)
         # A right answer is flagged where the check accepts corrupted answers as well: there the control says nothing.
         no_control += [n for n, cell in wrong.items() if modes[n] == "inside" and cell.status == "flagged"]
     words = "\n".join(f"  {name}: {cell.message}" for name, cell in wrong.items())
@@ -272,6 +272,7 @@ def _job(built: Built, submission: bytes, student: str, timeout: float, gpu: boo
         modes={},
         no_control=[],
         watching=[],
+        proving={},
         gpu=gpu,
     )
 
@@ -306,6 +307,7 @@ def grade_notebook(
         return replace(unreadable(built, why, student), flags=(Flag("", "unreadable", why),))
     job = _job(built, data, student, timeout, limits.gpu)
     job = replace(job, modes=calibration.modes, no_control=calibration.no_control, watching=calibration.watching)
+    job = replace(job, proving=calibration.proving)
     total = total_seconds(calibration.result.cell_seconds, timeout)
     try:
         return zygote(built, limits).grade(replace(job, total=total), total + GRACE).result

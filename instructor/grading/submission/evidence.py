@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import collections
 import types
+from collections.abc import Mapping
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +15,8 @@ from instructor.grading.wire.values import DTYPES
 from utils.checking.watching import StudentLine
 
 MAX_RECORDS = 100_000  # operators recorded in one call
+MAX_LEAF = 1_000_000  # elements of a tensor in a record that no operator in it made
+_OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 _COUNTERS = ("operations", "calls", "exits", "custom", "kernels")
 
 # ---- in the student's process ------------------------------------------------------------------------------------
@@ -24,30 +27,84 @@ class Recorder(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, given: Mapping[int, torch.Tensor] | None = None) -> None:
         super().__init__()
         self.records: list = []  # [name, overload, arguments, keyword arguments, result]
+        self.given = {id(tensor): key for key, tensor in (given or {}).items()}  # the checker's tensors
+        self.numbers: dict[int, int] = {}  # the address of a tensor -> its number in the record
+        self.kept: list[torch.Tensor] = []  # by number: kept alive, so that no address is used again
+        self.memory: dict[int, int] = {}  # the address of a tensor's memory -> the number of the first tensor in it
+        self.leaves: list = []  # [number, what it is] of tensors that no operator in the record made
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if len(self.records) < MAX_RECORDS:
-            schema = getattr(func, "_schema", None)
-            name = schema.name if schema is not None else getattr(func, "__name__", "?")
-            overload = schema.overload_name if schema is not None else ""
-            sketches = [_sketch(a) for a in args], {k: _sketch(v) for k, v in (kwargs or {}).items()}
-            self.records.append([name, overload or "default", *sketches, _sketch(result)])
+        kwargs = kwargs or {}
+        if len(self.records) >= MAX_RECORDS:
+            return func(*args, **kwargs)
+        sketches = [self._sketch(a, leaf=True) for a in args], {k: self._sketch(v, True) for k, v in kwargs.items()}
+        result = func(*args, **kwargs)
+        schema = getattr(func, "_schema", None)
+        name = schema.name if schema is not None else getattr(func, "__name__", "?")
+        overload = schema.overload_name if schema is not None else ""
+        self.records.append([name, overload or "default", *sketches, self._sketch(result)])
         return result
 
+    def _sketch(self, value, leaf: bool = False, depth: int = 0):
+        """A value without the numbers in its tensors; each tensor has its place in the record."""
+        if isinstance(value, torch.Tensor):
+            about = [list(value.shape), str(value.dtype).removeprefix("torch."), str(value.device)]
+            return {"tensor": [*about, self.number_of(value, leaf)]}
+        if value is None or isinstance(value, bool | int | float | str):
+            return value if not isinstance(value, int) or abs(value) < 1 << 62 else str(value)
+        if isinstance(value, list | tuple) and depth < 4:
+            parts = [self._sketch(v, leaf, depth + 1) for v in value[:1000]]
+            return {"tuple" if isinstance(value, tuple) else "list": parts}
+        if isinstance(value, _OF_TORCH):
+            return {"torch": str(value).removeprefix("torch.")}
+        return {"other": str(value)[:80]}
 
-def _sketch(value, depth: int = 0):
-    """A value without the numbers of its tensors."""
+    def number_of(self, tensor: torch.Tensor, leaf: bool = False) -> int:
+        """The number of a tensor in the record; -1 for one that nothing in the record made."""
+        if (number := self.numbers.get(id(tensor))) is not None:
+            return number
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if not plain or tensor.device.type == "meta":
+            return -1
+        place = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
+        if leaf or place in self.memory:
+            described = self._describe(tensor, place)
+            if described is None:
+                return -1
+            self.leaves.append([len(self.kept), *described])
+        number = self.numbers[id(tensor)] = len(self.kept)
+        self.kept.append(tensor)
+        if place:
+            self.memory.setdefault(place, number)
+        return number
+
+    def _describe(self, tensor: torch.Tensor, place: int) -> list | None:
+        """What a tensor is that no operator in the record made: an argument, a part of a known one, or its numbers."""
+        if id(tensor) in self.given:
+            return ["given", self.given[id(tensor)]]
+        if place in self.memory:
+            known = self.memory[place]
+            same = self.kept[known].dtype == tensor.dtype
+            return ["part", known, list(tensor.shape), list(tensor.stride()), tensor.storage_offset()] if same else None
+        return ["made", tensor.detach().clone()] if tensor.numel() <= MAX_LEAF else None
+
+    def made(self, value) -> list[int] | None:
+        """The numbers of a result's tensors, in order; None if it holds none, or one that the record does not explain."""
+        tensors = tensors_in(value)
+        numbers = [self.numbers.get(id(t), -1) for t in tensors]
+        return numbers if numbers and -1 not in numbers else None
+
+
+def tensors_in(value) -> list[torch.Tensor]:
+    """The tensors of a result, in order."""
     if isinstance(value, torch.Tensor):
-        return {"tensor": [list(value.shape), str(value.dtype).removeprefix("torch."), str(value.device)]}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value if not isinstance(value, int) or abs(value) < 1 << 62 else str(value)
-    if isinstance(value, list | tuple) and depth < 4:
-        return {"tuple" if isinstance(value, tuple) else "list": [_sketch(v, depth + 1) for v in value[:1000]]}
-    return {"other": str(value)[:80]}
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [tensor for part in value for tensor in tensors_in(part)] if isinstance(value, list | tuple) else []
 
 
 def run_canary(x: torch.Tensor) -> None:
@@ -71,34 +128,22 @@ def expect_canaries(records: list, sizes: list[int]) -> list:
     """The records between the two canaries; `WireError` if these are not where and what they have to be."""
     ends = [records[0], records[-1]] if len(records) > 1 else [[], []]
     for end, size in zip(ends, sizes, strict=True):
-        if end[:1] != ["aten::special_i1e"] or end[2][0] != {"tensor": [[size], "float32", "meta"]}:
+        if end[:1] != ["aten::special_i1e"] or end[2][0]["tensor"][:3] != [[size], "float32", "meta"]:
             raise WireError("the record of operators does not hold what has to be in it")
     return records[1:-1]
 
 
-def expect_consistent(records: list, fields: dict, shape: list | None) -> str:
-    """Say how the two records of one call contradict each other, or the result; "" if they do not.
+def expect_consistent(records: list, fields: dict) -> str:
+    """Say how the two records of one call contradict each other; "" if they do not.
 
     Args:
         records: of the `Recorder`, without the canaries.
         fields: of `describe_watch`.
-        shape: of the result, if that is a tensor which the call made itself.
     """
     own = {str(r[0]).rpartition("::")[2].rstrip("_") for r in records if str(r[0]).startswith(("aten::", "prim"))}
     if unseen := sorted(own - {str(name).strip("_") for name in fields["operations"]} - set(fields["operations"])):
         return f"{unseen[0]} is in one record of the call, and not in the other"
-    opaque = fields["exits"] or fields["custom"] or fields["kernels"]
-    if shape is not None and not opaque and not any(_holds_shape(part, shape) for r in records for part in r[2:]):
-        return "no operator in the record made the result"
     return ""
-
-
-def _holds_shape(sketch, shape: list) -> bool:
-    if isinstance(sketch, dict):
-        if "tensor" in sketch:
-            return list(sketch["tensor"][0]) == shape
-        return any(_holds_shape(part, shape) for part in sketch.values())
-    return isinstance(sketch, list | tuple) and any(_holds_shape(part, shape) for part in sketch)
 
 
 def merge_watch(watch, fields: dict) -> None:
@@ -155,9 +200,68 @@ def _unsketch(value):
     if isinstance(value, dict):
         ((kind, content),) = value.items()
         if kind == "tensor":
-            shape, dtype, _ = content
+            shape, dtype = content[:2]
             return torch.empty([int(n) for n in shape], dtype=DTYPES[dtype], device="meta")
         if kind in ("list", "tuple"):
             return getattr(builtins, kind)(_unsketch(v) for v in content)
+        if kind == "torch":
+            value = getattr(torch, content)
+            return value if isinstance(value, _OF_TORCH) else None
         return None
     return value
+
+
+# ---- the record, run again ---------------------------------------------------------------------------------------
+
+SCALARS = (
+    "aten::_local_scalar_dense",
+    "aten::item",
+    "aten::is_nonzero",
+    "aten::equal",
+)  # what follows may depend on them
+
+
+def run_again(program: dict, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Run the operators of a record on other arguments; returns the tensors of the result.
+
+    This is for a process in which no code of the student's has run: the record is data.
+    """
+    tensors: dict[int, torch.Tensor] = {}
+    leaves = {int(number): how for number, *how in program["leaves"]}
+
+    def tensor_of(number: int) -> torch.Tensor:
+        if number not in tensors:
+            kind, *about = leaves[number]
+            if kind == "part":
+                tensors[number] = torch.as_strided(tensor_of(about[0]).detach(), *about[1:])
+            else:
+                tensors[number] = given[about[0]] if kind == "given" else about[0]
+        return tensors[number]
+
+    def fill(sketch):
+        if not isinstance(sketch, dict):
+            return sketch
+        ((kind, content),) = sketch.items()
+        if kind == "tensor":
+            return tensor_of(content[3])
+        if kind in ("list", "tuple"):
+            return getattr(builtins, kind)(fill(part) for part in content)
+        if kind == "torch" and isinstance(value := getattr(torch, content), _OF_TORCH):
+            return value
+        if content == "cpu":
+            return torch.device("cpu")
+        raise WireError(f"{content} cannot be given again")
+
+    def bind(sketch, value) -> None:
+        if isinstance(sketch, dict) and "tensor" in sketch:
+            tensors.setdefault(sketch["tensor"][3], value)
+        elif isinstance(sketch, dict) and isinstance(value, list | tuple):
+            for part, item in zip(*sketch.values(), value, strict=True):
+                bind(part, item)
+
+    for name, overload, args, kwargs, result in program["records"]:
+        operator = _operator(str(name), str(overload))
+        if not isinstance(operator, torch._ops.OpOverload):
+            raise WireError(f"{name} cannot be run again")
+        bind(result, operator(*[fill(a) for a in args], **{k: fill(v) for k, v in kwargs.items()}))
+    return [tensor_of(number) for number in program["result"]]

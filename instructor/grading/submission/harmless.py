@@ -12,7 +12,9 @@ import binascii
 import hashlib
 import re
 
-MAX_PROSE = 60_000  # characters of one answer in words that are shown; nbconvert takes quadratic time for some texts
+# Characters of prose that are shown, of one cell and of a notebook. nbconvert takes quadratic time for some texts, such as
+# `\\begin{a}` again and again: a second for a cell of this length.
+MAX_PROSE, MAX_ALL_PROSE = 20_000, 200_000
 MAX_BRACKETS = 2_000  # opening brackets of one answer; nbconvert looks for the end of each
 MAX_PICTURE = 8 << 20  # characters of one picture, base64
 _TAG = re.compile(r"<(?=[A-Za-z/!?])")
@@ -26,10 +28,15 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2
 PICTURES = ("image/png", "image/jpeg", "image/gif")
 
 
-def harmless_markdown(text: str) -> str:
-    """Markdown without HTML, without links that run code, and without MathJax's commands for either."""
-    if len(text) > MAX_PROSE:
-        text = text[:MAX_PROSE] + "\n\n(The rest of this cell is left out: it is too long to be shown.)"
+def harmless_markdown(text: str, most: int = MAX_PROSE) -> str:
+    """Markdown without HTML, without links that run code, and without MathJax's commands for either.
+
+    Args:
+        text: what a student wrote.
+        most: characters of it that are shown.
+    """
+    if len(text) > most:
+        text = text[:most] + "\n\n(The rest of this cell is left out: it is too long to be shown.)"
     if text.count("[") > MAX_BRACKETS:
         text = text.replace("[", "(").replace("]", ")")
     text = _TAG.sub("< ", _CONTROL.sub("", text))

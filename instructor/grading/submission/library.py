@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Mapping
 from typing import Any
-
-from utils.checking import watching
 
 Answers = Mapping[str, list[str]]  # module -> names in it
 _MASKS = ["causal", "sliding_window", "prefix_lm", "both", "either", "document_ids"]
@@ -24,49 +22,44 @@ ANSWERS: dict[str, Answers] = {
 }
 
 
-def _words(name: str) -> str:
-    return f"{name} answers a question of this lab, so it cannot be used while the lab is graded. Write your own."
+WORDS = "{name} answers a question of this lab, so it cannot be used while the lab is graded. Write your own."
 
 
-def guard(function: Callable, name: str) -> Callable:
-    """A function that works for the course and refuses a student's code."""
+def disable(function: types.FunctionType, name: str, seen: set[int] | None = None) -> None:
+    """Give a function code that refuses, in place: by whatever name or closure it is reached, it is the same object.
 
-    @functools.wraps(function)
-    def guarded(*args, **kwargs):
-        if watching.is_students(sys._getframe(1).f_code):
-            raise AssertionError(_words(name))
-        return function(*args, **kwargs)
-
-    del guarded.__wrapped__  # type: ignore[attr-defined]
-    return guarded
+    Functions of the course in its closure, such as the one that a decorator wrapped, are disabled, too.
+    """
+    seen = set() if seen is None else seen
+    if id(function) in seen:
+        return
+    seen.add(id(function))
+    for cell in function.__closure__ or ():
+        inside = cell.cell_contents
+        if isinstance(inside, types.FunctionType) and inside.__module__ == function.__module__:
+            disable(inside, name, seen)
+    free = function.__code__.co_freevars  # code can be replaced only by code with as many variables of a closure
+    given = "".join(f"        {variable} = None\n" for variable in free)
+    used = f"            ({', '.join(free)},)\n" if free else ""
+    text = f"def around():\n{given}        def refuse(*args, **kwargs):\n{used}            raise AssertionError({WORDS.format(name=name)!r})\n        return refuse\n"
+    space: dict[str, Any] = {}
+    exec(compile(text.replace("        ", " "), __file__, "exec"), space)
+    refuse = space["around"]()
+    function.__code__, function.__defaults__, function.__kwdefaults__ = refuse.__code__, None, None
 
 
 class Library:
-    """The functions that are out of a student's reach in this process."""
+    """The functions that are out of a student's reach in this process, and the files that hold them."""
 
     def __init__(self) -> None:
-        self.names: dict[int, str] = {}  # the address of such a function -> its name
-        self.kept: list[Callable] = []  # so that no address is used again
+        self.files: dict[str, str] = {}  # a file of the course that holds answers -> its module
 
     def hide(self, answers: Answers) -> None:
-        """Guard the functions, where a student can find them."""
+        """Disable the functions. Nothing that the course does for a student while a lab is graded needs them."""
         for module, names in answers.items():
-            space = vars(sys.modules[module]) if module in sys.modules else {}
-            for name in names:
-                found = space.get(name)
-                if callable(found) and not isinstance(found, type):
-                    guarded = guard(found, f"{module}.{name}")
-                    self.names |= {id(found): f"{module}.{name}", id(guarded): f"{module}.{name}"}
-                    self.kept += [found, guarded]
-                    space[name] = guarded
-
-    def own(self, value: Any) -> Any:
-        """A student's answer; where it is the library's function itself, one that says so."""
-        name = self.names.get(id(value))
-        if name is None:
-            return value
-
-        def answer(*args, **kwargs):
-            raise AssertionError(_words(name))
-
-        return answer
+            found = sys.modules.get(module)
+            for name in names if found is not None else ():
+                function = vars(found).get(name)
+                if isinstance(function, types.FunctionType):
+                    disable(function, f"{module}.{name}")
+                    self.files[function.__globals__["__file__"]] = function.__module__

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import nbformat
 from nbformat import NotebookNode
 
-from instructor.grading.submission.harmless import harmless_attachments, harmless_markdown
+from instructor.grading.submission.harmless import MAX_ALL_PROSE, MAX_PROSE, harmless_attachments, harmless_markdown
 from instructor.names import FILE_CELL, bound_names, is_too_much, python_of, used_names
 from instructor.needs import NAME as NEEDS
 from instructor.source import QUESTION_ID
@@ -168,13 +168,14 @@ def make_plan(
     notebook = nbformat.v4.new_notebook(metadata=released.metadata)
     notebook.nbformat_minor = 5
     steps: list[Step] = []
-    section, taken = "", set()
+    section, taken, room = "", set(), MAX_ALL_PROSE
     for number, (cell, known) in enumerate(merged):
         name = f"{known.id}" if known is not None else f"extra-{number}"
         node = _new_cell(cell.get("cell_type"), f"{name[:50]}-{number}" if name in taken else name, _source(cell))
         taken.add(node.id)
         if node.cell_type == "markdown" and not (known is not None and node.source == known.source):
-            node.source = harmless_markdown(node.source)
+            node.source = harmless_markdown(node.source, min(room, MAX_PROSE))
+            room = max(0, room - len(node.source))
             if pictures := harmless_attachments(cell.get("attachments")):
                 node["attachments"] = pictures
         if known is not None:

@@ -50,6 +50,7 @@ class Job:
     modes: dict[str, str]  # test cell -> "distance" or "inside"; for other cells the checker finds out
     no_control: list[str]  # test cells inside whose checks accept corrupted answers, too
     watching: list[str]  # test cells that forbid something: every call of a student's function is recorded in them
+    proving: dict[str, str]  # of these, the ones in which the record of a model answer computes its result: how far
     gpu: bool
 
     def as_frame(self) -> tuple[dict, list[bytes]]:
@@ -71,6 +72,7 @@ class Report:
     modes: dict[str, str]  # test cell -> "distance" or "inside"
     why: dict[str, str]  # test cell -> why it could not run at a distance
     watching: list[str]  # test cells that record what runs in the student's functions
+    proving: dict[str, str]  # of these, the ones whose records compute the results: "whole" or "in part"
 
     def as_json(self) -> dict:
         """The record as a JSON object."""

@@ -13,7 +13,9 @@ import re
 import secrets
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import cloudpickle
 import torch
@@ -21,7 +23,14 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from instructor.grading.submission.conditions import expect_sdpa_switches, sdpa_switches, set_sdpa_switches
-from instructor.grading.submission.evidence import expect_canaries, expect_consistent, merge_watch, replay
+from instructor.grading.submission.evidence import (
+    SCALARS,
+    expect_canaries,
+    expect_consistent,
+    merge_watch,
+    replay,
+    tensors_in,
+)
 from instructor.grading.submission.exceptions import error_with_lines
 from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import BlockMasks
@@ -50,6 +59,18 @@ class CannotTravel(BaseException):
     """The check needs something that does not work at a distance; no check may catch this."""
 
 
+class ProvedCall(NamedTuple):
+    """A call and its record, which can be run again."""
+
+    program: dict  # the operators, the tensors that none of them made, and the numbers of the result's tensors
+    given: list[torch.Tensor]  # the tensors among its arguments, as they were before
+    result: list[torch.Tensor]
+
+    def scalars(self) -> str:
+        """An operator in the record by which a number left torch; "" if there is none."""
+        return min({str(record[0]) for record in self.program["records"]} & set(SCALARS), default="")
+
+
 class Remote:
     """A student's process, as a checker uses it.
 
@@ -62,6 +83,7 @@ class Remote:
         self.channel, self.number, self.errors = channel, 0, errors or {}
         self.deadline = 0.0
         self.watch_all = False  # record every call, also those that the check does not watch
+        self.prove = False  # call functions twice, and keep the records
         self.beats: Callable[[int], None] = lambda number: None  # waits for the watch's word on a request
         self.shown: list[str] = []
         self.forget()
@@ -80,6 +102,9 @@ class Remote:
         self.ledger: list[tuple[int, watching.OperationWatch]] = []  # (function, what ran) of each recorded call
         self.watches: list[tuple[int, watching.OperationWatch]] = []  # (function, a watch of the check it ran under)
         self.contradictions: list[str] = []
+        self.proofs: list[tuple[int, list[ProvedCall]]] = []  # (function, a call of the check's and another one)
+        self.calls: list[ProvedCall] | None = None  # where the records of calls are kept
+        self.quiet = False  # a call that the check does not see
 
     def within(self, seconds: float) -> None:
         """Set the deadline of all requests from now on."""
@@ -243,13 +268,53 @@ class Remote:
         except vmaps.NotVmap as error:
             raise CannotTravel(str(error)) from None
         with vmaps.leave_levels():
-            return self._call(number, args, kwargs, step, levels)
+            if not self.prove or not isinstance(number, int) or levels or step or not _is_plain([args, kwargs]):
+                return self._call(number, args, kwargs, step, levels)
+            return self._call_twice(number, args, kwargs)
+
+    def _call_twice(self, number: int, args: tuple, kwargs: dict):
+        """Call with the check's arguments, and with others of the same shapes, in an order that nobody can foresee.
+
+        Both records are kept. What one of them computes on the arguments of the other has to be the other's result:
+        numbers that were computed elsewhere and put into a record do not follow other arguments.
+        """
+        calls: list[ProvedCall] = []
+
+        def ours():
+            self.calls = calls
+            try:
+                return self._call(number, args, kwargs, False, ())
+            finally:
+                self.calls = None
+
+        def other():
+            shown, before, state = self.shown, self.last_key, torch.get_rng_state()
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                drawn = _others(args), _others(kwargs)
+                torch.set_rng_state(state)
+            self.shown, self.quiet, self.calls = [], True, calls
+            try:
+                self._call(number, *drawn, False, ())
+            except Exception:
+                pass
+            finally:
+                self.shown, self.quiet, self.calls = shown, False, None
+                self.dropped += self._drop(before)
+
+        if first := secrets.randbelow(2):
+            other()
+        try:
+            return ours()
+        finally:
+            if not first:
+                other()
+            self.proofs.append((number, calls))
 
     def _call(self, number: int | Callable, args: tuple, kwargs: dict, step: bool, levels: vmaps.Levels):
         dispatch, functions = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
         watches = [mode.seen for mode in dispatch if type(mode) is watching._Dispatch]
         replayed = [mode for mode in dispatch if type(mode) is not watching._Dispatch]
-        if isinstance(number, int):
+        if isinstance(number, int) and not self.quiet:
             self.watches += [(number, watch) for watch in watches]
         profiled = bool(torch.autograd._profiler_enabled())  # it would show each operator once for each mode
         always = self.watch_all and isinstance(number, int) and not (levels or step or profiled)
@@ -269,6 +334,11 @@ class Remote:
             "modes": ["pickle", encode._blob(_ship(shipped))] if shipped else ["list", []],
         }
         updates = self._updates(encode)
+        if self.quiet:  # the check sees nothing of this call
+            watches, replayed = [], []
+        given = self.calls is not None and recorded and [args, kwargs]
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            copied = {id(t): t.detach().clone() for t in tensors_in(given)} if given else {}
         message = {
             "op": "call",
             "target": number if isinstance(number, int) else self._encode(encode, number),
@@ -281,10 +351,13 @@ class Remote:
             "kwargs": self._encode(encode, kwargs),
         }
         self.dropped = []
+        originals = {self.keys[id(t)]: copied[id(t)] for t in tensors_in(given)} if given else {}
         reply, blobs = self.ask(message, encode.blobs)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             try:
                 value = self._conclude(reply, blobs, number, watches, replayed, sizes if recorded else None, levels)
+                if given and self.calls is not None and reply["op"] == "result":
+                    self._keep_call(self.calls, reply, blobs, originals, value)
             except (WireError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
                 if getattr(error, "remote", False):
                     raise
@@ -310,6 +383,8 @@ class Remote:
         decode = self.decoder(blobs, levels)
         self._apply(reply["mutated"], decode)
         set_sdpa_switches(expect_sdpa_switches(reply["sdpa"]))
+        if reply["filters"] is True:  # the call left other filters for warnings: a check sees that here, too
+            warnings.simplefilter("ignore", type("OfTheCall", (Warning,), {}))
         for name in reply["profile"]:
             with torch.profiler.record_function(str(name)[:200]):
                 pass
@@ -321,7 +396,7 @@ class Remote:
             for watch in (*watches, everything):
                 merge_watch(watch, reply["watch"])
             self.ledger.append((number, everything))
-            if not levels and (why := expect_consistent(records, reply["watch"], _shape_made(reply))):
+            if not levels and (why := expect_consistent(records, reply["watch"])):
                 self.contradictions.append(why)
             replay(replayed, records)
         if reply["op"] == "raised":
@@ -329,6 +404,56 @@ class Remote:
         if reply["op"] != "result":
             raise WireError("a reply that is neither a result nor an exception")
         return decode(reply["value"])
+
+    def _keep_call(
+        self, calls: list[ProvedCall], reply: dict, blobs: list, given: dict[int, torch.Tensor], value
+    ) -> None:
+        """Keep what is needed to run the record of a call again."""
+        decode = self.decoder(blobs)
+        made = reply["program"]["result"]
+        places = {key: place for place, key in enumerate(given)}
+        leaves = [[int(n), str(kind), *map(decode, about)] for n, kind, *about in reply["program"]["leaves"]]
+        leaves = [[n, kind, places[about[0]]] if kind == "given" else [n, kind, *about] for n, kind, *about in leaves]
+        program = {"records": reply["records"][1:-1], "leaves": leaves, "result": made}
+        calls.append(ProvedCall(program, list(given.values()), [t.detach().clone() for t in tensors_in(value)]))
+
+    def expect_proved(self, clean: Callable[[], Remote]) -> tuple[str, str]:
+        """(what was refuted, what can be proved in part only) of the calls in which a check forbids something.
+
+        Args:
+            clean: gives a process in which no code of the student's has run.
+        """
+        rules = {number: watch.rules for number, watch in self.watches if watch.rules}
+        partly = ""
+        for number, calls in self.proofs:
+            for call, other in zip(calls, calls[::-1], strict=True) if number in rules else ():
+                tries = [(call.given, call.result), (other.given, other.result)]
+                if call.program["result"] is None:
+                    return "the result of a call is not what the operators in its record made", ""
+                if taken := call.scalars() or other.scalars():  # what it does may depend on them
+                    partly, tries = f"what it computes depends on numbers that left torch ({taken})", tries[:1]
+                for given, expected in tries:
+                    try:
+                        made, fields = clean().again(call.program, given)
+                    except (WireError, RuntimeError) as error:
+                        return f"the record of a call cannot be run again: {error}"[:300], ""
+                    if not _alike(made, expected):
+                        return "the record of a call does not compute its result", ""
+                ran = watching.OperationWatch()
+                merge_watch(ran, fields)
+                for rule, arguments in rules[number]:
+                    rule(ran, *arguments)
+        return "", partly
+
+    def again(self, program: dict, given: list[torch.Tensor]) -> tuple[list[torch.Tensor], dict]:
+        """Run the record of a call in this process: (the tensors of the result, what ran)."""
+        encode = Encoder(trusted=True)
+        leaves = [[n, kind, *map(encode, about)] for n, kind, *about in program["leaves"]]
+        message = {"op": "again", "program": {**program, "leaves": leaves}, "given": encode(given)}
+        reply, blobs = self.ask(message, encode.blobs)
+        if reply["op"] != "again":
+            raise WireError(str(reply.get("why"))[-200:])
+        return Decoder(blobs)(reply["value"]), reply["watch"]
 
     def expect_rules_kept(self) -> None:
         """Assert that every call kept to what the check forbade in the calls that it watched."""
@@ -360,12 +485,42 @@ class Remote:
         self.channel.send(reply, encode.blobs, self.deadline)
 
 
-def _shape_made(reply: dict) -> list | None:
-    """The shape of a result that is a new tensor; None for any other result."""
-    node = reply.get("value")
-    if reply["op"] != "result" or not isinstance(node, list) or node[:1] != ["tensor"] or 0 in node[1]["shape"]:
-        return None
-    return list(node[1]["shape"])
+def _is_plain(value) -> bool:
+    """True for arguments of tensors, numbers and text alone, at least one of them a tensor of real numbers."""
+    plain = (type(None), torch.Tensor, bool, int, float, str, torch.dtype, torch.device)
+
+    def simple(part) -> bool:
+        if isinstance(part, dict):
+            part = list(part.values())
+        return all(map(simple, part)) if isinstance(part, list | tuple) else isinstance(part, plain)
+
+    return simple(value) and any(t.is_floating_point() for t in tensors_in(value))
+
+
+def _others(value):
+    """Arguments like these: the same real numbers in another order, so that nothing tells them apart, and all else equal."""
+    if isinstance(value, torch.Tensor):
+        drawn = value.detach().clone()
+        if value.is_floating_point() and value.device.type != "meta" and value.numel():
+            mixed = value.detach().flatten()[torch.randperm(value.numel())].reshape(value.shape)
+            drawn.copy_(torch.randn(value.shape) if torch.equal(mixed, value) else mixed)
+        return drawn.requires_grad_(value.requires_grad)
+    if type(value) in (list, tuple):
+        return type(value)(_others(part) for part in value)
+    return {name: _others(part) for name, part in value.items()} if type(value) is dict else value
+
+
+def _alike(made: list, expected: list[torch.Tensor]) -> bool:
+    """True for the same numbers, up to the order of sums."""
+    if len(made) != len(expected):
+        return False
+    for one, other in zip(made, expected, strict=True):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        tolerance = 0.0 if not one.is_floating_point() else 1e-3 if one.dtype.itemsize < 4 else 1e-5
+        if not torch.allclose(one.double(), other.double(), rtol=tolerance, atol=tolerance, equal_nan=True):
+            return False
+    return True
 
 
 def _indices(by_tensor: bool):

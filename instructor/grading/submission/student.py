@@ -17,6 +17,7 @@ import signal
 import stat
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -32,9 +33,8 @@ from instructor.grading.submission.conditions import (
     uncompiled_flex,
 )
 from instructor.grading.submission.corruption import corrupt
-from instructor.grading.submission.evidence import Recorder, describe_watch, run_canary
+from instructor.grading.submission.evidence import Recorder, describe_watch, run_again, run_canary
 from instructor.grading.submission.exceptions import describe_error, rebuild_error, words_of
-from instructor.grading.submission.library import Library
 from instructor.grading.submission.outputs import MAX_TEXT, Outputs, Stream
 from instructor.grading.wire import vmaps
 from instructor.grading.wire.block_masks import BlockMasks
@@ -51,8 +51,8 @@ MAX_FILE = 8_000_000  # bytes of a file that is an answer
 class Student:
     """Serves the checker's requests, one after the other."""
 
-    def __init__(self, channel: Channel, shell, base: dict, watcher: tampering.Watcher, library: Library):
-        self.channel, self.shell, self.base, self.watcher, self.library = channel, shell, base, watcher, library
+    def __init__(self, channel: Channel, shell, base: dict, watcher: tampering.Watcher):
+        self.channel, self.shell, self.base, self.watcher = channel, shell, base, watcher
         self.outputs = Outputs()
         # Without a root of its own the folders are the machine's, and other programs fill them, too.
         own_root = os.getcwd() == SCRATCH and os.path.ismount("/out")
@@ -174,13 +174,30 @@ class Student:
         values = {}
         for name in message["names"]:
             if name in self.shell.user_ns:
-                value = self.library.own(self.shell.user_ns[name])
+                value = self.shell.user_ns[name]
                 self.watcher.look_at(value)
                 try:
                     values[name] = encode(value)
                 except WireError:
                     values[name] = self._handle(value)
         return {"op": "values", "values": values}, encode.blobs
+
+    def do_again(self, message: dict, blobs: list) -> tuple[dict, list]:
+        """Run the record of a call again; the checker asks this of a process where no cell of the student's ran."""
+        decode = self._decoder(blobs)
+        leaves = [[n, kind, *map(decode, about)] for n, kind, *about in message["program"]["leaves"]]
+        try:
+            with torch.no_grad(), watch_operations() as watch:
+                made = run_again({**message["program"], "leaves": leaves}, decode(message["given"]))
+        except Exception as error:
+            return {"op": "cannot", "why": f"{type(error).__name__}: {error}"[:200]}, []
+        encode = self._encoder()
+        encode.known = encode.shared = None
+        return {
+            "op": "again",
+            "value": encode([t.detach() for t in made]),
+            "watch": describe_watch(watch),
+        }, encode.blobs
 
     def do_room(self, message: dict, blobs: list) -> tuple[dict, list]:
         """Say which resource the submission's calls have nearly used up."""
@@ -226,13 +243,14 @@ class Student:
         with contextlib.ExitStack() as stack:
             set_conditions(stack, conditions)
             if conditions["record"]:
-                recorder = stack.enter_context(Recorder())
+                recorder = stack.enter_context(Recorder(self.tensors))
             for mode in modes:
                 stack.enter_context(mode)
             if conditions["watch"]:
                 watch = stack.enter_context(watch_operations())
             if conditions["record"] or conditions["profile"]:
                 profile = stack.enter_context(tampering.Profile())
+            filters = list(warnings.filters)
             try:
                 if recorder is not None:
                     run_canary(ends[0])
@@ -269,7 +287,14 @@ class Student:
             reply["watch"] = describe_watch(watch)
         if recorder is not None:
             reply["records"] = recorder.records
-        reply["sdpa"] = after
+            made = recorder.made(value) if raised is None and not levels else None
+            leaves = [[n, kind, *about] for n, kind, *about in recorder.leaves] if made is not None else []
+            encode.known = encode.shared = None
+            reply["program"] = {
+                "leaves": [[n, kind, *map(encode, about)] for n, kind, *about in leaves],
+                "result": made,
+            }
+        reply["sdpa"], reply["filters"] = after, list(warnings.filters) != filters
         reply["profile"] = profile.in_order[:100_000] if profile is not None and conditions["profile"] else []
         reply["shown"] = "".join(i.get("text", "") for i in outputs.items)[:20_000]
         return reply, encode.blobs

@@ -86,6 +86,8 @@ def _grade(descriptor: int, warm: Warm, runner: socket.socket | None) -> None:
             _run_warden(theirs, warm)
         theirs.close()
         walls.first_to_go()  # a checker that a submission made large ends before anybody else does
+        limits = warm.options.limits
+        walls.limit_memory(None if limits.gpu else max(2.0, limits.memory_gb))
         channel = Channel(socket.socket(fileno=descriptor))
         job = Job.from_frame(*channel.receive())
 

@@ -15,11 +15,12 @@ from instructor.grading import calibrate, grade_notebook
 from tests.instructor.grading.attacks import LIARS, MASKS, PATCHES, SPIES, WRONG, packed
 from tests.instructor.grading.attacks_outside import OUTSIDE_ATTACKS
 from tests.instructor.grading.attacks_watch import WATCH_ATTACKS
+from tests.instructor.grading.attacks_weekend import WEEKEND_ATTACKS
 from tests.marks import slow_but_first
 
 pytestmark = pytest.mark.slow  # whole submissions, graded in processes of their own
 
-ATTACKS = [*PATCHES, *SPIES, *LIARS, *MASKS, *OUTSIDE_ATTACKS, *WATCH_ATTACKS]
+ATTACKS = [*PATCHES, *SPIES, *LIARS, *MASKS, *OUTSIDE_ATTACKS, *WATCH_ATTACKS, *WEEKEND_ATTACKS]
 TIMEOUT = 6  # seconds; no cell of an honest submission to this lab takes one
 TOKEN = "token-7f3a-of-the-grader"
 
@@ -98,7 +99,7 @@ def _sleepers() -> list[str]:
 
 
 def test_there_are_enough_attacks():
-    assert len(ATTACKS) >= 45
+    assert len(ATTACKS) >= 150
     assert len({attack.name for attack in ATTACKS}) == len(ATTACKS)
     assert {attack.question for attack in ATTACKS} == set(WRONG)
     assert sum(attack.flagged for attack in ATTACKS) >= 45
@@ -118,9 +119,14 @@ def test_wrong_answers_alone_get_nothing_and_no_flag(suite_lab, full_points):
     assert not result.flags
 
 
-@pytest.mark.parametrize(
-    "attacks", slow_but_first(packed(ATTACKS, 5)), ids=lambda attacks: f"{attacks[0].name}, {len(attacks)} in all"
-)
+def _cases() -> list:
+    """The attacks in packs. Of those of a weekend, a third is in the slow set, and the others are tried overnight."""
+    weekend = packed(WEEKEND_ATTACKS, 6)
+    marked = [pytest.param(case, marks=pytest.mark.overnight) if n % 3 else case for n, case in enumerate(weekend)]
+    return [*slow_but_first(packed([a for a in ATTACKS if a not in WEEKEND_ATTACKS], 6)), *marked]
+
+
+@pytest.mark.parametrize("attacks", _cases(), ids=lambda attacks: f"{attacks[0].name}, {len(attacks)} in all")
 def test_attacks_get_no_credit(suite_lab, full_points, surroundings, hidden_lines, attacks):
     result = grade_notebook(suite_lab, _notebook(suite_lab, attacks, surroundings), timeout=TIMEOUT)
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
-from instructor.grading.submission.library import Library
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
 from instructor.grading.submission.student import Student
 from instructor.grading.wire import vmaps
@@ -44,7 +43,7 @@ def across():
             try:
                 ours.close()
                 shell = types.SimpleNamespace(user_ns=functions, outputs=None)
-                Student(Channel(theirs), shell, {}, _Flags(), Library()).serve()
+                Student(Channel(theirs), shell, {}, _Flags()).serve()
             finally:
                 os._exit(1)
         theirs.close()

@@ -1,0 +1,163 @@
+"""The verdict in one process and at a distance is the same, for every right and wrong answer of the labs' catalogues.
+
+In one process the test cells run on the student's objects, as in stock nbgrader. At a distance they run on proxies. What
+one of the two sees and the other does not would be a hole in grading or an injustice.
+
+The whole catalogue takes many minutes a lab: `make test-class`. The slow set takes one pack of one lab. SAME_VERDICT_SEED
+chooses another one.
+"""
+
+import contextlib
+import importlib
+import io
+import os
+import random
+import sys
+import types
+
+import pytest
+
+from instructor.build import build_lab
+from instructor.course import answered_notebook
+from instructor.grading import calibrate, grade_notebook
+from instructor.grading.submission.conditions import sdpa_switches, set_sdpa_switches
+from instructor.grading.submission.engine import setup_cells
+from instructor.grading.submission.exceptions import explain
+from instructor.grading.submission.plan import plan_tests
+from instructor.names import FILE_CELL, python_of
+from instructor.points import lab_path
+from tests.instructor import lab_cases
+
+LABS = ("lab1", "lab2_flexattention", "lab4_sdpa")
+SEED = int(os.environ.get("SAME_VERDICT_SEED", "1"))
+MOST = 6  # answers changed in one notebook
+
+
+def _changes(lab: str, model: dict[str, str]) -> list[tuple[str, str, str]]:
+    """(name, answer cell, its text) of each catalogued answer."""
+    short = lab.partition("_")[0]
+    wrong = importlib.import_module(f"tests.instructor.{short}_wrong_answers").WRONG_ANSWERS
+    right = importlib.import_module(f"tests.instructor.{short}_right_answers").RIGHT_ANSWERS
+    found = []
+    for case in wrong:
+        text = model[case.cell]
+        for old, new in case.replaces:
+            text = lab_cases.replaced_once(text, old, new)
+        found.append((case.mistake, case.cell, f"{text}\n{case.code}" if case.code else text))
+    for name, cell, code in (entry[:3] for entry in right):
+        is_file = FILE_CELL.match(model[cell])
+        found.append((name, cell, f"{is_file[0]}\n{code}" if is_file else f"{model[cell]}\n{code}"))
+    return found
+
+
+def _packs(changes: list[tuple[str, str, str]]) -> list[list[tuple[str, str, str]]]:
+    """Changes of different answers together, a few in one notebook."""
+    packs: list[list] = []
+    for change in changes:
+        room = (p for p in packs if len(p) < MOST and all(other[1] != change[1] for other in p))
+        if (pack := next(room, None)) is None:
+            packs.append(pack := [])
+        pack.append(change)
+    return packs
+
+
+class OneProcess:
+    """A lab whose cells and tests run here, on the student's own objects."""
+
+    def __init__(self, lab, folder):
+        self.lab, self.folder, self.needs = lab, folder, plan_tests(lab.instructor)
+        notebook = types.ModuleType("the_notebook")  # torch.compile looks for a function's module by its name
+        sys.modules[notebook.__name__] = notebook
+        self.base = vars(notebook)
+        self.switches = sdpa_switches()
+        with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+            for name, source in setup_cells(lab):
+                exec(compile(python_of(source), name, "exec"), self.base)
+
+    def verdicts(self, answers: dict[str, str], cells) -> dict[str, tuple[str, str]]:
+        """{test cell: (status, message)}, with these texts for answers."""
+        names, found, before = self.base, {}, dict(self.base)
+        set_sdpa_switches(self.switches)  # an answer before may have left others
+        with contextlib.chdir(self.folder), contextlib.redirect_stdout(io.StringIO()):
+            for cell in cells:
+                facts = cell.metadata.get("nbgrader", {})
+                source = answers.get(cell.id, cell.source)
+                if cell.cell_type != "code":
+                    continue
+                if file := FILE_CELL.match(source):
+                    (self.folder / file[1]).write_text(source.partition("\n")[2] + "\n")
+                elif facts.get("grade") and not facts.get("solution"):
+                    found[cell.id] = self._verdict(cell, names)
+                elif facts.get("solution") or facts.get("locked"):
+                    with contextlib.suppress(Exception):  # as Jupyter: the next cell runs all the same
+                        exec(compile(python_of(source) or "", cell.id, "exec"), names)
+        names.clear()
+        names.update(before)
+        return found
+
+    def _verdict(self, cell, names: dict) -> tuple[str, str]:
+        own = {**self.base, **{n: names[n] for n in self.needs[cell.id].names if n in names}}
+        try:
+            for text in (*self.needs[cell.id].definitions, python_of(cell.source)):
+                exec(compile(text, f"<tests of {cell.id}>", "exec"), own)
+        except Exception as error:
+            return explain(error)
+        return "passed", ""
+
+
+def _difference(lab, one: OneProcess, pack, cells) -> dict:
+    answers = {cell: text for _, cell, text in pack}
+    here = one.verdicts(answers, cells)
+    there = grade_notebook(lab, answered_notebook(lab, answers), timeout=120)
+    different = {}
+    for test, (status, message) in here.items():
+        cell = there.cells[test]
+        if (status == "passed") != (cell.status == "passed"):
+            names = [name for name, answer, _ in pack if test.startswith(f"{answer}_")]
+            different[test] = {"answer": names, "here": (status, message), "there": (cell.status, cell.message)}
+    flags = [flag for flag in there.flags if flag.kind != "structure"]
+    return {**different, **({"flags": flags} if flags else {})}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """Get a lab ready for both ways, once: (lab, what runs it here, its cells, its packs)."""
+    import nbformat
+
+    made = {}
+
+    def prepare(name: str):
+        if name not in made:
+            lab = build_lab(lab_path(name))
+            calibrate(lab)
+            cells = nbformat.reads(lab.instructor, as_version=4).cells
+            packs = _packs(_changes(name, lab_cases.answers_in(cells)))
+            made[name] = lab, OneProcess(lab, tmp_path_factory.mktemp(name)), cells, packs
+        return made[name]
+
+    return prepare
+
+
+@pytest.mark.overnight
+@pytest.mark.parametrize("name", LABS)
+def test_every_catalogued_answer_gets_the_same_verdict(prepared, name):
+    lab, one, cells, packs = prepared(name)
+    different = {}
+    for number, pack in enumerate(packs):
+        if found := _difference(lab, one, pack, cells):
+            different[number] = found
+            print(number, found)
+    assert different == {}, f"{len(different)} of {len(packs)} notebooks"
+
+
+@pytest.mark.slow
+def test_a_sample_gets_the_same_verdict(prepared):
+    lab, one, cells, packs = prepared("lab2_flexattention")
+    assert _difference(lab, one, random.Random(SEED).choice(packs), cells) == {}
+
+
+def test_every_answer_is_in_one_pack():
+    changes = [(str(n), f"q{n % 3}", "") for n in range(20)]
+    packs = _packs(changes)
+    assert sorted(c for pack in packs for c in pack) == sorted(changes)
+    assert all(len({cell for _, cell, _ in pack}) == len(pack) <= MOST for pack in packs)
