@@ -26,6 +26,7 @@ from types import ModuleType
 
 from utils.files import ROOT, write_whole
 from utils.kernels import offline
+from utils.machine import versions
 
 # What to look for in SASS, by what it does.
 INSTRUCTIONS = {
@@ -252,6 +253,7 @@ def _run_anew(text: str, timeout: float) -> tuple[int, str, str]:
 
 def answer(text: str) -> None:
     """Compile what a request asks for and print the result, the fields of `Compiled` or null, as one line of JSON."""
+    versions.adopt_newest_gluon_names()  # a kernel's file may use them and import nothing of this package
     request = json.loads(text)
     kernel = getattr(import_file(Path(request["path"])), request["kernel"])
     built = offline.compile_gluon(

@@ -25,8 +25,12 @@ from triton.experimental.gluon import language as gl
 COPY = (
     HEAD
     + """
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+
 @gluon.jit
 def move(x_ptr, y_ptr, stride, SIZE: gl.constexpr, PIECE: gl.constexpr):
+    start: gl.constexpr = async_copy.async_load  # a name that Triton below 3.8 has only by this package
     layout: gl.constexpr = gl.BlockedLayout([PIECE], [32], [4], [0])
     at = gl.arange(0, SIZE, layout)
     gl.store(y_ptr + at, gl.load(x_ptr + at * stride))
