@@ -245,8 +245,9 @@ def overlap_schedule() -> Card:
         bar(x + 84, 210, 84, f"P V{block - 1}", "o")
         bar(x + 84, 252, 112, f"softmax {block}", "e")
         card.path((left + x, 204), (left + x, 300), color=HAIR, line=0.8, style="--")
-        words = "issue both" if block == 1 else "wait until none is left, then issue both"
-        card.text(left + x, 310, words, size=8.4)
+        if block == 2:
+            card.text(left + x, 310, "wait until none is left", size=8.4)
+        card.text(left + x, 310 if block == 1 else 324, "issue both", size=8.4)
         card.path((left + x + 84, 248), (left + x + 84, 330), color=HAIR, line=0.8, style="--")
         card.text(left + x + 84, 340, "wait until one is left", size=8.4)
         card.path((left + x + 196, 248), (left + x + 196, 300), color=HAIR, line=0.8, style="--")
