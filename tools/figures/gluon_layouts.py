@@ -68,8 +68,8 @@ def blocked_layout() -> Card:
     right = left + 8 * wide
     for warp in range(2):
         card.text(right + 36, top + (4 * warp + 2) * high, f"warp {warp}", size=9, weight="bold")
-    card.text(882, 76, "SliceLayout(1, L)", size=9, weight="bold")
-    card.text(882, 94, "L without dimension 1", size=8.4, color=SOFT)
+    card.text(882, 58, "SliceLayout(1, L)", size=9, weight="bold")
+    card.text(882, 77, "L without dimension 1", size=8.4, color=SOFT)
     for row in range(8):
         warp, lane, _ = blocked_owner(row, 0)
         tint, edge = (BLUE_TINT, BLUE) if warp == 0 else (ORANGE_TINT, ORANGE)
@@ -245,7 +245,9 @@ def overlap_schedule() -> Card:
         bar(x + 84, 210, 84, f"P V{block - 1}", "o")
         bar(x + 84, 252, 112, f"softmax {block}", "e")
         card.path((left + x, 204), (left + x, 300), color=HAIR, line=0.8, style="--")
-        card.text(left + x, 310, "issue both", size=8.4)
+        if block == 2:
+            card.text(left + x, 310, "wait until none is left", size=8.4)
+        card.text(left + x, 310 if block == 1 else 324, "issue both", size=8.4)
         card.path((left + x + 84, 248), (left + x + 84, 330), color=HAIR, line=0.8, style="--")
         card.text(left + x + 84, 340, "wait until one is left", size=8.4)
         card.path((left + x + 196, 248), (left + x + 196, 300), color=HAIR, line=0.8, style="--")
