@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from tests.marks import slow_but_first
 from utils.attention import attention, last_run, reference_gradients
 
 
@@ -45,7 +46,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", ["eager", "checkpointed", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", slow_but_first([*WAYS]))  # checkpoint and torch.compile import much
 def test_gradients_are_the_same_however_it_is_called(way):
     q, k, v = tensors()
     dout = torch.randn_like(q)

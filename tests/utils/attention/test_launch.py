@@ -3,13 +3,14 @@
 import inspect
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from utils.attention.gluon import launch
 from utils.attention.gluon.plan import BLOCK_M, STEPS, aligned, block_head_dim, deal_causal_tiles, plan_for, variant_for
-from utils.machine.device import triton_support
+from utils.machine.device import offline_compile_support, triton_support
 
 needs_triton = pytest.mark.skipif(not __import__("importlib").util.find_spec("triton"), reason=triton_support().reason)
 
@@ -139,3 +140,31 @@ def test_aligned_rows_need_a_mask_in_their_last_block_alone(head_dim, variant):
         assert needs_no_mask or not says_aligned, (sq, sk)
     assert seen == {True, False}
     assert not aligned(plan, True, True, 0) and not aligned(plan, False, False, 0)
+
+
+@needs_triton
+@pytest.mark.parametrize("sizes", [(1, 2, 1, 200, 201), pytest.param((2, 2, 2, 300, 333), marks=pytest.mark.slow)])
+@pytest.mark.skipif(not offline_compile_support(), reason=offline_compile_support().reason)
+def test_a_tail_that_only_the_first_block_masks(monkeypatch, sizes):
+    """Three consumers mask the tail as an endless window; with clean_tail the loop behind the first block has no mask."""
+    from utils import gluon_cpu
+    from utils.attention.reference import reference
+
+    batch, heads, kv_heads, sq, sk = sizes
+    torch.manual_seed(0)
+    q = torch.randn(batch, heads, sq, 64, dtype=torch.bfloat16)
+    k, v = (torch.randn(batch, kv_heads, sk, 64, dtype=torch.bfloat16) for _ in range(2))
+    expected, expected_lse = reference(q, k, v)
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 3)
+    masked = []
+    real = launch.step_module(5).Case
+    for clean in (False, True):
+        plan = replace(plan_for(5, 64), clean_tail=clean)
+        monkeypatch.setattr(launch, "plan_of", lambda *given, plan=plan: plan)
+        monkeypatch.setattr(launch.step_module(5), "Case", lambda *given: masked.append(given[-1]) or real(*given))
+        out, lse = torch.full_like(q, float("nan")), torch.empty(batch, heads, sq)
+        with gluon_cpu.simulate() as run:
+            launch._launch(5, q, k, v, out, lse, False, 64**-0.5 * math.log2(math.e), 0, True)
+        assert run.ok and ((out.double() - expected).norm() / expected.norm()) < 4e-3
+        assert (lse - expected_lse).abs().max() < 1e-3
+    assert masked == [False, True]

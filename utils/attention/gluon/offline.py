@@ -12,7 +12,7 @@ import argparse
 import re
 
 from utils.attention.gluon.launch import kernel_of
-from utils.attention.gluon.plan import BLOCK_M, STEPS, Case, plan_for, tail_as_window
+from utils.attention.gluon.plan import BLOCK_M, STEPS, Case, Plan, plan_for, tail_as_window
 from utils.kernels.offline import Assembly, compile_gluon, read_assembly
 
 
@@ -27,6 +27,7 @@ def compile_step(
     lse: bool = False,
     variant: str = "",
     aligned: bool = False,
+    plan: Plan | None = None,
 ) -> Assembly:
     """Compile a step of the ladder for sm_90a.
 
@@ -40,12 +41,14 @@ def compile_step(
         lse: Whether the log-sum-exp is stored.
         variant: Of step 5's plan (`plan.variant_for`).
         aligned: Whether step 5's loop needs no causal mask (`plan.aligned`).
+        plan: Tile and pipeline; the step's own by default.
     """
     from triton.experimental.gluon import language as gl
 
-    plan = plan_for(step, head_dim, variant)
+    plan = plan or plan_for(step, head_dim, variant)
     kernel = kernel_of(step)
-    window = window or (step == 5 and tail_as_window(plan, causal, window, tail))
+    stands_for_tail = step == 5 and tail_as_window(plan, causal, window, tail)
+    window = window or stands_for_tail
     constants = dict(
         HEAD_DIM=head_dim,
         BLOCK_M=BLOCK_M,
@@ -58,7 +61,15 @@ def compile_step(
         STAGES=plan.stages,
         REGISTERS=plan.registers,
         PLAN=plan,
-        CASE=Case(causal, window, tail, lse, dealt=causal and not window, aligned=causal and not window and aligned),
+        CASE=Case(
+            causal,
+            window,
+            tail,
+            lse,
+            dealt=causal and not window,
+            aligned=causal and not window and aligned,
+            tail_only=stands_for_tail and plan.clean_tail,
+        ),
     )
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     tile = {"q_desc": BLOCK_M, "o_desc": BLOCK_M, "k_desc": plan.block_n, "v_desc": plan.block_n}

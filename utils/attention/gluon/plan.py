@@ -36,6 +36,9 @@ class Plan:
     o_in_q: bool = False  # the output leaves through Q's tile
     own_keys: bool = False  # each consumer starts at its own rows' last block, not at the tile's
     split: bool = False  # masked blocks have a loop of their own
+    clean_tail: bool = (
+        False  # where the window stands for the tail, only a walk's first block is masked (tail_as_window)
+    )
     q_slots: int = 1  # tiles of Q in shared memory; with two, a tile's end overlaps the next tile's start
 
     @property
@@ -54,7 +57,8 @@ class Case:
     """What an attention needs of step 5's kernel: a kernel is compiled for each.
 
     tail: the keys are no multiple of a block. lse: the log-sum-exp is stored. dealt: the host deals out the tiles
-    (`deal_causal_tiles`). aligned: causal, and only the first block of a walk needs a mask (`aligned`).
+    (`deal_causal_tiles`). aligned: causal, and only the first block of a walk needs a mask (`aligned`). tail_only: the window
+    stands for the tail (`tail_as_window`), and again only the first block, which holds the last keys, needs a mask.
     """
 
     causal: bool = False
@@ -63,6 +67,7 @@ class Case:
     lse: bool = False
     dealt: bool = False
     aligned: bool = False
+    tail_only: bool = False
 
 
 # Step 5's plans, by tile width and variant (`variant_for`).

@@ -208,6 +208,7 @@ def consumer(work, out, W: gl.constexpr):
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
     # The diagonal of 64 aligned rows lies in their last block, which is walked first: the loop needs no mask.
     LOOP_CAUSAL: gl.constexpr = CAUSAL and not work.CASE.aligned
+    LOOP_WINDOW: gl.constexpr = WINDOW and not work.CASE.tail_only
 
     q = work.q.tile(0, W)
     o_tile = o_tiles.index(W)
@@ -260,7 +261,7 @@ def consumer(work, out, W: gl.constexpr):
             for j in range(1, n):
                 block = Block(it, row, (hi - 1 - j) * BLOCK_N)
                 masked = (j < right) | (j >= edge)
-                o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked, LOOP_CAUSAL, WINDOW)
+                o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked, LOOP_CAUSAL, LOOP_WINDOW)
                 it += 1
         if not PLAN.o_in_q:
             work.q.release(i, W)
@@ -440,14 +441,16 @@ def launch(a: Arguments) -> Handle | None:
         The launch, to be repeated on (q, k, v, out, lse) like these; None in a process that only simulates kernels.
     """
     plan, window, tail = a.plan, a.window, a.sk % a.plan.block_n != 0
-    if tail_as_window(plan, a.causal, window > 0, tail):
+    stands_for_tail = tail_as_window(plan, a.causal, window > 0, tail)
+    if stands_for_tail:
         window = a.sq + a.sk
     programs = min(a.programs, a.tiles_m * a.heads_total)
     schedule, stride = None, 0
     if a.causal and not window:
         schedule, stride = tile_schedule(a.sq, a.sk, a.heads_total, a.group, plan, programs, a.q.device)
     dealt = schedule is not None
-    case = Case(a.causal, window > 0, tail, a.return_lse, dealt, aligned(plan, a.causal, window > 0, a.sk - a.sq))
+    in_first = aligned(plan, a.causal, window > 0, a.sk - a.sq)
+    case = Case(a.causal, window > 0, tail, a.return_lse, dealt, in_first, stands_for_tail and plan.clean_tail)
     tensors = (*a.descriptors(), a.lse)
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
     sizes = (a.sq, a.sk, window, a.tiles_m, a.heads_total, a.heads, a.group, stride, a.c)
