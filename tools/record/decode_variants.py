@@ -106,18 +106,19 @@ def right_calls(
     return calls, left_out
 
 
-def measure_point(point: tuple, fa3: bool, warm: bool = False) -> dict:
-    """Measure a point's variants beside the other libraries; warm: only compile them."""
+def measure_point(point: tuple, fa3: bool, warm: bool = False, rows: bool = True) -> dict:
+    """Measure a point's variants beside the other libraries; warm: only compile them. rows: query rows as rows, too."""
     q, k, v = draw(*point)
     expected = decode_reference(q[:1], k[:1], v[:1])
-    calls, left_out = right_calls(variants(point), expected, q, k, v)
+    chosen = {name: choices for name, choices in variants(point).items() if rows or "consumers" not in choices}
+    calls, left_out = right_calls(chosen, expected, q, k, v)
     row: dict = {"point": list(point), "left_out": left_out}
     if warm or not calls:
         return row
     calls |= others(q, k, v, fa3, False, left_out)
     size = 2 * k.numel() * k.element_size()
     us = {name: round(median(times), 2) for name, times in time_together(calls, size, ITERATIONS).items()}
-    own = {name: us[name] for name in us if name in variants(point)}
+    own = {name: us[name] for name in us if name in chosen}
     peers = {name: us[name] for name in us if name not in own}
     best = min(own, key=own.__getitem__)
     ratio = round(min(peers.values()) / own[best], 3) if peers else None
@@ -218,6 +219,7 @@ def main() -> None:
     parser.add_argument(
         "--warm", default="", help="part/parts: compile the variants of every parts-th row, and time none"
     )
+    parser.add_argument("--without-rows", action="store_true", help="for `points`: leave out the kernel of `rows.py`")
     parser.add_argument("--cases", type=int, default=60, help="for `right`: random cases")
     parser.add_argument("--first", type=int, default=0, help="for `right`: the first seed")
     options = parser.parse_args()
@@ -229,7 +231,11 @@ def main() -> None:
     points = [(*cache, new) for cache in CACHES for new in NEW_TOKENS]
     tables: dict[str, tuple] = {
         "right": (range(options.first, options.first + options.cases), random_case, str),
-        "points": (points, partial(measure_point, fa3=options.fa3 is not None, warm=warm), show_row),
+        "points": (
+            points,
+            partial(measure_point, fa3=options.fa3 is not None, warm=warm, rows=not options.without_rows),
+            show_row,
+        ),
         "fp8": ([(*c, n) for c in CACHES for n in (1, 16)], partial(measure_fp8, warm=warm), show_row),
         "pages": (PAGED_CACHES, partial(measure_pages, fa3=options.fa3 is not None, warm=warm), show_row),
     }
