@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from instructor.grading.commands import app as grading
+from instructor.grading.reports import app as reports
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Build the labs' notebooks from their sources.")
-app.registered_commands.extend(grading.registered_commands)
+app.registered_commands.extend([*grading.registered_commands, *reports.registered_commands])
 
 Names = Annotated[list[str] | None, typer.Argument(help="Labs by name, such as lab1; all of them if left out.")]
 

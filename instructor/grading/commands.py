@@ -1,4 +1,4 @@
-"""`labs release`, `labs grade`, `labs feedback` and `labs export`."""
+"""`labs release`, `labs grade` and `labs feedback`."""
 
 from __future__ import annotations
 
@@ -71,6 +71,10 @@ def grade(
     question: Annotated[str | None, typer.Option(help="Replace one question's result: 1.1 or 'bonus 1.4'.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Grade again what was graded from the same files.")] = False,
     memory: Annotated[float, typer.Option(help="GB that a process of a submission may add.", min=0.5)] = 6.0,
+    due: Annotated[str | None, typer.Option(help="The due date, such as '2026-12-01 23:59 +0100'.")] = None,
+    roster: Annotated[
+        Path | None, typer.Option(help="A CSV with id, first_name, last_name, email; kept in the course.")
+    ] = None,
 ) -> None:
     """Grade the submissions for a lab, each isolated, into nbgrader's gradebook; interrupted, it goes on next time."""
     for package in ("distributed", "cloudpickle"):
@@ -78,7 +82,9 @@ def grade(
             _fail(f"grading needs {package}, which is not installed here: pip install -e '.[grading]'.")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several torch processes on few cores slow each other down tenfold
     from instructor.course import Course, CourseError
-    from instructor.grading.class_.cluster import grade_class, question_id
+    from instructor.grading.class_ import late
+    from instructor.grading.class_ import roster as people
+    from instructor.grading.class_.cluster import about_seconds, grade_class, question_id
     from instructor.grading.class_.intake import IntakeError, submissions, take_in, without_submission
     from instructor.grading.sandbox.walls import Limits
     from instructor.grading.submission.harmless import for_terminal
@@ -91,12 +97,20 @@ def grade(
         _fail(f"{course_folder} is no folder: name the course's with --course, or take in a zip with --zip.")
     try:
         course = Course(course_folder, timeout=int(timeout))
+        if roster is not None:
+            known = people.read_roster(roster)
+            if roster.resolve() != people.roster_path(course).resolve():
+                people.roster_path(course).write_bytes(roster.read_bytes())
+            typer.echo(f"{len(known)} people in the roster")
         if archive is not None:
             intake = take_in(archive, course.root, built.name)
             typer.echo(f"{len(intake)} submissions taken in from {archive.name}")
             for student, why in intake.refused.items():
                 typer.echo(f"  not taken in: {for_terminal(student)}: {for_terminal(why)}")
         found = submissions(course.root, built.name, only)
+        seconds = about_seconds(built, len(found), 0 if scheduler else jobs, Limits(gpu=gpu, memory_gb=memory))
+        words = "" if seconds is None else f"; about {_duration(seconds)}, if all of them are to be graded"
+        typer.echo(f"{len(found)} submissions{words}")
         with _bar(f"grading {built.name}", len(found)) as advance:
             summary = grade_class(
                 course,
@@ -110,6 +124,10 @@ def grade(
                 question=question,
                 progress=advance,
             )
+        if due is not None:
+            typer.echo(f"due {late.set_due_date(course, built.name, due):%Y-%m-%d %H:%M} UTC")
+        absent = people.put_names(course, [result.student for result in summary.graded])
+        penalties = late.apply_penalties(course, built.name)
     except KeyboardInterrupt:
         typer.echo("interrupted: what was graded is in the gradebook; run the same command again to go on", err=True)
         raise typer.Exit(130) from None
@@ -121,7 +139,11 @@ def grade(
         if type(error).__module__.partition(".")[0] != "sqlalchemy":
             raise
         _fail(f"the gradebook {course_folder / 'gradebook.db'} cannot be written: {str(error).splitlines()[0]}")
-    _report(summary, course, built.name, without_submission(course.root, built.name))
+    missing = without_submission(course.root, built.name)
+    if not only:
+        taken_in = people.find_people(absent, missing)
+        missing |= {p.id: f"{p.name}: handed in nothing" for p in absent if p not in taken_in.values()}
+    _report(summary, course, built.name, missing, penalties)
     if summary.failed:
         raise typer.Exit(1)
 
@@ -151,7 +173,11 @@ def _bar(title: str, total: int):
     return bar()
 
 
-def _report(summary, course, lab: str, missing: dict[str, str]) -> None:
+def _duration(seconds: float) -> str:
+    return f"{max(1, round(seconds / 60))} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+
+
+def _report(summary, course, lab: str, missing: dict[str, str], penalties: dict[str, float]) -> None:
     from instructor.grading.class_ import gradebook
     from instructor.grading.class_.intake import arrivals
     from instructor.grading.submission.harmless import for_terminal
@@ -176,7 +202,10 @@ def _report(summary, course, lab: str, missing: dict[str, str]) -> None:
         ]
         extra += [
             f"{row['flags']} flags" if row["flags"] else "",
-            row["late"],
+            row["late"] or ("late" if row["student"] in penalties else ""),
+            f"{number_text(round(penalties[row['student']], 2))} taken for lateness"
+            if row["student"] in penalties
+            else "",
             "" if row["state"] == "graded" else row["state"],
         ]
         words = ", ".join(filter(None, [points, *extra, for_terminal(row["note"])]))
@@ -199,28 +228,27 @@ def _report(summary, course, lab: str, missing: dict[str, str]) -> None:
 
 
 @app.command()
-def feedback(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
+def feedback(
+    lab: Lab,
+    course_folder: CourseFolder = Path("course"),
+    only: Annotated[list[str] | None, typer.Option(help="For this student alone; may be repeated.")] = None,
+) -> None:
     """Write a page of feedback for each student, by `nbgrader generate_feedback`."""
     lab = Path(lab).stem
     from instructor.grading.submission.harmless import with_policy
 
-    _nbgrader(course_folder, "generate_feedback", lab, "--force")
     folder = course_folder / "feedback"
+    for student in only or []:
+        if not (course_folder / "autograded" / student / lab).is_dir():
+            _fail(f"{student!r} has nothing graded for {lab} in {course_folder}.")
+    for choice in [["--student", student] for student in only or []] or [[]]:
+        _nbgrader(course_folder, "generate_feedback", lab, "--force", *choice)
     for page in folder.glob(f"*/{lab}/*.html"):
         text = page.read_text(encoding="utf-8")
         if "Content-Security-Policy" not in text:
             page.write_text(with_policy(text), encoding="utf-8")
-    typer.echo(f"{len(list(folder.glob(f'*/{lab}/*.html')))} pages in {folder}")
-
-
-@app.command()
-def export(
-    course_folder: CourseFolder = Path("course"),
-    to: Annotated[Path, typer.Option(help="The CSV file.")] = Path("grades.csv"),
-) -> None:
-    """Write all grades as CSV, by `nbgrader export`."""
-    _nbgrader(course_folder, "export", "--to", str(to.resolve()))
-    typer.echo(f"{to}")
+    pages = [page for page in folder.glob(f"*/{lab}/*.html") if not only or page.parts[-3] in only]
+    typer.echo(f"{len(pages)} pages in {folder}")
 
 
 def _nbgrader(folder: Path, *arguments: str) -> None:

@@ -26,7 +26,14 @@ from instructor.grading.class_ import gradebook
 from instructor.grading.class_.intake import Submission
 from instructor.grading.sandbox.walls import Limits
 from instructor.grading.submission import sources
-from instructor.grading.submission.engine import calibrate, close_all, grade_notebook, is_warm, unreadable
+from instructor.grading.submission.engine import (
+    calibrate,
+    close_all,
+    grade_notebook,
+    is_warm,
+    known_calibration,
+    unreadable,
+)
 from instructor.grading.submission.plan import question_of
 from instructor.grading.submission.results import Flag, GradingError, SubmissionResult
 from instructor.grading.submission.sources import fingerprint
@@ -37,6 +44,7 @@ RETRIES = 2  # of a submission whose worker died, or whose checker failed
 BATCH = 8  # results merged into the gradebook at a time
 ARRIVE = 10.0  # seconds that workers have to register with a scheduler
 ABSENT = 60.0  # seconds without any worker after which a run ends
+START_SECONDS = 30.0  # that workers and warm processes take to start
 SCATTER = 50  # submissions from which on the lab is sent to each worker once, and not with every submission
 
 
@@ -355,6 +363,19 @@ def _grade_class(
         run.merge()  # also when interrupted: what is graded is kept
         run.summary.seconds = time.perf_counter() - began
     return run.summary
+
+
+def about_seconds(built: Built, submissions: int, workers: int, limits: Limits) -> float | None:
+    """Seconds that a class may take on workers of this machine; None where nothing like it has been measured.
+
+    Each submission takes about as long as the model answers took, and each worker has to warm up.
+    """
+    known = known_calibration(built, limits)
+    if known is None or not workers:
+        return None
+    each = known.result.seconds
+    rounds = -(-submissions // min(workers, max(1, submissions)))
+    return START_SECONDS + rounds * each
 
 
 def _calibrate_here(built: Built, limits: Limits) -> None:

@@ -437,7 +437,7 @@ class Checker:
         self._fetch_files(remote, step)
         shown, error = io.StringIO(), None
         self.testing = True
-        remote.watch_all = remote.prove = step.name in self.job.watching
+        remote.watch_all, remote.prove = step.name in self.job.watching, step.name in self.job.proving
         try:
             with (
                 contextlib.redirect_stdout(shown),
@@ -448,6 +448,7 @@ class Checker:
                     exec(compile(source, file, "exec"), names)
             if remote.watch_all:
                 _for_question(step, remote.expect_rules_kept)
+            if remote.prove:
                 _for_question(step, lambda: self._prove(remote, step))
         except (Gone, CannotTravel):
             raise
@@ -474,11 +475,11 @@ class Checker:
             return found
 
         refuted, partly = remote.expect_proved(clean)
-        known = self.job.proving.get(step.name, "")  # how far the model answer's record could be proved
-        if not refuted:
-            self.proving[step.name] = "in part" if partly else "whole"
-        elif known:
+        known = self.job.proving[step.name]  # how far the model answer's record could be proved
+        if refuted:
             self._flag(step.question, "not proved", refuted)
+        else:
+            self.proving[step.name] = "in part" if partly else "whole"
         if partly and known == "whole":
             self._flag(step.question, "proved in part", partly)
 

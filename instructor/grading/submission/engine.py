@@ -23,7 +23,7 @@ import nbformat
 from instructor.build import ROOT, Built
 from instructor.grading.sandbox import walls
 from instructor.grading.submission.library import ANSWERS
-from instructor.grading.submission.plan import plan_tests
+from instructor.grading.submission.plan import plan_tests, question_of
 from instructor.grading.submission.records import Calibration, Job, Report, WarmUp
 from instructor.grading.submission.results import CellResult, Flag, GradingError, SubmissionResult
 from instructor.grading.submission.sources import fingerprint
@@ -38,7 +38,8 @@ KEPT = (
 COURSE = ("assets",)  # folders that students have next to their notebook
 WARM_SECONDS = 600.0  # that a warm process may take to start
 CALIBRATION_SECONDS = 3600.0  # that grading the model answers once may take
-CALIBRATION_ROUNDS = 3  # in which checks that accept corrupted answers are found
+CALIBRATION_ROUNDS = 4  # in which checks that accept corrupted answers, or take no proof, are found
+TRIED = "tried"  # of a proof of which nobody knows yet how far it goes
 MAX_FILE = 64 << 20  # bytes of a submission
 MIN_TOTAL = 120.0  # seconds that every submission may take in all
 GRACE = 120.0  # seconds beyond that, for starting, reading and writing
@@ -211,15 +212,24 @@ def calibrate(built: Built, limits: walls.Limits | None = None, timeout: float =
         timeout: seconds that one cell, or the tests of one question, may take.
     """
     limits = limits or walls.Limits()
-    gpu = "-gpu" if limits.gpu else ""
-    path = ROOT / "build" / "grading" / f"{built.name}-{fingerprint(built)}{gpu}.json"
-    if path not in _calibrations:
-        if path.is_file():
-            _calibrations[path] = Calibration.from_json(json.loads(path.read_text(encoding="utf-8")))
-        else:
-            _calibrations[path] = _calibrate(built, limits, timeout)
-            write_whole(path, json.dumps(_calibrations[path].as_json(), indent=1))
-    return _calibrations[path]
+    known = known_calibration(built, limits)
+    if known is None:
+        path = _calibration_path(built, limits)
+        known = _calibrations[path] = _calibrate(built, limits, timeout)
+        write_whole(path, json.dumps(known.as_json(), indent=1))
+    return known
+
+
+def known_calibration(built: Built, limits: walls.Limits) -> Calibration | None:
+    """The calibration of a lab if there is one; nothing is graded."""
+    path = _calibration_path(built, limits)
+    if path not in _calibrations and path.is_file():
+        _calibrations[path] = Calibration.from_json(json.loads(path.read_text(encoding="utf-8")))
+    return _calibrations.get(path)
+
+
+def _calibration_path(built: Built, limits: walls.Limits) -> Path:
+    return ROOT / "build" / "grading" / f"{built.name}-{fingerprint(built)}{'-gpu' if limits.gpu else ''}.json"
 
 
 def _calibrate(built: Built, limits: walls.Limits, timeout: float) -> Calibration:
@@ -231,12 +241,17 @@ def _calibrate(built: Built, limits: walls.Limits, timeout: float) -> Calibratio
     modes, why = _first_modes(first)
     watching = first.watching
     no_control: list[str] = []
+    proving = dict.fromkeys(watching, TRIED)
     for _ in range(CALIBRATION_ROUNDS):
-        known = replace(job, modes=modes, no_control=no_control, watching=watching)
+        known = replace(job, modes=modes, no_control=no_control, watching=watching, proving=proving)
         report = warm.grade(known, CALIBRATION_SECONDS)
         wrong = {n: c for n, c in report.result.cells.items() if c.status not in ("passed", "by_hand")}
-        if not wrong:
+        # A proof that a right answer does not pass, or that takes long, is no use: the records have to do there.
+        slow = {n for n in proving if report.result.cells[n].seconds > 4 * first.result.cells[n].seconds + 5}
+        if not wrong and not slow:
             return Calibration(report.result, modes, why, watching, report.proving, no_control)
+        lost = {n for n in proving if n in wrong or n in slow or question_of(n) in map(question_of, wrong)}
+        proving = {name: how for name, how in proving.items() if name not in lost}
         # A right answer is flagged where the check accepts corrupted answers as well: there the control says nothing.
         no_control += [n for n, cell in wrong.items() if modes[n] == "inside" and cell.status == "flagged"]
     words = "\n".join(f"  {name}: {cell.message}" for name, cell in wrong.items())

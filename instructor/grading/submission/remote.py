@@ -268,9 +268,10 @@ class Remote:
         except vmaps.NotVmap as error:
             raise CannotTravel(str(error)) from None
         with vmaps.leave_levels():
-            if not self.prove or not isinstance(number, int) or levels or step or not _is_plain([args, kwargs]):
-                return self._call(number, args, kwargs, step, levels)
-            return self._call_twice(number, args, kwargs)
+            twice = self.prove and not (levels or step or torch.autograd._profiler_enabled())
+            if twice and isinstance(number, int) and _is_plain([args, kwargs]):
+                return self._call_twice(number, args, kwargs)
+            return self._call(number, args, kwargs, step, levels)
 
     def _call_twice(self, number: int, args: tuple, kwargs: dict):
         """Call with the check's arguments, and with others of the same shapes, in an order that nobody can foresee.
@@ -280,7 +281,7 @@ class Remote:
         """
         calls: list[ProvedCall] = []
 
-        def ours():
+        def ours() -> object:
             self.calls = calls
             try:
                 return self._call(number, args, kwargs, False, ())
@@ -382,14 +383,9 @@ class Remote:
             raise _mark_as_students(TypeError(f"your code returned what no check can use: {reply['why']}"))
         decode = self.decoder(blobs, levels)
         self._apply(reply["mutated"], decode)
-        set_sdpa_switches(expect_sdpa_switches(reply["sdpa"]))
-        if reply["filters"] is True:  # the call left other filters for warnings: a check sees that here, too
-            warnings.simplefilter("ignore", type("OfTheCall", (Warning,), {}))
-        for name in reply["profile"]:
-            with torch.profiler.record_function(str(name)[:200]):
-                pass
-        if isinstance(reply.get("shown"), str):
-            self.shown.append(reply["shown"][:20_000])
+        switches = expect_sdpa_switches(reply["sdpa"])
+        if not self.quiet:
+            self._take_effects(reply, switches)
         if sizes is not None:
             records = expect_canaries(reply["records"], sizes)
             everything = watching.OperationWatch()
@@ -404,6 +400,17 @@ class Remote:
         if reply["op"] != "result":
             raise WireError("a reply that is neither a result nor an exception")
         return decode(reply["value"])
+
+    def _take_effects(self, reply: dict, switches: list) -> None:
+        """Leave behind what the call left: a check sees it here as in one process."""
+        set_sdpa_switches(switches)
+        if reply["filters"] is True:  # for warnings
+            warnings.simplefilter("ignore", type("OfTheCall", (Warning,), {}))
+        for name in reply["profile"]:
+            with torch.profiler.record_function(str(name)[:200]):
+                pass
+        if isinstance(reply.get("shown"), str):
+            self.shown.append(reply["shown"][:20_000])
 
     def _keep_call(
         self, calls: list[ProvedCall], reply: dict, blobs: list, given: dict[int, torch.Tensor], value

@@ -28,6 +28,8 @@ from instructor.grading.class_.intake import (
     usable_name,
     without_submission,
 )
+from instructor.grading.class_.late import apply_penalties, set_due_date
+from instructor.grading.class_.roster import Person, put_names, roster_path
 from instructor.grading.submission.engine import grade_notebook
 from tests.instructor.conftest import FIXTURE_LAB
 from utils.cli import app, mount_plugins
@@ -162,6 +164,77 @@ def test_export(small_lab, graded, tmp_path):
     with (tmp_path / "grades.csv").open(encoding="utf-8") as file:
         rows = {row["student_id"]: float(row["raw_score"]) for row in csv.DictReader(file)}
     assert rows == {student: sum(points.values()) for student, (_, points) in class_of(small_lab).items()}
+
+
+@pytest.mark.slow
+def test_what_the_class_did_late_days_and_the_platforms_forms(small_lab, graded, tmp_path):
+    """Statistics, penalties by nbgrader's plugin, names of the roster, and each platform's form, of the graded class."""
+    course = graded[0]
+    config = course.root / "nbgrader_config.py"
+    before = config.read_text()
+    config.write_text(
+        before
+        + 'c.AssignLatePenalties.plugin_class = "instructor.grading.class_.late.LateDays"\nc.LateDays.percent_a_day = 20\n'
+    )
+    (course.root / "submitted" / "ada" / small_lab.name / "timestamp.txt").write_text("2026-12-03 01:00:00\n")
+    people = [Person("ada", "Ada", "Lovelace", "ada@x.org"), Person("gone", "Kurt", "Gödel")]
+    rows = ["id,first_name,last_name,email", *(f"{p.id},{p.first_name},{p.last_name},{p.email}" for p in people)]
+    roster_path(course).write_text("\n".join(rows))
+    try:
+        assert put_names(course, list(class_of(small_lab))) == people[1:]
+        assert set_due_date(course, small_lab.name, "2026-12-02 00:00").day == 2
+        gradebook.merge(course, {"ada": gradebook.load_record(course, small_lab.name, "ada", None)})
+        assert apply_penalties(course, small_lab.name) == {"ada": pytest.approx(0.4 * 11.5)}  # two days have begun
+        for _ in range(2):  # again: the same, and not twice
+            done = run("stats", small_lab.name, "--course", str(course.root))
+            assert done.exit_code == 0, done.output
+        assert "times:" in done.output and "class.svg" in done.output
+        folder = course.root / "grading" / small_lab.name
+        table = {row["student"]: row for row in csv.DictReader((folder / "questions.csv").open())}
+        assert (
+            table["ada"]["penalty"] == "4.6"
+            and table["ada"]["late"] == "late"
+            and table["ada"]["last_name"] == "Lovelace"
+        )
+        assert table["ada"]["Question 1.1"] == "6.0" and table["ada"]["Question 1.2"] == "waits"
+        assert table["ada"]["bonus"] == "3.0" and table["wrong"]["Question 1.1"] == "0.0"
+        assert "<svg" in (folder / "class.svg").read_text()
+
+        for form in ("moodle", "canvas", "questions"):
+            assert (
+                run(
+                    "export", small_lab.name, "--course", str(course.root), "--as", form, "--to", str(tmp_path / form)
+                ).exit_code
+                == 0
+            )
+        moodle = {row["Identifier"]: row for row in csv.DictReader((tmp_path / "moodle").open())}
+        assert float(moodle["ada"]["Grade"]) == pytest.approx(6.9) and moodle["ada"]["Email address"] == "ada@x.org"
+        first, *canvas = csv.DictReader((tmp_path / "canvas").open())
+        assert "Points Possible" in first["Student"] and float(first[small_lab.name]) == 12.5
+        assert "Lovelace, Ada" in {row["Student"] for row in canvas}
+        run(
+            "export",
+            small_lab.name,
+            "--course",
+            str(course.root),
+            "--as",
+            "gradescope",
+            "--to",
+            str(tmp_path / "scope"),
+        )
+        result = json.loads((tmp_path / "scope" / "wrong" / "results.json").read_text())
+        failed = next(test for test in result["tests"] if test["number"] == "q1_1")
+        assert failed["status"] == "failed" and failed["score"] == 0.0 and "1.1" in failed["output"]
+        assert result["score"] == sum(test["score"] for test in result["tests"])
+
+        done = run("similar", str(FIXTURE_LAB), "--course", str(course.root))
+        assert done.exit_code == 0 and "Alike is not copied" in done.output, done.output
+        assert run("export", "--as", "moodle", "--course", str(course.root)).exit_code == 2
+        assert "choose nbgrader" in run("export", "x", "--as", "excel", "--course", str(course.root)).output
+    finally:
+        config.write_text(before)
+        roster_path(course).unlink()
+        (course.root / "submitted" / "ada" / small_lab.name / "timestamp.txt").unlink()
 
 
 @pytest.mark.slow

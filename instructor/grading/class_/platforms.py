@@ -1,0 +1,105 @@
+"""Grades in the forms that learning platforms take: Moodle, Canvas and Gradescope."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from instructor.course import Course
+from instructor.grading.class_.report import Student, as_csv, class_of, question_rows, questions_of
+from instructor.grading.submission.plan import question_title
+from instructor.grading.submission.results import GradingError
+from utils.files import write_whole
+
+FORMS = ("questions", "moodle", "canvas", "gradescope")
+
+
+def export_class(course: Course, lab: str, form: str, to: Path) -> tuple[Path, list[str]]:
+    """Write the grades of a class; returns the path, and the students whose answers still wait for a person."""
+    if form not in FORMS:
+        raise GradingError(f"there is no form {form!r}: choose one of {', '.join(FORMS)}.")
+    students = class_of(course, lab)
+    waiting = [student.id for student in students if student.waiting]
+    if form == "gradescope":
+        for student in students:
+            path = to / student.id / "results.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(gradescope_results(student), indent=1, ensure_ascii=False))
+        return to, waiting
+    rows = {"questions": question_rows, "moodle": moodle_rows, "canvas": lambda s: canvas_rows(s, lab)}[form](students)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(to, as_csv(rows))
+    return to, waiting
+
+
+def _score(student: Student) -> float:
+    return round(student.total(False) + student.total(True) - student.penalty, 2)
+
+
+def _number(student: Student) -> str:
+    """The platform's number of a student, which its zip puts behind the name."""
+    found = re.search(r"_(\d+)$", student.id)
+    return found[1] if found else ""
+
+
+def _name(student: Student) -> str:
+    return (student.person.name if student.person else "") or re.sub(r"_\d+$", "", student.id)
+
+
+def moodle_rows(students: list[Student]) -> list[dict]:
+    """Rows of Moodle's grading worksheet: the assignment's menu, Upload grading worksheet."""
+    return [
+        {
+            "Identifier": f"Participant {_number(student)}" if _number(student) else student.id,
+            "Full name": _name(student),
+            "Email address": student.person.email if student.person else "",
+            "Grade": _score(student),
+            "Maximum Grade": sum(m for q, m in student.most.items() if not q.startswith("bonus")),
+            "Feedback comments": _words(student),
+        }
+        for student in students
+    ]
+
+
+def canvas_rows(students: list[Student], lab: str) -> list[dict]:
+    """Rows of Canvas's gradebook: Grades, Import. The second line holds the points that are possible."""
+    most = max(sum(m for q, m in s.most.items() if not q.startswith("bonus")) for s in students)
+    empty = {"ID": "", "SIS User ID": "", "SIS Login ID": "", "Section": ""}
+    rows = [{"Student": "    Points Possible", **empty, lab: most}]
+    for student in students:
+        person = student.person
+        name = f"{person.last_name}, {person.first_name}" if person and person.last_name else _name(student)
+        login = person.email or person.id if person else ""
+        rows.append({"Student": name, **empty, "ID": _number(student), "SIS Login ID": login, lab: _score(student)})
+    return rows
+
+
+def gradescope_results(student: Student) -> dict:
+    """A student's `results.json`, as Gradescope's autograders write it."""
+    tests = []
+    for question in questions_of([student]):
+        waits, message = question in student.waiting, student.messages.get(question, "")
+        score, most = student.points.get(question, 0.0), student.most[question]
+        test = {
+            "name": question_title(question),
+            "number": question,
+            "max_score": most,
+            "visibility": "after_published",
+        }
+        if waits:
+            tests.append({**test, "score": 0.0, "output": "This answer waits for a person."})
+            continue
+        output = "no answer" if question in student.missing else message
+        tests.append({**test, "score": score, "status": "passed" if score >= most else "failed", "output": output})
+    late = f"{student.penalty:g} points were taken for lateness." if student.penalty else ""
+    return {"score": _score(student), "output": late, "output_format": "text", "tests": tests}
+
+
+def _words(student: Student) -> str:
+    parts = [f"{question_title(q)}: {m.splitlines()[0]}" for q, m in student.messages.items() if m]
+    if student.waiting:
+        parts.append(f"{len(student.waiting)} answers are not graded yet.")
+    if student.penalty:
+        parts.append(f"{student.penalty:g} points were taken for lateness.")
+    return " ".join(parts)[:2000]

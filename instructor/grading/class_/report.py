@@ -1,0 +1,226 @@
+"""A class at a glance: a table with a column for each question, statistics, and a picture."""
+
+from __future__ import annotations
+
+import collections
+import csv
+import io
+import re
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from instructor.course import Course
+from instructor.grading.class_ import gradebook, late
+from instructor.grading.class_.intake import arrivals
+from instructor.grading.class_.roster import Person, find_people, people_of
+from instructor.grading.submission.plan import question_of, question_title
+from instructor.grading.submission.results import GradingError, SubmissionResult
+from utils.files import write_whole
+
+WAITS = "waits"
+FILLS = {"full": "#2f7d5b", "part": "#8cc5a5", "none": "#d9705f", "missing": "#c9c9c9", WAITS: "#e6c34a"}
+
+
+@dataclass
+class Student:
+    """One student's points: by question, as the gradebook has them now, a person's grades included."""
+
+    id: str
+    person: Person | None
+    points: dict[str, float] = field(default_factory=dict)  # question -> points
+    most: dict[str, float] = field(default_factory=dict)
+    waiting: set[str] = field(default_factory=set)  # questions that wait for a person
+    missing: set[str] = field(default_factory=set)  # questions without any answer
+    messages: dict[str, str] = field(default_factory=dict)  # question -> what the first check that failed said
+    penalty: float = 0.0
+    flags: int = 0
+    late: bool = False
+
+    def total(self, bonus: bool) -> float:
+        """The sum of the regular points, or of the bonus points."""
+        return sum(p for question, p in self.points.items() if question.startswith("bonus") == bonus)
+
+    def state(self, question: str) -> str:
+        """full, part, none, missing or waits."""
+        if question in self.waiting:
+            return WAITS
+        if question in self.missing:
+            return "missing"
+        got, most = self.points.get(question, 0.0), self.most.get(question, 0.0)
+        return "full" if got >= most else "part" if got > 0 else "none"
+
+
+def class_of(course: Course, lab: str) -> list[Student]:
+    """Everybody whose submission has been graded, by name; `GradingError` if there is nobody."""
+    results = _records(course, lab)
+    if not results:
+        raise GradingError(
+            f"nothing of {lab} has been graded in {course.root}: run `labs grade {lab} --course {course.root}`."
+        )
+    scores = course.scores(lab)
+    penalties = late.apply_penalties(course, lab)
+    people, came = find_people(people_of(course), scores), arrivals(course.root, lab)
+    found = []
+    for name, cells in scores.items():
+        student = Student(name, people.get(name), penalty=penalties.get(name, 0.0))
+        record = results.get(name)
+        student.flags = len(record.flags) if record else 0
+        student.late = name in penalties or (name in came and came[name].late)
+        for cell, score in cells.items():
+            question = question_of(cell)
+            got = score.manual if score.manual is not None else score.auto or 0.0
+            student.points[question] = student.points.get(question, 0.0) + got
+            student.most[question] = student.most.get(question, 0.0) + score.points
+            if score.needs_manual_grade and score.manual is None:
+                student.waiting.add(question)
+        for cell, result in record.cells.items() if record else ():
+            question = question_of(cell)
+            if result.status == "missing":
+                student.missing.add(question)
+            elif result.status not in ("passed", "by_hand"):
+                student.messages.setdefault(question, result.message)
+        found.append(student)
+    return sorted(found, key=lambda s: ((s.person.last_name if s.person else s.id).casefold(), s.id))
+
+
+def _records(course: Course, lab: str) -> dict[str, SubmissionResult]:
+    folder = gradebook.record_path(course, lab, "x").parent
+    names = [path.stem for path in sorted(folder.glob("*.json"))] if folder.is_dir() else []
+    records = {name: gradebook.load_record(course, lab, name, None) for name in names}
+    return {name: record for name, record in records.items() if record is not None}
+
+
+def questions_of(students: Iterable[Student]) -> list[str]:
+    """The questions, regular ones first, in the order of the lab."""
+    names = {question for student in students for question in student.most}
+    return sorted(names, key=lambda q: (q.startswith("bonus"), [int(n) for n in re.findall(r"\d+", q)]))
+
+
+# ---- tables ------------------------------------------------------------------------------------------------------
+
+
+def as_csv(rows: list[dict]) -> str:
+    """Rows as CSV; text that a spreadsheet would run is quoted."""
+    buffer = io.StringIO()
+    if rows:
+        writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({k: harmless_cell(v) for k, v in row.items()})
+    return buffer.getvalue()
+
+
+def harmless_cell(value: object) -> object:
+    """A cell that no spreadsheet takes for a formula."""
+    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t") else value
+
+
+def question_rows(students: list[Student]) -> list[dict]:
+    """A row for each student: who, the sums, and a column for each question; "waits" where a person has to grade."""
+    questions = questions_of(students)
+    rows = []
+    for student in students:
+        person = student.person or Person(student.id)
+        row: dict[str, object] = {"student": student.id, "last_name": person.last_name, "first_name": person.first_name}
+        row |= {"points": student.total(False), "bonus": student.total(True), "waiting": len(student.waiting)}
+        row |= {"penalty": round(student.penalty, 2), "late": "late" if student.late else "", "flags": student.flags}
+        for question in questions:
+            row[question_title(question)] = WAITS if question in student.waiting else student.points.get(question, 0.0)
+        rows.append(row)
+    return rows
+
+
+def kind_of_mistake(message: str) -> str:
+    """A check's message without the numbers of one student's answer, so that the same mistake is counted as one."""
+    first = next((line for line in message.splitlines() if line.strip()), "")
+    first = re.sub(r"^\W*(?:Question|Bonus)(?: Question)? [\d.]+:? ?", "", first)
+    return re.sub(r"-?\d+(?:[.,]\d+)*(?:e[+-]?\d+)?", "#", first)[:160].strip() or "no words"
+
+
+def statistics_rows(students: list[Student]) -> list[dict]:
+    """A row for each question: how many got what, and the commonest mistake by the words of the check."""
+    rows = []
+    for question in questions_of(students):
+        states = collections.Counter(student.state(question) for student in students)
+        graded = [s.points[question] for s in students if question in s.points and question not in s.waiting]
+        mistakes = collections.Counter(
+            kind_of_mistake(s.messages[question])
+            for s in students
+            if question in s.messages and s.state(question) in ("part", "none")
+        )
+        common, count = mistakes.most_common(1)[0] if mistakes else ("", 0)
+        rows.append(
+            {
+                "question": question_title(question),
+                "of": max((s.most.get(question, 0.0) for s in students), default=0.0),
+                "mean": round(statistics.fmean(graded), 2) if graded else "",
+                **{state: states.get(state, 0) for state in FILLS},
+                "commonest mistake": common,
+                "times": count,
+            }
+        )
+    return rows
+
+
+def write_tables(course: Course, lab: str) -> tuple[Path, Path, Path]:
+    """Write `questions.csv`, `statistics.csv` and `class.svg` to `grading/<lab>/`; returns their paths."""
+    students = class_of(course, lab)
+    folder = course.root / "grading" / lab
+    paths = folder / "questions.csv", folder / "statistics.csv", folder / "class.svg"
+    write_whole(paths[0], as_csv(question_rows(students)))
+    write_whole(paths[1], as_csv(statistics_rows(students)))
+    draw_class(students, lab, paths[2])
+    return paths
+
+
+# ---- a picture ---------------------------------------------------------------------------------------------------
+
+
+def draw_class(students: list[Student], lab: str, path: Path) -> None:
+    """Draw for each question how many students got what, and beside it the points of the class."""
+    import matplotlib.pyplot as plt
+
+    rows = statistics_rows(students)
+    totals = [student.total(False) - student.penalty for student in students]
+    most = sum(row["of"] for row in rows if not row["question"].startswith("Bonus"))
+    with plt.rc_context({"font.size": 9, "svg.fonttype": "none", "font.family": "DejaVu Sans"}):
+        figure, (left, right) = plt.subplots(
+            1, 2, figsize=(11, 1.4 + 0.28 * len(rows)), width_ratios=(3, 1.3), layout="constrained"
+        )
+        begin = [0] * len(rows)
+        for state, color in FILLS.items():
+            counts = [row[state] for row in rows]
+            label = {
+                "full": "all points",
+                "part": "some",
+                "none": "none",
+                "missing": "no answer",
+                WAITS: "waits for a person",
+            }
+            left.barh(
+                range(len(rows)), counts, left=begin, color=color, label=label[state], edgecolor="white", linewidth=0.5
+            )
+            begin = [a + b for a, b in zip(begin, counts, strict=True)]
+        left.set_yticks(range(len(rows)), [row["question"].removeprefix("Question ") for row in rows])
+        left.set(xlim=(0, len(students)), xlabel=f"students, {len(students)} in all", ylabel="question")
+        left.xaxis.get_major_locator().set_params(integer=True)
+        left.set_title(f"{lab}: who got what", loc="left")
+        left.set_ylim(len(rows) - 0.4, -0.6)
+        figure.legend(
+            *left.get_legend_handles_labels(), ncols=5, loc="outside lower left", frameon=False, handlelength=1
+        )
+        right.hist(totals, bins=[most * n / 10 for n in range(11)] if most else 10, color="#4f7fae", edgecolor="white")
+        middle = statistics.median(totals)
+        right.axvline(middle, color="#333333", linewidth=1)
+        right.annotate(f"median {middle:g}", (middle, 1), xycoords=("data", "axes fraction"), xytext=(0, 3),
+                       textcoords="offset points", ha="center", va="bottom")  # fmt: skip
+        waits = ";\nwhat waits counts 0" if any(student.waiting for student in students) else ""
+        right.set(xlabel=f"points of {most:g}, without bonus{waits}", ylabel="students")
+        right.yaxis.get_major_locator().set_params(integer=True)
+        for axes in (left, right):
+            axes.spines[["top", "right"]].set_visible(False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None})
+        plt.close(figure)

@@ -1,0 +1,115 @@
+"""Which answers are alike: fingerprints of the code in answer cells, without what the lab gave to everybody.
+
+The method is winnowing (Schleimer, Wilkerson and Aiken, 2003). Names and numbers are replaced before, so that renaming
+hides nothing; what is in the students' notebook, the course's library or many submissions is nobody's own.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import itertools
+import keyword
+import tokenize
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import nbformat
+
+from instructor.build import Built
+from instructor.grading.submission.plan import Unreadable, make_plan
+
+GRAM, WINDOW = 12, 6  # tokens of a fingerprint; of so many in a row, the smallest is kept
+COMMON = 0.4  # a fingerprint that more of the class has is nobody's own
+LEAST = 8  # fingerprints that a pair has to share to be named
+_LEFT_OUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+
+
+class Pair(NamedTuple):
+    """Two students whose answers are alike."""
+
+    one: str
+    other: str
+    share: float  # of the smaller one's fingerprints
+    shared: int
+    cells: list[str]  # the answers in which most of them are
+
+
+def tokens(source: str) -> list[str]:
+    """The tokens of a code cell, without names, numbers and text; what cannot be read ends the list."""
+    found: list[str] = []
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.NAME:
+                found.append(token.string if keyword.iskeyword(token.string) else "name")
+            elif token.type in (tokenize.NUMBER, tokenize.STRING):
+                found.append("value")
+            elif token.type not in _LEFT_OUT:
+                found.append(token.string)
+    except (tokenize.TokenError, SyntaxError, IndentationError, ValueError):
+        pass
+    return found
+
+
+def fingerprints(source: str) -> set[int]:
+    """The fingerprints of a piece of code."""
+    words = tokens(source)
+    grams = [zlib.crc32(" ".join(words[i : i + GRAM]).encode()) for i in range(len(words) - GRAM + 1)]
+    return {min(grams[i : i + WINDOW]) for i in range(max(1, len(grams) - WINDOW + 1))} if grams else set()
+
+
+def all_grams(source: str) -> set[int]:
+    """Every fingerprint that a piece of code could have, wherever it stands."""
+    words = tokens(source)
+    return {zlib.crc32(" ".join(words[i : i + GRAM]).encode()) for i in range(len(words) - GRAM + 1)}
+
+
+def answers_of(built: Built, submission: bytes) -> dict[str, str]:
+    """{answer cell: its code} of a submission, and its extra cells; empty if it cannot be read."""
+    try:
+        plan = make_plan(built.instructor, built.student, submission)
+    except Unreadable:
+        return {}
+    return {
+        s.name: s.source for s in plan.steps if s.kind == "student" and not s.untouched and s.cell.cell_type == "code"
+    }
+
+
+def given_code(built: Built, library: Iterable[Path] = ()) -> set[int]:
+    """Fingerprints of what everybody was given: the students' notebook, and these files."""
+    given: set[int] = set()
+    for cell in nbformat.reads(built.student, as_version=4).cells:
+        if cell.cell_type == "code":
+            given |= all_grams(cell.source)
+    for path in library:
+        given |= all_grams(path.read_text(encoding="utf-8"))
+    return given
+
+
+def alike(classes: Mapping[str, Mapping[str, str]], given: set[int], least: float = 0.5) -> list[Pair]:
+    """Pairs of students whose own code is alike, the most alike first.
+
+    Args:
+        classes: {student: {answer cell: its code}}.
+        given: fingerprints that do not count.
+        least: share of the smaller one's fingerprints from which on a pair is named.
+    """
+    marks = {
+        student: {cell: fingerprints(code) - given for cell, code in cells.items()}
+        for student, cells in classes.items()
+    }
+    own = {student: set().union(*cells.values()) if cells else set() for student, cells in marks.items()}
+    spread = collections.Counter(mark for found in own.values() for mark in found)
+    most = max(2, int(COMMON * len(own)))
+    own = {student: {mark for mark in found if spread[mark] <= most} for student, found in own.items()}
+    pairs = []
+    for one, other in itertools.combinations(sorted(own), 2):
+        shared = own[one] & own[other]
+        smaller = min(len(own[one]), len(own[other]))
+        if len(shared) >= LEAST and len(shared) >= least * smaller:
+            counts = {cell: len(found & shared) for cell, found in marks[one].items() if found & shared}
+            cells = sorted(counts, key=lambda cell: -counts[cell])[:5]
+            pairs.append(Pair(one, other, len(shared) / smaller, len(shared), cells))
+    return sorted(pairs, key=lambda pair: (-pair.share, -pair.shared))

@@ -1,0 +1,155 @@
+"""`labs stats`, `labs similar`, `labs export` and `labs formgrader`: what a class did, and grading by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from instructor.grading.commands import CourseFolder, Lab, _build, _fail, _nbgrader
+
+app = typer.Typer()
+
+
+def _course(folder: Path):
+    from instructor.course import Course
+
+    if not (folder / "gradebook.db").is_file():
+        _fail(f"{folder} has no gradebook.db: run `labs grade` with --course {folder} first.")
+    return Course(folder)
+
+
+@app.command()
+def stats(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
+    """Write each student's points by question, what the class got wrong, and a picture of both."""
+    from instructor.grading.class_.report import class_of as read_class
+    from instructor.grading.class_.report import statistics_rows, write_tables
+    from instructor.grading.submission.results import GradingError
+    from instructor.points import number_text
+
+    name, course = Path(lab).stem, _course(course_folder)
+    try:
+        paths = write_tables(course, name)
+        rows = statistics_rows(read_class(course, name))
+    except GradingError as error:
+        _fail(error)
+    for row in rows:
+        mean = number_text(row["mean"]) if row["mean"] != "" else "-"
+        typer.echo(
+            f"{row['question']}: {mean} of {number_text(row['of'])}; all points {row['full']}, none {row['none']}"
+        )
+        if row["times"]:
+            typer.echo(f"    {row['times']} times: {row['commonest mistake']}")
+    for path in paths:
+        typer.echo(str(path))
+
+
+@app.command()
+def similar(
+    lab: Lab,
+    course_folder: CourseFolder = Path("course"),
+    least: Annotated[float, typer.Option(help="Share of the smaller one's code from which on a pair is named.")] = 0.5,
+) -> None:
+    """Name the submissions whose code is alike, the lab's own code left out. A person has to look at each pair."""
+    import sys
+    from importlib import import_module
+
+    from instructor.grading.class_.intake import IntakeError, submissions
+    from instructor.grading.class_.report import as_csv
+    from instructor.grading.class_.similarity import alike, answers_of, given_code
+    from instructor.grading.submission.harmless import for_terminal
+    from instructor.grading.submission.library import ANSWERS
+    from utils.files import write_whole
+
+    if not 0 < least <= 1:
+        _fail(f"--least is {least}: give a share above 0 and up to 1.")
+    built = _build(lab)
+    try:
+        found = submissions(course_folder, built.name)
+    except IntakeError as error:
+        _fail(error)
+    classes = {s.student: answers_of(built, s.path.read_bytes()) for s in found}
+    for module in ANSWERS.get(built.name, {}):  # whoever copied an answer of the course is alike its file
+        import_module(module)
+        path = Path(str(sys.modules[module].__file__))
+        classes[f"utils/{path.name}"] = {"file": path.read_text(encoding="utf-8")}
+    pairs = alike(classes, given_code(built), least)
+    for pair in pairs:
+        names = f"{for_terminal(pair.one)} and {for_terminal(pair.other)}"
+        typer.echo(f"{names}: {pair.share:.0%} alike ({pair.shared} places), most in {', '.join(pair.cells)}")
+    rows = [{**pair._asdict(), "share": round(pair.share, 3), "cells": " ".join(pair.cells)} for pair in pairs]
+    table = course_folder / "grading" / built.name / "similar.csv"
+    table.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(table, as_csv(rows) or "one,other,share,shared,cells\n")
+    typer.echo(f"{len(pairs)} pairs of {len(found)} submissions: {table}. Alike is not copied: look at each.")
+
+
+@app.command()
+def export(
+    lab: Annotated[str | None, typer.Argument(help="A lab by name; needed for every form but nbgrader's.")] = None,
+    course_folder: CourseFolder = Path("course"),
+    form: Annotated[
+        str, typer.Option("--as", help="nbgrader (all labs), questions, moodle, canvas or gradescope.")
+    ] = "nbgrader",
+    to: Annotated[
+        Path | None, typer.Option(help="The CSV file; for gradescope the folder of results.json files.")
+    ] = None,
+) -> None:
+    """Write the grades as CSV, or in the form of a learning platform."""
+    from instructor.grading.class_.platforms import FORMS, export_class
+    from instructor.grading.submission.results import GradingError
+
+    if form == "nbgrader":
+        _nbgrader(course_folder, "export", "--to", str((to or Path("grades.csv")).resolve()))
+        typer.echo(f"{to or 'grades.csv'}")
+        return
+    if form not in FORMS:
+        _fail(f"there is no form {form!r}: choose nbgrader, {', '.join(FORMS)}.")
+    if lab is None:
+        _fail(f"--as {form} is for one lab: `labs export lab1 --as {form}`.")
+    name, course = Path(str(lab)).stem, _course(course_folder)
+    path = to or Path(f"{name}-{form}" + ("" if form == "gradescope" else ".csv"))
+    try:
+        path, waiting = export_class(course, name, form, path)
+    except GradingError as error:
+        _fail(error)
+    except OSError as error:
+        _fail(f"{path} cannot be written: {error.strerror or error}.")
+    typer.echo(f"{path}")
+    if waiting:
+        typer.echo(
+            f"{len(waiting)} students have answers that wait for a person; those count 0 in it: {', '.join(waiting[:10])}"
+        )
+
+
+@app.command()
+def formgrader(
+    course_folder: CourseFolder = Path("course"),
+    port: Annotated[int, typer.Option(help="The port of the server.", min=1, max=65535)] = 8890,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open a browser.")] = True,
+) -> None:
+    """Grade answers in words: nbgrader's formgrader, with marking schemes, and without a button that runs their code."""
+    import os
+    import subprocess
+    import sys
+
+    from instructor.build import ROOT
+
+    course = _course(course_folder)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        f"--port={port}",
+        "--LabApp.default_url=/formgrader/manage_assignments",
+    ]
+    command += ["--ServerApp.jpserver_extensions={'instructor.grading.formgrader': True}"]
+    command += [] if browser else ["--no-browser"]
+    command += ["--allow-root"] if os.name == "posix" and os.getuid() == 0 else []
+    typer.echo(f"the formgrader: http://localhost:{port}/formgrader (Ctrl-C ends it)")
+    try:
+        raise typer.Exit(subprocess.run(command, cwd=course.root, env={**os.environ, "PYTHONPATH": path}).returncode)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
