@@ -9,7 +9,7 @@ program reads which keys, the parts, and the merge are the same as there.
     part         what                                            head dim 64      128              256
     consumers    warpgroups x 64 query rows                      1 or 2           1 or 2           1 or 2
     block        keys                                            128              128              64
-    rings        slots of K and V (64 rows / 128 rows)           6+7 / 6+6        3+3 / 3+3        2+3 / 2+2
+    rings        slots of K and V (64 rows / 128 rows)           6+7 / 6+6        3+3 / 3+3        3+3 / 2+3
     queries      tiles of Q (64 rows / 128 rows)                 2 / 2            2 / 1            1 / 1
     producer     one warp: TMA copies of Q, K and V, a box a page where the cache is in pages
 
