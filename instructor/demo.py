@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from utils.files import ROOT, write_whole
 
 STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem}"
-    "table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid #ddd;padding:.4rem .6rem;text-align:left}"
+    "table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid #ddd;padding:.4rem .6rem;text-align:left}.time{white-space:nowrap}"
     "@media(prefers-color-scheme:dark){body{background:#14181e;color:#ddd}a{color:#7fb6e8}td,th{border-color:#333}}"
 )
 
@@ -90,21 +91,34 @@ def _write(folder: Path, name: str, execution: Execution) -> list[str]:
     )
 
 
+def section_of(notebook: nbformat.NotebookNode, cell_id: str) -> str:
+    """Return the heading that a cell stands under; the id if there is none. Most ids mean nothing to a reader."""
+    heading = cell_id
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown" and (found := re.findall(r"^#+ +(.+)$", cell.source, re.MULTILINE)):
+            heading = re.sub(r" \([\d.]+ (bonus )?points?\)$", "", found[-1])
+        if cell.id == cell_id:
+            return heading
+    return cell_id
+
+
 def summary_page(rows: Sequence[tuple[str, Execution, list[str]]]) -> str:
     """Return the page that says what ran, where, for how long, and what ended with an error."""
     machine = rows[0][1].record()["environment"]
     lines = []
     for name, execution, files in rows:
         slowest = max(execution.seconds, key=execution.seconds.__getitem__, default="-")
+        place = section_of(execution.notebook, slowest)
         failed = "; ".join(f"{cell}: {text.splitlines()[0]}" for cell, text in execution.errors.items()) or "none"
         links = ", ".join(f'<a href="{name}/{html.escape(file)}">{html.escape(file)}</a>' for file in files)
         seconds = f"{sum(execution.seconds.values()):.0f} s"
-        longest = f"{html.escape(slowest)}, {execution.seconds.get(slowest, 0):.0f} s"
+        longest = f"{execution.seconds.get(slowest, 0):.0f} s, in: {html.escape(place)}"
         page = f'<a href="{name}/{name}.html"><b>{name}</b></a>'
         lines.append(
-            f"<tr><td>{page}</td><td>{seconds}</td><td>{longest}</td><td>{html.escape(failed)}</td><td>{links}</td></tr>"
+            f"<tr><td>{page}</td><td class='time'>{seconds}</td><td>{longest}</td><td>{html.escape(failed)}</td><td>{links}</td></tr>"
         )
-    where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads, no GPU"
+    threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
+    where = machine["gpu"] or f"{machine['cpu']}, {threads}, no GPU"
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>GPU Efficiency Labs: demo</title><style>{STYLE}</style>'
         f"<h1>GPU Efficiency Labs</h1><p>The solved labs, run from top to bottom on {html.escape(where)}: torch "

@@ -46,7 +46,9 @@ def execute(
         folder: where the kernel runs.
         on_cell: called with the index of each code cell that has run.
     """
+    import zmq
     from nbclient import NotebookClient
+    from traitlets.config import Config
 
     notebook = nbformat.reads(text, as_version=4)
     started: dict[int, float] = {}
@@ -64,6 +66,8 @@ def execute(
         timeout=timeout,
         allow_errors=True,
         resources={"metadata": {"path": str(folder)}},
+        # An encrypted connection to the kernel, where it can be had: without it each kernel warns on the terminal.
+        config=Config({"KernelManager": {"transport_encryption": "auto"}} if zmq.has("curve") else {}),
         on_cell_execute=start,
         on_cell_executed=finish,
     )

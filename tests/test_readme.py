@@ -54,6 +54,13 @@ def test_the_first_screen_says_what_it_is_and_how_to_start():
         assert f"**{way}**" in README
 
 
+def test_the_address_to_clone_is_the_repositorys_or_is_asked_for_in_words():
+    """`project.urls.Repository` in pyproject.toml is its one place; without one, no address is made up."""
+    address = PROJECT.get("urls", {}).get("Repository", "<address of your copy>")
+    lines = [line for line in README.splitlines() if line.startswith("git clone ")]
+    assert lines == [f"git clone {address} gpu-efficiency-labs && cd gpu-efficiency-labs"]
+
+
 def test_the_readme_stays_short():
     assert len(README.splitlines()) < 90, "three screens: what is longer belongs into docs/"
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
+from typer.testing import CliRunner
 
 from utils import cli, server
 
@@ -77,10 +78,8 @@ def test_make_lab_serves_lab1(served):
 
 
 def test_an_unknown_lab_names_those_that_are_here():
-    result = subprocess.run(
-        [sys.executable, "-m", "utils.cli", "open", "lab9"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 2
+    result = CliRunner().invoke(cli.app, ["open", "lab9"])
+    assert result.exit_code == 2
     assert "there is no lab9.ipynb" in result.stderr and "lab1" in result.stderr
 
 
@@ -106,6 +105,20 @@ def test_a_name_that_fits_several_labs_names_them(capsys):
     with pytest.raises(cli.typer.Exit):
         cli.find_lab("lab")
     assert "lab could be lab1 or lab2_flexattention" in capsys.readouterr().err
+
+
+def test_an_instructors_server_starts_in_the_folder_of_the_class(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "ROOT", tmp_path / "labs")
+    assert cli.class_folder(None) == tmp_path / "labs", "no class yet"
+    for folder in ("labs/course", "labs/spring27", "elsewhere"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "nbgrader_config.py").touch()
+    assert cli.class_folder(None) == tmp_path / "labs" / "course"
+    assert cli.class_folder(tmp_path / "labs" / "spring27") == tmp_path / "labs" / "spring27"
+    for folder, why in (("elsewhere", "is not below"), ("labs", "has no nbgrader_config.py")):
+        with pytest.raises(cli.typer.Exit):
+            cli.class_folder(tmp_path / folder)
+        assert why in capsys.readouterr().err
 
 
 def test_saving_an_unchanged_lab_leaves_its_file_as_it_is(tmp_path):

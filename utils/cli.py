@@ -77,11 +77,16 @@ def open_lab(
         typer.Option(help="The port to serve on; by default the first free one from 8888.", min=1, max=65535),
     ] = None,
     instructor: Annotated[bool, typer.Option("--instructor", help="Show the formgrader and all files.")] = False,
+    course: Annotated[
+        Path | None,
+        typer.Option(help="With --instructor: the class that the formgrader shows, a folder below this one."),
+    ] = None,
 ) -> None:
     """Open JupyterLab on a lab; without a display, print the address to open elsewhere."""
     from utils.server import forwarding_command, free_port, has_display, jupyter_command
 
     notebook = find_lab(lab)
+    folder = class_folder(course) if instructor else ROOT
     with progress_errors():
         keep_original(notebook)
     if port is None and "JUPYTER_PORT" not in os.environ:
@@ -90,13 +95,35 @@ def open_lab(
     typer.echo(f"JupyterLab opens {notebook.name} {where}. Ctrl-C here asks whether to stop it.")
     if port and (forwarding := forwarding_command(port)):
         typer.echo(f"You came by SSH. First run this on your own machine: {forwarding}")
+    if folder != ROOT:
+        typer.echo(f"Answers in words: menu Nbgrader, Formgrader; the class is in {folder.relative_to(ROOT)}.")
     command = jupyter_command(notebook, port, instructor)
     if sys.platform == "win32":  # there, execv returns to the terminal at once
-        raise typer.Exit(subprocess.run(command, cwd=ROOT, check=False).returncode)
+        raise typer.Exit(subprocess.run(command, cwd=folder, check=False).returncode)
     # This process becomes the server. As a parent it would kill the server at Ctrl-C, before the question is answered.
     sys.stdout.flush()
-    os.chdir(ROOT)
+    os.chdir(folder)
     os.execv(command[0], command)
+
+
+def class_folder(course: Path | None) -> Path:
+    """Return the folder that the server of an instructor starts in: nbgrader takes the class from there.
+
+    Args:
+        course: the folder of a class, as `labs grade` makes it; by default `course`, or the labs' folder without one.
+    """
+    folder = (course or ROOT / "course").resolve()
+    problem = None
+    if not (folder / "nbgrader_config.py").is_file():
+        if course is None:
+            return ROOT
+        problem = "has no nbgrader_config.py; `labs grade` makes a class"
+    elif ROOT not in folder.parents:
+        problem = f"is not below {ROOT}, where JupyterLab's files begin: move it there"
+    if problem:
+        typer.echo(f"error: {folder} {problem}.", err=True)
+        raise typer.Exit(2)
+    return folder
 
 
 @contextlib.contextmanager

@@ -119,8 +119,10 @@ def run_checks(path: Path, timeout: int, step: Callable[[int, int], None] = lamb
         The executed notebook.
     """
     import nbformat
+    import zmq
     from nbclient import NotebookClient
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
+    from traitlets.config import Config
 
     read_notebook(path)
     notebook = nbformat.read(path, as_version=4)
@@ -130,6 +132,8 @@ def run_checks(path: Path, timeout: int, step: Callable[[int, int], None] = lamb
         timeout=timeout,
         allow_errors=True,
         resources={"metadata": {"path": str(path.parent)}},
+        # An encrypted connection to the kernel, where it can be had: without it each kernel warns on the terminal.
+        config=Config({"KernelManager": {"transport_encryption": "auto"}} if zmq.has("curve") else {}),
         on_cell_complete=lambda cell, cell_index: step(cell_index + 1, total),
     )
     try:

@@ -1,142 +1,15 @@
-"""The course in a real JupyterLab and a real browser: headless Chromium, driven by Playwright.
+"""The labs in a real JupyterLab and a real browser, as a student and as an instructor see them."""
 
-Everything happens in a copy of the course, which is a repository of its own: `git status` then says what a look at a lab
-changed. Screenshots are kept in `build/e2e`.
-"""
-
-import contextlib
 import json
-import os
 import re
-import shutil
-import signal
-import subprocess
-import sys
-import time
-from importlib.util import find_spec
-from pathlib import Path
 
 import nbformat
 import pytest
 
+from tests.e2e.jupyter import base_and_token, git, graded, open_notebook, run_all, small_lab
 from utils.files import ROOT
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-SCREENSHOTS = ROOT / "build" / "e2e"
 LABS = sorted(path.name for path in ROOT.glob("lab*.ipynb"))
-
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.slow,
-    pytest.mark.skipif(find_spec("playwright") is None, reason="Playwright is missing: `make test-e2e` adds it"),
-    pytest.mark.timeout(900),
-]
-
-
-@pytest.fixture(scope="module")
-def course(tmp_path_factory) -> Path:
-    """A copy of the course with its files under git's eyes."""
-    folder = tmp_path_factory.mktemp("course")
-    names = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split("\n")
-    for name in filter(None, names):
-        if (ROOT / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
-    git(folder, "init", "-q")
-    git(folder, "add", "-A")
-    git(folder, "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "as given out")
-    return folder
-
-
-def git(folder: Path, *words: str) -> str:
-    return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout
-
-
-@contextlib.contextmanager
-def jupyterlab(course: Path, tmp_path: Path, *options: str):
-    """The address of a JupyterLab that `labs open` started in the copy."""
-    environment = {
-        **{key: value for key, value in os.environ.items() if key not in ("DISPLAY", "WAYLAND_DISPLAY")},
-        **{f"JUPYTER_{kind}_DIR": str(tmp_path / kind) for kind in ("RUNTIME", "CONFIG", "DATA")},
-    }
-    log = tmp_path / "jupyter.log"
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "utils.cli", "open", "lab1", *options],
-            **{"cwd": course, "stdout": output, "stderr": output, "env": environment, "start_new_session": True},
-        )
-    try:
-        for _ in range(600):
-            if found := re.search(r"(http://localhost:\d+)/lab/tree/lab1\.ipynb(\?token=\w+)", log.read_text()):
-                break
-            time.sleep(0.2)
-        assert found, log.read_text()
-        yield lambda path: f"{found[1]}/lab/tree/{path}{found[2]}&reset"
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        try:
-            server.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-
-
-@pytest.fixture(scope="module")
-def lab(course, tmp_path_factory):
-    with jupyterlab(course, tmp_path_factory.mktemp("jupyter")) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import Error, sync_playwright
-
-    with sync_playwright() as playwright:
-        try:
-            chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        except Error as error:
-            pytest.skip(f"no Chromium: {str(error).splitlines()[0]}; install it, or `playwright install chromium`")
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def page(browser, request):
-    """A page that notes files that were not found; a screenshot of its end is kept."""
-    page = browser.new_page(viewport={"width": 1400, "height": 900})
-    page.set_default_timeout(60_000)
-    missing = page.missing = []
-    page.on(
-        "response",
-        lambda answer: missing.append(answer.url) if answer.status == 404 and "/files/" in answer.url else None,
-    )
-    yield page
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=SCREENSHOTS / f"{re.sub(r'[^a-z0-9]+', '-', request.node.name)}.png")
-    page.close()
-
-
-def open_notebook(page, address: str) -> None:
-    page.goto(address)
-    page.wait_for_selector(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-Cell")
-    page.wait_for_selector("text=/Python 3.*Idle|\\| Idle/")
-
-
-def run_all(page, course: Path, name: str, seconds: int) -> dict:
-    """Run all cells, wait until the last one has run, save; return the notebook as it is on disk then."""
-    page.click("li.lm-MenuBar-item:has-text('Run')")
-    page.click("li.lm-Menu-item:has-text('Run All Cells')")
-    page.wait_for_timeout(1500)
-    page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status='idle']", timeout=1000 * seconds)
-    page.keyboard.press("Control+s")
-    deadline = time.monotonic() + 30
-    while True:
-        notebook = json.loads((course / name).read_text())
-        last = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"][-1]
-        if last["execution_count"] or time.monotonic() > deadline:
-            return notebook
-        time.sleep(0.5)
 
 
 @pytest.mark.parametrize("name", LABS)
@@ -151,19 +24,6 @@ def test_a_look_at_a_lab_shows_it_and_changes_nothing(lab, page, course, name):
     page.wait_for_timeout(2000)
     assert git(course, "status", "--porcelain") == ""
     assert page.missing == []
-
-
-def small_lab(course: Path, name: str, *cells) -> None:
-    notebook = nbformat.v4.new_notebook(cells=list(cells))
-    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
-    (course / name).write_text(nbformat.writes(notebook))
-
-
-def graded(source: str, grade_id: str, **meta):
-    cell = nbformat.v4.new_code_cell(source, id=grade_id)
-    fields = {"grade": False, "solution": False, "locked": True, "task": False, "schema_version": 3}
-    cell.metadata["nbgrader"] = {**fields, "grade_id": grade_id, **meta}
-    return cell
 
 
 def test_a_wrong_answer_is_answered_with_a_sentence(lab, page, course):
@@ -210,7 +70,7 @@ def test_lab3_runs_from_top_to_bottom_with_all_its_pictures(lab, page, course):
 
 @pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
 def test_both_themes(lab, page, theme):
-    base, token = re.match(r"(http://localhost:\d+).*(\?token=\w+)", lab("lab4_sdpa.ipynb")).groups()
+    base, token = base_and_token(lab("lab4_sdpa.ipynb"))
     setting = f"{base}/lab/api/settings/@jupyterlab/apputils-extension:themes{token}"
     assert page.request.put(setting, data={"raw": json.dumps({"theme": theme})}).ok
     open_notebook(page, lab("lab4_sdpa.ipynb"))
@@ -218,17 +78,39 @@ def test_both_themes(lab, page, theme):
     page.wait_for_selector(f"body[data-jp-theme-light='{light}']", state="attached")
 
 
-def test_an_instructor_sees_the_formgrader_and_a_source_keeps_its_text_when_saved(browser, page, course, tmp_path):
+def test_an_instructor_opens_a_source_as_a_notebook_and_it_keeps_its_text_when_saved(teacher, page, course):
     """The source is read and saved as a notebook by the server's own interface, as *Open With > Notebook* does."""
-    with jupyterlab(course, tmp_path, "--instructor") as address:
-        page.goto(address("lab3_gluon.ipynb"))
-        page.wait_for_selector("li.lm-MenuBar-item:has-text('Nbgrader')")
-        base, token = re.match(r"(http://localhost:\d+).*(\?token=\w+)", address("")).groups()
-        source = f"{base}/api/contents/instructor/labs/lab3_gluon.py{token}"
-        model = page.request.get(f"{source}&type=notebook").json()
-        assert model["type"] == "notebook" and len(model["content"]["cells"]) > 50
-        for image in re.findall(r"\]\((assets/[^)]+)\)", json.dumps(model["content"])):
-            assert page.request.get(f"{base}/files/instructor/labs/{image}{token}").ok, image
-        body = {"type": "notebook", "format": "json", "content": model["content"]}
-        assert page.request.put(source, data=body).ok
-        assert git(course, "status", "--porcelain") == ""
+    page.goto(teacher("lab3_gluon.ipynb"))
+    page.wait_for_selector("li.lm-MenuBar-item:has-text('Nbgrader')")
+    base, token = base_and_token(teacher(""))
+    source = f"{base}/api/contents/instructor/labs/lab3_gluon.py{token}"
+    model = page.request.get(f"{source}&type=notebook").json()
+    assert model["type"] == "notebook" and len(model["content"]["cells"]) > 50
+    for image in re.findall(r"\]\((assets/[^)]+)\)", json.dumps(model["content"])):
+        assert page.request.get(f"{base}/files/instructor/labs/{image}{token}").ok, image
+    body = {"type": "notebook", "format": "json", "content": model["content"]}
+    assert page.request.put(source, data=body).ok
+    assert git(course, "status", "--porcelain") == ""
+
+
+def test_an_instructor_grades_a_prose_answer_in_the_formgrader(teacher, page, graded_class):
+    """From JupyterLab's menu to an answer in words; points and comment are in the gradebook afterwards."""
+    page.goto(teacher("lab3_gluon.ipynb"))
+    page.click("li.lm-MenuBar-item:has-text('Nbgrader')")
+    page.click("li.lm-Menu-item:has-text('Formgrader')")
+    page.wait_for_selector("iframe[src*='formgrader']")
+    base, token = base_and_token(teacher(""))
+    page.goto(f"{base}/formgrader/gradebook{token}")
+    page.click("td a[href$='/gradebook/fixture_lab']")
+    page.click("td a[href$='/gradebook/fixture_lab/fixture_lab']")
+    page.click("td a:has-text('Submission #1')")
+    student = "ada" if "every product" in page.inner_text("#notebook") else "bob"
+    before = graded_class.scores("fixture_lab")[student]["q1_2"]
+    assert before.needs_manual_grade and before.manual is None
+    page.fill("#q1_2", "3")
+    page.fill("#q1_2-comment", "Say what is read again.")
+    with page.expect_response(re.compile("/formgrader/api/comment/")) as answer:
+        page.press("#q1_2-comment", "Tab")
+    assert answer.value.ok and answer.value.json()["manual_comment"] == "Say what is read again."
+    after = graded_class.scores("fixture_lab")[student]["q1_2"]
+    assert after.manual == 3 and not after.needs_manual_grade

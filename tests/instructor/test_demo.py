@@ -20,6 +20,7 @@ def test_a_demo_has_pages_files_and_a_summary(tmp_path):
     labs = []
     for name, cells in sources.items():
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+        notebook.cells.insert(0, nbformat.v4.new_markdown_cell("## Bytes and FLOPs (2 points)"))
         notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
         labs.append(Built(name, nbformat.writes(notebook), "", [], {}))
     steps = []
@@ -28,5 +29,6 @@ def test_a_demo_has_pages_files_and_a_summary(tmp_path):
     assert 'href="lab8/lab8.html"' in text and 'href="lab8/trace.json"' in text and "ZeroDivisionError" in text
     assert "went on" in (tmp_path / "lab9" / "lab9.html").read_text()
     assert (tmp_path / "lab9" / "lab9.ipynb").exists() and (tmp_path / "lab9" / "run.json").exists()
-    assert steps[-1] == ("lab9", 4, 4) and steps[0] == ("lab8", 1, 4)
+    assert text.count("in: Bytes and FLOPs<") == 2
+    assert steps[-1] == ("lab9", 6, 6) and steps[0] == ("lab8", 2, 6)
     assert (tmp_path / "lab8" / "assets").resolve() == ROOT / "assets"

@@ -58,6 +58,16 @@ def test_an_output_with_a_solution_is_not_published(built, tmp_path, monkeypatch
     assert not (tmp_path / "site").exists()
 
 
+def test_an_output_that_quotes_an_answer_is_left_out_and_the_others_stay(built):
+    notebook = executed(built)
+    answer = next(c for c in notebook.cells if c.id == "q3_2")
+    answer.outputs.append(nbformat.v4.new_output("stream", text="line 22: secret"))
+    shown = nbformat.reads(pages.withhold(nbformat.writes(notebook), lambda output: "secret" in output), as_version=4)
+    (cell,) = [cell for cell in shown.cells if cell.id == "q3_2"]
+    assert [output.text for output in cell.outputs] == ["out of q3_2\n", pages.WITHHELD]
+    assert "secret" not in nbformat.writes(shown)
+
+
 @pytest.mark.parametrize("document", [file for file in pages.PAGES if file.endswith(".md")])
 def test_links_of_the_pages_lead_to_pages_or_copies(document):
     links = pages.Links()

@@ -104,7 +104,7 @@ SMALL = {
 
 
 @pytest.mark.slow
-def test_checks_run_in_a_copy(tmp_path, monkeypatch):
+def test_checks_run_in_a_copy(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(progress, "OUT", tmp_path / "out")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     path, steps = tmp_path / "lab9.ipynb", []
@@ -115,6 +115,7 @@ def test_checks_run_in_a_copy(tmp_path, monkeypatch):
         (progress.FAILED, "Question 1.2: off by one"),
     ]
     assert json.loads(path.read_text()) == SMALL and steps[-1] == (3, 3)
+    assert capfd.readouterr().err == "", "a kernel has nothing to say on the terminal"
 
 
 @pytest.mark.slow

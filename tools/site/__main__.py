@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tools.site.pages import collect, with_outputs
+from tools.site.pages import collect, with_outputs, withhold
 from utils.files import ROOT
 
 
@@ -27,18 +27,26 @@ def executed_notebooks(run: bool) -> dict[str, str]:
     notebooks = {}
     for name in lab_names():
         built = build_lab(lab_path(name))
-        path = ROOT / "build" / "executed" / f"{name}.ipynb"
-        executed = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-        if executed is None or not same_code(built.instructor, executed):
+        executed = kept_run(name, built.instructor)
+        if executed is None:
             if not run:
                 raise SiteError(
-                    f"build/executed/{name}.ipynb is missing or of another version: run labs execute {name}."
+                    f"no run of this version of {name} is kept: run `labs execute {name}`, or `make demo` for all labs."
                 )
             print(f"running {name}, solved: some minutes ...", flush=True)
             execution, _, _ = execute_lab(built, untouched=False, timeout=900)
             executed = execution.notebook
         notebooks[name] = with_outputs(built.student, executed)
     return notebooks
+
+
+def kept_run(name: str, instructor: str) -> dict | None:
+    """Return the notebook of a solved run that `labs execute` or `make demo` kept; None if none has the present code."""
+    for path in (ROOT / "build" / "executed" / f"{name}.ipynb", ROOT / "out" / "demo" / name / f"{name}.ipynb"):
+        executed = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        if executed is not None and same_code(instructor, executed):
+            return executed
+    return None
 
 
 def same_code(instructor: str, executed: dict) -> bool:
@@ -54,11 +62,16 @@ def build(folder: Path, notebooks: dict[str, str]) -> Path:
     """Build the site into `folder` from notebooks with outputs; raise SiteError if it would publish a solution."""
     from instructor.grading.release import find_leaks, secrets_of_all_labs
 
+    secrets = secrets_of_all_labs()
+    notebooks = {
+        lab: withhold(text, lambda output: bool(find_leaks({"output.ipynb": output.encode()}, secrets)))
+        for lab, text in notebooks.items()
+    }
     with tempfile.TemporaryDirectory() as name:
         source = Path(name)
         published = collect(source, notebooks)
         pages = {path: data for path, data in published.items() if not path.startswith("instructor-sources")}
-        leaks = find_leaks(pages, secrets_of_all_labs())
+        leaks = find_leaks(pages, secrets)
         if leaks:
             raise SiteError("the site would publish solutions:\n" + "\n".join(f"  {leak}" for leak in leaks[:20]))
         (source / "_static").mkdir()

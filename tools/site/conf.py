@@ -27,6 +27,7 @@ myst_heading_anchors = 4
 exclude_patterns = ["files", "extra"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+toc_object_entries = False  # each name has a heading already
 napoleon_google_docstring = True
 # Kept: a link that leads nowhere fails the build (-W). Left out: what notebooks and docstrings cannot help.
 suppress_warnings = [

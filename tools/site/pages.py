@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ HEADINGS = {
     },
 }
 PAGES = {"README.md": "index.md", **{file: page for pages in HEADINGS.values() for file, page in pages.items()}}
+WITHHELD = "This output quotes lines of the answer, so it is left out here. Run the cell to see yours.\n"
 _LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -57,6 +58,25 @@ def with_outputs(student: str, executed: Mapping[str, Any]) -> str:
             cell.execution_count = ran[cell.id].get("execution_count")
             cell.outputs = [nbformat.from_dict(output) for output in ran[cell.id].get("outputs", [])]
     return nbformat.writes(notebook) + "\n"
+
+
+def withhold(notebook: str, leaks: Callable[[str], bool]) -> str:
+    """Return a notebook in which a sentence stands in place of each output that quotes an answer.
+
+    The cells of lab 3 that show the machine code of a kernel print the kernel's lines beside it, for example.
+
+    Args:
+        notebook: the notebook, as text.
+        leaks: whether a text, an output as JSON, holds lines of a solution.
+    """
+    document = nbformat.reads(notebook, as_version=4)
+    for cell in document.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [
+                nbformat.v4.new_output("stream", text=WITHHELD) if leaks(json.dumps(output)) else output
+                for output in cell.outputs
+            ]
+    return nbformat.writes(document) + "\n"
 
 
 class Links:

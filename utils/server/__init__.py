@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import zmq
+
 from utils.files import ROOT
 
 FIRST_PORT, TRIED_PORTS = 8888, 50
@@ -67,6 +69,8 @@ def jupyter_command(notebook: Path, port: int | None, instructor: bool = False) 
     command.append(f"--ServerApp.jpserver_extensions={__name__}=True")
     if not instructor:
         command.append(f"--ContentsManager.hide_globs={list(HIDDEN)}")
+    if zmq.has("curve"):  # otherwise every kernel warns on the terminal that its connection is not encrypted
+        command.append("--KernelManager.transport_encryption=auto")
     if port is not None:
         command.append(f"--ServerApp.port={port}")
     if not has_display():
