@@ -187,7 +187,7 @@ def report_measured(name: str, measured: dict[str, tuple[float, float]]) -> None
         print(f"roofs now: {peak:.3g} TFLOP/s (before: {before.tflops[dtype_name]:.3g}), {bandwidth * 1e3:.4g} GB/s "
               f"(before: {before.memory_bandwidth_tb_s * 1e3:.4g})")
         if max(map(share, measured.values())) > 1.1:
-            print("A point is still above its roof: the roofs are right, so which assumption of the model fails for it?")
+            print("A point is still above its roof. Is the machine busy? If not, which assumption of the model fails for the point?")
     results[name] = []
     for operation, (intensity, speed) in measured.items():
         part = share((intensity, speed))
@@ -659,8 +659,8 @@ hidden.gemm_and_gemv_costs(gemm_macs_flops_bytes, gemv_macs_flops_bytes).raise_i
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# **First, what does the accumulator's dtype cost?** The next cell multiplies bf16 matrices three times: with your function,
-# with an accumulator in bf16, and with the library, and compares each with the exact product.
+# **Back to Question 1.2: what does the accumulator's dtype cost?** The next cell multiplies bf16 matrices three times: with
+# `gemm_tiled`, with an accumulator in bf16, and with the library, and compares each with the exact product.
 
 # %%
 x, y = torch.randn(32, 1024, dtype=torch.bfloat16), torch.randn(1024, 32, dtype=torch.bfloat16)
@@ -927,7 +927,7 @@ hidden.tile_traffic(tiled_gemm_bytes, largest_square_tile).raise_if_wrong()
 
 # %% [markdown]
 # Look at what the tile buys. The intensity of a tiled GEMM grows with its tile, and at some tile it crosses the ridge
-# of an H100 (Part 2 says what that means). The vertical line is the largest tile that fits into the 228 KB of an SM.
+# of an H200 (Part 2 says what that means). The vertical line is the largest tile that fits into the 228 KB of an SM.
 
 # %%
 tiles = [16, 32, 64, 128, 256, 512, 1024]
@@ -935,7 +935,7 @@ n = 8192
 intensities = [2 * n**3 / tiled_gemm_bytes(n, n, n, t, t, torch.bfloat16) for t in tiles]
 fig, ax = plt.subplots(figsize=(7, 3))
 ax.plot(tiles, intensities, "o-", label=f"tiled GEMM, n = {n}, bf16")
-ax.axhline(get_ridge_point("H100", "bf16"), color="black", linestyle="--", label="ridge point of an H100, bf16")
+ax.axhline(get_ridge_point("H200", "bf16"), color="black", linestyle="--", label="ridge point of an H200, bf16")
 fits = largest_square_tile(228 * 1024, 64, torch.bfloat16)
 ax.axvline(fits, color="tab:red", linestyle=":", label=f"largest tile in one SM: {fits}")
 ax.set(xscale="log", yscale="log", xlabel="tile size t", ylabel="FLOPs/Byte", title="A larger tile reads less")
@@ -1246,7 +1246,8 @@ plt.show()
 # point that misses its roof breaks one of these. Go through **your** plot:
 #
 # 1. The smallest GEMM. What takes the time? Compare its time with that of the shortest call that you have seen (Question
-#    1.3, or the smallest size in the table after Question 1.4), and with the time that its FLOPs need at the peak.
+#    1.3, or the smallest size in the table after Question 1.4), and with the time that its FLOPs need at the peak. (On a CPU
+#    it may stand above the slope. Then number 4 is about it as well.)
 # 2. The largest GEMM: which roof limits it, and why does it not touch it? (A CPU's roof was measured with a GEMM. If
 #    yours touches it, or lies a little above, say why that is no surprise.)
 # 3. The large GEMV: which roof limits it? Would a chip with twice the FLOP/s help?
@@ -1360,7 +1361,8 @@ print(f"{'layer_types':22} {' '.join(kind.removesuffix('_attention') for kind in
 #
 # {hint line}
 # The queries are the last positions, so the first of them has `kv_len - query_len` keys before it. And a vector that
-# one operator writes and the next reads counts twice.
+# one operator writes and the next reads counts twice. With a window, two neighbouring queries see nearly the same keys: draw
+# both, and count the keys that at least one of them sees.
 
 # %% nbgrader={"grade_id": "q3_1", "solution": true}
 def attended_pairs(query_len: int, kv_len: int, window: int | None = None) -> int:
@@ -2094,9 +2096,6 @@ print(f"the head has {head_gb / (head_gb + 0.2005):.0%} of the weights that a st
 # - use `schedule=default_schedule`, so that exactly the 6 active steps are recorded, and `synchronize()` before each step;
 # - write a Chrome trace to `trace_path`, with `prof.export_chrome_trace`, after the `with` block;
 # - return the profiler.
-#
-# On a CPU, PyTorch 2.13 prints two lines that begin with `USDT:` whenever a profile starts and stops, here and in later cells,
-# in red. They are its own, and mean nothing to you.
 
 # %% [markdown]
 # {hint idea}
@@ -2642,7 +2641,7 @@ for what, row in (("decode, batch 1", 0), ("prefill of 8192 tokens, batch 1", 2)
 # %% [markdown]
 # ### Question 5.1: Standard attention, until it hurts {points}
 #
-# 1. `standard_attention`: the three lines, for `q`, `k`, `v` of shape (B, H, S, D). Not causal. You may use `@` and
+# 1. `standard_attention`: the three lines, for `q`, `k`, `v` of shape (B, H, L, D). Not causal. You may use `@` and
 #    `torch.softmax`, but not `scaled_dot_product_attention`.
 # 2. `score_bytes`: the bytes of **one** matrix of scores, for all heads and batches.
 # 3. `longest_length`: the largest length $L$ for which scores and probabilities, both alive at once, fit into
@@ -2662,7 +2661,7 @@ for what, row in (("decode, batch 1", 0), ("prefill of 8192 tokens, batch 1", 2)
 
 # %% nbgrader={"grade_id": "q5_1", "solution": true}
 def standard_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """softmax(q k^T / sqrt(D)) v for (B, H, S, D), with the whole score matrix in memory."""
+    """softmax(q k^T / sqrt(D)) v for (B, H, L, D), with the whole score matrix in memory."""
     ### BEGIN SOLUTION
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     return torch.softmax(scores, dim=-1) @ v
@@ -2670,14 +2669,14 @@ def standard_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
 
 
 def score_bytes(batch: int, heads: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes of the attention scores (B, H, S, S)."""
+    """Bytes of the attention scores (B, H, L, L)."""
     ### BEGIN SOLUTION
     return batch * heads * length * length * dtype.itemsize
     ### END SOLUTION
 
 
 def longest_length(memory_bytes: int, batch: int, heads: int, dtype: torch.dtype) -> int:
-    """Largest S for which scores and probabilities (B, H, S, S) fit into memory_bytes together."""
+    """Largest L for which scores and probabilities (B, H, L, L) fit into memory_bytes together."""
     ### BEGIN SOLUTION
     return math.isqrt(memory_bytes // (2 * batch * heads * dtype.itemsize))
     ### END SOLUTION
@@ -3049,7 +3048,7 @@ if not on_gpu:
 # ### Question 5.4: Kernels and roofline, before and after {points}
 #
 # Flash attention does the same FLOPs as standard attention (a few more, for the rescaling). What changes is I/O. For one
-# head and $S$ queries and keys, count two matrix products ($4 S^2 D$ FLOPs) and this traffic:
+# head with $L$ queries and $L$ keys, count two matrix products ($4 L^2 D$ FLOPs) and this traffic:
 #
 # - **standard**: $Q$, $K$, $V$ read, $O$ written; the scores written by the first product, read and written by the
 #   softmax, and read by the second product;
@@ -3082,7 +3081,7 @@ def check_attention_intensity(attention_intensity):
     for kind, scale in ((torch.bfloat16, 1.0), (torch.float32, 0.5)):
         expect_number(attention_intensity(1000, 50, kind, flash=True), 500.0 * scale, rel=1e-4, unit="FLOPs/Byte",
                       what=f"flash attention, 1000 tokens, D = 50, {kind},", mistakes={
-            "Two products, two FLOPs a MAC: 4 S² D.": 250.0 * scale, "O is written, too.": 666.667 * scale,
+            "Two products, two FLOPs a MAC: 4 L² D.": 250.0 * scale, "O is written, too.": 666.667 * scale,
             "Flash attention never writes the scores.": 23.8095 * scale, "These are elements, not bytes.": 1000.0,
             "The number of bytes depends on the dtype.": 250.0 / scale, "FLOPs over bytes, not bytes over FLOPs.": 0.002 / scale})
         expect_number(attention_intensity(1000, 50, kind, flash=False), 23.80952 * scale, rel=1e-4, unit="FLOPs/Byte",
@@ -3090,7 +3089,7 @@ def check_attention_intensity(attention_intensity):
             "Scores are written, read, written and read: four times.": 45.45455 * scale, "Q, K, V and O travel as well.": 25.0 * scale,
             "Scores are written, read, written and read: not three times.": 31.25 * scale, "O is written, too.": 24.09639 * scale,
             "Scores are written, read, written and read: not once.": 83.3333 * scale,
-            "Standard attention writes the scores to memory.": 500.0 * scale, "Two products, two FLOPs a MAC: 4 S² D.": 11.90476 * scale,
+            "Standard attention writes the scores to memory.": 500.0 * scale, "Two products, two FLOPs a MAC: 4 L² D.": 11.90476 * scale,
             "These are elements, not bytes.": 47.61905, "The number of bytes depends on the dtype.": 11.90476 / scale})
 
 

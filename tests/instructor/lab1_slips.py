@@ -775,7 +775,7 @@ SLIPS = [
         "intensity: half the FLOPs",
         "q5_4",
         [("return 4 * length * length * head_dim /", "return 2 * length * length * head_dim /")],
-        "4 S² D",
+        "4 L² D",
     ),
     (
         "intensity: inputs left out",

@@ -588,6 +588,34 @@ def block_sparse_attention(q, k, v, block_mask):
 """,
     ),
     (
+        "queries scaled first, all rows divided at the end",
+        "q3_3",
+        """
+def block_sparse_attention(q, k, v, block_mask):
+    rows, columns = block_mask.BLOCK_SIZE
+    scaled, k, v = q.float() * q.shape[-1] ** -0.5, k.float(), v.float()
+    total, out = torch.zeros(*q.shape[:3], 1), torch.zeros(q.shape)
+    for i in range(q.shape[2] // rows):
+        here = slice(i * rows, (i + 1) * rows)
+        top = torch.full((*q.shape[:2], rows, 1), -1e30)
+        for full in (False, True):
+            count = (block_mask.full_kv_num_blocks if full else block_mask.kv_num_blocks)[0, 0, i].item()
+            table = block_mask.full_kv_indices if full else block_mask.kv_indices
+            for j in table[0, 0, i, :count].tolist():
+                there = slice(j * columns, (j + 1) * columns)
+                s = scaled[:, :, here] @ k[:, :, there].mT
+                if not full:
+                    at, to = torch.arange(here.start, here.stop), torch.arange(there.start, there.stop)
+                    s = s.masked_fill(~block_mask.mask_mod(torch.tensor(0), torch.tensor(0), at[:, None], to), -torch.inf)
+                new = torch.maximum(top, s.amax(-1, keepdim=True))
+                p, old = torch.exp(s - new), torch.exp(top - new)
+                total[:, :, here] = total[:, :, here] * old + p.sum(-1, keepdim=True)
+                out[:, :, here] = out[:, :, here] * old + p @ v[:, :, there]
+                top = new
+    return torch.where(total > 0, out / total, 0.0).to(q.dtype)
+""",
+    ),
+    (
         "running sums without a maximum of minus infinity",
         "q3_3",
         """

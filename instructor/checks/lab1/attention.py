@@ -293,7 +293,7 @@ def attention_intensity(attention_intensity, seed=None):
                 {
                     "Scores are written, read, written and read: four times.": flops / ((4 * s * d + 2 * s * s) * size),
                     "O is written, too.": flops / (n_bytes - s * d * size),
-                    "Two products, two FLOPs a MAC: 4 S² D.": flops / 2 / n_bytes,
+                    "Two products, two FLOPs a MAC: 4 L² D.": flops / 2 / n_bytes,
                     "Flash attention never writes the scores.": flops / ((4 * s * d + 4 * s * s) * size),
                     "Standard attention writes the scores to memory.": flops / (4 * s * d * size),
                     "Q, K, V and O travel as well.": flops / (4 * s * s * size),

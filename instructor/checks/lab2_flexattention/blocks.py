@@ -137,6 +137,9 @@ class _Counted:
         return answer
 
 
+_SOFTMAX_STEPS = frozenset({"exp", "exp2", "expm1", "amax", "max", "_softmax"})
+
+
 @check("3.3", "Attention that skips")
 def block_sparse_attention(block_sparse_attention, seed=None):
     """Check attention along the tables of a BlockMask: output, products, evaluations of the mask, memory."""
@@ -183,11 +186,13 @@ def block_sparse_attention(block_sparse_attention, seed=None):
                 f"{what} asks mask_mod about {counted.asked} pairs; the {partial} partial blocks hold "
                 f"{partial * size_q * size_k}. In full blocks every pair is visible: do not ask."
             )
-        over = sizes.over(batch * heads * size_q * length)
+        row = batch * heads * size_q * length
+        # Scores come in rows of blocks; elsewhere a whole q, k, v or output is fine: `q / sqrt(D)` is no score matrix.
+        over = sizes.over(row, _SOFTMAX_STEPS) or sizes.over(max(row, q.numel(), k.numel()))
         if over is not None:
             raise AssertionError(
                 f"{what} works on a tensor of {over[1]} elements (in {over[0]}); one row of blocks has "
-                f"{batch * heads * size_q * length} scores. Keep one row of blocks at a time."
+                f"{row} scores. Keep the scores of one row of blocks at a time."
             )
 
 
