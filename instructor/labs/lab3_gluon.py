@@ -238,7 +238,8 @@ def tensor_core_share(run) -> float:
 #
 # 1. `tile_cycles`: how many cycles each of the three takes for one step: (products, exponentials, loads).
 # 2. `shared_bytes`: shared memory for $Q$ of `consumers` warpgroups (64 rows each) and two rings of `stages` slots each,
-#    one for $K$ and one for $V$, in bf16. A slot holds a block of `keys` rows.
+#    one for $K$ and one for $V$, in bf16. A slot holds a block of `keys` rows. (A **ring** is a few slots that are filled
+#    and emptied in turn, so that the next blocks are on their way while one is used. You will build one in Part 3.)
 # 3. `registers_per_thread`: registers that one thread of a warpgroup needs for its part of the scores (64 × `keys`) and
 #    of the output (64 × `d`), both fp32. A register holds 4 bytes.
 #
@@ -353,7 +354,8 @@ display(pd.DataFrame(rows).round(2))
 # operators can be: the scale goes into $Q$, which is small, and not into the scores, and the softmax reads and writes the
 # inputs' dtype (inside it computes in fp32). A weaker baseline would make every other number look better. The fused
 # version is the library's flash attention. Same result, nearly the same FLOPs. The column *MB moved* counts what each must
-# move at least: the naive version writes and reads its scores and its probabilities once each.
+# move at least: the naive version writes and reads its scores and its probabilities once each. One operator may launch
+# more than one kernel: in the recorded table the naive version has six.
 #
 # **Before you run.** How many kernels does each launch? How many bytes must each move? Write your guesses into the cell:
 # they are shown beside what comes out.
@@ -825,7 +827,8 @@ print(f"One slot takes {taken[0] / taken[1]:.2f} times as long as three; your gu
 # ## TMA and mbarriers
 #
 # With `cp.async` all threads compute addresses. With **TMA** one thread says: tile (row, column) of this tensor into that
-# slot. The tensor is described once, by a *descriptor* that the host makes. What lies outside of the tensor arrives as
+# slot. Row and column are those of the tile's first element: they count elements, not tiles. The tensor is described
+# once, by a *descriptor* that the host makes. What lies outside of the tensor arrives as
 # zeros and counts as bytes: announce whole tiles, so that the number of bytes is the same for every
 # tile. The copy reports to an **mbarrier**, eight bytes of shared memory that count.
 #
@@ -1203,7 +1206,8 @@ hidden.repairs(text_of("lab3_broken.py"), repairs).raise_if_wrong()
 # acc = warpgroup_mma_wait(0, deps=[acc])          # until at most 0 products are under way; then acc may be read
 # ```
 #
-# `version [3, 0]` is Hopper's. Four warps stand along the rows, 16 rows each: 64. Who holds what:
+# `version [3, 0]` is Hopper's. `[16, N, 16]` is one warp's share of an instruction: 16 rows, N columns, and 16 steps along
+# K, which are 32 bytes of a 16-bit type. Four warps stand along the rows, 16 rows each: 64. Who holds what:
 #
 # ![16 rows of a wgmma accumulator: row r is held by lanes 4 r to 4 r + 3 with two neighbouring columns each, row r + 8 by the same lanes; lane 5 holds columns 2, 3, 10 and 11 of rows 1 and 9](assets/lab3_wgmma_fragment.svg)
 #
@@ -1224,7 +1228,9 @@ hidden.repairs(text_of("lab3_broken.py"), repairs).raise_if_wrong()
 # on that in 5.4.
 #
 # Before the question, the next cell lets Triton count bank conflicts: a tile of 64 rows of 128 bytes, stored by lanes that
-# stand along a row or along a column.
+# stand along a row or along a column. The count is that of *extra* turns: 0 means that one turn was enough.
+#
+# **Before you run.** How many extra turns will the lanes along a column need in plain rows, and in the swizzle of 128 bytes?
 
 # %%
 CONFLICTS = '''
@@ -1253,6 +1259,12 @@ for name, shared in (("plain rows", gl.SwizzledSharedLayout(8, 1, 1, [1, 0])),
     rows.append(row)
 display(pd.DataFrame(rows))
 
+
+# %% [markdown]
+# Plain rows make the lanes along a column take eight turns, the seven extra ones of the picture. Every swizzle removes
+# them. The narrow swizzles charge the other direction: a tile that is wider than the swizzle is stored as panels of 32 or
+# 64 bytes a row, one panel after the other, so the pieces of one row lie in the same banks, four pieces or two. That is
+# why `get_default_for` takes the widest swizzle that fits the tile.
 
 # %% [markdown]
 # ### Question 4.1: The first wgmma {points}
@@ -2150,6 +2162,67 @@ check_causal(text_of("lab3_causal.py")).raise_if_wrong()
 from instructor.checks import lab3_gluon as hidden
 hidden.attention_causal(text_of("lab3_causal.py")).raise_if_wrong()
 ### END HIDDEN TESTS
+
+# %% [markdown]
+# ## And backward?
+#
+# Nothing here is graded. Training also needs the gradients of $Q$, $K$ and $V$, and you now know all that their kernel is made
+# of. For a block of keys and a tile of queries it takes five products where forward takes two:
+#
+# $$S^\top = KQ^\top, \qquad dP^\top = V\,dO^\top, \qquad dV \mathrel{+}= P^\top dO, \qquad
+# dK \mathrel{+}= dS^\top Q, \qquad dQ \mathrel{+}= dS\,K.$$
+#
+# **What is computed again.** The first product was computed by forward already. Forward did not keep $P$: for 16 heads of
+# 16384 tokens it would be 8.6 GB in bf16, written once and read once. It kept the log-sum-exp of each row, 4 bytes a row, 1 MB.
+# With it one product and one exponential for each score give $P$ again, without a maximum and without a sum.
+#
+# **Where the additions stand.** A block of threads owns a block of keys and walks over the queries. So its $dK$ and $dV$ stay in
+# registers, as $O$ did in forward. $dQ$ belongs to the queries, and every block of keys has a part of it. Each block adds its
+# part to sums in memory with atomic additions, in fp32, in the order in which the blocks happen to come by. Therefore two
+# runs of it may differ in their last bits (lab 4, Question 5.3). A deterministic backward computes $dQ$ in a kernel
+# of its own that walks as forward does, with seven products in place of five.
+#
+# The course's ladder in `utils/attention/gluon/backward` has four steps. In step 1 the threads load the tiles, and add to $dQ$
+# element by element. Step 2 loads by TMA. Step 3 has a producer and two consumers, keeps $P$ in registers, and adds four
+# numbers at once. In step 4 $dQ$ is computed beside the next tile's $dV$ and $dK$, and the TMA adds it from shared memory.
+#
+# **Before you run.** Which of these changes makes the big difference? And the deterministic mode at head dimension 256, where
+# $dK$ and $dV$ leave few registers: is it slower than the additions, or faster?
+
+# %%
+my_guess = {"step with the largest gain": None, "deterministic at 256, over adding": None}
+if (RECORDED / "backward_ratios.json").exists():
+    record = json.loads((RECORDED / "backward_ratios.json").read_text())
+    where = record["environment"]
+    print(f"Recorded on {where['gpu']}, torch {where['torch']}, Triton {where['triton']}. Not measured here.")
+    ladder = record["ladder"][0]["tflops"]
+    at = {row["head_dim"]: row for row in record["rows"] if row["length"] == 16384 and not row["causal"]}
+    shown = ["step1", "step2", "step3", "cudnn"]
+    figure, axes = plt.subplots(1, 2, figsize=(9.6, 3.6), layout="constrained")
+    bars = axes[0].bar(shown, [ladder[name] for name in shown], color=["tab:blue"] * 3 + ["tab:gray"])
+    axes[0].bar_label(bars, fmt="%.0f")
+    axes[0].margins(y=0.12)
+    axes[0].set(title="The ladder at head dimension 128", ylabel="TFLOP/s of backward")
+    ways = {"adding to dQ (step 3 or 4)": "tab:blue", "deterministic": "tab:orange", "cudnn": "tab:gray",
+            "fa3": "tab:green", "fa4": "tab:olive"}
+    for i, (name, color) in enumerate(ways.items()):
+        # at 64 and 128 the default adds; at 256 it is the deterministic kernel, and step 4 is the one that adds
+        tflops = [at[d]["tflops"][("step4" if d == 256 else at[d]["default"]) if name.startswith("adding") else name]
+                  for d in (64, 128, 256)]
+        axes[1].bar([x + (i - 2) * 0.16 for x in range(3)], tflops, 0.16, label=name, color=color)
+    axes[1].set(title="16384 tokens, full", xticks=range(3), xticklabels=["head dim 64", "128", "256"])
+    axes[1].legend(fontsize=7, frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, -0.42))
+    plt.show()
+    print(f"step 3 over step 2: {ladder['step3'] / ladder['step2']:.1f} times; deterministic over adding at 256: "
+          f"{at[256]['tflops']['deterministic'] / at[256]['tflops']['step4']:.2f} times. Your guesses: {my_guess}")
+else:
+    print(f"No recorded table {RECORDED / 'backward_ratios.json'} here.")
+
+# %% [markdown]
+# TMA alone changes next to nothing here, and step 3 is 2.7 times as fast as step 2. How much of that each of its three changes
+# brings was not measured. What is left is the additions. The same kernel without them, whose $dQ$ is wrong, ran at 775 TFLOP/s in place of 575 in one run at head
+# dimension 128 (`docs/backward-log.md`, entry 2). So at head dimension 256 the deterministic kernel with its two products
+# more is the faster one: it adds nothing to memory. At 64 and 128 it is the slower one.
 
 # %% [markdown]
 # ## Save your results

@@ -77,6 +77,7 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocat
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from utils import *
+from utils.attention import attention_decode
 from utils.benchmark.measuring import measure_together
 from utils.checking import SizeWatch, check, expect_close, expect_number, forbid, is_answered, watch_operations
 from utils.checking.mistakes import known_mistake
@@ -275,17 +276,6 @@ print(f"sizes         {'full: made for a data-centre GPU' if on_gpu else 'small:
 #
 # Around it stand others: the frame (`aten::scaled_dot_product_attention`), the work inside (`aten::bmm`,
 # `aten::_flash_attention_forward`), the backward pass (`..._backward`), and whatever else the program does.
-#
-# {hint idea}
-# Only one operator of a call names the backend. The table lists it; everything else in the list is noise.
-#
-# {hint plan}
-# Make a dictionary from the table's operator names to backends, walk through the list, and keep what is in the
-# dictionary.
-#
-# {hint line}
-# Compare whole names: `aten::_flash_attention_forward` contains *flash*, and so does a backward operator. Flash has two
-# names.
 
 # %% nbgrader={"grade_id": "operators_of", "locked": true}
 def operators_of(call) -> list[str]:
@@ -303,6 +293,17 @@ for name in operators_of(lambda: F.scaled_dot_product_attention(x, x, x)):
 # %% [markdown]
 # Write `backends_in`: from such a list, the names of the backends that ran, one for each call of attention, in their
 # order. Forward calls only. A list without attention gives `[]`.
+#
+# {hint idea}
+# Only one operator of a call names the backend. The table lists it; everything else in the list is noise.
+#
+# {hint plan}
+# Make a dictionary from the table's operator names to backends, walk through the list, and keep what is in the
+# dictionary.
+#
+# {hint line}
+# Compare whole names: `aten::_flash_attention_forward` contains *flash*, and so does a backward operator. Flash has two
+# names.
 
 # %% nbgrader={"grade_id": "q1_1", "solution": true}
 def backends_in(operators: list[str]) -> list[str]:
@@ -364,17 +365,6 @@ hidden.backends_in(backends_in).raise_if_wrong()
 #
 # Torch does know why. `sdpa_kernel(backend)` allows one backend for the length of a `with` block. If that one cannot do
 # the call, SDPA raises a `RuntimeError`, and before that it tells its reasons **as warnings**. Look:
-#
-# {hint idea}
-# Torch says its reasons as warnings while it fails. Make it fail, and listen.
-#
-# {hint plan}
-# Allow one backend for the call, record warnings, call, and catch the error. No error: no reasons. Otherwise sort out
-# what is a headline, cut the rest, drop repetitions.
-#
-# {hint line}
-# The caller may have silenced warnings, so your own filter has to be set inside of your own recording. And what remains
-# if torch raises and warned about nothing?
 
 # %%
 with sdpa_kernel(SDPBackend.FLASH_ATTENTION), warnings.catch_warnings(record=True) as said:
@@ -400,6 +390,17 @@ for warning in said:
 # - If torch raises and no reason is left, the first line of the exception is the reason.
 # - It must work when the caller has silenced warnings, and when it is called inside of another `sdpa_kernel` block.
 # - Afterwards everything is as before: the allowed backends, the warning filters.
+#
+# {hint idea}
+# Torch says its reasons as warnings while it fails. Make it fail, and listen.
+#
+# {hint plan}
+# Allow one backend for the call, record warnings, call, and catch the error. No error: no reasons. Otherwise sort out
+# what is a headline, cut the rest, drop repetitions.
+#
+# {hint line}
+# The caller may have silenced warnings, so your own filter has to be set inside of your own recording. And what remains
+# if torch raises and warned about nothing?
 
 # %% nbgrader={"grade_id": "q1_2", "solution": true}
 def why_not(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> list[str]:
@@ -1596,6 +1597,88 @@ if any(row["share of bandwidth"] > 1 for row in rows):
     print("A share over 1: keys and values came from the cache.")
 if not on_gpu:
     show_recorded("decode")
+
+# %% [markdown]
+# ## A kernel that shares the work evenly
+#
+# The course has a decode kernel of its own, written in Gluon, the language of lab 3. It splits the keys as you did, and it
+# does not choose a number of splits. It lays the blocks of keys of all heads of all sequences in one row, and gives each
+# multiprocessor the same number of neighbours in that row. So no wave is left half empty, also when sequences are of
+# different lengths. A head that lies on several multiprocessors is merged. You call it by
+#
+# ```python
+# attention_decode(q, k_cache, v_cache, seqlens=lengths, block_table=pages)
+# ```
+#
+# `seqlens` says how many tokens of each sequence are in the cache, the new ones included, and `block_table` where the pages
+# of a paged cache are. Both may be left out. On a machine without a Hopper GPU the same call goes to SDPA, and the
+# result is the same but for rounding. Hold it against your own splits, with sequences of two lengths:
+
+# %%
+q, k, v = random_qkv(2, 8, 1, 64, kv_heads=2, kv_length=600, dtype=torch.float16 if on_gpu else torch.float32)
+lengths = torch.tensor([37, 600], dtype=torch.int32, device=device)  # the first sequence uses 37 of its 600 places
+out = attention_decode(q, k, v, seqlens=lengths)
+for b, length in enumerate(lengths.tolist()):
+    one = slice(b, b + 1)
+    mine = split_kv_attention(q[one], k[one, :, :length], v[one, :, :length], splits=4)
+    print(f"sequence {b}, {length} keys: largest difference from your splits {(out[one] - mine).abs().max().item():.1e}")
+
+# %% [markdown]
+# How good is it? The recorded figures are microseconds of device time on an H200, with a cold L2 cache. The contenders were
+# cuDNN, FlashAttention 2 (SDPA's flash) and FlashAttention 3, and their calls were interleaved. `best other / Gluon` above 1
+# means that the course's kernel was faster than the best of them. It is the median of the ratios of calls that stood side by
+# side, so it may differ by a few percent from the ratio of two columns. The copy is a copy of 1 GiB, read and written.
+#
+# **Before you run.** At how many of the ten shapes will the course's kernel be at least as fast as the best other: with 1
+# new token, with 8, with 16?
+
+# %%
+guesses["Gluon ahead, 1 new token"] = None  # 0 to 10
+guesses["Gluon ahead, 8 new tokens"] = None
+guesses["Gluon ahead, 16 new tokens"] = None
+record_file = Path("assets/results/h200/decode.json")
+if record_file.exists():
+    record = json.loads(record_file.read_text())
+    machine = record["environment"]
+    print(f"Recorded on {machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}. Not measured here:")
+    rows = [{"sequences": row["batch"], "heads": f"{row['heads']}/{row['kv_heads']}", "keys": row["keys"], "D": row["head_dim"],
+             "new": row["new_tokens"], **{name: row["us"].get(name, math.nan) for name in ("gluon", "cudnn", "fa2", "fa3")},
+             "share of a copy": row["tb_s"] / record["copy_tb_s"], "best other / Gluon": row["ratio"]} for row in record["rows"]]
+    recorded_decode = pd.DataFrame(rows).sort_values("new", kind="stable")
+    show(recorded_decode, ["new", "sequences", "heads", "keys", "D"])
+    for new, ahead in recorded_decode.groupby("new")["best other / Gluon"]:
+        beside_guess(f"Gluon ahead, {new} new token{'s' if new > 1 else ''}", int((ahead >= 1).sum()))
+else:
+    print(f"No recorded table {record_file} here.")
+
+# %% [markdown]
+# With one new token and eight sequences or more the kernel and cuDNN are within 1% of each other: both read the cache at 0.83
+# to 1.01 of the speed of a copy, and little is left to gain. One sequence of 2048 keys reaches less than a fifth of it: there
+# the launch and the merge take the time. With 16 new tokens FlashAttention 3 is ahead at eight of the ten shapes. The heads
+# that share their keys and their new tokens make up to 128 rows of queries, and the course's kernel is not made for so
+# many: the chain of product, softmax and product takes longer than the cache. `docs/decode-log.md` tells what was tried.
+# cuDNN and FlashAttention 2 ran without a causal mask here, as they cannot place it at the last key.
+#
+# With a Hopper GPU, time it on your machine:
+
+# %%
+rows = []
+for batch in (1, 16) if on_gpu else (1,):
+    kv_heads, group, kv_len, head_dim = (8, 4, 32768, 128) if on_gpu else (2, 4, 64, 64)
+    q, k, v = random_qkv(batch, kv_heads * group, 1, head_dim, kv_heads=kv_heads, kv_length=kv_len, dtype=torch.bfloat16)
+    course = functools.partial(attention_decode, q, k, v, backend="gluon")
+    try:
+        course()
+    except ValueError as refused:
+        print(refused)
+        break
+    calls = {b: pinned(b, q, k, v, enable_gqa=True) for b in ("flash", "cudnn") if runs(b, q, k, v, enable_gqa=True)}
+    for name, m in time_in_turn({"attention_decode": course} | calls, iterations=7).items():
+        rows.append({"batch": batch, "by": name, "ms": m.median_ms, "from": m.interval_ms[0], "to": m.interval_ms[1],
+                     "GB/s": (k.nbytes + v.nbytes + 2 * q.nbytes) / m.median_ms / 1e6})
+if rows:
+    results["decode_gluon"] = rows
+    show(rows, ["batch", "by"])
 
 # %% [markdown]
 # ### Question 3.4: Explain decode {points}

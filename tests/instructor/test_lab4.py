@@ -233,6 +233,23 @@ def test_knock_outs_are_refused_for_their_own_reasons(recorded):
     assert len(own) >= 4 and own["call"][refused].str.contains("in fp32").all()
 
 
+def test_recorded_decode_is_as_the_text_says(prose):
+    record = json.loads((ROOT / "assets/results/h200/decode.json").read_text())
+    rows = pd.DataFrame(record["rows"])
+    rows["copy"] = rows["tb_s"] / record["copy_tb_s"]
+    level = rows.query("new_tokens == 1 and batch >= 8")
+    assert "with one new token and eight sequences or more the kernel and cudnn are within 1%" in prose.lower()
+    assert set(level["best_other"]) == {"cudnn"} and (level["ratio"] - 1).abs().max() < 0.01
+    assert "0.83 to 1.01 of the speed of a copy" in prose
+    assert level["copy"].min() >= 0.83 and round(level["copy"].max(), 2) == 1.01
+    assert "One sequence of 2048 keys reaches less than a fifth of it" in prose
+    assert rows.query("batch == 1 and keys == 2048")["copy"].max() < 0.2
+    many = rows.query("new_tokens == 16")
+    assert "FlashAttention 3 is ahead at eight of the ten shapes" in prose
+    assert len(many) == 10 and ((many["best_other"] == "fa3") & (many["ratio"] < 1)).sum() == 8
+    assert (many["heads"] // many["kv_heads"] * 16).max() == 128 and "up to 128 rows of queries" in prose
+
+
 def test_the_default_is_cudnn_for_every_recorded_shape(prose, grid):
     assert set(grid[grid["is_default"]]["backend"]) == {"cudnn"}
     assert "the default is cuDNN for every shape" in prose and "the default was cuDNN for every shape" in prose
