@@ -1226,9 +1226,9 @@ def check_intensity(intensity, queries_to_ridge):
     expect_number(n, 29, rel=0, what="queries_to_ridge of a ridge of 50.3, 120 keys, 3 heads to a key head, bf16", mistakes={
         "One query fewer still lies left of the ridge: round up.": 28, "The group shares the keys, too: group * queries count.": 87,
         "Queries and outputs have bytes as well, not only the cache.": 17, "An element has itemsize bytes.": 11})
-    n = queries_to_ridge(50.3, 1000, 1, 64, torch.bfloat16)
-    expect_number(n, 53, rel=0, what="queries_to_ridge of a ridge of 50.3, 1000 keys, 1 head, bf16", mistakes={
-        "One query fewer still lies left of the ridge: round up.": 52,
+    n = queries_to_ridge(50.7, 1000, 1, 64, torch.bfloat16)
+    expect_number(n, 54, rel=0, what="queries_to_ridge of a ridge of 50.7, 1000 keys, 1 head, bf16", mistakes={
+        "One query fewer still lies left of the ridge: round up.": 53,
         "Queries and outputs have bytes as well, not only the cache.": 51})
     for ridge in (12.0, 10.0):
         n = queries_to_ridge(ridge, 10, 4, 64, torch.bfloat16)

@@ -320,6 +320,16 @@ def queries_to_ridge(ridge, kv_len, group, head_dim, dtype):
         "have bytes as well",
     ),
     WrongAnswer(
+        "queries rounded to the nearest number",
+        "q3_1",
+        """
+def queries_to_ridge(ridge, kv_len, group, head_dim, dtype):
+    size = ridge * dtype.itemsize
+    return None if size >= 2 * kv_len else round(size * kv_len / (group * (2 * kv_len - size)))
+""",
+        "round up",
+    ),
+    WrongAnswer(
         "a ridge that is never reached",
         "q3_1",
         """

@@ -247,7 +247,7 @@ def overlap_schedule() -> Card:
         card.path((left + x, 204), (left + x, 300), color=HAIR, line=0.8, style="--")
         if block == 2:
             card.text(left + x, 310, "wait until none is left", size=8.4)
-        card.text(left + x, 310 if block == 1 else 324, "issue both", size=8.4)
+        card.text(left + x, 310 if block == 1 else 325.5, "issue both", size=8.4)
         card.path((left + x + 84, 248), (left + x + 84, 330), color=HAIR, line=0.8, style="--")
         card.text(left + x + 84, 340, "wait until one is left", size=8.4)
         card.path((left + x + 196, 248), (left + x + 196, 300), color=HAIR, line=0.8, style="--")
