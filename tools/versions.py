@@ -3,10 +3,12 @@
     python -m tools.versions                    both environments: tests, then the table of the kernels
     python -m tools.versions --only newest      one of them
     python -m tools.versions --kernels-only     no tests
+    python -m tools.versions --keep             leave the environments there, for looking closer
 
 Each environment is made anew in build/versions, with the newest versions of all other packages in their ranges; torch comes
-with its CUDA libraries, about 6 GB an environment, because there is no CPU wheel of every release. The table of registers
-and spills goes to assets/results/kernel_versions.json. This is `make test-versions`; it takes about half an hour.
+with its CUDA libraries, about 6 GB an environment, because there is no CPU wheel of every release. What each test said is in
+build/versions/*.xml; the table of registers and spills goes to assets/results/kernel_versions.json. This is
+`make test-versions`; it takes about half an hour.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tools.environment import EXTRAS, ROOT, load_project
+from tools.environment import EXTRAS, ROOT, find_uv, load_project, uv_options
 from utils.machine.versions import TESTED
 
 FOLDER = ROOT / "build" / "versions"
@@ -44,19 +46,30 @@ def make_environment(which: str) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin" / "python"
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, *requirements(which)], check=True)
-    subprocess.run([*pip, "--no-deps", "--editable", ROOT], check=True)
+    settings = subprocess.run(
+        [python, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+    ).stdout
+    uv, translated = find_uv(python, folder / "install.log"), uv_options(settings)
+    if uv is not None and translated is not None:
+        options, variables = translated
+        install = [uv, "pip", "install", "--quiet", "--python", python, *options]
+    else:
+        install, variables = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"], {}
+    environment = {**os.environ, **variables}
+    subprocess.run([*install, *requirements(which)], check=True, env=environment)
+    subprocess.run([*install, "--no-deps", "--editable", ROOT], check=True, env=environment)
     return python
 
 
 def check_environment(python: Path, which: str, kernels_only: bool) -> bool:
     """Run the tests, and compile the kernels; return whether everything passed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
+    # Caches of what is compiled are empty in a new environment: a test's CPU time says nothing here.
+    environment["SLOW_TEST_SECONDS"] = "0"
     environment["PATH"] = f"{python.parent}{os.pathsep}{environment['PATH']}"
     commands = [[python, "-m", "tools.record.kernel_assembly", "--out", FOLDER / f"{which}.json"]]
     if not kernels_only:
-        quick = ["-m", "not slow and not overnight and not gpu"]
+        quick = ["-m", "not slow and not overnight and not gpu", f"--junitxml={FOLDER / which}.xml"]
         parallel = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
         commands.append([python, "-m", "pytest", *parallel, *quick])
     return all([subprocess.run(command, cwd=ROOT, env=environment).returncode == 0 for command in commands])

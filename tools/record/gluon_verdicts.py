@@ -113,7 +113,8 @@ def judge_row(point: tuple[Case, str]) -> dict:
     case, judge = point
     command = [sys.executable, "-m", "tools.record.gluon_verdicts", "run", case.label]
     # Without torch's cache of memory each tensor has its own allocation, and memcheck sees where it ends.
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": path}
     if judge == "consan":
         environment |= {"TRITON_INSTRUMENTATION_MODE": "consan", "CUDA_LAUNCH_BLOCKING": "1"}
     elif judge in TOOLS:
