@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Annotated
 import typer
 
 from utils.bench.cli import app as bench
+from utils.bench.terminal import errors_as_lines, progress_bar, show_table
 from utils.files import ROOT
 from utils.progress import (
     FAILED,
@@ -87,7 +86,7 @@ def open_lab(
 
     notebook = find_lab(lab)
     folder = class_folder(course) if instructor else ROOT
-    with progress_errors():
+    with errors_as_lines(ProgressError):
         keep_original(notebook)
     if port is None and "JUPYTER_PORT" not in os.environ:
         port = free_port()
@@ -126,26 +125,14 @@ def class_folder(course: Path | None) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def progress_errors() -> Iterator[None]:
-    """Print a ProgressError as one line and leave with status 2."""
-    try:
-        yield
-    except ProgressError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-
-
 @app.command("check")
 def check_lab(
     lab: Annotated[str, typer.Argument(help="A lab, in full or by its beginning.")] = "lab1",
     timeout: Annotated[int, typer.Option(help="Seconds that one cell may take.", min=1)] = 600,
 ) -> None:
     """Run a copy of a lab and its visible checks here; print the table of points; status 1 if a check did not pass."""
-    from utils.bench.terminal import progress_bar, show_table
-
     notebook = find_lab(lab)
-    with progress_errors(), progress_bar(remaining=True) as bar:
+    with errors_as_lines(ProgressError), progress_bar(remaining=True) as bar:
         task = bar.add_task(f"running {notebook.name}", total=None)
         executed = run_checks(notebook, timeout, lambda done, total: bar.update(task, completed=done, total=total))
     found = parts(executed)
@@ -167,7 +154,7 @@ def _said(part: Part) -> str:
 @app.command("progress")
 def show_progress() -> None:
     """Say which points the visible checks gave so far, in all labs, by what the saved notebooks show."""
-    with progress_errors():
+    with errors_as_lines(ProgressError):
         for notebook in sorted(ROOT.glob("lab*.ipynb")):
             typer.echo(f"{notebook.stem:20} {summary(parts(read_notebook(notebook)))}")
 
@@ -176,7 +163,7 @@ def show_progress() -> None:
 def reset_lab(lab: Annotated[str, typer.Argument(help="A lab, in full or by its beginning.")]) -> None:
     """Start a lab again; the old work is kept in out/backup."""
     notebook = find_lab(lab)
-    with progress_errors():
+    with errors_as_lines(ProgressError):
         backup = reset(notebook)
     typer.echo(f"{notebook.name} starts again. Your old work: {backup.relative_to(ROOT)}")
 

@@ -25,11 +25,16 @@ RunName = Annotated[str, typer.Argument(help="A run id, its folder, or a results
 
 
 @contextlib.contextmanager
-def errors_as_lines() -> Iterator[None]:
-    """Print a BenchError, or a file that cannot be read or written, as one line and leave with exit status 2."""
+def errors_as_lines(*kinds: type[Exception]) -> Iterator[None]:
+    """Print errors that the user can solve as one line and leave with exit status 2.
+
+    Args:
+        kinds: exceptions beside BenchError, and beside OSError of a file that cannot be read or written.
+    """
+    solvable: tuple[type[Exception], ...] = (BenchError, *kinds)
     try:
         yield
-    except BenchError as error:
+    except solvable as error:
         typer.echo(f"error: {error}", err=True)
     except OSError as error:
         if error.filename is None:
