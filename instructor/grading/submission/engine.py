@@ -229,7 +229,8 @@ def known_calibration(built: Built, limits: walls.Limits) -> Calibration | None:
 
 
 def _calibration_path(built: Built, limits: walls.Limits) -> Path:
-    return ROOT / "build" / "grading" / f"{built.name}-{fingerprint(built)}{'-gpu' if limits.gpu else ''}.json"
+    kind = ("-gpu" if limits.gpu else "") + ("-proved" if limits.prove else "")
+    return ROOT / "build" / "grading" / f"{built.name}-{fingerprint(built)}{kind}.json"
 
 
 def _calibrate(built: Built, limits: walls.Limits, timeout: float) -> Calibration:
@@ -241,7 +242,7 @@ def _calibrate(built: Built, limits: walls.Limits, timeout: float) -> Calibratio
     modes, why = _first_modes(first)
     watching = first.watching
     no_control: list[str] = []
-    proving = dict.fromkeys(watching, TRIED)
+    proving = dict.fromkeys(watching if limits.prove else [], TRIED)
     for _ in range(CALIBRATION_ROUNDS):
         known = replace(job, modes=modes, no_control=no_control, watching=watching, proving=proving)
         report = warm.grade(known, CALIBRATION_SECONDS)

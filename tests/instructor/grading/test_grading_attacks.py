@@ -12,6 +12,7 @@ import pytest
 from instructor.build import ROOT, read_lab, secret_lines
 from instructor.course import answered_notebook
 from instructor.grading import calibrate, grade_notebook
+from instructor.grading.sandbox.walls import Limits
 from tests.instructor.grading.attacks import LIARS, MASKS, PATCHES, SPIES, WRONG, packed
 from tests.instructor.grading.attacks_outside import OUTSIDE_ATTACKS
 from tests.instructor.grading.attacks_watch import WATCH_ATTACKS
@@ -120,15 +121,16 @@ def test_wrong_answers_alone_get_nothing_and_no_flag(suite_lab, full_points):
 
 
 def _cases() -> list:
-    """The attacks in packs. Of those of a weekend, a third is in the slow set, and the others are tried overnight."""
+    """The attacks in packs. Of those of a weekend, one pack is in the slow set, and the others are tried overnight."""
     weekend = packed(WEEKEND_ATTACKS, 6)
-    marked = [pytest.param(case, marks=pytest.mark.overnight) if n % 3 else case for n, case in enumerate(weekend)]
+    marked = [pytest.param(case, marks=pytest.mark.overnight) if n else case for n, case in enumerate(weekend)]
     return [*slow_but_first(packed([a for a in ATTACKS if a not in WEEKEND_ATTACKS], 6)), *marked]
 
 
 @pytest.mark.parametrize("attacks", _cases(), ids=lambda attacks: f"{attacks[0].name}, {len(attacks)} in all")
 def test_attacks_get_no_credit(suite_lab, full_points, surroundings, hidden_lines, attacks):
-    result = grade_notebook(suite_lab, _notebook(suite_lab, attacks, surroundings), timeout=TIMEOUT)
+    limits = Limits(prove=any(attack in WEEKEND_ATTACKS for attack in attacks))
+    result = grade_notebook(suite_lab, _notebook(suite_lab, attacks, surroundings), timeout=TIMEOUT, limits=limits)
 
     loses = set().union(*(attack.loses for attack in attacks))
     expected = {name: 0 if name in loses else most for name, most in full_points.items()}
