@@ -427,6 +427,38 @@ def block_sparse_attention(q, k, v, block_mask):
 """,
         "Visit those in the tables",
     ),
+    WrongAnswer(
+        "scores of all rows kept",
+        "q3_3",
+        """
+def block_sparse_attention(q, k, v, block_mask):
+    rows, columns = block_mask.BLOCK_SIZE
+    scores = torch.full((*q.shape[:3], k.shape[2]), -torch.inf)
+    for i in range(q.shape[2] // rows):
+        here = slice(i * rows, (i + 1) * rows)
+        for full in (False, True):
+            count = (block_mask.full_kv_num_blocks if full else block_mask.kv_num_blocks)[0, 0, i]
+            table = block_mask.full_kv_indices if full else block_mask.kv_indices
+            for j in table[0, 0, i, :count].tolist():
+                there = slice(j * columns, (j + 1) * columns)
+                s = q[:, :, here].float() @ k[:, :, there].float().mT / math.sqrt(q.shape[-1])
+                if not full:
+                    at, to = torch.arange(here.start, here.stop), torch.arange(there.start, there.stop)
+                    s = s.masked_fill(~block_mask.mask_mod(torch.tensor(0), torch.tensor(0), at[:, None], to), -torch.inf)
+                scores[:, :, here, there] = s
+    weights = torch.softmax(scores, -1).nan_to_num(0.0)
+    out = torch.zeros(q.shape)
+    for i in range(q.shape[2] // rows):
+        here = slice(i * rows, (i + 1) * rows)
+        for num, table in ((block_mask.kv_num_blocks, block_mask.kv_indices),
+                           (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)):
+            for j in table[0, 0, i, : num[0, 0, i]].tolist():
+                there = slice(j * columns, (j + 1) * columns)
+                out[:, :, here] += weights[:, :, here, there] @ v[:, :, there].float()
+    return out.to(q.dtype)
+""",
+        "one row of blocks at a time",
+    ),
     WrongAnswer("mask not applied", "q3_3", _walk(ask="False"), "not applied"),
     WrongAnswer("mask asked in full blocks", "q3_3", _walk(ask="True"), "In full blocks"),
     WrongAnswer("full blocks missing", "q3_3", _walk(visit="part"), "Full blocks are missing"),
