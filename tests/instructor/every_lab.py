@@ -1,5 +1,6 @@
 """Tests that each lab must pass. The test file of a lab subclasses `EveryLab` as `TestLab`, with the facts of its lab."""
 
+import os
 import re
 
 import nbformat
@@ -10,6 +11,7 @@ from tests.instructor import lab_cases
 from tests.instructor.visible import VisibleChecks
 from utils.checking import needs
 
+HONEST_DRAWS = int(os.environ.get("HONEST_DRAWS", "3"))  # of each right answer, in the slow set
 NAMES_A_QUESTION = r"(Question|[Bb]onus) \d\.\d"
 
 
@@ -107,3 +109,39 @@ class EveryLab:
                 continue
             assert error.ename in ("WrongAnswer", "AnswerNeeded"), (cell.source[:60], error.evalue)
             assert re.search(NAMES_A_QUESTION, error.evalue), error.evalue
+
+
+class EveryRightAnswer:
+    """Right answers, as different people write them, pass both checks. `visible` is a fixture of the test file."""
+
+    right_answers: list[tuple[str, str, str]]  # name, id of the answer cell, code
+
+    def pytest_generate_tests(self, metafunc):
+        if "right" in metafunc.fixturenames:
+            metafunc.parametrize("right", metafunc.cls.right_answers, ids=lambda right: right[0])
+
+    def test_there_are_many_right_answers(self, calls):
+        """At least forty idioms, different ones, and each answer cell has one."""
+        assert len({name for name, _, _ in self.right_answers}) == len(self.right_answers) >= 40
+        cells = {re.sub(r"(_[a-z]+)?_tests$", "", test) for test in calls}
+        assert {cell for _, cell, _ in self.right_answers} == cells
+
+    def test_it_passes(self, calls, checks, names, visible, right):
+        _, cell, code = right
+        exec(compile(code, cell, "exec"), names)
+        assert lab_cases.refusals(lab_cases.verdicts_on(lab_cases.calls_of(cell, calls), names, checks)) == []
+        scope = visible.scope(names)
+        assert [visible.message(test, scope) for test in visible.of(cell)] == [None] * len(visible.of(cell))
+
+    @pytest.mark.slow
+    def test_it_passes_in_many_draws(self, calls, checks, names, right):
+        """Other inputs than those of the grading; HONEST_DRAWS=200 draws as many of them as you like."""
+        _, cell, code = right
+        exec(compile(code, cell, "exec"), names)
+        for seed in range(HONEST_DRAWS):
+            drawn = {test: f"{call[:-1]}, seed={seed})" for test, call in lab_cases.calls_of(cell, calls).items()}
+            assert lab_cases.refusals(lab_cases.verdicts_on(drawn, names, checks)) == [], seed
+
+    def test_model_answers_pass_the_visible_checks(self, names, visible):
+        scope = visible.scope(names)
+        assert {test: message for test in visible.tests if (message := visible.message(test, scope))} == {}

@@ -3,7 +3,6 @@
 import ast
 import functools
 import json
-import os
 import re
 
 import pandas as pd
@@ -12,13 +11,12 @@ import torch
 
 from instructor.build import ROOT
 from tests.instructor import lab_cases
-from tests.instructor.every_lab import EveryLab, slow
+from tests.instructor.every_lab import EveryLab, EveryRightAnswer, slow
 from tests.instructor.lab2_right_answers import RIGHT_ANSWERS
 from tests.instructor.lab2_wrong_answers import WRONG_ANSWERS
 from tests.instructor.visible import VisibleChecks, assert_names_the_mistake
 
 LAB = "lab2_flexattention"
-HONEST_DRAWS = int(os.environ.get("HONEST_DRAWS", "3"))  # of each right answer, in the slow set
 BY_HAND = {"q1_3": 4, "q5_2": 5, "q5_3": 4, "q6_2": 4, "q7_2": 4}
 SETUP = """
 import functools, math, warnings
@@ -72,35 +70,8 @@ def test_wrong_answer_loses_its_question_alone(calls, checks, names, wrong):
     lab_cases.assert_loses_alone(lab_cases.verdicts_on(calls, names, checks), wrong, every_message=False)
 
 
-@pytest.mark.parametrize("right", RIGHT_ANSWERS, ids=lambda right: right[0])
-def test_another_right_answer_passes(calls, checks, names, visible, right):
-    _, cell, code = right
-    exec(compile(code, cell, "exec"), names)
-    assert lab_cases.refusals(lab_cases.verdicts_on(lab_cases.calls_of(cell, calls), names, checks)) == []
-    scope = visible.scope(names)
-    assert [visible.message(test, scope) for test in visible.of(cell)] == [None] * len(visible.of(cell))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("right", RIGHT_ANSWERS, ids=lambda right: right[0])
-def test_another_right_answer_passes_in_many_draws(calls, checks, names, right):
-    """Other inputs than those of the grading; HONEST_DRAWS=200 draws as many of them as you like."""
-    _, cell, code = right
-    exec(compile(code, cell, "exec"), names)
-    for seed in range(HONEST_DRAWS):
-        drawn = {test: f"{call[:-1]}, seed={seed})" for test, call in lab_cases.calls_of(cell, calls).items()}
-        assert lab_cases.refusals(lab_cases.verdicts_on(drawn, names, checks)) == [], seed
-
-
-def test_there_are_many_honest_variants(calls):
-    """At least forty idioms, different ones, and each answer cell has one."""
-    assert len({name for name, _, _ in RIGHT_ANSWERS}) == len(RIGHT_ANSWERS) >= 40
-    assert {cell for _, cell, _ in RIGHT_ANSWERS} == {re.sub(r"(_[a-z]+)?_tests$", "", test) for test in calls}
-
-
-def test_model_answers_pass_the_visible_checks(names, visible):
-    scope = visible.scope(names)
-    assert {test: message for test in visible.tests if (message := visible.message(test, scope))} == {}
+class TestRightAnswers(EveryRightAnswer):
+    right_answers = RIGHT_ANSWERS
 
 
 def test_python_max_in_a_bias_is_named(visible, names):
