@@ -615,7 +615,7 @@ def strided_and_fast(x):
 def _dropped(q, k, v):
     return {"query": q, "key": k, "value": v, "dropout_p": 0.25}
 def _flat(q, k, v):
-    return {"query": q.flatten(0, 1), "key": k.flatten(0, 1), "value": v.flatten(0, 1)}
+    return {"query": q.flatten(0, 2), "key": k.flatten(0, 2), "value": v.flatten(0, 2)}
 def _wide(q, k, v):
     return {"query": q, "key": k, "value": F.pad(v, (0, 8))}
 def _learned(q, k, v):

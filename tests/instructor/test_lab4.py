@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from instructor.build import ROOT
-from instructor.checks.lab4_sdpa.common import sdpa_switches
+from instructor.checks.lab4_sdpa.common import KNOCKED_OUT, knocked_out, reasons_of, sdpa_switches
 from tests.instructor import lab_cases
 from tests.instructor.every_lab import EveryLab, EveryRightAnswer
 from tests.instructor.lab4_right_answers import RIGHT_ANSWERS
 from tests.instructor.lab4_wrong_answers import WRONG_ANSWERS
 from tests.instructor.visible import VisibleChecks, assert_names_the_mistake
+from utils.machine.versions import installed_version
 
 LAB = "lab4_sdpa"
 BY_HAND = {"q2_3": 5, "q3_4": 4, "q5_4": 5, "q6_3": 5}
@@ -95,6 +96,36 @@ def test_wrong_answer_loses_its_question_alone(calls, checks, names, wrong):
 
 class TestRightAnswers(EveryRightAnswer):
     right_answers = RIGHT_ANSWERS
+
+
+# ---- what flash refuses on a CPU, by torch's version ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KNOCKED_OUT)
+def test_every_torch_refuses_the_calls_that_the_checks_draw(name):
+    """With this list no version of torch decides about a point; the calls below, which do, are not on it."""
+    tensors, options = knocked_out(name, *(torch.randn(2, 4, 12, 16) for _ in range(3)))
+    assert reasons_of("flash", *tensors, **options) and reasons_of("math", *tensors, **options) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "runs_from", "code"),
+    [
+        ("no batch dimension", (2, 14), "q[0], key=k[0], value=v[0]"),
+        ("one head of keys", (2, 14), "q, key=k[:, :1], value=v[:, :1]"),
+        ("keys of length zero", (2, 12), "q, key=k[:, :, :0], value=v[:, :, :0]"),
+    ],
+)
+def test_the_installed_torch_decides_where_versions_differ(calls, checks, names, visible, name, runs_from, code):
+    """The three calls of which the text of 4.2 says what each version does; both checks judge them as torch does."""
+    names["KNOCK_OUTS"][name] = eval(f"lambda q, k, v: dict(query={code})")
+    hidden = lab_cases.refusals(lab_cases.verdicts_on(lab_cases.calls_of("q4_2", calls), names, checks))
+    seen = visible.message("q4_2_tests", visible.scope(names))
+    if installed_version("torch") < runs_from:
+        assert (hidden, seen) == ([], None)
+    else:
+        words = f"flash runs KNOCK_OUTS['{name}']: with torch {torch.__version__} it is no knock-out"
+        assert words in hidden[0] and words in seen
 
 
 @pytest.mark.gpu
@@ -202,6 +233,25 @@ def test_knock_outs_are_refused_for_their_own_reasons(recorded):
     own = layouts[layouts["call"].str.contains("yours|the course's")]
     refused = own.apply(lambda c: c.str.contains("Got Query dtype: float,")).any(axis=1)
     assert len(own) >= 4 and own["call"][refused].str.contains("in fp32").all()
+
+
+def test_what_cudnn_refused_is_what_the_model_answer_names(prose, recorded):
+    """6.3 names each refusal of cuDNN in the recorded maps, and none that did not happen."""
+    layouts, dtypes = recorded["layouts"].set_index("call")["cudnn"], recorded["dtypes"].set_index("call")["cudnn"]
+    names = {
+        "knocked out by strides": "strides",
+        "torch.float32": "fp32",
+        "torch.float64": "fp64",
+        "float64": "fp64",
+        "head dimension 300": "head dimension 300",
+        "yours: no batch dimension": "tensors of three dimensions (torch 2.11)",
+        "yours: mask of three dimensions": "a mask of three dimensions",
+        "yours: one batch of keys": "one batch of keys for all",
+    }
+    refused = {call for cells in (layouts, dtypes) for call, cell in cells.items() if cell != "runs"}
+    assert refused == set(names)
+    (said,) = re.findall(r"3\. cuDNN: (.*?), in torch's words", prose)
+    assert set(re.split(r", | and ", said)) == set(names.values())
 
 
 def test_recorded_decode_is_as_the_text_says(prose):

@@ -35,7 +35,7 @@ def installed_version(package: str) -> tuple[int, int] | None:
 
 
 def untested_versions() -> list[str]:
-    """Return a sentence for each installed package whose version the course was not tested with, or which fails a lab."""
+    """Return a sentence for each installed package whose version the course was not tested with."""
     sentences = []
     for package, (oldest, newest) in TESTED.items():
         version = installed_version(package)
@@ -48,12 +48,6 @@ def untested_versions() -> list[str]:
         sentences.append(
             f"The course was tested with {tested}; {package} {metadata.version(package)} is {what}. "
             "`make env` installs versions that fit."
-        )
-    torch_version = installed_version("torch")
-    if torch_version is not None and torch_version >= (2, 15):
-        sentences.append(
-            "On a CPU, flash attention of torch 2.15 takes tensors without a batch dimension; the checks of lab 4, questions "
-            "1.2, 1.3 and 4.2, expect it to refuse them. Use torch 2.13 for lab 4, which `make env` installs."
         )
     return sentences
 

@@ -87,7 +87,7 @@ def knock_outs(knock_outs, seed=None):
             ) from None
         reasons = reasons_of("flash", *tensors, **options)
         if not reasons:
-            raise AssertionError(f"flash runs KNOCK_OUTS[{name!r}]: it is no knock-out.")
+            raise AssertionError(f"flash runs KNOCK_OUTS[{name!r}]: with torch {torch.__version__} it is no knock-out.")
         if "stride" in reasons[0]:
             raise AssertionError(
                 f"KNOCK_OUTS[{name!r}] knocks flash out by its strides ({reasons[0][:90]}). That was "
