@@ -38,6 +38,17 @@ def test_the_recorded_table_has_every_kernel():
     assert [row["kernel"] for row in TABLE["rows"]] == [name for name, _ in kernels()], "run: make test-versions"
 
 
+def test_what_the_page_says_of_spills_is_so():
+    old, new = (environment["triton"] for environment in TABLE["environments"])
+    spills = [(row["kernel"], row[old]["spill_bytes"], row[new]["spill_bytes"]) for row in TABLE["rows"]]
+    page = " ".join((ROOT / "docs" / "versions.md").read_text(encoding="utf-8").split())
+    spill = [sum(row[version] > 0 for row in spills) for version in (1, 2)]
+    assert f"of {len(spills)} kernels" in page
+    assert f"With 3.6, {spill[0]} kernels spill; with 3.9, {spill[1]}." in page
+    changed = [f"| {name} | {before} | {after} |" for name, before, after in spills if before != after]
+    assert [row for row in changed if row not in page] == []
+
+
 def test_records_side_by_side_are_in_the_order_of_triton(tmp_path):
     for name, triton, registers in (("a", "3.10.0", 96), ("b", "3.9.0", 128)):
         row = {"kernel": "k", "registers": registers, "spill_bytes": 0, "shared_bytes": 1, "warnings": []}
