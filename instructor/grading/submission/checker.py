@@ -459,8 +459,8 @@ class Checker:
             self._end_clean()
             if remote.ledger:
                 self.watching.add(step.name)
-            if remote.contradictions:
-                self._flag(step.question, "switches off the watch", remote.contradictions[0])
+            if why := remote.contradiction():
+                self._flag(step.question, "switches off the watch", why)
         text = "".join(remote.shown)[:MAX_SHOWN] + shown.getvalue()[:MAX_SHOWN]
         if error is None:
             return "passed", "", text

@@ -146,6 +146,26 @@ def expect_consistent(records: list, fields: dict) -> str:
     return ""
 
 
+def made_by_nothing(records: list, fields: dict, shape: list | None) -> bool:
+    """True for a new tensor of which neither record has the shape: something made it that was not recorded.
+
+    Args:
+        records: of the `Recorder`, without the canaries.
+        fields: of `describe_watch`.
+        shape: of the result, if that is a tensor which the call made itself.
+    """
+    opaque = fields["exits"] or fields["custom"] or fields["kernels"]
+    return shape is not None and not opaque and not any(_holds_shape(part, shape) for r in records for part in r[2:])
+
+
+def _holds_shape(sketch, shape: list) -> bool:
+    if isinstance(sketch, dict):
+        if "tensor" in sketch:
+            return list(sketch["tensor"][0]) == shape
+        return any(_holds_shape(part, shape) for part in sketch.values())
+    return isinstance(sketch, list | tuple) and any(_holds_shape(part, shape) for part in sketch)
+
+
 def merge_watch(watch, fields: dict) -> None:
     """Add to a watch of the check what the student's process saw."""
     for name in _COUNTERS:

@@ -27,6 +27,7 @@ from instructor.grading.submission.evidence import (
     SCALARS,
     expect_canaries,
     expect_consistent,
+    made_by_nothing,
     merge_watch,
     replay,
     tensors_in,
@@ -102,6 +103,9 @@ class Remote:
         self.ledger: list[tuple[int, watching.OperationWatch]] = []  # (function, what ran) of each recorded call
         self.watches: list[tuple[int, watching.OperationWatch]] = []  # (function, a watch of the check it ran under)
         self.contradictions: list[str] = []
+        self.unexplained: set[int] = (
+            set()
+        )  # functions of which a recorded call made its result by nothing in the record
         self.proofs: list[tuple[int, list[ProvedCall]]] = []  # (function, a call of the check's and another one)
         self.calls: list[ProvedCall] | None = None  # where the records of calls are kept
         self.quiet = False  # a call that the check does not see
@@ -394,6 +398,8 @@ class Remote:
             self.ledger.append((number, everything))
             if not levels and (why := expect_consistent(records, reply["watch"])):
                 self.contradictions.append(why)
+            if isinstance(number, int) and not levels and made_by_nothing(records, reply["watch"], _shape_made(reply)):
+                self.unexplained.add(number)
             replay(replayed, records)
         if reply["op"] == "raised":
             raise _mark_as_students(error_with_lines(reply["error"], self.errors))
@@ -462,6 +468,12 @@ class Remote:
             raise WireError(str(reply.get("why"))[-200:])
         return Decoder(blobs)(reply["value"]), reply["watch"]
 
+    def contradiction(self) -> str:
+        """Say how a record of the question's calls contradicts itself, or a result where a check forbids something."""
+        if not self.contradictions and any(watch.rules and n in self.unexplained for n, watch in self.watches):
+            return "no operator in the record made the result"
+        return next(iter(self.contradictions), "")
+
     def expect_rules_kept(self) -> None:
         """Assert that every call kept to what the check forbade in the calls that it watched."""
         for number, watch in self.watches:
@@ -490,6 +502,14 @@ class Remote:
             kinds = [f"{k.__module__}:{k.__qualname__}" for k in type(error).__mro__]
             reply = {"op": "raise", "error": {"kinds": kinds, "words": str(error)[:2000]}, "updates": []}
         self.channel.send(reply, encode.blobs, self.deadline)
+
+
+def _shape_made(reply: dict) -> list | None:
+    """The shape of a result that is a new tensor; None for any other result."""
+    node = reply.get("value")
+    if reply["op"] != "result" or not isinstance(node, list) or node[:1] != ["tensor"] or 0 in node[1]["shape"]:
+        return None
+    return list(node[1]["shape"])
 
 
 def _is_plain(value) -> bool:

@@ -3,8 +3,8 @@
 In one process the test cells run on the student's objects, as in stock nbgrader. At a distance they run on proxies. What
 one of the two sees and the other does not would be a hole in grading or an injustice.
 
-The whole catalogue takes many minutes a lab: `make test-class`. The slow set takes one pack of one lab. SAME_VERDICT_SEED
-chooses another one.
+The whole catalogue takes many minutes a lab: `make test-class`. One pack of one lab, which SAME_VERDICT_SEED chooses, takes
+half a minute: `-k sample`.
 """
 
 import contextlib
@@ -150,7 +150,7 @@ def test_every_catalogued_answer_gets_the_same_verdict(prepared, name):
     assert different == {}, f"{len(different)} of {len(packs)} notebooks"
 
 
-@pytest.mark.slow
+@pytest.mark.overnight
 def test_a_sample_gets_the_same_verdict(prepared):
     lab, one, cells, packs = prepared("lab2_flexattention")
     assert _difference(lab, one, random.Random(SEED).choice(packs), cells) == {}
