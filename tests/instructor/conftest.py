@@ -17,6 +17,15 @@ from tests.instructor import lab_cases  # noqa: E402
 FIXTURE_LAB = Path(__file__).parent / "fixture_lab.py"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Let the whole notebook of a lab wait for `make test-class` where its test file says so."""
+    for item in items:
+        overnight = getattr(getattr(item, "module", None), "NOTEBOOK_OVERNIGHT", False)
+        if overnight and "graded" in item.fixturenames:
+            item.add_marker(pytest.mark.overnight)
+
+
 @pytest.fixture(scope="session")
 def small_lab() -> Built:
     """A lab of four small questions: two automatic, one by hand, one bonus."""

@@ -17,6 +17,7 @@ from tests.instructor.lab2_wrong_answers import WRONG_ANSWERS
 from tests.instructor.visible import VisibleChecks, assert_names_the_mistake
 
 LAB = "lab2_flexattention"
+NOTEBOOK_OVERNIGHT = True  # its solved run compiles for minutes; `labs grade` judges its answers in the slow set
 BY_HAND = {"q1_3": 4, "q5_2": 5, "q5_3": 4, "q6_2": 4, "q7_2": 4}
 SETUP = """
 import functools, math, warnings
