@@ -189,6 +189,7 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
     "whole heads": ((4, 2, 2, 1, 200, 64, None), {}, {"aligned": True}),
     "head dimension 256": ((1, 4, 1, 2, 300, 256, None), {}, {"merge": "second"}),
     "head dimension 72": ((1, 4, 1, 2, 300, 72, None), {}, {}),
+    "eighteen parts": ((1, 2, 1, 3, 1150, 64, None), {}, {"merge": "second", "block_n": 64, "programs": 18}),
     "64 rows": ((1, 4, 1, 16, 400, 128, None), {}, {"consumers": 1}),
     "128 rows, lengths": ((2, 8, 1, 16, 200, 128, None), {}, {"consumers": 2, "lengths": True, "merge": "second"}),
     "64 rows, a window, pages of 16": ((2, 3, 1, 5, 300, 64, 16), {"window": 60}, {"consumers": 1, "lengths": True}),

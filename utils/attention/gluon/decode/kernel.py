@@ -326,4 +326,4 @@ def attention_decode_merge(
         wait_for_first_launch()
     if count > 1:
         b = flat // heads
-        results.merge(b, flat - b * heads, first, count, gl.program_id(1), gl.num_programs(1))
+        results.merge(b, flat - b * heads, first, count, gl.program_id(1), gl.num_programs(1), 1)
