@@ -23,11 +23,23 @@ from pathlib import Path
 import torch
 
 from tools.record.common import Record, arguments_parser, read_record
-from tools.record.decode import CACHES, NEW_TOKENS, PAGED_CACHES, PAGES, draw, in_pages, median, others, time_together
+from tools.record.decode import (
+    CACHES,
+    NEW_TOKENS,
+    PAGED_CACHES,
+    PAGES,
+    copy_tb_s,
+    draw,
+    in_pages,
+    median,
+    others,
+    time_together,
+)
 from tools.record.turns import Turns
 from utils.attention import decode_reference
 from utils.attention.gluon.decode.launch import Launch
 from utils.attention.gluon.decode.plan import Arrangement, arrange
+from utils.benchmark.intervals import speedup
 
 WRONG = 5e-3  # relative error; the kernels have 2e-3 in bf16
 ITERATIONS = 21
@@ -96,22 +108,26 @@ def error_of(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def right_calls(
-    named: dict[str, dict], expected: torch.Tensor, *tensors, scales=None
+    named: dict[str, dict], expected: torch.Tensor, *tensors, scales=None, errors: dict | None = None
 ) -> tuple[dict[str, Callable], dict[str, str]]:
-    """Return the variants' calls whose first sequence is right, each tried twice, and why others are left out."""
+    """Return the variants' calls whose first sequence is right, each tried twice, and why others are left out.
+
+    The larger relative error of the two goes into `errors`.
+    """
     calls, left_out = {}, {}
     for name, choices in named.items():
         try:
             call = bound(choices, *tensors, scales=scales)
-            errors = [
-                error_of(call()[:1], expected) for _ in range(2)
-            ]  # the second call finds the counters of the first
-            if max(errors) < WRONG:
+            # The second call finds the counters of the first.
+            error = max(error_of(call()[:1], expected) for _ in range(2))
+            if errors is not None:
+                errors[name] = float(f"{error:.2e}")
+            if error < WRONG:
                 calls[name] = call
             else:
-                left_out[name] = f"wrong: relative errors {errors}"
-        except Exception as error:  # one variant that cannot run must not end the others
-            left_out[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[-1][:160]}"
+                left_out[name] = f"wrong: relative error {error:.2e}"
+        except Exception as problem:  # one variant that cannot run must not end the others
+            left_out[name] = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[-1][:160]}"
         if name in left_out:
             print(f"  {name}: {left_out[name]}", flush=True)
     return calls, left_out
@@ -122,19 +138,24 @@ def prepare_point(point: tuple, fa3: bool) -> tuple[dict, dict[str, Callable], i
     q, k, v = draw(*point)
     expected = decode_reference(q[:1], k[:1], v[:1])
     chosen = variants(point)
-    calls, left_out = right_calls(chosen, expected, q, k, v)
+    errors: dict[str, float] = {}
+    calls, left_out = right_calls(chosen, expected, q, k, v, errors=errors)
     calls |= others(q, k, v, fa3, False, left_out)
-    row = {"point": list(point), "left_out": left_out, "own": {name: str(chosen[name]) for name in chosen}}
+    row = {"point": list(point), "left_out": left_out, "own": chosen, "errors": errors}
     return row, calls, 2 * k.numel() * k.element_size()
 
 
-def finish_point(row: dict, us: dict[str, float], bytes_: int) -> dict:
-    """Return a point's row with its times: the best variant, its ratio to the best other library, TB/s."""
-    own = {name: us[name] for name in us if name in row["own"]}
-    peers = {name: us[name] for name in us if name not in own}
-    best = min(own, key=own.__getitem__)
-    ratio = round(min(peers.values()) / own[best], 3) if peers else None
-    return row | {"us": us, "best": best, "ratio": ratio, "tb_s": round(bytes_ / own[best] / 1e6, 3)}
+def finish_point(row: dict, samples: dict[str, list[float]], bytes_: int) -> dict:
+    """Return a point's row with the best variant, all variants' ratios to the best other library, and TB/s."""
+    us = row["us"]
+    peers = [name for name in us if name not in row["own"]]
+    best = min((name for name in us if name in row["own"]), key=us.__getitem__)
+    row |= {"bytes": bytes_, "best": best, "tb_s": round(bytes_ / us[best] / 1e6, 3)}
+    if peers:
+        row["best_other"] = other = min(peers, key=us.__getitem__)
+        row["ratios"] = {n: round(speedup(samples[other], samples[n]), 3) for n in us if n in row["own"]}
+        row["ratio"] = row["ratios"][best]
+    return row
 
 
 def prepare_pages(cache: tuple, fa3: bool) -> tuple[dict, dict[str, Callable], int]:
@@ -158,9 +179,9 @@ def prepare_pages(cache: tuple, fa3: bool) -> tuple[dict, dict[str, Callable], i
     return {"cache": list(cache), "left_out": left_out}, calls, 2 * k.numel() * k.element_size()
 
 
-def finish_pages(row: dict, us: dict[str, float], bytes_: int) -> dict:
-    """Return a row of the table of pages with its times."""
-    return row | {"us": us, "bytes": bytes_}
+def finish_pages(row: dict, samples: dict[str, list[float]], bytes_: int) -> dict:
+    """Return a row of the table of pages."""
+    return row | {"bytes": bytes_}
 
 
 def prepare_fp8(point: tuple) -> tuple[dict, dict[str, Callable], int]:
@@ -178,10 +199,11 @@ def prepare_fp8(point: tuple) -> tuple[dict, dict[str, Callable], int]:
     return row, calls | found, 2 * k.numel()
 
 
-def finish_fp8(row: dict, us: dict[str, float], bytes_: int) -> dict:
-    """Return a row of the fp8 table with its times; TB/s of the fp8 cache's bytes."""
-    bf16, fp8 = (min(us[n] for n in us if n.startswith(kind)) for kind in ("bf16", "fp8"))
-    return row | {"us": us, "ratio": round(bf16 / fp8, 3), "tb_s": round(bytes_ / fp8 / 1e6, 3)}
+def finish_fp8(row: dict, samples: dict[str, list[float]], bytes_: int) -> dict:
+    """Return a row of the fp8 table: bf16's time by fp8's, the best of each, and TB/s of the fp8 cache's bytes."""
+    us = row["us"]
+    bf16, fp8 = (min((us[n] for n in us if n.startswith(kind)), default=float("nan")) for kind in ("bf16", "fp8"))
+    return row | {"ratio": round(bf16 / fp8, 3), "tb_s": round(bytes_ / fp8 / 1e6, 3)}
 
 
 def timed(prepared: tuple[dict, dict[str, Callable], int], finish: Callable) -> dict:
@@ -189,8 +211,9 @@ def timed(prepared: tuple[dict, dict[str, Callable], int], finish: Callable) -> 
     row, calls, bytes_ = prepared
     if not calls:
         return row
-    times = time_together(calls, bytes_, ITERATIONS)
-    return finish(row, {name: round(median(samples), 2) for name, samples in times.items()}, bytes_)
+    samples = time_together(calls, bytes_, ITERATIONS)
+    row["us"] = {name: round(median(times), 2) for name, times in samples.items()}
+    return finish(row, samples, bytes_)
 
 
 def measure_in_turns(
@@ -206,6 +229,9 @@ def measure_in_turns(
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     turns.wait_for_all(name)
+    if name == "points-0":
+        with turns.alone():
+            record.contents["copy_tb_s"] = copy_tb_s()
 
     def alone(row) -> dict:
         with turns.alone():
@@ -287,8 +313,9 @@ def main() -> None:
     turns = Turns(options.turns, options.processes or parts, options.prepare) if options.turns else None
     if options.fa3:
         torch.ops.load_library(str(options.fa3.expanduser()))
+    device = None if options.table == "join" else "cuda"
     method = {"l2": "cold", "iterations": ITERATIONS}
-    record = Record(options.out, f"decode: variants, {options.table}", None, options.seconds, **method)
+    record = Record(options.out, f"decode: variants, {options.table}", device, options.seconds, **method)
     if options.table == "join":
         join(options.read, record)
         return
