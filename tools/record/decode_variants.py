@@ -6,6 +6,7 @@
     python -m tools.record.decode_variants pages --fa3 fa3/_C.so --out decode_variants_pages.json
     python -m tools.record.decode_variants fp8 --out decode_fp8.json
     python -m tools.record.decode_variants join --read rows --out decode_variants.json
+    python -m tools.record.decode_variants default --read decode_variants.json --out decode.json
 
 A variant is a set of arguments of `plan.arrange`: which kernel (`consumers`), how parts are merged, how many programs
 share the keys, how many keys a block has. All variants of a row and the other libraries are timed in one process,
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from tools.record.common import Record, arguments_parser, read_record
+from tools.record.common import Record, arguments_parser, read_record, to_text
 from tools.record.decode import (
     CACHES,
     NEW_TOKENS,
@@ -40,6 +41,7 @@ from utils.attention import decode_reference
 from utils.attention.gluon.decode.launch import Launch
 from utils.attention.gluon.decode.plan import Arrangement, arrange
 from utils.benchmark.intervals import speedup
+from utils.files import write_whole
 
 WRONG = 5e-3  # relative error; the kernels have 2e-3 in bf16
 ITERATIONS = 21
@@ -88,6 +90,17 @@ def arrangement(point: tuple, choices: dict) -> Arrangement:
     """Return how a variant computes a point."""
     batch, heads, kv_heads, keys, head_dim, new_tokens = point
     return arrange(batch, kv_heads, heads // kv_heads, new_tokens, keys, head_dim, MULTIPROCESSORS, **choices)
+
+
+def describe(found: Arrangement) -> str:
+    """Say how a point is computed: what must be equal for two measurements to be of the same thing."""
+    plan, merge = found.plan, found.merge_plan
+    tile = f"{'rows' if plan.consumers else 'keys'}: {plan.columns} columns, {plan.block_n} keys, {plan.slots} slots"
+    warps = f"{plan.q_slots} Q, {plan.consumers or plan.warps} consumers, halves {plan.halves}"
+    if found.aligned:
+        return f"{tile}, {warps}; {found.programs} programs, whole heads"
+    parts = f"{merge.merge_warps} x {merge.merge_parts} parts x {merge.merge_width} numbers x {merge.merge_steps}"
+    return f"{tile}, {warps}; {found.programs} programs; merge {plan.merge}, {parts}, {found.merge_pieces} pieces"
 
 
 def fits(found: Arrangement) -> bool:
@@ -141,7 +154,8 @@ def prepare_point(point: tuple, fa3: bool) -> tuple[dict, dict[str, Callable], i
     errors: dict[str, float] = {}
     calls, left_out = right_calls(chosen, expected, q, k, v, errors=errors)
     calls |= others(q, k, v, fa3, False, left_out)
-    row = {"point": list(point), "left_out": left_out, "own": chosen, "errors": errors}
+    own = {name: describe(arrangement(point, choices)) for name, choices in chosen.items()}
+    row = {"point": list(point), "left_out": left_out, "own": own, "errors": errors}
     return row, calls, 2 * k.numel() * k.element_size()
 
 
@@ -241,6 +255,26 @@ def measure_in_turns(
         record.finish()
 
 
+def points_of_default(record: dict) -> dict:
+    """The table of `tools.record.decode points` for what is the default now, out of the measured variants.
+
+    A default may have been chosen from this very record; then the row of the variant that it was chosen from is taken.
+    """
+    rows = []
+    for row in record["rows"]:
+        point = tuple(row["point"])
+        now = describe(arrangement(point, {}))
+        name = next((name for name, what in row["own"].items() if what == now), None)
+        if name is None:
+            raise ValueError(f"{point}: nothing measured is what is the default now, {now}. Measured: {row['own']}")
+        us = {"gluon": row["us"][name]} | {n: t for n, t in row["us"].items() if n not in row["own"]}
+        shape = dict(zip(("batch", "heads", "kv_heads", "keys", "head_dim", "new_tokens"), point, strict=True))
+        found = {"bytes": row["bytes"], "us": us, "best_other": row["best_other"], "ratio": row["ratios"][name]}
+        tb_s = round(row["bytes"] / us["gluon"] / 1e6, 3)
+        rows.append({**shape, **found, "tb_s": tb_s, "error": row["errors"][name], "arrangement": now})
+    return {**record, "what": "decode: points", "rows": rows}
+
+
 def join(folder: Path, record: Record) -> None:
     """Join the records of several processes' rows, in the order of the points."""
     order = {point: i for i, point in enumerate((*cache, new) for cache in CACHES for new in NEW_TOKENS)}
@@ -298,7 +332,7 @@ def random_case(seed: int) -> dict:
 def main() -> None:
     """Run what the command line names."""
     parser = arguments_parser(__doc__)
-    parser.add_argument("table", choices=("right", "points", "pages", "fp8", "join"))
+    parser.add_argument("table", choices=("right", "points", "pages", "fp8", "join", "default"))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     parser.add_argument("--fa3", type=Path, help="the built library of FlashAttention 3")
     parser.add_argument("--part", default="0/1", help="part/parts: every parts-th row")
@@ -307,12 +341,17 @@ def main() -> None:
     parser.add_argument("--prepare", type=float, default=50, help="with `--turns`: seconds to prepare rows")
     parser.add_argument("--cases", type=int, default=60, help="for `right`: random cases")
     parser.add_argument("--first", type=int, default=0, help="for `right`: the first seed")
-    parser.add_argument("--read", type=Path, help="for `join`: the folder of the rows' records")
+    parser.add_argument(
+        "--read", type=Path, help="for `join`: the folder of the rows' records; for `default`: the record"
+    )
     options = parser.parse_args()
     part, parts = map(int, options.part.split("/"))
     turns = Turns(options.turns, options.processes or parts, options.prepare) if options.turns else None
     if options.fa3:
         torch.ops.load_library(str(options.fa3.expanduser()))
+    if options.table == "default":
+        write_whole(options.out, to_text(points_of_default(read_record(options.read))))
+        return
     device = None if options.table == "join" else "cuda"
     method = {"l2": "cold", "iterations": ITERATIONS}
     record = Record(options.out, f"decode: variants, {options.table}", device, options.seconds, **method)

@@ -25,6 +25,7 @@ FEW_BLOCKS = 5  # of a program: where it has fewer, half as large ones are faste
 MERGES = {
     "second": "a second launch, which begins while the first runs and waits for its end",
     "together": "the programs of a head, which wait for each other (a cooperative launch), each some of its rows",
+    # Slower than "together", but the simulator can run it, which runs programs one after another.
     "last": "the program of a head that stores its part last, alone; nobody waits",
 }
 
