@@ -57,7 +57,7 @@ def variants(point: tuple) -> dict[str, dict]:
     by_rows: dict = {"consumers": 1 if rows <= 64 else 2, "block_n": block}
     small = by_rows | {"block_n": block // 2}
     found: dict[str, dict] = {"default": {}, "rows": by_rows}
-    if rows <= 32 or head_dim != 128:
+    if rows <= 32:
         found["keys"] = keys
     if arrangement(point, by_rows).aligned:
         if rows >= 32:
@@ -96,7 +96,7 @@ def describe(found: Arrangement) -> str:
     """Say how a point is computed: what must be equal for two measurements to be of the same thing."""
     plan, merge = found.plan, found.merge_plan
     tile = f"{'rows' if plan.consumers else 'keys'}: {plan.columns} columns, {plan.block_n} keys, {plan.slots} slots"
-    warps = f"{plan.q_slots} Q, {plan.consumers or plan.warps} consumers, halves {plan.halves}"
+    warps = f"{plan.q_slots} Q, {f'{plan.consumers} consumers' if plan.consumers else '4 warps'}, halves {plan.halves}"
     if found.aligned:
         return f"{tile}, {warps}; {found.programs} programs, whole heads"
     parts = f"{merge.merge_warps} x {merge.merge_parts} parts x {merge.merge_width} numbers x {merge.merge_steps}"

@@ -9,19 +9,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 MOST_QUERIES = 64  # new tokens of one call
-MOST_COLUMNS = 128  # query rows that share the keys of one tile
+MOST_COLUMNS = 32  # query rows of a tile where keys are the rows of the products
+MOST_GROUP = 128  # query heads that share a head of keys
 MOST_SEQUENCES = 4096
 PAGES = (16, 32, 64, 128, 256)  # tokens of a page
 SHARED_BYTES = 232_448
-# Warps, and how many of them share the rows of a product, by head dimension and columns; else 4, and 8 with 64 columns
-# and more, each warpgroup half of these, so that its maxima and factors fit into registers.
-WARPS: dict[tuple[int, int], tuple[int, int]] = {(128, 64): (8, 4), (128, 128): (8, 4)}
 MERGE_WARPS = 4  # of a program of the second launch
 MERGE_PROGRAMS = 2048  # of the second launch, about
 TOGETHER_BYTES = 40 << 20  # of keys and values
 ROWS_FROM = 32  # query rows of a head of keys from which `rows.py` is faster
-SMALL_PAGE = 32  # tokens: pages with fewer are faster there, too
-FEW_BLOCKS = 5  # of a program: where it has fewer, half as large ones are faster
+KEYS_BLOCK = {64: 256, 128: 128, 256: 64}  # keys of a block by head dimension, where keys are the rows
+ROWS_BLOCK = {64: 128, 128: 128, 256: 64}  # where query rows are the rows
+FEW_BLOCKS = {64: 0, 128: 3, 256: 5}  # where a program has fewer of the latter, half as large ones are faster
 MERGES = {
     "second": "a second launch, which begins while the first runs and waits for its end",
     "together": "the programs of a head, which wait for each other (a cooperative launch), each some of its rows",
@@ -43,8 +42,6 @@ class Plan:
     heads: int
     queries: int
     slots: int  # tiles of K and V in shared memory; an even number where keys are the rows
-    warps: int
-    row_warps: int  # warps that share the rows of a product; the others take other columns
     q_slots: int  # tiles of Q in shared memory: with two, the next head's comes while this one is computed
     box: int  # rows of one TMA copy: block_n, or a page if that is smaller
     merge_parts: int = 32  # parts of a head that a thread of the merge holds at once
@@ -75,7 +72,7 @@ class Plan:
         With one consumer the block has eight warps with their padding, and Triton would ask for 256 registers a thread,
         which no instruction can name; ptxas then ignores the number that the roles' own requests build on.
         """
-        return {"num_warps": self.warps} | ({"maxnreg": 240} if self.consumers == 1 and not self.raw_slots else {})
+        return {"num_warps": 4} | ({"maxnreg": 240} if self.consumers == 1 and not self.raw_slots else {})
 
     @property
     def shared_bytes(self) -> int:
@@ -115,12 +112,10 @@ def make_plan(
     sq: int,
     page: int | None = None,
     block_n: int | None = None,
-    warps: int | None = None,
-    row_warps: int | None = None,
     slots: int | None = None,
     merge: str = "second",
     early: bool = True,
-    consumers: int = 0,
+    consumers: int | None = None,
     halves: bool | None = None,
     q_slots: int | None = None,
     fp8: bool = False,
@@ -128,25 +123,26 @@ def make_plan(
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
 
     The other arguments overrule the choice, for measurements. consumers: 1 or 2 make query rows the rows of the
-    products, 64 or 128 a tile (`rows.py`); 0, the default, makes keys the rows. fp8: the cache is in e4m3, and one
-    consumer's kernel reads it (`quantized.py`).
+    products, 64 or 128 a tile (`rows.py`); 0 makes keys the rows. fp8: the cache is in e4m3, and one consumer's kernel
+    reads it (`quantized.py`).
     """
     if fp8:
         return _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves)
+    consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
     if consumers:
         return _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, q_slots)
-    block_d = next(d for d in (64, 128, 256) if head_dim <= d)
+    block_d = block_width(head_dim)
     heads = power_of_two(group)
+    if heads > MOST_COLUMNS:
+        raise ValueError(
+            f"where keys are the rows a tile has up to {MOST_COLUMNS} query rows, which hold all heads of a group; "
+            f"groups of {group} were given. Leave `consumers` out, or give 1 or 2."
+        )
     queries = min(power_of_two(sq), MOST_COLUMNS // heads)
     if heads * queries < 8:  # a product has eight columns at least
         heads = 8 // queries
     columns = heads * queries
-    if block_n is None:
-        block_n = 256 if block_d == 64 and columns <= 32 else 64 if block_d == 256 or columns == 128 else 128
-    best = WARPS.get((block_d, columns), (8, 4) if columns >= 64 else (4, 4))
-    warps, row_warps = (
-        (best if row_warps is None else (best[0], row_warps)) if warps is None else (warps, row_warps or 4)
-    )
+    block_n = block_n or KEYS_BLOCK[block_d]
     tile, rest = 2 * block_n * block_d, 512
     for tiles in (2, 1) if q_slots is None else (q_slots,):
         room = SHARED_BYTES - rest - 2 * columns * (tiles * block_d + block_n) - 32 * columns
@@ -159,8 +155,6 @@ def make_plan(
         heads,
         queries,
         slots or fit,
-        warps,
-        row_warps,
         tiles,
         min(block_n, page) if page else block_n,
         merge=merge,
@@ -177,10 +171,10 @@ def _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumer
             f"consumers are 1 or 2, with 64 query rows each, which hold all heads of a group; {consumers} were given "
             f"for groups of {group}."
         )
-    block_d = next(d for d in (64, 128, 256) if head_dim <= d)
+    block_d = block_width(head_dim)
     queries = min(power_of_two(sq), rows // heads)
     heads = rows // queries
-    block_n = block_n or (64 if block_d == 256 else 128)
+    block_n = block_n or ROWS_BLOCK[block_d]
     tile, room = 2 * block_n * block_d, SHARED_BYTES - 1024
     q_bytes = 2 * rows * block_d
     if q_slots is None:
@@ -192,8 +186,6 @@ def _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumer
         heads,
         queries,
         slots or fit,
-        4,
-        4,
         q_slots,
         min(block_n, page) if page else block_n,
         merge=merge,
@@ -208,9 +200,9 @@ def _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumer
 def _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves) -> Plan:
     """Return `make_plan`'s plan for a cache in e4m3: two slots each for the converted K and V, the rest for bytes."""
     rows = 64 * (consumers or 1)
-    if power_of_two(group) > rows or consumers not in (0, 1):
+    if power_of_two(group) > rows or consumers not in (None, 1):
         raise ValueError(f"an fp8 cache takes groups of up to 64 query heads and one consumer; {group} share a head.")
-    block_n = block_n or {64: 128, 128: 64, 256: 32}[next(d for d in (64, 128, 256) if head_dim <= d)]
+    block_n = block_n or {64: 128, 128: 64, 256: 32}[block_width(head_dim)]
     plan = _rows_plan(head_dim, group, sq, page, block_n, 4, merge, early, 1, halves, 1)
     room = SHARED_BYTES - 1024 - plan.shared_bytes
     return replace(plan, raw_slots=min(room // (2 * block_n * plan.block_d), 8))
@@ -220,8 +212,8 @@ def refuse(group: int, sq: int, batch: int, page: int | None = None, head_dim: i
     """Say why the kernel does not take these sizes; "" if it does. The reason is a sentence that begins with "it"."""
     if sq > MOST_QUERIES:
         return f"it decodes up to {MOST_QUERIES} new tokens, and {sq} were given."
-    if group > MOST_COLUMNS:
-        return f"it takes groups of up to {MOST_COLUMNS} query heads, and {group} share a head of keys."
+    if group > MOST_GROUP:
+        return f"it takes groups of up to {MOST_GROUP} query heads, and {group} share a head of keys."
     if batch > MOST_SEQUENCES:
         return f"it takes up to {MOST_SEQUENCES} sequences, and {batch} were given."
     if page is not None and page not in PAGES:
@@ -242,35 +234,42 @@ def aligned_split(heads: int, blocks: int, programs: int) -> bool:
     return rounds * programs <= 1.04 * heads or blocks == 1
 
 
-def best_consumers(group: int, sq: int, page: int | None = None) -> int:
+def block_width(head_dim: int) -> int:
+    """The head dimension of a tile: the smallest that there is and that holds this one."""
+    return next(d for d in (64, 128, 256) if head_dim <= d)
+
+
+def best_consumers(head_dim: int, group: int, sq: int, page: int | None = None) -> int:
     """Choose the kernel: 0 makes keys the rows of the products, 1 and 2 make query rows the rows, 64 or 128 a tile.
 
     A product with keys as rows costs by its columns, one with query rows as rows costs the same for 1 and for 64 of
-    them. Pages of 16 take a producer warp, which only the second kernel has.
+    them. Where a block is several pages, a warp that does nothing but load is worth more; the second kernel has one.
     """
     rows = power_of_two(group) * sq
-    if rows < ROWS_FROM and not (page and page < SMALL_PAGE):
+    block = min(KEYS_BLOCK[block_width(head_dim)], 128)
+    if rows < ROWS_FROM and not (page and page < block):
         return 0
     return 1 if rows <= 64 and group <= 64 else 2
 
 
-def best_block(head_dim: int, heads: int, seen: int, programs: int) -> int:
-    """Keys of a block of `rows.py`: half as many where a program has few of them, so that its ring fills sooner.
+def best_block(head_dim: int, heads: int, seen: int, multiprocessors: int) -> int:
+    """Keys of a block of `rows.py`: half as many where a program has few blocks, so that its ring fills sooner.
 
-    heads: of all sequences and tiles of queries. seen: keys of each.
+    heads: of all sequences. seen: keys of each.
     """
-    block = 64 if head_dim > 128 else 128
-    few = heads * seen <= FEW_BLOCKS * block * programs
-    return block // 2 if few and head_dim > 64 else block
+    width = block_width(head_dim)
+    block = ROWS_BLOCK[width]
+    few = heads * seen <= FEW_BLOCKS[width] * block * multiprocessors
+    return block // 2 if few else block
 
 
-def even_programs(heads: int, multiprocessors: int) -> int:
-    """As many programs as share each head evenly, so that none has parts of two, if those are nearly all."""
-    even = multiprocessors // heads * heads
-    return even if even >= 0.95 * multiprocessors else multiprocessors
+def even_programs(heads: int, blocks: int, multiprocessors: int) -> int:
+    """As many programs as share each head evenly, so that none has parts of two; 0 if that wastes more than 5%."""
+    each = multiprocessors // heads
+    return heads * each if heads * each >= 0.95 * multiprocessors and blocks % each == 0 else 0
 
 
-def merge_shape(parts: int, numbers: int, threads: int) -> dict[str, Any]:
+def merge_shape(parts: int, numbers: int) -> dict[str, Any]:
     """Choose how a thread of the merge works: the plan's `merge_parts`, `merge_width`, `merge_steps`, `merge_warps`.
 
     parts: of a head, the most there are. numbers: of a head, that one program merges. A thread has about 64 numbers in
@@ -279,7 +278,7 @@ def merge_shape(parts: int, numbers: int, threads: int) -> dict[str, Any]:
     held = min(max(power_of_two(parts), 2), 32)
     width = 2 if held == 32 else 4
     warps = 1 if parts <= 32 else MERGE_WARPS
-    steps = min(power_of_two(-(-numbers * warps // (width * threads))), 64 // (held * width))
+    steps = min(power_of_two(-(-numbers * warps // (width * 128))), 64 // (held * width))
     return {"merge_parts": held, "merge_width": width, "merge_steps": max(steps, 1), "merge_warps": warps}
 
 
@@ -332,28 +331,29 @@ def arrange(
     """
     seen = min(keys, sq + window - 1) if window else keys
     if not fp8:
-        consumers = best_consumers(group, sq, page) if consumers is None else consumers
+        consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
         if consumers and block_n is None:
             block_n = best_block(head_dim, batch * kv_heads, seen, multiprocessors)
-    plan = make_plan(head_dim, group, sq, page, block_n=block_n, consumers=consumers or 0, fp8=fp8, **choices)
+    plan = make_plan(head_dim, group, sq, page, block_n=block_n, consumers=consumers, fp8=fp8, **choices)
     tiles = -(-sq // plan.queries)
     heads = batch * kv_heads * tiles
-    blocks = -(-seen // plan.block_n)
-    if not programs:
-        few = plan.consumers and heads * blocks < 2 * FEW_BLOCKS * multiprocessors
-        programs = even_programs(heads, multiprocessors) if few else multiprocessors
+    blocks = -(-keys // plan.block_n) - (keys - seen) // plan.block_n
     if aligned is None:
-        aligned = not lengths and aligned_split(heads, blocks, programs)
-    if merge is None:
-        # Waiting for each other is faster where the time is that of launches, not of bytes.
-        size = 2 * seen * batch * kv_heads * head_dim * (1 if fp8 else 2)
-        merge = "together" if not lengths and not aligned and size <= TOGETHER_BYTES else "second"
+        aligned = not lengths and aligned_split(heads, blocks, programs or multiprocessors)
+    even = 0 if lengths or aligned else even_programs(heads, blocks, multiprocessors)
+    programs = programs or even or multiprocessors
     parts = most_parts(heads, blocks, programs)
+    if merge is None:
+        # Waiting for each other is faster where the time is that of launches, not of bytes; and for long caches, too,
+        # where all programs of a head end at the same time and many rows are merged.
+        small = 2 * seen * batch * kv_heads * head_dim * (1 if fp8 else 2) <= TOGETHER_BYTES
+        level = plan.consumers > 0 and programs == even
+        wait = not lengths and not aligned and parts <= 32 and (small or level)
+        merge = "together" if wait else "second"
     numbers = group * min(sq, plan.queries) * plan.block_d
     own = 1 if merge == "last" else parts  # programs that merge a head
-    threads = 32 * (4 if plan.consumers else plan.warps)
     plan = replace(plan, merge=merge)
-    merge_plan = replace(plan, **merge_shape(parts, -(-numbers // own), threads))
+    merge_plan = replace(plan, **merge_shape(parts, -(-numbers // own)))
     # A program of the second launch adds up a piece at a time; few heads have enough programs for all their pieces.
     pieces = -(-numbers // (32 * merge_plan.merge_width * MERGE_WARPS // merge_plan.merge_warps))
     pieces = min(pieces, -(-MERGE_PROGRAMS // heads))
