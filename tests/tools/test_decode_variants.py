@@ -3,13 +3,17 @@
 import itertools
 import multiprocessing
 import time
+from pathlib import Path
 
 import pytest
 
+from tools.record.common import read_record
 from tools.record.decode import CACHES, NEW_TOKENS
-from tools.record.decode_variants import arrangement, variants
+from tools.record.decode_variants import arrangement, points_of_default, variants
 from tools.record.turns import Turns
-from utils.attention.gluon.decode.plan import SHARED_BYTES
+from utils.attention.gluon.decode.plan import SHARED_BYTES, arrange
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=str)
@@ -26,6 +30,34 @@ def test_variants_differ_and_fit(cache):
                 # All query rows of a head of keys in one tile: otherwise the cache would be read once for each tile.
                 assert plan.columns >= cache[1] // cache[2] * new_tokens
         assert len({arrangement(point, choices) for choices in found.values()}) == len(found)
+
+
+def test_the_default_is_nearly_the_best_that_was_measured_at_every_point():
+    record = read_record(ROOT / "assets/results/h200/decode_variants.json")
+    rows = points_of_default(record)["rows"]
+    assert len(rows) == len(CACHES) * len(NEW_TOKENS)
+    for row, measured in zip(rows, record["rows"], strict=True):
+        assert row["us"]["gluon"] <= 1.02 * measured["us"][measured["best"]], measured["point"]
+    assert rows == read_record(ROOT / "assets/results/h200/decode.json")["rows"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "consumers", "merge", "programs"),
+    [
+        ((1, 8, 4, 7, 3000, 128), {}, 0, "together", 132),  # 28 rows; 24 blocks are not divided by 16 programs
+        ((1, 8, 4, 9, 3000, 128), {}, 1, "together", 132),
+        ((2, 8, 8, 16, 16384, 128), {}, 2, "together", 128),  # 8 programs a head, 16 blocks each
+        ((2, 8, 8, 16, 16384, 128), {"lengths": True}, 2, "second", 132),
+        ((2, 8, 4, 1, 16384, 128), {}, 0, "second", 128),
+        ((2, 8, 4, 1, 16384, 128), {"lengths": True, "page": 64}, 1, "second", 132),
+        ((2, 8, 4, 1, 16384, 128), {"lengths": True, "page": 128}, 0, "second", 132),
+        ((1, 1, 4, 16, 32768, 256), {}, 1, "second", 132),  # 132 parts
+    ],
+    ids=str,
+)
+def test_sizes_between_the_measured_ones_follow_the_same_rules(sizes, options, consumers, merge, programs):
+    found = arrange(*sizes, 132, **options)
+    assert (found.plan.consumers, found.plan.merge, found.programs) == (consumers, merge, programs)
 
 
 def _take_turns(folder, part, times):
