@@ -1652,11 +1652,12 @@ else:
     print(f"No recorded table {record_file} here.")
 
 # %% [markdown]
-# With one new token and eight sequences or more the kernel and cuDNN are within 1% of each other: both read the cache at 0.83
-# to 1.01 of the speed of a copy, and little is left to gain. One sequence of 2048 keys reaches less than a fifth of it: there
-# the launch and the merge take the time. With 16 new tokens FlashAttention 3 is ahead at eight of the ten shapes. The heads
-# that share their keys and their new tokens make up to 128 rows of queries, and the course's kernel is not made for so
-# many: the chain of product, softmax and product takes longer than the cache. `docs/decode-log.md` tells what was tried.
+# With one new token and eight sequences or more the kernel and cuDNN are within 4% of each other. The kernel reads the cache
+# at 0.85 to 1.01 of the speed of a copy, so little is left to gain. One sequence of 2048 keys reaches less than a fifth of
+# it: there the launch and the merge take the time. With 16 new tokens FlashAttention 3 is ahead at three of the ten shapes,
+# those with 16 sequences or more whose heads share keys; the lowest ratio is 0.90. The heads of a group and their new tokens
+# make up to 128 rows of queries there. A multiprocessor computes whole heads of keys, most of them several one after the
+# other, and between two of them it multiplies nothing. `docs/decode-log.md` tells what was tried.
 # cuDNN and FlashAttention 2 ran without a causal mask here, as they cannot place it at the last key.
 #
 # With a Hopper GPU, time it on your machine:

@@ -1,10 +1,19 @@
 """The variants of the decode kernel that are measured: each has a tile that fits, and none is measured twice."""
 
+import itertools
+import multiprocessing
+import time
+from pathlib import Path
+
 import pytest
 
+from tools.record.common import read_record
 from tools.record.decode import CACHES, NEW_TOKENS
-from tools.record.decode_variants import plan_of, variants
-from utils.attention.gluon.decode.plan import SHARED_BYTES
+from tools.record.decode_variants import arrangement, points_of_default, variants
+from tools.record.turns import Turns
+from utils.attention.gluon.decode.plan import SHARED_BYTES, arrange
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=str)
@@ -12,13 +21,71 @@ def test_variants_differ_and_fit(cache):
     for new_tokens in NEW_TOKENS:
         point = (*cache, new_tokens)
         found = variants(point)
-        assert {"keys", "rows"} <= set(found)
+        assert "default" in found and len(found) >= 2
         for choices in found.values():
-            plan = plan_of(point, choices)
+            plan = arrangement(point, choices).plan
             assert plan.shared_bytes + 700 < SHARED_BYTES
             assert plan.slots >= 4
             if plan.consumers:
                 # All query rows of a head of keys in one tile: otherwise the cache would be read once for each tile.
                 assert plan.columns >= cache[1] // cache[2] * new_tokens
-        kinds = [(plan_of(point, c), c.get("programs"), c.get("aligned"), c.get("merge")) for c in found.values()]
-        assert len(set(kinds)) == len(kinds)
+        assert len({arrangement(point, choices) for choices in found.values()}) == len(found)
+
+
+def test_the_default_is_nearly_the_best_that_was_measured_at_every_point():
+    record = read_record(ROOT / "assets/results/h200/decode_variants.json")
+    rows = points_of_default(record)["rows"]
+    assert len(rows) == len(CACHES) * len(NEW_TOKENS)
+    for row, measured in zip(rows, record["rows"], strict=True):
+        assert row["us"]["gluon"] <= 1.02 * measured["us"][measured["best"]], measured["point"]
+    assert rows == read_record(ROOT / "assets/results/h200/decode.json")["rows"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "consumers", "merge", "programs"),
+    [
+        ((1, 8, 4, 7, 3000, 128), {}, 0, "together", 132),  # 28 rows; 24 blocks are not divided by 16 programs
+        ((1, 8, 4, 9, 3000, 128), {}, 1, "together", 132),
+        ((2, 8, 8, 16, 16384, 128), {}, 2, "together", 128),  # 8 programs a head, 16 blocks each
+        ((2, 8, 8, 16, 16384, 128), {"lengths": True}, 2, "second", 132),
+        ((2, 8, 4, 1, 16384, 128), {}, 0, "second", 128),
+        ((2, 8, 4, 1, 16384, 128), {"lengths": True, "page": 64}, 1, "second", 132),
+        ((2, 8, 4, 1, 16384, 128), {"lengths": True, "page": 128}, 0, "second", 132),
+        ((1, 1, 4, 16, 32768, 256), {}, 1, "second", 132),  # 132 parts
+    ],
+    ids=str,
+)
+def test_sizes_between_the_measured_ones_follow_the_same_rules(sizes, options, consumers, merge, programs):
+    found = arrange(*sizes, 132, **options)
+    assert (found.plan.consumers, found.plan.merge, found.programs) == (consumers, merge, programs)
+
+
+def _take_turns(folder, part, times):
+    turns = Turns(folder, 3, 5)
+    time.sleep(0.05 * part)
+    times.put(("ready", time.monotonic()))
+    assert turns.wait_for_all(str(part))
+    for _ in range(2):
+        with turns.alone():
+            began = time.monotonic()
+            time.sleep(0.02)
+            times.put((began, time.monotonic()))
+
+
+def test_processes_time_in_turns_once_all_are_ready(tmp_path):
+    context = multiprocessing.get_context("fork")
+    times = context.Queue()
+    processes = [context.Process(target=_take_turns, args=(tmp_path, part, times)) for part in range(3)]
+    for process in processes:
+        process.start()
+    said = [times.get(timeout=20) for _ in range(9)]
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    turns = sorted(entry for entry in said if entry[0] != "ready")
+    assert turns[0][0] >= max(at for word, at in said if word == "ready")
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(turns))
+
+
+def test_a_process_that_never_comes_is_not_waited_for_for_ever(tmp_path):
+    assert not Turns(tmp_path, 2, 0.0, patience=0.1).wait_for_all("0")

@@ -1,14 +1,17 @@
-"""Measure the variants of the decode kernel at the thirty points of `tools.record.decode`, and in pages, on a Hopper GPU.
+"""Measure the variants of the decode kernel at the thirty points of `tools.record.decode`, in pages and in fp8.
 
     python -m tools.record.decode_variants right --seconds 40                            # random cases, float64
-    python -m tools.record.decode_variants points --warm 0/8                             # compile, in 8 processes
-    python -m tools.record.decode_variants points --fa3 fa3/_C.so --out decode_variants.json
+    for i in $(seq 0 14); do                                                             # 15 processes share the GPU
+      python -m tools.record.decode_variants points --part $i/15 --turns /tmp/turns --out rows/points-$i.json & done
     python -m tools.record.decode_variants pages --fa3 fa3/_C.so --out decode_variants_pages.json
     python -m tools.record.decode_variants fp8 --out decode_fp8.json
+    python -m tools.record.decode_variants join --read rows --out decode_variants.json
+    python -m tools.record.decode_variants default --read decode_variants.json --out decode.json
 
-A variant is a set of arguments of `Launch`: which kernel (`consumers`), how parts are merged, how many programs share the
-keys, how many keys a block has. All variants of a row and the other libraries are timed in one process, interleaved,
-with a cold L2 cache. A variant whose result is not attention is named and not timed.
+A variant is a set of arguments of `plan.arrange`: which kernel (`consumers`), how parts are merged, how many programs
+share the keys, how many keys a block has. All variants of a row and the other libraries are timed in one process,
+interleaved, with a cold L2 cache. A variant whose result is not attention is named and not timed. With `--turns` rows are
+prepared in several processes (`turns.py`).
 """
 
 from __future__ import annotations
@@ -20,56 +23,89 @@ from pathlib import Path
 
 import torch
 
-from tools.record.common import Record, arguments_parser
-from tools.record.decode import CACHES, NEW_TOKENS, PAGED_CACHES, PAGES, draw, in_pages, median, others, time_together
+from tools.record.common import Record, arguments_parser, read_record, to_text
+from tools.record.decode import (
+    CACHES,
+    NEW_TOKENS,
+    PAGED_CACHES,
+    PAGES,
+    copy_tb_s,
+    draw,
+    in_pages,
+    median,
+    others,
+    time_together,
+)
+from tools.record.turns import Turns
 from utils.attention import decode_reference
-from utils.attention.gluon.decode.launch import TOGETHER_BYTES, Launch
-from utils.attention.gluon.decode.plan import Plan, make_plan
+from utils.attention.gluon.decode.launch import Launch
+from utils.attention.gluon.decode.plan import Arrangement, arrange
+from utils.benchmark.intervals import speedup
+from utils.files import write_whole
 
 WRONG = 5e-3  # relative error; the kernels have 2e-3 in bf16
-ITERATIONS = 11
+ITERATIONS = 21
+MULTIPROCESSORS = 132
 
 
 def variants(point: tuple) -> dict[str, dict]:
-    """Name the variants that are worth a measurement at a point: {name: arguments of Launch}."""
-    batch, heads, kv_heads, keys, head_dim, new_tokens = point
+    """Name the variants that are worth a measurement at a point: {name: arguments of `plan.arrange`}."""
+    batch, heads, kv_heads, _, head_dim, new_tokens = point
     rows = heads // kv_heads * new_tokens
-    wide = head_dim == 256
-    consumers = 1 if rows <= 64 else 2
-    found: dict[str, dict] = {"keys": {}, "rows": {"consumers": consumers}}
-    if rows >= 32:
-        found["rows, other softmax"] = {"consumers": consumers, "halves": head_dim == 64}
-    if rows >= 64 and not wide:
-        found["rows, one Q"] = {"consumers": consumers, "q_slots": 1}
-        found["rows, two Q"] = {"consumers": consumers, "q_slots": 2}
-    if batch * kv_heads > 132:
-        found["rows, equal shares"] = {"consumers": consumers, "aligned": False}
-    if 4 * batch * kv_heads * keys * head_dim <= TOGETHER_BYTES:
-        # What counts is launch, split and merge: who merges, and two to four blocks a program.
-        small = 32 if wide else 64
-        for name, kernel in (("keys", {}), ("rows", {"consumers": consumers})):
-            for merge in ("last", "second"):
-                found[f"{name}, merged by {merge}"] = kernel | {"merge": merge}
-            found[f"{name}, 128 programs"] = kernel | {"programs": 128}
-            found[f"{name}, small blocks"] = kernel | {"programs": 128, "block_n": small}
-            found[f"{name}, small blocks, last"] = kernel | {"programs": 128, "block_n": small, "merge": "last"}
-            found[f"{name}, 64 programs"] = kernel | {"programs": 64, "block_n": small}
-    elif batch == 1:
-        found["keys, 128 programs"] = {"programs": 128}
-        found["rows, 128 programs"] = {"consumers": consumers, "programs": 128}
+    block = 64 if head_dim == 256 else 128
+    keys: dict = {"consumers": 0}
+    by_rows: dict = {"consumers": 1 if rows <= 64 else 2, "block_n": block}
+    small = by_rows | {"block_n": block // 2}
+    found: dict[str, dict] = {"default": {}, "rows": by_rows}
+    if rows <= 32:
+        found["keys"] = keys
+    if arrangement(point, by_rows).aligned:
+        if rows >= 32:
+            found["rows, one Q"] = by_rows | {"q_slots": 1}
+            found["rows, two Q"] = by_rows | {"q_slots": 2}
+        found["rows, equal shares"] = by_rows | {"aligned": False}
+        if head_dim == 64:
+            found["rows, small blocks"] = small
+    else:
+        even = {"programs": MULTIPROCESSORS // (batch * kv_heads) * batch * kv_heads}
+        other = {"merge": "second" if arrangement(point, by_rows).plan.merge == "together" else "together"}
+        merged = f"merged {other['merge']}"
+        full = {"programs": MULTIPROCESSORS}
+        found["rows, small blocks"] = small | full
+        found["rows, even programs"] = by_rows | even
+        found["rows, small blocks, even programs"] = small | even
+        found[f"rows, even programs, {merged}"] = by_rows | even | other
+        found[f"rows, small blocks, even programs, {merged}"] = small | even | other
+        if "keys" in found:
+            found[f"keys, {merged}"] = keys | other
+            found["keys, even programs"] = keys | even
     # What is the default at this point is not measured again under another name.
-    distinct: dict[tuple, str] = {}
+    distinct: dict[Arrangement, str] = {}
     for name, choices in found.items():
-        outside = tuple((key, choices[key]) for key in ("programs", "aligned", "merge") if key in choices)
-        distinct.setdefault((plan_of(point, choices), *outside), name)
-    return {name: found[name] for name in distinct.values()}
+        distinct.setdefault(arrangement(point, choices), name)
+    return {name: found[name] for name in distinct.values() if fits(arrangement(point, found[name]))}
 
 
-def plan_of(point: tuple, choices: dict) -> Plan:
-    """Return the tile of a variant at a point."""
-    _, heads, kv_heads, _, head_dim, new_tokens = point
-    tile = {key: value for key, value in choices.items() if key not in ("programs", "aligned")}
-    return make_plan(head_dim, heads // kv_heads, new_tokens, **tile)
+def arrangement(point: tuple, choices: dict) -> Arrangement:
+    """Return how a variant computes a point."""
+    batch, heads, kv_heads, keys, head_dim, new_tokens = point
+    return arrange(batch, kv_heads, heads // kv_heads, new_tokens, keys, head_dim, MULTIPROCESSORS, **choices)
+
+
+def describe(found: Arrangement) -> str:
+    """Say how a point is computed: what must be equal for two measurements to be of the same thing."""
+    plan, merge = found.plan, found.merge_plan
+    tile = f"{'rows' if plan.consumers else 'keys'}: {plan.columns} columns, {plan.block_n} keys, {plan.slots} slots"
+    warps = f"{plan.q_slots} Q, {f'{plan.consumers} consumers' if plan.consumers else '4 warps'}, halves {plan.halves}"
+    if found.aligned:
+        return f"{tile}, {warps}; {found.programs} programs, whole heads"
+    parts = f"{merge.merge_warps} x {merge.merge_parts} parts x {merge.merge_width} numbers x {merge.merge_steps}"
+    return f"{tile}, {warps}; {found.programs} programs; merge {plan.merge}, {parts}, {found.merge_pieces} pieces"
+
+
+def fits(found: Arrangement) -> bool:
+    """Whether a variant's tiles fit into shared memory, with two slots of K and of V."""
+    return found.plan.slots >= 4
 
 
 def bound(choices: dict, q, k, v, seqlens=None, table=None, scales=None, **case) -> Callable[[], torch.Tensor]:
@@ -85,77 +121,87 @@ def error_of(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def right_calls(
-    named: dict[str, dict], expected: torch.Tensor, *tensors, scales=None
+    named: dict[str, dict], expected: torch.Tensor, *tensors, scales=None, errors: dict | None = None
 ) -> tuple[dict[str, Callable], dict[str, str]]:
-    """Return the variants' calls whose first sequence is right, each tried twice, and why others are left out."""
+    """Return the variants' calls whose first sequence is right, each tried twice, and why others are left out.
+
+    The larger relative error of the two goes into `errors`.
+    """
     calls, left_out = {}, {}
     for name, choices in named.items():
         try:
             call = bound(choices, *tensors, scales=scales)
-            errors = [
-                error_of(call()[:1], expected) for _ in range(2)
-            ]  # the second call finds the counters of the first
-            if max(errors) < WRONG:
+            # The second call finds the counters of the first.
+            error = max(error_of(call()[:1], expected) for _ in range(2))
+            if errors is not None:
+                errors[name] = float(f"{error:.2e}")
+            if error < WRONG:
                 calls[name] = call
             else:
-                left_out[name] = f"wrong: relative errors {errors}"
-        except Exception as error:  # one variant that cannot run must not end the others
-            left_out[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[-1][:160]}"
+                left_out[name] = f"wrong: relative error {error:.2e}"
+        except Exception as problem:  # one variant that cannot run must not end the others
+            left_out[name] = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[-1][:160]}"
         if name in left_out:
             print(f"  {name}: {left_out[name]}", flush=True)
     return calls, left_out
 
 
-def measure_point(point: tuple, fa3: bool, warm: bool = False, rows: bool = True) -> dict:
-    """Measure a point's variants beside the other libraries; warm: only compile them. rows: query rows as rows, too."""
+def prepare_point(point: tuple, fa3: bool) -> tuple[dict, dict[str, Callable], int]:
+    """Return a point's row so far, the calls to time, and the bytes of its cache: its variants and the other libraries."""
     q, k, v = draw(*point)
     expected = decode_reference(q[:1], k[:1], v[:1])
-    chosen = {name: choices for name, choices in variants(point).items() if rows or "consumers" not in choices}
-    calls, left_out = right_calls(chosen, expected, q, k, v)
-    row: dict = {"point": list(point), "left_out": left_out}
-    if warm or not calls:
-        return row
+    chosen = variants(point)
+    errors: dict[str, float] = {}
+    calls, left_out = right_calls(chosen, expected, q, k, v, errors=errors)
     calls |= others(q, k, v, fa3, False, left_out)
-    size = 2 * k.numel() * k.element_size()
-    us = {name: round(median(times), 2) for name, times in time_together(calls, size, ITERATIONS).items()}
-    own = {name: us[name] for name in us if name in chosen}
-    peers = {name: us[name] for name in us if name not in own}
-    best = min(own, key=own.__getitem__)
-    ratio = round(min(peers.values()) / own[best], 3) if peers else None
-    return row | {"us": us, "best": best, "ratio": ratio, "tb_s": round(size / own[best] / 1e6, 3)}
+    own = {name: describe(arrangement(point, choices)) for name, choices in chosen.items()}
+    row = {"point": list(point), "left_out": left_out, "own": own, "errors": errors}
+    return row, calls, 2 * k.numel() * k.element_size()
 
 
-def measure_pages(cache: tuple, fa3: bool, warm: bool = False) -> dict:
-    """Measure one new token over a cache in pages: both kernels beside one piece and FlashAttention 3."""
+def finish_point(row: dict, samples: dict[str, list[float]], bytes_: int) -> dict:
+    """Return a point's row with the best variant, all variants' ratios to the best other library, and TB/s."""
+    us = row["us"]
+    peers = [name for name in us if name not in row["own"]]
+    best = min((name for name in us if name in row["own"]), key=us.__getitem__)
+    row |= {"bytes": bytes_, "best": best, "tb_s": round(bytes_ / us[best] / 1e6, 3)}
+    if peers:
+        row["best_other"] = other = min(peers, key=us.__getitem__)
+        row["ratios"] = {n: round(speedup(samples[other], samples[n]), 3) for n in us if n in row["own"]}
+        row["ratio"] = row["ratios"][best]
+    return row
+
+
+def prepare_pages(cache: tuple, fa3: bool) -> tuple[dict, dict[str, Callable], int]:
+    """Prepare one new token over a cache in pages: both kernels beside one piece and FlashAttention 3."""
     q, k, v = draw(*cache, 1)
     used = torch.full((len(q),), cache[3], dtype=torch.int32, device="cuda")
     expected = decode_reference(q[:1], k[:1], v[:1])
-    kernels: dict[str, dict] = {"keys": {}, "rows": {"consumers": 1}}
-    calls, left_out = right_calls(
-        {f"one piece, {name}": choices for name, choices in kernels.items()}, expected, q, k, v
-    )
-    for page in PAGES:
+    kernels: dict[str, dict] = {"keys": {"consumers": 0}, "rows": {"consumers": 1, "block_n": 128}}
+    calls, left_out = right_calls({f"one piece, {name}": c for name, c in kernels.items()}, expected, q, k, v)
+    for page in (*PAGES, 32):
         table = torch.randperm(cache[0] * cache[3] // page, device="cuda").int().view(cache[0], -1)
         pages = [in_pages(x, page, table) for x in (k, v)]
         named = {f"pages of {page}, {name}": choices for name, choices in kernels.items()}
         found, missing = right_calls(named, expected, q, *pages, used, table)
         calls |= found
         left_out |= missing
-        if fa3 and not warm:
+        if fa3:
             tokens_first = [x.transpose(1, 2) for x in (q, *pages)]
             options = {"seqused_k": used, "page_table": table, "num_splits": 0}
             calls[f"pages of {page}, FA3"] = partial(torch.ops.flash_attn_3.fwd, *tokens_first, **options)
-    row: dict = {"cache": list(cache), "left_out": left_out}
-    if warm or not calls:
-        return row
-    size = 2 * k.numel() * k.element_size()
-    return row | {"us": {n: round(median(t), 2) for n, t in time_together(calls, size, ITERATIONS).items()}}
+    return {"cache": list(cache), "left_out": left_out}, calls, 2 * k.numel() * k.element_size()
 
 
-def measure_fp8(point: tuple, warm: bool = False) -> dict:
-    """Measure a cache in e4m3 beside the same one in bf16, which both kernels read."""
+def finish_pages(row: dict, samples: dict[str, list[float]], bytes_: int) -> dict:
+    """Return a row of the table of pages."""
+    return row | {"bytes": bytes_}
+
+
+def prepare_fp8(point: tuple) -> tuple[dict, dict[str, Callable], int]:
+    """Prepare a cache in e4m3 beside the same one in bf16, which the default and `rows.py` read."""
     q, k, v = draw(*point)
-    kernels: dict[str, dict] = {"bf16, keys": {}, "bf16, rows": {"consumers": 1}}
+    kernels: dict[str, dict] = {"bf16": {}, "bf16, rows": {"consumers": 1}}
     calls, left_out = right_calls(kernels, decode_reference(q[:1], k[:1], v[:1]), q, k, v)
     small, scales = [x.to(torch.float8_e4m3fn) for x in (k, v)], torch.rand(2, point[2], device="cuda") + 0.5
     expected = decode_reference(q[:1], small[0][:1], small[1][:1], kv_scales=scales)
@@ -163,13 +209,80 @@ def measure_fp8(point: tuple, warm: bool = False) -> dict:
     if point[4] <= 128:
         named["fp8, half the keys a block"] = {"fp8": True, "block_n": 32 if point[4] == 128 else 64}
     found, missing = right_calls(named, expected, q, *small, scales=scales)
-    calls |= found
-    row: dict = {"point": list(point), "left_out": left_out | missing}
-    if warm or not calls:
+    row = {"point": list(point), "left_out": left_out | missing}
+    return row, calls | found, 2 * k.numel()
+
+
+def finish_fp8(row: dict, samples: dict[str, list[float]], bytes_: int) -> dict:
+    """Return a row of the fp8 table: bf16's time by fp8's, the best of each, and TB/s of the fp8 cache's bytes."""
+    us = row["us"]
+    bf16, fp8 = (min((us[n] for n in us if n.startswith(kind)), default=float("nan")) for kind in ("bf16", "fp8"))
+    return row | {"ratio": round(bf16 / fp8, 3), "tb_s": round(bytes_ / fp8 / 1e6, 3)}
+
+
+def timed(prepared: tuple[dict, dict[str, Callable], int], finish: Callable) -> dict:
+    """Time a prepared row."""
+    row, calls, bytes_ = prepared
+    if not calls:
         return row
-    us = {n: round(median(t), 2) for n, t in time_together(calls, k.numel(), ITERATIONS).items()}
-    bf16, fp8 = (min(us[n] for n in us if n.startswith(kind)) for kind in ("bf16", "fp8"))
-    return row | {"us": us, "ratio": round(bf16 / fp8, 3), "tb_s": round(2 * k.numel() / fp8 / 1e6, 3)}
+    samples = time_together(calls, bytes_, ITERATIONS)
+    row["us"] = {name: round(median(times), 2) for name, times in samples.items()}
+    return finish(row, samples, bytes_)
+
+
+def measure_in_turns(
+    points: list, prepare: Callable, finish: Callable, turns: Turns, name: str, record: Record
+) -> None:
+    """Prepare the rows beside the other processes, then time each alone on the GPU."""
+    prepared = []
+    for point in points:
+        if not turns.time_left():
+            print(f"not prepared in time: {point}", flush=True)
+            continue
+        prepared.append(prepare(point))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    turns.wait_for_all(name)
+    if name == "points-0":
+        with turns.alone():
+            record.contents["copy_tb_s"] = copy_tb_s()
+
+    def alone(row) -> dict:
+        with turns.alone():
+            return timed(row, finish)
+
+    if record.fill(prepared, alone, show_row) and len(prepared) == len(points):
+        record.finish()
+
+
+def points_of_default(record: dict) -> dict:
+    """The table of `tools.record.decode points` for what is the default now, out of the measured variants.
+
+    A default may have been chosen from this very record; then the row of the variant that it was chosen from is taken.
+    """
+    rows = []
+    for row in record["rows"]:
+        point = tuple(row["point"])
+        now = describe(arrangement(point, {}))
+        name = next((name for name, what in row["own"].items() if what == now), None)
+        if name is None:
+            raise ValueError(f"{point}: nothing measured is what is the default now, {now}. Measured: {row['own']}")
+        us = {"gluon": row["us"][name]} | {n: t for n, t in row["us"].items() if n not in row["own"]}
+        shape = dict(zip(("batch", "heads", "kv_heads", "keys", "head_dim", "new_tokens"), point, strict=True))
+        found = {"bytes": row["bytes"], "us": us, "best_other": row["best_other"], "ratio": row["ratios"][name]}
+        tb_s = round(row["bytes"] / us["gluon"] / 1e6, 3)
+        rows.append({**shape, **found, "tb_s": tb_s, "error": row["errors"][name], "arrangement": now})
+    return {**record, "what": "decode: points", "rows": rows}
+
+
+def join(folder: Path, record: Record) -> None:
+    """Join the records of several processes' rows, in the order of the points."""
+    order = {point: i for i, point in enumerate((*cache, new) for cache in CACHES for new in NEW_TOKENS)}
+    records = [read_record(path) for path in sorted(folder.glob("*.json"))]
+    rows = [row for found in records for row in found["rows"]]
+    rows.sort(key=lambda row: order.get(tuple(row.get("point", ())), len(order)))
+    record.contents = {**records[0], "complete": all(found["complete"] for found in records), "rows": rows}
+    record.save()
 
 
 def random_case(seed: int) -> dict:
@@ -186,8 +299,14 @@ def random_case(seed: int) -> dict:
     k, v, lengths, table = (
         x if x is None else x.cuda() for x in random_cache(batch, kv_heads, slots, head_dim, dtype, seed, page)
     )
+    if page is None and rng.random() < 0.5:  # without lengths the programs of a head may merge it together
+        k, v, lengths = *torch.randn(2, batch, kv_heads, max(slots, sq), head_dim, device="cuda", dtype=dtype), None
     q = torch.randn(batch, kv_heads * group, sq, head_dim, device="cuda", dtype=dtype)
-    choices = {"consumers": consumers, "merge": rng.choice(("last", "second")), "programs": rng.choice((0, 3, 128))}
+    choices = {
+        "consumers": consumers,
+        "merge": rng.choice(("last", "second", None)),
+        "programs": rng.choice((0, 3, 128)),
+    }
     scales = None
     if rng.random() < 0.25 and head_dim % 16 == 0:
         choices = choices | {"consumers": 1, "fp8": True}
@@ -213,38 +332,51 @@ def random_case(seed: int) -> dict:
 def main() -> None:
     """Run what the command line names."""
     parser = arguments_parser(__doc__)
-    parser.add_argument("table", choices=("right", "points", "pages", "fp8"))
+    parser.add_argument("table", choices=("right", "points", "pages", "fp8", "join", "default"))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     parser.add_argument("--fa3", type=Path, help="the built library of FlashAttention 3")
-    parser.add_argument(
-        "--warm", default="", help="part/parts: compile the variants of every parts-th row, and time none"
-    )
-    parser.add_argument("--without-rows", action="store_true", help="for `points`: leave out the kernel of `rows.py`")
+    parser.add_argument("--part", default="0/1", help="part/parts: every parts-th row")
+    parser.add_argument("--turns", type=Path, help="a folder: prepare beside other processes, and time in turns")
+    parser.add_argument("--processes", type=int, help="that share the folder of `--turns`; by default, the parts")
+    parser.add_argument("--prepare", type=float, default=50, help="with `--turns`: seconds to prepare rows")
     parser.add_argument("--cases", type=int, default=60, help="for `right`: random cases")
     parser.add_argument("--first", type=int, default=0, help="for `right`: the first seed")
+    parser.add_argument(
+        "--read", type=Path, help="for `join`: the folder of the rows' records; for `default`: the record"
+    )
     options = parser.parse_args()
+    part, parts = map(int, options.part.split("/"))
+    turns = Turns(options.turns, options.processes or parts, options.prepare) if options.turns else None
     if options.fa3:
         torch.ops.load_library(str(options.fa3.expanduser()))
-    warm = bool(options.warm)
-    part, parts = map(int, options.warm.split("/")) if warm else (0, 1)
-    record = Record(options.out, f"decode: variants, {options.table}", "cuda", options.seconds, l2="cold")
-    points = [(*cache, new) for cache in CACHES for new in NEW_TOKENS]
-    tables: dict[str, tuple] = {
-        "right": (range(options.first, options.first + options.cases), random_case, str),
-        "points": (
-            points,
-            partial(measure_point, fa3=options.fa3 is not None, warm=warm, rows=not options.without_rows),
-            show_row,
-        ),
-        "fp8": ([(*c, n) for c in CACHES for n in (1, 16)], partial(measure_fp8, warm=warm), show_row),
-        "pages": (PAGED_CACHES, partial(measure_pages, fa3=options.fa3 is not None, warm=warm), show_row),
-    }
-    rows, measure, show = tables[options.table]
-    if record.fill(list(rows)[part::parts], measure, show):
-        record.finish()
+    if options.table == "default":
+        write_whole(options.out, to_text(points_of_default(read_record(options.read))))
+        return
+    device = None if options.table == "join" else "cuda"
+    method = {"l2": "cold", "iterations": ITERATIONS}
+    record = Record(options.out, f"decode: variants, {options.table}", device, options.seconds, **method)
+    if options.table == "join":
+        join(options.read, record)
+        return
     if options.table == "right":
+        seeds = range(options.first, options.first + options.cases)
+        if record.fill(list(seeds)[part::parts], random_case, str):
+            record.finish()
         wrong = [row for row in record.contents["rows"] if not row["right"]]
         print(f"{len(record.contents['rows'])} cases, {len(wrong)} wrong: {wrong}")
+        return
+    fa3 = options.fa3 is not None
+    tables: dict[str, tuple] = {
+        "points": ([(*c, n) for c in CACHES for n in NEW_TOKENS], partial(prepare_point, fa3=fa3), finish_point),
+        "fp8": ([(*c, n) for c in CACHES for n in (1, 16)], prepare_fp8, finish_fp8),
+        "pages": (PAGED_CACHES, partial(prepare_pages, fa3=fa3), finish_pages),
+    }
+    rows, prepare, finish = tables[options.table]
+    rows = list(rows)[part::parts]
+    if turns:
+        measure_in_turns(rows, prepare, finish, turns, f"{options.table}-{part}", record)
+    elif record.fill(rows, lambda point: timed(prepare(point), finish), show_row):
+        record.finish()
 
 
 def show_row(row: dict) -> str:

@@ -18,15 +18,14 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[3]
 CASES = {  # arguments of make_plan, of Case
     "one token": (dict(head_dim=128, group=4, sq=1), dict()),
-    "sixteen tokens": (dict(head_dim=128, group=4, sq=16), dict(causal=True)),
-    "pages of 16": (
-        dict(head_dim=128, group=4, sq=1, page=16),
-        dict(lengths=True, batch_block=8, paged=True, clean=True),
+    "seven tokens, pages of 32": (
+        dict(head_dim=128, group=4, sq=7, page=32),
+        dict(causal=True, lengths=True, batch_block=8, paged=True, clean=True),
     ),
-    "head dimension 256": (dict(head_dim=256, group=4, sq=8), dict(causal=True, window=True)),
-    "64 rows": (dict(head_dim=128, group=4, sq=16, consumers=1), dict(causal=True)),
+    "head dimension 256": (dict(head_dim=256, group=4, sq=4), dict(causal=True, window=True)),
+    "64 rows": (dict(head_dim=128, group=4, sq=16), dict(causal=True)),
     "128 rows, pages of 16": (
-        dict(head_dim=128, group=8, sq=16, page=16, consumers=2),
+        dict(head_dim=128, group=8, sq=16, page=16),
         dict(causal=True, window=True, lengths=True, batch_block=8, paged=True, clean=True),
     ),
     "fp8": (dict(head_dim=128, group=4, sq=4, fp8=True), dict(causal=True)),

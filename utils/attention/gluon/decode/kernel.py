@@ -9,9 +9,9 @@ One role: all warps compute, and between two products one thread starts the copy
 A program's warps meet at a barrier before that anyway, for the maxima over the keys.
 
     part        what                                    head dim 64           128                 256
-    columns     heads of the group x new tokens         8 to 128, powers of two
-    block       keys (with 128 columns)                 256 (64)              128 (64)            64
-    ring        tiles of K and V in turn                6 to 16               6 to 8              4 to 6
+    columns     heads of the group x new tokens         8 to 32, powers of two; more: `rows.py`
+    block       keys                                    256                   128                 64
+    ring        tiles of K and V in turn                6                     6                   6
     pipeline    the next block's scores are computed during this block's softmax
 
 Measured against the other libraries: docs/decode-log.md, assets/results/h200/decode.json.
@@ -37,13 +37,7 @@ from utils.attention.gluon.decode.blocks import (
 )
 from utils.attention.gluon.decode.merge import Results, in_eights, inverse
 from utils.attention.gluon.decode.work import Cache
-from utils.attention.gluon.shared import MINUS_INF, thread_barrier
-
-
-@gluon.constexpr_function
-def accumulator(columns, warps, row_warps):
-    """Layout of a product with that many columns: its rows are spread over row_warps warps."""
-    return gl.NVMMADistributedLayout([3, 0], [row_warps, warps // row_warps], [16, columns * row_warps // warps, 16])
+from utils.attention.gluon.shared import MINUS_INF, accumulator, thread_barrier
 
 
 @gluon.jit
@@ -61,12 +55,9 @@ def wait_for_first_launch():
 
 
 @gluon.jit
-def thread_sums(p, WARPS: gl.constexpr):
-    """Sum over the rows that one thread holds, [keys, columns] -> [WARPS, 8, columns]: no exchange between threads.
-
-    WARPS: warps that share the rows.
-    """
-    parts = p.reshape([p.shape[0] // (16 * WARPS), WARPS, 2, 8, p.shape[1]])
+def thread_sums(p):
+    """Sum over the rows that one thread holds, [keys, columns] -> [4, 8, columns]: no exchange between threads."""
+    parts = p.reshape([p.shape[0] // 64, 4, 2, 8, p.shape[1]])
     return gl.sum(gl.sum(parts, 2), 0)
 
 
@@ -88,7 +79,7 @@ def start_output(v_tile, p_tile, o, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr
 
 
 @gluon.jit
-def softmax(s, m, sums, c, WARPS: gl.constexpr):
+def softmax(s, m, sums, c):
     """One block of the online softmax: 2^(scores - maximum), and the new maxima, factors and sums of the columns."""
     top = gl.maximum(m, gl.max(s, 0))
     shifted = gl.where(top == MINUS_INF, 0.0, top * c)  # no key yet: 2^(-inf), not nan
@@ -96,7 +87,7 @@ def softmax(s, m, sums, c, WARPS: gl.constexpr):
     p = gl.exp2(s * c - shifted[None, :])
     layout: gl.constexpr = sums.type.layout
     spread = gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    return p, top, factor, sums * spread[None, :][:, None, :] + thread_sums(p, WARPS)
+    return p, top, factor, sums * spread[None, :][:, None, :] + thread_sums(p)
 
 
 @gluon.jit
@@ -112,7 +103,7 @@ def start_block(results, cursor, block, s, m, o, sums, p_tile, v_tile, v_full, C
     key = (cursor.first + j) * PLAN.block_n
     if (key + PLAN.block_n > clear) | (key < low):
         s = mask_block(s, cache, cursor, j, cursor.head % results.tiles, 0, 0)
-    p, m, factor, sums = softmax(s, m, sums, results.c, PLAN.row_warps)
+    p, m, factor, sums = softmax(s, m, sums, results.c)
     p_tile.permute([1, 0]).store(p.to(p_tile.dtype))
     o = o * factor[None, :]
     barrier, phase = v_full
@@ -138,9 +129,8 @@ def attend(results, split, q_desc, k_desc, v_desc, program):
     COLUMNS: gl.constexpr = PLAN.columns
     SLOTS: gl.constexpr = PLAN.slots
     Q_SLOTS: gl.constexpr = PLAN.q_slots
-    WARPS: gl.constexpr = PLAN.row_warps
     dtype: gl.constexpr = k_desc.dtype
-    layout: gl.constexpr = accumulator(COLUMNS, PLAN.warps, PLAN.row_warps)
+    layout: gl.constexpr = accumulator(COLUMNS)
     columns: gl.constexpr = gl.SliceLayout(0, layout)
 
     ring = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
@@ -190,7 +180,7 @@ def attend(results, split, q_desc, k_desc, v_desc, program):
         q = q_ring.index(q_slot).reshape([COLUMNS, BLOCK_D])
         m = gl.full([COLUMNS], MINUS_INF, gl.float32, columns)
         o = gl.zeros([BLOCK_D, COLUMNS], gl.float32, layout)
-        sums = thread_sums(gl.zeros([BLOCK_N, COLUMNS], gl.float32, layout), WARPS)
+        sums = thread_sums(gl.zeros([BLOCK_N, COLUMNS], gl.float32, layout))
 
         low, clear = clear_keys(cache, cursor)
         # The first scores by themselves; each step then starts the scores of the next block, so that the tensor cores
@@ -326,4 +316,4 @@ def attention_decode_merge(
         wait_for_first_launch()
     if count > 1:
         b = flat // heads
-        results.merge(b, flat - b * heads, first, count, gl.program_id(1), gl.num_programs(1))
+        results.merge(b, flat - b * heads, first, count, gl.program_id(1), gl.num_programs(1), 1)

@@ -8,18 +8,14 @@ out Triton's search for it.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 
 from utils.attention.gluon.arguments import addressable, strides_fit, unused
-from utils.attention.gluon.decode.plan import Case, aligned_split, make_plan, power_of_two
+from utils.attention.gluon.decode.plan import MERGE_WARPS, Case, arrange, power_of_two
 
 LOG2_E = math.log2(math.e)
 KEPT_AT_MOST = 512  # launches
-MERGE_WARPS = 4
-TOGETHER_BYTES = 40 << 20  # of keys and values; measured: docs/decode-log.md
-MERGE_PROGRAMS = 2048  # of the second launch, about
 
 
 def decode(
@@ -122,7 +118,7 @@ class Map:
 class Launch:
     """Decode for tensors of given shapes and strides: plan, arguments, and after the first call the compiled kernel.
 
-    programs, aligned, and `make_plan`'s own choices overrule what is best, for measurements and the simulator.
+    choices: `plan.arrange`'s last arguments, which overrule what it finds best, for measurements and the simulator.
     """
 
     def __init__(
@@ -134,9 +130,6 @@ class Launch:
         window: int,
         lengths: bool,
         block_table: torch.Tensor | None,
-        programs: int = 0,
-        aligned: bool | None = None,
-        merge: str | None = None,
         fp8: bool = False,
         **choices,
     ):
@@ -145,32 +138,33 @@ class Launch:
         group = q.shape[1] // kv_heads
         paged = block_table is not None
         page = rows if paged else 0
+        keys = rows if block_table is None else rows * block_table.shape[1]
         self.device = q.device
-        self.plan = plan = make_plan(head_dim, group, sq, page or None, fp8=fp8, **choices)
-        tiles = -(-sq // plan.queries)
-        heads = batch * kv_heads * tiles
-        self.programs = programs or torch.cuda.get_device_properties(q.device).multi_processor_count
-        seen = min(rows, sq + window - 1) if window else rows  # keys, of a full cache
-        blocks = -(-seen // plan.block_n)
-        if aligned is None:
-            aligned = not lengths and aligned_split(heads, blocks, self.programs)
-        # Waiting for each other is faster where the time is that of launches, not of bytes.
-        bytes_ = 2 * seen * batch * kv_heads * head_dim * k.element_size()
-        if merge is None:
-            merge = "together" if not lengths and not aligned and bytes_ <= TOGETHER_BYTES else "second"
-        self.plan = plan = replace(plan, merge=merge)
-        self.counters = 0 if merge == "second" else 2 * heads
-        if min(blocks, self.programs // heads + 2) > 32 and "merge_warps" not in choices:
-            self.plan = plan = replace(plan, merge_warps=MERGE_WARPS)
+        found = arrange(
+            batch,
+            kv_heads,
+            group,
+            sq,
+            keys,
+            head_dim,
+            torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1,
+            window=window,
+            page=page or None,
+            lengths=lengths,
+            fp8=fp8,
+            **choices,
+        )
+        self.plan = plan = found.plan
+        self.programs = found.programs
+        self.counters = 0 if plan.merge == "second" else 2 * found.heads
         holds = power_of_two(batch) if lengths else 1
-        self.case = Case(causal and sq > 1, window > 0, lengths, holds, paged, aligned, lengths or paged)
+        self.case = Case(causal and sq > 1, window > 0, lengths, holds, paged, found.aligned, lengths or paged)
         pages, stride = (0, 0) if block_table is None else (block_table.shape[1], block_table.stride(0))
-        self.sizes = (stride, batch, kv_heads, group, sq, rows, window, tiles, page, pages, head_dim)
-        self.parts = 0 if aligned else 2 * self.programs * plan.columns * (plan.block_d + 2)
-        # A step of the merge adds up two numbers a thread; few heads have enough programs for all their steps.
-        pieces = -(-group * min(sq, plan.queries) * plan.block_d // (64 * MERGE_WARPS // plan.merge_warps))
-        self.merge_grid = heads, min(pieces, -(-MERGE_PROGRAMS // heads))
+        self.sizes = (stride, batch, kv_heads, group, sq, rows, window, found.tiles, page, pages, head_dim)
+        self.parts = 0 if found.aligned else 2 * self.programs * plan.columns * (plan.block_d + 2)
+        self.merge_grid = found.heads, found.merge_pieces
         self.constants = plan, self.case
+        self.merge_constants = found.merge_plan, self.case
         self.copies = not all(map(strides_fit, (q, k, v)))
         self.fp8 = fp8
         q_shape = [batch, kv_heads, group, sq, head_dim]
@@ -200,7 +194,7 @@ class Launch:
         if self.parts and not self.counters:
             start, function, metadata = self.compiled[1]
             grid = *self.merge_grid, 1
-            start(*grid, stream, function, metadata, None, None, None, *rest, self.programs, *self.constants)
+            start(*grid, stream, function, metadata, None, None, None, *rest, self.programs, *self.merge_constants)
         return out
 
     def counters_for(self, stream: int) -> torch.Tensor:
@@ -245,6 +239,7 @@ class Launch:
         if self.parts and not self.counters:
             options = {"num_warps": MERGE_WARPS, "launch_pdl": plan.early}
             merge = attention_decode_merge[self.merge_grid]
+            constants = {"PLAN": self.merge_constants[0], "CASE": self.case}
             kernels.append(merge(out, parts, counters, *sizes, self.programs, **constants, **options))
         if hasattr(kernels[0], "run"):  # not in the simulator
             self.compiled = [(kernel.run, kernel.function, kernel.packed_metadata) for kernel in kernels]

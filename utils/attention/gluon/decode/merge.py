@@ -95,54 +95,58 @@ class Results:
         gl.store(numbers + gl.expand_dims(row, 1 - ROWS) * BLOCK_D + d, o, mask=keep)
 
     @gluon.jit
-    def pieces(self, head):
-        """How many pieces the merge of a head has: a piece is what all threads add up in one step."""
-        queries = gl.minimum(self.cache.sq - head % self.tiles * self.cache.PLAN.queries, self.cache.PLAN.queries)
-        return gl.cdiv(
-            self.group * queries * self.cache.PLAN.block_d, 64 * (gl.num_warps() // self.cache.PLAN.merge_warps)
-        )
+    def pieces(self, head, STEPS: gl.constexpr):
+        """How many pieces the merge of a head has: a piece is what all threads add up at once, STEPS groups each."""
+        PLAN: gl.constexpr = self.cache.PLAN
+        queries = gl.minimum(self.cache.sq - head % self.tiles * PLAN.queries, PLAN.queries)
+        threads: gl.constexpr = 32 * (gl.num_warps() // PLAN.merge_warps)
+        return gl.cdiv(self.group * queries * PLAN.block_d, PLAN.merge_width * STEPS * threads)
 
     @gluon.jit
-    def merge(self, b, head, first, count, turn, turns):
+    def merge(self, b, head, first, count, turn, turns, STEPS: gl.constexpr):
         """Add up the parts of the programs first .. first + count - 1: pieces turn, turn + turns, ... of the head.
 
-        A thread holds two neighbouring numbers of 32 parts, so that all its loads are under way at the same time, and
-        adds them up by itself. With `merge_warps`, for heads of many parts, as many warps take 32 parts each.
+        A thread holds `merge_width` neighbouring numbers, STEPS times, of `merge_parts` parts, so that all its loads are
+        under way at the same time, and adds them up by itself. With `merge_warps`, for heads of many parts, as many
+        warps take some of the parts each.
         """
         PLAN: gl.constexpr = self.cache.PLAN
         COLUMNS: gl.constexpr = PLAN.columns
         BLOCK_D: gl.constexpr = PLAN.block_d
-        PARTS: gl.constexpr = 32 * PLAN.merge_warps
-        PAIRS: gl.constexpr = 32 * (gl.num_warps() // PLAN.merge_warps)
+        WIDTH: gl.constexpr = PLAN.merge_width
+        PARTS: gl.constexpr = PLAN.merge_parts * PLAN.merge_warps
+        WARPS: gl.constexpr = gl.num_warps() // PLAN.merge_warps
+        GROUPS: gl.constexpr = 32 * WARPS * STEPS
         layout: gl.constexpr = gl.BlockedLayout(
-            [32, 1, 2], [1, 32, 1], [PLAN.merge_warps, gl.num_warps() // PLAN.merge_warps, 1], [2, 1, 0]
+            [PLAN.merge_parts, 1, WIDTH], [1, 32, 1], [PLAN.merge_warps, WARPS, 1], [2, 1, 0]
         )
         sums: gl.constexpr = gl.SliceLayout(2, layout)
         split = gl.arange(0, PARTS, gl.SliceLayout(1, sums))
-        pair = gl.arange(0, PAIRS, gl.SliceLayout(0, sums))
-        two = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+        group = gl.arange(0, GROUPS, gl.SliceLayout(0, sums))
+        width = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
         result: gl.constexpr = gl.SliceLayout(0, layout)
 
         queries = gl.minimum(self.cache.sq - head % self.tiles * PLAN.queries, PLAN.queries)
         rows = self.group * queries
-        for piece in range(turn, self.pieces(head), turns):
-            at = (piece * PAIRS + pair) * 2
+        for piece in range(turn, self.pieces(head, STEPS), turns):
+            at = (piece * GROUPS + group) * WIDTH
             row = at // BLOCK_D
             d = at % BLOCK_D
             column = (row // queries) * PLAN.queries + row % queries
             exists = (row < rows) & (d < self.head_dim)
-            m = gl.full([PAIRS], MINUS_INF, gl.float32, gl.SliceLayout(0, sums))
-            total = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(0, sums))
-            o = gl.zeros([PAIRS, 2], gl.float32, result)
+            m = gl.full([GROUPS], MINUS_INF, gl.float32, gl.SliceLayout(0, sums))
+            total = gl.zeros([GROUPS], gl.float32, gl.SliceLayout(0, sums))
+            o = gl.zeros([GROUPS, WIDTH], gl.float32, result)
             for begin in range(0, count, PARTS):
                 i = begin + split
                 part = 2 * (first + i) + (i == 0).to(gl.int32)
                 here = (i < count)[:, None] & exists[None, :]
                 # Past the L1: other SMs have written this a moment ago.
-                own = (part * (COLUMNS * (BLOCK_D + 2)))[:, None] + column[None, :]
-                numbers = own + (column * (BLOCK_D - 1) + d + 2 * COLUMNS)[None, :]
+                start = (part * (COLUMNS * (BLOCK_D + 2)))[:, None]
+                own = start + column[None, :]
+                numbers = start + (column * BLOCK_D + d + 2 * COLUMNS)[None, :]
                 values = gl.load(
-                    self.parts_ptr + numbers[:, :, None] + two[None, None, :],
+                    self.parts_ptr + numbers[:, :, None] + width[None, None, :],
                     mask=here[:, :, None],
                     other=0.0,
                     cache_modifier=".cg",
@@ -160,7 +164,7 @@ class Results:
             o = o * gl.convert_layout(inverse(total), gl.SliceLayout(1, result))[:, None]
             place = gl.convert_layout(self.rows(b, head, column)[0] + d, gl.SliceLayout(1, result))
             keep = gl.convert_layout(exists, gl.SliceLayout(1, result))
-            out = self.out_ptr + place[:, None] + gl.arange(0, 2, gl.SliceLayout(0, result))[None, :]
+            out = self.out_ptr + place[:, None] + gl.arange(0, WIDTH, gl.SliceLayout(0, result))[None, :]
             gl.store(out, o.to(self.out_ptr.dtype.element_ty), mask=keep[:, None])
 
     @gluon.jit
@@ -203,19 +207,20 @@ class Results:
         first = split.owner(head_begin)
         count = split.owner(head_begin + cursor.blocks - 1) - first + 1
         counter = self.counter(cursor)
+        STEPS: gl.constexpr = self.cache.PLAN.merge_steps
         if self.cache.PLAN.merge == "last":
             if arrived == count:
                 thread_barrier()  # one thread has seen that: the others may read only behind it
-                self.merge(cursor.b, cursor.head, first, count, 0, 1)
+                self.merge(cursor.b, cursor.head, first, count, 0, 1, STEPS)
                 gl.store(counter, 0)  # for the next launch: nobody looks at it any more
         else:
             # All programs are on the GPU at the same time (a cooperative launch), and none waits before it has said
             # that its parts are stored, so the waiting ends.
-            if program - first < self.pieces(cursor.head):
+            if program - first < self.pieces(cursor.head, STEPS):
                 while arrived < count:
                     arrived = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
                 thread_barrier()
-                self.merge(cursor.b, cursor.head, first, count, program - first, count)
+                self.merge(cursor.b, cursor.head, first, count, program - first, count, STEPS)
             # Who leaves last sets both counters to zero for the next launch.
             if gl.atomic_add(counter + 1, 1, sem="acq_rel", scope="gpu") == count - 1:
                 gl.store(counter, 0)

@@ -52,12 +52,11 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=1)
     parser.add_argument("--page", type=int)
     parser.add_argument("--block-n", type=int)
-    parser.add_argument("--warps", type=int)
     for flag in ("causal", "window", "lengths", "aligned"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--sass", action="store_true", help="print the disassembly")
     a = parser.parse_args()
-    plan = make_plan(a.head_dim, a.group, a.queries, a.page, a.block_n, a.warps)
+    plan = make_plan(a.head_dim, a.group, a.queries, a.page, a.block_n)
     case = Case(a.causal, a.window, a.lengths, 16, bool(a.page), a.aligned, a.lengths or bool(a.page))
     assembly = compile_decode(plan, case)
     if a.sass:

@@ -6,18 +6,25 @@ Chosen on an H200 (docs/decode-log.md). All tile shapes are powers of two; a blo
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 MOST_QUERIES = 64  # new tokens of one call
-MOST_COLUMNS = 128  # query rows that share the keys of one tile
+MOST_COLUMNS = 32  # query rows of a tile where keys are the rows of the products
+MOST_GROUP = 128  # query heads that share a head of keys
 MOST_SEQUENCES = 4096
 PAGES = (16, 32, 64, 128, 256)  # tokens of a page
 SHARED_BYTES = 232_448
-# Warps, and how many of them share the rows of a product, by head dimension and columns; else 4, and 8 with 64 columns
-# and more, each warpgroup half of these, so that its maxima and factors fit into registers.
-WARPS: dict[tuple[int, int], tuple[int, int]] = {(128, 64): (8, 4), (128, 128): (8, 4)}
+MERGE_WARPS = 4  # of a program of the second launch
+MERGE_PROGRAMS = 2048  # of the second launch, about
+TOGETHER_BYTES = 40 << 20  # of keys and values
+ROWS_FROM = 32  # query rows of a head of keys from which `rows.py` is faster
+KEYS_BLOCK = {64: 256, 128: 128, 256: 64}  # keys of a block by head dimension, where keys are the rows
+ROWS_BLOCK = {64: 128, 128: 128, 256: 64}  # where query rows are the rows
+FEW_BLOCKS = {64: 0, 128: 3, 256: 5}  # where a program has fewer of the latter, half as large ones are faster
 MERGES = {
     "second": "a second launch, which begins while the first runs and waits for its end",
     "together": "the programs of a head, which wait for each other (a cooperative launch), each some of its rows",
+    # Slower than "together", but the simulator can run it, which runs programs one after another.
     "last": "the program of a head that stores its part last, alone; nobody waits",
 }
 
@@ -35,11 +42,12 @@ class Plan:
     heads: int
     queries: int
     slots: int  # tiles of K and V in shared memory; an even number where keys are the rows
-    warps: int
-    row_warps: int  # warps that share the rows of a product; the others take other columns
     q_slots: int  # tiles of Q in shared memory: with two, the next head's comes while this one is computed
     box: int  # rows of one TMA copy: block_n, or a page if that is smaller
-    merge_warps: int = 1  # warps that share the parts of a head in the merge; each takes 32
+    merge_parts: int = 32  # parts of a head that a thread of the merge holds at once
+    merge_width: int = 2  # neighbouring numbers of each part, which it loads at once
+    merge_steps: int = 1  # times as many, where the programs of a head merge it themselves
+    merge_warps: int = 1  # warps that share the parts of a head in the merge; each takes `merge_parts`
     merge: str = "second"  # who adds up the parts of a head: a key of MERGES
     early: bool = True  # the second launch begins while the first runs, and waits for its end
     consumers: int = 0  # warpgroups of 64 query rows each; 0: keys are the rows of the products
@@ -64,7 +72,7 @@ class Plan:
         With one consumer the block has eight warps with their padding, and Triton would ask for 256 registers a thread,
         which no instruction can name; ptxas then ignores the number that the roles' own requests build on.
         """
-        return {"num_warps": self.warps} | ({"maxnreg": 240} if self.consumers == 1 and not self.raw_slots else {})
+        return {"num_warps": 4} | ({"maxnreg": 240} if self.consumers == 1 and not self.raw_slots else {})
 
     @property
     def shared_bytes(self) -> int:
@@ -104,13 +112,10 @@ def make_plan(
     sq: int,
     page: int | None = None,
     block_n: int | None = None,
-    warps: int | None = None,
-    row_warps: int | None = None,
     slots: int | None = None,
-    merge_warps: int = 1,
     merge: str = "second",
     early: bool = True,
-    consumers: int = 0,
+    consumers: int | None = None,
     halves: bool | None = None,
     q_slots: int | None = None,
     fp8: bool = False,
@@ -118,27 +123,26 @@ def make_plan(
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
 
     The other arguments overrule the choice, for measurements. consumers: 1 or 2 make query rows the rows of the
-    products, 64 or 128 a tile (`rows.py`); 0, the default, makes keys the rows. fp8: the cache is in e4m3, and one
-    consumer's kernel reads it (`quantized.py`).
+    products, 64 or 128 a tile (`rows.py`); 0 makes keys the rows. fp8: the cache is in e4m3, and one consumer's kernel
+    reads it (`quantized.py`).
     """
     if fp8:
-        return _fp8_plan(head_dim, group, sq, page, block_n, merge_warps, merge, early, consumers, halves)
+        return _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves)
+    consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
     if consumers:
-        return _rows_plan(
-            head_dim, group, sq, page, block_n, slots, merge_warps, merge, early, consumers, halves, q_slots
-        )
-    block_d = next(d for d in (64, 128, 256) if head_dim <= d)
+        return _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, q_slots)
+    block_d = block_width(head_dim)
     heads = power_of_two(group)
+    if heads > MOST_COLUMNS:
+        raise ValueError(
+            f"where keys are the rows a tile has up to {MOST_COLUMNS} query rows, which hold all heads of a group; "
+            f"groups of {group} were given. Leave `consumers` out, or give 1 or 2."
+        )
     queries = min(power_of_two(sq), MOST_COLUMNS // heads)
     if heads * queries < 8:  # a product has eight columns at least
         heads = 8 // queries
     columns = heads * queries
-    if block_n is None:
-        block_n = 256 if block_d == 64 and columns <= 32 else 64 if block_d == 256 or columns == 128 else 128
-    best = WARPS.get((block_d, columns), (8, 4) if columns >= 64 else (4, 4))
-    warps, row_warps = (
-        (best if row_warps is None else (best[0], row_warps)) if warps is None else (warps, row_warps or 4)
-    )
+    block_n = block_n or KEYS_BLOCK[block_d]
     tile, rest = 2 * block_n * block_d, 512
     for tiles in (2, 1) if q_slots is None else (q_slots,):
         room = SHARED_BYTES - rest - 2 * columns * (tiles * block_d + block_n) - 32 * columns
@@ -151,19 +155,14 @@ def make_plan(
         heads,
         queries,
         slots or fit,
-        warps,
-        row_warps,
         tiles,
         min(block_n, page) if page else block_n,
-        merge_warps,
-        merge,
-        early,
+        merge=merge,
+        early=early,
     )
 
 
-def _rows_plan(
-    head_dim, group, sq, page, block_n, slots, merge_warps, merge, early, consumers, halves, q_slots
-) -> Plan:
+def _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, q_slots) -> Plan:
     """Return `make_plan`'s plan where query rows are the rows of the products."""
     rows = 64 * consumers
     heads = power_of_two(group)
@@ -172,10 +171,10 @@ def _rows_plan(
             f"consumers are 1 or 2, with 64 query rows each, which hold all heads of a group; {consumers} were given "
             f"for groups of {group}."
         )
-    block_d = next(d for d in (64, 128, 256) if head_dim <= d)
+    block_d = block_width(head_dim)
     queries = min(power_of_two(sq), rows // heads)
     heads = rows // queries
-    block_n = block_n or (64 if block_d == 256 else 128)
+    block_n = block_n or ROWS_BLOCK[block_d]
     tile, room = 2 * block_n * block_d, SHARED_BYTES - 1024
     q_bytes = 2 * rows * block_d
     if q_slots is None:
@@ -187,27 +186,24 @@ def _rows_plan(
         heads,
         queries,
         slots or fit,
-        4,
-        4,
         q_slots,
         min(block_n, page) if page else block_n,
-        merge_warps,
-        merge,
-        early,
-        consumers,
+        merge=merge,
+        early=early,
+        consumers=consumers,
         # A producer that looks up eight pages a block needs 40 registers; ptxas spills them in 24.
         registers=0 if consumers == 1 else 232 if page and page < block_n else 240,
         halves=halves if halves is not None else block_d >= 128,
     )
 
 
-def _fp8_plan(head_dim, group, sq, page, block_n, merge_warps, merge, early, consumers, halves) -> Plan:
+def _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves) -> Plan:
     """Return `make_plan`'s plan for a cache in e4m3: two slots each for the converted K and V, the rest for bytes."""
     rows = 64 * (consumers or 1)
-    if power_of_two(group) > rows or consumers not in (0, 1):
+    if power_of_two(group) > rows or consumers not in (None, 1):
         raise ValueError(f"an fp8 cache takes groups of up to 64 query heads and one consumer; {group} share a head.")
-    block_n = block_n or {64: 128, 128: 64, 256: 32}[next(d for d in (64, 128, 256) if head_dim <= d)]
-    plan = _rows_plan(head_dim, group, sq, page, block_n, 4, merge_warps, merge, early, 1, halves, 1)
+    block_n = block_n or {64: 128, 128: 64, 256: 32}[block_width(head_dim)]
+    plan = _rows_plan(head_dim, group, sq, page, block_n, 4, merge, early, 1, halves, 1)
     room = SHARED_BYTES - 1024 - plan.shared_bytes
     return replace(plan, raw_slots=min(room // (2 * block_n * plan.block_d), 8))
 
@@ -216,8 +212,8 @@ def refuse(group: int, sq: int, batch: int, page: int | None = None, head_dim: i
     """Say why the kernel does not take these sizes; "" if it does. The reason is a sentence that begins with "it"."""
     if sq > MOST_QUERIES:
         return f"it decodes up to {MOST_QUERIES} new tokens, and {sq} were given."
-    if group > MOST_COLUMNS:
-        return f"it takes groups of up to {MOST_COLUMNS} query heads, and {group} share a head of keys."
+    if group > MOST_GROUP:
+        return f"it takes groups of up to {MOST_GROUP} query heads, and {group} share a head of keys."
     if batch > MOST_SEQUENCES:
         return f"it takes up to {MOST_SEQUENCES} sequences, and {batch} were given."
     if page is not None and page not in PAGES:
@@ -236,3 +232,133 @@ def aligned_split(heads: int, blocks: int, programs: int) -> bool:
     """
     rounds = -(-heads // programs)
     return rounds * programs <= 1.04 * heads or blocks == 1
+
+
+def block_width(head_dim: int) -> int:
+    """The head dimension of a tile: the smallest that there is and that holds this one."""
+    return next(d for d in (64, 128, 256) if head_dim <= d)
+
+
+def best_consumers(head_dim: int, group: int, sq: int, page: int | None = None) -> int:
+    """Choose the kernel: 0 makes keys the rows of the products, 1 and 2 make query rows the rows, 64 or 128 a tile.
+
+    A product with keys as rows costs by its columns, one with query rows as rows costs the same for 1 and for 64 of
+    them. Where a block is several pages, a warp that does nothing but load is worth more; the second kernel has one.
+    """
+    rows = power_of_two(group) * sq
+    block = min(KEYS_BLOCK[block_width(head_dim)], 128)
+    if rows < ROWS_FROM and not (page and page < block):
+        return 0
+    return 1 if rows <= 64 and group <= 64 else 2
+
+
+def best_block(head_dim: int, heads: int, seen: int, multiprocessors: int) -> int:
+    """Keys of a block of `rows.py`: half as many where a program has few blocks, so that its ring fills sooner.
+
+    heads: of all sequences. seen: keys of each.
+    """
+    width = block_width(head_dim)
+    block = ROWS_BLOCK[width]
+    few = heads * seen <= FEW_BLOCKS[width] * block * multiprocessors
+    return block // 2 if few else block
+
+
+def even_programs(heads: int, blocks: int, multiprocessors: int) -> int:
+    """As many programs as share each head evenly, so that none has parts of two; 0 if that wastes more than 5%."""
+    each = multiprocessors // heads
+    return heads * each if heads * each >= 0.95 * multiprocessors and blocks % each == 0 else 0
+
+
+def merge_shape(parts: int, numbers: int) -> dict[str, Any]:
+    """Choose how a thread of the merge works: the plan's `merge_parts`, `merge_width`, `merge_steps`, `merge_warps`.
+
+    parts: of a head, the most there are. numbers: of a head, that one program merges. A thread has about 64 numbers in
+    its registers, so with few parts it takes more neighbours of each.
+    """
+    held = min(max(power_of_two(parts), 2), 32)
+    width = 2 if held == 32 else 4
+    warps = 1 if parts <= 32 else MERGE_WARPS
+    steps = min(power_of_two(-(-numbers * warps // (width * 128))), 64 // (held * width))
+    return {"merge_parts": held, "merge_width": width, "merge_steps": max(steps, 1), "merge_warps": warps}
+
+
+def most_parts(heads: int, blocks: int, programs: int) -> int:
+    """Return the most parts that a head of `blocks` blocks has where `programs` share those of all heads equally."""
+    share, longer = divmod(heads * blocks, programs)
+    if share == 0:
+        return blocks
+    if longer == 0 and blocks % share == 0:
+        return blocks // share
+    return min(blocks, (blocks - 2) // share + 2, programs)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How one call is computed: the tile, and how its blocks and the merge of its parts are dealt out."""
+
+    plan: Plan
+    merge_plan: Plan  # of the second launch; the first one's is the same for all numbers of parts
+    programs: int
+    tiles: int  # of queries
+    heads: int  # of keys, of all sequences and tiles of queries
+    aligned: bool  # programs take whole heads
+    merge_pieces: int  # programs of the second launch that share a head's merge
+
+
+def arrange(
+    batch: int,
+    kv_heads: int,
+    group: int,
+    sq: int,
+    keys: int,
+    head_dim: int,
+    multiprocessors: int,
+    *,
+    window: int = 0,
+    page: int | None = None,
+    lengths: bool = False,
+    fp8: bool = False,
+    programs: int = 0,
+    aligned: bool | None = None,
+    merge: str | None = None,
+    consumers: int | None = None,
+    block_n: int | None = None,
+    **choices,
+) -> Arrangement:
+    """Choose how a call is computed; the arguments from `programs` on overrule the choice, for measurements.
+
+    keys: of the longest sequence that the cache has room for; window: 0 for none; choices: `make_plan`'s other ones.
+    """
+    seen = min(keys, sq + window - 1) if window else keys
+    if not fp8:
+        consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
+        if consumers and block_n is None:
+            block_n = best_block(head_dim, batch * kv_heads, seen, multiprocessors)
+    plan = make_plan(head_dim, group, sq, page, block_n=block_n, consumers=consumers, fp8=fp8, **choices)
+    tiles = -(-sq // plan.queries)
+    heads = batch * kv_heads * tiles
+    blocks = -(-keys // plan.block_n) - (keys - seen) // plan.block_n
+    if aligned is None:
+        aligned = not lengths and aligned_split(heads, blocks, programs or multiprocessors)
+    even = 0 if lengths or aligned else even_programs(heads, blocks, multiprocessors)
+    programs = programs or even or multiprocessors
+    parts = most_parts(heads, blocks, programs)
+    if merge is None:
+        # Waiting for each other is faster where the time is that of launches, not of bytes; and for long caches, too,
+        # where all programs of a head end at the same time and many rows are merged.
+        small = 2 * seen * batch * kv_heads * head_dim * (1 if fp8 else 2) <= TOGETHER_BYTES
+        level = plan.consumers > 0 and programs == even
+        wait = not lengths and not aligned and parts <= 32 and (small or level)
+        merge = "together" if wait else "second"
+    numbers = group * min(sq, plan.queries) * plan.block_d
+    own = 1 if merge == "last" else parts  # programs that merge a head
+    plan = replace(plan, merge=merge)
+    merge_plan = replace(plan, **merge_shape(parts, -(-numbers // own)))
+    # A program of the second launch adds up a piece at a time; few heads have enough programs for all their pieces.
+    pieces = -(-numbers // (32 * merge_plan.merge_width * MERGE_WARPS // merge_plan.merge_warps))
+    pieces = min(pieces, -(-MERGE_PROGRAMS // heads))
+    if merge != "second":
+        plan = merge_plan
+    elif aligned:
+        merge_plan = plan
+    return Arrangement(plan, merge_plan, programs, tiles, heads, aligned, pieces)
