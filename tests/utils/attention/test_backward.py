@@ -148,9 +148,9 @@ def test_no_queries_give_zeros():
     ("head_dim", "step", "changes"),
     [
         (64, 3, {"ds_slots": 1}),
-        (64, 5, {"ds_slots": 1, "exp_first": True}),
-        (64, 5, {"by_tma": False, "producer_first": True}),
-        (128, 5, {"split": False, "producer_first": True}),
+        (64, 5, {"ds_slots": 1, "by_tma": True}),
+        (64, 5, {"pairs": 1}),
+        (128, 5, {"split": False, "producer_first": True, "pairs": 1}),
         (128, 3, {"ds_slots": 1}),
         (256, 4, {"by_tma": True, "do_slots": 1}),
         (256, 4, {"q_slots": 1, "do_slots": 1}),

@@ -1,19 +1,20 @@
 """Step 5: a warp of its own hands dQ to TMA, and masked tiles have a loop of their own.
 
-Four changes to step 3, each a field of the plan, so that each can be measured by itself:
+Changes to step 3, each a field of the plan, so that each can be measured by itself:
 
-    field            what
-    by_tma           a consumer leaves its part of dQ in shared memory and goes on; a fourth role, one warp, hands it to
-                     TMA, which adds it to the sums, and waits until TMA has read it. In step 4 the consumers wait.
-    split            tiles that the diagonal or a window's edge crosses are walked in loops of their own, so that the loop
-                     over all others has neither mask nor branch
-    exp_first        dP^T is waited for behind the exponentials, which ptxas would else put behind that wait
-    producer_first   the producer is the default partition, with four warps of which one thread works. ptxas gives the
-                     default partition less room: at head dimension 64 its consumer has 33 spills in the loop of step 3,
-                     the other consumer none
+    field            what                                                                          default
+    by_tma           a consumer leaves its part of dQ in shared memory and goes on; a fourth role, one    128
+                     warp, hands it to TMA, which adds it to the sums. In step 4 the consumers wait.
+    split            tiles that the diagonal or a window's edge crosses are walked in loops of their own, all
+                     so that the loop over all others has neither mask nor branch
+    producer_first   the producer is the default partition, with four warps of which one thread works.    64 causal
+                     ptxas gives the default partition less room: at head dimension 64 its consumer has
+                     33 spills in the loop of step 3, the other consumer none
+    pairs            tiles are walked in pairs: the second one's scores start before dK of the first      none
+                     has ended
 
-Not measured yet; predictions are in docs/backward-log.md. Tiles and slots are those of step 3, and head dimension 256 is
-in `wide_heads.py`.
+The fastest at head dimensions 64 and 128. Tiles and slots are those of step 3, and head dimension 256 is in
+`wide_heads.py`. Places and figures: docs/backward-log.md.
 """
 
 # A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
@@ -99,57 +100,103 @@ def storing_warp(work, leave):
 
 
 @gluon.jit
+def softmax_gradient(work, s, dp, i, key, row, MASK: gl.constexpr):
+    """P^T, as the left operand of dV, and dS^T of tile i, from its two products in flight.
+
+    MASK: 0 for tiles that need none, 1 where each tile decides, 2 where each tile gets one.
+    """
+    PLAN: gl.constexpr = work.sizes.PLAN
+    dtype: gl.constexpr = work.k.dtype
+    s = wait_products(s, 1, PLAN.block_m)
+    lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
+    p = gl.exp2(s * work.c - lse2[None, :])
+    if MASK == 2:
+        p = work.sizes.mask(p, key, row)
+    elif MASK == 1:  # noqa: SIM102 (the first is decided by the compiler)
+        if work.sizes.needs_mask(key, 64, row):
+            p = work.sizes.mask(p, key, row)
+    p16 = gl.convert_layout(p.to(dtype), left_operand(PLAN.block_d))
+    dp = wait_products(dp, 0, PLAN.block_m)
+    delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
+    return p16, (p * (dp - delta[None, :])).to(dtype)
+
+
+@gluon.jit
+def start_gradients(work, state, p16, ds, i, W: gl.constexpr):
+    """Hand dV, dQ and dK of tile i to the tensor cores, and wait for dV: returns dK, dV and dQ (or dV again)."""
+    CASE: gl.constexpr = work.sizes.CASE
+    BLOCK_D: gl.constexpr = work.sizes.PLAN.block_d
+    dk, dv = state
+    if CASE.dq:
+        # The slot's last dS, two tiles ago, has been read: this consumer has since seen the other one's next dS.
+        write_ds(work, i, ds, W)
+    dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
+    dq = dv
+    if CASE.dq:
+        publish_ds(work, i)
+        dq = start_dq(work, i, W)
+        dv = wait_products(dv, 1, BLOCK_D)
+        work.do.release(i)
+    dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
+    if not CASE.dq:
+        dv = wait_products(dv, 1, BLOCK_D)
+        work.do.release(i, True)
+    return dk, dv, dq
+
+
+@gluon.jit
+def finish_tile(work, sums, leave, dk, dq, i, m, head, W: gl.constexpr, LEFT: gl.constexpr):
+    """Add dQ of tile i, and wait for dK, with LEFT products of the next tile in flight: returns dK."""
+    PLAN: gl.constexpr = work.sizes.PLAN
+    if work.sizes.CASE.dq:
+        dq = wait_dq(work, dq, 1 + LEFT)
+        if PLAN.by_tma:
+            hand_over(work, dq, leave, i, W)
+        else:
+            add_dq(work, sums, dq, head, m, W)
+    dk = wait_products(dk, LEFT, PLAN.block_d)
+    work.q.release(i, not work.sizes.CASE.dq)
+    return dk
+
+
+@gluon.jit
 def walk(work, sums, leave, state, lo, hi, number, head, W: gl.constexpr, MASK: gl.constexpr):
     """Tiles of queries lo .. hi - 1 of one head: returns the state (dK, dV) behind them.
 
-    number: of the load of tile 0, if there was one. MASK: 0 for tiles that need none, 1 where each tile decides, 2 where each tile gets one.
+    number: of the load of tile 0, if there was one. MASK: as in `softmax_gradient`.
     """
     PLAN: gl.constexpr = work.sizes.PLAN
-    CASE: gl.constexpr = work.sizes.CASE
-    BLOCK_D: gl.constexpr = PLAN.block_d
-    dtype: gl.constexpr = work.k.dtype
+    BLOCK_M: gl.constexpr = PLAN.block_m
     key = work.key + W * 64
     dk, dv = state
+    if PLAN.pairs and MASK == 0:
+        pairs = (hi - lo) // 2
+        for pair in range(pairs):
+            m = lo + 2 * pair
+            i = number + m
+            s = start_scores(work, i, W)
+            dp = start_dp(work, i, W)
+            p16, ds = softmax_gradient(work, s, dp, i, key, m * BLOCK_M, 0)
+            dk, dv, dq = start_gradients(work, (dk, dv), p16, ds, i, W)
+            # The second tile's products go in behind dK, so the tensor cores need not wait for the loop to turn.
+            s = start_scores(work, i + 1, W)
+            if PLAN.pairs == 2:
+                dp = start_dp(work, i + 1, W)
+                dk = finish_tile(work, sums, leave, dk, dq, i, m, head, W, 2)
+            else:
+                dk = finish_tile(work, sums, leave, dk, dq, i, m, head, W, 1)
+                dp = start_dp(work, i + 1, W)
+            p16, ds = softmax_gradient(work, s, dp, i + 1, key, (m + 1) * BLOCK_M, 0)
+            dk, dv, dq = start_gradients(work, (dk, dv), p16, ds, i + 1, W)
+            dk = finish_tile(work, sums, leave, dk, dq, i + 1, m + 1, head, W, 0)
+        lo += 2 * pairs
     for m in range(lo, hi):
         i = number + m
         s = start_scores(work, i, W)
         dp = start_dp(work, i, W)
-        s = wait_products(s, 1, PLAN.block_m)
-        lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
-        p = gl.exp2(s * work.c - lse2[None, :])
-        if MASK == 2:
-            p = work.sizes.mask(p, key, m * PLAN.block_m)
-        elif MASK == 1:  # noqa: SIM102
-            if work.sizes.needs_mask(key, 64, m * PLAN.block_m):
-                p = work.sizes.mask(p, key, m * PLAN.block_m)
-        p16 = gl.convert_layout(p.to(dtype), left_operand(BLOCK_D))
-        if PLAN.exp_first:
-            # Q has long arrived. The wait ends a basic block: else ptxas moves the wait for dP above the exponentials.
-            work.q.wait_full(i)
-        dp = wait_products(dp, 0, PLAN.block_m)
-        delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
-        ds = (p * (dp - delta[None, :])).to(dtype)
-        if CASE.dq:
-            # The slot's last dS, two tiles ago, has been read: this consumer has since seen the other one's next dS.
-            write_ds(work, i, ds, W)
-        dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
-        if CASE.dq:
-            publish_ds(work, i)
-            dq = start_dq(work, i, W)
-            dv = wait_products(dv, 1, BLOCK_D)
-            work.do.release(i)
-        dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
-        if CASE.dq:
-            dq = wait_dq(work, dq, 1)
-            if PLAN.by_tma:
-                hand_over(work, dq, leave, i, W)
-            else:
-                add_dq(work, sums, dq, head, m, W)
-        else:
-            dv = wait_products(dv, 1, BLOCK_D)
-            work.do.release(i, True)
-        dk = wait_products(dk, 0, BLOCK_D)
-        work.q.release(i, not CASE.dq)
+        p16, ds = softmax_gradient(work, s, dp, i, key, m * BLOCK_M, MASK)
+        dk, dv, dq = start_gradients(work, (dk, dv), p16, ds, i, W)
+        dk = finish_tile(work, sums, leave, dk, dq, i, m, head, W, 0)
     return dk, dv
 
 
