@@ -135,6 +135,22 @@ def test_steps_that_add_in_any_order_refuse_to_be_deterministic():
         simulated(q, k, v, dout, step=1, deterministic=True)
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_few_queries_go_to_the_kernel_that_has_gradients(monkeypatch, trained):
+    from utils.attention.backends import gluon
+    from utils.attention.gluon import launch
+    from utils.attention.gluon.decode import launch as decode_launch
+    from utils.attention.problem import make_problem
+
+    monkeypatch.setattr(launch, "forward", lambda *tensors, **problem: "forward")
+    monkeypatch.setattr(decode_launch, "decode", lambda *tensors, **problem: "decode")
+    q, k, v, _ = tensors(1, 2, 1, 3, 200, 64, torch.bfloat16)
+    v.requires_grad_(trained)
+    assert gluon._run(q, k, v, make_problem(q, k, v)) == ("forward" if trained else "decode")
+    with torch.no_grad():
+        assert gluon._run(q, k, v, make_problem(q, k, v)) == "decode"
+
+
 def test_no_queries_give_zeros():
     from utils.attention.gluon.backward.launch import backward
 
