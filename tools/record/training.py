@@ -2,6 +2,7 @@
 
     python -m tools.record.training curves --out assets/results/h200/training_curves.json
     python -m tools.record.training step --out assets/results/h200/training_step.json
+    python -m tools.record.training join --read seed0.json seed1.json --out assets/results/h200/training_curves.json
     python -m tools.record.training plot --read assets/results/h200/training_curves.json --out training.svg
 
 Backends that cannot run here are skipped, and the file says why. The models are transformers' Gemma-3 with random weights
@@ -37,10 +38,11 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tools.record.common import Record, arguments_parser, machine_name, numbers, read_record, save_picture
+from tools.record.common import Record, arguments_parser, machine_name, numbers, read_record, save_picture, to_text
 from utils.attention import AttentionUnsupported, attention, find_backend, last_run, proof
 from utils.benchmark.measuring import measure_together
 from utils.benchmark.roofs import machine_roofs
+from utils.files import write_whole
 from utils.machine.device import default_device
 from utils.model.costs import decoder_layer
 
@@ -395,6 +397,22 @@ def record_curves(options: argparse.Namespace, run: Run, device: torch.device) -
     record.finish() if complete else record.save()
 
 
+def join_curves(paths: list[Path], out: Path) -> None:
+    """Put curves of different seeds, recorded in files of their own, into one file and judge them together."""
+    records = [read_record(path) for path in paths]
+    first = records[0]
+    for key in ("run", "steps", "first", "skipped"):
+        if any(record[key] != first[key] for record in records):
+            raise SystemExit(f"error: the files differ in {key!r}; join only curves that were recorded in the same way")
+    seeds = [seed for record in records for seed in record["seeds"]]
+    if len(set(seeds)) < len(seeds):
+        raise SystemExit("error: the files have a seed in common; join files of different seeds")
+    rows = [row for record in records for row in record["rows"]]
+    complete = all(record["complete"] for record in records)
+    joined = first | {"seeds": seeds, "complete": complete}
+    write_whole(out, to_text(joined | {"rows": rows, "judged": judge_curves(rows, first["first"])}))
+
+
 def record_steps(options: argparse.Namespace, run: Run, device: torch.device) -> None:
     """Time a step by each build and backend, and record the table."""
     backends, skipped = able(options.backends, run, device)
@@ -412,8 +430,8 @@ def record_steps(options: argparse.Namespace, run: Run, device: torch.device) ->
 def main(arguments: list[str] | None = None) -> None:
     """Record curves or steps, or draw recorded curves."""
     parser = arguments_parser(__doc__, pairs=9)
-    parser.add_argument("table", choices=("curves", "step", "plot"))
-    parser.add_argument("--read", type=Path, help="plot: the recorded curves")
+    parser.add_argument("table", choices=("curves", "step", "join", "plot"))
+    parser.add_argument("--read", type=Path, nargs="+", help="plot: the recorded curves; join: files of a seed each")
     parser.add_argument(
         "--backends", help=f"the first is compared with; by default {GPU_BACKENDS}, CPU: {CPU_BACKENDS}"
     )
@@ -426,10 +444,13 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--out names the file to write")
     if unknown := set(options.builds) - set(BUILDS):
         parser.error(f"--builds names {', '.join(sorted(unknown))}; allowed: {', '.join(BUILDS)}")
-    if options.table == "plot":
+    if options.table in ("plot", "join"):
         if options.read is None:
-            parser.error("--read names the recorded curves to draw")
-        plot(options.read, options.out)
+            parser.error("--read names the recorded curves")
+        if options.table == "join":
+            join_curves(options.read, options.out)
+        else:
+            plot(options.read[0], options.out)
         return
     device = default_device()
     on_gpu = device.type == "cuda"
