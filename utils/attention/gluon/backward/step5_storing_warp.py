@@ -41,7 +41,7 @@ from utils.attention.gluon.backward.step3_warp_specialized import (
     wait_dq,
     write_ds,
 )
-from utils.attention.gluon.shared import accumulator, left_operand, wait_products
+from utils.attention.gluon.shared import accumulator, left_operand, tma_load, wait_products
 
 
 @gluon.jit
@@ -77,26 +77,71 @@ def hand_over(work, dq, leave, i, W: gl.constexpr):
 
 
 @gluon.jit
-def storing_warp(work, leave):
-    """One warp: hand each tile's two parts of dQ to TMA, which adds them to the sums, and give their places back."""
+def add_tile(work, leave, i, m, head):
+    """Hand both parts of dQ of tile i to TMA, which adds them to the sums, and give their places back."""
     sums_desc, tiles, full, empty = leave
+    PIECES: gl.constexpr = work.sizes.PLAN.block_m * work.sizes.PLAN.block_d // 4096
+    for w in gl.static_range(2):
+        mbarrier.wait(full.index(w), i & 1)
+        tma_add(sums_desc, [((head * work.sizes.tiles_m + m) * PIECES + w) * 32, 0], tiles.index(w))
+    for w in gl.static_range(2):
+        tma.store_wait(1 - w)  # the first part has been read before the second
+        mbarrier.arrive(empty.index(w), count=1)
+
+
+@gluon.jit
+def storing_warp(work, leave):
+    """One warp: hand each tile's dQ to TMA as soon as both consumers have left it."""
     PLAN: gl.constexpr = work.sizes.PLAN
-    PIECES: gl.constexpr = PLAN.block_m * PLAN.block_d // 4096
     if work.sizes.CASE.dq and PLAN.by_tma:
         count, lo, hi = work.first()
         head = work.batch * work.sizes.heads + work.kv_head * work.sizes.group
         m = lo
         for i in range(count):
-            for w in gl.static_range(2):
-                mbarrier.wait(full.index(w), i & 1)
-                tma_add(sums_desc, [((head * work.sizes.tiles_m + m) * PIECES + w) * 32, 0], tiles.index(w))
-            for w in gl.static_range(2):
-                tma.store_wait(1 - w)  # the first part has been read before the second
-                mbarrier.arrive(empty.index(w), count=1)
+            add_tile(work, leave, i, m, head)
             m += 1
             if m == hi:
                 m = lo
                 head += 1
+
+
+@gluon.jit
+def producer_and_storer(work, leave, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc):
+    """Load as `producer` does, and hand each tile's dQ to TMA.
+
+    The load that waits for the slot of a tile's Q finds that tile's dQ left behind: a consumer leaves dQ before it gives Q back.
+    """
+    PLAN: gl.constexpr = work.sizes.PLAN
+    SLOTS: gl.constexpr = PLAN.q_slots
+    heads = work.sizes.heads
+    count, lo, hi = work.first()
+    mbarrier.expect(work.loaded.index(0), k_desc.block_type.nbytes)
+    tma_load(k_desc, [work.batch, work.kv_head, work.key, 0], work.loaded.index(0), work.k)
+    head = work.kv_head * work.sizes.group
+    m = lo
+    left_head = work.batch * heads + head
+    left_m = lo
+    # SLOTS turns more than tiles: in turn i, tile i is loaded, and dQ of tile i - SLOTS is added.
+    for i in range(count + SLOTS):
+        if i < count:
+            work.q.load(i, q_desc, lse_desc, work.batch, head, heads, m * PLAN.block_m)
+            if i == 0:
+                mbarrier.expect(work.loaded.index(1), v_desc.block_type.nbytes * (PLAN.block_n // 64))
+                for w in gl.static_range(PLAN.block_n // 64):
+                    at = [work.batch, work.kv_head, work.key + w * 64, 0]
+                    tma_load(v_desc, at, work.loaded.index(1), work.v.index(w))
+            work.do.load(i, do_desc, delta_desc, work.batch, head, heads, m * PLAN.block_m)
+            m += 1
+            if m == hi:
+                m = lo
+                head += 1
+        if work.sizes.CASE.dq:  # noqa: SIM102 (the first is decided by the compiler)
+            if i >= SLOTS:
+                add_tile(work, leave, i - SLOTS, left_m, left_head)
+                left_m += 1
+                if left_m == hi:
+                    left_m = lo
+                    left_head += 1
 
 
 @gluon.jit
@@ -280,13 +325,12 @@ def attention_backward_step5(
     if PLAN.producer_first and PLAN.by_tma:
         gl.warp_specialize(
             [
-                (producer, loads),
+                (producer_and_storer, (work, leave, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
                 (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 0)),
                 (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 1)),
-                (storing_warp, (work, leave)),
             ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
+            [4, 4],
+            [REGISTERS, REGISTERS],
         )
     elif PLAN.producer_first:
         gl.warp_specialize(
