@@ -96,12 +96,14 @@ def storing_warp(work, leave):
     if work.sizes.CASE.dq and PLAN.by_tma:
         count, lo, hi = work.first()
         head = work.batch * work.sizes.heads + work.kv_head * work.sizes.group
-        m = lo
+        start = work.start(lo, hi)
+        m = start
         for i in range(count):
             add_tile(work, leave, i, m, head)
             m += 1
             if m == hi:
                 m = lo
+            if m == start:
                 head += 1
 
 
@@ -118,9 +120,10 @@ def producer_and_storer(work, leave, q_desc, do_desc, k_desc, v_desc, lse_desc, 
     mbarrier.expect(work.loaded.index(0), k_desc.block_type.nbytes)
     tma_load(k_desc, [work.batch, work.kv_head, work.key, 0], work.loaded.index(0), work.k)
     head = work.kv_head * work.sizes.group
-    m = lo
+    start = work.start(lo, hi)
+    m = start
     left_head = work.batch * heads + head
-    left_m = lo
+    left_m = start
     # SLOTS turns more than tiles: in turn i, tile i is loaded, and dQ of tile i - SLOTS is added.
     for i in range(count + SLOTS):
         if i < count:
@@ -134,6 +137,7 @@ def producer_and_storer(work, leave, q_desc, do_desc, k_desc, v_desc, lse_desc, 
             m += 1
             if m == hi:
                 m = lo
+            if m == start:
                 head += 1
         if work.sizes.CASE.dq:  # noqa: SIM102 (the first is decided by the compiler)
             if i >= SLOTS:
@@ -141,6 +145,7 @@ def producer_and_storer(work, leave, q_desc, do_desc, k_desc, v_desc, lse_desc, 
                 left_m += 1
                 if left_m == hi:
                     left_m = lo
+                if left_m == start:
                     left_head += 1
 
 
@@ -268,6 +273,10 @@ def consumer(work, sums, leave, dk_desc, dv_desc, W: gl.constexpr):
                 state = walk(work, sums, leave, state, first, end, number, head, W, 0)
                 if CASE.window:
                     state = walk(work, sums, leave, state, end, hi, number, head, W, 2)
+            elif PLAN.stagger and not MASKS:
+                start = work.start(lo, hi)
+                state = walk(work, sums, leave, state, start, hi, number + lo - start, head, W, 0)
+                state = walk(work, sums, leave, state, lo, start, number + hi - start, head, W, 0)
             else:
                 state = walk(work, sums, leave, state, lo, hi, number, head, W, 1 if MASKS else 0)
         dk, dv = state
