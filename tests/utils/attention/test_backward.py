@@ -165,8 +165,8 @@ def test_no_queries_give_zeros():
     [
         (64, 3, {"ds_slots": 1}),
         (64, 5, {"ds_slots": 1, "by_tma": True}),
-        (64, 5, {"pairs": 1}),
-        (128, 5, {"split": False, "producer_first": True, "pairs": 1}),
+        (64, 5, {"by_tma": True, "producer_first": True}),
+        (128, 5, {"split": False, "producer_first": True}),
         (128, 3, {"ds_slots": 1}),
         (256, 4, {"by_tma": True, "do_slots": 1}),
         (256, 4, {"q_slots": 1, "do_slots": 1}),
@@ -180,6 +180,17 @@ def test_other_plans(head_dim, step, changes):
     q, k, v, dout = tensors(1, 2, 1, 400, 200, head_dim, torch.bfloat16)
     plan = replace(plan_for(step, head_dim), **changes)
     check(*simulated(q, k, v, dout, step=step, plan=plan, causal=True), torch.bfloat16)
+
+
+@pytest.mark.parametrize("changes", [{}, {"producer_first": True}], ids=str)
+def test_blocks_that_start_at_different_tiles(changes):
+    from dataclasses import replace
+
+    from utils.attention.gluon.backward.plan import plan_for
+
+    q, k, v, dout = tensors(1, 2, 1, 200, 384, 128, torch.bfloat16)
+    plan = replace(plan_for(5, 128), stagger=True, **changes)
+    check(*simulated(q, k, v, dout, step=5, plan=plan), torch.bfloat16)
 
 
 @pytest.mark.slow

@@ -31,9 +31,7 @@ class BackwardPlan:
     ds_slots: int = 2  # tiles of dS, which both consumers write and read
     by_tma: bool = False  # head dimension 256 and step 5: TMA adds dQ to the sums, not the threads
     split: bool = False  # step 5: masked tiles have a loop of their own
-    pairs: int = 0  # step 5: a pair's second tile starts early: 1 its scores, 2 its dP too
     stagger: bool = False  # step 5, without a mask: block n starts at tile n; fewer blocks add to the same rows of dQ
-    section_mib: int = 32  # Q, dO and sums of dQ of the heads in flight fit in so much of the L2
     producer_first: bool = False  # step 5: the producer is the default partition
     registers: int = 240  # of a consumer thread
 

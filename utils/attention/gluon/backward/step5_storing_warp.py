@@ -9,9 +9,10 @@ Changes to step 3, each a field of the plan, so that each can be measured by its
                      so that the loop over all others has neither mask nor branch
     producer_first   the producer is the default partition, with four warps of which one thread works.    64 causal
                      ptxas gives the default partition less room: at head dimension 64 its consumer has
-                     33 spills in the loop of step 3, the other consumer none
-    pairs            tiles are walked in pairs: the second one's scores start before dK of the first      none
-                     has ended
+                     33 spills in the loop of step 3, the other consumer none. With `by_tma` the producer
+                     hands dQ to TMA, too, and there is no storing warp
+    stagger          without a mask, block n starts at tile n and goes round, so that fewer blocks add to  none
+                     the same rows of dQ at the same time
 
 The fastest at head dimensions 64 and 128. Tiles and slots are those of step 3, and head dimension 256 is in
 `wide_heads.py`. Places and figures: docs/backward-log.md.
@@ -195,16 +196,16 @@ def start_gradients(work, state, p16, ds, i, W: gl.constexpr):
 
 
 @gluon.jit
-def finish_tile(work, sums, leave, dk, dq, i, m, head, W: gl.constexpr, LEFT: gl.constexpr):
-    """Add dQ of tile i, and wait for dK, with LEFT products of the next tile in flight: returns dK."""
+def finish_tile(work, sums, leave, dk, dq, i, m, head, W: gl.constexpr):
+    """Add dQ of tile i, and wait for dK: returns dK."""
     PLAN: gl.constexpr = work.sizes.PLAN
     if work.sizes.CASE.dq:
-        dq = wait_dq(work, dq, 1 + LEFT)
+        dq = wait_dq(work, dq, 1)
         if PLAN.by_tma:
             hand_over(work, dq, leave, i, W)
         else:
             add_dq(work, sums, dq, head, m, W)
-    dk = wait_products(dk, LEFT, PLAN.block_d)
+    dk = wait_products(dk, 0, PLAN.block_d)
     work.q.release(i, not work.sizes.CASE.dq)
     return dk
 
@@ -219,34 +220,13 @@ def walk(work, sums, leave, state, lo, hi, number, head, W: gl.constexpr, MASK: 
     BLOCK_M: gl.constexpr = PLAN.block_m
     key = work.key + W * 64
     dk, dv = state
-    if PLAN.pairs and MASK == 0:
-        pairs = (hi - lo) // 2
-        for pair in range(pairs):
-            m = lo + 2 * pair
-            i = number + m
-            s = start_scores(work, i, W)
-            dp = start_dp(work, i, W)
-            p16, ds = softmax_gradient(work, s, dp, i, key, m * BLOCK_M, 0)
-            dk, dv, dq = start_gradients(work, (dk, dv), p16, ds, i, W)
-            # The second tile's products go in behind dK, so the tensor cores need not wait for the loop to turn.
-            s = start_scores(work, i + 1, W)
-            if PLAN.pairs == 2:
-                dp = start_dp(work, i + 1, W)
-                dk = finish_tile(work, sums, leave, dk, dq, i, m, head, W, 2)
-            else:
-                dk = finish_tile(work, sums, leave, dk, dq, i, m, head, W, 1)
-                dp = start_dp(work, i + 1, W)
-            p16, ds = softmax_gradient(work, s, dp, i + 1, key, (m + 1) * BLOCK_M, 0)
-            dk, dv, dq = start_gradients(work, (dk, dv), p16, ds, i + 1, W)
-            dk = finish_tile(work, sums, leave, dk, dq, i + 1, m + 1, head, W, 0)
-        lo += 2 * pairs
     for m in range(lo, hi):
         i = number + m
         s = start_scores(work, i, W)
         dp = start_dp(work, i, W)
         p16, ds = softmax_gradient(work, s, dp, i, key, m * BLOCK_M, MASK)
         dk, dv, dq = start_gradients(work, (dk, dv), p16, ds, i, W)
-        dk = finish_tile(work, sums, leave, dk, dq, i, m, head, W, 0)
+        dk = finish_tile(work, sums, leave, dk, dq, i, m, head, W)
     return dk, dv
 
 
