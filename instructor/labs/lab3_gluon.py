@@ -2199,9 +2199,9 @@ if (RECORDED / "backward_ratios.json").exists():
     print(f"Recorded on {where['gpu']}, torch {where['torch']}, Triton {where['triton']}. Not measured here.")
     ladder = record["ladder"][0]["tflops"]
     at = {row["head_dim"]: row for row in record["rows"] if row["length"] == 16384 and not row["causal"]}
-    shown = ["step1", "step2", "step3", "step4", "step5", "cudnn"]
+    shown = [name for name in ("step1", "step2", "step3", "step4", "step5", "cudnn") if name in ladder]
     figure, axes = plt.subplots(1, 2, figsize=(9.6, 3.6), layout="constrained")
-    bars = axes[0].bar(shown, [ladder[name] for name in shown], color=["tab:blue"] * 5 + ["tab:gray"])
+    bars = axes[0].bar(shown, [ladder[name] for name in shown], color=["tab:blue"] * (len(shown) - 1) + ["tab:gray"])
     axes[0].bar_label(bars, fmt="%.0f")
     axes[0].margins(y=0.12)
     axes[0].set(title="The ladder at head dimension 128", ylabel="TFLOP/s of backward")

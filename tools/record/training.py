@@ -372,7 +372,8 @@ def plot(path: Path, out: Path) -> None:
     noise = judged[record["first"]]["noise"]
     if not math.isnan(noise):
         right.axhline(noise, color="C3", label=f"noise: {record['first']} from weights moved by 2^-10")
-        right.legend()
+        right.margins(y=0.2)  # room for the legend
+        right.legend(loc="upper left")
     right.set(ylabel="nats a byte", title=f"Distance from {record['first']}, second half of the steps")
     figure.suptitle(f"Training through attention(...). {machine_name(record)}, torch {record['environment']['torch']}.")
     save_picture(figure, out)
