@@ -2182,9 +2182,11 @@ hidden.attention_causal(text_of("lab3_causal.py")).raise_if_wrong()
 # runs of it may differ in their last bits (lab 4, Question 5.3). A deterministic backward computes $dQ$ in a kernel
 # of its own that walks as forward does, with seven products in place of five.
 #
-# The course's ladder in `utils/attention/gluon/backward` has four steps. In step 1 the threads load the tiles, and add to $dQ$
+# The course's ladder in `utils/attention/gluon/backward` has five steps. In step 1 the threads load the tiles, and add to $dQ$
 # element by element. Step 2 loads by TMA. Step 3 has a producer and two consumers, keeps $P$ in registers, and adds four
-# numbers at once. In step 4 $dQ$ is computed beside the next tile's $dV$ and $dK$, and the TMA adds it from shared memory.
+# numbers at once. In step 4 $dQ$ is computed beside the next tile's $dV$ and $dK$, and the TMA adds it from shared memory. In step 5
+# a warp of its own hands $dQ$ to the TMA, and tiles on the diagonal have a loop of their own, so that no other tile decides
+# whether it needs a mask.
 #
 # **Before you run.** Which of these changes makes the big difference? And the deterministic mode at head dimension 256, where
 # $dK$ and $dV$ leave few registers: is it slower than the additions, or faster?
@@ -2197,13 +2199,13 @@ if (RECORDED / "backward_ratios.json").exists():
     print(f"Recorded on {where['gpu']}, torch {where['torch']}, Triton {where['triton']}. Not measured here.")
     ladder = record["ladder"][0]["tflops"]
     at = {row["head_dim"]: row for row in record["rows"] if row["length"] == 16384 and not row["causal"]}
-    shown = ["step1", "step2", "step3", "cudnn"]
+    shown = [name for name in ("step1", "step2", "step3", "step4", "step5", "cudnn") if name in ladder]
     figure, axes = plt.subplots(1, 2, figsize=(9.6, 3.6), layout="constrained")
-    bars = axes[0].bar(shown, [ladder[name] for name in shown], color=["tab:blue"] * 3 + ["tab:gray"])
+    bars = axes[0].bar(shown, [ladder[name] for name in shown], color=["tab:blue"] * (len(shown) - 1) + ["tab:gray"])
     axes[0].bar_label(bars, fmt="%.0f")
     axes[0].margins(y=0.12)
     axes[0].set(title="The ladder at head dimension 128", ylabel="TFLOP/s of backward")
-    ways = {"adding to dQ (step 3 or 4)": "tab:blue", "deterministic": "tab:orange", "cudnn": "tab:gray",
+    ways = {"adding to dQ (step 5; at 256 step 4)": "tab:blue", "deterministic": "tab:orange", "cudnn": "tab:gray",
             "fa3": "tab:green", "fa4": "tab:olive"}
     for i, (name, color) in enumerate(ways.items()):
         # at 64 and 128 the default adds; at 256 it is the deterministic kernel, and step 4 is the one that adds

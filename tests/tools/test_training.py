@@ -37,6 +37,26 @@ def test_a_curve_is_judged_by_the_noise_of_its_seed():
     assert judged["cudnn"]["distance"] == 0.0
 
 
+def test_files_of_a_seed_each_are_joined_and_judged_together(tmp_path):
+    def write(seed, steps=4):
+        rows = [{"backend": name, "seed": seed, "losses": [2.0] * 4} for name in ("gluon", training.MOVED)]
+        rows[1]["losses"] = [2.0, 2.0, 2.0 + seed, 2.0 + seed]
+        method = {"run": {}, "steps": steps, "first": "gluon", "skipped": {}, "seeds": [seed], "complete": True}
+        path = tmp_path / f"{seed}.json"
+        path.write_text(training.to_text(method | {"rows": rows}))
+        return str(path)
+
+    out = tmp_path / "all.json"
+    training.main(["join", "--read", write(1), write(2), "--out", str(out)])
+    record = read_record(out)
+    assert record["seeds"] == [1, 2] and len(record["rows"]) == 4
+    assert record["judged"]["gluon"]["noise"] == pytest.approx(2.5**0.5)
+    with pytest.raises(SystemExit, match="a seed in common"):
+        training.main(["join", "--read", write(1), write(1), "--out", str(out)])
+    with pytest.raises(SystemExit, match="differ in 'steps'"):
+        training.main(["join", "--read", write(1), write(2, steps=5), "--out", str(out)])
+
+
 @pytest.mark.slow  # imports transformers
 def test_the_flops_of_a_step_by_hand():
     run, config = training.TINY, training.TINY.config()

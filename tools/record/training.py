@@ -2,6 +2,7 @@
 
     python -m tools.record.training curves --out assets/results/h200/training_curves.json
     python -m tools.record.training step --out assets/results/h200/training_step.json
+    python -m tools.record.training join --read seed0.json seed1.json --out assets/results/h200/training_curves.json
     python -m tools.record.training plot --read assets/results/h200/training_curves.json --out training.svg
 
 Backends that cannot run here are skipped, and the file says why. The models are transformers' Gemma-3 with random weights
@@ -10,7 +11,12 @@ AdamW's state are fp32, and on a GPU the products run in bf16 (autocast). Withou
 
 **Curves.** For each seed, all backends start from the same weights and see the same batches. Two right backends still round
 differently, and training amplifies that. How much is measured: the first backend runs once more ("moved") from weights that
-differ by less than bf16's rounding. A backend learns the same if it is no further from the first one than "moved" is.
+differ by less than bf16's rounding, and once more ("again") from the same weights, where only the order of its additions in
+memory can differ (not on a CPU). A backend learns the same if it is no further from the first one than "moved" is. Gradients
+are clipped to a norm of 1: without that, one run of fifteen had a spike of the loss and did not recover in its 300 steps.
+
+**Windows.** Gemma-3's layers slide but for one in six. cuDNN takes no window, so `--full` trains with full attention in all
+layers, where it can be compared.
 
 **Step.** Forward, backward and optimizer of a model of the size of Gemma-3-270m, by three builds: "unfused" (GELU as nine
 operations), "eager" (torch's fused GELU) and "compiled" (each layer through torch.compile). The timer takes the backends of
@@ -25,23 +31,25 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tools.record.common import Record, arguments_parser, machine_name, numbers, read_record, save_picture
+from tools.record.common import Record, arguments_parser, machine_name, numbers, read_record, save_picture, to_text
 from utils.attention import AttentionUnsupported, attention, find_backend, last_run, proof
 from utils.benchmark.measuring import measure_together
 from utils.benchmark.roofs import machine_roofs
+from utils.files import write_whole
 from utils.machine.device import default_device
 from utils.model.costs import decoder_layer
 
 GPU_BACKENDS, CPU_BACKENDS = "cudnn,gluon,cute,fa3", "math,naive"
 BUILDS = ("unfused", "eager", "compiled")
-MOVED = "moved"
+MOVED, AGAIN = "moved", "again"
+CLIP = 1.0  # largest norm of the gradients of a step
 HEAD_ROWS = 2048  # rows of logits that are computed at a time: at 262,144 words, all of them would take gigabytes
 ATTENTION_NAME = "recorded_attention"  # in transformers
 
@@ -59,6 +67,7 @@ class Run:
     head_dim: int = 0
     window: int = 0
     gemma: bool = False
+    full: bool = False  # no layer has a sliding window
 
     def config(self):
         """Return transformers' configuration."""
@@ -66,6 +75,8 @@ class Run:
 
         config = copy.deepcopy(GEMMA_CONFIG)
         config._attn_implementation = ATTENTION_NAME
+        if self.full:
+            config.layer_types = ["full_attention"] * config.num_hidden_layers
         if self.gemma:
             return config
         last = self.layers - 1
@@ -77,7 +88,8 @@ class Run:
             self.head_dim,
         )
         config.query_pre_attn_scalar = self.head_dim
-        config.layer_types = ["full_attention" if n == last else "sliding_attention" for n in range(self.layers)]
+        kinds = ("full_attention", "full_attention" if self.full else "sliding_attention")
+        config.layer_types = [kinds[n < last] for n in range(self.layers)]
         return config
 
 
@@ -173,6 +185,7 @@ class Model:
             group["lr"] = self.rate * min(1.0, (number + 1) / warmup)
         loss = self.loss(batch)
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.body.parameters(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
@@ -203,7 +216,7 @@ def able(backends: list[str], run: Run, device: torch.device) -> tuple[list[str]
     k, v = (torch.randn(shapes[1], device=device, dtype=dtype, requires_grad=True) for _ in range(2))
     found, skipped = [], {}
     for name in backends:
-        problem = {"causal": True, "window": config.sliding_window}
+        problem = {"causal": True, "window": None if run.full else config.sliding_window}
         try:
             if not (support := find_backend(name).machine()):
                 raise RuntimeError(support.reason)
@@ -228,9 +241,9 @@ def train(run: Run, backend: str, seed: int, steps: int, device: torch.device, m
 
 
 def curve_row(run: Run, first: str, name: str, seed: int, steps: int, device: torch.device) -> dict:
-    """Train with one backend, or with the first one from moved weights."""
+    """Train with one backend, or with the first one: from moved weights, or once more from the same."""
     move = 2.0**-10 if name == MOVED else 0.0  # bf16 rounds by up to 2**-9
-    losses = train(run, first if name == MOVED else name, seed, steps, device, move)
+    losses = train(run, first if name in (MOVED, AGAIN) else name, seed, steps, device, move)
     return {"backend": name, "seed": seed, "losses": [round(loss, 5) for loss in losses]}
 
 
@@ -359,7 +372,8 @@ def plot(path: Path, out: Path) -> None:
     noise = judged[record["first"]]["noise"]
     if not math.isnan(noise):
         right.axhline(noise, color="C3", label=f"noise: {record['first']} from weights moved by 2^-10")
-        right.legend()
+        right.margins(y=0.2)  # room for the legend
+        right.legend(loc="upper left")
     right.set(ylabel="nats a byte", title=f"Distance from {record['first']}, second half of the steps")
     figure.suptitle(f"Training through attention(...). {machine_name(record)}, torch {record['environment']['torch']}.")
     save_picture(figure, out)
@@ -372,8 +386,9 @@ def record_curves(options: argparse.Namespace, run: Run, device: torch.device) -
         raise SystemExit(f"error: none of the backends can train here: {skipped}")
     first = backends[0]
     method = {"run": vars(run), "steps": options.steps, "seeds": options.seeds, "first": first, "skipped": skipped}
+    again = (AGAIN,) if device.type == "cuda" else ()
     record = Record(options.out, "loss curves", device, options.seconds, **method)
-    points = ((name, seed) for seed in options.seeds for name in (*backends, MOVED))
+    points = ((name, seed) for seed in options.seeds for name in (*backends, MOVED, *again))
     complete = record.fill(points, lambda p: curve_row(run, first, *p, options.steps, device), show_curve)
     record.contents["judged"] = judge_curves(record.contents["rows"], first)
     for name, judged in record.contents["judged"].items():
@@ -381,6 +396,22 @@ def record_curves(options: argparse.Namespace, run: Run, device: torch.device) -
     for name, reason in skipped.items():
         print(f"skipped {name}: {reason}")
     record.finish() if complete else record.save()
+
+
+def join_curves(paths: list[Path], out: Path) -> None:
+    """Put curves of different seeds, recorded in files of their own, into one file and judge them together."""
+    records = [read_record(path) for path in paths]
+    first = records[0]
+    for key in ("run", "steps", "first", "skipped"):
+        if any(record[key] != first[key] for record in records):
+            raise SystemExit(f"error: the files differ in {key!r}; join only curves that were recorded in the same way")
+    seeds = [seed for record in records for seed in record["seeds"]]
+    if len(set(seeds)) < len(seeds):
+        raise SystemExit("error: the files have a seed in common; join files of different seeds")
+    rows = [row for record in records for row in record["rows"]]
+    complete = all(record["complete"] for record in records)
+    joined = first | {"seeds": seeds, "complete": complete}
+    write_whole(out, to_text(joined | {"rows": rows, "judged": judge_curves(rows, first["first"])}))
 
 
 def record_steps(options: argparse.Namespace, run: Run, device: torch.device) -> None:
@@ -400,32 +431,36 @@ def record_steps(options: argparse.Namespace, run: Run, device: torch.device) ->
 def main(arguments: list[str] | None = None) -> None:
     """Record curves or steps, or draw recorded curves."""
     parser = arguments_parser(__doc__, pairs=9)
-    parser.add_argument("table", choices=("curves", "step", "plot"))
-    parser.add_argument("--read", type=Path, help="plot: the recorded curves")
+    parser.add_argument("table", choices=("curves", "step", "join", "plot"))
+    parser.add_argument("--read", type=Path, nargs="+", help="plot: the recorded curves; join: files of a seed each")
     parser.add_argument(
         "--backends", help=f"the first is compared with; by default {GPU_BACKENDS}, CPU: {CPU_BACKENDS}"
     )
     parser.add_argument("--steps", type=int, help="curves: steps of each run (300; CPU: 60)")
     parser.add_argument("--seeds", type=numbers, default="0,1,2")
     parser.add_argument("--builds", type=lambda text: text.split(","), default=BUILDS)
+    parser.add_argument("--full", action="store_true", help="full attention in all layers, as cuDNN needs it")
     options = parser.parse_args(arguments)
     if options.out is None:
         parser.error("--out names the file to write")
     if unknown := set(options.builds) - set(BUILDS):
         parser.error(f"--builds names {', '.join(sorted(unknown))}; allowed: {', '.join(BUILDS)}")
-    if options.table == "plot":
+    if options.table in ("plot", "join"):
         if options.read is None:
-            parser.error("--read names the recorded curves to draw")
-        plot(options.read, options.out)
+            parser.error("--read names the recorded curves")
+        if options.table == "join":
+            join_curves(options.read, options.out)
+        else:
+            plot(options.read[0], options.out)
         return
     device = default_device()
     on_gpu = device.type == "cuda"
     options.backends = (options.backends or (GPU_BACKENDS if on_gpu else CPU_BACKENDS)).split(",")
     options.steps = options.steps or (300 if on_gpu else 60)
     if options.table == "curves":
-        record_curves(options, CURVES if on_gpu else TINY, device)
+        record_curves(options, replace(CURVES if on_gpu else TINY, full=options.full), device)
     else:
-        record_steps(options, STEP if on_gpu else TINY, device)
+        record_steps(options, replace(STEP if on_gpu else TINY, full=options.full), device)
 
 
 if __name__ == "__main__":

@@ -135,6 +135,22 @@ def test_steps_that_add_in_any_order_refuse_to_be_deterministic():
         simulated(q, k, v, dout, step=1, deterministic=True)
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_few_queries_go_to_the_kernel_that_has_gradients(monkeypatch, trained):
+    from utils.attention.backends import gluon
+    from utils.attention.gluon import launch
+    from utils.attention.gluon.decode import launch as decode_launch
+    from utils.attention.problem import make_problem
+
+    monkeypatch.setattr(launch, "forward", lambda *tensors, **problem: "forward")
+    monkeypatch.setattr(decode_launch, "decode", lambda *tensors, **problem: "decode")
+    q, k, v, _ = tensors(1, 2, 1, 3, 200, 64, torch.bfloat16)
+    v.requires_grad_(trained)
+    assert gluon._run(q, k, v, make_problem(q, k, v)) == ("forward" if trained else "decode")
+    with torch.no_grad():
+        assert gluon._run(q, k, v, make_problem(q, k, v)) == "decode"
+
+
 def test_no_queries_give_zeros():
     from utils.attention.gluon.backward.launch import backward
 
@@ -148,8 +164,8 @@ def test_no_queries_give_zeros():
     ("head_dim", "step", "changes"),
     [
         (64, 3, {"ds_slots": 1}),
-        (64, 5, {"ds_slots": 1, "exp_first": True}),
-        (64, 5, {"by_tma": False, "producer_first": True}),
+        (64, 5, {"ds_slots": 1, "by_tma": True}),
+        (64, 5, {"by_tma": True, "producer_first": True}),
         (128, 5, {"split": False, "producer_first": True}),
         (128, 3, {"ds_slots": 1}),
         (256, 4, {"by_tma": True, "do_slots": 1}),
@@ -166,6 +182,17 @@ def test_other_plans(head_dim, step, changes):
     check(*simulated(q, k, v, dout, step=step, plan=plan, causal=True), torch.bfloat16)
 
 
+@pytest.mark.parametrize("changes", [{}, {"producer_first": True}], ids=str)
+def test_blocks_that_start_at_different_tiles(changes):
+    from dataclasses import replace
+
+    from utils.attention.gluon.backward.plan import plan_for
+
+    q, k, v, dout = tensors(1, 2, 1, 200, 384, 128, torch.bfloat16)
+    plan = replace(plan_for(5, 128), stagger=True, **changes)
+    check(*simulated(q, k, v, dout, step=5, plan=plan), torch.bfloat16)
+
+
 @pytest.mark.slow
 def test_torch_differentiates_the_operator_with_shapes_alone():
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -180,7 +207,7 @@ def test_torch_differentiates_the_operator_with_shapes_alone():
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
 
 
-COMPILED = [(3, 64, False), (5, 128, True)]
+COMPILED = [(3, 128, False), (5, 128, True)]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """This course's own FlashAttention for Hopper, in Gluon: step 5 of the ladder in `utils/attention/gluon`.
 
-A few queries over more keys go to the decode kernel (`utils/attention/gluon/decode`), which splits the keys.
+A few queries over more keys go to the decode kernel (`utils/attention/gluon/decode`), which splits the keys, unless
+gradients are needed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def decodes(problem: Problem) -> bool:
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:
-    if decodes(problem):
+    # The decode kernel has no backward pass and leaves no log-sum-exp to one.
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if decodes(problem) and not needs_grad:
         from utils.attention.gluon.decode.launch import decode
 
         return decode(q, k, v, causal=problem.causal, scale=problem.scale, window=problem.window)

@@ -11,7 +11,8 @@ from utils.attention.gluon.arguments import descriptor
 from utils.attention.gluon.backward.plan import BackwardCase, BackwardPlan
 
 LOG2_E = math.log2(math.e)
-L2_BYTES = 32 << 20  # what the heads in flight should fit in, of the H200's 60 MB
+# What the heads in flight should fit in, of the H200's 60 MB. Measured: half as much costs 0 to 2%, no limit up to 30%.
+L2_BYTES = 32 << 20
 
 
 @dataclass(slots=True)

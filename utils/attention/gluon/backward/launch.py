@@ -90,7 +90,7 @@ def backward(
         )
     if not q.numel():
         return torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    plan = plan or plan_for(step, q.shape[-1])
+    plan = plan or plan_for(step, q.shape[-1], causal)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     dout, q, k, v = (addressable(x) for x in (dout, q, k, v))
     dlse = None if dlse is None else dlse.float().contiguous()

@@ -40,7 +40,7 @@ def compile_backward(
     """
     from triton.experimental.gluon import language as gl
 
-    plan = plan or plan_for(step, head_dim)
+    plan = plan or plan_for(step, head_dim, causal)
     kernel = kernel_of(step, plan)
     constants = {"PLAN": plan, "CASE": BackwardCase(causal, window, tail, dq), "HEAD_DIM": head_dim}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
@@ -74,12 +74,12 @@ def main() -> None:
     parser.add_argument("--sass", action="store_true", help="print the disassembly")
     parser.add_argument("--ptx", action="store_true", help="print the PTX")
     parser.add_argument("changes", nargs="*", help="fields of the plan, such as q_slots=3")
-    options = vars(parser.parse_args())
+    options = vars(parser.parse_intermixed_args())
     changes: dict[str, Any] = {
         name: int(value) for name, value in (change.split("=") for change in options.pop("changes"))
     }
     step, head_dim = options.pop("step"), options.pop("head_dim")
-    plan = replace(plan_for(step, head_dim), **changes)
+    plan = replace(plan_for(step, head_dim, options["causal"]), **changes)
     show_sass, show_ptx = options.pop("sass"), options.pop("ptx")
     kernel = compile_backward(step, head_dim, plan=plan, **options)
     if show_ptx:

@@ -233,6 +233,16 @@ class Work:
         lo, hi = self.sizes.tiles_of(self.key)
         return (hi - lo) * self.sizes.group, lo, hi
 
+    @gluon.jit
+    def start(self, lo, hi):
+        """The tile of lo .. hi - 1 that each head begins with; from hi - 1 the walk goes on at lo."""
+        CASE: gl.constexpr = self.sizes.CASE
+        PLAN: gl.constexpr = self.sizes.PLAN
+        if PLAN.stagger and not (CASE.causal or CASE.window or CASE.tail):
+            return lo + (self.key // PLAN.block_n) % gl.maximum(hi - lo, 1)
+        else:
+            return lo
+
 
 @gluon.jit
 def block_work(sizes, descriptors, blocks_n, section, total, c, scale, CONSUMERS: gl.constexpr, WRITERS: gl.constexpr):

@@ -31,7 +31,7 @@ class BackwardPlan:
     ds_slots: int = 2  # tiles of dS, which both consumers write and read
     by_tma: bool = False  # head dimension 256 and step 5: TMA adds dQ to the sums, not the threads
     split: bool = False  # step 5: masked tiles have a loop of their own
-    exp_first: bool = False  # step 5: dP is waited for behind the exponentials
+    stagger: bool = False  # step 5, without a mask: block n starts at tile n; fewer blocks add to the same rows of dQ
     producer_first: bool = False  # step 5: the producer is the default partition
     registers: int = 240  # of a consumer thread
 
@@ -50,18 +50,21 @@ class BackwardCase:
     dq: bool = True
 
 
-FASTEST = {64: 3, 128: 3, 256: 4}  # the fastest step, by tile width
+FASTEST = {64: 5, 128: 5, 256: 4}  # the fastest step, by tile width
 _DQ_APART = (256,)  # tile widths at which computing dQ by itself is faster than adding it up
 _SIMPLE = {d: BackwardPlan(d, 64, 64) for d in (64, 128, 256)}  # steps 1 and 2
 _PLANS = {64: BackwardPlan(64, 128, 128), 128: BackwardPlan(128, 64, 128), 256: BackwardPlan(256, 64, 64)}
 
 
-def plan_for(step: int, head_dim: int) -> BackwardPlan:
-    """Return the plan of a step of the backward ladder for a head dimension."""
+def plan_for(step: int, head_dim: int, causal: bool = False) -> BackwardPlan:
+    """Return the plan of a step of the backward ladder for a head dimension; causal: whether the mask is."""
     if step not in STEPS:
         raise ValueError(f"The backward ladder has the steps {', '.join(map(str, STEPS))}; got step {step!r}.")
     plan = (_SIMPLE if step < 3 else _PLANS)[block_head_dim(head_dim)]
-    return replace(plan, by_tma=True, split=True) if step == 5 and plan.block_d < 256 else plan
+    if step < 5 or plan.block_d == 256:
+        return plan
+    # At 64 the storing warp's share of the registers costs more than it saves.
+    return replace(plan, split=True, by_tma=plan.block_d == 128, producer_first=plan.block_d == 64 and causal)
 
 
 def fastest_step(head_dim: int) -> int:

@@ -46,7 +46,8 @@ def producer(work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc):
     mbarrier.expect(work.loaded.index(0), k_desc.block_type.nbytes)
     tma_load(k_desc, [work.batch, work.kv_head, work.key, 0], work.loaded.index(0), work.k)
     head = work.kv_head * work.sizes.group
-    m = lo
+    start = work.start(lo, hi)
+    m = start
     for i in range(count):
         work.q.load(i, q_desc, lse_desc, work.batch, head, heads, m * PLAN.block_m)
         if i == 0:
@@ -58,6 +59,7 @@ def producer(work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc):
         m += 1
         if m == hi:
             m = lo
+        if m == start:
             head += 1
 
 
