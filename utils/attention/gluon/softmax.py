@@ -109,15 +109,18 @@ def unseen_half(s):
 
 
 @gluon.jit
-def unseen_rows(BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr, HALVES: gl.constexpr):
-    """The state of a tile whose rows have seen no key: a tuple of one or two `Rows`."""
-    if HALVES:
-        s0, s1 = split_rows(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout))
-        return unseen_half(s0), unseen_half(s1)
-    else:
-        rows: gl.constexpr = gl.SliceLayout(1, layout)
-        maximum = gl.full([BLOCK_M], MINUS_INF, gl.float32, rows)
-        return (Rows(maximum, gl.zeros([BLOCK_M], gl.float32, rows), maximum),)
+def unseen_halves(BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr):
+    """The state of a tile whose rows have seen no key, for two halves."""
+    s0, s1 = split_rows(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout))
+    return unseen_half(s0), unseen_half(s1)
+
+
+@gluon.jit
+def unseen_whole(BLOCK_M: gl.constexpr, layout: gl.constexpr):
+    """`Rows` of a tile that has seen no key, in one piece."""
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    maximum = gl.full([BLOCK_M], MINUS_INF, gl.float32, rows)
+    return Rows(maximum, gl.zeros([BLOCK_M], gl.float32, rows), maximum)
 
 
 @gluon.jit
@@ -129,8 +132,8 @@ def first_softmax(s, c, dtype: gl.constexpr, HALVES: gl.constexpr, MASKED: gl.co
         p1, rows1 = half_softmax(s1, unseen_half(s1), gl.max(s1, 2), c, dtype, MASKED)
         return join_rows(p0, p1), (rows0, rows1)
     else:
-        unseen = unseen_rows(s.shape[0], s.shape[1], s.type.layout, False)
-        p, rows = whole_softmax(s, unseen[0], c, dtype, MASKED)
+        layout: gl.constexpr = s.type.layout  # Triton 3.6 takes a layout as an argument only by such a name
+        p, rows = whole_softmax(s, unseen_whole(s.shape[0], layout), c, dtype, MASKED)
         return p, (rows,)
 
 

@@ -61,7 +61,8 @@ from utils.attention.gluon.softmax import (
     normalizers,
     split_rows,
     spread,
-    unseen_rows,
+    unseen_halves,
+    unseen_whole,
     whole_softmax,
 )
 from utils.kernels.handle import Handle
@@ -352,7 +353,10 @@ def consumer_ahead(work, out, W: gl.constexpr):
         inverse, lses = normalizers(state, work.c, row)
         if work.CASE.lse:
             store_lse(lse_ptr, lses, flat, work.sq)
-        unseen = unseen_rows(BLOCK_M, BLOCK_N, accumulator(BLOCK_N), PLAN.halves)
+        if PLAN.halves:
+            unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
+        else:
+            unseen = (unseen_whole(BLOCK_M, accumulator(BLOCK_N)),)
         block = Block(it, it, last_key)
         o, p, state = finish_block(work, block, s, pv, unseen, more, True, False, False, TAIL, True)
         it += 1
