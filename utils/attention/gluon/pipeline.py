@@ -202,7 +202,7 @@ class Work:
     def mask(self, s, block, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
         """The scores of a block, minus infinity where a row may not look."""
         layout: gl.constexpr = s.type.layout
-        if self.PLAN.own_keys or self.PLAN.consumers == 3:
+        if self.PLAN.own_keys:
             return mask_by_last_key(s, block.row, block.key, self.sq, self.sk, self.window, layout, CAUSAL, WINDOW)
         else:
             return mask_scores(s, block.row, block.key, self.sq, self.sk, self.window, layout, CAUSAL, WINDOW)
