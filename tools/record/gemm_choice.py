@@ -1,17 +1,19 @@
 """Fit the model that chooses the GEMM's tile and parts: measure many configurations at random shapes, then fit.
 
-    python -m tools.record.gemm_choice measure --out assets/results/h200/gemm_choice.json
-    python -m tools.record.gemm_choice fit --read assets/results/h200/gemm_choice.json
+    python -m tools.record.gemm_choice measure --l2 cold --out assets/results/h200/gemm_choice.json
+    python -m tools.record.gemm_choice measure --l2 warm --worst 44 --out assets/results/h200/gemm_choice_warm.json
+    python -m tools.record.gemm_choice fit --read assets/results/h200/gemm_choice_warm.json
 
-`measure` times, at each shape, the configurations that the present model ranks first and torch.matmul, in turns, with a cold
-L2. The shapes of `tools.record.gemm_shapes` (kind "test") are measured too, but `fit` does not see them: it prints the
-constants for `utils.kernels.gemm_gluon.Cost` and how much slower than the best measured configuration the chosen one is,
-for the shapes it was fitted to and for the others.
+`measure` times, at each shape, the configurations that the present model ranks first and torch.matmul, in turns. The shapes
+are those of `tools.record.gemm_shapes` (kind "test") and others (kind "train"); with `--worst` they are those at which the
+recorded table is worst, and every second one is kept for the test. `fit` does not see the shapes of the test: it prints
+the constants for `utils.kernels.gemm_gluon.Cost` and how much slower than the best measured configuration the chosen one is,
+for the shapes it was fitted to and for the others. A configuration is recorded by its name, such as "128x256/4": tile, parts.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 import multiprocessing
 import random
@@ -25,6 +27,7 @@ import torch
 
 from tools.record.common import Record, arguments_parser, read_record
 from tools.record.gemm_shapes import LARGEST, PROCESSES, SMALLEST, draw_shapes
+from utils.files import ROOT
 
 SEED, SHAPES = 7, 140
 RANKED = 8  # configurations that are timed at a shape
@@ -41,6 +44,29 @@ def training_shapes(seed: int = SEED, count: int = SHAPES) -> list[dict]:
         if 2e7 <= 2 * m * n * k <= 1.2e12:
             shapes.append({"m": m, "n": n, "k": k, "a_column_major": False, "b_column_major": column_major})
     return shapes
+
+
+def worst_shapes(count: int) -> list[dict]:
+    """Return the shapes at which the recorded table is worst; every second one is kept for the test."""
+    rows = read_record(ROOT / "assets/results/h200/gemm_shapes.json")["rows"]
+    rows = sorted(rows, key=lambda row: row["ratio"])[:count]
+    sizes = ("m", "n", "k", "a_column_major", "b_column_major")
+    return [{x: row[x] for x in sizes} | {"kind": ("train", "test")[i % 2]} for i, row in enumerate(rows)]
+
+
+def name_of(config) -> str:
+    """Name a configuration as the records do."""
+    return f"{config.block_m}x{config.block_n}/{config.split}"
+
+
+@functools.cache
+def config_of(name: str):
+    """Return the configuration with a name; None if the kernel no longer has its tile."""
+    from utils.kernels import gemm_gluon
+
+    tile, split = name.split("/")
+    tiles = {name_of(config): replace(config, split=int(split)) for config in gemm_gluon.CONFIGS}
+    return tiles.get(f"{tile}/1")
 
 
 def late_rows(shape: dict) -> tuple[bool, bool]:
@@ -123,7 +149,7 @@ def interleaved_us(calls: list, rounds: int = 7, flush: bool = True) -> list[flo
     return [statistics.median(samples) for samples in times]
 
 
-def shape_row(shape: dict) -> dict:
+def shape_row(shape: dict, l2: str) -> dict:
     """Time the ranked configurations and torch.matmul at a shape."""
     from utils.kernels import gemm_gluon
 
@@ -132,31 +158,34 @@ def shape_row(shape: dict) -> dict:
     configs = ranked(shape)
     launches = [gemm_gluon.gemm_and_launch(a, b, config)[1] for config in configs]
     calls = [lambda: torch.matmul(a, b), *(lambda launch=launch: launch(a, b) for launch in launches)]
-    torch_us, *times = interleaved_us(calls)
-    names = [(gemm_gluon.CONFIGS.index(replace(config, split=1)), config.split) for config in configs]
-    return shape | {"torch_us": torch_us, "times": [(*name, us) for name, us in zip(names, times, strict=True)]}
+    torch_us, *times = interleaved_us(calls, flush=l2 == "cold")
+    return shape | {"torch_us": torch_us, "times": [*zip(map(name_of, configs), times, strict=True)]}
 
 
 def show(row: dict) -> str:
     """Return the line that is printed for a row."""
-    index, split, us = min(row["times"], key=lambda entry: entry[2])
-    return f"{row['kind']:<6}{row['m']:>6} x {row['n']:>6} x {row['k']:>6}: best {index}/{split}, {row['torch_us'] / us:.3f}x"
+    name, us = min(row["times"], key=lambda entry: entry[1])
+    return f"{row['kind']:<6}{row['m']:>6} x {row['n']:>6} x {row['k']:>6}: best {name}, {row['torch_us'] / us:.3f}x"
 
 
 # ---- the fit -----------------------------------------------------------------------------------------------
 
 
-def estimate(row: dict, index: int, split: int, cost) -> float:
-    """Return the model's time of one measured configuration."""
+def times_of(row: dict) -> list[tuple]:
+    """Return the configurations of a row that the kernel still has, each with its measured time."""
+    return [(config, us) for name, us in row["times"] if (config := config_of(name)) is not None]
+
+
+def estimate(row: dict, config, cost) -> float:
+    """Return the model's time of a configuration."""
     from utils.kernels import gemm_gluon
 
-    config = replace(gemm_gluon.CONFIGS[index], split=split)
     return gemm_gluon.estimate(row["m"], row["n"], row["k"], config, SMS, late_rows(row), cost)
 
 
 def error(rows: list[dict], cost) -> float:
     """Return the mean square of log(estimate / measured)."""
-    logs = [math.log(estimate(row, index, split, cost) / us) for row in rows for index, split, us in row["times"]]
+    logs = [math.log(estimate(row, config, cost) / us) for row in rows for config, us in times_of(row)]
     return sum(value * value for value in logs) / len(logs)
 
 
@@ -179,8 +208,8 @@ def judge(rows: list[dict], cost) -> dict:
     """Return how the choice does: time of the best over time of the chosen, and of torch.matmul over the chosen."""
     against_best, against_torch, oracle = [], [], []
     for row in rows:
-        estimates = [estimate(row, index, split, cost) for index, split, _ in row["times"]]
-        times = [us for *_, us in row["times"]]
+        estimates = [estimate(row, config, cost) for config, _ in times_of(row)]
+        times = [us for _, us in times_of(row)]
         chosen = times[estimates.index(min(estimates))]
         against_best.append(min(times) / chosen)
         against_torch.append(row["torch_us"] / chosen)
@@ -222,6 +251,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("what", choices=("measure", "fit"))
     parser.add_argument("--read", type=Path, help="fit: the recorded times")
     parser.add_argument("--seconds", type=float, default=math.inf, help="measure: stop after this time")
+    parser.add_argument("--l2", choices=("cold", "warm"), default="cold", help="measure: the cache before each call")
+    parser.add_argument("--worst", type=int, help="measure: this many shapes, the worst ones of gemm_shapes.json")
     options = parser.parse_args(arguments)
     if (options.what == "fit") != (options.read is not None):
         parser.error("--read names the recorded times for `fit`, and goes with nothing else")
@@ -233,11 +264,15 @@ def main(arguments: list[str] | None = None) -> int:
             "error: the times are measured on an NVIDIA GPU: torch.cuda.is_available() is False here.", file=sys.stderr
         )
         return 1
-    shapes = [shape | {"kind": "test"} for shape in draw_shapes()]
-    shapes += [shape | {"kind": "train"} for shape in training_shapes()]
-    record = Record(options.out, "GEMM configurations at random shapes", "cuda", options.seconds, ranked=RANKED)
+    if options.worst:
+        shapes = worst_shapes(options.worst)
+    else:
+        shapes = [shape | {"kind": "test"} for shape in draw_shapes()]
+        shapes += [shape | {"kind": "train"} for shape in training_shapes()]
+    method = {"ranked": RANKED, "l2": options.l2}
+    record = Record(options.out, "GEMM configurations at random shapes", "cuda", options.seconds, **method)
     compile_all(shapes)
-    complete = record.fill(itertools.chain(shapes), shape_row, show)
+    complete = record.fill(shapes, functools.partial(shape_row, l2=options.l2), show)
     record.finish() if complete else record.save()
     return 0
 

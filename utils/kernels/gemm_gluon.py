@@ -26,7 +26,7 @@ multiple of 8), TMA cannot write them, and consumers store from registers with a
 **Which tile.** A tile reads block_m + block_n rows of 128 bytes a step, and the L2 gives an SM about as many bytes as
 128 x 256 needs, so larger tiles pay where there are enough of them: 192 x 256 (three consumers) and 256 x 192 (192
 registers of sums a thread) read 22% less a product. Gluon's tiles are powers of two, so 192 columns are two products of
-128 and 64. Rows that start at odd multiples of 16 bytes make it matter: 128 bytes then lie in five sectors of the L2
+128 and 64, and the 96 columns for narrow matrices of 64 and 32. Rows that start at odd multiples of 16 bytes make it matter: 128 bytes then lie in five sectors of the L2
 instead of four. `choose` takes the configuration that a model of the time, fitted to measured times, ranks first.
 
 **Parts.** 800 tiles on 132 SMs are 6.06 rounds, done in 7; and a product with few tiles and long sums leaves most SMs
@@ -76,8 +76,7 @@ class Config:
     stages: int = 4  # slots of the ring
     pieces: int = 4  # column blocks in which columns[0] of C are stored: even, two buffers take turns
     group_m: int = 8  # rows of tiles that are walked abreast, for the L2
-    split: int = 1  # parts along K of a tile that would leave SMs idle: 1, 2, 4, 8 or 16
-    by_tma: bool = True  # C leaves through shared memory by TMA where that can write it, else from registers
+    split: int = 1  # parts along K of a tile that would leave SMs idle: one of SPLITS
 
     @property
     def rows(self) -> int:
@@ -111,11 +110,11 @@ class Config:
         return ring + 2 * self.block_m * self.piece[1] * 2
 
 
-# Smaller tiles re-read A and B more often, but give small matrices enough tiles for all SMs.
+# Smaller tiles re-read A and B more often, but give small matrices enough tiles for all SMs. Among tiles that the model
+# holds to be equal the first is taken: 64 x 128 was faster than 128 x 64 wherever both were measured.
 CONFIGS = (
     Config(128, 256),
     Config(128, 128, stages=6, pieces=2),
-    Config(128, 64, stages=8, pieces=2),
     Config(256, 128),
     Config(256, 192, stages=3),
     Config(128, 192, stages=5),
@@ -124,10 +123,12 @@ CONFIGS = (
     Config(192, 128, consumers=3, stages=5),
     Config(64, 256, consumers=1, stages=5),
     Config(64, 128, consumers=1, stages=8, pieces=2),
+    Config(128, 64, stages=8, pieces=2),
     Config(64, 64, consumers=1, stages=8, pieces=2),
+    Config(64, 96, consumers=1, stages=8),
 )
 # How many parts a tile may have: where tiles are large, many parts would cost more to add up than they gain.
-SPLITS = (1, 2, 4, 8, 16)
+SPLITS = (1, 2, 3, 4, 6, 8, 16)
 MOST_PARTS = {config: 16 if config.block_m * config.block_n <= 8192 else 4 for config in CONFIGS}
 MOST_PARTS |= {config: 8 for config in CONFIGS if config.block_m * config.block_n == 16384}
 
@@ -680,7 +681,7 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
     first, second = config.columns
     b_desc, b_column_major = _operand("B", b, [config.block_k, first])
     b2_desc = _operand("B", b, [config.block_k, second])[0] if second else b_desc
-    by_tma = config.by_tma and c.stride(0) % 8 == 0 and c.data_ptr() % 16 == 0
+    by_tma = c.stride(0) % 8 == 0 and c.data_ptr() % 16 == 0
     piece = config.piece
     c_desc = TensorDescriptor(c, [m, n], [c.stride(0), 1], piece, _layout(piece)) if by_tma else a_desc
     whole, rest = parts_of(m, n, config, sms)

@@ -56,10 +56,10 @@ print(json.dumps(reports))
 VARIANTS = [
     (0, 1, "bf16", False, False, True),
     (1, 1, "fp16", True, True, True),
-    (2, 8, "fp16", False, True, False),
-    (4, 4, "bf16", True, True, True),
-    (7, 4, "bf16", False, True, True),
-    (10, 16, "fp16", True, False, True),
+    (10, 8, "fp16", False, True, False),
+    (3, 4, "bf16", True, True, True),
+    (6, 4, "bf16", False, True, True),
+    (12, 6, "fp16", True, False, True),
 ]
 
 

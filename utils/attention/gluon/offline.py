@@ -68,7 +68,7 @@ def compile_step(
             lse,
             dealt=causal and not window,
             aligned=causal and not window and aligned,
-            tail_only=stands_for_tail and plan.clean_tail,
+            tail_only=stands_for_tail,
         ),
     )
     layout = gl.NVMMASharedLayout(128, 16, rank=4)

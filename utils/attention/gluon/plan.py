@@ -36,9 +36,6 @@ class Plan:
     o_in_q: bool = False  # the output leaves through Q's tile
     own_keys: bool = False  # each consumer starts at its own rows' last block, not at the tile's
     split: bool = False  # masked blocks have a loop of their own
-    clean_tail: bool = (
-        False  # where the window stands for the tail, only a walk's first block is masked (tail_as_window)
-    )
     q_slots: int = 1  # tiles of Q in shared memory; with two, a tile's end overlaps the next tile's start
 
     @property
@@ -100,9 +97,12 @@ def variant_for(head_dim: int, causal: bool, window: bool, sq: int, sk: int, hea
         return ""
     if d == 128:
         return "ahead"
-    # The other plan has 192 rows, not 128. A round of all programs costs it 1.32 to 1.38 times as much.
+    # The other plan has 192 rows, not 128: a block of keys costs a round of it 4/3 as much, and a tile's start and end about
+    # one block. Where keys are no multiple of a block, a launch of it was 12 to 25 us slower than that, with few rounds as
+    # with many: 18 us are 48 thirds of a block. Why is not known (docs/attention-log.md, entry 23).
     ahead, other = (-(-(-(-sq // p.rows) * heads) // programs) for p in (plan, _STEP_5[d, ""]))
-    return "ahead" if 3 * ahead <= 4 * other else ""
+    blocks = -(-sk // plan.block_n) + 1
+    return "ahead" if 3 * ahead * blocks <= 4 * other * blocks + (48 if sk % plan.block_n else 0) else ""
 
 
 def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:

@@ -33,8 +33,8 @@ The checklist of warp-specialized attention, for Hopper:
   exponentials (the compiler otherwise collects them behind the wait).
 - Schedule: chosen by hand (`plan.py`): tiles, slots and registers by head dimension; causal tiles are dealt out longest
   first, so that all SMs end together.
-- Masking: only blocks that straddle the diagonal, the window's edge or the last key are masked. Where `CASE.aligned`,
-  that is a tile's first block alone, and the loop has no mask in it.
+- Masking: only blocks that straddle the diagonal, the window's edge or the last key are masked. Where `CASE.aligned` or
+  `CASE.tail_only`, that is a tile's first block alone, and the loop has no mask in it.
 
 On an H200, bf16, S = 8192 and 16384, full and causal, interleaved with the other kernel (geometric means of four):
 1.187 times cuDNN and 0.990 times FlashAttention 4 at head dim 64, 1.190 and 1.066 at 128, 1.168 and 1.015 at 256. Each
@@ -450,7 +450,7 @@ def launch(a: Arguments) -> Handle | None:
         schedule, stride = tile_schedule(a.sq, a.sk, a.heads_total, a.group, plan, programs, a.q.device)
     dealt = schedule is not None
     in_first = aligned(plan, a.causal, window > 0, a.sk - a.sq)
-    case = Case(a.causal, window > 0, tail, a.return_lse, dealt, in_first, stands_for_tail and plan.clean_tail)
+    case = Case(a.causal, window > 0, tail, a.return_lse, dealt, in_first, stands_for_tail)
     tensors = (*a.descriptors(), a.lse)
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
     sizes = (a.sq, a.sk, window, a.tiles_m, a.heads_total, a.heads, a.group, stride, a.c)
