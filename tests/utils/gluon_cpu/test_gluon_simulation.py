@@ -180,8 +180,8 @@ def test_bad_launches():
             small.programs[(1,)](x, 1, color=3)
         with pytest.raises(ValueError, match="power of two"):
             small.programs[(1,)](x, 1, num_warps=3)
-        with pytest.raises(NotImplementedError, match=r"num_ctas=2: .* no clusters\. Launch with num_ctas=1"):
-            small.programs[(1,)](x, 1, num_ctas=2)
+        with pytest.raises(ValueError, match=r"num_ctas must be 1, 2, 4, 8 or 16, .*; got 3"):
+            small.programs[(1,)](x, 1, num_ctas=3)
         with pytest.raises(NotImplementedError, match=r"im2col mode\. Copy plain tiles with a TensorDescriptor"):
             small.programs[(1,)](type("TensorDescriptorIm2Col", (), {})(), 1)
         with pytest.raises(ValueError, match="CPU tensors"):
