@@ -62,7 +62,7 @@ class MBarrier:
         component, count = self.visible
         if block.index == self.block or block.clock.get(component, 0) >= count:
             return
-        if versions.cluster_barriers_are_automatic():  # the compiler lets the blocks meet before the first use
+        if versions.clusters_are_complete():  # the compiler lets the blocks meet before the first use
             for other in context.partition().blocks:
                 other.clock[component] = max(other.clock.get(component, 0), count)
             return
@@ -255,6 +255,9 @@ def init(mbarrier, count) -> None:
     mbarrier.written[...] = True
     blocks, made = context.partition().blocks, {}
     groups = layouts.block_groups(mbarrier.layout, len(blocks))
+    if any(size > 1 for _, size in groups) and not versions.clusters_are_complete():
+        text = "An mbarrier that several blocks of a cluster share is in Triton from 3.8 on; before, each block gets its own"
+        refuse("unknown operation", f"{text}. Let the blocks meet: gl.barrier(cluster=True).")
     for owner, size in groups:
         if owner not in made:
             made[owner] = MBarrier(mbarrier, count * size, context.site(), blocks[owner], size > 1)

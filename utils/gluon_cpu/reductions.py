@@ -25,7 +25,7 @@ def _reduce_axis(x: Tensor, axis, keep_dims: bool, function, dtype=None) -> Tens
         refuse("layout", f"axis {axis} of a tensor with shape {list(x.shape)}.")
     axis %= data.ndim
     if any(x.layout is not None and basis[axis] for basis in layouts.block_bases(x.layout)):
-        if not versions.reductions_cross_blocks():
+        if not versions.clusters_are_complete():
             text = "A reduction across the blocks of a cluster is in Triton from 3.8 on"
             refuse("unknown operation", f"{text}. Reduce each block's part, and add the parts with gl.atomic_add.")
         context.program().meet("A reduction across blocks")

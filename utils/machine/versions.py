@@ -133,12 +133,6 @@ def workers_need_register_counts() -> bool:
     return version is not None and version < (3, 7)
 
 
-def cluster_barriers_are_automatic() -> bool:
-    """Whether the compiler lets the blocks of a cluster meet after `mbarrier.init` and before the end: from Triton 3.8 on."""
-    version = installed_version("triton")
-    return version is not None and version >= (3, 8)
-
-
 def cluster_modules() -> tuple:
     """Return Gluon's module for the barrier of a cluster, `hopper.cluster`, in a tuple; an empty one before Triton 3.7."""
     from triton.experimental.gluon.language.nvidia import hopper
@@ -146,8 +140,12 @@ def cluster_modules() -> tuple:
     return (hopper.cluster,) if hasattr(hopper, "cluster") else ()
 
 
-def reductions_cross_blocks() -> bool:
-    """Whether `gl.sum` and the like can reduce a tensor that is spread over a cluster: from Triton 3.8 on."""
+def clusters_are_complete() -> bool:
+    """Whether the blocks of a cluster can do together what the language says: from Triton 3.8 on.
+
+    Triton 3.7 makes one mbarrier in each block also where the layout asks for one that several blocks share; it does not
+    reduce across blocks; and it leaves it to the kernel to make the initialization of mbarriers visible to the cluster.
+    """
     version = installed_version("triton")
     return version is not None and version >= (3, 8)
 

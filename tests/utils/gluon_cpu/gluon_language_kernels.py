@@ -47,6 +47,7 @@ def cluster_matmul(
     BYTES: gl.constexpr,
     MULTICAST: gl.constexpr,
     WAITS: gl.constexpr,
+    MEETS: gl.constexpr,
 ):
     """Each block multiplies its rows of A by the tile of B that the first block copies for all of them."""
     STAGES: gl.constexpr = 2
@@ -73,6 +74,8 @@ def cluster_matmul(
         mbarrier.wait(full.index(slot), (step // STAGES) & 1)
         acc = warpgroup_mma(a_slots.index(slot), b_slots.index(slot).permute((1, 0)), acc)
         mbarrier.arrive(empty.index(slot), count=1)
+        if MEETS:
+            gl.barrier(cluster=True)
     rows = gl.arange(0, m, gl.SliceLayout(1, ACC))
     columns = gl.arange(0, n, gl.SliceLayout(0, ACC))
     gl.store(c_ptr + rows[:, None] * n + columns[None, :], acc)

@@ -51,7 +51,7 @@ def test_a_multicast_copy_reaches_every_block(blocks):
 @clusters
 def test_a_barrier_that_the_cluster_may_not_see_yet():
     x_desc, y_desc = (described(torch.zeros(64, 64).half(), [64, 64], [[0, 0]]) for _ in "xy")
-    if versions.cluster_barriers_are_automatic():
+    if versions.clusters_are_complete():
         with gluon_cpu.simulate():
             kernels.multicast_copy[(1,)](x_desc, y_desc, 8192, False, num_ctas=2)
         return
@@ -60,7 +60,7 @@ def test_a_barrier_that_the_cluster_may_not_see_yet():
 
 
 def run_cluster_matmul(
-    blocks=2, multicast=True, empty="the cluster's", waits=True, b_cga=None, nbytes=16384, seed=None
+    blocks=2, multicast=True, empty="each block's", waits=True, meets=True, b_cga=None, nbytes=16384, seed=None
 ):
     a, b, c = torch.randn(64 * blocks, 320).half(), torch.randn(64, 320).half(), torch.zeros(64 * blocks, 64)
     bits = blocks.bit_length() - 1
@@ -71,7 +71,7 @@ def run_cluster_matmul(
     with gluon_cpu.simulate(seed=seed) as run:
         kernels.cluster_matmul[(1,)](
             described(a, [64 * blocks, 64], rows), described(b, [64, 64], b_cga or same), c, 5, acc, layout,
-            blocks if empty == "each block's" else 1, nbytes, multicast, waits, num_ctas=blocks,
+            blocks if empty == "each block's" else 1, nbytes, multicast, waits, meets, num_ctas=blocks,
         )  # fmt: skip
     assert (c.double() - a.double() @ b.double().T).abs().max() < 2e-2
     return run
@@ -81,14 +81,24 @@ def run_cluster_matmul(
 @pytest.mark.parametrize(("blocks", "seed"), [(2, None), (2, 1), (4, None)])
 def test_blocks_of_a_cluster_share_a_tile(blocks, seed):
     assert run_cluster_matmul(blocks, seed=seed).ok
-    assert run_cluster_matmul(blocks, multicast=False, empty="each block's", seed=seed).ok
+    assert run_cluster_matmul(blocks, multicast=False, meets=False, seed=seed).ok  # each block copies for itself
+
+
+@clusters
+@pytest.mark.parametrize(("blocks", "seed"), [(2, None), (2, 1), (4, None)])
+def test_a_barrier_that_the_blocks_share(blocks, seed):
+    if versions.clusters_are_complete():
+        assert run_cluster_matmul(blocks, empty="the cluster's", meets=False, seed=seed).ok
+        return
+    with pytest.raises(gluon_cpu.UnknownOperationError, match=r"from 3\.8 on; before, each block gets its own"):
+        run_cluster_matmul(blocks, empty="the cluster's", meets=False, seed=seed)
 
 
 @clusters
 @pytest.mark.parametrize("seed", [None, 1, 2])
 def test_a_multicast_that_waits_for_its_own_block_only_is_a_race(seed):
     with pytest.raises(gluon_cpu.RaceError, match=r"TMA multicast into b_slots\[0\].*memory of block 1") as error:
-        run_cluster_matmul(empty="each block's", seed=seed)
+        run_cluster_matmul(meets=False, seed=seed)
     assert "multicast=MULTICAST" in error.value.report.site.text
 
 
@@ -96,7 +106,7 @@ def test_a_multicast_that_waits_for_its_own_block_only_is_a_race(seed):
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"waits": False}, gluon_cpu.RaceError, "TMA multicast into b_slots"),
+        ({"waits": False, "meets": False}, gluon_cpu.RaceError, "TMA multicast into b_slots"),
         ({"b_cga": [[1, 0]], "nbytes": 12288}, gluon_cpu.LayoutError, r"B needs the cga_layout \[\[0, 0\]\]"),
         ({"nbytes": 20480}, gluon_cpu.DeadlockError, "announced bytes missing"),
     ],
@@ -122,7 +132,7 @@ def test_values_move_between_blocks():
 def test_reductions_across_blocks(blocks):
     x, y = torch.randn(3, 2048), torch.zeros(3, 2048)
     layout = gl.BlockedLayout([4], [32], [4], [0], [[1 << i] for i in range(blocks.bit_length() - 1)])
-    if blocks > 1 and not versions.reductions_cross_blocks():
+    if blocks > 1 and not versions.clusters_are_complete():
         with pytest.raises(gluon_cpu.UnknownOperationError, match=r"from 3\.8 on"), gluon_cpu.simulate():
             kernels.cluster_softmax[(3,)](x, y, 2048, layout, num_ctas=blocks)
         return
@@ -159,7 +169,7 @@ def test_arrivals_from_the_first_block(kept):
         with pytest.raises(gluon_cpu.BarrierError, match="from 0 to 1"), gluon_cpu.simulate():
             kernels.arrival_of_the_first_block[(1,)](y, kept, num_ctas=2)
         return
-    if kept == 0 and not versions.cluster_barriers_are_automatic():
+    if kept == 0 and not versions.clusters_are_complete():
         pytest.skip("from_cta is in Triton from 3.9 on, where the compiler makes the barriers visible to the cluster")
     with gluon_cpu.simulate():
         kernels.arrival_of_the_first_block[(1,)](y, kept, num_ctas=2)
@@ -246,3 +256,57 @@ def test_a_descriptor_that_the_kernel_makes():
     with gluon_cpu.simulate():
         kernels.descriptor_of_the_kernel[(1,)](x, y, 16, 64, shared)
     assert torch.equal(y[:, :32], x[:, 32:])
+
+
+# ---- the compiler ------------------------------------------------------------------------------------------------
+
+
+def tile(kind: str, shape: list[int], cga_layout=()) -> str:
+    element = {"fp16": gl.float16, "i32": gl.int32, "fp8e4nv": gl.float8e4nv, "fp8e5": gl.float8e5}[kind]
+    layout = gl.NVMMASharedLayout.get_default_for(shape, element, cga_layout=[list(basis) for basis in cga_layout])
+    return f"tensordesc<{kind}{shape},{layout!r}>"
+
+
+def compile_and_list(words: list[str], kernel, signature: dict, constants: dict, **options) -> list[str]:
+    """Compile a kernel for sm_90a; return those of the words that its PTX has."""
+    from utils.kernels.offline import compile_gluon
+
+    ptx = compile_gluon(kernel, signature, constants, **options).asm["ptx"]
+    return [word for word in words if word in ptx]
+
+
+@pytest.mark.slow
+@clusters
+def test_the_compiler_makes_cluster_instructions_of_the_same_kernels():
+    words = ["multicast::cluster", "wgmma.mma_async", "barrier.cluster", "mbarrier.arrive.shared::cluster"]
+    same = tile("fp16", [64, 64], [[0, 0]])
+    signature = dict(in_desc=same, out_desc=same)
+    found = compile_and_list(words, kernels.multicast_copy, signature, dict(BYTES=8192, INIT_VISIBLE=True), num_ctas=2)
+    assert found == ["multicast::cluster", "barrier.cluster"]
+    constants = dict(
+        ACC=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16], [[1, 0]]), EMPTY=mbarrier.MBarrierLayout([[0]]),
+        GROUPS=1, BYTES=16384, MULTICAST=True, WAITS=True, MEETS=False,
+    )  # fmt: skip
+    signature = dict(a_desc=tile("fp16", [128, 64], [[1, 0]]), b_desc=same, c_ptr="*fp32", steps="i32")
+    found = compile_and_list(words, kernels.cluster_matmul, signature, constants, num_ctas=2)
+    assert found == (words if versions.clusters_are_complete() else words[:-1])  # Triton 3.7 makes two barriers of it
+    if versions.clusters_are_complete():
+        layout = gl.BlockedLayout([4], [32], [4], [0], [[1]])
+        constants = dict(N=2048, LAYOUT=layout)
+        signature = dict(x_ptr="*fp32", y_ptr="*fp32")
+        assert "barrier.cluster" in compile_and_list(words, kernels.cluster_softmax, signature, constants, num_ctas=2)
+
+
+@pytest.mark.slow
+def test_the_compiler_makes_fp8_instructions_of_the_same_kernels():
+    constants = dict(ACC=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 32]), BYTES=96 * 128)
+    for left, right, in_registers in (("fp8e4nv", "fp8e4nv", True), ("fp8e4nv", "fp8e5", False)):
+        signature = dict(a_desc=tile(left, [64, 128]), b_desc=tile(right, [32, 128]), c_ptr="*fp32")
+        types = ".".join({"fp8e4nv": "e4m3", "fp8e5": "e5m2"}[kind] for kind in (left, right))
+        given = constants | dict(IN_REGISTERS=in_registers)
+        assert compile_and_list([types], kernels.fp8_product, signature, given) == [types]
+    signature = dict(x_ptr="*fp32", y_ptr="*fp8e4nv", bits_ptr="*u8", back_ptr="*fp32")
+    found = compile_and_list(
+        ["satfinite.e4m3"], kernels.fp8_conversions, signature, dict(TYPE=gl.float8e4nv, LAYOUT=LINE)
+    )
+    assert found
