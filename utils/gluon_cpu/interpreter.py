@@ -196,8 +196,11 @@ def run_jit(jit, args: tuple, kwargs: dict):
 # ---- what rewritten code calls -----------------------------------------------------------------------------------
 
 
+_VALUES = (*NUMBERS, str, type(None), list, tuple, gl.dtype)
+
+
 def _value(x):
-    return x if isinstance(x, (*NUMBERS, str, type(None), list, tuple, gl.dtype)) else x.value
+    return x if isinstance(x, _VALUES) else x.value
 
 
 def _assign(value, label: str):

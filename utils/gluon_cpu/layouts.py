@@ -52,15 +52,20 @@ def per_block(shape: list[int], layout) -> list[int]:
     return part
 
 
+_ALONE = [(0, 1)]
+
+
 def block_groups(layout, blocks: int) -> list[tuple[int, int]]:
     """Return, for each block of a cluster, the first of those that hold the same part, and how many these are."""
+    if blocks == 1:
+        return _ALONE
     same = sum(1 << bit for bit, basis in enumerate(block_bases(layout)) if not any(basis))
     return [(block & ~same, 1 << same.bit_count()) for block in range(blocks)]
 
 
 def check_same_blocks(smem, layout, operation: str) -> None:
     """Refuse a load or store of shared memory that lies in another block of the cluster."""
-    if isinstance(layout, AutoLayout) or context.program().num_ctas == 1:
+    if context.program().num_ctas == 1 or isinstance(layout, AutoLayout):
         return
     for held, wanted in zip(block_bases(smem.layout), block_bases(layout), strict=True):
         if list(held) != list(wanted) and any(held if operation == "load" else wanted):

@@ -24,11 +24,12 @@ def _reduce_axis(x: Tensor, axis, keep_dims: bool, function, dtype=None) -> Tens
     elif not -len(x.shape) <= axis < len(x.shape):
         refuse("layout", f"axis {axis} of a tensor with shape {list(x.shape)}.")
     axis %= data.ndim
-    if any(x.layout is not None and basis[axis] for basis in layouts.block_bases(x.layout)):
+    program = context.program()
+    if program.num_ctas > 1 and any(x.layout is not None and basis[axis] for basis in layouts.block_bases(x.layout)):
         if not versions.clusters_are_complete():
             text = "A reduction across the blocks of a cluster is in Triton from 3.8 on"
             refuse("unknown operation", f"{text}. Reduce each block's part, and add the parts with gl.atomic_add.")
-        context.program().meet("A reduction across blocks")
+        program.meet("A reduction across blocks")
     work(x)
     with np.errstate(all="ignore"):  # a GPU overflows to infinity without a word
         out = np.asarray(function(data, axis))

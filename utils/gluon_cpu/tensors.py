@@ -121,6 +121,9 @@ class Tensor(RunTimeValue):
         return result
 
 
+OPERANDS = (Tensor, *NUMBERS)
+
+
 def work(x: Tensor, special: bool = False) -> None:
     """Charge one elementwise operation on x to the running partition.
 
@@ -208,7 +211,7 @@ def binary(op: str, a, b) -> Tensor:
     """Return `a op b`; one operand is a tensor or scalar of the kernel, the other may be a number."""
     a, b = unwrap(a), unwrap(b)
     for x in (a, b):
-        if not isinstance(x, (Tensor, *NUMBERS)):
+        if not isinstance(x, OPERANDS):
             refuse("kernel", f"{a!r} {op} {b!r}: not numbers or tensors.")
     if getattr(a, "buffer", None) is not None or getattr(b, "buffer", None) is not None:
         return _move_pointer(op, a, b)

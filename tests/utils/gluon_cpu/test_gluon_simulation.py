@@ -319,7 +319,7 @@ def test_a_tiles_end_beside_the_next_ones_start(head_dim, sk, programs, monkeypa
     monkeypatch.setattr(launch, "variant_for", lambda *given: "ahead")
     torch.manual_seed(sk)
     q, k, v = (torch.randn(3, h, s, head_dim).bfloat16() for h, s in ((2, 130), (1, sk), (1, sk)))
-    for seed in range(3):
+    for seed in range(2):
         out, lse = torch.full_like(q, float("nan")), torch.full((3, 2, 130), float("nan"))
         with gluon_cpu.simulate(seed=seed) as run:
             launch._launch(5, q, k, v, out, lse, False, head_dim**-0.5 * math.log2(math.e), 0, True)
