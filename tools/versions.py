@@ -4,10 +4,11 @@
     python -m tools.versions --only newest      one of them
     python -m tools.versions --kernels-only     no tests
     python -m tools.versions --keep             leave the environments there, for looking closer
+    python -m tools.versions --reuse tests/utils    take the environments that --keep has left, and run these tests only
 
 Each environment is made anew in build/versions, with the newest versions of all other packages in their ranges; torch comes
 with its CUDA libraries, about 6 GB an environment, because there is no CPU wheel of every release. What each test said is in
-build/versions/*.xml; the table of registers and spills goes to assets/results/kernel_versions.json. This is
+build/versions/*.xml, a file for each piece of the tests; the table of registers and spills goes to assets/results/kernel_versions.json. This is
 `make test-versions`; it takes about half an hour.
 """
 
@@ -61,17 +62,28 @@ def make_environment(which: str) -> Path:
     return python
 
 
-def check_environment(python: Path, which: str, kernels_only: bool) -> bool:
-    """Run the tests, and compile the kernels; return whether everything passed."""
+def check_environment(python: Path, which: str, kernels: bool, tests: list[str], processes: int) -> bool:
+    """Compile the kernels and run tests; return whether everything passed.
+
+    Args:
+        python: the Python of the environment.
+        which: the environment's name, for the files that it writes.
+        kernels: whether to compile the kernels.
+        tests: files and folders of tests; an empty list runs none.
+        processes: how many of them run at a time.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
     # Caches of what is compiled are empty in a new environment: a test's CPU time says nothing here.
     environment["SLOW_TEST_SECONDS"] = "0"
     environment["PATH"] = f"{python.parent}{os.pathsep}{environment['PATH']}"
-    commands = [[python, "-m", "tools.record.kernel_assembly", "--out", FOLDER / f"{which}.json"]]
-    if not kernels_only:
-        quick = ["-m", "not slow and not overnight and not gpu", f"--junitxml={FOLDER / which}.xml"]
-        parallel = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
-        commands.append([python, "-m", "pytest", *parallel, *quick])
+    commands = []
+    if kernels:
+        commands.append([python, "-m", "tools.record.kernel_assembly", "--out", FOLDER / f"{which}.json"])
+    if tests:
+        piece = "" if tests == ["tests"] else "-" + "-".join(Path(path).stem for path in tests)
+        quick = ["-m", "not slow and not overnight and not gpu", f"--junitxml={FOLDER / (which + piece)}.xml"]
+        parallel = ["-n", str(processes), "--dist", "loadfile", "--no-loadscope-reorder"]
+        commands.append([python, "-m", "pytest", *parallel, *quick, *tests])
     return all([subprocess.run(command, cwd=ROOT, env=environment).returncode == 0 for command in commands])
 
 
@@ -79,18 +91,36 @@ def main() -> int:
     """Check the environments and write the table; return 0 if everything passed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=tuple(PINS), help="check one environment")
+    parser.add_argument("tests", nargs="*", help="files and folders of tests; without any, all tests and all kernels")
     parser.add_argument("--kernels-only", action="store_true", help="compile the kernels and run no tests")
     parser.add_argument("--keep", action="store_true", help="leave the environments in build/versions")
+    parser.add_argument("--reuse", action="store_true", help="take an environment that --keep has left, and keep it")
+    parser.add_argument("--processes", type=int, default=3, help="how many processes run tests")
     options = parser.parse_args()
+    if options.tests and options.kernels_only:
+        parser.error("--kernels-only runs no tests: leave out one or the other.")
+    if missing := [path for path in options.tests if not (ROOT / path).exists()]:
+        parser.error(f"{', '.join(missing)}: there is no such file. Tests are named from the repository's root.")
+    tests = options.tests or ([] if options.kernels_only else ["tests"])
     passed = {}
     for which in [options.only] if options.only else PINS:
         print(f"== {which}: {', '.join(requirements(which)[:3])}", flush=True)
-        passed[which] = check_environment(make_environment(which), which, options.kernels_only)
-        if not options.keep:
+        python = FOLDER / which / "bin" / "python"
+        if not (options.reuse and python.exists()):
+            python = make_environment(which)
+        passed[which] = check_environment(python, which, not options.tests, tests, options.processes)
+        if not options.keep and not options.reuse:
             shutil.rmtree(FOLDER / which)
+    if options.tests:
+        return print_results(passed)
     files = sorted(FOLDER.glob("*.json"))
     table = [sys.executable, "-m", "tools.record.kernel_assembly", "table", *files, "--out", TABLE]
     subprocess.run(table, cwd=ROOT, check=True)
+    return print_results(passed)
+
+
+def print_results(passed: dict[str, bool]) -> int:
+    """Print which environments passed; return 0 if all did."""
     print("; ".join(f"{which}: {'passed' if ok else 'FAILED'}" for which, ok in passed.items()))
     return 0 if all(passed.values()) else 1
 

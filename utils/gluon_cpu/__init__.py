@@ -18,16 +18,21 @@ How it works:
   (memory.py). So a read before its TMA copy is a race in every run, even if the copy was fast. If everybody waits and
   nothing is under way, that is a deadlock.
 - Layouts are Triton's own objects; the rules of wgmma, TMA and cp.async are checked (products.py, layouts.py).
+- A kernel for a cluster (num_ctas) is one program with the cluster's tensors, as in Gluon. Its blocks step together, and
+  each has a clock of its own: a multicast copy into a slot that another block may still read is a race.
 - Aggregates follow Triton's rules (aggregates.py), and reports name memory by its path: `k_ring.bars.full[1]`.
 
 Limits:
 - A partition is one actor. Its own warps need barriers among themselves (gl.barrier); those are left to the compiler,
   which inserts them.
-- One block at a time: no clusters, no waiting for other blocks.
+- One program at a time: no waiting for other programs of the grid.
+- In a cluster, a block reads and writes its own shared memory; only multicast copies, arrivals at mbarriers,
+  gl.convert_layout and reductions cross blocks. Nothing checks that a block lives until the others are done with it.
 - Race checks cover shared memory and accumulators, not global memory.
 - Some mistakes only the compiler can refuse: a variable that changes its type in a loop, a cp.async whose alignment it
   cannot prove, too many registers. They pass here, so compile for sm_90a as well (compiling.py).
-- fp8, Blackwell's tensor memory and most inline assembly (ptx.py) are unknown, and refused by name.
+- Sums of fp8 products have fp32's precision here; a GPU keeps fewer bits of them.
+- TMA's im2col mode, Blackwell's tensor memory and most inline assembly (ptx.py) are unknown, and refused by name.
 """
 
 from .reports import (

@@ -3,6 +3,9 @@
 A phase ends when all arrivals have come and no announced byte is missing; the next phase begins at once. A fresh
 barrier counts as if a phase of parity 1 had ended before its first one. `wait(parity)` passes when the phase of that
 parity has ended, which is why a wait for the wrong parity may pass at once or never.
+
+In a cluster a descriptor stands for one barrier in each block, or for one in the first block of each group: bases of zero in
+the layout say which blocks share one. All of a group arrive at it, and its first block waits for it.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ from typing import Any
 
 from triton.experimental.gluon.language.nvidia import ampere, hopper
 
-from . import context
-from .context import Clock, join, refuse, report
+from utils.machine import versions
+
+from . import context, layouts
+from .context import Block, Clock, join, refuse, report
 from .known import constant, known
 from .memory import MemDesc
 from .reports import Site
@@ -22,11 +27,20 @@ MODULES = (ampere.mbarrier, hopper.mbarrier)
 
 
 class MBarrier:
-    """One 64-bit mbarrier in shared memory."""
+    """One 64-bit mbarrier in shared memory.
 
-    def __init__(self, desc: MemDesc, count: int, site: Site):
-        self.desc, self.count, self.site = desc, count, site
-        self.component = ("barrier", desc.allocation.index, desc.key[0])
+    Attributes:
+        block: the block of the cluster whose memory it lies in.
+        shared: whether other blocks of the cluster have it in place of one of their own.
+        visible: the count in a clock that says that its initialization is known.
+    """
+
+    def __init__(self, desc: MemDesc, count: int, site: Site, block: Block, shared: bool):
+        self.desc, self.count, self.site, self.block, self.shared = desc, count, site, block.index, shared
+        kind = ("init", *block.me[1:])
+        block.clock[kind] = block.clock.get(kind, 0) + 1
+        self.visible = kind, block.clock[kind]
+        self.component = ("barrier", desc.allocation.index, desc.key[0], block.index)
         self.phase = 0  # how many phases have ended
         self.pending = count  # arrivals still to come in this phase
         self.bytes = 0  # announced and not yet arrived
@@ -41,7 +55,20 @@ class MBarrier:
     @property
     def name(self) -> str:
         """What the kernel calls the barrier, such as `full[1]`."""
-        return self.desc.label
+        return self.desc.label + (f" of block {self.block}" if context.program().num_ctas > 1 else "")
+
+    def check_visible(self, block: Block) -> None:
+        """Report the use by another block that may not see the initialization yet."""
+        component, count = self.visible
+        if block.index == self.block or block.clock.get(component, 0) >= count:
+            return
+        if versions.clusters_are_complete():  # the compiler lets the blocks meet before the first use
+            for other in context.partition().blocks:
+                other.clock[component] = max(other.clock.get(component, 0), count)
+            return
+        text = f"block {block.index} uses {self.name}, which another block initialized ({self.site})"
+        hint = "mbarrier.sync_cluster_init() comes after the last mbarrier.init"
+        report("barrier", f"{text}, and nothing makes that visible to the cluster: {hint}.", others=(self.site,))
 
     def is_over(self, parity: int) -> bool:
         """Return whether a wait for this parity passes."""
@@ -63,11 +90,12 @@ class MBarrier:
         join(self.clock, clock)
         join(self.fenced, fenced)
 
-    def arrive(self, n: int, what: str) -> None:
-        """Let the running partition arrive n times."""
+    def arrive(self, n: int, what: str, block: Block) -> None:
+        """Let a block of the running partition arrive n times."""
         p = context.partition()
-        self.join_clock(p.clock, p.fenced)
-        self.count_arrivals(n, what, p.name, context.site(), p.time)
+        self.check_visible(block)
+        self.join_clock(block.clock, block.fenced)
+        self.count_arrivals(n, what, p.label(block), context.site(), p.time)
 
     def count_arrivals(self, n: int, what: str, who: str, site: Site, now: float) -> None:
         """Count n arrivals.
@@ -99,11 +127,11 @@ class MBarrier:
         self.arrivals.append(f"{who}, {what}, {site}")
         self._end_phase_if_complete(now)
 
-    def expect(self, n: int) -> None:
-        """Announce n bytes and arrive once."""
+    def expect(self, n: int, block: Block) -> None:
+        """Let a block of the running partition announce n bytes and arrive once."""
         self.bytes += n
         self.announced += n
-        self.arrive(1, f"mbarrier.expect of {n} bytes")
+        self.arrive(1, f"mbarrier.expect of {n} bytes", block)
 
     def count_copy(self, copy: Any, now: float) -> None:
         """Count the bytes of a TMA copy that has just ended."""
@@ -145,12 +173,12 @@ class MBarrier:
         context.program().wake(self, now)
 
 
-def wait(barrier: MBarrier, parity: int) -> None:
-    """Block the running partition until the phase of `parity` has ended."""
+def wait(barrier: MBarrier, parity: int, block: Block) -> None:
+    """Block the running partition until the phase of `parity` has ended; `block` of it knows so."""
     program = context.program()
     p = program.partition
     program.reschedule()
-    unknown = barrier.phase - p.clock.get(barrier.component, 0)
+    unknown = barrier.phase - block.clock.get(barrier.component, 0)
     if unknown > 1 or (unknown and not barrier.is_over(parity)):
         known_phases = barrier.phase - unknown
         ended = f"Phase {known_phases}" if unknown == 1 else f"Phases {known_phases} to {barrier.phase - 1}"
@@ -171,8 +199,8 @@ def wait(barrier: MBarrier, parity: int) -> None:
         program.spend(program.model.barrier, "barrier", barrier.name)
     else:
         program.wait_for(barrier, parity)
-    join(p.clock, barrier.over_clock)
-    join(p.fenced, barrier.over_fenced)
+    join(block.clock, barrier.over_clock)
+    join(block.fenced, barrier.over_fenced)
     p.last_wait[barrier] = (parity, barrier.phase, context.site())
 
 
@@ -184,63 +212,102 @@ def is_true(pred: Any) -> bool:
     return pred if isinstance(pred, bool) else bool(to_tensor(pred).data)
 
 
-def barrier_of(desc: Any, what: str) -> MBarrier:
-    """Return the barrier at a place of shared memory; refuse a place that has none."""
+_FIRST = {0}
+
+
+def barriers_of(desc: Any, what: str) -> list[MBarrier]:
+    """Return the barrier of each block at a place of shared memory; refuse a place that has none."""
     if not isinstance(desc, MemDesc):
         refuse("kernel", f"{what} needs an mbarrier in shared memory, got {desc!r}.")
-    if desc.dtype.name != "int64" or desc.view.size != 1:
+    blocks = context.program().num_ctas
+    owners = {owner for owner, _ in layouts.block_groups(desc.layout, blocks)} if blocks > 1 else _FIRST
+    if desc.dtype.name != "int64" or desc.view.size != len(owners):
         kind = f"{desc.label} is {desc.dtype}{list(desc.shape)}"
-        refuse("layout", f"{what} needs one 64-bit mbarrier; {kind}. .index(i) takes one out of many.")
+        one = "one 64-bit mbarrier" if blocks == 1 else f"a 64-bit mbarrier for each of {len(owners)} blocks"
+        refuse("layout", f"{what} needs {one}; {kind}. .index(i) takes one out of many.")
     desc.check_inside()
-    barrier = desc.allocation.barriers.get(desc.key[0])
-    if barrier is None:
+    barriers = desc.allocation.barriers.get(desc.key[0])
+    if barriers is None:
         refuse("barrier", f"{what}: {desc.label} was not initialized by mbarrier.init.")
     desc.allocation.last = context.program().steps
-    return barrier
+    return barriers
+
+
+def own_barriers(desc: Any, what: str) -> list[MBarrier]:
+    """Return the barrier of each block for a copy, which can only signal one in the block that it writes to."""
+    barriers = barriers_of(desc, what)
+    if any(barrier.shared for barrier in barriers):
+        text = (
+            f"{what} signals an mbarrier in the block that it writes to, and {desc.label} is shared by several blocks"
+        )
+        refuse("layout", f"{text}. mbarrier.allocate_mbarrier() gives each block one.")
+    return barriers
 
 
 @known(of=MODULES)
 def init(mbarrier, count) -> None:
-    """Initialize an mbarrier whose phases wait for `count` arrivals."""
+    """Initialize an mbarrier whose phases wait for `count` arrivals, of each block that shares it."""
     count = constant(count, "mbarrier.init's count")
     mbarrier.check_inside()
     old = mbarrier.allocation.barriers.get(mbarrier.key[0])
     if old is not None:
-        text = f"{mbarrier.label} is initialized already ({old.site}). mbarrier.invalidate comes first."
-        report("barrier", f"mbarrier.init: {text}", others=(old.site,))
+        text = f"{mbarrier.label} is initialized already ({old[0].site}). mbarrier.invalidate comes first."
+        report("barrier", f"mbarrier.init: {text}", others=(old[0].site,))
     if count < 1:
         refuse("barrier", f"mbarrier.init: count must be 1 or more, got {count}.")
     mbarrier.written[...] = True
-    mbarrier.allocation.barriers[mbarrier.key[0]] = MBarrier(mbarrier, count, context.site())
+    blocks, made = context.partition().blocks, {}
+    groups = layouts.block_groups(mbarrier.layout, len(blocks))
+    if any(size > 1 for _, size in groups) and not versions.clusters_are_complete():
+        text = "An mbarrier that several blocks of a cluster share is in Triton from 3.8 on; before, each block gets its own"
+        refuse("unknown operation", f"{text}. Let the blocks meet: gl.barrier(cluster=True).")
+    for owner, size in groups:
+        if owner not in made:
+            made[owner] = MBarrier(mbarrier, count * size, context.site(), blocks[owner], size > 1)
+    mbarrier.allocation.barriers[mbarrier.key[0]] = [made[owner] for owner, _ in groups]
 
 
 @known(of=MODULES)
 def invalidate(mbarrier) -> None:
     """End the life of an mbarrier."""
-    barrier = barrier_of(mbarrier, "mbarrier.invalidate")
-    if barrier.in_flight:
-        copies = f"{len(barrier.in_flight)} copies will still report to {barrier.name}"
-        report("barrier", f"mbarrier.invalidate: {copies}.")
+    for barrier in barriers_of(mbarrier, "mbarrier.invalidate"):
+        if barrier.in_flight:
+            copies = f"{len(barrier.in_flight)} copies will still report to {barrier.name}"
+            report("barrier", f"mbarrier.invalidate: {copies}.")
     del mbarrier.allocation.barriers[mbarrier.key[0]]
 
 
+def _senders(from_cta) -> list[Block]:
+    """Return which block arrives at the barrier of each block; `from_cta` says which bits of the number are kept."""
+    blocks = context.partition().blocks
+    kept = len(blocks) - 1 if from_cta is None else constant(from_cta, "from_cta")
+    if not 0 <= kept < len(blocks):
+        refuse(
+            "barrier",
+            f"from_cta must be a number from 0 to {len(blocks) - 1} in a cluster of {len(blocks)}; got {kept}.",
+        )
+    return [blocks[block.index & kept] for block in blocks]
+
+
 @known(of=MODULES)
-def expect(mbarrier, bytes=None, pred=True, bytes_per_cta=None) -> None:
-    """Announce bytes and arrive."""
+def expect(mbarrier, bytes=None, pred=True, bytes_per_cta=None, from_cta=None) -> None:
+    """Announce bytes, those of one block, and arrive."""
     n = constant(bytes if bytes is not None else bytes_per_cta, "mbarrier.expect's bytes")
     if is_true(pred):
         context.program().reschedule()
-        barrier_of(mbarrier, "mbarrier.expect").expect(int(n))
+        for barrier, block in zip(barriers_of(mbarrier, "mbarrier.expect"), _senders(from_cta), strict=True):
+            barrier.expect(int(n), block)
         _spend_barrier(mbarrier.label)
 
 
 @known(of=MODULES)
-def arrive(mbarrier, *, count=1, pred=True) -> None:
+def arrive(mbarrier, *, count=1, pred=True, from_cta=None) -> None:
     """Arrive `count` times."""
     count = constant(count, "mbarrier.arrive's count")
     if is_true(pred):
         context.program().reschedule()
-        barrier_of(mbarrier, "mbarrier.arrive").arrive(count, "mbarrier.arrive")
+        for barrier, block in zip(barriers_of(mbarrier, "mbarrier.arrive"), _senders(from_cta), strict=True):
+            barrier.arrive(count, "mbarrier.arrive", block)
         _spend_barrier(mbarrier.label)
 
 
@@ -251,7 +318,9 @@ def wait_barrier(mbarrier, phase, pred=True, deps=()) -> None:
     if is_true(pred):
         if isinstance(parity, float) or int(parity) not in (0, 1):
             refuse("barrier", f"mbarrier.wait: the phase is a parity, 0 or 1; got {parity}. Take it `& 1`.")
-        wait(barrier_of(mbarrier, "mbarrier.wait"), int(parity))
+        for barrier, block in zip(barriers_of(mbarrier, "mbarrier.wait"), context.partition().blocks, strict=True):
+            if barrier.block == block.index:  # the others of a group go on
+                wait(barrier, int(parity), block)
 
 
 def _spend_barrier(label: str) -> None:
@@ -262,6 +331,72 @@ def _spend_barrier(label: str) -> None:
 @known(of=(hopper,))
 def fence_async_shared(cluster=False) -> None:
     """Make all ordinary accesses that this partition knows of visible to the async proxy."""
-    p = context.partition()
-    join(p.fenced, p.clock)
+    for block in context.partition().blocks:
+        join(block.fenced, block.clock)
     _spend_barrier("fence")
+
+
+# ---- clusters ----------------------------------------------------------------------------------------------------
+
+
+@known(of=MODULES)
+def fence_init_release_cluster() -> None:
+    """Make the mbarriers that were initialized so far visible to the cluster, for whoever meets at its barrier next."""
+    for block in context.partition().blocks:
+        join(block.inits, {component: count for component, count in block.clock.items() if component[0] == "init"})
+
+
+def _meet_relaxed(p) -> None:
+    for block in p.blocks:
+        for other in p.blocks:
+            join(other.clock, block.inits)
+
+
+CLUSTER = versions.cluster_modules()
+
+
+@known("arrive", of=CLUSTER)
+def cluster_arrive(relaxed=False) -> None:
+    """Arrive at the cluster's barrier; a relaxed arrival passes on nothing but fenced initializations."""
+    program = context.program()
+    if program.num_ctas == 1:
+        refuse(
+            "kernel",
+            "cluster.arrive needs a cluster: the compiler refuses it unless the launch has num_ctas=2 or more.",
+        )
+    if program.cluster_arrival is not None:
+        refuse(
+            "barrier", "cluster.arrive: the cluster's barrier has been arrived at already; cluster.wait comes first."
+        )
+    program.check_outside_of_partitions("cluster.arrive")
+    relaxed = constant(relaxed, "relaxed")
+    program.cluster_arrival = [
+        (dict(block.inits), {}) if relaxed else (dict(block.clock), dict(block.fenced))
+        for block in program.partition.blocks
+    ]
+    _spend_barrier("cluster")
+
+
+@known("wait", of=CLUSTER)
+def cluster_wait() -> None:
+    """Wait until all blocks have arrived at the cluster's barrier."""
+    program = context.program()
+    if program.cluster_arrival is None:
+        refuse("barrier", "cluster.wait waits for ever: cluster.arrive() comes first.")
+    for block in program.partition.blocks:
+        for clock, fenced in program.cluster_arrival:
+            join(block.clock, clock)
+            join(block.fenced, fenced)
+    program.cluster_arrival = None
+    _spend_barrier("cluster")
+
+
+@known("barrier", of=CLUSTER)
+def cluster_barrier(relaxed=False) -> None:
+    """Let the blocks of the cluster meet."""
+    if constant(relaxed, "relaxed"):
+        context.program().check_outside_of_partitions("cluster.barrier")
+        _meet_relaxed(context.partition())
+    else:
+        context.program().meet("cluster.barrier")
+    _spend_barrier("cluster")

@@ -1,8 +1,9 @@
 """What every other module asks: which program and partition run, where in the kernel's source, and who knows what.
 
-Knowledge is kept in vector clocks. A clock maps components to counts: ("partition", p) counts the ordinary
-instructions of a partition, ("barrier", b) the completed phases of an mbarrier, and ("wgmma", p), ("tma store", p) and
-("cp.async", p) the in-order queues of a partition. An event is over for whoever's clock has at least its count.
+Knowledge is kept in vector clocks. A clock maps components to counts: ("partition", p, c) counts the ordinary
+instructions of a partition in block c of the cluster, ("barrier", b) the completed phases of an mbarrier, ("wgmma", p, c),
+("tma store", p, c) and ("cp.async", p, c) the in-order queues of a partition, and ("init", p, c) the mbarriers that it has
+initialized. An event is over for whoever's clock has at least its count.
 """
 
 from __future__ import annotations
@@ -28,6 +29,24 @@ def join(into: Clock, other: Clock) -> None:
     for component, time in other.items():
         if get(component, 0) < time:
             into[component] = time
+
+
+class Block:
+    """What one block of the cluster knows in one partition. Without clusters a partition has one of them."""
+
+    __slots__ = ("clock", "fenced", "index", "inits", "me")
+
+    def __init__(self, partition: int, index: int):
+        self.index = index
+        self.me = ("partition", partition, index)
+        self.clock: Clock = {self.me: 1}  # what it knows to be over
+        self.fenced: Clock = {}  # what it knows to be visible to the async proxy
+        self.inits: Clock = {}  # the initializations that it has made visible to the cluster by a fence
+
+    def tick(self) -> int:
+        """Count one ordinary access, and return the new count."""
+        self.clock[self.me] += 1
+        return self.clock[self.me]
 
 
 def set_program(program: Program | None) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from triton.experimental.gluon.language.nvidia import ampere, hopper
 
 from . import context, layouts
-from .barriers import barrier_of, is_true
+from .barriers import is_true, own_barriers
 from .context import Clock, join, refuse, report
 from .dtypes import numpy_type
 from .global_memory import addresses
@@ -60,37 +60,44 @@ def _coordinates(coord) -> list[int]:
 
 @known("async_copy_global_to_shared", "async_load", of=(hopper.tma,))
 def tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False, cache_policy=None) -> None:
-    """Start a TMA copy from global to shared memory, which reports to a barrier."""
-    if constant(multicast, "multicast"):
-        refuse(
-            "unknown operation",
-            "gluon_cpu runs one block at a time and knows no multicast. Leave it out: each block copies the tile for itself.",
-        )
+    """Start a TMA copy from global to shared memory, which reports to a barrier.
+
+    With `multicast`, of the blocks that hold the same tile the first one copies it for all, and each one's barrier is told.
+    """
     layouts.check_tma(tensor_desc, coord, result, "A TMA copy")
     at = _coordinates(coord)
     if not is_true(pred):
         return
     program = context.program()
     program.reschedule()
-    p, bar = program.partition, barrier_of(barrier, "A TMA copy")
-    phase = bar.phase
+    p, bars = program.partition, own_barriers(barrier, "A TMA copy")
+    groups = layouts.block_groups(result.layout, program.num_ctas)
+    together = constant(multicast, "multicast")
+    issuers = [groups[block.index][0] if together else block.index for block in p.blocks]
+    for bar, issuer in zip(bars, issuers, strict=True):
+        bar.check_visible(p.blocks[issuer])
     access(
         result,
         write=True,
         asynchronous=True,
-        component=bar.component,
-        time=phase + 1,
-        barrier=bar,
-        phase=phase,
-        what=f"the TMA copy into {result.label}",
+        barriers=bars,
+        issuers=issuers,
+        what=f"the TMA {'multicast' if together else 'copy'} into {result.label}",
     )
-    copy = _Copy(result.label, tensor_desc.block_type.nbytes, context.site(), p.name, dict(p.clock), dict(p.fenced))
-    bar.in_flight.append(copy)
-    end = _transfer("TMA", "copy in", result.label, copy.bytes, phase=phase)
+    nbytes = tensor_desc.nbytes_per_cta
+    copies = []
+    for bar, issuer in zip(bars, issuers, strict=True):
+        block = p.blocks[issuer]
+        copies.append(
+            _Copy(result.label, nbytes, context.site(), p.label(block), dict(block.clock), dict(block.fenced))
+        )
+        bar.in_flight.append(copies[-1])
+    end = _transfer("TMA", "copy in", result.label, nbytes, phase=bars[0].phase)
 
     def finish() -> None:
         result.view[...] = tensor_desc.read(at)
-        bar.count_copy(copy, end)
+        for bar, copy in zip(bars, copies, strict=True):
+            bar.count_copy(copy, end)
 
     program.later(end, finish)
 
@@ -102,11 +109,33 @@ def tma_store(tensor_desc, coord, src, cache_policy=None) -> None:
     tensor_desc.write(at, src.view)
 
 
-@known("async_atomic_add", of=(hopper.tma,))
-def tma_add(tensor_desc, coord, src) -> None:
-    """Start a TMA reduction, which adds a tile of shared memory to global memory."""
-    at = _send(tensor_desc, coord, src, "A TMA reduction")
-    tensor_desc.add(at, src.view)
+def _enter_reduction(name: str, update, floats: tuple[str, ...]) -> None:
+    """Enter tma.async_atomic_<name>, which combines a tile of shared memory with global memory."""
+
+    def reduce(tensor_desc, coord, src) -> None:
+        dtype = tensor_desc.dtype
+        allowed = (
+            *floats,
+            *(("int32", "uint32", "int64", "uint64") if name != "add" else ("int32", "uint32", "uint64")),
+        )
+        if dtype.name not in allowed:
+            refuse("layout", f"tma.async_atomic_{name} takes {', '.join(allowed)}; the descriptor is {dtype}.")
+        if any(size > 1 for _, size in layouts.block_groups(src.layout, context.program().num_ctas)):
+            text = f"tma.async_atomic_{name}: several blocks of the cluster hold the same part of {src.label}"
+            refuse("unknown operation", f"{text}. Reduce a tile whose cga_layout gives each block its own part.")
+        at = _send(tensor_desc, coord, src, "A TMA reduction")
+        tensor_desc.update(at, src.view, update)
+
+    known(f"async_atomic_{name}", of=(hopper.tma,))(reduce)
+
+
+# What cp.reduce.async.bulk.tensor takes: PTX's table of types.
+_enter_reduction("add", np.add, ("fp16", "bf16", "fp32"))
+_enter_reduction("min", np.fmin, ("fp16", "bf16"))
+_enter_reduction("max", np.fmax, ("fp16", "bf16"))
+_enter_reduction("and", np.bitwise_and, ())
+_enter_reduction("or", np.bitwise_or, ())
+_enter_reduction("xor", np.bitwise_xor, ())
 
 
 def _send(tensor_desc, coord, src, what: str) -> list[int]:
@@ -121,11 +150,11 @@ def _send(tensor_desc, coord, src, what: str) -> list[int]:
         src,
         write=False,
         asynchronous=True,
-        component=("tma store", p.index),
+        queue="tma store",
         time=p.store_count,
         what=f"the {what.removeprefix('A ')} from {src.label}",
     )
-    end = _transfer("TMA", "copy out", src.label, tensor_desc.block_type.nbytes)
+    end = _transfer("TMA", "copy out", src.label, tensor_desc.nbytes_per_cta)
     p.stores.append((p.store_count, end, src.label, context.site()))
     return at
 
@@ -143,7 +172,8 @@ def store_wait(pendings, read_only=True) -> None:
     start = p.time
     while len(p.stores) > pendings:
         number, end, _, _ = p.stores.pop(0)
-        p.clock["tma store", p.index] = number
+        for block in p.blocks:
+            block.clock["tma store", p.index, block.index] = number
         p.time = max(p.time, end)
     if p.time > start:
         program.record("partition", "store wait", "", None, start, p.time)
@@ -175,10 +205,10 @@ def cp_async(
     program.reschedule()
     p = program.partition
     p.copy_count += 1
-    access(smem, write=True, component=("cp.async", p.index), time=p.copy_count, what=f"the cp.async into {smem.label}")
+    access(smem, write=True, queue="cp.async", time=p.copy_count, what=f"the cp.async into {smem.label}")
     values = np.zeros(offsets.shape, numpy_type(smem.dtype))
     values[keep] = pointer.buffer.read(offsets[keep])
-    end = _transfer("cp.async", "copy in", smem.label, smem.nbytes, instructions=4)
+    end = _transfer("cp.async", "copy in", smem.label, smem.nbytes // program.num_ctas, instructions=4)
     p.copies.append(_CpAsync(p.copy_count, smem, values, end, context.site()))
 
 
@@ -201,7 +231,8 @@ def wait_group(num_outstanding=0) -> None:
         last = p.copy_groups.pop(0)
         p.time = max([p.time, *(copy.end for copy in p.copies if copy.number <= last)])
         _finish_copies(p, last)
-        join(p.clock, {("cp.async", p.index): last})
+        for block in p.blocks:
+            join(block.clock, {("cp.async", p.index, block.index): last})
     if p.time > start:
         program.record("partition", "copy wait", "", None, start, p.time)
 
@@ -218,19 +249,25 @@ def cp_async_arrive(mbarrier, increment_count=True) -> None:
     """Let every thread arrive when its copies so far have written."""
     program = context.program()
     program.reschedule()
-    p, bar = program.partition, barrier_of(mbarrier, "async_copy.mbarrier_arrive")
+    p, bars = program.partition, own_barriers(mbarrier, "async_copy.mbarrier_arrive")
     threads, last = 32 * p.num_warps, p.copy_count
     if increment_count:
-        bar.pending += threads
+        for bar in bars:
+            bar.pending += threads
     end = max([p.time, *(copy.end for copy in p.copies)])
-    clock, fenced, who = {**p.clock, ("cp.async", p.index): last}, dict(p.fenced), (p.name, context.site())
+    known = [
+        ({**block.clock, ("cp.async", p.index, block.index): last}, dict(block.fenced), p.label(block))
+        for block in p.blocks
+    ]
+    site = context.site()
     for copy in p.copies:
         copy.signalled = True
 
     def finish() -> None:
         _finish_copies(p, last)
-        bar.join_clock(clock, fenced)
-        bar.count_arrivals(threads, "async_copy.mbarrier_arrive", *who, end)
+        for bar, (clock, fenced, who) in zip(bars, known, strict=True):
+            bar.join_clock(clock, fenced)
+            bar.count_arrivals(threads, "async_copy.mbarrier_arrive", who, site, end)
 
     if p.copies:
         program.later(end, finish)
@@ -257,8 +294,9 @@ def finish(program) -> None:
             report("unfinished", f"{text}: {hint}", at=unfinished[0].site, partition=p.name)
     program.partition = program.partitions[0]
     for allocation in program.allocations:
-        for copy in allocation.records:
-            if copy.barrier is not None and not is_over(copy, program.partition.clock):
-                phase = f"phase {copy.phase} of {copy.barrier.name} (parity {copy.phase & 1})"
-                text = f"The kernel ends, and nobody has waited for {copy.what}: {phase}."
-                report("unfinished", text, at=copy.site, partition=copy.partition)
+        for block, records in zip(program.partition.blocks, allocation.records, strict=True):
+            for copy in records:
+                if copy.barrier is not None and not is_over(copy, block.clock):
+                    phase = f"phase {copy.phase} of {copy.barrier.name} (parity {copy.phase & 1})"
+                    text = f"The kernel ends, and nobody has waited for {copy.what}: {phase}."
+                    report("unfinished", text, at=copy.site, partition=copy.partition)

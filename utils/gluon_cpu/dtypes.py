@@ -1,4 +1,4 @@
-"""Gluon's element types in NumPy. NumPy has no bf16: such values are float32 numbers, rounded to bf16."""
+"""Gluon's element types in NumPy. NumPy has no bf16 and no fp8: such values are float32 numbers, rounded to their type."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ NUMPY = {
     "uint64": np.uint64,
     "fp16": np.float16,
     "bf16": np.float32,
+    "fp8e4nv": np.float32,
+    "fp8e5": np.float32,
     "fp32": np.float32,
     "fp64": np.float64,
 }
@@ -30,11 +32,20 @@ TORCH = {
     torch.uint8: gl.uint8,
     torch.float16: gl.float16,
     torch.bfloat16: gl.bfloat16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
     torch.float32: gl.float32,
     torch.float64: gl.float64,
 }
 # IEEE formats by range, then by precision: the wider one wins in mixed arithmetic.
-FLOAT_RANK = {"bf16": 0, "fp16": 1, "fp32": 2, "fp64": 3}
+FLOAT_RANK = {"fp8e4nv": -2, "fp8e5": -1, "bf16": 0, "fp16": 1, "fp32": 2, "fp64": 3}
+# Types whose values NumPy holds as float32: torch's type, and the type of the same bits.
+HELD_WIDER = {
+    "bf16": (torch.bfloat16, torch.int16, np.int16),
+    "fp8e4nv": (torch.float8_e4m3fn, torch.uint8, np.uint8),
+    "fp8e5": (torch.float8_e5m2, torch.uint8, np.uint8),
+}
+FP8_LARGEST = {"fp8e4nv": 448.0, "fp8e5": 57344.0}  # a conversion to fp8 saturates: cvt.rn.satfinite
 
 
 def numpy_type(dtype) -> type:
@@ -43,7 +54,7 @@ def numpy_type(dtype) -> type:
         return NUMPY[dtype.name]
     except KeyError:
         raise TypeError(
-            f"gluon_cpu computes with {', '.join(NUMPY)}; it does not know {dtype}. Use fp16 or bf16 in place of fp8."
+            f"gluon_cpu computes with {', '.join(NUMPY)}; it does not know {dtype}. Hopper's fp8 are float8e4nv and float8e5."
         ) from None
 
 
@@ -53,6 +64,29 @@ def round_bf16(x: np.ndarray) -> np.ndarray:
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) & np.uint32(0xFFFF0000)
     out = rounded.view(np.float32)
     return np.where(np.isnan(x), np.float32(np.nan), out).reshape(np.shape(x))
+
+
+def round_fp8(x: np.ndarray, name: str) -> np.ndarray:
+    """Round to an fp8 type, to nearest even, as Hopper does: what is too large becomes the largest number."""
+    largest = FP8_LARGEST[name]
+    values = torch.from_numpy(np.clip(np.ascontiguousarray(x, dtype=np.float32), -largest, largest))
+    return values.to(HELD_WIDER[name][0]).float().numpy().reshape(np.shape(x))
+
+
+def to_bits(data: np.ndarray, dtype) -> np.ndarray:
+    """Return the bits of values, as integers where NumPy lacks the type."""
+    if dtype.name not in HELD_WIDER:
+        return data
+    kind, same_size, _ = HELD_WIDER[dtype.name]
+    return torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32)).to(kind).view(same_size).numpy()
+
+
+def from_bits(bits: np.ndarray, dtype) -> np.ndarray:
+    """Return the values of bits: the way back from `to_bits`."""
+    if dtype.name not in HELD_WIDER:
+        return bits.view(numpy_type(dtype))
+    kind, _, same_size = HELD_WIDER[dtype.name]
+    return torch.from_numpy(np.ascontiguousarray(bits).view(same_size)).view(kind).float().numpy()
 
 
 def is_float(dtype) -> bool:
@@ -72,6 +106,8 @@ def round_to(data, dtype):
         with np.errstate(all="ignore"):  # beyond the range of a type is inf, as on a GPU
             if dtype.name == "bf16":
                 return round_bf16(data)
+            if dtype.name in FP8_LARGEST:
+                return round_fp8(data, dtype.name)
             if data.dtype == kind:
                 return data
             if data.dtype.kind == "f" and np.issubdtype(kind, np.integer):
@@ -88,6 +124,8 @@ def round_number(value, dtype):
     if name in FLOAT_RANK:
         if name == "bf16":
             return float(round_bf16(np.float32(value)))
+        if name in FP8_LARGEST:
+            return float(round_fp8(np.float32(value), name))
         with np.errstate(all="ignore"):
             return float(numpy_type(dtype)(value))
     bits = dtype.primitive_bitwidth

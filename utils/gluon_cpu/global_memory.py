@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from . import context, layouts
 from .context import refuse
-from .dtypes import TORCH, is_int, numpy_type, round_to
+from .dtypes import HELD_WIDER, TORCH, from_bits, is_int, numpy_type, round_to, to_bits
 from .known import constant, known, number
 from .tensors import Shape, Tensor, broadcast_layout, to_tensor
 
@@ -33,8 +33,8 @@ class GlobalBuffer:
         self.end = last + 1 if tensor.numel() else 0
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
         flat = torch.as_strided(tensor.detach(), (count,), (1,), 0)
-        self.raw = (flat.view(torch.int16) if tensor.dtype == torch.bfloat16 else flat).numpy()
-        self.is_bf16 = tensor.dtype == torch.bfloat16
+        self.in_bits = self.dtype.name in HELD_WIDER
+        self.raw = (flat.view(HELD_WIDER[self.dtype.name][1]) if self.in_bits else flat).numpy()
 
     def check(self, offsets: np.ndarray, what: str) -> None:
         """Refuse offsets that lie outside of the tensor."""
@@ -47,16 +47,11 @@ class GlobalBuffer:
     def read(self, offsets: np.ndarray) -> np.ndarray:
         """Return the values at offsets, counted in elements."""
         raw = self.raw[offsets + self.base]
-        if self.is_bf16:
-            return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        return raw
+        return from_bits(raw, self.dtype) if self.in_bits else raw
 
     def write(self, offsets: np.ndarray, values: np.ndarray) -> None:
         """Set the values at offsets, counted in elements."""
-        if self.is_bf16:
-            bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-            values = (bits >> 16).astype(np.uint16).view(np.int16)
-        self.raw[offsets + self.base] = values
+        self.raw[offsets + self.base] = to_bits(np.asarray(values), self.dtype) if self.in_bits else values
 
 
 def pointer(tensor: torch.Tensor, name: str) -> Tensor:
@@ -135,10 +130,10 @@ def _spend(latency: float, kind: str, pointer: Tensor, offsets: np.ndarray, keep
     """
     program, buffer = context.program(), pointer.buffer
     size = buffer.dtype.primitive_bitwidth // 8
-    program.spend(latency + int(keep.sum()) * size / program.model.global_bytes, kind, buffer.name)
+    program.spend(latency + int(keep.sum()) * size / program.num_ctas / program.model.global_bytes, kind, buffer.name)
     if program.events is None or not offsets.shape or isinstance(layout, AutoLayout):
         return  # sectors depend on a layout that only the compiler knows
-    elements = layouts.elements_of(layout, offsets.shape, program.partition.num_warps)
+    elements = layouts.elements_of(layout, offsets.shape, program.partition.num_warps, program.num_ctas)
     at = (offsets.reshape(-1)[elements] + buffer.base) * size  # registers x lanes x warps
     kept = keep.reshape(-1)[elements]
     together = 1  # registers that one instruction moves: neighbours in memory, 16 bytes at most
@@ -214,7 +209,8 @@ class Descriptor:
         self.sizes, self.steps = [int(s) for s in shape], [int(s) for s in strides]
         self.block_shape = Shape(block_shape)
         self.block_type = _BlockType(buffer.dtype, list(block_shape))
-        self.nbytes_per_cta = self.block_type.nbytes
+        part = math.prod(layouts.per_block(list(block_shape), layout))
+        self.nbytes_per_cta = part * buffer.dtype.primitive_bitwidth // 8
         self.shape = tuple(Tensor(s, gl.int32) for s in self.sizes)
         self.strides = tuple(Tensor(s, gl.int64) for s in self.steps)
         self.type = self
@@ -246,12 +242,12 @@ class Descriptor:
         self.buffer.check(offsets[inside], "A TMA store")
         self.buffer.write(offsets[inside], values[inside])
 
-    def add(self, coord: list[int], values: np.ndarray) -> None:
-        """Add to the box, in the tensor's type; values outside of the tensor are dropped."""
+    def update(self, coord: list[int], values: np.ndarray, combine) -> None:
+        """Combine the box with values, in the tensor's type; values outside of the tensor are dropped."""
         offsets, inside = self.box(coord)
         self.buffer.check(offsets[inside], "A TMA reduction")
         old = np.asarray(self.buffer.read(offsets[inside]))
-        self.buffer.write(offsets[inside], round_to(old + np.asarray(values)[inside], self.dtype))
+        self.buffer.write(offsets[inside], round_to(np.asarray(combine(old, np.asarray(values)[inside])), self.dtype))
 
     @property
     def handle(self):

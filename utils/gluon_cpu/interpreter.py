@@ -32,6 +32,8 @@ class _Rewriter(ast.NodeTransformer):
 
     def __init__(self, names: dict):
         self.names = names  # the values of the function's global names
+        # Memory has the name that the kernel gives it, not that of a variable in one of Triton's own helpers.
+        self.names_memory = not str(names.get("__name__", "")).startswith("triton.")
         self.loops = 0
 
     def visit_Call(self, node):
@@ -51,7 +53,7 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_Assign(self, node):
         self.generic_visit(node)
-        label = node.targets[0].id if isinstance(node.targets[0], ast.Name) else ""
+        label = node.targets[0].id if self.names_memory and isinstance(node.targets[0], ast.Name) else ""
         kind = "layout" if _makes_a_layout(node.value) else "assign"
         node.value = _at(_runtime_call(kind, node.value, ast.Constant(label)), node)
         return node
@@ -194,8 +196,11 @@ def run_jit(jit, args: tuple, kwargs: dict):
 # ---- what rewritten code calls -----------------------------------------------------------------------------------
 
 
+_VALUES = (*NUMBERS, str, type(None), list, tuple, gl.dtype)
+
+
 def _value(x):
-    return x if isinstance(x, (*NUMBERS, str, type(None), list, tuple, gl.dtype)) else x.value
+    return x if isinstance(x, _VALUES) else x.value
 
 
 def _assign(value, label: str):

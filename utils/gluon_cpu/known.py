@@ -60,7 +60,7 @@ INSTEAD = {
     "tcgen05": "That is Blackwell's; Hopper's product is warpgroup_mma, with the accumulator in registers.",
     "tensor_memory": "That is Blackwell's; Hopper's accumulators are tensors in registers.",
     "clc": "That is Blackwell's; on Hopper a persistent kernel loops over its tiles: range(gl.program_id(0), tiles, ...).",
-    "cluster": "The simulator runs one block at a time: leave clusters out, num_ctas=1.",
+    "hopper.async_store": "Send the tile through global memory, or give it to the other block by gl.convert_layout.",
     "mma_v2": "Hopper's product is warpgroup_mma.",
 }
 

@@ -15,7 +15,7 @@ from utils.machine import versions
 from . import context, layouts, memory
 from .aggregates import flatten
 from .context import refuse
-from .dtypes import is_float, numpy_type, promote, round_number, round_to
+from .dtypes import from_bits, is_float, numpy_type, promote, round_number, round_to, to_bits
 from .known import constant, constants, known
 from .tensors import Tensor, binary, broadcast_layout, to_tensor, work
 
@@ -63,7 +63,7 @@ def full_like(input, value, shape=None, dtype=None, layout=None):
 # Functions that say with other words what is there already.
 for _name, _function in {
     "num_warps": lambda: context.partition().num_warps,
-    "num_ctas": lambda: 1,
+    "num_ctas": lambda: context.program().num_ctas,
     "zeros": lambda shape, dtype, layout=None: full(shape, 0, dtype, layout),
     "zeros_like": lambda input, shape=None, dtype=None, layout=None: full_like(input, 0, shape, dtype, layout),
     "to_tensor": to_tensor,
@@ -97,6 +97,9 @@ def convert_layout(value, layout, assert_trivial=False):
     if constant(assert_trivial, "assert_trivial"):
         layouts.check_trivial(value.layout, layout, list(value.shape))
     elif value.layout != layout:
+        program = context.program()
+        if program.num_ctas > 1 and layouts.block_bases(value.layout) != layouts.block_bases(layout):
+            program.meet("gl.convert_layout between blocks")
         work(value)
     return Tensor(data, value.dtype, layout, value.buffer, value.reads)
 
@@ -291,9 +294,10 @@ def cast(input, dtype, fp_downcast_rounding=None, bitcast=False):
     data = input.data
     work(input)
     if bitcast:
-        if "bf16" in (dtype.name, input.dtype.name) or not input.shape:
-            refuse("unknown operation", f"gluon_cpu does not bitcast {input.dtype} to {dtype}.")
-        return Tensor(data.view(numpy_type(dtype)), dtype, input.layout)
+        if not input.shape or input.dtype.primitive_bitwidth != dtype.primitive_bitwidth:
+            text = "it bitcasts tensors to a type of the same size"
+            refuse("unknown operation", f"gluon_cpu does not bitcast {input.dtype} to {dtype}: {text}.")
+        return Tensor(from_bits(to_bits(data, input.dtype), dtype), dtype, input.layout)
     return Tensor(round_to(data, dtype), dtype, input.layout, None, input.reads)
 
 
@@ -349,9 +353,14 @@ def static_print(*values, sep=" ", end="\n", file=None, flush=False):
 
 @known("barrier", "thread_barrier", of=(gl,))
 def block_barrier(cluster=False):
-    """Let the warps of a partition meet. A partition is one actor here, so only time passes."""
+    """Let the warps of a partition meet, or with `cluster` the blocks.
+
+    The warps of a block in a partition are one actor here, so only time passes for them.
+    """
     program = context.program()
     program.reschedule()
+    if constant(cluster, "cluster"):
+        program.meet("gl.barrier(cluster=True)")
     program.spend(program.model.barrier, "barrier")
 
 

@@ -36,6 +36,55 @@ def threads(layout) -> tuple[int, int] | None:
     return None
 
 
+def block_bases(layout) -> list[list[int]]:
+    """Return how a layout spreads a tensor over the blocks of a cluster: a step for each bit of the block's number."""
+    if isinstance(layout, gl.DistributedLinearLayout | gl.SharedLinearLayout):
+        return layout.block_bases
+    return getattr(layout, "cga_layout", None) or []
+
+
+def per_block(shape: list[int], layout) -> list[int]:
+    """Return the part of a shape that each block of a cluster holds; a leading dimension may count buffers."""
+    part = list(shape)
+    for basis in block_bases(layout):
+        for d, step in enumerate(basis, len(shape) - len(basis)):
+            part[d] //= 2 if step else 1
+    return part
+
+
+_ALONE = [(0, 1)]
+
+
+def block_groups(layout, blocks: int) -> list[tuple[int, int]]:
+    """Return, for each block of a cluster, the first of those that hold the same part, and how many these are."""
+    if blocks == 1:
+        return _ALONE
+    same = sum(1 << bit for bit, basis in enumerate(block_bases(layout)) if not any(basis))
+    return [(block & ~same, 1 << same.bit_count()) for block in range(blocks)]
+
+
+def check_same_blocks(smem, layout, operation: str) -> None:
+    """Refuse a load or store of shared memory that lies in another block of the cluster."""
+    if context.program().num_ctas == 1 or isinstance(layout, AutoLayout):
+        return
+    for held, wanted in zip(block_bases(smem.layout), block_bases(layout), strict=True):
+        if list(held) != list(wanted) and any(held if operation == "load" else wanted):
+            text = f"{smem.label}.{operation}: the memory is spread over the blocks by {block_bases(smem.layout)}"
+            advice = "Use the same cga_layout on both sides; gl.convert_layout moves values between blocks"
+            refuse("unknown operation", f"{text}, the tensor by {block_bases(layout)}: gluon_cpu lets a block use its own "
+                   f"shared memory only. {advice}.")  # fmt: skip
+
+
+def _check_cluster(layout, what: str) -> None:
+    blocks, bases = context.program().num_ctas, block_bases(layout)
+    if 1 << len(bases) != blocks:
+        need = blocks.bit_length() - 1
+        _refuse(
+            f"{what}: {layout} has {len(bases)} bases for the blocks of a cluster; num_ctas={blocks} needs {need}: "
+            f"cga_layout, a list of {need} steps."
+        )
+
+
 _checked: set = set()
 
 
@@ -47,7 +96,7 @@ def distributed(layout, shape: list[int], what: str):
     if isinstance(layout, AutoLayout):
         return layout
     warps = context.partition().num_warps
-    key = (layout, len(shape), warps)
+    key = (layout, len(shape), warps, context.program().num_ctas)
     if key in _checked:
         return layout
     if not isinstance(layout, DistributedLayout):
@@ -61,6 +110,7 @@ def distributed(layout, shape: list[int], what: str):
         _refuse(f"{what}: {layout} spreads over {spread[0]} threads a warp; a warp has 32.")
     if spread is not None and spread[1] != warps:
         _refuse(f"{what}: {layout} is for {spread[1]} warps; this partition has {warps}.")
+    _check_cluster(layout, what)
     _checked.add(key)
     return layout
 
@@ -94,6 +144,7 @@ def check_shared(layout, dtype, shape: list[int]) -> None:
     for size in shape:
         if not isinstance(size, int) or size < 1:
             _refuse(f"Shared memory of shape {shape}: dimensions must be positive constants.")
+    _check_cluster(layout, "Shared memory")
     if not isinstance(layout, gl.NVMMASharedLayout):
         return
     if layout.element_bitwidth != dtype.primitive_bitwidth:
@@ -103,7 +154,7 @@ def check_shared(layout, dtype, shape: list[int]) -> None:
             f"{layout} has rank {layout.rank}; shape {shape} needs {len(shape)}, or "
             f"{len(shape) - 1} if its first dimension counts buffers."
         )
-    tile = shape[len(shape) - layout.rank :]
+    tile = per_block(shape, layout)[len(shape) - layout.rank :]
     inner = tile[0] if layout.transposed else tile[-1]
     if inner * dtype.primitive_bitwidth // 8 < layout.swizzle_byte_width:
         _refuse(
@@ -141,7 +192,7 @@ def check_cp_async(smem, shape, dtype, layout, offsets) -> None:
         _refuse(f"cp.async: {smem.label} is {smem.dtype}, the pointers are to {dtype}.")
     if dtype.primitive_bitwidth >= 32 or isinstance(layout, (AutoLayout, gl.CoalescedLayout)):
         return
-    held = np.unique(offsets.reshape(-1)[elements_of(layout, tuple(shape), context.partition().num_warps)[:, 0, 0]])
+    held = np.unique(offsets.reshape(-1)[_elements(layout, tuple(shape))[:, 0, 0]])
     neighbours = int(np.diff(np.flatnonzero(np.diff(held, prepend=-2, append=held[-1] + 2) != 1)).min())
     if neighbours * dtype.primitive_bitwidth < 32:
         _refuse(
@@ -155,7 +206,7 @@ def check_cp_async(smem, shape, dtype, layout, offsets) -> None:
 
 
 @functools.cache
-def _semantic(num_warps: int):
+def _semantic(num_warps: int, num_ctas: int):
     """Triton's code generator on a scratch module, which is never compiled."""
     from triton._C.libtriton import gluon_ir, ir
     from triton.backends.compiler import GPUTarget
@@ -168,11 +219,11 @@ def _semantic(num_warps: int):
     ir.load_dialects(ir_context)
     backend.load_dialects(ir_context)
     builder = gluon_ir.GluonOpBuilder(ir_context)
-    builder.options = backend.parse_options({"num_warps": num_warps})
+    builder.options = backend.parse_options({"num_warps": num_warps, "num_ctas": num_ctas})
     builder.set_loc("gluon_cpu", 1, 1)
     module = builder.create_module()
     module.set_attr("ttg.target", builder.get_string_attr("cuda:90"))
-    for name, value in (("num-warps", num_warps), ("num-ctas", 1), ("threads-per-warp", 32)):
+    for name, value in (("num-warps", num_warps), ("num-ctas", num_ctas), ("threads-per-warp", 32)):
         module.set_attr(f"ttg.{name}", builder.get_int32_attr(value))
     function = builder.get_or_insert_function(module, "scratch", builder.get_function_ty([], []), "public", False)
     module.push_back(function)
@@ -184,8 +235,8 @@ def _semantic(num_warps: int):
 
 
 @functools.cache
-def _register_view(warps: int, layout, shape: tuple, operation: str, argument):
-    semantic = _semantic(warps)
+def _register_view(warps: int, blocks: int, layout, shape: tuple, operation: str, argument):
+    semantic = _semantic(warps, blocks)
     x = semantic.full(list(shape), 0.0, gl.float32, layout)
     if operation == "reshape":
         return semantic.reshape(x, list(argument), False).type.layout
@@ -203,14 +254,16 @@ def register_view(layout, shape: list[int], operation: str, argument=None):
     if isinstance(layout, AutoLayout):
         return layout
     try:
-        return _register_view(context.partition().num_warps, layout, tuple(shape), operation, argument)
+        return _register_view(
+            context.partition().num_warps, context.program().num_ctas, layout, tuple(shape), operation, argument
+        )
     except (RuntimeError, ValueError, TypeError) as error:
         _refuse(f"{operation} of a tensor {list(shape)} with {layout}: {str(error).strip()}")
 
 
 @functools.cache
-def _shared_view(dtype, shape: tuple, layout, operation: str, argument: tuple):
-    semantic = _semantic(4)
+def _shared_view(blocks: int, dtype, shape: tuple, layout, operation: str, argument: tuple):
+    semantic = _semantic(4, blocks)
     desc = semantic.allocate_shared(dtype, list(shape), layout, None)
     view = (
         semantic.memdesc_trans(desc, list(argument))
@@ -223,31 +276,39 @@ def _shared_view(dtype, shape: tuple, layout, operation: str, argument: tuple):
 def shared_view(dtype, shape: list[int], layout, operation: str, argument: tuple):
     """Return the layout of shared memory after permute or reshape."""
     try:
-        return _shared_view(dtype, tuple(shape), layout, operation, argument)
+        return _shared_view(context.program().num_ctas, dtype, tuple(shape), layout, operation, argument)
     except (RuntimeError, ValueError, TypeError) as error:
         _refuse(f"{operation} of shared memory {list(shape)} with {layout}: {str(error).strip()}")
 
 
 def linear(layout, shape: list[int]):
     """Return a layout as the DistributedLinearLayout or SharedLinearLayout that it is."""
-    return _linear(layout, shape, context.partition().num_warps)
+    return _linear(layout, shape, context.partition().num_warps, context.program().num_ctas)
 
 
-def _linear(layout, shape, warps: int):
-    result = _semantic(warps).to_linear_layout(layout, list(shape))
+def _linear(layout, shape, warps: int, blocks: int):
+    result = _semantic(warps, blocks).to_linear_layout(layout, list(shape))
     return getattr(result, "value", result)
 
 
 @functools.lru_cache(maxsize=64)
-def elements_of(layout, shape: tuple[int, ...], warps: int) -> np.ndarray:
-    """Return which element each register of each lane of each warp holds: flat indices, (registers, lanes, warps)."""
-    basis_of = _linear(layout, shape, warps)
+def elements_of(layout, shape: tuple[int, ...], warps: int, blocks: int = 1) -> np.ndarray:
+    """Return which element each register of each lane of each warp holds: flat indices, (registers, lanes, warps).
+
+    The warps are those of all blocks of the cluster.
+    """
+    basis_of = _linear(layout, shape, warps, blocks)
     flat: np.ndarray = np.zeros((1, 1, 1), np.int64)
-    for axis, bases in enumerate((basis_of.reg_bases, basis_of.lane_bases, basis_of.warp_bases)):
+    kinds = (basis_of.reg_bases, basis_of.lane_bases, [*basis_of.warp_bases, *basis_of.block_bases])
+    for axis, bases in enumerate(kinds):
         for basis in bases:
             step = int(np.ravel_multi_index(basis, shape))
             flat = np.concatenate([flat, flat ^ step], axis)
     return flat
+
+
+def _elements(layout, shape: tuple[int, ...]) -> np.ndarray:
+    return elements_of(layout, shape, context.partition().num_warps, context.program().num_ctas)
 
 
 def bank_conflicts(distr_ty, shared_ty) -> int:
@@ -257,12 +318,12 @@ def bank_conflicts(distr_ty, shared_ty) -> int:
     kind = shared_memory_descriptor_type(
         shared_ty.dtype, list(shared_ty.shape), shared_ty.layout, list(shared_ty.alloc_shape)
     )
-    return _semantic(context.partition().num_warps).bank_conflicts(distr_ty, kind)
+    return _semantic(context.partition().num_warps, context.program().num_ctas).bank_conflicts(distr_ty, kind)
 
 
 @functools.cache
-def _is_trivial(warps: int, a, b, shape: tuple) -> bool:
-    semantic = _semantic(warps)
+def _is_trivial(warps: int, blocks: int, a, b, shape: tuple) -> bool:
+    semantic = _semantic(warps, blocks)
     try:
         semantic.convert_layout(semantic.full(list(shape), 0.0, gl.float32, a), b, True)
     except TypeError:
@@ -272,5 +333,5 @@ def _is_trivial(warps: int, a, b, shape: tuple) -> bool:
 
 def check_trivial(a, b, shape: list[int]) -> None:
     """Refuse a conversion that moves data between threads."""
-    if not _is_trivial(context.partition().num_warps, a, b, tuple(shape)):
+    if not _is_trivial(context.partition().num_warps, context.program().num_ctas, a, b, tuple(shape)):
         _refuse(f"convert_layout(assert_trivial=True): from\n    {a}\n  to\n    {b}\n  moves values between threads.")

@@ -37,6 +37,7 @@ class Access:
     what: str  # "the TMA copy into ring[1]"
     site: Site
     partition: str
+    block: int = 0  # of the cluster: whose shared memory it is
     barrier: Any = None  # the MBarrier that tells of its end, and in which phase
     phase: int = 0
     covers: bool = True
@@ -52,9 +53,9 @@ class Allocation:
         self.path = ""  # the path to it through an aggregate, such as ring.bars.full
         self.data: np.ndarray = np.zeros(shape, numpy_type(dtype))
         self.written: np.ndarray = np.zeros(shape, np.bool_)
-        self.records: list[Access] = []
-        self.barriers: dict[int, Any] = {}  # the MBarriers in it, by their place
-        self.bytes = math.prod(shape) * dtype.primitive_bitwidth // 8
+        self.records: list[list[Access]] = [[] for _ in range(context.program().num_ctas)]  # of each block
+        self.barriers: dict[int, list] = {}  # the MBarriers in it, by their place: one for each block
+        self.bytes = math.prod(layouts.per_block(shape, layout)) * dtype.primitive_bitwidth // 8  # in each block
         self.site = context.site()
         self.first = self.last = context.program().steps  # when it was in use, in steps of the program
 
@@ -157,6 +158,9 @@ class MemDesc:
         if start < 0 or length < 1 or start + length > self.view.shape[dim]:
             text = f"{self.label}.slice({start}, {length}, dim={dim})"
             refuse("layout", f"{text} leaves its shape {list(self.shape)}.")
+        if any(map(any, layouts.block_bases(self.layout))):
+            text = f"gluon_cpu does not cut {self.label}, which is spread over the blocks of a cluster"
+            refuse("unknown operation", f"{text}. Allocate the parts, or cut before: .index(i) takes a slot.")
         at = tuple(slice(start, start + length) if d == dim else slice(None) for d in range(self.rank))
         text = ", ".join(f"{start}:{start + length}" if d == dim else ":" for d in range(dim + 1))
         return self._view(self.view[at], self.written[at], self.layout, f"{self.suffix}[{text}]", self.alloc_shape)
@@ -212,15 +216,16 @@ class MemDesc:
 
     def _spend(self, kind: str) -> None:
         program = context.program()
-        cycles = program.model.shared_latency + self.nbytes / program.model.shared_bytes
+        cycles = program.model.shared_latency + self.nbytes / program.num_ctas / program.model.shared_bytes
         program.spend(cycles, kind, self.label)
 
     def load(self, layout=None):
         """Return a tensor with this memory's values."""
         layout = layouts.distributed(layout, list(self.shape), f"{self.label}.load")
-        read = access(self, write=False, what=f"the load of {self.label}")
+        layouts.check_same_blocks(self, layout, "load")
+        reads = access(self, write=False, what=f"the load of {self.label}")
         self._spend("shared load")
-        return Tensor(self.view.copy(), self.dtype, layout, reads=(read,))
+        return Tensor(self.view.copy(), self.dtype, layout, reads=reads)
 
     def store(self, value) -> None:
         """Store a tensor of the same shape and dtype."""
@@ -228,6 +233,7 @@ class MemDesc:
             text = f"{self.label} holds {self.dtype}{list(self.shape)}; a tensor {value.dtype}{list(value.shape)}"
             hint = "Shapes and dtypes must match: use .to(...) or .reshape(...)."
             refuse("layout", f"{text} cannot be stored there. {hint}")
+        layouts.check_same_blocks(self, value.layout, "store")
         data = value.data
         access(self, write=True, what=f"the store into {self.label}")
         self._spend("shared store")
@@ -265,58 +271,76 @@ def access(
     write: bool,
     what: str,
     asynchronous: bool = False,
-    component: tuple | None = None,
+    queue: str = "",
     time: int = 0,
-    barrier=None,
-    phase: int = 0,
+    barriers: list | None = None,
+    issuers: list[int] | None = None,
     covers: bool = True,
-) -> Access:
-    """Check an access against all earlier ones, and remember it.
+) -> tuple[Access, ...]:
+    """Check an access against all earlier ones, and remember it; in a cluster, each block accesses its own memory.
 
     Args:
         desc: the view.
         write: whether it writes.
         what: words for reports, "the TMA copy into ring[1]".
         asynchronous: whether it goes through the async proxy, as TMA and wgmma do.
-        component: the component of the clock that will say that it is over; None for an ordinary instruction.
+        queue: the partition's queue whose count will say that it is over; "" for an ordinary instruction.
         time: the count that says so.
-        barrier: the mbarrier that tells of the end, if one does.
-        phase: the barrier's phase that does.
+        barriers: the mbarrier of each block whose running phase tells of the end, if one does.
+        issuers: for the memory of each block, which block's instruction it is; by default its own.
         covers: whether it touches every element of the view.
+
+    Returns:
+        The access of each block.
     """
     desc.check_inside()
     program = context.program()
     p = program.partition
     allocation = desc.allocation
     allocation.last = program.steps
-    if component is None:
-        component, time = p.me, p.tick()
-    new = Access(
-        desc.key, desc.view, write, asynchronous, component, time, what, context.site(), p.name, barrier, phase, covers
-    )
-    keep = []
-    for old in allocation.records:
-        if not _overlap(old, desc.key, desc.view):
+    site = context.site()
+    accesses = []
+    for index, records in enumerate(allocation.records):
+        block = p.blocks[index if issuers is None else issuers[index]]
+        barrier = barriers[index] if barriers else None
+        if barrier is not None:
+            component, count = barrier.component, barrier.phase + 1
+        elif queue:
+            component, count = (queue, p.index, index), time
+        else:
+            component, count = block.me, block.tick()
+        new = Access(
+            desc.key, desc.view, write, asynchronous, component, count, what, site, p.label(block), index, barrier,
+            barrier.phase if barrier is not None else 0, covers,
+        )  # fmt: skip
+        keep = []
+        for old in records:
+            if not _overlap(old, desc.key, desc.view):
+                keep.append(old)
+                continue
+            if write or old.write:
+                if not is_over(old, block.clock):
+                    _report_race(old, new, p)
+                elif (
+                    asynchronous
+                    and not (old.asynchronous or old.settled)
+                    and block.fenced.get(old.component, 0) < old.time
+                ):
+                    _report_missing_fence(old, new)
+                if write and covers and (old.key == desc.key or _contains(new, old)):
+                    continue  # ordered before this one: whoever comes after this one comes after that one
+            elif old.key == desc.key and old.component == component:
+                continue  # the same reader again: the later read stands for both
             keep.append(old)
-            continue
-        if write or old.write:
-            if not is_over(old, p.clock):
-                _report_race(old, new, p)
-            elif asynchronous and not (old.asynchronous or old.settled) and p.fenced.get(old.component, 0) < old.time:
-                _report_missing_fence(old, new)
-            if write and covers and (old.key == desc.key or _contains(new, old)):
-                continue  # ordered before this one: whoever comes after this one comes after that one
-        elif old.key == desc.key and old.component == component:
-            continue  # the same reader again: the later read stands for both
-        keep.append(old)
-    keep.append(new)
-    allocation.records = keep
+        keep.append(new)
+        allocation.records[index] = keep
+        accesses.append(new)
     if write:
         if covers:
             desc.written[...] = True
     elif not desc.written.all():
-        program.unwritten_reads.append(new)
-    return new
+        program.unwritten_reads.append(accesses[0])
+    return tuple(accesses)
 
 
 def _contains(outer: Access, inner: Access) -> bool:
@@ -349,6 +373,7 @@ _WAITS = {
 
 def _report_race(old: Access, new: Access, p) -> None:
     program = context.program()
+    own = f"; it is the memory of block {new.block}" if program.num_ctas > 1 else ""
     if any(read is old for read in program.unwritten_reads):
         program.unwritten_reads.remove(old)
         text = f"{_upper(old.what)} comes before {new.what} ({new.partition}, {new.site}) has written there"
@@ -358,11 +383,11 @@ def _report_race(old: Access, new: Access, p) -> None:
         return
     where = f"{old.what} ({old.partition}, {old.site})"
     if old.write and not new.write:
-        text = f"{_upper(new.what)} may come before {where} has written there: nothing orders them."
+        text = f"{_upper(new.what)} may come before {where} has written there: nothing orders them{own}."
     elif old.write:
-        text = f"{_upper(new.what)} may mix with {where}: two writes to the same bytes, and nothing orders them."
+        text = f"{_upper(new.what)} may mix with {where}: two writes to the same bytes, and nothing orders them{own}."
     else:
-        text = f"{_upper(new.what)} may overwrite what {where} still reads: nothing orders them."
+        text = f"{_upper(new.what)} may overwrite what {where} still reads: nothing orders them{own}."
     report("race", text + _WAITS.get(old.component[0], "") + _hint(old, p), others=(old.site,))
 
 

@@ -11,10 +11,10 @@ import numpy as np
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from . import context
+from . import context, layouts
 from .barriers import is_true
 from .context import refuse, report
-from .dtypes import round_to
+from .dtypes import FP8_LARGEST, round_to
 from .known import constant, known
 from .memory import MemDesc, access
 from .reports import Site
@@ -33,7 +33,10 @@ class _Product:
         self.reads = () if isinstance(a, MemDesc) else a.reads
 
     def finish(self) -> None:
-        """Multiply. Products of 16-bit values are exact in fp32, and sums are fp32."""
+        """Multiply. Products of 16-bit and 8-bit values are exact in fp32, and sums are fp32.
+
+        With fp8 operands the hardware keeps fewer bits of the sums than fp32 has; here they are not rounded so.
+        """
         a = self.a.view if isinstance(self.a, MemDesc) else self.a.data
         b = self.b.view
         if self.a.dtype.name == "fp32":
@@ -122,10 +125,13 @@ def check_wgmma(a, b, acc_layout, acc_shape: list[int], acc_dtype) -> None:
         return
     in_shared = "operand B must lie in shared memory; it is a register tensor. Only A may come from registers."
     require(isinstance(b, MemDesc), in_shared)
-    require(a.dtype.name == b.dtype.name, f"A is {a.dtype} and B is {b.dtype}; both must have the same type.")
+    both_fp8 = a.dtype.name in FP8_LARGEST and b.dtype.name in FP8_LARGEST  # wgmma has e4m3 times e5m2, too
+    require(
+        both_fp8 or a.dtype.name == b.dtype.name, f"A is {a.dtype} and B is {b.dtype}; both must have the same type."
+    )
     dtype, bits = a.dtype, a.dtype.primitive_bitwidth
-    multiplied = dtype.name in ("fp16", "bf16", "fp32")
-    require(multiplied, f"gluon_cpu multiplies fp16, bf16 and tf32 (fp32) tiles; got {dtype}.")
+    multiplied = dtype.name in ("fp16", "bf16", "fp32", *FP8_LARGEST)
+    require(multiplied, f"gluon_cpu multiplies fp16, bf16, tf32 (fp32) and fp8 tiles; got {dtype}.")
     fits = acc_dtype.name == "fp32" or acc_dtype.name == dtype.name == "fp16"
     require(fits, f"the accumulator of {dtype} operands must be fp32; got {acc_dtype}.")
     shapes = f"got shapes {list(a.shape)} and {list(b.shape)}"
@@ -133,6 +139,7 @@ def check_wgmma(a, b, acc_layout, acc_shape: list[int], acc_dtype) -> None:
     (m, k), (k2, n) = a.shape, b.shape
     fits = k == k2 and acc_shape == [m, n]
     require(fits, f"A {[m, k]} times B {[k2, n]} into an accumulator {acc_shape}: the shapes do not fit.")
+    _check_blocks(a, b, acc_layout, require)
     fits = isinstance(acc_layout, gl.NVMMADistributedLayout) and list(acc_layout.version) == [3, 0]
     require(fits, f"the accumulator needs an NVMMADistributedLayout of version [3, 0]; it has {acc_layout}.")
     wm, wn = acc_layout.warps_per_cta
@@ -146,6 +153,8 @@ def check_wgmma(a, b, acc_layout, acc_shape: list[int], acc_dtype) -> None:
     require(not ik or ik[0] * bits == 256, f"{instruction}: K is 32 bytes, {256 // bits} for {dtype}.")
     # More warps than the accumulator has instructions are no mistake: the warps beyond it compute the same once more.
     one = f"{[64, inn]} (four warps of 16 rows, {instruction})"
+    m, n = layouts.per_block([m, n], acc_layout)
+    k = layouts.per_block(list(a.shape), a.layout)[1]
     require(m >= 64 and n >= inn, f"an accumulator {acc_shape} is smaller than one instruction of a warpgroup, {one}.")
     one = f"one instruction multiplies 32 bytes along K, {256 // bits} elements of {dtype}"
     require(k * bits >= 256, f"K is {k}; {one}.")
@@ -163,6 +172,15 @@ def check_wgmma(a, b, acc_layout, acc_shape: list[int], acc_dtype) -> None:
     _accepted.add(key)
 
 
+def _check_blocks(a, b, acc_layout, require) -> None:
+    """In a cluster, each block needs the rows of A and the columns of B that its part of the accumulator takes."""
+    for name, x, kept in (("A", a, 0), ("B", b, 1)):
+        want = [[size if d == kept else 0 for d, size in enumerate(basis)] for basis in layouts.block_bases(acc_layout)]
+        got = [list(basis) for basis in layouts.block_bases(x.layout)]
+        text = f"the accumulator is spread over the blocks by {[list(b) for b in layouts.block_bases(acc_layout)]}"
+        require(got == want, f"{text}, so {name} needs the cga_layout {want}; it has {got}.")
+
+
 @known(of=(hopper,))
 def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_acc=None, is_async=False):
     """Start a @ b + (acc if use_acc else 0) on the tensor cores; wait for it unless `is_async`."""
@@ -174,14 +192,13 @@ def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_
     program.reschedule()
     p, model = program.partition, program.model
     p.wgmma_count += 1
-    me = ("wgmma", p.index)
     for name, x in (("A", a), ("B", b)):
         if isinstance(x, MemDesc):
             access(
                 x,
                 write=False,
                 asynchronous=True,
-                component=me,
+                queue="wgmma",
                 time=p.wgmma_count,
                 what=f"the wgmma that reads {name} from {x.label}",
             )
@@ -189,9 +206,10 @@ def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_
     # A product may add to one that was not waited for.
     source = acc if isinstance(acc, Accumulator) else Tensor(acc.data, acc.dtype, acc.layout)
     program.spend(model.issue, "issue", getattr(b, "label", ""))
-    flops = 2 * a.shape[0] * a.shape[1] * b.shape[1]
+    flops = 2 * a.shape[0] * a.shape[1] * b.shape[1] / program.num_ctas
     start = max(p.time, program.tensor_cores_free)
-    end = start + program.jitter(flops / model.mma_flops)
+    twice = 2 if b.dtype.name in FP8_LARGEST else 1  # fp8 has twice the rate of 16 bits
+    end = start + program.jitter(flops / (twice * model.mma_flops))
     program.tensor_cores_free = end
     operands = " x ".join(x.label if isinstance(x, MemDesc) else "registers" for x in (a, b))
     program.record("tensor cores", "wgmma", operands, None, start, end)
@@ -212,7 +230,8 @@ def wait_products(outstanding: int) -> None:
     while len(p.wgmmas) > outstanding:
         product = p.wgmmas.pop(0)
         product.finish()
-        p.clock["wgmma", p.index] = product.number
+        for block in p.blocks:
+            block.clock["wgmma", p.index, block.index] = product.number
         p.time = max(p.time, product.end)
         for read in product.reads:
             read.settled = True

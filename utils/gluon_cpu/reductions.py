@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from triton.experimental.gluon import language as gl
 
+from utils.machine import versions
+
 from . import context, layouts
 from .context import refuse
 from .dtypes import is_int, numpy_type, round_to
@@ -22,6 +24,12 @@ def _reduce_axis(x: Tensor, axis, keep_dims: bool, function, dtype=None) -> Tens
     elif not -len(x.shape) <= axis < len(x.shape):
         refuse("layout", f"axis {axis} of a tensor with shape {list(x.shape)}.")
     axis %= data.ndim
+    program = context.program()
+    if program.num_ctas > 1 and any(x.layout is not None and basis[axis] for basis in layouts.block_bases(x.layout)):
+        if not versions.clusters_are_complete():
+            text = "A reduction across the blocks of a cluster is in Triton from 3.8 on"
+            refuse("unknown operation", f"{text}. Reduce each block's part, and add the parts with gl.atomic_add.")
+        program.meet("A reduction across blocks")
     work(x)
     with np.errstate(all="ignore"):  # a GPU overflows to infinity without a word
         out = np.asarray(function(data, axis))
@@ -42,7 +50,7 @@ def sum_(input, axis=None, keep_dims=False, dtype=None):
     dtype = constant(dtype, "sum's dtype")
     if dtype is None and is_int(input.dtype) and input.dtype.primitive_bitwidth < 32:
         dtype = gl.uint32 if input.dtype.name.startswith("u") else gl.int32
-    kind = np.float32 if input.dtype.name in ("fp16", "bf16") else numpy_type(dtype or input.dtype)
+    kind = np.float32 if input.dtype.name in ("fp16", "bf16", "fp8e4nv", "fp8e5") else numpy_type(dtype or input.dtype)
     return _reduce_axis(input, axis, keep_dims, lambda d, a: d.sum(axis=a, dtype=kind), dtype)
 
 

@@ -1,8 +1,11 @@
-"""One thread block: its partitions, its clock in model cycles, and who runs next.
+"""One thread block, or one cluster of them: its partitions, its clock in model cycles, and who runs next.
 
 Each partition is a thread, but only the thread that holds the baton runs. It passes the baton on only where the kernel
 synchronizes (barriers, copies, products), to the partition that is furthest behind in model cycles. So a run is a
 discrete-event simulation, and the same seed gives the same run.
+
+A kernel for a cluster is one program with tensors of the whole cluster. Its blocks take the same steps at the same time here;
+what each of them knows is kept apart, so that an access that counts on another block's pace is found.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import context
-from .context import Clock, join, refuse
+from .context import Block, join, refuse
 from .reports import NOWHERE, DeadlockError, Report, Site
 from .timeline import Event
 
@@ -31,14 +34,12 @@ class _AbandonError(BaseException):
 class Partition:
     """A group of warps that runs one function: the default partition, or a worker of warp_specialize."""
 
-    def __init__(self, index: int, name: str, num_warps: int):
+    def __init__(self, index: int, name: str, num_warps: int, num_ctas: int):
         self.index = index
         self.name = name
         self.num_warps = num_warps
         self.time = 0.0  # model cycles
-        self.me = ("partition", index)
-        self.clock: Clock = {self.me: 1}  # what this partition knows to be over
-        self.fenced: Clock = {}  # what it knows to be visible to the async proxy
+        self.blocks = [Block(index, block) for block in range(num_ctas)]
         self.blocked: tuple[MBarrier | _Join, int] | None = None  # barrier and parity it waits for
         self.blocked_at: Site = NOWHERE
         self.finished = False
@@ -54,21 +55,27 @@ class Partition:
         self.copy_count = 0
         self.copy_groups: list[int] = []  # for each committed group, the number of its last cp.async
 
-    def tick(self) -> int:
-        """Count one ordinary access, and return the new count."""
-        self.clock[self.me] += 1
-        return self.clock[self.me]
+    def copy_knowledge(self, other: Partition) -> None:
+        """Let each block know what it knows in another partition."""
+        for mine, its in zip(self.blocks, other.blocks, strict=True):
+            join(mine.clock, its.clock)
+            join(mine.fenced, its.fenced)
+
+    def label(self, block: Block) -> str:
+        """The name of the partition, and of its block where there are several."""
+        return f"{self.name}, block {block.index} of the cluster" if len(self.blocks) > 1 else self.name
 
 
 class Program:
-    """One program instance: shared memory, barriers, partitions and pending operations.
+    """One program instance, a block or a cluster of blocks: shared memory, barriers, partitions and pending operations.
 
     Args:
         run: the simulation: its seed, cost model, limits and reports.
         call: the interpreter's function for a call in kernel code.
         ids: the program's index in the grid.
         grid: the grid's size.
-        num_warps: warps of the default partition.
+        num_warps: warps of the default partition, in each block.
+        num_ctas: blocks of the cluster.
         deadline: when the launch must be over, on the monotonic clock.
         events: where to record the timeline; None records nothing.
     """
@@ -80,13 +87,15 @@ class Program:
         ids: tuple[int, int, int],
         grid: tuple[int, int, int],
         num_warps: int,
+        num_ctas: int,
         deadline: float,
         events: list[Event] | None,
     ):
         self.run, self.call, self.ids, self.grid, self.num_warps = run, call, ids, grid, num_warps
+        self.num_ctas = num_ctas
         self.deadline, self.events, self.model = deadline, events, run.model
         self.random = random.Random(f"{run.seed}/{ids}") if run.seed is not None else None
-        self.partition = Partition(0, "default", num_warps)
+        self.partition = Partition(0, "default", num_warps, num_ctas)
         self.partitions = [self.partition]
         self.steps = 0
         self.pending: list = []  # heap of (end, order, operation)
@@ -96,6 +105,7 @@ class Program:
         self.failure: BaseException | None = None
         self.abandoned = False  # whether the default partition knows of the failure
         self.unwritten_reads: list = []
+        self.cluster_arrival: list | None = None  # what each block knew at a cluster.arrive that awaits its wait
 
     # ---- findings -------------------------------------------------------------------------------------------------
 
@@ -156,6 +166,27 @@ class Program:
         """Let `operation()` happen at model time `end`."""
         self.issued += 1
         heapq.heappush(self.pending, (end, self.random.random() if self.random else 0, self.issued, operation))
+
+    # ---- the cluster ----------------------------------------------------------------------------------------------
+
+    def check_outside_of_partitions(self, what: str) -> None:
+        """Refuse inside of warp_specialize what all warps of the cluster have to do together."""
+        if any(not p.finished for p in self.partitions[1:]):
+            text = f"{what} lets all warps of the cluster meet, so it cannot stand inside of warp_specialize"
+            refuse("kernel", f"{text}. Partitions of several blocks meet at an mbarrier.")
+
+    def meet(self, what: str) -> None:
+        """Let the blocks of the cluster meet: each knows afterwards what any of them has done before."""
+        if self.num_ctas == 1:
+            return
+        self.check_outside_of_partitions(what)
+        blocks = self.partition.blocks
+        for block in blocks[1:]:
+            join(blocks[0].clock, block.clock)
+            join(blocks[0].fenced, block.fenced)
+        for block in blocks[1:]:
+            join(block.clock, blocks[0].clock)
+            join(block.fenced, blocks[0].fenced)
 
     # ---- who runs -------------------------------------------------------------------------------------------------
 
@@ -241,10 +272,9 @@ class Program:
         before = main.name
         main.name = functions[0][0]
         for (name, _), warps in zip(functions[1:], worker_warps, strict=True):
-            worker = Partition(len(self.partitions) + len(workers), name, warps)
+            worker = Partition(len(self.partitions) + len(workers), name, warps, self.num_ctas)
             worker.time = main.time
-            join(worker.clock, main.clock)
-            join(worker.fenced, main.fenced)
+            worker.copy_knowledge(main)
             workers.append(worker)
         self.partitions += workers
         threads = [
@@ -264,8 +294,7 @@ class Program:
             thread.join()
         for worker in workers:
             main.time = max(main.time, worker.time)
-            join(main.clock, worker.clock)
-            join(main.fenced, worker.fenced)
+            main.copy_knowledge(worker)
         main.name = before
         return result
 

@@ -97,7 +97,7 @@ class Run:
         from .interpreter import call, run_jit
         from .scheduler import Program
 
-        values, num_warps = _bind(kernel, args, options)
+        values, num_warps, num_ctas = _bind(kernel, args, options)
         grid = grid(values) if callable(grid) else grid
         grid = tuple(int(g) for g in (grid if isinstance(grid, (tuple, list)) else (grid,)))
         grid = (*grid, 1, 1)[:3]
@@ -108,7 +108,7 @@ class Run:
         for z, y, x in itertools.product(*(range(g) for g in grid[::-1])):
             events = self.events if self.recorded < self.timeline else None
             self.recorded += events is not None
-            program = Program(self, call, (x, y, z), grid, num_warps, deadline, events)
+            program = Program(self, call, (x, y, z), grid, num_warps, num_ctas, deadline, events)
             context.set_program(program)
             try:
                 run_jit(kernel, (), arguments)
@@ -119,8 +119,8 @@ class Run:
             self.cycles.append(max(p.time for p in program.partitions))
 
 
-def _bind(kernel, args: tuple, options: dict) -> tuple[dict[str, Any], int]:
-    """The values of the kernel's parameters by name, and num_warps; launch options that change nothing are dropped."""
+def _bind(kernel, args: tuple, options: dict) -> tuple[dict[str, Any], int, int]:
+    """The values of the kernel's parameters by name, num_warps and num_ctas; launch options that change nothing are dropped."""
     label, names = kernel.fn.__name__, [p.name for p in kernel.params]
     if len(args) > len(names):
         raise TypeError(f"{label} takes {len(names)} arguments, got {len(args)}.")
@@ -131,14 +131,11 @@ def _bind(kernel, args: tuple, options: dict) -> tuple[dict[str, Any], int]:
     num_warps, num_ctas = (
         getattr(value, "value", value) for value in (options.get("num_warps", 4), options.get("num_ctas", 1))
     )
-    if num_ctas != 1:
-        raise NotImplementedError(
-            f"num_ctas={num_ctas}: gluon_cpu runs one block at a time and knows no clusters. Launch with num_ctas=1, "
-            "where each block copies and computes its own tiles."
-        )
+    if num_ctas not in (1, 2, 4, 8, 16):
+        raise ValueError(f"num_ctas must be 1, 2, 4, 8 or 16, the blocks of a cluster; got {num_ctas}.")
     if num_warps < 1 or num_warps & (num_warps - 1):
         raise ValueError(f"num_warps must be a power of two, got {num_warps}.")
-    return values, num_warps
+    return values, num_warps, num_ctas
 
 
 def _argument(value: Any, name: str):

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from . import context, layouts
 from .context import refuse
-from .dtypes import is_float, is_int, numpy_type, of_number, promote, round_number, round_to
+from .dtypes import FP8_LARGEST, is_float, is_int, numpy_type, of_number, promote, round_number, round_to
 from .known import RunTimeValue, meaning, number, unwrap
 
 NUMBERS = (bool, int, float)
@@ -121,6 +121,9 @@ class Tensor(RunTimeValue):
         return result
 
 
+OPERANDS = (Tensor, *NUMBERS)
+
+
 def work(x: Tensor, special: bool = False) -> None:
     """Charge one elementwise operation on x to the running partition.
 
@@ -130,7 +133,7 @@ def work(x: Tensor, special: bool = False) -> None:
     """
     program = context.program()
     n = x._data.size if isinstance(x._data, np.ndarray) else 1
-    program.spend(program.model.compute(n, program.partition.num_warps, special), "compute")
+    program.spend(program.model.compute(n / program.num_ctas, program.partition.num_warps, special), "compute")
 
 
 def to_tensor(x) -> Tensor:
@@ -208,7 +211,7 @@ def binary(op: str, a, b) -> Tensor:
     """Return `a op b`; one operand is a tensor or scalar of the kernel, the other may be a number."""
     a, b = unwrap(a), unwrap(b)
     for x in (a, b):
-        if not isinstance(x, (Tensor, *NUMBERS)):
+        if not isinstance(x, OPERANDS):
             refuse("kernel", f"{a!r} {op} {b!r}: not numbers or tensors.")
     if getattr(a, "buffer", None) is not None or getattr(b, "buffer", None) is not None:
         return _move_pointer(op, a, b)
@@ -217,6 +220,8 @@ def binary(op: str, a, b) -> Tensor:
     tb = b if isinstance(b, Tensor) else Tensor(b, dtype)
     x = ta.data if ta.dtype.name == dtype.name else round_to(ta.data, dtype)
     y = tb.data if tb.dtype.name == dtype.name else round_to(tb.data, dtype)
+    if dtype.name in FP8_LARGEST and op not in COMPARISONS:
+        refuse("unknown operation", f"gluon_cpu does not compute {op} in {dtype}: convert first, .to(gl.float16).")
     if op in BITS and is_float(dtype):
         refuse("kernel", f"{op} needs integers; got {dtype}.")
     if not isinstance(x, np.ndarray) and not isinstance(y, np.ndarray):

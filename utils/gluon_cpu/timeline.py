@@ -56,7 +56,7 @@ class CostModel:
     barrier: float = 20.0
     issue: float = 10.0  # one thread starting a TMA copy, a wgmma, a cp.async
 
-    def compute(self, elements: int, warps: int, special: bool = False) -> float:
+    def compute(self, elements: float, warps: int, special: bool = False) -> float:
         """Return the cycles of one elementwise operation.
 
         Args:

@@ -14,8 +14,12 @@ This is the one place that knows. Kernels, simulator and labs use Gluon's newest
 """
 
 import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from importlib import metadata
@@ -129,15 +133,58 @@ def workers_need_register_counts() -> bool:
     return version is not None and version < (3, 7)
 
 
+def cluster_modules() -> tuple:
+    """Return Gluon's module for the barrier of a cluster, `hopper.cluster`, in a tuple; an empty one before Triton 3.7."""
+    from triton.experimental.gluon.language.nvidia import hopper
+
+    return (hopper.cluster,) if hasattr(hopper, "cluster") else ()
+
+
+def clusters_are_complete() -> bool:
+    """Whether the blocks of a cluster can do together what the language says: from Triton 3.8 on.
+
+    Triton 3.7 makes one mbarrier in each block also where the layout asks for one that several blocks share; it does not
+    reduce across blocks; and it leaves it to the kernel to make the initialization of mbarriers visible to the cluster.
+    """
+    version = installed_version("triton")
+    return version is not None and version >= (3, 8)
+
+
 @functools.cache
 def keep_captured_floats_constant() -> None:
     """Let eager FlexAttention take a second score modifier that captures another number.
 
     From torch 2.15 on, a Python float that has changed since the last call becomes a symbol of the graph, and eager
     FlexAttention raises an error because it takes no such symbol. As a constant it is compiled anew, as before.
+    Importing torch's compiler takes a second and imports Triton, so the setting waits until something else imports it.
     """
     version = installed_version("torch")
-    if version is not None and version >= (2, 15):
-        from torch._dynamo import config
+    if version is None or version < (2, 15):
+        return
+    config = sys.modules.get(_DYNAMO_CONFIG)
+    if config is not None:
+        config.specialize_float = True  # type: ignore[attr-defined]
+    else:
+        sys.meta_path.insert(0, _SetWhenImported())
 
-        config.specialize_float = True
+
+_DYNAMO_CONFIG = "torch._dynamo.config"
+
+
+class _SetWhenImported(importlib.abc.MetaPathFinder):
+    """Sets `specialize_float` when torch's module of settings is imported."""
+
+    def find_spec(self, fullname: str, path=None, target=None) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _DYNAMO_CONFIG:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_set(module) -> None:
+                run(module)
+                module.specialize_float = True
+
+            spec.loader.exec_module = run_and_set  # type: ignore[method-assign]
+        return spec

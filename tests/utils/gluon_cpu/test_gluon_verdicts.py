@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton", reason="gluon_cpu needs Triton for the language; there are wheels for Linux only")
 
 from tests.utils.gluon_cpu.verdict_cases import BUGS, CASES, CORRECT, Case, simulate_case, source
-from tools.record.gluon_verdicts import judge_row, judge_verdict, side_by_side
+from tools.record.gluon_verdicts import LIMIT_S, judge_row, judge_verdict, side_by_side, telling_cases
 from utils.files import ROOT
 
 RECORD = ROOT / "assets" / "results" / "gluon_verdicts.json"
@@ -82,10 +82,10 @@ def test_the_planted_bugs_are_gluon_that_compiles_for_hopper(tmp_path):
     assert done.returncode == 0, f"{labels}: {done.stderr[-3000:]}"
 
 
-def test_multicast_is_refused_with_what_to_use_instead():
+def test_multicast_to_one_block_is_an_ordinary_copy():
     edit = ("slots.index(s), pred=s < steps)", "slots.index(s), pred=s < steps, multicast=True)")
     verdict = simulate_case(Case("ring", "multicast", "", (edit,)))
-    assert verdict["kind"] == "unknown operation" and "each block copies the tile for itself" in verdict["report"]
+    assert verdict["kind"] == "" and verdict["right"]
 
 
 # Lines as compute-sanitizer, a device-side assertion and Python print them.
@@ -109,6 +109,14 @@ def test_what_a_process_on_the_gpu_printed_is_read(judge, code, text, expected):
     assert (verdict["result"], verdict["reported"]) == expected
 
 
+def test_a_sample_for_the_gpu_has_every_class_of_bug_and_every_kernel():
+    cases = telling_cases(60)
+    assert len({case.label for case in cases}) == 60 and sum(not case.bug for case in cases) == 20
+    assert {case.bug for case in cases} == {case.bug for case in CASES.values()}
+    assert {case.kernel for case in cases if not case.bug} == {case.kernel for case in CASES.values() if not case.bug}
+    assert {case.label for case in telling_cases(30)} < {case.label for case in cases}
+
+
 def test_verdicts_side_by_side_show_where_they_differ():
     simulated = {
         "rows": [{"case": "a", "bug": "phase", "kinds": ["race"]}, {"case": "b", "bug": "", "kinds": ["none"]}]
@@ -127,5 +135,5 @@ def test_a_launch_without_a_gpu_is_an_error_in_a_process_of_its_own():
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    row = judge_row((CASES["ring: as written"], "plain"))
+    row = judge_row((CASES["ring: as written"], "plain", LIMIT_S))
     assert row["result"] == "error" and row["message"]
