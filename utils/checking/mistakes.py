@@ -1,4 +1,4 @@
-"""Known mistakes: a wrong answer that equals what a usual mistake leads to is told which mistake that is."""
+"""Known mistakes: the message about a wrong answer names the usual mistake that gives the same result."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def online_softmax_stats(online_softmax_stats, seed=None):
         if len(taken) != len(widths):
             raise AssertionError(f"{len(widths)} blocks arrived, and {len(taken)} were looked at.")
         largest = rows * max(widths)
-        if found := sizes.over(largest + 2 * rows):  # a block, and beside it the maximum and the sum so far
+        if found := sizes.over(largest + 2 * rows):  # a block, the maximum and the sum so far
             raise AssertionError(
                 f"the operator {found[0]} worked on {found[1]} elements; no block has over {largest}. Keep a running "
                 "maximum and a running sum, and look at one block at a time."

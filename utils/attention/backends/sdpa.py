@@ -85,7 +85,7 @@ PINS = {
 
 @functools.cache
 def probe(backend: SDPBackend, device_type: str) -> Support:
-    """Whether a backend runs on a kind of device, tried by a call: torch's own switches say yes where it cannot."""
+    """Whether a backend runs on a kind of device, shown by a call: torch's switches also say yes where it cannot."""
     if device_type == "cuda" and not torch.cuda.is_available():
         return Support(False, "there is no NVIDIA GPU.", "Use a machine with an NVIDIA GPU.")
     dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
