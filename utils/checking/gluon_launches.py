@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from utils import attention
 from utils.checking.kernel_exercises import Launch, Tile
 
 Normal = Callable[..., torch.Tensor]  # standard normal values: normal(*shape, dtype=...)
@@ -150,12 +151,8 @@ def falling_inputs(upward: bool, d: int = 64, normal: Normal = torch.randn) -> A
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> torch.Tensor:
-    """Compute attention in float64; with fewer queries than keys, the last query is at the last key."""
-    scores = q.double() @ k.double().mT / math.sqrt(q.shape[-1])
-    if causal:
-        positions = torch.arange(q.shape[-2])[:, None] + k.shape[-2] - q.shape[-2]
-        scores = scores.masked_fill(torch.arange(k.shape[-2])[None] > positions, -math.inf)
-    return torch.softmax(scores, -1) @ v.double()
+    """Compute attention over (heads, S, D) in float64; with fewer queries than keys, the last query is at the last key."""
+    return attention.reference(q[None], k[None], v[None], causal=causal)[0][0]
 
 
 def tile(x: torch.Tensor, rows: int) -> Tile:

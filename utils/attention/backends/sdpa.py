@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from utils.attention.masks.mask_mods import name_of
 from utils.attention.problem import Attend, Backend, Bound, Options, Problem, Refused, allowed_keys, on_plain_shapes
-from utils.machine.device import Support
+from utils.machine.device import Support, first_line
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -230,8 +230,7 @@ def _refusing(backend: SDPBackend | None, attend: Attend) -> Attend:
             except RuntimeError as error:
                 if "DefaultCPUAllocator" in str(error) or "CUDA error" in str(error):
                     raise
-                first_line = str(error).strip().splitlines()[0].rstrip(".")
-                raise Refused(_reasons(caught) or f"torch: {first_line}.") from error
+                raise Refused(_reasons(caught) or f"torch: {first_line(error).rstrip('.')}.") from error
 
     return attend_or_refuse
 
