@@ -26,7 +26,7 @@ STYLE = (
 def run_demo(labs: Sequence[Built], target: Path, step: Callable[[str, int, int], None], timeout: int = 900) -> Path:
     """Run solved labs; write their notebooks, pages, traces and a summary into `target`, and return the summary's path.
 
-    Each lab runs in a folder of its own, so that what it writes, such as traces, stays beside its page. The summary is
+    Each lab runs in a folder of its own, so that the files that it writes, such as traces, are next to its page. The summary is
     written after every lab: a run that is stopped leaves what was done.
 
     Args:
@@ -63,7 +63,7 @@ def run_demo(labs: Sequence[Built], target: Path, step: Callable[[str, int, int]
 
 @dataclass(frozen=True)
 class _Steps:
-    """Counts the cells of one lab on from those of the labs before it."""
+    """Counts the cells over all labs: the cells of this lab follow those of the labs before it."""
 
     step: Callable[[str, int, int], None]
     name: str

@@ -18,7 +18,8 @@ from instructor.names import FILE_CELL, bound_names, python_of, used_names
 from instructor.source import QUESTION_ID, Cell, Lab
 
 NAME = "needs"  # of the function, which every cell imports anew
-_MAYBE = (ast.If, ast.Try, ast.For, ast.While, ast.Match)  # what they define, a run may leave out
+# A run may skip the statements inside of these, and then the names that they define are missing.
+_MAYBE = (ast.If, ast.Try, ast.For, ast.While, ast.Match)
 _PLAIN = (ast.Import, ast.ImportFrom)
 
 

@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = ROOT / "pyproject.toml"
 CONSTRAINTS = ROOT / "constraints.txt"
 CONDA_FILE = ROOT / "environment.yml"
-# What instructors and developers need beside the course itself.
+# What instructors and developers need in addition to the course itself.
 EXTRAS = ("grading", "test")
 
 

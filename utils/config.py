@@ -180,7 +180,7 @@ def _gemma_config():
 
 
 class _StandsForClass(type):
-    """The class of the class below: what is asked of it, or made with it, is asked of or made with transformers' class."""
+    """Metaclass of the stand-in below: its attributes and its instances are those of transformers' class."""
 
     def __getattr__(cls, name: str):
         return getattr(type(_gemma_config()), name)
@@ -190,10 +190,10 @@ class _StandsForClass(type):
 
 
 class Gemma3TextConfig(metaclass=_StandsForClass):
-    """Stands for transformers' class of this name until `GEMMA_CONFIG` is first used.
+    """Stand-in for transformers' class of this name until `GEMMA_CONFIG` is first used.
 
-    Importing transformers takes about as long as importing torch. At its first use, of whatever kind, the one instance
-    becomes an instance of transformers' class, with all that belongs to it; nothing of this class is left then.
+    Importing transformers takes about as long as importing torch, so it is put off. When `GEMMA_CONFIG` is first used,
+    in whatever way, the object becomes a full instance of transformers' class.
     """
 
     def _become_real(self):
@@ -205,7 +205,7 @@ class Gemma3TextConfig(metaclass=_StandsForClass):
     def __getattribute__(self, name: str):
         if name == "_become_real":
             return object.__getattribute__(self, name)
-        if name == "__class__":  # isinstance() asks for it, and compares it with the type that it saw before
+        if name == "__class__":  # read by isinstance()
             return type(_gemma_config())
         return getattr(self._become_real(), name)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from utils.files import ROOT
 
 FOLDER = ROOT / "docs" / "badges"
-WIDTH, PADDING = 6.6, 7  # pixels of a character at 11 px, and beside the text
+WIDTH, PADDING = 6.6, 7  # pixels: a character at 11 px, and the space on each side of the text
 LEFT, RIGHT = "#4a4a4a", "#0072b2"
 
 

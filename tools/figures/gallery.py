@@ -52,7 +52,7 @@ def _signed(figure: Figure, text: str) -> Figure:
 
 
 def ladder() -> Figure:
-    """The five steps of the attention kernel, beside cuDNN measured in turn with each, and flash-attn-4."""
+    """The five steps of the attention kernel, with cuDNN, measured in turn with each step, and flash-attn-4."""
     head_dim, length = 128, 16384
     steps = record("attention_ladder")
     rows = [row for row in steps["rows"] if (row["head_dim"], row["length"], row["causal"]) == (head_dim, length, True)]
@@ -184,7 +184,7 @@ def mask() -> Figure:
 
 
 def deadlock() -> Figure:
-    """A ring of two slots in the simulator: as it should run, and with one slot that is never given back."""
+    """A ring of two slots in the simulator: as it should run, and with one slot that is never released."""
     import torch
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

@@ -1,6 +1,6 @@
 """A producer and a consumer that share two slots of shared memory: the kernel of the gallery's timeline.
 
-With FORGET the consumer does not give one slot back, and the kernel never ends. On a GPU that is a hang without a word.
+With FORGET the consumer never releases one slot, and the kernel never ends. On a GPU it would hang without a message.
 """
 
 from triton.experimental import gluon

@@ -63,7 +63,7 @@ def streaming_multiprocessor() -> Card:
         x = 30 + i * (width + 18) + 60
         if i < 3:
             card.arrow(x, 320, x, 282, color=SOFT)
-        else:  # from shared memory, around the corner: not from the TMA
+        else:  # this arrow comes from shared memory, so it bends around the box of the TMA
             card.route((620, 320), (620, 301), (x, 301), (x, 282), color=SOFT)
     card.text(202, 301, "operands of wgmma", size=8.8, color=SOFT)
     card.text(426, 301, "results stay in registers", size=8.8, color=SOFT)

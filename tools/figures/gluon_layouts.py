@@ -1,6 +1,6 @@
 """Who holds which element, where a tile lies in shared memory, what a barrier counts, what overlaps: lab 3's drawings.
 
-The numbers of the layouts are computed by the rules that the drawings explain; a test holds them against Triton's own.
+The numbers of the layouts are computed by the rules that the drawings explain; a test compares them with Triton's own.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def wgmma_fragment() -> Card:
             if lane == 5:
                 words = f"5: r{register}, r{register + 1}"
                 _cell(card, left + pair * wide, top + row * high, wide, high, words, (RED_TINT, RED))
-            elif pair < 4 or row % 8 == 0:  # the lanes of the columns from 8 on are the same once more
+            elif pair < 4 or row % 8 == 0:  # from column 8 on the lanes repeat
                 card.text(left + pair * wide + wide / 2, top + row * high + high / 2, f"{lane}", size=8.2)
     for row in range(17):
         card.path((left, top + row * high), (left + 8 * wide, top + row * high), color=HAIR, line=0.6)

@@ -8,10 +8,11 @@ The promise of a mask is 1 / block density: so many times faster would the kerne
 blocks that it visits. Each row compares the same path without and with the mask. The calls are interleaved on the same
 inputs, and the first two heads of the output are compared with float64 first. `share` is the speed-up over the promise.
 
-The keys of a row: path (the name that recorded tables use for the backend: see PATHS), options (kernel options in force), picked (whether backend="auto" takes this backend), mask, batch, heads,
-seq_len, head_dim, dtype, doc_span (tokens of a document), block_size, density, block_density, ideal, ms, dense_ms, speedup,
-interval, share, error (relative, to float64), block_mask_ms (the first build in a process also loads torch.compile),
-compile_s (from inductor's cache if --warm has filled it). A path that refuses has `refused`, the reason, instead.
+The keys of a row: path (the name of the backend in recorded tables: see PATHS), options (kernel options in force), picked
+(whether backend="auto" takes this backend), mask, batch, heads, seq_len, head_dim, dtype, doc_span (tokens of a
+document), block_size, density, block_density, ideal, ms, dense_ms, speedup, interval, share, error (relative, to
+float64), block_mask_ms (the first build in a process also loads torch.compile), compile_s (from inductor's cache if
+--warm has filled it). A path that refuses has `refused`, the reason, instead.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def library_call(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
 
 
 def gemm_row(name: str) -> dict:
-    """Measure a rung of the GEMM ladder beside torch.matmul."""
+    """Measure a rung of the GEMM ladder next to torch.matmul."""
     from utils.kernels.gemm import LADDER
 
     a, b = (torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16) for _ in "ab")

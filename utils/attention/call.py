@@ -109,7 +109,7 @@ def attention(
 
 
 def _decide_and_call(q, k, v, causal, scale, window, mask_mod, score_mod, backend: str) -> torch.Tensor:
-    """`attention` with all arguments given: by the decision of an earlier call like this one, if there was one."""
+    """Compute `attention` with all arguments given, by the decision of an earlier call like this one if there is one."""
     global _last
     key = _key(q, k, v, causal, scale, window, mask_mod, score_mod, backend)
     shortcut = None if key is None else _shortcuts.get(key)
@@ -121,7 +121,7 @@ def _decide_and_call(q, k, v, causal, scale, window, mask_mod, score_mod, backen
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:
-                pass  # the long way says who refuses and why, and under "auto" goes on to the next
+                pass  # the full decision below says which backend refuses and why; "auto" then tries the next one
         del _shortcuts[key]
     problem = make_problem(q, k, v, causal=causal, scale=scale, window=window, mask_mod=mask_mod, score_mod=score_mod)
     bound: Bound | None = None
@@ -142,11 +142,12 @@ def _decide_and_call(q, k, v, causal, scale, window, mask_mod, score_mod, backen
 def _may_be_kept(bound: Bound) -> bool:
     """Whether a later call may use `bound.call` as it is.
 
-    A compiled function may, while it is so far from torch.compile's own limit of versions that a call which needs
-    another one compiles it, and does not silently run unfused. `_Shortcut.holds` sees the compilation.
+    A compiled function may be used again while it has fewer versions than torch.compile allows: a call that needs
+    another version then compiles it, and does not silently run unfused. `_Shortcut.holds` notices the compilation.
     """
     if bound.source is None:
-        return bound.light or any(bound is kept for kept in _kept.values())  # what is kept anyway may hold a mask
+        # A function in _kept may hold a mask: it is alive anyway.
+        return bound.light or any(bound is kept for kept in _kept.values())
     return compiled_versions(bound.source) < torch._dynamo.config.recompile_limit
 
 
@@ -154,9 +155,9 @@ class _Shortcut:
     """The backend that an earlier call took, for a call that is the same but for the data in its tensors.
 
     The key of a shortcut holds all that a decision depends on: shapes, strides, types, devices, the mask, whether a
-    gradient is needed. What it cannot hold is asked at each call: the file of choices that "auto" follows, and whether
-    torch.compile has compiled anything meanwhile. After that the call goes the long way once, on which an eager
-    fallback is an error.
+    gradient is needed. Two things are not in the key, so each call asks for them: the file of choices that "auto"
+    follows, and whether torch.compile has compiled anything since. If it has, the next call is decided anew, and there an
+    eager fallback is an error.
     """
 
     __slots__ = ("automatic", "call", "choices", "compiled", "graphs", "run")
@@ -178,16 +179,16 @@ _shortcuts: dict[tuple, _Shortcut] = {}
 
 
 def _key(q, k, v, causal, scale, window, mask_mod, score_mod, backend) -> tuple | None:
-    """Return all that decides which backend computes a call and how; None if the call has to go the long way.
+    """Return all that decides which backend computes a call and how; None if the call must be decided anew.
 
-    That is so for arguments of unusual types: True and 1 are equal keys, and 1 is no legal value of `causal`.
+    Arguments of unusual types have no key: True and 1 would be equal keys, and 1 is no legal value of `causal`.
     """
     if not q.__class__ is k.__class__ is v.__class__ is torch.Tensor or causal.__class__ is not bool:
         return None
     if scale.__class__ not in _NUMBERS or window.__class__ not in _WHOLE_NUMBERS:
         return None
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return None  # fake tensors, vmap: what they hold is not what a kernel reads
+        return None  # fake tensors and vmap: their tensors have no memory that a kernel could read
     grad = torch.is_grad_enabled()
     # fmt: off
     key = (

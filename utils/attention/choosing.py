@@ -38,16 +38,15 @@ RULE = (
 )
 VARIABLE = "LABS_ATTENTION_CHOICES"
 KINDS = ("training", "prefill", "decode")
-DECODE_QUERIES = 16  # up to this many queries over a longer cache are decode: one token, or a few guessed ones
-NEIGHBOURS, FALL_OFF = 3, 3.0  # how many nearest shapes count, and the power of 1 / distance they count with
+DECODE_QUERIES = 16  # up to this many queries over a longer cache are decode: one token, or a few speculative ones
+NEIGHBOURS, FALL_OFF = 3, 3.0  # number of nearest shapes to average; their weights are 1 / distance**FALL_OFF
 REMEMBERED = 4096  # shapes whose order is kept, so that a call need not rank again
 
-# Without mask functions: Gluon on Hopper, else FlashAttention 3 (the fastest backward pass over all head dimensions),
-# else flash-attn, else SDPA by its measured speed on a GPU; a CPU has flash,
-# math and naive.
+# The order without mask functions: Gluon on Hopper, else FlashAttention 3 (the fastest backward pass over all head
+# dimensions), else flash-attn, else SDPA's backends by their speed on a GPU. A CPU has flash, math and naive.
 PLAIN_ORDER = ("gluon", "fa3", "cute", "flash_attn", "cudnn", "flash", "efficient", "math", "naive")
-# With mask functions, score modifiers, or options of a block mask, and why. Measured on an H200:
-# docs/flexattention.md.
+# The order with mask functions, score modifiers or options of a block mask, with the reason for each place. Measured on
+# an H200: docs/flexattention.md.
 _PIPELINE, _STORED = "FlashAttention 4's pipeline under any mask function", "no fused backend does this here"
 FUNCTION_ORDER = {
     "gluon": "the Gluon kernel does this mask by itself, and is persistent",

@@ -45,8 +45,8 @@ def attention_decode(
     """Compute attention of the newest tokens q (B, H, Sq, D) over a cache: the output (B, H, Sq, D).
 
     The new tokens are in the cache already, and the last query of a sequence is at its last key: with `seqlens`, query i
-    of sequence b is at position seqlens[b] - Sq + i. What lies in the cache behind a sequence's last key is never read
-    as a number, so it may be uninitialized. A query that sees no key gets zeros.
+    of sequence b is at position seqlens[b] - Sq + i. The cache after a sequence's last key never enters a result, so it
+    may be uninitialized. A query that sees no key gets zeros.
 
     Args:
         q: queries (B, H, Sq, D).
@@ -134,7 +134,7 @@ def gluon_takes(problem: Problem, pages: torch.Tensor | None = None, fp8: bool =
 
 
 def gather_pages(cache: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
-    """Copy a cache in pages (P, Hkv, page, D) to (B, Hkv, pages x page, D); a page that is none is page 0."""
+    """Copy a cache in pages (P, Hkv, page, D) to (B, Hkv, pages x page, D); other entries read page 0."""
     pages, kv_heads, page, head_dim = cache.shape
     numbers = torch.where((block_table >= 0) & (block_table < pages), block_table, 0).long()
     gathered = cache[numbers.flatten()].view(*numbers.shape, kv_heads, page, head_dim)

@@ -62,7 +62,7 @@ decode_forward.__doc__ = model.decode_forward.__doc__  # the same arguments: it 
 def attention_for_step(layer: torch.nn.Module, hidden_states: torch.Tensor) -> Callable[..., torch.Tensor] | None:
     """Return the attention that "auto" gives a layer's decode step; None: the layer's own.
 
-    A layer that was built with eager attention keeps it, because somebody asked for it by name.
+    A layer that was built with eager attention keeps it, because it was asked for by name.
     """
     if not hidden_states.is_cuda or not gluon_support() or not torch.cuda.is_current_stream_capturing():
         return None

@@ -44,7 +44,7 @@ def compile_attend(function: Callable, mode: str | None, **inductor_options: obj
     Args:
         function: of q, k, v.
         mode: torch.compile's mode.
-        **inductor_options: settings of inductor beside those of the mode.
+        **inductor_options: settings of inductor, in addition to those of the mode.
     """
     if not inductor_options:
         return torch.compile(function, fullgraph=True, dynamic=False, mode=None if mode == "default" else mode)
@@ -79,7 +79,7 @@ class Prepared:
             else:
                 self._codes = _with_code(lambda: self._run(first, *inputs))
         synchronize(problem.device)
-        # The first call may have settled the rest: it may take another attempt until a kernel fits.
+        # Read these after the first call: it may have changed them while it tried options until a kernel fitted.
         self.fn, self.source, self.block_mask = bound.call, bound.source, bound.block_mask
         self.seconds["compile" if self.source else "first_call"] = time.perf_counter() - began
         self.settings = settings | _problem_settings(problem) | bound.settings

@@ -207,7 +207,7 @@ def allowed_keys(problem: Problem, device: torch.device | str | None = None) -> 
     return keep
 
 
-# ---- who solves it -----------------------------------------------------------------------------------------
+# ---- backends ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from utils.attention.masks.mask_mods import evaluate, same_for_all_heads
 from utils.attention.masks.score_mods import modify_scores
 from utils.attention.problem import Problem, make_problem
 
-CHUNK_BYTES = 512 * 1024**2  # the rows of scores that are worked on at a time, with their gradients, take this much
+CHUNK_BYTES = 512 * 1024**2  # memory for the scores of one chunk of rows, with their gradients
 
 
 @torch.no_grad()

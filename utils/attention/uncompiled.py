@@ -1,7 +1,7 @@
 """For callers inside of torch.compile: a call that runs outside of their graphs, as it does elsewhere.
 
 A file of its own, because `torch.compiler.disable` imports Triton, whose mode (TRITON_INTERPRET) is settled at its first
-import. Whoever gets here runs torch.compile, which has imported Triton already.
+import. This file is imported only under torch.compile, which has imported Triton already.
 """
 
 from collections.abc import Callable
@@ -11,5 +11,5 @@ import torch
 
 @torch.compiler.disable
 def call_outside_of_graphs(function: Callable, *arguments):
-    """Return function(*arguments); torch.compile ends its graph before and begins another one behind."""
+    """Return function(*arguments); torch.compile ends its graph before the call and begins another after it."""
     return function(*arguments)

@@ -79,7 +79,7 @@ class ComparedSide:
     speedup: float  # of b over a
     interval: list[float]
     verdict: str
-    knobs: list[str]  # that differ
+    knobs: list[str]  # those that differ between a and b
 
 
 def _check_machines(a: dict, b: dict) -> None:

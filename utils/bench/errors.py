@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from utils.machine import device
+
 
 class BenchError(Exception):
     """The input cannot be used. The message says what was given, what is allowed, and what to do next."""
@@ -52,5 +54,4 @@ def check_choices(name: str, text: str, allowed: Iterable[str]) -> tuple[str, ..
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, or the name of its type if the message is empty."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return device.first_line(error) or type(error).__name__

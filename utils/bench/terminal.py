@@ -29,7 +29,7 @@ def errors_as_lines(*kinds: type[Exception]) -> Iterator[None]:
     """Print errors that the user can solve as one line and leave with exit status 2.
 
     Args:
-        kinds: exceptions beside BenchError, and beside OSError of a file that cannot be read or written.
+        kinds: further exceptions, in addition to BenchError and to OSError for a file that cannot be read or written.
     """
     solvable: tuple[type[Exception], ...] = (BenchError, *kinds)
     try:

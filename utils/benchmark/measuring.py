@@ -205,7 +205,7 @@ def measure_together(
 
 
 def _pairs(order: str, seed: int) -> Iterator[tuple[int, int]]:
-    """Yield endlessly who of two functions is first and who is second."""
+    """Yield without end the order of two functions in a pair: the index of the first and of the second."""
     draw = random.Random(seed)
     for pair in itertools.count():
         first = draw.randrange(2) if order == "random" else pair % 2

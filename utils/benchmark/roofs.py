@@ -32,8 +32,8 @@ _SIDE = {"cpu": 2048, "cuda": 8192}
 _COPY_BYTES = {"cpu": 256_000_000, "cuda": 4_000_000_000}
 _MIN_COPY = 4  # times the last-level cache
 _ROUNDS, _WARMUP, _ITERATIONS = 8, 1, 4
-_SETTLED = 0.02  # no further round after one that raised no roof by more than this share
-_BUDGET_MS = 3000.0  # nor after this much timed work
+_SETTLED = 0.02  # stop after a round that raised no roof by more than this share
+_BUDGET_MS = 3000.0  # stop after this much timed work
 _BUSY = 0.2  # share of the CPU that other processes may use before a measured roof says so
 _RETRIES = 2  # how often a roof is measured again because a point stands above it
 
@@ -52,7 +52,7 @@ class Roofs:
 
     @property
     def busy(self) -> str:
-        """Say that the machine was busy when the roofs were measured, "" if it was not: then they are too low."""
+        """A sentence if the machine was busy while the roofs were measured, so that they may be too low; else ""."""
         if self.others is None or self.others <= _BUSY:
             return ""
         return (

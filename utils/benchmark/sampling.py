@@ -20,12 +20,12 @@ from utils.validation import whole_number
 
 MIN_SAMPLES = 3  # a time budget cuts no run below this, unless one call is over the budget
 MIN_ADAPTIVE = 20  # no early stop on an interval from fewer samples
-SPREAD_S = 0.5  # a single GPU measurement at moving clocks takes samples for so long: one level of them is no result
-# Half of the largest distance between two such measurements on an H200: 7%, over seconds in which the power limit, the
-# temperature and with them the clocks changed. No sample of half a second shows it.
+SPREAD_S = 0.5  # while the clocks move, a GPU measurement lasts at least this long: it must see several clock levels
+# Least half width of the interval while the clocks move. Two measurements of half a second on an H200 lay up to 7% apart:
+# power and temperature, and with them the clocks, change over seconds, which the samples of one measurement cannot show.
 MOVING_HALF_WIDTH = 0.035
-# From this share of the power limit on clocks moved, also where no reason was given yet: 2304 cubed at 0.61 was steady
-# within 0.4%, 2560 cubed at 0.70 was not.
+# Above this share of the power limit the clocks move even if NVML gives no reason yet: a matmul of 2304 at a share of
+# 0.61 was steady within 0.4%, one of 2560 at 0.70 was not.
 MOVING_POWER = 0.65
 MAX_ADAPTIVE = 50  # adaptive runs stop at this many times `iterations`
 FLOOR_MARGIN = 1.1  # a time within 10% of an empty call's cannot be distinguished from it

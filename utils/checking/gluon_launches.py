@@ -1,7 +1,7 @@
 """The launches of lab 3's kernels: a kernel's arguments by name, and what it should write.
 
-Inputs come from a function like torch.randn, so that the notebook draws its own and a grader draws others. No size equals
-another one where a mistake could hide behind that.
+Inputs come from a function like torch.randn, so that the notebook draws its own and a grader draws others. Two sizes
+differ wherever a mistake could hide behind equal ones.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from utils import attention
 from utils.checking.kernel_exercises import Launch, Tile
 
 Normal = Callable[..., torch.Tensor]  # standard normal values: normal(*shape, dtype=...)
 # Attention in 16 bits differs from float64 by 2e-3 at most in these launches, and by 0.2% of large outputs.
 CLOSE: dict[str, Any] = {"rtol": 1e-2, "atol": 5e-3}
-NAN = float("nan")  # what outputs hold before: an element that is not written shows
+NAN = float("nan")  # fills the outputs before the launch, so that an element that the kernel does not write is found
 Attention = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v (heads, S, D), expected output
 
 
@@ -50,7 +51,7 @@ def tma_ring_launch(
 
 
 def ring_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
-    """Return what sums of squares with known mistakes are."""
+    """Return the sums of squares that known mistakes give: {what is wrong: sums}."""
     args: dict[str, Any] = launch.args
     x, tile = args["x_desc"].tensor.double(), 64
     columns, stages = x.shape[1], args["STAGES"]
@@ -90,7 +91,7 @@ def wgmma_launch(
 
 
 def wgmma_mistakes(launch: Launch, expected: dict) -> dict[str, torch.Tensor]:
-    """Return what products with known mistakes are."""
+    """Return the products that known mistakes give: {what is wrong: product}."""
     args: dict[str, Any] = launch.args
     a, b = (args[name].tensor.double() for name in ("a_desc", "b_desc"))
     last = (a.shape[1] - 1) // 64 * 64
@@ -150,12 +151,8 @@ def falling_inputs(upward: bool, d: int = 64, normal: Normal = torch.randn) -> A
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> torch.Tensor:
-    """Compute attention in float64; with fewer queries than keys, the last query stands at the last key."""
-    scores = q.double() @ k.double().mT / math.sqrt(q.shape[-1])
-    if causal:
-        positions = torch.arange(q.shape[-2])[:, None] + k.shape[-2] - q.shape[-2]
-        scores = scores.masked_fill(torch.arange(k.shape[-2])[None] > positions, -math.inf)
-    return torch.softmax(scores, -1) @ v.double()
+    """Compute attention over (heads, S, D) in float64; with fewer queries than keys, the last query is at the last key."""
+    return attention.reference(q[None], k[None], v[None], causal=causal)[0][0]
 
 
 def tile(x: torch.Tensor, rows: int) -> Tile:

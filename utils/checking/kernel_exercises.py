@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass
@@ -30,6 +29,7 @@ from utils.gluon_cpu.compiling import Compiled, CompilerRefusal, Request, compil
 from utils.gluon_cpu.reports import Report, SimulationError
 from utils.gluon_cpu.simulation import Run, simulate
 from utils.gluon_cpu.timeline import CostModel, Event
+from utils.machine.device import interpreter_requested
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
 
@@ -97,7 +97,7 @@ def descriptor(x: torch.Tensor, block: list[int]):
 
 @functools.lru_cache(maxsize=256)
 def _module(source: str, file: str):
-    if os.environ.get("TRITON_INTERPRET"):
+    if interpreter_requested():
         text = "TRITON_INTERPRET is set, and Gluon kernels are not for Triton's interpreter"
         raise RuntimeError(f"{text}: unset it and restart the kernel.")
     return import_file(write_source(source, file))

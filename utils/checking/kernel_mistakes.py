@@ -60,7 +60,7 @@ def attention_in_blocks(
         v: values.
         steps: what to do in each block.
         block: keys of a block.
-        downward: from the last block to the first, as the producer with an incomplete block brings them.
+        downward: visit the blocks from the last to the first, as a producer does that loads an incomplete block first.
     """
     q, k, v = q.double(), k.double(), v.double()
     sq, sk = q.shape[-2], k.shape[-2]
@@ -195,7 +195,7 @@ def name_mistakes(got: torch.Tensor, expected: torch.Tensor, mistakes: dict[str,
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Where two tensors differ by more than 2% of the second one's typical size; NaN is NaN, and infinity infinity."""
+    """Where two tensors differ by more than 2% of the typical size of b; NaN equals NaN, and infinity equals infinity."""
     finite = torch.isfinite(b)
     size = b[finite].abs().mean() if finite.any() else torch.ones(())
     near = (a - b).abs() <= 0.02 * size + 0.02 * torch.nan_to_num(b, 0.0, 0.0, 0.0).abs()

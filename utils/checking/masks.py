@@ -1,9 +1,9 @@
-"""Checks of mask functions and score modifiers: evaluated pair by pair, and shown beside what was expected.
+"""Checks of mask functions and score modifiers: evaluated pair by pair, and shown next to the expected ones.
 
     expect_rows(causal, "100/110/111", "causal", {(1, 1): "A query sees its own key."})
 
-A mask function runs under vmap, as FlexAttention runs it: no index has a value that Python could look at. The errors of
-torch that this leads to are said in a sentence that names the usual causes.
+A mask function runs under vmap, as FlexAttention runs it: no index has a value that Python could look at. torch's
+errors about that are replaced by a sentence that names the usual causes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Known mistakes: a wrong answer that equals what a usual mistake leads to is told which mistake that is."""
+"""Known mistakes: the message about a wrong answer names the usual mistake that gives the same result."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 
 
 def known_mistake(
@@ -29,3 +31,49 @@ def known_mistake(
         and torch.allclose(value, wrong.to(value.device, torch.float64), rtol, atol, equal_nan=True)
     ]
     return " Or: ".join(hints) or otherwise
+
+
+def attention_mistake(
+    got: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None
+) -> str:
+    """Return a hint if `got` is what a known mistake makes of attention over (B, H, S, D); "" if none is known.
+
+    Args:
+        got: the output that was returned.
+        q: (B, H, S, D).
+        k: (B, H, L, D).
+        v: (B, H, L, D).
+        causal: whether a causal mask was asked for.
+        scale: the factor of the scores that was asked for; 1 / sqrt(D) by default.
+    """
+    if not isinstance(got, torch.Tensor) or got.shape != q.shape:
+        return ""
+    right_scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    q, k, v, got = (t.detach().double() for t in (q, k, v, got))
+
+    def attend(scale: float = right_scale, causal: bool = causal) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=causal)
+
+    scores = q @ k.mT * right_scale
+    known = {
+        "The scores are divided by the square root of the head dimension.": lambda: attend(1.0),
+        "The scores are divided by sqrt(D), not by D.": lambda: attend(1 / q.shape[-1]),
+        "The scores are divided by sqrt(D), once.": lambda: attend(right_scale**2),
+        "The scores are divided by sqrt(D), not multiplied.": lambda: attend(1 / right_scale),
+        "Which dimension is the softmax over? Each QUERY's weights sum to 1.": lambda: (
+            torch.softmax(scores, dim=-2) @ v
+        ),
+        "The output is not divided by the sum of the weights.": lambda: (
+            torch.exp(scores - scores.amax(dim=-1, keepdim=True)) @ v
+        ),
+    }
+    if q.shape[-2] == k.shape[-2]:
+        hint = "A query may not see the keys after it." if causal else "No mask was asked for."
+        known[hint] = lambda: attend(causal=not causal)
+    right = attend()
+    for hint, answer in known.items():
+        wrong = answer()
+        telling = not torch.allclose(wrong, right, rtol=1e-3, atol=1e-4)
+        if telling and torch.allclose(got, wrong, rtol=1e-3, atol=1e-4):
+            return hint
+    return ""

@@ -1,1 +1,1 @@
-"""GPU kernels of the labs: each operator's versions side by side, the reference beside the fused."""
+"""GPU kernels of the labs: each operator's versions side by side, from the reference to the fused one."""

@@ -50,7 +50,7 @@ class InterpretedKernelError(RuntimeError):
 
     @property
     def in_short(self) -> str:
-        """What went wrong, and the line of the source on which it did, without the way there."""
+        """What went wrong, and on which line of the source, without the frames above it."""
         lines = (self.traceback or str(self)).strip().splitlines()
         places = [i for i, line in enumerate(lines) if line.lstrip().startswith('File "') and i + 1 < len(lines)]
         if not places:
@@ -141,7 +141,7 @@ def _for_child(value, name: str):
 
 
 def _run_child(folder: str, name: str, timeout: float) -> None:
-    """Have the job in a folder done; raise an InterpretedKernelError that explains why there is none."""
+    """Run the job of a folder in another process; raise InterpretedKernelError, with the reason, if there is no answer."""
     try:
         ended = PROCESS.run(folder, timeout)
     except TimeoutError:

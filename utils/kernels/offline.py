@@ -1,7 +1,8 @@
 """Compile Gluon kernels for Hopper without a GPU, and read the PTX, the SASS, the registers and the spills.
 
-Triton carries its own ptxas and disassembler. Not for a process that interprets Triton kernels (TRITON_INTERPRET); a
-wrong kernel can end the whole process. The assembly shows the instructions; only a run shows whether results are right.
+Triton carries its own ptxas and disassembler. Do not use this module in a process that interprets Triton kernels
+(TRITON_INTERPRET). A wrong kernel can end the whole process. The assembly shows the instructions; only a run shows
+whether results are right.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""A process that stays, has imported what takes seconds, and forks a fresh child for each job.
+"""A fork server: a process that has imported slow libraries once, and forks a fresh child for each job.
 
-Importing torch and Triton takes two to four seconds, interpreting or compiling a small kernel a fraction of one. So the
-first job of a program starts a process that imports both, runs no kernel itself, and forks a child for each job: a
-kernel finds nothing that an earlier one left behind, and whatever it does to its process ends with the job. The process
-that stays goes when its program ends, or when nobody has asked it for five minutes; the next job then starts another.
+Importing torch and Triton takes two to four seconds; interpreting or compiling a small kernel takes a fraction of a
+second. So the first job of a program starts a server process that imports both, runs no kernel itself, and forks a child
+for each job. A kernel then finds nothing that an earlier kernel left behind, and whatever it does to its process ends
+with the job. The server ends when its program ends, or after five minutes without a job; the next job then starts
+another server.
 
-A grader gives each job a process that is new from the start: there a kernel is not trusted to leave its parent alone.
+The grader does not use the server: it starts a new process for each job, because a student's kernel might harm its
+parent.
 
-A module that works in this way calls `serve` when it is run as a program, and keeps a `WarmProcess` of itself.
+A module that uses this calls `serve` when it is run as a program, and keeps a `WarmProcess` with its own name.
 """
 
 from __future__ import annotations
@@ -42,11 +44,11 @@ class Ended:
 
 
 class WarmProcess:
-    """Runs jobs in forks of a process that runs `python -m MODULE`, which it starts when it is needed.
+    """Runs jobs in forks of a server, `python -m MODULE`, which is started with the first job.
 
     Args:
-        module: It calls `serve` as a program.
-        **variables: Environment variables of the jobs, beside the caller's own.
+        module: Name of a module that calls `serve` when it is run as a program.
+        **variables: Environment variables of the jobs, in addition to the caller's own.
     """
 
     def __init__(self, module: str, **variables: str) -> None:
@@ -55,7 +57,7 @@ class WarmProcess:
         self._one_at_a_time = threading.Lock()
 
     def run(self, folder: str, timeout: float) -> Ended:
-        """Have the work done for which a folder holds what the module reads.
+        """Run the job whose inputs are in a folder.
 
         Args:
             folder: The job's current folder; the module writes its results there, or prints them.
@@ -111,15 +113,15 @@ def _kill_group(pid: int) -> None:
             return
 
 
-# The caller's side -----------------------------------------------------------------------------------------------
+# The program's side -----------------------------------------------------------------------------------------------
 
 
 class Gone(Exception):
-    """The process that stays has ended; the message is what it wrote to stderr."""
+    """The server has ended; the message is what it wrote to stderr."""
 
 
 class Server:
-    """The process that stays, seen from the program that started it. A job is a line of JSON; so are its answers."""
+    """The program's side of the server. A job is sent as a line of JSON; the answers are its process id and its status."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self.owner = os.getpid()
@@ -130,12 +132,12 @@ class Server:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.complaints,
-            start_new_session=True,  # an interrupt from the keyboard is for the caller
+            start_new_session=True,  # Ctrl-C reaches the caller alone
         )
         self.unread = b""
 
     def serves_this_process(self) -> bool:
-        """Whether this process started it and it runs: a fork of its owner must not write into the same pipe."""
+        """Whether this process started the server and it still runs: a fork must not write into its parent's pipe."""
         return self.owner == os.getpid() and self.process.poll() is None
 
     def run(self, folder: str, environment: dict[str, str], deadline: float) -> Ended:
@@ -182,14 +184,14 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
-# The process that stays ------------------------------------------------------------------------------------------
+# The server's side ------------------------------------------------------------------------------------------------
 
 
 def serve(prepare: Callable[[], object], work: Callable[[str], object]) -> None:
-    """Work on the folder that the command line names, or fork a child for each folder that comes through stdin.
+    """Do the job of the folder that the command line names, or fork a child for each job that comes through stdin.
 
     Args:
-        prepare: Imports what takes long.
+        prepare: Imports the slow libraries.
         work: Does one job, given its folder.
     """
     if len(sys.argv) > 1:
@@ -213,18 +215,18 @@ def serve(prepare: Callable[[], object], work: Callable[[str], object]) -> None:
 
 
 def _wait(pid: int) -> int:
-    """Wait for a child and return its exit status; end it, and this process, if the program that asked has ended."""
+    """Wait for a child and return its exit status; if the program has ended, kill the child and end the server."""
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
-        if select.select([0], [], [], 0.005)[0]:  # nothing is sent while a job runs: stdin has ended
+        if select.select([0], [], [], 0.005)[0]:  # no job is sent while one runs, so stdin has reached its end
             _kill_group(pid)
             os._exit(0)
 
 
 def _be_a_child(job: dict, work: Callable[[str], object]) -> None:
-    """Do one job in a fork of the process that stays, and end."""
+    """Do one job in a fork of the server, and end."""
     os.setsid()
     folder = job["folder"]
     os.chdir(folder)

@@ -91,7 +91,7 @@ def _table(entries: list[dict], kind: str) -> tuple[list[str], list[str], dict[t
 
 
 def _own_axes(tables: list) -> tuple[Any, list]:
-    """Make a new figure; of three panels the last one (decode, the tallest) is beside the others."""
+    """Make a new figure; of three panels the last one (decode, the tallest) is right of the others."""
     import matplotlib.pyplot as plt
 
     heights = [len(rows) + 3.5 for rows, _, _ in tables]

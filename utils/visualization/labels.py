@@ -108,7 +108,7 @@ class LabelLayer(Artist):
 
     def list_names(self) -> None:
         """Write the list of numbers and names right of the axes, if the points have numbers."""
-        before: Any = "axes fraction"  # the next column is placed beside the one before
+        before: Any = "axes fraction"  # each column of the list is placed right of the one before
         for start in range(0, len(self._numbered or ()), LIST_ROWS):
             rows = list(enumerate(self._numbered or (), 1))[start : start + LIST_ROWS]
             before = self._ax.annotate(

@@ -16,6 +16,7 @@ from instructor.checks.common import (
     expect_value,
     poisoned_memory,
 )
+from utils.attention import reference
 from utils.checking import attention_mistake, check, expect_close
 from utils.checking.watching import FUSED_ATTENTION, forbid, forbid_leaving, watch_operations
 
@@ -25,12 +26,8 @@ _ACCURATE_ENOUGH = 0.006  # rms error in bf16 over 400 keys: 0.003 with float32 
 
 
 def _reference(q, k, v, causal=False):
-    """Compute attention of (B, H, S, D) in float64."""
-    wide = [t.double() for t in (q, k, v)]
-    scores = wide[0] @ wide[1].transpose(-2, -1) / math.sqrt(q.shape[-1])
-    if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
-    return (torch.softmax(scores, dim=-1) @ wide[2]).to(q.dtype)
+    """Compute attention of (B, H, S, D) in float64, rounded to the dtype of q."""
+    return reference(q, k, v, causal=causal)[0].to(q.dtype)
 
 
 @check("5.1", "Standard attention")
@@ -171,7 +168,7 @@ def online_softmax_stats(online_softmax_stats, seed=None):
         if len(taken) != len(widths):
             raise AssertionError(f"{len(widths)} blocks arrived, and {len(taken)} were looked at.")
         largest = rows * max(widths)
-        if found := sizes.over(largest + 2 * rows):  # a block, and beside it the maximum and the sum so far
+        if found := sizes.over(largest + 2 * rows):  # a block, the maximum and the sum so far
             raise AssertionError(
                 f"the operator {found[0]} worked on {found[1]} elements; no block has over {largest}. Keep a running "
                 "maximum and a running sum, and look at one block at a time."

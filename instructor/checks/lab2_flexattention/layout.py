@@ -94,7 +94,7 @@ def layout_mask(lay_out, seed=None):
 def layout_blocks(lay_out, seed=None):
     """Compare the blocks of the answer's order, under the right mask, with those of a layout by conversation and position.
 
-    The answer's own mask is not asked: a mistake in it has lost the points of the mask already.
+    The answer's own mask is not used: a mistake in it has already lost the points of the mask.
     """
     draw = Draw(seed)
     for block, window in ((16, 1000), (16, 20)):

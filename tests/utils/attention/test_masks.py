@@ -29,7 +29,7 @@ from utils.attention.masks import (
     score_mods,
     sliding_window,
 )
-from utils.attention.masks.sparsity import sparsity, sparsity_of_block_mask
+from utils.attention.masks.sparsity import sparsity
 from utils.attention.problem import describe_plain
 
 matplotlib.use("Agg")
@@ -158,24 +158,23 @@ def test_blocks_are_counted_as_flexattention_counts_them(name):
                 partial += 0 < int(block.sum()) < height * width
         assert (found.pairs, found.full, found.partial) == (int(allowed.sum()), full, partial)
         assert found.total == -(-21 // height) * -(-21 // width)
-        assert sparsity_of_block_mask(build_block_mask(mask, 21, 21, block_size=size)) == found
+        listed = build_block_mask(mask, 21, 21, block_size=size)  # FlexAttention's own count of the same blocks
+        assert listed.full_kv_num_blocks.sum() == full and listed.kv_num_blocks.sum() == partial
 
 
 def test_sparsity_of_a_mask_known_by_hand():
     found = sparsity(both(causal, documents(128)), 512, 512, 64)
     assert (found.full, found.partial, found.empty) == (4, 8, 52) and found.pairs == 4 * 128 * 129 // 2
     assert found.density == found.pairs / 512**2 and found.block_density == 12 / 64
-    assert found.ideal_speedup == 64 / 12 and found.element_speedup == 512**2 / found.pairs
+    assert found.ideal_speedup == 64 / 12
     assert found.flops(2, 4, 32) == 4 * 2 * 4 * 32 * found.pairs
-    assert found.block_flops(2, 4, 32) == found.dense_flops(2, 4, 32) * 12 // 64
+    assert found.block_flops(2, 4, 32) == 4 * 2 * 4 * 32 * 512**2 * 12 // 64
     assert found.bytes(2, 4, 32, torch.bfloat16) == 2 * 4 * 512 * 32 * 2 * 4
     assert found.bytes(2, 4, 32, torch.float32, kv_heads=1) == 2 * 512 * 32 * 4 * (2 * 4 + 2 * 1)
-    assert found.wasted == pytest.approx(1 - found.pairs / (12 * 64 * 64))
-    assert found.dense_mask_bytes == 512 * 512 and found.block_mask_bytes == 4 * 2 * (8 + 64)
     assert "12.6% of the pairs, 18.8% of the blocks of 64 x 64 (4 full, 8 partial, 52 empty)" in str(found)
     assert found.to_dict()["ideal_speedup"] == found.ideal_speedup and "blocks" not in found.to_dict()
     nothing = sparsity(lambda b, h, q, k: q < 0, 64, 64, 32)
-    assert nothing.ideal_speedup == float("inf") and nothing.wasted == 0.0
+    assert nothing.ideal_speedup == float("inf")
     assert sparsity(None, 100, 60, 64).density == 1.0
 
 

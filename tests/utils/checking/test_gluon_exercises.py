@@ -422,3 +422,13 @@ def test_a_wrong_result_names_the_mistake_that_explains_it():
         noise = 1 + 0.001 * torch.randn_like(values)
         assert words in name_mistakes((values * noise).bfloat16(), expected.bfloat16(), known), words
     assert name_mistakes(torch.randn_like(expected), expected, known) == []
+
+
+def test_gluon_kernels_are_refused_under_tritons_interpreter_only(monkeypatch):
+    source = "from triton.experimental import gluon\n\n\n@gluon.jit\ndef nothing(y_ptr):\n    pass\n"
+    launch = exercises.Launch("nothing", grid=(1,), args={"y_ptr": torch.zeros(1)}, outputs=("y_ptr",))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(AssertionError, match="TRITON_INTERPRET is set"):
+        exercises.load_kernels(source, launch)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # Triton compiles here, so there is nothing to refuse
+    assert exercises.load_kernels(source, launch).nothing is not None

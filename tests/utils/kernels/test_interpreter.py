@@ -79,7 +79,7 @@ def test_the_caller_can_still_compile():
     assert left == ["False", "None"]
     until = time.monotonic() + 20
     while psutil.pid_exists(int(server)) and psutil.Process(int(server)).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < until, "the process that stays has outlived its program"
+        assert time.monotonic() < until, "the server has outlived its program"
         time.sleep(0.05)
 
 

@@ -33,7 +33,7 @@ def _installed() -> tuple[Path, str] | None:
     """Return the library's file in an installed package and the package with its version; None if there is none."""
     for package, distribution in _PACKAGES.items():
         top, _, below = package.partition(".")
-        spec = importlib.util.find_spec(top)  # of the top alone: finding a part of a package imports the package
+        spec = importlib.util.find_spec(top)  # the top-level package only: looking for a submodule would import it
         for folder in (spec.submodule_search_locations or ()) if spec else ():
             if files := sorted((Path(folder) / below).glob("_C*.so")):
                 try:
@@ -45,7 +45,7 @@ def _installed() -> tuple[Path, str] | None:
 
 @functools.cache
 def _library() -> tuple[Support, str]:
-    """Load the library once: whether its operators are there, and where they come from."""
+    """Load the library once; return whether its operators can be called, and where they come from."""
     if _registered():
         return Support(True, "FlashAttention 3's operators are registered."), "operators registered elsewhere"
     named = os.environ.get(VARIABLE)

@@ -106,7 +106,7 @@ def _implementation() -> str:
 
 
 def accept_functions(problem: Problem, options: Options, native: bool) -> Support:
-    """Whether FlashAttention 4's kernel does this; `native`: it does the mask by itself, without a block mask."""
+    """Whether FlashAttention 4's kernel can do this problem; `native`: with its own mask, without a block mask."""
     if not (tensors := accepts(problem)):
         return tensors
     if problem.needs_grad and not (native and problem.score_mod is None):
@@ -131,7 +131,7 @@ def accept_functions(problem: Problem, options: Options, native: bool) -> Suppor
 def _native(problem: Problem) -> Problem | None:
     """Return the problem in the kernel's own causal mask and window; None if it needs a mask function.
 
-    Documents as sequences are left out: they were slower than the block mask (docs/flexattention.md), since the
+    Documents are not turned into sequences: that was slower than the block mask (docs/flexattention.md), since the
     output has to be copied back to (B, H, S, D).
     """
     plain = problem.with_plain_mask()

@@ -104,7 +104,7 @@ def _without_gaps(blocks: torch.Tensor) -> bool:
     return bool((starts.sum(1) <= 1).all())
 
 
-# ---- whether -----------------------------------------------------------------------------------------------
+# ---- which problems the backends accept --------------------------------------------------------------------
 
 
 def _accepts_eager(problem: Problem, options: Options) -> Support:
@@ -148,7 +148,7 @@ def _accepts_flash(problem: Problem, options: Options) -> Support:
     return _accepts_compiled(problem, options) if has_flex() else flash
 
 
-# ---- how ---------------------------------------------------------------------------------------------------
+# ---- binding -----------------------------------------------------------------------------------------------
 
 
 def _flex_call(problem: Problem, block_mask, kernel_options: dict | None) -> Attend:
@@ -209,7 +209,7 @@ def _bind_flash(problem: Problem, options: Options) -> Bound:
             return compile_and_call(q, k, v)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # the backend says what it cannot do when it compiles
+        except RuntimeError as error:  # FlashAttention 4 refuses a problem only while its kernel is compiled
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             reason = lines[0] if lines else type(error).__name__
             raise Refused(f"FlexAttention's FLASH backend refused it ({reason[:300]}).") from error

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from utils.attention.masks.mask_mods import name_of
 from utils.attention.problem import Attend, Backend, Bound, Options, Problem, Refused, allowed_keys, on_plain_shapes
-from utils.machine.device import Support
+from utils.machine.device import Support, first_line
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -85,7 +85,7 @@ PINS = {
 
 @functools.cache
 def probe(backend: SDPBackend, device_type: str) -> Support:
-    """Whether a backend runs on a kind of device, tried by a call: torch's own switches say yes where it cannot."""
+    """Whether a backend runs on a kind of device, shown by a call: torch's switches also say yes where it cannot."""
     if device_type == "cuda" and not torch.cuda.is_available():
         return Support(False, "there is no NVIDIA GPU.", "Use a machine with an NVIDIA GPU.")
     dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
@@ -230,8 +230,7 @@ def _refusing(backend: SDPBackend | None, attend: Attend) -> Attend:
             except RuntimeError as error:
                 if "DefaultCPUAllocator" in str(error) or "CUDA error" in str(error):
                     raise
-                first_line = str(error).strip().splitlines()[0].rstrip(".")
-                raise Refused(_reasons(caught) or f"torch: {first_line}.") from error
+                raise Refused(_reasons(caught) or f"torch: {first_line(error).rstrip('.')}.") from error
 
     return attend_or_refuse
 

@@ -10,11 +10,11 @@ mathematics needs. The two differ by the pairs of partial blocks that are comput
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 import torch
 
-from utils.attention.masks.blocks import Blocks, BlockSize, block_sizes, count_blocks
+from utils.attention.masks.blocks import Blocks, BlockSize, count_blocks
 from utils.attention.masks.mask_mods import MaskMod, name_of
 
 
@@ -52,17 +52,6 @@ class Sparsity:
         """Speed-up over no mask if only the number of blocks mattered: 1 / block density."""
         return 1.0 / self.block_density if self.full + self.partial else float("inf")
 
-    @property
-    def element_speedup(self) -> float:
-        """Speed-up that a kernel could reach if it computed no masked pair at all: 1 / density."""
-        return 1.0 / self.density if self.pairs else float("inf")
-
-    @property
-    def wasted(self) -> float:
-        """Share of the computed pairs that the mask throws away."""
-        computed = (self.full + self.partial) * self.block_size[0] * self.block_size[1]
-        return 1.0 - self.pairs / computed if computed else 0.0
-
     def flops(self, batch: int, heads: int, head_dim: int) -> int:
         """FLOPs of the pairs let through: 4 D each (q k^T and p v, a multiply-add counts two)."""
         return 4 * batch * heads * head_dim * self.pairs
@@ -72,25 +61,10 @@ class Sparsity:
         pairs = (self.full + self.partial) * self.block_size[0] * self.block_size[1]
         return 4 * batch * heads * head_dim * pairs
 
-    def dense_flops(self, batch: int, heads: int, head_dim: int) -> int:
-        """FLOPs without a mask."""
-        return 4 * batch * heads * head_dim * self.sq * self.sk
-
     def bytes(self, batch: int, heads: int, head_dim: int, dtype: torch.dtype, kv_heads: int | None = None) -> int:
         """Bytes of q, k, v and the output, each moved once: the least that a fused kernel moves."""
         kv_heads = heads if kv_heads is None else kv_heads
         return batch * head_dim * dtype.itemsize * (2 * heads * self.sq + 2 * kv_heads * self.sk)
-
-    @property
-    def dense_mask_bytes(self) -> int:
-        """Bytes of the mask as data, one byte a pair, for one head."""
-        return self.sq * self.sk
-
-    @property
-    def block_mask_bytes(self) -> int:
-        """Bytes of the four int32 tables that a kernel reads: numbers and indices of partial and of full blocks."""
-        rows = -(-self.sq // self.block_size[0])
-        return 4 * 2 * (rows + self.total)
 
     def to_dict(self) -> dict:
         """Return the counts and the shares computed from them, for a JSON file."""
@@ -114,18 +88,3 @@ def sparsity(
     total, full, partial = blocks.counts.numel(), int(blocks.full.sum()), int(blocks.partial.sum())
     empty, pairs = total - full - partial, int(blocks.counts.sum(dtype=torch.int64))
     return Sparsity(name_of(mask_mod), sq, sk, blocks.block_size, pairs, full, partial, empty, blocks)
-
-
-def sparsity_of_block_mask(block_mask) -> Sparsity:
-    """Count a FlexAttention BlockMask: the full and partial blocks that it lists, and the pairs of its mask."""
-    if block_mask.kv_num_blocks.shape[:2] != (1, 1):
-        raise ValueError(
-            f"the block mask differs between {tuple(block_mask.kv_num_blocks.shape[:2])} batches and "
-            "heads; count one that is shared by all (B=None, H=None)."
-        )
-    sq, sk = block_mask.seq_lengths
-    block_size, device = block_sizes(tuple(block_mask.BLOCK_SIZE)), block_mask.kv_num_blocks.device
-    counted = sparsity(block_mask.mask_mod, sq, sk, block_size, device)
-    full = 0 if block_mask.full_kv_num_blocks is None else int(block_mask.full_kv_num_blocks.sum())
-    partial = int(block_mask.kv_num_blocks.sum())
-    return replace(counted, full=full, partial=partial, empty=counted.total - full - partial)

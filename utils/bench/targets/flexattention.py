@@ -155,7 +155,7 @@ class FlexAttention(Target):
         )
 
     def prove(self, case, side, built, launched):
-        """Return "compiled" if a fused kernel ran and no softmax, else "eager"; raise WrongRun for the other one."""
+        """Return "compiled" if a fused kernel ran and no softmax, else "eager"; raise WrongRun if it is not the side."""
         names = launched.names
         fused = (
             any("CompiledFxGraph" in name or name.startswith("cpp_fused") for name in launched.operators)

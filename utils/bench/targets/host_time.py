@@ -1,7 +1,7 @@
-"""labs/host_time: what a call takes the host, beside what it takes the device, directly and through the course's door.
+"""labs/host_time: the host time of a call next to its device time, for torch's SDPA and for the course's `attention`.
 
-The timed times are the device's, as everywhere. The host's time of the same call, with the GPU's queue never full, is a
-fact of each side, and a note says which of the two a caller waits for.
+As in every target, the times of the two sides are device times. The host time of the same call, measured while the GPU's
+queue is never full, is a fact of each side, and a note says which of the two a caller waits for.
 """
 
 from __future__ import annotations
