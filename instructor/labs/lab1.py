@@ -933,7 +933,7 @@ hidden.tile_traffic(tiled_gemm_bytes, largest_square_tile).raise_if_wrong()
 tiles = [16, 32, 64, 128, 256, 512, 1024]
 n = 8192
 intensities = [2 * n**3 / tiled_gemm_bytes(n, n, n, t, t, torch.bfloat16) for t in tiles]
-fig, ax = plt.subplots(figsize=(7, 3))
+fig, ax = plt.subplots(figsize=(9, 3))
 ax.plot(tiles, intensities, "o-", label=f"tiled GEMM, n = {n}, bf16")
 ax.axhline(get_ridge_point("H200", "bf16"), color="black", linestyle="--", label="ridge point of an H200, bf16")
 fits = largest_square_tile(228 * 1024, 64, torch.bfloat16)
@@ -941,7 +941,7 @@ ax.axvline(fits, color="tab:red", linestyle=":", label=f"largest tile in one SM:
 ax.set(xscale="log", yscale="log", xlabel="tile size t", ylabel="FLOPs/Byte", title="A larger tile reads less")
 ax.set_xticks(tiles, [str(t) for t in tiles])
 ax.minorticks_off()
-ax.legend()
+ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))  # beside the lines: inside, it would cover the ridge
 plt.show()
 
 # %% [markdown]

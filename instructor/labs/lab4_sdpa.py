@@ -554,7 +554,9 @@ def check_pin(pinned_sdpa):
     ):
         ran = []
         try:
-            ran = operators_of(lambda b=backend, t=tensors, o=options: pinned_sdpa(b, *t, **o))
+            with warnings.catch_warnings(record=True):  # torch's own words about a refusal would stand above this check's
+                warnings.simplefilter("always")
+                ran = operators_of(lambda b=backend, t=tensors, o=options: pinned_sdpa(b, *t, **o))
         except BackendRefused as refused:
             assert str(refused) and word in str(refused).lower(), f"the message for {what} should hold torch's reason; it is {str(refused)!r}"
         except RuntimeError:
@@ -1433,10 +1435,14 @@ def check_split(split_kv_attention):
             # the parts, each with its own softmax, and three wrong ways to merge them
             parts = [F.scaled_dot_product_attention(wide[0], *(t.tensor_split(splits, 2)[i] for t in wide[1:]), enable_gqa=True)
                      for i in range(splits)]
+            scores = wide[0] @ wide[1].repeat_interleave(3, dim=1).mT / math.sqrt(12)
+            lse_to_base_2 = torch.stack([s.logsumexp(-1) for s in scores.tensor_split(splits, -1)]) / math.log(2)
+            weights = torch.softmax(lse_to_base_2, dim=0)[..., None]
             short = keys // splits * splits
             hint = known_mistake(got, {
                 "Parts do not count equally: weight each by its e^lse over the sum of all e^lse.": sum(parts) / splits,
                 "Outputs of parts cannot just be added: weight each by its e^lse over the sum of all e^lse.": sum(parts),
+                "The weights are e^L of an L to base 2: attend_part's lse is the natural logarithm.": (weights * torch.stack(parts)).sum(0),
                 f"The last {keys - short} keys are left out: {splits} does not divide {keys}.": F.scaled_dot_product_attention(
                     wide[0], wide[1][:, :, :short], wide[2][:, :, :short], enable_gqa=True) if short < keys else got * math.nan,
             }, rtol=2e-2, atol=2e-2, otherwise="Weigh the parts with their log-sum-exp, and let the weights add up to 1.")
@@ -1843,8 +1849,16 @@ def check_knock_outs(knock_outs):
         assert isinstance(arguments, dict), f"KNOCK_OUTS[{name!r}] should return a dict of SDPA's arguments, and returns {arguments!r:.80}"
         missing = {"query", "key", "value"} - set(arguments)
         assert not missing, f"KNOCK_OUTS[{name!r}] lacks {sorted(missing)}"
-        assert runs("math", **arguments), f"math cannot compute KNOCK_OUTS[{name!r}] either: a wrong call is no knock-out"
-        assert not runs("flash", **arguments), f"flash runs KNOCK_OUTS[{name!r}]: with torch {torch.__version__} it is no knock-out"
+        can = {}
+        for backend, meaning in (("math", "a wrong call is no knock-out"), ("flash", "a defect of torch, no refusal with a reason")):
+            try:
+                can[backend] = runs(backend, **arguments)
+            except Exception as error:
+                text = f"{type(error).__name__}: {str(error).splitlines()[0]:.90}"
+                raise AssertionError(f"KNOCK_OUTS[{name!r}] ends inside of SDPA, pinned to {backend}, with {text}. That is {meaning}: "
+                                     "find another call") from None
+        assert can["math"], f"math cannot compute KNOCK_OUTS[{name!r}] either: a wrong call is no knock-out"
+        assert not can["flash"], f"flash runs KNOCK_OUTS[{name!r}]: with torch {torch.__version__} it is no knock-out"
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:

@@ -449,6 +449,14 @@ KNOCK_OUTS["short keys"] = lambda q, k, v: {"query": q, "key": k[..., :8], "valu
         "math cannot compute",
     ),
     WrongAnswer(
+        "a call on which torch itself breaks",
+        "q4_2",
+        """
+KNOCK_OUTS["mask of one dimension"] = lambda q, k, v: {"query": q, "key": k, "value": v, "attn_mask": torch.zeros(24)}
+""",
+        "defect of torch",
+    ),
+    WrongAnswer(
         "heads and tokens mixed by a reshape",
         "q4_3",
         """

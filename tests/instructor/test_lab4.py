@@ -98,6 +98,15 @@ class TestRightAnswers(EveryRightAnswer):
     right_answers = RIGHT_ANSWERS
 
 
+def test_a_merge_of_log_sum_exps_to_base_2_is_named(visible, names):
+    """The mistake is attend_part's, and shows in the merge as well, which uses the student's own part."""
+    exec(
+        "_natural = attend_part\ndef attend_part(*qkv):\n    out, lse = _natural(*qkv)\n    return out, lse / math.log(2)",
+        names,
+    )
+    assert "to base 2" in visible.message("q3_2_tests", visible.scope(names))
+
+
 # ---- what flash refuses on a CPU, by torch's version ------------------------------------------------------------
 
 

@@ -85,7 +85,14 @@ def knock_outs(knock_outs, seed=None):
             raise AssertionError(
                 f"math cannot compute KNOCK_OUTS[{name!r}] either ({text}): a wrong call is no knock-out."
             ) from None
-        reasons = reasons_of("flash", *tensors, **options)
+        try:
+            reasons = reasons_of("flash", *tensors, **options)
+        except Exception as error:  # a RuntimeError is a refusal, and is among the reasons
+            text = " ".join(str(error).split())[:120]
+            raise AssertionError(
+                f"KNOCK_OUTS[{name!r}] ends inside of torch's flash with {type(error).__name__} ({text}). That is a "
+                "defect of torch, not a refusal: it gives no reason. Find a call that flash refuses."
+            ) from None
         if not reasons:
             raise AssertionError(f"flash runs KNOCK_OUTS[{name!r}]: with torch {torch.__version__} it is no knock-out.")
         if "stride" in reasons[0]:
