@@ -113,7 +113,7 @@ class Race:
         self.states = (True,) if simulator else (True, False)
         self.reference = self.prepare(reference)
         self.track: Track | None = None
-        self.spare = Track(simulator)
+        self.spare = None if simulator else Track()
 
     def prepare(self, source: str) -> Kernel | str:
         """Return what a track loads: machine code, or for the simulator the text, read as strictly."""
@@ -162,8 +162,10 @@ class Race:
 
     def _track(self) -> Track:
         if self.track is None:
-            self.track, self.spare = self.spare, Track(self.simulator)  # the next one starts meanwhile
-            self.spare.forget("")  # wait until it stands: while it starts, it would disturb what is timed
+            self.track = self.spare or Track(self.simulator)
+            if self.spare is not None:
+                self.spare = Track()
+                self.spare.forget("")  # wait until it stands: while it starts, it would disturb what is timed
             self.track.load(REFERENCE, self.reference)
             for shape in (self.tail, *self.shapes):  # whoever runs first pays for what the libraries load
                 self._checked(REFERENCE, shape, Result(REFERENCE))
@@ -198,7 +200,8 @@ class Race:
     def close(self) -> None:
         """End the tracks."""
         self._drop()
-        self.spare.close()
+        if self.spare is not None:
+            self.spare.close()
 
 
 def _roof_flops_a_ms() -> float:
@@ -324,8 +327,13 @@ def write_results(folder: Path, results: list[Result], about: dict) -> list[Path
     return paths
 
 
-def lines_of(results: list[Result]) -> list[str]:
-    """Return the table as lines to print: the first shape, the fastest first."""
+def lines_of(results: list[Result], unit: str = "") -> list[str]:
+    """Return the table as lines to print: the first shape, the fastest first.
+
+    Args:
+        results: in order.
+        unit: of the times, if it is another one than ms.
+    """
     lines = []
     for row, result in zip(table(results), results, strict=True):
         if result.refused:
@@ -335,7 +343,8 @@ def lines_of(results: list[Result]) -> list[str]:
         low, high = first.interval
         lines.append(
             f"{row['place']:>4}  {result.student}: {first.ratio:.3f} times the reference [{low:.3f}, {high:.3f}], "
-            f"{first.tflops:.0f} TFLOP/s ({first.shape}, {first.l2} L2; {result.calls} calls compared)"
+            + (f"{first.median_ms:.0f} {unit}" if unit else f"{first.tflops:.0f} TFLOP/s")
+            + f" ({first.shape}, {first.l2} L2; {result.calls} calls compared)"
         )
     return lines
 
