@@ -73,11 +73,13 @@ def special_rows(shape: Shape, seed: int) -> tuple[torch.Tensor, torch.Tensor, t
     gets nearly all of one query's weight, so that whoever leaves it out has another result.
     """
     drawing = torch.Generator().manual_seed(seed)
-    count = shape.heads * SPECIAL_ROWS
     heads = torch.arange(shape.heads).repeat_interleave(SPECIAL_ROWS)
-    rows = torch.randint(shape.queries, (count,), generator=drawing)
-    keys = torch.randint(shape.keys, (count,), generator=drawing)
-    return heads, rows, keys, torch.arange(count) % 2 == 0
+    # No row and no key twice: two assignments to one place have no order on a GPU, and judge and track would differ.
+    rows, keys = (
+        torch.cat([torch.randperm(size, generator=drawing)[:SPECIAL_ROWS] for _ in range(shape.heads)])
+        for size in (shape.queries, shape.keys)
+    )
+    return heads, rows, keys, torch.arange(len(heads)) % 2 == 0
 
 
 def draw_inputs(shape: Shape, seed: int, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

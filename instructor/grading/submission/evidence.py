@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):
         if not plain or tensor.device.type == "meta":
             return -1
         place = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
-        if leaf or place in self.memory:
+        if leaf:  # a result is made by its operator, also where it is a view of what was there
             described = self._describe(tensor, place)
             if described is None:
                 return -1

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from instructor.grading.sandbox.tampering import Profile
 from instructor.grading.submission.evidence import Recorder, replay, run_again, tensors_in
 from instructor.grading.wire.channel import WireError
 
@@ -50,6 +51,22 @@ def test_numbers_from_elsewhere_do_not_follow_other_arguments():
     kept = one.numpy() @ one.numpy()
     program, _ = _record(lambda a: torch.from_numpy(kept).clone() + 0 * a, one)
     assert not torch.allclose(run_again(program, [other])[0], other @ other)
+
+
+@pytest.mark.parametrize(("parts", "unseen"), [(1, ""), (3, "bmm")])
+def test_an_einsum_over_one_element_is_no_hidden_product(parts, unseen):
+    weights, outputs = torch.rand(parts, 1, 2, 4), torch.rand(parts, 1, 2, 4, 8)
+    with Profile() as profile:
+        torch.einsum("pbhs,pbhsd->bhsd", weights, outputs)
+    assert profile.unseen({"mul", "sum"}) == unseen
+
+
+def test_a_record_holds_what_no_operator_made_and_nothing_else():
+    c = torch.zeros(8, 8)
+    with Recorder({0: c}) as recorder:
+        for i in range(8):
+            c[i : i + 1] += 1.0
+    assert len(recorder.leaves) == 1 and recorder.leaves[0][1] == "given"
 
 
 @pytest.mark.parametrize("text", ["1" * 30, "9223372036854775808", 7, None])

@@ -11,7 +11,15 @@ import torch
 from instructor.grading.race import compiling
 from instructor.grading.race.compiling import Kernel, Refused, read_file, read_machine_code
 from instructor.grading.race.judge import expect_right, new_call
-from instructor.grading.race.problem import LONG, SIMULATED, SIMULATED_TAIL, TAIL, reference_rows, rows_to_read
+from instructor.grading.race.problem import (
+    LONG,
+    SIMULATED,
+    SIMULATED_TAIL,
+    TAIL,
+    reference_rows,
+    rows_to_read,
+    special_rows,
+)
 from instructor.grading.race.race import (
     CYCLE_FLOPS,
     Entry,
@@ -175,6 +183,15 @@ def test_rows_of_every_tile_are_read_and_nobody_foresees_which():
     assert tiles == {(h, t) for h in range(TAIL.heads) for t in range(4)} and int(rows.max()) < TAIL.queries
     assert not torch.equal(rows, rows_to_read(TAIL, 1, 3)[1])
     assert new_call("a", TAIL).seed != new_call("a", TAIL).seed
+
+
+def test_no_row_and_no_key_is_special_twice():
+    # On an H200 an honest file was refused: a key was assigned twice, and the two processes' inputs were not the same.
+    for seed in range(20):
+        heads, rows, keys, sharp = special_rows(TAIL, seed)
+        for places in (rows, keys):
+            assert len({*zip(heads.tolist(), places.tolist(), strict=True)}) == len(heads)
+        assert int(sharp.sum()) == len(heads) // 2
 
 
 # ---- what a kernel may be --------------------------------------------------------------------------------------------
