@@ -189,8 +189,9 @@ def race(
             _fail(f"{files or course_folder} holds nothing that could race.")
         about = {"clock": "the simulator's model cycles"} if simulate else racing.expect_gpu()
         model = racing.model_answer((ROOT / "instructor/labs/lab3_gluon.py").read_text(encoding="utf-8"))
-        options = {"shapes": (problem.SIMULATED,), "tail": problem.SIMULATED_TAIL} if simulate else {}
-        one = racing.Race(model, simulator=simulate, pairs=pairs, **options)
+        shapes = (problem.SIMULATED,) if simulate else problem.TIMED
+        tail = problem.SIMULATED_TAIL if simulate else problem.TAIL
+        one = racing.Race(model, simulator=simulate, shapes=shapes, tail=tail, pairs=pairs)
     except (IntakeError, Refused) as error:
         _fail(error)
     try:

@@ -10,9 +10,9 @@ from instructor.grading.race.compiling import Refused
 from instructor.grading.race.problem import Shape, reference_rows, rows_to_read
 from instructor.grading.race.track import Call, Seen
 
-# A row's error is |got - right| / |right|. Right kernels in bf16 stay below a half of each limit; P, Q or K in 8 bits, or a
-# block of 128 left out of 16384 keys, are above it.
-MEAN_ERROR, ROW_ERROR = 0.008, 0.03
+# A row's error is |got - right| / |right|. On an H200, of 216 calls of eight honest kernels the largest mean was 0.23%, and the
+# largest row 0.33%. P in 8 bits had a mean of 1.1%; the tail without its mask 4%.
+MEAN_ERROR, ROW_ERROR = 0.005, 0.01
 # The host's clock sees the launch and a wait beside the kernel: so much of the events' time, and so many ms, are allowed.
 HOST_FACTOR, HOST_MS = 1.25, 1.0
 
