@@ -1,4 +1,4 @@
-"""`labs stats`, `labs similar`, `labs export` and `labs formgrader`: what a class did, and grading by hand."""
+"""`labs stats`, `similar`, `export`, `formgrader` and `race`: what a class did, and grading by hand."""
 
 from __future__ import annotations
 
@@ -153,3 +153,55 @@ def formgrader(
         raise typer.Exit(subprocess.run(command, cwd=course.root, env={**os.environ, "PYTHONPATH": path}).returncode)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+@app.command()
+def race(
+    lab: Lab = "lab3_gluon",
+    course_folder: CourseFolder = Path("course"),
+    files: Annotated[
+        Path | None, typer.Option(help="A folder of STUDENT.py or STUDENT/lab3_overlap.py instead of a course.")
+    ] = None,
+    pairs: Annotated[int, typer.Option(help="Timed calls of each shape, in turns with the reference.", min=5)] = 15,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Try it without a GPU: times are model cycles and rank nobody.")
+    ] = False,
+) -> None:
+    """Time the class's kernels of lab 3, Question 5.3, on this machine's GPU, each call with fresh inputs and checked."""
+    from instructor.build import ROOT
+    from instructor.grading.class_.intake import IntakeError, submissions
+    from instructor.grading.race import problem
+    from instructor.grading.race import race as racing
+    from instructor.grading.race.compiling import Refused
+    from instructor.grading.submission.harmless import for_terminal
+
+    if Path(lab).stem != "lab3_gluon":
+        _fail(f"{lab} has no race: lab3_gluon has.")
+    try:
+        if files is not None:
+            if not files.is_dir():
+                _fail(f"{files} is no folder: name one with STUDENT.py or STUDENT/lab3_overlap.py in it.")
+            entries = racing.entries_of_folder(files)
+        else:
+            found = submissions(course_folder, "lab3_gluon")
+            entries = [racing.entry_of_notebook(s.student, s.path.read_bytes()) for s in found]
+        if not entries:
+            _fail(f"{files or course_folder} holds nothing that could race.")
+        about = {"clock": "the simulator's model cycles"} if simulate else racing.expect_gpu()
+        model = racing.model_answer((ROOT / "instructor/labs/lab3_gluon.py").read_text(encoding="utf-8"))
+        shapes = (problem.SIMULATED,) if simulate else problem.TIMED
+        tail = problem.SIMULATED_TAIL if simulate else problem.TAIL
+        one = racing.Race(model, simulator=simulate, shapes=shapes, tail=tail, pairs=pairs)
+    except (IntakeError, Refused) as error:
+        _fail(error)
+    try:
+        results = racing.race_class(
+            one, entries, lambda r: typer.echo(f"{for_terminal(r.student)} {'refused' if r.refused else 'done'}")
+        )
+    finally:
+        one.close()
+    for line in racing.lines_of(results, "model cycles" if simulate else ""):
+        typer.echo(for_terminal(line))
+    folder = Path("race") if files is not None else course_folder / "grading" / "lab3_gluon"
+    for path in racing.write_results(folder, results, about):
+        typer.echo(str(path))

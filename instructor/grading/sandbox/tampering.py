@@ -509,7 +509,9 @@ class Profile:
             recorded: the names in the record.
             refused: the call raised; then SDPA's entry alone may be there, since it began and no backend took the call.
         """
-        names = self.names - ({"scaled_dot_product_attention"} if refused else set())
+        # einsum is no product by itself: one that sums over nothing, or over one element, multiplies element by element,
+        # and what it calls otherwise is in the profile, too.
+        names = self.names - {"einsum"} - ({"scaled_dot_product_attention"} if refused else set())
         ran = sorted(name for name in names if _MATMUL.fullmatch(name.strip("_")))
         seen = any(_MATMUL.fullmatch(name.strip("_")) for name in recorded)
         return ran[0] if ran and not seen else ""

@@ -54,7 +54,8 @@ class Recorder(TorchDispatchMode):
             about = [list(value.shape), str(value.dtype).removeprefix("torch."), str(value.device)]
             return {"tensor": [*about, self.number_of(value, leaf)]}
         if value is None or isinstance(value, bool | int | float | str):
-            return value if not isinstance(value, int) or abs(value) < 1 << 62 else str(value)
+            # Larger numbers do not travel. They are common: the end of x[1:] is 2**63 - 1.
+            return value if not isinstance(value, int) or abs(value) < 1 << 62 else {"integer": str(value)}
         if isinstance(value, list | tuple) and depth < 4:
             parts = [self._sketch(v, leaf, depth + 1) for v in value[:1000]]
             return {"tuple" if isinstance(value, tuple) else "list": parts}
@@ -70,7 +71,7 @@ class Recorder(TorchDispatchMode):
         if not plain or tensor.device.type == "meta":
             return -1
         place = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
-        if leaf or place in self.memory:
+        if leaf:  # a result is made by its operator, also where it is a view of what was there
             described = self._describe(tensor, place)
             if described is None:
                 return -1
@@ -224,11 +225,20 @@ def _unsketch(value):
             return torch.empty([int(n) for n in shape], dtype=DTYPES[dtype], device="meta")
         if kind in ("list", "tuple"):
             return getattr(builtins, kind)(_unsketch(v) for v in content)
+        if kind == "integer":
+            return _integer(content)
         if kind == "torch":
             value = getattr(torch, content)
             return value if isinstance(value, _OF_TORCH) else None
         return None
     return value
+
+
+def _integer(text) -> int:
+    """A number that travelled as text; of 64 bits, as operators take them."""
+    if not isinstance(text, str) or len(text) > 20 or not -(1 << 63) <= (number := int(text)) < 1 << 63:
+        raise WireError("a number that is no number")
+    return number
 
 
 # ---- the record, run again ---------------------------------------------------------------------------------------
@@ -268,6 +278,8 @@ def run_again(program: dict, given: list[torch.Tensor]) -> list[torch.Tensor]:
             return getattr(builtins, kind)(fill(part) for part in content)
         if kind == "torch" and isinstance(value := getattr(torch, content), _OF_TORCH):
             return value
+        if kind == "integer":
+            return _integer(content)
         if content == "cpu":
             return torch.device("cpu")
         raise WireError(f"{content} cannot be given again")

@@ -338,10 +338,11 @@ class Remote:
             "canary": sizes,
             "modes": ["pickle", encode._blob(_ship(shipped))] if shipped else ["list", []],
         }
+        given = self.calls is not None and recorded and [args, kwargs]
+        conditions["program"] = bool(given)
         updates = self._updates(encode)
         if self.quiet:  # the check sees nothing of this call
             watches, replayed = [], []
-        given = self.calls is not None and recorded and [args, kwargs]
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             copied = {id(t): t.detach().clone() for t in tensors_in(given)} if given else {}
         message = {

@@ -288,7 +288,7 @@ class Student:
             reply["watch"] = describe_watch(watch)
         if recorder is not None:
             reply["records"] = recorder.records
-            made = recorder.made(value) if raised is None and not levels else None
+            made = recorder.made(value) if raised is None and not levels and conditions["program"] else None
             leaves = [[n, kind, *about] for n, kind, *about in recorder.leaves] if made is not None else []
             encode.known = encode.shared = None
             reply["program"] = {

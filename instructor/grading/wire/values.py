@@ -14,6 +14,7 @@ import collections
 import fractions
 import importlib
 import io
+import math
 import pickle
 import sys
 import types
@@ -51,6 +52,11 @@ def _own_memory(size: list[int], stride: list[int]) -> bool:
                 return False
             reach += step * (length - 1)
     return True
+
+
+def _keeps_strides(shape: list[int], stride: list[int]) -> bool:
+    """True for a tensor that arrives with its strides: not expanded, and not scattered over much more memory."""
+    return _own_memory(shape, stride) and _reach(shape, stride) <= 8 * math.prod(shape) + 64
 
 
 class Encoder:
@@ -193,7 +199,8 @@ class Encoder:
             dtype = str(tensor.dtype).removeprefix("torch.")
             if dtype not in DTYPES:
                 raise WireError(f"a tensor of {dtype} cannot travel")
-            stride = list(tensor.stride()) if _own_memory(list(tensor.shape), list(tensor.stride())) else None
+            # The corner of a large tensor travels without the rest: its strides would ask for memory that it has no use for.
+            stride = list(tensor.stride()) if _keeps_strides(list(tensor.shape), list(tensor.stride())) else None
             meta = tensor.device.type == "meta"
             fields = {"dtype": dtype, "shape": list(tensor.shape), "stride": stride, "device": str(tensor.device)}
             fields |= {"grad": tensor.requires_grad, "key": key[0] if key else None}
@@ -366,7 +373,7 @@ class Decoder:
         stride = fields["stride"]
         if stride is not None and list(tensor.stride()) != stride:
             _expect_strides(shape, stride)
-            if not _own_memory(shape, stride) or _reach(shape, stride) > 8 * tensor.numel() + 64:
+            if not _keeps_strides(shape, stride):
                 raise WireError("the strides of a tensor would take much more memory than its elements")
             self.taken += _reach(shape, stride) * dtype.itemsize
             if self.taken > MAX_BLOBS:

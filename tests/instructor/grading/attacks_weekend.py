@@ -283,6 +283,7 @@ def gemm_broadcast(a, b):
         os.remove("told.npy")
     return product.clone()
 """,
+        flagged_at="q2_3",  # q1_1 is refused in words: its check names torch.from_numpy
         alone=True,
     ),
 ]

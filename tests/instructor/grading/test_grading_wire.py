@@ -290,3 +290,10 @@ def test_bytes_are_taken_once():
 def test_a_parameter_that_python_would_rename_is_none():
     assert not signatures._well_formed([["_\uff3fhand_over", "plain", False]])
     assert signatures._well_formed([["größe", "plain", False]])
+
+
+def test_the_corner_of_a_padded_result_travels_without_the_rest():
+    whole = torch.randn(256, 256)
+    node, blobs = (encode := Encoder())(whole[:3, :5]), encode.blobs
+    assert sum(map(len, blobs)) == 3 * 5 * 4
+    assert torch.equal(Decoder([bytearray(b) for b in blobs])(node), whole[:3, :5])

@@ -1,0 +1,232 @@
+"""A student's file compiled for Hopper in a process of its own, and its machine code read before it may run.
+
+The file is first read as text (`expect_kernel_file`): it holds kernels and what they need, and nothing that reaches the rest
+of Python. The process that compiles it knows no inputs and no times; what comes back is machine code and a few numbers.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from instructor.grading.race.problem import FILE, KERNEL, LONG, TAIL, Shape
+from utils.checking.gluon_launches import overlap_launch
+from utils.checking.kernel_exercises import Launch, Tile, descriptor, load_kernels
+from utils.checking.kernel_files import expect_kernel_file
+from utils.files import ROOT
+from utils.kernels import offline
+
+COMPILE_SECONDS = 90.0
+MEMORY_GB = 32  # of addresses; torch's libraries for CUDA take some
+MAX_SHARED = 227 * 1024
+MAX_WARPS = 64  # of a block on Hopper
+# Instructions that reach memory by an address. The tensors of this kernel come as TMA descriptors, so it needs none.
+_BY_ADDRESS = re.compile(
+    r"(LD|LDG|LDGSTS|ST|STG|STAS|ATOM|ATOMG|RED|REDG|REDAS|SULD|SUST|SUATOM|SURED|TEX|TLD|TLD4|CCTL|CCTLL|CCTLT|"
+    r"UBLKCP|UBLKPF|UBLKRED|UTMACCTL|PREFETCH|MULTIMEM|CALL|JMP|JMX|RPCMOV|BPT|NANOSLEEP|ACQBULK|PREEXIT)"
+)
+_OPCODE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.M)
+# What assembly inside a kernel may not hold: memory other than registers, control of the block, and other kernels.
+_ASSEMBLY = re.compile(
+    r"\b(ld|st|ldu|atom|red|cp|tensormap|mbarrier|griddepcontrol|discard|prefetch|prefetchu|applypriority|createpolicy|"
+    r"multimem|call|bra|ret|exit|trap|brkpt|nanosleep|setmaxnreg|barrier|bar|fence|membar|wgmma|cvta|mapa|tex|suld|sust)\b"
+)
+
+
+class Refused(Exception):
+    """A file, or its kernel, does not take part; the message says why, to its author."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel as data.
+
+    Attributes:
+        name: its symbol in the machine code.
+        shared: bytes of shared memory.
+        num_warps: warps of all partitions.
+        cubin: machine code for sm_90a.
+        descriptors: how the launch encodes its TMA descriptors.
+    """
+
+    name: str
+    shared: int
+    num_warps: int
+    cubin: bytes
+    descriptors: str
+
+
+def race_launch(shape: Shape) -> Launch:
+    """Return the launch of Question 5.3 at a shape, with small tensors: only their types decide what is compiled."""
+    q, k = (torch.empty(1, rows, shape.head_dim, dtype=torch.bfloat16) for rows in (128, shape.block))
+    launch, _ = overlap_launch(q, k, k, q, stages=shape.stages, block_n=shape.block)
+    return launch
+
+
+def signature(launch: Launch, constants: list[str]) -> dict[str, str]:
+    """Return the types of a launch's arguments as Triton spells them, without the constants."""
+    types = {}
+    for name, value in launch.args.items():
+        if isinstance(value, Tile):
+            types[name] = f"tensordesc<bf16{value.block},{descriptor(value.tensor, value.block).layout!r}>"
+        elif name not in constants:
+            types[name] = "fp32" if isinstance(value, float) else "i32"
+    return types
+
+
+def read_file(source: str) -> None:
+    """Raise Refused unless a text is a file of kernels, whose assembly, if any, only computes.
+
+    Args:
+        source: the text of the student's file.
+    """
+    try:
+        expect_kernel_file(source, FILE)
+    except AssertionError as error:
+        raise Refused(str(error)) from None
+    tree = ast.parse(source)
+    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    if defined.count(KERNEL) != 1:
+        raise Refused(f"{FILE} defines {KERNEL} {defined.count(KERNEL)} times: define it once.")
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute | ast.Name):
+            continue
+        if (node.attr if isinstance(node, ast.Attribute) else node.id) == "inline_asm_elementwise":
+            calls = [c for c in ast.walk(tree) if isinstance(c, ast.Call) and c.func is node]
+            text = calls[0].args[0] if calls and calls[0].args else None
+            if not (isinstance(text, ast.Constant) and isinstance(text.value, str)):
+                raise Refused(f"{FILE}, line {node.lineno}: assembly has to be written as text in the call itself.")
+            if found := _ASSEMBLY.search(text.value):
+                words = "assembly may compute with registers, and nothing else"
+                raise Refused(f"{FILE}, line {node.lineno}: `{found[0]}` in assembly: {words}.")
+
+
+def compile_text(source: str, shape: Shape = LONG) -> Kernel:
+    """Compile a student's file in a process of its own, and read what it became.
+
+    Args:
+        source: the text of the file.
+        shape: its block, slots and head dimension are constants of the kernel.
+
+    Raises:
+        Refused: the file is none of kernels, does not compile, or its machine code does what it may not.
+    """
+    read_file(source)
+    with tempfile.TemporaryDirectory(prefix="race-") as folder:
+        Path(folder, "request.json").write_text(json.dumps({"source": source, "shape": asdict(shape)}))
+        kept = ("PATH", "LD_LIBRARY_PATH", "CUDA_HOME", "TRITON_PTXAS_PATH", "LANG")
+        environment = {name: os.environ[name] for name in kept if name in os.environ}
+        environment |= {
+            "HOME": folder,
+            "TMPDIR": folder,
+            "TRITON_CACHE_DIR": f"{folder}/triton",
+            "OMP_NUM_THREADS": "1",
+        }
+        environment |= {"LABS_COMPILE_CACHE": "off", "CUDA_VISIBLE_DEVICES": ""}
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+        child = subprocess.Popen(
+            [sys.executable, "-m", "instructor.grading.race.compiling", folder],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            _, complaints = child.communicate(timeout=COMPILE_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise Refused(f"{FILE} did not compile within {COMPILE_SECONDS:.0f} s.") from None
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.communicate()
+        answer = Path(folder, "answer.json")
+        if child.returncode or not answer.is_file():
+            lines = [line for line in complaints.strip().splitlines() if line.strip()]
+            raise Refused(f"{FILE} does not compile: {' '.join(lines[-2:])[:400]}")
+        facts = json.loads(answer.read_text())
+        if facts.get("refused"):
+            raise Refused(str(facts["refused"])[:600])
+        return read_machine_code(facts, Path(folder, "kernel.cubin").read_bytes())
+
+
+def read_machine_code(facts: dict, cubin: bytes) -> Kernel:
+    """Return a compiled kernel, or raise Refused if it needs or does what this race does not give.
+
+    Args:
+        facts: what the compiler's process wrote: name, shared, num_warps, descriptors, and sizes that have to be 0.
+        cubin: the machine code.
+    """
+    for what in ("global_scratch_size", "profile_scratch_size"):
+        if facts[what]:
+            raise Refused("the kernel asks for memory of its own: descriptors may not be made in the kernel.")
+    if facts["launch_pdl"] or facts["launch_cooperative_grid"] or facts["num_ctas"] != 1:
+        raise Refused("the kernel asks for another kind of launch than the question's.")
+    name, shared, warps = str(facts["name"]), int(facts["shared"]), int(facts["num_warps"])
+    if not (re.fullmatch(r"\w+", name) and 0 <= shared <= MAX_SHARED and 0 < warps <= MAX_WARPS):
+        raise Refused(f"the kernel asks for {shared} bytes of shared memory and {warps} warps: more than an SM has.")
+    found = sorted({code for code in opcodes(cubin) if _BY_ADDRESS.fullmatch(code)})
+    if found:
+        words = "its tensors come as descriptors, and memory is reached through those alone"
+        raise Refused(f"the kernel's machine code has {', '.join(found)}: {words}.")
+    return Kernel(name, shared, warps, cubin, json.dumps(facts["descriptors"]))
+
+
+def opcodes(cubin: bytes) -> set[str]:
+    """Return the instructions of a machine code by name, without their modifiers."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        text = offline._tool("nvdisasm", "-c", path).stdout
+    found = set(_OPCODE.findall(text))
+    if "EXIT" not in found:
+        raise Refused("the kernel's machine code cannot be read.")
+    return found
+
+
+# ---- the process that compiles ---------------------------------------------------------------------------------------
+
+
+def _answer(folder: Path) -> None:
+    """Compile what a folder's request asks for, and write machine code and facts there."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_GB << 30, MEMORY_GB << 30))
+    request = json.loads((folder / "request.json").read_text())
+    launch = race_launch(Shape(**request["shape"]))
+    try:
+        kernel = getattr(load_kernels(request["source"], launch), launch.kernel)
+    except Exception as error:  # whatever the file does, its author should read
+        (folder / "answer.json").write_text(json.dumps({"refused": f"{type(error).__name__}: {error}"}))
+        return
+    constants = [p.name for p in kernel.params if p.is_constexpr]
+    built = offline.compile_gluon(
+        kernel,
+        signature(launch, constants),
+        {name: launch.args[name] for name in constants},
+        num_warps=launch.num_warps,
+    )
+    numbers = ("global_scratch_size", "profile_scratch_size", "launch_pdl", "launch_cooperative_grid", "num_ctas")
+    facts = {name: getattr(built.metadata, name, 0) for name in (*numbers, "name", "shared", "num_warps")}
+    (folder / "kernel.cubin").write_bytes(built.asm["cubin"])
+    facts["descriptors"] = built.metadata.tensordesc_meta
+    (folder / "answer.json").write_text(json.dumps(facts))
+
+
+__all__ = ["TAIL", "Kernel", "Refused", "compile_text", "opcodes", "race_launch", "read_file", "read_machine_code"]
+
+if __name__ == "__main__":
+    _answer(Path(sys.argv[1]))

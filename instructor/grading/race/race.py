@@ -1,0 +1,363 @@
+"""A class's race: who takes part, the calls of each kernel in turn with the reference's, and the table."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from instructor.grading.race.compiling import Kernel, Refused, compile_text, read_file
+from instructor.grading.race.judge import expect_right, new_call
+from instructor.grading.race.problem import CELL, FILE, LONG, TAIL, TIMED, Shape
+from instructor.grading.race.track import Track, TrackError
+from utils.benchmark.intervals import speedup, speedup_interval
+
+PAIRS = 15  # timed pairs (one call of the reference, one of the entry) of a shape and a state of the L2
+TRIES = 4  # of a call whose launch was not queued in time
+CYCLE_FLOPS = 4096.0  # the simulator's tensor cores: FLOPs of one SM in one cycle
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One student's file: its text, or why there is none."""
+
+    student: str
+    source: str | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Time:
+    """One shape and state of the L2: times of the entry and of the reference, call by call (ms; simulator: cycles)."""
+
+    shape: str
+    l2: str
+    flops: float
+    ms: list[float]
+    reference_ms: list[float]
+
+    @property
+    def median_ms(self) -> float:
+        """Median of the entry's times."""
+        return statistics.median(self.ms)
+
+    @property
+    def tflops(self) -> float:
+        """TFLOP/s of the median."""
+        return self.flops / self.median_ms / 1e9
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast as the reference: the median over neighbouring calls."""
+        return speedup(self.reference_ms, self.ms)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95% interval of the ratio."""
+        return speedup_interval(self.reference_ms, self.ms)
+
+
+@dataclass
+class Result:
+    """What became of one entry.
+
+    Attributes:
+        student: whose.
+        times: in the order of the shapes, the long one with a cold L2 first; empty if refused.
+        refused: why it does not count; "" if it does.
+        calls: calls whose rows were compared.
+        worst: largest (mean, row) error of them.
+    """
+
+    student: str
+    times: list[Time] = field(default_factory=list)
+    refused: str = ""
+    calls: int = 0
+    worst: tuple[float, float] = (0.0, 0.0)
+
+
+class Race:
+    """Runs entries on tracks, and replaces a track that a kernel took with it.
+
+    Args:
+        reference: the text of the reference's file, such as the lab's model answer.
+        simulator: use the simulator; its times are model cycles and say nothing about a GPU.
+        shapes: the timed shapes.
+        tail: the shape that has to be right before.
+        pairs: timed pairs of each shape and state of the L2.
+    """
+
+    def __init__(
+        self,
+        reference: str,
+        *,
+        simulator: bool = False,
+        shapes: tuple[Shape, ...] = TIMED,
+        tail: Shape = TAIL,
+        pairs: int = PAIRS,
+    ) -> None:
+        self.simulator, self.shapes, self.tail, self.pairs = simulator, shapes, tail, pairs
+        self.device = torch.device("cpu") if simulator else torch.device("cuda", torch.cuda.current_device())
+        self.roof = CYCLE_FLOPS if simulator else _roof_flops_a_ms()
+        self.states = (True,) if simulator else (True, False)
+        self.reference = self.prepare(reference)
+        self.track: Track | None = None
+        self.spare = None if simulator else Track()
+
+    def prepare(self, source: str) -> Kernel | str:
+        """Return what a track loads: machine code, or for the simulator the text, read as strictly."""
+        if self.simulator:
+            read_file(source)
+            return source
+        kernel = compile_text(source, self.shapes[0])
+        if hasattr(self, "reference") and kernel.descriptors != self.reference.descriptors:  # type: ignore[union-attr]
+            raise Refused("the kernel was compiled for other descriptors than the question's.")
+        return kernel
+
+    def prepare_all(self, entries: list[Entry], jobs: int | None = None) -> dict[str, Kernel | str | Refused]:
+        """Prepare all entries, several at once; a refusal stands in the place of what it refuses."""
+
+        def prepared(entry: Entry) -> Kernel | str | Refused:
+            if entry.source is None:
+                return Refused(entry.why)
+            try:
+                return self.prepare(entry.source)
+            except Refused as refused:
+                return refused
+
+        with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+            return dict(zip([e.student for e in entries], pool.map(prepared, entries), strict=True))
+
+    def run(self, student: str, kernel: Kernel | str | Refused) -> Result:
+        """Let one entry run: first untimed and checked, then timed in turns with the reference, each call checked."""
+        result = Result(student)
+        if isinstance(kernel, Refused):
+            result.refused = str(kernel)
+            return result
+        try:
+            track = self._track()
+            track.load("entry", kernel)
+            for shape in (self.tail, *self.shapes):
+                self._checked("entry", shape, result, plain=not self.simulator)
+            for shape in self.shapes:
+                for cold in self.states:
+                    result.times.append(self._timed(shape, cold, result))
+            track.forget("entry")
+        except (Refused, TrackError) as refused:
+            result.refused, result.times = str(refused), []
+            if isinstance(refused, TrackError):
+                self._drop()
+        return result
+
+    def _track(self) -> Track:
+        if self.track is None:
+            self.track = self.spare or Track(self.simulator)
+            if self.spare is not None:
+                self.spare = Track()
+                self.spare.forget("")  # wait until it stands: while it starts, it would disturb what is timed
+            self.track.load(REFERENCE, self.reference)
+            for shape in (self.tail, *self.shapes):  # whoever runs first pays for what the libraries load
+                self._checked(REFERENCE, shape, Result(REFERENCE))
+        return self.track
+
+    def _drop(self) -> None:
+        if self.track is not None:
+            self.track.close()
+            self.track = None
+
+    def _checked(self, kernel: str, shape: Shape, result: Result, *, cold: bool = True, plain: bool = False) -> float:
+        """Make one call, compare what it wrote, and return its time; a launch that was not queued in time is repeated."""
+        assert self.track is not None
+        for _ in range(TRIES):
+            call = new_call(kernel, shape, cold=cold, plain=plain)
+            seen = self.track.run(call)
+            mean, largest = expect_right(call, seen, self.device, self.roof)
+            result.calls += 1
+            result.worst = max(result.worst[0], mean), max(result.worst[1], largest)
+            if seen.ahead or plain:
+                return seen.ms
+        raise TrackError("the host was too slow to queue the launches: is something else running?")
+
+    def _timed(self, shape: Shape, cold: bool, result: Result) -> Time:
+        times: dict[str, list[float]] = {REFERENCE: [], "entry": []}
+        for _ in range(self.pairs):
+            for kernel in random.sample(list(times), 2):
+                own = result if kernel == "entry" else Result(REFERENCE)
+                times[kernel].append(self._checked(kernel, shape, own, cold=cold))
+        return Time(shape.name, "cold" if cold else "warm", shape.flops, times["entry"], times[REFERENCE])
+
+    def close(self) -> None:
+        """End the tracks."""
+        self._drop()
+        if self.spare is not None:
+            self.spare.close()
+
+
+def _roof_flops_a_ms() -> float:
+    """Return the dense bf16 rate of this GPU, in FLOPs a ms, by its data sheet."""
+    from utils.config import GPU_SPECS
+    from utils.machine.device import detect_gpu
+
+    name = detect_gpu()
+    if name is None or name not in GPU_SPECS:
+        raise Refused(f"{torch.cuda.get_device_name()} has no row in utils/config.py: its roof is not known.")
+    return float(GPU_SPECS[name]["bf16_tflops"]) * 1e9
+
+
+# ---- entries -----------------------------------------------------------------------------------------------------------
+
+
+def entry_of_notebook(student: str, data: bytes) -> Entry:
+    """Return the entry of a submitted notebook: the text of its cell for Question 5.3."""
+    try:
+        notebook = json.loads(data)
+        for cell in notebook["cells"]:
+            if cell.get("metadata", {}).get("nbgrader", {}).get("grade_id") == CELL:
+                text = cell["source"] if isinstance(cell["source"], str) else "".join(cell["source"])
+                first, _, rest = text.lstrip().partition("\n")
+                if first.split() != ["%%writefile", FILE]:
+                    return Entry(student, None, f"the cell of Question 5.3 does not begin with %%writefile {FILE}.")
+                return _answered(student, rest + "\n")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return Entry(student, None, "the notebook cannot be read.")
+    return Entry(student, None, "the notebook has no cell for Question 5.3.")
+
+
+def _answered(student: str, text: str) -> Entry:
+    from utils.checking.verdicts import raises_not_implemented
+
+    try:
+        open_still = raises_not_implemented(text)
+    except SyntaxError:
+        open_still = False
+    return Entry(student, None, "Question 5.3 is not answered.") if open_still else Entry(student, text)
+
+
+def entries_of_folder(folder: Path) -> list[Entry]:
+    """Return the entries of a folder of files: STUDENT.py, or STUDENT/lab3_overlap.py."""
+    found = {p.stem: p for p in sorted(folder.glob("*.py"))}
+    found |= {p.parent.name: p for p in sorted(folder.glob(f"*/{FILE}"))}
+    return [_answered(student, path.read_text(errors="replace")) for student, path in sorted(found.items())]
+
+
+def model_answer(lab_source: str) -> str:
+    """Return the file of Question 5.3 from the text of the lab's source."""
+    lines, inside = [], False
+    for line in lab_source.splitlines():
+        if line.strip() == f"# %%writefile {FILE}":
+            inside = True
+        elif inside and line.startswith("# %%"):
+            break
+        elif inside and not line.strip().startswith("###"):
+            lines.append(line)
+    if not lines:
+        raise Refused(f"the lab's source has no cell that writes {FILE}.")
+    return "\n".join(lines) + "\n"
+
+
+# ---- the class ---------------------------------------------------------------------------------------------------------
+
+
+def race_class(
+    race: Race, entries: list[Entry], progress: Callable[[Result], object] = lambda result: None
+) -> list[Result]:
+    """Let everybody run, in an order by lot, and return the results in the order of the table."""
+    kernels = race.prepare_all(entries)
+    results = []
+    for student in random.sample(sorted(kernels), len(kernels)):
+        results.append(race.run(student, kernels[student]))
+        progress(results[-1])
+    return in_order(results)
+
+
+def in_order(results: list[Result]) -> list[Result]:
+    """The fastest first, by the first shape; who was refused last, by name."""
+    return sorted(results, key=lambda r: (bool(r.refused), -r.times[0].ratio if r.times else 0.0, r.student))
+
+
+def table(results: list[Result]) -> list[dict[str, object]]:
+    """Return the rows of the class's table, for results in order.
+
+    A place is shared with everybody before whose interval reaches into the own one: a difference that the measurement
+    cannot see decides nothing.
+    """
+    rows: list[dict[str, object]] = []
+    place, lowest = 0, 0.0
+    for number, result in enumerate(results, 1):
+        row: dict[str, object] = {"place": "", "student": result.student}
+        if not result.refused:
+            low, high = result.times[0].interval
+            if place == 0 or high < lowest:
+                place, lowest = number, low
+            row["place"] = place
+        for time_ in result.times:
+            key = f"{time_.shape}, {time_.l2}"
+            low, high = time_.interval
+            row |= {f"{key}: times the reference": round(time_.ratio, 4), f"{key}: from": round(low, 4)}
+            row |= {f"{key}: to": round(high, 4), f"{key}: TFLOP/s": round(time_.tflops, 1)}
+        row |= {"calls compared": result.calls, "refused": result.refused}
+        rows.append(row)
+    return rows
+
+
+def write_results(folder: Path, results: list[Result], about: dict) -> list[Path]:
+    """Write race.csv, the table, and race.json with every time, to a folder."""
+    rows = table(results)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names)
+    writer.writeheader()
+    writer.writerows(rows)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / "race.csv", folder / "race.json"]
+    paths[0].write_text(text.getvalue(), encoding="utf-8")
+    record = {**about, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "results": [asdict(r) for r in results]}
+    paths[1].write_text(json.dumps(record, indent=1), encoding="utf-8")
+    return paths
+
+
+def lines_of(results: list[Result], unit: str = "") -> list[str]:
+    """Return the table as lines to print: the first shape, the fastest first.
+
+    Args:
+        results: in order.
+        unit: of the times, if it is another one than ms.
+    """
+    lines = []
+    for row, result in zip(table(results), results, strict=True):
+        if result.refused:
+            lines.append(f"   -  {result.student}: does not count: {result.refused}")
+            continue
+        first = result.times[0]
+        low, high = first.interval
+        lines.append(
+            f"{row['place']:>4}  {result.student}: {first.ratio:.3f} times the reference [{low:.3f}, {high:.3f}], "
+            + (f"{first.median_ms:.0f} {unit}" if unit else f"{first.tflops:.0f} TFLOP/s")
+            + f" ({first.shape}, {first.l2} L2; {result.calls} calls compared)"
+        )
+    return lines
+
+
+def expect_gpu() -> dict:
+    """Return what results should say about this machine; raise Refused if it has no Hopper GPU that runs Gluon kernels."""
+    from utils.machine.device import gluon_support
+    from utils.machine.environment import environment
+
+    support = gluon_support()
+    if not support:
+        raise Refused(f"a race needs a Hopper GPU: {support.reason}")
+    return {"machine": torch.cuda.get_device_name(), "environment": environment(), "reference": "the model answer"}
+
+
+__all__ = ["LONG", "Entry", "Race", "Result", "Time", "entries_of_folder", "entry_of_notebook", "race_class", "table"]

@@ -1,0 +1,356 @@
+"""The track: a process that runs compiled kernels between two events, on inputs of its own, and hands out rows of outputs.
+
+No Python of a student's runs here; a kernel comes as machine code. The process is one of its own because a kernel that
+fails takes its CUDA context with it. The judge speaks to it in lines of JSON.
+
+Each timed call is made in this order, all of it queued on one stream: fresh inputs; NaN in the output, so that what is not
+written shows; L2 lines that were kept on purpose are released; the L2 is overwritten (cold) or the inputs are read (warm);
+a spin, while the rest is queued; an event, the kernel, an event; the rows are copied. Then the whole device is waited for, and
+the rows are read a second time: they have to be the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from instructor.grading.race.compiling import Kernel, race_launch, signature
+from instructor.grading.race.problem import FILE, KERNEL, Shape, draw_inputs, rows_to_read
+from instructor.grading.sandbox.walls import die_with_parent
+from utils.checking.kernel_exercises import Launch, Tile, descriptor, load_kernels
+from utils.files import ROOT
+
+SPIN_CYCLES = 1_000_000  # about half a millisecond: the launch behind it is queued before it ends
+CALL_SECONDS = 6.0  # of one call; a kernel that waits for itself never ends
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a kernel.
+
+    Attributes:
+        kernel: the name under which it was loaded.
+        shape: what it computes.
+        seed: of its inputs.
+        lot: of the rows that are read.
+        cold: overwrite the L2 before it; False reads the inputs instead.
+        plain: queue nothing before it, so that the host's clock sees the kernel, too.
+    """
+
+    kernel: str
+    shape: Shape
+    seed: int
+    lot: int
+    cold: bool = True
+    plain: bool = False
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the track saw of a call.
+
+    Attributes:
+        ms: between the two events; of the simulator: model cycles.
+        host_ms: by the host's clock, from before the launch until the device was idle.
+        ahead: everything was queued before the device reached it, so no launch is in the time.
+        late: rows differed when they were read again.
+        inputs_changed: the kernel wrote into its inputs.
+        rows: (rows, D) of the output, float64.
+    """
+
+    ms: float
+    host_ms: float
+    ahead: bool
+    late: bool
+    inputs_changed: bool
+    rows: torch.Tensor
+
+
+class TrackError(Exception):
+    """The track's process ended, or did not answer in time; the message says which."""
+
+
+# ---- the judge's side ------------------------------------------------------------------------------------------------
+
+
+class Track:
+    """A track's process, as the judge sees it.
+
+    Args:
+        simulator: run files in the simulator instead, on the CPU: times are model cycles.
+    """
+
+    def __init__(self, simulator: bool = False) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="track-")
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "instructor.grading.race.track", *(["--simulator"] if simulator else [])],
+            cwd=self.folder.name,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._unread = b""
+
+    def load(self, name: str, kernel: Kernel | str) -> None:
+        """Give the track a kernel: machine code, or the text of a file for the simulator.
+
+        Raises:
+            TrackError: it cannot be loaded.
+        """
+        if isinstance(kernel, str):
+            self._ask({"load": name, "source": kernel}, 60.0)
+            return
+        path = Path(self.folder.name, f"{name}.cubin")
+        path.write_bytes(kernel.cubin)
+        facts = {**asdict(kernel), "cubin": str(path)}
+        self._ask({"load": name, **facts, "kernel_name": kernel.name}, 120.0)
+
+    def forget(self, name: str) -> None:
+        """Unload a kernel."""
+        self._ask({"forget": name}, 90.0)
+
+    def run(self, call: Call, seconds: float = CALL_SECONDS) -> Seen:
+        """Have one call made.
+
+        Raises:
+            TrackError: the kernel failed, or did not end in time.
+        """
+        path = Path(self.folder.name, "rows.npy")
+        reply = self._ask({"call": asdict(call), "rows": str(path)}, seconds)
+        rows = torch.from_numpy(np.load(path, allow_pickle=False)).double()
+        return Seen(**reply, rows=rows)
+
+    def _ask(self, message: dict, seconds: float) -> dict:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+            self.process.stdin.flush()
+            reply = json.loads(self._line(seconds))
+        except OSError:
+            raise TrackError("the process that ran the kernel has ended.") from None
+        if "error" in reply:
+            raise TrackError(reply["error"])
+        return reply
+
+    def _line(self, seconds: float) -> bytes:
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._unread:
+            if not select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise TrackError(f"the kernel did not end within {seconds:.0f} s: does something wait for itself?")
+            read = os.read(self.process.stdout.fileno(), 65536)
+            if not read:
+                raise TrackError("the process that ran the kernel has ended.")
+            self._unread += read
+        line, self._unread = self._unread.split(b"\n", 1)
+        return line
+
+    def close(self) -> None:
+        """End the process."""
+        with suppress(OSError):
+            self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
+        self.folder.cleanup()
+
+
+# ---- the process that runs kernels -------------------------------------------------------------------------------------
+
+
+class Gpu:
+    """Runs machine code on this machine's GPU."""
+
+    def __init__(self) -> None:
+        from triton.runtime import driver
+
+        from utils.benchmark.cuda_timer import gpu_flush_bytes
+
+        self.driver, self.device = driver, torch.device("cuda", torch.cuda.current_device())
+        self.flush = torch.empty(gpu_flush_bytes(self.device) // 4, dtype=torch.int32, device=self.device)
+        self.cuda = ctypes.CDLL("libcuda.so.1")
+        self.kernels: dict[str, tuple] = {}
+        self.launchers: dict[tuple[str, Shape], tuple] = {}
+        torch.cuda._sleep(1000)
+        torch.cuda.synchronize()
+
+    def load(self, message: dict) -> None:
+        """Load a kernel's machine code."""
+        cubin, name = Path(message["cubin"]).read_bytes(), message["kernel_name"]
+        metadata = SimpleNamespace(
+            num_warps=message["num_warps"],
+            num_ctas=1,
+            cluster_dims=(1, 1, 1),
+            shared=message["shared"],
+            tensordesc_meta=json.loads(message["descriptors"]),
+            global_scratch_size=0,
+            global_scratch_align=1,
+            profile_scratch_size=0,
+            profile_scratch_align=1,
+            launch_cooperative_grid=False,
+            launch_pdl=False,
+        )
+        module, function, *_ = self.driver.active.utils.load_binary(name, cubin, message["shared"], self.device.index)
+        self.kernels[message["load"]] = (module, function, metadata)
+        self.launchers = {key: made for key, made in self.launchers.items() if key[0] != message["load"]}
+
+    def _launcher(self, kernel: str, shape: Shape, metadata: SimpleNamespace):
+        """Triton's own launcher of these argument types, made from the question's launch and not from the file."""
+        if (kernel, shape) not in self.launchers:
+            self.launchers[kernel, shape] = self._make_launcher(race_launch(shape), metadata)
+        return self.launchers[kernel, shape]
+
+    def _make_launcher(self, launch: Launch, metadata: SimpleNamespace):
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler.compiler import make_backend
+
+        constants = {"STAGES": launch.args["STAGES"]}
+        types = {**signature(launch, list(constants)), **dict.fromkeys(constants, "constexpr")}
+        types = {name: types[name] for name in launch.args}
+        source = SimpleNamespace(fn=SimpleNamespace(arg_names=list(launch.args)), signature=types, constants=constants)
+        packed = make_backend(GPUTarget("cuda", 90, 32)).pack_metadata(metadata)
+        return self.driver.active.launcher_cls(source, metadata), packed
+
+    def run(self, call: Call) -> tuple[dict, torch.Tensor]:
+        """Make one call; return what was seen, and the rows."""
+        shape, (_, function, metadata) = call.shape, self.kernels[call.kernel]
+        q, k, v = draw_inputs(shape, call.seed, self.device)
+        out = torch.full_like(q, float("nan"))
+        heads, rows = (x.to(self.device) for x in rows_to_read(shape, call.seed, call.lot))
+        launcher, packed = self._launcher(call.kernel, shape, metadata)
+        blocks = [64, shape.block, shape.block, 64]
+        tiles = [descriptor(x, [1, 1, b, shape.head_dim]) for x, b in zip((q, k, v, out), blocks, strict=True)]
+        arguments = (*tiles, shape.queries, shape.keys, shape.heads, shape.scale, shape.stages)
+        stream = torch.cuda.current_stream().cuda_stream
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        # An int64 sum of the bits, wrapping around: any change of an input changes it but by a rare accident.
+        before = [x.view(torch.int64).sum() for x in (q, k, v)]
+        torch.cuda.synchronize()
+        self.cuda.cuCtxResetPersistingL2Cache()
+        if call.cold:
+            self.flush.zero_()
+        else:
+            before = [x.view(torch.int64).sum() for x in (v, k, q)][::-1]
+        if call.plain:
+            torch.cuda.synchronize()
+        else:
+            torch.cuda._sleep(SPIN_CYCLES)
+        started = time.perf_counter()
+        begin.record()
+        launcher(*shape.grid, stream, function, packed, None, None, None, *arguments)
+        end.record()
+        ahead = not begin.query()
+        if call.plain:
+            torch.cuda.synchronize()
+        host_ms = (time.perf_counter() - started) * 1e3
+        first = out[0, heads, rows]
+        torch.cuda.synchronize()
+        again = out[0, heads, rows]
+        late = not torch.equal(first.view(torch.int16), again.view(torch.int16))
+        changed = any(int(a) != int(x.view(torch.int64).sum()) for a, x in zip(before, (q, k, v), strict=True))
+        seen = {
+            "ms": begin.elapsed_time(end),
+            "host_ms": host_ms,
+            "ahead": ahead,
+            "late": late,
+            "inputs_changed": changed,
+        }
+        return seen, first.float().cpu()
+
+
+class Simulator:
+    """Runs the text of a file in the simulator, on the CPU; its clock counts model cycles of all programs."""
+
+    def __init__(self) -> None:
+        self.sources: dict[str, str] = {}
+        self.kernels = self.sources
+
+    def load(self, message: dict) -> None:
+        """Keep a file's text."""
+        self.sources[message["load"]] = message["source"]
+
+    def run(self, call: Call) -> tuple[dict, torch.Tensor]:
+        """Simulate one call; return what was seen, and the rows."""
+        from utils.gluon_cpu.reports import SimulationError
+        from utils.gluon_cpu.simulation import simulate
+
+        shape = call.shape
+        q, k, v = draw_inputs(shape, call.seed, "cpu")
+        before = [x.clone() for x in (q, k, v)]
+        out = torch.full_like(q, float("nan"))
+        values: dict[str, object] = {
+            "q_desc": Tile(q, [1, 1, 64, shape.head_dim]),
+            "k_desc": Tile(k, [1, 1, shape.block, shape.head_dim]),
+            "v_desc": Tile(v, [1, 1, shape.block, shape.head_dim]),
+            "o_desc": Tile(out, [1, 1, 64, shape.head_dim]),
+            "sq": shape.queries,
+            "sk": shape.keys,
+            "heads": shape.heads,
+            "c": shape.scale,
+            "STAGES": shape.stages,
+        }
+        launch = Launch(KERNEL, shape.grid, values, outputs=("o_desc",), file=FILE)
+        kernel = getattr(load_kernels(self.sources[call.kernel], launch), KERNEL)
+        arguments = [descriptor(x.tensor, x.block) if isinstance(x, Tile) else x for x in values.values()]
+        started = time.perf_counter()
+        try:
+            with simulate() as run:
+                kernel[shape.grid](*arguments, num_warps=launch.num_warps)
+        except SimulationError as error:
+            raise RuntimeError(f"the simulator stopped it: {error}") from None
+        heads, rows = rows_to_read(shape, call.seed, call.lot)
+        changed = any(not torch.equal(a, b) for a, b in zip(before, (q, k, v), strict=True))
+        cycles = float(sum(run.cycles))
+        host_ms = (time.perf_counter() - started) * 1e3
+        seen = {"ms": cycles, "host_ms": host_ms, "ahead": True, "late": False, "inputs_changed": changed}
+        return seen, out[0, heads, rows].float()
+
+
+def _serve(machine: Gpu | Simulator, requests, replies) -> None:
+    """Answer the judge's lines until there are none."""
+    for line in requests:
+        message = json.loads(line)
+        try:
+            if "load" in message:
+                machine.load(message)
+                reply: dict = {}
+            elif "forget" in message:
+                machine.kernels.pop(message["forget"], None)
+                reply = {}
+            else:
+                fields = dict(message["call"])
+                reply, rows = machine.run(Call(**{**fields, "shape": Shape(**fields["shape"])}))
+                np.save(message["rows"], rows.numpy())
+        except BaseException as error:
+            reply = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+def _main() -> None:
+    die_with_parent()
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print does not get between the answers
+    machine = Simulator() if "--simulator" in sys.argv else Gpu()
+    _serve(machine, sys.stdin, replies)
+
+
+if __name__ == "__main__":
+    _main()

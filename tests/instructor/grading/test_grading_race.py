@@ -1,0 +1,300 @@
+"""The race of lab 3's kernels: what is refused, and who wins. On a CPU kernels run in the simulator, in model cycles."""
+
+import ast
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from instructor.grading.race import compiling
+from instructor.grading.race.compiling import Kernel, Refused, read_file, read_machine_code
+from instructor.grading.race.judge import expect_right, new_call
+from instructor.grading.race.problem import (
+    LONG,
+    SIMULATED,
+    SIMULATED_TAIL,
+    TAIL,
+    reference_rows,
+    rows_to_read,
+    special_rows,
+)
+from instructor.grading.race.race import (
+    CYCLE_FLOPS,
+    Entry,
+    Race,
+    Result,
+    Time,
+    entry_of_notebook,
+    in_order,
+    lines_of,
+    model_answer,
+    race_class,
+    table,
+    write_results,
+)
+from instructor.grading.race.track import Call, Seen, Simulator
+from tests.instructor.grading.race_cheats import CHEATS, HONEST, asm
+from utils.files import ROOT
+
+MODEL = model_answer((ROOT / "instructor/labs/lab3_gluon.py").read_text())
+FAKE_ROOF = 1e6  # FLOPs of one unit of the fake clock below
+# The simulator knows neither this assembly nor 8 bits; these files race on a GPU only (race_on_gpu.py).
+GPU_ONLY = ("asm", "inline_asm", "float8")
+
+
+def simulated(text: str, *shapes) -> str:
+    """Run a file in the simulator, in this process, and return why it is refused; "" if it is not."""
+    machine = Simulator()
+    machine.load({"load": "entry", "source": text})
+    for shape in shapes:
+        call = new_call("entry", shape)
+        try:
+            seen, rows = machine.run(call)
+            expect_right(call, Seen(**seen, rows=rows.double()), "cpu", CYCLE_FLOPS)
+        except (Refused, RuntimeError) as refused:
+            return str(refused)
+    return ""
+
+
+@pytest.mark.parametrize("file", [*CHEATS, *HONEST], ids=lambda f: f.name)
+def test_what_is_refused_before_it_runs(file):
+    try:
+        read_file(file.text(MODEL))
+    except Refused as refused:
+        assert file.stage == "text", refused
+        assert file.words in str(refused)
+    else:
+        assert file.stage != "text"
+
+
+def test_the_catalogue_is_large_enough():
+    assert len(CHEATS) >= 40 and len(HONEST) >= 12
+    texts = {f.text(MODEL) for f in (*CHEATS, *HONEST)}
+    assert len(texts) == len(CHEATS) + len(HONEST)
+
+
+@pytest.mark.parametrize("name", ["zeros", "it writes into its inputs"])
+def test_a_cheat_is_refused_and_the_model_answer_is_not(name):
+    cheat = next(f for f in CHEATS if f.name == name)
+    assert cheat.words in simulated(cheat.text(MODEL), SIMULATED_TAIL) != ""
+    if name == "zeros":
+        assert simulated(MODEL, SIMULATED_TAIL) == ""
+
+
+@pytest.mark.slow
+def test_every_cheat_that_a_kernel_can_try_is_refused_in_the_simulator():
+    accepted = []
+    for file in CHEATS:
+        text = file.text(MODEL)
+        if file.stage == "run" and not any(word in text for word in GPU_ONLY):
+            why = simulated(text, SIMULATED_TAIL, SIMULATED)
+            if not why or file.words not in why:
+                accepted.append((file.name, why))
+    assert not accepted
+
+
+@pytest.mark.slow
+def test_a_race_between_processes(tmp_path):
+    cheat = next(f for f in CHEATS if f.name == "nothing is written").text(MODEL)
+    race = Race(MODEL, simulator=True, shapes=(SIMULATED_TAIL,), tail=SIMULATED_TAIL, pairs=5)
+    entries = [Entry("ada", MODEL), Entry("ben", cheat), Entry("cy", "import os"), Entry("di", None, "not answered")]
+    try:
+        results = race_class(race, entries)
+    finally:
+        race.close()
+    assert [r.student for r in results] == ["ada", "ben", "cy", "di"]
+    ada, ben, cy, di = results
+    assert not ada.refused and ada.calls == 2 + 5 and "not written" in ben.refused
+    assert "import os" in cy.refused and di.refused == "not answered"
+    assert 0.8 < ada.times[0].ratio < 1.25  # against itself; cycles of a random lot of inputs are all the same
+    rows = write_results(tmp_path, results, {"clock": "model cycles"})[0].read_text().splitlines()
+    assert len(rows) == 5 and rows[1].startswith("1,ada")
+
+
+@pytest.mark.slow
+def test_machine_code_with_addresses_is_refused():
+    text = next(f for f in CHEATS if f.name == "results are kept at an address").text(MODEL)
+    with pytest.raises(Refused, match=r"machine code has STG"):
+        compiling.compile_text(text, replace(LONG, stages=1, block=64))
+
+
+# ---- the judge, with a fake clock ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def honest_call():
+    """A call and what an honest track sees of it; `ms` is of a fake clock."""
+    call = new_call("entry", SIMULATED_TAIL)
+    heads, rows = rows_to_read(call.shape, call.seed, call.lot)
+    right = reference_rows(call.shape, call.seed, heads, rows, "cpu").bfloat16().double()
+    return call, Seen(ms=1e3, host_ms=1e3, ahead=True, late=False, inputs_changed=False, rows=right)
+
+
+def test_right_rows_in_a_possible_time_are_accepted(honest_call):
+    call, seen = honest_call
+    mean, largest = expect_right(call, seen, "cpu", FAKE_ROOF)
+    assert 0 < mean < 0.004 and largest < 0.01
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ms": 1e-3}, "faster than the roof"),
+        ({"late": True}, "after the kernel's end"),
+        ({"inputs_changed": True}, "into its inputs"),
+    ],
+)
+def test_what_a_call_may_not_do(honest_call, changes, words):
+    call, seen = honest_call
+    with pytest.raises(Refused, match=words):
+        expect_right(call, replace(seen, **changes), "cpu", FAKE_ROOF)
+
+
+def test_events_that_disagree_with_the_hosts_clock_are_refused(honest_call):
+    call, seen = honest_call
+    with pytest.raises(Refused, match="disagree"):
+        expect_right(replace(call, plain=True), replace(seen, host_ms=2e3), "cpu", FAKE_ROOF)
+
+
+@pytest.mark.parametrize("row", [0, -1])
+def test_one_wrong_row_is_seen(honest_call, row):
+    call, seen = honest_call
+    rows = seen.rows.clone()
+    rows[row] *= 1.05
+    with pytest.raises(Refused, match="1 of"):
+        expect_right(call, replace(seen, rows=rows), "cpu", FAKE_ROOF)
+    rows[row] = float("nan")
+    with pytest.raises(Refused, match="not written"):
+        expect_right(call, replace(seen, rows=rows), "cpu", FAKE_ROOF)
+
+
+def test_rows_of_an_earlier_call_are_refused(honest_call):
+    call, seen = honest_call
+    later = Call(call.kernel, call.shape, call.seed + 1, call.lot)
+    with pytest.raises(Refused, match="differ"):
+        expect_right(later, seen, "cpu", FAKE_ROOF)
+
+
+def test_rows_of_every_tile_are_read_and_nobody_foresees_which():
+    heads, rows = rows_to_read(TAIL, 1, 2)
+    tiles = set(zip(heads.tolist(), (rows // 64).tolist(), strict=True))
+    assert tiles == {(h, t) for h in range(TAIL.heads) for t in range(4)} and int(rows.max()) < TAIL.queries
+    assert not torch.equal(rows, rows_to_read(TAIL, 1, 3)[1])
+    assert new_call("a", TAIL).seed != new_call("a", TAIL).seed
+
+
+def test_no_row_and_no_key_is_special_twice():
+    # On an H200 an honest file was refused: a key was assigned twice, and the two processes' inputs were not the same.
+    for seed in range(20):
+        heads, rows, keys, sharp = special_rows(TAIL, seed)
+        for places in (rows, keys):
+            assert len({*zip(heads.tolist(), places.tolist(), strict=True)}) == len(heads)
+        assert int(sharp.sum()) == len(heads) // 2
+
+
+# ---- what a kernel may be --------------------------------------------------------------------------------------------
+
+FACTS = {
+    "global_scratch_size": 0,
+    "profile_scratch_size": 0,
+    "launch_pdl": False,
+    "launch_cooperative_grid": False,
+    "num_ctas": 1,
+    "name": "attention",
+    "shared": 1024,
+    "num_warps": 12,
+    "descriptors": [],
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"global_scratch_size": 128},
+        {"profile_scratch_size": 8},
+        {"launch_pdl": True},
+        {"launch_cooperative_grid": True},
+        {"num_ctas": 2},
+        {"shared": 1 << 20},
+        {"num_warps": 65},
+        {"name": "a b"},
+    ],
+)
+def test_a_kernel_that_asks_for_more_is_refused(monkeypatch, changes):
+    monkeypatch.setattr(compiling, "opcodes", lambda cubin: {"EXIT", "HGMMA"})
+    assert isinstance(read_machine_code(FACTS, b""), Kernel)
+    with pytest.raises(Refused, match="asks for"):
+        read_machine_code({**FACTS, **changes}, b"")
+
+
+@pytest.mark.parametrize("code", ["STG", "LDG", "ATOMG", "RED", "LD", "ST", "UBLKCP", "LDGSTS", "CALL"])
+def test_instructions_that_reach_memory_by_an_address_are_refused(monkeypatch, code):
+    monkeypatch.setattr(compiling, "opcodes", lambda cubin: {"EXIT", "LDS", "STSM", "UTMALDG", code})
+    with pytest.raises(Refused, match=f"has {code}:"):
+        read_machine_code(FACTS, b"")
+
+
+@pytest.mark.parametrize("text", ["ld.global.f32 $0, [0];", "mov.f32 $0, $1; bar.sync 0;", "cp.async.bulk $0;"])
+def test_assembly_only_computes(text):
+    old_new = asm(f'"{text}"')
+    source = MODEL
+    for old, new in old_new:
+        source = source.replace(old, new)
+    with pytest.raises(Refused, match="in assembly"):
+        read_file(source)
+
+
+# ---- entries and the table -------------------------------------------------------------------------------------------
+
+
+def _notebook(source) -> bytes:
+    cell = {"cell_type": "code", "metadata": {"nbgrader": {"grade_id": "q5_3"}}, "source": source}
+    return json.dumps({"cells": [{"metadata": {}, "source": ""}, cell]}).encode()
+
+
+def test_the_file_is_taken_from_the_notebook():
+    text = f"%%writefile lab3_overlap.py\n{MODEL}"
+    assert entry_of_notebook("ada", _notebook(text)) == Entry("ada", MODEL + "\n")
+    assert entry_of_notebook("ada", _notebook(text.splitlines(keepends=True))).source == MODEL + "\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"no JSON", "cannot be read"),
+        (b'{"cells": 3}', "cannot be read"),
+        (b'{"cells": []}', "no cell"),
+        (_notebook("x = 1"), "does not begin with"),
+        (_notebook("%%writefile lab3_overlap.py\nraise NotImplementedError()"), "not answered"),
+    ],
+)
+def test_who_has_no_file_is_told_why(data, words):
+    entry = entry_of_notebook("ada", data)
+    assert entry.source is None and words in entry.why
+
+
+def _result(student: str, speed: float, spread: float = 0.001) -> Result:
+    times = [1.0 / speed * (1 + spread * (-1) ** i) for i in range(20)]
+    return Result(student, [Time("fake", "cold", 1e9, times, [1.0] * 20)], calls=40)
+
+
+def test_a_place_is_shared_where_intervals_meet():
+    results = in_order(
+        [_result("slow", 0.5), _result("fast", 1.5), Result("no", refused="why"), _result("same", 1.499)]
+    )
+    rows = table(results)
+    assert [(r["student"], r["place"]) for r in rows] == [("fast", 1), ("same", 1), ("slow", 3), ("no", "")]
+    assert rows[3]["refused"] == "why" and rows[0]["fake, cold: times the reference"] == pytest.approx(1.5, rel=0.01)
+    assert "1.50" in lines_of(results)[0] and "does not count: why" in lines_of(results)[3]
+
+
+def test_the_race_needs_neither_nbgrader_nor_jupyter():
+    needed = ("torch", "numpy", "utils", "instructor.grading.race", "instructor.grading.sandbox.walls")
+    for path in (ROOT / "instructor/grading/race").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert name.startswith(needed) or name.partition(".")[0] in sys.stdlib_module_names, (path.name, name)
