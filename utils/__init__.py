@@ -68,3 +68,8 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return __all__
+
+
+# A Jupyter server names the notebook to the kernels that it starts. Those of `nbgrader` and of the grader have no such name.
+if "JPY_SESSION_NAME" in os.environ:
+    import_module("utils.progress_panel").install()

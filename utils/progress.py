@@ -1,17 +1,20 @@
 """How far a student is: which visible checks of a lab have passed, and the points of their questions.
 
-The saved notebook is the memory: a check cell that ran without an error has passed. So the state survives a restart of
-the kernel, and nothing else has to be kept.
+There are two sources. The saved notebook: a check cell that ran without an error has passed. And the record
+`out/progress/LAB.json`, which the panel in JupyterLab (`utils.progress_panel`) and `labs check` write: what each check
+said, and the hash of the answer it was run on. The record is newer than the last save, and it knows when an answer was
+edited afterwards. Both survive a restart of the kernel.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,10 @@ from utils.files import ROOT, write_whole
 
 OUT = ROOT / "out"
 PASSED, FAILED, NOT_RUN, BY_HAND = "passed", "not passed", "not run", "graded by hand"
+CHANGED, OPEN = "changed since its check ran", "waits for an answer"
+CHECKED = (PASSED, FAILED, CHANGED, OPEN, NOT_RUN)  # the states of a visible check
+# How `utils.checking` says that an answer is missing: the one that is tested, or an earlier one that it needs.
+_MISSING = ("is not answered yet", "answer it first")
 _ID = re.compile(r"(q|bonus_)(\d+)_(\d+)(?:_\w+)?")
 _HEADING = re.compile(r"^#+ (Bonus )?Question (\d+\.\d+): (.*?)(?: \([\d.]+ (?:bonus )?points?\))?$", re.MULTILINE)
 
@@ -33,20 +40,31 @@ class Part:
     """One graded cell of a lab.
 
     Attributes:
+        name: its id in the notebook, such as "q1_1_tests".
         question: number of its question, such as "1.1".
         title: title of the question.
         points: what the cell is worth.
         bonus: whether these are bonus points.
-        state: PASSED, FAILED, NOT_RUN or BY_HAND.
+        state: one of CHECKED, or BY_HAND.
         message: first line of what the check said, "" if it said nothing.
     """
 
+    name: str
     question: str
     title: str
     points: float
     bonus: bool
     state: str
     message: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a check said when it ran last: PASSED or FAILED, its first line, and the hash of the answer it was run on."""
+
+    state: str
+    message: str
+    answer: str
 
 
 def read_notebook(path: Path) -> dict[str, Any]:
@@ -63,22 +81,94 @@ def read_notebook(path: Path) -> dict[str, Any]:
     return notebook
 
 
-def parts(notebook: dict[str, Any]) -> list[Part]:
-    """Return the graded cells of a lab's notebook with the state of their checks."""
+def record_path(notebook: Path) -> Path:
+    """Return where the outcomes of a lab's checks are kept."""
+    return OUT / "progress" / f"{notebook.stem}.json"
+
+
+def read_record(notebook: Path) -> dict[str, Outcome]:
+    """Return the kept outcomes of a lab's checks, {name of the check's cell: outcome}; none if there is no record."""
+    try:
+        stored = json.loads(record_path(notebook).read_text(encoding="utf-8"))
+        return {name: Outcome(**outcome) for name, outcome in stored.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}  # no record, or one of another version: the saved notebook still knows most of it
+
+
+def keep_outcomes(notebook: Path, outcomes: Mapping[str, Outcome]) -> None:
+    """Add outcomes to the record of a lab; newer ones replace older ones."""
+    kept = read_record(notebook) | dict(outcomes)
+    text = json.dumps({name: vars(outcome) for name, outcome in kept.items()}, indent=1, ensure_ascii=False)
+    write_whole(record_path(notebook), text + "\n")
+
+
+def question_of(name: str) -> tuple[bool, str] | None:
+    """Return (bonus, number of the question) for the id of a question's cell; None for other cells."""
+    match = _ID.fullmatch(name)
+    return (match[1] == "bonus_", f"{match[2]}.{match[3]}") if match else None
+
+
+def answer_hashes(notebook: dict[str, Any], newer: Mapping[str, str] | None = None) -> dict[tuple[bool, str], str]:
+    """Return a hash of the answer to each question that a check tests, {(bonus, number): hash}.
+
+    Args:
+        notebook: the notebook.
+        newer: sources, {id of a cell: text}, that take the place of those in the notebook.
+    """
+    texts: dict[tuple[bool, str], str] = {}
+    for cell in notebook["cells"]:
+        meta = cell["metadata"].get("nbgrader", {})
+        question = question_of(meta.get("grade_id", ""))
+        if question is not None and meta.get("solution") and not meta.get("grade"):
+            source = (newer or {}).get(meta["grade_id"], "".join(cell["source"]))
+            texts[question] = texts.get(question, "") + source.strip() + "\n"
+    return {question: hashlib.sha256(text.encode()).hexdigest()[:16] for question, text in texts.items()}
+
+
+def parts(
+    notebook: dict[str, Any], record: Mapping[str, Outcome] | None = None, newer: Mapping[str, str] | None = None
+) -> list[Part]:
+    """Return the graded cells of a lab's notebook with the state of their checks.
+
+    Args:
+        notebook: the notebook.
+        record: kept outcomes; they count more than the outputs in the notebook.
+        newer: sources of answers that are newer than the notebook's, {id of a cell: text}.
+    """
     titles, found = dict[tuple[bool, str], str](), list[Part]()
+    answers = answer_hashes(notebook, newer)
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             titles.update({(bool(bonus), number): title for bonus, number, title in _HEADING.findall(source)})
         meta = cell["metadata"].get("nbgrader", {})
-        match = _ID.fullmatch(meta.get("grade_id", ""))
-        if match is None or not (meta.get("grade") or meta.get("task")):
+        name = meta.get("grade_id", "")
+        question = question_of(name)
+        if question is None or not (meta.get("grade") or meta.get("task")):
             continue
-        number, bonus = f"{match[2]}.{match[3]}", match[1] == "bonus_"
-        by_hand = bool(meta.get("solution") or meta.get("task"))
-        state, message = (BY_HAND, "") if by_hand else _state(cell)
-        found.append(Part(number, titles.get((bonus, number), ""), meta.get("points", 0), bonus, state, message))
+        bonus, number = question
+        if meta.get("solution") or meta.get("task"):
+            state, message = BY_HAND, ""
+        elif (outcome := (record or {}).get(name)) is None:
+            state, message = _state(cell)
+        elif outcome.answer == answers.get(question, ""):
+            state, message = outcome.state, outcome.message
+        else:
+            state, message = CHANGED, ""
+        if state == FAILED and any(text in message for text in _MISSING):
+            state = OPEN
+        found.append(Part(name, number, titles.get(question, ""), meta.get("points", 0), bonus, state, message))
     return found
+
+
+def outcomes_of(executed: dict[str, Any]) -> dict[str, Outcome]:
+    """Return what the checks of an executed notebook said, and on which answers."""
+    answers = answer_hashes(executed)
+    return {
+        part.name: Outcome(part.state, part.message, answers.get((part.bonus, part.question), ""))
+        for part in parts(executed)
+        if part.state not in (NOT_RUN, BY_HAND)
+    }
 
 
 def _state(cell: dict[str, Any]) -> tuple[str, str]:
@@ -98,12 +188,13 @@ def points(found: Sequence[Part], states: Sequence[str], bonus: bool) -> float:
 
 def summary(found: Sequence[Part]) -> str:
     """Return one line: points of passed checks, of all checks, and what is graded by hand."""
-    checks = (PASSED, FAILED, NOT_RUN)
-    text = f"{points(found, [PASSED], False):g} of {points(found, checks, False):g} points by visible checks"
-    if bonus := points(found, checks, True):
+    text = f"{points(found, [PASSED], False):g} of {points(found, CHECKED, False):g} points by visible checks"
+    if bonus := points(found, CHECKED, True):
         text += f", {points(found, [PASSED], True):g} of {bonus:g} bonus"
     if by_hand := points(found, [BY_HAND], False) + points(found, [BY_HAND], True):
         text += f"; {by_hand:g} points are graded by hand"
+    if changed := sorted({part.question for part in found if part.state == CHANGED}):
+        text += f". Changed since the check ran: {', '.join(changed)}"
     return text + "."
 
 
@@ -192,6 +283,7 @@ def reset(path: Path) -> Path:
     if path.exists():
         shutil.copy2(path, backup)
     write_whole(path, content)
+    record_path(path).unlink(missing_ok=True)
     return backup
 
 

@@ -6,7 +6,8 @@ import re
 import nbformat
 import pytest
 
-from tests.e2e.jupyter import base_and_token, git, graded, open_notebook, run_all, small_lab
+from tests.e2e.conftest import SCREENSHOTS
+from tests.e2e.jupyter import base_and_token, choose_theme, git, graded, open_notebook, run_all, run_labs, small_lab
 from utils.files import ROOT
 
 LABS = sorted(path.name for path in ROOT.glob("lab*.ipynb"))
@@ -68,11 +69,44 @@ def test_lab3_runs_from_top_to_bottom_with_all_its_pictures(lab, page, course):
     git(course, "checkout", "-q", "lab3_gluon.ipynb")
 
 
+PANEL_LAB = (
+    graded("from utils import *\nfrom utils.checking import Verdict", "setup"),
+    graded("answer = 1", "q1_1", solution=True, locked=False),
+    graded("Verdict('1.1', answer == 1).raise_if_wrong()", "q1_1_tests", grade=True, points=3),
+    graded("other = 1", "q1_2", solution=True, locked=False),
+    graded("Verdict('1.2', other == 2, 'off by one').raise_if_wrong()", "q1_2_tests", grade=True, points=7),
+)
+
+
+@pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
+def test_the_panel_of_points_follows_the_checks_and_a_restart_of_the_kernel(lab, page, course, theme):
+    choose_theme(page, lab("panel.ipynb"), theme)
+    small_lab(course, "panel.ipynb", *PANEL_LAB)
+    open_notebook(page, lab("panel.ipynb"))
+    run_all(page, course, "panel.ipynb", 240)
+    panel = page.locator(".jp-Cell").first.locator(".jp-OutputArea-output")
+    assert "3 of 10 points by visible checks" in panel.inner_text()
+    assert [panel.locator(f"text={chip}").count() for chip in ("1.1 ✓", "1.2 ✗")] == [1, 1]
+    assert page.locator(".jp-Cell").nth(2).locator("text=3 of 10 points").count() == 1, (
+        "and below the check that passed"
+    )
+    page.screenshot(path=SCREENSHOTS / f"panel-{theme.split()[-1].lower()}.png")
+    page.click("li.lm-MenuBar-item:has-text('Kernel')")
+    page.click("li.lm-Menu-item:has-text('Restart Kernel and Clear Outputs of All Cells')")
+    page.click(".jp-Dialog button:has-text('Restart')")
+    panel.wait_for(state="detached")
+    page.locator(".jp-Cell .cm-content").first.click()
+    page.keyboard.press("Shift+Enter")
+    panel.wait_for()
+    assert "3 of 10 points by visible checks" in panel.inner_text() and panel.locator("text=1.2 ✗").count() == 1
+    assert run_labs(course, "progress").count("points by visible checks") == len(LABS)
+    assert page.request.delete("{}/api/contents/panel.ipynb{}".format(*base_and_token(lab("")))).ok
+    (course / "out" / "progress" / "panel.json").unlink()
+
+
 @pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
 def test_both_themes(lab, page, theme):
-    base, token = base_and_token(lab("lab4_sdpa.ipynb"))
-    setting = f"{base}/lab/api/settings/@jupyterlab/apputils-extension:themes{token}"
-    assert page.request.put(setting, data={"raw": json.dumps({"theme": theme})}).ok
+    choose_theme(page, lab("lab4_sdpa.ipynb"), theme)
     open_notebook(page, lab("lab4_sdpa.ipynb"))
     light = "true" if "Light" in theme else "false"
     page.wait_for_selector(f"body[data-jp-theme-light='{light}']", state="attached")

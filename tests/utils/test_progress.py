@@ -1,12 +1,15 @@
-"""`labs progress`, `labs check` and `labs reset`: the saved notebook is the memory, and no work is lost."""
+"""`labs progress`, `labs check`, `labs reset` and the panel: the memory outlives the kernel, and no work is lost."""
 
 import json
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
-from utils import progress
+from utils import progress, progress_panel
 from utils.files import ROOT
 
 
@@ -51,10 +54,14 @@ def test_states_points_and_titles_of_a_lab():
 
 @pytest.mark.parametrize("lab", sorted(path.name for path in ROOT.glob("lab*.ipynb")))
 def test_every_point_of_every_lab_is_counted_and_has_a_title(lab):
-    found = progress.parts(json.loads((ROOT / lab).read_text()))
-    states = (progress.PASSED, progress.FAILED, progress.NOT_RUN, progress.BY_HAND)
-    assert progress.points(found, states, False) == 100
+    notebook = json.loads((ROOT / lab).read_text())
+    found = progress.parts(notebook)
+    assert progress.points(found, (*progress.CHECKED, progress.BY_HAND), False) == 100
     assert all(part.title for part in found)
+    answers = progress.answer_hashes(notebook)
+    assert all((part.bonus, part.question) in answers for part in found if part.state != progress.BY_HAND)
+    cells = {cell["metadata"].get("nbgrader", {}).get("grade_id"): cell["id"] for cell in notebook["cells"]}
+    assert all(cells[part.name] == part.name for part in found), "the panel knows a cell that runs by its id"
 
 
 @pytest.fixture
@@ -103,13 +110,114 @@ SMALL = {
 }
 
 
+@pytest.fixture
+def opened(tmp_path, monkeypatch) -> Path:
+    """The notebook of a kernel that a Jupyter server started."""
+    monkeypatch.setattr(progress, "OUT", tmp_path / "out")
+    monkeypatch.delenv(progress_panel._INSTALLED, raising=False)
+    answers = [cell("q1_1", "one = 1", solution=True), cell("q1_2", "two = 2", solution=True)]
+    notebook = {**SMALL, "cells": [cell("", "setup = 0"), *answers, *SMALL["cells"][1:]]}
+    path = tmp_path / "lab9.ipynb"
+    path.write_text(json.dumps(notebook))
+    monkeypatch.setenv("JPY_SESSION_NAME", str(path))
+    return path
+
+
+@pytest.fixture
+def kernel(opened, monkeypatch):
+    """A function that starts a shell with the panel, as a kernel's first cell does, and the panels that it showed."""
+    shown = []
+    monkeypatch.setattr(progress_panel, "_display", lambda page, text, first=None: shown.append((first, text)))
+
+    def start():
+        shell = InteractiveShell()
+        shell.kernel = object()
+        monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+        progress_panel.install()
+
+        def run(source: str, cell_id: str, *, works: bool = True) -> None:
+            shell.showtraceback = lambda *args, **kwargs: None
+            assert shell.run_cell(source, cell_id=cell_id).success is works
+
+        run("from utils.checking import Verdict", "plain")
+        return run
+
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # the panel marks its kernel there
+    return start, shown
+
+
+def test_the_panel_follows_the_checks_and_outlives_the_kernel(kernel, opened):
+    start, shown = kernel
+    run = start()
+    assert shown[-1][0] is True and "0 of 10 points" in shown[-1][1] and "○ not run: 1.1, 1.2" in shown[-1][1]
+    run("one = 1", "q1_1")
+    run("Verdict('1.1', True).raise_if_wrong()", "q1_1_tests")
+    (update, panel), (line, points) = shown[-2:]
+    assert update is False and line is None and "3 of 10 points" in points and "✓ passed: 1.1" in panel
+    run("Verdict('1.2', False, 'Question 1.2 is not answered yet.').raise_if_wrong()", "q1_2_tests", works=False)
+    assert "… waits for an answer: 1.2" in shown[-1][1]
+    run("Verdict('1.2', False, 'off by one').raise_if_wrong()", "q1_2_tests", works=False)
+    assert "✗ not passed: 1.2" in shown[-1][1]
+    run = start()  # another kernel
+    assert shown[-1][0] is True and "3 of 10 points" in shown[-1][1] and "✗ not passed: 1.2" in shown[-1][1]
+    run("one = 11", "q1_1")
+    assert "0 of 10 points" in shown[-1][1] and "↻ changed since its check ran: 1.1" in shown[-1][1]
+    run("one = 1", "q1_1")
+    assert "3 of 10 points" in shown[-1][1], "the answer that passed is back"
+    assert progress.summary(progress.parts(progress.read_notebook(opened), progress.read_record(opened))).startswith(
+        "3 of"
+    )
+
+
+def test_an_edit_that_was_saved_and_did_not_run_is_a_change(kernel, opened):
+    run = kernel[0]()
+    run("one = 1", "q1_1")
+    run("1", "q1_1_tests")
+    edited = opened.read_text().replace("one = 1", "one = 12")
+    opened.write_text(edited)
+    os.utime(opened, (time.time() + 5, time.time() + 5))
+    run("two = 3", "q1_2")
+    assert "↻ changed since its check ran: 1.1" in kernel[1][-1][1]
+    run("1", "q1_1_tests")  # it tests what ran, and that is not what the file has by now
+    assert "↻ changed since its check ran: 1.1" in kernel[1][-1][1]
+
+
+def test_a_panel_says_everything_in_html_too_and_escapes_it(opened):
+    progress.keep_outcomes(opened, {"q1_1_tests": progress.Outcome("not passed", "a < b", "")})
+    panel = progress_panel.Panel(opened)
+    panel.found = [progress.Part("q1_1_tests", "1.1", "A & B", 3, False, progress.FAILED, "a < b")]
+    assert 'title="A &amp; B, 3 points: not passed: a &lt; b"' in panel.page() and "1.1 ✗" in panel.page()
+
+
+def test_a_lost_notebook_or_a_broken_record_disturbs_nobody(kernel, opened):
+    run = kernel[0]()
+    progress.record_path(opened).parent.mkdir(parents=True)
+    progress.record_path(opened).write_text("{")
+    run("1", "q1_1_tests")
+    assert "3 of 10 points" in kernel[1][-1][1]
+    opened.unlink()
+    run("1", "q1_2_tests")
+
+
+def test_reset_forgets_what_the_checks_said(course):
+    progress.keep_original(course)
+    progress.keep_outcomes(course, {"q1_1_tests": progress.Outcome(progress.PASSED, "", "")})
+    progress.reset(course)
+    assert progress.read_record(course) == {}
+
+
 @pytest.mark.slow
 def test_checks_run_in_a_copy(tmp_path, monkeypatch, capfd):
+    """Also from a cell of a notebook that has a panel: the copy's kernel has none."""
     monkeypatch.setattr(progress, "OUT", tmp_path / "out")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     path, steps = tmp_path / "lab9.ipynb", []
     path.write_text(json.dumps(SMALL))
-    found = progress.parts(progress.run_checks(path, 60, lambda done, total: steps.append((done, total))))
+    monkeypatch.setenv("JPY_SESSION_NAME", str(path))
+    monkeypatch.setenv(progress_panel._INSTALLED, str(os.getpid()))
+    executed = progress.run_checks(path, 60, lambda done, total: steps.append((done, total)))
+    assert [output["output_type"] for c in executed["cells"] for output in c["outputs"]] == ["stream", "error"]
+    found = progress.parts(executed)
     assert [(part.state, part.message) for part in found] == [
         (progress.PASSED, "✓ Question 1.1: passed."),
         (progress.FAILED, "Question 1.2: off by one"),
