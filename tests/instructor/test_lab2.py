@@ -221,5 +221,8 @@ def test_the_recorded_cliff_is_as_the_text_says(prose, recorded):
 
 
 def test_flex_trains_faster_under_the_mask_on_the_recorded_gpu(recorded):
-    training = recorded_again(recorded, "training", "way").set_index("way")["speed-up, both"]
-    assert training["FlexAttention, compiled"] > 2
+    training = recorded_again(recorded, "training", "way").set_index("way")
+    blocks = training.drop("SDPA, mask as a tensor")
+    assert (blocks["speed-up, both"] > 1.2).all()  # in fp32; far from all that the skipped blocks promise arrives
+    assert (blocks["speed-up, both"] < blocks["blocks promise"]).all()
+    assert training["speed-up, both"].idxmax() == "FlexAttention, compiled"
