@@ -252,6 +252,7 @@ def test_a_query_without_keys_under_a_function_is_zero_or_refused():
 
 
 @pytest.mark.skipif(not compile_support(), reason=compile_support().reason)
+@pytest.mark.slow
 def test_a_plain_call_of_a_compiled_backend_is_compiled_once_for_a_problem():
     from torch._dynamo.utils import counters
 
