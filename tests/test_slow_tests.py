@@ -40,6 +40,7 @@ def run_tests(folder: Path, *options: str) -> str:
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: is slow\n")
     options = "-p", "tests.conftest", "-p", "no:cacheprovider", "-q", "-rA", "--tb=line", *options
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SLOW_TEST_SECONDS": "0.3"}
+    environment.pop("PYTEST_ADDOPTS", None)
     command = [sys.executable, "-m", "pytest", *options]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True).stdout
 
