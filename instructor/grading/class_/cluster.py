@@ -318,51 +318,43 @@ def grade_class(
         client: a Dask client to use instead of starting workers.
     """
     began, limits = time.perf_counter(), limits or Limits()
+    run = _ClassRun(course, built, timeout, limits, question, progress, len(submissions))
+    with gradebook.only_grader(course, built.name):
+        gradebook.prepare(course, built)
+        run.resume(submissions, again)
+        try:
+            if run.waiting:
+                with _calibrated_workers(built, limits, min(jobs, len(run.waiting)), scheduler, client) as workers:
+                    run.dispatch(workers, calibrate_there=limits.gpu and not (scheduler is None and client is None))
+        finally:
+            run.merge()  # also when interrupted: what is graded is kept
+            run.summary.seconds = time.perf_counter() - began
+    return run.summary
+
+
+@contextmanager
+def _calibrated_workers(built: Built, limits: Limits, jobs: int, scheduler: str | None, client):
+    """Yield a Dask client whose workers can grade the lab, once it is known here that the lab itself is not broken.
+
+    Args:
+        built: the lab.
+        limits: what a submission may use.
+        jobs: most worker processes here, if there is neither a scheduler nor a client.
+        scheduler: the address of a Dask scheduler.
+        client: a Dask client to use instead of starting workers.
+    """
     here = scheduler is None and client is None
     devices = gpus() if limits.gpu and here else []
-    with gradebook.only_grader(course, built.name):
-        return _grade_class(
-            course,
-            built,
-            submissions,
-            jobs,
-            scheduler,
-            timeout,
-            limits,
-            again,
-            question,
-            progress,
-            client,
-            devices,
-            began,
-        )
-
-
-def _grade_class(
-    course, built, submissions, jobs, scheduler, timeout, limits, again, question, progress, client, devices, began
-) -> Summary:
-    """`grade_class` while no other grader works on the lab."""
-    here = scheduler is None and client is None
-    gradebook.prepare(course, built)
-    run = _ClassRun(course, built, timeout, limits, question, progress, len(submissions))
-    run.resume(submissions, again)
-    try:
-        if run.waiting:
-            with ExitStack() as stack:
-                if scheduler is not None and client is None:  # first, since it may have no workers
-                    client = stack.enter_context(connect(scheduler, 0, built, limits.gpu))
-                if here or not limits.gpu:  # with a cluster's GPUs, this machine may have none
-                    _calibrate_here(built, limits)
-                if client is None:
-                    workers = min(jobs, len(run.waiting), len(devices) or jobs)
-                    client = stack.enter_context(connect(None, workers, built, limits.gpu))
-                if devices:
-                    one_gpu_each(client, devices)
-                run.dispatch(client, calibrate_there=limits.gpu and not here)
-    finally:
-        run.merge()  # also when interrupted: what is graded is kept
-        run.summary.seconds = time.perf_counter() - began
-    return run.summary
+    with ExitStack() as stack:
+        if scheduler is not None and client is None:  # first, since it may have no workers
+            client = stack.enter_context(connect(scheduler, 0, built, limits.gpu))
+        if here or not limits.gpu:  # with a cluster's GPUs, this machine may have none
+            _calibrate_here(built, limits)
+        if client is None:
+            client = stack.enter_context(connect(None, min(jobs, len(devices) or jobs), built, limits.gpu))
+        if devices:
+            one_gpu_each(client, devices)
+        yield client
 
 
 def about_seconds(built: Built, submissions: int, workers: int, limits: Limits) -> float | None:

@@ -36,13 +36,13 @@ KEPT = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TRITON_PTXAS_PATH"),
 )
 COURSE = ("assets",)  # folders that students have next to their notebook
-WARM_SECONDS = 600.0  # that a warm process may take to start
-CALIBRATION_SECONDS = 3600.0  # that grading the model answers once may take
-CALIBRATION_ROUNDS = 4  # in which checks that accept corrupted answers, or take no proof, are found
-TRIED = "tried"  # of a proof of which nobody knows yet how far it goes
+WARM_SECONDS = 600.0  # limit for the start of a warm process
+CALIBRATION_SECONDS = 3600.0  # limit for grading the model answers once
+CALIBRATION_ROUNDS = 4  # limit: each round finds checks that accept corrupted answers, or that no proof satisfies
+TRIED = "tried"  # a proof is asked for, and it is not known yet how far it goes
 MAX_FILE = 64 << 20  # bytes of a submission
 MIN_TOTAL = 120.0  # seconds that every submission may take in all
-GRACE = 120.0  # seconds beyond that, for starting, reading and writing
+GRACE = 120.0  # seconds in addition, for starting, reading and writing
 
 
 # ---- warm processes ----------------------------------------------------------------------------------------------

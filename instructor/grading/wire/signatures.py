@@ -1,7 +1,7 @@
 """Proxies: functions that call a function in another process, and have its name and its parameters.
 
-FlexAttention counts the positional arguments of a function to tell a mask from a score modifier, and so do checks;
-A proxy with `(*args, **kwargs)` would be neither.
+FlexAttention counts the positional arguments of a function to tell a mask from a score modifier, and so do checks.
+A proxy with `(*args, **kwargs)` would be neither of the two.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def run(*arguments):
 
 
 def dask(folder, *arguments):
-    """Start `dask ARGUMENTS`, as docs/grading.md has it, and let it say its part into a file."""
+    """Start `dask ARGUMENTS` as docs/grading.md says; its output goes to a file."""
     with (folder / f"{arguments[0]}.log").open("w") as log:
         command = [sys.executable, "-m", "dask", *map(str, arguments)]
         return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
@@ -87,7 +87,7 @@ def scheduler(tmp_path_factory):
         started.append(dask(folder, "worker", address, "--nworkers", 2, "--nthreads", 1, "--no-dashboard"))
         yield address
     finally:
-        for process in reversed(started):  # what they run has to end with them, in good order or not
+        for process in reversed(started):  # what it started ends with it
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(10)
@@ -137,9 +137,9 @@ def test_answers_in_words_wait_for_a_person(small_lab, graded):
 def test_the_summary_names_who_is_flagged_and_why(graded):
     said = graded[1]
     assert "8 graded" in said and "3 flagged" in said
-    assert "q1_3: processes: os.kill" in said  # of the one who dies
+    assert "q1_3: processes: os.kill" in said  # the student whose process dies
     assert "torch.allclose was replaced" in said
-    assert "network: " in said  # the walls that stood
+    assert "network: " in said  # how this wall was raised
 
 
 @pytest.mark.slow
@@ -365,7 +365,7 @@ def test_workers_of_another_version_of_the_course(grade_again, scheduler, monkey
 
 
 def test_the_last_worker_goes_and_then_the_scheduler(monkeypatch):
-    """What was to be done does not wait for ever."""
+    """The run ends with an error; it does not wait for workers without end."""
     from distributed import Client
 
     monkeypatch.setattr(cluster, "ABSENT", 0.2)
@@ -381,7 +381,7 @@ def test_the_last_worker_goes_and_then_the_scheduler(monkeypatch):
 
 
 def test_each_worker_of_this_machine_has_a_gpu_of_its_own():
-    """Also one that takes a dead one's place. The GPUs are names here: it is about who gets which."""
+    """A worker that replaces a dead one gets the same GPU. The GPUs are names here: the test is about who gets which."""
     from distributed import Client, LocalCluster
 
     with (
@@ -444,7 +444,7 @@ def test_ctrl_c(small_lab, scheduler, tmp_path):
 @pytest.mark.overnight
 @pytest.mark.slow
 def test_three_hundred_with_thirty_faults_and_a_worker_killed(small_lab, scheduler, tmp_path):
-    """Each gets one verdict, the one of a serial run."""
+    """Each submission gets one verdict, the same as in a serial run."""
     from distributed import Client
 
     kinds = class_of(small_lab)

@@ -22,7 +22,7 @@ STATUSES = {"passed", "failed", "error", "timeout", "killed", "missing", "flagge
 
 
 def _points(result) -> dict[str, float]:
-    """Of the automatic questions."""
+    """Return the points of each test cell."""
     return {name: cell.points for name, cell in result.cells.items() if name.endswith("_tests")}
 
 

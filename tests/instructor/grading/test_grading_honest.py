@@ -18,7 +18,7 @@ def test_there_are_enough_variants():
 
 
 def _submissions():
-    """Each pack of answers in a notebook with its share of the changes around them."""
+    """Yield submissions: each has one pack of answers, and some of the changes around them."""
     packed, names = list(packs()), list(NOTEBOOKS)
     for number, pack in enumerate(packed):
         around, name = names[number :: len(packed)], next(iter(pack.values()))[0]
