@@ -1,6 +1,7 @@
 """The documents are true: links lead somewhere, commands exist, Python examples run as they stand, tables are current."""
 
 import io
+import json
 import os
 import re
 import shlex
@@ -225,3 +226,11 @@ def test_everyone_may_read_the_files_of_a_bundle():
 
     with zipfile.ZipFile(io.BytesIO(packed({"a.txt": b"a"}, "lab"))) as archive:
         assert archive.getinfo("lab/a.txt").external_attr >> 16 == 0o644
+
+
+def test_the_labs_times_are_those_of_the_records():
+    totals = [
+        json.loads((ROOT / f"assets/results/h200/lab{n}_run.json").read_text())["total_seconds"] for n in (1, 2, 3, 4)
+    ]
+    first, second, third, fourth = (f"{total:.0f}" for total in totals)
+    assert f"run in {first}, {second}, {third} and {fourth} s" in README
