@@ -30,6 +30,7 @@ import threading
 import types
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -81,9 +82,16 @@ SCALAR_EXITS = frozenset({".item()", "float(tensor)", "int(tensor)", "complex(te
 
 # The course's own code. It is a constant, and no list to register at: a submission could register its own folder too.
 _COURSE = tuple(str(ROOT / folder) + os.sep for folder in ("utils", "instructor"))
-_LIBRARIES = tuple(
-    os.path.realpath(sysconfig.get_paths()[key]) + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")
-)
+
+
+def _library_folders(search_path: list[str]) -> tuple[str, ...]:
+    """Return the folders of Python and of installed libraries; a host's may be added to the path by a .pth file."""
+    folders = [sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders += [p for p in search_path if os.path.isabs(p) and {"site-packages", "dist-packages"} & {*Path(p).parts}]
+    return tuple(dict.fromkeys(os.path.realpath(folder) + os.sep for folder in folders))
+
+
+_LIBRARIES = _library_folders(sys.path)  # as it was before any of a student's code could change the path
 
 
 @dataclass(frozen=True)

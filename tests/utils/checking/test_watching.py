@@ -1,5 +1,6 @@
 """What a watch sees of a student's code, however the code spells it."""
 
+import json
 import sys
 import threading
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from utils.checking import watching
 from utils.checking.watching import MATMUL, forbid, forbid_leaving, watch_operations
 
 M, K, N = 3, 4, 5
@@ -288,3 +290,14 @@ def test_products_and_kernels_are_seen_on_a_gpu():
     assert watch.kernels == {"double": 1}
     forbid(watch)
     forbid_leaving(watch)
+
+
+def test_libraries_of_the_host_are_no_students_code(tmp_path, monkeypatch):
+    """A .pth file may add a folder of the host's, as `make env` does on a machine with its own torch."""
+    host = tmp_path / "lib" / "python3.12" / "dist-packages"
+    monkeypatch.setattr(
+        watching, "_LIBRARIES", watching._library_folders([str(host), str(tmp_path), "", "site-packages"])
+    )
+    library, own = (compile("1", str(folder / "a.py"), "exec") for folder in (host / "torch", tmp_path))
+    assert not watching.is_students(library) and not watching.is_students(json.dumps.__code__)
+    assert watching.is_students(own)
