@@ -52,15 +52,16 @@ def _signed(figure: Figure, text: str) -> Figure:
 
 
 def ladder() -> Figure:
-    """The five steps of the attention kernel, with cuDNN, measured in turn with each step, and flash-attn-4."""
+    """The five steps of the attention kernel, with cuDNN, measured in turn with each step, and FlashAttention 3 and 4."""
     head_dim, length = 128, 16384
     steps = record("attention_ladder")
     rows = [row for row in steps["rows"] if (row["head_dim"], row["length"], row["causal"]) == (head_dim, length, True)]
-    (peer,) = [
-        row["against_tflops"]
-        for row in record("attention_ratios")["rows"]
-        if (row["head_dim"], row["length"], row["causal"], row["against"]) == (head_dim, length, True, "cute")
-    ]
+    ratios = record("attention_ratios")
+    peers = {
+        row["against"]: row["against_tflops"]
+        for row in ratios["rows"]
+        if (row["head_dim"], row["length"], row["causal"]) == (head_dim, length, True)
+    }
     figure, (ax,) = open_axes(None, (8.6, 4.1))
     ax.grid(False, axis="x")
     rows.sort(key=lambda row: row["step"])
@@ -70,14 +71,20 @@ def ladder() -> Figure:
         ax.bar(row["step"], row["tflops"], width=0.62, **look)
         ax.text(row["step"], row["tflops"] + 12, f"{row['tflops']:.0f}", ha="center", fontsize=TEXT, fontweight="bold")
     cudnn = sorted(row["against_tflops"] for row in rows)[len(rows) // 2]
-    for value, name, look in ((cudnn, "cuDNN", series(4)), (peer, "flash-attn-4", series(2))):
+    for value, name, look, above in (
+        (cudnn, "cuDNN", series(4), False),
+        (peers["cute"], "flash-attn-4", series(2), False),
+        (peers["fa3"], "FlashAttention 3", series(3), True),
+    ):
         ax.axhline(value, color=look.color, linestyle=look.linestyle, linewidth=1.6)
-        ax.text(0.42, value + 8, f"{name} {value:.0f}", color=look.color, fontsize=TEXT, va="bottom")
+        place = {"y": value + 8, "va": "bottom"} if above else {"y": value - 10, "va": "top"}
+        ax.text(0.42, s=f"{name} {value:.0f}", color=look.color, fontsize=TEXT, **place)
     ax.set_xticks([row["step"] for row in rows], [f"{row['step']}\n{STEPS[row['step'] - 1]}" for row in rows])
     ax.set_xlim(0.4, len(rows) + 0.5)
     ax.set_ylim(0, 880)
     name_axes(ax, True, y="TFLOP/s", title="FlashAttention for Hopper in Gluon, in five steps (lab 3)")
-    return _signed(figure, f"causal, {length} tokens, head dim {head_dim}, bf16; {source(steps)}")
+    others = f"FlashAttention 3 and 4: commit {ratios['environment']['commit'][:7]}"
+    return _signed(figure, f"causal, {length} tokens, head dim {head_dim}, bf16; {source(steps)}\n{others}")
 
 
 def roofline() -> Figure:
@@ -140,7 +147,7 @@ def decode() -> Figure:
 def attention() -> Figure:
     """The course's attention kernel against each other backend: median of the ratio over lengths, and its range."""
     document = record("attention_ratios")
-    names = {"cudnn": "cuDNN", "cute": "flash-attn-4", "flex_flash": "Flex (FLASH)", "flash": "torch flash (FA2)"}
+    names = {"cudnn": "cuDNN", "fa3": "FlashAttention 3", "cute": "flash-attn-4"}
     figure, axes = open_axes(None, (8.6, 3.2), count=2)
     for ax, causal in zip(axes, (False, True), strict=True):
         for place, backend in enumerate(names):
@@ -166,7 +173,7 @@ def attention() -> Figure:
         ax.axvline(1, color=INK, linewidth=1.2)
         ax.set_yticks(range(len(names)), list(names.values()) if not causal else [""] * len(names))
         ax.invert_yaxis()
-        ax.set_xlim(0.8, 2.7)
+        ax.set_xlim(0.92, 1.45)
         name_axes(ax, True, x="times as fast as", title="causal" if causal else "full")
     axes[1].legend(frameon=False, fontsize=SMALL, loc="upper right")
     return _signed(figure, f"forward, bf16, median and range over lengths 1k to 16k; {source(document)}")

@@ -36,9 +36,9 @@ The checklist of warp-specialized attention, for Hopper:
 - Masking: only blocks that straddle the diagonal, the window's edge or the last key are masked. Where `CASE.aligned` or
   `CASE.tail_only`, that is a tile's first block alone, and the loop has no mask in it.
 
-On an H200, bf16, S = 8192 and 16384, full and causal, interleaved with the other kernel (geometric means of four):
-1.187 times cuDNN and 0.990 times FlashAttention 4 at head dim 64, 1.190 and 1.066 at 128, 1.168 and 1.015 at 256. Each
-point: assets/results/h200/attention_ratios.json. The way there, failures included: docs/attention-log.md.
+On an H200, bf16, S = 8192 and 16384, full and causal, interleaved with the other kernel (geometric means of four): times
+as fast as cuDNN, FlashAttention 3 and FlashAttention 4: 1.19, 0.98, 0.99 at head dim 64, 1.18, 1.04, 1.06 at 128, and 1.18,
+1.01, 1.01 at 256. Each point: assets/results/h200/attention_ratios.json. The way there, failures included: docs/attention-log.md.
 """
 
 from __future__ import annotations
