@@ -5,8 +5,6 @@
 
 from tests.instructor.lab_cases import WrongAnswer
 
-FILE = "gemm_triton.py"
-
 _NAIVE = """
 def gemm_naive(a, b):
     m, k, n = a.shape[0], a.shape[1], b.shape[1]
@@ -751,5 +749,41 @@ def merge_attention(outputs, lses):
         "bonus_5_7",
         "def merge_attention(outputs, lses):\n    return outputs.mean(0), lses.mean(0)\n",
         "weight exp",
+    ),
+    # ---- 5.8
+    WrongAnswer(
+        "missing keys not masked",
+        "bonus_5_8",
+        "",
+        "their scores are 0, and should be minus infinity",
+        replaces=(('        scores = tl.where(columns[None, :] < keys, scores, float("-inf"))\n', ""),),
+    ),
+    WrongAnswer(
+        "accumulator not rescaled in Triton",
+        "bonus_5_8",
+        "",
+        "The accumulator is not rescaled",
+        replaces=(("accumulator * rescale[:, None] + new", "accumulator + new"),),
+    ),
+    WrongAnswer(
+        "maximum not kept in Triton",
+        "bonus_5_8",
+        "",
+        ("Only the last block of keys counts", "carried from block to block"),
+        replaces=(("        m = new_m\n", ""),),
+    ),
+    WrongAnswer(
+        "not divided in Triton",
+        "bonus_5_8",
+        "",
+        "The output is not divided by l",
+        replaces=(("accumulator / l[:, None]", "accumulator"),),
+    ),
+    WrongAnswer(
+        "store of the output not masked",
+        "bonus_5_8",
+        "",
+        "tl.store writes outside",
+        replaces=((", mask=rows[:, None] < queries)\n    ###", ")\n    ###"),),
     ),
 ]
