@@ -392,7 +392,8 @@ def gemm_tiled(
 @check("1.2", "Tiled GEMM")
 def check_gemm_tiled(gemm_tiled):
     a, b = torch.arange(40.0).reshape(8, 5) % 7 - 3, torch.arange(30.0).reshape(5, 6) % 5 - 2
-    for tiles, hint in (((4, 3, 5), "Every tile is whole here."), ((3, 4, 2), "Look at the tiles at the edges."),
+    for tiles, hint in (((4, 3, 5), "Every tile is whole here."), ((4, 3, 1), "Is each step along K added to those before it?"),
+                        ((3, 4, 2), "Look at the tiles at the edges."),
                         ((64, 32, 128), "Here the tiles are larger than the matrices.")):
         what = f"gemm_tiled of (8, 5) @ (5, 6) with tiles {tiles}"
         with SizeWatch() as sizes, watch_operations() as watch, poisoned_memory():
@@ -3448,7 +3449,8 @@ def check_flash_triton(source):
     assert find_spec("triton"), "Triton is not installed here (it exists for Linux), so the kernel waits for grading"
     cases, names = [], []
     for queries, keys, size, kind, words in (
-        (32, 48, 1.0, torch.float32, "whole blocks"), (21, 33, 3.0, torch.float32, "the last block has one key"),
+        (32, 48, 1.0, torch.float32, "whole blocks"), (21, 3, 1.0, torch.float32, "one block, of three keys"),
+        (21, 33, 3.0, torch.float32, "the last block has one key"),
         (21, 45, 60.0, torch.float32, "scores in the hundreds"), (19, 35, 1.0, torch.float16, "in fp16"),
         (17, 40, 2.0, torch.float32, "heads and tokens lie the other way round in memory"),
     ):

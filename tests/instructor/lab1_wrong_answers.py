@@ -196,12 +196,14 @@ WRONG_ANSWERS = [
         "q1_2",
         _TILED.format(body=_TILE_LOOPS.format(step="acc = (x[:, :, None] * y[None]).sum(1)")),
         "Every tile is whole here",
+        seen="each step along K",
     ),
     WrongAnswer(
         "one broadcast over the whole matrix",
         "q1_2",
         "def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):\n    return (a[:, :, None] * b[None]).sum(1)\n",
         "elements at once",
+        seen="inside of one tile",
     ),
     WrongAnswer(
         "einsum inside of a tile",
@@ -249,6 +251,7 @@ def time_calls(fn, n_calls, synchronize):
     return times
 """,
         "Is the clock stopped after the wait",
+        seen="Does the clock stop after the wait",
     ),
     WrongAnswer(
         "no wait before the clock starts",
@@ -262,6 +265,7 @@ def time_calls(fn, n_calls, synchronize):
     return times
 """,
         "wait for the device before the clock starts",
+        seen="wait before the clock starts",
     ),
     WrongAnswer(
         "all calls timed together",
@@ -284,6 +288,7 @@ def gemm_macs_flops_bytes(m, n, k, dtype):
     return m * n * k, m * n * k, (m * k + k * n + m * n) * dtype.itemsize
 """,
         "one multiply-accumulate is two FLOPs",
+        seen="one MAC, and two FLOPs",
     ),
     WrongAnswer(
         "bytes of fp32 for every dtype",
@@ -326,6 +331,7 @@ def gemm_macs_flops_bytes(m, n, k, dtype):
                 "a_ptr + rows[:, None] * stride_am + ks[None, :]",
             ),
         ),
+        seen="Look at the strides",
     ),
     WrongAnswer(
         "rows of A not masked",
@@ -441,6 +447,7 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
 """,
         "the cache saves the rest",
         ("q3_4_decode_tests",),
+        seen="is what the cache is for",
     ),
     WrongAnswer(
         "rotary embedding always at the prompt's end",
@@ -460,6 +467,7 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
 """,
         "must all say so",
         ("q3_4_decode_tests",),
+        seen="position_ids, the rotary embedding and cache_positions",
     ),
     WrongAnswer(
         "keys without values",
@@ -471,6 +479,7 @@ def kv_cache_bytes(batch, length, config, dtype):
 """,
         "Keys and values are both kept",
         ("q3_4_bytes_tests",),
+        seen="Keys AND values",
     ),
     WrongAnswer(
         "cache without the window",
@@ -532,6 +541,7 @@ def gelu_by_hand(x):
     return x
 """,
         "changed one of its inputs",
+        seen="writes into x",
     ),
     WrongAnswer(
         "writes forgotten",

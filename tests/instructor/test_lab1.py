@@ -68,10 +68,10 @@ def _file_text(answers, cell):
     return text
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", (1, 2))
 def test_model_answers_pass_with_fresh_inputs(calls, checks, answers, names, seed):
     files = {cell: _file_text(answers, cell) for cell in TRITON}
-    verdicts = _verdicts(calls, checks, names, files if seed == 0 else None)
+    verdicts = _verdicts(lab_cases.drawn(calls, seed), checks, names, files if seed == 1 else None)
     assert lab_cases.refusals(verdicts) == []
 
 
@@ -217,8 +217,8 @@ def _refused(right, answers, calls, checks, names, seeds) -> list[str]:
     else:
         exec(compile(text, cell, "exec"), names)
     for seed in seeds:
-        drawn = {test: call[:-1] + f", seed={seed})" for test, call in own.items()}
-        found += [f"seed {seed}: {text}" for text in lab_cases.refusals(lab_cases.verdicts_on(drawn, names, checks))]
+        verdicts = lab_cases.verdicts_on(lab_cases.drawn(own, seed), names, checks)
+        found += [f"seed {seed}: {text}" for text in lab_cases.refusals(verdicts)]
     return found
 
 
@@ -228,8 +228,9 @@ def test_there_are_many_right_answers():
 
 @pytest.mark.parametrize("right", RIGHT_ANSWERS, ids=lambda right: right[0])
 def test_another_right_answer_passes(answers, calls, checks, notebook, visible, right):
-    """The course's own draw and two others, and the visible check."""
-    assert _refused(right, answers, calls, checks, notebook, (None, 1, 2)) == []
+    """The course's own draw and another one, and the visible check."""
+    seeds = (1,) if right[1] in TRITON else (None, 1)  # the interpreter is slow
+    assert _refused(right, answers, calls, checks, notebook, seeds) == []
     text = right[2] if isinstance(right[2], str) else _slipped(answers, *right[1:])
     assert _complaints(right[1], text, visible, notebook) == []
 
