@@ -1475,7 +1475,8 @@ def check_split(split_kv_attention):
             got = split_kv_attention(q, k, v, 4)
         finally:
             names["attend_part"] = own
-        outputs, lses = map(torch.stack, zip(*(natural_part(q, *kv) for kv in zip(k.tensor_split(4, 2), v.tensor_split(4, 2))), strict=True))
+        parts = [natural_part(q, *part) for part in zip(k.tensor_split(4, 2), v.tensor_split(4, 2), strict=True)]
+        outputs, lses = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
         weights = torch.softmax(lses * math.log(2), dim=0)[..., None]
         hint = known_mistake(got, {"The weights are 2^L, and L is a natural logarithm: they should be e^L.": (weights * outputs).sum(0)},
                              otherwise="Weigh the parts with e^L over the sum of all e^L.")
