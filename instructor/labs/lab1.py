@@ -392,7 +392,8 @@ def gemm_tiled(
 @check("1.2", "Tiled GEMM")
 def check_gemm_tiled(gemm_tiled):
     a, b = torch.arange(40.0).reshape(8, 5) % 7 - 3, torch.arange(30.0).reshape(5, 6) % 5 - 2
-    for tiles, hint in (((4, 3, 5), "Every tile is whole here."), ((3, 4, 2), "Look at the tiles at the edges."),
+    for tiles, hint in (((4, 3, 5), "Every tile is whole here."), ((4, 3, 1), "Is each step along K added to those before it?"),
+                        ((3, 4, 2), "Look at the tiles at the edges."),
                         ((64, 32, 128), "Here the tiles are larger than the matrices.")):
         what = f"gemm_tiled of (8, 5) @ (5, 6) with tiles {tiles}"
         with SizeWatch() as sizes, watch_operations() as watch, poisoned_memory():
@@ -3339,6 +3340,186 @@ for part_k, part_v in zip(k.split(2048, dim=2), v.split(2048, dim=2), strict=Tru
 merged, _ = merge_attention(torch.stack(part_outputs), torch.stack(part_lses))
 whole = F.scaled_dot_product_attention(q, k, v)
 print(f"four parts of 2048 keys, merged: off by at most {(merged - whole).abs().max().item():.1e}")
+
+# %% [markdown]
+# ### Bonus Question 5.8: Flash attention in Triton {points}
+#
+# Your loop of Question 5.3 pays for every line: each is an operator of its own, with its launch and its trips to memory. Now
+# the same loop as **one** kernel, in the language of Question 1.5. One program takes `BLOCK_M` queries of one head and walks
+# along the keys in blocks of `BLOCK_N`. Scores, $m$, $\ell$ and the output stay on the chip from the first block to the last.
+#
+# The pointers and the loads are there. Fill in the two gaps in the file that the next cell writes:
+# 1. In the loop: the scores of the block, and with them $m$, `l` and `accumulator` as in Question 5.3. The product of a tile
+#    with a transposed tile is `tl.dot(x, tl.trans(y), input_precision="ieee")`. In the last block some keys do not exist: their
+#    loads gave 0, and a score of 0 is a score like others. `tl.where(condition, a, b)` chooses.
+# 2. After the loop: the division, and the store, masked. The result has the dtype of `o_ptr`: `tl.store` converts.
+#
+# `tl.max(x, 1)` and `tl.sum(x, 1)` go along a row, `tl.maximum(a, b)` takes the larger of two values, and `tl.exp` is the
+# exponential. `tl.dot` wants both sides in one dtype: `p.to(v_tile.dtype)`. No mask was asked for.
+
+# %% [markdown]
+# {hint idea}
+# Read your own inner loop of 5.3 line by line: each line has one line here.
+#
+# {hint plan}
+# Scores: product, times `scale`, minus infinity where the key does not exist. New maximum of each row, weights, the factor for
+# what is there already. Then `l` and `accumulator`, each rescaled before the new part is added, and the new maximum is kept.
+#
+# {hint line}
+# `m`, `l` and the factor are vectors of rows, and the accumulator is a matrix: which of them needs `[:, None]`? And every
+# product is added to something.
+
+# %% nbgrader={"grade_id": "bonus_5_8", "solution": true}
+# %%writefile flash_triton.py
+"""Flash attention in Triton: one program computes BLOCK_M rows of the output of one head."""
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def flash_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, queries, keys, scale,
+    stride_qh, stride_qs, stride_qd, stride_kh, stride_ks, stride_kd,
+    stride_vh, stride_vs, stride_vd, stride_oh, stride_os, stride_od,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    head = tl.program_id(1)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # the queries that this program owns
+    dims = tl.arange(0, D)
+    q_tile = tl.load(
+        q_ptr + head * stride_qh + rows[:, None] * stride_qs + dims[None, :] * stride_qd,
+        mask=rows[:, None] < queries, other=0.0,
+    )
+    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l = tl.zeros((BLOCK_M,), tl.float32)
+    accumulator = tl.zeros((BLOCK_M, D), tl.float32)
+    for start in range(0, keys, BLOCK_N):
+        columns = start + tl.arange(0, BLOCK_N)  # the keys of this block
+        k_tile = tl.load(
+            k_ptr + head * stride_kh + columns[:, None] * stride_ks + dims[None, :] * stride_kd,
+            mask=columns[:, None] < keys, other=0.0,
+        )
+        v_tile = tl.load(
+            v_ptr + head * stride_vh + columns[:, None] * stride_vs + dims[None, :] * stride_vd,
+            mask=columns[:, None] < keys, other=0.0,
+        )
+        ### BEGIN SOLUTION
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+        scores = tl.where(columns[None, :] < keys, scores, float("-inf"))
+        new_m = tl.maximum(m, tl.max(scores, 1))
+        p = tl.exp(scores - new_m[:, None])
+        rescale = tl.exp(m - new_m)
+        l = l * rescale + tl.sum(p, 1)
+        new = tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
+        accumulator = accumulator * rescale[:, None] + new
+        m = new_m
+        ### END SOLUTION
+    ### BEGIN SOLUTION
+    o_tile = o_ptr + head * stride_oh + rows[:, None] * stride_os + dims[None, :] * stride_od
+    tl.store(o_tile, accumulator / l[:, None], mask=rows[:, None] < queries)
+    ### END SOLUTION
+
+
+def flash(q, k, v, block_m=64, block_n=64):
+    """Attention of q (H, S, D) over k, v (H, L, D) without a mask; D is a power of two from 16 up."""
+    o = torch.empty_like(q)
+    grid = (triton.cdiv(q.shape[1], block_m), q.shape[0])
+    flash_kernel[grid](
+        q, k, v, o, q.shape[1], k.shape[1], q.shape[2] ** -0.5, *q.stride(), *k.stride(), *v.stride(), *o.stride(),
+        D=q.shape[2], BLOCK_M=block_m, BLOCK_N=block_n,
+    )
+    return o
+
+
+# %% nbgrader={"grade_id": "bonus_5_8_tests", "grade": true, "points": 5}
+from importlib.util import find_spec
+
+from utils.checking.kernel_mistakes import flash_mistake
+from utils.kernels.interpreter import InterpretedKernelError, run_interpreted_cases
+
+print("running flash_triton.py in the interpreter ...", flush=True)
+
+
+@check("Bonus 5.8", "Flash attention in Triton")
+def check_flash_triton(source):
+    if "raise NotImplementedError" in source:
+        unwritten = source.count("raise NotImplementedError")
+        raise AssertionError(f"{unwritten} of the two gaps in flash_triton.py still say raise NotImplementedError().")
+    assert find_spec("triton"), "Triton is not installed here (it exists for Linux), so the kernel waits for grading"
+    cases, names = [], []
+    for queries, keys, size, kind, words in (
+        (32, 48, 1.0, torch.float32, "whole blocks"), (21, 3, 1.0, torch.float32, "one block, of three keys"),
+        (21, 33, 3.0, torch.float32, "the last block has one key"),
+        (21, 45, 60.0, torch.float32, "scores in the hundreds"), (19, 35, 1.0, torch.float16, "in fp16"),
+        (17, 40, 2.0, torch.float32, "heads and tokens lie the other way round in memory"),
+    ):
+        q, k, v = (torch.randn(3, n, 16) for n in (queries, keys, keys))
+        k, v = k + torch.arange(keys)[:, None] / keys, v + 1.0  # later keys have larger scores in some rows, smaller ones in others
+        tensors = [(q * size).to(kind), k.to(kind), v.to(kind)]
+        if "other way" in words:
+            tensors = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in tensors]
+        cases.append((*tensors, 32, 16))
+        names.append(f"flash of 3 heads, {queries} queries and {keys} keys, in blocks of 32 and 16, {words},")
+    try:
+        results = run_interpreted_cases((source, "flash"), cases)
+    except InterpretedKernelError as error:
+        place = f" on {names[error.case]}" if error.case is not None else ""
+        raise AssertionError(f"the kernel failed{place}: {error.in_short}") from None
+    for name, (q, k, v, *_), got in zip(names, cases, results, strict=True):
+        expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+        hint = flash_mistake(got, q, k, v, 16) if isinstance(got, torch.Tensor) and got.shape == q.shape else ""
+        rtol = 1e-3 if q.dtype == torch.float32 else 1e-2
+        expect_close(got, expected.to(q.dtype), rtol=rtol, atol=rtol, what=name, hint=hint)
+
+
+check_flash_triton(Path("flash_triton.py").read_text()).raise_if_wrong()
+### BEGIN HIDDEN TESTS
+from instructor.checks import lab1 as hidden
+hidden.flash_triton(Path("flash_triton.py").read_text()).raise_if_wrong()
+### END HIDDEN TESTS
+
+# %% [markdown]
+# **Before you run.** On a GPU, at the longest length of Question 5.3: how much of the library's speed will your kernel reach,
+# and how many times faster is it than standard attention?
+
+# %%
+guesses["your kernel: share of the library's speed"] = None  # 0 to 1
+guesses["your kernel: times faster than standard"] = None
+
+# %%
+flash_source = Path("flash_triton.py").read_text()
+require_answer("flash_kernel", None if "raise NotImplementedError" in flash_source else flash_source, "Bonus 5.8")
+triton_table = None
+if on_gpu:
+    import importlib
+
+    import flash_triton
+
+    importlib.reload(flash_triton)
+    rows = []
+    for tokens in (1024, 4096, 16384):
+        q, k, v = (torch.randn(flash_heads, tokens, flash_dim, device=device, dtype=dtype) for _ in range(3))
+        calls = {
+            "standard": functools.partial(standard_attention, q[None], k[None], v[None]),
+            "your kernel": functools.partial(flash_triton.flash, q, k, v),
+            "library": functools.partial(F.scaled_dot_product_attention, q[None], k[None], v[None]),
+        }
+        apart = (calls["your kernel"]().float() - calls["library"]()[0].float()).abs().max().item()
+        assert apart < 0.05, f"at {tokens} tokens your kernel differs from the library by {apart}"
+        times = median_times(calls)
+        rows.append({"tokens": tokens, **{f"{name}, ms": taken.median_ms for name, taken in times.items()},
+                     "your TFLOP/s": achieved_tflops(4 * flash_heads * tokens**2 * flash_dim, times["your kernel"].median_ms)})
+    results["flash_triton"] = rows
+    triton_table = pd.DataFrame(rows)
+else:
+    print("No GPU here, so there is nothing to time: the interpreter proves that the kernel is right, not that it is fast.")
+    triton_table = recorded_table(RECORDED.with_name("lab1_flash_triton.json"), "flash_triton")
+if triton_table is not None:
+    display(triton_table.set_index("tokens").round(4))
+    longest_row = triton_table.iloc[-1]
+    beside_guess("your kernel: share of the library's speed", float(longest_row["library, ms"] / longest_row["your kernel, ms"]))
+    beside_guess("your kernel: times faster than standard", float(longest_row["standard, ms"] / longest_row["your kernel, ms"]))
 
 # %% [markdown]
 # ## Save your results

@@ -2197,6 +2197,87 @@ if not on_gpu:
 # === END MARK SCHEME ===
 
 # %% [markdown]
+# ## Three more things that the same call can do
+#
+# Nothing here is graded.
+#
+# **A mask over two dimensions.** The tokens are patches of a picture, 128 to a row. A patch looks at its neighbours, at most 8 rows
+# and 8 columns away ([neighborhood attention](https://arxiv.org/abs/2204.07143)). A patch has two coordinates, and a token has one
+# index. Stored row by row, a block of 128 tokens is one row of the picture. Stored tile by tile, it is a square-like piece of 8 × 16
+# patches ([sliding tile attention](https://arxiv.org/abs/2502.04507) stores videos so). The mask is the same, the pairs are the
+# same, and only the order differs, as in Question 7.1.
+#
+# **Fewer key heads.** With grouped heads (`enable_gqa=True`) several query heads share one head of keys and values. The products are
+# the same; the cache that has to be kept and read is smaller.
+#
+# **The sum of the weights.** `return_aux=AuxRequest(lse=True)` also returns the log-sum-exp $L$ of each row. With it a row can be
+# changed after the kernel is done. For example, a *sink*: one more logit $z$, which takes weight and has no value. Its output is
+# $O \cdot \sigma(L - z)$, where $\sigma(x) = 1 / (1 + e^{-x})$. On a CPU only eager FlexAttention returns it.
+#
+# **Before you run.** How many times fewer blocks are computed tile by tile than row by row? Will one head of keys instead of all
+# make the call faster?
+
+# %%
+guesses["blocks row by row / blocks tile by tile"] = None
+guesses["one key head, time over all key heads"] = None
+from torch.nn.attention.flex_attention import AuxRequest
+
+reach, width = 8, 128
+index = torch.arange(length, device=device)
+by_row = index // width, index % width  # row and column of each token
+tile, inside = index // 128, index % 128
+by_tile = tile // (width // 16) * 8 + inside // 16, tile % (width // 16) * 16 + inside % 16
+
+
+def neighbours(row, column, name):
+    """A mask_mod: the patches at most `reach` rows and columns away; row and column are those of each token."""
+
+    def near(b, h, q, k):
+        return ((row[q] - row[k]).abs() <= reach) & ((column[q] - column[k]).abs() <= reach)
+
+    return with_name(near, name)
+
+
+pictures = {"row by row": neighbours(*by_row, "neighbours, row by row"), "tile by tile": neighbours(*by_tile, "neighbours, tile by tile")}
+plot_mask(list(pictures.values()), length, device=device, labels=list(pictures))
+plt.show()
+counted = {name: tuple(map(int, count_blocks(dense_mask(mod, length, length, device), 128))) for name, mod in pictures.items()}
+beside_guess("blocks row by row / blocks tile by tile", sum(counted["row by row"][:2]) / sum(counted["tile by tile"][:2]))
+if compiler:
+    print("compiling four kernels, then timing: up to 20 s on two CPU cores ...", flush=True)
+    q, k, v = random_qkv()
+    ways = {f"neighbours, {name}": prepare(q, k, v, mask_mod=mod, backend="flex") for name, mod in pictures.items()}
+    ways["causal, all key heads"] = prepare(q, k, v, mask_mod=causal, backend="flex")
+    ways["causal, one key head"] = prepare(q, k[:, :1].contiguous(), v[:, :1].contiguous(), mask_mod=causal, backend="flex")
+    more_table = time_ways(ways)
+    more_table["promised"] = [*(promised_speedup(counts) for counts in counted.values()), math.nan, math.nan]
+    more_table["keys and values, MB"] = [2 * k.nbytes / 1e6] * 3 + [2 * k.nbytes / heads / 1e6]
+    keep("more", more_table)
+    beside_guess("one key head, time over all key heads", float(more_table["ms"][3] / more_table["ms"][2]))
+else:
+    print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
+
+small, sink = [t[:, :, :256].float() for t in random_qkv()], 1.5
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # eager FlexAttention warns that it is eager
+    blocks = create_block_mask(causal, None, None, 256, 256, device=device)
+    out, extra = flex_attention(*small, block_mask=blocks, return_aux=AuxRequest(lse=True))
+with_sink = out * torch.sigmoid(extra.lse - sink)[..., None]
+scores = (small[0] @ small[1].mT / math.sqrt(head_dim)).masked_fill(~dense_mask(causal, 256, 256, device), -math.inf)
+scores = torch.cat((scores, torch.full_like(scores[..., :1], sink)), dim=-1)  # the sink as a column of its own
+expected = torch.softmax(scores, dim=-1)[..., :-1] @ small[2]
+print(f"a sink by the log-sum-exp against a sink as a column: largest difference {(with_sink - expected).abs().max().item():.1e}")
+
+# %% [markdown]
+# The same pairs, another order, and less than half of the blocks. One key head computes as much as all of them: it saves memory, and
+# it saves time only where reading keys and values is the limit, which is decode (lab 4).
+#
+# On a GPU two more switches are worth a try. `torch.compile(flex_attention, mode="max-autotune")` tries several tiles when it
+# compiles, and `kernel_options={"BLOCK_M": 64, ...}` sets them by hand; `TORCH_COMPILE_MODE=max-autotune labs bench run --targets
+# labs/flexattention:flex_attention` measures the first. With few queries and many keys FlexAttention takes another template,
+# FlexDecoding, which splits the keys as in lab 4, Question 3.2. These were not measured for this lab.
+
+# %% [markdown]
 # # Part 8: Pages and ragged batches
 #
 # Three masks from serving, for bonus points. Each maps the kernel's index to the index that the mask is about.

@@ -1438,11 +1438,13 @@ def check_split(split_kv_attention):
             scores = wide[0] @ wide[1].repeat_interleave(3, dim=1).mT / math.sqrt(12)
             lse_to_base_2 = torch.stack([s.logsumexp(-1) for s in scores.tensor_split(splits, -1)]) / math.log(2)
             weights = torch.softmax(lse_to_base_2, dim=0)[..., None]
+            halved = torch.softmax(lse_to_base_2 * math.log(2) ** 2, dim=0)[..., None]
             short = keys // splits * splits
             hint = known_mistake(got, {
                 "Parts do not count equally: weight each by its e^lse over the sum of all e^lse.": sum(parts) / splits,
                 "Outputs of parts cannot just be added: weight each by its e^lse over the sum of all e^lse.": sum(parts),
                 "The weights are e^L of an L to base 2: attend_part's lse is the natural logarithm.": (weights * torch.stack(parts)).sum(0),
+                "The weights are 2^L, and L is a natural logarithm: they should be e^L.": (halved * torch.stack(parts)).sum(0),
                 f"The last {keys - short} keys are left out: {splits} does not divide {keys}.": F.scaled_dot_product_attention(
                     wide[0], wide[1][:, :, :short], wide[2][:, :, :short], enable_gqa=True) if short < keys else got * math.nan,
             }, rtol=2e-2, atol=2e-2, otherwise="Weigh the parts with their log-sum-exp, and let the weights add up to 1.")
@@ -1459,6 +1461,27 @@ def check_split(split_kv_attention):
                                            f"{limit}. Each part must be computed from its own keys alone.")
             assert max(lengths) - min(lengths) <= 1, (f"{what}: the parts have {sorted(set(lengths))} keys; their sizes should differ "
                                                       "by at most 1")
+    # The same with a part whose log-sum-exp is certainly the natural one: a merge that takes it for another is found out.
+    names = getattr(split_kv_attention, "__globals__", {})
+    if "attend_part" in names:
+        own, (q, k, v) = names["attend_part"], [torch.randn(1, 2, n, 8) for n in (3, 10, 10)]
+
+        def natural_part(q, k, v):
+            scores = q.float() @ k.float().mT / math.sqrt(8)
+            return torch.softmax(scores, dim=-1) @ v.float(), torch.logsumexp(scores, dim=-1)
+
+        names["attend_part"] = natural_part
+        try:
+            got = split_kv_attention(q, k, v, 4)
+        finally:
+            names["attend_part"] = own
+        parts = [natural_part(q, *part) for part in zip(k.tensor_split(4, 2), v.tensor_split(4, 2), strict=True)]
+        outputs, lses = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
+        weights = torch.softmax(lses * math.log(2), dim=0)[..., None]
+        hint = known_mistake(got, {"The weights are 2^L, and L is a natural logarithm: they should be e^L.": (weights * outputs).sum(0)},
+                             otherwise="Weigh the parts with e^L over the sum of all e^L.")
+        expect_close(got, F.scaled_dot_product_attention(q, k, v), rtol=1e-3, atol=1e-3, hint=hint,
+                     what="split_kv_attention of parts whose log-sum-exp is the natural logarithm")
 
 
 check_split(split_kv_attention).raise_if_wrong()

@@ -139,8 +139,8 @@ class EveryRightAnswer:
         _, cell, code = right
         exec(compile(code, cell, "exec"), names)
         for seed in range(HONEST_DRAWS):
-            drawn = {test: f"{call[:-1]}, seed={seed})" for test, call in lab_cases.calls_of(cell, calls).items()}
-            assert lab_cases.refusals(lab_cases.verdicts_on(drawn, names, checks)) == [], seed
+            own = lab_cases.drawn(lab_cases.calls_of(cell, calls), seed)
+            assert lab_cases.refusals(lab_cases.verdicts_on(own, names, checks)) == [], seed
 
     def test_model_answers_pass_the_visible_checks(self, names, visible):
         scope = visible.scope(names)

@@ -732,4 +732,49 @@ def merge_attention(outputs, lses):
     return (w * outputs.masked_fill(w == 0, 0.0)).sum(0), lse
 """,
     ),
+    # ---- files of Triton kernels: replacements in the model answer
+    (
+        "sum of products, converted by hand",
+        "q1_5",
+        [
+            ("accumulator = tl.dot(a_tile, b_tile, accumulator, input", "accumulator += tl.dot(a_tile, b_tile, input"),
+            ("tl.store(c_tile, accumulator,", "tl.store(c_tile, accumulator.to(c_ptr.dtype.element_ty),"),
+        ],
+    ),
+    (
+        "rows modulo M, the columns of K masked",
+        "q1_5",
+        [
+            ("rows[:, None] * stride_am + ks", "(rows % M)[:, None] * stride_am + ks"),
+            ("mask=(rows[:, None] < M) & (ks[None, :] < K), other", "mask=ks[None, :] < K, other"),
+        ],
+    ),
+    (
+        "in base 2",
+        "bonus_5_8",
+        [
+            ('input_precision="ieee") * scale', 'input_precision="ieee") * (scale * 1.4426950408889634)'),
+            ("tl.exp(", "tl.exp2("),
+        ],
+    ),
+    (
+        "weights masked, not scores; product added by tl.dot",
+        "bonus_5_8",
+        [
+            ('scores, float("-inf"))', "scores, -1e30)"),
+            (
+                "p = tl.exp(scores - new_m[:, None])",
+                "p = tl.where(scores > -1e29, tl.exp(scores - new_m[:, None]), 0.0)",
+            ),
+            (
+                '        new = tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")\n',
+                "        accumulator *= rescale[:, None]\n",
+            ),
+            (
+                "accumulator * rescale[:, None] + new",
+                'tl.dot(p.to(v_tile.dtype), v_tile, accumulator, input_precision="ieee")',
+            ),
+            ("accumulator / l[:, None],", "(accumulator * (1.0 / l)[:, None]).to(o_ptr.dtype.element_ty),"),
+        ],
+    ),
 ]

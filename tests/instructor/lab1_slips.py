@@ -853,4 +853,42 @@ SLIPS = [
         [("return merged, largest + torch.log(total)", "return merged, torch.logsumexp(lses, dim=0)")],
         "may not use",
     ),
+    # ---- 5.8
+    (
+        "one key too many",
+        "bonus_5_8",
+        [("columns[None, :] < keys, scores", "columns[None, :] <= keys, scores")],
+        "keys - 1",
+    ),
+    (
+        "keys counted in the block",
+        "bonus_5_8",
+        [("tl.where(columns[None, :] < keys", "tl.where((columns - start)[None, :] < keys")],
+        "counted from 0",
+    ),
+    ("l not rescaled", "bonus_5_8", [("l * rescale + tl.sum", "l + tl.sum")], "The sum l is not rescaled"),
+    ("l of the last block", "bonus_5_8", [("l * rescale + tl.sum", "tl.sum")], "the sum so far is lost"),
+    (
+        "accumulator of the last block",
+        "bonus_5_8",
+        [("accumulator * rescale[:, None] + new", "new")],
+        "carried from block",
+    ),
+    ("factor turned around", "bonus_5_8", [("tl.exp(m - new_m)", "tl.exp(new_m - m)")], "turned around"),
+    ("scores not scaled", "bonus_5_8", [('input_precision="ieee") * scale', 'input_precision="ieee")')], "square root"),
+    ("powers of 2", "bonus_5_8", [("tl.exp(", "tl.exp2(")], "powers of 2"),
+    (
+        "maximum of the block alone",
+        "bonus_5_8",
+        [("tl.maximum(m, tl.max(scores, 1))", "tl.max(scores, 1)")],
+        "largest score",
+    ),
+    ("maximum along the columns", "bonus_5_8", [("tl.max(scores, 1)", "tl.max(scores, 0)")], "tl.max(scores, 0)"),
+    ("head of the output left out", "bonus_5_8", [("o_ptr + head * stride_oh", "o_ptr")], "its head and its strides"),
+    (
+        "strides of a contiguous output",
+        "bonus_5_8",
+        [("* stride_os + dims", "* D + dims")],
+        ("its head and its strides", "never written"),
+    ),
 ]

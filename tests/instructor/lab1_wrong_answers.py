@@ -5,8 +5,6 @@
 
 from tests.instructor.lab_cases import WrongAnswer
 
-FILE = "gemm_triton.py"
-
 _NAIVE = """
 def gemm_naive(a, b):
     m, k, n = a.shape[0], a.shape[1], b.shape[1]
@@ -198,12 +196,14 @@ WRONG_ANSWERS = [
         "q1_2",
         _TILED.format(body=_TILE_LOOPS.format(step="acc = (x[:, :, None] * y[None]).sum(1)")),
         "Every tile is whole here",
+        seen="each step along K",
     ),
     WrongAnswer(
         "one broadcast over the whole matrix",
         "q1_2",
         "def gemm_tiled(a, b, tile_m=64, tile_n=64, tile_k=64):\n    return (a[:, :, None] * b[None]).sum(1)\n",
         "elements at once",
+        seen="inside of one tile",
     ),
     WrongAnswer(
         "einsum inside of a tile",
@@ -251,6 +251,7 @@ def time_calls(fn, n_calls, synchronize):
     return times
 """,
         "Is the clock stopped after the wait",
+        seen="Does the clock stop after the wait",
     ),
     WrongAnswer(
         "no wait before the clock starts",
@@ -264,6 +265,7 @@ def time_calls(fn, n_calls, synchronize):
     return times
 """,
         "wait for the device before the clock starts",
+        seen="wait before the clock starts",
     ),
     WrongAnswer(
         "all calls timed together",
@@ -286,6 +288,7 @@ def gemm_macs_flops_bytes(m, n, k, dtype):
     return m * n * k, m * n * k, (m * k + k * n + m * n) * dtype.itemsize
 """,
         "one multiply-accumulate is two FLOPs",
+        seen="one MAC, and two FLOPs",
     ),
     WrongAnswer(
         "bytes of fp32 for every dtype",
@@ -328,6 +331,7 @@ def gemm_macs_flops_bytes(m, n, k, dtype):
                 "a_ptr + rows[:, None] * stride_am + ks[None, :]",
             ),
         ),
+        seen="Look at the strides",
     ),
     WrongAnswer(
         "rows of A not masked",
@@ -443,6 +447,7 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
 """,
         "the cache saves the rest",
         ("q3_4_decode_tests",),
+        seen="is what the cache is for",
     ),
     WrongAnswer(
         "rotary embedding always at the prompt's end",
@@ -462,6 +467,7 @@ def decode_with_cache(layer, rotary_emb, prompt, new_tokens):
 """,
         "must all say so",
         ("q3_4_decode_tests",),
+        seen="position_ids, the rotary embedding and cache_positions",
     ),
     WrongAnswer(
         "keys without values",
@@ -473,6 +479,7 @@ def kv_cache_bytes(batch, length, config, dtype):
 """,
         "Keys and values are both kept",
         ("q3_4_bytes_tests",),
+        seen="Keys AND values",
     ),
     WrongAnswer(
         "cache without the window",
@@ -534,6 +541,7 @@ def gelu_by_hand(x):
     return x
 """,
         "changed one of its inputs",
+        seen="writes into x",
     ),
     WrongAnswer(
         "writes forgotten",
@@ -751,5 +759,41 @@ def merge_attention(outputs, lses):
         "bonus_5_7",
         "def merge_attention(outputs, lses):\n    return outputs.mean(0), lses.mean(0)\n",
         "weight exp",
+    ),
+    # ---- 5.8
+    WrongAnswer(
+        "missing keys not masked",
+        "bonus_5_8",
+        "",
+        "their scores are 0, and should be minus infinity",
+        replaces=(('        scores = tl.where(columns[None, :] < keys, scores, float("-inf"))\n', ""),),
+    ),
+    WrongAnswer(
+        "accumulator not rescaled in Triton",
+        "bonus_5_8",
+        "",
+        "The accumulator is not rescaled",
+        replaces=(("accumulator * rescale[:, None] + new", "accumulator + new"),),
+    ),
+    WrongAnswer(
+        "maximum not kept in Triton",
+        "bonus_5_8",
+        "",
+        ("Only the last block of keys counts", "carried from block to block"),
+        replaces=(("        m = new_m\n", ""),),
+    ),
+    WrongAnswer(
+        "not divided in Triton",
+        "bonus_5_8",
+        "",
+        "The output is not divided by l",
+        replaces=(("accumulator / l[:, None]", "accumulator"),),
+    ),
+    WrongAnswer(
+        "store of the output not masked",
+        "bonus_5_8",
+        "",
+        "tl.store writes outside",
+        replaces=((", mask=rows[:, None] < queries)\n    ###", ")\n    ###"),),
     ),
 ]

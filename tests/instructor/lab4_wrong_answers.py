@@ -364,6 +364,25 @@ def attend_part(q, k, v):
         ("q3_2_part_tests",),
     ),
     WrongAnswer(
+        "base 2 in the parts and in the merge",
+        "q3_2",
+        _SPLIT.format(rest="return (torch.softmax(lses * math.log(2), 0)[..., None] * outs).sum(0).to(q.dtype)")
+        + """
+_natural = attend_part
+def attend_part(q, k, v):
+    out, lse = _natural(q, k, v)
+    return out, lse / math.log(2)
+""",
+        "natural logarithm",
+        ("q3_2_part_tests", "q3_2_tests"),
+    ),
+    WrongAnswer(
+        "weights to base 2",
+        "q3_2",
+        _SPLIT.format(rest="return (torch.softmax(lses * math.log(2), 0)[..., None] * outs).sum(0).to(q.dtype)"),
+        "natural logarithm",
+    ),
+    WrongAnswer(
         "parts averaged", "q3_2", _SPLIT.format(rest="return outs.mean(0).to(q.dtype)"), "do not count equally"
     ),
     WrongAnswer(

@@ -48,9 +48,9 @@ def visible(cells):
     return VisibleChecks(cells)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", (1, 2))
 def test_model_answers_pass_with_fresh_inputs(calls, checks, names, seed):
-    assert lab_cases.refusals(lab_cases.verdicts_on(calls, names, checks)) == []
+    assert lab_cases.refusals(lab_cases.verdicts_on(lab_cases.drawn(calls, seed), names, checks)) == []
 
 
 @pytest.mark.parametrize("wrong", WRONG_ANSWERS, ids=lambda wrong: wrong.mistake)

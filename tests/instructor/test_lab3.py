@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="lab 3 needs Triton for Gluon itself; there
 
 from instructor.points import lab_path
 from tests.instructor import lab_cases
-from tests.instructor.every_lab import EveryLab
+from tests.instructor.every_lab import HONEST_DRAWS, EveryLab
 from tests.instructor.lab3_right_answers import BODY, RIGHT_ANSWERS
 from tests.instructor.lab3_wrong_answers import WRONG_ANSWERS
 
@@ -138,9 +138,9 @@ def _few_quick(cases, count):
     return parameters
 
 
-@pytest.mark.parametrize("draw", range(2))
-def test_model_answers_pass_with_fresh_inputs(calls, checks, answers, files, draw):
-    assert lab_cases.refusals(_verdicts(calls, checks, answers, files)) == []
+@pytest.mark.parametrize("seed", (1, 2))
+def test_model_answers_pass_with_fresh_inputs(calls, checks, answers, files, seed):
+    assert lab_cases.refusals(_verdicts(lab_cases.drawn(calls, seed), checks, answers, files)) == []
 
 
 @pytest.mark.parametrize("wrong", _few_quick(WRONG_ANSWERS, 4))
@@ -160,6 +160,24 @@ def test_another_right_answer_passes(calls, checks, answers, files, right):
     code, replaces = (change, ()) if isinstance(change, str) else ("", change)
     own = lab_cases.calls_of(cell, calls)
     assert lab_cases.refusals(_verdicts(own, checks, answers, files, cell, code, replaces)) == []
+
+
+@pytest.mark.overnight
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("right", RIGHT_ANSWERS, ids=lambda right: right[0])
+def test_another_right_answer_passes_in_many_draws(calls, checks, answers, files, monkeypatch, right):
+    """Other inputs, sizes and timings than those of the grading; HONEST_DRAWS=200 draws as many of them as you like."""
+    monkeypatch.setattr(
+        "utils.machine.device.offline_compile_support", lambda: False
+    )  # a draw changes nothing for the compiler
+    _, cell, change = right
+    code, replaces = (change, ()) if isinstance(change, str) else ("", change)
+    own = lab_cases.calls_of(cell, calls)
+    for seed in range(HONEST_DRAWS):
+        assert (
+            lab_cases.refusals(_verdicts(lab_cases.drawn(own, seed), checks, answers, files, cell, code, replaces))
+            == []
+        ), seed
 
 
 @pytest.fixture(scope="module")

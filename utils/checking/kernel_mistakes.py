@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from utils.checking.mistakes import attention_mistake
+
 
 @dataclass(frozen=True)
 class Steps:
@@ -121,6 +123,23 @@ SOFTMAX = {
     ),
     "c multiplies twice.": Steps(scale=2.0),
 }
+FLASH = {  # the same for lab 1's kernel in Triton, which takes powers of e
+    "Keys that do not exist take part: their scores are 0, and should be minus infinity.": Steps(last_key=10**9),
+    "One key too many takes part: the last key is number keys - 1.": Steps(last_key=1),
+    "The last key takes no part: it is number keys - 1.": Steps(last_key=-1),
+    "The keys of each block are counted from 0; `columns` counts them over all blocks.": Steps(in_block=True),
+    "The accumulator is not rescaled when the maximum of a row grows.": Steps(rescale_output=0.0),
+    "The sum l is not rescaled when the maximum of a row grows.": Steps(rescale_sum=0.0),
+    "Neither l nor the accumulator is rescaled when the maximum of a row grows.": Steps(
+        rescale_output=0.0, rescale_sum=0.0
+    ),
+    "The factor for the blocks before is turned around: it must shrink them when the maximum grows.": Steps(
+        rescale_output=-1.0, rescale_sum=-1.0
+    ),
+    "Only the last block is in l: the sum so far is lost.": Steps(total="block"),
+    "The output is not divided by l.": Steps(divide=False),
+    "The weights are powers of 2, and the scores are exponents of e.": Steps(scale=math.log(2)),
+}
 BLOCKS = {
     "The last block of keys, which is not full, is left out: how many blocks does sk need?": Steps(whole_blocks=True),
     "One block of keys is left out at the end.": Steps(skip=1),
@@ -156,7 +175,13 @@ def causal(shift: int) -> dict[str, Steps]:
 
 
 def attention_mistakes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mistakes: dict[str, Steps], downward: bool = False, **same
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mistakes: dict[str, Steps],
+    downward: bool = False,
+    block: int = 64,
+    **same,
 ) -> dict[str, torch.Tensor]:
     """Return what attention with each of the mistakes gives: {what is wrong: output}.
 
@@ -166,10 +191,11 @@ def attention_mistakes(
         v: values (..., Sk, D).
         mistakes: the mistakes by their words.
         downward: from the last block to the first.
+        block: keys of a block.
         **same: steps that hold for all of them.
     """
     return {
-        words: attention_in_blocks(q, k, v, replace(steps, **same), downward=downward)
+        words: attention_in_blocks(q, k, v, replace(steps, **same), block, downward)
         for words, steps in mistakes.items()
     }
 
@@ -201,3 +227,33 @@ def _apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     near = (a - b).abs() <= 0.02 * size + 0.02 * torch.nan_to_num(b, 0.0, 0.0, 0.0).abs()
     same = (a == b) | (torch.isnan(a) & torch.isnan(b))
     return ~(near | same)
+
+
+def flash_mistake(got: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: int) -> str:
+    """Return what is wrong with the output of lab 1's kernel in Triton, or what to look at if no known mistake gives it.
+
+    Args:
+        got: the wrong output (H, Sq, D).
+        q: queries (H, Sq, D).
+        k: keys (H, Sk, D).
+        v: values (H, Sk, D).
+        block: keys of a block.
+    """
+    q, k, v, got = (x.double() for x in (q, k, v, got))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    last = (k.shape[1] - 1) // block * block
+    known = attention_mistakes(q, k, v, FLASH, block=block) | {
+        "Only the last block of keys counts. Is the new maximum kept, and is each part added to what was there?": (
+            torch.nn.functional.scaled_dot_product_attention(q, k[:, last:], v[:, last:])
+        )
+    }
+    words = " Or: ".join(name_mistakes(got, expected, known)) or attention_mistake(got, q, k, v)
+    if got.isnan().any():
+        overflow = (
+            "Is the largest score of all blocks so far subtracted before every exponential, along each row? Or: is a part "
+            "of the output never written (head, strides, mask)?"
+        )
+        words = f"{words} Or: {overflow}" if words else overflow
+    return words or (
+        "Are m, l and the accumulator carried from block to block, and has every pointer its head and its strides?"
+    )

@@ -26,6 +26,7 @@ from instructor.checks.lab1.gemma import (
 )
 from instructor.checks.lab1.profiling import fusion_bytes, gelu_by_hand, kernels_per_step, launch_model, profile_steps
 from instructor.checks.lab1.roofline import achieved_and_smallest, intensities, ridge_and_roof
+from instructor.checks.lab1.triton_flash import flash_triton
 from instructor.checks.lab1.triton_gemm import gemm_triton
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "decode_with_cache",
     "flash_attention_causal",
     "flash_attention_tiled",
+    "flash_triton",
     "fusion_bytes",
     "gelu_by_hand",
     "gemm_and_gemv_costs",

@@ -102,6 +102,9 @@ def _parts_merged_wrongly(q, k, v, splits: int) -> dict[str, torch.Tensor]:
     return {
         "Parts do not count equally: weight each by e^lse over the sum of all e^lse.": outputs.mean(0),
         "The weights are e^lse, not lse.": (weights[..., None] * outputs).sum(0),
+        "The weights are 2^lse, and lse is a natural logarithm: they should be e^lse.": (
+            torch.softmax(lses * math.log(2), dim=0)[..., None] * outputs
+        ).sum(0),
         "The weights must add up to 1: divide by their sum.": (torch.exp(lses)[..., None] * outputs).sum(0),
         "Outputs of parts cannot just be added: weight each by e^lse over the sum of all e^lse.": outputs.sum(0),
     }
