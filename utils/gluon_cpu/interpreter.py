@@ -122,9 +122,11 @@ def unnamed_layouts(call: ast.Call, names: dict) -> list[ast.Attribute]:
         call: any call in a kernel's source.
         names: the values of the kernel's global names; a callee that is not among them is passed over.
     """
-    callee, path = call.func, []
+    callee: ast.expr = call.func
+    path: list[str] = []
     while isinstance(callee, ast.Attribute):
-        callee, path = callee.value, [callee.attr, *path]
+        path.insert(0, callee.attr)
+        callee = callee.value
     if not isinstance(callee, ast.Name) or callee.id not in names:
         return []
     function = functools.reduce(lambda value, part: getattr(value, part, None), path, names[callee.id])
