@@ -310,7 +310,10 @@ def test_a_layout_without_a_name_is_refused_as_triton_36_does(monkeypatch, trito
     assert (y == 1).all()
     y.zero_()
     if triton_36:
-        with pytest.raises(gluon_cpu.KernelError, match=r"layout: gl\.constexpr = \.\.\.") as caught, gluon_cpu.simulate():
+        with (
+            pytest.raises(gluon_cpu.KernelError, match=r"layout: gl\.constexpr = \.\.\.") as caught,
+            gluon_cpu.simulate(),
+        ):
             kernels.unnamed_layout[(1,)](y, 128, LINE)
         assert "line_of_ones(N, at.type.layout)" in caught.value.report.site.text
     else:
