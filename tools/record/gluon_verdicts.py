@@ -199,6 +199,7 @@ def main() -> None:
     parser.add_argument("--judges", default=",".join(JUDGES), help="gpu: which judges, with commas between them")
     parser.add_argument("--processes", type=int, default=6, help="gpu: launches at a time")
     parser.add_argument("--sample", type=int, help="gpu: so many cases of all kinds in place of all")
+    parser.add_argument("--after", type=int, default=0, help="gpu: leave out the cases of a sample of so many")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="gpu: seconds that one process may take")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="gpu: stop after this time")
     options = parser.parse_args()
@@ -216,6 +217,8 @@ def main() -> None:
             )
             judges = [judge for judge in judges if judge not in TOOLS]
         cases = telling_cases(options.sample) if options.sample else list(CASES.values())
+        before = telling_cases(options.after)
+        cases = [case for case in cases if case not in before]
         points = [(case, judge, options.limit) for judge in judges for case in cases]
         rows = gpu_rows(points, options.processes)
         record = Record(

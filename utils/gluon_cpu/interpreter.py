@@ -16,6 +16,8 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
+from utils.machine import versions
+
 from . import barriers, context, copies, language, ptx, reductions  # noqa: F401 (they fill the table)
 from .aggregates import Aggregate, is_instance
 from .context import refuse
@@ -37,7 +39,10 @@ class _Rewriter(ast.NodeTransformer):
         self.loops = 0
 
     def visit_Call(self, node):
+        refused = unnamed_layouts(node, self.names) if versions.layouts_need_names() else []
         self.generic_visit(node)
+        for argument in refused:
+            argument.value = _at(_runtime_call("unnamed_layout", argument.value), argument)
         return _at(ast.Call(_name("__gluon_call"), [node.func, *node.args], node.keywords), node)
 
     def visit_Attribute(self, node):
@@ -108,6 +113,27 @@ def _makes_a_layout(node: ast.expr) -> bool:
     """Whether an expression is the call of a layout's class, such as `gl.BlockedLayout(...)`."""
     function = node.args[0] if isinstance(node, ast.Call) and node.args else None  # the first argument of our own call
     return getattr(function, "attr", getattr(function, "id", "")).endswith("Layout")
+
+
+def unnamed_layouts(call: ast.Call, names: dict) -> list[ast.Attribute]:
+    """Return the arguments of a call that Triton 3.6 refuses: `x.type.layout`, given to a jit function without a name.
+
+    Args:
+        call: any call in a kernel's source.
+        names: the values of the kernel's global names; a callee that is not among them is passed over.
+    """
+    callee: ast.expr = call.func
+    path: list[str] = []
+    while isinstance(callee, ast.Attribute):
+        path.insert(0, callee.attr)
+        callee = callee.value
+    if not isinstance(callee, ast.Name) or callee.id not in names:
+        return []
+    function = functools.reduce(lambda value, part: getattr(value, part, None), path, names[callee.id])
+    if not isinstance(function, JITFunction):
+        return []
+    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+    return [a for a in arguments if isinstance(a, ast.Attribute) and ".type.layout" in ast.unparse(a)]
 
 
 def _name(name: str) -> ast.Name:
@@ -227,6 +253,12 @@ def _layout(value, label: str):
     refuse("kernel", f"A layout is a compile-time constant: write `{name}: gl.constexpr = ...`.")
 
 
+def _unnamed_layout(value):
+    """Refuse a layout that is read from a tensor's type right where a jit function is called; Triton 3.6 does not take it."""
+    text = "Triton 3.6 takes no layout that is read from a type in the call of a jit function"
+    refuse("kernel", f"{text}: write `layout: gl.constexpr = ...` before the call, and give it `layout`.")
+
+
 def _constants(values: dict, names: tuple[str, ...]) -> dict:
     """Return those of the names that are compile-time constants."""
     return {name: values[name] for name in names if isinstance(values.get(name), NUMBERS)}
@@ -335,6 +367,7 @@ RUNTIME = {
     "__gluon_constants": _constants,
     "__gluon_check_constants": _check_constants,
     "__gluon_constexpr": _constexpr,
+    "__gluon_unnamed_layout": _unnamed_layout,
     "__gluon_value": _value,
     "__gluon_unwrap": unwrap,
     "__gluon_step": _step,

@@ -133,6 +133,15 @@ def workers_need_register_counts() -> bool:
     return version is not None and version < (3, 7)
 
 
+def layouts_need_names() -> bool:
+    """Whether `x.type.layout` must become a `gl.constexpr` before it is given to a jit function: up to Triton 3.6.
+
+    Later versions make a constant of it by themselves; Triton 3.6 raises an AttributeError about `_flatten_ir`.
+    """
+    version = installed_version("triton")
+    return version is not None and version < (3, 7)
+
+
 def cluster_modules() -> tuple:
     """Return Gluon's module for the barrier of a cluster, `hopper.cluster`, in a tuple; an empty one before Triton 3.7."""
     from triton.experimental.gluon.language.nvidia import hopper

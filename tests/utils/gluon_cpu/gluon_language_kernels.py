@@ -209,3 +209,24 @@ def descriptor_of_the_kernel(x_ptr, y_ptr, rows, columns, SHARED: gl.constexpr):
     mbarrier.wait(bar, 0)
     tma.async_store(y_desc, [0, 0], smem)
     tma.store_wait(0)
+
+
+# ---- layouts -----------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def line_of_ones(N: gl.constexpr, layout: gl.constexpr):
+    return gl.full([N], 1.0, gl.float32, layout)
+
+
+@gluon.jit
+def unnamed_layout(y_ptr, N: gl.constexpr, layout: gl.constexpr):
+    at = gl.arange(0, N, layout=layout)
+    gl.store(y_ptr + at, line_of_ones(N, at.type.layout))
+
+
+@gluon.jit
+def named_layout(y_ptr, N: gl.constexpr, layout: gl.constexpr):
+    at = gl.arange(0, N, layout=layout)
+    of_line: gl.constexpr = at.type.layout
+    gl.store(y_ptr + at, line_of_ones(N, of_line))

@@ -1,6 +1,10 @@
 """Parts of Gluon that the course's own kernels do not use: what runs is compared with torch, what does not is refused by name."""
 
+import ast
+import importlib
+import inspect
 import math
+import pkgutil
 
 import pytest
 import torch
@@ -13,6 +17,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tests.utils.gluon_cpu import gluon_language_kernels as kernels
 from utils import gluon_cpu
+from utils.attention import gluon as gluon_kernels
+from utils.gluon_cpu import interpreter
 from utils.machine import versions
 
 clusters = pytest.mark.skipif(
@@ -273,6 +279,47 @@ def compile_and_list(words: list[str], kernel, signature: dict, constants: dict,
 
     ptx = compile_gluon(kernel, signature, constants, **options).asm["ptx"]
     return [word for word in words if word in ptx]
+
+
+# ---- what Triton 3.6 refuses ---------------------------------------------------------------------------------------
+
+
+def unnamed_layouts_of(module) -> list[str]:
+    """Return the calls in a module's source that Triton 3.6 refuses because a layout has no name of its own."""
+    tree, names = ast.parse(inspect.getsource(module)), vars(module)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [ast.unparse(call) for call in calls if interpreter.unnamed_layouts(call, names)]
+
+
+def test_layouts_have_a_name_in_the_courses_kernels():
+    """Triton 3.7 takes what 3.6 refuses, and `make test` runs with 3.7: this finds it without Triton 3.6."""
+    names = [module.name for module in pkgutil.walk_packages(gluon_kernels.__path__, f"{gluon_kernels.__name__}.")]
+    modules = [importlib.import_module(name) for name in [*names, "utils.kernels.gemm_gluon"]]
+    assert sum("@gluon.jit" in inspect.getsource(module) for module in modules) > 15
+    assert {module.__name__: found for module in modules if (found := unnamed_layouts_of(module))} == {}
+    assert unnamed_layouts_of(kernels) == ["line_of_ones(N, at.type.layout)"]
+
+
+@pytest.mark.parametrize("triton_36", [True, False])
+def test_a_layout_without_a_name_is_refused_as_triton_36_does(monkeypatch, triton_36):
+    monkeypatch.setattr(versions, "layouts_need_names", lambda: triton_36)
+    monkeypatch.setattr(interpreter, "_rewritten", {})
+    y = torch.zeros(128)
+    with gluon_cpu.simulate():
+        kernels.named_layout[(1,)](y, 128, LINE)
+    assert (y == 1).all()
+    y.zero_()
+    if triton_36:
+        with (
+            pytest.raises(gluon_cpu.KernelError, match=r"layout: gl\.constexpr = \.\.\.") as caught,
+            gluon_cpu.simulate(),
+        ):
+            kernels.unnamed_layout[(1,)](y, 128, LINE)
+        assert "line_of_ones(N, at.type.layout)" in caught.value.report.site.text
+    else:
+        with gluon_cpu.simulate():
+            kernels.unnamed_layout[(1,)](y, 128, LINE)
+        assert (y == 1).all()
 
 
 @pytest.mark.slow
