@@ -9,7 +9,7 @@ are those of `tools.record.gemm_shapes` (kind "test") and others (kind "train");
 recorded table is worst, and every second one is kept for the test. `fit` does not see the shapes of the test: it prints
 the constants for `utils.kernels.gemm_gluon.Cost` and how much slower than the best measured configuration the chosen one is,
 for the shapes it was fitted to and for the others. A configuration is recorded by its name, such as "128x256/4" or "128x256/4c": tile, parts, and c where cp.async copies
-operands whose rows start at odd multiples of 16 bytes.
+operands (`gemm_gluon.copied_operands`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def ranked(shape: dict, count: int = RANKED) -> list:
 
     sizes, late = (shape["m"], shape["n"], shape["k"]), late_rows(shape)
     found = sorted(
-        gemm_gluon.candidates(*sizes, SMS, copies=any(late)),
+        gemm_gluon.candidates(*sizes, SMS, copies=True),
         key=lambda config: gemm_gluon.estimate(*sizes, config, SMS, late),
     )
     # Half of them of each kind, as long as the model does not know what copies without TMA cost.

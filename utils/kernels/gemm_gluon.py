@@ -79,7 +79,7 @@ class Config:
     pieces: int = 4  # column blocks in which columns[0] of C are stored: even, two buffers take turns
     group_m: int = 8  # rows of tiles that are walked abreast, for the L2
     split: int = 1  # parts along K of a tile that would leave SMs idle: one of SPLITS
-    copies: bool = False  # late operands are fetched by cp.async, from a warpgroup, in place of TMA
+    copies: bool = False  # cp.async, from a warpgroup, fetches operands in place of TMA (`copied_operands`)
 
     @property
     def rows(self) -> int:
@@ -675,7 +675,7 @@ def parts_of(m: int, n: int, config: Config, sms: int) -> tuple[int, int]:
 def candidates(m: int, n: int, k: int, sms: int, copies: bool = False) -> list[Config]:
     """Return the configurations that can do a product: each tile whole, and in parts of two steps at least.
 
-    copies: those too that fetch late operands by cp.async; with three consumers too few registers are left for that.
+    copies: those too that fetch operands by cp.async; with three consumers too few registers are left for that.
     """
     steps = triton.cdiv(k, 64)
     found = []
@@ -776,9 +776,15 @@ def _is_late(x: torch.Tensor) -> bool:
     return max(x.stride()) % 16 != 0
 
 
-def is_copied(config: Config, x: torch.Tensor) -> bool:
-    """Whether cp.async fetches a matrix, which `copy_box` can number: late rows of neighbouring elements, in 32 bits."""
-    return config.copies and _is_late(x) and x.shape[1] % 8 == 0 and len(x) * x.stride(0) < 2**31
+def copied_operands(config: Config, a: torch.Tensor, b: torch.Tensor) -> tuple[bool, bool]:
+    """Whether cp.async fetches A and B, given as rows of neighbouring elements: late ones, or both where none is late.
+
+    `copy_box` takes those whose rows are multiples of 8 elements, fewer than 2**31 in all.
+    """
+    late = _is_late(a), _is_late(b)
+    able = (x.shape[1] % 8 == 0 and len(x) * x.stride(0) < 2**31 for x in (a, b))
+    wanted = late if any(late) else (True, True)
+    return tuple(config.copies and want and can for want, can in zip(wanted, able, strict=True))  # type: ignore[return-value]
 
 
 def gemm(a: torch.Tensor, b: torch.Tensor, config: Config | None = None) -> torch.Tensor:
@@ -863,7 +869,7 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
         sums, counters = workspace(c, partial_sums, rest * config.consumers)
         grid = (min(sms, whole + rest * config.split),)
         turned = [x.T if is_turned else x for x, is_turned in ((a, a_column_major), (b, b_column_major))]
-        copied = [is_copied(config, x) for x in turned]
+        copied = copied_operands(config, *turned)
         tensors = (a_desc, b_desc, b2_desc, c_desc, c, sums, counters, *turned)
         pitches = (a_desc.strides[0], b_desc.strides[0])
         rest_of_arguments = (m, n, k, whole, *pitches, config, a_column_major, b_column_major, by_tma, *copied)

@@ -250,7 +250,7 @@ def product_in_the_simulator(config, a, b, seed=None):
     sums = torch.full((max(1, rest * config.split * config.block_m * config.block_n),), float("nan"))
     counters = torch.zeros(max(1, rest * config.consumers), dtype=torch.int32)
     matrices = [x.T if turned else x for x, turned in ((a, a_turned), (b, b_turned))]
-    copied = [gemm_gluon.is_copied(config, x) for x in matrices]
+    copied = gemm_gluon.copied_operands(config, *matrices)
     sizes = (m, n, k, whole, a_desc.strides[0], b_desc.strides[0])
     with gluon_cpu.simulate(seed=seed) as run:
         gemm_gluon.gemm_kernel[(3,)](
@@ -281,10 +281,10 @@ def test_warp_specialized_gemm(seed, split, columns, consumers, block_n):
 @pytest.mark.parametrize(
     ("consumers", "block_n", "split", "seed", "turned", "copied"),
     [
-        (1, 96, 1, None, (False, True), [True, True]),
-        (2, 64, 4, 1, (True, False), [True, True]),
-        (2, 96, 1, 2, (False, False), [True, False]),
-        (1, 64, 1, 3, (True, True), [False, True]),
+        (1, 96, 1, None, (False, True), (True, True)),
+        (2, 64, 4, 1, (True, False), (True, True)),
+        (2, 96, 1, 2, (False, False), (True, False)),
+        (1, 64, 1, 3, (True, True), (False, True)),
     ],
 )
 def test_gemm_that_copies_late_rows_without_tma(consumers, block_n, split, seed, turned, copied):
