@@ -74,3 +74,20 @@ def test_recorded_tables_can_still_be_read_shown_and_averaged(tmp_path):
         ["plot", "--read", str(results / "h200" / "attention_ratios.json"), "--out", str(tmp_path / "ratios.svg")]
     )
     assert "<svg" in (tmp_path / "ratios.svg").read_text()
+
+
+def test_the_forward_kernels_shapes_are_drawn_by_seed():
+    shapes = attention_ratios.random_shapes()
+    assert len(shapes) == 40 and shapes == attention_ratios.random_shapes() != attention_ratios.random_shapes(seed=41)
+    assert all(500 <= shape[s] <= 40_000 for shape in shapes for s in ("sq", "sk"))
+    assert all(shape["sk"] >= shape["sq"] or not shape["causal"] for shape in shapes)
+    assert {shape["head_dim"] for shape in shapes} == {64, 128, 256}
+    for feature in ("window", "causal"):
+        assert 0 < sum(bool(shape[feature]) for shape in shapes) < 40
+    assert any(shape["sk"] % 128 for shape in shapes) and any(shape["heads"] > shape["kv_heads"] for shape in shapes)
+    rows = [shape | {"ratio": ratio} for shape, ratio in zip(shapes, (0.5, 2.0), strict=False)]
+    assert attention_ratios.random_summary(rows) == {
+        "geometric_mean": pytest.approx(1.0),
+        "smallest": 0.5,
+        "under_0.95": 1,
+    }

@@ -1,11 +1,13 @@
-"""Measure the Gluon attention kernel against the other backends (`ratios`), or its five steps against cuDNN (`ladder`).
+"""Measure the Gluon attention kernel against the other backends (`ratios`, `random`), or its five steps (`ladder`).
 
     python -m tools.record.attention_ratios ratios --out assets/results/h200/attention_ratios.json
+    python -m tools.record.attention_ratios random --out assets/results/h200/attention_random.json
     python -m tools.record.attention_ratios ladder --out assets/results/h200/attention_ladder.json
     python -m tools.record.attention_ratios plot --read assets/results/h200/attention_ratios.json --out ratios.svg
 
 Every ratio comes from two backends that are timed in one process, their calls interleaved on the same inputs (bf16, random
 normal, forward), so that both run at the same clocks. TFLOP/s count 4 B H Sq Sk D operations, half of them if causal.
+`random` draws forty shapes by seed, and times all backends that take a shape in turns: its ratio is that to the fastest of them.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +24,8 @@ import torch
 
 from tools.record.common import Record, arguments_parser, machine_name, numbers, read_record, save_picture
 from utils.attention import attention, find_backend, make_problem
-from utils.benchmark.measuring import compare
+from utils.attention.reference import reference
+from utils.benchmark.measuring import compare, measure_together
 
 TOKENS = 16384  # B x S of every point
 HEADS = {64: 32, 128: 16, 256: 8}  # model width 2048
@@ -86,6 +90,70 @@ def ratio_row(head_dim: int, length: int, causal: bool, other_name: str, pairs: 
     return row | compare_kernels("gluon", gluon, other_name, other, causal, pairs)
 
 
+def random_shapes(seed: int = 40, count: int = 40) -> list[dict]:
+    """Draw shapes: lengths 500 to 40,000 evenly in their logarithm, tails, grouped heads, Sq != Sk, windows, batch 1 to 16."""
+    draw, shapes = random.Random(seed), list[dict]()
+    while len(shapes) < count:
+        sq = sk = round(math.exp(draw.uniform(math.log(500), math.log(40_000))))
+        if draw.random() < 0.5:
+            sq = sk = max(512, sk // 128 * 128)
+        if draw.random() < 0.25:
+            sk = min(40_000, max(500, round(sq * draw.uniform(0.4, 2.5))))
+        causal = draw.random() < 0.5
+        window = draw.choice((256, 1024, 4096)) if sq == sk and draw.random() < 0.2 else None
+        batch, kv_heads, group = (
+            draw.choice((1, 2, 3, 4, 8, 16)),
+            draw.choice((1, 2, 4, 8)),
+            draw.choice((1, 1, 2, 4, 8)),
+        )
+        head_dim = draw.choice((64, 128, 256))
+        flops = 4.0 * batch * kv_heads * group * sq * min(sk, window or sk) * head_dim
+        # A query of causal attention that sees no key is another question: not drawn.
+        if 1e9 <= flops <= 1e13 and batch * kv_heads * group * sq * head_dim <= 2**28 and (not causal or sk >= sq):
+            sizes = {"batch": batch, "heads": kv_heads * group, "kv_heads": kv_heads, "sq": sq, "sk": sk}
+            shapes.append(sizes | {"head_dim": head_dim, "causal": causal, "window": window})
+    return shapes
+
+
+def random_row(shape: dict, pairs: int, others: list[str]) -> dict:
+    """Time Gluon and the other backends that take a shape, in turns; errors are those of the first head in float64."""
+    sizes = [(shape["batch"], shape[h], shape[s], shape["head_dim"]) for h, s in (("heads", "sq"), ("kv_heads", "sk"))]
+    q, k, v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in (sizes[0], sizes[1], sizes[1]))
+    mask = {"causal": shape["causal"], "window": shape["window"]}
+    problem = make_problem(q, k, v, **mask)
+    last = slice(max(0, shape["sq"] - 256), shape["sq"])  # the last rows see all keys, or the last of a window
+    exact = reference(q[:1, :1, last], k[:1, :1], v[:1, :1], **mask)[0]
+    calls, errors, refused = {}, {}, {}
+    for name in ["gluon", *others]:
+        support = find_backend(name).support(problem)
+        if not support:
+            refused[name] = support.reason
+            continue
+        calls[name] = partial(attention, q, k, v, **mask, backend=name)
+        errors[name] = relative_difference(calls[name]()[:1, :1, last], exact)
+    timed = measure_together(
+        list(calls.values()), labels=list(calls), warmup=2, iterations=pairs, device="cuda", l2="cold", max_seconds=2.5
+    )
+    us = {name: 1e3 * result.median_ms for name, result in zip(calls, timed, strict=True)}
+    best = min((name for name in us if name != "gluon"), key=us.__getitem__)
+    return shape | {"best": best, "ratio": us[best] / us["gluon"], "us": us, "errors": errors, "refused": refused}
+
+
+def show_random(row: dict) -> str:
+    """Return the line that is printed for a row of random shapes."""
+    kind = ("causal" if row["causal"] else "full") + (f" window {row['window']}" if row["window"] else "")
+    heads = f"{row['batch']} x {row['heads']}/{row['kv_heads']}"
+    times = "  ".join(f"{name} {us:.1f}" for name, us in row["us"].items())
+    return f"{heads} x {row['sq']} x {row['sk']} D={row['head_dim']} {kind}: {row['ratio']:.3f}x {row['best']}; us: {times}"
+
+
+def random_summary(rows: list[dict]) -> dict:
+    """Return the geometric mean of the ratios to the fastest other backend, the smallest, and how many are under 0.95."""
+    ratios = [row["ratio"] for row in rows]
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return {"geometric_mean": mean, "smallest": min(ratios), "under_0.95": sum(r < 0.95 for r in ratios)}
+
+
 def ladder_row(head_dim: int, length: int, causal: bool, step: int, pairs: int) -> dict:
     """Measure one step of the Gluon ladder against cuDNN at one shape."""
     from utils.attention.gluon.launch import describe, forward
@@ -134,9 +202,9 @@ def plot(path: Path, out: Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Measure and record a table, or draw a recorded one."""
     parser = arguments_parser(__doc__, pairs=15)
-    parser.add_argument("table", choices=("ratios", "ladder", "plot"))
+    parser.add_argument("table", choices=("ratios", "random", "ladder", "plot"))
     parser.add_argument("--read", type=Path, help="plot: the recorded table of ratios")
-    parser.add_argument("--against", default="cudnn,fa3,cute,flash", help="ratios: backends, with commas")
+    parser.add_argument("--against", default="cudnn,fa3,cute,flash", help="ratios, random: backends, with commas")
     parser.add_argument("--head-dims", type=numbers, default="64,128,256")
     parser.add_argument("--lengths", type=numbers, default="1024,2048,4096,8192,16384")
     options = parser.parse_args(arguments)
@@ -149,6 +217,13 @@ def main(arguments: list[str] | None = None) -> None:
         return
     torch.manual_seed(0)
     record = Record(options.out, options.table, "cuda", options.seconds, pairs=options.pairs)
+    if options.table == "random":
+        measure = functools.partial(random_row, pairs=options.pairs, others=options.against.split(","))
+        complete = record.fill(random_shapes(), measure, show_random)
+        record.contents["summary"] = random_summary(record.contents["rows"])
+        print(record.contents["summary"])
+        record.finish() if complete else record.save()
+        return
     measure_row, variants = (
         (ratio_row, options.against.split(",")) if options.table == "ratios" else (ladder_row, range(1, 6))
     )

@@ -121,7 +121,7 @@ def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
 
 def tail_as_window(plan: Plan, causal: bool, window: bool, tail: bool) -> bool:
     """Tell whether step 5 masks the last keys as an endless window: at 160 registers ptxas spills the tail mask."""
-    return tail and not causal and not window and plan.consumers == 3
+    return tail and not causal and not window and plan.consumers == 3 and plan.q_slots == 1
 
 
 def aligned(plan: Plan, causal: bool, window: bool, shift: int) -> bool:

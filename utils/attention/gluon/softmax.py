@@ -116,6 +116,14 @@ def unseen_halves(BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.const
 
 
 @gluon.jit
+def unseen_whole(BLOCK_M: gl.constexpr, layout: gl.constexpr):
+    """`Rows` of a tile that has seen no key, in one piece."""
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    maximum = gl.full([BLOCK_M], MINUS_INF, gl.float32, rows)
+    return Rows(maximum, gl.zeros([BLOCK_M], gl.float32, rows), maximum)
+
+
+@gluon.jit
 def first_softmax(s, c, dtype: gl.constexpr, HALVES: gl.constexpr, MASKED: gl.constexpr):
     """Softmax of a tile's first block: probabilities [64, N] and the state, a tuple of one or two `Rows`."""
     if HALVES:
@@ -124,10 +132,8 @@ def first_softmax(s, c, dtype: gl.constexpr, HALVES: gl.constexpr, MASKED: gl.co
         p1, rows1 = half_softmax(s1, unseen_half(s1), gl.max(s1, 2), c, dtype, MASKED)
         return join_rows(p0, p1), (rows0, rows1)
     else:
-        layout: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-        unseen = gl.full([s.shape[0]], MINUS_INF, gl.float32, layout)
-        rows = Rows(unseen, gl.zeros([s.shape[0]], gl.float32, layout), unseen)
-        p, rows = whole_softmax(s, rows, c, dtype, MASKED)
+        layout: gl.constexpr = s.type.layout  # Triton 3.6 takes a layout as an argument only by such a name
+        p, rows = whole_softmax(s, unseen_whole(s.shape[0], layout), c, dtype, MASKED)
         return p, (rows,)
 
 

@@ -62,6 +62,7 @@ from utils.attention.gluon.softmax import (
     split_rows,
     spread,
     unseen_halves,
+    unseen_whole,
     whole_softmax,
 )
 from utils.kernels.handle import Handle
@@ -132,9 +133,22 @@ def first_block(work, block, q, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TAIL
 
 @gluon.jit
 def finish_block(
-    work, block, s, pv, state, more, masked, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TAIL: gl.constexpr = False
+    work,
+    block,
+    s,
+    pv,
+    state,
+    more,
+    masked,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    TAIL: gl.constexpr = False,
+    NEXT_TILE: gl.constexpr = False,
 ):
-    """The softmax of block i, from the scores `s` in flight, while P V(i-1), `pv`, is still running."""
+    """The softmax of block i, from the scores `s` in flight, while P V(i-1), `pv`, is still running.
+
+    NEXT_TILE: block i is another tile's first one, so that its maximum has nothing to do with `pv`.
+    """
     PLAN: gl.constexpr = work.PLAN
     MASKED: gl.constexpr = CAUSAL or WINDOW or TAIL
     dtype: gl.constexpr = work.k.tiles.dtype
@@ -163,7 +177,9 @@ def finish_block(
         work.k.wait_full(block.number + 1, pred=more)
         o = wait_products(pv, 0, PLAN.block_d)
         work.v.release(block.number - 1)
-        return rescale(o, spread((rows.factor,), o)), gl.convert_layout(p, left_operand(PLAN.block_d)), (rows,)
+        if not NEXT_TILE:
+            o = rescale(o, spread((rows.factor,), o))
+        return o, gl.convert_layout(p, left_operand(PLAN.block_d)), (rows,)
 
 
 @gluon.jit
@@ -337,9 +353,12 @@ def consumer_ahead(work, out, W: gl.constexpr):
         inverse, lses = normalizers(state, work.c, row)
         if work.CASE.lse:
             store_lse(lse_ptr, lses, flat, work.sq)
-        unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
+        if PLAN.halves:
+            unseen = unseen_halves(BLOCK_M, BLOCK_N, accumulator(BLOCK_N))
+        else:
+            unseen = (unseen_whole(BLOCK_M, accumulator(BLOCK_N)),)
         block = Block(it, it, last_key)
-        o, p, state = finish_block(work, block, s, pv, unseen, more, True, False, False, TAIL)
+        o, p, state = finish_block(work, block, s, pv, unseen, more, True, False, False, TAIL, True)
         it += 1
         if not PLAN.o_in_q:
             tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
@@ -388,12 +407,25 @@ def attention_step5(
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
     # registers that are left. Functions cannot be kept in a variable here, so the lists are written out.
     if PLAN.q_slots == 2:
-        gl.static_assert(CONSUMERS == 2 and PLAN.halves and not (CASE.causal or CASE.window or PLAN.own_keys))
-        gl.warp_specialize(
-            [(consumer_ahead, (work, out, 0)), (consumer_ahead, (work, out, 1)), (producer, loads)],
-            [4, 1],
-            [REGISTERS, 24],
-        )
+        gl.static_assert(not (CASE.causal or CASE.window or PLAN.own_keys))
+        if CONSUMERS == 2:
+            gl.warp_specialize(
+                [(consumer_ahead, (work, out, 0)), (consumer_ahead, (work, out, 1)), (producer, loads)],
+                [4, 1],
+                [REGISTERS, 24],
+            )
+        else:
+            gl.static_assert(CONSUMERS == 3)
+            gl.warp_specialize(
+                [
+                    (consumer_ahead, (work, out, 0)),
+                    (consumer_ahead, (work, out, 1)),
+                    (consumer_ahead, (work, out, 2)),
+                    (producer, loads),
+                ],
+                [4, 4, 1],
+                [REGISTERS, REGISTERS, 32],
+            )
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [(consumer, (work, out, 0)), (consumer, (work, out, 1)), (producer, loads)], [4, 1], [REGISTERS, 24]
