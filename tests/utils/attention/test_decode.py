@@ -195,8 +195,19 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
     "64 rows": ((1, 4, 1, 16, 400, 128, None), {}, {}),
     "128 rows, lengths": ((2, 8, 1, 16, 200, 128, None), {}, {"lengths": True, "merge": "second"}),
     "64 rows, a window, pages of 16": ((2, 3, 1, 5, 300, 64, 16), {"window": 60}, {"lengths": True}),
-    "fp8": ((1, 4, 1, 4, 150, 128, None), {}, {"fp8": True}),
-    "fp8, lengths, a window, pages": ((2, 4, 2, 1, 300, 64, 16), {"window": 70}, {"fp8": True, "lengths": True}),
+    "fp8": ((1, 4, 1, 4, 150, 128, None), {}, {"fp8": True, "consumers": 1}),
+    "fp8, keys as rows": ((1, 4, 1, 4, 400, 128, None), {}, {"fp8": True, "consumers": 0}),
+    "fp8, keys as rows, lengths, pages, 64": (
+        (2, 4, 2, 1, 300, 64, 16),
+        {"window": 70},
+        {"fp8": True, "lengths": True, "consumers": 0, "merge": "second"},
+    ),
+    "fp8, keys as rows, 256": ((1, 3, 1, 5, 200, 256, None), {}, {"fp8": True, "consumers": 0}),
+    "fp8, lengths, a window, pages": (
+        (2, 4, 2, 1, 300, 64, 16),
+        {"window": 70},
+        {"fp8": True, "lengths": True, "consumers": 1},
+    ),
     "128 rows, whole heads of 256": ((2, 5, 1, 7, 90, 256, None), {}, {"consumers": 2, "aligned": True}),
 }
 
