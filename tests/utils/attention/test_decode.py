@@ -196,6 +196,8 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
     "128 rows, lengths": ((2, 8, 1, 16, 200, 128, None), {}, {"lengths": True, "merge": "second"}),
     "64 rows, a window, pages of 16": ((2, 3, 1, 5, 300, 64, 16), {"window": 60}, {"lengths": True}),
     "fp8": ((1, 4, 1, 4, 150, 128, None), {}, {"fp8": True, "consumers": 1}),
+    "a warp for K and one for V": ((2, 4, 2, 1, 150, 64, 16), {}, {"consumers": 1, "producers": 2, "lengths": True}),
+    "two programs an SM": ((2, 4, 2, 2, 200, 64, None), {}, {"consumers": 0, "per_sm": 2, "block_n": 64}),
     "fp8, keys as rows": ((1, 4, 1, 4, 400, 128, None), {}, {"fp8": True, "consumers": 0}),
     "fp8, keys as rows, lengths, pages, 64": (
         (2, 4, 2, 1, 300, 64, 16),

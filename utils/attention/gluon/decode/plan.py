@@ -55,6 +55,7 @@ class Plan:
     registers: int = 0  # of a consumer's thread, with two consumers
     raw_slots: int = 0  # slots of K and of V for an fp8 cache's bytes, each; 0: the cache has the queries' type
     per_sm: int = 1  # programs that an SM runs at the same time
+    producers: int = 1  # warps that load, where query rows are the rows: one, or one for K and one for V
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)
 
     @property
@@ -124,12 +125,13 @@ def make_plan(
     q_slots: int | None = None,
     fp8: bool = False,
     per_sm: int | None = None,
+    producers: int = 1,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
 
     The other arguments overrule the choice, for measurements. consumers: 1 or 2 make query rows the rows of the
     products, 64 or 128 a tile (`rows.py`); 0 makes keys the rows. fp8: the cache is in e4m3, which one consumer's kernel
-    reads (`quantized.py`), or with 0 consumers `quantized_keys.py`, of which an SM runs `per_sm` programs.
+    reads (`quantized.py`), or with 0 consumers `quantized_keys.py`. per_sm: programs of an SM, where keys are the rows.
     """
     if fp8:
         if consumers == 0 and group <= MOST_FP8_COLUMNS:
@@ -137,7 +139,8 @@ def make_plan(
         return _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves)
     consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
     if consumers:
-        return _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, q_slots)
+        plan = _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, q_slots)
+        return replace(plan, producers=producers)
     block_d = block_width(head_dim)
     heads = power_of_two(group)
     if heads > MOST_COLUMNS:
@@ -150,9 +153,10 @@ def make_plan(
         heads = 8 // queries
     columns = heads * queries
     block_n = block_n or KEYS_BLOCK[block_d]
-    tile, rest = 2 * block_n * block_d, 512
+    per_sm = per_sm or 1
+    tile, rest = 2 * block_n * block_d, 512 if per_sm == 1 else 1024
     for tiles in (2, 1) if q_slots is None else (q_slots,):
-        room = SHARED_BYTES - rest - 2 * columns * (tiles * block_d + block_n) - 32 * columns
+        room = SHARED_BYTES // per_sm - rest - 2 * columns * (tiles * block_d + block_n) - 32 * columns
         fit = min(room // tile // 2 * 2, 16)
         if fit >= (6 if 2 * columns * block_d > 8192 else 4):
             break
@@ -166,6 +170,7 @@ def make_plan(
         min(block_n, page) if page else block_n,
         merge=merge,
         early=early,
+        per_sm=per_sm,
     )
 
 

@@ -137,8 +137,8 @@ def load_query_tile(share, piece, cursor, q_desc):
 
 
 @gluon.jit
-def producer(share, q_desc, k_desc, v_desc):
-    """One warp: keep the rings of Q, K and V full, across heads.
+def producer(share, q_desc, k_desc, v_desc, KEYS: gl.constexpr = 1, VALUES: gl.constexpr = 1):
+    """One warp: keep the rings of Q and K (KEYS), and of V (VALUES), full, across heads.
 
     With one tile of Q, the next head's queries cannot come before this head's last scores. Its first blocks need not
     wait for that, so they are fetched before its queries: the slots they go to become empty without them.
@@ -150,16 +150,19 @@ def producer(share, q_desc, k_desc, v_desc):
     count = share.end - share.begin
     piece = gl.to_tensor(0)
     numbers = page_numbers(cache, cursor)
-    load_query_tile(share, piece, cursor, q_desc)
+    if KEYS:
+        load_query_tile(share, piece, cursor, q_desc)
     for i in range(count):
         if (cursor.j == 0) & (i > 0):
             piece += 1
-            if PLAN.q_slots == 2:
+            if KEYS and PLAN.q_slots == 2:
                 load_query_tile(share, piece, cursor, q_desc)
         kv_head = cursor.head // share.results.tiles
-        load_tile(share.k, i, k_desc, cache, cursor, numbers, kv_head)
-        load_tile(share.v, i, v_desc, cache, cursor, numbers, kv_head)
-        if PLAN.q_slots == 1:
+        if KEYS:
+            load_tile(share.k, i, k_desc, cache, cursor, numbers, kv_head)
+        if VALUES:
+            load_tile(share.v, i, v_desc, cache, cursor, numbers, kv_head)
+        if KEYS and PLAN.q_slots == 1:
             is_last = (cursor.j == cursor.blocks - 1) | (i == count - 1)
             late = (cursor.j == LATE) | ((cursor.j < LATE) & is_last)
             if late & (piece > 0):
@@ -292,7 +295,17 @@ def attend_rows(results, split, q_desc, k_desc, v_desc, program):
     end = split.begin(program + 1)
     share = Share(results, begin, end, start, q, k, v, cleaned, results.c, results.counters_ptr, PLAN, cache.CASE)
     # The first role has four warps and the registers that are left by the others.
-    if CONSUMERS == 1:
+    if CONSUMERS == 1 and PLAN.producers == 2:
+        gl.warp_specialize(
+            [
+                (consumer, (share, 0)),
+                (producer, (share, q_desc, k_desc, v_desc, 1, 0)),
+                (producer, (share, q_desc, k_desc, v_desc, 0, 1)),
+            ],
+            [1, 1],
+            [PLAN.producer_registers, PLAN.producer_registers],
+        )
+    elif CONSUMERS == 1:
         gl.warp_specialize(
             [(consumer, (share, 0)), (producer, (share, q_desc, k_desc, v_desc))], [1], [PLAN.producer_registers]
         )
