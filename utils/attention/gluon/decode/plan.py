@@ -10,7 +10,7 @@ from typing import Any
 
 MOST_QUERIES = 64  # new tokens of one call
 MOST_COLUMNS = 32  # query rows of a tile where keys are the rows of the products
-MOST_FP8_COLUMNS = 64  # of those of an fp8 cache, in registers
+MOST_FP8_COLUMNS = {64: 64, 128: 64, 256: 32}  # the same with an fp8 cache; more do not fit into registers
 MOST_GROUP = 128  # query heads that share a head of keys
 MOST_SEQUENCES = 4096
 PAGES = (16, 32, 64, 128, 256)  # tokens of a page
@@ -134,7 +134,7 @@ def make_plan(
     reads (`quantized.py`), or with 0 consumers `quantized_keys.py`. per_sm: programs of an SM, where keys are the rows.
     """
     if fp8:
-        if consumers == 0 and group <= MOST_FP8_COLUMNS:
+        if consumers == 0 and power_of_two(group) <= MOST_FP8_COLUMNS[block_width(head_dim)]:
             return _fp8_keys_plan(head_dim, group, sq, page, block_n, merge, early, per_sm or 2)
         return _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves)
     consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
@@ -213,7 +213,7 @@ def _fp8_keys_plan(head_dim, group, sq, page, block_n, merge, early, per_sm) -> 
     """Return `make_plan`'s plan for a cache in e4m3 where keys are the rows: `per_sm` programs share an SM's memory."""
     block_d = block_width(head_dim)
     heads = power_of_two(group)
-    queries = min(power_of_two(sq), max(MOST_FP8_COLUMNS // heads, 1))
+    queries = min(power_of_two(sq), MOST_FP8_COLUMNS[block_d] // heads)
     heads = max(heads, 8 // queries)  # a product has eight columns at least
     # A block of 128 keys and 64 columns do not fit into the registers of a thread.
     block_n = block_n or (64 if block_d == 256 or heads * queries > 32 else 128)
