@@ -174,30 +174,33 @@ def finish_point(row: dict, samples: dict[str, list[float]], bytes_: int) -> dic
     return row
 
 
-def prepare_pages(cache: tuple, fa3: bool) -> tuple[dict, dict[str, Callable], int]:
+def prepare_pages(point: tuple, fa3: bool) -> tuple[dict, dict[str, Callable], int]:
     """Prepare one new token over a cache in pages: both kernels beside one piece and FlashAttention 3."""
+    *cache, page = point
     q, k, v = draw(*cache, 1)
     used = torch.full((len(q),), cache[3], dtype=torch.int32, device="cuda")
     expected = decode_reference(q[:1], k[:1], v[:1])
     by_rows: dict = {"consumers": 1, "block_n": 128}
     kernels: dict[str, dict] = {
         "keys": {"consumers": 0},
+        "keys, level": {"consumers": 0, "level": True},
         "rows": by_rows,
-        "rows, two producers": by_rows | {"producers": 2},
+        "rows, level": by_rows | {"level": True},
+        "rows, level, two producers": by_rows | {"level": True, "producers": 2},
     }
-    calls, left_out = right_calls({f"one piece, {name}": c for name, c in kernels.items()}, expected, q, k, v)
-    for page in PAGES:
-        table = torch.randperm(cache[0] * cache[3] // page, device="cuda").int().view(cache[0], -1)
-        pages = [in_pages(x, page, table) for x in (k, v)]
-        named = {f"pages of {page}, {name}": choices for name, choices in kernels.items()}
-        found, missing = right_calls(named, expected, q, *pages, used, table)
-        calls |= found
-        left_out |= missing
-        if fa3:
-            tokens_first = [x.transpose(1, 2) for x in (q, *pages)]
-            options = {"seqused_k": used, "page_table": table, "num_splits": 0}
-            calls[f"pages of {page}, FA3"] = partial(torch.ops.flash_attn_3.fwd, *tokens_first, **options)
-    return {"cache": list(cache), "left_out": left_out}, calls, 2 * k.numel() * k.element_size()
+    without_lengths = {name: choices for name, choices in kernels.items() if name in ("keys", "rows")}
+    calls, left_out = right_calls({f"one piece, {name}": c for name, c in without_lengths.items()}, expected, q, k, v)
+    table = torch.randperm(cache[0] * cache[3] // page, device="cuda").int().view(cache[0], -1)
+    pages = [in_pages(x, page, table) for x in (k, v)]
+    named = {f"pages of {page}, {name}": choices for name, choices in kernels.items()}
+    found, missing = right_calls(named, expected, q, *pages, used, table)
+    calls |= found
+    left_out |= missing
+    if fa3:
+        tokens_first = [x.transpose(1, 2) for x in (q, *pages)]
+        options = {"seqused_k": used, "page_table": table, "num_splits": 0}
+        calls[f"pages of {page}, FA3"] = partial(torch.ops.flash_attn_3.fwd, *tokens_first, **options)
+    return {"cache": cache, "page": page, "left_out": left_out}, calls, 2 * k.numel() * k.element_size()
 
 
 def finish_pages(row: dict, samples: dict[str, list[float]], bytes_: int) -> dict:
@@ -335,6 +338,7 @@ def random_case(seed: int) -> dict:
             torch.rand(2, kv_heads, device="cuda") + 0.5,
         )
     elif consumers == 1:
+        choices["level"] = rng.random() < 0.5
         choices["producers"] = rng.choice((1, 2))
     elif consumers == 0 and head_dim <= 128:
         choices |= rng.choice(({}, {"per_sm": 2, "block_n": 64}))
@@ -397,7 +401,7 @@ def main() -> None:
             finish_point,
         ),
         "fp8": ([(*c, n) for c in CACHES for n in (1, 16)], prepare_fp8, finish_fp8),
-        "pages": (PAGED_CACHES, partial(prepare_pages, fa3=fa3), finish_pages),
+        "pages": ([(*c, p) for c in PAGED_CACHES for p in PAGES], partial(prepare_pages, fa3=fa3), finish_pages),
     }
     rows, prepare, finish = tables[options.table]
     rows = list(rows)[part::parts]
