@@ -64,6 +64,7 @@ def variants(point: tuple) -> dict[str, dict]:
         if rows >= 32:
             found["rows, one Q"] = by_rows | {"q_slots": 1}
             found["rows, two Q"] = by_rows | {"q_slots": 2}
+            found["rows, wide stores"] = by_rows | {"wide": True}
             found["rows, one softmax"] = by_rows | {"halves": False}
             found["rows, small blocks, two Q"] = small | {"q_slots": 2}
         found["rows, equal shares"] = by_rows | {"aligned": False}
@@ -338,6 +339,7 @@ def random_case(seed: int) -> dict:
             torch.rand(2, kv_heads, device="cuda") + 0.5,
         )
     elif consumers == 1:
+        choices["wide"] = True
         choices["level"] = rng.random() < 0.5
         choices["producers"] = rng.choice((1, 2))
     elif consumers == 0 and head_dim <= 128:

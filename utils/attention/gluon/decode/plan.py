@@ -55,6 +55,7 @@ class Plan:
     registers: int = 0  # of a consumer's thread, with two consumers
     raw_slots: int = 0  # slots of K and of V for an fp8 cache's bytes, each; 0: the cache has the queries' type
     per_sm: int = 1  # programs that an SM runs at the same time
+    wide: bool = False  # where query rows are the rows: threads exchange the output, and store 16 bytes at once, not 4
     level: bool = False  # with lengths: where all sequences have as many blocks, the kernel splits as it does without
     producers: int = 1  # warps that load, where query rows are the rows: one, or one for K and one for V
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)
@@ -128,6 +129,7 @@ def make_plan(
     per_sm: int | None = None,
     producers: int = 1,
     level: bool = False,
+    wide: bool = False,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
 
@@ -142,7 +144,7 @@ def make_plan(
     consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
     if consumers:
         plan = _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, q_slots)
-        return replace(plan, producers=producers, level=level)
+        return replace(plan, producers=producers, level=level, wide=wide)
     block_d = block_width(head_dim)
     heads = power_of_two(group)
     if heads > MOST_COLUMNS:
