@@ -59,13 +59,16 @@ def variants(point: tuple) -> dict[str, dict]:
     found: dict[str, dict] = {"default": {}, "rows": by_rows}
     if rows <= 32:
         found["keys"] = keys
+        found["keys, two programs an SM"] = keys | {"per_sm": 2, "block_n": block if head_dim == 64 else block // 2}
     if arrangement(point, by_rows).aligned:
         if rows >= 32:
             found["rows, one Q"] = by_rows | {"q_slots": 1}
             found["rows, two Q"] = by_rows | {"q_slots": 2}
+            found["rows, wide stores"] = by_rows | {"wide": True}
+            found["rows, one softmax"] = by_rows | {"halves": False}
+            found["rows, small blocks, two Q"] = small | {"q_slots": 2}
         found["rows, equal shares"] = by_rows | {"aligned": False}
-        if head_dim == 64:
-            found["rows, small blocks"] = small
+        found["rows, small blocks"] = small
     else:
         even = {"programs": MULTIPROCESSORS // (batch * kv_heads) * batch * kv_heads}
         other = {"merge": "second" if arrangement(point, by_rows).plan.merge == "together" else "together"}
@@ -146,11 +149,11 @@ def right_calls(
     return calls, left_out
 
 
-def prepare_point(point: tuple, fa3: bool) -> tuple[dict, dict[str, Callable], int]:
+def prepare_point(point: tuple, fa3: bool, names: list[str] | None = None) -> tuple[dict, dict[str, Callable], int]:
     """Return a point's row so far, the calls to time, and the bytes of its cache: its variants and the other libraries."""
     q, k, v = draw(*point)
     expected = decode_reference(q[:1], k[:1], v[:1])
-    chosen = variants(point)
+    chosen = {name: c for name, c in variants(point).items() if names is None or name in ("default", *names)}
     errors: dict[str, float] = {}
     calls, left_out = right_calls(chosen, expected, q, k, v, errors=errors)
     calls |= others(q, k, v, fa3, False, left_out)
@@ -172,25 +175,33 @@ def finish_point(row: dict, samples: dict[str, list[float]], bytes_: int) -> dic
     return row
 
 
-def prepare_pages(cache: tuple, fa3: bool) -> tuple[dict, dict[str, Callable], int]:
+def prepare_pages(point: tuple, fa3: bool) -> tuple[dict, dict[str, Callable], int]:
     """Prepare one new token over a cache in pages: both kernels beside one piece and FlashAttention 3."""
+    *cache, page = point
     q, k, v = draw(*cache, 1)
     used = torch.full((len(q),), cache[3], dtype=torch.int32, device="cuda")
     expected = decode_reference(q[:1], k[:1], v[:1])
-    kernels: dict[str, dict] = {"keys": {"consumers": 0}, "rows": {"consumers": 1, "block_n": 128}}
-    calls, left_out = right_calls({f"one piece, {name}": c for name, c in kernels.items()}, expected, q, k, v)
-    for page in (*PAGES, 32):
-        table = torch.randperm(cache[0] * cache[3] // page, device="cuda").int().view(cache[0], -1)
-        pages = [in_pages(x, page, table) for x in (k, v)]
-        named = {f"pages of {page}, {name}": choices for name, choices in kernels.items()}
-        found, missing = right_calls(named, expected, q, *pages, used, table)
-        calls |= found
-        left_out |= missing
-        if fa3:
-            tokens_first = [x.transpose(1, 2) for x in (q, *pages)]
-            options = {"seqused_k": used, "page_table": table, "num_splits": 0}
-            calls[f"pages of {page}, FA3"] = partial(torch.ops.flash_attn_3.fwd, *tokens_first, **options)
-    return {"cache": list(cache), "left_out": left_out}, calls, 2 * k.numel() * k.element_size()
+    by_rows: dict = {"consumers": 1, "block_n": 128}
+    kernels: dict[str, dict] = {
+        "keys": {"consumers": 0},
+        "keys, level": {"consumers": 0, "level": True},
+        "rows": by_rows,
+        "rows, level": by_rows | {"level": True},
+        "rows, level, two producers": by_rows | {"level": True, "producers": 2},
+    }
+    without_lengths = {name: choices for name, choices in kernels.items() if name in ("keys", "rows")}
+    calls, left_out = right_calls({f"one piece, {name}": c for name, c in without_lengths.items()}, expected, q, k, v)
+    table = torch.randperm(cache[0] * cache[3] // page, device="cuda").int().view(cache[0], -1)
+    pages = [in_pages(x, page, table) for x in (k, v)]
+    named = {f"pages of {page}, {name}": choices for name, choices in kernels.items()}
+    found, missing = right_calls(named, expected, q, *pages, used, table)
+    calls |= found
+    left_out |= missing
+    if fa3:
+        tokens_first = [x.transpose(1, 2) for x in (q, *pages)]
+        options = {"seqused_k": used, "page_table": table, "num_splits": 0}
+        calls[f"pages of {page}, FA3"] = partial(torch.ops.flash_attn_3.fwd, *tokens_first, **options)
+    return {"cache": cache, "page": page, "left_out": left_out}, calls, 2 * k.numel() * k.element_size()
 
 
 def finish_pages(row: dict, samples: dict[str, list[float]], bytes_: int) -> dict:
@@ -201,13 +212,20 @@ def finish_pages(row: dict, samples: dict[str, list[float]], bytes_: int) -> dic
 def prepare_fp8(point: tuple) -> tuple[dict, dict[str, Callable], int]:
     """Prepare a cache in e4m3 beside the same one in bf16, which the default and `rows.py` read."""
     q, k, v = draw(*point)
-    kernels: dict[str, dict] = {"bf16": {}, "bf16, rows": {"consumers": 1}}
+    kernels: dict[str, dict] = {"bf16": {}}
     calls, left_out = right_calls(kernels, decode_reference(q[:1], k[:1], v[:1]), q, k, v)
     small, scales = [x.to(torch.float8_e4m3fn) for x in (k, v)], torch.rand(2, point[2], device="cuda") + 0.5
     expected = decode_reference(q[:1], small[0][:1], small[1][:1], kv_scales=scales)
-    named: dict[str, dict] = {"fp8": {"fp8": True}}
+    keys: dict = {"fp8": True, "consumers": 0}
+    named: dict[str, dict] = {"fp8, rows": {"fp8": True, "consumers": 1}, "fp8, keys": keys}
     if point[4] <= 128:
-        named["fp8, half the keys a block"] = {"fp8": True, "block_n": 32 if point[4] == 128 else 64}
+        named["fp8, keys, small blocks"] = keys | {"block_n": 64}
+        named["fp8, keys, three programs an SM"] = keys | {"block_n": 64, "per_sm": 3}
+    distinct: dict[Arrangement, str] = {}
+    for name, choices in named.items():
+        if arrangement(point, choices).plan.raw_slots >= 2:
+            distinct.setdefault(arrangement(point, choices), name)
+    named = {name: named[name] for name in distinct.values()}
     found, missing = right_calls(named, expected, q, *small, scales=scales)
     row = {"point": list(point), "left_out": left_out | missing}
     return row, calls | found, 2 * k.numel()
@@ -309,12 +327,23 @@ def random_case(seed: int) -> dict:
     }
     scales = None
     if rng.random() < 0.25 and head_dim % 16 == 0:
-        choices = choices | {"consumers": 1, "fp8": True}
+        # With keys as rows a tile holds 64 query rows, and all heads of a group.
+        choices = choices | {
+            "consumers": rng.choice((0, 0, 1)),
+            "fp8": True,
+            "merge": rng.choice(("last", "second", None)),
+        }
         k, v, scales = (
             k.to(torch.float8_e4m3fn),
             v.to(torch.float8_e4m3fn),
             torch.rand(2, kv_heads, device="cuda") + 0.5,
         )
+    elif consumers == 1:
+        choices["wide"] = True
+        choices["level"] = rng.random() < 0.5
+        choices["producers"] = rng.choice((1, 2))
+    elif consumers == 0 and head_dim <= 128:
+        choices |= rng.choice(({}, {"per_sm": 2, "block_n": 64}))
     call = bound(choices, q, k, v, lengths, table, scales, **case)
     expected = decode_reference(q, k, v, seqlens=lengths, block_table=table, kv_scales=scales, **case)
     errors = [error_of(call(), expected) for _ in range(2)]
@@ -340,6 +369,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, help="that share the folder of `--turns`; by default, the parts")
     parser.add_argument("--prepare", type=float, default=50, help="with `--turns`: seconds to prepare rows")
     parser.add_argument("--cases", type=int, default=60, help="for `right`: random cases")
+    parser.add_argument("--names", nargs="*", help="for `points`: these variants only, beside the default")
     parser.add_argument("--first", type=int, default=0, help="for `right`: the first seed")
     parser.add_argument(
         "--read", type=Path, help="for `join`: the folder of the rows' records; for `default`: the record"
@@ -367,9 +397,13 @@ def main() -> None:
         return
     fa3 = options.fa3 is not None
     tables: dict[str, tuple] = {
-        "points": ([(*c, n) for c in CACHES for n in NEW_TOKENS], partial(prepare_point, fa3=fa3), finish_point),
+        "points": (
+            [(*c, n) for c in CACHES for n in NEW_TOKENS],
+            partial(prepare_point, fa3=fa3, names=options.names),
+            finish_point,
+        ),
         "fp8": ([(*c, n) for c in CACHES for n in (1, 16)], prepare_fp8, finish_fp8),
-        "pages": (PAGED_CACHES, partial(prepare_pages, fa3=fa3), finish_pages),
+        "pages": ([(*c, p) for c in PAGED_CACHES for p in PAGES], partial(prepare_pages, fa3=fa3), finish_pages),
     }
     rows, prepare, finish = tables[options.table]
     rows = list(rows)[part::parts]

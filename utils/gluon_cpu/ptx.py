@@ -45,6 +45,8 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return args[0] * args[1]
     if text == _E4M3_TO_FP16 and pack == 4 and args[0].dtype.name == "uint8":
         return Tensor(_E4M3[args[0].data], gl.float16, args[0].layout)
+    if text.count("shfl.sync.bfly.b32") == 4 and pack == 4 and tuple(args[0].data.shape[-2:]) == (4, 4):
+        return Tensor(args[0].data.swapaxes(-1, -2), gl.int32, args[0].layout)  # four threads exchange four words each
     refuse("unknown operation", f"gluon_cpu does not know this inline assembly: {text[:120]}")
 
 

@@ -195,9 +195,33 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
     "64 rows": ((1, 4, 1, 16, 400, 128, None), {}, {}),
     "128 rows, lengths": ((2, 8, 1, 16, 200, 128, None), {}, {"lengths": True, "merge": "second"}),
     "64 rows, a window, pages of 16": ((2, 3, 1, 5, 300, 64, 16), {"window": 60}, {"lengths": True}),
-    "fp8": ((1, 4, 1, 4, 150, 128, None), {}, {"fp8": True}),
-    "fp8, lengths, a window, pages": ((2, 4, 2, 1, 300, 64, 16), {"window": 70}, {"fp8": True, "lengths": True}),
-    "128 rows, whole heads of 256": ((2, 5, 1, 7, 90, 256, None), {}, {"consumers": 2, "aligned": True}),
+    "fp8": ((1, 4, 1, 4, 150, 128, None), {}, {"fp8": True, "consumers": 1}),
+    "a warp for K and one for V": ((2, 4, 2, 1, 150, 64, 16), {}, {"consumers": 1, "producers": 2, "lengths": True}),
+    "equal lengths, even shares": (
+        (2, 4, 2, 2, 500, 64, None),
+        {},
+        {"consumers": 1, "lengths": [500, 400], "level": True, "programs": 8, "merge": "second"},
+    ),
+    "equal lengths, whole heads": (
+        (2, 4, 2, 2, 200, 64, None),
+        {},
+        {"consumers": 0, "lengths": [200, 70], "level": True, "programs": 4},
+    ),
+    "other lengths, level": ((2, 4, 2, 1, 300, 64, None), {}, {"consumers": 1, "lengths": [300, 20], "level": True}),
+    "two programs an SM": ((2, 4, 2, 2, 200, 64, None), {}, {"consumers": 0, "per_sm": 2, "block_n": 64}),
+    "fp8, keys as rows": ((1, 4, 1, 4, 400, 128, None), {}, {"fp8": True, "consumers": 0}),
+    "fp8, keys as rows, lengths, pages, 64": (
+        (2, 4, 2, 1, 300, 64, 16),
+        {"window": 70},
+        {"fp8": True, "lengths": True, "consumers": 0, "merge": "second"},
+    ),
+    "fp8, keys as rows, 256": ((1, 3, 1, 5, 200, 256, None), {}, {"fp8": True, "consumers": 0}),
+    "fp8, lengths, a window, pages": (
+        (2, 4, 2, 1, 300, 64, 16),
+        {"window": 70},
+        {"fp8": True, "lengths": True, "consumers": 1},
+    ),
+    "128 rows, whole heads of 256": ((2, 5, 1, 7, 90, 256, None), {}, {"consumers": 2, "aligned": True, "wide": True}),
 }
 
 
@@ -212,13 +236,16 @@ def test_the_kernel_is_right_in_the_simulator(sizes, options, choices):
     with_lengths = choices.pop("lengths", False)
     fill = float("nan") if with_lengths else 0.5
     k, v, lengths, table = random_cache(batch, kv_heads, slots, head_dim, torch.bfloat16, len(str(sizes)), page, fill)
+    if isinstance(with_lengths, list):
+        lengths = torch.tensor(with_lengths, dtype=torch.int32)
+        k, v = k.nan_to_num(0.5), v.nan_to_num(0.5)  # there are more keys than of the lengths that were drawn
     lengths = lengths if with_lengths else None
     q = torch.randn(batch, heads, sq, head_dim, dtype=torch.bfloat16)
     causal, window = options.get("causal", True), options.get("window", 0)
     scales = None
     if choices.get("fp8"):
         k, v, scales = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), torch.rand(2, kv_heads) + 0.5
-    launch = Launch(q, k, v, causal, window, with_lengths, table, **choices)
+    launch = Launch(q, k, v, causal, window, bool(with_lengths), table, **choices)
     with gluon_cpu.simulate():
         out = launch(q, k, v, 0.1, lengths, table, scales)
         again = (

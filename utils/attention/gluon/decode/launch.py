@@ -212,6 +212,7 @@ class Launch:
 
         from utils.attention.gluon.decode.kernel import attention_decode, attention_decode_merge
         from utils.attention.gluon.decode.quantized import attention_decode_fp8
+        from utils.attention.gluon.decode.quantized_keys import attention_decode_fp8_keys
         from utils.attention.gluon.decode.rows import attention_decode_rows
 
         def descriptor(x, map_, box):
@@ -233,7 +234,8 @@ class Launch:
         kernel = attention_decode_rows if plan.consumers else attention_decode
         rest = (out, parts, counters, *sizes)
         if self.fp8:
-            kernels = [attention_decode_fp8[grid](*descriptors, *rest, scales, **constants, **options)]
+            kernel = attention_decode_fp8 if plan.consumers else attention_decode_fp8_keys
+            kernels = [kernel[grid](*descriptors, *rest, scales, **constants, **options)]
         else:
             kernels = [kernel[grid](*descriptors, *rest, **constants, **options)]
         if self.parts and not self.counters:

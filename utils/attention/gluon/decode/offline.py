@@ -15,10 +15,11 @@ def compile_decode(plan: Plan, case: Case, dtype: str = "bf16", merge: bool = Fa
     """Compile the kernel, or the one of the second launch, for sm_90a."""
     from triton.experimental.gluon import language as gl
 
-    from utils.attention.gluon.decode import kernel, quantized, rows
+    from utils.attention.gluon.decode import kernel, quantized, quantized_keys, rows
 
     attend = rows.attention_decode_rows if plan.consumers else kernel.attention_decode
-    attend = quantized.attention_decode_fp8 if plan.raw_slots else attend
+    if plan.raw_slots:
+        attend = quantized.attention_decode_fp8 if plan.consumers else quantized_keys.attention_decode_fp8_keys
     function = kernel.attention_decode_merge if merge else attend
     q = gl.NVMMASharedLayout(128, 16, rank=5)
     bits = 8 if plan.raw_slots else 16

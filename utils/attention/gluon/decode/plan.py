@@ -10,6 +10,7 @@ from typing import Any
 
 MOST_QUERIES = 64  # new tokens of one call
 MOST_COLUMNS = 32  # query rows of a tile where keys are the rows of the products
+MOST_FP8_COLUMNS = {64: 64, 128: 64, 256: 32}  # the same with an fp8 cache; more do not fit into registers
 MOST_GROUP = 128  # query heads that share a head of keys
 MOST_SEQUENCES = 4096
 PAGES = (16, 32, 64, 128, 256)  # tokens of a page
@@ -53,6 +54,10 @@ class Plan:
     consumers: int = 0  # warpgroups of 64 query rows each; 0: keys are the rows of the products
     registers: int = 0  # of a consumer's thread, with two consumers
     raw_slots: int = 0  # slots of K and of V for an fp8 cache's bytes, each; 0: the cache has the queries' type
+    per_sm: int = 1  # programs that an SM runs at the same time
+    wide: bool = False  # where query rows are the rows: threads exchange the output, and store 16 bytes at once, not 4
+    level: bool = False  # with lengths: where all sequences have as many blocks, the kernel splits as it does without
+    producers: int = 1  # warps that load, where query rows are the rows: one, or one for K and one for V
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)
 
     @property
@@ -72,6 +77,8 @@ class Plan:
         With one consumer the block has eight warps with their padding, and Triton would ask for 256 registers a thread,
         which no instruction can name; ptxas then ignores the number that the roles' own requests build on.
         """
+        if self.per_sm > 2:
+            return {"num_warps": 4, "maxnreg": 65536 // (128 * self.per_sm) // 8 * 8}
         return {"num_warps": 4} | ({"maxnreg": 240} if self.consumers == 1 and not self.raw_slots else {})
 
     @property
@@ -119,18 +126,25 @@ def make_plan(
     halves: bool | None = None,
     q_slots: int | None = None,
     fp8: bool = False,
+    per_sm: int | None = None,
+    producers: int = 1,
+    level: bool = False,
+    wide: bool = False,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
 
     The other arguments overrule the choice, for measurements. consumers: 1 or 2 make query rows the rows of the
-    products, 64 or 128 a tile (`rows.py`); 0 makes keys the rows. fp8: the cache is in e4m3, and one consumer's kernel
-    reads it (`quantized.py`).
+    products, 64 or 128 a tile (`rows.py`); 0 makes keys the rows. fp8: the cache is in e4m3, which one consumer's kernel
+    reads (`quantized.py`), or with 0 consumers `quantized_keys.py`. per_sm: programs of an SM, where keys are the rows.
     """
     if fp8:
+        if consumers == 0 and power_of_two(group) <= MOST_FP8_COLUMNS[block_width(head_dim)]:
+            return _fp8_keys_plan(head_dim, group, sq, page, block_n, merge, early, per_sm or 2)
         return _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves)
     consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
     if consumers:
-        return _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, q_slots)
+        plan = _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, q_slots)
+        return replace(plan, producers=producers, level=level, wide=wide)
     block_d = block_width(head_dim)
     heads = power_of_two(group)
     if heads > MOST_COLUMNS:
@@ -143,9 +157,10 @@ def make_plan(
         heads = 8 // queries
     columns = heads * queries
     block_n = block_n or KEYS_BLOCK[block_d]
-    tile, rest = 2 * block_n * block_d, 512
+    per_sm = per_sm or 1
+    tile, rest = 2 * block_n * block_d, 512 if per_sm == 1 else 1024
     for tiles in (2, 1) if q_slots is None else (q_slots,):
-        room = SHARED_BYTES - rest - 2 * columns * (tiles * block_d + block_n) - 32 * columns
+        room = SHARED_BYTES // per_sm - rest - 2 * columns * (tiles * block_d + block_n) - 32 * columns
         fit = min(room // tile // 2 * 2, 16)
         if fit >= (6 if 2 * columns * block_d > 8192 else 4):
             break
@@ -159,6 +174,8 @@ def make_plan(
         min(block_n, page) if page else block_n,
         merge=merge,
         early=early,
+        per_sm=per_sm,
+        level=level,
     )
 
 
@@ -195,6 +212,32 @@ def _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumer
         registers=0 if consumers == 1 else 232 if page and page < block_n else 240,
         halves=halves if halves is not None else block_d >= 128,
     )
+
+
+def _fp8_keys_plan(head_dim, group, sq, page, block_n, merge, early, per_sm) -> Plan:
+    """Return `make_plan`'s plan for a cache in e4m3 where keys are the rows: `per_sm` programs share an SM's memory."""
+    block_d = block_width(head_dim)
+    heads = power_of_two(group)
+    queries = min(power_of_two(sq), MOST_FP8_COLUMNS[block_d] // heads)
+    heads = max(heads, 8 // queries)  # a product has eight columns at least
+    # A block of 128 keys and 64 columns do not fit into the registers of a thread.
+    block_n = block_n or (64 if block_d == 256 or heads * queries > 32 else 128)
+    plan = Plan(
+        block_d,
+        block_n,
+        heads,
+        queries,
+        0,  # every tile of K and V holds bytes
+        2,  # as they come, and in fp16
+        min(block_n, page) if page else block_n,
+        merge=merge,
+        early=early,
+        per_sm=per_sm,
+    )
+    room = (
+        SHARED_BYTES // per_sm - 1024 - 24 * plan.columns - plan.shared_bytes
+    )  # two programs; reductions exchange sums
+    return replace(plan, raw_slots=min(room // (2 * block_n * block_d), 8))
 
 
 def _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves) -> Plan:
@@ -335,6 +378,7 @@ def arrange(
         if consumers and block_n is None:
             block_n = best_block(head_dim, batch * kv_heads, seen, multiprocessors)
     plan = make_plan(head_dim, group, sq, page, block_n=block_n, consumers=consumers, fp8=fp8, **choices)
+    multiprocessors *= plan.per_sm  # from here on, places for programs
     tiles = -(-sq // plan.queries)
     heads = batch * kv_heads * tiles
     blocks = -(-keys // plan.block_n) - (keys - seen) // plan.block_n

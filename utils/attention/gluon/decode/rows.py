@@ -137,8 +137,8 @@ def load_query_tile(share, piece, cursor, q_desc):
 
 
 @gluon.jit
-def producer(share, q_desc, k_desc, v_desc):
-    """One warp: keep the rings of Q, K and V full, across heads.
+def producer(share, q_desc, k_desc, v_desc, KEYS: gl.constexpr = 1, VALUES: gl.constexpr = 1):
+    """One warp: keep the rings of Q and K (KEYS), and of V (VALUES), full, across heads.
 
     With one tile of Q, the next head's queries cannot come before this head's last scores. Its first blocks need not
     wait for that, so they are fetched before its queries: the slots they go to become empty without them.
@@ -150,22 +150,69 @@ def producer(share, q_desc, k_desc, v_desc):
     count = share.end - share.begin
     piece = gl.to_tensor(0)
     numbers = page_numbers(cache, cursor)
-    load_query_tile(share, piece, cursor, q_desc)
+    if KEYS:
+        load_query_tile(share, piece, cursor, q_desc)
     for i in range(count):
         if (cursor.j == 0) & (i > 0):
             piece += 1
-            if PLAN.q_slots == 2:
+            if KEYS and PLAN.q_slots == 2:
                 load_query_tile(share, piece, cursor, q_desc)
         kv_head = cursor.head // share.results.tiles
-        load_tile(share.k, i, k_desc, cache, cursor, numbers, kv_head)
-        load_tile(share.v, i, v_desc, cache, cursor, numbers, kv_head)
-        if PLAN.q_slots == 1:
+        if KEYS:
+            load_tile(share.k, i, k_desc, cache, cursor, numbers, kv_head)
+        if VALUES:
+            load_tile(share.v, i, v_desc, cache, cursor, numbers, kv_head)
+        if KEYS and PLAN.q_slots == 1:
             is_last = (cursor.j == cursor.blocks - 1) | (i == count - 1)
             late = (cursor.j == LATE) | ((cursor.j < LATE) & is_last)
             if late & (piece > 0):
                 load_query_tile(share, piece, cursor, q_desc)
         cursor = cache.advance(cursor)
         numbers = page_numbers(cache, cursor)
+
+
+# Threads t = 0 .. 3 of a row hold word t of the groups 0 .. 3, and then hold group t: the first exchange swaps bit 0 of
+# group and thread, the second one bit 1.
+EXCHANGE = gl.constexpr(
+    "{ .reg .pred odd, high; .reg .b32 t, w0, w1, w2, w3; mov.u32 t, %laneid; "
+    "and.b32 w0, t, 1; setp.ne.u32 odd, w0, 0; and.b32 w0, t, 2; setp.ne.u32 high, w0, 0; "
+    "selp.b32 t, $4, $5, odd; shfl.sync.bfly.b32 t, t, 1, 31, 0xffffffff; "
+    "selp.b32 w0, t, $4, odd; selp.b32 w1, $5, t, odd; "
+    "selp.b32 t, $6, $7, odd; shfl.sync.bfly.b32 t, t, 1, 31, 0xffffffff; "
+    "selp.b32 w2, t, $6, odd; selp.b32 w3, $7, t, odd; "
+    "selp.b32 t, w0, w2, high; shfl.sync.bfly.b32 t, t, 2, 31, 0xffffffff; "
+    "selp.b32 $0, t, w0, high; selp.b32 $2, w2, t, high; "
+    "selp.b32 t, w1, w3, high; shfl.sync.bfly.b32 t, t, 2, 31, 0xffffffff; "
+    "selp.b32 $1, t, w1, high; selp.b32 $3, w3, t, high; }"
+)
+
+
+@gluon.constexpr_function
+def four_groups(PAIRS):
+    """Layout of words [64, PAIRS] as a product leaves them, a thread's words of four groups of four one after another."""
+    registers = [[0, 4], [0, 8], [8, 0]] + [[0, d] for d in (16, 32, 64) if d < PAIRS]
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, PAIRS])
+
+
+@gluon.jit
+def store_head(results, cursor, o, row):
+    """Store the output of a head that this program has computed whole, [64, BLOCK_D]; row: the tile's first."""
+    numbers = o.to(results.out_ptr.dtype.element_ty)
+    if results.cache.PLAN.wide:
+        # Two neighbours as one word; then the four threads of a row exchange words, four by four.
+        PAIRS: gl.constexpr = o.shape[1] // 2
+        low, high = numbers.to(gl.int16, bitcast=True).reshape([64, PAIRS, 2]).split()
+        words = (low.to(gl.int32) & 0xFFFF) | (high.to(gl.int32) << 16)
+        words = gl.convert_layout(words, four_groups(PAIRS)).reshape([64, PAIRS // 16, 4, 4])
+        words = gl.inline_asm_elementwise(
+            EXCHANGE, "=&r,=&r,=&r,=&r,r,r,r,r", [words], dtype=gl.int32, is_pure=True, pack=4
+        )
+        words = words.permute([0, 1, 3, 2]).reshape([64, PAIRS])
+        pairs = gl.join((words & 0xFFFF).to(gl.int16), (words >> 16).to(gl.int16)).reshape([64, 2 * PAIRS])
+        results.store_whole(cursor, pairs.to(numbers.dtype, bitcast=True), row, 0)
+    else:
+        results.store_whole(cursor, numbers, row, 0)
 
 
 @gluon.jit
@@ -260,7 +307,7 @@ def consumer(all_heads, W: gl.constexpr):
         if PLAN.raw_slots > 0:
             o = o * v_scale
         if n == cursor.blocks:
-            results.store_whole(cursor, o * spread(inverses(sums), o), ROW, 0)
+            store_head(results, cursor, o * spread(inverses(sums), o), ROW)
         else:
             part = 2 * program + (split.owner(unit - cursor.j) == program).to(gl.int32)
             for half in gl.static_range(len(sums)):
@@ -292,7 +339,17 @@ def attend_rows(results, split, q_desc, k_desc, v_desc, program):
     end = split.begin(program + 1)
     share = Share(results, begin, end, start, q, k, v, cleaned, results.c, results.counters_ptr, PLAN, cache.CASE)
     # The first role has four warps and the registers that are left by the others.
-    if CONSUMERS == 1:
+    if CONSUMERS == 1 and PLAN.producers == 2:
+        gl.warp_specialize(
+            [
+                (consumer, (share, 0)),
+                (producer, (share, q_desc, k_desc, v_desc, 1, 0)),
+                (producer, (share, q_desc, k_desc, v_desc, 0, 1)),
+            ],
+            [1, 1],
+            [PLAN.producer_registers, PLAN.producer_registers],
+        )
+    elif CONSUMERS == 1:
         gl.warp_specialize(
             [(consumer, (share, 0)), (producer, (share, q_desc, k_desc, v_desc))], [1], [PLAN.producer_registers]
         )

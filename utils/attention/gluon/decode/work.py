@@ -79,7 +79,10 @@ class Cache:
             layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
             at = gl.arange(0, self.CASE.batch_block, layout)
             lengths = gl.load(self.lens_ptr + at, mask=at < self.batch, other=0)
-            total = gl.sum(gl.where(at < self.batch, self.blocks(lengths), 0), 0) * self.heads
+            blocks = gl.where(at < self.batch, self.blocks(lengths), 0)
+            total = gl.sum(blocks, 0) * self.heads
+            if self.PLAN.level:
+                total, grain, programs = self.split_evenly(total, gl.max(blocks, 0), programs)
         elif self.CASE.aligned:
             total = self.heads * self.batch
             grain = self.blocks(self.sk)
@@ -87,6 +90,22 @@ class Cache:
             total = self.heads * self.batch * self.blocks(self.sk)
         programs = gl.minimum(programs, total)
         return Split(total // programs, total % programs, programs, grain)
+
+    @gluon.jit
+    def split_evenly(self, total, most, programs):
+        """Grains, blocks of a grain and programs for sequences of lengths that only the kernel knows.
+
+        Where all have as many blocks, `most`, the programs take whole heads, or share each head evenly: by the rules of
+        `plan.aligned_split` and `plan.even_programs`. Otherwise a grain is a block, and all programs have a share.
+        """
+        heads = self.heads * self.batch
+        equal = total == most * heads
+        balanced = 25 * (gl.cdiv(heads, programs) * programs) <= 26 * heads
+        whole = equal & (balanced | (most == 1))
+        each = gl.maximum(programs // heads, 1)
+        even = equal & (20 * (heads * each) >= 19 * programs) & (heads <= programs) & (most % each == 0)
+        programs = gl.where(even & (whole == 0), heads * each, programs)
+        return gl.where(whole, heads, total), gl.where(whole, most, 1), programs
 
     @gluon.jit
     def place(self, flat):

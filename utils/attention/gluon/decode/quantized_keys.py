@@ -1,0 +1,296 @@
+"""The decode kernel for an fp8 (e4m3) cache and few query rows: keys are the rows, and their bytes become left operands.
+
+The left operand of a wgmma may come from registers. So a warp reads the bytes of K and V from shared memory, converts
+them in registers, and hands them to the tensor cores from there: nothing is stored a second time, and no other warpgroup
+is waited for, as in `quantized.py`. S^T = K Q^T and O^T = V^T P^T, as in `kernel.py`.
+
+    part        what                                                    head dim 64     128            256
+    columns     heads of the group x new tokens                         8 to 32, powers of two
+    block       keys                                                    128             128            64
+    programs    of one SM, so that one loads and converts while another waits for products or other warps: 2
+    ring        blocks of K and V, as bytes                             3 to 6
+
+The numbers of a row lie where loads are wide. K's columns, d, may be multiplied in any order if Q has the same one: a
+thread takes 16 neighbouring bytes, and Q is stored to shared memory in the order that follows. V's columns are rows of
+the output, which may come in any order too: a thread takes d / 32 neighbours, and writes them where they belong.
+
+All products are in fp16, which holds every e4m3 number exactly. A row of queries in bf16 is divided by a power of two
+near its largest number, so that fp16 holds it; its scores are multiplied by that and by K's scale. Bad numbers stay bad.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from utils.attention.gluon.decode.blocks import clear_keys, load_block, load_queries, mask_block, page_numbers
+from utils.attention.gluon.decode.kernel import SIZES, let_second_launch_begin, softmax, thread_sums
+from utils.attention.gluon.decode.merge import Results, in_eights, inverse
+from utils.attention.gluon.decode.quantized import CONVERT
+from utils.attention.gluon.decode.work import Cache
+from utils.attention.gluon.shared import MINUS_INF, accumulator, thread_barrier
+
+
+@gluon.constexpr_function
+def left_operand(columns):
+    """Layout of a left operand in registers, 64 rows for the four warps."""
+    return gl.DotOperandLayout(0, accumulator(columns), 2)
+
+
+@gluon.constexpr_function
+def powers(begin, end):
+    """The powers of two from begin on, below end."""
+    found = []
+    while begin < end:
+        found.append(begin)
+        begin *= 2
+    return found
+
+
+@gluon.constexpr_function
+def key_layout(BLOCK_N, BLOCK_D):
+    """Who reads which bytes of K, [keys, d]: 16 neighbours at once, and the rows of the left operand.
+
+    Four threads share a row; they take 32 bytes each of 128 (16 of 64), so that eight threads, which shared memory
+    serves together, find their bytes in different banks.
+    """
+    wide = 32 if BLOCK_D >= 128 else 16
+    registers = [[0, d] for d in (1, 2, 4, 8, *powers(16, wide), *powers(128, BLOCK_D))]
+    registers += [[8, 0]] + [[key, 0] for key in powers(64, BLOCK_N)]
+    lanes = [[0, wide], [0, 2 * wide], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [BLOCK_N, BLOCK_D])
+
+
+@gluon.constexpr_function
+def value_layout(BLOCK_N, BLOCK_D, PAIRS):
+    """Who reads which bytes of V, [keys, d]: d / 32 neighbours at once; with PAIRS two neighbouring keys stand together."""
+    each = BLOCK_D // 32
+    own = [[0, d] for d in powers(1, each)]
+    registers = ([[1, 0], *own] if PAIRS else [*own, [1, 0]]) + [[8, 0]] + [[key, 0] for key in powers(16, BLOCK_N)]
+    lanes = [[2, 0], [4, 0]] + [[0, d] for d in (each, 2 * each, 4 * each)]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 8 * each], [0, 16 * each]], [], [BLOCK_N, BLOCK_D])
+
+
+@gluon.jit
+def mixed(x, BLOCK_D: gl.constexpr):
+    """[rows, BLOCK_D] in the order of `key_layout`: a k-step of a product takes four neighbours of each of four threads."""
+    ROWS: gl.constexpr = x.shape[0]
+    if BLOCK_D == 64:
+        parts = x.reshape([ROWS, 4, 4, 2, 2]).permute([0, 2, 3, 1, 4])
+    else:
+        parts = x.reshape([ROWS, BLOCK_D // 128, 4, 2, 4, 2, 2]).permute([0, 1, 3, 4, 5, 2, 6])
+    return parts.reshape([ROWS, BLOCK_D])
+
+
+@gluon.jit
+def to_fp16(e4m3):
+    """Numbers of e4m3, as bytes, in fp16: exact, and nan stays nan."""
+    return gl.inline_asm_elementwise(CONVERT, "=r,=r,r", [e4m3], dtype=gl.float16, is_pure=True, pack=4)
+
+
+@gluon.jit
+def keys_operand(tile, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, COLUMNS: gl.constexpr):
+    """A tile of K as the left operand of K Q^T: registers are renamed after the conversion, not moved."""
+    layout: gl.constexpr = key_layout(BLOCK_N, BLOCK_D)
+    keys = to_fp16(tile.reshape([BLOCK_N, BLOCK_D]).load(layout))
+    return gl.convert_layout(mixed(keys, BLOCK_D), left_operand(COLUMNS))
+
+
+@gluon.jit
+def values_operand(tile, cursor, j, PLAN: gl.constexpr, CLEAN: gl.constexpr):
+    """A tile of V as the left operand of V^T P^T. CLEAN: values behind the last key become zeros; zero times nan is nan."""
+    BLOCK_N: gl.constexpr = PLAN.block_n
+    BLOCK_D: gl.constexpr = PLAN.block_d
+    layout: gl.constexpr = value_layout(BLOCK_N, BLOCK_D, False)
+    values = tile.reshape([BLOCK_N, BLOCK_D]).load(layout)
+    if CLEAN:
+        key = (cursor.first + j) * BLOCK_N
+        if key + BLOCK_N > cursor.length:
+            keys = key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+            values = gl.where((keys < cursor.length)[:, None], values, gl.zeros_like(values))
+    # A register of the operand has the same d of two neighbouring keys.
+    pairs = to_fp16(gl.convert_layout(values, value_layout(BLOCK_N, BLOCK_D, True)))
+    rows = pairs.permute([1, 0]).reshape([4, 8, BLOCK_D // 64, 2, BLOCK_N]).permute([2, 0, 3, 1, 4])
+    return gl.convert_layout(rows.reshape([BLOCK_D, BLOCK_N]), left_operand(PLAN.columns))
+
+
+@gluon.jit
+def in_order(o):
+    """The output O^T [d, columns] with its rows in the order of d; `values_operand` has another."""
+    BLOCK_D: gl.constexpr = o.shape[0]
+    rows = o.reshape([BLOCK_D // 64, 4, 2, 8, o.shape[1]]).permute([1, 3, 0, 2, 4])
+    return rows.reshape([BLOCK_D, o.shape[1]])
+
+
+@gluon.jit
+def store_queries(raw, target, PLAN: gl.constexpr):
+    """Store a tile of queries as fp16 in the order of K; returns the power of two that each row was divided by."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
+    q = raw.reshape([PLAN.columns, PLAN.block_d]).load(layout).to(gl.float32)
+    largest = gl.max(gl.abs(q), 1)
+    power = (largest.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+    power = gl.minimum(gl.maximum(power, 1.1754943508222875e-38), 8.507059173023462e37)  # 2^-126 to 2^126
+    target.store(mixed((q / power[:, None]).to(gl.float16), PLAN.block_d))
+    return power
+
+
+@gluon.jit
+def load_blocks(k_desc, v_desc, results, cursor, numbers, i, k_ring, v_ring, full, pred):
+    """Start the copies of block i's keys and values into its slot; returns the next block's cursor and page numbers."""
+    cache = results.cache
+    SLOTS: gl.constexpr = cache.PLAN.raw_slots
+    slot = i % SLOTS
+    kv_head = cursor.head // results.tiles
+    load_block(k_desc, cache, cursor, numbers, kv_head, k_ring.index(slot), full.index(2 * slot), pred)
+    load_block(v_desc, cache, cursor, numbers, kv_head, v_ring.index(slot), full.index(2 * slot + 1), pred)
+    cursor = cache.advance(cursor)
+    return cursor, page_numbers(cache, cursor)
+
+
+@gluon.jit
+def attend_keys(results, split, q_desc, k_desc, v_desc, scales_ptr, program):
+    """The blocks of one program: load, convert, multiply, and store each head or its part."""
+    cache = results.cache
+    PLAN: gl.constexpr = cache.PLAN
+    CASE: gl.constexpr = cache.CASE
+    BLOCK_N: gl.constexpr = PLAN.block_n
+    BLOCK_D: gl.constexpr = PLAN.block_d
+    COLUMNS: gl.constexpr = PLAN.columns
+    SLOTS: gl.constexpr = PLAN.raw_slots
+    layout: gl.constexpr = accumulator(COLUMNS)
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
+
+    k_ring = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(v_desc.dtype, [SLOTS, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], mbarrier.MBarrierLayout())
+    q_raw = gl.allocate_shared_memory(q_desc.dtype, [1, 1, PLAN.heads, PLAN.queries, BLOCK_D], q_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_tile = gl.allocate_shared_memory(gl.float16, [COLUMNS, BLOCK_D], gl.NVMMASharedLayout(128, 16, rank=2))
+    p_tile = gl.allocate_shared_memory(gl.float16, [COLUMNS, BLOCK_N], gl.NVMMASharedLayout(128, 16, rank=2))
+    for fill in gl.static_range(2 * SLOTS):
+        mbarrier.init(full.index(fill), count=1)
+    mbarrier.init(q_full, count=1)
+    # TMA completes the barriers through the async proxy, and may otherwise find them as they were before; and a warp
+    # could wait on a barrier that is not ready.
+    fence_async_shared()
+    thread_barrier()
+
+    begin = split.begin(program)
+    count = split.begin(program + 1) - begin
+    cursor = cache.locate(begin)
+    load_queries(q_desc, results, cursor.b, cursor.head, q_raw, q_full, True)
+    ahead = cursor  # the block to load next
+    numbers = page_numbers(cache, ahead)
+    for fill in gl.static_range(SLOTS):
+        wanted = fill < count
+        ahead, numbers = load_blocks(k_desc, v_desc, results, ahead, numbers, fill, k_ring, v_ring, full, wanted)
+
+    kv_heads = cache.heads // results.tiles
+    done = gl.to_tensor(0)
+    piece = gl.to_tensor(0)
+    while done < count:
+        n = gl.minimum(cursor.blocks - cursor.j, count - done)
+        following = cache.advance(cursor.at_last())
+        kv_head = cursor.head // results.tiles
+        mbarrier.wait(q_full, piece & 1)
+        power = store_queries(q_raw, q_tile, PLAN)
+        # wgmma reads the queries through the async proxy, and TMA writes the next ones through it: without the fence and
+        # the barrier the one may read the last tile, and the other overtake a slow warp's loads.
+        fence_async_shared()
+        thread_barrier()
+        load_queries(q_desc, results, following.b, following.head, q_raw, q_full, done + n < count)
+        factor_s = gl.convert_layout(power, columns) * gl.load(scales_ptr + kv_head)
+        v_scale = gl.load(scales_ptr + kv_heads + kv_head)
+
+        m = gl.full([COLUMNS], MINUS_INF, gl.float32, columns)
+        o = gl.zeros([BLOCK_D, COLUMNS], gl.float32, layout)
+        zero = gl.zeros([BLOCK_N, COLUMNS], gl.float32, layout)
+        sums = thread_sums(zero)
+        low, clear = clear_keys(cache, cursor)
+        for k in range(n):
+            j = cursor.j + k
+            i = done + k
+            slot = i % SLOTS
+            phase = (i // SLOTS) & 1
+            mbarrier.wait(full.index(2 * slot), phase)  # K has arrived
+            keys = keys_operand(k_ring.index(slot), BLOCK_N, BLOCK_D, COLUMNS)
+            s = warpgroup_mma(keys, q_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
+            mbarrier.wait(full.index(2 * slot + 1), phase)  # V has arrived
+            values = values_operand(v_ring.index(slot), cursor, j, PLAN, CASE.clean)
+            # All warps have read K and V into registers: TMA may overwrite them. Without the fence it may overtake the
+            # loads, without the barrier a slow warp.
+            fence_async_shared()
+            thread_barrier()
+            more = i + SLOTS < count
+            ahead, numbers = load_blocks(k_desc, v_desc, results, ahead, numbers, i + SLOTS, k_ring, v_ring, full, more)
+            s = warpgroup_mma_wait(0, [s]) * factor_s[None, :]
+            key = (cursor.first + j) * BLOCK_N
+            if (key + BLOCK_N > clear) | (key < low):
+                s = mask_block(s, cache, cursor, j, cursor.head % results.tiles, 0, 0)
+            p, m, factor, sums = softmax(s, m, sums, results.c)
+            p_tile.permute([1, 0]).store(p.to(gl.float16))
+            o = o * factor[None, :]
+            # P was stored by threads, wgmma reads through the async proxy: without the fence it may read the last P,
+            # without the barrier the rows of slower warps would be missing.
+            fence_async_shared()
+            thread_barrier()
+            o = warpgroup_mma(values, p_tile.permute([1, 0]), o, is_async=True)
+            # Nobody stores the next P before the barrier behind the next loads, so before all warps are here.
+            o = warpgroup_mma_wait(0, [o])
+
+        total = gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), columns)
+        o = o * v_scale
+        if n == cursor.blocks:
+            results.store_whole(cursor, in_order(o * inverse(total)[None, :]), 0, 1)
+        else:
+            unit = begin + done
+            part = 2 * program + (split.owner(unit - cursor.j) == program).to(gl.int32)
+            results.store_sums(part, gl.arange(0, COLUMNS, columns), m, total)
+            results.store_part(cursor, part, in_order(o), 0, 1)
+        done += n
+        piece += 1
+        cursor = following
+        thread_barrier()  # all warps have multiplied these queries: the next ones may be stored
+    results.merge_own(split, program)
+
+
+@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr", "scales_ptr"])
+def attention_decode_fp8_keys(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_ptr,
+    parts_ptr,
+    counters_ptr,
+    lens_ptr,
+    table_ptr,
+    table_stride,
+    batch,
+    kv_heads,
+    group,
+    sq,
+    sk,
+    window,
+    tiles,
+    page,
+    pages,
+    head_dim,
+    c,
+    scales_ptr,
+    PLAN: gl.constexpr,
+    CASE: gl.constexpr,
+):
+    """Two programs an SM: each its share of the blocks of all heads. The arguments are `attention_decode_fp8`'s."""
+    heads = kv_heads * tiles
+    cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
+    results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
+    split = cache.split()
+    program = gl.program_id(0)
+    if PLAN.early and PLAN.merge == "second":
+        let_second_launch_begin()
+    if program < split.programs:
+        attend_keys(results, split, q_desc, k_desc, v_desc, scales_ptr, program)
