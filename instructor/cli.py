@@ -117,13 +117,17 @@ def demo(
         _fail([f"{out}: {error.strerror}. Name a folder that you may write to."])
     with progress_bar(remaining=True) as bar:
         task = bar.add_task("starting", total=None)
-        summary = run_demo(
+        summary, failed = run_demo(
             built,
             out.absolute(),
             lambda name, done, total: bar.update(task, description=name, completed=done, total=total),
             timeout,
         )
     typer.echo(f"The demo is ready: {summary}")
+    for problem in failed:
+        typer.echo(f"error: {problem}", err=True)
+    if failed:
+        raise typer.Exit(1)
 
 
 @app.command()

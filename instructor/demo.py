@@ -23,8 +23,10 @@ STYLE = (
 )
 
 
-def run_demo(labs: Sequence[Built], target: Path, step: Callable[[str, int, int], None], timeout: int = 900) -> Path:
-    """Run solved labs; write their notebooks, pages, traces and a summary into `target`, and return the summary's path.
+def run_demo(
+    labs: Sequence[Built], target: Path, step: Callable[[str, int, int], None], timeout: int = 900
+) -> tuple[Path, list[str]]:
+    """Run solved labs; write their notebooks, pages, traces and a summary into `target`.
 
     Each lab runs in a folder of its own, so that the files that it writes, such as traces, are next to its page. The summary is
     written after every lab: a run that is stopped leaves what was done.
@@ -34,6 +36,9 @@ def run_demo(labs: Sequence[Built], target: Path, step: Callable[[str, int, int]
         target: the folder.
         step: called after each cell with the name of the lab, and the numbers of cells that have run and of all cells.
         timeout: seconds that one cell may take.
+
+    Returns:
+        The summary's path, and a sentence for each cell that ended with an error.
     """
     totals = [len(nbformat.reads(built.instructor, as_version=4).cells) for built in labs]
     summary, done = target / "index.html", 0
@@ -58,7 +63,12 @@ def run_demo(labs: Sequence[Built], target: Path, step: Callable[[str, int, int]
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
-    return summary
+    failed = [
+        f"{name}, cell under {section_of(execution.notebook, cell)!r}: {error.strip().splitlines()[-1]}"
+        for name, execution, _ in rows
+        for cell, error in execution.errors.items()
+    ]
+    return summary, failed
 
 
 @dataclass(frozen=True)
