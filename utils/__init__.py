@@ -72,4 +72,4 @@ def __dir__() -> list[str]:
 
 # A Jupyter server names the notebook to the kernels that it starts. Those of `nbgrader` and of the grader have no such name.
 if "JPY_SESSION_NAME" in os.environ:
-    import_module("utils.progress_panel").install()
+    import_module("utils.progress.panel").install()

@@ -17,7 +17,7 @@ import typer
 from utils.bench.cli import app as bench
 from utils.bench.terminal import errors_as_lines, progress_bar, show_table
 from utils.files import ROOT
-from utils.progress import (
+from utils.progress.record import (
     BY_HAND,
     FAILED,
     PASSED,

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from utils import progress, progress_panel
 from utils.files import ROOT
+from utils.progress import panel as progress_panel
+from utils.progress import record as progress
 
 
 def cell(grade_id: str, source: str = "x", *, run: bool = False, error: str = "", **meta) -> dict:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from utils.progress import (
+from utils.progress.record import (
     BY_HAND,
     CHANGED,
     CHECKED,

@@ -1,7 +1,7 @@
 """How far a student is: which visible checks of a lab have passed, and the points of their questions.
 
 There are two sources. The saved notebook: a check cell that ran without an error has passed. And the record
-`out/progress/LAB.json`, which the panel in JupyterLab (`utils.progress_panel`) and `labs check` write: what each check
+`out/progress/LAB.json`, which the panel in JupyterLab (`utils.progress.panel`) and `labs check` write: what each check
 said, and the hash of the answer it was run on. The record is newer than the last save, and it knows when an answer was
 edited afterwards. Both survive a restart of the kernel.
 """
