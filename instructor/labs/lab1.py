@@ -3525,6 +3525,12 @@ if triton_table is not None:
     beside_guess("your kernel: times faster than standard", float(longest_row["standard, ms"] / longest_row["your kernel, ms"]))
 
 # %% [markdown]
+# Recorded on an H200 at 16384 tokens, the model answer is three times as fast as standard attention, and has 0.6 of the speed of
+# the library, which is cuDNN there. Blocks of 64 × 64 were the fastest of six sizes tried. Your loop in Python was slower than
+# standard attention there, and it was the same algorithm: one kernel makes the difference. What the library has more, copies and
+# products that run on their own, is lab 3.
+
+# %% [markdown]
 # ## Save your results
 #
 # The tables of this run, with the machine they were made on. Compare them with those of another machine.
