@@ -692,7 +692,7 @@ sizes = [256, 512, 1024] if on_gpu else [64, 128, 256, 512]
 print(f"naive at {naive_size}, tiled and torch.matmul at {sizes}, {dtype}")
 
 a = torch.randn(naive_size, naive_size, device=device, dtype=dtype)
-naive_ms = benchmark_latency(gemm_naive, a, a, n_warmup=1, n_repeat=3)
+naive_ms = median_times({"gemm_naive": functools.partial(gemm_naive, a, a)}, warmup=1, iterations=3)["gemm_naive"].median_ms
 naive_flops = gemm_macs_flops_bytes(naive_size, naive_size, naive_size, dtype)[1]
 print(f"gemm_naive    n {naive_size:5}  {naive_ms:10.3f} ms  {naive_flops / naive_ms / 1e6:10.4g} GFLOP/s")
 
@@ -700,11 +700,13 @@ tiled_ms, matmul_ms = [], []
 for n in sizes:
     a = torch.randn(n, n, device=device, dtype=dtype)
     b = torch.randn(n, n, device=device, dtype=dtype)
-    tiled_ms.append(benchmark_latency(gemm_tiled, a, b, 128, 128, 128, n_warmup=1, n_repeat=3))
-    matmul_ms.append(benchmark_latency(torch.matmul, a, b))
+    calls = {"gemm_tiled": functools.partial(gemm_tiled, a, b, 128, 128, 128), "torch.matmul": functools.partial(torch.matmul, a, b)}
+    times = median_times(calls, warmup=1, iterations=5)
+    tiled_ms.append(times["gemm_tiled"].median_ms)
+    matmul_ms.append(times["torch.matmul"].median_ms)
     flops = gemm_macs_flops_bytes(n, n, n, dtype)[1]
-    for name, latency_ms in (("gemm_tiled", tiled_ms[-1]), ("torch.matmul", matmul_ms[-1])):
-        print(f"{name:13} n {n:5}  {latency_ms:10.3f} ms  {flops / latency_ms / 1e6:10.4g} GFLOP/s")
+    for name, taken in times.items():
+        print(f"{name:13} n {n:5}  {taken.median_ms:10.3f} ms  {flops / taken.median_ms / 1e6:10.4g} GFLOP/s")
 beside_guess("GFLOP/s of gemm_naive", naive_flops / naive_ms / 1e6)
 beside_guess("GFLOP/s of gemm_tiled", flops / tiled_ms[-1] / 1e6)
 beside_guess("GFLOP/s of torch.matmul", flops / matmul_ms[-1] / 1e6)
@@ -849,9 +851,10 @@ if on_gpu:
     for n in (1024, 4096):
         a = torch.randn(n, n, device=device, dtype=dtype)
         flops = 2 * n**3
-        for name, function in (("your Triton kernel", gemm_triton.gemm), ("torch.matmul", torch.matmul)):
-            latency_ms = benchmark_latency(function, a, a)
-            print(f"n {n:5}  {name:18}  {latency_ms:8.3f} ms  {flops / latency_ms / 1e9:7.1f} TFLOP/s")
+        times = median_times({
+            "your Triton kernel": functools.partial(gemm_triton.gemm, a, a), "torch.matmul": functools.partial(torch.matmul, a, a)})
+        for name, taken in times.items():
+            print(f"n {n:5}  {name:18}  {plus_minus(taken)} ms  {flops / taken.median_ms / 1e9:7.1f} TFLOP/s")
 else:
     print("No GPU here, so there is nothing to time: the interpreter proves that the kernel is right, not that it is fast.")
 
@@ -3147,13 +3150,13 @@ if not on_gpu:
 # A row whose largest value comes first never needs the factor.
 
 # %% [markdown] nbgrader={"grade_id": "q5_5", "grade": true, "solution": true, "points": 4}
-# 1. Standard grows with S²: the scores and probabilities, 2·B·H·S²·itemsize bytes; twice the length takes four times the
-#    memory. Flash grows with S: only Q, K, V, O and two numbers per row.
-# 2. Its traffic is 4·S·D elements instead of 4·S·D + 4·S². The intensity goes from about D/itemsize to S/itemsize, which
+# 1. Standard grows with L²: the scores and probabilities, 2·B·H·L²·itemsize bytes; twice the length takes four times the
+#    memory. Flash grows with L: only Q, K, V, O and two numbers per row.
+# 2. Its traffic is 4·L·D elements instead of 4·L·D + 4·L². The intensity goes from about D/itemsize to L/itemsize, which
 #    is right of the ridge, so the limit moves from the memory roof to the compute roof. It also needs one kernel instead
-#    of four. On a CPU with a low ridge both lie right of it; there the softmax, which is no product, goes over the S²
+#    of four. On a CPU with a low ridge both lie right of it; there the softmax, which is no product, goes over the L²
 #    scores several times in memory, while flash does it on a tile that sits in the cache.
-# 3. The head dimension: for long texts 4S²D / (4S²·itemsize) = D / itemsize FLOPs/Byte. S cancels. For D = 128 in bf16 it
+# 3. The head dimension: for long texts 4L²D / (4L²·itemsize) = D / itemsize FLOPs/Byte. L cancels. For D = 128 in bf16 it
 #    is 64, left of the ridge of an H200 (206): memory-bound at any length.
 # 4. Terms of old blocks would count relative to an old maximum, new ones relative to the new: old terms too heavy by
 #    e^(m' − m). Nobody would notice if the maximum of each row lies in its first block.
@@ -3520,6 +3523,12 @@ if triton_table is not None:
     longest_row = triton_table.iloc[-1]
     beside_guess("your kernel: share of the library's speed", float(longest_row["library, ms"] / longest_row["your kernel, ms"]))
     beside_guess("your kernel: times faster than standard", float(longest_row["standard, ms"] / longest_row["your kernel, ms"]))
+
+# %% [markdown]
+# Recorded on an H200 at 16384 tokens, the model answer is three times as fast as standard attention, and has 0.6 of the speed of
+# the library, which is cuDNN there. Blocks of 64 × 64 were the fastest of six sizes tried. Your loop in Python was slower than
+# standard attention there, and it was the same algorithm: one kernel makes the difference. What the library has more, copies and
+# products that run on their own, is lab 3.
 
 # %% [markdown]
 # ## Save your results

@@ -355,7 +355,8 @@ display(pd.DataFrame(rows).round(2))
 # inputs' dtype (inside it computes in fp32). A weaker baseline would make every other number look better. The fused
 # version is the library's flash attention. Same result, nearly the same FLOPs. The column *MB moved* counts what each must
 # move at least: the naive version writes and reads its scores and its probabilities once each. One operator may launch
-# more than one kernel: in the recorded table the naive version has six.
+# more than one kernel. In the recorded table the naive version has six: the two products, the softmax, the scaling, and two
+# short `Memset`s (0.8 µs each) that come with the products.
 #
 # **Before you run.** How many kernels does each launch? How many bytes must each move? Write your guesses into the cell:
 # they are shown beside what comes out.

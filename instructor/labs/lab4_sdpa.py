@@ -58,7 +58,9 @@
 # an answer is a first, light test. Grading adds other shapes, dtypes and options. All checks use CPU tensors, so they
 # come out the same with and without a GPU.
 #
-# A CPU has two of the four backends, math and flash. A GPU has all four. The same cells run on both.
+# A CPU has two of the four backends, math and flash. A GPU has all four. The same cells run on both. In a terminal, `labs bench
+# list-targets --chapter labs/cudnn_sdpa_bench` lists the same contests with sizes of your own, and `labs bench run --targets
+# labs/cudnn_sdpa_bench:flash_sdp --profile minimal` runs one.
 
 # %% nbgrader={"grade_id": "setup", "locked": true}
 import functools

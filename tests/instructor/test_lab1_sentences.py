@@ -126,3 +126,21 @@ def test_own_flash_attention(text, tables):
     assert last["yours_mem_gb"] / first["yours_mem_gb"] < 1.5 * longer
     assert last["library_mem_gb"] / first["library_mem_gb"] < 1.2 * longer
     assert last["yours_ms"] > last["standard_ms"]
+
+
+def test_flash_attention_in_triton(text, tables):
+    """Bonus 5.8's kernel beside the library, whose default on an H200 is cuDNN (lab 4's record)."""
+    says(
+        text,
+        "three times as fast as standard attention, and has 0.6 of the speed of the library, which is cuDNN there",
+        "Blocks of 64 × 64 were the fastest of six sizes tried.",
+    )
+    record = json.loads((ROOT / "assets/results/h200/lab1_flash_triton.json").read_text())["tables"]
+    longest = row(record["flash_triton"], tokens=16384)
+    assert 2.8 < longest["standard, ms"] / longest["your kernel, ms"] < 3.4
+    assert round(longest["library, ms"] / longest["your kernel, ms"], 1) == 0.6
+    for tokens in (4096, 16384):
+        tried = {entry["blocks"]: entry["ms"] for entry in record["blocks"] if entry["tokens"] == tokens}
+        assert len(tried) == 6 and min(tried, key=tried.get) == "64 x 64"
+    order = json.loads((ROOT / "assets/results/h200/lab4.json").read_text())["tables"]["order"]
+    assert order[0]["torch asks"].startswith("cudnn")

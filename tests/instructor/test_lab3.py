@@ -53,6 +53,17 @@ def test_what_the_lab_says_of_its_records(lab):
     assert set(race) > {"naive", "cuDNN", "FlashAttention 2", "FlashAttention 3"}
     naive = tables["naive_and_fused"][0]
     assert naive["kernels"] < 8 and naive["MB moved"] / naive["ms"] > 1500, "a weak baseline: more than three operators"
+    assert "the naive version has six: the two products, the softmax, the scaling" in prose and naive["kernels"] == 6
+    bench = json.loads((recorded / "bench/labs/results.json").read_text())
+    (unfused,) = (
+        c["ran"]["baseline"]
+        for c in bench["cases"]
+        if c["ran"]["baseline"]["range"] == "flashattention_baseline_unfused"
+    )
+    assert unfused["launches"] == 6  # at the same shape, with names: five, one of which comes twice
+    words = ("Memset", "nvjet_sm90_tst_256x128", "MulFunctor", "SoftMax", "nvjet_sm90_tst_128x256")
+    assert len(unfused["kernels"]) == 5
+    assert all(any(word in name for name in unfused["kernels"]) for word in words)
     # "The same library at the same shape reads differently in the three tables."
     ladder, ratios = (
         json.loads((recorded / f"attention_{name}.json").read_text())["rows"] for name in ("ladder", "ratios")

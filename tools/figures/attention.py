@@ -253,7 +253,7 @@ def flash_attention() -> Card:
     for dx, fill, hatch, words in (
         (0, GREEN, "", "now"),
         (60, GREEN_TINT, "", "done"),
-        (125, GREY_TINT, "////", "skipped: above the diagonal"),
+        (125, GREY_TINT, "////", "skipped, if causal"),
     ):
         card.rect(x + dx, legend + 12, 13, 13, fill=fill, edge=HAIR, hatch=hatch, line=0.7)
         card.text(x + dx + 19, legend + 19, words, ha="left", size=8.5)
@@ -263,14 +263,14 @@ def flash_attention() -> Card:
     card.text(456, 82, "On chip, for one tile of queries", weight="bold", ha="left", size=10)
     for k, (name, what, fill, edge) in enumerate(
         (
-            ("Qᵢ", "BM × D", BLUE_TINT, BLUE),
-            ("Kⱼ, Vⱼ", "BN × D", ORANGE_TINT, ORANGE),
-            ("S, P", "BM × BN", GREEN_TINT, GREEN),
-            ("O", "BM × D", PURPLE_TINT, PURPLE),
-            ("m, l", "BM each", PURPLE_TINT, PURPLE),
+            ("Qᵢ", "tile_q × D", BLUE_TINT, BLUE),
+            ("Kⱼ, Vⱼ", "tile_k × D", ORANGE_TINT, ORANGE),
+            ("S, P", "tile_q × tile_k", GREEN_TINT, GREEN),
+            ("O", "tile_q × D", PURPLE_TINT, PURPLE),
+            ("m, l", "tile_q each", PURPLE_TINT, PURPLE),
         )
     ):
-        card.box(456 + k * 89, 100, 81, 42, f"{name}\n{what}", fill=fill, edge=edge, size=9)
+        card.box(456 + k * 89, 100, 81, 42, f"{name}\n{what}", fill=fill, edge=edge, size=7.6)
     card.text(456, 166, "for each tile j of keys and values:", ha="left", size=9.5)
     lines = (
         (r"$S = Q_i K_j^T / \sqrt{D}$", "scores of this tile"),
@@ -278,18 +278,19 @@ def flash_attention() -> Card:
         (r"$P = \exp(S - m')$", "weights, not yet divided"),
         (r"$l \leftarrow e^{m - m'} l + \mathrm{rowsum}\ P$", "running sum"),
         (r"$O \leftarrow e^{m - m'} O + P V_j$", "old output rescaled, new added"),
+        (r"$m \leftarrow m'$", "for the next tile"),
     )
     for i, (formula, words) in enumerate(lines):
-        card.text(472, 192 + 24 * i, formula, ha="left", size=10.5)
-        card.text(690, 192 + 24 * i, words, ha="left", size=9, color=SOFT)
-    card.text(456, 330, r"at the end, once:   $O_i = O / l$", ha="left", size=10.5)
+        card.text(472, 188 + 23 * i, formula, ha="left", size=10.5)
+        card.text(690, 188 + 23 * i, words, ha="left", size=9, color=SOFT)
+    card.text(456, 335, r"at the end, once:   $O_i = O / l$", ha="left", size=10.5)
     card.box(440, 400, 470, 96, fill=ORANGE_TINT, edge=ORANGE, round=8)
     card.text(456, 420, "Memory (HBM)", weight="bold", ha="left", size=10)
     card.text(
         456,
         459,
         "read: Q once; K and V once for each tile of queries.  written: O once.\n"
-        "S × S scores: never. Memory grows with S, not with its square.",
+        "L × L scores: never. Memory grows with L, not with its square.",
         ha="left",
         size=9,
     )

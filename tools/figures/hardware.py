@@ -60,7 +60,7 @@ def gemm_tiling() -> Card:
     matrices(
         530,
         "One tile of C at a time",
-        "reads in all:  M N K (1/BM + 1/BN) numbers",
+        "reads in all:  M N K (1/tile_m + 1/tile_n) numbers",
         (
             lambda i, j: BLUE if i in down and j in step else BLUE_TINT if i in down else PAPER,
             lambda i, j: ORANGE if i in step and j in across else ORANGE_TINT if j in across else PAPER,
@@ -84,15 +84,15 @@ def gemm_tiling() -> Card:
     card.text(
         918,
         150,
-        "each step along K:\na tile of A (BM × BK)\nand one of B (BK × BN)\ncome on chip, and are\n"
-        "used BN and BM times",
+        "each step along K:\na tile of A\n(tile_m × tile_k) and\none of B\n(tile_k × tile_n)\ncome on chip, used\n"
+        "tile_n, tile_m times",
         ha="left",
         size=8.8,
     )
     card.text(
         918,
         420,
-        "dashed: boundary tiles;\nloads that fall outside\nare masked to zero",
+        "dashed: boundary tiles;\na slice is shorter there\n(1.2), a load is masked\n(1.5)",
         ha="left",
         size=8.8,
         color=SOFT,
