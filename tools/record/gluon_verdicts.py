@@ -93,16 +93,18 @@ def judge_verdict(judge: str, code: int | None, text: str) -> dict:
         result = "right numbers"
     else:
         result = "wrong numbers" if DIFFERENT in text else "error"
+    # The plain launch has no reports of its own: its errors are what it says.
+    reported = bool(said) or (judge == "plain" and result == "error")
     if result == "error" and not said:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         said = next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "")
-    return {"result": result, "reported": bool(said), "message": said[:300]}
+    return {"result": result, "reported": reported, "message": said[:300]}
 
 
 def is_finding(judge: str, line: str) -> bool:
     """Return whether a line of output is a report of the judge."""
     if judge == "consan":
-        return bool(re.search(r"Assertion|device-side assert", line))
+        return bool(re.search(r"Assertion `|device-side assert triggered", line))
     failed = "attachable process" in line or "Target application terminated" in line  # the tool itself, not the kernel
     if judge in TOOLS and not failed:
         return bool(re.search(r"=========\s+(Invalid|Error|Race|Barrier error|Uninitialized|Divergent|Hazard)", line))
