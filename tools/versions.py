@@ -62,6 +62,17 @@ def make_environment(which: str) -> Path:
     return python
 
 
+def prepare_make(python: Path, which: str, environment: dict[str, str]) -> None:
+    """Give the tests that call `make` an environment of their own; otherwise `make` would replace the user's .venv.
+
+    `make` takes the first Python on the path, and that is the one with the pinned torch: it keeps that torch.
+    """
+    environment["VENV"] = str(FOLDER / f"{which}-make")
+    extras = [option for extra in EXTRAS for option in ("--extra", extra)]
+    sync = [python, ROOT / "tools" / "environment.py", "sync", "--venv", environment["VENV"], *extras]
+    subprocess.run(sync, cwd=ROOT, env=environment, check=True)
+
+
 def check_environment(python: Path, which: str, kernels: bool, tests: list[str], processes: int) -> bool:
     """Compile the kernels and run tests; return whether everything passed.
 
@@ -80,6 +91,7 @@ def check_environment(python: Path, which: str, kernels: bool, tests: list[str],
     if kernels:
         commands.append([python, "-m", "tools.record.kernel_assembly", "--out", FOLDER / f"{which}.json"])
     if tests:
+        prepare_make(python, which, environment)
         piece = "" if tests == ["tests"] else "-" + "-".join(Path(path).stem for path in tests)
         quick = ["-m", "not slow and not overnight and not gpu", f"--junitxml={FOLDER / (which + piece)}.xml"]
         parallel = ["-n", str(processes), "--dist", "loadfile", "--no-loadscope-reorder"]
@@ -110,7 +122,8 @@ def main() -> int:
             python = make_environment(which)
         passed[which] = check_environment(python, which, not options.tests, tests, options.processes)
         if not options.keep and not options.reuse:
-            shutil.rmtree(FOLDER / which)
+            for folder in (FOLDER / which, FOLDER / f"{which}-make"):
+                shutil.rmtree(folder, ignore_errors=True)
     if options.tests:
         return print_results(passed)
     files = sorted(FOLDER.glob("*.json"))

@@ -1,6 +1,8 @@
 """`make test-versions`: what it installs, and the table of kernels that it writes."""
 
 import json
+import subprocess
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -21,6 +23,22 @@ def test_an_environment_has_one_end_of_each_range(which, end):
         assert lines[package].specifier.contains(f"{major}.{minor}.1")
         assert not lines[package].specifier.contains(f"{major}.{minor + 1}.0")
     assert {"pytest", "transformers", "distributed"} <= set(lines)
+
+
+def test_the_tests_that_call_make_leave_the_users_environment_alone(monkeypatch, tmp_path):
+    """`make` reads VENV; with .venv it would build the user's environment anew, from the one with the pins."""
+    commands = []
+
+    def run(command, env=None, **_):
+        commands.append((list(map(str, command)), (env or {}).get("VENV", ".venv")))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(versions, "FOLDER", tmp_path)
+    monkeypatch.setattr(versions.subprocess, "run", run)
+    assert versions.check_environment(Path("/oldest/bin/python"), "oldest", kernels=False, tests=["tests"], processes=1)
+    (sync, _), (pytest_command, venv) = commands
+    assert venv == str(tmp_path / "oldest-make") == sync[sync.index("--venv") + 1]
+    assert sync[0] == "/oldest/bin/python" and "pytest" in pytest_command
 
 
 def test_the_recorded_table_has_both_ends_and_every_kernel_compiles():

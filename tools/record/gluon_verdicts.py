@@ -93,17 +93,20 @@ def judge_verdict(judge: str, code: int | None, text: str) -> dict:
         result = "right numbers"
     else:
         result = "wrong numbers" if DIFFERENT in text else "error"
+    # The plain launch has no reports of its own: its errors are what it says.
+    reported = bool(said) or (judge == "plain" and result == "error")
     if result == "error" and not said:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         said = next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "")
-    return {"result": result, "reported": bool(said), "message": said[:300]}
+    return {"result": result, "reported": reported, "message": said[:300]}
 
 
 def is_finding(judge: str, line: str) -> bool:
     """Return whether a line of output is a report of the judge."""
     if judge == "consan":
-        return bool(re.search(r"Assertion|device-side assert", line))
-    if judge in TOOLS and "attachable process" not in line:  # the tool itself has failed
+        return bool(re.search(r"Assertion `|device-side assert triggered", line))
+    failed = "attachable process" in line or "Target application terminated" in line  # the tool itself, not the kernel
+    if judge in TOOLS and not failed:
         return bool(re.search(r"=========\s+(Invalid|Error|Race|Barrier error|Uninitialized|Divergent|Hazard)", line))
     return False
 
@@ -199,7 +202,7 @@ def main() -> None:
     parser.add_argument("--judges", default=",".join(JUDGES), help="gpu: which judges, with commas between them")
     parser.add_argument("--processes", type=int, default=6, help="gpu: launches at a time")
     parser.add_argument("--sample", type=int, help="gpu: so many cases of all kinds in place of all")
-    parser.add_argument("--after", type=int, default=0, help="gpu: leave out the cases of a sample of so many")
+    parser.add_argument("--cases", type=Path, help="gpu: a file with the labels of the cases to judge, one a line")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="gpu: seconds that one process may take")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="gpu: stop after this time")
     options = parser.parse_args()
@@ -217,9 +220,9 @@ def main() -> None:
             )
             judges = [judge for judge in judges if judge not in TOOLS]
         cases = telling_cases(options.sample) if options.sample else list(CASES.values())
-        before = telling_cases(options.after)
-        cases = [case for case in cases if case not in before]
-        points = [(case, judge, options.limit) for judge in judges for case in cases]
+        if options.cases:
+            cases = [CASES[label] for label in options.cases.read_text(encoding="utf-8").splitlines()]
+        points = [(case, judge, options.limit) for case in cases for judge in judges]
         rows = gpu_rows(points, options.processes)
         record = Record(
             options.out, "the same kernels on a GPU, judged by its own tools", seconds=options.seconds, judges=judges

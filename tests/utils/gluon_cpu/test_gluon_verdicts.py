@@ -98,9 +98,12 @@ def test_multicast_to_one_block_is_an_ordinary_copy():
         ("plain", 1, "RuntimeError: CUDA error", ("error", True)),
         ("consan", 1, "ring.py:50: ring: block: [0,0,0], thread: [0,0,0] Assertion `a read` failed.", ("error", True)),
         ("consan", 0, "result: right", ("right numbers", False)),
+        ("consan", 1, "RuntimeError: CUDA error: device-side assert triggered", ("error", True)),
+        ("consan", 1, "CUDA error: illegal address\nenable device-side assertions", ("error", False)),
         ("memcheck", 0, "========= Invalid __global__ write of size 4 bytes\nresult: right", ("right numbers", True)),
         ("racecheck", 0, "========= Error: Race reported between Write access\nresult: right", ("right numbers", True)),
         ("synccheck", 0, "result: right\n========= ERROR SUMMARY: 0 errors", ("right numbers", False)),
+        ("memcheck", 1, "========= Error: Target application terminated before first", ("error", False)),
         ("synccheck", None, "========= Error: No attachable process found.", ("did not end", False)),
     ],
 )
