@@ -21,6 +21,7 @@ STEP_5 = [
     {"step": 5, "head_dim": 64, "flags": {"causal": True, "lse": True, "tail": True}},
     {"step": 5, "head_dim": 64, "flags": {"causal": True, "lse": True, "tail": True, "variant": "short"}},
     {"step": 5, "head_dim": 64, "flags": {"variant": "ahead"}},
+    {"step": 5, "head_dim": 64, "flags": {"variant": "ahead of three"}},
     {"step": 5, "head_dim": 64, "flags": {"causal": True, "aligned": True, "lse": True, "tail": True}},
     {"step": 5, "head_dim": 128, "flags": {"causal": True, "dtype": "fp16"}},
     {"step": 5, "head_dim": 128, "flags": {"variant": "ahead", "lse": True, "tail": True}},
