@@ -1,9 +1,9 @@
-"""Time the plans of step 5 against each other and the peers where keys are no multiple of a block: full, head dim 64.
+"""Time the plans of step 5 against each other and the peers, at lengths with and without a tail: full, head dim 64.
 
     python -m tools.record.attention_plans --out attention_plans.json
 
-`assets/results/h200/attention_plans.json` has two such tables, "tails" and "rows", of plans that were tried: those that
-lost are no longer in `utils.attention.gluon.plan`, and a new run has the plans of today only.
+`assets/results/h200/attention_plans.json` has three such tables, "tails", "rows" and "three", of plans that were tried: those
+that lost are no longer in `utils.attention.gluon.plan`, and a new run has the plans of today only.
 """
 
 from __future__ import annotations
@@ -27,9 +27,14 @@ SHAPES = (  # batch, heads, queries, keys
     (1, 32, 10007, 10007),
     (1, 32, 16383, 16383),
     (1, 32, 16384, 16384),
+    (16, 32, 1024, 1024),
+    (8, 32, 2048, 2048),
+    (4, 32, 4096, 4096),
+    (2, 32, 8192, 8192),
+    (3, 16, 5000, 5000),
 )
 HEAD_DIM = 64
-VARIANTS = {"clean": "", "ahead": "ahead"}  # the names of the table
+VARIANTS = {"clean": "", "ahead": "ahead", "ahead of three": "ahead of three"}  # the names of the table
 PEERS = ("cudnn", "fa3", "cute")
 
 
@@ -81,7 +86,7 @@ def main() -> int:
         print("error: the plans are timed on an NVIDIA GPU: torch.cuda.is_available() is False here.", file=sys.stderr)
         return 1
     torch.manual_seed(0)
-    what = "Plans of step 5 against the peers: head dim 64, full, keys with a tail"
+    what = "Plans of step 5 against the peers: head dim 64, full"
     record = Record(options.out, what, "cuda", options.seconds, pairs=options.pairs, l2="cold")
     complete = record.fill(SHAPES, partial(shape_row, pairs=options.pairs), show, table="tails")
     record.finish() if complete else record.save()

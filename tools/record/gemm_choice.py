@@ -8,8 +8,7 @@
 are those of `tools.record.gemm_shapes` (kind "test") and others (kind "train"); with `--worst` they are those at which the
 recorded table is worst, and every second one is kept for the test. `fit` does not see the shapes of the test: it prints
 the constants for `utils.kernels.gemm_gluon.Cost` and how much slower than the best measured configuration the chosen one is,
-for the shapes it was fitted to and for the others. A configuration is recorded by its name, such as "128x256/4" or "128x256/4c": tile, parts, and c where cp.async copies
-operands (`gemm_gluon.copied_operands`).
+for the shapes it was fitted to and for the others. A configuration is recorded by its name, such as "128x256/4": tile, parts.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def worst_shapes(count: int) -> list[dict]:
 
 def name_of(config) -> str:
     """Name a configuration as the records do."""
-    return f"{config.block_m}x{config.block_n}/{config.split}{'c' if config.copies else ''}"
+    return f"{config.block_m}x{config.block_n}/{config.split}"
 
 
 @functools.cache
@@ -66,8 +65,7 @@ def config_of(name: str):
     from utils.kernels import gemm_gluon
 
     tile, split = name.split("/")
-    changes = {"split": int(split.rstrip("c")), "copies": split.endswith("c")}
-    tiles = {name_of(config): replace(config, **changes) for config in gemm_gluon.CONFIGS}
+    tiles = {name_of(config): replace(config, split=int(split)) for config in gemm_gluon.CONFIGS}
     return tiles.get(f"{tile}/1")
 
 
@@ -83,13 +81,8 @@ def ranked(shape: dict, count: int = RANKED) -> list:
     from utils.kernels import gemm_gluon
 
     sizes, late = (shape["m"], shape["n"], shape["k"]), late_rows(shape)
-    found = sorted(
-        gemm_gluon.candidates(*sizes, SMS, copies=True),
-        key=lambda config: gemm_gluon.estimate(*sizes, config, SMS, late),
-    )
-    # Half of them of each kind, as long as the model does not know what copies without TMA cost.
-    kinds = [[config for config in found if config.copies == copies] for copies in (False, True)]
-    return [*kinds[0][: -(-count // 2)], *kinds[1][: count // 2]] if kinds[1] else found[:count]
+    found = gemm_gluon.candidates(*sizes, SMS)
+    return sorted(found, key=lambda config: gemm_gluon.estimate(*sizes, config, SMS, late))[:count]
 
 
 def matrix(rows: int, columns: int, column_major: bool) -> torch.Tensor:
@@ -102,13 +95,10 @@ def compile_one(job: tuple) -> tuple[tuple, float | str, bool]:
     """Compile and run a configuration: (job, relative error or what went wrong, whether the same bits came twice)."""
     from utils.kernels import gemm_gluon
 
-    index, split, copies, a_column_major, b_column_major, a_late, b_late = job
-    config = replace(gemm_gluon.CONFIGS[index], split=split, copies=copies)
-    # Sizes that hang over the tile, and that are odd multiples of 8 where the kernel is made for late rows.
-    m = 3 * config.block_m - (8 if a_late and a_column_major else 16)
-    n = 5 * config.block_n - (8 if b_late and not b_column_major else 16)
-    k = 64 * 33 - (8 if (a_late and not a_column_major) or (b_late and b_column_major) else 16)
-    a, b = matrix(m, k, a_column_major), matrix(k, n, b_column_major)
+    index, split, a_column_major, b_column_major = job
+    config = replace(gemm_gluon.CONFIGS[index], split=split)
+    a = matrix(3 * config.block_m - 8, 64 * 33 - 8, a_column_major)
+    b = matrix(64 * 33 - 8, 5 * config.block_n - 8, b_column_major)
     try:
         first, second = gemm_gluon.gemm(a, b, config), gemm_gluon.gemm(a, b, config)
     except Exception as error:
@@ -121,12 +111,11 @@ def compile_all(shapes: list[dict]) -> None:
     """Compile what the shapes need, in many processes; raise if one configuration computes wrong sums."""
     from utils.kernels.gemm_gluon import CONFIGS
 
-    jobs = set()
-    for shape in shapes:
-        for config in ranked(shape):
-            index = CONFIGS.index(replace(config, split=1, copies=False))
-            late = late_rows(shape) if config.copies else (False, False)
-            jobs.add((index, config.split, config.copies, shape["a_column_major"], shape["b_column_major"], *late))
+    jobs = {
+        (CONFIGS.index(replace(config, split=1)), config.split, shape["a_column_major"], shape["b_column_major"])
+        for shape in shapes
+        for config in ranked(shape)
+    }
     with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
         done = list(pool.map(compile_one, sorted(jobs)))
     wrong = [entry for entry in done if isinstance(entry[1], str) or entry[1] > 4e-3 or not entry[2]]

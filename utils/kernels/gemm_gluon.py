@@ -46,7 +46,6 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -62,7 +61,6 @@ from utils.machine import versions
 versions.adopt_newest_gluon_names()
 tma_load = gl.constexpr(tma.async_load)
 tma_store = gl.constexpr(tma.async_store)
-copy_async = gl.constexpr(async_copy.async_load)
 whole_warpgroup = gl.barrier  # of the partition that calls it
 aggregate = gluon.aggregate
 
@@ -79,7 +77,6 @@ class Config:
     pieces: int = 4  # column blocks in which columns[0] of C are stored: even, two buffers take turns
     group_m: int = 8  # rows of tiles that are walked abreast, for the L2
     split: int = 1  # parts along K of a tile that would leave SMs idle: one of SPLITS
-    copies: bool = False  # cp.async, from a warpgroup, fetches operands in place of TMA (`copied_operands`)
 
     @property
     def rows(self) -> int:
@@ -104,18 +101,7 @@ class Config:
     @property
     def registers(self) -> int:
         """Registers of a consumer thread; three consumers and a producer of 32 share the 65536 of an SM."""
-        if self.copies:  # a producer warpgroup of 56
-            return 152 if self.consumers == 3 else 224
         return 160 if self.consumers == 3 else 232
-
-    @property
-    def lag(self) -> int:
-        """Steps whose copies by cp.async are on their way while the next one's are started.
-
-        A consumer releases a slot when it has begun the step after it; so two slots fewer than the ring has, or producer
-        and consumers would wait for each other.
-        """
-        return min(self.stages - 2, 4)
 
     @property
     def shared_bytes(self) -> int:
@@ -147,32 +133,6 @@ MOST_PARTS = {config: 16 if config.block_m * config.block_n <= 8192 else 4 for c
 MOST_PARTS |= {config: 8 for config in CONFIGS if config.block_m * config.block_n == 16384}
 
 
-@gluon.jit
-def copy_box(tile, pointer, pitch, first, left, rows, columns, K_ALONG_ROWS: gl.constexpr):
-    """Start to copy a box of a matrix, rows `first` and columns `left` on, by cp.async; zeros behind the last term of K.
-
-    tile: (ROWS, COLUMNS) of shared memory. rows, columns, pitch: of the matrix, in elements, fewer than 2**31 in all. `columns`
-    and `pitch` are multiples of 8, so that 16 bytes lie inside or outside as a whole. K_ALONG_ROWS: a row holds terms of one
-    sum; where it does not, a column does.
-    """
-    ROWS: gl.constexpr = tile.shape[0]
-    COLUMNS: gl.constexpr = tile.shape[1]
-    ABREAST: gl.constexpr = 8 if COLUMNS >= 64 else COLUMNS // 8  # threads along a row, 16 bytes each
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ABREAST, ABREAST], [4, 1], [1, 0])
-    r = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    c = left + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-    # The compiler copies 16 bytes at once only where it sees that addresses and masks change at multiples of 8 elements.
-    pitch = pitch // 8 * 8
-    inside = (c < columns // 8 * 8)[None, :]
-    if K_ALONG_ROWS:
-        # What is computed from rows that do not exist is not stored: any row will do, and costs no mask.
-        r = gl.minimum(r, rows - 1)
-    else:
-        inside = inside & (r < rows)[:, None]
-    # 32 bits, and anew for each box: as 64-bit addresses that are kept they would fill the producer's registers.
-    copy_async(tile, pointer + (r[:, None] * pitch + c[None, :]), mask=inside)
-
-
 @aggregate
 class Work:
     """What producer and consumers share: the ring with its barriers, the sizes, and what is fixed when compiled.
@@ -193,27 +153,9 @@ class Work:
     CONFIG: gl.constexpr
     A_COLUMN_MAJOR: gl.constexpr
     B_COLUMN_MAJOR: gl.constexpr
-    COPY_A: gl.constexpr
-    COPY_B: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(
-        self,
-        a_ring,
-        b_ring,
-        b2_ring,
-        full,
-        empty,
-        M,
-        N,
-        K,
-        whole,
-        CONFIG,
-        A_COLUMN_MAJOR,
-        B_COLUMN_MAJOR,
-        COPY_A,
-        COPY_B,
-    ):
+    def __init__(self, a_ring, b_ring, b2_ring, full, empty, M, N, K, whole, CONFIG, A_COLUMN_MAJOR, B_COLUMN_MAJOR):
         self.a_ring = a_ring
         self.b_ring = b_ring
         self.b2_ring = b2_ring
@@ -226,8 +168,6 @@ class Work:
         self.CONFIG = gl.constexpr(CONFIG)
         self.A_COLUMN_MAJOR = gl.constexpr(A_COLUMN_MAJOR)
         self.B_COLUMN_MAJOR = gl.constexpr(B_COLUMN_MAJOR)
-        self.COPY_A = gl.constexpr(COPY_A)
-        self.COPY_B = gl.constexpr(COPY_B)
 
     @gluon.jit
     def slot(self, i):
@@ -288,60 +228,23 @@ class Work:
         arrived = self.full.index(self.slot(i))
         # The bytes are announced first: copies that arrive unannounced could complete the phase too early. Whole boxes
         # are counted, also where they hang over the edge and TMA fills in zeros.
-        A_BYTES: gl.constexpr = 0 if self.COPY_A else CONSUMERS * a_desc.block_type.nbytes
-        B_BYTES: gl.constexpr = 0 if self.COPY_B else b_desc.block_type.nbytes
-        B2_BYTES: gl.constexpr = 0 if self.COPY_B or self.CONFIG.columns[1] == 0 else b2_desc.block_type.nbytes
-        if A_BYTES + B_BYTES > 0:
-            mbarrier.expect(arrived, A_BYTES + B_BYTES + B2_BYTES)
-        if not self.COPY_A:
-            for w in gl.static_range(CONSUMERS):
-                tile = self.a_ring.index(self.slot(i) * CONSUMERS + w)
-                if self.A_COLUMN_MAJOR:
-                    tma_load(a_desc, [k, row + w * ROWS], arrived, tile)
-                else:
-                    tma_load(a_desc, [row + w * ROWS, k], arrived, tile)
-        if not self.COPY_B:
-            if self.B_COLUMN_MAJOR:
-                tma_load(b_desc, [column, k], arrived, self.b_ring.index(self.slot(i)))
+        B2_BYTES: gl.constexpr = b2_desc.block_type.nbytes if self.CONFIG.columns[1] > 0 else 0
+        mbarrier.expect(arrived, CONSUMERS * a_desc.block_type.nbytes + b_desc.block_type.nbytes + B2_BYTES)
+        for w in gl.static_range(CONSUMERS):
+            tile = self.a_ring.index(self.slot(i) * CONSUMERS + w)
+            if self.A_COLUMN_MAJOR:
+                tma_load(a_desc, [k, row + w * ROWS], arrived, tile)
             else:
-                tma_load(b_desc, [k, column], arrived, self.b_ring.index(self.slot(i)))
-            if self.CONFIG.columns[1] > 0:
-                if self.B_COLUMN_MAJOR:
-                    tma_load(b2_desc, [column + self.CONFIG.columns[0], k], arrived, self.b2_ring.index(self.slot(i)))
-                else:
-                    tma_load(b2_desc, [k, column + self.CONFIG.columns[0]], arrived, self.b2_ring.index(self.slot(i)))
-
-    @gluon.jit
-    def copy(self, i, a_pointer, b_pointer, a_pitch, b_pitch, row, column, k):
-        """Producer warpgroup: start the copies of late operands for step i, by cp.async; the slot is empty."""
-        CONSUMERS: gl.constexpr = self.CONFIG.consumers
-        ROWS: gl.constexpr = self.CONFIG.block_m // CONSUMERS
-        if self.COPY_A:
-            for w in gl.static_range(CONSUMERS):
-                tile = self.a_ring.index(self.slot(i) * CONSUMERS + w)
-                if self.A_COLUMN_MAJOR:
-                    copy_box(tile, a_pointer, a_pitch, k, row + w * ROWS, self.K, self.M, False)
-                else:
-                    copy_box(tile, a_pointer, a_pitch, row + w * ROWS, k, self.M, self.K, True)
-        if self.COPY_B:
-            b, b2 = self.b_ring.index(self.slot(i)), self.b2_ring.index(self.slot(i))
+                tma_load(a_desc, [row + w * ROWS, k], arrived, tile)
+        if self.B_COLUMN_MAJOR:
+            tma_load(b_desc, [column, k], arrived, self.b_ring.index(self.slot(i)))
+        else:
+            tma_load(b_desc, [k, column], arrived, self.b_ring.index(self.slot(i)))
+        if self.CONFIG.columns[1] > 0:
             if self.B_COLUMN_MAJOR:
-                copy_box(b, b_pointer, b_pitch, column, k, self.N, self.K, True)
-                if self.CONFIG.columns[1] > 0:
-                    copy_box(b2, b_pointer, b_pitch, column + self.CONFIG.columns[0], k, self.N, self.K, True)
+                tma_load(b2_desc, [column + self.CONFIG.columns[0], k], arrived, self.b2_ring.index(self.slot(i)))
             else:
-                copy_box(b, b_pointer, b_pitch, k, column, self.K, self.N, False)
-                if self.CONFIG.columns[1] > 0:
-                    copy_box(b2, b_pointer, b_pitch, k, column + self.CONFIG.columns[0], self.K, self.N, False)
-
-    @gluon.jit
-    def publish(self, i, pred=True):
-        """Producer warpgroup: consumers may read what this warpgroup has copied for step i; its copies have arrived."""
-        # cp.async writes through the generic proxy and wgmma reads through the async proxy: without the fence it may
-        # read what was there before. Without the barrier one thread would speak for others that still wait for theirs.
-        fence_async_shared()
-        whole_warpgroup()
-        mbarrier.arrive(self.full.index((i + self.CONFIG.stages) % self.CONFIG.stages), count=1, pred=pred)
+                tma_load(b2_desc, [k, column + self.CONFIG.columns[0]], arrived, self.b2_ring.index(self.slot(i)))
 
     @gluon.jit
     def operands(self, i, WHICH: gl.constexpr):
@@ -377,31 +280,6 @@ def producer(work, a_desc, b_desc, b2_desc):
         for k in range(first, last):
             work.load(step, a_desc, b_desc, b2_desc, row, column, k * work.CONFIG.block_k)
             step += 1
-
-
-@gluon.jit
-def copying_producer(work, a_desc, b_desc, b2_desc, copied):
-    """One warpgroup: keep the ring full where operands are late, by cp.async; by TMA for an operand that is not.
-
-    A thread learns only by waiting that its copies have arrived. So it starts those of the next steps first: what it
-    publishes is LAG steps behind what it starts.
-    """
-    LAG: gl.constexpr = work.CONFIG.lag
-    a_pointer, b_pointer, a_pitch, b_pitch = copied
-    step = 0
-    for item in range(gl.program_id(0), work.items(), gl.num_programs(0)):
-        tile, first, last = work.locate(item)
-        row, column = work.origin(tile)
-        for k in range(first, last):
-            work.load(step, a_desc, b_desc, b2_desc, row, column, k * work.CONFIG.block_k)
-            work.copy(step, a_pointer, b_pointer, a_pitch, b_pitch, row, column, k * work.CONFIG.block_k)
-            async_copy.commit_group()
-            async_copy.wait_group(LAG)
-            work.publish(step - LAG, step >= LAG)
-            step += 1
-    async_copy.wait_group(0)
-    for i in range(max(step - LAG, 0), step):
-        work.publish(i)
 
 
 @gluon.jit
@@ -555,7 +433,7 @@ def shared_tiles(desc, COUNT: gl.constexpr):
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K", "whole", "a_pitch", "b_pitch"])
+@gluon.jit(do_not_specialize=["M", "N", "K", "whole"])
 def gemm_kernel(
     a_desc,
     b_desc,
@@ -564,27 +442,20 @@ def gemm_kernel(
     c_pointer,
     sums,
     counters,
-    a_pointer,
-    b_pointer,
     M,
     N,
     K,
     whole,
-    a_pitch,
-    b_pitch,
     CONFIG: gl.constexpr,
     A_COLUMN_MAJOR: gl.constexpr,
     B_COLUMN_MAJOR: gl.constexpr,
     TMA_STORE: gl.constexpr,
-    COPY_A: gl.constexpr,
-    COPY_B: gl.constexpr,
 ):
     """Allocate ring and barriers, then start the roles.
 
     b2_desc is b_desc, and unused, where the tile's columns are a power of two; c_desc is a_desc where TMA cannot store C.
 
     sums, counters: fp32 (parts, BLOCK_M, BLOCK_N) and int32 zeros (split tiles, consumers), untouched if split is 1.
-    a_pointer, b_pointer, a_pitch, b_pitch: the matrices again, for those that are copied by cp.async (COPY_A, COPY_B).
     """
     STAGES: gl.constexpr = CONFIG.stages
     CONSUMERS: gl.constexpr = CONFIG.consumers
@@ -596,48 +467,13 @@ def gemm_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        # The producer's `expect`, beside which the bytes are counted; and what a warpgroup has copied without TMA.
-        mbarrier.init(full.index(i), count=2 if COPY_A != COPY_B else 1)
+        mbarrier.init(full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
         mbarrier.init(empty.index(i), count=CONSUMERS)  # all consumers
-    work = Work(
-        a_ring, b_ring, b2_ring, full, empty, M, N, K, whole, CONFIG, A_COLUMN_MAJOR, B_COLUMN_MAJOR, COPY_A, COPY_B
-    )
+    work = Work(a_ring, b_ring, b2_ring, full, empty, M, N, K, whole, CONFIG, A_COLUMN_MAJOR, B_COLUMN_MAJOR)
     out = (c_desc, c_pointer, c_buffers)
     partial = (sums, counters)
     # After the roles: warps and registers of all but the first, which has num_warps and the registers that are left.
-    copied = (a_pointer, b_pointer, a_pitch, b_pitch)
-    if CONSUMERS == 1 and (COPY_A or COPY_B):
-        gl.warp_specialize(
-            [
-                (consumer, (work, out, partial, 0, TMA_STORE)),
-                (copying_producer, (work, a_desc, b_desc, b2_desc, copied)),
-            ],
-            [4],
-            [56],
-        )
-    elif CONSUMERS == 2 and (COPY_A or COPY_B):
-        gl.warp_specialize(
-            [
-                (consumer, (work, out, partial, 0, TMA_STORE)),
-                (consumer, (work, out, partial, 1, TMA_STORE)),
-                (copying_producer, (work, a_desc, b_desc, b2_desc, copied)),
-            ],
-            [4, 4],
-            [REGISTERS, 56],
-        )
-    elif COPY_A or COPY_B:
-        gl.static_assert(CONSUMERS == 3)
-        gl.warp_specialize(
-            [
-                (consumer, (work, out, partial, 0, TMA_STORE)),
-                (consumer, (work, out, partial, 1, TMA_STORE)),
-                (consumer, (work, out, partial, 2, TMA_STORE)),
-                (copying_producer, (work, a_desc, b_desc, b2_desc, copied)),
-            ],
-            [4, 4, 4],
-            [REGISTERS, REGISTERS, 56],
-        )
-    elif CONSUMERS == 1:
+    if CONSUMERS == 1:
         gl.warp_specialize(
             [(consumer, (work, out, partial, 0, TMA_STORE)), (producer, (work, a_desc, b_desc, b2_desc))], [1], [24]
         )
@@ -672,11 +508,8 @@ def parts_of(m: int, n: int, config: Config, sms: int) -> tuple[int, int]:
     return tiles - rest, rest
 
 
-def candidates(m: int, n: int, k: int, sms: int, copies: bool = False) -> list[Config]:
-    """Return the configurations that can do a product: each tile whole, and in parts of two steps at least.
-
-    copies: those too that fetch operands by cp.async; with three consumers too few registers are left for that.
-    """
+def candidates(m: int, n: int, k: int, sms: int) -> list[Config]:
+    """Return the configurations that can do a product: each tile whole, and in parts of two steps at least."""
     steps = triton.cdiv(k, 64)
     found = []
     for config in CONFIGS:
@@ -686,7 +519,7 @@ def candidates(m: int, n: int, k: int, sms: int, copies: bool = False) -> list[C
         found += [
             replace(config, split=split) for split in SPLITS if 1 < split <= MOST_PARTS[config] and 2 * split <= steps
         ]
-    return found + [replace(config, copies=True) for config in found if copies and config.consumers < 3]
+    return found
 
 
 @dataclass(frozen=True)
@@ -696,7 +529,6 @@ class Cost:
     product: float = 0.68  # of 2**21 multiplications on one SM: 128 x 256 x 64
     bytes: float = 0.0081  # of a KB of A and B that an SM reads
     late: float = 2.0  # how many times the bytes count where rows start at odd multiples of 16 bytes
-    copied: float = 1.3  # the same where cp.async copies such rows
     tile: float = 0.71  # of a tile's start and end
     store: float = 0.035  # of a KB of C
     part: float = 1.2  # of leaving a part's sums and counting
@@ -737,7 +569,7 @@ def estimate(
         time += cost.add * config.rows * config.block_n * config.split / 256
         time += cost.traffic * rest * config.split * config.block_m * config.block_n / 2**18
     a_kb, b_kb = (
-        rows * config.block_k / 512 * ((cost.copied if config.copies else cost.late) if is_late else 1.0)
+        rows * config.block_k / 512 * (cost.late if is_late else 1.0)
         for rows, is_late in zip((config.block_m, config.block_n), late, strict=True)
     )
     product = cost.product * config.block_m * config.block_n * config.block_k / 2**21
@@ -776,17 +608,6 @@ def _is_late(x: torch.Tensor) -> bool:
     return max(x.stride()) % 16 != 0
 
 
-def copied_operands(config: Config, a: torch.Tensor, b: torch.Tensor) -> tuple[bool, bool]:
-    """Whether cp.async fetches A and B, given as rows of neighbouring elements: late ones, or both where none is late.
-
-    `copy_box` takes those whose rows are multiples of 8 elements, fewer than 2**31 in all.
-    """
-    late = _is_late(a), _is_late(b)
-    able = (x.shape[1] % 8 == 0 and len(x) * x.stride(0) < 2**31 for x in (a, b))
-    wanted = late if any(late) else (True, True)
-    return tuple(config.copies and want and can for want, can in zip(wanted, able, strict=True))  # type: ignore[return-value]
-
-
 def gemm(a: torch.Tensor, b: torch.Tensor, config: Config | None = None) -> torch.Tensor:
     """C (M, N) = A (M, K) @ B (K, N): fp16 or bf16, each row- or column-major. The caller has checked them."""
     return gemm_and_launch(a, b, config)[0]
@@ -817,7 +638,7 @@ class Launch:
         """Return C = A @ B."""
         c = torch.empty(self.shape, dtype=a.dtype, device=a.device)
         sums, counters = workspace(c, self.partial_sums, self.counters)
-        self.handle(a, b, b, c, c, sums, counters, a, b)
+        self.handle(a, b, b, c, c, sums, counters)
         return c
 
 
@@ -867,12 +688,8 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
     partial_sums = rest * config.split * config.block_m * config.block_n
     with torch.cuda.device(a.device):
         sums, counters = workspace(c, partial_sums, rest * config.consumers)
-        grid = (min(sms, whole + rest * config.split),)
-        turned = [x.T if is_turned else x for x, is_turned in ((a, a_column_major), (b, b_column_major))]
-        copied = copied_operands(config, *turned)
-        tensors = (a_desc, b_desc, b2_desc, c_desc, c, sums, counters, *turned)
-        pitches = (a_desc.strides[0], b_desc.strides[0])
-        rest_of_arguments = (m, n, k, whole, *pitches, config, a_column_major, b_column_major, by_tma, *copied)
+        grid, tensors = (min(sms, whole + rest * config.split),), (a_desc, b_desc, b2_desc, c_desc, c, sums, counters)
+        rest_of_arguments = (m, n, k, whole, config, a_column_major, b_column_major, by_tma)
         compiled = gemm_kernel[grid](*tensors, *rest_of_arguments, num_warps=4)
     if compiled is None or not a.is_cuda:  # in a process that only simulates kernels
         return None
@@ -887,7 +704,6 @@ def compile_for_hopper(
     a_column_major: bool = False,
     b_column_major: bool = False,
     by_tma: bool = True,
-    late: tuple[bool, bool] = (True, True),
 ):
     """The kernel compiled for sm_90a, on any machine: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`."""
     from utils.kernels.offline import compile_gluon
@@ -904,8 +720,6 @@ def compile_for_hopper(
         "A_COLUMN_MAJOR": a_column_major,
         "B_COLUMN_MAJOR": b_column_major,
         "TMA_STORE": by_tma,
-        "COPY_A": config.copies and late[0],
-        "COPY_B": config.copies and late[1],
     }
     signature = {
         "a_desc": a,
@@ -915,7 +729,6 @@ def compile_for_hopper(
         "c_pointer": f"*{dtype}",
         "sums": "*fp32" if config.split > 1 else f"*{dtype}",
         "counters": "*i32" if config.split > 1 else f"*{dtype}",
-        **dict.fromkeys(("a_pointer", "b_pointer"), f"*{dtype}"),
-        **dict.fromkeys(("M", "N", "K", "whole", "a_pitch", "b_pitch"), "i32"),
+        **dict.fromkeys(("M", "N", "K", "whole"), "i32"),
     }
-    return compile_gluon(gemm_kernel, signature, constants, aligned=("a_pointer", "b_pointer"))
+    return compile_gluon(gemm_kernel, signature, constants)

@@ -16,11 +16,11 @@ pytestmark = pytest.mark.skipif(not offline_compile_support(), reason=offline_co
 ROOT = Path(__file__).resolve().parents[3]
 STEPS_1_TO_4 = [{"step": step, "head_dim": 128, "flags": {"causal": True, "lse": True}} for step in (1, 2, 3, 4)]
 STEP_5 = [
-    {"step": 5, "head_dim": 64, "flags": {}},
     {"step": 5, "head_dim": 64, "flags": {"tail": True}},
     {"step": 5, "head_dim": 64, "flags": {"causal": True, "lse": True, "tail": True}},
     {"step": 5, "head_dim": 64, "flags": {"causal": True, "lse": True, "tail": True, "variant": "short"}},
     {"step": 5, "head_dim": 64, "flags": {"variant": "ahead"}},
+    {"step": 5, "head_dim": 64, "flags": {"variant": "ahead of three"}},
     {"step": 5, "head_dim": 64, "flags": {"causal": True, "aligned": True, "lse": True, "tail": True}},
     {"step": 5, "head_dim": 128, "flags": {"causal": True, "dtype": "fp16"}},
     {"step": 5, "head_dim": 128, "flags": {"variant": "ahead", "lse": True, "tail": True}},

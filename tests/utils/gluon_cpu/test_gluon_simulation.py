@@ -233,37 +233,6 @@ def test_a_slot_is_used_again_with_another_shape():
 # ---- kernels of this project ----------------------------------------------------------------------------------------
 
 
-def product_in_the_simulator(config, a, b, seed=None):
-    """C = A @ B by the warp-specialized kernel on three simulated multiprocessors."""
-    from utils.kernels import gemm_gluon
-
-    (m, k), n = a.shape, b.shape[1]
-    first, second = config.columns
-    a_desc, a_turned = gemm_gluon._operand("A", a, [config.rows, 64])
-    b_desc, b_turned = gemm_gluon._operand("B", b, [64, first])
-    b2_desc = gemm_gluon._operand("B", b, [64, second])[0] if second else b_desc
-    c = torch.full((m, n), float("nan")).half()
-    by_tma = n % 8 == 0
-    c_desc = descriptor(c, config.piece) if by_tma else a_desc
-    whole, rest = gemm_gluon.parts_of(m, n, config, 3)
-    assert (rest > 0) == (config.split > 1)
-    sums = torch.full((max(1, rest * config.split * config.block_m * config.block_n),), float("nan"))
-    counters = torch.zeros(max(1, rest * config.consumers), dtype=torch.int32)
-    matrices = [x.T if turned else x for x, turned in ((a, a_turned), (b, b_turned))]
-    copied = gemm_gluon.copied_operands(config, *matrices)
-    sizes = (m, n, k, whole, a_desc.strides[0], b_desc.strides[0])
-    with gluon_cpu.simulate(seed=seed) as run:
-        gemm_gluon.gemm_kernel[(3,)](
-            *(a_desc, b_desc, b2_desc, c_desc, c, sums, counters, *matrices, *sizes),
-            *(config, a_turned, b_turned, by_tma, *copied),
-            num_warps=4,
-        )
-    want = a.double() @ b.double()
-    assert run.ok and (c.double() - want).abs().max() < 2e-3 * want.abs().max()
-    assert not counters.any()
-    return copied
-
-
 @pytest.mark.parametrize("columns", [104, 101])
 @pytest.mark.parametrize("seed, split", [(None, 1), (1, 1), (None, 4)])
 @pytest.mark.parametrize("consumers, block_n", [(1, 64), (2, 64), (2, 96), (3, 64)])
@@ -272,30 +241,29 @@ def test_warp_specialized_gemm(seed, split, columns, consumers, block_n):
 
     if consumers == 1 and seed is not None:
         pytest.skip("one order of the threads is enough for one consumer")
-    a, b = torch.randn(200, 280).half(), torch.randn(columns, 280).half().T
-    pieces = 4 if block_n == 96 else 2
-    config = gemm_gluon.Config(64 * consumers, block_n, consumers, stages=3, pieces=pieces, split=split)
-    product_in_the_simulator(config, a, b, seed)
-
-
-@pytest.mark.parametrize(
-    ("consumers", "block_n", "split", "seed", "turned", "copied"),
-    [
-        (1, 96, 1, None, (False, True), (True, True)),
-        (2, 64, 4, 1, (True, False), (True, True)),
-        (2, 96, 1, 2, (False, False), (True, False)),
-        (1, 64, 1, 3, (True, True), (False, True)),
-    ],
-)
-def test_gemm_that_copies_late_rows_without_tma(consumers, block_n, split, seed, turned, copied):
-    from utils.kernels import gemm_gluon
-
-    m, n = (200 if copied[0] else 208), (104 if copied[1] else 112)
-    a, b = torch.randn(m, 280).half(), torch.randn(280, n).half()
-    a, b = (x.T.contiguous().T if is_turned else x for x, is_turned in zip((a, b), turned, strict=True))
-    pieces = 4 if block_n == 96 else 2
-    config = gemm_gluon.Config(64 * consumers, block_n, consumers, stages=4, pieces=pieces, split=split, copies=True)
-    assert product_in_the_simulator(config, a, b, seed) == copied
+    m, n, k = 200, columns, 280
+    a, b = torch.randn(m, k).half(), torch.randn(n, k).half().T
+    c = torch.full((m, n), float("nan")).half()
+    config = gemm_gluon.Config(
+        64 * consumers, block_n, consumers, stages=3, pieces=4 if block_n == 96 else 2, split=split
+    )
+    a_desc, a_turned = gemm_gluon._operand("A", a, [64, 64])
+    b_desc, b_turned = gemm_gluon._operand("B", b, [64, 64])
+    b2_desc = gemm_gluon._operand("B", b, [64, 32])[0] if block_n == 96 else b_desc
+    by_tma = n % 8 == 0
+    c_desc = descriptor(c, config.piece) if by_tma else a_desc
+    whole, rest = gemm_gluon.parts_of(m, n, config, 3)
+    assert (rest > 0) == (split > 1)
+    sums = torch.full((max(1, rest * split * config.block_m * block_n),), float("nan"))
+    counters = torch.zeros(max(1, rest * consumers), dtype=torch.int32)
+    with gluon_cpu.simulate(seed=seed) as run:
+        gemm_gluon.gemm_kernel[(3,)](
+            *(a_desc, b_desc, b2_desc, c_desc, c, sums, counters, m, n, k, whole, config, a_turned, b_turned, by_tma),
+            num_warps=4,
+        )
+    want = a.double() @ b.double()
+    assert run.ok and (c.double() - want).abs().max() < 2e-3 * want.abs().max()
+    assert not counters.any()
 
 
 LADDER = "utils.attention.gluon.launch"
@@ -341,14 +309,21 @@ def test_attention_ladder(step, shape, causal, window, seed, monkeypatch):
 
 @pytest.mark.skipif(importlib.util.find_spec("utils.attention") is None, reason="no attention kernels here")
 @pytest.mark.parametrize(
-    ("head_dim", "sk", "programs"),
-    [(64, 129, 4), (64, 300, 3), (64, 513, 1), (128, 256, 2), (128, 385, 5), (128, 513, 3)],
+    ("head_dim", "sk", "programs", "variant"),
+    [
+        (64, 129, 4, "ahead"),
+        (64, 256, 3, "ahead of three"),
+        (64, 513, 1, "ahead"),
+        (64, 640, 1, "ahead of three"),
+        (128, 256, 2, "ahead"),
+        (128, 385, 5, "ahead"),
+    ],
 )
-def test_a_tiles_end_beside_the_next_ones_start(head_dim, sk, programs, monkeypatch):
-    """Step 5's plan "ahead": one to six tiles for each program, two to five blocks of keys, full and partial ones."""
+def test_a_tiles_end_beside_the_next_ones_start(head_dim, sk, programs, variant, monkeypatch):
+    """Step 5's plans "ahead": one to six tiles for each program, two to five blocks of keys, full and partial ones."""
     launch = importlib.import_module(LADDER)
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: programs)
-    monkeypatch.setattr(launch, "variant_for", lambda *given: "ahead")
+    monkeypatch.setattr(launch, "variant_for", lambda *given: variant)
     torch.manual_seed(sk)
     q, k, v = (torch.randn(3, h, s, head_dim).bfloat16() for h, s in ((2, 130), (1, sk), (1, sk)))
     for seed in range(2):

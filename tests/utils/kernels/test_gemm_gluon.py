@@ -28,23 +28,21 @@ from utils.kernels.gemm_gluon import CONFIGS, compile_for_hopper
 from utils.kernels.offline import disassemble
 
 reports = []
-for index, split, dtype, a_column_major, b_column_major, by_tma, late in json.loads(sys.argv[1]):
-    config = replace(CONFIGS[index], split=split, copies=late is not None)
+for index, split, dtype, a_column_major, b_column_major, by_tma in json.loads(sys.argv[1]):
+    config = replace(CONFIGS[index], split=split)
     kernel = compile_for_hopper(config, dtype, a_column_major=a_column_major, b_column_major=b_column_major,
-                                by_tma=by_tma, late=late or (False, False))
+                                by_tma=by_tma)
     ptx, sass = kernel.asm["ptx"], disassemble(kernel)
     kind = dtype.replace("fp16", "f16")
     patterns = {
         "loads": r"cp\\.async\\.bulk\\.tensor\\.2d\\.shared", "stores": r"cp\\.async\\.bulk\\.tensor\\.2d\\.global",
-        "waits": r"mbarrier\\.try_wait", "setmaxnreg": r"setmaxnreg\\.(?:inc|dec)\\S+\\s+(?:232|224|160|56|32|24);",
+        "waits": r"mbarrier\\.try_wait", "setmaxnreg": r"setmaxnreg\\.(?:inc|dec)\\S+\\s+(?:232|160|32|24);",
         "wgmma": r"wgmma\\.mma_async\\.sync\\.aligned\\.m64n%dk16\\.f32\\.%s\\.%s" % (config.columns[0], kind, kind),
         "wgmma2": r"wgmma\\.mma_async\\.sync\\.aligned\\.m64n%dk16\\." % config.columns[1],
     }
     report = {name: len(re.findall(pattern, ptx)) for name, pattern in patterns.items()}
     report |= {name: len(re.findall(name, sass)) for name in ("HGMMA", "UTMALDG", "UTMASTG", "LDL", "STL", "HMMA")}
     in_flight = [int(depth, 16) for depth in re.findall(r"WARPGROUP\\.DEPBAR\\.LE gsb0, (0x[012])", sass)]
-    report["copies"] = len(re.findall(r"LDGSTS\\.E\\.BYPASS\\.128", sass))  # 16 bytes of each thread
-    report["all_copies"] = len(re.findall(r"LDGSTS", sass))
     report["atomics"] = len(re.findall(r"\\batom\\.", ptx))
     report |= {"in_flight": in_flight, "target": re.search(r"\\.target (\\S+)", ptx)[1],
                "shared": kernel.metadata.shared,
@@ -54,14 +52,14 @@ for index, split, dtype, a_column_major, b_column_major, by_tma, late in json.lo
     reports.append(report)
 print(json.dumps(reports))
 """
-# configuration, parts, dtype, A and B column-major, C stored by TMA, which of A and B cp.async copies (None: TMA does)
+# configuration, parts, dtype, A and B column-major, C stored by TMA
 VARIANTS = [
-    (0, 1, "bf16", False, False, True, None),
-    (1, 1, "fp16", True, True, True, (True, True)),
-    (10, 8, "fp16", False, True, False, None),
-    (3, 4, "bf16", True, True, True, (False, True)),
-    (6, 4, "bf16", False, True, True, None),
-    (12, 6, "fp16", True, False, True, None),
+    (0, 1, "bf16", False, False, True),
+    (1, 1, "fp16", True, True, True),
+    (10, 8, "fp16", False, True, False),
+    (3, 4, "bf16", True, True, True),
+    (6, 4, "bf16", False, True, True),
+    (12, 6, "fp16", True, False, True),
 ]
 
 
@@ -83,15 +81,11 @@ def reports(tmp_path_factory):
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.slow
 def test_the_assembly_does_what_the_header_says(reports, variant):
-    report, by_tma = reports[variant], variant[5]
-    consumers, split, late = report["consumers"], variant[1], variant[6] or (False, False)
+    report, by_tma = reports[variant], variant[-1]
+    consumers, split = report["consumers"], variant[1]
     assert report["target"] == "sm_90a"
     assert report["threads"] == (consumers + 1) * 128  # the consumers, a producer warp and 3 idle
-    assert report["loads"] >= 2 - sum(late) and (report["loads"] > 0) == (not all(late))
-    assert report["UTMALDG"] == report["loads"]
-    # 16 bytes for each of 128 threads at once, of rows of 128 bytes: each copies an eighth of a row.
-    copied_rows = sum(count for count, is_late in zip(report["block"], late, strict=False) if is_late)
-    assert report["copies"] == report["all_copies"] == copied_rows // 16
+    assert report["loads"] >= 2 and report["UTMALDG"] == report["loads"]
     assert (report["stores"] > 0) == by_tma and report["UTMASTG"] == report["stores"]
     assert report["waits"] == 1 + consumers  # the producer for "empty", each consumer for "full"
     rows, _, depth = report["block"]
@@ -211,22 +205,6 @@ def test_random_shapes_against_float64(index, a_column_major, b_column_major):
         c = gemm_gluon.gemm(a, b, config)
         assert_product(c, a, b, f"{config} {m} x {n} x {k} {dtype} A^T {a_column_major} B^T {b_column_major}")
         assert torch.equal(c, gemm_gluon.gemm(a, b, config)), "not the same bits twice"
-
-
-@pytest.mark.gpu
-@hopper
-@pytest.mark.parametrize("a_column_major", [False, True])
-@pytest.mark.parametrize("b_column_major", [False, True])
-def test_late_rows_that_are_copied_without_tma(a_column_major, b_column_major):
-    from utils.kernels import gemm_gluon
-
-    for config in (c for c in gemm_gluon.CONFIGS if c.consumers < 3):
-        for m, n, k in ((8, 8, 8), (520, 1016, 1208), (520, 1024, 1208), (528, 3000, 136), (4104, 3080, 72)):
-            a = torch.randn((k, m) if a_column_major else (m, k), device="cuda").bfloat16()
-            b = torch.randn((n, k) if b_column_major else (k, n), device="cuda").bfloat16()
-            a, b = a.T if a_column_major else a, b.T if b_column_major else b
-            c = gemm_gluon.gemm(a, b, replace(config, copies=True))
-            assert_product(c, a, b, f"{config} {m} x {n} x {k} A^T {a_column_major} B^T {b_column_major}")
 
 
 @pytest.mark.gpu

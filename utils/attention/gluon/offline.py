@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("step", type=int, choices=STEPS)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
-    parser.add_argument("--variant", choices=("", "short", "ahead"), default="")
+    parser.add_argument("--variant", choices=("", "short", "ahead", "ahead of three"), default="")
     for flag in ("causal", "window", "tail", "lse", "aligned"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--sass", action="store_true", help="print the disassembly")

@@ -72,6 +72,7 @@ _STEP_5 = {
     (64, ""): Plan(64, 128, 3, 3, 160, own_keys=True),
     (64, "short"): Plan(64, 64, 4, 4, 112, own_keys=True),
     (64, "ahead"): Plan(64, 128, 2, 3, 240, halves=True, q_slots=2),
+    (64, "ahead of three"): Plan(64, 128, 3, 3, 160, q_slots=2),
     (128, ""): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True),
     (128, "ahead"): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2),
     (256, ""): Plan(256, 64, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, own_keys=True, split=True),
@@ -83,11 +84,13 @@ def block_head_dim(head_dim: int) -> int:
     return next(width for width in HEAD_DIMS if head_dim <= width)
 
 
-def variant_for(head_dim: int, causal: bool, window: bool, sq: int, sk: int, heads: int, programs: int) -> str:
+def variant_for(
+    head_dim: int, causal: bool, window: bool, sq: int, sk: int, heads: int, programs: int, lse: bool = False
+) -> str:
     """Name the variant of step 5's plan that an attention takes. heads: of all sequences; programs: multiprocessors.
 
-    "short": few causal keys, so that tiles end soon after they begin. "ahead": full attention, where one tile's end
-    overlaps the next tile's start. "": any other.
+    "short": few causal keys, so that tiles end soon after they begin. "ahead" and, with three consumers, "ahead of three":
+    full attention, where one tile's end overlaps the next tile's start. "": any other.
     """
     d = block_head_dim(head_dim)
     if causal and not window:
@@ -102,7 +105,10 @@ def variant_for(head_dim: int, causal: bool, window: bool, sq: int, sk: int, hea
     # with many: 18 us are 48 thirds of a block. Why is not known (docs/attention-log.md, entry 23).
     ahead, other = (-(-(-(-sq // p.rows) * heads) // programs) for p in (plan, _STEP_5[d, ""]))
     blocks = -(-sk // plan.block_n) + 1
-    return "ahead" if 3 * ahead * blocks <= 4 * other * blocks + (48 if sk % plan.block_n else 0) else ""
+    if 3 * ahead * blocks <= 4 * other * blocks + (48 if sk % plan.block_n else 0):
+        return "ahead"
+    # With a tail or the log-sum-exp ptxas spills 48 to 80 bytes of "ahead of three", and with a tail it was slower.
+    return "" if sk % plan.block_n or lse else "ahead of three"
 
 
 def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
