@@ -221,6 +221,9 @@ def prepare_fp8(point: tuple) -> tuple[dict, dict[str, Callable], int]:
     if point[4] <= 128:
         named["fp8, keys, small blocks"] = keys | {"block_n": 64}
         named["fp8, keys, three programs an SM"] = keys | {"block_n": 64, "per_sm": 3}
+    if point[4] == 64:
+        named["fp8, keys, large blocks"] = keys | {"block_n": 256}
+        named["fp8, keys, three programs an SM, whole blocks"] = keys | {"block_n": 128, "per_sm": 3}
     distinct: dict[Arrangement, str] = {}
     for name, choices in named.items():
         if arrangement(point, choices).plan.raw_slots >= 2:
@@ -402,7 +405,7 @@ def main() -> None:
             partial(prepare_point, fa3=fa3, names=options.names),
             finish_point,
         ),
-        "fp8": ([(*c, n) for c in CACHES for n in (1, 16)], prepare_fp8, finish_fp8),
+        "fp8": ([(*c, n) for c in CACHES for n in (1, 4, 8, 16)], prepare_fp8, finish_fp8),
         "pages": ([(*c, p) for c in PAGED_CACHES for p in PAGES], partial(prepare_pages, fa3=fa3), finish_pages),
     }
     rows, prepare, finish = tables[options.table]
