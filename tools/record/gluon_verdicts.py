@@ -167,16 +167,54 @@ def gpu_rows(points: list[tuple[Case, str, float]], processes: int) -> Iterator[
 # ---- side by side --------------------------------------------------------------------------------------------------
 
 
+# Why a judge differs from what is planted. The first that fits is the reason: (judge, class of bug or "correct", what was
+# seen, part of the case's label, the reason).
+UNSEEN = "right numbers", "wrong numbers"
+REASONS = (
+    ("consan", "missing fence", UNSEEN, "", "ConSan does not know that TMA and wgmma see memory through a proxy of their own"),
+    ("consan", "out of bounds", UNSEEN, "", "ConSan looks at shared memory only, not at the bounds of global memory"),
+    ("consan", "uninitialized read", UNSEEN, "", "ConSan does not record what was never written"),
+    ("consan", "wait left out", UNSEEN, "at the end", "ConSan does not look at what is under way when a kernel ends"),
+    ("consan", "wait left out", UNSEEN, "nobody waits for", "ConSan does not look at what is under way when a kernel ends"),
+    ("consan", "", ("error",), "", "the launch ended with an error of CUDA; ConSan's own sentence was not printed"),
+    ("consan", "correct", ("reported",), "signals", "false: the kernel waits by the mbarrier on which cp.async arrives, and ConSan "
+     "goes by groups of cp.async"),
+    ("consan", "correct", ("reported",), "product", "false: a deadlock is reported at the wait for a ring's slot. These are the "
+     "only cases where two copies arrive on one mbarrier; why ConSan counts them so is not known"),
+    ("", "", ("did not end",), "product", "not judged: the time of the process was over, and Triton compiles in it"),
+    ("", "correct", ("did not end",), "", "not judged: the process had too little time"),
+    ("", "", ("did not end",), "", "the launch waits for ever, or longer than the process had; nothing was reported until then"),
+    ("consan", "", UNSEEN, "", "nothing wrong happened in this run, and ConSan checks what happens, not what could"),
+)  # fmt: skip
+
+
+def reason_of_difference(row: dict, judge: str, said: str) -> str:
+    """Return why a judge said something else of a case than what is planted in it."""
+    kind = row["bug"] or "correct"
+    for of_judge, of_kind, seen, part, reason in REASONS:
+        if of_judge in ("", judge) and of_kind in ("", kind) and said in seen and part in row["case"]:
+            return reason
+    return "not explained"
+
+
 def side_by_side(simulated: dict, judged: list[dict]) -> list[dict]:
-    """Return a row for each case with the verdicts of all judges, those that differ from what is planted first."""
+    """Return a row for each case with the verdicts of all judges, those that differ from what is planted first.
+
+    A case that was judged twice has the last verdict that came to an end. A judge's message counts as a report only if it is
+    one by the rules of today, so that older records are read as newer ones are.
+    """
     by_case: dict[str, dict] = {}
     for row in (row for record in judged for row in record["rows"]):
-        by_case.setdefault(row["case"], {})[row["judge"]] = row
+        judges = by_case.setdefault(row["case"], {})
+        if row["judge"] not in judges or row["result"] != "did not end":
+            judges[row["judge"]] = row
     rows = []
     for row in simulated["rows"]:
         judges = by_case.get(row["case"], {})
-        said = {name: ("reported" if j["reported"] else j["result"]) for name, j in judges.items()}
-        differs = [name for name, j in judges.items() if j["reported"] != bool(row["bug"]) and name != "plain"]
+        reported = {name: is_finding(name, j["message"]) for name, j in judges.items() if name != "plain"}
+        said = {name: ("reported" if reported.get(name) else j["result"]) for name, j in judges.items()}
+        # A plain launch has no verdict: a bug may well give the right numbers, or hang.
+        differs = [name for name, found in reported.items() if found != bool(row["bug"]) or said[name] == "did not end"]
         rows.append(
             {
                 "case": row["case"],
@@ -184,7 +222,10 @@ def side_by_side(simulated: dict, judged: list[dict]) -> list[dict]:
                 "simulator": "reported" if row["kinds"] != ["none"] else "silent",
                 **said,
                 "differs": differs,
-                "messages": {name: j["message"] for name, j in judges.items() if j["message"]},
+                "reasons": {name: reason_of_difference(row, name, said[name]) for name in differs},
+                "messages": {
+                    name: re.sub(r"\S*/(?=\w+\.py)", "", j["message"]) for name, j in judges.items() if j["message"]
+                },
             }
         )
     return sorted(rows, key=lambda row: -len(row["differs"]))

@@ -14,6 +14,7 @@ from tools.record.gluon_verdicts import LIMIT_S, judge_row, judge_verdict, side_
 from utils.files import ROOT
 
 RECORD = ROOT / "assets" / "results" / "gluon_verdicts.json"
+JUDGED = ROOT / "assets" / "results" / "h200" / "gluon_verdicts.json"
 CLASSES = {
     *("missing fence", "phase", "count", "slot reused early", "wait left out", "order of waits", "bytes expected"),
     *("uninitialized read", "out of bounds"),
@@ -130,6 +131,16 @@ def test_verdicts_side_by_side_show_where_they_differ():
     first, second = side_by_side(simulated, [{"rows": judged[:1]}, {"rows": judged[1:]}])
     assert (first["case"], first["simulator"], first["consan"]) == ("a", "reported", "right numbers")
     assert first["differs"] == ["consan"] and second["differs"] == []
+    assert "nothing wrong happened" in first["reasons"]["consan"] and second["reasons"] == {}
+
+
+def test_every_difference_on_the_gpu_is_explained():
+    rows = json.loads(JUDGED.read_text())["rows"]
+    assert {row["case"] for row in rows} == set(CASES) and sum("consan" in row for row in rows) >= 120
+    assert all((row["simulator"] == "reported") == bool(row["bug"]) for row in rows)
+    differing = [row for row in rows if row["differs"]]
+    assert all(set(row["reasons"]) == set(row["differs"]) for row in differing)
+    assert "not explained" not in {reason for row in differing for reason in row["reasons"].values()}
 
 
 @pytest.mark.slow

@@ -267,12 +267,15 @@ correct(
 )
 correct(
     "operand",
-    "another buffer",
-    "The second product has an operand of its own, so the first may still run.",
+    "a buffer of its own",
+    "The second product has an operand of its own, allocated before the first one is issued, so the first may still run. "
+    "Allocated after it, the compiler would put it where `a` is, which no later line uses.",
     (
-        "    acc = warpgroup_mma_wait(0, deps=[acc])\n",
+        "    b = gl.allocate_shared_memory(b_desc.dtype, [SIZE, SIZE], b_desc.layout)\n",
+        "    b = gl.allocate_shared_memory(b_desc.dtype, [SIZE, SIZE], b_desc.layout)\n"
         "    other = gl.allocate_shared_memory(b_desc.dtype, [SIZE, SIZE], b_desc.layout)\n",
     ),
+    ("    acc = warpgroup_mma_wait(0, deps=[acc])\n", ""),
     ("    a.store(x + x)\n", "    other.store(x + x)\n"),
     ("warpgroup_mma(a, b, acc, is_async=True)", "warpgroup_mma(other, b, acc, is_async=True)"),
 )
