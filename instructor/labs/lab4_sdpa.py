@@ -1684,7 +1684,7 @@ else:
 
 # %% [markdown]
 # With one new token and eight sequences or more the kernel and cuDNN are within 4% of each other. The kernel reads the cache
-# at 0.85 to 1.01 of the speed of a copy, so little is left to gain. One sequence of 2048 keys reaches less than a fifth of
+# at 0.84 to 0.99 of the speed of a copy, so little is left to gain. One sequence of 2048 keys reaches less than a fifth of
 # it: there the launch and the merge take the time. With 16 new tokens FlashAttention 3 is ahead at three of the ten shapes,
 # those with 16 sequences or more whose heads share keys; the lowest ratio is 0.90. The heads of a group and their new tokens
 # make up to 128 rows of queries there. A multiprocessor computes whole heads of keys, most of them several one after the

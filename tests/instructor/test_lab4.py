@@ -294,8 +294,8 @@ def test_recorded_decode_is_as_the_text_says(prose):
     level = rows.query("new_tokens == 1 and batch >= 8")
     assert "With one new token and eight sequences or more the kernel and cuDNN are within 4%" in prose
     assert set(level["best_other"]) == {"cudnn"} and round((level["ratio"] - 1).abs().max(), 2) == 0.04
-    assert "at 0.85 to 1.01 of the speed of a copy" in prose
-    assert round(level["copy"].min(), 2) == 0.85 and round(level["copy"].max(), 2) == 1.01
+    assert "at 0.84 to 0.99 of the speed of a copy" in prose
+    assert round(level["copy"].min(), 2) == 0.84 and round(level["copy"].max(), 2) == 0.99
     assert "One sequence of 2048 keys reaches less than a fifth of it" in prose
     assert rows.query("batch == 1 and keys == 2048")["copy"].max() < 0.2
     many = rows.query("new_tokens == 16")

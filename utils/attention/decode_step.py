@@ -1,9 +1,10 @@
 """A decode step of the Gemma-3 layer, with the attention that makes it fastest.
 
-In a CUDA graph on a Hopper GPU that is the decode kernel of `utils/attention/gluon/decode`. A Gemma-3 layer's step took
-160.6 us with it and 172.2 with the layer's own attention (one sequence), 204.2 and 247.3 (64 sequences of 4096 tokens):
-assets/results/h200/decode_layer.json. Outside of a graph the step is bound by the host, which needs 1.4 ms for its
-launches and up to 0.15 ms more with the kernel, so there the layer keeps its own attention.
+In a CUDA graph on a Hopper GPU that is the decode kernel of `utils/attention/gluon/decode`. On an H200 a step of Gemma-3's
+sliding layer took 142.5 us with it and 153.6 with the layer's own attention (one sequence), 206.6 and 241.9 (64 sequences of
+4096 tokens), and one of the full layer 263.2 and 484.4 (the latter): assets/results/h200/decode_layer.json. Outside of a
+graph the step is bound by the host, which needs 1.1 to 1.2 ms for its launches and up to 0.12 ms more with the kernel, so
+there the layer keeps its own attention.
 """
 
 from __future__ import annotations

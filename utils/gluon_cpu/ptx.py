@@ -26,7 +26,8 @@ _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     """Run `gl.inline_asm_elementwise` if its text is known.
 
-    A wait for products, a broadcast from lane 0, a product, four e4m3 numbers as fp16; and what lets a launch begin before the last one has ended,
+    A wait for products, a broadcast from lane 0, a product, four e4m3 numbers as fp16, four words exchanged by four
+    threads; and what lets a launch begin before the last one has ended,
     which says nothing here, where launches run one after another.
     """
     args = list(args)
@@ -45,9 +46,24 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return args[0] * args[1]
     if text == _E4M3_TO_FP16 and pack == 4 and args[0].dtype.name == "uint8":
         return Tensor(_E4M3[args[0].data], gl.float16, args[0].layout)
-    if text.count("shfl.sync.bfly.b32") == 4 and pack == 4 and tuple(args[0].data.shape[-2:]) == (4, 4):
-        return Tensor(args[0].data.swapaxes(-1, -2), gl.int32, args[0].layout)  # four threads exchange four words each
+    if text == _EXCHANGE and pack == 4 and tuple(args[0].data.shape[-2:]) == (4, 4):
+        return Tensor(args[0].data.swapaxes(-1, -2), gl.int32, args[0].layout)
     refuse("unknown operation", f"gluon_cpu does not know this inline assembly: {text[:120]}")
+
+
+# Threads t = 0 .. 3 hold word t of the groups 0 .. 3, and then hold group t: (..., group, word) becomes (..., word, group).
+_EXCHANGE = (
+    "{ .reg .pred odd, high; .reg .b32 t, w0, w1, w2, w3; mov.u32 t, %laneid; "
+    "and.b32 w0, t, 1; setp.ne.u32 odd, w0, 0; and.b32 w0, t, 2; setp.ne.u32 high, w0, 0; "
+    "selp.b32 t, $4, $5, odd; shfl.sync.bfly.b32 t, t, 1, 31, 0xffffffff; "
+    "selp.b32 w0, t, $4, odd; selp.b32 w1, $5, t, odd; "
+    "selp.b32 t, $6, $7, odd; shfl.sync.bfly.b32 t, t, 1, 31, 0xffffffff; "
+    "selp.b32 w2, t, $6, odd; selp.b32 w3, $7, t, odd; "
+    "selp.b32 t, w0, w2, high; shfl.sync.bfly.b32 t, t, 2, 31, 0xffffffff; "
+    "selp.b32 $0, t, w0, high; selp.b32 $2, w2, t, high; "
+    "selp.b32 t, w1, w3, high; shfl.sync.bfly.b32 t, t, 2, 31, 0xffffffff; "
+    "selp.b32 $1, t, w1, high; selp.b32 $3, w3, t, high; }"
+)
 
 
 def _product_text(n: int) -> str:

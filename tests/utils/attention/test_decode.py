@@ -5,7 +5,7 @@ import torch
 
 from tests.utils.attention.decode_cases import random_cache, relative_error
 from utils.attention import AttentionUnsupported, attention_decode, decode_reference, last_run
-from utils.attention.gluon.decode.plan import SHARED_BYTES, aligned_split, make_plan, refuse
+from utils.attention.gluon.decode.plan import SHARED_BYTES, aligned_split, arrange, make_plan, power_of_two, refuse
 
 
 @pytest.mark.parametrize("page", [None, 16])
@@ -149,8 +149,8 @@ def test_every_plan_fits(head_dim, group, page):
         assert plan.block_n % plan.box == 0 and plan.block_n % 64 == 0
         if group <= 64:
             plan = make_plan(head_dim, group, sq, page, fp8=True)
-            assert plan.shared_bytes + 1000 < SHARED_BYTES
-            assert plan.raw_slots >= 2 and plan.slots == 4
+            assert plan.per_sm * (plan.shared_bytes + 1024) < SHARED_BYTES
+            assert plan.raw_slots >= 2 and plan.consumers == (0 if power_of_two(group) * sq <= 16 else 1)
         for consumers in (1, 2) if group <= 64 else (2,):
             plan = make_plan(head_dim, group, sq, page, consumers=consumers)
             assert plan.shared_bytes + 700 < SHARED_BYTES  # no reduction exchanges anything
@@ -170,6 +170,28 @@ def test_sizes_out_of_range_are_named():
         make_plan(128, 65, 1, consumers=1)
     with pytest.raises(ValueError, match="128 share"):
         make_plan(128, 128, 1, fp8=True)
+
+
+def test_two_programs_share_an_sm_where_each_takes_whole_long_heads():
+    def chosen(*sizes, **options):
+        plan = arrange(*sizes, 132, **options).plan
+        return plan.consumers, plan.per_sm
+
+    assert chosen(64, 8, 4, 8, 4096, 128) == chosen(64, 16, 1, 1, 2048, 64) == (0, 2)
+    assert chosen(64, 8, 4, 16, 4096, 128) == (1, 1)  # 64 query rows
+    assert chosen(16, 8, 8, 1, 8192, 128) == chosen(1, 8, 4, 1, 2048, 128) == (0, 1)  # 128 and 8 heads
+    assert chosen(64, 8, 4, 1, 4096, 128, lengths=True) == (0, 1)
+
+
+def test_warps_that_load_pages():
+    def chosen(batch, keys, page):
+        plan = arrange(batch, 8, 4, 1, keys, 128, 132, page=page, lengths=True).plan
+        return plan.consumers, plan.producers, plan.level
+
+    assert chosen(1, 32768, 16) == (1, 2, True)
+    assert chosen(64, 4096, 16) == (1, 1, True)
+    assert chosen(64, 4096, 64) == (1, 1, False)
+    assert chosen(1, 32768, 256)[0] == 0
 
 
 def test_whole_heads_only_where_they_are_balanced():
@@ -197,11 +219,6 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
     "64 rows, a window, pages of 16": ((2, 3, 1, 5, 300, 64, 16), {"window": 60}, {"lengths": True}),
     "fp8": ((1, 4, 1, 4, 150, 128, None), {}, {"fp8": True, "consumers": 1}),
     "a warp for K and one for V": ((2, 4, 2, 1, 150, 64, 16), {}, {"consumers": 1, "producers": 2, "lengths": True}),
-    "equal lengths, even shares": (
-        (2, 4, 2, 2, 500, 64, None),
-        {},
-        {"consumers": 1, "lengths": [500, 400], "level": True, "programs": 8, "merge": "second"},
-    ),
     "equal lengths, whole heads": (
         (2, 4, 2, 2, 200, 64, None),
         {},

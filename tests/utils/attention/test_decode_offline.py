@@ -29,6 +29,7 @@ CASES = {  # arguments of make_plan, of Case
         dict(causal=True, window=True, lengths=True, batch_block=8, paged=True, clean=True),
     ),
     "fp8": (dict(head_dim=128, group=4, sq=4, fp8=True), dict(causal=True)),
+    "fp8, 64 rows": (dict(head_dim=128, group=4, sq=16, fp8=True), dict(causal=True)),
 }
 PROGRAM = """
 import json, sys
@@ -39,7 +40,7 @@ MERGED = "one token", "head dimension 256"  # the merge depends on the case and 
 for name, (plan, case) in json.loads(sys.argv[1]).items():
     plan, case = make_plan(**plan), Case(**case)
     first, second = compile_decode(plan, case), compile_decode(plan, case, merge=True) if name in MERGED else None
-    loads = plan.block_n // plan.box * (2 if plan.consumers else 2 + plan.slots)
+    loads = plan.block_n // plan.box * (2 if plan.consumers else 2 + plan.slots + 2 * plan.raw_slots)
     answer[name] = dict(
         spill=first.spill_bytes + (second.spill_bytes if second else 0), shared=[first.shared_bytes, plan.shared_bytes],
         wgmma=first.count("wgmma.mma_async", "ptx"), loads=[first.count("cp.async.bulk.tensor", "ptx"), loads],

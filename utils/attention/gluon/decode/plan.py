@@ -21,6 +21,10 @@ TOGETHER_BYTES = 40 << 20  # of keys and values
 ROWS_FROM = 32  # query rows of a head of keys from which `rows.py` is faster
 KEYS_BLOCK = {64: 256, 128: 128, 256: 64}  # keys of a block by head dimension, where keys are the rows
 ROWS_BLOCK = {64: 128, 128: 128, 256: 64}  # where query rows are the rows
+LEVEL_PAGES = 32  # tokens of the largest page with which whole heads are worth being found by the kernel
+TWO_PRODUCERS_BYTES = 160 << 20  # of keys and values in pages, up to which a warp for each loads faster
+FP8_ROWS_FROM = 17  # query rows of a head of keys from which `quantized.py` reads an fp8 cache, not `quantized_keys.py`
+LONG_HEADS = 1024  # keys from which whole heads are shared by two programs an SM, where keys are the rows
 FEW_BLOCKS = {64: 0, 128: 3, 256: 5}  # where a program has fewer of the latter, half as large ones are faster
 MERGES = {
     "second": "a second launch, which begins while the first runs and waits for its end",
@@ -56,7 +60,7 @@ class Plan:
     raw_slots: int = 0  # slots of K and of V for an fp8 cache's bytes, each; 0: the cache has the queries' type
     per_sm: int = 1  # programs that an SM runs at the same time
     wide: bool = False  # where query rows are the rows: threads exchange the output, and store 16 bytes at once, not 4
-    level: bool = False  # with lengths: where all sequences have as many blocks, the kernel splits as it does without
+    level: bool = False  # with lengths: programs take whole heads where the kernel finds them balanced
     producers: int = 1  # warps that load, where query rows are the rows: one, or one for K and one for V
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)
 
@@ -128,7 +132,7 @@ def make_plan(
     fp8: bool = False,
     per_sm: int | None = None,
     producers: int = 1,
-    level: bool = False,
+    level: bool | None = None,
     wide: bool = False,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
@@ -138,12 +142,16 @@ def make_plan(
     reads (`quantized.py`), or with 0 consumers `quantized_keys.py`. per_sm: programs of an SM, where keys are the rows.
     """
     if fp8:
+        if consumers is None:
+            consumers = 0 if power_of_two(group) * sq < FP8_ROWS_FROM else 1
         if consumers == 0 and power_of_two(group) <= MOST_FP8_COLUMNS[block_width(head_dim)]:
             return _fp8_keys_plan(head_dim, group, sq, page, block_n, merge, early, per_sm or 2)
         return _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves)
     consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
     if consumers:
         plan = _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, q_slots)
+        producers = producers if consumers == 1 else 1
+        level = (page is not None and page <= LEVEL_PAGES) if level is None else level
         return replace(plan, producers=producers, level=level, wide=wide)
     block_d = block_width(head_dim)
     heads = power_of_two(group)
@@ -175,7 +183,7 @@ def make_plan(
         merge=merge,
         early=early,
         per_sm=per_sm,
-        level=level,
+        level=bool(level),
     )
 
 
@@ -242,9 +250,11 @@ def _fp8_keys_plan(head_dim, group, sq, page, block_n, merge, early, per_sm) -> 
 
 def _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves) -> Plan:
     """Return `make_plan`'s plan for a cache in e4m3: two slots each for the converted K and V, the rest for bytes."""
-    rows = 64 * (consumers or 1)
-    if power_of_two(group) > rows or consumers not in (None, 1):
-        raise ValueError(f"an fp8 cache takes groups of up to 64 query heads and one consumer; {group} share a head.")
+    if power_of_two(group) > 64 or consumers != 1:
+        raise ValueError(
+            "an fp8 cache takes groups of up to 64 query heads (32 with keys as rows at head dimension 256) and at most "
+            f"one consumer; {group} share a head, and consumers={consumers}."
+        )
     block_n = block_n or {64: 128, 128: 64, 256: 32}[block_width(head_dim)]
     plan = _rows_plan(head_dim, group, sq, page, block_n, 4, merge, early, 1, halves, 1)
     room = SHARED_BYTES - 1024 - plan.shared_bytes
@@ -304,6 +314,15 @@ def best_block(head_dim: int, heads: int, seen: int, multiprocessors: int) -> in
     block = ROWS_BLOCK[width]
     few = heads * seen <= FEW_BLOCKS[width] * block * multiprocessors
     return block // 2 if few else block
+
+
+def two_programs(heads: int, group: int, sq: int, seen: int, head_dim: int, places: int) -> bool:
+    """Whether two programs of an SM are faster than one, or than query rows as rows: where each takes whole long heads.
+
+    heads: of all sequences. seen: keys of each. places: programs that the GPU holds then.
+    """
+    few = power_of_two(group) * sq <= MOST_COLUMNS and block_width(head_dim) <= 128
+    return few and seen >= LONG_HEADS and aligned_split(heads, seen, places)
 
 
 def even_programs(heads: int, blocks: int, multiprocessors: int) -> int:
@@ -373,6 +392,13 @@ def arrange(
     keys: of the longest sequence that the cache has room for; window: 0 for none; choices: `make_plan`'s other ones.
     """
     seen = min(keys, sq + window - 1) if window else keys
+    bytes_ = 2 * seen * batch * kv_heads * head_dim * (1 if fp8 else 2)
+    if not fp8 and not lengths and consumers is None and block_n is None and "per_sm" not in choices:
+        half = KEYS_BLOCK[block_width(head_dim)] // 2
+        if two_programs(batch * kv_heads, group, sq, seen, head_dim, 2 * multiprocessors):
+            consumers, block_n, choices = 0, half, choices | {"per_sm": 2}
+    if page and bytes_ <= TWO_PRODUCERS_BYTES:
+        choices = {"producers": 2} | choices
     if not fp8:
         consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
         if consumers and block_n is None:
@@ -390,7 +416,7 @@ def arrange(
     if merge is None:
         # Waiting for each other is faster where the time is that of launches, not of bytes; and for long caches, too,
         # where all programs of a head end at the same time and many rows are merged.
-        small = 2 * seen * batch * kv_heads * head_dim * (1 if fp8 else 2) <= TOGETHER_BYTES
+        small = bytes_ <= TOGETHER_BYTES
         level = plan.consumers > 0 and programs == even
         wait = not lengths and not aligned and parts <= 32 and (small or level)
         merge = "together" if wait else "second"

@@ -9,8 +9,9 @@ V's into the output. Bad numbers stay bad: the converting instruction makes e4m3
     converter    4        bytes -> the queries' type, into rings of two tiles of K and two of V
     consumer     4        64 query rows, as in rows.py
 
-It saves memory, not time: on an H200 0.82 to 1.09 times as fast as a cache in bf16, and half as fast with more than 64
-query rows (assets/results/h200/decode_fp8.json; docs/decode-log.md says what bounds it).
+It saves memory, not time: on an H200 it is 0.9 to 1.1 times as fast as a cache in bf16, and half as fast with more than 64
+query rows. Up to 16 query rows `quantized_keys.py` reads an fp8 cache, 1.06 to 1.87 times as fast as one in bf16
+(assets/results/h200/decode_fp8.json; docs/decode-log.md says what bounds both).
 """
 
 from triton.experimental import gluon

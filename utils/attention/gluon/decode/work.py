@@ -82,7 +82,7 @@ class Cache:
             blocks = gl.where(at < self.batch, self.blocks(lengths), 0)
             total = gl.sum(blocks, 0) * self.heads
             if self.PLAN.level:
-                total, grain, programs = self.split_evenly(total, gl.max(blocks, 0), programs)
+                total, grain = self.split_level(total, gl.max(blocks, 0), programs)
         elif self.CASE.aligned:
             total = self.heads * self.batch
             grain = self.blocks(self.sk)
@@ -92,20 +92,16 @@ class Cache:
         return Split(total // programs, total % programs, programs, grain)
 
     @gluon.jit
-    def split_evenly(self, total, most, programs):
-        """Grains, blocks of a grain and programs for sequences of lengths that only the kernel knows.
+    def split_level(self, total, most, programs):
+        """Number of grains and blocks of a grain, for lengths that only the kernel knows; most: blocks of the longest.
 
-        Where all have as many blocks, `most`, the programs take whole heads, or share each head evenly: by the rules of
-        `plan.aligned_split` and `plan.even_programs`. Otherwise a grain is a block, and all programs have a share.
+        Where all sequences have as many blocks and whole heads are balanced, by the rule of `plan.aligned_split`, a grain
+        is a head, and nothing is merged. Otherwise it is a block.
         """
         heads = self.heads * self.batch
-        equal = total == most * heads
         balanced = 25 * (gl.cdiv(heads, programs) * programs) <= 26 * heads
-        whole = equal & (balanced | (most == 1))
-        each = gl.maximum(programs // heads, 1)
-        even = equal & (20 * (heads * each) >= 19 * programs) & (heads <= programs) & (most % each == 0)
-        programs = gl.where(even & (whole == 0), heads * each, programs)
-        return gl.where(whole, heads, total), gl.where(whole, most, 1), programs
+        whole = (total == most * heads) & (balanced | (most == 1))
+        return gl.where(whole, heads, total), gl.where(whole, most, 1)
 
     @gluon.jit
     def place(self, flat):
