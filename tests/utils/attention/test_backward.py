@@ -165,8 +165,7 @@ def test_no_queries_give_zeros():
     [
         (64, 3, {"ds_slots": 1}),
         (64, 5, {"ds_slots": 1, "by_tma": True}),
-        (64, 5, {"by_tma": True, "producer_first": True}),
-        (128, 5, {"split": False, "producer_first": True}),
+        (128, 5, {"by_tma": False, "producer_first": True}),
         (128, 3, {"ds_slots": 1}),
         (256, 4, {"by_tma": True, "do_slots": 1}),
         (256, 4, {"q_slots": 1, "do_slots": 1}),
@@ -182,15 +181,25 @@ def test_other_plans(head_dim, step, changes):
     check(*simulated(q, k, v, dout, step=step, plan=plan, causal=True), torch.bfloat16)
 
 
-@pytest.mark.parametrize("changes", [{}, {"producer_first": True}], ids=str)
-def test_blocks_that_start_at_different_tiles(changes):
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_blocks_that_start_at_different_tiles(head_dim):
     from dataclasses import replace
 
     from utils.attention.gluon.backward.plan import plan_for
 
-    q, k, v, dout = tensors(1, 2, 1, 200, 384, 128, torch.bfloat16)
-    plan = replace(plan_for(5, 128), stagger=True, **changes)
-    check(*simulated(q, k, v, dout, step=5, plan=plan), torch.bfloat16)
+    q, k, v, dout = tensors(1, 2, 1, 200, 384, head_dim, torch.bfloat16)
+    plan = plan_for(5, head_dim)
+    assert plan.stagger == (head_dim == 64)
+    check(*simulated(q, k, v, dout, step=5, plan=replace(plan, stagger=True)), torch.bfloat16)
+
+
+def test_fields_of_a_plan_that_exclude_each_other_are_refused():
+    from dataclasses import replace
+
+    from utils.attention.gluon.backward.plan import plan_for
+
+    with pytest.raises(ValueError, match="exclude each other"):
+        replace(plan_for(5, 128), producer_first=True)
 
 
 @pytest.mark.slow

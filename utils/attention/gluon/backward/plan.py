@@ -30,10 +30,16 @@ class BackwardPlan:
     do_slots: int = 2  # slots of the ring of dO and delta
     ds_slots: int = 2  # tiles of dS, which both consumers write and read
     by_tma: bool = False  # head dimension 256 and step 5: TMA adds dQ to the sums, not the threads
-    split: bool = False  # step 5: masked tiles have a loop of their own
     stagger: bool = False  # step 5, without a mask: block n starts at tile n; fewer blocks add to the same rows of dQ
-    producer_first: bool = False  # step 5: the producer is the default partition
+    producer_first: bool = False  # step 5, where threads add: the producer is the default partition
     registers: int = 240  # of a consumer thread
+
+    def __post_init__(self) -> None:
+        """Refuse fields that no kernel has together."""
+        if self.by_tma and self.producer_first:
+            raise ValueError(
+                "by_tma and producer_first exclude each other: the storing warp needs the registers. Set one of them."
+            )
 
 
 @dataclass(frozen=True)
@@ -63,8 +69,10 @@ def plan_for(step: int, head_dim: int, causal: bool = False) -> BackwardPlan:
     plan = (_SIMPLE if step < 3 else _PLANS)[block_head_dim(head_dim)]
     if step < 5 or plan.block_d == 256:
         return plan
+    if plan.block_d == 128:
+        return replace(plan, by_tma=True)
     # At 64 the storing warp's share of the registers costs more than it saves.
-    return replace(plan, split=True, by_tma=plan.block_d == 128, producer_first=plan.block_d == 64 and causal)
+    return replace(plan, producer_first=causal, stagger=not causal)
 
 
 def fastest_step(head_dim: int) -> int:

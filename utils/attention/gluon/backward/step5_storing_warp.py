@@ -1,17 +1,16 @@
 """Step 5: a warp of its own hands dQ to TMA, and masked tiles have a loop of their own.
 
-Changes to step 3, each a field of the plan, so that each can be measured by itself:
+Tiles that the diagonal or a window's edge crosses are walked in loops of their own, so that the loop over all others has
+neither mask nor branch. Other changes to step 3 are fields of the plan, so that each can be measured by itself:
 
     field            what                                                                          default
     by_tma           a consumer leaves its part of dQ in shared memory and goes on; a fourth role, one    128
                      warp, hands it to TMA, which adds it to the sums. In step 4 the consumers wait.
-    split            tiles that the diagonal or a window's edge crosses are walked in loops of their own, all
-                     so that the loop over all others has neither mask nor branch
     producer_first   the producer is the default partition, with four warps of which one thread works.    64 causal
                      ptxas gives the default partition less room: at head dimension 64 its consumer has
-                     33 spills in the loop of step 3, the other consumer none. With `by_tma` the producer
-                     hands dQ to TMA, too, and there is no storing warp
-    stagger          without a mask, block n starts at tile n and goes round, so that fewer blocks add to  none
+                     33 spills in the loop of step 3, the other consumer none. Not with by_tma: there are
+                     no registers for it
+    stagger          without a mask, block n starts at tile n and goes round, so that fewer blocks add to  64 full
                      the same rows of dQ at the same time
 
 The fastest at head dimensions 64 and 128. Tiles and slots are those of step 3, and head dimension 256 is in
@@ -42,7 +41,7 @@ from utils.attention.gluon.backward.step3_warp_specialized import (
     wait_dq,
     write_ds,
 )
-from utils.attention.gluon.shared import accumulator, left_operand, tma_load, wait_products
+from utils.attention.gluon.shared import accumulator, left_operand, wait_products
 
 
 @gluon.jit
@@ -78,94 +77,40 @@ def hand_over(work, dq, leave, i, W: gl.constexpr):
 
 
 @gluon.jit
-def add_tile(work, leave, i, m, head):
-    """Hand both parts of dQ of tile i to TMA, which adds them to the sums, and give their places back."""
-    sums_desc, tiles, full, empty = leave
-    PIECES: gl.constexpr = work.sizes.PLAN.block_m * work.sizes.PLAN.block_d // 4096
-    for w in gl.static_range(2):
-        mbarrier.wait(full.index(w), i & 1)
-        tma_add(sums_desc, [((head * work.sizes.tiles_m + m) * PIECES + w) * 32, 0], tiles.index(w))
-    for w in gl.static_range(2):
-        tma.store_wait(1 - w)  # the first part has been read before the second
-        mbarrier.arrive(empty.index(w), count=1)
-
-
-@gluon.jit
 def storing_warp(work, leave):
-    """One warp: hand each tile's dQ to TMA as soon as both consumers have left it."""
+    """One warp: hand both parts of each tile's dQ to TMA, which adds them to the sums, and give their places back."""
+    sums_desc, tiles, full, empty = leave
     PLAN: gl.constexpr = work.sizes.PLAN
+    PIECES: gl.constexpr = PLAN.block_m * PLAN.block_d // 4096
     if work.sizes.CASE.dq and PLAN.by_tma:
         count, lo, hi = work.first()
         head = work.batch * work.sizes.heads + work.kv_head * work.sizes.group
         start = work.start(lo, hi)
         m = start
         for i in range(count):
-            add_tile(work, leave, i, m, head)
+            for w in gl.static_range(2):
+                mbarrier.wait(full.index(w), i & 1)
+                tma_add(sums_desc, [((head * work.sizes.tiles_m + m) * PIECES + w) * 32, 0], tiles.index(w))
+            for w in gl.static_range(2):
+                tma.store_wait(1 - w)  # the first part has been read before the second
+                mbarrier.arrive(empty.index(w), count=1)
             m += 1
             if m == hi:
                 m = lo
             if m == start:
                 head += 1
-
-
-@gluon.jit
-def producer_and_storer(work, leave, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc):
-    """Load as `producer` does, and hand each tile's dQ to TMA.
-
-    The load that waits for the slot of a tile's Q finds that tile's dQ left behind: a consumer leaves dQ before it gives Q back.
-    """
-    PLAN: gl.constexpr = work.sizes.PLAN
-    SLOTS: gl.constexpr = PLAN.q_slots
-    heads = work.sizes.heads
-    count, lo, hi = work.first()
-    mbarrier.expect(work.loaded.index(0), k_desc.block_type.nbytes)
-    tma_load(k_desc, [work.batch, work.kv_head, work.key, 0], work.loaded.index(0), work.k)
-    head = work.kv_head * work.sizes.group
-    start = work.start(lo, hi)
-    m = start
-    left_head = work.batch * heads + head
-    left_m = start
-    # SLOTS turns more than tiles: in turn i, tile i is loaded, and dQ of tile i - SLOTS is added.
-    for i in range(count + SLOTS):
-        if i < count:
-            work.q.load(i, q_desc, lse_desc, work.batch, head, heads, m * PLAN.block_m)
-            if i == 0:
-                mbarrier.expect(work.loaded.index(1), v_desc.block_type.nbytes * (PLAN.block_n // 64))
-                for w in gl.static_range(PLAN.block_n // 64):
-                    at = [work.batch, work.kv_head, work.key + w * 64, 0]
-                    tma_load(v_desc, at, work.loaded.index(1), work.v.index(w))
-            work.do.load(i, do_desc, delta_desc, work.batch, head, heads, m * PLAN.block_m)
-            m += 1
-            if m == hi:
-                m = lo
-            if m == start:
-                head += 1
-        if work.sizes.CASE.dq:  # noqa: SIM102 (the first is decided by the compiler)
-            if i >= SLOTS:
-                add_tile(work, leave, i - SLOTS, left_m, left_head)
-                left_m += 1
-                if left_m == hi:
-                    left_m = lo
-                if left_m == start:
-                    left_head += 1
 
 
 @gluon.jit
 def softmax_gradient(work, s, dp, i, key, row, MASK: gl.constexpr):
-    """P^T, as the left operand of dV, and dS^T of tile i, from its two products in flight.
-
-    MASK: 0 for tiles that need none, 1 where each tile decides, 2 where each tile gets one.
-    """
+    """P^T, as the left operand of dV, and dS^T of tile i, from its two products in flight; MASK: whether it gets a mask."""
     PLAN: gl.constexpr = work.sizes.PLAN
     dtype: gl.constexpr = work.k.dtype
     s = wait_products(s, 1, PLAN.block_m)
     lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
     p = gl.exp2(s * work.c - lse2[None, :])
-    if MASK == 2:
+    if MASK:
         p = work.sizes.mask(p, key, row)
-    elif MASK == 1:  # noqa: SIM102 (the first is decided by the compiler)
-        if work.sizes.needs_mask(key, 64, row):
-            p = work.sizes.mask(p, key, row)
     p16 = gl.convert_layout(p.to(dtype), left_operand(PLAN.block_d))
     dp = wait_products(dp, 0, PLAN.block_m)
     delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
@@ -214,7 +159,7 @@ def finish_tile(work, sums, leave, dk, dq, i, m, head, W: gl.constexpr):
 def walk(work, sums, leave, state, lo, hi, number, head, W: gl.constexpr, MASK: gl.constexpr):
     """Tiles of queries lo .. hi - 1 of one head: returns the state (dK, dV) behind them.
 
-    number: of the load of tile 0, if there was one. MASK: as in `softmax_gradient`.
+    number: of the load of tile 0, if there was one. MASK: whether these tiles get a mask.
     """
     PLAN: gl.constexpr = work.sizes.PLAN
     BLOCK_M: gl.constexpr = PLAN.block_m
@@ -248,17 +193,17 @@ def consumer(work, sums, leave, dk_desc, dv_desc, W: gl.constexpr):
         for turn in range(work.sizes.group):
             head = work.kv_head * work.sizes.group + turn
             number = turn * (hi - lo) - lo
-            if MASKS and PLAN.split:
-                state = walk(work, sums, leave, state, lo, first, number, head, W, 2)
-                state = walk(work, sums, leave, state, first, end, number, head, W, 0)
+            if MASKS:
+                state = walk(work, sums, leave, state, lo, first, number, head, W, True)
+                state = walk(work, sums, leave, state, first, end, number, head, W, False)
                 if CASE.window:
-                    state = walk(work, sums, leave, state, end, hi, number, head, W, 2)
-            elif PLAN.stagger and not MASKS:
+                    state = walk(work, sums, leave, state, end, hi, number, head, W, True)
+            elif PLAN.stagger:
                 start = work.start(lo, hi)
-                state = walk(work, sums, leave, state, start, hi, number + lo - start, head, W, 0)
-                state = walk(work, sums, leave, state, lo, start, number + hi - start, head, W, 0)
+                state = walk(work, sums, leave, state, start, hi, number + lo - start, head, W, False)
+                state = walk(work, sums, leave, state, lo, start, number + hi - start, head, W, False)
             else:
-                state = walk(work, sums, leave, state, lo, hi, number, head, W, 1 if MASKS else 0)
+                state = walk(work, sums, leave, state, lo, hi, number, head, W, False)
         dk, dv = state
     # V's own rows are not needed any more: they carry dV away, and then dK.
     store_rows(dv_desc, work, work.v.index(W), dv, W)
@@ -311,17 +256,7 @@ def attention_backward_step5(
     leave = (sums_desc, tiles, full, empty)
     loads = (work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
     REGISTERS: gl.constexpr = PLAN.registers
-    if PLAN.producer_first and PLAN.by_tma:
-        gl.warp_specialize(
-            [
-                (producer_and_storer, (work, leave, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)),
-                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 0)),
-                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 1)),
-            ],
-            [4, 4],
-            [REGISTERS, REGISTERS],
-        )
-    elif PLAN.producer_first:
+    if PLAN.producer_first:
         gl.warp_specialize(
             [
                 (producer, loads),
