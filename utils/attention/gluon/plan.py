@@ -84,9 +84,7 @@ def block_head_dim(head_dim: int) -> int:
     return next(width for width in HEAD_DIMS if head_dim <= width)
 
 
-def variant_for(
-    head_dim: int, causal: bool, window: bool, sq: int, sk: int, heads: int, programs: int, lse: bool = False
-) -> str:
+def variant_for(head_dim: int, causal: bool, window: bool, sq: int, sk: int, heads: int, programs: int) -> str:
     """Name the variant of step 5's plan that an attention takes. heads: of all sequences; programs: multiprocessors.
 
     "short": few causal keys, so that tiles end soon after they begin. "ahead" and, with three consumers, "ahead of three":
@@ -107,8 +105,9 @@ def variant_for(
     blocks = -(-sk // plan.block_n) + 1
     if 3 * ahead * blocks <= 4 * other * blocks + (48 if sk % plan.block_n else 0):
         return "ahead"
-    # With a tail or the log-sum-exp ptxas spills 48 to 80 bytes of "ahead of three", and with a tail it was slower.
-    return "" if sk % plan.block_n or lse else "ahead of three"
+    # Without a tail and the log-sum-exp "ahead of three" was 1.003 to 1.011 times as fast (docs/attention-log.md, entry 27). It
+    # is not chosen until its outputs, of all heads, have been compared with float64 on a GPU.
+    return ""
 
 
 def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:

@@ -16,7 +16,7 @@ from the last block to the first, so the masked blocks of a causal tile come fir
 
 Three variants (`plan.variant_for`). "short", few causal keys at head dim 64: 4 consumers, 64 keys, 4 slots, 112
 registers. "ahead", full attention at head dim 64 and 128 (`consumer_ahead`): 2 consumers, two tiles of Q, and a tile's
-end beside the next one's start. "ahead of three", the same with 3 consumers: head dim 64, long, without a tail.
+end beside the next one's start. "ahead of three", the same with 3 consumers, is not chosen yet (docs/attention-log.md, entry 27).
 
 The checklist of warp-specialized attention, for Hopper:
 - Pipeline: a TMA producer; in each consumer Q K, softmax and P V, a block apart from each other. V's slot is released
