@@ -62,15 +62,13 @@ def make_environment(which: str) -> Path:
     return python
 
 
-def prepare_make(python: Path, which: str, environment: dict[str, str]) -> None:
+def prepare_make(which: str, environment: dict[str, str]) -> None:
     """Give the tests that call `make` an environment of their own; otherwise `make` would replace the user's .venv.
 
     `make` takes the first Python on the path, and that is the one with the pinned torch: it keeps that torch.
     """
     environment["VENV"] = str(FOLDER / f"{which}-make")
-    extras = [option for extra in EXTRAS for option in ("--extra", extra)]
-    sync = [python, ROOT / "tools" / "environment.py", "sync", "--venv", environment["VENV"], *extras]
-    subprocess.run(sync, cwd=ROOT, env=environment, check=True)
+    subprocess.run(["make", "-s", "env"], cwd=ROOT, env=environment, check=True)
 
 
 def check_environment(python: Path, which: str, kernels: bool, tests: list[str], processes: int) -> bool:
@@ -91,7 +89,7 @@ def check_environment(python: Path, which: str, kernels: bool, tests: list[str],
     if kernels:
         commands.append([python, "-m", "tools.record.kernel_assembly", "--out", FOLDER / f"{which}.json"])
     if tests:
-        prepare_make(python, which, environment)
+        prepare_make(which, environment)
         piece = "" if tests == ["tests"] else "-" + "-".join(Path(path).stem for path in tests)
         quick = ["-m", "not slow and not overnight and not gpu", f"--junitxml={FOLDER / (which + piece)}.xml"]
         parallel = ["-n", str(processes), "--dist", "loadfile", "--no-loadscope-reorder"]
