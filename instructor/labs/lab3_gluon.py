@@ -2222,8 +2222,8 @@ else:
     print(f"No recorded table {RECORDED / 'backward_ratios.json'} here.")
 
 # %% [markdown]
-# TMA alone changes next to nothing here, and step 3 is 2.7 times as fast as step 2. How much of that each of its three changes
-# brings was not measured. What is left is the additions. The same kernel without them, whose $dQ$ is wrong, ran at 775 TFLOP/s in place of 575 in one run at head
+# TMA alone changes little here, and step 3 is 2.6 times as fast as step 2. How much of that each of its three changes
+# brings was not measured. Steps 4 and 5 are within 2% of step 3 here; the loops of step 5 pay where there is a mask. What is left is the additions. The same kernel without them, whose $dQ$ is wrong, ran at 775 TFLOP/s in place of 575 in one run at head
 # dimension 128 (`docs/backward-log.md`, entry 2). So at head dimension 256 the deterministic kernel with its two products
 # more is the faster one: it adds nothing to memory. At 64 and 128 it is the slower one.
 

@@ -87,7 +87,9 @@ def test_what_the_lab_says_of_the_backward_pass(lab):
     record = json.loads((root / "assets/results/h200/backward_ratios.json").read_text())
     (ladder,) = (rung["tflops"] for rung in record["ladder"])
     assert (record["ladder"][0]["head_dim"], record["ladder"][0]["length"]) == (128, 16384)
-    assert "TMA alone changes next to nothing here" in prose and abs(ladder["step2"] / ladder["step1"] - 1) < 0.05
+    assert "TMA alone changes little here" in prose and abs(ladder["step2"] / ladder["step1"] - 1) < 0.08
+    assert "Steps 4 and 5 are within 2% of step 3 here" in prose
+    assert all(abs(ladder[step] / ladder["step3"] - 1) < 0.02 for step in ("step4", "step5"))
     assert f"step 3 is {ladder['step3'] / ladder['step2']:.1f} times as fast as step 2" in prose
     full = {r["head_dim"]: r for r in record["rows"] if r["length"] == 16384 and not r["causal"]}
     assert "At 64 and 128 it is the slower one." in prose

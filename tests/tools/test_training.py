@@ -34,6 +34,8 @@ def test_a_curve_is_judged_by_the_noise_of_its_seed():
     ]
     judged = training.judge_curves(rows, "cudnn")
     assert judged["gluon"] == {"final": pytest.approx(1.6), "distance": pytest.approx(0.1), "noise": pytest.approx(0.2)}
+    alone = [row for row in rows if row["backend"] != "moved"]
+    assert training.judge_curves(alone, "cudnn")["gluon"]["noise"] is None  # NaN is no JSON
     assert judged["cudnn"]["distance"] == 0.0
 
 

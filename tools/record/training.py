@@ -30,6 +30,7 @@ import copy
 import math
 import random
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -252,7 +253,7 @@ def judge_curves(rows: list[dict], first: str) -> dict[str, dict]:
 
     Returns:
         For each backend: "final", the mean loss of the last tenth over all seeds; "distance", the root of the mean square
-        of its difference from the first backend's curve of the same seed; "noise", the distance of "moved".
+        of its difference from the first backend's curve of the same seed; "noise", the distance of "moved", None without it.
     """
     curves = {(row["backend"], row["seed"]): row["losses"] for row in rows}
     seeds = sorted({row["seed"] for row in rows if row["backend"] == first})
@@ -267,8 +268,8 @@ def judge_curves(rows: list[dict], first: str) -> dict[str, dict]:
         return math.sqrt(statistics.fmean(squares))
 
     names = list(dict.fromkeys(row["backend"] for row in rows))
-    noise = distance(MOVED) if MOVED in names else math.nan
-    judged = {}
+    noise = distance(MOVED) if MOVED in names else None
+    judged: dict[str, dict] = {}
     for name in names:
         own = [curves[name, seed] for seed in seeds if (name, seed) in curves]
         final = statistics.fmean(loss for curve in own for loss in curve[-max(1, len(curve) // 10) :])
@@ -308,9 +309,12 @@ def step_rows(model: Model, build: str, backends: list[str], samples: int) -> li
     calls: dict[str, Callable[[], Any]] = {name: lambda name=name: model.step(words, name) for name in backends}
     memory, failed = {}, {}
     for name in list(calls):
+        began = time.monotonic()
         try:
             calls[name]()
             memory[name] = peak_memory_gb(calls[name])
+            # A run that its time limit kills has no rows of this build yet: this line says what it waited for.
+            print(f"{build} {name}: first two steps, with compiling, {time.monotonic() - began:.1f} s", flush=True)
         except RuntimeError as error:  # out of memory, too
             failed[name] = " ".join(str(error).split())[:300]
             del calls[name]
@@ -370,7 +374,7 @@ def plot(path: Path, out: Path) -> None:
     others = [name for name in judged if name not in (record["first"], MOVED)]
     right.bar(others, [judged[name]["distance"] for name in others], color="0.6")
     noise = judged[record["first"]]["noise"]
-    if not math.isnan(noise):
+    if noise is not None:
         right.axhline(noise, color="C3", label=f"noise: {record['first']} from weights moved by 2^-10")
         right.margins(y=0.2)  # room for the legend
         right.legend(loc="upper left")
@@ -421,6 +425,7 @@ def record_steps(options: argparse.Namespace, run: Run, device: torch.device) ->
     count = sum(weight.numel() for weight in model.body.parameters())
     method = {"run": vars(run), "parameters": count, "samples": options.pairs, "skipped": skipped}
     record = Record(options.out, "training step", device, options.seconds, **method)
+    record.save()  # a run that is killed before its first row leaves what it skipped
     rows = (row for build in options.builds for row in step_rows(model, build, backends, options.pairs))
     complete = record.fill(rows, lambda row: row, show_step)
     for name, reason in skipped.items():
