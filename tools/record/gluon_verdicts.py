@@ -143,9 +143,14 @@ def judge_row(point: tuple[Case, str, float]) -> dict:
     elif judge in TOOLS:
         command = [str(sanitizer()), "--tool", judge, "--kernel-name", f"kernel_substring={case.kernel}", *command]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
+    )
     try:
         text, _ = process.communicate(timeout=limit)
         code: int | None = process.returncode
@@ -171,21 +176,50 @@ def gpu_rows(points: list[tuple[Case, str, float]], processes: int) -> Iterator[
 # seen, part of the case's label, the reason).
 UNSEEN = "right numbers", "wrong numbers"
 REASONS = (
-    ("consan", "missing fence", UNSEEN, "", "ConSan does not know that TMA and wgmma see memory through a proxy of their own"),
+    (
+        "consan",
+        "missing fence",
+        UNSEEN,
+        "",
+        "ConSan does not know that TMA and wgmma see memory through a proxy of their own",
+    ),
     ("consan", "out of bounds", UNSEEN, "", "ConSan looks at shared memory only, not at the bounds of global memory"),
     ("consan", "uninitialized read", UNSEEN, "", "ConSan does not record what was never written"),
     ("consan", "wait left out", UNSEEN, "at the end", "ConSan does not look at what is under way when a kernel ends"),
-    ("consan", "wait left out", UNSEEN, "nobody waits for", "ConSan does not look at what is under way when a kernel ends"),
+    (
+        "consan",
+        "wait left out",
+        UNSEEN,
+        "nobody waits for",
+        "ConSan does not look at what is under way when a kernel ends",
+    ),
     ("consan", "", ("error",), "", "the launch ended with an error of CUDA; ConSan's own sentence was not printed"),
-    ("consan", "correct", ("reported",), "signals", "false: the kernel waits by the mbarrier on which cp.async arrives, and ConSan "
-     "goes by groups of cp.async"),
-    ("consan", "correct", ("reported",), "product", "false: a deadlock is reported at the wait for a ring's slot. These are the "
-     "only cases where two copies arrive on one mbarrier; why ConSan counts them so is not known"),
+    (
+        "consan",
+        "correct",
+        ("reported",),
+        "signals",
+        "false: the kernel waits by the mbarrier on which cp.async arrives, and ConSan goes by groups of cp.async",
+    ),
+    (
+        "consan",
+        "correct",
+        ("reported",),
+        "product",
+        "false: a deadlock is reported at the wait for a ring's slot. These are the "
+        "only cases where two copies arrive on one mbarrier; why ConSan counts them so is not known",
+    ),
     ("", "", ("did not end",), "product", "not judged: the time of the process was over, and Triton compiles in it"),
     ("", "correct", ("did not end",), "", "not judged: the process had too little time"),
-    ("", "", ("did not end",), "", "the launch waits for ever, or longer than the process had; nothing was reported until then"),
+    (
+        "",
+        "",
+        ("did not end",),
+        "",
+        "the launch waits for ever, or longer than the process had; nothing was reported until then",
+    ),
     ("consan", "", UNSEEN, "", "nothing wrong happened in this run, and ConSan checks what happens, not what could"),
-)  # fmt: skip
+)
 
 
 def reason_of_difference(row: dict, judge: str, said: str) -> str:

@@ -190,14 +190,27 @@ def _key(q, k, v, causal, scale, window, mask_mod, score_mod, backend) -> tuple 
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return None  # fake tensors and vmap: their tensors have no memory that a kernel could read
     grad = torch.is_grad_enabled()
-    # fmt: off
     key = (
-        backend, causal, scale, window, mask_mod, score_mod, grad and (q.requires_grad or k.requires_grad or v.requires_grad),
-        q.shape, q.stride(), q.dtype, q.device,
-        k.shape, k.stride(), k.dtype, k.device,
-        v.shape, v.stride(), v.dtype, v.device,
+        backend,
+        causal,
+        scale,
+        window,
+        mask_mod,
+        score_mod,
+        grad and (q.requires_grad or k.requires_grad or v.requires_grad),
+        q.shape,
+        q.stride(),
+        q.dtype,
+        q.device,
+        k.shape,
+        k.stride(),
+        k.dtype,
+        k.device,
+        v.shape,
+        v.stride(),
+        v.dtype,
+        v.device,
     )
-    # fmt: on
     try:
         hash(key)
     except TypeError:  # a mask function that cannot be hashed

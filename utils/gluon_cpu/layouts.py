@@ -71,8 +71,11 @@ def check_same_blocks(smem, layout, operation: str) -> None:
         if list(held) != list(wanted) and any(held if operation == "load" else wanted):
             text = f"{smem.label}.{operation}: the memory is spread over the blocks by {block_bases(smem.layout)}"
             advice = "Use the same cga_layout on both sides; gl.convert_layout moves values between blocks"
-            refuse("unknown operation", f"{text}, the tensor by {block_bases(layout)}: gluon_cpu lets a block use its own "
-                   f"shared memory only. {advice}.")  # fmt: skip
+            refuse(
+                "unknown operation",
+                f"{text}, the tensor by {block_bases(layout)}: gluon_cpu lets a block use its own "
+                f"shared memory only. {advice}.",
+            )
 
 
 def _check_cluster(layout, what: str) -> None:

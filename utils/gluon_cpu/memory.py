@@ -310,9 +310,20 @@ def access(
         else:
             component, count = block.me, block.tick()
         new = Access(
-            desc.key, desc.view, write, asynchronous, component, count, what, site, p.label(block), index, barrier,
-            barrier.phase if barrier is not None else 0, covers,
-        )  # fmt: skip
+            desc.key,
+            desc.view,
+            write,
+            asynchronous,
+            component,
+            count,
+            what,
+            site,
+            p.label(block),
+            index,
+            barrier,
+            barrier.phase if barrier is not None else 0,
+            covers,
+        )
         keep = []
         for old in records:
             if not _overlap(old, desc.key, desc.view):

@@ -38,8 +38,13 @@ COLORS = {
 }
 # Waits say by their hatching what they wait for: a barrier has none.
 HATCHES = {"wgmma wait": "///", "store wait": "...", "copy wait": "...", "blocked": "xx"}
-LABELS = {"wait": "wait: barrier", "wgmma wait": "wait: product", "store wait": "wait: copy", "copy wait": "wait: copy",
-          "blocked": "waits for ever"}  # fmt: skip
+LABELS = {
+    "wait": "wait: barrier",
+    "wgmma wait": "wait: product",
+    "store wait": "wait: copy",
+    "copy wait": "wait: copy",
+    "blocked": "waits for ever",
+}
 
 
 @dataclass(frozen=True)

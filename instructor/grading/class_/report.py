@@ -214,8 +214,15 @@ def draw_class(students: list[Student], lab: str, path: Path) -> None:
         right.hist(totals, bins=[most * n / 10 for n in range(11)] if most else 10, color="#4f7fae", edgecolor="white")
         middle = statistics.median(totals)
         right.axvline(middle, color="#333333", linewidth=1)
-        right.annotate(f"median {middle:g}", (middle, 1), xycoords=("data", "axes fraction"), xytext=(0, 3),
-                       textcoords="offset points", ha="center", va="bottom")  # fmt: skip
+        right.annotate(
+            f"median {middle:g}",
+            (middle, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+        )
         waits = ";\nwhat waits counts 0" if any(student.waiting for student in students) else ""
         right.set(xlabel=f"points of {most:g}, without bonus{waits}", ylabel="students")
         right.yaxis.get_major_locator().set_params(integer=True)

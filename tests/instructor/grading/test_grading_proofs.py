@@ -12,17 +12,21 @@ from instructor.grading.wire.channel import WireError
 RIGHT = {
     "slices to the end": lambda a, b: torch.cat([a[1:], a[:1]]) @ b,
     "slices from the end": lambda a, b: a[:, :-1] @ b[:-1] + a[:, -1:] @ b[-1:],
-    "halves, by recursion": lambda a, b: a[:, : a.shape[1] // 2] @ b[: a.shape[1] // 2] + a[:, a.shape[1] // 2 :] @ b[a.shape[1] // 2 :],
+    "halves, by recursion": lambda a, b: (
+        a[:, : a.shape[1] // 2] @ b[: a.shape[1] // 2] + a[:, a.shape[1] // 2 :] @ b[a.shape[1] // 2 :]
+    ),
     "a sum over parts": lambda a, b: sum(a[:, i : i + 1] * b[i] for i in range(len(b))),
     "rows with steps": lambda a, b: (a[::2] @ b).repeat_interleave(2, 0),
     "written in place": lambda a, b: torch.zeros(len(a), b.shape[1]).addmm_(a, b).mul_(2.0),
     "written into a slice": lambda a, b: torch.zeros(len(a), b.shape[1]).index_copy_(0, torch.arange(len(a)), a @ b),
     "with a mask": lambda a, b: torch.where(torch.arange(b.shape[1]) > 1, a @ b, -torch.inf),
     "in another dtype": lambda a, b: (a.double() @ b.double()).to(a.dtype),
-    "with views": lambda a, b: (a.T.contiguous().view(-1).view(a.shape[1], -1).T @ b).unflatten(0, (2, -1)).flatten(0, 1),
+    "with views": lambda a, b: (
+        (a.T.contiguous().view(-1).view(a.shape[1], -1).T @ b).unflatten(0, (2, -1)).flatten(0, 1)
+    ),
     "einsum": lambda a, b: torch.einsum("ik,kj->ij", a, b),
     "two results": lambda a, b: (a @ b, (a @ b).max(1).values),
-}  # fmt: skip
+}
 
 
 def _record(function, *given):

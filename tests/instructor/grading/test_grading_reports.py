@@ -25,10 +25,18 @@ def _student(name, points, **more):
 
 CLASS = [
     _student("ada", {"q1_1": 4.0, "q1_2": 4.0, "bonus_2_1": 4.0}),
-    _student("ben_17", {"q1_1": 0.0, "q1_2": 2.0, "bonus_2_1": 0.0}, messages={"q1_1": "Question 1.1: got 12.5, not 13"}),
-    _student("cy", {"q1_1": 0.0, "q1_2": 0.0, "bonus_2_1": 0.0}, messages={"q1_1": "Question 1.1: got -3e4, not 13"},
-             waiting={"q1_2"}, missing={"bonus_2_1"}, penalty=1.0),
-]  # fmt: skip
+    _student(
+        "ben_17", {"q1_1": 0.0, "q1_2": 2.0, "bonus_2_1": 0.0}, messages={"q1_1": "Question 1.1: got 12.5, not 13"}
+    ),
+    _student(
+        "cy",
+        {"q1_1": 0.0, "q1_2": 0.0, "bonus_2_1": 0.0},
+        messages={"q1_1": "Question 1.1: got -3e4, not 13"},
+        waiting={"q1_2"},
+        missing={"bonus_2_1"},
+        penalty=1.0,
+    ),
+]
 
 
 def test_statistics_count_everybody_once_and_name_the_commonest_mistake():

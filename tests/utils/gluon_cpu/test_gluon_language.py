@@ -76,9 +76,19 @@ def run_cluster_matmul(
     acc = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16], rows)
     with gluon_cpu.simulate(seed=seed) as run:
         kernels.cluster_matmul[(1,)](
-            described(a, [64 * blocks, 64], rows), described(b, [64, 64], b_cga or same), c, 5, acc, layout,
-            blocks if empty == "each block's" else 1, nbytes, multicast, waits, meets, num_ctas=blocks,
-        )  # fmt: skip
+            described(a, [64 * blocks, 64], rows),
+            described(b, [64, 64], b_cga or same),
+            c,
+            5,
+            acc,
+            layout,
+            blocks if empty == "each block's" else 1,
+            nbytes,
+            multicast,
+            waits,
+            meets,
+            num_ctas=blocks,
+        )
     assert (c.double() - a.double() @ b.double().T).abs().max() < 2e-2
     return run
 
@@ -148,7 +158,10 @@ def test_reductions_across_blocks(blocks):
 
 
 @clusters
-@pytest.mark.parametrize(("second", "part", "words"), [([[0, 1]], False, "gl.convert_layout moves values"), ([[1, 0]], True, "does not cut smem")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("second", "part", "words"),
+    [([[0, 1]], False, "gl.convert_layout moves values"), ([[1, 0]], True, "does not cut smem")],
+)
 def test_memory_of_another_block_is_refused_by_name(second, part, words):
     shared = gl.SwizzledSharedLayout(1, 1, 1, [1, 0], [[1, 0]])
     x = torch.zeros(64, 64)
@@ -225,8 +238,14 @@ def test_fp8_sums_are_refused_by_name():
 
 # ---- others ------------------------------------------------------------------------------------------------------
 
-REDUCTIONS = {"add": torch.add, "min": torch.minimum, "max": torch.maximum, "and": torch.bitwise_and,
-              "or": torch.bitwise_or, "xor": torch.bitwise_xor}  # fmt: skip
+REDUCTIONS = {
+    "add": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
+}
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
@@ -331,9 +350,14 @@ def test_the_compiler_makes_cluster_instructions_of_the_same_kernels():
     found = compile_and_list(words, kernels.multicast_copy, signature, dict(BYTES=8192, INIT_VISIBLE=True), num_ctas=2)
     assert found == ["multicast::cluster", "barrier.cluster"]
     constants = dict(
-        ACC=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16], [[1, 0]]), EMPTY=mbarrier.MBarrierLayout([[0]]),
-        GROUPS=1, BYTES=16384, MULTICAST=True, WAITS=True, MEETS=False,
-    )  # fmt: skip
+        ACC=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16], [[1, 0]]),
+        EMPTY=mbarrier.MBarrierLayout([[0]]),
+        GROUPS=1,
+        BYTES=16384,
+        MULTICAST=True,
+        WAITS=True,
+        MEETS=False,
+    )
     signature = dict(a_desc=tile("fp16", [128, 64], [[1, 0]]), b_desc=same, c_ptr="*fp32", steps="i32")
     found = compile_and_list(words, kernels.cluster_matmul, signature, constants, num_ctas=2)
     assert found == (words if versions.clusters_are_complete() else words[:-1])  # Triton 3.7 makes two barriers of it

@@ -48,7 +48,15 @@ def test_a_read_that_a_finished_product_used_needs_no_fence(seed):
         kernels.matmul_from_registers[(1,)](descriptor(a, [64, 64]), descriptor(b, [32, 64]), c, 3, 0.5, False)
 
 
-@pytest.mark.parametrize(("m", "n", "warps", "instruction"), [(64, 64, [8, 1], [16, 64, 16]), (64, 64, [4, 2], [16, 64, 16]), (64, 32, [4, 2], [16, 32, 16]), (128, 64, [8, 1], [16, 64, 16])])  # fmt: skip
+@pytest.mark.parametrize(
+    ("m", "n", "warps", "instruction"),
+    [
+        (64, 64, [8, 1], [16, 64, 16]),
+        (64, 64, [4, 2], [16, 64, 16]),
+        (64, 32, [4, 2], [16, 32, 16]),
+        (128, 64, [8, 1], [16, 64, 16]),
+    ],
+)
 def test_more_warps_than_the_accumulator_has_rows(m, n, warps, instruction):
     run_product(m, n, warps, instruction)
 
@@ -58,7 +66,11 @@ def test_core_matrices_are_an_operand(turned):
     run_product(64, 32, [4, 1], [16, 32, 16], core_matrices(64, 64, turned))
 
 
-@pytest.mark.parametrize("shared", [core_matrices(64, 64, swizzled=True), gl.SwizzledSharedLayout(8, 1, 8, [1, 0])], ids=["another swizzle", "Ampere's swizzle"])  # fmt: skip
+@pytest.mark.parametrize(
+    "shared",
+    [core_matrices(64, 64, swizzled=True), gl.SwizzledSharedLayout(8, 1, 8, [1, 0])],
+    ids=["another swizzle", "Ampere's swizzle"],
+)
 def test_other_operands_are_refused(shared):
     with pytest.raises(gluon_cpu.LayoutError, match="core matrices"):
         run_product(64, 32, [4, 1], [16, 32, 16], shared)

@@ -376,115 +376,890 @@ LOAD = "x = slots.index(slot).load(layout)"
 RING_WAIT, RING_COPY = "mbarrier.wait(full", "tma_load(x_desc, [0, ahead"
 
 bug("ring", "no wait", "wait left out", "race", LOAD, "The tile is read before TMA has written it.", WAIT)
-bug("ring", "parity turned round", "phase", "race | barrier", f"{LOAD} | {RING_WAIT}", "The first wait passes at once.", ("i // STAGES & 1", "(i // STAGES & 1) ^ 1"))  # fmt: skip
-bug("ring", "parity of the tile", "phase", "race | barrier", f"{LOAD} | {RING_WAIT}", "A parity counts rounds of the ring, not tiles: tile 1 has parity 0.", ("i // STAGES & 1", "i & 1"))  # fmt: skip
-bug("ring", "parity never changes", "phase", "race | barrier | deadlock", f"{LOAD} | {RING_WAIT}", "From the second round on the wait is for a phase that ended a round ago.", ("i // STAGES & 1", "0"))  # fmt: skip
-bug("ring", "half of the bytes", "bytes expected", "barrier", f"{RING_COPY} | mbarrier.expect(full.index(slot)", "The phase ends, or breaks, when half of the tile has come.", ("mbarrier.expect(full.index(slot), NBYTES,", "mbarrier.expect(full.index(slot), NBYTES // 2,"))  # fmt: skip
-bug("ring", "too many bytes", "bytes expected", "deadlock", RING_WAIT, "The last 16 bytes never come.", ("mbarrier.expect(full.index(s), NBYTES,", "mbarrier.expect(full.index(s), NBYTES + 16,"))  # fmt: skip
-bug("ring", "no expect", "bytes expected", "deadlock | barrier", f"{RING_WAIT} | {RING_COPY}", "Nobody arrives at the barrier of a refilled slot.", ("        mbarrier.expect(full.index(slot), NBYTES, pred=ahead < steps)\n", ""))  # fmt: skip
-bug("ring", "no fence", "missing fence", "missing fence", RING_COPY, "TMA may overwrite what threads still read.", ("        fence_async_shared()\n", ""))  # fmt: skip
-bug("ring", "the next slot refilled", "slot reused early", "race", f"{RING_COPY} | {LOAD}", "The copy goes into a slot whose tile has not been read.", ("slots.index(slot), pred=ahead < steps", "slots.index((slot + 1) % STAGES), pred=ahead < steps"))  # fmt: skip
-bug("ring", "refilled before it is read", "slot reused early", "race", f"{RING_COPY} | {LOAD}", "The next copy into the slot starts before the load.", (RING_REFILL, ""), (f"        {LOAD}\n", f"        ahead = i + STAGES\n{RING_REFILL}        {LOAD}\n"))  # fmt: skip
-bug("ring", "two arrivals awaited", "count", "deadlock", RING_WAIT, "Only one arrival comes in each phase, that of expect.", ("count=1)", "count=2)"))  # fmt: skip
-bug("ring", "a tile too many", "count", "deadlock", RING_WAIT, "Nobody copies a tile for the last turn.", ("    for i in range(steps):", "    for i in range(steps + 1):"))  # fmt: skip
-bug("ring", "no column mask", "out of bounds", "out of bounds", "gl.store(y_ptr", "The last tile is wider than what is left of the matrix.", (" & (column + i * COLUMNS < width)", ""))  # fmt: skip
-bug("ring", "no row mask", "out of bounds", "out of bounds", "gl.store(y_ptr", "The tile has more rows than the matrix.", ("(row < rows) & ", ""))  # fmt: skip
-bug("ring", "a slot nobody fills", "uninitialized read", "uninitialized", "slots.index(STAGES).load", "The slot behind the ring is never written.", ("[STAGES, ROWS, COLUMNS]", "[STAGES + 1, ROWS, COLUMNS]"), (LOAD, "x = slots.index(STAGES).load(layout)"))  # fmt: skip
-bug("ring", "another slot read", "wait left out", "race | out of bounds", "slots.index(1 - slot).load", "The wait was for another slot than the one that is read.", (LOAD, "x = slots.index(1 - slot).load(layout)"))  # fmt: skip
+bug(
+    "ring",
+    "parity turned round",
+    "phase",
+    "race | barrier",
+    f"{LOAD} | {RING_WAIT}",
+    "The first wait passes at once.",
+    ("i // STAGES & 1", "(i // STAGES & 1) ^ 1"),
+)
+bug(
+    "ring",
+    "parity of the tile",
+    "phase",
+    "race | barrier",
+    f"{LOAD} | {RING_WAIT}",
+    "A parity counts rounds of the ring, not tiles: tile 1 has parity 0.",
+    ("i // STAGES & 1", "i & 1"),
+)
+bug(
+    "ring",
+    "parity never changes",
+    "phase",
+    "race | barrier | deadlock",
+    f"{LOAD} | {RING_WAIT}",
+    "From the second round on the wait is for a phase that ended a round ago.",
+    ("i // STAGES & 1", "0"),
+)
+bug(
+    "ring",
+    "half of the bytes",
+    "bytes expected",
+    "barrier",
+    f"{RING_COPY} | mbarrier.expect(full.index(slot)",
+    "The phase ends, or breaks, when half of the tile has come.",
+    ("mbarrier.expect(full.index(slot), NBYTES,", "mbarrier.expect(full.index(slot), NBYTES // 2,"),
+)
+bug(
+    "ring",
+    "too many bytes",
+    "bytes expected",
+    "deadlock",
+    RING_WAIT,
+    "The last 16 bytes never come.",
+    ("mbarrier.expect(full.index(s), NBYTES,", "mbarrier.expect(full.index(s), NBYTES + 16,"),
+)
+bug(
+    "ring",
+    "no expect",
+    "bytes expected",
+    "deadlock | barrier",
+    f"{RING_WAIT} | {RING_COPY}",
+    "Nobody arrives at the barrier of a refilled slot.",
+    ("        mbarrier.expect(full.index(slot), NBYTES, pred=ahead < steps)\n", ""),
+)
+bug(
+    "ring",
+    "no fence",
+    "missing fence",
+    "missing fence",
+    RING_COPY,
+    "TMA may overwrite what threads still read.",
+    ("        fence_async_shared()\n", ""),
+)
+bug(
+    "ring",
+    "the next slot refilled",
+    "slot reused early",
+    "race",
+    f"{RING_COPY} | {LOAD}",
+    "The copy goes into a slot whose tile has not been read.",
+    ("slots.index(slot), pred=ahead < steps", "slots.index((slot + 1) % STAGES), pred=ahead < steps"),
+)
+bug(
+    "ring",
+    "refilled before it is read",
+    "slot reused early",
+    "race",
+    f"{RING_COPY} | {LOAD}",
+    "The next copy into the slot starts before the load.",
+    (RING_REFILL, ""),
+    (f"        {LOAD}\n", f"        ahead = i + STAGES\n{RING_REFILL}        {LOAD}\n"),
+)
+bug(
+    "ring",
+    "two arrivals awaited",
+    "count",
+    "deadlock",
+    RING_WAIT,
+    "Only one arrival comes in each phase, that of expect.",
+    ("count=1)", "count=2)"),
+)
+bug(
+    "ring",
+    "a tile too many",
+    "count",
+    "deadlock",
+    RING_WAIT,
+    "Nobody copies a tile for the last turn.",
+    ("    for i in range(steps):", "    for i in range(steps + 1):"),
+)
+bug(
+    "ring",
+    "no column mask",
+    "out of bounds",
+    "out of bounds",
+    "gl.store(y_ptr",
+    "The last tile is wider than what is left of the matrix.",
+    (" & (column + i * COLUMNS < width)", ""),
+)
+bug(
+    "ring",
+    "no row mask",
+    "out of bounds",
+    "out of bounds",
+    "gl.store(y_ptr",
+    "The tile has more rows than the matrix.",
+    ("(row < rows) & ", ""),
+)
+bug(
+    "ring",
+    "a slot nobody fills",
+    "uninitialized read",
+    "uninitialized",
+    "slots.index(STAGES).load",
+    "The slot behind the ring is never written.",
+    ("[STAGES, ROWS, COLUMNS]", "[STAGES + 1, ROWS, COLUMNS]"),
+    (LOAD, "x = slots.index(STAGES).load(layout)"),
+)
+bug(
+    "ring",
+    "another slot read",
+    "wait left out",
+    "race | out of bounds",
+    "slots.index(1 - slot).load",
+    "The wait was for another slot than the one that is read.",
+    (LOAD, "x = slots.index(1 - slot).load(layout)"),
+)
 
 FILL, EMPTY = "tma_load(x_desc, [0, i", "mbarrier.wait(empty"
-bug("consumers", "no fence before the release", "missing fence", "missing fence", FILL, "TMA may overwrite what a consumer still reads.", ("        fence_async_shared()\n", ""))  # fmt: skip
-bug("consumers", "released before it is read", "slot reused early", "race", f"{FILL} | {LOAD}", "The producer refills a slot that is still read.", ("        mbarrier.arrive(empty.index(slot))\n", ""), (f"        {LOAD}\n", f"        mbarrier.arrive(empty.index(slot))\n        {LOAD}\n"))  # fmt: skip
-bug("consumers", "one arrival awaited", "count", "barrier | race", f"mbarrier.expect(full | {FILL} | mbarrier.arrive(empty | {LOAD}", "The slot counts as free when one of two consumers has read it.", ("empty.index(s), count=2", "empty.index(s), count=1"))  # fmt: skip
-bug("consumers", "three arrivals awaited", "count", "deadlock", f"{EMPTY} | mbarrier.wait(full", "Two consumers arrive, and the third never comes.", ("empty.index(s), count=2", "empty.index(s), count=3"))  # fmt: skip
-bug("consumers", "two arrivals each", "count", "barrier | race", f"mbarrier.expect(full | {FILL} | mbarrier.arrive(empty", "The first consumer frees the slot alone.", ("mbarrier.arrive(empty.index(slot))", "mbarrier.arrive(empty.index(slot), count=2)"))  # fmt: skip
-bug("consumers", "no wait for a free slot", "wait left out", "race | barrier", f"{FILL} | mbarrier.expect(full", "The producer laps the consumers.", ("        mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)\n", ""))  # fmt: skip
-bug("consumers", "the producer's parity", "phase", "deadlock", f"{EMPTY} | mbarrier.wait(full", "The first wait is for a release that comes after the first tile.", ("(i // STAGES & 1) ^ 1", "i // STAGES & 1"))  # fmt: skip
-bug("consumers", "no wait for the tile", "wait left out", "race", LOAD, "The tile is read before TMA has written it.", WAIT)  # fmt: skip
-bug("consumers", "waits for the next slot", "order of waits", "race | deadlock | barrier", f"{LOAD} | mbarrier.wait(full", "The slot that is read is not the one that was waited for.", ("mbarrier.wait(full.index(slot), i // STAGES & 1)", "mbarrier.wait(full.index((slot + 1) % STAGES), i // STAGES & 1)"))  # fmt: skip
-bug("consumers", "expect before the wait", "order of waits", "barrier | race", f"mbarrier.expect(full | {FILL} | {EMPTY}", "The next round is announced while the last one is under way.", ("        mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)\n        mbarrier.expect(full.index(slot), x_desc.block_type.nbytes)\n", "        mbarrier.expect(full.index(slot), x_desc.block_type.nbytes)\n        mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)\n"), stages=1)  # fmt: skip
-bug("consumers", "a tile nobody waits for", "wait left out", "unfinished", FILL, "The kernel ends while TMA still writes its shared memory.", ("    for i in range(steps):\n        slot = i % STAGES\n        mbarrier.wait(empty", "    for i in range(steps + 1):\n        slot = i % STAGES\n        mbarrier.wait(empty"))  # fmt: skip
+bug(
+    "consumers",
+    "no fence before the release",
+    "missing fence",
+    "missing fence",
+    FILL,
+    "TMA may overwrite what a consumer still reads.",
+    ("        fence_async_shared()\n", ""),
+)
+bug(
+    "consumers",
+    "released before it is read",
+    "slot reused early",
+    "race",
+    f"{FILL} | {LOAD}",
+    "The producer refills a slot that is still read.",
+    ("        mbarrier.arrive(empty.index(slot))\n", ""),
+    (f"        {LOAD}\n", f"        mbarrier.arrive(empty.index(slot))\n        {LOAD}\n"),
+)
+bug(
+    "consumers",
+    "one arrival awaited",
+    "count",
+    "barrier | race",
+    f"mbarrier.expect(full | {FILL} | mbarrier.arrive(empty | {LOAD}",
+    "The slot counts as free when one of two consumers has read it.",
+    ("empty.index(s), count=2", "empty.index(s), count=1"),
+)
+bug(
+    "consumers",
+    "three arrivals awaited",
+    "count",
+    "deadlock",
+    f"{EMPTY} | mbarrier.wait(full",
+    "Two consumers arrive, and the third never comes.",
+    ("empty.index(s), count=2", "empty.index(s), count=3"),
+)
+bug(
+    "consumers",
+    "two arrivals each",
+    "count",
+    "barrier | race",
+    f"mbarrier.expect(full | {FILL} | mbarrier.arrive(empty",
+    "The first consumer frees the slot alone.",
+    ("mbarrier.arrive(empty.index(slot))", "mbarrier.arrive(empty.index(slot), count=2)"),
+)
+bug(
+    "consumers",
+    "no wait for a free slot",
+    "wait left out",
+    "race | barrier",
+    f"{FILL} | mbarrier.expect(full",
+    "The producer laps the consumers.",
+    ("        mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)\n", ""),
+)
+bug(
+    "consumers",
+    "the producer's parity",
+    "phase",
+    "deadlock",
+    f"{EMPTY} | mbarrier.wait(full",
+    "The first wait is for a release that comes after the first tile.",
+    ("(i // STAGES & 1) ^ 1", "i // STAGES & 1"),
+)
+bug(
+    "consumers",
+    "no wait for the tile",
+    "wait left out",
+    "race",
+    LOAD,
+    "The tile is read before TMA has written it.",
+    WAIT,
+)
+bug(
+    "consumers",
+    "waits for the next slot",
+    "order of waits",
+    "race | deadlock | barrier",
+    f"{LOAD} | mbarrier.wait(full",
+    "The slot that is read is not the one that was waited for.",
+    (
+        "mbarrier.wait(full.index(slot), i // STAGES & 1)",
+        "mbarrier.wait(full.index((slot + 1) % STAGES), i // STAGES & 1)",
+    ),
+)
+bug(
+    "consumers",
+    "expect before the wait",
+    "order of waits",
+    "barrier | race",
+    f"mbarrier.expect(full | {FILL} | {EMPTY}",
+    "The next round is announced while the last one is under way.",
+    (
+        "        mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)\n        mbarrier.expect(full.index(slot), x_desc.block_type.nbytes)\n",
+        "        mbarrier.expect(full.index(slot), x_desc.block_type.nbytes)\n        mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)\n",
+    ),
+    stages=1,
+)
+bug(
+    "consumers",
+    "a tile nobody waits for",
+    "wait left out",
+    "unfinished",
+    FILL,
+    "The kernel ends while TMA still writes its shared memory.",
+    (
+        "    for i in range(steps):\n        slot = i % STAGES\n        mbarrier.wait(empty",
+        "    for i in range(steps + 1):\n        slot = i % STAGES\n        mbarrier.wait(empty",
+    ),
+)
 
 SEND, PUT = "tma_store(y_desc, [0, i", "buffer.store(x * 2.0)"
-bug("stores", "no fence", "missing fence", "missing fence", SEND, "TMA may read what was there before.", ("        fence_async_shared()\n", ""))  # fmt: skip
-bug("stores", "fence before the store", "missing fence", "missing fence", SEND, "A fence orders what comes before it.", ("        fence_async_shared()\n", ""), (f"        {PUT}\n", f"        fence_async_shared()\n        {PUT}\n"))  # fmt: skip
-bug("stores", "no wait", "wait left out", "race", PUT, "The buffer is overwritten while TMA reads it.", ("        tma.store_wait(BUFFERS - 1)\n", ""))  # fmt: skip
-bug("stores", "one store too many under way", "count", "race", PUT, "The store that read this buffer is one of those that may be under way.", ("tma.store_wait(BUFFERS - 1)", "tma.store_wait(BUFFERS)"))  # fmt: skip
-bug("stores", "wait after the store", "order of waits", "race", PUT, "The wait comes a line too late.", ("        tma.store_wait(BUFFERS - 1)\n", ""), (f"        {PUT}\n", f"        {PUT}\n        tma.store_wait(BUFFERS - 1)\n"))  # fmt: skip
-bug("stores", "always the first buffer", "slot reused early", "race", PUT, "The wait allows for as many stores as there are buffers.", ("out.index(i % BUFFERS)", "out.index(0)"))  # fmt: skip
-bug("stores", "no wait at the end", "wait left out", "unfinished", SEND, "The kernel ends while TMA still reads its shared memory.", ("    tma.store_wait(0)\n", ""))  # fmt: skip
-bug("stores", "another buffer sent", "uninitialized read", "uninitialized | race", f"{SEND} | {PUT}", "The first store sends a buffer that nothing was written to.", (f"{SEND} * COLUMNS], buffer)", f"{SEND} * COLUMNS], out.index((i + 1) % BUFFERS))"))  # fmt: skip
-bug("stores", "a tile too far", "out of bounds", "out of bounds", "gl.load(x_ptr", "The last tile is read behind the end of the matrix.", ("+ i * COLUMNS + column", "+ (i + 1) * COLUMNS + column"))  # fmt: skip
+bug(
+    "stores",
+    "no fence",
+    "missing fence",
+    "missing fence",
+    SEND,
+    "TMA may read what was there before.",
+    ("        fence_async_shared()\n", ""),
+)
+bug(
+    "stores",
+    "fence before the store",
+    "missing fence",
+    "missing fence",
+    SEND,
+    "A fence orders what comes before it.",
+    ("        fence_async_shared()\n", ""),
+    (f"        {PUT}\n", f"        fence_async_shared()\n        {PUT}\n"),
+)
+bug(
+    "stores",
+    "no wait",
+    "wait left out",
+    "race",
+    PUT,
+    "The buffer is overwritten while TMA reads it.",
+    ("        tma.store_wait(BUFFERS - 1)\n", ""),
+)
+bug(
+    "stores",
+    "one store too many under way",
+    "count",
+    "race",
+    PUT,
+    "The store that read this buffer is one of those that may be under way.",
+    ("tma.store_wait(BUFFERS - 1)", "tma.store_wait(BUFFERS)"),
+)
+bug(
+    "stores",
+    "wait after the store",
+    "order of waits",
+    "race",
+    PUT,
+    "The wait comes a line too late.",
+    ("        tma.store_wait(BUFFERS - 1)\n", ""),
+    (f"        {PUT}\n", f"        {PUT}\n        tma.store_wait(BUFFERS - 1)\n"),
+)
+bug(
+    "stores",
+    "always the first buffer",
+    "slot reused early",
+    "race",
+    PUT,
+    "The wait allows for as many stores as there are buffers.",
+    ("out.index(i % BUFFERS)", "out.index(0)"),
+)
+bug(
+    "stores",
+    "no wait at the end",
+    "wait left out",
+    "unfinished",
+    SEND,
+    "The kernel ends while TMA still reads its shared memory.",
+    ("    tma.store_wait(0)\n", ""),
+)
+bug(
+    "stores",
+    "another buffer sent",
+    "uninitialized read",
+    "uninitialized | race",
+    f"{SEND} | {PUT}",
+    "The first store sends a buffer that nothing was written to.",
+    (f"{SEND} * COLUMNS], buffer)", f"{SEND} * COLUMNS], out.index((i + 1) % BUFFERS))"),
+)
+bug(
+    "stores",
+    "a tile too far",
+    "out of bounds",
+    "out of bounds",
+    "gl.load(x_ptr",
+    "The last tile is read behind the end of the matrix.",
+    ("+ i * COLUMNS + column", "+ (i + 1) * COLUMNS + column"),
+)
 
 MMA, FREE = "warpgroup_mma(a.index(slot)", "tma_load(a_desc, [0, ahead | tma_load(b_desc, [ahead"
-bug("product", "no wait for the tiles", "wait left out", "race", MMA, "The tensor cores read before TMA has written.", WAIT)  # fmt: skip
-bug("product", "parity turned round", "phase", "race | barrier", f"{MMA} | mbarrier.wait(full", "The first wait passes at once.", ("i // STAGES & 1", "(i // STAGES & 1) ^ 1"))  # fmt: skip
-bug("product", "two products under way", "count", "race", FREE, "The product before this one may still read the slot that is filled.", ("warpgroup_mma_wait(1,", "warpgroup_mma_wait(2,"))  # fmt: skip
-bug("product", "the slot in use refilled", "slot reused early", "race", FREE, "The product that was just started reads the slot.", ("free = ahead % STAGES", "free = i % STAGES"))  # fmt: skip
-bug("product", "no wait at the end", "wait left out", "race | kernel", "c.store(acc", "The accumulator is read while the last product runs.", ("    acc = warpgroup_mma_wait(0, deps=[acc])\n", ""))  # fmt: skip
-bug("product", "no fence before the store", "missing fence", "missing fence", "tma_store(c_desc", "TMA may read what was there before.", ("    fence_async_shared()\n", ""))  # fmt: skip
-bug("product", "bytes of A alone", "bytes expected", "barrier | race", f"tma_load(b_desc | tma_load(a_desc | {MMA} | mbarrier.expect", "The phase ends, or breaks, when one of two tiles has come.", ("a_desc.block_type.nbytes + b_desc.block_type.nbytes", "a_desc.block_type.nbytes"))  # fmt: skip
-bug("product", "B not copied", "bytes expected", "deadlock", "mbarrier.wait(full", "Bytes are announced that nobody copies.", ("        tma_load(b_desc, [ahead * K, 0], full.index(free), b.index(free), pred=ahead < steps)\n", ""))  # fmt: skip
-bug("product", "two arrivals awaited", "count", "deadlock", "mbarrier.wait(full", "Only one arrival comes in each phase.", ("count=1)", "count=2)"))  # fmt: skip
-bug("product", "the store not waited for", "wait left out", "unfinished", "tma_store(c_desc", "The kernel ends while TMA still reads its shared memory.", ("    tma.store_wait(0)\n", ""))  # fmt: skip
-bug("product", "waited for too late", "order of waits", "race", MMA, "The wait for the tiles comes after the product that reads them.", WAIT, ("        ahead = i + STAGES - 1\n", f"{WAIT[0]}        ahead = i + STAGES - 1\n"))  # fmt: skip
+bug(
+    "product",
+    "no wait for the tiles",
+    "wait left out",
+    "race",
+    MMA,
+    "The tensor cores read before TMA has written.",
+    WAIT,
+)
+bug(
+    "product",
+    "parity turned round",
+    "phase",
+    "race | barrier",
+    f"{MMA} | mbarrier.wait(full",
+    "The first wait passes at once.",
+    ("i // STAGES & 1", "(i // STAGES & 1) ^ 1"),
+)
+bug(
+    "product",
+    "two products under way",
+    "count",
+    "race",
+    FREE,
+    "The product before this one may still read the slot that is filled.",
+    ("warpgroup_mma_wait(1,", "warpgroup_mma_wait(2,"),
+)
+bug(
+    "product",
+    "the slot in use refilled",
+    "slot reused early",
+    "race",
+    FREE,
+    "The product that was just started reads the slot.",
+    ("free = ahead % STAGES", "free = i % STAGES"),
+)
+bug(
+    "product",
+    "no wait at the end",
+    "wait left out",
+    "race | kernel",
+    "c.store(acc",
+    "The accumulator is read while the last product runs.",
+    ("    acc = warpgroup_mma_wait(0, deps=[acc])\n", ""),
+)
+bug(
+    "product",
+    "no fence before the store",
+    "missing fence",
+    "missing fence",
+    "tma_store(c_desc",
+    "TMA may read what was there before.",
+    ("    fence_async_shared()\n", ""),
+)
+bug(
+    "product",
+    "bytes of A alone",
+    "bytes expected",
+    "barrier | race",
+    f"tma_load(b_desc | tma_load(a_desc | {MMA} | mbarrier.expect",
+    "The phase ends, or breaks, when one of two tiles has come.",
+    ("a_desc.block_type.nbytes + b_desc.block_type.nbytes", "a_desc.block_type.nbytes"),
+)
+bug(
+    "product",
+    "B not copied",
+    "bytes expected",
+    "deadlock",
+    "mbarrier.wait(full",
+    "Bytes are announced that nobody copies.",
+    ("        tma_load(b_desc, [ahead * K, 0], full.index(free), b.index(free), pred=ahead < steps)\n", ""),
+)
+bug(
+    "product",
+    "two arrivals awaited",
+    "count",
+    "deadlock",
+    "mbarrier.wait(full",
+    "Only one arrival comes in each phase.",
+    ("count=1)", "count=2)"),
+)
+bug(
+    "product",
+    "the store not waited for",
+    "wait left out",
+    "unfinished",
+    "tma_store(c_desc",
+    "The kernel ends while TMA still reads its shared memory.",
+    ("    tma.store_wait(0)\n", ""),
+)
+bug(
+    "product",
+    "waited for too late",
+    "order of waits",
+    "race",
+    MMA,
+    "The wait for the tiles comes after the product that reads them.",
+    WAIT,
+    ("        ahead = i + STAGES - 1\n", f"{WAIT[0]}        ahead = i + STAGES - 1\n"),
+)
 
 FIRST, SECOND = "warpgroup_mma(a, b, acc, use_acc=False", "warpgroup_mma(a, b, acc, is_async"
-bug("operand", "no fence", "missing fence", "missing fence", FIRST, "The tensor cores may not see the threads' stores.", ("    fence_async_shared()\n", ""))  # fmt: skip
-bug("operand", "no second fence", "missing fence", "missing fence", SECOND, "The second store needs a fence of its own.", ("    fence_async_shared()  # again\n", ""))  # fmt: skip
-bug("operand", "fence before the store", "missing fence", "missing fence", FIRST, "A fence orders what comes before it.", ("    fence_async_shared()\n", ""), ("    a.store(x)\n", "    fence_async_shared()\n    a.store(x)\n"))  # fmt: skip
-bug("operand", "written while it is read", "slot reused early", "race", "a.store(x + x)", "The wait lets one product go on, the one that reads the operand.", ("warpgroup_mma_wait(0, deps=[acc])", "warpgroup_mma_wait(1, deps=[acc])"))  # fmt: skip
-bug("operand", "no wait for B", "wait left out", "race", FIRST, "The tensor cores read before TMA has written.", ("    mbarrier.wait(full, 0)\n", ""))  # fmt: skip
-bug("operand", "the last product not waited for", "wait left out", "race | kernel", "gl.store(c_ptr", "The accumulator is read while the product runs.", ("warpgroup_mma_wait(0, deps=(acc,))", "warpgroup_mma_wait(1, deps=(acc,))"))  # fmt: skip
-bug("operand", "half of A written", "uninitialized read", "uninitialized", FIRST, "The product reads rows that nothing has written.", ("    a.store(x)\n", "    a.slice(0, SIZE // 2, dim=0).store(gl.full([SIZE // 2, SIZE], 1.0, b_desc.dtype, loads))\n"))  # fmt: skip
-bug("operand", "a row too far", "out of bounds", "out of bounds", "gl.store(c_ptr", "The last row is stored behind the end of the matrix.", ("c_ptr + row * SIZE", "c_ptr + (row + 1) * SIZE"))  # fmt: skip
+bug(
+    "operand",
+    "no fence",
+    "missing fence",
+    "missing fence",
+    FIRST,
+    "The tensor cores may not see the threads' stores.",
+    ("    fence_async_shared()\n", ""),
+)
+bug(
+    "operand",
+    "no second fence",
+    "missing fence",
+    "missing fence",
+    SECOND,
+    "The second store needs a fence of its own.",
+    ("    fence_async_shared()  # again\n", ""),
+)
+bug(
+    "operand",
+    "fence before the store",
+    "missing fence",
+    "missing fence",
+    FIRST,
+    "A fence orders what comes before it.",
+    ("    fence_async_shared()\n", ""),
+    ("    a.store(x)\n", "    fence_async_shared()\n    a.store(x)\n"),
+)
+bug(
+    "operand",
+    "written while it is read",
+    "slot reused early",
+    "race",
+    "a.store(x + x)",
+    "The wait lets one product go on, the one that reads the operand.",
+    ("warpgroup_mma_wait(0, deps=[acc])", "warpgroup_mma_wait(1, deps=[acc])"),
+)
+bug(
+    "operand",
+    "no wait for B",
+    "wait left out",
+    "race",
+    FIRST,
+    "The tensor cores read before TMA has written.",
+    ("    mbarrier.wait(full, 0)\n", ""),
+)
+bug(
+    "operand",
+    "the last product not waited for",
+    "wait left out",
+    "race | kernel",
+    "gl.store(c_ptr",
+    "The accumulator is read while the product runs.",
+    ("warpgroup_mma_wait(0, deps=(acc,))", "warpgroup_mma_wait(1, deps=(acc,))"),
+)
+bug(
+    "operand",
+    "half of A written",
+    "uninitialized read",
+    "uninitialized",
+    FIRST,
+    "The product reads rows that nothing has written.",
+    (
+        "    a.store(x)\n",
+        "    a.slice(0, SIZE // 2, dim=0).store(gl.full([SIZE // 2, SIZE], 1.0, b_desc.dtype, loads))\n",
+    ),
+)
+bug(
+    "operand",
+    "a row too far",
+    "out of bounds",
+    "out of bounds",
+    "gl.store(c_ptr",
+    "The last row is stored behind the end of the matrix.",
+    ("c_ptr + row * SIZE", "c_ptr + (row + 1) * SIZE"),
+)
 
 LINE, COPY = "x = slots.index(i % STAGES).load(layout)", "x_ptr + ahead"
-bug("groups", "no wait", "wait left out", "race", LINE, "The line is read before its copy is over.", ("        async_copy.wait_group(STAGES - 1)\n", ""))  # fmt: skip
-bug("groups", "one group too many under way", "count", "race", LINE, "The group that is read is one of those that may be under way.", ("async_copy.wait_group(STAGES - 1)", "async_copy.wait_group(STAGES)"))  # fmt: skip
-bug("groups", "no commit", "wait left out", "race", LINE, "Copies outside of a group are not waited for.", ("        async_copy.commit_group()  # of the loop\n", ""))  # fmt: skip
-bug("groups", "copied into the slot in use", "slot reused early", "race", f"{COPY} | {LINE}", "The copy and the load are of the same slot.", ("slots.index((i + STAGES - 1) % STAGES)", "slots.index((i + STAGES) % STAGES)"))  # fmt: skip
-bug("groups", "wait after the load", "order of waits", "race", LINE, "The wait comes a line too late.", (f"        async_copy.wait_group(STAGES - 1)\n        {LINE}\n", f"        {LINE}\n        async_copy.wait_group(STAGES - 1)\n"))  # fmt: skip
-bug("groups", "copy without a mask", "out of bounds", "out of bounds", COPY, "Lines behind the end are copied.", ("x_ptr + ahead, mask=ahead < n)", "x_ptr + ahead)"))  # fmt: skip
-bug("groups", "a mask of one element more", "out of bounds", "out of bounds", COPY, "Element n does not exist.", ("mask=ahead < n", "mask=ahead <= n"))  # fmt: skip
-bug("groups", "store without a mask", "out of bounds", "out of bounds", "gl.store(y_ptr", "The last line is shorter than the tile.", ("x * 0.5, mask=i * SIZE + at < n)", "x * 0.5)"))  # fmt: skip
-bug("groups", "a slot nobody fills", "uninitialized read", "uninitialized", "slots.index(STAGES).load", "The slot behind the ring is never written.", ("[STAGES, SIZE]", "[STAGES + 1, SIZE]"), (LINE, "x = slots.index(STAGES).load(layout)"))  # fmt: skip
-bug("groups", "no wait at the end", "wait left out", "unfinished", COPY, "The kernel ends while copies still write its shared memory.", ("    async_copy.wait_group(0)\n", ""))  # fmt: skip
+bug(
+    "groups",
+    "no wait",
+    "wait left out",
+    "race",
+    LINE,
+    "The line is read before its copy is over.",
+    ("        async_copy.wait_group(STAGES - 1)\n", ""),
+)
+bug(
+    "groups",
+    "one group too many under way",
+    "count",
+    "race",
+    LINE,
+    "The group that is read is one of those that may be under way.",
+    ("async_copy.wait_group(STAGES - 1)", "async_copy.wait_group(STAGES)"),
+)
+bug(
+    "groups",
+    "no commit",
+    "wait left out",
+    "race",
+    LINE,
+    "Copies outside of a group are not waited for.",
+    ("        async_copy.commit_group()  # of the loop\n", ""),
+)
+bug(
+    "groups",
+    "copied into the slot in use",
+    "slot reused early",
+    "race",
+    f"{COPY} | {LINE}",
+    "The copy and the load are of the same slot.",
+    ("slots.index((i + STAGES - 1) % STAGES)", "slots.index((i + STAGES) % STAGES)"),
+)
+bug(
+    "groups",
+    "wait after the load",
+    "order of waits",
+    "race",
+    LINE,
+    "The wait comes a line too late.",
+    (
+        f"        async_copy.wait_group(STAGES - 1)\n        {LINE}\n",
+        f"        {LINE}\n        async_copy.wait_group(STAGES - 1)\n",
+    ),
+)
+bug(
+    "groups",
+    "copy without a mask",
+    "out of bounds",
+    "out of bounds",
+    COPY,
+    "Lines behind the end are copied.",
+    ("x_ptr + ahead, mask=ahead < n)", "x_ptr + ahead)"),
+)
+bug(
+    "groups",
+    "a mask of one element more",
+    "out of bounds",
+    "out of bounds",
+    COPY,
+    "Element n does not exist.",
+    ("mask=ahead < n", "mask=ahead <= n"),
+)
+bug(
+    "groups",
+    "store without a mask",
+    "out of bounds",
+    "out of bounds",
+    "gl.store(y_ptr",
+    "The last line is shorter than the tile.",
+    ("x * 0.5, mask=i * SIZE + at < n)", "x * 0.5)"),
+)
+bug(
+    "groups",
+    "a slot nobody fills",
+    "uninitialized read",
+    "uninitialized",
+    "slots.index(STAGES).load",
+    "The slot behind the ring is never written.",
+    ("[STAGES, SIZE]", "[STAGES + 1, SIZE]"),
+    (LINE, "x = slots.index(STAGES).load(layout)"),
+)
+bug(
+    "groups",
+    "no wait at the end",
+    "wait left out",
+    "unfinished",
+    COPY,
+    "The kernel ends while copies still write its shared memory.",
+    ("    async_copy.wait_group(0)\n", ""),
+)
 
 GET = "cp_async(slots.index(slot), x_ptr"
-bug("signals", "one arrival awaited", "count", "barrier | race", f"async_copy.mbarrier_arrive | {LOAD} | {GET}", "The phase ends with the first of 32 threads.", ("count=32", "count=1"))  # fmt: skip
-bug("signals", "33 arrivals awaited", "count", "deadlock", "mbarrier.wait(full | mbarrier.wait(empty", "32 threads arrive.", ("count=32", "count=33"))  # fmt: skip
-bug("signals", "no wait for the line", "wait left out", "race", LOAD, "The line is read before its copy is over.", WAIT)  # fmt: skip
-bug("signals", "no wait for a free slot", "wait left out", "race | barrier", f"{GET} | async_copy.mbarrier_arrive", "The copying warp laps the others.", ("        mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)\n", ""))  # fmt: skip
-bug("signals", "released before it is read", "slot reused early", "race", f"{GET} | {LOAD}", "The slot is filled again while it is read.", ("        mbarrier.arrive(empty.index(slot))\n", ""), (f"        {LOAD}\n", f"        mbarrier.arrive(empty.index(slot))\n        {LOAD}\n"))  # fmt: skip
-bug("signals", "signalled before the copy", "order of waits", "race", f"{LOAD} | {GET}", "The signal is for the copies before it.", ("        async_copy.mbarrier_arrive(full.index(slot), increment_count=False)\n", ""), ("        at = i * SIZE + gl.arange(0, SIZE, layout)\n        cp", "        async_copy.mbarrier_arrive(full.index(slot), increment_count=False)\n        at = i * SIZE + gl.arange(0, SIZE, layout)\n        cp"))  # fmt: skip
-bug("signals", "the consumer's parity", "phase", "race | barrier", f"{LOAD} | mbarrier.wait(full", "The first wait passes at once.", ("mbarrier.wait(full.index(slot), i // STAGES & 1)", "mbarrier.wait(full.index(slot), (i // STAGES & 1) ^ 1)"))  # fmt: skip
+bug(
+    "signals",
+    "one arrival awaited",
+    "count",
+    "barrier | race",
+    f"async_copy.mbarrier_arrive | {LOAD} | {GET}",
+    "The phase ends with the first of 32 threads.",
+    ("count=32", "count=1"),
+)
+bug(
+    "signals",
+    "33 arrivals awaited",
+    "count",
+    "deadlock",
+    "mbarrier.wait(full | mbarrier.wait(empty",
+    "32 threads arrive.",
+    ("count=32", "count=33"),
+)
+bug("signals", "no wait for the line", "wait left out", "race", LOAD, "The line is read before its copy is over.", WAIT)
+bug(
+    "signals",
+    "no wait for a free slot",
+    "wait left out",
+    "race | barrier",
+    f"{GET} | async_copy.mbarrier_arrive",
+    "The copying warp laps the others.",
+    ("        mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)\n", ""),
+)
+bug(
+    "signals",
+    "released before it is read",
+    "slot reused early",
+    "race",
+    f"{GET} | {LOAD}",
+    "The slot is filled again while it is read.",
+    ("        mbarrier.arrive(empty.index(slot))\n", ""),
+    (f"        {LOAD}\n", f"        mbarrier.arrive(empty.index(slot))\n        {LOAD}\n"),
+)
+bug(
+    "signals",
+    "signalled before the copy",
+    "order of waits",
+    "race",
+    f"{LOAD} | {GET}",
+    "The signal is for the copies before it.",
+    ("        async_copy.mbarrier_arrive(full.index(slot), increment_count=False)\n", ""),
+    (
+        "        at = i * SIZE + gl.arange(0, SIZE, layout)\n        cp",
+        "        async_copy.mbarrier_arrive(full.index(slot), increment_count=False)\n        at = i * SIZE + gl.arange(0, SIZE, layout)\n        cp",
+    ),
+)
+bug(
+    "signals",
+    "the consumer's parity",
+    "phase",
+    "race | barrier",
+    f"{LOAD} | mbarrier.wait(full",
+    "The first wait passes at once.",
+    ("mbarrier.wait(full.index(slot), i // STAGES & 1)", "mbarrier.wait(full.index(slot), (i // STAGES & 1) ^ 1)"),
+)
 
 TILE, OUT = "tile.store(x * x)", "tma_store(y_desc, [0, i"
-bug("handoff", "no fence", "missing fence", "missing fence", OUT, "TMA may read what was there before.", ("        fence_async_shared()\n", ""))  # fmt: skip
-bug("handoff", "fence on the other side", "missing fence", "missing fence", OUT, "The fence belongs to the threads that stored, before they arrive.", ("        fence_async_shared()\n        mbarrier.arrive(ready)\n", "        mbarrier.arrive(ready)\n        fence_async_shared()\n"))  # fmt: skip
-bug("handoff", "no wait for the drained tile", "wait left out", "race | barrier", f"{TILE} | {OUT} | mbarrier.arrive(ready)", "The tile is overwritten while TMA reads it.", ("        mbarrier.wait(drained, (i & 1) ^ 1)\n", ""))  # fmt: skip
-bug("handoff", "no wait for the ready tile", "wait left out", "race | uninitialized | barrier", f"{OUT} | {TILE} | mbarrier.arrive(drained) | mbarrier.wait(drained", "TMA reads the tile before it is written.", ("        mbarrier.wait(ready, i & 1)\n", ""))  # fmt: skip
-bug("handoff", "no wait for the store", "slot reused early", "race", TILE, "Drained is said when the store has begun, not when it has read the tile.", ("        tma.store_wait(0)\n", ""))  # fmt: skip
-bug("handoff", "ready before the tile", "order of waits", "race", f"{OUT} | {TILE}", "The other partition may read before the store.", ("        mbarrier.arrive(ready)\n", ""), (f"        {TILE}\n", f"        mbarrier.arrive(ready)\n        {TILE}\n"))  # fmt: skip
-bug("handoff", "drained never said", "count", "deadlock", "mbarrier.wait(drained | mbarrier.wait(ready", "Nobody frees the tile.", ("        mbarrier.arrive(drained)\n", ""))  # fmt: skip
-bug("handoff", "both wait first", "phase", "deadlock", "mbarrier.wait(drained | mbarrier.wait(ready", "Each partition waits for the other one to begin.", ("mbarrier.wait(drained, (i & 1) ^ 1)", "mbarrier.wait(drained, i & 1)"))  # fmt: skip
-bug("handoff", "the storing parity", "phase", "race | uninitialized | barrier", f"{OUT} | {TILE} | mbarrier.wait(ready | mbarrier.wait(drained", "The first wait passes at once.", ("mbarrier.wait(ready, i & 1)", "mbarrier.wait(ready, (i & 1) ^ 1)"))  # fmt: skip
+bug(
+    "handoff",
+    "no fence",
+    "missing fence",
+    "missing fence",
+    OUT,
+    "TMA may read what was there before.",
+    ("        fence_async_shared()\n", ""),
+)
+bug(
+    "handoff",
+    "fence on the other side",
+    "missing fence",
+    "missing fence",
+    OUT,
+    "The fence belongs to the threads that stored, before they arrive.",
+    (
+        "        fence_async_shared()\n        mbarrier.arrive(ready)\n",
+        "        mbarrier.arrive(ready)\n        fence_async_shared()\n",
+    ),
+)
+bug(
+    "handoff",
+    "no wait for the drained tile",
+    "wait left out",
+    "race | barrier",
+    f"{TILE} | {OUT} | mbarrier.arrive(ready)",
+    "The tile is overwritten while TMA reads it.",
+    ("        mbarrier.wait(drained, (i & 1) ^ 1)\n", ""),
+)
+bug(
+    "handoff",
+    "no wait for the ready tile",
+    "wait left out",
+    "race | uninitialized | barrier",
+    f"{OUT} | {TILE} | mbarrier.arrive(drained) | mbarrier.wait(drained",
+    "TMA reads the tile before it is written.",
+    ("        mbarrier.wait(ready, i & 1)\n", ""),
+)
+bug(
+    "handoff",
+    "no wait for the store",
+    "slot reused early",
+    "race",
+    TILE,
+    "Drained is said when the store has begun, not when it has read the tile.",
+    ("        tma.store_wait(0)\n", ""),
+)
+bug(
+    "handoff",
+    "ready before the tile",
+    "order of waits",
+    "race",
+    f"{OUT} | {TILE}",
+    "The other partition may read before the store.",
+    ("        mbarrier.arrive(ready)\n", ""),
+    (f"        {TILE}\n", f"        mbarrier.arrive(ready)\n        {TILE}\n"),
+)
+bug(
+    "handoff",
+    "drained never said",
+    "count",
+    "deadlock",
+    "mbarrier.wait(drained | mbarrier.wait(ready",
+    "Nobody frees the tile.",
+    ("        mbarrier.arrive(drained)\n", ""),
+)
+bug(
+    "handoff",
+    "both wait first",
+    "phase",
+    "deadlock",
+    "mbarrier.wait(drained | mbarrier.wait(ready",
+    "Each partition waits for the other one to begin.",
+    ("mbarrier.wait(drained, (i & 1) ^ 1)", "mbarrier.wait(drained, i & 1)"),
+)
+bug(
+    "handoff",
+    "the storing parity",
+    "phase",
+    "race | uninitialized | barrier",
+    f"{OUT} | {TILE} | mbarrier.wait(ready | mbarrier.wait(drained",
+    "The first wait passes at once.",
+    ("mbarrier.wait(ready, i & 1)", "mbarrier.wait(ready, (i & 1) ^ 1)"),
+)
 
-bug("sums", "no fence", "missing fence", "missing fence", "tma_add(y_desc, [0, 0], twice)", "TMA may read what was there before.", ("    fence_async_shared()\n", ""))  # fmt: skip
-bug("sums", "no second fence", "missing fence", "missing fence", "tma_add(y_desc, (0, 0), twice)", "The second store needs a fence of its own.", ("    fence_async_shared()  # again\n", ""))  # fmt: skip
-bug("sums", "written while it is read", "slot reused early", "race", "twice.store(x)", "The first reduction may still read the tile.", ("    tma.store_wait(0)\n", ""))  # fmt: skip
-bug("sums", "no wait at the end", "wait left out", "unfinished", "tma_add(y_desc", "The kernel ends while TMA still reads its shared memory.", ("    tma.store_wait(0)  # again\n", ""))  # fmt: skip
-bug("sums", "no wait for the tile", "wait left out", "race", "x = tile.load", "The tile is read before TMA has written it.", ("    mbarrier.wait(full, 0)\n", ""))  # fmt: skip
-bug("sums", "double the bytes", "bytes expected", "deadlock", "mbarrier.wait(full, 0)", "Half of the announced bytes never come.", ("mbarrier.expect(full, x_desc.block_type.nbytes)", "mbarrier.expect(full, 2 * x_desc.block_type.nbytes)"))  # fmt: skip
-bug("sums", "another tile added", "uninitialized read", "uninitialized", "tma_add(y_desc, [0, 0], empty)", "The tile that is added was never written.", ("    fence_async_shared()\n    tma_add(y_desc, [0, 0], twice)\n", "    fence_async_shared()\n    empty = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_type.shape, x_desc.layout)\n    tma_add(y_desc, [0, 0], empty)\n"))  # fmt: skip
+bug(
+    "sums",
+    "no fence",
+    "missing fence",
+    "missing fence",
+    "tma_add(y_desc, [0, 0], twice)",
+    "TMA may read what was there before.",
+    ("    fence_async_shared()\n", ""),
+)
+bug(
+    "sums",
+    "no second fence",
+    "missing fence",
+    "missing fence",
+    "tma_add(y_desc, (0, 0), twice)",
+    "The second store needs a fence of its own.",
+    ("    fence_async_shared()  # again\n", ""),
+)
+bug(
+    "sums",
+    "written while it is read",
+    "slot reused early",
+    "race",
+    "twice.store(x)",
+    "The first reduction may still read the tile.",
+    ("    tma.store_wait(0)\n", ""),
+)
+bug(
+    "sums",
+    "no wait at the end",
+    "wait left out",
+    "unfinished",
+    "tma_add(y_desc",
+    "The kernel ends while TMA still reads its shared memory.",
+    ("    tma.store_wait(0)  # again\n", ""),
+)
+bug(
+    "sums",
+    "no wait for the tile",
+    "wait left out",
+    "race",
+    "x = tile.load",
+    "The tile is read before TMA has written it.",
+    ("    mbarrier.wait(full, 0)\n", ""),
+)
+bug(
+    "sums",
+    "double the bytes",
+    "bytes expected",
+    "deadlock",
+    "mbarrier.wait(full, 0)",
+    "Half of the announced bytes never come.",
+    ("mbarrier.expect(full, x_desc.block_type.nbytes)", "mbarrier.expect(full, 2 * x_desc.block_type.nbytes)"),
+)
+bug(
+    "sums",
+    "another tile added",
+    "uninitialized read",
+    "uninitialized",
+    "tma_add(y_desc, [0, 0], empty)",
+    "The tile that is added was never written.",
+    (
+        "    fence_async_shared()\n    tma_add(y_desc, [0, 0], twice)\n",
+        "    fence_async_shared()\n    empty = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_type.shape, x_desc.layout)\n    tma_add(y_desc, [0, 0], empty)\n",
+    ),
+)
 
-bug("tails", "load without a mask", "out of bounds", "out of bounds", "gl.load(x_ptr", "The last tiles reach beyond the matrix.", ("x_ptr + row * columns + column, mask=inside, other=0.0)", "x_ptr + row * columns + column)"))  # fmt: skip
-bug("tails", "store without a mask", "out of bounds", "out of bounds", "gl.store(y_ptr", "The last tiles reach beyond the matrix.", ("y + y, mask=inside)", "y + y)"))  # fmt: skip
-bug("tails", "one row too many", "out of bounds", "out of bounds", "gl.load(x_ptr", "Row number `rows` does not exist.", ("row < rows", "row <= rows"))  # fmt: skip
-bug("tails", "or in place of and", "out of bounds", "out of bounds", "gl.load(x_ptr", "A row beyond the end is inside if its column is.", (") & (column", ") | (column"))  # fmt: skip
-bug("tails", "nothing stored", "uninitialized read", "uninitialized", "y = tile.load", "The tile is read and never written.", ("    tile.store(x)\n", ""))  # fmt: skip
-bug("tails", "half stored", "uninitialized read", "uninitialized", "y = tile.load", "The lower half of the tile is never written.", ("    tile.store(x)\n", "    tile.slice(0, ROWS // 2, dim=0).store(gl.full([ROWS // 2, COLUMNS], 1.0, gl.float32, layout))\n"))  # fmt: skip
+bug(
+    "tails",
+    "load without a mask",
+    "out of bounds",
+    "out of bounds",
+    "gl.load(x_ptr",
+    "The last tiles reach beyond the matrix.",
+    ("x_ptr + row * columns + column, mask=inside, other=0.0)", "x_ptr + row * columns + column)"),
+)
+bug(
+    "tails",
+    "store without a mask",
+    "out of bounds",
+    "out of bounds",
+    "gl.store(y_ptr",
+    "The last tiles reach beyond the matrix.",
+    ("y + y, mask=inside)", "y + y)"),
+)
+bug(
+    "tails",
+    "one row too many",
+    "out of bounds",
+    "out of bounds",
+    "gl.load(x_ptr",
+    "Row number `rows` does not exist.",
+    ("row < rows", "row <= rows"),
+)
+bug(
+    "tails",
+    "or in place of and",
+    "out of bounds",
+    "out of bounds",
+    "gl.load(x_ptr",
+    "A row beyond the end is inside if its column is.",
+    (") & (column", ") | (column"),
+)
+bug(
+    "tails",
+    "nothing stored",
+    "uninitialized read",
+    "uninitialized",
+    "y = tile.load",
+    "The tile is read and never written.",
+    ("    tile.store(x)\n", ""),
+)
+bug(
+    "tails",
+    "half stored",
+    "uninitialized read",
+    "uninitialized",
+    "y = tile.load",
+    "The lower half of the tile is never written.",
+    (
+        "    tile.store(x)\n",
+        "    tile.slice(0, ROWS // 2, dim=0).store(gl.full([ROWS // 2, COLUMNS], 1.0, gl.float32, layout))\n",
+    ),
+)
 
 CASES = {case.label: case for case in (*CORRECT, *BUGS)}
 
