@@ -6,6 +6,8 @@ from nbformat.v4 import new_code_cell
 
 from instructor.course import answered_notebook
 from instructor.grading import grade_notebook
+from instructor.grading.sandbox.walls import Limits
+from tests.instructor.grading.honest_class import HABITS, honest_notebook
 from tests.instructor.grading.honest_variants import ANSWERS, NOTEBOOKS, packs
 
 TIMEOUT = 20  # seconds
@@ -40,6 +42,26 @@ def test_right_answers_get_every_point(suite_lab, full_points, pack, around):
     assert not lost
     assert not result.flags, around
     assert result.score == sum(full_points.values())
+
+
+def _check_class(lab, full_points, seeds, prove: bool) -> None:
+    """Grade one notebook for each seed; report all that lost points or were flagged, with what was drawn for them."""
+    wrong = {}
+    for seed in seeds:
+        text, drawn = honest_notebook(lab, seed)
+        result = grade_notebook(lab, text, timeout=TIMEOUT, limits=Limits(prove=prove))
+        lost = {n: (c.status, c.message) for n, c in result.cells.items() if c.points != full_points.get(n, c.points)}
+        if lost or result.flags:
+            wrong[seed] = (lost, result.flags, drawn)
+    assert not wrong
+
+
+@pytest.mark.overnight
+@pytest.mark.slow
+@pytest.mark.parametrize("prove", [False, True])
+def test_a_hundred_honest_notebooks_lose_nothing(suite_lab, full_points, prove):
+    assert len(HABITS) <= 100
+    _check_class(suite_lab, full_points, range(100), prove)
 
 
 UNUSUAL = (
