@@ -1463,28 +1463,26 @@ def check_split(split_kv_attention):
                                            f"{limit}. Each part must be computed from its own keys alone.")
             assert max(lengths) - min(lengths) <= 1, (f"{what}: the parts have {sorted(set(lengths))} keys; their sizes should differ "
                                                       "by at most 1")
-    # The same with a part whose log-sum-exp is certainly the natural one: a merge that takes it for another is found out.
+    # Two parts of known weights, in place of yours: the first one's sum is three times the second's, so it counts three quarters.
     names = getattr(split_kv_attention, "__globals__", {})
     if "attend_part" in names:
-        own, (q, k, v) = names["attend_part"], [torch.randn(1, 2, n, 8) for n in (3, 10, 10)]
+        own = names["attend_part"]
 
-        def natural_part(q, k, v):
-            scores = q.float() @ k.float().mT / math.sqrt(8)
-            return torch.softmax(scores, dim=-1) @ v.float(), torch.logsumexp(scores, dim=-1)
+        def known_part(q, k, v):
+            first = k.mean().item() > 0
+            return torch.full(q.shape, 1.0 if first else 0.0), torch.full(q.shape[:3], math.log(3) if first else 0.0)
 
-        names["attend_part"] = natural_part
+        names.update({"attend_part": known_part})
         try:
-            got = split_kv_attention(q, k, v, 4)
+            keys = torch.cat([torch.ones(1, 2, 5, 8), -torch.ones(1, 2, 5, 8)], dim=2)
+            got = split_kv_attention(torch.ones(1, 2, 3, 8), keys, keys, 2)
         finally:
-            names["attend_part"] = own
-        parts = [natural_part(q, *part) for part in zip(k.tensor_split(4, 2), v.tensor_split(4, 2), strict=True)]
-        outputs, lses = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
-        weights = torch.softmax(lses * math.log(2), dim=0)[..., None]
-        hint = known_mistake(got, {"The weights are 2^L, and L is a natural logarithm: they should be e^L.": (weights * outputs).sum(0)},
-                             otherwise="Weigh the parts with e^L over the sum of all e^L.")
-        expect_close(got, F.scaled_dot_product_attention(q, k, v), rtol=1e-3, atol=1e-3, hint=hint,
-                     what="split_kv_attention of parts whose log-sum-exp is the natural logarithm")
-
+            names.update({"attend_part": own})
+        of_base_2 = torch.full((1, 2, 3, 8), 2 ** math.log(3) / (2 ** math.log(3) + 1))
+        hint = known_mistake(got, {"The weights are 2^L, and L is a natural logarithm: they should be e^L.": of_base_2},
+                             otherwise="A part weighs as much as its sum, and its sum is e^L.")
+        expect_close(got, torch.full((1, 2, 3, 8), 0.75), rtol=1e-3, atol=1e-3, hint=hint,
+                     what="split_kv_attention of a part of ones with log-sum-exp ln 3, and a part of zeros with log-sum-exp 0")
 
 check_split(split_kv_attention).raise_if_wrong()
 ### BEGIN HIDDEN TESTS
