@@ -6,6 +6,10 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def whole_number(name: str, value: object, least: int = 1, error: type[Exception] = ValueError) -> int:
@@ -26,6 +30,21 @@ def whole_numbers(**values: int) -> None:
     """Check that every value is a whole number, 1 or more: `whole_numbers(batch=batch, tokens=tokens)`."""
     for name, value in values.items():
         whole_number(name, value)
+
+
+def floating_dtype(dtype: object, name: str = "dtype") -> torch.dtype:
+    """Return `dtype` if torch computes with it as it does with ordinary numbers, torch's default dtype for None.
+
+    The formats of 8 bits and fewer are not among them: most of torch's functions do not take them.
+    """
+    import torch
+
+    if dtype is None:
+        return torch.get_default_dtype()
+    allowed = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    if dtype not in allowed:
+        raise ValueError(f"{name} is {dtype!r}; it must be one of {', '.join(map(str, allowed))}.")
+    return dtype
 
 
 def check_callable(caller: str, fn: object) -> None:

@@ -1,8 +1,9 @@
 """The checks of arguments: what they accept, and the sentences in which they refuse."""
 
 import pytest
+import torch
 
-from utils.validation import check_callable, suggest_keywords, whole_number, whole_numbers
+from utils.validation import check_callable, floating_dtype, suggest_keywords, whole_number, whole_numbers
 
 
 def test_a_whole_number_is_returned():
@@ -33,3 +34,13 @@ def test_a_misspelt_keyword_is_answered_with_the_nearest():
     assert run(2, length=3) == run(batch_size=6)
     with pytest.raises(TypeError, match=r"run\(\) has no argument 'batchsize': did you mean 'batch_size'"):
         run(batchsize=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float8_e4m3fn, torch.bool, "float32", int, 1, float("nan")])
+def test_a_dtype_that_has_no_ordinary_numbers_is_refused(dtype):
+    with pytest.raises(ValueError, match=r"^dtype is .*; it must be one of torch\.bfloat16, torch\.float16"):
+        floating_dtype(dtype)
+
+
+def test_a_floating_dtype_is_returned():
+    assert floating_dtype(torch.bfloat16) == torch.bfloat16 and floating_dtype(None) == torch.get_default_dtype()

@@ -25,7 +25,7 @@ from utils.benchmark.cpu_timer import Call
 from utils.benchmark.result import Comparison, Measurement
 from utils.benchmark.sampling import Samples, Timing, Work, time_calls
 from utils.config import dtype_name
-from utils.machine.device import default_device
+from utils.machine.device import default_device, usable_device
 from utils.machine.environment import float32_matmul_precision
 from utils.validation import check_callable
 
@@ -305,17 +305,13 @@ def _captured_values(fn: Callable) -> list:
 def pick_device(device: torch.device | str | None, *values) -> torch.device:
     """Return the device asked for; else the device of the call's tensors, GPU before CPU; else the default device."""
     if device is not None:
-        chosen = torch.device(device)
+        chosen = usable_device(device)
     else:
         devices = {tensor.device for value in values for tensor in tensors_of(value)}
         gpus = [candidate for candidate in devices if candidate.type == "cuda"]
         chosen = (gpus or list(devices) or [default_device()])[0]
     if chosen.type not in ("cuda", "cpu"):
         raise ValueError(f'CUDA GPUs and CPUs are measured, not {str(chosen)!r}; pass device="cpu" or "cuda".')
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f'there is no CUDA GPU here for device={str(chosen)!r}; leave device out or pass device="cpu".'
-        )
     if chosen.type == "cuda" and chosen.index is None:
         chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen

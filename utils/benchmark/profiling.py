@@ -127,6 +127,8 @@ def nvtx_range(name: str) -> Iterator[None]:
 
 
 def _check_trace_path(path: str | os.PathLike) -> Path:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f'path is {path!r}; it must be the path of a file, such as "out/trace.json".')
     path = Path(path)
     if not path.name.endswith((".json", ".json.gz")):
         raise ValueError(
@@ -182,6 +184,10 @@ def _load(trace) -> dict:
         return json.loads(_trace_text(trace))
     path = Path(trace)
     if not path.is_file():
+        if str(trace) in ("", "."):
+            raise ValueError(
+                "the path of the trace is empty; name the file that export_chrome_trace(prof, path) wrote."
+            )
         raise FileNotFoundError(f"there is no trace file {path}; write one with export_chrome_trace(prof, path).")
     try:
         data = path.read_bytes()

@@ -114,7 +114,7 @@ def measure_roofs(device: torch.device | str | None = None, dtypes: Iterable | N
         dtypes: names or torch dtypes. Default on a CPU: fp32 and bf16; on a GPU: those of fp16, bf16, fp32 and tf32
             that it has.
     """
-    target = pick_device(device or default_device())
+    target = pick_device(device)
     names = _check_dtypes(target, dtypes)
     side = _SIDE[target.type]
     copy_bytes = _copy_bytes(target)
@@ -230,6 +230,8 @@ def _check_dtypes(device: torch.device, dtypes: Iterable | None) -> list[str]:
         return list(measured)
     if isinstance(dtypes, (str, torch.dtype)):
         raise ValueError(f"dtypes is a list; write dtypes=[{dtypes!r}].")
+    if not isinstance(dtypes, Iterable):
+        raise ValueError(f'dtypes is {dtypes!r}; it is a list such as ["fp32", "bf16"].')
     names = list(dict.fromkeys(dtype_name(dtype) for dtype in dtypes))
     if not names:
         raise ValueError(f"dtypes is empty; choose from {', '.join(measured)}.")

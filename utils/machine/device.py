@@ -66,12 +66,37 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def usable_device(device: torch.device | str | int | None) -> torch.device:
+    """Return the device that the caller named, the default one for None; ValueError if this machine has none such.
+
+    Args:
+        device: what torch.device() takes: "cpu", "cuda", "cuda:1", a GPU's number or a torch.device.
+    """
+    if device is None:
+        return default_device()
+    if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
+        raise ValueError(f'device is {device!r}; pass "cpu", "cuda", "cuda:1" or a torch.device.')
+    count = torch.cuda.device_count()
+    if isinstance(device, int):
+        device = f"cuda:{device}"
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f'device is {device!r}, which torch does not know; pass "cpu", "cuda" or "cuda:1".') from None
+    if chosen.type == "cuda" and (chosen.index or 0) >= count:
+        have = "there is no CUDA GPU here" if count == 0 else f"this machine has {count} CUDA GPUs, counted from 0"
+        raise ValueError(f'device is {str(device)!r}, and {have}; leave device out or pass device="cpu".')
+    return chosen
+
+
 def detect_gpu(name: str | None = None) -> str | None:
     """Return the key in GPU_SPECS of this machine's GPU, or of a CUDA device name; None if no row is that part.
 
     The nearest row would be wrong: a part that is not listed has other roofs.
     """
     if name is not None:
+        if not isinstance(name, str):
+            raise TypeError(f'name is {name!r}; it is a CUDA device name such as "NVIDIA H200", or left out.')
         return _row_named(name)
     if not torch.cuda.is_available():
         return None

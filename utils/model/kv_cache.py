@@ -37,12 +37,19 @@ def initialize_kv_cache(config: Gemma3TextConfig, max_cache_len: int) -> StaticC
         A transformers `StaticCache`. Keys and values of a full-attention layer have the shape
         (B, Hkv, max_cache_len, D); a sliding-window layer has at most `config.sliding_window` slots.
     """
+    check_config(config)
     whole_number("max_cache_len", max_cache_len)
     from transformers import StaticCache
 
     cache = StaticCache(config=config, max_cache_len=max_cache_len)
     cache.capacity = max_cache_len  # tokens; if every layer slides, the number of slots does not show it
     return cache
+
+
+def check_config(config: object) -> None:
+    """Raise TypeError if `config` is not the configuration of a text model."""
+    if not hasattr(config, "num_hidden_layers"):
+        raise TypeError(f"config is {config!r}; it must be a Gemma3TextConfig, such as GEMMA_CONFIG of utils.")
 
 
 def start_prefill(cache: StaticCache, layer: torch.nn.Module, hidden_states: torch.Tensor) -> StaticLayer:

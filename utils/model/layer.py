@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from utils.machine.device import usable_device
 from utils.model.kv_cache import (
+    check_config,
     filled_slots,
     finish_decode,
     finish_prefill,
@@ -35,7 +37,7 @@ from utils.model.kv_cache import (
     start_prefill,
     visible_slots,
 )
-from utils.validation import suggest_keywords, whole_numbers
+from utils.validation import floating_dtype, suggest_keywords, whole_number, whole_numbers
 
 if TYPE_CHECKING:
     from transformers import Gemma3TextConfig, StaticCache
@@ -79,13 +81,11 @@ def build_decoder_layer(
         from utils.config import GEMMA_CONFIG
 
         config = GEMMA_CONFIG
-    if layer_idx not in range(config.num_hidden_layers):
+    check_config(config)
+    if whole_number("layer_idx", layer_idx, least=0) >= config.num_hidden_layers:
         last = config.num_hidden_layers - 1
         raise ValueError(f"layer_idx is {layer_idx}; this config has layers 0 to {last}")
-    if device is None:
-        from utils.machine.device import default_device
-
-        device = default_device()
+    dtype, device = floating_dtype(dtype), usable_device(device)
     from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer, Gemma3RotaryEmbedding
 
     config = copy.deepcopy(config)
@@ -136,6 +136,7 @@ def create_prefill_inputs(
         `(hidden_states, position_ids)`: (B, S, hidden_size) and (B, S), positions 0 to S - 1.
     """
     whole_numbers(batch_size=batch_size, seq_len=seq_len, hidden_size=hidden_size)
+    dtype, device = floating_dtype(dtype), usable_device(device)
     hidden_states = torch.randn(batch_size, seq_len, hidden_size, dtype=dtype, device=device)
     return hidden_states, torch.arange(seq_len, device=device).repeat(batch_size, 1)
 
@@ -151,6 +152,7 @@ def create_decode_inputs_with_cache(
         `current_seq_len`, because the first token has position 0.
     """
     whole_numbers(batch_size=batch_size, current_seq_len=current_seq_len, hidden_size=hidden_size)
+    dtype, device = floating_dtype(dtype), usable_device(device)
     hidden_states = torch.randn(batch_size, 1, hidden_size, dtype=dtype, device=device)
     cache_positions = torch.full((1,), current_seq_len, device=device)
     remember_position(cache_positions, current_seq_len)
@@ -170,6 +172,7 @@ def create_decode_inputs_without_cache(
         positions 0 to current_seq_len; (B, current_seq_len, hidden_size).
     """
     whole_numbers(batch_size=batch_size, current_seq_len=current_seq_len, hidden_size=hidden_size)
+    dtype, device = floating_dtype(dtype), usable_device(device)
     hidden_states = torch.randn(batch_size, 1, hidden_size, dtype=dtype, device=device)
     prefill_hidden_states = torch.randn(batch_size, current_seq_len, hidden_size, dtype=dtype, device=device)
     position_ids = torch.arange(current_seq_len + 1, device=device).repeat(batch_size, 1)

@@ -84,6 +84,8 @@ def plot_roofline(
     Returns:
         (Figure, Axes).
     """
+    if not isinstance(gpu_name, str):
+        raise ValueError(f'gpu_name is {gpu_name!r}; it is the name in the title, such as "H200".')
     main = inputs.tflops("peak_flops", peak_flops)
     slope = inputs.bandwidth("peak_bandwidth", peak_bandwidth)
     roofs = _roofs(main, slope, peaks)

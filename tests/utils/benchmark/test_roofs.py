@@ -96,8 +96,9 @@ def test_measured_roofs_of_a_cpu(cpu_roofs):
     assert 1e-3 < cpu_roofs.memory_bandwidth_tb_s < 5
 
 
-# The figures repeat within 10% on a quiet machine. On a busy one, other processes take up to three quarters.
-BUSY = 4
+# The figures repeat within 10% on a quiet machine. On a busy one a sample may get a tenth of it. A slip of units is a
+# factor of 1000, and a lost factor of two is found below, where the times are given.
+BUSY = 15
 
 
 @pytest.mark.slow
@@ -169,7 +170,7 @@ def test_devices_that_cannot_be_measured():
     with pytest.raises(ValueError, match="CUDA GPUs and CPUs are measured, not 'meta'"):
         measure_roofs("meta")
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match=r'no CUDA GPU here .*pass device="cpu"'):
+        with pytest.raises(ValueError, match=r'no CUDA GPU here.*pass device="cpu"'):
             measure_roofs("cuda")
 
 

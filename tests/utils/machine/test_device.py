@@ -11,7 +11,7 @@ import torch
 
 from utils.config import GPU_SPECS
 from utils.machine import device
-from utils.machine.device import Support, default_device, detect_gpu
+from utils.machine.device import Support, default_device, detect_gpu, usable_device
 
 PROBES = [
     device.cuda_support,
@@ -150,6 +150,22 @@ def test_default_device_is_the_gpu_if_there_is_one():
     if not torch.cuda.is_available():
         assert detect_gpu() is None
         assert device.compute_capability() is None
+
+
+@pytest.mark.parametrize("wrong", ["abc", "", "A100 ", b"cpu", True, 1.5, [0], -1, 99, "cuda:99", "\x1b[31m"])
+def test_a_device_that_is_not_here_is_refused_in_a_sentence(wrong):
+    with pytest.raises(ValueError, match=r"^device is .*pass (device=)?\"cpu\""):
+        usable_device(wrong)
+
+
+def test_a_device_is_taken_as_torch_takes_it():
+    assert usable_device("cpu") == usable_device(torch.device("cpu")) == torch.device("cpu")
+    assert usable_device("meta").type == "meta" and usable_device(None) == default_device()
+
+
+def test_a_name_that_is_no_text_is_refused():
+    with pytest.raises(TypeError, match="name is 3; it is a CUDA device name"):
+        detect_gpu(3)
 
 
 @pytest.mark.parametrize("probe", PROBES)

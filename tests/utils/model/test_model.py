@@ -412,6 +412,11 @@ def wrong_calls():
         "max_cache_len is 0": lambda: initialize_kv_cache(GEMMA_CONFIG, 0),
         "'flash'; allowed: sdpa, eager": lambda: build_decoder_layer(attn_implementation="flash"),
         "layers 0 to 17": lambda: build_decoder_layer(layer_idx=18),
+        "layer_idx is 'last'; it must be a whole number": lambda: build_decoder_layer(layer_idx="last"),
+        "config is 3; it must be a Gemma3TextConfig": lambda: build_decoder_layer(3),
+        "config is None; it must be": lambda: initialize_kv_cache(None, 16),
+        "dtype is torch.int64": lambda: create_prefill_inputs(1, 4, 8, torch.int64, "cpu"),
+        "device is 'gpu', which torch does not know": lambda: create_prefill_inputs(1, 4, 8, torch.float32, "gpu"),
     }
 
 

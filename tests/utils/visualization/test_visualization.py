@@ -288,6 +288,7 @@ def test_a_measured_point_on_an_unknown_roof_is_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (dict(gpu_name=None), "gpu_name is None; it is the name in the title"),
         (dict(peak_flops=19.5e12), r"peak_flops is in TFLOP/s.*pass 19\.5"),
         (dict(peak_flops=312_000), r"peak_flops.*312"),
         (dict(peak_flops=0), "peak_flops must be positive"),
