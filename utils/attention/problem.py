@@ -7,7 +7,10 @@ the keys that both let through.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,12 +22,13 @@ from utils.attention.masks.mask_mods import (
     both,
     causal,
     dense_mask,
+    evaluate,
     name_of,
     nearby,
     shift_queries,
     sliding_window,
 )
-from utils.attention.masks.score_mods import ScoreMod
+from utils.attention.masks.score_mods import ScoreMod, modify_scores
 from utils.machine.device import Support
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # of torch.compile
@@ -154,7 +158,9 @@ def make_problem(
     """Check the arguments of an attention call; a ValueError or TypeError says what was given and what is allowed."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor (B, H, S, D), and is a {type(x).__name__}.")
+            raise TypeError(f"{name} must be a tensor (B, H, S, D); its type is {type(x).__name__}.")
+        if x.layout is not torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, and has the layout {x.layout}; {name}.to_dense() is one.")
         if x.dim() != 4:
             raise ValueError(f"{name} must have the four dimensions (B, H, S, D), and has shape {tuple(x.shape)}.")
     (batch, heads, sq, head_dim), (_, kv_heads, sk, _) = q.shape, k.shape
@@ -178,11 +184,50 @@ def make_problem(
         raise TypeError(f"causal must be True or False; it is {causal!r}.")
     for name, mod in (("mask_mod", mask_mod), ("score_mod", score_mod)):
         if mod is not None and not callable(mod):
-            raise TypeError(f"{name} must be None or a function of indices, and is a {type(mod).__name__}.")
+            raise TypeError(f"{name} must be None or a function of indices; its type is {type(mod).__name__}.")
+    _try_once(mask_mod, score_mod, q.device)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    scale = head_dim**-0.5 if scale is None else float(scale)
+    scale = head_dim**-0.5 if scale is None else _finite(scale)
     shape = batch, heads, kv_heads, sq, sk, head_dim
     return Problem(*shape, q.dtype, q.device, causal, scale, window, needs_grad, mask_mod, score_mod)
+
+
+def _finite(scale: float) -> float:
+    try:
+        number = float(scale)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"scale must be None or a finite number; it is {scale!r}.")
+    return number
+
+
+_tried: weakref.WeakSet = weakref.WeakSet()
+
+
+def _try_once(mask_mod: MaskMod | None, score_mod: ScoreMod | None, device: torch.device) -> None:
+    """Call functions that are new here for one pair; TypeError if they return no mask, or no score.
+
+    The compiled FlexAttention takes a modifier that returns None for one that changes nothing.
+    """
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return  # fake tensors and vmap: whoever set them up may count the calls
+    index = functools.partial(torch.zeros, 1, dtype=torch.int32, device=device)
+    trials = (
+        (mask_mod, lambda mod: evaluate(mod, index(), index())),
+        (score_mod, lambda mod: modify_scores(mod, torch.zeros(1, 1, device=device))),
+    )
+    for mod, trial in trials:
+        if mod is None or mod in _tried:
+            continue
+        try:
+            trial(mod)
+        except TypeError:
+            raise
+        except Exception:
+            pass  # the backend that is chosen says what is wrong
+        with contextlib.suppress(TypeError):  # some callables take no weak reference
+            _tried.add(mod)
 
 
 def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:

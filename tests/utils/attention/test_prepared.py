@@ -5,6 +5,7 @@ Compiling costs seconds: what can be asked of one compiled call is asked of one.
 
 import dataclasses
 import functools
+import math
 import re
 import sys
 import types
@@ -262,10 +263,30 @@ def test_limits_of_flash_attention_4_are_said_without_a_gpu(head_dim, block, rea
     ("arguments", "error_type", "message"),
     [
         (dict(backend="tritton"), ValueError, "no attention backend 'tritton'; choose one of naive, .* or auto"),
-        (dict(mask_mod=3), TypeError, "mask_mod must be None or a function of indices, and is a int"),
+        (dict(mask_mod=3), TypeError, "mask_mod must be None or a function of indices; its type is int"),
+        (
+            dict(mask_mod=lambda b, h, q, k: None),
+            TypeError,
+            "mask function .* returns no tensor; .*Is a `return` missing",
+        ),
+        (
+            dict(mask_mod=lambda b, h, q, k: q - k),
+            TypeError,
+            "mask function .* returns torch.int32; it must return True",
+        ),
+        (dict(mask_mod=lambda q, k: q >= k), TypeError, "takes 2 positional arguments but 4 were given"),
+        (
+            dict(score_mod=lambda s, b, h, q, k: None),
+            TypeError,
+            "score modifier .* returns no tensor; .*`return` missing",
+        ),
+        (dict(score_mod=lambda s, b, h, q, k: s > 0), TypeError, "score modifier .* returns torch.bool; .*new score"),
+        (dict(backend=["flex"]), ValueError, "no attention backend .'flex'.; choose one of"),
         (dict(mode="fast"), ValueError, "mode is 'fast'; it must be None or one of default"),
         (dict(block_size=0), ValueError, "block_size is 0"),
-        (dict(scale="x"), ValueError, "could not convert"),
+        (dict(scale="x"), ValueError, "scale must be None or a finite number; it is 'x'"),
+        (dict(scale=math.nan), ValueError, "scale must be None or a finite number; it is nan"),
+        (dict(scale=10**400), ValueError, "scale must be None or a finite number; it is 1000"),
     ],
 )
 def test_bad_arguments_are_named(arguments, error_type, message):

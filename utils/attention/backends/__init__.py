@@ -35,11 +35,15 @@ MODULES = {
 BACKENDS = tuple(MODULES)
 
 
-@functools.cache
 def find_backend(name: str) -> Backend:
     """Return the backend of that name; a ValueError lists the names."""
-    if name not in MODULES:
+    if not isinstance(name, str) or name not in MODULES:
         raise ValueError(f"There is no attention backend {name!r}; choose one of {', '.join(BACKENDS)}, or auto.")
+    return _load_backend(name)
+
+
+@functools.cache
+def _load_backend(name: str) -> Backend:
     return importlib.import_module(f"{__name__}.{MODULES[name]}").BACKENDS[name]
 
 

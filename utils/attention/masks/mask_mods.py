@@ -219,6 +219,13 @@ def evaluate(mask_mod: MaskMod, q: torch.Tensor, k: torch.Tensor, b: int = 0, h:
     pairs = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None))
     try:
         allowed = pairs(batch, head, q, k)
+    except ValueError as error:
+        if "must only return Tensors" not in str(error):
+            raise
+        raise TypeError(
+            f"mask function {name_of(mask_mod)} returns no tensor; it must return True or False a pair (a bool tensor), "
+            "such as q >= k. Is a `return` missing?"
+        ) from error
     except RuntimeError as error:
         if "data-dependent control flow" in str(error):
             raise TypeError(

@@ -113,7 +113,20 @@ def modify_scores(
     queries = torch.arange(first_query, first_query + scores.shape[0], device=scores.device, dtype=torch.int32)
     keys = torch.arange(scores.shape[1], device=scores.device, dtype=torch.int32)
     pairs = torch.vmap(torch.vmap(score_mod, (0, None, None, None, 0)), (0, None, None, 0, None))
-    return pairs(scores, batch, head, queries, keys)
+    try:
+        modified = pairs(scores, batch, head, queries, keys)
+    except ValueError as error:
+        if "must only return Tensors" not in str(error):
+            raise
+        raise TypeError(
+            f"score modifier {name_of(score_mod)} returns no tensor; it must return the new score. Is a `return` missing?"
+        ) from error
+    if not modified.is_floating_point():
+        raise TypeError(
+            f"score modifier {name_of(score_mod)} returns {modified.dtype}; it must return the new score, a floating-point number: "
+            "torch.where(condition, score, other) chooses between two."
+        )
+    return modified
 
 
 def by_name(name: str, heads: int, cap: float) -> ScoreMod | None:
