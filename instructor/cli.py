@@ -77,11 +77,11 @@ def points(
     ] = None,
 ) -> None:
     """Print each lab's table of questions and points, or put it into a README."""
-    from instructor.points import points_table, put_points_table
+    from instructor.points import lab_path, points_table, put_points_table
     from instructor.source import LabError
 
     try:
-        tables = {name: points_table(name) for name in _names(labs)}
+        tables = {path.stem: points_table(path.stem) for path in map(lab_path, _names(labs))}
         if readme is None:
             typer.echo("\n\n".join(f"{name}\n\n{table}" for name, table in tables.items()))
             return

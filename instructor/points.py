@@ -183,12 +183,13 @@ def _table(questions: list[Question]) -> str:
 
 
 def lab_path(name: str, labs: Path | None = None) -> Path:
-    """The source of the lab called `name`."""
-    path = (labs or LABS) / f"{name}.py"
-    if not path.is_file():
-        names = ", ".join(lab_names(labs)) or "none"
-        raise LabError([f"there is no lab {name!r}; the labs are: {names}."])
-    return path
+    """The source of a lab that is named in full or by its beginning, such as lab4 or lab4_sdpa.ipynb."""
+    stem, known = name.removesuffix(".ipynb"), lab_names(labs)
+    found = [lab for lab in known if lab == stem] or [lab for lab in known if stem and lab.startswith(stem)]
+    if len(found) != 1:
+        problem = f"{name!r} could be {' or '.join(found)}" if found else f"there is no lab {name!r}"
+        raise LabError([f"{problem}; the labs are: {', '.join(known) or 'none'}."])
+    return (labs or LABS) / f"{found[0]}.py"
 
 
 def lab_names(labs: Path | None = None) -> list[str]:

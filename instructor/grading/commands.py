@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 app = typer.Typer()
 MAX_FLAGS = 12  # of one submission that are printed
 
-Lab = Annotated[str, typer.Argument(help="A lab by name, such as lab1, or the path of its source.")]
+Lab = Annotated[str, typer.Argument(help="A lab, in full or by its beginning (lab4), or the path of its source.")]
 CourseFolder = Annotated[Path, typer.Option("--course", help="The folder of the course, with submitted/.")]
 
 
-def _fail(problem: object) -> None:
+def _fail(problem: object) -> NoReturn:
     typer.echo(f"error: {problem}", err=True)
     raise typer.Exit(2)
 
@@ -27,9 +27,20 @@ def _build(lab: str):
     from instructor.source import LabError
 
     try:
-        return build_lab(Path(lab) if lab.endswith(".py") else lab_path(lab.removesuffix(".ipynb")))
+        return build_lab(Path(lab) if lab.endswith(".py") else lab_path(lab))
     except LabError as error:
         _fail("\n".join(error.problems))
+
+
+def _name(lab: str) -> str:
+    """Return the name in full of a lab; a class may also have a lab whose source is not here."""
+    from instructor.points import lab_path
+    from instructor.source import LabError
+
+    try:
+        return Path(lab).stem if lab.endswith(".py") else lab_path(lab).stem
+    except LabError:
+        return Path(lab).stem
 
 
 @app.command()
@@ -239,7 +250,7 @@ def feedback(
     only: Annotated[list[str] | None, typer.Option(help="For this student alone; may be repeated.")] = None,
 ) -> None:
     """Write a page of feedback for each student, by `nbgrader generate_feedback`."""
-    lab = Path(lab).stem
+    lab = _name(lab)
     from instructor.grading.submission.harmless import with_policy
 
     folder = course_folder / "feedback"

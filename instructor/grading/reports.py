@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from instructor.grading.commands import CourseFolder, Lab, _build, _fail, _nbgrader
+from instructor.grading.commands import CourseFolder, Lab, _build, _fail, _name, _nbgrader
 
 app = typer.Typer()
 
@@ -28,7 +28,7 @@ def stats(lab: Lab, course_folder: CourseFolder = Path("course")) -> None:
     from instructor.grading.submission.results import GradingError
     from instructor.points import number_text
 
-    name, course = Path(lab).stem, _course(course_folder)
+    name, course = _name(lab), _course(course_folder)
     try:
         paths = write_tables(course, name)
         rows = statistics_rows(read_class(course, name))
@@ -108,7 +108,7 @@ def export(
         _fail(f"there is no form {form!r}: choose nbgrader, {', '.join(FORMS)}.")
     if lab is None:
         _fail(f"--as {form} is for one lab: `labs export lab1 --as {form}`.")
-    name, course = Path(str(lab)).stem, _course(course_folder)
+    name, course = _name(lab), _course(course_folder)
     path = to or Path(f"{name}-{form}" + ("" if form == "gradescope" else ".csv"))
     try:
         path, waiting = export_class(course, name, form, path)
@@ -175,7 +175,7 @@ def race(
     from instructor.grading.race.compiling import Refused
     from instructor.grading.submission.harmless import for_terminal
 
-    if Path(lab).stem != "lab3_gluon":
+    if _name(lab) != "lab3_gluon":
         _fail(f"{lab} has no race: lab3_gluon has.")
     try:
         if files is not None:

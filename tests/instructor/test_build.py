@@ -437,6 +437,15 @@ def test_check_command_finds_an_edited_notebook(house):
     assert notebook.read_bytes() == edited
 
 
+def test_a_lab_goes_by_its_beginning():
+    assert lab_path("lab4") == lab_path("lab4_sdpa.ipynb") == lab_path("lab4_sdpa")
+    with pytest.raises(LabError, match=r"'lab' could be lab1 or lab2_.*; the labs are: lab1, lab2_"):
+        lab_path("lab")
+    for name in ("", "4", "../lab1"):
+        with pytest.raises(LabError, match="there is no lab"):
+            lab_path(name)
+
+
 def test_commands_refuse_bad_input(house, lab_file):
     result = labs("build", "lab9")
     assert result.exit_code == 2 and "there is no lab 'lab9'; the labs are: tiny" in result.output
