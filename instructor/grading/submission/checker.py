@@ -26,7 +26,7 @@ import torch
 
 from instructor.grading.sandbox.tampering import Sign
 from instructor.grading.submission.exceptions import error_with_lines, explain
-from instructor.grading.submission.outputs import clean_outputs, error_output
+from instructor.grading.submission.outputs import MAX_NOTEBOOK, clean_outputs, error_output, output_size
 from instructor.grading.submission.plan import Plan, Step, Unreadable, make_plan, python_of, question_of, question_title
 from instructor.grading.submission.records import Job, Report
 from instructor.grading.submission.remote import CannotTravel, Gone, Remote
@@ -85,6 +85,7 @@ class Checker:
         self.signs: list[Sign] = []
         self.walls: dict[str, str] = {}
         self.cells: dict[str, CellResult] = {}
+        self.shown: dict[str, int] = {}  # cell -> characters of what it shows
         self.fates: dict[str, tuple[str, str]] = {}  # question -> (status, message) of a cell that hung or died
         self.ran: list[Step] = []
         self.restarts = 0
@@ -266,7 +267,9 @@ class Checker:
         began, self.current = time.perf_counter(), step.name
         try:
             reply = self._run_there(step)
-            outputs = clean_outputs(reply.get("outputs"))
+            self.shown.pop(step.name, None)  # a cell that runs again shows its outputs in place of the old ones
+            outputs = clean_outputs(reply.get("outputs"), MAX_NOTEBOOK - sum(self.shown.values()))
+            self.shown[step.name] = output_size(outputs)
             if self.silent:
                 self._restart()
             elif resource := reply.get("exhausted"):
@@ -568,7 +571,8 @@ class Checker:
 
     def _show_as_submitted(self, step: Step) -> None:
         """Keep the tables and plots that came along, for whoever grades the answers in words; and say so."""
-        shown = clean_outputs(step.submitted)
+        shown = clean_outputs(step.submitted, MAX_NOTEBOOK - sum(self.shown.values()))
+        self.shown[step.name] = output_size(shown)
         if shown:
             note = {"output_type": "stream", "name": "stdout", "text": "[not run when graded; as submitted]\n"}
             step.cell.outputs = [nbformat.from_dict(output) for output in (note, *shown[:50])]

@@ -117,7 +117,7 @@ class Zygote:
             theirs.close()
             deadline = time.monotonic() + seconds
             channel.send(*job.as_frame(), deadline=deadline)
-            answer, _ = channel.receive(deadline)
+            answer, blobs = channel.receive(deadline)
         except TooLate:
             raise OutOfTime(f"the submission took longer than the {seconds:.0f} s that it may take in all") from None
         except (OSError, Closed) as error:
@@ -127,7 +127,7 @@ class Zygote:
             channel.close()
         if answer["op"] != "graded":
             raise GradingError(f"the checker of {job.student} failed:\n{answer.get('why', '')}")
-        return Report.from_json(answer["report"])
+        return Report.from_json(json.loads(blobs[0]))
 
     def close(self) -> None:
         """End the warm process and everything below it."""

@@ -12,9 +12,15 @@ from instructor.grading.submission.harmless import harmless_latex, is_picture
 
 MAX_TEXT = 200_000  # characters of output kept for one cell
 MAX_IMAGE = 2_000_000  # characters of one displayed image, base64
+MAX_IMAGES = 8_000_000  # characters of all images of one cell
+MAX_NOTEBOOK = 24_000_000  # characters of all that the cells of a notebook show: a page of more is hard to open
 MAX_ITEMS = 1000  # displays of one cell
 # No HTML, no SVG, no script: they would run in the browser of whoever grades.
 SHOWN_TYPES = ("text/plain", "text/latex", "image/png", "image/jpeg")
+
+
+_BASE64 = 0.75e-6  # MB of a picture for each character of its text
+_ALLOWED = f"one may have {MAX_IMAGE * _BASE64:g} MB, and those of a cell {MAX_IMAGES * _BASE64:g} MB together"
 
 
 class Outputs:
@@ -22,7 +28,7 @@ class Outputs:
 
     def __init__(self) -> None:
         self.items: list[dict] = []
-        self.left = MAX_TEXT
+        self.left, self.left_for_images = MAX_TEXT, MAX_IMAGES
 
     def text(self, name: str, text: str) -> None:
         """Add text to the stream of this name."""
@@ -42,10 +48,13 @@ class Outputs:
         kept = {}
         for kind, value in data.items():
             value = value if isinstance(value, str) else json.dumps(value, default=str)
-            limit = MAX_IMAGE if kind.startswith("image/") else self.left
-            if 0 < len(value) <= limit:
+            image = kind.startswith("image/")
+            if 0 < len(value) <= (min(MAX_IMAGE, self.left_for_images) if image else self.left):
                 kept[kind] = value
-                self.left -= 0 if kind.startswith("image/") else len(value)
+                self.left -= 0 if image else len(value)
+                self.left_for_images -= len(value) if image else 0
+            elif image:
+                self.text("stdout", f"[a picture of {len(value) * _BASE64:.1f} MB is left out: {_ALLOWED}]\n")
         if kept and len(self.items) < MAX_ITEMS:
             result = {"output_type": "execute_result", "execution_count": count}
             kind = {"output_type": "display_data"} if count is None else result
@@ -85,11 +94,31 @@ def error_output(name: str, message: str) -> NotebookNode:
     return nbformat.v4.new_output("error", ename=name, evalue=message, traceback=[message])
 
 
-def clean_outputs(outputs: object) -> list[dict]:
-    """The outputs of a cell, rebuilt: only what a notebook may hold."""
+def clean_outputs(outputs: object, room: int = MAX_NOTEBOOK) -> list[dict]:
+    """The outputs of a cell, rebuilt: only what a notebook may hold, and no more than `room` characters of it."""
     given = outputs if isinstance(outputs, list) else []
-    cleaned = [_clean_output(output) for output in given if isinstance(output, dict)]
-    return [output for output in cleaned if output is not None]
+    kept: list[dict] = []
+    left_out = 0
+    for output in given:
+        cleaned = _clean_output(output) if isinstance(output, dict) else None
+        if cleaned is None:
+            continue
+        size = output_size([cleaned])
+        if size <= room and len(kept) < MAX_ITEMS:
+            kept.append(cleaned)
+            room -= size
+        else:
+            left_out += 1
+    if left_out:
+        what = "one output of this cell is" if left_out == 1 else f"{left_out} outputs of this cell are"
+        note = f"[{what} left out: a notebook may show {MAX_NOTEBOOK / 1e6:.0f} MB]\n"
+        kept.append({"output_type": "stream", "name": "stdout", "text": note})
+    return kept
+
+
+def output_size(outputs: list) -> int:
+    """The characters of some outputs as a notebook's file holds them."""
+    return len(json.dumps(outputs))
 
 
 def _clean_output(output: dict) -> dict | None:

@@ -100,10 +100,10 @@ def _grade(descriptor: int, warm: Warm, runner: socket.socket | None) -> None:
                 base, problems = run_setup(warm)
                 if problems:
                     raise RuntimeError("; ".join(problems))
-            answer = {"op": "graded", "report": checker.Checker(job, base, start).grade().as_json()}
+            answer = checker.Checker(job, base, start).grade().as_frame()
         except BaseException as error:
-            answer = {"op": "crashed", "why": "".join(traceback.format_exception(error))[-4000:]}
-        channel.send(answer)
+            answer = {"op": "crashed", "why": "".join(traceback.format_exception(error))[-4000:]}, []
+        channel.send(*answer)
     finally:
         os._exit(0)
 

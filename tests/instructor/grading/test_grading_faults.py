@@ -133,6 +133,20 @@ def test_the_memory_of_children_counts(suite_lab, full_points, walls):
     assert _points(result)["q3_1_tests"] == full_points["q3_1_tests"]
 
 
+def test_many_large_pictures_cost_no_points(suite_lab, full_points):
+    """Together they are longer than the header of a frame may be."""
+    code = (
+        "import base64, os\nfrom IPython.display import Image, display\nnoise = b'\\x89PNG' + os.urandom(1_300_000)\n"
+        "for _ in range(6):\n    display(Image(data=noise, format='png'))\n"
+    )
+    notebook = nbformat.reads(answered_notebook(suite_lab), as_version=4)
+    notebook.cells[2:2] = [nbformat.v4.new_code_cell(code) for _ in range(5)]
+    result = grade_notebook(suite_lab, nbformat.writes(notebook, version=4), **QUICK)
+    assert _points(result) == full_points and result.flags == ()
+    assert 20_000_000 < len(result.notebook) < 25_000_000
+    assert "a picture of 1.3 MB is left out" in result.notebook and "a notebook may show 24 MB" in result.notebook
+
+
 def test_a_flood_of_flags_is_cut(suite_lab):
     notebook = nbformat.reads(answered_notebook(suite_lab), as_version=4)
     tests = next(cell for cell in notebook.cells if cell.id == "q1_2_tests")

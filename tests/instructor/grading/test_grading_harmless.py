@@ -16,7 +16,7 @@ from instructor.grading.submission.harmless import (
     is_picture,
     with_policy,
 )
-from instructor.grading.submission.outputs import clean_outputs
+from instructor.grading.submission.outputs import MAX_IMAGE, MAX_IMAGES, Outputs, clean_outputs, output_size
 
 ATTACKS = [
     "<svg onload=alert(1)>",
@@ -141,6 +141,22 @@ def test_a_picture_is_base64_and_latex_has_no_links():
     assert output["data"] == {"text/latex": r"$\ href{javascript:alert(1)}{x}$", "text/plain": "x"}
     assert is_picture("image/png", PNG) and not is_picture("image/svg+xml", PNG)
     assert harmless_latex(r"\frac{a}{b}") == r"\frac{a}{b}"
+
+
+def test_what_is_too_much_to_show_is_left_out_and_said():
+    outputs = Outputs()
+    for size in (MAX_IMAGE, MAX_IMAGE + 4, *[MAX_IMAGE] * 4):
+        outputs.display({"image/png": "iVBORw0K".ljust(size, "A"), "text/plain": "<Figure>"}, None)
+    pictures = [item for item in outputs.items if "image/png" in item.get("data", {})]
+    assert len(pictures) == MAX_IMAGES // MAX_IMAGE == 4
+    said = "".join(item["text"] for item in outputs.items if item["output_type"] == "stream")
+    assert said.count("[a picture of 1.5 MB is left out: one may have 1.5 MB, and those of a cell 6 MB together]") == 2
+
+    kept = clean_outputs(outputs.items, room=2 * MAX_IMAGE + 10_000)
+    assert sum("image/png" in item.get("data", {}) for item in kept) == 2
+    assert kept[-1]["text"] == "[2 outputs of this cell are left out: a notebook may show 24 MB]\n"
+    assert output_size(kept) < 2 * MAX_IMAGE + 10_000
+    assert clean_outputs([{"output_type": "stream", "text": "x"}], room=-1)[0]["text"].startswith("[one output of")
 
 
 def test_a_terminal_is_not_sent_what_it_would_obey():
