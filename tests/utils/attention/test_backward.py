@@ -193,6 +193,18 @@ def test_blocks_that_start_at_different_tiles(head_dim):
     check(*simulated(q, k, v, dout, step=5, plan=replace(plan, stagger=True)), torch.bfloat16)
 
 
+@pytest.mark.parametrize("problem", [{}, {"causal": True, "window": 70}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dq_a_tile_late(head_dim, problem):
+    from dataclasses import replace
+
+    from utils.attention.gluon.backward.plan import plan_for
+
+    q, k, v, dout = tensors(1, 2, 1, 330, 200, head_dim, torch.bfloat16)
+    plan = replace(plan_for(5, head_dim), by_tma=True, late=True)
+    check(*simulated(q, k, v, dout, step=5, plan=plan, seed=1, **problem), torch.bfloat16)
+
+
 def test_fields_of_a_plan_that_exclude_each_other_are_refused():
     from dataclasses import replace
 
@@ -200,6 +212,8 @@ def test_fields_of_a_plan_that_exclude_each_other_are_refused():
 
     with pytest.raises(ValueError, match="exclude each other"):
         replace(plan_for(5, 128), producer_first=True)
+    with pytest.raises(ValueError, match=r"needs by_tma=True and ds_slots=2.*got by_tma=True and ds_slots=1"):
+        replace(plan_for(5, 128), late=True, ds_slots=1)
 
 
 @pytest.mark.slow

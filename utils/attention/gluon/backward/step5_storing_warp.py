@@ -10,6 +10,9 @@ neither mask nor branch. Other changes to step 3 are fields of the plan, so that
                      ptxas gives the default partition less room: at head dimension 64 its consumer has
                      33 spills in the loop of step 3, the other consumer none. Not with by_tma: there are
                      no registers for it
+    late             with by_tma: dQ of a tile is computed beside the next tile's dV and dK, when the other   none
+                     consumer has long written its dS. So no consumer waits for the other one within a
+                     tile, and one's softmax can run beside the other one's products
     stagger          without a mask, block n starts at tile n and goes round, so that fewer blocks add to  64 full
                      the same rows of dQ at the same time
 
@@ -156,6 +159,46 @@ def finish_tile(work, sums, leave, dk, dq, i, m, head, W: gl.constexpr):
 
 
 @gluon.jit
+def first_tile_late(work, state, m, W: gl.constexpr, MASK: gl.constexpr):
+    """Tile m, the block's first one, with `late`: its dQ follows beside the next tile. Returns dK and dV."""
+    PLAN: gl.constexpr = work.sizes.PLAN
+    dk, dv = state
+    s = start_scores(work, 0, W)
+    dp = start_dp(work, 0, W)
+    p16, ds = softmax_gradient(work, s, dp, 0, work.key + W * 64, m * PLAN.block_m, MASK)
+    write_ds(work, 0, ds, W)
+    dv = warpgroup_mma(p16, work.do.tile(0), dv, is_async=True)
+    publish_ds(work, 0)
+    dk = warpgroup_mma(gl.convert_layout(ds, left_operand(PLAN.block_d)), work.q.tile(0), dk, is_async=True)
+    dv = wait_products(dv, 1, PLAN.block_d)
+    work.do.release(0)
+    dk = wait_products(dk, 0, PLAN.block_d)
+    work.q.release(0)
+    return dk, dv
+
+
+@gluon.jit
+def finish_tile_late(work, leave, state, p16, ds, i, W: gl.constexpr):
+    """DV and dK of tile i and dQ of the tile before, from start to end, with `late`: returns dK and dV."""
+    BLOCK_D: gl.constexpr = work.sizes.PLAN.block_d
+    dk, dv = state
+    # This waits for the other consumer's last dS, which it wrote after its dQ had read the slot that is written next.
+    dq = start_dq(work, i - 1, W)
+    dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
+    write_ds(work, i, ds, W)
+    dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
+    dq = wait_dq(work, dq, 2)
+    # Only now: who sees this dS written takes the dS before it for read.
+    publish_ds(work, i)
+    hand_over(work, dq, leave, i - 1, W)
+    dv = wait_products(dv, 1, BLOCK_D)
+    work.do.release(i)
+    dk = wait_products(dk, 0, BLOCK_D)
+    work.q.release(i)
+    return dk, dv
+
+
+@gluon.jit
 def walk(work, sums, leave, state, lo, hi, number, head, W: gl.constexpr, MASK: gl.constexpr):
     """Tiles of queries lo .. hi - 1 of one head: returns the state (dK, dV) behind them.
 
@@ -170,8 +213,11 @@ def walk(work, sums, leave, state, lo, hi, number, head, W: gl.constexpr, MASK: 
         s = start_scores(work, i, W)
         dp = start_dp(work, i, W)
         p16, ds = softmax_gradient(work, s, dp, i, key, m * BLOCK_M, MASK)
-        dk, dv, dq = start_gradients(work, (dk, dv), p16, ds, i, W)
-        dk = finish_tile(work, sums, leave, dk, dq, i, m, head, W)
+        if PLAN.late and work.sizes.CASE.dq:
+            dk, dv = finish_tile_late(work, leave, (dk, dv), p16, ds, i, W)
+        else:
+            dk, dv, dq = start_gradients(work, (dk, dv), p16, ds, i, W)
+            dk = finish_tile(work, sums, leave, dk, dq, i, m, head, W)
     return dk, dv
 
 
@@ -190,21 +236,30 @@ def consumer(work, sums, leave, dk_desc, dv_desc, W: gl.constexpr):
         mbarrier.wait(work.loaded.index(1), 0)
         state = (dk, dv)
         first, end = clean_tiles(work.sizes, work.key + W * 64, lo, hi)
+        LATE: gl.constexpr = PLAN.late and CASE.dq
+        if LATE:
+            state = first_tile_late(work, state, work.start(lo, hi), W, MASKS)
         for turn in range(work.sizes.group):
             head = work.kv_head * work.sizes.group + turn
             number = turn * (hi - lo) - lo
+            begin = lo
+            if LATE:
+                begin = work.start(lo, hi) + gl.where(turn == 0, 1, 0)
             if MASKS:
-                state = walk(work, sums, leave, state, lo, first, number, head, W, True)
-                state = walk(work, sums, leave, state, first, end, number, head, W, False)
+                state = walk(work, sums, leave, state, begin, first, number, head, W, True)
+                state = walk(work, sums, leave, state, gl.maximum(begin, first), end, number, head, W, False)
                 if CASE.window:
-                    state = walk(work, sums, leave, state, end, hi, number, head, W, True)
+                    state = walk(work, sums, leave, state, gl.maximum(begin, end), hi, number, head, W, True)
             elif PLAN.stagger:
                 start = work.start(lo, hi)
-                state = walk(work, sums, leave, state, start, hi, number + lo - start, head, W, False)
+                begin = gl.maximum(begin, start)
+                state = walk(work, sums, leave, state, begin, hi, number + lo - start, head, W, False)
                 state = walk(work, sums, leave, state, lo, start, number + hi - start, head, W, False)
             else:
-                state = walk(work, sums, leave, state, lo, hi, number, head, W, False)
+                state = walk(work, sums, leave, state, begin, hi, number, head, W, False)
         dk, dv = state
+        if LATE:
+            hand_over(work, wait_dq(work, start_dq(work, count - 1, W), 0), leave, count - 1, W)
     # V's own rows are not needed any more: they carry dV away, and then dK.
     store_rows(dv_desc, work, work.v.index(W), dv, W)
     store_rows(dk_desc, work, work.v.index(W), dk * work.scale, W)
