@@ -33,6 +33,8 @@ class BackwardPlan:
     stagger: bool = False  # step 5, without a mask: block n starts at tile n; fewer blocks add to the same rows of dQ
     producer_first: bool = False  # step 5, where threads add: the producer is the default partition
     late: bool = False  # step 5 with by_tma: dQ of a tile is computed beside the next tile's dV and dK
+    early: bool = False  # step 5: each of the three kernels is launched while the one before it ends
+    housekeeping: bool = False  # step 5: sums of dQ are cleared and finished while the kernel runs (`housekeeping.py`)
     registers: int = 240  # of a consumer thread
 
     def __post_init__(self) -> None:
@@ -40,6 +42,10 @@ class BackwardPlan:
         if self.by_tma and self.producer_first:
             raise ValueError(
                 "by_tma and producer_first exclude each other: the storing warp needs the registers. Set one of them."
+            )
+        if self.housekeeping and self.producer_first:
+            raise ValueError(
+                "housekeeping and producer_first exclude each other: there are no registers for two more warps. Set one of them."
             )
         if self.late and not (self.by_tma and self.ds_slots == 2):
             raise ValueError(

@@ -13,6 +13,9 @@ neither mask nor branch. Other changes to step 3 are fields of the plan, so that
     late             with by_tma: dQ of a tile is computed beside the next tile's dV and dK, when the other   none
                      consumer has long written its dS. So no consumer waits for the other one within a
                      tile, and one's softmax can run beside the other one's products
+    early            the kernel begins while `start_backward` ends, and `finish_dq` while it ends             none
+    housekeeping     two more warps clear the sums of dQ a section of heads ahead, and bring those of the     none
+                     last section but one into order (`housekeeping.py`). Not with producer_first
     stagger          without a mask, block n starts at tile n and goes round, so that fewer blocks add to  64 full
                      the same rows of dQ at the same time
 
@@ -31,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from utils.attention.gluon.backward.arguments import Gradients
 from utils.attention.gluon.backward.fragments import to_fragments
+from utils.attention.gluon.backward.housekeeping import WARPS, count_up, housekeeper, wait_for_additions_by_tma
 from utils.attention.gluon.backward.launch import launch_blocks
 from utils.attention.gluon.backward.pipeline import Sizes, block_work, tma_add
 from utils.attention.gluon.backward.step3_warp_specialized import (
@@ -80,12 +84,15 @@ def hand_over(work, dq, leave, i, W: gl.constexpr):
 
 
 @gluon.jit
-def storing_warp(work, leave):
+def storing_warp(work, leave, house):
     """One warp: hand both parts of each tile's dQ to TMA, which adds them to the sums, and give their places back."""
     sums_desc, tiles, full, empty = leave
+    ready, added, counter = house
     PLAN: gl.constexpr = work.sizes.PLAN
     PIECES: gl.constexpr = PLAN.block_m * PLAN.block_d // 4096
     if work.sizes.CASE.dq and PLAN.by_tma:
+        if PLAN.housekeeping:
+            mbarrier.wait(ready.index(0), 0)  # other blocks may still be clearing these sums
         count, lo, hi = work.first()
         head = work.batch * work.sizes.heads + work.kv_head * work.sizes.group
         start = work.start(lo, hi)
@@ -102,6 +109,9 @@ def storing_warp(work, leave):
                 m = lo
             if m == start:
                 head += 1
+        if PLAN.housekeeping:
+            wait_for_additions_by_tma()
+            count_up(counter)
 
 
 @gluon.jit
@@ -222,11 +232,12 @@ def walk(work, sums, leave, state, lo, hi, number, head, W: gl.constexpr, MASK: 
 
 
 @gluon.jit
-def consumer(work, sums, leave, dk_desc, dv_desc, W: gl.constexpr):
+def consumer(work, sums, leave, house, dk_desc, dv_desc, W: gl.constexpr):
     """Warpgroup W: 64 keys of the block against all tiles of queries that see them."""
     PLAN: gl.constexpr = work.sizes.PLAN
     CASE: gl.constexpr = work.sizes.CASE
     BLOCK_D: gl.constexpr = PLAN.block_d
+    ready, added, counter = house
     count, lo, hi = work.first()
     MASKS: gl.constexpr = CASE.causal or CASE.window or CASE.tail
     dk = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
@@ -234,6 +245,8 @@ def consumer(work, sums, leave, dk_desc, dv_desc, W: gl.constexpr):
     mbarrier.wait(work.loaded.index(0), 0)
     if count > 0:
         mbarrier.wait(work.loaded.index(1), 0)
+        if PLAN.housekeeping and not PLAN.by_tma:
+            mbarrier.wait(ready.index(0), 0)  # other blocks may still be clearing the sums that this one adds to
         state = (dk, dv)
         first, end = clean_tiles(work.sizes, work.key + W * 64, lo, hi)
         LATE: gl.constexpr = PLAN.late and CASE.dq
@@ -260,6 +273,8 @@ def consumer(work, sums, leave, dk_desc, dv_desc, W: gl.constexpr):
         dk, dv = state
         if LATE:
             hand_over(work, wait_dq(work, start_dq(work, count - 1, W), 0), leave, count - 1, W)
+    if PLAN.housekeeping and not PLAN.by_tma:
+        mbarrier.arrive(added.index(0), count=1)
     # V's own rows are not needed any more: they carry dV away, and then dK.
     store_rows(dv_desc, work, work.v.index(W), dv, W)
     store_rows(dk_desc, work, work.v.index(W), dk * work.scale, W)
@@ -279,6 +294,8 @@ def attention_backward_step5(
     delta_desc,
     sums_desc,
     dq_sums_ptr,
+    dq_ptr,
+    counters_ptr,
     sq,
     sk,
     window,
@@ -308,35 +325,69 @@ def attention_backward_step5(
         for w in gl.static_range(2):
             mbarrier.init(full.index(w), count=1)
             mbarrier.init(empty.index(w), count=1)
+    ready = work.loaded
+    added = work.loaded
+    counter = counters_ptr
+    if PLAN.housekeeping:
+        ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        added = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(ready.index(0), count=1)
+        mbarrier.init(added.index(0), count=2)
+        counter = counters_ptr + 2 * (gl.program_id(0) // (section * blocks_n)) + 1
     leave = (sums_desc, tiles, full, empty)
+    house = (ready, added, counter)
     loads = (work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
+    keep = (work, dq_sums_ptr, dq_ptr, counters_ptr, ready, added, section, blocks_n, total)
     REGISTERS: gl.constexpr = PLAN.registers
     if PLAN.producer_first:
         gl.warp_specialize(
             [
                 (producer, loads),
-                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 0)),
-                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 1)),
+                (consumer, (work, dq_sums_ptr, leave, house, dk_desc, dv_desc, 0)),
+                (consumer, (work, dq_sums_ptr, leave, house, dk_desc, dv_desc, 1)),
             ],
             [4, 4],
             [REGISTERS, REGISTERS],
         )
+    elif PLAN.by_tma and PLAN.housekeeping:
+        gl.warp_specialize(
+            [
+                (consumer, (work, dq_sums_ptr, leave, house, dk_desc, dv_desc, 0)),
+                (consumer, (work, dq_sums_ptr, leave, house, dk_desc, dv_desc, 1)),
+                (producer, loads),
+                (storing_warp, (work, leave, house)),
+                (housekeeper, keep),
+            ],
+            [4, 1, 1, WARPS],
+            [REGISTERS, 24, 24, 24],
+        )
     elif PLAN.by_tma:
         gl.warp_specialize(
             [
-                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 0)),
-                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 1)),
+                (consumer, (work, dq_sums_ptr, leave, house, dk_desc, dv_desc, 0)),
+                (consumer, (work, dq_sums_ptr, leave, house, dk_desc, dv_desc, 1)),
                 (producer, loads),
-                (storing_warp, (work, leave)),
+                (storing_warp, (work, leave, house)),
             ],
             [4, 1, 1],
+            [REGISTERS, 24, 24],
+        )
+    elif PLAN.housekeeping:
+        gl.warp_specialize(
+            [
+                (consumer, (work, dq_sums_ptr, leave, house, dk_desc, dv_desc, 0)),
+                (consumer, (work, dq_sums_ptr, leave, house, dk_desc, dv_desc, 1)),
+                (producer, loads),
+                (housekeeper, keep),
+            ],
+            [4, 1, WARPS],
             [REGISTERS, 24, 24],
         )
     else:
         gl.warp_specialize(
             [
-                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 0)),
-                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 1)),
+                (consumer, (work, dq_sums_ptr, leave, house, dk_desc, dv_desc, 0)),
+                (consumer, (work, dq_sums_ptr, leave, house, dk_desc, dv_desc, 1)),
                 (producer, loads),
             ],
             [4, 1],
@@ -346,4 +397,4 @@ def attention_backward_step5(
 
 def launch(g: Gradients) -> None:
     """Run the kernel on tensors of a GPU."""
-    launch_blocks(attention_backward_step5, g, g.sums_descriptor(), g.dq_sums)
+    launch_blocks(attention_backward_step5, g, g.sums_descriptor(), g.dq_sums, g.dq, g.counters)
