@@ -193,14 +193,22 @@ def test_blocks_that_start_at_different_tiles(head_dim):
     check(*simulated(q, k, v, dout, step=5, plan=replace(plan, stagger=True)), torch.bfloat16)
 
 
-@pytest.mark.parametrize(("head_dim", "problem"), [(128, {}), (64, {"causal": True, "window": 70})])
-def test_dq_a_tile_late(head_dim, problem):
+ORDERS = [  # head dimension, changes of the plan, problem
+    (128, {"late": True}, {}),
+    (128, {"dv_early": True}, {"causal": True}),
+    (64, {"dv_early": True, "late": True, "by_tma": True}, {"causal": True, "window": 70}),
+    (64, {"dv_early": True}, {}),
+]
+
+
+@pytest.mark.parametrize(("head_dim", "changes", "problem"), ORDERS)
+def test_other_orders_of_the_products(head_dim, changes, problem):
     from dataclasses import replace
 
     from utils.attention.gluon.backward.plan import plan_for
 
-    q, k, v, dout = tensors(1, 2, 1, 330, 200, head_dim, torch.bfloat16)
-    plan = replace(plan_for(5, head_dim), by_tma=True, late=True)
+    q, k, v, dout = tensors(1, 2, 1, 260, 140, head_dim, torch.bfloat16)
+    plan = replace(plan_for(5, head_dim), **changes)
     check(*simulated(q, k, v, dout, step=5, plan=plan, seed=1, **problem), torch.bfloat16)
 
 

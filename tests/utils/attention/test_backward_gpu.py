@@ -52,9 +52,10 @@ def test_each_step_matches_float64(step, head_dim):
 
 WAYS_OF_STEP_5 = {
     "late": {"by_tma": True, "producer_first": False, "late": True},
+    "dv_early": {"dv_early": True},
     "early": {"early": True},
     "housekeeping": {"producer_first": False, "housekeeping": True, "early": True},
-    "both": {"by_tma": True, "producer_first": False, "late": True, "housekeeping": True},
+    "all": {"by_tma": True, "producer_first": False, "late": True, "dv_early": True, "housekeeping": True},
 }
 
 

@@ -29,7 +29,7 @@ NAMES = {name: f"attention_backward_step{step}" for step, name in MODULES.items(
     "wide_heads": "attention_backward_wide"
 }
 
-STEP5_FIELDS = ("stagger", "producer_first", "late", "early", "housekeeping")
+STEP5_FIELDS = ("stagger", "producer_first", "late", "dv_early", "early", "housekeeping")
 
 
 def module_name(step: int, plan: BackwardPlan) -> str:

@@ -33,6 +33,7 @@ class BackwardPlan:
     stagger: bool = False  # step 5, without a mask: block n starts at tile n; fewer blocks add to the same rows of dQ
     producer_first: bool = False  # step 5, where threads add: the producer is the default partition
     late: bool = False  # step 5 with by_tma: dQ of a tile is computed beside the next tile's dV and dK
+    dv_early: bool = False  # step 5: dV starts before dP is waited for
     early: bool = False  # step 5: each of the three kernels is launched while the one before it ends
     housekeeping: bool = False  # step 5: sums of dQ are cleared and finished while the kernel runs (`housekeeping.py`)
     registers: int = 240  # of a consumer thread

@@ -13,6 +13,8 @@ neither mask nor branch. Other changes to step 3 are fields of the plan, so that
     late             with by_tma: dQ of a tile is computed beside the next tile's dV and dK, when the other   none
                      consumer has long written its dS. So no consumer waits for the other one within a
                      tile, and one's softmax can run beside the other one's products
+    dv_early         dV starts before dP is waited for. ptxas cannot move that wait in front of a product        none
+                     that needs all of P, so the exponentials run beside dP, and dS is computed beside dV
     early            the kernel begins while `start_backward` ends, and `finish_dq` while it ends             none
     housekeeping     two more warps clear the sums of dQ a section of heads ahead, and bring those of the     none
                      last section but one into order (`housekeeping.py`). Not with producer_first
@@ -169,6 +171,40 @@ def finish_tile(work, sums, leave, dk, dq, i, m, head, W: gl.constexpr):
 
 
 @gluon.jit
+def gradients_dv_early(work, s, dp, state, i, key, row, W: gl.constexpr, MASK: gl.constexpr, DQ: gl.constexpr):
+    """Tile i from its two products in flight up to dK, where dV starts before dP is waited for: returns dK, dV, dQ.
+
+    DQ: whether dQ of the tile before is computed here, as with `late`; else dQ of this tile is.
+    """
+    PLAN: gl.constexpr = work.sizes.PLAN
+    BLOCK_D: gl.constexpr = PLAN.block_d
+    dtype: gl.constexpr = work.k.dtype
+    dk, dv = state
+    s = wait_products(s, 1, PLAN.block_m)
+    lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
+    p = gl.exp2(s * work.c - lse2[None, :])
+    if MASK:
+        p = work.sizes.mask(p, key, row)
+    # ptxas cannot move the wait for dP in front of a product that needs all of P, so the exponentials run beside dP.
+    dv = warpgroup_mma(gl.convert_layout(p.to(dtype), left_operand(BLOCK_D)), work.do.tile(i), dv, is_async=True)
+    dp = wait_products(dp, 1, PLAN.block_m)
+    delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
+    ds = (p * (dp - delta[None, :])).to(dtype)
+    dq = dv
+    if DQ:
+        dq = start_dq(work, i - 1, W)
+    write_ds(work, i, ds, W)
+    if not DQ:
+        publish_ds(work, i)
+        dq = start_dq(work, i, W)
+    dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
+    dv = wait_products(dv, 2, BLOCK_D)
+    work.do.release(i, DQ)
+    dq = wait_dq(work, dq, 1)
+    return dk, dv, dq
+
+
+@gluon.jit
 def first_tile_late(work, state, m, W: gl.constexpr, MASK: gl.constexpr):
     """Tile m, the block's first one, with `late`: its dQ follows beside the next tile. Returns dK and dV."""
     PLAN: gl.constexpr = work.sizes.PLAN
@@ -222,10 +258,22 @@ def walk(work, sums, leave, state, lo, hi, number, head, W: gl.constexpr, MASK: 
         i = number + m
         s = start_scores(work, i, W)
         dp = start_dp(work, i, W)
-        p16, ds = softmax_gradient(work, s, dp, i, key, m * BLOCK_M, MASK)
-        if PLAN.late and work.sizes.CASE.dq:
+        if PLAN.dv_early and work.sizes.CASE.dq:
+            dk, dv, dq = gradients_dv_early(work, s, dp, (dk, dv), i, key, m * BLOCK_M, W, MASK, PLAN.late)
+            if PLAN.late:
+                publish_ds(work, i)
+                hand_over(work, dq, leave, i - 1, W)
+            elif PLAN.by_tma:
+                hand_over(work, dq, leave, i, W)
+            else:
+                add_dq(work, sums, dq, head, m, W)
+            dk = wait_products(dk, 0, PLAN.block_d)
+            work.q.release(i)
+        elif PLAN.late and work.sizes.CASE.dq:
+            p16, ds = softmax_gradient(work, s, dp, i, key, m * BLOCK_M, MASK)
             dk, dv = finish_tile_late(work, leave, (dk, dv), p16, ds, i, W)
         else:
+            p16, ds = softmax_gradient(work, s, dp, i, key, m * BLOCK_M, MASK)
             dk, dv, dq = start_gradients(work, (dk, dv), p16, ds, i, W)
             dk = finish_tile(work, sums, leave, dk, dq, i, m, head, W)
     return dk, dv
