@@ -181,8 +181,8 @@ def test_other_plans(head_dim, step, changes):
     check(*simulated(q, k, v, dout, step=step, plan=plan, causal=True), torch.bfloat16)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_blocks_that_start_at_different_tiles(head_dim):
+@pytest.mark.parametrize(("head_dim", "changes"), [(64, {}), (64, {"by_tma": True, "late": True}), (128, {})])
+def test_blocks_that_start_at_different_tiles(head_dim, changes):
     from dataclasses import replace
 
     from utils.attention.gluon.backward.plan import plan_for
@@ -190,7 +190,7 @@ def test_blocks_that_start_at_different_tiles(head_dim):
     q, k, v, dout = tensors(1, 2, 1, 200, 384, head_dim, torch.bfloat16)
     plan = plan_for(5, head_dim)
     assert plan.stagger == (head_dim == 64)
-    check(*simulated(q, k, v, dout, step=5, plan=replace(plan, stagger=True)), torch.bfloat16)
+    check(*simulated(q, k, v, dout, step=5, plan=replace(plan, stagger=True, **changes)), torch.bfloat16)
 
 
 ORDERS = [  # head dimension, changes of the plan, problem

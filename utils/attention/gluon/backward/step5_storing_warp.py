@@ -19,7 +19,7 @@ neither mask nor branch. Other changes to step 3 are fields of the plan, so that
     housekeeping     two more warps clear the sums of dQ a section of heads ahead, and bring those of the     none
                      last section but one into order (`housekeeping.py`). Not with producer_first
     stagger          without a mask, block n starts at tile n and goes round, so that fewer blocks add to  64 full
-                     the same rows of dQ at the same time
+                     the same rows of dQ at the same time. Where threads add it takes a second loop
 
 The fastest at head dimensions 64 and 128. Tiles and slots are those of step 3, and head dimension 256 is in
 `wide_heads.py`. Places and figures: docs/backward-log.md.
@@ -299,24 +299,24 @@ def consumer(work, sums, leave, house, dk_desc, dv_desc, W: gl.constexpr):
         first, end = clean_tiles(work.sizes, work.key + W * 64, lo, hi)
         LATE: gl.constexpr = PLAN.late and CASE.dq
         if LATE:
-            state = first_tile_late(work, state, work.start(lo, hi), W, MASKS)
+            state = first_tile_late(work, state, lo, W, MASKS)
         for turn in range(work.sizes.group):
             head = work.kv_head * work.sizes.group + turn
             number = turn * (hi - lo) - lo
             begin = lo
             if LATE:
-                begin = work.start(lo, hi) + gl.where(turn == 0, 1, 0)
+                begin = lo + gl.where(turn == 0, 1, 0)
             if MASKS:
                 state = walk(work, sums, leave, state, begin, first, number, head, W, True)
                 state = walk(work, sums, leave, state, gl.maximum(begin, first), end, number, head, W, False)
                 if CASE.window:
                     state = walk(work, sums, leave, state, gl.maximum(begin, end), hi, number, head, W, True)
-            elif PLAN.stagger:
+            elif PLAN.stagger and not PLAN.by_tma:
                 start = work.start(lo, hi)
-                begin = gl.maximum(begin, start)
-                state = walk(work, sums, leave, state, begin, hi, number + lo - start, head, W, False)
+                state = walk(work, sums, leave, state, start, hi, number + lo - start, head, W, False)
                 state = walk(work, sums, leave, state, lo, start, number + hi - start, head, W, False)
             else:
+                # With by_tma the storing warp knows where a tile's dQ belongs, and no other role has to.
                 state = walk(work, sums, leave, state, begin, hi, number, head, W, False)
         dk, dv = state
         if LATE:
