@@ -72,7 +72,7 @@ def test_step_5_in_its_other_ways_matches_float64(monkeypatch, head_dim, causal,
     from utils.attention.gluon.launch import forward
 
     monkeypatch.setattr(arguments, "L2_BYTES", 1024 * head_dim * 8 * 2 * 3)  # three heads of keys in a section
-    q, k, v, dout = (x.detach() for x in draw(4, 10, 5, 1024, 1100, head_dim, torch.bfloat16))
+    q, k, v, dout = (x.detach() for x in draw(4, 10, 5, 1024, 1152, head_dim, torch.bfloat16))
     out, lse = forward(q, k, v, causal=causal, return_lse=True)
     plan = replace(plan_for(5, head_dim, causal), **changes)
     for _ in range(20):
