@@ -304,13 +304,17 @@ def consumer(work, sums, leave, house, dk_desc, dv_desc, W: gl.constexpr):
             head = work.kv_head * work.sizes.group + turn
             number = turn * (hi - lo) - lo
             begin = lo
+            clean = first
+            after = end
             if LATE:
                 begin = lo + gl.where(turn == 0, 1, 0)
+                clean = gl.maximum(begin, first)
+                after = gl.maximum(begin, end)
             if MASKS:
                 state = walk(work, sums, leave, state, begin, first, number, head, W, True)
-                state = walk(work, sums, leave, state, gl.maximum(begin, first), end, number, head, W, False)
+                state = walk(work, sums, leave, state, clean, end, number, head, W, False)
                 if CASE.window:
-                    state = walk(work, sums, leave, state, gl.maximum(begin, end), hi, number, head, W, True)
+                    state = walk(work, sums, leave, state, after, hi, number, head, W, True)
             elif PLAN.stagger and not PLAN.by_tma:
                 start = work.start(lo, hi)
                 state = walk(work, sums, leave, state, start, hi, number + lo - start, head, W, False)
