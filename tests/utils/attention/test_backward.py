@@ -237,8 +237,8 @@ def test_sums_of_dq_are_cleared_and_finished_on_the_way(monkeypatch, heads, head
         made.append(g)
 
     monkeypatch.setattr(arguments.Gradients, "__post_init__", fill)
-    monkeypatch.setattr(arguments, "L2_BYTES", heads * 256 * head_dim * 8 * 2)
-    q, k, v, dout = tensors(1, 10, 5, 200, 140, head_dim, torch.bfloat16)
+    monkeypatch.setattr(arguments, "L2_BYTES", heads * 128 * head_dim * 8 * 2)
+    q, k, v, dout = tensors(1, 10, 5, 100, 140, head_dim, torch.bfloat16)
     plan = replace(plan_for(5, head_dim), housekeeping=True, **changes)
     check(*simulated(q, k, v, dout, step=5, plan=plan, seed=2, **problem), torch.bfloat16)
     # What is left to the two small kernels: the first section, and all but the whole sections that have two behind them.
