@@ -79,9 +79,7 @@ class Gradients:
         return -(-self.kv_heads_total // self.section()) if self.plan.housekeeping else 0
 
     def heads_to_clear(self) -> int:
-        """How many heads `start_backward` clears the sums of."""
-        if self.deterministic:
-            return 0
+        """How many heads `start_backward` clears the sums of, unless there are none."""
         return self.section() * self.group if self.plan.housekeeping else self.heads_total
 
     def heads_finished(self) -> int:

@@ -44,6 +44,15 @@ def add_fragments(sums, x):
     gl.atomic_add(at, to_fragments(x), sem="relaxed")
 
 
+@gluon.jit
+def clear_rows(sums, BLOCK_D: gl.constexpr):
+    """Zero the sums of 64 rows of dQ."""
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    for part in gl.static_range(BLOCK_D // 32):
+        at = sums + part * 2048 + gl.arange(0, 2048, layout)
+        gl.store(at, gl.zeros([2048], gl.float32, layout))
+
+
 @gluon.jit(do_not_specialize=["sq", "heads", "rows", "clear_heads", "sections"])
 def start_backward(
     o_ptr,
@@ -67,18 +76,19 @@ def start_backward(
     sections,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
+    CLEAR: gl.constexpr,
+    HOUSEKEEPING: gl.constexpr,
     DLSE: gl.constexpr,
     EARLY: gl.constexpr,
 ):
     """Delta and lse * log2(e) of 64 rows of one head, and zeros in their sums of dQ: grid (B * H, rows / 64).
 
-    clear_heads: the heads from there on get no zeros. sections: how many pairs of counters are set to zero, B * H at
-    most. EARLY: the next kernel may begin, and waits for this one's end where it needs it.
+    HOUSEKEEPING: the heads from clear_heads on get no zeros, and the counters of so many sections, B * H at most, are
+    set to zero. EARLY: the next kernel may begin, and waits for this one's end where it needs it.
     """
     if EARLY:
         let_second_launch_begin()
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     tile = gl.program_id(1)
     head_total = gl.program_id(0).to(gl.int64)
     batch = head_total // heads
@@ -99,14 +109,15 @@ def start_backward(
         delta -= gl.load(dlse_ptr + head_total * sq + r, mask=r < sq, other=0.0)
     gl.store(lse2_ptr + head_total * rows + r, lse2)
     gl.store(delta_ptr + head_total * rows + r, delta)
-    if (tile == 0) & (head_total < sections):
-        gl.store(counters_ptr + 2 * head_total, 0)
-        gl.store(counters_ptr + 2 * head_total + 1, 0)
-    if head_total < clear_heads:
-        sums = dq_sums_ptr + (head_total * (rows // 64) + tile) * (64 * BLOCK_D)
-        for part in gl.static_range(BLOCK_D // 32):
-            at = sums + part * 2048 + gl.arange(0, 2048, flat)
-            gl.store(at, gl.zeros([2048], gl.float32, flat))
+    sums = dq_sums_ptr + (head_total * (rows // 64) + tile) * (64 * BLOCK_D)
+    if HOUSEKEEPING:
+        if (tile == 0) & (head_total < sections):
+            gl.store(counters_ptr + 2 * head_total, 0)
+            gl.store(counters_ptr + 2 * head_total + 1, 0)
+        if head_total < clear_heads:
+            clear_rows(sums, BLOCK_D)
+    elif CLEAR:
+        clear_rows(sums, BLOCK_D)
 
 
 @gluon.jit(do_not_specialize=["sq", "heads", "rows", "first_head"])

@@ -133,6 +133,8 @@ def launch(step: int, g: Gradients) -> None:
         g.rows,
         g.heads_to_clear(),
         g.sections(),
+        CLEAR=not g.deterministic,
+        HOUSEKEEPING=g.plan.housekeeping,
         DLSE=g.dlse is not None,
         **sizes,
     )
