@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from . import context
 from .context import refuse
+from .copies import store_wait
 from .known import known
 from .products import Accumulator, finished_tensor, wait_products
 from .tensors import Tensor
@@ -27,11 +28,16 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     """Run `gl.inline_asm_elementwise` if its text is known.
 
     A wait for products, a broadcast from lane 0, a product, four e4m3 numbers as fp16, four words exchanged by four
-    threads; and what lets a launch begin before the last one has ended,
-    which says nothing here, where launches run one after another.
+    threads; a wait until TMA has written to global memory, a fence before TMA's accesses to it; and what lets a launch
+    begin before the last one has ended, which says nothing here, where launches run one after another.
     """
     args = list(args)
     text = " ".join(str(asm).split())
+    if text == "cp.async.bulk.wait_group 0; mov.u32 $0, 0;":
+        store_wait(0, read_only=False)
+        return Tensor(0, gl.int32)
+    if text == "fence.proxy.async; mov.u32 $0, 0;":
+        return Tensor(0, gl.int32)  # for global memory; TMA and threads see the same one here at all times
     if re.fullmatch(r"griddepcontrol\.(wait|launch_dependents); mov\.u32 \$0, 0;", text):
         return Tensor(0, gl.int32)
     wait = re.fullmatch(r"wgmma\.wait_group\.sync\.aligned (\d+);", text)

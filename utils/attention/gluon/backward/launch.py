@@ -29,6 +29,8 @@ NAMES = {name: f"attention_backward_step{step}" for step, name in MODULES.items(
     "wide_heads": "attention_backward_wide"
 }
 
+STEP5_FIELDS = ("stagger", "producer_first", "late", "dv_early", "early", "housekeeping")
+
 
 def module_name(step: int, plan: BackwardPlan) -> str:
     """Name the module of a step; steps 3 to 5 have one in common for head dimension 256."""
@@ -44,6 +46,16 @@ def module_of(step: int, plan: BackwardPlan):
 def kernel_of(step: int, plan: BackwardPlan):
     """Return the Gluon kernel of a step (imports Triton)."""
     return getattr(module_of(step, plan), NAMES[module_name(step, plan)])
+
+
+def check_plan(step: int, plan: BackwardPlan) -> None:
+    """Refuse a plan with fields that the step's kernel does not know: its results could be wrong."""
+    fields = [name for name in STEP5_FIELDS if getattr(plan, name)]
+    if fields and module_name(step, plan) != MODULES[5]:
+        raise ValueError(
+            f"Only step 5, at head dimensions up to 128, knows {', '.join(fields)}; got step {step} with tiles of width "
+            f"{plan.block_d}. Set these fields to False, or take step 5."
+        )
 
 
 def backward(
@@ -91,6 +103,7 @@ def backward(
     if not q.numel():
         return torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     plan = plan or plan_for(step, q.shape[-1], causal)
+    check_plan(step, plan)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     dout, q, k, v = (addressable(x) for x in (dout, q, k, v))
     dlse = None if dlse is None else dlse.float().contiguous()
@@ -103,7 +116,7 @@ def launch(step: int, g: Gradients) -> None:
     """Run the kernels of one backward pass."""
     from utils.attention.gluon.backward.fragments import finish_dq, start_backward
 
-    sizes = {"HEAD_DIM": g.head_dim, "BLOCK_D": g.plan.block_d, "num_warps": 4}
+    sizes = {"HEAD_DIM": g.head_dim, "BLOCK_D": g.plan.block_d, "EARLY": g.plan.early, "num_warps": 4}
     start_backward[(g.heads_total, g.rows // 64)](
         g.out,
         g.dout,
@@ -112,12 +125,16 @@ def launch(step: int, g: Gradients) -> None:
         g.lse2,
         g.delta,
         g.dq_sums,
+        g.counters,
         *g.out.stride()[:3],
         *g.dout.stride()[:3],
         g.sq,
         g.heads,
         g.rows,
+        g.heads_to_clear(),
+        g.sections(),
         CLEAR=not g.deterministic,
+        HOUSEKEEPING=g.plan.housekeeping,
         DLSE=g.dlse is not None,
         **sizes,
     )
@@ -125,8 +142,19 @@ def launch(step: int, g: Gradients) -> None:
     if g.deterministic:
         importlib.import_module(f"{__package__}.dq").launch(g)
         return
-    finish_dq[(g.heads_total, g.rows // 64, g.plan.block_d // 64)](
-        g.dq_sums, g.dq, *g.dq.stride()[:3], g.sq, g.heads, g.rows, g.scale, FRAGMENTS=step >= 3, **sizes
+    first_head = g.heads_finished()
+    finish_dq[(g.heads_total - first_head, g.rows // 64, g.plan.block_d // 64)](
+        g.dq_sums,
+        g.dq,
+        *g.dq.stride()[:3],
+        g.sq,
+        g.heads,
+        g.rows,
+        first_head,
+        g.scale,
+        FRAGMENTS=step >= 3,
+        launch_pdl=g.plan.early,
+        **sizes,
     )
 
 
@@ -144,4 +172,5 @@ def launch_blocks(kernel, g: Gradients, *sums) -> None:
         PLAN=g.plan,
         CASE=g.case(),
         num_warps=4,
+        launch_pdl=g.plan.early,
     )
