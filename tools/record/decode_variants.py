@@ -67,6 +67,8 @@ def variants(point: tuple) -> dict[str, dict]:
             found["rows, wide stores"] = by_rows | {"wide": True}
             found["rows, one softmax"] = by_rows | {"halves": False}
             found["rows, small blocks, two Q"] = small | {"q_slots": 2}
+            found["rows, ahead"] = by_rows | {"ahead": True}
+            found["rows, ahead, small blocks"] = small | {"ahead": True}
         found["rows, equal shares"] = by_rows | {"aligned": False}
         found["rows, small blocks"] = small
     else:
@@ -100,6 +102,7 @@ def describe(found: Arrangement) -> str:
     plan, merge = found.plan, found.merge_plan
     tile = f"{'rows' if plan.consumers else 'keys'}: {plan.columns} columns, {plan.block_n} keys, {plan.slots} slots"
     warps = f"{plan.q_slots} Q, {f'{plan.consumers} consumers' if plan.consumers else '4 warps'}, halves {plan.halves}"
+    warps += ", wide stores" * plan.wide + ", ahead" * plan.ahead
     if found.aligned:
         return f"{tile}, {warps}; {found.programs} programs, whole heads"
     parts = f"{merge.merge_warps} x {merge.merge_parts} parts x {merge.merge_width} numbers x {merge.merge_steps}"

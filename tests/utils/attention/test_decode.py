@@ -170,6 +170,12 @@ def test_sizes_out_of_range_are_named():
         make_plan(128, 65, 1, consumers=1)
     with pytest.raises(ValueError, match="128 share"):
         make_plan(128, 128, 1, fp8=True)
+    with pytest.raises(ValueError, match="consumers=1 or 2"):
+        make_plan(128, 4, 1, ahead=True)
+    with pytest.raises(ValueError, match="smaller blocks"):
+        make_plan(256, 8, 16, consumers=2, ahead=True)
+    with pytest.raises(ValueError, match="whole heads"):
+        arrange(1, 8, 4, 16, 8192, 128, 132, ahead=True)
 
 
 def test_two_programs_share_an_sm_where_each_takes_whole_long_heads():
@@ -237,6 +243,11 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
         (2, 4, 2, 1, 300, 64, 16),
         {"window": 70},
         {"fp8": True, "lengths": True, "consumers": 1},
+    ),
+    "64 rows, three heads, each begun before the last one ends": (
+        (1, 9, 3, 5, 150, 64, None),
+        {"window": 80},
+        {"consumers": 1, "block_n": 64, "aligned": True, "programs": 1, "ahead": True},
     ),
     "128 rows, whole heads of 256": ((2, 5, 1, 7, 90, 256, None), {}, {"consumers": 2, "aligned": True, "wide": True}),
 }

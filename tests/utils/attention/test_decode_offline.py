@@ -24,6 +24,7 @@ CASES = {  # arguments of make_plan, of Case
     ),
     "head dimension 256": (dict(head_dim=256, group=4, sq=4), dict(causal=True, window=True)),
     "64 rows": (dict(head_dim=128, group=4, sq=16), dict(causal=True)),
+    "128 rows, ahead": (dict(head_dim=128, group=8, sq=16, consumers=2, ahead=True), dict(causal=True, aligned=True)),
     "128 rows, pages of 16": (
         dict(head_dim=128, group=8, sq=16, page=16),
         dict(causal=True, window=True, lengths=True, batch_block=8, paged=True, clean=True),

@@ -172,6 +172,8 @@ class Launch:
         self.q_map = q_shape, _tma_strides(q_shape, q_strides)
         self.k_map = list(k.shape), _tma_strides(k.shape, k.stride(), 16 // k.element_size())
         self.v_map = list(v.shape), _tma_strides(v.shape, v.stride(), 16 // v.element_size())
+        out_strides = [sq * head_dim * n for n in (group * kv_heads, group, 1)] + [head_dim]
+        self.o_map = q_shape, _tma_strides(q_shape, out_strides)
         self.compiled: list[tuple] = []
 
     def __call__(self, q, k, v, scale: float, seqlens, block_table, scales=None) -> torch.Tensor:
@@ -186,7 +188,9 @@ class Launch:
         if not self.compiled or _launch_is_watched():
             self._launch_by_triton(q, k, v, out, parts, counters, sizes, scales)
             return out
-        maps = Map(q, *self.q_map), Map(k, *self.k_map), Map(v, *self.v_map)
+        maps = [Map(q, *self.q_map), Map(k, *self.k_map), Map(v, *self.v_map)]
+        if self.plan.ahead:
+            maps.append(Map(out, *self.o_map))
         start, function, metadata = self.compiled[0]
         rest = out, parts, counters, *sizes
         own = (scales, *self.constants) if self.fp8 else self.constants
@@ -214,6 +218,7 @@ class Launch:
         from utils.attention.gluon.decode.quantized import attention_decode_fp8
         from utils.attention.gluon.decode.quantized_keys import attention_decode_fp8_keys
         from utils.attention.gluon.decode.rows import attention_decode_rows
+        from utils.attention.gluon.decode.rows_ahead import attention_decode_rows_ahead
 
         def descriptor(x, map_, box):
             bits = 8 * x.element_size()
@@ -223,15 +228,19 @@ class Launch:
 
         plan = self.plan
         cache_box = [1, 1, plan.box, plan.block_d]
-        descriptors = (
+        descriptors = [
             descriptor(q, self.q_map, [1, 1, plan.heads, plan.queries, plan.block_d]),
             descriptor(k, self.k_map, cache_box),
             descriptor(v, self.v_map, cache_box),
-        )
+        ]
+        if plan.ahead:  # each consumer stores its 64 rows
+            descriptors.append(descriptor(out, self.o_map, plan.output_box))
         constants = {"PLAN": plan, "CASE": self.case}
         grid = (self.programs,)
         options = plan.options | ({"launch_cooperative_grid": True} if plan.merge == "together" else {})
         kernel = attention_decode_rows if plan.consumers else attention_decode
+        if plan.ahead:
+            kernel = attention_decode_rows_ahead
         rest = (out, parts, counters, *sizes)
         if self.fp8:
             kernel = attention_decode_fp8 if plan.consumers else attention_decode_fp8_keys

@@ -62,12 +62,18 @@ class Plan:
     wide: bool = False  # where query rows are the rows: threads exchange the output, and store 16 bytes at once, not 4
     level: bool = False  # with lengths: programs take whole heads where the kernel finds them balanced
     producers: int = 1  # warps that load, where query rows are the rows: one, or one for K and one for V
+    ahead: bool = False  # whole heads, each begun before the one before it is stored (`rows_ahead.py`)
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)
 
     @property
     def columns(self) -> int:
         """Query rows of a tile: columns of the products, or their rows."""
         return self.heads * self.queries
+
+    @property
+    def output_box(self) -> list[int]:
+        """Box of a TMA store of 64 query rows of the output, (B, Hkv, group, Sq, D): with `ahead`."""
+        return [1, 1, 64 // self.queries, self.queries, self.block_d]
 
     @property
     def producer_registers(self) -> int:
@@ -91,7 +97,8 @@ class Plan:
         tile = self.block_n * self.block_d
         p = 0 if self.consumers else self.columns * self.block_n
         raw = 2 * self.raw_slots * tile
-        return 2 * (self.slots * tile + self.columns * self.q_slots * self.block_d + p) + raw
+        query_tiles = self.q_slots + self.ahead  # the output has a tile like one of Q's
+        return 2 * (self.slots * tile + self.columns * query_tiles * self.block_d + p) + raw
 
 
 @dataclass(frozen=True)
@@ -134,12 +141,14 @@ def make_plan(
     producers: int = 1,
     level: bool | None = None,
     wide: bool = False,
+    ahead: bool = False,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
 
     The other arguments overrule the choice, for measurements. consumers: 1 or 2 make query rows the rows of the
     products, 64 or 128 a tile (`rows.py`); 0 makes keys the rows. fp8: the cache is in e4m3, which one consumer's kernel
     reads (`quantized.py`), or with 0 consumers `quantized_keys.py`. per_sm: programs of an SM, where keys are the rows.
+    ahead: `rows_ahead.py`.
     """
     if fp8:
         if consumers is None:
@@ -149,10 +158,12 @@ def make_plan(
         return _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves)
     consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
     if consumers:
-        plan = _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, q_slots)
+        plan = _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, q_slots, ahead)
         producers = producers if consumers == 1 else 1
         level = (page is not None and page <= LEVEL_PAGES) if level is None else level
         return replace(plan, producers=producers, level=level, wide=wide)
+    if ahead:
+        raise ValueError("ahead is a variant of the kernel with query rows as rows; give consumers=1 or 2 with it.")
     block_d = block_width(head_dim)
     heads = power_of_two(group)
     if heads > MOST_COLUMNS:
@@ -187,7 +198,9 @@ def make_plan(
     )
 
 
-def _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, q_slots) -> Plan:
+def _rows_plan(
+    head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, q_slots, ahead=False
+) -> Plan:
     """Return `make_plan`'s plan where query rows are the rows of the products."""
     rows = 64 * consumers
     heads = power_of_two(group)
@@ -203,8 +216,14 @@ def _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumer
     tile, room = 2 * block_n * block_d, SHARED_BYTES - 1024
     q_bytes = 2 * rows * block_d
     if q_slots is None:
-        q_slots = 2 if (room - 2 * q_bytes) // tile >= 6 else 1
-    fit = min((room - q_slots * q_bytes) // tile, 16)
+        q_slots = 2 if ahead or (room - 2 * q_bytes) // tile >= 6 else 1
+    fit = min((room - (q_slots + ahead) * q_bytes) // tile, 16)
+    if ahead and (fit < 4 or q_slots != 2):
+        raise ValueError(
+            f"ahead takes two tiles of Q and one of the output, and two slots of K and of V beside them; with {rows} query "
+            f"rows, head dimension {head_dim}, blocks of {block_n} keys and q_slots={q_slots} that is not so. Give smaller "
+            "blocks (block_n) or fewer consumers."
+        )
     return Plan(
         block_d,
         block_n,
@@ -219,6 +238,7 @@ def _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumer
         # A producer that looks up eight pages a block needs 40 registers; ptxas spills them in 24.
         registers=0 if consumers == 1 else 232 if page and page < block_n else 240,
         halves=halves if halves is not None else block_d >= 128,
+        ahead=ahead,
     )
 
 
@@ -410,6 +430,11 @@ def arrange(
     blocks = -(-keys // plan.block_n) - (keys - seen) // plan.block_n
     if aligned is None:
         aligned = not lengths and aligned_split(heads, blocks, programs or multiprocessors)
+    if plan.ahead and (lengths or not aligned):
+        raise ValueError(
+            "ahead takes whole heads, which the host knows to be balanced: give no lengths, and sizes for which "
+            "`aligned_split` is true, or aligned=True."
+        )
     even = 0 if lengths or aligned else even_programs(heads, blocks, multiprocessors)
     programs = programs or even or multiprocessors
     parts = most_parts(heads, blocks, programs)
