@@ -192,6 +192,8 @@ def prepare_pages(point: tuple, fa3: bool) -> tuple[dict, dict[str, Callable], i
         "rows, level": by_rows | {"level": True},
         "rows, level, two producers": by_rows | {"level": True, "producers": 2},
     }
+    kernels["default"] = {}
+    kernels |= {f"{name}, table ahead": kernels[name] | {"prefetch": True} for name in ("default", "keys", "rows")}
     without_lengths = {name: choices for name, choices in kernels.items() if name in ("keys", "rows")}
     calls, left_out = right_calls({f"one piece, {name}": c for name, c in without_lengths.items()}, expected, q, k, v)
     table = torch.randperm(cache[0] * cache[3] // page, device="cuda").int().view(cache[0], -1)
@@ -348,6 +350,7 @@ def random_case(seed: int) -> dict:
         choices["wide"] = True
         choices["level"] = rng.random() < 0.5
         choices["producers"] = rng.choice((1, 2))
+        choices["prefetch"] = rng.random() < 0.5
     elif consumers == 0 and head_dim <= 128:
         choices |= rng.choice(({}, {"per_sm": 2, "block_n": 64}))
     call = bound(choices, q, k, v, lengths, table, scales, **case)

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from . import context
 from .context import refuse
+from .global_memory import addresses
 from .known import known
 from .products import Accumulator, finished_tensor, wait_products
 from .tensors import Tensor
@@ -26,7 +27,7 @@ _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     """Run `gl.inline_asm_elementwise` if its text is known.
 
-    A wait for products, a broadcast from lane 0, a product, four e4m3 numbers as fp16, four words exchanged by four
+    A prefetch, a wait for products, a broadcast from lane 0, a product, four e4m3 numbers as fp16, four words exchanged by four
     threads; and what lets a launch begin before the last one has ended,
     which says nothing here, where launches run one after another.
     """
@@ -34,6 +35,9 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     text = " ".join(str(asm).split())
     if re.fullmatch(r"griddepcontrol\.(wait|launch_dependents); mov\.u32 \$0, 0;", text):
         return Tensor(0, gl.int32)
+    if text == "prefetch.global.L2 [$1]; mov.u32 $0, 0;":
+        offsets, _, layout = addresses(args[0], None, "prefetch")  # a prefetch changes no value
+        return Tensor(offsets * 0, gl.int32, layout)
     wait = re.fullmatch(r"wgmma\.wait_group\.sync\.aligned (\d+);", text)
     if wait:
         context.program().reschedule()

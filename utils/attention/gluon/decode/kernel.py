@@ -35,6 +35,7 @@ from utils.attention.gluon.decode.blocks import (
     load_queries,
     mask_block,
     page_numbers,
+    prefetch_table,
 )
 from utils.attention.gluon.decode.merge import Results, in_eights, inverse
 from utils.attention.gluon.decode.work import Cache
@@ -273,6 +274,7 @@ def attention_decode(
     heads = kv_heads * tiles
     cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
     results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
+    prefetch_table(cache)
     split = cache.split()
     program = gl.program_id(0)
     if PLAN.early and PLAN.merge == "second":

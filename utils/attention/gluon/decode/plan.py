@@ -62,6 +62,7 @@ class Plan:
     wide: bool = False  # where query rows are the rows: threads exchange the output, and store 16 bytes at once, not 4
     level: bool = False  # with lengths: programs take whole heads where the kernel finds them balanced
     producers: int = 1  # warps that load, where query rows are the rows: one, or one for K and one for V
+    prefetch: bool = False  # the block table is brought into the L2 at the kernel's start
     ahead: bool = False  # whole heads, each begun before the one before it is stored (`rows_ahead.py`)
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)
 
@@ -142,13 +143,14 @@ def make_plan(
     level: bool | None = None,
     wide: bool = False,
     ahead: bool = False,
+    prefetch: bool = False,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
 
     The other arguments overrule the choice, for measurements. consumers: 1 or 2 make query rows the rows of the
     products, 64 or 128 a tile (`rows.py`); 0 makes keys the rows. fp8: the cache is in e4m3, which one consumer's kernel
     reads (`quantized.py`), or with 0 consumers `quantized_keys.py`. per_sm: programs of an SM, where keys are the rows.
-    ahead: `rows_ahead.py`.
+    ahead: `rows_ahead.py`. prefetch: of the block table; a cache in fp8 has none.
     """
     if fp8:
         if consumers is None:
@@ -161,7 +163,7 @@ def make_plan(
         plan = _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, q_slots, ahead)
         producers = producers if consumers == 1 else 1
         level = (page is not None and page <= LEVEL_PAGES) if level is None else level
-        return replace(plan, producers=producers, level=level, wide=wide)
+        return replace(plan, producers=producers, level=level, wide=wide, prefetch=prefetch)
     if ahead:
         raise ValueError("ahead is a variant of the kernel with query rows as rows; give consumers=1 or 2 with it.")
     block_d = block_width(head_dim)
@@ -195,6 +197,7 @@ def make_plan(
         early=early,
         per_sm=per_sm,
         level=bool(level),
+        prefetch=prefetch,
     )
 
 

@@ -30,6 +30,7 @@ from utils.attention.gluon.decode.blocks import (
     load_queries,
     mask_block,
     page_numbers,
+    prefetch_table,
 )
 from utils.attention.gluon.decode.kernel import SIZES, let_second_launch_begin
 from utils.attention.gluon.decode.merge import Results, in_eights, inverse
@@ -391,6 +392,7 @@ def attention_decode_rows(
     heads = kv_heads * tiles
     cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
     results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
+    prefetch_table(cache)
     split = cache.split()
     program = gl.program_id(0)
     if PLAN.early and PLAN.merge == "second":
