@@ -174,6 +174,10 @@ def test_sizes_out_of_range_are_named():
         make_plan(128, 4, 1, ahead=True)
     with pytest.raises(ValueError, match="smaller blocks"):
         make_plan(256, 8, 16, consumers=2, ahead=True)
+    with pytest.raises(ValueError, match="neither lengths"):
+        arrange(1, 8, 4, 1, 2048, 128, 132, merge="marked", lengths=True)
+    with pytest.raises(ValueError, match="up to 16 parts"):
+        arrange(1, 2, 4, 1, 32768, 128, 132, merge="marked")
     with pytest.raises(ValueError, match="whole heads"):
         arrange(1, 8, 4, 16, 8192, 128, 132, ahead=True)
 
@@ -286,3 +290,43 @@ def test_the_kernel_is_right_in_the_simulator(sizes, options, choices):
     expected = decode_reference(q, k, v, seqlens=lengths, block_table=table, kv_scales=scales, scale=0.1, **options)
     assert relative_error(out, expected) < 4e-3
     assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("consumers", [0, 1])
+def test_a_merge_waits_for_each_number_and_marks_the_next_launches_parts(monkeypatch, consumers):
+    """Programs run one after another here, so the parts lie there already, as a launch with another merge left them."""
+    pytest.importorskip("triton", reason="the simulator needs Triton for the language; there are wheels for Linux only")
+    from utils import gluon_cpu
+    from utils.attention.gluon.decode.launch import Launch
+
+    k, v = torch.randn(2, 1, 2, 200, 64, dtype=torch.bfloat16)
+    q = torch.randn(1, 4, 2, 64, dtype=torch.bfloat16)
+
+    def launch(merge):
+        return Launch(
+            q, k, v, True, 0, False, None, merge=merge, consumers=consumers, block_n=64, programs=3, aligned=False
+        )
+
+    empty, second, waiting, parts = torch.empty, launch("second"), launch("marked"), []
+
+    def keep_parts(*sizes, **options):
+        made = empty(*sizes, **options)
+        if sizes == (second.parts,):
+            made.view(torch.int32).fill_(-1)
+            parts.append(made)
+        return made
+
+    monkeypatch.setattr(torch, "empty", keep_parts)
+    with gluon_cpu.simulate():
+        second(q, k, v, 0.1, None, None)
+    stored = parts[0].view(torch.int32) != -1
+    own, following = waiting.buffers_for(0)
+    assert (own.view(torch.int32) == -1).all() and stored.any()
+    own.copy_(parts[0])
+    following.fill_(7.0)
+    with gluon_cpu.simulate():
+        out = waiting(q, k, v, 0.1, None, None)
+    assert relative_error(out, decode_reference(q, k, v, scale=0.1)) < 4e-3
+    assert torch.equal(own.view(torch.int32), parts[0].view(torch.int32))
+    assert (following.view(torch.int32)[stored] == -1).all()
+    assert waiting.buffers_for(0)[0] is following

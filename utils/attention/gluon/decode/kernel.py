@@ -177,6 +177,10 @@ def attend(results, split, q_desc, k_desc, v_desc, program):
             other = (piece + 1) % 2
             pred = unit + n < end
             load_queries(q_desc, results, following.b, following.head, q_ring.index(other), q_full.index(other), pred)
+        if PLAN.merge == "marked":  # noqa: SIM102 (decided by the compiler; the next line for each head)
+            if n != cursor.blocks:
+                # While the first blocks are on their way.
+                results.mark_part(results.part_number(split, program, cursor, unit), 0, COLUMNS)
         q_slot = piece % Q_SLOTS
         mbarrier.wait(q_full.index(q_slot), (piece // Q_SLOTS) & 1)
         q = q_ring.index(q_slot).reshape([COLUMNS, BLOCK_D])
@@ -229,7 +233,7 @@ def attend(results, split, q_desc, k_desc, v_desc, program):
         if n == cursor.blocks:
             results.store_whole(cursor, o * inverse(total)[None, :], 0, 1)
         else:
-            part = 2 * program + (split.owner(unit - cursor.j) == program).to(gl.int32)
+            part = results.part_number(split, program, cursor, unit)
             results.store_sums(part, gl.arange(0, COLUMNS, columns), m, total)
             results.store_part(cursor, part, o, 0, 1)
         unit += n

@@ -281,6 +281,10 @@ def consumer(all_heads, W: gl.constexpr):
         low, clear = clear_keys(cache, cursor)
         if PLAN.raw_slots > 0:
             share, k_scale, v_scale = all_heads.scaled(cursor.head // results.tiles)
+        if PLAN.merge == "marked":  # noqa: SIM102 (decided by the compiler; the next line for each head)
+            if n != cursor.blocks:
+                # While the first blocks are on their way.
+                results.mark_part(results.part_number(split, program, cursor, unit), ROW, 64)
         share.q.wait_full(piece)  # the first product reads Q
         q = share.q.tiles.index(share.q.slot(piece)).reshape([PLAN.columns, BLOCK_D]).slice(ROW, 64)
         p, state = first_block(share, Block(it, cursor, cursor.j, gl.to_tensor(ROW)), q, True, False, False)
@@ -310,7 +314,7 @@ def consumer(all_heads, W: gl.constexpr):
         if n == cursor.blocks:
             store_head(results, cursor, o * spread(inverses(sums), o), ROW)
         else:
-            part = 2 * program + (split.owner(unit - cursor.j) == program).to(gl.int32)
+            part = results.part_number(split, program, cursor, unit)
             for half in gl.static_range(len(sums)):
                 rows, m, total = sums[half]
                 if PLAN.raw_slots > 0:
