@@ -217,7 +217,7 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
     "group of two, three tokens": ((2, 4, 2, 3, 300, 64, None), {}, {"merge": "second"}),
     "lengths and a window": ((3, 4, 2, 2, 500, 64, None), {"window": 100}, {"lengths": True}),
     "pages of 64": ((2, 4, 2, 1, 300, 128, 64), {}, {"lengths": True, "merge": "second", "prefetch": True}),
-    "pages of 256, no causal mask": ((2, 2, 2, 5, 600, 64, 256), {"causal": False, "window": 90}, {"lengths": True}),
+    "pages of 256, no causal mask": ((2, 2, 2, 5, 400, 64, 256), {"causal": False, "window": 90}, {"lengths": True}),
     "32 columns": ((1, 4, 1, 7, 300, 128, None), {}, {}),
     "three tiles of queries": ((1, 2, 1, 64, 70, 64, None), {}, {"merge": "second"}),
     "whole heads": ((4, 2, 2, 1, 200, 64, None), {}, {"aligned": True}),
@@ -225,7 +225,7 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
     "head dimension 72": ((1, 4, 1, 2, 300, 72, None), {}, {}),
     "eighteen parts": ((1, 2, 1, 3, 1150, 64, None), {}, {"merge": "second", "block_n": 64, "programs": 18}),
     "64 rows": ((1, 4, 1, 16, 400, 128, None), {}, {}),
-    "128 rows, lengths": ((2, 8, 1, 16, 200, 128, None), {}, {"lengths": True, "merge": "second"}),
+    "128 rows, lengths": ((2, 8, 1, 16, 150, 128, None), {}, {"lengths": True, "merge": "second"}),
     "64 rows, a window, pages of 16": ((2, 3, 1, 5, 300, 64, 16), {"window": 60}, {"lengths": True}),
     "fp8": ((1, 4, 1, 4, 150, 128, None), {}, {"fp8": True, "consumers": 1}),
     "a warp for K and one for V": (
