@@ -211,6 +211,11 @@ class Launch:
 
     def buffers_for(self, stream: int) -> list[torch.Tensor]:
         """Two buffers for parts: the first one all marks, the second one to be marked while the first is used."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "the merge 'marked' uses two buffers in turn, and a captured graph would replay one of them; capture a launch "
+                "with merge='second', as attention_decode does by itself."
+            )
         if stream not in self.buffers:
             marks = torch.full((2, self.parts), -1, dtype=torch.int32, device=self.device).view(torch.float32)
             self.buffers[stream] = list(marks)
