@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from . import context
 from .context import refuse
 from .copies import store_wait
+from .global_memory import addresses
 from .known import known
 from .products import Accumulator, finished_tensor, wait_products
 from .tensors import Tensor
@@ -28,8 +29,8 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     """Run `gl.inline_asm_elementwise` if its text is known.
 
     A wait for products, a broadcast from lane 0, a product, four e4m3 numbers as fp16, four words exchanged by four
-    threads; a wait until TMA has written to global memory, a fence before TMA's accesses to it; and what lets a launch
-    begin before the last one has ended, which says nothing here, where launches run one after another.
+    threads; a prefetch, a wait until TMA has written to global memory, a fence before TMA's accesses to it; and what lets a
+    launch begin before the last one has ended, which says nothing here, where launches run one after another.
     """
     args = list(args)
     text = " ".join(str(asm).split())
@@ -40,6 +41,9 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return Tensor(0, gl.int32)  # for global memory; TMA and threads see the same one here at all times
     if re.fullmatch(r"griddepcontrol\.(wait|launch_dependents); mov\.u32 \$0, 0;", text):
         return Tensor(0, gl.int32)
+    if text == "prefetch.global.L2 [$1]; mov.u32 $0, 0;":
+        offsets, _, layout = addresses(args[0], None, "prefetch")  # a prefetch changes no value
+        return Tensor(offsets * 0, gl.int32, layout)
     wait = re.fullmatch(r"wgmma\.wait_group\.sync\.aligned (\d+);", text)
     if wait:
         context.program().reschedule()

@@ -170,6 +170,16 @@ def test_sizes_out_of_range_are_named():
         make_plan(128, 65, 1, consumers=1)
     with pytest.raises(ValueError, match="128 share"):
         make_plan(128, 128, 1, fp8=True)
+    with pytest.raises(ValueError, match="consumers=1 or 2"):
+        make_plan(128, 4, 1, ahead=True)
+    with pytest.raises(ValueError, match="smaller blocks"):
+        make_plan(256, 8, 16, consumers=2, ahead=True)
+    with pytest.raises(ValueError, match="neither lengths"):
+        arrange(1, 8, 4, 1, 2048, 128, 132, merge="marked", lengths=True)
+    with pytest.raises(ValueError, match="up to 16 parts"):
+        arrange(1, 2, 4, 1, 32768, 128, 132, merge="marked")
+    with pytest.raises(ValueError, match="whole heads"):
+        arrange(1, 8, 4, 16, 8192, 128, 132, ahead=True)
 
 
 def test_two_programs_share_an_sm_where_each_takes_whole_long_heads():
@@ -206,8 +216,8 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
     "one token": ((1, 4, 1, 1, 300, 64, None), {}, {}),
     "group of two, three tokens": ((2, 4, 2, 3, 300, 64, None), {}, {"merge": "second"}),
     "lengths and a window": ((3, 4, 2, 2, 500, 64, None), {"window": 100}, {"lengths": True}),
-    "pages of 64": ((2, 4, 2, 1, 300, 128, 64), {}, {"lengths": True, "merge": "second"}),
-    "pages of 256, no causal mask": ((2, 2, 2, 5, 600, 64, 256), {"causal": False, "window": 90}, {"lengths": True}),
+    "pages of 64": ((2, 4, 2, 1, 300, 128, 64), {}, {"lengths": True, "merge": "second", "prefetch": True}),
+    "pages of 256, no causal mask": ((2, 2, 2, 5, 400, 64, 256), {"causal": False, "window": 90}, {"lengths": True}),
     "32 columns": ((1, 4, 1, 7, 300, 128, None), {}, {}),
     "three tiles of queries": ((1, 2, 1, 64, 70, 64, None), {}, {"merge": "second"}),
     "whole heads": ((4, 2, 2, 1, 200, 64, None), {}, {"aligned": True}),
@@ -215,10 +225,14 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
     "head dimension 72": ((1, 4, 1, 2, 300, 72, None), {}, {}),
     "eighteen parts": ((1, 2, 1, 3, 1150, 64, None), {}, {"merge": "second", "block_n": 64, "programs": 18}),
     "64 rows": ((1, 4, 1, 16, 400, 128, None), {}, {}),
-    "128 rows, lengths": ((2, 8, 1, 16, 200, 128, None), {}, {"lengths": True, "merge": "second"}),
+    "128 rows, lengths": ((2, 8, 1, 16, 150, 128, None), {}, {"lengths": True, "merge": "second"}),
     "64 rows, a window, pages of 16": ((2, 3, 1, 5, 300, 64, 16), {"window": 60}, {"lengths": True}),
     "fp8": ((1, 4, 1, 4, 150, 128, None), {}, {"fp8": True, "consumers": 1}),
-    "a warp for K and one for V": ((2, 4, 2, 1, 150, 64, 16), {}, {"consumers": 1, "producers": 2, "lengths": True}),
+    "a warp for K and one for V": (
+        (2, 4, 2, 1, 150, 64, 16),
+        {},
+        {"consumers": 1, "producers": 2, "lengths": True, "prefetch": True},
+    ),
     "equal lengths, whole heads": (
         (2, 4, 2, 2, 200, 64, None),
         {},
@@ -237,6 +251,11 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
         (2, 4, 2, 1, 300, 64, 16),
         {"window": 70},
         {"fp8": True, "lengths": True, "consumers": 1},
+    ),
+    "64 rows, three heads, each begun before the last one ends": (
+        (1, 9, 3, 5, 150, 64, None),
+        {"window": 80},
+        {"consumers": 1, "block_n": 64, "aligned": True, "programs": 1, "ahead": True},
     ),
     "128 rows, whole heads of 256": ((2, 5, 1, 7, 90, 256, None), {}, {"consumers": 2, "aligned": True, "wide": True}),
 }
@@ -271,3 +290,43 @@ def test_the_kernel_is_right_in_the_simulator(sizes, options, choices):
     expected = decode_reference(q, k, v, seqlens=lengths, block_table=table, kv_scales=scales, scale=0.1, **options)
     assert relative_error(out, expected) < 4e-3
     assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("consumers", [0, 1])
+def test_a_merge_waits_for_each_number_and_marks_the_next_launches_parts(monkeypatch, consumers):
+    """Programs run one after another here, so the parts lie there already, as a launch with another merge left them."""
+    pytest.importorskip("triton", reason="the simulator needs Triton for the language; there are wheels for Linux only")
+    from utils import gluon_cpu
+    from utils.attention.gluon.decode.launch import Launch
+
+    k, v = torch.randn(2, 1, 2, 200, 64, dtype=torch.bfloat16)
+    q = torch.randn(1, 4, 2, 64, dtype=torch.bfloat16)
+
+    def launch(merge):
+        return Launch(
+            q, k, v, True, 0, False, None, merge=merge, consumers=consumers, block_n=64, programs=3, aligned=False
+        )
+
+    empty, second, waiting, parts = torch.empty, launch("second"), launch("marked"), []
+
+    def keep_parts(*sizes, **options):
+        made = empty(*sizes, **options)
+        if sizes == (second.parts,):
+            made.view(torch.int32).fill_(-1)
+            parts.append(made)
+        return made
+
+    monkeypatch.setattr(torch, "empty", keep_parts)
+    with gluon_cpu.simulate():
+        second(q, k, v, 0.1, None, None)
+    stored = parts[0].view(torch.int32) != -1
+    own, following = waiting.buffers_for(0)
+    assert (own.view(torch.int32) == -1).all() and stored.any()
+    own.copy_(parts[0])
+    following.fill_(7.0)
+    with gluon_cpu.simulate():
+        out = waiting(q, k, v, 0.1, None, None)
+    assert relative_error(out, decode_reference(q, k, v, scale=0.1)) < 4e-3
+    assert torch.equal(own.view(torch.int32), parts[0].view(torch.int32))
+    assert (following.view(torch.int32)[stored] == -1).all()
+    assert waiting.buffers_for(0)[0] is following

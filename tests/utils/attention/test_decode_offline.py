@@ -24,6 +24,7 @@ CASES = {  # arguments of make_plan, of Case
     ),
     "head dimension 256": (dict(head_dim=256, group=4, sq=4), dict(causal=True, window=True)),
     "64 rows": (dict(head_dim=128, group=4, sq=16), dict(causal=True)),
+    "64 rows, ahead": (dict(head_dim=128, group=4, sq=16, consumers=1, ahead=True), dict(causal=True, aligned=True)),
     "128 rows, pages of 16": (
         dict(head_dim=128, group=8, sq=16, page=16),
         dict(causal=True, window=True, lengths=True, batch_block=8, paged=True, clean=True),
@@ -78,4 +79,5 @@ def test_the_assembly_is_what_the_plan_says(report, name):
     # Two tiles in the loop, and without a producer the first blocks before it; the queries come by TMA too.
     issued, expected = found["loads"]
     assert issued > expected
-    assert found["begins"] == found["waits"] == 1
+    # Whole heads that are never merged have no second launch that could begin early.
+    assert (found["begins"], found["waits"]) == (0 if CASES[name][0].get("ahead") else 1, 1)

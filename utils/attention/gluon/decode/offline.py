@@ -15,9 +15,11 @@ def compile_decode(plan: Plan, case: Case, dtype: str = "bf16", merge: bool = Fa
     """Compile the kernel, or the one of the second launch, for sm_90a."""
     from triton.experimental.gluon import language as gl
 
-    from utils.attention.gluon.decode import kernel, quantized, quantized_keys, rows
+    from utils.attention.gluon.decode import kernel, quantized, quantized_keys, rows, rows_ahead
 
     attend = rows.attention_decode_rows if plan.consumers else kernel.attention_decode
+    if plan.ahead:
+        attend = rows_ahead.attention_decode_rows_ahead
     if plan.raw_slots:
         attend = quantized.attention_decode_fp8 if plan.consumers else quantized_keys.attention_decode_fp8_keys
     function = kernel.attention_decode_merge if merge else attend
@@ -29,9 +31,10 @@ def compile_decode(plan: Plan, case: Case, dtype: str = "bf16", merge: bool = Fa
         "q_desc": f"tensordesc<{dtype}[1, 1, {plan.heads}, {plan.queries}, {plan.block_d}],{q!r}>",
         "k_desc": f"tensordesc<{cache}[1, 1, {plan.box}, {plan.block_d}],{kv!r}>",
         "v_desc": f"tensordesc<{cache}[1, 1, {plan.box}, {plan.block_d}],{kv!r}>",
+        "o_desc": f"tensordesc<{dtype}{plan.output_box},{q!r}>" if plan.ahead else "",
         "out_ptr": f"*{dtype}",
         "parts_ptr": "*fp32",
-        "counters_ptr": "*i32",
+        "counters_ptr": "*fp32" if plan.merge == "marked" else "*i32",
         "lens_ptr": "*i32",
         "table_ptr": "*i32",
         "c": "fp32",

@@ -17,6 +17,7 @@ PAGES = (16, 32, 64, 128, 256)  # tokens of a page
 SHARED_BYTES = 232_448
 MERGE_WARPS = 4  # of a program of the second launch
 MERGE_PROGRAMS = 2048  # of the second launch, about
+MOST_MARKED = 16  # parts of a head that the merge "marked" takes
 TOGETHER_BYTES = 40 << 20  # of keys and values
 ROWS_FROM = 32  # query rows of a head of keys from which `rows.py` is faster
 KEYS_BLOCK = {64: 256, 128: 128, 256: 64}  # keys of a block by head dimension, where keys are the rows
@@ -29,6 +30,7 @@ FEW_BLOCKS = {64: 0, 128: 3, 256: 5}  # where a program has fewer of the latter,
 MERGES = {
     "second": "a second launch, which begins while the first runs and waits for its end",
     "together": "the programs of a head, which wait for each other (a cooperative launch), each some of its rows",
+    "marked": "as together, but each number of a part is waited for by itself: it is a mark until it is stored",
     # Slower than "together", but the simulator can run it, which runs programs one after another.
     "last": "the program of a head that stores its part last, alone; nobody waits",
 }
@@ -62,12 +64,20 @@ class Plan:
     wide: bool = False  # where query rows are the rows: threads exchange the output, and store 16 bytes at once, not 4
     level: bool = False  # with lengths: programs take whole heads where the kernel finds them balanced
     producers: int = 1  # warps that load, where query rows are the rows: one, or one for K and one for V
+    cooperative: bool = True  # programs that wait for each other are launched so that all of them surely run at once
+    prefetch: bool = False  # the block table is brought into the L2 at the kernel's start
+    ahead: bool = False  # whole heads, each begun before the one before it is stored (`rows_ahead.py`)
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)
 
     @property
     def columns(self) -> int:
         """Query rows of a tile: columns of the products, or their rows."""
         return self.heads * self.queries
+
+    @property
+    def output_box(self) -> list[int]:
+        """Box of a TMA store of 64 query rows of the output, (B, Hkv, group, Sq, D): with `ahead`."""
+        return [1, 1, 64 // self.queries, self.queries, self.block_d]
 
     @property
     def producer_registers(self) -> int:
@@ -91,7 +101,8 @@ class Plan:
         tile = self.block_n * self.block_d
         p = 0 if self.consumers else self.columns * self.block_n
         raw = 2 * self.raw_slots * tile
-        return 2 * (self.slots * tile + self.columns * self.q_slots * self.block_d + p) + raw
+        query_tiles = self.q_slots + self.ahead  # the output has a tile like one of Q's
+        return 2 * (self.slots * tile + self.columns * query_tiles * self.block_d + p) + raw
 
 
 @dataclass(frozen=True)
@@ -134,12 +145,17 @@ def make_plan(
     producers: int = 1,
     level: bool | None = None,
     wide: bool = False,
+    ahead: bool = False,
+    prefetch: bool = False,
+    cooperative: bool = True,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
 
     The other arguments overrule the choice, for measurements. consumers: 1 or 2 make query rows the rows of the
     products, 64 or 128 a tile (`rows.py`); 0 makes keys the rows. fp8: the cache is in e4m3, which one consumer's kernel
     reads (`quantized.py`), or with 0 consumers `quantized_keys.py`. per_sm: programs of an SM, where keys are the rows.
+    ahead: `rows_ahead.py`. prefetch: of the block table; a cache in fp8 has none. cooperative: false only to measure what
+    such a launch costs, with nothing else on the GPU; two such kernels at the same time could wait for ever.
     """
     if fp8:
         if consumers is None:
@@ -149,10 +165,12 @@ def make_plan(
         return _fp8_plan(head_dim, group, sq, page, block_n, merge, early, consumers, halves)
     consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
     if consumers:
-        plan = _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, q_slots)
+        plan = _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, q_slots, ahead)
         producers = producers if consumers == 1 else 1
         level = (page is not None and page <= LEVEL_PAGES) if level is None else level
-        return replace(plan, producers=producers, level=level, wide=wide)
+        return replace(plan, producers=producers, level=level, wide=wide, prefetch=prefetch, cooperative=cooperative)
+    if ahead:
+        raise ValueError("ahead is a variant of the kernel with query rows as rows; give consumers=1 or 2 with it.")
     block_d = block_width(head_dim)
     heads = power_of_two(group)
     if heads > MOST_COLUMNS:
@@ -184,10 +202,14 @@ def make_plan(
         early=early,
         per_sm=per_sm,
         level=bool(level),
+        prefetch=prefetch,
+        cooperative=cooperative,
     )
 
 
-def _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, q_slots) -> Plan:
+def _rows_plan(
+    head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, q_slots, ahead=False
+) -> Plan:
     """Return `make_plan`'s plan where query rows are the rows of the products."""
     rows = 64 * consumers
     heads = power_of_two(group)
@@ -203,8 +225,14 @@ def _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumer
     tile, room = 2 * block_n * block_d, SHARED_BYTES - 1024
     q_bytes = 2 * rows * block_d
     if q_slots is None:
-        q_slots = 2 if (room - 2 * q_bytes) // tile >= 6 else 1
-    fit = min((room - q_slots * q_bytes) // tile, 16)
+        q_slots = 2 if ahead or (room - 2 * q_bytes) // tile >= 6 else 1
+    fit = min((room - (q_slots + ahead) * q_bytes) // tile, 16)
+    if ahead and (fit < 4 or q_slots != 2):
+        raise ValueError(
+            f"ahead takes two tiles of Q and one of the output, and two slots of K and of V beside them; with {rows} query "
+            f"rows, head dimension {head_dim}, blocks of {block_n} keys and q_slots={q_slots} that is not so. Give smaller "
+            "blocks (block_n) or fewer consumers."
+        )
     return Plan(
         block_d,
         block_n,
@@ -219,6 +247,7 @@ def _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumer
         # A producer that looks up eight pages a block needs 40 registers; ptxas spills them in 24.
         registers=0 if consumers == 1 else 232 if page and page < block_n else 240,
         halves=halves if halves is not None else block_d >= 128,
+        ahead=ahead,
     )
 
 
@@ -408,8 +437,17 @@ def arrange(
     tiles = -(-sq // plan.queries)
     heads = batch * kv_heads * tiles
     blocks = -(-keys // plan.block_n) - (keys - seen) // plan.block_n
+    if merge == "marked" and (lengths or fp8):
+        raise ValueError(
+            "the merge 'marked' takes neither lengths nor an fp8 cache; give another of " + ", ".join(MERGES)
+        )
     if aligned is None:
         aligned = not lengths and aligned_split(heads, blocks, programs or multiprocessors)
+    if plan.ahead and (lengths or not aligned):
+        raise ValueError(
+            "ahead takes whole heads, which the host knows to be balanced: give no lengths, and sizes for which "
+            "`aligned_split` is true, or aligned=True."
+        )
     even = 0 if lengths or aligned else even_programs(heads, blocks, multiprocessors)
     programs = programs or even or multiprocessors
     parts = most_parts(heads, blocks, programs)
@@ -420,6 +458,11 @@ def arrange(
         level = plan.consumers > 0 and programs == even
         wait = not lengths and not aligned and parts <= 32 and (small or level)
         merge = "together" if wait else "second"
+    if merge == "marked" and parts > MOST_MARKED:
+        raise ValueError(
+            f"the merge 'marked' takes heads of up to {MOST_MARKED} parts, whose numbers fit into registers while they are "
+            f"waited for; here a head has {parts}. Give fewer programs, or another merge."
+        )
     numbers = group * min(sq, plan.queries) * plan.block_d
     own = 1 if merge == "last" else parts  # programs that merge a head
     plan = replace(plan, merge=merge)
