@@ -73,7 +73,9 @@ def remember_ctrl_c() -> Iterator[CtrlC]:
         remembered.pressed = True
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():  # no other thread may set a handler, or gets the signal
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # no other thread may set a handler, or gets the signal
         yield remembered
         return
     before = signal.signal(signal.SIGINT, press)

@@ -135,9 +135,7 @@ def _shapes(
     return [(which, shape) for which, shape in pairs if shape_fields(shape)["kind"] in chosen_kinds]
 
 
-def _sweep_with_progress(
-    shapes: list[tuple[str, SdpaWorkload]], out: Path, device, ctrl_c: CtrlC, **options
-) -> dict:
+def _sweep_with_progress(shapes: list[tuple[str, SdpaWorkload]], out: Path, device, ctrl_c: CtrlC, **options) -> dict:
     """Sweep under a progress bar; Ctrl-C ends the command with a last line and status 130."""
     from utils.bench.choose.timing import load_grid, shapes_done, sweep
 
