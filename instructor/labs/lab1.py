@@ -227,7 +227,8 @@ def median_times(functions: dict, **options) -> dict[str, Measurement]:
 def plus_minus(measurement: Measurement) -> str:
     """`1.23 ± 0.04`: a median in ms and the half width of its interval."""
     low, high = measurement.interval_ms
-    return f"{measurement.median_ms:.4g} ± {(high - low) / 2:.2g}"
+    half = (high - low) / 2
+    return f"{measurement.median_ms:.4g} ± {half:{'.0f' if half >= 100 else '.2g'}}"
 
 
 print(f"device        {torch.cuda.get_device_name() if on_gpu else 'CPU'}, PyTorch {torch.__version__}")
@@ -947,6 +948,7 @@ ax.axvline(fits, color=series(4).color, linestyle=":", label=f"largest tile in o
 ax.set(xscale="log", yscale="log")
 ax.set_xticks(tiles, [str(t) for t in tiles])
 ax.minorticks_off()
+ax.yaxis.set_major_formatter("{x:g}")
 ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))  # beside the lines: inside, it would cover the ridge
 style_axes(ax, x="tile size t", y="FLOPs/Byte", title="A larger tile reads less")
 plt.show()
@@ -1330,7 +1332,9 @@ for name in (
     "sliding_window",
 ):
     print(f"{name:22} {getattr(config, name)}")
-print(f"{'layer_types':22} {' '.join(kind.removesuffix('_attention') for kind in config.layer_types)}")
+kinds = [kind.removesuffix("_attention") for kind in config.layer_types]
+for first in range(0, len(kinds), 6):
+    print(f"{'' if first else 'layer_types':22} {' '.join(kinds[first : first + 6])}")
 
 # %% [markdown]
 # ### Question 3.1: The cost of attention {points}
@@ -2458,10 +2462,11 @@ else:
 # `torch.autocast` does this operator by operator: matrix products run in bf16, sums such as a loss run in fp32. The next cell
 # runs the MLP of a Gemma-3 layer three ways, and then adds a thousand small steps to a weight.
 #
-# **Before you run.** Which of the three has the largest error? And what is 1 after 1000 steps of 0.001, in bf16?
+# **Before you run.** Is the error of autocast nearer to that of fp32, or to that of bf16? And what is 1 after 1000 steps of
+# 0.001, in bf16?
 
 # %%
-guesses["the way with the largest error"] = None  # "fp32", "autocast" or "bf16"
+guesses["autocast has an error as in"] = None  # "fp32" or "bf16"
 guesses["1 after a thousand steps of 0.001, in bf16"] = None
 
 # %%
@@ -2491,13 +2496,14 @@ with torch.no_grad():
                      "result": str(out.dtype).removeprefix("torch.")})
 precision_table = pd.DataFrame(rows)
 results["mixed_precision"] = rows
-display(precision_table.set_index("way").round(4))
+display(precision_table.assign(**{"rms error": precision_table["rms error"].map("{:.1e}".format)}).set_index("way").round(2))
 weight = {kind: torch.ones((), dtype=kind) for kind in (torch.float32, torch.bfloat16)}
 for _ in range(1000):
     for w in weight.values():
         w += 0.001
 print(f"1 after 1000 steps of 0.001: {weight[torch.float32].item():.3f} in fp32, {weight[torch.bfloat16].item():.3f} in bf16")
-beside_guess("the way with the largest error", precision_table["way"][int(precision_table["rms error"].idxmax())])
+size = dict(zip(precision_table["way"], precision_table["rms error"].map(math.log), strict=True))
+beside_guess("autocast has an error as in", min(("fp32", "bf16"), key=lambda way: abs(size[way] - size["autocast"])))
 beside_guess("1 after a thousand steps of 0.001, in bf16", weight[torch.bfloat16].item())
 
 # %% [markdown]
@@ -3113,7 +3119,7 @@ longest_row = flash_table.iloc[-1]
 for name in ("library", "yours"):
     beside_guess(f"{name}: times faster than standard", float(longest_row["standard_ms"] / longest_row[f"{name}_ms"]))
     beside_guess(f"{name}: times smaller than standard", float(longest_row["standard_mem_gb"] / longest_row[f"{name}_mem_gb"]))
-display(flash_table.set_index("seq_len"))
+display(flash_table.set_index("seq_len").map("{:.4g}".format))
 if not on_gpu:
     show_recorded("flash_attention")
 
@@ -3176,7 +3182,7 @@ for i, (name, function) in enumerate({"standard": standard_attention, "yours": o
     if name == "standard":
         beside_guess("score matrices at once, standard attention", round(max(megabytes) / one_matrix_mb, 1))
 style_axes(axes[0], y="memory held (MB)")
-axes[0].annotate("one score matrix", (0, one_matrix_mb), xytext=(4, 3), textcoords="offset points", fontsize=8.5)
+axes[2].annotate("one score matrix", (0, one_matrix_mb), xytext=(4, 3), textcoords="offset points", fontsize=8.5)
 plt.show()
 
 # %% [markdown]

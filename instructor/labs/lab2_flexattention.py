@@ -1451,7 +1451,7 @@ if not on_gpu:
 
 # %% [markdown]
 # The last lines say what was paid once: building the block mask, and compiling. A block mask that serves every layer and
-# every head of a step costs little. One that is built anew for every call costs more than the attention itself.
+# every head of a step costs little. One that is built anew for every call costs about as much as the attention itself, or more.
 
 # %% [markdown]
 # ### Question 5.2: Find your line in the kernel {points}
@@ -1482,13 +1482,14 @@ def show_code(code: str, needle: str, before: int = 4, after: int = 8, places: i
     lines = code.splitlines()
     found = [i for i, line in enumerate(lines) if needle in line]
     print(f"{needle!r} stands in {len(found)} of {len(lines)} lines")
-    shown_to = -1
+    shown_to, margin = -1, 0
     for i in found:
         if i > shown_to and places:
             places -= 1
             first, shown_to = max(i - before, shown_to + 1), min(i + after, len(lines) - 1)
-            margin = min(len(lines[j]) - len(lines[j].lstrip()) for j in range(first, shown_to + 1) if lines[j].strip())
-            print("\n".join(f"{j + 1:5} {lines[j][margin:].rstrip()[:110]}" for j in range(first, shown_to + 1)), "\n")
+            indents = [len(line) - len(line.lstrip()) for line in lines[first : shown_to + 1] if line.strip()]
+            margin = margin or min(indents)  # of the first place; generated code is deeply indented
+            print("\n".join(f"{j + 1:5} {lines[j].rstrip()[margin:][:110]}" for j in range(first, shown_to + 1)), "\n")
 
 
 if compiler:
@@ -1695,7 +1696,8 @@ if not on_gpu:
 # PyTorch's page on [recompilation](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/compile/programming_model.recompilation.html)
 # therefore begins with the advice not to set `dynamic=False`.
 #
-# Walk up to the cliff, with all three. So that you need not wait for eight kernels, the cell lowers the limit to two.
+# Walk up to the cliff, with all three. So that you need not wait for eight kernels, the cell lowers the limit to two. (The red
+# lines below it are PyTorch's warning. In a program that logs a lot, they are easily missed.)
 #
 # **Before you run.** Five lengths, each a little longer than the one before. What will the speed of `dynamic=False` do between
 # the second length and the third? How many kernels will the other two have at the end?

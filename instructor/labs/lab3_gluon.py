@@ -171,12 +171,19 @@ def answered(file: str) -> str | None:
     return text if text and not open_still else None
 
 
+def plot_run(run, title: str, until: float | None = None, **options) -> None:
+    """Draw the first program of a simulated run, up to `until` if given; model cycles, not nanoseconds."""
+    _, ax = run.plot(**options)
+    ax.set_xlim(right=until)
+    style_axes(ax, title=title)
+    ax.grid(False, axis="y")
+    plt.show()
+
+
 def show_timeline(text: str, launch: Launch, title: str, until: float | None = None, **options):
     """Simulate a launch and draw its first program, up to `until` if given; model cycles, not nanoseconds."""
     _, run = simulate_launch(text, launch, timeline=True, **options)
-    _, ax = run.plot(title=f"{title}: {run.cycles[0]:,.0f} model cycles")
-    ax.set_xlim(right=until)
-    plt.show()
+    plot_run(run, f"{title}: {run.cycles[0]:,.0f} model cycles", until)
     return run
 
 
@@ -838,7 +845,7 @@ until, taken = None, []
 for stages in (1, 3):
     name = f"add with {stages} {'slot' if stages == 1 else 'slots'}"
     run = show_timeline(answered("lab3_async_copy.py"), async_copy_launch(2048, 8, stages)[0], name, until)
-    until = until or run.cycles[0]  # both pictures to one scale
+    until = until or 1.05 * run.cycles[0]  # both pictures to one scale, with matplotlib's margin
     taken.append(run.cycles[0])
 beside_guess("cycles with one slot / cycles with three", taken[0] / taken[1])
 
@@ -967,7 +974,7 @@ hidden.tma_ring(text_of("lab3_tma_ring.py")).raise_if_wrong()
 _ = show_timeline(answered("lab3_tma_ring.py"), tma_ring_launch(16, 512, 3)[0], "TMA ring of 3 slots")
 for stages in (1, 2, 3, 4, 5, 6, 7, 8):
     _, run = simulate_launch(answered("lab3_tma_ring.py"), tma_ring_launch(16, 2048, stages)[0])
-    print(f"{stages} slots: {run.cycles[0]:7,.0f} model cycles for 32 tiles of 2 KiB")
+    print(f"{stages} slot{' ' if stages == 1 else 's'}: {run.cycles[0]:7,.0f} model cycles for 32 tiles of 2 KiB")
 
 # %% [markdown]
 # ## What the host does
@@ -1027,8 +1034,7 @@ for what, turn, extra in (("right", 0, 0), ("(a) turned parity", 1, 0), ("(b) 64
     print(f"{what}: {report or simulate_launch(BROKEN, launch)[0]['y_ptr'].item()}\n")
     if report:
         beside_guess(what, "hangs" if "deadlock" in report else "reads too early" if "race" in report else report)
-        run.plot(title=what)
-        plt.show()
+        plot_run(run, what)
 
 # %% [markdown]
 # ## Who put the fence back?
@@ -1936,9 +1942,8 @@ hidden.overlap(text_of("lab3_overlap.py")).raise_if_wrong()
 run = show_timeline(answered("lab3_overlap.py"), overlap_launch(*big)[0], "Overlapped, 128 queries", model=FROM_L2)
 beside_guess("tensor cores at work, 5.3", tensor_core_share(run))
 print(f"softmax under a product of the same consumer: {overlap(run):.0%}")
-run.plot(title="Enlarged: the softmax (blue) of a consumer runs under its product with V (red)",
-         window=(0.38 * run.cycles[0], 0.62 * run.cycles[0]))
-plt.show()
+window = (0.38 * run.cycles[0], 0.62 * run.cycles[0])
+plot_run(run, "Enlarged: the softmax (blue) of a consumer runs under its product with V (red)", window[1], window=window)
 
 # %% [markdown]
 # ## What your kernels became
