@@ -2100,7 +2100,7 @@ print(f"the head has {head_gb / (head_gb + 0.2005):.0%} of the weights that a st
 # %% [markdown]
 # ### Question 4.1: Profile and export a trace {points}
 #
-# `torch.profiler.profile` records every operator on the CPU and every kernel on the GPU. A **schedule** tells it when:
+# [`torch.profiler.profile`](https://docs.pytorch.org/docs/stable/profiler.html) records every operator on the CPU and every kernel on the GPU. A **schedule** tells it when:
 # the course's `default_schedule` waits 1 step, warms up for 3, and records 6. So you call the function 10 times and say
 # `prof.step()` after each call.
 #
@@ -2327,7 +2327,7 @@ hidden.fusion_bytes(elementwise_bytes, fusion_speedup).raise_if_wrong()
 # %% [markdown]
 # ### Question 4.3: Let the compiler fuse {points}
 #
-# `torch.compile` records the operators of a function and generates one kernel for as many of them as it can. You judge it
+# [`torch.compile`](https://docs.pytorch.org/docs/stable/generated/torch.compile.html) records the operators of a function and generates one kernel for as many of them as it can. You judge it
 # by counting. Write `kernels_per_step`: the number of kernels (on a GPU) or leaf operators (on a CPU) that one call of
 # `fn()` runs. Profile it with a `schedule`, as in Question 4.1, and let `count_cuda_kernels(prof)` count: its `total` is
 # per step.
@@ -2458,8 +2458,8 @@ else:
 # model that only answers, the weights are simply stored in bf16. Training cannot do that so simply: an optimizer adds small
 # steps to the weights, and a step below 1/512 of a bf16 number is lost, as in the bf16 sum of Question 1.2.
 #
-# So training is done in **mixed precision**: the weights stay in fp32, and each product gets bf16 copies of them.
-# `torch.autocast` does this operator by operator: matrix products run in bf16, sums such as a loss run in fp32. The next cell
+# So training is done in **mixed precision** ([Micikevicius and others](https://arxiv.org/abs/1710.03740)): the weights stay in fp32, and each product gets bf16 copies of them.
+# [`torch.autocast`](https://docs.pytorch.org/docs/stable/amp.html) does this operator by operator: matrix products run in bf16, sums such as a loss run in fp32. The next cell
 # runs the MLP of a Gemma-3 layer three ways, and then adds a thousand small steps to a weight.
 #
 # **Before you run.** Is the error of autocast nearer to that of fp32, or to that of bf16? And what is 1 after 1000 steps of
@@ -2520,7 +2520,7 @@ beside_guess("1 after a thousand steps of 0.001, in bf16", weight[torch.bfloat16
 #
 # - **Eager.** Launch $i$ ends at $i \cdot t_\text{launch}$, for $i = 1 \dots n$. A kernel starts as soon as it is launched
 #   **and** its predecessor is done. Draw it for $t_\text{launch} > t_\text{kernel}$ and for the opposite.
-# - **CUDA graph.** The whole sequence was recorded before. One launch of `launch_us`, then all `n` kernels run back to
+# - **[CUDA graph](https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs).** The whole sequence was recorded before. One launch of `launch_us`, then all `n` kernels run back to
 #   back.
 #
 # Both functions return the time in µs from the first launch's start to the last kernel's end.

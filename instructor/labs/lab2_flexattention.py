@@ -1309,7 +1309,7 @@ plt.show()
 # %% [markdown]
 # ### Question 5.1: Prepare once, call often {points}
 #
-# A block mask costs about as much to build as several calls of the kernel. In a model, it is built once for a step and
+# A block mask costs as much to build as one call of the kernel, or as several. In a model, it is built once for a step and
 # used by every layer and every head. Write `prepare_flex`. It returns a function `attend(q, k, v)`.
 #
 # - `attention` is FlexAttention, compiled or not: call `attention(q, k, v, score_mod=..., block_mask=...,
@@ -1451,7 +1451,8 @@ if not on_gpu:
 
 # %% [markdown]
 # The last lines say what was paid once: building the block mask, and compiling. A block mask that serves every layer and
-# every head of a step costs little. One that is built anew for every call costs about as much as the attention itself, or more.
+# every head of a step costs little. One that is built anew for every call costs about as much as the attention itself, or
+# more.
 
 # %% [markdown]
 # ### Question 5.2: Find your line in the kernel {points}
@@ -1588,8 +1589,9 @@ if not on_gpu:
 # %% [markdown]
 # Two notes on these traces. The eager call shows a *Torch-Compiled Region* as well: PyTorch traces it, and then runs what
 # it traced operator by operator. And on a CPU the compiled call counts zero operators: the generated kernel is a plain C++
-# function there, and the profiler counts PyTorch's own. Zero means that not one of them is left. On a GPU, Nsight Systems
-# shows the same ranges (`nsys profile python ...`), and Nsight Compute the inside of one kernel.
+# function there, and the profiler counts PyTorch's own. Zero means that not one of them is left. On a GPU,
+# [Nsight Systems](https://developer.nvidia.com/nsight-systems) shows the same ranges (`nsys profile python ...`), and Nsight
+# Compute the inside of one kernel.
 #
 # **Explain**, with numbers from your table and names from your traces:
 # 1. How many kernels (on a CPU: operators) does one eager call run, and one compiled call? Name three of the eager ones,

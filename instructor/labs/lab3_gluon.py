@@ -2042,6 +2042,8 @@ for name, lines in (("4.1 wgmma", "tma_load(|.wait(|warpgroup_mma|c_tile.store|f
 # in turns, at the same clocks: only that ratio is a result.
 
 # %%
+guesses |= dict.fromkeys([f"ladder step {step}, speed over cuDNN's" for step in range(1, 6)])
+# Set the ones you guess below this line, for example guesses["ladder step 1, speed over cuDNN's"] = 0.5
 if on_hopper:
     from utils.attention.gluon.launch import forward
 
@@ -2087,8 +2089,6 @@ else:
 show_recorded("race", {"your TFLOP/s": "5.3 TFLOP/s", "you are faster by": "5.3 faster by"})
 
 # %%
-guesses |= dict.fromkeys([f"ladder step {step}, speed over cuDNN's" for step in range(1, 6)])
-# set the ones you guess below this line, for example guesses["ladder step 1, speed over cuDNN's"] = 0.5
 for file in ("attention_ladder.json", "attention_ratios.json"):
     if not (RECORDED / file).exists():
         print(f"No recorded table {RECORDED / file} here.")

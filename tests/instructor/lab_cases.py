@@ -326,6 +326,16 @@ class Graded:
         }
 
 
+def guesses_of(cells: list) -> list[str]:
+    """The names of the guesses that a notebook asks for, in its order."""
+    return [
+        name
+        for cell in cells
+        if cell.cell_type == "code"
+        for name in re.findall(r'guesses\["([^"]+)"\] = None', cell.source)
+    ]
+
+
 def _seconds(cell) -> float:
     times = cell.metadata.get("execution", {})
     begin, end = (times.get(key) for key in ("iopub.execute_input", "shell.execute_reply"))
