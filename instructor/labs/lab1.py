@@ -3122,7 +3122,7 @@ longest_row = flash_table.iloc[-1]
 for name in ("library", "yours"):
     beside_guess(f"{name}: times faster than standard", float(longest_row["standard_ms"] / longest_row[f"{name}_ms"]))
     beside_guess(f"{name}: times smaller than standard", float(longest_row["standard_mem_gb"] / longest_row[f"{name}_mem_gb"]))
-display(flash_table.set_index("seq_len").map("{:.4g}".format))
+display(flash_table.set_index("seq_len").map(lambda x: f"{x:.0f}" if x >= 1000 else f"{x:.4g}"))
 if not on_gpu:
     show_recorded("flash_attention")
 

@@ -953,19 +953,20 @@ rows = []
 for size, tensors in (("16 tokens", random_qkv(1, 4, 16, 64)), ("full size", random_qkv(2, 16, 4096, 128) if on_gpu else random_qkv(1, 4, 1024, 64))):
     ways = {"torch decides": functools.partial(F.scaled_dot_product_attention, *tensors), "pinned to flash": pinned("flash", *tensors)}
     for way, m in time_in_turn(ways).items():
-        host_us = math.nan
-        if size == "16 tokens" and on_gpu:
+        host_us, whole_us = math.nan, m.median_ms * 1e3
+        if size == "16 tokens":
             host = []
-            for _ in range(5):  # the calls are only issued: the GPU works while the clock runs on
+            for _ in range(5):  # the calls are only issued: a GPU works while the clock runs on
                 began = time.perf_counter()
                 for _ in range(200):
                     ways[way]()
                 host.append((time.perf_counter() - began) / 200 * 1e6)
-            torch.cuda.synchronize()
             host_us = sorted(host)[2]
-        elif size == "16 tokens":
-            host_us = m.median_ms * 1e3  # a CPU is host and device in one
-        rows.append({"call": f"{size}, {way}", "host us": host_us, "device us" if on_gpu else "whole call us": m.median_ms * 1e3})
+            if on_gpu:
+                torch.cuda.synchronize()
+            else:
+                whole_us = host_us  # a CPU is host and device in one
+        rows.append({"call": f"{size}, {way}", "host us": host_us, "device us" if on_gpu else "whole call us": whole_us})
 results["host"] = rows
 show(rows, "call")
 beside_guess("host time of a call, us", rows[0]["host us"])
@@ -2636,7 +2637,7 @@ print(f"{len(grid)} rows, {grid['shape'].nunique()} shapes")
 if len(grid):
     display(grid.groupby(["kind", "backend"])["status"].value_counts().unstack(fill_value=0))
     columns = ["shape", *SHAPE, "backend", "status", "is_default", "ms", "tflops", "gb_s", "error"]
-    first_rows = grid.sort_values("shape")[columns].head(5).T  # rows as columns: so wide a table would not fit the page
+    first_rows = grid.sort_values("shape")[columns].head(5).reset_index(drop=True).T  # rows as columns: so wide a table would not fit the page
     show(first_rows.reset_index(names="column"), "column")
 
 # %% [markdown]
