@@ -3168,7 +3168,7 @@ def memory_during(call) -> tuple[list[float], list[float]]:
     for _, change in changes:
         held += change
         steps.append(held)
-    began = changes[0][0]
+    began = changes[0][0] if changes else 0.0
     return [0.0, *(when - began for when, _ in changes)], steps
 
 
