@@ -57,7 +57,8 @@
 # - **Three hints** are folded away in each question: the idea, the plan, and the line that people miss. Try first.
 #
 # Write code where it says `# YOUR CODE HERE` and delete the line `raise NotImplementedError()`. Below each answer is a
-# cell of checks. It gives you a first, light test. Grading adds more: other sizes, other layouts, other masks.
+# cell of checks. It names the mistakes that it knows. Grading tries the same on other sizes, layouts and masks, always the
+# same ones.
 #
 # Read more: the [FlexAttention paper](https://arxiv.org/abs/2412.05496), its
 # [introduction](https://pytorch.org/blog/flexattention/), and [attention-gym](https://github.com/meta-pytorch/attention-gym), a
@@ -100,7 +101,7 @@ from utils.attention.masks.sparsity import sparsity
 from utils.attention.prepared import compiled_versions, own_copy
 from utils.benchmark.measuring import measure_together
 from utils.files import recorded_table
-from utils.visualization import plot_mask, plot_sparsity_sweep
+from utils.visualization import plot_mask, plot_sparsity_sweep, series, style_axes
 
 torch.manual_seed(0)
 device = default_device()
@@ -1285,7 +1286,7 @@ for ax, (name, mod) in zip(axes, shown.items(), strict=True):
     image = ax.imshow(left, cmap="viridis", vmin=-8, vmax=12)
     if "then" in name and left.nan_to_num(0.0).min() < -4.0:
         beside_guess("the one that goes below -4", name.replace("(4)", ""))
-    ax.set_title(name, fontsize=10)
+    ax.set_title(name, loc="left", fontsize=9.5, fontweight="bold")
     ax.set_xlabel("key")
 axes[0].set_ylabel("query")
 fig.colorbar(image, ax=axes, label="score", shrink=0.8, extend="min")
@@ -1298,8 +1299,8 @@ plt.show()
 #
 # - **Eager.** FlexAttention runs as ordinary PyTorch: it computes all scores, asks your functions for every pair, builds
 #   the mask, softmax, second product. It skips nothing and stores everything. It is there to be read and debugged.
-# - **Compiled.** `torch.compile` traces your two functions, and Inductor puts them into the template of a flash-attention
-#   kernel: Triton on a GPU, C++ on a CPU. This one walks the block tables.
+# - **Compiled.** `torch.compile` traces your two functions, and Inductor, its code generator, puts them into the template of
+#   a flash-attention kernel: Triton on a GPU, C++ on a CPU. This one walks the block tables.
 # - **CuTe.** The same call with another back end: FlashAttention 4, a kernel in NVIDIA's CuTe DSL, with your functions
 #   translated into it. It needs a Hopper or Blackwell GPU.
 #
@@ -1308,7 +1309,7 @@ plt.show()
 # %% [markdown]
 # ### Question 5.1: Prepare once, call often {points}
 #
-# A block mask costs about as much to build as several calls of the kernel. In a model, it is built once for a step and
+# A block mask costs as much to build as one call of the kernel, or as several. In a model, it is built once for a step and
 # used by every layer and every head. Write `prepare_flex`. It returns a function `attend(q, k, v)`.
 #
 # - `attention` is FlexAttention, compiled or not: call `attention(q, k, v, score_mod=..., block_mask=...,
@@ -1406,9 +1407,10 @@ hidden.prepare_flex(prepare_flex).raise_if_wrong()
 # tensor, and plain matmul-softmax-matmul **compiled** with the mask as a tensor. A speed-up over slow Python would only say
 # that Python is slow.
 #
-# **Before you run.** Put the five in order. By what factor do you expect eager and compiled FlexAttention to differ?
+# **Before you run.** Which of them will be the slowest? By what factor do you expect eager and compiled FlexAttention to differ?
 
 # %%
+guesses["the slowest"] = None  # a name of the list below
 guesses["eager over compiled FlexAttention"] = None  # a ratio
 guesses["mask as a tensor over compiled FlexAttention"] = None
 q, k, v = random_qkv()
@@ -1436,6 +1438,7 @@ race_table = time_ways(contenders, samples=5)
 race_table[f"speed-up over {race_table['way'][0]}"] = race_table["ms"][0] / race_table["ms"]
 keep("race", race_table)
 race_ms = race_table.set_index("way")["ms"]
+beside_guess("the slowest", race_ms.idxmax())
 if "FlexAttention, compiled" in race_ms and "FlexAttention, eager" in race_ms:
     beside_guess("eager over compiled FlexAttention", float(race_ms["FlexAttention, eager"] / race_ms["FlexAttention, compiled"]))
     tensor_ms = race_ms["SDPA, mask as a tensor"]
@@ -1448,7 +1451,8 @@ if not on_gpu:
 
 # %% [markdown]
 # The last lines say what was paid once: building the block mask, and compiling. A block mask that serves every layer and
-# every head of a step costs little. One that is built anew for every call costs more than the attention itself.
+# every head of a step costs little. One that is built anew for every call costs about as much as the attention itself, or
+# more.
 
 # %% [markdown]
 # ### Question 5.2: Find your line in the kernel {points}
@@ -1479,12 +1483,14 @@ def show_code(code: str, needle: str, before: int = 4, after: int = 8, places: i
     lines = code.splitlines()
     found = [i for i, line in enumerate(lines) if needle in line]
     print(f"{needle!r} stands in {len(found)} of {len(lines)} lines")
-    shown_to = -1
+    shown_to, margin = -1, 0
     for i in found:
         if i > shown_to and places:
             places -= 1
             first, shown_to = max(i - before, shown_to + 1), min(i + after, len(lines) - 1)
-            print("\n".join(f"{j + 1:5} {lines[j].rstrip()[:150]}" for j in range(first, shown_to + 1)), "\n")
+            indents = [len(line) - len(line.lstrip()) for line in lines[first : shown_to + 1] if line.strip()]
+            margin = margin or min(indents)  # of the first place; generated code is deeply indented
+            print("\n".join(f"{j + 1:5} {lines[j].rstrip()[margin:][:110]}" for j in range(first, shown_to + 1)), "\n")
 
 
 if compiler:
@@ -1583,8 +1589,9 @@ if not on_gpu:
 # %% [markdown]
 # Two notes on these traces. The eager call shows a *Torch-Compiled Region* as well: PyTorch traces it, and then runs what
 # it traced operator by operator. And on a CPU the compiled call counts zero operators: the generated kernel is a plain C++
-# function there, and the profiler counts PyTorch's own. Zero means that not one of them is left. On a GPU, Nsight Systems
-# shows the same ranges (`nsys profile python ...`), and Nsight Compute the inside of one kernel.
+# function there, and the profiler counts PyTorch's own. Zero means that not one of them is left. On a GPU,
+# [Nsight Systems](https://developer.nvidia.com/nsight-systems) shows the same ranges (`nsys profile python ...`), and Nsight
+# Compute the inside of one kernel.
 #
 # **Explain**, with numbers from your table and names from your traces:
 # 1. How many kernels (on a CPU: operators) does one eager call run, and one compiled call? Name three of the eager ones,
@@ -1625,6 +1632,7 @@ if not on_gpu:
 # and will your Python loop keep any of it?
 
 # %%
+guesses["promise of the blocks"] = None  # times faster
 guesses["your loop, forward and backward: speed-up over the tensor"] = None
 tokens, block = (4096, 512) if on_gpu else (2048, 256)
 mask = with_name(both(causal, documents(tokens // 8)), f"both(causal, documents({tokens // 8}))")
@@ -1662,6 +1670,7 @@ training_table = pd.DataFrame([
      "speed-up, both": training_ms["SDPA, mask as a tensor, both"] / training_ms[f"{name}, both"]} for name in forwards])
 training_table["blocks promise"] = [1.0] + [promised_speedup((full, partial, empty))] * (len(forwards) - 1)
 keep("training", training_table)
+beside_guess("promise of the blocks", float(training_table["blocks promise"][1]))
 beside_guess("your loop, forward and backward: speed-up over the tensor", float(training_table["speed-up, both"][1]))
 if not on_gpu:
     show_recorded("training")
@@ -1689,7 +1698,8 @@ if not on_gpu:
 # PyTorch's page on [recompilation](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/compile/programming_model.recompilation.html)
 # therefore begins with the advice not to set `dynamic=False`.
 #
-# Walk up to the cliff, with all three. So that you need not wait for eight kernels, the cell lowers the limit to two.
+# Walk up to the cliff, with all three. So that you need not wait for eight kernels, the cell lowers the limit to two. (The red
+# lines below it are PyTorch's warning. In a program that logs a lot, they are easily missed.)
 #
 # **Before you run.** Five lengths, each a little longer than the one before. What will the speed of `dynamic=False` do between
 # the second length and the third? How many kernels will the other two have at the end?
@@ -1730,12 +1740,13 @@ if compiler:
     beside_guess("kernels of dynamic=True", compiled_versions(walked["dynamic=True"]))
 
     fig, ax = plt.subplots(figsize=(7.5, 3.4), layout="constrained")
-    for (name, rows_of_setting), style in zip(cliff_table.groupby("setting", sort=False), ("o-", "s--", "^:"), strict=True):
-        ax.plot(rows_of_setting["tokens"], rows_of_setting[unit], style, label=name)
-    ax.axvspan(lengths[limit] - length // 64, lengths[-1] + length // 64, color="tab:orange", alpha=0.15)
+    for i, (name, rows_of_setting) in enumerate(cliff_table.groupby("setting", sort=False)):
+        ax.plot(rows_of_setting["tokens"], rows_of_setting[unit], **series(i).line, label=name)
+    ax.axvspan(lengths[limit] - length // 64, lengths[-1] + length // 64, color=series(1).color, alpha=0.15)
     ax.text(lengths[limit], ax.get_ylim()[1] * 0.02, "dynamic=False: past the limit, eager", fontsize=9)
-    ax.set(xlabel="tokens", ylabel=unit, title="The same call, one length after the other", ylim=0)
-    ax.legend(frameon=False, bbox_to_anchor=(1.0, 1.0), loc="upper left")
+    ax.set_ylim(0)
+    ax.legend(bbox_to_anchor=(1.0, 1.0), loc="upper left")
+    style_axes(ax, x="tokens", y=unit, title="The same call, one length after the other")
     plt.show()
 else:
     print(f"torch.compile cannot run here: {compiler.reason} {compiler.remedy}")
@@ -1939,7 +1950,8 @@ else:
 # or small blocks: which reach more of the promise of their pairs, which more of the promise of their blocks?
 
 # %%
-guesses["block size with the best mean share of its blocks' promise"] = None  # 64, 128 or 256
+guesses["block size with the best mean share of its pairs' promise"] = None  # 64, 128 or 256
+guesses["block size with the best mean share of its blocks' promise"] = None
 guesses["documents of half a block: best share of the pairs' promise"] = None  # 0 to 1
 if compiler:
     q, k, v = random_qkv()
@@ -1966,8 +1978,9 @@ if compiler:
     sweep_table = pd.DataFrame(rows, columns=["block", "span", "everything, ms", "pairs promise", "blocks promise", "measured"])
     sweep_table["of pairs"] = sweep_table["measured"] / sweep_table["pairs promise"]
     sweep_table["of blocks"] = sweep_table["measured"] / sweep_table["blocks promise"]
-    by_block = sweep_table.groupby("block")["of blocks"].mean()
-    beside_guess("block size with the best mean share of its blocks' promise", int(by_block.idxmax()))
+    for promise in ("pairs", "blocks"):
+        mean_share = sweep_table.groupby("block")[f"of {promise}"].mean()
+        beside_guess(f"block size with the best mean share of its {promise}' promise", int(mean_share.idxmax()))
     half = sweep_table[2 * sweep_table["span"] == sweep_table["block"]]
     beside_guess("documents of half a block: best share of the pairs' promise", float(half["of pairs"].max()))
     keep("sweep", sweep_table)
@@ -2499,3 +2512,11 @@ print(f"saved {', '.join(results) or 'no table'} to {saved}")
 # - The order of the tokens is yours to choose. A good layout makes blocks empty.
 #
 # Look at the first paragraph of this lab again. Which three decisions turn seven eighths of wasted work into time saved?
+#
+# <details>
+# <summary>An answer to compare yours with</summary>
+#
+# To give the mask as a program, so that it is known before the work starts. To sort it into blocks once, so that a kernel
+# skips what is empty. To store the tokens in an order in which blocks are empty.
+#
+# </details>

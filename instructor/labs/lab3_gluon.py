@@ -70,7 +70,8 @@
 #   for each other, it says who waits for what. If two accesses to shared memory are in no order, it names both lines.
 #   **Read the report to the end**: it is the feedback. Its line numbers count from the file's first line: one less than
 #   the cell's, whose first line is `%%writefile`.
-# - **Predict first.** Cells marked *Before you run* ask for a guess.
+# - **Predict first.** Where it says *Before you run*, the next cell has lines `guesses[...] = None`: write your guess there,
+#   then run. What came out is printed beside it, and both are saved. A wrong guess teaches more than a right one.
 # - After the simulator, your kernel is compiled for a Hopper GPU (`sm_90a`); no GPU is needed for that. With a Hopper
 #   GPU it also runs there, and must give the same result.
 # - **Hints** are folded below each question: the idea, the plan, and the line that people miss. Open one at a time.
@@ -83,7 +84,8 @@
 # (`instrumentation_mode="consan"`), and NVIDIA's `compute-sanitizer`.
 #
 # **Words.** To *issue* an operation is to start it: the thread goes on at once. A *partition* is a group of warps that
-# runs one function. In layouts, `order` says which dimension counts fastest.
+# runs one function. In layouts, `order` says which dimension counts fastest. A *CTA* is CUDA's word for a thread block:
+# `warps_per_cta` are the warps of a block.
 
 # %% nbgrader={"grade_id": "setup", "locked": true}
 import json
@@ -105,6 +107,7 @@ from utils.machine.device import gluon_support, offline_compile_support
 from utils.machine.environment import environment
 from utils.attention import attention
 from utils.files import recorded_table
+from utils.visualization import series, style_axes
 
 assert find_spec("triton"), "This lab needs Triton for the language itself: pip install triton (Linux, no GPU needed)."
 from utils import gluon_cpu
@@ -144,6 +147,14 @@ on_gpu = device.type == "cuda"
 on_hopper = bool(gluon_support())
 RECORDED = Path("assets/results/h200")
 results = {}  # this run's tables, saved at the end
+guesses, outcomes = {}, {}  # your predictions, and what came out
+
+
+def beside_guess(what: str, measured: object) -> None:
+    """Print what came out beside your guess, and keep both."""
+    guess, outcomes[what] = guesses.get(what), measured
+    shown = format(measured, ".3g") if isinstance(measured, float) else str(measured)
+    print(f"{what}: {shown}" + ("   (no guess)" if guess is None else f"   (you guessed {guess})"))
 
 
 def text_of(file: str) -> str:
@@ -160,12 +171,19 @@ def answered(file: str) -> str | None:
     return text if text and not open_still else None
 
 
+def plot_run(run, title: str, until: float | None = None, **options) -> None:
+    """Draw the first program of a simulated run, up to `until` if given; model cycles, not nanoseconds."""
+    _, ax = run.plot(**options)
+    ax.set_xlim(right=until)
+    style_axes(ax, title=title)
+    ax.grid(False, axis="y")
+    plt.show()
+
+
 def show_timeline(text: str, launch: Launch, title: str, until: float | None = None, **options):
     """Simulate a launch and draw its first program, up to `until` if given; model cycles, not nanoseconds."""
     _, run = simulate_launch(text, launch, timeline=True, **options)
-    _, ax = run.plot(title=f"{title}: {run.cycles[0]:,.0f} model cycles")
-    ax.set_xlim(right=until)
-    plt.show()
+    plot_run(run, f"{title}: {run.cycles[0]:,.0f} model cycles", until)
     return run
 
 
@@ -329,9 +347,11 @@ hidden.tile_budget(shared_bytes, registers_per_thread).raise_if_wrong()
 
 # %% [markdown]
 # **Before you run.** For 64 queries and head dimension 128: which of the three is the longest? How many rows of queries
-# must share a block of keys until the loads are no longer the longest?
+# (64, 128, 192, ...) must share a block of keys until the loads are no longer the longest?
 
 # %%
+guesses["64 queries, head dim 128: the longest"] = None  # "products", "exponentials" or "loads"
+guesses["rows of queries until it is not the loads"] = None
 rows = []
 for d, queries, keys in ((64, 64, 128), (64, 192, 128), (128, 64, 128), (128, 128, 128), (128, 256, 128), (256, 128, 64)):
     products, exponentials, loads = tile_cycles(queries, keys, d)
@@ -340,6 +360,10 @@ for d, queries, keys in ((64, 64, 128), (64, 192, 128), (128, 64, 128), (128, 12
                  "shared KiB, 2 slots": shared_bytes(queries // 64, keys, d, 2) / 1024,
                  "registers": registers_per_thread(keys, d)})
 display(pd.DataFrame(rows).round(2))
+cycles = dict(zip(("products", "exponentials", "loads"), tile_cycles(64, 128, 128), strict=True))
+beside_guess("64 queries, head dim 128: the longest", max(cycles, key=cycles.get))
+hidden_at = [n for n in range(64, 2048, 64) if tile_cycles(n, 128, 128)[2] <= max(tile_cycles(n, 128, 128)[:2])]
+beside_guess("rows of queries until it is not the loads", hidden_at[0] if hidden_at else "more than 2000")
 
 # %% [markdown]
 # Two lessons. First, the exponentials are no detail: at head dimension 64 they take as long as the products, at 128 half
@@ -358,11 +382,13 @@ display(pd.DataFrame(rows).round(2))
 # more than one kernel. In the recorded table the naive version has six: the two products, the softmax, the scaling, and two
 # short `Memset`s (0.8 µs each) that come with the products.
 #
-# **Before you run.** How many kernels does each launch? How many bytes must each move? Write your guesses into the cell:
-# they are shown beside what comes out.
+# **Before you run.** How many kernels does each launch (on a CPU: how many operators)? How many bytes must each move?
 
 # %%
-my_guess = {"kernels, naive": None, "kernels, fused": None, "MB, naive": None, "MB, fused": None}
+guesses["kernels or operators, naive"] = None
+guesses["kernels or operators, fused"] = None
+guesses["MB moved, naive"] = None
+guesses["MB moved, fused"] = None
 
 
 def naive_attention(q, k, v):
@@ -397,7 +423,9 @@ for name, call, measurement, elements in (
 results["naive_and_fused"] = rows
 display(pd.DataFrame(rows).round(4))
 print(result.sentence())
-print("Your guesses:", my_guess)
+for row in rows:
+    beside_guess(f"kernels or operators, {row['']}", row["kernels" if on_gpu else "operators"])
+    beside_guess(f"MB moved, {row['']}", row["MB moved"])
 show_recorded("naive_and_fused")
 
 # %% [markdown]
@@ -605,8 +633,8 @@ for ax, (name, layout) in zip(axes, layouts.items(), strict=True):
         for column in range(32):
             if held[row][column][1] == 5:
                 ax.text(column, row, held[row][column][0], ha="center", va="center", color="white", fontsize=6)
-    ax.set(title=f"BlockedLayout {name}", xlabel="column", ylabel="row")
-    ax.title.set_fontsize(9)
+    ax.set(xlabel="column", ylabel="row")
+    ax.set_title(f"BlockedLayout {name}", loc="left", fontsize=9, fontweight="bold")
 figure.suptitle("Lane that holds each element (colour); lane 5 carries its warp's number", fontsize=10)
 plt.show()
 
@@ -763,6 +791,7 @@ def start_copy(ring, slot, ptr, start, n, TILE: gl.constexpr, layout: gl.constex
 @gluon.jit
 def add(a_ptr, b_ptr, c_ptr, n, TILE: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    # Element after element, without a swizzle (Part 4 says what that is).
     plain: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     a_ring = gl.allocate_shared_memory(gl.float32, [STAGES, TILE], plain)
     b_ring = gl.allocate_shared_memory(gl.float32, [STAGES, TILE], plain)
@@ -808,17 +837,17 @@ hidden.async_copy(text_of("lab3_async_copy.py")).raise_if_wrong()
 # share of the bandwidth. Read it as a ruler, not as a stopwatch. It shows what waits for what. Grey bars wait: plain
 # for a barrier, hatched for a product, dotted for a copy.
 #
-# **Before you run.** Eight tiles, one slot against three. Guess the ratio of the times, and write it into the cell.
+# **Before you run.** Eight tiles, one slot against three. What will the ratio of the times be?
 
 # %%
-my_ratio = None  # your guess: cycles with one slot over cycles with three
+guesses["cycles with one slot / cycles with three"] = None
 until, taken = None, []
 for stages in (1, 3):
     name = f"add with {stages} {'slot' if stages == 1 else 'slots'}"
     run = show_timeline(answered("lab3_async_copy.py"), async_copy_launch(2048, 8, stages)[0], name, until)
-    until = until or run.cycles[0]  # both pictures to one scale
+    until = until or 1.05 * run.cycles[0]  # both pictures to one scale, with matplotlib's margin
     taken.append(run.cycles[0])
-print(f"One slot takes {taken[0] / taken[1]:.2f} times as long as three; your guess: {my_ratio}.")
+beside_guess("cycles with one slot / cycles with three", taken[0] / taken[1])
 
 # %% [markdown]
 # Less than three times: three slots share the latency of a copy among three tiles. The bandwidth, the issuing and the
@@ -945,7 +974,7 @@ hidden.tma_ring(text_of("lab3_tma_ring.py")).raise_if_wrong()
 _ = show_timeline(answered("lab3_tma_ring.py"), tma_ring_launch(16, 512, 3)[0], "TMA ring of 3 slots")
 for stages in (1, 2, 3, 4, 5, 6, 7, 8):
     _, run = simulate_launch(answered("lab3_tma_ring.py"), tma_ring_launch(16, 2048, stages)[0])
-    print(f"{stages} slots: {run.cycles[0]:7,.0f} model cycles for 32 tiles of 2 KiB")
+    print(f"{stages} slot{' ' if stages == 1 else 's'}: {run.cycles[0]:7,.0f} model cycles for 32 tiles of 2 KiB")
 
 # %% [markdown]
 # ## What the host does
@@ -978,6 +1007,8 @@ print(f"largest difference {(y - x.float().square().sum(1)).abs().max().item():.
 # hangs, which reads too early, and where?
 
 # %%
+guesses["(a) turned parity"] = None  # "hangs" or "reads too early"
+guesses["(b) 64 bytes too many"] = None
 BROKEN = '''
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -1002,8 +1033,8 @@ for what, turn, extra in (("right", 0, 0), ("(a) turned parity", 1, 0), ("(b) 64
     report, run = simulate_failure(BROKEN, launch)
     print(f"{what}: {report or simulate_launch(BROKEN, launch)[0]['y_ptr'].item()}\n")
     if report:
-        run.plot(title=what)
-        plt.show()
+        beside_guess(what, "hangs" if "deadlock" in report else "reads too early" if "race" in report else report)
+        plot_run(run, what)
 
 # %% [markdown]
 # ## Who put the fence back?
@@ -1014,6 +1045,9 @@ for what, turn, extra in (("right", 0, 0), ("(a) turned parity", 1, 0), ("(b) 64
 # **Before you run.** How many fences will be left in your ring without yours?
 
 # %%
+guesses["fences in the machine code without yours"] = None
+
+
 def without_fences(text: str) -> str:
     """The text of a file with `pass` in place of every fence."""
     return "\n".join(line.split("fence_async_shared()")[0] + "pass" if line.strip().startswith("fence_async_shared()")
@@ -1024,7 +1058,9 @@ ring = tma_ring_launch(40, 440, 3)[0]
 if offline_compile_support():
     text = text_of("lab3_tma_ring.py")
     with_fence, without = (compile_for_hopper(kernel, ring) for kernel in (text, without_fences(text)))
-    print(f"3.2 with your fence: {with_fence['proxy fences']} in the machine code; without: {without['proxy fences']}\n")
+    print(f"3.2 with your fence: {with_fence['proxy fences']} in the machine code; without: {without['proxy fences']}")
+    beside_guess("fences in the machine code without yours", without["proxy fences"])
+    print()
     print(machine_code(text, ring, "tma_load(|mbarrier.|.load(layout)|fence_async_shared()", with_fence))
 else:
     print(offline_compile_support().reason)
@@ -1234,6 +1270,8 @@ hidden.repairs(text_of("lab3_broken.py"), repairs).raise_if_wrong()
 # **Before you run.** How many extra turns will the lanes along a column need in plain rows, and in the swizzle of 128 bytes?
 
 # %%
+guesses["extra turns, lanes along a column, plain rows"] = None
+guesses["extra turns, lanes along a column, swizzle of 128 bytes"] = None
 CONFLICTS = '''
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -1259,6 +1297,8 @@ for name, shared in (("plain rows", gl.SwizzledSharedLayout(8, 1, 1, [1, 0])),
         row[how] = simulate_launch(CONFLICTS, launch)[0]["y_ptr"].item()
     rows.append(row)
 display(pd.DataFrame(rows))
+for row in (rows[0], rows[-1]):
+    beside_guess(f"extra turns, lanes along a column, {row['layout of the tile']}", row["lanes along a column"])
 
 
 # %% [markdown]
@@ -1540,12 +1580,16 @@ hidden.softmax(text_of("lab3_softmax.py")).raise_if_wrong()
 # bandwidth of memory and half its latency: 40 bytes per cycle, after 300 cycles. These are round numbers to draw with,
 # and were not measured.
 #
-# **Before you run.** One warpgroup, everything in one partition. What share of the time will the tensor cores work?
+# **Before you run.** One warpgroup, everything in one partition. What share of the time will the tensor cores work? And with a
+# producer and two consumers (Question 5.2), and with the overlap (5.3)?
 
 # %%
+guesses["tensor cores at work, 5.1"] = None  # 0 to 1
+guesses["tensor cores at work, 5.2"] = None
+guesses["tensor cores at work, 5.3"] = None
 launch, _ = attention_launch("lab3_softmax.py", 64, *big)
 run = show_timeline(answered("lab3_softmax.py"), launch, "One warpgroup, 64 queries", model=FROM_L2)
-print(f"tensor cores at work: {tensor_core_share(run):.0%} of the time, for 64 queries")
+beside_guess("tensor cores at work, 5.1", tensor_core_share(run))
 print("In the rest nothing multiplies: the one partition waits for a copy, or computes its softmax.")
 
 # %% [markdown]
@@ -1718,7 +1762,7 @@ hidden.specialized(text_of("lab3_specialized.py")).raise_if_wrong()
 # %%
 launch, _ = attention_launch("lab3_specialized.py", 128, *big, STAGES=2)
 run = show_timeline(answered("lab3_specialized.py"), launch, "A producer and two consumers, 128 queries", model=FROM_L2)
-print(f"tensor cores at work: {tensor_core_share(run):.0%} of the time, for 128 queries")
+beside_guess("tensor cores at work, 5.2", tensor_core_share(run))
 print(f"softmax under a product of the same consumer: {overlap(run):.0%}")
 
 # %% [markdown]
@@ -1896,11 +1940,10 @@ hidden.overlap(text_of("lab3_overlap.py")).raise_if_wrong()
 
 # %%
 run = show_timeline(answered("lab3_overlap.py"), overlap_launch(*big)[0], "Overlapped, 128 queries", model=FROM_L2)
-print(f"tensor cores at work: {tensor_core_share(run):.0%} of the time, for 128 queries")
+beside_guess("tensor cores at work, 5.3", tensor_core_share(run))
 print(f"softmax under a product of the same consumer: {overlap(run):.0%}")
-run.plot(title="Enlarged: the softmax (blue) of a consumer runs under its product with V (red)",
-         window=(0.38 * run.cycles[0], 0.62 * run.cycles[0]))
-plt.show()
+window = (0.38 * run.cycles[0], 0.62 * run.cycles[0])
+plot_run(run, "Enlarged: the softmax (blue) of a consumer runs under its product with V (red)", window[1], window=window)
 
 # %% [markdown]
 # ## What your kernels became
@@ -1983,8 +2026,12 @@ for name, lines in (("4.1 wgmma", "tma_load(|.wait(|warpgroup_mma|c_tile.store|f
 #
 # On a Hopper GPU your own kernel of 5.3 now runs against the naive version of Part 1, the library's FlashAttention 2, cuDNN,
 # FlashAttention 3 where its package is installed, and the five steps of the course's ladder. The last step is what your
-# kernel can still become: persistent blocks, softmax in halves, barriers without a warpgroup barrier. Elsewhere you see
-# the recorded tables; there "5.3" is the model answer.
+# kernel can still become: persistent blocks (one for each SM, which walks over several tiles, so that the end of one tile hides
+# the start of the next), the softmax in halves, and arrivals at an mbarrier that do not first wait for the whole warpgroup.
+# Elsewhere you see the recorded tables; there "5.3" is the model answer.
+#
+# **Before you run.** At head dimension 128 and 16384 tokens: what share of cuDNN's speed does each of the five steps reach? Think
+# of the shares of the tensor cores that you saw in 5.1, 5.2 and 5.3.
 #
 # In the last table `cute` is the package of FlashAttention 4, called directly, and `flex_flash` is FlexAttention with that
 # package as its backend. FlashAttention 4's own algorithm is for Blackwell. On Hopper the package runs a reimplementation
@@ -1995,6 +2042,8 @@ for name, lines in (("4.1 wgmma", "tma_load(|.wait(|warpgroup_mma|c_tile.store|f
 # in turns, at the same clocks: only that ratio is a result.
 
 # %%
+guesses |= dict.fromkeys([f"ladder step {step}, speed over cuDNN's" for step in range(1, 6)])
+# Set the ones you guess below this line, for example guesses["ladder step 1, speed over cuDNN's"] = 0.5
 if on_hopper:
     from utils.attention.gluon.launch import forward
 
@@ -2053,11 +2102,15 @@ for file in ("attention_ladder.json", "attention_ratios.json"):
     table = pd.DataFrame(chosen)
     shown = (["step"] if "ladder" in file else []) + ["against", "tflops", "against_tflops", "ratio"]
     display(table[shown].rename(columns={"tflops": "Gluon TFLOP/s", "against_tflops": "its TFLOP/s"}).round(3))
+    for row in chosen if "ladder" in file else ():
+        beside_guess(f"ladder step {row['step']}, speed over cuDNN's", row["ratio"])
 
 # %% [markdown]
-# Compare with your predictions of Part 1. Step 1 to step 5 compute the same thing with the same FLOPs. What changes is who
-# waits for whom. Step 3 is slower than step 2 at head dimension 128. The likely reason, not measured apart: its tiles of
-# 128 keys take 147 KB of shared memory, so one block fits on an SM; two blocks of step 2 fit, and their waits overlap.
+# Hold the TFLOP/s against Part 1, where the tensor cores could do 989. For 128 queries at head dimension 128 products,
+# exponentials and loads from memory take 2048, 1024 and 3277 cycles: one after the other, the tensor cores would work for a
+# third of the time. Step 1 to step 5 compute the same thing with the same FLOPs. What changes is who waits for whom. Step 3 is
+# slower than step 2 at head dimension 128. The likely reason, not measured apart: its tiles of 128 keys take 147 KB of shared
+# memory, so one block fits on an SM; two blocks of step 2 fit, and their waits overlap.
 
 # %% [markdown]
 # ### Bonus Question 5.5: Do not compute what the mask removes {points}
@@ -2193,7 +2246,8 @@ hidden.attention_causal(text_of("lab3_causal.py")).raise_if_wrong()
 # $dK$ and $dV$ leave few registers: is it slower than the additions, or faster?
 
 # %%
-my_guess = {"step with the largest gain": None, "deterministic at 256, over adding": None}
+guesses["backward: step with the largest gain over the one before"] = None  # "step2" to "step5"
+guesses["backward at 256: deterministic / adding"] = None  # a ratio of speeds
 if (RECORDED / "backward_ratios.json").exists():
     record = json.loads((RECORDED / "backward_ratios.json").read_text())
     where = record["environment"]
@@ -2202,29 +2256,32 @@ if (RECORDED / "backward_ratios.json").exists():
     at = {row["head_dim"]: row for row in record["rows"] if row["length"] == 16384 and not row["causal"]}
     shown = [name for name in ("step1", "step2", "step3", "step4", "step5", "cudnn") if name in ladder]
     figure, axes = plt.subplots(1, 2, figsize=(9.6, 3.6), layout="constrained")
-    bars = axes[0].bar(shown, [ladder[name] for name in shown], color=["tab:blue"] * (len(shown) - 1) + ["tab:gray"])
-    axes[0].bar_label(bars, fmt="%.0f")
+    for name in shown:
+        axes[0].bar_label(axes[0].bar(name, ladder[name], **series(1 if name == "cudnn" else 0).bar), fmt="%.0f")
     axes[0].margins(y=0.12)
-    axes[0].set(title="The ladder at head dimension 128", ylabel="TFLOP/s of backward")
-    ways = {"adding to dQ (step 5; at 256 step 4)": "tab:blue", "deterministic": "tab:orange", "cudnn": "tab:gray",
-            "fa3": "tab:green", "fa4": "tab:olive"}
-    for i, (name, color) in enumerate(ways.items()):
+    style_axes(axes[0], y="TFLOP/s of backward", title="The ladder at head dimension 128")
+    ways = ("adding to dQ (step 5; at 256 step 4)", "cudnn", "deterministic", "fa3", "fa4")
+    for i, name in enumerate(ways):
         # at 64 and 128 the default adds; at 256 it is the deterministic kernel, and step 4 is the one that adds
         tflops = [at[d]["tflops"][("step4" if d == 256 else at[d]["default"]) if name.startswith("adding") else name]
                   for d in (64, 128, 256)]
-        axes[1].bar([x + (i - 2) * 0.16 for x in range(3)], tflops, 0.16, label=name, color=color)
-    axes[1].set(title="16384 tokens, full", xticks=range(3), xticklabels=["head dim 64", "128", "256"])
-    axes[1].legend(fontsize=7, frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, -0.42))
+        axes[1].bar([x + (i - 2) * 0.16 for x in range(3)], tflops, 0.16, label=name, **series(i).bar)
+    axes[1].set(xticks=range(3), xticklabels=["head dim 64", "128", "256"])
+    axes[1].legend(ncols=2, loc="lower center", bbox_to_anchor=(0.5, -0.42))
+    style_axes(axes[1], title="16384 tokens, full")
     plt.show()
-    print(f"step 3 over step 2: {ladder['step3'] / ladder['step2']:.1f} times; deterministic over adding at 256: "
-          f"{at[256]['tflops']['deterministic'] / at[256]['tflops']['step4']:.2f} times. Your guesses: {my_guess}")
+    gains = {f"step{i}": ladder[f"step{i}"] / ladder[f"step{i - 1}"] for i in range(2, 6) if f"step{i}" in ladder}
+    print("gain over the step before:", ", ".join(f"{step} {gain:.2f}" for step, gain in gains.items()))
+    beside_guess("backward: step with the largest gain over the one before", max(gains, key=gains.get))
+    beside_guess("backward at 256: deterministic / adding", at[256]["tflops"]["deterministic"] / at[256]["tflops"]["step4"])
 else:
     print(f"No recorded table {RECORDED / 'backward_ratios.json'} here.")
 
 # %% [markdown]
 # TMA alone changes little here, and step 3 is 2.6 times as fast as step 2. How much of that each of its three changes
-# brings was not measured. Steps 4 and 5 are within 2% of step 3 here; the loops of step 5 pay where there is a mask. What is left is the additions. The same kernel without them, whose $dQ$ is wrong, ran at 775 TFLOP/s in place of 575 in one run at head
-# dimension 128 (`docs/backward-log.md`, entry 2). So at head dimension 256 the deterministic kernel with its two products
+# brings was not measured. Steps 4 and 5 are within 2% of step 3 here; the loops of step 5 pay where there is a mask. What is
+# left is the additions. The same kernel without them, whose $dQ$ is wrong, ran at 775 TFLOP/s in place of 575 in one run at
+# head dimension 128 (`docs/backward-log.md`, entry 2). So at head dimension 256 the deterministic kernel with its two products
 # more is the faster one: it adds nothing to memory. At 64 and 128 it is the slower one.
 
 # %% [markdown]
@@ -2241,6 +2298,7 @@ record = {
     "commit": machine.get("commit"),
     "environment": machine,
     "tables": results,
+    "guesses": {what: {"guess": guesses.get(what), "outcome": outcome} for what, outcome in outcomes.items()},
 }
 saved = output_path("lab3_results.json")
 saved.write_text(json.dumps(record, indent=1, default=str))

@@ -53,10 +53,11 @@
 # - **Trust no name.** A function called `flash_attention` may run math. Part 1 gives you the tools to check. Use them.
 # - **Two kinds of numbers.** What you measure comes from your machine. What was recorded on an H200 is marked as
 #   recorded, and you treat it as data.
+# - **Three hints** are folded away in each question: the idea, the plan, and the line that people miss. Try first.
 #
 # Write code where it says `# YOUR CODE HERE` and delete the line `raise NotImplementedError()`. The cell of checks below
-# an answer is a first, light test. Grading adds other shapes, dtypes and options. All checks use CPU tensors, so they
-# come out the same with and without a GPU.
+# an answer names the mistakes that it knows. Grading tries the same on other shapes, dtypes and options, always the same
+# ones. All checks use CPU tensors, so they come out the same with and without a GPU.
 #
 # A CPU has two of the four backends, math and flash. A GPU has all four. The same cells run on both. In a terminal, `labs bench
 # list-targets --chapter labs/cudnn_sdpa_bench` lists the same contests with sizes of your own, and `labs bench run --targets
@@ -86,6 +87,7 @@ from utils.checking.mistakes import known_mistake
 from utils.checking.watching import FUSED_ATTENTION
 from utils.machine.environment import environment
 from utils.files import recorded_table
+from utils.visualization import series, style_axes
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler from writing a line for each start and stop
 torch.manual_seed(0)
@@ -247,7 +249,7 @@ print(f"sizes         {'full: made for a data-centre GPU' if on_gpu else 'small:
 #
 # | Backend | Who wrote it | What it does | On an H200 |
 # |---|---|---|---|
-# | *math* | PyTorch | two matrix products with a softmax between them, as separate operators; the scores lie in memory | products by cuBLAS, one kernel for each step |
+# | *math* | PyTorch | two matrix products with a softmax between them, as separate operators; the scores lie in memory | products by cuBLAS, NVIDIA's library of matrix products; one kernel for each step |
 # | *flash* | Tri Dao and others, [FlashAttention-2](https://arxiv.org/abs/2307.08691) | one fused kernel: a tile of scores at a time, [online softmax](https://arxiv.org/abs/2205.14135), scores never in memory | compiled for `sm80`, the A100 |
 # | *efficient* | Meta's xFormers, after [Rabe and Staats](https://arxiv.org/abs/2112.05682) | the same idea, built from NVIDIA's [CUTLASS](https://github.com/NVIDIA/cutlass); takes masks and more dtypes | compiled for `sm80`: `fmha_cutlassF_bf16_aligned_64x128_rf_sm80` |
 # | *cuDNN* | NVIDIA, [cuDNN](https://docs.nvidia.com/deeplearning/cudnn/latest/) (closed source) | the same idea, with kernels that the library generates for the shape and the chip | made for `sm90`: `..._sm90_flash_fprop_wgmma_f16_...` |
@@ -951,15 +953,20 @@ rows = []
 for size, tensors in (("16 tokens", random_qkv(1, 4, 16, 64)), ("full size", random_qkv(2, 16, 4096, 128) if on_gpu else random_qkv(1, 4, 1024, 64))):
     ways = {"torch decides": functools.partial(F.scaled_dot_product_attention, *tensors), "pinned to flash": pinned("flash", *tensors)}
     for way, m in time_in_turn(ways).items():
-        host = []
-        for _ in range(5 if size == "16 tokens" else 0):  # the calls are only issued: a GPU works while the clock runs on
-            began = time.perf_counter()
-            for _ in range(200):
-                ways[way]()
-            host.append((time.perf_counter() - began) / 200 * 1e6)
-        if on_gpu:
-            torch.cuda.synchronize()
-        rows.append({"call": f"{size}, {way}", "host us": sorted(host)[2] if host else math.nan, "device us" if on_gpu else "whole call us": m.median_ms * 1e3})
+        host_us, whole_us = math.nan, m.median_ms * 1e3
+        if size == "16 tokens":
+            host = []
+            for _ in range(5):  # the calls are only issued: a GPU works while the clock runs on
+                began = time.perf_counter()
+                for _ in range(200):
+                    ways[way]()
+                host.append((time.perf_counter() - began) / 200 * 1e6)
+            host_us = sorted(host)[2]
+            if on_gpu:
+                torch.cuda.synchronize()
+            else:
+                whole_us = host_us  # a CPU is host and device in one
+        rows.append({"call": f"{size}, {way}", "host us": host_us, "device us" if on_gpu else "whole call us": whole_us})
 results["host"] = rows
 show(rows, "call")
 beside_guess("host time of a call, us", rows[0]["host us"])
@@ -1311,12 +1318,13 @@ flat = max(row["queries"] for row in rows if row["ms"] <= 1.25 * rows[0]["ms"])
 riding = pd.DataFrame(rows)
 results["queries"] = rows
 figure, ax = plt.subplots(figsize=(6.5, 3.2))
-ax.plot(riding["queries"], riding["ms"], "o-", label="measured")
-ax.set(xscale="log", yscale="log", xlabel="queries", ylabel="time (ms)", title=f"One call over {kv_long:,} keys")
+ax.plot(riding["queries"], riding["ms"], **series(0).line, label="measured")
+ax.set(xscale="log", yscale="log")
 ax.axvline(queries_to_ridge(ridge, kv_long, 1, 64, dtype), color="black", linestyle="--", linewidth=1, label="ridge")
 plain_ticks(ax.xaxis, riding["queries"].tolist())
 plain_ticks(ax.yaxis, subs=(1, 1.5, 2, 3, 5, 7))
-ax.legend(frameon=False)
+ax.legend()
+style_axes(ax, x="queries", y="time (ms)", title=f"One call over {kv_long:,} keys")
 plt.show()
 show(rows, "queries")
 beside_guess("queries that ride for at most 1.25 times the time", flat)
@@ -1581,7 +1589,7 @@ guesses["gain of the best split, batch 1"] = None
 guesses["gain of the best split, batch 64"] = None
 machine_model = {"units": 132, "tile": 128, "tile_us": 0.5, "combine_us": 4.0}
 figure, ax = plt.subplots(figsize=(7, 3.4))
-for batch, style in ((1, "o-"), (4, "s--"), (16, "^:"), (64, "d-.")):
+for i, batch in enumerate((1, 4, 16, 64)):
     programs = 8 * batch
     counts = range(1, 65)
     one = decode_us(programs, 65536, 1, **machine_model)
@@ -1589,11 +1597,12 @@ for batch, style in ((1, "o-"), (4, "s--"), (16, "^:"), (64, "d-.")):
     best = best_splits(programs, 65536, **machine_model)
     if batch in (1, 64):
         beside_guess(f"gain of the best split, batch {batch}", gains[best - 1])
-    ax.plot(counts, gains, style, markersize=3, label=f"batch {batch}: best {best}, {gains[best - 1]:.2f}×")
-ax.set(xlabel="splits", ylabel="gain over one split (×)", xscale="log", yscale="log", title="A model of split-KV, 8 key heads")
+    ax.plot(counts, gains, **series(i).line, markersize=3, label=f"batch {batch}: best {best}, {gains[best - 1]:.2f}×")
+ax.set(xscale="log", yscale="log")
 plain_ticks(ax.xaxis, (1, 2, 4, 8, 16, 32, 64))
 plain_ticks(ax.yaxis)
-ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+style_axes(ax, x="splits", y="gain over one split (×)", title="A model of split-KV, 8 key heads")
 plt.show()
 
 # %% [markdown]
@@ -2174,11 +2183,11 @@ beside_guess("the rounding that costs most", max(alone, key=alone.get))
 beside_guess("math's error / flash's error, bf16", float(rms_of["math"] / rms_of["flash"]))
 results["rounding"] = rows
 figure, ax = plt.subplots(figsize=(7, 3.4))
-colors = ["tab:gray" if name.startswith("rounded") else "tab:blue" for name in rounding["what"]]
+colors = ["#9a9a9a" if name.startswith("rounded") else series(0).color for name in rounding["what"]]
 ax.bar_label(ax.barh(rounding["what"], rounding["rms error"], color=colors), fmt="%.4f", padding=3)
 ax.margins(x=0.15)
 ax.invert_yaxis()
-ax.set(xlabel="relative rms error against float64", title=f"bf16 attention over {q.shape[2]} keys")
+style_axes(ax, x="relative rms error against float64", title=f"bf16 attention over {q.shape[2]} keys")
 figure.tight_layout()
 plt.show()
 show(rounding, "what")
@@ -2195,7 +2204,7 @@ if not on_gpu:
 # Write `ulps_apart(a, b)` for two bf16 tensors of one shape: a tensor of integers. Neighbours are 1 apart, over powers
 # of two and around zero as well. 0 and -0 are the same number. There is no NaN and no infinity.
 #
-# *Hint: the 16 bits of a positive number, read as an integer (`x.view(torch.int16)`), count the numbers from 0 on.*
+# The 16 bits of a positive number, read as an integer (`x.view(torch.int16)`), count the numbers from 0 on.
 #
 # {hint idea}
 # Positive bf16 numbers, read as integers, are in order and without gaps. Negative ones run the other way.
@@ -2262,6 +2271,8 @@ for one, other in pairs:
                  "most steps, larger half": int(common.max())})
 results["ulps"] = rows
 show(rows, "backends")
+if not on_gpu:
+    show_recorded("ulps")
 
 # %% [markdown]
 # ### Question 5.3: Same bits every time? {points}
@@ -2535,14 +2546,15 @@ hidden.fp8(quantize_fp8, dequantize_fp8).raise_if_wrong()
 # rounding is that of FP8.
 #
 # **Before you run.** bf16 rounds by up to 2⁻⁸ of a number, e4m3 by up to 2⁻⁴. What error do you expect? From which factor
-# on do blocks help: 100, 10,000 or 100,000? (INT8 would need them at 10. What does FP8 have that INT8 has not?)
+# on does a scale for each token save a third of the error: 100, 10,000 or 100,000? And where would INT8 need them, whose steps are all of one size? (The table has a
+# column for INT8 with one scale.)
 
 # %%
 kinds_of_scale = {"one scale": None, "blocks of 64": 64, "a scale for each token": 1}
 guesses["error of e4m3 / error of bf16"] = None
-guesses["factor from which blocks of 64 halve the error"] = None  # 100, 10_000 or 100_000
+guesses["a scale for each token saves a third of the error from"] = None  # "100 times", "10000 times" or "100000 times"
 rows = []
-for factor in (1, 100, 10_000, 100_000):
+for factor in (1, 10, 100, 10_000, 100_000):
     x = random_qkv(1, 4, 1024, 64, dtype=torch.float32)[0]
     ordinary = torch.arange(1024, device=device) % 128 != 0
     x[:, :, ~ordinary] *= factor
@@ -2550,6 +2562,9 @@ for factor in (1, 100, 10_000, 100_000):
     for name, block in kinds_of_scale.items():
         wrong = (dequantize_fp8(*quantize_fp8(x, block), block) - x)[:, :, ordinary]
         row[name] = (wrong.square().mean() / x[:, :, ordinary].square().mean()).sqrt().item()
+    scale = x.abs().max() / 127  # INT8 has 255 numbers, -127 to 127, one step apart
+    wrong = ((x / scale).round() * scale - x)[:, :, ordinary]
+    row["INT8, one scale"] = (wrong.square().mean() / x[:, :, ordinary].square().mean()).sqrt().item()
     rows.append(row)
 results["fp8"] = rows
 show(rows, "large tokens")
@@ -2561,10 +2576,15 @@ in_bf16 = F.scaled_dot_product_attention(*(t.bfloat16() for t in (q, k, v)))
 print(f"attention, bf16 {'':23} rms error {errors(in_bf16, q, k, v)[1]:.4f}")
 rounded = [dequantize_fp8(*quantize_fp8(t), None) for t in (q, k, v)]
 beside_guess("error of e4m3 / error of bf16", errors(F.scaled_dot_product_attention(*rounded), q, k, v)[1] / errors(in_bf16, q, k, v)[1])
-halved = [row["large tokens"] for row in rows if row["blocks of 64"] < 0.55 * row["one scale"]]
-beside_guess("factor from which blocks of 64 halve the error", halved[0] if halved else "none of these")
+saved = [row["large tokens"] for row in rows if row["a scale for each token"] < 2 / 3 * row["one scale"]]
+beside_guess("a scale for each token saves a third of the error from", saved[0] if saved else "none of these")
 if not on_gpu:
     show_recorded("fp8")
+
+# %% [markdown]
+# FP8 is a floating-point format: its steps shrink with the number, so a token that is a hundred times smaller than the largest
+# keeps its 4 significant bits, until the exponent ends. The steps of INT8 are all of one size, that of the largest number over
+# 127. At a factor of 10 the ordinary tokens have a few steps left; at 100 most of their numbers are rounded to zero.
 
 # %% [markdown]
 # # Part 6: A table from an H200
@@ -2617,7 +2637,8 @@ print(f"{len(grid)} rows, {grid['shape'].nunique()} shapes")
 if len(grid):
     display(grid.groupby(["kind", "backend"])["status"].value_counts().unstack(fill_value=0))
     columns = ["shape", *SHAPE, "backend", "status", "is_default", "ms", "tflops", "gb_s", "error"]
-    show(grid.sort_values("shape")[columns].head(8), "shape")
+    first_rows = grid.sort_values("shape")[columns].head(5).reset_index(drop=True).T  # rows as columns: so wide a table would not fit the page
+    show(first_rows.reset_index(names="column"), "column")
 
 # %% [markdown]
 # ### Question 6.1: Who is fastest, and what does the default lose? {points}
@@ -2725,7 +2746,7 @@ if len(grid):
     default_of = grid[grid["is_default"]].set_index("shape")["backend"]
     beside_guess("share of shapes where the default is the best", float((fastest(grid) == default_of.reindex(fastest(grid).index)).mean()))
     beside_guess("the backend that wins most decode shapes", wins.loc["decode"].idxmax())
-    colors = {"math": "tab:gray", "flash": "tab:blue", "efficient": "tab:orange", "cudnn": "tab:green"}
+    colors = {"math": "#9a9a9a", "flash": series(0).color, "efficient": series(1).color, "cudnn": series(2).color}
     beside = {"math": 0.82, "flash": 0.92, "efficient": 1.0, "cudnn": 1.09}  # points of one shape stand side by side
     counted = grid.query("status == 'ok'")
     panels = {"training": counted["kind"] == "training", "prefill": counted["kind"] == "prefill"}
@@ -2739,13 +2760,10 @@ if len(grid):
             marker = {64: "o", 128: "s", 256: "^"}[head_dim]
             ax.plot(rows["seq_len_kv"] * beside[backend], rows["slowdown"], marker, color=colors[backend], markersize=5,
                     markerfacecolor="none", alpha=0.8)
-        ax.set(xscale="log", yscale="log", title=title)
+        ax.set(xscale="log", yscale="log")
         plain_ticks(ax.xaxis, (128, 1024, 8192, 65536))
         plain_ticks(ax.yaxis, (1, 1.5, 2, 3, 5, 10, 30, 100))
-    for ax in axes[1]:
-        ax.set_xlabel("keys")
-    for ax in axes[:, 0]:
-        ax.set_ylabel("time / best time")
+        style_axes(ax, title=title, x="keys" if ax in axes[1] else None, y="time / best time" if ax in axes[:, 0] else None)
     handles = [plt.Line2D([], [], color=c, marker="s", linestyle="", label=b) for b, c in colors.items() if b in set(counted["backend"])]
     handles += [plt.Line2D([], [], color="black", marker=m, linestyle="", markerfacecolor="none", label=f"head dim {d}") for d, m in ((64, "o"), (128, "s"), (256, "^"))]
     figure.legend(handles=handles, loc="outside right center", frameon=False)

@@ -326,6 +326,53 @@ class Graded:
         }
 
 
+def guesses_of(cells: list) -> list[str]:
+    """The names of the guesses that a notebook asks for, in its order."""
+    return [
+        name
+        for cell in cells
+        if cell.cell_type == "code"
+        for name in re.findall(r'guesses\["([^"]+)"\] = None', cell.source)
+    ]
+
+
+def shown_beside_guesses(cells: list) -> list[str]:
+    """Regular expressions of the names that a notebook gives to beside_guess.
+
+    A name that is made by an f-string may hold anything in its braces. Where the name is a variable, every other string of
+    the cell may be its value.
+    """
+    patterns = []
+    for cell in cells:
+        if cell.cell_type != "code" or "beside_guess(" not in cell.source or cell.source.startswith("%%"):
+            continue
+        tree = ast.parse(cell.source)
+        given = [
+            node.args[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "beside_guess"
+        ]
+        keys = {
+            id(node.slice)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "guesses"
+        }
+        texts = [pattern for argument in given if (pattern := _pattern(argument))]
+        if len(texts) < len(given):
+            texts += [pattern for node in ast.walk(tree) if id(node) not in keys and (pattern := _pattern(node))]
+        patterns += texts
+    return patterns
+
+
+def _pattern(node: ast.AST) -> str:
+    """The regular expression of a string in the source, "" for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.escape(node.value)
+    if isinstance(node, ast.JoinedStr) and any(isinstance(part, ast.Constant) for part in node.values):
+        return "".join(re.escape(part.value) if isinstance(part, ast.Constant) else ".*" for part in node.values)
+    return ""
+
+
 def _seconds(cell) -> float:
     times = cell.metadata.get("execution", {})
     begin, end = (times.get(key) for key in ("iopub.execute_input", "shell.execute_reply"))

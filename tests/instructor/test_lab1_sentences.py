@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import torch
 
 from instructor.build import ROOT, build_lab
 from instructor.points import lab_path
@@ -74,6 +75,26 @@ def test_ridge_points_by_year(text):
     a100, h100, h200, b200 = (get_ridge_point(name, "bf16") for name in ("A100", "H100", "H200", "B200"))
     assert a100 < h100 > h200 < b200
     assert GPU_SPECS["H100"]["bf16_tflops"] == H200["bf16_tflops"]
+
+
+def test_the_mlp_changes_sides_between_an_h100_and_an_h200(text):
+    """Five operators of the MLP: three products, GELU and the elementwise product, for 8 x 2048 tokens in bf16."""
+    says(
+        text, "The ridge of an H200, whose memory is faster, lies at 206, and there the same MLP is just compute-bound."
+    )
+    t, h, i = 8 * 2048, GEMMA_CONFIG.hidden_size, GEMMA_CONFIG.intermediate_size
+    intensity = 6 * t * h * i / (2 * (3 * t * h + 3 * h * i + 8 * t * i))
+    assert round(get_ridge_point("H200", "bf16")) == 206 < intensity < get_ridge_point("H100", "bf16")
+
+
+def test_narrow_numbers_and_small_steps(text):
+    """A step below half the distance of two bf16 numbers is lost; the rates are those of the datasheet."""
+    says(
+        text, "do 989 TFLOP/s in bf16, and its ordinary units 67 in fp32", "a step below 1/512 of a bf16 number is lost"
+    )
+    assert round(H200["fp32_tflops"]) == 67
+    one = torch.ones((), dtype=torch.bfloat16)
+    assert one + 0.99 / 512 == one < one + 2.1 / 512
 
 
 def test_large_products_reach_four_fifths_of_the_peak(text, tables):

@@ -45,7 +45,6 @@ class TestLab(EveryLab):
     by_hand = BY_HAND
     wrong_answers, least_mistakes = WRONG_ANSWERS, 35
     least_figures, least_predictions = 2, 10
-    minutes = 6.0
     bare_stubs = True
     hinted = True
 

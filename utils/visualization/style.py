@@ -131,6 +131,24 @@ def name_axes(ax: Any, own: bool, *, x: str | None = None, y: str | None = None,
         ax.set_title(title, loc="left", fontsize=HEAD, fontweight="bold", **color)
 
 
+def style_axes(ax: Any, *, x: str | None = None, y: str | None = None, title: str | None = None) -> None:
+    """Give Axes that a notebook drew itself the look of the course's pictures: white paper, open frame, soft grid.
+
+    Args:
+        ax: Axes of a figure of the caller's own, with everything drawn and its legend made.
+        x: name of the horizontal axis.
+        y: name of the vertical axis.
+        title: the title, written at the left.
+    """
+    ax.get_figure(root=True).set_facecolor(PAPER)
+    _clean(ax, own=True)
+    name_axes(ax, True, x=x, y=y, title=title)
+    if legend := ax.get_legend():
+        legend.set_frame_on(False)
+        for text in legend.get_texts():
+            text.set(fontsize=SMALL, color=SOFT)
+
+
 def key_above(ax: Any, own: bool, handles: list[Any], columns: int = 4) -> None:
     """Write a key between the title and the axes, outside the data, in rows of `columns` entries."""
     rows = math.ceil(len(handles) / columns)

@@ -67,7 +67,7 @@ def flash_triton(source: str, seed=None):
             f"3 heads, {queries} queries and {keys} keys, D = {size}, blocks of {block_m} and {block_n}, {words}"
         )
     try:
-        results = run_interpreted_cases((source + _ENTRY, "entry_of_the_check"), cases, timeout=60)
+        results = run_interpreted_cases((source + _ENTRY, "entry_of_the_check"), cases, timeout=120)
     except InterpretedKernelError as error:
         place = f" on {names[error.case]}" if error.case is not None else ""
         raise AssertionError(f"flash_kernel failed{place}: {error.in_short}") from None

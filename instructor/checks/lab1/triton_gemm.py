@@ -61,7 +61,7 @@ def gemm_triton(source: str, seed=None):
         cases.append((a, b, bm, bn, bk, transposed, dtype))
         names.append(f"({m}, {k}) @ ({k}, {n}) with blocks ({bm}, {bn}, {bk}), {name}")
     try:
-        results = run_interpreted_cases((source + _ENTRY, "entry_of_the_check"), cases, timeout=60)
+        results = run_interpreted_cases((source + _ENTRY, "entry_of_the_check"), cases, timeout=120)
     except InterpretedKernelError as error:
         place = f" on {names[error.case]}" if error.case is not None else ""
         raise AssertionError(f"gemm_kernel failed{place}: {error.in_short}") from None

@@ -1,7 +1,9 @@
 """`labs bench choose`: the sweep and its file, the choices and how well they hold, and `attention` going by them."""
 
+import contextlib
 import json
 import math
+import signal
 
 import pytest
 import torch
@@ -153,6 +155,26 @@ def test_ctrl_c_leaves_a_valid_file_and_the_sweep_goes_on_from_it(tmp_path, monk
     path.write_text(path.read_text()[:400])
     with pytest.raises(BenchError, match="truncated"):
         choosing.sweep(TINY, path, CPU, **options)
+
+
+def test_a_ctrl_c_that_a_library_swallows_ends_the_sweep_before_the_next_shape(tmp_path, monkeypatch):
+    """A KeyboardInterrupt under a bare `except`, as libraries have them in their first calls, is lost to Python."""
+    measure, seen = choosing.measure_shape, []
+
+    def swallowing(workload, *args, **kwargs):
+        seen.append(workload.label)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        return measure(workload, *args, **kwargs)
+
+    monkeypatch.setattr(choosing, "measure_shape", swallowing)
+    monkeypatch.setattr(choose_cli, "_shapes", lambda *args: TINY)
+    before = signal.getsignal(signal.SIGINT)
+    result = command("--out", tmp_path / "grid.json", "--samples", 3)
+    assert result.exit_code == 130 and len(seen) == 1
+    assert "interrupted: 1 of 4 shapes are in" in result.stderr
+    assert choosing.load_grid(tmp_path / "grid.json")["status"] == "interrupted"
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_time_limit_stops_between_shapes(tmp_path):

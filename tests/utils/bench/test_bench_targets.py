@@ -80,6 +80,11 @@ def test_knobs_that_do_not_go_together():
         one_case(FLEX, "--mask full", {"DOC_SPAN": "64"})
     with pytest.raises(BenchError, match="no block mask"):
         one_case(FLEX, "--mask full --block-size 64")
+    with pytest.raises(BenchError, match="DOC_SPAN is 100000 and the text has"):
+        one_case(FLEX, "", {"DOC_SPAN": "100000"})
+    with pytest.raises(BenchError, match="--doc-span is 65 and the text has 64 tokens"):
+        one_case(FLEX, "--seq-len 64 --doc-span 65")
+    assert one_case(FLEX, "--seq-len 64").workload.doc_span == 64  # the default is cut
     assert one_case(FLEX, "--mask causal").workload.doc_span is None
     with pytest.raises(BenchError, match="does not divide"):
         one_case(CUTE, "--seq-len 100 --doc-span 64")

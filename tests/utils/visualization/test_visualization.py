@@ -21,6 +21,8 @@ from utils.visualization import (
     plot_latency,
     plot_roofline,
     plot_timeline,
+    series,
+    style_axes,
 )
 from utils.visualization.style import SERIES, luminance, plain
 
@@ -185,6 +187,25 @@ def test_a_dark_global_style_does_not_hide_the_ink():
     for text in figure.findobj(matplotlib.text.Text):
         if text.get_visible() and text.get_text():
             assert luminance(text.get_color()) < 0.3, text.get_text()
+
+
+def test_a_plot_of_a_notebook_gets_the_look_of_the_others():
+    """Frame, title, legend and paper; matplotlib's global style stays as it is."""
+    before = dict(matplotlib.rcParams)
+    figure, ax = plt.subplots(facecolor="black")
+    ax.plot([1, 2], [3, 4], **series(1).line, label="one")
+    ax.legend()
+    style_axes(ax, x="tokens", y="time (ms)", title="A title")
+    assert [ax.spines[side].get_visible() for side in ("top", "right", "bottom", "left")] == [False, False, True, True]
+    assert (ax.get_title(loc="left"), ax.get_title(), ax.get_xlabel(), ax.get_ylabel()) == (
+        "A title",
+        "",
+        "tokens",
+        "time (ms)",
+    )
+    assert not ax.get_legend().get_frame_on() and matplotlib.colors.to_hex(figure.get_facecolor()) == "#ffffff"
+    assert dict(matplotlib.rcParams) == before
+    plt.close(figure)
 
 
 def test_nothing_is_shown_by_the_plot_itself(monkeypatch, attention_frame):

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from utils.bench.errors import BenchError, check_choice, check_choices
-from utils.bench.terminal import STOPPED, AsJson, errors_as_lines, progress_bar, show_json, show_table
+from utils.bench.terminal import (
+    STOPPED,
+    AsJson,
+    CtrlC,
+    errors_as_lines,
+    progress_bar,
+    remember_ctrl_c,
+    show_json,
+    show_table,
+)
 from utils.validation import whole_number
 
 if TYPE_CHECKING:
@@ -52,13 +61,13 @@ def choose(
     """Time every attention backend over a grid of shapes: who is best where, and what torch's own choice costs."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler, which reads it at its first start
     os.environ.setdefault("MPLBACKEND", "Agg")
-    from utils.bench.choose.report import summary
-    from utils.bench.choose.timing import shapes_done
-    from utils.bench.targets.sdpa import BACKENDS as SDPA_BACKENDS
-    from utils.machine.device import default_device
+    with errors_as_lines(), remember_ctrl_c() as ctrl_c:
+        from utils.bench.choose.report import summary
+        from utils.bench.choose.timing import shapes_done
+        from utils.bench.targets.sdpa import BACKENDS as SDPA_BACKENDS
+        from utils.machine.device import default_device
 
-    device = default_device()
-    with errors_as_lines():
+        device = default_device()
         shapes = _shapes(device.type, kinds, head_dims, dtype, hold_out, seed, quick)
         others = _other_providers(providers)
         for name, value, least in (("--samples", samples, 3), ("--hold-out", hold_out, 0), ("--seed", seed, 0)):
@@ -71,6 +80,7 @@ def choose(
             shapes,
             out,
             device,
+            ctrl_c,
             providers=(*SDPA_BACKENDS, *others),
             seed=seed,
             samples=min(samples, 7) if quick else samples,
@@ -125,7 +135,7 @@ def _shapes(
     return [(which, shape) for which, shape in pairs if shape_fields(shape)["kind"] in chosen_kinds]
 
 
-def _sweep_with_progress(shapes: list[tuple[str, SdpaWorkload]], out: Path, device, **options) -> dict:
+def _sweep_with_progress(shapes: list[tuple[str, SdpaWorkload]], out: Path, device, ctrl_c: CtrlC, **options) -> dict:
     """Sweep under a progress bar; Ctrl-C ends the command with a last line and status 130."""
     from utils.bench.choose.timing import load_grid, shapes_done, sweep
 
@@ -133,6 +143,8 @@ def _sweep_with_progress(shapes: list[tuple[str, SdpaWorkload]], out: Path, devi
     task = progress.add_task("starting", total=len(shapes))
 
     def show_shape(done: int, label: str) -> None:
+        if done < len(shapes):
+            ctrl_c.raise_again()
         progress.update(task, completed=done, description=label)
 
     try:

@@ -100,12 +100,21 @@ def _shape(settings: Mapping[str, Setting]) -> dict[str, Any]:
 
 
 def masked_workload(settings: Mapping[str, Setting], score_mod: str = "none") -> Workload:
-    """Make the workload of settings with a --mask; a document span that the mask would ignore is an error."""
+    """Make the workload of settings with a --mask.
+
+    A document span that the mask would ignore is an error, and so is one that is longer than the text. The default is cut
+    to the text.
+    """
     shape, mask, span = _shape(settings), settings["mask"].value, settings["doc_span"]
+    source = {"default": "", "flag": "--doc-span"}.get(span.origin, "DOC_SPAN")
     if "document" in mask:
+        if source and span.value > shape["seq_len"]:
+            raise BenchError(
+                f"{source} is {span.value} and the text has {shape['seq_len']} tokens (--seq-len): documents are at most as "
+                "long as the text. Take a shorter span or a longer text."
+            )
         return Workload(**shape, mask=mask, doc_span=min(span.value, shape["seq_len"]), score_mod=score_mod)
-    if span.origin != "default":
-        source = "--doc-span" if span.origin == "flag" else "DOC_SPAN"
+    if source:
         raise BenchError(
             f"{source} is {span.value} and --mask {mask} has no documents; use --mask causal_document or "
             f"document, or leave {source} out."
