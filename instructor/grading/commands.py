@@ -251,7 +251,10 @@ def feedback(
 ) -> None:
     """Write a page of feedback for each student, by `nbgrader generate_feedback`."""
     lab = _name(lab)
-    from instructor.grading.submission.harmless import with_policy
+    from instructor.course import Course
+    from instructor.grading.class_.feedback import finish_pages
+    from instructor.grading.class_.report import class_of
+    from instructor.grading.submission.results import GradingError
 
     folder = course_folder / "feedback"
     for student in only or []:
@@ -259,10 +262,11 @@ def feedback(
             _fail(f"{student!r} has nothing graded for {lab} in {course_folder}.")
     for choice in [["--student", student] for student in only or []] or [[]]:
         _nbgrader(course_folder, "generate_feedback", lab, "--force", *choice)
-    for page in folder.glob(f"*/{lab}/*.html"):
-        text = page.read_text(encoding="utf-8")
-        if "Content-Security-Policy" not in text:
-            page.write_text(with_policy(text), encoding="utf-8")
+    try:
+        students = class_of(Course(course_folder), lab)
+    except GradingError:  # graded by nbgrader alone
+        students = []
+    finish_pages(folder, lab, students)
     pages = [page for page in folder.glob(f"*/{lab}/*.html") if not only or page.parts[-3] in only]
     typer.echo(f"{len(pages)} pages in {folder}")
 

@@ -305,8 +305,9 @@ def _chosen(cell: dict, known: NotebookNode, released: dict, structure: list[Str
         structure.append(Structure(question_of(name), "structure", detail))
     if cell.get("cell_type") != known.cell_type or _squeezed(_source(cell)) != _squeezed(original.source):
         lines = _squeezed(original.source).splitlines(), _squeezed(_source(cell)).splitlines()
-        first = next((new for old, new in itertools.zip_longest(*lines, fillvalue="") if new != old), "")
-        structure.append(Structure(question_of(name), "structure", f"the cell {name} was changed: {first[:120]}"))
+        old, new = next(((a, b) for a, b in itertools.zip_longest(*lines, fillvalue="") if a != b), ("", ""))
+        what = new[:120] if new.strip() else f"without its line {old[:120]}"
+        structure.append(Structure(question_of(name), "structure", f"the cell {name} was changed: {what}"))
     return original
 
 

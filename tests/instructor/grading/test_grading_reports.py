@@ -1,7 +1,10 @@
 """A class in tables: rosters, statistics by question, similar answers."""
 
+import re
+
 import pytest
 
+from instructor.grading.class_.feedback import finish_pages, finished_page, question_titles
 from instructor.grading.class_.late import LateDays
 from instructor.grading.class_.platforms import canvas_rows, gradescope_results, moodle_rows
 from instructor.grading.class_.report import (
@@ -127,3 +130,66 @@ def test_renamed_code_is_alike_and_other_or_given_code_is_not():
     assert alike(class_, all_grams(CODE) | all_grams(renamed)) == []
     assert alike({name: {"q1": CODE} for name in "abcdefgh"}, set()) == []  # what everybody has is nobody's own
     assert fingerprints("x =") == set() and fingerprints("def f(:\n '''") == set()
+
+
+# ---- feedback ------------------------------------------------------------------------------------------------------
+
+PAGE = """<html><head><title>lab4_sdpa</title></head><body>
+<h4>lab4_sdpa (Score: 9.0 / 17.0)</h4>
+<div id="toc">
+<ol>
+<li><a href="#q1_1_part_tests">Test cell</a> (Score: 3.0 / 3.0)</li>
+<li><a href="#q1_1_tests">Test cell</a> (Score: 1.0 / 1.0)</li>
+<li><a href="#q2_3">Written response</a> (Score: 0.0 / 5.0)</li>
+<li><a href="#bonus_2_4_tests">Test cell</a> (Score: 5.0 / 8.0)</li>
+</ol>
+</div>
+<p><img alt="x" src="assets/lab4_dispatcher.svg"/><img src="assets/../pyproject.toml"/><img src="https://a.b/c.png"/></p>
+<a name="comment-q2_3"></a><a name="q2_3"></a><div class="panel-heading"><span>Student's answer</span><span>
+      Score: 0.0 / 5.0 <a href="#top">(Top)</a></span></div>
+<p><a href="#q1_1_tests">Test cell</a> (Score: 99.0 / 99.0)</p>
+</body></html>"""
+
+
+def test_feedback_names_questions_and_counts_no_waiting_answer_as_nothing():
+    student = Student(
+        "ada",
+        None,
+        {"q1_1": 4.0, "q2_3": 0.0, "bonus_2_4": 5.0},
+        {"q1_1": 4.0, "q2_3": 5.0, "bonus_2_4": 8.0},
+        {"q2_3"},
+    )
+    page = finished_page(PAGE, "lab4_sdpa", student, {"q1_1": "Which <backend>?", "q2_3": "Explain"})
+    assert "4 of 9 points, 5 of 8 bonus points; 1 answer waits for a person and can add to this" in page
+    first, *others = re.findall(r'<tr><td><a href="#(\w+)">([^<]*)</a></td><td class="points">([^<]*)</td></tr>', page)
+    assert first == ("q1_1_part_tests", "Question 1.1: Which &lt;backend&gt;?", "4 of 4")
+    assert [(name, points) for _, name, points in others] == [
+        ("Question 2.3: Explain", "waits, 5"),
+        ("Bonus 2.4", "5 of 8"),
+    ]
+    assert "Waits for a person, 5.0 points" in page and "(Score: 99.0 / 99.0)" in page  # a student's own text stays
+    assert "Content-Security-Policy" in page and "overflow-wrap: anywhere" in page
+
+
+def test_feedback_holds_the_labs_own_pictures_and_no_other_file():
+    page = finished_page(PAGE, "lab4_sdpa", Student("ada", None), {})
+    assert page.count("data:image/svg+xml;base64,") == 1
+    assert 'src="assets/../pyproject.toml"' in page and 'src="https://a.b/c.png"' in page
+
+
+def test_titles_come_from_the_labs_source():
+    assert question_titles("lab4_sdpa")["q1_1"] == "Which backend ran?" and question_titles("lab9") == {}
+
+
+def test_every_page_gets_its_policy_once_whatever_an_answer_says(tmp_path):
+    folder = tmp_path / "ada" / "lab4_sdpa"
+    folder.mkdir(parents=True)
+    said = PAGE.replace(
+        "<p><img", '<p>my Content-Security-Policy: &lt;meta http-equiv="Content-Security-Policy"</p><p><img'
+    )
+    (folder / "lab4_sdpa.html").write_text(said)
+    for _ in range(2):
+        finish_pages(tmp_path, "lab4_sdpa", [])
+        page = (folder / "lab4_sdpa.html").read_text()
+        assert page.count('<head><meta http-equiv="Content-Security-Policy" content="default-src') == 1
+        assert page.count("Content-Security-Policy") == 3
