@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.e2e.conftest import SCREENSHOTS
-from tests.e2e.jupyter import base_and_token, git, open_notebook, run_all, run_every_cell, stop_kernels
+from tests.e2e.jupyter import git, open_notebook, run_all, run_every_cell, stop_kernels
 from utils.files import ROOT
 
 LABS = sorted(path.stem for path in ROOT.glob("lab*.ipynb"))
@@ -98,11 +98,14 @@ def test_validate_passes_a_solved_lab2(lab, page, course):
 
 
 @pytest.mark.timeout(1800)
-def test_the_source_of_lab1_runs_as_a_notebook_and_writes_nothing_beside_itself(teacher, page, course):
+def test_the_source_of_lab1_runs_as_a_notebook_and_git_sees_no_new_file(teacher, page, course):
     """By *Open With > Notebook*: figures and recorded results are found, and git sees no new file."""
+    page.set_viewport_size({"width": 1400, "height": HEIGHT})
     before = git(course, "status", "--porcelain")
-    base, token = base_and_token(teacher(""))
-    page.goto(f"{base}/lab/tree/instructor/labs/lab1.py{token}&factory=Notebook&reset")
+    page.goto(teacher("instructor/labs"))
+    page.click(".jp-DirListing-item:has-text('lab1.py')", button="right")
+    page.hover("li.lm-Menu-item:has-text('Open With')")
+    page.click(".lm-Menu li.lm-Menu-item >> text=/^Notebook$/")
     page.wait_for_selector(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-Cell")
     page.wait_for_selector("text=/Python 3.*Idle|\\| Idle/")
     run_every_cell(page, 1200)
