@@ -6,9 +6,10 @@ VENV ?= .venv
 # One thread for each process: two multi-threaded torch processes on two cores slow each other down tenfold.
 TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} MPLBACKEND=Agg PYTHONPATH=
 
-# The first Python that the course runs on; `make PYTHON=...` names another.
-PYTHON ?= $(shell for python in python3 python3.12 python3.11; do \
-	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$python && break; \
+# The Python of the environment that is there, or else the first that the course runs on; `make PYTHON=...` names another.
+PYTHON ?= $(shell made_by=$$(sed -n 's/.*"python": "\([^"]*\)".*/\1/p' "$(VENV)/environment.json" 2>/dev/null); \
+	for python in $${made_by:+"$$made_by"} python3 python3.12 python3.13 python3.11; do \
+	"$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; \
 	done)
 
 .PHONY: help env student-env lab test test-e2e site demo test-slow test-gpu test-class test-versions labs lint lock clean
@@ -20,8 +21,8 @@ help: ## list the verbs
 # $(call sync,EXTRAS): create the environment with these extras, or leave it if it is current.
 define sync
 	@if [ -z "$(PYTHON)" ]; then \
-		echo "error: Python 3.11 or 3.12 is needed and neither python3, python3.12 nor python3.11 is one: install it, or name it with make PYTHON=/path/to/python3.12." >&2; exit 1; fi
-	@command -v "$(PYTHON)" >/dev/null || { echo "error: there is no $(PYTHON): name a Python 3.11 or 3.12, such as make PYTHON=/usr/bin/python3.12." >&2; exit 1; }
+		echo "error: Python 3.11, 3.12 or 3.13 is needed and none of python3, python3.12, python3.13 and python3.11 is one: install it, or name it with make PYTHON=/path/to/python3.12." >&2; exit 1; fi
+	@command -v "$(PYTHON)" >/dev/null || { echo "error: there is no $(PYTHON): name a Python 3.11, 3.12 or 3.13, such as make PYTHON=/usr/bin/python3.12." >&2; exit 1; }
 	@"$(PYTHON)" tools/environment.py sync --venv "$(VENV)" $(addprefix --extra ,$(1))
 endef
 

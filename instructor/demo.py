@@ -17,7 +17,7 @@ from instructor.execute import Execution, execute
 from utils.files import ROOT, write_whole
 
 STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem}"
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem}"
     "table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid #ddd;padding:.4rem .6rem;text-align:left}.time{white-space:nowrap}"
     "@media(prefers-color-scheme:dark){body{background:#14181e;color:#ddd}a{color:#7fb6e8}td,th{border-color:#333}}"
 )

@@ -234,3 +234,4 @@ def test_the_labs_times_are_those_of_the_records():
     ]
     first, second, third, fourth = (f"{total:.0f}" for total in totals)
     assert f"run in {first}, {second}, {third} and {fourth} s" in README
+    assert f"from top to bottom | {first} s, {second} s, {third} s, {fourth} s |" in text_of("docs/measuring.md")

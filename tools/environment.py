@@ -31,7 +31,7 @@ from pathlib import Path
 
 if sys.version_info < (3, 11):  # noqa: UP036  (an older Python gets a sentence, not a traceback)
     sys.exit(
-        f"error: Python {sys.version_info[0]}.{sys.version_info[1]} was given and Python 3.11 or 3.12 is needed: "
+        f"error: Python {sys.version_info[0]}.{sys.version_info[1]} was given and Python 3.11, 3.12 or 3.13 is needed: "
         "install one, or name it with make PYTHON=/path/to/python3.12."
     )
 import tomllib
@@ -125,7 +125,7 @@ def check_python(version: tuple[int, int], project: dict) -> None:
     if not fits(".".join(map(str, version)), allowed):
         raise SetupError(
             f"Python {version[0]}.{version[1]} was given and {allowed} is needed: "
-            "install Python 3.12 or 3.11, or name one with `make PYTHON=/path/to/python3.12`."
+            "install Python 3.11, 3.12 or 3.13, or name one with `make PYTHON=/path/to/python3.12`."
         )
 
 
@@ -338,7 +338,10 @@ def sync(venv: Path, wanted: tuple[str, ...] = ()) -> None:
             f"missing. Try again with: {venv.name}/bin/pip install '.[gpu]'",
             file=sys.stderr,
         )
-    record = {"fingerprint": current, "extras": extras, "refused": refused, "host": str(host_folder or "")}
+    record = {
+        **{"fingerprint": current, "extras": extras, "refused": refused, "host": str(host_folder or "")},
+        "python": sys.executable,  # the Makefile reads it: without PYTHON=, make stays with the Python of this environment
+    }
     stamp.write_text(json.dumps(record))
     print(f"The environment is ready after {time.monotonic() - begin:.0f} s.")
 
@@ -376,7 +379,7 @@ def conda_environment(project: dict) -> str:
 
 
 LOCK_HEADER = """\
-# Made from pyproject.toml by `make lock`: one tested version of every package, for Python 3.11 and 3.12.
+# Made from pyproject.toml by `make lock`: one tested version of every package, for Python 3.11 to 3.13.
 # `flash2` is left out: its requirements are known only after it is built.
 """
 

@@ -38,7 +38,7 @@ STUDENTS_README = """\
 make lab LAB={name}     # makes the environment, opens the lab
 ```
 
-You need Python 3.11 or 3.12 and make. A GPU is optional. [Getting started](docs/students.md) covers laptops, campus GPUs,
+You need Python 3.11, 3.12 or 3.13 and make. A GPU is optional. [Getting started](docs/students.md) covers laptops, campus GPUs,
 JupyterHub and SSH, and lists trouble by its symptom. `.venv/bin/labs check {name}` runs the visible checks and prints your
 points; hand in `{name}.ipynb`.
 

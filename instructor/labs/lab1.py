@@ -135,7 +135,7 @@ from utils.checking import (
 from utils.benchmark.measuring import measure_together
 from utils.machine.device import compile_support, cuda_graph_support
 from utils.machine.environment import environment
-from utils.files import recorded_table
+from utils.files import output_path, recorded_table
 from utils.visualization import series, style_axes
 
 torch.manual_seed(0)
@@ -180,11 +180,8 @@ def report_measured(name: str, measured: dict[str, tuple[float, float]]) -> None
 
     if roofs.origin == "measured" and max(map(share, measured.values())) > 1.1:
         print("A point stands above its roof. Was the machine busy when the roofs were measured? Measuring them again ...")
-        before, again = roofs, machine_roofs(refresh=True)
-        tflops = {kind: max(rate, again.tflops[kind]) for kind, rate in before.tflops.items()}
-        slope = max(before.memory_bandwidth_tb_s, again.memory_bandwidth_tb_s)
-        roofs = Roofs(again.name, "measured", tflops, slope, again.detail)
-        peak, bandwidth = roofs.tflops[dtype_name], slope
+        before, roofs = roofs, machine_roofs(refresh=True)  # which keeps the higher ones
+        peak, bandwidth = roofs.tflops[dtype_name], roofs.memory_bandwidth_tb_s
         print(f"roofs now: {peak:.3g} TFLOP/s (before: {before.tflops[dtype_name]:.3g}), {bandwidth * 1e3:.4g} GB/s "
               f"(before: {before.memory_bandwidth_tb_s * 1e3:.4g})")
         if max(map(share, measured.values())) > 1.1:
@@ -2189,7 +2186,7 @@ hidden.profile_steps(profile_steps).raise_if_wrong()
 
 # %% [markdown]
 # Profile a decode step, and look at it. The timeline below is drawn from the file that you exported. To walk through
-# it, open [ui.perfetto.dev](https://ui.perfetto.dev) (or `chrome://tracing`) and drop `decode_trace.json` on it.
+# it, open [ui.perfetto.dev](https://ui.perfetto.dev) (or `chrome://tracing`) and drop `out/decode_trace.json` on it.
 #
 # **Before you run.** How many operators does one token need in one layer? 10, 100, 1000?
 
@@ -2212,17 +2209,17 @@ def decode_step(batch: int, length: int, layer_idx: int = 5):
 
 
 # %%
-step = decode_step(batch=1, length=512)
-prof = profile_steps(step, "decode_trace.json")
+step, trace = decode_step(batch=1, length=512), str(output_path("decode_trace.json"))
+prof = profile_steps(step, trace)
 counts = count_cuda_kernels(prof)
 print(f"{'kernels' if on_gpu else 'operators'} a step:", counts)
 beside_guess("operators (on a GPU: kernels) of a decode step", counts["total"])
 taken = median_times({"a decode step": step})["a decode step"]
 print(f"latency of a step: {plus_minus(taken)} ms, {1e3 * taken.median_ms / counts['total']:.1f} µs for each of them")
-last_step = [event for event in read_trace("decode_trace.json") if event.name.startswith("ProfilerStep#")][-1]
-plot_timeline("decode_trace.json", window_ms=(last_step.start_us / 1e3, last_step.end_us / 1e3))
+last_step = [event for event in read_trace(trace) if event.name.startswith("ProfilerStep#")][-1]
+plot_timeline(trace, window_ms=(last_step.start_us / 1e3, last_step.end_us / 1e3))
 plt.show()
-summary = summarize_trace("decode_trace.json", top=12, dataframe=True)  # the slivers without a name, by their names
+summary = summarize_trace(trace, top=12, dataframe=True)  # the slivers without a name, by their names
 summary[["name", "family", "count", "self_us", "mean_us", "share"]].round(3)
 
 # %% [markdown]
@@ -3683,8 +3680,6 @@ if triton_table is not None:
 # The tables of this run, with the machine they were made on. Compare them with those of another machine.
 
 # %%
-from utils.files import output_path
-
 machine = environment()
 record = {
     "machine": torch.cuda.get_device_name() if on_gpu else roofs.name,

@@ -100,7 +100,7 @@ from utils.attention.masks import named as with_name
 from utils.attention.masks.sparsity import sparsity
 from utils.attention.prepared import compiled_versions, own_copy
 from utils.benchmark.measuring import measure_together
-from utils.files import recorded_table
+from utils.files import output_path, recorded_table
 from utils.visualization import plot_mask, plot_sparsity_sweep, series, style_axes
 
 torch.manual_seed(0)
@@ -1458,7 +1458,7 @@ if not on_gpu:
 # ### Question 5.2: Find your line in the kernel {points}
 #
 # The next cell compiles attention with a causal mask and a soft-cap of 17.25, a number that nobody else uses. Then it
-# writes the generated code to `flex_generated_kernel.txt` and shows the places around that number. Open the file; the
+# writes the generated code to `out/flex_generated_kernel.txt` and shows the places around that number. Open the file; the
 # kernel is one function, a few hundred lines long. The questions to answer stand below the cell; the hints are about them.
 #
 # **Before you run.** Your soft-cap is one line of Python. In how many lines of the kernel will its constant stand?
@@ -1499,7 +1499,7 @@ if compiler:
     print("compiling ...", flush=True)
     capped = prepare(q, k, v, mask_mod=causal, score_mod=soft_cap(17.25), backend="flex")
     generated = capped.generated_code()
-    Path("flex_generated_kernel.txt").write_text(generated)
+    output_path("flex_generated_kernel.txt").write_text(generated)
     show_code(generated, "17.25")
     beside_guess("lines of the kernel with 17.25", sum("17.25" in line for line in generated.splitlines()))
 else:
@@ -1536,9 +1536,9 @@ else:
 # ### Question 5.3: Fusion, seen in a trace {points}
 #
 # The cell profiles the same call eager and compiled, each inside of a named range (`nvtx_range`: Nsight shows it too), and
-# exports both as Chrome traces. Drop `flex_eager.json` and `flex_compiled.json` on
-# [ui.perfetto.dev](https://ui.perfetto.dev) to walk through them. The questions to answer stand below the cell; the hints are
-# about them.
+# exports both as Chrome traces. Drop `out/flex_eager.json` and
+# `out/flex_compiled.json` on [ui.perfetto.dev](https://ui.perfetto.dev) to walk through them. The questions to answer stand
+# below the cell; the hints are about them.
 #
 # {hint idea}
 # Eager stores every step in memory. Compiled keeps a step in registers and hands it to the next.
@@ -1565,11 +1565,12 @@ for name, backend in (("eager", "flex_eager"), ("compiled", "flex")):
         with nvtx_range(f"flex {name}"):
             attend()
 
-    prof = profile(step, steps=3, trace_path=f"flex_{name}.json")
+    trace = output_path(f"flex_{name}.json")
+    prof = profile(step, steps=3, trace_path=trace)
     counts = count_cuda_kernels(prof)
     _, extra_gb = benchmark_memory(step, n_warmup=1, n_repeat=3)
     traced[name] = (counts["total"], step, extra_gb * 1e3)
-    events = read_trace(f"flex_{name}.json")
+    events = read_trace(trace)
     call = [event for event in events if event.name == f"flex {name}"][-1]
     inside = [  # the axis begins with the call, and names fit their bars
         dataclasses.replace(event, name=event.name.removeprefix("aten::"))
@@ -2487,8 +2488,6 @@ hidden.ragged_attention(ragged_attention).raise_if_wrong()
 # The tables of this run, with the machine they were made on. Compare them with those of another machine.
 
 # %%
-from utils.files import output_path
-
 machine = environment()
 record = {
     "machine": torch.cuda.get_device_name() if on_gpu else machine.get("cpu"),

@@ -86,7 +86,7 @@ from utils.checking import SizeWatch, check, expect_close, expect_number, forbid
 from utils.checking.mistakes import known_mistake
 from utils.checking.watching import FUSED_ATTENTION
 from utils.machine.environment import environment
-from utils.files import recorded_table
+from utils.files import output_path, recorded_table
 from utils.visualization import series, style_axes
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler from writing a line for each start and stop
@@ -156,6 +156,8 @@ def show_recorded(table: str) -> None:
     if set(BACKENDS) < set(rows.columns):  # a map of calls and backends
         show_map([row | {"call": row["call"].replace("yours:", "the course's:")} for row in rows.to_dict("records")])
         return
+    if {"ran", "backend"} <= set(rows.columns) and rows["ran"].equals(rows["backend"]):
+        rows = rows.drop(columns="ran")  # what was asked for is what ran; without it the table fits a laptop's screen
     with pd.option_context("display.float_format", "{:.4g}".format, "display.max_colwidth", None):
         display(rows.rename(columns=NEW_NAMES))
 
@@ -981,7 +983,7 @@ if not on_gpu:
 
 # %% [markdown]
 # Now the traces, one above the other. Each is one call: on a CPU the operators inside each other, on a GPU also the
-# kernels. To walk through one, open [ui.perfetto.dev](https://ui.perfetto.dev) and drop its file on it.
+# kernels. To walk through one, open [ui.perfetto.dev](https://ui.perfetto.dev) and drop its file, in `out`, on it.
 #
 # In the figure an operator lasts as long as everything that runs inside of it. The table counts *self* time: without what
 # runs inside. `isneginf`, `all` and `where` are parts of `_safe_softmax`: they look for rows that are masked in full. On a GPU the names of the
@@ -998,11 +1000,11 @@ running = running_backends(q, k, v)
 figure, axes = plt.subplots(len(running), 1, figsize=(9, 3.2 * len(running)), squeeze=False)
 trace_rows = []
 for backend, ax in zip(running, axes[:, 0], strict=True):
-    path = f"sdpa_trace_{backend}.json"
+    path = output_path(f"sdpa_trace_{backend}.json")
     with sdpa_kernel(BACKENDS[backend]):
         profile(F.scaled_dot_product_attention, q, k, v, steps=1, warmup=2, trace_path=path)
     step = [event for event in read_trace(path) if event.name.startswith("ProfilerStep#")][-1]
-    plot_timeline(path, ax=ax, window_ms=(step.start_us / 1e3, step.end_us / 1e3), title=f"{backend} ({path})")
+    plot_timeline(path, ax=ax, window_ms=(step.start_us / 1e3, step.end_us / 1e3), title=f"{backend} ({path.name})")
     for row in summarize_trace(path, top=4):
         trace_rows.append({"backend": backend, "name": row["name"][:70], "count": row["count"],
                            "self ms": row["self_us"] / 1e3, "share": row["share"]})
@@ -3078,8 +3080,6 @@ if rows:
 # The tables of this run, with the machine they were made on. Compare them with those of another machine.
 
 # %%
-from utils.files import output_path
-
 machine = environment()
 record = {
     "machine": torch.cuda.get_device_name() if on_gpu else roofs.name,

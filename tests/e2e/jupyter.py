@@ -12,6 +12,9 @@ from pathlib import Path
 
 import nbformat
 
+# Variables of the tests that a user's JupyterLab does not have: with MPLBACKEND, no cell would show its plots.
+LEFT_OUT = ("DISPLAY", "WAYLAND_DISPLAY", "MPLBACKEND")
+
 
 def git(folder: Path, *words: str) -> str:
     return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout
@@ -36,7 +39,7 @@ def jupyterlab(course: Path, folder: Path, *options: str):
         options: further ones of `labs open`.
     """
     environment = {
-        **{key: value for key, value in os.environ.items() if key not in ("DISPLAY", "WAYLAND_DISPLAY")},
+        **{key: value for key, value in os.environ.items() if key not in LEFT_OUT},
         **{f"JUPYTER_{kind}_DIR": str(folder / kind) for kind in ("RUNTIME", "CONFIG", "DATA")},
         "PYTHONPATH": str(course),  # an instructor's server starts in the folder of the class
     }
@@ -79,12 +82,17 @@ def open_notebook(page, address: str) -> None:
     page.wait_for_selector("text=/Python 3.*Idle|\\| Idle/")
 
 
-def run_all(page, course: Path, name: str, seconds: int) -> dict:
-    """Run all cells, wait until the last one has run, save; return the notebook as it is on disk then."""
+def run_every_cell(page, seconds: int) -> None:
+    """Run all cells from the menu, and wait until the kernel is idle again."""
     page.click("li.lm-MenuBar-item:has-text('Run')")
     page.click("li.lm-Menu-item:has-text('Run All Cells')")
     page.wait_for_timeout(1500)
     page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status='idle']", timeout=1000 * seconds)
+
+
+def run_all(page, course: Path, name: str, seconds: int) -> dict:
+    """Run all cells, wait until the last one has run, save; return the notebook as it is on disk then."""
+    run_every_cell(page, seconds)
     page.keyboard.press("Control+s")
     deadline = time.monotonic() + 30
     while True:
@@ -93,6 +101,13 @@ def run_all(page, course: Path, name: str, seconds: int) -> dict:
         if last["execution_count"] or time.monotonic() > deadline:
             return notebook
         time.sleep(0.5)
+
+
+def stop_kernels(page, address: str) -> None:
+    """End all kernels of a server: the next test has the memory and the cores for itself."""
+    base, token = base_and_token(address)
+    for session in page.request.get(f"{base}/api/sessions{token}").json():
+        assert page.request.delete(f"{base}/api/sessions/{session['id']}{token}").ok
 
 
 def small_lab(course: Path, name: str, *cells) -> None:

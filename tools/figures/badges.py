@@ -29,7 +29,7 @@ def facts() -> dict[str, tuple[str, str]]:
 
 
 def _plain(text: str) -> str:
-    """Write ">=3.11,<3.13" as "3.11 to 3.12"."""
+    """Write ">=3.11,<3.14" as "3.11 to 3.13"."""
     low, high = re.search(r">=([\d.]+),<([\d.]+)", text).groups()
     major, minor = high.split(".")[:2]
     last = f"{major}.{int(minor) - 1}"

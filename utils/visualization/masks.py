@@ -57,7 +57,10 @@ def plot_mask(
     names = [name_of(mod) if mod is not None else "no mask" for mod in mods] if labels is None else list(labels)
     if len(names) != len(mods):
         raise ValueError(f"labels {names} must name the {len(mods)} masks.")
-    figure, flat = open_axes(ax, (8.4, 0.7 + 4.1 * len(mods)), 2 * len(mods), rows=len(mods))
+    names = ["\n".join(textwrap.wrap(name, 34, break_long_words=False)) for name in names]
+    # The panels are square and their width is given: what their titles need on top has to come from the height.
+    height = 0.8 + sum(4.1 + 0.2 * name.count("\n") for name in names)
+    figure, flat = open_axes(ax, (8.4, height), 2 * len(mods), rows=len(mods))
     axes = np.array(flat).reshape(-1, 2)
     for mod, name, (left, right) in zip(mods, names, axes, strict=True):
         allowed = dense_mask(mod, sq, sk, device, b, h)
@@ -90,7 +93,6 @@ def _draw_pairs(ax: Any, own: bool, allowed: Any, name: str, counts: Any) -> Non
     if max(counts.sq, counts.sk) <= 48:  # single pairs are large enough to be seen
         _grid_lines(ax, range(1, counts.sk), range(1, counts.sq), 0.5)
     _plain_axes(ax, counts)
-    name = "\n".join(textwrap.wrap(name, 34, break_long_words=False))
     name_axes(ax, own, x="key", y="query", title=f"{name}\n{_share(counts.density)} of the pairs")
 
 

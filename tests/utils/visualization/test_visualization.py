@@ -755,8 +755,14 @@ def test_a_mask_saved_plainly_keeps_its_titles():
     from utils.attention.masks import causal
     from utils.visualization import plot_mask
 
-    for masks in ([causal], [causal, None]):
-        figure, axes = plot_mask(masks, 256)
+    long_name = "a causal mask whose name is so long that it stands on three lines above its panel"
+    for masks, length, labels in (
+        ([causal], 256, None),
+        ([causal, None], 256, None),
+        ([causal], 32, None),
+        ([causal], 32, [long_name]),
+    ):
+        figure, axes = plot_mask(masks, length, labels=labels)
         figure.canvas.draw()
         for ax in axes.flat:
             title = ax._left_title.get_window_extent()
