@@ -17,6 +17,7 @@ How it works:
   must come after all accesses that it conflicts with, and a fence must lie between an ordinary and an asynchronous one
   (memory.py). So a read before its TMA copy is a race in every run, even if the copy was fast. If everybody waits and
   nothing is under way, that is a deadlock.
+- Each buffer has memory of its own. That the compiler may give it to a later buffer is checked by time (reuse.py).
 - Layouts are Triton's own objects; the rules of wgmma, TMA and cp.async are checked (products.py, layouts.py).
 - A kernel for a cluster (num_ctas) is one program with the cluster's tensors, as in Gluon. Its blocks step together, and
   each has a clock of its own: a multicast copy into a slot that another block may still read is a race.

@@ -256,6 +256,7 @@ def init(mbarrier, count) -> None:
     if count < 1:
         refuse("barrier", f"mbarrier.init: count must be 1 or more, got {count}.")
     mbarrier.written[...] = True
+    mbarrier.allocation.touch()
     blocks, made = context.partition().blocks, {}
     groups = layouts.block_groups(mbarrier.layout, len(blocks))
     if any(size > 1 for _, size in groups) and not versions.clusters_are_complete():
@@ -315,6 +316,9 @@ def arrive(mbarrier, *, count=1, pred=True, from_cta=None) -> None:
 def wait_barrier(mbarrier, phase, pred=True, deps=()) -> None:
     """Block until the phase of this parity has ended."""
     parity = to_tensor(phase).data
+    for dep in deps:
+        if isinstance(dep, MemDesc):
+            dep._keep_alive()
     if is_true(pred):
         if isinstance(parity, float) or int(parity) not in (0, 1):
             refuse("barrier", f"mbarrier.wait: the phase is a parity, 0 or 1; got {parity}. Take it `& 1`.")

@@ -183,6 +183,27 @@ _atomic("xor", np.bitwise_xor)
 _atomic("xchg", lambda old, new: new)
 
 
+@known()
+def atomic_cas(pointer, cmp, val, sem=None, scope=None):
+    """Store `val` where memory holds `cmp`, and return the old values; programs run one after another."""
+    offsets, _, layout = addresses(pointer, None, "gl.atomic_cas")
+    dtype = pointer.dtype.element_ty
+    wanted, new = (np.broadcast_to(round_to(np.asarray(to_tensor(x).data), dtype), offsets.shape) for x in (cmp, val))
+    old = np.zeros(offsets.shape, numpy_type(dtype))
+    for i in np.ndindex(offsets.shape):  # one by one: an address may be there twice
+        place = offsets[i] + np.zeros((), np.int64)
+        old[i] = pointer.buffer.read(place)
+        if old[i] == wanted[i]:
+            pointer.buffer.write(place, new[i])
+    program = context.program()
+    program.spend(program.model.global_latency, "store", pointer.buffer.name)
+    return Tensor(old if old.ndim else old.item(), dtype, layout)
+
+
+known("atomic_load")(lambda pointer, mask=None, sem=None, scope=None: load(pointer, mask))
+known("atomic_store")(lambda pointer, val, mask=None, sem=None, scope=None: store(pointer, val, mask))
+
+
 class _BlockType:
     """What desc.block_type is: shape, dtype and bytes of a descriptor's box."""
 

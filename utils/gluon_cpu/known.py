@@ -61,6 +61,14 @@ INSTEAD = {
     "tensor_memory": "That is Blackwell's; Hopper's accumulators are tensors in registers.",
     "clc": "That is Blackwell's; on Hopper a persistent kernel loops over its tiles: range(gl.program_id(0), tiles, ...).",
     "hopper.async_store": "Send the tile through global memory, or give it to the other block by gl.convert_layout.",
+    "tmem": "That is Blackwell's; Hopper's accumulators are tensors in registers.",
+    "blackwell.": "That is Blackwell's; on Hopper the plain operators (+, -, *, gl.fma, gl.maximum) do the same.",
+    "rubin.": "That is Rubin's; on Hopper use what gl and nvidia.hopper have.",
+    "fp4_to_fp": "Hopper has no products of fp4; load fp8 or 16-bit values, or unpack integers with >> and &.",
+    "map_elementwise": "Compute both branches and choose with gl.where.",
+    "atomic_poll": "Programs run one after another here, so none can wait for another: split the kernel into two launches.",
+    "fpsan": "Leave it out: it serves a sanitizer of Triton's, and changes no result.",
+    "_core.inline_asm": "gl.inline_asm_elementwise runs the PTX of the course's kernels; say anything else in gl's functions.",
     "mma_v2": "Hopper's product is warpgroup_mma.",
 }
 

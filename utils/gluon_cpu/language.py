@@ -16,7 +16,7 @@ from . import context, layouts, memory
 from .aggregates import flatten
 from .context import refuse
 from .dtypes import from_bits, is_float, numpy_type, promote, round_number, round_to, to_bits
-from .known import constant, constants, known
+from .known import constant, constants, known, meaning
 from .tensors import Tensor, binary, broadcast_layout, to_tensor, work
 
 # ---- programs and making tensors ---------------------------------------------------------------------------------
@@ -80,6 +80,7 @@ for _name, _function in {
     "max_contiguous": lambda input, values=None: input,
     "max_constancy": lambda input, values=None: input,
     "assume": lambda cond: None,
+    "expect_zero": lambda x, mask: x,
 }.items():
     known(_name)(_function)
 
@@ -262,6 +263,17 @@ def _enter_choice(name: str, function, of_constants) -> None:
 
 _enter_choice("maximum", np.fmax, max)
 _enter_choice("minimum", np.fmin, min)
+
+
+@known()
+def clamp(x, min, max, propagate_nan=None):
+    """Return the values, those below `min` or above `max` replaced by these."""
+    x = to_tensor(x)
+    out = meaning("minimum")(meaning("maximum")(x, min), max)
+    if propagate_nan is not None and "ALL" in str(propagate_nan):
+        data = np.where(np.isnan(np.asarray(x.data)), np.nan, np.asarray(out.data))
+        return Tensor(round_to(data, out.dtype) if out.shape else data.item(), out.dtype, out.layout)
+    return out
 
 
 @known()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from triton.experimental.gluon import language as gl
 
 from . import context, layouts
 from .context import Clock, refuse, report
@@ -58,6 +59,20 @@ class Allocation:
         self.bytes = math.prod(layouts.per_block(shape, layout)) * dtype.primitive_bitwidth // 8  # in each block
         self.site = context.site()
         self.first = self.last = context.program().steps  # when it was in use, in steps of the program
+        p, callers = context.partition(), context.sites()[1:]
+        specialized = any(not other.finished for other in context.program().partitions[1:])
+        self.place = (p.index, specialized, callers)  # who allocated it: partition, and the calls that led there
+        self.opened: list[Clock] = []  # what each block knew when it was first touched
+        self.opened_at, self.opened_by = self.site, ""
+
+    def touch(self) -> None:
+        """Remember that it is in use, and at the first time what the running partition knows to be over."""
+        program = context.program()
+        self.last = program.steps
+        if not self.opened:
+            p = program.partition
+            self.opened = [dict(block.clock) for block in p.blocks]
+            self.opened_at, self.opened_by = context.site(), p.name
 
     @property
     def label(self) -> str:
@@ -114,6 +129,9 @@ class MemDesc:
     rank = property(lambda self: self.view.ndim)
     numel = property(lambda self: self.view.size)
     type = property(lambda self: self)  # buffers.type.shape, buffers.type.layout
+    nbytes_per_cta = property(
+        lambda self: math.prod(layouts.per_block(list(self.shape), self.layout)) * self.dtype.primitive_bitwidth // 8
+    )
     nbytes = property(lambda self: self.view.size * self.dtype.primitive_bitwidth // 8)
     label = property(lambda self: self.allocation.label + self.suffix)
 
@@ -121,7 +139,9 @@ class MemDesc:
         return f"<shared memory {self.label}: {self.dtype}{list(self.shape)}, {self.layout}>"
 
     def __getattr__(self, name):
-        refuse("unknown operation", f"gluon_cpu does not know the method .{name} of shared memory.")
+        text = f"gluon_cpu does not know the method .{name} of shared memory"
+        hint = "Load the tile with .load(layout), compute in registers, and .store(...) it"
+        refuse("unknown operation", f"{text}. {hint}; a sum of several threads goes to global memory by gl.atomic_add.")
 
     def __getitem__(self, index):
         refuse("kernel", f"{self.label}[...] is not how shared memory is indexed: {self.label}.index(i) is slot i.")
@@ -203,6 +223,9 @@ class MemDesc:
         layouts.check_shared(layout, self.dtype, shape)
         view, written = (array.reshape(-1)[:size].reshape(shape) for array in (self.view, self.written))
         return self._view(view, written, layout, f"{self.suffix} as {shape}")
+
+    if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # its name from Triton 3.9 on
+        reinterpret = _reinterpret
 
     def _view(self, view, written, layout, suffix, alloc_shape=None) -> MemDesc:
         subview = MemDesc(self.allocation, view, written, layout, suffix, alloc_shape)
@@ -297,7 +320,7 @@ def access(
     program = context.program()
     p = program.partition
     allocation = desc.allocation
-    allocation.last = program.steps
+    allocation.touch()
     site = context.site()
     accesses = []
     for index, records in enumerate(allocation.records):

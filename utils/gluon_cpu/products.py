@@ -256,6 +256,8 @@ def warpgroup_mma_wait(num_outstanding=0, deps=None):
 
 def finished_tensor(x):
     """Return an accumulator as a tensor; while its product is under way, reading it stays a race."""
+    if isinstance(x, MemDesc):
+        x._keep_alive()
     if not isinstance(x, Accumulator):
         return x
     if x.product.result is not None:

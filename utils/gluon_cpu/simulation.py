@@ -93,7 +93,7 @@ class Run:
             grid: the grid's size, or a function of the arguments that returns it.
             options: its arguments by name, and launch options such as num_warps.
         """
-        from . import copies, memory
+        from . import copies, memory, reuse
         from .interpreter import call, run_jit
         from .scheduler import Program
 
@@ -114,6 +114,7 @@ class Run:
                 run_jit(kernel, (), arguments)
                 copies.finish(program)
                 memory.finish(program)
+                reuse.finish(program)
             finally:
                 context.set_program(None)
             self.cycles.append(max(p.time for p in program.partitions))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
+import types
 
 import numpy as np
 from triton.experimental.gluon import language as gl
@@ -87,7 +89,11 @@ class Tensor(RunTimeValue):
         return f"<{self.dtype}{list(self.shape)} {self.layout or ''}: {self.data}>"
 
     def __getattr__(self, name):
-        refuse("unknown operation", f"gluon_cpu does not know the method .{name} of a tensor.")
+        function = getattr(gl, name, None)
+        if hasattr(gl.tensor, name) and callable(function):  # x.atomic_add(y) is gl.atomic_add(x, y)
+            return types.MethodType(functools.partial(context.program().call, function), self)
+        text = f"gluon_cpu does not know the method .{name} of a tensor"
+        refuse("unknown operation", f"{text}. Call a function of gl, or compute it with operators and gl.where.")
 
     def __bool__(self) -> bool:
         if self.shape:

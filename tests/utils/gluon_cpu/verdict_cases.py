@@ -346,9 +346,10 @@ correct(
     "two tiles",
     "The second reduction reads a tile of its own, so the first may still be under way.",
     (
-        "    tma.store_wait(0)\n    twice.store(x)\n",
-        "    once = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_type.shape, x_desc.layout)\n    once.store(x)\n",
+        "    full = gl.all",
+        "    once = gl.allocate_shared_memory(x_desc.dtype, x_desc.block_type.shape, x_desc.layout)\n    full = gl.all",
     ),
+    ("    tma.store_wait(0)\n    twice.store(x)\n", "    once.store(x)\n"),
     ("tma_add(y_desc, (0, 0), twice)", "tma_add(y_desc, [0, 0], once)"),
 )
 
