@@ -17,7 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent  # the folder of the labs
 def write_whole(path: Path, content: str | bytes) -> None:
     """Replace a file in one step: readers find the old or the new file, never a part, even if the run is killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, str(path)) from None  # the caller's name, not the part's
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

@@ -2,10 +2,11 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
-from utils.files import ROOT, output_path, recorded_table
+from utils.files import ROOT, output_path, recorded_table, write_whole
 
 RECORD = {"machine": "NVIDIA H200", "commit": "0cfa907", "tables": {"race": [{"way": "naive", "ms": 2.5}]}}
 
@@ -43,3 +44,13 @@ def test_results_go_to_one_folder(tmp_path, monkeypatch):
         monkeypatch.chdir(folder)
         path = output_path("lab1_results.json")
         assert path == expected / "out" / "lab1_results.json" and path.parent.is_dir()
+
+
+def test_a_file_that_cannot_be_written_is_named_as_the_caller_named_it(tmp_path):
+    with pytest.raises(OSError) as refused:
+        write_whole(Path("/proc/results.json"), "{}")
+    assert refused.value.filename == "/proc/results.json"
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_whole(tmp_path / "folder", "{}")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]  # no part is left

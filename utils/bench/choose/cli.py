@@ -100,8 +100,11 @@ def choose(
 def _check_writable(out: Path) -> None:
     """Fail before the timing if the sweep's file could not be written after it."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=out.parent):
-        pass
+    try:
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, str(out)) from None  # the user's name, not the trial's
 
 
 def _other_providers(text: str) -> list[str]:

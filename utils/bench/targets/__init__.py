@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from utils.bench.errors import BenchError, nearest
+from utils.bench.errors import BenchError, did_you_mean, nearest
 from utils.bench.knobs import parse_flags, settle, split_extra_args
 from utils.bench.targets import (
     attention_suite,
@@ -59,10 +59,8 @@ def read_name(name: str) -> list[tuple[Target, tuple[str, ...]]]:
     one_sided = {target.side_name(side): (target, (side,)) for target in TARGETS.values() for side in SIDES}
     if key in one_sided:
         return [one_sided[key]]
-    raise BenchError(
-        f"there is no target {name!r}.{nearest(key, [*TARGETS, *one_sided, *chapters()])} "
-        "`labs bench list-targets` lists them."
-    )
+    close = did_you_mean(key, [*TARGETS, *one_sided, *chapters()]) or f" The chapters are {', '.join(chapters())}."
+    raise BenchError(f"there is no target {name!r}.{close} `labs bench list-targets` lists the targets.")
 
 
 def _read_flags(extra_args: Iterable[str], chosen: Iterable[str]) -> dict[str, dict]:
