@@ -26,6 +26,8 @@ How it works:
 Limits:
 - A partition is one actor. Its own warps need barriers among themselves (gl.barrier); those are left to the compiler,
   which inserts them.
+- A missing fence between mbarrier.init and the first copy is not reported: Triton's own tutorials have none, and the
+  compiler does not add one.
 - One program at a time: no waiting for other programs of the grid.
 - In a cluster, a block reads and writes its own shared memory; only multicast copies, arrivals at mbarriers,
   gl.convert_layout and reductions cross blocks. Nothing checks that a block lives until the others are done with it.
