@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import matplotlib
-
 from tools.figures.attention import decoder_layer, flash_attention, kv_cache
-from tools.figures.drawing import SVG_STYLE, Card
+from tools.figures.drawing import Card, drawn_alike
 from tools.figures.flex import blocks, mask_program, pages, paths
 from tools.figures.gluon import ring, specialized, streaming_multiprocessor
 from tools.figures.gluon_layouts import barrier_states, blocked_layout, overlap_schedule, swizzle, wgmma_fragment
@@ -44,7 +42,7 @@ FIGURES = {
 
 def draw(name: str) -> Card:
     """One figure, drawn."""
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "agg", **SVG_STYLE}):
+    with drawn_alike():
         return FIGURES[name]()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import matplotlib
+from matplotlib import font_manager
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, PathPatch, Polygon, Rectangle
@@ -26,6 +28,28 @@ SVG_STYLE = {
     "mathtext.fontset": "dejavusans",
     "hatch.linewidth": 0.7,
 }
+
+
+@contextlib.contextmanager
+def drawn_alike() -> Iterator[None]:
+    """Draw with matplotlib's defaults, this style and matplotlib's own fonts: every machine writes the same file.
+
+    Where DejaVu Sans is installed, matplotlib may take that one, whose ligatures have other numbers.
+    """
+    fonts = font_manager.fontManager
+    installed, forget = fonts.ttflist, getattr(fonts, "_findfont_cached", None)
+    fonts.ttflist = []  # matplotlib's list is a file in the user's cache, with whatever was installed when it was made
+    try:
+        for font in sorted(Path(matplotlib.get_data_path(), "fonts", "ttf").glob("*.ttf")):
+            fonts.addfont(font)
+        if forget is not None:
+            forget.cache_clear()
+        with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "agg", **SVG_STYLE}):
+            yield
+    finally:
+        fonts.ttflist = installed
+        if forget is not None:
+            forget.cache_clear()
 
 
 class Card:
@@ -182,7 +206,7 @@ class Card:
         """Write the SVG file, without a date."""
         metadata = {"Date": None, "Title": self.title, "Description": self.description}
         text = io.StringIO()
-        with matplotlib.rc_context(SVG_STYLE):
+        with drawn_alike():
             self.figure.savefig(text, format="svg", metadata=metadata, facecolor="none")
         # Hundredths of a pixel are enough. Matplotlib writes six decimals and deep indents, which are half of the file.
         svg = re.sub(r' d="[^"]+"|translate\([^)]+\)', shorten_path, text.getvalue())

@@ -14,9 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import matplotlib
-
-from tools.figures.drawing import SVG_STYLE, shorten_path
+from tools.figures.drawing import drawn_alike, shorten_path
 from utils.files import ROOT
 from utils.visualization.style import HAIR, INK, PAPER, SMALL, SOFT, TEXT, log_axis, name_axes, open_axes, series
 
@@ -242,7 +240,7 @@ def draw(name: str) -> str:
     """Draw one picture and return it as SVG, the same text every time."""
     import matplotlib.pyplot as plt
 
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "agg", **SVG_STYLE}):
+    with drawn_alike():
         figure = PICTURES[name]()
         text = io.StringIO()
         figure.savefig(

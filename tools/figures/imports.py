@@ -13,9 +13,8 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import grimp
-import matplotlib
 
-from tools.figures.drawing import BLUE, BLUE_TINT, GREEN, GREEN_TINT, GREY, GREY_TINT, SOFT, SVG_STYLE, Card
+from tools.figures.drawing import BLUE, BLUE_TINT, GREEN, GREEN_TINT, GREY, GREY_TINT, SOFT, Card, drawn_alike
 from utils.files import ROOT
 
 PICTURE = ROOT / "docs" / "imports.svg"
@@ -134,7 +133,7 @@ def drawn_imports(picture: Path) -> set[Edge]:
 
 def main(path: Path = PICTURE) -> None:
     """Draw the picture of the code as it is now."""
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "agg", **SVG_STYLE}):
+    with drawn_alike():
         draw(imports(), layers()).save(path)
     print(f"wrote {path}")
 
