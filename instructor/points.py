@@ -182,6 +182,9 @@ def _table(questions: list[Question]) -> str:
     return "\n".join(rows)
 
 
+_HEADER = "# ---\n# jupyter:\n"  # with which Jupytext begins a notebook that is written as Python
+
+
 def lab_path(name: str, labs: Path | None = None) -> Path:
     """The source of a lab that is named in full or by its beginning, such as lab4 or lab4_sdpa.ipynb."""
     stem, known = name.removesuffix(".ipynb"), lab_names(labs)
@@ -193,8 +196,13 @@ def lab_path(name: str, labs: Path | None = None) -> Path:
 
 
 def lab_names(labs: Path | None = None) -> list[str]:
-    """The labs that have a source, by name."""
-    return sorted(path.stem for path in (labs or LABS).glob("*.py") if not path.stem.startswith("_"))
+    """The labs that have a source, by name; kernels that a lab's cells wrote beside it are none."""
+    return sorted(path.stem for path in (labs or LABS).glob("*.py") if _is_notebook(path))
+
+
+def _is_notebook(path: Path) -> bool:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.read(len(_HEADER)) == _HEADER
 
 
 def points(lab: str | Path) -> dict:

@@ -446,6 +446,13 @@ def test_a_lab_goes_by_its_beginning():
             lab_path(name)
 
 
+def test_a_kernel_that_a_cell_wrote_is_no_lab(lab_file):
+    folder = lab_file(HEADING, ANSWER, TESTS).parent
+    (folder / "tiny_kernel.py").write_text("from triton.experimental import gluon\n")
+    (folder / "empty.py").write_bytes(b"\xff")
+    assert lab_names(folder) == ["tiny"] and lab_path("tin", folder) == folder / "tiny.py"
+
+
 def test_commands_refuse_bad_input(house, lab_file):
     result = labs("build", "lab9")
     assert result.exit_code == 2 and "there is no lab 'lab9'; the labs are: tiny" in result.output
