@@ -14,7 +14,6 @@ from instructor.course import answered_notebook
 from instructor.grading.class_.gradescope import bundle_scripts, make_bundle, results_of, submitted_notebook
 from instructor.grading.submission.results import CellResult, Flag, SubmissionResult
 from tests.instructor.conftest import FIXTURE_LAB
-from utils.files import ROOT
 
 
 @pytest.fixture
@@ -107,7 +106,7 @@ def gemv(a, x):
 def readable_python(tmp_path_factory) -> list[str]:
     """A command in front of which Python may be read by every user, as in a container, also where it lies below /root."""
     python = Path(os.path.realpath(sys.executable)).parent.parent
-    closed = next((p for p in reversed(python.parents) if not p.stat().st_mode & 0o005 == 0o005), None)
+    closed = next((p for p in reversed(python.parents) if p.stat().st_mode & 5 != 5), None)
     if closed is None:
         return []
     # In mounts of its own: an open folder in the place of the closed one, and Python in its old place below it.
