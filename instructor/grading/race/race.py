@@ -17,15 +17,19 @@ from pathlib import Path
 import torch
 
 from instructor.grading.race.compiling import Kernel, Refused, compile_text, read_file
-from instructor.grading.race.judge import expect_right, new_call
+from instructor.grading.race.judge import ClocksDisagree, expect_right, new_call
 from instructor.grading.race.problem import CELL, FILE, LONG, TAIL, TIMED, Shape
 from instructor.grading.race.track import Track, TrackError
 from utils.benchmark.intervals import speedup, speedup_interval
 
 PAIRS = 15  # timed pairs (one call of the reference, one of the entry) of a shape and a state of the L2
-TRIES = 4  # of a call whose launch was not queued in time
+TRIES = 4  # of a call whose launch was not queued in time, or whose clocks disagreed
 CYCLE_FLOPS = 4096.0  # the simulator's tensor cores: FLOPs of one SM in one cycle
 REFERENCE = "reference"
+
+
+class RaceError(RuntimeError):
+    """This machine cannot hold a race now, which is no student's fault; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -177,17 +181,33 @@ class Race:
             self.track = None
 
     def _checked(self, kernel: str, shape: Shape, result: Result, *, cold: bool = True, plain: bool = False) -> float:
-        """Make one call, compare what it wrote, and return its time; a launch that was not queued in time is repeated."""
+        """Make one call, compare what it wrote, and return its time.
+
+        A call is made again if its launch was not queued in time, or if the clocks disagree on it: both may be the
+        machine's doing. Where the reference is refused, too, it is.
+        """
         assert self.track is not None
+        again = "the launches were not queued in time."
         for _ in range(TRIES):
             call = new_call(kernel, shape, cold=cold, plain=plain)
             seen = self.track.run(call)
-            mean, largest = expect_right(call, seen, self.device, self.roof)
+            try:
+                mean, largest = expect_right(call, seen, self.device, self.roof)
+            except ClocksDisagree as refused:
+                again = str(refused)
+                continue
+            except Refused as refused:
+                if kernel == REFERENCE:
+                    raise RaceError(f"the reference itself is refused on this machine: {refused}") from None
+                raise
             result.calls += 1
             result.worst = max(result.worst[0], mean), max(result.worst[1], largest)
             if seen.ahead or plain:
                 return seen.ms
-        raise TrackError("the host was too slow to queue the launches: is something else running?")
+        if kernel == REFERENCE:
+            raise RaceError(f"{again} Something else uses this GPU or its host: a race needs both for itself.")
+        self._checked(REFERENCE, shape, Result(REFERENCE), cold=cold, plain=plain)
+        raise Refused(again)
 
     def _timed(self, shape: Shape, cold: bool, result: Result) -> Time:
         times: dict[str, list[float]] = {REFERENCE: [], "entry": []}

@@ -24,6 +24,7 @@ from instructor.grading.race.race import (
     CYCLE_FLOPS,
     Entry,
     Race,
+    RaceError,
     Result,
     Time,
     entry_of_notebook,
@@ -163,6 +164,40 @@ def test_events_that_disagree_with_the_hosts_clock_are_refused(honest_call):
     call, seen = honest_call
     with pytest.raises(Refused, match="disagree"):
         expect_right(replace(call, plain=True), replace(seen, host_ms=2e3), "cpu", FAKE_ROOF)
+
+
+class SharedGPU:
+    """A track on whose plain calls the clocks disagree, as long as the list of kernels says so."""
+
+    def __init__(self, disagree):
+        self.disagree, self.calls = disagree, []
+
+    def run(self, call):
+        self.calls.append(call.kernel)
+        heads, rows = rows_to_read(call.shape, call.seed, call.lot)
+        right = reference_rows(call.shape, call.seed, heads, rows, "cpu").bfloat16().double()
+        host = 2e3 if self.disagree and self.disagree.pop(0) else 1e3
+        return Seen(ms=1e3, host_ms=host, ahead=True, late=False, inputs_changed=False, rows=right)
+
+
+@pytest.mark.parametrize(
+    ("disagree", "kernels", "error", "words"),
+    [
+        ([True, True, False], ["entry"] * 3, None, ""),  # another program had the GPU for a moment
+        ([True] * 4, ["entry"] * 4 + ["reference"], Refused, "they disagree"),
+        ([True] * 8, ["entry"] * 4 + ["reference"] * 4, RaceError, "Something else uses this GPU"),
+    ],
+)
+def test_who_shares_the_gpu_is_accused_of_nothing(disagree, kernels, error, words):
+    race = object.__new__(Race)
+    race.track = track = SharedGPU(list(disagree))
+    race.device, race.roof = torch.device("cpu"), FAKE_ROOF
+    if error is None:
+        assert race._checked("entry", SIMULATED_TAIL, Result("ada"), plain=True) == 1e3
+    else:
+        with pytest.raises(error, match=words):
+            race._checked("entry", SIMULATED_TAIL, Result("ada"), plain=True)
+    assert track.calls == kernels
 
 
 @pytest.mark.parametrize("row", [0, -1])
