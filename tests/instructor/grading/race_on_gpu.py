@@ -1,54 +1,75 @@
 """Race the catalogue of cheats and honest files on this machine's GPU: `python -m tests.instructor.grading.race_on_gpu`.
 
-It writes a row for each file as soon as it is known: the verdict, and for those that count their times.
+Honest files are the catalogue's and ones that are drawn from it by seed (`--drawn`), all of them as often as the time
+allows (`--runs`, `--seconds`). A row is written for each run as soon as it is known: the verdict, and for those that
+count their times.
 """
 
 import argparse
 import json
 import time
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
 from instructor.grading.race.race import Entry, Race, expect_gpu, in_order, lines_of, model_answer
-from tests.instructor.grading.race_cheats import CHEATS, HONEST
+from tests.instructor.grading.race_cheats import CHEATS, HONEST, drawn_honest
 from utils.files import ROOT
 
 
 def main() -> None:
-    """Race everything once; honest files again until the time is over."""
+    """Race every honest file up to the number of runs or the end of the time, then every cheat."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=50.0)
+    parser.add_argument("--seconds", type=float, default=50.0, help="for compiling and the honest files' runs")
     parser.add_argument("--pairs", type=int, default=6)
+    parser.add_argument("--runs", type=int, default=len(HONEST), help="runs of honest files in all")
+    parser.add_argument("--drawn", type=int, default=0, help="honest files that are drawn, beside the catalogue's")
     chosen = parser.parse_args()
     began = time.monotonic()
     model = model_answer((ROOT / "instructor/labs/lab3_gluon.py").read_text())
     record = {**expect_gpu(), "pairs": chosen.pairs, "cheats": [], "honest": []}
     race = Race(model, pairs=chosen.pairs)
-    files = {f.name: f for f in (HONEST[0], *CHEATS, *HONEST[1:])}
+    honest = {f.name: f.text(model) for f in HONEST} | dict(drawn_honest(model, seed) for seed in range(chosen.drawn))
+    cheats = {f.name: f for f in CHEATS}
+    results, wrong = [], []
+
+    def run(name: str, stage: str) -> None:
+        started = time.monotonic()
+        result = race.run(name, kernels[name])
+        if bool(result.refused) != bool(stage):
+            wrong.append(f"{name}: {result.refused or 'not refused'}")
+        row = {**asdict(result), "stage": stage, "seconds": round(time.monotonic() - started, 2)}
+        record["cheats" if stage else "honest"].append(row)
+        record["wrong"] = wrong
+        if not stage:
+            results.append(result)
+
+    def save() -> None:
+        chosen.out.write_text(json.dumps(record, indent=1))
+
     try:
-        kernels = race.prepare_all([Entry(name, f.text(model)) for name, f in files.items()])
+        texts = honest | {name: f.text(model) for name, f in cheats.items()}
+        kernels = race.prepare_all([Entry(name, text) for name, text in texts.items()])
         record["seconds to compile"] = time.monotonic() - began
-        results, wrong = [], []
-        for name, f in files.items():
-            if not f.stage and results and time.monotonic() - began > chosen.seconds:
-                continue
-            started = time.monotonic()
-            result = race.run(name, kernels[name])
-            if bool(result.refused) != bool(f.stage):
-                wrong.append(f"{name}: {result.refused or 'not refused'}")
-            row = {**asdict(result), "stage": f.stage, "seconds": round(time.monotonic() - started, 2)}
-            record["cheats" if f.stage else "honest"].append(row)
-            record["wrong"] = wrong
-            chosen.out.write_text(json.dumps(record, indent=1))
-            if not f.stage:
-                results.append(result)
+        for number in range(max(chosen.runs, len(honest))):
+            if time.monotonic() - began > chosen.seconds and results:
+                break
+            run(list(honest)[number % len(honest)], "")
+            if number % 10 == 0:
+                save()
+        for name, file in cheats.items():
+            run(name, file.stage)
+            save()
     finally:
+        save()
         race.close()
+    counted = Counter(bool(r.refused) for r in results)
     print(f"{time.monotonic() - began:.0f} s, {record['seconds to compile']:.0f} of them to compile")
     print(f"{sum(bool(r['refused']) for r in record['cheats'])} of {len(record['cheats'])} cheats refused")
-    print("\n".join(line[:200] for line in lines_of(in_order(results))))
-    print("\n".join(["wrong verdicts:", *(line[:300] for line in wrong)]))
+    print(f"{counted[True]} of {len(results)} honest runs of {len({r.student for r in results})} files refused")
+    print("\n".join(line[:200] for line in lines_of(in_order(results))[:12]))
+    print("\n".join(["wrong verdicts:", *(line[:300] for line in wrong[:12])]))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from instructor.grading.race.race import (
     write_results,
 )
 from instructor.grading.race.track import Call, Seen, Simulator
-from tests.instructor.grading.race_cheats import CHEATS, HONEST, asm
+from tests.instructor.grading.race_cheats import CHEATS, HONEST, asm, drawn_honest
 from utils.files import ROOT
 
 MODEL = model_answer((ROOT / "instructor/labs/lab3_gluon.py").read_text())
@@ -73,6 +73,13 @@ def test_the_catalogue_is_large_enough():
     assert len(CHEATS) >= 40 and len(HONEST) >= 12
     texts = {f.text(MODEL) for f in (*CHEATS, *HONEST)}
     assert len(texts) == len(CHEATS) + len(HONEST)
+
+
+def test_drawn_honest_files_differ_and_pass_the_reading_of_their_text():
+    texts = {drawn_honest(MODEL, seed)[1] for seed in range(28)}
+    assert len(texts) == 28
+    for text in texts:
+        read_file(text)
 
 
 @pytest.mark.parametrize("name", ["zeros", "it writes into its inputs"])
