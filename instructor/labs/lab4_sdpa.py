@@ -1692,12 +1692,12 @@ else:
     print(f"No recorded table {record_file} here.")
 
 # %% [markdown]
-# With one new token and eight sequences or more the kernel and cuDNN are within 4% of each other. The kernel reads the cache
-# at 0.84 to 0.99 of the speed of a copy, so little is left to gain. One sequence of 2048 keys reaches less than a fifth of
+# With one new token and eight sequences or more the kernel and cuDNN are within 3% of each other. The kernel reads the cache
+# at 0.84 to 1.00 of the speed of a copy, so little is left to gain. One sequence of 2048 keys reaches less than a fifth of
 # it: there the launch and the merge take the time. With 16 new tokens FlashAttention 3 is ahead at three of the ten shapes,
-# those with 16 sequences or more whose heads share keys; the lowest ratio is 0.90. The heads of a group and their new tokens
-# make up to 128 rows of queries there. A multiprocessor computes whole heads of keys, most of them several one after the
-# other, and between two of them it multiplies nothing. `docs/decode-log.md` tells what was tried.
+# those with 16 sequences or more whose heads share keys; the lowest ratio is 0.98. It was 0.89 when a multiprocessor, which
+# computes several whole heads of keys one after the other, multiplied nothing between two of them. Now the next head begins
+# before the last one is stored. `docs/decode-log.md` tells what was tried.
 # cuDNN and FlashAttention 2 ran without a causal mask here, as they cannot place it at the last key.
 #
 # With a Hopper GPU, time it on your machine:

@@ -291,10 +291,10 @@ def test_recorded_decode_is_as_the_text_says(prose):
     rows = pd.DataFrame(record["rows"])
     rows["copy"] = rows["tb_s"] / record["copy_tb_s"]
     level = rows.query("new_tokens == 1 and batch >= 8")
-    assert "With one new token and eight sequences or more the kernel and cuDNN are within 4%" in prose
-    assert set(level["best_other"]) == {"cudnn"} and round((level["ratio"] - 1).abs().max(), 2) == 0.04
-    assert "at 0.84 to 0.99 of the speed of a copy" in prose
-    assert round(level["copy"].min(), 2) == 0.84 and round(level["copy"].max(), 2) == 0.99
+    assert "With one new token and eight sequences or more the kernel and cuDNN are within 3%" in prose
+    assert set(level["best_other"]) == {"cudnn"} and round((level["ratio"] - 1).abs().max(), 2) == 0.03
+    assert "at 0.84 to 1.00 of the speed of a copy" in prose
+    assert round(level["copy"].min(), 2) == 0.84 and round(level["copy"].max(), 2) == 1.00
     assert "One sequence of 2048 keys reaches less than a fifth of it" in prose
     assert rows.query("batch == 1 and keys == 2048")["copy"].max() < 0.2
     many = rows.query("new_tokens == 16")
@@ -302,8 +302,10 @@ def test_recorded_decode_is_as_the_text_says(prose):
     assert "at three of the ten shapes, those with 16 sequences or more whose heads share keys" in prose
     assert len(many) == 10 and len(behind) == 3 and set(behind["best_other"]) == {"fa3"}
     assert set(behind.index) == set(many.query("batch >= 16 and heads != kv_heads").index)
-    assert "the lowest ratio is 0.90" in prose and round(many["ratio"].min(), 2) == 0.90
-    assert (behind["heads"] // behind["kv_heads"] * 16).max() == 128 and "up to 128 rows of queries there" in prose
+    assert "the lowest ratio is 0.98. It was 0.89 when" in prose and round(many["ratio"].min(), 2) == 0.98
+    before = json.loads((ROOT / "assets/results/h200/decode_variants_third.json").read_text())["rows"]
+    before = {tuple(row["point"]): row["ratios"]["default"] for row in before if row["point"][-1] == 16}
+    assert round(min(before.values()), 2) == 0.89 and min(before, key=before.get) == (128, 64, 8, 1024, 128, 16)
 
 
 def test_the_default_is_cudnn_for_every_recorded_shape(prose, grid):

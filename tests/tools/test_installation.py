@@ -25,8 +25,14 @@ ALL_REQUIREMENTS = [*PROJECT["dependencies"], *itertools.chain(*PROJECT["optiona
 
 
 def run_make(*arguments: str, **options) -> subprocess.CompletedProcess:
+    # `make test PYTHON=...` hands its own variables to every make below it.
+    own = {
+        "env": {
+            name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES", "PYTHON")
+        }
+    }
     return subprocess.run(
-        ["make", "-s", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, **options
+        ["make", "-s", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, **own | options
     )
 
 

@@ -39,7 +39,7 @@ from tools.record.decode import (
 from tools.record.turns import Turns
 from utils.attention import decode_reference
 from utils.attention.gluon.decode.launch import Launch
-from utils.attention.gluon.decode.plan import MOST_MARKED, Arrangement, arrange
+from utils.attention.gluon.decode.plan import Arrangement, arrange
 from utils.benchmark.intervals import speedup
 from utils.files import write_whole
 
@@ -76,11 +76,6 @@ def variants(point: tuple) -> dict[str, dict]:
         other = {"merge": "second" if arrangement(point, by_rows).plan.merge == "together" else "together"}
         merged = f"merged {other['merge']}"
         full = {"programs": MULTIPROCESSORS}
-        now = arrangement(point, {})
-        if now.plan.merge == "together" and now.plan.merge_parts * now.plan.merge_warps <= MOST_MARKED:
-            found["marked"] = {"merge": "marked"}
-            found["not cooperative"] = {"cooperative": False}
-            found["marked, not cooperative"] = {"merge": "marked", "cooperative": False}
         found["rows, small blocks"] = small | full
         found["rows, even programs"] = by_rows | even
         found["rows, small blocks, even programs"] = small | even
@@ -107,7 +102,7 @@ def describe(found: Arrangement) -> str:
     plan, merge = found.plan, found.merge_plan
     tile = f"{'rows' if plan.consumers else 'keys'}: {plan.columns} columns, {plan.block_n} keys, {plan.slots} slots"
     warps = f"{plan.q_slots} Q, {f'{plan.consumers} consumers' if plan.consumers else '4 warps'}, halves {plan.halves}"
-    warps += ", wide stores" * plan.wide + ", ahead" * plan.ahead + ", not cooperative" * (not plan.cooperative)
+    warps += ", wide stores" * plan.wide + ", ahead" * plan.ahead
     if found.aligned:
         return f"{tile}, {warps}; {found.programs} programs, whole heads"
     parts = f"{merge.merge_warps} x {merge.merge_parts} parts x {merge.merge_width} numbers x {merge.merge_steps}"
@@ -197,8 +192,6 @@ def prepare_pages(point: tuple, fa3: bool) -> tuple[dict, dict[str, Callable], i
         "rows, level": by_rows | {"level": True},
         "rows, level, two producers": by_rows | {"level": True, "producers": 2},
     }
-    kernels["default"] = {}
-    kernels |= {f"{name}, table ahead": kernels[name] | {"prefetch": True} for name in ("default", "keys", "rows")}
     without_lengths = {name: choices for name, choices in kernels.items() if name in ("keys", "rows")}
     calls, left_out = right_calls({f"one piece, {name}": c for name, c in without_lengths.items()}, expected, q, k, v)
     table = torch.randperm(cache[0] * cache[3] // page, device="cuda").int().view(cache[0], -1)
@@ -327,16 +320,14 @@ def random_case(seed: int) -> dict:
     sq, head_dim = rng.choice((1, 2, 7, 16, 33)), rng.choice((64, 128, 128, 256, 80))
     slots, page = rng.choice((5, 129, 700, 1500, 4097)), rng.choice((None, None, 16, 64, 256))
     case = {"causal": rng.random() < 0.7, "window": rng.choice((None, None, 1, 100, 1000))}
-    # These two take neither lengths nor pages, and would be rare among all others.
-    kind = rng.choice(("any", "any", "ahead", "marked"))
-    if kind != "any":
-        page, head_dim, consumers = None, min(head_dim, 128), consumers or (1 if kind == "ahead" else 0)
+    # It takes neither lengths nor pages, and would be rare among all others.
+    ahead = rng.random() < 0.3
+    if ahead:
+        page, head_dim, consumers = None, min(head_dim, 128), consumers or 1
     k, v, lengths, table = (
         x if x is None else x.cuda() for x in random_cache(batch, kv_heads, slots, head_dim, dtype, seed, page)
     )
-    if page is None and (
-        kind != "any" or rng.random() < 0.5
-    ):  # without lengths the programs of a head may merge it together
+    if page is None and (ahead or rng.random() < 0.5):  # without lengths the programs of a head may merge it together
         k, v, lengths = *torch.randn(2, batch, kv_heads, max(slots, sq), head_dim, device="cuda", dtype=dtype), None
     q = torch.randn(batch, kv_heads * group, sq, head_dim, device="cuda", dtype=dtype)
     choices = {
@@ -345,11 +336,8 @@ def random_case(seed: int) -> dict:
         "programs": rng.choice((0, 3, 128)),
     }
     scales = None
-    if kind == "ahead":
-        block_n = rng.choice((64, 128))
-        choices |= {"ahead": True, "aligned": True, "block_n": block_n, "merge": None}
-    elif kind == "marked":
-        choices |= {"merge": "marked", "programs": rng.choice((2, 3, 7, 16)), "aligned": False}
+    if ahead:
+        choices |= {"ahead": True, "aligned": True, "block_n": rng.choice((64, 128)), "merge": None}
     elif rng.random() < 0.25 and head_dim % 16 == 0:
         # With keys as rows a tile holds 64 query rows, and all heads of a group.
         choices = choices | {
@@ -363,10 +351,9 @@ def random_case(seed: int) -> dict:
             torch.rand(2, kv_heads, device="cuda") + 0.5,
         )
     elif consumers == 1:
-        choices["wide"] = True
+        choices["wide"] = rng.random() < 0.5
         choices["level"] = rng.random() < 0.5
         choices["producers"] = rng.choice((1, 2))
-        choices["prefetch"] = rng.random() < 0.5
     elif consumers == 0 and head_dim <= 128:
         choices |= rng.choice(({}, {"per_sm": 2, "block_n": 64}))
     call = bound(choices, q, k, v, lengths, table, scales, **case)

@@ -133,7 +133,9 @@ def _with_plain_mask(problem: Problem) -> Problem | None:
     if mask_mod is causal:
         return replace(problem, mask_mod=None, causal=True)
     if kind in ("sliding_window", "nearby"):
-        return replace(problem, mask_mod=None, causal=kind == "sliding_window", window=mask_mod.window)
+        is_causal = kind == "sliding_window"
+        window = _limiting(mask_mod.window, is_causal, problem.sq, problem.sk)
+        return replace(problem, mask_mod=None, causal=is_causal, window=window)
     if kind not in ("both", "documents") or problem.grouped:
         return None
     spans = [part.span for part in parts if getattr(part, "kind", "") == "documents"]
@@ -189,7 +191,18 @@ def make_problem(
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     scale = head_dim**-0.5 if scale is None else _finite(scale)
     shape = batch, heads, kv_heads, sq, sk, head_dim
+    window = _limiting(window, causal, sq, sk)
     return Problem(*shape, q.dtype, q.device, causal, scale, window, needs_grad, mask_mod, score_mod)
+
+
+def _limiting(window: int | None, is_causal: bool, sq: int, sk: int) -> int | None:
+    """Return the window, or None if it reaches every key: kernels are faster without one, and more of them can do it.
+
+    The last query is sk - 1 positions after the first key. The first query is sq - 1 positions before the last key, which
+    only a mask that is not causal lets it see.
+    """
+    farthest = sk - 1 if is_causal else max(sq, sk) - 1
+    return None if window is not None and window > farthest else window
 
 
 def _finite(scale: float) -> float:

@@ -13,7 +13,6 @@ from instructor.grading.race.compiling import Refused
 from instructor.grading.race.race import (
     PAIRS,
     Race,
-    RaceError,
     entries_of_folder,
     expect_gpu,
     lines_of,
@@ -43,8 +42,6 @@ def main() -> None:
         sys.exit(f"error: {refused}")
     try:
         results = race_class(race, entries)
-    except RaceError as error:
-        sys.exit(f"error: {error}")
     finally:
         race.close()
     print("\n".join(lines_of(results)))

@@ -60,16 +60,9 @@ def by_command(built: Built, source: Path, tries: dict, seconds: float) -> tuple
             path = course / "submitted" / student / built.name / f"{built.name}.ipynb"
             path.parent.mkdir(parents=True)
             path.write_text(text, encoding="utf-8")
-        command = [
-            sys.executable,
-            "-c",
-            "from instructor.cli import app; app()",
-            "grade",
-            str(source),
-            "--gpu",
-            "--course",
-            str(course),
-        ]
+        # Not `labs`: it finds the instructor's commands only where the project is installed.
+        labs = [sys.executable, "-c", "from instructor.cli import app; app()"]
+        command = [*labs, "grade", str(source), "--gpu", "--course", str(course)]
         process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,

@@ -10,7 +10,7 @@ import torch
 
 from instructor.grading.race import compiling
 from instructor.grading.race.compiling import Kernel, Refused, read_file, read_machine_code
-from instructor.grading.race.judge import expect_right, new_call
+from instructor.grading.race.judge import clocks_apart, expect_right, new_call
 from instructor.grading.race.problem import (
     LONG,
     SIMULATED,
@@ -22,9 +22,9 @@ from instructor.grading.race.problem import (
 )
 from instructor.grading.race.race import (
     CYCLE_FLOPS,
+    REFERENCE,
     Entry,
     Race,
-    RaceError,
     Result,
     Time,
     entry_of_notebook,
@@ -35,7 +35,7 @@ from instructor.grading.race.race import (
     table,
     write_results,
 )
-from instructor.grading.race.track import Call, Seen, Simulator
+from instructor.grading.race.track import Call, Seen, Simulator, TrackError
 from tests.instructor.grading.race_cheats import CHEATS, HONEST, asm, drawn_honest
 from utils.files import ROOT
 
@@ -160,44 +160,37 @@ def test_what_a_call_may_not_do(honest_call, changes, words):
         expect_right(call, replace(seen, **changes), "cpu", FAKE_ROOF)
 
 
-def test_events_that_disagree_with_the_hosts_clock_are_refused(honest_call):
+def test_the_hosts_clock_is_looked_at_in_plain_calls(honest_call):
     call, seen = honest_call
-    with pytest.raises(Refused, match="disagree"):
-        expect_right(replace(call, plain=True), replace(seen, host_ms=2e3), "cpu", FAKE_ROOF)
-
-
-class SharedGPU:
-    """A track on whose plain calls the clocks disagree, as long as the list of kernels says so."""
-
-    def __init__(self, disagree):
-        self.disagree, self.calls = disagree, []
-
-    def run(self, call):
-        self.calls.append(call.kernel)
-        heads, rows = rows_to_read(call.shape, call.seed, call.lot)
-        right = reference_rows(call.shape, call.seed, heads, rows, "cpu").bfloat16().double()
-        host = 2e3 if self.disagree and self.disagree.pop(0) else 1e3
-        return Seen(ms=1e3, host_ms=host, ahead=True, late=False, inputs_changed=False, rows=right)
+    assert "1000.000 ms between the events, and 2000.000 ms" in clocks_apart(
+        replace(call, plain=True), replace(seen, host_ms=2e3)
+    )
+    assert not clocks_apart(call, replace(seen, host_ms=2e3))
+    assert not clocks_apart(replace(call, plain=True), replace(seen, host_ms=1.2e3))
 
 
 @pytest.mark.parametrize(
-    ("disagree", "kernels", "error", "words"),
+    ("apart", "says"),
     [
-        ([True, True, False], ["entry"] * 3, None, ""),  # another program had the GPU for a moment
-        ([True] * 4, ["entry"] * 4 + ["reference"], Refused, "they disagree"),
-        ([True] * 8, ["entry"] * 4 + ["reference"] * 4, RaceError, "Something else uses this GPU"),
+        ({"entry": [1] * 9, REFERENCE: [0] * 9}, "4 times of 4, and for the reference they agree"),
+        ({"entry": [1] * 9, REFERENCE: [1] * 9}, "not judged: .* Another program computes on this GPU"),
+        ({"entry": [1, 1, 1, 0], REFERENCE: []}, ""),
     ],
+    ids=["of this kernel alone", "of every kernel", "now and then"],
 )
-def test_who_shares_the_gpu_is_accused_of_nothing(disagree, kernels, error, words):
+def test_clocks_that_disagree_are_the_kernels_fault_only_if_the_references_agree(honest_call, monkeypatch, apart, says):
+    call, seen = honest_call
     race = object.__new__(Race)
-    race.track = track = SharedGPU(list(disagree))
-    race.device, race.roof = torch.device("cpu"), FAKE_ROOF
-    if error is None:
-        assert race._checked("entry", SIMULATED_TAIL, Result("ada"), plain=True) == 1e3
-    else:
-        with pytest.raises(error, match=words):
-            race._checked("entry", SIMULATED_TAIL, Result("ada"), plain=True)
-    assert track.calls == kernels
+    left = {kernel: list(values) for kernel, values in apart.items()}
+    monkeypatch.setattr(
+        race, "_seen", lambda call, result: replace(seen, host_ms=2e3 if left[call.kernel].pop(0) else 1e3)
+    )
+    if not says:
+        race._agreed("entry", call.shape, Result("entry"))
+        return
+    with pytest.raises((Refused, TrackError), match=says) as caught:
+        race._agreed("entry", call.shape, Result("entry"))
+    assert caught.type is (TrackError if "not judged" in says else Refused)
 
 
 @pytest.mark.parametrize("row", [0, -1])

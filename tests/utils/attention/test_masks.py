@@ -234,6 +234,22 @@ def test_the_fields_and_the_function_of_a_problem_make_one_mask(sq, sk):
                 assert again.mask_function() is problem.mask_function()  # block masks are kept by the object
 
 
+@pytest.mark.parametrize(("sq", "sk"), [(9, 9), (5, 12), (12, 5), (1, 4), (4, 1)])
+def test_a_window_that_hides_no_key_is_none(sq, sk):
+    """Exactly then: kernels without a window are faster, and cuDNN has no other."""
+    q, k = torch.empty(1, 1, sq, 8), torch.empty(1, 1, sk, 8)
+    distance = torch.arange(sq)[:, None] + sk - sq - torch.arange(sk)
+    for is_causal in (False, True):
+        seen = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
+        for window in range(1, 15):
+            problem = make_problem(q, k, k, causal=is_causal, window=window)
+            hides = bool((seen & (distance.abs() >= window)).any())
+            assert problem.window == (window if hides else None)
+            if sq == sk:
+                mask = sliding_window(window) if is_causal else nearby(window)
+                assert make_problem(q, k, k, mask_mod=mask).plain().window == problem.window
+
+
 class OnTensors:
     """The operations of `CuteDsl` on PyTorch's tensors."""
 

@@ -28,28 +28,6 @@ def page_numbers(cache, cursor):
 
 
 @gluon.jit
-def prefetch_table(cache):
-    """Bring the block table into the L2, while the lengths are on their way: a thread asks for 32 bytes, 8 pages.
-
-    Page numbers can be looked up only when the lengths have said which sequence a program begins in, and each look-up
-    from a cold cache waits for memory again. All programs together ask for up to 8 * 128 * programs numbers.
-    """
-    if cache.CASE.paged and cache.PLAN.prefetch:
-        threads: gl.constexpr = 32 * gl.num_warps()
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        number = 8 * (gl.program_id(0) * threads + gl.arange(0, threads, layout)).to(gl.int64)
-        last = (cache.batch - 1).to(gl.int64) * cache.table_stride + cache.pages - 1
-        gl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [cache.table_ptr + gl.minimum(number, last)],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@gluon.jit
 def load_block(descriptor, cache, cursor, numbers, kv_head, tile, full, pred):
     """Start the copy of one block of K or V; its barrier completes when all bytes are there.
 

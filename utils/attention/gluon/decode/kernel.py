@@ -35,7 +35,6 @@ from utils.attention.gluon.decode.blocks import (
     load_queries,
     mask_block,
     page_numbers,
-    prefetch_table,
 )
 from utils.attention.gluon.decode.merge import Results, in_eights, inverse
 from utils.attention.gluon.decode.work import Cache
@@ -177,10 +176,6 @@ def attend(results, split, q_desc, k_desc, v_desc, program):
             other = (piece + 1) % 2
             pred = unit + n < end
             load_queries(q_desc, results, following.b, following.head, q_ring.index(other), q_full.index(other), pred)
-        if PLAN.merge == "marked":  # noqa: SIM102 (decided by the compiler; the next line for each head)
-            if n != cursor.blocks:
-                # While the first blocks are on their way.
-                results.mark_part(results.part_number(split, program, cursor, unit), 0, COLUMNS)
         q_slot = piece % Q_SLOTS
         mbarrier.wait(q_full.index(q_slot), (piece // Q_SLOTS) & 1)
         q = q_ring.index(q_slot).reshape([COLUMNS, BLOCK_D])
@@ -233,7 +228,7 @@ def attend(results, split, q_desc, k_desc, v_desc, program):
         if n == cursor.blocks:
             results.store_whole(cursor, o * inverse(total)[None, :], 0, 1)
         else:
-            part = results.part_number(split, program, cursor, unit)
+            part = 2 * program + (split.owner(unit - cursor.j) == program).to(gl.int32)
             results.store_sums(part, gl.arange(0, COLUMNS, columns), m, total)
             results.store_part(cursor, part, o, 0, 1)
         unit += n
@@ -278,7 +273,6 @@ def attention_decode(
     heads = kv_heads * tiles
     cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
     results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
-    prefetch_table(cache)
     split = cache.split()
     program = gl.program_id(0)
     if PLAN.early and PLAN.merge == "second":

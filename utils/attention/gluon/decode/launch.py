@@ -156,7 +156,7 @@ class Launch:
         )
         self.plan = plan = found.plan
         self.programs = found.programs
-        self.counters = 2 * found.heads if plan.merge in ("together", "last") else 0
+        self.counters = 0 if plan.merge == "second" else 2 * found.heads
         holds = power_of_two(batch) if lengths else 1
         self.case = Case(causal and sq > 1, window > 0, lengths, holds, paged, found.aligned, lengths or paged)
         pages, stride = (0, 0) if block_table is None else (block_table.shape[1], block_table.stride(0))
@@ -174,25 +174,19 @@ class Launch:
         self.v_map = list(v.shape), _tma_strides(v.shape, v.stride(), 16 // v.element_size())
         out_strides = [sq * head_dim * n for n in (group * kv_heads, group, 1)] + [head_dim]
         self.o_map = q_shape, _tma_strides(q_shape, out_strides)
-        self.buffers: dict[int, list[torch.Tensor]] = {}  # of the merge "marked", for each stream
         self.compiled: list[tuple] = []
 
     def __call__(self, q, k, v, scale: float, seqlens, block_table, scales=None) -> torch.Tensor:
         """Attention of tensors like those it was made for; scales: (2, Hkv) fp32, of K and of V, for an fp8 cache."""
         out = torch.empty(q.shape, dtype=q.dtype, device=self.device)
-        marked = self.parts and self.plan.merge == "marked"
         parts = torch.empty(self.parts, dtype=torch.float32, device=self.device) if self.parts else unused(self.device)
         none = unused(self.device, torch.int32)
         stream = torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else 0
         counters = self.counters_for(stream) if self.counters else none
-        if marked:
-            parts, counters = buffers = self.buffers_for(stream)
         lens, table = none if seqlens is None else seqlens, none if block_table is None else block_table
         sizes = (lens, table, *self.sizes, scale * LOG2_E)
         if not self.compiled or _launch_is_watched():
             self._launch_by_triton(q, k, v, out, parts, counters, sizes, scales)
-            if marked:
-                buffers.reverse()
             return out
         maps = [Map(q, *self.q_map), Map(k, *self.k_map), Map(v, *self.v_map)]
         if self.plan.ahead:
@@ -201,25 +195,11 @@ class Launch:
         rest = out, parts, counters, *sizes
         own = (scales, *self.constants) if self.fp8 else self.constants
         start(self.programs, 1, 1, stream, function, metadata, None, None, None, *maps, *rest, *own)
-        if self.parts and self.plan.merge == "second":
+        if self.parts and not self.counters:
             start, function, metadata = self.compiled[1]
             grid = *self.merge_grid, 1
             start(*grid, stream, function, metadata, None, None, None, *rest, self.programs, *self.merge_constants)
-        if marked:
-            buffers.reverse()  # only now: a launch that failed has marked nothing
         return out
-
-    def buffers_for(self, stream: int) -> list[torch.Tensor]:
-        """Two buffers for parts: the first one all marks, the second one to be marked while the first is used."""
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "the merge 'marked' uses two buffers in turn, and a captured graph would replay one of them; capture a launch "
-                "with merge='second', as attention_decode does by itself."
-            )
-        if stream not in self.buffers:
-            marks = torch.full((2, self.parts), -1, dtype=torch.int32, device=self.device).view(torch.float32)
-            self.buffers[stream] = list(marks)
-        return self.buffers[stream]
 
     def counters_for(self, stream: int) -> torch.Tensor:
         """Counters, all zero, of a stream: its kernels run one after another and each leaves them at zero."""
@@ -257,8 +237,7 @@ class Launch:
             descriptors.append(descriptor(out, self.o_map, plan.output_box))
         constants = {"PLAN": plan, "CASE": self.case}
         grid = (self.programs,)
-        waits = plan.merge in ("together", "marked") and plan.cooperative
-        options = plan.options | ({"launch_cooperative_grid": True} if waits else {})
+        options = plan.options | ({"launch_cooperative_grid": True} if plan.merge == "together" else {})
         kernel = attention_decode_rows if plan.consumers else attention_decode
         if plan.ahead:
             kernel = attention_decode_rows_ahead
@@ -268,7 +247,7 @@ class Launch:
             kernels = [kernel[grid](*descriptors, *rest, scales, **constants, **options)]
         else:
             kernels = [kernel[grid](*descriptors, *rest, **constants, **options)]
-        if self.parts and plan.merge == "second":
+        if self.parts and not self.counters:
             options = {"num_warps": MERGE_WARPS, "launch_pdl": plan.early}
             merge = attention_decode_merge[self.merge_grid]
             constants = {"PLAN": self.merge_constants[0], "CASE": self.case}

@@ -28,31 +28,13 @@ def inverse(total):
     return gl.where(total == 0.0, 0.0, 1.0 / gl.where(total == 0.0, 1.0, total))
 
 
-# Bits of a number of a part that is not stored yet, with the merge "marked". No arithmetic of the GPU gives them: its
-# only nan is 0x7FFFFFFF.
-MARK = gl.constexpr(-1)
-
-
-@gluon.jit
-def not_marked(x):
-    """Put another nan in place of numbers that look like the mark, for which a merge would wait for ever."""
-    bits = x.to(gl.int32, bitcast=True)
-    return gl.where(bits == MARK, 0x7FFFFFFF, bits).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def marked(x):
-    """1 where a number is not stored yet."""
-    return (x.to(gl.int32, bitcast=True) == MARK).to(gl.int32)
-
-
 @aggregate
 class Results:
     """Output and parts, and what says where in them a row is."""
 
     out_ptr: gl.tensor
     parts_ptr: gl.tensor
-    counters_ptr: gl.tensor  # two for each head, zero before and after a launch; "marked": the next launch's parts
+    counters_ptr: gl.tensor  # two for each head, zero before and after a launch; untouched with a second launch
     group: gl.tensor  # query heads of a head of keys
     tiles: gl.tensor  # tiles of queries
     head_dim: gl.tensor
@@ -96,9 +78,6 @@ class Results:
         """Store the maxima and sums of some rows of a part."""
         COLUMNS: gl.constexpr = self.cache.PLAN.columns
         sums = self.parts_ptr + part * (COLUMNS * (self.cache.PLAN.block_d + 2))
-        if self.cache.PLAN.merge == "marked":
-            m = not_marked(m)
-            total = not_marked(total)
         gl.store(sums + row, m)
         gl.store(sums + COLUMNS + row, total)
 
@@ -113,29 +92,7 @@ class Results:
         exists = self.rows(cursor.b, cursor.head, row)[1]
         keep = gl.expand_dims(exists, 1 - ROWS) & (d < self.head_dim)
         numbers = self.parts_ptr + part * (COLUMNS * (BLOCK_D + 2)) + 2 * COLUMNS
-        if self.cache.PLAN.merge == "marked":
-            o = not_marked(o)
         gl.store(numbers + gl.expand_dims(row, 1 - ROWS) * BLOCK_D + d, o, mask=keep)
-
-    @gluon.jit
-    def part_number(self, split, program, cursor, unit):
-        """Number of the part of the program's head that holds block `unit`, where the cursor is."""
-        return 2 * program + (split.owner(unit - cursor.j) == program).to(gl.int32)
-
-    @gluon.jit
-    def mark_part(self, part, first_row, ROWS: gl.constexpr):
-        """Mark a part as not stored, ROWS rows of it, in the buffer of the next launch, which nobody reads in this one."""
-        BLOCK_D: gl.constexpr = self.cache.PLAN.block_d
-        COLUMNS: gl.constexpr = self.cache.PLAN.columns
-        layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
-        mark = gl.full([ROWS, BLOCK_D], MARK, gl.int32, layout).to(gl.float32, bitcast=True)
-        row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
-        sums = self.counters_ptr + part * (COLUMNS * (BLOCK_D + 2))
-        mark_row = gl.full([ROWS], MARK, gl.int32, gl.SliceLayout(1, layout)).to(gl.float32, bitcast=True)
-        gl.store(sums + row, mark_row)
-        gl.store(sums + COLUMNS + row, mark_row)
-        gl.store(sums + 2 * COLUMNS + row[:, None] * BLOCK_D + d[None, :], mark)
 
     @gluon.jit
     def pieces(self, head, STEPS: gl.constexpr):
@@ -188,23 +145,14 @@ class Results:
                 start = (part * (COLUMNS * (BLOCK_D + 2)))[:, None]
                 own = start + column[None, :]
                 numbers = start + (column * BLOCK_D + d + 2 * COLUMNS)[None, :]
-                if PLAN.merge == "marked":
-                    values, maxima, totals = self.load_parts(own, numbers, width, here)
-                    # Each number says for itself whether it is there: no order of the stores is asked for, so no fence,
-                    # no counter and no barrier stands between a store and the load that finds it.
-                    missing = gl.max(marked(values), 2) | marked(maxima) | marked(totals)
-                    while gl.max(gl.max(missing, 1), 0) > 0:
-                        values, maxima, totals = self.load_parts(own, numbers, width, here)
-                        missing = gl.max(marked(values), 2) | marked(maxima) | marked(totals)
-                else:
-                    values = gl.load(
-                        self.parts_ptr + numbers[:, :, None] + width[None, None, :],
-                        mask=here[:, :, None],
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    maxima = gl.load(self.parts_ptr + own, mask=here, other=MINUS_INF, cache_modifier=".cg")
-                    totals = gl.load(self.parts_ptr + own + COLUMNS, mask=here, other=0.0, cache_modifier=".cg")
+                values = gl.load(
+                    self.parts_ptr + numbers[:, :, None] + width[None, None, :],
+                    mask=here[:, :, None],
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                maxima = gl.load(self.parts_ptr + own, mask=here, other=MINUS_INF, cache_modifier=".cg")
+                totals = gl.load(self.parts_ptr + own + COLUMNS, mask=here, other=0.0, cache_modifier=".cg")
                 top = gl.maximum(m, gl.max(maxima, 0))
                 shifted = gl.where(top == MINUS_INF, 0.0, top * self.c)
                 weight = gl.exp2(maxima * self.c - shifted[None, :])
@@ -220,24 +168,6 @@ class Results:
             gl.store(out, o.to(self.out_ptr.dtype.element_ty), mask=keep[:, None])
 
     @gluon.jit
-    def load_parts(self, own, numbers, width, here):
-        """Load numbers, maxima and sums of parts as they are in memory now."""
-        # Volatile: the compiler may neither keep the last look's numbers nor take the L1's.
-        values = gl.load(
-            self.parts_ptr + numbers[:, :, None] + width[None, None, :], mask=here[:, :, None], other=0.0, volatile=True
-        )
-        maxima = gl.load(self.parts_ptr + own, mask=here, other=MINUS_INF, volatile=True)
-        totals = gl.load(self.parts_ptr + own + self.cache.PLAN.columns, mask=here, other=0.0, volatile=True)
-        return values, maxima, totals
-
-    @gluon.jit
-    def merge_marked(self, split, program, cursor, head_begin):
-        """Merge this program's share of a head; each number of the others' parts is waited for by itself."""
-        first = split.owner(head_begin)
-        count = split.owner(head_begin + cursor.blocks - 1) - first + 1
-        self.merge(cursor.b, cursor.head, first, count, program - first, count, self.cache.PLAN.merge_steps)
-
-    @gluon.jit
     def merge_own(self, split, program):
         """After a program's last store: its part in the merge of the head it began in, and of the one it ended in."""
         if self.cache.PLAN.merge != "second":
@@ -249,21 +179,14 @@ class Results:
             right_begin = end - 1 - right.j
             has_left = left.j > 0
             has_right = (right.j + 1 < right.blocks) & (right_begin >= begin)
-            if self.cache.PLAN.merge == "marked":
-                # Both parts are stored before either is waited for, and all programs run at the same time.
-                if has_left:
-                    self.merge_marked(split, program, left, left_begin)
-                if has_right:
-                    self.merge_marked(split, program, right, right_begin)
-            else:
-                thread_barrier()  # one thread says so for all: without it, another's part might not be stored yet
-                # Both are announced before either is waited for: otherwise each program would wait for the one before it.
-                left_arrived = self.arrive(left, has_left)
-                right_arrived = self.arrive(right, has_right)
-                if has_left:
-                    self.merge_head(split, program, left, left_begin, left_arrived)
-                if has_right:
-                    self.merge_head(split, program, right, right_begin, right_arrived)
+            thread_barrier()  # one thread says so for all: without it, another's part might not be stored yet
+            # Both are announced before either is waited for: otherwise each program would wait for the one before it.
+            left_arrived = self.arrive(left, has_left)
+            right_arrived = self.arrive(right, has_right)
+            if has_left:
+                self.merge_head(split, program, left, left_begin, left_arrived)
+            if has_right:
+                self.merge_head(split, program, right, right_begin, right_arrived)
 
     @gluon.jit
     def counter(self, cursor):

@@ -34,7 +34,7 @@ def compile_decode(plan: Plan, case: Case, dtype: str = "bf16", merge: bool = Fa
         "o_desc": f"tensordesc<{dtype}{plan.output_box},{q!r}>" if plan.ahead else "",
         "out_ptr": f"*{dtype}",
         "parts_ptr": "*fp32",
-        "counters_ptr": "*fp32" if plan.merge == "marked" else "*i32",
+        "counters_ptr": "*i32",
         "lens_ptr": "*i32",
         "table_ptr": "*i32",
         "c": "fp32",

@@ -17,20 +17,20 @@ PAGES = (16, 32, 64, 128, 256)  # tokens of a page
 SHARED_BYTES = 232_448
 MERGE_WARPS = 4  # of a program of the second launch
 MERGE_PROGRAMS = 2048  # of the second launch, about
-MOST_MARKED = 16  # parts of a head that the merge "marked" takes
 TOGETHER_BYTES = 40 << 20  # of keys and values
 ROWS_FROM = 32  # query rows of a head of keys from which `rows.py` is faster
 KEYS_BLOCK = {64: 256, 128: 128, 256: 64}  # keys of a block by head dimension, where keys are the rows
 ROWS_BLOCK = {64: 128, 128: 128, 256: 64}  # where query rows are the rows
 LEVEL_PAGES = 32  # tokens of the largest page with which whole heads are worth being found by the kernel
 TWO_PRODUCERS_BYTES = 160 << 20  # of keys and values in pages, up to which a warp for each loads faster
+FP8_LARGE_COLUMNS = 32  # query rows up to which `quantized_keys.py` is faster for a cache of more than TOGETHER_BYTES
 FP8_ROWS_FROM = 17  # query rows of a head of keys from which `quantized.py` reads an fp8 cache, not `quantized_keys.py`
 LONG_HEADS = 1024  # keys from which whole heads are shared by two programs an SM, where keys are the rows
+TIMED_WIDTH = 128  # head dimension at which the choices of entry 28 were timed; others keep the plain way
 FEW_BLOCKS = {64: 0, 128: 3, 256: 5}  # where a program has fewer of the latter, half as large ones are faster
 MERGES = {
     "second": "a second launch, which begins while the first runs and waits for its end",
     "together": "the programs of a head, which wait for each other (a cooperative launch), each some of its rows",
-    "marked": "as together, but each number of a part is waited for by itself: it is a mark until it is stored",
     # Slower than "together", but the simulator can run it, which runs programs one after another.
     "last": "the program of a head that stores its part last, alone; nobody waits",
 }
@@ -64,8 +64,6 @@ class Plan:
     wide: bool = False  # where query rows are the rows: threads exchange the output, and store 16 bytes at once, not 4
     level: bool = False  # with lengths: programs take whole heads where the kernel finds them balanced
     producers: int = 1  # warps that load, where query rows are the rows: one, or one for K and one for V
-    cooperative: bool = True  # programs that wait for each other are launched so that all of them surely run at once
-    prefetch: bool = False  # the block table is brought into the L2 at the kernel's start
     ahead: bool = False  # whole heads, each begun before the one before it is stored (`rows_ahead.py`)
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)
 
@@ -146,16 +144,13 @@ def make_plan(
     level: bool | None = None,
     wide: bool = False,
     ahead: bool = False,
-    prefetch: bool = False,
-    cooperative: bool = True,
 ) -> Plan:
     """Choose the tile for a head dimension, query heads in a group, new tokens, and page size (None: one piece).
 
     The other arguments overrule the choice, for measurements. consumers: 1 or 2 make query rows the rows of the
     products, 64 or 128 a tile (`rows.py`); 0 makes keys the rows. fp8: the cache is in e4m3, which one consumer's kernel
     reads (`quantized.py`), or with 0 consumers `quantized_keys.py`. per_sm: programs of an SM, where keys are the rows.
-    ahead: `rows_ahead.py`. prefetch: of the block table; a cache in fp8 has none. cooperative: false only to measure what
-    such a launch costs, with nothing else on the GPU; two such kernels at the same time could wait for ever.
+    ahead: `rows_ahead.py`.
     """
     if fp8:
         if consumers is None:
@@ -168,7 +163,7 @@ def make_plan(
         plan = _rows_plan(head_dim, group, sq, page, block_n, slots, merge, early, consumers, halves, q_slots, ahead)
         producers = producers if consumers == 1 else 1
         level = (page is not None and page <= LEVEL_PAGES) if level is None else level
-        return replace(plan, producers=producers, level=level, wide=wide, prefetch=prefetch, cooperative=cooperative)
+        return replace(plan, producers=producers, level=level, wide=wide)
     if ahead:
         raise ValueError("ahead is a variant of the kernel with query rows as rows; give consumers=1 or 2 with it.")
     block_d = block_width(head_dim)
@@ -202,8 +197,6 @@ def make_plan(
         early=early,
         per_sm=per_sm,
         level=bool(level),
-        prefetch=prefetch,
-        cooperative=cooperative,
     )
 
 
@@ -354,6 +347,17 @@ def two_programs(heads: int, group: int, sq: int, seen: int, head_dim: int, plac
     return few and seen >= LONG_HEADS and aligned_split(heads, seen, places)
 
 
+def several_heads(head_dim: int, group: int, sq: int, consumers: int, heads: int, multiprocessors: int) -> bool:
+    """Whether each program of `rows.py` takes two or more whole heads, so that the next one can begin before one ends.
+
+    heads: of keys, of all sequences.
+    """
+    queries = min(power_of_two(sq), 64 * consumers // power_of_two(group))
+    heads *= -(-sq // queries)
+    whole = heads >= 2 * multiprocessors and aligned_split(heads, 2, multiprocessors)
+    return whole and block_width(head_dim) == TIMED_WIDTH
+
+
 def even_programs(heads: int, blocks: int, multiprocessors: int) -> int:
     """As many programs as share each head evenly, so that none has parts of two; 0 if that wastes more than 5%."""
     each = multiprocessors // heads
@@ -426,23 +430,30 @@ def arrange(
         half = KEYS_BLOCK[block_width(head_dim)] // 2
         if two_programs(batch * kv_heads, group, sq, seen, head_dim, 2 * multiprocessors):
             consumers, block_n, choices = 0, half, choices | {"per_sm": 2}
+    if fp8 and consumers is None and bytes_ > TOGETHER_BYTES and head_dim == TIMED_WIDTH:
+        consumers = 0 if power_of_two(group) * sq <= FP8_LARGE_COLUMNS else None
     if page and bytes_ <= TWO_PRODUCERS_BYTES:
         choices = {"producers": 2} | choices
     if not fp8:
         consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
         if consumers and block_n is None:
-            block_n = best_block(head_dim, batch * kv_heads, seen, multiprocessors)
+            free = not lengths and not page and not programs and aligned is not False
+            if free and several_heads(head_dim, group, sq, consumers, batch * kv_heads, multiprocessors):
+                choices = {"ahead": True} | choices
+            width = block_width(head_dim)
+            # Beside two tiles of Q and one of the output, small blocks leave more than two slots for K and for V.
+            small = choices.get("ahead", False)
+            block_n = ROWS_BLOCK[width] // 2 if small else best_block(head_dim, batch * kv_heads, seen, multiprocessors)
     plan = make_plan(head_dim, group, sq, page, block_n=block_n, consumers=consumers, fp8=fp8, **choices)
     multiprocessors *= plan.per_sm  # from here on, places for programs
     tiles = -(-sq // plan.queries)
     heads = batch * kv_heads * tiles
     blocks = -(-keys // plan.block_n) - (keys - seen) // plan.block_n
-    if merge == "marked" and (lengths or fp8):
-        raise ValueError(
-            "the merge 'marked' takes neither lengths nor an fp8 cache; give another of " + ", ".join(MERGES)
-        )
     if aligned is None:
         aligned = not lengths and aligned_split(heads, blocks, programs or multiprocessors)
+    one_consumer = plan.consumers == 1 and plan.block_d == TIMED_WIDTH and not plan.ahead and not fp8
+    if aligned and one_consumer and "wide" not in choices:
+        plan = replace(plan, wide=True)
     if plan.ahead and (lengths or not aligned):
         raise ValueError(
             "ahead takes whole heads, which the host knows to be balanced: give no lengths, and sizes for which "
@@ -458,11 +469,6 @@ def arrange(
         level = plan.consumers > 0 and programs == even
         wait = not lengths and not aligned and parts <= 32 and (small or level)
         merge = "together" if wait else "second"
-    if merge == "marked" and parts > MOST_MARKED:
-        raise ValueError(
-            f"the merge 'marked' takes heads of up to {MOST_MARKED} parts, whose numbers fit into registers while they are "
-            f"waited for; here a head has {parts}. Give fewer programs, or another merge."
-        )
     numbers = group * min(sq, plan.queries) * plan.block_d
     own = 1 if merge == "last" else parts  # programs that merge a head
     plan = replace(plan, merge=merge)

@@ -30,7 +30,6 @@ from utils.attention.gluon.decode.blocks import (
     load_queries,
     mask_block,
     page_numbers,
-    prefetch_table,
 )
 from utils.attention.gluon.decode.kernel import SIZES, let_second_launch_begin
 from utils.attention.gluon.decode.merge import Results, in_eights, inverse
@@ -281,10 +280,6 @@ def consumer(all_heads, W: gl.constexpr):
         low, clear = clear_keys(cache, cursor)
         if PLAN.raw_slots > 0:
             share, k_scale, v_scale = all_heads.scaled(cursor.head // results.tiles)
-        if PLAN.merge == "marked":  # noqa: SIM102 (decided by the compiler; the next line for each head)
-            if n != cursor.blocks:
-                # While the first blocks are on their way.
-                results.mark_part(results.part_number(split, program, cursor, unit), ROW, 64)
         share.q.wait_full(piece)  # the first product reads Q
         q = share.q.tiles.index(share.q.slot(piece)).reshape([PLAN.columns, BLOCK_D]).slice(ROW, 64)
         p, state = first_block(share, Block(it, cursor, cursor.j, gl.to_tensor(ROW)), q, True, False, False)
@@ -314,7 +309,7 @@ def consumer(all_heads, W: gl.constexpr):
         if n == cursor.blocks:
             store_head(results, cursor, o * spread(inverses(sums), o), ROW)
         else:
-            part = results.part_number(split, program, cursor, unit)
+            part = 2 * program + (split.owner(unit - cursor.j) == program).to(gl.int32)
             for half in gl.static_range(len(sums)):
                 rows, m, total = sums[half]
                 if PLAN.raw_slots > 0:
@@ -396,7 +391,6 @@ def attention_decode_rows(
     heads = kv_heads * tiles
     cache = Cache(lens_ptr, table_ptr, table_stride, batch, heads, sq, sk, window, page, pages, PLAN, CASE)
     results = Results(out_ptr, parts_ptr, counters_ptr, group, tiles, in_eights(head_dim), c, cache)
-    prefetch_table(cache)
     split = cache.split()
     program = gl.program_id(0)
     if PLAN.early and PLAN.merge == "second":
