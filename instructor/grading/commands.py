@@ -50,12 +50,25 @@ def release(
     solutions: Annotated[
         bool, typer.Option("--solutions", help="Worked solutions instead, for after the deadline: one notebook.")
     ] = False,
+    gradescope: Annotated[
+        bool, typer.Option("--gradescope", help="An autograder for Gradescope instead; it holds the hidden tests.")
+    ] = False,
 ) -> None:
     """Make the bundle that students get, after searching all of it for solutions and hidden tests."""
     from instructor.grading.release import ReleaseError, release_solutions
     from instructor.grading.release import release as make_bundle
 
+    if solutions and gradescope:
+        _fail("--solutions and --gradescope were given: choose one.")
     try:
+        if gradescope:
+            from instructor.grading.class_.gradescope import make_bundle as make_autograder
+
+            path = make_autograder(_name(lab), target)
+            typer.echo(
+                f"{path}: {path.stat().st_size / 1e6:.1f} MB, with solutions and hidden tests: for Gradescope alone"
+            )
+            return
         if solutions:
             path = release_solutions(_build(lab), target)
             typer.echo(f"{path}: answers and explanations; no hidden test and no marking scheme in it")

@@ -45,7 +45,8 @@ FUSED_ATTENTION = (
     r"\w*multi_head_attention\w*",
     r"flex_attention\w*",
 )
-# Operators that multiply matrices, or that can be used for it. Names without namespace and overload. Outer products
+# Operators that multiply matrices, or that can be used for it: a decomposition or an inverse of blocks holds a product, and
+# so do distances and Fourier transforms. Names without namespace and overload. Outer products
 # (`outer`, `addr`) are not among them: they are one step of the sum over k.
 _PRODUCTS = r"""
     mm bmm addmm baddbmm addbmm addmv mv dot vdot matmul linear inner einsum tensordot chain_matmul multi_dot
@@ -53,8 +54,9 @@ _PRODUCTS = r"""
     sspaddmm \w*_mm\w* _?\w*addmm\w* \w*linear_(?:backward|dynamic|unpacked\w*) \w*_linear _trilinear
     \w*conv(?:olution|_transpose|_tbc|_depthwise)?[123]?d?(?:_overrideable)? conv_transpose[123]d
     _transformer_encoder\w* \w*cdist\w* _euclidean_dist \w*_rnn\w* lstm gru rnn_\w+ \w*_cell
-    _?linalg_(?:solve|lstsq|inv|tensorsolve)\w* \w*triangular_solve\w* cholesky_solve lu_solve linalg_lu_solve ormqr
+    _?linalg_(?!(?:vector_|matrix_)?norm|cross|diagonal|vecdot)\w+ \w*triangular_solve\w* ormqr orgqr geqrf qr svd
     _?embedding_bag\w* sampled_addmm
+    \w*cholesky\w* _?lu_\w+ lu matrix_exp inverse pinverse _?pdist\w* _?fft_\w+
 """
 MATMUL = (*_PRODUCTS.split(), *FUSED_ATTENTION)
 

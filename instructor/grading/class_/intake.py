@@ -11,6 +11,7 @@ import re
 import stat
 import unicodedata
 import zipfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -107,6 +108,25 @@ def _fits(file: str, lab: str) -> int:
     return 2 if stem.startswith(own) else 1
 
 
+def choose_name(files: Mapping[str, tuple[str, Any]], lab: str) -> tuple[str | None, str]:
+    """Of one student's files, {path: (name, time)}, choose the notebook whose name fits best, of several such the newest.
+
+    Returns:
+        The path and what a person should know about it; without a notebook of this lab, None and what was there.
+    """
+    rated = sorted((_fits(name, lab), time, name, path) for path, (name, time) in files.items())
+    if not rated or rated[-1][0] == 0:
+        return (
+            None,
+            f"no notebook of {lab}: {', '.join(sorted(n for n, _ in files.values()))[:200] or 'no file at all'}",
+        )
+    rating, _, name, path = rated[-1]
+    note = "" if rating == 3 else f"the file was called {name}"
+    if (others := sum(entry[0] >= rating for entry in rated) - 1) > 0:
+        note = f"{others + 1} notebooks; the newest, {path}, was taken"
+    return path, note
+
+
 # ---- a zip -------------------------------------------------------------------------------------------------------
 
 
@@ -189,17 +209,14 @@ def _choose(file: zipfile.ZipFile, own: list, lab: str) -> tuple[Arrival, bytes 
     """The notebook of one student's files: the one whose name fits best, of several such the newest."""
     late = any(marked for _, _, marked in own)
     plain = [entry for entry in own if not stat.S_ISLNK(entry[0].external_attr >> 16)]
-    rated = sorted(((_fits(name, lab), m.date_time, name, m) for m, name, _ in plain), key=lambda e: e[:3])
-    if not rated or rated[-1][0] == 0:
-        what = ", ".join(sorted(name for _, name, _ in own))[:200]
-        why = "a symbolic link" if len(plain) < len(own) else f"no notebook of {lab}: {what}"
+    by_path = {m.filename: (m, name) for m, name, _ in plain}
+    path, note = choose_name({path: (name, m.date_time) for path, (m, name) in by_path.items()}, lab)
+    if path is None:
+        why = "a symbolic link" if len(plain) < len(own) else note
         return Arrival("", "", late, f"handed in {why}"), None
-    rating, when, name, member = rated[-1]
-    note = "" if rating == 3 else f"the file was called {name}"
-    if (others := sum(entry[0] >= rating for entry in rated) - 1) > 0:
-        note = f"{others + 1} notebooks; the newest, {member.filename}, was taken"
+    member, name = by_path[path]
     try:
-        time = datetime(*when).strftime("%Y-%m-%d %H:%M:%S")
+        time = datetime(*member.date_time).strftime("%Y-%m-%d %H:%M:%S")
     except ValueError:
         time = ""
     try:

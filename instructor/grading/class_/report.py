@@ -75,14 +75,32 @@ def class_of(course: Course, lab: str) -> list[Student]:
             student.most[question] = student.most.get(question, 0.0) + score.points
             if score.needs_manual_grade and score.manual is None:
                 student.waiting.add(question)
-        for cell, result in record.cells.items() if record else ():
-            question = question_of(cell)
-            if result.status == "missing":
-                student.missing.add(question)
-            elif result.status not in ("passed", "by_hand"):
-                student.messages.setdefault(question, result.message)
+        _take_messages(student, record)
         found.append(student)
     return sorted(found, key=lambda s: ((s.person.last_name if s.person else s.id).casefold(), s.id))
+
+
+def student_of_result(result: SubmissionResult) -> Student:
+    """One graded submission without a gradebook: what a person gave is not in it."""
+    student = Student(result.student, None, flags=len(result.flags))
+    for cell in result.cells:
+        question = question_of(cell)
+        student.points[question] = student.points.get(question, 0.0) + result.cells[cell].points
+        student.most[question] = student.most.get(question, 0.0) + result.cells[cell].max_points
+        if result.cells[cell].status == "by_hand":
+            student.waiting.add(question)
+    _take_messages(student, result)
+    return student
+
+
+def _take_messages(student: Student, record: SubmissionResult | None) -> None:
+    """Note what was not answered, and what the first check of each question said that failed."""
+    for cell, result in record.cells.items() if record else ():
+        question = question_of(cell)
+        if result.status == "missing":
+            student.missing.add(question)
+        elif result.status not in ("passed", "by_hand"):
+            student.messages.setdefault(question, result.message)
 
 
 def _records(course: Course, lab: str) -> dict[str, SubmissionResult]:

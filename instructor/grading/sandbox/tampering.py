@@ -472,7 +472,8 @@ def watched_places() -> list[Place]:
             module = sys.modules[name]
             places.append(Place(name, vars(module), module))
             for key, value in list(vars(module).items()):
-                if isinstance(value, type) and value.__module__ == name and name != "torch":
+                # isinstance() would ask the value, and some of ours are imported when they are asked.
+                if issubclass(type(value), type) and value.__module__ == name and name != "torch":
                     places.append(Place(f"{name}.{key}", vars(value), value))
     owners = (torch.Tensor, torch.nn.Module, torch.cuda.Event, torch.Event, random.Random, random.SystemRandom)
     return places + [Place(f"{owner.__module__}.{owner.__name__}", vars(owner), owner) for owner in owners]

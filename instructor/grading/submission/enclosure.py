@@ -104,6 +104,12 @@ class Enclosure:
         """Become another user, without capabilities."""
         walls.drop_privileges(self.walls, self.user)
         walls.die_with_parent()  # a change of user clears it
+        for library in (json.__file__, str(sys.modules["torch"].__file__)):
+            if not os.access(library, os.R_OK):
+                raise PermissionError(
+                    f"submissions run as another user here, who may not read {library}: install Python and the "
+                    "environment in folders that every user may read, such as below /opt"
+                )
 
     def become_second_process(self) -> None:
         """Leave the first process of the namespace behind, to collect those that end."""

@@ -39,7 +39,9 @@ DTYPES = {
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
     """The elements of a tensor in row-major order, as bytes."""
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # A tensor of one element counts as contiguous whatever its strides are; reading it as bytes asks for a stride of 1.
+    flat = flat.as_strided((flat.numel(),), (1,))
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 

@@ -150,7 +150,7 @@ def test_attacks_get_no_credit(suite_lab, full_points, surroundings, hidden_line
     assert TOKEN not in shown
     assert [line for line in hidden_lines if line in shown] == []
     assert _changes(surroundings) == [] and surroundings.connections() == 0
-    deadline = time.monotonic() + 2  # the kernel takes a moment to end a namespace
+    deadline = time.monotonic() + 30  # the kernel takes a moment to end a namespace
     while _sleepers() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert _sleepers() == []

@@ -32,6 +32,7 @@ from instructor.grading.class_.late import apply_penalties, set_due_date
 from instructor.grading.class_.roster import Person, put_names, roster_path
 from instructor.grading.submission.engine import grade_notebook
 from tests.instructor.conftest import FIXTURE_LAB
+from tests.instructor.grading.faults import BROKEN_FILES
 from utils.cli import app, mount_plugins
 from utils.machine.device import cuda_support
 
@@ -441,21 +442,55 @@ def test_ctrl_c(small_lab, scheduler, tmp_path):
 # ---- many, and a worker that dies --------------------------------------------------------------------------------
 
 
+def faulty(lab) -> dict[str, tuple[dict[str, bytes | str | None], str, float | None]]:
+    """{kind: (files of the folder, the verdict's state, the points)}; a file that is None is a symbolic link."""
+    kinds, right = class_of(lab), answered_notebook(lab)
+    name = f"{lab.name}.ipynb"
+    large = json.loads(right)
+    large["metadata"]["padding"] = "x" * 19_000_000
+    unreadable = {n: BROKEN_FILES[n](right) for n in ("empty", "zero bytes throughout", "cut in the middle", "no JSON")}
+    unreadable |= {n: BROKEN_FILES[n](right) for n in ("a list", "null", "not UTF-8", "deep JSON", "a PNG")}
+    found: dict[str, tuple] = {kind: ({name: data}, "unreadable", 0.0) for kind, data in unreadable.items()}
+    found |= {kind: ({name: kinds[kind][0]}, "graded", sum(kinds[kind][1].values())) for kind in ("dies", "patched")}
+    found |= {
+        "hangs": ({name: kinds["hangs"][0]}, "graded", sum(kinds["hangs"][1].values())),
+        "65 MB": ({name: bytes(65 << 20)}, "unreadable", 0.0),
+        "19 MB of right answers": ({name: json.dumps(large)}, "graded", 11.5),
+        "renamed": ({"my work.ipynb": right}, "graded", 11.5),
+        "no cells": ({name: json.dumps(json.loads(right) | {"cells": []})}, "unreadable", 0.0),
+        "a symbolic link": ({name: None}, "no notebook", None),
+        "only a text": ({"notes.txt": "I was ill."}, "no notebook", None),
+        "two of other names": ({"a.ipynb": right, "b.ipynb": right}, "no notebook", None),
+        "an empty folder": ({}, "no notebook", None),
+    }
+    return found
+
+
 @pytest.mark.overnight
 @pytest.mark.slow
-def test_three_hundred_with_thirty_faults_and_a_worker_killed(small_lab, scheduler, tmp_path):
-    """Each submission gets one verdict, the same as in a serial run."""
+def test_three_hundred_with_forty_faults_and_a_worker_killed(small_lab, scheduler, tmp_path):
+    """Everybody gets one verdict by name; that of a graded one is the same as in a serial run."""
     from distributed import Client
 
-    kinds = class_of(small_lab)
+    kinds, faults = class_of(small_lab), faulty(small_lab)
+    assert len(faults) == 20
     good = [kinds["ada"], kinds["Zoë 漢"], kinds["wrong"], kinds["untouched"]]
-    bad = [kinds["dies"], kinds["corrupted"], kinds["patched"], ("", without(*FULL)), ("{}", without(*FULL))]
-    texts = {f"s{i:03}": (bad[i // 10 % 5] if i % 10 == 7 else good[i % 4])[0] for i in range(300)}
-    assert sum(text in [b[0] for b in bad] for text in texts.values()) == 30
-    serial = {text: grade_notebook(small_lab, text, timeout=TIMEOUT) for text in set(texts.values())}
-    course = Course(tmp_path / "course")
-    for student, text in texts.items():
-        course.submit(small_lab.name, student, text)
+    course, expected = Course(tmp_path / "course"), {}
+    for i in range(300):
+        student = f"s{i:03}"
+        folder = course.root / "submitted" / student / small_lab.name
+        folder.mkdir(parents=True)
+        if i % 15 in (7, 14):
+            files, state, points = list(faults.values())[(i // 15 * 2 + (i % 15 == 14)) % 20]
+        else:
+            text, cells = good[i % 4]
+            files, state, points = {f"{small_lab.name}.ipynb": text}, "graded", sum(cells.values())
+        for name, data in files.items():
+            if data is None:
+                (folder / name).symlink_to("/etc/hostname")
+            else:
+                (folder / name).write_bytes(data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data)
+        expected[student] = (state, points)
     killed = []
     with Client(scheduler, set_as_default=False) as client:
 
@@ -467,15 +502,31 @@ def test_three_hundred_with_thirty_faults_and_a_worker_killed(small_lab, schedul
         found = submissions(course.root, small_lab.name)
         summary = grade_class(course, small_lab, found, timeout=TIMEOUT, progress=progress, client=client)
     assert killed and not summary.failed
-    assert sorted(r.student for r in summary.graded) == sorted(texts)
+    missing = without_submission(course.root, small_lab.name)
+    rows = gradebook.summary_rows(summary.graded, missing, arrivals(course.root, small_lab.name))
+    by_student = {row["student"]: row for row in rows}
+    assert len(rows) == 300 and set(by_student) == set(expected)
+    wrong = {}
+    for student, (state, points) in expected.items():
+        row = by_student[student]
+        got = row["points"] + row["bonus"] if row["points"] != "" else None
+        fits = (row["state"], got) == (state, points)
+        if not fits or (row["state"] != "graded" and not row["note"]):
+            wrong[student] = (state, points, row)
+    assert not wrong
+    serial = {}
+    for submission in found:  # alike ones once
+        data = submission.path.read_bytes()
+        if data not in serial:
+            serial[data] = grade_notebook(small_lab, data, timeout=TIMEOUT)
     for result in summary.graded:
-        expected = serial[texts[result.student]]
+        path = next(s.path for s in found if s.student == result.student)
+        alone = serial[path.read_bytes()]
         assert {n: (c.points, c.status) for n, c in result.cells.items()} == {
-            n: (c.points, c.status) for n, c in expected.cells.items()
+            n: (c.points, c.status) for n, c in alone.cells.items()
         }
-        assert result.flags == expected.flags
-    scores = automatic(course, small_lab.name)
-    assert {s: {n: c.points for n, c in serial[t].cells.items() if n in FULL} for s, t in texts.items()} == scores
+        assert result.flags == alone.flags
+    assert sorted(course.scores(small_lab.name)) == sorted(r.student for r in summary.graded)
 
 
 @pytest.mark.slow

@@ -75,6 +75,22 @@ def test_views_keep_their_strides(view):
         assert arrived.stride() == tensor.stride() if 0 not in tensor.stride() else arrived.is_contiguous()
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t[:1, 2],
+        lambda t: t[1:2, ::7],
+        lambda t: torch.complex(t, t)[2:3, 1].real,
+        lambda t: t.bfloat16()[:1, 5],
+    ],
+)
+def test_one_element_arrives_whatever_its_strides_are(view):
+    tensor = view(torch.randn(4, 6))
+    assert tensor.numel() == 1 and tensor.is_contiguous() and 1 not in tensor.stride()
+    for trusted in (True, False):
+        assert torch.equal(travelled(tensor, trusted=trusted), tensor)
+
+
 def test_special_values_arrive():
     values = [
         float("nan"),

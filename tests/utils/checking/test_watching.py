@@ -62,6 +62,16 @@ PRODUCTS = {
     "cdist, large": lambda a, b: torch.cdist(torch.randn(30, K), torch.randn(30, K)),
     "solve": lambda a, b: torch.linalg.solve(torch.eye(K), b),
     "lstsq": lambda a, b: torch.linalg.lstsq(torch.eye(K), b),
+    # The lower right block of [[1, B], [-A, C]] becomes C + A B in a decomposition, and an exponential holds A B / 2.
+    "lu": lambda a, b: torch.linalg.lu_factor(torch.cat([torch.eye(K), -a / (2 * a.abs().max())])),
+    "old lu": lambda a, b: torch.lu(torch.eye(K)),
+    "cholesky": lambda a, b: torch.linalg.cholesky(torch.eye(K)),
+    "qr": lambda a, b: torch.linalg.qr(b),
+    "matrix_exp": lambda a, b: torch.linalg.matrix_exp(torch.eye(K)),
+    "pinv": lambda a, b: torch.linalg.pinv(torch.eye(K)),
+    "inverse": lambda a, b: torch.inverse(torch.eye(K)),
+    "pdist": lambda a, b: torch.pdist(torch.cat([a, b.T])),
+    "fft": lambda a, b: torch.fft.irfft(torch.fft.rfft(a, n=2 * K)[:, None] * torch.fft.rfft(b.T, n=2 * K)[None]),
     "lstm": lambda a, b: torch.nn.LSTM(K, N)(a[None]),
     "attention layer": lambda a, b: torch.nn.MultiheadAttention(K, 2)(a[None], a[None], a[None]),
     "sparse": lambda a, b: torch.sparse.mm(a.to_sparse(), b),
@@ -92,6 +102,10 @@ ALLOWED = {
     "outer products": lambda a, b: sum(torch.outer(a[:, k], b[k]) for k in range(K)),
     "element by element": lambda a, b: [[sum(a[i, k] * b[k, j] for k in range(K)) for j in range(N)] for i in range(M)],
     "slices": lambda a, b: torch.zeros(M, N).add_(a[:, :1] * b[:1]),
+    "vecdot": lambda a, b: torch.linalg.vecdot(a[:, None], b.T[None]),  # torch multiplies and sums
+    "norms": lambda a, b: (
+        torch.linalg.norm(a, dim=1) + torch.linalg.vector_norm(b[:, 0]) + a.norm() + a.T.diagonal().sum()
+    ),
     "everyday": lambda a, b: torch.cat([a.T.contiguous(), b.flip(0)], 1).softmax(-1).to(torch.float16).max(),
 }
 
