@@ -89,7 +89,7 @@ MAKERS |= {
 
 
 def maker_of(name: str) -> Callable[..., Gradients]:
-    """Return what makes a contender; "gluon:late=0,q_slots=3" changes fields of the plan."""
+    """Return what makes a contender; "gluon:by_tma=0,q_slots=3" changes fields of the plan."""
     kind, _, changes = name.partition(":")
     fields = {key: int(value) for key, value in (change.split("=") for change in changes.split(",") if change)}
     return lambda *tensors: MAKERS[kind](*tensors, **fields)
