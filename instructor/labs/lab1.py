@@ -17,7 +17,7 @@
 #
 # An H200 can do 989 trillion bf16 operations a second. While a layer of Gemma-3 writes a reply to one user, word after
 # word, it does less than one hundredth of a percent of that. Nothing is broken. The chip is waiting: for memory, and, as
-# you will see, for the program that feeds it. Memory alone would allow about three hundred times as much.
+# you will see, for the program that feeds it. Memory alone would allow three to four hundred times as much.
 #
 # This lab is about these sentences. You will count the operations and the bytes of a computation *before* it runs,
 # predict how fast it can be, measure how fast it is, and explain the difference. You start with a matrix product in
@@ -3178,7 +3178,7 @@ for i, (name, function) in enumerate({"standard": standard_attention, "yours": o
     axes[i].fill_between(ms, megabytes, step="post", color=series(i).color, alpha=0.3)
     axes[i].step(ms, megabytes, where="post", color=series(i).color)
     axes[i].axhline(one_matrix_mb, color="black", linewidth=1, linestyle="--")
-    style_axes(axes[i], x="time in the call (ms)", title=f"{name}: up to {max(megabytes):.3g} MB")
+    style_axes(axes[i], x="time in the call (ms)", title=f"{name}: up to {max(megabytes):.0f} MB")
     if name == "standard":
         beside_guess("score matrices at once, standard attention", round(max(megabytes) / one_matrix_mb, 1))
 style_axes(axes[0], y="memory held (MB)")

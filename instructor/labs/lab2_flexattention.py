@@ -1679,7 +1679,9 @@ if not on_gpu:
 # %% [markdown]
 # The gradients agree: a pair that is masked has the weight 0, so nothing flows back through it, and skipping it loses nothing.
 # The blocks promise the same factor for backward as for forward. How much of it arrives is a matter of what each block costs
-# beside its products: a Python loop pays a dozen operators for each, a generated kernel a few look-ups in its tables.
+# beside its products: a Python loop pays a dozen operators for each, a generated kernel a few look-ups in its tables. Those
+# operators are launched by the CPU. In the run above the loop took 10.1 ms forward and backward on an H200, and in another, on
+# an H200 with a busier CPU, 18.2 ms: slower than the mask as a tensor. FlexAttention took 9.2 and 9.3 ms.
 
 # %% [markdown]
 # # Part 6: The recompile cliff
@@ -1744,7 +1746,7 @@ if compiler:
     for i, (name, rows_of_setting) in enumerate(cliff_table.groupby("setting", sort=False)):
         ax.plot(rows_of_setting["tokens"], rows_of_setting[unit], **series(i).line, label=name)
     ax.axvspan(lengths[limit] - length // 64, lengths[-1] + length // 64, color=series(1).color, alpha=0.15)
-    ax.text(lengths[limit], ax.get_ylim()[1] * 0.02, "dynamic=False: past the limit, eager", fontsize=9)
+    ax.text(lengths[limit], ax.get_ylim()[1] * 0.08, "dynamic=False: past the limit, eager", fontsize=9)
     ax.set_ylim(0)
     ax.legend(bbox_to_anchor=(1.0, 1.0), loc="upper left")
     style_axes(ax, x="tokens", y=unit, title="The same call, one length after the other")

@@ -89,7 +89,7 @@ MAKERS |= {
 
 
 def maker_of(name: str) -> Callable[..., Gradients]:
-    """Return what makes a contender; "gluon:late=0,q_slots=3" changes fields of the plan."""
+    """Return what makes a contender; "gluon:by_tma=0,q_slots=3" changes fields of the plan."""
     kind, _, changes = name.partition(":")
     fields = {key: int(value) for key, value in (change.split("=") for change in changes.split(",") if change)}
     return lambda *tensors: MAKERS[kind](*tensors, **fields)
@@ -171,19 +171,22 @@ def plot(path: Path, out: Path) -> None:
     """Draw how many times faster the Gluon backward is than each peer."""
     import matplotlib.pyplot as plt
 
+    from utils.visualization.style import series
+
     record = read_record(path)
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True, layout="constrained")
     for ax, head_dim in zip(axes, (64, 128, 256), strict=True):
         rows = [row for row in record["rows"] if row["head_dim"] == head_dim and "ratios" in row]
         places = range(len(rows))
-        for name, marker in zip(PEERS, "os^", strict=True):
-            ax.plot(places, [row["ratios"].get(name) for row in rows], marker, label=f"against {name}")
+        for i, name in enumerate(PEERS, 1):
+            style = {**series(i).line, "linestyle": "none"}
+            ax.plot(places, [row["ratios"].get(name) for row in rows], label=f"against {name}", **style)
         ax.axhline(1.0, color="0.5", linewidth=1)
         labels = [f"{row['length'] // 1024}k\n{'causal' if row['causal'] else 'full'}" for row in rows]
         ax.set_xticks(list(places), labels)
         ax.set_title(f"head dimension {head_dim}")
     axes[0].set_ylabel("time of the other / time of Gluon")
-    axes[0].legend()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(PEERS))
     where = record["environment"]
     figure.suptitle(f"Backward, bf16, B x S = 16384. {machine_name(record)}, torch {where['torch']}.")
     save_picture(figure, out)

@@ -362,20 +362,22 @@ def plot(path: Path, out: Path) -> None:
     """Draw the recorded loss curves, and each backend's distance from the first one beside the noise."""
     import matplotlib.pyplot as plt
 
+    from utils.visualization.style import series
+
     record = read_record(path)
     rows, judged = record["rows"], record["judged"]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     for number, name in enumerate(judged):
         for row in (row for row in rows if row["backend"] == name):
             label = name if row["seed"] == record["seeds"][0] else None
-            left.plot(row["losses"], color=f"C{number}", linewidth=0.8, alpha=0.7, label=label)
+            left.plot(row["losses"], color=series(number).color, linewidth=0.8, alpha=0.7, label=label)
     left.set(xlabel="step", ylabel="loss (nats a byte)", title=f"{len(record['seeds'])} seeds")
     left.legend()
     others = [name for name in judged if name not in (record["first"], MOVED)]
     right.bar(others, [judged[name]["distance"] for name in others], color="0.6")
     noise = judged[record["first"]]["noise"]
     if noise is not None:
-        right.axhline(noise, color="C3", label=f"noise: {record['first']} from weights moved by 2^-10")
+        right.axhline(noise, color=series(2).color, label=f"noise: {record['first']} from weights moved by 2^-10")
         right.margins(y=0.2)  # room for the legend
         right.legend(loc="upper left")
     right.set(ylabel="nats a byte", title=f"Distance from {record['first']}, second half of the steps")

@@ -165,4 +165,12 @@ def _ratios(layer: Any, first: dict[int, tuple], second: dict[int, tuple]) -> No
     for size in first:
         if size in second:
             high, low = sorted((first[size][0], second[size][0]), reverse=True)
-            layer.add(f"{high / low:.3g}x", (size, high), prefer="N", gap=7, size=8, color=SOFT, leader=False)
+            layer.add(
+                f"{plain(float(f'{high / low:.3g}'))}x",
+                (size, high),
+                prefer="N",
+                gap=7,
+                size=8,
+                color=SOFT,
+                leader=False,
+            )

@@ -50,36 +50,6 @@ def test_each_step_matches_float64(step, head_dim):
     check(backward(dout, q, k, v, out, lse, causal=True, step=step), q, k, v, dout, causal=True)
 
 
-WAYS_OF_STEP_5 = {
-    "late": {"by_tma": True, "producer_first": False, "late": True},
-    "dv_early": {"dv_early": True},
-    "early": {"early": True},
-    "housekeeping": {"producer_first": False, "housekeeping": True, "early": True},
-    "all": {"by_tma": True, "producer_first": False, "late": True, "dv_early": True, "housekeeping": True},
-}
-
-
-@pytest.mark.parametrize("changes", WAYS_OF_STEP_5.values(), ids=WAYS_OF_STEP_5)
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("causal", [False, True])
-def test_step_5_in_its_other_ways_matches_float64(monkeypatch, head_dim, causal, changes):
-    """Many sections of heads, more blocks than the GPU runs at once, and the same call again and again."""
-    from dataclasses import replace
-
-    from utils.attention.gluon.backward import arguments
-    from utils.attention.gluon.backward.launch import backward
-    from utils.attention.gluon.backward.plan import plan_for
-    from utils.attention.gluon.launch import forward
-
-    monkeypatch.setattr(arguments, "L2_BYTES", 1024 * head_dim * 8 * 2 * 3)  # three heads of keys in a section
-    q, k, v, dout = (x.detach() for x in draw(4, 10, 5, 1024, 1152, head_dim, torch.bfloat16))
-    out, lse = forward(q, k, v, causal=causal, return_lse=True)
-    plan = replace(plan_for(5, head_dim, causal), **changes)
-    for _ in range(20):
-        gradients = backward(dout, q, k, v, out, lse, causal=causal, step=5, plan=plan)
-    check(gradients, q, k, v, dout, causal=causal)
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])

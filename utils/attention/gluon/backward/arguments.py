@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
-from utils.attention.gluon.arguments import descriptor, unused
+from utils.attention.gluon.arguments import descriptor
 from utils.attention.gluon.backward.plan import BackwardCase, BackwardPlan
 
 LOG2_E = math.log2(math.e)
@@ -42,7 +42,6 @@ class Gradients:
     lse2: torch.Tensor = field(init=False)  # (B * H, rows) fp32: lse * log2(e)
     delta: torch.Tensor = field(init=False)  # (B * H, rows) fp32: rowsum(dO * O)
     dq_sums: torch.Tensor = field(init=False)  # B * H * rows * block_d, fp32; not touched in deterministic mode
-    counters: torch.Tensor = field(init=False)  # int32, two for each section of heads: `housekeeping.py`
     heads: int = field(init=False)  # query heads of one sequence
     heads_total: int = field(init=False)  # query heads of all sequences
     kv_heads: int = field(init=False)
@@ -67,26 +66,6 @@ class Gradients:
         self.lse2, self.delta = (self.lse.new_empty((self.heads_total, self.rows)) for _ in range(2))
         # In deterministic mode nothing is summed in memory, and the kernels get a pointer that they do not use.
         self.dq_sums = self.lse.new_empty(4 if self.deterministic else self.lse2.numel() * self.plan.block_d)
-        if self.deterministic or self.head_dim != self.plan.block_d:
-            # Nothing is summed, or rows are narrower than the tile, which the housekeeper does not know.
-            self.plan = replace(self.plan, housekeeping=False)
-        self.counters = unused(self.q.device, torch.int32)
-        if self.plan.housekeeping:
-            self.counters = self.lse.new_empty(2 * self.sections(), dtype=torch.int32)
-
-    def sections(self) -> int:
-        """How many sections of heads the blocks are dealt in, which may have counters."""
-        return -(-self.kv_heads_total // self.section()) if self.plan.housekeeping else 0
-
-    def heads_to_clear(self) -> int:
-        """How many heads `start_backward` clears the sums of, unless there are none."""
-        return self.section() * self.group if self.plan.housekeeping else self.heads_total
-
-    def heads_finished(self) -> int:
-        """How many heads of dQ the main kernel finishes: whole sections, each two sections later."""
-        if not self.plan.housekeeping:
-            return 0
-        return max(0, self.kv_heads_total // self.section() - 2) * self.section() * self.group
 
     @property
     def c(self) -> float:

@@ -14,8 +14,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from utils.attention.gluon.decode.kernel import let_second_launch_begin, wait_for_first_launch
-
 LOG2_E = gl.constexpr(1.4426950408889634)
 INFINITY = gl.constexpr(float("inf"))
 
@@ -44,16 +42,7 @@ def add_fragments(sums, x):
     gl.atomic_add(at, to_fragments(x), sem="relaxed")
 
 
-@gluon.jit
-def clear_rows(sums, BLOCK_D: gl.constexpr):
-    """Zero the sums of 64 rows of dQ."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    for part in gl.static_range(BLOCK_D // 32):
-        at = sums + part * 2048 + gl.arange(0, 2048, layout)
-        gl.store(at, gl.zeros([2048], gl.float32, layout))
-
-
-@gluon.jit(do_not_specialize=["sq", "heads", "rows", "clear_heads", "sections"])
+@gluon.jit(do_not_specialize=["sq", "heads", "rows"])
 def start_backward(
     o_ptr,
     do_ptr,
@@ -62,7 +51,6 @@ def start_backward(
     lse2_ptr,
     delta_ptr,
     dq_sums_ptr,
-    counters_ptr,
     o_batch,
     o_head,
     o_row,
@@ -72,23 +60,14 @@ def start_backward(
     sq,
     heads,
     rows,
-    clear_heads,
-    sections,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     CLEAR: gl.constexpr,
-    HOUSEKEEPING: gl.constexpr,
     DLSE: gl.constexpr,
-    EARLY: gl.constexpr,
 ):
-    """Delta and lse * log2(e) of 64 rows of one head, and zeros in their sums of dQ: grid (B * H, rows / 64).
-
-    HOUSEKEEPING: the heads from clear_heads on get no zeros, and the counters of so many sections, B * H at most, are
-    set to zero. EARLY: the next kernel may begin, and waits for this one's end where it needs it.
-    """
-    if EARLY:
-        let_second_launch_begin()
+    """Delta and lse * log2(e) of 64 rows of one head, and zeros in their sums of dQ: grid (B * H, rows / 64)."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     tile = gl.program_id(1)
     head_total = gl.program_id(0).to(gl.int64)
     batch = head_total // heads
@@ -109,18 +88,14 @@ def start_backward(
         delta -= gl.load(dlse_ptr + head_total * sq + r, mask=r < sq, other=0.0)
     gl.store(lse2_ptr + head_total * rows + r, lse2)
     gl.store(delta_ptr + head_total * rows + r, delta)
-    sums = dq_sums_ptr + (head_total * (rows // 64) + tile) * (64 * BLOCK_D)
-    if HOUSEKEEPING:
-        if (tile == 0) & (head_total < sections):
-            gl.store(counters_ptr + 2 * head_total, 0)
-            gl.store(counters_ptr + 2 * head_total + 1, 0)
-        if head_total < clear_heads:
-            clear_rows(sums, BLOCK_D)
-    elif CLEAR:
-        clear_rows(sums, BLOCK_D)
+    if CLEAR:
+        sums = dq_sums_ptr + (head_total * (rows // 64) + tile) * (64 * BLOCK_D)
+        for part in gl.static_range(BLOCK_D // 32):
+            at = sums + part * 2048 + gl.arange(0, 2048, flat)
+            gl.store(at, gl.zeros([2048], gl.float32, flat))
 
 
-@gluon.jit(do_not_specialize=["sq", "heads", "rows", "first_head"])
+@gluon.jit(do_not_specialize=["sq", "heads", "rows"])
 def finish_dq(
     dq_sums_ptr,
     dq_ptr,
@@ -130,30 +105,25 @@ def finish_dq(
     sq,
     heads,
     rows,
-    first_head,
     scale,
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     FRAGMENTS: gl.constexpr,
-    EARLY: gl.constexpr,
 ):
     """Scale one piece of the sums, 64 queries x 64 columns, and store it as rows of dQ.
 
-    Grid (B * H - first_head, rows / 64, BLOCK_D / 64). FRAGMENTS: the sums are in the order of the fragments, else in rows.
-    EARLY: this kernel begins before the one before it has ended.
+    Grid (B * H, rows / 64, BLOCK_D / 64). FRAGMENTS: the sums are in the order of the fragments, else in rows.
     """
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     tile = gl.program_id(1)
     piece = gl.program_id(2)
-    head_total = (first_head + gl.program_id(0)).to(gl.int64)
+    head_total = gl.program_id(0).to(gl.int64)
     batch = head_total // heads
     head = head_total - batch * heads
     number = (head_total * (rows // 64) + tile) * (BLOCK_D // 64) + piece
     r = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     d = piece * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
-    if EARLY:
-        wait_for_first_launch()
     if FRAGMENTS:
         sums = gl.load(dq_sums_ptr + number * 4096 + gl.arange(0, 4096, flat))
         dq = gl.convert_layout(from_fragments(sums, 64) * scale, layout)

@@ -29,7 +29,8 @@ NAMES = {name: f"attention_backward_step{step}" for step, name in MODULES.items(
     "wide_heads": "attention_backward_wide"
 }
 
-STEP5_FIELDS = ("stagger", "producer_first", "late", "dv_early", "early", "housekeeping")
+
+STEP5_FIELDS = ("stagger", "producer_first")
 
 
 def module_name(step: int, plan: BackwardPlan) -> str:
@@ -116,7 +117,7 @@ def launch(step: int, g: Gradients) -> None:
     """Run the kernels of one backward pass."""
     from utils.attention.gluon.backward.fragments import finish_dq, start_backward
 
-    sizes = {"HEAD_DIM": g.head_dim, "BLOCK_D": g.plan.block_d, "EARLY": g.plan.early, "num_warps": 4}
+    sizes = {"HEAD_DIM": g.head_dim, "BLOCK_D": g.plan.block_d, "num_warps": 4}
     start_backward[(g.heads_total, g.rows // 64)](
         g.out,
         g.dout,
@@ -125,16 +126,12 @@ def launch(step: int, g: Gradients) -> None:
         g.lse2,
         g.delta,
         g.dq_sums,
-        g.counters,
         *g.out.stride()[:3],
         *g.dout.stride()[:3],
         g.sq,
         g.heads,
         g.rows,
-        g.heads_to_clear(),
-        g.sections(),
         CLEAR=not g.deterministic,
-        HOUSEKEEPING=g.plan.housekeeping,
         DLSE=g.dlse is not None,
         **sizes,
     )
@@ -142,19 +139,8 @@ def launch(step: int, g: Gradients) -> None:
     if g.deterministic:
         importlib.import_module(f"{__package__}.dq").launch(g)
         return
-    first_head = g.heads_finished()
-    finish_dq[(g.heads_total - first_head, g.rows // 64, g.plan.block_d // 64)](
-        g.dq_sums,
-        g.dq,
-        *g.dq.stride()[:3],
-        g.sq,
-        g.heads,
-        g.rows,
-        first_head,
-        g.scale,
-        FRAGMENTS=step >= 3,
-        launch_pdl=g.plan.early,
-        **sizes,
+    finish_dq[(g.heads_total, g.rows // 64, g.plan.block_d // 64)](
+        g.dq_sums, g.dq, *g.dq.stride()[:3], g.sq, g.heads, g.rows, g.scale, FRAGMENTS=step >= 3, **sizes
     )
 
 
@@ -172,5 +158,4 @@ def launch_blocks(kernel, g: Gradients, *sums) -> None:
         PLAN=g.plan,
         CASE=g.case(),
         num_warps=4,
-        launch_pdl=g.plan.early,
     )

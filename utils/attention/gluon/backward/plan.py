@@ -32,10 +32,6 @@ class BackwardPlan:
     by_tma: bool = False  # head dimension 256 and step 5: TMA adds dQ to the sums, not the threads
     stagger: bool = False  # step 5, without a mask: block n starts at tile n; fewer blocks add to the same rows of dQ
     producer_first: bool = False  # step 5, where threads add: the producer is the default partition
-    late: bool = False  # step 5 with by_tma: dQ of a tile is computed beside the next tile's dV and dK
-    dv_early: bool = False  # step 5: dV starts before dP is waited for
-    early: bool = False  # step 5: each of the three kernels is launched while the one before it ends
-    housekeeping: bool = False  # step 5: sums of dQ are cleared and finished while the kernel runs (`housekeeping.py`)
     registers: int = 240  # of a consumer thread
 
     def __post_init__(self) -> None:
@@ -43,15 +39,6 @@ class BackwardPlan:
         if self.by_tma and self.producer_first:
             raise ValueError(
                 "by_tma and producer_first exclude each other: the storing warp needs the registers. Set one of them."
-            )
-        if self.housekeeping and self.producer_first:
-            raise ValueError(
-                "housekeeping and producer_first exclude each other: there are no registers for two more warps. Set one of them."
-            )
-        if self.late and not (self.by_tma and self.ds_slots == 2):
-            raise ValueError(
-                f"late=True needs by_tma=True and ds_slots=2, because dS of two tiles is in use; got by_tma={self.by_tma} "
-                f"and ds_slots={self.ds_slots}."
             )
 
 

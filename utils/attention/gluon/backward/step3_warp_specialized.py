@@ -32,7 +32,6 @@ from utils.attention.gluon.backward.arguments import Gradients
 from utils.attention.gluon.backward.fragments import add_fragments
 from utils.attention.gluon.backward.launch import launch_blocks
 from utils.attention.gluon.backward.pipeline import Sizes, block_work
-from utils.attention.gluon.decode.kernel import let_second_launch_begin, wait_for_first_launch
 from utils.attention.gluon.shared import accumulator, left_operand, tma_load, tma_store, wait_products
 
 
@@ -46,11 +45,6 @@ def producer(work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc):
     # K and V^T have a barrier each: the first product starts when K is there.
     mbarrier.expect(work.loaded.index(0), k_desc.block_type.nbytes)
     tma_load(k_desc, [work.batch, work.kv_head, work.key, 0], work.loaded.index(0), work.k)
-    if PLAN.early:
-        # K and V are older; lse, delta and the sums of dQ are what the launch before this one makes. All the others
-        # wait for tiles that are loaded behind this.
-        let_second_launch_begin()
-        wait_for_first_launch()
     head = work.kv_head * work.sizes.group
     start = work.start(lo, hi)
     m = start

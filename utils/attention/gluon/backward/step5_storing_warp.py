@@ -10,16 +10,8 @@ neither mask nor branch. Other changes to step 3 are fields of the plan, so that
                      ptxas gives the default partition less room: at head dimension 64 its consumer has
                      33 spills in the loop of step 3, the other consumer none. Not with by_tma: there are
                      no registers for it
-    late             with by_tma: dQ of a tile is computed beside the next tile's dV and dK, when the other   none
-                     consumer has long written its dS. So no consumer waits for the other one within a
-                     tile, and one's softmax can run beside the other one's products
-    dv_early         dV starts before dP is waited for. ptxas cannot move that wait in front of a product        none
-                     that needs all of P, so the exponentials run beside dP, and dS is computed beside dV
-    early            the kernel begins while `start_backward` ends, and `finish_dq` while it ends             none
-    housekeeping     two more warps clear the sums of dQ a section of heads ahead, and bring those of the     none
-                     last section but one into order (`housekeeping.py`). Not with producer_first
     stagger          without a mask, block n starts at tile n and goes round, so that fewer blocks add to  64 full
-                     the same rows of dQ at the same time. Where threads add it takes a second loop
+                     the same rows of dQ at the same time
 
 The fastest at head dimensions 64 and 128. Tiles and slots are those of step 3, and head dimension 256 is in
 `wide_heads.py`. Places and figures: docs/backward-log.md.
@@ -36,7 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from utils.attention.gluon.backward.arguments import Gradients
 from utils.attention.gluon.backward.fragments import to_fragments
-from utils.attention.gluon.backward.housekeeping import WARPS, count_up, housekeeper, wait_for_additions_by_tma
 from utils.attention.gluon.backward.launch import launch_blocks
 from utils.attention.gluon.backward.pipeline import Sizes, block_work, tma_add
 from utils.attention.gluon.backward.step3_warp_specialized import (
@@ -86,15 +77,12 @@ def hand_over(work, dq, leave, i, W: gl.constexpr):
 
 
 @gluon.jit
-def storing_warp(work, leave, house):
+def storing_warp(work, leave):
     """One warp: hand both parts of each tile's dQ to TMA, which adds them to the sums, and give their places back."""
     sums_desc, tiles, full, empty = leave
-    ready, added, counter = house
     PLAN: gl.constexpr = work.sizes.PLAN
     PIECES: gl.constexpr = PLAN.block_m * PLAN.block_d // 4096
     if work.sizes.CASE.dq and PLAN.by_tma:
-        if PLAN.housekeeping:
-            mbarrier.wait(ready.index(0), 0)  # other blocks may still be clearing these sums
         count, lo, hi = work.first()
         head = work.batch * work.sizes.heads + work.kv_head * work.sizes.group
         start = work.start(lo, hi)
@@ -111,9 +99,6 @@ def storing_warp(work, leave, house):
                 m = lo
             if m == start:
                 head += 1
-        if PLAN.housekeeping:
-            wait_for_additions_by_tma()
-            count_up(counter)
 
 
 @gluon.jit
@@ -171,80 +156,6 @@ def finish_tile(work, sums, leave, dk, dq, i, m, head, W: gl.constexpr):
 
 
 @gluon.jit
-def gradients_dv_early(work, s, dp, state, i, key, row, W: gl.constexpr, MASK: gl.constexpr, DQ: gl.constexpr):
-    """Tile i from its two products in flight up to dK, where dV starts before dP is waited for: returns dK, dV, dQ.
-
-    DQ: whether dQ of the tile before is computed here, as with `late`; else dQ of this tile is.
-    """
-    PLAN: gl.constexpr = work.sizes.PLAN
-    BLOCK_D: gl.constexpr = PLAN.block_d
-    dtype: gl.constexpr = work.k.dtype
-    dk, dv = state
-    s = wait_products(s, 1, PLAN.block_m)
-    lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
-    p = gl.exp2(s * work.c - lse2[None, :])
-    if MASK:
-        p = work.sizes.mask(p, key, row)
-    # ptxas cannot move the wait for dP in front of a product that needs all of P, so the exponentials run beside dP.
-    dv = warpgroup_mma(gl.convert_layout(p.to(dtype), left_operand(BLOCK_D)), work.do.tile(i), dv, is_async=True)
-    dp = wait_products(dp, 1, PLAN.block_m)
-    delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
-    ds = (p * (dp - delta[None, :])).to(dtype)
-    dq = dv
-    if DQ:
-        dq = start_dq(work, i - 1, W)
-    write_ds(work, i, ds, W)
-    if not DQ:
-        publish_ds(work, i)
-        dq = start_dq(work, i, W)
-    dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
-    dv = wait_products(dv, 2, BLOCK_D)
-    work.do.release(i, DQ)
-    dq = wait_dq(work, dq, 1)
-    return dk, dv, dq
-
-
-@gluon.jit
-def first_tile_late(work, state, m, W: gl.constexpr, MASK: gl.constexpr):
-    """Tile m, the block's first one, with `late`: its dQ follows beside the next tile. Returns dK and dV."""
-    PLAN: gl.constexpr = work.sizes.PLAN
-    dk, dv = state
-    s = start_scores(work, 0, W)
-    dp = start_dp(work, 0, W)
-    p16, ds = softmax_gradient(work, s, dp, 0, work.key + W * 64, m * PLAN.block_m, MASK)
-    write_ds(work, 0, ds, W)
-    dv = warpgroup_mma(p16, work.do.tile(0), dv, is_async=True)
-    publish_ds(work, 0)
-    dk = warpgroup_mma(gl.convert_layout(ds, left_operand(PLAN.block_d)), work.q.tile(0), dk, is_async=True)
-    dv = wait_products(dv, 1, PLAN.block_d)
-    work.do.release(0)
-    dk = wait_products(dk, 0, PLAN.block_d)
-    work.q.release(0)
-    return dk, dv
-
-
-@gluon.jit
-def finish_tile_late(work, leave, state, p16, ds, i, W: gl.constexpr):
-    """DV and dK of tile i and dQ of the tile before, from start to end, with `late`: returns dK and dV."""
-    BLOCK_D: gl.constexpr = work.sizes.PLAN.block_d
-    dk, dv = state
-    # This waits for the other consumer's last dS, which it wrote after its dQ had read the slot that is written next.
-    dq = start_dq(work, i - 1, W)
-    dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
-    write_ds(work, i, ds, W)
-    dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
-    dq = wait_dq(work, dq, 2)
-    # Only now: who sees this dS written takes the dS before it for read.
-    publish_ds(work, i)
-    hand_over(work, dq, leave, i - 1, W)
-    dv = wait_products(dv, 1, BLOCK_D)
-    work.do.release(i)
-    dk = wait_products(dk, 0, BLOCK_D)
-    work.q.release(i)
-    return dk, dv
-
-
-@gluon.jit
 def walk(work, sums, leave, state, lo, hi, number, head, W: gl.constexpr, MASK: gl.constexpr):
     """Tiles of queries lo .. hi - 1 of one head: returns the state (dK, dV) behind them.
 
@@ -258,34 +169,18 @@ def walk(work, sums, leave, state, lo, hi, number, head, W: gl.constexpr, MASK: 
         i = number + m
         s = start_scores(work, i, W)
         dp = start_dp(work, i, W)
-        if PLAN.dv_early and work.sizes.CASE.dq:
-            dk, dv, dq = gradients_dv_early(work, s, dp, (dk, dv), i, key, m * BLOCK_M, W, MASK, PLAN.late)
-            if PLAN.late:
-                publish_ds(work, i)
-                hand_over(work, dq, leave, i - 1, W)
-            elif PLAN.by_tma:
-                hand_over(work, dq, leave, i, W)
-            else:
-                add_dq(work, sums, dq, head, m, W)
-            dk = wait_products(dk, 0, PLAN.block_d)
-            work.q.release(i)
-        elif PLAN.late and work.sizes.CASE.dq:
-            p16, ds = softmax_gradient(work, s, dp, i, key, m * BLOCK_M, MASK)
-            dk, dv = finish_tile_late(work, leave, (dk, dv), p16, ds, i, W)
-        else:
-            p16, ds = softmax_gradient(work, s, dp, i, key, m * BLOCK_M, MASK)
-            dk, dv, dq = start_gradients(work, (dk, dv), p16, ds, i, W)
-            dk = finish_tile(work, sums, leave, dk, dq, i, m, head, W)
+        p16, ds = softmax_gradient(work, s, dp, i, key, m * BLOCK_M, MASK)
+        dk, dv, dq = start_gradients(work, (dk, dv), p16, ds, i, W)
+        dk = finish_tile(work, sums, leave, dk, dq, i, m, head, W)
     return dk, dv
 
 
 @gluon.jit
-def consumer(work, sums, leave, house, dk_desc, dv_desc, W: gl.constexpr):
+def consumer(work, sums, leave, dk_desc, dv_desc, W: gl.constexpr):
     """Warpgroup W: 64 keys of the block against all tiles of queries that see them."""
     PLAN: gl.constexpr = work.sizes.PLAN
     CASE: gl.constexpr = work.sizes.CASE
     BLOCK_D: gl.constexpr = PLAN.block_d
-    ready, added, counter = house
     count, lo, hi = work.first()
     MASKS: gl.constexpr = CASE.causal or CASE.window or CASE.tail
     dk = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
@@ -293,40 +188,23 @@ def consumer(work, sums, leave, house, dk_desc, dv_desc, W: gl.constexpr):
     mbarrier.wait(work.loaded.index(0), 0)
     if count > 0:
         mbarrier.wait(work.loaded.index(1), 0)
-        if PLAN.housekeeping and not PLAN.by_tma:
-            mbarrier.wait(ready.index(0), 0)  # other blocks may still be clearing the sums that this one adds to
         state = (dk, dv)
         first, end = clean_tiles(work.sizes, work.key + W * 64, lo, hi)
-        LATE: gl.constexpr = PLAN.late and CASE.dq
-        if LATE:
-            state = first_tile_late(work, state, lo, W, MASKS)
         for turn in range(work.sizes.group):
             head = work.kv_head * work.sizes.group + turn
             number = turn * (hi - lo) - lo
-            begin = lo
-            clean = first
-            after = end
-            if LATE:
-                begin = lo + gl.where(turn == 0, 1, 0)
-                clean = gl.maximum(begin, first)
-                after = gl.maximum(begin, end)
             if MASKS:
-                state = walk(work, sums, leave, state, begin, first, number, head, W, True)
-                state = walk(work, sums, leave, state, clean, end, number, head, W, False)
+                state = walk(work, sums, leave, state, lo, first, number, head, W, True)
+                state = walk(work, sums, leave, state, first, end, number, head, W, False)
                 if CASE.window:
-                    state = walk(work, sums, leave, state, after, hi, number, head, W, True)
-            elif PLAN.stagger and not PLAN.by_tma:
+                    state = walk(work, sums, leave, state, end, hi, number, head, W, True)
+            elif PLAN.stagger:
                 start = work.start(lo, hi)
                 state = walk(work, sums, leave, state, start, hi, number + lo - start, head, W, False)
                 state = walk(work, sums, leave, state, lo, start, number + hi - start, head, W, False)
             else:
-                # With by_tma the storing warp knows where a tile's dQ belongs, and no other role has to.
-                state = walk(work, sums, leave, state, begin, hi, number, head, W, False)
+                state = walk(work, sums, leave, state, lo, hi, number, head, W, False)
         dk, dv = state
-        if LATE:
-            hand_over(work, wait_dq(work, start_dq(work, count - 1, W), 0), leave, count - 1, W)
-    if PLAN.housekeeping and not PLAN.by_tma:
-        mbarrier.arrive(added.index(0), count=1)
     # V's own rows are not needed any more: they carry dV away, and then dK.
     store_rows(dv_desc, work, work.v.index(W), dv, W)
     store_rows(dk_desc, work, work.v.index(W), dk * work.scale, W)
@@ -346,8 +224,6 @@ def attention_backward_step5(
     delta_desc,
     sums_desc,
     dq_sums_ptr,
-    dq_ptr,
-    counters_ptr,
     sq,
     sk,
     window,
@@ -377,69 +253,35 @@ def attention_backward_step5(
         for w in gl.static_range(2):
             mbarrier.init(full.index(w), count=1)
             mbarrier.init(empty.index(w), count=1)
-    ready = work.loaded
-    added = work.loaded
-    counter = counters_ptr
-    if PLAN.housekeeping:
-        ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-        added = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(ready.index(0), count=1)
-        mbarrier.init(added.index(0), count=2)
-        counter = counters_ptr + 2 * (gl.program_id(0) // (section * blocks_n)) + 1
     leave = (sums_desc, tiles, full, empty)
-    house = (ready, added, counter)
     loads = (work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
-    keep = (work, dq_sums_ptr, dq_ptr, counters_ptr, ready, added, section, blocks_n, total)
     REGISTERS: gl.constexpr = PLAN.registers
     if PLAN.producer_first:
         gl.warp_specialize(
             [
                 (producer, loads),
-                (consumer, (work, dq_sums_ptr, leave, house, dk_desc, dv_desc, 0)),
-                (consumer, (work, dq_sums_ptr, leave, house, dk_desc, dv_desc, 1)),
+                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 0)),
+                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 1)),
             ],
             [4, 4],
             [REGISTERS, REGISTERS],
         )
-    elif PLAN.by_tma and PLAN.housekeeping:
-        gl.warp_specialize(
-            [
-                (consumer, (work, dq_sums_ptr, leave, house, dk_desc, dv_desc, 0)),
-                (consumer, (work, dq_sums_ptr, leave, house, dk_desc, dv_desc, 1)),
-                (producer, loads),
-                (storing_warp, (work, leave, house)),
-                (housekeeper, keep),
-            ],
-            [4, 1, 1, WARPS],
-            [REGISTERS, 24, 24, 24],
-        )
     elif PLAN.by_tma:
         gl.warp_specialize(
             [
-                (consumer, (work, dq_sums_ptr, leave, house, dk_desc, dv_desc, 0)),
-                (consumer, (work, dq_sums_ptr, leave, house, dk_desc, dv_desc, 1)),
+                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 0)),
+                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 1)),
                 (producer, loads),
-                (storing_warp, (work, leave, house)),
+                (storing_warp, (work, leave)),
             ],
             [4, 1, 1],
-            [REGISTERS, 24, 24],
-        )
-    elif PLAN.housekeeping:
-        gl.warp_specialize(
-            [
-                (consumer, (work, dq_sums_ptr, leave, house, dk_desc, dv_desc, 0)),
-                (consumer, (work, dq_sums_ptr, leave, house, dk_desc, dv_desc, 1)),
-                (producer, loads),
-                (housekeeper, keep),
-            ],
-            [4, 1, WARPS],
             [REGISTERS, 24, 24],
         )
     else:
         gl.warp_specialize(
             [
-                (consumer, (work, dq_sums_ptr, leave, house, dk_desc, dv_desc, 0)),
-                (consumer, (work, dq_sums_ptr, leave, house, dk_desc, dv_desc, 1)),
+                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 0)),
+                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 1)),
                 (producer, loads),
             ],
             [4, 1],
@@ -449,4 +291,4 @@ def attention_backward_step5(
 
 def launch(g: Gradients) -> None:
     """Run the kernel on tensors of a GPU."""
-    launch_blocks(attention_backward_step5, g, g.sums_descriptor(), g.dq_sums, g.dq, g.counters)
+    launch_blocks(attention_backward_step5, g, g.sums_descriptor(), g.dq_sums)
