@@ -357,6 +357,9 @@ BROKEN_FILES: dict[str, Callable[[str], str | bytes]] = {
 }
 ODD_FILES: dict[str, Callable[[str], str | bytes]] = {
     "a format of the future": lambda text: _changed(text, lambda n: n.update(nbformat=99)),
+    "outputs of a cell of text": lambda text: _changed(
+        text, lambda n: [c.update(outputs=[1]) for c in n["cells"] if c["cell_type"] == "markdown"]
+    ),
     "Windows line ends": lambda text: text.replace("\n", "\r\n").encode(),
     "a byte order mark": lambda text: b"\xef\xbb\xbf" + text.encode(),
     "sources as lists of lines": lambda text: _changed(
