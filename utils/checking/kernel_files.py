@@ -4,6 +4,9 @@ A process that runs a student's file reports what its kernels did, and is believ
 kernel needs: it may import the kernel languages, define functions, aggregates and constants, and compute with them. It
 may not reach the rest of Python, by which it could change the report: no other module, no name with a leading
 underscore, no `exec`, no `open`. The compiler for a GPU refuses nearly all of that as well.
+
+What a name of a module stands for is looked up. What an attribute of another value gives is not known before the file runs, so
+only such attributes may stand there as the languages' own values, Python's plain ones and the file's aggregates have.
 """
 
 from __future__ import annotations
@@ -11,7 +14,10 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import dis
+import functools
 import importlib
+import sys
 import types
 from typing import NoReturn
 
@@ -25,6 +31,9 @@ HELPERS = {
 }
 PARENTS = ("triton", "triton.experimental")  # may be named on the way to what they hold
 PLAIN = ("math", "__future__")
+MAX_FILE = 100_000  # characters: to read more takes minutes
+# Parts of the languages that are no language: what compiles, and what builds a compiler's representation.
+_INSIDES = ("_runtime", "_compiler", "semantic", "_semantic")
 _BUILTINS = frozenset(
     [
         "abs",
@@ -87,7 +96,10 @@ _OF_TRITON = ("jit", "cdiv", "next_power_of_2", "constexpr_function", "language"
 # Attributes without an underscore that lead from a value to frames, code, memory or files.
 _DEEP = ("gi_", "cr_", "ag_", "tb_", "f_", "co_", "func_")
 _DEEP_NAMES = frozenset(
-    ["ctypes", "tofile", "dump", "mro", "storage", "untyped_storage", "data_ptr", "fn", "run", "add_pre_run_hook"]
+    (
+        *("ctypes", "tofile", "dump", "mro", "storage", "untyped_storage", "data_ptr", "fn", "run", "add_pre_run_hook"),
+        *("handle", "format", "format_map"),  # the last two take a text that names attributes
+    )
 )
 
 
@@ -102,7 +114,7 @@ def expect_kernel_file(source: str, file: str) -> None:
         AssertionError: the message names the line, what it holds, and what such a file may hold.
     """
     tree = _parse(source, file)
-    reader = _Reader(file)
+    reader = _Reader(file, _own_attributes(tree))
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             reader.take_import(node)
@@ -124,7 +136,7 @@ def kernels_of(source: str, file: str, kernel: str) -> str:
         AssertionError: the file has no such kernel, or a kernel holds what no kernel may hold.
     """
     tree, lines = _parse(source, file), source.splitlines()
-    reader = _Reader(file)
+    reader = _Reader(file, _own_attributes(tree))
     found = False
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -147,6 +159,8 @@ def kernels_of(source: str, file: str, kernel: str) -> str:
 
 
 def _parse(source: str, file: str) -> ast.Module:
+    if len(source) > MAX_FILE:
+        raise AssertionError(f"{file} has {len(source):,} characters; a file of kernels may have {MAX_FILE:,}.")
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -156,7 +170,8 @@ def _parse(source: str, file: str) -> ast.Module:
 
 
 def _is_language(name: str) -> bool:
-    return any(name == root or name.startswith(root + ".") for root in LANGUAGES)
+    inside = any(part in _INSIDES for part in name.split("."))
+    return not inside and any(name == root or name.startswith(root + ".") for root in LANGUAGES)
 
 
 def _known(name: str) -> bool:
@@ -172,8 +187,50 @@ def _may_use(owner: object, name: str, value: object) -> bool:
         return name in HELPERS[place]
     if place in PARENTS:
         return name in _OF_TRITON
-    module = getattr(value, "__module__", None)
-    return not (callable(value) and isinstance(module, str)) or module.partition(".")[0] in ("triton", "utils", "math")
+    if value is None or isinstance(value, bool | int | float | str):
+        return True
+    origin = getattr(value, "__module__", None)  # a value has that of its class
+    origin = origin if isinstance(origin, str) else type(value).__module__
+    return _is_language(origin) or origin == place == "math" or name in (*_DECORATORS, "PropagateNan")
+
+
+@functools.cache
+def _value_attributes() -> frozenset[str]:
+    """The attributes that values of the languages, of the course's helpers and of plain Python have."""
+    for module_name in ("triton.experimental.gluon.nvidia.hopper", *LANGUAGES, *HELPERS):
+        _import(module_name)
+    kinds: list[type] = [bool, int, float, str, tuple, list, dict, set, slice, range]
+    for name, module in list(sys.modules.items()):
+        if _is_language(name) or name.startswith("utils.attention.gluon"):
+            kinds += [v for v in list(vars(module).values()) if isinstance(v, type) and v.__module__ == name]
+    found: set[str] = set()
+    for kind in kinds:
+        found |= set(dir(kind)) | set(vars(kind).get("__annotations__", ()))
+        functions = [v for v in vars(kind).values() if isinstance(v, types.FunctionType)]
+        found |= {i.argval for f in functions for i in dis.get_instructions(f) if i.opname == "STORE_ATTR"}
+    return frozenset(name for name in found if _is_plain_attribute(name))
+
+
+@functools.cache
+def _kernel_attributes() -> frozenset[str]:
+    """The attributes of a compiled function, some of which lead to the names of whole modules."""
+    import triton.language
+
+    kernel = triton.language.cdiv
+    return frozenset({*dir(kernel), *vars(kernel)}) - _value_attributes()
+
+
+def _own_attributes(tree: ast.AST) -> set[str]:
+    """Fields and methods of a file's aggregates."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        for part in node.body if isinstance(node, ast.ClassDef) else ():
+            targets = part.targets if isinstance(part, ast.Assign) else [getattr(part, "target", None)]
+            found |= {t.id for t in targets if isinstance(t, ast.Name)}
+            found |= {part.name} if isinstance(part, ast.FunctionDef) else set()
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):  # of self: others are refused
+            found.add(node.attr)
+    return found - _kernel_attributes()
 
 
 def _is_plain_attribute(name: str) -> bool:
@@ -183,8 +240,9 @@ def _is_plain_attribute(name: str) -> bool:
 class _Reader(ast.NodeVisitor):
     """Walks over a file, and stops at the first thing that it may not hold."""
 
-    def __init__(self, file: str):
+    def __init__(self, file: str, own: set[str]):
         self.file = file
+        self.own = own  # attributes of the file's aggregates
         self.names: dict[str, object] = {}  # what the file imports, by its name there
         for name, module in (("triton", "triton"), ("tl", "triton.language")):
             self.names[name] = _import(module)
@@ -267,10 +325,16 @@ class _Reader(ast.NodeVisitor):
         owner = self.module_of(node.value)
         if owner is None:
             self.visit(node.value)
+            if not self.may_read(node.attr):
+                self.refuse(node, f"`.{node.attr}` of a value")
         elif isinstance(value := getattr(owner, node.attr, None), types.ModuleType):
             self.refuse(node, f"the module `{ast.unparse(node)}` by itself")
         elif not _may_use(owner, node.attr, value):
             self.refuse(node, f"`{ast.unparse(node)}`")
+
+    def may_read(self, name: str) -> bool:
+        """Whether the file may read an attribute of a value that is known only when the file runs."""
+        return _is_plain_attribute(name) and (name in self.own or name in _value_attributes())
 
     def module_of(self, node: ast.expr) -> types.ModuleType | None:
         """The module that an expression names, if it names one that the file may use; None for anything else."""
@@ -293,7 +357,7 @@ class _Reader(ast.NodeVisitor):
         name = node.func.id if isinstance(node.func, ast.Name) else ""
         if name in _WITH_CARE and name not in self.names:
             attribute = node.args[1].value if len(node.args) > 1 and isinstance(node.args[1], ast.Constant) else None
-            reads = name != "type" and isinstance(attribute, str) and _is_plain_attribute(attribute)
+            reads = name != "type" and isinstance(attribute, str) and self.may_read(attribute)
             if node.keywords or not (reads or (name == "type" and len(node.args) == 1)):
                 self.refuse(node, f"this use of `{name}`")
             if self.module_of(node.args[0]) is not None:

@@ -176,6 +176,10 @@ class OperationWatch:
         counter[name] += 1
 
 
+# A label for the profiler around some code: it computes nothing.
+LABELS = frozenset(f"profiler::_record_function_{end}" for end in ("enter", "enter_new", "exit"))
+
+
 class _Dispatch(TorchDispatchMode):
     supports_higher_order_operators = True  # flex_attention and the like arrive here instead of raising
 
@@ -188,7 +192,8 @@ class _Dispatch(TorchDispatchMode):
         kwargs = kwargs or {}
         if func not in self.names:
             self.names[func] = self._name(func)
-        self.seen._note(*self.names[func])
+        if self.names[func][1] not in LABELS:
+            self.seen._note(*self.names[func])
         # Under inference_mode composite operators arrive whole: look inside.
         if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
             with self:

@@ -136,7 +136,9 @@ def grade_submission(built: Built, top: Path) -> dict:
         results: dict = {"score": 0.0, "output": f"Not graded: {note}. Hand in {built.name}.ipynb.", "tests": []}
     else:
         results = results_of(grade_notebook(built, data, timeout=TIMEOUT), note)
-    write_whole(top / "results" / "results.json", json.dumps(results, indent=1, ensure_ascii=False))
+    text = json.dumps(results, indent=1, ensure_ascii=False)
+    # Half a character, from a file's name or an error's text, is no UTF-8.
+    write_whole(top / "results" / "results.json", text.encode("utf-8", "replace").decode())
     return results
 
 

@@ -23,6 +23,7 @@ from instructor.grading.submission.plan import Unreadable, make_plan
 
 GRAM, WINDOW = 12, 6  # tokens of a fingerprint; of so many in a row, the smallest is kept
 COMMON = 0.4  # a fingerprint that more of the class has is nobody's own
+MAX_CELL = 100_000  # characters of a cell that are compared: more would take minutes
 LEAST = 8  # fingerprints that a pair has to share to be named
 _LEFT_OUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
@@ -73,7 +74,9 @@ def answers_of(built: Built, submission: bytes) -> dict[str, str]:
     except Unreadable:
         return {}
     return {
-        s.name: s.source for s in plan.steps if s.kind == "student" and not s.untouched and s.cell.cell_type == "code"
+        s.name: s.source[:MAX_CELL]
+        for s in plan.steps
+        if s.kind == "student" and not s.untouched and s.cell.cell_type == "code"
     }
 
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from instructor.grading.sandbox import tampering, walls
 from instructor.grading.submission import student
-from instructor.grading.submission.library import Library
+from instructor.grading.submission.library import Library, files_of
 from instructor.grading.submission.warmup import Warm, run_setup
 from instructor.grading.wire.channel import Channel
 
@@ -72,7 +72,8 @@ class Enclosure:
         if self.own_root:
             options = self.warm.options
             try:
-                walls.build_root(options.visible, options.course, options.hidden, options.limits, self.walls)
+                emptied = files_of(options.answers)
+                walls.build_root(options.visible, options.course, options.hidden, emptied, options.limits, self.walls)
             except OSError as error:
                 self.walls["files"] = f"none ({error})"
                 self.own_root = False

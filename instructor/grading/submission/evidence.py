@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from instructor.grading.wire.channel import WireError
 from instructor.grading.wire.values import DTYPES
-from utils.checking.watching import StudentLine
+from utils.checking.watching import LABELS, StudentLine
 
 MAX_RECORDS = 100_000  # operators recorded in one call
 MAX_LEAF = 1_000_000  # elements of a tensor in a record that no operator in it made
@@ -38,7 +38,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if len(self.records) >= MAX_RECORDS:
+        if len(self.records) >= MAX_RECORDS or getattr(getattr(func, "_schema", None), "name", "") in LABELS:
             return func(*args, **kwargs)
         sketches = [self._sketch(a, leaf=True) for a in args], {k: self._sketch(v, True) for k, v in kwargs.items()}
         result = func(*args, **kwargs)

@@ -14,6 +14,7 @@ from instructor.build import ROOT, build_lab
 from instructor.course import answered_notebook
 from instructor.grading.sandbox.walls import Limits
 from instructor.grading.submission.engine import grade_notebook, setup_cells, zygote
+from instructor.grading.submission.library import ANSWERS
 from instructor.grading.submission.plan import make_plan, plan_tests, used_names
 from instructor.grading.submission.results import CellResult, GradingError, SubmissionResult
 from instructor.points import lab_path
@@ -53,6 +54,10 @@ found = {
     "instructor": tried(lambda: os.listdir(ROOT + "/instructor")),
     "installed": tried(lambda: sorted(os.listdir(SITE)) + os.listdir(SITE + "/instructor")),
     "root": tried(lambda: sorted(os.listdir(ROOT))),
+    "an answer's file": tried(lambda: len(open(ROOT + "/utils/model/costs.py").read())),
+    "a child that imports it": subprocess.run(
+        [sys.executable, "-c", "from utils.model import costs; print(costs.gemm)"], capture_output=True, text=True
+    ).stderr,
     "home": tried(lambda: os.listdir("/root") + os.listdir("/home")),
     "processes": tried(lambda: len([p for p in os.listdir("/proc") if p.isdigit()])),
     "user": os.getuid(),
@@ -80,12 +85,14 @@ def probed(small_lab, tmp_path_factory):
     limits = Limits(scratch_mb=500)  # no other test has these: the warm process starts here, and finds the folder
     os.environ["GRADING_SECRET_TOKEN"] = "SECRET"
     sys.path.append(str(site))
+    ANSWERS[small_lab.name] = {"utils.model.costs": ["gemm"]}
     try:
         code = f"ROOT, SITE = {str(ROOT)!r}, {str(site)!r}\n{PROBES}"
         notebook = answered_notebook(small_lab, {"q1_3": code})
         result = grade_notebook(small_lab, notebook, timeout=60, limits=limits)
     finally:
         sys.path.remove(str(site))
+        del ANSWERS[small_lab.name]
         del os.environ["GRADING_SECRET_TOKEN"]
     cells = nbformat.reads(result.notebook, as_version=4).cells
     (text,) = (o.text for c in cells if c.id == "q1_3" for o in c.outputs if "PROBES" in o.get("text", ""))
@@ -111,6 +118,14 @@ def test_nothing_but_the_scratch_folder(probed):
     assert "FileNotFoundError" in found["instructor"] or found["instructor"] == "[]"
     assert found["root"] == "['assets', 'utils']" or not str(sys.prefix).startswith("/usr")
     assert "instructor" not in found["root"].replace("'instructor'", "") and "tests" not in found["root"]
+
+
+@pytest.mark.slow
+def test_a_file_with_an_answer_is_empty_there(probed):
+    """A copy of it, or another process that imports it, has no answers either."""
+    needs(probed, "files", "own root")
+    assert probed[0]["an answer's file"] == "0"
+    assert "has no attribute 'gemm'" in probed[0]["a child that imports it"]
 
 
 @pytest.mark.slow

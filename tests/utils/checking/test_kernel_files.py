@@ -33,6 +33,18 @@ UNUSUAL = {
         "    def __init__(self, full):\n        self.full = full\n"
     ),
     "an option of jit": '@gluon.jit(do_not_specialize=["n"])\ndef other(n):\n    pass\n',
+    "an aggregate with methods": (
+        "from utils.attention.gluon.shared import aggregate\n"
+        "@aggregate\nclass State:\n    top: gl.tensor\n    rows: gl.constexpr\n"
+        "    def __init__(self, top, rows):\n        self.top = top\n        self.rows = gl.constexpr(rows)\n"
+        "    @gluon.jit\n    def raised(self, s):\n        return State(gl.maximum(self.top, gl.max(s, 1)), self.rows)\n"
+        "@gluon.jit\ndef use(state, s):\n    return state.raised(s).top + state.rows.value\n"
+    ),
+    "values of the language": (
+        "@gluon.jit\ndef use(x, desc, bar):\n    y = x.to(gl.bfloat16).reshape([4, 2]).permute([1, 0]).trans()\n"
+        "    return y.sum(0), y.shape[0], y.dtype.primitive_bitwidth, desc.block_type.shape, desc.layout, bar.index(0), y.T\n"
+    ),
+    "lists and text": "def names(n):\n    found = []\n    found.append('x'.upper())\n    return {'a': found}.items()\n",
     "types are asked": "def kind(x):\n    return type(x) is int or isinstance(x, float) or hasattr(x, 'shape')\n",
 }
 REACHING = {
@@ -65,6 +77,22 @@ REACHING = {
     "a generator": "def f():\n    yield 1\n",
     "the model answer": "from utils.attention.gluon.step4_warp_specialized import attention_step4\n",
     "all of utils": "from utils import *\n",
+    "a finder of modules": "from triton.language.extra import module_finder\n",
+    "a loader that reads files": "from triton.language.extra import spec\nx = spec.loader.get_data('/etc/hostname')\n",
+    "modules in a dictionary": "from triton.language.extra import modules\nx = [m for m in modules.values()]\n",
+    "modules by another way": "import triton\nx = triton.language.extra.modules\n",
+    "the driver": "from triton.language.target_info import driver\n",
+    "the compiler's sources": "from triton.experimental.gluon._runtime import GluonASTSource\n",
+    "what builds the code": "from triton.language.semantic import TritonSemantic\n",
+    "a kernel's global names": "def f():\n    return scale.used_global_vals\n",
+    "a field of the same name": (
+        "from utils.attention.gluon.shared import aggregate\n@aggregate\nclass A:\n    used_global_vals: gl.constexpr\n"
+        "def f():\n    return scale.used_global_vals\n"
+    ),
+    "a kernel's hooks": "scale.pre_run_hooks.append(print)\n",
+    "an attribute that no value has": "def f(x):\n    return x.inspect.sys.modules\n",
+    "getattr of it": "def f(x):\n    return getattr(x, 'inspect')\n",
+    "attributes in a text": "x = '{0.a}'.format(scale)\n",
     "a star": "from triton.language import *\n",
 }
 
@@ -91,6 +119,11 @@ def test_nothing_else_may(what):
     ast.parse(text)
     with pytest.raises(AssertionError, match=r"mine\.py, line \d+: .* file of kernels"):
         expect_kernel_file(text, "mine.py")
+
+
+def test_a_file_of_megabytes_is_not_read():
+    with pytest.raises(AssertionError, match="has 4,000,000 characters"):
+        expect_kernel_file("x=1\n" * 1_000_000, "mine.py")
 
 
 def test_a_file_that_is_no_python_is_named():
