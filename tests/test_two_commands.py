@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
+from jupyter_server.services.kernels.kernelmanager import MappingKernelManager
 from typer.testing import CliRunner
 
 from utils import cli, server
@@ -134,8 +135,19 @@ def test_saving_an_unchanged_lab_leaves_its_file_as_it_is(tmp_path):
 def test_the_server_calls_the_hook_at_each_save():
     hooks = []
     manager = SimpleNamespace(register_pre_save_hook=hooks.append)
-    server._load_jupyter_server_extension(SimpleNamespace(contents_manager=manager))
+    kernels = MappingKernelManager(root_dir=str(ROOT))
+    server._load_jupyter_server_extension(SimpleNamespace(contents_manager=manager, kernel_manager=kernels))
     assert hooks == [server.keep_language_version]
+
+
+@pytest.mark.parametrize(
+    ("opened", "starts"),
+    [("", ""), ("instructor/labs", ""), ("instructor/labs/", ""), ("instructor", "instructor"), ("docs", "docs")],
+)
+def test_the_kernel_of_a_labs_source_starts_where_the_labs_are(opened, starts):
+    kernels = MappingKernelManager(root_dir=str(ROOT))
+    server.start_sources_at_the_top(kernels)
+    assert Path(kernels.cwd_for_path(opened, env={})) == ROOT / starts
 
 
 def test_who_comes_by_ssh_reads_how_to_forward_the_port(monkeypatch):

@@ -114,3 +114,5 @@ def test_the_source_of_lab1_runs_as_a_notebook_and_git_sees_no_new_file(teacher,
     assert page.missing == []
     stop_kernels(page, teacher(""))
     assert git(course, "status", "--porcelain") == before
+    beside = git(course, "status", "--porcelain", "--ignored", "instructor/labs")
+    assert [line for line in beside.splitlines() if not line.endswith(("__pycache__/", ".ipynb_checkpoints/"))] == []

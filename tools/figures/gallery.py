@@ -173,7 +173,9 @@ def attention() -> Figure:
         ax.invert_yaxis()
         ax.set_xlim(0.92, 1.45)
         name_axes(ax, True, x="times as fast as", title="causal" if causal else "full")
-    axes[1].legend(frameon=False, fontsize=SMALL, loc="upper right")
+    figure.legend(
+        *axes[1].get_legend_handles_labels(), frameon=False, fontsize=SMALL, loc="outside upper right", ncols=3
+    )
     return _signed(figure, f"forward, bf16, median and range over lengths 1k to 16k; {source(document)}")
 
 

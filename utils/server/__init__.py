@@ -1,7 +1,7 @@
 """JupyterLab as the course starts it: quiet, on one lab, and without what only instructors use.
 
 `labs open` starts it. This package is also an extension of the server: it keeps `git status` clean when a lab was only
-looked at. The folders `student` and `instructor` hold the settings of JupyterLab for each of them.
+looked at, and starts the kernels of labs' sources where the labs are. The folders `student` and `instructor` hold the settings of JupyterLab for each of them.
 """
 
 from __future__ import annotations
@@ -104,9 +104,24 @@ def keep_language_version(model: dict[str, Any], path: str, contents_manager: An
     model["content"]["metadata"]["language_info"] = stored
 
 
+def start_sources_at_the_top(kernel_manager: Any) -> None:
+    """Let the kernel of a lab's source, opened as a notebook, start in the folder of the labs and not in `instructor/labs`.
+
+    Its cells then find pictures and records as a student's do, and write nothing beside the source.
+    """
+    usual = kernel_manager.cwd_for_path
+
+    def cwd_for_path(path: str, **options: Any) -> str:
+        folder = usual(path, **options)
+        return str(ROOT) if Path(folder).resolve() == ROOT.resolve() / "instructor" / "labs" else folder
+
+    kernel_manager.cwd_for_path = cwd_for_path
+
+
 def _jupyter_server_extension_points() -> list[dict[str, str]]:
     return [{"module": __name__}]
 
 
 def _load_jupyter_server_extension(server: Any) -> None:
     server.contents_manager.register_pre_save_hook(keep_language_version)
+    start_sources_at_the_top(server.kernel_manager)

@@ -43,7 +43,7 @@ def test_every_kernel_argument_is_given_once(monkeypatch, step, causal, window, 
     assert given["sq"] == 300 and given["sk"] == 517 and given["group"] == 2 and given["heads"] == 4
     if step == 5:
         assert given["CASE"].causal is causal and given["CASE"].lse is return_lse
-        assert given["PLAN"] == launch.plan_of(5, q, k, causal, window > 0)
+        assert given["PLAN"] == launch.plan_of(5, q, k, causal, window > 0, return_lse)
     else:
         assert given["CAUSAL"] is causal and given["LSE"] is return_lse
     assert math.prod(grid) <= 132 if step == 5 else grid == (math.ceil(300 / plan_for(step, 72).rows), 8)
@@ -88,8 +88,11 @@ def test_plans_fit_the_machine():
     assert deal_causal_tiles.cache_info().maxsize
 
 
-def variant(head_dim, causal=False, window=False, length=1024, sk=None, heads=128):
-    return variant_for(head_dim, causal, window, length, sk or length, heads, 132)
+PLANS = "clean", "ahead", "ahead of three"
+
+
+def variant(head_dim, causal=False, window=False, length=1024, sk=None, heads=128, lse=False):
+    return variant_for(head_dim, causal, window, length, sk or length, heads, 132, lse)
 
 
 def test_short_causal_attention_has_a_plan_of_its_own():
@@ -104,13 +107,17 @@ def test_full_attention_overlaps_tiles_where_that_pays():
     assert variant(128, window=True) == variant(256) == ""
     # Head dim 64: 8 rounds of 128 rows against 6 of 192, and 16 against 11.
     assert variant(64) == variant(64, length=8192, heads=16) == "ahead"
-    assert variant(64, length=8192, heads=32) == variant(64, length=16384, heads=32) == ""
+    assert variant(64, length=8192, heads=32) == variant(64, length=16384, heads=32) == "ahead of three"
+    assert variant(64, length=8192, heads=32, lse=True) == variant(64, length=8191, heads=32) == "", "spills; no gain"
     # What an H200 measured: within 0.5% of the faster of the two chosen plans (assets/results/h200/attention_plans.json).
     record = read_record(ROOT / "assets/results/h200/attention_plans.json")
     for row in [*record["tails"], *record["three"]]:
         batch, heads, sq, sk = row["shape"]
         chosen = variant(64, length=sq, sk=sk, heads=batch * heads) or "clean"
-        assert row["us"][chosen] <= 1.005 * min(row["us"][name] for name in ("clean", "ahead")), row
+        if chosen not in row["us"]:  # the first of the two tables is older than this variant
+            assert chosen == "ahead of three" and "three" not in str(row["us"])
+            continue
+        assert row["us"][chosen] <= 1.005 * min(row["us"][name] for name in PLANS if name in row["us"]), row
     for d in (64, 128):
         assert plan_for(5, d, "ahead").q_slots == 2 and plan_for(5, d).q_slots == 1
     assert plan_for(5, 256, "ahead") == plan_for(5, 256)

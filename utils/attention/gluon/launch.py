@@ -130,18 +130,18 @@ def forward(
     return (out, lse) if return_lse else out
 
 
-def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: bool) -> Plan:
+def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: bool, lse: bool = False) -> Plan:
     """Return the plan that a step takes for these tensors on their GPU."""
     batch, heads, sq, head_dim = q.shape
     if step < 5:
         return plan_for(step, head_dim)
     programs = _multiprocessors(q.device)
-    return plan_for(step, head_dim, variant_for(head_dim, causal, window, sq, k.shape[2], batch * heads, programs))
+    return plan_for(step, head_dim, variant_for(head_dim, causal, window, sq, k.shape[2], batch * heads, programs, lse))
 
 
 def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse) -> Handle | None:
     """Choose the plan and run the kernel of a step; c: scale * log2(e), window 0: none. Step 5 returns its launch."""
-    plan, programs = plan_of(step, q, k, causal, window > 0), _multiprocessors(q.device)
+    plan, programs = plan_of(step, q, k, causal, window > 0, return_lse), _multiprocessors(q.device)
     lse = lse if return_lse else unused(q.device)
     return step_module(step).launch(Arguments(q, k, v, out, lse, causal, window, return_lse, c, plan, programs))
 

@@ -84,7 +84,9 @@ def block_head_dim(head_dim: int) -> int:
     return next(width for width in HEAD_DIMS if head_dim <= width)
 
 
-def variant_for(head_dim: int, causal: bool, window: bool, sq: int, sk: int, heads: int, programs: int) -> str:
+def variant_for(
+    head_dim: int, causal: bool, window: bool, sq: int, sk: int, heads: int, programs: int, lse: bool = False
+) -> str:
     """Name the variant of step 5's plan that an attention takes. heads: of all sequences; programs: multiprocessors.
 
     "short": few causal keys, so that tiles end soon after they begin. "ahead" and, with three consumers, "ahead of three":
@@ -105,9 +107,9 @@ def variant_for(head_dim: int, causal: bool, window: bool, sq: int, sk: int, hea
     blocks = -(-sk // plan.block_n) + 1
     if 3 * ahead * blocks <= 4 * other * blocks + (48 if sk % plan.block_n else 0):
         return "ahead"
-    # Without a tail and the log-sum-exp "ahead of three" was 1.003 to 1.011 times as fast (docs/attention-log.md, entry 27). It
-    # is not chosen until its outputs, of all heads, have been compared with float64 on a GPU.
-    return ""
+    # Where a tail is masked "ahead of three" was no faster, and with the log-sum-exp ptxas spills 48 bytes of it
+    # (docs/attention-log.md, entries 27 and 29).
+    return "" if lse or sk % plan.block_n else "ahead of three"
 
 
 def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:

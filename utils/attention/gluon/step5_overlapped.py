@@ -16,7 +16,7 @@ from the last block to the first, so the masked blocks of a causal tile come fir
 
 Three variants (`plan.variant_for`). "short", few causal keys at head dim 64: 4 consumers, 64 keys, 4 slots, 112
 registers. "ahead", full attention at head dim 64 and 128 (`consumer_ahead`): 2 consumers, two tiles of Q, and a tile's
-end beside the next one's start. "ahead of three", the same with 3 consumers, is not chosen yet (docs/attention-log.md, entry 27).
+end beside the next one's start. "ahead of three", the same with 3 consumers, is for whole blocks of keys.
 
 The checklist of warp-specialized attention, for Hopper:
 - Pipeline: a TMA producer; in each consumer Q K, softmax and P V, a block apart from each other. V's slot is released
@@ -37,8 +37,8 @@ The checklist of warp-specialized attention, for Hopper:
   `CASE.tail_only`, that is a tile's first block alone, and the loop has no mask in it.
 
 On an H200, bf16, S = 8192 and 16384, full and causal, interleaved with the other kernel (geometric means of four): times
-as fast as cuDNN, FlashAttention 3 and FlashAttention 4: 1.19, 0.98, 0.99 at head dim 64, 1.18, 1.04, 1.06 at 128, and 1.18,
-1.01, 1.01 at 256. Each point: assets/results/h200/attention_ratios.json. The way there, failures included: docs/attention-log.md.
+as fast as cuDNN, FlashAttention 3 and FlashAttention 4: 1.18, 1.00, 0.99 at head dim 64, 1.17, 1.04, 1.05 at 128, and 1.17,
+1.01, 1.02 at 256. Each point: assets/results/h200/attention_ratios.json. The way there, failures included: docs/attention-log.md.
 """
 
 from __future__ import annotations
