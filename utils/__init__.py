@@ -4,6 +4,7 @@ Each name is loaded from its module when it is first used, so `import utils` cos
 """
 
 import os
+import warnings
 from importlib import import_module
 
 from utils.machine.versions import warn_of_untested_versions
@@ -12,6 +13,8 @@ warn_of_untested_versions()
 
 # Silences the lines "USDT: ... profiler_start" of torch's profiler, which reads this when it first starts.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+# A schedule's profiler warns of this at each second start, in red below the cell; the labs record one cycle only.
+warnings.filterwarnings("ignore", "Warning: Profiler clears events at the end of each cycle", UserWarning)
 
 _MODULE_OF = {
     # facts and roofs

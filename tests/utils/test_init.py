@@ -64,6 +64,13 @@ def test_heavy_libraries_wait_until_they_are_used():
         assert library not in result["after"], library
 
 
+def test_the_profilers_warning_about_cycles_is_silent_and_others_are_not():
+    text = "import warnings, utils\nfor text in ('Warning: Profiler clears events at the end of each cycle. Only', 'other'):\n"
+    text += "    warnings.warn(text)"
+    result = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert "other" in result.stderr and "Profiler" not in result.stderr.replace("warnings.warn", "")
+
+
 def test_an_unknown_name_lists_what_there_is():
     with pytest.raises(AttributeError, match=r"no attribute 'benchmark_latencies'.*benchmark_latency"):
         utils.benchmark_latencies  # noqa: B018
