@@ -228,6 +228,21 @@ def test_everyone_may_read_the_files_of_a_bundle():
         assert archive.getinfo("lab/a.txt").external_attr >> 16 == 0o644
 
 
+def test_the_pictures_words_are_those_of_the_records():
+    """What stands for the first picture where it is not shown: five steps of the ladder, and the others at the same shape."""
+    records = ROOT / "assets/results/h200"
+    shape = {"head_dim": 128, "length": 16384, "causal": True}
+    ladder, ratios = (
+        [row for row in json.loads((records / name).read_text())["rows"] if shape.items() <= row.items()]
+        for name in ("attention_ladder.json", "attention_ratios.json")
+    )
+    steps = [f"{row['tflops']:.0f}" for row in sorted(ladder, key=lambda row: row["step"])]
+    others = {row["against"]: f"{row['against_tflops']:.0f}" for row in ratios}
+    cudnn = f"{sorted(row['against_tflops'] for row in ladder)[2]:.0f}"
+    said = f"{', '.join(steps[:-1])} and {steps[-1]} TFLOP/s on an H200, where cuDNN reaches {cudnn}, flash-attn-4 "
+    assert f"{said}{others['cute']} and FlashAttention 3 {others['fa3']}](docs/gallery/ladder.svg)" in README
+
+
 def test_the_labs_times_are_those_of_the_records():
     totals = [
         json.loads((ROOT / f"assets/results/h200/lab{n}_run.json").read_text())["total_seconds"] for n in (1, 2, 3, 4)
