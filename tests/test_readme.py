@@ -243,6 +243,15 @@ def test_the_pictures_words_are_those_of_the_records():
     assert f"{said}{others['cute']} and FlashAttention 3 {others['fa3']}](docs/gallery/ladder.svg)" in README
 
 
+def test_each_lab_plans_the_hours_that_the_table_has():
+    numbers = {"two": 2, "four": 4, "six": 6, "ten": 10, "twelve": 12}
+    for name in ("lab1", "lab2_flexattention", "lab3_gluon", "lab4_sdpa"):
+        text = " ".join(json.loads(text_of(f"{name}.ipynb"))["cells"][0]["source"])
+        hours, bonus = re.search(r"Plan (\w+) hours, (\w+) more for\s+the bonus", text).groups()
+        (row,) = [line for line in README.splitlines() if line.startswith("|") and f"]({name}.ipynb)" in line]
+        assert f"| {numbers[hours]} + {numbers[bonus]} |" in row
+
+
 def test_the_labs_times_are_those_of_the_records():
     totals = [
         json.loads((ROOT / f"assets/results/h200/lab{n}_run.json").read_text())["total_seconds"] for n in (1, 2, 3, 4)

@@ -39,8 +39,8 @@
 # | 5. Flash attention | see where standard attention runs out of memory, then write online softmax and attention without the score matrix |
 #
 # **You need** Python and PyTorch tensors (shapes, broadcasting, `@`), and to know what a matrix product and a softmax are.
-# You do not need to have written a GPU kernel, and you do not need a GPU. Plan 9 to 11 hours without the bonus questions
-# and 12 to 16 with them (an estimate: take it in two or three sittings, a part or two each).
+# You do not need to have written a GPU kernel, and you do not need a GPU. Plan ten hours, four more for
+# the bonus (an estimate: take it in two or three sittings, a part or two each).
 #
 # The lab gives {points:regular} points, and {points:bonus} bonus points.
 #

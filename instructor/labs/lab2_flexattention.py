@@ -40,7 +40,7 @@
 # | 7. Design | sweep block size and document length, then lay out a batch so that blocks can be skipped |
 # | 8. Pages and ragged batches | masks for a paged KV cache and for texts of different lengths (bonus) |
 #
-# You need lab 1 (the roofline, FLOPs and bytes) and PyTorch tensors. Plan five hours, two more for the bonus.
+# You need lab 1 (the roofline, FLOPs and bytes) and PyTorch tensors. Plan six hours, two more for the bonus (an estimate).
 #
 # The lab gives {points:regular} points, and {points:bonus} bonus points.
 #

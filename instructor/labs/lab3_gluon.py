@@ -39,6 +39,8 @@
 # | 4. Tensor cores | multiply with `wgmma` |
 # | 5. Flash attention | online softmax, producer and consumers, overlap; then the race |
 #
+# Plan twelve hours, two more for the bonus (an estimate: take it in three sittings, a part or two each).
+#
 # The lab gives {points:regular} points, and {points:bonus} bonus points.
 #
 # {points:table}

@@ -38,7 +38,8 @@
 # | 5. Same formula, other bits | put each rounding where it belongs, count steps between bf16 numbers |
 # | 6. A table from an H200 | explore recorded results as data, and write a rule |
 #
-# You need lab 1 (FLOPs, bytes, the roofline), PyTorch tensors and a little pandas. Plan five hours, two more for the bonus.
+# You need lab 1 (FLOPs, bytes, the roofline), PyTorch tensors and a little pandas. Plan six hours, two more for the bonus (an
+# estimate).
 #
 # The lab gives {points:regular} points, and {points:bonus} bonus points.
 #
