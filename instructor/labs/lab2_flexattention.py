@@ -1680,8 +1680,8 @@ if not on_gpu:
 # The gradients agree: a pair that is masked has the weight 0, so nothing flows back through it, and skipping it loses nothing.
 # The blocks promise the same factor for backward as for forward. How much of it arrives is a matter of what each block costs
 # beside its products: a Python loop pays a dozen operators for each, a generated kernel a few look-ups in its tables. Those
-# operators are launched by the CPU. In the run above the loop took 10.1 ms forward and backward on an H200, and in another, on
-# an H200 with a busier CPU, 18.2 ms: slower than the mask as a tensor. FlexAttention took 9.2 and 9.3 ms.
+# operators are launched by the CPU. In the recorded run on an H200 the loop took 10.1 ms forward and backward. In a second one,
+# with a busier CPU, 18.2 ms: slower than the mask as a tensor. FlexAttention took 9.2 and 9.3 ms.
 
 # %% [markdown]
 # # Part 6: The recompile cliff
