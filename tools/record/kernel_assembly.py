@@ -45,7 +45,7 @@ def kernels() -> Iterator[tuple[str, Callable[[], Assembly]]]:
         (64, "", {"causal": True, "lse": True, "tail": True}),
         (128, "", {"causal": True, "lse": True, "tail": True}),
         (128, "", {"window": True, "lse": True, "tail": True}),
-        (256, "", {"causal": True, "aligned": True}),
+        (256, "", {"causal": True, "offset": True}),
     ):
         words = ", ".join([*(name for name in flags), *([f"variant {variant}"] if variant else [])])
         yield (

@@ -142,6 +142,12 @@ def _send(tensor_desc, coord, src, what: str) -> list[int]:
     """Let TMA read a tile of shared memory; return the box's coordinates."""
     layouts.check_tma(tensor_desc, coord, src, what)
     at = _coordinates(coord)
+    if min(at) < 0:
+        refuse(
+            "out of bounds",
+            f"{what} to the coordinates {at}: on the GPU an illegal instruction. A box that TMA reads may begin before the "
+            "tensor, and what lies outside is zero; one that it writes may only end behind it. Store those elements with gl.store.",
+        )
     program = context.program()
     program.reschedule()
     p = program.partition

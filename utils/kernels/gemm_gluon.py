@@ -56,6 +56,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from utils.kernels.handle import Handle
+from utils.kernels.workspace import workspace
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
@@ -640,27 +641,6 @@ class Launch:
         sums, counters = workspace(c, self.partial_sums, self.counters)
         self.handle(a, b, b, c, c, sums, counters)
         return c
-
-
-_counters: dict[tuple[int, int], torch.Tensor] = {}  # zeros, by device and stream
-
-
-def workspace(c: torch.Tensor, partial_sums: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return memory for the sums of parts, and counters that are zero, as the kernel leaves them; C if none is needed.
-
-    Launches of one stream run one after another and share their counters. A captured graph may be replayed on any
-    stream, so it gets counters of its own.
-    """
-    if not partial_sums:
-        return c, c
-    sums = torch.empty(partial_sums, dtype=torch.float32, device=c.device)
-    if torch.cuda.is_current_stream_capturing():
-        return sums, torch.zeros(counters, dtype=torch.int32, device=c.device)
-    key = c.device.index, torch._C._cuda_getCurrentRawStream(c.device.index)
-    zeros = _counters.get(key)
-    if zeros is None or len(zeros) < counters:
-        zeros = _counters[key] = torch.zeros(max(1024, counters), dtype=torch.int32, device=c.device)
-    return sums, zeros
 
 
 def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | None = None) -> Launch | None:

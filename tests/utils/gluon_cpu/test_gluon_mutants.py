@@ -36,7 +36,7 @@ SMALL = [((1, 2, 1, 100, 300, 64), False), ((1, 2, 2, 200, 260, 128), True)]
 # One program takes all tiles: what lies between two tiles runs as well, in each of step 5's plans.
 SEVERAL_TILES = [
     *[((1, 3, 3, 300, 300, 64), False), ((1, 3, 3, 300, 300, 128), False), ((1, 3, 3, 400, 300, 128), True)],
-    *[((1, 2, 2, 384, 256, 64), True), ((1, 2, 2, 384, 384, 256), False), ((1, 2, 2, 300, 300, 256), True)],
+    *[((1, 2, 2, 384, 256, 64), True), ((1, 2, 2, 384, 384, 256), False), ((1, 2, 2, 300, 331, 256), True)],
 ]
 
 

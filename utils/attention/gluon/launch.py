@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
@@ -12,11 +13,11 @@ import torch
 from utils.attention.gluon.arguments import Arguments, addressable, unused
 from utils.attention.gluon.backward.operator import differentiate
 from utils.attention.gluon.plan import Plan, plan_for, variant_for
-from utils.kernels.handle import Handle, observed
+from utils.kernels.handle import observed
 
 LOG2_E = math.log2(math.e)
 KEPT_AT_MOST = 1024  # launches that are kept, to be repeated
-_handles: dict[tuple, Handle] = {}
+_handles: dict[tuple, Callable] = {}
 MODULES = ("step1_synchronous", "step2_async_copy", "step3_tma", "step4_warp_specialized", "step5_overlapped")
 
 
@@ -130,7 +131,7 @@ def forward(
     return (out, lse) if return_lse else out
 
 
-def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: bool, lse: bool = False) -> Plan:
+def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: int, lse: bool = False) -> Plan:
     """Return the plan that a step takes for these tensors on their GPU."""
     batch, heads, sq, head_dim = q.shape
     if step < 5:
@@ -139,9 +140,9 @@ def plan_of(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: b
     return plan_for(step, head_dim, variant_for(head_dim, causal, window, sq, k.shape[2], batch * heads, programs, lse))
 
 
-def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse) -> Handle | None:
+def _launch(step: int, q, k, v, out, lse, causal, c, window, return_lse) -> Callable | None:
     """Choose the plan and run the kernel of a step; c: scale * log2(e), window 0: none. Step 5 returns its launch."""
-    plan, programs = plan_of(step, q, k, causal, window > 0, return_lse), _multiprocessors(q.device)
+    plan, programs = plan_of(step, q, k, causal, window, return_lse), _multiprocessors(q.device)
     lse = lse if return_lse else unused(q.device)
     return step_module(step).launch(Arguments(q, k, v, out, lse, causal, window, return_lse, c, plan, programs))
 
@@ -151,6 +152,6 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def describe(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: bool = False) -> dict:
+def describe(step: int, q: torch.Tensor, k: torch.Tensor, causal: bool, window: int = 0) -> dict:
     """Return the plan that a step takes for these tensors as a dictionary, for reports."""
     return {"step": step, **asdict(plan_of(step, q, k, causal, window))}

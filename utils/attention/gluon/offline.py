@@ -26,7 +26,8 @@ def compile_step(
     tail: bool = False,
     lse: bool = False,
     variant: str = "",
-    aligned: bool = False,
+    parts: bool = False,
+    offset: bool = False,
     plan: Plan | None = None,
 ) -> Assembly:
     """Compile a step of the ladder for sm_90a.
@@ -40,7 +41,8 @@ def compile_step(
         tail: Whether the keys are no multiple of a block.
         lse: Whether the log-sum-exp is stored.
         variant: Of step 5's plan (`plan.variant_for`).
-        aligned: Whether step 5's loop needs no causal mask (`plan.aligned`).
+        parts: Whether programs share tiles (`plan.parts_for`).
+        offset: Whether causal tiles begin before the first query (`plan.row_offset`).
         plan: Tile and pipeline; the step's own by default.
     """
     from triton.experimental.gluon import language as gl
@@ -62,18 +64,19 @@ def compile_step(
         REGISTERS=plan.registers,
         PLAN=plan,
         CASE=Case(
-            causal,
-            window,
-            tail,
-            lse,
-            dealt=causal and not window,
-            aligned=causal and not window and aligned,
-            tail_only=stands_for_tail,
+            causal, window, tail, lse, dealt=causal and not window and not parts, tail_only=stands_for_tail, parts=parts
         ),
     )
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     tile = {"q_desc": BLOCK_M, "o_desc": BLOCK_M, "k_desc": plan.block_n, "v_desc": plan.block_n}
-    kinds = {"lse_ptr": "*fp32", "schedule": "*i32", "c": "fp32"}
+    kinds = {
+        "out_ptr": f"*{dtype}",
+        "lse_ptr": "*fp32",
+        "parts_ptr": "*fp32",
+        "counters": "*i32",
+        "schedule": "*i32",
+        "c": "fp32",
+    }
     signature = {}
     for name in kernel.arg_names:
         if name in constants:
@@ -96,8 +99,8 @@ def main() -> None:
     parser.add_argument("step", type=int, choices=STEPS)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
-    parser.add_argument("--variant", choices=("", "short", "ahead", "ahead of three"), default="")
-    for flag in ("causal", "window", "tail", "lse", "aligned"):
+    parser.add_argument("--variant", choices=("", "few", "short", "ahead", "ahead of three"), default="")
+    for flag in ("causal", "window", "tail", "lse", "parts", "offset"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--sass", action="store_true", help="print the disassembly")
     options = vars(parser.parse_args())

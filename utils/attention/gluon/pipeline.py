@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
+from utils.attention.gluon.parts import Parts
 from utils.attention.gluon.shared import aggregate, key_blocks, mask_by_last_key, mask_scores, tma_load, uniform
 
 
@@ -108,22 +109,25 @@ class Tiles:
     """Which tiles of query rows this program computes, in which order. A tile belongs to one head of one sequence.
 
     DEALT: a row of `schedule` for each program, computed on the host (`plan.deal_causal_tiles`). Otherwise program p
-    takes the tiles p, p + programs, ...; LONGEST_FIRST numbers them from the last row tile of all heads down.
+    takes the tiles p, p + programs, ...; LONGEST_FIRST numbers them from the last row tile of all heads down. Where
+    programs share tiles (`parts.py`), each takes one item: t counts the parts of all tiles.
     """
 
     schedule: gl.tensor
     stride: gl.tensor
     tiles_m: gl.tensor
     heads_total: gl.tensor
+    parts: gl.tensor
     DEALT: gl.constexpr
     LONGEST_FIRST: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, schedule, stride, tiles_m, heads_total, DEALT, LONGEST_FIRST):
+    def __init__(self, schedule, stride, tiles_m, heads_total, parts, DEALT, LONGEST_FIRST):
         self.schedule = schedule
         self.stride = stride
         self.tiles_m = tiles_m
         self.heads_total = heads_total
+        self.parts = parts
         self.DEALT = gl.constexpr(DEALT)
         self.LONGEST_FIRST = gl.constexpr(LONGEST_FIRST)
 
@@ -135,7 +139,7 @@ class Tiles:
         if self.DEALT:
             return uniform(gl.load(own)), uniform(gl.load(own + 1)), own + 2
         else:
-            return gl.cdiv(self.tiles_m * self.heads_total - program, gl.num_programs(0)), program, own
+            return gl.cdiv(self.tiles_m * self.heads_total * self.parts - program, gl.num_programs(0)), program, own
 
     @gluon.jit
     def start_next(self, t, rest, i):
@@ -150,6 +154,7 @@ class Tiles:
     @gluon.jit
     def locate(self, t):
         """Tile number -> (row tile, head counted over all sequences)."""
+        t = t // self.parts
         if self.DEALT:
             return t & 0xFFFF, t >> 16
         elif self.LONGEST_FIRST:
@@ -167,6 +172,7 @@ class Work:
     sq: gl.tensor
     sk: gl.tensor
     window: gl.tensor
+    offset: gl.tensor
     heads: gl.tensor
     group: gl.tensor
     c: gl.tensor
@@ -174,14 +180,16 @@ class Work:
     k: Ring
     v: Ring
     todo: Tiles
+    parts: Parts
     PLAN: gl.constexpr  # plan.Plan: tile, slots, variants
     CASE: gl.constexpr  # plan.Case: what the attention needs
 
     @gluon.constexpr_function
-    def __init__(self, sq, sk, window, heads, group, c, q, k, v, todo, PLAN, CASE):
+    def __init__(self, sq, sk, window, offset, heads, group, c, q, k, v, todo, parts, PLAN, CASE):
         self.sq = sq
         self.sk = sk
         self.window = window
+        self.offset = offset
         self.heads = heads
         self.group = group
         self.c = c
@@ -189,14 +197,37 @@ class Work:
         self.k = k
         self.v = v
         self.todo = todo
+        self.parts = parts
         self.PLAN = gl.constexpr(PLAN)
         self.CASE = gl.constexpr(CASE)
+
+    @gluon.jit
+    def first_row(self, tile):
+        """First row of a row tile: of the first tile it may be negative (`plan.row_offset`), and TMA skips such rows."""
+        return tile * (self.q.tiles.shape[3] * self.PLAN.consumers) - self.offset
 
     @gluon.jit
     def visible_blocks(self, row, ROWS: gl.constexpr):
         """Blocks of keys [lo, hi) that the rows row .. row+ROWS-1 may see."""
         BLOCK_N: gl.constexpr = self.PLAN.block_n
         return key_blocks(row, ROWS, self.sq, self.sk, self.window, BLOCK_N, self.CASE.causal, self.CASE.window)
+
+    @gluon.jit
+    def blocks(self, t, row, ROWS: gl.constexpr):
+        """Blocks of keys [lo, hi) of item t, whose tile has the rows row .. row+ROWS-1; [lo, lo) where parts are fewer."""
+        lo, hi = self.visible_blocks(row, ROWS)
+        if self.CASE.parts:
+            lo, hi = self.parts.blocks(t, lo, hi)
+        return lo, hi
+
+    @gluon.jit
+    def first(self, ROWS: gl.constexpr):
+        """What `Tiles.first` says, and no tiles for a program whose part of a tile's keys is empty."""
+        count, t, rest = self.todo.first()
+        if self.CASE.parts:
+            lo, hi = self.blocks(t, self.first_row(self.todo.locate(t)[0]), ROWS)
+            count = gl.minimum(hi - lo, 1)
+        return count, t, rest
 
     @gluon.jit
     def mask(self, s, block, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):

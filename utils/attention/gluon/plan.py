@@ -35,7 +35,6 @@ class Plan:
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (softmax.py)
     o_in_q: bool = False  # the output leaves through Q's tile
     own_keys: bool = False  # each consumer starts at its own rows' last block, not at the tile's
-    split: bool = False  # masked blocks have a loop of their own
     q_slots: int = 1  # tiles of Q in shared memory; with two, a tile's end overlaps the next tile's start
 
     @property
@@ -54,8 +53,9 @@ class Case:
     """What an attention needs of step 5's kernel: a kernel is compiled for each.
 
     tail: the keys are no multiple of a block. lse: the log-sum-exp is stored. dealt: the host deals out the tiles
-    (`deal_causal_tiles`). aligned: causal, and only the first block of a walk needs a mask (`aligned`). tail_only: the window
-    stands for the tail (`tail_as_window`), and again only the first block, which holds the last keys, needs a mask.
+    (`deal_causal_tiles`). tail_only: the window stands for the tail (`tail_as_window`), and only the first block, which holds
+    the last keys, needs a mask. parts: programs share the keys of a tile (`parts_for`). offset: a head's first tile begins
+    before its first query (`row_offset`).
     """
 
     causal: bool = False
@@ -63,8 +63,9 @@ class Case:
     tail: bool = False
     lse: bool = False
     dealt: bool = False
-    aligned: bool = False
     tail_only: bool = False
+    parts: bool = False
+    offset: bool = False
 
 
 # Step 5's plans, by tile width and variant (`variant_for`).
@@ -73,9 +74,10 @@ _STEP_5 = {
     (64, "short"): Plan(64, 64, 4, 4, 112, own_keys=True),
     (64, "ahead"): Plan(64, 128, 2, 3, 240, halves=True, q_slots=2),
     (64, "ahead of three"): Plan(64, 128, 3, 3, 160, q_slots=2),
+    (64, "few"): Plan(64, 128, 2, 3, 240, halves=True, own_keys=True),
     (128, ""): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True),
     (128, "ahead"): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2),
-    (256, ""): Plan(256, 64, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, own_keys=True, split=True),
+    (256, ""): Plan(256, 64, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, own_keys=True),
 }
 
 
@@ -84,19 +86,36 @@ def block_head_dim(head_dim: int) -> int:
     return next(width for width in HEAD_DIMS if head_dim <= width)
 
 
-def variant_for(
-    head_dim: int, causal: bool, window: bool, sq: int, sk: int, heads: int, programs: int, lse: bool = False
-) -> str:
-    """Name the variant of step 5's plan that an attention takes. heads: of all sequences; programs: multiprocessors.
+def _masks_rule(whole: Plan, few: Plan, sq: int, sk: int, heads: int, causal: bool, window: int, programs: int) -> bool:
+    """Tell whether a window masks more than a quarter of the blocks, and the smaller tiles take no more rounds for that."""
+    masked = 3 if causal else 5  # blocks of a tile that the window's edges, or the diagonal, go through
+    rounds, more = (-(-(-(-sq // plan.rows) * heads) // programs) * plan.rows for plan in (whole, few))
+    return 4 * masked > visible(whole, sk, causal, window) and 1.1 * more <= rounds
 
-    "short": few causal keys, so that tiles end soon after they begin. "ahead" and, with three consumers, "ahead of three":
-    full attention, where one tile's end overlaps the next tile's start. "": any other.
+
+def variant_for(
+    head_dim: int, causal: bool, window: int, sq: int, sk: int, heads: int, programs: int, lse: bool = False
+) -> str:
+    """Name the variant of step 5's plan that an attention takes.
+
+    window: 0 for none. heads: of all sequences. programs: multiprocessors.
+
+    "few": smaller tiles and more registers, where there are few tiles or many masks. "short": few causal keys, so that tiles end
+    soon after they begin. "ahead" and, with three consumers, "ahead of three": full attention, where one tile's end overlaps
+    the next tile's start. "": any other.
     """
     d = block_head_dim(head_dim)
-    if causal and not window:
+    whole, few = _STEP_5[d, ""], _STEP_5.get((d, "few"))
+    if -(-sq // (few or whole).rows) * heads <= programs:
+        return (
+            "few" if few else ""
+        )  # a program has one tile, or a part of one: the next one's start cannot be overlapped
+    if window:
+        return "few" if few and _masks_rule(whole, few, sq, sk, heads, causal, window, programs) else ""
+    if causal:
         return "short" if d == 64 and sk <= 4096 else ""
     plan = _STEP_5.get((d, "ahead"))
-    if window or plan is None or sk <= plan.block_n:
+    if plan is None or sk <= plan.block_n:
         return ""
     if d == 128:
         return "ahead"
@@ -110,6 +129,31 @@ def variant_for(
     # Where a tail is masked "ahead of three" was no faster, and with the log-sum-exp ptxas spills 48 bytes of it
     # (docs/attention-log.md, entries 27 and 29).
     return "" if lse or sk % plan.block_n else "ahead of three"
+
+
+MOST_PARTS = 4  # of a tile
+# What programs pay for sharing a tile, in its blocks of keys: for counting, and for each part that the last one adds up.
+# Measured on an H200 (docs/attention-log.md, entry 30): an SM reads about 46 KB in a microsecond.
+_SHARING = {64: (1.3, 1.0), 128: (1.0, 1.6), 256: (1.1, 3.4)}
+
+
+def visible(plan: Plan, sk: int, causal: bool, window: int) -> int:
+    """Return how many blocks of keys the rows of one tile see at most."""
+    blocks = -(-sk // plan.block_n)
+    if window:
+        blocks = min(blocks, (plan.rows + (1 if causal else 2) * (window - 1) - 1) // plan.block_n + 2)
+    return blocks
+
+
+def parts_for(plan: Plan, sq: int, sk: int, heads: int, causal: bool, window: int, programs: int) -> int:
+    """Return how many programs share the keys of a tile: more than one where there are more programs than tiles."""
+    tiles = -(-sq // plan.rows) * heads
+    if plan.q_slots > 1 or plan.consumers > 2 or 2 * tiles > programs:
+        return 1
+    blocks, (counting, adding) = visible(plan, sk, causal, window), _SHARING[plan.block_d]
+    found = range(2, min(programs // tiles, blocks, MOST_PARTS) + 1)
+    costs = {1: float(blocks)} | {parts: -(-blocks // parts) + counting + adding * parts for parts in found}
+    return min(costs, key=costs.__getitem__)
 
 
 def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
@@ -131,9 +175,13 @@ def tail_as_window(plan: Plan, causal: bool, window: bool, tail: bool) -> bool:
     return tail and not causal and not window and plan.consumers == 3 and plan.q_slots == 1
 
 
-def aligned(plan: Plan, causal: bool, window: bool, shift: int) -> bool:
-    """Tell whether step 5 masks the first block of a walk alone, which holds its rows' diagonal. shift: Sk - Sq."""
-    return causal and not window and shift % (BLOCK_M if plan.own_keys else plan.rows) == 0
+def row_offset(plan: Plan, causal: bool, window: bool, shift: int) -> int:
+    """Return how many rows before the first query the tiles of step 5 begin. shift: Sk - Sq.
+
+    Where a consumer's 64 rows (or a tile's, if all its consumers walk over the same blocks) begin at the position of a
+    block's first key or its middle one, their diagonal lies in one block, and the others need no mask.
+    """
+    return shift % (BLOCK_M if plan.own_keys else plan.rows) if causal and not window else 0
 
 
 # K and V of the heads that are computed at the same time should fit in the L2 together; the H200's has 60 MB.
@@ -145,7 +193,15 @@ _MOST_TILES = 1 << 16
 
 @functools.lru_cache(maxsize=256)
 def deal_causal_tiles(
-    sq: int, sk: int, heads_total: int, group: int, rows: int, block_n: int, head_bytes: int, programs: int
+    sq: int,
+    sk: int,
+    heads_total: int,
+    group: int,
+    rows: int,
+    block_n: int,
+    head_bytes: int,
+    programs: int,
+    offset: int = 0,
 ) -> tuple[tuple[int, ...], ...] | None:
     """Deal causal tiles to the programs, longest first and to the least loaded: row tile | head << 16.
 
@@ -160,16 +216,19 @@ def deal_causal_tiles(
         block_n: Keys of a block.
         head_bytes: Bytes of one head's K and V.
         programs: Number of programs.
+        offset: Rows that the first tile has before the first query.
 
     Returns:
         The tiles of each program; None if there are so many that any order is balanced, or that 16 bits cannot
         number them.
     """
-    tiles_m = -(-sq // rows)
+    tiles_m = -(-(sq + offset) // rows)
     if tiles_m * heads_total > _MOST_TILES or tiles_m > 0xFFFF or heads_total > 0x7FFF:
         return None
     section = max(1, _L2_BYTES // head_bytes) * group
-    blocks = [max(1, min(-(-sk // block_n), -(-max((m + 1) * rows + sk - sq, 0) // block_n))) for m in range(tiles_m)]
+    blocks = [
+        max(1, min(-(-sk // block_n), -(-max((m + 1) * rows - offset + sk - sq, 0) // block_n))) for m in range(tiles_m)
+    ]
     load = [(0.0, program) for program in range(programs)]
     dealt: list[list[int]] = [[] for _ in range(programs)]
     for first in range(0, heads_total, section):

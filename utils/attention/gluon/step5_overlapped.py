@@ -33,8 +33,8 @@ The checklist of warp-specialized attention, for Hopper:
   exponentials (the compiler otherwise collects them behind the wait).
 - Schedule: chosen by hand (`plan.py`): tiles, slots and registers by head dimension; causal tiles are dealt out longest
   first, so that all SMs end together.
-- Masking: only blocks that straddle the diagonal, the window's edge or the last key are masked. Where `CASE.aligned` or
-  `CASE.tail_only`, that is a tile's first block alone, and the loop has no mask in it.
+- Masking: only blocks that straddle the diagonal, the window's edge or the last key are masked. Causal tiles begin where the
+  diagonal lies in a tile's first block alone, and so does the last key: without a window, the loop has no mask in it.
 
 On an H200, bf16, S = 8192 and 16384, full and causal, interleaved with the other kernel (geometric means of four): times
 as fast as cuDNN, FlashAttention 3 and FlashAttention 4: 1.18, 1.00, 0.99 at head dim 64, 1.17, 1.04, 1.05 at 128, and 1.17,
@@ -44,6 +44,7 @@ as fast as cuDNN, FlashAttention 3 and FlashAttention 4: 1.18, 1.00, 0.99 at hea
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from triton.experimental import gluon
@@ -51,9 +52,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
 
 from utils.attention.gluon.arguments import Arguments, unused
+from utils.attention.gluon.parts import Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring
-from utils.attention.gluon.plan import Case, Plan, aligned, deal_causal_tiles, tail_as_window
-from utils.attention.gluon.shared import accumulator, clean_blocks, left_operand, rescale, tma_store, wait_products
+from utils.attention.gluon.plan import Case, Plan, deal_causal_tiles, parts_for, row_offset, tail_as_window
+from utils.attention.gluon.shared import (
+    accumulator,
+    clean_blocks,
+    left_operand,
+    rescale,
+    thread_barrier,
+    tma_store,
+    wait_products,
+)
 from utils.attention.gluon.softmax import (
     first_softmax,
     half_softmax,
@@ -66,6 +76,7 @@ from utils.attention.gluon.softmax import (
     whole_softmax,
 )
 from utils.kernels.handle import Handle
+from utils.kernels.workspace import workspace
 
 
 @gluon.jit
@@ -74,16 +85,16 @@ def producer(work, q_desc, k_desc, v_desc):
     PLAN: gl.constexpr = work.PLAN
     CONSUMERS: gl.constexpr = PLAN.consumers
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
-    count, t, rest = work.todo.first()
+    count, t, rest = work.first(BLOCK_M * CONSUMERS)
     it = 0
     for i in range(count):
         t_next = work.todo.start_next(t, rest, i)
         tile, flat = work.todo.locate(t)
-        row = tile * (BLOCK_M * CONSUMERS)
+        row = work.first_row(tile)
         batch = flat // work.heads
         head = flat - batch * work.heads
         kv_head = head // work.group
-        lo, hi = work.visible_blocks(row, BLOCK_M * CONSUMERS)
+        lo, hi = work.blocks(t, row, BLOCK_M * CONSUMERS)
         for j in range(hi - lo):
             key = (hi - 1 - j) * PLAN.block_n
             # In the order of need: the first consumer's Q, K, the other consumers' Q, V.
@@ -195,13 +206,40 @@ def step(work, block, q, o, p, state, more, masked, CAUSAL: gl.constexpr, WINDOW
 
 
 @gluon.jit
-def store_tile(o_desc, batch, head, row, tile, o):
-    """Hand 64 rows of the output to TMA to store, through shared memory."""
-    tile.reshape([o.shape[0], o.shape[1]]).store(o.to(tile.dtype))
+def store_shared(work, out, flat, row, tile):
+    """Store 64 rows of the output from shared memory, where the threads have just written them.
+
+    By TMA, but where the first row is before the first query: TMA reads from negative coordinates, and fills in zeros, but
+    a store to them is an illegal instruction. Such rows, of a head's first tile, the threads store themselves.
+    """
+    o_desc, out_ptr, head_dim = out
     # The threads wrote through the generic proxy, TMA reads through the async proxy: without the fence it may read
     # what was there before.
     fence_async_shared()
-    tma_store(o_desc, [batch, head, row, 0], tile)
+    by_tma = True
+    if work.CASE.offset:
+        by_tma = row >= 0
+        if row < 0:
+            BLOCK_D: gl.constexpr = tile.shape[3]
+            layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+            thread_barrier()  # all rows have been written
+            x = tile.reshape([64, BLOCK_D]).load(layout)
+            rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+            d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
+            keep = (rows >= 0) & (rows < work.sq) & (d < head_dim)
+            gl.store(out_ptr + (flat.to(gl.int64) * work.sq + rows) * head_dim + d, x, mask=keep)
+            fence_async_shared()  # TMA may be the next to write here
+            thread_barrier()  # all rows have been read
+    if by_tma:
+        batch = flat // work.heads
+        tma_store(o_desc, [batch, flat - batch * work.heads, row, 0], tile)
+
+
+@gluon.jit
+def store_tile(work, out, flat, row, tile, o):
+    """Store 64 rows of the output through shared memory."""
+    tile.reshape([o.shape[0], o.shape[1]]).store(o.to(tile.dtype))
+    store_shared(work, out, flat, row, tile)
 
 
 @gluon.jit
@@ -209,39 +247,41 @@ def store_lse(lse_ptr, lses, flat, sq):
     """Store the log-sum-exp of the rows that exist; lses: pairs of row numbers and values."""
     for part in gl.static_range(len(lses)):
         rows, lse = lses[part]
-        gl.store(lse_ptr + flat.to(gl.int64) * sq + rows, lse, mask=rows < sq)
+        gl.store(lse_ptr + flat.to(gl.int64) * sq + rows, lse, mask=(rows >= 0) & (rows < sq))
 
 
 @gluon.jit
-def consumer(work, out, W: gl.constexpr):
+def consumer(work, results, W: gl.constexpr):
     """Warpgroup W: rows W * 64 and on of each tile, key blocks from the last to the first."""
-    o_desc, o_tiles, lse_ptr = out
+    out, o_tiles, lse_ptr = results
     PLAN: gl.constexpr = work.PLAN
     CAUSAL: gl.constexpr = work.CASE.causal
     WINDOW: gl.constexpr = work.CASE.window
     BLOCK_N: gl.constexpr = PLAN.block_n
     BLOCK_D: gl.constexpr = PLAN.block_d
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
-    # The diagonal of 64 aligned rows lies in their last block, which is walked first: the loop needs no mask.
-    LOOP_CAUSAL: gl.constexpr = CAUSAL and not work.CASE.aligned
+    # Tiles begin where the diagonal of their rows lies in the last block alone, which is walked first (`first_row`).
+    LOOP_CAUSAL: gl.constexpr = CAUSAL and WINDOW
     LOOP_WINDOW: gl.constexpr = WINDOW and not work.CASE.tail_only
 
     q = work.q.tile(0, W)
     o_tile = o_tiles.index(W)
     sq, sk = work.sq, work.sk
-    count, t, rest = work.todo.first()
+    count, t, rest = work.first(BLOCK_M * PLAN.consumers)
     it = 0
     for i in range(count):
         t_next = work.todo.start_next(t, rest, i)
         tile, flat = work.todo.locate(t)
-        first_row = tile * (BLOCK_M * PLAN.consumers)
+        first_row = work.first_row(tile)
         row = first_row + W * BLOCK_M
-        lo, hi = work.visible_blocks(first_row, BLOCK_M * PLAN.consumers)
+        lo, hi = work.blocks(t, first_row, BLOCK_M * PLAN.consumers)
         if PLAN.own_keys:
             # The tile's last blocks may lie behind the last key of this consumer's rows; rows that do not exist need
             # none. It releases those slots unused, but not before they are full: until then the other consumers may
             # still owe the barrier their arrival for the slot's last use.
             own_hi = gl.where(row < sq, work.visible_blocks(row, BLOCK_M)[1], lo + 1)
+            if work.CASE.parts:  # the rows' last block may lie in another part, or all of this one's behind it
+                own_hi = gl.minimum(gl.maximum(own_hi, lo + 1), hi)
             for _skipped in range(hi - own_hi):
                 work.k.wait_full(it)
                 work.k.release(it)
@@ -258,33 +298,17 @@ def consumer(work, out, W: gl.constexpr):
         o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, accumulator(BLOCK_D))
         it += 1
         work.k.wait_full(it, pred=n > 1)  # each step waits for the next one's keys; this is the first one's
-        if PLAN.own_keys and LOOP_CAUSAL and not WINDOW:
-            key = (hi - 1) * BLOCK_N
-            # The first row sees keys up to this one: blocks that end behind it are masked.
-            seen = gl.minimum(row + sk - sq, sk - 1)
-            if PLAN.split:
-                while (key > 0) & (key - 1 > seen):
-                    key -= BLOCK_N
-                    o, p, state = step(work, Block(it, row, key), q, o, p, state, key > 0, True, True, False)
-                    it += 1
-            while key > 0:
-                key -= BLOCK_N
-                masked = key + (BLOCK_N - 1) > seen
-                block = Block(it, row, key)
-                o, p, state = step(work, block, q, o, p, state, key > 0, masked, not PLAN.split, False)
-                it += 1
-        else:
-            for j in range(1, n):
-                block = Block(it, row, (hi - 1 - j) * BLOCK_N)
-                masked = (j < right) | (j >= edge)
-                o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked, LOOP_CAUSAL, LOOP_WINDOW)
-                it += 1
+        for j in range(1, n):
+            block = Block(it, row, (hi - 1 - j) * BLOCK_N)
+            masked = (j < right) | (j >= edge)
+            o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked, LOOP_CAUSAL, LOOP_WINDOW)
+            it += 1
         if not PLAN.o_in_q:
             work.q.release(i, W)
 
         pv = start_output(work, it, o, p, state)
         inverse, lses = normalizers(state, work.c, row)
-        if work.CASE.lse:
+        if work.CASE.lse and not work.CASE.parts:
             store_lse(lse_ptr, lses, flat, sq)
         # The output's registers are read next, and V's slot is released.
         o = wait_products(pv, 0, BLOCK_D)
@@ -292,8 +316,17 @@ def consumer(work, out, W: gl.constexpr):
         work.v.release(it - 1)
         if not PLAN.o_in_q:
             tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
-        batch = flat // work.heads
-        store_tile(o_desc, batch, flat - batch * work.heads, row, o_tile, o)
+        if work.CASE.parts:
+            lo, hi = work.visible_blocks(first_row, BLOCK_M * PLAN.consumers)
+            used = work.parts.used(hi - lo)
+            if work.parts.leave(t, o, lses, row, W, PLAN.consumers, used):
+                flat_tile = o_tile.reshape([BLOCK_M, BLOCK_D])
+                totals = work.parts.add_up(t, flat_tile, lses, row, W, PLAN.consumers, used)
+                if work.CASE.lse:
+                    store_lse(lse_ptr, totals, flat, sq)
+                store_shared(work, out, flat, row, o_tile)
+        else:
+            store_tile(work, out, flat, row, o_tile, o)
         if PLAN.o_in_q:
             tma.store_wait(0)  # Q's slot holds the output: the next Q may not come before that has left
             work.q.release(i, W)
@@ -302,12 +335,12 @@ def consumer(work, out, W: gl.constexpr):
 
 
 @gluon.jit
-def consumer_ahead(work, out, W: gl.constexpr):
+def consumer_ahead(work, results, W: gl.constexpr):
     """`consumer` for full attention with two tiles of Q: the key blocks of all tiles are one stream.
 
     A tile's last P V runs beside the softmax of the next tile's first block, so each tile has two blocks at least.
     """
-    o_desc, o_tiles, lse_ptr = out
+    out, o_tiles, lse_ptr = results
     PLAN: gl.constexpr = work.PLAN
     TAIL: gl.constexpr = work.CASE.tail
     BLOCK_N: gl.constexpr = PLAN.block_n
@@ -326,7 +359,6 @@ def consumer_ahead(work, out, W: gl.constexpr):
         more = i + 1 < count
         tile, flat = work.todo.locate(t)
         row = (tile * PLAN.consumers + W) * BLOCK_M
-        batch = flat // work.heads
         q = work.q.tile(i, W)
         o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, accumulator(BLOCK_D))
         if PLAN.o_in_q:
@@ -363,19 +395,36 @@ def consumer_ahead(work, out, W: gl.constexpr):
         if not PLAN.o_in_q:
             tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
         o_tile = o_tiles.index(work.q.slot(i, W) if PLAN.o_in_q else W)
-        store_tile(o_desc, batch, flat - batch * work.heads, row, o_tile, o * spread(inverse, o))
+        store_tile(work, out, flat, row, o_tile, o * spread(inverse, o))
         t += gl.num_programs(0)
     tma.store_wait(0)  # shared memory must live until TMA has read it
 
 
 # One kernel for all sizes: without this, each multiple of 16 and each 1 would be compiled for itself.
-@gluon.jit(do_not_specialize=["sq", "sk", "window", "tiles_m", "heads_total", "heads", "group", "schedule_stride"])
+@gluon.jit(
+    do_not_specialize=[
+        "sq",
+        "sk",
+        "window",
+        "tiles_m",
+        "heads_total",
+        "heads",
+        "group",
+        "schedule_stride",
+        "offset",
+        "head_dim",
+        "parts",
+    ]
+)
 def attention_step5(
     q_desc,
     k_desc,
     v_desc,
     o_desc,
+    out_ptr,
     lse_ptr,
+    parts_ptr,
+    counters,
     schedule,
     sq,
     sk,
@@ -385,6 +434,9 @@ def attention_step5(
     heads,
     group,
     schedule_stride,
+    offset,
+    head_dim,
+    parts,
     c,
     PLAN: gl.constexpr,
     CASE: gl.constexpr,
@@ -400,17 +452,18 @@ def attention_step5(
         o_tiles = q.tiles
     else:
         o_tiles = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, 1, 1, 64, BLOCK_D], o_desc.layout)
-    todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, CASE.dealt, CASE.causal)
-    work = Work(sq, sk, window, heads, group, c, q, k, v, todo, PLAN, CASE)
-    out = (o_desc, o_tiles, lse_ptr)
+    todo = Tiles(schedule, schedule_stride, tiles_m, heads_total, parts, CASE.dealt, CASE.causal)
+    shared_tiles = Parts(parts_ptr, counters, parts)
+    work = Work(sq, sk, window, offset, heads, group, c, q, k, v, todo, shared_tiles, PLAN, CASE)
+    results = ((o_desc, out_ptr, head_dim), o_tiles, lse_ptr)
     loads = (work, q_desc, k_desc, v_desc)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
     # registers that are left. Functions cannot be kept in a variable here, so the lists are written out.
     if PLAN.q_slots == 2:
-        gl.static_assert(not (CASE.causal or CASE.window or PLAN.own_keys))
+        gl.static_assert(not (CASE.causal or CASE.window or CASE.parts or PLAN.own_keys))
         if CONSUMERS == 2:
             gl.warp_specialize(
-                [(consumer_ahead, (work, out, 0)), (consumer_ahead, (work, out, 1)), (producer, loads)],
+                [(consumer_ahead, (work, results, 0)), (consumer_ahead, (work, results, 1)), (producer, loads)],
                 [4, 1],
                 [REGISTERS, 24],
             )
@@ -418,9 +471,9 @@ def attention_step5(
             gl.static_assert(CONSUMERS == 3)
             gl.warp_specialize(
                 [
-                    (consumer_ahead, (work, out, 0)),
-                    (consumer_ahead, (work, out, 1)),
-                    (consumer_ahead, (work, out, 2)),
+                    (consumer_ahead, (work, results, 0)),
+                    (consumer_ahead, (work, results, 1)),
+                    (consumer_ahead, (work, results, 2)),
                     (producer, loads),
                 ],
                 [4, 4, 1],
@@ -428,11 +481,16 @@ def attention_step5(
             )
     elif CONSUMERS == 2:
         gl.warp_specialize(
-            [(consumer, (work, out, 0)), (consumer, (work, out, 1)), (producer, loads)], [4, 1], [REGISTERS, 24]
+            [(consumer, (work, results, 0)), (consumer, (work, results, 1)), (producer, loads)], [4, 1], [REGISTERS, 24]
         )
     elif CONSUMERS == 3:
         gl.warp_specialize(
-            [(consumer, (work, out, 0)), (consumer, (work, out, 1)), (consumer, (work, out, 2)), (producer, loads)],
+            [
+                (consumer, (work, results, 0)),
+                (consumer, (work, results, 1)),
+                (consumer, (work, results, 2)),
+                (producer, loads),
+            ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],
         )
@@ -440,10 +498,10 @@ def attention_step5(
         gl.static_assert(CONSUMERS == 4)
         gl.warp_specialize(
             [
-                (consumer, (work, out, 0)),
-                (consumer, (work, out, 1)),
-                (consumer, (work, out, 2)),
-                (consumer, (work, out, 3)),
+                (consumer, (work, results, 0)),
+                (consumer, (work, results, 1)),
+                (consumer, (work, results, 2)),
+                (consumer, (work, results, 3)),
                 (producer, loads),
             ],
             [4, 4, 4, 1],
@@ -457,7 +515,8 @@ def tile_schedule(
 ) -> tuple[torch.Tensor | None, int]:
     """The schedule of causal tiles on the GPU, a row for each program, and the length of a row; None: not dealt."""
     head_bytes = sk * plan.block_d * 4
-    dealt = deal_causal_tiles(sq, sk, heads_total, group, plan.rows, plan.block_n, head_bytes, programs)
+    offset = row_offset(plan, True, False, sk - sq)
+    dealt = deal_causal_tiles(sq, sk, heads_total, group, plan.rows, plan.block_n, head_bytes, programs, offset)
     if dealt is None:
         return None, 0
     # A row: how many tiles, the tiles, and one more, because a program reads ahead.
@@ -466,7 +525,20 @@ def tile_schedule(
     return torch.tensor(table, dtype=torch.int32, device=device), stride
 
 
-def launch(a: Arguments) -> Handle | None:
+@dataclass(frozen=True)
+class Launch:
+    """A launch that was made, to be repeated on (q, k, v, out, lse) like these."""
+
+    handle: Handle
+    numbers: int  # of all parts, fp32
+    counters: int
+
+    def __call__(self, q, k, v, out, lse) -> None:
+        """Launch again."""
+        self.handle(q, k, v, out, out, lse, *workspace(lse, self.numbers, self.counters))
+
+
+def launch(a: Arguments) -> Launch | None:
     """Run the kernel on tensors of a GPU: a program on each multiprocessor, or one for each tile if those are fewer.
 
     Returns:
@@ -476,17 +548,24 @@ def launch(a: Arguments) -> Handle | None:
     stands_for_tail = tail_as_window(plan, a.causal, window > 0, tail)
     if stands_for_tail:
         window = a.sq + a.sk
-    programs = min(a.programs, a.tiles_m * a.heads_total)
+    offset = row_offset(plan, a.causal, window > 0, a.sk - a.sq)
+    tiles_m = -(-(a.sq + offset) // plan.rows)
+    tiles = tiles_m * a.heads_total
+    parts = parts_for(plan, a.sq, a.sk, a.heads_total, a.causal, window, a.programs)
+    programs = min(a.programs, tiles * parts)
     schedule, stride = None, 0
-    if a.causal and not window:
+    if a.causal and not window and parts == 1:
         schedule, stride = tile_schedule(a.sq, a.sk, a.heads_total, a.group, plan, programs, a.q.device)
     dealt = schedule is not None
-    in_first = aligned(plan, a.causal, window > 0, a.sk - a.sq)
-    case = Case(a.causal, window > 0, tail, a.return_lse, dealt, in_first, stands_for_tail)
-    tensors = (*a.descriptors(), a.lse)
+    case = Case(a.causal, window > 0, tail, a.return_lse, dealt, stands_for_tail, parts > 1, offset > 0)
+    numbers = tiles * parts * plan.rows * (plan.block_d + 1) if parts > 1 else 0
+    counters = tiles * plan.consumers
+    tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
-    sizes = (a.sq, a.sk, window, a.tiles_m, a.heads_total, a.heads, a.group, stride, a.c)
+    sizes = (a.sq, a.sk, window, tiles_m, a.heads_total, a.heads, a.group, stride, offset, a.head_dim, parts, a.c)
     compiled = attention_step5[(programs,)](*tensors, table, *sizes, PLAN=plan, CASE=case, num_warps=4)
     if compiled is None or not a.q.is_cuda:
         return None
-    return Handle(compiled, (programs,), tensors, (table, *sizes, plan, case), a.q.device.index)
+    return Launch(
+        Handle(compiled, (programs,), tensors, (table, *sizes, plan, case), a.q.device.index), numbers, counters
+    )
