@@ -1,15 +1,21 @@
-"""Time the plans of step 5 against each other and the peers, at lengths with and without a tail: full, head dim 64.
+"""Time the plans of step 5 against each other and the peers, where the choice between them matters.
 
-    python -m tools.record.attention_plans --out attention_plans.json
+    python -m tools.record.attention_plans tails --out attention_plans.json
+    python -m tools.record.attention_plans few --out attention_few_tiles.json
 
-`assets/results/h200/attention_plans.json` has three such tables, "tails", "rows" and "three", of plans that were tried: those
-that lost are no longer in `utils.attention.gluon.plan`, and a new run has the plans of today only.
+Tables: "tails", full attention at head dim 64, with and without a tail; "windows"; "few", fewer tiles than multiprocessors;
+"dealt", causal tiles that the host deals out. A plan is named by its variant and, where programs share tiles, their number.
+
+`assets/results/h200/attention_plans.json` has the tables "tails", "rows" and "three", `attention_few_tiles.json` has "windows",
+"few" and "dealt", both with plans that were tried: those that lost are no longer in `utils.attention.gluon.plan`, and a new run
+has the plans of today only.
 """
 
 from __future__ import annotations
 
 import sys
 from functools import partial
+from unittest import mock
 
 import torch
 
@@ -18,7 +24,9 @@ from utils.attention import attention, find_backend, make_problem
 from utils.attention.reference import reference
 from utils.benchmark.measuring import measure_together
 
-SHAPES = (  # batch, heads, queries, keys
+FULL, CAUSAL = False, True
+# Batch, heads, heads of keys, queries, keys, head dim, mask, window; then the plans: a variant, or (variant, parts).
+TAILS = (
     (16, 8, 515, 515),
     (8, 16, 777, 777),
     (8, 16, 777, 1543),
@@ -33,62 +41,109 @@ SHAPES = (  # batch, heads, queries, keys
     (2, 32, 8192, 8192),
     (3, 16, 5000, 5000),
 )
-HEAD_DIM = 64
-VARIANTS = {"clean": "", "ahead": "ahead", "ahead of three": "ahead of three"}  # the names of the table
+CASES = {
+    "tails": [((b, h, h, sq, sk, 64, FULL, None), ("", "ahead", "ahead of three")) for b, h, sq, sk in TAILS],
+    "windows": [
+        ((2, 16, 4, 4096, 4096, 64, FULL, 1024), ("", "few", "short")),
+        ((1, 64, 8, 5248, 5248, 64, CAUSAL, 4096), ("", "few", "short")),
+        ((2, 8, 2, 1408, 1408, 64, FULL, 256), ("", "few", "short")),
+        ((8, 8, 8, 1024, 1024, 64, CAUSAL, 256), ("", "few", "short")),
+        ((4, 16, 8, 8192, 8192, 64, CAUSAL, 1024), ("", "few", "short")),
+        ((3, 1, 1, 5259, 5259, 64, FULL, 4096), ("", "few")),
+    ],
+    "few": [
+        ((1, 2, 2, 1920, 1920, 128, FULL, None), ("", ("", 2), ("", 3), ("", 4))),
+        ((1, 2, 2, 4096, 4096, 128, FULL, None), ("", ("", 2))),
+        ((1, 8, 1, 384, 6000, 128, FULL, None), ("", ("", 2), ("", 4))),
+        ((1, 4, 4, 1024, 4096, 128, CAUSAL, None), ("", ("", 2), ("", 4))),
+        ((8, 1, 1, 896, 896, 64, CAUSAL, None), ("short", "", "few", ("few", 2))),
+        ((1, 4, 1, 2048, 2048, 64, FULL, None), ("ahead", "few", ("few", 2))),
+        ((1, 2, 2, 2048, 8192, 64, CAUSAL, None), ("", "few", ("few", 2), ("few", 4))),
+        ((1, 2, 1, 2048, 2048, 256, FULL, None), ("", ("", 2), ("", 4))),
+        ((1, 4, 2, 1024, 1024, 256, CAUSAL, None), ("", ("", 2), ("", 4))),
+        ((8, 1, 1, 528, 528, 128, CAUSAL, None), ("", ("", 2))),
+        ((2, 8, 2, 896, 896, 128, FULL, None), ("", "ahead")),
+        ((1, 16, 4, 1024, 1024, 64, FULL, None), ("few", "ahead", "")),
+    ],
+    "dealt": [
+        ((4, 4, 4, 4736, 9790, 64, CAUSAL, None), ("", "few")),
+        ((1, 4, 2, 15381, 16013, 64, CAUSAL, None), ("", "few")),
+        ((3, 2, 2, 2944, 2944, 64, CAUSAL, None), ("few", "short")),
+        ((8, 2, 1, 6144, 6144, 64, CAUSAL, None), ("", "short")),
+        ((4, 16, 4, 3001, 3001, 64, CAUSAL, None), ("", "short")),
+        ((1, 8, 8, 8192, 8192, 64, CAUSAL, None), ("", "short", "few")),
+        ((2, 6, 2, 5000, 5000, 128, CAUSAL, None), ("",)),
+        ((3, 4, 4, 3000, 9000, 128, CAUSAL, None), ("",)),
+    ],
+}
 PEERS = ("cudnn", "fa3", "cute")
 
 
-def run_plan(variant: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor):
-    """Run step 5 with the plan of a variant; return the call that repeats it."""
+def run_plan(variant: str, parts: int, q, k, v, out, causal: bool, window: int | None):
+    """Run step 5 with the plan of a variant, and so many parts of each tile; return the call that repeats it."""
     from utils.attention.gluon.arguments import Arguments, unused
     from utils.attention.gluon.launch import LOG2_E, step_module
     from utils.attention.gluon.plan import plan_for
 
     programs = torch.cuda.get_device_properties(q.device).multi_processor_count
-    c, nothing = HEAD_DIM**-0.5 * LOG2_E, unused(q.device)
-    plan = plan_for(5, HEAD_DIM, variant)
-    handle = step_module(5).launch(Arguments(q, k, v, out, nothing, False, 0, False, c, plan, programs))
-    return partial(handle, q, k, v, out, nothing)
+    head_dim, nothing = q.shape[-1], unused(q.device)
+    plan, c = plan_for(5, head_dim, variant), head_dim**-0.5 * LOG2_E
+    arguments = Arguments(q, k, v, out, nothing, causal, window or 0, False, c, plan, programs)
+    with mock.patch.object(step_module(5), "parts_for", lambda *given: parts):
+        launched = step_module(5).launch(arguments)
+    return partial(launched, q, k, v, out, nothing)
 
 
-def shape_row(shape: tuple[int, int, int, int], pairs: int) -> dict:
-    """Time the plans and the peers that take the shape, interleaved; errors are those of the first head."""
-    batch, heads, sq, sk = shape
-    q = torch.randn(batch, heads, sq, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    k, v = (torch.randn(batch, heads, sk, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv")
-    exact = reference(q[:1, :1], k[:1, :1], v[:1, :1])[0]
+def shape_row(case: tuple, pairs: int) -> dict:
+    """Time the plans and the peers that take the shape, interleaved; errors are those of the last head's last rows."""
+    (batch, heads, kv_heads, sq, sk, head_dim, causal, window), plans = case
+    q = torch.randn(batch, heads, sq, head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(batch, kv_heads, sk, head_dim, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    mask = {"causal": causal, "window": window}
+    last = slice(max(0, sq - 300), sq)
+    exact = reference(q[-1:, -1:, last], k[-1:, -1:], v[-1:, -1:], **mask)[0]
     calls, results = {}, {}
-    for name, variant in VARIANTS.items():
+    for plan in plans:
+        variant, parts = plan if isinstance(plan, tuple) else (plan, 1)
+        name = (variant or "whole") + (f", {parts} parts" if parts > 1 else "")
         results[name] = torch.empty_like(q)
-        calls[name] = run_plan(variant, q, k, v, results[name])
-    problem = make_problem(q, k, v)
-    for name in PEERS:
+        calls[name] = run_plan(variant, parts, q, k, v, results[name], causal, window)
+    problem = make_problem(q, k, v, **mask)
+    for name in ("gluon", *PEERS):  # "gluon": the plan that is chosen
         if find_backend(name).support(problem):
-            calls[name] = partial(attention, q, k, v, backend=name)
+            calls[name] = partial(attention, q, k, v, backend=name, **mask)
             results[name] = calls[name]()
-    errors = {name: ((out[:1, :1].double() - exact).norm() / exact.norm()).item() for name, out in results.items()}
     timed = measure_together(
-        list(calls.values()), labels=list(calls), warmup=3, iterations=pairs, device="cuda", l2="cold"
+        list(calls.values()), labels=list(calls), warmup=3, iterations=pairs, device="cuda", l2="cold", max_seconds=2.5
     )
+    errors = {n: ((x[-1:, -1:, last].double() - exact).norm() / exact.norm()).item() for n, x in results.items()}
     us = {name: 1e3 * result.median_ms for name, result in zip(calls, timed, strict=True)}
-    return {"shape": shape, "us": us, "errors": errors}
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "sq": sq, "sk": sk, "head_dim": head_dim}
+    return sizes | mask | {"us": us, "errors": errors}
 
 
 def show(row: dict) -> str:
     """Return the line that is printed for a row."""
-    return f"{row['shape']}: " + "  ".join(f"{name} {us:.1f}" for name, us in row["us"].items())
+    kind = ("causal" if row["causal"] else "full") + (f" window {row['window']}" if row["window"] else "")
+    shape = f"{row['batch']} x {row['heads']}/{row['kv_heads']} x {row['sq']} x {row['sk']} D={row['head_dim']} {kind}"
+    return f"{shape}: " + "  ".join(f"{name} {us:.1f}" for name, us in row["us"].items())
 
 
 def main() -> int:
-    """Measure and record the table; return the exit status."""
-    options = arguments_parser(__doc__, pairs=15).parse_args()
+    """Measure and record the tables; return the exit status."""
+    parser = arguments_parser(__doc__, pairs=11)
+    parser.add_argument("tables", nargs="+", choices=tuple(CASES))
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         print("error: the plans are timed on an NVIDIA GPU: torch.cuda.is_available() is False here.", file=sys.stderr)
         return 1
     torch.manual_seed(0)
-    what = "Plans of step 5 against the peers: head dim 64, full"
-    record = Record(options.out, what, "cuda", options.seconds, pairs=options.pairs, l2="cold")
-    complete = record.fill(SHAPES, partial(shape_row, pairs=options.pairs), show, table="tails")
+    record = Record(
+        options.out, "Plans of step 5 against the peers", "cuda", options.seconds, pairs=options.pairs, l2="cold"
+    )
+    complete = True
+    for table in options.tables:
+        complete &= record.fill(CASES[table], partial(shape_row, pairs=options.pairs), show, table=table)
     record.finish() if complete else record.save()
     return 0
 

@@ -14,9 +14,10 @@ from the last block to the first, so the masked blocks of a causal tile come fir
     halves        rows r and r+8 of a warp as two softmaxes    no               yes              yes
     own_keys      each consumer starts at its own last block   yes              no               yes
 
-Three variants (`plan.variant_for`). "short", few causal keys at head dim 64: 4 consumers, 64 keys, 4 slots, 112
-registers. "ahead", full attention at head dim 64 and 128 (`consumer_ahead`): 2 consumers, two tiles of Q, and a tile's
-end beside the next one's start. "ahead of three", the same with 3 consumers, is for whole blocks of keys.
+Four variants (`plan.variant_for`). "few", head dim 64 with few tiles or many masks: 2 consumers, 240 registers. "short", few
+causal keys at head dim 64: 4 consumers, 64 keys, 4 slots, 112 registers. "ahead", full attention at head dim 64 and 128
+(`consumer_ahead`): 2 consumers, two tiles of Q, and a tile's end beside the next one's start. "ahead of three", the same
+with 3 consumers, is for whole blocks of keys. Where tiles are fewer than multiprocessors, programs share them (`parts.py`).
 
 The checklist of warp-specialized attention, for Hopper:
 - Pipeline: a TMA producer; in each consumer Q K, softmax and P V, a block apart from each other. V's slot is released
@@ -31,8 +32,8 @@ The checklist of warp-specialized attention, for Hopper:
 - Critical path: the next scores' product is queued before P V, and the rescaling hides behind it. With `halves` the
   wait for P V comes between the two halves of the softmax, so that packing P and summing fill the gaps between the
   exponentials (the compiler otherwise collects them behind the wait).
-- Schedule: chosen by hand (`plan.py`): tiles, slots and registers by head dimension; causal tiles are dealt out longest
-  first, so that all SMs end together.
+- Schedule: chosen by hand (`plan.py`): tiles, slots and registers by head dimension; causal tiles are dealt out by the
+  host, so that all SMs end together.
 - Masking: only blocks that straddle the diagonal, the window's edge or the last key are masked. Causal tiles begin where the
   diagonal lies in a tile's first block alone, and so does the last key: without a window, the loop has no mask in it.
 
