@@ -179,27 +179,38 @@ def finish_point(row: dict, samples: dict[str, list[float]], bytes_: int) -> dic
 
 
 def prepare_pages(point: tuple, fa3: bool) -> tuple[dict, dict[str, Callable], int]:
-    """Prepare one new token over a cache in pages: both kernels beside one piece and FlashAttention 3."""
+    """Prepare one new token over a cache in pages: both kernels beside one piece, lengths alone, and FlashAttention 3.
+
+    Beside pages in random order stand pages that follow one another, so that the order's price is seen.
+    """
     *cache, page = point
     q, k, v = draw(*cache, 1)
     used = torch.full((len(q),), cache[3], dtype=torch.int32, device="cuda")
     expected = decode_reference(q[:1], k[:1], v[:1])
     by_rows: dict = {"consumers": 1, "block_n": 128}
     kernels: dict[str, dict] = {
+        "default": {},
         "keys": {"consumers": 0},
         "keys, level": {"consumers": 0, "level": True},
         "rows": by_rows,
         "rows, level": by_rows | {"level": True},
         "rows, level, two producers": by_rows | {"level": True, "producers": 2},
     }
-    without_lengths = {name: choices for name, choices in kernels.items() if name in ("keys", "rows")}
-    calls, left_out = right_calls({f"one piece, {name}": c for name, c in without_lengths.items()}, expected, q, k, v)
-    table = torch.randperm(cache[0] * cache[3] // page, device="cuda").int().view(cache[0], -1)
+    plain = {name: kernels[name] for name in ("default", "keys", "rows")}
+    calls, left_out = right_calls({f"one piece, {name}": c for name, c in plain.items()}, expected, q, k, v)
+
+    def add(kind: str, choices: dict[str, dict], *tensors) -> None:
+        found, missing = right_calls({f"{kind}, {name}": c for name, c in choices.items()}, expected, *tensors)
+        calls.update(found)
+        left_out.update(missing)
+
+    add("lengths", plain, q, k, v, used)
+    count = cache[0] * cache[3] // page
+    in_order = torch.arange(count, device="cuda", dtype=torch.int32).view(cache[0], -1)
+    add(f"pages of {page} in order", plain, q, *(in_pages(x, page, in_order) for x in (k, v)), used, in_order)
+    table = torch.randperm(count, device="cuda").int().view(cache[0], -1)
     pages = [in_pages(x, page, table) for x in (k, v)]
-    named = {f"pages of {page}, {name}": choices for name, choices in kernels.items()}
-    found, missing = right_calls(named, expected, q, *pages, used, table)
-    calls |= found
-    left_out |= missing
+    add(f"pages of {page}", kernels, q, *pages, used, table)
     if fa3:
         tokens_first = [x.transpose(1, 2) for x in (q, *pages)]
         options = {"seqused_k": used, "page_table": table, "num_splits": 0}

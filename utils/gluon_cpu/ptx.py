@@ -28,9 +28,10 @@ _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     """Run `gl.inline_asm_elementwise` if its text is known.
 
-    A wait for products, a broadcast from lane 0, a product, four e4m3 numbers as fp16, four words exchanged by four
-    threads; a prefetch, a wait until TMA has written to global memory, a fence before TMA's accesses to it; and what lets a
-    launch begin before the last one has ended, which says nothing here, where launches run one after another.
+    A wait for products, a broadcast from lane 0, a scalar plus zero, a product, four e4m3 numbers as fp16, four words
+    exchanged by four threads; a prefetch, a wait until TMA has written to global memory, a fence before TMA's accesses
+    to it; and what lets a launch begin before the last one has ended, which says nothing here, where launches run one
+    after another.
     """
     args = list(args)
     text = " ".join(str(asm).split())
@@ -52,6 +53,8 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     is_scalar = isinstance(args[0], Tensor) and not isinstance(args[0], Accumulator) and not args[0].shape
     if text == "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;" and is_scalar:
         return args[0]  # a scalar is the same in every lane
+    if text == _ADD_ZERO and is_scalar:
+        return args[0]
     if len(args) == 2 and text == _product_text(pack):
         return args[0] * args[1]
     if text == _E4M3_TO_FP16 and pack == 4 and args[0].dtype.name == "uint8":
@@ -74,6 +77,9 @@ _EXCHANGE = (
     "selp.b32 t, w1, w3, high; shfl.sync.bfly.b32 t, t, 2, 31, 0xffffffff; "
     "selp.b32 $1, t, w1, high; selp.b32 $3, w3, t, high; }"
 )
+
+
+_ADD_ZERO = "{ .reg .b32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }"  # a lane's number is below 32
 
 
 def _product_text(n: int) -> str:

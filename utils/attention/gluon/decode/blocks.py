@@ -27,6 +27,20 @@ def page_numbers(cache, cursor):
         return numbers
 
 
+# Adds zero: the number of a lane is below 32. ptxas does not see that.
+UNCHANGED = gl.constexpr("{ .reg .b32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }")
+
+
+@gluon.jit
+def when_used(number):
+    """The same page number, in a register that only its use reads.
+
+    TMA takes its coordinates from uniform registers. Without this, ptxas moves a number there right behind its load, a
+    block before it is used, and the warp waits for the memory at that place.
+    """
+    return gl.inline_asm_elementwise(UNCHANGED, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def load_block(descriptor, cache, cursor, numbers, kv_head, tile, full, pred):
     """Start the copy of one block of K or V; its barrier completes when all bytes are there.
@@ -41,7 +55,8 @@ def load_block(descriptor, cache, cursor, numbers, kv_head, tile, full, pred):
         row = key % cache.page
         for i in gl.static_range(PAGES):
             part = tile.slice(i * PLAN.box, PLAN.box, dim=2)
-            tma_load(descriptor, [numbers[i], kv_head, row, 0], full, part, pred=pred)
+            number = when_used(numbers[i])
+            tma_load(descriptor, [number, kv_head, row, 0], full, part, pred=pred)
     else:
         tma_load(descriptor, [cursor.b, kv_head, key, 0], full, tile, pred=pred)
 
