@@ -7,7 +7,7 @@
 `measure` times, at each shape, the configurations that the present model ranks first and torch.matmul, in turns. The shapes
 are those of `tools.record.gemm_shapes` (kind "test") and others (kind "train"); with `--worst` they are those at which the
 recorded table is worst, and every second one is kept for the test. `fit` does not see the shapes of the test: it prints
-the constants for `utils.kernels.gemm_gluon.Cost` and how much slower than the best measured configuration the chosen one is,
+the constants for `utils.kernels.gemm_plan.Cost` and how much slower than the best measured configuration the chosen one is,
 for the shapes it was fitted to and for the others. A configuration is recorded by its name, such as "128x256/4": tile, parts.
 """
 
@@ -62,10 +62,10 @@ def name_of(config) -> str:
 @functools.cache
 def config_of(name: str):
     """Return the configuration with a name; None if the kernel no longer has its tile."""
-    from utils.kernels import gemm_gluon
+    from utils.kernels import gemm_plan
 
     tile, split = name.split("/")
-    tiles = {name_of(config): replace(config, split=int(split)) for config in gemm_gluon.CONFIGS}
+    tiles = {name_of(config): replace(config, split=int(split)) for config in gemm_plan.CONFIGS}
     return tiles.get(f"{tile}/1")
 
 
@@ -78,11 +78,11 @@ def late_rows(shape: dict) -> tuple[bool, bool]:
 
 def ranked(shape: dict, count: int = RANKED) -> list:
     """Return the configurations that the present model ranks first at a shape."""
-    from utils.kernels import gemm_gluon
+    from utils.kernels import gemm_plan
 
     sizes, late = (shape["m"], shape["n"], shape["k"]), late_rows(shape)
-    found = gemm_gluon.candidates(*sizes, SMS)
-    return sorted(found, key=lambda config: gemm_gluon.estimate(*sizes, config, SMS, late))[:count]
+    found = gemm_plan.candidates(*sizes, SMS)
+    return sorted(found, key=lambda config: gemm_plan.estimate(*sizes, config, SMS, late))[:count]
 
 
 def matrix(rows: int, columns: int, column_major: bool) -> torch.Tensor:
@@ -93,14 +93,14 @@ def matrix(rows: int, columns: int, column_major: bool) -> torch.Tensor:
 
 def compile_one(job: tuple) -> tuple[tuple, float | str, bool]:
     """Compile and run a configuration: (job, relative error or what went wrong, whether the same bits came twice)."""
-    from utils.kernels import gemm_gluon
+    from utils.kernels import gemm_launch, gemm_plan
 
     index, split, a_column_major, b_column_major = job
-    config = replace(gemm_gluon.CONFIGS[index], split=split)
+    config = replace(gemm_plan.CONFIGS[index], split=split)
     a = matrix(3 * config.block_m - 8, 64 * 33 - 8, a_column_major)
     b = matrix(64 * 33 - 8, 5 * config.block_n - 8, b_column_major)
     try:
-        first, second = gemm_gluon.gemm(a, b, config), gemm_gluon.gemm(a, b, config)
+        first, second = gemm_launch.gemm(a, b, config), gemm_launch.gemm(a, b, config)
     except Exception as error:
         return job, str(error)[-300:], False
     exact = a.double() @ b.double()
@@ -109,7 +109,7 @@ def compile_one(job: tuple) -> tuple[tuple, float | str, bool]:
 
 def compile_all(shapes: list[dict]) -> None:
     """Compile what the shapes need, in many processes; raise if one configuration computes wrong sums."""
-    from utils.kernels.gemm_gluon import CONFIGS
+    from utils.kernels.gemm_plan import CONFIGS
 
     jobs = {
         (CONFIGS.index(replace(config, split=1)), config.split, shape["a_column_major"], shape["b_column_major"])
@@ -151,12 +151,12 @@ def interleaved_us(calls: list, rounds: int = 7, flush: bool = True) -> list[flo
 
 def shape_row(shape: dict, l2: str) -> dict:
     """Time the ranked configurations and torch.matmul at a shape."""
-    from utils.kernels import gemm_gluon
+    from utils.kernels import gemm_launch
 
     a = matrix(shape["m"], shape["k"], shape["a_column_major"])
     b = matrix(shape["k"], shape["n"], shape["b_column_major"])
     configs = ranked(shape)
-    launches = [gemm_gluon.gemm_and_launch(a, b, config)[1] for config in configs]
+    launches = [gemm_launch.gemm_and_launch(a, b, config)[1] for config in configs]
     calls = [lambda: torch.matmul(a, b), *(lambda launch=launch: launch(a, b) for launch in launches)]
     torch_us, *times = interleaved_us(calls, flush=l2 == "cold")
     return shape | {"torch_us": torch_us, "times": [*zip(map(name_of, configs), times, strict=True)]}
@@ -178,9 +178,9 @@ def times_of(row: dict) -> list[tuple]:
 
 def estimate(row: dict, config, cost) -> float:
     """Return the model's time of a configuration."""
-    from utils.kernels import gemm_gluon
+    from utils.kernels import gemm_plan
 
-    return gemm_gluon.estimate(row["m"], row["n"], row["k"], config, SMS, late_rows(row), cost)
+    return gemm_plan.estimate(row["m"], row["n"], row["k"], config, SMS, late_rows(row), cost)
 
 
 def error(rows: list[dict], cost) -> float:
@@ -232,13 +232,13 @@ def judge(rows: list[dict], cost) -> dict:
 
 def print_fit(path: Path) -> None:
     """Fit the recorded times; print the constants and the judgement."""
-    from utils.kernels import gemm_gluon
+    from utils.kernels import gemm_plan
 
     rows = read_record(path)["rows"]
     seen, held_out = ([row for row in rows if (row["kind"] == "test") == test] for test in (False, True))
-    fitted = fit(seen, gemm_gluon.COST)
+    fitted = fit(seen, gemm_plan.COST)
     print("fitted:", {name: float(f"{value:.4g}") for name, value in asdict(fitted).items()})
-    for what, cost in (("fitted", fitted), ("present", gemm_gluon.COST)):
+    for what, cost in (("fitted", fitted), ("present", gemm_plan.COST)):
         for label, group in (("the shapes of the fit", seen), ("held-out shapes", held_out)):
             if group:
                 spread = math.sqrt(error(group, cost))

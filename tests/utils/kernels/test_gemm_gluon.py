@@ -24,7 +24,7 @@ hopper = pytest.mark.skipif(
 COMPILE = """
 import json, re, sys
 from dataclasses import replace
-from utils.kernels.gemm_gluon import CONFIGS, compile_for_hopper
+from utils.kernels.gemm_launch import CONFIGS, compile_for_hopper
 from utils.kernels.offline import disassemble
 
 reports = []
@@ -108,7 +108,7 @@ def test_the_assembly_does_what_the_header_says(reports, variant):
 
 
 def test_every_configuration_fits_and_is_whole():
-    from utils.kernels.gemm_gluon import CONFIGS
+    from utils.kernels.gemm_plan import CONFIGS
 
     for config in CONFIGS:
         assert config.shared_bytes <= SHARED_MEMORY - 16 * config.stages
@@ -118,7 +118,7 @@ def test_every_configuration_fits_and_is_whole():
 
 
 def test_the_choice_of_tile_fills_the_gpu():
-    from utils.kernels.gemm_gluon import candidates, choose, parts_of
+    from utils.kernels.gemm_plan import candidates, choose, parts_of
 
     large = choose(8192, 8192, 8192, 132)
     assert large.block_m * large.block_n >= 128 * 256
@@ -135,7 +135,7 @@ def test_the_choice_of_tile_fills_the_gpu():
 
 
 def test_parts_shorter_than_a_step_are_refused():
-    from utils.kernels.gemm_gluon import CONFIGS, launch
+    from utils.kernels.gemm_launch import CONFIGS, launch
 
     half = torch.zeros(64, 64, dtype=torch.float16)
     properties = type("Properties", (), {"multi_processor_count": 132})
@@ -146,10 +146,10 @@ def test_parts_shorter_than_a_step_are_refused():
 
 
 def test_operands_that_tma_can_copy_and_those_it_cannot():
-    from utils.kernels.gemm_gluon import _operand
+    from utils.kernels.gemm_launch import operand
 
     def described(x):
-        descriptor, column_major = _operand("A", x, [128, 64])
+        descriptor, column_major = operand("A", x, [128, 64])
         return descriptor.shape, descriptor.strides, column_major, descriptor.block_shape
 
     half = lambda *shape: torch.zeros(*shape, dtype=torch.float16)  # noqa: E731
@@ -160,7 +160,7 @@ def test_operands_that_tma_can_copy_and_those_it_cannot():
     assert described(half(33, 1)) == ([1, 33], [40, 1], True, [64, 128])
     for x in (half(10, 33), half(10, 40)[:, 1:], half(10, 80)[:, ::2], half(1, 40).expand(10, 40)):
         with pytest.raises(ValueError, match=r"copies A by TMA.*multiples of 16 bytes; got A \(10, .*gemm_autotuned"):
-            _operand("A", x, [128, 64])
+            operand("A", x, [128, 64])
 
 
 def test_without_a_hopper_gpu_the_kernel_says_so():
@@ -193,18 +193,18 @@ def matrix(rows, columns, dtype, column_major):
 @pytest.mark.parametrize("a_column_major", [False, True])
 @pytest.mark.parametrize("b_column_major", [False, True])
 def test_random_shapes_against_float64(index, a_column_major, b_column_major):
-    from utils.kernels import gemm_gluon
+    from utils.kernels import gemm_launch, gemm_plan
 
     dtype = random.choice(list(ROUNDING))
     fixed = [(1, 8, 8), (1, 1, 1), (128, 256, 64), (129, 257, 65), (127, 248, 2048), (3000, 1032, 520)]
     drawn = [[random.randint(1, limit) for limit in (1500, 1500, 700)] for _ in range(6)]
-    splits = [random.choice(gemm_gluon.SPLITS) for _ in (*fixed, *drawn)]
+    splits = [random.choice(gemm_plan.SPLITS) for _ in (*fixed, *drawn)]
     for split, (m, n, k) in zip(splits, [*fixed, *drawn], strict=True):
-        config = replace(gemm_gluon.CONFIGS[index], split=split if split <= -(-k // 64) else 1)
+        config = replace(gemm_plan.CONFIGS[index], split=split if split <= -(-k // 64) else 1)
         a, b = matrix(m, k, dtype, a_column_major), matrix(k, n, dtype, b_column_major)
-        c = gemm_gluon.gemm(a, b, config)
+        c = gemm_launch.gemm(a, b, config)
         assert_product(c, a, b, f"{config} {m} x {n} x {k} {dtype} A^T {a_column_major} B^T {b_column_major}")
-        assert torch.equal(c, gemm_gluon.gemm(a, b, config)), "not the same bits twice"
+        assert torch.equal(c, gemm_launch.gemm(a, b, config)), "not the same bits twice"
 
 
 @pytest.mark.gpu
@@ -222,13 +222,13 @@ def test_many_tiles_an_sm(size):
 @hopper
 @pytest.mark.parametrize("columns", [256, 203])
 def test_nothing_is_written_outside_of_c(columns):
-    from utils.kernels import gemm_gluon
+    from utils.kernels import gemm_launch, gemm_plan
 
     a, b = matrix(131, 72, torch.float16, False), matrix(72, columns, torch.float16, False)
     zone = torch.full((8192 + 131 * columns + 8192,), 7.0, device="cuda", dtype=torch.float16)
     c = zone[8192:-8192].view(131, columns)
-    for config in gemm_gluon.CONFIGS:
-        gemm_gluon.launch(a, b, c, config)
+    for config in gemm_plan.CONFIGS:
+        gemm_launch.launch(a, b, c, config)
         assert_product(c, a, b, str(config))
         c.fill_(7.0)
         assert (zone == 7.0).all(), config

@@ -1,0 +1,201 @@
+"""Start the GEMM's Gluon kernels: describe the operands for TMA, choose a configuration, launch, keep the launch.
+
+`gemm(a, b)` is one product. `gemm_and_launch` also returns the launch, which can be repeated on operands of the same
+shapes, strides and alignment without deciding anything again: that is how `utils.kernels.gemm` keeps a call cheap.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from utils.kernels.gemm_gluon import gemm_kernel
+from utils.kernels.gemm_plan import CONFIGS, Config, choose, parts_of
+from utils.kernels.gemm_short import short_kernel
+from utils.kernels.handle import Handle
+
+
+def gemm(a: torch.Tensor, b: torch.Tensor, config: Config | None = None) -> torch.Tensor:
+    """C (M, N) = A (M, K) @ B (K, N): fp16 or bf16, each row- or column-major. The caller has checked them."""
+    return gemm_and_launch(a, b, config)[0]
+
+
+def gemm_and_launch(
+    a: torch.Tensor, b: torch.Tensor, config: Config | None = None
+) -> tuple[torch.Tensor, "Launch | None"]:
+    """Return C, and the launch, to be repeated on operands like these; None if nothing was launched."""
+    c = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
+    if not c.numel():
+        return c, None
+    if a.shape[1] == 0:
+        return c.zero_(), None
+    return c, launch(a, b, c, config)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that was made, to be repeated on A and B of the same shapes, strides and alignment."""
+
+    handle: Handle
+    config: Config
+    shape: tuple[int, int]
+    partial_sums: int
+    counters: int
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Return C = A @ B."""
+        c = torch.empty(self.shape, dtype=a.dtype, device=a.device)
+        sums, counters = workspace(c, self.partial_sums, self.counters)
+        copy_a, copy_b = self.config.copies
+        a = aligned_copy(a) if copy_a else a
+        b = aligned_copy(b) if copy_b else b
+        if self.config.short:
+            self.handle(a, b, c, c, sums, counters)
+        else:
+            self.handle(a, b, b, c, c, sums, counters)
+        return c
+
+
+_counters: dict[tuple[int, int], torch.Tensor] = {}  # zeros, by device and stream
+
+
+def workspace(c: torch.Tensor, partial_sums: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for the sums of parts, and counters that are zero, as the kernel leaves them; C if none is needed.
+
+    Launches of one stream run one after another and share their counters. A captured graph may be replayed on any
+    stream, so it gets counters of its own.
+    """
+    if not partial_sums:
+        return c, c
+    sums = torch.empty(partial_sums, dtype=torch.float32, device=c.device)
+    if torch.cuda.is_current_stream_capturing():
+        return sums, torch.zeros(counters, dtype=torch.int32, device=c.device)
+    key = c.device.index, torch._C._cuda_getCurrentRawStream(c.device.index)
+    zeros = _counters.get(key)
+    if zeros is None or len(zeros) < counters:
+        zeros = _counters[key] = torch.zeros(max(1024, counters), dtype=torch.int32, device=c.device)
+    return sums, zeros
+
+
+def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | None = None) -> Launch | None:
+    """Start the kernel of a configuration. Nothing is empty.
+
+    Args:
+        a: (M, K).
+        b: (K, N).
+        c: (M, N), contiguous; where N is a multiple of 8, its rows may be further apart.
+        config: a configuration; None for the one with the shortest estimated time.
+    """
+    (m, k), n = a.shape, b.shape[1]
+    sms = torch.cuda.get_device_properties(a.device).multi_processor_count
+    config = config or choose(m, n, k, sms, (is_late(a), is_late(b)))
+    if config.split > triton.cdiv(k, config.block_k):
+        raise ValueError(f"{config.split} parts of K = {k} would be shorter than one step of {config.block_k}.")
+    copy_a, copy_b = config.copies
+    a = aligned_copy(a) if copy_a else a
+    b = aligned_copy(b) if copy_b else b
+    first, second = config.columns
+    a_desc, a_column_major = operand("A", a, [config.rows, config.block_k])
+    b_desc, b_column_major = operand("B", b, [config.block_k, first])
+    by_tma = c.stride(0) % 8 == 0 and c.data_ptr() % 16 == 0
+    piece = config.piece
+    c_desc = TensorDescriptor(c, [m, n], [c.stride(0), 1], piece, box_layout(piece)) if by_tma else a_desc
+    whole, rest = parts_of(m, n, config, sms)
+    partial_sums, counters_needed = rest * config.split * config.block_m * config.block_n, rest * config.consumers
+    in_kernel = replace(config, copies=(False, False))  # what the kernel need not know must not compile it again
+    tensors: tuple[TensorDescriptor | torch.Tensor, ...]
+    sizes: tuple[int, ...]
+    with torch.cuda.device(a.device):
+        sums, counters = workspace(c, partial_sums, counters_needed)
+        if config.short:  # a block for each item of work
+            kernel, blocks = short_kernel, whole + rest * config.split
+            tensors, sizes = (a_desc, b_desc, c_desc, c, sums, counters), (m, n, k)
+        else:  # a block an SM, or an item where there are fewer
+            kernel, blocks = gemm_kernel, min(sms, whole + rest * config.split)
+            b2_desc = operand("B", b, [config.block_k, second])[0] if second else b_desc
+            tensors, sizes = (a_desc, b_desc, b2_desc, c_desc, c, sums, counters), (m, n, k, whole)
+        others = (*sizes, in_kernel, a_column_major, b_column_major, by_tma)
+        compiled = kernel[(blocks,)](*tensors, *others, num_warps=4)
+    if compiled is None or not a.is_cuda:  # in a process that only simulates kernels
+        return None
+    handle = Handle(compiled, (blocks,), tensors, others, a.device.index)
+    return Launch(handle, config, (m, n), partial_sums, counters_needed)
+
+
+def box_layout(shape: list[int]) -> gl.NVMMASharedLayout:
+    """Return the layout in shared memory of a box that TMA copies: swizzled as wgmma reads it."""
+    return gl.NVMMASharedLayout.get_default_for(shape, gl.float16)  # for bf16 the same: it knows only widths
+
+
+def is_row_major(x: torch.Tensor) -> bool:
+    """Whether the neighbours in a row of a matrix are neighbours in memory."""
+    return x.stride(1) == 1 or x.shape[1] == 1
+
+
+def operand(label: str, x: torch.Tensor, block: list[int]) -> tuple[TensorDescriptor, bool]:
+    """Return a TMA descriptor of a matrix and whether it describes the transpose, for a column-major one."""
+    for column_major, y in ((False, x), (True, x.T)):
+        (outer, inner), pitch = y.shape, y.stride(0)
+        if outer == 1:
+            pitch = triton.cdiv(inner, 8) * 8  # there is no second row: any pitch will do
+        if is_row_major(y) and pitch % 8 == 0 and pitch >= inner and x.data_ptr() % 16 == 0:
+            shape = block[::-1] if column_major else block
+            return TensorDescriptor(x, [outer, inner], [pitch, 1], shape, box_layout(shape)), column_major
+    raise ValueError(
+        f"gemm_warp_specialized copies {label} by TMA, which needs rows (or columns) of neighbouring elements that "
+        f"start at multiples of 16 bytes; got {label} {tuple(x.shape)} with strides {x.stride()} elements, "
+        f"{x.data_ptr() % 16} bytes past a multiple of 16. Pad its rows to a multiple of 8 elements, copy it with "
+        ".contiguous() or .clone(), or use gemm_autotuned."
+    )
+
+
+def is_late(x: torch.Tensor) -> bool:
+    """Whether rows (or columns) of a matrix start at odd multiples of 16 bytes: 128 of its bytes are in five sectors."""
+    return max(x.stride()) % 16 != 0
+
+
+def aligned_copy(x: torch.Tensor) -> torch.Tensor:
+    """Copy a matrix to rows (columns, where column-major) that start at multiples of 128 bytes."""
+    y = x if is_row_major(x) else x.T
+    rows, columns = y.shape
+    copy = torch.empty((rows, triton.cdiv(columns, 64) * 64), dtype=x.dtype, device=x.device)[:, :columns].copy_(y)
+    return copy if y is x else copy.T
+
+
+def compile_for_hopper(
+    config: Config = CONFIGS[0],
+    dtype: str = "bf16",
+    *,
+    a_column_major: bool = False,
+    b_column_major: bool = False,
+    by_tma: bool = True,
+):
+    """The kernel compiled for sm_90a, on any machine: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`."""
+    from utils.kernels.offline import compile_gluon
+
+    def descriptor(shape: list[int], transposed: bool = False) -> str:
+        shape = shape[::-1] if transposed else shape
+        return f"tensordesc<{dtype}{shape},{box_layout(shape)!r}>"
+
+    a = descriptor([config.rows, config.block_k], a_column_major)
+    c = descriptor(config.piece) if by_tma else a
+    first, second = config.columns
+    constants = {
+        "CONFIG": config,
+        "A_COLUMN_MAJOR": a_column_major,
+        "B_COLUMN_MAJOR": b_column_major,
+        "TMA_STORE": by_tma,
+    }
+    signature = {
+        "a_desc": a,
+        "b_desc": descriptor([config.block_k, first], b_column_major),
+        "b2_desc": descriptor([config.block_k, second or first], b_column_major),
+        "c_desc": c,
+        "c_pointer": f"*{dtype}",
+        "sums": "*fp32" if config.split > 1 else f"*{dtype}",
+        "counters": "*i32" if config.split > 1 else f"*{dtype}",
+        **dict.fromkeys(("M", "N", "K", "whole"), "i32"),
+    }
+    return compile_gluon(short_kernel if config.short else gemm_kernel, signature, constants)

@@ -1,0 +1,142 @@
+"""GEMM for products of a few microseconds on Hopper, in Gluon: one block a tile of C, several blocks on each SM.
+
+The warp-specialized kernel of `gemm_gluon.py` keeps one block on an SM, which walks over many tiles: what it does once
+(start the roles, move registers between them) is paid back over many steps. A product of a few microseconds has few
+steps, and waits for its first bytes most of its time. So here four warps do everything, and nothing is handed over:
+
+    start      allocate, initialize a barrier a slot, and ask at once for the first `stages` steps of A and B
+    step i     wait for slot i % stages, start its wgmma, wait for the wgmma of step i - 1, fill that one's slot again
+    end        sums to shared memory, and by TMA to C
+
+While one block waits for its bytes, the others on its SM multiply: a tile of 64 x 64 with four slots takes 72 KiB of
+shared memory, so three blocks share an SM. Long sums with few tiles are cut in parts (`gemm_parts.py`), as there.
+
+    tile        blocks an SM, by shared memory     sums a thread
+    64 x 32     4                                  16 registers
+    64 x 64     3                                  32
+    64 x 128    2                                  64
+    128 x 64    2                                  64
+    128 x 128   1 (6 slots)                        128
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from utils.kernels.gemm_parts import last_part, shared_tiles, summed_piece, whole_warpgroup
+from utils.machine import versions
+
+versions.adopt_newest_gluon_names()
+tma_load = gl.constexpr(tma.async_load)
+tma_store = gl.constexpr(tma.async_store)
+
+
+@gluon.jit
+def load(rings, i, pred, a_desc, b_desc, row, column, k, A_COLUMN_MAJOR: gl.constexpr, B_COLUMN_MAJOR: gl.constexpr):
+    """Fetch A[row.., k..] and B[k.., column..] into the slot of step i, if `pred`."""
+    a_ring, b_ring, full = rings
+    slot = i % a_ring.shape[0]
+    arrived = full.index(slot)
+    # The bytes are announced first: copies that arrive unannounced could complete the phase too early.
+    mbarrier.expect(arrived, a_desc.block_type.nbytes + b_desc.block_type.nbytes, pred=pred)
+    if A_COLUMN_MAJOR:
+        tma_load(a_desc, [k, row], arrived, a_ring.index(slot), pred=pred)
+    else:
+        tma_load(a_desc, [row, k], arrived, a_ring.index(slot), pred=pred)
+    if B_COLUMN_MAJOR:
+        tma_load(b_desc, [column, k], arrived, b_ring.index(slot), pred=pred)
+    else:
+        tma_load(b_desc, [k, column], arrived, b_ring.index(slot), pred=pred)
+
+
+@gluon.jit
+def store(out, tile, row, column, first, M, N, TMA_STORE: gl.constexpr):
+    """Store columns `first` and on of a block's tile of C: by TMA, or from registers with a mask."""
+    c_desc, c_pointer, c_buffer = out
+    if TMA_STORE:
+        tma.store_wait(0)  # the piece before has left the buffer
+        c_buffer.store(tile)
+        fence_async_shared()  # written by threads, read by the TMA unit: without it TMA may read older data
+        tma_store(c_desc, [row, column + first], c_buffer)
+    else:
+        layout: gl.constexpr = tile.type.layout
+        m = row + gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
+        n = column + first + gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout))
+        inside = (m < M)[:, None] & (n < N)[None, :]
+        gl.store(c_pointer + m.to(gl.int64)[:, None] * N + n[None, :], tile, mask=inside)
+
+
+@gluon.jit(do_not_specialize=["M", "N", "K"])
+def short_kernel(
+    a_desc,
+    b_desc,
+    c_desc,
+    c_pointer,
+    sums,
+    counters,
+    M,
+    N,
+    K,
+    CONFIG: gl.constexpr,
+    A_COLUMN_MAJOR: gl.constexpr,
+    B_COLUMN_MAJOR: gl.constexpr,
+    TMA_STORE: gl.constexpr,
+):
+    """Compute one tile of C, or one part of its sums. The arguments are those of `gemm_gluon.gemm_kernel`."""
+    STAGES: gl.constexpr = CONFIG.stages
+    SPLIT: gl.constexpr = CONFIG.split
+    BLOCK_M: gl.constexpr = CONFIG.block_m
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    BLOCK_K: gl.constexpr = CONFIG.block_k
+    a_ring = shared_tiles(a_desc, STAGES)
+    b_ring = shared_tiles(b_desc, STAGES)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    item = gl.program_id(0)
+    tile = item // SPLIT
+    tiles_m = gl.cdiv(M, BLOCK_M)
+    row, column = tile % tiles_m * BLOCK_M, tile // tiles_m * BLOCK_N
+    steps = gl.cdiv(K, BLOCK_K)
+    first = item % SPLIT * steps // SPLIT
+    count = (item % SPLIT + 1) * steps // SPLIT - first
+    rings = (a_ring, b_ring, full)
+    for i in gl.static_range(STAGES):
+        k = (first + i) * BLOCK_K
+        load(rings, i, i < count, a_desc, b_desc, row, column, k, A_COLUMN_MAJOR, B_COLUMN_MAJOR)
+
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
+    for i in range(count):
+        a = a_ring.index(i % STAGES)
+        b = b_ring.index(i % STAGES)
+        mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
+        if A_COLUMN_MAJOR:
+            a = a.permute((1, 0))
+        if B_COLUMN_MAJOR:
+            b = b.permute((1, 0))
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        # All four warps have read the slot of step i - 1: without this one warp would refill it under the others.
+        whole_warpgroup()
+        later = i - 1 + STAGES
+        k = (first + later) * BLOCK_K
+        pred = (i > 0) & (later < count)
+        load(rings, later, pred, a_desc, b_desc, row, column, k, A_COLUMN_MAJOR, B_COLUMN_MAJOR)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+
+    c_buffer = gl.allocate_shared_memory(c_desc.dtype, c_desc.block_type.shape, c_desc.layout) if TMA_STORE else a_ring
+    out = (c_desc, c_pointer, c_buffer)
+    if SPLIT == 1:
+        store(out, acc.to(a_ring.dtype), row, column, 0, M, N, TMA_STORE)
+    else:
+        if last_part(CONFIG, sums, counters, acc, acc, item, 0):
+            piece = summed_piece(CONFIG, sums, item, 0, 0).to(a_ring.dtype)
+            store(out, piece, row, column, 0, M, N, TMA_STORE)
+    tma.store_wait(0)  # shared memory must live until TMA has read it
