@@ -107,20 +107,35 @@ class Work:
         return i // self.CONFIG.stages & 1
 
     @gluon.jit
+    def rows_of_tiles(self):
+        """Number of rows of tiles of C."""
+        if self.CONFIG.pairs:
+            return 2 * gl.cdiv(self.M // 2, self.CONFIG.block_m)
+        else:
+            return gl.cdiv(self.M, self.CONFIG.block_m)
+
+    @gluon.jit
     def tiles(self):
         """Number of tiles of C."""
-        return gl.cdiv(self.M, self.CONFIG.block_m) * gl.cdiv(self.N, self.CONFIG.block_n)
+        return self.rows_of_tiles() * gl.cdiv(self.N, self.CONFIG.block_n)
 
     @gluon.jit
     def origin(self, tile):
-        """First row and column of a tile: tiles are numbered down group_m rows of tiles, then along."""
+        """First row and column of a tile, and the parity of its rows, which then count pairs.
+
+        Tiles are numbered down group_m rows of tiles, then along.
+        """
         GROUP_M: gl.constexpr = self.CONFIG.group_m
-        tiles_m = gl.cdiv(self.M, self.CONFIG.block_m)
+        tiles_m = self.rows_of_tiles()
         tiles_n = gl.cdiv(self.N, self.CONFIG.block_n)
         group = tile // (GROUP_M * tiles_n)
         within = tile % (GROUP_M * tiles_n)
         rows = min(tiles_m - group * GROUP_M, GROUP_M)
-        return (group * GROUP_M + within % rows) * self.CONFIG.block_m, (within // rows) * self.CONFIG.block_n
+        row, column = group * GROUP_M + within % rows, (within // rows) * self.CONFIG.block_n
+        if self.CONFIG.pairs:
+            return row // 2 * self.CONFIG.block_m, column, row % 2
+        else:
+            return row * self.CONFIG.block_m, column, 0
 
     @gluon.jit
     def items(self):
@@ -145,7 +160,7 @@ class Work:
         return tile, within * steps // parts, (within + 1) * steps // parts
 
     @gluon.jit
-    def load(self, i, a_desc, b_desc, b2_desc, row, column, k):
+    def load(self, i, a_desc, b_desc, b2_desc, row, column, parity, k):
         """Producer: fetch A[row.., k..] and B[k.., column..] for step i, as soon as its slot is empty."""
         CONSUMERS: gl.constexpr = self.CONFIG.consumers
         ROWS: gl.constexpr = self.CONFIG.block_m // CONSUMERS
@@ -159,7 +174,9 @@ class Work:
         mbarrier.expect(arrived, CONSUMERS * a_desc.block_type.nbytes + b_desc.block_type.nbytes + B2_BYTES)
         for w in gl.static_range(CONSUMERS):
             tile = self.a_ring.index(self.slot(i) * CONSUMERS + w)
-            if self.A_COLUMN_MAJOR:
+            if self.CONFIG.pairs:
+                tma_load(a_desc, [parity, row + w * ROWS, k], arrived, tile.reshape(a_desc.block_type.shape))
+            elif self.A_COLUMN_MAJOR:
                 tma_load(a_desc, [k, row + w * ROWS], arrived, tile)
             else:
                 tma_load(a_desc, [row + w * ROWS, k], arrived, tile)
@@ -203,9 +220,11 @@ def producer(work, a_desc, b_desc, b2_desc):
     step = 0
     for item in range(gl.program_id(0), work.items(), gl.num_programs(0)):
         tile, first, last = work.locate(item)
-        row, column = work.origin(tile)
+        row, column, parity = work.origin(tile)
         for k in range(first, last):
-            work.load(step, a_desc, b_desc, b2_desc, row, column, k * work.CONFIG.block_k)
+            # Odd rows start 16 bytes late: eight elements earlier they are where even rows are. TMA fills in zeros
+            # before the first element, for A and for B.
+            work.load(step, a_desc, b_desc, b2_desc, row, column, parity, k * work.CONFIG.block_k - 8 * parity)
             step += 1
 
 
@@ -223,7 +242,7 @@ def column_pieces(tile, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def store_piece(work, out, piece, i, row, column, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
+def store_piece(work, out, piece, i, row, column, parity, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
     """Store column block i of a consumer's rows: through one of its two buffers by TMA, or from registers."""
     c_desc, c_pointer, c_buffers = out
     if TMA_STORE:
@@ -231,8 +250,12 @@ def store_piece(work, out, piece, i, row, column, WHICH: gl.constexpr, TMA_STORE
         tma.store_wait(1)  # the store before the last has left this buffer: it may be overwritten
         buffer.store(piece)
         fence_async_shared()  # written by threads, read by the TMA unit: without it TMA may read older data
-        tma_store(c_desc, [row, column + i * piece.shape[1]], buffer)
+        if work.CONFIG.pairs:
+            tma_store(c_desc, [parity, row, column + i * piece.shape[1]], buffer.reshape(c_desc.block_type.shape))
+        else:
+            tma_store(c_desc, [row, column + i * piece.shape[1]], buffer)
     else:
+        gl.static_assert(not work.CONFIG.pairs, "rows of one parity are stored by TMA only")
         layout: gl.constexpr = piece.type.layout
         m = row + gl.arange(0, piece.shape[0], gl.SliceLayout(1, layout))
         n = column + i * piece.shape[1] + gl.arange(0, piece.shape[1], gl.SliceLayout(0, layout))
@@ -241,18 +264,18 @@ def store_piece(work, out, piece, i, row, column, WHICH: gl.constexpr, TMA_STORE
 
 
 @gluon.jit
-def store_tile(work, out, acc, acc2, row, column, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
+def store_tile(work, out, acc, acc2, row, column, parity, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
     """Store a consumer's rows of a tile of C, piece by piece."""
     dtype: gl.constexpr = work.a_ring.dtype
     PIECES: gl.constexpr = work.CONFIG.pieces
     pieces = column_pieces(acc.to(dtype), PIECES)
     for i in gl.static_range(PIECES):
-        store_piece(work, out, pieces[i], i, row, column, WHICH, TMA_STORE)
+        store_piece(work, out, pieces[i], i, row, column, parity, WHICH, TMA_STORE)
     if work.CONFIG.columns[1] > 0:
         MORE: gl.constexpr = work.CONFIG.columns[1] // work.CONFIG.piece[1]
         more = column_pieces(acc2.to(dtype), MORE)
         for i in gl.static_range(MORE):
-            store_piece(work, out, more[i], PIECES + i, row, column, WHICH, TMA_STORE)
+            store_piece(work, out, more[i], PIECES + i, row, column, parity, WHICH, TMA_STORE)
 
 
 @gluon.jit
@@ -269,7 +292,7 @@ def consumer(work, out, partial, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
     step = 0
     for item in range(gl.program_id(0), work.items(), gl.num_programs(0)):
         tile, first, last = work.locate(item)
-        row, column = work.origin(tile)
+        row, column, parity = work.origin(tile)
         row += WHICH * ROWS
         # Made anew for each tile, so that its registers are free while parts are added up.
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
@@ -293,16 +316,16 @@ def consumer(work, out, partial, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
         work.release_before(step)
 
         if work.CONFIG.split == 1:
-            store_tile(work, out, acc, acc2, row, column, WHICH, TMA_STORE)
+            store_tile(work, out, acc, acc2, row, column, parity, WHICH, TMA_STORE)
         else:
             part = work.part(item)
             if part < 0:
-                store_tile(work, out, acc, acc2, row, column, WHICH, TMA_STORE)
+                store_tile(work, out, acc, acc2, row, column, parity, WHICH, TMA_STORE)
             else:
                 if last_part(work.CONFIG, sums, counters, acc, acc2, part, WHICH):
                     for i in gl.static_range(TOTAL_PIECES):
                         piece = summed_piece(work.CONFIG, sums, part, i, WHICH).to(work.a_ring.dtype)
-                        store_piece(work, out, piece, i, row, column, WHICH, TMA_STORE)
+                        store_piece(work, out, piece, i, row, column, parity, WHICH, TMA_STORE)
     tma.store_wait(0)  # shared memory must live until TMA has read it
 
 

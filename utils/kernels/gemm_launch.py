@@ -98,10 +98,15 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
     b = aligned_copy(b) if copy_b else b
     first, second = config.columns
     a_desc, a_column_major = operand("A", a, [config.rows, config.block_k])
+    if config.pairs:
+        a_desc = rows_by_parity(a, [config.rows, config.block_k])
     b_desc, b_column_major = operand("B", b, [config.block_k, first])
     by_tma = c.stride(0) % 8 == 0 and c.data_ptr() % 16 == 0
     piece = config.piece
+    if config.pairs and (m % 2 or a_column_major or not by_tma):
+        raise ValueError(f"{config} takes rows by their parity: an even number of rows of A, row-major, and C by TMA.")
     c_desc = TensorDescriptor(c, [m, n], [c.stride(0), 1], piece, box_layout(piece)) if by_tma else a_desc
+    c_desc = rows_by_parity(c, piece) if config.pairs else c_desc
     whole, rest = parts_of(m, n, config, sms)
     partial_sums, counters_needed = rest * config.split * config.block_m * config.block_n, rest * config.consumers
     in_kernel = replace(config, copies=(False, False))  # what the kernel need not know must not compile it again
@@ -151,6 +156,13 @@ def operand(label: str, x: torch.Tensor, block: list[int]) -> tuple[TensorDescri
     )
 
 
+def rows_by_parity(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """Return a TMA descriptor of a row-major matrix (2 R, K) as (2, R, K): even rows, odd rows."""
+    (rows, columns), pitch = x.shape, x.stride(0)
+    box = [1, *block]
+    return TensorDescriptor(x, [2, rows // 2, columns], [pitch, 2 * pitch, 1], box, box_layout(box))
+
+
 def is_late(x: torch.Tensor) -> bool:
     """Whether rows (or columns) of a matrix start at odd multiples of 16 bytes: 128 of its bytes are in five sectors."""
     return max(x.stride()) % 16 != 0
@@ -175,12 +187,12 @@ def compile_for_hopper(
     """The kernel compiled for sm_90a, on any machine: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`."""
     from utils.kernels.offline import compile_gluon
 
-    def descriptor(shape: list[int], transposed: bool = False) -> str:
-        shape = shape[::-1] if transposed else shape
+    def descriptor(shape: list[int], transposed: bool = False, pairs: bool = False) -> str:
+        shape = [1, *shape] if pairs else shape[::-1] if transposed else shape
         return f"tensordesc<{dtype}{shape},{box_layout(shape)!r}>"
 
-    a = descriptor([config.rows, config.block_k], a_column_major)
-    c = descriptor(config.piece) if by_tma else a
+    a = descriptor([config.rows, config.block_k], a_column_major, config.pairs)
+    c = descriptor(config.piece, pairs=config.pairs) if by_tma else a
     first, second = config.columns
     constants = {
         "CONFIG": config,

@@ -14,9 +14,11 @@ whole_warpgroup = gl.barrier  # of the partition that calls it
 
 @gluon.jit
 def shared_tiles(desc, COUNT: gl.constexpr):
-    """Shared memory for COUNT boxes of a TMA descriptor."""
-    shape: gl.constexpr = [COUNT] + desc.block_type.shape  # noqa: RUF005 (Gluon knows no starred lists)
-    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+    """Shared memory for COUNT boxes of a TMA descriptor; a box of rows of one parity lies there as a matrix."""
+    ROWS: gl.constexpr = desc.block_type.shape[-2]
+    COLUMNS: gl.constexpr = desc.block_type.shape[-1]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], desc.dtype)
+    return gl.allocate_shared_memory(desc.dtype, [COUNT, ROWS, COLUMNS], layout)
 
 
 @gluon.jit

@@ -26,6 +26,7 @@ class Config:
     group_m: int = 8  # rows of tiles that are walked abreast, for the L2
     split: int = 1  # parts along K of a tile that would leave SMs idle: one of SPLITS
     short: bool = False  # the kernel of `gemm_short`: a block a tile, several blocks on an SM
+    pairs: bool = False  # a tile has rows of one parity, see `gemm_gluon`: for late rows of a row-major A
     copies: tuple[bool, bool] = (False, False)  # A, B: first copied to rows that start at multiples of 128 bytes
 
     @property
@@ -99,7 +100,7 @@ def parts_of(m: int, n: int, config: Config, sms: int) -> tuple[int, int]:
 
     Those that would not fill a round of all SMs are; the short kernel, which is for few tiles, cuts all or none.
     """
-    tiles = _ceil(m, config.block_m) * _ceil(n, config.block_n)
+    tiles = (2 * _ceil(m // 2, config.block_m) if config.pairs else _ceil(m, config.block_m)) * _ceil(n, config.block_n)
     rest = 0 if config.split == 1 else tiles if config.short else tiles % sms
     return tiles - rest, rest
 
