@@ -98,13 +98,13 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
     b = aligned_copy(b) if copy_b else b
     first, second = config.columns
     a_desc, a_column_major = operand("A", a, [config.rows, config.block_k])
+    by_tma = c.stride(0) % 8 == 0 and c.data_ptr() % 16 == 0
+    if config.pairs and (m % 2 or a_column_major or not by_tma):
+        raise ValueError(f"{config} takes rows by their parity: an even number of rows of A, row-major, and C by TMA.")
     if config.pairs:
         a_desc = rows_by_parity(a, [config.rows, config.block_k])
     b_desc, b_column_major = operand("B", b, [config.block_k, first])
-    by_tma = c.stride(0) % 8 == 0 and c.data_ptr() % 16 == 0
     piece = config.piece
-    if config.pairs and (m % 2 or a_column_major or not by_tma):
-        raise ValueError(f"{config} takes rows by their parity: an even number of rows of A, row-major, and C by TMA.")
     c_desc = TensorDescriptor(c, [m, n], [c.stride(0), 1], piece, box_layout(piece)) if by_tma else a_desc
     c_desc = rows_by_parity(c, piece) if config.pairs else c_desc
     whole, rest = parts_of(m, n, config, sms)
@@ -112,7 +112,7 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
     in_kernel = replace(config, copies=(False, False))  # what the kernel need not know must not compile it again
     tensors: tuple[TensorDescriptor | torch.Tensor, ...]
     sizes: tuple[int, ...]
-    with torch.cuda.device(a.device):
+    with torch.cuda.device(a.device if a.is_cuda else -1):
         sums, counters = workspace(c, partial_sums, counters_needed)
         if config.short:  # a block for each item of work
             kernel, blocks = short_kernel, whole + rest * config.split
