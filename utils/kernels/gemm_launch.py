@@ -79,6 +79,18 @@ def workspace(c: torch.Tensor, partial_sums: int, counters: int) -> tuple[torch.
     return sums, zeros
 
 
+def tma_can_store(c: torch.Tensor) -> bool:
+    """Whether rows of C start at multiples of 16 bytes."""
+    return c.stride(0) % 8 == 0 and c.data_ptr() % 16 == 0
+
+
+def chosen(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Config:
+    """Return the configuration that is estimated to be the fastest for A (M, K), B (K, N) and C (M, N)."""
+    sms = torch.cuda.get_device_properties(a.device).multi_processor_count
+    late = lateness("A", a, tma_can_store(c)), lateness("B", b)
+    return choose(a.shape[0], b.shape[1], a.shape[1], sms, late)
+
+
 def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | None = None) -> Launch | None:
     """Start the kernel of a configuration. Nothing is empty.
 
@@ -90,7 +102,8 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
     """
     (m, k), n = a.shape, b.shape[1]
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
-    config = config or choose(m, n, k, sms, (is_late(a), is_late(b)))
+    by_tma = tma_can_store(c)
+    config = config or chosen(a, b, c)
     if config.split > triton.cdiv(k, config.block_k):
         raise ValueError(f"{config.split} parts of K = {k} would be shorter than one step of {config.block_k}.")
     copy_a, copy_b = config.copies
@@ -98,7 +111,6 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
     b = aligned_copy(b) if copy_b else b
     first, second = config.columns
     a_desc, a_column_major = operand("A", a, [config.rows, config.block_k])
-    by_tma = c.stride(0) % 8 == 0 and c.data_ptr() % 16 == 0
     if config.pairs and (m % 2 or a_column_major or not by_tma):
         raise ValueError(f"{config} takes rows by their parity: an even number of rows of A, row-major, and C by TMA.")
     if config.pairs:
@@ -139,21 +151,27 @@ def is_row_major(x: torch.Tensor) -> bool:
     return x.stride(1) == 1 or x.shape[1] == 1
 
 
-def operand(label: str, x: torch.Tensor, block: list[int]) -> tuple[TensorDescriptor, bool]:
-    """Return a TMA descriptor of a matrix and whether it describes the transpose, for a column-major one."""
+def rows_in_memory(label: str, x: torch.Tensor) -> tuple[int, int, int, bool]:
+    """Return how a matrix lies in memory: rows, elements of a row, elements from row to row, whether it is transposed."""
     for column_major, y in ((False, x), (True, x.T)):
         (outer, inner), pitch = y.shape, y.stride(0)
         if outer == 1:
             pitch = triton.cdiv(inner, 8) * 8  # there is no second row: any pitch will do
         if is_row_major(y) and pitch % 8 == 0 and pitch >= inner and x.data_ptr() % 16 == 0:
-            shape = block[::-1] if column_major else block
-            return TensorDescriptor(x, [outer, inner], [pitch, 1], shape, box_layout(shape)), column_major
+            return outer, inner, pitch, column_major
     raise ValueError(
         f"gemm_warp_specialized copies {label} by TMA, which needs rows (or columns) of neighbouring elements that "
         f"start at multiples of 16 bytes; got {label} {tuple(x.shape)} with strides {x.stride()} elements, "
         f"{x.data_ptr() % 16} bytes past a multiple of 16. Pad its rows to a multiple of 8 elements, copy it with "
         ".contiguous() or .clone(), or use gemm_autotuned."
     )
+
+
+def operand(label: str, x: torch.Tensor, block: list[int]) -> tuple[TensorDescriptor, bool]:
+    """Return a TMA descriptor of a matrix and whether it describes the transpose, for a column-major one."""
+    outer, inner, pitch, column_major = rows_in_memory(label, x)
+    shape = block[::-1] if column_major else block
+    return TensorDescriptor(x, [outer, inner], [pitch, 1], shape, box_layout(shape)), column_major
 
 
 def rows_by_parity(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
@@ -163,9 +181,14 @@ def rows_by_parity(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor(x, [2, rows // 2, columns], [pitch, 2 * pitch, 1], box, box_layout(box))
 
 
-def is_late(x: torch.Tensor) -> bool:
-    """Whether rows (or columns) of a matrix start at odd multiples of 16 bytes: 128 of its bytes are in five sectors."""
-    return max(x.stride()) % 16 != 0
+def lateness(label: str, x: torch.Tensor, pairs: bool = True) -> int:
+    """Return 1 or 2 where every second row in memory starts at an odd multiple of 16 bytes: 128 bytes are in five sectors.
+
+    1 means that the rows lie along K, 2 that they lie along M or N, or that they cannot be taken by parity (not `pairs`).
+    """
+    _, _, pitch, column_major = rows_in_memory(label, x)
+    along_k = column_major == (label == "B")
+    return 0 if pitch % 16 == 0 else 1 if along_k and pairs else 2
 
 
 def aligned_copy(x: torch.Tensor) -> torch.Tensor:

@@ -62,6 +62,19 @@ class Config:
             return max(ring, 2 * self.block_m * self.block_n)
         return ring + 2 * self.block_m * self.piece[1] * 2
 
+    @property
+    def blocks(self) -> int:
+        """Blocks on an SM, by shared memory: 233472 bytes, of which each block takes 1024 more than it asks for."""
+        return 233472 // (self.shared_bytes + 1024 + 64)
+
+    @property
+    def name(self) -> str:
+        """Short name, such as "128x256/4": tile and parts."""
+        kind = "short " if self.short else ""
+        more = " pairs" if self.pairs else ""
+        copies = "".join(x for x, is_copied in zip("AB", self.copies, strict=True) if is_copied)
+        return f"{kind}{self.block_m}x{self.block_n}/{self.split}{more}{' copy ' + copies if copies else ''}"
+
 
 # Smaller tiles re-read A and B more often, but give small matrices enough tiles for all SMs. Among tiles that the model
 # holds to be equal the first is taken: 64 x 128 was faster than 128 x 64 wherever both were measured.
@@ -138,7 +151,7 @@ COST = Cost()
 
 
 def estimate(
-    m: int, n: int, k: int, config: Config, sms: int, late: tuple[bool, bool] = (False, False), cost: Cost | None = None
+    m: int, n: int, k: int, config: Config, sms: int, late: tuple[int, int] = (0, 0), cost: Cost | None = None
 ) -> float:
     """Estimate the time of a product in microseconds, for a choice between configurations.
 
@@ -174,6 +187,6 @@ def estimate(
     return time + all_steps * step + rounds * (cost.tile + cost.store * config.block_m * config.block_n / 512)
 
 
-def choose(m: int, n: int, k: int, sms: int, late: tuple[bool, bool] = (False, False)) -> Config:
+def choose(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0)) -> Config:
     """Return the configuration with the shortest estimated time; the arguments are those of `estimate`."""
     return min(candidates(m, n, k, sms), key=lambda config: estimate(m, n, k, config, sms, late))

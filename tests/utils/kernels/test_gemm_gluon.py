@@ -24,18 +24,19 @@ hopper = pytest.mark.skipif(
 COMPILE = """
 import json, re, sys
 from dataclasses import replace
-from utils.kernels.gemm_launch import CONFIGS, compile_for_hopper
+from utils.kernels.gemm_launch import compile_for_hopper
+from utils.kernels.gemm_plan import CONFIGS, SHORT_CONFIGS
 from utils.kernels.offline import disassemble
 
 reports = []
-for index, split, dtype, a_column_major, b_column_major, by_tma in json.loads(sys.argv[1]):
-    config = replace(CONFIGS[index], split=split)
+for index, split, dtype, a_column_major, b_column_major, pairs, by_tma in json.loads(sys.argv[1]):
+    config = replace((*CONFIGS, *SHORT_CONFIGS)[index], split=split, pairs=pairs)
     kernel = compile_for_hopper(config, dtype, a_column_major=a_column_major, b_column_major=b_column_major,
                                 by_tma=by_tma)
     ptx, sass = kernel.asm["ptx"], disassemble(kernel)
     kind = dtype.replace("fp16", "f16")
     patterns = {
-        "loads": r"cp\\.async\\.bulk\\.tensor\\.2d\\.shared", "stores": r"cp\\.async\\.bulk\\.tensor\\.2d\\.global",
+        "loads": r"cp\\.async\\.bulk\\.tensor\\.[23]d\\.shared", "stores": r"cp\\.async\\.bulk\\.tensor\\.[23]d\\.global",
         "waits": r"mbarrier\\.try_wait", "setmaxnreg": r"setmaxnreg\\.(?:inc|dec)\\S+\\s+(?:232|160|32|24);",
         "wgmma": r"wgmma\\.mma_async\\.sync\\.aligned\\.m64n%dk16\\.f32\\.%s\\.%s" % (config.columns[0], kind, kind),
         "wgmma2": r"wgmma\\.mma_async\\.sync\\.aligned\\.m64n%dk16\\." % config.columns[1],
@@ -47,19 +48,20 @@ for index, split, dtype, a_column_major, b_column_major, by_tma in json.loads(sy
     report |= {"in_flight": in_flight, "target": re.search(r"\\.target (\\S+)", ptx)[1],
                "shared": kernel.metadata.shared,
                "expected_shared": config.shared_bytes, "block": [config.block_m, config.block_n, config.block_k],
-               "consumers": config.consumers, "columns": config.columns,
+               "consumers": config.consumers, "short": config.short, "stages": config.stages, "columns": config.columns,
                "threads": int(re.search(r"\\.reqntid (\\d+)", ptx)[1])}
     reports.append(report)
 print(json.dumps(reports))
 """
-# configuration, parts, dtype, A and B column-major, C stored by TMA
+# configuration, parts, dtype, A and B column-major, rows by parity, C stored by TMA
 VARIANTS = [
-    (0, 1, "bf16", False, False, True),
-    (1, 1, "fp16", True, True, True),
-    (10, 8, "fp16", False, True, False),
-    (3, 4, "bf16", True, True, True),
-    (6, 4, "bf16", False, True, True),
-    (12, 6, "fp16", True, False, True),
+    (0, 1, "bf16", False, False, True, True),
+    (1, 1, "fp16", True, True, False, True),
+    (10, 8, "fp16", False, True, False, False),
+    (3, 4, "bf16", True, True, False, True),
+    (6, 4, "bf16", False, True, False, True),
+    (12, 6, "fp16", True, False, False, True),
+    (14, 4, "bf16", False, True, False, True),
 ]
 
 
@@ -84,6 +86,15 @@ def test_the_assembly_does_what_the_header_says(reports, variant):
     report, by_tma = reports[variant], variant[-1]
     consumers, split = report["consumers"], variant[1]
     assert report["target"] == "sm_90a"
+    assert report["LDL"] == report["STL"] == report["HMMA"] == 0  # nothing spills
+    assert report["shared"] <= SHARED_MEMORY
+    if report["short"]:
+        assert report["threads"] == 128 and report["setmaxnreg"] == 0
+        assert report["loads"] == 2 * (report["stages"] + 1)  # of each slot before the first step, and in the loop
+        assert sorted(report["in_flight"]) == [0, 1] and report["HGMMA"] == report["wgmma"] == 4
+        assert report["atomics"] == 2 and report["UTMASTG"] == 1
+        assert report["expected_shared"] <= report["shared"] <= report["expected_shared"] + 1024
+        return
     assert report["threads"] == (consumers + 1) * 128  # the consumers, a producer warp and 3 idle
     assert report["loads"] >= 2 and report["UTMALDG"] == report["loads"]
     assert (report["stores"] > 0) == by_tma and report["UTMASTG"] == report["stores"]
@@ -96,19 +107,16 @@ def test_the_assembly_does_what_the_header_says(reports, variant):
     else:
         assert report["wgmma"] == once and report["wgmma2"] == (once if second else 0)
         assert report["HGMMA"] == report["wgmma"] + report["wgmma2"]
-    assert report["HMMA"] == 0
     # The products of one step stay queued in the loop, none after it.
     assert sorted(report["in_flight"]) == [0] * consumers + [2 if second else 1] * consumers
     assert report["setmaxnreg"] >= 1
     assert report["atomics"] == (2 * consumers if split > 1 else 0)
-    assert report["LDL"] == report["STL"] == 0  # nothing spills
-    assert report["shared"] <= SHARED_MEMORY
     if by_tma:
         assert report["expected_shared"] <= report["shared"] <= report["expected_shared"] + 1024  # and the barriers
 
 
 def test_every_configuration_fits_and_is_whole():
-    from utils.kernels.gemm_plan import CONFIGS
+    from utils.kernels.gemm_plan import CONFIGS, SHORT_CONFIGS
 
     for config in CONFIGS:
         assert config.shared_bytes <= SHARED_MEMORY - 16 * config.stages

@@ -96,7 +96,9 @@ def test_rows_by_parity_need_pairs_of_rows(simulated):
 def test_an_aligned_copy(simulated, column_major):
     x = matrix(40, 72, column_major)
     copy = gemm_launch.aligned_copy(x)
-    assert gemm_launch.is_late(x) and not gemm_launch.is_late(copy) and torch.equal(x, copy)
+    assert gemm_launch.lateness("A", x) == (2 if column_major else 1) and torch.equal(x, copy)
+    assert gemm_launch.lateness("B", x) == (1 if column_major else 2) and gemm_launch.lateness("B", copy) == 0
+    assert gemm_launch.lateness("A", x, pairs=False) == 2
     assert gemm_launch.is_row_major(copy) != column_major
     config = replace(SHORT_CONFIGS[1], copies=(True, True))
     a, b = matrix(40, 72, column_major), matrix(72, 40, column_major)
