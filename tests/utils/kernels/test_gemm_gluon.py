@@ -123,6 +123,9 @@ def test_every_configuration_fits_and_is_whole():
         assert config.rows in (64, 128) and config.block_k * 2 == 128
         pieces = config.block_n // config.piece[1]
         assert pieces % 2 == 0 and pieces * config.piece[1] == config.block_n == sum(config.columns)
+    for config in SHORT_CONFIGS:
+        assert config.consumers == config.pieces == 1 and config.columns[1] == 0  # one warpgroup, C in one piece
+        assert 1 <= config.blocks <= 4 and (config.blocks + 1) * config.shared_bytes > SHARED_MEMORY
 
 
 def test_the_choice_of_tile_fills_the_gpu():

@@ -73,11 +73,12 @@ PAIRS = (
     Config(128, 64, stages=3, pieces=2, pairs=True),
     Config(128, 64, stages=3, pieces=2, pairs=True, split=2),
     Config(192, 96, consumers=3, stages=3, pairs=True),
+    replace(SHORT_CONFIGS[2], pairs=True, split=2),
 )
 
 
 @pytest.mark.parametrize("k", [264, 312])
-@pytest.mark.parametrize("config", PAIRS, ids=["128x64", "128x64/2", "192x96"])
+@pytest.mark.parametrize("config", PAIRS, ids=["128x64", "128x64/2", "192x96", "short 64x128/2"])
 def test_rows_by_parity(simulated, config, k):
     """An infinity or NaN stays in its row: what TMA reads before an odd row's first element is zero, not its neighbour."""
     a, b = matrix(300, k, False), matrix(k, 104, column_major=k == 264)
