@@ -38,8 +38,8 @@ def test_the_fit_finds_constants_that_choose_well():
     for shape in gemm_choice.training_shapes(count=10):
         row = shape | {"kind": "train", "torch_us": 10.0, "times": []}
         for config in gemm_choice.ranked(shape, 5):
-            assert gemm_choice.config_of(gemm_choice.name_of(config)) == config
-            row["times"].append((gemm_choice.name_of(config), gemm_choice.estimate(row, config, truth)))
+            assert gemm_choice.config_of(config.name) == config
+            row["times"].append((config.name, gemm_choice.estimate(row, config, truth)))
         row["times"].append(("8x8/1", 0.1))  # a tile that the kernel does not have is left out
         rows.append(row)
     found = gemm_choice.fit(rows, gemm_plan.COST, sweeps=15)

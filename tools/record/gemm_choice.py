@@ -13,7 +13,9 @@ for the shapes it was fitted to and for the others. A configuration is recorded 
 
 from __future__ import annotations
 
+import collections
 import functools
+import itertools
 import math
 import multiprocessing
 import random
@@ -30,7 +32,8 @@ from tools.record.gemm_shapes import LARGEST, PROCESSES, SMALLEST, draw_shapes
 from utils.files import ROOT
 
 SEED, SHAPES = 7, 140
-RANKED = 8  # configurations that are timed at a shape
+RANKED = 12  # configurations that are timed at a shape
+SPLITS_OF_A_TILE = 2  # at most so many of them differ in their parts only
 FLUSH_INTS = 1 << 24  # 64 MB: more than the L2
 SMS = 132
 
@@ -54,26 +57,32 @@ def worst_shapes(count: int) -> list[dict]:
     return [{x: row[x] for x in sizes} | {"kind": ("train", "test")[i % 2]} for i, row in enumerate(rows)]
 
 
-def name_of(config) -> str:
-    """Name a configuration as the records do."""
-    return f"{config.block_m}x{config.block_n}/{config.split}"
-
-
 @functools.cache
+def _configs_by_name() -> dict:
+    from utils.kernels.gemm_plan import CONFIGS, SHORT_CONFIGS, SPLITS
+
+    cures = [{"pairs": True}, *({"copies": copies} for copies in itertools.product((False, True), repeat=2))]
+    cures += [{"pairs": True, "copies": (False, True)}]
+    found = [
+        replace(config, split=split, **cure)
+        for config in (*CONFIGS, *SHORT_CONFIGS)
+        for split in SPLITS
+        for cure in cures
+    ]
+    return {config.name: config for config in found}
+
+
 def config_of(name: str):
-    """Return the configuration with a name; None if the kernel no longer has its tile."""
-    from utils.kernels import gemm_plan
-
-    tile, split = name.split("/")
-    tiles = {name_of(config): replace(config, split=int(split)) for config in gemm_plan.CONFIGS}
-    return tiles.get(f"{tile}/1")
+    """Return the configuration with a name; None if the kernels no longer have its tile."""
+    return _configs_by_name().get(name)
 
 
-def late_rows(shape: dict) -> tuple[bool, bool]:
-    """Return whether rows of A and of B (columns, where column-major) start at odd multiples of 16 bytes."""
+def late_rows(shape: dict) -> tuple[int, int]:
+    """Return for A and B whether rows start at odd multiples of 16 bytes, as `gemm_plan.estimate` takes it."""
     a = shape["m"] if shape["a_column_major"] else shape["k"]
     b = shape["k"] if shape["b_column_major"] else shape["n"]
-    return a % 16 != 0, b % 16 != 0
+    along_k = 2 if shape["a_column_major"] else 1, 1 if shape["b_column_major"] else 2
+    return (along_k[0] if a % 16 else 0, along_k[1] if b % 16 else 0)
 
 
 def ranked(shape: dict, count: int = RANKED) -> list:
@@ -81,8 +90,16 @@ def ranked(shape: dict, count: int = RANKED) -> list:
     from utils.kernels import gemm_plan
 
     sizes, late = (shape["m"], shape["n"], shape["k"]), late_rows(shape)
-    found = gemm_plan.candidates(*sizes, SMS)
-    return sorted(found, key=lambda config: gemm_plan.estimate(*sizes, config, SMS, late))[:count]
+    found = gemm_plan.candidates(*sizes, SMS, late)
+    found.sort(key=lambda config: gemm_plan.estimate(*sizes, config, SMS, late))
+    taken: collections.Counter = collections.Counter()
+    kept = []
+    for config in found:
+        kind = replace(config, split=1)
+        taken[kind] += 1
+        if taken[kind] <= SPLITS_OF_A_TILE:
+            kept.append(config)
+    return kept[:count]
 
 
 def matrix(rows: int, columns: int, column_major: bool) -> torch.Tensor:
@@ -93,10 +110,10 @@ def matrix(rows: int, columns: int, column_major: bool) -> torch.Tensor:
 
 def compile_one(job: tuple) -> tuple[tuple, float | str, bool]:
     """Compile and run a configuration: (job, relative error or what went wrong, whether the same bits came twice)."""
-    from utils.kernels import gemm_launch, gemm_plan
+    from utils.kernels import gemm_launch
 
-    index, split, a_column_major, b_column_major = job
-    config = replace(gemm_plan.CONFIGS[index], split=split)
+    name, a_column_major, b_column_major = job
+    config = config_of(name)
     a = matrix(3 * config.block_m - 8, 64 * 33 - 8, a_column_major)
     b = matrix(64 * 33 - 8, 5 * config.block_n - 8, b_column_major)
     try:
@@ -109,12 +126,8 @@ def compile_one(job: tuple) -> tuple[tuple, float | str, bool]:
 
 def compile_all(shapes: list[dict]) -> None:
     """Compile what the shapes need, in many processes; raise if one configuration computes wrong sums."""
-    from utils.kernels.gemm_plan import CONFIGS
-
     jobs = {
-        (CONFIGS.index(replace(config, split=1)), config.split, shape["a_column_major"], shape["b_column_major"])
-        for shape in shapes
-        for config in ranked(shape)
+        (config.name, shape["a_column_major"], shape["b_column_major"]) for shape in shapes for config in ranked(shape)
     }
     with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
         done = list(pool.map(compile_one, sorted(jobs)))
@@ -159,7 +172,8 @@ def shape_row(shape: dict, l2: str) -> dict:
     launches = [gemm_launch.gemm_and_launch(a, b, config)[1] for config in configs]
     calls = [lambda: torch.matmul(a, b), *(lambda launch=launch: launch(a, b) for launch in launches)]
     torch_us, *times = interleaved_us(calls, flush=l2 == "cold")
-    return shape | {"torch_us": torch_us, "times": [*zip(map(name_of, configs), times, strict=True)]}
+    names = [config.name for config in configs]
+    return shape | {"torch_us": torch_us, "times": [*zip(names, times, strict=True)]}
 
 
 def show(row: dict) -> str:

@@ -70,7 +70,7 @@ class Config:
     @property
     def name(self) -> str:
         """Short name, such as "128x256/4": tile and parts."""
-        kind = "short " if self.short else ""
+        kind = f"short {self.stages}x{self.block_k} " if self.short else ""
         more = " pairs" if self.pairs else ""
         copies = "".join(x for x, is_copied in zip("AB", self.copies, strict=True) if is_copied)
         return f"{kind}{self.block_m}x{self.block_n}/{self.split}{more}{' copy ' + copies if copies else ''}"
@@ -94,18 +94,27 @@ CONFIGS = (
     Config(64, 96, consumers=1, stages=8),
 )
 SHORT_CONFIGS = (
-    Config(64, 32, consumers=1, pieces=1, stages=4, short=True),
-    Config(64, 64, consumers=1, pieces=1, stages=4, short=True),
-    Config(64, 128, consumers=1, pieces=1, stages=4, short=True),
-    Config(128, 64, consumers=1, pieces=1, stages=4, short=True),
-    Config(128, 128, consumers=1, pieces=1, stages=6, short=True),
-    Config(64, 64, consumers=1, pieces=1, stages=8, short=True),
-    Config(128, 128, consumers=1, pieces=1, stages=3, short=True),
+    Config(64, 32, consumers=1, block_k=64, pieces=1, stages=4, short=True),
+    Config(64, 64, consumers=1, block_k=64, pieces=1, stages=4, short=True),
+    Config(64, 128, consumers=1, block_k=64, pieces=1, stages=4, short=True),
+    Config(128, 64, consumers=1, block_k=64, pieces=1, stages=4, short=True),
+    Config(128, 128, consumers=1, block_k=64, pieces=1, stages=3, short=True),
+    Config(64, 32, consumers=1, block_k=128, pieces=1, stages=2, short=True),
+    Config(64, 64, consumers=1, block_k=128, pieces=1, stages=2, short=True),
+    Config(64, 64, consumers=1, block_k=128, pieces=1, stages=3, short=True),
+    Config(64, 128, consumers=1, block_k=128, pieces=1, stages=2, short=True),
+    Config(128, 64, consumers=1, block_k=128, pieces=1, stages=2, short=True),
+    Config(128, 128, consumers=1, block_k=128, pieces=1, stages=3, short=True),
+    Config(64, 32, consumers=1, block_k=128, pieces=1, stages=3, short=True),
 )
-# How many parts a tile may have: where tiles are large, many parts would cost more to add up than they gain.
+MEASURED = 5  # of the short configurations; the others are not chosen before their times are known
 SPLITS = (1, 2, 3, 4, 6, 8, 16)
-MOST_PARTS = {config: 16 if config.block_m * config.block_n <= 8192 else 4 for config in CONFIGS}
-MOST_PARTS |= {config: 8 for config in CONFIGS if config.block_m * config.block_n == 16384}
+
+
+def most_parts(config: Config) -> int:
+    """Return how many parts a tile may have: where tiles are large, many cost more to add up than they gain."""
+    size = config.block_m * config.block_n
+    return 16 if size <= 8192 else 8 if size == 16384 else 4
 
 
 def parts_of(m: int, n: int, config: Config, sms: int) -> tuple[int, int]:
@@ -118,33 +127,52 @@ def parts_of(m: int, n: int, config: Config, sms: int) -> tuple[int, int]:
     return tiles - rest, rest
 
 
-def candidates(m: int, n: int, k: int, sms: int) -> list[Config]:
-    """Return the configurations that can do a product: each tile whole, and in parts of two steps at least."""
-    steps = _ceil(k, 64)
+def candidates(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0)) -> list[Config]:
+    """Return the configurations that can do a product: each tile whole, and in parts of two steps at least.
+
+    Where an operand is late (see `estimate`), also with what may cure it: rows by parity, or a copy.
+    """
     found = []
-    for config in CONFIGS:
+    for config in (*CONFIGS, *SHORT_CONFIGS[:MEASURED]):
         found.append(config)
         if not parts_of(m, n, replace(config, split=2), sms)[1]:
             continue  # every round is full
-        found += [
-            replace(config, split=split) for split in SPLITS if 1 < split <= MOST_PARTS[config] and 2 * split <= steps
-        ]
-    return found
+        steps = _ceil(k, config.block_k)
+        most = min(most_parts(config), steps // 2)
+        found += [replace(config, split=split) for split in SPLITS if 1 < split <= most]
+    special = [config for config in found if not config.short]
+    cured = []
+    if late[0] == 1 and m % 2 == 0 and n % 8 == 0:
+        cured += [replace(config, pairs=True) for config in special]
+    if late[0]:
+        cured += [replace(config, copies=(True, False)) for config in special]
+    if late[1]:
+        cured += [replace(config, copies=(config.copies[0], True)) for config in (*special, *cured)]
+    return found + cured
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Constants of a model of the kernel's time, in microseconds; fitted by `tools.record.gemm_choice`."""
+    """Constants of a model of the kernels' time, in microseconds; fitted by `tools.record.gemm_choice`."""
 
-    product: float = 0.68  # of 2**21 multiplications on one SM: 128 x 256 x 64
-    bytes: float = 0.0081  # of a KB of A and B that an SM reads
-    late: float = 2.0  # how many times the bytes count where rows start at odd multiples of 16 bytes
-    tile: float = 0.71  # of a tile's start and end
-    store: float = 0.035  # of a KB of C
-    part: float = 1.2  # of leaving a part's sums and counting
-    add: float = 0.0073  # of a KB of sums that the last part reads
-    traffic: float = 0.47  # of a MB of sums that all parts write and read
-    launch: float = 5.1
+    product: float = 0.661  # of 2**21 multiplications on one SM: 128 x 256 x 64
+    bytes: float = 0.011  # of a KB of A and B that each SM reads, where all read at once
+    port: float = 0.0066  # of a KB that an SM reads, where few do
+    late: float = 1.89  # how many times a byte of A or B counts whose rows are late and lie along K
+    late_across: float = 1.87  # and where they lie along M or N
+    wait: float = 0.544  # from asking for a slot's bytes to reading them; a block waits for `stages` slots at once
+    tile: float = 0.618  # of a tile's start and end
+    store: float = 0.0317  # of a KB of C
+    part: float = 1.42  # of leaving a part's sums and counting
+    add: float = 0.0217  # of a KB of sums that the last part reads
+    traffic: float = 0.241  # of a MB of sums that all parts write and read
+    launch: float = 2.78
+    short_launch: float = 2.03  # of the short kernel
+    short_tile: float = 0.568  # of a block of the short kernel, as many as share an SM at once
+    short_part: float = 0.974  # of a part there
+    short_add: float = 0.0292  # of a KB of sums that the last part reads there
+    copy: float = 2.0  # of starting a copy of an operand
+    copied: float = 0.5  # of a MB of an operand that is copied
 
 
 COST = Cost()
@@ -155,7 +183,8 @@ def estimate(
 ) -> float:
     """Estimate the time of a product in microseconds, for a choice between configurations.
 
-    A step takes as long as its products or its bytes, whichever is longer; a little longer where both are alike.
+    A step takes as long as its products, its bytes, or the wait for a slot, whichever is longest; a little longer where
+    they are alike.
 
     Args:
         m: rows of C.
@@ -163,30 +192,51 @@ def estimate(
         k: terms of the sums.
         config: tile and parts.
         sms: multiprocessors.
-        late: whether rows of A and of B (columns, where column-major) start at odd multiples of 16 bytes.
+        late: for A and for B, whether rows (columns, where column-major) start at odd multiples of 16 bytes: 0 if they do
+            not, 1 if they do and lie along K, 2 if they do and lie along M or N.
         cost: the constants; None for COST.
     """
     cost = cost or COST
     steps = _ceil(k, config.block_k)
     whole, rest = parts_of(m, n, config, sms)
-    rounds = _ceil(whole, sms)  # of the busiest SM
-    all_steps, time = rounds * steps, cost.launch
+    if config.short:
+        blocks = _ceil(whole + rest * config.split, sms)  # of the busiest SM
+        together = min(blocks, config.blocks)
+        rounds = blocks / together
+        all_steps = rounds * _ceil(steps, config.split)
+        time, tile = cost.short_launch, cost.short_tile
+        time += cost.short_part + cost.short_add * config.rows * config.block_n * config.split / 256 if rest else 0.0
+    else:
+        together, rounds = 1, float(_ceil(whole, sms))
+        all_steps = rounds * steps
+        time, tile = cost.launch, cost.tile
+        if rest:
+            extra = _ceil(rest * config.split, sms)
+            rounds += extra
+            all_steps += extra * _ceil(steps, config.split)
+            time += cost.part * extra
+            time += cost.add * config.rows * config.block_n * config.split / 256
     if rest:
-        extra = _ceil(rest * config.split, sms)
-        rounds += extra
-        all_steps += extra * _ceil(steps, config.split)
-        time += cost.part * extra
-        time += cost.add * config.rows * config.block_n * config.split / 256
         time += cost.traffic * rest * config.split * config.block_m * config.block_n / 2**18
-    a_kb, b_kb = (
-        rows * config.block_k / 512 * (cost.late if is_late else 1.0)
-        for rows, is_late in zip((config.block_m, config.block_n), late, strict=True)
-    )
+    kb, factors = 0.0, (1.0, cost.late, cost.late_across)
+    # TMA reads nothing outside of A and B: of tiles over the edge only what is inside counts.
+    inside = (m / _ceil(m, config.block_m), n / _ceil(n, config.block_n))
+    cured = (config.pairs or config.copies[0], config.copies[1])
+    for rows, operand_late, is_cured in zip(inside, late, cured, strict=True):
+        kb += rows * config.block_k / 512 * (1.0 if is_cured else factors[operand_late])
+    for size, is_copied in zip((m * k, n * k), config.copies, strict=True):
+        time += (cost.copy + cost.copied * size / 2**19) if is_copied else 0.0
     product = cost.product * config.block_m * config.block_n * config.block_k / 2**21
-    step = (product**6 + (cost.bytes * (a_kb + b_kb)) ** 6) ** (1 / 6)
-    return time + all_steps * step + rounds * (cost.tile + cost.store * config.block_m * config.block_n / 512)
+    active = min(whole + rest * config.split, sms) / sms
+    port = max(cost.port, cost.bytes * active)
+    limits = (together * product, together * port * kb, cost.wait / config.stages)
+    step = sum(limit**6 for limit in limits) ** (1 / 6)
+    return time + all_steps * step + rounds * (tile + together * cost.store * config.block_m * config.block_n / 512)
 
 
 def choose(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0)) -> Config:
-    """Return the configuration with the shortest estimated time; the arguments are those of `estimate`."""
+    """Return the configuration with the shortest estimated time; the arguments are those of `estimate`.
+
+    Rows by parity and copies are not chosen: no time of them is measured yet.
+    """
     return min(candidates(m, n, k, sms), key=lambda config: estimate(m, n, k, config, sms, late))

@@ -141,8 +141,9 @@ def test_the_choice_of_tile_fills_the_gpu():
         for config in candidates(m, n, k, 132):
             whole, rest = parts_of(m, n, config, 132)
             tiles = -(-m // config.block_m) * -(-n // config.block_n)
-            assert whole + rest == tiles and (config.split == 1 or 0 < rest < 132) and whole % 132 in (0, tiles % 132)
-            assert config.split == 1 or 2 * config.split <= -(-k // 64)
+            assert whole + rest == tiles and (config.split == 1 or rest > 0)
+            assert config.short or (rest < 132 and whole % 132 in (0, tiles % 132))
+            assert config.split == 1 or 2 * config.split <= -(-k // config.block_k)
 
 
 def test_parts_shorter_than_a_step_are_refused():
