@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import math
 import multiprocessing
 import random
@@ -61,13 +60,11 @@ def worst_shapes(count: int) -> list[dict]:
 def _configs_by_name() -> dict:
     from utils.kernels.gemm_plan import CONFIGS, SHORT_CONFIGS, SPLITS
 
-    cures = [{"pairs": True}, *({"copies": copies} for copies in itertools.product((False, True), repeat=2))]
-    cures += [{"pairs": True, "copies": (False, True)}]
     found = [
-        replace(config, split=split, **cure)
+        replace(config, split=split, pairs=pairs)
         for config in (*CONFIGS, *SHORT_CONFIGS)
         for split in SPLITS
-        for cure in cures
+        for pairs in (False, True)
     ]
     return {config.name: config for config in found}
 

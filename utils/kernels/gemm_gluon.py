@@ -151,7 +151,7 @@ class Work:
     def locate(self, item):
         """Tile of an item, and its first step along K and the one behind its last."""
         SPLIT: gl.constexpr = self.CONFIG.split
-        steps = gl.cdiv(self.K, self.CONFIG.block_k)
+        steps = gl.cdiv(self.K + (8 if self.CONFIG.pairs else 0), self.CONFIG.block_k)  # odd rows begin at -8
         part = self.part(item)
         is_part = min(max(part + 1, 0), 1)  # 1 or 0
         tile = min(item, self.whole + part // SPLIT)  # whole tiles: part is negative, and the item is the smaller one

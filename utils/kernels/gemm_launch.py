@@ -4,7 +4,7 @@
 shapes, strides and alignment without deciding anything again: that is how `utils.kernels.gemm` keeps a call cheap.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -48,9 +48,6 @@ class Launch:
         """Return C = A @ B."""
         c = torch.empty(self.shape, dtype=a.dtype, device=a.device)
         sums, counters = workspace(c, self.partial_sums, self.counters)
-        copy_a, copy_b = self.config.copies
-        a = aligned_copy(a) if copy_a else a
-        b = aligned_copy(b) if copy_b else b
         if self.config.short:
             self.handle(a, b, c, c, sums, counters)
         else:
@@ -106,9 +103,6 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
     config = config or chosen(a, b, c)
     if config.split > triton.cdiv(k, config.block_k):
         raise ValueError(f"{config.split} parts of K = {k} would be shorter than one step of {config.block_k}.")
-    copy_a, copy_b = config.copies
-    a = aligned_copy(a) if copy_a else a
-    b = aligned_copy(b) if copy_b else b
     first, second = config.columns
     a_desc, a_column_major = operand("A", a, [config.rows, config.block_k])
     if config.pairs and (m % 2 or a_column_major or not by_tma):
@@ -121,7 +115,6 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
     c_desc = rows_by_parity(c, piece) if config.pairs else c_desc
     whole, rest = parts_of(m, n, config, sms)
     partial_sums, counters_needed = rest * config.split * config.block_m * config.block_n, rest * config.consumers
-    in_kernel = replace(config, copies=(False, False))  # what the kernel need not know must not compile it again
     tensors: tuple[TensorDescriptor | torch.Tensor, ...]
     sizes: tuple[int, ...]
     with torch.cuda.device(a.device if a.is_cuda else -1):
@@ -133,7 +126,7 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
             kernel, blocks = gemm_kernel, min(sms, whole + rest * config.split)
             b2_desc = operand("B", b, [config.block_k, second])[0] if second else b_desc
             tensors, sizes = (a_desc, b_desc, b2_desc, c_desc, c, sums, counters), (m, n, k, whole)
-        others = (*sizes, in_kernel, a_column_major, b_column_major, by_tma)
+        others = (*sizes, config, a_column_major, b_column_major, by_tma)
         compiled = kernel[(blocks,)](*tensors, *others, num_warps=4)
     if compiled is None or not a.is_cuda:  # in a process that only simulates kernels
         return None
@@ -189,14 +182,6 @@ def lateness(label: str, x: torch.Tensor, pairs: bool = True) -> int:
     _, _, pitch, column_major = rows_in_memory(label, x)
     along_k = column_major == (label == "B")
     return 0 if pitch % 16 == 0 else 1 if along_k and pairs else 2
-
-
-def aligned_copy(x: torch.Tensor) -> torch.Tensor:
-    """Copy a matrix to rows (columns, where column-major) that start at multiples of 128 bytes."""
-    y = x if is_row_major(x) else x.T
-    rows, columns = y.shape
-    copy = torch.empty((rows, triton.cdiv(columns, 64) * 64), dtype=x.dtype, device=x.device)[:, :columns].copy_(y)
-    return copy if y is x else copy.T
 
 
 def compile_for_hopper(

@@ -27,7 +27,6 @@ class Config:
     split: int = 1  # parts along K of a tile that would leave SMs idle: one of SPLITS
     short: bool = False  # the kernel of `gemm_short`: a block a tile, several blocks on an SM
     pairs: bool = False  # a tile has rows of one parity, see `gemm_gluon`: for late rows of a row-major A
-    copies: tuple[bool, bool] = (False, False)  # A, B: first copied to rows that start at multiples of 128 bytes
 
     @property
     def rows(self) -> int:
@@ -69,11 +68,9 @@ class Config:
 
     @property
     def name(self) -> str:
-        """Short name, such as "128x256/4": tile and parts."""
-        kind = f"short {self.stages}x{self.block_k} " if self.short else ""
-        more = " pairs" if self.pairs else ""
-        copies = "".join(x for x, is_copied in zip("AB", self.copies, strict=True) if is_copied)
-        return f"{kind}{self.block_m}x{self.block_n}/{self.split}{more}{' copy ' + copies if copies else ''}"
+        """Name in the records, such as "128x256/4": tile and parts."""
+        kind, rows = "short " if self.short else "", " pairs" if self.pairs else ""
+        return f"{kind}{self.block_m}x{self.block_n}/{self.split}{rows}"
 
 
 # Smaller tiles re-read A and B more often, but give small matrices enough tiles for all SMs. Among tiles that the model
@@ -94,20 +91,12 @@ CONFIGS = (
     Config(64, 96, consumers=1, stages=8),
 )
 SHORT_CONFIGS = (
-    Config(64, 32, consumers=1, block_k=64, pieces=1, stages=4, short=True),
-    Config(64, 64, consumers=1, block_k=64, pieces=1, stages=4, short=True),
-    Config(64, 128, consumers=1, block_k=64, pieces=1, stages=4, short=True),
-    Config(128, 64, consumers=1, block_k=64, pieces=1, stages=4, short=True),
-    Config(128, 128, consumers=1, block_k=64, pieces=1, stages=3, short=True),
-    Config(64, 32, consumers=1, block_k=128, pieces=1, stages=2, short=True),
-    Config(64, 64, consumers=1, block_k=128, pieces=1, stages=2, short=True),
-    Config(64, 64, consumers=1, block_k=128, pieces=1, stages=3, short=True),
-    Config(64, 128, consumers=1, block_k=128, pieces=1, stages=2, short=True),
-    Config(128, 64, consumers=1, block_k=128, pieces=1, stages=2, short=True),
-    Config(128, 128, consumers=1, block_k=128, pieces=1, stages=3, short=True),
-    Config(64, 32, consumers=1, block_k=128, pieces=1, stages=3, short=True),
+    Config(64, 32, consumers=1, pieces=1, stages=4, short=True),
+    Config(64, 64, consumers=1, pieces=1, stages=4, short=True),
+    Config(64, 128, consumers=1, pieces=1, stages=4, short=True),
+    Config(128, 64, consumers=1, pieces=1, stages=4, short=True),
+    Config(128, 128, consumers=1, pieces=1, stages=3, short=True),
 )
-MEASURED = 5  # of the short configurations; the others are not chosen before their times are known
 SPLITS = (1, 2, 3, 4, 6, 8, 16)
 
 
@@ -130,25 +119,19 @@ def parts_of(m: int, n: int, config: Config, sms: int) -> tuple[int, int]:
 def candidates(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0)) -> list[Config]:
     """Return the configurations that can do a product: each tile whole, and in parts of two steps at least.
 
-    Where an operand is late (see `estimate`), also with what may cure it: rows by parity, or a copy.
+    Where A is late along K (see `estimate`), also with rows by parity.
     """
     found = []
-    for config in (*CONFIGS, *SHORT_CONFIGS[:MEASURED]):
+    for config in (*CONFIGS, *SHORT_CONFIGS):
         found.append(config)
         if not parts_of(m, n, replace(config, split=2), sms)[1]:
             continue  # every round is full
         steps = _ceil(k, config.block_k)
         most = min(most_parts(config), steps // 2)
         found += [replace(config, split=split) for split in SPLITS if 1 < split <= most]
-    special = [config for config in found if not config.short]
-    cured = []
     if late[0] == 1 and m % 2 == 0 and n % 8 == 0:
-        cured += [replace(config, pairs=True) for config in special]
-    if late[0]:
-        cured += [replace(config, copies=(True, False)) for config in special]
-    if late[1]:
-        cured += [replace(config, copies=(config.copies[0], True)) for config in (*special, *cured)]
-    return found + cured
+        found += [replace(config, pairs=True) for config in found]
+    return found
 
 
 @dataclass(frozen=True)
@@ -171,8 +154,6 @@ class Cost:
     short_tile: float = 0.568  # of a block of the short kernel, as many as share an SM at once
     short_part: float = 0.974  # of a part there
     short_add: float = 0.0292  # of a KB of sums that the last part reads there
-    copy: float = 2.0  # of starting a copy of an operand
-    copied: float = 0.5  # of a MB of an operand that is copied
 
 
 COST = Cost()
@@ -221,11 +202,9 @@ def estimate(
     kb, factors = 0.0, (1.0, cost.late, cost.late_across)
     # TMA reads nothing outside of A and B: of tiles over the edge only what is inside counts.
     inside = (m / _ceil(m, config.block_m), n / _ceil(n, config.block_n))
-    cured = (config.pairs or config.copies[0], config.copies[1])
-    for rows, operand_late, is_cured in zip(inside, late, cured, strict=True):
-        kb += rows * config.block_k / 512 * (1.0 if is_cured else factors[operand_late])
-    for size, is_copied in zip((m * k, n * k), config.copies, strict=True):
-        time += (cost.copy + cost.copied * size / 2**19) if is_copied else 0.0
+    late_bytes = (0 if config.pairs else late[0], late[1])
+    for rows, kind in zip(inside, late_bytes, strict=True):
+        kb += rows * config.block_k / 512 * factors[kind]
     product = cost.product * config.block_m * config.block_n * config.block_k / 2**21
     active = min(whole + rest * config.split, sms) / sms
     port = max(cost.port, cost.bytes * active)
@@ -237,6 +216,6 @@ def estimate(
 def choose(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0)) -> Config:
     """Return the configuration with the shortest estimated time; the arguments are those of `estimate`.
 
-    Rows by parity and copies are not chosen: no time of them is measured yet.
+    Rows by parity are not chosen: no time of them is measured yet.
     """
     return min(candidates(m, n, k, sms), key=lambda config: estimate(m, n, k, config, sms, late))

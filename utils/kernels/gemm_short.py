@@ -112,7 +112,7 @@ def short_kernel(
         tiles_m = gl.cdiv(M, BLOCK_M)
         row, parity = tile % tiles_m * BLOCK_M, 0
     column = tile // tiles_m * BLOCK_N
-    steps = gl.cdiv(K, BLOCK_K)
+    steps = gl.cdiv(K + (8 if CONFIG.pairs else 0), BLOCK_K)  # odd rows begin at -8
     first = item % SPLIT * steps // SPLIT
     count = (item % SPLIT + 1) * steps // SPLIT - first
     work = (a_desc, b_desc, a_ring, b_ring, full, row, column, parity)
