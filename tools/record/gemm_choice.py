@@ -18,7 +18,6 @@ import functools
 import math
 import multiprocessing
 import random
-import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, fields, replace
@@ -28,12 +27,12 @@ import torch
 
 from tools.record.common import Record, arguments_parser, read_record
 from tools.record.gemm_shapes import LARGEST, PROCESSES, SMALLEST, draw_shapes
+from utils.benchmark.measuring import measure_together
 from utils.files import ROOT
 
 SEED, SHAPES = 7, 140
 RANKED = 12  # configurations that are timed at a shape
 SPLITS_OF_A_TILE = 2  # at most so many of them differ in their parts only
-FLUSH_INTS = 1 << 24  # 64 MB: more than the L2
 SMS = 132
 
 
@@ -134,31 +133,6 @@ def compile_all(shapes: list[dict]) -> None:
     print(f"compiled {len(done)} kernels, all right")
 
 
-def interleaved_us(calls: list, rounds: int = 7, flush: bool = True) -> list[float]:
-    """Return the median time of each call in microseconds, taken in turns; flush: the L2 is flushed before each."""
-    buffer = torch.empty(FLUSH_INTS, dtype=torch.int32, device="cuda")
-    for call in calls:
-        call()
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        torch.cuda._sleep(500_000 + 250_000 * len(calls))  # longer than the host needs to queue the round
-        events = []
-        for call in calls:
-            if flush:
-                buffer.zero_()
-            else:
-                call()  # leaves the L2 as the call itself does
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            call()
-            end.record()
-            events.append((begin, end))
-        torch.cuda.synchronize()
-        for samples, (begin, end) in zip(times, events, strict=True):
-            samples.append(1e3 * begin.elapsed_time(end))
-    return [statistics.median(samples) for samples in times]
-
-
 def shape_row(shape: dict, l2: str) -> dict:
     """Time the ranked configurations and torch.matmul at a shape."""
     from utils.kernels import gemm_launch
@@ -168,8 +142,10 @@ def shape_row(shape: dict, l2: str) -> dict:
     configs = ranked(shape)
     launches = [gemm_launch.gemm_and_launch(a, b, config)[1] for config in configs]
     calls = [lambda: torch.matmul(a, b), *(lambda launch=launch: launch(a, b) for launch in launches)]
-    torch_us, *times = interleaved_us(calls, flush=l2 == "cold")
     names = [config.name for config in configs]
+    labels = ["torch.matmul", *names]
+    timed = measure_together(calls, labels=labels, warmup=2, iterations=9, device="cuda", l2=l2, max_seconds=1.0)
+    torch_us, *times = (1e3 * each.median_ms for each in timed)
     return shape | {"torch_us": torch_us, "times": [*zip(names, times, strict=True)]}
 
 
