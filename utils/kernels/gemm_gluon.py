@@ -26,8 +26,13 @@ multiple of 8), TMA cannot write them, and consumers store from registers with a
 **Which tile.** A tile reads block_m + block_n rows of 128 bytes a step, and the L2 gives an SM about as many bytes as
 128 x 256 needs, so larger tiles pay where there are enough of them: 192 x 256 (three consumers) and 256 x 192 (192
 registers of sums a thread) read 22% less a product. Gluon's tiles are powers of two, so 192 columns are two products of
-128 and 64, and the 96 columns for narrow matrices of 64 and 32. Rows that start at odd multiples of 16 bytes make it matter: 128 bytes then lie in five sectors of the L2
-instead of four. `gemm_plan.choose` takes the configuration that a model of the time, fitted to measured times, ranks first.
+128 and 64, and the 96 columns for narrow matrices of 64 and 32. `gemm_plan.choose` takes the configuration that a model
+of the time, fitted to measured times, ranks first.
+
+**Late rows** start at odd multiples of 16 bytes: 128 bytes then lie in five sectors of the L2 instead of four, and cost
+about twice the time. Where rows of A are an odd multiple of 16 bytes apart, every second one is late. With
+`Config.pairs` a tile has even rows only or odd rows only, and odd ones begin eight elements earlier along K, where no
+row is late (`Work.origin`, `producer`).
 
 **Parts.** 800 tiles on 132 SMs are 6.06 rounds, done in 7; and a product with few tiles and long sums leaves most SMs
 idle. So the tiles that do not fill a round may be cut along K into 2 to 16 parts. Each part leaves its sums in global

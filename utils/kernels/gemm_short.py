@@ -8,15 +8,18 @@ steps, and waits for its first bytes most of its time. So here four warps do eve
     step i     wait for slot i % stages, start its wgmma, wait for the wgmma of step i - 1, fill that one's slot again
     end        sums to shared memory, and by TMA to C
 
-While one block waits for its bytes, the others on its SM multiply: a tile of 64 x 64 with four slots takes 72 KiB of
+While one block waits for its bytes, the others on its SM multiply: a tile of 64 x 64 with four slots takes 64 KiB of
 shared memory, so three blocks share an SM. Long sums with few tiles are cut in parts (`gemm_parts.py`), as there.
 
-    tile        blocks an SM, by shared memory     sums a thread
-    64 x 32     4                                  16 registers
-    64 x 64     3                                  32
-    64 x 128    2                                  64
-    128 x 64    2                                  64
-    128 x 128   1 (6 slots)                        128
+    tile        slots    blocks an SM, by shared memory    sums a thread
+    64 x 32     4        4                                 16 registers
+    64 x 64     4        3                                 32
+    64 x 128    4        2                                 64
+    128 x 64    4        2                                 64
+    128 x 128   3        2                                 128
+
+Gluon puts a barrier of the four warps between announcing bytes, copying A and copying B, 27 ns each. The warp-specialized
+kernel has one warp for that, and is ahead again where sums are long. Measured: docs/gemm-log.md, entry 16.
 """
 
 from triton.experimental import gluon
