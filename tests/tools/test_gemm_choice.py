@@ -31,19 +31,19 @@ def test_what_is_summed_up():
 
 
 def test_the_fit_finds_constants_that_choose_well():
-    from utils.kernels import gemm_gluon
+    from utils.kernels import gemm_plan
 
-    truth = replace(gemm_gluon.COST, product=0.5, bytes=0.02, late=1.3, tile=2.0, launch=3.0)
+    truth = replace(gemm_plan.COST, product=0.5, bytes=0.02, late=1.3, tile=2.0, launch=3.0)
     rows = []
     for shape in gemm_choice.training_shapes(count=10):
         row = shape | {"kind": "train", "torch_us": 10.0, "times": []}
         for config in gemm_choice.ranked(shape, 5):
-            assert gemm_choice.config_of(gemm_choice.name_of(config)) == config
-            row["times"].append((gemm_choice.name_of(config), gemm_choice.estimate(row, config, truth)))
+            assert gemm_choice.config_of(config.name) == config
+            row["times"].append((config.name, gemm_choice.estimate(row, config, truth)))
         row["times"].append(("8x8/1", 0.1))  # a tile that the kernel does not have is left out
         rows.append(row)
-    found = gemm_choice.fit(rows, gemm_gluon.COST, sweeps=15)
-    assert gemm_choice.error(rows, found) < 0.1 * gemm_choice.error(rows, gemm_gluon.COST)
+    found = gemm_choice.fit(rows, gemm_plan.COST, sweeps=15)
+    assert gemm_choice.error(rows, found) < 0.1 * gemm_choice.error(rows, gemm_plan.COST)
     judged = gemm_choice.judge(rows, found)
     assert judged["best / chosen"] > 0.98 and judged["shapes"] == 10
     assert gemm_choice.judge(rows, truth)["best / chosen"] == 1.0

@@ -7,17 +7,17 @@
 `measure` times, at each shape, the configurations that the present model ranks first and torch.matmul, in turns. The shapes
 are those of `tools.record.gemm_shapes` (kind "test") and others (kind "train"); with `--worst` they are those at which the
 recorded table is worst, and every second one is kept for the test. `fit` does not see the shapes of the test: it prints
-the constants for `utils.kernels.gemm_gluon.Cost` and how much slower than the best measured configuration the chosen one is,
+the constants for `utils.kernels.gemm_plan.Cost` and how much slower than the best measured configuration the chosen one is,
 for the shapes it was fitted to and for the others. A configuration is recorded by its name, such as "128x256/4": tile, parts.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 import multiprocessing
 import random
-import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, fields, replace
@@ -27,11 +27,12 @@ import torch
 
 from tools.record.common import Record, arguments_parser, read_record
 from tools.record.gemm_shapes import LARGEST, PROCESSES, SMALLEST, draw_shapes
+from utils.benchmark.measuring import measure_together
 from utils.files import ROOT
 
 SEED, SHAPES = 7, 140
-RANKED = 8  # configurations that are timed at a shape
-FLUSH_INTS = 1 << 24  # 64 MB: more than the L2
+RANKED = 12  # configurations that are timed at a shape
+SPLITS_OF_A_TILE = 2  # at most so many of them differ in their parts only
 SMS = 132
 
 
@@ -54,35 +55,47 @@ def worst_shapes(count: int) -> list[dict]:
     return [{x: row[x] for x in sizes} | {"kind": ("train", "test")[i % 2]} for i, row in enumerate(rows)]
 
 
-def name_of(config) -> str:
-    """Name a configuration as the records do."""
-    return f"{config.block_m}x{config.block_n}/{config.split}"
-
-
 @functools.cache
+def _configs_by_name() -> dict:
+    from utils.kernels.gemm_plan import CONFIGS, SHORT_CONFIGS, SPLITS
+
+    found = [
+        replace(config, split=split, pairs=pairs)
+        for config in (*CONFIGS, *SHORT_CONFIGS)
+        for split in SPLITS
+        for pairs in (False, True)
+    ]
+    return {config.name: config for config in found}
+
+
 def config_of(name: str):
-    """Return the configuration with a name; None if the kernel no longer has its tile."""
-    from utils.kernels import gemm_gluon
-
-    tile, split = name.split("/")
-    tiles = {name_of(config): replace(config, split=int(split)) for config in gemm_gluon.CONFIGS}
-    return tiles.get(f"{tile}/1")
+    """Return the configuration with a name; None if the kernels no longer have its tile."""
+    return _configs_by_name().get(name)
 
 
-def late_rows(shape: dict) -> tuple[bool, bool]:
-    """Return whether rows of A and of B (columns, where column-major) start at odd multiples of 16 bytes."""
+def late_rows(shape: dict) -> tuple[int, int]:
+    """Return for A and B whether rows start at odd multiples of 16 bytes, as `gemm_plan.estimate` takes it."""
     a = shape["m"] if shape["a_column_major"] else shape["k"]
     b = shape["k"] if shape["b_column_major"] else shape["n"]
-    return a % 16 != 0, b % 16 != 0
+    along_k = 2 if shape["a_column_major"] else 1, 1 if shape["b_column_major"] else 2
+    return (along_k[0] if a % 16 else 0, along_k[1] if b % 16 else 0)
 
 
 def ranked(shape: dict, count: int = RANKED) -> list:
     """Return the configurations that the present model ranks first at a shape."""
-    from utils.kernels import gemm_gluon
+    from utils.kernels import gemm_plan
 
     sizes, late = (shape["m"], shape["n"], shape["k"]), late_rows(shape)
-    found = gemm_gluon.candidates(*sizes, SMS)
-    return sorted(found, key=lambda config: gemm_gluon.estimate(*sizes, config, SMS, late))[:count]
+    found = gemm_plan.candidates(*sizes, SMS, late)
+    found.sort(key=lambda config: gemm_plan.estimate(*sizes, config, SMS, late))
+    taken: collections.Counter = collections.Counter()
+    kept = []
+    for config in found:
+        kind = replace(config, split=1)
+        taken[kind] += 1
+        if taken[kind] <= SPLITS_OF_A_TILE:
+            kept.append(config)
+    return kept[:count]
 
 
 def matrix(rows: int, columns: int, column_major: bool) -> torch.Tensor:
@@ -93,14 +106,14 @@ def matrix(rows: int, columns: int, column_major: bool) -> torch.Tensor:
 
 def compile_one(job: tuple) -> tuple[tuple, float | str, bool]:
     """Compile and run a configuration: (job, relative error or what went wrong, whether the same bits came twice)."""
-    from utils.kernels import gemm_gluon
+    from utils.kernels import gemm_launch
 
-    index, split, a_column_major, b_column_major = job
-    config = replace(gemm_gluon.CONFIGS[index], split=split)
+    name, a_column_major, b_column_major = job
+    config = config_of(name)
     a = matrix(3 * config.block_m - 8, 64 * 33 - 8, a_column_major)
     b = matrix(64 * 33 - 8, 5 * config.block_n - 8, b_column_major)
     try:
-        first, second = gemm_gluon.gemm(a, b, config), gemm_gluon.gemm(a, b, config)
+        first, second = gemm_launch.gemm(a, b, config), gemm_launch.gemm(a, b, config)
     except Exception as error:
         return job, str(error)[-300:], False
     exact = a.double() @ b.double()
@@ -109,12 +122,8 @@ def compile_one(job: tuple) -> tuple[tuple, float | str, bool]:
 
 def compile_all(shapes: list[dict]) -> None:
     """Compile what the shapes need, in many processes; raise if one configuration computes wrong sums."""
-    from utils.kernels.gemm_gluon import CONFIGS
-
     jobs = {
-        (CONFIGS.index(replace(config, split=1)), config.split, shape["a_column_major"], shape["b_column_major"])
-        for shape in shapes
-        for config in ranked(shape)
+        (config.name, shape["a_column_major"], shape["b_column_major"]) for shape in shapes for config in ranked(shape)
     }
     with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
         done = list(pool.map(compile_one, sorted(jobs)))
@@ -124,42 +133,20 @@ def compile_all(shapes: list[dict]) -> None:
     print(f"compiled {len(done)} kernels, all right")
 
 
-def interleaved_us(calls: list, rounds: int = 7, flush: bool = True) -> list[float]:
-    """Return the median time of each call in microseconds, taken in turns; flush: the L2 is flushed before each."""
-    buffer = torch.empty(FLUSH_INTS, dtype=torch.int32, device="cuda")
-    for call in calls:
-        call()
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        torch.cuda._sleep(500_000 + 250_000 * len(calls))  # longer than the host needs to queue the round
-        events = []
-        for call in calls:
-            if flush:
-                buffer.zero_()
-            else:
-                call()  # leaves the L2 as the call itself does
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            call()
-            end.record()
-            events.append((begin, end))
-        torch.cuda.synchronize()
-        for samples, (begin, end) in zip(times, events, strict=True):
-            samples.append(1e3 * begin.elapsed_time(end))
-    return [statistics.median(samples) for samples in times]
-
-
 def shape_row(shape: dict, l2: str) -> dict:
     """Time the ranked configurations and torch.matmul at a shape."""
-    from utils.kernels import gemm_gluon
+    from utils.kernels import gemm_launch
 
     a = matrix(shape["m"], shape["k"], shape["a_column_major"])
     b = matrix(shape["k"], shape["n"], shape["b_column_major"])
     configs = ranked(shape)
-    launches = [gemm_gluon.gemm_and_launch(a, b, config)[1] for config in configs]
+    launches = [gemm_launch.gemm_and_launch(a, b, config)[1] for config in configs]
     calls = [lambda: torch.matmul(a, b), *(lambda launch=launch: launch(a, b) for launch in launches)]
-    torch_us, *times = interleaved_us(calls, flush=l2 == "cold")
-    return shape | {"torch_us": torch_us, "times": [*zip(map(name_of, configs), times, strict=True)]}
+    names = [config.name for config in configs]
+    labels = ["torch.matmul", *names]
+    timed = measure_together(calls, labels=labels, warmup=2, iterations=9, device="cuda", l2=l2, max_seconds=1.0)
+    torch_us, *times = (1e3 * each.median_ms for each in timed)
+    return shape | {"torch_us": torch_us, "times": [*zip(names, times, strict=True)]}
 
 
 def show(row: dict) -> str:
@@ -178,9 +165,9 @@ def times_of(row: dict) -> list[tuple]:
 
 def estimate(row: dict, config, cost) -> float:
     """Return the model's time of a configuration."""
-    from utils.kernels import gemm_gluon
+    from utils.kernels import gemm_plan
 
-    return gemm_gluon.estimate(row["m"], row["n"], row["k"], config, SMS, late_rows(row), cost)
+    return gemm_plan.estimate(row["m"], row["n"], row["k"], config, SMS, late_rows(row), cost)
 
 
 def error(rows: list[dict], cost) -> float:
@@ -232,13 +219,13 @@ def judge(rows: list[dict], cost) -> dict:
 
 def print_fit(path: Path) -> None:
     """Fit the recorded times; print the constants and the judgement."""
-    from utils.kernels import gemm_gluon
+    from utils.kernels import gemm_plan
 
     rows = read_record(path)["rows"]
     seen, held_out = ([row for row in rows if (row["kind"] == "test") == test] for test in (False, True))
-    fitted = fit(seen, gemm_gluon.COST)
+    fitted = fit(seen, gemm_plan.COST)
     print("fitted:", {name: float(f"{value:.4g}") for name, value in asdict(fitted).items()})
-    for what, cost in (("fitted", fitted), ("present", gemm_gluon.COST)):
+    for what, cost in (("fitted", fitted), ("present", gemm_plan.COST)):
         for label, group in (("the shapes of the fit", seen), ("held-out shapes", held_out)):
             if group:
                 spread = math.sqrt(error(group, cost))

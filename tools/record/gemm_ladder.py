@@ -125,7 +125,7 @@ def print_ladder(path: Path | None) -> None:
 
 def print_configurations() -> None:
     """Print TFLOP/s of every configuration of the Gluon kernel, and of variations of the first."""
-    from utils.kernels.gemm_gluon import CONFIGS, Config, gemm
+    from utils.kernels.gemm_launch import CONFIGS, Config, gemm
 
     variations = (
         Config(128, 256, group_m=4),
@@ -171,7 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
     if torch.cuda.get_device_capability() != (9, 0):
         print(
             "The Gluon kernel runs on a Hopper GPU (H100, H200), and this is none; "
-            "gemm_gluon.compile_for_hopper() shows its assembly on any machine.",
+            "gemm_launch.compile_for_hopper() shows its assembly on any machine.",
             file=sys.stderr,
         )
         return 1

@@ -80,7 +80,10 @@ def compile_all(shapes: list[dict]) -> None:
 
 def shape_row(shape: dict, pairs: int, l2: str) -> dict:
     """Measure one shape."""
+    from utils.kernels import gemm_launch
+
     a, b = operands(shape)
+    config = gemm_launch.chosen(a, b, a.new_empty(shape["m"], shape["n"]))
     errors = {"error": relative_error(gemm_warp_specialized(a, b), a, b)}
     errors["torch_error"] = relative_error(torch.matmul(a, b), a, b)
     result = compare(
@@ -96,6 +99,7 @@ def shape_row(shape: dict, pairs: int, l2: str) -> dict:
     )
     flops = 2.0 * shape["m"] * shape["n"] * shape["k"]
     return shape | {
+        "config": config.name,
         "ratio": result.speedup,
         "interval": list(result.interval),
         "us": 1e3 * result.b.median_ms,
@@ -110,7 +114,7 @@ def show(row: dict) -> str:
     order = "".join("C" if row[f"{x}_column_major"] else "R" for x in "ab")
     return (
         f"{row['m']:>6} x {row['n']:>6} x {row['k']:>6} {row['dtype']} {order} {row['us']:9.1f} us "
-        f"{row['tflops']:6.1f} TFLOP/s  {row['ratio']:.3f}x"
+        f"{row['tflops']:6.1f} TFLOP/s  {row['ratio']:.3f}x  {row['config']}"
     )
 
 

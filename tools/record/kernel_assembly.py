@@ -28,7 +28,7 @@ def kernels() -> Iterator[tuple[str, Callable[[], Assembly]]]:
     from utils.attention.gluon.decode.offline import compile_decode
     from utils.attention.gluon.decode.plan import Case, make_plan
     from utils.attention.gluon.offline import compile_step
-    from utils.kernels.gemm_gluon import CONFIGS, compile_for_hopper
+    from utils.kernels.gemm_launch import CONFIGS, compile_for_hopper
 
     for step in (1, 2, 3, 4, 5):
         for head_dim in (64, 128, 256):

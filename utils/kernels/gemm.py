@@ -13,7 +13,7 @@ in fp32; C has the dtype of its inputs. Every rung is a kernel for the GPU, comp
     gemm_autotuned          the tile, warps and stages that were fastest when tried, for     gemm_triton.py
                             each size and layout (the first call with a new one pays)
     gemm_warp_specialized   Hopper: one warp keeps TMA copies in flight, two warpgroups      gemm_gluon.py
-                            multiply 128 x 256 of C, stores overlap; fp16 and bf16
+                            multiply 128 x 256 of C, stores overlap; fp16 and bf16           gemm_short.py
 
 H200 figures: assets/results/h200/gemm.json, written by `python -m tools.record.gemm_ladder --json PATH`, which
 measures each rung interleaved with torch.matmul.
@@ -81,9 +81,9 @@ def gemm_warp_specialized(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             f"{major}.{minor}. Use gemm_autotuned or torch.matmul there."
         )
     need_triton(name)
-    from utils.kernels import gemm_gluon
+    from utils.kernels import gemm_launch
 
-    c, launch = gemm_gluon.gemm_and_launch(a, b)
+    c, launch = gemm_launch.gemm_and_launch(a, b)
     if launch is not None and key is not None:
         while len(_launches) >= KEPT_AT_MOST:
             del _launches[next(iter(_launches))]  # a dict keeps its order: the first key is the oldest

@@ -26,8 +26,13 @@ multiple of 8), TMA cannot write them, and consumers store from registers with a
 **Which tile.** A tile reads block_m + block_n rows of 128 bytes a step, and the L2 gives an SM about as many bytes as
 128 x 256 needs, so larger tiles pay where there are enough of them: 192 x 256 (three consumers) and 256 x 192 (192
 registers of sums a thread) read 22% less a product. Gluon's tiles are powers of two, so 192 columns are two products of
-128 and 64, and the 96 columns for narrow matrices of 64 and 32. Rows that start at odd multiples of 16 bytes make it matter: 128 bytes then lie in five sectors of the L2
-instead of four. `choose` takes the configuration that a model of the time, fitted to measured times, ranks first.
+128 and 64, and the 96 columns for narrow matrices of 64 and 32. `gemm_plan.choose` takes the configuration that a model
+of the time, fitted to measured times, ranks first.
+
+**Late rows** start at odd multiples of 16 bytes: 128 bytes then lie in five sectors of the L2 instead of four, and cost
+about twice the time. Where rows of A are an odd multiple of 16 bytes apart, every second one is late. With
+`Config.pairs` a tile has even rows only or odd rows only, and odd ones begin eight elements earlier along K, where no
+row is late (`Work.origin`, `producer`).
 
 **Parts.** 800 tiles on 132 SMs are 6.06 rounds, done in 7; and a product with few tiles and long sums leaves most SMs
 idle. So the tiles that do not fill a round may be cut along K into 2 to 16 parts. Each part leaves its sums in global
@@ -35,15 +40,12 @@ memory and counts; the part that counts last adds all of them in their order, so
 program waits for another.
 
 H200 figures of square matrices: assets/results/h200/gemm.json; of random shapes: gemm_shapes.json (docs/gemm-log.md).
-Importing this module imports Triton; the way in is `utils.kernels.gemm.gemm_warp_specialized`.
+Products of a few microseconds have a kernel of their own, `gemm_short.py`; `gemm_launch.py` starts both. Importing this
+module imports Triton; the way in is `utils.kernels.gemm.gemm_warp_specialized`.
 """
 
 # No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
 
-from dataclasses import dataclass, replace
-
-import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -53,85 +55,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from utils.kernels.handle import Handle
-from utils.kernels.workspace import workspace
+from utils.kernels.gemm_parts import last_part, shared_tiles, summed_piece
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
 tma_load = gl.constexpr(tma.async_load)
 tma_store = gl.constexpr(tma.async_store)
-whole_warpgroup = gl.barrier  # of the partition that calls it
 aggregate = gluon.aggregate
-
-
-@dataclass(frozen=True)
-class Config:
-    """Tile and pipeline of the kernel, and into how many parts the sums of some tiles are cut."""
-
-    block_m: int
-    block_n: int
-    consumers: int = 2  # warpgroups that multiply, block_m / consumers rows each
-    block_k: int = 64  # 128 bytes of 16-bit elements: one swizzled row of shared memory
-    stages: int = 4  # slots of the ring
-    pieces: int = 4  # column blocks in which columns[0] of C are stored: even, two buffers take turns
-    group_m: int = 8  # rows of tiles that are walked abreast, for the L2
-    split: int = 1  # parts along K of a tile that would leave SMs idle: one of SPLITS
-
-    @property
-    def rows(self) -> int:
-        """Rows of a consumer."""
-        return self.block_m // self.consumers
-
-    @property
-    def columns(self) -> tuple[int, int]:
-        """Columns of the tile as powers of two, which Gluon's tiles must be: (256, 0), or (128, 64) for 192.
-
-        With three consumers ptxas refuses a product of 256 columns at once: its sums alone take 128 registers.
-        """
-        first = 1 << self.block_n.bit_length() - 1
-        first = min(first, 128) if self.consumers == 3 else first
-        return first, self.block_n - first
-
-    @property
-    def piece(self) -> list[int]:
-        """Rows and columns of a piece of C."""
-        return [self.rows, self.columns[0] // self.pieces]
-
-    @property
-    def registers(self) -> int:
-        """Registers of a consumer thread; three consumers and a producer of 32 share the 65536 of an SM."""
-        return 160 if self.consumers == 3 else 232
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory for ring and pieces of C, in bytes; an SM of an H100 or H200 gives a block 232448."""
-        ring = self.stages * (self.block_m + self.block_n) * self.block_k * 2
-        return ring + 2 * self.block_m * self.piece[1] * 2
-
-
-# Smaller tiles re-read A and B more often, but give small matrices enough tiles for all SMs. Among tiles that the model
-# holds to be equal the first is taken: 64 x 128 was faster than 128 x 64 wherever both were measured.
-CONFIGS = (
-    Config(128, 256),
-    Config(128, 128, stages=6, pieces=2),
-    Config(256, 128),
-    Config(256, 192, stages=3),
-    Config(128, 192, stages=5),
-    Config(192, 192, consumers=3),
-    Config(192, 256, consumers=3, stages=3),
-    Config(192, 128, consumers=3, stages=5),
-    Config(64, 256, consumers=1, stages=5),
-    Config(64, 128, consumers=1, stages=8, pieces=2),
-    Config(128, 64, stages=8, pieces=2),
-    Config(64, 64, consumers=1, stages=8, pieces=2),
-    Config(64, 96, consumers=1, stages=8),
-)
-# How many parts a tile may have: where tiles are large, many parts would cost more to add up than they gain.
-SPLITS = (1, 2, 3, 4, 6, 8, 16)
-MOST_PARTS = {config: 16 if config.block_m * config.block_n <= 8192 else 4 for config in CONFIGS}
-MOST_PARTS |= {config: 8 for config in CONFIGS if config.block_m * config.block_n == 16384}
 
 
 @aggregate
@@ -181,20 +112,35 @@ class Work:
         return i // self.CONFIG.stages & 1
 
     @gluon.jit
+    def rows_of_tiles(self):
+        """Number of rows of tiles of C."""
+        if self.CONFIG.pairs:
+            return 2 * gl.cdiv(self.M // 2, self.CONFIG.block_m)
+        else:
+            return gl.cdiv(self.M, self.CONFIG.block_m)
+
+    @gluon.jit
     def tiles(self):
         """Number of tiles of C."""
-        return gl.cdiv(self.M, self.CONFIG.block_m) * gl.cdiv(self.N, self.CONFIG.block_n)
+        return self.rows_of_tiles() * gl.cdiv(self.N, self.CONFIG.block_n)
 
     @gluon.jit
     def origin(self, tile):
-        """First row and column of a tile: tiles are numbered down group_m rows of tiles, then along."""
+        """First row and column of a tile, and the parity of its rows, which then count pairs.
+
+        Tiles are numbered down group_m rows of tiles, then along.
+        """
         GROUP_M: gl.constexpr = self.CONFIG.group_m
-        tiles_m = gl.cdiv(self.M, self.CONFIG.block_m)
+        tiles_m = self.rows_of_tiles()
         tiles_n = gl.cdiv(self.N, self.CONFIG.block_n)
         group = tile // (GROUP_M * tiles_n)
         within = tile % (GROUP_M * tiles_n)
         rows = min(tiles_m - group * GROUP_M, GROUP_M)
-        return (group * GROUP_M + within % rows) * self.CONFIG.block_m, (within // rows) * self.CONFIG.block_n
+        row, column = group * GROUP_M + within % rows, (within // rows) * self.CONFIG.block_n
+        if self.CONFIG.pairs:
+            return row // 2 * self.CONFIG.block_m, column, row % 2
+        else:
+            return row * self.CONFIG.block_m, column, 0
 
     @gluon.jit
     def items(self):
@@ -210,7 +156,7 @@ class Work:
     def locate(self, item):
         """Tile of an item, and its first step along K and the one behind its last."""
         SPLIT: gl.constexpr = self.CONFIG.split
-        steps = gl.cdiv(self.K, self.CONFIG.block_k)
+        steps = gl.cdiv(self.K + (8 if self.CONFIG.pairs else 0), self.CONFIG.block_k)  # odd rows begin at -8
         part = self.part(item)
         is_part = min(max(part + 1, 0), 1)  # 1 or 0
         tile = min(item, self.whole + part // SPLIT)  # whole tiles: part is negative, and the item is the smaller one
@@ -219,7 +165,7 @@ class Work:
         return tile, within * steps // parts, (within + 1) * steps // parts
 
     @gluon.jit
-    def load(self, i, a_desc, b_desc, b2_desc, row, column, k):
+    def load(self, i, a_desc, b_desc, b2_desc, row, column, parity, k):
         """Producer: fetch A[row.., k..] and B[k.., column..] for step i, as soon as its slot is empty."""
         CONSUMERS: gl.constexpr = self.CONFIG.consumers
         ROWS: gl.constexpr = self.CONFIG.block_m // CONSUMERS
@@ -233,7 +179,9 @@ class Work:
         mbarrier.expect(arrived, CONSUMERS * a_desc.block_type.nbytes + b_desc.block_type.nbytes + B2_BYTES)
         for w in gl.static_range(CONSUMERS):
             tile = self.a_ring.index(self.slot(i) * CONSUMERS + w)
-            if self.A_COLUMN_MAJOR:
+            if self.CONFIG.pairs:
+                tma_load(a_desc, [parity, row + w * ROWS, k], arrived, tile.reshape(a_desc.block_type.shape))
+            elif self.A_COLUMN_MAJOR:
                 tma_load(a_desc, [k, row + w * ROWS], arrived, tile)
             else:
                 tma_load(a_desc, [row + w * ROWS, k], arrived, tile)
@@ -277,9 +225,11 @@ def producer(work, a_desc, b_desc, b2_desc):
     step = 0
     for item in range(gl.program_id(0), work.items(), gl.num_programs(0)):
         tile, first, last = work.locate(item)
-        row, column = work.origin(tile)
+        row, column, parity = work.origin(tile)
         for k in range(first, last):
-            work.load(step, a_desc, b_desc, b2_desc, row, column, k * work.CONFIG.block_k)
+            # Odd rows start 16 bytes late: eight elements earlier they are where even rows are. TMA fills in zeros
+            # before the first element, for A and for B.
+            work.load(step, a_desc, b_desc, b2_desc, row, column, parity, k * work.CONFIG.block_k - 8 * parity)
             step += 1
 
 
@@ -297,7 +247,7 @@ def column_pieces(tile, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def store_piece(work, out, piece, i, row, column, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
+def store_piece(work, out, piece, i, row, column, parity, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
     """Store column block i of a consumer's rows: through one of its two buffers by TMA, or from registers."""
     c_desc, c_pointer, c_buffers = out
     if TMA_STORE:
@@ -305,8 +255,12 @@ def store_piece(work, out, piece, i, row, column, WHICH: gl.constexpr, TMA_STORE
         tma.store_wait(1)  # the store before the last has left this buffer: it may be overwritten
         buffer.store(piece)
         fence_async_shared()  # written by threads, read by the TMA unit: without it TMA may read older data
-        tma_store(c_desc, [row, column + i * piece.shape[1]], buffer)
+        if work.CONFIG.pairs:
+            tma_store(c_desc, [parity, row, column + i * piece.shape[1]], buffer.reshape(c_desc.block_type.shape))
+        else:
+            tma_store(c_desc, [row, column + i * piece.shape[1]], buffer)
     else:
+        gl.static_assert(not work.CONFIG.pairs, "rows of one parity are stored by TMA only")
         layout: gl.constexpr = piece.type.layout
         m = row + gl.arange(0, piece.shape[0], gl.SliceLayout(1, layout))
         n = column + i * piece.shape[1] + gl.arange(0, piece.shape[1], gl.SliceLayout(0, layout))
@@ -315,65 +269,18 @@ def store_piece(work, out, piece, i, row, column, WHICH: gl.constexpr, TMA_STORE
 
 
 @gluon.jit
-def leave_sums(sums, acc, FIRST: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Store an accumulator as columns FIRST and on of BLOCK_N columns."""
-    layout: gl.constexpr = acc.type.layout
-    m = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
-    n = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
-    gl.store(sums + m[:, None] * BLOCK_N + n[None, :], acc)
-
-
-@gluon.jit
-def last_part(work, sums, counters, acc, acc2, part, WHICH: gl.constexpr):
-    """Leave a part's sums in global memory, and tell whether all parts of the tile are there now."""
-    BLOCK_N: gl.constexpr = work.CONFIG.block_n
-    SPLIT: gl.constexpr = work.CONFIG.split
-    CONSUMERS: gl.constexpr = work.CONFIG.consumers
-    own = sums + (part * CONSUMERS + WHICH).to(gl.int64) * (acc.shape[0] * BLOCK_N)
-    leave_sums(own, acc, 0, BLOCK_N)
-    if work.CONFIG.columns[1] > 0:
-        leave_sums(own, acc2, acc.shape[1], BLOCK_N)
-    # All threads of the warpgroup have stored before one of them counts: whoever counts last reads what all have stored.
-    whole_warpgroup()
-    counter = counters + part // SPLIT * CONSUMERS + WHICH
-    count = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-    if count == SPLIT - 1:
-        gl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")  # the next launch finds it as this one did
-    return count == SPLIT - 1
-
-
-@gluon.jit
-def summed_piece(work, sums, part, i, WHICH: gl.constexpr):
-    """Column block i of a tile, summed over its parts in their order, whichever part was the last to arrive."""
-    ROWS: gl.constexpr = work.CONFIG.block_m // work.CONFIG.consumers
-    BLOCK_N: gl.constexpr = work.CONFIG.block_n
-    SPLIT: gl.constexpr = work.CONFIG.split
-    CONSUMERS: gl.constexpr = work.CONFIG.consumers
-    COLUMNS: gl.constexpr = work.CONFIG.piece[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // COLUMNS, COLUMNS // 4], [4, 1], [1, 0])
-    m = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    n = i * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-    offsets = m[:, None] * BLOCK_N + n[None, :]
-    total = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-    for other in gl.static_range(SPLIT):
-        place = ((part // SPLIT * SPLIT + other) * CONSUMERS + WHICH).to(gl.int64) * (ROWS * BLOCK_N)
-        total += gl.load(sums + place + offsets, cache_modifier=".cg")  # the L1 may hold what was there before
-    return total
-
-
-@gluon.jit
-def store_tile(work, out, acc, acc2, row, column, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
+def store_tile(work, out, acc, acc2, row, column, parity, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
     """Store a consumer's rows of a tile of C, piece by piece."""
     dtype: gl.constexpr = work.a_ring.dtype
     PIECES: gl.constexpr = work.CONFIG.pieces
     pieces = column_pieces(acc.to(dtype), PIECES)
     for i in gl.static_range(PIECES):
-        store_piece(work, out, pieces[i], i, row, column, WHICH, TMA_STORE)
+        store_piece(work, out, pieces[i], i, row, column, parity, WHICH, TMA_STORE)
     if work.CONFIG.columns[1] > 0:
         MORE: gl.constexpr = work.CONFIG.columns[1] // work.CONFIG.piece[1]
         more = column_pieces(acc2.to(dtype), MORE)
         for i in gl.static_range(MORE):
-            store_piece(work, out, more[i], PIECES + i, row, column, WHICH, TMA_STORE)
+            store_piece(work, out, more[i], PIECES + i, row, column, parity, WHICH, TMA_STORE)
 
 
 @gluon.jit
@@ -390,7 +297,7 @@ def consumer(work, out, partial, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
     step = 0
     for item in range(gl.program_id(0), work.items(), gl.num_programs(0)):
         tile, first, last = work.locate(item)
-        row, column = work.origin(tile)
+        row, column, parity = work.origin(tile)
         row += WHICH * ROWS
         # Made anew for each tile, so that its registers are free while parts are added up.
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
@@ -414,24 +321,17 @@ def consumer(work, out, partial, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
         work.release_before(step)
 
         if work.CONFIG.split == 1:
-            store_tile(work, out, acc, acc2, row, column, WHICH, TMA_STORE)
+            store_tile(work, out, acc, acc2, row, column, parity, WHICH, TMA_STORE)
         else:
             part = work.part(item)
             if part < 0:
-                store_tile(work, out, acc, acc2, row, column, WHICH, TMA_STORE)
+                store_tile(work, out, acc, acc2, row, column, parity, WHICH, TMA_STORE)
             else:
-                if last_part(work, sums, counters, acc, acc2, part, WHICH):
+                if last_part(work.CONFIG, sums, counters, acc, acc2, part, WHICH):
                     for i in gl.static_range(TOTAL_PIECES):
-                        piece = summed_piece(work, sums, part, i, WHICH).to(work.a_ring.dtype)
-                        store_piece(work, out, piece, i, row, column, WHICH, TMA_STORE)
+                        piece = summed_piece(work.CONFIG, sums, part, i, WHICH).to(work.a_ring.dtype)
+                        store_piece(work, out, piece, i, row, column, parity, WHICH, TMA_STORE)
     tma.store_wait(0)  # shared memory must live until TMA has read it
-
-
-@gluon.jit
-def shared_tiles(desc, COUNT: gl.constexpr):
-    """Shared memory for COUNT boxes of a TMA descriptor."""
-    shape: gl.constexpr = [COUNT] + desc.block_type.shape  # noqa: RUF005 (Gluon knows no starred lists)
-    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "K", "whole"])
@@ -500,215 +400,3 @@ def gemm_kernel(
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],
         )
-
-
-def parts_of(m: int, n: int, config: Config, sms: int) -> tuple[int, int]:
-    """Return how many tiles are computed whole, and how many in parts: those that would not fill a round of all SMs."""
-    tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-    rest = tiles % sms if config.split > 1 else 0
-    return tiles - rest, rest
-
-
-def candidates(m: int, n: int, k: int, sms: int) -> list[Config]:
-    """Return the configurations that can do a product: each tile whole, and in parts of two steps at least."""
-    steps = triton.cdiv(k, 64)
-    found = []
-    for config in CONFIGS:
-        found.append(config)
-        if not parts_of(m, n, replace(config, split=2), sms)[1]:
-            continue  # every round is full
-        found += [
-            replace(config, split=split) for split in SPLITS if 1 < split <= MOST_PARTS[config] and 2 * split <= steps
-        ]
-    return found
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Constants of a model of the kernel's time, in microseconds; fitted by `tools.record.gemm_choice`."""
-
-    product: float = 0.68  # of 2**21 multiplications on one SM: 128 x 256 x 64
-    bytes: float = 0.0081  # of a KB of A and B that an SM reads
-    late: float = 2.0  # how many times the bytes count where rows start at odd multiples of 16 bytes
-    tile: float = 0.71  # of a tile's start and end
-    store: float = 0.035  # of a KB of C
-    part: float = 1.2  # of leaving a part's sums and counting
-    add: float = 0.0073  # of a KB of sums that the last part reads
-    traffic: float = 0.47  # of a MB of sums that all parts write and read
-    launch: float = 5.1
-
-
-COST = Cost()
-
-
-def estimate(
-    m: int, n: int, k: int, config: Config, sms: int, late: tuple[bool, bool] = (False, False), cost: Cost | None = None
-) -> float:
-    """Estimate the time of a product in microseconds, for a choice between configurations.
-
-    A step takes as long as its products or its bytes, whichever is longer; a little longer where both are alike.
-
-    Args:
-        m: rows of C.
-        n: columns of C.
-        k: terms of the sums.
-        config: tile and parts.
-        sms: multiprocessors.
-        late: whether rows of A and of B (columns, where column-major) start at odd multiples of 16 bytes.
-        cost: the constants; None for COST.
-    """
-    cost = cost or COST
-    steps = triton.cdiv(k, config.block_k)
-    whole, rest = parts_of(m, n, config, sms)
-    rounds = triton.cdiv(whole, sms)  # of the busiest SM
-    all_steps, time = rounds * steps, cost.launch
-    if rest:
-        extra = triton.cdiv(rest * config.split, sms)
-        rounds += extra
-        all_steps += extra * triton.cdiv(steps, config.split)
-        time += cost.part * extra
-        time += cost.add * config.rows * config.block_n * config.split / 256
-        time += cost.traffic * rest * config.split * config.block_m * config.block_n / 2**18
-    a_kb, b_kb = (
-        rows * config.block_k / 512 * (cost.late if is_late else 1.0)
-        for rows, is_late in zip((config.block_m, config.block_n), late, strict=True)
-    )
-    product = cost.product * config.block_m * config.block_n * config.block_k / 2**21
-    step = (product**6 + (cost.bytes * (a_kb + b_kb)) ** 6) ** (1 / 6)
-    return time + all_steps * step + rounds * (cost.tile + cost.store * config.block_m * config.block_n / 512)
-
-
-def choose(m: int, n: int, k: int, sms: int, late: tuple[bool, bool] = (False, False)) -> Config:
-    """Return the configuration with the shortest estimated time; the arguments are those of `estimate`."""
-    return min(candidates(m, n, k, sms), key=lambda config: estimate(m, n, k, config, sms, late))
-
-
-def _layout(shape: list[int]) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(shape, gl.float16)  # for bf16 the same: it knows only widths
-
-
-def _operand(label: str, x: torch.Tensor, block: list[int]) -> tuple[TensorDescriptor, bool]:
-    """A TMA descriptor of a matrix and whether it describes the transpose, for a column-major one."""
-    for column_major, y in ((False, x), (True, x.T)):
-        (outer, inner), (pitch, step) = y.shape, y.stride()
-        if outer == 1:
-            pitch = triton.cdiv(inner, 8) * 8  # there is no second row: any pitch will do
-        if (step == 1 or inner == 1) and pitch % 8 == 0 and pitch >= inner and x.data_ptr() % 16 == 0:
-            shape = block[::-1] if column_major else block
-            return TensorDescriptor(x, [outer, inner], [pitch, 1], shape, _layout(shape)), column_major
-    raise ValueError(
-        f"gemm_warp_specialized copies {label} by TMA, which needs rows (or columns) of neighbouring elements that "
-        f"start at multiples of 16 bytes; got {label} {tuple(x.shape)} with strides {x.stride()} elements, "
-        f"{x.data_ptr() % 16} bytes past a multiple of 16. Pad its rows to a multiple of 8 elements, copy it with "
-        ".contiguous() or .clone(), or use gemm_autotuned."
-    )
-
-
-def _is_late(x: torch.Tensor) -> bool:
-    """Whether rows (or columns) of a matrix start at odd multiples of 16 bytes: 128 of its bytes are in five sectors."""
-    return max(x.stride()) % 16 != 0
-
-
-def gemm(a: torch.Tensor, b: torch.Tensor, config: Config | None = None) -> torch.Tensor:
-    """C (M, N) = A (M, K) @ B (K, N): fp16 or bf16, each row- or column-major. The caller has checked them."""
-    return gemm_and_launch(a, b, config)[0]
-
-
-def gemm_and_launch(
-    a: torch.Tensor, b: torch.Tensor, config: Config | None = None
-) -> tuple[torch.Tensor, "Launch | None"]:
-    """Return C, and the launch, to be repeated on operands like these; None if nothing was launched."""
-    c = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-    if not c.numel():
-        return c, None
-    if a.shape[1] == 0:
-        return c.zero_(), None
-    return c, launch(a, b, c, config)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A launch that was made, to be repeated on A and B of the same shapes, strides and alignment."""
-
-    handle: Handle
-    shape: tuple[int, int]
-    partial_sums: int
-    counters: int
-
-    def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return C = A @ B."""
-        c = torch.empty(self.shape, dtype=a.dtype, device=a.device)
-        sums, counters = workspace(c, self.partial_sums, self.counters)
-        self.handle(a, b, b, c, c, sums, counters)
-        return c
-
-
-def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | None = None) -> Launch | None:
-    """Start the kernel: one block an SM, or an item of work where there are fewer. Nothing is empty.
-
-    Args:
-        a: (M, K).
-        b: (K, N).
-        c: (M, N), contiguous; where N is a multiple of 8, its rows may be further apart.
-        config: a configuration; None for the one with the shortest estimated time.
-    """
-    (m, k), n = a.shape, b.shape[1]
-    sms = torch.cuda.get_device_properties(a.device).multi_processor_count
-    config = config or choose(m, n, k, sms, (_is_late(a), _is_late(b)))
-    if config.split > triton.cdiv(k, config.block_k):
-        raise ValueError(f"{config.split} parts of K = {k} would be shorter than one step of {config.block_k}.")
-    a_desc, a_column_major = _operand("A", a, [config.rows, config.block_k])
-    first, second = config.columns
-    b_desc, b_column_major = _operand("B", b, [config.block_k, first])
-    b2_desc = _operand("B", b, [config.block_k, second])[0] if second else b_desc
-    by_tma = c.stride(0) % 8 == 0 and c.data_ptr() % 16 == 0
-    piece = config.piece
-    c_desc = TensorDescriptor(c, [m, n], [c.stride(0), 1], piece, _layout(piece)) if by_tma else a_desc
-    whole, rest = parts_of(m, n, config, sms)
-    partial_sums = rest * config.split * config.block_m * config.block_n
-    with torch.cuda.device(a.device):
-        sums, counters = workspace(c, partial_sums, rest * config.consumers)
-        grid, tensors = (min(sms, whole + rest * config.split),), (a_desc, b_desc, b2_desc, c_desc, c, sums, counters)
-        rest_of_arguments = (m, n, k, whole, config, a_column_major, b_column_major, by_tma)
-        compiled = gemm_kernel[grid](*tensors, *rest_of_arguments, num_warps=4)
-    if compiled is None or not a.is_cuda:  # in a process that only simulates kernels
-        return None
-    handle = Handle(compiled, grid, tensors, rest_of_arguments, a.device.index)
-    return Launch(handle, (m, n), partial_sums, rest * config.consumers)
-
-
-def compile_for_hopper(
-    config: Config = CONFIGS[0],
-    dtype: str = "bf16",
-    *,
-    a_column_major: bool = False,
-    b_column_major: bool = False,
-    by_tma: bool = True,
-):
-    """The kernel compiled for sm_90a, on any machine: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`."""
-    from utils.kernels.offline import compile_gluon
-
-    def descriptor(shape: list[int], transposed: bool = False) -> str:
-        shape = shape[::-1] if transposed else shape
-        return f"tensordesc<{dtype}{shape},{_layout(shape)!r}>"
-
-    a = descriptor([config.rows, config.block_k], a_column_major)
-    c = descriptor(config.piece) if by_tma else a
-    first, second = config.columns
-    constants = {
-        "CONFIG": config,
-        "A_COLUMN_MAJOR": a_column_major,
-        "B_COLUMN_MAJOR": b_column_major,
-        "TMA_STORE": by_tma,
-    }
-    signature = {
-        "a_desc": a,
-        "b_desc": descriptor([config.block_k, first], b_column_major),
-        "b2_desc": descriptor([config.block_k, second or first], b_column_major),
-        "c_desc": c,
-        "c_pointer": f"*{dtype}",
-        "sums": "*fp32" if config.split > 1 else f"*{dtype}",
-        "counters": "*i32" if config.split > 1 else f"*{dtype}",
-        **dict.fromkeys(("M", "N", "K", "whole"), "i32"),
-    }
-    return compile_gluon(gemm_kernel, signature, constants)

@@ -24,18 +24,19 @@ hopper = pytest.mark.skipif(
 COMPILE = """
 import json, re, sys
 from dataclasses import replace
-from utils.kernels.gemm_gluon import CONFIGS, compile_for_hopper
+from utils.kernels.gemm_launch import compile_for_hopper
+from utils.kernels.gemm_plan import CONFIGS, SHORT_CONFIGS
 from utils.kernels.offline import disassemble
 
 reports = []
-for index, split, dtype, a_column_major, b_column_major, by_tma in json.loads(sys.argv[1]):
-    config = replace(CONFIGS[index], split=split)
+for index, split, dtype, a_column_major, b_column_major, pairs, by_tma in json.loads(sys.argv[1]):
+    config = replace((*CONFIGS, *SHORT_CONFIGS)[index], split=split, pairs=pairs)
     kernel = compile_for_hopper(config, dtype, a_column_major=a_column_major, b_column_major=b_column_major,
                                 by_tma=by_tma)
     ptx, sass = kernel.asm["ptx"], disassemble(kernel)
     kind = dtype.replace("fp16", "f16")
     patterns = {
-        "loads": r"cp\\.async\\.bulk\\.tensor\\.2d\\.shared", "stores": r"cp\\.async\\.bulk\\.tensor\\.2d\\.global",
+        "loads": r"cp\\.async\\.bulk\\.tensor\\.[23]d\\.shared", "stores": r"cp\\.async\\.bulk\\.tensor\\.[23]d\\.global",
         "waits": r"mbarrier\\.try_wait", "setmaxnreg": r"setmaxnreg\\.(?:inc|dec)\\S+\\s+(?:232|160|32|24);",
         "wgmma": r"wgmma\\.mma_async\\.sync\\.aligned\\.m64n%dk16\\.f32\\.%s\\.%s" % (config.columns[0], kind, kind),
         "wgmma2": r"wgmma\\.mma_async\\.sync\\.aligned\\.m64n%dk16\\." % config.columns[1],
@@ -47,19 +48,20 @@ for index, split, dtype, a_column_major, b_column_major, by_tma in json.loads(sy
     report |= {"in_flight": in_flight, "target": re.search(r"\\.target (\\S+)", ptx)[1],
                "shared": kernel.metadata.shared,
                "expected_shared": config.shared_bytes, "block": [config.block_m, config.block_n, config.block_k],
-               "consumers": config.consumers, "columns": config.columns,
+               "consumers": config.consumers, "short": config.short, "stages": config.stages, "columns": config.columns,
                "threads": int(re.search(r"\\.reqntid (\\d+)", ptx)[1])}
     reports.append(report)
 print(json.dumps(reports))
 """
-# configuration, parts, dtype, A and B column-major, C stored by TMA
+# configuration, parts, dtype, A and B column-major, rows by parity, C stored by TMA
 VARIANTS = [
-    (0, 1, "bf16", False, False, True),
-    (1, 1, "fp16", True, True, True),
-    (10, 8, "fp16", False, True, False),
-    (3, 4, "bf16", True, True, True),
-    (6, 4, "bf16", False, True, True),
-    (12, 6, "fp16", True, False, True),
+    (0, 1, "bf16", False, False, True, True),
+    (1, 1, "fp16", True, True, False, True),
+    (10, 8, "fp16", False, True, False, False),
+    (3, 4, "bf16", True, True, False, True),
+    (6, 4, "bf16", False, True, False, True),
+    (12, 6, "fp16", True, False, False, True),
+    (14, 4, "bf16", False, True, False, True),
 ]
 
 
@@ -84,6 +86,15 @@ def test_the_assembly_does_what_the_header_says(reports, variant):
     report, by_tma = reports[variant], variant[-1]
     consumers, split = report["consumers"], variant[1]
     assert report["target"] == "sm_90a"
+    assert report["LDL"] == report["STL"] == report["HMMA"] == 0  # nothing spills
+    assert report["shared"] <= SHARED_MEMORY
+    if report["short"]:
+        assert report["threads"] == 128 and report["setmaxnreg"] == 0
+        assert report["loads"] == 2 * (report["stages"] + 1)  # of each slot before the first step, and in the loop
+        assert sorted(report["in_flight"]) == [0, 1] and report["HGMMA"] == report["wgmma"] == 4
+        assert report["atomics"] == 2 and report["UTMASTG"] == 1
+        assert report["expected_shared"] <= report["shared"] <= report["expected_shared"] + 1024
+        return
     assert report["threads"] == (consumers + 1) * 128  # the consumers, a producer warp and 3 idle
     assert report["loads"] >= 2 and report["UTMALDG"] == report["loads"]
     assert (report["stores"] > 0) == by_tma and report["UTMASTG"] == report["stores"]
@@ -96,29 +107,29 @@ def test_the_assembly_does_what_the_header_says(reports, variant):
     else:
         assert report["wgmma"] == once and report["wgmma2"] == (once if second else 0)
         assert report["HGMMA"] == report["wgmma"] + report["wgmma2"]
-    assert report["HMMA"] == 0
     # The products of one step stay queued in the loop, none after it.
     assert sorted(report["in_flight"]) == [0] * consumers + [2 if second else 1] * consumers
     assert report["setmaxnreg"] >= 1
     assert report["atomics"] == (2 * consumers if split > 1 else 0)
-    assert report["LDL"] == report["STL"] == 0  # nothing spills
-    assert report["shared"] <= SHARED_MEMORY
     if by_tma:
         assert report["expected_shared"] <= report["shared"] <= report["expected_shared"] + 1024  # and the barriers
 
 
 def test_every_configuration_fits_and_is_whole():
-    from utils.kernels.gemm_gluon import CONFIGS
+    from utils.kernels.gemm_plan import CONFIGS, SHORT_CONFIGS
 
     for config in CONFIGS:
         assert config.shared_bytes <= SHARED_MEMORY - 16 * config.stages
         assert config.rows in (64, 128) and config.block_k * 2 == 128
         pieces = config.block_n // config.piece[1]
         assert pieces % 2 == 0 and pieces * config.piece[1] == config.block_n == sum(config.columns)
+    for config in SHORT_CONFIGS:
+        assert config.consumers == config.pieces == 1 and config.columns[1] == 0  # one warpgroup, C in one piece
+        assert 1 <= config.blocks <= 4 and (config.blocks + 1) * config.shared_bytes > SHARED_MEMORY
 
 
 def test_the_choice_of_tile_fills_the_gpu():
-    from utils.kernels.gemm_gluon import candidates, choose, parts_of
+    from utils.kernels.gemm_plan import candidates, choose, parts_of
 
     large = choose(8192, 8192, 8192, 132)
     assert large.block_m * large.block_n >= 128 * 256
@@ -130,12 +141,13 @@ def test_the_choice_of_tile_fills_the_gpu():
         for config in candidates(m, n, k, 132):
             whole, rest = parts_of(m, n, config, 132)
             tiles = -(-m // config.block_m) * -(-n // config.block_n)
-            assert whole + rest == tiles and (config.split == 1 or 0 < rest < 132) and whole % 132 in (0, tiles % 132)
-            assert config.split == 1 or 2 * config.split <= -(-k // 64)
+            assert whole + rest == tiles and (config.split == 1 or rest > 0)
+            assert config.short or (rest < 132 and whole % 132 in (0, tiles % 132))
+            assert config.split == 1 or 2 * config.split <= -(-k // config.block_k)
 
 
 def test_parts_shorter_than_a_step_are_refused():
-    from utils.kernels.gemm_gluon import CONFIGS, launch
+    from utils.kernels.gemm_launch import CONFIGS, launch
 
     half = torch.zeros(64, 64, dtype=torch.float16)
     properties = type("Properties", (), {"multi_processor_count": 132})
@@ -146,10 +158,10 @@ def test_parts_shorter_than_a_step_are_refused():
 
 
 def test_operands_that_tma_can_copy_and_those_it_cannot():
-    from utils.kernels.gemm_gluon import _operand
+    from utils.kernels.gemm_launch import operand
 
     def described(x):
-        descriptor, column_major = _operand("A", x, [128, 64])
+        descriptor, column_major = operand("A", x, [128, 64])
         return descriptor.shape, descriptor.strides, column_major, descriptor.block_shape
 
     half = lambda *shape: torch.zeros(*shape, dtype=torch.float16)  # noqa: E731
@@ -160,7 +172,7 @@ def test_operands_that_tma_can_copy_and_those_it_cannot():
     assert described(half(33, 1)) == ([1, 33], [40, 1], True, [64, 128])
     for x in (half(10, 33), half(10, 40)[:, 1:], half(10, 80)[:, ::2], half(1, 40).expand(10, 40)):
         with pytest.raises(ValueError, match=r"copies A by TMA.*multiples of 16 bytes; got A \(10, .*gemm_autotuned"):
-            _operand("A", x, [128, 64])
+            operand("A", x, [128, 64])
 
 
 def test_without_a_hopper_gpu_the_kernel_says_so():
@@ -193,18 +205,18 @@ def matrix(rows, columns, dtype, column_major):
 @pytest.mark.parametrize("a_column_major", [False, True])
 @pytest.mark.parametrize("b_column_major", [False, True])
 def test_random_shapes_against_float64(index, a_column_major, b_column_major):
-    from utils.kernels import gemm_gluon
+    from utils.kernels import gemm_launch, gemm_plan
 
     dtype = random.choice(list(ROUNDING))
     fixed = [(1, 8, 8), (1, 1, 1), (128, 256, 64), (129, 257, 65), (127, 248, 2048), (3000, 1032, 520)]
     drawn = [[random.randint(1, limit) for limit in (1500, 1500, 700)] for _ in range(6)]
-    splits = [random.choice(gemm_gluon.SPLITS) for _ in (*fixed, *drawn)]
+    splits = [random.choice(gemm_plan.SPLITS) for _ in (*fixed, *drawn)]
     for split, (m, n, k) in zip(splits, [*fixed, *drawn], strict=True):
-        config = replace(gemm_gluon.CONFIGS[index], split=split if split <= -(-k // 64) else 1)
+        config = replace(gemm_plan.CONFIGS[index], split=split if split <= -(-k // 64) else 1)
         a, b = matrix(m, k, dtype, a_column_major), matrix(k, n, dtype, b_column_major)
-        c = gemm_gluon.gemm(a, b, config)
+        c = gemm_launch.gemm(a, b, config)
         assert_product(c, a, b, f"{config} {m} x {n} x {k} {dtype} A^T {a_column_major} B^T {b_column_major}")
-        assert torch.equal(c, gemm_gluon.gemm(a, b, config)), "not the same bits twice"
+        assert torch.equal(c, gemm_launch.gemm(a, b, config)), "not the same bits twice"
 
 
 @pytest.mark.gpu
@@ -222,13 +234,13 @@ def test_many_tiles_an_sm(size):
 @hopper
 @pytest.mark.parametrize("columns", [256, 203])
 def test_nothing_is_written_outside_of_c(columns):
-    from utils.kernels import gemm_gluon
+    from utils.kernels import gemm_launch, gemm_plan
 
     a, b = matrix(131, 72, torch.float16, False), matrix(72, columns, torch.float16, False)
     zone = torch.full((8192 + 131 * columns + 8192,), 7.0, device="cuda", dtype=torch.float16)
     c = zone[8192:-8192].view(131, columns)
-    for config in gemm_gluon.CONFIGS:
-        gemm_gluon.launch(a, b, c, config)
+    for config in gemm_plan.CONFIGS:
+        gemm_launch.launch(a, b, c, config)
         assert_product(c, a, b, str(config))
         c.fill_(7.0)
         assert (zone == 7.0).all(), config

@@ -134,7 +134,7 @@ def test_a_graph_captures_every_backend(name):
 @pytest.mark.gpu
 @hopper
 def test_products_by_a_kept_launch():
-    from utils.kernels import gemm, gemm_gluon
+    from utils.kernels import gemm, gemm_launch
 
     torch.manual_seed(0)
     for transposed in (False, True):
@@ -145,6 +145,6 @@ def test_products_by_a_kept_launch():
         assert len(gemm._launches) == 1
         assert torch.equal(first, gemm.gemm_warp_specialized(left, right))
         a.normal_()
-        assert torch.equal(gemm.gemm_warp_specialized(left, right), gemm_gluon.gemm(left, right))
+        assert torch.equal(gemm.gemm_warp_specialized(left, right), gemm_launch.gemm(left, right))
         with pytest.raises(ValueError, match="forward only"):
             gemm.gemm_warp_specialized(left.requires_grad_(), right)

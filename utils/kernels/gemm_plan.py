@@ -1,0 +1,221 @@
+"""Which tile, in how many parts, by which of the two Gluon kernels: the GEMM's configurations and the choice between them.
+
+A model of the time, fitted to measured times by `tools.record.gemm_choice`, estimates each configuration that could do a
+product; `choose` takes the first. Nothing here needs Triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+def _ceil(x: int, y: int) -> int:
+    return -(-x // y)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile and pipeline of the kernel, and into how many parts the sums of some tiles are cut."""
+
+    block_m: int
+    block_n: int
+    consumers: int = 2  # warpgroups that multiply, block_m / consumers rows each
+    block_k: int = 64  # 128 bytes of 16-bit elements: one swizzled row of shared memory
+    stages: int = 4  # slots of the ring
+    pieces: int = 4  # column blocks in which columns[0] of C are stored: even, two buffers take turns
+    group_m: int = 8  # rows of tiles that are walked abreast, for the L2
+    split: int = 1  # parts along K of a tile that would leave SMs idle: one of SPLITS
+    short: bool = False  # the kernel of `gemm_short`: a block a tile, several blocks on an SM
+    pairs: bool = False  # a tile has rows of one parity, see `gemm_gluon`: for late rows of a row-major A
+
+    @property
+    def rows(self) -> int:
+        """Rows of a consumer."""
+        return self.block_m // self.consumers
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Columns of the tile as powers of two, which Gluon's tiles must be: (256, 0), or (128, 64) for 192.
+
+        With three consumers ptxas refuses a product of 256 columns at once: its sums alone take 128 registers.
+        """
+        first = 1 << self.block_n.bit_length() - 1
+        first = min(first, 128) if self.consumers == 3 else first
+        return first, self.block_n - first
+
+    @property
+    def piece(self) -> list[int]:
+        """Rows and columns of a piece of C."""
+        return [self.rows, self.columns[0] // self.pieces]
+
+    @property
+    def registers(self) -> int:
+        """Registers of a consumer thread; three consumers and a producer of 32 share the 65536 of an SM."""
+        return 160 if self.consumers == 3 else 232
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory for ring and pieces of C, in bytes; an SM of an H100 or H200 gives a block 232448."""
+        ring = self.stages * (self.block_m + self.block_n) * self.block_k * 2
+        if self.short:  # C goes through the ring's memory when its last slot has been read
+            return max(ring, 2 * self.block_m * self.block_n)
+        return ring + 2 * self.block_m * self.piece[1] * 2
+
+    @property
+    def blocks(self) -> int:
+        """Blocks on an SM, by shared memory: 233472 bytes, of which each block takes 1024 more than it asks for."""
+        return 233472 // (self.shared_bytes + 1024 + 64)
+
+    @property
+    def name(self) -> str:
+        """Name in the records, such as "128x256/4": tile and parts."""
+        kind, rows = "short " if self.short else "", " pairs" if self.pairs else ""
+        return f"{kind}{self.block_m}x{self.block_n}/{self.split}{rows}"
+
+
+# Smaller tiles re-read A and B more often, but give small matrices enough tiles for all SMs. Among tiles that the model
+# holds to be equal the first is taken: 64 x 128 was faster than 128 x 64 wherever both were measured.
+CONFIGS = (
+    Config(128, 256),
+    Config(128, 128, stages=6, pieces=2),
+    Config(256, 128),
+    Config(256, 192, stages=3),
+    Config(128, 192, stages=5),
+    Config(192, 192, consumers=3),
+    Config(192, 256, consumers=3, stages=3),
+    Config(192, 128, consumers=3, stages=5),
+    Config(64, 256, consumers=1, stages=5),
+    Config(64, 128, consumers=1, stages=8, pieces=2),
+    Config(128, 64, stages=8, pieces=2),
+    Config(64, 64, consumers=1, stages=8, pieces=2),
+    Config(64, 96, consumers=1, stages=8),
+)
+SHORT_CONFIGS = (
+    Config(64, 32, consumers=1, pieces=1, stages=4, short=True),
+    Config(64, 64, consumers=1, pieces=1, stages=4, short=True),
+    Config(64, 128, consumers=1, pieces=1, stages=4, short=True),
+    Config(128, 64, consumers=1, pieces=1, stages=4, short=True),
+    Config(128, 128, consumers=1, pieces=1, stages=3, short=True),
+)
+SPLITS = (1, 2, 3, 4, 6, 8, 16)
+
+
+def most_parts(config: Config) -> int:
+    """Return how many parts a tile may have: where tiles are large, many cost more to add up than they gain."""
+    size = config.block_m * config.block_n
+    return 16 if size <= 8192 else 8 if size == 16384 else 4
+
+
+def parts_of(m: int, n: int, config: Config, sms: int) -> tuple[int, int]:
+    """Return how many tiles are computed whole, and how many in parts.
+
+    Those that would not fill a round of all SMs are; the short kernel, which is for few tiles, cuts all or none.
+    """
+    tiles = (2 * _ceil(m // 2, config.block_m) if config.pairs else _ceil(m, config.block_m)) * _ceil(n, config.block_n)
+    rest = 0 if config.split == 1 else tiles if config.short else tiles % sms
+    return tiles - rest, rest
+
+
+def candidates(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0)) -> list[Config]:
+    """Return the configurations that can do a product: each tile whole, and in parts of two steps at least.
+
+    Where A is late along K (see `estimate`), also with rows by parity.
+    """
+    found = []
+    for config in (*CONFIGS, *SHORT_CONFIGS):
+        found.append(config)
+        if not parts_of(m, n, replace(config, split=2), sms)[1]:
+            continue  # every round is full
+        steps = _ceil(k, config.block_k)
+        most = min(most_parts(config), steps // 2)
+        found += [replace(config, split=split) for split in SPLITS if 1 < split <= most]
+    if late[0] == 1 and m % 2 == 0 and n % 8 == 0:
+        found += [replace(config, pairs=True) for config in found]
+    return found
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Constants of a model of the kernels' time, in microseconds; fitted by `tools.record.gemm_choice`."""
+
+    product: float = 0.661  # of 2**21 multiplications on one SM: 128 x 256 x 64
+    bytes: float = 0.011  # of a KB of A and B that each SM reads, where all read at once
+    port: float = 0.0066  # of a KB that an SM reads, where few do
+    late: float = 1.89  # how many times a byte of A or B counts whose rows are late and lie along K
+    late_across: float = 1.87  # and where they lie along M or N
+    wait: float = 0.544  # from asking for a slot's bytes to reading them; a block waits for `stages` slots at once
+    tile: float = 0.618  # of a tile's start and end
+    store: float = 0.0317  # of a KB of C
+    part: float = 1.42  # of leaving a part's sums and counting
+    add: float = 0.0217  # of a KB of sums that the last part reads
+    traffic: float = 0.241  # of a MB of sums that all parts write and read
+    launch: float = 2.78
+    short_launch: float = 2.03  # of the short kernel
+    short_tile: float = 0.568  # of a block of the short kernel, as many as share an SM at once
+    short_part: float = 0.974  # of a part there
+    short_add: float = 0.0292  # of a KB of sums that the last part reads there
+
+
+COST = Cost()
+
+
+def estimate(
+    m: int, n: int, k: int, config: Config, sms: int, late: tuple[int, int] = (0, 0), cost: Cost | None = None
+) -> float:
+    """Estimate the time of a product in microseconds, for a choice between configurations.
+
+    A step takes as long as its products, its bytes, or the wait for a slot, whichever is longest; a little longer where
+    they are alike.
+
+    Args:
+        m: rows of C.
+        n: columns of C.
+        k: terms of the sums.
+        config: tile and parts.
+        sms: multiprocessors.
+        late: for A and for B, whether rows (columns, where column-major) start at odd multiples of 16 bytes: 0 if they do
+            not, 1 if they do and lie along K, 2 if they do and lie along M or N.
+        cost: the constants; None for COST.
+    """
+    cost = cost or COST
+    steps = _ceil(k, config.block_k)
+    whole, rest = parts_of(m, n, config, sms)
+    if config.short:
+        blocks = _ceil(whole + rest * config.split, sms)  # of the busiest SM
+        together = min(blocks, config.blocks)
+        rounds = blocks / together
+        all_steps = rounds * _ceil(steps, config.split)
+        time, tile = cost.short_launch, cost.short_tile
+        time += cost.short_part + cost.short_add * config.rows * config.block_n * config.split / 256 if rest else 0.0
+    else:
+        together, rounds = 1, float(_ceil(whole, sms))
+        all_steps = rounds * steps
+        time, tile = cost.launch, cost.tile
+        if rest:
+            extra = _ceil(rest * config.split, sms)
+            rounds += extra
+            all_steps += extra * _ceil(steps, config.split)
+            time += cost.part * extra
+            time += cost.add * config.rows * config.block_n * config.split / 256
+    if rest:
+        time += cost.traffic * rest * config.split * config.block_m * config.block_n / 2**18
+    kb, factors = 0.0, (1.0, cost.late, cost.late_across)
+    # TMA reads nothing outside of A and B: of tiles over the edge only what is inside counts.
+    inside = (m / _ceil(m, config.block_m), n / _ceil(n, config.block_n))
+    late_bytes = (0 if config.pairs else late[0], late[1])
+    for rows, kind in zip(inside, late_bytes, strict=True):
+        kb += rows * config.block_k / 512 * factors[kind]
+    product = cost.product * config.block_m * config.block_n * config.block_k / 2**21
+    active = min(whole + rest * config.split, sms) / sms
+    port = max(cost.port, cost.bytes * active)
+    limits = (together * product, together * port * kb, cost.wait / config.stages)
+    step = sum(limit**6 for limit in limits) ** (1 / 6)
+    return time + all_steps * step + rounds * (tile + together * cost.store * config.block_m * config.block_n / 512)
+
+
+def choose(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0)) -> Config:
+    """Return the configuration with the shortest estimated time; the arguments are those of `estimate`.
+
+    Rows by parity are not chosen: no time of them is measured yet.
+    """
+    return min(candidates(m, n, k, sms), key=lambda config: estimate(m, n, k, config, sms, late))
