@@ -100,7 +100,7 @@ def test_more_tiles_than_can_be_numbered_are_not_dealt():
 def test_plans_fit_the_machine():
     for step in STEPS:
         for head_dim, variant in itertools.product(
-            (8, 64, 72, 128, 136, 256), ("", "short", "ahead", "ahead of three")
+            (8, 64, 72, 128, 136, 256), ("", "few", "short", "ahead", "ahead of three")
         ):
             plan = plan_for(step, head_dim, variant)
             assert plan.block_d == block_head_dim(head_dim) >= head_dim

@@ -36,6 +36,19 @@ def multicast_copy(in_desc, out_desc, BYTES: gl.constexpr, INIT_VISIBLE: gl.cons
 
 
 @gluon.jit
+def copy_rows(in_desc, out_desc, first, place, BYTES: gl.constexpr):
+    """Rows of a matrix from `first` on, to the rows from `place` on of another."""
+    smem = gl.allocate_shared_memory(in_desc.dtype, in_desc.block_type.shape, in_desc.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, BYTES)
+    tma.async_load(in_desc, [first, 0], bar, smem)
+    mbarrier.wait(bar, 0)
+    tma.async_store(out_desc, [place, 0], smem)
+    tma.store_wait(0)
+
+
+@gluon.jit
 def cluster_matmul(
     a_desc,
     b_desc,

@@ -38,6 +38,24 @@ def described(x: torch.Tensor, block: list[int], cga_layout=()):
     return TensorDescriptor.from_tensor(x, block, layout)
 
 
+# ---- boxes over the edge -----------------------------------------------------------------------------------------
+
+
+def test_tma_reads_before_a_tensor_but_does_not_write_there():
+    """On a GPU a box that is read is filled up with zeros; a store to a negative coordinate is an illegal instruction."""
+    x, y = torch.randn(64, 64).half(), torch.zeros(64, 64).half()
+    block = [64, 64]
+    with gluon_cpu.simulate():
+        kernels.copy_rows[(1,)](described(x, block), described(y, block), -24, 0, 8192)
+    assert (y[:24] == 0).all() and torch.equal(y[24:], x[:40])
+    with gluon_cpu.simulate():
+        kernels.copy_rows[(1,)](described(x, block), described(y, block), 0, 40, 8192)
+    assert torch.equal(y[40:], x[:24])
+    words = r"store to the coordinates \[-24, 0\].*illegal instruction"
+    with pytest.raises(gluon_cpu.GlobalMemoryError, match=words), gluon_cpu.simulate():
+        kernels.copy_rows[(1,)](described(x, block), described(y, block), 0, -24, 8192)
+
+
 # ---- clusters ----------------------------------------------------------------------------------------------------
 
 

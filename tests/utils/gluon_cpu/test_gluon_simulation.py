@@ -333,3 +333,42 @@ def test_a_tiles_end_beside_the_next_ones_start(head_dim, sk, programs, variant,
         assert run.ok and (out.double() - attention(q, k, v, False, 0)).abs().max() < 0.02
         expected = torch.logsumexp(q.double() @ k.double().mT * head_dim**-0.5, -1)
         assert (lse - expected).abs().max() < 1e-3
+
+
+@pytest.mark.skipif(importlib.util.find_spec("utils.attention") is None, reason="no attention kernels here")
+@pytest.mark.parametrize(
+    ("shape", "causal", "window", "variant", "parts"),
+    [
+        ((1, 2, 1, 70, 300, 64), True, 0, "few", 2),
+        ((1, 2, 2, 130, 389, 128), True, 0, "", 3),
+        ((1, 1, 1, 60, 520, 256), False, 0, "", 4),
+        pytest.param((1, 2, 1, 100, 640, 56), False, 100, "few", 4, marks=pytest.mark.slow),
+        ((1, 1, 1, 150, 161, 256), True, 0, "", 1),
+        pytest.param((1, 2, 1, 200, 231, 64), True, 0, "short", 1, marks=pytest.mark.slow),
+        pytest.param((1, 2, 1, 200, 231, 64), True, 0, "", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_shared_tiles_and_tiles_that_begin_before_the_first_query(shape, causal, window, variant, parts, monkeypatch):
+    """Step 5 where programs share the keys of a tile, and where Sk - Sq is no multiple of 64; the same bits twice."""
+    launch = importlib.import_module(LADDER)
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 64 if parts > 1 else 1)
+    monkeypatch.setattr(launch, "variant_for", lambda *given: variant)
+    monkeypatch.setattr(launch.step_module(5), "parts_for", lambda *given: parts)
+    torch.manual_seed(shape[4])
+    batch, heads, kv_heads, sq, sk, head_dim = shape
+    q, k, v = (torch.randn(batch, h, s, head_dim).bfloat16() for h, s in ((heads, sq), (kv_heads, sk), (kv_heads, sk)))
+    found = []
+    for seed in (1, 2):
+        out, lse = torch.full_like(q, float("nan")), torch.full((batch, heads, sq), float("nan"))
+        with gluon_cpu.simulate(seed=seed) as run:
+            launch._launch(5, q, k, v, out, lse, causal, head_dim**-0.5 * math.log2(math.e), window, True)
+        assert run.ok
+        found.append((out, lse))
+    (out, lse), (again, lse_again) = found
+    assert torch.equal(out, again) and torch.equal(lse, lse_again)
+    assert (out.double() - attention(q, k, v, causal, window)).abs().max() < 0.02
+    if not window:
+        scores = q.double() @ k.double().repeat_interleave(heads // kv_heads, 1).mT * head_dim**-0.5
+        hidden = torch.arange(sk) > torch.arange(sq)[:, None] + sk - sq
+        expected = torch.logsumexp(scores.masked_fill(hidden & causal, float("-inf")), -1)
+        assert (lse - expected).abs().max() < 1e-3
