@@ -26,7 +26,12 @@ STEP_5 = [
     {"step": 5, "head_dim": 128, "flags": {"variant": "ahead", "lse": True, "tail": True}},
     {"step": 5, "head_dim": 128, "flags": {"window": True, "lse": True, "tail": True}},
     {"step": 5, "head_dim": 256, "flags": {"causal": True, "lse": True}},
-    {"step": 5, "head_dim": 256, "flags": {"parts": True, "lse": True}},
+    {
+        "step": 5,
+        "head_dim": 64,
+        "flags": {"causal": True, "variant": "few", "parts": True, "offset": True, "lse": True},
+    },
+    {"step": 5, "head_dim": 128, "flags": {"parts": True, "lse": True}},
 ]
 
 
