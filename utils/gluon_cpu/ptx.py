@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import torch
 from triton.experimental.gluon import language as gl
 
@@ -28,8 +29,8 @@ _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     """Run `gl.inline_asm_elementwise` if its text is known.
 
-    A wait for products, a broadcast from lane 0, a scalar plus zero, a product, four e4m3 numbers as fp16, four words
-    exchanged by four threads; a prefetch, a wait until TMA has written to global memory, a fence before TMA's accesses
+    A wait for products, a broadcast from lane 0, a scalar plus zero, a product, a mask by columns, four e4m3 numbers as fp16,
+    four words exchanged by four threads; a prefetch, a wait until TMA has written to global memory, a fence before TMA's accesses
     to it; and what lets a launch begin before the last one has ended, which says nothing here, where launches run one
     after another.
     """
@@ -57,6 +58,12 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return args[0]
     if len(args) == 2 and text == _product_text(pack):
         return args[0] * args[1]
+    if len(args) in (2, 3) and text == _kept_text(pack, len(args) == 3):
+        columns = np.arange(args[0].data.shape[-1])
+        kept = columns < args[1].data
+        if len(args) == 3:
+            kept &= columns >= args[2].data
+        return Tensor(np.where(kept, args[0].data, np.float32("-inf")), gl.float32, args[0].layout)
     if text == _E4M3_TO_FP16 and pack == 4 and args[0].dtype.name == "uint8":
         return Tensor(_E4M3[args[0].data], gl.float16, args[0].layout)
     if text == _EXCHANGE and pack == 4 and tuple(args[0].data.shape[-2:]) == (4, 4):
@@ -92,3 +99,20 @@ def _product_text(n: int) -> str:
         f"{{ .reg .pred p, q; setp.neu.f32 p, ${2 * n}, 0f3F800000; setp.neu.f32 q, ${2 * n + 2}, 0f3F800000; "
         f"or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; @!p bra done; {products} done: }}"
     )
+
+
+def _kept_text(n: int, both: bool) -> str:
+    """The text that keeps of n registers those whose column is below a limit, and with `both` not below another.
+
+    Registers and limits lie as in `_product_text`; a thread has two neighbouring columns of every eight.
+    """
+    text = "{ .reg .pred p; .reg .b32 c, first, last; mov.u32 c, %laneid; and.b32 c, c, 3; shl.b32 c, c, 1;"
+    for row in (0, 2):
+        text += f" sub.s32 last, ${2 * n + row}, c;" + (f" sub.s32 first, ${3 * n + row}, c;" if both else "")
+        for register in range(row, n, 4):
+            for i in (register, register + 1):
+                column = i // 4 * 8 + i % 2
+                text += f" setp.gt.s32 p, last, {column};"
+                text += f" setp.le.and.s32 p, first, {column}, p;" if both else ""
+                text += f" selp.f32 ${i}, ${i}, 0fFF800000, p;"
+    return text + " }"

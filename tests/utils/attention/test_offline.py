@@ -32,6 +32,7 @@ STEP_5 = [
         "flags": {"causal": True, "variant": "few", "parts": True, "offset": True, "lse": True},
     },
     {"step": 5, "head_dim": 128, "flags": {"parts": True, "lse": True}},
+    {"step": 5, "head_dim": 256, "flags": {"variant": "one", "parts": True, "lse": True}},
 ]
 
 

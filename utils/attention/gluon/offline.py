@@ -12,7 +12,7 @@ import argparse
 import re
 
 from utils.attention.gluon.launch import kernel_of
-from utils.attention.gluon.plan import BLOCK_M, STEPS, Case, Plan, plan_for, tail_as_window
+from utils.attention.gluon.plan import BLOCK_M, STEPS, Case, Plan, plan_for
 from utils.kernels.offline import Assembly, compile_gluon, read_assembly
 
 
@@ -49,8 +49,6 @@ def compile_step(
 
     plan = plan or plan_for(step, head_dim, variant)
     kernel = kernel_of(step)
-    stands_for_tail = step == 5 and tail_as_window(plan, causal, window, tail)
-    window = window or stands_for_tail
     constants = dict(
         HEAD_DIM=head_dim,
         BLOCK_M=BLOCK_M,
@@ -63,9 +61,7 @@ def compile_step(
         STAGES=plan.stages,
         REGISTERS=plan.registers,
         PLAN=plan,
-        CASE=Case(
-            causal, window, tail, lse, dealt=causal and not window and not parts, tail_only=stands_for_tail, parts=parts
-        ),
+        CASE=Case(causal, window, tail, lse, dealt=causal and not window and not parts, parts=parts, together=parts),
     )
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     tile = {"q_desc": BLOCK_M, "o_desc": BLOCK_M, "k_desc": plan.block_n, "v_desc": plan.block_n}
@@ -99,7 +95,7 @@ def main() -> None:
     parser.add_argument("step", type=int, choices=STEPS)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
-    parser.add_argument("--variant", choices=("", "few", "short", "ahead", "ahead of three"), default="")
+    parser.add_argument("--variant", choices=("", "one", "few", "short", "ahead", "ahead of three"), default="")
     for flag in ("causal", "window", "tail", "lse", "parts", "offset"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--sass", action="store_true", help="print the disassembly")

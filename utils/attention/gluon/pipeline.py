@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from utils.attention.gluon.parts import Parts
-from utils.attention.gluon.shared import aggregate, key_blocks, mask_by_last_key, mask_scores, tma_load, uniform
+from utils.attention.gluon.shared import aggregate, keep_columns, key_blocks, tma_load, uniform
 
 
 @aggregate
@@ -231,12 +231,15 @@ class Work:
 
     @gluon.jit
     def mask(self, s, block, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
-        """The scores of a block, minus infinity where a row may not look."""
-        layout: gl.constexpr = s.type.layout
-        if self.PLAN.own_keys:
-            return mask_by_last_key(s, block.row, block.key, self.sq, self.sk, self.window, layout, CAUSAL, WINDOW)
-        else:
-            return mask_scores(s, block.row, block.key, self.sq, self.sk, self.window, layout, CAUSAL, WINDOW)
+        """The scores of a block, minus infinity where a row may not look, or where there is no key."""
+        rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+        positions = block.row + (self.sk - self.sq) + gl.arange(0, s.shape[0], rows)
+        behind = gl.full([s.shape[0]], self.sk, gl.int32, rows)
+        if CAUSAL:
+            behind = gl.minimum(behind, positions + 1)
+        elif WINDOW:
+            behind = gl.minimum(behind, positions + self.window)
+        return keep_columns(s, positions - self.window + 1 - block.key, behind - block.key, WINDOW)
 
 
 @aggregate

@@ -54,9 +54,9 @@ class Case:
     """What an attention needs of step 5's kernel: a kernel is compiled for each.
 
     tail: the keys are no multiple of a block. lse: the log-sum-exp is stored. dealt: the host deals out the tiles
-    (`deal_causal_tiles`). tail_only: the window stands for the tail (`tail_as_window`), and only the first block, which holds
-    the last keys, needs a mask. parts: programs share the keys of a tile (`parts_for`). offset: a head's first tile begins
-    before its first query (`row_offset`).
+    (`deal_causal_tiles`). parts: programs share the keys of a tile (`parts_for`).
+    together: and add the parts up together (`parts.py`). offset: a head's first tile begins before its
+    first query (`row_offset`).
     """
 
     causal: bool = False
@@ -64,8 +64,8 @@ class Case:
     tail: bool = False
     lse: bool = False
     dealt: bool = False
-    tail_only: bool = False
     parts: bool = False
+    together: bool = False
     offset: bool = False
 
 
@@ -78,6 +78,9 @@ _STEP_5 = {
     (64, "few"): Plan(64, 128, 2, 3, 240, halves=True, own_keys=True),
     (128, ""): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True),
     (128, "ahead"): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2),
+    (64, "one"): Plan(64, 128, 1, 4, 240, halves=True),
+    (128, "one"): Plan(128, 128, 1, 2, 240, v_extra=1, halves=True),
+    (256, "one"): Plan(256, 64, 1, 2, 240, v_extra=1, halves=True, o_in_q=True),
     (256, ""): Plan(256, 64, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, own_keys=True),
 }
 
@@ -111,16 +114,22 @@ def variant_for(
 
     window: 0 for none. heads: of all sequences. programs: multiprocessors.
 
-    "few": smaller tiles and more registers, where there are few tiles or many masks. "short": few causal keys, so that
+    "one": one consumer, where even tiles of 64 rows are fewer than programs. "few": smaller tiles and more registers, where there
+    are few tiles or many masks. "short": few causal keys, so that
     tiles end soon after they begin. "ahead" and, with three consumers, "ahead of three": full attention, where one tile's end overlaps
     the next tile's start. "": any other.
     """
     d = block_head_dim(head_dim)
-    whole, few = _STEP_5[d, ""], _STEP_5.get((d, "few"))
-    if -(-sq // (few or whole).rows) * heads <= programs:
-        return (
-            "few" if few else ""
-        )  # a program has one tile, or a part of one: the next one's start cannot be overlapped
+    whole, few, one = (_STEP_5.get((d, name)) for name in ("", "few", "one"))
+    assert whole and one
+    if (
+        -(-sq // (few or whole).rows) * heads <= programs
+    ):  # a program has one tile, or a part of one: none to overlap with
+        if -(-sq // one.rows) * heads <= programs:
+            times = (shared_time(plan, sq, sk, heads, causal, window, programs)[0] for plan in (one, few or whole))
+            if next(times) < next(times):
+                return "one"
+        return "few" if few else ""
     if window:
         return "few" if few and _masks_rule(whole, few, sq, sk, heads, causal, window, programs) else ""
     if causal:
@@ -130,22 +139,23 @@ def variant_for(
         return ""
     if d == 128:
         return "ahead"
-    # The other plan has 192 rows, not 128: a block of keys costs a round of it 4/3 as much, and a tile's start and end about
-    # one block. Where keys are no multiple of a block, a launch of it was 12 to 25 us slower than that, with few rounds as
-    # with many: 18 us are 48 thirds of a block. Why is not known (docs/attention-log.md, entry 23).
+    # The other plan has 192 rows, not 128: a round of it takes 4/3 as long for each block of keys, and for a tile's start and
+    # end, which nothing overlaps there, 2.7 blocks, not 2 (docs/attention-log.md, entry 31).
     ahead, other = (-(-(-(-sq // p.rows) * heads) // programs) for p in (plan, _STEP_5[d, ""]))
-    blocks = -(-sk // plan.block_n) + 1
-    if 3 * ahead * blocks <= 4 * other * blocks + (48 if sk % plan.block_n else 0):
+    blocks = -(-sk // plan.block_n)
+    if 3 * ahead * (blocks + 2) <= 4 * other * (blocks + 2.7):
         return "ahead"
-    # Where a tail is masked "ahead of three" was no faster, and with the log-sum-exp ptxas spills 48 bytes of it
-    # (docs/attention-log.md, entries 27 and 29).
+    # With the log-sum-exp ptxas spills 48 bytes of "ahead of three" (docs/attention-log.md, entries 27 and 29).
     return "" if lse or sk % plan.block_n else "ahead of three"
 
 
-MOST_PARTS = 4  # of a tile
-# What programs pay for sharing a tile, in its blocks of keys: for counting, and for each part that the last one adds up.
-# Measured on an H200 (docs/attention-log.md, entry 30): an SM reads about 46 KB in a microsecond.
-_SHARING = {64: (1.3, 1.0), 128: (1.0, 1.6), 256: (1.1, 3.4)}
+MOST_PARTS = 8  # of a tile
+# The time of a block of keys with one consumer, beside that with two.
+_ONE_CONSUMER = 0.65
+# What programs pay for sharing a tile, in blocks of keys of two consumers: for leaving their parts, for waiting, and for adding up
+# their share of the rows, whose bytes do not depend on the number of parts. By tile width: one consumer, two
+# (docs/attention-log.md, entry 31).
+_SHARING = {64: (3.0, 3.0), 128: (4.0, 4.0), 256: (4.5, 7.0)}
 
 
 def visible(plan: Plan, sk: int, causal: bool, window: int) -> int:
@@ -156,15 +166,22 @@ def visible(plan: Plan, sk: int, causal: bool, window: int) -> int:
     return blocks
 
 
+def shared_time(
+    plan: Plan, sq: int, sk: int, heads: int, causal: bool, window: int, programs: int
+) -> tuple[float, int]:
+    """Return the time of a program that has one tile or shares it, in blocks of keys, and how many programs should share it."""
+    tiles, blocks = -(-sq // plan.rows) * heads, visible(plan, sk, causal, window)
+    most = 1 if plan.q_slots > 1 or plan.consumers > 2 else min(programs // tiles, blocks, MOST_PARTS)
+    block = _ONE_CONSUMER if plan.consumers == 1 else 1.0
+    times = [(block * blocks, 1)]
+    sharing = _SHARING[plan.block_d][plan.consumers > 1]
+    times += [(block * -(-blocks // parts) + sharing, parts) for parts in range(2, most + 1)]
+    return min(times)
+
+
 def parts_for(plan: Plan, sq: int, sk: int, heads: int, causal: bool, window: int, programs: int) -> int:
     """Return how many programs share the keys of a tile: more than one where there are more programs than tiles."""
-    tiles = -(-sq // plan.rows) * heads
-    if plan.q_slots > 1 or plan.consumers > 2 or 2 * tiles > programs:
-        return 1
-    blocks, (counting, adding) = visible(plan, sk, causal, window), _SHARING[plan.block_d]
-    found = range(2, min(programs // tiles, blocks, MOST_PARTS) + 1)
-    costs = {1: float(blocks)} | {parts: -(-blocks // parts) + counting + adding * parts for parts in found}
-    return min(costs, key=costs.__getitem__)
+    return shared_time(plan, sq, sk, heads, causal, window, programs)[1]
 
 
 def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
@@ -181,11 +198,6 @@ def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
     raise ValueError(f"The ladder has the steps 1 to 5; got step {step!r}.")
 
 
-def tail_as_window(plan: Plan, causal: bool, window: bool, tail: bool) -> bool:
-    """Tell whether step 5 masks the last keys as an endless window: at 160 registers ptxas spills the tail mask."""
-    return tail and not causal and not window and plan.consumers == 3 and plan.q_slots == 1
-
-
 def row_offset(plan: Plan, causal: bool, window: bool, shift: int) -> int:
     """Return how many rows before the first query the tiles of step 5 begin. shift: Sk - Sq.
 
@@ -199,11 +211,12 @@ def row_offset(plan: Plan, causal: bool, window: bool, shift: int) -> int:
 _L2_BYTES = 32 << 20
 # What a tile costs beyond its key blocks, in key blocks: first scores, last product, storing.
 _TILE_OVERHEAD = 1.5
+_TILE_OVERHEADS = (1.5, 2.5, 4.0)  # as much as it may be, by head dimension and shape
 _MOST_TILES = 1 << 16
 
 
 # More tiles than this for each program are dealt well enough longest first, without a search.
-_SEARCHED = 8
+_SEARCHED = 5
 
 
 def causal_blocks(sq: int, sk: int, rows: int, block_n: int, offset: int) -> list[int]:
@@ -241,8 +254,25 @@ def _first_fit(tiles: list[tuple[float, int]], loads: list[float], limit: float)
 def _searched(tiles: list[tuple[float, int]], loads: list[float]) -> list[int]:
     """Deal out tiles, longest first, so that the busiest program ends early (MULTIFIT: first fit under a limit that shrinks).
 
-    With three or four tiles for each program this ends up to 12% sooner than giving each to the least loaded.
+    With three or four tiles for each program this ends up to 12% sooner than giving each to the least loaded. But it may give
+    one program many short tiles, and what a tile costs beyond its blocks is not known well: of several ways that is taken
+    which is best at the worst of _TILE_OVERHEADS.
     """
+
+    def makespan(found: list[int], extra: float) -> float:
+        after = loads.copy()
+        for (cost, _), program in zip(tiles, found, strict=True):
+            after[program] += cost + extra
+        return max(after) / sum(after)
+
+    ways = [_longest_first(tiles, loads.copy())]
+    extras = [overhead - _TILE_OVERHEAD for overhead in _TILE_OVERHEADS]
+    ways += [_multifit([(cost + extra, tile) for cost, tile in tiles], loads) for extra in extras]
+    return min(ways, key=lambda found: max(makespan(found, extra) for extra in extras))
+
+
+def _multifit(tiles: list[tuple[float, int]], loads: list[float]) -> list[int]:
+    """Deal out tiles by first fit, under the smallest limit under which they fit."""
     after = loads.copy()
     found = _longest_first(tiles, after)
     high, low = max(after), max(max(loads), (sum(loads) + sum(cost for cost, _ in tiles)) / len(loads))

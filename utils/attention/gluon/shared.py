@@ -94,24 +94,6 @@ def mask_scores(s, row, key, sq, sk, window, layout: gl.constexpr, CAUSAL: gl.co
 
 
 @gluon.jit
-def mask_by_last_key(s, row, key, sq, sk, window, layout: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
-    """Mask as `mask_scores`, with fewer comparisons: where registers are short, ptxas schedules the rest better."""
-    rows: gl.constexpr = gl.SliceLayout(1, layout)
-    positions = row + (sk - sq) + gl.arange(0, s.shape[0], rows)
-    keys = key + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))[None, :]
-    # The last key of each row first: one comparison for each score, not one for each bound.
-    last = gl.full([s.shape[0]], sk - 1, gl.int32, rows)
-    if CAUSAL:
-        last = gl.minimum(last, positions)
-    elif WINDOW:
-        last = gl.minimum(last, positions + window - 1)
-    keep = keys <= last[:, None]
-    if WINDOW:
-        keep = keep & (keys > (positions - window)[:, None])
-    return gl.where(keep, s, MINUS_INF)
-
-
-@gluon.jit
 def online_softmax(s, m, total, c):
     """One block of the online softmax: probabilities, and the new maximum, sum and rescale factor of each row."""
     top = gl.maximum(m, gl.max(s, 1))
@@ -202,5 +184,49 @@ def rescale(o, factor):
         [o, factor],
         dtype=gl.float32,
         is_pure=False,
+        pack=registers,
+    )
+
+
+@gluon.constexpr_function
+def _keep_asm(n, both):
+    # Thread l of a quad holds the columns 2 l and 2 l + 1 of each group of eight: two registers of row r, two of row r + 8.
+    # $n and $(n + 2): the first column of each row that is masked; with `both`, $2n and $(2n + 2): the first that is kept.
+    lines = ["{", ".reg .pred p;", ".reg .b32 c, first, last;"]
+    lines += ["mov.u32 c, %laneid;", "and.b32 c, c, 3;", "shl.b32 c, c, 1;"]
+    for row in (0, 2):
+        limits = [("last", 2 * n + row)] + ([("first", 3 * n + row)] if both else [])
+        lines += [f"sub.s32 {name}, ${operand}, c;" for name, operand in limits]
+        for i in range(n):
+            if i % 4 // 2 == row // 2:
+                column = 8 * (i // 4) + i % 2
+                lines.append(f"setp.gt.s32 p, last, {column};")
+                lines += [f"setp.le.and.s32 p, first, {column}, p;"] if both else []
+                lines.append(f"selp.f32 ${i}, ${i}, 0fFF800000, p;")
+    return " ".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def _keep_constraints(n, both):
+    return _in_place(n) + ",r" * n * (2 if both else 1)
+
+
+@gluon.jit
+def keep_columns(s, first, behind, BOTH: gl.constexpr):
+    """Replace scores [64, N] by minus infinity but for the columns first <= j < behind of each row; without BOTH, j < behind.
+
+    Written as comparisons of tensors, ptxas makes the comparisons before the scores are there, keeps their results in
+    registers and compares again: five instructions for a score. Here it is a comparison with a constant, and a selection.
+    """
+    registers: gl.constexpr = s.shape[1] // 2
+    columns = [s, gl.broadcast(behind[:, None], s)[0]]
+    if BOTH:
+        columns = [s, gl.broadcast(behind[:, None], s)[0], gl.broadcast(first[:, None], s)[0]]
+    return gl.inline_asm_elementwise(
+        _keep_asm(registers, BOTH),
+        _keep_constraints(registers, BOTH),
+        columns,
+        dtype=gl.float32,
+        is_pure=True,
         pack=registers,
     )

@@ -1,7 +1,7 @@
 """Step 5, the fastest: products overlapped with softmax, a persistent grid. FlashAttention forward for Hopper.
 
 One block stays on each SM and walks over tiles of query rows. Its producer warp loads Q, K and V by TMA, running
-ahead as far as the rings of shared memory allow, into the next tile too. Two to four consumer warpgroups own 64 rows
+ahead as far as the rings of shared memory allow, into the next tile too. One to four consumer warpgroups own 64 rows
 each. A consumer hands Q K(i) to the tensor cores and P V(i-1) behind it, waits for the scores only, and computes their
 softmax while P V(i-1) is still running; scores, probabilities and output never leave its registers. Keys are walked
 from the last block to the first, so the masked blocks of a causal tile come first.
@@ -14,10 +14,11 @@ from the last block to the first, so the masked blocks of a causal tile come fir
     halves        rows r and r+8 of a warp as two softmaxes    no               yes              yes
     own_keys      each consumer starts at its own last block   yes              no               yes
 
-Four variants (`plan.variant_for`). "few", head dim 64 with few tiles or many masks: 2 consumers, 240 registers. "short", few
-causal keys at head dim 64: 4 consumers, 64 keys, 4 slots, 112 registers. "ahead", full attention at head dim 64 and 128
-(`consumer_ahead`): 2 consumers, two tiles of Q, and a tile's end beside the next one's start. "ahead of three", the same
-with 3 consumers, is for whole blocks of keys. Where tiles are fewer than multiprocessors, programs share them (`parts.py`).
+Five variants (`plan.variant_for`). "one", very few tiles: 1 consumer. "few", head dim 64 with few tiles or many masks: 2 consumers,
+240 registers. "short", few causal keys at head dim 64: 4 consumers, 64 keys, 4 slots, 112 registers. "ahead", full attention at
+head dim 64 and 128 (`consumer_ahead`): 2 consumers, two tiles of Q, and a tile's end beside the next one's start. "ahead of
+three", the same with 3 consumers, is for whole blocks of keys. Where tiles are fewer than multiprocessors, programs share
+them (`parts.py`).
 
 The checklist of warp-specialized attention, for Hopper:
 - Pipeline: a TMA producer; in each consumer Q K, softmax and P V, a block apart from each other. V's slot is released
@@ -53,9 +54,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
 
 from utils.attention.gluon.arguments import Arguments, unused
-from utils.attention.gluon.parts import Parts
+from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring
-from utils.attention.gluon.plan import Case, Plan, deal_causal_tiles, parts_for, row_offset, tail_as_window
+from utils.attention.gluon.plan import Case, Plan, deal_causal_tiles, parts_for, row_offset
 from utils.attention.gluon.shared import (
     accumulator,
     clean_blocks,
@@ -139,7 +140,8 @@ def first_block(work, block, q, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TAIL
     work.k.release(block.number)
     if MASKED:
         s = work.mask(s, block, CAUSAL, WINDOW)
-    p, state = first_softmax(s, work.c, q.dtype, PLAN.halves, MASKED)
+    # Of a tail each row sees a key at least: no maximum is minus infinity.
+    p, state = first_softmax(s, work.c, q.dtype, PLAN.halves, CAUSAL or WINDOW)
     return gl.convert_layout(p, left_operand(PLAN.block_d)), state
 
 
@@ -178,14 +180,14 @@ def finish_block(
         s0, s1 = split_rows(s)
         top0 = gl.maximum(upper.maximum, gl.max(s0, 2))
         top1 = gl.maximum(lower.maximum, gl.max(s1, 2))
-        p0, upper = half_softmax(s0, upper, top0, work.c, dtype, MASKED)
+        p0, upper = half_softmax(s0, upper, top0, work.c, dtype, CAUSAL or WINDOW)
         work.k.wait_full(block.number + 1, pred=more)
         o = wait_products(pv, 0, PLAN.block_d)
         work.v.release(block.number - 1)
-        p1, lower = half_softmax(s1, lower, top1, work.c, dtype, MASKED)
+        p1, lower = half_softmax(s1, lower, top1, work.c, dtype, CAUSAL or WINDOW)
         return o, gl.convert_layout(join_rows(p0, p1), left_operand(PLAN.block_d)), (upper, lower)
     else:
-        p, rows = whole_softmax(s, state[0], work.c, dtype, MASKED)
+        p, rows = whole_softmax(s, state[0], work.c, dtype, CAUSAL or WINDOW)
         work.k.wait_full(block.number + 1, pred=more)
         o = wait_products(pv, 0, PLAN.block_d)
         work.v.release(block.number - 1)
@@ -244,6 +246,20 @@ def store_tile(work, out, flat, row, tile, o):
 
 
 @gluon.jit
+def store_rows(work, out, lse_ptr, flat, row, o, lse):
+    """Store rows that threads hold as `parts.piece_layout` says, from row number `row` on, and their log-sum-exp."""
+    out_ptr, head_dim = out[1], out[2]
+    layout: gl.constexpr = o.type.layout
+    rows = row + gl.arange(0, o.shape[0], gl.SliceLayout(1, layout))
+    d = gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))[None, :]
+    exists = (rows >= 0) & (rows < work.sq)
+    place = (flat.to(gl.int64) * work.sq + rows[:, None]) * head_dim + d
+    gl.store(out_ptr + place, o.to(out_ptr.dtype.element_ty), mask=exists[:, None] & (d < head_dim))
+    if work.CASE.lse:
+        gl.store(lse_ptr + flat.to(gl.int64) * work.sq + rows, lse, mask=exists)
+
+
+@gluon.jit
 def store_lse(lse_ptr, lses, flat, sq):
     """Store the log-sum-exp of the rows that exist; lses: pairs of row numbers and values."""
     for part in gl.static_range(len(lses)):
@@ -263,7 +279,6 @@ def consumer(work, results, W: gl.constexpr):
     BLOCK_M: gl.constexpr = work.q.tiles.shape[3]
     # Tiles begin where the diagonal of their rows lies in the last block alone, which is walked first (`first_row`).
     LOOP_CAUSAL: gl.constexpr = CAUSAL and WINDOW
-    LOOP_WINDOW: gl.constexpr = WINDOW and not work.CASE.tail_only
 
     q = work.q.tile(0, W)
     o_tile = o_tiles.index(W)
@@ -302,7 +317,7 @@ def consumer(work, results, W: gl.constexpr):
         for j in range(1, n):
             block = Block(it, row, (hi - 1 - j) * BLOCK_N)
             masked = (j < right) | (j >= edge)
-            o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked, LOOP_CAUSAL, LOOP_WINDOW)
+            o, p, state = step(work, block, q, o, p, state, j + 1 < n, masked, LOOP_CAUSAL, WINDOW)
             it += 1
         if not PLAN.o_in_q:
             work.q.release(i, W)
@@ -320,12 +335,13 @@ def consumer(work, results, W: gl.constexpr):
         if work.CASE.parts:
             lo, hi = work.visible_blocks(first_row, BLOCK_M * PLAN.consumers)
             used = work.parts.used(hi - lo)
-            if work.parts.leave(t, o, lses, row, W, PLAN.consumers, used):
-                flat_tile = o_tile.reshape([BLOCK_M, BLOCK_D])
-                totals = work.parts.add_up(t, flat_tile, lses, row, W, PLAN.consumers, used)
-                if work.CASE.lse:
-                    store_lse(lse_ptr, totals, flat, sq)
-                store_shared(work, out, flat, row, o_tile)
+            TOGETHER: gl.constexpr = work.CASE.together
+            work.parts.leave(t, o, lses, row, W, PLAN.consumers)
+            piece, stride = work.parts.arrive(t, W, PLAN.consumers, BLOCK_M, used, TOGETHER)
+            for own in range(piece, BLOCK_M // PIECE, stride):
+                rows, lse = work.parts.add_up(t, own, W, PLAN.consumers, BLOCK_M, BLOCK_D, used)
+                store_rows(work, out, lse_ptr, flat, row + own * PIECE, rows, lse)
+            work.parts.depart(t, W, PLAN.consumers, used, TOGETHER)
         else:
             store_tile(work, out, flat, row, o_tile, o)
         if PLAN.o_in_q:
@@ -480,6 +496,8 @@ def attention_step5(
                 [4, 4, 1],
                 [REGISTERS, REGISTERS, 32],
             )
+    elif CONSUMERS == 1:
+        gl.warp_specialize([(consumer, (work, results, 0)), (producer, loads)], [1], [24])
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [(consumer, (work, results, 0)), (consumer, (work, results, 1)), (producer, loads)], [4, 1], [REGISTERS, 24]
@@ -546,9 +564,6 @@ def launch(a: Arguments) -> Launch | None:
         The launch, to be repeated on (q, k, v, out, lse) like these; None in a process that only simulates kernels.
     """
     plan, window, tail = a.plan, a.window, a.sk % a.plan.block_n != 0
-    stands_for_tail = tail_as_window(plan, a.causal, window > 0, tail)
-    if stands_for_tail:
-        window = a.sq + a.sk
     offset = row_offset(plan, a.causal, window > 0, a.sk - a.sq)
     tiles_m = -(-(a.sq + offset) // plan.rows)
     tiles = tiles_m * a.heads_total
@@ -558,13 +573,15 @@ def launch(a: Arguments) -> Launch | None:
     if a.causal and not window and parts == 1:
         schedule, stride = tile_schedule(a.sq, a.sk, a.heads_total, a.group, plan, programs, a.q.device)
     dealt = schedule is not None
-    case = Case(a.causal, window > 0, tail, a.return_lse, dealt, stands_for_tail, parts > 1, offset > 0)
+    together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
+    case = Case(a.causal, window > 0, tail, a.return_lse, dealt, parts > 1, together, offset > 0)
     numbers = tiles * parts * plan.rows * (plan.block_d + 1) if parts > 1 else 0
     counters = tiles * plan.consumers
     tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
     sizes = (a.sq, a.sk, window, tiles_m, a.heads_total, a.heads, a.group, stride, offset, a.head_dim, parts, a.c)
-    compiled = attention_step5[(programs,)](*tensors, table, *sizes, PLAN=plan, CASE=case, num_warps=4)
+    options = {"num_warps": 4} | ({"launch_cooperative_grid": True} if together else {})
+    compiled = attention_step5[(programs,)](*tensors, table, *sizes, PLAN=plan, CASE=case, **options)
     if compiled is None or not a.q.is_cuda:
         return None
     return Launch(
