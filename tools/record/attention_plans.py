@@ -1,14 +1,14 @@
 """Time the plans of step 5 against each other and the peers, where the choice between them matters.
 
     python -m tools.record.attention_plans tails --out attention_plans.json
-    python -m tools.record.attention_plans few --out attention_few_tiles.json
+    python -m tools.record.attention_plans few tails --out attention_tails.json
 
 Tables: "tails", full attention at head dim 64, with and without a tail; "windows"; "few", fewer tiles than multiprocessors;
 "dealt", causal tiles that the host deals out. A plan is named by its variant and, where programs share tiles, their number.
 
-`assets/results/h200/attention_plans.json` has the tables "tails", "rows" and "three", `attention_few_tiles.json` has "windows",
-"few" and "dealt", both with plans that were tried: those that lost are no longer in `utils.attention.gluon.plan`, and a new run
-has the plans of today only.
+`assets/results/h200/attention_tails.json` is of this script. `attention_plans.json` has the tables "tails", "rows" and "three",
+`attention_few_tiles.json` has "windows", "few" and "dealt", both with plans that were tried: those that lost are no longer in
+`utils.attention.gluon.plan`.
 """
 
 from __future__ import annotations
@@ -54,14 +54,17 @@ CASES = {
     "few": [
         ((1, 2, 2, 1920, 1920, 128, FULL, None), ("", ("", 2), ("", 3), ("", 4))),
         ((1, 2, 2, 4096, 4096, 128, FULL, None), ("", ("", 2))),
-        ((1, 8, 1, 384, 6000, 128, FULL, None), ("", ("", 2), ("", 4))),
+        ((1, 8, 1, 384, 6000, 128, FULL, None), ("", ("", 2), ("", 4), ("", 5))),
         ((1, 4, 4, 1024, 4096, 128, CAUSAL, None), ("", ("", 2), ("", 4))),
-        ((8, 1, 1, 896, 896, 64, CAUSAL, None), ("short", "", "few", ("few", 2))),
-        ((1, 4, 1, 2048, 2048, 64, FULL, None), ("ahead", "few", ("few", 2))),
-        ((1, 2, 2, 2048, 8192, 64, CAUSAL, None), ("", "few", ("few", 2), ("few", 4))),
+        ((1, 1, 1, 1024, 16384, 128, FULL, None), (("", 4), ("", 8))),
+        ((8, 1, 1, 896, 896, 64, CAUSAL, None), ("", "few", ("few", 2))),
+        ((1, 4, 1, 2048, 2048, 64, FULL, None), ("few", ("few", 2))),
+        ((1, 1, 1, 2048, 2048, 64, FULL, None), ("few", ("few", 2), ("few", 4), ("few", 8))),
+        ((1, 2, 2, 2048, 8192, 64, CAUSAL, None), ("few", ("few", 2), ("few", 4))),
         ((1, 2, 1, 2048, 2048, 256, FULL, None), ("", ("", 2), ("", 4))),
         ((1, 4, 2, 1024, 1024, 256, CAUSAL, None), ("", ("", 2), ("", 4))),
-        ((8, 1, 1, 528, 528, 128, CAUSAL, None), ("", ("", 2))),
+        ((1, 2, 2, 512, 8192, 256, FULL, None), (("", 4), ("", 8))),
+        ((8, 1, 1, 528, 528, 128, CAUSAL, None), ("", ("", 2), ("", 3))),
         ((2, 8, 2, 896, 896, 128, FULL, None), ("", "ahead")),
         ((1, 16, 4, 1024, 1024, 64, FULL, None), ("few", "ahead", "")),
     ],
