@@ -214,8 +214,5 @@ def estimate(
 
 
 def choose(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0)) -> Config:
-    """Return the configuration with the shortest estimated time; the arguments are those of `estimate`.
-
-    Rows by parity are not chosen: no time of them is measured yet.
-    """
-    return min(candidates(m, n, k, sms), key=lambda config: estimate(m, n, k, config, sms, late))
+    """Return the configuration with the shortest estimated time; the arguments are those of `estimate`."""
+    return min(candidates(m, n, k, sms, late), key=lambda config: estimate(m, n, k, config, sms, late))
