@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from utils.attention import attention, last_run, reference_gradients
+from utils.attention.reference import reference
 from utils.machine.device import gluon_support
 
 pytestmark = [
@@ -34,9 +35,23 @@ def draw(batch, heads, kv_heads, sq, sk, head_dim, dtype, seed=0):
 
 
 def check(gradients, q, k, v, dout, **problem):
-    expected = reference_gradients(q, k, v, dout, **problem)[1]
+    out, expected = reference_gradients(q, k, v, dout, **problem)
     for name, x, y in zip(("dq", "dk", "dv"), gradients, expected, strict=True):
-        assert relative_error(x, y) < LIMITS[q.dtype], (name, tuple(q.shape), tuple(k.shape), problem)
+        limit = LIMITS[q.dtype]
+        if name == "dq":
+            limit = max(limit, 2 * error_of_rounded_output(q, k, dout, out, y, **problem))
+        assert relative_error(x, y) < limit, (name, tuple(q.shape), tuple(k.shape), problem)
+
+
+def error_of_rounded_output(q, k, dout, out, dq, **problem):
+    """Return the relative error of dQ if nothing but the output is rounded, as a backward receives it.
+
+    dS is P (dP - delta), with delta the sum of dO times the output. A row that sees two keys subtracts numbers that may be
+    nearly alike: of 400 draws with 127 queries and 2 keys in fp16, one in five is off by more than 1e-3, the worst by 1e-2.
+    """
+    wrong_delta = ((out.to(q.dtype).double() - out) * dout.double()).sum(-1, keepdim=True)
+    wrong_dq = wrong_delta * reference(q.detach(), k.detach(), k.detach(), **problem)[0] * q.shape[-1] ** -0.5
+    return (wrong_dq.norm() / dq.norm().clamp_min(1e-9)).item()
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
