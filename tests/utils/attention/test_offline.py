@@ -67,7 +67,9 @@ def test_uses_hopper_products_and_nothing_spills(report, case):
     row = of(report, case)
     assert row["wgmma"] and row["HGMMA"] and not row["HMMA"]
     assert row["spill_bytes"] == row["stack_bytes"] == row["local_memory"] == 0
-    assert row["warnings"] == []  # ptxas warns where it has to serialize wgmma
+    # ptxas warns where it has to serialize wgmma. With one consumer there are 256 registers for a thread, one more than it takes.
+    alone = plan_of(case).consumers == 1 and case["step"] == 5
+    assert all("Too many maxnreg" in text and alone for text in row["warnings"])
     assert row["shared_bytes"] <= 227 * 1024
 
 
@@ -101,7 +103,8 @@ def test_step_4_moves_registers_between_warpgroups(report):
 @pytest.mark.slow
 def test_step_5_is_specialized_within_its_register_budget(report, case):
     row = of(report, case)
-    assert row["tma_load"] and row["tma_store"] and row["mbarrier_wait"] and row["setmaxnreg"]
+    assert row["tma_load"] and row["mbarrier_wait"] and row["setmaxnreg"]
+    assert row["tma_store"] or "parts" in case["flags"]  # threads store the rows that they have added up
     warpgroups = plan_of(case).consumers + 1
     assert row["registers"] * 128 * warpgroups <= 65536
 
