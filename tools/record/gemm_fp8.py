@@ -1,0 +1,253 @@
+"""Time the FP8 GEMM against torch._scaled_mm (cuBLAS): its configurations at some shapes, or its choice at 20 others.
+
+    python -m tools.record.gemm_fp8 shapes --out assets/results/h200/gemm_fp8.json
+    python -m tools.record.gemm_fp8 choice --out assets/results/h200/gemm_fp8_choice.json
+    python -m tools.record.gemm_fp8 errors --out assets/results/h200/gemm_fp8_errors.json
+
+M, N and K are multiples of 16, drawn evenly in their logarithm from 512 to 16,384, and 4096 and 8192 cubed stand behind
+them. `shapes` times one scale for a matrix and one for each row, and both ways to add, with bf16 C: a row says which kernel
+torch ran. `choice` times the configurations that the model ranks first, at shapes of another seed. `errors` compares both
+libraries with float64 as K grows, with fp16 C, whose rounding hides less. Calls are interleaved in one process, L2 warm.
+Ratio: time of torch._scaled_mm with the same way to add / time of the kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import multiprocessing
+import random
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+
+import torch
+
+from tools.record.common import Record, arguments_parser
+from tools.record.gemm_shapes import summary
+from utils.benchmark.measuring import compare, measure_together
+from utils.benchmark.profiling import launched
+from utils.kernels.gemm_fp8 import gemm_fp8, quantize_fp8
+
+SEED, SHAPES = 16, 20
+CHOICE_SEED, CHOICE_SHAPES = 7, 14
+SMALLEST, LARGEST = 512, 16384
+MOST_FLOPS = 8e12
+SQUARES = (4096, 8192)
+RULED_OUT = 1.4  # `choice` times configurations whose estimate is below so many times the smallest
+SMS = 132
+PROCESSES = 15
+
+
+def draw_shapes(seed: int, count: int) -> list[tuple[int, int, int]]:
+    """Return `count` random shapes (M, N, K) and the squares."""
+    draw, shapes = random.Random(seed), []
+    while len(shapes) < count:
+        m, n, k = (16 * round(math.exp(draw.uniform(math.log(SMALLEST), math.log(LARGEST))) / 16) for _ in "mnk")
+        if 2.0 * m * n * k <= MOST_FLOPS:
+            shapes.append((m, n, k))
+    return shapes + [(size, size, size) for size in SQUARES]
+
+
+def operands(shape: tuple[int, int, int], by: str, positive: bool = False) -> tuple[torch.Tensor, ...]:
+    """Draw A (M, K), B (K, N) column-major and their scales on the GPU, from normal or, `positive`, uniform numbers."""
+    m, n, k = shape
+    draw = torch.rand if positive else torch.randn
+    a, scale_a = quantize_fp8(draw(m, k, device="cuda", dtype=torch.bfloat16), by)
+    w, scale_w = quantize_fp8(draw(n, k, device="cuda", dtype=torch.bfloat16), by)
+    return a, w.T, scale_a, scale_w.T if by == "row" else scale_w
+
+
+def torch_call(given: tuple[torch.Tensor, ...], fast: bool, out_dtype=torch.bfloat16) -> Callable[[], torch.Tensor]:
+    """Return torch's product of the same operands."""
+    a, b, scale_a, scale_b = given
+    return lambda: torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast)
+
+
+def relative_error(c: torch.Tensor, given: tuple[torch.Tensor, ...], rows: int = 64) -> float:
+    """Return the error of the first and last rows of C against their float64 product."""
+    a, b, scale_a, scale_b = given
+    half = min(rows, len(a)) // 2
+    chosen = [*range(half), *range(len(a) - half, len(a))]
+    left = a[chosen].double() * (scale_a[chosen] if scale_a.numel() > 1 else scale_a).double()
+    exact = left @ b.double() * scale_b.double()
+    return ((c[chosen].double() - exact).norm() / exact.norm()).item()
+
+
+def compile_one(job: tuple) -> tuple[str, str]:
+    """Compile and run a configuration: its name, and what is wrong with it, if anything."""
+    from utils.kernels import gemm_fp8_launch
+
+    config, by = job
+    given = operands((3 * config.block_m - 8, 5 * config.block_n - 8, 128 * 17 - 16), by)
+    c = torch.empty(len(given[0]), given[1].shape[1], device="cuda", dtype=torch.bfloat16)
+    again = c.clone()
+    try:
+        for out in (c, again):
+            gemm_fp8_launch.launch(*given, out, not config.promote, config)
+        error = relative_error(c, given)
+    except Exception as problem:
+        return config.name, str(problem)[-300:]
+    wrong = "" if error < 4e-3 else f"error {error:.3g}"
+    return config.name, wrong or ("" if torch.equal(c, again) else "not the same bits twice")
+
+
+def compile_all(jobs: set[tuple]) -> None:
+    """Compile configurations in many processes; raise if one of them computes wrong sums."""
+    began = time.monotonic()
+    with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
+        done = list(pool.map(compile_one, sorted(jobs, key=str)))
+    wrong = [entry for entry in done if entry[1]]
+    if wrong:
+        raise RuntimeError(f"{len(wrong)} of {len(done)} kernels are wrong: {wrong[:5]}")
+    print(f"compiled {len(done)} kernels in {time.monotonic() - began:.0f} s, all right", flush=True)
+
+
+def late_rows(shape: tuple[int, int, int]) -> tuple[int, int]:
+    """Return for A and for B whether every second row starts at an odd multiple of 16 bytes: both rows have K bytes."""
+    late = int(shape[2] % 32 > 0)
+    return late, late
+
+
+def chosen(shape: tuple[int, int, int], fast: bool):
+    """Return the configuration that a call takes at a shape."""
+    from utils.kernels.gemm_fp8_plan import choose
+
+    return choose(*shape, SMS, fast, late_rows(shape))
+
+
+def ranked(shape: tuple[int, int, int], fast: bool) -> list:
+    """Return what `choice` times at a shape: tiles whole and in two or four parts, unless the model rules them out."""
+    from utils.kernels import gemm_fp8_plan
+
+    def expected(config) -> float:
+        return gemm_fp8_plan.estimate(*shape, config, SMS, late_rows(shape))
+
+    found = sorted(gemm_fp8_plan.candidates(*shape, SMS, fast), key=expected)
+    kept: dict = {}
+    for config in found:
+        if config.split in (1, 2, 4) and expected(config) < RULED_OUT * expected(found[0]):
+            kept.setdefault((replace(config, split=1), config.split > 1), config)
+    return [*kept.values()]
+
+
+def choice_row(point: tuple) -> dict:
+    """Time the ranked configurations and torch at a shape."""
+    from utils.kernels import gemm_fp8_launch
+
+    shape, fast = point
+    given = operands(shape, "tensor")
+    c = torch.empty(shape[0], shape[1], device="cuda", dtype=torch.bfloat16)
+    configs = ranked(shape, fast)
+    launches = [gemm_fp8_launch.launch(*given, c, fast, config) for config in configs]
+    calls = [torch_call(given, fast), *(lambda launch=launch: launch(*given) for launch in launches)]
+    names = [config.name for config in configs]
+    timed = measure_together(
+        calls, labels=["torch", *names], warmup=2, iterations=9, device="cuda", l2="warm", max_seconds=0.9
+    )
+    torch_us, *times = (1e3 * each.median_ms for each in timed)
+    m, n, k = shape
+    return {"m": m, "n": n, "k": k, "fast": fast, "torch_us": torch_us, "times": [*zip(names, times, strict=True)]}
+
+
+def show_choice(row: dict) -> str:
+    """Return the line that is printed for a row of `choice`."""
+    times = "  ".join(f"{name} {row['torch_us'] / us:.3f}" for name, us in sorted(row["times"], key=lambda x: x[1]))
+    way = "fast    " if row["fast"] else "promoted"
+    return f"{row['m']:>6} x {row['n']:>6} x {row['k']:>6} {way} torch {row['torch_us']:8.1f} us: {times}"
+
+
+def shape_row(point: tuple, pairs: int) -> dict:
+    """Time the chosen configuration against torch at a shape, by one kind of scales and one way to add."""
+    shape, by, fast = point
+    given = operands(shape, by)
+    theirs = torch_call(given, fast)
+    m, n, k = shape
+    row = {"m": m, "n": n, "k": k, "scales": by, "fast": fast, "config": chosen(shape, fast).name}
+    row["error"] = relative_error(gemm_fp8(*given, fast=fast), given)
+    row["torch_error"] = relative_error(theirs(), given)
+    row["torch_kernels"] = launched(theirs).kernels
+    result = compare(
+        theirs,
+        lambda: gemm_fp8(*given, fast=fast),
+        warmup=3,
+        iterations=pairs,
+        max_seconds=0.8,
+        device="cuda",
+        l2="warm",
+        labels=("torch._scaled_mm", "gemm_fp8"),
+    )
+    flops = 2.0 * m * n * k
+    return row | {
+        "ratio": result.speedup,
+        "interval": list(result.interval),
+        "us": 1e3 * result.b.median_ms,
+        "torch_us": 1e3 * result.a.median_ms,
+        "tflops": flops / result.b.median_ms / 1e9,
+        "torch_tflops": flops / result.a.median_ms / 1e9,
+    }
+
+
+def show_shape(row: dict) -> str:
+    """Return the line that is printed for a row of `shapes`."""
+    way = "fast    " if row["fast"] else "promoted"
+    return (
+        f"{row['m']:>6} x {row['n']:>6} x {row['k']:>6} {row['scales']:<6} {way} {row['us']:8.1f} us {row['tflops']:6.0f} "
+        f"TFLOP/s {row['ratio']:.3f}x  error {row['error']:.2e} ({row['torch_error']:.2e})  {row['config']}"
+    )
+
+
+def error_row(point: tuple) -> dict:
+    """Compare both ways to add of both libraries with float64, at 512 x 512 x K."""
+    k, positive = point
+    given = operands((512, 512, k), "tensor", positive)
+    row = {"k": k, "numbers": "uniform" if positive else "normal"}
+    for fast in (True, False):
+        way = "fast" if fast else "promoted"
+        row[way] = relative_error(gemm_fp8(*given, out_dtype=torch.float16, fast=fast), given, 512)
+        row[f"torch_{way}"] = relative_error(torch_call(given, fast, torch.float16)(), given, 512)
+    return row
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure one of the three tables and record it; return the exit status."""
+    parser = arguments_parser(__doc__, pairs=15)
+    parser.add_argument("what", choices=("shapes", "choice", "errors"))
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("error: the shapes are timed on an NVIDIA GPU: torch.cuda.is_available() is False here.", file=sys.stderr)
+        return 1
+    torch.manual_seed(SEED)
+    ways = (True, False)
+    points: list[tuple]
+    measure: Callable[..., dict]
+    show: Callable[[dict], str]
+    if options.what == "choice":
+        points = [*itertools.product(draw_shapes(CHOICE_SEED, CHOICE_SHAPES), ways)]
+        compile_all({(config, "tensor") for point in points for config in ranked(*point)})
+        measure, show = choice_row, show_choice
+    elif options.what == "errors":
+        points = [*itertools.product((512, 1024, 2048, 4096, 8192, 16384), (False, True))]
+        measure, show = error_row, str
+    else:
+        points = [*itertools.product(draw_shapes(SEED, SHAPES), ("tensor", "row"), ways)]
+        compile_all({(chosen(shape, fast), by) for shape, by, fast in points})
+        measure, show = functools.partial(shape_row, pairs=options.pairs), show_shape
+    method = {"l2": "warm", "pairs": options.pairs}
+    record = Record(options.out, f"FP8 GEMM, {options.what}", "cuda", options.seconds, **method)
+    complete = record.fill(points, measure, show)
+    for by, fast in itertools.product(("tensor", "row"), ways if options.what == "shapes" else ()):
+        rows = [row for row in record.contents["rows"] if (row["scales"], row["fast"]) == (by, fast)]
+        if rows:
+            name = f"summary, {by}, {'fast' if fast else 'promoted'}"
+            record.contents[name] = summary(rows)
+            print(name, record.contents[name])
+    record.finish() if complete else record.save()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

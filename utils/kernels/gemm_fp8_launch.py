@@ -1,0 +1,130 @@
+"""Start the FP8 GEMM: describe the operands for TMA, choose a configuration, launch, keep the launch.
+
+The caller, `utils.kernels.gemm_fp8`, has checked the operands: A row-major, B column-major, rows of both at multiples of
+16 bytes, scales in fp32.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from utils.kernels.gemm_fp8_gluon import gemm_fp8_kernel
+from utils.kernels.gemm_fp8_plan import FAST_CONFIGS, Fp8Config, choose
+from utils.kernels.gemm_launch import box_layout, tma_can_store
+from utils.kernels.gemm_plan import parts_of
+from utils.kernels.handle import Handle
+from utils.kernels.workspace import workspace
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that was made, to be repeated on operands of the same shapes, strides and alignment."""
+
+    handle: Handle
+    shape: tuple[int, int]
+    out_dtype: torch.dtype
+    partial_sums: int
+    counters: int
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
+        """Return C = (A scale_a) @ (B scale_b)."""
+        c = torch.empty(self.shape, dtype=self.out_dtype, device=a.device)
+        sums, counters = workspace(c, self.partial_sums, self.counters)
+        self.handle(a, b, b, c, c, sums, counters, scale_a, scale_b)
+        return c
+
+
+def chosen(a: torch.Tensor, b: torch.Tensor, fast: bool) -> Fp8Config:
+    """Return the configuration that is estimated to be the fastest for A (M, K) and B (K, N)."""
+    sms = torch.cuda.get_device_properties(a.device).multi_processor_count
+    late = int(a.stride(0) % 32 > 0), int(b.stride(1) % 32 > 0)  # every second row is at an odd multiple of 16 bytes
+    return choose(a.shape[0], b.shape[1], a.shape[1], sms, fast, late)
+
+
+def launch(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    c: torch.Tensor,
+    fast: bool,
+    config: Fp8Config | None = None,
+) -> Launch | None:
+    """Start the kernel. Nothing is empty.
+
+    Args:
+        a: e4m3 (M, K), row-major.
+        b: e4m3 (K, N), column-major.
+        scale_a: fp32, one number or M.
+        scale_b: fp32, one number or N, as many as rows have.
+        c: bf16 or fp16 (M, N), contiguous.
+        fast: whether the tensor cores add all of K.
+        config: a configuration; None for the one with the shortest estimated time.
+    """
+    (m, k), n = a.shape, b.shape[1]
+    config = config or chosen(a, b, fast)
+    if config.split > triton.cdiv(k, config.block_k):
+        raise ValueError(f"{config.split} parts of K = {k} would be shorter than one step of {config.block_k}.")
+    first, second = config.columns
+    a_desc = operand(a, [config.rows, config.block_k])
+    b_desc = operand(b.T, [first, config.block_k])
+    b2_desc = operand(b.T, [second, config.block_k]) if second else b_desc
+    by_tma = tma_can_store(c)
+    c_desc = TensorDescriptor(c, [m, n], [n, 1], config.piece, box_layout(config.piece)) if by_tma else a_desc
+    sms = torch.cuda.get_device_properties(a.device).multi_processor_count
+    whole, rest = parts_of(m, n, config, sms)
+    config = config if rest else replace(config, split=1)  # no tile has parts: there are no counters to compile for
+    partial_sums, counters_needed = rest * config.split * config.block_m * config.block_n, rest * config.consumers
+    blocks = min(sms, whole + rest * config.split)
+    by_row = scale_a.numel() > 1 or scale_b.numel() > 1
+    with torch.cuda.device(a.device if a.is_cuda else -1):
+        sums, counters = workspace(c, partial_sums, counters_needed)
+        tensors = (a_desc, b_desc, b2_desc, c_desc, c, sums, counters, scale_a, scale_b)
+        others = (m, n, k, whole, config, by_row, by_tma)
+        compiled = gemm_fp8_kernel[(blocks,)](*tensors, *others, num_warps=4)
+    if compiled is None or not a.is_cuda:  # in a process that only simulates kernels
+        return None
+    handle = Handle(compiled, (blocks,), tensors, others, a.device.index)
+    return Launch(handle, (m, n), c.dtype, partial_sums, counters_needed)
+
+
+def bytes_layout(shape: list[int]) -> gl.NVMMASharedLayout:
+    """Return the layout in shared memory of a box of e4m3 elements: swizzled as wgmma reads it."""
+    return gl.NVMMASharedLayout.get_default_for(shape, gl.float8e4nv)
+
+
+def operand(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """Return a TMA descriptor of a row-major e4m3 matrix."""
+    rows, columns = x.shape
+    pitch = x.stride(0) if rows > 1 else triton.cdiv(columns, 16) * 16  # there is no second row: any pitch will do
+    return TensorDescriptor(x, [rows, columns], [pitch, 1], block, bytes_layout(block))
+
+
+def compile_for_hopper(
+    config: Fp8Config = FAST_CONFIGS[0], dtype: str = "bf16", *, by_row: bool = False, by_tma: bool = True
+):
+    """The kernel compiled for sm_90a, on any machine: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`."""
+    from utils.kernels.offline import compile_gluon
+
+    def descriptor(shape: list[int]) -> str:
+        return f"tensordesc<fp8e4nv{shape},{bytes_layout(shape)!r}>"
+
+    first, second = config.columns
+    a = descriptor([config.rows, config.block_k])
+    signature = {
+        "a_desc": a,
+        "b_desc": descriptor([first, config.block_k]),
+        "b2_desc": descriptor([second or first, config.block_k]),
+        "c_desc": f"tensordesc<{dtype}{config.piece},{box_layout(config.piece)!r}>" if by_tma else a,
+        "c_pointer": f"*{dtype}",
+        "sums": "*fp32" if config.split > 1 else f"*{dtype}",
+        "counters": "*i32" if config.split > 1 else f"*{dtype}",
+        "scale_a": "*fp32",
+        "scale_b": "*fp32",
+        **dict.fromkeys(("M", "N", "K", "whole"), "i32"),
+    }
+    constants = {"CONFIG": config, "BY_ROW": by_row, "TMA_STORE": by_tma}
+    return compile_gluon(gemm_fp8_kernel, signature, constants)

@@ -1,0 +1,89 @@
+"""Which tile and in how many parts: the FP8 GEMM's configurations and the choice between them. Nothing here needs Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from utils.kernels import gemm_plan
+from utils.kernels.gemm_plan import SPLITS, Config, most_parts, parts_of
+
+
+@dataclass(frozen=True)
+class Fp8Config(Config):
+    """Tile and pipeline of the FP8 kernel; `gemm_plan.Config` says what the other fields are."""
+
+    block_k: int = 128  # terms of a step: 128 bytes, as in the 16-bit kernel
+    promote: bool = False  # add the sums of each step to fp32 registers; else the tensor cores add all of K
+    both_halves: bool = False  # promote: start the second product of a step before the first one's sums are added
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Columns of the tile as powers of two, at most 128 where a step's sums need registers of their own."""
+        first, second = super().columns
+        return (128, self.block_n - 128) if self.promote and first > 128 else (first, second)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory for ring and pieces of C, in bytes; an SM of an H100 or H200 gives a block 232448."""
+        ring = self.stages * (self.block_m + self.block_n) * self.block_k
+        return ring + 2 * self.block_m * self.piece[1] * 2
+
+    @property
+    def name(self) -> str:
+        """Name in the records, such as "128x256/4 promoted": tile and parts."""
+        ways = " promoted" if self.promote else ""
+        return f"{self.block_m}x{self.block_n}/{self.split}{ways}{' halves' if self.both_halves else ''}"
+
+
+# The same bytes a step as in the 16-bit kernel, so the same tiles.
+FAST_CONFIGS = (
+    Fp8Config(128, 256),
+    Fp8Config(128, 128, stages=6, pieces=2),
+    Fp8Config(256, 128),
+    Fp8Config(256, 192, stages=3),
+    Fp8Config(128, 192, stages=5),
+    Fp8Config(192, 192, consumers=3),
+    Fp8Config(192, 256, consumers=3, stages=3),
+    Fp8Config(192, 128, consumers=3, stages=5),
+    Fp8Config(64, 256, consumers=1, stages=5),
+    Fp8Config(64, 128, consumers=1, stages=8, pieces=2),
+    Fp8Config(128, 64, stages=8, pieces=2),
+    Fp8Config(64, 64, consumers=1, stages=8, pieces=2),
+)
+PROMOTED_CONFIGS = (
+    Fp8Config(128, 256, promote=True, pieces=2),
+    Fp8Config(128, 192, stages=5, promote=True, both_halves=True),
+    Fp8Config(128, 128, stages=6, pieces=2, promote=True),
+    Fp8Config(192, 128, consumers=3, stages=5, promote=True),
+    Fp8Config(64, 256, consumers=1, stages=5, pieces=2, promote=True),
+    Fp8Config(64, 128, consumers=1, stages=8, pieces=2, promote=True),
+    Fp8Config(128, 64, stages=8, pieces=2, promote=True),
+    Fp8Config(64, 64, consumers=1, stages=8, pieces=2, promote=True),
+)
+
+
+def candidates(m: int, n: int, k: int, sms: int, fast: bool) -> list[Fp8Config]:
+    """Return the configurations that can do a product: each tile whole, and in parts of two steps at least."""
+    found = []
+    for config in FAST_CONFIGS if fast else PROMOTED_CONFIGS:
+        found.append(config)
+        if not parts_of(m, n, replace(config, split=2), sms)[1]:
+            continue  # every round is full
+        most = min(most_parts(config), -(-k // config.block_k) // 2)
+        found += [replace(config, split=split) for split in SPLITS if 1 < split <= most]
+    return found
+
+
+def estimate(m: int, n: int, k: int, config: Fp8Config, sms: int, late: tuple[int, int] = (0, 0)) -> float:
+    """Estimate the time of a product in microseconds, by the model of the 16-bit kernel.
+
+    A step of 128 terms of one byte takes as many bytes, and the tensor cores as long, as one of 64 terms of two bytes: so
+    a product takes about as long as one of 16-bit matrices with half of K. The arguments are those of `gemm_plan.estimate`.
+    """
+    steps = -(-k // config.block_k)
+    return gemm_plan.estimate(m, n, 64 * steps, replace(config, block_k=64), sms, late)
+
+
+def choose(m: int, n: int, k: int, sms: int, fast: bool, late: tuple[int, int] = (0, 0)) -> Fp8Config:
+    """Return the configuration with the shortest estimated time."""
+    return min(candidates(m, n, k, sms, fast), key=lambda config: estimate(m, n, k, config, sms, late))
