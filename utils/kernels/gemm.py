@@ -15,6 +15,9 @@ in fp32; C has the dtype of its inputs. Every rung is a kernel for the GPU, comp
     gemm_warp_specialized   Hopper: one warp keeps TMA copies in flight, two warpgroups      gemm_gluon.py
                             multiply 128 x 256 of C, stores overlap; fp16 and bf16           gemm_short.py
 
+Beside the last rung stands `gemm_fp8.gemm_fp8`: the same roles and ring with e4m3 operands and their scales, twice the
+products a second; it is compared with `torch._scaled_mm`.
+
 H200 figures: assets/results/h200/gemm.json, written by `python -m tools.record.gemm_ladder --json PATH`, which
 measures each rung interleaved with torch.matmul.
 
