@@ -19,6 +19,7 @@ import math
 import multiprocessing
 import random
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -176,8 +177,11 @@ def error(rows: list[dict], cost) -> float:
     return sum(value * value for value in logs) / len(logs)
 
 
-def fit(rows: list[dict], cost, sweeps: int = 40):
-    """Fit the constants, one after the other, by steps that shrink where none of them helps."""
+def fit(rows: list[dict], cost, sweeps: int = 40, error: Callable = error):
+    """Fit the constants, one after the other, by steps that shrink where none of them helps.
+
+    error: takes rows and constants, and returns what is to become small.
+    """
     best, stride = error(rows, cost), 1.3
     for _ in range(sweeps):
         before = best

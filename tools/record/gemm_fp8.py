@@ -2,11 +2,12 @@
 
     python -m tools.record.gemm_fp8 shapes --out assets/results/h200/gemm_fp8.json
     python -m tools.record.gemm_fp8 choice --out assets/results/h200/gemm_fp8_choice.json
+    python -m tools.record.gemm_fp8 fit --read assets/results/h200/gemm_fp8_choice.json
     python -m tools.record.gemm_fp8 errors --out assets/results/h200/gemm_fp8_errors.json
 
 M, N and K are multiples of 16, drawn evenly in their logarithm from 512 to 16,384, and 4096 and 8192 cubed stand behind
 them. `shapes` times one scale for a matrix and one for each row, and both ways to add, with bf16 C: a row says which kernel
-torch ran. `choice` times the configurations that the model ranks first, at shapes of another seed. `errors` compares both
+torch ran. `choice` times the configurations that the model ranks first, at shapes of another seed, and `fit` fits the model to them. `errors` compares both
 libraries with float64 as K grows, with fp16 C, whose rounding hides less. Calls are interleaved in one process, L2 warm.
 Ratio: time of torch._scaled_mm with the same way to add / time of the kernel.
 """
@@ -22,11 +23,13 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 
-from tools.record.common import Record, arguments_parser
+from tools.record.common import Record, arguments_parser, read_record
+from tools.record.gemm_choice import fit
 from tools.record.gemm_shapes import summary
 from utils.benchmark.measuring import compare, measure_together
 from utils.benchmark.profiling import launched
@@ -160,6 +163,58 @@ def show_choice(row: dict) -> str:
     return f"{row['m']:>6} x {row['n']:>6} x {row['k']:>6} {way} torch {row['torch_us']:8.1f} us: {times}"
 
 
+def times_of(row: dict) -> list[tuple]:
+    """Return the configurations of a row of `choice` that the kernel still has, each with its measured time."""
+    from utils.kernels import gemm_fp8_plan
+
+    known = {
+        replace(config, split=split).name: replace(config, split=split)
+        for config in (*gemm_fp8_plan.FAST_CONFIGS, *gemm_fp8_plan.PROMOTED_CONFIGS)
+        for split in gemm_fp8_plan.SPLITS
+    }
+    return [(known[name], us) for name, us in row["times"] if name in known]
+
+
+def estimates(row: dict, cost) -> list[tuple[float, float]]:
+    """Return for each configuration of a row the model's time and the measured one."""
+    from utils.kernels import gemm_fp8_plan
+
+    shape = row["m"], row["n"], row["k"]
+    model = functools.partial(gemm_fp8_plan.estimate, *shape, sms=SMS, late=late_rows(shape), cost=cost)
+    return [(model(config=config), us) for config, us in times_of(row)]
+
+
+def model_error(rows: list[dict], cost) -> float:
+    """Return the mean square of log(estimate / measured)."""
+    logs = [math.log(model / us) for row in rows for model, us in estimates(row, cost)]
+    return sum(value * value for value in logs) / len(logs)
+
+
+def print_fit(path: Path) -> None:
+    """Fit the model's constants to a record of `choice`, and print how its choice does at the same shapes."""
+    from utils.kernels import gemm_fp8_plan
+
+    record = read_record(path)["rows"]
+    for fast in (True, False):
+        rows = [row for row in record if row["fast"] == fast]
+        present = gemm_fp8_plan.FAST_COST if fast else gemm_fp8_plan.PROMOTED_COST
+        fitted = fit(rows, present, error=model_error)
+        # Each half of the shapes is judged by constants that were fitted to the other half.
+        halves = [(rows[i::2], fit(rows[1 - i :: 2], present, error=model_error)) for i in (0, 1)]
+        print("fast" if fast else "promoted", {x: float(f"{y:.4g}") for x, y in asdict(fitted).items()})
+        for what, parts in (
+            ("fitted", [(rows, fitted)]),
+            ("fitted to the others", halves),
+            ("present", [(rows, present)]),
+        ):
+            error = sum(model_error(*part) * len(part[0]) for part in parts) / len(rows)
+            found = [(row, min(estimates(row, cost))[1]) for part, cost in parts for row in part]
+            best = [min(us for _, us in times_of(row)) / us for row, us in found]
+            mean = math.exp(sum(map(math.log, best)) / len(best))
+            print(f"  {what}: off by {math.sqrt(error):.1%}, best / chosen {mean:.3f}, worst {min(best):.3f}")
+            print(f"    torch / chosen: {summary([{'ratio': row['torch_us'] / us} for row, us in found])}")
+
+
 def shape_row(point: tuple, pairs: int) -> dict:
     """Time the chosen configuration against torch at a shape, by one kind of scales and one way to add."""
     shape, by, fast = point
@@ -215,8 +270,14 @@ def error_row(point: tuple) -> dict:
 def main(arguments: list[str] | None = None) -> int:
     """Measure one of the three tables and record it; return the exit status."""
     parser = arguments_parser(__doc__, pairs=15)
-    parser.add_argument("what", choices=("shapes", "choice", "errors"))
+    parser.add_argument("what", choices=("shapes", "choice", "fit", "errors"))
+    parser.add_argument("--read", type=Path, help="fit: the recorded times")
     options = parser.parse_args(arguments)
+    if (options.what == "fit") != (options.read is not None):
+        parser.error("--read names the recorded times for `fit`, and goes with nothing else")
+    if options.what == "fit":
+        print_fit(options.read)
+        return 0
     if not torch.cuda.is_available():
         print("error: the shapes are timed on an NVIDIA GPU: torch.cuda.is_available() is False here.", file=sys.stderr)
         return 1

@@ -43,7 +43,21 @@ versions.adopt_newest_gluon_names()
 
 
 @gluon.jit
-def load_scales(work, scales, row, column, BY_ROW: gl.constexpr):
+def let_next_launch_begin():
+    """Let blocks of the stream's next kernel start where SMs are free, if it is launched so; they wait for our end."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_for_launch_before():
+    """Wait until the stream's kernel before this one has ended: it may write A, B and scales, and read what C replaces."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def load_scales(work, scales, row, column, parity, BY_ROW: gl.constexpr):
     """Load a tile's scales: a vector for a consumer's rows and one for each piece's columns, or their product alone.
 
     Rows and columns outside of C get zeros, and are not stored.
@@ -54,6 +68,7 @@ def load_scales(work, scales, row, column, BY_ROW: gl.constexpr):
         spread: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         COLUMNS: gl.constexpr = work.CONFIG.piece[1]
         m = row + gl.arange(0, work.CONFIG.rows, spread)
+        m = 2 * m + parity if work.CONFIG.pairs else m
         of_rows = gl.load(scale_a + m, mask=m < work.M, other=0.0)
         of_columns = ()
         for i in gl.static_range(work.CONFIG.block_n // COLUMNS):
@@ -78,21 +93,17 @@ def scaled(piece, of, i, BY_ROW: gl.constexpr):
 
 
 @gluon.jit
-def store_scaled(
-    work, out, acc, acc2, of, row, column, BY_ROW: gl.constexpr, WHICH: gl.constexpr, TMA_STORE: gl.constexpr
-):
+def store_scaled(work, out, acc, acc2, of, place, BY_ROW: gl.constexpr, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
     """Scale a consumer's rows of a tile, round them and store them, piece by piece."""
+    row, column, parity = place
     dtype: gl.constexpr = out[1].dtype.element_ty
     PIECES: gl.constexpr = work.CONFIG.pieces
     pieces = column_pieces(acc, PIECES)
-    for i in gl.static_range(PIECES):
-        store_piece(work, out, scaled(pieces[i], of, i, BY_ROW).to(dtype), i, row, column, 0, WHICH, TMA_STORE)
     if work.CONFIG.columns[1] > 0:
-        MORE: gl.constexpr = work.CONFIG.columns[1] // work.CONFIG.piece[1]
-        more = column_pieces(acc2, MORE)
-        for i in gl.static_range(MORE):
-            piece = scaled(more[i], of, PIECES + i, BY_ROW).to(dtype)
-            store_piece(work, out, piece, PIECES + i, row, column, 0, WHICH, TMA_STORE)
+        pieces = pieces + column_pieces(acc2, work.CONFIG.columns[1] // work.CONFIG.piece[1])
+    for i in gl.static_range(len(pieces)):
+        piece = scaled(pieces[i], of, i, BY_ROW).to(dtype)
+        store_piece(work, out, piece, i, row, column, parity, WHICH, TMA_STORE)
 
 
 @gluon.jit
@@ -155,11 +166,18 @@ def consumer(work, out, partial, scales, BY_ROW: gl.constexpr, WHICH: gl.constex
     layout2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SECOND, 32])
     sums, counters = partial
     step = 0
+    if work.CONFIG.early:
+        wait_for_launch_before()
+    if work.CONFIG.lead * WHICH > 0:
+        LEAD: gl.constexpr = work.CONFIG.lead * WHICH
+        _, first, last = work.locate(gl.program_id(0))
+        # A slot that no step fills would be waited for for ever.
+        mbarrier.wait(work.full.index(LEAD), 0, pred=last - first > LEAD)
     for item in range(gl.program_id(0), work.items(), gl.num_programs(0)):
         tile, first, last = work.locate(item)
-        row, column, _ = work.origin(tile)
+        row, column, parity = work.origin(tile)
         row += WHICH * ROWS
-        of = load_scales(work, scales, row, column, BY_ROW)
+        of = load_scales(work, scales, row, column, parity, BY_ROW)
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
         acc2 = gl.zeros([ROWS, SECOND], gl.float32, layout2)
         if work.CONFIG.promote:
@@ -168,17 +186,27 @@ def consumer(work, out, partial, scales, BY_ROW: gl.constexpr, WHICH: gl.constex
             acc, acc2, step = fast_sums(work, step, first, last, acc, acc2, WHICH)
 
         if work.CONFIG.split == 1:
-            store_scaled(work, out, acc, acc2, of, row, column, BY_ROW, WHICH, TMA_STORE)
+            store_scaled(work, out, acc, acc2, of, (row, column, parity), BY_ROW, WHICH, TMA_STORE)
         else:
             part = work.part(item)
             if part < 0:
-                store_scaled(work, out, acc, acc2, of, row, column, BY_ROW, WHICH, TMA_STORE)
+                store_scaled(work, out, acc, acc2, of, (row, column, parity), BY_ROW, WHICH, TMA_STORE)
             else:
                 if last_part(work.CONFIG, sums, counters, acc, acc2, part, WHICH):
                     for i in gl.static_range(TOTAL_PIECES):
                         piece = scaled(summed_piece(work.CONFIG, sums, part, i, WHICH), of, i, BY_ROW)
-                        store_piece(work, out, piece.to(out[1].dtype.element_ty), i, row, column, 0, WHICH, TMA_STORE)
+                        store_piece(
+                            work, out, piece.to(out[1].dtype.element_ty), i, row, column, parity, WHICH, TMA_STORE
+                        )
     tma.store_wait(0)  # shared memory must live until TMA has read it
+
+
+@gluon.jit
+def waiting_producer(work, a_desc, b_desc, b2_desc):
+    """One warp: keep the ring full."""
+    if work.CONFIG.early:
+        wait_for_launch_before()
+    producer(work, a_desc, b_desc, b2_desc)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "K", "whole"], do_not_specialize_on_alignment=["scale_a", "scale_b"])
@@ -207,10 +235,12 @@ def gemm_fp8_kernel(
     STAGES: gl.constexpr = CONFIG.stages
     CONSUMERS: gl.constexpr = CONFIG.consumers
     REGISTERS: gl.constexpr = CONFIG.registers
+    if CONFIG.early:
+        let_next_launch_begin()
     a_ring = shared_tiles(a_desc, STAGES * CONSUMERS)
     b_ring = shared_tiles(b_desc, STAGES)
     b2_ring = shared_tiles(b2_desc, STAGES) if CONFIG.columns[1] > 0 else b_ring
-    c_buffers = shared_tiles(c_desc, 2 * CONSUMERS) if TMA_STORE else a_ring
+    c_buffers = shared_tiles(c_desc, CONFIG.buffers * CONSUMERS) if TMA_STORE else a_ring
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -224,7 +254,7 @@ def gemm_fp8_kernel(
         gl.warp_specialize(
             [
                 (consumer, (work, out, partial, scales, BY_ROW, 0, TMA_STORE)),
-                (producer, (work, a_desc, b_desc, b2_desc)),
+                (waiting_producer, (work, a_desc, b_desc, b2_desc)),
             ],
             [1],
             [24],
@@ -234,7 +264,7 @@ def gemm_fp8_kernel(
             [
                 (consumer, (work, out, partial, scales, BY_ROW, 0, TMA_STORE)),
                 (consumer, (work, out, partial, scales, BY_ROW, 1, TMA_STORE)),
-                (producer, (work, a_desc, b_desc, b2_desc)),
+                (waiting_producer, (work, a_desc, b_desc, b2_desc)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -246,7 +276,7 @@ def gemm_fp8_kernel(
                 (consumer, (work, out, partial, scales, BY_ROW, 0, TMA_STORE)),
                 (consumer, (work, out, partial, scales, BY_ROW, 1, TMA_STORE)),
                 (consumer, (work, out, partial, scales, BY_ROW, 2, TMA_STORE)),
-                (producer, (work, a_desc, b_desc, b2_desc)),
+                (waiting_producer, (work, a_desc, b_desc, b2_desc)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],

@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from utils.kernels.gemm_fp8_gluon import gemm_fp8_kernel
 from utils.kernels.gemm_fp8_plan import FAST_CONFIGS, Fp8Config, choose
-from utils.kernels.gemm_launch import box_layout, tma_can_store
+from utils.kernels.gemm_launch import box_layout, rows_by_parity, tma_can_store
 from utils.kernels.gemm_plan import parts_of
 from utils.kernels.handle import Handle
 from utils.kernels.workspace import workspace
@@ -74,6 +74,10 @@ def launch(
     b2_desc = operand(b.T, [second, config.block_k]) if second else b_desc
     by_tma = tma_can_store(c)
     c_desc = TensorDescriptor(c, [m, n], [n, 1], config.piece, box_layout(config.piece)) if by_tma else a_desc
+    if config.pairs:
+        if m % 2 or not by_tma:
+            raise ValueError(f"{config} takes rows by their parity: an even number of rows, and C by TMA.")
+        a_desc, c_desc = rows_by_parity(a, [config.rows, config.block_k]), rows_by_parity(c, config.piece)
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
     whole, rest = parts_of(m, n, config, sms)
     config = config if rest else replace(config, split=1)  # no tile has parts: there are no counters to compile for
@@ -84,23 +88,18 @@ def launch(
         sums, counters = workspace(c, partial_sums, counters_needed)
         tensors = (a_desc, b_desc, b2_desc, c_desc, c, sums, counters, scale_a, scale_b)
         others = (m, n, k, whole, config, by_row, by_tma)
-        compiled = gemm_fp8_kernel[(blocks,)](*tensors, *others, num_warps=4)
+        compiled = gemm_fp8_kernel[(blocks,)](*tensors, *others, num_warps=4, launch_pdl=config.early)
     if compiled is None or not a.is_cuda:  # in a process that only simulates kernels
         return None
     handle = Handle(compiled, (blocks,), tensors, others, a.device.index)
     return Launch(handle, (m, n), c.dtype, partial_sums, counters_needed)
 
 
-def bytes_layout(shape: list[int]) -> gl.NVMMASharedLayout:
-    """Return the layout in shared memory of a box of e4m3 elements: swizzled as wgmma reads it."""
-    return gl.NVMMASharedLayout.get_default_for(shape, gl.float8e4nv)
-
-
 def operand(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
     """Return a TMA descriptor of a row-major e4m3 matrix."""
     rows, columns = x.shape
     pitch = x.stride(0) if rows > 1 else triton.cdiv(columns, 16) * 16  # there is no second row: any pitch will do
-    return TensorDescriptor(x, [rows, columns], [pitch, 1], block, bytes_layout(block))
+    return TensorDescriptor(x, [rows, columns], [pitch, 1], block, box_layout(block, gl.float8e4nv))
 
 
 def compile_for_hopper(
@@ -109,16 +108,17 @@ def compile_for_hopper(
     """The kernel compiled for sm_90a, on any machine: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`."""
     from utils.kernels.offline import compile_gluon
 
-    def descriptor(shape: list[int]) -> str:
-        return f"tensordesc<fp8e4nv{shape},{bytes_layout(shape)!r}>"
+    def descriptor(shape: list[int], dtype: str = "fp8e4nv", kind: gl.dtype = gl.float8e4nv) -> str:
+        return f"tensordesc<{dtype}{shape},{box_layout(shape, kind)!r}>"
 
     first, second = config.columns
-    a = descriptor([config.rows, config.block_k])
+    one = [1] if config.pairs else []
+    a = descriptor([*one, config.rows, config.block_k])
     signature = {
         "a_desc": a,
         "b_desc": descriptor([first, config.block_k]),
         "b2_desc": descriptor([second or first, config.block_k]),
-        "c_desc": f"tensordesc<{dtype}{config.piece},{box_layout(config.piece)!r}>" if by_tma else a,
+        "c_desc": descriptor([*one, *config.piece], dtype, gl.float16) if by_tma else a,
         "c_pointer": f"*{dtype}",
         "sums": "*fp32" if config.split > 1 else f"*{dtype}",
         "counters": "*i32" if config.split > 1 else f"*{dtype}",

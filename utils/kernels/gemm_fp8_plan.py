@@ -14,7 +14,14 @@ class Fp8Config(Config):
 
     block_k: int = 128  # terms of a step: 128 bytes, as in the 16-bit kernel
     promote: bool = False  # add the sums of each step to fp32 registers; else the tensor cores add all of K
+    lead: int = 0  # steps by which the first consumer is ahead of the next one
+    early: bool = True  # the launch begins while the one before it in the stream ends
     both_halves: bool = False  # promote: start the second product of a step before the first one's sums are added
+
+    @property
+    def shift(self) -> int:
+        """Elements in 16 bytes."""
+        return 16
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -26,13 +33,13 @@ class Fp8Config(Config):
     def shared_bytes(self) -> int:
         """Shared memory for ring and pieces of C, in bytes; an SM of an H100 or H200 gives a block 232448."""
         ring = self.stages * (self.block_m + self.block_n) * self.block_k
-        return ring + 2 * self.block_m * self.piece[1] * 2
+        return ring + self.buffers * self.block_m * self.piece[1] * 2
 
     @property
     def name(self) -> str:
         """Name in the records, such as "128x256/4 promoted": tile and parts."""
-        ways = " promoted" if self.promote else ""
-        return f"{self.block_m}x{self.block_n}/{self.split}{ways}{' halves' if self.both_halves else ''}"
+        ways = (("pairs", self.pairs), ("promoted", self.promote), ("halves", self.both_halves))
+        return " ".join([f"{self.block_m}x{self.block_n}/{self.split}", *(way for way, taken in ways if taken)])
 
 
 # The same bytes a step as in the 16-bit kernel, so the same tiles.
@@ -74,14 +81,27 @@ def candidates(m: int, n: int, k: int, sms: int, fast: bool) -> list[Fp8Config]:
     return found
 
 
-def estimate(m: int, n: int, k: int, config: Fp8Config, sms: int, late: tuple[int, int] = (0, 0)) -> float:
+FAST_COST = gemm_plan.COST
+PROMOTED_COST = gemm_plan.COST
+
+
+def estimate(
+    m: int,
+    n: int,
+    k: int,
+    config: Fp8Config,
+    sms: int,
+    late: tuple[int, int] = (0, 0),
+    cost: gemm_plan.Cost | None = None,
+) -> float:
     """Estimate the time of a product in microseconds, by the model of the 16-bit kernel.
 
     A step of 128 terms of one byte takes as many bytes, and the tensor cores as long, as one of 64 terms of two bytes: so
     a product takes about as long as one of 16-bit matrices with half of K. The arguments are those of `gemm_plan.estimate`.
     """
+    cost = cost or (PROMOTED_COST if config.promote else FAST_COST)
     steps = -(-k // config.block_k)
-    return gemm_plan.estimate(m, n, 64 * steps, replace(config, block_k=64), sms, late)
+    return gemm_plan.estimate(m, n, 64 * steps, replace(config, block_k=64), sms, late, cost)
 
 
 def choose(m: int, n: int, k: int, sms: int, fast: bool, late: tuple[int, int] = (0, 0)) -> Fp8Config:

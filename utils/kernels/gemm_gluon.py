@@ -156,7 +156,7 @@ class Work:
     def locate(self, item):
         """Tile of an item, and its first step along K and the one behind its last."""
         SPLIT: gl.constexpr = self.CONFIG.split
-        steps = gl.cdiv(self.K + (8 if self.CONFIG.pairs else 0), self.CONFIG.block_k)  # odd rows begin at -8
+        steps = gl.cdiv(self.K + (self.CONFIG.shift if self.CONFIG.pairs else 0), self.CONFIG.block_k)
         part = self.part(item)
         is_part = min(max(part + 1, 0), 1)  # 1 or 0
         tile = min(item, self.whole + part // SPLIT)  # whole tiles: part is negative, and the item is the smaller one
@@ -227,9 +227,10 @@ def producer(work, a_desc, b_desc, b2_desc):
         tile, first, last = work.locate(item)
         row, column, parity = work.origin(tile)
         for k in range(first, last):
-            # Odd rows start 16 bytes late: eight elements earlier they are where even rows are. TMA fills in zeros
-            # before the first element, for A and for B.
-            work.load(step, a_desc, b_desc, b2_desc, row, column, parity, k * work.CONFIG.block_k - 8 * parity)
+            # Odd rows start 16 bytes late: so much earlier they are where even rows are. TMA fills in zeros before the
+            # first element, for A and for B.
+            start = k * work.CONFIG.block_k - work.CONFIG.shift * parity
+            work.load(step, a_desc, b_desc, b2_desc, row, column, parity, start)
             step += 1
 
 
@@ -248,11 +249,14 @@ def column_pieces(tile, PIECES: gl.constexpr):
 
 @gluon.jit
 def store_piece(work, out, piece, i, row, column, parity, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
-    """Store column block i of a consumer's rows: through one of its two buffers by TMA, or from registers."""
+    """Store column block i of a consumer's rows: through one of its buffers by TMA, or from registers."""
     c_desc, c_pointer, c_buffers = out
+    BUFFERS: gl.constexpr = work.CONFIG.buffers
     if TMA_STORE:
-        buffer = c_buffers.index(WHICH * 2 + i % 2)
-        tma.store_wait(1)  # the store before the last has left this buffer: it may be overwritten
+        buffer = c_buffers.index(WHICH * BUFFERS + i % BUFFERS)
+        # All stores but those of this tile's last pieces have left their buffers: this one may be overwritten.
+        AT_MOST: gl.constexpr = i if i < BUFFERS else BUFFERS - 1
+        tma.store_wait(AT_MOST)
         buffer.store(piece)
         fence_async_shared()  # written by threads, read by the TMA unit: without it TMA may read older data
         if work.CONFIG.pairs:
@@ -364,7 +368,7 @@ def gemm_kernel(
     a_ring = shared_tiles(a_desc, STAGES * CONSUMERS)
     b_ring = shared_tiles(b_desc, STAGES)
     b2_ring = shared_tiles(b2_desc, STAGES) if CONFIG.columns[1] > 0 else b_ring
-    c_buffers = shared_tiles(c_desc, 2 * CONSUMERS) if TMA_STORE else a_ring
+    c_buffers = shared_tiles(c_desc, CONFIG.buffers * CONSUMERS) if TMA_STORE else a_ring
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):

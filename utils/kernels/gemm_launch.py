@@ -115,9 +115,12 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
     return Launch(handle, config, (m, n), partial_sums, counters_needed)
 
 
-def box_layout(shape: list[int]) -> gl.NVMMASharedLayout:
-    """Return the layout in shared memory of a box that TMA copies: swizzled as wgmma reads it."""
-    return gl.NVMMASharedLayout.get_default_for(shape, gl.float16)  # for bf16 the same: it knows only widths
+def box_layout(shape: list[int], dtype: gl.dtype = gl.float16) -> gl.NVMMASharedLayout:
+    """Return the layout in shared memory of a box that TMA copies: swizzled as wgmma reads it.
+
+    Only the width of a type counts: fp16 and bf16 have the same layout.
+    """
+    return gl.NVMMASharedLayout.get_default_for(shape, dtype)
 
 
 def is_row_major(x: torch.Tensor) -> bool:
@@ -152,7 +155,8 @@ def rows_by_parity(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
     """Return a TMA descriptor of a row-major matrix (2 R, K) as (2, R, K): even rows, odd rows."""
     (rows, columns), pitch = x.shape, x.stride(0)
     box = [1, *block]
-    return TensorDescriptor(x, [2, rows // 2, columns], [pitch, 2 * pitch, 1], box, box_layout(box))
+    layout = box_layout(box, gl.float8e4nv if x.element_size() == 1 else gl.float16)
+    return TensorDescriptor(x, [2, rows // 2, columns], [pitch, 2 * pitch, 1], box, layout)
 
 
 def lateness(label: str, x: torch.Tensor, pairs: bool = True) -> int:

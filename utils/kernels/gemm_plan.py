@@ -22,7 +22,10 @@ class Config:
     consumers: int = 2  # warpgroups that multiply, block_m / consumers rows each
     block_k: int = 64  # 128 bytes of 16-bit elements: one swizzled row of shared memory
     stages: int = 4  # slots of the ring
-    pieces: int = 4  # column blocks in which columns[0] of C are stored: even, two buffers take turns
+    pieces: int = 4  # column blocks in which columns[0] of C are stored
+    buffers: int = (
+        2  # a consumer's buffers for pieces of C, which take turns: the pieces of a tile are a multiple of them
+    )
     group_m: int = 8  # rows of tiles that are walked abreast, for the L2
     split: int = 1  # parts along K of a tile that would leave SMs idle: one of SPLITS
     short: bool = False  # the kernel of `gemm_short`: a block a tile, several blocks on an SM
@@ -32,6 +35,11 @@ class Config:
     def rows(self) -> int:
         """Rows of a consumer."""
         return self.block_m // self.consumers
+
+    @property
+    def shift(self) -> int:
+        """Elements in 16 bytes: with `pairs`, tiles of odd rows begin so many earlier along K."""
+        return 8
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -59,7 +67,7 @@ class Config:
         ring = self.stages * (self.block_m + self.block_n) * self.block_k * 2
         if self.short:  # C goes through the ring's memory when its last slot has been read
             return max(ring, 2 * self.block_m * self.block_n)
-        return ring + 2 * self.block_m * self.piece[1] * 2
+        return ring + self.buffers * self.block_m * self.piece[1] * 2
 
     @property
     def blocks(self) -> int:

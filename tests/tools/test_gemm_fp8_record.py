@@ -1,0 +1,57 @@
+"""The FP8 GEMM's recording: its shapes, what it times, and the error that it computes."""
+
+import importlib.util
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from tools.record import gemm_fp8
+from utils.kernels.gemm_fp8 import quantize_fp8
+
+
+def test_shapes_are_drawn_by_seed_and_are_not_those_of_the_choice():
+    shapes = gemm_fp8.draw_shapes(gemm_fp8.SEED, 20)
+    assert shapes == gemm_fp8.draw_shapes(gemm_fp8.SEED, 20) and len(set(shapes)) == 22
+    assert shapes[-2:] == [(4096,) * 3, (8192,) * 3]
+    for shape in shapes:
+        assert all(512 <= size <= 16384 and size % 16 == 0 for size in shape)
+    others = gemm_fp8.draw_shapes(gemm_fp8.CHOICE_SEED, gemm_fp8.CHOICE_SHAPES)
+    assert not set(others[:-2]) & set(shapes)
+
+
+def test_what_is_timed_contains_what_a_call_takes():
+    for shape in ((1568, 864, 4880), (8192, 8192, 8192)):
+        for fast in (True, False):
+            configs = gemm_fp8.ranked(shape, fast)
+            assert len(set(configs)) == len(configs) > 5
+            assert all(config.promote != fast for config in configs)
+            chosen = gemm_fp8.chosen(shape, fast)
+            assert chosen in configs or chosen.split not in (1, 2, 4)
+
+
+def test_the_error_is_that_of_the_rows_that_are_computed():
+    a, scale_a = quantize_fp8(torch.randn(200, 64), "row")
+    w, scale_w = quantize_fp8(torch.randn(32, 64), "row")
+    given = a, w.T, scale_a, scale_w.T
+    c = (a.double() * scale_a.double()) @ (w.T.double() * scale_w.T.double())
+    assert gemm_fp8.relative_error(c, given) < 1e-12
+    c[100] = 0  # the first and last 32 rows are looked at
+    assert gemm_fp8.relative_error(c, given) < 1e-12
+    looked_at, off = torch.cat([c[:32], c[-32:]]).norm(), 0.1 * c[199].norm()
+    c[199] *= 1.1
+    assert gemm_fp8.relative_error(c, given) == pytest.approx((off / looked_at).item())
+
+
+def test_rows_are_shown_with_the_way_they_were_added():
+    row = {
+        "m": 512,
+        "n": 512,
+        "k": 512,
+        "fast": False,
+        "torch_us": 10.0,
+        "times": [("64x64/1", 8.0), ("128x128/1", 5.0)],
+    }
+    assert "promoted" in gemm_fp8.show_choice(row) and "128x128/1 2.000  64x64/1 1.250" in gemm_fp8.show_choice(row)
