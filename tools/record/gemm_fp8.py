@@ -6,8 +6,8 @@
     python -m tools.record.gemm_fp8 errors --out assets/results/h200/gemm_fp8_errors.json
 
 M, N and K are multiples of 16, drawn evenly in their logarithm from 512 to 16,384, and 4096 and 8192 cubed stand behind
-them. `shapes` times one scale for a matrix and one for each row, and both ways to add, with bf16 C: a row says which kernel
-torch ran. `choice` times the configurations that the model ranks first, at shapes of another seed, and `fit` fits the model to them. `errors` compares both
+them. `shapes` times one scale for a matrix and one for each row, and both ways to add, with bf16 C; beside each call, launches
+that differ from it in one thing (`variants`). `choice` times the configurations that the model ranks first, at shapes of another seed, and `fit` fits the model to them. `errors` compares both
 libraries with float64 as K grows, with fp16 C, whose rounding hides less. Calls are interleaved in one process, L2 warm.
 Ratio: time of torch._scaled_mm with the same way to add / time of the kernel.
 """
@@ -31,7 +31,7 @@ import torch
 from tools.record.common import Record, arguments_parser, read_record
 from tools.record.gemm_choice import fit
 from tools.record.gemm_shapes import summary
-from utils.benchmark.measuring import compare, measure_together
+from utils.benchmark.measuring import measure_together
 from utils.benchmark.profiling import launched
 from utils.kernels.gemm_fp8 import gemm_fp8, quantize_fp8
 
@@ -42,6 +42,9 @@ MOST_FLOPS = 8e12
 SQUARES = (4096, 8192)
 RULED_OUT = 1.4  # `choice` times configurations whose estimate is below so many times the smallest
 SMS = 132
+SHARED_BYTES = 230000  # of a block, less what barriers and exchanges of scales take
+ROW_SECONDS = 0.35
+OTHERS = ("alone_us", "buffers_us", "lead_us", "pairs_us")
 PROCESSES = 15
 
 
@@ -215,35 +218,48 @@ def print_fit(path: Path) -> None:
             print(f"    torch / chosen: {summary([{'ratio': row['torch_us'] / us} for row, us in found])}")
 
 
+def variants(shape: tuple[int, int, int], by: str, fast: bool) -> dict:
+    """Return what `shapes` times: the configuration that a call takes, and others that differ from it in one thing."""
+    config = chosen(shape, fast)
+    found = {"": config}
+    if by == "tensor":
+        found["alone"] = replace(config, early=False)
+        pieces = config.block_n // config.piece[1]
+        whole = replace(config, stages=config.stages - 1, buffers=pieces)
+        if pieces > config.buffers and whole.shared_bytes <= SHARED_BYTES and whole.stages > 2:
+            found["buffers"] = whole
+        if config.consumers == 2:
+            found["lead"] = replace(config, lead=2)
+        if fast and late_rows(shape)[0] and shape[0] % 2 == 0:
+            found["pairs"] = replace(config, pairs=True)
+    return found
+
+
 def shape_row(point: tuple, pairs: int) -> dict:
-    """Time the chosen configuration against torch at a shape, by one kind of scales and one way to add."""
+    """Time the chosen configuration, and others like it, against torch at a shape, by one kind of scales and one way to add."""
+    from utils.kernels import gemm_fp8_launch
+
     shape, by, fast = point
     given = operands(shape, by)
     theirs = torch_call(given, fast)
     m, n, k = shape
-    row = {"m": m, "n": n, "k": k, "scales": by, "fast": fast, "config": chosen(shape, fast).name}
+    c = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    configs = variants(*point)
+    row = {"m": m, "n": n, "k": k, "scales": by, "fast": fast, "config": configs[""].name}
     row["error"] = relative_error(gemm_fp8(*given, fast=fast), given)
     row["torch_error"] = relative_error(theirs(), given)
-    row["torch_kernels"] = launched(theirs).kernels
-    result = compare(
-        theirs,
-        lambda: gemm_fp8(*given, fast=fast),
-        warmup=3,
-        iterations=pairs,
-        max_seconds=0.8,
-        device="cuda",
-        l2="warm",
-        labels=("torch._scaled_mm", "gemm_fp8"),
+    if m == n == k:
+        row["torch_kernels"] = launched(theirs).kernels
+    launches = [gemm_fp8_launch.launch(*given, c, fast, config) for config in configs.values()]
+    calls = [theirs, *(lambda launch=launch: launch(*given) for launch in launches)]
+    timed = measure_together(
+        calls, labels=["torch", *configs], warmup=2, iterations=pairs, device="cuda", l2="warm", max_seconds=ROW_SECONDS
     )
+    torch_us, us, *others = (1e3 * each.median_ms for each in timed)
+    row |= {f"{name}_us": other for name, other in zip([*configs][1:], others, strict=True)}
     flops = 2.0 * m * n * k
-    return row | {
-        "ratio": result.speedup,
-        "interval": list(result.interval),
-        "us": 1e3 * result.b.median_ms,
-        "torch_us": 1e3 * result.a.median_ms,
-        "tflops": flops / result.b.median_ms / 1e9,
-        "torch_tflops": flops / result.a.median_ms / 1e9,
-    }
+    row |= {"ratio": torch_us / us, "us": us, "torch_us": torch_us, "samples": len(timed[1].samples_ms)}
+    return row | {"tflops": flops / us / 1e6, "torch_tflops": flops / torch_us / 1e6}
 
 
 def show_shape(row: dict) -> str:
@@ -251,7 +267,8 @@ def show_shape(row: dict) -> str:
     way = "fast    " if row["fast"] else "promoted"
     return (
         f"{row['m']:>6} x {row['n']:>6} x {row['k']:>6} {row['scales']:<6} {way} {row['us']:8.1f} us {row['tflops']:6.0f} "
-        f"TFLOP/s {row['ratio']:.3f}x  error {row['error']:.2e} ({row['torch_error']:.2e})  {row['config']}"
+        f"TFLOP/s {row['ratio']:.3f}x  error {row['error']:.2e} ({row['torch_error']:.2e})  {row['config']}  "
+        + "  ".join(f"{name[:-3]} {row['torch_us'] / row[name]:.3f}" for name in row if name in OTHERS)
     )
 
 
@@ -295,7 +312,7 @@ def main(arguments: list[str] | None = None) -> int:
         measure, show = error_row, str
     else:
         points = [*itertools.product(draw_shapes(SEED, SHAPES), ("tensor", "row"), ways)]
-        compile_all({(chosen(shape, fast), by) for shape, by, fast in points})
+        compile_all({(config, point[1]) for point in points for config in variants(*point).values()})
         measure, show = functools.partial(shape_row, pairs=options.pairs), show_shape
     method = {"l2": "warm", "pairs": options.pairs}
     record = Record(options.out, f"FP8 GEMM, {options.what}", "cuda", options.seconds, **method)
