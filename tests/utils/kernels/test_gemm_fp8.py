@@ -208,6 +208,37 @@ def test_scales_of_rows_that_tma_cannot_store_and_parts(simulated):
 
 
 @needs_triton
+@pytest.mark.parametrize("k", [144, 1040])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lead": 2},  # K = 144 has two steps: the slot that the second consumer would wait for is never filled
+        {"lead": 1, "promote": True},
+        {"early": False},
+        {"stages": 3, "pieces": 2, "buffers": 4},  # a buffer for each piece of C
+        {
+            "block_n": 96,
+            "pieces": 2,
+        },  # three pieces and two buffers: the first of a tile follows the last in one buffer
+        {"pairs": True},
+        {"pairs": True, "promote": True, "split": 2},
+    ],
+    ids=str,
+)
+def test_variants_in_the_simulator(simulated, changes, k):
+    config = Fp8Config(**{"block_m": 128, "block_n": 128, "stages": 4} | changes)
+    for seed, (m, n) in enumerate(((300, 296), (300, 296), (100, 64))):  # several tiles an SM, and one
+        given = operands(m, n, k, "row")
+        assert_product(simulated(given, config, seed=seed), given, str(config))
+
+
+@needs_triton
+def test_rows_by_parity_need_pairs_of_rows(simulated):
+    with pytest.raises(ValueError, match="an even number of rows"):
+        simulated(operands(301, 296, 144), Fp8Config(128, 128, stages=4, pairs=True))
+
+
+@needs_triton
 def test_parts_shorter_than_a_step_are_refused(simulated):
     with pytest.raises(ValueError, match="4 parts of K = 64 would be shorter than one step of 128"):
         simulated(operands(64, 64, 64), replace(FAST_CONFIGS[0], split=4))
