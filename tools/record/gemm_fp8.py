@@ -44,7 +44,7 @@ RULED_OUT = 1.4  # `choice` times configurations whose estimate is below so many
 SMS = 132
 SHARED_BYTES = 230000  # of a block, less what barriers and exchanges of scales take
 ROW_SECONDS = 0.35
-OTHERS = ("alone_us", "buffers_us", "lead_us", "pairs_us")
+OTHERS = ("early_us", "buffers_us", "lead_us", "pairs_us")
 PROCESSES = 15
 
 
@@ -195,20 +195,19 @@ def model_error(rows: list[dict], cost) -> float:
 
 def print_fit(path: Path) -> None:
     """Fit the model's constants to a record of `choice`, and print how its choice does at the same shapes."""
-    from utils.kernels import gemm_fp8_plan
+    from utils.kernels.gemm_plan import COST
 
     record = read_record(path)["rows"]
     for fast in (True, False):
         rows = [row for row in record if row["fast"] == fast]
-        present = gemm_fp8_plan.FAST_COST if fast else gemm_fp8_plan.PROMOTED_COST
-        fitted = fit(rows, present, error=model_error)
+        fitted = fit(rows, COST, error=model_error)
         # Each half of the shapes is judged by constants that were fitted to the other half.
-        halves = [(rows[i::2], fit(rows[1 - i :: 2], present, error=model_error)) for i in (0, 1)]
+        halves = [(rows[i::2], fit(rows[1 - i :: 2], COST, error=model_error)) for i in (0, 1)]
         print("fast" if fast else "promoted", {x: float(f"{y:.4g}") for x, y in asdict(fitted).items()})
         for what, parts in (
             ("fitted", [(rows, fitted)]),
             ("fitted to the others", halves),
-            ("present", [(rows, present)]),
+            ("present", [(rows, COST)]),
         ):
             error = sum(model_error(*part) * len(part[0]) for part in parts) / len(rows)
             found = [(row, min(estimates(row, cost))[1]) for part, cost in parts for row in part]
@@ -223,7 +222,7 @@ def variants(shape: tuple[int, int, int], by: str, fast: bool) -> dict:
     config = chosen(shape, fast)
     found = {"": config}
     if by == "tensor":
-        found["alone"] = replace(config, early=False)
+        found["early"] = replace(config, early=True)
         pieces = config.block_n // config.piece[1]
         whole = replace(config, stages=config.stages - 1, buffers=pieces)
         if pieces > config.buffers and whole.shared_bytes <= SHARED_BYTES and whole.stages > 2:

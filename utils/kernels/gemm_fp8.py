@@ -9,8 +9,9 @@ scales afterwards: one scale for all of a matrix, or one for each row of A and e
     w8, scale_w = quantize_fp8(w, by="row")           # w (N, K), a linear layer:  e4m3 (N, K) and fp32 (N, 1)
     c = gemm_fp8(a8, w8.T, scale_a, scale_w.T)        # a @ w.T, bf16 (M, N)
 
-The operands are those of `torch._scaled_mm` on Hopper, with which it is compared: assets/results/h200/gemm_fp8.json,
-written by `python -m tools.record.gemm_fp8`. The kernel is in `gemm_fp8_gluon.py`.
+The operands are those of `torch._scaled_mm` on Hopper. On an H200 it is as fast at 4096 and 8192 cubed; at 14 random shapes
+with one scale for a matrix its speed is 0.95 of torch's, 0.90 with `fast=True` (docs/gemm-log.md, entries 17 to 19). The
+kernel is in `gemm_fp8_gluon.py`.
 """
 
 from __future__ import annotations

@@ -254,9 +254,7 @@ def store_piece(work, out, piece, i, row, column, parity, WHICH: gl.constexpr, T
     BUFFERS: gl.constexpr = work.CONFIG.buffers
     if TMA_STORE:
         buffer = c_buffers.index(WHICH * BUFFERS + i % BUFFERS)
-        # All stores but those of this tile's last pieces have left their buffers: this one may be overwritten.
-        AT_MOST: gl.constexpr = i if i < BUFFERS else BUFFERS - 1
-        tma.store_wait(AT_MOST)
+        tma.store_wait(BUFFERS - 1)  # the store that used this buffer before has left it: it may be overwritten
         buffer.store(piece)
         fence_async_shared()  # written by threads, read by the TMA unit: without it TMA may read older data
         if work.CONFIG.pairs:

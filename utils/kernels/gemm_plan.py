@@ -23,9 +23,7 @@ class Config:
     block_k: int = 64  # 128 bytes of 16-bit elements: one swizzled row of shared memory
     stages: int = 4  # slots of the ring
     pieces: int = 4  # column blocks in which columns[0] of C are stored
-    buffers: int = (
-        2  # a consumer's buffers for pieces of C, which take turns: the pieces of a tile are a multiple of them
-    )
+    buffers: int = 2  # a consumer's buffers for pieces of C, which take turns; a tile's pieces are a multiple of them
     group_m: int = 8  # rows of tiles that are walked abreast, for the L2
     split: int = 1  # parts along K of a tile that would leave SMs idle: one of SPLITS
     short: bool = False  # the kernel of `gemm_short`: a block a tile, several blocks on an SM

@@ -137,7 +137,7 @@ def test_every_configuration_fits():
         assert config.shared_bytes <= SHARED_MEMORY - 16 * config.stages
         assert config.rows in (64, 128) and config.block_k == 128
         pieces = config.block_n // config.piece[1]
-        assert pieces % 2 == 0 and pieces * config.piece[1] == config.block_n == sum(config.columns)
+        assert pieces % config.buffers == 0 and pieces * config.piece[1] == config.block_n == sum(config.columns)
         assert not config.promote or (config.rows == 64 and config.columns[0] <= 128)  # registers for two sums
     assert len({config.name for config in CONFIGS}) == len(CONFIGS)
 
@@ -214,12 +214,9 @@ def test_scales_of_rows_that_tma_cannot_store_and_parts(simulated):
     [
         {"lead": 2},  # K = 144 has two steps: the slot that the second consumer would wait for is never filled
         {"lead": 1, "promote": True},
-        {"early": False},
-        {"stages": 3, "pieces": 2, "buffers": 4},  # a buffer for each piece of C
-        {
-            "block_n": 96,
-            "pieces": 2,
-        },  # three pieces and two buffers: the first of a tile follows the last in one buffer
+        {"early": True},
+        {"stages": 3, "buffers": 4},  # a buffer for each piece of C
+        {"block_n": 192, "stages": 3, "pieces": 2, "buffers": 3},
         {"pairs": True},
         {"pairs": True, "promote": True, "split": 2},
     ],
