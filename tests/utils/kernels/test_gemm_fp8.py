@@ -35,17 +35,19 @@ def operands(m, n, k, by="tensor", device="cpu"):
 def assert_product(c, given, what="", fast=False):
     """C is the scaled product of the operands as they are: one rounding, and sums that are fp32 or nearly so.
 
-    With `fast` the tensor cores cut a sum off at about 14 bits, once for each of K / 32 instructions.
+    The tensor cores cut a sum off at about 14 bits, in each of K / 32 instructions with `fast`, in each of four without.
     """
     a, b, scale_a, scale_b = (x.double() for x in given)
     exact, size = a @ b * scale_a * scale_b, a.abs() @ b.abs() * scale_a * scale_b
-    bits = 2.0**-13 * (1 + a.shape[1] / 32) if fast else 2.0**-13
+    bits = 2.0**-12 * (1 + a.shape[1] / 32) if fast else 2.0**-11
     allowed = ROUNDING[c.dtype] * exact.abs() + bits * size + 1e-7
     assert c.shape == exact.shape and c.is_contiguous(), what
     worst = ((c.double() - exact).abs() / allowed).max().item()
     assert worst <= 1.0, f"{what}: {worst:.3g} times the allowed error"
-    if not fast:
-        assert (c.double() - exact).norm() <= 0.7 * ROUNDING[c.dtype] * exact.norm(), what
+    # Errors of single elements cancel out in their norm: 2.4e-4 with fp16, 1.7e-3 with bf16, and up to 2e-3 more with
+    # `fast` for the K of these tests (docs/gemm-log.md, entry 18).
+    error = (c.double() - exact).norm() / exact.norm()
+    assert error <= ROUNDING[c.dtype] + (2.5e-3 if fast else 0.0), f"{what}: {error:.3g}"
 
 
 # ---- rounding to e4m3 --------------------------------------------------------------------------------------
