@@ -320,8 +320,8 @@ def join(folder: Path, record: Record) -> None:
     record.save()
 
 
-def random_case(seed: int) -> dict:
-    """Compare one variant on random shapes, lengths, pages and masks with float64, twice."""
+def random_case(seed: int, paged: bool = False) -> dict:
+    """Compare one variant on random shapes, lengths, pages and masks with float64, twice; paged: the cache is in pages."""
     from tests.utils.attention.decode_cases import random_cache
 
     rng = random.Random(seed)
@@ -332,7 +332,9 @@ def random_case(seed: int) -> dict:
     slots, page = rng.choice((5, 129, 700, 1500, 4097)), rng.choice((None, None, 16, 64, 256))
     case = {"causal": rng.random() < 0.7, "window": rng.choice((None, None, 1, 100, 1000))}
     # It takes neither lengths nor pages, and would be rare among all others.
-    ahead = rng.random() < 0.3
+    ahead = rng.random() < 0.3 and not paged
+    if paged:
+        page = page or rng.choice((16, 64, 256))
     if ahead:
         page, head_dim, consumers = None, min(head_dim, 128), consumers or 1
     k, v, lengths, table = (
@@ -394,6 +396,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=60, help="for `right`: random cases")
     parser.add_argument("--names", nargs="*", help="for `points`: these variants only, beside the default")
     parser.add_argument("--first", type=int, default=0, help="for `right`: the first seed")
+    parser.add_argument("--paged", action="store_true", help="for `right`: caches in pages only")
     parser.add_argument(
         "--read", type=Path, help="for `join`: the folder of the rows' records; for `default`: the record"
     )
@@ -413,7 +416,7 @@ def main() -> None:
         return
     if options.table == "right":
         seeds = range(options.first, options.first + options.cases)
-        if record.fill(list(seeds)[part::parts], random_case, str):
+        if record.fill(list(seeds)[part::parts], partial(random_case, paged=options.paged), str):
             record.finish()
         wrong = [row for row in record.contents["rows"] if not row["right"]]
         print(f"{len(record.contents['rows'])} cases, {len(wrong)} wrong: {wrong}")
