@@ -25,7 +25,7 @@ def test_variants_differ_and_fit(cache):
         for choices in found.values():
             plan = arrangement(point, choices).plan
             assert plan.shared_bytes + 700 < SHARED_BYTES
-            assert plan.slots >= 4
+            assert plan.slots >= (2 if plan.cluster else 4)  # a program of a cluster may have a single block
             if plan.consumers:
                 # All query rows of a head of keys in one tile: otherwise the cache would be read once for each tile.
                 assert plan.columns >= cache[1] // cache[2] * new_tokens

@@ -16,6 +16,8 @@ prepared in several processes (`turns.py`).
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 from collections.abc import Callable
 from functools import partial
@@ -56,7 +58,7 @@ def variants(point: tuple) -> dict[str, dict]:
     keys: dict = {"consumers": 0}
     by_rows: dict = {"consumers": 1 if rows <= 64 else 2, "block_n": block}
     small = by_rows | {"block_n": block // 2}
-    found: dict[str, dict] = {"default": {}, "rows": by_rows}
+    found: dict[str, dict] = {"default": {}, "no clusters": {"cluster": 0}, "rows": by_rows}
     if rows <= 32:
         found["keys"] = keys
         found["keys, two programs an SM"] = keys | {"per_sm": 2, "block_n": block if head_dim == 64 else block // 2}
@@ -84,6 +86,16 @@ def variants(point: tuple) -> dict[str, dict]:
         if "keys" in found:
             found[f"keys, {merged}"] = keys | other
             found["keys, even programs"] = keys | even
+    found |= {"L2 hint": {"hint": True}, "no L2 hint": {"hint": False}}
+    bytes_ = 4 * batch * kv_heads * point[3] * head_dim
+    for parts in (2, 8, 16) if rows <= 64 else ():
+        if not MULTIPROCESSORS // 3 < parts * batch * kv_heads <= MULTIPROCESSORS:
+            continue
+        for hint, block_n in itertools.product((False, True) if bytes_ < 256 << 20 else (False,), (64, 128)):
+            choices = {"cluster": parts, "block_n": block_n, "hint": hint}
+            with contextlib.suppress(ValueError):  # shares that are not equal, or too little memory
+                arrangement(point, choices)
+                found[f"clusters of {parts}, {block_n} keys{', L2 hint' * hint}"] = choices
     # What is the default at this point is not measured again under another name.
     distinct: dict[Arrangement, str] = {}
     for name, choices in found.items():
@@ -102,7 +114,9 @@ def describe(found: Arrangement) -> str:
     plan, merge = found.plan, found.merge_plan
     tile = f"{'rows' if plan.consumers else 'keys'}: {plan.columns} columns, {plan.block_n} keys, {plan.slots} slots"
     warps = f"{plan.q_slots} Q, {f'{plan.consumers} consumers' if plan.consumers else '4 warps'}, halves {plan.halves}"
-    warps += ", wide stores" * plan.wide + ", ahead" * plan.ahead
+    warps += ", wide stores" * plan.wide + ", ahead" * plan.ahead + ", L2 hint" * found.hint
+    if plan.cluster:
+        return f"{tile}, {warps}; {found.programs} programs, clusters of {plan.cluster}"
     if found.aligned:
         return f"{tile}, {warps}; {found.programs} programs, whole heads"
     parts = f"{merge.merge_warps} x {merge.merge_parts} parts x {merge.merge_width} numbers x {merge.merge_steps}"
@@ -110,8 +124,8 @@ def describe(found: Arrangement) -> str:
 
 
 def fits(found: Arrangement) -> bool:
-    """Whether a variant's tiles fit into shared memory, with two slots of K and of V."""
-    return found.plan.slots >= 4
+    """Whether a variant's tiles fit into shared memory, with two slots of K and of V; clusters have one for one block."""
+    return found.plan.slots >= (2 if found.plan.cluster else 4)
 
 
 def bound(choices: dict, q, k, v, seqlens=None, table=None, scales=None, **case) -> Callable[[], torch.Tensor]:
@@ -383,6 +397,31 @@ def random_case(seed: int, paged: bool = False) -> dict:
     }
 
 
+def random_cluster_case(seed: int) -> dict:
+    """Compare clusters of random sizes on random shapes with float64, twice."""
+    rng = random.Random(seed)
+    while True:
+        dtype, causal = rng.choice((torch.bfloat16, torch.float16)), rng.random() < 0.7
+        batch, kv_heads, group = rng.choice((1, 2, 3, 9)), rng.choice((1, 2, 8)), rng.choice((1, 2, 3, 4, 8))
+        sq, head_dim = rng.choice((1, 2, 7, 8, 16, 33)), rng.choice((64, 128, 128, 256, 80))
+        choices = {"cluster": rng.choice((2, 4, 8, 16)), "consumers": rng.choice((0, 1)), "hint": rng.random() < 0.5}
+        choices["block_n"] = block = rng.choice((32, 64, 128))
+        keys = choices["cluster"] * block * rng.choice((1, 2, 3, 5, 9)) - rng.randrange(block)
+        with contextlib.suppress(ValueError):  # tiles that do not fit
+            arrange(batch, kv_heads, group, sq, keys, head_dim, MULTIPROCESSORS, **choices)
+            break
+    torch.manual_seed(seed)
+    shapes = (batch, kv_heads * group, sq, head_dim), *2 * [(batch, kv_heads, keys, head_dim)]
+    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
+    call = bound(choices, q, k, v, causal=causal)
+    expected = decode_reference(q, k, v, causal=causal)
+    errors = [error_of(call(), expected) for _ in range(2)]
+    shape = (batch, kv_heads * group, kv_heads, sq, keys, head_dim)
+    case = {"causal": causal}
+    right = max(errors) < WRONG
+    return {"seed": seed, "shape": shape, "case": case, "choices": choices, "error": max(errors), "right": right}
+
+
 def main() -> None:
     """Run what the command line names."""
     parser = arguments_parser(__doc__)
@@ -396,6 +435,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=60, help="for `right`: random cases")
     parser.add_argument("--names", nargs="*", help="for `points`: these variants only, beside the default")
     parser.add_argument("--first", type=int, default=0, help="for `right`: the first seed")
+    parser.add_argument("--clusters", action="store_true", help="for `right`: clusters only")
     parser.add_argument("--paged", action="store_true", help="for `right`: caches in pages only")
     parser.add_argument(
         "--read", type=Path, help="for `join`: the folder of the rows' records; for `default`: the record"
@@ -416,7 +456,8 @@ def main() -> None:
         return
     if options.table == "right":
         seeds = range(options.first, options.first + options.cases)
-        if record.fill(list(seeds)[part::parts], partial(random_case, paged=options.paged), str):
+        case = random_cluster_case if options.clusters else partial(random_case, paged=options.paged)
+        if record.fill(list(seeds)[part::parts], case, str):
             record.finish()
         wrong = [row for row in record.contents["rows"] if not row["right"]]
         print(f"{len(record.contents['rows'])} cases, {len(wrong)} wrong: {wrong}")

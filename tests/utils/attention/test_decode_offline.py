@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[3]
-CASES = {  # arguments of make_plan, of Case
+CASES = {  # arguments of make_plan or cluster_plan, of Case
     "one token": (dict(head_dim=128, group=4, sq=1), dict()),
     "seven tokens, pages of 32": (
         dict(head_dim=128, group=4, sq=7, page=32),
@@ -29,23 +29,33 @@ CASES = {  # arguments of make_plan, of Case
         dict(head_dim=128, group=8, sq=16, page=16),
         dict(causal=True, window=True, lengths=True, batch_block=8, paged=True, clean=True),
     ),
+    "a cluster of 16": (dict(head_dim=128, group=4, sq=1, keys=8192, heads=8, multiprocessors=132), dict()),
+    "a cluster of 16, 64 rows": (
+        dict(head_dim=128, group=4, sq=16, keys=8192, heads=8, multiprocessors=132),
+        dict(causal=True),
+    ),
+    "clusters of 2": (dict(head_dim=256, group=4, sq=8, keys=4096, heads=64, multiprocessors=132), dict(causal=True)),
     "fp8": (dict(head_dim=128, group=4, sq=4, fp8=True), dict(causal=True)),
     "fp8, 64 rows": (dict(head_dim=128, group=4, sq=16, fp8=True), dict(causal=True)),
 }
-PROGRAM = """
+PROGRAM = r"""
 import json, sys
 from utils.attention.gluon.decode.offline import compile_decode
-from utils.attention.gluon.decode.plan import Case, make_plan
+from utils.attention.gluon.decode.plan import Case, cluster_plan, make_plan
+from utils.kernels.l2_hint import assemble, hint_copies
 answer = {}
 MERGED = "one token", "head dimension 256"  # the merge depends on the case and the tile's width alone
 for name, (plan, case) in json.loads(sys.argv[1]).items():
-    plan, case = make_plan(**plan), Case(**case)
+    plan, case = (cluster_plan if "keys" in plan else make_plan)(**plan), Case(**case)
     first, second = compile_decode(plan, case), compile_decode(plan, case, merge=True) if name in MERGED else None
-    loads = plan.block_n // plan.box * (2 if plan.consumers else 2 + plan.slots + 2 * plan.raw_slots)
+    hinted, copies = hint_copies(first.ptx)
+    loads = plan.slots if plan.cluster else plan.block_n // plan.box * (2 if plan.consumers else 2 + plan.slots + 2 * plan.raw_slots)
     answer[name] = dict(
         spill=first.spill_bytes + (second.spill_bytes if second else 0), shared=[first.shared_bytes, plan.shared_bytes],
         wgmma=first.count("wgmma.mma_async", "ptx"), loads=[first.count("cp.async.bulk.tensor", "ptx"), loads],
         warnings=[w for w in first.warnings if "maxnreg" in w or "wgmma" in w],
+        hints=[copies, hinted.count(".L2::cache_hint"), first.count(r"cp\.async\.bulk\.tensor\.4d\.shared", "ptx")],
+        sends=first.count("STAS"), inbox=plan.inbox_space, hinted=len(assemble(hinted)) if plan.cluster else 0,
         begins=first.count("griddepcontrol.launch_dependents", "ptx"), waits=second.count("griddepcontrol.wait", "ptx") if second else 1,
     )
 print("REPORT " + json.dumps(answer))
@@ -79,5 +89,16 @@ def test_the_assembly_is_what_the_plan_says(report, name):
     # Two tiles in the loop, and without a producer the first blocks before it; the queries come by TMA too.
     issued, expected = found["loads"]
     assert issued > expected
-    # Whole heads that are never merged have no second launch that could begin early.
-    assert (found["begins"], found["waits"]) == (0 if CASES[name][0].get("ahead") else 1, 1)
+    # Whole heads that are never merged have no second launch that could begin early, and clusters merge by themselves.
+    clusters = "keys" in CASES[name][0]
+    assert (found["begins"], found["waits"]) == (0 if clusters or CASES[name][0].get("ahead") else 1, 1)
+    assert (found["sends"] > 0) == clusters
+    assert measured + clusters * found["inbox"] <= 232_448
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_copy_of_keys_and_values_can_have_a_hint(report, name):
+    copies, hints, there = report[name]["hints"]
+    assert copies == hints == there > 0
+    if "keys" in CASES[name][0]:
+        assert report[name]["hinted"] > 10_000  # the assembler takes it

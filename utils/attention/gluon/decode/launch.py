@@ -7,6 +7,7 @@ out Triton's search for it.
 
 from __future__ import annotations
 
+import copy
 import math
 
 import torch
@@ -79,7 +80,7 @@ def _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales) -> 
         negated = torch.zeros_like(q) if scale == 0 else -q
         return _decode(negated, k, v, causal, -scale or 1.0, window, seqlens, block_table, kv_scales)
     table = None if block_table is None else (block_table.shape, block_table.stride())
-    # A captured graph may be replayed on any stream, beside another: it shares no counters, and so merges by a launch.
+    # A captured graph may be replayed on any stream, beside another: it shares no counters, and merges by a launch or in clusters.
     captured = torch.cuda.is_current_stream_capturing()
     strides = q.stride(), k.stride(), v.stride()
     key = q.shape, k.shape, strides, table, q.dtype, k.dtype, q.device, causal, window, seqlens is None, captured
@@ -87,9 +88,8 @@ def _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales) -> 
     if launch is None:
         while len(_LAUNCHES) >= KEPT_AT_MOST:
             del _LAUNCHES[next(iter(_LAUNCHES))]  # a dict keeps its order: the first key is the oldest
-        merge = "second" if captured else None
         fp8 = k.dtype == torch.float8_e4m3fn
-        launch = Launch(q, k, v, causal, window, seqlens is not None, block_table, merge=merge, fp8=fp8)
+        launch = Launch(q, k, v, causal, window, seqlens is not None, block_table, fp8=fp8, stateless=captured)
         _LAUNCHES[key] = launch
     if launch.copies or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         q, k, v = addressable(q), addressable(k), addressable(v)
@@ -155,13 +155,17 @@ class Launch:
             **choices,
         )
         self.plan = plan = found.plan
-        self.programs = found.programs
-        self.counters = 0 if plan.merge == "second" else 2 * found.heads
+        self.programs, self.hint = found.programs, found.hint
+        # The programs of a cluster stand side by side in the grid's first dimension.
+        self.grid = (kv_heads * plan.cluster, batch, found.tiles) if plan.cluster else (found.programs, 1, 1)
+        self.counters = 0 if plan.merge in ("second", "cluster") else 2 * found.heads
         holds = power_of_two(batch) if lengths else 1
         self.case = Case(causal and sq > 1, window > 0, lengths, holds, paged, found.aligned, lengths or paged)
         pages, stride = (0, 0) if block_table is None else (block_table.shape[1], block_table.stride(0))
         self.sizes = (stride, batch, kv_heads, group, sq, rows, window, found.tiles, page, pages, head_dim)
-        self.parts = 0 if found.aligned else 2 * self.programs * plan.columns * (plan.block_d + 2)
+        self.parts = (
+            0 if found.aligned or plan.merge == "cluster" else 2 * self.programs * plan.columns * (plan.block_d + 2)
+        )
         self.merge_grid = found.heads, found.merge_pieces
         self.constants = plan, self.case
         self.merge_constants = found.merge_plan, self.case
@@ -185,16 +189,18 @@ class Launch:
         counters = self.counters_for(stream) if self.counters else none
         lens, table = none if seqlens is None else seqlens, none if block_table is None else block_table
         sizes = (lens, table, *self.sizes, scale * LOG2_E)
-        if not self.compiled or _launch_is_watched():
+        in_clusters = self.plan.merge == "cluster"
+        if not self.compiled or (_launch_is_watched() and not in_clusters):
             self._launch_by_triton(q, k, v, out, parts, counters, sizes, scales)
-            return out
+            if not in_clusters:
+                return out
         maps = [Map(q, *self.q_map), Map(k, *self.k_map), Map(v, *self.v_map)]
         if self.plan.ahead:
             maps.append(Map(out, *self.o_map))
         start, function, metadata = self.compiled[0]
         rest = out, parts, counters, *sizes
         own = (scales, *self.constants) if self.fp8 else self.constants
-        start(self.programs, 1, 1, stream, function, metadata, None, None, None, *maps, *rest, *own)
+        start(*self.grid, stream, function, metadata, None, None, None, *maps, *rest, *own)
         if self.parts and not self.counters:
             start, function, metadata = self.compiled[1]
             grid = *self.merge_grid, 1
@@ -214,11 +220,13 @@ class Launch:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+        from utils.attention.gluon.decode.cluster import attention_decode_cluster
         from utils.attention.gluon.decode.kernel import attention_decode, attention_decode_merge
         from utils.attention.gluon.decode.quantized import attention_decode_fp8
         from utils.attention.gluon.decode.quantized_keys import attention_decode_fp8_keys
         from utils.attention.gluon.decode.rows import attention_decode_rows
         from utils.attention.gluon.decode.rows_ahead import attention_decode_rows_ahead
+        from utils.kernels.l2_hint import with_l2_hint
 
         def descriptor(x, map_, box):
             bits = 8 * x.element_size()
@@ -236,12 +244,28 @@ class Launch:
         if plan.ahead:  # each consumer stores its 64 rows
             descriptors.append(descriptor(out, self.o_map, plan.output_box))
         constants = {"PLAN": plan, "CASE": self.case}
-        grid = (self.programs,)
+        grid = self.grid
         options = plan.options | ({"launch_cooperative_grid": True} if plan.merge == "together" else {})
         kernel = attention_decode_rows if plan.consumers else attention_decode
         if plan.ahead:
             kernel = attention_decode_rows_ahead
         rest = (out, parts, counters, *sizes)
+        if plan.cluster:
+            kernel = attention_decode_cluster
+        if plan.merge == "cluster":
+            # Triton compiles one program, which knows of the others by what it sends them, and its launcher makes clusters of
+            # as many blocks as the metadata say: here the grid's first dimension counts clusters.
+            found = kernel.warmup(*descriptors, *rest, grid=grid, **constants, **options)
+            found = with_l2_hint(found) if self.hint else copy.copy(found)
+            shared = max(
+                found.metadata.shared, plan.inbox_bytes
+            )  # the inbox may take the place of all that Triton knows
+            shared = -(-shared // 16) * 16 + plan.inbox_space
+            found.metadata = found.metadata._replace(shared=shared)  # before it is loaded, which asks for so much
+            start = found.run
+            self.grid = (self.grid[0] // plan.cluster, *self.grid[1:])
+            self.compiled = [(start, found.function, (found.metadata.num_warps, plan.cluster, shared))]
+            return
         if self.fp8:
             kernel = attention_decode_fp8 if plan.consumers else attention_decode_fp8_keys
             kernels = [kernel[grid](*descriptors, *rest, scales, **constants, **options)]
@@ -253,6 +277,8 @@ class Launch:
             constants = {"PLAN": self.merge_constants[0], "CASE": self.case}
             kernels.append(merge(out, parts, counters, *sizes, self.programs, **constants, **options))
         if hasattr(kernels[0], "run"):  # not in the simulator
+            if self.hint:  # from the second call on
+                kernels[0] = with_l2_hint(kernels[0])
             self.compiled = [(kernel.run, kernel.function, kernel.packed_metadata) for kernel in kernels]
 
 

@@ -15,9 +15,11 @@ def compile_decode(plan: Plan, case: Case, dtype: str = "bf16", merge: bool = Fa
     """Compile the kernel, or the one of the second launch, for sm_90a."""
     from triton.experimental.gluon import language as gl
 
-    from utils.attention.gluon.decode import kernel, quantized, quantized_keys, rows, rows_ahead
+    from utils.attention.gluon.decode import cluster, kernel, quantized, quantized_keys, rows, rows_ahead
 
     attend = rows.attention_decode_rows if plan.consumers else kernel.attention_decode
+    if plan.cluster:
+        attend = cluster.attention_decode_cluster
     if plan.ahead:
         attend = rows_ahead.attention_decode_rows_ahead
     if plan.raw_slots:

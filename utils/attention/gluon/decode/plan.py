@@ -15,6 +15,7 @@ MOST_GROUP = 128  # query heads that share a head of keys
 MOST_SEQUENCES = 4096
 PAGES = (16, 32, 64, 128, 256)  # tokens of a page
 SHARED_BYTES = 232_448
+HALF_SHARED_BYTES = 115_712  # of two programs of an SM, each; one kilobyte more is the driver's
 MERGE_WARPS = 4  # of a program of the second launch
 MERGE_PROGRAMS = 2048  # of the second launch, about
 TOGETHER_BYTES = 40 << 20  # of keys and values
@@ -28,7 +29,17 @@ FP8_ROWS_FROM = 17  # query rows of a head of keys from which `quantized.py` rea
 LONG_HEADS = 1024  # keys from which whole heads are shared by two programs an SM, where keys are the rows
 TIMED_WIDTH = 128  # head dimension at which the choices of entry 28 were timed; others keep the plain way
 FEW_BLOCKS = {64: 0, 128: 3, 256: 5}  # where a program has fewer of the latter, half as large ones are faster
+# Of keys and values: where it is faster that they leave the L2 first. From half a gigabyte on it is slower.
+HINT_BYTES = 0, -1
+MOST_CLUSTER = 16  # programs of a cluster on Hopper
+# Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
+# one GPC, and seven of the eight have 16 or 18 SMs.
+FITTING_CLUSTERS = {2: 66, 4: 30, 8: 15, 16: 7}
+CLUSTERS: dict[int, int] = {}  # heads of keys, of all sequences, and the programs of a cluster that were timed for them
+CLUSTER_KEYS = 32768  # the most of them that were timed
+TIMED_SMS = 132
 MERGES = {
+    "cluster": "the programs of a head, a thread block cluster, in shared memory (`cluster.py`)",
     "second": "a second launch, which begins while the first runs and waits for its end",
     "together": "the programs of a head, which wait for each other (a cooperative launch), each some of its rows",
     # Slower than "together", but the simulator can run it, which runs programs one after another.
@@ -65,6 +76,8 @@ class Plan:
     level: bool = False  # with lengths: programs take whole heads where the kernel finds them balanced
     producers: int = 1  # warps that load, where query rows are the rows: one, or one for K and one for V
     ahead: bool = False  # whole heads, each begun before the one before it is stored (`rows_ahead.py`)
+    cluster: int = 0  # programs of a head, which merge in shared memory (`cluster.py`); 0: the other kernels
+    sent: int = 0  # query rows of the tile that the programs of a cluster send each other: those that exist
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)
 
     @property
@@ -76,6 +89,26 @@ class Plan:
     def output_box(self) -> list[int]:
         """Box of a TMA store of 64 query rows of the output, (B, Hkv, group, Sq, D): with `ahead`."""
         return [1, 1, 64 // self.queries, self.queries, self.block_d]
+
+    @property
+    def numbers_at(self) -> int:
+        """Where in a program's inbox the slices of the output begin: behind a maximum and a sum of each row and program."""
+        return 8 * self.cluster * self.sent
+
+    @property
+    def inbox_bytes(self) -> int:
+        """Bytes of shared memory for what the programs of a cluster send each other."""
+        return self.numbers_at + 4 * self.sent * self.block_d
+
+    @property
+    def inbox_in_ring(self) -> bool:
+        """Whether the inbox lies where the tiles were: that costs a wait for the cluster, and a large one costs tiles."""
+        return self.inbox_bytes > 8192
+
+    @property
+    def inbox_space(self) -> int:
+        """Bytes of shared memory that a launch adds to Triton's: the inbox's barrier, and a small inbox."""
+        return 16 if self.inbox_in_ring else 16 + -(-self.inbox_bytes // 16) * 16
 
     @property
     def producer_registers(self) -> int:
@@ -91,7 +124,9 @@ class Plan:
         """
         if self.per_sm > 2:
             return {"num_warps": 4, "maxnreg": 65536 // (128 * self.per_sm) // 8 * 8}
-        return {"num_warps": 4} | ({"maxnreg": 240} if self.consumers == 1 and not self.raw_slots else {})
+        return {"num_warps": 4} | (
+            {"maxnreg": 240} if self.consumers == 1 and not self.raw_slots and not self.cluster else {}
+        )
 
     @property
     def shared_bytes(self) -> int:
@@ -314,6 +349,84 @@ def block_width(head_dim: int) -> int:
     return next(d for d in (64, 128, 256) if head_dim <= d)
 
 
+def cluster_parts(heads: int, blocks: int, multiprocessors: int) -> int:
+    """Programs that share a head as a cluster: the most, up to 16, that get equal shares; 0 if that leaves SMs without work.
+
+    heads: of all sequences and tiles of queries. blocks: of each.
+    """
+    parts = min(MOST_CLUSTER, 1 << max(multiprocessors // heads, 1).bit_length() - 1)
+    return parts if parts > 1 and blocks % parts == 0 and heads * parts >= 0.95 * multiprocessors else 0
+
+
+def best_cluster(heads: int, group: int, sq: int, keys: int, head_dim: int, multiprocessors: int) -> int:
+    """Choose the programs of a cluster, 0 for the other kernels: as timed on an H200, with heads of 128.
+
+    heads: of keys, of all sequences. Half of the SMs read as fast as all of them, if each has all of its memory for a ring.
+    """
+    parts = CLUSTERS.get(heads, 0)
+    rows = power_of_two(group) * sq
+    if multiprocessors != TIMED_SMS or block_width(head_dim) != TIMED_WIDTH or not parts or rows > 64:
+        return 0
+    blocks = -(-keys // KEYS_BLOCK[TIMED_WIDTH])
+    return parts if blocks % parts == 0 and keys <= CLUSTER_KEYS else 0
+
+
+def cluster_plan(
+    head_dim: int,
+    group: int,
+    sq: int,
+    keys: int,
+    heads: int,
+    multiprocessors: int,
+    consumers: int | None = None,
+    block_n: int | None = None,
+    slots: int | None = None,
+    merge: str | None = None,
+    parts: int | None = None,
+) -> Plan:
+    """Choose the tile of `cluster.py`; heads: of keys, of all sequences. The last five arguments overrule the choice.
+
+    consumers: 0 makes keys the rows of the products, 1 query rows. parts: programs of a head.
+    """
+    block_d = block_width(head_dim)
+    group = power_of_two(group)
+    consumers = int(group * sq >= ROWS_FROM) if consumers is None else consumers
+    most = 64 if consumers else MOST_COLUMNS
+    if group > most:
+        raise ValueError(
+            f"a program of a cluster has up to {most} query rows, which hold all {group} heads of a group."
+        )
+    queries = min(power_of_two(sq), most // group)
+    columns = most if consumers else max(group * queries, 8)
+    heads *= -(-sq // queries)
+    largest = KEYS_BLOCK[block_d] if consumers == 0 else ROWS_BLOCK[block_d] // 2
+    if block_n and not consumers and block_n < 64:
+        raise ValueError(f"a product has 64 rows at least; with keys as rows a block has as many keys, not {block_n}.")
+    for block in (block_n,) if block_n else (largest, largest // 2):
+        blocks = -(-keys // block)
+        found = parts or cluster_parts(heads, blocks, multiprocessors)
+        if not found or blocks % found:
+            raise ValueError(
+                f"a cluster's programs take equal shares of a head's blocks, and keep all SMs at work: {heads} heads of "
+                f"{keys} keys are not so; leave `cluster` out."
+            )
+        plan = Plan(block_d, block, columns // queries, queries, 0, 1, block, consumers=consumers, cluster=found)
+        plan = replace(plan, merge=merge or "cluster", sent=group * queries)
+        # Clusters that find no room wait for others to end, so where there are too many for an SM each, two programs share
+        # an SM's memory. Beside the tiles there are barriers, and the sums that reductions exchange.
+        whole = SHARED_BYTES if heads <= FITTING_CLUSTERS.get(found, 0) else HALF_SHARED_BYTES
+        room = whole - 192 - plan.inbox_space - plan.shared_bytes - (0 if consumers else 32 * columns)
+        share = blocks // found
+        plan = replace(plan, slots=slots or min(room // (2 * block * block_d) // 2 * 2, 16, 2 * share))
+        if plan.slots >= min(6, 2 * share):  # two more blocks on their way beside the one in use
+            break
+    if plan.slots < min(4, 2 * share):
+        raise ValueError(
+            f"two blocks of {block} keys do not fit beside the rest of a program's memory: leave `cluster` out."
+        )
+    return plan
+
+
 def best_consumers(head_dim: int, group: int, sq: int, page: int | None = None) -> int:
     """Choose the kernel: 0 makes keys the rows of the products, 1 and 2 make query rows the rows, 64 or 128 a tile.
 
@@ -398,6 +511,7 @@ class Arrangement:
     heads: int  # of keys, of all sequences and tiles of queries
     aligned: bool  # programs take whole heads
     merge_pieces: int  # programs of the second launch that share a head's merge
+    hint: bool = False  # what TMA brings is the first to leave the L2 (`kernels/l2_hint.py`)
 
 
 def arrange(
@@ -418,14 +532,43 @@ def arrange(
     merge: str | None = None,
     consumers: int | None = None,
     block_n: int | None = None,
+    hint: bool | None = None,
+    cluster: int | None = None,
+    stateless: bool = False,
     **choices,
 ) -> Arrangement:
     """Choose how a call is computed; the arguments from `programs` on overrule the choice, for measurements.
 
-    keys: of the longest sequence that the cache has room for; window: 0 for none; choices: `make_plan`'s other ones.
+    keys: of the longest sequence that the cache has room for; window: 0 for none. cluster: programs of one, or True for as
+    many as there can be; 0: the other kernels. stateless: nothing is kept in counters from one launch to the next. choices:
+    `make_plan`'s other ones.
     """
     seen = min(keys, sq + window - 1) if window else keys
     bytes_ = 2 * seen * batch * kv_heads * head_dim * (1 if fp8 else 2)
+    if hint is None:
+        hint = not fp8 and not lengths and HINT_BYTES[0] <= bytes_ <= HINT_BYTES[1]
+    own = programs or aligned is not None or merge or consumers is not None or block_n or choices
+    if cluster is None and not (own or lengths or page or window or fp8):
+        cluster = best_cluster(batch * kv_heads, group, sq, keys, head_dim, multiprocessors)
+    if cluster:
+        if lengths or page or window or fp8:
+            raise ValueError("a cluster takes no lengths, pages, window or fp8 cache: leave `cluster` out.")
+        plan = cluster_plan(
+            head_dim,
+            group,
+            sq,
+            keys,
+            batch * kv_heads,
+            programs or multiprocessors,
+            consumers,
+            block_n,
+            choices.get("slots"),
+            merge,
+            None if cluster is True else cluster,
+        )
+        tiles = -(-sq // plan.queries)
+        heads = batch * kv_heads * tiles
+        return Arrangement(plan, plan, heads * plan.cluster, tiles, heads, False, 1, hint)
     if not fp8 and not lengths and consumers is None and block_n is None and "per_sm" not in choices:
         half = KEYS_BLOCK[block_width(head_dim)] // 2
         if two_programs(batch * kv_heads, group, sq, seen, head_dim, 2 * multiprocessors):
@@ -467,7 +610,7 @@ def arrange(
         # where all programs of a head end at the same time and many rows are merged.
         small = bytes_ <= TOGETHER_BYTES
         level = plan.consumers > 0 and programs == even
-        wait = not lengths and not aligned and parts <= 32 and (small or level)
+        wait = not lengths and not aligned and not stateless and parts <= 32 and (small or level)
         merge = "together" if wait else "second"
     numbers = group * min(sq, plan.queries) * plan.block_d
     own = 1 if merge == "last" else parts  # programs that merge a head
@@ -480,4 +623,4 @@ def arrange(
         plan = merge_plan
     elif aligned:
         merge_plan = plan
-    return Arrangement(plan, merge_plan, programs, tiles, heads, aligned, pieces)
+    return Arrangement(plan, merge_plan, programs, tiles, heads, aligned, pieces, hint)

@@ -191,6 +191,11 @@ class Cursor:
         self.blocks = blocks
 
     @gluon.jit
+    def behind(self, blocks):
+        """The cursor that many blocks further, in the same head."""
+        return Cursor(self.b, self.head, self.j + blocks, self.length, self.first, self.blocks)
+
+    @gluon.jit
     def at_last(self):
         """The cursor at the last block of this head."""
         return Cursor(self.b, self.head, self.blocks - 1, self.length, self.first, self.blocks)
