@@ -61,6 +61,37 @@ def test_both_kernels_with_every_merge(consumers, merge):
         assert relative_error(launch(q, k, v, 0.1, None, None), expected) < 5e-3
 
 
+@pytest.mark.parametrize(
+    ("sizes", "choices"),
+    {
+        "one token": ((1, 32, 8, 1, 2048, 128), {"cluster": 8}),
+        "16 programs, a hint, causal": ((1, 32, 8, 16, 5100, 128), {"cluster": 16, "hint": True, "block_n": 32}),
+        "query rows as rows, an inbox in the ring": ((2, 16, 4, 9, 3060, 128), {"cluster": 8, "consumers": 1}),
+        "keys as rows, two tiles": ((3, 6, 2, 17, 1000, 64), {"cluster": 2, "consumers": 0}),
+        "head dimension 200": ((1, 8, 2, 2, 2000, 200), {"cluster": 4}),
+    }.values(),
+    ids=str,
+)
+def test_clusters_merge_in_shared_memory_also_when_captured(sizes, choices):
+    from utils.attention.gluon.decode.launch import Launch
+
+    batch, heads, kv_heads, sq, keys, head_dim = sizes
+    shapes = (batch, heads, sq, head_dim), *2 * [(batch, kv_heads, keys, head_dim)]
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    launch = Launch(q, k, v, True, 0, False, None, **choices)
+    assert launch.plan.cluster == choices["cluster"] and launch.plan.merge == "cluster"
+    expected = decode_reference(q, k, v, scale=0.1)
+    for _ in range(5):
+        assert relative_error(launch(q, k, v, 0.1, None, None), expected) < 5e-3
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = launch(q, k, v, 0.1, None, None)
+    for _ in range(3):
+        q.normal_()
+        graph.replay()
+        assert relative_error(out, decode_reference(q, k, v, scale=0.1)) < 5e-3
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_fp8_caches(seed):
     rng = random.Random(seed)

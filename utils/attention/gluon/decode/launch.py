@@ -156,8 +156,10 @@ class Launch:
         )
         self.plan = plan = found.plan
         self.programs, self.hint = found.programs, found.hint
-        # The programs of a cluster stand side by side in the grid's first dimension.
-        self.grid = (kv_heads * plan.cluster, batch, found.tiles) if plan.cluster else (found.programs, 1, 1)
+        # Triton's launcher multiplies the grid's first dimension by the size of a cluster; the simulator has no clusters.
+        self.grid = (kv_heads * (1 if plan.merge == "cluster" else plan.cluster), batch, found.tiles)
+        self.grid = self.grid if plan.cluster else (found.programs, 1, 1)
+        self.adapted = q.is_cuda and (self.hint or plan.merge == "cluster")  # between Triton's compiler and the launch
         self.counters = 0 if plan.merge in ("second", "cluster") else 2 * found.heads
         holds = power_of_two(batch) if lengths else 1
         self.case = Case(causal and sq > 1, window > 0, lengths, holds, paged, found.aligned, lengths or paged)
@@ -189,10 +191,9 @@ class Launch:
         counters = self.counters_for(stream) if self.counters else none
         lens, table = none if seqlens is None else seqlens, none if block_table is None else block_table
         sizes = (lens, table, *self.sizes, scale * LOG2_E)
-        in_clusters = self.plan.merge == "cluster"
-        if not self.compiled or (_launch_is_watched() and not in_clusters):
+        if not self.compiled or (_launch_is_watched() and not self.adapted):
             self._launch_by_triton(q, k, v, out, parts, counters, sizes, scales)
-            if not in_clusters:
+            if not self.adapted:
                 return out
         maps = [Map(q, *self.q_map), Map(k, *self.k_map), Map(v, *self.v_map)]
         if self.plan.ahead:
@@ -216,7 +217,7 @@ class Launch:
         return kept
 
     def _launch_by_triton(self, q, k, v, out, parts, counters, sizes: tuple, scales) -> None:
-        """Compile the kernels if need be, and launch them: the first call."""
+        """Compile the kernels if need be, and launch them if they are to run as they are: the first call."""
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -226,7 +227,6 @@ class Launch:
         from utils.attention.gluon.decode.quantized_keys import attention_decode_fp8_keys
         from utils.attention.gluon.decode.rows import attention_decode_rows
         from utils.attention.gluon.decode.rows_ahead import attention_decode_rows_ahead
-        from utils.kernels.l2_hint import with_l2_hint
 
         def descriptor(x, map_, box):
             bits = 8 * x.element_size()
@@ -243,43 +243,54 @@ class Launch:
         ]
         if plan.ahead:  # each consumer stores its 64 rows
             descriptors.append(descriptor(out, self.o_map, plan.output_box))
+
+        def run(kernel, grid: tuple, *arguments, **options):
+            return (
+                kernel.warmup(*arguments, grid=grid, **options) if self.adapted else kernel[grid](*arguments, **options)
+            )
+
         constants = {"PLAN": plan, "CASE": self.case}
-        grid = self.grid
         options = plan.options | ({"launch_cooperative_grid": True} if plan.merge == "together" else {})
         kernel = attention_decode_rows if plan.consumers else attention_decode
         if plan.ahead:
             kernel = attention_decode_rows_ahead
-        rest = (out, parts, counters, *sizes)
         if plan.cluster:
             kernel = attention_decode_cluster
-        if plan.merge == "cluster":
-            # Triton compiles one program, which knows of the others by what it sends them, and its launcher makes clusters of
-            # as many blocks as the metadata say: here the grid's first dimension counts clusters.
-            found = kernel.warmup(*descriptors, *rest, grid=grid, **constants, **options)
-            found = with_l2_hint(found) if self.hint else copy.copy(found)
-            shared = max(
-                found.metadata.shared, plan.inbox_bytes
-            )  # the inbox may take the place of all that Triton knows
-            shared = -(-shared // 16) * 16 + plan.inbox_space
-            found.metadata = found.metadata._replace(shared=shared)  # before it is loaded, which asks for so much
-            start = found.run
-            self.grid = (self.grid[0] // plan.cluster, *self.grid[1:])
-            self.compiled = [(start, found.function, (found.metadata.num_warps, plan.cluster, shared))]
-            return
+        rest = (out, parts, counters, *sizes)
         if self.fp8:
             kernel = attention_decode_fp8 if plan.consumers else attention_decode_fp8_keys
-            kernels = [kernel[grid](*descriptors, *rest, scales, **constants, **options)]
+            kernels = [run(kernel, self.grid, *descriptors, *rest, scales, **constants, **options)]
         else:
-            kernels = [kernel[grid](*descriptors, *rest, **constants, **options)]
+            kernels = [run(kernel, self.grid, *descriptors, *rest, **constants, **options)]
         if self.parts and not self.counters:
             options = {"num_warps": MERGE_WARPS, "launch_pdl": plan.early}
-            merge = attention_decode_merge[self.merge_grid]
             constants = {"PLAN": self.merge_constants[0], "CASE": self.case}
-            kernels.append(merge(out, parts, counters, *sizes, self.programs, **constants, **options))
+            arguments = out, parts, counters, *sizes, self.programs
+            kernels.append(run(attention_decode_merge, self.merge_grid, *arguments, **constants, **options))
         if hasattr(kernels[0], "run"):  # not in the simulator
-            if self.hint:  # from the second call on
-                kernels[0] = with_l2_hint(kernels[0])
-            self.compiled = [(kernel.run, kernel.function, kernel.packed_metadata) for kernel in kernels]
+            first = self._adapt(kernels[0]) if self.adapted else kernels[0]
+            second = [(kernel.run, kernel.function, kernel.packed_metadata) for kernel in kernels[1:]]
+            self.compiled = [(first.run, first.function, self._metadata(first)), *second]
+
+    def _adapt(self, compiled):
+        """Return a copy of the first kernel, not yet loaded, with the hint to the L2 and with the inbox of a cluster."""
+        from utils.kernels.l2_hint import with_l2_hint
+
+        compiled = with_l2_hint(compiled) if self.hint else copy.copy(compiled)
+        if self.plan.merge == "cluster":
+            # The inbox may take the place of all shared memory that Triton knows of.
+            shared = -(-max(compiled.metadata.shared, self.plan.inbox_bytes) // 16) * 16 + self.plan.inbox_space
+            compiled.metadata = compiled.metadata._replace(shared=shared)
+        return compiled
+
+    def _metadata(self, compiled) -> tuple:
+        """What Triton's launcher asks of a kernel: warps, blocks of a cluster, bytes of shared memory.
+
+        Triton compiles one program, which knows of the others by what it sends them; only its launcher makes clusters.
+        """
+        clusters = self.plan.merge == "cluster"
+        metadata = compiled.metadata
+        return (metadata.num_warps, self.plan.cluster, metadata.shared) if clusters else compiled.packed_metadata
 
 
 def _launch_is_watched() -> bool:
