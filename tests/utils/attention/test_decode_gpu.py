@@ -65,7 +65,7 @@ def test_both_kernels_with_every_merge(consumers, merge):
     ("sizes", "choices"),
     {
         "one token": ((1, 32, 8, 1, 2048, 128), {"cluster": 8}),
-        "16 programs, a hint, causal": ((1, 32, 8, 16, 5100, 128), {"cluster": 16, "hint": True, "block_n": 32}),
+        "16 programs, a hint": ((1, 16, 4, 16, 5100, 128), {"cluster": 16, "hint": True, "block_n": 32}),
         "query rows as rows, an inbox in the ring": ((2, 16, 4, 9, 3060, 128), {"cluster": 8, "consumers": 1}),
         "keys as rows, two tiles": ((3, 6, 2, 17, 1000, 64), {"cluster": 2, "consumers": 0}),
         "head dimension 200": ((1, 8, 2, 2, 2000, 200), {"cluster": 4}),

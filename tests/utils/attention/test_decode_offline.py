@@ -29,12 +29,9 @@ CASES = {  # arguments of make_plan or cluster_plan, of Case
         dict(head_dim=128, group=8, sq=16, page=16),
         dict(causal=True, window=True, lengths=True, batch_block=8, paged=True, clean=True),
     ),
-    "a cluster of 16": (dict(head_dim=128, group=4, sq=1, keys=8192, heads=8, multiprocessors=132), dict()),
-    "a cluster of 16, 64 rows": (
-        dict(head_dim=128, group=4, sq=16, keys=8192, heads=8, multiprocessors=132),
-        dict(causal=True),
-    ),
-    "clusters of 2": (dict(head_dim=256, group=4, sq=8, keys=4096, heads=64, multiprocessors=132), dict(causal=True)),
+    "a cluster of 8": (dict(head_dim=128, group=4, sq=1, keys=8192, heads=8, parts=8), dict()),
+    "a cluster of 8, 64 rows": (dict(head_dim=128, group=4, sq=16, keys=8192, heads=8, parts=8), dict(causal=True)),
+    "clusters of 2": (dict(head_dim=256, group=4, sq=8, keys=4096, heads=64, parts=2), dict(causal=True)),
     "fp8": (dict(head_dim=128, group=4, sq=4, fp8=True), dict(causal=True)),
     "fp8, 64 rows": (dict(head_dim=128, group=4, sq=16, fp8=True), dict(causal=True)),
 }

@@ -42,7 +42,7 @@ from utils.attention.gluon.shared import (
 def _open_asm(plan):
     # The launch asks for more shared memory than Triton knows of: at its end are the inbox's barrier and a small inbox.
     # One thread says how many bytes will come.
-    tell = "" if plan.inbox_in_ring else "barrier.cluster.arrive.relaxed.aligned; "
+    tell = "" if plan.inbox_in_ring else "barrier.cluster.arrive.relaxed; "
     return (
         "{ .reg .pred p; .reg .b32 t; mov.u32 t, %dynamic_smem_size; mov.u32 $0, global_smem; add.u32 $0, $0, t; "
         f"sub.u32 $0, $0, {plan.inbox_space}; "
@@ -57,8 +57,8 @@ def _join_asm(plan):
     # Where the numbers will stand. All programs have opened their inboxes: without the wait, a slice could come before the
     # barrier is there. An inbox in the ring takes the place of tiles that all programs must have read.
     if plan.inbox_in_ring:
-        return "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.u32 $0, global_smem;"
-    return "barrier.cluster.wait.acquire.aligned; add.u32 $0, $1, 16;"
+        return "barrier.cluster.arrive.release; barrier.cluster.wait.acquire; mov.u32 $0, global_smem;"
+    return "barrier.cluster.wait.acquire; add.u32 $0, $1, 16;"
 
 
 @gluon.constexpr_function
@@ -237,16 +237,21 @@ def attend_keys(results, start, n, q_tile, ring, full, k_desc, v_desc):
 
 
 @gluon.jit
-def row_softmax(results, start, i, s, m, total, limits):
-    """The softmax of block i, query rows as rows: P as the left operand of its product with V, maxima, sums, factors."""
+def start_rows(results, start, i, s, m, total, o, limits, v_tile, v_full):
+    """The softmax of block i, query rows as rows, and the start of its product with V: output, maxima, sums."""
     PLAN: gl.constexpr = results.cache.PLAN
+    BLOCK_D: gl.constexpr = PLAN.block_d
     low, clear = limits
     key = (start.j + i) * PLAN.block_n
     if (key + PLAN.block_n > clear) | (key < low):
         s = mask_block(s, results.cache, start, start.j + i, start.head % results.tiles, 0, 1)
     p, m, total, factor = online_softmax(s, m, total, results.c)
-    p = gl.convert_layout(p.to(results.out_ptr.dtype.element_ty), left_operand(PLAN.block_d))
-    return p, m, total, gl.convert_layout(factor, gl.SliceLayout(1, accumulator(PLAN.block_d)))
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))
+    o = rescale(o, factor[:, None].broadcast_to([64, BLOCK_D]))
+    p = gl.convert_layout(p.to(v_tile.dtype), left_operand(BLOCK_D))
+    barrier, phase = v_full
+    mbarrier.wait(barrier, phase)  # V has arrived
+    return warpgroup_mma(p, v_tile.reshape([PLAN.block_n, BLOCK_D]), o, is_async=True), m, total
 
 
 @gluon.jit
@@ -262,15 +267,13 @@ def start_row_scores(q, k_tile, layout: gl.constexpr):
 def attend_rows(results, start, n, q_tile, ring, full, k_desc, v_desc):
     """The blocks of one program, query rows as rows: the output [64, BLOCK_D], unnormalized, the rows' maxima and sums.
 
-    One warpgroup. During the softmax of block i + 1 the tensor cores compute P V of block i and the scores of block i + 2.
+    One warpgroup: a block's scores are computed during the softmax of the block before it.
     """
     PLAN: gl.constexpr = results.cache.PLAN
     cache = results.cache
-    BLOCK_N: gl.constexpr = PLAN.block_n
     BLOCK_D: gl.constexpr = PLAN.block_d
     SLOTS: gl.constexpr = PLAN.slots
-    AHEAD: gl.constexpr = SLOTS // 2  # blocks in the ring
-    scores: gl.constexpr = accumulator(BLOCK_N)
+    scores: gl.constexpr = accumulator(PLAN.block_n)
     output: gl.constexpr = accumulator(BLOCK_D)
     rows: gl.constexpr = gl.SliceLayout(1, scores)
     kv_head = start.head // results.tiles
@@ -281,43 +284,29 @@ def attend_rows(results, start, n, q_tile, ring, full, k_desc, v_desc):
     limits = clear_keys(cache, start)
     mbarrier.wait(full.index(0), 0)  # K has arrived
     s = warpgroup_mma_wait(0, [start_row_scores(q, ring.index(0), scores)])
-    # Where there is no next block, the last one's scores are computed again and not used.
-    second = gl.minimum(1, n - 1)
-    after = 2 * second % SLOTS
-    mbarrier.wait(full.index(after), (2 * second // SLOTS) & 1)
-    s_next = start_row_scores(q, ring.index(after), scores)
-    p, m, total, factor = row_softmax(results, start, 0, s, m, total, limits)
-    s = warpgroup_mma_wait(0, [s_next])
-    thread_barrier()  # all warps have read these keys: TMA may overwrite them
-    for block in gl.static_range(2):
-        if block + AHEAD < n:
-            free = 2 * block % SLOTS
-            load_block(
-                k_desc, cache, start.behind(block + AHEAD), (), kv_head, ring.index(free), full.index(free), True
-            )
+    if n > SLOTS // 2:
+        thread_barrier()  # all warps have read this K: TMA may overwrite it
+        load_block(k_desc, cache, start.behind(SLOTS // 2), (), kv_head, ring.index(0), full.index(0), True)
     for i in range(n - 1):
-        following = gl.minimum(i + 2, n - 1)
-        after = 2 * following % SLOTS
-        mbarrier.wait(full.index(after), (2 * following // SLOTS) & 1)
+        after = 2 * (i + 1) % SLOTS
+        mbarrier.wait(full.index(after), (2 * (i + 1) // SLOTS) & 1)
         s_next = start_row_scores(q, ring.index(after), scores)
-        slot = (2 * i + 1) % SLOTS
-        mbarrier.wait(full.index(slot), ((2 * i + 1) // SLOTS) & 1)  # V has arrived
-        o_next = warpgroup_mma(p, ring.index(slot).reshape([BLOCK_N, BLOCK_D]), o, is_async=True)
-        p_next, m, total, factor = row_softmax(results, start, i + 1, s, m, total, limits)
-        s = warpgroup_mma_wait(1, [s_next])
+        slot = 2 * i % SLOTS + 1
+        v_full = full.index(slot), (2 * i // SLOTS) & 1
+        o_next, m, total = start_rows(results, start, i, s, m, total, o, limits, ring.index(slot), v_full)
+        s = warpgroup_mma_wait(1, [s_next])  # the older product: its K is free
+        if i + 1 + SLOTS // 2 < n:
+            thread_barrier()
+            k_next = start.behind(i + 1 + SLOTS // 2)
+            load_block(k_desc, cache, k_next, (), kv_head, ring.index(after), full.index(after), True)
         o = warpgroup_mma_wait(0, [o_next])
-        if i + AHEAD < n:
-            thread_barrier()  # all warps have read these tiles
-            v_next = start.behind(i + AHEAD)
+        if i + SLOTS // 2 < n:
+            thread_barrier()  # all warps have read V
+            v_next = start.behind(i + SLOTS // 2)
             load_block(v_desc, cache, v_next, (), kv_head, ring.index(slot), full.index(slot), True)
-            if i + 2 + AHEAD < n:
-                k_next = start.behind(i + 2 + AHEAD)
-                load_block(k_desc, cache, k_next, (), kv_head, ring.index(after), full.index(after), True)
-        o = rescale(o, factor[:, None].broadcast_to([64, BLOCK_D]))
-        p = p_next
-    slot = (2 * n - 1) % SLOTS
-    mbarrier.wait(full.index(slot), ((2 * n - 1) // SLOTS) & 1)
-    o = warpgroup_mma(p, ring.index(slot).reshape([BLOCK_N, BLOCK_D]), o, is_async=True)
+    slot = 2 * (n - 1) % SLOTS + 1
+    v_full = full.index(slot), (2 * (n - 1) // SLOTS) & 1
+    o, m, total = start_rows(results, start, n - 1, s, m, total, o, limits, ring.index(slot), v_full)
     m = gl.convert_layout(m, gl.SliceLayout(1, output))
     total = gl.convert_layout(total, gl.SliceLayout(1, output))
     return warpgroup_mma_wait(0, [o]), m, total

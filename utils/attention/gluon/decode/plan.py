@@ -15,7 +15,6 @@ MOST_GROUP = 128  # query heads that share a head of keys
 MOST_SEQUENCES = 4096
 PAGES = (16, 32, 64, 128, 256)  # tokens of a page
 SHARED_BYTES = 232_448
-HALF_SHARED_BYTES = 115_712  # of two programs of an SM, each; one kilobyte more is the driver's
 MERGE_WARPS = 4  # of a program of the second launch
 MERGE_PROGRAMS = 2048  # of the second launch, about
 TOGETHER_BYTES = 40 << 20  # of keys and values
@@ -31,12 +30,11 @@ TIMED_WIDTH = 128  # head dimension at which the choices of entry 28 were timed;
 FEW_BLOCKS = {64: 0, 128: 3, 256: 5}  # where a program has fewer of the latter, half as large ones are faster
 # Of keys and values: where it is faster that they leave the L2 first. From half a gigabyte on it is slower.
 HINT_BYTES = 0, -1
-MOST_CLUSTER = 16  # programs of a cluster on Hopper
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
 # one GPC, and seven of the eight have 16 or 18 SMs.
 FITTING_CLUSTERS = {2: 66, 4: 30, 8: 15, 16: 7}
 CLUSTERS: dict[int, int] = {}  # heads of keys, of all sequences, and the programs of a cluster that were timed for them
-CLUSTER_KEYS = 32768  # the most of them that were timed
+CLUSTER_KEYS = 2048  # the most for which one sequence's clusters are faster with ROWS_FROM query rows or more
 TIMED_SMS = 132
 MERGES = {
     "cluster": "the programs of a head, a thread block cluster, in shared memory (`cluster.py`)",
@@ -349,26 +347,18 @@ def block_width(head_dim: int) -> int:
     return next(d for d in (64, 128, 256) if head_dim <= d)
 
 
-def cluster_parts(heads: int, blocks: int, multiprocessors: int) -> int:
-    """Programs that share a head as a cluster: the most, up to 16, that get equal shares; 0 if that leaves SMs without work.
-
-    heads: of all sequences and tiles of queries. blocks: of each.
-    """
-    parts = min(MOST_CLUSTER, 1 << max(multiprocessors // heads, 1).bit_length() - 1)
-    return parts if parts > 1 and blocks % parts == 0 and heads * parts >= 0.95 * multiprocessors else 0
-
-
 def best_cluster(heads: int, group: int, sq: int, keys: int, head_dim: int, multiprocessors: int) -> int:
     """Choose the programs of a cluster, 0 for the other kernels: as timed on an H200, with heads of 128.
 
-    heads: of keys, of all sequences. Half of the SMs read as fast as all of them, if each has all of its memory for a ring.
+    heads: of keys, of all sequences. Half of the SMs read as fast as all of them, if each has all of its memory for a ring;
+    with many query rows they do not compute as fast.
     """
     parts = CLUSTERS.get(heads, 0)
     rows = power_of_two(group) * sq
     if multiprocessors != TIMED_SMS or block_width(head_dim) != TIMED_WIDTH or not parts or rows > 64:
         return 0
-    blocks = -(-keys // KEYS_BLOCK[TIMED_WIDTH])
-    return parts if blocks % parts == 0 and keys <= CLUSTER_KEYS else 0
+    slow = 2 * heads * parts <= multiprocessors and rows >= ROWS_FROM and keys > CLUSTER_KEYS
+    return 0 if slow or -(-keys // KEYS_BLOCK[TIMED_WIDTH]) % parts else parts
 
 
 def cluster_plan(
@@ -377,53 +367,46 @@ def cluster_plan(
     sq: int,
     keys: int,
     heads: int,
-    multiprocessors: int,
+    parts: int,
     consumers: int | None = None,
     block_n: int | None = None,
     slots: int | None = None,
     merge: str | None = None,
-    parts: int | None = None,
 ) -> Plan:
-    """Choose the tile of `cluster.py`; heads: of keys, of all sequences. The last five arguments overrule the choice.
+    """Choose the tile of `cluster.py`; heads: of keys, of all sequences; parts: programs of a head.
 
-    consumers: 0 makes keys the rows of the products, 1 query rows. parts: programs of a head.
+    The last four arguments overrule the choice. consumers: 0 makes keys the rows of the products, 1 query rows.
     """
     block_d = block_width(head_dim)
     group = power_of_two(group)
     consumers = int(group * sq >= ROWS_FROM) if consumers is None else consumers
     most = 64 if consumers else MOST_COLUMNS
     if group > most:
-        raise ValueError(
-            f"a program of a cluster has up to {most} query rows, which hold all {group} heads of a group."
-        )
+        raise ValueError(f"a program of a cluster has up to {most} query rows, and a group needs {group}.")
     queries = min(power_of_two(sq), most // group)
     columns = most if consumers else max(group * queries, 8)
     heads *= -(-sq // queries)
-    largest = KEYS_BLOCK[block_d] if consumers == 0 else ROWS_BLOCK[block_d] // 2
+    if heads > FITTING_CLUSTERS.get(parts, 0):
+        raise ValueError(f"clusters have 2, 4, 8 or 16 programs and run at once; {heads} of {parts} do not.")
+    largest = (ROWS_BLOCK if consumers else KEYS_BLOCK)[block_d]
     if block_n and not consumers and block_n < 64:
         raise ValueError(f"a product has 64 rows at least; with keys as rows a block has as many keys, not {block_n}.")
     for block in (block_n,) if block_n else (largest, largest // 2):
         blocks = -(-keys // block)
-        found = parts or cluster_parts(heads, blocks, multiprocessors)
-        if not found or blocks % found:
+        if blocks % parts:
             raise ValueError(
-                f"a cluster's programs take equal shares of a head's blocks, and keep all SMs at work: {heads} heads of "
-                f"{keys} keys are not so; leave `cluster` out."
+                f"a cluster's programs take equal shares of a head's blocks: {blocks} by {parts} are none."
             )
-        plan = Plan(block_d, block, columns // queries, queries, 0, 1, block, consumers=consumers, cluster=found)
+        plan = Plan(block_d, block, columns // queries, queries, 0, 1, block, consumers=consumers, cluster=parts)
         plan = replace(plan, merge=merge or "cluster", sent=group * queries)
-        # Clusters that find no room wait for others to end, so where there are too many for an SM each, two programs share
-        # an SM's memory. Beside the tiles there are barriers, and the sums that reductions exchange.
-        whole = SHARED_BYTES if heads <= FITTING_CLUSTERS.get(found, 0) else HALF_SHARED_BYTES
-        room = whole - 192 - plan.inbox_space - plan.shared_bytes - (0 if consumers else 32 * columns)
-        share = blocks // found
+        # Beside the tiles there are barriers, and the sums that reductions exchange.
+        room = SHARED_BYTES - 192 - plan.inbox_space - plan.shared_bytes - (0 if consumers else 32 * columns)
+        share = blocks // parts
         plan = replace(plan, slots=slots or min(room // (2 * block * block_d) // 2 * 2, 16, 2 * share))
         if plan.slots >= min(6, 2 * share):  # two more blocks on their way beside the one in use
             break
     if plan.slots < min(4, 2 * share):
-        raise ValueError(
-            f"two blocks of {block} keys do not fit beside the rest of a program's memory: leave `cluster` out."
-        )
+        raise ValueError(f"two blocks of {block} keys do not fit beside the rest of a program's memory.")
     return plan
 
 
@@ -539,8 +522,7 @@ def arrange(
 ) -> Arrangement:
     """Choose how a call is computed; the arguments from `programs` on overrule the choice, for measurements.
 
-    keys: of the longest sequence that the cache has room for; window: 0 for none. cluster: programs of one, or True for as
-    many as there can be; 0: the other kernels. stateless: nothing is kept in counters from one launch to the next. choices:
+    keys: of the longest sequence that the cache has room for; window: 0 for none. cluster: programs of one; 0: the other kernels. stateless: nothing is kept in counters from one launch to the next. choices:
     `make_plan`'s other ones.
     """
     seen = min(keys, sq + window - 1) if window else keys
@@ -553,19 +535,8 @@ def arrange(
     if cluster:
         if lengths or page or window or fp8:
             raise ValueError("a cluster takes no lengths, pages, window or fp8 cache: leave `cluster` out.")
-        plan = cluster_plan(
-            head_dim,
-            group,
-            sq,
-            keys,
-            batch * kv_heads,
-            programs or multiprocessors,
-            consumers,
-            block_n,
-            choices.get("slots"),
-            merge,
-            None if cluster is True else cluster,
-        )
+        own_tile = consumers, block_n, choices.get("slots"), merge
+        plan = cluster_plan(head_dim, group, sq, keys, batch * kv_heads, cluster, *own_tile)
         tiles = -(-sq // plan.queries)
         heads = batch * kv_heads * tiles
         return Arrangement(plan, plan, heads * plan.cluster, tiles, heads, False, 1, hint)
