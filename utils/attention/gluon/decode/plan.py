@@ -405,6 +405,8 @@ def cluster_plan(
         plan = replace(plan, slots=slots or min(room // (2 * block * block_d) // 2 * 2, 16, 2 * share))
         if plan.slots >= min(6, 2 * share):  # two more blocks on their way beside the one in use
             break
+    if plan.inbox_bytes > plan.shared_bytes:
+        raise ValueError(f"an inbox of {plan.inbox_bytes} bytes does not fit into the place of the tiles.")
     if plan.slots < min(4, 2 * share):
         raise ValueError(f"two blocks of {block} keys do not fit beside the rest of a program's memory.")
     return plan
