@@ -13,7 +13,7 @@ import math
 import torch
 
 from utils.attention.gluon.arguments import addressable, strides_fit, unused
-from utils.attention.gluon.decode.plan import MERGE_WARPS, Case, arrange, power_of_two
+from utils.attention.gluon.decode.plan import ALONE_BYTES, MERGE_WARPS, Case, arrange, power_of_two
 
 LOG2_E = math.log2(math.e)
 KEPT_AT_MOST = 512  # launches
@@ -278,8 +278,7 @@ class Launch:
 
         compiled = with_l2_hint(compiled) if self.hint else copy.copy(compiled)
         if self.plan.merge == "cluster":
-            # The inbox may take the place of all shared memory that Triton knows of.
-            shared = -(-max(compiled.metadata.shared, self.plan.inbox_bytes) // 16) * 16 + self.plan.inbox_space
+            shared = max(-(-compiled.metadata.shared // 16) * 16 + self.plan.inbox_space, ALONE_BYTES)
             compiled.metadata = compiled.metadata._replace(shared=shared)
         return compiled
 

@@ -15,6 +15,9 @@ MOST_GROUP = 128  # query heads that share a head of keys
 MOST_SEQUENCES = 4096
 PAGES = (16, 32, 64, 128, 256)  # tokens of a page
 SHARED_BYTES = 232_448
+ALONE_BYTES = (
+    116_736  # with so much shared memory a program has its SM to itself, since two would need more than there is
+)
 MERGE_WARPS = 4  # of a program of the second launch
 MERGE_PROGRAMS = 2048  # of the second launch, about
 TOGETHER_BYTES = 40 << 20  # of keys and values
