@@ -37,7 +37,7 @@ HINT_BYTES = 0, -1
 # one GPC, and seven of the eight have 16 or 18 SMs.
 FITTING_CLUSTERS = {2: 66, 4: 30, 8: 15, 16: 7}
 CLUSTERS: dict[int, int] = {}  # heads of keys, of all sequences, and the programs of a cluster that were timed for them
-CLUSTER_KEYS = 2048  # the most for which one sequence's clusters are faster with ROWS_FROM query rows or more
+CLUSTER_ROWS, CLUSTER_KEYS = 8, 2048  # with more of both, clusters on half of the SMs are slower
 TIMED_SMS = 132
 MERGES = {
     "cluster": "the programs of a head, a thread block cluster, in shared memory (`cluster.py`)",
@@ -360,7 +360,7 @@ def best_cluster(heads: int, group: int, sq: int, keys: int, head_dim: int, mult
     rows = power_of_two(group) * sq
     if multiprocessors != TIMED_SMS or block_width(head_dim) != TIMED_WIDTH or not parts or rows > 64:
         return 0
-    slow = 2 * heads * parts <= multiprocessors and rows >= ROWS_FROM and keys > CLUSTER_KEYS
+    slow = 2 * heads * parts <= multiprocessors and rows > CLUSTER_ROWS and keys > CLUSTER_KEYS
     return 0 if slow or -(-keys // KEYS_BLOCK[TIMED_WIDTH]) % parts else parts
 
 
