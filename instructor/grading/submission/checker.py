@@ -49,6 +49,7 @@ RUNNERS = {
 }
 # Functions that work on live objects of the student's, such as compiled masks: they run where these objects are.
 BESIDE = {"utils.checking.masks": ("kernels_for",)}
+ON_GPU = ("run_file",)  # of these, the ones that need a GPU
 INTERPRETED = ("utils.kernels.interpreter",)  # these need a process in which Triton interprets kernels
 _WHY_GONE = {
     "timeout": "ran longer than the {timeout:g} s that it may take, and was ended. Look for a loop that never ends, "
@@ -73,7 +74,8 @@ class Checker:
     Args:
         job: the lab's notebooks, the submission and the limits.
         base: the notebook's names after the setup.
-        start: starts a student's process; with `run_text=True`, one that may interpret Triton's kernels.
+        start: starts a student's process; with `clean=True` one that gets no cell of theirs, and with
+            `interpreting=True` one in which Triton's kernels are interpreted.
     """
 
     def __init__(self, job: Job, base: dict, start: Callable[..., StudentProcess]):
@@ -102,6 +104,7 @@ class Checker:
         self.clean: dict[bool, tuple[StudentProcess, Remote]] = {}  # of the test cell: interpreting Triton, or not
         self.testing = False
         self.watching = set(job.watching)  # test cells that record what runs in the student's functions
+        self.gpu_work = 0  # tests' requests to run a kernel on a GPU
         self.proving: dict[str, str] = {}  # of these, the ones whose records compute the results: "whole" or "in part"
 
     def grade(self) -> Report:
@@ -338,6 +341,7 @@ class Checker:
 
         def run(*args, **kwargs):
             clean = self._clean_remote(module)
+            self.gpu_work += name in ON_GPU
             clean.within(max(self.remote.deadline - time.monotonic(), 1.0) if self.remote else self.timeout)
             reply, _ = clean.ask({"op": "runner", "module": module, "name": name})
             if reply["op"] != "ready":
@@ -362,7 +366,7 @@ class Checker:
     def _clean_remote(self, module: str) -> Remote:
         interpreted = module in INTERPRETED
         if interpreted not in self.clean:
-            process = self.start(run_text=interpreted)
+            process = self.start(clean=True, interpreting=interpreted)
             self.clean[interpreted] = process, Remote(process.channel)
         return self.clean[interpreted][1]
 
@@ -378,7 +382,9 @@ class Checker:
     def _test(self, step: Step) -> None:
         """Run a test cell and give its points."""
         began, self.current = time.perf_counter(), step.name
+        work = self._gpu_work()
         status, message, shown = self._verdict(step)
+        on_gpu = self._gpu_work() > work
         self._make_room()
         self._collect_signs()
         seconds = time.perf_counter() - began
@@ -386,12 +392,17 @@ class Checker:
         if status != "passed" and step.question in self.fates:
             status, message = self.fates[step.question]
         points = step.points if status == "passed" else 0.0
-        self.cells[step.name] = CellResult(points, step.points, status, message, seconds)
+        self.cells[step.name] = CellResult(points, step.points, status, message, seconds, on_gpu)
         outputs = [nbformat.v4.new_output("stream", name="stdout", text=shown)] if shown else []
         if status != "passed":
             kind = {"failed": "WrongAnswer", "timeout": "Timeout", "killed": "DeadKernel"}.get(status, "Error")
             outputs.append(error_output(kind, message))
         step.cell.outputs = [nbformat.from_dict(output) for output in outputs]
+
+    def _gpu_work(self) -> int:
+        """A number that grows when a test's tensors are on a GPU, or when it has a kernel run there."""
+        allocated = torch.cuda.memory_stats() if torch.cuda.is_initialized() else {}
+        return self.gpu_work + allocated.get("allocation.all.allocated", 0)
 
     def _make_room(self) -> None:
         """Restart if the student's functions filled the memory as they were tested: later questions need it."""
@@ -607,7 +618,7 @@ class Checker:
             if question in guilty and cell.status in ("passed", "failed", "error"):
                 kinds = sorted({flag.kind for flag in self.flags if flag.question == question} - set(NOTED))
                 message = f"{question_title(question)}: no points, because of what the code does: {', '.join(kinds)}."
-                self.cells[name] = CellResult(0.0, cell.max_points, "flagged", message, cell.seconds)
+                self.cells[name] = CellResult(0.0, cell.max_points, "flagged", message, cell.seconds, cell.on_gpu)
 
 
 def _for_question(step: Step, expect: Callable[[], None]) -> None:

@@ -28,6 +28,7 @@ class Enclosure:
     report: int  # descriptor of the pipe that tells the warden which walls stand
     folder: str  # where it works if it cannot have a root of its own
     warm: Warm
+    clean: bool = False  # for a file's text, in place of the notebook's cells: it has no use for the setup's names
     walls: dict[str, str] = field(default_factory=dict)  # wall -> what it stands by, or "none" and why
     own_root: bool = False
     user: int = field(default_factory=lambda: 61000 + os.getpid() % 4000)  # taken before it is number 1 of a namespace
@@ -37,7 +38,7 @@ class Enclosure:
         try:
             for raise_wall in WALLS_IN_ORDER:
                 raise_wall(self)
-            base = self.warm.base
+            base = {} if self.clean else self.warm.base
             if base is None:
                 base, problems = run_setup(self.warm)
                 if problems:

@@ -13,13 +13,23 @@ class GradingError(RuntimeError):
 
 @dataclass(frozen=True)
 class CellResult:
-    """One graded cell: its points, how it ended (one of `STATUSES`), what the student reads, and seconds."""
+    """One graded cell.
+
+    Attributes:
+        points: that it got.
+        max_points: that it could get.
+        status: how it ended, one of `STATUSES`.
+        message: what the student reads.
+        seconds: that it took.
+        on_gpu: True if its verdict rests on numbers that a GPU computed.
+    """
 
     points: float
     max_points: float
     status: str
     message: str
     seconds: float
+    on_gpu: bool = False
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ PRELOADED = (  # modules that labs and checks import
     *("torch.profiler", "torch.utils.flop_counter", "torch.nn.attention", "importlib.util"),
     *("utils.model", "utils.kernels.interpreter"),
 )
+# With a GPU a lab's setup runs in each fork and not here, and a process for a file of kernels runs none: it has these.
+BEFORE_SETUP = ("utils.checking.kernel_exercises", "utils.gluon_cpu.compiling")
 
 
 @dataclass
@@ -75,7 +77,11 @@ def warm_up(options: WarmUp) -> tuple[Warm, list[str]]:
     every process runs the setup for itself.
     """
     os.environ.setdefault("MPLBACKEND", "Agg")
-    for name in (*PRELOADED, *options.answers):  # answers of the course, too: what is loaded can be disabled
+    for name in (
+        *PRELOADED,
+        *(BEFORE_SETUP if options.limits.gpu else ()),
+        *options.answers,
+    ):  # answers of the course, too: what is loaded can be disabled
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     problems: list[str] = []

@@ -91,8 +91,8 @@ def _grade(descriptor: int, warm: Warm, runner: socket.socket | None) -> None:
         channel = Channel(socket.socket(fileno=descriptor))
         job = Job.from_frame(*channel.receive())
 
-        def start(run_text: bool = False) -> checker.StudentProcess:
-            return _ask_for_student(runner if run_text and runner is not None else ours)
+        def start(clean: bool = False, interpreting: bool = False) -> checker.StudentProcess:
+            return _ask_for_student(runner if interpreting and runner is not None else ours, clean)
 
         try:
             base = warm.base
@@ -108,11 +108,11 @@ def _grade(descriptor: int, warm: Warm, runner: socket.socket | None) -> None:
         os._exit(0)
 
 
-def _ask_for_student(warden: socket.socket) -> checker.StudentProcess:
-    """Have a warden start a student's process."""
+def _ask_for_student(warden: socket.socket, clean: bool = False) -> checker.StudentProcess:
+    """Have a warden start a student's process, or a clean one, which runs no cell and so needs no setup."""
     ours, theirs = socket.socketpair()
     read, write = os.pipe()
-    socket.send_fds(warden, [START], [theirs.fileno(), write])
+    socket.send_fds(warden, [CLEAN if clean else START], [theirs.fileno(), write])
     theirs.close()
     os.close(write)
     answer = Channel(warden).receive()[0]
@@ -210,7 +210,8 @@ def start_runner(options: WarmUp) -> socket.socket | None:
 # ---- the warden --------------------------------------------------------------------------------------------------
 
 WATCH_EVERY = 0.5  # seconds between two looks at the memory of a submission's processes
-START, KILL = b"s", b"k"  # what a checker asks of its warden: START with two descriptors, KILL with a process number
+# What a checker asks of its warden: START and CLEAN with two descriptors, KILL with a process number.
+START, CLEAN, KILL = b"s", b"c", b"k"
 
 
 def _run_warden(sock: socket.socket, warm: Warm) -> NoReturn:
@@ -238,7 +239,7 @@ def _run_warden(sock: socket.socket, warm: Warm) -> NoReturn:
                 os.close(report)
                 sock.close()
                 control, signs = descriptors
-                Enclosure(control, signs, write, folder, warm).run()
+                Enclosure(control, signs, write, folder, warm, clean=request[:1] == CLEAN).run()
             for descriptor in (*descriptors, write):
                 os.close(descriptor)
             folders[process] = folder
