@@ -19,7 +19,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from instructor.grading.submission.harmless import MAX_ALL_PROSE, MAX_PROSE, harmless_attachments, harmless_markdown
-from instructor.names import FILE_CELL, bound_names, is_too_much, python_of, used_names
+from instructor.names import FILE_CELL, bound_names, is_too_much, names_taken, python_of, used_names
 from instructor.needs import NAME as NEEDS
 from instructor.source import QUESTION_ID
 
@@ -415,12 +415,12 @@ def _leave_out(steps: list[Step]) -> None:
     needed_anyway = [s for s in run if not s.untouched or "nbgrader" in s.cell.metadata]
     if any(is_too_much(s.source) or _DYNAMIC.search(s.source) for s in needed_anyway):
         return
-    names = set().union(*(used_names(s.source) for s in needed_anyway))
+    names = set().union(*(names_taken(s.source) for s in needed_anyway))
     rest = [s for s in run if s not in needed_anyway]
     # Every cell imports `needs` for itself, so that no cell needs another one for it.
     while more := [s for s in rest if (_binds(s.source) - {NEEDS}) & names]:
         for step in more:
             rest.remove(step)
-            names |= used_names(step.source)
+            names |= names_taken(step.source)
     for step in rest:
         step.kind = "skipped"

@@ -121,6 +121,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="the time for everything")
     parser.add_argument("--cpu", action="store_true", help="without --gpu, to try this script")
     chosen = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore SIGINT
     ends = time.monotonic() + chosen.seconds
     built = build_lab(lab_path(chosen.lab))
     lab, limits, automatic = built.name, Limits(gpu=not chosen.cpu), test_cells(built)

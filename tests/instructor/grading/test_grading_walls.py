@@ -15,7 +15,7 @@ from instructor.course import answered_notebook
 from instructor.grading.sandbox.walls import Limits
 from instructor.grading.submission.engine import grade_notebook, setup_cells, zygote
 from instructor.grading.submission.library import ANSWERS
-from instructor.grading.submission.plan import make_plan, plan_tests, used_names
+from instructor.grading.submission.plan import make_plan, names_taken, plan_tests, used_names
 from instructor.grading.submission.results import CellResult, GradingError, SubmissionResult
 from instructor.points import lab_path
 
@@ -184,6 +184,33 @@ def test_names_that_code_takes_from_the_notebook():
     assert used_names("%%writefile x.py\ny") == set() and used_names("x = = 3") == set()
 
 
+@pytest.mark.parametrize(
+    ("code", "taken"),
+    [
+        ("x = 1\nprint(x, y)", {"y"}),
+        ("print(x)\nx = 1", {"x"}),
+        ("x = 1\ndef f():\n    return x", {"x"}),  # another cell may bind it before f is called
+        ("x = 1\nf = lambda: x", {"x"}),
+        ("g = (n * k for n in rows)", {"k", "rows"}),
+        ("for row in rows:\n    last = row\nprint(row, last)", {"rows", "row", "last"}),  # rows may be empty
+        ("if a:\n    b = c = 1\nelse:\n    b = 2\nprint(b, c)", {"a", "c"}),
+        ("try:\n    x = f()\nexcept E as e:\n    print(e, x)\nprint(x)", {"f", "E", "x"}),
+        ("with open(p) as file:\n    y = file\nprint(file, y)", {"p", "y"}),
+        ("x = [n for n in range(k) if n != m]\ny = {n: x for x in x}", {"k", "m", "n"}),
+        ("x += 1", {"x"}),
+        ("table['a'], n = 1, 2\nn", {"table"}),
+        ("class C(B):\n    x = y", {"B", "y"}),
+        ("while n:\n    n = n - 1", {"n"}),
+        ("(x := y)\nx", {"x", "y"}),
+        ("del x", {"x"}),
+        ("assert x, y", {"x", "y"}),
+        ("import a.b\na.b\nfrom c import d as e\ne", set()),
+    ],
+)
+def test_names_that_code_reads_before_it_binds_them(code, taken):
+    assert names_taken(code) == taken
+
+
 @pytest.fixture(scope="module")
 def lab1():
     return build_lab(lab_path("lab1"))
@@ -203,6 +230,14 @@ def test_cells_that_only_show_something_are_left_out(lab1):
     changed = solved.replace("n = 4096 if on_gpu else 384", "n = 4096 if on_gpu else 385")
     steps = make_plan(lab1.instructor, lab1.student, changed).steps
     assert any("else 385" in s.source for s in steps if s.kind == "student")
+
+
+def test_cells_that_bind_the_same_loop_variable_do_not_hold_each_other():
+    lab3 = build_lab(lab_path("lab3_gluon"))
+    steps = make_plan(lab3.instructor, lab3.student, answered_notebook(lab3)).steps
+    run = [s for s in steps if s.kind == "student"]
+    assert all(s.answer or s.cell.metadata.get("nbgrader", {}).get("locked") for s in run)
+    assert not any("compile_for_hopper" in s.source for s in run)
 
 
 def test_tests_get_what_they_need_and_no_more(lab1):
