@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import re
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass
@@ -103,6 +104,26 @@ def _module(source: str, file: str):
     return import_file(write_source(source, file))
 
 
+@functools.lru_cache(maxsize=256)
+def _accept(source: str, file: str) -> None:
+    """Read a file once for the many times that a check simulates it; what is refused is not remembered."""
+    expect_kernel_file(source, file)
+
+
+@functools.lru_cache(maxsize=256)
+def _functions_in(source: str, file: str) -> frozenset[str]:
+    """The names of the functions that a student's file defines, if it is Python and its kernel is written."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        text = (error.text or "").strip()
+        raise AssertionError(f"{file} is no Python: {error.msg}, line {error.lineno}: {text}") from None
+    # Look in the text: when a kernel is compiled, its `raise` never runs.
+    if raises_not_implemented(source):
+        raise AnswerNeeded(f"{file} still has `raise NotImplementedError()` in it: write the kernel first.")
+    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+
+
 def load_kernels(source: str | None, launch: Launch):
     """Return the student's file as a module.
 
@@ -117,18 +138,9 @@ def load_kernels(source: str | None, launch: Launch):
     """
     if source is None:
         raise AnswerNeeded(f"{launch.file} is not written yet: answer its question first, and run its cell.")
-    try:
-        tree = ast.parse(source)
-    except SyntaxError as error:
-        text = (error.text or "").strip()
-        raise AssertionError(f"{launch.file} is no Python: {error.msg}, line {error.lineno}: {text}") from None
-    # Look in the text: when a kernel is compiled, its `raise` never runs.
-    if raises_not_implemented(source):
-        raise AnswerNeeded(f"{launch.file} still has `raise NotImplementedError()` in it: write the kernel first.")
-    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    if launch.kernel not in names:
+    if launch.kernel not in _functions_in(source, launch.file):
         raise AssertionError(f"{launch.file} defines no {launch.kernel}: keep the kernel's name and arguments.")
-    expect_kernel_file(source, launch.file)
+    _accept(source, launch.file)
     try:
         module = _module(source, launch.file)
     except Exception as error:
@@ -141,6 +153,15 @@ def load_kernels(source: str | None, launch: Launch):
             f"{launch.kernel} should be a @gluon.jit function of ({expected}), and is one of ({given})."
         )
     return module
+
+
+def warm_up() -> None:
+    """Import what reading and simulating a file of kernels needs, so that a fork of this process does it at once."""
+    expect_kernel_file("from triton.experimental import gluon\n", "warm_up.py")
+    for name in ("interpreter", "language", "copies", "products", "barriers", "global_memory"):
+        importlib.import_module(f"utils.gluon_cpu.{name}")
+    with simulate():
+        pass
 
 
 # ---- three ways to try it ------------------------------------------------------------------------------------------

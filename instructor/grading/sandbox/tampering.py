@@ -15,8 +15,10 @@ import atexit
 import builtins
 import contextlib
 import functools
+import gc
 import json
 import logging
+import operator
 import os
 import random
 import re
@@ -34,7 +36,8 @@ import torch
 
 from utils.checking import watching
 
-os_write, json_dumps = os.write, json.dumps  # the originals, whatever a student puts into the modules
+# The originals, whatever a student puts into the modules.
+os_write, json_dumps, parts_of, is_same = os.write, json.dumps, gc.get_referents, operator.is_
 _STDLIB = (sysconfig.get_paths()["stdlib"] + os.sep, "<frozen")
 _READS = ("sys._getframe", "sys._current_frames", "gc.get_objects", "gc.get_referrers", "gc.get_referents")
 _FRAMES = ("tb_frame", "gi_frame", "cr_frame", "ag_frame")  # attributes by which code reaches a frame
@@ -73,7 +76,6 @@ _ANSWERING = (
     *("__float__", "__int__", "__index__", "__sub__", "__rsub__", "__abs__", "__truediv__"),
     *("__torch_function__", "__torch_dispatch__", "__array__"),
 )
-_NOTHING: tuple[list[int], list] = ([], [])
 _MATMUL = re.compile("|".join(f"(?:{name})" for name in watching.MATMUL))
 
 
@@ -119,8 +121,9 @@ class Watcher:
             "descriptor",
             "files",
             "finders",
+            "functions",
         ),
-        *("hooks", "kept", "lists", "magics", "mended", "modules", "reported", "seen", "shell", "signals"),
+        *("hooks", "kept", "lists", "magics", "mended", "modules", "parts", "reported", "seen", "shell", "signals"),
     )
 
     def __init__(self, descriptor: int, channel: int, places: list[Place], shell, answers: Iterable[str] = ()):
@@ -140,9 +143,12 @@ class Watcher:
             for name, space, _ in places
             if name.startswith("utils")
             for key, value in space.items()
-            if isinstance(value, types.FunctionType)
+            # isinstance() would ask the value, and some of ours are imported when they are asked.
+            if type(value) is types.FunctionType
         ]
-        self.seen: dict[str, tuple[list[int], list]] = {}  # as a namespace was at the last scan
+        self.functions = [value for _, value, _, _ in self.codes]
+        self.parts = parts_of(*self.functions)
+        self.seen: dict[str, list] = {}  # the values of a namespace at the last scan
         self.finders = list(sys.meta_path)
         self.modules = {name: sys.modules[name] for name in _WATCHED_MODULES if name in sys.modules}
         self.signals = {number: signal.getsignal(number) for number in _SIGNALS}
@@ -215,10 +221,7 @@ class Watcher:
                 self.sign("patched", f"builtins.{key} was replaced", _code_of(new))
             for name, space, owner, before in self.before:
                 self._compare(name, space, owner, before)
-            for name, function, code, defaults in self.codes:
-                if function.__code__ is not code:
-                    self.sign("patched", f"the code of {name} was replaced", function.__code__)
-                    function.__code__, function.__defaults__ = code, defaults
+            self._scan_codes()
             self._scan_modules()
             self._scan_shell()
             for number, old in self.signals.items():
@@ -234,8 +237,11 @@ class Watcher:
             self.busy = False
 
     def _compare(self, name: str, space, owner, before: dict) -> None:
-        values = list(space.values())
-        if list(map(id, values)) == self.seen.get(name, _NOTHING)[0]:  # nothing changed since the last scan
+        # Not by `id`: each call of it is an audit event, and there are 16,000 values.
+        seen = self.seen.get(name)
+        if (
+            seen is not None and len(space) == len(seen) and all(map(is_same, space.values(), seen))
+        ):  # nothing changed since the last scan
             return
         strict = name.split(".")[0] in _STRICT
         for key, old in before.items():
@@ -254,8 +260,19 @@ class Watcher:
                     self.sign("patched", f"{name}.{key} was replaced", _code_of(space[key]))
                     with contextlib.suppress(AttributeError, TypeError):
                         delattr(owner, key)
-        values = list(space.values())
-        self.seen[name] = list(map(id, values)), values  # kept alive, so that no address is used again
+        self.seen[name] = list(space.values())
+
+    def _scan_codes(self) -> None:
+        # To read `__code__` is an audit event, and there are a thousand functions. What they refer to is one event, and
+        # a function refers to its code. The list keeps what it names alive, so no other object can take its place.
+        parts = parts_of(*self.functions)
+        if len(parts) == len(self.parts) and all(map(is_same, parts, self.parts)):
+            return
+        for name, function, code, defaults in self.codes:
+            if function.__code__ is not code:
+                self.sign("patched", f"the code of {name} was replaced", function.__code__)
+                function.__code__, function.__defaults__ = code, defaults
+        self.parts = parts_of(*self.functions)
 
     def _scan_modules(self) -> None:
         for finder in list(sys.meta_path):

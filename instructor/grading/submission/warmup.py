@@ -120,7 +120,8 @@ def exercise_libraries() -> None:
     torch.vmap(torch.sum)(a)
     if "torch.nn.attention.flex_attention" in sys.modules:  # a block mask needs it, and it takes seconds to import
         importlib.import_module("torch._dynamo._trace_wrapped_higher_order_op")
-    if "utils.gluon_cpu.compiling" in sys.modules:  # lab 3: forks of this process compile kernels
-        sys.modules["utils.gluon_cpu.compiling"].warm_up()
+    for name in ("utils.gluon_cpu.compiling", "utils.checking.kernel_exercises"):  # lab 3: forks simulate and compile
+        if name in sys.modules:
+            sys.modules[name].warm_up()
     check("1.1")(lambda: expect_close(a, a + 1, rtol=0, atol=0))()
     torch.set_rng_state(state)
