@@ -24,10 +24,15 @@ from tools.record.common import Record, arguments_parser, to_text
 
 
 def class_of(built: Built, count: int) -> dict[str, str]:
-    """Make the notebooks of a class, {student: notebook}: solved, with one answer missing in turn, and untouched."""
+    """Make the notebooks of a class, {student: notebook}: solved, with one answer missing in turn, and untouched.
+
+    Each answer ends with the student's name in a comment: no two students hand in the same text, and what a cache keeps
+    of one text, such as lab 3's of compiled kernels, helps no other student.
+    """
     import nbformat
 
     released = {cell.id: cell.source for cell in nbformat.reads(built.student, as_version=4).cells}
+    model = {cell.id: cell.source for cell in nbformat.reads(built.instructor, as_version=4).cells}
     answers = [
         cell.id
         for cell in nbformat.reads(built.student, as_version=4).cells
@@ -35,14 +40,12 @@ def class_of(built: Built, count: int) -> dict[str, str]:
     ]
     notebooks = {}
     for number in range(count):
-        if number % 10 == 9:
-            text = built.student
-        elif number % 2:
+        student = f"student{number:03}"
+        written = {name: f"{model[name]}\n# {student}" for name in answers}
+        if number % 2:
             missing = answers[number // 2 % len(answers)]
-            text = answered_notebook(built, {missing: released[missing]})
-        else:
-            text = answered_notebook(built)
-        notebooks[f"student{number:03}"] = text
+            written[missing] = released[missing]
+        notebooks[student] = built.student if number % 10 == 9 else answered_notebook(built, written)
     return notebooks
 
 

@@ -190,7 +190,7 @@ def rewrite(jit) -> tuple:
     exec(compile(factory, original.__code__.co_filename, "exec"), original.__globals__, space)
     body = space["__gluon_factory"](*RUNTIME.values(), *closure.values())
     body.__code__ = body.__code__.replace(co_name=name)  # reports name the function as its author does
-    context.register_code(body.__code__)
+    context.register_code(body.__code__, original.__globals__.get("__name__"))
     parameters = inspect.signature(original).parameters
     constant = {name for name, p in parameters.items() if "constexpr" in str(p.annotation)}
     _rewritten[original] = body, parameters, constant

@@ -340,6 +340,8 @@ class Watcher:
         """Note an audit event; Python cannot remove a hook for them."""
         if self.busy or event not in _EVENTS:
             return
+        if event == "object.__getattr__" and args[1] not in _FRAMES:  # the most frequent, such as a frame's `f_code`
+            return
         self.busy = True
         try:
             self._note(event, args)
@@ -354,7 +356,7 @@ class Watcher:
         if event == _NOTED:
             self.sign(*args)
         elif event == "object.__getattr__":
-            if args[1] in _FRAMES and is_students(code):
+            if is_students(code):
                 self.sign("inspects frames or objects", str(args[1]), code)
         elif event == "exec":
             if args[0].co_filename in self.answers:

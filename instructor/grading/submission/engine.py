@@ -33,7 +33,7 @@ from utils.files import write_whole
 # The variables that a student's process inherits from the grader's environment. None holds a token or a key.
 KEPT = (
     *("LANG", "LC_ALL", "TZ", "PATH", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "XPU_DEVICE"),
-    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TRITON_PTXAS_PATH"),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TRITON_PTXAS_PATH", "PYTHONDONTWRITEBYTECODE"),
 )
 COURSE = ("assets",)  # folders that students have next to their notebook
 WARM_SECONDS = 600.0  # limit for the start of a warm process
@@ -94,7 +94,6 @@ class Zygote:
         environment |= {name: os.environ[name] for name in KEPT if name in os.environ}
         environment |= {
             "PYTHONPATH": str(ROOT),
-            "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONSAFEPATH": "1",
             "PYTHONHASHSEED": "0",
             "HOME": self.folder.name,

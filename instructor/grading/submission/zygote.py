@@ -47,6 +47,7 @@ def serve(descriptor: int) -> None:
     os.chdir(options.folder)
     runner = start_runner(options)
     warm, problems = warm_up(options)
+    _keep_no_bytecode()
     gc.collect()
     gc.freeze()  # or else the collector touches, and so copies, the memory of the libraries in every fork
     # Native threads (torch's autograd keeps one) are idle here and hold no lock; Python's could.
@@ -68,6 +69,15 @@ def serve(descriptor: int) -> None:
             sock.close()
             _grade(descriptors[0], warm, runner)
         os.close(descriptors[0])
+
+
+def _keep_no_bytecode() -> None:
+    """Write no more files of bytecode.
+
+    While it warms up, this process writes those of the libraries, without which each start takes many seconds longer.
+    Its forks, in which students' code runs, write none.
+    """
+    sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
 
 
 def _grade(descriptor: int, warm: Warm, runner: socket.socket | None) -> None:
@@ -201,6 +211,7 @@ def start_runner(options: WarmUp) -> socket.socket | None:
             TimeoutExpired=subprocess.TimeoutExpired,
         )
         shell = make_shell()
+        _keep_no_bytecode()
         gc.freeze()
         _run_warden(theirs, Warm(options, shell, {}))
     finally:
