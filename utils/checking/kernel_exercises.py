@@ -23,7 +23,7 @@ from dataclasses import asdict, astuple, dataclass
 
 import torch
 
-from utils.checking.kernel_files import expect_kernel_file
+from utils.checking.kernel_files import HELPERS, expect_kernel_file
 from utils.checking.kernel_mistakes import name_mistakes
 from utils.checking.verdicts import AnswerNeeded, expect_close, raises_not_implemented
 from utils.gluon_cpu.compiling import Compiled, CompilerRefusal, Request, compile_kernel, import_file, write_source
@@ -156,12 +156,18 @@ def load_kernels(source: str | None, launch: Launch):
 
 
 def warm_up() -> None:
-    """Import what reading and simulating a file of kernels needs, so that a fork of this process does it at once."""
+    """Do once what a fork of this process would do again for each file of kernels: import, and read the course's helpers."""
+    from triton.experimental.gluon._runtime import GluonJITFunction
+
+    from utils.gluon_cpu import interpreter, reuse, scheduler  # noqa: F401 (the first simulation would import them)
+
     expect_kernel_file("from triton.experimental import gluon\n", "warm_up.py")
-    for name in ("interpreter", "language", "copies", "products", "barriers", "global_memory"):
-        importlib.import_module(f"utils.gluon_cpu.{name}")
     with simulate():
-        pass
+        for module in map(importlib.import_module, HELPERS):
+            for helper in list(vars(module).values()):
+                if type(helper) is GluonJITFunction:
+                    interpreter.rewrite(helper)  # for the simulator
+                    _ = helper.cache_key  # for the compiler
 
 
 # ---- three ways to try it ------------------------------------------------------------------------------------------
