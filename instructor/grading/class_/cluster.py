@@ -33,6 +33,7 @@ from instructor.grading.submission.engine import (
     is_warm,
     known_calibration,
     unreadable,
+    zygote,
 )
 from instructor.grading.submission.plan import question_of
 from instructor.grading.submission.results import Flag, GradingError, SubmissionResult
@@ -76,6 +77,11 @@ def calibrate_one(built: Built, limits: Limits) -> None:
     if limits.gpu:
         gpus()
     calibrate(built, limits)
+
+
+def warm_one(built: Built, limits: Limits) -> None:
+    """Start the worker's warm process."""
+    zygote(built, limits)
 
 
 def sources_of(built: Built) -> str:
@@ -325,7 +331,7 @@ def grade_class(
         try:
             if run.waiting:
                 with _calibrated_workers(built, limits, min(jobs, len(run.waiting)), scheduler, client) as workers:
-                    run.dispatch(workers, calibrate_there=limits.gpu and not (scheduler is None and client is None))
+                    run.dispatch(workers, calibrate_there=limits.gpu or (scheduler is None and client is None))
         finally:
             run.merge()  # also when interrupted: what is graded is kept
             run.summary.seconds = time.perf_counter() - began
@@ -334,7 +340,7 @@ def grade_class(
 
 @contextmanager
 def _calibrated_workers(built: Built, limits: Limits, jobs: int, scheduler: str | None, client):
-    """Yield a Dask client whose workers can grade the lab, once it is known here that the lab itself is not broken.
+    """Yield a Dask client whose workers can grade the lab, or whose first task has to be to calibrate it.
 
     Args:
         built: the lab.
@@ -348,13 +354,25 @@ def _calibrated_workers(built: Built, limits: Limits, jobs: int, scheduler: str 
     with ExitStack() as stack:
         if scheduler is not None and client is None:  # first, since it may have no workers
             client = stack.enter_context(connect(scheduler, 0, built, limits.gpu))
-        if here or not limits.gpu:  # with a cluster's GPUs, this machine may have none
+        if not here and not limits.gpu:  # with a cluster's GPUs, this machine may have none
             _calibrate_here(built, limits)
         if client is None:
             client = stack.enter_context(connect(None, min(jobs, len(devices) or jobs), built, limits.gpu))
         if devices:
             one_gpu_each(client, devices)
+        if here:  # one of the workers calibrates, and all of them warm up meanwhile
+            stack.callback(_warm(client, built, limits).clear)
         yield client
+
+
+def _warm(client, built: Built, limits: Limits) -> list:
+    """Have each worker start its warm process now; returns the futures, which Dask forgets when nobody holds them.
+
+    A worker whose warm process does not start says so when it is asked to calibrate or to grade.
+    """
+    lab = replace(built, questions=[])
+    workers = list(client.scheduler_info(n_workers=-1)["workers"])
+    return [client.submit(warm_one, lab, limits, workers=[worker], pure=False) for worker in workers]
 
 
 def about_seconds(built: Built, submissions: int, workers: int, limits: Limits) -> float | None:
@@ -371,7 +389,7 @@ def about_seconds(built: Built, submissions: int, workers: int, limits: Limits) 
 
 
 def _calibrate_here(built: Built, limits: Limits) -> None:
-    """Calibrate once for all workers of this machine, and learn early whether the lab itself is broken."""
+    """Calibrate here for the workers of a cluster, and learn early whether the lab itself is broken."""
     was_warm = is_warm(built, limits)
     calibrate(built, limits)
     if not was_warm:
