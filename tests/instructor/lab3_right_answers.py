@@ -3,6 +3,8 @@
 Code runs after the model answer in the same cell. Replacements are pairs (text of the answer's file, new text).
 """
 
+from tests.instructor.lab_cases import BODY
+
 _TRANSPOSE_BODY = """
     line: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     rows = row + gl.arange(0, 32, gl.SliceLayout(1, line))
@@ -67,8 +69,6 @@ _SOFTMAX_BODY = """
     factor = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, output)), 1)
     return p, top, total, o * factor
 """
-BODY = "between the first solution markers"  # stands for what the model answer has there
-
 RIGHT_ANSWERS = [
     (
         "cycles added up by unit",

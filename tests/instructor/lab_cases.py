@@ -107,6 +107,20 @@ def replaced_once(text: str, old: str, new: str) -> str:
     return text.replace(old, new)
 
 
+BODY = "between the first solution markers"  # stands for what the model answer has there
+
+
+def changed_text(text: str, replaces: tuple[tuple[str, str], ...]) -> str:
+    """Change the text of an answer by pairs (old text, found once; new text); `BODY` is all between its first markers."""
+    for old, new in replaces:
+        if old == BODY:
+            start, end = text.index("### BEGIN SOLUTION") + len("### BEGIN SOLUTION"), text.index("### END SOLUTION")
+            text = f"{text[:start]}\n{new.strip(chr(10))}\n    {text[end:]}"
+        else:
+            text = replaced_once(text, old, new)
+    return text
+
+
 def verdicts_on(calls: dict[str, str], names: dict, checks: ModuleType) -> dict[str, Verdict]:
     """Run the hidden checks on the answers among `names`: {id of a test cell: Verdict}."""
     return {cell: eval(call, {**names, "hidden": checks}) for cell, call in calls.items()}

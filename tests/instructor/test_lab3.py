@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="lab 3 needs Triton for Gluon itself; there
 from instructor.points import lab_path
 from tests.instructor import lab_cases
 from tests.instructor.every_lab import HONEST_DRAWS, EveryLab
-from tests.instructor.lab3_right_answers import BODY, RIGHT_ANSWERS
+from tests.instructor.lab3_right_answers import RIGHT_ANSWERS
 from tests.instructor.lab3_wrong_answers import WRONG_ANSWERS
 
 LAB = "lab3_gluon"
@@ -113,16 +113,6 @@ def _file_of(answers, cell):
     return first.removeprefix("%%writefile ") if first.startswith("%%writefile ") else None
 
 
-def _replaced(text, replaces):
-    for old, new in replaces:
-        if old == BODY:
-            start, end = text.index("### BEGIN SOLUTION") + len("### BEGIN SOLUTION"), text.index("### END SOLUTION")
-            text = f"{text[:start]}\n{new.strip(chr(10))}\n    {text[end:]}"
-        else:
-            text = lab_cases.replaced_once(text, old, new)
-    return text
-
-
 def _verdicts(calls, checks, answers, files, cell=None, code="", replaces=()):
     """Run the checks with one answer changed: {id of a test cell: Verdict}."""
     names = lab_cases.run_answers(answers, {"math": math, "torch": torch})
@@ -130,7 +120,7 @@ def _verdicts(calls, checks, answers, files, cell=None, code="", replaces=()):
     texts = dict(files)
     if replaces:
         file = _file_of(answers, cell)
-        texts[file] = _replaced(texts[file], replaces)
+        texts[file] = lab_cases.changed_text(texts[file], replaces)
     return lab_cases.verdicts_on(calls, {**names, "text_of": texts.__getitem__}, checks)
 
 
@@ -211,7 +201,7 @@ def _check_visibly(visible, answers, files, folder, cell, code="", replaces=()):
     texts = dict(files)
     if replaces:
         file = _file_of(answers, cell)
-        texts[file] = _replaced(texts[file], replaces)
+        texts[file] = lab_cases.changed_text(texts[file], replaces)
     for file, text in texts.items():
         (folder / file).write_text(text)
     names, tests = dict(visible[0]), visible[1]

@@ -237,11 +237,9 @@ class Watcher:
             self.busy = False
 
     def _compare(self, name: str, space, owner, before: dict) -> None:
-        # Not by `id`: each call of it is an audit event, and there are 16,000 values.
+        # Compared with the last scan, and not by `id`: each call of it is an audit event, and there are 16,000 values.
         seen = self.seen.get(name)
-        if (
-            seen is not None and len(space) == len(seen) and all(map(is_same, space.values(), seen))
-        ):  # nothing changed since the last scan
+        if seen is not None and len(space) == len(seen) and all(map(is_same, space.values(), seen)):
             return
         strict = name.split(".")[0] in _STRICT
         for key, old in before.items():

@@ -77,11 +77,8 @@ def warm_up(options: WarmUp) -> tuple[Warm, list[str]]:
     every process runs the setup for itself.
     """
     os.environ.setdefault("MPLBACKEND", "Agg")
-    for name in (
-        *PRELOADED,
-        *(BEFORE_SETUP if options.limits.gpu else ()),
-        *options.answers,
-    ):  # answers of the course, too: what is loaded can be disabled
+    # Answers of the course, too: what is loaded can be disabled.
+    for name in (*PRELOADED, *(BEFORE_SETUP if options.limits.gpu else ()), *options.answers):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     problems: list[str] = []

@@ -30,7 +30,7 @@ from instructor.course import answered_notebook
 from instructor.grading import Limits, SubmissionResult
 from instructor.grading.submission.engine import known_calibration
 from instructor.points import lab_path
-from tests.instructor.lab_cases import WrongAnswer, answers_in, has_role, replaced_once
+from tests.instructor.lab_cases import WrongAnswer, answers_in, changed_text, has_role
 from utils.files import write_whole
 from utils.machine.environment import environment
 
@@ -49,9 +49,8 @@ def submissions(built: Built) -> dict[str, tuple[str, set[str]]]:
     model = answers_in(nbformat.reads(built.instructor, as_version=4).cells)
     released = answers_in(nbformat.reads(built.student, as_version=4).cells)
     wrong = wrong_answer(built.name)
-    answer = f"{model[wrong.cell]}\n{wrong.code}" if wrong.code else model[wrong.cell]
-    for old, new in wrong.replaces:
-        answer = replaced_once(answer, old, new)
+    answer = changed_text(model[wrong.cell], wrong.replaces)
+    answer = f"{answer}\n{wrong.code}" if wrong.code else answer
     tests = test_cells(built)
     missing = next(name for name in released if f"{name}_tests" in tests)
     return {

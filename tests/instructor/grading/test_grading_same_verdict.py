@@ -28,7 +28,7 @@ from instructor.names import FILE_CELL, python_of
 from instructor.points import lab_path
 from tests.instructor import lab_cases
 
-LABS = ("lab1", "lab2_flexattention", "lab4_sdpa")
+LABS = ("lab1", "lab2_flexattention", "lab3_gluon", "lab4_sdpa")
 SEED = int(os.environ.get("SAME_VERDICT_SEED", "1"))
 MOST = 6  # answers changed in one notebook
 
@@ -40,13 +40,15 @@ def _changes(lab: str, model: dict[str, str]) -> list[tuple[str, str, str]]:
     right = importlib.import_module(f"tests.instructor.{short}_right_answers").RIGHT_ANSWERS
     found = []
     for case in wrong:
-        text = model[case.cell]
-        for old, new in case.replaces:
-            text = lab_cases.replaced_once(text, old, new)
+        text = lab_cases.changed_text(model[case.cell], case.replaces)
         found.append((case.mistake, case.cell, f"{text}\n{case.code}" if case.code else text))
     for name, cell, code in (entry[:3] for entry in right):
         is_file = FILE_CELL.match(model[cell])
-        found.append((name, cell, f"{is_file[0]}\n{code}" if is_file else f"{model[cell]}\n{code}"))
+        if not isinstance(code, str):
+            text = lab_cases.changed_text(model[cell], code)
+        else:
+            text = f"{is_file[0]}\n{code}" if is_file else f"{model[cell]}\n{code}"
+        found.append((name, cell, text))
     return found
 
 
