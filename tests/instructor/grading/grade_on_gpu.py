@@ -56,7 +56,10 @@ def submissions(built: Built) -> dict[str, tuple[str, set[str]]]:
     return {
         "ada-solved": (answered_notebook(built), set()),
         "ben-wrong": (answered_notebook(built, {wrong.cell: answer}), wrong.lost),
-        "cleo-missing": (answered_notebook(built, {missing: released[missing]}), {f"{missing}_tests"}),
+        "cleo-missing": (
+            answered_notebook(built, {missing: released[missing]}),
+            {t for t in tests if t.startswith(f"{missing}_")},
+        ),
         "dan-untouched": (built.student, tests),
     }
 
