@@ -282,6 +282,8 @@ def install(python: Path, constraints: Path, extras: list[str], log: Path, uv: s
         translated = uv_options(settings.stdout)
         if translated is not None:
             options, variables = translated
+            if sys.dont_write_bytecode:  # or else each process would compile all of torch when it starts
+                options = [*options, "--compile-bytecode"]
             command = [uv, "pip", "install", "--python", str(python), *options, "-c", str(constraints), "-e", target]
             if watch(command, log, "installing with uv", variables) == 0:
                 return True

@@ -277,6 +277,16 @@ def test_pip_installs_where_uv_fails(tmp_path, monkeypatch):
     assert ran == ["installing with uv", "installing with pip"]
 
 
+@pytest.mark.parametrize("forbidden", [False, True])
+def test_bytecode_is_compiled_once_where_processes_may_not_write_it(tmp_path, monkeypatch, forbidden):
+    commands = []
+    monkeypatch.setattr(environment, "watch", lambda command, log, what, variables=None: commands.append(command) or 0)
+    monkeypatch.setattr(environment, "uv_options", lambda settings: ([], {}))
+    monkeypatch.setattr(sys, "dont_write_bytecode", forbidden)
+    assert environment.install(Path(sys.executable), tmp_path / "pins", [], tmp_path / "log", "uv")
+    assert ("--compile-bytecode" in commands[0]) == forbidden and len(commands) == 1
+
+
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(environment.SetupError, match="no environment can be created"):
