@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 CHILD = f"{sys.executable!r}, '-c', 'import time\\nwhile time.process_time() < 0.6: pass'"
 TESTS = f"""
@@ -45,6 +47,7 @@ def run_tests(folder: Path, *options: str) -> str:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True).stdout
 
 
+@pytest.mark.slow
 def test_an_unmarked_slow_test_fails_and_a_marked_one_is_left_out(tmp_path):
     output = run_tests(tmp_path, "-n", "1", "-m", "not slow")
     results = dict(reversed(line.split(" - ")[0].split(" ")) for line in output.splitlines() if "::test" in line)

@@ -44,6 +44,7 @@ def lab1():
     return build_lab(lab_path("lab1"))
 
 
+@pytest.mark.slow
 def test_no_bundle_holds_a_secret(lab1, secrets, tmp_path):
     bundle = release(lab1, tmp_path)  # looks through all of it
     with zipfile.ZipFile(bundle.path) as archive:

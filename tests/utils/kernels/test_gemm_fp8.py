@@ -210,7 +210,7 @@ def test_scales_of_rows_that_tma_cannot_store_and_parts(simulated):
 
 
 @needs_triton
-@pytest.mark.parametrize("k", [144, 1040])
+@pytest.mark.parametrize("k", [144, pytest.param(1040, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -305,6 +305,7 @@ def variant_of(name, split, dtype, by_row, by_tma):
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_assembly_of_a_promoted_tile(tmp_path):
     variant = variant_of("128x256/1 promoted", 1, "bf16", True, True)
     check_assembly(variant, compiled([variant], tmp_path)[0])
@@ -312,8 +313,10 @@ def test_the_assembly_of_a_promoted_tile(tmp_path):
 
 @needs_triton
 @pytest.mark.slow
-def test_the_assembly_of_every_configuration(tmp_path):
+@pytest.mark.parametrize("third", [0, *(pytest.param(i, marks=pytest.mark.overnight) for i in (1, 2))])
+def test_the_assembly_of_every_configuration(tmp_path, third):
     variants = [(i, 1 + i % 2, ("bf16", "fp16")[i // 2 % 2], i % 3 > 0, i % 5 > 0) for i in range(len(CONFIGS))]
+    variants = variants[third::3]
     for variant, report in zip(variants, compiled(variants, tmp_path), strict=True):
         check_assembly(variant, report)
 
