@@ -269,6 +269,7 @@ def test_an_unfinished_profile_is_an_error():
         count_cuda_kernels(prof)
 
 
+@pytest.mark.slow
 def test_compiled_cpu_kernels_are_counted_if_the_trace_has_them_and_noted_if_not():
     if torch.cuda.is_available() or not compile_support():
         pytest.skip("for CPUs that torch.compile can generate code for")
