@@ -350,6 +350,11 @@ def sync(venv: Path, wanted: tuple[str, ...] = ()) -> None:
 
 def create(venv: Path, host_folder: Path | None) -> None:
     """Make an empty environment in `venv` that also sees the packages of `host_folder`."""
+    if venv.is_symlink():  # what it leads to may be another copy's environment, in use
+        raise SetupError(
+            f"{venv} is a link to {venv.resolve()}, which is no current environment of this copy, and would be emptied: "
+            "remove the link, then run the same command again."
+        )
     command = [sys.executable, "-m", "venv", "--clear", str(venv)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:

@@ -293,6 +293,16 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
         environment.create(tmp_path / "file" / "venv", None)
 
 
+def test_a_link_to_another_copys_environment_is_not_emptied(tmp_path):
+    theirs, link = tmp_path / "theirs", tmp_path / ".venv"
+    theirs.mkdir()
+    (theirs / "in use").touch()
+    link.symlink_to(theirs)
+    with pytest.raises(environment.SetupError, match="remove the link"):
+        environment.create(link, None)
+    assert (theirs / "in use").exists()
+
+
 def test_a_python_that_is_not_there_is_one_sentence():
     result = run_make("env", "PYTHON=/nope")
     assert result.returncode != 0
