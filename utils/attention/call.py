@@ -33,15 +33,14 @@ from utils.attention.problem import (
     make_problem,
 )
 from utils.benchmark.profiling import launched
+from utils.newest import Newest
 
 # A function of torch.compile beyond its limit of eight versions would silently run unfused, fifty times slower.
 # The bound functions that `attention` keeps may be called with many layouts: allow more, and raise after that.
 _MANY_VERSIONS = {"recompile_limit": 256, "accumulated_recompile_limit": 1024, "fail_on_recompile_limit_hit": True}
-KEPT_AT_MOST = 256  # compiled functions that `attention` keeps
 
-SHORTCUTS_AT_MOST = 4096  # calls whose backend is known, see `_Shortcut`
 
-_kept: dict[tuple[str, Problem], Bound] = {}
+_kept: Newest[tuple[str, Problem], Bound] = Newest(256)  # compiled functions
 _last: Run | None = None
 Result = TypeVar("Result")
 
@@ -133,8 +132,6 @@ def _decide_and_call(q, k, v, causal, scale, window, mask_mod, score_mod, backen
 
     out, _last = _with_backend(problem, NO_OPTIONS, backend, use)
     if key is not None and bound is not None and _may_be_kept(bound):
-        while len(_shortcuts) >= SHORTCUTS_AT_MOST:
-            del _shortcuts[next(iter(_shortcuts))]  # a dict keeps its order: the first key is the oldest
         _shortcuts[key] = _Shortcut(bound, _last)
     return out
 
@@ -175,7 +172,7 @@ class _Shortcut:
         return not self.automatic or self.choices is active_choices()
 
 
-_shortcuts: dict[tuple, _Shortcut] = {}
+_shortcuts: Newest[tuple, _Shortcut] = Newest(4096)  # calls whose backend is known
 
 
 def _key(q, k, v, causal, scale, window, mask_mod, score_mod, backend) -> tuple | None:
@@ -229,9 +226,8 @@ def _call_bound(backend: Backend, options: Options, problem: Problem, q, k, v) -
     key = backend.name, problem
     if (kept := _kept.get(key)) is None:
         kept = backend.bind(problem, options)
-        while len(_kept) >= KEPT_AT_MOST:
-            del _kept[next(iter(_kept))]  # a dict keeps its order: the first key is the oldest
-            _shortcuts.clear()  # they would keep its block mask alive
+        if len(_kept) == _kept.most:
+            _shortcuts.clear()  # they would keep alive the block mask of the one that is dropped
     if kept.source is None:
         out = (kept.first or kept.call)(q, k, v)
     else:

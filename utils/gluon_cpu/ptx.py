@@ -12,12 +12,13 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from . import context
+from .barriers import come_to_named_barrier
 from .context import refuse
 from .copies import store_wait
 from .global_memory import addresses
 from .known import known
 from .products import Accumulator, finished_tensor, wait_products
-from .tensors import Tensor
+from .tensors import Tensor, to_tensor
 
 _E4M3_TO_FP16 = (
     "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
@@ -31,7 +32,7 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
 
     A wait for products, a broadcast from lane 0, a scalar plus zero, a product, a mask by columns, four e4m3 numbers as fp16,
     four words exchanged by four threads; a prefetch, a wait until TMA has written to global memory, a fence before TMA's accesses
-    to it; and what lets a launch begin before the last one has ended, which says nothing here, where launches run one
+    to it; named barriers; and what lets a launch begin before the last one has ended, which says nothing here, where launches run one
     after another.
     """
     args = list(args)
@@ -42,6 +43,10 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     if text == "fence.proxy.async; mov.u32 $0, 0;":
         return Tensor(0, gl.int32)  # for global memory; TMA and threads see the same one here at all times
     if re.fullmatch(r"griddepcontrol\.(wait|launch_dependents); mov\.u32 \$0, 0;", text):
+        return Tensor(0, gl.int32)
+    named = re.fullmatch(r"bar\.(sync|arrive) \$1, (\d+); mov\.u32 \$0, 0;", text)
+    if named:
+        come_to_named_barrier(int(to_tensor(args[0]).data), int(named[2]), named[1] == "sync")
         return Tensor(0, gl.int32)
     if text == "prefetch.global.L2 [$1]; mov.u32 $0, 0;":
         offsets, _, layout = addresses(args[0], None, "prefetch")  # a prefetch changes no value
@@ -58,12 +63,15 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return args[0]
     if len(args) == 2 and text == _product_text(pack):
         return args[0] * args[1]
-    if len(args) in (2, 3) and text == _kept_text(pack, len(args) == 3):
+    kept = re.fullmatch(r"\{ \.reg \.pred p; \.reg \.b32 c, first, last; .* (0f00000000|0fFF800000), p; \}", text)
+    if kept:
+        limits = _kept_limits(text, pack, kept[1], len(args))
         columns = np.arange(args[0].data.shape[-1])
-        kept = columns < args[1].data
-        if len(args) == 3:
-            kept &= columns >= args[2].data
-        return Tensor(np.where(kept, args[0].data, np.float32("-inf")), gl.float32, args[0].layout)
+        keep = np.full(args[0].data.shape, True)
+        for name, limit in zip(limits, args[1:], strict=True):
+            keep &= columns < limit.data if name == "last" else columns >= limit.data
+        other = np.float32("-inf") if kept[1] == "0fFF800000" else np.float32(0)
+        return Tensor(np.where(keep, args[0].data, other), gl.float32, args[0].layout)
     if text == _E4M3_TO_FP16 and pack == 4 and args[0].dtype.name == "uint8":
         return Tensor(_E4M3[args[0].data], gl.float16, args[0].layout)
     if text == _EXCHANGE and pack == 4 and tuple(args[0].data.shape[-2:]) == (4, 4):
@@ -101,18 +109,33 @@ def _product_text(n: int) -> str:
     )
 
 
-def _kept_text(n: int, both: bool) -> str:
-    """The text that keeps of n registers those whose column is below a limit, and with `both` not below another.
+_LIMITS = {  # what each limit of a mask by columns compares, and with how many others before it
+    ("last",): ["setp.gt.s32 p, last, {};"],
+    ("first",): ["setp.le.s32 p, first, {};"],
+    ("last", "first"): ["setp.gt.s32 p, last, {};", "setp.le.and.s32 p, first, {}, p;"],
+}
+
+
+def _kept_text(n: int, limits: tuple[str, ...], other: str) -> str:
+    """The text that keeps of n registers those whose column is below a limit (last), not below one (first), or both.
 
     Registers and limits lie as in `_product_text`; a thread has two neighbouring columns of every eight.
     """
     text = "{ .reg .pred p; .reg .b32 c, first, last; mov.u32 c, %laneid; and.b32 c, c, 3; shl.b32 c, c, 1;"
     for row in (0, 2):
-        text += f" sub.s32 last, ${2 * n + row}, c;" + (f" sub.s32 first, ${3 * n + row}, c;" if both else "")
+        for i, name in enumerate(limits):
+            text += f" sub.s32 {name}, ${(2 + i) * n + row}, c;"
         for register in range(row, n, 4):
             for i in (register, register + 1):
-                column = i // 4 * 8 + i % 2
-                text += f" setp.gt.s32 p, last, {column};"
-                text += f" setp.le.and.s32 p, first, {column}, p;" if both else ""
-                text += f" selp.f32 ${i}, ${i}, 0fFF800000, p;"
+                for test in _LIMITS[limits]:
+                    text += " " + test.format(i // 4 * 8 + i % 2)
+                text += f" selp.f32 ${i}, ${i}, {other}, p;"
     return text + " }"
+
+
+def _kept_limits(text: str, n: int, other: str, count: int) -> tuple[str, ...]:
+    """Return which limits a mask by columns has, in the order of its arguments; refuse any other text."""
+    for limits in _LIMITS:
+        if len(limits) == count - 1 and text == _kept_text(n, limits, other):
+            return limits
+    refuse("unknown operation", f"gluon_cpu does not know this mask by columns: {text[:120]}")

@@ -102,6 +102,7 @@ class Program:
         self.issued = 0
         self.tma_free = self.tensor_cores_free = 0.0
         self.allocations: list = []
+        self.named_barriers: dict = {}  # by their numbers
         self.failure: BaseException | None = None
         self.abandoned = False  # whether the default partition knows of the failure
         self.unwritten_reads: list = []

@@ -26,7 +26,15 @@ class _Map:
 class Handle:
     """A compiled kernel, its grid, and all of its arguments but the tensors, which come first."""
 
-    def __init__(self, compiled: Any, grid: tuple[int, ...], leading: Sequence[Any], rest: Sequence[Any], index: int):
+    def __init__(
+        self,
+        compiled: Any,
+        grid: tuple[int, ...],
+        leading: Sequence[Any],
+        rest: Sequence[Any],
+        index: int,
+        cluster: int = 1,
+    ):
         """Keep a launch.
 
         Args:
@@ -35,6 +43,7 @@ class Handle:
             leading: the first arguments of that launch: TMA descriptors, and tensors that are passed as pointers.
             rest: the other arguments in the kernel's order, constants too. Tensors among them are kept alive.
             index: the CUDA device.
+            cluster: blocks of a cluster; with more than one the grid counts clusters in its first direction.
         """
         from triton import knobs
         from triton.runtime import driver
@@ -45,6 +54,8 @@ class Handle:
         self.kept = [x for x in rest if isinstance(x, torch.Tensor)]
         self.index = index
         self.run, self.function, self.metadata = compiled.run, compiled.function, compiled.packed_metadata
+        if cluster > 1:  # Triton compiled one block and knows of no other; only its launcher makes clusters
+            self.metadata = (compiled.metadata.num_warps, cluster, compiled.metadata.shared)
         self.compiled = compiled
         self._stream, self._runtime = driver.active.get_current_stream, knobs.runtime
 

@@ -21,9 +21,8 @@ from utils.machine.versions import ptxas_command
 _COPY = re.compile(
     r"(@%\w+ )?(cp\.async\.bulk\.tensor\.4d\.shared::\w+\.global\.mbarrier::complete_tx::bytes)( \[[^;]*\]);"
 )
-_EVICT_FIRST = (
-    "0x12F0000000000000"  # what createpolicy.fractional.L2::evict_first gives for all lines, as CUTLASS has it
-)
+# What createpolicy.fractional.L2::evict_first gives for all lines, as CUTLASS has it.
+_EVICT_FIRST = "0x12F0000000000000"
 
 
 def hint_copies(ptx: str) -> tuple[str, int]:
@@ -60,8 +59,17 @@ def with_l2_hint(compiled: Any) -> Any:
     ptx, copies = hint_copies(compiled.asm["ptx"])
     if not copies:
         raise ValueError(f"{compiled.name} has no TMA copy of four dimensions: there is nothing to give the hint to.")
-    twin = copy.copy(compiled)
+    twin = not_loaded(compiled)
     twin.kernel = assemble(ptx)
     twin.asm = {**compiled.asm, "ptx": ptx, "cubin": twin.kernel}
+    return twin
+
+
+def not_loaded(compiled: Any) -> Any:
+    """Return a copy of a kernel that Triton compiled, which is loaded when it is first used, by what the copy says then.
+
+    When Triton loads a kernel, it tells the driver how much shared memory a launch may ask for.
+    """
+    twin = copy.copy(compiled)
     twin.module = twin.function = twin._run = None
     return twin

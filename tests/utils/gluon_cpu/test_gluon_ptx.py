@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
 from utils import gluon_cpu
-from utils.attention.gluon.shared import keep_columns, rescale, uniform, wait_products
+from utils.attention.gluon.shared import keep_columns, meet, pass_by, rescale, uniform, wait_products, zero_columns
 
 
 @gluon.jit
@@ -41,6 +41,41 @@ def kept(y_ptr, first_ptr, behind_ptr, COLUMNS: gl.constexpr, BOTH: gl.constexpr
 
 
 @gluon.jit
+def zeroed(y_ptr, first_ptr, behind_ptr, COLUMNS: gl.constexpr, BOTH: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
+    p = gl.full([64, COLUMNS], float("inf"), gl.float32, layout)
+    p = zero_columns(p, gl.load(first_ptr + rows), gl.load(behind_ptr + rows), BOTH)
+    gl.store(y_ptr + rows[:, None] * COLUMNS + columns, p)
+
+
+@gluon.jit
+def write_and_tell(tile, ROUNDS: gl.constexpr, NUMBER: gl.constexpr):
+    for i in range(ROUNDS):
+        meet(9 + i * 0, 160)  # the last round's values have been read
+        tile.store(gl.full([128], i, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+        pass_by(NUMBER + i * 0, 160)
+
+
+@gluon.jit
+def hear_and_read(y_ptr, tile, ROUNDS: gl.constexpr, THREADS: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    for i in range(ROUNDS):
+        pass_by(9 + i * 0, 160)
+        meet(10 + i * 0, THREADS)
+        gl.store(y_ptr + i * 128 + gl.arange(0, 128, layout), tile.load(layout))
+
+
+@gluon.jit
+def named_barriers(y_ptr, ROUNDS: gl.constexpr, NUMBER: gl.constexpr, THREADS: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.int32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    gl.warp_specialize(
+        [(write_and_tell, (tile, ROUNDS, NUMBER)), (hear_and_read, (y_ptr, tile, ROUNDS, THREADS))], [1], [24]
+    )
+
+
+@gluon.jit
 def other_assembly(y_ptr, ASM: gl.constexpr):
     x = gl.full([128], 2.0, gl.float32, gl.BlockedLayout([1], [32], [4], [0]))
     gl.inline_asm_elementwise(ASM, "=f,0,f", [x, x], dtype=gl.float32, is_pure=True, pack=1)
@@ -65,6 +100,37 @@ def test_columns_are_kept_between_two_limits(columns, both):
     number = torch.arange(columns)[None]
     keep = (number < behind[:, None]) & ((number >= first[:, None]) | (not both))
     assert run.ok and torch.equal(y, torch.where(keep, 1.0, -torch.inf))
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("columns", [64, 128])
+def test_columns_outside_of_two_limits_are_zero(columns, both):
+    first = torch.randint(-20, columns + 20, (64,), dtype=torch.int32)
+    behind = torch.randint(-20, columns + 20, (64,), dtype=torch.int32)
+    y = torch.ones(64, columns)
+    with gluon_cpu.simulate() as run:
+        zeroed[(1,)](y, first, behind, columns, both)
+    number = torch.arange(columns)[None]
+    keep = (number >= first[:, None]) & ((number < behind[:, None]) | (not both))
+    assert run.ok and torch.equal(y, torch.where(keep, torch.inf, 0.0))
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_named_barriers_order_what_two_partitions_do(seed):
+    y = torch.zeros(5, 128, dtype=torch.int32)
+    with gluon_cpu.simulate(seed=seed) as run:
+        named_barriers[(1,)](y, 5, 10, 160)
+    assert run.ok and torch.equal(y, torch.arange(5, dtype=torch.int32)[:, None].expand(5, 128))
+
+
+def test_a_named_barrier_that_nobody_else_comes_to_is_a_deadlock():
+    with pytest.raises(gluon_cpu.DeadlockError, match="named barrier 10"), gluon_cpu.simulate():
+        named_barriers[(1,)](torch.zeros(5, 128, dtype=torch.int32), 5, 11, 160)
+
+
+def test_a_named_barrier_has_one_number_of_threads():
+    with pytest.raises(gluon_cpu.SimulationError, match="named barrier 10 was for"), gluon_cpu.simulate():
+        named_barriers[(1,)](torch.zeros(5, 128, dtype=torch.int32), 5, 10, 192)
 
 
 def test_without_the_wait_the_product_is_not_there_yet():

@@ -336,6 +336,20 @@ def test_a_tiles_end_beside_the_next_ones_start(head_dim, sk, programs, variant,
 
 
 @pytest.mark.skipif(importlib.util.find_spec("utils.attention") is None, reason="no attention kernels here")
+def test_rows_before_the_first_query_count_among_the_tiles_that_programs_share(monkeypatch):
+    """128 rows are one tile of 128, but two if the first one begins ten rows before them."""
+    launch = importlib.import_module(LADDER)
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 4)
+    monkeypatch.setattr(launch, "variant_for", lambda *given: "few")
+    torch.manual_seed(10)
+    q, k, v = (torch.randn(1, 2, s, 64).bfloat16() for s in (128, 1034, 1034))
+    out, lse = torch.full_like(q, float("nan")), torch.empty(1, 2, 128)
+    with gluon_cpu.simulate(seed=10) as run:
+        launch._launch(5, q, k, v, out, lse, True, 64**-0.5 * math.log2(math.e), 0, True)
+    assert run.ok and (out.double() - attention(q, k, v, True, 0)).abs().max() < 0.02
+
+
+@pytest.mark.skipif(importlib.util.find_spec("utils.attention") is None, reason="no attention kernels here")
 @pytest.mark.parametrize(
     ("shape", "causal", "window", "variant", "parts"),
     [

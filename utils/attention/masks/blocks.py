@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from utils.attention.masks.mask_mods import MaskMod, check_device, row_chunks
+from utils.newest import Newest
 from utils.validation import whole_number
 
 BlockSize = int | tuple[int, int]
-KEPT_AT_MOST = 64  # block masks that are kept for the next call
 
 
 def block_sizes(block_size: BlockSize) -> tuple[int, int]:
@@ -60,7 +60,7 @@ def count_blocks(
     return Blocks(counts, full, (counts > 0) & ~full, (size_q, size_k))
 
 
-_kept: dict[tuple, tuple[Any, float]] = {}
+_kept: Newest[tuple, tuple[Any, float]] = Newest(64)
 
 
 def build_block_mask(
@@ -79,10 +79,7 @@ def build_timed(
     check_device(mask_mod, device)
     key = (mask_mod, whole_number("sq", sq), whole_number("sk", sk), str(device), block_sizes(block_size))
     if key not in _kept:
-        built = _build(*key)
-        while len(_kept) >= KEPT_AT_MOST:
-            del _kept[next(iter(_kept))]  # a dict keeps its order: the first key is the oldest
-        _kept[key] = built
+        _kept[key] = _build(*key)
     return _kept[key]
 
 

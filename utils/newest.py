@@ -1,0 +1,22 @@
+"""A dictionary of so many entries at most, for decisions and launches that are kept for the next call."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Newest(dict[K, V]):
+    """A dictionary that drops its oldest entries when it is full."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def __setitem__(self, key: K, value: V) -> None:
+        if key not in self:
+            while len(self) >= self.most:
+                del self[next(iter(self))]  # a dictionary keeps its order: the first key is the oldest
+        super().__setitem__(key, value)
