@@ -9,6 +9,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 from tools.record import gemm_choice, gemm_shapes
+from tools.record.common import read_record
 from tools.record.gemm_shapes import draw_shapes, summary
 from utils.files import ROOT
 
@@ -61,4 +62,5 @@ def test_a_record_that_was_cut_off_is_gone_on_with():
 def test_the_worst_shapes_are_divided_evenly():
     worst = gemm_choice.worst_shapes(6)
     assert [shape["kind"] for shape in worst] == ["train", "test"] * 3
-    assert (worst[0]["m"], worst[0]["n"], worst[0]["k"]) == (216, 3728, 1752)
+    rows = read_record(ROOT / "assets/results/h200/gemm_shapes.json")["rows"]
+    assert worst[0].items() <= (min(rows, key=lambda row: row["ratio"]) | {"kind": "train"}).items()

@@ -1,6 +1,7 @@
 """The FP8 GEMM's recording: its shapes, what it times, and the error that it computes."""
 
 import importlib.util
+import math
 
 import pytest
 import torch
@@ -9,7 +10,10 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 from tools.record import gemm_fp8
+from tools.record.common import read_record
+from utils.files import ROOT
 from utils.kernels.gemm_fp8 import quantize_fp8
+from utils.kernels.gemm_plan import COST
 
 
 def test_shapes_are_drawn_by_seed_and_are_not_those_of_the_choice():
@@ -55,3 +59,12 @@ def test_rows_are_shown_with_the_way_they_were_added():
         "times": [("64x64/1", 8.0), ("128x128/1", 5.0)],
     }
     assert "promoted" in gemm_fp8.show_choice(row) and "128x128/1 2.000  64x64/1 1.250" in gemm_fp8.show_choice(row)
+
+
+def test_the_model_chooses_well_at_the_recorded_shapes():
+    rows = read_record(ROOT / "assets/results/h200/gemm_fp8_choice.json")["rows"]
+    shares = []
+    for row in rows:
+        chosen = min(gemm_fp8.estimates(row, COST))[1]
+        shares.append(min(us for _, us in gemm_fp8.times_of(row)) / chosen)
+    assert len(shares) == len(rows) == 32 and math.prod(shares) ** (1 / len(shares)) > 0.975 and min(shares) > 0.85

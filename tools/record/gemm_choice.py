@@ -2,11 +2,13 @@
 
     python -m tools.record.gemm_choice measure --l2 cold --out assets/results/h200/gemm_choice.json
     python -m tools.record.gemm_choice measure --l2 warm --worst 44 --out assets/results/h200/gemm_choice_warm.json
+    python -m tools.record.gemm_choice measure --l2 warm --longest 24 --out assets/results/h200/gemm_choice_multicast.json
     python -m tools.record.gemm_choice fit --read assets/results/h200/gemm_choice_warm.json
 
 `measure` times, at each shape, the configurations that the present model ranks first and torch.matmul, in turns. The shapes
 are those of `tools.record.gemm_shapes` (kind "test") and others (kind "train"); with `--worst` they are those at which the
-recorded table is worst, and every second one is kept for the test. `fit` does not see the shapes of the test: it prints
+recorded table is worst, and every second one is kept for the test; with `--longest` those that take longest and are not
+ahead, and two squares, with as many configurations whose blocks share tiles (`multicast`) as others. `fit` does not see the shapes of the test: it prints
 the constants for `utils.kernels.gemm_plan.Cost` and how much slower than the best measured configuration the chosen one is,
 for the shapes it was fitted to and for the others. A configuration is recorded by its name, such as "128x256/4": tile, parts.
 """
@@ -56,15 +58,27 @@ def worst_shapes(count: int) -> list[dict]:
     return [{x: row[x] for x in sizes} | {"kind": ("train", "test")[i % 2]} for i, row in enumerate(rows)]
 
 
+def longest_shapes(count: int) -> list[dict]:
+    """Return the longest products of the recorded table where torch is ahead, and two squares; every second one is kept."""
+    rows = read_record(ROOT / "assets/results/h200/gemm_shapes.json")["rows"]
+    rows = sorted((row for row in rows if row["ratio"] < 0.95), key=lambda row: -row["torch_us"])[:count]
+    sizes = ("m", "n", "k", "a_column_major", "b_column_major")
+    shapes = [{"m": x, "n": x, "k": x, "a_column_major": False, "b_column_major": False} for x in (5000, 8192)]
+    shapes += [{x: row[x] for x in sizes} for row in rows]
+    return [shape | {"kind": ("train", "test")[i % 2], "long": True} for i, shape in enumerate(shapes)]
+
+
 @functools.cache
 def _configs_by_name() -> dict:
     from utils.kernels.gemm_plan import CONFIGS, SHORT_CONFIGS, SPLITS
 
     found = [
-        replace(config, split=split, pairs=pairs)
+        replace(config, split=split, pairs=pairs, multicast=multicast)
         for config in (*CONFIGS, *SHORT_CONFIGS)
         for split in SPLITS
         for pairs in (False, True)
+        for multicast in ("", "A", "B")
+        if not (config.short and multicast)
     ]
     return {config.name: config for config in found}
 
@@ -83,11 +97,22 @@ def late_rows(shape: dict) -> tuple[int, int]:
 
 
 def ranked(shape: dict, count: int = RANKED) -> list:
-    """Return the configurations that the present model ranks first at a shape."""
+    """Return the configurations that the present model ranks first at a shape; of a long one half of each kernel."""
     from utils.kernels import gemm_plan
 
     sizes, late = (shape["m"], shape["n"], shape["k"]), late_rows(shape)
-    found = gemm_plan.candidates(*sizes, SMS, late)
+    if "long" in shape:
+        found = gemm_plan.candidates(*sizes, SMS, late)
+        halves = [[config for config in found if bool(config.multicast) == shared] for shared in (False, True)]
+        return [config for half in halves for config in first_of(half, shape, count // 2)]
+    return first_of(gemm_plan.candidates(*sizes, SMS, late), shape, count)
+
+
+def first_of(found: list, shape: dict, count: int) -> list:
+    """Return the configurations among these that the present model ranks first."""
+    from utils.kernels import gemm_plan
+
+    sizes, late = (shape["m"], shape["n"], shape["k"]), late_rows(shape)
     found.sort(key=lambda config: gemm_plan.estimate(*sizes, config, SMS, late))
     taken: collections.Counter = collections.Counter()
     kept = []
@@ -221,11 +246,12 @@ def judge(rows: list[dict], cost) -> dict:
     }
 
 
-def print_fit(path: Path) -> None:
-    """Fit the recorded times; print the constants and the judgement."""
+def print_fit(paths: list[Path]) -> None:
+    """Fit the recorded times; print the constants and the judgement. Of rows without a kind every second one is held out."""
     from utils.kernels import gemm_plan
 
-    rows = read_record(path)["rows"]
+    rows = [row for path in paths for row in read_record(path)["rows"]]
+    rows = [{"kind": ("train", "test")[i % 2]} | row for i, row in enumerate(rows)]
     seen, held_out = ([row for row in rows if (row["kind"] == "test") == test] for test in (False, True))
     fitted = fit(seen, gemm_plan.COST)
     print("fitted:", {name: float(f"{value:.4g}") for name, value in asdict(fitted).items()})
@@ -240,10 +266,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure or fit; return the exit status."""
     parser = arguments_parser(__doc__)
     parser.add_argument("what", choices=("measure", "fit"))
-    parser.add_argument("--read", type=Path, help="fit: the recorded times")
+    parser.add_argument("--read", type=Path, nargs="+", help="fit: the recorded times, of one or more tables")
     parser.add_argument("--seconds", type=float, default=math.inf, help="measure: stop after this time")
     parser.add_argument("--l2", choices=("cold", "warm"), default="cold", help="measure: the cache before each call")
     parser.add_argument("--worst", type=int, help="measure: this many shapes, the worst ones of gemm_shapes.json")
+    parser.add_argument("--longest", type=int, help="measure: this many shapes, the longest of it, with multicast too")
     options = parser.parse_args(arguments)
     if (options.what == "fit") != (options.read is not None):
         parser.error("--read names the recorded times for `fit`, and goes with nothing else")
@@ -257,6 +284,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     if options.worst:
         shapes = worst_shapes(options.worst)
+    elif options.longest:
+        shapes = longest_shapes(options.longest)
     else:
         shapes = [shape | {"kind": "test"} for shape in draw_shapes()]
         shapes += [shape | {"kind": "train"} for shape in training_shapes()]

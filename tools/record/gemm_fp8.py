@@ -169,11 +169,12 @@ def show_choice(row: dict) -> str:
 def times_of(row: dict) -> list[tuple]:
     """Return the configurations of a row of `choice` that the kernel still has, each with its measured time."""
     from utils.kernels import gemm_fp8_plan
+    from utils.kernels.gemm_plan import SPLITS
 
     known = {
         replace(config, split=split).name: replace(config, split=split)
         for config in (*gemm_fp8_plan.FAST_CONFIGS, *gemm_fp8_plan.PROMOTED_CONFIGS)
-        for split in gemm_fp8_plan.SPLITS
+        for split in SPLITS
     }
     return [(known[name], us) for name, us in row["times"] if name in known]
 

@@ -33,9 +33,10 @@ import torch
 
 from utils.kernels.handle import observed
 from utils.machine.device import interpreter_requested
+from utils.newest import Newest
 
-KEPT_AT_MOST = 1024  # launches of gemm_warp_specialized that are kept, to be repeated
-_launches: dict[tuple | None, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {}
+# Launches of `gemm_warp_specialized`, to be repeated.
+_launches: Newest[tuple | None, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = Newest(1024)
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -88,8 +89,6 @@ def gemm_warp_specialized(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
     c, launch = gemm_launch.gemm_and_launch(a, b)
     if launch is not None and key is not None:
-        while len(_launches) >= KEPT_AT_MOST:
-            del _launches[next(iter(_launches))]  # a dict keeps its order: the first key is the oldest
         _launches[key] = launch
     return c
 

@@ -20,12 +20,13 @@ from collections.abc import Callable
 
 import torch
 
-from utils.kernels.gemm import KEPT_AT_MOST, need_triton, shapes
+from utils.kernels.gemm import need_triton, shapes
 from utils.kernels.handle import observed
+from utils.newest import Newest
 
 E4M3_LARGEST = 448.0
 OUT_DTYPES = (torch.bfloat16, torch.float16)
-_launches: dict[tuple | None, Callable[..., torch.Tensor]] = {}
+_launches: Newest[tuple | None, Callable[..., torch.Tensor]] = Newest(1024)
 
 
 def quantize_fp8(x: torch.Tensor, by: str = "tensor") -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,8 +89,6 @@ def gemm_fp8(
 
     launch = gemm_fp8_launch.launch(a, b, scale_a, scale_b, c, fast)
     if launch is not None and key is not None:
-        while len(_launches) >= KEPT_AT_MOST:
-            del _launches[next(iter(_launches))]  # a dict keeps its order: the first key is the oldest
         _launches[key] = launch
     return c
 

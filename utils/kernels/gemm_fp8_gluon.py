@@ -35,8 +35,8 @@ cores work for the other one:
     against torch  1.00 at 4096 cubed, 1.03 at 8192        1.00 and 0.94; at 8192 128 x 192 reads 1.01
 
 H200, one scale for a matrix, time of `torch._scaled_mm` / time of the kernel; random shapes read 0.90 (fast) and 0.95
-(promoted) in the geometric mean. Four options of `gemm_fp8_plan.Fp8Config` are right in the simulator and not timed yet:
-`early`, `lead`, `buffers` and `pairs` (entry 20).
+(promoted) in the geometric mean, before launches began early (entry 22: 1.14 at 8 us, nothing from 60 us on). Three options
+of `gemm_fp8_plan.Fp8Config` are timed at few shapes, and off: `lead`, `buffers` and `pairs`.
 
 Importing this module imports Triton; the way in is `utils.kernels.gemm_fp8.gemm_fp8`.
 """
@@ -45,25 +45,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from utils.kernels.gemm_gluon import Work, column_pieces, producer, store_piece
+from utils.kernels.early_launch import wait_for_launch_before
+from utils.kernels.gemm_gluon import add_steps, column_pieces, store_piece
 from utils.kernels.gemm_parts import last_part, shared_tiles, summed_piece
+from utils.kernels.gemm_work import Work, producer
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
-
-
-@gluon.jit
-def let_next_launch_begin():
-    """Let blocks of the stream's next kernel start where SMs are free, if it is launched so; they wait for our end."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def wait_for_launch_before():
-    """Wait until the stream's kernel before this one has ended: it may write A, B and scales, and read what C replaces."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -114,29 +102,6 @@ def store_scaled(work, out, acc, acc2, of, place, BY_ROW: gl.constexpr, WHICH: g
     for i in gl.static_range(len(pieces)):
         piece = scaled(pieces[i], of, i, BY_ROW).to(dtype)
         store_piece(work, out, piece, i, row, column, parity, WHICH, TMA_STORE)
-
-
-@gluon.jit
-def fast_sums(work, step, first, last, acc, acc2, WHICH: gl.constexpr):
-    """Add the steps first to last in the tensor cores; return the sums and the number of the next step."""
-    for k in range(first, last):
-        a, b, b2 = work.operands(step, WHICH)
-        acc = warpgroup_mma(a, b, acc, is_async=True)
-        # All wgmma but this step's are done: only now has the slot before been read.
-        if work.CONFIG.columns[1] > 0:
-            acc2 = warpgroup_mma(a, b2, acc2, is_async=True)
-            acc, acc2 = warpgroup_mma_wait(2, deps=[acc, acc2])
-        else:
-            acc = warpgroup_mma_wait(1, deps=[acc])
-        work.release_before(step, k > first)
-        step += 1
-    # The sums are complete, and the last slot has been read.
-    if work.CONFIG.columns[1] > 0:
-        acc, acc2 = warpgroup_mma_wait(0, deps=[acc, acc2])
-    else:
-        acc = warpgroup_mma_wait(0, deps=[acc])
-    work.release_before(step)
-    return acc, acc2, step
 
 
 @gluon.jit
@@ -193,7 +158,7 @@ def consumer(work, out, partial, scales, BY_ROW: gl.constexpr, WHICH: gl.constex
         if work.CONFIG.promote:
             acc, acc2, step = promoted_sums(work, step, first, last, acc, acc2, WHICH)
         else:
-            acc, acc2, step = fast_sums(work, step, first, last, acc, acc2, WHICH)
+            acc, acc2, step = add_steps(work, step, first, last, acc, acc2, WHICH)
 
         if work.CONFIG.split == 1:
             store_scaled(work, out, acc, acc2, of, (row, column, parity), BY_ROW, WHICH, TMA_STORE)
@@ -209,14 +174,6 @@ def consumer(work, out, partial, scales, BY_ROW: gl.constexpr, WHICH: gl.constex
                             work, out, piece.to(out[1].dtype.element_ty), i, row, column, parity, WHICH, TMA_STORE
                         )
     tma.store_wait(0)  # shared memory must live until TMA has read it
-
-
-@gluon.jit
-def waiting_producer(work, a_desc, b_desc, b2_desc):
-    """One warp: keep the ring full."""
-    if work.CONFIG.early:
-        wait_for_launch_before()
-    producer(work, a_desc, b_desc, b2_desc)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "K", "whole"], do_not_specialize_on_alignment=["scale_a", "scale_b"])
@@ -245,8 +202,6 @@ def gemm_fp8_kernel(
     STAGES: gl.constexpr = CONFIG.stages
     CONSUMERS: gl.constexpr = CONFIG.consumers
     REGISTERS: gl.constexpr = CONFIG.registers
-    if CONFIG.early:
-        let_next_launch_begin()
     a_ring = shared_tiles(a_desc, STAGES * CONSUMERS)
     b_ring = shared_tiles(b_desc, STAGES)
     b2_ring = shared_tiles(b2_desc, STAGES) if CONFIG.columns[1] > 0 else b_ring
@@ -264,7 +219,7 @@ def gemm_fp8_kernel(
         gl.warp_specialize(
             [
                 (consumer, (work, out, partial, scales, BY_ROW, 0, TMA_STORE)),
-                (waiting_producer, (work, a_desc, b_desc, b2_desc)),
+                (producer, (work, a_desc, b_desc, b2_desc)),
             ],
             [1],
             [24],
@@ -274,7 +229,7 @@ def gemm_fp8_kernel(
             [
                 (consumer, (work, out, partial, scales, BY_ROW, 0, TMA_STORE)),
                 (consumer, (work, out, partial, scales, BY_ROW, 1, TMA_STORE)),
-                (waiting_producer, (work, a_desc, b_desc, b2_desc)),
+                (producer, (work, a_desc, b_desc, b2_desc)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -286,7 +241,7 @@ def gemm_fp8_kernel(
                 (consumer, (work, out, partial, scales, BY_ROW, 0, TMA_STORE)),
                 (consumer, (work, out, partial, scales, BY_ROW, 1, TMA_STORE)),
                 (consumer, (work, out, partial, scales, BY_ROW, 2, TMA_STORE)),
-                (waiting_producer, (work, a_desc, b_desc, b2_desc)),
+                (producer, (work, a_desc, b_desc, b2_desc)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],

@@ -15,6 +15,7 @@ from utils.kernels.gemm_fp8_gluon import gemm_fp8_kernel
 from utils.kernels.gemm_fp8_plan import FAST_CONFIGS, Fp8Config, choose
 from utils.kernels.gemm_launch import box_layout, rows_by_parity, tma_can_store
 from utils.kernels.gemm_plan import parts_of
+from utils.kernels.gemm_ptx import start
 from utils.kernels.handle import Handle
 from utils.kernels.workspace import workspace
 
@@ -88,11 +89,8 @@ def launch(
         sums, counters = workspace(c, partial_sums, counters_needed)
         tensors = (a_desc, b_desc, b2_desc, c_desc, c, sums, counters, scale_a, scale_b)
         others = (m, n, k, whole, config, by_row, by_tma)
-        compiled = gemm_fp8_kernel[(blocks,)](*tensors, *others, num_warps=4, launch_pdl=config.early)
-    if compiled is None or not a.is_cuda:  # in a process that only simulates kernels
-        return None
-    handle = Handle(compiled, (blocks,), tensors, others, a.device.index)
-    return Launch(handle, (m, n), c.dtype, partial_sums, counters_needed)
+        handle = start(gemm_fp8_kernel, blocks, tensors, others, config, a.device)
+    return Launch(handle, (m, n), c.dtype, partial_sums, counters_needed) if handle else None
 
 
 def operand(x: torch.Tensor, block: list[int]) -> TensorDescriptor:

@@ -32,7 +32,10 @@ of the time, fitted to measured times, ranks first.
 **Late rows** start at odd multiples of 16 bytes: 128 bytes then lie in five sectors of the L2 instead of four, and cost
 about twice the time. Where rows of A are an odd multiple of 16 bytes apart, every second one is late. With
 `Config.pairs` a tile has even rows only or odd rows only, and odd ones begin eight elements earlier along K, where no
-row is late (`Work.origin`, `producer`).
+row is late (`gemm_work.py`).
+
+**Clusters.** With `Config.multicast` two blocks with neighbouring tiles fetch the operand that both need by halves, each for
+both (`gemm_ptx.py`): where the L2's bytes are the limit, those of one operand are halved.
 
 **Parts.** 800 tiles on 132 SMs are 6.06 rounds, done in 7; and a product with few tiles and long sums leaves most SMs
 idle. So the tiles that do not fill a round may be cut along K into 2 to 16 parts. Each part leaves its sums in global
@@ -44,8 +47,6 @@ Products of a few microseconds have a kernel of their own, `gemm_short.py`; `gem
 module imports Triton; the way in is `utils.kernels.gemm.gemm_warp_specialized`.
 """
 
-# No `from __future__ import annotations` here: an aggregate checks its fields against the annotated types.
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -56,182 +57,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from utils.kernels.early_launch import wait_for_launch_before
 from utils.kernels.gemm_parts import last_part, shared_tiles, summed_piece
+from utils.kernels.gemm_ptx import join_cluster, let_cluster_see_barriers
+from utils.kernels.gemm_work import Work, bystander, producer, ring
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
-tma_load = gl.constexpr(tma.async_load)
-tma_store = gl.constexpr(tma.async_store)
-aggregate = gluon.aggregate
-
-
-@aggregate
-class Work:
-    """What producer and consumers share: the ring with its barriers, the sizes, and what is fixed when compiled.
-
-    Step i since the kernel's start, across tiles, uses slot i % stages, for the (i // stages)-th time: the parity of
-    that is the phase to wait for.
-    """
-
-    a_ring: gl.shared_memory_descriptor  # (stages * consumers, ROWS, BLOCK_K), transposed where A is column-major
-    b_ring: gl.shared_memory_descriptor  # (stages, BLOCK_K, columns[0]), or its transpose
-    b2_ring: gl.shared_memory_descriptor  # (stages, BLOCK_K, columns[1]), or its transpose; b_ring if that is 0
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    M: gl.tensor
-    N: gl.tensor
-    K: gl.tensor
-    whole: gl.tensor  # tiles that are computed in one go; each of the others in CONFIG.split parts
-    CONFIG: gl.constexpr
-    A_COLUMN_MAJOR: gl.constexpr
-    B_COLUMN_MAJOR: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, a_ring, b_ring, b2_ring, full, empty, M, N, K, whole, CONFIG, A_COLUMN_MAJOR, B_COLUMN_MAJOR):
-        self.a_ring = a_ring
-        self.b_ring = b_ring
-        self.b2_ring = b2_ring
-        self.full = full
-        self.empty = empty
-        self.M = M
-        self.N = N
-        self.K = K
-        self.whole = whole
-        self.CONFIG = gl.constexpr(CONFIG)
-        self.A_COLUMN_MAJOR = gl.constexpr(A_COLUMN_MAJOR)
-        self.B_COLUMN_MAJOR = gl.constexpr(B_COLUMN_MAJOR)
-
-    @gluon.jit
-    def slot(self, i):
-        """Slot of step i."""
-        return i % self.CONFIG.stages
-
-    @gluon.jit
-    def phase(self, i):
-        """Parity of the round in which step i uses its slot."""
-        return i // self.CONFIG.stages & 1
-
-    @gluon.jit
-    def rows_of_tiles(self):
-        """Number of rows of tiles of C."""
-        if self.CONFIG.pairs:
-            return 2 * gl.cdiv(self.M // 2, self.CONFIG.block_m)
-        else:
-            return gl.cdiv(self.M, self.CONFIG.block_m)
-
-    @gluon.jit
-    def tiles(self):
-        """Number of tiles of C."""
-        return self.rows_of_tiles() * gl.cdiv(self.N, self.CONFIG.block_n)
-
-    @gluon.jit
-    def origin(self, tile):
-        """First row and column of a tile, and the parity of its rows, which then count pairs.
-
-        Tiles are numbered down group_m rows of tiles, then along.
-        """
-        GROUP_M: gl.constexpr = self.CONFIG.group_m
-        tiles_m = self.rows_of_tiles()
-        tiles_n = gl.cdiv(self.N, self.CONFIG.block_n)
-        group = tile // (GROUP_M * tiles_n)
-        within = tile % (GROUP_M * tiles_n)
-        rows = min(tiles_m - group * GROUP_M, GROUP_M)
-        row, column = group * GROUP_M + within % rows, (within // rows) * self.CONFIG.block_n
-        if self.CONFIG.pairs:
-            return row // 2 * self.CONFIG.block_m, column, row % 2
-        else:
-            return row * self.CONFIG.block_m, column, 0
-
-    @gluon.jit
-    def items(self):
-        """Number of items of work: whole tiles first, then the parts of the others."""
-        return self.whole + (self.tiles() - self.whole) * self.CONFIG.split
-
-    @gluon.jit
-    def part(self, item):
-        """Number of an item among the parts of tiles; negative for a whole tile."""
-        return item - self.whole
-
-    @gluon.jit
-    def locate(self, item):
-        """Tile of an item, and its first step along K and the one behind its last."""
-        SPLIT: gl.constexpr = self.CONFIG.split
-        steps = gl.cdiv(self.K + (self.CONFIG.shift if self.CONFIG.pairs else 0), self.CONFIG.block_k)
-        part = self.part(item)
-        is_part = min(max(part + 1, 0), 1)  # 1 or 0
-        tile = min(item, self.whole + part // SPLIT)  # whole tiles: part is negative, and the item is the smaller one
-        within = part % SPLIT * is_part
-        parts = 1 + (SPLIT - 1) * is_part
-        return tile, within * steps // parts, (within + 1) * steps // parts
-
-    @gluon.jit
-    def load(self, i, a_desc, b_desc, b2_desc, row, column, parity, k):
-        """Producer: fetch A[row.., k..] and B[k.., column..] for step i, as soon as its slot is empty."""
-        CONSUMERS: gl.constexpr = self.CONFIG.consumers
-        ROWS: gl.constexpr = self.CONFIG.block_m // CONSUMERS
-        # Without this wait TMA would overwrite what a consumer still reads. The parity is that of the round before: in
-        # the first round a fresh barrier counts as just completed.
-        mbarrier.wait(self.empty.index(self.slot(i)), self.phase(i) ^ 1)
-        arrived = self.full.index(self.slot(i))
-        # The bytes are announced first: copies that arrive unannounced could complete the phase too early. Whole boxes
-        # are counted, also where they hang over the edge and TMA fills in zeros.
-        B2_BYTES: gl.constexpr = b2_desc.block_type.nbytes if self.CONFIG.columns[1] > 0 else 0
-        mbarrier.expect(arrived, CONSUMERS * a_desc.block_type.nbytes + b_desc.block_type.nbytes + B2_BYTES)
-        for w in gl.static_range(CONSUMERS):
-            tile = self.a_ring.index(self.slot(i) * CONSUMERS + w)
-            if self.CONFIG.pairs:
-                tma_load(a_desc, [parity, row + w * ROWS, k], arrived, tile.reshape(a_desc.block_type.shape))
-            elif self.A_COLUMN_MAJOR:
-                tma_load(a_desc, [k, row + w * ROWS], arrived, tile)
-            else:
-                tma_load(a_desc, [row + w * ROWS, k], arrived, tile)
-        if self.B_COLUMN_MAJOR:
-            tma_load(b_desc, [column, k], arrived, self.b_ring.index(self.slot(i)))
-        else:
-            tma_load(b_desc, [k, column], arrived, self.b_ring.index(self.slot(i)))
-        if self.CONFIG.columns[1] > 0:
-            if self.B_COLUMN_MAJOR:
-                tma_load(b2_desc, [column + self.CONFIG.columns[0], k], arrived, self.b2_ring.index(self.slot(i)))
-            else:
-                tma_load(b2_desc, [k, column + self.CONFIG.columns[0]], arrived, self.b2_ring.index(self.slot(i)))
-
-    @gluon.jit
-    def operands(self, i, WHICH: gl.constexpr):
-        """Consumer: its rows of A, and B in two parts, of step i. What is column-major lies there as it is, and is turned."""
-        a = self.a_ring.index(self.slot(i) * self.CONFIG.consumers + WHICH)
-        b = self.b_ring.index(self.slot(i))
-        b2 = self.b2_ring.index(self.slot(i))
-        # Without this wait wgmma would read the tiles of the round before.
-        mbarrier.wait(self.full.index(self.slot(i)), self.phase(i))
-        if self.A_COLUMN_MAJOR:
-            a = a.permute((1, 0))
-        if self.B_COLUMN_MAJOR:
-            b = b.permute((1, 0))
-            b2 = b2.permute((1, 0))
-        return a, b, b2
-
-    @gluon.jit
-    def release_before(self, i, pred=True):
-        """Consumer: the slot of step i - 1 may be refilled; without that the producer waits for ever.
-
-        The slot was read through the async proxy, as it will be refilled by TMA, so no fence is needed.
-        """
-        mbarrier.arrive(self.empty.index((i + self.CONFIG.stages - 1) % self.CONFIG.stages), count=1, pred=pred)
-
-
-@gluon.jit
-def producer(work, a_desc, b_desc, b2_desc):
-    """One warp: keep the ring full. `step` counts slots filled since the start, across tiles."""
-    step = 0
-    for item in range(gl.program_id(0), work.items(), gl.num_programs(0)):
-        tile, first, last = work.locate(item)
-        row, column, parity = work.origin(tile)
-        for k in range(first, last):
-            # Odd rows start 16 bytes late: so much earlier they are where even rows are. TMA fills in zeros before the
-            # first element, for A and for B.
-            start = k * work.CONFIG.block_k - work.CONFIG.shift * parity
-            work.load(step, a_desc, b_desc, b2_desc, row, column, parity, start)
-            step += 1
+tma_store = tma.async_store
 
 
 @gluon.jit
@@ -286,6 +119,29 @@ def store_tile(work, out, acc, acc2, row, column, parity, WHICH: gl.constexpr, T
 
 
 @gluon.jit
+def add_steps(work, step, first, last, acc, acc2, WHICH: gl.constexpr):
+    """Consumer: add the products of the steps first to last - 1 to its sums; returns them and the number of the next step."""
+    for k in range(first, last):
+        a, b, b2 = work.operands(step, WHICH)
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        # All wgmma but this step's are done: only now has the slot before been read.
+        if work.CONFIG.columns[1] > 0:
+            acc2 = warpgroup_mma(a, b2, acc2, is_async=True)
+            acc, acc2 = warpgroup_mma_wait(2, deps=[acc, acc2])
+        else:
+            acc = warpgroup_mma_wait(1, deps=[acc])
+        work.release_before(step, k > first)
+        step += 1
+    # The sums are complete, and the last slot has been read.
+    if work.CONFIG.columns[1] > 0:
+        acc, acc2 = warpgroup_mma_wait(0, deps=[acc, acc2])
+    else:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    work.release_before(step)
+    return acc, acc2, step
+
+
+@gluon.jit
 def consumer(work, out, partial, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
     """One warpgroup: rows WHICH * ROWS and on of each tile."""
     ROWS: gl.constexpr = work.CONFIG.rows
@@ -297,30 +153,17 @@ def consumer(work, out, partial, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
     layout2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SECOND, 16])
     sums, counters = partial
     step = 0
-    for item in range(gl.program_id(0), work.items(), gl.num_programs(0)):
+    if work.CONFIG.early:
+        wait_for_launch_before()
+    join_cluster(work.CONFIG)
+    for item in range(work.first_item(), work.items(), work.stride()):
         tile, first, last = work.locate(item)
         row, column, parity = work.origin(tile)
         row += WHICH * ROWS
         # Made anew for each tile, so that its registers are free while parts are added up.
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
         acc2 = gl.zeros([ROWS, SECOND], gl.float32, layout2)
-        for k in range(first, last):
-            a, b, b2 = work.operands(step, WHICH)
-            acc = warpgroup_mma(a, b, acc, is_async=True)
-            # All wgmma but this step's are done: only now has the slot before been read.
-            if MORE > 0:
-                acc2 = warpgroup_mma(a, b2, acc2, is_async=True)
-                acc, acc2 = warpgroup_mma_wait(2, deps=[acc, acc2])
-            else:
-                acc = warpgroup_mma_wait(1, deps=[acc])
-            work.release_before(step, k > first)
-            step += 1
-        # The sums are complete, and the last slot has been read.
-        if MORE > 0:
-            acc, acc2 = warpgroup_mma_wait(0, deps=[acc, acc2])
-        else:
-            acc = warpgroup_mma_wait(0, deps=[acc])
-        work.release_before(step)
+        acc, acc2, step = add_steps(work, step, first, last, acc, acc2, WHICH)
 
         if work.CONFIG.split == 1:
             store_tile(work, out, acc, acc2, row, column, parity, WHICH, TMA_STORE)
@@ -329,6 +172,7 @@ def consumer(work, out, partial, WHICH: gl.constexpr, TMA_STORE: gl.constexpr):
             if part < 0:
                 store_tile(work, out, acc, acc2, row, column, parity, WHICH, TMA_STORE)
             else:
+                part = work.own_part(part)
                 if last_part(work.CONFIG, sums, counters, acc, acc2, part, WHICH):
                     for i in gl.static_range(TOTAL_PIECES):
                         piece = summed_piece(work.CONFIG, sums, part, i, WHICH).to(work.a_ring.dtype)
@@ -363,42 +207,86 @@ def gemm_kernel(
     STAGES: gl.constexpr = CONFIG.stages
     CONSUMERS: gl.constexpr = CONFIG.consumers
     REGISTERS: gl.constexpr = CONFIG.registers
-    a_ring = shared_tiles(a_desc, STAGES * CONSUMERS)
-    b_ring = shared_tiles(b_desc, STAGES)
-    b2_ring = shared_tiles(b2_desc, STAGES) if CONFIG.columns[1] > 0 else b_ring
+    READERS: gl.constexpr = CONSUMERS * (2 if CONFIG.on_clusters else 1)
+    COLUMNS: gl.constexpr = CONFIG.columns[0]
+    MORE: gl.constexpr = CONFIG.columns[1]
+    a_ring = ring(a_desc, STAGES * CONSUMERS, CONFIG.rows, CONFIG.block_k, A_COLUMN_MAJOR)
+    b_ring = ring(b_desc, STAGES, CONFIG.block_k, COLUMNS, B_COLUMN_MAJOR)
+    b2_ring = ring(b2_desc, STAGES, CONFIG.block_k, MORE, B_COLUMN_MAJOR) if MORE > 0 else b_ring
     c_buffers = shared_tiles(c_desc, CONFIG.buffers * CONSUMERS) if TMA_STORE else a_ring
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)  # the producer's `expect`; the bytes are counted apart
-        mbarrier.init(empty.index(i), count=CONSUMERS)  # all consumers
+        mbarrier.init(empty.index(i), count=READERS)  # all consumers, and those of the other block that it fetches for
+    let_cluster_see_barriers(CONFIG)
     work = Work(a_ring, b_ring, b2_ring, full, empty, M, N, K, whole, CONFIG, A_COLUMN_MAJOR, B_COLUMN_MAJOR)
     out = (c_desc, c_pointer, c_buffers)
     partial = (sums, counters)
-    # After the roles: warps and registers of all but the first, which has num_warps and the registers that are left.
+    # After the roles: warps and registers of all but the first, which has num_warps and the registers that are left. A
+    # cluster is joined by all warps, so there the three that would be idle have a role, too.
     if CONSUMERS == 1:
-        gl.warp_specialize(
-            [(consumer, (work, out, partial, 0, TMA_STORE)), (producer, (work, a_desc, b_desc, b2_desc))], [1], [24]
-        )
+        if CONFIG.on_clusters:
+            gl.warp_specialize(
+                [
+                    (consumer, (work, out, partial, 0, TMA_STORE)),
+                    (producer, (work, a_desc, b_desc, b2_desc)),
+                    (bystander, (CONFIG,)),
+                    (bystander, (CONFIG,)),
+                ],
+                [1, 1, 2],
+                [24, 24, 24],
+            )
+        else:
+            gl.warp_specialize(
+                [(consumer, (work, out, partial, 0, TMA_STORE)), (producer, (work, a_desc, b_desc, b2_desc))], [1], [24]
+            )
     elif CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (consumer, (work, out, partial, 0, TMA_STORE)),
-                (consumer, (work, out, partial, 1, TMA_STORE)),
-                (producer, (work, a_desc, b_desc, b2_desc)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )
+        if CONFIG.on_clusters:
+            gl.warp_specialize(
+                [
+                    (consumer, (work, out, partial, 0, TMA_STORE)),
+                    (consumer, (work, out, partial, 1, TMA_STORE)),
+                    (producer, (work, a_desc, b_desc, b2_desc)),
+                    (bystander, (CONFIG,)),
+                    (bystander, (CONFIG,)),
+                ],
+                [4, 1, 1, 2],
+                [REGISTERS, 24, 24, 24],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (consumer, (work, out, partial, 0, TMA_STORE)),
+                    (consumer, (work, out, partial, 1, TMA_STORE)),
+                    (producer, (work, a_desc, b_desc, b2_desc)),
+                ],
+                [4, 1],
+                [REGISTERS, 24],
+            )
     else:
         gl.static_assert(CONSUMERS == 3)
-        gl.warp_specialize(
-            [
-                (consumer, (work, out, partial, 0, TMA_STORE)),
-                (consumer, (work, out, partial, 1, TMA_STORE)),
-                (consumer, (work, out, partial, 2, TMA_STORE)),
-                (producer, (work, a_desc, b_desc, b2_desc)),
-            ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 32],
-        )
+        if CONFIG.on_clusters:
+            gl.warp_specialize(
+                [
+                    (consumer, (work, out, partial, 0, TMA_STORE)),
+                    (consumer, (work, out, partial, 1, TMA_STORE)),
+                    (consumer, (work, out, partial, 2, TMA_STORE)),
+                    (producer, (work, a_desc, b_desc, b2_desc)),
+                    (bystander, (CONFIG,)),
+                    (bystander, (CONFIG,)),
+                ],
+                [4, 4, 1, 1, 2],
+                [REGISTERS, REGISTERS, 32, 32, 32],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (consumer, (work, out, partial, 0, TMA_STORE)),
+                    (consumer, (work, out, partial, 1, TMA_STORE)),
+                    (consumer, (work, out, partial, 2, TMA_STORE)),
+                    (producer, (work, a_desc, b_desc, b2_desc)),
+                ],
+                [4, 4, 1],
+                [REGISTERS, REGISTERS, 32],
+            )

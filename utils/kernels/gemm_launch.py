@@ -13,6 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from utils.kernels.gemm_gluon import gemm_kernel
 from utils.kernels.gemm_plan import CONFIGS, Config, choose, parts_of
+from utils.kernels.gemm_ptx import adapted, start
 from utils.kernels.gemm_short import short_kernel
 from utils.kernels.handle import Handle
 from utils.kernels.workspace import workspace
@@ -81,21 +82,24 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
     by_tma = tma_can_store(c)
     config = config or chosen(a, b, c)
+    if config.multicast and not a.is_cuda:  # the simulator has no clusters
+        config = replace(config, alone=True)
     if config.split > triton.cdiv(k, config.block_k):
         raise ValueError(f"{config.split} parts of K = {k} would be shorter than one step of {config.block_k}.")
     first, second = config.columns
-    a_desc, a_column_major = operand("A", a, [config.rows, config.block_k])
+    a_desc, a_column_major = operand("A", a, [config.rows, config.block_k], config)
     if config.pairs and (m % 2 or a_column_major or not by_tma):
         raise ValueError(f"{config} takes rows by their parity: an even number of rows of A, row-major, and C by TMA.")
     if config.pairs:
-        a_desc = rows_by_parity(a, [config.rows, config.block_k])
-    b_desc, b_column_major = operand("B", b, [config.block_k, first])
+        a_desc = rows_by_parity(a, config.box("A", config.rows, config.block_k))
+    b_desc, b_column_major = operand("B", b, [config.block_k, first], config)
     piece = config.piece
     c_desc = TensorDescriptor(c, [m, n], [c.stride(0), 1], piece, box_layout(piece)) if by_tma else a_desc
     c_desc = rows_by_parity(c, piece) if config.pairs else c_desc
     whole, rest = parts_of(m, n, config, sms)
     config = config if rest else replace(config, split=1)  # no tile has parts: there are no counters to compile for
-    partial_sums, counters_needed = rest * config.split * config.block_m * config.block_n, rest * config.consumers
+    tiles = rest * config.cluster
+    partial_sums, counters_needed = tiles * config.split * config.block_m * config.block_n, tiles * config.consumers
     tensors: tuple[TensorDescriptor | torch.Tensor, ...]
     sizes: tuple[int, ...]
     with torch.cuda.device(a.device if a.is_cuda else -1):
@@ -103,16 +107,13 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
         if config.short:  # a block for each item of work
             kernel, blocks = short_kernel, whole + rest * config.split
             tensors, sizes = (a_desc, b_desc, c_desc, c, sums, counters), (m, n, k)
-        else:  # a block an SM, or an item where there are fewer
-            kernel, blocks = gemm_kernel, min(sms, whole + rest * config.split)
-            b2_desc = operand("B", b, [config.block_k, second])[0] if second else b_desc
+        else:  # a block an SM, or an item where there are fewer; both blocks of a cluster work on the same items
+            kernel, blocks = gemm_kernel, config.cluster * min(sms // config.cluster, whole + rest * config.split)
+            b2_desc = operand("B", b, [config.block_k, second], config)[0] if second else b_desc
             tensors, sizes = (a_desc, b_desc, b2_desc, c_desc, c, sums, counters), (m, n, k, whole)
         others = (*sizes, config, a_column_major, b_column_major, by_tma)
-        compiled = kernel[(blocks,)](*tensors, *others, num_warps=4)
-    if compiled is None or not a.is_cuda:  # in a process that only simulates kernels
-        return None
-    handle = Handle(compiled, (blocks,), tensors, others, a.device.index)
-    return Launch(handle, config, (m, n), partial_sums, counters_needed)
+        handle = start(kernel, blocks, tensors, others, config, a.device)
+    return Launch(handle, config, (m, n), partial_sums, counters_needed) if handle else None
 
 
 def box_layout(shape: list[int], dtype: gl.dtype = gl.float16) -> gl.NVMMASharedLayout:
@@ -144,10 +145,12 @@ def rows_in_memory(label: str, x: torch.Tensor) -> tuple[int, int, int, bool]:
     )
 
 
-def operand(label: str, x: torch.Tensor, block: list[int]) -> tuple[TensorDescriptor, bool]:
+def operand(
+    label: str, x: torch.Tensor, block: list[int], config: Config = CONFIGS[0]
+) -> tuple[TensorDescriptor, bool]:
     """Return a TMA descriptor of a matrix and whether it describes the transpose, for a column-major one."""
     outer, inner, pitch, column_major = rows_in_memory(label, x)
-    shape = block[::-1] if column_major else block
+    shape = config.box(label, block[0], block[1], column_major)
     return TensorDescriptor(x, [outer, inner], [pitch, 1], shape, box_layout(shape)), column_major
 
 
@@ -180,12 +183,13 @@ def compile_for_hopper(
     """The kernel compiled for sm_90a, on any machine: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`."""
     from utils.kernels.offline import compile_gluon
 
-    def descriptor(shape: list[int], transposed: bool = False, pairs: bool = False) -> str:
-        shape = [1, *shape] if pairs else shape[::-1] if transposed else shape
+    def descriptor(label: str, shape: list[int], transposed: bool = False, pairs: bool = False) -> str:
+        shape = config.box(label, shape[0], shape[1], transposed)
+        shape = [1, *shape] if pairs else shape
         return f"tensordesc<{dtype}{shape},{box_layout(shape)!r}>"
 
-    a = descriptor([config.rows, config.block_k], a_column_major, config.pairs)
-    c = descriptor(config.piece, pairs=config.pairs) if by_tma else a
+    a = descriptor("A", [config.rows, config.block_k], a_column_major, config.pairs)
+    c = descriptor("C", config.piece, pairs=config.pairs) if by_tma else a
     first, second = config.columns
     constants = {
         "CONFIG": config,
@@ -195,12 +199,13 @@ def compile_for_hopper(
     }
     signature = {
         "a_desc": a,
-        "b_desc": descriptor([config.block_k, first], b_column_major),
-        "b2_desc": descriptor([config.block_k, second or first], b_column_major),
+        "b_desc": descriptor("B", [config.block_k, first], b_column_major),
+        "b2_desc": descriptor("B", [config.block_k, second or first], b_column_major),
         "c_desc": c,
         "c_pointer": f"*{dtype}",
         "sums": "*fp32" if config.split > 1 else f"*{dtype}",
         "counters": "*i32" if config.split > 1 else f"*{dtype}",
         **dict.fromkeys(("M", "N", "K", "whole"), "i32"),
     }
-    return compile_gluon(short_kernel if config.short else gemm_kernel, signature, constants)
+    compiled = compile_gluon(short_kernel if config.short else gemm_kernel, signature, constants)
+    return adapted(compiled, config) if config.rewritten else compiled

@@ -6,7 +6,9 @@ product; `choose` takes the first. Nothing here needs Triton.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 
 def _ceil(x: int, y: int) -> int:
@@ -28,6 +30,11 @@ class Config:
     split: int = 1  # parts along K of a tile that would leave SMs idle: one of SPLITS
     short: bool = False  # the kernel of `gemm_short`: a block a tile, several blocks on an SM
     pairs: bool = False  # a tile has rows of one parity, see `gemm_gluon`: for late rows of a row-major A
+    multicast: str = ""  # "A" or "B": two blocks, a cluster, share it, and each loads half of it for both
+    early: bool = True  # the launch begins while the one before it in the stream ends
+    prefetch: bool = True  # with early: the TMA descriptors are fetched before the wait for the launch before
+    lean: bool = True  # without barriers of all warps that Triton puts in and that protect nothing (`gemm_ptx`)
+    alone: bool = False  # with multicast: each block loads both halves itself, for the simulator, which has no clusters
 
     @property
     def rows(self) -> int:
@@ -35,9 +42,45 @@ class Config:
         return self.block_m // self.consumers
 
     @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of A and B."""
+        return 2
+
+    @property
     def shift(self) -> int:
         """Elements in 16 bytes: with `pairs`, tiles of odd rows begin so many earlier along K."""
-        return 8
+        return 16 // self.element_bytes
+
+    @property
+    def cluster(self) -> int:
+        """Blocks that work on neighbouring tiles at the same time: two below each other share B, two abreast share A."""
+        return 2 if self.multicast else 1
+
+    @property
+    def on_clusters(self) -> bool:
+        """Whether blocks of a cluster send each other tiles."""
+        return self.multicast != "" and not self.alone
+
+    @property
+    def rewritten(self) -> bool:
+        """Whether the kernel's PTX is rewritten before it is assembled (`gemm_ptx.adapted`)."""
+        return self.on_clusters or self.prefetch or self.lean
+
+    @property
+    def cluster_tile(self) -> tuple[int, int]:
+        """Rows and columns of C that a cluster computes at a time."""
+        return self.block_m * (2 if self.multicast == "B" else 1), self.block_n * (2 if self.multicast == "A" else 1)
+
+    def box(self, operand: str, rows: int, columns: int, transposed: bool = False) -> list[int]:
+        """Box that one TMA copy of an operand brings: rows and columns of a matrix, or half of them, as they lie in memory.
+
+        In shared memory rows of at most 128 bytes follow each other, so the halves of a tile are halves of its rows.
+        Longer rows lie there as blocks of 128 bytes side by side, and the halves are halves of its columns.
+        """
+        box = [columns, rows] if transposed else [rows, columns]
+        if operand != self.multicast:
+            return box
+        return [box[0], box[1] // 2] if box[1] * self.element_bytes > 128 else [box[0] // 2, box[1]]
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -60,9 +103,14 @@ class Config:
         return 160 if self.consumers == 3 else 232
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes of A and B in a slot of the ring."""
+        return (self.block_m + self.block_n) * self.block_k * self.element_bytes
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory for ring and pieces of C, in bytes; an SM of an H100 or H200 gives a block 232448."""
-        ring = self.stages * (self.block_m + self.block_n) * self.block_k * 2
+        ring = self.stages * self.slot_bytes
         if self.short:  # C goes through the ring's memory when its last slot has been read
             return max(ring, 2 * self.block_m * self.block_n)
         return ring + self.buffers * self.block_m * self.piece[1] * 2
@@ -76,8 +124,11 @@ class Config:
     def name(self) -> str:
         """Name in the records, such as "128x256/4": tile and parts."""
         kind, rows = "short " if self.short else "", " pairs" if self.pairs else ""
-        return f"{kind}{self.block_m}x{self.block_n}/{self.split}{rows}"
+        both = f" both {self.multicast}" if self.multicast else ""
+        return f"{kind}{self.block_m}x{self.block_n}/{self.split}{rows}{both}"
 
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 # Smaller tiles re-read A and B more often, but give small matrices enough tiles for all SMs. Among tiles that the model
 # holds to be equal the first is taken: 64 x 128 was faster than 128 x 64 wherever both were measured.
@@ -113,30 +164,43 @@ def most_parts(config: Config) -> int:
 
 
 def parts_of(m: int, n: int, config: Config, sms: int) -> tuple[int, int]:
-    """Return how many tiles are computed whole, and how many in parts.
+    """Return how many tiles are computed whole, and how many in parts; a cluster's tiles count as one.
 
     Those that would not fill a round of all SMs are; the short kernel, which is for few tiles, cuts all or none.
     """
-    tiles = (2 * _ceil(m // 2, config.block_m) if config.pairs else _ceil(m, config.block_m)) * _ceil(n, config.block_n)
-    rest = 0 if config.split == 1 else tiles if config.short else tiles % sms
+    rows, columns = config.cluster_tile
+    tiles = (2 * _ceil(m // 2, rows) if config.pairs else _ceil(m, rows)) * _ceil(n, columns)
+    rest = 0 if config.split == 1 else tiles if config.short else tiles % (sms // config.cluster)
     return tiles - rest, rest
+
+
+def in_parts(configs: Iterable[AnyConfig], m: int, n: int, k: int, sms: int) -> list[AnyConfig]:
+    """Return each configuration whole, and where some rounds are not full, in parts of two steps at least."""
+    found = []
+    for config in configs:
+        found.append(config)
+        if not parts_of(m, n, replace(config, split=2), sms)[1]:
+            continue  # every round is full
+        most = min(most_parts(config), _ceil(k, config.block_k) // 2)
+        found += [replace(config, split=split) for split in SPLITS if 1 < split <= most]
+    return found
 
 
 def candidates(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0)) -> list[Config]:
     """Return the configurations that can do a product: each tile whole, and in parts of two steps at least.
 
-    Where A is late along K (see `estimate`), also with rows by parity.
+    Where there are neighbours, also with tiles that two blocks share, and where A is late along K (see `estimate`), with
+    rows by parity.
     """
-    found = []
-    for config in (*CONFIGS, *SHORT_CONFIGS):
-        found.append(config)
-        if not parts_of(m, n, replace(config, split=2), sms)[1]:
-            continue  # every round is full
-        steps = _ceil(k, config.block_k)
-        most = min(most_parts(config), steps // 2)
-        found += [replace(config, split=split) for split in SPLITS if 1 < split <= most]
+    configs = [*CONFIGS, *SHORT_CONFIGS]
+    if any(late):  # elsewhere the bytes are not the limit, and what was measured was slower
+        # As they were measured: not with early launches and fewer barriers, which matter little where these are taken.
+        plain = [replace(config, early=False, prefetch=False, lean=False) for config in CONFIGS]
+        configs += [replace(config, multicast="B") for config in plain if m > config.block_m]
+        configs += [replace(config, multicast="A") for config in plain if n > config.block_n]
+    found = in_parts(configs, m, n, k, sms)
     if late[0] == 1 and m % 2 == 0 and n % 8 == 0:
-        found += [replace(config, pairs=True) for config in found]
+        found += [replace(x, pairs=True) for x in found if x.multicast != "B" or m // 2 > x.block_m]
     return found
 
 
@@ -144,21 +208,23 @@ def candidates(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0))
 class Cost:
     """Constants of a model of the kernels' time, in microseconds; fitted by `tools.record.gemm_choice`."""
 
-    product: float = 0.661  # of 2**21 multiplications on one SM: 128 x 256 x 64
-    bytes: float = 0.011  # of a KB of A and B that each SM reads, where all read at once
-    port: float = 0.0066  # of a KB that an SM reads, where few do
-    late: float = 1.89  # how many times a byte of A or B counts whose rows are late and lie along K
-    late_across: float = 1.87  # and where they lie along M or N
-    wait: float = 0.544  # from asking for a slot's bytes to reading them; a block waits for `stages` slots at once
-    tile: float = 0.618  # of a tile's start and end
-    store: float = 0.0317  # of a KB of C
-    part: float = 1.42  # of leaving a part's sums and counting
-    add: float = 0.0217  # of a KB of sums that the last part reads
-    traffic: float = 0.241  # of a MB of sums that all parts write and read
-    launch: float = 2.78
-    short_launch: float = 2.03  # of the short kernel
-    short_tile: float = 0.568  # of a block of the short kernel, as many as share an SM at once
-    short_part: float = 0.974  # of a part there
+    product: float = 0.694  # of 2**21 multiplications on one SM: 128 x 256 x 64
+    bytes: float = 0.0135  # of a KB of A and B that each SM reads, where all read at once
+    port: float = 0.0071  # of a KB that an SM reads, where few do
+    late: float = 1.5  # how many times a byte of A or B counts whose rows are late and lie along K
+    late_across: float = 1.5  # and where they lie along M or N
+    shared: float = 0.296  # how many times a byte counts for each of two blocks that share it
+    wait: float = 0.696  # from asking for a slot's bytes to reading them; a block waits for `stages` slots at once
+    wait_shared: float = 2.09  # and where two blocks share a tile: a slot waits for both
+    tile: float = 0.318  # of a tile's start and end
+    store: float = 0.0246  # of a KB of C
+    part: float = 1.4  # of leaving a part's sums and counting
+    add: float = 0.0197  # of a KB of sums that the last part reads
+    traffic: float = 0.36  # of a MB of sums that all parts write and read
+    launch: float = 4.02
+    short_launch: float = 2.53  # of the short kernel
+    short_tile: float = 0.32  # of a block of the short kernel, as many as share an SM at once
+    short_part: float = 0.501  # of a part there
     short_add: float = 0.0292  # of a KB of sums that the last part reads there
 
 
@@ -186,6 +252,7 @@ def estimate(
     cost = cost or COST
     steps = _ceil(k, config.block_k)
     whole, rest = parts_of(m, n, config, sms)
+    sms //= config.cluster  # from here on a cluster, with its tiles, counts as one
     if config.short:
         blocks = _ceil(whole + rest * config.split, sms)  # of the busiest SM
         together = min(blocks, config.blocks)
@@ -204,17 +271,24 @@ def estimate(
             time += cost.part * extra
             time += cost.add * config.rows * config.block_n * config.split / 256
     if rest:
-        time += cost.traffic * rest * config.split * config.block_m * config.block_n / 2**18
-    kb, factors = 0.0, (1.0, cost.late, cost.late_across)
+        time += cost.traffic * rest * config.split * config.cluster * config.block_m * config.block_n / 2**18
+    received, sent, factors = 0.0, 0.0, (1.0, cost.late, cost.late_across)
     # TMA reads nothing outside of A and B: of tiles over the edge only what is inside counts.
-    inside = (m / _ceil(m, config.block_m), n / _ceil(n, config.block_n))
+    tile_rows, tile_columns = config.cluster_tile
+    inside = (
+        m / _ceil(m, tile_rows) * config.block_m / tile_rows,
+        n / _ceil(n, tile_columns) * config.block_n / tile_columns,
+    )
     late_bytes = (0 if config.pairs else late[0], late[1])
-    for rows, kind in zip(inside, late_bytes, strict=True):
-        kb += rows * config.block_k / 512 * factors[kind]
+    for operand, rows, kind in zip("AB", inside, late_bytes, strict=True):
+        kb = rows * config.block_k / 512 * factors[kind]
+        received += kb
+        sent += kb * cost.shared if operand == config.multicast else kb
     product = cost.product * config.block_m * config.block_n * config.block_k / 2**21
     active = min(whole + rest * config.split, sms) / sms
-    port = max(cost.port, cost.bytes * active)
-    limits = (together * product, together * port * kb, cost.wait / config.stages)
+    bytes_time = max(cost.port * received, cost.bytes * active * sent)
+    wait = cost.wait_shared if config.multicast else cost.wait
+    limits = (together * product, together * bytes_time, wait / config.stages)
     step = sum(limit**6 for limit in limits) ** (1 / 6)
     return time + all_steps * step + rounds * (tile + together * cost.store * config.block_m * config.block_n / 512)
 

@@ -32,12 +32,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
 from utils.kernels.gemm_parts import last_part, shared_tiles, summed_piece, whole_warpgroup
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
-tma_load = gl.constexpr(tma.async_load)
-tma_store = gl.constexpr(tma.async_store)
+tma_load = tma.async_load
+tma_store = tma.async_store
 
 
 @gluon.jit
@@ -119,9 +120,14 @@ def short_kernel(
     first = item % SPLIT * steps // SPLIT
     count = (item % SPLIT + 1) * steps // SPLIT - first
     work = (a_desc, b_desc, a_ring, b_ring, full, row, column, parity)
+    if CONFIG.early:
+        wait_for_launch_before()
     for i in gl.static_range(STAGES):
-        # Eight elements earlier for odd rows, which start 16 bytes late: see `gemm_gluon.producer`.
+        # Eight elements earlier for odd rows, which start 16 bytes late: see `gemm_work.producer`.
         load(work, i, i < count, (first + i) * BLOCK_K - 8 * parity, A_COLUMN_MAJOR, B_COLUMN_MAJOR)
+    if CONFIG.early:
+        # Only now: with several launches ahead, blocks of those far ahead would take the SMs of the next.
+        let_next_launch_begin()
 
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)

@@ -115,6 +115,27 @@ def test_the_assembly_does_what_the_header_says(reports, variant):
         assert report["expected_shared"] <= report["shared"] <= report["expected_shared"] + 1024  # and the barriers
 
 
+def test_a_compiled_kernel_is_found_again_by_another_process():
+    """Triton's key of a kernel has its global constants in it; one whose text has an address in it differs each time."""
+    keys = [
+        subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                "from utils.kernels import gemm_fp8_gluon, gemm_gluon, gemm_short as short\n"
+                "kernels = gemm_gluon.gemm_kernel, short.short_kernel, gemm_fp8_gluon.gemm_fp8_kernel\n"
+                "print([kernel.cache_key for kernel in kernels])",
+            ],
+            capture_output=True,
+            text=True,
+            env={key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"},
+            check=True,
+        ).stdout
+        for _ in range(2)
+    ]
+    assert keys[0] == keys[1] and len(keys[0]) > 100
+
+
 def test_every_configuration_fits_and_is_whole():
     from utils.kernels.gemm_plan import CONFIGS, SHORT_CONFIGS
 
@@ -140,9 +161,10 @@ def test_the_choice_of_tile_fills_the_gpu():
     for m, n, k in ((1, 1, 1), (5000, 5000, 5000), (64, 16384, 200), (320, 112, 12712)):
         for config in candidates(m, n, k, 132):
             whole, rest = parts_of(m, n, config, 132)
-            tiles = -(-m // config.block_m) * -(-n // config.block_n)
+            rows, columns = config.cluster_tile
+            tiles, at_once = -(-m // rows) * -(-n // columns), 132 // config.cluster
             assert whole + rest == tiles and (config.split == 1 or rest > 0)
-            assert config.short or (rest < 132 and whole % 132 in (0, tiles % 132))
+            assert config.short or (rest < at_once and whole % at_once in (0, tiles % at_once))
             assert config.split == 1 or 2 * config.split <= -(-k // config.block_k)
 
 
@@ -217,6 +239,74 @@ def test_random_shapes_against_float64(index, a_column_major, b_column_major):
         c = gemm_launch.gemm(a, b, config)
         assert_product(c, a, b, f"{config} {m} x {n} x {k} {dtype} A^T {a_column_major} B^T {b_column_major}")
         assert torch.equal(c, gemm_launch.gemm(a, b, config)), "not the same bits twice"
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("index", range(13))
+@pytest.mark.parametrize("multicast", "AB")
+@pytest.mark.parametrize("a_column_major, b_column_major", [(False, True), (True, False)])
+def test_tiles_that_two_blocks_share_against_float64(index, multicast, a_column_major, b_column_major):
+    """Odd tails, one tile without a neighbour, fewer steps than slots, and rings that run on for many rounds."""
+    from utils.kernels import gemm_launch, gemm_plan
+
+    dtype = random.choice(list(ROUNDING))
+    config = replace(gemm_plan.CONFIGS[index], multicast=multicast)
+    fixed = [(8, 8, 8), (129, 257, 65), (127, 248, 2048), (3000, 1032, 520), (2600, 5000, 1160)]
+    drawn = [[random.randint(1, limit) for limit in (1500, 1500, 700)] for _ in range(5)]
+    for m, n, k in (*fixed, *drawn):
+        split = random.choice((1, 1, 2, 4))
+        pairs = not a_column_major and m % 2 == n % 8 == 0 and random.random() < 0.5
+        given = replace(config, split=split if split <= -(-k // 64) else 1, pairs=pairs)
+        a, b = matrix(m, k, dtype, a_column_major), matrix(k, n, dtype, b_column_major)
+        c = gemm_launch.gemm(a, b, given)
+        assert_product(c, a, b, f"{given} {m} x {n} x {k} {dtype} A^T {a_column_major} B^T {b_column_major}")
+        for _ in range(5):
+            assert torch.equal(c, gemm_launch.gemm(a, b, given)), f"{given}: not the same bits twice"
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("change", [{}, {"lean": False, "early": False, "prefetch": False}], ids=["all", "none"])
+@pytest.mark.parametrize("index", [0, 5, 9, 12, 13, 14, 15, 16, 17])
+def test_rewritten_kernels_against_float64(index, change):
+    """Without barriers of all warps that protect nothing, and with launches that begin early, one behind the other."""
+    from utils.kernels import gemm_launch, gemm_plan
+
+    dtype = random.choice(list(ROUNDING))
+    config = replace((*gemm_plan.CONFIGS, *gemm_plan.SHORT_CONFIGS)[index], **change)
+    fixed = [(8, 8, 8), (129, 257, 65), (127, 248, 2048), (1500, 1032, 520)]
+    drawn = [[random.randint(1, limit) for limit in (900, 900, 1500)] for _ in range(4)]
+    for m, n, k in (*fixed, *drawn):
+        given = replace(config, split=2 if k > 64 and random.random() < 0.4 else 1)
+        columns = random.random() < 0.5
+        a, b = matrix(m, k, dtype, columns), matrix(k, n, dtype, columns)
+        c, launch = gemm_launch.gemm_and_launch(a, b, given)
+        assert_product(c, a, b, f"{given} {m} x {n} x {k} {dtype} columns {columns}")
+        again = [launch(a, b) for _ in range(30)]
+        assert all(torch.equal(c, other) for other in again), f"{given}: not the same bits twice"
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize(
+    "index, change",
+    [(1, {}), (9, {"split": 4}), (0, {"multicast": "B"}), (14, {"prefetch": False}), (14, {"split": 4})],
+)
+def test_a_launch_that_begins_early_waits_for_what_it_reads(index, change):
+    """A chain of products, each of the one before it, and each with the memory that the one before that has left."""
+    from utils.kernels import gemm_launch, gemm_plan
+
+    config = replace((*gemm_plan.CONFIGS, *gemm_plan.SHORT_CONFIGS)[index], **change)
+    x = matrix(520, 520, torch.float16, False)
+    weight = torch.linalg.qr(torch.randn(520, 520, device="cuda"))[0].half()
+    results = []
+    for early in (False, True):
+        y, launch = gemm_launch.gemm_and_launch(x, weight, replace(config, early=early))
+        for _ in range(300):
+            y = launch(y, weight)
+        results.append(y)
+    assert results[0].float().norm() > 100 and torch.equal(*results)
 
 
 @pytest.mark.gpu

@@ -63,6 +63,14 @@ def test_short_kernel(simulated, config, split, n, seed):
     assert_close(simulated(a, b, replace(config, split=split), seed), a, b)
 
 
+@pytest.mark.parametrize(
+    "config", [SHORT_CONFIGS[1], Config(128, 64, stages=3, pieces=2)], ids=lambda config: config.name
+)
+def test_launches_that_begin_early(simulated, config):
+    a, b = matrix(200, 264, False), matrix(264, 96, True)
+    assert_close(simulated(a, b, replace(config, early=True, split=2), 3), a, b)
+
+
 @pytest.mark.parametrize("config", SHORT_CONFIGS[:1])
 def test_short_kernel_with_fewer_steps_than_slots(simulated, config):
     a, b = matrix(70, 40, False), matrix(40, 48, False)
@@ -94,6 +102,30 @@ def test_rows_by_parity_need_pairs_of_rows(simulated):
         simulated(matrix(304, 24, True), matrix(24, 104, False), PAIRS[0])
 
 
+# Without a cluster each block fetches both halves: the tiles, the parts and the places of the halves are those of a cluster.
+SHARED = (
+    Config(128, 128, stages=3, pieces=2, multicast="B"),
+    Config(128, 192, stages=2, multicast="B", split=2),
+    Config(64, 96, consumers=1, stages=3, multicast="B", group_m=2),
+    Config(128, 64, stages=3, pieces=2, multicast="A", split=2),
+    Config(192, 96, consumers=3, stages=2, multicast="A"),
+    Config(128, 64, stages=3, pieces=2, multicast="B", pairs=True, split=2),
+    Config(128, 64, stages=3, pieces=2, multicast="A", pairs=True),
+)
+
+
+@pytest.mark.parametrize("a_column_major, b_column_major", [(False, False), (True, True)])
+@pytest.mark.parametrize("config", SHARED, ids=lambda config: config.name)
+def test_tiles_that_two_blocks_share(simulated, monkeypatch, config, a_column_major, b_column_major):
+    # So many SMs that, with parts, some tiles are whole and some are cut.
+    sms = next(sms for sms in (5, 9, 11) if config.split == 1 or min(parts_of(520, 360, config, sms)) > 0)
+    properties = type("Properties", (), {"multi_processor_count": sms})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    a = matrix(520, 264, a_column_major and not config.pairs)
+    b = matrix(264, 360, b_column_major)
+    assert_close(simulated(a, b, replace(config, alone=True), 2), a, b)
+
+
 @pytest.mark.parametrize("column_major", [False, True])
 def test_which_rows_are_late(column_major):
     late, aligned = matrix(40, 72, column_major), matrix(48, 64, column_major)
@@ -108,6 +140,8 @@ def test_which_tiles_are_cut_in_parts():
     assert parts_of(300, 100, replace(SHORT_CONFIGS[1], split=4), SMS) == (0, 10)  # all tiles
     assert parts_of(300, 100, Config(64, 64, consumers=1, split=4), SMS) == (9, 1)  # those that fill no round
     assert parts_of(300, 100, PAIRS[1], SMS) == (6, 2)
+    both = Config(64, 64, consumers=1, split=2, multicast="B")
+    assert parts_of(300, 100, both, SMS) == (6, 0) and parts_of(300, 100, both, 8) == (4, 2)  # three rows of two tiles
 
 
 def test_a_kernel_without_parts_is_compiled_without_counters(simulated, monkeypatch):

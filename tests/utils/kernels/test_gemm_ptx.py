@@ -1,0 +1,167 @@
+"""The GEMM on clusters of two: what is written into the PTX, what is compiled, and which tiles have neighbours."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from utils.kernels.gemm_plan import Config, candidates, estimate, parts_of
+from utils.kernels.gemm_ptx import OWN, SHARED, adapted, fewer_barriers, multicast, prefetch_descriptors
+
+COPY = "cp.async.bulk.tensor.{}d.shared::{}.global.mbarrier::complete_tx::bytes"
+PTX = f"""
+    @%p1 {COPY.format(2, "cta")} [%r1], [%rd1, {{%r2, %r3}}], [%r7];
+    mov.u32 %r9, 0; // {SHARED}
+    @%p2 {COPY.format(2, "cta")} [%r1], [%rd1, {{%r2, %r3}}], [%r7];
+    @%p3 {COPY.format(3, "cluster")} [%r1], [%rd1, {{%r2, %r3, %r4}}], [%r7];
+    mov.u32 %r9, 0; // {OWN}
+    @%p4 {COPY.format(2, "cluster")} [%r1], [%rd1, {{%r2, %r3}}], [%r7];
+    @%p5 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r7], 49152;
+    @%p6 mbarrier.arrive.shared::cta.b64 _, [%r8];
+    mbarrier.arrive.shared.b64 _, [%r8];
+"""
+
+# In a process of its own: Triton may be interpreting in this one, and a fault of the assembler would end it.
+COMPILE = """
+import json, re, sys
+from dataclasses import replace
+from utils.kernels.gemm_launch import compile_for_hopper
+from utils.kernels.gemm_plan import CONFIGS
+from utils.kernels.offline import disassemble
+
+reports = []
+for index, operand, split, pairs, a_column_major, b_column_major in json.loads(sys.argv[1]):
+    config = replace(CONFIGS[index], multicast=operand, split=split, pairs=pairs)
+    kernel = compile_for_hopper(config, a_column_major=a_column_major, b_column_major=b_column_major)
+    sass = disassemble(kernel)
+    reports.append({name: len(re.findall(pattern, sass)) for name, pattern in {
+        "shared": r"UTMALDG\\.[23]D\\.MULTICAST", "copies": r"UTMALDG", "spills": r"\\b(?:LDL|STL)\\b",
+        "joins": r"UCGABAR_ARV", "waits": r"UCGABAR_WAIT"}.items()})
+    reports[-1] |= {"arrivals": len(re.findall(r"mbarrier\\.arrive\\.shared::cluster", kernel.asm["ptx"])),
+                    "consumers": config.consumers, "bytes": kernel.metadata.shared}
+print(json.dumps(reports))
+"""
+# configuration, shared operand, parts, rows by parity, A and B column-major, copies for both blocks
+VARIANTS = [
+    (0, "B", 1, False, False, False, 2),  # 128 of 256 columns, 64 at once
+    (0, "B", 1, False, True, True, 1),  # 128 of the 256 rows that columns are in memory
+    (6, "A", 4, True, False, True, 3),  # 32 of the 64 rows of each consumer
+    (12, "B", 1, False, False, True, 2),  # 32 of 64 and 16 of 32
+]
+
+
+@pytest.mark.slow
+def test_the_assembly_sends_the_shared_tile_to_both_blocks():
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    given = json.dumps([variant[:-1] for variant in VARIANTS])
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, given], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for variant, report in zip(VARIANTS, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        assert report["shared"] == variant[-1] < report["copies"], variant
+        assert report["spills"] == 0 and report["bytes"] <= 232448, variant
+        # Each consumer releases a slot in its loop and behind it; all roles join, and so do the warps without one.
+        assert report["arrivals"] == 2 * report["consumers"], variant
+        assert report["joins"] == report["waits"] == report["consumers"] + 3, variant
+
+
+def test_copies_between_the_marks_go_to_both_blocks_and_arrivals_count_in_both():
+    ptx, arrivals, copies = multicast(PTX)
+    assert (arrivals, copies) == (2, 2)
+    before, _, first, second, _, behind, expect, arrive, plain = ptx.strip().splitlines()
+    for line, condition in ((first, "@%p2"), (second, "@%p3")):
+        assert re.search(rf"{condition} cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global", line)
+        assert ".multicast::cluster [%r1]" in line and line.endswith("[%r7], both; }")
+    assert "multicast" not in before + behind
+    assert "mapa" not in expect
+    for line, condition in ((arrive, "@%p6 "), (plain, "; ")):
+        assert "mapa.shared::cluster.u32 there, %r8, other;" in line
+        assert f"{condition}mbarrier.arrive.shared::cluster.b64 _, [there];" in line
+
+
+LOAD = f"@%p3 {COPY.format(2, 'cluster')} [%r1], [%rd1, {{%r2, %r3}}], [%r7];"
+BARRIERS = f"""
+    @%p1 mbarrier.init.shared::cta.b64 [%r4], 1;
+    bar.sync 0;
+    @%p1 mbarrier.init.shared::cta.b64 [%r5], 1;
+    bar.sync 	0, 128;
+    @%p2 mbarrier.arrive.expect_tx.shared.b64 _, [%r4], 16384;
+    bar.sync 0;
+    {LOAD}
+    bar.sync 0;
+    mbarrier.try_wait.parity.shared.b64 complete, [%r41], %r42;
+    wgmma.wait_group.sync.aligned 1;
+    bar.sync 0;
+    @%p2 mbarrier.arrive.expect_tx.shared.b64 _, [%r4], 16384;
+    stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r87], {{%r61, %r62, %r63, %r64}};
+    bar.sync 2, 128;
+    {LOAD.replace("shared::cluster.global", "global.shared::cta")}
+"""
+
+
+def test_only_barriers_that_protect_nothing_are_taken_out():
+    ptx, count = fewer_barriers(BARRIERS)
+    kept = [i for i, line in enumerate(ptx.splitlines()) if "bar.sync" in line]
+    assert count == 3
+    assert kept == [
+        4,
+        11,
+        14,
+    ]  # behind the last mbarrier, before a slot is filled again, and before what threads stored is read
+    assert ptx.splitlines()[6] == "bar.warp.sync -1;" and ptx.splitlines()[2] == ptx.splitlines()[8] == ""
+
+
+def test_descriptors_are_fetched_before_the_wait_and_other_arguments_are_not():
+    ptx = ".param .align 64 .b8 k_param_0[128],\n.param .u32 k_param_1,\n.param .align 64 .b8 k_param_5[128]\ngriddepcontrol.wait;"
+    body = prefetch_descriptors(ptx).splitlines()[-1]
+    assert re.findall(r"mov\.b64 map, (\w+);", body) == ["k_param_0", "k_param_5"]
+    assert body.count("prefetch.tensormap [map];") == 2 and body.endswith("} griddepcontrol.wait;")
+
+
+def test_a_kernel_whose_blocks_share_nothing_is_named():
+    with pytest.raises(ValueError, match="plain has 0 copies for both blocks"):
+        adapted(SimpleNamespace(name="plain", asm={"ptx": "ret;"}), Config(128, 256, multicast="B"))
+
+
+def test_a_box_is_half_of_a_shared_tile():
+    config = Config(128, 256, multicast="B")
+    assert config.box("A", 64, 64) == [64, 64]
+    assert config.box("B", 64, 256) == [64, 128]  # rows of 512 bytes lie in blocks of 128: the halves are columns
+    assert config.box("B", 64, 256, True) == [128, 64]
+    assert config.box("B", 64, 64) == [32, 64]
+    assert replace(config, multicast="A").box("A", 128, 64, True) == [64, 64]
+
+
+def test_tiles_with_neighbours():
+    for m, n in ((64, 5000), (5000, 64), (3000, 3000), (130, 200)):
+        found = [config for config in candidates(m, n, 4096, 132, (1, 0)) if config.multicast]
+        assert found
+        for config in found:
+            rows, columns = config.cluster_tile
+            assert (rows, columns) == (config.block_m * (1 + (config.multicast == "B")), columns)
+            assert (m // 2 if config.pairs else m) > config.block_m or config.multicast != "B"
+            assert n > config.block_n or config.multicast != "A"
+            rest = parts_of(m, n, config, 132)[1]
+            assert rest < 66 and (rest > 0) == (config.split > 1)
+    assert not any(config.multicast == "B" for config in candidates(64, 5000, 4096, 132))
+
+
+def test_sharing_is_estimated_to_help_where_bytes_are_the_limit():
+    late, aligned = (2, 2), (0, 0)
+    config = Config(128, 256)
+    gain = [
+        estimate(5120, 5120, 5120, config, 132, rows)
+        / estimate(5120, 5120, 5120, replace(config, multicast="B"), 132, rows)
+        for rows in (late, aligned)
+    ]
+    assert gain[0] > 1.2 and 0.99 < gain[1] < gain[0]

@@ -1,0 +1,208 @@
+"""What Triton 3.6 has no word for, written into the PTX of the 16-bit GEMM's kernels before it is assembled.
+
+**Clusters of two blocks** (`Config.multicast`). Two blocks whose tiles lie below each other read the same columns of B, two
+abreast the same rows of A. As a thread block cluster they start together, and TMA can bring what it reads once to the
+shared memory of both ("multicast"). So each fetches half of the shared tile, and the L2 sends it once:
+
+    block 0    A0, first half of B  -> A0 here, B to both           one step: 128 rows of A and 256 columns of B are
+    block 1    A1, second half of B -> A1 here, B to both           32 KB from the L2 for a block in place of 48 KB
+
+    barrier of a slot    who completes it
+    full                 the bytes: those that this block has asked for, and those that the other one sends
+    empty                the consumers of both blocks: a half that is sent too early would overwrite what the other block
+                         still reads. So consumers count on the barriers of both blocks.
+
+Triton compiles one block, whose shared copies stand between two marks. `multicast` writes the word into the copies between
+them and adds to each arrival one on the other block's barrier; the launch makes the clusters (`handle.Handle`).
+
+**Descriptors** (`Config.prefetch`) are fetched before a launch that begins early waits for the one before it.
+
+**Barriers** (`Config.lean`) of all warps that protect nothing are taken out.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from utils.kernels.gemm_plan import Config
+from utils.kernels.handle import Handle
+from utils.kernels.l2_hint import assemble
+
+SHARED = "for both blocks"
+OWN = "for this block"
+MARK_SHARED = gl.constexpr(f"mov.u32 $0, 0; // {SHARED}")
+MARK_OWN = gl.constexpr(f"mov.u32 $0, 0; // {OWN}")
+SHOW = gl.constexpr("fence.mbarrier_init.release.cluster; mov.u32 $0, 0;")
+JOIN = gl.constexpr("barrier.cluster.arrive.relaxed; barrier.cluster.wait.acquire; mov.u32 $0, 0;")
+
+_COPY = re.compile(
+    r"(cp\.async\.bulk\.tensor\.\dd\.shared::)(?:cta|cluster)(\.global\.mbarrier::complete_tx::bytes)( \[[^;]*\]);"
+)
+_ARRIVAL = re.compile(r"(@%\w+ )?mbarrier\.arrive\.shared(?:::cta)?\.b64 _, \[(%\w+)\];")
+
+
+@gluon.jit
+def rank():
+    """This block's number in its cluster: 0 or 1."""
+    return gl.program_id(0) % 2
+
+
+@gluon.jit
+def for_both_blocks():
+    """Mark the copies that follow: they go to both blocks of the cluster."""
+    gl.inline_asm_elementwise(MARK_SHARED, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def for_this_block():
+    """Mark the copies that follow: they go to this block, as all do without a mark."""
+    gl.inline_asm_elementwise(MARK_OWN, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def let_cluster_see_barriers(CONFIG: gl.constexpr):
+    """Make the barriers that were set up visible to the other block, before it joins."""
+    if CONFIG.on_clusters:
+        gl.inline_asm_elementwise(SHOW, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def join_cluster(CONFIG: gl.constexpr):
+    """Wait until both blocks have set up their barriers: a copy or an arrival could come before they are there.
+
+    All warps of both blocks have to come, those without a role too.
+    """
+    if CONFIG.on_clusters:
+        gl.inline_asm_elementwise(JOIN, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+def multicast(ptx: str) -> tuple[str, int, int]:
+    """Make the marked copies go to both blocks, and arrivals count in both; return the PTX and how many of each."""
+    lines, shared, copies = [], False, 0
+    for line in ptx.splitlines():
+        if "// " + SHARED in line or "// " + OWN in line:
+            shared = SHARED in line
+        if shared:
+            # Place and barrier are this block's: those of the other are as far from the beginning of its memory.
+            line, found = _COPY.subn(r"\1cluster\2.multicast::cluster\3, both;", line)
+            if found:
+                line = f"{{ .reg .b16 both; mov.b16 both, 3; {line.strip()} }}"
+            copies += found
+        lines.append(line)
+    return *_ARRIVAL.subn(_arrive_in_both, "\n".join(lines) + "\n"), copies
+
+
+def _arrive_in_both(found: re.Match) -> str:
+    # The plain form, as within a block: with `.release.cluster` ptxas puts a fence of the whole GPU before each arrival,
+    # which takes over a microsecond. There is nothing to release: threads have stored nothing, and their reads are over.
+    condition, barrier = found[1] or "", found[2]
+    return (
+        f"{found[0]} {{ .reg .b32 other, there; mov.u32 other, %cluster_ctarank; xor.b32 other, other, 1; "
+        f"mapa.shared::cluster.u32 there, {barrier}, other; "
+        f"{condition}mbarrier.arrive.shared::cluster.b64 _, [there]; }}"
+    )
+
+
+_DESCRIPTOR = re.compile(r"\.param \.align 64 \.b8 (\w+)\[128\]")
+_WAIT = "griddepcontrol.wait;"
+
+
+def prefetch_descriptors(ptx: str) -> str:
+    """Fetch the TMA descriptors before each wait for the launch before: they are arguments, and there by then."""
+    fetch = "".join(
+        f"mov.b64 map, {name}; cvta.param.u64 map, map; prefetch.tensormap [map]; " for name in _DESCRIPTOR.findall(ptx)
+    )
+    return ptx.replace(_WAIT, f"{{ .reg .b64 map; {fetch}}} {_WAIT}")
+
+
+# What stands between barriers and says what they protect; the first pattern that is found in a line names it.
+_OPERATIONS = {
+    "init": re.compile(r"mbarrier\.init"),
+    "load": re.compile(r"mbarrier\.arrive\.expect_tx|cp\.async\.bulk\.tensor\.\dd\.shared"),
+    "wait": re.compile(r"mbarrier\.try_wait"),
+    "other": re.compile(
+        r"mbarrier\.|cp\.async|wgmma\.|matrix\.|\b(?:ld|st|atom|red)\.(?:shared|global)|setmaxnreg|barrier\."
+    ),
+}
+_ALL_WARPS = re.compile(r"^\s*bar\.sync\s+\d+(?:, 128)?;\s*$")
+
+
+def fewer_barriers(ptx: str) -> tuple[str, int]:
+    """Take out barriers of all warps that protect nothing; return the PTX and how many there were.
+
+    Triton puts a barrier between any two operations on the same shared memory, and so between those on a slot's mbarrier,
+    which order themselves:
+
+    - One thread sets up all mbarriers. A barrier behind the last of them is enough.
+    - One warp announces bytes and starts copies: its own lanes have to wait for each other, the other warps do not.
+    - A wait for a phase may begin before the bytes of that phase are announced: it is not over before they have come.
+    """
+    lines = ptx.splitlines()
+    kinds = [next((kind for kind, pattern in _OPERATIONS.items() if pattern.search(line)), None) for line in lines]
+    following, behind = [""] * len(lines), ""
+    for i in range(len(lines) - 1, -1, -1):
+        following[i] = behind
+        behind = kinds[i] or behind
+    before, count = "", 0
+    for i, line in enumerate(lines):
+        if _ALL_WARPS.match(line):
+            if (before, following[i]) == ("init", "init") or following[i] == "wait":
+                lines[i], count = "", count + 1
+            elif (before, following[i]) == ("load", "load"):
+                lines[i], count = "bar.warp.sync -1;", count + 1
+        before = kinds[i] or before
+    return "\n".join(lines) + "\n", count
+
+
+def adapted(compiled: Any, config: Config) -> Any:
+    """Return a copy of a kernel that Triton compiled, with what Triton has no word for; not yet loaded when it is made."""
+    twin = getattr(compiled, "adapted_twin", None)
+    if twin is None:  # Triton keeps a compiled kernel for each device, and so is this one kept with it
+        ptx = compiled.asm["ptx"]
+        if config.on_clusters:
+            ptx, arrivals, copies = multicast(ptx)
+            if not arrivals or not copies:
+                raise ValueError(
+                    f"{compiled.name} has {copies} copies for both blocks and {arrivals} arrivals: no cluster."
+                )
+        if config.lean:
+            ptx = fewer_barriers(ptx)[0]
+        if config.prefetch:
+            ptx = prefetch_descriptors(ptx)
+        twin = copy.copy(compiled)
+        twin.kernel = assemble(ptx)
+        twin.asm = {**compiled.asm, "ptx": ptx, "cubin": twin.kernel}
+        twin.module = twin.function = twin._run = None
+        compiled.adapted_twin = twin
+    return twin
+
+
+def start(
+    kernel: Any, blocks: int, tensors: Sequence[Any], others: Sequence[Any], config: Config, device: torch.device
+) -> Handle | None:
+    """Compile a kernel, rewrite it if its configuration says so, and launch it; return the launch, to be repeated.
+
+    None in a process that only simulates kernels, where what is rewritten runs as it was compiled.
+    """
+    options = {"num_warps": 4, "launch_pdl": config.early}
+    rewritten = config.rewritten and device.type == "cuda"
+    if rewritten:
+        compiled = adapted(kernel.warmup(*tensors, *others, grid=(blocks,), **options), config)
+    else:
+        compiled = kernel[(blocks,)](*tensors, *others, **options)
+    if compiled is None or device.type != "cuda":
+        return None
+    cluster = config.cluster if config.on_clusters else 1
+    # Triton's launcher takes the number of clusters.
+    handle = Handle(compiled, (blocks // cluster,), tensors, others, device.index, cluster)
+    if rewritten:
+        handle(*(x.base if isinstance(x, TensorDescriptor) else x for x in tensors))
+    return handle
