@@ -3,22 +3,22 @@
 import inspect
 import itertools
 import math
+import random
 
 import pytest
 import torch
 
 from tools.record.common import read_record
 from utils.attention.gluon import launch
+from utils.attention.gluon.dealing import _longest_first, _searched, deal_tiles
 from utils.attention.gluon.plan import (
     BLOCK_M,
     STEPS,
-    _longest_first,
-    _searched,
     block_head_dim,
-    deal_causal_tiles,
     parts_for,
     plan_for,
     row_offset,
+    tile_blocks,
     variant_for,
 )
 from utils.files import ROOT
@@ -61,19 +61,17 @@ def test_every_kernel_argument_is_given_once(monkeypatch, step, causal, window, 
 
 
 @pytest.mark.parametrize(
-    "sq, sk, heads, group", [(16384, 16384, 16, 1), (4096, 4096, 64, 4), (1000, 3000, 5, 1), (64, 64, 1, 1)]
+    "sq, sk, heads, group, window",
+    [(16384, 16384, 16, 1, 0), (4096, 4096, 64, 4, 1000), (1000, 3000, 5, 1, 0), (64, 64, 1, 1, 0)],
 )
-def test_causal_tiles_are_dealt_once_and_evenly(sq, sk, heads, group):
-    rows, block_n, programs = 128, 128, 132
-    dealt = deal_causal_tiles(sq, sk, heads, group, rows, block_n, sk * 512, programs)
+def test_causal_tiles_are_dealt_once_and_evenly(sq, sk, heads, group, window):
+    programs, blocks = 132, tile_blocks(plan_for(5, 128), sq, sk, True, window)
+    dealt = deal_tiles(blocks, heads, group, sk * 512, programs)
     tiles = [tile for program in dealt for tile in program]
-    assert sorted(tiles) == sorted(m | head << 16 for head in range(heads) for m in range(math.ceil(sq / rows)))
-
-    def blocks(tile):
-        return min(math.ceil(sk / block_n), math.ceil(max(((tile & 0xFFFF) + 1) * rows + sk - sq, 0) / block_n))
-
-    loads = [sum(map(blocks, program)) for program in dealt]
-    assert max(loads) - sum(loads) / programs <= max(map(blocks, tiles))  # at worst one tile too many
+    rows = sq + row_offset(plan_for(5, 128), True, window > 0, sk - sq)
+    assert sorted(tiles) == sorted(m | head << 16 for head in range(heads) for m in range(math.ceil(rows / 128)))
+    loads = [sum(blocks[tile & 0xFFFF] for tile in program) for program in dealt]
+    assert max(loads) - sum(loads) / programs <= max(blocks)  # at worst one tile too many
     if len(tiles) > 1000:
         assert sum(loads) / programs / max(loads) > 0.97
 
@@ -93,8 +91,27 @@ def test_a_search_deals_out_few_long_tiles_better():
 
 
 def test_more_tiles_than_can_be_numbered_are_not_dealt():
-    assert deal_causal_tiles(128 * 70000, 128, 1, 1, 128, 128, 1, 132) is None
-    assert deal_causal_tiles(128, 128, 40000, 1, 128, 128, 1, 132) is None
+    assert deal_tiles([1] * 70000, 1, 1, 1, 132) is None
+    assert deal_tiles([1], 40000, 1, 1, 132) is None
+
+
+@pytest.mark.parametrize("causal, window", [(True, 0), (True, 100), (False, 100), (False, 0)])
+def test_blocks_of_tiles_are_those_that_their_rows_see(causal, window):
+    """Counted key by key; a tile whose rows see no key has one block, in which all is masked."""
+    for head_dim, variant in ((64, ""), (64, "short"), (128, ""), (256, "")):
+        plan = plan_for(5, head_dim, variant)
+        for sq, sk in itertools.product((1, 64, 100, 192, 321, 512, 640), repeat=2):
+            first_row, expected = -row_offset(plan, causal, window > 0, sk - sq), []
+            for row in range(first_row, sq, plan.rows):
+                positions = torch.arange(row, row + plan.rows)[:, None] + sk - sq
+                keys = torch.arange(sk)[None, :]
+                seen = keys <= positions if causal else torch.ones(plan.rows, sk, dtype=torch.bool)
+                if window:
+                    seen &= (keys - positions).abs() < window
+                columns = seen.any(0).nonzero()
+                low, high = (columns[0].item(), columns[-1].item()) if len(columns) else (0, 0)
+                expected.append(high // plan.block_n - low // plan.block_n + 1)
+            assert tile_blocks(plan, sq, sk, causal, window) == expected, (head_dim, variant, sq, sk)
 
 
 def test_plans_fit_the_machine():
@@ -110,7 +127,6 @@ def test_plans_fit_the_machine():
                 assert 128 * (plan.consumers * plan.registers + (32 if plan.consumers == 3 else 24)) <= 65536
     with pytest.raises(ValueError, match="steps 1 to 5"):
         plan_for(6, 64)
-    assert deal_causal_tiles.cache_info().maxsize
 
 
 def variant(head_dim, causal=False, window=0, length=1024, sk=None, heads=128, lse=False):
@@ -228,10 +244,22 @@ def test_programs_share_tiles_where_there_are_few():
         assert parts_for(shared, 128, 128, 1, False, 0, 132) == 1  # nothing to share
         assert parts_for(shared, 512, 4096, 1, True, 32, 132) == 1  # the window leaves few blocks
     assert parts_for(plan_for(5, 64), 512, 8192, 1, False, 0, 132) == 1  # registers for two consumers only
-    for programs in (1, 4, 132):
-        for heads, sq, sk in ((1, 100, 5000), (2, 1000, 9000), (60, 128, 700)):
-            parts = parts_for(plan, sq, sk, heads, False, 0, programs)
-            assert parts == 1 or parts * heads * -(-sq // plan.rows) <= programs
+
+
+def test_no_program_has_two_shared_tiles():
+    """Programs that share tiles wait for each other, so all of them run at once; a tile too many would never be computed."""
+    rng, shared = random.Random(11), 0
+    for _ in range(3000):
+        causal, window = rng.random() < 0.6, rng.choice((0, 0, 200, 3000))
+        head_dim, programs, heads = rng.choice((64, 128, 256)), rng.choice((4, 78, 132)), rng.randint(1, 40)
+        sq, sk = rng.randint(1, 3000), rng.randint(64, 20000)
+        variant = variant_for(head_dim, causal, window, sq, sk, heads, programs)
+        plan = plan_for(5, head_dim, variant)
+        parts = parts_for(plan, sq, sk, heads, causal, window, programs)
+        rows = sq + row_offset(plan, causal, window > 0, sk - sq)
+        assert parts == 1 or parts * heads * -(-rows // plan.rows) <= programs, (sq, sk, heads, variant)
+        shared += parts > 1
+    assert shared > 150
 
 
 @needs_triton

@@ -7,6 +7,7 @@ import torch
 
 from utils.attention import Refused, attention, call, choosing, last_run
 from utils.attention.masks import causal as causal_mask
+from utils.newest import Newest
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +130,7 @@ def test_the_pin_holds_and_is_undone():
 
 
 def test_no_more_than_so_many_are_kept(monkeypatch):
-    monkeypatch.setattr(call, "SHORTCUTS_AT_MOST", 3)
+    monkeypatch.setattr(call, "_shortcuts", Newest(3))
     for length in (8, 9, 10, 11, 12):
         attention(*tensors(length=length))
     assert [key[7][2] for key in call._shortcuts] == [10, 11, 12]

@@ -14,10 +14,10 @@ from utils.attention.gluon.arguments import Arguments, addressable, unused
 from utils.attention.gluon.backward.operator import differentiate
 from utils.attention.gluon.plan import Plan, plan_for, variant_for
 from utils.kernels.handle import observed
+from utils.newest import Newest
 
 LOG2_E = math.log2(math.e)
-KEPT_AT_MOST = 1024  # launches that are kept, to be repeated
-_handles: dict[tuple, Callable] = {}
+_handles: Newest[tuple, Callable] = Newest(1024)  # launches, to be repeated
 MODULES = ("step1_synchronous", "step2_async_copy", "step3_tma", "step4_warp_specialized", "step5_overlapped")
 
 
@@ -85,8 +85,6 @@ def _run(q, k, v, causal: bool, scale: float, window: int, return_lse: bool, ste
     with torch.cuda.device(q.device):
         handle = _launch(step, q, k, v, out, lse, causal, scale * LOG2_E, window, return_lse)
     if handle is not None and all(x is y for x, y in zip((q, k, v), given, strict=True)):
-        while len(_handles) >= KEPT_AT_MOST:
-            del _handles[next(iter(_handles))]  # a dict keeps its order: the first key is the oldest
         _handles[key] = handle
     return out, lse
 

@@ -61,7 +61,7 @@ def compile_step(
         STAGES=plan.stages,
         REGISTERS=plan.registers,
         PLAN=plan,
-        CASE=Case(causal, window, tail, lse, dealt=causal and not window and not parts, parts=parts, together=parts),
+        CASE=Case(causal, window, tail, lse, (causal or window) and not parts, parts, together=parts, offset=offset),
     )
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     tile = {"q_desc": BLOCK_M, "o_desc": BLOCK_M, "k_desc": plan.block_n, "v_desc": plan.block_n}

@@ -85,20 +85,19 @@ class Parts:
                 arrived = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
             first, stride = t % self.count, used
         else:
+            if arrived == used:
+                gl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")  # the next launch finds it as this one did
             first, stride = gl.where(arrived == used, 0, BLOCK_M // PIECE), 1
         thread_barrier()  # one thread has seen that all are there: the others may read only behind it
         return first, stride
 
     @gluon.jit
-    def depart(self, t, W: gl.constexpr, CONSUMERS: gl.constexpr, used, TOGETHER: gl.constexpr):
-        """Behind the sum: the last one sets the counter to zero, as the next launch expects it."""
+    def depart(self, t, W: gl.constexpr, CONSUMERS: gl.constexpr, used):
+        """Behind a sum together: the last one sets the counter to zero, as the next launch expects it."""
         counter = self.counters + t // self.count * CONSUMERS + W
-        if TOGETHER:  # nobody waits any more when all have counted twice
-            if gl.atomic_add(counter, 1, sem="relaxed", scope="gpu") == 2 * used - 1:
-                gl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
-        else:
-            if gl.atomic_add(counter, 0, sem="relaxed", scope="gpu") == used:
-                gl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
+        before = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
+        if before == 2 * used - 1:  # all have counted twice: nobody waits any more
+            gl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
 
     @gluon.jit
     def add_up(

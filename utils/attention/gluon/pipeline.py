@@ -108,7 +108,7 @@ def allocate_ring(descriptor, SLOTS: gl.constexpr, LANES: gl.constexpr, READERS:
 class Tiles:
     """Which tiles of query rows this program computes, in which order. A tile belongs to one head of one sequence.
 
-    DEALT: a row of `schedule` for each program, computed on the host (`plan.deal_causal_tiles`). Otherwise program p
+    DEALT: a row of `schedule` for each program, computed on the host (`dealing.deal_tiles`). Otherwise program p
     takes the tiles p, p + programs, ...; LONGEST_FIRST numbers them from the last row tile of all heads down. Where
     programs share tiles (`parts.py`), each takes one item: t counts the parts of all tiles.
     """

@@ -8,9 +8,9 @@ a thread has at most 255 registers, an SM 65536: 2 x 128 x 240 + 128 x 24, 3 x 1
 from __future__ import annotations
 
 import functools
-import heapq
-import itertools
 from dataclasses import dataclass, replace
+
+from utils.attention.gluon.dealing import SEARCHED, TILE_OVERHEAD, deal_tiles
 
 BLOCK_M = 64  # query rows of a warpgroup: one wgmma m64
 STEPS = {
@@ -54,7 +54,7 @@ class Case:
     """What an attention needs of step 5's kernel: a kernel is compiled for each.
 
     tail: the keys are no multiple of a block. lse: the log-sum-exp is stored. dealt: the host deals out the tiles
-    (`deal_causal_tiles`). parts: programs share the keys of a tile (`parts_for`).
+    (`dealing.deal_tiles`). parts: programs share the keys of a tile (`parts_for`).
     together: and add the parts up together (`parts.py`). offset: a head's first tile begins before its
     first query (`row_offset`).
     """
@@ -90,6 +90,20 @@ def block_head_dim(head_dim: int) -> int:
     return next(width for width in HEAD_DIMS if head_dim <= width)
 
 
+def row_offset(plan: Plan, causal: bool, window: bool, shift: int) -> int:
+    """Return how many rows before the first query the tiles of step 5 begin. shift: Sk - Sq.
+
+    Where a consumer's 64 rows (or a tile's, if all its consumers walk over the same blocks) begin at the position of a
+    block's first key or its middle one, their diagonal lies in one block, and the others need no mask.
+    """
+    return shift % (BLOCK_M if plan.own_keys else plan.rows) if causal and not window else 0
+
+
+def row_tiles(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> int:
+    """Return how many tiles the rows of a head make, the rows before the first query included (`row_offset`)."""
+    return -(-(sq + row_offset(plan, causal, window > 0, sk - sq)) // plan.rows)
+
+
 # How much longer the plans of head dim 64 take for a causal tile's blocks, on an H200 (docs/attention-log.md, entry 30).
 _CAUSAL_64 = {"": 1.0, "short": 1.08, "few": 1.13}
 
@@ -120,15 +134,14 @@ def variant_for(
     the next tile's start. "": any other.
     """
     d = block_head_dim(head_dim)
-    whole, few, one = (_STEP_5.get((d, name)) for name in ("", "few", "one"))
-    assert whole and one
-    if (
-        -(-sq // (few or whole).rows) * heads <= programs
-    ):  # a program has one tile, or a part of one: none to overlap with
-        if -(-sq // one.rows) * heads <= programs:
-            times = (shared_time(plan, sq, sk, heads, causal, window, programs)[0] for plan in (one, few or whole))
-            if next(times) < next(times):
-                return "one"
+    whole, few, one = _STEP_5[d, ""], _STEP_5.get((d, "few")), _STEP_5[d, "one"]
+    two = few or whole
+    mask = sq, sk, causal, window
+    if row_tiles(two, *mask) * heads <= programs:  # a program has one tile, or a part of one: none to overlap with
+        sizes = sq, sk, heads, causal, window, programs
+        fits = row_tiles(one, *mask) * heads <= programs
+        if fits and shared_time(one, *sizes)[0] < shared_time(two, *sizes)[0]:
+            return "one"
         return "few" if few else ""
     if window:
         return "few" if few and _masks_rule(whole, few, sq, sk, heads, causal, window, programs) else ""
@@ -145,7 +158,8 @@ def variant_for(
     blocks = -(-sk // plan.block_n)
     if 3 * ahead * (blocks + 2) <= 4 * other * (blocks + 2.7):
         return "ahead"
-    # With the log-sum-exp ptxas spills 48 bytes of "ahead of three" (docs/attention-log.md, entries 27 and 29).
+    # Where a tail is masked "ahead of three" is no faster, and with the log-sum-exp ptxas spills 48 bytes of it
+    # (docs/attention-log.md, entries 27, 29 and 31).
     return "" if lse or sk % plan.block_n else "ahead of three"
 
 
@@ -170,7 +184,7 @@ def shared_time(
     plan: Plan, sq: int, sk: int, heads: int, causal: bool, window: int, programs: int
 ) -> tuple[float, int]:
     """Return the time of a program that has one tile or shares it, in blocks of keys, and how many programs should share it."""
-    tiles, blocks = -(-sq // plan.rows) * heads, visible(plan, sk, causal, window)
+    tiles, blocks = row_tiles(plan, sq, sk, causal, window) * heads, visible(plan, sk, causal, window)
     most = 1 if plan.q_slots > 1 or plan.consumers > 2 else min(programs // tiles, blocks, MOST_PARTS)
     block = _ONE_CONSUMER if plan.consumers == 1 else 1.0
     times = [(block * blocks, 1)]
@@ -198,156 +212,24 @@ def plan_for(step: int, head_dim: int, variant: str = "") -> Plan:
     raise ValueError(f"The ladder has the steps 1 to 5; got step {step!r}.")
 
 
-def row_offset(plan: Plan, causal: bool, window: bool, shift: int) -> int:
-    """Return how many rows before the first query the tiles of step 5 begin. shift: Sk - Sq.
-
-    Where a consumer's 64 rows (or a tile's, if all its consumers walk over the same blocks) begin at the position of a
-    block's first key or its middle one, their diagonal lies in one block, and the others need no mask.
-    """
-    return shift % (BLOCK_M if plan.own_keys else plan.rows) if causal and not window else 0
-
-
-# K and V of the heads that are computed at the same time should fit in the L2 together; the H200's has 60 MB.
-_L2_BYTES = 32 << 20
-# What a tile costs beyond its key blocks, in key blocks: first scores, last product, storing.
-_TILE_OVERHEAD = 1.5
-_TILE_OVERHEADS = (1.5, 2.5, 4.0)  # as much as it may be, by head dimension and shape
-_MOST_TILES = 1 << 16
-
-
-# More tiles than this for each program are dealt well enough longest first, without a search.
-_SEARCHED = 5
-
-
-def causal_blocks(sq: int, sk: int, rows: int, block_n: int, offset: int) -> list[int]:
-    """Return how many blocks of keys each causal tile of a head sees, from the first row tile to the last."""
-    tiles_m = -(-(sq + offset) // rows)
-    last = -(-sk // block_n)
-    return [max(1, min(last, -(-max((m + 1) * rows - offset + sk - sq, 0) // block_n))) for m in range(tiles_m)]
-
-
-def _longest_first(tiles: list[tuple[float, int]], loads: list[float]) -> list[int]:
-    """Give each tile to the program with the least load, and add it there; return the programs of the tiles."""
-    heap = [(time, program) for program, time in enumerate(loads)]
-    heapq.heapify(heap)
-    found = []
-    for cost, _ in tiles:
-        time, program = heapq.heappop(heap)
-        found.append(program)
-        loads[program] = time + cost
-        heapq.heappush(heap, (time + cost, program))
+def tile_blocks(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> list[int]:
+    """Return how many blocks of keys each row tile of a head sees (`shared.key_blocks`), from the first to the last."""
+    last, shift, found = -(-sk // plan.block_n), sk - sq, []
+    for row in range(-row_offset(plan, causal, window > 0, shift), sq, plan.rows):
+        behind = row + plan.rows + shift + (0 if causal else window - 1)  # of the first key that no row sees
+        high = min(last, -(-max(behind, 0) // plan.block_n)) if causal or window else last
+        low = min(max(row + shift - window + 1, 0) // plan.block_n, last - 1) if window else 0
+        found.append(max(high - low, 1))
     return found
-
-
-def _first_fit(tiles: list[tuple[float, int]], loads: list[float], limit: float) -> list[int] | None:
-    """Give each tile to the first program that it does not bring above a limit; None if there is none for one of them."""
-    loads, found = loads.copy(), []
-    for cost, _ in tiles:
-        program = next((i for i, load in enumerate(loads) if load + cost <= limit), None)
-        if program is None:
-            return None
-        loads[program] += cost
-        found.append(program)
-    return found
-
-
-def _searched(tiles: list[tuple[float, int]], loads: list[float]) -> list[int]:
-    """Deal out tiles, longest first, so that the busiest program ends early (MULTIFIT: first fit under a limit that shrinks).
-
-    With three or four tiles for each program this ends up to 12% sooner than giving each to the least loaded. But it may give
-    one program many short tiles, and what a tile costs beyond its blocks is not known well: of several ways that is taken
-    which is best at the worst of _TILE_OVERHEADS.
-    """
-
-    def makespan(found: list[int], extra: float) -> float:
-        after = loads.copy()
-        for (cost, _), program in zip(tiles, found, strict=True):
-            after[program] += cost + extra
-        return max(after) / sum(after)
-
-    ways = [_longest_first(tiles, loads.copy())]
-    extras = [overhead - _TILE_OVERHEAD for overhead in _TILE_OVERHEADS]
-    ways += [_multifit([(cost + extra, tile) for cost, tile in tiles], loads) for extra in extras]
-    return min(ways, key=lambda found: max(makespan(found, extra) for extra in extras))
-
-
-def _multifit(tiles: list[tuple[float, int]], loads: list[float]) -> list[int]:
-    """Deal out tiles by first fit, under the smallest limit under which they fit."""
-    after = loads.copy()
-    found = _longest_first(tiles, after)
-    high, low = max(after), max(max(loads), (sum(loads) + sum(cost for cost, _ in tiles)) / len(loads))
-    for _ in range(8):
-        middle = (low + high) / 2
-        fitting = _first_fit(tiles, loads, middle)
-        if fitting is None:
-            low = middle
-        else:
-            found, high = fitting, middle
-    return found
-
-
-@functools.lru_cache(maxsize=256)
-def deal_causal_tiles(
-    sq: int,
-    sk: int,
-    heads_total: int,
-    group: int,
-    rows: int,
-    block_n: int,
-    head_bytes: int,
-    programs: int,
-    offset: int = 0,
-) -> tuple[tuple[int, ...], ...] | None:
-    """Deal causal tiles to the programs, longest first and so that all end together: row tile | head << 16.
-
-    Heads are dealt in sections whose K and V fit in the L2.
-
-    Args:
-        sq: Number of queries.
-        sk: Number of keys.
-        heads_total: Query heads of all sequences.
-        group: Query heads that share a head of keys.
-        rows: Query rows of a tile.
-        block_n: Keys of a block.
-        head_bytes: Bytes of one head's K and V.
-        programs: Number of programs.
-        offset: Rows that the first tile has before the first query.
-
-    Returns:
-        The tiles of each program; None if there are so many that any order is balanced, or that 16 bits cannot
-        number them.
-    """
-    tiles_m = -(-(sq + offset) // rows)
-    if tiles_m * heads_total > _MOST_TILES or tiles_m > 0xFFFF or heads_total > 0x7FFF:
-        return None
-    section = max(1, _L2_BYTES // head_bytes) * group
-    # The last section should have the most tiles, so that short ones are left when the programs end: the rest comes first.
-    starts = [0, *range(heads_total % section or section, heads_total, section), heads_total]
-    blocks = causal_blocks(sq, sk, rows, block_n, offset)
-    loads = [0.0] * programs
-    dealt: list[list[int]] = [[] for _ in range(programs)]
-    for first, behind in itertools.pairwise(starts):
-        tiles = [
-            (blocks[m] + _TILE_OVERHEAD, m | head << 16)
-            for m in reversed(range(tiles_m))
-            for head in range(first, behind)
-        ]
-        few = behind == heads_total and len(tiles) <= _SEARCHED * programs
-        for (cost, tile), program in zip(tiles, (_searched if few else _longest_first)(tiles, loads), strict=True):
-            dealt[program].append(tile)
-            if few:
-                loads[program] += cost
-    return tuple(map(tuple, dealt))
 
 
 @functools.lru_cache(maxsize=256)
 def busiest(plan: Plan, sq: int, sk: int, heads: int, programs: int) -> float:
     """Return how much the program with the most work of a causal attention does: in blocks of 64 rows and 128 keys."""
-    offset = row_offset(plan, True, False, sk - sq)
-    blocks = causal_blocks(sq, sk, plan.rows, plan.block_n, offset)
+    blocks = tile_blocks(plan, sq, sk, True, 0)
     unit = plan.rows * plan.block_n / (64 * 128)
-    if len(blocks) * heads > _SEARCHED * programs:
-        return (sum(blocks) + _TILE_OVERHEAD * len(blocks)) * heads / programs * unit
-    dealt = deal_causal_tiles(sq, sk, heads, 1, plan.rows, plan.block_n, 1, programs, offset)
+    if len(blocks) * heads > SEARCHED * programs:
+        return (sum(blocks) + TILE_OVERHEAD * len(blocks)) * heads / programs * unit
+    dealt = deal_tiles(blocks, heads, 1, 1, programs)
     assert dealt is not None
-    return max(sum(blocks[tile & 0xFFFF] + _TILE_OVERHEAD for tile in tiles) for tiles in dealt) * unit
+    return max(sum(blocks[tile & 0xFFFF] + TILE_OVERHEAD for tile in tiles) for tiles in dealt) * unit

@@ -150,6 +150,23 @@ def uniform(x):
 
 
 @gluon.constexpr_function
+def _barrier_asm(kind, threads):
+    return f"bar.{kind} $1, {threads}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def meet(number, THREADS: gl.constexpr):
+    """Wait at a named barrier until THREADS threads have come to it, by `meet` or `pass_by`."""
+    gl.inline_asm_elementwise(_barrier_asm("sync", THREADS), "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pass_by(number, THREADS: gl.constexpr):
+    """Count as come to a named barrier, and go on."""
+    gl.inline_asm_elementwise(_barrier_asm("arrive", THREADS), "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
 def _rescale_asm(n):
     # The accumulator of m64 alternates two registers of row r and two of row r + 8. If all factors are one, all the
     # multiplications are skipped.
@@ -189,26 +206,25 @@ def rescale(o, factor):
 
 
 @gluon.constexpr_function
-def _keep_asm(n, both):
+def _keep_asm(n, first, behind, other):
     # Thread l of a quad holds the columns 2 l and 2 l + 1 of each group of eight: two registers of row r, two of row r + 8.
-    # $n and $(n + 2): the first column of each row that is masked; with `both`, $2n and $(2n + 2): the first that is kept.
+    # From $n on: the first column of each row that is masked (behind), and then the first that is kept (first), where asked for.
     lines = ["{", ".reg .pred p;", ".reg .b32 c, first, last;"]
     lines += ["mov.u32 c, %laneid;", "and.b32 c, c, 3;", "shl.b32 c, c, 1;"]
+    limits = [("last", "setp.gt.s32 p, last, {}")] if behind else []
+    limits += [("first", "setp.le.and.s32 p, first, {}, p" if behind else "setp.le.s32 p, first, {}")] if first else []
     for row in (0, 2):
-        limits = [("last", 2 * n + row)] + ([("first", 3 * n + row)] if both else [])
-        lines += [f"sub.s32 {name}, ${operand}, c;" for name, operand in limits]
+        lines += [f"sub.s32 {name}, ${(2 + i) * n + row}, c;" for i, (name, _) in enumerate(limits)]
         for i in range(n):
             if i % 4 // 2 == row // 2:
-                column = 8 * (i // 4) + i % 2
-                lines.append(f"setp.gt.s32 p, last, {column};")
-                lines += [f"setp.le.and.s32 p, first, {column}, p;"] if both else []
-                lines.append(f"selp.f32 ${i}, ${i}, 0fFF800000, p;")
+                lines += [f"{test.format(8 * (i // 4) + i % 2)};" for _, test in limits]
+                lines.append(f"selp.f32 ${i}, ${i}, {other}, p;")
     return " ".join([*lines, "}"])
 
 
 @gluon.constexpr_function
-def _keep_constraints(n, both):
-    return _in_place(n) + ",r" * n * (2 if both else 1)
+def _keep_constraints(n, limits):
+    return _in_place(n) + ",r" * n * limits
 
 
 @gluon.jit
@@ -223,8 +239,25 @@ def keep_columns(s, first, behind, BOTH: gl.constexpr):
     if BOTH:
         columns = [s, gl.broadcast(behind[:, None], s)[0], gl.broadcast(first[:, None], s)[0]]
     return gl.inline_asm_elementwise(
-        _keep_asm(registers, BOTH),
-        _keep_constraints(registers, BOTH),
+        _keep_asm(registers, BOTH, True, "0fFF800000"),
+        _keep_constraints(registers, 2 if BOTH else 1),
+        columns,
+        dtype=gl.float32,
+        is_pure=True,
+        pack=registers,
+    )
+
+
+@gluon.jit
+def zero_columns(p, first, behind, BOTH: gl.constexpr):
+    """Replace numbers [64, N] by zero but for the columns first <= j < behind of each row; without BOTH, first <= j."""
+    registers: gl.constexpr = p.shape[1] // 2
+    columns = [p, gl.broadcast(first[:, None], p)[0]]
+    if BOTH:
+        columns = [p, gl.broadcast(behind[:, None], p)[0], gl.broadcast(first[:, None], p)[0]]
+    return gl.inline_asm_elementwise(
+        _keep_asm(registers, True, BOTH, "0f00000000"),
+        _keep_constraints(registers, 2 if BOTH else 1),
         columns,
         dtype=gl.float32,
         is_pure=True,

@@ -54,9 +54,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
 
 from utils.attention.gluon.arguments import Arguments, unused
+from utils.attention.gluon.dealing import deal_tiles
 from utils.attention.gluon.parts import PIECE, Parts
 from utils.attention.gluon.pipeline import Block, Tiles, Work, allocate_ring
-from utils.attention.gluon.plan import Case, Plan, deal_causal_tiles, parts_for, row_offset
+from utils.attention.gluon.plan import Case, parts_for, row_offset, tile_blocks
 from utils.attention.gluon.shared import (
     accumulator,
     clean_blocks,
@@ -268,6 +269,21 @@ def store_lse(lse_ptr, lses, flat, sq):
 
 
 @gluon.jit
+def skip_blocks(work, it, count):
+    """Release blocks of keys that this consumer's rows do not see; return the number of the next block.
+
+    Not before they are full: until then the other consumers may still owe the barrier their arrival for the slot's last use.
+    """
+    for _skipped in range(count):
+        work.k.wait_full(it)
+        work.k.release(it)
+        work.v.wait_full(it)
+        work.v.release(it)
+        it += 1
+    return it
+
+
+@gluon.jit
 def consumer(work, results, W: gl.constexpr):
     """Warpgroup W: rows W * 64 and on of each tile, key blocks from the last to the first."""
     out, o_tiles, lse_ptr = results
@@ -292,19 +308,17 @@ def consumer(work, results, W: gl.constexpr):
         row = first_row + W * BLOCK_M
         lo, hi = work.blocks(t, first_row, BLOCK_M * PLAN.consumers)
         if PLAN.own_keys:
-            # The tile's last blocks may lie behind the last key of this consumer's rows; rows that do not exist need
-            # none. It releases those slots unused, but not before they are full: until then the other consumers may
-            # still owe the barrier their arrival for the slot's last use.
+            # The tile's last blocks may lie behind the last key of this consumer's rows; rows that do not exist need none.
             own_hi = gl.where(row < sq, work.visible_blocks(row, BLOCK_M)[1], lo + 1)
             if work.CASE.parts:  # the rows' last block may lie in another part, or all of this one's behind it
                 own_hi = gl.minimum(gl.maximum(own_hi, lo + 1), hi)
-            for _skipped in range(hi - own_hi):
-                work.k.wait_full(it)
-                work.k.release(it)
-                work.v.wait_full(it)
-                work.v.release(it)
-                it += 1
+            it = skip_blocks(work, it, hi - own_hi)
             hi = own_hi
+        before = 0
+        if WINDOW and PLAN.consumers > 1:  # the tile's first blocks may lie before the window of this consumer's rows
+            own_lo = gl.minimum(gl.maximum(work.visible_blocks(row, BLOCK_M)[0], lo), hi - 1)
+            before = own_lo - lo
+            lo = own_lo
         n = hi - lo
         right, edge = clean_blocks(row, BLOCK_M, lo, hi, sq, sk, work.window, BLOCK_N, CAUSAL, WINDOW)
 
@@ -330,6 +344,8 @@ def consumer(work, results, W: gl.constexpr):
         o = wait_products(pv, 0, BLOCK_D)
         o = o * spread(inverse, o)
         work.v.release(it - 1)
+        if WINDOW and PLAN.consumers > 1:
+            it = skip_blocks(work, it, before)
         if not PLAN.o_in_q:
             tma.store_wait(0)  # TMA may still be reading the last tile's rows from this buffer
         if work.CASE.parts:
@@ -341,7 +357,8 @@ def consumer(work, results, W: gl.constexpr):
             for own in range(piece, BLOCK_M // PIECE, stride):
                 rows, lse = work.parts.add_up(t, own, W, PLAN.consumers, BLOCK_M, BLOCK_D, used)
                 store_rows(work, out, lse_ptr, flat, row + own * PIECE, rows, lse)
-            work.parts.depart(t, W, PLAN.consumers, used, TOGETHER)
+            if TOGETHER:
+                work.parts.depart(t, W, PLAN.consumers, used)
         else:
             store_tile(work, out, flat, row, o_tile, o)
         if PLAN.o_in_q:
@@ -530,12 +547,10 @@ def attention_step5(
 
 @functools.lru_cache(maxsize=64)
 def tile_schedule(
-    sq: int, sk: int, heads_total: int, group: int, plan: Plan, programs: int, device: torch.device
+    blocks: tuple[int, ...], heads_total: int, group: int, head_bytes: int, programs: int, device: torch.device
 ) -> tuple[torch.Tensor | None, int]:
-    """The schedule of causal tiles on the GPU, a row for each program, and the length of a row; None: not dealt."""
-    head_bytes = sk * plan.block_d * 4
-    offset = row_offset(plan, True, False, sk - sq)
-    dealt = deal_causal_tiles(sq, sk, heads_total, group, plan.rows, plan.block_n, head_bytes, programs, offset)
+    """The schedule of a head's tiles on the GPU, a row for each program, and the length of a row; None: not dealt."""
+    dealt = deal_tiles(blocks, heads_total, group, head_bytes, programs)
     if dealt is None:
         return None, 0
     # A row: how many tiles, the tiles, and one more, because a program reads ahead.
@@ -565,13 +580,14 @@ def launch(a: Arguments) -> Launch | None:
     """
     plan, window, tail = a.plan, a.window, a.sk % a.plan.block_n != 0
     offset = row_offset(plan, a.causal, window > 0, a.sk - a.sq)
-    tiles_m = -(-(a.sq + offset) // plan.rows)
-    tiles = tiles_m * a.heads_total
+    blocks = tuple(tile_blocks(plan, a.sq, a.sk, a.causal, window))
+    tiles = len(blocks) * a.heads_total
     parts = parts_for(plan, a.sq, a.sk, a.heads_total, a.causal, window, a.programs)
     programs = min(a.programs, tiles * parts)
     schedule, stride = None, 0
-    if a.causal and not window and parts == 1:
-        schedule, stride = tile_schedule(a.sq, a.sk, a.heads_total, a.group, plan, programs, a.q.device)
+    if parts == 1 and tiles > programs and len(set(blocks)) > 1:  # causal, or a window
+        head_bytes = a.sk * plan.block_d * 4
+        schedule, stride = tile_schedule(blocks, a.heads_total, a.group, head_bytes, programs, a.q.device)
     dealt = schedule is not None
     together = parts > 1 and a.q.is_cuda  # the simulator runs one program after another
     case = Case(a.causal, window > 0, tail, a.return_lse, dealt, parts > 1, together, offset > 0)
@@ -579,7 +595,7 @@ def launch(a: Arguments) -> Launch | None:
     counters = tiles * plan.consumers
     tensors = (*a.descriptors(), a.out, a.lse, *workspace(a.lse, numbers, counters))
     table = schedule if schedule is not None else unused(a.q.device, torch.int32)
-    sizes = (a.sq, a.sk, window, tiles_m, a.heads_total, a.heads, a.group, stride, offset, a.head_dim, parts, a.c)
+    sizes = (a.sq, a.sk, window, len(blocks), a.heads_total, a.heads, a.group, stride, offset, a.head_dim, parts, a.c)
     options = {"num_warps": 4} | ({"launch_cooperative_grid": True} if together else {})
     compiled = attention_step5[(programs,)](*tensors, table, *sizes, PLAN=plan, CASE=case, **options)
     if compiled is None or not a.q.is_cuda:

@@ -30,7 +30,7 @@ NAMES = {name: f"attention_backward_step{step}" for step, name in MODULES.items(
 }
 
 
-STEP5_FIELDS = ("stagger", "producer_first")
+STEP5_FIELDS = ("stagger", "producer_first", "v_left", "in_turn")
 
 
 def module_name(step: int, plan: BackwardPlan) -> str:

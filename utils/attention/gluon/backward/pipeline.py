@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
-from utils.attention.gluon.shared import aggregate, tma_load
+from utils.attention.gluon.shared import aggregate, tma_load, zero_columns
 
 # Hand a tile to TMA, which adds it to memory; its end is waited for as a store's.
 tma_add = gl.constexpr(tma.async_atomic_add)
@@ -179,6 +179,19 @@ class Sizes:
         """Zero the probabilities [keys, queries] of keys key.. and queries row.. where a query may not look."""
         shape = (self.sq, self.sk, self.window, self.heads, self.group)
         return hide(p, key, row, shape, 0, self.CASE.causal, self.CASE.window)
+
+    @gluon.jit
+    def mask_product(self, p, key, row):
+        """`mask` for [64 keys, BLOCK_M queries] in the registers of one warpgroup's product, in a third of the instructions."""
+        keys = key + gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout))
+        own = keys - (self.sk - self.sq) - row  # the column of the query that has the key's position
+        first = own
+        if not self.CASE.causal:
+            first = own - self.window + 1 if self.CASE.window else keys * 0
+        if self.CASE.tail:
+            # Keys that do not exist were loaded as zeros; their probabilities could still be infinite.
+            first = gl.where(keys < self.sk, first, p.shape[1])
+        return zero_columns(p, first, own + self.window, self.CASE.window)
 
 
 @aggregate

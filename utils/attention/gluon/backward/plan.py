@@ -32,6 +32,8 @@ class BackwardPlan:
     by_tma: bool = False  # head dimension 256 and step 5: TMA adds dQ to the sums, not the threads
     stagger: bool = False  # step 5, without a mask: block n starts at tile n; fewer blocks add to the same rows of dQ
     producer_first: bool = False  # step 5, where threads add: the producer is the default partition
+    v_left: bool = False  # step 5: the first 64 columns of V stay in registers, as a left operand of dP^T
+    in_turn: int = 0  # step 5: consumer 1 starts a tile when consumer 0 has its scores (1), or dP^T too (2)
     registers: int = 240  # of a consumer thread
 
     def __post_init__(self) -> None:
