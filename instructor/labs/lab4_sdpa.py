@@ -1666,7 +1666,7 @@ for b, length in enumerate(lengths.tolist()):
 
 # %% [markdown]
 # How good is it? The recorded figures are microseconds of device time on an H200, with a cold L2 cache. The contenders were
-# cuDNN, FlashAttention 2 (SDPA's flash) and FlashAttention 3, and their calls were interleaved. `best other / Gluon` above 1
+# cuDNN, FlashAttention 2 (SDPA's flash), 3 and 4, and their calls were interleaved. `best other / Gluon` above 1
 # means that the course's kernel was faster than the best of them. It is the median of the ratios of calls that stood side by
 # side, so it may differ by a few percent from the ratio of two columns. The copy is a copy of 1 GiB, read and written.
 #
@@ -1683,7 +1683,7 @@ if record_file.exists():
     machine = record["environment"]
     print(f"Recorded on {machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}. Not measured here:")
     rows = [{"sequences": row["batch"], "heads": f"{row['heads']}/{row['kv_heads']}", "keys": row["keys"], "D": row["head_dim"],
-             "new": row["new_tokens"], **{name: row["us"].get(name, math.nan) for name in ("gluon", "cudnn", "fa2", "fa3")},
+             "new": row["new_tokens"], **{name: row["us"].get(name, math.nan) for name in ("gluon", "cudnn", "fa2", "fa3", "fa4")},
              "share of a copy": row["tb_s"] / record["copy_tb_s"], "best other / Gluon": row["ratio"]} for row in record["rows"]]
     recorded_decode = pd.DataFrame(rows).sort_values("new", kind="stable")
     show(recorded_decode, ["new", "sequences", "heads", "keys", "D"])
@@ -1693,12 +1693,14 @@ else:
     print(f"No recorded table {record_file} here.")
 
 # %% [markdown]
-# With one new token and eight sequences or more the kernel and cuDNN are within 3% of each other. The kernel reads the cache
-# at 0.84 to 1.00 of the speed of a copy, so little is left to gain. One sequence of 2048 keys reaches less than a fifth of
-# it: there the launch and the merge take the time. With 16 new tokens FlashAttention 3 is ahead at three of the ten shapes,
-# those with 16 sequences or more whose heads share keys; the lowest ratio is 0.98. It was 0.89 when a multiprocessor, which
-# computes several whole heads of keys one after the other, multiplied nothing between two of them. Now the next head begins
-# before the last one is stored. `docs/decode-log.md` tells what was tried.
+# With one new token the kernel is 1.40 to 1.42 times as fast as the best other for one sequence of 2048 or 8192 keys. There the
+# launch and the merge count as much as the bytes: 2048 keys reach less than a quarter of the speed of a copy. So the
+# multiprocessors that share a head form a cluster and hand each other their parts through shared memory. With eight sequences
+# or more the kernel and cuDNN are within 7% of each other, and the kernel reads the cache at 0.88 to 1.01 of the speed of a copy,
+# so little is left to gain. With 16 new tokens FlashAttention 4 is ahead at two of the ten shapes; the lowest ratio is 0.96.
+# Over 128 sequences of 1024 keys the ratio was 0.89 when a multiprocessor, which computes several whole heads of keys one
+# after the other, multiplied nothing between two of them. Now the next head begins before the last one is stored, and the ratio
+# is 1.00. `docs/decode-log.md` tells what was tried.
 # cuDNN and FlashAttention 2 ran without a causal mask here, as they cannot place it at the last key.
 #
 # With a Hopper GPU, time it on your machine:

@@ -1,14 +1,14 @@
 """Measure the variants of the decode kernel at the thirty points of `tools.record.decode`, in pages and in fp8.
 
-    python -m tools.record.decode_variants right --seconds 40                            # random cases, float64
     for i in $(seq 0 14); do                                                             # 15 processes share the GPU
       python -m tools.record.decode_variants points --part $i/15 --turns /tmp/turns --out rows/points-$i.json & done
+    python -m tools.record.decode_variants between --out decode_between.json             # sizes between the thirty points
     python -m tools.record.decode_variants pages --fa3 fa3/_C.so --out decode_variants_pages.json
     python -m tools.record.decode_variants fp8 --out decode_fp8.json
     python -m tools.record.decode_variants join --read rows --out decode_variants.json
     python -m tools.record.decode_variants default --read decode_variants.json --out decode.json
 
-A variant is a set of arguments of `plan.arrange`: which kernel (`consumers`), how parts are merged, how many programs
+A variant is a set of arguments of `arrangement.arrange`: which kernel (`consumers`), how parts are merged, how many programs
 share the keys, how many keys a block has. All variants of a row and the other libraries are timed in one process,
 interleaved, with a cold L2 cache. A variant whose result is not attention is named and not timed. With `--turns` rows are
 prepared in several processes (`turns.py`).
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -40,18 +39,30 @@ from tools.record.decode import (
 )
 from tools.record.turns import Turns
 from utils.attention import decode_reference
+from utils.attention.gluon.decode.arrangement import Arrangement, arrange
 from utils.attention.gluon.decode.launch import Launch
-from utils.attention.gluon.decode.plan import Arrangement, arrange
 from utils.benchmark.intervals import speedup
 from utils.files import write_whole
 
+# Sizes that the thirty points do not have, with heads of 128: shares of a cluster that differ, and other numbers of heads.
+BETWEEN = (
+    *((1, 32, 8, keys, 128, 1) for keys in (1000, 1500, 2100, 3000, 5000, 20000)),
+    *((1, 32, 8, keys, 128, new) for keys in (3000, 4096) for new in (8, 16)),
+    *((1, 32, 8, 8192, 128, new) for new in (2, 4)),
+    *((8, 32, 8, keys, 128, new) for keys in (1000, 2048, 4100) for new in (1, 16)),
+    *((2, 32, 8, keys, 128, new) for keys in (2048, 8192) for new in (1, 8)),
+    *((4, 32, 8, keys, 128, new) for keys in (2048, 8192) for new in (1, 8)),
+    *((1, 32, 4, keys, 128, 1) for keys in (2048, 8192)),
+    (1, 32, 32, 2048, 128, 1),
+    (1, 40, 8, 8192, 128, 1),
+)
 WRONG = 5e-3  # relative error; the kernels have 2e-3 in bf16
 ITERATIONS = 21
 MULTIPROCESSORS = 132
 
 
 def variants(point: tuple) -> dict[str, dict]:
-    """Name the variants that are worth a measurement at a point: {name: arguments of `plan.arrange`}."""
+    """Name the variants that are worth a measurement at a point: {name: arguments of `arrangement.arrange`}."""
     batch, heads, kv_heads, _, head_dim, new_tokens = point
     rows = heads // kv_heads * new_tokens
     block = 64 if head_dim == 256 else 128
@@ -88,19 +99,40 @@ def variants(point: tuple) -> dict[str, dict]:
             found["keys, even programs"] = keys | even
     found |= {"L2 hint": {"hint": True}, "no L2 hint": {"hint": False}}
     bytes_ = 4 * batch * kv_heads * point[3] * head_dim
-    for parts in (2, 8, 16) if rows <= 64 else ():
-        if not MULTIPROCESSORS // 3 < parts * batch * kv_heads <= MULTIPROCESSORS:
-            continue
+    for parts in fitting_clusters(point):
         for hint, block_n in itertools.product((False, True) if bytes_ < 256 << 20 else (False,), (64, 128)):
             choices = {"cluster": parts, "block_n": block_n, "hint": hint}
-            with contextlib.suppress(ValueError):  # shares that are not equal, or too little memory
+            with contextlib.suppress(ValueError):  # too little memory, or too few blocks
                 arrangement(point, choices)
                 found[f"clusters of {parts}, {block_n} keys{', L2 hint' * hint}"] = choices
-    # What is the default at this point is not measured again under another name.
-    distinct: dict[Arrangement, str] = {}
+    return distinct(point, found)
+
+
+def variants_between(point: tuple) -> dict[str, dict]:
+    """Name the variants by which the rule for clusters and for the hint is judged at a size between the thirty points."""
+    found: dict[str, dict] = {"default": {}, "no clusters": {"cluster": 0, "hint": False}}
+    found["no clusters, L2 hint"] = {"cluster": 0, "hint": True}
+    for parts, hint in itertools.product(fitting_clusters(point), (False, True)):
+        choices = {"cluster": parts, "hint": hint}
+        with contextlib.suppress(ValueError):
+            arrangement(point, choices)
+            found[f"clusters of {parts}{', L2 hint' * hint}"] = choices
+    return distinct(point, found)
+
+
+def fitting_clusters(point: tuple) -> list[int]:
+    """Return sizes of clusters that give a third of the SMs work or more, each program at most 64 query rows."""
+    batch, heads, kv_heads, _, _, new_tokens = point
+    sizes = [parts for parts in (2, 4, 8, 16) if MULTIPROCESSORS // 3 < parts * batch * kv_heads <= MULTIPROCESSORS]
+    return sizes if heads // kv_heads * new_tokens <= 64 else []
+
+
+def distinct(point: tuple, found: dict[str, dict]) -> dict[str, dict]:
+    """Keep one name for each way to compute a point: what is the default there is not measured again under another name."""
+    names: dict[Arrangement, str] = {}
     for name, choices in found.items():
-        distinct.setdefault(arrangement(point, choices), name)
-    return {name: found[name] for name in distinct.values() if fits(arrangement(point, found[name]))}
+        names.setdefault(arrangement(point, choices), name)
+    return {name: found[name] for name in names.values() if fits(arrangement(point, found[name]))}
 
 
 def arrangement(point: tuple, choices: dict) -> Arrangement:
@@ -152,10 +184,11 @@ def right_calls(
         try:
             call = bound(choices, *tensors, scales=scales)
             # The second call finds the counters of the first.
-            error = max(error_of(call()[:1], expected) for _ in range(2))
+            found = [error_of(call()[:1], expected) for _ in range(2)]
+            error = max(found)
             if errors is not None:
                 errors[name] = float(f"{error:.2e}")
-            if error < WRONG:
+            if all(error < WRONG for error in found):  # `max` might pass over nan
                 calls[name] = call
             else:
                 left_out[name] = f"wrong: relative error {error:.2e}"
@@ -166,17 +199,28 @@ def right_calls(
     return calls, left_out
 
 
-def prepare_point(point: tuple, fa3: bool, names: list[str] | None = None) -> tuple[dict, dict[str, Callable], int]:
+def prepare_point(
+    point: tuple, fa3: bool, fa4: bool = False, names: list[str] | None = None
+) -> tuple[dict, dict[str, Callable], int]:
     """Return a point's row so far, the calls to time, and the bytes of its cache: its variants and the other libraries."""
     q, k, v = draw(*point)
     expected = decode_reference(q[:1], k[:1], v[:1])
     chosen = {name: c for name, c in variants(point).items() if names is None or name in ("default", *names)}
     errors: dict[str, float] = {}
     calls, left_out = right_calls(chosen, expected, q, k, v, errors=errors)
-    calls |= others(q, k, v, fa3, False, left_out)
+    calls |= others(q, k, v, fa3, fa4, left_out)
     own = {name: describe(arrangement(point, choices)) for name, choices in chosen.items()}
     row = {"point": list(point), "left_out": left_out, "own": own, "errors": errors}
     return row, calls, 2 * k.numel() * k.element_size()
+
+
+def prepare_between(point: tuple) -> tuple[dict, dict[str, Callable], int]:
+    """Return a size's row so far, its variants' calls, and the bytes of its cache."""
+    q, k, v = draw(*point)
+    chosen, errors = variants_between(point), dict[str, float]()
+    calls, left_out = right_calls(chosen, decode_reference(q[:1], k[:1], v[:1]), q, k, v, errors=errors)
+    own = {name: describe(arrangement(point, choices)) for name, choices in chosen.items()}
+    return {"point": list(point), "left_out": left_out, "own": own, "errors": errors}, calls, 4 * k.numel()
 
 
 def finish_point(row: dict, samples: dict[str, list[float]], bytes_: int) -> dict:
@@ -325,118 +369,30 @@ def points_of_default(record: dict) -> dict:
 
 
 def join(folder: Path, record: Record) -> None:
-    """Join the records of several processes' rows, in the order of the points."""
-    order = {point: i for i, point in enumerate((*cache, new) for cache in CACHES for new in NEW_TOKENS)}
+    """Join the records of several processes' rows, in the order of the points; random cases in that of their seeds."""
+    points = [(*cache, new) for cache in CACHES for new in NEW_TOKENS]
+    order = {point: i for i, point in enumerate((*points, *BETWEEN))}
     records = [read_record(path) for path in sorted(folder.glob("*.json"))]
     rows = [row for found in records for row in found["rows"]]
-    rows.sort(key=lambda row: order.get(tuple(row.get("point", ())), len(order)))
+    rows.sort(key=lambda row: (order.get(tuple(row.get("point", ())), len(order)), row.get("seed", 0)))
     record.contents = {**records[0], "complete": all(found["complete"] for found in records), "rows": rows}
     record.save()
-
-
-def random_case(seed: int, paged: bool = False) -> dict:
-    """Compare one variant on random shapes, lengths, pages and masks with float64, twice; paged: the cache is in pages."""
-    from tests.utils.attention.decode_cases import random_cache
-
-    rng = random.Random(seed)
-    dtype = rng.choice((torch.bfloat16, torch.float16))
-    consumers = rng.choice((0, 1, 2, 1, 2))
-    batch, kv_heads, group = rng.choice((1, 2, 5, 17)), rng.choice((1, 2, 3)), rng.choice((1, 2, 3, 4, 8, 16))
-    sq, head_dim = rng.choice((1, 2, 7, 16, 33)), rng.choice((64, 128, 128, 256, 80))
-    slots, page = rng.choice((5, 129, 700, 1500, 4097)), rng.choice((None, None, 16, 64, 256))
-    case = {"causal": rng.random() < 0.7, "window": rng.choice((None, None, 1, 100, 1000))}
-    # It takes neither lengths nor pages, and would be rare among all others.
-    ahead = rng.random() < 0.3 and not paged
-    if paged:
-        page = page or rng.choice((16, 64, 256))
-    if ahead:
-        page, head_dim, consumers = None, min(head_dim, 128), consumers or 1
-    k, v, lengths, table = (
-        x if x is None else x.cuda() for x in random_cache(batch, kv_heads, slots, head_dim, dtype, seed, page)
-    )
-    if page is None and (ahead or rng.random() < 0.5):  # without lengths the programs of a head may merge it together
-        k, v, lengths = *torch.randn(2, batch, kv_heads, max(slots, sq), head_dim, device="cuda", dtype=dtype), None
-    q = torch.randn(batch, kv_heads * group, sq, head_dim, device="cuda", dtype=dtype)
-    choices = {
-        "consumers": consumers,
-        "merge": rng.choice(("last", "second", None)),
-        "programs": rng.choice((0, 3, 128)),
-    }
-    scales = None
-    if ahead:
-        choices |= {"ahead": True, "aligned": True, "block_n": rng.choice((64, 128)), "merge": None}
-    elif rng.random() < 0.25 and head_dim % 16 == 0:
-        # With keys as rows a tile holds 64 query rows, and all heads of a group.
-        choices = choices | {
-            "consumers": rng.choice((0, 0, 1)),
-            "fp8": True,
-            "merge": rng.choice(("last", "second", None)),
-        }
-        k, v, scales = (
-            k.to(torch.float8_e4m3fn),
-            v.to(torch.float8_e4m3fn),
-            torch.rand(2, kv_heads, device="cuda") + 0.5,
-        )
-    elif consumers == 1:
-        choices["wide"] = rng.random() < 0.5
-        choices["level"] = rng.random() < 0.5
-        choices["producers"] = rng.choice((1, 2))
-    elif consumers == 0 and head_dim <= 128:
-        choices |= rng.choice(({}, {"per_sm": 2, "block_n": 64}))
-    call = bound(choices, q, k, v, lengths, table, scales, **case)
-    expected = decode_reference(q, k, v, seqlens=lengths, block_table=table, kv_scales=scales, **case)
-    errors = [error_of(call(), expected) for _ in range(2)]
-    shape = (batch, kv_heads * group, kv_heads, sq, slots, head_dim, page)
-    return {
-        "seed": seed,
-        "shape": shape,
-        "case": case,
-        "choices": choices,
-        "error": max(errors),
-        "right": max(errors) < WRONG,
-    }
-
-
-def random_cluster_case(seed: int) -> dict:
-    """Compare clusters of random sizes on random shapes with float64, twice."""
-    rng = random.Random(seed)
-    while True:
-        dtype, causal = rng.choice((torch.bfloat16, torch.float16)), rng.random() < 0.7
-        batch, kv_heads, group = rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 8)), rng.choice((1, 2, 3, 4, 8))
-        sq, head_dim = rng.choice((1, 2, 7, 8, 16, 33)), rng.choice((64, 128, 128, 256, 80))
-        choices = {"cluster": rng.choice((2, 4, 8, 16)), "consumers": rng.choice((0, 1)), "hint": rng.random() < 0.5}
-        choices["block_n"] = block = rng.choice((32, 64, 128))
-        keys = choices["cluster"] * block * rng.choice((1, 2, 3, 5, 9)) - rng.randrange(block)
-        with contextlib.suppress(ValueError):  # tiles that do not fit
-            arrange(batch, kv_heads, group, sq, keys, head_dim, MULTIPROCESSORS, **choices)
-            break
-    torch.manual_seed(seed)
-    shapes = (batch, kv_heads * group, sq, head_dim), *2 * [(batch, kv_heads, keys, head_dim)]
-    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
-    call = bound(choices, q, k, v, causal=causal)
-    expected = decode_reference(q, k, v, causal=causal)
-    errors = [error_of(call(), expected) for _ in range(2)]
-    shape = (batch, kv_heads * group, kv_heads, sq, keys, head_dim)
-    case = {"causal": causal}
-    right = max(errors) < WRONG
-    return {"seed": seed, "shape": shape, "case": case, "choices": choices, "error": max(errors), "right": right}
 
 
 def main() -> None:
     """Run what the command line names."""
     parser = arguments_parser(__doc__)
-    parser.add_argument("table", choices=("right", "points", "pages", "fp8", "join", "default"))
+    parser.add_argument("table", choices=("points", "between", "pages", "fp8", "join", "default"))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     parser.add_argument("--fa3", type=Path, help="the built library of FlashAttention 3")
+    parser.add_argument(
+        "--fa4", action="store_true", help="for `points`: time flash-attn-4 too; it compiles for seconds"
+    )
     parser.add_argument("--part", default="0/1", help="part/parts: every parts-th row")
     parser.add_argument("--turns", type=Path, help="a folder: prepare beside other processes, and time in turns")
     parser.add_argument("--processes", type=int, help="that share the folder of `--turns`; by default, the parts")
     parser.add_argument("--prepare", type=float, default=50, help="with `--turns`: seconds to prepare rows")
-    parser.add_argument("--cases", type=int, default=60, help="for `right`: random cases")
     parser.add_argument("--names", nargs="*", help="for `points`: these variants only, beside the default")
-    parser.add_argument("--first", type=int, default=0, help="for `right`: the first seed")
-    parser.add_argument("--clusters", action="store_true", help="for `right`: clusters only")
-    parser.add_argument("--paged", action="store_true", help="for `right`: caches in pages only")
     parser.add_argument(
         "--read", type=Path, help="for `join`: the folder of the rows' records; for `default`: the record"
     )
@@ -454,21 +410,14 @@ def main() -> None:
     if options.table == "join":
         join(options.read, record)
         return
-    if options.table == "right":
-        seeds = range(options.first, options.first + options.cases)
-        case = random_cluster_case if options.clusters else partial(random_case, paged=options.paged)
-        if record.fill(list(seeds)[part::parts], case, str):
-            record.finish()
-        wrong = [row for row in record.contents["rows"] if not row["right"]]
-        print(f"{len(record.contents['rows'])} cases, {len(wrong)} wrong: {wrong}")
-        return
     fa3 = options.fa3 is not None
     tables: dict[str, tuple] = {
         "points": (
             [(*c, n) for c in CACHES for n in NEW_TOKENS],
-            partial(prepare_point, fa3=fa3, names=options.names),
+            partial(prepare_point, fa3=fa3, fa4=options.fa4, names=options.names),
             finish_point,
         ),
+        "between": (BETWEEN, prepare_between, finish_point),
         "fp8": ([(*c, n) for c in CACHES for n in (1, 4, 8, 16)], prepare_fp8, finish_fp8),
         "pages": ([(*c, p) for c in PAGED_CACHES for p in PAGES], partial(prepare_pages, fa3=fa3), finish_pages),
     }

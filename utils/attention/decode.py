@@ -20,12 +20,12 @@ from utils.attention.call import Run, record_run
 from utils.attention.problem import AttentionUnsupported, Problem, make_problem
 from utils.attention.reference import reference
 from utils.machine.device import Support
+from utils.newest import Newest
 from utils.validation import suggest_keywords
 
 BACKENDS = ("gluon", "sdpa")  # in the order in which "auto" tries them
-KEPT_AT_MOST = 512  # decisions
 
-_decided: dict[tuple, Run] = {}
+_decided: Newest[tuple, Run] = Newest(512)
 
 
 @suggest_keywords
@@ -69,8 +69,6 @@ def attention_decode(
     key = kinds, causal, scale, window, backend, torch.is_grad_enabled()
     run = _decided.get(key)
     if run is None:
-        while len(_decided) >= KEPT_AT_MOST:
-            del _decided[next(iter(_decided))]
         run = _decided[key] = _decide(
             q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, window, backend
         )

@@ -7,7 +7,8 @@ import torch
 
 from tests.utils.attention.decode_cases import random_cache, relative_error
 from utils.attention import AttentionUnsupported, attention_decode, decode_reference, last_run
-from utils.attention.gluon.decode.plan import SHARED_BYTES, aligned_split, arrange, make_plan, power_of_two, refuse
+from utils.attention.gluon.decode.arrangement import aligned_split, arrange
+from utils.attention.gluon.decode.plan import SHARED_BYTES, make_plan, power_of_two, refuse
 
 
 @pytest.mark.parametrize("page", [None, 16])
@@ -228,23 +229,62 @@ def test_whole_heads_only_where_they_are_balanced():
     assert aligned_split(5, 1, 132)
 
 
-def test_the_programs_of_a_cluster_have_equal_shares_and_all_clusters_fit_at_once():
+def test_each_program_of_a_cluster_has_a_block_and_all_clusters_fit_at_once():
     for keys, sq, (batch, parts) in itertools.product((2048, 8192, 32768), (1, 8, 16), ((1, 8), (8, 2))):
         plan = arrange(batch, 8, 4, sq, keys, 128, 132, cluster=parts).plan
         assert plan.cluster == parts and plan.sent == 4 * sq
         assert plan.slots >= min(4, 2 * (keys // plan.block_n // parts))
         assert plan.shared_bytes + plan.inbox_space + 8 * plan.slots <= SHARED_BYTES
-        assert not plan.inbox_in_ring or plan.inbox_bytes < plan.shared_bytes
+        # An inbox has its own place unless that would cost tiles, which long shares use.
+        assert plan.inbox_in_ring == (sq > 8 and keys // plan.block_n // parts > 2)
     for says, sizes, choices in (
-        ("16 by 5|none", (1, 8, 4, 1, 17 * 128, 128), {"cluster": 8}),
+        ("8 share 7 blocks", (1, 8, 4, 1, 7 * 128, 128), {"cluster": 8, "block_n": 128}),
+        ("by its last program", (1, 8, 4, 1, 2048, 128), {"cluster": 8, "merge": "together"}),
         ("run at once; 8 of 16", (1, 8, 4, 1, 2048, 128), {"cluster": 16}),
         ("no lengths", (1, 8, 4, 1, 2048, 128), {"cluster": 8, "lengths": True}),
         ("do not fit", (1, 8, 4, 16, 8192, 256), {"cluster": 8, "block_n": 128}),
+        ("10 slots of 128 keys do not fit", (1, 8, 4, 1, 8192, 128), {"cluster": 8, "slots": 10}),
         ("64 rows at least", (1, 8, 4, 1, 8192, 128), {"cluster": 8, "block_n": 32}),
         ("up to 32 query rows", (1, 1, 40, 1, 8192, 128), {"cluster": 2, "consumers": 0}),
     ):
         with pytest.raises(ValueError, match=says):
             arrange(*sizes, 132, **choices)
+
+
+def test_clusters_and_the_hint_are_chosen_where_they_were_timed():
+    for (batch, kv_heads, sq, keys), parts, hint in (
+        ((1, 8, 1, 2048), 8, False),
+        ((1, 8, 1, 8192), 8, True),
+        ((1, 8, 1, 131072), 8, False),
+        ((1, 8, 16, 2048), 8, False),
+        ((1, 8, 16, 8192), 0, True),
+        ((8, 8, 16, 8192), 2, False),
+        ((1, 8, 4, 8192), 8, True),
+        ((1, 8, 16, 4096), 8, True),
+        ((1, 4, 1, 2048), 16, False),
+        ((2, 8, 1, 8192), 4, True),
+        ((2, 8, 8, 8192), 0, True),
+        ((4, 8, 1, 2048), 2, True),
+        ((4, 8, 1, 8192), 0, True),
+        ((4, 8, 8, 2048), 0, True),
+        ((1, 8, 1, 896), 0, False),  # seven blocks for eight programs
+        ((8, 16, 1, 8192), 0, False),
+    ):
+        found = arrange(batch, kv_heads, 4, sq, keys, 128, 132)
+        assert (found.plan.cluster, found.hint) == (parts, hint), (batch, kv_heads, sq, keys)
+    for options in ({"lengths": True}, {"window": 9000}, {"lengths": True, "page": 64}, {"fp8": True}):
+        found = arrange(1, 8, 4, 1, 8192, 128, 132, **options)
+        assert (found.plan.cluster, found.hint) == (0, False), options
+    assert arrange(1, 8, 4, 1, 8192, 128, 114).plan.cluster == 0  # another GPU
+
+
+def test_what_the_rule_chooses_is_never_refused():
+    sizes = itertools.product(
+        (1, 2, 8), (1, 4, 8), (1, 3, 4, 8, 16, 64), (1, 2, 5, 8, 16, 33, 64), (1, 64, 897, 1024, 2049, 5000)
+    )
+    for batch, kv_heads, group, sq, keys in sizes:
+        for head_dim in (64, 80, 128, 256):
+            assert arrange(batch, kv_heads, group, sq, max(keys, sq), head_dim, 132).plan.slots >= 2
 
 
 def test_a_captured_graph_keeps_nothing_in_counters():
@@ -296,6 +336,12 @@ KERNEL_CASES = {  # batch, heads, kv_heads, new tokens, slots, head_dim, page; o
         {"consumers": 1, "block_n": 64, "aligned": True, "programs": 1, "ahead": True},
     ),
     "a cluster of four": ((1, 4, 1, 1, 1000, 128, None), {}, {"cluster": 4}),
+    "a cluster of four, shares of three and two blocks": ((1, 4, 1, 1, 1200, 128, None), {}, {"cluster": 4}),
+    "shares of two blocks and one, query rows as rows": (
+        (1, 4, 2, 9, 350, 64, None),
+        {},
+        {"cluster": 4, "consumers": 1, "block_n": 64},
+    ),
     "clusters of two, keys as rows": (
         (2, 4, 1, 5, 500, 64, None),
         {"causal": False},

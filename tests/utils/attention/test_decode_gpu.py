@@ -65,6 +65,7 @@ def test_both_kernels_with_every_merge(consumers, merge):
     ("sizes", "choices"),
     {
         "one token": ((1, 32, 8, 1, 2048, 128), {"cluster": 8}),
+        "shares of three and two blocks": ((1, 32, 8, 1, 2200, 128), {"cluster": 8}),
         "16 programs, a hint": ((1, 16, 4, 16, 5100, 128), {"cluster": 16, "hint": True, "block_n": 32}),
         "query rows as rows, an inbox in the ring": ((2, 16, 4, 9, 3060, 128), {"cluster": 8, "consumers": 1}),
         "keys as rows, two tiles": ((3, 6, 2, 17, 1000, 64), {"cluster": 2, "consumers": 0}),
@@ -90,6 +91,24 @@ def test_clusters_merge_in_shared_memory_also_when_captured(sizes, choices):
         q.normal_()
         graph.replay()
         assert relative_error(out, decode_reference(q, k, v, scale=0.1)) < 5e-3
+
+
+def test_barriers_under_an_inbox_are_invalidated(monkeypatch):
+    """Four programs an SM whose inboxes lie over the ring's barriers: with these kept, each call gave nan."""
+    from utils.attention.gluon.decode import arrangement, launch
+    from utils.attention.gluon.decode.plan import Plan
+
+    plan = Plan(128, 32, 2, 32, 2, 1, 32, consumers=1, cluster=16, merge="cluster", sent=64, inbox_in_ring=True)
+    assert plan.inbox_bytes > plan.shared_bytes
+    monkeypatch.setattr(arrangement, "cluster_plan", lambda *sizes: plan)
+    monkeypatch.setattr(launch, "ALONE_BYTES", plan.inbox_bytes + plan.inbox_space)
+    q, k, v = (
+        torch.randn(3, h, s, 128, device="cuda", dtype=torch.bfloat16) for h, s in ((16, 33), (8, 512), (8, 512))
+    )
+    call = launch.Launch(q, k, v, True, 0, False, None, cluster=16)
+    expected = decode_reference(q, k, v, scale=0.1)
+    for _ in range(20):
+        assert relative_error(call(q, k, v, 0.1, None, None), expected) < 5e-3
 
 
 @pytest.mark.parametrize("seed", range(12))

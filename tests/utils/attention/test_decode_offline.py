@@ -30,8 +30,8 @@ CASES = {  # arguments of make_plan or cluster_plan, of Case
         dict(causal=True, window=True, lengths=True, batch_block=8, paged=True, clean=True),
     ),
     "a cluster of 8": (dict(head_dim=128, group=4, sq=1, keys=8192, heads=8, parts=8), dict()),
-    "a cluster of 8, 64 rows": (dict(head_dim=128, group=4, sq=16, keys=8192, heads=8, parts=8), dict(causal=True)),
-    "clusters of 2": (dict(head_dim=256, group=4, sq=8, keys=4096, heads=64, parts=2), dict(causal=True)),
+    "a cluster of 8, 64 rows": (dict(head_dim=128, group=4, sq=16, keys=2048, heads=8, parts=8), dict(causal=True)),
+    "clusters of 2, in the ring": (dict(head_dim=256, group=4, sq=8, keys=4096, heads=64, parts=2), dict(causal=True)),
     "fp8": (dict(head_dim=128, group=4, sq=4, fp8=True), dict(causal=True)),
     "fp8, 64 rows": (dict(head_dim=128, group=4, sq=16, fp8=True), dict(causal=True)),
 }
@@ -52,7 +52,8 @@ for name, (plan, case) in json.loads(sys.argv[1]).items():
         wgmma=first.count("wgmma.mma_async", "ptx"), loads=[first.count("cp.async.bulk.tensor", "ptx"), loads],
         warnings=[w for w in first.warnings if "maxnreg" in w or "wgmma" in w],
         hints=[copies, hinted.count(".L2::cache_hint"), first.count(r"cp\.async\.bulk\.tensor\.4d\.shared", "ptx")],
-        sends=first.count("STAS"), inbox=plan.inbox_space, hinted=len(assemble(hinted)) if plan.cluster else 0,
+        sends=first.count("STAS"), inbox=plan.inbox_space, in_ring=plan.inbox_in_ring, barriers=plan.slots + 1,
+        invalidated=first.count("mbarrier.inval", "ptx"), joins=first.count("UCGABAR_ARV"), hinted=len(assemble(hinted)) if plan.cluster else 0,
         begins=first.count("griddepcontrol.launch_dependents", "ptx"), waits=second.count("griddepcontrol.wait", "ptx") if second else 1,
     )
 print("REPORT " + json.dumps(answer))
@@ -91,6 +92,14 @@ def test_the_assembly_is_what_the_plan_says(report, name):
     assert (found["begins"], found["waits"]) == (0 if clusters or CASES[name][0].get("ahead") else 1, 1)
     assert (found["sends"] > 0) == clusters
     assert measured + clusters * found["inbox"] <= 232_448
+
+
+@pytest.mark.parametrize("name", [name for name, (plan, _) in CASES.items() if "keys" in plan])
+def test_no_barrier_is_left_where_an_inbox_takes_the_place_of_the_ring(report, name):
+    found = report[name]
+    assert found["in_ring"] == ("in the ring" in name)  # CASES has both
+    assert found["invalidated"] == (found["barriers"] if found["in_ring"] else 0)
+    assert found["joins"] == 2  # before the inboxes are written, and before the first program ends
 
 
 @pytest.mark.parametrize("name", CASES)

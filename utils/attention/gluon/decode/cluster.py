@@ -2,16 +2,17 @@
 
 With one sequence a call takes ten to twenty microseconds, and what lies before the first byte and behind the last one counts
 as much as the bytes. Here the programs that share a head, 2 to 16 of them, are a thread block cluster: the GPU starts them
-together, and each can write to the others' shared memory. Each program attends to an equal share of the head's blocks, as in
+together, and each can write to the others' shared memory. Each program attends to its share of the head's blocks, as in
 `kernel.py` (up to 32 query rows, keys are the rows of the products) or with query rows as the rows (up to 64). Then it sends
 each other program that one's slice of its unnormalized output, with the maxima and sums of all rows. The stores count the
 bytes they bring on a barrier of the receiver (`st.async`), so a program waits once, for everything, then adds up its slice
 and stores it: no part goes to memory, and no counter is polled.
 
-    grid         (heads of keys, sequences, tiles of queries) clusters; all shares are equal, so nothing is divided
+    grid         (heads of keys, sequences, tiles of queries) clusters; shares of a head differ by a block at most
     ring         tiles of K and V in turn; the first loads are asked for behind a single barrier
-    inbox        for each query row a slice of the output (fp32), a maximum and a sum from each program; a large one takes the
-                 place of the ring, which no program may be reading then
+    inbox        for each query row a slice of the output (fp32), a maximum and a sum from each program; a large one that would
+                 cost tiles takes the place of the ring, which no program may be reading then
+    end          all programs of a cluster leave together: each says when it has what the others sent, and waits for them
 """
 
 from triton.experimental import gluon
@@ -40,7 +41,8 @@ from utils.attention.gluon.shared import (
 
 @gluon.constexpr_function
 def _open_asm(plan):
-    # The launch asks for more shared memory than Triton knows of: at its end are the inbox's barrier and a small inbox.
+    # The launch asks for more shared memory than Triton knows of: at its end are the inbox's barrier and the inbox, unless it is
+    # in the ring.
     # One thread says how many bytes will come.
     tell = "" if plan.inbox_in_ring else "barrier.cluster.arrive.relaxed; "
     return (
@@ -82,6 +84,10 @@ ARRIVED = gl.constexpr(
     "{ .reg .pred p; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$1], 0; @!p bra again; "
     "mov.u32 $0, 0; }"
 )
+# A program that ends gives its shared memory back, while stores of it, or to it, may still be on their way. So none ends before
+# all have what was sent to them; the wait is behind the last work, when the others have long arrived.
+ALL_HAVE = gl.constexpr("barrier.cluster.arrive.relaxed; mov.u32 $0, 0;")
+LEAVE = gl.constexpr("barrier.cluster.wait.acquire; mov.u32 $0, 0;")
 
 
 @gluon.jit
@@ -166,6 +172,7 @@ def add_up(results, inbox, barrier, rank, b, kv_head, tile):
     place = ((b * kv_heads + kv_head) * results.group + in_group) * results.cache.sq + query
     exists = (in_group < results.group) & (query < results.cache.sq) & (d < results.head_dim)
     gl.inline_asm_elementwise(ARRIVED, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(ALL_HAVE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     sums = inbox + 8 * row
     numbers = inbox + PLAN.numbers_at + 4 * i
     top = gl.full([ROWS * WIDTH], MINUS_INF, gl.float32, layout)
@@ -182,6 +189,7 @@ def add_up(results, inbox, barrier, rank, b, kv_head, tile):
     o = o * inverse(total)
     at = place.to(gl.int64) * results.head_dim + d
     gl.store(results.out_ptr + at, o.to(results.out_ptr.dtype.element_ty), mask=exists)
+    gl.inline_asm_elementwise(LEAVE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -332,16 +340,21 @@ def send_part(inbox, barrier, rank, o, m, total, PLAN: gl.constexpr, ROWS: gl.co
 
 
 @gluon.jit
-def store_and_merge(results, start, n, rank, o, m, total):
-    """The merge of the other kernels, by memory and counters: the simulator, which has no clusters, runs this."""
+def store_and_merge(results, start, rank, o, m, total):
+    """The merge by memory and a counter, where the last program merges: the simulator, which has no clusters, runs this."""
     PLAN: gl.constexpr = results.cache.PLAN
+    PARTS: gl.constexpr = PLAN.cluster
     ROWS: gl.constexpr = 1 if PLAN.consumers == 0 else 0
-    heads = results.cache.heads * results.cache.batch
-    program = (start.b * results.cache.heads + start.head) * PLAN.cluster + rank
+    gl.static_assert(PLAN.merge == "last")
+    program = (start.b * results.cache.heads + start.head) * PARTS + rank
     part = 2 * program + (rank == 0).to(gl.int32)
     results.store_sums(part, gl.arange(0, o.shape[ROWS], gl.SliceLayout(1 - ROWS, o.type.layout)), m, total)
     results.store_part(start, part, o, 0, ROWS)
-    results.merge_own(Split(n, n * 0, heads * PLAN.cluster, gl.to_tensor(1)), program)
+    thread_barrier()  # one thread says so for all: without it, another's numbers might not be stored yet
+    if results.arrive(start, True) == PARTS:
+        thread_barrier()  # one thread has seen that: the others may read only behind it
+        results.merge(start.b, start.head, program - rank, PARTS, 0, 1, PLAN.merge_steps)
+        gl.store(results.counter(start), 0)  # for the next launch
 
 
 @gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["lens_ptr", "table_ptr"])
@@ -369,7 +382,7 @@ def attention_decode_cluster(
     PLAN: gl.constexpr,
     CASE: gl.constexpr,
 ):
-    """One program: an equal share of one head's blocks, and a slice of the head's output. Arguments: `attention_decode`'s."""
+    """One program: its share of one head's blocks, and a slice of the head's output. Arguments: `attention_decode`'s."""
     PARTS: gl.constexpr = PLAN.cluster
     SLOTS: gl.constexpr = PLAN.slots
     BLOCK_N: gl.constexpr = PLAN.block_n
@@ -386,8 +399,9 @@ def attention_decode_cluster(
     full = gl.allocate_shared_memory(gl.int64, [SLOTS + 1, 1], mbarrier.MBarrierLayout())
     q_tile = gl.allocate_shared_memory(k_desc.dtype, [1, 1, PLAN.heads, PLAN.queries, BLOCK_D], q_desc.layout)
     blocks = gl.cdiv(sk, BLOCK_N)
-    n = blocks // PARTS
-    first = rank * n
+    split = Split(blocks // PARTS, blocks % PARTS, gl.to_tensor(PARTS), gl.to_tensor(1))
+    first = split.begin(rank)
+    n = split.begin(rank + 1) - first
     for slot in gl.static_range(SLOTS + 1):
         mbarrier.init(full.index(slot), count=1)
     # All expectations before all copies: the compiler puts a barrier between the two, here one for all.
@@ -421,8 +435,13 @@ def attention_decode_cluster(
         # What goes through shared memory by itself comes before the inboxes are open: it may use what becomes one.
         m = gl.convert_layout(m, few)
         total = gl.convert_layout(total, few)
+        if PLAN.inbox_in_ring:
+            # The hardware may write a barrier's word back late, over what was stored in its place: it must know that it is none.
+            thread_barrier()  # all warps have waited for the last tiles
+            for slot in gl.static_range(SLOTS + 1):
+                mbarrier.invalidate(full.index(slot))
         inbox = join(barrier, PLAN)
         send_part(inbox, barrier, rank, o, m, total, PLAN, ROWS)
         add_up(results, inbox, barrier, rank, b, kv_head, tile)
     else:
-        store_and_merge(results, start, n, rank, o, m, total)
+        store_and_merge(results, start, rank, o, m, total)

@@ -39,20 +39,7 @@ from utils.attention.gluon.decode.blocks import (
 from utils.attention.gluon.decode.merge import Results, in_eights, inverse
 from utils.attention.gluon.decode.work import Cache
 from utils.attention.gluon.shared import MINUS_INF, accumulator, thread_barrier
-
-
-@gluon.jit
-def let_second_launch_begin():
-    """Let the next kernel of the stream begin, if it was launched to begin early; it still waits for this one's end."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def wait_for_first_launch():
-    """Wait until the kernel before this one has ended and all it stored can be read."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+from utils.kernels.early_launch import let_next_launch_begin, wait_for_launch_before
 
 
 @gluon.jit
@@ -276,7 +263,7 @@ def attention_decode(
     split = cache.split()
     program = gl.program_id(0)
     if PLAN.early and PLAN.merge == "second":
-        let_second_launch_begin()
+        let_next_launch_begin()
     if program < split.programs:
         attend(results, split, q_desc, k_desc, v_desc, program)
 
@@ -314,7 +301,7 @@ def attention_decode_merge(
     first = split.owner(begin)
     count = split.owner(begin + blocks - 1) - first + 1
     if PLAN.early:
-        wait_for_first_launch()
+        wait_for_launch_before()
     if count > 1:
         b = flat // heads
         results.merge(b, flat - b * heads, first, count, gl.program_id(1), gl.num_programs(1), 1)

@@ -7,16 +7,16 @@ out Triton's search for it.
 
 from __future__ import annotations
 
-import copy
 import math
 
 import torch
 
 from utils.attention.gluon.arguments import addressable, strides_fit, unused
-from utils.attention.gluon.decode.plan import ALONE_BYTES, MERGE_WARPS, Case, arrange, power_of_two
+from utils.attention.gluon.decode.arrangement import arrange
+from utils.attention.gluon.decode.plan import ALONE_BYTES, MERGE_WARPS, Case, power_of_two
+from utils.newest import Newest
 
 LOG2_E = math.log2(math.e)
-KEPT_AT_MOST = 512  # launches
 
 
 def decode(
@@ -86,8 +86,6 @@ def _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales) -> 
     key = q.shape, k.shape, strides, table, q.dtype, k.dtype, q.device, causal, window, seqlens is None, captured
     launch = _LAUNCHES.get(key)
     if launch is None:
-        while len(_LAUNCHES) >= KEPT_AT_MOST:
-            del _LAUNCHES[next(iter(_LAUNCHES))]  # a dict keeps its order: the first key is the oldest
         fp8 = k.dtype == torch.float8_e4m3fn
         launch = Launch(q, k, v, causal, window, seqlens is not None, block_table, fp8=fp8, stateless=captured)
         _LAUNCHES[key] = launch
@@ -97,7 +95,7 @@ def _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales) -> 
     return launch(q, k, v, scale, seqlens, block_table, kv_scales)
 
 
-_LAUNCHES: dict[tuple, Launch] = {}
+_LAUNCHES: Newest[tuple, Launch] = Newest(512)
 _COUNTERS: dict[tuple, torch.Tensor] = {}
 
 
@@ -118,7 +116,7 @@ class Map:
 class Launch:
     """Decode for tensors of given shapes and strides: plan, arguments, and after the first call the compiled kernel.
 
-    choices: `plan.arrange`'s last arguments, which overrule what it finds best, for measurements and the simulator.
+    choices: `arrangement.arrange`'s last arguments, which overrule what it finds best, for measurements and the simulator.
     """
 
     def __init__(
@@ -274,9 +272,9 @@ class Launch:
 
     def _adapt(self, compiled):
         """Return a copy of the first kernel, not yet loaded, with the hint to the L2 and with the inbox of a cluster."""
-        from utils.kernels.l2_hint import with_l2_hint
+        from utils.kernels.l2_hint import not_loaded, with_l2_hint
 
-        compiled = with_l2_hint(compiled) if self.hint else copy.copy(compiled)
+        compiled = with_l2_hint(compiled) if self.hint else not_loaded(compiled)
         if self.plan.merge == "cluster":
             shared = max(-(-compiled.metadata.shared // 16) * 16 + self.plan.inbox_space, ALONE_BYTES)
             compiled.metadata = compiled.metadata._replace(shared=shared)

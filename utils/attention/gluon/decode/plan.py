@@ -1,12 +1,11 @@
-"""Tiles of the decode kernel and what it is compiled for: plain Python, no Triton.
+"""Tiles of the decode kernels and what they are compiled for: plain Python, no Triton.
 
-Chosen on an H200 (docs/decode-log.md). All tile shapes are powers of two; a block has 227 KiB of shared memory.
+`arrangement.py` chooses among them for a call. All tile shapes are powers of two; a block has 227 KiB of shared memory.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 MOST_QUERIES = 64  # new tokens of one call
 MOST_COLUMNS = 32  # query rows of a tile where keys are the rows of the products
@@ -15,30 +14,17 @@ MOST_GROUP = 128  # query heads that share a head of keys
 MOST_SEQUENCES = 4096
 PAGES = (16, 32, 64, 128, 256)  # tokens of a page
 SHARED_BYTES = 232_448
-ALONE_BYTES = (
-    116_736  # with so much shared memory a program has its SM to itself, since two would need more than there is
-)
+# With so much shared memory a program has its SM to itself, since two would need more than there is.
+ALONE_BYTES = 116_736
 MERGE_WARPS = 4  # of a program of the second launch
-MERGE_PROGRAMS = 2048  # of the second launch, about
-TOGETHER_BYTES = 40 << 20  # of keys and values
 ROWS_FROM = 32  # query rows of a head of keys from which `rows.py` is faster
 KEYS_BLOCK = {64: 256, 128: 128, 256: 64}  # keys of a block by head dimension, where keys are the rows
 ROWS_BLOCK = {64: 128, 128: 128, 256: 64}  # where query rows are the rows
 LEVEL_PAGES = 32  # tokens of the largest page with which whole heads are worth being found by the kernel
-TWO_PRODUCERS_BYTES = 160 << 20  # of keys and values in pages, up to which a warp for each loads faster
-FP8_LARGE_COLUMNS = 32  # query rows up to which `quantized_keys.py` is faster for a cache of more than TOGETHER_BYTES
 FP8_ROWS_FROM = 17  # query rows of a head of keys from which `quantized.py` reads an fp8 cache, not `quantized_keys.py`
-LONG_HEADS = 1024  # keys from which whole heads are shared by two programs an SM, where keys are the rows
-TIMED_WIDTH = 128  # head dimension at which the choices of entry 28 were timed; others keep the plain way
-FEW_BLOCKS = {64: 0, 128: 3, 256: 5}  # where a program has fewer of the latter, half as large ones are faster
-# Of keys and values: where it is faster that they leave the L2 first. From half a gigabyte on it is slower.
-HINT_BYTES = 0, -1
 # Clusters of so many programs that run at the same time on 132 SMs if each program has an SM to itself: a cluster lies in
 # one GPC, and seven of the eight have 16 or 18 SMs.
 FITTING_CLUSTERS = {2: 66, 4: 30, 8: 15, 16: 7}
-CLUSTERS: dict[int, int] = {}  # heads of keys, of all sequences, and the programs of a cluster that were timed for them
-CLUSTER_ROWS, CLUSTER_KEYS = 8, 2048  # with more of both, clusters on half of the SMs are slower
-TIMED_SMS = 132
 MERGES = {
     "cluster": "the programs of a head, a thread block cluster, in shared memory (`cluster.py`)",
     "second": "a second launch, which begins while the first runs and waits for its end",
@@ -79,6 +65,7 @@ class Plan:
     ahead: bool = False  # whole heads, each begun before the one before it is stored (`rows_ahead.py`)
     cluster: int = 0  # programs of a head, which merge in shared memory (`cluster.py`); 0: the other kernels
     sent: int = 0  # query rows of the tile that the programs of a cluster send each other: those that exist
+    inbox_in_ring: bool = False  # what they send lies where the tiles were: that costs a wait for the cluster
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (gluon/softmax.py)
 
     @property
@@ -102,13 +89,8 @@ class Plan:
         return self.numbers_at + 4 * self.sent * self.block_d
 
     @property
-    def inbox_in_ring(self) -> bool:
-        """Whether the inbox lies where the tiles were: that costs a wait for the cluster, and a large one costs tiles."""
-        return self.inbox_bytes > 8192
-
-    @property
     def inbox_space(self) -> int:
-        """Bytes of shared memory that a launch adds to Triton's: the inbox's barrier, and a small inbox."""
+        """Bytes of shared memory that a launch adds to Triton's: the inbox's barrier, and the inbox if it has its own place."""
         return 16 if self.inbox_in_ring else 16 + -(-self.inbox_bytes // 16) * 16
 
     @property
@@ -336,32 +318,9 @@ def refuse(group: int, sq: int, batch: int, page: int | None = None, head_dim: i
     return ""
 
 
-def aligned_split(heads: int, blocks: int, programs: int) -> bool:
-    """Whether programs take whole heads, so that nothing is merged: where that costs less than the merge.
-
-    heads: of all sequences. blocks: of each head.
-    """
-    rounds = -(-heads // programs)
-    return rounds * programs <= 1.04 * heads or blocks == 1
-
-
 def block_width(head_dim: int) -> int:
     """The head dimension of a tile: the smallest that there is and that holds this one."""
     return next(d for d in (64, 128, 256) if head_dim <= d)
-
-
-def best_cluster(heads: int, group: int, sq: int, keys: int, head_dim: int, multiprocessors: int) -> int:
-    """Choose the programs of a cluster, 0 for the other kernels: as timed on an H200, with heads of 128.
-
-    heads: of keys, of all sequences. Half of the SMs read as fast as all of them, if each has all of its memory for a ring;
-    with many query rows they do not compute as fast.
-    """
-    parts = CLUSTERS.get(heads, 0)
-    rows = power_of_two(group) * sq
-    if multiprocessors != TIMED_SMS or block_width(head_dim) != TIMED_WIDTH or not parts or rows > 64:
-        return 0
-    slow = 2 * heads * parts <= multiprocessors and rows > CLUSTER_ROWS and keys > CLUSTER_KEYS
-    return 0 if slow or -(-keys // KEYS_BLOCK[TIMED_WIDTH]) % parts else parts
 
 
 def cluster_plan(
@@ -389,6 +348,8 @@ def cluster_plan(
     queries = min(power_of_two(sq), most // group)
     columns = most if consumers else max(group * queries, 8)
     heads *= -(-sq // queries)
+    if merge not in (None, "cluster", "last"):
+        raise ValueError(f"a cluster merges in shared memory, or in the simulator by its last program; not {merge!r}.")
     if heads > FITTING_CLUSTERS.get(parts, 0):
         raise ValueError(f"clusters have 2, 4, 8 or 16 programs and run at once; {heads} of {parts} do not.")
     largest = (ROWS_BLOCK if consumers else KEYS_BLOCK)[block_d]
@@ -396,19 +357,23 @@ def cluster_plan(
         raise ValueError(f"a product has 64 rows at least; with keys as rows a block has as many keys, not {block_n}.")
     for block in (block_n,) if block_n else (largest, largest // 2):
         blocks = -(-keys // block)
-        if blocks % parts:
-            raise ValueError(
-                f"a cluster's programs take equal shares of a head's blocks: {blocks} by {parts} are none."
-            )
+        if blocks < parts:
+            raise ValueError(f"each program of a cluster takes a block at least, and {parts} share {blocks} blocks.")
         plan = Plan(block_d, block, columns // queries, queries, 0, 1, block, consumers=consumers, cluster=parts)
         plan = replace(plan, merge=merge or "cluster", sent=group * queries)
         # Beside the tiles there are barriers, and the sums that reductions exchange.
-        room = SHARED_BYTES - 192 - plan.inbox_space - plan.shared_bytes - (0 if consumers else 32 * columns)
-        share = blocks // parts
-        plan = replace(plan, slots=slots or min(room // (2 * block * block_d) // 2 * 2, 16, 2 * share))
+        room = SHARED_BYTES - 192 - plan.shared_bytes - (0 if consumers else 32 * columns)
+        share = -(-blocks // parts)  # of the programs with the most
+        wanted, tile = slots or min(16, 2 * share), 2 * block * block_d
+        # A large inbox does not cost tiles: it takes their place.
+        in_ring = replace(plan, inbox_in_ring=plan.inbox_bytes > 8192)
+        fit, most_fit = (min((room - p.inbox_space) // tile // 2 * 2, wanted) for p in (plan, in_ring))
+        plan = replace(plan if fit == most_fit else in_ring, slots=most_fit)
+        if slots and plan.slots != slots:
+            raise ValueError(f"{slots} slots of {block} keys do not fit; there is room for {plan.slots}.")
         if plan.slots >= min(6, 2 * share):  # two more blocks on their way beside the one in use
             break
-    if plan.inbox_bytes > plan.shared_bytes:
+    if plan.inbox_in_ring and plan.inbox_bytes > plan.shared_bytes:
         raise ValueError(f"an inbox of {plan.inbox_bytes} bytes does not fit into the place of the tiles.")
     if plan.slots < min(4, 2 * share):
         raise ValueError(f"two blocks of {block} keys do not fit beside the rest of a program's memory.")
@@ -426,177 +391,3 @@ def best_consumers(head_dim: int, group: int, sq: int, page: int | None = None) 
     if rows < ROWS_FROM and not (page and page < block):
         return 0
     return 1 if rows <= 64 and group <= 64 else 2
-
-
-def best_block(head_dim: int, heads: int, seen: int, multiprocessors: int) -> int:
-    """Keys of a block of `rows.py`: half as many where a program has few blocks, so that its ring fills sooner.
-
-    heads: of all sequences. seen: keys of each.
-    """
-    width = block_width(head_dim)
-    block = ROWS_BLOCK[width]
-    few = heads * seen <= FEW_BLOCKS[width] * block * multiprocessors
-    return block // 2 if few else block
-
-
-def two_programs(heads: int, group: int, sq: int, seen: int, head_dim: int, places: int) -> bool:
-    """Whether two programs of an SM are faster than one, or than query rows as rows: where each takes whole long heads.
-
-    heads: of all sequences. seen: keys of each. places: programs that the GPU holds then.
-    """
-    few = power_of_two(group) * sq <= MOST_COLUMNS and block_width(head_dim) <= 128
-    return few and seen >= LONG_HEADS and aligned_split(heads, seen, places)
-
-
-def several_heads(head_dim: int, group: int, sq: int, consumers: int, heads: int, multiprocessors: int) -> bool:
-    """Whether each program of `rows.py` takes two or more whole heads, so that the next one can begin before one ends.
-
-    heads: of keys, of all sequences.
-    """
-    queries = min(power_of_two(sq), 64 * consumers // power_of_two(group))
-    heads *= -(-sq // queries)
-    whole = heads >= 2 * multiprocessors and aligned_split(heads, 2, multiprocessors)
-    return whole and block_width(head_dim) == TIMED_WIDTH
-
-
-def even_programs(heads: int, blocks: int, multiprocessors: int) -> int:
-    """As many programs as share each head evenly, so that none has parts of two; 0 if that wastes more than 5%."""
-    each = multiprocessors // heads
-    return heads * each if heads * each >= 0.95 * multiprocessors and blocks % each == 0 else 0
-
-
-def merge_shape(parts: int, numbers: int) -> dict[str, Any]:
-    """Choose how a thread of the merge works: the plan's `merge_parts`, `merge_width`, `merge_steps`, `merge_warps`.
-
-    parts: of a head, the most there are. numbers: of a head, that one program merges. A thread has about 64 numbers in
-    its registers, so with few parts it takes more neighbours of each.
-    """
-    held = min(max(power_of_two(parts), 2), 32)
-    width = 2 if held == 32 else 4
-    warps = 1 if parts <= 32 else MERGE_WARPS
-    steps = min(power_of_two(-(-numbers * warps // (width * 128))), 64 // (held * width))
-    return {"merge_parts": held, "merge_width": width, "merge_steps": max(steps, 1), "merge_warps": warps}
-
-
-def most_parts(heads: int, blocks: int, programs: int) -> int:
-    """Return the most parts that a head of `blocks` blocks has where `programs` share those of all heads equally."""
-    share, longer = divmod(heads * blocks, programs)
-    if share == 0:
-        return blocks
-    if longer == 0 and blocks % share == 0:
-        return blocks // share
-    return min(blocks, (blocks - 2) // share + 2, programs)
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """How one call is computed: the tile, and how its blocks and the merge of its parts are dealt out."""
-
-    plan: Plan
-    merge_plan: Plan  # of the second launch; the first one's is the same for all numbers of parts
-    programs: int
-    tiles: int  # of queries
-    heads: int  # of keys, of all sequences and tiles of queries
-    aligned: bool  # programs take whole heads
-    merge_pieces: int  # programs of the second launch that share a head's merge
-    hint: bool = False  # what TMA brings is the first to leave the L2 (`kernels/l2_hint.py`)
-
-
-def arrange(
-    batch: int,
-    kv_heads: int,
-    group: int,
-    sq: int,
-    keys: int,
-    head_dim: int,
-    multiprocessors: int,
-    *,
-    window: int = 0,
-    page: int | None = None,
-    lengths: bool = False,
-    fp8: bool = False,
-    programs: int = 0,
-    aligned: bool | None = None,
-    merge: str | None = None,
-    consumers: int | None = None,
-    block_n: int | None = None,
-    hint: bool | None = None,
-    cluster: int | None = None,
-    stateless: bool = False,
-    **choices,
-) -> Arrangement:
-    """Choose how a call is computed; the arguments from `programs` on overrule the choice, for measurements.
-
-    keys: of the longest sequence that the cache has room for; window: 0 for none. cluster: programs of one; 0: the other kernels. stateless: nothing is kept in counters from one launch to the next. choices:
-    `make_plan`'s other ones.
-    """
-    seen = min(keys, sq + window - 1) if window else keys
-    bytes_ = 2 * seen * batch * kv_heads * head_dim * (1 if fp8 else 2)
-    if hint is None:
-        hint = not fp8 and not lengths and HINT_BYTES[0] <= bytes_ <= HINT_BYTES[1]
-    own = programs or aligned is not None or merge or consumers is not None or block_n or choices
-    if cluster is None and not (own or lengths or page or window or fp8):
-        cluster = best_cluster(batch * kv_heads, group, sq, keys, head_dim, multiprocessors)
-    if cluster:
-        if lengths or page or window or fp8:
-            raise ValueError("a cluster takes no lengths, pages, window or fp8 cache: leave `cluster` out.")
-        own_tile = consumers, block_n, choices.get("slots"), merge
-        plan = cluster_plan(head_dim, group, sq, keys, batch * kv_heads, cluster, *own_tile)
-        tiles = -(-sq // plan.queries)
-        heads = batch * kv_heads * tiles
-        return Arrangement(plan, plan, heads * plan.cluster, tiles, heads, False, 1, hint)
-    if not fp8 and not lengths and consumers is None and block_n is None and "per_sm" not in choices:
-        half = KEYS_BLOCK[block_width(head_dim)] // 2
-        if two_programs(batch * kv_heads, group, sq, seen, head_dim, 2 * multiprocessors):
-            consumers, block_n, choices = 0, half, choices | {"per_sm": 2}
-    if fp8 and consumers is None and bytes_ > TOGETHER_BYTES and head_dim == TIMED_WIDTH:
-        consumers = 0 if power_of_two(group) * sq <= FP8_LARGE_COLUMNS else None
-    if page and bytes_ <= TWO_PRODUCERS_BYTES:
-        choices = {"producers": 2} | choices
-    if not fp8:
-        consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
-        if consumers and block_n is None:
-            free = not lengths and not page and not programs and aligned is not False
-            if free and several_heads(head_dim, group, sq, consumers, batch * kv_heads, multiprocessors):
-                choices = {"ahead": True} | choices
-            width = block_width(head_dim)
-            # Beside two tiles of Q and one of the output, small blocks leave more than two slots for K and for V.
-            small = choices.get("ahead", False)
-            block_n = ROWS_BLOCK[width] // 2 if small else best_block(head_dim, batch * kv_heads, seen, multiprocessors)
-    plan = make_plan(head_dim, group, sq, page, block_n=block_n, consumers=consumers, fp8=fp8, **choices)
-    multiprocessors *= plan.per_sm  # from here on, places for programs
-    tiles = -(-sq // plan.queries)
-    heads = batch * kv_heads * tiles
-    blocks = -(-keys // plan.block_n) - (keys - seen) // plan.block_n
-    if aligned is None:
-        aligned = not lengths and aligned_split(heads, blocks, programs or multiprocessors)
-    one_consumer = plan.consumers == 1 and plan.block_d == TIMED_WIDTH and not plan.ahead and not fp8
-    if aligned and one_consumer and "wide" not in choices:
-        plan = replace(plan, wide=True)
-    if plan.ahead and (lengths or not aligned):
-        raise ValueError(
-            "ahead takes whole heads, which the host knows to be balanced: give no lengths, and sizes for which "
-            "`aligned_split` is true, or aligned=True."
-        )
-    even = 0 if lengths or aligned else even_programs(heads, blocks, multiprocessors)
-    programs = programs or even or multiprocessors
-    parts = most_parts(heads, blocks, programs)
-    if merge is None:
-        # Waiting for each other is faster where the time is that of launches, not of bytes; and for long caches, too,
-        # where all programs of a head end at the same time and many rows are merged.
-        small = bytes_ <= TOGETHER_BYTES
-        level = plan.consumers > 0 and programs == even
-        wait = not lengths and not aligned and not stateless and parts <= 32 and (small or level)
-        merge = "together" if wait else "second"
-    numbers = group * min(sq, plan.queries) * plan.block_d
-    own = 1 if merge == "last" else parts  # programs that merge a head
-    plan = replace(plan, merge=merge)
-    merge_plan = replace(plan, **merge_shape(parts, -(-numbers // own)))
-    # A program of the second launch adds up a piece at a time; few heads have enough programs for all their pieces.
-    pieces = -(-numbers // (32 * merge_plan.merge_width * MERGE_WARPS // merge_plan.merge_warps))
-    pieces = min(pieces, -(-MERGE_PROGRAMS // heads))
-    if merge != "second":
-        plan = merge_plan
-    elif aligned:
-        merge_plan = plan
-    return Arrangement(plan, merge_plan, programs, tiles, heads, aligned, pieces, hint)

@@ -18,11 +18,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
-from utils.attention.gluon.decode.kernel import SIZES, let_second_launch_begin
+from utils.attention.gluon.decode.kernel import SIZES
 from utils.attention.gluon.decode.merge import Results, in_eights
 from utils.attention.gluon.decode.rows import Share, consumer, producer
 from utils.attention.gluon.decode.work import Cache
 from utils.attention.gluon.pipeline import Ring, allocate_ring
+from utils.kernels.early_launch import let_next_launch_begin
 
 # Four numbers of e4m3 in one register become four of fp16 in two, exactly.
 CONVERT = gl.constexpr(
@@ -131,7 +132,7 @@ def attention_decode_fp8(
     split = cache.split()
     program = gl.program_id(0)
     if PLAN.early and PLAN.merge == "second":
-        let_second_launch_begin()
+        let_next_launch_begin()
     if program < split.programs:
         attend_fp8(results, split, q_desc, k_desc, v_desc, scales_ptr, program)
         results.merge_own(split, program)

@@ -31,11 +31,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from utils.attention.gluon.decode.blocks import clear_keys, load_block, load_queries, mask_block, page_numbers
-from utils.attention.gluon.decode.kernel import SIZES, let_second_launch_begin, softmax, thread_sums
+from utils.attention.gluon.decode.kernel import SIZES, softmax, thread_sums
 from utils.attention.gluon.decode.merge import Results, in_eights, inverse
 from utils.attention.gluon.decode.quantized import CONVERT
 from utils.attention.gluon.decode.work import Cache
 from utils.attention.gluon.shared import MINUS_INF, accumulator, thread_barrier
+from utils.kernels.early_launch import let_next_launch_begin
 
 
 @gluon.constexpr_function
@@ -294,6 +295,6 @@ def attention_decode_fp8_keys(
     split = cache.split()
     program = gl.program_id(0)
     if PLAN.early and PLAN.merge == "second":
-        let_second_launch_begin()
+        let_next_launch_begin()
     if program < split.programs:
         attend_keys(results, split, q_desc, k_desc, v_desc, scales_ptr, program)

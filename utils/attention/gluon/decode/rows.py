@@ -31,13 +31,14 @@ from utils.attention.gluon.decode.blocks import (
     mask_block,
     page_numbers,
 )
-from utils.attention.gluon.decode.kernel import SIZES, let_second_launch_begin
+from utils.attention.gluon.decode.kernel import SIZES
 from utils.attention.gluon.decode.merge import Results, in_eights, inverse
 from utils.attention.gluon.decode.work import Cache, Cursor
 from utils.attention.gluon.pipeline import Ring, allocate_ring
 from utils.attention.gluon.shared import accumulator, aggregate, thread_barrier, wait_products
 from utils.attention.gluon.softmax import spread
 from utils.attention.gluon.step5_overlapped import first_block, start_output, step
+from utils.kernels.early_launch import let_next_launch_begin
 
 
 @aggregate
@@ -394,7 +395,7 @@ def attention_decode_rows(
     split = cache.split()
     program = gl.program_id(0)
     if PLAN.early and PLAN.merge == "second":
-        let_second_launch_begin()
+        let_next_launch_begin()
     if program < split.programs:
         attend_rows(results, split, q_desc, k_desc, v_desc, program)
         # Behind the roles' last stores: the first role's warps go on when all roles have ended.

@@ -95,7 +95,7 @@ class Cache:
     def split_level(self, total, most, programs):
         """Number of grains and blocks of a grain, for lengths that only the kernel knows; most: blocks of the longest.
 
-        Where all sequences have as many blocks and whole heads are balanced, by the rule of `plan.aligned_split`, a grain
+        Where all sequences have as many blocks and whole heads are balanced, by the rule of `arrangement.aligned_split`, a grain
         is a head, and nothing is merged. Otherwise it is a block.
         """
         heads = self.heads * self.batch

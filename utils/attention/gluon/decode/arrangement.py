@@ -1,0 +1,239 @@
+"""How one call is computed: the rule that chooses the kernel, its tile, and who takes which share of the blocks.
+
+Plain Python, no Triton. What was timed on an H200, and at which sizes, says docs/decode-log.md; between these sizes the rule
+takes what the nearest ones take, and other GPUs get the plain way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from utils.attention.gluon.decode.plan import (
+    KEYS_BLOCK,
+    MERGE_WARPS,
+    MOST_COLUMNS,
+    ROWS_BLOCK,
+    Plan,
+    best_consumers,
+    block_width,
+    cluster_plan,
+    make_plan,
+    power_of_two,
+)
+
+MERGE_PROGRAMS = 2048  # of the second launch, about
+TOGETHER_BYTES = 40 << 20  # of keys and values
+TWO_PRODUCERS_BYTES = 160 << 20  # of keys and values in pages, up to which a warp for each loads faster
+FP8_LARGE_COLUMNS = 32  # query rows up to which `quantized_keys.py` is faster for a cache of more than TOGETHER_BYTES
+LONG_HEADS = 1024  # keys from which whole heads are shared by two programs an SM, where keys are the rows
+TIMED_WIDTH = 128  # head dimension at which the choices of entry 28 were timed; others keep the plain way
+FEW_BLOCKS = {64: 0, 128: 3, 256: 5}  # where a program has fewer of the latter, half as large ones are faster
+# Of keys and values: where it is faster that they leave the L2 first, by up to 2 us. With 4 to 12 MB it gains 0.3 us at most, with
+# 268 MB nothing, and from half a gigabyte on it is slower.
+HINT_BYTES = 16 << 20, 192 << 20
+# Heads of keys, of all sequences, and the programs of a cluster that were timed for them (entries 34 and 35).
+CLUSTERS = {4: 16, 8: 8, 16: 4, 32: 2, 64: 2}
+TIMED_SMS = 132
+
+
+def aligned_split(heads: int, blocks: int, programs: int) -> bool:
+    """Whether programs take whole heads, so that nothing is merged: where that costs less than the merge.
+
+    heads: of all sequences. blocks: of each head.
+    """
+    rounds = -(-heads // programs)
+    return rounds * programs <= 1.04 * heads or blocks == 1
+
+
+def best_cluster(heads: int, group: int, sq: int, keys: int, head_dim: int, multiprocessors: int) -> int:
+    """Choose the programs of a cluster, 0 for the other kernels: as timed on an H200, with heads of 128.
+
+    heads: of keys, of all sequences. Half of the SMs read as fast as all of them, if each has all of its memory for a ring;
+    with many query rows, or with two programs a head, they do so only for short caches.
+    """
+    parts = CLUSTERS.get(heads, 0)
+    rows = power_of_two(group) * sq
+    blocks = -(-keys // KEYS_BLOCK[TIMED_WIDTH])
+    if multiprocessors != TIMED_SMS or block_width(head_dim) != TIMED_WIDTH or rows > 64 or blocks < parts or not parts:
+        return 0
+    if 2 * heads * parts <= multiprocessors:
+        longest = -(-blocks // parts)  # share of a program
+        if (longest > 8 and (rows > 8 or parts == 2)) or (longest > 4 and rows > 16):
+            return 0
+    return parts
+
+
+def best_block(head_dim: int, heads: int, seen: int, multiprocessors: int) -> int:
+    """Keys of a block of `rows.py`: half as many where a program has few blocks, so that its ring fills sooner.
+
+    heads: of all sequences. seen: keys of each.
+    """
+    width = block_width(head_dim)
+    block = ROWS_BLOCK[width]
+    few = heads * seen <= FEW_BLOCKS[width] * block * multiprocessors
+    return block // 2 if few else block
+
+
+def two_programs(heads: int, group: int, sq: int, seen: int, head_dim: int, places: int) -> bool:
+    """Whether two programs of an SM are faster than one, or than query rows as rows: where each takes whole long heads.
+
+    heads: of all sequences. seen: keys of each. places: programs that the GPU holds then.
+    """
+    few = power_of_two(group) * sq <= MOST_COLUMNS and block_width(head_dim) <= 128
+    return few and seen >= LONG_HEADS and aligned_split(heads, seen, places)
+
+
+def several_heads(head_dim: int, group: int, sq: int, consumers: int, heads: int, multiprocessors: int) -> bool:
+    """Whether each program of `rows.py` takes two or more whole heads, so that the next one can begin before one ends.
+
+    heads: of keys, of all sequences.
+    """
+    queries = min(power_of_two(sq), 64 * consumers // power_of_two(group))
+    heads *= -(-sq // queries)
+    whole = heads >= 2 * multiprocessors and aligned_split(heads, 2, multiprocessors)
+    return whole and block_width(head_dim) == TIMED_WIDTH
+
+
+def even_programs(heads: int, blocks: int, multiprocessors: int) -> int:
+    """As many programs as share each head evenly, so that none has parts of two; 0 if that wastes more than 5%."""
+    each = multiprocessors // heads
+    return heads * each if heads * each >= 0.95 * multiprocessors and blocks % each == 0 else 0
+
+
+def merge_shape(parts: int, numbers: int) -> dict[str, Any]:
+    """Choose how a thread of the merge works: the plan's `merge_parts`, `merge_width`, `merge_steps`, `merge_warps`.
+
+    parts: of a head, the most there are. numbers: of a head, that one program merges. A thread has about 64 numbers in
+    its registers, so with few parts it takes more neighbours of each.
+    """
+    held = min(max(power_of_two(parts), 2), 32)
+    width = 2 if held == 32 else 4
+    warps = 1 if parts <= 32 else MERGE_WARPS
+    steps = min(power_of_two(-(-numbers * warps // (width * 128))), 64 // (held * width))
+    return {"merge_parts": held, "merge_width": width, "merge_steps": max(steps, 1), "merge_warps": warps}
+
+
+def most_parts(heads: int, blocks: int, programs: int) -> int:
+    """Return the most parts that a head of `blocks` blocks has where `programs` share those of all heads equally."""
+    share, longer = divmod(heads * blocks, programs)
+    if share == 0:
+        return blocks
+    if longer == 0 and blocks % share == 0:
+        return blocks // share
+    return min(blocks, (blocks - 2) // share + 2, programs)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How one call is computed: the tile, and how its blocks and the merge of its parts are dealt out."""
+
+    plan: Plan
+    merge_plan: Plan  # of the second launch; the first one's is the same for all numbers of parts
+    programs: int
+    tiles: int  # of queries
+    heads: int  # of keys, of all sequences and tiles of queries
+    aligned: bool  # programs take whole heads
+    merge_pieces: int  # programs of the second launch that share a head's merge
+    hint: bool = False  # what TMA brings is the first to leave the L2 (`kernels/l2_hint.py`)
+
+
+def arrange(
+    batch: int,
+    kv_heads: int,
+    group: int,
+    sq: int,
+    keys: int,
+    head_dim: int,
+    multiprocessors: int,
+    *,
+    window: int = 0,
+    page: int | None = None,
+    lengths: bool = False,
+    fp8: bool = False,
+    programs: int = 0,
+    aligned: bool | None = None,
+    merge: str | None = None,
+    consumers: int | None = None,
+    block_n: int | None = None,
+    hint: bool | None = None,
+    cluster: int | None = None,
+    stateless: bool = False,
+    **choices,
+) -> Arrangement:
+    """Choose how a call is computed; the arguments from `programs` on overrule the choice, for measurements.
+
+    keys: of the longest sequence that the cache has room for; window: 0 for none. cluster: programs of one; 0: the other
+    kernels. stateless: nothing is kept in counters from one launch to the next. choices: `make_plan`'s other ones.
+    """
+    seen = min(keys, sq + window - 1) if window else keys
+    bytes_ = 2 * seen * batch * kv_heads * head_dim * (1 if fp8 else 2)
+    plain = not (lengths or page or window or fp8)
+    if hint is None:
+        hint = plain and HINT_BYTES[0] <= bytes_ <= HINT_BYTES[1]
+    own = programs or aligned is not None or merge or consumers is not None or block_n or choices
+    if cluster is None and plain and not own:
+        cluster = best_cluster(batch * kv_heads, group, sq, keys, head_dim, multiprocessors)
+    if cluster:
+        if not plain:
+            raise ValueError("a cluster takes no lengths, pages, window or fp8 cache: leave `cluster` out.")
+        own_tile = consumers, block_n, choices.get("slots"), merge
+        plan = cluster_plan(head_dim, group, sq, keys, batch * kv_heads, cluster, *own_tile)
+        tiles = -(-sq // plan.queries)
+        heads = batch * kv_heads * tiles
+        return Arrangement(plan, plan, heads * plan.cluster, tiles, heads, False, 1, hint)
+    if not fp8 and not lengths and consumers is None and block_n is None and "per_sm" not in choices:
+        half = KEYS_BLOCK[block_width(head_dim)] // 2
+        if two_programs(batch * kv_heads, group, sq, seen, head_dim, 2 * multiprocessors):
+            consumers, block_n, choices = 0, half, choices | {"per_sm": 2}
+    if fp8 and consumers is None and bytes_ > TOGETHER_BYTES and head_dim == TIMED_WIDTH:
+        consumers = 0 if power_of_two(group) * sq <= FP8_LARGE_COLUMNS else None
+    if page and bytes_ <= TWO_PRODUCERS_BYTES:
+        choices = {"producers": 2} | choices
+    if not fp8:
+        consumers = best_consumers(head_dim, group, sq, page) if consumers is None else consumers
+        if consumers and block_n is None:
+            free = not lengths and not page and not programs and aligned is not False
+            if free and several_heads(head_dim, group, sq, consumers, batch * kv_heads, multiprocessors):
+                choices = {"ahead": True} | choices
+            width = block_width(head_dim)
+            # Beside two tiles of Q and one of the output, small blocks leave more than two slots for K and for V.
+            small = choices.get("ahead", False)
+            block_n = ROWS_BLOCK[width] // 2 if small else best_block(head_dim, batch * kv_heads, seen, multiprocessors)
+    plan = make_plan(head_dim, group, sq, page, block_n=block_n, consumers=consumers, fp8=fp8, **choices)
+    multiprocessors *= plan.per_sm  # from here on, places for programs
+    tiles = -(-sq // plan.queries)
+    heads = batch * kv_heads * tiles
+    blocks = -(-keys // plan.block_n) - (keys - seen) // plan.block_n
+    if aligned is None:
+        aligned = not lengths and aligned_split(heads, blocks, programs or multiprocessors)
+    one_consumer = plan.consumers == 1 and plan.block_d == TIMED_WIDTH and not plan.ahead and not fp8
+    if aligned and one_consumer and "wide" not in choices:
+        plan = replace(plan, wide=True)
+    if plan.ahead and (lengths or not aligned):
+        raise ValueError(
+            "ahead takes whole heads, which the host knows to be balanced: give no lengths, and sizes for which "
+            "`aligned_split` is true, or aligned=True."
+        )
+    even = 0 if lengths or aligned else even_programs(heads, blocks, multiprocessors)
+    programs = programs or even or multiprocessors
+    parts = most_parts(heads, blocks, programs)
+    if merge is None:
+        # Waiting for each other is faster where the time is that of launches, not of bytes; and for long caches, too,
+        # where all programs of a head end at the same time and many rows are merged.
+        small = bytes_ <= TOGETHER_BYTES
+        level = plan.consumers > 0 and programs == even
+        wait = not lengths and not aligned and not stateless and parts <= 32 and (small or level)
+        merge = "together" if wait else "second"
+    numbers = group * min(sq, plan.queries) * plan.block_d
+    own = 1 if merge == "last" else parts  # programs that merge a head
+    plan = replace(plan, merge=merge)
+    merge_plan = replace(plan, **merge_shape(parts, -(-numbers // own)))
+    # A program of the second launch adds up a piece at a time; few heads have enough programs for all their pieces.
+    pieces = -(-numbers // (32 * merge_plan.merge_width * MERGE_WARPS // merge_plan.merge_warps))
+    pieces = min(pieces, -(-MERGE_PROGRAMS // heads))
+    if merge != "second":
+        plan = merge_plan
+    elif aligned:
+        merge_plan = plan
+    return Arrangement(plan, merge_plan, programs, tiles, heads, aligned, pieces, hint)
