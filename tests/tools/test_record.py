@@ -1,6 +1,8 @@
 """Recorded files: one row a line, saved after each row, and true about whether the run came to its end."""
 
 import json
+import re
+import subprocess
 
 import pytest
 
@@ -91,3 +93,23 @@ def test_the_forward_kernels_shapes_are_drawn_by_seed():
         "smallest": 0.5,
         "under_0.95": 1,
     }
+
+
+def test_the_commits_of_the_records_are_in_the_history():
+    """A reader who checks out a record's commit gets the code that was measured."""
+
+    def git(*words: str) -> subprocess.CompletedProcess:
+        return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=False)
+
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("the history is not here: this is an installed copy or a shallow clone")
+    named = {
+        (path.name, commit)
+        for path in (ROOT / "assets" / "results").rglob("*.json")
+        for commit in re.findall(r'"commit": "([0-9a-f]+)"', path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 40
+    missing = {
+        (name, commit) for name, commit in named if git("merge-base", "--is-ancestor", commit, "HEAD").returncode
+    }
+    assert not missing

@@ -34,6 +34,8 @@ _MIN_COPY = 4  # times the last-level cache
 _ROUNDS, _WARMUP, _ITERATIONS = 8, 1, 4
 _SETTLED = 0.02  # stop after a round that raised no roof by more than this share
 _BUDGET_MS = 3000.0  # stop after this much timed work
+_SMALL_SIDE = 256  # of the products that say whether a CPU has a kernel for a dtype
+_NO_KERNEL = 4  # times as long as fp32 means that it has none
 _BUSY = 0.2  # share of the CPU that other processes may use before a measured roof says so
 _RETRIES = 2  # how often a roof is measured again because a point stands above it
 
@@ -107,7 +109,8 @@ def measure_roofs(device: torch.device | str | None = None, dtypes: Iterable | N
     in rounds, so that a short disturbance does not hit all samples of one of them, until a round raises nothing any more.
 
     On a CPU the bf16 roof is at least the fp32 roof: a kernel may convert bf16 to fp32 and multiply there, which is faster on
-    a CPU without bf16 instructions.
+    a CPU without bf16 instructions. Where torch has no bf16 kernel for the CPU at all, as without AVX-512 on x86, one product
+    of this size would take a minute, so that bf16 is not timed and its roof is that of fp32.
 
     Args:
         device: "cpu" or "cuda"; by default the GPU if there is one.
@@ -118,7 +121,8 @@ def measure_roofs(device: torch.device | str | None = None, dtypes: Iterable | N
     names = _check_dtypes(target, dtypes)
     side = _SIDE[target.type]
     copy_bytes = _copy_bytes(target)
-    calls = {name: _product(target, name, side) for name in names}
+    timed = _timed_dtypes(target, names)
+    calls = {name: _product(target, name, side) for name in timed}
     calls["copy"] = _copy(target, copy_bytes)
 
     others = psutil.cpu_percent(interval=0.2) / 100  # while this process waits, all of it is other processes'
@@ -144,9 +148,10 @@ def measure_roofs(device: torch.device | str | None = None, dtypes: Iterable | N
         machine = f"{cpu_model()}, {threads} thread{'s' if threads > 1 else ''}"
     else:
         machine = torch.cuda.get_device_name(target)
-    tflops = {name: 2 * side**3 / best_ms[name] / 1e9 for name in names}
-    if target.type == "cpu" and {"fp32", "bf16"} <= set(tflops):
-        tflops["bf16"] = max(tflops["bf16"], tflops["fp32"])
+    reached = {name: 2 * side**3 / best_ms[name] / 1e9 for name in timed}
+    if target.type == "cpu" and "bf16" in names:
+        reached["bf16"] = max(reached.get("bf16", 0.0), reached["fp32"])
+    tflops = {name: reached[name] for name in names}
     spread = max(max(times) / min(times) - 1 for times in rounds.values())
     return Roofs(
         name=machine,
@@ -154,10 +159,22 @@ def measure_roofs(device: torch.device | str | None = None, dtypes: Iterable | N
         tflops=tflops,
         memory_bandwidth_tb_s=2 * copy_bytes / best_ms["copy"] / 1e9,
         detail=f"best of repeats: torch.mm of {side} x {side} matrices, copy of {copy_bytes / 1e6:.0f} MB "
-        f"(read + written), torch {torch.__version__}; {len(rounds['copy'])} rounds, {spread:.0%} apart",
+        f"(read + written), torch {torch.__version__}; {len(rounds['copy'])} rounds, {spread:.0%} apart"
+        + ("" if set(names) <= set(timed) else "; bf16 as fp32, since torch has no bf16 kernel for this CPU"),
         spread=spread,
         others=others,
     )
+
+
+def _timed_dtypes(device: torch.device, names: list[str]) -> list[str]:
+    """Return the dtypes whose products are timed: on a CPU fp32 beside bf16, and bf16 only if it has a kernel there."""
+    if device.type != "cpu" or "bf16" not in names:
+        return names
+    small_ms = {
+        name: measure(_product(device, name, _SMALL_SIDE), warmup=1, iterations=2, device=device).min_ms
+        for name in ("fp32", "bf16")
+    }
+    return ["fp32", "bf16"] if small_ms["bf16"] < _NO_KERNEL * small_ms["fp32"] else ["fp32"]
 
 
 _machine_roofs: dict[tuple, Roofs] = {}

@@ -148,6 +148,26 @@ def test_the_best_sample_counts_with_all_its_flops_and_bytes(monkeypatch):
     assert calls == ["mm", "copy_"]
 
 
+@pytest.mark.parametrize("asked", [["bf16"], ["bf16", "fp32"], None])
+def test_bf16_without_a_kernel_for_it_is_not_timed_and_counts_as_fp32(monkeypatch, asked):
+    """As on an x86 CPU without AVX-512, where one bf16 product of side 2048 takes from ten seconds to a minute."""
+    timed = []
+
+    def slow_bf16(call, *, warmup, iterations, device, max_seconds=None):
+        side, dtype = len(call.args[0]), call.args[0].dtype
+        timed.append((call.func.__name__, side, dtype))
+        least = side**3 / 2048**3 * (100.0 if dtype == torch.float32 else 20000.0)
+        return SimpleNamespace(min_ms=least, median_ms=least)
+
+    monkeypatch.setattr(roofs, "measure", slow_bf16)
+    monkeypatch.setattr(roofs, "_copy_bytes", lambda device: 256_000_000)
+    measured = measure_roofs("cpu", asked)
+    assert list(measured.tflops) == (asked or ["fp32", "bf16"])
+    assert measured.tflops["bf16"] == pytest.approx(2 * 2048**3 / 0.1 / 1e12)
+    assert [side for name, side, dtype in timed if name == "mm" and dtype == torch.bfloat16] == [256]
+    assert measured.detail.endswith("bf16 as fp32, since torch has no bf16 kernel for this CPU")
+
+
 @pytest.mark.parametrize(
     ("dtypes", "message"),
     [
