@@ -170,11 +170,18 @@ def _timed_dtypes(device: torch.device, names: list[str]) -> list[str]:
     """Return the dtypes whose products are timed: on a CPU fp32 beside bf16, and bf16 only if it has a kernel there."""
     if device.type != "cpu" or "bf16" not in names:
         return names
-    small_ms = {
-        name: measure(_product(device, name, _SMALL_SIDE), warmup=1, iterations=2, device=device).min_ms
-        for name in ("fp32", "bf16")
-    }
-    return ["fp32", "bf16"] if small_ms["bf16"] < _NO_KERNEL * small_ms["fp32"] else ["fp32"]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine two threads wait for each other many times longer than they multiply
+    try:
+        small_ms = {
+            name: measure(_product(device, name, _SMALL_SIDE), warmup=2, iterations=8, device=device).min_ms
+            for name in ("fp32", "bf16")
+        }
+    finally:
+        torch.set_num_threads(threads)
+    expected_ms = small_ms["bf16"] * (_SIDE["cpu"] / _SMALL_SIDE) ** 3 / threads
+    has_kernel = small_ms["bf16"] < _NO_KERNEL * small_ms["fp32"] and expected_ms < _BUDGET_MS
+    return ["fp32", "bf16"] if has_kernel else ["fp32"]
 
 
 _machine_roofs: dict[tuple, Roofs] = {}
