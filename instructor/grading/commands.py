@@ -182,6 +182,9 @@ def _bar(title: str, total: int):
     from contextlib import contextmanager
 
     from rich import progress as parts
+    from rich.markup import escape
+
+    from instructor.grading.submission.harmless import for_terminal
 
     columns = (
         parts.TextColumn("{task.description}"),
@@ -197,7 +200,9 @@ def _bar(title: str, total: int):
     def bar():
         with parts.Progress(*columns) as progress:
             task = progress.add_task(title, total=total, student="warming up")
-            yield lambda student, done, total: progress.update(task, completed=done, student=student)
+            yield lambda student, done, total: progress.update(
+                task, completed=done, student=escape(for_terminal(student, 60))
+            )
 
     return bar()
 
