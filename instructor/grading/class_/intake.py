@@ -27,7 +27,9 @@ MAX_NAME = 120  # characters of a student's name
 MAX_NAME_BYTES = 180  # of it as UTF-8; a file system allows 255, and names of records and parts are longer
 MAX_FOLDER = 200  # bytes of the name of a folder in submitted/
 MAX_METADATA = 8 << 20  # bytes of Gradescope's list of names
-_UNSAFE = re.compile(r"[/\\:*?\"<>|\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")  # in names of folders
+_UNSAFE = re.compile(
+    r"[/\\:*?\"<>|\[\]\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)  # in names of folders
 
 
 class IntakeError(ValueError):
@@ -307,9 +309,11 @@ def _why_unusable(folder: str) -> str:
         size = len(folder.encode())
     except UnicodeEncodeError:  # as some programs unpack a zip; neither the gradebook nor a table could hold it
         return "the folder's name is not UTF-8: rename the folder"
-    return (
-        f"the folder's name has {size} bytes, at most {MAX_FOLDER} can be used: rename it" if size > MAX_FOLDER else ""
-    )
+    if found := re.search(r"[*?\[\]\x00-\x1f\x7f-\x9f]", folder):  # nbgrader looks for pages by a pattern
+        return f"nbgrader cannot use the {found[0]!r} in the folder's name: rename the folder"
+    if size > MAX_FOLDER:
+        return f"the folder's name has {size} bytes, at most {MAX_FOLDER} can be used: rename the folder"
+    return ""
 
 
 def without_submission(root: Path, lab: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ import base64
 import binascii
 import hashlib
 import re
+from collections.abc import Collection
 
 # Characters of prose that are shown, of one cell and of a notebook. nbconvert takes quadratic time for some texts, such as
 # `\\begin{a}` again and again: a second for a cell of this length.
@@ -26,6 +27,7 @@ _MACRO = re.compile(
     r"\\(href|url|cssId|class|style|require|html\w*|data|bbox|Newextarrow|enclose|mmlToken)(?![A-Za-z])"
 )
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\u2028\u2029]")
+_PASTED = re.compile(r"attachment\\?:([\w.%()-]*)", flags=re.IGNORECASE)
 PICTURES = ("image/png", "image/jpeg", "image/gif")
 
 
@@ -82,6 +84,11 @@ def harmless_attachments(attachments: object, room: int = MAX_PICTURES) -> tuple
             elif pictures:
                 left_out += 1
     return kept, left_out
+
+
+def without_lost_pictures(text: str, pictures: Collection[str]) -> str:
+    """Markdown that refers to no pasted picture but these: nbconvert makes no page at all where one is missing."""
+    return _PASTED.sub(lambda found: found[0] if found[1] in pictures else f"attachment {found[1]}", text)
 
 
 def for_terminal(text: object, most: int = 300) -> str:

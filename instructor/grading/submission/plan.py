@@ -24,6 +24,7 @@ from instructor.grading.submission.harmless import (
     MAX_PROSE,
     harmless_attachments,
     harmless_markdown,
+    without_lost_pictures,
 )
 from instructor.grading.wire.channel import without_surrogates
 from instructor.names import FILE_CELL, bound_names, is_too_much, names_taken, python_of, used_names
@@ -113,8 +114,11 @@ def read_notebook(text: str | bytes) -> NotebookNode:
                 _make_plain(cell)
         old = raw.get("nbformat", 0) < 4  # its sources are lists of lines, which `convert` alone does not take
         notebook = nbformat.reads(json.dumps(raw), as_version=4) if old else nbformat.from_dict(raw)
-    except Exception as error:  # nbformat's converters raise whatever a broken file leads them to
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError, nbformat.ValidationError) as error:
         raise Unreadable(f"The submitted file is no notebook: {str(error)[:200]}") from None
+    except Exception as error:  # nbformat's converters raise whatever a broken file leads them to
+        why = f"its format cannot be converted ({type(error).__name__})"
+        raise Unreadable(f"The submitted file is no notebook: {why}.") from None
     cells = notebook.get("cells")
     if not isinstance(cells, list) or not cells:
         raise Unreadable("The submitted notebook has no cells.")
@@ -198,6 +202,7 @@ def make_plan(
             if pictures:
                 node["attachments"] = pictures
                 room_for_pictures -= sum(len(data) for kinds in pictures.values() for data in kinds.values())
+            node.source = without_lost_pictures(node.source, pictures)
             if left_out:
                 most = MAX_PICTURES / 1e6
                 node.source += f"\n\n(Pictures are left out here: those of a notebook may have {most:.0f} MB together.)"

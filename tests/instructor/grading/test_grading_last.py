@@ -43,6 +43,28 @@ def test_an_odd_file_is_read_and_its_notebook_can_be_written(suite_lab, needs, n
     assert {s.name: s.source for s in plan.steps if s.answer and s.kind == "student"}.items() <= answers.items()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "![x](attachment:gone.png)",
+        "![x](attachment\\:gone.png)",
+        "![x][y]\n\n[y]: attachment:gone.png",
+        "![x](attachment:)",
+        "![x](<attachment:a b.png>)",
+    ],
+)
+def test_a_picture_that_is_missing_stops_no_page(suite_lab, needs, text):
+    """Nbconvert makes no page of such a notebook, and `labs feedback` ended without any student's."""
+    from nbconvert import HTMLExporter
+
+    notebook = nbformat.reads(answered_notebook(suite_lab), as_version=4)
+    notebook.cells = [nbformat.v4.new_markdown_cell(text)]
+    plan = make_plan(suite_lab.instructor, suite_lab.student, nbformat.writes(notebook, version=4), needs)
+    plan.notebook.cells = [cell for cell in plan.notebook.cells if "gone" in cell.source or "attachment" in cell.source]
+    assert plan.notebook.cells
+    HTMLExporter().from_notebook_node(plan.notebook)
+
+
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_a_file_that_nbformat_cannot_convert_is_refused_in_words(suite_lab, needs, name):
     text = changed(answered_notebook(suite_lab), UNREADABLE[name])
@@ -98,7 +120,7 @@ def test_the_last_result_has_its_name_in_the_next_cell():
 
 
 def test_a_folder_whose_name_nothing_can_hold_is_named_and_stops_nobody(tmp_path):
-    for name in (b"ada", b"\xff\xfebob", b"e" * 245):
+    for name in (b"ada", b"\xff\xfebob", b"e" * 245, b"[a-c]da", b"two\nlines"):
         folder = bytes(tmp_path) + b"/submitted/" + name + b"/lab1"
         (tmp_path / "submitted").mkdir(exist_ok=True)
 
@@ -108,7 +130,7 @@ def test_a_folder_whose_name_nothing_can_hold_is_named_and_stops_nobody(tmp_path
     (tmp_path / "submitted" / "carl" / "lab1" / "lab1.ipynb").mkdir(parents=True)  # a folder of that name
     assert [s.student for s in submissions(tmp_path, "lab1")] == ["ada"]
     missing = without_submission(tmp_path, "lab1")
-    assert set(missing) == {"??bob", "e" * 245, "carl"} and "not UTF-8" in missing["??bob"]
+    assert set(missing) == {"??bob", "e" * 245, "carl", "[a-c]da", "two\nlines"} and "not UTF-8" in missing["??bob"]
     json.dumps(missing).encode()
     with pytest.raises(IntakeError, match="no submission of"):
         submissions(tmp_path, "lab1", ["e" * 245])
