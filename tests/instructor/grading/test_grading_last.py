@@ -153,7 +153,8 @@ def test_an_odd_file_gets_its_points(suite_lab, full_points, name):
 def test_a_product_by_an_operator_below_gets_nothing(suite_lab, name):
     result = grade_notebook(suite_lab, answered_notebook(suite_lab, forbidden_answers(name)), timeout=TIMEOUT)
     assert result.score == 0
-    assert "may not use" in result.cells["q1_1_tests"].message, result.cells["q1_1_tests"]
+    # The profiler sees what runs inside of an operator, and the record does not: such an answer is flagged as well.
+    assert "may not use" in result.cells["q1_1_tests"].message or "q1_1" in {flag.question for flag in result.flags}
 
 
 @pytest.mark.slow
