@@ -182,6 +182,9 @@ def _bar(title: str, total: int):
     from contextlib import contextmanager
 
     from rich import progress as parts
+    from rich.markup import escape
+
+    from instructor.grading.submission.harmless import for_terminal
 
     columns = (
         parts.TextColumn("{task.description}"),
@@ -197,7 +200,9 @@ def _bar(title: str, total: int):
     def bar():
         with parts.Progress(*columns) as progress:
             task = progress.add_task(title, total=total, student="warming up")
-            yield lambda student, done, total: progress.update(task, completed=done, student=student)
+            yield lambda student, done, total: progress.update(
+                task, completed=done, student=escape(for_terminal(student, 60))
+            )
 
     return bar()
 
@@ -267,14 +272,16 @@ def feedback(
     from instructor.course import Course
     from instructor.grading.class_.feedback import finish_pages
     from instructor.grading.class_.report import class_of
+    from instructor.grading.submission.harmless import for_terminal
     from instructor.grading.submission.results import GradingError
 
     folder = course_folder / "feedback"
     for student in only or []:
         if not (course_folder / "autograded" / student / lab).is_dir():
             _fail(f"{student!r} has nothing graded for {lab} in {course_folder}.")
+    problem = ""
     for choice in [["--student", student] for student in only or []] or [[]]:
-        _nbgrader(course_folder, "generate_feedback", lab, "--force", *choice)
+        problem = _nbgrader(course_folder, "generate_feedback", lab, "--force", *choice) or problem
     try:
         students = class_of(Course(course_folder), lab)
     except GradingError:  # graded by nbgrader alone
@@ -282,9 +289,15 @@ def feedback(
     finish_pages(folder, lab, students)
     pages = [page for page in folder.glob(f"*/{lab}/*.html") if not only or page.parts[-3] in only]
     typer.echo(f"{len(pages)} pages in {folder}")
+    if problem:  # one that fails stops nobody else's
+        having = {page.parts[-3] for page in pages}
+        graded = only or [path.parent.name for path in (course_folder / "autograded").glob(f"*/{lab}")]
+        without = ", ".join(map(for_terminal, sorted(set(graded) - having))) or "nobody"
+        _fail(f"without a page: {without}. What nbgrader said ends with:\n{problem[-2000:]}")
 
 
-def _nbgrader(folder: Path, *arguments: str) -> None:
+def _nbgrader(folder: Path, *arguments: str) -> str:
+    """Run a command of nbgrader's in a course; returns what it said if it failed."""
     from instructor.course import Course, CourseError
 
     if not (folder / "gradebook.db").is_file():
@@ -292,4 +305,5 @@ def _nbgrader(folder: Path, *arguments: str) -> None:
     try:
         Course(folder).nbgrader(*arguments)
     except CourseError as error:
-        _fail(error)
+        return str(error)
+    return ""

@@ -101,7 +101,8 @@ def export(
     from instructor.grading.submission.results import GradingError
 
     if form == "nbgrader":
-        _nbgrader(course_folder, "export", "--to", str((to or Path("grades.csv")).resolve()))
+        if problem := _nbgrader(course_folder, "export", "--to", str((to or Path("grades.csv")).resolve())):
+            _fail(problem)
         typer.echo(f"{to or 'grades.csv'}")
         return
     if form not in FORMS:

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import ast
 import builtins
+import codecs
 import contextlib
 import dis
 import functools
 import importlib
+import io
 import sys
+import tokenize
 import types
 from typing import NoReturn
 
@@ -135,7 +138,8 @@ def kernels_of(source: str, file: str, kernel: str) -> str:
     Raises:
         AssertionError: the file has no such kernel, or a kernel holds what no kernel may hold.
     """
-    tree, lines = _parse(source, file), source.splitlines()
+    tree = _parse(source, file)
+    lines = source.replace("\r\n", "\n").replace("\r", "\n").split("\n")  # the lines that Python counts, and no others
     reader = _Reader(file, _own_attributes(tree))
     found = False
     for node in tree.body:
@@ -155,12 +159,27 @@ def kernels_of(source: str, file: str, kernel: str) -> str:
                 lines[number] = ""
     if not found:
         raise AssertionError(f"{file} defines no @triton.jit function {kernel}: keep the kernel's name and arguments.")
-    return "\n".join(lines) + "\n"
+    kept = "\n".join(lines) + "\n"
+    # Where two statements share a line, one of them goes with the other, and the rest of a text that began there would
+    # be code that nobody has read. So what is left is read as well.
+    expect_kernel_file(kept, file)
+    return kept
 
 
 def _parse(source: str, file: str) -> ast.Module:
     if len(source) > MAX_FILE:
         raise AssertionError(f"{file} has {len(source):,} characters; a file of kernels may have {MAX_FILE:,}.")
+    try:
+        # Python obeys the declaration when it imports the file, and then reads another text than the one read here.
+        declared = tokenize.detect_encoding(io.BytesIO(source.encode(errors="replace")).readline)[0]
+        is_utf8 = codecs.lookup(declared).name in ("utf-8", "utf-8-sig")
+    except SyntaxError:
+        declared, is_utf8 = "unknown", False
+    if not is_utf8:
+        raise AssertionError(
+            f"{file} declares the encoding {declared} in a comment of its first two lines: leave the declaration out. "
+            "The file is UTF-8."
+        )
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

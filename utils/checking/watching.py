@@ -44,16 +44,17 @@ FUSED_ATTENTION = (
     r"_(?:flash|efficient|cudnn)_attention\w*",
     r"\w*multi_head_attention\w*",
     r"flex_attention\w*",
+    r"_triton_scaled_dot_attention",
 )
 # Operators that multiply matrices, or that can be used for it: a decomposition or an inverse of blocks holds a product, and
 # so do distances and Fourier transforms. Names without namespace and overload. Outer products
 # (`outer`, `addr`) are not among them: they are one step of the sum over k.
 _PRODUCTS = r"""
-    mm bmm addmm baddbmm addbmm addmv mv dot vdot matmul linear inner einsum tensordot chain_matmul multi_dot
-    linalg_multi_dot linalg_matmul matrix_power linalg_matrix_power bilinear cov corrcoef rmatmul imatmul hspmm
-    sspaddmm \w*_mm\w* _?\w*addmm\w* \w*linear_(?:backward|dynamic|unpacked\w*) \w*_linear _trilinear
-    \w*conv(?:olution|_transpose|_tbc|_depthwise)?[123]?d?(?:_overrideable)? conv_transpose[123]d
-    _transformer_encoder\w* \w*cdist\w* _euclidean_dist \w*_rnn\w* lstm gru rnn_\w+ \w*_cell
+    mm bmm addmm baddbmm addbmm addmv mv dot vdot inner einsum tensordot multi_dot linalg_multi_dot \w*matmul\w*
+    matrix_power linalg_matrix_power cov corrcoef hspmm smm sspaddmm \w*_mm\w* _?\w*addmm\w*
+    (?!_*upsample)\w*linear\w* fbgemm_\w+ _spsolve
+    \w*convolution\w* \w*conv[123]d\w* \w*conv_(?:transpose|tbc|depthwise|dilated)\w*
+    _transformer_encoder\w* \w*cdist\w* _euclidean_dist \w*_rnn\w* \w*lstm\w* \w*gru\w* rnn_\w+ \w*_cell\w*
     _?linalg_(?!(?:vector_|matrix_)?norm|cross|diagonal|vecdot)\w+ \w*triangular_solve\w* ormqr orgqr geqrf qr svd
     _?embedding_bag\w* sampled_addmm
     \w*cholesky\w* _?lu_\w+ lu matrix_exp inverse pinverse _?pdist\w* _?fft_\w+

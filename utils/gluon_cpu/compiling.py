@@ -300,7 +300,7 @@ def write_source(source: str, file: str) -> Path:
     folder = Path(_folder().name) / hashlib.sha256(source.encode()).hexdigest()[:12]
     folder.mkdir(exist_ok=True)
     path = folder / file
-    path.write_text(source)
+    path.write_text(source, encoding="utf-8")
     return path
 
 

@@ -161,6 +161,7 @@ def block_sparse_attention(block_sparse_attention, seed=None):
         block_mask = create_block_mask(counted, None, None, s, length, device="cpu", BLOCK_SIZE=block)
         counted.asked = 0
         what = f"block_sparse_attention of ({batch}, {heads}, {s}, {head_dim}) over {length} keys, blocks of {block}"
+        copies = [x.clone() for x in (q, k, v)]
         if dtype == torch.float32:
             with watch_operations() as watch:
                 watched = block_sparse_attention(q, k, v, block_mask)
@@ -168,6 +169,7 @@ def block_sparse_attention(block_sparse_attention, seed=None):
             counted.asked = 0
         with poisoned_memory(), SizeWatch() as sizes:
             got = block_sparse_attention(q, k, v, block_mask)
+        expect_unchanged(copies, (q, k, v), what)
         tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
         right = attend_densely(q, k, v, mask)
         expect_close(got, right, **tolerance, what=what, hint=_hint(got, right, q, k, v, mask, block_mask))

@@ -7,7 +7,7 @@ import inspect
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from instructor.checks.common import Draw
+from instructor.checks.common import Draw, expect_unchanged
 from instructor.checks.lab2_flexattention.common import attend_densely, indices, recording
 from utils.attention import reference
 from utils.checking import check, expect_close
@@ -75,6 +75,7 @@ def prepare_flex(prepare_flex, seed=None):
     for kv_heads in (4, 2):
         q = draw.normal(2, 4, length, 16)
         k, v = draw.normal(2, kv_heads, length, 16), draw.normal(2, kv_heads, length, 16)
+        copies = [x.clone() for x in (q, k, v)]
         try:
             got = attend(q, k, v)
         except ValueError as error:
@@ -100,6 +101,7 @@ def prepare_flex(prepare_flex, seed=None):
             )
         if arguments.get("score_mod") is None:
             raise AssertionError("attend calls attention without the score_mod.")
+        expect_unchanged(copies, (q, k, v), "attend")
         expected = reference(q, k, v, allowed=mask, score_mod=bias)[0].float()
         expect_close(got, expected, rtol=1e-3, atol=1e-4, what=f"attend with 4 heads over {kv_heads}")
     if attention.calls[0]["block_mask"] is not attention.calls[1]["block_mask"]:
@@ -111,7 +113,9 @@ def prepare_flex(prepare_flex, seed=None):
     unmasked = _Attention()
     attend = prepare_flex(unmasked, None, None, length, cpu)
     q, k, v = (draw.normal(1, 2, length, 16) for _ in range(3))
+    copies = [x.clone() for x in (q, k, v)]
     got = attend(q, k, v)
+    expect_unchanged(copies, (q, k, v), "attend without a mask_mod")
     expect_close(
         got,
         attend_densely(q, k, v, torch.ones(1, 1, dtype=torch.bool)),
@@ -132,7 +136,9 @@ def buckets(bucketed_attention, seed=None):
         attend, calls = recording()
         q, k, v = (draw.normal(2, 2, tokens, 4) for _ in range(3))
         k = k - 1.0  # the scores differ clearly from those of padding
+        copies = [x.clone() for x in (q, k, v)]
         got = bucketed_attention(attend, q, k, v, list(shuffled))
+        expect_unchanged(copies, (q, k, v), "bucketed_attention")
         if len(calls) != 1:
             raise AssertionError(f"attend should be called once, and was called {len(calls)} times.")
         (shape, mod), bucket = calls[0], min(size for size in sizes if size >= tokens)

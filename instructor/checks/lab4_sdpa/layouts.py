@@ -32,7 +32,9 @@ def strides(knocked_out_by_strides, strided_and_fast, seed=None):
     draw = Draw(seed)
     for _ in range(2):
         q, k, v = (draw.normal(2, 3, 20, 16) for _ in range(3))
+        before = q.clone()
         got = knocked_out_by_strides(q)
+        expect_unchanged([before], [q], "knocked_out_by_strides(x)")
         _expect_same_values(got, q, "knocked_out_by_strides(x)")
         if not reasons_of("flash", got, k, v):
             raise AssertionError(
@@ -40,6 +42,7 @@ def strides(knocked_out_by_strides, strided_and_fast, seed=None):
                 "Which dimension does a kernel want to read in one piece?"
             )
         got = strided_and_fast(q)
+        expect_unchanged([before], [q], "strided_and_fast(x)")
         _expect_same_values(got, q, "strided_and_fast(x)")
         if got.is_contiguous():
             raise AssertionError("strided_and_fast(x) is contiguous. It should not be, and flash should run it.")
@@ -152,9 +155,11 @@ def unpack(unpack_qkv, ready_for_flash, seed=None):
         (x.mT.contiguous().mT, True),
         (x[..., ::2], True),
     ):
+        before = tensor.clone()
         with with_right_answers(ready_for_flash):
             got = ready_for_flash(tensor)
         what = f"ready_for_flash of a tensor with strides {tuple(tensor.stride())}"
+        expect_unchanged([before], [tensor], what)
         _expect_same_values(got, tensor, what)
         if reasons := reasons_of("flash", got, got, got):
             raise AssertionError(f"flash refuses {what}, strides {tuple(got.stride())} after it: {reasons[0]}")

@@ -125,8 +125,8 @@ def ulps_apart(ulps_apart, seed=None):
     )
     for name, a, b, hint in cases:
         for first, second in ((a, b), (b, a)):
+            expected = (_line(first) - _line(second)).abs()  # before the answer can write to its inputs
             got = ulps_apart(first, second)
-            expected = (_line(first) - _line(second)).abs()
             if not isinstance(got, torch.Tensor) or got.dtype.is_floating_point or got.dtype == torch.bool:
                 kind = got.dtype if isinstance(got, torch.Tensor) else type(got).__name__
                 raise AssertionError(f"ulps_apart of {name} should be a tensor of integers, and is {kind}.")

@@ -5,12 +5,14 @@ Nobody's upload stops another's: what cannot be used is reported by name, and th
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import re
 import stat
 import unicodedata
 import zipfile
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -22,7 +24,12 @@ from utils.files import write_whole
 MAX_FILE = 64 << 20  # bytes of one notebook, unpacked
 MAX_MEMBERS = 20_000
 MAX_NAME = 120  # characters of a student's name
-_UNSAFE = re.compile(r"[/\\:*?\"<>|\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")  # in names of folders
+MAX_NAME_BYTES = 180  # of it as UTF-8; a file system allows 255, and names of records and parts are longer
+MAX_FOLDER = 200  # bytes of the name of a folder in submitted/
+MAX_METADATA = 8 << 20  # bytes of Gradescope's list of names
+_UNSAFE = re.compile(
+    r"[/\\:*?\"<>|\[\]\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)  # in names of folders
 
 
 class IntakeError(ValueError):
@@ -68,28 +75,52 @@ class Intake:
 
 def usable_name(name: str) -> str | None:
     """A student's name as that of a folder, with letters as they are; None if nothing is left of it."""
-    name = " ".join(_UNSAFE.sub("_", unicodedata.normalize("NFC", name)).split())[:MAX_NAME].strip()
+    name = " ".join(_UNSAFE.sub("_", unicodedata.normalize("NFC", name)).split())[:MAX_NAME]
+    name = name.encode(errors="replace")[:MAX_NAME_BYTES].decode(errors="ignore").strip()
     if name.startswith("."):
         name = "_" + name.lstrip(".")
     return name if name.strip("_. ") else None
 
 
-def _place(member: str) -> tuple[str, str, bool] | None:
-    """(student, name of the file, marked late) of a member of a zip; None if it is nobody's.
-
-    Moodle: `Ada Lovelace_4711_assignsubmission_file_/lab1.ipynb`; Canvas: `lovelaceada_LATE_4711_99_lab1-1.ipynb`;
-    Gradescope: `assignment_1_export/submission_4711/lab1.ipynb`; nbgrader: `.../ada/lab1/lab1.ipynb`; otherwise a
-    folder for each student.
-    """
+def _parts(member: str) -> list[str] | None:
+    """The folders and the name of a member of a zip; None if it is nobody's."""
     parts = [p for p in PurePosixPath(member.replace("\\", "/")).parts if p not in ("/", ".")]
     if not parts or ".." in parts or parts[0].startswith("__MACOSX") or ".ipynb_checkpoints" in parts:
         return None
-    for folder in parts[:-1]:
-        if moodle := re.fullmatch(r"(.+?)_(\d+)_assignsubmission_\w*", folder):
-            return f"{moodle[1]}_{moodle[2]}", parts[-1], False
-    if canvas := re.fullmatch(r"([^_/]+?)_(LATE_)?(\d+)_\d+_(.+)", parts[-1]):
-        return f"{canvas[1]}_{canvas[3]}", canvas[4], bool(canvas[2])
-    return (parts[-2], parts[-1], False) if len(parts) > 1 else None
+    return None if parts[-1].startswith((".", "submission_metadata")) else parts
+
+
+def _wrapper(places: list[list[str]]) -> tuple[str, ...]:
+    """The folders around all students: those that every path of folders begins with."""
+    paths = [place for place in places if place]
+    common = paths[0] if paths else []
+    for path in paths:
+        same = [a == b for a, b in zip(common, path, strict=False)]
+        common = common[: same.index(False)] if False in same else common[: len(same)]
+    return tuple(common)
+
+
+def _place(
+    folders: list[str], file: str, wrapper: tuple[str, ...], names: Mapping[tuple[str, ...], str]
+) -> tuple[tuple[str, ...], str, str, bool] | None:
+    """(where the student's files are, student, name of the file, marked late) of a member; None if it is nobody's.
+
+    Moodle: `Ada Lovelace_4711_assignsubmission_file_/lab1.ipynb`; Canvas: `lovelaceada_LATE_4711_99_lab1-1.ipynb`;
+    Gradescope: `assignment_1_export/submission_4711/lab1.ipynb`; nbgrader: `.../ada/lab1/lab1.ipynb`; otherwise a
+    folder for each student. What is deeper in a student's folder has a name of the student's choice, which may be
+    that of another student: it says nothing of whose the file is.
+    """
+    own = tuple(folders[: len(wrapper) + 1])
+    for depth in range(1, len(own) + 1):
+        if moodle := re.fullmatch(r"(.+?)_(\d+)_assignsubmission_\w*", own[depth - 1]):
+            student = f"{moodle[1]}_{moodle[2]}"
+            return (*own[: depth - 1], student), student, file, False
+        if own[:depth] in names:
+            return own[:depth], names[own[:depth]], file, False
+    if len(folders) <= len(wrapper) and (canvas := re.fullmatch(r"([^_/]+?)_(LATE_)?(\d+)_\d+_(.+)", file)):
+        student = f"{canvas[1]}_{canvas[3]}"
+        return (*own, student), student, canvas[4], bool(canvas[2])
+    return (own, own[-1], file, False) if own else None
 
 
 def _fits(file: str, lab: str) -> int:
@@ -140,7 +171,7 @@ def take_in(archive: Path, root: Path, lab: str) -> Intake:
             members = [m for m in file.infolist() if not m.is_dir()]
             if len(members) > MAX_MEMBERS:
                 raise IntakeError(f"{archive.name} has {len(members):,} members; at most {MAX_MEMBERS:,} are taken.")
-            for student, own in sorted(_by_student(members, lab, _gradescope_names(file)).items()):
+            for student, own in sorted(_by_student(file, members, lab).items()):
                 arrival, data = _choose(file, own, lab)
                 intake.arrivals[student] = arrival
                 if data is not None:
@@ -174,35 +205,54 @@ def arrivals(root: Path, lab: str) -> dict[str, Arrival]:
         return {}
 
 
-def _gradescope_names(file: zipfile.ZipFile) -> dict[str, str]:
-    """{folder of a submission: the student's name} of Gradescope's `submission_metadata.yml`, if there is one."""
-    named = next((m for m in file.namelist() if PurePosixPath(m).name == "submission_metadata.yml"), None)
-    if named is None:
+def _gradescope_names(file: zipfile.ZipFile, wrapper: tuple[str, ...]) -> dict[tuple[str, ...], str]:
+    """{folder of a submission: the student's name} of Gradescope's `submission_metadata.yml`, if there is one.
+
+    It lies beside the submissions. One that lies in a student's folder is the student's, and is not read.
+    """
+    for depth in range(len(wrapper) + 1):
+        path = "/".join((*wrapper[:depth], "submission_metadata.yml"))
+        if path in file.namelist():
+            break
+    else:
         return {}
     yaml: Any = importlib.import_module("yaml")
     try:
-        fields = yaml.safe_load(file.read(named)[:MAX_FILE])
+        with file.open(path) as stream:
+            fields = yaml.safe_load(stream.read(MAX_METADATA))
         who = {folder: entry[":submitters"][0] for folder, entry in fields.items() if entry.get(":submitters")}
-        return {folder: str(person.get(":name") or person.get(":email")) for folder, person in who.items()}
+        names = {folder: person.get(":name") or person.get(":email") for folder, person in who.items()}
+        return {(*wrapper[:depth], folder): name for folder, name in names.items() if isinstance(name, str)}
     except (yaml.YAMLError, AttributeError, KeyError, TypeError, IndexError):
         return {}
 
 
-def _by_student(members: list, lab: str, names: dict[str, str]) -> dict[str, list]:
+def _by_student(file: zipfile.ZipFile, members: list, lab: str) -> dict[str, list]:
     """{student: [(member, name of the file, marked late)]}."""
-    found: dict[str, list] = {}
+    found: list[tuple[Any, list[str], str]] = []
     for member in members:
-        parts = [p for p in PurePosixPath(member.filename.replace("\\", "/")).parts if p not in ("/", ".")]
-        path = member.filename
-        if len(parts) > 2 and parts[-2] == lab:
-            path = "/".join((*parts[:-2], parts[-1]))
-        place = _place(path)
-        if place is None or PurePosixPath(path).name.startswith((".", "submission_metadata")):
-            continue
-        student = usable_name(names.get(place[0], place[0]))
-        if student is not None and student != lab:
-            found.setdefault(student, []).append((member, place[1], place[2]))
-    return found
+        if (parts := _parts(member.filename)) is not None:
+            folders = parts[:-2] if len(parts) > 2 and parts[-2] == lab else parts[:-1]
+            found.append((member, folders, parts[-1]))
+    wrapper = _wrapper([folders for _, folders, _ in found])
+    names = _gradescope_names(file, wrapper)
+    owned: dict[tuple[str, ...], list] = {}
+    students: dict[tuple[str, ...], str] = {}
+    for member, folders, name in found:
+        place = _place(folders, name, wrapper, names)
+        student = usable_name(place[1]) if place is not None else None
+        if place is not None and student is not None and student != lab:
+            owned.setdefault(place[0], []).append((member, place[2], place[3]))
+            students[place[0]] = student
+    times = Counter(students.values())
+    named = {student: owned[where] for where, student in students.items() if times[student] == 1}
+    for where, student in students.items():
+        if times[student] > 1:  # two people of one name: each is told apart by the number of the folder
+            number = re.search(r"\d+$", where[-1])
+            mark = hashlib.sha256("/".join(where).encode(errors="replace")).hexdigest()[:8]
+            own = f"{student}_{number[0] if number else mark}"
+            named[own if own not in named else f"{own}_{mark}"] = owned[where]
+    return named
 
 
 def _choose(file: zipfile.ZipFile, own: list, lab: str) -> tuple[Arrival, bytes | None]:
@@ -239,9 +289,9 @@ def submissions(root: Path, lab: str, only: list[str] | None = None) -> list[Sub
     for place in sorted(folder.iterdir()) if folder.is_dir() else []:
         path = place / lab / f"{lab}.ipynb"
         if not (path.is_file() or path.is_symlink()):
-            others = sorted((place / lab).glob("*.ipynb")) if (place / lab).is_dir() else []
+            others = sorted(p for p in (place / lab).glob("*.ipynb") if p.is_file()) if (place / lab).is_dir() else []
             path = others[0] if len(others) == 1 else path
-        if place.is_dir() and path.is_file() and not path.is_symlink():
+        if place.is_dir() and path.is_file() and not path.is_symlink() and not _why_unusable(place.name):
             found.append(Submission(place.name, path))
     if only:
         unknown = sorted(set(only) - {s.student for s in found})
@@ -253,6 +303,19 @@ def submissions(root: Path, lab: str, only: list[str] | None = None) -> list[Sub
     return found
 
 
+def _why_unusable(folder: str) -> str:
+    """Why the name of a folder in `submitted/` cannot be a student's; "" if it can."""
+    try:
+        size = len(folder.encode())
+    except UnicodeEncodeError:  # as some programs unpack a zip; neither the gradebook nor a table could hold it
+        return "the folder's name is not UTF-8: rename the folder"
+    if found := re.search(r"[*?\[\]\x00-\x1f\x7f-\x9f]", folder):  # nbgrader looks for pages by a pattern
+        return f"nbgrader cannot use the {found[0]!r} in the folder's name: rename the folder"
+    if size > MAX_FOLDER:
+        return f"the folder's name has {size} bytes, at most {MAX_FOLDER} can be used: rename the folder"
+    return ""
+
+
 def without_submission(root: Path, lab: str) -> dict[str, str]:
     """{student: why there is nothing to grade} of those who have a folder, or were in a zip, and no usable notebook."""
     why: dict[str, str] = {}
@@ -260,8 +323,10 @@ def without_submission(root: Path, lab: str) -> dict[str, str]:
     usable = set()
     for place in sorted(folder.iterdir()) if folder.is_dir() else []:
         path, own = place / lab / f"{lab}.ipynb", place / lab
-        others = sorted(own.glob("*.ipynb")) if own.is_dir() else []
-        if path.is_symlink():
+        others = sorted(p for p in own.glob("*.ipynb") if p.is_file()) if own.is_dir() else []
+        if own.is_dir() and (reason := _why_unusable(place.name)):
+            why[place.name.encode(errors="replace").decode()] = reason
+        elif path.is_symlink():
             why[place.name] = f"{lab}.ipynb is a symbolic link"
         elif path.is_file() or len(others) == 1:
             usable.add(place.name)

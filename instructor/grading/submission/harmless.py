@@ -11,12 +11,14 @@ import base64
 import binascii
 import hashlib
 import re
+from collections.abc import Collection
 
 # Characters of prose that are shown, of one cell and of a notebook. nbconvert takes quadratic time for some texts, such as
 # `\\begin{a}` again and again: a second for a cell of this length.
 MAX_PROSE, MAX_ALL_PROSE = 20_000, 200_000
 MAX_BRACKETS = 2_000  # opening brackets of one answer; nbconvert looks for the end of each
 MAX_PICTURE = 8 << 20  # characters of one picture, base64
+MAX_PICTURES = 24_000_000  # characters of all pictures in the prose of a notebook: a page of more is hard to open
 _TAG = re.compile(r"<(?=[A-Za-z/!?])")
 _ENTITY = re.compile(r"&(?=#|colon|Tab|NewLine|lpar)", flags=re.IGNORECASE)  # hide a scheme such as javascript:
 _SCHEME = re.compile(r"\b(javascript|vbscript|data|file)(\s*):", flags=re.IGNORECASE)
@@ -25,6 +27,7 @@ _MACRO = re.compile(
     r"\\(href|url|cssId|class|style|require|html\w*|data|bbox|Newextarrow|enclose|mmlToken)(?![A-Za-z])"
 )
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\u2028\u2029]")
+_PASTED = re.compile(r"attachment\\?:([\w.%()-]*)", flags=re.IGNORECASE)
 PICTURES = ("image/png", "image/jpeg", "image/gif")
 
 
@@ -59,15 +62,33 @@ def is_picture(kind: str, data: str) -> bool:
         return False
 
 
-def harmless_attachments(attachments: object) -> dict[str, dict[str, str]]:
-    """The pictures that were pasted into an answer in words: {name: {type: base64}}; anything else is left out."""
+def harmless_attachments(attachments: object, room: int = MAX_PICTURES) -> tuple[dict[str, dict[str, str]], int]:
+    """The pictures that were pasted into an answer in words: {name: {type: base64}}; anything else is left out.
+
+    Args:
+        attachments: of a cell.
+        room: characters that they may take together.
+
+    Returns:
+        The pictures, and how many were left out because there was no room.
+    """
     kept: dict[str, dict[str, str]] = {}
+    left_out = 0
     for name, kinds in attachments.items() if isinstance(attachments, dict) else ():
         if re.fullmatch(r"[\w .()-]{1,100}", str(name)) and isinstance(kinds, dict) and len(kept) < 20:
             pictures = {k: v for k, v in kinds.items() if isinstance(v, str) and is_picture(str(k), v)}
-            if pictures:
+            size = sum(map(len, pictures.values()))
+            if pictures and size <= room:
                 kept[str(name)] = pictures
-    return kept
+                room -= size
+            elif pictures:
+                left_out += 1
+    return kept, left_out
+
+
+def without_lost_pictures(text: str, pictures: Collection[str]) -> str:
+    """Markdown that refers to no pasted picture but these: nbconvert makes no page at all where one is missing."""
+    return _PASTED.sub(lambda found: found[0] if found[1] in pictures else f"attachment {found[1]}", text)
 
 
 def for_terminal(text: object, most: int = 300) -> str:

@@ -18,7 +18,15 @@ from typing import NamedTuple
 import nbformat
 from nbformat import NotebookNode
 
-from instructor.grading.submission.harmless import MAX_ALL_PROSE, MAX_PROSE, harmless_attachments, harmless_markdown
+from instructor.grading.submission.harmless import (
+    MAX_ALL_PROSE,
+    MAX_PICTURES,
+    MAX_PROSE,
+    harmless_attachments,
+    harmless_markdown,
+    without_lost_pictures,
+)
+from instructor.grading.wire.channel import without_surrogates
 from instructor.names import FILE_CELL, bound_names, is_too_much, names_taken, python_of, used_names
 from instructor.needs import NAME as NEEDS
 from instructor.source import QUESTION_ID
@@ -97,18 +105,20 @@ def read_notebook(text: str | bytes) -> NotebookNode:
         raise Unreadable(f"The submitted notebook has {len(data) >> 20} MB; at most {MAX_NOTEBOOK >> 20} are read.")
     try:
         raw = json.loads(data.decode("utf-8-sig"))
+        if b"\\ud" in data.lower():
+            raw = without_surrogates(raw)
         if not isinstance(raw, dict):
             raise ValueError("it is no JSON object")
-        # Outputs are made again. Broken ones are the most common reason why a notebook does not validate.
         for cell in _raw_cells(raw):
             if isinstance(cell, dict):
-                given = cell.pop("outputs", None)
-                if cell.get("cell_type") == "code":
-                    cell["outputs"] = [o for o in given if _is_output(o)][:200] if isinstance(given, list) else []
+                _make_plain(cell)
         old = raw.get("nbformat", 0) < 4  # its sources are lists of lines, which `convert` alone does not take
         notebook = nbformat.reads(json.dumps(raw), as_version=4) if old else nbformat.from_dict(raw)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError, nbformat.ValidationError) as error:
         raise Unreadable(f"The submitted file is no notebook: {str(error)[:200]}") from None
+    except Exception as error:  # nbformat's converters raise whatever a broken file leads them to
+        why = f"its format cannot be converted ({type(error).__name__})"
+        raise Unreadable(f"The submitted file is no notebook: {why}.") from None
     cells = notebook.get("cells")
     if not isinstance(cells, list) or not cells:
         raise Unreadable("The submitted notebook has no cells.")
@@ -118,10 +128,22 @@ def read_notebook(text: str | bytes) -> NotebookNode:
 
 
 def _raw_cells(raw: dict) -> list:
+    """Every cell of the file: those of format 4, and those of the worksheets of older ones, if a file has both."""
     sheets = raw.get("worksheets")
-    cells = sheets[0].get("cells") if isinstance(sheets, list) and sheets and isinstance(sheets[0], dict) else None
-    cells = cells or raw.get("cells")
-    return cells if isinstance(cells, list) else []
+    holders = [raw, *(sheet for sheet in (sheets if isinstance(sheets, list) else []) if isinstance(sheet, dict))]
+    return [cell for holder in holders if isinstance(holder.get("cells"), list) for cell in holder["cells"]]
+
+
+def _make_plain(cell: dict) -> None:
+    """Drop from a cell what the rest of the reading, and nbformat's converters, cannot take."""
+    # Outputs are made again. Broken ones are the most common reason why a notebook does not validate.
+    given = cell.pop("outputs", None)
+    if cell.get("cell_type") == "code":
+        cell["outputs"] = [o for o in given if _is_output(o)][:200] if isinstance(given, list) else []
+    if not isinstance(cell.get("id", ""), str):
+        del cell["id"]
+    if cell.get("level") not in range(1, 7):  # of a heading of format 3, which becomes as many signs
+        cell.pop("level", None)
 
 
 def _is_output(output) -> bool:
@@ -168,7 +190,7 @@ def make_plan(
     notebook = nbformat.v4.new_notebook(metadata=released.metadata)
     notebook.nbformat_minor = 5
     steps: list[Step] = []
-    section, taken, room = "", set(), MAX_ALL_PROSE
+    section, taken, room, room_for_pictures = "", set(), MAX_ALL_PROSE, MAX_PICTURES
     for number, (cell, known) in enumerate(merged):
         name = f"{known.id}" if known is not None else f"extra-{number}"
         node = _new_cell(cell.get("cell_type"), f"{name[:50]}-{number}" if name in taken else name, _source(cell))
@@ -176,8 +198,14 @@ def make_plan(
         if node.cell_type == "markdown" and not (known is not None and node.source == known.source):
             node.source = harmless_markdown(node.source, min(room, MAX_PROSE))
             room = max(0, room - len(node.source))
-            if pictures := harmless_attachments(cell.get("attachments")):
+            pictures, left_out = harmless_attachments(cell.get("attachments"), room_for_pictures)
+            if pictures:
                 node["attachments"] = pictures
+                room_for_pictures -= sum(len(data) for kinds in pictures.values() for data in kinds.values())
+            node.source = without_lost_pictures(node.source, pictures)
+            if left_out:
+                most = MAX_PICTURES / 1e6
+                node.source += f"\n\n(Pictures are left out here: those of a notebook may have {most:.0f} MB together.)"
         if known is not None:
             node.metadata.update(json.loads(json.dumps(lab.released[known.id].metadata)))
         notebook.cells.append(node)

@@ -55,6 +55,7 @@ def make_shell():
             if result is not None:
                 data, metadata = self.compute_format_data(result)
                 shell.outputs.display(data, metadata, count=1)
+                self.update_user_ns(result)  # `_` in the next cell
 
         def flush(self):
             pass
@@ -65,6 +66,7 @@ def make_shell():
     shell.outputs = Outputs()
     shell.display_pub = Publisher(parent=shell)
     shell.displayhook = Hook(parent=shell, shell=shell)
+    shell.displayhook.do_full_cache = False  # the last results alone, and not all of them, as in `Out`
     shell.display_trap.hook = shell.displayhook
     shell._showtraceback = show_error
     return shell

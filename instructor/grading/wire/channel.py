@@ -81,7 +81,7 @@ class Channel:
         if not plain or sum(sizes) != lengths[1]:
             raise WireError("the sizes in a message contradict each other")
         if b"\\ud" in header.lower():
-            message = _without_surrogates(message)
+            message = without_surrogates(message)
         return message, [self._read(size, deadline) for size in sizes]
 
     def _read(self, size: int, deadline: float | None) -> bytearray:
@@ -106,12 +106,12 @@ class Channel:
         self.sock.close()
 
 
-def _without_surrogates(value):
+def without_surrogates(value):
     """Replace halves of characters: JSON allows them, and nothing that stores text does."""
     if isinstance(value, str):
         return value.encode("utf-8", errors="replace").decode("utf-8")
     if isinstance(value, list):
-        return [_without_surrogates(item) for item in value]
+        return [without_surrogates(item) for item in value]
     if isinstance(value, dict):
-        return {_without_surrogates(k): _without_surrogates(v) for k, v in value.items()}
+        return {without_surrogates(k): without_surrogates(v) for k, v in value.items()}
     return value

@@ -157,6 +157,8 @@ class Encoder:
                     return ["pickle", self._blob(pickle.dumps(value))]
                 except Exception:
                     pass
+        if not self.trusted and (plain := _plain_value(value)) is not None:
+            return self(plain, depth + 1)
         if self.handle is not None:
             return self.handle(value)
         raise WireError(f"a {kind.__name__} cannot travel")
@@ -207,6 +209,28 @@ class Encoder:
             fields = {"dtype": dtype, "shape": list(tensor.shape), "stride": stride, "device": str(tensor.device)}
             fields |= {"grad": tensor.requires_grad, "key": key[0] if key else None}
             return ["tensor", {**fields, "data": None if meta else self._blob(tensor_bytes(tensor))}]
+
+
+# How the value of a subclass is read, past whatever methods the subclass has of its own.
+_READ: dict[type, Callable] = {
+    int: int.__int__,
+    float: float.__float__,
+    complex: complex.__complex__,
+    str: str.__str__,
+    dict: lambda value: dict(dict.items(value)),
+    list: lambda value: [*list.__iter__(value)],
+    tuple: lambda value: (*tuple.__iter__(value),),
+    set: lambda value: {*set.__iter__(value)},
+    frozenset: lambda value: frozenset(frozenset.__iter__(value)),
+}
+
+
+def _plain_value(value):
+    """The number, text or container in an instance of a subclass, such as an IntEnum's member; None for anything else.
+
+    A check asks `isinstance`, and so takes a dict whose class gives its items as attributes.
+    """
+    return next((read(value) for base, read in _READ.items() if base in type(value).__mro__), None)
 
 
 def _table(value) -> tuple | None:

@@ -569,7 +569,7 @@ def test_a_submission_that_takes_its_worker_along_is_flagged_after_three(small_l
         ("Ada Lovelace_4711_assignsubmission_file_/my answers.ipynb", "Ada Lovelace_4711"),
         ("lovelaceada_12_3456_lab1.ipynb", "lovelaceada_12"),
         ("lovelaceada_LATE_12_3456_lab1-1.ipynb", "lovelaceada_12"),
-        ("class/ada/lab1/lab1.ipynb", "ada"),
+        ("ada/lab1/lab1.ipynb", "ada"),
         ("ada/lab1.ipynb", "ada"),
         ("ada/lab2.ipynb", None),
         ("lab1.ipynb", None),
@@ -583,6 +583,40 @@ def test_names_in_the_zips_of_platforms(tmp_path, member, student):
     _zip(archive, {member: "{}", "other/lab1.ipynb": "{}"})
     taken = {s.student for s in take_in(archive, tmp_path, "lab1").taken}
     assert taken == {"other"} | ({student} if student else set())
+
+
+@pytest.mark.parametrize("around", ["", "class/", "course/submitted/"])
+@pytest.mark.parametrize("own", ["", "lab1/", "homework/", "ada/", "Ada_7_assignsubmission_file_/", "submission_4/"])
+def test_whose_a_file_is_says_the_platforms_folder_and_none_in_it(tmp_path, around, own):
+    """A folder in a student's own, or a file's name there, can be another student's name."""
+    for file in ("lab1.ipynb", "ada_1_2_lab1.ipynb", "Ada_7_2_lab1.ipynb"):
+        root = tmp_path / file
+        root.mkdir()
+        members = {f"{around}{who}/lab1.ipynb": who for who in ("ada", "Ada_7", "submission_4")}
+        _zip(root / "class.zip", members | {f"{around}mallory/{own}{file}": "mallory"})
+        taken = {s.student: s.path.read_text() for s in take_in(root / "class.zip", root, "lab1").taken}
+        assert taken == {name: name for name in ("ada", "Ada_7", "submission_4", "mallory")}
+
+
+@pytest.mark.parametrize("own", ["", "submission_13/", "assignment_1_export/"])
+@pytest.mark.parametrize("around", ["", "assignment_1_export/"])
+def test_a_student_renames_nobody(tmp_path, around, own):
+    """Gradescope's list of names lies beside the submissions; a student can hand in a file of that name."""
+    names = "".join(f"{who}:\n  :submitters:\n  - :name: Mallory\n" for who in ("submission_12", "Ada_1"))
+    members = {f"{around}submission_{n}/lab1.ipynb": str(n) for n in (12, 13)}
+    _zip(tmp_path / "class.zip", members | {f"{around}submission_13/{own}submission_metadata.yml": names})
+    taken = {s.student: s.path.read_text() for s in take_in(tmp_path / "class.zip", tmp_path, "lab1").taken}
+    assert taken == {"submission_12": "12", "submission_13": "13"}
+
+
+def test_two_people_of_one_name_have_a_grade_each(tmp_path):
+    names = "".join(f"submission_{n}:\n  :submitters:\n  - :name: Wei Wang\n" for n in (12, 13))
+    members = {f"x/submission_{n}/lab1.ipynb": str(n) for n in (12, 13)} | {"x/submission_metadata.yml": names}
+    members |= {f"x/{name}/lab1.ipynb": name for name in ("O:Brien", "O?Brien", "\U0001f600" * 120)}
+    _zip(tmp_path / "class.zip", members)
+    taken = {s.student: s.path.read_text() for s in take_in(tmp_path / "class.zip", tmp_path, "lab1").taken}
+    assert len(taken) == 5 and taken["Wei Wang_12"] == "12" and taken["Wei Wang_13"] == "13"
+    assert {"O:Brien", "O?Brien"} < set(taken.values())
 
 
 def _zip(archive, members, links=()):

@@ -170,3 +170,58 @@ def test_what_is_no_kernel_is_not_taken_for_one(text):
 def test_a_kernel_that_reaches_beyond_is_refused():
     with pytest.raises(AssertionError, match="line 8: `torch`"):
         kernels_of(TRITON.replace("1.0)", "torch.ones(3))"), "gemm.py", "gemm_kernel")
+
+
+_HIDDEN = (
+    "import torch\nclass Kernel:\n    def __getitem__(self, grid):\n        return torch.matmul\ngemm_kernel = Kernel()"
+)
+_KERNEL = (
+    "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef gemm_kernel(a_ptr):\n    tl.program_id(0)\n\n\n"
+)
+# Texts in which Python, or the reading by lines, meets code where the syntax tree has a comment or a string.
+SMUGGLED = {
+    "a separator of lines": "# x\u2028" + _HIDDEN.replace("\n", "\u2028") + "\n",
+    "a separator of files": "# x\x1c" + _HIDDEN.replace("\n", "\x1c") + "\n",
+    "a form feed": "# x\x0c" + _HIDDEN.replace("\n", "\x0c") + "\n",
+    "a text that begins beside a statement": f'import os; TEXT = """\n{_HIDDEN}\n#"""\n',
+    "a text that begins beside a function": f"import os; x = 1; TEXT = '''\n{_HIDDEN}\n#'''\n",
+}
+DECLARED = {
+    "escapes": "# coding: raw_unicode_escape\n# \\u000aimport os\n",
+    "UTF-7": "# -*- coding: utf-7 -*-\n# +AAo-import os\n",
+    "the second line": "# mine\n# vim: set fileencoding=unicode_escape :\n# \\nimport os\n",
+    "none of Python's": "# coding: nothing\n",
+}
+
+
+@pytest.mark.parametrize("name", SMUGGLED)
+def test_what_is_left_of_a_file_was_read_as_it_runs(name):
+    try:
+        kept = kernels_of(_KERNEL + SMUGGLED[name], "gemm.py", "gemm_kernel")
+    except AssertionError as error:
+        assert "may not stand in a file of kernels" in str(error)
+        return
+    space: dict = {}
+    code = compile(kept.replace("@triton.jit\n", ""), "gemm.py", "exec")
+    exec(code, space)
+    assert "Kernel" not in space and "torch" not in space
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_a_declared_encoding_is_refused(name):
+    text = DECLARED[name]
+    with pytest.raises(AssertionError, match="declares the encoding"):
+        expect_kernel_file(text + HEAD + KERNEL, "scale.py")
+    with pytest.raises(AssertionError, match="declares the encoding"):
+        kernels_of(text + _KERNEL, "gemm.py", "gemm_kernel")
+    if name == "the second line":
+        return
+    # A statement that is left out uncovers the declaration below it.
+    with pytest.raises(AssertionError, match="declares the encoding"):
+        kernels_of("import os\n" + text + _KERNEL, "gemm.py", "gemm_kernel")
+
+
+@pytest.mark.parametrize("declaration", ["# -*- coding: utf-8 -*-\n", "# coding=UTF8\n"])
+def test_utf_8_may_be_declared(declaration):
+    expect_kernel_file(declaration + HEAD + KERNEL, "scale.py")
+    assert "def gemm_kernel" in kernels_of(declaration + _KERNEL, "gemm.py", "gemm_kernel")

@@ -1,6 +1,7 @@
 """What a watch sees of a student's code, however the code spells it."""
 
 import json
+import re
 import sys
 import threading
 
@@ -122,6 +123,63 @@ def test_every_spelling_of_a_product_is_caught(name, operands):
     watch = watched(PRODUCTS[name], *operands)
     with pytest.raises(AssertionError, match="your code may not use"):
         forbid(watch, MATMUL)
+
+
+def _convolution_backward(a, b):
+    none, zeros = None, torch.zeros(a.shape[0], b.shape[1], 1)
+    return aten.convolution_backward(
+        a[:, :, None], zeros, b[:, :, None], none, [1], [0], [1], False, [0], 1, [True, False, False]
+    )[0][:, :, 0]
+
+
+def _spatial(operator, dims, *more):
+    """A product as a convolution of single points, by an operator of one of its algorithms."""
+
+    def product(a, b):
+        points = (slice(None), slice(None), *[None] * dims)
+        weight, ones = b.T[points].contiguous(), [1] * dims
+        return operator(a[points], weight, ones, None, ones, [0] * dims, *more).flatten(1)
+
+    return product
+
+
+aten = torch.ops.aten
+# Operators below the functions that a program calls: each computes the product of two matrices.
+LOW = {
+    "sparse": lambda a, b: aten._sparse_sparse_matmul(a.to_sparse(), b.to_sparse()).to_dense(),
+    "a convolution's gradient": _convolution_backward,
+    "slow_conv2d": _spatial(aten._slow_conv2d_forward, 2),
+    "slow_conv3d": _spatial(aten.slow_conv3d_forward, 3),
+    "slow_conv_dilated2d": _spatial(aten.slow_conv_dilated2d, 2, [1, 1]),
+    "a linear combination": lambda a, b: aten._compute_linear_combination(b, a),
+    "weights in fp16": lambda a, b: aten.fbgemm_linear_fp16_weight_fp32_activation(
+        a, aten.fbgemm_pack_gemm_matrix_fp16(b.T.contiguous()), torch.zeros(b.shape[1])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOW)
+@pytest.mark.filterwarnings("ignore")
+def test_products_by_operators_below_the_usual_functions_are_caught(name, operands):
+    made = []
+    try:
+        watch = watched(lambda a, b: made.append(LOW[name](a, b)), *operands)
+    except (RuntimeError, NotImplementedError) as error:
+        pytest.skip(f"this build of torch has no such operator: {error}")
+    assert torch.allclose(made[0], operands[0] @ operands[1], rtol=1e-2, atol=1e-2)
+    with pytest.raises(AssertionError, match="your code may not use"):
+        forbid(watch, MATMUL)
+
+
+def test_every_operator_of_torch_that_is_named_after_a_product_is_in_the_family():
+    family = re.compile("|".join(f"(?:{name})" for name in MATMUL))
+    named = re.compile(
+        r"(?:^|_)(?:b|s|add|addb|badd|ha?s)?mm(?:_|$)|matmul|conv(?!ert)|linear|lstm|gru|gemm|(?:^|_)v?dot(?:_|$)"
+    )
+    interpolation = re.compile(r"_*upsample_\w*linear\w*")  # it mixes neighbours, by weights that are given
+    schemas = (s.name.removeprefix("aten::") for s in torch._C._jit_get_all_schemas() if s.name.startswith("aten::"))
+    missing = {n for n in schemas if named.search(n) and not family.fullmatch(n.rstrip("_"))}
+    assert not {n for n in missing if not interpolation.fullmatch(n)}
 
 
 @pytest.mark.parametrize("name", ALLOWED)
