@@ -375,3 +375,26 @@ def test_importing_attention_imports_no_triton():
     )
     root = Path(__file__).resolve().parents[3]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape, strides", [((1, 3, 20, 16), (0, 1 << 30, 16, 1)), ((1, 1, 3, 16), (0, 0, 1 << 30, 1))])
+def test_triton_reaches_heads_and_rows_beyond_32_bits(shape, strides):
+    """A process of its own, for the kernel read and wrote elsewhere. Most of these 4 GB of memory are never touched."""
+    pytest.importorskip("triton")
+    code = f"""if True:
+        import torch
+        from utils.attention.backends.triton import forward
+        far = torch.empty((1 << 31) + 8192, dtype=torch.float16).as_strided({shape}, {strides})
+        near = torch.randn({shape}, dtype=torch.float16)
+        far.copy_(near)
+        assert torch.equal(forward(far, far, far, True, 0.25, 0), forward(near, near, near, True, 0.25, 0))
+    """
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, check=True, timeout=100)
+
+
+def test_more_heads_than_a_grid_has_rows_are_refused_by_triton():
+    pytest.importorskip("triton")
+    q = torch.empty(1, 65536, 1, 8)
+    with pytest.raises(AttentionUnsupported, match="at most 65535, and 65536 were given"):
+        attention(q, q, q, backend="triton")
