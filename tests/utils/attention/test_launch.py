@@ -4,6 +4,7 @@ import inspect
 import itertools
 import math
 import random
+import weakref
 
 import pytest
 import torch
@@ -282,3 +283,19 @@ def test_a_tail_that_only_the_first_block_masks(monkeypatch, sizes):
         launch._launch(5, q, k, v, out, lse, False, 64**-0.5 * math.log2(math.e), 0, True)
     assert run.ok and ((out.double() - expected).norm() / expected.norm()) < 4e-3
     assert (lse - expected_lse).abs().max() < 1e-3
+
+
+@needs_triton
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_captured_graph_keeps_its_schedule(monkeypatch, capturing):
+    """A graph has the schedule's address only: once 64 other shapes had come, it read which tiles to compute from freed memory."""
+    from utils.attention.gluon import step5_overlapped
+
+    monkeypatch.setattr(step5_overlapped, "_captured", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    schedule = torch.zeros(4, dtype=torch.int32)
+    alive, ran = weakref.ref(schedule), []
+    kept = step5_overlapped.Launch(lambda *tensors: ran.append(len(tensors)), 0, 0, schedule)
+    kept(*[torch.zeros(1)] * 5)
+    del kept, schedule  # as when newer launches and schedules have taken their places
+    assert ran == [8] and (alive() is not None) == capturing
