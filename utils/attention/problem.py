@@ -171,7 +171,7 @@ def make_problem(
     if batch != k.shape[0] or head_dim != k.shape[3]:
         raise ValueError(f"q, k and v must agree in batch size and head dimension: {_shapes(q, k, v)}.")
     if 0 in k.shape or not heads or not head_dim:
-        raise ValueError(f"Heads, keys and head dimension must not be empty: {_shapes(q, k, v)}.")
+        raise ValueError(f"Sequences, heads, keys and head dimension must not be empty: {_shapes(q, k, v)}.")
     if heads % kv_heads:
         raise ValueError(f"The {heads} heads of q must be a multiple of the {kv_heads} of k and v: {_shapes(q, k, v)}.")
     if not q.dtype == k.dtype == v.dtype:
@@ -203,6 +203,16 @@ def _limiting(window: int | None, is_causal: bool, sq: int, sk: int) -> int | No
     """
     farthest = sk - 1 if is_causal else max(sq, sk) - 1
     return None if window is not None and window > farthest else window
+
+
+def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
+    """Return queries and a positive scale that give the same scores, for kernels that are wrong with another one.
+
+    A kernel that masks with minus infinity, or takes the maximum, before it scales needs a positive scale.
+    """
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
 
 
 def _finite(scale: float) -> float:

@@ -83,6 +83,39 @@ def test_a_query_without_keys_is_zero():
         torch.testing.assert_close(attention(q, k, v, causal=True, backend=name).double(), out, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+@pytest.mark.parametrize("backend", ["auto", "flash", "math", "sdpa", "naive"])
+def test_a_scale_that_is_not_positive(backend, scale):
+    """Torch's flash backend on a CPU scales the minus infinity of its mask: it gave nan, or an output of the masked keys."""
+    q, k, v = (4 * x for x in tensors(1, 2, 1, 33, 33, 16))
+    q.requires_grad_()
+    out = attention(q, k, v, causal=True, scale=scale, backend=backend)
+    expected, (gradient, _, _) = reference_gradients(q.detach(), k, v, torch.ones_like(q), causal=True, scale=scale)
+    torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), q)[0].double(), gradient, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scale, factor", [(0.3, 1), (-0.3, -1), (0.0, 0)])
+def test_flash_attn_and_fa3_get_a_positive_scale(monkeypatch, scale, factor):
+    from utils.attention.backends import fa3, flash_attn
+
+    given = []
+    monkeypatch.setattr(fa3, "_forward", lambda q, k, v, causal, scale, left, right: given.append((q, scale)))
+    q, k, v = tensors(1, 1, 1, 3, 3, 8)
+
+    def package(q, k, v, softmax_scale):
+        given.append((q.transpose(1, 2), softmax_scale))
+        return q
+
+    fa3.forward(q, k, v, scale=scale)
+    flash_attn.call_package(package, q, k, v, softmax_scale=scale)
+    assert len(given) == 2
+    for queries, positive in given:
+        assert positive > 0
+        torch.testing.assert_close(queries * positive, q * scale)
+        torch.testing.assert_close(queries, q * factor)
+
+
 def test_gradients_of_the_reference_are_those_of_autograd_through_plain_operators():
     q, k, v = (x.double().requires_grad_() for x in tensors(2, 4, 2, 12, 20, 8))
     dout = torch.randn(2, 4, 12, 8)
@@ -342,3 +375,26 @@ def test_importing_attention_imports_no_triton():
     )
     root = Path(__file__).resolve().parents[3]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape, strides", [((1, 3, 20, 16), (0, 1 << 30, 16, 1)), ((1, 1, 3, 16), (0, 0, 1 << 30, 1))])
+def test_triton_reaches_heads_and_rows_beyond_32_bits(shape, strides):
+    """A process of its own, for the kernel read and wrote elsewhere. Most of these 4 GB of memory are never touched."""
+    pytest.importorskip("triton")
+    code = f"""if True:
+        import torch
+        from utils.attention.backends.triton import forward
+        far = torch.empty((1 << 31) + 8192, dtype=torch.float16).as_strided({shape}, {strides})
+        near = torch.randn({shape}, dtype=torch.float16)
+        far.copy_(near)
+        assert torch.equal(forward(far, far, far, True, 0.25, 0), forward(near, near, near, True, 0.25, 0))
+    """
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, check=True, timeout=100)
+
+
+def test_more_heads_than_a_grid_has_rows_are_refused_by_triton():
+    pytest.importorskip("triton")
+    q = torch.empty(1, 65536, 1, 8)
+    with pytest.raises(AttentionUnsupported, match="at most 65535, and 65536 were given"):
+        attention(q, q, q, backend="triton")

@@ -114,6 +114,20 @@ def test_strided_tensors():
     check(*simulated(*rows_first, spread, causal=True), torch.bfloat16)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_output_and_statistics_of_another_layout(deterministic):
+    """The sum of dO * O reads rows: an output whose columns are apart, and a log-sum-exp in fp64, gave other gradients."""
+    from utils import gluon_cpu
+    from utils.attention.gluon.backward.launch import backward
+
+    q, k, v, dout = tensors(1, 1, 1, 70, 90, 64, torch.bfloat16)
+    out, lse = reference(q, k, v)
+    out = out.to(q.dtype).transpose(2, 3).contiguous().transpose(2, 3)
+    with gluon_cpu.simulate():
+        gradients = backward(dout, q, k, v, out, lse.double(), deterministic=deterministic, step=4)
+    check(gradients, reference_gradients(q, k, v, dout)[1], torch.bfloat16)
+
+
 def test_a_gradient_of_the_log_sum_exp_is_added():
     from utils import gluon_cpu
     from utils.attention.gluon.backward.launch import backward
@@ -151,12 +165,28 @@ def test_few_queries_go_to_the_kernel_that_has_gradients(monkeypatch, trained):
         assert gluon._run(q, k, v, make_problem(q, k, v)) == "decode"
 
 
+def test_no_queries_are_nothing_to_decode(monkeypatch):
+    """The decode kernel's plan divides by the number of queries."""
+    from utils.attention.backends import gluon
+    from utils.attention.gluon import launch
+    from utils.attention.problem import make_problem
+
+    q, k, v, _ = tensors(1, 2, 1, 0, 200, 64, torch.bfloat16)
+    monkeypatch.setattr(launch, "forward", lambda *tensors, **problem: "forward")
+    assert gluon._run(q, k, v, make_problem(q, k, v)) == "forward"
+    monkeypatch.undo()
+    out, lse = launch._run(q, k, v, True, 0.125, 0, True, 5)
+    assert out.shape == q.shape and lse.shape == (1, 2, 0)
+
+
 def test_no_queries_give_zeros():
     from utils.attention.gluon.backward.launch import backward
 
     q, k, v, dout = tensors(1, 2, 2, 0, 70, 64, torch.bfloat16)
+    k = k.transpose(1, 2).contiguous().transpose(1, 2)
     dq, dk, dv = backward(dout, q, k, v, q, torch.empty(1, 2, 0))
     assert dq.shape == q.shape and not dk.any() and not dv.any()
+    assert dk.is_contiguous(), "as the operator tells torch.compile"
 
 
 @pytest.mark.slow

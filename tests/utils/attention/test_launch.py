@@ -4,6 +4,7 @@ import inspect
 import itertools
 import math
 import random
+import weakref
 
 import pytest
 import torch
@@ -282,3 +283,61 @@ def test_a_tail_that_only_the_first_block_masks(monkeypatch, sizes):
         launch._launch(5, q, k, v, out, lse, False, 64**-0.5 * math.log2(math.e), 0, True)
     assert run.ok and ((out.double() - expected).norm() / expected.norm()) < 4e-3
     assert (lse - expected_lse).abs().max() < 1e-3
+
+
+@needs_triton
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_captured_graph_keeps_its_schedule(monkeypatch, capturing):
+    """A graph has the schedule's address only: once 64 other shapes had come, it read which tiles to compute from freed memory."""
+    from utils.attention.gluon import step5_overlapped
+
+    monkeypatch.setattr(step5_overlapped, "_captured", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    schedule = torch.zeros(4, dtype=torch.int32)
+    alive, ran = weakref.ref(schedule), []
+    kept = step5_overlapped.Launch(lambda *tensors: ran.append(len(tensors)), 0, 0, schedule)
+    kept(*[torch.zeros(1)] * 5)
+    del kept, schedule  # as when newer launches and schedules have taken their places
+    assert ran == [8] and (alive() is not None) == capturing
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.skipif(not offline_compile_support(), reason=offline_compile_support().reason)
+def test_random_problems_on_random_machines(monkeypatch, seed):
+    """Few multiprocessors, so that programs walk over several tiles, or many, so that they share one, in any order of the roles."""
+    from utils import gluon_cpu
+    from utils.attention.gluon import step5_overlapped
+    from utils.attention.reference import reference
+
+    rng, shared = random.Random(seed), 0
+    for _ in range(10):
+        torch.manual_seed(seed)
+        head_dim, causal, many = rng.choice((24, 64, 128, 136, 256)), rng.random() < 0.6, rng.random() < 0.5
+        sq, sk, group = rng.randint(1, 257), rng.randint(1, 900 if many else 400), rng.choice((1, 2))
+        window, programs = (
+            rng.choice((0, 0, 1, 65, rng.randint(1, 400))),
+            rng.choice((24, 78) if many else (1, 2, 3, 7)),
+        )
+        dtype, lse = rng.choice((torch.bfloat16, torch.float16)), rng.random() < 0.5
+        q = torch.randn(1, sq, group, head_dim, dtype=dtype).transpose(1, 2)
+        k, v = (torch.randn(1, 1, sk, head_dim, dtype=dtype) for _ in range(2))
+        plan = plan_for(5, head_dim, variant_for(head_dim, causal, window, sq, sk, group, programs, lse))
+        most = (
+            min(programs // (-(-(sq + 127) // plan.rows) * group), 8) if plan.consumers < 3 and plan.q_slots == 1 else 1
+        )
+        parts = rng.randint(1, max(most, 1))  # more than the rule would take, too
+        monkeypatch.setattr(launch, "_multiprocessors", lambda device, programs=programs: programs)
+        monkeypatch.setattr(launch, "plan_of", lambda *given, plan=plan: plan)
+        monkeypatch.setattr(step5_overlapped, "parts_for", lambda *given, parts=parts: parts)
+        out, sums = torch.full((1, group, sq, head_dim), math.nan, dtype=dtype), torch.full((1, group, sq), math.nan)
+        with gluon_cpu.simulate(seed=rng.choice((None, seed))) as run:
+            launch._launch(5, q, k, v, out, sums, causal, head_dim**-0.5 * math.log2(math.e), window, lse)
+        expected, expected_lse = reference(q, k, v, causal=causal, window=window or None)
+        what = head_dim, causal, window, sq, sk, group, programs, parts, dtype, lse
+        assert run.ok and (out.double() - expected).norm() <= 6e-3 * expected.norm(), what
+        if lse:
+            torch.testing.assert_close(sums.double(), expected_lse.double(), atol=2e-3, rtol=0, msg=str(what))
+        shared += parts > 1
+    assert shared

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from utils.attention.backends.flash_attn import accepts, rows_first, window_size
-from utils.attention.problem import Backend, Problem, accept_plain, bind_plain
+from utils.attention.problem import Backend, Problem, accept_plain, bind_plain, positive_scale
 from utils.kernels.handle import observed
 from utils.machine.device import Support, compute_capability, cuda_support, first_line
 
@@ -201,6 +201,7 @@ def forward(
         window: keys to the left and to the right of a query's own position that it sees; -1: all.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    q, scale = positive_scale(q, scale)  # the kernels take the maximum before they scale
     call = attention_fa3 if observed(q, k, v) else _forward
     return call(q, k, v, causal, scale, *window)
 

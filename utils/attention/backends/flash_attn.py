@@ -18,7 +18,16 @@ import torch
 
 from utils.attention.masks.blocks import synchronize
 from utils.attention.masks.mask_mods import check_device
-from utils.attention.problem import Backend, Bound, Options, Problem, accept_plain, bind_plain, describe_plain
+from utils.attention.problem import (
+    Backend,
+    Bound,
+    Options,
+    Problem,
+    accept_plain,
+    bind_plain,
+    describe_plain,
+    positive_scale,
+)
 from utils.machine.device import Support, cuda_support, flash_attn_support
 
 # Module, distribution that brings it, oldest GPU: the fastest on a Hopper GPU first.
@@ -42,9 +51,10 @@ def rows_first(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def call_package(function, q, k, v, **arguments) -> torch.Tensor:
+def call_package(function, q, k, v, softmax_scale: float, **arguments) -> torch.Tensor:
     """Call a `flash_attn_func` on tensors (B, H, S, D)."""
-    out = function(*map(rows_first, (q, k, v)), **arguments)
+    q, scale = positive_scale(q, softmax_scale)  # the kernels take the maximum before they scale
+    out = function(*map(rows_first, (q, k, v)), softmax_scale=scale, **arguments)
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 

@@ -28,10 +28,12 @@ def _accepts(problem: Problem) -> Support:
 
 
 def decodes(problem: Problem) -> bool:
-    """Whether the decode kernel takes this: few queries over more keys."""
+    """Whether the decode kernel takes this: few queries, but one at least, over more keys."""
     heads = problem.batch * problem.heads
     few = problem.sq <= FEW_QUERIES or (problem.sq <= MOST_QUERIES and heads < FEW_HEADS)
-    return few and problem.sk > problem.sq and not refuse(problem.heads // problem.kv_heads, problem.sq, problem.batch)
+    return (
+        few and 0 < problem.sq < problem.sk and not refuse(problem.heads // problem.kv_heads, problem.sq, problem.batch)
+    )
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:

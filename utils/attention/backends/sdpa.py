@@ -19,7 +19,17 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from utils.attention.masks.mask_mods import name_of
-from utils.attention.problem import Attend, Backend, Bound, Options, Problem, Refused, allowed_keys, on_plain_shapes
+from utils.attention.problem import (
+    Attend,
+    Backend,
+    Bound,
+    Options,
+    Problem,
+    Refused,
+    allowed_keys,
+    on_plain_shapes,
+    positive_scale,
+)
 from utils.machine.device import Support, first_line
 
 HALF = (torch.float16, torch.bfloat16)
@@ -164,12 +174,12 @@ def _bind(backend: SDPBackend | None, problem: Problem, options: Options) -> Bou
         mask = allowed_keys(plain)
         if plain.mask_mod is not None and not bool(mask.any(-1).all()):
             raise Refused(f"SDPA leaves rows without keys undefined, and {name_of(plain.mask_mod)} has such rows.")
-    arguments = dict(
-        attn_mask=mask, is_causal=plain.causal and mask is None, scale=plain.scale, enable_gqa=plain.grouped
-    )
+    arguments = dict(attn_mask=mask, is_causal=plain.causal and mask is None, enable_gqa=plain.grouped)
 
     def attend(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, **arguments)
+        # On a CPU, torch's flash backend scales the minus infinity of a causal mask, too: nan, or what is masked is seen.
+        q, scale = positive_scale(q, plain.scale)
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, **arguments)
 
     call = on_plain_shapes(problem, plain, attend if backend is None else _pinning(backend, attend))
     first = on_plain_shapes(problem, plain, _refusing(backend, attend))

@@ -60,6 +60,8 @@ def _accepts(problem: Problem) -> Support:
         return Support(False, f"it takes float16, bfloat16 and float32, not {problem.type_name}.")
     if problem.head_dim > 256:
         return Support(False, f"its head dimension ends at 256, and {problem.head_dim} was given.")
+    if (heads := problem.batch * problem.heads) > 65535:
+        return Support(False, f"it launches a row of blocks for each head, at most 65535, and {heads} were given.")
     if problem.needs_grad:
         return Support(False, "it has no backward pass, and an input requires a gradient.")
     return Support(True)

@@ -41,13 +41,15 @@ def flash_forward_kernel(
 ):
     """Compute BLOCK_M rows of one head: one pass over the keys, with a running maximum m and a running sum."""
     row = tl.program_id(0) * BLOCK_M
+    # A row or a head times its stride can be more than 32 bits hold.
     b = (tl.program_id(1) // heads).to(tl.int64)
-    h = tl.program_id(1) % heads
+    h = (tl.program_id(1) % heads).to(tl.int64)
     rows = row + tl.arange(0, BLOCK_M)
+    far_rows = rows[:, None].to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     position = rows + sk - sq
     q_tile = tl.load(
-        q + b * q_b + h * q_h + rows[:, None] * q_s + d[None, :] * q_d,
+        q + b * q_b + h * q_h + far_rows * q_s + d[None, :] * q_d,
         mask=(rows[:, None] < sq) & (d[None, :] < head_dim),
         other=0.0,
     )
@@ -69,7 +71,8 @@ def flash_forward_kernel(
     for key in range(first, last, BLOCK_N):
         keys = key + tl.arange(0, BLOCK_N)
         inside = (keys[:, None] < sk) & (d[None, :] < head_dim)
-        k_tile = tl.load(k_base + keys[:, None] * k_s + d[None, :] * k_d, mask=inside, other=0.0)
+        far_keys = keys[:, None].to(tl.int64)
+        k_tile = tl.load(k_base + far_keys * k_s + d[None, :] * k_d, mask=inside, other=0.0)
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * c
         keep = keys[None, :] < sk
         if CAUSAL:
@@ -84,12 +87,12 @@ def flash_forward_kernel(
         p = tl.exp2(s - shift[:, None])
         alpha = tl.exp2(m - shift)
         total = total * alpha + tl.sum(p, 1)
-        v_tile = tl.load(v_base + keys[:, None] * v_s + d[None, :] * v_d, mask=inside, other=0.0)
+        v_tile = tl.load(v_base + far_keys * v_s + d[None, :] * v_d, mask=inside, other=0.0)
         acc = acc * alpha[:, None] + tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
         m = top
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(
-        out + b * o_b + h * o_h + rows[:, None] * o_s + d[None, :] * o_d,
+        out + b * o_b + h * o_h + far_rows * o_s + d[None, :] * o_d,
         acc.to(out.dtype.element_ty),
         mask=(rows[:, None] < sq) & (d[None, :] < head_dim),
     )

@@ -15,9 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
-tma_load = gl.constexpr(tma.async_load)
-tma_store = gl.constexpr(tma.async_store)
-thread_barrier = gl.constexpr(gl.barrier)
+# Not `gl.constexpr`: Triton's key of a kernel has its text in it, an address, so that each process would compile anew.
+tma_load = tma.async_load
+tma_store = tma.async_store
+thread_barrier = gl.barrier
 aggregate = gluon.aggregate
 
 LN2 = gl.constexpr(0.6931471805599453)

@@ -559,6 +559,19 @@ def tile_schedule(
     return torch.tensor(table, dtype=torch.int32, device=device), stride
 
 
+_captured: dict[int, torch.Tensor] = {}  # schedules that CUDA graphs read, by address
+
+
+def keep_for_graphs(schedule: torch.Tensor) -> None:
+    """Keep a schedule as long as the process lives if this launch is captured.
+
+    A graph is replayed with the addresses that it was captured with. It keeps nothing alive that was there before, and
+    `tile_schedule` drops what is old: the programs would then read which tiles are theirs from another tensor's memory.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        _captured[schedule.data_ptr()] = schedule
+
+
 @dataclass(frozen=True)
 class Launch:
     """A launch that was made, to be repeated on (q, k, v, out, lse) like these."""
@@ -566,9 +579,12 @@ class Launch:
     handle: Handle
     numbers: int  # of all parts, fp32
     counters: int
+    schedule: torch.Tensor | None
 
     def __call__(self, q, k, v, out, lse) -> None:
         """Launch again."""
+        if self.schedule is not None:
+            keep_for_graphs(self.schedule)
         self.handle(q, k, v, out, out, lse, *workspace(lse, self.numbers, self.counters))
 
 
@@ -600,6 +616,7 @@ def launch(a: Arguments) -> Launch | None:
     compiled = attention_step5[(programs,)](*tensors, table, *sizes, PLAN=plan, CASE=case, **options)
     if compiled is None or not a.q.is_cuda:
         return None
-    return Launch(
-        Handle(compiled, (programs,), tensors, (table, *sizes, plan, case), a.q.device.index), numbers, counters
-    )
+    if schedule is not None:
+        keep_for_graphs(schedule)
+    handle = Handle(compiled, (programs,), tensors, (table, *sizes, plan, case), a.q.device.index)
+    return Launch(handle, numbers, counters, schedule)

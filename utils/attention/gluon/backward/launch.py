@@ -102,13 +102,16 @@ def backward(
             f"Step {step} of the backward ladder adds to dQ by atomics, in any order; deterministic=True needs step 3, 4 or 5."
         )
     if not q.numel():
-        return torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        # Contiguous like all other results: torch.compile checks that the layout is the promised one.
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        return dq, *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     plan = plan or plan_for(step, q.shape[-1], causal)
     check_plan(step, plan)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     dout, q, k, v = (addressable(x) for x in (dout, q, k, v))
+    out = out if out.stride(-1) == 1 else out.contiguous()  # `start_backward` reads rows, TMA does not read it
     dlse = None if dlse is None else dlse.float().contiguous()
-    g = Gradients(dout, q, k, v, out, lse.contiguous(), dlse, causal, window or 0, scale, plan, deterministic)
+    g = Gradients(dout, q, k, v, out, lse.float().contiguous(), dlse, causal, window or 0, scale, plan, deterministic)
     launch(step, g)
     return g.dq, g.dk, g.dv
 

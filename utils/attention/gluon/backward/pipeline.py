@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 from utils.attention.gluon.shared import aggregate, tma_load, zero_columns
 
 # Hand a tile to TMA, which adds it to memory; its end is waited for as a store's.
-tma_add = gl.constexpr(tma.async_atomic_add)
+tma_add = tma.async_atomic_add  # no `gl.constexpr`: see `shared.py`
 
 
 @aggregate
