@@ -1,5 +1,6 @@
 """The host side of a decode call: what is kept from one call to the next, what is handed to the launcher, where it runs."""
 
+import collections
 import contextlib
 import types
 
@@ -54,6 +55,24 @@ def test_a_cache_without_pages_is_named():
     q, pages, lengths = torch.randn(2, 4, 1, 16), torch.randn(0, 2, 16, 16), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"k_cache has no pages: .* \(0, 2, 16, 16\)"):
         attention_decode(q, pages, pages, seqlens=lengths, block_table=torch.zeros(2, 3, dtype=torch.int32))
+
+
+def test_a_cache_that_grows_has_one_adapted_kernel(monkeypatch):
+    """Each length has a launch. Without that, each had a kernel of its own, assembled and loaded, and never unloaded."""
+    from utils.kernels import l2_hint
+
+    Metadata = collections.namedtuple("Metadata", "shared num_warps")
+    compiled = types.SimpleNamespace(metadata=Metadata(3000, 4), module="loaded", function=1, _run=2, asm={"ptx": ""})
+    monkeypatch.setattr(l2_hint, "with_l2_hint", l2_hint.not_loaded)
+
+    def adapted(keys, hint):
+        q, k = torch.zeros(1, 8, 1, 128).bfloat16(), torch.zeros(1, 2, keys, 128).bfloat16()
+        return Launch(q, k, k, True, 0, False, None, cluster=4, hint=hint)._adapt(compiled)
+
+    first = adapted(4000, False)
+    assert first is adapted(4001, False) and first.module is None and compiled.module == "loaded"
+    assert first.metadata.shared > compiled.metadata.shared == 3000
+    assert adapted(4000, True) is adapted(4001, True) is not first
 
 
 class OnGpu(torch.Tensor):

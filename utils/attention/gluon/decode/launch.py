@@ -306,14 +306,22 @@ class Launch:
             self.compiled = [(first.run, first.function, self._metadata(first)), *second]
 
     def _adapt(self, compiled):
-        """Return a copy of the first kernel, not yet loaded, with the hint to the L2 and with the inbox of a cluster."""
+        """Return a copy of the first kernel, not yet loaded, with the hint to the L2 and with the inbox of a cluster.
+
+        It is kept with the kernel, and launches for other lengths of the cache share it: Triton never unloads what it has
+        loaded, and a cache that grows by a token at each call has a launch for each.
+        """
         from utils.kernels.l2_hint import not_loaded, with_l2_hint
 
-        compiled = with_l2_hint(compiled) if self.hint else not_loaded(compiled)
-        if self.plan.merge == "cluster":
-            shared = max(-(-compiled.metadata.shared // 16) * 16 + self.plan.inbox_space, ALONE_BYTES)
-            compiled.metadata = compiled.metadata._replace(shared=shared)
-        return compiled
+        twins = vars(compiled).setdefault("decode_twins", {})  # the plan is the kernel's own, the hint is not
+        twin = twins.get(self.hint)
+        if twin is None:
+            twin = with_l2_hint(compiled) if self.hint else not_loaded(compiled)
+            if self.plan.merge == "cluster":
+                shared = max(-(-compiled.metadata.shared // 16) * 16 + self.plan.inbox_space, ALONE_BYTES)
+                twin.metadata = compiled.metadata._replace(shared=shared)
+            twins[self.hint] = twin
+        return twin
 
     def _metadata(self, compiled) -> tuple:
         """What Triton's launcher asks of a kernel: warps, blocks of a cluster, bytes of shared memory.
