@@ -12,6 +12,9 @@ decode kernel of `utils/attention/gluon/decode`. Elsewhere the cache is gathered
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
 import torch
 import torch.nn.functional as F
 
@@ -25,7 +28,17 @@ from utils.validation import suggest_keywords
 
 BACKENDS = ("gluon", "sdpa")  # in the order in which "auto" tries them
 
-_decided: Newest[tuple, Run] = Newest(512)
+
+@dataclass(slots=True)
+class _Decision:
+    """What was checked and decided for arguments of some shapes: who computes them, and the launches that were made."""
+
+    run: Run
+    decode: Callable[..., torch.Tensor] | None = None  # the kernel's entry, with the backend gluon
+    launches: dict = field(default_factory=dict)  # filled by `decode`
+
+
+_decided: Newest[tuple, _Decision] = Newest(512)
 
 
 @suggest_keywords
@@ -65,27 +78,35 @@ def attention_decode(
         backend: "gluon", "sdpa", or "auto": gluon where it can, else sdpa.
     """
     # What was checked and decided for these shapes is kept: a decode step takes microseconds.
-    kinds = tuple(map(_kind, (q, k_cache, v_cache, seqlens, block_table, kv_scales)))
-    key = kinds, causal, scale, window, backend, torch.is_grad_enabled()
-    run = _decided.get(key)
-    if run is None:
-        run = _decided[key] = _decide(
-            q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, window, backend
-        )
-    if run.backend == "gluon":
-        from utils.attention.gluon.decode.launch import decode
-
-        scale = run.problem.scale
-        out = decode(
+    kinds = (
+        _kind(q),
+        _kind(k_cache),
+        _kind(v_cache),
+        None if seqlens is None else _kind(seqlens),
+        None if block_table is None else _kind(block_table),
+        None if kv_scales is None else _kind(kv_scales),
+    )
+    # A scale that is no plain number, such as a tensor, may be another one at the next call.
+    plain = scale is None or isinstance(scale, (float, int))
+    key = (kinds, causal, scale, window, backend, torch.is_grad_enabled()) if plain else None
+    decision = None if key is None else _decided.get(key)
+    if decision is None:
+        decision = _decide(q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, window, backend)
+        if key is not None:
+            _decided[key] = decision
+    run = decision.run
+    if decision.decode is not None:
+        out = decision.decode(
             q,
             k_cache,
             v_cache,
             causal=causal,
-            scale=scale,
+            scale=run.problem.scale,
             window=window,
             seqlens=seqlens,
             block_table=block_table,
             kv_scales=kv_scales,
+            launches=decision.launches,
         )
     else:
         if kv_scales is not None:
@@ -99,7 +120,7 @@ def _kind(x) -> object:
     return (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else type(x)
 
 
-def _decide(q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, window, backend: str) -> Run:
+def _decide(q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale, window, backend: str) -> _Decision:
     """Check the arguments and choose the backend."""
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"There is no decode backend {backend!r}; choose one of {', '.join(BACKENDS)}, or auto.")
@@ -114,8 +135,10 @@ def _decide(q, k_cache, v_cache, seqlens, block_table, kv_scales, causal, scale,
     if backend == "gluon" and not able:
         raise AttentionUnsupported("gluon", able.reason, ("sdpa",))
     if backend == "sdpa" or not able:
-        return Run("sdpa", problem, (("gluon", able.reason),) if backend == "auto" else ())
-    return Run("gluon", problem)
+        return _Decision(Run("sdpa", problem, (("gluon", able.reason),) if backend == "auto" else ()))
+    from utils.attention.gluon.decode.launch import decode
+
+    return _Decision(Run("gluon", problem), decode)
 
 
 def gluon_takes(problem: Problem, pages: torch.Tensor | None = None, fp8: bool = False) -> Support:
@@ -212,6 +235,8 @@ def _check(q, k_cache, v_cache, seqlens, block_table, causal, scale, window) -> 
         _check_integers("block_table", block_table, (len(q), None), q.device)
         if seqlens is None:
             raise ValueError("block_table was given without seqlens: say how many tokens each sequence has.")
+        if not len(k_cache):
+            raise ValueError(f"k_cache has no pages: its shape (P, Hkv, page, D) is {tuple(k_cache.shape)}.")
         slots = block_table.shape[1] * k_cache.shape[2]
         # The shapes of the same attention over a cache in one piece; nothing is read or allocated.
         piece = (k_cache[:1, :, :1].expand(len(q), -1, slots, -1), v_cache[:1, :, :1].expand(len(q), -1, slots, -1))

@@ -80,14 +80,15 @@ def observed(*tensors: torch.Tensor) -> bool:
     """Whether more than the GPU has to see a call as an operator, so that a bare launch would go unnoticed.
 
     torch.compile, autograd, a function transform (vmap, grad), a dispatch mode (FlopCounterMode, fake tensors), or a
-    subclass of Tensor.
+    subclass of Tensor other than Parameter.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return True
     grad = torch.is_grad_enabled()
-    for x in tensors:  # noqa: SIM110 (`any` with a generator takes three times as long)
-        if x.__class__ is not torch.Tensor or (grad and x.requires_grad):
+    for x in tensors:
+        kind = x.__class__  # a Parameter is a Tensor with another name
+        if (kind is not torch.Tensor and kind is not torch.nn.Parameter) or (grad and x.requires_grad):
             return True
     return False

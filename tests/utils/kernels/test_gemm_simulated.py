@@ -1,6 +1,7 @@
 """The Gluon GEMM's two kernels through their launch, in the simulator: what is computed, with which operands."""
 
 import importlib.util
+import random
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ if importlib.util.find_spec("triton") is None:
 
 from utils import gluon_cpu
 from utils.kernels import gemm_launch
-from utils.kernels.gemm_plan import SHORT_CONFIGS, Config, parts_of
+from utils.kernels.gemm_plan import SHORT_CONFIGS, Config, candidates, parts_of
 
 SMS = 3
 
@@ -159,3 +160,41 @@ def test_a_kernel_without_parts_is_compiled_without_counters(simulated, monkeypa
     assert parts_of(128, 192, replace(config, split=2), SMS) == (6, 0)
     assert_close(simulated(a, b, replace(config, split=2)), a, b)
     assert given == [{"split": 1}]
+
+
+def check_random(simulated, monkeypatch, seed):
+    """A product of random sizes, pitches and orders in memory, by any configuration that can do it on a few SMs."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    sms = rng.choice((2, 3, 4, 5, 7, 9, 13))
+    properties = type("Properties", (), {"multi_processor_count": sms})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    sizes = (1, 7, 8, 63, 64, 65, 100, 128, 136, 192, 264, 320, 500)
+    m, n, k = rng.choice(sizes), rng.choice(sizes), rng.choice((*sizes, 1000, 1500))
+    m, n = (min(m, 200), min(n, 200)) if k > 500 else (m, n)
+
+    def drawn(rows, columns):
+        """Rows (or columns) are farther apart than long; what lies between them is nan."""
+        column_major = rng.random() < 0.4
+        outer, inner = (columns, rows) if column_major else (rows, columns)
+        x = torch.full((outer, -(-inner // 8) * 8 + 8 * rng.choice((0, 0, 1, 2, 3))), torch.nan).half()[:, :inner]
+        x.copy_(torch.randn(outer, inner))
+        return x.T if column_major else x
+
+    a, b = drawn(m, k), drawn(k, n)
+    late = gemm_launch.lateness("A", a, n % 8 == 0), rng.choice((1, gemm_launch.lateness("B", b)))
+    found = candidates(m, n, k, sms, late)
+    config = rng.choice(rng.choice((found, [x for x in found if x.split > 1] or found)))
+    assert_close(simulated(a, b, config, rng.choice((None, seed))), a, b)
+    return config.short, config.pairs, config.multicast, config.split > 1
+
+
+def test_random_products(simulated, monkeypatch):
+    assert len({check_random(simulated, monkeypatch, seed) for seed in range(8)}) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 400, 50))
+def test_many_random_products(simulated, monkeypatch, seed):
+    for each in range(seed, seed + 50):
+        check_random(simulated, monkeypatch, each)

@@ -51,7 +51,8 @@ def test_who_has_to_see_the_operator():
     leaf = torch.ones(2, requires_grad=True)
     assert observed(x, leaf)
     with torch.no_grad():
-        assert not observed(x, leaf)
+        assert not observed(x, leaf) and not observed(x, torch.nn.Parameter(x))  # a layer's weight
+        assert observed(x, x.as_subclass(type("Own", (torch.Tensor,), {})))
     seen = []
     torch.vmap(lambda y: seen.append(observed(y)) or y)(x)
     from torch.utils.flop_counter import FlopCounterMode

@@ -8,6 +8,7 @@ out Triton's search for it.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ def decode(
     seqlens: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
+    launches: dict[bool, Launch] | None = None,
 ) -> torch.Tensor:
     """Attention of the newest tokens q (B, H, Sq, D) over a cache, fp16 or bf16, on a Hopper GPU: (B, H, Sq, D).
 
@@ -45,11 +47,13 @@ def decode(
         seqlens: keys of each sequence, the new ones included, (B,) int32; None: S.
         block_table: pages of each sequence in order, (B, pages) int32; the cache is then in pages.
         kv_scales: for keys and values in float8_e4m3fn: their factors, (2, Hkv) fp32, of K and of V.
+        launches: a dictionary, empty at first, which the caller keeps for calls with these shapes, strides, types and
+            options: the launch is then found without looking at them again.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if torch.compiler.is_compiling():
         return attention_decode(q, k, v, causal, scale, window or 0, seqlens, block_table, kv_scales)
-    return _decode(q, k, v, causal, scale, window or 0, seqlens, block_table, kv_scales)
+    return _decode(q, k, v, causal, scale, window or 0, seqlens, block_table, kv_scales, launches)
 
 
 @torch.library.custom_op("labs::attention_decode", mutates_args=(), device_types="cuda")
@@ -73,26 +77,42 @@ def _attention_decode_fake(q, k, v, causal, scale, window, seqlens, block_table,
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-def _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales) -> torch.Tensor:
+def _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales, launches=None) -> torch.Tensor:
+    if q.is_cuda and torch._C._cuda_getDevice() != q.get_device():
+        # Kernels are loaded on the current device, and launched there.
+        with torch.cuda.device(q.device):
+            return _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales, launches)
     if scale <= 0:
         # The kernel takes the maximum before it scales, so it needs a positive scale. With the queries negated, or
         # zero, a positive one gives the same scores.
         negated = torch.zeros_like(q) if scale == 0 else -q
         return _decode(negated, k, v, causal, -scale or 1.0, window, seqlens, block_table, kv_scales)
-    table = None if block_table is None else (block_table.shape, block_table.stride())
     # A captured graph may be replayed on any stream, beside another: it shares no counters, and merges by a launch or in clusters.
     captured = torch.cuda.is_current_stream_capturing()
-    strides = q.stride(), k.stride(), v.stride()
-    key = q.shape, k.shape, strides, table, q.dtype, k.dtype, q.device, causal, window, seqlens is None, captured
-    launch = _LAUNCHES.get(key)
+    launch = None if launches is None else launches.get(captured)
     if launch is None:
-        fp8 = k.dtype == torch.float8_e4m3fn
-        launch = Launch(q, k, v, causal, window, seqlens is not None, block_table, fp8=fp8, stateless=captured)
-        _LAUNCHES[key] = launch
+        if not q.numel():  # no new token
+            return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        launch = _find_launch(q, k, v, causal, window, seqlens is not None, block_table, captured)
+        if launches is not None:
+            launches[captured] = launch
     if launch.copies or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         q, k, v = addressable(q), addressable(k), addressable(v)
         return _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales)
     return launch(q, k, v, scale, seqlens, block_table, kv_scales)
+
+
+def _find_launch(q, k, v, causal, window, lengths: bool, block_table, captured: bool) -> Launch:
+    """Return the launch for tensors of these shapes, strides and types, made now if there is none."""
+    table = None if block_table is None else (block_table.shape, block_table.stride())
+    strides = q.stride(), k.stride(), v.stride()
+    key = q.shape, k.shape, strides, table, q.dtype, k.dtype, q.device, causal, window, lengths, captured
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        fp8 = k.dtype == torch.float8_e4m3fn
+        launch = Launch(q, k, v, causal, window, lengths, block_table, fp8=fp8, stateless=captured)
+        _LAUNCHES[key] = launch
+    return launch
 
 
 _LAUNCHES: Newest[tuple, Launch] = Newest(512)
@@ -137,7 +157,10 @@ class Launch:
         paged = block_table is not None
         page = rows if paged else 0
         keys = rows if block_table is None else rows * block_table.shape[1]
-        self.device = q.device
+        # No query is farther from a key than this; the kernel adds a window to positions, in 32 bits.
+        window = min(window, keys + sq)
+        # A plain tuple: torch.empty takes more than a microsecond longer to read a torch.Size.
+        self.shape, self.dtype, self.device = tuple(q.shape), q.dtype, q.device
         found = arrange(
             batch,
             kv_heads,
@@ -166,9 +189,10 @@ class Launch:
         self.parts = (
             0 if found.aligned or plan.merge == "cluster" else 2 * self.programs * plan.columns * (plan.block_d + 2)
         )
-        self.merge_grid = found.heads, found.merge_pieces
+        self.merge_grid = found.heads, found.merge_pieces, 1
         self.constants = plan, self.case
-        self.merge_constants = found.merge_plan, self.case
+        self.merge_arguments = self.programs, found.merge_plan, self.case
+        self.unused_parts, self.unused_integers = unused(q.device), unused(q.device, torch.int32)
         self.copies = not all(map(strides_fit, (q, k, v)))
         self.fp8 = fp8
         q_shape = [batch, kv_heads, group, sq, head_dim]
@@ -179,32 +203,40 @@ class Launch:
         out_strides = [sq * head_dim * n for n in (group * kv_heads, group, 1)] + [head_dim]
         self.o_map = q_shape, _tma_strides(q_shape, out_strides)
         self.compiled: list[tuple] = []
+        self._runtime: Any = None  # Triton's settings, from the first launch on
 
     def __call__(self, q, k, v, scale: float, seqlens, block_table, scales=None) -> torch.Tensor:
         """Attention of tensors like those it was made for; scales: (2, Hkv) fp32, of K and of V, for an fp8 cache."""
-        out = torch.empty(q.shape, dtype=q.dtype, device=self.device)
-        parts = torch.empty(self.parts, dtype=torch.float32, device=self.device) if self.parts else unused(self.device)
-        none = unused(self.device, torch.int32)
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else 0
-        counters = self.counters_for(stream) if self.counters else none
-        lens, table = none if seqlens is None else seqlens, none if block_table is None else block_table
-        sizes = (lens, table, *self.sizes, scale * LOG2_E)
-        if not self.compiled or (_launch_is_watched() and not self.adapted):
-            self._launch_by_triton(q, k, v, out, parts, counters, sizes, scales)
+        device = self.device
+        out = torch.empty(self.shape, dtype=self.dtype, device=device)
+        parts = torch.empty(self.parts, dtype=torch.float32, device=device) if self.parts else self.unused_parts
+        stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+        counters = self.counters_for(stream) if self.counters else self.unused_integers
+        lens = self.unused_integers if seqlens is None else seqlens
+        table = self.unused_integers if block_table is None else block_table
+        c = scale * LOG2_E
+        if not self.compiled or (not self.adapted and self._is_watched()):
+            self._launch_by_triton(q, k, v, out, parts, counters, (lens, table, *self.sizes, c), scales)
             if not self.adapted:
                 return out
         maps = [Map(q, *self.q_map), Map(k, *self.k_map), Map(v, *self.v_map)]
         if self.plan.ahead:
             maps.append(Map(out, *self.o_map))
+        # Addresses as numbers: of a tensor Triton's launcher asks the driver whose memory that is.
+        addresses = out.data_ptr(), parts.data_ptr(), counters.data_ptr(), lens.data_ptr(), table.data_ptr()
         start, function, metadata = self.compiled[0]
-        rest = out, parts, counters, *sizes
-        own = (scales, *self.constants) if self.fp8 else self.constants
+        rest = *addresses, *self.sizes, c
+        own = (scales.data_ptr(), *self.constants) if self.fp8 else self.constants
         start(*self.grid, stream, function, metadata, None, None, None, *maps, *rest, *own)
         if self.parts and not self.counters:
             start, function, metadata = self.compiled[1]
-            grid = *self.merge_grid, 1
-            start(*grid, stream, function, metadata, None, None, None, *rest, self.programs, *self.merge_constants)
+            start(*self.merge_grid, stream, function, metadata, None, None, None, *rest, *self.merge_arguments)
         return out
+
+    def _is_watched(self) -> bool:
+        """Whether somebody, such as Triton's own profiler, wants to be told of launches: then Triton launches."""
+        hook = self._runtime.launch_enter_hook
+        return bool(getattr(hook, "calls", hook))  # a chain of hooks, or one or None
 
     def counters_for(self, stream: int) -> torch.Tensor:
         """Counters, all zero, of a stream: its kernels run one after another and each leaves them at zero."""
@@ -216,6 +248,7 @@ class Launch:
 
     def _launch_by_triton(self, q, k, v, out, parts, counters, sizes: tuple, scales) -> None:
         """Compile the kernels if need be, and launch them if they are to run as they are: the first call."""
+        from triton import knobs
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -232,6 +265,7 @@ class Launch:
             x = x.view(torch.uint8) if self.fp8 and bits == 8 else x
             return TensorDescriptor(x, *map_, box, gl.NVMMASharedLayout(swizzle, bits, rank=len(box)))
 
+        self._runtime = knobs.runtime
         plan = self.plan
         cache_box = [1, 1, plan.box, plan.block_d]
         descriptors = [
@@ -262,8 +296,9 @@ class Launch:
             kernels = [run(kernel, self.grid, *descriptors, *rest, **constants, **options)]
         if self.parts and not self.counters:
             options = {"num_warps": MERGE_WARPS, "launch_pdl": plan.early}
-            constants = {"PLAN": self.merge_constants[0], "CASE": self.case}
-            arguments = out, parts, counters, *sizes, self.programs
+            programs, merge_plan, case = self.merge_arguments
+            arguments = out, parts, counters, *sizes, programs
+            constants = {"PLAN": merge_plan, "CASE": case}
             kernels.append(run(attention_decode_merge, self.merge_grid, *arguments, **constants, **options))
         if hasattr(kernels[0], "run"):  # not in the simulator
             first = self._adapt(kernels[0]) if self.adapted else kernels[0]
@@ -271,14 +306,22 @@ class Launch:
             self.compiled = [(first.run, first.function, self._metadata(first)), *second]
 
     def _adapt(self, compiled):
-        """Return a copy of the first kernel, not yet loaded, with the hint to the L2 and with the inbox of a cluster."""
+        """Return a copy of the first kernel, not yet loaded, with the hint to the L2 and with the inbox of a cluster.
+
+        It is kept with the kernel, and launches for other lengths of the cache share it: Triton never unloads what it has
+        loaded, and a cache that grows by a token at each call has a launch for each.
+        """
         from utils.kernels.l2_hint import not_loaded, with_l2_hint
 
-        compiled = with_l2_hint(compiled) if self.hint else not_loaded(compiled)
-        if self.plan.merge == "cluster":
-            shared = max(-(-compiled.metadata.shared // 16) * 16 + self.plan.inbox_space, ALONE_BYTES)
-            compiled.metadata = compiled.metadata._replace(shared=shared)
-        return compiled
+        twins = vars(compiled).setdefault("decode_twins", {})  # the plan is the kernel's own, the hint is not
+        twin = twins.get(self.hint)
+        if twin is None:
+            twin = with_l2_hint(compiled) if self.hint else not_loaded(compiled)
+            if self.plan.merge == "cluster":
+                shared = max(-(-compiled.metadata.shared // 16) * 16 + self.plan.inbox_space, ALONE_BYTES)
+                twin.metadata = compiled.metadata._replace(shared=shared)
+            twins[self.hint] = twin
+        return twin
 
     def _metadata(self, compiled) -> tuple:
         """What Triton's launcher asks of a kernel: warps, blocks of a cluster, bytes of shared memory.
@@ -288,14 +331,6 @@ class Launch:
         clusters = self.plan.merge == "cluster"
         metadata = compiled.metadata
         return (metadata.num_warps, self.plan.cluster, metadata.shared) if clusters else compiled.packed_metadata
-
-
-def _launch_is_watched() -> bool:
-    """Whether somebody, such as Triton's own profiler, wants to be told of launches: then Triton launches."""
-    from triton import knobs
-
-    hook = knobs.runtime.launch_enter_hook
-    return bool(getattr(hook, "calls", hook))  # a chain of hooks, or one or None
 
 
 def _tma_strides(shape, strides, fitting: int = 8) -> list[int]:

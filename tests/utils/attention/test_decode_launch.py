@@ -1,0 +1,196 @@
+"""The host side of a decode call: what is kept from one call to the next, what is handed to the launcher, where it runs."""
+
+import collections
+import contextlib
+import types
+
+import pytest
+import torch
+
+from utils.attention import attention_decode, decode, decode_reference
+from utils.attention.gluon.decode import launch as decode_launch
+from utils.attention.gluon.decode.launch import LOG2_E, Launch, Map
+from utils.machine.device import Support
+
+
+def relative_error(out, expected):
+    return ((out.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31 + 7, 10**12])
+@pytest.mark.parametrize("lengths", [None, [100, 3]])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_window_beyond_32_bits_sees_everything(window, lengths, causal):
+    """A position and such a window do not add up in 32 bits: all keys were masked, or a loop did not end."""
+    pytest.importorskip("triton", reason="the simulator needs Triton for the language")
+    from utils import gluon_cpu
+
+    q = torch.randn(2, 2, 5, 64).bfloat16()
+    k, v = (torch.randn(2, 1, 100, 64).bfloat16() for _ in "kv")
+    seqlens = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+    launch = Launch(q, k, v, causal, window, seqlens is not None, None, programs=3, merge="last")
+    with gluon_cpu.simulate(max_steps=20_000):
+        out = launch(q, k, v, 0.1, seqlens, None)
+    assert relative_error(out, decode_reference(q, k, v, seqlens=seqlens, causal=causal, scale=0.1)) < 4e-3
+
+
+def test_no_new_token_is_no_launch(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    q, k = torch.randn(2, 4, 0, 64).bfloat16(), torch.randn(2, 2, 50, 64).bfloat16()
+    out = decode_launch.decode(q, k, k)
+    assert out.shape == (2, 4, 0, 64) and out.dtype == torch.bfloat16
+
+
+def test_a_scale_that_is_a_tensor_is_read_at_each_call():
+    q, k, v = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 50, 16), torch.randn(2, 2, 50, 16)
+    scale = torch.tensor(0.1)
+    for number in (0.1, 0.9):
+        scale.fill_(number)
+        assert relative_error(attention_decode(q, k, v, scale=scale), decode_reference(q, k, v, scale=number)) < 1e-5
+    with pytest.raises(ValueError, match="a finite number"):
+        attention_decode(q, k, v, scale=[0.1])
+
+
+def test_a_cache_without_pages_is_named():
+    q, pages, lengths = torch.randn(2, 4, 1, 16), torch.randn(0, 2, 16, 16), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"k_cache has no pages: .* \(0, 2, 16, 16\)"):
+        attention_decode(q, pages, pages, seqlens=lengths, block_table=torch.zeros(2, 3, dtype=torch.int32))
+
+
+def test_a_cache_that_grows_has_one_adapted_kernel(monkeypatch):
+    """Each length has a launch. Without that, each had a kernel of its own, assembled and loaded, and never unloaded."""
+    from utils.kernels import l2_hint
+
+    Metadata = collections.namedtuple("Metadata", "shared num_warps")
+    compiled = types.SimpleNamespace(metadata=Metadata(3000, 4), module="loaded", function=1, _run=2, asm={"ptx": ""})
+    monkeypatch.setattr(l2_hint, "with_l2_hint", l2_hint.not_loaded)
+
+    def adapted(keys, hint):
+        q, k = torch.zeros(1, 8, 1, 128).bfloat16(), torch.zeros(1, 2, keys, 128).bfloat16()
+        return Launch(q, k, k, True, 0, False, None, cluster=4, hint=hint)._adapt(compiled)
+
+    first = adapted(4000, False)
+    assert first is adapted(4001, False) and first.module is None and compiled.module == "loaded"
+    assert first.metadata.shared > compiled.metadata.shared == 3000
+    assert adapted(4000, True) is adapted(4001, True) is not first
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on the second of two GPUs."""
+
+    is_cuda = True
+    device = torch.device("cuda", 1)
+
+    def get_device(self):
+        return 1
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_call_runs_on_the_device_of_its_tensors(monkeypatch, current):
+    """Kernels are loaded and launched on the current device, so it has to be that of the tensors."""
+    entered, launched = [current], []
+
+    @contextlib.contextmanager
+    def on_device(device):
+        entered.append(device.index)
+        yield
+        entered.pop()
+
+    def launch(*given):
+        launched.append(entered[-1])
+
+    launch.copies = False
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: entered[-1], raising=False)
+    monkeypatch.setattr(torch.cuda, "device", on_device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: launched.append(entered[-1]))
+    monkeypatch.setattr(decode_launch, "_LAUNCHES", types.SimpleNamespace(get=lambda key: launch))
+    q, k = (torch.zeros(2, heads, 1, 64).as_subclass(OnGpu) for heads in (4, 2))
+    decode_launch.decode(q, k, k)
+    assert launched == [1, 1] and entered == [current]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Return the arguments of launches of kernels that were compiled before, on a made-up GPU of 132 SMs."""
+    calls = []
+    arrange = decode_launch.arrange
+
+    def compile_none(self, *given):
+        self._runtime = types.SimpleNamespace(launch_enter_hook=None)
+        self.compiled = [
+            (lambda *given: calls.append(given), name, f"{name}'s metadata") for name in ("first", "merge")
+        ]
+        calls.append("compiled")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(decode_launch, "arrange", lambda *given, **chosen: arrange(*given[:6], 132, **chosen))
+    monkeypatch.setattr(Launch, "_launch_by_triton", compile_none)
+    monkeypatch.setattr(decode, "gluon_takes", lambda *given, **more: Support(True))
+    monkeypatch.setattr(decode, "_decided", {})
+    monkeypatch.setattr(decode_launch, "_LAUNCHES", {})
+    return calls
+
+
+def problem(batch=8, slots=1024):
+    q, k, v = torch.randn(batch, 32, 1, 128), torch.randn(batch, 8, slots, 128), torch.randn(batch, 8, slots, 128)
+    return *(x.bfloat16() for x in (q, k, v)), torch.full((batch,), slots, dtype=torch.int32)
+
+
+def test_a_kept_launch_gets_addresses_of_this_call(launched):
+    q, k, v, lengths = problem()
+    attention_decode(q, k, v, seqlens=lengths)
+    others = problem()
+    out = attention_decode(*others[:3], seqlens=others[3], scale=0.25)
+    out = attention_decode(*others[:3], seqlens=others[3])
+    assert launched.pop(0) == "compiled" and len(launched) == 4
+    first, merge = launched[-2:]
+    assert first[:9] == (132, 1, 1, 0, "first", "first's metadata", None, None, None)
+    maps, rest = first[9:12], first[12:]
+    assert all(isinstance(x, Map) and x.base is y for x, y in zip(maps, others[:3], strict=True))
+    assert rest[0] == out.data_ptr() and rest[3] == others[3].data_ptr()
+    assert all(type(x) is int for x in rest[:5])  # of a tensor, the launcher asks the driver
+    assert merge[4] == "merge" and merge[9:-3] == rest[:-2] and merge[-3] == 132
+    assert rest[-3] == 128**-0.5 * LOG2_E and launched[0][-3] == 0.25 * LOG2_E
+
+
+def test_launches_of_a_captured_graph_are_others(launched, monkeypatch):
+    q, k, v, _ = problem(3, 2048)
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[-1])
+    for capturing[-1] in (False, True, True, False):
+        attention_decode(q, k, v)
+    (found,) = decode._decided.values()
+    assert {key: x.plan.merge for key, x in found.launches.items()} == {False: "together", True: "second"}
+    assert launched.count("compiled") == 2  # and each of the other two calls found its own
+    assert [given[4] for given in launched if given != "compiled"] == ["first", "merge", "first"]
+
+
+def test_arguments_that_differ_find_other_launches(launched):
+    q, k, v, lengths = problem(2, 256)
+    page = k.view(4, 8, 128, 128)
+    table = torch.arange(4, dtype=torch.int32).view(2, 2)
+    fp8, scales = k.to(torch.float8_e4m3fn), torch.ones(2, 8)
+    given = (
+        ((q, k, v), {}),
+        ((q, k, v), {"seqlens": lengths}),
+        ((q, k, v), {"window": 100}),
+        ((q, k, v), {"causal": False}),
+        ((q.half(), k.half(), v.half()), {}),
+        ((q, k.transpose(1, 2).contiguous().transpose(1, 2), v), {}),
+        ((q, page, page), {"seqlens": lengths, "block_table": table}),
+        ((q, page, page), {"seqlens": lengths, "block_table": table.T.contiguous().T[:, :1]}),
+        ((q, fp8, fp8), {"kv_scales": scales}),
+    )
+    for tensors, options in given:
+        attention_decode(*tensors, **options)
+    assert launched.count("compiled") == len(launched) == len(given) == len(decode_launch._LAUNCHES)
+
+
+def test_a_cache_that_starts_off_a_multiple_of_16_bytes_is_copied_each_time(launched):
+    q, k, v, _ = problem(2, 256)
+    attention_decode(q, k, v)
+    shifted = torch.empty(k.numel() + 1, dtype=k.dtype)[1:].view(k.shape).copy_(k)
+    for _ in range(2):
+        attention_decode(q, shifted, v)
+        base = launched[-1][10].base
+        assert base.data_ptr() % 16 == 0 and torch.equal(base, k) and base is not shifted
