@@ -269,6 +269,7 @@ def test_a_setting_of_pip_that_uv_cannot_follow_leaves_the_work_to_pip():
 
 
 def test_pip_installs_where_uv_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "uv_options", lambda settings: ([], {}))  # whatever this machine's pip is told
     ran = []
     monkeypatch.setattr(
         environment, "watch", lambda command, log, what, variables=None: ran.append(what) or len(ran) == 1
@@ -279,6 +280,7 @@ def test_pip_installs_where_uv_fails(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("forbidden", [False, True])
 def test_bytecode_is_compiled_once_where_processes_may_not_write_it(tmp_path, monkeypatch, forbidden):
+    monkeypatch.setattr(environment, "uv_options", lambda settings: ([], {}))
     commands = []
     monkeypatch.setattr(environment, "watch", lambda command, log, what, variables=None: commands.append(command) or 0)
     monkeypatch.setattr(environment, "uv_options", lambda settings: ([], {}))
