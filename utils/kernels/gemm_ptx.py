@@ -22,7 +22,6 @@ them and adds to each arrival one on the other block's barrier; the launch makes
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -32,9 +31,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from utils.kernels.assembling import reassembled
 from utils.kernels.gemm_plan import Config
 from utils.kernels.handle import Handle
-from utils.kernels.l2_hint import assemble
 
 SHARED = "for both blocks"
 OWN = "for this block"
@@ -177,11 +176,7 @@ def adapted(compiled: Any, config: Config) -> Any:
             ptx = fewer_barriers(ptx)[0]
         if config.prefetch:
             ptx = prefetch_descriptors(ptx)
-        twin = copy.copy(compiled)
-        twin.kernel = assemble(ptx)
-        twin.asm = {**compiled.asm, "ptx": ptx, "cubin": twin.kernel}
-        twin.module = twin.function = twin._run = None
-        compiled.adapted_twin = twin
+        twin = compiled.adapted_twin = reassembled(compiled, ptx)
     return twin
 
 

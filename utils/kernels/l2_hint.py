@@ -7,15 +7,10 @@ while the keys come in.
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from utils.machine.versions import ptxas_command
+from utils.kernels.assembling import reassembled
 
 # A TMA copy from global memory, of a tensor of four dimensions: of pages or sequences, heads, keys, and the head dimension.
 _COPY = re.compile(
@@ -36,40 +31,9 @@ def hint_copies(ptx: str) -> tuple[str, int]:
     )
 
 
-def assemble(ptx: str) -> bytes:
-    """Assemble PTX for Hopper with Triton's assembler, or take the result from Triton's cache."""
-    from triton.runtime.cache import get_cache_manager
-
-    command = ptxas_command()
-    cache = get_cache_manager(hashlib.sha256("\n".join([*command, ptx]).encode()).hexdigest())
-    kept = cache.get_file("hinted.cubin")
-    if kept:
-        return Path(kept).read_bytes()
-    with tempfile.TemporaryDirectory() as folder:
-        source, target = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        source.write_text(ptx)
-        subprocess.run([*command, str(source), "-o", str(target)], check=True, capture_output=True)
-        cubin = target.read_bytes()
-    cache.put(cubin, "hinted.cubin", binary=True)
-    return cubin
-
-
 def with_l2_hint(compiled: Any) -> Any:
     """Return a copy of a kernel that Triton compiled, whose TMA copies of four dimensions have the hint; not yet loaded."""
     ptx, copies = hint_copies(compiled.asm["ptx"])
     if not copies:
         raise ValueError(f"{compiled.name} has no TMA copy of four dimensions: there is nothing to give the hint to.")
-    twin = not_loaded(compiled)
-    twin.kernel = assemble(ptx)
-    twin.asm = {**compiled.asm, "ptx": ptx, "cubin": twin.kernel}
-    return twin
-
-
-def not_loaded(compiled: Any) -> Any:
-    """Return a copy of a kernel that Triton compiled, which is loaded when it is first used, by what the copy says then.
-
-    When Triton loads a kernel, it tells the driver how much shared memory a launch may ask for.
-    """
-    twin = copy.copy(compiled)
-    twin.module = twin.function = twin._run = None
-    return twin
+    return reassembled(compiled, ptx)

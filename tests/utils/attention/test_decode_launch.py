@@ -59,11 +59,11 @@ def test_a_cache_without_pages_is_named():
 
 def test_a_cache_that_grows_has_one_adapted_kernel(monkeypatch):
     """Each length has a launch. Without that, each had a kernel of its own, assembled and loaded, and never unloaded."""
-    from utils.kernels import l2_hint
+    from utils.kernels import assembling, l2_hint
 
     Metadata = collections.namedtuple("Metadata", "shared num_warps")
     compiled = types.SimpleNamespace(metadata=Metadata(3000, 4), module="loaded", function=1, _run=2, asm={"ptx": ""})
-    monkeypatch.setattr(l2_hint, "with_l2_hint", l2_hint.not_loaded)
+    monkeypatch.setattr(l2_hint, "with_l2_hint", assembling.not_loaded)
 
     def adapted(keys, hint):
         q, k = torch.zeros(1, 8, 1, 128).bfloat16(), torch.zeros(1, 2, keys, 128).bfloat16()

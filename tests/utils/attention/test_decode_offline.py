@@ -39,7 +39,8 @@ PROGRAM = r"""
 import json, sys
 from utils.attention.gluon.decode.offline import compile_decode
 from utils.attention.gluon.decode.plan import Case, cluster_plan, make_plan
-from utils.kernels.l2_hint import assemble, hint_copies
+from utils.kernels.assembling import assemble
+from utils.kernels.l2_hint import hint_copies
 answer = {}
 MERGED = "one token", "head dimension 256"  # the merge depends on the case and the tile's width alone
 for name, (plan, case) in json.loads(sys.argv[1]).items():

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from utils.kernels.l2_hint import hint_copies, not_loaded, with_l2_hint
+from utils.kernels.l2_hint import hint_copies, with_l2_hint
 
 COPY = "cp.async.bulk.tensor.{}d.shared::{}.global.mbarrier::complete_tx::bytes"
 PTX = f"""
@@ -32,11 +32,3 @@ def test_hints_are_not_given_twice():
 def test_a_kernel_without_such_copies_is_named():
     with pytest.raises(ValueError, match="plain has no TMA copy"):
         with_l2_hint(SimpleNamespace(name="plain", asm={"ptx": "ret;"}))
-
-
-def test_a_copy_is_loaded_by_itself():
-    """What was loaded before was told to the driver with the shared memory that Triton knows of."""
-    compiled = SimpleNamespace(module=1, function=2, _run=3, metadata="its own")
-    twin = not_loaded(compiled)
-    assert (twin.module, twin.function, twin._run, twin.metadata) == (None, None, None, "its own")
-    assert (compiled.module, compiled.function, compiled._run) == (1, 2, 3)

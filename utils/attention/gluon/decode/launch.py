@@ -311,7 +311,8 @@ class Launch:
         It is kept with the kernel, and launches for other lengths of the cache share it: Triton never unloads what it has
         loaded, and a cache that grows by a token at each call has a launch for each.
         """
-        from utils.kernels.l2_hint import not_loaded, with_l2_hint
+        from utils.kernels.assembling import not_loaded
+        from utils.kernels.l2_hint import with_l2_hint
 
         twins = vars(compiled).setdefault("decode_twins", {})  # the plan is the kernel's own, the hint is not
         twin = twins.get(self.hint)
