@@ -13,6 +13,7 @@ import torch
 from utils.attention.gluon.arguments import Arguments, addressable, unused
 from utils.attention.gluon.backward.operator import differentiate
 from utils.attention.gluon.plan import Plan, plan_for, variant_for
+from utils.attention.problem import positive_scale
 from utils.kernels.handle import observed
 from utils.newest import Newest
 
@@ -44,11 +45,7 @@ def attention_gluon(
     step: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention forward: (output like q, log-sum-exp (B, H, Sq) fp32 or empty). window 0: none."""
-    if scale <= 0:
-        # The kernels take the maximum before they scale, so they need a positive scale. With the queries negated, or
-        # zero, a positive one gives the same scores.
-        negated = torch.zeros_like(q) if scale == 0 else -q
-        return attention_gluon(negated, k, v, causal, -scale or 1.0, window, return_lse, step)
+    q, scale = positive_scale(q, scale)  # the kernels take the maximum before they scale
     out, lse = _run(q, k, v, causal, scale, window, return_lse, step)
     return out, q.new_empty(0, dtype=torch.float32) if lse is None else lse
 

@@ -15,6 +15,7 @@ import torch
 from utils.attention.gluon.arguments import addressable, strides_fit, unused
 from utils.attention.gluon.decode.arrangement import arrange
 from utils.attention.gluon.decode.plan import ALONE_BYTES, MERGE_WARPS, Case, power_of_two
+from utils.attention.problem import positive_scale
 from utils.newest import Newest
 
 LOG2_E = math.log2(math.e)
@@ -83,10 +84,8 @@ def _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales, lau
         with torch.cuda.device(q.device):
             return _decode(q, k, v, causal, scale, window, seqlens, block_table, kv_scales, launches)
     if scale <= 0:
-        # The kernel takes the maximum before it scales, so it needs a positive scale. With the queries negated, or
-        # zero, a positive one gives the same scores.
-        negated = torch.zeros_like(q) if scale == 0 else -q
-        return _decode(negated, k, v, causal, -scale or 1.0, window, seqlens, block_table, kv_scales)
+        q, scale = positive_scale(q, scale)  # the kernel takes the maximum before it scales
+        launches = None  # they are for the queries that were given, and these may have other strides
     # A captured graph may be replayed on any stream, beside another: it shares no counters, and merges by a launch or in clusters.
     captured = torch.cuda.is_current_stream_capturing()
     launch = None if launches is None else launches.get(captured)
