@@ -37,6 +37,7 @@ from utils.model.kv_cache import (
     start_prefill,
     visible_slots,
 )
+from utils.newest import Newest
 from utils.validation import floating_dtype, suggest_keywords, whole_number, whole_numbers
 
 if TYPE_CHECKING:
@@ -314,8 +315,7 @@ def _attend_to_cache(module, query, key, value, attention_mask, *, attend, seqle
 
 # ---- masks -------------------------------------------------------------------------------------------------
 
-_PREFILL_MASKS: dict[tuple, torch.Tensor] = {}
-_PREFILL_MASKS_KEPT = 4
+_PREFILL_MASKS: Newest[tuple, torch.Tensor] = Newest(4)
 
 
 def _attention_implementation(layer: torch.nn.Module) -> str:
@@ -350,8 +350,6 @@ def _prefill_mask(layer: torch.nn.Module, hidden_states: torch.Tensor, attended:
         visible &= key_position > query_position - window
     mask = _attention_mask(layer, visible, hidden_states.dtype)
     if not (is_capturing(hidden_states) or torch.compiler.is_compiling()):  # the memory of a graph is its own
-        if len(_PREFILL_MASKS) >= _PREFILL_MASKS_KEPT:
-            _PREFILL_MASKS.pop(next(iter(_PREFILL_MASKS)))
         _PREFILL_MASKS[key] = mask
     return mask
 
