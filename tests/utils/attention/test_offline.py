@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.utils.kernel_keys import keys_in_two_processes
 from utils.attention.gluon.plan import plan_for
 from utils.machine.device import offline_compile_support
 
@@ -130,27 +131,15 @@ def test_step_5_overlaps_the_softmax_with_the_second_product(report, case):
 
 @pytest.mark.slow
 def test_a_compiled_kernel_is_found_again_by_another_process():
-    """Triton's key of a kernel has its global constants in it; one whose text has an address in it differs each time."""
-    keys = [
-        subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                "from utils.attention.gluon import launch\n"
-                "from utils.attention.gluon.backward import dq, launch as backward, plan\n"
-                "from utils.attention.gluon.decode import cluster, kernel, merge, quantized, quantized_keys, rows, rows_ahead\n"
-                "kernels = [launch.kernel_of(step) for step in range(1, 6)]\n"
-                "steps = [(step, width) for step in range(1, 6) for width in (128, 256)]\n"
-                "kernels += [backward.kernel_of(step, plan.plan_for(step, width)) for step, width in steps]\n"
-                "modules = cluster, kernel, merge, quantized, quantized_keys, rows, rows_ahead\n"
-                "kernels += [found for module in modules for name, found in vars(module).items() if name.startswith('attention_decode')]\n"
-                "print([found.cache_key for found in [*kernels, dq.attention_backward_dq]])",
-            ],
-            capture_output=True,
-            text=True,
-            env={key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"},
-            check=True,
-        ).stdout
-        for _ in range(2)
-    ]
+    keys = keys_in_two_processes(
+        "from utils.attention.gluon import launch\n"
+        "from utils.attention.gluon.backward import dq, launch as backward, plan\n"
+        "from utils.attention.gluon.decode import cluster, kernel, merge, quantized, quantized_keys, rows, rows_ahead\n"
+        "kernels = [launch.kernel_of(step) for step in range(1, 6)]\n"
+        "steps = [(step, width) for step in range(1, 6) for width in (128, 256)]\n"
+        "kernels += [backward.kernel_of(step, plan.plan_for(step, width)) for step, width in steps]\n"
+        "modules = cluster, kernel, merge, quantized, quantized_keys, rows, rows_ahead\n"
+        "kernels += [found for module in modules for name, found in vars(module).items() if name.startswith('attention_decode')]\n"
+        "kernels.append(dq.attention_backward_dq)"
+    )
     assert keys[0] == keys[1] and keys[0].count(",") > 20

@@ -11,6 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.utils.kernel_keys import keys_in_two_processes
+
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
@@ -116,23 +118,10 @@ def test_the_assembly_does_what_the_header_says(reports, variant):
 
 
 def test_a_compiled_kernel_is_found_again_by_another_process():
-    """Triton's key of a kernel has its global constants in it; one whose text has an address in it differs each time."""
-    keys = [
-        subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                "from utils.kernels import gemm_fp8_gluon, gemm_gluon, gemm_short as short\n"
-                "kernels = gemm_gluon.gemm_kernel, short.short_kernel, gemm_fp8_gluon.gemm_fp8_kernel\n"
-                "print([kernel.cache_key for kernel in kernels])",
-            ],
-            capture_output=True,
-            text=True,
-            env={key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"},
-            check=True,
-        ).stdout
-        for _ in range(2)
-    ]
+    keys = keys_in_two_processes(
+        "from utils.kernels import gemm_fp8_gluon, gemm_gluon, gemm_short as short\n"
+        "kernels = gemm_gluon.gemm_kernel, short.short_kernel, gemm_fp8_gluon.gemm_fp8_kernel"
+    )
     assert keys[0] == keys[1] and len(keys[0]) > 100
 
 
