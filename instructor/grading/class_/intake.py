@@ -289,7 +289,7 @@ def submissions(root: Path, lab: str, only: list[str] | None = None) -> list[Sub
     for place in sorted(folder.iterdir()) if folder.is_dir() else []:
         path = place / lab / f"{lab}.ipynb"
         if not (path.is_file() or path.is_symlink()):
-            others = sorted(p for p in (place / lab).glob("*.ipynb") if p.is_file()) if (place / lab).is_dir() else []
+            others = _notebooks(place / lab)
             path = others[0] if len(others) == 1 else path
         if place.is_dir() and path.is_file() and not path.is_symlink() and not _why_unusable(place.name):
             found.append(Submission(place.name, path))
@@ -301,6 +301,11 @@ def submissions(root: Path, lab: str, only: list[str] | None = None) -> list[Sub
     if not found:
         raise IntakeError(f"no submission for {lab}: expected {folder}/<student>/{lab}/{lab}.ipynb.")
     return found
+
+
+def _notebooks(folder: Path) -> list[Path]:
+    """The notebooks in a student's folder of a lab, by name; none if there is no such folder."""
+    return sorted(path for path in folder.glob("*.ipynb") if path.is_file()) if folder.is_dir() else []
 
 
 def _why_unusable(folder: str) -> str:
@@ -323,7 +328,7 @@ def without_submission(root: Path, lab: str) -> dict[str, str]:
     usable = set()
     for place in sorted(folder.iterdir()) if folder.is_dir() else []:
         path, own = place / lab / f"{lab}.ipynb", place / lab
-        others = sorted(p for p in own.glob("*.ipynb") if p.is_file()) if own.is_dir() else []
+        others = _notebooks(own)
         if own.is_dir() and (reason := _why_unusable(place.name)):
             why[place.name.encode(errors="replace").decode()] = reason
         elif path.is_symlink():
