@@ -11,7 +11,7 @@ import torch
 
 from tools.record.common import read_record
 from utils.attention.gluon import launch
-from utils.attention.gluon.dealing import _longest_first, _searched, deal_tiles
+from utils.attention.gluon.dealing import _exchanged, _longest_first, _searched, deal_tiles
 from utils.attention.gluon.plan import (
     BLOCK_M,
     STEPS,
@@ -78,7 +78,10 @@ def test_causal_tiles_are_dealt_once_and_evenly(sq, sk, heads, group, window):
 
 
 def test_a_search_deals_out_few_long_tiles_better():
-    """Three tiles for each program: longest first, the busiest one had 657 units of work, where the mean is 548."""
+    """Three tiles for each program: longest first, the busiest one had 657 units of work, where the mean is 548.
+
+    First fit under a limit ends at 1.09 of the mean; exchanges bring that to 1.01.
+    """
     blocks = [(min(77, 41 + 3 * m // 2) + 1.5, 0) for m in reversed(range(26)) for _ in range(16)]
     first = [0.0] * 132
     for (cost, _), program in zip(blocks, _searched(blocks, [0.0] * 132), strict=True):
@@ -86,9 +89,27 @@ def test_a_search_deals_out_few_long_tiles_better():
     plain = [0.0] * 132
     _longest_first(blocks, plain)
     mean = sum(cost for cost, _ in blocks) / 132
-    assert max(first) < 1.09 * mean < 1.15 * mean < max(plain)
+    assert max(first) < 1.015 * mean < 1.15 * mean < max(plain)
     # Equal tiles: no order is better than another, and none is lost.
     assert sorted(_searched([(1.0, 0)] * 300, [0.0] * 100)) == sorted(list(range(100)) * 3)
+
+
+def test_exchanges_keep_every_tile_and_never_lengthen_the_busiest_program():
+    rng, gained = random.Random(5), 0
+    for _ in range(60):
+        programs = rng.choice((1, 2, 7, 132))
+        tiles = [(rng.choice((1.5, 2.5, float(rng.randint(1, 90)))), n) for n in range(rng.randint(0, 4 * programs))]
+        before = [float(rng.choice((0, 0, rng.randint(0, 100)))) for _ in range(programs)]
+        given = [rng.randrange(programs) for _ in tiles] if rng.random() < 0.5 else _longest_first(tiles, before.copy())
+        found = _exchanged(tiles, before, given)
+        assert len(found) == len(tiles) and all(0 <= program < programs for program in found)
+        old, new = before.copy(), before.copy()
+        for (cost, _), a, b in zip(tiles, given, found, strict=True):
+            old[a] += cost
+            new[b] += cost
+        assert sum(new) == pytest.approx(sum(old)) and max(new) <= max(old) + 1e-6
+        gained += max(new) < max(old) - 1e-6
+    assert gained > 20
 
 
 def test_more_tiles_than_can_be_numbered_are_not_dealt():
@@ -192,7 +213,7 @@ def test_full_attention_overlaps_tiles_where_that_pays():
         best = min(row["us"][name] for name in ("whole", "ahead", "ahead of three"))
         assert row["us"][chosen] <= 1.006 * best, row
     for d in (64, 128):
-        assert plan_for(5, d, "ahead").q_slots == 2 and plan_for(5, d).q_slots == 1
+        assert plan_for(5, d, "ahead").ahead and not plan_for(5, d).ahead
     assert plan_for(5, 256, "ahead") == plan_for(5, 256)
 
 

@@ -175,7 +175,7 @@ class Consumer(Role):
             "store_rows": lambda work, out, lse, flat, row, *more: self.stored.append((int(flat), int(row), 8)),
             "tma": types.SimpleNamespace(store_wait=lambda left: None),
         }
-        kernel = step5_overlapped.consumer_ahead if self.PLAN.q_slots == 2 else step5_overlapped.consumer
+        kernel = step5_overlapped.consumer_ahead if self.PLAN.ahead else step5_overlapped.consumer
         tiles = types.SimpleNamespace(index=lambda lane: None)
         on_host(kernel, **names)(self, (None, tiles, None), w)
 
@@ -242,7 +242,7 @@ def check_program(given, programs, program, table):
     from utils.attention.gluon import step5_overlapped
 
     plan, heads = given["PLAN"], given["heads"]
-    ahead = plan.q_slots == 2
+    ahead = plan.ahead
     role = Role(given, Device(program, programs, table))
     starts = []  # how many blocks had been loaded before a tile's first query rows
     load = role.q.load

@@ -36,7 +36,10 @@ class Plan:
     halves: bool = False  # rows r and r + 8 of a warp have a softmax each (softmax.py)
     o_in_q: bool = False  # the output leaves through Q's tile
     own_keys: bool = False  # each consumer starts at its own rows' last block, not at the tile's
-    q_slots: int = 1  # tiles of Q in shared memory; with two, a tile's end overlaps the next tile's start
+    q_slots: int = (
+        1  # tiles of Q in shared memory; with two, the next tile's Q, K and V come while this one is computed
+    )
+    ahead: bool = False  # a tile's end overlaps the next tile's start (`consumer_ahead`): needs two tiles of Q
 
     @property
     def rows(self) -> int:
@@ -73,11 +76,11 @@ class Case:
 _STEP_5 = {
     (64, ""): Plan(64, 128, 3, 3, 160, own_keys=True),
     (64, "short"): Plan(64, 64, 4, 4, 112, own_keys=True),
-    (64, "ahead"): Plan(64, 128, 2, 3, 240, halves=True, q_slots=2),
-    (64, "ahead of three"): Plan(64, 128, 3, 3, 160, q_slots=2),
+    (64, "ahead"): Plan(64, 128, 2, 3, 240, halves=True, q_slots=2, ahead=True),
+    (64, "ahead of three"): Plan(64, 128, 3, 3, 160, q_slots=2, ahead=True),
     (64, "few"): Plan(64, 128, 2, 3, 240, halves=True, own_keys=True),
     (128, ""): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True),
-    (128, "ahead"): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2),
+    (128, "ahead"): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2, ahead=True),
     (64, "one"): Plan(64, 128, 1, 4, 240, halves=True),
     (128, "one"): Plan(128, 128, 1, 2, 240, v_extra=1, halves=True),
     (256, "one"): Plan(256, 64, 1, 2, 240, v_extra=1, halves=True, o_in_q=True),

@@ -296,8 +296,9 @@ def consumer(work, results, W: gl.constexpr):
     # Tiles begin where the diagonal of their rows lies in the last block alone, which is walked first (`first_row`).
     LOOP_CAUSAL: gl.constexpr = CAUSAL and WINDOW
 
-    q = work.q.tile(0, W)
-    o_tile = o_tiles.index(W)
+    # Two tiles of Q, and the output leaves through the one that it belongs to: the slot is released a tile later.
+    LATE_RELEASE: gl.constexpr = PLAN.o_in_q and PLAN.q_slots == 2
+
     sq, sk = work.sq, work.sk
     count, t, rest = work.first(BLOCK_M * PLAN.consumers)
     it = 0
@@ -323,8 +324,14 @@ def consumer(work, results, W: gl.constexpr):
         right, edge = clean_blocks(row, BLOCK_M, lo, hi, sq, sk, work.window, BLOCK_N, CAUSAL, WINDOW)
 
         work.q.wait_full(i, W)  # the first product reads Q; the producer loads it in the order of need
+        q = work.q.tile(i, W)
         block = Block(it, row, (hi - 1) * BLOCK_N)
         p, state = first_block(work, block, q, CAUSAL, WINDOW, work.CASE.tail)
+        if LATE_RELEASE:  # noqa: SIM102 (decided by the compiler; the next line for each tile)
+            if i > 0:
+                # The last tile's output leaves through its Q's slot: the next Q may not come before it has left.
+                tma.store_wait(0)
+                work.q.release(i + 1, W)
         o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, accumulator(BLOCK_D))
         it += 1
         work.k.wait_full(it, pred=n > 1)  # each step waits for the next one's keys; this is the first one's
@@ -360,8 +367,8 @@ def consumer(work, results, W: gl.constexpr):
             if TOGETHER:
                 work.parts.depart(t, W, PLAN.consumers, used)
         else:
-            store_tile(work, out, flat, row, o_tile, o)
-        if PLAN.o_in_q:
+            store_tile(work, out, flat, row, o_tiles.index(work.q.slot(i, W) if PLAN.o_in_q else W), o)
+        if PLAN.o_in_q and not LATE_RELEASE:
             tma.store_wait(0)  # Q's slot holds the output: the next Q may not come before that has left
             work.q.release(i, W)
         t = work.todo.finish_next(t_next)
@@ -493,8 +500,8 @@ def attention_step5(
     loads = (work, q_desc, k_desc, v_desc)
     # Each role gets its arguments; then warps and registers of all roles but the first, which has four warps and the
     # registers that are left. Functions cannot be kept in a variable here, so the lists are written out.
-    if PLAN.q_slots == 2:
-        gl.static_assert(not (CASE.causal or CASE.window or CASE.parts or PLAN.own_keys))
+    if PLAN.ahead:
+        gl.static_assert(PLAN.q_slots == 2 and not (CASE.causal or CASE.window or CASE.parts or PLAN.own_keys))
         if CONSUMERS == 2:
             gl.warp_specialize(
                 [(consumer_ahead, (work, results, 0)), (consumer_ahead, (work, results, 1)), (producer, loads)],
