@@ -64,7 +64,7 @@ def test_a_row_holds_what_the_schema_promises(swept):
     assert rows[decode, "math"]["kind"] == "decode" and rows[decode, "math"]["heads_checked"] == 4
     if not torch.cuda.is_available():
         assert rows[prefill, "cudnn"]["status"] == "refused" and "NVIDIA GPU" in rows[prefill, "cudnn"]["refused"]
-    assert rows[training, "naive"]["refused"] == "it is timed in its forward pass alone."
+    assert rows[training, "naive"]["status"] == "ok" and rows[training, "naive"]["error_of"]
     assert rows[prefill, "naive"]["status"] == "ok" and rows[held, "math"]["set"] == "held-out"
     assert {row["default"] for row in document["rows"]} == {"flash"}
     assert all(row["is_default"] == (row["backend"] == "flash") for row in document["rows"])
@@ -104,6 +104,14 @@ def test_other_backends_are_proved_too(monkeypatch):
     assert row["status"] == "failed" and "none of what was launched is its own" in row["refused"]
     (row,) = choosing.measure_shape(TINY[1][1], ("triton",), CPU, seed=1, samples=3)
     assert row["status"] == "refused" and "interpreter" in row["refused"]
+
+
+def test_a_backend_without_a_backward_pass_says_so_of_training():
+    if torch.cuda.is_available():
+        pytest.skip("FlexAttention has a backward pass on a GPU")
+    naive, flex = choosing.measure_shape(TINY[0][1], ("naive", "flex"), CPU, seed=1, samples=3)
+    assert naive["status"] == "ok" and naive["pass"] == "both" and naive["error"] < 1e-5
+    assert flex["status"] == "refused" and "no backward pass on a CPU" in flex["refused"]
 
 
 def test_all_contenders_are_timed_interleaved():

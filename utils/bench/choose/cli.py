@@ -37,8 +37,7 @@ Out = Annotated[
     ),
 ]
 Providers = Annotated[
-    str,
-    typer.Option(help="Providers of attention in addition to the SDPA backends, such as gluon,cute; timed forward."),
+    str, typer.Option(help="Providers of attention in addition to the SDPA backends, such as gluon,cute.")
 ]
 HoldOut = Annotated[int, typer.Option("--hold-out", help="Random shapes in addition to the grid, to test the choices.")]
 

@@ -28,7 +28,6 @@ A provider is timed only after its results agreed with float64 and its kernels w
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 import os
@@ -85,21 +84,21 @@ def shape_fields(workload: SdpaWorkload) -> dict:
 
 
 def _other_call(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs) -> tuple[Callable | None, str]:
-    """Return (call, why not) of a backend that is not SDPA's: its forward pass alone."""
-    if workload.direction != "forward":
-        return None, "it is timed in its forward pass alone."
+    """Return (call, why not) of a backend that is not SDPA's."""
     if name == "triton" and inputs.q.device.type == "cpu":
         return None, "Triton's interpreter runs it on a CPU, and that time says nothing."
-    problem = make_problem(*inputs.qkv, **workload.attention_arguments)
-    backend = find_backend(name)
-    if not (able := backend.support(problem)):
-        return None, able.reason
-    try:
-        bound = backend.bind(problem, NO_OPTIONS)
-        (bound.first or bound.call)(*inputs.qkv)
-    except BackendRefused as refusal:
-        return None, str(refusal)
-    return functools.partial(bound.call, *inputs.qkv), ""
+    tensors = sdpa.leaves(workload, inputs)
+    with torch.set_grad_enabled(workload.direction != "forward"):
+        problem = make_problem(*tensors, **workload.attention_arguments)
+        backend = find_backend(name)
+        if not (able := backend.support(problem)):
+            return None, able.reason
+        try:
+            bound = backend.bind(problem, NO_OPTIONS)
+            (bound.first or bound.call)(*tensors)
+        except BackendRefused as refusal:
+            return None, str(refusal)
+    return sdpa.timed_call(workload, bound.call, tensors, inputs.dout), ""
 
 
 def _call(workload: SdpaWorkload, name: str, inputs: sdpa.Inputs) -> tuple[Callable | None, str]:

@@ -167,15 +167,15 @@ def make_inputs(workload: SdpaWorkload, device: torch.device, seed: int) -> Inpu
     return Inputs(*drawn, *[None] * (4 - len(drawn)))
 
 
-def _leaves(workload: SdpaWorkload, inputs: Inputs) -> list[torch.Tensor]:
+def leaves(workload: SdpaWorkload, inputs: Inputs) -> list[torch.Tensor]:
     """Return q, k, v as the call sees them: with gradients asked for, unless it is forward alone."""
     train = workload.direction != "forward"
     return [x.detach().requires_grad_(train) for x in inputs.qkv]
 
 
-def _bound(workload: SdpaWorkload, backend: str, leaves: list[torch.Tensor]) -> Bound:
+def _bound(workload: SdpaWorkload, backend: str, tensors: list[torch.Tensor]) -> Bound:
     """Bind a backend without asking whether it accepts the problem: the refusals here are torch's own."""
-    problem = attention.make_problem(*leaves, **workload.attention_arguments)
+    problem = attention.make_problem(*tensors, **workload.attention_arguments)
     return attention.find_backend(BACKEND_OF.get(backend, backend)).bind(problem, NO_OPTIONS)
 
 
@@ -184,22 +184,30 @@ def bind(workload: SdpaWorkload, backend: str, inputs: Inputs) -> Callable[[], o
 
     The output's gradient gets the output's own memory order, so that no backend pays for a copy of it.
     """
-    leaves = _leaves(workload, inputs)
+    tensors = leaves(workload, inputs)
     with torch.enable_grad():
-        attend = _bound(workload, backend, leaves).call
+        attend = _bound(workload, backend, tensors).call
+    return timed_call(workload, attend, tensors, inputs.dout)
+
+
+def timed_call(
+    workload: SdpaWorkload, attend: Callable, tensors: list[torch.Tensor], dout: torch.Tensor | None
+) -> Callable[[], object]:
+    """Return the call that is timed, of `attend(q, k, v)` on the tensors of `leaves`: see `bind`."""
     if workload.direction == "forward":
-        return torch.no_grad()(lambda: attend(*leaves))
+        return torch.no_grad()(lambda: attend(*tensors))
     with torch.enable_grad():
-        kept = attend(*leaves)
-    dout = torch.empty_like(kept, requires_grad=False).copy_(inputs.dout)
+        kept = attend(*tensors)
+    assert dout is not None, "a backward pass has a gradient to begin with"
+    gradient = torch.empty_like(kept, requires_grad=False).copy_(dout)
     if workload.direction == "backward":
-        return lambda: torch.autograd.grad(kept, leaves, dout, retain_graph=True)
+        return lambda: torch.autograd.grad(kept, tensors, gradient, retain_graph=True)
     kept = None  # its graph holds tensors of the forward pass
 
     def both() -> tuple[torch.Tensor, ...]:
         with torch.enable_grad():
-            out = attend(*leaves)
-            return (out.detach(), *torch.autograd.grad(out, leaves, dout))
+            out = attend(*tensors)
+            return (out.detach(), *torch.autograd.grad(out, tensors, gradient))
 
     return both
 
@@ -208,11 +216,11 @@ def why_not(workload: SdpaWorkload, backend: str, inputs: Inputs) -> str:
     """Return torch's own reason against a backend for these tensors, by trying it; "" if the backend takes them."""
     if backend == "auto":
         return ""
-    leaves = _leaves(workload, inputs)
+    tensors = leaves(workload, inputs)
     try:
         with torch.enable_grad():
-            bound = _bound(workload, backend, leaves)
-            (bound.first or bound.call)(*leaves)
+            bound = _bound(workload, backend, tensors)
+            (bound.first or bound.call)(*tensors)
     except attention.Refused as refusal:
         return str(refusal)
     return ""
