@@ -188,20 +188,23 @@ def measure_together(
     max_seconds: float | None = None,
     queue_ahead: bool = True,
     confidence: float = 0.95,
+    seed: int = 0,
 ) -> list[Measurement]:
-    """Time several functions without arguments, interleaved (a b c c b a ...): a Measurement of each.
+    """Time several functions without arguments, interleaved: a Measurement of each.
 
-    The functions run under the same clocks, so their times may be divided by each other; `compare` also gives the
-    ratio of two functions an interval. The options are those of `measure`, and hold for all functions.
+    Each round takes one sample of every function, in an order drawn with `seed`: in a fixed order a function would always
+    follow the same one, and find its clocks and its cache. The functions run under the same clocks, so their times may
+    be divided by each other; `compare` also gives the ratio of two functions an interval. The options are those of
+    `measure`, and hold for all functions.
     """
     if len(fns) != len(labels) or not fns:
         raise ValueError(f"measure_together() needs a label for each function: {len(fns)} and {len(labels)} given.")
     calls = [Call(fn, [()], {}, str(label)) for fn, label in zip(fns, labels, strict=True)]
     device = pick_device(device, *fns)
     timing = Timing(device, warmup, iterations, l2, graph, None, max_seconds, None, queue_ahead, confidence)
-    forward = range(len(calls))
-    turns = itertools.cycle([forward, forward[::-1]])
-    return time_calls(timing, calls, turns, lambda _: 0.0, _work(calls, device, flops, bytes, None, None))
+    return time_calls(
+        timing, calls, _rounds(len(calls), seed), lambda _: 0.0, _work(calls, device, flops, bytes, None, None)
+    )
 
 
 def _pairs(order: str, seed: int) -> Iterator[tuple[int, int]]:
@@ -210,6 +213,13 @@ def _pairs(order: str, seed: int) -> Iterator[tuple[int, int]]:
     for pair in itertools.count():
         first = draw.randrange(2) if order == "random" else pair % 2
         yield first, 1 - first
+
+
+def _rounds(count: int, seed: int) -> Iterator[Sequence[int]]:
+    """Yield without end the order of so many functions in a round."""
+    draw = random.Random(seed)
+    while True:
+        yield draw.sample(range(count), count)
 
 
 def _input_list(args: tuple, inputs) -> list[tuple]:

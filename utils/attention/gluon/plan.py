@@ -74,12 +74,12 @@ class Case:
 
 # Step 5's plans, by tile width and variant (`variant_for`).
 _STEP_5 = {
-    (64, ""): Plan(64, 128, 3, 3, 160, own_keys=True),
-    (64, "short"): Plan(64, 64, 4, 4, 112, own_keys=True),
+    (64, ""): Plan(64, 128, 3, 3, 160, own_keys=True, q_slots=2),
+    (64, "short"): Plan(64, 64, 4, 4, 112, own_keys=True, q_slots=2),
     (64, "ahead"): Plan(64, 128, 2, 3, 240, halves=True, q_slots=2, ahead=True),
     (64, "ahead of three"): Plan(64, 128, 3, 3, 160, q_slots=2, ahead=True),
-    (64, "few"): Plan(64, 128, 2, 3, 240, halves=True, own_keys=True),
-    (128, ""): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True),
+    (64, "few"): Plan(64, 128, 2, 3, 240, halves=True, own_keys=True, q_slots=2),
+    (128, ""): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2),
     (128, "ahead"): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2, ahead=True),
     (64, "one"): Plan(64, 128, 1, 4, 240, halves=True),
     (128, "one"): Plan(128, 128, 1, 2, 240, v_extra=1, halves=True),
@@ -188,7 +188,7 @@ def shared_time(
 ) -> tuple[float, int]:
     """Return the time of a program that has one tile or shares it, in blocks of keys, and how many programs should share it."""
     tiles, blocks = row_tiles(plan, sq, sk, causal, window) * heads, visible(plan, sk, causal, window)
-    most = 1 if plan.q_slots > 1 or plan.consumers > 2 else min(programs // tiles, blocks, MOST_PARTS)
+    most = 1 if plan.ahead or plan.consumers > 2 else min(programs // tiles, blocks, MOST_PARTS)
     block = _ONE_CONSUMER if plan.consumers == 1 else 1.0
     times = [(block * blocks, 1)]
     sharing = _SHARING[plan.block_d][plan.consumers > 1]
