@@ -4,9 +4,10 @@
     python -m tools.record.attention_plans few tails --out attention_tails.json
 
 Tables: "tails", full attention at head dim 64, with and without a tail; "windows"; "few", fewer tiles than multiprocessors;
-"dealt", causal tiles that the host deals out. A plan is named by its variant and, where programs share tiles, their number.
+"dealt", causal tiles that the host deals out; "slots", tiles of Q and slots of the rings. A plan is named by its variant, and by
+fields of it that are changed ("few, q_slots=1"); where programs share tiles, by their number.
 
-`assets/results/h200/attention_tails.json` is of this script. `attention_plans.json` has the tables "tails", "rows" and "three",
+`assets/results/h200/attention_tails.json` and `attention_slots.json` are of this script. `attention_plans.json` has the tables "tails", "rows" and "three",
 `attention_few_tiles.json` has "windows", "few" and "dealt", both with plans that were tried: those that lost are no longer in
 `utils.attention.gluon.plan`.
 """
@@ -14,6 +15,7 @@ Tables: "tails", full attention at head dim 64, with and without a tail; "window
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -21,6 +23,7 @@ import torch
 
 from tools.record.common import Record, arguments_parser
 from utils.attention import attention, find_backend, make_problem
+from utils.attention.gluon.plan import Plan, plan_for
 from utils.attention.reference import reference
 from utils.benchmark.measuring import measure_together
 
@@ -79,18 +82,45 @@ CASES = {
         ((3, 4, 4, 3000, 9000, 128, CAUSAL, None), ("",)),
     ],
 }
+# Of head dim 64: one tile of Q or two, three slots or four, smaller blocks of keys.
+CASES["slots"] = [
+    ((2, 8, 2, 1408, 1408, 64, FULL, 256), ("", "narrow", "few", "few, q_slots=1")),
+    ((8, 8, 8, 1024, 1024, 64, CAUSAL, 256), ("narrow", "few", "few, q_slots=1")),
+    ((4, 16, 8, 8192, 8192, 64, CAUSAL, 1024), ("", ", stages=3", ", stages=3, q_slots=1", "narrow")),
+    ((1, 64, 8, 5248, 5248, 64, CAUSAL, 4096), ("", ", stages=3", ", stages=3, q_slots=1", "narrow")),
+    ((2, 16, 4, 4096, 4096, 64, FULL, 1024), ("few", "few, q_slots=1", "narrow")),
+    *[
+        ((b, 32, 32, s, s, 64, CAUSAL, None), ("", ", stages=3", ", stages=3, q_slots=1", "short", "short, q_slots=1"))
+        for b, s in ((16, 1024), (8, 2048), (4, 4096), (2, 8192), (1, 16384))
+    ],
+    *[
+        ((b, 32, 32, s, s, 64, FULL, None), ("ahead of three", "ahead of three, stages=3"))
+        for b, s in ((4, 4096), (2, 8192), (1, 16384))
+    ],
+    *[
+        ((b, 16, 16, s, s, 128, CAUSAL, None), ("", ", o_in_q=0, q_slots=1"))
+        for b, s in ((16, 1024), (8, 2048), (4, 4096), (1, 16384))
+    ],
+]
 PEERS = ("cudnn", "fa3", "cute")
+
+
+def named_plan(name: str, head_dim: int) -> Plan:
+    """Return the plan of a name: a variant, and fields that are changed, such as "few, q_slots=1"."""
+    variant, *changes = name.split(", ")
+    plan = plan_for(5, head_dim, "" if variant == "whole" else variant)
+    pairs = (change.split("=") for change in changes)
+    return replace(plan, **{field: type(getattr(plan, field))(int(value)) for field, value in pairs})
 
 
 def run_plan(variant: str, parts: int, q, k, v, out, causal: bool, window: int | None):
     """Run step 5 with the plan of a variant, and so many parts of each tile; return the call that repeats it."""
     from utils.attention.gluon.arguments import Arguments, unused
     from utils.attention.gluon.launch import LOG2_E, step_module
-    from utils.attention.gluon.plan import plan_for
 
     programs = torch.cuda.get_device_properties(q.device).multi_processor_count
     head_dim, nothing = q.shape[-1], unused(q.device)
-    plan, c = plan_for(5, head_dim, variant), head_dim**-0.5 * LOG2_E
+    plan, c = named_plan(variant, head_dim), head_dim**-0.5 * LOG2_E
     arguments = Arguments(q, k, v, out, nothing, causal, window or 0, False, c, plan, programs)
     with mock.patch.object(step_module(5), "parts_for", lambda *given: parts):
         launched = step_module(5).launch(arguments)
@@ -108,7 +138,7 @@ def shape_row(case: tuple, pairs: int) -> dict:
     calls, results = {}, {}
     for plan in plans:
         variant, parts = plan if isinstance(plan, tuple) else (plan, 1)
-        name = (variant or "whole") + (f", {parts} parts" if parts > 1 else "")
+        name = ("" if variant[:1] not in ("", ",") else "whole") + variant + (f", {parts} parts" if parts > 1 else "")
         results[name] = torch.empty_like(q)
         calls[name] = run_plan(variant, parts, q, k, v, results[name], causal, window)
     problem = make_problem(q, k, v, **mask)

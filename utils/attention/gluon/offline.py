@@ -95,7 +95,9 @@ def main() -> None:
     parser.add_argument("step", type=int, choices=STEPS)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
-    parser.add_argument("--variant", choices=("", "one", "few", "short", "ahead", "ahead of three"), default="")
+    parser.add_argument(
+        "--variant", choices=("", "one", "few", "narrow", "short", "ahead", "ahead of three"), default=""
+    )
     for flag in ("causal", "window", "tail", "lse", "parts", "offset"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--sass", action="store_true", help="print the disassembly")

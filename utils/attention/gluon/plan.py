@@ -74,10 +74,11 @@ class Case:
 
 # Step 5's plans, by tile width and variant (`variant_for`).
 _STEP_5 = {
-    (64, ""): Plan(64, 128, 3, 3, 160, own_keys=True, q_slots=2),
+    (64, ""): Plan(64, 128, 3, 4, 160, own_keys=True, q_slots=2),
     (64, "short"): Plan(64, 64, 4, 4, 112, own_keys=True, q_slots=2),
     (64, "ahead"): Plan(64, 128, 2, 3, 240, halves=True, q_slots=2, ahead=True),
-    (64, "ahead of three"): Plan(64, 128, 3, 3, 160, q_slots=2, ahead=True),
+    (64, "ahead of three"): Plan(64, 128, 3, 4, 160, q_slots=2, ahead=True),
+    (64, "narrow"): Plan(64, 64, 3, 5, 160, own_keys=True, q_slots=2),
     (64, "few"): Plan(64, 128, 2, 3, 240, halves=True, own_keys=True, q_slots=2),
     (128, ""): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2),
     (128, "ahead"): Plan(128, 128, 2, 2, 240, v_extra=1, halves=True, o_in_q=True, q_slots=2, ahead=True),
@@ -107,8 +108,8 @@ def row_tiles(plan: Plan, sq: int, sk: int, causal: bool, window: int) -> int:
     return -(-(sq + row_offset(plan, causal, window > 0, sk - sq)) // plan.rows)
 
 
-# How much longer the plans of head dim 64 take for a causal tile's blocks, on an H200 (docs/attention-log.md, entry 30).
-_CAUSAL_64 = {"": 1.0, "short": 1.08, "few": 1.13}
+# How much longer the plans of head dim 64 take for a causal tile's blocks, on an H200 (docs/attention-log.md, entries 30 and 34).
+_CAUSAL_64 = {"": 1.0, "short": 1.14, "few": 1.13}
 
 
 def _causal_variant(sq: int, sk: int, heads: int, programs: int) -> str:
@@ -117,11 +118,21 @@ def _causal_variant(sq: int, sk: int, heads: int, programs: int) -> str:
     return min(costs, key=costs.__getitem__)
 
 
-def _masks_rule(whole: Plan, few: Plan, sq: int, sk: int, heads: int, causal: bool, window: int, programs: int) -> bool:
-    """Tell whether a window masks more than a quarter of the blocks, and the smaller tiles take no more rounds for that."""
+def _window_variant(d: int, sq: int, sk: int, heads: int, causal: bool, window: int, programs: int) -> str:
+    """Return the variant for a window: the more of its blocks are masked, the smaller its blocks or its tiles.
+
+    Where more than half of a tile's blocks are masked, "narrow" has blocks of 64 keys; where more than a quarter are, "few" has
+    tiles of 128 rows. Neither where it makes more rounds of tiles.
+    """
+    if d != 64:
+        return ""
+    whole, few = _STEP_5[64, ""], _STEP_5[64, "few"]  # "narrow" has as many rows as ""
     masked = 3 if causal else 5  # blocks of a tile that the window's edges, or the diagonal, go through
+    seen = visible(whole, sk, causal, window)
     rounds, more = (-(-(-(-sq // plan.rows) * heads) // programs) * plan.rows for plan in (whole, few))
-    return 4 * masked > visible(whole, sk, causal, window) and 1.1 * more <= rounds
+    if 2 * masked > seen and rounds <= 1.15 * more:
+        return "narrow"
+    return "few" if 4 * masked > seen and 1.1 * more <= rounds else ""
 
 
 def variant_for(
@@ -132,8 +143,8 @@ def variant_for(
     window: 0 for none. heads: of all sequences. programs: multiprocessors.
 
     "one": one consumer, where even tiles of 64 rows are fewer than programs. "few": smaller tiles and more registers, where there
-    are few tiles or many masks. "short": few causal keys, so that
-    tiles end soon after they begin. "ahead" and, with three consumers, "ahead of three": full attention, where one tile's end overlaps
+    are few tiles or many masks. "narrow": smaller blocks of keys, where a window masks most of them. "short": few causal keys, so
+    that tiles end soon after they begin. "ahead" and, with three consumers, "ahead of three": full attention, where one tile's end overlaps
     the next tile's start. "": any other.
     """
     d = block_head_dim(head_dim)
@@ -147,7 +158,7 @@ def variant_for(
             return "one"
         return "few" if few else ""
     if window:
-        return "few" if few and _masks_rule(whole, few, sq, sk, heads, causal, window, programs) else ""
+        return _window_variant(d, sq, sk, heads, causal, window, programs)
     if causal:
         return _causal_variant(sq, sk, heads, programs) if d == 64 else ""
     plan = _STEP_5.get((d, "ahead"))
