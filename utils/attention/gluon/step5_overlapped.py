@@ -8,17 +8,20 @@ from the last block to the first, so the masked blocks of a causal tile come fir
 
     part          what                                         head dim 64      128              256
     consumers     warpgroups x 64 query rows                   3                2                2
-    K, V tile     BLOCK_N keys, slots of the K and V rings     128, 3 and 3     128, 2 and 3     64, 2 and 3
+    Q             tiles of the block's rows                    2                2                1
+    K, V tile     BLOCK_N keys, slots of the K and V rings     128, 4 and 4     128, 2 and 3     64, 2 and 3
     registers     a consumer thread, a producer thread         160, 32          240, 24          240, 24
-    shared        Q + K ring + V ring + O                      24+48+48+24      32+64+96+32      64+64+96+0 KiB
+    shared        Q + K ring + V ring + O                      48+64+64+24      64+64+96+0       64+64+96+0 KiB
     halves        rows r and r+8 of a warp as two softmaxes    no               yes              yes
     own_keys      each consumer starts at its own last block   yes              no               yes
+    o_in_q        the output leaves through Q's tile           no               yes              yes
 
-Five variants (`plan.variant_for`). "one", very few tiles: 1 consumer. "few", head dim 64 with few tiles or many masks: 2 consumers,
-240 registers. "short", few causal keys at head dim 64: 4 consumers, 64 keys, 4 slots, 112 registers. "ahead", full attention at
-head dim 64 and 128 (`consumer_ahead`): 2 consumers, two tiles of Q, and a tile's end beside the next one's start. "ahead of
-three", the same with 3 consumers, is for whole blocks of keys. Where tiles are fewer than multiprocessors, programs share
-them (`parts.py`).
+With two tiles of Q the producer goes on into the next tile while this one is computed; with one it would wait until all
+consumers have done with Q. Six variants (`plan.variant_for`). "one", very few tiles: 1 consumer. "few", head dim 64 with few
+tiles or many masks: 2 consumers, 240 registers. "narrow", head dim 64 with a window that masks most blocks: 64 keys, 5 slots.
+"short", few causal keys at head dim 64: 4 consumers, 64 keys, 4 slots, 112 registers. "ahead", full attention at head dim 64
+and 128 (`consumer_ahead`): 2 consumers, and a tile's end beside the next one's start. "ahead of three", the same with 3
+consumers, is for whole blocks of keys. Where tiles are fewer than multiprocessors, programs share them (`parts.py`).
 
 The checklist of warp-specialized attention, for Hopper:
 - Pipeline: a TMA producer; in each consumer Q K, softmax and P V, a block apart from each other. V's slot is released
@@ -38,9 +41,9 @@ The checklist of warp-specialized attention, for Hopper:
 - Masking: only blocks that straddle the diagonal, the window's edge or the last key are masked. Causal tiles begin where the
   diagonal lies in a tile's first block alone, and so does the last key: without a window, the loop has no mask in it.
 
-On an H200, bf16, S = 8192 and 16384, full and causal, interleaved with the other kernel (geometric means of four): times
-as fast as cuDNN, FlashAttention 3 and FlashAttention 4: 1.18, 1.00, 0.99 at head dim 64, 1.17, 1.04, 1.05 at 128, and 1.17,
-1.01, 1.02 at 256. Each point: assets/results/h200/attention_ratios.json. The way there, failures included: docs/attention-log.md.
+On an H200, bf16, S = 8192 and 16384, full and causal, interleaved with the other kernels (geometric means of four): times
+as fast as cuDNN, FlashAttention 3 and FlashAttention 4: 1.21, 1.00, 1.01 at head dim 64, 1.21, 1.05, 1.07 at 128, and 1.22,
+1.01, 1.01 at 256. Each point: assets/results/h200/attention_ratios.json. The way there, failures included: docs/attention-log.md.
 """
 
 from __future__ import annotations
