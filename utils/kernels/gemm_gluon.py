@@ -60,7 +60,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from utils.kernels.early_launch import wait_for_launch_before
 from utils.kernels.gemm_parts import last_part, shared_tiles, summed_piece
 from utils.kernels.gemm_ptx import join_cluster, let_cluster_see_barriers
-from utils.kernels.gemm_work import Work, bystander, producer, ring
+from utils.kernels.gemm_work import Work, bystander, producer, ring, rings_of_b
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
@@ -88,14 +88,20 @@ def store_piece(work, out, piece, i, row, column, parity, WHICH: gl.constexpr, T
     if TMA_STORE:
         buffer = c_buffers.index(WHICH * BUFFERS + i % BUFFERS)
         tma.store_wait(BUFFERS - 1)  # the store that used this buffer before has left it: it may be overwritten
-        buffer.store(piece)
+        if work.CONFIG.transposed:
+            buffer.permute((1, 0)).store(piece)
+        else:
+            buffer.store(piece)
         fence_async_shared()  # written by threads, read by the TMA unit: without it TMA may read older data
         if work.CONFIG.pairs:
             tma_store(c_desc, [parity, row, column + i * piece.shape[1]], buffer.reshape(c_desc.block_type.shape))
+        elif work.CONFIG.transposed:
+            tma_store(c_desc, [column + i * piece.shape[1], row], buffer)
         else:
             tma_store(c_desc, [row, column + i * piece.shape[1]], buffer)
     else:
         gl.static_assert(not work.CONFIG.pairs, "rows of one parity are stored by TMA only")
+        gl.static_assert(not work.CONFIG.transposed, "the transpose of C is stored by TMA only")
         layout: gl.constexpr = piece.type.layout
         m = row + gl.arange(0, piece.shape[0], gl.SliceLayout(1, layout))
         n = column + i * piece.shape[1] + gl.arange(0, piece.shape[1], gl.SliceLayout(0, layout))
@@ -208,11 +214,8 @@ def gemm_kernel(
     CONSUMERS: gl.constexpr = CONFIG.consumers
     REGISTERS: gl.constexpr = CONFIG.registers
     READERS: gl.constexpr = CONSUMERS * (2 if CONFIG.on_clusters else 1)
-    COLUMNS: gl.constexpr = CONFIG.columns[0]
-    MORE: gl.constexpr = CONFIG.columns[1]
     a_ring = ring(a_desc, STAGES * CONSUMERS, CONFIG.rows, CONFIG.block_k, A_COLUMN_MAJOR)
-    b_ring = ring(b_desc, STAGES, CONFIG.block_k, COLUMNS, B_COLUMN_MAJOR)
-    b2_ring = ring(b2_desc, STAGES, CONFIG.block_k, MORE, B_COLUMN_MAJOR) if MORE > 0 else b_ring
+    b_ring, b2_ring = rings_of_b(b_desc, b2_desc, CONFIG, B_COLUMN_MAJOR)
     c_buffers = shared_tiles(c_desc, CONFIG.buffers * CONSUMERS) if TMA_STORE else a_ring
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

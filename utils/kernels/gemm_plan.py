@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Self, TypeVar
+
+SHARED_BYTES = 232448 - 1024  # that an SM of an H100 or H200 gives a block, less what barriers take
 
 
 def _ceil(x: int, y: int) -> int:
@@ -34,7 +36,13 @@ class Config:
     early: bool = True  # the launch begins while the one before it in the stream ends
     prefetch: bool = True  # with early: the TMA descriptors are fetched before the wait for the launch before
     lean: bool = True  # without barriers of all warps that Triton puts in and that protect nothing (`gemm_ptx`)
-    alone: bool = False  # with multicast: each block loads both halves itself, for the simulator, which has no clusters
+    transposed: bool = False  # the kernel computes the transpose of C, from those of B and A, and stores it as C
+    join: bool = True  # products of both parts of the columns are one instruction, where B lies so that they can be
+    width: int = 0  # set by `placed`: columns that are multiplied; 0 for all
+    pad: bool = (
+        False  # set by `placed`: the second part of B comes in blocks of 64 columns, which are not all multiplied
+    )
+    simulated: bool = False  # for the simulator, which has no clusters and no addresses in shared memory
 
     @property
     def rows(self) -> int:
@@ -59,12 +67,12 @@ class Config:
     @property
     def on_clusters(self) -> bool:
         """Whether blocks of a cluster send each other tiles."""
-        return self.multicast != "" and not self.alone
+        return self.multicast != "" and not self.simulated
 
     @property
     def rewritten(self) -> bool:
         """Whether the kernel's PTX is rewritten before it is assembled (`gemm_ptx.adapted`)."""
-        return self.on_clusters or self.prefetch or self.lean
+        return self.on_clusters or self.prefetch or self.lean or self.join or 0 < self.width < self.block_n
 
     @property
     def cluster_tile(self) -> tuple[int, int]:
@@ -93,6 +101,44 @@ class Config:
         return first, self.block_n - first
 
     @property
+    def can_join(self) -> bool:
+        """Whether the columns are two parts whose products can be one instruction."""
+        return 0 < self.columns[1] < self.columns[0] and self.block_n <= 256
+
+    @property
+    def brought(self) -> int:
+        """Columns of B that come with the second part of the columns: more than are multiplied with `pad`."""
+        return max(64, self.columns[1]) if self.pad else self.columns[1]
+
+    def width_at(self, n: int) -> int:
+        """Columns that are multiplied where C has n columns: where one tile is wider than C, as few as C needs, in steps of 16."""
+        return min(self.block_n, _ceil(n, 16) * 16) if self.one_product else self.block_n
+
+    @property
+    def one_product(self) -> bool:
+        """Whether a step's product of all columns is one instruction, or can be made one."""
+        return self.columns[1] == 0 or (self.join and self.can_join)
+
+    def placed(self, n: int, b_along_k: bool, simulated: bool = False) -> Self:
+        """Return this configuration as it is launched, with what the instructions need to know (`gemm_ptx.other_products`).
+
+        Products of both parts of the columns become one instruction, if the parts of B follow each other in shared memory as
+        one tile would lie there: in rows of 128 bytes along K, or in blocks of 64 columns. If that takes more memory than
+        there is, the ring has fewer slots.
+
+        Args:
+            n: columns of C; of its transpose, if that is computed.
+            b_along_k: whether B's neighbours in memory are neighbours along K, not columns.
+            simulated: whether the simulator runs the kernel.
+        """
+        join = self.join and self.can_join and not simulated
+        pad = join and not b_along_k and self.columns[1] % 64 > 0
+        config = replace(self, join=join, pad=pad, width=0 if simulated else self.width_at(n), simulated=simulated)
+        while config.shared_bytes > SHARED_BYTES and config.stages > 2:
+            config = replace(config, stages=config.stages - 1)
+        return config
+
+    @property
     def piece(self) -> list[int]:
         """Rows and columns of a piece of C."""
         return [self.rows, self.columns[0] // self.pieces]
@@ -105,7 +151,7 @@ class Config:
     @property
     def slot_bytes(self) -> int:
         """Bytes of A and B in a slot of the ring."""
-        return (self.block_m + self.block_n) * self.block_k * self.element_bytes
+        return (self.block_m + self.columns[0] + self.brought) * self.block_k * self.element_bytes
 
     @property
     def shared_bytes(self) -> int:
@@ -125,7 +171,10 @@ class Config:
         """Name in the records, such as "128x256/4": tile and parts."""
         kind, rows = "short " if self.short else "", " pairs" if self.pairs else ""
         both = f" both {self.multicast}" if self.multicast else ""
-        return f"{kind}{self.block_m}x{self.block_n}/{self.split}{rows}{both}"
+        turned = "T " if self.transposed else ""
+        apart = " apart" if self.can_join and not self.join else ""
+        waiting = "" if self.early else " waiting"
+        return f"{turned}{kind}{self.block_m}x{self.block_n}/{self.split}{rows}{both}{apart}{waiting}"
 
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
@@ -146,6 +195,27 @@ CONFIGS = (
     Config(128, 64, stages=8, pieces=2),
     Config(64, 64, consumers=1, stages=8, pieces=2),
     Config(64, 96, consumers=1, stages=8),
+)
+# Widths between powers of two: C's edge fits better, and so does the number of tiles to that of SMs.
+WIDTHS = (
+    Config(64, 80, consumers=1, stages=8, buffers=5),
+    Config(64, 144, consumers=1, stages=8, pieces=8, buffers=3),
+    Config(64, 160, consumers=1, stages=7, buffers=5),
+    Config(64, 192, consumers=1, stages=6, pieces=2, buffers=3),
+    Config(128, 80, stages=7, buffers=5),
+    Config(128, 96, stages=7, pieces=2, buffers=3),
+    Config(128, 144, stages=6, pieces=8, buffers=3),
+    Config(128, 160, stages=5, buffers=5),
+    Config(128, 288, stages=3, pieces=8, buffers=3),
+    Config(128, 320, stages=3, pieces=8),
+    Config(192, 80, consumers=3, stages=5, buffers=5),
+    Config(192, 96, consumers=3, stages=5, pieces=2, buffers=3),
+    Config(192, 144, consumers=3, stages=4, pieces=8, buffers=3),
+    Config(192, 160, consumers=3, stages=4, pieces=8, buffers=5),
+    Config(256, 80, stages=4, buffers=5),
+    Config(256, 96, stages=4, pieces=2, buffers=3),
+    Config(256, 144, stages=4, pieces=8, buffers=3),
+    Config(256, 160, stages=4, pieces=8),
 )
 SHORT_CONFIGS = (
     Config(64, 32, consumers=1, pieces=1, stages=4, short=True),
@@ -186,22 +256,33 @@ def in_parts(configs: Iterable[AnyConfig], m: int, n: int, k: int, sms: int) -> 
     return found
 
 
-def candidates(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0)) -> list[Config]:
+def candidates(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0), by_tma: bool = True) -> list[Config]:
     """Return the configurations that can do a product: each tile whole, and in parts of two steps at least.
 
-    Where there are neighbours, also with tiles that two blocks share, and where A is late along K (see `estimate`), with
-    rows by parity.
+    Where there are neighbours, also with tiles that two blocks share; where A is late along K (see `estimate`), with rows
+    by parity; and where TMA can store C (`by_tma`), with its transpose computed.
     """
-    configs = [*CONFIGS, *SHORT_CONFIGS]
-    if any(late):  # elsewhere the bytes are not the limit, and what was measured was slower
-        # As they were measured: not with early launches and fewer barriers, which matter little where these are taken.
-        plain = [replace(config, early=False, prefetch=False, lean=False) for config in CONFIGS]
-        configs += [replace(config, multicast="B") for config in plain if m > config.block_m]
-        configs += [replace(config, multicast="A") for config in plain if n > config.block_n]
-    found = in_parts(configs, m, n, k, sms)
+    tiles = [*CONFIGS, *WIDTHS]
+    found = in_parts([*with_neighbours(tiles, m, n), *SHORT_CONFIGS], m, n, k, sms)
     if late[0] == 1 and m % 2 == 0 and n % 8 == 0:
-        found += [replace(x, pairs=True) for x in found if x.multicast != "B" or m // 2 > x.block_m]
+        found += by_parity(found, m, n, sms)
+    if by_tma:
+        transposed = [replace(config, transposed=True) for config in tiles]
+        found += in_parts(with_neighbours(transposed, n, m), n, m, k, sms)
     return found
+
+
+def by_parity(configs: Iterable[AnyConfig], m: int, n: int, sms: int) -> list[AnyConfig]:
+    """Return configurations with rows by parity, where there are neighbours and parts for them too."""
+    found = [replace(x, pairs=True) for x in configs if x.multicast != "B" or m // 2 > x.block_m]
+    return [x for x in found if x.split == 1 or parts_of(m, n, x, sms)[1]]
+
+
+def with_neighbours(configs: Iterable[AnyConfig], m: int, n: int) -> list[AnyConfig]:
+    """Return configurations, and each with tiles that two blocks share where there are two tiles below each other or abreast."""
+    found = [*configs]
+    shared = [replace(config, multicast="B") for config in found if m > config.block_m]
+    return found + shared + [replace(config, multicast="A") for config in found if n > config.block_n]
 
 
 @dataclass(frozen=True)
@@ -250,6 +331,8 @@ def estimate(
         cost: the constants; None for COST.
     """
     cost = cost or COST
+    if config.transposed:
+        m, n, late = n, m, (late[1], late[0])
     steps = _ceil(k, config.block_k)
     whole, rest = parts_of(m, n, config, sms)
     sms //= config.cluster  # from here on a cluster, with its tiles, counts as one
@@ -284,7 +367,7 @@ def estimate(
         kb = rows * config.block_k / 512 * factors[kind]
         received += kb
         sent += kb * cost.shared if operand == config.multicast else kb
-    product = cost.product * config.block_m * config.block_n * config.block_k / 2**21
+    product = cost.product * config.block_m * config.width_at(n) * config.block_k / 2**21
     active = min(whole + rest * config.split, sms) / sms
     bytes_time = max(cost.port * received, cost.bytes * active * sent)
     wait = cost.wait_shared if config.multicast else cost.wait
@@ -293,6 +376,6 @@ def estimate(
     return time + all_steps * step + rounds * (tile + together * cost.store * config.block_m * config.block_n / 512)
 
 
-def choose(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0)) -> Config:
-    """Return the configuration with the shortest estimated time; the arguments are those of `estimate`."""
-    return min(candidates(m, n, k, sms, late), key=lambda config: estimate(m, n, k, config, sms, late))
+def choose(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0), by_tma: bool = True) -> Config:
+    """Return the configuration with the shortest estimated time; the arguments are those of `candidates` and `estimate`."""
+    return min(candidates(m, n, k, sms, late, by_tma), key=lambda config: estimate(m, n, k, config, sms, late))
