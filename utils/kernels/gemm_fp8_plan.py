@@ -79,7 +79,7 @@ PROMOTED_CONFIGS = (
 def candidates(m: int, n: int, k: int, sms: int, fast: bool, late: tuple[int, int] = (0, 0)) -> list[Fp8Config]:
     """Return the configurations that can do a product, as `gemm_plan.candidates` does."""
     tiles = [*FAST_CONFIGS, *FAST_WIDTHS] if fast else [*PROMOTED_CONFIGS]
-    found = in_parts(with_neighbours(tiles, m, n), m, n, k, sms)
+    found = in_parts(with_neighbours(tiles, m, n) if any(late) else tiles, m, n, k, sms)
     if late[0] and m % 2 == 0 and n % 8 == 0:
         found += by_parity(found, m, n, sms)
     return found
