@@ -115,6 +115,12 @@ def test_two_products_become_one_with_the_sums_of_both():
     assert lines[4].endswith("1;") and lines[5].endswith("0;")
 
 
+def test_descriptors_of_one_block_of_columns_are_told_where_the_next_one_is():
+    line = next(line for line in join_products(ptx(), 64, 16, 8192).splitlines() if "mma_async" in line)
+    assert line.startswith("{ .reg .b64 wide; add.s64 wide, %rd10, 33554432; wgmma.mma_async")  # 8192 / 16, from bit 16
+    assert line.endswith("%r57}, %rd0, wide, %p1, 1, 1, 0, 0; }")
+
+
 @pytest.mark.parametrize(
     "text, first, what",
     [
