@@ -13,7 +13,7 @@ from tools.record import gemm_fp8
 from tools.record.common import read_record
 from utils.files import ROOT
 from utils.kernels.gemm_fp8 import quantize_fp8
-from utils.kernels.gemm_plan import COST
+from utils.kernels.gemm_fp8_plan import COST
 
 
 def test_shapes_are_drawn_by_seed_and_are_not_those_of_the_choice():

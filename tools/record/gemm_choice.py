@@ -12,7 +12,7 @@ recorded table is worst, and every second one is kept for the test; with `--long
 ahead, and two squares, with as many configurations whose blocks share tiles (`multicast`) as others; with `--behind` those
 of two recorded tables whose ratio is below it, and as many of another seed (kind "test"), with some configurations of each
 kind (`kinds_of`). `fit` does not see the shapes of the test: it prints
-the constants for `utils.kernels.gemm_plan.Cost` and how much slower than the best measured configuration the chosen one is,
+the constants for `utils.kernels.gemm_model.Cost` and how much slower than the best measured configuration the chosen one is,
 for the shapes it was fitted to and for the others. A configuration is recorded by its name, such as "128x256/4": tile, parts.
 """
 
@@ -41,6 +41,8 @@ SPLITS_OF_A_TILE = 2  # at most so many of them differ in their parts only
 SMS = 132
 BEHIND_TABLES = ("gemm_shapes", "gemm_shapes_other")
 BEHIND_SEED, HELD_OUT = 2027, 14
+COLD_US = 1.5  # more of a product whose operands are not in the L2
+COMMON = 0.15  # weight of what the model gets wrong for all configurations of a row alike
 MOST_ERROR = 4e-3  # of C in bf16, relative to a float64 product; rounding alone gives 1.7e-3
 
 
@@ -99,10 +101,10 @@ def shapes_behind(ratio: float) -> list[dict]:
 
 def is_long(shape: dict) -> bool:
     """Whether the model expects a product to take more than 7 us: shorter ones are ahead."""
-    from utils.kernels import gemm_plan
+    from utils.kernels import gemm_model
 
     sizes, late = (shape["m"], shape["n"], shape["k"]), late_rows(shape)
-    return gemm_plan.estimate(*sizes, gemm_plan.choose(*sizes, SMS, late), SMS, late) > 7
+    return gemm_model.estimate(*sizes, gemm_model.choose(*sizes, SMS, late), SMS, late) > 7
 
 
 @functools.cache
@@ -129,11 +131,13 @@ def config_of(name: str):
 
 
 def late_rows(shape: dict) -> tuple[int, int]:
-    """Return for A and B whether rows start at odd multiples of 16 bytes, as `gemm_plan.estimate` takes it."""
+    """Return for A and B how rows lie in memory, and whether they start at odd multiples of 16 bytes: see `gemm_launch.lateness`."""
     a = shape["m"] if shape["a_column_major"] else shape["k"]
     b = shape["k"] if shape["b_column_major"] else shape["n"]
-    along_k = 2 if shape["a_column_major"] else 1, 1 if shape["b_column_major"] else 2
-    return (along_k[0] if a % 16 else 0, along_k[1] if b % 16 else 0)
+    late, aligned = ((2, 1), (3, 0))
+    return (late if a % 16 else aligned)[not shape["a_column_major"]], (late if b % 16 else aligned)[
+        shape["b_column_major"]
+    ]
 
 
 def ranked(shape: dict, count: int = RANKED) -> list:
@@ -182,10 +186,10 @@ def kinds_of(shape: dict) -> list:
 
 def first_of(found: list, shape: dict, count: int, splits: int = SPLITS_OF_A_TILE) -> list:
     """Return the configurations among these that the present model ranks first, of each tile at most `splits`."""
-    from utils.kernels import gemm_plan
+    from utils.kernels import gemm_model
 
     sizes, late = (shape["m"], shape["n"], shape["k"]), late_rows(shape)
-    found.sort(key=lambda config: gemm_plan.estimate(*sizes, config, SMS, late))
+    found.sort(key=lambda config: gemm_model.estimate(*sizes, config, SMS, late))
     taken: collections.Counter = collections.Counter()
     kept = []
     for config in found:
@@ -268,39 +272,66 @@ def show(row: dict) -> str:
 # ---- the fit -----------------------------------------------------------------------------------------------
 
 
+def recorded_rows(path: Path) -> list[dict]:
+    """Return the rows of a record of times, or of `gemm_shapes`, and how they were measured.
+
+    Until launches began early, records did not say which configurations are wrong.
+    """
+    record = read_record(path)
+    rows = [row if "times" in row else row | {"times": [[row["config"], row["us"]]]} for row in record["rows"]]
+    waiting = "times" in record["rows"][0] and "wrong" not in record
+    return [row | {"waiting": waiting, "cold": record.get("l2", "cold") == "cold"} for row in rows]
+
+
 def times_of(row: dict) -> list[tuple]:
     """Return the configurations of a row that the kernel still has, each with its measured time."""
-    return [(config, us) for name, us in row["times"] if (config := config_of(name)) is not None]
+    found = [(config, us) for name, us in row["times"] if (config := config_of(name)) is not None]
+    return [(replace(config, early=False), us) for config, us in found] if row.get("waiting") else found
 
 
 def estimate(row: dict, config, cost) -> float:
     """Return the model's time of a configuration."""
-    from utils.kernels import gemm_plan
+    from utils.kernels import gemm_model
 
-    return gemm_plan.estimate(row["m"], row["n"], row["k"], config, SMS, late_rows(row), cost)
+    us = gemm_model.estimate(row["m"], row["n"], row["k"], config, SMS, late_rows(row), cost)
+    return us + COLD_US if row.get("cold") else us
 
 
 def error(rows: list[dict], cost) -> float:
-    """Return the mean square of log(estimate / measured)."""
-    logs = [math.log(estimate(row, config, cost) / us) for row in rows for config, us in times_of(row)]
-    return sum(value * value for value in logs) / len(logs)
+    """Return how far the model is off where it matters for a choice: a mean square of log(estimate / measured).
+
+    What all configurations of a row have in common counts little, and so does a configuration that is much slower than
+    the best one. Rows of the present kernels count more than those of earlier ones, which waited for the launch before.
+    """
+    total = count = 0.0
+    for row in rows:
+        times = times_of(row)
+        if not times:
+            continue
+        best = min(us for _, us in times)
+        weights = [(best / us) ** 3 for _, us in times]
+        logs = [math.log(estimate(row, config, cost) / us) for config, us in times]
+        mean = sum(weight * x for weight, x in zip(weights, logs, strict=True)) / sum(weights)
+        spread = sum(weight * (x - mean) ** 2 for weight, x in zip(weights, logs, strict=True)) / sum(weights)
+        counts = 0.3 if len(times) == 1 else 1.0 if row.get("waiting") else 3.0
+        total += counts * (spread + COMMON * mean * mean)
+        count += counts
+    return total / count
 
 
-def fit(rows: list[dict], cost, sweeps: int = 40, error: Callable = error):
-    """Fit the constants, one after the other, by steps that shrink where none of them helps.
+def fit(rows: list[dict], cost, tries: int = 4000, error: Callable = error, seed: int = 0):
+    """Fit the constants by random steps in some of them, which become smaller; one that does not help is not taken.
 
     error: takes rows and constants, and returns what is to become small.
     """
-    best, stride = error(rows, cost), 1.3
-    for _ in range(sweeps):
-        before = best
-        for field in fields(cost):
-            for factor in (stride, 1 / stride):
-                tried = replace(cost, **{field.name: getattr(cost, field.name) * factor})
-                if (now := error(rows, tried)) < best:
-                    best, cost = now, tried
-        if best == before:
-            stride = math.sqrt(stride)
+    draw, best = random.Random(seed), error(rows, cost)
+    names = [field.name for field in fields(cost)]
+    for i in range(tries):
+        size = 0.25 * (1 - 0.8 * i / tries)
+        changed = draw.sample(names, draw.choice((1, 1, 2, 3, 5)))
+        tried = replace(cost, **{x: getattr(cost, x) * math.exp(draw.gauss(0, size)) for x in changed})
+        if (now := error(rows, tried)) < best:
+            best, cost = now, tried
     return cost
 
 
@@ -308,20 +339,22 @@ def judge(rows: list[dict], cost) -> dict:
     """Return how the choice does: time of the best over time of the chosen, and of torch.matmul over the chosen."""
     against_best, against_torch, oracle = [], [], []
     for row in rows:
+        if len(times_of(row)) < 2:
+            continue
         estimates = [estimate(row, config, cost) for config, _ in times_of(row)]
         times = [us for _, us in times_of(row)]
         chosen = times[estimates.index(min(estimates))]
         against_best.append(min(times) / chosen)
         against_torch.append(row["torch_us"] / chosen)
         oracle.append(row["torch_us"] / min(times))
-    if not rows:
+    if not against_best:
         return {}
 
     def mean(values: list[float]) -> float:
         return math.exp(sum(map(math.log, values)) / len(values))
 
     return {
-        "shapes": len(rows),
+        "shapes": len(against_best),
         "best / chosen": mean(against_best),
         "worst choice": min(against_best),
         "torch / chosen": mean(against_torch),
@@ -331,15 +364,18 @@ def judge(rows: list[dict], cost) -> dict:
 
 
 def print_fit(paths: list[Path]) -> None:
-    """Fit the recorded times; print the constants and the judgement. Of rows without a kind every second one is held out."""
-    from utils.kernels import gemm_plan
+    """Fit the recorded times; print the constants and the judgement. Rows of the kind "test" are held out."""
+    from utils.kernels import gemm_model
 
-    rows = [row for path in paths for row in read_record(path)["rows"]]
-    rows = [{"kind": ("train", "test")[i % 2]} | row for i, row in enumerate(rows)]
+    rows = [row for path in paths for row in recorded_rows(path)]
+    rows = [
+        {"kind": "train" if row["waiting"] or "config" in row else ("train", "test")[i % 2]} | row
+        for i, row in enumerate(rows)
+    ]
     seen, held_out = ([row for row in rows if (row["kind"] == "test") == test] for test in (False, True))
-    fitted = fit(seen, gemm_plan.COST)
+    fitted = fit(seen, gemm_model.COST)
     print("fitted:", {name: float(f"{value:.4g}") for name, value in asdict(fitted).items()})
-    for what, cost in (("fitted", fitted), ("present", gemm_plan.COST)):
+    for what, cost in (("fitted", fitted), ("present", gemm_model.COST)):
         for label, group in (("the shapes of the fit", seen), ("held-out shapes", held_out)):
             if group:
                 spread = math.sqrt(error(group, cost))

@@ -210,7 +210,7 @@ def model_error(rows: list[dict], cost) -> float:
 
 def print_fit(path: Path) -> None:
     """Fit the model's constants to a record of `choice`, and print how its choice does at the same shapes."""
-    from utils.kernels.gemm_plan import COST
+    from utils.kernels.gemm_fp8_plan import COST
 
     record = read_record(path)["rows"]
     for fast in (True, False):

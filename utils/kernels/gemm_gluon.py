@@ -26,7 +26,8 @@ multiple of 8), TMA cannot write them, and consumers store from registers with a
 **Which tile.** A tile reads block_m + block_n rows of 128 bytes a step, and the L2 gives an SM about as many bytes as
 128 x 256 needs, so larger tiles pay where there are enough of them: 192 x 256 (three consumers) and 256 x 192 (192
 registers of sums a thread) read 22% less a product. Gluon's tiles are powers of two, so 192 columns are two products of
-128 and 64, and the 96 columns for narrow matrices of 64 and 32. `gemm_plan.choose` takes the configuration that a model
+128 and 64, and the tiles of 80, 96, 144 and 160 columns, which fit more edges and numbers of SMs, two as well; the PTX makes
+one instruction of both (`gemm_ptx.py`), and where C is narrower than the tile, one that is as narrow. `gemm_model.choose` takes the configuration that a model
 of the time, fitted to measured times, ranks first.
 
 **Late rows** start at odd multiples of 16 bytes: 128 bytes then lie in five sectors of the L2 instead of four, and cost
@@ -34,8 +35,12 @@ about twice the time. Where rows of A are an odd multiple of 16 bytes apart, eve
 `Config.pairs` a tile has even rows only or odd rows only, and odd ones begin eight elements earlier along K, where no
 row is late (`gemm_work.py`).
 
+**Few rows.** A tile has 64 rows at least. With `Config.transposed` the kernel computes C^T = B^T A^T, so that few rows of C are
+few columns of the tile, and turns each piece on its way to shared memory (stmatrix).
+
 **Clusters.** With `Config.multicast` two blocks with neighbouring tiles fetch the operand that both need by halves, each for
-both (`gemm_ptx.py`): where the L2's bytes are the limit, those of one operand are halved.
+both (`gemm_ptx.py`): where the L2's bytes are the limit, those of one operand are halved; and where all blocks read the
+same few columns of B at the same time, half as many do.
 
 **Parts.** 800 tiles on 132 SMs are 6.06 rounds, done in 7; and a product with few tiles and long sums leaves most SMs
 idle. So the tiles that do not fill a round may be cut along K into 2 to 16 parts. Each part leaves its sums in global

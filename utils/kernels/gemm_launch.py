@@ -12,7 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from utils.kernels.gemm_gluon import gemm_kernel
-from utils.kernels.gemm_plan import CONFIGS, Config, choose, parts_of
+from utils.kernels.gemm_model import choose
+from utils.kernels.gemm_plan import CONFIGS, Config, parts_of
 from utils.kernels.gemm_ptx import adapted, start
 from utils.kernels.gemm_short import short_kernel
 from utils.kernels.handle import Handle
@@ -169,13 +170,17 @@ def rows_by_parity(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def lateness(label: str, x: torch.Tensor, pairs: bool = True) -> int:
-    """Return 1 or 2 where every second row in memory starts at an odd multiple of 16 bytes: 128 bytes are in five sectors.
+    """Return how rows of a matrix lie in memory, as `gemm_model.estimate` takes it.
 
-    1 means that the rows lie along K, 2 that they lie along M or N, or that they cannot be taken by parity (not `pairs`).
+    0 or 1 mean that they lie along K, 3 or 2 that they lie along M or N; 1 or 2 that every second row starts at an odd
+    multiple of 16 bytes, so that 128 bytes of it are in five sectors. Rows along K that cannot be taken by parity (not
+    `pairs`) are 2, too.
     """
     _, _, pitch, column_major = rows_in_memory(label, x)
     along_k = column_major == (label == "B")
-    return 0 if pitch % 16 == 0 else 1 if along_k and pairs else 2
+    if pitch % 16 == 0:
+        return 0 if along_k else 3
+    return 1 if along_k and pairs else 2
 
 
 def compile_for_hopper(

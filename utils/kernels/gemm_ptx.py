@@ -1,4 +1,4 @@
-"""What Triton 3.6 has no word for, written into the PTX of the 16-bit GEMM's kernels before it is assembled.
+"""What Triton 3.6 has no word for, written into the PTX of the GEMM's kernels before it is assembled.
 
 **Clusters of two blocks** (`Config.multicast`). Two blocks whose tiles lie below each other read the same columns of B, two
 abreast the same rows of A. As a thread block cluster they start together, and TMA can bring what it reads once to the
@@ -18,6 +18,8 @@ them and adds to each arrival one on the other block's barrier; the launch makes
 **Descriptors** (`Config.prefetch`) are fetched before a launch that begins early waits for the one before it.
 
 **Barriers** (`Config.lean`) of all warps that protect nothing are taken out.
+
+**Products** of tiles between powers of two are one instruction in place of two, and no wider than C (`other_products`).
 """
 
 from __future__ import annotations
@@ -167,25 +169,17 @@ _PRODUCT = re.compile(r"(\s*wgmma\.mma_async\.sync\.aligned\.m64n)(\d+)(k\d+[.\w
 def other_products(ptx: str, config: Config) -> str:
     """Change the products of a step: both parts of the columns in one instruction, or fewer columns than the tile has."""
     if config.join:
-        # Triton says how far a block of 64 columns is from the next only where the first part has two of them.
-        apart = config.block_k * 128 if config.pad and config.columns[0] == 64 else 0
-        ptx = join_products(ptx, *config.columns, apart)
+        ptx = join_products(ptx, *config.columns)
     if 0 < config.width < config.block_n:
         ptx = narrow_products(ptx, config.block_n, config.width)
     return ptx
 
 
-def join_products(ptx: str, first: int, second: int, apart: int = 0) -> str:
+def join_products(ptx: str, first: int, second: int) -> str:
     """Make one instruction of each product with `first` columns and the one with the next `second` columns.
 
     Both read the same rows of A, and the columns of B follow each other in shared memory; so do the sums in registers,
     once they are named in one list. A product of 16 columns alone takes about as long as one of 48: it waits for A.
-
-    Args:
-        ptx: the kernel.
-        first: columns of the first product.
-        second: columns of the second one.
-        apart: bytes from one block of 64 columns of B to the next, to be written into B's descriptors; 0 if they say it.
     """
     lines = ptx.splitlines()
     found = [(i, match) for i, line in enumerate(lines) if (match := _PRODUCT.match(line))]
@@ -198,10 +192,6 @@ def join_products(ptx: str, first: int, second: int, apart: int = 0) -> str:
         if not i < j or any(sums & set(re.findall(r"%\w+", line)) for line in between):
             raise ValueError(f"Between the products of lines {i} and {j} something else uses the second one's sums.")
         lines[i] = f"{one[1]}{first + second}{one[3]} {{{one[4]},{other[4]}}}{one[5]}"
-        if apart:  # bits 16 to 29 of a descriptor, in units of 16 bytes
-            _, a, b, rest = one[5].split(",", 3)
-            lines[i] = f"{one[1]}{first + second}{one[3]} {{{one[4]},{other[4]}}},{a}, wide,{rest}"
-            lines[i] = f"{{ .reg .b64 wide; add.s64 wide,{b}, {apart // 16 << 16}; {lines[i].strip()} }}"
         lines[j] = ""
         for k in range(j, i, -1):  # the second product has no group of its own any more, and needs no fence
             if "wgmma.fence" in lines[k] or "wgmma.commit_group" in lines[k]:

@@ -14,7 +14,8 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from utils.kernels.gemm_plan import Config, candidates, estimate, parts_of
+from utils.kernels.gemm_model import estimate
+from utils.kernels.gemm_plan import Config, candidates, parts_of
 from utils.kernels.gemm_ptx import OWN, SHARED, adapted, fewer_barriers, multicast, prefetch_descriptors
 
 COPY = "cp.async.bulk.tensor.{}d.shared::{}.global.mbarrier::complete_tx::bytes"

@@ -8,7 +8,8 @@ import pytest
 
 from tests.utils.kernel_code import Number, kernel_code
 from utils.kernels import gemm_fp8_plan, gemm_plan
-from utils.kernels.gemm_plan import candidates, choose, parts_of
+from utils.kernels.gemm_model import choose
+from utils.kernels.gemm_plan import candidates, parts_of
 
 RANK = [0]  # of the block in its cluster
 CODE = kernel_code(

@@ -18,7 +18,8 @@ from tests.utils.kernels.test_gemm_gluon import ROUNDING, assert_product, hopper
 from tests.utils.kernels.test_gemm_gluon import matrix as cuda_matrix
 from tests.utils.kernels.test_gemm_simulated import assert_close, matrix, simulated  # noqa: F401
 from utils.kernels import gemm_launch
-from utils.kernels.gemm_plan import CONFIGS, WIDTHS, Config, candidates, estimate
+from utils.kernels.gemm_model import COST, estimate, read_together
+from utils.kernels.gemm_plan import CONFIGS, WIDTHS, Config, candidates
 from utils.kernels.gemm_ptx import join_products, narrow_products
 
 SHARED_MEMORY = 232448  # bytes a block may have on compute capability 9.0
@@ -38,8 +39,11 @@ def test_parts_of_the_columns_are_joined_where_b_lies_so():
     # Blocks of 64 columns: 192 come, 160 are multiplied, and a slot less has room.
     assert across.join and across.pad and across.brought == 64 and across.stages == config.stages - 1
     assert across.slot_bytes == (128 + 192) * 128
+    # One block of 64 columns, whose descriptor does not say where the next one is: two products, as narrow as they are.
+    apart = width(64, 96).placed(88, False)
+    assert not apart.join and not apart.pad and apart.width == 0 and width(64, 96).placed(88, True).width == 96
     assert not width(192, 192).placed(1000, False).pad  # 128 and 64 columns are blocks of 64
-    for config in (CONFIGS[0], width(128, 320), width(192, 256), replace(width(128, 160), join=False)):
+    for config in (CONFIGS[0], width(192, 256), replace(width(128, 160), join=False)):
         assert not config.placed(1000, True).join
     plain = width(128, 160).placed(100, True, simulated=True)
     assert not plain.join and plain.width == 0
@@ -55,9 +59,19 @@ def test_no_more_columns_are_multiplied_than_c_has():
         160,
     ]
     assert CONFIGS[0].placed(216, True).width == 224
-    assert width(128, 320).placed(300, True).width == 320  # two products
+    assert width(192, 256).placed(200, True).width == 0  # two products
     narrow, whole = (estimate(5000, n, 8192, CONFIGS[0], 132) for n in (136, 256))
     assert narrow < 0.9 * whole
+
+
+def test_lines_that_all_blocks_read_at_once_count_more_the_fewer_they_are():
+    a, b = read_together(12800, 128, CONFIGS[1], 132, 1, many=45)
+    assert a == 0 and b > 0.5  # a hundred blocks read the same 128 columns of B, and each its own rows of A
+    a_of_many, b_of_many = read_together(12800, 12800, CONFIGS[1], 132, 1, many=45)
+    assert 0 < a_of_many < 0.5 * b and 0 < b_of_many < 0.5 * b
+    assert read_together(128, 12800, CONFIGS[1], 132, 1, many=45)[0] == b
+    cold = estimate(12800, 128, 4096, CONFIGS[1], 132, cost=replace(COST, hot=0.0))
+    assert estimate(12800, 128, 4096, CONFIGS[1], 132) > cold
 
 
 def test_every_width_fits_wherever_b_lies():
@@ -73,7 +87,10 @@ def test_the_transpose_is_a_candidate_where_tma_can_store_it():
     assert not any(config.transposed and config.pairs for config in candidates(144, 8000, 4104, 132, (1, 1)))
     config = width(128, 144)
     turned = replace(config, transposed=True)
-    assert estimate(144, 8000, 4096, turned, 132, (2, 0)) == estimate(8000, 144, 4096, config, 132, (0, 2))
+    # The transpose is stored in rows of 128 bytes, C itself in pieces of 16 columns; of 128 x 256 both have 128 bytes.
+    assert estimate(144, 8000, 4096, turned, 132, (2, 0)) < estimate(8000, 144, 4096, config, 132, (0, 2))
+    alike = estimate(144, 8000, 4096, replace(CONFIGS[0], transposed=True), 132, (2, 0))
+    assert alike == estimate(8000, 144, 4096, CONFIGS[0], 132, (0, 2))
     half = torch.zeros(16, 17, dtype=torch.float16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -113,12 +130,6 @@ def test_two_products_become_one_with_the_sums_of_both():
     assert "m64n80k16.f32.f16.f16 {%r0,%r1," in lines[1] and "%r31,%r50," in lines[1]
     assert lines[1].endswith("%r57}, %rd0, %rd10, %p1, 1, 1, 0, 0;")
     assert lines[4].endswith("1;") and lines[5].endswith("0;")
-
-
-def test_descriptors_of_one_block_of_columns_are_told_where_the_next_one_is():
-    line = next(line for line in join_products(ptx(), 64, 16, 8192).splitlines() if "mma_async" in line)
-    assert line.startswith("{ .reg .b64 wide; add.s64 wide, %rd10, 33554432; wgmma.mma_async")  # 8192 / 16, from bit 16
-    assert line.endswith("%r57}, %rd0, wide, %p1, 1, 1, 0, 0; }")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +192,7 @@ def test_the_assembly_of_widths_and_transposes():
     for variant, report in zip(VARIANTS, json.loads(done.stdout.splitlines()[-1]), strict=True):
         index, n, _, b_column_major, changes = variant
         config = (*CONFIGS, *WIDTHS)[index].placed(n, b_column_major)
-        expected = {config.width} if config.one_product else {*config.columns}
+        expected = {config.width} if config.width else {*config.columns}
         assert {*map(int, report["widths"])} == expected, variant
         assert report["spills"] == report["local"] == 0 and report["shared"] <= SHARED_MEMORY, variant
         assert report["stores"] > 0 and report["turned"] == (report["stores"] if "transposed" in changes else 0), (
