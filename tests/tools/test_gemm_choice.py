@@ -32,9 +32,9 @@ def test_what_is_summed_up():
 
 
 def test_the_fit_finds_constants_that_choose_well():
-    from utils.kernels import gemm_plan
+    from utils.kernels import gemm_model
 
-    truth = replace(gemm_plan.COST, product=0.5, bytes=0.02, late=1.3, tile=2.0, launch=3.0)
+    truth = replace(gemm_model.COST, product=0.5, bytes=0.02, late=1.3, tile=2.0, launch=3.0)
     rows = []
     for shape in gemm_choice.training_shapes(count=10):
         row = shape | {"kind": "train", "torch_us": 10.0, "times": []}
@@ -43,8 +43,8 @@ def test_the_fit_finds_constants_that_choose_well():
             row["times"].append((config.name, gemm_choice.estimate(row, config, truth)))
         row["times"].append(("8x8/1", 0.1))  # a tile that the kernel does not have is left out
         rows.append(row)
-    found = gemm_choice.fit(rows, gemm_plan.COST, sweeps=15)
-    assert gemm_choice.error(rows, found) < 0.1 * gemm_choice.error(rows, gemm_plan.COST)
+    found = gemm_choice.fit(rows, gemm_model.COST, tries=3000)
+    assert gemm_choice.error(rows, found) < 0.1 * gemm_choice.error(rows, gemm_model.COST)
     judged = gemm_choice.judge(rows, found)
     assert judged["best / chosen"] > 0.98 and judged["shapes"] == 10
     assert gemm_choice.judge(rows, truth)["best / chosen"] == 1.0

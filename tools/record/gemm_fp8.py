@@ -17,18 +17,16 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import multiprocessing
 import random
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from tools.record.common import Record, arguments_parser, read_record
+from tools.record.common import Record, arguments_parser, in_many_processes, read_record
 from tools.record.gemm_choice import fit
 from tools.record.gemm_shapes import summary
 from utils.benchmark.measuring import measure_together
@@ -40,11 +38,10 @@ CHOICE_SEED, CHOICE_SHAPES = 7, 14
 SMALLEST, LARGEST = 512, 16384
 MOST_FLOPS = 8e12
 SQUARES = (4096, 8192)
-RULED_OUT = 1.4  # `choice` times configurations whose estimate is below so many times the smallest
 SMS = 132
-SHARED_BYTES = 230000  # of a block, less what barriers and exchanges of scales take
+MOST_ERROR = 1e-2  # of C in bf16 as the tensor cores add it; 2.6e-3 at K = 8192
 ROW_SECONDS = 0.35
-OTHERS = ("early_us", "buffers_us", "lead_us", "pairs_us")
+OTHERS = ("waiting_us", "before_us", "alone_us", "parity_us")
 PROCESSES = 15
 
 
@@ -83,33 +80,28 @@ def relative_error(c: torch.Tensor, given: tuple[torch.Tensor, ...], rows: int =
     return ((c[chosen].double() - exact).norm() / exact.norm()).item()
 
 
-def compile_one(job: tuple) -> tuple[str, str]:
-    """Compile and run a configuration: its name, and what is wrong with it, if anything."""
+def compile_one(job: tuple) -> tuple[float, bool]:
+    """Compile and run a configuration: relative error, and whether the same bits came twice."""
     from utils.kernels import gemm_fp8_launch
 
     config, by = job
     given = operands((3 * config.block_m - 8, 5 * config.block_n - 8, 128 * 17 - 16), by)
     c = torch.empty(len(given[0]), given[1].shape[1], device="cuda", dtype=torch.bfloat16)
     again = c.clone()
-    try:
-        for out in (c, again):
-            gemm_fp8_launch.launch(*given, out, not config.promote, config)
-        error = relative_error(c, given)
-    except Exception as problem:
-        return config.name, str(problem)[-300:]
-    wrong = "" if error < 4e-3 else f"error {error:.3g}"
-    return config.name, wrong or ("" if torch.equal(c, again) else "not the same bits twice")
+    for out in (c, again):
+        gemm_fp8_launch.launch(*given, out, not config.promote, config)
+    return relative_error(c, given), torch.equal(c, again)
 
 
-def compile_all(jobs: set[tuple]) -> None:
-    """Compile configurations in many processes; raise if one of them computes wrong sums."""
+def compile_all(jobs: set[tuple]) -> dict[str, str]:
+    """Compile configurations in many processes; return those that are wrong, and what is wrong."""
     began = time.monotonic()
-    with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
-        done = list(pool.map(compile_one, sorted(jobs, key=str)))
-    wrong = [entry for entry in done if entry[1]]
-    if wrong:
-        raise RuntimeError(f"{len(wrong)} of {len(done)} kernels are wrong: {wrong[:5]}")
-    print(f"compiled {len(done)} kernels in {time.monotonic() - began:.0f} s, all right", flush=True)
+    wrong, listed = {}, sorted(jobs, key=str)
+    for job, (answer, problem) in zip(listed, in_many_processes(compile_one, listed, PROCESSES), strict=True):
+        if problem or answer[0] > 4e-3 or not answer[1]:
+            wrong[job[0].name] = problem or f"error {answer[0]:.3g}, same bits twice: {answer[1]}"
+    print(f"compiled {len(jobs)} kernels in {time.monotonic() - began:.0f} s; wrong: {wrong or 'none'}", flush=True)
+    return wrong
 
 
 def late_rows(shape: tuple[int, int, int]) -> tuple[int, int]:
@@ -126,29 +118,48 @@ def chosen(shape: tuple[int, int, int], fast: bool):
 
 
 def ranked(shape: tuple[int, int, int], fast: bool) -> list:
-    """Return what `choice` times at a shape: tiles whole and in two or four parts, unless the model rules them out."""
+    """Return what `choice` times at a shape: of each kind of configuration those that the model ranks first."""
     from utils.kernels import gemm_fp8_plan
 
     def expected(config) -> float:
         return gemm_fp8_plan.estimate(*shape, config, SMS, late_rows(shape))
 
-    found = sorted(gemm_fp8_plan.candidates(*shape, SMS, fast), key=expected)
-    kept: dict = {}
-    for config in found:
-        if config.split in (1, 2, 4) and expected(config) < RULED_OUT * expected(found[0]):
-            kept.setdefault((replace(config, split=1), config.split > 1), config)
-    return [*kept.values()]
+    found = sorted(gemm_fp8_plan.candidates(*shape, SMS, fast, late_rows(shape)), key=expected)
+    width = {(config.block_m, config.block_n) for config in gemm_fp8_plan.FAST_WIDTHS}
+    of_width = lambda config: (config.block_m, config.block_n) in width  # noqa: E731
+    kinds = (
+        (2, lambda x: not (x.multicast or x.pairs or of_width(x))),
+        (3, lambda x: x.multicast and not x.pairs and not of_width(x)),
+        (1, lambda x: x.pairs and not x.multicast),
+        (2, lambda x: x.pairs and x.multicast),
+        (1, lambda x: of_width(x) and not x.multicast),
+        (2, lambda x: of_width(x) and x.multicast),
+    )
+    kept: list = []
+    for count, of_kind in kinds:
+        tiles: dict = {}
+        for config in found:
+            if of_kind(config):
+                tiles.setdefault(replace(config, split=1), config)
+        kept += [*tiles.values()][:count]
+    first = kept[0]
+    waiting = replace(first, early=False, prefetch=False, lean=False)
+    return [*dict.fromkeys([waiting, replace(first, prefetch=False, lean=False), *kept])]
 
 
-def choice_row(point: tuple) -> dict:
+def choice_row(point: tuple, wrong: dict[str, str]) -> dict:
     """Time the ranked configurations and torch at a shape."""
     from utils.kernels import gemm_fp8_launch
 
     shape, fast = point
     given = operands(shape, "tensor")
     c = torch.empty(shape[0], shape[1], device="cuda", dtype=torch.bfloat16)
-    configs = ranked(shape, fast)
-    launches = [gemm_fp8_launch.launch(*given, c, fast, config) for config in configs]
+    configs = [config for config in ranked(shape, fast) if config.name not in wrong]
+    launches = []
+    for config in configs:
+        launches.append(gemm_fp8_launch.launch(*given, c, fast, config))
+        if (error := relative_error(c, given)) > MOST_ERROR:
+            raise RuntimeError(f"{config.name} at {shape}: error {error:.3g}")
     calls = [torch_call(given, fast), *(lambda launch=launch: launch(*given) for launch in launches)]
     names = [config.name for config in configs]
     timed = measure_together(
@@ -172,9 +183,12 @@ def times_of(row: dict) -> list[tuple]:
     from utils.kernels.gemm_plan import SPLITS
 
     known = {
-        replace(config, split=split).name: replace(config, split=split)
-        for config in (*gemm_fp8_plan.FAST_CONFIGS, *gemm_fp8_plan.PROMOTED_CONFIGS)
+        config.name: config
+        for tile in (*gemm_fp8_plan.FAST_CONFIGS, *gemm_fp8_plan.FAST_WIDTHS, *gemm_fp8_plan.PROMOTED_CONFIGS)
         for split in SPLITS
+        for pairs in (False, True)
+        for multicast in ("", "A", "B")
+        for config in [replace(tile, split=split, pairs=pairs, multicast=multicast)]
     }
     return [(known[name], us) for name, us in row["times"] if name in known]
 
@@ -196,7 +210,7 @@ def model_error(rows: list[dict], cost) -> float:
 
 def print_fit(path: Path) -> None:
     """Fit the model's constants to a record of `choice`, and print how its choice does at the same shapes."""
-    from utils.kernels.gemm_plan import COST
+    from utils.kernels.gemm_fp8_plan import COST
 
     record = read_record(path)["rows"]
     for fast in (True, False):
@@ -218,24 +232,32 @@ def print_fit(path: Path) -> None:
             print(f"    torch / chosen: {summary([{'ratio': row['torch_us'] / us} for row, us in found])}")
 
 
+def simplest(shape: tuple[int, int, int], fast: bool):
+    """Return the configuration that the model ranks first among those of powers of two and 192, alone, with all rows."""
+    from utils.kernels import gemm_fp8_plan
+
+    tiles = gemm_fp8_plan.FAST_CONFIGS if fast else gemm_fp8_plan.PROMOTED_CONFIGS
+    late = late_rows(shape)
+    found = gemm_fp8_plan.in_parts(tiles, *shape, SMS)
+    return min(found, key=lambda config: gemm_fp8_plan.estimate(*shape, config, SMS, late))
+
+
 def variants(shape: tuple[int, int, int], by: str, fast: bool) -> dict:
     """Return what `shapes` times: the configuration that a call takes, and others that differ from it in one thing."""
     config = chosen(shape, fast)
     found = {"": config}
     if by == "tensor":
-        found["early"] = replace(config, early=True)
-        pieces = config.block_n // config.piece[1]
-        whole = replace(config, stages=config.stages - 1, buffers=pieces)
-        if pieces > config.buffers and whole.shared_bytes <= SHARED_BYTES and whole.stages > 2:
-            found["buffers"] = whole
-        if config.consumers == 2:
-            found["lead"] = replace(config, lead=2)
-        if fast and late_rows(shape)[0] and shape[0] % 2 == 0:
-            found["pairs"] = replace(config, pairs=True)
+        found["waiting"] = replace(config, early=False, prefetch=False, lean=False)
+        if (before := simplest(shape, fast)) != config:
+            found["before"] = before
+        if config.multicast:
+            found["alone"] = replace(config, multicast="")
+        if late_rows(shape)[0] and shape[0] % 2 == 0:
+            found["parity"] = replace(config, pairs=not config.pairs)
     return found
 
 
-def shape_row(point: tuple, pairs: int) -> dict:
+def shape_row(point: tuple, pairs: int, wrong: dict[str, str]) -> dict:
     """Time the chosen configuration, and others like it, against torch at a shape, by one kind of scales and one way to add."""
     from utils.kernels import gemm_fp8_launch
 
@@ -244,7 +266,7 @@ def shape_row(point: tuple, pairs: int) -> dict:
     theirs = torch_call(given, fast)
     m, n, k = shape
     c = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-    configs = variants(*point)
+    configs = {name: config for name, config in variants(*point).items() if config.name not in wrong}
     row = {"m": m, "n": n, "k": k, "scales": by, "fast": fast, "config": configs[""].name}
     row["error"] = relative_error(gemm_fp8(*given, fast=fast), given)
     row["torch_error"] = relative_error(theirs(), given)
@@ -304,16 +326,17 @@ def main(arguments: list[str] | None = None) -> int:
     measure: Callable[..., dict]
     show: Callable[[dict], str]
     if options.what == "choice":
-        points = [*itertools.product(draw_shapes(CHOICE_SEED, CHOICE_SHAPES), ways)]
-        compile_all({(config, "tensor") for point in points for config in ranked(*point)})
-        measure, show = choice_row, show_choice
+        points = [*itertools.product([*draw_shapes(SEED, SHAPES), *draw_shapes(CHOICE_SEED, CHOICE_SHAPES)[:-2]], ways)]
+        wrong = compile_all({(config, "tensor") for point in points for config in ranked(*point)})
+        measure, show = functools.partial(choice_row, wrong=wrong), show_choice
     elif options.what == "errors":
         points = [*itertools.product((512, 1024, 2048, 4096, 8192, 16384), (False, True))]
         measure, show = error_row, str
     else:
         points = [*itertools.product(draw_shapes(SEED, SHAPES), ("tensor", "row"), ways)]
-        compile_all({(config, point[1]) for point in points for config in variants(*point).values()})
-        measure, show = functools.partial(shape_row, pairs=options.pairs), show_shape
+        wrong = compile_all({(config, point[1]) for point in points for config in variants(*point).values()})
+        points = [point for point in points if chosen(point[0], point[2]).name not in wrong]
+        measure, show = functools.partial(shape_row, pairs=options.pairs, wrong=wrong), show_shape
     method = {"l2": "warm", "pairs": options.pairs}
     record = Record(options.out, f"FP8 GEMM, {options.what}", "cuda", options.seconds, **method)
     complete = record.fill(points, measure, show)

@@ -32,11 +32,10 @@ cores work for the other one:
     ring           4 x (16 KiB + 32 KiB)                   the same; B in two boxes of 128 columns
     wgmma          m64n256k32, four a step                 m64n128k32, twice four a step, each four from zero
     accumulator    128 registers a thread                  128, and 64 for the sums of a step
-    against torch  1.00 at 4096 cubed, 1.03 at 8192        1.00 and 0.94; at 8192 128 x 192 reads 1.01
+    against torch  1.01 at 4096 cubed, 0.99 at 8192        1.03 and 0.97
 
-H200, one scale for a matrix, time of `torch._scaled_mm` / time of the kernel; random shapes read 0.90 (fast) and 0.95
-(promoted) in the geometric mean, before launches began early (entry 22: 1.14 at 8 us, nothing from 60 us on). Three options
-of `gemm_fp8_plan.Fp8Config` are timed at few shapes, and off: `lead`, `buffers` and `pairs`.
+H200, one scale for a matrix, time of `torch._scaled_mm` / time of the kernel; 20 random shapes and two squares read 1.03
+(fast) and 1.07 (promoted) in the geometric mean, with scales by row 1.16 and 1.28 (entry 31).
 
 Importing this module imports Triton; the way in is `utils.kernels.gemm_fp8.gemm_fp8`.
 """
@@ -48,7 +47,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from utils.kernels.early_launch import wait_for_launch_before
 from utils.kernels.gemm_gluon import add_steps, column_pieces, store_piece
 from utils.kernels.gemm_parts import last_part, shared_tiles, summed_piece
-from utils.kernels.gemm_work import Work, producer
+from utils.kernels.gemm_ptx import join_cluster, let_cluster_see_barriers
+from utils.kernels.gemm_work import Work, bystander, producer, ring, rings_of_b
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
@@ -143,12 +143,8 @@ def consumer(work, out, partial, scales, BY_ROW: gl.constexpr, WHICH: gl.constex
     step = 0
     if work.CONFIG.early:
         wait_for_launch_before()
-    if work.CONFIG.lead * WHICH > 0:
-        LEAD: gl.constexpr = work.CONFIG.lead * WHICH
-        _, first, last = work.locate(gl.program_id(0))
-        # A slot that no step fills would be waited for for ever.
-        mbarrier.wait(work.full.index(LEAD), 0, pred=last - first > LEAD)
-    for item in range(gl.program_id(0), work.items(), gl.num_programs(0)):
+    join_cluster(work.CONFIG)
+    for item in range(work.first_item(), work.items(), work.stride()):
         tile, first, last = work.locate(item)
         row, column, parity = work.origin(tile)
         row += WHICH * ROWS
@@ -167,6 +163,7 @@ def consumer(work, out, partial, scales, BY_ROW: gl.constexpr, WHICH: gl.constex
             if part < 0:
                 store_scaled(work, out, acc, acc2, of, (row, column, parity), BY_ROW, WHICH, TMA_STORE)
             else:
+                part = work.own_part(part)
                 if last_part(work.CONFIG, sums, counters, acc, acc2, part, WHICH):
                     for i in gl.static_range(TOTAL_PIECES):
                         piece = scaled(summed_piece(work.CONFIG, sums, part, i, WHICH), of, i, BY_ROW)
@@ -202,47 +199,87 @@ def gemm_fp8_kernel(
     STAGES: gl.constexpr = CONFIG.stages
     CONSUMERS: gl.constexpr = CONFIG.consumers
     REGISTERS: gl.constexpr = CONFIG.registers
-    a_ring = shared_tiles(a_desc, STAGES * CONSUMERS)
-    b_ring = shared_tiles(b_desc, STAGES)
-    b2_ring = shared_tiles(b2_desc, STAGES) if CONFIG.columns[1] > 0 else b_ring
+    READERS: gl.constexpr = CONSUMERS * (2 if CONFIG.on_clusters else 1)
+    a_ring = ring(a_desc, STAGES * CONSUMERS, CONFIG.rows, CONFIG.block_k, False)
+    b_ring, b2_ring = rings_of_b(b_desc, b2_desc, CONFIG, True)
     c_buffers = shared_tiles(c_desc, CONFIG.buffers * CONSUMERS) if TMA_STORE else a_ring
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=CONSUMERS)
+        mbarrier.init(empty.index(i), count=READERS)
+    let_cluster_see_barriers(CONFIG)
     work = Work(a_ring, b_ring, b2_ring, full, empty, M, N, K, whole, CONFIG, False, True)
     out = (c_desc, c_pointer, c_buffers)
     partial = (sums, counters)
     scales = (scale_a, scale_b)
     if CONSUMERS == 1:
-        gl.warp_specialize(
-            [
-                (consumer, (work, out, partial, scales, BY_ROW, 0, TMA_STORE)),
-                (producer, (work, a_desc, b_desc, b2_desc)),
-            ],
-            [1],
-            [24],
-        )
+        if CONFIG.on_clusters:
+            gl.warp_specialize(
+                [
+                    (consumer, (work, out, partial, scales, BY_ROW, 0, TMA_STORE)),
+                    (producer, (work, a_desc, b_desc, b2_desc)),
+                    (bystander, (CONFIG,)),
+                    (bystander, (CONFIG,)),
+                ],
+                [1, 1, 2],
+                [24, 24, 24],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (consumer, (work, out, partial, scales, BY_ROW, 0, TMA_STORE)),
+                    (producer, (work, a_desc, b_desc, b2_desc)),
+                ],
+                [1],
+                [24],
+            )
     elif CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (consumer, (work, out, partial, scales, BY_ROW, 0, TMA_STORE)),
-                (consumer, (work, out, partial, scales, BY_ROW, 1, TMA_STORE)),
-                (producer, (work, a_desc, b_desc, b2_desc)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )
+        if CONFIG.on_clusters:
+            gl.warp_specialize(
+                [
+                    (consumer, (work, out, partial, scales, BY_ROW, 0, TMA_STORE)),
+                    (consumer, (work, out, partial, scales, BY_ROW, 1, TMA_STORE)),
+                    (producer, (work, a_desc, b_desc, b2_desc)),
+                    (bystander, (CONFIG,)),
+                    (bystander, (CONFIG,)),
+                ],
+                [4, 1, 1, 2],
+                [REGISTERS, 24, 24, 24],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (consumer, (work, out, partial, scales, BY_ROW, 0, TMA_STORE)),
+                    (consumer, (work, out, partial, scales, BY_ROW, 1, TMA_STORE)),
+                    (producer, (work, a_desc, b_desc, b2_desc)),
+                ],
+                [4, 1],
+                [REGISTERS, 24],
+            )
     else:
         gl.static_assert(CONSUMERS == 3)
-        gl.warp_specialize(
-            [
-                (consumer, (work, out, partial, scales, BY_ROW, 0, TMA_STORE)),
-                (consumer, (work, out, partial, scales, BY_ROW, 1, TMA_STORE)),
-                (consumer, (work, out, partial, scales, BY_ROW, 2, TMA_STORE)),
-                (producer, (work, a_desc, b_desc, b2_desc)),
-            ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 32],
-        )
+        if CONFIG.on_clusters:
+            gl.warp_specialize(
+                [
+                    (consumer, (work, out, partial, scales, BY_ROW, 0, TMA_STORE)),
+                    (consumer, (work, out, partial, scales, BY_ROW, 1, TMA_STORE)),
+                    (consumer, (work, out, partial, scales, BY_ROW, 2, TMA_STORE)),
+                    (producer, (work, a_desc, b_desc, b2_desc)),
+                    (bystander, (CONFIG,)),
+                    (bystander, (CONFIG,)),
+                ],
+                [4, 4, 1, 1, 2],
+                [REGISTERS, REGISTERS, 32, 32, 32],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (consumer, (work, out, partial, scales, BY_ROW, 0, TMA_STORE)),
+                    (consumer, (work, out, partial, scales, BY_ROW, 1, TMA_STORE)),
+                    (consumer, (work, out, partial, scales, BY_ROW, 2, TMA_STORE)),
+                    (producer, (work, a_desc, b_desc, b2_desc)),
+                ],
+                [4, 4, 1],
+                [REGISTERS, REGISTERS, 32],
+            )

@@ -15,7 +15,7 @@ from utils.kernels.gemm_fp8_gluon import gemm_fp8_kernel
 from utils.kernels.gemm_fp8_plan import FAST_CONFIGS, Fp8Config, choose
 from utils.kernels.gemm_launch import box_layout, rows_by_parity, tma_can_store
 from utils.kernels.gemm_plan import parts_of
-from utils.kernels.gemm_ptx import start
+from utils.kernels.gemm_ptx import adapted, start
 from utils.kernels.handle import Handle
 from utils.kernels.workspace import workspace
 
@@ -66,29 +66,33 @@ def launch(
         config: a configuration; None for the one with the shortest estimated time.
     """
     (m, k), n = a.shape, b.shape[1]
-    config = config or chosen(a, b, fast)
+    config = (config or chosen(a, b, fast)).placed(b.shape[1], True, simulated=not a.is_cuda)
     if config.split > triton.cdiv(k, config.block_k):
         raise ValueError(f"{config.split} parts of K = {k} would be shorter than one step of {config.block_k}.")
     first, second = config.columns
-    a_desc = operand(a, [config.rows, config.block_k])
-    b_desc = operand(b.T, [first, config.block_k])
-    b2_desc = operand(b.T, [second, config.block_k]) if second else b_desc
+    a_desc = operand(a, config.box("A", config.rows, config.block_k))
+    b_desc = operand(b.T, config.box("B", config.block_k, first, True))
+    b2_desc = operand(b.T, config.box("B", config.block_k, second, True)) if second else b_desc
     by_tma = tma_can_store(c)
     c_desc = TensorDescriptor(c, [m, n], [n, 1], config.piece, box_layout(config.piece)) if by_tma else a_desc
     if config.pairs:
         if m % 2 or not by_tma:
             raise ValueError(f"{config} takes rows by their parity: an even number of rows, and C by TMA.")
-        a_desc, c_desc = rows_by_parity(a, [config.rows, config.block_k]), rows_by_parity(c, config.piece)
+        a_desc, c_desc = (
+            rows_by_parity(a, config.box("A", config.rows, config.block_k)),
+            rows_by_parity(c, config.piece),
+        )
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
     whole, rest = parts_of(m, n, config, sms)
     config = config if rest else replace(config, split=1)  # no tile has parts: there are no counters to compile for
-    partial_sums, counters_needed = rest * config.split * config.block_m * config.block_n, rest * config.consumers
-    blocks = min(sms, whole + rest * config.split)
+    tiles = rest * config.cluster
+    partial_sums, counters_needed = tiles * config.split * config.block_m * config.block_n, tiles * config.consumers
+    blocks = config.cluster * min(sms // config.cluster, whole + rest * config.split)
     by_row = scale_a.numel() > 1 or scale_b.numel() > 1
     with torch.cuda.device(a.device if a.is_cuda else -1):
         sums, counters = workspace(c, partial_sums, counters_needed)
         tensors = (a_desc, b_desc, b2_desc, c_desc, c, sums, counters, scale_a, scale_b)
-        others = (m, n, k, whole, config, by_row, by_tma)
+        others = (m, n, k, whole, replace(config, width=0), by_row, by_tma)
         handle = start(gemm_fp8_kernel, blocks, tensors, others, config, a.device)
     return Launch(handle, (m, n), c.dtype, partial_sums, counters_needed) if handle else None
 
@@ -109,13 +113,14 @@ def compile_for_hopper(
     def descriptor(shape: list[int], dtype: str = "fp8e4nv", kind: gl.dtype = gl.float8e4nv) -> str:
         return f"tensordesc<{dtype}{shape},{box_layout(shape, kind)!r}>"
 
+    config = config.placed(4096, True)
     first, second = config.columns
     one = [1] if config.pairs else []
-    a = descriptor([*one, config.rows, config.block_k])
+    a = descriptor([*one, *config.box("A", config.rows, config.block_k)])
     signature = {
         "a_desc": a,
-        "b_desc": descriptor([first, config.block_k]),
-        "b2_desc": descriptor([second or first, config.block_k]),
+        "b_desc": descriptor(config.box("B", config.block_k, first, True)),
+        "b2_desc": descriptor(config.box("B", config.block_k, second or first, True)),
         "c_desc": descriptor([*one, *config.piece], dtype, gl.float16) if by_tma else a,
         "c_pointer": f"*{dtype}",
         "sums": "*fp32" if config.split > 1 else f"*{dtype}",
@@ -125,4 +130,5 @@ def compile_for_hopper(
         **dict.fromkeys(("M", "N", "K", "whole"), "i32"),
     }
     constants = {"CONFIG": config, "BY_ROW": by_row, "TMA_STORE": by_tma}
-    return compile_gluon(gemm_fp8_kernel, signature, constants)
+    compiled = compile_gluon(gemm_fp8_kernel, signature, constants)
+    return adapted(compiled, config) if config.rewritten else compiled

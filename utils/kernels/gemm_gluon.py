@@ -26,7 +26,8 @@ multiple of 8), TMA cannot write them, and consumers store from registers with a
 **Which tile.** A tile reads block_m + block_n rows of 128 bytes a step, and the L2 gives an SM about as many bytes as
 128 x 256 needs, so larger tiles pay where there are enough of them: 192 x 256 (three consumers) and 256 x 192 (192
 registers of sums a thread) read 22% less a product. Gluon's tiles are powers of two, so 192 columns are two products of
-128 and 64, and the 96 columns for narrow matrices of 64 and 32. `gemm_plan.choose` takes the configuration that a model
+128 and 64, and the tiles of 80, 96, 144 and 160 columns, which fit more edges and numbers of SMs, two as well; the PTX makes
+one instruction of both (`gemm_ptx.py`), and where C is narrower than the tile, one that is as narrow. `gemm_model.choose` takes the configuration that a model
 of the time, fitted to measured times, ranks first.
 
 **Late rows** start at odd multiples of 16 bytes: 128 bytes then lie in five sectors of the L2 instead of four, and cost
@@ -34,8 +35,12 @@ about twice the time. Where rows of A are an odd multiple of 16 bytes apart, eve
 `Config.pairs` a tile has even rows only or odd rows only, and odd ones begin eight elements earlier along K, where no
 row is late (`gemm_work.py`).
 
+**Few rows.** A tile has 64 rows at least. With `Config.transposed` the kernel computes C^T = B^T A^T, so that few rows of C are
+few columns of the tile, and turns each piece on its way to shared memory (stmatrix).
+
 **Clusters.** With `Config.multicast` two blocks with neighbouring tiles fetch the operand that both need by halves, each for
-both (`gemm_ptx.py`): where the L2's bytes are the limit, those of one operand are halved.
+both (`gemm_ptx.py`): where the L2's bytes are the limit, those of one operand are halved; and where all blocks read the
+same few columns of B at the same time, half as many do.
 
 **Parts.** 800 tiles on 132 SMs are 6.06 rounds, done in 7; and a product with few tiles and long sums leaves most SMs
 idle. So the tiles that do not fill a round may be cut along K into 2 to 16 parts. Each part leaves its sums in global
@@ -60,7 +65,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from utils.kernels.early_launch import wait_for_launch_before
 from utils.kernels.gemm_parts import last_part, shared_tiles, summed_piece
 from utils.kernels.gemm_ptx import join_cluster, let_cluster_see_barriers
-from utils.kernels.gemm_work import Work, bystander, producer, ring
+from utils.kernels.gemm_work import Work, bystander, producer, ring, rings_of_b
 from utils.machine import versions
 
 versions.adopt_newest_gluon_names()
@@ -88,14 +93,20 @@ def store_piece(work, out, piece, i, row, column, parity, WHICH: gl.constexpr, T
     if TMA_STORE:
         buffer = c_buffers.index(WHICH * BUFFERS + i % BUFFERS)
         tma.store_wait(BUFFERS - 1)  # the store that used this buffer before has left it: it may be overwritten
-        buffer.store(piece)
+        if work.CONFIG.transposed:
+            buffer.permute((1, 0)).store(piece)
+        else:
+            buffer.store(piece)
         fence_async_shared()  # written by threads, read by the TMA unit: without it TMA may read older data
         if work.CONFIG.pairs:
             tma_store(c_desc, [parity, row, column + i * piece.shape[1]], buffer.reshape(c_desc.block_type.shape))
+        elif work.CONFIG.transposed:
+            tma_store(c_desc, [column + i * piece.shape[1], row], buffer)
         else:
             tma_store(c_desc, [row, column + i * piece.shape[1]], buffer)
     else:
         gl.static_assert(not work.CONFIG.pairs, "rows of one parity are stored by TMA only")
+        gl.static_assert(not work.CONFIG.transposed, "the transpose of C is stored by TMA only")
         layout: gl.constexpr = piece.type.layout
         m = row + gl.arange(0, piece.shape[0], gl.SliceLayout(1, layout))
         n = column + i * piece.shape[1] + gl.arange(0, piece.shape[1], gl.SliceLayout(0, layout))
@@ -208,11 +219,8 @@ def gemm_kernel(
     CONSUMERS: gl.constexpr = CONFIG.consumers
     REGISTERS: gl.constexpr = CONFIG.registers
     READERS: gl.constexpr = CONSUMERS * (2 if CONFIG.on_clusters else 1)
-    COLUMNS: gl.constexpr = CONFIG.columns[0]
-    MORE: gl.constexpr = CONFIG.columns[1]
     a_ring = ring(a_desc, STAGES * CONSUMERS, CONFIG.rows, CONFIG.block_k, A_COLUMN_MAJOR)
-    b_ring = ring(b_desc, STAGES, CONFIG.block_k, COLUMNS, B_COLUMN_MAJOR)
-    b2_ring = ring(b2_desc, STAGES, CONFIG.block_k, MORE, B_COLUMN_MAJOR) if MORE > 0 else b_ring
+    b_ring, b2_ring = rings_of_b(b_desc, b2_desc, CONFIG, B_COLUMN_MAJOR)
     c_buffers = shared_tiles(c_desc, CONFIG.buffers * CONSUMERS) if TMA_STORE else a_ring
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

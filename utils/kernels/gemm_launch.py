@@ -12,7 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from utils.kernels.gemm_gluon import gemm_kernel
-from utils.kernels.gemm_plan import CONFIGS, Config, choose, parts_of
+from utils.kernels.gemm_model import choose
+from utils.kernels.gemm_plan import CONFIGS, Config, parts_of
 from utils.kernels.gemm_ptx import adapted, start
 from utils.kernels.gemm_short import short_kernel
 from utils.kernels.handle import Handle
@@ -50,6 +51,8 @@ class Launch:
         """Return C = A @ B."""
         c = torch.empty(self.shape, dtype=a.dtype, device=a.device)
         sums, counters = workspace(c, self.partial_sums, self.counters)
+        if self.config.transposed:
+            a, b = b, a
         if self.config.short:
             self.handle(a, b, c, c, sums, counters)
         else:
@@ -65,8 +68,9 @@ def tma_can_store(c: torch.Tensor) -> bool:
 def chosen(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Config:
     """Return the configuration that is estimated to be the fastest for A (M, K), B (K, N) and C (M, N)."""
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
-    late = lateness("A", a, tma_can_store(c)), lateness("B", b)
-    return choose(a.shape[0], b.shape[1], a.shape[1], sms, late)
+    by_tma = tma_can_store(c)
+    late = lateness("A", a, by_tma), lateness("B", b)
+    return choose(a.shape[0], b.shape[1], a.shape[1], sms, late, by_tma)
 
 
 def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | None = None) -> Launch | None:
@@ -78,23 +82,26 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
         c: (M, N), contiguous; where N is a multiple of 8, its rows may be further apart.
         config: a configuration; None for the one with the shortest estimated time.
     """
-    (m, k), n = a.shape, b.shape[1]
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
     by_tma = tma_can_store(c)
     config = config or chosen(a, b, c)
-    if config.multicast and not a.is_cuda:  # the simulator has no clusters
-        config = replace(config, alone=True)
+    if config.transposed:
+        if not by_tma:
+            raise ValueError(f"{config} stores the transpose of C by TMA: rows of C start at multiples of 16 bytes.")
+        a, b = b.T, a.T
+    (m, k), n = a.shape, b.shape[1]
     if config.split > triton.cdiv(k, config.block_k):
         raise ValueError(f"{config.split} parts of K = {k} would be shorter than one step of {config.block_k}.")
-    first, second = config.columns
+    config = config.placed(n, rows_in_memory("B", b)[3], simulated=not a.is_cuda)
+    first, second = config.columns[0], config.brought
     a_desc, a_column_major = operand("A", a, [config.rows, config.block_k], config)
     if config.pairs and (m % 2 or a_column_major or not by_tma):
         raise ValueError(f"{config} takes rows by their parity: an even number of rows of A, row-major, and C by TMA.")
     if config.pairs:
         a_desc = rows_by_parity(a, config.box("A", config.rows, config.block_k))
     b_desc, b_column_major = operand("B", b, [config.block_k, first], config)
-    piece = config.piece
-    c_desc = TensorDescriptor(c, [m, n], [c.stride(0), 1], piece, box_layout(piece)) if by_tma else a_desc
+    piece = config.piece[::-1] if config.transposed else config.piece
+    c_desc = TensorDescriptor(c, [*c.shape], [c.stride(0), 1], piece, box_layout(piece)) if by_tma else a_desc
     c_desc = rows_by_parity(c, piece) if config.pairs else c_desc
     whole, rest = parts_of(m, n, config, sms)
     config = config if rest else replace(config, split=1)  # no tile has parts: there are no counters to compile for
@@ -111,9 +118,9 @@ def launch(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, config: Config | N
             kernel, blocks = gemm_kernel, config.cluster * min(sms // config.cluster, whole + rest * config.split)
             b2_desc = operand("B", b, [config.block_k, second], config)[0] if second else b_desc
             tensors, sizes = (a_desc, b_desc, b2_desc, c_desc, c, sums, counters), (m, n, k, whole)
-        others = (*sizes, config, a_column_major, b_column_major, by_tma)
+        others = (*sizes, replace(config, width=0), a_column_major, b_column_major, by_tma)
         handle = start(kernel, blocks, tensors, others, config, a.device)
-    return Launch(handle, config, (m, n), partial_sums, counters_needed) if handle else None
+    return Launch(handle, config, (*c.shape,), partial_sums, counters_needed) if handle else None
 
 
 def box_layout(shape: list[int], dtype: gl.dtype = gl.float16) -> gl.NVMMASharedLayout:
@@ -163,13 +170,17 @@ def rows_by_parity(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def lateness(label: str, x: torch.Tensor, pairs: bool = True) -> int:
-    """Return 1 or 2 where every second row in memory starts at an odd multiple of 16 bytes: 128 bytes are in five sectors.
+    """Return how rows of a matrix lie in memory, as `gemm_model.estimate` takes it.
 
-    1 means that the rows lie along K, 2 that they lie along M or N, or that they cannot be taken by parity (not `pairs`).
+    0 or 1 mean that they lie along K, 3 or 2 that they lie along M or N; 1 or 2 that every second row starts at an odd
+    multiple of 16 bytes, so that 128 bytes of it are in five sectors. Rows along K that cannot be taken by parity (not
+    `pairs`) are 2, too.
     """
     _, _, pitch, column_major = rows_in_memory(label, x)
     along_k = column_major == (label == "B")
-    return 0 if pitch % 16 == 0 else 1 if along_k and pairs else 2
+    if pitch % 16 == 0:
+        return 0 if along_k else 3
+    return 1 if along_k and pairs else 2
 
 
 def compile_for_hopper(
@@ -179,6 +190,7 @@ def compile_for_hopper(
     a_column_major: bool = False,
     b_column_major: bool = False,
     by_tma: bool = True,
+    n: int = 4096,
 ):
     """The kernel compiled for sm_90a, on any machine: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata.shared`."""
     from utils.kernels.offline import compile_gluon
@@ -188,11 +200,13 @@ def compile_for_hopper(
         shape = [1, *shape] if pairs else shape
         return f"tensordesc<{dtype}{shape},{box_layout(shape)!r}>"
 
+    config = config.placed(n, b_column_major)
     a = descriptor("A", [config.rows, config.block_k], a_column_major, config.pairs)
-    c = descriptor("C", config.piece, pairs=config.pairs) if by_tma else a
-    first, second = config.columns
+    piece = config.piece[::-1] if config.transposed else config.piece
+    c = descriptor("C", piece, pairs=config.pairs) if by_tma else a
+    first, second = config.columns[0], config.brought
     constants = {
-        "CONFIG": config,
+        "CONFIG": replace(config, width=0),
         "A_COLUMN_MAJOR": a_column_major,
         "B_COLUMN_MAJOR": b_column_major,
         "TMA_STORE": by_tma,

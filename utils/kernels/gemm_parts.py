@@ -57,7 +57,10 @@ def summed_piece(CONFIG: gl.constexpr, sums, part, i, WHICH: gl.constexpr):
     SPLIT: gl.constexpr = CONFIG.split
     CONSUMERS: gl.constexpr = CONFIG.consumers
     COLUMNS: gl.constexpr = CONFIG.piece[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // COLUMNS, COLUMNS // 4], [4, 1], [1, 0])
+    # Neighbours in a row of sums are neighbours in memory, and in a column of them if C's transpose is stored.
+    by_rows: gl.constexpr = gl.BlockedLayout([1, 4], [128 // COLUMNS, COLUMNS // 4], [4, 1], [1, 0])
+    by_columns: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    layout: gl.constexpr = by_columns if CONFIG.transposed else by_rows
     m = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     n = i * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     offsets = m[:, None] * BLOCK_N + n[None, :]

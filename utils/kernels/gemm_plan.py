@@ -1,14 +1,15 @@
-"""Which tile, in how many parts, by which of the two Gluon kernels: the GEMM's configurations and the choice between them.
+"""Which tile, in how many parts, by which of the two Gluon kernels: the GEMM's configurations.
 
-A model of the time, fitted to measured times by `tools.record.gemm_choice`, estimates each configuration that could do a
-product; `choose` takes the first. Nothing here needs Triton.
+`gemm_model.choose` takes the one that a model of the time ranks first. Nothing here needs Triton.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Self, TypeVar
+
+SHARED_BYTES = 232448 - 1024  # that an SM of an H100 or H200 gives a block, less what barriers take
 
 
 def _ceil(x: int, y: int) -> int:
@@ -34,7 +35,13 @@ class Config:
     early: bool = True  # the launch begins while the one before it in the stream ends
     prefetch: bool = True  # with early: the TMA descriptors are fetched before the wait for the launch before
     lean: bool = True  # without barriers of all warps that Triton puts in and that protect nothing (`gemm_ptx`)
-    alone: bool = False  # with multicast: each block loads both halves itself, for the simulator, which has no clusters
+    transposed: bool = False  # the kernel computes the transpose of C, from those of B and A, and stores it as C
+    join: bool = True  # products of both parts of the columns are one instruction, where B lies so that they can be
+    width: int = 0  # set by `placed`: columns that are multiplied; 0 for all
+    pad: bool = (
+        False  # set by `placed`: the second part of B comes in blocks of 64 columns, which are not all multiplied
+    )
+    simulated: bool = False  # for the simulator, which has no clusters and no addresses in shared memory
 
     @property
     def rows(self) -> int:
@@ -59,12 +66,12 @@ class Config:
     @property
     def on_clusters(self) -> bool:
         """Whether blocks of a cluster send each other tiles."""
-        return self.multicast != "" and not self.alone
+        return self.multicast != "" and not self.simulated
 
     @property
     def rewritten(self) -> bool:
         """Whether the kernel's PTX is rewritten before it is assembled (`gemm_ptx.adapted`)."""
-        return self.on_clusters or self.prefetch or self.lean
+        return self.on_clusters or self.prefetch or self.lean or self.join or 0 < self.width < self.block_n
 
     @property
     def cluster_tile(self) -> tuple[int, int]:
@@ -93,6 +100,47 @@ class Config:
         return first, self.block_n - first
 
     @property
+    def can_join(self) -> bool:
+        """Whether the columns are two parts whose products can be one instruction."""
+        return 0 < self.columns[1] < self.columns[0] and self.block_n <= 256
+
+    @property
+    def brought(self) -> int:
+        """Columns of B that come with the second part of the columns: more than are multiplied with `pad`."""
+        return max(64, self.columns[1]) if self.pad else self.columns[1]
+
+    def width_at(self, n: int) -> int:
+        """Columns that are multiplied where C has n columns: where one tile is wider than C, as few as C needs, in steps of 16."""
+        return min(self.block_n, _ceil(n, 16) * 16) if self.one_product else self.block_n
+
+    @property
+    def one_product(self) -> bool:
+        """Whether a step's product of all columns is one instruction, or can be made one."""
+        return self.columns[1] == 0 or (self.join and self.can_join)
+
+    def placed(self, n: int, b_along_k: bool, simulated: bool = False) -> Self:
+        """Return this configuration as it is launched, with what the instructions need to know (`gemm_ptx.other_products`).
+
+        Products of both parts of the columns become one instruction, if the parts of B follow each other in shared memory as
+        one tile would lie there: in rows of 128 bytes along K, or in blocks of 64 columns. If that takes more memory than
+        there is, the ring has fewer slots. A first part that is one block of 64 columns stays apart there: Triton does not
+        write into its descriptors how far the next block is.
+
+        Args:
+            n: columns of C; of its transpose, if that is computed.
+            b_along_k: whether B's neighbours in memory are neighbours along K, not columns.
+            simulated: whether the simulator runs the kernel.
+        """
+        blocks = self.columns[0] > 64 or b_along_k
+        join = self.join and self.can_join and blocks and not simulated
+        pad = join and not b_along_k and self.columns[1] % 64 > 0
+        width = 0 if simulated or (self.columns[1] and not join) else self.width_at(n)
+        config = replace(self, join=join, pad=pad, width=width, simulated=simulated)
+        while config.shared_bytes > SHARED_BYTES and config.stages > 2:
+            config = replace(config, stages=config.stages - 1)
+        return config
+
+    @property
     def piece(self) -> list[int]:
         """Rows and columns of a piece of C."""
         return [self.rows, self.columns[0] // self.pieces]
@@ -105,7 +153,7 @@ class Config:
     @property
     def slot_bytes(self) -> int:
         """Bytes of A and B in a slot of the ring."""
-        return (self.block_m + self.block_n) * self.block_k * self.element_bytes
+        return (self.block_m + self.columns[0] + self.brought) * self.block_k * self.element_bytes
 
     @property
     def shared_bytes(self) -> int:
@@ -125,7 +173,10 @@ class Config:
         """Name in the records, such as "128x256/4": tile and parts."""
         kind, rows = "short " if self.short else "", " pairs" if self.pairs else ""
         both = f" both {self.multicast}" if self.multicast else ""
-        return f"{kind}{self.block_m}x{self.block_n}/{self.split}{rows}{both}"
+        turned = "T " if self.transposed else ""
+        apart = " apart" if self.can_join and not self.join else ""
+        waiting = "" if self.early else " waiting"
+        return f"{turned}{kind}{self.block_m}x{self.block_n}/{self.split}{rows}{both}{apart}{waiting}"
 
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
@@ -146,6 +197,20 @@ CONFIGS = (
     Config(128, 64, stages=8, pieces=2),
     Config(64, 64, consumers=1, stages=8, pieces=2),
     Config(64, 96, consumers=1, stages=8),
+)
+# Widths between powers of two: C's edge fits better, and so does the number of tiles to that of SMs.
+WIDTHS = (
+    Config(64, 80, consumers=1, stages=8, buffers=5),
+    Config(64, 144, consumers=1, stages=8, pieces=8, buffers=3),
+    Config(64, 160, consumers=1, stages=7, buffers=5),
+    Config(128, 80, stages=7, buffers=5),
+    Config(128, 96, stages=7, pieces=2, buffers=3),
+    Config(128, 144, stages=6, pieces=8, buffers=3),
+    Config(128, 160, stages=5, buffers=5),
+    Config(192, 144, consumers=3, stages=4, pieces=8, buffers=3),
+    Config(192, 160, consumers=3, stages=4, pieces=8, buffers=5),
+    Config(256, 144, stages=4, pieces=8, buffers=3),
+    Config(256, 160, stages=4, pieces=8),
 )
 SHORT_CONFIGS = (
     Config(64, 32, consumers=1, pieces=1, stages=4, short=True),
@@ -186,113 +251,38 @@ def in_parts(configs: Iterable[AnyConfig], m: int, n: int, k: int, sms: int) -> 
     return found
 
 
-def candidates(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0)) -> list[Config]:
+def candidates(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0), by_tma: bool = True) -> list[Config]:
     """Return the configurations that can do a product: each tile whole, and in parts of two steps at least.
 
-    Where there are neighbours, also with tiles that two blocks share, and where A is late along K (see `estimate`), with
-    rows by parity.
+    Where there are neighbours, also with tiles that two blocks share; where A is late along K (see `gemm_model.estimate`),
+    with rows by parity; and where TMA can store C (`by_tma`), with its transpose computed.
     """
-    configs = [*CONFIGS, *SHORT_CONFIGS]
-    if any(late):  # elsewhere the bytes are not the limit, and what was measured was slower
-        # As they were measured: not with early launches and fewer barriers, which matter little where these are taken.
-        plain = [replace(config, early=False, prefetch=False, lean=False) for config in CONFIGS]
-        configs += [replace(config, multicast="B") for config in plain if m > config.block_m]
-        configs += [replace(config, multicast="A") for config in plain if n > config.block_n]
-    found = in_parts(configs, m, n, k, sms)
+    found = in_parts([*with_neighbours(tiles_for(n, late[1]), m, n), *SHORT_CONFIGS], m, n, k, sms)
     if late[0] == 1 and m % 2 == 0 and n % 8 == 0:
-        found += [replace(x, pairs=True) for x in found if x.multicast != "B" or m // 2 > x.block_m]
+        found += by_parity(found, m, n, sms)
+    if by_tma:
+        transposed = [replace(config, transposed=True) for config in tiles_for(m, late[0])]
+        found += in_parts(with_neighbours(transposed, n, m), n, m, k, sms)
     return found
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Constants of a model of the kernels' time, in microseconds; fitted by `tools.record.gemm_choice`."""
+def tiles_for(n: int, late: int) -> list[Config]:
+    """Return the tiles for n columns of B: those between powers of two only where C needs the second part of their columns.
 
-    product: float = 0.694  # of 2**21 multiplications on one SM: 128 x 256 x 64
-    bytes: float = 0.0135  # of a KB of A and B that each SM reads, where all read at once
-    port: float = 0.0071  # of a KB that an SM reads, where few do
-    late: float = 1.5  # how many times a byte of A or B counts whose rows are late and lie along K
-    late_across: float = 1.5  # and where they lie along M or N
-    shared: float = 0.296  # how many times a byte counts for each of two blocks that share it
-    wait: float = 0.696  # from asking for a slot's bytes to reading them; a block waits for `stages` slots at once
-    wait_shared: float = 2.09  # and where two blocks share a tile: a slot waits for both
-    tile: float = 0.318  # of a tile's start and end
-    store: float = 0.0246  # of a KB of C
-    part: float = 1.4  # of leaving a part's sums and counting
-    add: float = 0.0197  # of a KB of sums that the last part reads
-    traffic: float = 0.36  # of a MB of sums that all parts write and read
-    launch: float = 4.02
-    short_launch: float = 2.53  # of the short kernel
-    short_tile: float = 0.32  # of a block of the short kernel, as many as share an SM at once
-    short_part: float = 0.501  # of a part there
-    short_add: float = 0.0292  # of a KB of sums that the last part reads there
-
-
-COST = Cost()
-
-
-def estimate(
-    m: int, n: int, k: int, config: Config, sms: int, late: tuple[int, int] = (0, 0), cost: Cost | None = None
-) -> float:
-    """Estimate the time of a product in microseconds, for a choice between configurations.
-
-    A step takes as long as its products, its bytes, or the wait for a slot, whichever is longest; a little longer where
-    they are alike.
-
-    Args:
-        m: rows of C.
-        n: columns of C.
-        k: terms of the sums.
-        config: tile and parts.
-        sms: multiprocessors.
-        late: for A and for B, whether rows (columns, where column-major) start at odd multiples of 16 bytes: 0 if they do
-            not, 1 if they do and lie along K, 2 if they do and lie along M or N.
-        cost: the constants; None for COST.
+    Where B's neighbours in memory are columns (`late` is 2 or 3), two parts of 64 columns and fewer would stay two products.
     """
-    cost = cost or COST
-    steps = _ceil(k, config.block_k)
-    whole, rest = parts_of(m, n, config, sms)
-    sms //= config.cluster  # from here on a cluster, with its tiles, counts as one
-    if config.short:
-        blocks = _ceil(whole + rest * config.split, sms)  # of the busiest SM
-        together = min(blocks, config.blocks)
-        rounds = blocks / together
-        all_steps = rounds * _ceil(steps, config.split)
-        time, tile = cost.short_launch, cost.short_tile
-        time += cost.short_part + cost.short_add * config.rows * config.block_n * config.split / 256 if rest else 0.0
-    else:
-        together, rounds = 1, float(_ceil(whole, sms))
-        all_steps = rounds * steps
-        time, tile = cost.launch, cost.tile
-        if rest:
-            extra = _ceil(rest * config.split, sms)
-            rounds += extra
-            all_steps += extra * _ceil(steps, config.split)
-            time += cost.part * extra
-            time += cost.add * config.rows * config.block_n * config.split / 256
-    if rest:
-        time += cost.traffic * rest * config.split * config.cluster * config.block_m * config.block_n / 2**18
-    received, sent, factors = 0.0, 0.0, (1.0, cost.late, cost.late_across)
-    # TMA reads nothing outside of A and B: of tiles over the edge only what is inside counts.
-    tile_rows, tile_columns = config.cluster_tile
-    inside = (
-        m / _ceil(m, tile_rows) * config.block_m / tile_rows,
-        n / _ceil(n, tile_columns) * config.block_n / tile_columns,
-    )
-    late_bytes = (0 if config.pairs else late[0], late[1])
-    for operand, rows, kind in zip("AB", inside, late_bytes, strict=True):
-        kb = rows * config.block_k / 512 * factors[kind]
-        received += kb
-        sent += kb * cost.shared if operand == config.multicast else kb
-    product = cost.product * config.block_m * config.block_n * config.block_k / 2**21
-    active = min(whole + rest * config.split, sms) / sms
-    bytes_time = max(cost.port * received, cost.bytes * active * sent)
-    wait = cost.wait_shared if config.multicast else cost.wait
-    limits = (together * product, together * bytes_time, wait / config.stages)
-    step = sum(limit**6 for limit in limits) ** (1 / 6)
-    return time + all_steps * step + rounds * (tile + together * cost.store * config.block_m * config.block_n / 512)
+    widths = [config for config in WIDTHS if n > config.columns[0] and (late < 2 or config.columns[0] > 64)]
+    return [*CONFIGS, *widths]
 
 
-def choose(m: int, n: int, k: int, sms: int, late: tuple[int, int] = (0, 0)) -> Config:
-    """Return the configuration with the shortest estimated time; the arguments are those of `estimate`."""
-    return min(candidates(m, n, k, sms, late), key=lambda config: estimate(m, n, k, config, sms, late))
+def by_parity(configs: Iterable[AnyConfig], m: int, n: int, sms: int) -> list[AnyConfig]:
+    """Return configurations with rows by parity, where there are neighbours and parts for them too."""
+    found = [replace(x, pairs=True) for x in configs if x.multicast != "B" or m // 2 > x.block_m]
+    return [x for x in found if x.split == 1 or parts_of(m, n, x, sms)[1]]
+
+
+def with_neighbours(configs: Iterable[AnyConfig], m: int, n: int) -> list[AnyConfig]:
+    """Return configurations, and each with tiles that two blocks share where there are two tiles below each other or abreast."""
+    found = [*configs]
+    shared = [replace(config, multicast="B") for config in found if m > config.block_m]
+    return found + shared + [replace(config, multicast="A") for config in found if n > config.block_n]

@@ -1,4 +1,4 @@
-"""What Triton 3.6 has no word for, written into the PTX of the 16-bit GEMM's kernels before it is assembled.
+"""What Triton 3.6 has no word for, written into the PTX of the GEMM's kernels before it is assembled.
 
 **Clusters of two blocks** (`Config.multicast`). Two blocks whose tiles lie below each other read the same columns of B, two
 abreast the same rows of A. As a thread block cluster they start together, and TMA can bring what it reads once to the
@@ -18,6 +18,8 @@ them and adds to each arrival one on the other block's barrier; the launch makes
 **Descriptors** (`Config.prefetch`) are fetched before a launch that begins early waits for the one before it.
 
 **Barriers** (`Config.lean`) of all warps that protect nothing are taken out.
+
+**Products** of tiles between powers of two are one instruction in place of two, and no wider than C (`other_products`).
 """
 
 from __future__ import annotations
@@ -161,10 +163,67 @@ def fewer_barriers(ptx: str) -> tuple[str, int]:
     return "\n".join(lines) + "\n", count
 
 
+_PRODUCT = re.compile(r"(\s*wgmma\.mma_async\.sync\.aligned\.m64n)(\d+)(k\d+[.\w]*) \{([^}]*)\}(.*)")
+
+
+def other_products(ptx: str, config: Config) -> str:
+    """Change the products of a step: both parts of the columns in one instruction, or fewer columns than the tile has."""
+    if config.join:
+        ptx = join_products(ptx, *config.columns)
+    if 0 < config.width < config.block_n:
+        ptx = narrow_products(ptx, config.block_n, config.width)
+    return ptx
+
+
+def join_products(ptx: str, first: int, second: int) -> str:
+    """Make one instruction of each product with `first` columns and the one with the next `second` columns.
+
+    Both read the same rows of A, and the columns of B follow each other in shared memory; so do the sums in registers,
+    once they are named in one list. A product of 16 columns alone takes about as long as one of 48: it waits for A.
+    """
+    lines = ptx.splitlines()
+    found = [(i, match) for i, line in enumerate(lines) if (match := _PRODUCT.match(line))]
+    left, right = ([entry for entry in found if int(entry[1][2]) == columns] for columns in (first, second))
+    if not left or len(left) + len(right) != len(found) or len(left) != len(right):
+        raise ValueError(f"There are {len(left)} products of {first} columns and {len(right)} of {second}: no pairs.")
+    for (i, one), (j, other) in zip(left, right, strict=True):
+        sums = {x.strip() for x in other[4].split(",")}
+        between = [line for line in lines[i + 1 : j] if not _PRODUCT.match(line)]
+        if not i < j or any(sums & set(re.findall(r"%\w+", line)) for line in between):
+            raise ValueError(f"Between the products of lines {i} and {j} something else uses the second one's sums.")
+        lines[i] = f"{one[1]}{first + second}{one[3]} {{{one[4]},{other[4]}}}{one[5]}"
+        lines[j] = ""
+        for k in range(j, i, -1):  # the second product has no group of its own any more, and needs no fence
+            if "wgmma.fence" in lines[k] or "wgmma.commit_group" in lines[k]:
+                lines[k] = ""
+    text, groups = "\n".join(lines) + "\n", len(re.findall(r"wgmma\.commit_group", ptx))
+    text, waits = re.subn(r"(wgmma\.wait_group\.sync\.aligned) 2;", r"\1 1;", text)
+    if 2 * waits != groups or len(re.findall(r"wgmma\.commit_group", text)) != waits:
+        raise ValueError(
+            f"{groups} groups of products and {waits} waits for all but two: not the loop that was expected."
+        )
+    return text
+
+
+def narrow_products(ptx: str, columns: int, width: int) -> str:
+    """Make products of `columns` columns ones of their first `width`: the sums of the others stay zero, and C has no such columns."""
+
+    def narrow(found: re.Match) -> str:
+        sums = found[4].split(",")[: width // 2]
+        return f"{found[1]}{width}{found[3]} {{{','.join(sums)}}}{found[5]}"
+
+    widths = {int(found[2]) for found in _PRODUCT.finditer(ptx)}
+    if widths != {columns}:
+        raise ValueError(f"There are products of {sorted(widths)} columns, not of {columns} only.")
+    return _PRODUCT.sub(narrow, ptx)
+
+
 def adapted(compiled: Any, config: Config) -> Any:
     """Return a copy of a kernel that Triton compiled, with what Triton has no word for; not yet loaded when it is made."""
-    twin = getattr(compiled, "adapted_twin", None)
-    if twin is None:  # Triton keeps a compiled kernel for each device, and so is this one kept with it
+    # Triton keeps a compiled kernel for each device, and so are these kept with it: one for each width of C.
+    twins = compiled.__dict__.setdefault("adapted_twins", {})
+    twin = twins.get(config.width)
+    if twin is None:
         ptx = compiled.asm["ptx"]
         if config.on_clusters:
             ptx, arrivals, copies = multicast(ptx)
@@ -172,11 +231,12 @@ def adapted(compiled: Any, config: Config) -> Any:
                 raise ValueError(
                     f"{compiled.name} has {copies} copies for both blocks and {arrivals} arrivals: no cluster."
                 )
+        ptx = other_products(ptx, config)
         if config.lean:
             ptx = fewer_barriers(ptx)[0]
         if config.prefetch:
             ptx = prefetch_descriptors(ptx)
-        twin = compiled.adapted_twin = reassembled(compiled, ptx)
+        twin = twins[config.width] = reassembled(compiled, ptx)
     return twin
 
 

@@ -31,6 +31,7 @@ class Work:
     a_ring: gl.shared_memory_descriptor  # (stages * consumers, ROWS, BLOCK_K), transposed where A is column-major
     b_ring: gl.shared_memory_descriptor  # (stages, BLOCK_K, columns[0]), or its transpose
     b2_ring: gl.shared_memory_descriptor  # (stages, BLOCK_K, columns[1]), or its transpose; b_ring if that is 0
+    # With CONFIG.join both are one ring of tiles with as many columns as the second part brings: a slot's parts in a row.
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     M: gl.tensor
@@ -153,7 +154,7 @@ class Work:
         """
         if not SHARED:
             self.copy(desc, tile, at, parity, arrived)
-        elif self.CONFIG.alone:
+        elif self.CONFIG.simulated:
             for half in gl.static_range(2):
                 self.copy_half(desc, tile, at, half, parity, arrived)
         else:
@@ -169,7 +170,9 @@ class Work:
         if tile.shape[1] == COLUMNS:
             halves = tile._reinterpret(tile.dtype, [2, ROWS, COLUMNS], tile.layout)
             self.copy(desc, halves.index(half), (at[0] + half * ROWS, at[1]), parity, arrived)
-        elif self.CONFIG.alone:  # the simulator keeps elements by their place in a tile, and has no blocks of 128 bytes
+        elif (
+            self.CONFIG.simulated
+        ):  # the simulator keeps elements by their place in a tile, and has no blocks of 128 bytes
             left_or_right = tile.slice(half * COLUMNS, COLUMNS, dim=1)
             self.copy(desc, left_or_right, (at[0], at[1] + half * COLUMNS), parity, arrived)
         else:
@@ -204,10 +207,25 @@ class Work:
             at = self.place(row + w * ROWS, k, self.A_COLUMN_MAJOR)
             self.fetch(a_desc, tile, at, parity, arrived, A_SHARED)
         at = self.place(k, column, self.B_COLUMN_MAJOR)
-        self.fetch(b_desc, self.b_ring.index(self.slot(i)), at, 0, arrived, B_SHARED)
+        b, b2 = self.parts_of_b(i)
+        self.fetch(b_desc, b, at, 0, arrived, B_SHARED)
         if self.CONFIG.columns[1] > 0:
             at = self.place(k, column + self.CONFIG.columns[0], self.B_COLUMN_MAJOR)
-            self.fetch(b2_desc, self.b2_ring.index(self.slot(i)), at, 0, arrived, B_SHARED)
+            self.fetch(b2_desc, b2, at, 0, arrived, B_SHARED)
+
+    @gluon.jit
+    def parts_of_b(self, i):
+        """Both parts of B in the slot of step i, as they lie in memory."""
+        if self.CONFIG.join:
+            FIRST: gl.constexpr = self.CONFIG.columns[0]
+            SECOND: gl.constexpr = self.CONFIG.brought
+            ROWS: gl.constexpr = FIRST if self.B_COLUMN_MAJOR else self.CONFIG.block_k
+            COLUMNS: gl.constexpr = self.CONFIG.block_k if self.B_COLUMN_MAJOR else FIRST
+            start = self.slot(i) * (FIRST // SECOND + 1)
+            b = self.b2_ring.index(start)._reinterpret(self.b2_ring.dtype, [ROWS, COLUMNS], self.b2_ring.layout)
+            return b, self.b2_ring.index(start + FIRST // SECOND)
+        else:
+            return self.b_ring.index(self.slot(i)), self.b2_ring.index(self.slot(i))
 
     @gluon.jit
     def place(self, row, column, COLUMN_MAJOR: gl.constexpr):
@@ -226,8 +244,7 @@ class Work:
     def operands(self, i, WHICH: gl.constexpr):
         """Consumer: its rows of A, and B in two parts, of step i. What is column-major lies there as it is, and is turned."""
         a = self.a_ring.index(self.slot(i) * self.CONFIG.consumers + WHICH)
-        b = self.b_ring.index(self.slot(i))
-        b2 = self.b2_ring.index(self.slot(i))
+        b, b2 = self.parts_of_b(i)
         # Without this wait wgmma would read the tiles of the round before.
         mbarrier.wait(self.full.index(self.slot(i)), self.phase(i))
         if self.A_COLUMN_MAJOR:
@@ -235,6 +252,8 @@ class Work:
         if self.B_COLUMN_MAJOR:
             b = b.permute((1, 0))
             b2 = b2.permute((1, 0))
+        elif self.CONFIG.pad:
+            b2 = b2.slice(0, self.CONFIG.columns[1], dim=1)
         return a, b, b2
 
     @gluon.jit
@@ -276,6 +295,23 @@ def producer(work, a_desc, b_desc, b2_desc):
 def bystander(CONFIG: gl.constexpr):
     """Warps without a role: they are there because all warps of a block join its cluster."""
     join_cluster(CONFIG)
+
+
+@gluon.jit
+def rings_of_b(b_desc, b2_desc, CONFIG: gl.constexpr, COLUMN_MAJOR: gl.constexpr):
+    """Shared memory for both parts of B: a ring each, or one ring if both are read as one tile (`Work.parts_of_b`)."""
+    STAGES: gl.constexpr = CONFIG.stages
+    FIRST: gl.constexpr = CONFIG.columns[0]
+    SECOND: gl.constexpr = CONFIG.brought
+    if CONFIG.join:
+        both = ring(b2_desc, STAGES * (FIRST // SECOND + 1), CONFIG.block_k, SECOND, COLUMN_MAJOR)
+        return both, both
+    else:
+        b_ring = ring(b_desc, STAGES, CONFIG.block_k, FIRST, COLUMN_MAJOR)
+        if SECOND > 0:
+            return b_ring, ring(b2_desc, STAGES, CONFIG.block_k, SECOND, COLUMN_MAJOR)
+        else:
+            return b_ring, b_ring
 
 
 @gluon.jit

@@ -246,7 +246,7 @@ def test_warp_specialized_gemm(seed, split, columns, consumers, block_n):
     c = torch.full((m, n), float("nan")).half()
     config = gemm_plan.Config(
         64 * consumers, block_n, consumers, stages=3, pieces=4 if block_n == 96 else 2, split=split
-    )
+    ).placed(n, b_along_k=True, simulated=True)
     a_desc, a_turned = gemm_launch.operand("A", a, [64, 64])
     b_desc, b_turned = gemm_launch.operand("B", b, [64, 64])
     b2_desc = gemm_launch.operand("B", b, [64, 32])[0] if block_n == 96 else b_desc

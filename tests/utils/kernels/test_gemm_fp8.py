@@ -214,9 +214,9 @@ def test_scales_of_rows_that_tma_cannot_store_and_parts(simulated):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"lead": 2},  # K = 144 has two steps: the slot that the second consumer would wait for is never filled
-        {"lead": 1, "promote": True},
-        {"early": True},
+        {"early": False},
+        {"multicast": "A"},
+        {"multicast": "B", "split": 2},
         {"stages": 3, "buffers": 4},  # a buffer for each piece of C
         {"block_n": 192, "stages": 3, "pieces": 2, "buffers": 3},
         {"pairs": True},
@@ -257,10 +257,11 @@ reports = []
 for index, split, dtype, by_row, by_tma in json.loads(sys.argv[1]):
     config = replace((*FAST_CONFIGS, *PROMOTED_CONFIGS)[index], split=split)
     assembly = read_assembly(compile_for_hopper(config, dtype, by_row=by_row, by_tma=by_tma), config.name)
+    columns = (config.block_n, 0) if config.can_join else config.columns
     wgmma = r"wgmma\\.mma_async\\.sync\\.aligned\\.m64n%dk32\\.f32\\.e4m3\\.e4m3"
     reports.append({
         "spills": assembly.spill_bytes, "local": assembly.count("LDL|STL"), "shared": assembly.shared_bytes,
-        "wgmma": [assembly.count(wgmma % columns, "ptx") for columns in config.columns],
+        "wgmma": [assembly.count(wgmma % columns, "ptx") for columns in columns],
         "QGMMA": assembly.count("QGMMA"), "from_zero": assembly.count(r"QGMMA[^;]*RZ, !UPT"),
         "in_flight": sorted(int(depth, 16) for depth in re.findall(r"DEPBAR\\.LE gsb0, (0x[012])", assembly.sass)),
         "stores": assembly.count("UTMASTG"), "atomics": assembly.count(r"\\batom\\.", "ptx"),
@@ -285,11 +286,11 @@ def check_assembly(variant, report):
     config = CONFIGS[index]
     assert report["spills"] == report["local"] == 0 and report["shared"] <= SHARED_MEMORY
     once = config.block_m // 64 * (config.block_k // 32)  # instructions of a step of all consumers, unrolled
-    products = 2 if config.columns[1] else 1
+    products = 2 if config.columns[1] and not config.can_join else 1
     if config.columns[0] == config.columns[1]:
         assert report["wgmma"] == [2 * once, 2 * once]
     else:
-        assert report["wgmma"] == [once, once if config.columns[1] else 0]
+        assert report["wgmma"] == [once, once if products == 2 else 0]
     assert report["QGMMA"] == once * products
     assert report["from_zero"] == (config.consumers * products if config.promote else 0)
     if config.promote:  # a wait for each product, or for the first one while the second is under way

@@ -36,11 +36,13 @@ for index, split, dtype, a_column_major, b_column_major, pairs, by_tma in json.l
     kernel = compile_for_hopper(config, dtype, a_column_major=a_column_major, b_column_major=b_column_major,
                                 by_tma=by_tma)
     ptx, sass = kernel.asm["ptx"], disassemble(kernel)
+    config = config.placed(4096, b_column_major)
+    product = config.block_n if config.join else config.columns[0]
     kind = dtype.replace("fp16", "f16")
     patterns = {
         "loads": r"cp\\.async\\.bulk\\.tensor\\.[23]d\\.shared", "stores": r"cp\\.async\\.bulk\\.tensor\\.[23]d\\.global",
         "waits": r"mbarrier\\.try_wait", "setmaxnreg": r"setmaxnreg\\.(?:inc|dec)\\S+\\s+(?:232|160|32|24);",
-        "wgmma": r"wgmma\\.mma_async\\.sync\\.aligned\\.m64n%dk16\\.f32\\.%s\\.%s" % (config.columns[0], kind, kind),
+        "wgmma": r"wgmma\\.mma_async\\.sync\\.aligned\\.m64n%dk16\\.f32\\.%s\\.%s" % (product, kind, kind),
         "wgmma2": r"wgmma\\.mma_async\\.sync\\.aligned\\.m64n%dk16\\." % config.columns[1],
     }
     report = {name: len(re.findall(pattern, ptx)) for name, pattern in patterns.items()}
@@ -50,7 +52,8 @@ for index, split, dtype, a_column_major, b_column_major, pairs, by_tma in json.l
     report |= {"in_flight": in_flight, "target": re.search(r"\\.target (\\S+)", ptx)[1],
                "shared": kernel.metadata.shared,
                "expected_shared": config.shared_bytes, "block": [config.block_m, config.block_n, config.block_k],
-               "consumers": config.consumers, "short": config.short, "stages": config.stages, "columns": config.columns,
+               "consumers": config.consumers, "short": config.short, "stages": config.stages, 
+               "columns": (config.block_n, 0) if config.join else config.columns,
                "threads": int(re.search(r"\\.reqntid (\\d+)", ptx)[1])}
     reports.append(report)
 print(json.dumps(reports))
@@ -126,32 +129,34 @@ def test_a_compiled_kernel_is_found_again_by_another_process():
 
 
 def test_every_configuration_fits_and_is_whole():
-    from utils.kernels.gemm_plan import CONFIGS, SHORT_CONFIGS
+    from utils.kernels.gemm_plan import CONFIGS, SHORT_CONFIGS, WIDTHS
 
-    for config in CONFIGS:
+    for config in (*CONFIGS, *WIDTHS):
         assert config.shared_bytes <= SHARED_MEMORY - 16 * config.stages
         assert config.rows in (64, 128) and config.block_k * 2 == 128
         pieces = config.block_n // config.piece[1]
-        assert pieces % 2 == 0 and pieces * config.piece[1] == config.block_n == sum(config.columns)
+        assert pieces % config.buffers == 0 and pieces * config.piece[1] == config.block_n == sum(config.columns)
     for config in SHORT_CONFIGS:
         assert config.consumers == config.pieces == 1 and config.columns[1] == 0  # one warpgroup, C in one piece
         assert 1 <= config.blocks <= 4 and (config.blocks + 1) * config.shared_bytes > SHARED_MEMORY
 
 
 def test_the_choice_of_tile_fills_the_gpu():
-    from utils.kernels.gemm_plan import candidates, choose, parts_of
+    from utils.kernels.gemm_model import choose
+    from utils.kernels.gemm_plan import candidates, parts_of
 
     large = choose(8192, 8192, 8192, 132)
     assert large.block_m * large.block_n >= 128 * 256
     few = choose(320, 112, 12712, 132)  # six tiles at most, and long sums: parts keep more SMs busy
-    whole, rest = parts_of(320, 112, few, 132)
+    whole, rest = parts_of(*((112, 320) if few.transposed else (320, 112)), few, 132)
     assert few.split > 1 and whole == 0 and rest * few.split > 20
     assert choose(8, 8, 8, 132).split == 1
     for m, n, k in ((1, 1, 1), (5000, 5000, 5000), (64, 16384, 200), (320, 112, 12712)):
         for config in candidates(m, n, k, 132):
-            whole, rest = parts_of(m, n, config, 132)
+            sizes = (n, m) if config.transposed else (m, n)
+            whole, rest = parts_of(*sizes, config, 132)
             rows, columns = config.cluster_tile
-            tiles, at_once = -(-m // rows) * -(-n // columns), 132 // config.cluster
+            tiles, at_once = -(-sizes[0] // rows) * -(-sizes[1] // columns), 132 // config.cluster
             assert whole + rest == tiles and (config.split == 1 or rest > 0)
             assert config.short or (rest < at_once and whole % at_once in (0, tiles % at_once))
             assert config.split == 1 or 2 * config.split <= -(-k // config.block_k)

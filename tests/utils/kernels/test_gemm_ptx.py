@@ -14,7 +14,8 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from utils.kernels.gemm_plan import Config, candidates, estimate, parts_of
+from utils.kernels.gemm_model import estimate
+from utils.kernels.gemm_plan import Config, candidates, parts_of
 from utils.kernels.gemm_ptx import OWN, SHARED, adapted, fewer_barriers, multicast, prefetch_descriptors
 
 COPY = "cp.async.bulk.tensor.{}d.shared::{}.global.mbarrier::complete_tx::bytes"
@@ -149,11 +150,12 @@ def test_tiles_with_neighbours():
         for config in found:
             rows, columns = config.cluster_tile
             assert (rows, columns) == (config.block_m * (1 + (config.multicast == "B")), columns)
-            assert (m // 2 if config.pairs else m) > config.block_m or config.multicast != "B"
-            assert n > config.block_n or config.multicast != "A"
-            rest = parts_of(m, n, config, 132)[1]
+            sizes = (n, m) if config.transposed else (m // 2 if config.pairs else m, n)
+            assert (sizes[0] > config.block_m) if config.multicast == "B" else (sizes[1] > config.block_n)
+            rest = parts_of(*((n, m) if config.transposed else (m, n)), config, 132)[1]
             assert rest < 66 and (rest > 0) == (config.split > 1)
-    assert not any(config.multicast == "B" for config in candidates(64, 5000, 4096, 132))
+    found = candidates(64, 5000, 4096, 132)
+    assert not any(config.multicast == ("A" if config.transposed else "B") for config in found)
 
 
 def test_sharing_is_estimated_to_help_where_bytes_are_the_limit():

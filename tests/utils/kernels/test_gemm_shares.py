@@ -8,7 +8,8 @@ import pytest
 
 from tests.utils.kernel_code import Number, kernel_code
 from utils.kernels import gemm_fp8_plan, gemm_plan
-from utils.kernels.gemm_plan import candidates, choose, parts_of
+from utils.kernels.gemm_model import choose
+from utils.kernels.gemm_plan import candidates, parts_of
 
 RANK = [0]  # of the block in its cluster
 CODE = kernel_code(
@@ -28,9 +29,9 @@ def configurations(rng, m, n, k, sms):
     late = rng.choice(((0, 0), (1, 0), (1, 2), (2, 1)))
     if m % 2 or n % 8:
         late = (2 * (late[0] > 0), late[1])
-    found = candidates(m, n, k, sms, late)
+    found = candidates(m, n, k, sms, late, n % 8 == 0)
     fast = rng.random() < 0.5
-    of_fp8 = gemm_fp8_plan.candidates(m, n, k, sms, fast)
+    of_fp8 = gemm_fp8_plan.candidates(m, n, k, sms, fast, (int(late[0] == 1), late[1]))
     return found, of_fp8, late, fast
 
 
@@ -80,16 +81,17 @@ def check_some(rng, most_tiles):
     m, n, k = size(rng), size(rng), size(rng)
     found, of_fp8, late, fast = configurations(rng, m, n, k, sms)
     seen = set()
-    for chosen in (choose(m, n, k, sms, late), gemm_fp8_plan.choose(m, n, k, sms, fast, late)):
-        whole, rest = parts_of(m, n, chosen, sms)
+    for chosen in (choose(m, n, k, sms, late, n % 8 == 0), gemm_fp8_plan.choose(m, n, k, sms, fast, late)):
+        whole, rest = parts_of(*((n, m) if chosen.transposed else (m, n)), chosen, sms)
         # What is chosen fits, and its parts take no more than their share of memory.
         assert chosen.shared_bytes <= SHARED_BYTES and whole + rest * chosen.split < 2**31
         assert 4 * rest * chosen.cluster * chosen.split * chosen.block_m * chosen.block_n < 2**30
     for config in [*rng.sample(found, 3), *rng.sample(of_fp8, 2)]:
         assert config.shared_bytes <= SHARED_BYTES
-        if config.short or sum(parts_of(m, n, config, sms)) > most_tiles:
+        sizes = (n, m) if config.transposed else (m, n)
+        if config.short or sum(parts_of(*sizes, config, sms)) > most_tiles:
             continue  # the short kernel has one block a tile or part
-        check(m, n, k, config, sms)
+        check(*sizes, k, config, sms)
         seen.add((config.pairs, config.multicast, config.split > 1))
     return seen
 
