@@ -188,19 +188,27 @@ def measure_together(
     max_seconds: float | None = None,
     queue_ahead: bool = True,
     confidence: float = 0.95,
+    order: str = "mirrored",
+    seed: int = 0,
 ) -> list[Measurement]:
     """Time several functions without arguments, interleaved (a b c c b a ...): a Measurement of each.
 
     The functions run under the same clocks, so their times may be divided by each other; `compare` also gives the
-    ratio of two functions an interval. The options are those of `measure`, and hold for all functions.
+    ratio of two functions an interval. The options are those of `measure`, and hold for all functions. `order` is
+    "mirrored", in which a function always has the same neighbours, or "random": each round's order is drawn with `seed`.
     """
     if len(fns) != len(labels) or not fns:
         raise ValueError(f"measure_together() needs a label for each function: {len(fns)} and {len(labels)} given.")
+    if order not in ("mirrored", "random"):
+        raise ValueError(f'order must be "mirrored" or "random", got {order!r}.')
     calls = [Call(fn, [()], {}, str(label)) for fn, label in zip(fns, labels, strict=True)]
     device = pick_device(device, *fns)
     timing = Timing(device, warmup, iterations, l2, graph, None, max_seconds, None, queue_ahead, confidence)
     forward = range(len(calls))
-    turns = itertools.cycle([forward, forward[::-1]])
+    turns: Iterator[Sequence[int]] = itertools.cycle([forward, forward[::-1]])
+    if order == "random":
+        draw = random.Random(seed)
+        turns = (draw.sample(forward, len(forward)) for _ in itertools.count())
     return time_calls(timing, calls, turns, lambda _: 0.0, _work(calls, device, flops, bytes, None, None))
 
 

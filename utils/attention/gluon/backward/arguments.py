@@ -14,6 +14,13 @@ LOG2_E = math.log2(math.e)
 # What the heads in flight should fit in, of the H200's 60 MB. Measured: half as much costs 0 to 2%, no limit up to 30%.
 L2_BYTES = 32 << 20
 
+PART_TILES = 2  # what a program's beginning and end take, in tiles of queries: a guess
+
+
+def processors(device: torch.device) -> int:
+    """SMs of a GPU; those of an H100 or H200 where a kernel is simulated."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
 
 @dataclass(slots=True)
 class Gradients:
@@ -90,7 +97,18 @@ class Gradients:
 
     def section(self) -> int:
         """Steps 3 and 4: heads whose Q, dO and sums of dQ fit in the L2 together."""
-        return max(1, L2_BYTES // (self.rows * self.plan.block_d * 8 * self.group))
+        return max(1, (self.plan.section_mib << 20) // (self.rows * self.plan.block_d * 8 * self.group))
+
+    def split(self) -> tuple[int, int]:
+        """How many blocks of keys stay whole, and how many programs each of the others gets (`split.py`)."""
+        blocks = self.blocks_n * self.kv_heads_total
+        if not self.plan.split_tail or self.causal or self.window:
+            return blocks, 1
+        sms = processors(self.q.device)
+        rest = blocks % sms
+        tiles = self.rows // self.plan.block_m * self.group
+        parts = min(range(1, 17), key=lambda n: -(-rest * n // sms) * (tiles / n + PART_TILES))
+        return (blocks - rest, parts) if rest and parts > 1 else (blocks, 1)
 
     def row_descriptors(self, rows: dict[str, int]) -> list:
         """TMA descriptors of the tensors named, with boxes of so many rows."""

@@ -64,12 +64,15 @@ def start_backward(
     BLOCK_D: gl.constexpr,
     CLEAR: gl.constexpr,
     DLSE: gl.constexpr,
+    NEAR: gl.constexpr,
 ):
     """Delta and lse * log2(e) of 64 rows of one head, and zeros in their sums of dQ: grid (B * H, rows / 64)."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    tile = gl.program_id(1)
-    head_total = gl.program_id(0).to(gl.int64)
+    tile = gl.program_id(0 if NEAR else 1)
+    head_total = gl.program_id(1 if NEAR else 0).to(gl.int64)
+    if NEAR:
+        head_total = gl.num_programs(1) - 1 - head_total
     batch = head_total // heads
     head = head_total - batch * heads
     r = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
@@ -109,6 +112,7 @@ def finish_dq(
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     FRAGMENTS: gl.constexpr,
+    NEAR: gl.constexpr,
 ):
     """Scale one piece of the sums, 64 queries x 64 columns, and store it as rows of dQ.
 
@@ -117,8 +121,10 @@ def finish_dq(
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     tile = gl.program_id(1)
-    piece = gl.program_id(2)
-    head_total = gl.program_id(0).to(gl.int64)
+    piece = gl.program_id(0 if NEAR else 2)
+    head_total = gl.program_id(2 if NEAR else 0).to(gl.int64)
+    if NEAR:
+        head_total = gl.num_programs(2) - 1 - head_total
     batch = head_total // heads
     head = head_total - batch * heads
     number = (head_total * (rows // 64) + tile) * (BLOCK_D // 64) + piece

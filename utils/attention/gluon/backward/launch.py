@@ -30,7 +30,7 @@ NAMES = {name: f"attention_backward_step{step}" for step, name in MODULES.items(
 }
 
 
-STEP5_FIELDS = ("stagger", "producer_first", "v_left", "in_turn")
+STEP5_FIELDS = ("stagger", "producer_first", "v_left", "in_turn", "split_tail", "probe")
 
 
 def module_name(step: int, plan: BackwardPlan) -> str:
@@ -121,7 +121,7 @@ def launch(step: int, g: Gradients) -> None:
     from utils.attention.gluon.backward.fragments import finish_dq, start_backward
 
     sizes = {"HEAD_DIM": g.head_dim, "BLOCK_D": g.plan.block_d, "num_warps": 4}
-    start_backward[(g.heads_total, g.rows // 64)](
+    start_backward[(g.rows // 64, g.heads_total) if g.plan.near else (g.heads_total, g.rows // 64)](
         g.out,
         g.dout,
         g.lse,
@@ -136,20 +136,31 @@ def launch(step: int, g: Gradients) -> None:
         g.rows,
         CLEAR=not g.deterministic,
         DLSE=g.dlse is not None,
+        NEAR=g.plan.near,
         **sizes,
     )
     module_of(step, g.plan).launch(g)
     if g.deterministic:
         importlib.import_module(f"{__package__}.dq").launch(g)
         return
-    finish_dq[(g.heads_total, g.rows // 64, g.plan.block_d // 64)](
-        g.dq_sums, g.dq, *g.dq.stride()[:3], g.sq, g.heads, g.rows, g.scale, FRAGMENTS=step >= 3, **sizes
+    tiles, pieces = g.rows // 64, g.plan.block_d // 64
+    finish_dq[(pieces, tiles, g.heads_total) if g.plan.near else (g.heads_total, tiles, pieces)](
+        g.dq_sums,
+        g.dq,
+        *g.dq.stride()[:3],
+        g.sq,
+        g.heads,
+        g.rows,
+        g.scale,
+        FRAGMENTS=step >= 3,
+        NEAR=g.plan.near,
+        **sizes,
     )
 
 
-def launch_blocks(kernel, g: Gradients, *sums) -> None:
-    """Run the kernel of steps 3 and on: a program for each block of keys; sums: its own way to the sums of dQ."""
-    kernel[(g.blocks_n * g.kv_heads_total,)](
+def launch_blocks(kernel, g: Gradients, *sums, programs: int | None = None) -> None:
+    """Run the kernel of steps 3 and on: a program for each block of keys, or so many; sums: its own way to the sums of dQ."""
+    kernel[(programs or g.blocks_n * g.kv_heads_total,)](
         *g.descriptors(64),
         *sums,
         *g.sizes(),

@@ -50,7 +50,10 @@ def compile_backward(
     kinds = {name + "_desc": f"tensordesc<{dtype}[1, 1, {n}, {plan.block_d}],{layout!r}>" for name, n in rows.items()}
     kinds |= {name: f"tensordesc<fp32[1, {plan.block_m}],{numbers!r}>" for name in ("lse_desc", "delta_desc")}
     kinds["sums_desc"] = f"tensordesc<fp32[32, 128],{numbers!r}>"
-    kinds |= {name: "*fp32" for name in ("dq_sums_ptr", "lse2_ptr", "delta_ptr")} | {"c": "fp32", "scale": "fp32"}
+    kinds |= {name: "*fp32" for name in ("dq_sums_ptr", "lse2_ptr", "delta_ptr", "parts_ptr")} | {
+        "c": "fp32",
+        "scale": "fp32",
+    }
     signature = {
         name: kinds.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
         for name in kernel.arg_names

@@ -79,6 +79,13 @@ class RowRing:
             fence_async_shared()
         async_copy.mbarrier_arrive(self.empty.index(i % self.SLOTS), increment_count=False)
 
+    @gluon.jit
+    def pretend(self, i):
+        """Producer: say that load number i has arrived, without loading (`probe`)."""
+        slot = i % self.SLOTS
+        mbarrier.wait(self.empty.index(slot), self.phase(i) ^ 1)
+        mbarrier.arrive(self.full.index(slot), count=1)
+
 
 @gluon.jit
 def allocate_row_ring(tile_desc, number_desc, SLOTS: gl.constexpr, READERS: gl.constexpr):
@@ -212,9 +219,12 @@ class Work:
     loaded: gl.shared_memory_descriptor  # mbarriers: K and V have arrived
     written: gl.shared_memory_descriptor  # mbarriers: all consumers have written their part of dS
     read: gl.shared_memory_descriptor  # mbarriers: dS has been read by those who wait for it (`block_work`)
+    late: gl.tensor  # number of this part among those of all split blocks
+    part: gl.tensor  # which of the block's parts this is
+    parts: gl.tensor  # parts of this block: 1 unless it is split
 
     @gluon.constexpr_function
-    def __init__(self, sizes, key, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written, read):
+    def __init__(self, sizes, key, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written, read, late, part, parts):
         self.sizes = sizes
         self.key = key
         self.batch = batch
@@ -229,6 +239,9 @@ class Work:
         self.loaded = loaded
         self.written = written
         self.read = read
+        self.late = late
+        self.part = part
+        self.parts = parts
 
     @gluon.jit
     def k_rows(self, W: gl.constexpr):
@@ -244,6 +257,10 @@ class Work:
     def first(self):
         """(number of query tiles to walk, tiles of one head, first tile): all heads that share these keys."""
         lo, hi = self.sizes.tiles_of(self.key)
+        if self.sizes.PLAN.split_tail:
+            tiles = hi - lo
+            hi = lo + tiles * (self.part + 1) // self.parts
+            lo = lo + tiles * self.part // self.parts
         return (hi - lo) * self.sizes.group, lo, hi
 
     @gluon.jit
@@ -258,11 +275,38 @@ class Work:
 
 
 @gluon.jit
-def block_work(sizes, descriptors, blocks_n, section, total, c, scale, CONSUMERS: gl.constexpr, WRITERS: gl.constexpr):
+def block_place(block, blocks_n, section, total):
+    """Return which keys block number `block` owns (in blocks), and of which of the `total` heads of keys.
+
+    Heads are dealt in sections of `section`; within one, the blocks of the first keys, the longest under a causal mask,
+    come first.
+    """
+    per_section = section * blocks_n
+    number = block // per_section
+    rest = block - number * per_section
+    wide = gl.minimum(section, total - number * section)
+    n = rest // wide
+    return n, number * section + rest - n * wide
+
+
+@gluon.jit
+def block_work(
+    sizes,
+    descriptors,
+    blocks_n,
+    section,
+    total,
+    c,
+    scale,
+    CONSUMERS: gl.constexpr,
+    WRITERS: gl.constexpr,
+    whole=0,
+    parts=1,
+):
     """Find this block's keys, allocate its shared memory and barriers, and return what its roles get.
 
-    Heads are dealt in sections of `section` of the `total`; within one, the blocks of the first keys, the longest under a
-    causal mask, come first. WRITERS: how many of the consumers write dS.
+    WRITERS: how many of the consumers write dS. whole, parts: blocks behind the first `whole` have `parts` programs each
+    (`split_tail`).
     """
     PLAN: gl.constexpr = sizes.PLAN
     DS_SLOTS: gl.constexpr = PLAN.ds_slots
@@ -271,12 +315,15 @@ def block_work(sizes, descriptors, blocks_n, section, total, c, scale, CONSUMERS
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc = descriptors
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    per_section = section * blocks_n
-    number = gl.program_id(0) // per_section
-    rest = gl.program_id(0) - number * per_section
-    wide = gl.minimum(section, total - number * section)
-    n = rest // wide
-    flat = number * section + rest - n * wide
+    block = gl.program_id(0)
+    late = block * 0
+    part = late
+    if PLAN.split_tail:
+        late = gl.maximum(block - whole, 0)
+        part = late % parts
+        parts = gl.where(block < whole, 1, parts)
+        block = gl.minimum(block, whole + late // parts)
+    n, flat = block_place(block, blocks_n, section, total)
     batch = flat // sizes.kv_heads
 
     q = allocate_row_ring(q_desc, lse_desc, PLAN.q_slots, CONSUMERS)
@@ -295,4 +342,7 @@ def block_work(sizes, descriptors, blocks_n, section, total, c, scale, CONSUMERS
     for i in gl.static_range(READ_SLOTS):
         mbarrier.init(read.index(i), count=128 * WRITERS)
     kv_head = flat - batch * sizes.kv_heads
-    return Work(sizes, n * PLAN.block_n, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written, read)
+    key = n * PLAN.block_n
+    return Work(
+        sizes, key, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written, read, late, part, gl.to_tensor(parts)
+    )

@@ -46,7 +46,8 @@ from utils.attention.gluon.backward.step3_warp_specialized import (
     wait_dq,
     write_ds,
 )
-from utils.attention.gluon.shared import accumulator, left_operand, meet, pass_by, wait_products
+from utils.attention.gluon.backward.split import finish_parts, store_part
+from utils.attention.gluon.shared import accumulator, left_operand, meet, pass_by, tma_store, wait_products
 
 TURN = gl.constexpr(6)  # a named barrier that Triton does not use: its own are one for each partition, and two more
 
@@ -97,7 +98,11 @@ def storing_warp(work, leave):
         for i in range(count):
             for w in gl.static_range(2):
                 mbarrier.wait(full.index(w), i & 1)
-                tma_add(sums_desc, [((head * work.sizes.tiles_m + m) * PIECES + w) * 32, 0], tiles.index(w))
+                at = [((head * work.sizes.tiles_m + m) * PIECES + w) * 32, 0]
+                if PLAN.probe == 2:
+                    tma_store(sums_desc, at, tiles.index(w))
+                elif PLAN.probe != 1 and PLAN.probe != 4:
+                    tma_add(sums_desc, at, tiles.index(w))
             for w in gl.static_range(2):
                 tma.store_wait(1 - w)  # the first part has been read before the second
                 mbarrier.arrive(empty.index(w), count=1)
@@ -175,7 +180,7 @@ def finish_tile(work, sums, leave, dk, dq, i, m, head, W: gl.constexpr):
         dq = wait_dq(work, dq, 1)
         if PLAN.by_tma:
             hand_over(work, dq, leave, i, W)
-        else:
+        elif PLAN.probe != 1 and PLAN.probe != 4:
             add_dq(work, sums, dq, head, m, W)
     dk = wait_products(dk, 0, PLAN.block_d)
     work.q.release(i, not work.sizes.CASE.dq)
@@ -232,7 +237,7 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, W: gl.constexpr
 
 
 @gluon.jit
-def consumer(work, sums, leave, dk_desc, dv_desc, W: gl.constexpr):
+def consumer(work, sums, leave, parts_ptr, dk_desc, dv_desc, W: gl.constexpr):
     """Warpgroup W: 64 keys of the block against all tiles of queries that see them."""
     PLAN: gl.constexpr = work.sizes.PLAN
     CASE: gl.constexpr = work.sizes.CASE
@@ -264,13 +269,32 @@ def consumer(work, sums, leave, dk_desc, dv_desc, W: gl.constexpr):
             else:
                 state = walk(work, sums, leave, v_left, state, lo, hi, number, head, W, False)
         dk, dv = state
-    # V's own rows are not needed any more: they carry dV away, and then dK.
-    store_rows(dv_desc, work, work.v.index(W), dv, W)
-    store_rows(dk_desc, work, work.v.index(W), dk * work.scale, W)
+    if PLAN.split_tail and work.parts > 1:
+        store_part(parts_ptr, work, dv, W, 0)
+        store_part(parts_ptr, work, dk, W, 1)
+    else:
+        # V's own rows are not needed any more: they carry dV away, and then dK.
+        store_rows(dv_desc, work, work.v.index(W), dv, W)
+        store_rows(dk_desc, work, work.v.index(W), dk * work.scale, W)
 
 
 @gluon.jit(
-    do_not_specialize=["sq", "sk", "window", "heads", "kv_heads", "group", "tiles_m", "blocks_n", "section", "total"]
+    do_not_specialize=[
+        *(
+            "sq",
+            "sk",
+            "window",
+            "heads",
+            "kv_heads",
+            "group",
+            "tiles_m",
+            "blocks_n",
+            "section",
+            "total",
+            "whole",
+            "parts",
+        )
+    ]
 )
 def attention_backward_step5(
     q_desc,
@@ -283,6 +307,9 @@ def attention_backward_step5(
     delta_desc,
     sums_desc,
     dq_sums_ptr,
+    parts_ptr,
+    whole,
+    parts,
     sq,
     sk,
     window,
@@ -301,7 +328,7 @@ def attention_backward_step5(
     """A block computes dK and dV of BLOCK_N keys of one head, and adds to dQ: grid (blocks of keys * B * Hkv,)."""
     sizes = Sizes(sq, sk, window, heads, kv_heads, group, tiles_m, PLAN, CASE)
     descriptors = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
-    work = block_work(sizes, descriptors, blocks_n, section, total, c, scale, 2, 2)
+    work = block_work(sizes, descriptors, blocks_n, section, total, c, scale, 2, 2, whole, parts)
     tiles = work.ds
     full = work.loaded
     empty = work.loaded
@@ -319,8 +346,8 @@ def attention_backward_step5(
         gl.warp_specialize(
             [
                 (producer, loads),
-                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 0)),
-                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 1)),
+                (consumer, (work, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc, 0)),
+                (consumer, (work, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc, 1)),
             ],
             [4, 4],
             [REGISTERS, REGISTERS],
@@ -328,8 +355,8 @@ def attention_backward_step5(
     elif PLAN.by_tma:
         gl.warp_specialize(
             [
-                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 0)),
-                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 1)),
+                (consumer, (work, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc, 0)),
+                (consumer, (work, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc, 1)),
                 (producer, loads),
                 (storing_warp, (work, leave)),
             ],
@@ -339,8 +366,8 @@ def attention_backward_step5(
     else:
         gl.warp_specialize(
             [
-                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 0)),
-                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 1)),
+                (consumer, (work, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc, 0)),
+                (consumer, (work, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc, 1)),
                 (producer, loads),
             ],
             [4, 1],
@@ -350,4 +377,35 @@ def attention_backward_step5(
 
 def launch(g: Gradients) -> None:
     """Run the kernel on tensors of a GPU."""
-    launch_blocks(attention_backward_step5, g, g.sums_descriptor(), g.dq_sums)
+    whole, parts = g.split()
+    split = g.blocks_n * g.kv_heads_total - whole
+    size = split * parts * 2 * 2 * 64 * g.plan.block_d
+    parts_of = g.lse2.new_empty(size) if split else g.delta
+    launch_blocks(
+        attention_backward_step5,
+        g,
+        g.sums_descriptor(),
+        g.dq_sums,
+        parts_of,
+        whole,
+        parts,
+        programs=whole + split * parts,
+    )
+    if split:
+        finish_parts[(split * 2, 2, g.plan.block_d // 32)](
+            parts_of,
+            g.dv,
+            g.dk,
+            *g.dk.stride()[:3],
+            parts,
+            whole,
+            g.blocks_n,
+            g.section(),
+            g.kv_heads_total,
+            g.kv_heads,
+            g.sk,
+            g.scale,
+            HEAD_DIM=g.head_dim,
+            BLOCK_D=g.plan.block_d,
+            num_warps=4,
+        )
