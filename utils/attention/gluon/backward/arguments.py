@@ -49,6 +49,7 @@ class Gradients:
     lse2: torch.Tensor = field(init=False)  # (B * H, rows) fp32: lse * log2(e)
     delta: torch.Tensor = field(init=False)  # (B * H, rows) fp32: rowsum(dO * O)
     dq_sums: torch.Tensor = field(init=False)  # B * H * rows * block_d, fp32; not touched in deterministic mode
+    counter: torch.Tensor = field(init=False)  # (1,) int32: blocks that were drawn (`queue.py`)
     heads: int = field(init=False)  # query heads of one sequence
     heads_total: int = field(init=False)  # query heads of all sequences
     kv_heads: int = field(init=False)
@@ -71,6 +72,7 @@ class Gradients:
             torch.empty_like(x, memory_format=torch.contiguous_format) for x in (self.q, self.k, self.v)
         )
         self.lse2, self.delta = (self.lse.new_empty((self.heads_total, self.rows)) for _ in range(2))
+        self.counter = self.lse.new_empty(1, dtype=torch.int32) if self.plan.queue else self.delta
         # In deterministic mode nothing is summed in memory, and the kernels get a pointer that they do not use.
         self.dq_sums = self.lse.new_empty(4 if self.deterministic else self.lse2.numel() * self.plan.block_d)
 

@@ -51,6 +51,7 @@ def start_backward(
     lse2_ptr,
     delta_ptr,
     dq_sums_ptr,
+    counter_ptr,
     o_batch,
     o_head,
     o_row,
@@ -65,6 +66,7 @@ def start_backward(
     CLEAR: gl.constexpr,
     DLSE: gl.constexpr,
     NEAR: gl.constexpr,
+    COUNT: gl.constexpr,
 ):
     """Delta and lse * log2(e) of 64 rows of one head, and zeros in their sums of dQ: grid (B * H, rows / 64)."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -91,6 +93,9 @@ def start_backward(
         delta -= gl.load(dlse_ptr + head_total * sq + r, mask=r < sq, other=0.0)
     gl.store(lse2_ptr + head_total * rows + r, lse2)
     gl.store(delta_ptr + head_total * rows + r, delta)
+    if COUNT:  # noqa: SIM102 (the first is decided by the compiler)
+        if (gl.program_id(0) == 0) & (gl.program_id(1) == 0):
+            gl.store(counter_ptr, 0)
     if CLEAR:
         sums = dq_sums_ptr + (head_total * (rows // 64) + tile) * (64 * BLOCK_D)
         for part in gl.static_range(BLOCK_D // 32):

@@ -26,15 +26,18 @@ MODULES = {
     5: "step5_storing_warp",
 }
 NAMES = {name: f"attention_backward_step{step}" for step, name in MODULES.items()} | {
-    "wide_heads": "attention_backward_wide"
+    "wide_heads": "attention_backward_wide",
+    "queue": "attention_backward_queue",
 }
 
 
-STEP5_FIELDS = ("stagger", "producer_first", "v_left", "in_turn", "split_tail", "probe")
+STEP5_FIELDS = ("stagger", "producer_first", "v_left", "in_turn", "split_tail", "probe", "queue")
 
 
 def module_name(step: int, plan: BackwardPlan) -> str:
     """Name the module of a step; steps 3 to 5 have one in common for head dimension 256."""
+    if plan.queue:
+        return "queue"
     return "wide_heads" if step >= 3 and plan.block_d == 256 else MODULES[step]
 
 
@@ -52,7 +55,7 @@ def kernel_of(step: int, plan: BackwardPlan):
 def check_plan(step: int, plan: BackwardPlan) -> None:
     """Refuse a plan with fields that the step's kernel does not know: its results could be wrong."""
     fields = [name for name in STEP5_FIELDS if getattr(plan, name)]
-    if fields and module_name(step, plan) != MODULES[5]:
+    if fields and module_name(step, plan) not in (MODULES[5], "queue"):
         raise ValueError(
             f"Only step 5, at head dimensions up to 128, knows {', '.join(fields)}; got step {step} with tiles of width "
             f"{plan.block_d}. Set these fields to False, or take step 5."
@@ -129,6 +132,7 @@ def launch(step: int, g: Gradients) -> None:
         g.lse2,
         g.delta,
         g.dq_sums,
+        g.counter,
         *g.out.stride()[:3],
         *g.dout.stride()[:3],
         g.sq,
@@ -137,6 +141,7 @@ def launch(step: int, g: Gradients) -> None:
         CLEAR=not g.deterministic,
         DLSE=g.dlse is not None,
         NEAR=g.plan.near,
+        COUNT=g.plan.queue,
         **sizes,
     )
     module_of(step, g.plan).launch(g)

@@ -244,6 +244,30 @@ class Work:
         self.parts = parts
 
     @gluon.jit
+    def moved(self, place):
+        """The same shared memory for another block, `place` of `block_part`."""
+        key, batch, kv_head, late, part, parts = place
+        return Work(
+            self.sizes,
+            key,
+            batch,
+            kv_head,
+            self.c,
+            self.scale,
+            self.q,
+            self.do,
+            self.k,
+            self.v,
+            self.ds,
+            self.loaded,
+            self.written,
+            self.read,
+            late,
+            part,
+            parts,
+        )
+
+    @gluon.jit
     def k_rows(self, W: gl.constexpr):
         """Rows W * 64 .. W * 64 + 63 of K."""
         return self.k.reshape([self.k.shape[2], self.k.shape[3]]).slice(W * 64, 64, 0)
@@ -290,6 +314,22 @@ def block_place(block, blocks_n, section, total):
 
 
 @gluon.jit
+def block_part(sizes, program, blocks_n, section, total, whole, parts):
+    """Return where a program works: key, batch, kv_head, and of a split block the number, the part and the parts."""
+    block = program
+    late = program * 0
+    part = late
+    if sizes.PLAN.split_tail:
+        late = gl.maximum(program - whole, 0)
+        part = late % parts
+        block = gl.minimum(program, whole + late // parts)
+        parts = gl.where(program < whole, 1, parts)
+    n, flat = block_place(block, blocks_n, section, total)
+    batch = flat // sizes.kv_heads
+    return n * sizes.PLAN.block_n, batch, flat - batch * sizes.kv_heads, late, part, gl.to_tensor(parts)
+
+
+@gluon.jit
 def block_work(
     sizes,
     descriptors,
@@ -315,17 +355,8 @@ def block_work(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc = descriptors
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    block = gl.program_id(0)
-    late = block * 0
-    part = late
-    if PLAN.split_tail:
-        late = gl.maximum(block - whole, 0)
-        part = late % parts
-        parts = gl.where(block < whole, 1, parts)
-        block = gl.minimum(block, whole + late // parts)
-    n, flat = block_place(block, blocks_n, section, total)
-    batch = flat // sizes.kv_heads
-
+    place = block_part(sizes, gl.program_id(0), blocks_n, section, total, whole, parts)
+    key, batch, kv_head, late, part, parts = place
     q = allocate_row_ring(q_desc, lse_desc, PLAN.q_slots, CONSUMERS)
     do = allocate_row_ring(do_desc, delta_desc, PLAN.do_slots, CONSUMERS)
     k = gl.allocate_shared_memory(dtype, [1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
@@ -341,8 +372,4 @@ def block_work(
         mbarrier.init(written.index(i), count=WRITERS)
     for i in gl.static_range(READ_SLOTS):
         mbarrier.init(read.index(i), count=128 * WRITERS)
-    kv_head = flat - batch * sizes.kv_heads
-    key = n * PLAN.block_n
-    return Work(
-        sizes, key, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written, read, late, part, gl.to_tensor(parts)
-    )
+    return Work(sizes, key, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written, read, late, part, parts)

@@ -35,6 +35,7 @@ class BackwardPlan:
     v_left: bool = False  # step 5: the first 64 columns of V stay in registers, as a left operand of dP^T
     in_turn: int = 0  # step 5: consumer 1 starts a tile when consumer 0 has its scores (1), or dP^T too (2)
     split_tail: bool = False  # step 5, without a mask: the blocks of the last round over the GPU are split (`split.py`)
+    queue: bool = False  # step 5: an SM takes block after block (`queue.py`)
     near: bool = False  # heads of the small kernels in the order in which the L2 has them
     section_mib: int = 32  # of the L2 that the heads in flight should fit in
     probe: int = 0  # wrong on purpose: 1 no additions, 2 stores in their place, 3 no loads of Q and dO, 4 both 1 and 3

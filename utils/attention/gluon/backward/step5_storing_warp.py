@@ -30,10 +30,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from utils.attention.gluon.backward.arguments import Gradients
+from utils.attention.gluon.backward.arguments import Gradients, processors
 from utils.attention.gluon.backward.fragments import to_fragments
 from utils.attention.gluon.backward.launch import launch_blocks
 from utils.attention.gluon.backward.pipeline import Sizes, block_work, tma_add
+from utils.attention.gluon.backward.split import finish_parts, store_part
 from utils.attention.gluon.backward.step3_warp_specialized import (
     add_dq,
     producer,
@@ -46,7 +47,6 @@ from utils.attention.gluon.backward.step3_warp_specialized import (
     wait_dq,
     write_ds,
 )
-from utils.attention.gluon.backward.split import finish_parts, store_part
 from utils.attention.gluon.shared import accumulator, left_operand, meet, pass_by, tma_store, wait_products
 
 TURN = gl.constexpr(6)  # a named barrier that Triton does not use: its own are one for each partition, and two more
@@ -237,13 +237,38 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, W: gl.constexpr
 
 
 @gluon.jit
+def walk_block(work, sums, leave, v_left, state, lo, hi, done, W: gl.constexpr):
+    """All tiles of a block, of all heads that share its keys: returns the state (dK, dV) behind them.
+
+    done: the number of the first tile's load.
+    """
+    PLAN: gl.constexpr = work.sizes.PLAN
+    CASE: gl.constexpr = work.sizes.CASE
+    MASKS: gl.constexpr = CASE.causal or CASE.window or CASE.tail
+    first, end = clean_tiles(work.sizes, work.key + W * 64, lo, hi)
+    for turn in range(work.sizes.group):
+        head = work.kv_head * work.sizes.group + turn
+        number = done + turn * (hi - lo) - lo
+        if MASKS:
+            state = walk(work, sums, leave, v_left, state, lo, first, number, head, W, True)
+            state = walk(work, sums, leave, v_left, state, first, end, number, head, W, False)
+            if CASE.window:
+                state = walk(work, sums, leave, v_left, state, end, hi, number, head, W, True)
+        elif PLAN.stagger:
+            start = work.start(lo, hi)
+            state = walk(work, sums, leave, v_left, state, start, hi, number + lo - start, head, W, False)
+            state = walk(work, sums, leave, v_left, state, lo, start, number + hi - start, head, W, False)
+        else:
+            state = walk(work, sums, leave, v_left, state, lo, hi, number, head, W, False)
+    return state
+
+
+@gluon.jit
 def consumer(work, sums, leave, parts_ptr, dk_desc, dv_desc, W: gl.constexpr):
     """Warpgroup W: 64 keys of the block against all tiles of queries that see them."""
     PLAN: gl.constexpr = work.sizes.PLAN
-    CASE: gl.constexpr = work.sizes.CASE
     BLOCK_D: gl.constexpr = PLAN.block_d
     count, lo, hi = work.first()
-    MASKS: gl.constexpr = CASE.causal or CASE.window or CASE.tail
     dk = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
     dv = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
     mbarrier.wait(work.loaded.index(0), 0)
@@ -252,23 +277,7 @@ def consumer(work, sums, leave, parts_ptr, dk_desc, dv_desc, W: gl.constexpr):
         v_left = 0
         if PLAN.v_left:
             v_left = work.v_rows(W).slice(0, 64, 1).load(left_operand(PLAN.block_m))
-        state = (dk, dv)
-        first, end = clean_tiles(work.sizes, work.key + W * 64, lo, hi)
-        for turn in range(work.sizes.group):
-            head = work.kv_head * work.sizes.group + turn
-            number = turn * (hi - lo) - lo
-            if MASKS:
-                state = walk(work, sums, leave, v_left, state, lo, first, number, head, W, True)
-                state = walk(work, sums, leave, v_left, state, first, end, number, head, W, False)
-                if CASE.window:
-                    state = walk(work, sums, leave, v_left, state, end, hi, number, head, W, True)
-            elif PLAN.stagger:
-                start = work.start(lo, hi)
-                state = walk(work, sums, leave, v_left, state, start, hi, number + lo - start, head, W, False)
-                state = walk(work, sums, leave, v_left, state, lo, start, number + hi - start, head, W, False)
-            else:
-                state = walk(work, sums, leave, v_left, state, lo, hi, number, head, W, False)
-        dk, dv = state
+        dk, dv = walk_block(work, sums, leave, v_left, (dk, dv), lo, hi, 0, W)
     if PLAN.split_tail and work.parts > 1:
         store_part(parts_ptr, work, dv, W, 0)
         store_part(parts_ptr, work, dk, W, 1)
@@ -377,20 +386,21 @@ def attention_backward_step5(
 
 def launch(g: Gradients) -> None:
     """Run the kernel on tensors of a GPU."""
+    launch_step5(attention_backward_step5, g)
+
+
+def launch_step5(kernel, g: Gradients) -> None:
+    """Run step 5, or its variant `queue`, and add up the parts of split blocks."""
     whole, parts = g.split()
     split = g.blocks_n * g.kv_heads_total - whole
     size = split * parts * 2 * 2 * 64 * g.plan.block_d
     parts_of = g.lse2.new_empty(size) if split else g.delta
-    launch_blocks(
-        attention_backward_step5,
-        g,
-        g.sums_descriptor(),
-        g.dq_sums,
-        parts_of,
-        whole,
-        parts,
-        programs=whole + split * parts,
-    )
+    programs = end = whole + split * parts
+    sums = [g.sums_descriptor(), g.dq_sums, parts_of]
+    if g.plan.queue:
+        programs = min(programs, processors(g.q.device))
+        sums += [g.counter, end]
+    launch_blocks(kernel, g, *sums, whole, parts, programs=programs)
     if split:
         finish_parts[(split * 2, 2, g.plan.block_d // 32)](
             parts_of,
