@@ -54,7 +54,10 @@ def check(name: str, head_dim: int, causal: bool) -> dict:
         gradients = maker_of(name)(q, k, v, dout, causal)()
         if name.startswith("fa"):
             gradients = tuple(x.transpose(1, 2) for x in gradients)
-        errors = [max(e, relative_difference(*pair)) for e, pair in zip(errors, zip(gradients, expected), strict=True)]
+        errors = [
+            max(e, relative_difference(*pair))
+            for e, pair in zip(errors, zip(gradients, expected, strict=True), strict=True)
+        ]
     return {"errors": errors, "right": max(errors) < LIMIT}
 
 
@@ -70,6 +73,20 @@ def time_point(
     row = {"head_dim": head_dim, "length": length, "causal": causal, "seed": seed, "samples": samples}
     row |= {"ms": times, "tflops": {name: flops / ms / 1e9 for name, ms in times.items()}}
     return row | {"refused": refused} | {"all_ms": {n: list(r.samples_ms) for n, r in zip(calls, results, strict=True)}}
+
+
+def differences_from_default(calls: dict) -> dict[str, float]:
+    """Return how far each contender's gradients are from the default's, at the timed sizes, the largest of three."""
+    expected = calls["gluon"]()
+    found = {}
+    for name, call in calls.items():
+        got = tuple(x.transpose(1, 2) for x in call()) if name in PEERS else call()
+        # The norms in fp32: in fp64 these tensors would take most of the time.
+        errors = [
+            ((x.float() - y.float()).norm() / y.float().norm()).item() for x, y in zip(got, expected, strict=True)
+        ]
+        found[name] = max(errors)
+    return found
 
 
 def read_clock() -> tuple[float, float]:
@@ -140,10 +157,7 @@ class Rows:
 def check_main(options) -> None:
     """Check one contender, in a process of its own."""
     name, head_dim, causal = options.check.rsplit("|", 2)
-    path = (
-        options.out
-        / f"check-{options.check.replace('|', '-').replace('=', '').replace(':', '-').replace(',', '-')}.json"
-    )
+    path = file_of_check(options.out, options.check)
     if path.exists():
         return
     key = {"name": name, "head_dim": int(head_dim), "causal": causal == "1"}
@@ -156,6 +170,21 @@ def check_main(options) -> None:
     except Exception as error:
         row = {"right": False, "refused": f"{type(error).__name__}: {error}"[:400]}
     write_whole(path, json.dumps(key | row) + "\n")
+
+
+def file_of_check(folder: Path, what: str) -> Path:
+    """Name the file of a check, such as "gluon:queue=1|64|0"."""
+    return folder / f"check-{''.join(x if x.isalnum() or x == '_' else '-' for x in what)}.json"
+
+
+def run_check(command: list[str], what: str, folder: Path) -> None:
+    """Check a contender in a process of its own; one that does not come to its end is not timed."""
+    try:
+        subprocess.run([*command, "--check", what], check=False, timeout=120)
+    except subprocess.TimeoutExpired:
+        name, head_dim, causal = what.rsplit("|", 2)
+        row = {"name": name, "head_dim": int(head_dim), "causal": causal == "1", "right": False, "refused": "no end"}
+        write_whole(file_of_check(folder, what), json.dumps(row) + "\n")
 
 
 def time_main(options) -> None:
@@ -171,6 +200,7 @@ def time_main(options) -> None:
     names = [name for name in contenders(head_dim, causal, options) if name not in wrong]
     torch.manual_seed(0)
     ready = {length: prepare(names, head_dim, length, causal) for length in LENGTHS}
+    differences = {length: differences_from_default(calls) for length, (calls, _) in ready.items()}
     turns.wait_for_all(options.part.replace("|", "-"))
     times = Rows(options.out / f"times-{head_dim}-{int(causal)}.json", "backward variants, random order, TFLOP/s")
     for seed, length in itertools.product(range(options.passes), LENGTHS):
@@ -179,7 +209,7 @@ def time_main(options) -> None:
         with turns.alone():
             samples = options.pairs if length == 16384 else options.pairs * 2
             row = time_point(names, head_dim, length, causal, samples, seed, ready)
-        row["round"] = options.round
+        row |= {"round": options.round, "differences": differences[length]}
         times.add(row)
         print(head_dim, length, causal, {name: round(rate) for name, rate in row["tflops"].items()}, flush=True)
     if not options.sustain:
@@ -236,7 +266,7 @@ def main() -> None:
         if name not in PEERS
     ]
     with ThreadPoolExecutor(options.workers) as pool:
-        list(pool.map(lambda x: subprocess.run([*command, "--check", x], check=False), checks))
+        list(pool.map(lambda x: run_check(command, x, options.out), checks))
     print(f"checked after {time.monotonic() - began:.0f} s", flush=True)
     for path in sorted(options.out.glob("check-*.json")):
         print(path.read_text(encoding="utf-8").strip(), flush=True)
