@@ -132,7 +132,7 @@ class Gradients:
             "q": plan.block_m,
             "dout": plan.block_m,
             "k": plan.block_n,
-            "v": 64,
+            "v": 128 if plan.joint else 64,
             "dk": store_rows,
             "dv": store_rows,
         }

@@ -28,16 +28,17 @@ MODULES = {
 NAMES = {name: f"attention_backward_step{step}" for step, name in MODULES.items()} | {
     "wide_heads": "attention_backward_wide",
     "queue": "attention_backward_queue",
+    "joint": "attention_backward_joint",
 }
 
 
-STEP5_FIELDS = ("stagger", "producer_first", "v_left", "in_turn", "split_tail", "probe", "queue")
+STEP5_FIELDS = ("stagger", "producer_first", "v_left", "in_turn", "split_tail", "probe", "queue", "joint")
 
 
 def module_name(step: int, plan: BackwardPlan) -> str:
     """Name the module of a step; steps 3 to 5 have one in common for head dimension 256."""
-    if plan.queue:
-        return "queue"
+    if plan.queue or plan.joint:
+        return "queue" if plan.queue else "joint"
     return "wide_heads" if step >= 3 and plan.block_d == 256 else MODULES[step]
 
 
@@ -55,7 +56,7 @@ def kernel_of(step: int, plan: BackwardPlan):
 def check_plan(step: int, plan: BackwardPlan) -> None:
     """Refuse a plan with fields that the step's kernel does not know: its results could be wrong."""
     fields = [name for name in STEP5_FIELDS if getattr(plan, name)]
-    if fields and module_name(step, plan) not in (MODULES[5], "queue"):
+    if fields and module_name(step, plan) not in (MODULES[5], "queue", "joint"):
         raise ValueError(
             f"Only step 5, at head dimensions up to 128, knows {', '.join(fields)}; got step {step} with tiles of width "
             f"{plan.block_d}. Set these fields to False, or take step 5."
@@ -163,10 +164,10 @@ def launch(step: int, g: Gradients) -> None:
     )
 
 
-def launch_blocks(kernel, g: Gradients, *sums, programs: int | None = None) -> None:
+def launch_blocks(kernel, g: Gradients, *sums, programs: int | None = None, num_warps: int = 4) -> None:
     """Run the kernel of steps 3 and on: a program for each block of keys, or so many; sums: its own way to the sums of dQ."""
     kernel[(programs or g.blocks_n * g.kv_heads_total,)](
-        *g.descriptors(64),
+        *g.descriptors(128 if g.plan.joint else 64),
         *sums,
         *g.sizes(),
         g.blocks_n,
@@ -176,5 +177,5 @@ def launch_blocks(kernel, g: Gradients, *sums, programs: int | None = None) -> N
         g.scale,
         PLAN=g.plan,
         CASE=g.case(),
-        num_warps=4,
+        num_warps=num_warps,
     )

@@ -46,7 +46,12 @@ def compile_backward(
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     numbers = gl.NVMMASharedLayout(0, 32, rank=2)
-    rows = {"q": plan.block_m, "do": plan.block_m, "k": plan.block_n, "v": 64, "dk": 64, "dv": 64}
+    rows = {
+        "q": plan.block_m,
+        "do": plan.block_m,
+        "k": plan.block_n,
+        **dict.fromkeys(("v", "dk", "dv"), 128 if plan.joint else 64),
+    }
     kinds = {name + "_desc": f"tensordesc<{dtype}[1, 1, {n}, {plan.block_d}],{layout!r}>" for name, n in rows.items()}
     kinds |= {name: f"tensordesc<fp32[1, {plan.block_m}],{numbers!r}>" for name in ("lse_desc", "delta_desc")}
     kinds["sums_desc"] = f"tensordesc<fp32[32, 128],{numbers!r}>"
@@ -62,7 +67,7 @@ def compile_backward(
     }
     # A launch tells the compiler that tensors and their rows start at multiples of 16 bytes.
     multiples = [name for name in kernel.arg_names if name.endswith(("_ptr", "_batch", "_head", "_row"))]
-    warps = 8 if step < 3 and plan.block_d == 256 else 4
+    warps = 8 if (step < 3 and plan.block_d == 256) or (plan.joint and not plan.producer_first) else 4
     return read_assembly(compile_gluon(kernel, signature, constants, multiples, warps), kernel.__name__)
 
 

@@ -360,9 +360,15 @@ def block_work(
     q = allocate_row_ring(q_desc, lse_desc, PLAN.q_slots, CONSUMERS)
     do = allocate_row_ring(do_desc, delta_desc, PLAN.do_slots, CONSUMERS)
     k = gl.allocate_shared_memory(dtype, [1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [PLAN.block_n // 64, 1, 1, 64, PLAN.block_d], v_desc.layout)
+    V_SHAPE: gl.constexpr = [1, 1, 128, PLAN.block_d] if PLAN.joint else [PLAN.block_n // 64, 1, 1, 64, PLAN.block_d]
+    v = gl.allocate_shared_memory(dtype, V_SHAPE, v_desc.layout)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    ds = gl.allocate_shared_memory(dtype, [PLAN.ds_slots * (PLAN.block_m // 64), PLAN.block_n, 64], swizzled)
+    DS_SHAPE: gl.constexpr = (
+        [PLAN.ds_slots, PLAN.block_n, PLAN.block_m]
+        if PLAN.joint
+        else [PLAN.ds_slots * (PLAN.block_m // 64), PLAN.block_n, 64]
+    )
+    ds = gl.allocate_shared_memory(dtype, DS_SHAPE, swizzled)
     loaded = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     written = gl.allocate_shared_memory(gl.int64, [PLAN.ds_slots, 1], barrier)
     read = gl.allocate_shared_memory(gl.int64, [READ_SLOTS, 1], barrier)

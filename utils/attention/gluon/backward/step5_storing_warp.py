@@ -389,7 +389,7 @@ def launch(g: Gradients) -> None:
     launch_step5(attention_backward_step5, g)
 
 
-def launch_step5(kernel, g: Gradients) -> None:
+def launch_step5(kernel, g: Gradients, num_warps: int = 4) -> None:
     """Run step 5, or its variant `queue`, and add up the parts of split blocks."""
     whole, parts = g.split()
     split = g.blocks_n * g.kv_heads_total - whole
@@ -400,7 +400,7 @@ def launch_step5(kernel, g: Gradients) -> None:
     if g.plan.queue:
         programs = min(programs, processors(g.q.device))
         sums += [g.counter, end]
-    launch_blocks(kernel, g, *sums, whole, parts, programs=programs)
+    launch_blocks(kernel, g, *sums, whole, parts, programs=programs, num_warps=num_warps)
     if split:
         finish_parts[(split * 2, 2, g.plan.block_d // 32)](
             parts_of,
