@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from utils.attention.gluon.backward.arguments import Gradients
 from utils.attention.gluon.backward.pipeline import Sizes, block_work, tma_add
+from utils.attention.gluon.backward.queue import make_queue
 from utils.attention.gluon.backward.step5_storing_warp import launch_step5
 from utils.attention.gluon.shared import meet, pass_by, thread_barrier, tma_load, tma_store, wait_products
 
@@ -81,56 +82,101 @@ def clean_tiles(sizes, key, lo, hi):
 
 
 @gluon.jit
-def producer(work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc):
-    """One warp: load the block's K and V once, and Q and dO tile by tile, in the order of need."""
+def load_block(work, queue, turn, done, after, descriptors):
+    """Load a block's K and V once, and Q and dO tile by tile, in the order of need: returns how many tiles.
+
+    turn, done: blocks and tiles of this program before. after: number of its next block.
+    """
+    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc = descriptors
     PLAN: gl.constexpr = work.sizes.PLAN
+    WARPS: gl.constexpr = 4 if PLAN.producer_first else 1
     heads = work.sizes.heads
     count, lo, hi = work.first()
+    if PLAN.queue:
+        # Nobody reads the last block's K and V any more.
+        mbarrier.wait(queue.freed.index(0), (turn & 1) ^ 1)
     # K and V have a barrier each: the first product starts when K is there.
     mbarrier.expect(work.loaded.index(0), k_desc.block_type.nbytes)
     tma_load(k_desc, [work.batch, work.kv_head, work.key, 0], work.loaded.index(0), work.k)
     head = work.kv_head * work.sizes.group
     start = work.start(lo, hi)
     m = start
-    for i in range(count):
-        work.q.load(i, q_desc, lse_desc, work.batch, head, heads, m * PLAN.block_m)
+    for i in range(gl.maximum(count, 1)):
+        if count > 0:
+            work.q.load(done + i, q_desc, lse_desc, work.batch, head, heads, m * PLAN.block_m)
         if i == 0:
             mbarrier.expect(work.loaded.index(1), v_desc.block_type.nbytes)
             tma_load(v_desc, [work.batch, work.kv_head, work.key, 0], work.loaded.index(1), work.v)
-        work.do.load(i, do_desc, delta_desc, work.batch, head, heads, m * PLAN.block_m)
+            if PLAN.queue:
+                queue.publish(turn, after, WARPS)
+        if count > 0:
+            work.do.load(done + i, do_desc, delta_desc, work.batch, head, heads, m * PLAN.block_m)
         m += 1
         if m == hi:
             m = lo
         if m == start:
             head += 1
+    return count
 
 
 @gluon.jit
-def storing_warp(work, leave):
-    """One warp: hand each tile's dQ to TMA, which adds it to the sums, and give its place back."""
+def producer(work, queue, descriptors):
+    """One warp loads all blocks of this program."""
+    if work.sizes.PLAN.queue:
+        number = gl.program_id(0)
+        turn = 0
+        done = 0
+        while number < queue.end:
+            here = queue.place(work, number)
+            number = queue.draw()
+            done += load_block(here, queue, turn, done, number, descriptors)
+            turn += 1
+    else:
+        load_block(work, queue, 0, 0, 0, descriptors)
+
+
+@gluon.jit
+def add_block(work, leave, done):
+    """Hand dQ of each tile of a block to TMA, which adds it to the sums, and give its place back: returns how many tiles."""
     sums_desc, tiles, full, empty = leave
     PLAN: gl.constexpr = work.sizes.PLAN
     PIECES: gl.constexpr = PLAN.block_m * PLAN.block_d // 4096
-    if work.sizes.CASE.dq and PLAN.by_tma:
-        count, lo, hi = work.first()
-        head = work.batch * work.sizes.heads + work.kv_head * work.sizes.group
-        start = work.start(lo, hi)
-        m = start
-        for i in range(count):
-            if PLAN.joint == 2:
-                meet(LEFT, 288)
-            else:
-                mbarrier.wait(full, i & 1)
-            for w in gl.static_range(2):
-                at = [((head * work.sizes.tiles_m + m) * PIECES + w) * 32, 0]
-                tma_add(sums_desc, at, tiles.slice(w * 32, 32, 0))
-            tma.store_wait(0)
-            mbarrier.arrive(empty, count=1)
-            m += 1
-            if m == hi:
-                m = lo
-            if m == start:
-                head += 1
+    count, lo, hi = work.first()
+    head = work.batch * work.sizes.heads + work.kv_head * work.sizes.group
+    start = work.start(lo, hi)
+    m = start
+    for i in range(done, done + count):
+        if PLAN.joint == 2:
+            meet(LEFT, 288)
+        else:
+            mbarrier.wait(full, i & 1)
+        for w in gl.static_range(2):
+            at = [((head * work.sizes.tiles_m + m) * PIECES + w) * 32, 0]
+            tma_add(sums_desc, at, tiles.slice(w * 32, 32, 0))
+        tma.store_wait(0)
+        mbarrier.arrive(empty, count=1)
+        m += 1
+        if m == hi:
+            m = lo
+        if m == start:
+            head += 1
+    return count
+
+
+@gluon.jit
+def storing_warp(work, queue, leave):
+    """One warp adds dQ of all blocks of this program."""
+    if work.sizes.CASE.dq and work.sizes.PLAN.by_tma:
+        if work.sizes.PLAN.queue:
+            number = gl.program_id(0)
+            turn = 0
+            done = 0
+            while number < queue.end:
+                done += add_block(queue.place(work, number), leave, done)
+                number = queue.next(turn, 1)
+                turn += 1
+        else:
+            add_block(work, leave, 0)
 
 
 @gluon.jit
@@ -208,12 +254,32 @@ def walk(work, sums, leave, state, lo, hi, number, head, MASK: gl.constexpr):
 
 
 @gluon.jit
-def store_keys(desc, work, tile, x):
-    """Store 128 rows of dK or dV through a tile of shared memory, which is free again afterwards."""
-    tile.reshape([128, x.shape[1]]).store(x.to(tile.dtype))
-    # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
-    fence_async_shared()
-    tma_store(desc, [work.batch, work.kv_head, work.key, 0], tile)
+def store_keys(work, dk_desc, dv_desc, dk, dv):
+    """Store 128 rows of dV and dK through the places of dS, which nobody uses between two blocks."""
+    PLAN: gl.constexpr = work.sizes.PLAN
+    D: gl.constexpr = PLAN.block_d
+    dtype: gl.constexpr = work.k.dtype
+    COUNT: gl.constexpr = PLAN.ds_slots * PLAN.block_m // D
+    at = [work.batch, work.kv_head, work.key, 0]
+    places = work.ds._reinterpret(dtype, [COUNT, 1, 1, 128, D], dv_desc.layout)
+    dv_tile = places.index(0)
+    dk_tile = places.index(COUNT - 1)
+    if COUNT == 1 and not PLAN.queue:
+        dk_tile = work.v  # not needed any more
+    dv_tile.reshape([128, D]).store(dv.to(dtype))
+    if COUNT == 1 and PLAN.queue:
+        # One place for both, because V's is for the next block. The fence: stored by threads, read by TMA.
+        fence_async_shared()
+        tma_store(dv_desc, at, dv_tile)
+        tma.store_wait(0)
+        dk_tile.reshape([128, D]).store((dk * work.scale).to(dtype))
+        fence_async_shared()
+    else:
+        dk_tile.reshape([128, D]).store((dk * work.scale).to(dtype))
+        # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
+        fence_async_shared()
+        tma_store(dv_desc, at, dv_tile)
+    tma_store(dk_desc, at, dk_tile)
     tma.store_wait(0)
 
 
@@ -236,8 +302,8 @@ def store_part(parts_ptr, work, x, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def consumer(work, sums, leave, parts_ptr, dk_desc, dv_desc):
-    """Both warpgroups: 128 keys against all tiles of queries that see them."""
+def compute_block(work, sums, leave, turn, done):
+    """128 keys against all tiles of queries that see them: returns dK, dV, and how many tiles."""
     PLAN: gl.constexpr = work.sizes.PLAN
     CASE: gl.constexpr = work.sizes.CASE
     MASKS: gl.constexpr = CASE.causal or CASE.window or CASE.tail
@@ -245,33 +311,56 @@ def consumer(work, sums, leave, parts_ptr, dk_desc, dv_desc):
     count, lo, hi = work.first()
     dk = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
     dv = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
-    mbarrier.wait(work.loaded.index(0), 0)
-    if count > 0:
-        mbarrier.wait(work.loaded.index(1), 0)
-        state = (dk, dv)
-        first, end = clean_tiles(work.sizes, work.key, lo, hi)
-        for turn in range(work.sizes.group):
-            head = work.kv_head * work.sizes.group + turn
-            number = turn * (hi - lo) - lo
-            if MASKS:
-                state = walk(work, sums, leave, state, lo, first, number, head, True)
-                state = walk(work, sums, leave, state, first, end, number, head, False)
-                if CASE.window:
-                    state = walk(work, sums, leave, state, end, hi, number, head, True)
-            elif PLAN.stagger:
-                start = work.start(lo, hi)
-                state = walk(work, sums, leave, state, start, hi, number + lo - start, head, False)
-                state = walk(work, sums, leave, state, lo, start, number + hi - start, head, False)
-            else:
-                state = walk(work, sums, leave, state, lo, hi, number, head, False)
-        dk, dv = state
-    if PLAN.split_tail and work.parts > 1:
+    mbarrier.wait(work.loaded.index(0), turn & 1)
+    mbarrier.wait(work.loaded.index(1), turn & 1)
+    state = (dk, dv)
+    first, end = clean_tiles(work.sizes, work.key, lo, hi)
+    for g in range(work.sizes.group):
+        head = work.kv_head * work.sizes.group + g
+        number = done + g * (hi - lo) - lo
+        if MASKS:
+            state = walk(work, sums, leave, state, lo, first, number, head, True)
+            state = walk(work, sums, leave, state, first, end, number, head, False)
+            if CASE.window:
+                state = walk(work, sums, leave, state, end, hi, number, head, True)
+        elif PLAN.stagger:
+            start = work.start(lo, hi)
+            state = walk(work, sums, leave, state, start, hi, number + lo - start, head, False)
+            state = walk(work, sums, leave, state, lo, start, number + hi - start, head, False)
+        else:
+            state = walk(work, sums, leave, state, lo, hi, number, head, False)
+    dk, dv = state
+    return dk, dv, count
+
+
+@gluon.jit
+def leave_block(work, parts_ptr, dk_desc, dv_desc, dk, dv):
+    """Store dV and dK of a block, or of a part of one."""
+    if work.sizes.PLAN.split_tail and work.parts > 1:
         store_part(parts_ptr, work, dv, 0)
         store_part(parts_ptr, work, dk, 1)
     else:
-        # V is not needed any more: its tile carries dV away, and then dK.
-        store_keys(dv_desc, work, work.v, dv)
-        store_keys(dk_desc, work, work.v, dk * work.scale)
+        store_keys(work, dk_desc, dv_desc, dk, dv)
+
+
+@gluon.jit
+def consumer(work, queue, sums, leave, parts_ptr, dk_desc, dv_desc):
+    """Both warpgroups: all blocks of this program."""
+    if work.sizes.PLAN.queue:
+        number = gl.program_id(0)
+        turn = 0
+        done = 0
+        while number < queue.end:
+            here = queue.place(work, number)
+            dk, dv, count = compute_block(here, sums, leave, turn, done)
+            done += count
+            mbarrier.arrive(queue.freed.index(0), count=1)
+            number = queue.next(turn, 8)
+            leave_block(here, parts_ptr, dk_desc, dv_desc, dk, dv)
+            turn += 1
+    else:
+        dk, dv, count = compute_block(work, sums, leave, 0, 0)
+        leave_block(work, parts_ptr, dk_desc, dv_desc, dk, dv)
 
 
 @gluon.jit(
@@ -289,7 +378,8 @@ def consumer(work, sums, leave, parts_ptr, dk_desc, dv_desc):
             "total",
             "whole",
             "parts",
-        )
+        ),
+        "end",
     ]
 )
 def attention_backward_joint(
@@ -304,6 +394,8 @@ def attention_backward_joint(
     sums_desc,
     dq_sums_ptr,
     parts_ptr,
+    counter_ptr,
+    end,
     whole,
     parts,
     sq,
@@ -335,25 +427,31 @@ def attention_backward_joint(
         mbarrier.init(full, count=1)
         mbarrier.init(empty, count=1)
     leave = (sums_desc, tiles, full, empty)
-    loads = (work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
+    queue = 0
+    if PLAN.queue:
+        READERS: gl.constexpr = 2 if PLAN.by_tma and CASE.dq else 1
+        queue = make_queue(counter_ptr, end, blocks_n, section, total, whole, parts, READERS, 1)
+    loads = (work, queue, descriptors)
     REGISTERS: gl.constexpr = PLAN.registers
     if PLAN.producer_first:
         gl.warp_specialize(
-            [(producer, loads), (consumer, (work, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc))], [8], [REGISTERS]
+            [(producer, loads), (consumer, (work, queue, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc))],
+            [8],
+            [REGISTERS],
         )
     elif PLAN.by_tma:
         gl.warp_specialize(
             [
-                (consumer, (work, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc)),
+                (consumer, (work, queue, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc)),
                 (producer, loads),
-                (storing_warp, (work, leave)),
+                (storing_warp, (work, queue, leave)),
             ],
             [1, 1],
             [24, 24],
         )
     else:
         gl.warp_specialize(
-            [(consumer, (work, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc)), (producer, loads)], [1], [24]
+            [(consumer, (work, queue, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc)), (producer, loads)], [1], [24]
         )
 
 

@@ -38,7 +38,7 @@ STEP5_FIELDS = ("stagger", "producer_first", "v_left", "in_turn", "split_tail", 
 def module_name(step: int, plan: BackwardPlan) -> str:
     """Name the module of a step; steps 3 to 5 have one in common for head dimension 256."""
     if plan.queue or plan.joint:
-        return "queue" if plan.queue else "joint"
+        return "joint" if plan.joint else "queue"
     return "wide_heads" if step >= 3 and plan.block_d == 256 else MODULES[step]
 
 

@@ -95,6 +95,24 @@ class Queue:
 
 
 @gluon.jit
+def make_queue(
+    counter_ptr, end, blocks_n, section, total, whole, parts, READERS: gl.constexpr, CONSUMERS: gl.constexpr
+):
+    """Allocate a queue; READERS: roles that read the numbers, CONSUMERS: those that read K and V."""
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    read = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    freed = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    for w in gl.static_range(2):
+        mbarrier.init(told.index(w), count=1)
+        mbarrier.init(read.index(w), count=READERS)
+        mbarrier.init(freed.index(w), count=CONSUMERS)
+    programs = gl.num_programs(0)
+    return Queue(counter_ptr, programs, end, blocks_n, section, total, whole, parts, numbers, told, read, freed)
+
+
+@gluon.jit
 def producer(work, queue, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc):
     """Draw blocks, and load K, V, Q and dO of each, in the order of need."""
     PLAN: gl.constexpr = work.sizes.PLAN
@@ -268,18 +286,8 @@ def attention_backward_queue(
         for w in gl.static_range(2):
             mbarrier.init(full.index(w), count=1)
             mbarrier.init(empty.index(w), count=1)
-    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    told = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    read = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    freed = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     READERS: gl.constexpr = 3 if PLAN.by_tma and CASE.dq else 2
-    for w in gl.static_range(2):
-        mbarrier.init(told.index(w), count=1)
-        mbarrier.init(read.index(w), count=READERS)
-        mbarrier.init(freed.index(w), count=2)
-    queue = Queue(
-        counter_ptr, gl.num_programs(0), end, blocks_n, section, total, whole, parts, numbers, told, read, freed
-    )
+    queue = make_queue(counter_ptr, end, blocks_n, section, total, whole, parts, READERS, 2)
     leave = (sums_desc, tiles, full, empty)
     loads = (work, queue, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
     REGISTERS: gl.constexpr = PLAN.registers

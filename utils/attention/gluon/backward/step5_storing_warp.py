@@ -399,6 +399,7 @@ def launch_step5(kernel, g: Gradients, num_warps: int = 4) -> None:
     sums = [g.sums_descriptor(), g.dq_sums, parts_of]
     if g.plan.queue:
         programs = min(programs, processors(g.q.device))
+    if g.plan.queue or g.plan.joint:
         sums += [g.counter, end]
     launch_blocks(kernel, g, *sums, whole, parts, programs=programs, num_warps=num_warps)
     if split:
