@@ -180,7 +180,7 @@ def storing_warp(work, queue, leave):
 
 
 @gluon.jit
-def walk(work, sums, leave, state, lo, hi, number, head, MASK: gl.constexpr):
+def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.constexpr):
     """Tiles of queries lo .. hi - 1 of one head: returns the state (dK, dV) behind them.
 
     number: of the load of tile 0, if there was one. MASK: whether these tiles get a mask.
@@ -202,8 +202,15 @@ def walk(work, sums, leave, state, lo, hi, number, head, MASK: gl.constexpr):
         s = warpgroup_mma(k, work.q.tile(i).permute([1, 0]), s, use_acc=False, is_async=True)
         work.do.wait_full(i)
         dp = gl.zeros([128, BLOCK_M], gl.float32, keys_layout(BLOCK_M))
-        dp = warpgroup_mma(v, work.do.tile(i).permute([1, 0]), dp, use_acc=False, is_async=True)
-        s = wait_products(s, 1, BLOCK_M)
+        if PLAN.v_left:
+            do = work.do.tile(i)
+            dp = warpgroup_mma(v_left, do.slice(0, 64, 1).permute([1, 0]), dp, use_acc=False, is_async=True)
+            if BLOCK_D > 64:
+                REST: gl.constexpr = BLOCK_D - 64
+                dp = warpgroup_mma(v.slice(64, REST, 1), do.slice(64, REST, 1).permute([1, 0]), dp, is_async=True)
+        else:
+            dp = warpgroup_mma(v, work.do.tile(i).permute([1, 0]), dp, use_acc=False, is_async=True)
+        s = wait_products(s, 2 if PLAN.v_left and BLOCK_D > 64 else 1, BLOCK_M)
         lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
         p = gl.exp2(s * work.c - lse2[None, :])
         if MASK:
@@ -313,22 +320,25 @@ def compute_block(work, sums, leave, turn, done):
     dv = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
     mbarrier.wait(work.loaded.index(0), turn & 1)
     mbarrier.wait(work.loaded.index(1), turn & 1)
+    v_left = 0
+    if PLAN.v_left:
+        v_left = work.v.reshape([128, BLOCK_D]).slice(0, 64, 1).load(keys_operand(PLAN.block_m))
     state = (dk, dv)
     first, end = clean_tiles(work.sizes, work.key, lo, hi)
     for g in range(work.sizes.group):
         head = work.kv_head * work.sizes.group + g
         number = done + g * (hi - lo) - lo
         if MASKS:
-            state = walk(work, sums, leave, state, lo, first, number, head, True)
-            state = walk(work, sums, leave, state, first, end, number, head, False)
+            state = walk(work, sums, leave, v_left, state, lo, first, number, head, True)
+            state = walk(work, sums, leave, v_left, state, first, end, number, head, False)
             if CASE.window:
-                state = walk(work, sums, leave, state, end, hi, number, head, True)
+                state = walk(work, sums, leave, v_left, state, end, hi, number, head, True)
         elif PLAN.stagger:
             start = work.start(lo, hi)
-            state = walk(work, sums, leave, state, start, hi, number + lo - start, head, False)
-            state = walk(work, sums, leave, state, lo, start, number + hi - start, head, False)
+            state = walk(work, sums, leave, v_left, state, start, hi, number + lo - start, head, False)
+            state = walk(work, sums, leave, v_left, state, lo, start, number + hi - start, head, False)
         else:
-            state = walk(work, sums, leave, state, lo, hi, number, head, False)
+            state = walk(work, sums, leave, v_left, state, lo, hi, number, head, False)
     dk, dv = state
     return dk, dv, count
 
