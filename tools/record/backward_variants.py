@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -272,7 +273,11 @@ def main() -> None:
         print(path.read_text(encoding="utf-8").strip(), flush=True)
     timing = [subprocess.Popen([*command, "--part", f"{d}|{int(causal)}"]) for d, causal in parts]
     for process in timing:
-        process.wait(max(1.0, options.seconds - (time.monotonic() - began)) if options.seconds < 1e9 else None)
+        left = None if math.isinf(options.seconds) else max(1.0, options.seconds - (time.monotonic() - began))
+        try:
+            process.wait(left)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 if __name__ == "__main__":
