@@ -42,6 +42,40 @@ def dq_layout(queries):
     return gl.NVMMADistributedLayout([3, 0], [8, 1] if queries == 128 else [4, 2], [16, 64, 16])
 
 
+@gluon.constexpr_function
+def _hold_asm(n):
+    # The warp's mask is full, so that nothing is waited for; but the instruction needs all n numbers.
+    lines = [
+        "{",
+        ".reg .b32 t;",
+        "activemask.b32 t;",
+        *[f"or.b32 t, t, ${i};" for i in range(n)],
+        "bar.warp.sync t;",
+        "}",
+    ]
+    return " ".join(lines)
+
+
+@gluon.constexpr_function
+def _hold_constraints(n):
+    return ",".join(["=r"] * n) + "," + ",".join(str(i) for i in range(n))
+
+
+@gluon.jit
+def hold_here(x):
+    """Compute x before what follows; ptxas otherwise moves exponentials behind the next wait for a product."""
+    registers: gl.constexpr = x.shape[1] // 2
+    bits = gl.inline_asm_elementwise(
+        _hold_asm(registers),
+        _hold_constraints(registers),
+        [x.to(gl.int32, bitcast=True)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=registers,
+    )
+    return bits.to(gl.float32, bitcast=True)
+
+
 @gluon.jit
 def to_pieces(x):
     """DQ of a tile, 8192 elements, in the order of the sums: a piece of 64 x 64 for each warpgroup; registers are renamed."""
@@ -217,6 +251,8 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.conste
             # At 64 the assembly makes ptxas spill in the loop without a mask, too.
             row = m * BLOCK_M
             p = work.sizes.mask_product(p, work.key, row) if BLOCK_D == 128 else work.sizes.mask(p, work.key, row)
+        if PLAN.exp_first:
+            p = hold_here(p)
         p16 = gl.convert_layout(p.to(dtype), keys_operand(BLOCK_D))
         dp = wait_products(dp, 0, BLOCK_M)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
