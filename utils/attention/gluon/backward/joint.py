@@ -116,6 +116,33 @@ def clean_tiles(sizes, key, lo, hi):
 
 
 @gluon.jit
+def give_back(work, ring, i, NUMBER: gl.constexpr):
+    """Consumer: load number i of a ring has been read; NUMBER: the named barrier of its first slot, with `named`."""
+    if work.sizes.PLAN.named:
+        # An arrival of each warp, in place of one of each thread at the same word of shared memory.
+        pass_by(NUMBER + i % ring.SLOTS, 384 if work.sizes.PLAN.producer_first else 288)
+    else:
+        ring.release(i, not work.sizes.CASE.dq)
+
+
+@gluon.jit
+def load_rows(work, ring, i, tile_desc, number_desc, head, row, NUMBER: gl.constexpr):
+    """Producer: fetch rows of a head, and their numbers, as soon as the slot is empty."""
+    heads = work.sizes.heads
+    if work.sizes.PLAN.named:
+        slot = i % ring.SLOTS
+        if i >= ring.SLOTS:
+            # Without it TMA would overwrite a tile that a consumer still reads.
+            meet(NUMBER + slot, 384 if work.sizes.PLAN.producer_first else 288)
+        full = ring.full.index(slot)
+        mbarrier.expect(full, tile_desc.block_type.nbytes + number_desc.block_type.nbytes)
+        tma_load(tile_desc, [work.batch, head, row, 0], full, ring.tiles.index(slot))
+        tma_load(number_desc, [work.batch * heads + head, row], full, ring.numbers.index(slot))
+    else:
+        ring.load(i, tile_desc, number_desc, work.batch, head, heads, row)
+
+
+@gluon.jit
 def load_block(work, queue, turn, done, after, descriptors):
     """Load a block's K and V once, and Q and dO tile by tile, in the order of need: returns how many tiles.
 
@@ -137,14 +164,14 @@ def load_block(work, queue, turn, done, after, descriptors):
     m = start
     for i in range(gl.maximum(count, 1)):
         if count > 0:
-            work.q.load(done + i, q_desc, lse_desc, work.batch, head, heads, m * PLAN.block_m)
+            load_rows(work, work.q, done + i, q_desc, lse_desc, head, m * PLAN.block_m, 8)
         if i == 0:
             mbarrier.expect(work.loaded.index(1), v_desc.block_type.nbytes)
             tma_load(v_desc, [work.batch, work.kv_head, work.key, 0], work.loaded.index(1), work.v)
             if PLAN.queue:
                 queue.publish(turn, after, WARPS)
         if count > 0:
-            work.do.load(done + i, do_desc, delta_desc, work.batch, head, heads, m * PLAN.block_m)
+            load_rows(work, work.do, done + i, do_desc, delta_desc, head, m * PLAN.block_m, 10)
         m += 1
         if m == hi:
             m = lo
@@ -244,6 +271,10 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.conste
                 dp = warpgroup_mma(v.slice(64, REST, 1), do.slice(64, REST, 1).permute([1, 0]), dp, is_async=True)
         else:
             dp = warpgroup_mma(v, work.do.tile(i).permute([1, 0]), dp, use_acc=False, is_async=True)
+        if PLAN.late_fence and CASE.dq and m > lo:
+            # The last tile's dQ is handed over while S^T and dP^T are with the tensor cores: the fence takes its time.
+            fence_async_shared()
+            pass_by(LEFT, 288)
         s = wait_products(s, 2 if PLAN.v_left and BLOCK_D > 64 else 1, BLOCK_M)
         lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
         p = gl.exp2(s * work.c - lse2[None, :])
@@ -254,13 +285,18 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.conste
         if PLAN.exp_first:
             p = hold_here(p)
         p16 = gl.convert_layout(p.to(dtype), keys_operand(BLOCK_D))
-        dp = wait_products(dp, 0, BLOCK_M)
+        if PLAN.dv_early:
+            dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
+            dp = wait_products(dp, 1, BLOCK_M)
+        else:
+            dp = wait_products(dp, 0, BLOCK_M)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
         ds = (p * (dp - delta[None, :])).to(dtype)
         if CASE.dq:
             # The slot's last dS, two tiles ago, has been read: all threads have since come to the last tile's barrier.
             work.ds.index(slot).store(ds)
-        dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
+        if not PLAN.dv_early:
+            dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
         if CASE.dq:
             # Stored by threads, read by wgmma through the async proxy: without the fence it may read what was there before.
             fence_async_shared()
@@ -271,15 +307,18 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.conste
                 # The compiler wants a barrier between this product and the next dS; here nobody waits for long.
                 thread_barrier()
             dv = wait_products(dv, 1, BLOCK_D)
-            work.do.release(i)
+            give_back(work, work.do, i, 10)
             dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
             dq = wait_products(dq, 1, 64)
             if PLAN.by_tma:
                 mbarrier.wait(empty, (i & 1) ^ 1)  # TMA may still be reading the last tile
                 tiles.reshape([8192]).store(to_pieces(dq))
                 # Stored by threads, read by TMA through the async proxy.
-                fence_async_shared()
-                if PLAN.joint == 2:
+                if not PLAN.late_fence:
+                    fence_async_shared()
+                if PLAN.late_fence:
+                    pass
+                elif PLAN.joint == 2:
                     pass_by(LEFT, 288)
                 else:
                     mbarrier.arrive(full, count=1)
@@ -290,9 +329,12 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.conste
         else:
             dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
             dv = wait_products(dv, 1, BLOCK_D)
-            work.do.release(i, True)
+            give_back(work, work.do, i, 10)
         dk = wait_products(dk, 0, BLOCK_D)
-        work.q.release(i, not CASE.dq)
+        give_back(work, work.q, i, 8)
+    if PLAN.late_fence and CASE.dq and hi > lo:
+        fence_async_shared()
+        pass_by(LEFT, 288)
     return dk, dv
 
 

@@ -38,6 +38,9 @@ class BackwardPlan:
     queue: bool = False  # step 5: an SM takes block after block (`queue.py`)
     joint: int = 0  # step 5: both warpgroups are one consumer (`joint.py`); 2: dQ is handed over at a named barrier
     exp_first: bool = False  # with joint: exponentials before the wait for dP
+    dv_early: bool = False  # with joint: dV before the wait for dP
+    named: bool = False  # with joint: slots are given back at named barriers, an arrival of each warp
+    late_fence: bool = False  # with joint: dQ is handed over when the next S^T and dP^T have begun
     near: bool = False  # heads of the small kernels in the order in which the L2 has them
     section_mib: int = 32  # of the L2 that the heads in flight should fit in
     probe: int = 0  # wrong on purpose: 1 no additions, 2 stores in their place, 3 no loads of Q and dO, 4 both 1 and 3
