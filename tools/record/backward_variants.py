@@ -132,7 +132,7 @@ def contenders(head_dim: int, causal: bool, options) -> list[str]:
     own = options.full64 if head_dim == 64 else options.full128
     if causal:
         own = options.causal64 if head_dim == 64 else options.causal128
-    return ["gluon", *(name for name in own.split(";") if name), *PEERS]
+    return ["gluon", *(name for name in own.split(";") if name), *options.peers.split(",")]
 
 
 class Rows:
@@ -242,6 +242,7 @@ def main() -> None:
         parser.add_argument(
             f"--{name}", default="", help="contenders beside the default and the peers, with semicolons"
         )
+    parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--round", type=int, default=0)
     parser.add_argument("--prepare", type=float, default=60, help="seconds to prepare the timing")
