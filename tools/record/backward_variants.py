@@ -68,10 +68,19 @@ def time_point(
     """Time the contenders of one point, each round in another order."""
     calls, refused = ready[length]
     flops = 10.0 * TOKENS * HEADS[head_dim] * length * head_dim * (0.5 if causal else 1.0)
-    options = {"warmup": 2, "iterations": samples, "device": "cuda", "flops": flops, "l2": "cold"}
-    results = measure_together(list(calls.values()), labels=list(calls), order="random", seed=seed, **options)
+    results = measure_together(
+        list(calls.values()),
+        labels=list(calls),
+        warmup=2,
+        iterations=samples,
+        device="cuda",
+        flops=flops,
+        l2="cold",
+        order="random",
+        seed=seed,
+    )
     times = {name: result.median_ms for name, result in zip(calls, results, strict=True)}
-    row = {"head_dim": head_dim, "length": length, "causal": causal, "seed": seed, "samples": samples}
+    row: dict = {"head_dim": head_dim, "length": length, "causal": causal, "seed": seed, "samples": samples}
     row |= {"ms": times, "tflops": {name: flops / ms / 1e9 for name, ms in times.items()}}
     return row | {"refused": refused} | {"all_ms": {n: list(r.samples_ms) for n, r in zip(calls, results, strict=True)}}
 
@@ -141,7 +150,7 @@ class Rows:
     def __init__(self, path: Path, what: str) -> None:
         """Read the rows that are there already."""
         self.path = path
-        self.contents = {"what": what, "environment": environment("cuda"), "rows": []}
+        self.contents: dict = {"what": what, "environment": environment("cuda"), "rows": []}
         if path.exists():
             self.contents["rows"] = json.loads(path.read_text(encoding="utf-8"))["rows"]
 

@@ -118,6 +118,23 @@ def test_all_contenders_are_timed_interleaved():
     assert "".join(runs).endswith("abcbabcba")  # a b c, c b a, a b c, c b a
     with pytest.raises(ValueError, match="a label for each"):
         measure_together([len], labels=[])
+    with pytest.raises(ValueError, match='"mirrored" or "random"'):
+        measure_together([len], labels=["a"], order="sorted")
+
+
+def test_contenders_are_timed_in_random_order():
+    from utils.benchmark.measuring import measure_together
+
+    def rounds(seed):
+        order = []
+        calls = [lambda name=name: order.append(name) for name in "abc"]
+        options = {"warmup": 1, "iterations": 6, "device": "cpu", "order": "random", "seed": seed}
+        found = measure_together(calls, labels="abc", **options)
+        assert all(len(one.samples_ms) == 6 for one in found)
+        return "".join(name for number, name in enumerate(order) if number == 0 or name != order[number - 1])
+
+    assert rounds(0) != rounds(1), "another seed, another order"
+    assert not rounds(0).endswith("abcbabcbabcba")
 
 
 def interrupt_at(monkeypatch, number, error=KeyboardInterrupt):

@@ -14,8 +14,6 @@ LOG2_E = math.log2(math.e)
 # What the heads in flight should fit in, of the H200's 60 MB. Measured: half as much costs 0 to 2%, no limit up to 30%.
 L2_BYTES = 32 << 20
 
-PART_TILES = 2  # what a program's beginning and end take, in tiles of queries: a guess
-
 
 def processors(device: torch.device) -> int:
     """SMs of a GPU; those of an H100 or H200 where a kernel is simulated."""
@@ -99,18 +97,16 @@ class Gradients:
 
     def section(self) -> int:
         """Steps 3 and 4: heads whose Q, dO and sums of dQ fit in the L2 together."""
-        return max(1, (self.plan.section_mib << 20) // (self.rows * self.plan.block_d * 8 * self.group))
+        return max(1, L2_BYTES // (self.rows * self.plan.block_d * 8 * self.group))
 
     def split(self) -> tuple[int, int]:
         """How many blocks of keys stay whole, and how many programs each of the others gets (`split.py`)."""
+        from utils.attention.gluon.backward.split import whole_and_parts
+
         blocks = self.blocks_n * self.kv_heads_total
         if not self.plan.split_tail or self.causal or self.window:
             return blocks, 1
-        sms = processors(self.q.device)
-        rest = blocks % sms
-        tiles = self.rows // self.plan.block_m * self.group
-        parts = min(range(1, 17), key=lambda n: -(-rest * n // sms) * (tiles / n + PART_TILES))
-        return (blocks - rest, parts) if rest and parts > 1 else (blocks, 1)
+        return whole_and_parts(blocks, self.rows // self.plan.block_m * self.group, processors(self.q.device))
 
     def row_descriptors(self, rows: dict[str, int]) -> list:
         """TMA descriptors of the tensors named, with boxes of so many rows."""
@@ -125,17 +121,10 @@ class Gradients:
         layout = gl.NVMMASharedLayout(0, 32, rank=2)
         return TensorDescriptor(sums, list(sums.shape), list(sums.stride()), [32, 128], layout)
 
-    def descriptors(self, store_rows: int) -> list:
+    def descriptors(self, keys: int) -> list:
         """TMA descriptors of q, dout, k, v, dk, dv, and of the statistics of a tile of queries."""
         plan = self.plan
-        boxes = {
-            "q": plan.block_m,
-            "dout": plan.block_m,
-            "k": plan.block_n,
-            "v": 128 if plan.joint else 64,
-            "dk": store_rows,
-            "dv": store_rows,
-        }
+        boxes = {"q": plan.block_m, "dout": plan.block_m, "k": plan.block_n, "v": keys, "dk": keys, "dv": keys}
         return [*self.row_descriptors(boxes), *(self._numbers(x) for x in (self.lse2, self.delta))]
 
     def _numbers(self, x: torch.Tensor):

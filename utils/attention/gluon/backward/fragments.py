@@ -65,16 +65,16 @@ def start_backward(
     BLOCK_D: gl.constexpr,
     CLEAR: gl.constexpr,
     DLSE: gl.constexpr,
-    NEAR: gl.constexpr,
     COUNT: gl.constexpr,
 ):
-    """Delta and lse * log2(e) of 64 rows of one head, and zeros in their sums of dQ: grid (B * H, rows / 64)."""
+    """Delta and lse * log2(e) of 64 rows of one head, and zeros in their sums of dQ: grid (rows / 64, B * H).
+
+    The last heads come first: the main kernel begins with the first ones, and finds theirs in the L2.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    tile = gl.program_id(0 if NEAR else 1)
-    head_total = gl.program_id(1 if NEAR else 0).to(gl.int64)
-    if NEAR:
-        head_total = gl.num_programs(1) - 1 - head_total
+    tile = gl.program_id(0)
+    head_total = (gl.num_programs(1) - 1 - gl.program_id(1)).to(gl.int64)
     batch = head_total // heads
     head = head_total - batch * heads
     r = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
@@ -117,19 +117,16 @@ def finish_dq(
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     FRAGMENTS: gl.constexpr,
-    NEAR: gl.constexpr,
 ):
     """Scale one piece of the sums, 64 queries x 64 columns, and store it as rows of dQ.
 
-    Grid (B * H, rows / 64, BLOCK_D / 64). FRAGMENTS: the sums are in the order of the fragments, else in rows.
+    Grid (BLOCK_D / 64, rows / 64, B * H), the last heads first, whose sums are still in the L2. FRAGMENTS: the sums are in the order of the fragments, else in rows.
     """
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    piece = gl.program_id(0)
     tile = gl.program_id(1)
-    piece = gl.program_id(0 if NEAR else 2)
-    head_total = gl.program_id(2 if NEAR else 0).to(gl.int64)
-    if NEAR:
-        head_total = gl.num_programs(2) - 1 - head_total
+    head_total = (gl.num_programs(2) - 1 - gl.program_id(2)).to(gl.int64)
     batch = head_total // heads
     head = head_total - batch * heads
     number = (head_total * (rows // 64) + tile) * (BLOCK_D // 64) + piece

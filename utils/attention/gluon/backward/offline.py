@@ -29,7 +29,7 @@ def compile_backward(
     """Compile a step of the backward ladder for sm_90a.
 
     Args:
-        step: 1 to 5.
+        step: 1 to 6.
         head_dim: Head dimension; the tile is the next larger of 64, 128 and 256.
         dtype: "bf16" or "fp16".
         causal: Whether the mask is causal.
@@ -50,7 +50,7 @@ def compile_backward(
         "q": plan.block_m,
         "do": plan.block_m,
         "k": plan.block_n,
-        **dict.fromkeys(("v", "dk", "dv"), 128 if plan.joint else 64),
+        **dict.fromkeys(("v", "dk", "dv"), 128 if step == 6 and plan.block_d < 256 else 64),
     }
     kinds = {name + "_desc": f"tensordesc<{dtype}[1, 1, {n}, {plan.block_d}],{layout!r}>" for name, n in rows.items()}
     kinds |= {name: f"tensordesc<fp32[1, {plan.block_m}],{numbers!r}>" for name in ("lse_desc", "delta_desc")}
@@ -67,7 +67,9 @@ def compile_backward(
     }
     # A launch tells the compiler that tensors and their rows start at multiples of 16 bytes.
     multiples = [name for name in kernel.arg_names if name.endswith(("_ptr", "_batch", "_head", "_row"))]
-    warps = 8 if (step < 3 and plan.block_d == 256) or (plan.joint and not plan.producer_first) else 4
+    warps = (
+        8 if (plan.block_d == 256 and step < 3) or (plan.block_d < 256 and step == 6 and not plan.producer_first) else 4
+    )
     return read_assembly(compile_gluon(kernel, signature, constants, multiples, warps), kernel.__name__)
 
 

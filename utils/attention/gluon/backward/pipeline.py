@@ -79,13 +79,6 @@ class RowRing:
             fence_async_shared()
         async_copy.mbarrier_arrive(self.empty.index(i % self.SLOTS), increment_count=False)
 
-    @gluon.jit
-    def pretend(self, i):
-        """Producer: say that load number i has arrived, without loading (`probe`)."""
-        slot = i % self.SLOTS
-        mbarrier.wait(self.empty.index(slot), self.phase(i) ^ 1)
-        mbarrier.arrive(self.full.index(slot), count=1)
-
 
 @gluon.jit
 def allocate_row_ring(tile_desc, number_desc, SLOTS: gl.constexpr, READERS: gl.constexpr):
@@ -340,12 +333,13 @@ def block_work(
     scale,
     CONSUMERS: gl.constexpr,
     WRITERS: gl.constexpr,
+    KEYS: gl.constexpr = 64,
     whole=0,
     parts=1,
 ):
     """Find this block's keys, allocate its shared memory and barriers, and return what its roles get.
 
-    WRITERS: how many of the consumers write dS. whole, parts: blocks behind the first `whole` have `parts` programs each
+    CONSUMERS: warpgroups that read the rings; WRITERS: roles that write dS; KEYS: of a role. whole, parts: blocks behind the first `whole` have `parts` programs each
     (`split_tail`).
     """
     PLAN: gl.constexpr = sizes.PLAN
@@ -360,12 +354,12 @@ def block_work(
     q = allocate_row_ring(q_desc, lse_desc, PLAN.q_slots, CONSUMERS)
     do = allocate_row_ring(do_desc, delta_desc, PLAN.do_slots, CONSUMERS)
     k = gl.allocate_shared_memory(dtype, [1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
-    V_SHAPE: gl.constexpr = [1, 1, 128, PLAN.block_d] if PLAN.joint else [PLAN.block_n // 64, 1, 1, 64, PLAN.block_d]
+    V_SHAPE: gl.constexpr = [PLAN.block_n // KEYS, 1, 1, KEYS, PLAN.block_d]
     v = gl.allocate_shared_memory(dtype, V_SHAPE, v_desc.layout)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     DS_SHAPE: gl.constexpr = (
         [PLAN.ds_slots, PLAN.block_n, PLAN.block_m]
-        if PLAN.joint
+        if KEYS == 128
         else [PLAN.ds_slots * (PLAN.block_m // 64), PLAN.block_n, 64]
     )
     ds = gl.allocate_shared_memory(dtype, DS_SHAPE, swizzled)

@@ -4,7 +4,7 @@ Without a mask all blocks take the same time, and an SM holds one. 2048 blocks o
 in the sixteenth, half of the SMs have nothing to do. Split in five parts each, by queries, these 68 are done in three fifths
 of a round. A part leaves its dK and dV in memory, fp32, and `finish_parts` adds them up, always in the same order.
 
-    parts of dK and dV    (split blocks, parts, consumers, dV and dK, 64 * BLOCK_D) fp32, in the order of `fragments.py`
+    parts of dK and dV    (split blocks, parts, halves of the keys, dV and dK, 64 * BLOCK_D) fp32, in the order of `fragments.py`
 """
 
 from __future__ import annotations
@@ -12,16 +12,43 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from utils.attention.gluon.backward.fragments import from_fragments, to_fragments
+from utils.attention.gluon.backward.fragments import from_fragments
 from utils.attention.gluon.backward.pipeline import block_place
+
+PART_TILES = 2  # what the beginning and the end of a part take, in tiles of queries: a guess
+MOST_PARTS = 16
+
+
+def whole_and_parts(blocks: int, tiles: int, sms: int) -> tuple[int, int]:
+    """Return how many blocks stay whole, and in how many parts each of the others is split.
+
+    Args:
+        blocks: Blocks of keys of the launch.
+        tiles: Tiles of queries of a block.
+        sms: SMs of the GPU, each of which holds one block.
+    """
+    rest = blocks % sms
+    # A round of parts takes as long as one of them.
+    parts = min(range(1, MOST_PARTS + 1), key=lambda n: -(-rest * n // sms) * (tiles / n + PART_TILES))
+    return (blocks - rest, parts) if rest and parts > 1 else (blocks, 1)
 
 
 @gluon.jit
-def store_part(parts_ptr, work, x, W: gl.constexpr, WHICH: gl.constexpr):
-    """Store this consumer's 64 rows of a part of dV (WHICH = 0) or dK (1), fp32, not scaled."""
-    SIZE: gl.constexpr = x.shape[0] * x.shape[1]
-    at = parts_ptr + ((work.late.to(gl.int64) * 2 + W) * 2 + WHICH) * SIZE
-    gl.store(at + gl.arange(0, SIZE, gl.BlockedLayout([4], [32], [4], [0])), to_fragments(x))
+def store_part(parts_ptr, work, x, WHICH: gl.constexpr):
+    """Store a part of dV (WHICH = 0) or dK (1), fp32, not scaled."""
+    HALF: gl.constexpr = 64 * x.shape[1]
+    BLOCKS: gl.constexpr = x.shape[1] // 8
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[1], [2], [512], [1024], [2048]] if BLOCKS == 8 else [[1], [2], [512], [1024], [2048], [4096]],
+        lane_bases=[[4], [8], [16], [32], [64]],
+        warp_bases=[[128], [256], [HALF]],
+        block_bases=[],
+        shape=[2 * HALF],
+    )
+    flat = x.reshape([2, 4, 2, 8, BLOCKS, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6]).reshape([2 * HALF])
+    i = gl.arange(0, 2 * HALF, layout)
+    at = ((work.late.to(gl.int64) * 2 + i // HALF) * 2 + WHICH) * HALF + i % HALF
+    gl.store(parts_ptr + at, gl.convert_layout(flat, layout, assert_trivial=True))
 
 
 @gluon.jit(do_not_specialize=["parts", "whole", "blocks_n", "section", "total", "kv_heads", "sk"])

@@ -49,20 +49,13 @@ def producer(work, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc):
     start = work.start(lo, hi)
     m = start
     for i in range(count):
-        PRETEND: gl.constexpr = PLAN.probe >= 3
-        if PRETEND and i >= 2:
-            work.q.pretend(i)
-        else:
-            work.q.load(i, q_desc, lse_desc, work.batch, head, heads, m * PLAN.block_m)
+        work.q.load(i, q_desc, lse_desc, work.batch, head, heads, m * PLAN.block_m)
         if i == 0:
             mbarrier.expect(work.loaded.index(1), v_desc.block_type.nbytes * (PLAN.block_n // 64))
             for w in gl.static_range(CONSUMERS):
                 at = [work.batch, work.kv_head, work.key + w * 64, 0]
                 tma_load(v_desc, at, work.loaded.index(1), work.v.index(w))
-        if PRETEND and i >= 2:
-            work.do.pretend(i)
-        else:
-            work.do.load(i, do_desc, delta_desc, work.batch, head, heads, m * PLAN.block_m)
+        work.do.load(i, do_desc, delta_desc, work.batch, head, heads, m * PLAN.block_m)
         m += 1
         if m == hi:
             m = lo

@@ -10,14 +10,12 @@ neither mask nor branch. Other changes to step 3 are fields of the plan, so that
                      ptxas gives the default partition less room: at head dimension 64 its consumer has
                      33 spills in the loop of step 3, the other consumer none. Not with by_tma: there are
                      no registers for it
-    v_left           V's first 64 columns stay in registers and are a left operand of dP^T there: S^T and dP^T   none
+    v_left           V's first 64 columns stay in registers and are a left operand of dP^T there: S^T and dP^T   128
                      need all that shared memory can give
-    in_turn          consumer 1 starts a tile when consumer 0 has its scores (2: and dP^T), so that one          none
-                     computes exponentials while the other one's products run; consumer 0 starts dK before dQ
     stagger          without a mask, block n starts at tile n and goes round, so that fewer blocks add to  64 full
                      the same rows of dQ at the same time
 
-The fastest at head dimensions 64 and 128. Tiles and slots are those of step 3, and head dimension 256 is in
+The fastest with a mask at head dimensions 64 and 128. Tiles and slots are those of step 3, and head dimension 256 is in
 `wide_heads.py`. Places and figures: docs/backward-log.md.
 """
 
@@ -30,11 +28,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from utils.attention.gluon.backward.arguments import Gradients, processors
+from utils.attention.gluon.backward.arguments import Gradients
 from utils.attention.gluon.backward.fragments import to_fragments
 from utils.attention.gluon.backward.launch import launch_blocks
 from utils.attention.gluon.backward.pipeline import Sizes, block_work, tma_add
-from utils.attention.gluon.backward.split import finish_parts, store_part
 from utils.attention.gluon.backward.step3_warp_specialized import (
     add_dq,
     producer,
@@ -47,9 +44,7 @@ from utils.attention.gluon.backward.step3_warp_specialized import (
     wait_dq,
     write_ds,
 )
-from utils.attention.gluon.shared import accumulator, left_operand, meet, pass_by, tma_store, wait_products
-
-TURN = gl.constexpr(6)  # a named barrier that Triton does not use: its own are one for each partition, and two more
+from utils.attention.gluon.shared import accumulator, left_operand, wait_products
 
 
 @gluon.jit
@@ -98,11 +93,7 @@ def storing_warp(work, leave):
         for i in range(count):
             for w in gl.static_range(2):
                 mbarrier.wait(full.index(w), i & 1)
-                at = [((head * work.sizes.tiles_m + m) * PIECES + w) * 32, 0]
-                if PLAN.probe == 2:
-                    tma_store(sums_desc, at, tiles.index(w))
-                elif PLAN.probe != 1 and PLAN.probe != 4:
-                    tma_add(sums_desc, at, tiles.index(w))
+                tma_add(sums_desc, [((head * work.sizes.tiles_m + m) * PIECES + w) * 32, 0], tiles.index(w))
             for w in gl.static_range(2):
                 tma.store_wait(1 - w)  # the first part has been read before the second
                 mbarrier.arrive(empty.index(w), count=1)
@@ -132,10 +123,7 @@ def softmax_gradient(work, s, dp, i, key, row, W: gl.constexpr, MASK: gl.constex
     """P^T, as the left operand of dV, and dS^T of tile i, from its two products in flight; MASK: whether it gets a mask."""
     PLAN: gl.constexpr = work.sizes.PLAN
     dtype: gl.constexpr = work.k.dtype
-    DP_PRODUCTS: gl.constexpr = 2 if PLAN.v_left and PLAN.block_d > 64 else 1
-    s = wait_products(s, DP_PRODUCTS, PLAN.block_m)
-    if PLAN.in_turn == 1 and W == 0:
-        pass_by(TURN, 256)
+    s = wait_products(s, 2 if PLAN.v_left and PLAN.block_d > 64 else 1, PLAN.block_m)
     lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
     p = gl.exp2(s * work.c - lse2[None, :])
     if MASK:
@@ -143,8 +131,6 @@ def softmax_gradient(work, s, dp, i, key, row, W: gl.constexpr, MASK: gl.constex
         p = work.sizes.mask_product(p, key, row) if PLAN.block_d == 128 else work.sizes.mask(p, key, row)
     p16 = gl.convert_layout(p.to(dtype), left_operand(PLAN.block_d))
     dp = wait_products(dp, 0, PLAN.block_m)
-    if PLAN.in_turn == 2 and W == 0:
-        pass_by(TURN, 256)
     delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
     return p16, (p * (dp - delta[None, :])).to(dtype)
 
@@ -180,34 +166,11 @@ def finish_tile(work, sums, leave, dk, dq, i, m, head, W: gl.constexpr):
         dq = wait_dq(work, dq, 1)
         if PLAN.by_tma:
             hand_over(work, dq, leave, i, W)
-        elif PLAN.probe != 1 and PLAN.probe != 4:
+        else:
             add_dq(work, sums, dq, head, m, W)
     dk = wait_products(dk, 0, PLAN.block_d)
     work.q.release(i, not work.sizes.CASE.dq)
     return dk
-
-
-@gluon.jit
-def leading_gradients(work, sums, leave, state, p16, ds, i, m, head, W: gl.constexpr):
-    """Compute dV, dK and dQ of tile i as the first consumer, whose dK waits for nothing of the other: returns dK and dV."""
-    PLAN: gl.constexpr = work.sizes.PLAN
-    BLOCK_D: gl.constexpr = PLAN.block_d
-    dk, dv = state
-    write_ds(work, i, ds, W)
-    dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
-    publish_ds(work, i)
-    dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
-    dq = start_dq(work, i, W)
-    dv = wait_products(dv, 2, BLOCK_D)
-    work.do.release(i)
-    dk = wait_products(dk, 1, BLOCK_D)
-    work.q.release(i)
-    dq = wait_dq(work, dq, 0)
-    if PLAN.by_tma:
-        hand_over(work, dq, leave, i, W)
-    else:
-        add_dq(work, sums, dq, head, m, W)
-    return dk, dv
 
 
 @gluon.jit
@@ -223,52 +186,22 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, W: gl.constexpr
     dk, dv = state
     for m in range(lo, hi):
         i = number + m
-        if PLAN.in_turn and W == 1:
-            meet(TURN, 256)
         s = start_scores(work, i, W)
         dp = start_dp_from_registers(work, v_left, i, W) if PLAN.v_left else start_dp(work, i, W)
         p16, ds = softmax_gradient(work, s, dp, i, key, m * BLOCK_M, W, MASK)
-        if PLAN.in_turn and W == 0 and work.sizes.CASE.dq:
-            dk, dv = leading_gradients(work, sums, leave, (dk, dv), p16, ds, i, m, head, W)
-        else:
-            dk, dv, dq = start_gradients(work, (dk, dv), p16, ds, i, W)
-            dk = finish_tile(work, sums, leave, dk, dq, i, m, head, W)
+        dk, dv, dq = start_gradients(work, (dk, dv), p16, ds, i, W)
+        dk = finish_tile(work, sums, leave, dk, dq, i, m, head, W)
     return dk, dv
 
 
 @gluon.jit
-def walk_block(work, sums, leave, v_left, state, lo, hi, done, W: gl.constexpr):
-    """All tiles of a block, of all heads that share its keys: returns the state (dK, dV) behind them.
-
-    done: the number of the first tile's load.
-    """
-    PLAN: gl.constexpr = work.sizes.PLAN
-    CASE: gl.constexpr = work.sizes.CASE
-    MASKS: gl.constexpr = CASE.causal or CASE.window or CASE.tail
-    first, end = clean_tiles(work.sizes, work.key + W * 64, lo, hi)
-    for turn in range(work.sizes.group):
-        head = work.kv_head * work.sizes.group + turn
-        number = done + turn * (hi - lo) - lo
-        if MASKS:
-            state = walk(work, sums, leave, v_left, state, lo, first, number, head, W, True)
-            state = walk(work, sums, leave, v_left, state, first, end, number, head, W, False)
-            if CASE.window:
-                state = walk(work, sums, leave, v_left, state, end, hi, number, head, W, True)
-        elif PLAN.stagger:
-            start = work.start(lo, hi)
-            state = walk(work, sums, leave, v_left, state, start, hi, number + lo - start, head, W, False)
-            state = walk(work, sums, leave, v_left, state, lo, start, number + hi - start, head, W, False)
-        else:
-            state = walk(work, sums, leave, v_left, state, lo, hi, number, head, W, False)
-    return state
-
-
-@gluon.jit
-def consumer(work, sums, leave, parts_ptr, dk_desc, dv_desc, W: gl.constexpr):
+def consumer(work, sums, leave, dk_desc, dv_desc, W: gl.constexpr):
     """Warpgroup W: 64 keys of the block against all tiles of queries that see them."""
     PLAN: gl.constexpr = work.sizes.PLAN
+    CASE: gl.constexpr = work.sizes.CASE
     BLOCK_D: gl.constexpr = PLAN.block_d
     count, lo, hi = work.first()
+    MASKS: gl.constexpr = CASE.causal or CASE.window or CASE.tail
     dk = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
     dv = gl.zeros([64, BLOCK_D], gl.float32, accumulator(BLOCK_D))
     mbarrier.wait(work.loaded.index(0), 0)
@@ -277,33 +210,30 @@ def consumer(work, sums, leave, parts_ptr, dk_desc, dv_desc, W: gl.constexpr):
         v_left = 0
         if PLAN.v_left:
             v_left = work.v_rows(W).slice(0, 64, 1).load(left_operand(PLAN.block_m))
-        dk, dv = walk_block(work, sums, leave, v_left, (dk, dv), lo, hi, 0, W)
-    if PLAN.split_tail and work.parts > 1:
-        store_part(parts_ptr, work, dv, W, 0)
-        store_part(parts_ptr, work, dk, W, 1)
-    else:
-        # V's own rows are not needed any more: they carry dV away, and then dK.
-        store_rows(dv_desc, work, work.v.index(W), dv, W)
-        store_rows(dk_desc, work, work.v.index(W), dk * work.scale, W)
+        state = (dk, dv)
+        first, end = clean_tiles(work.sizes, work.key + W * 64, lo, hi)
+        for turn in range(work.sizes.group):
+            head = work.kv_head * work.sizes.group + turn
+            number = turn * (hi - lo) - lo
+            if MASKS:
+                state = walk(work, sums, leave, v_left, state, lo, first, number, head, W, True)
+                state = walk(work, sums, leave, v_left, state, first, end, number, head, W, False)
+                if CASE.window:
+                    state = walk(work, sums, leave, v_left, state, end, hi, number, head, W, True)
+            elif PLAN.stagger:
+                start = work.start(lo, hi)
+                state = walk(work, sums, leave, v_left, state, start, hi, number + lo - start, head, W, False)
+                state = walk(work, sums, leave, v_left, state, lo, start, number + hi - start, head, W, False)
+            else:
+                state = walk(work, sums, leave, v_left, state, lo, hi, number, head, W, False)
+        dk, dv = state
+    # V's own rows are not needed any more: they carry dV away, and then dK.
+    store_rows(dv_desc, work, work.v.index(W), dv, W)
+    store_rows(dk_desc, work, work.v.index(W), dk * work.scale, W)
 
 
 @gluon.jit(
-    do_not_specialize=[
-        *(
-            "sq",
-            "sk",
-            "window",
-            "heads",
-            "kv_heads",
-            "group",
-            "tiles_m",
-            "blocks_n",
-            "section",
-            "total",
-            "whole",
-            "parts",
-        )
-    ]
+    do_not_specialize=["sq", "sk", "window", "heads", "kv_heads", "group", "tiles_m", "blocks_n", "section", "total"]
 )
 def attention_backward_step5(
     q_desc,
@@ -316,9 +246,6 @@ def attention_backward_step5(
     delta_desc,
     sums_desc,
     dq_sums_ptr,
-    parts_ptr,
-    whole,
-    parts,
     sq,
     sk,
     window,
@@ -337,7 +264,7 @@ def attention_backward_step5(
     """A block computes dK and dV of BLOCK_N keys of one head, and adds to dQ: grid (blocks of keys * B * Hkv,)."""
     sizes = Sizes(sq, sk, window, heads, kv_heads, group, tiles_m, PLAN, CASE)
     descriptors = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
-    work = block_work(sizes, descriptors, blocks_n, section, total, c, scale, 2, 2, whole, parts)
+    work = block_work(sizes, descriptors, blocks_n, section, total, c, scale, 2, 2)
     tiles = work.ds
     full = work.loaded
     empty = work.loaded
@@ -355,8 +282,8 @@ def attention_backward_step5(
         gl.warp_specialize(
             [
                 (producer, loads),
-                (consumer, (work, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc, 0)),
-                (consumer, (work, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc, 1)),
+                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 0)),
+                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 1)),
             ],
             [4, 4],
             [REGISTERS, REGISTERS],
@@ -364,8 +291,8 @@ def attention_backward_step5(
     elif PLAN.by_tma:
         gl.warp_specialize(
             [
-                (consumer, (work, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc, 0)),
-                (consumer, (work, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc, 1)),
+                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 0)),
+                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 1)),
                 (producer, loads),
                 (storing_warp, (work, leave)),
             ],
@@ -375,8 +302,8 @@ def attention_backward_step5(
     else:
         gl.warp_specialize(
             [
-                (consumer, (work, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc, 0)),
-                (consumer, (work, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc, 1)),
+                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 0)),
+                (consumer, (work, dq_sums_ptr, leave, dk_desc, dv_desc, 1)),
                 (producer, loads),
             ],
             [4, 1],
@@ -386,37 +313,4 @@ def attention_backward_step5(
 
 def launch(g: Gradients) -> None:
     """Run the kernel on tensors of a GPU."""
-    launch_step5(attention_backward_step5, g)
-
-
-def launch_step5(kernel, g: Gradients, num_warps: int = 4) -> None:
-    """Run step 5, or its variant `queue`, and add up the parts of split blocks."""
-    whole, parts = g.split()
-    split = g.blocks_n * g.kv_heads_total - whole
-    size = split * parts * 2 * 2 * 64 * g.plan.block_d
-    parts_of = g.lse2.new_empty(size) if split else g.delta
-    programs = end = whole + split * parts
-    sums = [g.sums_descriptor(), g.dq_sums, parts_of]
-    if g.plan.queue:
-        programs = min(programs, processors(g.q.device))
-    if g.plan.queue or g.plan.joint:
-        sums += [g.counter, end]
-    launch_blocks(kernel, g, *sums, whole, parts, programs=programs, num_warps=num_warps)
-    if split:
-        finish_parts[(split * 2, 2, g.plan.block_d // 32)](
-            parts_of,
-            g.dv,
-            g.dk,
-            *g.dk.stride()[:3],
-            parts,
-            whole,
-            g.blocks_n,
-            g.section(),
-            g.kv_heads_total,
-            g.kv_heads,
-            g.sk,
-            g.scale,
-            HEAD_DIM=g.head_dim,
-            BLOCK_D=g.plan.block_d,
-            num_warps=4,
-        )
+    launch_blocks(attention_backward_step5, g, g.sums_descriptor(), g.dq_sums)

@@ -1,9 +1,22 @@
-"""Step 5 with one consumer of eight warps in place of two of four: both warpgroups run the same instructions.
+"""Step 6: both warpgroups are one consumer of eight warps, and an SM takes block after block.
 
-A role of its own for each warpgroup is compiled for itself, so the two loops are twice the instructions that an SM has to
-fetch, and each has barriers of its own. Here both warpgroups are one role: tiles of 128 keys, of which each has 64 rows in
-its registers as before, and dS is exchanged at one barrier of 256 threads. Each warpgroup computes half of dQ: 64 queries
-(tiles of 128) or 64 columns (tiles of 64).
+In steps 3 to 5 each warpgroup is a role, which the compiler compiles for itself: twice the instructions, registers for each
+tile's addresses, and an mbarrier for each exchange of dS. Here both are one role. Its tiles have 128 keys, 64 rows in the
+registers of each warpgroup as before, and dS is exchanged at one barrier of 256 threads. Each warpgroup computes half of dQ:
+64 queries (tiles of 128) or 64 columns (tiles of 64), which a warp of its own hands to TMA. The loop over tiles has no
+spills and no moves of addresses between registers (docs/backward-log.md, entry 35).
+
+    field         what                                                                       default
+    queue         as many programs as SMs draw blocks from a counter (`queue.py`)            128, without a mask
+    split_tail    blocks of the last round over the GPU are split by queries (`split.py`)    128, without a mask
+    v_left        V's first 64 columns are a left operand in registers                       128
+    by_tma        the storing warp adds dQ; else the threads do                              all
+    named         a slot is given back by one arrival of each warp at a named barrier        none: not measured
+    late_fence    dQ is handed over when the next tile's S^T and dP^T have begun             none: not measured
+    exp_first     all exponentials stand before the wait for dP^T                            none: not measured
+
+The fastest without a mask at head dimensions 64 and 128; with one, step 5 is. Tiles and slots are those of step 3. The other
+roles are in `step6_roles.py`, and head dimension 256 is in `wide_heads.py`. Places and figures: docs/backward-log.md.
 """
 
 # A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
@@ -15,13 +28,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from utils.attention.gluon.backward.arguments import Gradients
-from utils.attention.gluon.backward.pipeline import Sizes, block_work, tma_add
+from utils.attention.gluon.backward.arguments import Gradients, processors
+from utils.attention.gluon.backward.launch import launch_blocks
+from utils.attention.gluon.backward.pipeline import Sizes, block_work
 from utils.attention.gluon.backward.queue import make_queue
-from utils.attention.gluon.backward.step5_storing_warp import launch_step5
-from utils.attention.gluon.shared import meet, pass_by, thread_barrier, tma_load, tma_store, wait_products
-
-LEFT = gl.constexpr(6)  # a named barrier that Triton does not use: its own are one for each partition, and two more
+from utils.attention.gluon.backward.split import finish_parts, store_part
+from utils.attention.gluon.backward.step6_roles import LEFT, give_back, producer, storing_warp
+from utils.attention.gluon.shared import hold_here, pass_by, thread_barrier, tma_store, wait_products
 
 
 @gluon.constexpr_function
@@ -40,40 +53,6 @@ def keys_operand(columns):
 def dq_layout(queries):
     """Layout of dQ: 64 queries for each warpgroup, or 64 columns where a tile has 64 queries."""
     return gl.NVMMADistributedLayout([3, 0], [8, 1] if queries == 128 else [4, 2], [16, 64, 16])
-
-
-@gluon.constexpr_function
-def _hold_asm(n):
-    # The warp's mask is full, so that nothing is waited for; but the instruction needs all n numbers.
-    lines = [
-        "{",
-        ".reg .b32 t;",
-        "activemask.b32 t;",
-        *[f"or.b32 t, t, ${i};" for i in range(n)],
-        "bar.warp.sync t;",
-        "}",
-    ]
-    return " ".join(lines)
-
-
-@gluon.constexpr_function
-def _hold_constraints(n):
-    return ",".join(["=r"] * n) + "," + ",".join(str(i) for i in range(n))
-
-
-@gluon.jit
-def hold_here(x):
-    """Compute x before what follows; ptxas otherwise moves exponentials behind the next wait for a product."""
-    registers: gl.constexpr = x.shape[1] // 2
-    bits = gl.inline_asm_elementwise(
-        _hold_asm(registers),
-        _hold_constraints(registers),
-        [x.to(gl.int32, bitcast=True)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=registers,
-    )
-    return bits.to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -116,144 +95,19 @@ def clean_tiles(sizes, key, lo, hi):
 
 
 @gluon.jit
-def give_back(work, ring, i, NUMBER: gl.constexpr):
-    """Consumer: load number i of a ring has been read; NUMBER: the named barrier of its first slot, with `named`."""
-    if work.sizes.PLAN.named:
-        # An arrival of each warp, in place of one of each thread at the same word of shared memory.
-        pass_by(NUMBER + i % ring.SLOTS, 384 if work.sizes.PLAN.producer_first else 288)
-    else:
-        ring.release(i, not work.sizes.CASE.dq)
-
-
-@gluon.jit
-def load_rows(work, ring, i, tile_desc, number_desc, head, row, NUMBER: gl.constexpr):
-    """Producer: fetch rows of a head, and their numbers, as soon as the slot is empty."""
-    heads = work.sizes.heads
-    if work.sizes.PLAN.named:
-        slot = i % ring.SLOTS
-        if i >= ring.SLOTS:
-            # Without it TMA would overwrite a tile that a consumer still reads.
-            meet(NUMBER + slot, 384 if work.sizes.PLAN.producer_first else 288)
-        full = ring.full.index(slot)
-        mbarrier.expect(full, tile_desc.block_type.nbytes + number_desc.block_type.nbytes)
-        tma_load(tile_desc, [work.batch, head, row, 0], full, ring.tiles.index(slot))
-        tma_load(number_desc, [work.batch * heads + head, row], full, ring.numbers.index(slot))
-    else:
-        ring.load(i, tile_desc, number_desc, work.batch, head, heads, row)
-
-
-@gluon.jit
-def load_block(work, queue, turn, done, after, descriptors):
-    """Load a block's K and V once, and Q and dO tile by tile, in the order of need: returns how many tiles.
-
-    turn, done: blocks and tiles of this program before. after: number of its next block.
-    """
-    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc = descriptors
-    PLAN: gl.constexpr = work.sizes.PLAN
-    WARPS: gl.constexpr = 4 if PLAN.producer_first else 1
-    heads = work.sizes.heads
-    count, lo, hi = work.first()
-    if PLAN.queue:
-        # Nobody reads the last block's K and V any more.
-        mbarrier.wait(queue.freed.index(0), (turn & 1) ^ 1)
-    # K and V have a barrier each: the first product starts when K is there.
-    mbarrier.expect(work.loaded.index(0), k_desc.block_type.nbytes)
-    tma_load(k_desc, [work.batch, work.kv_head, work.key, 0], work.loaded.index(0), work.k)
-    head = work.kv_head * work.sizes.group
-    start = work.start(lo, hi)
-    m = start
-    for i in range(gl.maximum(count, 1)):
-        if count > 0:
-            load_rows(work, work.q, done + i, q_desc, lse_desc, head, m * PLAN.block_m, 8)
-        if i == 0:
-            mbarrier.expect(work.loaded.index(1), v_desc.block_type.nbytes)
-            tma_load(v_desc, [work.batch, work.kv_head, work.key, 0], work.loaded.index(1), work.v)
-            if PLAN.queue:
-                queue.publish(turn, after, WARPS)
-        if count > 0:
-            load_rows(work, work.do, done + i, do_desc, delta_desc, head, m * PLAN.block_m, 10)
-        m += 1
-        if m == hi:
-            m = lo
-        if m == start:
-            head += 1
-    return count
-
-
-@gluon.jit
-def producer(work, queue, descriptors):
-    """One warp loads all blocks of this program."""
-    if work.sizes.PLAN.queue:
-        number = gl.program_id(0)
-        turn = 0
-        done = 0
-        while number < queue.end:
-            here = queue.place(work, number)
-            number = queue.draw()
-            done += load_block(here, queue, turn, done, number, descriptors)
-            turn += 1
-    else:
-        load_block(work, queue, 0, 0, 0, descriptors)
-
-
-@gluon.jit
-def add_block(work, leave, done):
-    """Hand dQ of each tile of a block to TMA, which adds it to the sums, and give its place back: returns how many tiles."""
-    sums_desc, tiles, full, empty = leave
-    PLAN: gl.constexpr = work.sizes.PLAN
-    PIECES: gl.constexpr = PLAN.block_m * PLAN.block_d // 4096
-    count, lo, hi = work.first()
-    head = work.batch * work.sizes.heads + work.kv_head * work.sizes.group
-    start = work.start(lo, hi)
-    m = start
-    for i in range(done, done + count):
-        if PLAN.joint == 2:
-            meet(LEFT, 288)
-        else:
-            mbarrier.wait(full, i & 1)
-        for w in gl.static_range(2):
-            at = [((head * work.sizes.tiles_m + m) * PIECES + w) * 32, 0]
-            tma_add(sums_desc, at, tiles.slice(w * 32, 32, 0))
-        tma.store_wait(0)
-        mbarrier.arrive(empty, count=1)
-        m += 1
-        if m == hi:
-            m = lo
-        if m == start:
-            head += 1
-    return count
-
-
-@gluon.jit
-def storing_warp(work, queue, leave):
-    """One warp adds dQ of all blocks of this program."""
-    if work.sizes.CASE.dq and work.sizes.PLAN.by_tma:
-        if work.sizes.PLAN.queue:
-            number = gl.program_id(0)
-            turn = 0
-            done = 0
-            while number < queue.end:
-                done += add_block(queue.place(work, number), leave, done)
-                number = queue.next(turn, 1)
-                turn += 1
-        else:
-            add_block(work, leave, 0)
-
-
-@gluon.jit
 def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.constexpr):
     """Tiles of queries lo .. hi - 1 of one head: returns the state (dK, dV) behind them.
 
     number: of the load of tile 0, if there was one. MASK: whether these tiles get a mask.
     """
-    sums_desc, tiles, full, empty = leave
+    sums_desc, tiles, empty = leave
     PLAN: gl.constexpr = work.sizes.PLAN
     CASE: gl.constexpr = work.sizes.CASE
     BLOCK_M: gl.constexpr = PLAN.block_m
     BLOCK_D: gl.constexpr = PLAN.block_d
     dtype: gl.constexpr = work.k.dtype
     k = work.k.reshape([128, BLOCK_D])
-    v = work.v.reshape([128, BLOCK_D])
+    v = work.v.index(0).reshape([128, BLOCK_D])
     dk, dv = state
     for m in range(lo, hi):
         i = number + m
@@ -285,27 +139,21 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.conste
         if PLAN.exp_first:
             p = hold_here(p)
         p16 = gl.convert_layout(p.to(dtype), keys_operand(BLOCK_D))
-        if PLAN.dv_early:
-            dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
-            dp = wait_products(dp, 1, BLOCK_M)
-        else:
-            dp = wait_products(dp, 0, BLOCK_M)
+        dp = wait_products(dp, 0, BLOCK_M)
         delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
         ds = (p * (dp - delta[None, :])).to(dtype)
         if CASE.dq:
             # The slot's last dS, two tiles ago, has been read: all threads have since come to the last tile's barrier.
             work.ds.index(slot).store(ds)
-        if not PLAN.dv_early:
-            dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
+        dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
         if CASE.dq:
             # Stored by threads, read by wgmma through the async proxy: without the fence it may read what was there before.
             fence_async_shared()
             thread_barrier()  # the other warpgroup's keys are in dQ too
             dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, dq_layout(BLOCK_M))
             dq = warpgroup_mma(work.ds.index(slot).permute([1, 0]), k, dq, use_acc=False, is_async=True)
-            if PLAN.joint == 2:
-                # The compiler wants a barrier between this product and the next dS; here nobody waits for long.
-                thread_barrier()
+            # The compiler wants a barrier between this product and the next dS; here nobody waits for long.
+            thread_barrier()
             dv = wait_products(dv, 1, BLOCK_D)
             give_back(work, work.do, i, 10)
             dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
@@ -313,15 +161,10 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.conste
             if PLAN.by_tma:
                 mbarrier.wait(empty, (i & 1) ^ 1)  # TMA may still be reading the last tile
                 tiles.reshape([8192]).store(to_pieces(dq))
-                # Stored by threads, read by TMA through the async proxy.
                 if not PLAN.late_fence:
+                    # Stored by threads, read by TMA through the async proxy.
                     fence_async_shared()
-                if PLAN.late_fence:
-                    pass
-                elif PLAN.joint == 2:
                     pass_by(LEFT, 288)
-                else:
-                    mbarrier.arrive(full, count=1)
             else:
                 flat = to_pieces(dq)
                 tile = (work.batch * work.sizes.heads + head).to(gl.int64) * work.sizes.tiles_m + m
@@ -350,7 +193,7 @@ def store_keys(work, dk_desc, dv_desc, dk, dv):
     dv_tile = places.index(0)
     dk_tile = places.index(COUNT - 1)
     if COUNT == 1 and not PLAN.queue:
-        dk_tile = work.v  # not needed any more
+        dk_tile = work.v.index(0)  # not needed any more
     dv_tile.reshape([128, D]).store(dv.to(dtype))
     if COUNT == 1 and PLAN.queue:
         # One place for both, because V's is for the next block. The fence: stored by threads, read by TMA.
@@ -369,24 +212,6 @@ def store_keys(work, dk_desc, dv_desc, dk, dv):
 
 
 @gluon.jit
-def store_part(parts_ptr, work, x, WHICH: gl.constexpr):
-    """Store a part of dV (WHICH = 0) or dK (1), fp32, not scaled, in the order of `split.py`."""
-    HALF: gl.constexpr = 64 * x.shape[1]
-    BLOCKS: gl.constexpr = x.shape[1] // 8
-    layout: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[1], [2], [512], [1024], [2048]] if BLOCKS == 8 else [[1], [2], [512], [1024], [2048], [4096]],
-        lane_bases=[[4], [8], [16], [32], [64]],
-        warp_bases=[[128], [256], [HALF]],
-        block_bases=[],
-        shape=[2 * HALF],
-    )
-    flat = x.reshape([2, 4, 2, 8, BLOCKS, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6]).reshape([2 * HALF])
-    i = gl.arange(0, 2 * HALF, layout)
-    at = ((work.late.to(gl.int64) * 2 + i // HALF) * 2 + WHICH) * HALF + i % HALF
-    gl.store(parts_ptr + at, gl.convert_layout(flat, layout, assert_trivial=True))
-
-
-@gluon.jit
 def compute_block(work, sums, leave, turn, done):
     """128 keys against all tiles of queries that see them: returns dK, dV, and how many tiles."""
     PLAN: gl.constexpr = work.sizes.PLAN
@@ -400,7 +225,7 @@ def compute_block(work, sums, leave, turn, done):
     mbarrier.wait(work.loaded.index(1), turn & 1)
     v_left = 0
     if PLAN.v_left:
-        v_left = work.v.reshape([128, BLOCK_D]).slice(0, 64, 1).load(keys_operand(PLAN.block_m))
+        v_left = work.v.index(0).reshape([128, BLOCK_D]).slice(0, 64, 1).load(keys_operand(PLAN.block_m))
     state = (dk, dv)
     first, end = clean_tiles(work.sizes, work.key, lo, hi)
     for g in range(work.sizes.group):
@@ -442,7 +267,7 @@ def consumer(work, queue, sums, leave, parts_ptr, dk_desc, dv_desc):
             here = queue.place(work, number)
             dk, dv, count = compute_block(here, sums, leave, turn, done)
             done += count
-            mbarrier.arrive(queue.freed.index(0), count=1)
+            mbarrier.arrive(queue.freed, count=1)
             number = queue.next(turn, 8)
             leave_block(here, parts_ptr, dk_desc, dv_desc, dk, dv)
             turn += 1
@@ -470,7 +295,7 @@ def consumer(work, queue, sums, leave, parts_ptr, dk_desc, dv_desc):
         "end",
     ]
 )
-def attention_backward_joint(
+def attention_backward_step6(
     q_desc,
     do_desc,
     k_desc,
@@ -504,21 +329,18 @@ def attention_backward_joint(
     """A block computes dK and dV of BLOCK_N keys of one head, and adds to dQ: grid (blocks of keys * B * Hkv,)."""
     sizes = Sizes(sq, sk, window, heads, kv_heads, group, tiles_m, PLAN, CASE)
     descriptors = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
-    work = block_work(sizes, descriptors, blocks_n, section, total, c, scale, 2, 2, whole, parts)
+    work = block_work(sizes, descriptors, blocks_n, section, total, c, scale, 2, 1, 128, whole, parts)
     tiles = work.ds
-    full = work.loaded
     empty = work.loaded
     if PLAN.by_tma:
         tiles = gl.allocate_shared_memory(gl.float32, [64, 128], sums_desc.layout)
-        full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(full, count=1)
         mbarrier.init(empty, count=1)
-    leave = (sums_desc, tiles, full, empty)
+    leave = (sums_desc, tiles, empty)
     queue = 0
     if PLAN.queue:
         READERS: gl.constexpr = 2 if PLAN.by_tma and CASE.dq else 1
-        queue = make_queue(counter_ptr, end, blocks_n, section, total, whole, parts, READERS, 1)
+        queue = make_queue(counter_ptr, end, blocks_n, section, total, whole, parts, READERS)
     loads = (work, queue, descriptors)
     REGISTERS: gl.constexpr = PLAN.registers
     if PLAN.producer_first:
@@ -544,5 +366,40 @@ def attention_backward_joint(
 
 
 def launch(g: Gradients) -> None:
-    """Run the kernel on tensors of a GPU."""
-    launch_step5(attention_backward_joint, g, num_warps=4 if g.plan.producer_first else 8)
+    """Run the kernel on tensors of a GPU, and add up the parts of split blocks."""
+    whole, parts = g.split()
+    split = g.blocks_n * g.kv_heads_total - whole
+    end = whole + split * parts
+    parts_of = g.lse2.new_empty(split * parts * 4 * 64 * g.plan.block_d) if split else g.delta
+    launch_blocks(
+        attention_backward_step6,
+        g,
+        g.sums_descriptor(),
+        g.dq_sums,
+        parts_of,
+        g.counter,
+        end,
+        whole,
+        parts,
+        programs=min(end, processors(g.q.device)) if g.plan.queue else end,
+        num_warps=4 if g.plan.producer_first else 8,
+        keys=128,
+    )
+    if split:
+        finish_parts[(split * 2, 2, g.plan.block_d // 32)](
+            parts_of,
+            g.dv,
+            g.dk,
+            *g.dk.stride()[:3],
+            parts,
+            whole,
+            g.blocks_n,
+            g.section(),
+            g.kv_heads_total,
+            g.kv_heads,
+            g.sk,
+            g.scale,
+            HEAD_DIM=g.head_dim,
+            BLOCK_D=g.plan.block_d,
+            num_warps=4,
+        )
