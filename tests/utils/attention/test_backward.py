@@ -199,9 +199,9 @@ def test_no_queries_give_zeros():
         (128, 5, {"v_left": False}),
         (64, 5, {"v_left": True}),
         (64, 6, {"by_tma": False, "producer_first": True, "named": True}),
-        (64, 6, {"named": True, "late_fence": True, "exp_first": True}),
-        (128, 6, {"named": True, "late_fence": True, "v_left": False}),
-        (128, 6, {"exp_first": True, "late_fence": True}),
+        (64, 6, {"named": True, "storer_fences": True, "exp_first": True}),
+        (128, 6, {"named": True, "storer_fences": True, "v_left": False}),
+        (128, 6, {"exp_first": True, "storer_fences": True}),
         (128, 3, {"ds_slots": 1}),
         (256, 4, {"by_tma": True, "do_slots": 1}),
         (256, 4, {"q_slots": 1, "do_slots": 1}),
@@ -228,7 +228,7 @@ def test_other_plans(head_dim, step, changes):
             for case in (
                 (64, {"split_tail": True, "stagger": True}, {}),
                 (128, {"queue": False}, {}),
-                (128, {"named": True, "late_fence": True}, {}),
+                (128, {"named": True, "storer_fences": True}, {}),
                 (64, {"queue": True, "named": True}, {"window": 60}),
                 (64, {"queue": True, "by_tma": False, "producer_first": True}, {"causal": True}),
             )

@@ -39,7 +39,7 @@ class BackwardPlan:
     queue: bool = False  # step 6: as many programs as SMs take block after block (`queue.py`)
     split_tail: bool = False  # step 6, without a mask: the blocks of the last round over the GPU are split (`split.py`)
     named: bool = False  # step 6: slots are given back at named barriers, by an arrival of each warp
-    late_fence: bool = False  # step 6, with by_tma: dQ is handed over when the next S^T and dP^T have begun
+    storer_fences: bool = False  # step 6, with by_tma: the storing warp fences dQ, and the consumer does not
     exp_first: bool = False  # step 6: all exponentials before the wait for dP^T
     registers: int = 240  # of a consumer thread
 

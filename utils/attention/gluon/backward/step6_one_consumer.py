@@ -12,7 +12,7 @@ spills and no moves of addresses between registers (docs/backward-log.md, entry 
     v_left        V's first 64 columns are a left operand in registers                       128
     by_tma        the storing warp adds dQ; else the threads do                              all
     named         a slot is given back by one arrival of each warp at a named barrier        none: not measured
-    late_fence    dQ is handed over when the next tile's S^T and dP^T have begun             none: not measured
+    storer_fences the storing warp fences before it hands dQ to TMA, and the consumer not    none: not measured
     exp_first     all exponentials stand before the wait for dP^T                            none: not measured
 
 The fastest without a mask at head dimensions 64 and 128; with one, step 5 is. Tiles and slots are those of step 3. The other
@@ -125,10 +125,6 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.conste
                 dp = warpgroup_mma(v.slice(64, REST, 1), do.slice(64, REST, 1).permute([1, 0]), dp, is_async=True)
         else:
             dp = warpgroup_mma(v, work.do.tile(i).permute([1, 0]), dp, use_acc=False, is_async=True)
-        if PLAN.late_fence and CASE.dq and m > lo:
-            # The last tile's dQ is handed over while S^T and dP^T are with the tensor cores: the fence takes its time.
-            fence_async_shared()
-            pass_by(LEFT, 288)
         s = wait_products(s, 2 if PLAN.v_left and BLOCK_D > 64 else 1, BLOCK_M)
         lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
         p = gl.exp2(s * work.c - lse2[None, :])
@@ -161,10 +157,10 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.conste
             if PLAN.by_tma:
                 mbarrier.wait(empty, (i & 1) ^ 1)  # TMA may still be reading the last tile
                 tiles.reshape([8192]).store(to_pieces(dq))
-                if not PLAN.late_fence:
+                if not PLAN.storer_fences:
                     # Stored by threads, read by TMA through the async proxy.
                     fence_async_shared()
-                    pass_by(LEFT, 288)
+                pass_by(LEFT, 288)
             else:
                 flat = to_pieces(dq)
                 tile = (work.batch * work.sizes.heads + head).to(gl.int64) * work.sizes.tiles_m + m
@@ -175,9 +171,6 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.conste
             give_back(work, work.do, i, 10)
         dk = wait_products(dk, 0, BLOCK_D)
         give_back(work, work.q, i, 8)
-    if PLAN.late_fence and CASE.dq and hi > lo:
-        fence_async_shared()
-        pass_by(LEFT, 288)
     return dk, dv
 
 

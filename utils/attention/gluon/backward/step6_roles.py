@@ -115,6 +115,9 @@ def add_block(work, leave, done):
     m = start
     for _i in range(done, done + count):
         meet(LEFT, 288)
+        if PLAN.storer_fences:
+            # Stored by threads, read by TMA through the async proxy: a fence on the way from one to the other is enough.
+            fence_async_shared()
         for w in gl.static_range(2):
             at = [((head * work.sizes.tiles_m + m) * PIECES + w) * 32, 0]
             tma_add(sums_desc, at, tiles.slice(w * 32, 32, 0))
