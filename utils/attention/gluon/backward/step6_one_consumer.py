@@ -182,7 +182,7 @@ def store_keys(work, dk_desc, dv_desc, dk, dv):
     dtype: gl.constexpr = work.k.dtype
     COUNT: gl.constexpr = PLAN.ds_slots * PLAN.block_m // D
     at = [work.batch, work.kv_head, work.key, 0]
-    places = work.ds._reinterpret(dtype, [COUNT, 1, 1, 128, D], dv_desc.layout)
+    places = work.ds.reinterpret(dtype, [COUNT, 1, 1, 128, D], dv_desc.layout)
     dv_tile = places.index(0)
     dk_tile = places.index(COUNT - 1)
     if COUNT == 1 and not PLAN.queue:
