@@ -11,6 +11,7 @@ This is the one place that knows. Kernels, simulator and labs use Gluon's newest
 | `gl.barrier`            | 3.7         | `gl.thread_barrier`                      | gone from 3.7 on               |
 | `gluon.aggregate`       | 3.8         | `triton.language.core._aggregate`        | still there                    |
 | `tma.async_atomic_add`  | 3.8         | no function, but the same instruction    |                                |
+| `tile.reinterpret`      | 3.9         | `tile._reinterpret`                      | gone from 3.9 on               |
 """
 
 import functools
@@ -78,6 +79,7 @@ def adopt_newest_gluon_names() -> None:
         (async_copy, "async_load", async_copy, "async_copy_global_to_shared"),
         (gl, "barrier", gl, "thread_barrier"),
         (gluon, "aggregate", core, "_aggregate"),
+        (gl.shared_memory_descriptor, "reinterpret", gl.shared_memory_descriptor, "_reinterpret"),
     ):
         if not hasattr(module, newest):
             setattr(module, newest, getattr(old_module, old))

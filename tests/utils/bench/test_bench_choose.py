@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import signal
+import time
 
 import pytest
 import torch
@@ -114,16 +115,22 @@ def test_a_backend_without_a_backward_pass_says_so_of_training():
     assert flex["status"] == "refused" and "no backward pass on a CPU" in flex["refused"]
 
 
-def test_all_contenders_are_timed_interleaved():
+def test_all_contenders_are_timed_in_each_round_in_an_order_of_its_own():
     from utils.benchmark.measuring import measure_together
 
-    order = []
-    found = measure_together(
-        [lambda name=name: order.append(name) for name in "abc"], labels="abc", warmup=1, iterations=4, device="cpu"
-    )
-    assert [one.label for one in found] == ["a", "b", "c"] and all(len(one.samples_ms) == 4 for one in found)
-    runs = [name for number, name in enumerate(order) if number == 0 or name != order[number - 1]]
-    assert "".join(runs).endswith("abcbabcba")  # a b c, c b a, a b c, c b a
+    def rounds(seed):
+        order = []
+        calls = [
+            lambda name=name: (order.append(name), time.sleep(0.002)) for name in "abcd"
+        ]  # one call for each sample
+        found = measure_together(calls, labels="abcd", warmup=1, iterations=6, device="cpu", seed=seed)
+        assert [one.label for one in found] == list("abcd") and all(len(one.samples_ms) == 6 for one in found)
+        timed = "".join(order)[-24:]
+        return [timed[i : i + 4] for i in range(0, 24, 4)]
+
+    first = rounds(0)
+    assert all(sorted(turn) == list("abcd") for turn in first) and len(set(first)) > 2
+    assert rounds(0) == first != rounds(1)
     with pytest.raises(ValueError, match="a label for each"):
         measure_together([len], labels=[])
 

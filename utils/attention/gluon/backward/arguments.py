@@ -15,6 +15,11 @@ LOG2_E = math.log2(math.e)
 L2_BYTES = 32 << 20
 
 
+def processors(device: torch.device) -> int:
+    """SMs of a GPU; those of an H100 or H200 where a kernel is simulated."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 @dataclass(slots=True)
 class Gradients:
     """One backward pass to launch: q, out, dout (B, H, Sq, D), k, v (B, Hkv, Sk, D), not empty, and the step's plan.
@@ -42,6 +47,7 @@ class Gradients:
     lse2: torch.Tensor = field(init=False)  # (B * H, rows) fp32: lse * log2(e)
     delta: torch.Tensor = field(init=False)  # (B * H, rows) fp32: rowsum(dO * O)
     dq_sums: torch.Tensor = field(init=False)  # B * H * rows * block_d, fp32; not touched in deterministic mode
+    counter: torch.Tensor = field(init=False)  # (1,) int32: blocks that were drawn (`queue.py`)
     heads: int = field(init=False)  # query heads of one sequence
     heads_total: int = field(init=False)  # query heads of all sequences
     kv_heads: int = field(init=False)
@@ -64,6 +70,7 @@ class Gradients:
             torch.empty_like(x, memory_format=torch.contiguous_format) for x in (self.q, self.k, self.v)
         )
         self.lse2, self.delta = (self.lse.new_empty((self.heads_total, self.rows)) for _ in range(2))
+        self.counter = self.lse.new_empty(1, dtype=torch.int32) if self.plan.queue else self.delta
         # In deterministic mode nothing is summed in memory, and the kernels get a pointer that they do not use.
         self.dq_sums = self.lse.new_empty(4 if self.deterministic else self.lse2.numel() * self.plan.block_d)
 
@@ -92,6 +99,15 @@ class Gradients:
         """Steps 3 and 4: heads whose Q, dO and sums of dQ fit in the L2 together."""
         return max(1, L2_BYTES // (self.rows * self.plan.block_d * 8 * self.group))
 
+    def split(self) -> tuple[int, int]:
+        """How many blocks of keys stay whole, and how many programs each of the others gets (`split.py`)."""
+        from utils.attention.gluon.backward.split import whole_and_parts
+
+        blocks = self.blocks_n * self.kv_heads_total
+        if not self.plan.split_tail or self.causal or self.window:
+            return blocks, 1
+        return whole_and_parts(blocks, self.rows // self.plan.block_m * self.group, processors(self.q.device))
+
     def row_descriptors(self, rows: dict[str, int]) -> list:
         """TMA descriptors of the tensors named, with boxes of so many rows."""
         return [descriptor(getattr(self, name), count, self.plan.block_d) for name, count in rows.items()]
@@ -105,17 +121,10 @@ class Gradients:
         layout = gl.NVMMASharedLayout(0, 32, rank=2)
         return TensorDescriptor(sums, list(sums.shape), list(sums.stride()), [32, 128], layout)
 
-    def descriptors(self, store_rows: int) -> list:
+    def descriptors(self, keys: int) -> list:
         """TMA descriptors of q, dout, k, v, dk, dv, and of the statistics of a tile of queries."""
         plan = self.plan
-        boxes = {
-            "q": plan.block_m,
-            "dout": plan.block_m,
-            "k": plan.block_n,
-            "v": 64,
-            "dk": store_rows,
-            "dv": store_rows,
-        }
+        boxes = {"q": plan.block_m, "dout": plan.block_m, "k": plan.block_n, "v": keys, "dk": keys, "dv": keys}
         return [*self.row_descriptors(boxes), *(self._numbers(x) for x in (self.lse2, self.delta))]
 
     def _numbers(self, x: torch.Tensor):

@@ -51,6 +51,7 @@ def start_backward(
     lse2_ptr,
     delta_ptr,
     dq_sums_ptr,
+    counter_ptr,
     o_batch,
     o_head,
     o_row,
@@ -64,12 +65,16 @@ def start_backward(
     BLOCK_D: gl.constexpr,
     CLEAR: gl.constexpr,
     DLSE: gl.constexpr,
+    COUNT: gl.constexpr,
 ):
-    """Delta and lse * log2(e) of 64 rows of one head, and zeros in their sums of dQ: grid (B * H, rows / 64)."""
+    """Delta and lse * log2(e) of 64 rows of one head, and zeros in their sums of dQ: grid (rows / 64, B * H).
+
+    The last heads come first: the main kernel begins with the first ones, and finds theirs in the L2.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    tile = gl.program_id(1)
-    head_total = gl.program_id(0).to(gl.int64)
+    tile = gl.program_id(0)
+    head_total = (gl.num_programs(1) - 1 - gl.program_id(1)).to(gl.int64)
     batch = head_total // heads
     head = head_total - batch * heads
     r = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
@@ -88,6 +93,9 @@ def start_backward(
         delta -= gl.load(dlse_ptr + head_total * sq + r, mask=r < sq, other=0.0)
     gl.store(lse2_ptr + head_total * rows + r, lse2)
     gl.store(delta_ptr + head_total * rows + r, delta)
+    if COUNT:  # noqa: SIM102 (the first is decided by the compiler)
+        if (gl.program_id(0) == 0) & (gl.program_id(1) == 0):
+            gl.store(counter_ptr, 0)
     if CLEAR:
         sums = dq_sums_ptr + (head_total * (rows // 64) + tile) * (64 * BLOCK_D)
         for part in gl.static_range(BLOCK_D // 32):
@@ -112,13 +120,13 @@ def finish_dq(
 ):
     """Scale one piece of the sums, 64 queries x 64 columns, and store it as rows of dQ.
 
-    Grid (B * H, rows / 64, BLOCK_D / 64). FRAGMENTS: the sums are in the order of the fragments, else in rows.
+    Grid (BLOCK_D / 64, rows / 64, B * H), the last heads first, whose sums are still in the L2. FRAGMENTS: the sums are in the order of the fragments, else in rows.
     """
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    piece = gl.program_id(0)
     tile = gl.program_id(1)
-    piece = gl.program_id(2)
-    head_total = gl.program_id(0).to(gl.int64)
+    head_total = (gl.num_programs(2) - 1 - gl.program_id(2)).to(gl.int64)
     batch = head_total // heads
     head = head_total - batch * heads
     number = (head_total * (rows // 64) + tile) * (BLOCK_D // 64) + piece

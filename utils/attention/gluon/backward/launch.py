@@ -24,13 +24,15 @@ MODULES = {
     3: "step3_warp_specialized",
     4: "step4_overlapped",
     5: "step5_storing_warp",
+    6: "step6_one_consumer",
 }
 NAMES = {name: f"attention_backward_step{step}" for step, name in MODULES.items()} | {
     "wide_heads": "attention_backward_wide"
 }
 
 
-STEP5_FIELDS = ("stagger", "producer_first", "v_left", "in_turn")
+STEP5_FIELDS = ("stagger", "producer_first", "v_left")  # of step 6, too
+STEP6_FIELDS = ("queue", "split_tail", "named", "storer_fences", "exp_first")
 
 
 def module_name(step: int, plan: BackwardPlan) -> str:
@@ -51,12 +53,14 @@ def kernel_of(step: int, plan: BackwardPlan):
 
 def check_plan(step: int, plan: BackwardPlan) -> None:
     """Refuse a plan with fields that the step's kernel does not know: its results could be wrong."""
-    fields = [name for name in STEP5_FIELDS if getattr(plan, name)]
-    if fields and module_name(step, plan) != MODULES[5]:
-        raise ValueError(
-            f"Only step 5, at head dimensions up to 128, knows {', '.join(fields)}; got step {step} with tiles of width "
-            f"{plan.block_d}. Set these fields to False, or take step 5."
-        )
+    module = module_name(step, plan)
+    for least, names in ((5, STEP5_FIELDS), (6, STEP6_FIELDS)):
+        fields = [name for name in names if getattr(plan, name)]
+        if fields and module not in [MODULES[n] for n in range(least, 7)]:
+            raise ValueError(
+                f"Only step {least} and on, at head dimensions up to 128, know {', '.join(fields)}; got step {step} with "
+                f"tiles of width {plan.block_d}. Set these fields to False, or take another step."
+            )
 
 
 def backward(
@@ -90,16 +94,16 @@ def backward(
         dlse: Gradient of the log-sum-exp, if that was used too.
         deterministic: Whether the same inputs must give the same bits; dQ then has a kernel of its own (`dq.py`).
             Not in steps 1 and 2.
-        step: Which kernel of the ladder, 1 to 5; None: the fastest way for the head dimension, which at 256 is the
+        step: Which kernel of the ladder, 1 to 6; None: the fastest way for the head dimension, which at 256 is the
             deterministic one.
         plan: Tile and pipeline; the step's own by default.
     """
     if step is None:
-        step = fastest_step(q.shape[-1])
+        step = fastest_step(q.shape[-1], plain=not (causal or window or deterministic))
         deterministic = deterministic or dq_apart(q.shape[-1])
     if deterministic and step < 3:
         raise ValueError(
-            f"Step {step} of the backward ladder adds to dQ by atomics, in any order; deterministic=True needs step 3, 4 or 5."
+            f"Step {step} of the backward ladder adds to dQ by atomics, in any order; deterministic=True needs step 3 or a later one."
         )
     if not q.numel():
         # Contiguous like all other results: torch.compile checks that the layout is the promised one.
@@ -121,7 +125,7 @@ def launch(step: int, g: Gradients) -> None:
     from utils.attention.gluon.backward.fragments import finish_dq, start_backward
 
     sizes = {"HEAD_DIM": g.head_dim, "BLOCK_D": g.plan.block_d, "num_warps": 4}
-    start_backward[(g.heads_total, g.rows // 64)](
+    start_backward[(g.rows // 64, g.heads_total)](
         g.out,
         g.dout,
         g.lse,
@@ -129,6 +133,7 @@ def launch(step: int, g: Gradients) -> None:
         g.lse2,
         g.delta,
         g.dq_sums,
+        g.counter,
         *g.out.stride()[:3],
         *g.dout.stride()[:3],
         g.sq,
@@ -136,21 +141,31 @@ def launch(step: int, g: Gradients) -> None:
         g.rows,
         CLEAR=not g.deterministic,
         DLSE=g.dlse is not None,
+        COUNT=g.plan.queue,
         **sizes,
     )
     module_of(step, g.plan).launch(g)
     if g.deterministic:
         importlib.import_module(f"{__package__}.dq").launch(g)
         return
-    finish_dq[(g.heads_total, g.rows // 64, g.plan.block_d // 64)](
+    finish_dq[(g.plan.block_d // 64, g.rows // 64, g.heads_total)](
         g.dq_sums, g.dq, *g.dq.stride()[:3], g.sq, g.heads, g.rows, g.scale, FRAGMENTS=step >= 3, **sizes
     )
 
 
-def launch_blocks(kernel, g: Gradients, *sums) -> None:
-    """Run the kernel of steps 3 and on: a program for each block of keys; sums: its own way to the sums of dQ."""
-    kernel[(g.blocks_n * g.kv_heads_total,)](
-        *g.descriptors(64),
+def launch_blocks(kernel, g: Gradients, *sums, programs: int | None = None, num_warps: int = 4, keys: int = 64) -> None:
+    """Run the kernel of steps 3 and on.
+
+    Args:
+        kernel: The kernel of the step.
+        g: The backward pass.
+        *sums: The kernel's own arguments behind the descriptors.
+        programs: Number of programs; by default one for each block of keys.
+        num_warps: Warps of the kernel's default partition.
+        keys: Rows of V, dK and dV that a consumer loads or stores at once.
+    """
+    kernel[(programs or g.blocks_n * g.kv_heads_total,)](
+        *g.descriptors(keys),
         *sums,
         *g.sizes(),
         g.blocks_n,
@@ -160,5 +175,5 @@ def launch_blocks(kernel, g: Gradients, *sums) -> None:
         g.scale,
         PLAN=g.plan,
         CASE=g.case(),
-        num_warps=4,
+        num_warps=num_warps,
     )

@@ -29,7 +29,7 @@ def compile_backward(
     """Compile a step of the backward ladder for sm_90a.
 
     Args:
-        step: 1 to 5.
+        step: 1 to 6.
         head_dim: Head dimension; the tile is the next larger of 64, 128 and 256.
         dtype: "bf16" or "fp16".
         causal: Whether the mask is causal.
@@ -46,11 +46,20 @@ def compile_backward(
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     numbers = gl.NVMMASharedLayout(0, 32, rank=2)
-    rows = {"q": plan.block_m, "do": plan.block_m, "k": plan.block_n, "v": 64, "dk": 64, "dv": 64}
+    rows = {
+        "q": plan.block_m,
+        "do": plan.block_m,
+        "k": plan.block_n,
+        **dict.fromkeys(("v", "dk", "dv"), 128 if step == 6 and plan.block_d < 256 else 64),
+    }
     kinds = {name + "_desc": f"tensordesc<{dtype}[1, 1, {n}, {plan.block_d}],{layout!r}>" for name, n in rows.items()}
     kinds |= {name: f"tensordesc<fp32[1, {plan.block_m}],{numbers!r}>" for name in ("lse_desc", "delta_desc")}
     kinds["sums_desc"] = f"tensordesc<fp32[32, 128],{numbers!r}>"
-    kinds |= {name: "*fp32" for name in ("dq_sums_ptr", "lse2_ptr", "delta_ptr")} | {"c": "fp32", "scale": "fp32"}
+    kinds["counter_ptr"] = "*i32"
+    kinds |= {name: "*fp32" for name in ("dq_sums_ptr", "lse2_ptr", "delta_ptr", "parts_ptr")} | {
+        "c": "fp32",
+        "scale": "fp32",
+    }
     signature = {
         name: kinds.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
         for name in kernel.arg_names
@@ -58,7 +67,9 @@ def compile_backward(
     }
     # A launch tells the compiler that tensors and their rows start at multiples of 16 bytes.
     multiples = [name for name in kernel.arg_names if name.endswith(("_ptr", "_batch", "_head", "_row"))]
-    warps = 8 if step < 3 and plan.block_d == 256 else 4
+    warps = (
+        8 if (plan.block_d == 256 and step < 3) or (plan.block_d < 256 and step == 6 and not plan.producer_first) else 4
+    )
     return read_assembly(compile_gluon(kernel, signature, constants, multiples, warps), kernel.__name__)
 
 

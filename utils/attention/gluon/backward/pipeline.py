@@ -212,9 +212,12 @@ class Work:
     loaded: gl.shared_memory_descriptor  # mbarriers: K and V have arrived
     written: gl.shared_memory_descriptor  # mbarriers: all consumers have written their part of dS
     read: gl.shared_memory_descriptor  # mbarriers: dS has been read by those who wait for it (`block_work`)
+    late: gl.tensor  # number of this part among those of all split blocks
+    part: gl.tensor  # which of the block's parts this is
+    parts: gl.tensor  # parts of this block: 1 unless it is split
 
     @gluon.constexpr_function
-    def __init__(self, sizes, key, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written, read):
+    def __init__(self, sizes, key, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written, read, late, part, parts):
         self.sizes = sizes
         self.key = key
         self.batch = batch
@@ -229,6 +232,33 @@ class Work:
         self.loaded = loaded
         self.written = written
         self.read = read
+        self.late = late
+        self.part = part
+        self.parts = parts
+
+    @gluon.jit
+    def moved(self, place):
+        """The same shared memory for another block, `place` of `block_part`."""
+        key, batch, kv_head, late, part, parts = place
+        return Work(
+            self.sizes,
+            key,
+            batch,
+            kv_head,
+            self.c,
+            self.scale,
+            self.q,
+            self.do,
+            self.k,
+            self.v,
+            self.ds,
+            self.loaded,
+            self.written,
+            self.read,
+            late,
+            part,
+            parts,
+        )
 
     @gluon.jit
     def k_rows(self, W: gl.constexpr):
@@ -244,6 +274,10 @@ class Work:
     def first(self):
         """(number of query tiles to walk, tiles of one head, first tile): all heads that share these keys."""
         lo, hi = self.sizes.tiles_of(self.key)
+        if self.sizes.PLAN.split_tail:
+            tiles = hi - lo
+            hi = lo + tiles * (self.part + 1) // self.parts
+            lo = lo + tiles * self.part // self.parts
         return (hi - lo) * self.sizes.group, lo, hi
 
     @gluon.jit
@@ -258,11 +292,55 @@ class Work:
 
 
 @gluon.jit
-def block_work(sizes, descriptors, blocks_n, section, total, c, scale, CONSUMERS: gl.constexpr, WRITERS: gl.constexpr):
+def block_place(block, blocks_n, section, total):
+    """Return which keys block number `block` owns (in blocks), and of which of the `total` heads of keys.
+
+    Heads are dealt in sections of `section`; within one, the blocks of the first keys, the longest under a causal mask,
+    come first.
+    """
+    per_section = section * blocks_n
+    number = block // per_section
+    rest = block - number * per_section
+    wide = gl.minimum(section, total - number * section)
+    n = rest // wide
+    return n, number * section + rest - n * wide
+
+
+@gluon.jit
+def block_part(sizes, program, blocks_n, section, total, whole, parts):
+    """Return where a program works: key, batch, kv_head, and of a split block the number, the part and the parts."""
+    block = program
+    late = program * 0
+    part = late
+    if sizes.PLAN.split_tail:
+        late = gl.maximum(program - whole, 0)
+        part = late % parts
+        block = gl.minimum(program, whole + late // parts)
+        parts = gl.where(program < whole, 1, parts)
+    n, flat = block_place(block, blocks_n, section, total)
+    batch = flat // sizes.kv_heads
+    return n * sizes.PLAN.block_n, batch, flat - batch * sizes.kv_heads, late, part, gl.to_tensor(parts)
+
+
+@gluon.jit
+def block_work(
+    sizes,
+    descriptors,
+    blocks_n,
+    section,
+    total,
+    c,
+    scale,
+    CONSUMERS: gl.constexpr,
+    WRITERS: gl.constexpr,
+    KEYS: gl.constexpr = 64,
+    whole=0,
+    parts=1,
+):
     """Find this block's keys, allocate its shared memory and barriers, and return what its roles get.
 
-    Heads are dealt in sections of `section` of the `total`; within one, the blocks of the first keys, the longest under a
-    causal mask, come first. WRITERS: how many of the consumers write dS.
+    CONSUMERS: warpgroups that read the rings; WRITERS: roles that write dS; KEYS: of a role. whole, parts: blocks behind the first `whole` have `parts` programs each
+    (`split_tail`).
     """
     PLAN: gl.constexpr = sizes.PLAN
     DS_SLOTS: gl.constexpr = PLAN.ds_slots
@@ -271,20 +349,20 @@ def block_work(sizes, descriptors, blocks_n, section, total, c, scale, CONSUMERS
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc = descriptors
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    per_section = section * blocks_n
-    number = gl.program_id(0) // per_section
-    rest = gl.program_id(0) - number * per_section
-    wide = gl.minimum(section, total - number * section)
-    n = rest // wide
-    flat = number * section + rest - n * wide
-    batch = flat // sizes.kv_heads
-
+    place = block_part(sizes, gl.program_id(0), blocks_n, section, total, whole, parts)
+    key, batch, kv_head, late, part, parts = place
     q = allocate_row_ring(q_desc, lse_desc, PLAN.q_slots, CONSUMERS)
     do = allocate_row_ring(do_desc, delta_desc, PLAN.do_slots, CONSUMERS)
     k = gl.allocate_shared_memory(dtype, [1, 1, PLAN.block_n, PLAN.block_d], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [PLAN.block_n // 64, 1, 1, 64, PLAN.block_d], v_desc.layout)
+    V_SHAPE: gl.constexpr = [PLAN.block_n // KEYS, 1, 1, KEYS, PLAN.block_d]
+    v = gl.allocate_shared_memory(dtype, V_SHAPE, v_desc.layout)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    ds = gl.allocate_shared_memory(dtype, [PLAN.ds_slots * (PLAN.block_m // 64), PLAN.block_n, 64], swizzled)
+    DS_SHAPE: gl.constexpr = (
+        [PLAN.ds_slots, PLAN.block_n, PLAN.block_m]
+        if KEYS == 128
+        else [PLAN.ds_slots * (PLAN.block_m // 64), PLAN.block_n, 64]
+    )
+    ds = gl.allocate_shared_memory(dtype, DS_SHAPE, swizzled)
     loaded = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     written = gl.allocate_shared_memory(gl.int64, [PLAN.ds_slots, 1], barrier)
     read = gl.allocate_shared_memory(gl.int64, [READ_SLOTS, 1], barrier)
@@ -294,5 +372,4 @@ def block_work(sizes, descriptors, blocks_n, section, total, c, scale, CONSUMERS
         mbarrier.init(written.index(i), count=WRITERS)
     for i in gl.static_range(READ_SLOTS):
         mbarrier.init(read.index(i), count=128 * WRITERS)
-    kv_head = flat - batch * sizes.kv_heads
-    return Work(sizes, n * PLAN.block_n, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written, read)
+    return Work(sizes, key, batch, kv_head, c, scale, q, do, k, v, ds, loaded, written, read, late, part, parts)

@@ -15,6 +15,7 @@ STEPS = {
     3: "warp-specialized",
     4: "overlapped",
     5: "a warp that stores dQ",
+    6: "one consumer, block after block",
 }
 PIECE = 64  # dQ is summed in pieces of 64 queries x 64 columns (`fragments.py`)
 
@@ -30,10 +31,16 @@ class BackwardPlan:
     do_slots: int = 2  # slots of the ring of dO and delta
     ds_slots: int = 2  # tiles of dS, which both consumers write and read
     by_tma: bool = False  # head dimension 256 and step 5: TMA adds dQ to the sums, not the threads
-    stagger: bool = False  # step 5, without a mask: block n starts at tile n; fewer blocks add to the same rows of dQ
-    producer_first: bool = False  # step 5, where threads add: the producer is the default partition
-    v_left: bool = False  # step 5: the first 64 columns of V stay in registers, as a left operand of dP^T
-    in_turn: int = 0  # step 5: consumer 1 starts a tile when consumer 0 has its scores (1), or dP^T too (2)
+    stagger: bool = (
+        False  # steps 5 and 6, without a mask: block n starts at tile n; fewer blocks add to the same rows of dQ
+    )
+    producer_first: bool = False  # steps 5 and 6, where threads add: the producer is the default partition
+    v_left: bool = False  # steps 5 and 6: the first 64 columns of V stay in registers, as a left operand of dP^T
+    queue: bool = False  # step 6: as many programs as SMs take block after block (`queue.py`)
+    split_tail: bool = False  # step 6, without a mask: the blocks of the last round over the GPU are split (`split.py`)
+    named: bool = False  # step 6: slots are given back at named barriers, by an arrival of each warp
+    storer_fences: bool = False  # step 6, with by_tma: the storing warp fences dQ, and the consumer does not
+    exp_first: bool = False  # step 6: all exponentials before the wait for dP^T
     registers: int = 240  # of a consumer thread
 
     def __post_init__(self) -> None:
@@ -59,6 +66,7 @@ class BackwardCase:
 
 
 FASTEST = {64: 5, 128: 5, 256: 4}  # the fastest step, by tile width
+FASTEST_PLAIN = {64: 6, 128: 6, 256: 4}  # the same without a mask, and where the order of additions is free
 _DQ_APART = (256,)  # tile widths at which computing dQ by itself is faster than adding it up
 _SIMPLE = {d: BackwardPlan(d, 64, 64) for d in (64, 128, 256)}  # steps 1 and 2
 _PLANS = {64: BackwardPlan(64, 128, 128), 128: BackwardPlan(128, 64, 128), 256: BackwardPlan(256, 64, 64)}
@@ -72,14 +80,17 @@ def plan_for(step: int, head_dim: int, causal: bool = False) -> BackwardPlan:
     if step < 5 or plan.block_d == 256:
         return plan
     if plan.block_d == 128:
+        # Not with a mask: the queue costs 2 to 5% there, and nothing is to be split.
+        return replace(plan, by_tma=True, v_left=True, queue=step == 6 and not causal, split_tail=step == 6)
+    if step == 6:
         return replace(plan, by_tma=True)
-    # At 64 the storing warp's share of the registers costs more than it saves.
+    # At 64 the storing warp's share of the registers costs more than it saves where each warpgroup is a role.
     return replace(plan, producer_first=causal, stagger=not causal)
 
 
-def fastest_step(head_dim: int) -> int:
-    """Return the step that was measured fastest for a head dimension."""
-    return FASTEST[block_head_dim(head_dim)]
+def fastest_step(head_dim: int, plain: bool = False) -> int:
+    """Return the step that was measured fastest for a head dimension; plain: no mask, not deterministic."""
+    return (FASTEST_PLAIN if plain else FASTEST)[block_head_dim(head_dim)]
 
 
 def dq_apart(head_dim: int) -> bool:

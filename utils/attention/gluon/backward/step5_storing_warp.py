@@ -10,14 +10,12 @@ neither mask nor branch. Other changes to step 3 are fields of the plan, so that
                      ptxas gives the default partition less room: at head dimension 64 its consumer has
                      33 spills in the loop of step 3, the other consumer none. Not with by_tma: there are
                      no registers for it
-    v_left           V's first 64 columns stay in registers and are a left operand of dP^T there: S^T and dP^T   none
+    v_left           V's first 64 columns stay in registers and are a left operand of dP^T there: S^T and dP^T   128
                      need all that shared memory can give
-    in_turn          consumer 1 starts a tile when consumer 0 has its scores (2: and dP^T), so that one          none
-                     computes exponentials while the other one's products run; consumer 0 starts dK before dQ
     stagger          without a mask, block n starts at tile n and goes round, so that fewer blocks add to  64 full
                      the same rows of dQ at the same time
 
-The fastest at head dimensions 64 and 128. Tiles and slots are those of step 3, and head dimension 256 is in
+The fastest with a mask at head dimensions 64 and 128. Tiles and slots are those of step 3, and head dimension 256 is in
 `wide_heads.py`. Places and figures: docs/backward-log.md.
 """
 
@@ -46,9 +44,7 @@ from utils.attention.gluon.backward.step3_warp_specialized import (
     wait_dq,
     write_ds,
 )
-from utils.attention.gluon.shared import accumulator, left_operand, meet, pass_by, wait_products
-
-TURN = gl.constexpr(6)  # a named barrier that Triton does not use: its own are one for each partition, and two more
+from utils.attention.gluon.shared import accumulator, left_operand, wait_products
 
 
 @gluon.jit
@@ -127,10 +123,7 @@ def softmax_gradient(work, s, dp, i, key, row, W: gl.constexpr, MASK: gl.constex
     """P^T, as the left operand of dV, and dS^T of tile i, from its two products in flight; MASK: whether it gets a mask."""
     PLAN: gl.constexpr = work.sizes.PLAN
     dtype: gl.constexpr = work.k.dtype
-    DP_PRODUCTS: gl.constexpr = 2 if PLAN.v_left and PLAN.block_d > 64 else 1
-    s = wait_products(s, DP_PRODUCTS, PLAN.block_m)
-    if PLAN.in_turn == 1 and W == 0:
-        pass_by(TURN, 256)
+    s = wait_products(s, 2 if PLAN.v_left and PLAN.block_d > 64 else 1, PLAN.block_m)
     lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
     p = gl.exp2(s * work.c - lse2[None, :])
     if MASK:
@@ -138,8 +131,6 @@ def softmax_gradient(work, s, dp, i, key, row, W: gl.constexpr, MASK: gl.constex
         p = work.sizes.mask_product(p, key, row) if PLAN.block_d == 128 else work.sizes.mask(p, key, row)
     p16 = gl.convert_layout(p.to(dtype), left_operand(PLAN.block_d))
     dp = wait_products(dp, 0, PLAN.block_m)
-    if PLAN.in_turn == 2 and W == 0:
-        pass_by(TURN, 256)
     delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
     return p16, (p * (dp - delta[None, :])).to(dtype)
 
@@ -183,29 +174,6 @@ def finish_tile(work, sums, leave, dk, dq, i, m, head, W: gl.constexpr):
 
 
 @gluon.jit
-def leading_gradients(work, sums, leave, state, p16, ds, i, m, head, W: gl.constexpr):
-    """Compute dV, dK and dQ of tile i as the first consumer, whose dK waits for nothing of the other: returns dK and dV."""
-    PLAN: gl.constexpr = work.sizes.PLAN
-    BLOCK_D: gl.constexpr = PLAN.block_d
-    dk, dv = state
-    write_ds(work, i, ds, W)
-    dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
-    publish_ds(work, i)
-    dk = warpgroup_mma(gl.convert_layout(ds, left_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
-    dq = start_dq(work, i, W)
-    dv = wait_products(dv, 2, BLOCK_D)
-    work.do.release(i)
-    dk = wait_products(dk, 1, BLOCK_D)
-    work.q.release(i)
-    dq = wait_dq(work, dq, 0)
-    if PLAN.by_tma:
-        hand_over(work, dq, leave, i, W)
-    else:
-        add_dq(work, sums, dq, head, m, W)
-    return dk, dv
-
-
-@gluon.jit
 def walk(work, sums, leave, v_left, state, lo, hi, number, head, W: gl.constexpr, MASK: gl.constexpr):
     """Tiles of queries lo .. hi - 1 of one head: returns the state (dK, dV) behind them.
 
@@ -218,16 +186,11 @@ def walk(work, sums, leave, v_left, state, lo, hi, number, head, W: gl.constexpr
     dk, dv = state
     for m in range(lo, hi):
         i = number + m
-        if PLAN.in_turn and W == 1:
-            meet(TURN, 256)
         s = start_scores(work, i, W)
         dp = start_dp_from_registers(work, v_left, i, W) if PLAN.v_left else start_dp(work, i, W)
         p16, ds = softmax_gradient(work, s, dp, i, key, m * BLOCK_M, W, MASK)
-        if PLAN.in_turn and W == 0 and work.sizes.CASE.dq:
-            dk, dv = leading_gradients(work, sums, leave, (dk, dv), p16, ds, i, m, head, W)
-        else:
-            dk, dv, dq = start_gradients(work, (dk, dv), p16, ds, i, W)
-            dk = finish_tile(work, sums, leave, dk, dq, i, m, head, W)
+        dk, dv, dq = start_gradients(work, (dk, dv), p16, ds, i, W)
+        dk = finish_tile(work, sums, leave, dk, dq, i, m, head, W)
     return dk, dv
 
 

@@ -1,0 +1,97 @@
+"""Split the blocks of the last round over the GPU, so that all of its SMs have work until the end.
+
+Without a mask all blocks take the same time, and an SM holds one. 2048 blocks on 132 SMs are fifteen rounds and 68 blocks:
+in the sixteenth, half of the SMs have nothing to do. Split in five parts each, by queries, these 68 are done in three fifths
+of a round. A part leaves its dK and dV in memory, fp32, and `finish_parts` adds them up, always in the same order.
+
+    parts of dK and dV    (split blocks, parts, halves of the keys, dV and dK, 64 * BLOCK_D) fp32, in the order of `fragments.py`
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from utils.attention.gluon.backward.fragments import from_fragments
+from utils.attention.gluon.backward.pipeline import block_place
+
+PART_TILES = 2  # what the beginning and the end of a part take, in tiles of queries: a guess
+MOST_PARTS = 16
+
+
+def whole_and_parts(blocks: int, tiles: int, sms: int) -> tuple[int, int]:
+    """Return how many blocks stay whole, and in how many parts each of the others is split.
+
+    Args:
+        blocks: Blocks of keys of the launch.
+        tiles: Tiles of queries of a block.
+        sms: SMs of the GPU, each of which holds one block.
+    """
+    rest = blocks % sms
+    # A round of parts takes as long as one of them.
+    parts = min(range(1, MOST_PARTS + 1), key=lambda n: -(-rest * n // sms) * (tiles / n + PART_TILES))
+    return (blocks - rest, parts) if rest and parts > 1 else (blocks, 1)
+
+
+@gluon.jit
+def store_part(parts_ptr, work, x, WHICH: gl.constexpr):
+    """Store a part of dV (WHICH = 0) or dK (1), fp32, not scaled."""
+    HALF: gl.constexpr = 64 * x.shape[1]
+    BLOCKS: gl.constexpr = x.shape[1] // 8
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[1], [2], [512], [1024], [2048]] if BLOCKS == 8 else [[1], [2], [512], [1024], [2048], [4096]],
+        lane_bases=[[4], [8], [16], [32], [64]],
+        warp_bases=[[128], [256], [HALF]],
+        block_bases=[],
+        shape=[2 * HALF],
+    )
+    flat = x.reshape([2, 4, 2, 8, BLOCKS, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6]).reshape([2 * HALF])
+    i = gl.arange(0, 2 * HALF, layout)
+    at = ((work.late.to(gl.int64) * 2 + i // HALF) * 2 + WHICH) * HALF + i % HALF
+    gl.store(parts_ptr + at, gl.convert_layout(flat, layout, assert_trivial=True))
+
+
+@gluon.jit(do_not_specialize=["parts", "whole", "blocks_n", "section", "total", "kv_heads", "sk"])
+def finish_parts(
+    parts_ptr,
+    dv_ptr,
+    dk_ptr,
+    batch_stride,
+    head_stride,
+    row_stride,
+    parts,
+    whole,
+    blocks_n,
+    section,
+    total,
+    kv_heads,
+    sk,
+    scale,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+):
+    """Add up the parts of 64 rows and 32 columns of dV or dK: grid (split blocks * 2, 2, BLOCK_D / 32)."""
+    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    number = gl.program_id(0) // 2
+    half = gl.program_id(0) % 2
+    which = gl.program_id(1)
+    column = gl.program_id(2) * 32
+    at = parts_ptr + (((number.to(gl.int64) * parts) * 2 + half) * 2 + which) * (64 * BLOCK_D) + column * 64
+    at += gl.arange(0, 2048, flat)
+    sums = gl.zeros([2048], gl.float32, flat)
+    for _part in range(parts):
+        sums += gl.load(at)
+        at += 4 * 64 * BLOCK_D
+    n, head_total = block_place(whole + number, blocks_n, section, total)
+    batch = head_total // kv_heads
+    head = head_total - batch * kv_heads
+    row = n * 128 + half * 64 + gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None]
+    d = column + gl.arange(0, 32, gl.SliceLayout(0, rows))[None, :]
+    x = gl.convert_layout(from_fragments(sums, 32), rows)
+    place = batch.to(gl.int64) * batch_stride + head.to(gl.int64) * head_stride + row.to(gl.int64) * row_stride + d
+    keep = (row < sk) & (d < HEAD_DIM)
+    if which == 0:
+        gl.store(dv_ptr + place, x.to(dv_ptr.dtype.element_ty), mask=keep)
+    else:
+        gl.store(dk_ptr + place, (x * scale).to(dk_ptr.dtype.element_ty), mask=keep)

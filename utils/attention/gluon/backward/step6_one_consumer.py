@@ -1,0 +1,398 @@
+"""Step 6: both warpgroups are one consumer of eight warps, and an SM takes block after block.
+
+In steps 3 to 5 each warpgroup is a role, which the compiler compiles for itself: twice the instructions, registers for each
+tile's addresses, and an mbarrier for each exchange of dS. Here both are one role. Its tiles have 128 keys, 64 rows in the
+registers of each warpgroup as before, and dS is exchanged at one barrier of 256 threads. Each warpgroup computes half of dQ:
+64 queries (tiles of 128) or 64 columns (tiles of 64), which a warp of its own hands to TMA. The loop over tiles has no
+spills and no moves of addresses between registers (docs/backward-log.md, entry 35).
+
+    field         what                                                                       default
+    queue         as many programs as SMs draw blocks from a counter (`queue.py`)            128, without a mask
+    split_tail    blocks of the last round over the GPU are split by queries (`split.py`)    128, without a mask
+    v_left        V's first 64 columns are a left operand in registers                       128
+    by_tma        the storing warp adds dQ; else the threads do                              all
+    named         a slot is given back by one arrival of each warp at a named barrier        none: not measured
+    storer_fences the storing warp fences before it hands dQ to TMA, and the consumer not    none: not measured
+    exp_first     all exponentials stand before the wait for dP^T                            none: not measured
+
+The fastest without a mask at head dimensions 64 and 128; with one, step 5 is. Tiles and slots are those of step 3. The other
+roles are in `step6_roles.py`, and head dimension 256 is in `wide_heads.py`. Places and figures: docs/backward-log.md.
+"""
+
+# A tuple is unpacked whole: in a kernel `_` would be a variable like any other, with one type.
+# ruff: noqa: RUF059
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+
+from utils.attention.gluon.backward.arguments import Gradients, processors
+from utils.attention.gluon.backward.launch import launch_blocks
+from utils.attention.gluon.backward.pipeline import Sizes, block_work
+from utils.attention.gluon.backward.queue import make_queue
+from utils.attention.gluon.backward.split import finish_parts, store_part
+from utils.attention.gluon.backward.step6_roles import LEFT, give_back, producer, storing_warp
+from utils.attention.gluon.shared import hold_here, pass_by, thread_barrier, tma_store, wait_products
+
+
+@gluon.constexpr_function
+def keys_layout(columns):
+    """Layout of a product [128 keys, columns]: 64 rows for each warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [8, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def keys_operand(columns):
+    """Layout of P^T or dS^T as the left operand, in registers, of a product [128 keys, columns]."""
+    return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [8, 1], [16, columns, 16]), 2)
+
+
+@gluon.constexpr_function
+def dq_layout(queries):
+    """Layout of dQ: 64 queries for each warpgroup, or 64 columns where a tile has 64 queries."""
+    return gl.NVMMADistributedLayout([3, 0], [8, 1] if queries == 128 else [4, 2], [16, 64, 16])
+
+
+@gluon.jit
+def to_pieces(x):
+    """DQ of a tile, 8192 elements, in the order of the sums: a piece of 64 x 64 for each warpgroup; registers are renamed."""
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[1], [2], [512], [1024], [2048]],
+        lane_bases=[[4], [8], [16], [32], [64]],
+        warp_bases=[[128], [256], [4096]],
+        block_bases=[],
+        shape=[8192],
+    )
+    # row = 16 warp + 8 half + high, column = 8 block + 2 low + pair; thread = 32 warp + 4 high + low
+    if x.shape[0] == 64:
+        flat = x.reshape([4, 2, 8, 2, 8, 4, 2]).permute([3, 4, 0, 2, 5, 1, 6])
+    else:
+        flat = x.reshape([2, 4, 2, 8, 8, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6])
+    return gl.convert_layout(flat.reshape([8192]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def clean_tiles(sizes, key, lo, hi):
+    """Tiles of queries [first, end) of lo .. hi - 1 that need no mask against the 128 keys from `key` on."""
+    BLOCK_M: gl.constexpr = sizes.PLAN.block_m
+    shift = sizes.sk - sizes.sq
+    first = lo
+    end = hi
+    if sizes.CASE.causal:
+        first = gl.cdiv(gl.maximum(key + 127 - shift, 0), BLOCK_M)
+    elif sizes.CASE.window:
+        first = gl.cdiv(gl.maximum(key + 128 - shift - sizes.window, 0), BLOCK_M)
+    if sizes.CASE.window:
+        # The last query of a tile is window - 1 positions behind the first key, at most.
+        end = gl.maximum(key + sizes.window - shift, 0) // BLOCK_M
+    if sizes.CASE.tail:  # noqa: SIM102 (the first is decided by the compiler)
+        if key + 128 > sizes.sk:
+            first = hi
+    first = gl.minimum(gl.maximum(first, lo), hi)
+    return first, gl.minimum(gl.maximum(end, first), hi)
+
+
+@gluon.jit
+def walk(work, sums, leave, v_left, state, lo, hi, number, head, MASK: gl.constexpr):
+    """Tiles of queries lo .. hi - 1 of one head: returns the state (dK, dV) behind them.
+
+    number: of the load of tile 0, if there was one. MASK: whether these tiles get a mask.
+    """
+    sums_desc, tiles, empty = leave
+    PLAN: gl.constexpr = work.sizes.PLAN
+    CASE: gl.constexpr = work.sizes.CASE
+    BLOCK_M: gl.constexpr = PLAN.block_m
+    BLOCK_D: gl.constexpr = PLAN.block_d
+    dtype: gl.constexpr = work.k.dtype
+    k = work.k.reshape([128, BLOCK_D])
+    v = work.v.index(0).reshape([128, BLOCK_D])
+    dk, dv = state
+    for m in range(lo, hi):
+        i = number + m
+        slot = i % PLAN.ds_slots
+        work.q.wait_full(i)
+        s = gl.zeros([128, BLOCK_M], gl.float32, keys_layout(BLOCK_M))
+        s = warpgroup_mma(k, work.q.tile(i).permute([1, 0]), s, use_acc=False, is_async=True)
+        work.do.wait_full(i)
+        dp = gl.zeros([128, BLOCK_M], gl.float32, keys_layout(BLOCK_M))
+        if PLAN.v_left:
+            do = work.do.tile(i)
+            dp = warpgroup_mma(v_left, do.slice(0, 64, 1).permute([1, 0]), dp, use_acc=False, is_async=True)
+            if BLOCK_D > 64:
+                REST: gl.constexpr = BLOCK_D - 64
+                dp = warpgroup_mma(v.slice(64, REST, 1), do.slice(64, REST, 1).permute([1, 0]), dp, is_async=True)
+        else:
+            dp = warpgroup_mma(v, work.do.tile(i).permute([1, 0]), dp, use_acc=False, is_async=True)
+        s = wait_products(s, 2 if PLAN.v_left and BLOCK_D > 64 else 1, BLOCK_M)
+        lse2 = work.q.row_numbers(i, gl.SliceLayout(0, s.type.layout))
+        p = gl.exp2(s * work.c - lse2[None, :])
+        if MASK:
+            # At 64 the assembly makes ptxas spill in the loop without a mask, too.
+            row = m * BLOCK_M
+            p = work.sizes.mask_product(p, work.key, row) if BLOCK_D == 128 else work.sizes.mask(p, work.key, row)
+        if PLAN.exp_first:
+            p = hold_here(p)
+        p16 = gl.convert_layout(p.to(dtype), keys_operand(BLOCK_D))
+        dp = wait_products(dp, 0, BLOCK_M)
+        delta = work.do.row_numbers(i, gl.SliceLayout(0, p.type.layout))
+        ds = (p * (dp - delta[None, :])).to(dtype)
+        if CASE.dq:
+            # The slot's last dS, two tiles ago, has been read: all threads have since come to the last tile's barrier.
+            work.ds.index(slot).store(ds)
+        dv = warpgroup_mma(p16, work.do.tile(i), dv, is_async=True)
+        if CASE.dq:
+            # Stored by threads, read by wgmma through the async proxy: without the fence it may read what was there before.
+            fence_async_shared()
+            thread_barrier()  # the other warpgroup's keys are in dQ too
+            dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, dq_layout(BLOCK_M))
+            dq = warpgroup_mma(work.ds.index(slot).permute([1, 0]), k, dq, use_acc=False, is_async=True)
+            # The compiler wants a barrier between this product and the next dS; here nobody waits for long.
+            thread_barrier()
+            dv = wait_products(dv, 1, BLOCK_D)
+            give_back(work, work.do, i, 10)
+            dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
+            dq = wait_products(dq, 1, 64)
+            if PLAN.by_tma:
+                mbarrier.wait(empty, (i & 1) ^ 1)  # TMA may still be reading the last tile
+                tiles.reshape([8192]).store(to_pieces(dq))
+                if not PLAN.storer_fences:
+                    # Stored by threads, read by TMA through the async proxy.
+                    fence_async_shared()
+                pass_by(LEFT, 288)
+            else:
+                flat = to_pieces(dq)
+                tile = (work.batch * work.sizes.heads + head).to(gl.int64) * work.sizes.tiles_m + m
+                gl.atomic_add(sums + tile * 8192 + gl.arange(0, 8192, flat.type.layout), flat, sem="relaxed")
+        else:
+            dk = warpgroup_mma(gl.convert_layout(ds, keys_operand(BLOCK_D)), work.q.tile(i), dk, is_async=True)
+            dv = wait_products(dv, 1, BLOCK_D)
+            give_back(work, work.do, i, 10)
+        dk = wait_products(dk, 0, BLOCK_D)
+        give_back(work, work.q, i, 8)
+    return dk, dv
+
+
+@gluon.jit
+def store_keys(work, dk_desc, dv_desc, dk, dv):
+    """Store 128 rows of dV and dK through the places of dS, which nobody uses between two blocks."""
+    PLAN: gl.constexpr = work.sizes.PLAN
+    D: gl.constexpr = PLAN.block_d
+    dtype: gl.constexpr = work.k.dtype
+    COUNT: gl.constexpr = PLAN.ds_slots * PLAN.block_m // D
+    at = [work.batch, work.kv_head, work.key, 0]
+    places = work.ds.reinterpret(dtype, [COUNT, 1, 1, 128, D], dv_desc.layout)
+    dv_tile = places.index(0)
+    dk_tile = places.index(COUNT - 1)
+    if COUNT == 1 and not PLAN.queue:
+        dk_tile = work.v.index(0)  # not needed any more
+    dv_tile.reshape([128, D]).store(dv.to(dtype))
+    if COUNT == 1 and PLAN.queue:
+        # One place for both, because V's is for the next block. The fence: stored by threads, read by TMA.
+        fence_async_shared()
+        tma_store(dv_desc, at, dv_tile)
+        tma.store_wait(0)
+        dk_tile.reshape([128, D]).store((dk * work.scale).to(dtype))
+        fence_async_shared()
+    else:
+        dk_tile.reshape([128, D]).store((dk * work.scale).to(dtype))
+        # Stored by threads, read by TMA through the async proxy: without the fence it may read what was there before.
+        fence_async_shared()
+        tma_store(dv_desc, at, dv_tile)
+    tma_store(dk_desc, at, dk_tile)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def compute_block(work, sums, leave, turn, done):
+    """128 keys against all tiles of queries that see them: returns dK, dV, and how many tiles."""
+    PLAN: gl.constexpr = work.sizes.PLAN
+    CASE: gl.constexpr = work.sizes.CASE
+    MASKS: gl.constexpr = CASE.causal or CASE.window or CASE.tail
+    BLOCK_D: gl.constexpr = PLAN.block_d
+    count, lo, hi = work.first()
+    dk = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
+    dv = gl.zeros([128, BLOCK_D], gl.float32, keys_layout(BLOCK_D))
+    mbarrier.wait(work.loaded.index(0), turn & 1)
+    mbarrier.wait(work.loaded.index(1), turn & 1)
+    v_left = 0
+    if PLAN.v_left:
+        v_left = work.v.index(0).reshape([128, BLOCK_D]).slice(0, 64, 1).load(keys_operand(PLAN.block_m))
+    state = (dk, dv)
+    first, end = clean_tiles(work.sizes, work.key, lo, hi)
+    for g in range(work.sizes.group):
+        head = work.kv_head * work.sizes.group + g
+        number = done + g * (hi - lo) - lo
+        if MASKS:
+            state = walk(work, sums, leave, v_left, state, lo, first, number, head, True)
+            state = walk(work, sums, leave, v_left, state, first, end, number, head, False)
+            if CASE.window:
+                state = walk(work, sums, leave, v_left, state, end, hi, number, head, True)
+        elif PLAN.stagger:
+            start = work.start(lo, hi)
+            state = walk(work, sums, leave, v_left, state, start, hi, number + lo - start, head, False)
+            state = walk(work, sums, leave, v_left, state, lo, start, number + hi - start, head, False)
+        else:
+            state = walk(work, sums, leave, v_left, state, lo, hi, number, head, False)
+    dk, dv = state
+    return dk, dv, count
+
+
+@gluon.jit
+def leave_block(work, parts_ptr, dk_desc, dv_desc, dk, dv):
+    """Store dV and dK of a block, or of a part of one."""
+    if work.sizes.PLAN.split_tail and work.parts > 1:
+        store_part(parts_ptr, work, dv, 0)
+        store_part(parts_ptr, work, dk, 1)
+    else:
+        store_keys(work, dk_desc, dv_desc, dk, dv)
+
+
+@gluon.jit
+def consumer(work, queue, sums, leave, parts_ptr, dk_desc, dv_desc):
+    """Both warpgroups: all blocks of this program."""
+    if work.sizes.PLAN.queue:
+        number = gl.program_id(0)
+        turn = 0
+        done = 0
+        while number < queue.end:
+            here = queue.place(work, number)
+            dk, dv, count = compute_block(here, sums, leave, turn, done)
+            done += count
+            mbarrier.arrive(queue.freed, count=1)
+            number = queue.next(turn, 8)
+            leave_block(here, parts_ptr, dk_desc, dv_desc, dk, dv)
+            turn += 1
+    else:
+        dk, dv, count = compute_block(work, sums, leave, 0, 0)
+        leave_block(work, parts_ptr, dk_desc, dv_desc, dk, dv)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        *(
+            "sq",
+            "sk",
+            "window",
+            "heads",
+            "kv_heads",
+            "group",
+            "tiles_m",
+            "blocks_n",
+            "section",
+            "total",
+            "whole",
+            "parts",
+        ),
+        "end",
+    ]
+)
+def attention_backward_step6(
+    q_desc,
+    do_desc,
+    k_desc,
+    v_desc,
+    dk_desc,
+    dv_desc,
+    lse_desc,
+    delta_desc,
+    sums_desc,
+    dq_sums_ptr,
+    parts_ptr,
+    counter_ptr,
+    end,
+    whole,
+    parts,
+    sq,
+    sk,
+    window,
+    heads,
+    kv_heads,
+    group,
+    tiles_m,
+    blocks_n,
+    section,
+    total,
+    c,
+    scale,
+    PLAN: gl.constexpr,
+    CASE: gl.constexpr,
+):
+    """A block computes dK and dV of BLOCK_N keys of one head, and adds to dQ: grid (blocks of keys * B * Hkv,)."""
+    sizes = Sizes(sq, sk, window, heads, kv_heads, group, tiles_m, PLAN, CASE)
+    descriptors = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
+    work = block_work(sizes, descriptors, blocks_n, section, total, c, scale, 2, 1, 128, whole, parts)
+    tiles = work.ds
+    empty = work.loaded
+    if PLAN.by_tma:
+        tiles = gl.allocate_shared_memory(gl.float32, [64, 128], sums_desc.layout)
+        empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(empty, count=1)
+    leave = (sums_desc, tiles, empty)
+    queue = 0
+    if PLAN.queue:
+        READERS: gl.constexpr = 2 if PLAN.by_tma and CASE.dq else 1
+        queue = make_queue(counter_ptr, end, blocks_n, section, total, whole, parts, READERS)
+    loads = (work, queue, descriptors)
+    REGISTERS: gl.constexpr = PLAN.registers
+    if PLAN.producer_first:
+        gl.warp_specialize(
+            [(producer, loads), (consumer, (work, queue, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc))],
+            [8],
+            [REGISTERS],
+        )
+    elif PLAN.by_tma:
+        gl.warp_specialize(
+            [
+                (consumer, (work, queue, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc)),
+                (producer, loads),
+                (storing_warp, (work, queue, leave)),
+            ],
+            [1, 1],
+            [24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [(consumer, (work, queue, dq_sums_ptr, leave, parts_ptr, dk_desc, dv_desc)), (producer, loads)], [1], [24]
+        )
+
+
+def launch(g: Gradients) -> None:
+    """Run the kernel on tensors of a GPU, and add up the parts of split blocks."""
+    whole, parts = g.split()
+    split = g.blocks_n * g.kv_heads_total - whole
+    end = whole + split * parts
+    parts_of = g.lse2.new_empty(split * parts * 4 * 64 * g.plan.block_d) if split else g.delta
+    launch_blocks(
+        attention_backward_step6,
+        g,
+        g.sums_descriptor(),
+        g.dq_sums,
+        parts_of,
+        g.counter,
+        end,
+        whole,
+        parts,
+        programs=min(end, processors(g.q.device)) if g.plan.queue else end,
+        num_warps=4 if g.plan.producer_first else 8,
+        keys=128,
+    )
+    if split:
+        finish_parts[(split * 2, 2, g.plan.block_d // 32)](
+            parts_of,
+            g.dv,
+            g.dk,
+            *g.dk.stride()[:3],
+            parts,
+            whole,
+            g.blocks_n,
+            g.section(),
+            g.kv_heads_total,
+            g.kv_heads,
+            g.sk,
+            g.scale,
+            HEAD_DIM=g.head_dim,
+            BLOCK_D=g.plan.block_d,
+            num_warps=4,
+        )
