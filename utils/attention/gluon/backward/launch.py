@@ -36,7 +36,7 @@ STEP6_FIELDS = ("queue", "split_tail", "named", "storer_fences", "exp_first")
 
 
 def module_name(step: int, plan: BackwardPlan) -> str:
-    """Name the module of a step; steps 3 to 5 have one in common for head dimension 256."""
+    """Name the module of a step; steps 3 to 6 have one in common for head dimension 256."""
     return "wide_heads" if step >= 3 and plan.block_d == 256 else MODULES[step]
 
 

@@ -1,4 +1,4 @@
-"""Steps 3 to 5 for head dimension 256, where dK and dV of 64 keys fill the registers of a warpgroup each.
+"""Steps 3 to 6 for head dimension 256, where dK and dV of 64 keys fill the registers of a warpgroup each.
 
 The products are split: one consumer computes S^T and dV, the other dP^T, dS and dK, and each half of dQ's columns, so
 both have the same work. P goes from the first to the second in fp32 through shared memory, dS back as the left operand of
