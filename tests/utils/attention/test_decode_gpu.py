@@ -204,3 +204,34 @@ def test_compiled_by_torch():
 
     compiled = torch.compile(lambda q, k, v: decode(q, k, v) * 2, fullgraph=True)
     assert relative_error(compiled(q, k, v), 2 * decode_reference(q, k, v)) < 5e-3
+
+
+def test_a_call_compiled_whole_without_an_eager_one_before():
+    from utils.attention import decode
+
+    decode._decided.clear()
+    q, k, v = (torch.randn(1, h, s, 64, device="cuda", dtype=torch.bfloat16) for h, s in ((8, 1), (2, 900), (2, 900)))
+    lengths = torch.tensor([700], device="cuda", dtype=torch.int32)
+    compiled = torch.compile(
+        lambda q, k, v, n: attention_decode(q, k, v, seqlens=n, backend="gluon") * 2, fullgraph=True
+    )
+    assert relative_error(compiled(q, k, v, lengths), 2 * decode_reference(q, k, v, seqlens=lengths)) < 5e-3
+
+
+def test_a_captured_merge_of_programs_that_wait_has_counters_of_its_own():
+    q, k, v = (
+        torch.randn(1, h, s, 128, device="cuda", dtype=torch.bfloat16) for h, s in ((8, 1), (2, 9000), (2, 9000))
+    )
+    from utils.attention.gluon.decode.launch import Launch
+
+    launch = Launch(q, k, v, True, 0, False, None, merge="together")
+    expected = launch(q, k, v, 0.1, None, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = launch(q, k, v, 0.1, None, None)
+    side = torch.cuda.Stream()
+    for _ in range(20):  # beside launches whose counters it would share
+        with torch.cuda.stream(side):
+            graph.replay()
+        side.synchronize()
+        assert torch.equal(launch(q, k, v, 0.1, None, None), expected) and torch.equal(out, expected)

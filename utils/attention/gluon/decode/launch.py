@@ -238,7 +238,12 @@ class Launch:
         return bool(getattr(hook, "calls", hook))  # a chain of hooks, or one or None
 
     def counters_for(self, stream: int) -> torch.Tensor:
-        """Counters, all zero, of a stream: its kernels run one after another and each leaves them at zero."""
+        """Counters, all zero, of a stream: its kernels run one after another and each leaves them at zero.
+
+        A captured graph may be replayed on any stream, beside another, so it gets counters of its own.
+        """
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return torch.zeros(self.counters, dtype=torch.int32, device=self.device)
         kept = _COUNTERS.get((self.device, stream))
         if kept is None or kept.numel() < self.counters:
             kept = torch.zeros(max(self.counters, 1024), dtype=torch.int32, device=self.device)
